@@ -1,0 +1,55 @@
+# Graphfold. `make help` lists the targets; everything is installed into .venv.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+TORCH := $(shell sed -n 's/^torch==//p' constraints.txt)
+ARGS ?=
+
+.DEFAULT_GOAL := help
+.PHONY: help train test test-full test-gpu lint types checks bench clean
+
+help: ## show this list
+	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | awk -F'\t' '{printf "  make %-10s %s\n", $$1, $$2}'
+
+train: $(VENV)/installed ## train the default model, about two minutes on two cores; ARGS="train.steps=100 …" overrides
+	@$(BIN)/python train.py $(ARGS)
+
+test: $(VENV)/installed-test ## run the tests (CPU); ARGS="tests/plan -k layout" selects
+	@CUDA_VISIBLE_DEVICES= $(BIN)/python -m pytest -m "not gpu and not full" $(ARGS)
+
+test-full: $(VENV)/installed-test ## run the exhaustive grids too
+	@CUDA_VISIBLE_DEVICES= $(BIN)/python -m pytest -m "not gpu" $(ARGS)
+
+test-gpu: $(VENV)/installed-test ## run the tests that need a CUDA device
+	@$(BIN)/python -m pytest -m gpu $(ARGS)
+
+lint: $(VENV)/installed-test ## ruff
+	@$(BIN)/ruff check .
+
+types: $(VENV)/installed-test ## mypy, strict on the planning layer
+	@$(BIN)/mypy app/plan app/config.py app/errors.py app/choices.py
+
+checks: lint types test ## everything a change must pass
+
+bench: $(VENV)/installed ## engine overhead against a plain PyTorch loop
+	@$(BIN)/python bench/overhead.py $(ARGS)
+
+clean: ## remove .venv and caches; runs/ stays
+	@rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build *.egg-info
+
+$(VENV)/bin/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "Graphfold needs Python 3.11 or newer; choose one with: make PYTHON=python3.12 …"; exit 1; }
+	@$(PYTHON) -m venv $(VENV)
+
+# Without a GPU a CPU build of torch is a tenth of the download: take it where the package index offers one.
+$(VENV)/installed: pyproject.toml constraints.txt | $(VENV)/bin/python
+	@echo "Installing into $(VENV) …"
+	@command -v nvidia-smi >/dev/null || $(PIP) "torch==$(TORCH)+cpu" 2>/dev/null || true
+	@$(PIP) "torch==$(TORCH)" && $(PIP) --editable .
+	@touch $@
+
+$(VENV)/installed-test: $(VENV)/installed
+	@$(PIP) --editable '.[test]'
+	@touch $@

@@ -1,0 +1,1 @@
+"""Commands and the bridge from YAML to typed configuration."""

@@ -1,0 +1,93 @@
+"""The bridge from Hydra's composed YAML to the frozen `Run`."""
+
+from __future__ import annotations
+
+import dataclasses
+import typing
+from collections.abc import Iterator
+from enum import Enum
+from types import NoneType
+
+from hydra.core.config_store import ConfigStore
+from omegaconf import DictConfig, OmegaConf
+
+from app.config import (
+    CheckpointConfig, CudaGraphConfig, DataConfig, LogConfig, LossConfig, ModelConfig, MoEConfig, OptimConfig,
+    ParallelConfig, PrecisionConfig, Run, ScheduleConfig, TrainConfig, check,
+)
+from app.errors import ConfigError, nearest
+
+def _defaults() -> Run:
+    return Run(
+        ModelConfig(moe=MoEConfig()), ParallelConfig(), ScheduleConfig(), CudaGraphConfig(), PrecisionConfig(),
+        OptimConfig(), DataConfig(), CheckpointConfig(), LogConfig(), LossConfig(), TrainConfig(),
+    )
+
+
+def register_schema() -> None:
+    """Make the types of `Run` the schema that every YAML file and override is checked against."""
+    schema = OmegaConf.structured(_defaults())
+    _make_writable(schema)
+    ConfigStore.instance().store(name="run_schema", node=schema)
+
+
+def _make_writable(node: DictConfig) -> None:
+    # Frozen dataclasses become read-only nodes, which refuse every merge.
+    OmegaConf.set_readonly(node, None)
+    for key in node:
+        child = node._get_node(key)
+        if isinstance(child, DictConfig) and not child._is_none():
+            _make_writable(child)
+
+
+def load_run(config: DictConfig, world_size: int | None) -> Run:
+    """Type, freeze and check a composed configuration.
+
+    `world_size` is the number of processes the launcher started, None without one. Raises ConfigError.
+    """
+    asked = config.parallel.world_size
+    if world_size is not None:
+        if asked not in (None, world_size):
+            raise ConfigError("parallel.world_size", asked, f"the launcher started {world_size} processes", world_size)
+        config.parallel.world_size = world_size
+    _refuse_unknown(config)
+    run = OmegaConf.to_object(config)
+    assert isinstance(run, Run)
+    return check(run)
+
+
+def _refuse_unknown(config: DictConfig) -> None:
+    # Hydra lets `+key=value` add what the schema does not have.
+    known = set(all_keys())
+    for key in _present(config, ""):
+        if key not in known:
+            raise ConfigError(key, OmegaConf.select(config, key), "there is no such key", nearest(key, sorted(known)))
+
+
+def _present(node: DictConfig, prefix: str) -> Iterator[str]:
+    for key in node:
+        yield f"{prefix}{key}"
+        child = node._get_node(key)
+        if isinstance(child, DictConfig) and not child._is_none():
+            yield from _present(child, f"{prefix}{key}.")
+
+
+def all_keys() -> list[str]:
+    """Every dotted key of the configuration, sections included."""
+    return list(_keys(Run, ""))
+
+
+def _keys(section: type, prefix: str) -> Iterator[str]:
+    for name, hint in typing.get_type_hints(section).items():
+        yield prefix + name
+        for kind in (k for k in (hint, *typing.get_args(hint)) if k is not NoneType):
+            if dataclasses.is_dataclass(kind) and isinstance(kind, type):
+                yield from _keys(kind, f"{prefix}{name}.")
+
+
+def default_of(key: str) -> object:
+    """The default of a dotted key, None where it has none."""
+    section: object = _defaults()
+    for name in key.split("."):
+        section = getattr(section, name, None)
+    return section.value if isinstance(section, Enum) else section

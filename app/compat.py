@@ -1,0 +1,32 @@
+"""One place for names that differ between the supported versions of torch (2.11 and newer)."""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+from torch import Tensor
+
+# torch 2.13 renamed both and warns about the old names.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+def all_gather(output: Tensor, shard: Tensor, group: dist.ProcessGroup) -> None:
+    """Fill `output` with the equal `shard`s of all ranks of `group`, in rank order."""
+    if group.size() > 1:
+        _all_gather(output, shard, group=group)
+    elif output.data_ptr() != shard.data_ptr():
+        output.copy_(shard.view_as(output))
+
+
+def reduce_scatter(shard: Tensor, buffer: Tensor, group: dist.ProcessGroup) -> None:
+    """Sum `buffer` over all ranks of `group` and leave this rank's equal part in `shard`."""
+    if group.size() > 1:
+        _reduce_scatter(shard, buffer, group=group)
+    elif shard.data_ptr() != buffer.data_ptr():
+        shard.copy_(buffer.view_as(shard))
+
+
+def all_reduce(tensor: Tensor, group: dist.ProcessGroup) -> None:
+    """Sum `tensor` in place over all ranks of `group`."""
+    if group.size() > 1:
+        dist.all_reduce(tensor, group=group)

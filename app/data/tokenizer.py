@@ -1,0 +1,120 @@
+"""Text to token ids and back: UTF-8 bytes, or any tokenizer of the Hugging Face `tokenizers` library."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+
+from app.errors import ConfigError
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer as Backend
+
+# How published tokenizers write "the document ends here", in the order in which we look.
+END_OF_DOCUMENT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<｜end▁of▁sentence｜>", "<|eos|>", "[EOS]", "<|im_end|>",
+                   "[SEP]")
+
+
+class Tokenizer(Protocol):
+    """What the data layer needs from a tokenizer. Instances pickle, and equal ones pickle to equal bytes."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Highest id plus one: the rows an embedding needs."""
+
+    @property
+    def eod(self) -> int:
+        """Id that ends a document."""
+
+    def encode(self, text: str) -> Sequence[int] | np.ndarray:
+        """Ids of `text`, without begin or end markers."""
+
+    def encode_batch(self, texts: Sequence[str]) -> Sequence[Sequence[int] | np.ndarray]:
+        """`encode` of every text; may use several threads."""
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Text of `ids`; end-of-document markers are left out."""
+
+
+@dataclass(frozen=True)
+class ByteTokenizer:
+    """Ids 0..255 are the bytes of the UTF-8 text, 256 ends a document."""
+
+    vocab_size: int = 257
+    eod: int = 256
+
+    def encode(self, text: str) -> np.ndarray:
+        """Bytes of `text`, uint8 [T]; lone surrogates become '?'."""
+        return np.frombuffer(text.encode("utf-8", errors="replace"), dtype=np.uint8)
+
+    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """`encode` of every text."""
+        return [self.encode(text) for text in texts]
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Text of the bytes; invalid sequences become U+FFFD, ids from 256 on are left out."""
+        return bytes(i for i in map(int, ids) if i < 256).decode("utf-8", errors="replace")
+
+
+@dataclass(frozen=True)
+class JsonTokenizer:
+    """A tokenizer read from the JSON file of the `tokenizers` library."""
+
+    backend: Backend
+    vocab_size: int
+    eod: int
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of `text`, without the template's special tokens."""
+        return self.backend.encode(text, add_special_tokens=False).ids
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """`encode` of every text, on all cores."""
+        return [encoding.ids for encoding in self.backend.encode_batch_fast(list(texts), add_special_tokens=False)]
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Text of `ids` without special tokens."""
+        return self.backend.decode([int(i) for i in ids], skip_special_tokens=True)
+
+
+def load_tokenizer(spec: str) -> Tokenizer:
+    """The tokenizer named by `data.tokenizer`: "bytes", or the path of a `tokenizers` JSON file.
+
+    Raises ConfigError when the file is missing or unreadable, or has no token that ends a document.
+    """
+    return ByteTokenizer() if spec == "bytes" else _from_json(Path(spec))
+
+
+def _from_json(path: Path) -> JsonTokenizer:
+    from tokenizers import Tokenizer as Backend
+
+    if not path.is_file():
+        raise ConfigError("data.tokenizer", path, "no such file; give 'bytes' or a tokenizers JSON file", _nearest_json(path))
+    try:
+        backend = Backend.from_file(str(path))
+    except Exception as error:  # the library raises bare Exception for whatever is wrong with the file
+        raise ConfigError("data.tokenizer", path, f"not a tokenizers JSON file: {error}") from error
+    backend.no_truncation()  # a file saved with either set would cut or fill every document
+    backend.no_padding()
+    return JsonTokenizer(backend, vocab_size=max(backend.get_vocab().values()) + 1, eod=_end_of_document(backend, path))
+
+
+def _end_of_document(backend: Backend, path: Path) -> int:
+    for token in END_OF_DOCUMENT:
+        if (found := backend.token_to_id(token)) is not None:
+            return found
+    special = [token.content for token in backend.get_added_tokens_decoder().values() if token.special]
+    raise ConfigError("data.tokenizer", path, f"no token that ends a document (looked for {', '.join(END_OF_DOCUMENT)}); "
+                                              f"its special tokens: {', '.join(special) or 'none'}")
+
+
+def _nearest_json(path: Path) -> str | None:
+    folder = path if path.is_dir() else path.parent
+    names = sorted(file.name for file in folder.glob("*.json"))
+    close = difflib.get_close_matches(path.name, names, n=1, cutoff=0)
+    return str(folder / close[0]) if close else None

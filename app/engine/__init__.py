@@ -1,0 +1,1 @@
+"""Processes: groups, executor, checkpoints, reports, and the trainer that joins them."""

@@ -1,0 +1,211 @@
+"""Checkpoints: every rank writes what it owns, rank 0 commits.
+
+    checkpoints/step-00000100/manifest.json    step, updates, layout, model, size and sha256 of every other file
+    checkpoints/step-00000100/rank-00000.pt    this rank's parts of parameters and moments, by global name and range
+    checkpoints/latest                         name of the newest complete one
+
+A checkpoint is written under a hidden temporary name and renamed when all files are on disk; `latest` moves after that.
+Parts carry global names and ranges, so a run with other data- or expert-parallel degrees finds its parts too.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from app.config import ModelConfig
+from app.engine.build import Engine
+from app.engine.run_folder import LATEST, STEP_PREFIX, complete_checkpoints, plain
+from app.errors import ConfigError
+from app.optim.adam import Piece
+
+FORMAT = 1  # of the files below; another one is refused
+MANIFEST = "manifest.json"
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How far a run has come."""
+
+    step: int = 0  # steps taken
+    updates: int = 0  # of them, those that were not skipped
+    tokens: int = 0  # tokens trained on
+
+
+def save_checkpoint(folder: Path, engine: Engine, model: ModelConfig, progress: Progress, cursor: dict[str, Any], keep_last: int) -> Path:
+    """Write and commit a checkpoint; all ranks call it together. Returns its folder."""
+    groups = engine.groups
+    final = folder / f"{STEP_PREFIX}{progress.step:08d}"
+    draft = folder / f".{final.name}.tmp"
+    if groups.rank == 0:
+        shutil.rmtree(draft, ignore_errors=True)
+        draft.mkdir(parents=True)
+    groups.barrier()
+    name = _rank_file(groups.rank)
+    _write_synced(draft / name, lambda file: torch.save(_rank_state(engine, cursor), file))
+    files = _gather(engine, (name, _fingerprint(draft / name)))
+    if groups.rank == 0:
+        layout = {"world_size": groups.layout.world_size, "dp": groups.layout.dp, "ep": groups.layout.ep}
+        manifest = {"format": FORMAT, **dataclasses.asdict(progress), "layout": layout, "model": plain(dataclasses.asdict(model)), "files": files}
+        _write_synced(draft / MANIFEST, lambda file: file.write(json.dumps(manifest, indent=1).encode()))
+        _commit(draft, final, keep_last)
+    groups.barrier()
+    return final
+
+
+def _commit(draft: Path, final: Path, keep_last: int) -> None:
+    replaced = final.with_name(f".{final.name}.old")
+    if final.exists():  # a resumed run may come to the same step again
+        final.rename(replaced)
+    draft.rename(final)
+    _sync_folder(final.parent)
+    shutil.rmtree(replaced, ignore_errors=True)
+    pointer = final.parent / f".{LATEST}.tmp"
+    _write_synced(pointer, lambda file: file.write(final.name.encode()))
+    pointer.rename(final.parent / LATEST)
+    _sync_folder(final.parent)
+    for old in complete_checkpoints(final.parent)[:-keep_last]:
+        if old != final:
+            shutil.rmtree(old)
+
+
+def _rank_file(rank: int) -> str:
+    return f"rank-{rank:05d}.pt"
+
+
+def _rank_state(engine: Engine, cursor: dict[str, Any]) -> dict[str, Any]:
+    device = engine.device
+    return {
+        "pieces": [{"name": p.spec.name, "start": p.spec.offset + p.start, **{k: _packed(v) for k, v in p.state.items()}} for p in engine.optimizer.pieces()],
+        "routers": {name: _packed(router.bias_E) for name, _, router in engine.routers()},
+        "cursor": cursor,
+        "rng": {"cpu": torch.get_rng_state(), "cuda": torch.cuda.get_rng_state(device) if device.type == "cuda" else None},
+    }
+
+
+def _packed(tensor: Tensor) -> Tensor:
+    return tensor.detach().cpu().clone()  # a view would be saved with all of its buffer
+
+
+def _gather(engine: Engine, entry: tuple[str, dict[str, Any]]) -> dict[str, Any]:
+    groups = engine.groups
+    found: list[Any] = [None] * groups.world.size()
+    dist.all_gather_object(found, entry, group=groups.world)
+    return dict(found)
+
+
+def _write_synced(path: Path, write: Callable[[BinaryIO], object]) -> None:
+    with path.open("wb") as file:
+        write(file)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _sync_folder(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    os.fsync(handle)
+    os.close(handle)
+
+
+def _fingerprint(path: Path) -> dict[str, Any]:
+    with path.open("rb") as file:
+        return {"bytes": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
+
+
+def verify_checkpoint(path: Path, model: ModelConfig) -> dict[str, Any]:
+    """Read the manifest of a checkpoint and check every file against it.
+
+    Raises ConfigError that names the file that is missing, truncated or edited and the checkpoint before it, or what
+    differs between its model and `model`.
+    """
+    manifest = _read_manifest(path)
+    for name, expected in manifest["files"].items():
+        file = path / name
+        if not file.is_file():
+            raise _broken(path, f"{name} is missing")
+        found = _fingerprint(file)
+        if found["bytes"] != expected["bytes"]:
+            raise _broken(path, f"{name} has {found['bytes']} bytes instead of {expected['bytes']}")
+        if found != expected:
+            raise _broken(path, f"{name} was changed after it was saved (sha256 differs)")
+    _check_model(path, manifest["model"], plain(dataclasses.asdict(model)))
+    return manifest
+
+
+def _read_manifest(path: Path) -> dict[str, Any]:
+    try:
+        manifest = json.loads((path / MANIFEST).read_text())
+    except (OSError, ValueError) as error:
+        raise _broken(path, f"{MANIFEST} cannot be read: {error}") from error
+    if manifest.get("format") != FORMAT:
+        raise _broken(path, f"{MANIFEST} has format {manifest.get('format')}, this version reads format {FORMAT}")
+    return manifest
+
+
+def _broken(path: Path, what: str) -> ConfigError:
+    earlier = [other for other in complete_checkpoints(path.parent) if other.name < path.name]
+    return ConfigError("resume", path, what, f"resume={earlier[-1]}" if earlier else None)
+
+
+def _check_model(path: Path, saved: Any, current: Any) -> None:
+    different = [key for key in current if key != "name" and saved.get(key) != current[key]]
+    if different:
+        key = different[0]
+        raise ConfigError(f"model.{key}", current[key], f"the checkpoint {path} was trained with {saved.get(key)}", saved.get(key))
+
+
+def load_checkpoint(path: Path, manifest: dict[str, Any], engine: Engine) -> tuple[Progress, dict[str, Any]]:
+    """Fill this rank's parameters, moments and router biases; returns the progress and this rank's data cursor.
+
+    `manifest` is what `verify_checkpoint` returned. Every file is searched for the parts that this rank owns.
+    """
+    pieces = list(engine.optimizer.pieces())
+    missing = sum(piece.main.numel() for piece in pieces)
+    for name in manifest["files"]:
+        state = torch.load(path / name, map_location="cpu", mmap=True, weights_only=True)
+        missing -= sum(_copy_overlap(saved, piece) for saved, piece in _same_name(state["pieces"], pieces))
+    assert missing == 0, f"{missing} elements of this rank are in no file of {path}"
+    own = _rank_file(engine.groups.rank if engine.groups.rank < len(manifest["files"]) else 0)
+    state = torch.load(path / own, map_location="cpu", weights_only=True)
+    _restore_rank(state, engine)
+    engine.optimizer.restored(manifest["updates"])
+    return Progress(manifest["step"], manifest["updates"], manifest["tokens"]), state["cursor"]
+
+
+def _same_name(saved: list[dict[str, Any]], pieces: list[Piece]) -> Iterator[tuple[dict[str, Any], Piece]]:
+    by_name: dict[str, list[Piece]] = {}
+    for piece in pieces:
+        by_name.setdefault(piece.spec.name, []).append(piece)
+    for entry in saved:
+        for piece in by_name.get(entry["name"], ()):
+            yield entry, piece
+
+
+def _copy_overlap(saved: dict[str, Any], piece: Piece) -> int:
+    """Copy the elements that both ranges of one global parameter have in common; returns how many."""
+    begin = piece.spec.offset + piece.start
+    start, end = max(begin, saved["start"]), min(begin + piece.main.numel(), saved["start"] + saved["main"].numel())
+    if start >= end:
+        return 0
+    for key, tensor in piece.state.items():
+        tensor[start - begin : end - begin].copy_(saved[key][start - saved["start"] : end - saved["start"]])
+    return end - start
+
+
+def _restore_rank(state: dict[str, Any], engine: Engine) -> None:
+    for name, _, router in engine.routers():
+        router.bias_E.copy_(state["routers"][name])
+    torch.set_rng_state(state["rng"]["cpu"])
+    if state["rng"]["cuda"] is not None and engine.device.type == "cuda":
+        torch.cuda.set_rng_state(state["rng"]["cuda"], engine.device)

@@ -1,0 +1,172 @@
+"""What a step reports, and how it is measured.
+
+One small tensor crosses to the host per step; memory and expert load are read at the log interval only.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import resource
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from app.config import Run
+from app.engine.build import Engine
+from app.engine.executor import StepTotals
+from app.plan.flops import flops_per_token, peak_tflops
+
+GIB = 2**30
+
+
+@dataclass(frozen=True, slots=True)
+class StepReport:
+    """Everything said about one step; None where it does not apply or is not measured at this step."""
+
+    step: int  # optimizer steps so far
+    loss: float  # nats per token over the step
+    aux_loss: float  # weighted balancing loss, sum over MoE layers
+    z_loss: float  # weighted router z-loss, sum over MoE layers
+    lr: float  # learning rate of this update
+    weight_decay: float  # weight decay of this update
+    grad_norm: float  # global norm before clipping
+    skipped: int  # 1 when the update was skipped because the norm was not finite
+    tokens: int  # tokens trained on so far
+    step_ms: float  # wall time of the step, ms
+    tokens_per_s: float  # all ranks together
+    tokens_per_s_per_gpu: float  # per rank
+    tflops_per_gpu: float  # model TFLOP/s per rank (docs/flops.md)
+    mfu: float | None = None  # tflops_per_gpu over the GPU's peak
+    memory_allocated_gib: float | None = None  # largest over ranks; GPU tensors, or resident memory of the process on CPU
+    memory_reserved_gib: float | None = None  # largest over ranks; held by the GPU allocator
+    memory_peak_gib: float | None = None  # largest over ranks; peak of memory_allocated_gib so far
+    moe_load_mean: float | None = None  # max/mean tokens per expert since the last line, mean over MoE layers
+    moe_load_worst: float | None = None  # the same, worst MoE layer
+
+    def metrics(self) -> dict[str, Any]:
+        """Key -> value of everything that was measured."""
+        return {key: value for key, value in dataclasses.asdict(self).items() if value is not None}
+
+
+@dataclass(frozen=True, slots=True)
+class ValidationReport:
+    """One validation."""
+
+    step: int
+    val_loss: float  # nats per token
+    val_tokens: int  # tokens it was measured on
+
+    def metrics(self) -> dict[str, Any]:
+        """Key -> value."""
+        return dataclasses.asdict(self)
+
+
+@dataclass(frozen=True, slots=True)
+class StepFacts:
+    """What the host learns about a step by its one wait."""
+
+    norm_sq: float
+    loss: float
+    aux_loss: float
+    z_loss: float
+    skipped: float
+
+
+def pack_facts(norm_sq: Tensor, totals: StepTotals) -> Tensor:
+    """Sums of this rank that one all-reduce turns into sums over the step; fp32 [4]."""
+    parts = (norm_sq, totals.loss, totals.aux_loss, totals.z_loss)
+    return torch.stack([torch.as_tensor(part, dtype=torch.float32, device=norm_sq.device) for part in parts])
+
+
+class Meter:
+    """Turns what a step did into its report; keeps expert counts between log intervals."""
+
+    def __init__(self, run: Run, engine: Engine):
+        self.run, self.engine = run, engine
+        self.tokens_per_step = run.train.global_batch * run.train.seq_len
+        self.flops_per_step = self.tokens_per_step * flops_per_token(run.model, run.train.seq_len)
+        self.peak = run.train.gpu_peak_tflops or _known_peak(engine.device)
+        self.counts: dict[tuple[int, int], Tensor] = {}
+
+    def count(self, totals: StepTotals) -> None:
+        """Add a step's tokens per expert, on the device."""
+        for place, counts_E in totals.counts.items():
+            self.counts[place] = counts_E + self.counts.get(place, 0)
+
+    def report(self, step: int, tokens: int, facts: StepFacts, lr: float, weight_decay: float, seconds: float) -> StepReport:
+        """The report of one step; at the log interval with memory and expert load, which all ranks measure together."""
+        world = self.engine.groups.layout.world_size
+        tflops = self.flops_per_step / seconds / world / 1e12
+        at_interval = step % self.run.log.interval == 0 or step == self.run.train.steps
+        return StepReport(
+            step=step, loss=facts.loss, aux_loss=facts.aux_loss, z_loss=facts.z_loss, lr=lr, weight_decay=weight_decay,
+            grad_norm=facts.norm_sq**0.5, skipped=int(facts.skipped), tokens=tokens, step_ms=seconds * 1e3,
+            tokens_per_s=self.tokens_per_step / seconds, tokens_per_s_per_gpu=self.tokens_per_step / seconds / world,
+            tflops_per_gpu=tflops, mfu=tflops / self.peak if self.peak else None,
+            **(self._memory() | self._expert_load() if at_interval else {}),
+        )
+
+    def _memory(self) -> dict[str, float]:
+        found = memory_gib(self.engine.device)
+        values = torch.tensor(list(found.values()), dtype=torch.float64, device=self.engine.device)
+        if self.engine.groups.world.size() > 1:
+            dist.all_reduce(values, dist.ReduceOp.MAX, self.engine.groups.world)
+        return dict(zip(found, values.tolist(), strict=True))
+
+    def _expert_load(self) -> dict[str, float]:
+        if not self.counts:
+            return {}
+        counts_LE = torch.stack([self.counts[place] for place in sorted(self.counts)])
+        self.counts = {}
+        if self.engine.groups.dp.size() > 1:
+            dist.all_reduce(counts_LE, group=self.engine.groups.dp)
+        ratio_L = counts_LE.max(dim=1).values / counts_LE.mean(dim=1)
+        mean, worst = torch.stack((ratio_L.mean(), ratio_L.max())).tolist()
+        return {"moe_load_mean": mean, "moe_load_worst": worst}
+
+
+def _known_peak(device: torch.device) -> float | None:
+    return peak_tflops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+
+
+def memory_gib(device: torch.device) -> dict[str, float]:
+    """Memory of this rank: GPU tensors, or the process's resident memory on CPU; GiB."""
+    if device.type == "cuda":
+        return {
+            "memory_allocated_gib": torch.cuda.memory_allocated(device) / GIB,
+            "memory_reserved_gib": torch.cuda.memory_reserved(device) / GIB,
+            "memory_peak_gib": torch.cuda.max_memory_allocated(device) / GIB,
+        }
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _RSS_UNIT / GIB
+    return {"memory_allocated_gib": _resident_bytes() / GIB or peak, "memory_peak_gib": peak}
+
+
+_RSS_UNIT = 1 if Path("/System/Library").exists() else 1024  # macOS counts bytes, Linux KiB
+
+
+def _resident_bytes() -> int:
+    statm = Path("/proc/self/statm")
+    return int(statm.read_text().split()[1]) * resource.getpagesize() if statm.exists() else 0
+
+
+class Stopwatch:
+    """Wall time since it was made or last read."""
+
+    def __init__(self) -> None:
+        self._since = time.perf_counter()
+
+    def lap(self) -> float:
+        """Seconds since the last lap."""
+        before, self._since = self._since, time.perf_counter()
+        return self._since - before
+
+
+def median(values: Sequence[float]) -> float:
+    """Middle value; 0 for none."""
+    return sorted(values)[len(values) // 2] if values else 0.0

@@ -1,0 +1,96 @@
+"""Where a run writes, and which checkpoint it continues from.
+
+    runs/<time>-<model>/  config.yaml  metrics.jsonl  loss.png  wandb/  checkpoints/{latest, step-00000100/, …}
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from enum import Enum
+from pathlib import Path
+
+from omegaconf import OmegaConf
+
+from app.config import Run
+from app.errors import ConfigError, nearest
+
+RUNS = Path("runs")
+CHECKPOINTS = "checkpoints"
+LATEST = "latest"  # file that names the newest complete checkpoint
+STEP_PREFIX = "step-"
+
+
+def choose_folders(run: Run) -> tuple[Path, Path | None]:
+    """The run folder and the checkpoint to start from (None: start anew). Writes nothing. Raises ConfigError."""
+    checkpoint = _checkpoint_to_resume(run)
+    if run.run_dir:
+        return Path(run.run_dir), checkpoint
+    if checkpoint is not None and checkpoint.parent.name == CHECKPOINTS:
+        return checkpoint.parent.parent, checkpoint  # go on in the folder that holds it
+    return _fresh_folder(RUNS / f"{time.strftime('%Y-%m-%d_%H-%M-%S')}-{run.model.name}"), checkpoint
+
+
+def _fresh_folder(wanted: Path) -> Path:
+    names = (wanted, *(wanted.with_name(f"{wanted.name}-{n}") for n in range(2, 1000)))
+    return next(path for path in names if not path.exists())
+
+
+def _checkpoint_to_resume(run: Run) -> Path | None:
+    if run.resume is None:
+        if run.run_dir and newest_checkpoint(Path(run.run_dir)):
+            raise ConfigError("run_dir", run.run_dir, "holds the checkpoints of another run", "resume=auto to continue it, or another run_dir")
+        return None
+    if run.resume == "auto":
+        return newest_checkpoint(Path(run.run_dir)) if run.run_dir else _newest_of_all_runs()
+    return _checkpoint_at(Path(run.resume))
+
+
+def _newest_of_all_runs() -> Path | None:
+    found = [newest for folder in RUNS.glob("*") if (newest := newest_checkpoint(folder))]
+    return max(found, key=lambda path: path.stat().st_mtime, default=None)
+
+
+def _checkpoint_at(path: Path) -> Path:
+    if path.name.startswith(STEP_PREFIX) and path.is_dir():
+        return path
+    newest = newest_checkpoint(path) or newest_checkpoint(path.parent if path.name == CHECKPOINTS else path)
+    if newest is None:
+        known = [str(folder) for folder in RUNS.glob("*") if newest_checkpoint(folder)]
+        rule = "holds no complete checkpoint" if path.exists() else "does not exist"
+        raise ConfigError("resume", path, rule, nearest(str(path), known) or (known[-1] if known else None))
+    return newest
+
+
+def newest_checkpoint(run_dir: Path) -> Path | None:
+    """The newest complete checkpoint of a run folder, None where there is none."""
+    pointer = run_dir / CHECKPOINTS / LATEST
+    if not pointer.is_file():
+        return None
+    named = pointer.parent / pointer.read_text().strip()
+    # The folder is gone only if a process died while replacing it: then the newest one left.
+    return named if named.is_dir() else next(reversed(complete_checkpoints(pointer.parent)), None)
+
+
+def complete_checkpoints(folder: Path) -> list[Path]:
+    """The complete checkpoints in a `checkpoints` folder, oldest first."""
+    return sorted(path for path in folder.glob(f"{STEP_PREFIX}*") if path.is_dir())
+
+
+def write_config(run: Run, run_dir: Path) -> None:
+    """Create the run folder with the resolved configuration."""
+    run_dir.mkdir(parents=True, exist_ok=True)
+    (run_dir / "config.yaml").write_text(OmegaConf.to_yaml(OmegaConf.create(plain(dataclasses.asdict(run)))))
+
+
+def plain(value: object) -> object:
+    """Dictionaries, lists, numbers and strings only: enums become what the user typed."""
+    match value:
+        case Enum():
+            return value.value
+        case dict():
+            return {key: plain(item) for key, item in value.items()}
+        case list() | tuple():
+            return [plain(item) for item in value]
+        case _:
+            return value

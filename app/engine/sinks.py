@@ -1,0 +1,159 @@
+"""Where reports go: the console, metrics.jsonl, Weights & Biases. Sinks get frozen reports and never the trainer."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+import time
+from collections import deque
+from pathlib import Path
+from typing import Any, Protocol, TextIO
+
+from app.choices import WandbMode
+from app.config import Run
+from app.engine.report import StepReport, ValidationReport, median
+
+METRICS = "metrics.jsonl"
+REDRAW_S = 0.1  # seconds between redraws of the progress line
+
+
+class Sink(Protocol):
+    """Receives every report."""
+
+    def step(self, report: StepReport) -> None:
+        """After each step."""
+
+    def validation(self, report: ValidationReport) -> None:
+        """After each validation."""
+
+    def close(self) -> None:
+        """When the run ends."""
+
+
+class JsonLines:
+    """One JSON object per report in metrics.jsonl; a resumed run first drops what comes after its checkpoint."""
+
+    def __init__(self, run_dir: Path, from_step: int):
+        path = run_dir / METRICS
+        kept = [line for line in _lines(path) if json.loads(line)["step"] <= from_step]
+        path.write_text("".join(f"{line}\n" for line in kept))
+        self._file = path.open("a", buffering=1)
+
+    def step(self, report: StepReport) -> None:
+        """Append a line."""
+        self._write(report.metrics())
+
+    def validation(self, report: ValidationReport) -> None:
+        """Append a line."""
+        self._write(report.metrics())
+
+    def _write(self, metrics: dict[str, Any]) -> None:
+        self._file.write(json.dumps(metrics) + "\n")
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+def _lines(path: Path) -> list[str]:
+    """The complete lines of a file; a line that a killed process left unfinished is dropped."""
+    return path.read_text().split("\n")[:-1] if path.exists() else []
+
+
+class Console:
+    """A live progress line on a terminal; on anything else a line per log interval."""
+
+    def __init__(self, run: Run, from_step: int, stream: TextIO = sys.stdout):
+        self.total, self.interval, self.stream = run.train.steps, run.log.interval, stream
+        self.live = stream.isatty()
+        self.from_step = from_step
+        self.recent: deque[float] = deque(maxlen=20)  # ms of the last steps
+        self.val_loss: float | None = None
+        self.memory = 0.0
+        self._drawn = 0.0
+
+    def step(self, report: StepReport) -> None:
+        """Draw the line anew, or print it at the log interval."""
+        self.recent.append(report.step_ms)
+        self.memory = report.memory_peak_gib or self.memory
+        text = self._text(report)
+        if not self.live:
+            if report.step % self.interval == 0 or report.step in (self.from_step + 1, self.total):
+                print(text, file=self.stream, flush=True)
+        elif time.monotonic() - self._drawn > REDRAW_S or report.step == self.total:
+            width = shutil.get_terminal_size().columns
+            print(f"\r{text[: width - 1]:<{width - 1}}", end="", file=self.stream, flush=True)
+            self._drawn = time.monotonic()
+
+    def _text(self, report: StepReport) -> str:
+        left = median(self.recent) / 1e3 * (self.total - report.step)
+        val = f"  val {self.val_loss:.3f}" if self.val_loss is not None else ""
+        rate = _short(self._tokens_per_s(report))
+        return (f"step {report.step}/{self.total}  loss {report.loss:.3f}{val}  {rate} tokens/s  "
+                f"{self.memory:.1f} GiB  {_clock(left)} left{'  (update skipped)' if report.skipped else ''}")
+
+    def _tokens_per_s(self, report: StepReport) -> float:
+        return report.tokens_per_s * report.step_ms / median(self.recent)
+
+    def validation(self, report: ValidationReport) -> None:
+        """Print a line that stays."""
+        self.val_loss = report.val_loss
+        start = "\r" if self.live else ""
+        line = f"{start}step {report.step}/{self.total}  validation loss {report.val_loss:.4f} nats per token ({report.val_tokens} tokens)"
+        print(f"{line:<{shutil.get_terminal_size().columns - 1}}" if self.live else line, file=self.stream, flush=True)
+
+    def close(self) -> None:
+        """End the live line."""
+        if self.live:
+            print(file=self.stream)
+
+
+def _short(value: float) -> str:
+    for limit, unit in ((1e6, "M"), (1e3, "k")):
+        if value >= limit:
+            return f"{value / limit:.1f}{unit}"
+    return f"{value:.0f}"
+
+
+def _clock(seconds: float) -> str:
+    minutes, rest = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+
+
+class Wandb:
+    """A Weights & Biases run in the run folder; a resumed run goes on under the same id."""
+
+    def __init__(self, run: Run, run_dir: Path, config: dict[str, Any]):
+        import wandb  # half a second, and only where it is wanted
+
+        id_file = run_dir / "wandb_id"
+        if not id_file.exists():
+            id_file.write_text(wandb.util.generate_id())
+        self.interval, self.total = run.log.interval, run.train.steps
+        self.run = wandb.init(
+            project=run.log.project, group=run.log.group, name=run_dir.name, dir=run_dir, config=config, id=id_file.read_text(),
+            mode=wandb_mode(run, wandb.api.api_key is not None), resume="allow", settings=wandb.Settings(silent=True, console="off"),
+        )
+
+    def step(self, report: StepReport) -> None:
+        """Log at the interval: the keys of docs/metrics.md, no others."""
+        if report.step % self.interval == 0 or report.step == self.total:
+            self.run.log(report.metrics(), step=report.step)
+
+    def validation(self, report: ValidationReport) -> None:
+        """Log a validation."""
+        self.run.log(report.metrics(), step=report.step)
+
+    def close(self) -> None:
+        """Finish the run and its files."""
+        self.run.finish(quiet=True)
+
+
+def wandb_mode(run: Run, logged_in: bool) -> str:
+    """offline, unless the user asked for online and is logged in; says so when only the login is missing."""
+    if run.log.wandb_mode is WandbMode.online and not logged_in:
+        print("log.wandb_mode=online, but nobody is logged in: recording offline. Log in with `wandb login`, upload with `wandb sync`.")
+        return "offline"
+    return run.log.wandb_mode.value

@@ -1,0 +1,40 @@
+"""The one kind of error a user sees, and the arithmetic of "the nearest that works"."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Sequence
+from enum import Enum
+
+
+class ConfigError(ValueError):
+    """A mistake of the user's: which key, what value, which rule, and the nearest value that works."""
+
+    def __init__(self, key: str, value: object, rule: str, nearest: object = None):
+        self.key, self.value, self.rule, self.nearest = key, value, rule, nearest
+        hint = "" if nearest is None else f"; nearest that works: {nearest}"
+        super().__init__(f"{key}={_text(value)}: {rule}{hint}")
+
+
+def _text(value: object) -> str:
+    return str(value.value) if isinstance(value, Enum) else str(value)
+
+
+def nearest_divisors(value: int, of: int) -> str:
+    """The divisors of `of` on both sides of `value`, as text: nearest_divisors(3, 8) == "2 or 4"."""
+    divisors = [d for d in range(1, of + 1) if of % d == 0]
+    below = [d for d in divisors if d <= value][-1:]
+    above = [d for d in divisors if d > value][:1]
+    return " or ".join(map(str, below + above))
+
+
+def nearest_multiples(value: int, of: int) -> str:
+    """The positive multiples of `of` on both sides of `value`, as text: nearest_multiples(10, 4) == "8 or 12"."""
+    below = value // of * of
+    return " or ".join(str(m) for m in (below, below + of) if m > 0)
+
+
+def nearest(word: str, known: Sequence[str]) -> str | None:
+    """The known word most like `word`, None when nothing is close."""
+    close = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
+    return close[0] if close else None

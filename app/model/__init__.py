@@ -1,0 +1,1 @@
+"""Tensors of the transformer: layers, attention, blocks, chunks."""

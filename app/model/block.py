@@ -1,0 +1,96 @@
+"""A decoder layer is an ordered list of phases with declared inputs and outputs.
+
+The same list is run eagerly here and can be cut, recomputed or interleaved by name elsewhere, because a phase
+touches nothing but its declared values and its parameters.
+
+Shapes: B sequences, S tokens per sequence, D hidden.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+from torch import Tensor, nn
+
+from app.config import ModelConfig
+from app.model.attention import Attention
+from app.model.layers import AttentionContext, Mlp, RMSNorm
+
+
+class PhaseName(Enum):
+    """Every phase a layer may have, in order."""
+
+    attn = "attn"
+    mlp = "mlp"
+    norm = "norm"
+    shared = "shared"
+    route = "route"
+    preprocess = "preprocess"
+    dispatch = "dispatch"
+    experts = "experts"
+    combine = "combine"
+    finish = "finish"
+
+
+@dataclass(frozen=True, slots=True)
+class Phase:
+    """One element of a layer: `run` takes the values named in `inputs` and returns one per name in `outputs`."""
+
+    name: PhaseName
+    run: Callable[..., tuple[Any, ...]]
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    host_sync: bool = False  # whether it waits for the device
+
+
+def run_phases(phases: Sequence[Phase], values: Mapping[str, Any], keep: Sequence[str]) -> dict[str, Any]:
+    """Run `phases` in order over `values` (name -> value) and return the values named in `keep`.
+
+    A value is dropped after the last phase that reads it, so that what autograd does not save is freed.
+    """
+    known = dict(values)
+    for index, phase in enumerate(phases):
+        outputs = phase.run(*(known[name] for name in phase.inputs))
+        known.update(zip(phase.outputs, outputs, strict=True))
+        needed = {name for later in phases[index + 1 :] for name in later.inputs}.union(keep)
+        known = {name: value for name, value in known.items() if name in needed}
+    return {name: known.get(name) for name in keep}
+
+
+class Layer(nn.Module):
+    """Residual decoder layer: an attention phase followed by feed-forward phases of its subclass-free `body`.
+
+    `phases` read and write the values x (B × S × D), context (AttentionContext) and whatever they declare.
+    """
+
+    def __init__(self, model: ModelConfig, body: nn.Module):
+        super().__init__()
+        self.attn_norm = RMSNorm(model.hidden_size, model.norm_eps)
+        self.attn = Attention(model)
+        self.body = body
+        attn = Phase(PhaseName.attn, self._attend, ("x", "context"), ("x",))
+        self.phases: tuple[Phase, ...] = (attn, *body.phases)
+
+    def _attend(self, x_BSD: Tensor, context: AttentionContext) -> tuple[Tensor]:
+        return (x_BSD + self.attn(self.attn_norm(x_BSD), context),)
+
+    def forward(self, x_BSD: Tensor, context: AttentionContext) -> tuple[Tensor, Any]:
+        """B × S × D -> (B × S × D, the router's report or None)."""
+        out = run_phases(self.phases, {"x": x_BSD, "context": context}, keep=("x", "routing"))
+        return out["x"], out["routing"]
+
+
+class DenseBody(nn.Module):
+    """Feed-forward part of a dense layer: one phase."""
+
+    def __init__(self, model: ModelConfig):
+        super().__init__()
+        self.norm = RMSNorm(model.hidden_size, model.norm_eps)
+        self.mlp = Mlp(model.hidden_size, model.ffn_hidden_size)
+        self.phases = (Phase(PhaseName.mlp, self._feed_forward, ("x",), ("x",)),)
+
+    def _feed_forward(self, x_BSD: Tensor) -> tuple[Tensor]:
+        return (x_BSD + self.mlp(self.norm(x_BSD)),)

@@ -1,0 +1,1 @@
+"""Mixture of experts: routing, permutation, experts, and their transport between ranks."""

@@ -1,0 +1,1 @@
+"""AdamW on contiguous buffers, sharded over data-parallel ranks."""

@@ -1,0 +1,75 @@
+"""AdamW on this rank's shard of one buffer, in fp32.
+
+The shard is a contiguous part of the buffer; a parameter that crosses a shard's border is updated in pieces, each on
+the rank that owns it. Decoupled weight decay differs per parameter, so pieces are updated in two groups.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.optim.adamw import adamw
+
+from app.config import OptimConfig
+from app.optim.buffers import FlatBuffer, ParamSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """The part of one parameter that this rank owns, as views of the shard."""
+
+    spec: ParamSpec
+    start: int  # first element within the flattened local parameter
+    main: Tensor  # fp32 parameter
+    grad: Tensor
+    exp_avg: Tensor  # first moment
+    exp_avg_sq: Tensor  # second moment
+    step: Tensor  # scalar: updates so far
+
+    @property
+    def state(self) -> dict[str, Tensor]:
+        """What a checkpoint holds of this piece."""
+        return {"main": self.main, "exp_avg": self.exp_avg, "exp_avg_sq": self.exp_avg_sq}
+
+
+class AdamShard:
+    """fp32 parameters, moments and gradients of the part of a buffer that this rank owns.
+
+    In fp32 training the parameters are the buffer itself; otherwise they are a copy with more bits. With one rank the
+    gradient shard is the buffer too, so nothing is copied.
+    """
+
+    def __init__(self, buffer: FlatBuffer, group: dist.ProcessGroup):
+        self.buffer, self.group = buffer, group
+        own = slice(*buffer.layout.shard(0, group.rank()))
+        self.own_params = buffer.params[own]
+        fp32 = self.own_params.dtype == torch.float32
+        self.main = self.own_params if fp32 else self.own_params.float()
+        self.grad = buffer.grads if group.size() == 1 else torch.zeros_like(buffer.grads[own])
+        self.exp_avg, self.exp_avg_sq = torch.zeros_like(self.grad), torch.zeros_like(self.grad)
+        self.pieces = tuple(self._pieces(group.rank()))
+
+    def _pieces(self, rank: int) -> Iterator[Piece]:
+        for spec, ranges in zip(self.buffer.specs, self.buffer.layout.ranges(rank), strict=True):
+            for part in ranges:
+                views = (flat[slice(*part.local)] for flat in (self.main, self.grad, self.exp_avg, self.exp_avg_sq))
+                yield Piece(spec, part.param[0], *views, step=torch.zeros((), device=self.main.device))
+
+    def update(self, config: OptimConfig, lr: float, weight_decay: float, grad_divisor: Tensor, skip: Tensor) -> None:
+        """One AdamW step with gradients divided by `grad_divisor`; nothing changes where `skip` is 1 (fp32 scalars)."""
+        for decays in (True, False):
+            pieces = [piece for piece in self.pieces if piece.spec.decay == decays]
+            if not pieces:
+                continue
+            adamw(
+                [p.main for p in pieces], [p.grad for p in pieces], [p.exp_avg for p in pieces],
+                [p.exp_avg_sq for p in pieces], [], [p.step for p in pieces],
+                fused=True, grad_scale=grad_divisor, found_inf=skip, amsgrad=False, maximize=False,
+                beta1=config.beta1, beta2=config.beta2, lr=lr, weight_decay=weight_decay if decays else 0.0, eps=config.eps,
+            )
+        if self.main is not self.own_params:
+            self.own_params.copy_(self.main)

@@ -1,0 +1,77 @@
+"""Learning rate and weight decay as functions of the step: plain floats, no state, no torch.
+
+`step` is the number of optimizer updates already made, so step 0 is the value of the first update. The two functions on
+plain numbers serve parameter groups with a peak or minimum of their own; `lr_at` and `weight_decay_at` read OptimConfig.
+"""
+
+from __future__ import annotations
+
+import math
+
+from app.choices import Decay, Ramp, WsdDecay
+from app.config import OptimConfig
+
+
+def lr_at(step: int, config: OptimConfig, decay_steps: int) -> float:
+    """Learning rate of update number `step` (from 0); `decay_steps` is the step at which the minimum is reached."""
+    return learning_rate(
+        step, init=config.init_lr, peak=config.lr, low=config.min_lr, warmup_steps=config.warmup_steps, decay_steps=decay_steps,
+        decay=config.decay, wsd_steps=config.wsd_decay_steps or 0, wsd_decay=config.wsd_decay,
+    )
+
+
+def weight_decay_at(step: int, config: OptimConfig, decay_steps: int) -> float:
+    """Weight decay of update number `step` (from 0), which reaches its last value at `decay_steps`."""
+    start = config.weight_decay
+    end = start if config.weight_decay_end is None else config.weight_decay_end
+    return weight_decay(step, start=start, end=end, ramp_steps=decay_steps, ramp=config.weight_decay_ramp)
+
+
+def learning_rate(step: int, *, init: float, peak: float, low: float, warmup_steps: int, decay_steps: int,
+                  decay: Decay, wsd_steps: int, wsd_decay: WsdDecay) -> float:
+    """Linear from `init` to `peak` over `warmup_steps`, then `decay` to `low` at step `decay_steps`, then `low`.
+
+    Constant decay stays at `peak` for ever. Inverse square root is peak·√(warmup_steps / step), never below `low`
+    (Vaswani et al. 2017). Needs warmup_steps < decay_steps.
+    """
+    if warmup_steps > 0 and step <= warmup_steps:
+        return init + (peak - init) * step / warmup_steps
+    if decay is Decay.constant:
+        return peak
+    if step > decay_steps:
+        return low
+    if decay is Decay.inverse_square_root:
+        return max(low, peak * max(warmup_steps, 1) ** 0.5 / max(step, 1) ** 0.5)
+    if decay is Decay.wsd:
+        return low + (peak - low) * _wsd_share(step - (decay_steps - wsd_steps), wsd_steps, wsd_decay)
+    done = (step - warmup_steps) / (decay_steps - warmup_steps)
+    return low + (peak - low) * (_half_cosine(done) if decay is Decay.cosine else 1 - done)
+
+
+def weight_decay(step: int, *, start: float, end: float, ramp_steps: int, ramp: Ramp) -> float:
+    """From `start` to `end` over `ramp_steps`, then `end`; a constant ramp is `end` throughout."""
+    if ramp is Ramp.constant or step > ramp_steps:
+        return end
+    done = step / ramp_steps
+    return start + (end - start) * (_half_cosine(1 - done) if ramp is Ramp.cosine else done)
+
+
+def _wsd_share(step: int, steps: int, shape: WsdDecay) -> float:
+    """Share of (peak - low) left `step` steps into a last part of `steps` (warm-up, stable, decay: Hu et al. 2024)."""
+    if step <= 0:
+        return 1.0
+    done = step / steps
+    match shape:
+        case WsdDecay.linear:
+            return 1 - done
+        case WsdDecay.cosine:
+            return _half_cosine(done)
+        case WsdDecay.exponential:
+            return 2 * 0.5**done - 1
+        case WsdDecay.minus_sqrt:
+            return 1 - math.sqrt(done)
+
+
+def _half_cosine(done: float) -> float:
+    """1 at 0, falling along half a cosine to 0 at 1."""
+    return 0.5 * (math.cos(math.pi * done) + 1)

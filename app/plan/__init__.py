@@ -1,0 +1,1 @@
+"""Everything that can be computed before the first kernel, as pure values."""

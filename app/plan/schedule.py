@@ -1,0 +1,229 @@
+"""What each pipeline rank computes within one step, as a printable list of actions.
+
+Words: rank r of `pp` ranks holds `num_chunks` chunks, and chunk c of rank r is stage c·pp + r. A microbatch passes all
+stages forward, then all of them backward. Lists hold compute only; `lowering` adds what moves data.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+SCHEDULES = ("none", "gpipe", "1f1b", "interleaved", "zero_bubble_h1")
+
+
+@dataclass(frozen=True, slots=True)
+class Compute:
+    """Work on one microbatch in one chunk of this rank; prints as letter, microbatch, dot, chunk."""
+
+    letter: ClassVar[str]
+    mb: int  # microbatch within the step, from 0
+    chunk: int  # n-th stage of this rank, from 0
+
+    def __str__(self) -> str:
+        return f"{self.letter}{self.mb}.{self.chunk}"
+
+
+class Forward(Compute):
+    """Forward of a microbatch through a chunk: F3.0."""
+
+    __slots__ = ()
+    letter = "F"
+
+
+class Backward(Compute):
+    """Whole backward, gradients of input and of weights: B3.0."""
+
+    __slots__ = ()
+    letter = "B"
+
+
+class BackwardInput(Compute):
+    """Backward that yields only the gradient of the chunk's input: I3.0."""
+
+    __slots__ = ()
+    letter = "I"
+
+
+class BackwardWeight(Compute):
+    """The rest of a split backward, gradients of weights; any time after its BackwardInput: W3.0."""
+
+    __slots__ = ()
+    letter = "W"
+
+
+@dataclass(frozen=True, slots=True)
+class OnChunk:
+    """Work on the parameters of one chunk of this rank; prints as letter and chunk."""
+
+    letter: ClassVar[str]
+    chunk: int  # n-th stage of this rank, from 0
+
+    def __str__(self) -> str:
+        return f"{self.letter}{self.chunk}"
+
+
+class ReduceGrads(OnChunk):
+    """Start the reduction of a chunk's gradients over the data-parallel ranks: R0."""
+
+    __slots__ = ()
+    letter = "R"
+
+
+class GatherParams(OnChunk):
+    """Gather a chunk's updated parameters from the data-parallel ranks: G0."""
+
+    __slots__ = ()
+    letter = "G"
+
+
+Action = Forward | Backward | BackwardInput | BackwardWeight | ReduceGrads | GatherParams
+
+COMPUTE = {kind.letter: kind for kind in (Forward, Backward, BackwardInput, BackwardWeight)}
+ON_CHUNK = {kind.letter: kind for kind in (ReduceGrads, GatherParams)}
+
+
+def parse_action(text: str) -> Action:
+    """The action that prints as `text`: parse_action("F3.0") == Forward(3, 0). ValueError for anything else."""
+    match = re.fullmatch(r"([A-Z])(\d+)(?:\.(\d+))?", text)
+    letter, first, second = match.groups() if match else ("", "", None)
+    if letter in COMPUTE and second is not None:
+        return COMPUTE[letter](int(first), int(second))
+    if letter in ON_CHUNK and second is None:
+        return ON_CHUNK[letter](int(first))
+    letters = f"{'/'.join(COMPUTE)} with microbatch.chunk (F3.0), or {'/'.join(ON_CHUNK)} with chunk (R0)"
+    raise ValueError(f"{text!r} is no action: {letters}")
+
+
+def build_schedule(
+    name: str, pp: int, num_microbatches: int, num_chunks: int = 1, group_size: int | None = None, forward_only: bool = False
+) -> list[list[Action]]:
+    """The compute actions of every pipeline rank, in order; result[rank].
+
+    name: "none"            one rank, forward and backward in turn: F0 B0 F1 B1 …
+          "gpipe"           all forwards, then all backwards (Huang et al. 2019)
+          "1f1b"            pp − rank − 1 forwards, then one forward and one backward in turn (PipeDream-Flush,
+                            Narayanan et al. 2021a): at most pp − rank microbatches in flight
+          "interleaved"     the same over num_chunks chunks per rank, `group_size` microbatches (None: pp) at a time
+                            through each chunk (Narayanan et al. 2021b): the bubble divided by num_chunks
+          "zero_bubble_h1"  1F1B with split backward, weight gradients fill the bubble (Qi et al. 2023)
+    forward_only: forwards alone, in the same order (validation).
+
+    Raises ValueError for an unknown name, chunks or groups that a schedule does not have, and for interleaved if
+    num_microbatches or group_size is below pp, group_size above num_microbatches, or the last group non-empty and
+    below pp: a microbatch would then wait for its own previous chunk.
+    """
+    check_schedule(name, pp, num_microbatches, num_chunks, group_size)
+    group = pp if group_size is None else group_size
+    order = chunk_order(num_microbatches, num_chunks, group)
+    forwards = [Forward(mb, chunk) for mb, chunk in order]
+    backwards = [Backward(mb, num_chunks - 1 - chunk) for mb, chunk in order]
+    if forward_only:
+        return [list(forwards) for _ in range(pp)]
+    match name:
+        case "zero_bubble_h1":
+            return [_zero_bubble_h1(pp, rank, num_microbatches) for rank in range(pp)]
+        case "interleaved":
+            warmups = [warmup_count(pp, rank, num_microbatches, num_chunks, group) for rank in range(pp)]
+        case "gpipe":
+            warmups = [num_microbatches] * pp
+        case _:
+            warmups = [warmup_count(pp, rank, num_microbatches) for rank in range(pp)]
+    return [_weave(forwards, backwards, warmup) for warmup in warmups]
+
+
+def check_schedule(name: str, pp: int, num_microbatches: int, num_chunks: int = 1, group_size: int | None = None) -> None:
+    """Raise ValueError, with the numbers and the nearest that works, for what build_schedule refuses."""
+    if name not in SCHEDULES:
+        raise ValueError(f"unknown schedule {name!r}; there are {', '.join(SCHEDULES)}")
+    if min(pp, num_microbatches, num_chunks) < 1:
+        raise ValueError(f"pp={pp}, num_microbatches={num_microbatches} and num_chunks={num_chunks} must be at least 1")
+    if name == "none" and pp > 1:
+        raise ValueError(f"schedule none runs on one pipeline rank, not on pp={pp}; use 1f1b or interleaved")
+    if name == "interleaved":
+        _check_groups(pp, num_microbatches, pp if group_size is None else group_size)
+    elif num_chunks > 1 or group_size is not None:
+        raise ValueError(f"schedule {name} has one chunk per rank and no groups, not num_chunks={num_chunks} and "
+                         f"group_size={group_size}; use interleaved")
+
+
+def _check_groups(pp: int, num_microbatches: int, group: int) -> None:
+    if pp < 2:
+        raise ValueError("schedule interleaved needs at least 2 pipeline ranks, not pp=1; use none")
+    if num_microbatches < pp:
+        raise ValueError(f"schedule interleaved needs num_microbatches >= pp, not {num_microbatches} < {pp}; use {pp} or more")
+    if not pp <= group <= num_microbatches:
+        raise ValueError(f"group_size={group} must be between pp={pp} and num_microbatches={num_microbatches}")
+    rest = num_microbatches % group
+    if 0 < rest < pp:
+        legal = [size for size in range(pp, num_microbatches + 1) if not 0 < num_microbatches % size < pp]
+        nearest = min(legal, key=lambda size: abs(size - group))
+        raise ValueError(f"num_microbatches={num_microbatches} in groups of {group} leaves a last group of {rest}, "
+                         f"below pp={pp}; nearest that works: group_size={nearest}")
+
+
+def warmup_count(
+    pp: int, pp_rank: int, num_microbatches: int, num_chunks: int = 1, group_size: int | None = None,
+    forward_only: bool = False, moe_overlap: bool = False,
+) -> int:
+    """Forwards that `pp_rank` runs before its first backward.
+
+    1F1B: min(M, pp − rank − 1). Interleaved, which is meant when num_chunks > 1 or a group_size is given:
+    min(M·chunks, 2·(pp − rank − 1) + (chunks − 1)·group), one more with moe_overlap so that the forward and the
+    backward of a pair are of different microbatches. All M·chunks with forward_only, none without pipeline ranks.
+    """
+    total = num_microbatches * num_chunks
+    if forward_only:
+        return total
+    if pp == 1:
+        return 0
+    if num_chunks == 1 and group_size is None:
+        return min(total, pp - pp_rank - 1)
+    group = pp if group_size is None else group_size
+    return min(total, 2 * (pp - pp_rank - 1) + (num_chunks - 1) * group + moe_overlap)
+
+
+def chunk_order(num_microbatches: int, num_chunks: int, group: int) -> list[tuple[int, int]]:
+    """(mb, chunk) in the order of forwards: each group of microbatches passes chunk 0, 1, … before the next starts."""
+    starts = range(0, num_microbatches, group)
+    groups = [range(start, min(start + group, num_microbatches)) for start in starts]
+    return [(mb, chunk) for mbs in groups for chunk in range(num_chunks) for mb in mbs]
+
+
+def _weave(forwards: Sequence[Action], backwards: Sequence[Action], warmup: int) -> list[Action]:
+    """Warm-up forwards, then forward and backward in turn, then the backwards that are left."""
+    pairs = zip(forwards[warmup:], backwards, strict=False)
+    return [*forwards[:warmup], *(action for pair in pairs for action in pair), *backwards[len(forwards) - warmup:]]
+
+
+def _zero_bubble_h1(pp: int, rank: int, num_microbatches: int) -> list[Action]:
+    """ZB-H1 (Qi et al. 2023): 1F1B's forwards and input gradients, each weight gradient `rank` microbatches late.
+
+    Waiting weight gradients and microbatches in flight add up to pp on every rank, 1F1B's peak on its first rank. The
+    bubble shrinks from (pp − 1)(F + I + W) to (pp − 1)(F + I − W), in times of the three parts.
+    """
+    mbs = range(num_microbatches)
+    woven = _weave([Forward(mb, 0) for mb in mbs], [BackwardInput(mb, 0) for mb in mbs], warmup_count(pp, rank, num_microbatches))
+    actions: list[Action] = []
+    for action in woven:
+        actions.append(action)
+        if isinstance(action, BackwardInput) and action.mb >= rank:
+            actions.append(BackwardWeight(action.mb - rank, 0))
+    return actions + [BackwardWeight(mb, 0) for mb in mbs[max(0, num_microbatches - rank):]]
+
+
+def signed_order(actions: Iterable[object]) -> list[int]:
+    """The list in signed numbers: +(chunk + 1) for a forward, −(chunk + 1) for a backward.
+
+    A split backward counts where its BackwardInput stands; BackwardWeight and whatever does not compute is left out.
+    """
+    signs: list[int] = []
+    for action in actions:
+        match action:
+            case Forward():
+                signs.append(action.chunk + 1)
+            case Backward() | BackwardInput():
+                signs.append(-action.chunk - 1)
+    return signs

@@ -1,0 +1,170 @@
+"""Which decoder layers, embedding and head each pipeline stage holds.
+
+Stages are numbered in the order in which a microbatch passes them: stage s is chunk s // pp of pipeline rank s % pp.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+from app.errors import ConfigError, nearest_divisors, nearest_multiples
+
+LETTERS = {"embedding": "E", "decoder": "t", "mtp": "m", "loss": "L"}  # names of layers -> letters of a layout
+
+
+@dataclass(frozen=True)
+class Stage:
+    """What one stage holds."""
+
+    layers: tuple[int, ...]  # decoder layers, from 0 over the whole model
+    embedding: bool  # turns tokens into hidden states
+    head: bool  # turns hidden states into logits and the loss
+
+
+@dataclass(frozen=True)
+class StagePlan:
+    """The stages of a model; a rank's are `stages[pp_rank]`."""
+
+    stages: tuple[tuple[Stage, ...], ...]  # [pp_rank][chunk]
+
+    @property
+    def pp(self) -> int:
+        """Pipeline ranks."""
+        return len(self.stages)
+
+    @property
+    def vpp(self) -> int:
+        """Stages per pipeline rank."""
+        return len(self.stages[0])
+
+
+def plan_stages(
+    num_layers: int, pp: int, vpp: int = 1, first: int | None = None, last: int | None = None,
+    layout: str | Sequence[Sequence[str]] | None = None, count_embedding: bool = False, count_head: bool = False,
+) -> StagePlan:
+    """Split num_layers decoder layers over pp ranks with vpp stages each.
+
+    By default every stage has equally many. `first` and `last` set the layers of the first and last pipeline rank, over
+    all its stages, and the rest is split evenly. count_embedding and count_head let the embedding and the head with its
+    loss take the place of one layer in the first and last stage. `layout` spells the stages out instead (see
+    `parse_layout`) and sets vpp itself: vpp=1 then means unset.
+
+    Raises ConfigError (a ValueError) for splits that do not come out even, with the nearest that would.
+    """
+    for key, value in (("model.num_layers", num_layers), ("parallel.pp", pp), ("parallel.vpp", vpp)):
+        if value < 1:
+            raise ConfigError(key, value, "must be at least 1", 1)
+    uneven, counted = first is not None or last is not None, count_embedding or count_head
+    if layout is not None:
+        if uneven or counted:
+            rule = "spells out every stage, so first, last, count_embedding and count_head must be unset"
+            raise ConfigError("parallel.layout", layout, rule, "either of them alone")
+        parts = parse_layout(layout)
+        _check_layout(layout, parts, num_layers, pp, vpp)
+    elif not uneven:
+        parts = _as_layout(_even_sizes(num_layers, pp, vpp, count_embedding, count_head))
+    elif counted:
+        key = "parallel.last" if first is None else "parallel.first"
+        raise ConfigError(key, first or last, "cannot be combined with count_embedding or count_head", "either of them alone")
+    else:
+        parts = _as_layout(_uneven_sizes(num_layers, pp, vpp, first, last))
+    return _assemble(parts, pp)
+
+
+def parse_layout(layout: str | Sequence[Sequence[str]]) -> list[str]:
+    """The stages of a layout as strings of letters: parse_layout("Et*3|(tt|)*2L") == ["Ettt", "tt", "tt", "L"].
+
+    E is the embedding, t a decoder layer, m a multi-token prediction layer, L the head with its loss; | ends a stage;
+    x*n repeats a letter and (...)*n a part, which may hold |; commas are for the eye. A list of stages, each a list
+    of the names embedding, decoder, mtp, loss, says the same. Raises ConfigError for anything else.
+    """
+    if not isinstance(layout, str):
+        return ["".join(_letter(name) for name in stage) for stage in layout]
+    letters = re.sub(r"\(([^()]+)\)\*(\d+)", _repeat, layout.replace(",", ""))
+    letters = re.sub(r"(.)\*(\d+)", _repeat, letters)
+    wrong = re.search(r"[^EtmL|]", letters)
+    if wrong:
+        rule = f"cannot read {wrong[0]!r}: layers are E, t, m, L, stages end with |, repeats are t*3 or (tt|)*2, not nested"
+        raise ConfigError("parallel.layout", layout, rule, "a form like Et*3|(tt|)*2L")
+    return letters.split("|")
+
+
+def _repeat(match: re.Match[str]) -> str:
+    return match[1] * int(match[2])
+
+
+def _letter(name: str) -> str:
+    if name.strip().lower() not in LETTERS:
+        raise ConfigError("parallel.layout", name, f"is no layer; layers are {', '.join(LETTERS)}")
+    return LETTERS[name.strip().lower()]
+
+
+def _even_sizes(num_layers: int, pp: int, vpp: int, count_embedding: bool, count_head: bool) -> list[int]:
+    """Decoder layers of each stage, in stage order, where embedding and head may count as layers."""
+    num_stages, extra = pp * vpp, count_embedding + count_head
+    if (num_layers + extra) % num_stages:
+        added = f" + {extra} for embedding and head" if extra else ""
+        rule = f"{num_layers} layers{added} do not divide over pp × vpp = {pp} × {vpp} = {num_stages} stages"
+        multiples = nearest_multiples(num_layers + extra, num_stages)
+        divisors = nearest_divisors(num_stages, num_layers + extra)
+        raise ConfigError("model.num_layers", num_layers, rule, f"{multiples}{' in all' if extra else ''}, or {divisors} stages")
+    sizes = [(num_layers + extra) // num_stages] * num_stages
+    sizes[0] -= count_embedding
+    sizes[-1] -= count_head
+    return sizes
+
+
+def _uneven_sizes(num_layers: int, pp: int, vpp: int, first: int | None, last: int | None) -> list[int]:
+    """Decoder layers of each stage, in stage order, with the first or last rank's number given."""
+    for key, value in (("parallel.first", first), ("parallel.last", last)):
+        if value is not None and (value < 1 or value % vpp):
+            rule = f"layers of a pipeline rank must be a positive multiple of vpp={vpp}"
+            raise ConfigError(key, value, rule, nearest_multiples(max(value, 1), vpp))
+    head, tail = ([] if count is None else [count] for count in (first, last))
+    middle, fixed = pp - len(head) - len(tail), sum(head + tail)
+    if middle < 0:
+        raise ConfigError("parallel.last", last, f"first={first} is set too, but pp={pp} is only one rank", "first or last alone")
+    rest = num_layers - fixed
+    if rest < 0 or (rest == 0) != (middle == 0) or (middle and rest % (middle * vpp)):
+        rule = f"first={first}, last={last} leave {rest} layers for {middle} middle ranks of vpp={vpp} stages"
+        raise ConfigError("model.num_layers", num_layers, rule, f"{fixed} plus a multiple of {middle * vpp}" if middle else fixed)
+    per_rank = head + ([rest // middle] * middle if middle else []) + tail
+    return [count // vpp for count in per_rank] * vpp
+
+
+def _check_layout(layout: object, parts: list[str], num_layers: int, pp: int, vpp: int) -> None:
+    letters, chunks = "".join(parts), len(parts) // pp
+    rule = ""
+    if "m" in letters:
+        rule, nearest = "m, a multi-token prediction layer, does not exist yet", "the same without m"
+    elif len(parts) % pp:
+        rule, nearest = f"its {len(parts)} stages do not divide over pp={pp}", f"{nearest_multiples(len(parts), pp)} stages"
+    elif vpp not in (1, chunks):
+        rule, nearest = f"its {len(parts)} stages over pp={pp} make vpp={chunks}, not vpp={vpp}", f"vpp={chunks}"
+    elif not re.fullmatch("Et*L", letters):
+        middle = re.sub("[EL]", "", "|".join(parts))
+        rule, nearest = "must have one E, before all layers, and one L, after them", f"E{middle}L"
+    elif letters.count("t") != num_layers:
+        rule, nearest = f"has {letters.count('t')} t for model.num_layers={num_layers}", f"{num_layers} t"
+    if rule:
+        raise ConfigError("parallel.layout", layout, rule, nearest)
+
+
+def _as_layout(sizes: list[int]) -> list[str]:
+    """Stages in letters: embedding in the first, head in the last."""
+    parts = ["t" * size for size in sizes]
+    parts[0] = "E" + parts[0]
+    parts[-1] += "L"
+    return parts
+
+
+def _assemble(parts: list[str], pp: int) -> StagePlan:
+    starts = accumulate((part.count("t") for part in parts), initial=0)
+    stages = [
+        Stage(tuple(range(start, start + part.count("t"))), "E" in part, "L" in part)
+        for part, start in zip(parts, starts, strict=False)
+    ]
+    return StagePlan(tuple(tuple(stages[rank::pp]) for rank in range(pp)))

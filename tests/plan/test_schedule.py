@@ -1,0 +1,206 @@
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from itertools import product
+from pathlib import Path
+
+import pytest
+
+from app.plan.schedule import (
+    Action,
+    Backward,
+    BackwardInput,
+    BackwardWeight,
+    Forward,
+    GatherParams,
+    ReduceGrads,
+    build_schedule,
+    parse_action,
+    signed_order,
+    warmup_count,
+)
+
+GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "schedule.json").read_text())  # Megatron-Core 0.16.1
+RAN = [case for case in GOLDEN["interleaved"] if "run" in case]
+REFUSED = [case for case in GOLDEN["interleaved"] if "run_error" in case]
+SMALL = list(product(range(1, 6), range(1, 9)))  # pipeline ranks, microbatches
+
+
+def name_of(case: dict) -> str:
+    return "-".join(f"{key}{case[key]}" for key in ("pp", "vpp", "M", "N") if key in case)
+
+
+def texts(actions: Sequence[object]) -> str:
+    return " ".join(map(str, actions))
+
+
+def makespan(lists: list[list[Action]], num_chunks: int, times: dict[str, float]) -> float:
+    """Time of a step when each action starts as soon as its rank and what it needs are ready; fails on a stuck list."""
+    pp, done = len(lists), {}
+    clocks, places = [0.0] * pp, [0] * pp
+
+    def needs(action: Action, stage: int) -> list[tuple[str, int, int]]:
+        match action:
+            case Forward():
+                return [("F", action.mb, stage - 1)] if stage else []
+            case BackwardWeight():
+                return [("I", action.mb, stage)]
+        later = [(action.letter, action.mb, stage + 1)] if stage < pp * num_chunks - 1 else []
+        return [("F", action.mb, stage), *later]
+
+    def advance(rank: int) -> bool:
+        if places[rank] == len(lists[rank]):
+            return False
+        action = lists[rank][places[rank]]
+        stage = action.chunk * pp + rank
+        if any(need not in done for need in needs(action, stage)):
+            return False
+        clocks[rank] = max([clocks[rank], *(done[need] for need in needs(action, stage))]) + times[action.letter]
+        done[action.letter, action.mb, stage] = clocks[rank]
+        places[rank] += 1
+        return True
+
+    while any([advance(rank) for rank in range(pp)]):
+        pass
+    assert places == [len(actions) for actions in lists], "stuck"
+    return max(clocks)
+
+
+def in_flight(actions: Sequence[Action], retires: type) -> int:
+    """Largest number of microbatches forwarded but not yet retired."""
+    count, peak = 0, 0
+    for action in actions:
+        count += isinstance(action, Forward) - isinstance(action, retires)
+        peak = max(peak, count)
+    return peak
+
+
+@pytest.mark.parametrize("case", RAN, ids=name_of)
+def test_interleaved_runs_as_the_golden_one(case: dict):
+    lists = build_schedule("interleaved", case["pp"], case["M"], case["vpp"], case["N"])
+    for rank, run in case["run"].items():
+        assert texts(lists[int(rank)]) == run
+    orders = case["order"].items() if isinstance(case["order"], dict) else enumerate(case["order"])
+    for rank, order in orders:
+        assert signed_order(lists[int(rank)]) == order
+
+
+@pytest.mark.parametrize("case", RAN, ids=name_of)
+def test_forward_only_keeps_the_table_order(case: dict):
+    table = [Forward(mb, chunk) for mb, chunk in zip(case["table_mb"], case["table_chunk"], strict=True)]
+    assert build_schedule("interleaved", case["pp"], case["M"], case["vpp"], case["N"], forward_only=True) == [table] * case["pp"]
+
+
+@pytest.mark.parametrize("case", REFUSED, ids=name_of)
+def test_interleaved_refuses_what_the_golden_one_refuses(case: dict):
+    with pytest.raises(ValueError):
+        build_schedule("interleaved", case["pp"], case["M"], case["vpp"], case["N"])
+
+
+@pytest.mark.parametrize("case", GOLDEN["interleaved"], ids=name_of)
+def test_interleaved_warmups_equal_the_golden_ones(case: dict):
+    args, ranks = (case["M"], case["vpp"], case["N"]), range(case["pp"])
+    assert [warmup_count(case["pp"], rank, *args) for rank in ranks] == case["warmup"]
+    assert [warmup_count(case["pp"], rank, *args, moe_overlap=True) for rank in ranks] == case["warmup_moe_overlap"]
+    assert [warmup_count(case["pp"], rank, *args, forward_only=True) for rank in ranks] == case["warmup_forward_only"]
+
+
+@pytest.mark.parametrize("case", GOLDEN["plain"], ids=name_of)
+def test_1f1b_equals_the_golden_one(case: dict):
+    pp, mbs = case["pp"], case["M"]
+    assert [warmup_count(pp, rank, mbs) for rank in range(pp)] == case["warmup"]
+    assert [warmup_count(pp, rank, mbs, forward_only=True) for rank in range(pp)] == case["warmup_forward_only"]
+    lists = build_schedule("1f1b", pp, mbs)
+    for rank, run in case.get("run", {}).items():
+        assert texts(lists[int(rank)]) == " ".join(f"{action}.0" for action in run.split())
+
+
+@pytest.mark.parametrize("trace", GOLDEN["full_traces"], ids=lambda trace: f"{name_of(trace)}-{trace['rank']}-{trace['opts']}")
+def test_computes_what_the_golden_traces_compute(trace: dict):
+    chunks, group = (trace["vpp"], trace["N"]) if trace["vpp"] else (1, None)
+    name = "interleaved" if group else "1f1b"
+    lists = build_schedule(name, trace["pp"], trace["M"], chunks, group, forward_only=trace["opts"].get("forward_only", False))
+    assert texts(lists[trace["rank"]]).split() == [event for event in trace["events"].split() if event[0] in "FB"]
+
+
+def test_group_sizes_are_refused_as_in_the_golden_table():
+    chunks = GOLDEN["group_size_validity"]["vpp"]
+    for pp, mbs, group, verdict in GOLDEN["group_size_validity"]["rows"]:
+        if verdict == 1:
+            assert len(build_schedule("interleaved", pp, mbs, chunks, group)) == pp
+        else:
+            with pytest.raises(ValueError):
+                build_schedule("interleaved", pp, mbs, chunks, group)
+
+
+@pytest.mark.parametrize(("args", "message"), [
+    (("2f2b", 2, 4), "unknown schedule '2f2b'; there are none, gpipe"),
+    (("none", 2, 4), "one pipeline rank, not on pp=2"),
+    (("1f1b", 2, 0), "num_microbatches=0 .* at least 1"),
+    (("1f1b", 2, 4, 2), "not num_chunks=2 and group_size=None; use interleaved"),
+    (("gpipe", 2, 4, 1, 2), "not num_chunks=1 and group_size=2"),
+    (("interleaved", 1, 4, 2), "needs at least 2 pipeline ranks"),
+    (("interleaved", 4, 3, 2), "3 < 4"),
+    (("interleaved", 4, 8, 2, 3), "group_size=3 must be between pp=4 and num_microbatches=8"),
+    (("interleaved", 4, 9, 2), "last group of 1, below pp=4; nearest that works: group_size=5"),
+])
+def test_refusals_name_the_numbers(args: tuple, message: str):
+    with pytest.raises(ValueError, match=message):
+        build_schedule(*args)
+
+
+def test_worked_examples():
+    assert [warmup_count(4, rank, 8) for rank in range(4)] == [3, 2, 1, 0]
+    steady = [1] * 4 + [2] * 4 + [1, 1] + [1, -2] * 2 + [2, -2] * 2 + [2, -1] * 2
+    drain = [-1, -1] + [-2] * 4 + [-1] * 4
+    assert signed_order(build_schedule("interleaved", 4, 8, 2)[0]) == steady + drain
+    assert texts(build_schedule("none", 1, 3)[0]) == "F0.0 B0.0 F1.0 B1.0 F2.0 B2.0"
+    assert texts(build_schedule("gpipe", 2, 3)[1]) == "F0.0 F1.0 F2.0 B0.0 B1.0 B2.0"
+    assert texts(build_schedule("zero_bubble_h1", 2, 3)[0]) == "F0.0 F1.0 I0.0 W0.0 F2.0 I1.0 W1.0 I2.0 W2.0"
+    assert texts(build_schedule("zero_bubble_h1", 2, 3)[1]) == "F0.0 I0.0 F1.0 I1.0 W0.0 F2.0 I2.0 W1.0 W2.0"
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "zero_bubble_h1"])
+@pytest.mark.parametrize(("pp", "mbs"), SMALL)
+def test_every_microbatch_is_computed_once(name: str, pp: int, mbs: int):
+    for actions in build_schedule(name, pp, mbs):
+        assert len(set(actions)) == len(actions) == mbs * (3 if name == "zero_bubble_h1" else 2)
+        assert {action.mb for action in actions} == set(range(mbs))
+
+
+@pytest.mark.parametrize(("pp", "mbs"), SMALL)
+def test_bubbles_and_memory_are_the_published_ones(pp: int, mbs: int):
+    gpipe, plain, split = (build_schedule(name, pp, mbs) for name in ("gpipe", "1f1b", "zero_bubble_h1"))
+    whole = {"F": 10, "B": 19}
+    assert makespan(gpipe, 1, whole) == makespan(plain, 1, whole) == (mbs + pp - 1) * 29
+    assert [in_flight(actions, Backward) for actions in gpipe] == [mbs] * pp
+    assert [in_flight(actions, Backward) for actions in plain] == [min(mbs, pp - rank) for rank in range(pp)]
+    time = makespan(split, 1, {"F": 10, "I": 11, "W": 8})
+    assert time == mbs * 29 + (pp - 1) * (10 + 11 - 8) if mbs >= pp else time <= (mbs + pp - 1) * 29
+    assert max(in_flight(actions, BackwardWeight) for actions in split) == min(mbs, pp)
+
+
+@pytest.mark.parametrize(("pp", "chunks", "rounds"), list(product((2, 3, 4), (2, 3, 4), (1, 2, 3))))
+def test_interleaving_divides_the_bubble_by_the_chunks(pp: int, chunks: int, rounds: int):
+    mbs = pp * rounds
+    lists = build_schedule("interleaved", pp, mbs, chunks)
+    assert makespan(lists, chunks, {"F": 1, "B": 2}) == 3 * chunks * mbs + 3 * (pp - 1)
+    for rank, actions in enumerate(lists):
+        assert in_flight(actions, Backward) == min(mbs * chunks, warmup_count(pp, rank, mbs, chunks) + 1)
+
+
+def test_actions_round_trip_through_text():
+    actions = [Forward(3, 0), Backward(12, 1), BackwardInput(0, 10), BackwardWeight(7, 2), ReduceGrads(0), GatherParams(11)]
+    assert texts(actions) == "F3.0 B12.1 I0.10 W7.2 R0 G11"
+    assert [parse_action(text) for text in texts(actions).split()] == actions
+    for text in ("X1.0", "F3", "R0.1", "F-1.0", "f1.0", "F1.0 ", "", "F1.0.0"):
+        with pytest.raises(ValueError, match="is no action"):
+            parse_action(text)
+
+
+def test_signed_order_leaves_out_weight_gradients_and_what_does_not_compute():
+    actions = [GatherParams(0), Forward(0, 1), BackwardInput(0, 1), BackwardWeight(0, 1), Backward(0, 0), "another kind"]
+    assert signed_order(actions) == [2, -2, -1]
+    for split, plain in zip(build_schedule("zero_bubble_h1", 4, 6), build_schedule("1f1b", 4, 6), strict=True):
+        assert signed_order(split) == signed_order(plain)
