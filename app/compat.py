@@ -11,17 +11,17 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 
 
 def all_gather(output: Tensor, shard: Tensor, group: dist.ProcessGroup) -> None:
-    """Fill `output` with the equal `shard`s of all ranks of `group`, in rank order."""
+    """Fill `output` with the equal `shard`s of all ranks of `group`, in rank order; both contiguous."""
     if group.size() > 1:
-        _all_gather(output, shard, group=group)
+        _all_gather(output.view(-1), shard.view(-1), group=group)
     elif output.data_ptr() != shard.data_ptr():
         output.copy_(shard.view_as(output))
 
 
 def reduce_scatter(shard: Tensor, buffer: Tensor, group: dist.ProcessGroup) -> None:
-    """Sum `buffer` over all ranks of `group` and leave this rank's equal part in `shard`."""
+    """Sum `buffer` over all ranks of `group` and leave this rank's equal part in `shard`; both contiguous."""
     if group.size() > 1:
-        _reduce_scatter(shard, buffer, group=group)
+        _reduce_scatter(shard.view(-1), buffer.view(-1), group=group)
     elif shard.data_ptr() != buffer.data_ptr():
         shard.copy_(buffer.view_as(shard))
 

@@ -52,6 +52,9 @@ class MoEConfig:
             raise ConfigError("model.moe.top_k", self.top_k, f"only num_experts={self.num_experts} to choose from", self.num_experts)
         if self.shared_gate and not self.shared_ffn_hidden_size:
             raise ConfigError("model.moe.shared_gate", True, "needs a shared expert, shared_ffn_hidden_size > 0", False)
+        if self.top_k == 1 and self.score is Score.softmax and not self.pre_softmax:
+            rule = "softmax over the one chosen expert is always 1, so the router would not learn"
+            raise ConfigError("model.moe.top_k", 1, rule, "2, or pre_softmax=true")
         if self.bias_update_rate and self.score is not Score.sigmoid:
             raise ConfigError("model.moe.bias_update_rate", self.bias_update_rate, "the bias only selects for score=sigmoid", "0, or score=sigmoid")
         self._check_groups()
@@ -67,9 +70,6 @@ class MoEConfig:
         if self.topk_groups > min(self.groups, self.top_k):
             raise ConfigError("model.moe.topk_groups", self.topk_groups,
                               f"at most groups={self.groups} and top_k={self.top_k}", min(self.groups, self.top_k))
-        if self.top_k % self.topk_groups:
-            near = nearest_divisors(self.topk_groups, self.top_k)
-            raise ConfigError("model.moe.topk_groups", self.topk_groups, f"must divide top_k={self.top_k}", near)
         if self.top_k > self.topk_groups * (self.num_experts // self.groups):
             raise ConfigError("model.moe.top_k", self.top_k, "more than the experts in the kept groups",
                               self.topk_groups * (self.num_experts // self.groups))
@@ -180,6 +180,8 @@ class OptimConfig:
                 raise ConfigError(f"optim.{name}", getattr(self, name), "must be in [0, 1)", 0.95)
         if self.decay is Decay.wsd and self.wsd_decay_steps is None:
             raise ConfigError("optim.wsd_decay_steps", None, "optim.decay=wsd needs the length of its last part", "a tenth of train.steps")
+        if self.weight_decay_end is not None and self.weight_decay_end < self.weight_decay:
+            raise ConfigError("optim.weight_decay_end", self.weight_decay_end, f"below its start optim.weight_decay={self.weight_decay}", self.weight_decay)
         if (self.weight_decay_end is not None) != (self.weight_decay_ramp is not Ramp.constant):
             raise ConfigError("optim.weight_decay_ramp", self.weight_decay_ramp,
                               f"weight_decay_end={self.weight_decay_end}: set both or neither", "constant with weight_decay_end=null")
@@ -329,6 +331,16 @@ def check_expert_parallel(run: Run) -> None:
         raise ConfigError("model.moe.dispatcher", moe.dispatcher, f"parallel.ep={ep} needs an exchange between ranks", "auto or all_to_all")
 
 
+def check_expert_widths(run: Run) -> None:
+    """Grouped products need rows of whole 16-byte units."""
+    if run.model.moe is None:
+        return
+    unit = 4 if run.precision.params is Dtype.float32 else 8
+    for key, width in (("model.hidden_size", run.model.hidden_size), ("model.moe.ffn_hidden_size", run.model.moe.ffn_hidden_size)):
+        if width % unit:
+            raise ConfigError(key, width, f"experts in {run.precision.params.value} need a multiple of {unit}", nearest_multiples(width, unit))
+
+
 def check_batch(run: Run) -> None:
     """The global batch is a whole number of microbatches on every data-parallel rank."""
     per_step = run.train.micro_batch * run.dp
@@ -352,7 +364,7 @@ def check_resume(run: Run) -> None:
         raise ConfigError("resume", "auto", "checkpoint.interval=0 saves nothing to continue from", "checkpoint.interval=100")
 
 
-RULES: tuple[Callable[[Run], None], ...] = (check_world, check_expert_parallel, check_batch, check_lr_schedule, check_resume)
+RULES: tuple[Callable[[Run], None], ...] = (check_world, check_expert_parallel, check_expert_widths, check_batch, check_lr_schedule, check_resume)
 
 
 def check(run: Run) -> Run:

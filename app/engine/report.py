@@ -103,7 +103,7 @@ class Meter:
         """The report of one step; at the log interval with memory and expert load, which all ranks measure together."""
         world = self.engine.groups.layout.world_size
         tflops = self.flops_per_step / seconds / world / 1e12
-        at_interval = step % self.run.log.interval == 0 or step == self.run.train.steps
+        at_interval = step % self.run.log.interval == 0 or step in (1, self.run.train.steps)
         return StepReport(
             step=step, loss=facts.loss, aux_loss=facts.aux_loss, z_loss=facts.z_loss, lr=lr, weight_decay=weight_decay,
             grad_norm=facts.norm_sq**0.5, skipped=int(facts.skipped), tokens=tokens, step_ms=seconds * 1e3,

@@ -30,28 +30,28 @@ class Forward(Compute):
     """Forward of a microbatch through a chunk: F3.0."""
 
     __slots__ = ()
-    letter = "F"
+    letter: ClassVar[str] = "F"
 
 
 class Backward(Compute):
     """Whole backward, gradients of input and of weights: B3.0."""
 
     __slots__ = ()
-    letter = "B"
+    letter: ClassVar[str] = "B"
 
 
 class BackwardInput(Compute):
     """Backward that yields only the gradient of the chunk's input: I3.0."""
 
     __slots__ = ()
-    letter = "I"
+    letter: ClassVar[str] = "I"
 
 
 class BackwardWeight(Compute):
     """The rest of a split backward, gradients of weights; any time after its BackwardInput: W3.0."""
 
     __slots__ = ()
-    letter = "W"
+    letter: ClassVar[str] = "W"
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,14 +69,14 @@ class ReduceGrads(OnChunk):
     """Start the reduction of a chunk's gradients over the data-parallel ranks: R0."""
 
     __slots__ = ()
-    letter = "R"
+    letter: ClassVar[str] = "R"
 
 
 class GatherParams(OnChunk):
     """Gather a chunk's updated parameters from the data-parallel ranks: G0."""
 
     __slots__ = ()
-    letter = "G"
+    letter: ClassVar[str] = "G"
 
 
 Action = Forward | Backward | BackwardInput | BackwardWeight | ReduceGrads | GatherParams
@@ -154,14 +154,14 @@ def _check_groups(pp: int, num_microbatches: int, group: int) -> None:
         raise ValueError("schedule interleaved needs at least 2 pipeline ranks, not pp=1; use none")
     if num_microbatches < pp:
         raise ValueError(f"schedule interleaved needs num_microbatches >= pp, not {num_microbatches} < {pp}; use {pp} or more")
-    if not pp <= group <= num_microbatches:
-        raise ValueError(f"group_size={group} must be between pp={pp} and num_microbatches={num_microbatches}")
-    rest = num_microbatches % group
-    if 0 < rest < pp:
-        legal = [size for size in range(pp, num_microbatches + 1) if not 0 < num_microbatches % size < pp]
-        nearest = min(legal, key=lambda size: abs(size - group))
-        raise ValueError(f"num_microbatches={num_microbatches} in groups of {group} leaves a last group of {rest}, "
-                         f"below pp={pp}; nearest that works: group_size={nearest}")
+    legal = [size for size in range(pp, num_microbatches + 1) if not 0 < num_microbatches % size < pp]
+    if group in legal:
+        return
+    if pp <= group <= num_microbatches:
+        reason = f"leaves num_microbatches={num_microbatches} a last group of {num_microbatches % group}, below pp={pp}"
+    else:
+        reason = f"must be between pp={pp} and num_microbatches={num_microbatches}"
+    raise ValueError(f"group_size={group} {reason}; nearest that works: {min(legal, key=lambda size: abs(size - group))}")
 
 
 def warmup_count(

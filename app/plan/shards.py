@@ -27,7 +27,10 @@ class Range(NamedTuple):
 
 @dataclass(frozen=True)
 class BufferLayout:
-    """The layout of one buffer: a value that optimizer, checkpoints and the memory plan share."""
+    """The layout of one buffer: a value that optimizer, checkpoints and the memory plan share.
+
+    Bucket starts divide by `world`, so a rank's shards laid end to end put bucket b at buckets[b][0] // world.
+    """
 
     world: int  # ranks that share the buffer
     params: tuple[Bounds, ...]  # place of each parameter, in registration order

@@ -108,9 +108,9 @@ def _even_sizes(num_layers: int, pp: int, vpp: int, count_embedding: bool, count
     if (num_layers + extra) % num_stages:
         added = f" + {extra} for embedding and head" if extra else ""
         rule = f"{num_layers} layers{added} do not divide over pp × vpp = {pp} × {vpp} = {num_stages} stages"
-        multiples = nearest_multiples(num_layers + extra, num_stages)
-        divisors = nearest_divisors(num_stages, num_layers + extra)
-        raise ConfigError("model.num_layers", num_layers, rule, f"{multiples}{' in all' if extra else ''}, or {divisors} stages")
+        layers = f"{nearest_multiples(num_layers + extra, num_stages)} layers{' in all' if extra else ''}"
+        stages = f"{nearest_divisors(num_stages, num_layers + extra)} stages"
+        raise ConfigError("model.num_layers", num_layers, rule, f"{layers}, or {stages}")
     sizes = [(num_layers + extra) // num_stages] * num_stages
     sizes[0] -= count_embedding
     sizes[-1] -= count_head

@@ -4,6 +4,7 @@ import io
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,10 +16,10 @@ from app.data.packing import Documents, PackedSequences
 EOD = 9
 
 
-def split_of(lengths, seq_len, seed=0, boundary=None) -> DataSplit:
+def split_of(lengths: list[int], seq_len: int, boundary: int | None = None) -> DataSplit:
     generator = np.random.default_rng(5)
     documents = Documents.from_lists([[*generator.integers(0, EOD, n), EOD] for n in lengths])
-    return DataSplit(PackedSequences(documents.lengths_D, documents.read, seq_len, seed), boundary)
+    return DataSplit(PackedSequences(documents.lengths_D, documents.read, seq_len, seed=0), boundary)
 
 
 def rows(batches: list[Batch]) -> list[list[int]]:
@@ -26,7 +27,7 @@ def rows(batches: list[Batch]) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("dp", [1, 2, 4])
-def test_global_sequences_do_not_depend_on_dp(dp):
+def test_global_sequences_do_not_depend_on_dp(dp: int):
     """8 sequences a step as microbatches of 2; 20 steps run through several epochs."""
     feeds = [TrainFeed(split_of([7, 12, 30, 3, 9, 25] * 4, 6), rank, dp, 2, 4 // dp, Cursor()) for rank in range(dp)]
     reference = split_of([7, 12, 30, 3, 9, 25] * 4, 6).sequences
@@ -40,7 +41,7 @@ def test_global_sequences_do_not_depend_on_dp(dp):
 
 
 @pytest.mark.parametrize("done", [0, 1, 7, 19])
-def test_resume_continues_with_the_same_tokens_at_another_dp(done):
+def test_resume_continues_with_the_same_tokens_at_another_dp(done: int):
     data = split_of([7, 12, 30, 3, 9, 25] * 4, 6)
     whole = TrainFeed(data, 0, 1, 2, 4, Cursor())
     for _ in range(done):
@@ -92,8 +93,9 @@ def test_documents_kept_apart_against_a_loop():
                 document, position = (document + 1, 0) if token == EOD else (document, position + 1)
 
 
-@pytest.mark.parametrize(("lengths", "dp", "wanted"), [([50] * 20, 1, 4), ([50] * 20, 2, 4), ([50] * 6, 2, 3), ([50], 2, 1), ([11], 4, 1)])
-def test_validation_has_as_many_microbatches_on_every_rank(lengths, dp, wanted):
+@pytest.mark.parametrize(("lengths", "dp", "wanted"),
+                         [([50] * 20, 1, 4), ([50] * 20, 2, 4), ([50] * 6, 2, 3), ([50], 2, 1), ([11], 4, 1)])
+def test_validation_has_as_many_microbatches_on_every_rank(lengths: list[int], dp: int, wanted: int):
     feeds = [ValidationFeed(split_of(lengths, 10), rank, dp, 4, 4) for rank in range(dp)]
     passes = [[list(feed) for feed in feeds] for _ in range(2)]
     assert all(len(feed) == len(batches) == wanted for feed, batches in zip(feeds, passes[0], strict=True))
@@ -106,4 +108,4 @@ def test_validation_has_as_many_microbatches_on_every_rank(lengths, dp, wanted):
 def test_only_the_corpus_imports_datasets():
     code = ("import app.data.load, app.data.feed, app.data.stream, app.data.packing, app.data.baseline, app.data.tokenizer, sys;"
             "assert 'datasets' not in sys.modules")
-    subprocess.run([sys.executable, "-W", "error", "-c", code], check=True)
+    subprocess.run([sys.executable, "-W", "error", "-c", code], check=True, cwd=Path(__file__).parents[2])

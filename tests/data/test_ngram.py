@@ -26,7 +26,7 @@ def slow_loss(train: list[int], validation: list[int], order: int) -> float:
 
 
 @pytest.mark.parametrize("order", [1, 2, 3, 4])
-def test_equals_the_formula(order):
+def test_equals_the_formula(order: int):
     generator = np.random.default_rng(0)
     train = (generator.integers(0, 4, 500) ** 2).astype(np.uint16)
     validation = generator.integers(0, 11, 200).astype(np.uint16)
@@ -49,7 +49,7 @@ def test_learns_a_cycle_and_large_ids():
         ngram_loss(train[:2], train, 3)
 
 
-def test_counts_only_the_first_tokens(monkeypatch):
+def test_counts_only_the_first_tokens(monkeypatch: pytest.MonkeyPatch):
     train = np.random.default_rng(0).integers(0, 9, 1000)
     monkeypatch.setattr(baseline, "TRAIN_TOKENS", 400)
     assert ngram_loss(train, train, 2) == ngram_loss(train[:400], train, 2)

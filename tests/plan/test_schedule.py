@@ -142,8 +142,8 @@ def test_group_sizes_are_refused_as_in_the_golden_table():
     (("gpipe", 2, 4, 1, 2), "not num_chunks=1 and group_size=2"),
     (("interleaved", 1, 4, 2), "needs at least 2 pipeline ranks"),
     (("interleaved", 4, 3, 2), "3 < 4"),
-    (("interleaved", 4, 8, 2, 3), "group_size=3 must be between pp=4 and num_microbatches=8"),
-    (("interleaved", 4, 9, 2), "last group of 1, below pp=4; nearest that works: group_size=5"),
+    (("interleaved", 4, 8, 2, 3), "group_size=3 must be between pp=4 and num_microbatches=8; nearest that works: 4"),
+    (("interleaved", 4, 9, 2), "group_size=4 leaves num_microbatches=9 a last group of 1, below pp=4; nearest that works: 5"),
 ])
 def test_refusals_name_the_numbers(args: tuple, message: str):
     with pytest.raises(ValueError, match=message):

@@ -1,0 +1,121 @@
+from __future__ import annotations
+
+import json
+from itertools import product
+from pathlib import Path
+
+import pytest
+
+from app.errors import ConfigError
+from app.plan.stages import Stage, StagePlan, parse_layout, plan_stages
+
+GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "layers.json").read_text())  # Megatron-Core 0.16.1
+PLANNED = [case for case in GOLDEN["cases"] if not case["args"].get("mtp")]
+WITH_MTP = [case for case in GOLDEN["cases"] if case["args"].get("mtp")]
+
+
+def name_of(case: dict) -> str:
+    return json.dumps(case["args"])
+
+
+def planned(args: dict) -> StagePlan:
+    counted = {"count_embedding": args.get("emb", False), "count_head": args.get("loss", False)}
+    set_by_hand = {key: args[key] for key in ("first", "last", "layout") if key in args}
+    return plan_stages(args["num_layers"], args["pp"], args.get("vpp") or 1, **set_by_hand, **counted)
+
+
+def layers_of(plan: StagePlan) -> list[list[list[int]]]:
+    return [[list(stage.layers) for stage in rank] for rank in plan.stages]
+
+
+@pytest.mark.parametrize("case", PLANNED, ids=name_of)
+def test_stages_equal_the_golden_ones(case: dict):
+    plan = planned(case["args"])
+    numbers = zip(case["offset"], case["num_layers"], strict=True)
+    layers = [[list(range(at, at + number)) for at, number in zip(*rank, strict=True)] for rank in numbers]
+    assert layers_of(plan) == case.get("layer_ids", layers)
+    assert (plan.pp, plan.vpp) == (case["args"]["pp"], case["vpp_effective"] or 1)
+    grid = case.get("layout_grid")
+    for rank, chunk in product(range(plan.pp), range(plan.vpp)):
+        first, last = (rank, chunk) == (0, 0), (rank, chunk) == (plan.pp - 1, plan.vpp - 1)
+        embedding, head = ("E" in grid[rank][chunk], "L" in grid[rank][chunk]) if grid else (first, last)
+        assert (plan.stages[rank][chunk].embedding, plan.stages[rank][chunk].head) == (embedding, head)
+
+
+@pytest.mark.parametrize("case", GOLDEN["invalid"], ids=name_of)
+def test_refuses_what_the_golden_one_refuses(case: dict):
+    with pytest.raises(ConfigError):
+        planned(case["args"])
+
+
+@pytest.mark.parametrize("case", WITH_MTP, ids=name_of)
+def test_multi_token_prediction_is_refused_by_name(case: dict):
+    with pytest.raises(ConfigError, match="multi-token prediction"):
+        planned(case["args"])
+
+
+@pytest.mark.parametrize("case", GOLDEN["layout_parse"], ids=lambda case: case["layout"])
+def test_layouts_parse_as_the_golden_ones(case: dict):
+    if "error" in case:
+        with pytest.raises(ConfigError, match="cannot read"):
+            parse_layout(case["layout"])
+    else:
+        assert parse_layout(case["layout"]) == case["stages"]
+
+
+def test_two_uneven_ranks_need_no_middle_ones():
+    assert GOLDEN["upstream_crash"][0]["args"] == {"num_layers": 12, "pp": 2, "vpp": 2, "first": 4, "last": 8}
+    assert layers_of(plan_stages(12, 2, 2, first=4, last=8)) == [[[0, 1], [6, 7]], [[2, 3, 4, 5], [8, 9, 10, 11]]]
+
+
+def test_one_stage_holds_everything():
+    assert plan_stages(3, 1).stages == ((Stage((0, 1, 2), embedding=True, head=True),),)
+
+
+def test_a_layout_may_be_a_list_of_names():
+    names = [["embedding", "decoder"], ["decoder"], ["decoder", "decoder"], ["loss"]]
+    letters = plan_stages(4, 2, layout="Et|t|tt|L")
+    assert plan_stages(4, 2, layout=names) == letters == plan_stages(4, 2, vpp=2, layout="Et|t|tt|L")
+    with pytest.raises(ConfigError, match="foo: is no layer; layers are embedding"):
+        plan_stages(1, 1, layout=[["embedding", "foo", "loss"]])
+
+
+@pytest.mark.parametrize(("num_layers", "pp", "vpp"), list(product(range(1, 25), (1, 2, 3, 4), (1, 2, 3))))
+def test_every_accepted_split_covers_each_layer_once(num_layers: int, pp: int, vpp: int):
+    choices = [{"first": first, "last": last} for first, last in product((None, 1, 2, 6), (None, 2, 3, 12))]
+    choices += [{"count_embedding": embedding, "count_head": head} for embedding, head in product((False, True), repeat=2)]
+    for choice in choices:
+        try:
+            plan = plan_stages(num_layers, pp, vpp, **choice)
+        except ConfigError:
+            continue
+        in_order = [plan.stages[rank][chunk] for chunk in range(vpp) for rank in range(pp)]
+        assert [layer for stage in in_order for layer in stage.layers] == list(range(num_layers))
+        assert [stage.embedding for stage in in_order] == [True] + [False] * (pp * vpp - 1)
+        assert [stage.head for stage in in_order] == [False] * (pp * vpp - 1) + [True]
+        for rank, key in ((0, "first"), (-1, "last")):
+            assert choice.get(key) in (None, sum(len(stage.layers) for stage in plan.stages[rank]))
+
+
+@pytest.mark.parametrize(("args", "parts"), [
+    ({"num_layers": 10, "pp": 4}, ["pp × vpp = 4 × 1 = 4 stages", "works: 8 or 12 layers, or 2 or 5 stages"]),
+    ({"num_layers": 10, "pp": 4, "count_head": True}, ["10 layers + 1 for embedding", "works: 8 or 12 layers in all, or 1"]),
+    ({"num_layers": 8, "pp": 4, "vpp": 2, "first": 3}, ["first=3", "multiple of vpp=2", "works: 2 or 4"]),
+    ({"num_layers": 8, "pp": 2, "first": 0}, ["first=0", "works: 1"]),
+    ({"num_layers": 9, "pp": 4, "first": 2}, ["leave 7 layers for 3 middle ranks", "works: 2 plus a multiple of 3"]),
+    ({"num_layers": 8, "pp": 2, "first": 3, "last": 4}, ["leave 1 layers for 0 middle ranks", "works: 7"]),
+    ({"num_layers": 8, "pp": 3, "first": 6, "last": 6}, ["leave -4 layers for 1 middle ranks"]),
+    ({"num_layers": 8, "pp": 1, "first": 4, "last": 4}, ["last=4: first=4 is set too, but pp=1 is only one rank"]),
+    ({"num_layers": 8, "pp": 2, "last": 3, "count_head": True}, ["last=3: cannot be combined"]),
+    ({"num_layers": 8, "pp": 0}, ["pp=0: must be at least 1"]),
+    ({"num_layers": 2, "pp": 2, "layout": "Et|tL", "first": 1}, ["first, last, count_embedding and count_head must be unset"]),
+    ({"num_layers": 2, "pp": 2, "layout": "Et|t|L"}, ["its 3 stages do not divide over pp=2", "works: 2 or 4 stages"]),
+    ({"num_layers": 2, "pp": 2, "layout": "E|t|t|L", "vpp": 3}, ["make vpp=2, not vpp=3", "works: vpp=2"]),
+    ({"num_layers": 2, "pp": 2, "layout": "tEt|L"}, ["one E, before all layers", "works: Ett|L"]),
+    ({"num_layers": 3, "pp": 2, "layout": "Et|tL"}, ["has 2 t for model.num_layers=3", "works: 3 t"]),
+    ({"num_layers": 2, "pp": 2, "layout": "E(tt)|L"}, ["cannot read '('"]),
+])
+def test_refusals_name_the_numbers_and_the_nearest_that_works(args: dict, parts: list[str]):
+    with pytest.raises(ConfigError) as refusal:
+        plan_stages(**args)
+    assert all(part in str(refusal.value) for part in parts)

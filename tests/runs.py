@@ -1,0 +1,86 @@
+"""Small runs for tests: a `Run` from a few overrides, an engine, and a few training steps on fixed data."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from app.compat import all_reduce
+from app.config import (
+    CheckpointConfig, CudaGraphConfig, DataConfig, LogConfig, LossConfig, ModelConfig, MoEConfig, OptimConfig,
+    ParallelConfig, PrecisionConfig, Run, ScheduleConfig, TrainConfig, check,
+)
+from app.data.feed import Batch
+from app.engine.build import Engine, build_engine, plan_layout, select_forward_backward
+from app.engine.data_feed import step_input
+from app.engine.groups import create_groups
+
+TINY_MOE = MoEConfig(num_experts=8, top_k=2, ffn_hidden_size=16, shared_ffn_hidden_size=16, first_k_dense=1, z_loss_coeff=0.001)
+TINY = ModelConfig(num_layers=3, hidden_size=32, ffn_hidden_size=48, num_heads=4, num_kv_heads=2, vocab_size=64, moe=TINY_MOE)
+
+
+def make_run(model: ModelConfig = TINY, **sections: Any) -> Run:
+    """A checked run; keyword arguments replace whole sections."""
+    chosen = {
+        "parallel": ParallelConfig(), "schedule": ScheduleConfig(), "cuda_graph": CudaGraphConfig(), "precision": PrecisionConfig(),
+        "optim": OptimConfig(lr=1e-2, warmup_steps=2), "data": DataConfig(), "checkpoint": CheckpointConfig(),
+        "log": LogConfig(), "loss": LossConfig(), "train": TrainConfig(steps=20, seq_len=16, micro_batch=2, global_batch=8),
+    }
+    return check(Run(model, **(chosen | sections)))
+
+
+def engine_of(run: Run, rank: int = 0) -> Engine:
+    """The engine of one rank on CPU, inside an initialised process group."""
+    return build_engine(run, create_groups(plan_layout(run), rank), torch.device("cpu"))
+
+
+def batches_of(run: Run, step: int, dp_rank: int) -> list[Batch]:
+    """This replica's microbatches of one step: the union over replicas is the same for every dp."""
+    size, length = run.train.micro_batch, run.train.seq_len
+    found = []
+    for m in range(run.num_microbatches):
+        generator = torch.Generator().manual_seed(step * 1000 + m * run.dp + dp_rank)
+        rows = torch.randint(0, run.model.vocab_size, (size, length + 1), generator=generator)
+        labels = rows[:, 1:].clone()
+        labels[torch.rand(labels.shape, generator=generator) < 0.1 * (m * run.dp + dp_rank)] = -100  # uneven valid counts
+        found.append(Batch(rows[:, :-1].contiguous(), labels, torch.arange(length).expand(size, length), None))
+    return found
+
+
+def train_steps(run: Run, engine: Engine, steps: int, first: int = 0) -> list[tuple[float, float]]:
+    """(loss, gradient norm) of `steps` optimizer steps at the peak learning rate."""
+    forward_backward = select_forward_backward(run, engine, run.num_microbatches)
+    groups, optimizer, seen = engine.groups, engine.optimizer, []
+    for step in range(first, first + steps):
+        data = step_input(batches_of(run, step, groups.dp_rank), run.loss.normalize, run.dp, groups.dp, engine.device)
+        optimizer.zero_grad()
+        totals = forward_backward(data)
+        facts = torch.stack([totals.loss, optimizer.local_norm_sq()])
+        all_reduce(facts, groups.world)
+        optimizer.step(run.optim.lr, run.optim.weight_decay, facts[1].sqrt())
+        seen.append((float(facts[0]), float(facts[1].sqrt())))
+    return seen
+
+
+def whole_parameters(engine: Engine) -> dict[str, torch.Tensor]:
+    """Every parameter of the model, experts of all ranks put together; the same on every rank."""
+    whole: dict[str, torch.Tensor] = {}
+    for chunk in range(len(engine.chunks)):
+        engine.optimizer.gather_params(chunk)
+    for shards in engine.optimizer.shards:
+        for spec in (spec for shard in shards for spec in shard.buffer.specs):
+            parts = [spec.param.detach().clone()]
+            if spec.expert:
+                group = engine.groups.ep
+                parts = [torch.empty_like(spec.param) for _ in range(group.size())]
+                dist.all_gather(parts, spec.param.detach(), group=group)
+            whole[spec.name] = torch.cat(parts)
+    return whole
+
+
+def with_model(run: Run, **changes: Any) -> Run:
+    """The run with other fields of its model."""
+    return dataclasses.replace(run, model=dataclasses.replace(run.model, **changes))
