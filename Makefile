@@ -28,7 +28,7 @@ lint: $(VENV)/installed-test ## ruff
 	@$(BIN)/ruff check .
 
 types: $(VENV)/installed-test ## mypy, strict on the planning layer
-	@$(BIN)/mypy app/plan app/config.py app/errors.py app/choices.py
+	@$(BIN)/mypy app/plan app/config.py app/rules.py app/errors.py app/choices.py
 
 checks: lint types test ## everything a change must pass
 

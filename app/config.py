@@ -1,18 +1,28 @@
 """The whole option surface as frozen dataclasses, with each field's unit in its comment.
 
 Pure Python: no torch, no Hydra, no environment. `app.cli.compose` fills these types from the YAML groups in
-`conf/`. Every section checks itself in `__post_init__`; what spans sections is one small function in `RULES`.
+`conf/`. Every section checks itself in `__post_init__`; what spans sections is one small function in `app.rules`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from app.choices import (
-    Decay, Device, DispatcherKind, Dtype, GraphImpl, Normalize, Ramp, ScheduleName, Score, Source, WandbMode, WsdDecay,
+    Decay,
+    Device,
+    DispatcherKind,
+    Dtype,
+    GraphImpl,
+    Normalize,
+    Ramp,
+    ScheduleName,
+    Score,
+    Source,
+    WandbMode,
+    WsdDecay,
 )
-from app.errors import ConfigError, nearest_divisors, nearest_multiples
+from app.errors import ConfigError, nearest_divisors
 
 
 def at_least(section: str, config: object, low: float, *names: str) -> None:
@@ -49,14 +59,21 @@ class MoEConfig:
         at_least("model.moe", self, 0, "first_k_dense", "shared_ffn_hidden_size")
         at_least("model.moe", self, 0, "aux_loss_coeff", "z_loss_coeff", "bias_update_rate")
         if self.top_k > self.num_experts:
-            raise ConfigError("model.moe.top_k", self.top_k, f"only num_experts={self.num_experts} to choose from", self.num_experts)
+            raise ConfigError(
+                "model.moe.top_k", self.top_k, f"only num_experts={self.num_experts} to choose from", self.num_experts
+            )
         if self.shared_gate and not self.shared_ffn_hidden_size:
             raise ConfigError("model.moe.shared_gate", True, "needs a shared expert, shared_ffn_hidden_size > 0", False)
         if self.top_k == 1 and self.score is Score.softmax and not self.pre_softmax:
             rule = "softmax over the one chosen expert is always 1, so the router would not learn"
             raise ConfigError("model.moe.top_k", 1, rule, "2, or pre_softmax=true")
         if self.bias_update_rate and self.score is not Score.sigmoid:
-            raise ConfigError("model.moe.bias_update_rate", self.bias_update_rate, "the bias only selects for score=sigmoid", "0, or score=sigmoid")
+            raise ConfigError(
+                "model.moe.bias_update_rate",
+                self.bias_update_rate,
+                "the bias only selects for score=sigmoid",
+                "0, or score=sigmoid",
+            )
         self._check_groups()
 
     def _check_groups(self) -> None:
@@ -68,11 +85,19 @@ class MoEConfig:
             near = nearest_divisors(self.groups, self.num_experts)
             raise ConfigError("model.moe.groups", self.groups, f"must divide num_experts={self.num_experts}", near)
         if self.topk_groups > min(self.groups, self.top_k):
-            raise ConfigError("model.moe.topk_groups", self.topk_groups,
-                              f"at most groups={self.groups} and top_k={self.top_k}", min(self.groups, self.top_k))
+            raise ConfigError(
+                "model.moe.topk_groups",
+                self.topk_groups,
+                f"at most groups={self.groups} and top_k={self.top_k}",
+                min(self.groups, self.top_k),
+            )
         if self.top_k > self.topk_groups * (self.num_experts // self.groups):
-            raise ConfigError("model.moe.top_k", self.top_k, "more than the experts in the kept groups",
-                              self.topk_groups * (self.num_experts // self.groups))
+            raise ConfigError(
+                "model.moe.top_k",
+                self.top_k,
+                "more than the experts in the kept groups",
+                self.topk_groups * (self.num_experts // self.groups),
+            )
 
 
 @dataclass(frozen=True)
@@ -95,13 +120,32 @@ class ModelConfig:
     moe: MoEConfig | None = None  # null: every layer is dense
 
     def __post_init__(self) -> None:
-        at_least("model", self, 1, "num_layers", "hidden_size", "ffn_hidden_size", "num_heads", "num_kv_heads", "head_dim", "vocab_size")
+        at_least(
+            "model",
+            self,
+            1,
+            "num_layers",
+            "hidden_size",
+            "ffn_hidden_size",
+            "num_heads",
+            "num_kv_heads",
+            "head_dim",
+            "vocab_size",
+        )
         if self.head_dim is None and self.hidden_size % self.num_heads:
-            raise ConfigError("model.num_heads", self.num_heads, f"must divide hidden_size={self.hidden_size} unless head_dim is set",
-                              nearest_divisors(self.num_heads, self.hidden_size))
+            raise ConfigError(
+                "model.num_heads",
+                self.num_heads,
+                f"must divide hidden_size={self.hidden_size} unless head_dim is set",
+                nearest_divisors(self.num_heads, self.hidden_size),
+            )
         if self.num_heads % self.num_kv_heads:
-            raise ConfigError("model.num_kv_heads", self.num_kv_heads, f"must divide num_heads={self.num_heads}",
-                              nearest_divisors(self.num_kv_heads, self.num_heads))
+            raise ConfigError(
+                "model.num_kv_heads",
+                self.num_kv_heads,
+                f"must divide num_heads={self.num_heads}",
+                nearest_divisors(self.num_kv_heads, self.num_heads),
+            )
         if self.head_width % 2:
             raise ConfigError("model.head_dim", self.head_width, "rotary positions need an even head width", self.head_width + 1)
 
@@ -179,12 +223,23 @@ class OptimConfig:
             if not 0 <= getattr(self, name) < 1:
                 raise ConfigError(f"optim.{name}", getattr(self, name), "must be in [0, 1)", 0.95)
         if self.decay is Decay.wsd and self.wsd_decay_steps is None:
-            raise ConfigError("optim.wsd_decay_steps", None, "optim.decay=wsd needs the length of its last part", "a tenth of train.steps")
+            raise ConfigError(
+                "optim.wsd_decay_steps", None, "optim.decay=wsd needs the length of its last part", "a tenth of train.steps"
+            )
         if self.weight_decay_end is not None and self.weight_decay_end < self.weight_decay:
-            raise ConfigError("optim.weight_decay_end", self.weight_decay_end, f"below its start optim.weight_decay={self.weight_decay}", self.weight_decay)
+            raise ConfigError(
+                "optim.weight_decay_end",
+                self.weight_decay_end,
+                f"below its start optim.weight_decay={self.weight_decay}",
+                self.weight_decay,
+            )
         if (self.weight_decay_end is not None) != (self.weight_decay_ramp is not Ramp.constant):
-            raise ConfigError("optim.weight_decay_ramp", self.weight_decay_ramp,
-                              f"weight_decay_end={self.weight_decay_end}: set both or neither", "constant with weight_decay_end=null")
+            raise ConfigError(
+                "optim.weight_decay_ramp",
+                self.weight_decay_ramp,
+                f"weight_decay_end={self.weight_decay_end}: set both or neither",
+                "constant with weight_decay_end=null",
+            )
 
 
 @dataclass(frozen=True)
@@ -310,65 +365,3 @@ class Run:
     def decay_steps(self) -> int:
         """Step at which the learning rate reaches its minimum."""
         return self.optim.decay_steps or self.train.steps
-
-
-def check_world(run: Run) -> None:
-    """Every rank belongs to one data-parallel replica."""
-    if run.parallel.world_size and run.dp != run.parallel.world_size:
-        raise ConfigError("parallel.dp", run.dp, f"{run.parallel.world_size} processes run: dp must equal them", run.parallel.world_size)
-
-
-def check_expert_parallel(run: Run) -> None:
-    """The experts divide over ep ranks, and ep divides the world."""
-    ep, moe = run.parallel.ep, run.model.moe
-    if ep > 1 and moe is None:
-        raise ConfigError("parallel.ep", ep, f"model={run.model.name} has no experts", 1)
-    if moe and moe.num_experts % ep:
-        raise ConfigError("parallel.ep", ep, f"must divide model.moe.num_experts={moe.num_experts}", nearest_divisors(ep, moe.num_experts))
-    if run.world_size % ep:
-        raise ConfigError("parallel.ep", ep, f"must divide the world size {run.world_size}", nearest_divisors(ep, run.world_size))
-    if moe and ep > 1 and moe.dispatcher is DispatcherKind.local:
-        raise ConfigError("model.moe.dispatcher", moe.dispatcher, f"parallel.ep={ep} needs an exchange between ranks", "auto or all_to_all")
-
-
-def check_expert_widths(run: Run) -> None:
-    """Grouped products need rows of whole 16-byte units."""
-    if run.model.moe is None:
-        return
-    unit = 4 if run.precision.params is Dtype.float32 else 8
-    for key, width in (("model.hidden_size", run.model.hidden_size), ("model.moe.ffn_hidden_size", run.model.moe.ffn_hidden_size)):
-        if width % unit:
-            raise ConfigError(key, width, f"experts in {run.precision.params.value} need a multiple of {unit}", nearest_multiples(width, unit))
-
-
-def check_batch(run: Run) -> None:
-    """The global batch is a whole number of microbatches on every data-parallel rank."""
-    per_step = run.train.micro_batch * run.dp
-    if run.train.global_batch % per_step:
-        raise ConfigError("train.global_batch", run.train.global_batch,
-                          f"must be a multiple of micro_batch × dp = {run.train.micro_batch} × {run.dp} = {per_step}",
-                          nearest_multiples(run.train.global_batch, per_step))
-
-
-def check_lr_schedule(run: Run) -> None:
-    """Warm-up and the last decay fit into the decay steps."""
-    if run.optim.warmup_steps >= run.decay_steps:
-        raise ConfigError("optim.warmup_steps", run.optim.warmup_steps, f"must be below the {run.decay_steps} decay steps", max(run.decay_steps // 10, 0))
-    if run.optim.decay is Decay.wsd and (run.optim.wsd_decay_steps or 0) > run.decay_steps:
-        raise ConfigError("optim.wsd_decay_steps", run.optim.wsd_decay_steps, f"longer than the {run.decay_steps} decay steps", run.decay_steps)
-
-
-def check_resume(run: Run) -> None:
-    """A run that saves nothing has nothing to continue from in its own folder."""
-    if run.resume == "auto" and not run.checkpoint.interval:
-        raise ConfigError("resume", "auto", "checkpoint.interval=0 saves nothing to continue from", "checkpoint.interval=100")
-
-
-RULES: tuple[Callable[[Run], None], ...] = (check_world, check_expert_parallel, check_expert_widths, check_batch, check_lr_schedule, check_resume)
-
-
-def check(run: Run) -> Run:
-    """Apply every cross-section rule; returns the run unchanged or raises ConfigError."""
-    for rule in RULES:
-        rule(run)
-    return run

@@ -10,7 +10,7 @@ from enum import Enum
 class ConfigError(ValueError):
     """A mistake of the user's: which key, what value, which rule, and the nearest value that works."""
 
-    def __init__(self, key: str, value: object, rule: str, nearest: object = None):
+    def __init__(self, key: str, value: object, rule: str, nearest: object = None) -> None:
         self.key, self.value, self.rule, self.nearest = key, value, rule, nearest
         hint = "" if nearest is None else f"; nearest that works: {nearest}"
         super().__init__(f"{key}={_text(value)}: {rule}{hint}")

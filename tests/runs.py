@@ -8,15 +8,26 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from app.compat import all_reduce
 from app.config import (
-    CheckpointConfig, CudaGraphConfig, DataConfig, LogConfig, LossConfig, ModelConfig, MoEConfig, OptimConfig,
-    ParallelConfig, PrecisionConfig, Run, ScheduleConfig, TrainConfig, check,
+    CheckpointConfig,
+    CudaGraphConfig,
+    DataConfig,
+    LogConfig,
+    LossConfig,
+    ModelConfig,
+    MoEConfig,
+    OptimConfig,
+    ParallelConfig,
+    PrecisionConfig,
+    Run,
+    ScheduleConfig,
+    TrainConfig,
 )
 from app.data.feed import Batch
-from app.engine.build import Engine, build_engine, plan_layout, select_forward_backward
-from app.engine.data_feed import step_input
+from app.engine.build import Engine, build_engine, plan_layout
 from app.engine.groups import create_groups
+from app.engine.step import TrainingStep
+from app.rules import check
 
 TINY_MOE = MoEConfig(num_experts=8, top_k=2, ffn_hidden_size=16, shared_ffn_hidden_size=16, first_k_dense=1, z_loss_coeff=0.001)
 TINY = ModelConfig(num_layers=3, hidden_size=32, ffn_hidden_size=48, num_heads=4, num_kv_heads=2, vocab_size=64, moe=TINY_MOE)
@@ -25,9 +36,16 @@ TINY = ModelConfig(num_layers=3, hidden_size=32, ffn_hidden_size=48, num_heads=4
 def make_run(model: ModelConfig = TINY, **sections: Any) -> Run:
     """A checked run; keyword arguments replace whole sections."""
     chosen = {
-        "parallel": ParallelConfig(), "schedule": ScheduleConfig(), "cuda_graph": CudaGraphConfig(), "precision": PrecisionConfig(),
-        "optim": OptimConfig(lr=1e-2, warmup_steps=2), "data": DataConfig(), "checkpoint": CheckpointConfig(),
-        "log": LogConfig(), "loss": LossConfig(), "train": TrainConfig(steps=20, seq_len=16, micro_batch=2, global_batch=8),
+        "parallel": ParallelConfig(),
+        "schedule": ScheduleConfig(),
+        "cuda_graph": CudaGraphConfig(),
+        "precision": PrecisionConfig(),
+        "optim": OptimConfig(lr=1e-2, warmup_steps=2),
+        "data": DataConfig(),
+        "checkpoint": CheckpointConfig(),
+        "log": LogConfig(),
+        "loss": LossConfig(),
+        "train": TrainConfig(steps=20, seq_len=16, micro_batch=2, global_batch=8),
     }
     return check(Run(model, **(chosen | sections)))
 
@@ -52,16 +70,10 @@ def batches_of(run: Run, step: int, dp_rank: int) -> list[Batch]:
 
 def train_steps(run: Run, engine: Engine, steps: int, first: int = 0) -> list[tuple[float, float]]:
     """(loss, gradient norm) of `steps` optimizer steps at the peak learning rate."""
-    forward_backward = select_forward_backward(run, engine, run.num_microbatches)
-    groups, optimizer, seen = engine.groups, engine.optimizer, []
+    training_step, seen = TrainingStep(run, engine), []
     for step in range(first, first + steps):
-        data = step_input(batches_of(run, step, groups.dp_rank), run.loss.normalize, run.dp, groups.dp, engine.device)
-        optimizer.zero_grad()
-        totals = forward_backward(data)
-        facts = torch.stack([totals.loss, optimizer.local_norm_sq()])
-        all_reduce(facts, groups.world)
-        optimizer.step(run.optim.lr, run.optim.weight_decay, facts[1].sqrt())
-        seen.append((float(facts[0]), float(facts[1].sqrt())))
+        facts, _ = training_step(batches_of(run, step, engine.groups.dp_rank), run.optim.lr, run.optim.weight_decay)
+        seen.append((facts.loss, facts.norm_sq**0.5))
     return seen
 
 

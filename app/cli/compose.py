@@ -12,15 +12,37 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf
 
 from app.config import (
-    CheckpointConfig, CudaGraphConfig, DataConfig, LogConfig, LossConfig, ModelConfig, MoEConfig, OptimConfig,
-    ParallelConfig, PrecisionConfig, Run, ScheduleConfig, TrainConfig, check,
+    CheckpointConfig,
+    CudaGraphConfig,
+    DataConfig,
+    LogConfig,
+    LossConfig,
+    ModelConfig,
+    MoEConfig,
+    OptimConfig,
+    ParallelConfig,
+    PrecisionConfig,
+    Run,
+    ScheduleConfig,
+    TrainConfig,
 )
 from app.errors import ConfigError, nearest
+from app.rules import check
+
 
 def _defaults() -> Run:
     return Run(
-        ModelConfig(moe=MoEConfig()), ParallelConfig(), ScheduleConfig(), CudaGraphConfig(), PrecisionConfig(),
-        OptimConfig(), DataConfig(), CheckpointConfig(), LogConfig(), LossConfig(), TrainConfig(),
+        ModelConfig(moe=MoEConfig()),
+        ParallelConfig(),
+        ScheduleConfig(),
+        CudaGraphConfig(),
+        PrecisionConfig(),
+        OptimConfig(),
+        DataConfig(),
+        CheckpointConfig(),
+        LogConfig(),
+        LossConfig(),
+        TrainConfig(),
     )
 
 

@@ -36,6 +36,8 @@ def start_ranks(world_size: int, gpus: int, script: str, overrides: Sequence[str
     most = gpus or CPU_RANKS_PER_CORE * (os.cpu_count() or 1)
     if world_size > most:
         what = "GPUs" if gpus else "processes on its cores"
-        raise ConfigError("parallel.dp", world_size, f"this host has room for {most} {what}; start more hosts with torchrun", most)
+        raise ConfigError(
+            "parallel.dp", world_size, f"this host has room for {most} {what}; start more hosts with torchrun", most
+        )
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world_size}"]
     return subprocess.call([*torchrun, script, *overrides])

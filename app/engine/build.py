@@ -117,5 +117,3 @@ def select_forward_backward(run: Run, engine: Engine, num_microbatches: int, for
     schedule = build_schedule(run.schedule.name.value, layout.pp, num_microbatches, len(engine.chunks), forward_only=forward_only)
     actions = lower(schedule[layout.coords(engine.groups.rank)["pp"]])
     return partial(execute, actions, engine.chunks, engine.optimizer)
-
-

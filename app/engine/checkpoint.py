@@ -43,7 +43,9 @@ class Progress:
     tokens: int = 0  # tokens trained on
 
 
-def save_checkpoint(folder: Path, engine: Engine, model: ModelConfig, progress: Progress, cursor: dict[str, Any], keep_last: int) -> Path:
+def save_checkpoint(
+    folder: Path, engine: Engine, model: ModelConfig, progress: Progress, cursor: dict[str, Any], keep_last: int
+) -> Path:
     """Write and commit a checkpoint; all ranks call it together. Returns its folder."""
     groups = engine.groups
     final = folder / f"{STEP_PREFIX}{progress.step:08d}"
@@ -57,7 +59,13 @@ def save_checkpoint(folder: Path, engine: Engine, model: ModelConfig, progress: 
     files = _gather(engine, (name, _fingerprint(draft / name)))
     if groups.rank == 0:
         layout = {"world_size": groups.layout.world_size, "dp": groups.layout.dp, "ep": groups.layout.ep}
-        manifest = {"format": FORMAT, **dataclasses.asdict(progress), "layout": layout, "model": plain(dataclasses.asdict(model)), "files": files}
+        manifest = {
+            "format": FORMAT,
+            **dataclasses.asdict(progress),
+            "layout": layout,
+            "model": plain(dataclasses.asdict(model)),
+            "files": files,
+        }
         _write_synced(draft / MANIFEST, lambda file: file.write(json.dumps(manifest, indent=1).encode()))
         _commit(draft, final, keep_last)
     groups.barrier()
@@ -87,7 +95,10 @@ def _rank_file(rank: int) -> str:
 def _rank_state(engine: Engine, cursor: dict[str, Any]) -> dict[str, Any]:
     device = engine.device
     return {
-        "pieces": [{"name": p.spec.name, "start": p.spec.offset + p.start, **{k: _packed(v) for k, v in p.state.items()}} for p in engine.optimizer.pieces()],
+        "pieces": [
+            {"name": p.spec.name, "start": p.spec.offset + p.start, **{k: _packed(v) for k, v in p.state.items()}}
+            for p in engine.optimizer.pieces()
+        ],
         "routers": {name: _packed(router.bias_E) for name, _, router in engine.routers()},
         "cursor": cursor,
         "rng": {"cpu": torch.get_rng_state(), "cuda": torch.cuda.get_rng_state(device) if device.type == "cuda" else None},
@@ -162,7 +173,9 @@ def _check_model(path: Path, saved: Any, current: Any) -> None:
     different = [key for key in current if key != "name" and saved.get(key) != current[key]]
     if different:
         key = different[0]
-        raise ConfigError(f"model.{key}", current[key], f"the checkpoint {path} was trained with {saved.get(key)}", saved.get(key))
+        raise ConfigError(
+            f"model.{key}", current[key], f"the checkpoint {path} was trained with {saved.get(key)}", saved.get(key)
+        )
 
 
 def load_checkpoint(path: Path, manifest: dict[str, Any], engine: Engine) -> tuple[Progress, dict[str, Any]]:

@@ -78,16 +78,10 @@ class StepFacts:
     skipped: float
 
 
-def pack_facts(norm_sq: Tensor, totals: StepTotals) -> Tensor:
-    """Sums of this rank that one all-reduce turns into sums over the step; fp32 [4]."""
-    parts = (norm_sq, totals.loss, totals.aux_loss, totals.z_loss)
-    return torch.stack([torch.as_tensor(part, dtype=torch.float32, device=norm_sq.device) for part in parts])
-
-
 class Meter:
     """Turns what a step did into its report; keeps expert counts between log intervals."""
 
-    def __init__(self, run: Run, engine: Engine):
+    def __init__(self, run: Run, engine: Engine) -> None:
         self.run, self.engine = run, engine
         self.tokens_per_step = run.train.global_batch * run.train.seq_len
         self.flops_per_step = self.tokens_per_step * flops_per_token(run.model, run.train.seq_len)
@@ -105,10 +99,20 @@ class Meter:
         tflops = self.flops_per_step / seconds / world / 1e12
         at_interval = step % self.run.log.interval == 0 or step in (1, self.run.train.steps)
         return StepReport(
-            step=step, loss=facts.loss, aux_loss=facts.aux_loss, z_loss=facts.z_loss, lr=lr, weight_decay=weight_decay,
-            grad_norm=facts.norm_sq**0.5, skipped=int(facts.skipped), tokens=tokens, step_ms=seconds * 1e3,
-            tokens_per_s=self.tokens_per_step / seconds, tokens_per_s_per_gpu=self.tokens_per_step / seconds / world,
-            tflops_per_gpu=tflops, mfu=tflops / self.peak if self.peak else None,
+            step=step,
+            loss=facts.loss,
+            aux_loss=facts.aux_loss,
+            z_loss=facts.z_loss,
+            lr=lr,
+            weight_decay=weight_decay,
+            grad_norm=facts.norm_sq**0.5,
+            skipped=int(facts.skipped),
+            tokens=tokens,
+            step_ms=seconds * 1e3,
+            tokens_per_s=self.tokens_per_step / seconds,
+            tokens_per_s_per_gpu=self.tokens_per_step / seconds / world,
+            tflops_per_gpu=tflops,
+            mfu=tflops / self.peak if self.peak else None,
             **(self._memory() | self._expert_load() if at_interval else {}),
         )
 

@@ -1,6 +1,6 @@
 """Where a run writes, and which checkpoint it continues from.
 
-    runs/<time>-<model>/  config.yaml  metrics.jsonl  loss.png  wandb/  checkpoints/{latest, step-00000100/, …}
+runs/<time>-<model>/  config.yaml  metrics.jsonl  loss.png  wandb/  checkpoints/{latest, step-00000100/, …}
 """
 
 from __future__ import annotations
@@ -39,7 +39,9 @@ def _fresh_folder(wanted: Path) -> Path:
 def _checkpoint_to_resume(run: Run) -> Path | None:
     if run.resume is None:
         if run.run_dir and newest_checkpoint(Path(run.run_dir)):
-            raise ConfigError("run_dir", run.run_dir, "holds the checkpoints of another run", "resume=auto to continue it, or another run_dir")
+            raise ConfigError(
+                "run_dir", run.run_dir, "holds the checkpoints of another run", "resume=auto to continue it, or another run_dir"
+            )
         return None
     if run.resume == "auto":
         return newest_checkpoint(Path(run.run_dir)) if run.run_dir else _newest_of_all_runs()

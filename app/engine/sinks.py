@@ -34,7 +34,7 @@ class Sink(Protocol):
 class JsonLines:
     """One JSON object per report in metrics.jsonl; a resumed run first drops what comes after its checkpoint."""
 
-    def __init__(self, run_dir: Path, from_step: int):
+    def __init__(self, run_dir: Path, from_step: int) -> None:
         path = run_dir / METRICS
         kept = [line for line in _lines(path) if json.loads(line)["step"] <= from_step]
         path.write_text("".join(f"{line}\n" for line in kept))
@@ -64,7 +64,7 @@ def _lines(path: Path) -> list[str]:
 class Console:
     """A live progress line on a terminal; on anything else a line per log interval."""
 
-    def __init__(self, run: Run, from_step: int, stream: TextIO = sys.stdout):
+    def __init__(self, run: Run, from_step: int, stream: TextIO = sys.stdout) -> None:
         self.total, self.interval, self.stream = run.train.steps, run.log.interval, stream
         self.live = stream.isatty()
         self.from_step = from_step
@@ -90,8 +90,10 @@ class Console:
         left = median(self.recent) / 1e3 * (self.total - report.step)
         val = f"  val {self.val_loss:.3f}" if self.val_loss is not None else ""
         rate = _short(self._tokens_per_s(report))
-        return (f"step {report.step}/{self.total}  loss {report.loss:.3f}{val}  {rate} tokens/s  "
-                f"{self.memory:.1f} GiB  {_clock(left)} left{'  (update skipped)' if report.skipped else ''}")
+        return (
+            f"step {report.step}/{self.total}  loss {report.loss:.3f}{val}  {rate} tokens/s  "
+            f"{self.memory:.1f} GiB  {_clock(left)} left{'  (update skipped)' if report.skipped else ''}"
+        )
 
     def _tokens_per_s(self, report: StepReport) -> float:
         return report.tokens_per_s * report.step_ms / median(self.recent)
@@ -99,9 +101,9 @@ class Console:
     def validation(self, report: ValidationReport) -> None:
         """Print a line that stays."""
         self.val_loss = report.val_loss
-        start = "\r" if self.live else ""
-        line = f"{start}step {report.step}/{self.total}  validation loss {report.val_loss:.4f} nats per token ({report.val_tokens} tokens)"
-        print(f"{line:<{shutil.get_terminal_size().columns - 1}}" if self.live else line, file=self.stream, flush=True)
+        line = f"step {report.step}/{self.total}  validation loss {report.val_loss:.4f} nats per token"
+        width = shutil.get_terminal_size().columns - 1
+        print(f"\r{line:<{width}}" if self.live else line, file=self.stream, flush=True)
 
     def close(self) -> None:
         """End the live line."""
@@ -125,7 +127,7 @@ def _clock(seconds: float) -> str:
 class Wandb:
     """A Weights & Biases run in the run folder; a resumed run goes on under the same id."""
 
-    def __init__(self, run: Run, run_dir: Path, config: dict[str, Any]):
+    def __init__(self, run: Run, run_dir: Path, config: dict[str, Any]) -> None:
         import wandb  # half a second, and only where it is wanted
 
         id_file = run_dir / "wandb_id"
@@ -133,8 +135,15 @@ class Wandb:
             id_file.write_text(wandb.util.generate_id())
         self.interval, self.total = run.log.interval, run.train.steps
         self.run = wandb.init(
-            project=run.log.project, group=run.log.group, name=run_dir.name, dir=run_dir, config=config, id=id_file.read_text(),
-            mode=wandb_mode(run, wandb.api.api_key is not None), resume="allow", settings=wandb.Settings(silent=True, console="off"),
+            project=run.log.project,
+            group=run.log.group,
+            name=run_dir.name,
+            dir=run_dir,
+            config=config,
+            id=id_file.read_text(),
+            mode=wandb_mode(run, wandb.api.api_key is not None),
+            resume="allow",
+            settings=wandb.Settings(silent=True, console="off"),
         )
 
     def step(self, report: StepReport) -> None:
@@ -154,6 +163,6 @@ class Wandb:
 def wandb_mode(run: Run, logged_in: bool) -> str:
     """offline, unless the user asked for online and is logged in; says so when only the login is missing."""
     if run.log.wandb_mode is WandbMode.online and not logged_in:
-        print("log.wandb_mode=online, but nobody is logged in: recording offline. Log in with `wandb login`, upload with `wandb sync`.")
+        print("log.wandb_mode=online, but nobody is logged in (`wandb login`): recording offline; `wandb sync` uploads it later.")
         return "offline"
     return run.log.wandb_mode.value

@@ -12,24 +12,21 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from app.choices import Device, Normalize
-from app.compat import all_reduce
+from app.choices import Device
 from app.config import Run
-from app.data.feed import Batch, Cursor, DataSplit, TrainFeed, ValidationFeed
+from app.data.feed import Cursor, DataSplit, TrainFeed, ValidationFeed
 from app.data.load import load_data, prepare
 from app.data.tokenizer import Tokenizer, load_tokenizer
-from app.engine.build import Engine, build_engine, plan_layout, select_forward_backward
+from app.engine.build import Engine, build_engine, plan_layout
 from app.engine.checkpoint import Progress, load_checkpoint, save_checkpoint, verify_checkpoint
-from app.engine.data_feed import step_input
-from app.engine.executor import StepTotals
 from app.engine.generate import sample_tokens
 from app.engine.groups import Groups, create_groups, process_world
-from app.engine.report import Meter, StepFacts, StepReport, Stopwatch, ValidationReport, pack_facts
+from app.engine.report import Meter, StepReport, Stopwatch, ValidationReport
 from app.engine.run_folder import CHECKPOINTS, choose_folders, plain, write_config
 from app.engine.sinks import Console, JsonLines, Sink, Wandb
+from app.engine.step import TrainingStep, Validation
 from app.engine.wrap_up import print_opening, print_summary
 from app.errors import ConfigError
-from app.moe.router import update_bias
 from app.optim.lr import lr_at, weight_decay_at
 
 T = TypeVar("T")
@@ -70,7 +67,12 @@ def _start(run: Run) -> Start:
     run_dir, checkpoint = choose_folders(run)
     manifest = verify_checkpoint(checkpoint, run.model) if checkpoint else None
     if manifest and manifest["step"] >= run.train.steps:
-        raise ConfigError("train.steps", run.train.steps, f"the checkpoint {checkpoint} has already taken {manifest['step']}", manifest["step"] + 100)
+        raise ConfigError(
+            "train.steps",
+            run.train.steps,
+            f"the checkpoint {checkpoint} has already taken {manifest['step']}",
+            manifest["step"] + 100,
+        )
     return Start(run_dir, checkpoint, manifest)
 
 
@@ -111,7 +113,7 @@ def load_all_data(run: Run, groups: Groups) -> Data:
 class Trainer:
     """Owns what changes during a run: progress, data cursor and, through the engine, parameters and moments."""
 
-    def __init__(self, run: Run, engine: Engine, data: Data, start: Start):
+    def __init__(self, run: Run, engine: Engine, data: Data, start: Start) -> None:
         self.run, self.engine, self.data, self.run_dir = run, engine, data, start.run_dir
         self.progress, cursor = Progress(), Cursor()
         if start.checkpoint and start.manifest:
@@ -120,8 +122,8 @@ class Trainer:
         groups, batch = engine.groups, run.train.micro_batch
         self.feed = TrainFeed(data.train, groups.dp_rank, run.dp, batch, run.num_microbatches, cursor)
         self.held_out = ValidationFeed(data.validation, groups.dp_rank, run.dp, batch, run.train.eval_batches)
-        self.forward_backward = select_forward_backward(run, engine, run.num_microbatches)
-        self.forward_only = select_forward_backward(run, engine, len(self.held_out), forward_only=True)
+        self.training_step = TrainingStep(run, engine)
+        self.validation = Validation(run, engine, len(self.held_out))
         self.meter = Meter(run, engine)
         self.last_saved = self.progress.step
 
@@ -136,21 +138,21 @@ class Trainer:
             write_config(self.run, self.run_dir)
             print_opening(self.run, self.engine, self.run_dir, self.progress.step)
         with self._sinks() as sinks:
-            watch, validation = Stopwatch(), None
+            watch, validated = Stopwatch(), None
             while self.progress.step < self.run.train.steps:
                 report = self._step(watch)
                 for sink in sinks:
                     sink.step(report)
                 if self._validates_now():
-                    validation = self._validate()
+                    validated = self._validate()
                     for sink in sinks:
-                        sink.validation(validation)
+                        sink.validation(validated)
                 self._save_if_due()
                 if self._validates_now() or self.last_saved == self.progress.step:
                     watch.lap()  # validation and saving are not part of the next step
         text = self._sample()
         if self.leads:
-            print_summary(self.run, self.run_dir, self.data.tokenizer, self.data.train, self.data.validation, validation, text)
+            print_summary(self.run, self.run_dir, self.data.tokenizer, self.data.train, self.data.validation, validated, text)
 
     @contextmanager
     def _sinks(self) -> Iterator[Sequence[Sink]]:
@@ -171,51 +173,29 @@ class Trainer:
             yield lambda: Console(self.run, self.progress.step)
 
     def _step(self, watch: Stopwatch) -> StepReport:
-        """One optimizer step; the host waits once, for the facts."""
-        run, optimizer = self.run, self.engine.optimizer
-        updates = self.progress.updates + 1
+        run, updates = self.run, self.progress.updates + 1
         lr, decay = lr_at(updates, run.optim, run.decay_steps), weight_decay_at(updates, run.optim, run.decay_steps)
-        step = self._input(self.feed.next_step(), run.loss.normalize)
-        optimizer.zero_grad()
-        totals = self.forward_backward(step)
-        facts_4 = pack_facts(optimizer.local_norm_sq(), totals)
-        all_reduce(facts_4, self.engine.groups.world)
-        skipped = optimizer.step(lr, decay, facts_4[0].sqrt())
-        self._balance(totals)
-        facts = StepFacts(*torch.cat((facts_4, skipped[None])).tolist())
+        facts, totals = self.training_step(self.feed.next_step(), lr, decay)
+        self.meter.count(totals)
         taken, tokens = self.progress.step + 1, self.progress.tokens + self.meter.tokens_per_step
         self.progress = Progress(taken, self.progress.updates + 1 - int(facts.skipped), tokens)
         return self.meter.report(taken, tokens, facts, lr, decay, watch.lap())
-
-    def _input(self, batches: Sequence[Batch], normalize: Normalize):  # noqa: ANN202
-        return step_input(batches, normalize, self.run.dp, self.engine.groups.dp, self.engine.device)
-
-    def _balance(self, totals: StepTotals) -> None:
-        """Count expert load, and move the routers' selection bias against it where that is on."""
-        self.meter.count(totals)
-        rate = self.run.model.moe.bias_update_rate if self.run.model.moe else 0.0
-        if rate:
-            for _, place, router in self.engine.routers():
-                counts_E = totals.counts[place].clone()
-                all_reduce(counts_E, self.engine.groups.dp)
-                router.bias_E.copy_(update_bias(router.bias_E, counts_E, rate))
 
     def _validates_now(self) -> bool:
         step, interval = self.progress.step, self.run.train.eval_interval
         return step == self.run.train.steps or bool(interval and step % interval == 0)
 
     def _validate(self) -> ValidationReport:
-        step = self._input(list(self.held_out), Normalize.token)
-        loss = self.forward_only(step).loss
-        assert isinstance(loss, torch.Tensor)
-        all_reduce(loss, self.engine.groups.world)
-        return ValidationReport(self.progress.step, float(loss), int(step.valid))
+        loss, tokens = self.validation(list(self.held_out))
+        return ValidationReport(self.progress.step, loss, tokens)
 
     def _save_if_due(self) -> None:
         step, interval = self.progress.step, self.run.checkpoint.interval
         if interval and (step % interval == 0 or step == self.run.train.steps):
             folder = self.run_dir / CHECKPOINTS
-            save_checkpoint(folder, self.engine, self.run.model, self.progress, self.feed.cursor.state(), self.run.checkpoint.keep_last)
+            save_checkpoint(
+                folder, self.engine, self.run.model, self.progress, self.feed.cursor.state(), self.run.checkpoint.keep_last
+            )
             self.last_saved = step
 
     def _sample(self) -> str | None:

@@ -23,7 +23,11 @@ BASELINE_VOCAB = 1024  # larger vocabularies make an n-gram table that says litt
 
 def print_opening(run: Run, engine: Engine, run_dir: Path, from_step: int) -> None:
     """The plan of the run, its device and its folder."""
-    device = torch.cuda.get_device_name(engine.device) if engine.device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads per process"
+    device = (
+        torch.cuda.get_device_name(engine.device)
+        if engine.device.type == "cuda"
+        else f"CPU, {torch.get_num_threads()} threads per process"
+    )
     for name, text in (*summary_lines(run), ("device", device), ("folder", str(run_dir))):
         print(f"{name:>12}  {text}")
     if from_step:
@@ -32,7 +36,13 @@ def print_opening(run: Run, engine: Engine, run_dir: Path, from_step: int) -> No
 
 
 def print_summary(
-    run: Run, run_dir: Path, tokenizer: Tokenizer, train: DataSplit, validation: DataSplit, report: ValidationReport | None, sample: str | None
+    run: Run,
+    run_dir: Path,
+    tokenizer: Tokenizer,
+    train: DataSplit,
+    validation: DataSplit,
+    report: ValidationReport | None,
+    sample: str | None,
 ) -> None:
     """The sample, the loss beside what counting n-grams reaches, and the files."""
     if sample is not None:
@@ -44,7 +54,13 @@ def print_summary(
     for name, value in (rows | baselines).items():
         print(f"  {name:<12}{value:7.3f}")
     print("\nWritten:")
-    files = [run_dir / "config.yaml", run_dir / "metrics.jsonl", picture, newest_checkpoint(run_dir), run_dir / "wandb" if run.log.wandb else None]
+    files = [
+        run_dir / "config.yaml",
+        run_dir / "metrics.jsonl",
+        picture,
+        newest_checkpoint(run_dir),
+        run_dir / "wandb" if run.log.wandb else None,
+    ]
     for path in files:
         if path is not None:
             print(f"  {path}")

@@ -20,7 +20,7 @@ class Attention(nn.Module):
     of its rows is a self-contained part of the heads.
     """
 
-    def __init__(self, model: ModelConfig):
+    def __init__(self, model: ModelConfig) -> None:
         super().__init__()
         width = model.head_width
         self.num_kv_heads, self.queries_per_kv, self.width = model.num_kv_heads, model.num_heads // model.num_kv_heads, width
@@ -34,8 +34,12 @@ class Attention(nn.Module):
         q_BSNH, k_BSGH, v_BSGH = self._heads(F.linear(x_BSD, self.wqkv))
         q_BSNH, k_BSGH = rotate(self.q_norm(q_BSNH), context), rotate(self.k_norm(k_BSGH), context)
         out_BNSH = F.scaled_dot_product_attention(
-            q_BSNH.transpose(1, 2), k_BSGH.transpose(1, 2), v_BSGH.transpose(1, 2),
-            attn_mask=context.mask_B1SS, is_causal=context.mask_B1SS is None, enable_gqa=self.queries_per_kv > 1,
+            q_BSNH.transpose(1, 2),
+            k_BSGH.transpose(1, 2),
+            v_BSGH.transpose(1, 2),
+            attn_mask=context.mask_B1SS,
+            is_causal=context.mask_B1SS is None,
+            enable_gqa=self.queries_per_kv > 1,
         )
         return F.linear(out_BNSH.transpose(1, 2).flatten(2), self.wo)
 

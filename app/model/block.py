@@ -66,7 +66,7 @@ class Layer(nn.Module):
     `phases` read and write the values x (B × S × D), context (AttentionContext) and whatever they declare.
     """
 
-    def __init__(self, model: ModelConfig, body: nn.Module):
+    def __init__(self, model: ModelConfig, body: nn.Module) -> None:
         super().__init__()
         self.attn_norm = RMSNorm(model.hidden_size, model.norm_eps)
         self.attn = Attention(model)
@@ -86,7 +86,7 @@ class Layer(nn.Module):
 class DenseBody(nn.Module):
     """Feed-forward part of a dense layer: one phase."""
 
-    def __init__(self, model: ModelConfig):
+    def __init__(self, model: ModelConfig) -> None:
         super().__init__()
         self.norm = RMSNorm(model.hidden_size, model.norm_eps)
         self.mlp = Mlp(model.hidden_size, model.ffn_hidden_size)

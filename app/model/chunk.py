@@ -33,7 +33,7 @@ class Chunk(nn.Module):
     bit for bit on CPU and GPU.
     """
 
-    def __init__(self, model: ModelConfig, layers: Mapping[int, Layer], embedding: bool, head: bool):
+    def __init__(self, model: ModelConfig, layers: Mapping[int, Layer], embedding: bool, head: bool) -> None:
         super().__init__()
         self.model = model
         self.embedding = nn.Parameter(torch.empty(model.vocab_size, model.hidden_size)) if embedding else None

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 class RMSNorm(nn.Module):
     """x / rms(x) · weight over the last dimension (Zhang & Sennrich 2019); computed in fp32 inside."""
 
-    def __init__(self, width: int, eps: float):
+    def __init__(self, width: int, eps: float) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(width))
         self.eps = eps
@@ -66,7 +66,7 @@ def swiglu(x: Tensor, w_up_2FD: Tensor, w_down_DF: Tensor) -> Tensor:
 class Mlp(nn.Module):
     """SwiGLU feed-forward of a dense layer, or a shared expert."""
 
-    def __init__(self, hidden: int, ffn: int):
+    def __init__(self, hidden: int, ffn: int) -> None:
         super().__init__()
         self.w_up = nn.Parameter(torch.empty(2 * ffn, hidden))
         self.w_down = nn.Parameter(torch.empty(hidden, ffn))

@@ -21,7 +21,7 @@ class LocalDispatcher:
 
     host_sync = False
 
-    def __init__(self, num_experts: int):
+    def __init__(self, num_experts: int) -> None:
         self.num_experts = num_experts
 
     def preprocess(self, experts_TK: Tensor) -> Permutation:
@@ -54,7 +54,7 @@ class AllToAllDispatcher:
 
     host_sync = True
 
-    def __init__(self, num_experts: int, group: dist.ProcessGroup):
+    def __init__(self, num_experts: int, group: dist.ProcessGroup) -> None:
         self.num_experts, self.group = num_experts, group
 
     def preprocess(self, experts_TK: Tensor) -> Exchange:

@@ -56,7 +56,7 @@ class Router(nn.Module):
 
     bias_E: Tensor
 
-    def __init__(self, hidden: int, moe: MoEConfig):
+    def __init__(self, hidden: int, moe: MoEConfig) -> None:
         super().__init__()
         self.moe = moe
         self.weight = nn.Parameter(torch.empty(moe.num_experts, hidden))
@@ -85,7 +85,7 @@ class Router(nn.Module):
 class Experts(nn.Module):
     """This rank's experts, stacked: weights `[expert, in, out]`, gate and up side by side in `w_up`."""
 
-    def __init__(self, hidden: int, ffn: int, first: int, count: int, total: int):
+    def __init__(self, hidden: int, ffn: int, first: int, count: int, total: int) -> None:
         super().__init__()
         self.first, self.total = first, total
         self.w_up = nn.Parameter(torch.empty(count, hidden, 2 * ffn))
@@ -102,7 +102,7 @@ class MoEBody(nn.Module):
     `ep_rank` of `ep` ranks holds experts [ep_rank·E/ep, (ep_rank+1)·E/ep).
     """
 
-    def __init__(self, model: ModelConfig, moe: MoEConfig, dispatcher: Dispatcher, ep_rank: int, ep: int):
+    def __init__(self, model: ModelConfig, moe: MoEConfig, dispatcher: Dispatcher, ep_rank: int, ep: int) -> None:
         super().__init__()
         count = moe.num_experts // ep
         self.norm = RMSNorm(model.hidden_size, model.norm_eps)

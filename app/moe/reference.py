@@ -10,8 +10,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 
-def route_token(logits_E: Tensor, top_k: int, score: str = "softmax", pre_softmax: bool = False, bias_E: Tensor | None = None,
-                groups: int | None = None, topk_groups: int | None = None, scale: float = 1.0) -> Tensor:
+def route_token(
+    logits_E: Tensor,
+    top_k: int,
+    score: str = "softmax",
+    pre_softmax: bool = False,
+    bias_E: Tensor | None = None,
+    groups: int | None = None,
+    topk_groups: int | None = None,
+    scale: float = 1.0,
+) -> Tensor:
     """Probabilities of one token, zero for the experts not chosen: [E]. Arguments as in `app.moe.router.route`."""
     if score == "sigmoid":
         scores_E = logits_E.sigmoid()
@@ -22,7 +30,7 @@ def route_token(logits_E: Tensor, top_k: int, score: str = "softmax", pre_softma
     allowed = set(range(len(ranked)))
     if groups is not None and topk_groups is not None:
         size, best = len(ranked) // groups, top_k // topk_groups
-        value = [sum(sorted(ranked[g * size:(g + 1) * size])[-best:]) for g in range(groups)]
+        value = [sum(sorted(ranked[g * size : (g + 1) * size])[-best:]) for g in range(groups)]
         kept = sorted(range(groups), key=value.__getitem__)[-topk_groups:]
         allowed = {g * size + i for g in kept for i in range(size)}
     chosen = sorted(sorted(allowed, key=ranked.__getitem__)[-top_k:])

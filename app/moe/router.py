@@ -16,18 +16,32 @@ from app.errors import nearest_divisors
 TINY = 1e-20  # keeps the normalisation of scores finite when every one of them underflows
 
 
-def route(logits_TE: Tensor, top_k: int, score: Score | str = Score.softmax, pre_softmax: bool = False,
-          bias_E: Tensor | None = None, groups: int | None = None, topk_groups: int | None = None,
-          scale: float | None = None) -> tuple[Tensor, Tensor]:
+def route(
+    logits_TE: Tensor,
+    top_k: int,
+    score: Score | str = Score.softmax,
+    pre_softmax: bool = False,
+    bias_E: Tensor | None = None,
+    groups: int | None = None,
+    topk_groups: int | None = None,
+    scale: float | None = None,
+) -> tuple[Tensor, Tensor]:
     """Dense form of `choose`: probabilities [T, E] in the logits' dtype, zero elsewhere, and the chosen map [T, E] (bool)."""
     probs_TK, experts_TK = choose(logits_TE, top_k, score, pre_softmax, bias_E, groups, topk_groups, scale)
     probs_TE = torch.zeros_like(logits_TE).scatter(1, experts_TK, probs_TK.to(logits_TE.dtype))
     return probs_TE, torch.zeros_like(logits_TE, dtype=torch.bool).scatter(1, experts_TK, True)
 
 
-def choose(logits_TE: Tensor, top_k: int, score: Score | str = Score.softmax, pre_softmax: bool = False,
-           bias_E: Tensor | None = None, groups: int | None = None, topk_groups: int | None = None,
-           scale: float | None = None) -> tuple[Tensor, Tensor]:
+def choose(
+    logits_TE: Tensor,
+    top_k: int,
+    score: Score | str = Score.softmax,
+    pre_softmax: bool = False,
+    bias_E: Tensor | None = None,
+    groups: int | None = None,
+    topk_groups: int | None = None,
+    scale: float | None = None,
+) -> tuple[Tensor, Tensor]:
     """The top_k experts of each token, ascending, and their probabilities: [T, K] fp32 and [T, K] int64.
 
     softmax: over the chosen logits, or with `pre_softmax` over all logits before choosing, not normalised again.

@@ -43,7 +43,7 @@ class AdamShard:
     gradient shard is the buffer too, so nothing is copied.
     """
 
-    def __init__(self, buffer: FlatBuffer, group: dist.ProcessGroup):
+    def __init__(self, buffer: FlatBuffer, group: dist.ProcessGroup) -> None:
         self.buffer, self.group = buffer, group
         own = slice(*buffer.layout.shard(0, group.rank()))
         self.own_params = buffer.params[own]
@@ -66,10 +66,22 @@ class AdamShard:
             if not pieces:
                 continue
             adamw(
-                [p.main for p in pieces], [p.grad for p in pieces], [p.exp_avg for p in pieces],
-                [p.exp_avg_sq for p in pieces], [], [p.step for p in pieces],
-                fused=True, grad_scale=grad_divisor, found_inf=skip, amsgrad=False, maximize=False,
-                beta1=config.beta1, beta2=config.beta2, lr=lr, weight_decay=weight_decay if decays else 0.0, eps=config.eps,
+                [p.main for p in pieces],
+                [p.grad for p in pieces],
+                [p.exp_avg for p in pieces],
+                [p.exp_avg_sq for p in pieces],
+                [],
+                [p.step for p in pieces],
+                fused=True,
+                grad_scale=grad_divisor,
+                found_inf=skip,
+                amsgrad=False,
+                maximize=False,
+                beta1=config.beta1,
+                beta2=config.beta2,
+                lr=lr,
+                weight_decay=weight_decay if decays else 0.0,
+                eps=config.eps,
             )
         if self.main is not self.own_params:
             self.own_params.copy_(self.main)

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from app.plan.shards import BufferLayout, buffer_layout
 
-
 ALIGN = 64  # elements: every parameter starts where vector loads and grouped products can begin
 
 
@@ -33,7 +32,7 @@ class ParamSpec:
 class FlatBuffer:
     """One dtype's parameters of one kind (dense or expert), as views of one tensor; gradients likewise in fp32."""
 
-    def __init__(self, specs: Sequence[ParamSpec], world: int):
+    def __init__(self, specs: Sequence[ParamSpec], world: int) -> None:
         self.specs = tuple(specs)
         numels = [spec.param.numel() for spec in specs]
         self.layout: BufferLayout = buffer_layout(numels, world, param_align=ALIGN, shard_align=ALIGN)

@@ -29,7 +29,9 @@ class DistributedOptimizer:
     dense and expert parameters.
     """
 
-    def __init__(self, chunks: Sequence[Sequence[ParamSpec]], config: OptimConfig, dp: dist.ProcessGroup, edp: dist.ProcessGroup):
+    def __init__(
+        self, chunks: Sequence[Sequence[ParamSpec]], config: OptimConfig, dp: dist.ProcessGroup, edp: dist.ProcessGroup
+    ) -> None:
         self.config = config
         self.shards: list[list[AdamShard]] = [list(_shards(specs, dp, edp)) for specs in chunks]
         self._stale = [False] * len(chunks)

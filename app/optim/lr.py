@@ -15,8 +15,15 @@ from app.config import OptimConfig
 def lr_at(step: int, config: OptimConfig, decay_steps: int) -> float:
     """Learning rate of update number `step` (from 0); `decay_steps` is the step at which the minimum is reached."""
     return learning_rate(
-        step, init=config.init_lr, peak=config.lr, low=config.min_lr, warmup_steps=config.warmup_steps, decay_steps=decay_steps,
-        decay=config.decay, wsd_steps=config.wsd_decay_steps or 0, wsd_decay=config.wsd_decay,
+        step,
+        init=config.init_lr,
+        peak=config.lr,
+        low=config.min_lr,
+        warmup_steps=config.warmup_steps,
+        decay_steps=decay_steps,
+        decay=config.decay,
+        wsd_steps=config.wsd_decay_steps or 0,
+        wsd_decay=config.wsd_decay,
     )
 
 
@@ -27,8 +34,18 @@ def weight_decay_at(step: int, config: OptimConfig, decay_steps: int) -> float:
     return weight_decay(step, start=start, end=end, ramp_steps=decay_steps, ramp=config.weight_decay_ramp)
 
 
-def learning_rate(step: int, *, init: float, peak: float, low: float, warmup_steps: int, decay_steps: int,
-                  decay: Decay, wsd_steps: int, wsd_decay: WsdDecay) -> float:
+def learning_rate(
+    step: int,
+    *,
+    init: float,
+    peak: float,
+    low: float,
+    warmup_steps: int,
+    decay_steps: int,
+    decay: Decay,
+    wsd_steps: int,
+    wsd_decay: WsdDecay,
+) -> float:
     """Linear from `init` to `peak` over `warmup_steps`, then `decay` to `low` at step `decay_steps`, then `low`.
 
     Constant decay stays at `peak` for ever. Inverse square root is peak·√(warmup_steps / step), never below `low`

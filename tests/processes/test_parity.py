@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from tests.distributed import run_distributed
-from tests.runs import TINY, TINY_MOE, engine_of, make_run, train_steps, whole_parameters
 
 from app.choices import Normalize, Score
 from app.config import LossConfig, ModelConfig, ParallelConfig, Run
+from tests.distributed import run_distributed
+from tests.runs import TINY, TINY_MOE, engine_of, make_run, train_steps, whole_parameters
 
 STEPS = 5
 SIGMOID = dataclasses.replace(
@@ -23,7 +23,9 @@ MODELS = {
     "sigmoid": dataclasses.replace(TINY, moe=SIGMOID, qk_norm=True),
 }
 LAYOUTS = {2: [(2, 1), (2, 2)], 4: [(4, 1), (4, 2), (4, 4)]}  # world -> (dp, ep)
-CASES = [(name, dp, ep) for name, model in MODELS.items() for layouts in LAYOUTS.values() for dp, ep in layouts if ep == 1 or model.moe]
+CASES = [
+    (name, dp, ep) for name, model in MODELS.items() for layouts in LAYOUTS.values() for dp, ep in layouts if ep == 1 or model.moe
+]
 
 
 def run_of(model: ModelConfig, dp: int, ep: int, normalize: Normalize) -> Run:

@@ -1,0 +1,73 @@
+"""One optimizer step of one rank, and one validation: everything between microbatches in and numbers out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from app.choices import Normalize
+from app.compat import all_reduce
+from app.config import Run
+from app.data.feed import Batch
+from app.engine.build import Engine, select_forward_backward
+from app.engine.data_feed import StepInput, step_input
+from app.engine.executor import StepTotals
+from app.engine.report import StepFacts
+from app.moe.router import update_bias
+
+
+class TrainingStep:
+    """Forward, backward, clipping and update over the schedule's action list; the host waits once, at the end."""
+
+    def __init__(self, run: Run, engine: Engine) -> None:
+        self.run, self.engine = run, engine
+        self.forward_backward = select_forward_backward(run, engine, run.num_microbatches)
+
+    def __call__(self, batches: Sequence[Batch], lr: float, weight_decay: float) -> tuple[StepFacts, StepTotals]:
+        """Train on this rank's microbatches of one step."""
+        optimizer = self.engine.optimizer
+        step = _on_device(self.run, self.engine, batches, self.run.loss.normalize)
+        optimizer.zero_grad()
+        totals = self.forward_backward(step)
+        facts_4 = _pack(optimizer.local_norm_sq(), totals)
+        all_reduce(facts_4, self.engine.groups.world)
+        skipped = optimizer.step(lr, weight_decay, facts_4[0].sqrt())
+        self._balance(totals)
+        return StepFacts(*torch.cat((facts_4, skipped[None])).tolist()), totals
+
+    def _balance(self, totals: StepTotals) -> None:
+        """Move the routers' selection bias against the load of the whole step, where that is on."""
+        moe = self.run.model.moe
+        if moe is None or not moe.bias_update_rate:
+            return
+        for _, place, router in self.engine.routers():
+            counts_E = totals.counts[place].clone()
+            all_reduce(counts_E, self.engine.groups.dp)
+            router.bias_E.copy_(update_bias(router.bias_E, counts_E, moe.bias_update_rate))
+
+
+def _pack(norm_sq: Tensor, totals: StepTotals) -> Tensor:
+    """Sums of this rank that one all-reduce turns into sums over the step; fp32 [4]."""
+    parts = (norm_sq, totals.loss, totals.aux_loss, totals.z_loss)
+    return torch.stack([torch.as_tensor(part, dtype=torch.float32, device=norm_sq.device) for part in parts])
+
+
+class Validation:
+    """Mean token loss over fixed microbatches, forward only."""
+
+    def __init__(self, run: Run, engine: Engine, num_microbatches: int) -> None:
+        self.run, self.engine = run, engine
+        self.forward_only = select_forward_backward(run, engine, num_microbatches, forward_only=True)
+
+    def __call__(self, batches: Sequence[Batch]) -> tuple[float, int]:
+        """(nats per token, tokens) over the microbatches of all ranks."""
+        step = _on_device(self.run, self.engine, batches, Normalize.token)
+        loss = torch.as_tensor(self.forward_only(step).loss)
+        all_reduce(loss, self.engine.groups.world)
+        return float(loss), int(step.valid)
+
+
+def _on_device(run: Run, engine: Engine, batches: Sequence[Batch], normalize: Normalize) -> StepInput:
+    return step_input(batches, normalize, run.dp, engine.groups.dp, engine.device)

@@ -1,0 +1,92 @@
+"""Engine overhead: a training step of the default model against the same step in plain PyTorch, turn by turn in one process.
+
+    python bench/overhead.py [--rounds 30] [overrides …]
+
+Prints the median step time of both, their ratio round by round (median and quartiles), and the losses of both, which
+must agree. Writes bench/results/overhead.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from hydra import compose, initialize_config_dir
+from plain import PlainLoop, PlainModel
+
+from app.cli.compose import load_run, register_schema
+from app.config import Run
+from app.data.feed import Cursor, TrainFeed
+from app.engine.build import build_engine, plan_layout
+from app.engine.groups import create_groups, process_world
+from app.engine.step import TrainingStep
+from app.engine.trainer import load_all_data
+
+ROOT = Path(__file__).resolve().parent.parent
+WARMUP = 5  # rounds that are not counted
+
+
+def main() -> None:
+    """Measure, print and save."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=30, help="counted steps of each")
+    parser.add_argument("overrides", nargs="*", help="as for train.py")
+    args = parser.parse_args()
+    register_schema()
+    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+        run = load_run(compose("train", args.overrides), None)
+    result = measure(run, args.rounds)
+    path = ROOT / "bench" / "results" / "overhead.json"
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(json.dumps(result, indent=1) + "\n")
+    for key, value in result.items():
+        print(f"{key:>18}  {value}")
+
+
+def measure(run: Run, rounds: int) -> dict[str, Any]:
+    """Steps of both in turn on the same batches; seconds and losses."""
+    cpu = torch.device("cpu")
+    with process_world(0, 1, cpu):
+        groups = create_groups(plan_layout(run), 0)
+        engine = build_engine(run, groups, cpu)
+        plain = PlainLoop(run, PlainModel(run, dict(engine.chunks[0].named_parameters())))
+        ours = TrainingStep(run, engine)
+        feed = TrainFeed(load_all_data(run, groups).train, 0, 1, run.train.micro_batch, run.num_microbatches, Cursor())
+        times, losses = [], []
+        for _ in range(WARMUP + rounds):
+            batches = feed.next_step()
+            t0 = time.perf_counter()
+            facts, _ = ours(batches, run.optim.lr, run.optim.weight_decay)
+            t1 = time.perf_counter()
+            plain_loss = plain.step(batches)
+            times.append((t1 - t0, time.perf_counter() - t1))
+            losses.append((facts.loss + facts.aux_loss, plain_loss))
+    return _summary(run, times[WARMUP:], losses)
+
+
+def _summary(run: Run, times: list[tuple[float, float]], losses: list[tuple[float, float]]) -> dict[str, Any]:
+    ratios = sorted(engine / plain for engine, plain in times)
+    quarter = len(ratios) // 4
+    return {
+        "model": run.model.name,
+        "engine_ms": round(statistics.median(engine for engine, _ in times) * 1e3, 2),
+        "plain_ms": round(statistics.median(plain for _, plain in times) * 1e3, 2),
+        "ratio": round(statistics.median(ratios), 4),
+        "ratio_quartiles": [round(ratios[quarter], 4), round(ratios[-quarter - 1], 4)],
+        "rounds": len(times),
+        "largest_loss_gap": max(abs(engine - plain) for engine, plain in losses),
+        "last_loss": round(losses[-1][0], 4),
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "machine": platform.machine(),
+    }
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,55 @@
+"""Models for tests of tensors: chunks with their initial weights, built as the engine builds them, without process groups."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from app.choices import Dtype
+from app.config import ModelConfig, ParallelConfig, PrecisionConfig
+from app.engine.build import build_chunks, parameter_specs, plan_layout
+from app.engine.groups import Groups
+from app.model.chunk import Chunk, ChunkOutput, summed_loss
+from app.model.init import init_weights
+from app.plan.stages import plan_stages
+from tests.runs import make_run
+
+
+def make_chunks(
+    model: ModelConfig, *, ep: int = 1, rank: int = 0, vpp: int = 1, params: Dtype = Dtype.float32, seed: int = 1
+) -> tuple[Chunk, ...]:
+    """The `vpp` chunks that `rank` of `ep` expert-parallel ranks holds; they compute without communication only for ep=1."""
+    run = make_run(model, parallel=ParallelConfig(world_size=ep, dp=ep, ep=ep), precision=PrecisionConfig(params))
+    nobody = {name: None for name in ("world", "dp", "edp", "ep")}
+    groups = Groups(layout=plan_layout(run), rank=rank, **nobody)
+    chunks = build_chunks(run, plan_stages(model.num_layers, 1, vpp), groups, torch.device("cpu"))
+    for chunk in chunks:
+        init_weights(((spec.name, spec.param, spec.first_expert) for spec in parameter_specs(chunk)), model, seed)
+    return chunks
+
+
+def make_chunk(model: ModelConfig, **options: int | Dtype) -> Chunk:
+    """The whole model in one chunk."""
+    (chunk,) = make_chunks(model, **options)
+    return chunk
+
+
+def forward(
+    chunk: Chunk, tokens_BS: Tensor, positions_BS: Tensor | None = None, documents_BS: Tensor | None = None
+) -> ChunkOutput:
+    """The chunk on tokens whose positions count from 0 unless given."""
+    if positions_BS is None:
+        positions_BS = torch.arange(tokens_BS.shape[1]).expand_as(tokens_BS)
+    return chunk(tokens_BS, chunk.context(positions_BS, documents_BS))
+
+
+def draw_tokens(model: ModelConfig, *shape: int, seed: int = 0) -> Tensor:
+    """Uniform token ids."""
+    return torch.randint(0, model.vocab_size, shape, generator=torch.Generator().manual_seed(seed))
+
+
+def mean_loss(chunk: Chunk, tokens_BS: Tensor) -> tuple[Tensor, ChunkOutput]:
+    """Mean loss of the next tokens with the routers' losses, and what the chunk returned."""
+    out = forward(chunk, tokens_BS[:, :-1])
+    loss = summed_loss(out.x, tokens_BS[:, 1:]) / tokens_BS[:, 1:].numel()
+    return sum((report.loss for report in out.routing), loss), out

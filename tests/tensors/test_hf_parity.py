@@ -1,0 +1,172 @@
+"""Logits equal those of Hugging Face `transformers` on the same weights: Llama, Qwen3, Qwen3-MoE, Mixtral; fp32, 1e-4."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from app.config import ModelConfig, MoEConfig
+from app.model.chunk import Chunk
+from tests.tensors.models import draw_tokens, forward, make_chunk
+
+transformers = pytest.importorskip("transformers")
+
+SIZES = {"hidden_size": 32, "vocab_size": 96}
+HF_SIZES = SIZES | {"attn_implementation": "eager", "experts_implementation": "eager", "max_position_embeddings": 64}
+
+
+def dense(kind: str, heads: int, kv_heads: int, width: int, tied: bool, theta: float = 10000.0, eps: float = 1e-5) -> Any:
+    """(Hugging Face class, its configuration, our configuration) of a dense model of `kind`, Llama or Qwen3."""
+    theirs = getattr(transformers, f"{kind}Config")(
+        **HF_SIZES, num_hidden_layers=3, intermediate_size=56, num_attention_heads=heads, num_key_value_heads=kv_heads,
+        head_dim=width, tie_word_embeddings=tied, rope_parameters={"rope_type": "default", "rope_theta": theta}, rms_norm_eps=eps,
+    )
+    ours = ModelConfig(
+        **SIZES, num_layers=3, ffn_hidden_size=56, num_heads=heads, num_kv_heads=kv_heads, head_dim=width,
+        tie_embeddings=tied, rope_theta=theta, norm_eps=eps, qk_norm=kind == "Qwen3",
+    )
+    return getattr(transformers, f"{kind}ForCausalLM"), theirs, ours
+
+
+def qwen3_moe(normalised: bool, tied: bool, sparse_step: int = 1) -> Any:
+    """As `dense`: 12 experts of which 3 are chosen; with a sparse step of 2 the layers 1 and 3 have experts."""
+    theirs = transformers.Qwen3MoeConfig(
+        **HF_SIZES, num_hidden_layers=4, intermediate_size=56, num_attention_heads=4, num_key_value_heads=2, head_dim=16,
+        num_experts=12, num_experts_per_tok=3, moe_intermediate_size=24, norm_topk_prob=normalised, tie_word_embeddings=tied,
+        decoder_sparse_step=sparse_step, rope_parameters={"rope_type": "default", "rope_theta": 1e6}, rms_norm_eps=1e-6,
+    )
+    sparse = {"every_n": sparse_step, "first_k_dense": sparse_step - 1}
+    moe = MoEConfig(num_experts=12, top_k=3, ffn_hidden_size=24, pre_softmax=not normalised, **sparse)
+    ours = ModelConfig(
+        **SIZES, num_layers=4, ffn_hidden_size=56, num_heads=4, num_kv_heads=2, head_dim=16, qk_norm=True,
+        rope_theta=1e6, norm_eps=1e-6, tie_embeddings=tied, moe=moe,
+    )
+    return transformers.Qwen3MoeForCausalLM, theirs, ours
+
+
+def mixtral(kv_heads: int, tied: bool) -> Any:
+    """As `dense`: 8 experts of which 2 are chosen."""
+    theirs = transformers.MixtralConfig(
+        **HF_SIZES, num_hidden_layers=3, intermediate_size=40, num_attention_heads=4, num_key_value_heads=kv_heads,
+        num_local_experts=8, num_experts_per_tok=2, tie_word_embeddings=tied,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e6},
+    )
+    ours = ModelConfig(
+        **SIZES, num_layers=3, num_heads=4, num_kv_heads=kv_heads, rope_theta=1e6, tie_embeddings=tied,
+        moe=MoEConfig(num_experts=8, top_k=2, ffn_hidden_size=40),
+    )
+    return transformers.MixtralForCausalLM, theirs, ours
+
+
+CASES = {
+    "llama-gqa": lambda: dense("Llama", 4, 2, 8, tied=False),
+    "llama-gqa-tied": lambda: dense("Llama", 4, 2, 8, tied=True, theta=5e5),
+    "llama-mha": lambda: dense("Llama", 4, 4, 8, tied=False, eps=1e-2),
+    "llama-mqa-wide-heads": lambda: dense("Llama", 4, 1, 12, tied=False),
+    "qwen3-gqa": lambda: dense("Qwen3", 6, 3, 16, tied=False),
+    "qwen3-gqa-tied": lambda: dense("Qwen3", 8, 2, 16, tied=True),
+    "qwen3-moe": lambda: qwen3_moe(normalised=True, tied=False),
+    "qwen3-moe-tied": lambda: qwen3_moe(normalised=True, tied=True),
+    "qwen3-moe-not-normalised": lambda: qwen3_moe(normalised=False, tied=False),
+    "qwen3-moe-every-second-layer": lambda: qwen3_moe(normalised=True, tied=False, sparse_step=2),
+    "mixtral-gqa": lambda: mixtral(kv_heads=2, tied=False),
+    "mixtral-mha-tied": lambda: mixtral(kv_heads=4, tied=True),
+}
+
+
+def spread_weights(model: nn.Module) -> None:
+    """Random weights that make every one of them count: matrices keep the scale of what they multiply, norms are not 1."""
+    random = torch.Generator().manual_seed(3)
+    for param in model.parameters():
+        noise = torch.randn(param.shape, generator=random)
+        param.data.copy_(noise / math.sqrt(param.shape[-1]) * 1.5 if param.dim() > 1 else 1 + 0.3 * noise)
+
+
+def fused_qkv(hf: dict[str, Tensor], prefix: str, kv_heads: int) -> Tensor:
+    """Per key/value head: its queries, its key, its value."""
+    q, k, v = (hf[f"{prefix}.{name}_proj.weight"].unflatten(0, (kv_heads, -1)) for name in "qkv")
+    return torch.cat((q, k, v), dim=1).flatten(0, 1)
+
+
+def feed_forward(hf: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    """The weights of `body` besides its norm."""
+    if f"{prefix}.gate.weight" in hf:
+        experts = {name: hf[f"{prefix}.experts.{name}"].transpose(1, 2) for name in ("gate_up_proj", "down_proj")}
+        weights = {"experts.w_up": experts["gate_up_proj"], "experts.w_down": experts["down_proj"]}
+        return weights | {"router.weight": hf[f"{prefix}.gate.weight"]}
+    gate, up, down = (hf[f"{prefix}.{name}_proj.weight"] for name in ("gate", "up", "down"))
+    return {"mlp.w_up": torch.cat((gate, up)), "mlp.w_down": down}
+
+
+def converted(hf: dict[str, Tensor], model: ModelConfig) -> dict[str, Tensor]:
+    """Our parameter names -> Hugging Face weights."""
+    weights = {"embedding": hf["model.embed_tokens.weight"], "norm.weight": hf["model.norm.weight"]}
+    if not model.tie_embeddings:
+        weights["head"] = hf["lm_head.weight"]
+    for index in range(model.num_layers):
+        ours, theirs = f"layers.{index}", f"model.layers.{index}"
+        weights[f"{ours}.attn_norm.weight"] = hf[f"{theirs}.input_layernorm.weight"]
+        weights[f"{ours}.attn.wqkv"] = fused_qkv(hf, f"{theirs}.self_attn", model.num_kv_heads)
+        weights[f"{ours}.attn.wo"] = hf[f"{theirs}.self_attn.o_proj.weight"]
+        for norm in ("q_norm", "k_norm") if model.qk_norm else ():
+            weights[f"{ours}.attn.{norm}.weight"] = hf[f"{theirs}.self_attn.{norm}.weight"]
+        weights[f"{ours}.body.norm.weight"] = hf[f"{theirs}.post_attention_layernorm.weight"]
+        weights |= {f"{ours}.body.{name}": value for name, value in feed_forward(hf, f"{theirs}.mlp").items()}
+    return weights
+
+
+@torch.no_grad()
+def copy_weights(weights: dict[str, Tensor], chunk: Chunk) -> None:
+    """Fill every parameter of the chunk; a missing, superfluous or misshapen one fails."""
+    own = dict(chunk.named_parameters())
+    assert own.keys() == weights.keys()
+    for name, param in own.items():
+        assert param.shape == weights[name].shape, name
+        param.copy_(weights[name])
+
+
+@pytest.fixture(scope="module", params=CASES)
+def pair(request: pytest.FixtureRequest) -> tuple[nn.Module, Chunk]:
+    """Their model and ours with the same weights."""
+    build, theirs, ours = CASES[request.param]()
+    hf, chunk = build(theirs).eval(), make_chunk(ours)
+    spread_weights(hf)
+    copy_weights(converted(hf.state_dict(), ours), chunk)
+    return hf, chunk
+
+
+@pytest.mark.parametrize("length", [1, 7, 33])
+@torch.no_grad()
+def test_logits_equal_transformers(pair: tuple[nn.Module, Chunk], length: int):
+    hf, chunk = pair
+    tokens = draw_tokens(chunk.model, 3, length, seed=length)
+    theirs, ours = hf(input_ids=tokens, use_cache=False).logits, forward(chunk, tokens).x
+    assert theirs.std() > 0.5  # logits so small that anything would agree prove nothing
+    torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=0)
+
+
+@torch.no_grad()
+def test_logits_equal_transformers_at_any_positions(pair: tuple[nn.Module, Chunk]):
+    hf, chunk = pair
+    tokens = draw_tokens(chunk.model, 2, 6)
+    positions = torch.tensor([[0, 1, 2, 3, 4, 5], [3, 7, 8, 21, 40, 63]])
+    theirs = hf(input_ids=tokens, position_ids=positions, attention_mask=torch.ones_like(tokens), use_cache=False).logits
+    torch.testing.assert_close(forward(chunk, tokens, positions).x, theirs, atol=1e-4, rtol=0)
+
+
+def test_gradients_equal_transformers(pair: tuple[nn.Module, Chunk]):
+    hf, chunk = pair
+    tokens = draw_tokens(chunk.model, 2, 9)
+    weight = torch.randn(2, 9, chunk.model.vocab_size, generator=torch.Generator().manual_seed(1))
+    for model, logits in ((hf, hf(input_ids=tokens, use_cache=False).logits), (chunk, forward(chunk, tokens).x)):
+        model.zero_grad()
+        (logits * weight).sum().backward()
+    theirs = converted({name: param.grad for name, param in hf.named_parameters()}, chunk.model)
+    for name, param in chunk.named_parameters():
+        grad = torch.zeros_like(param) if param.grad is None else param.grad
+        bound = 1e-5 * theirs[name].abs().max().item()
+        torch.testing.assert_close(grad, theirs[name], atol=bound, rtol=1e-4, msg=name)
