@@ -15,6 +15,10 @@ class ConfigError(ValueError):
         hint = "" if nearest is None else f"; nearest that works: {nearest}"
         super().__init__(f"{key}={_text(value)}: {rule}{hint}")
 
+    def __reduce__(self) -> tuple[type, tuple[object, ...]]:
+        """Pickle by arguments, so that one rank can hand its error to the others."""
+        return ConfigError, (self.key, self.value, self.rule, self.nearest)
+
 
 def _text(value: object) -> str:
     return str(value.value) if isinstance(value, Enum) else str(value)

@@ -7,6 +7,7 @@ import shutil
 import sys
 import time
 from collections import deque
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol, TextIO
 
@@ -131,8 +132,7 @@ class Wandb:
         import wandb  # half a second, and only where it is wanted
 
         id_file = run_dir / "wandb_id"
-        if not id_file.exists():
-            id_file.write_text(wandb.util.generate_id())
+        online = run.log.wandb_mode is WandbMode.online and _logged_in(wandb.login)
         self.interval, self.total = run.log.interval, run.train.steps
         self.run = wandb.init(
             project=run.log.project,
@@ -140,11 +140,12 @@ class Wandb:
             name=run_dir.name,
             dir=run_dir,
             config=config,
-            id=id_file.read_text(),
-            mode=wandb_mode(run, wandb.api.api_key is not None),
-            resume="allow",
+            id=id_file.read_text() if id_file.exists() else None,
+            mode="online" if online else "offline",
+            resume="allow" if online else None,
             settings=wandb.Settings(silent=True, console="off"),
         )
+        id_file.write_text(self.run.id)
 
     def step(self, report: StepReport) -> None:
         """Log at the interval: the keys of docs/metrics.md, no others."""
@@ -157,12 +158,12 @@ class Wandb:
 
     def close(self) -> None:
         """Finish the run and its files."""
-        self.run.finish(quiet=True)
+        self.run.finish()
 
 
-def wandb_mode(run: Run, logged_in: bool) -> str:
-    """offline, unless the user asked for online and is logged in; says so when only the login is missing."""
-    if run.log.wandb_mode is WandbMode.online and not logged_in:
+def _logged_in(login: Callable[..., bool]) -> bool:
+    """Whether the stored credentials work; says so when they do not, since the run is then recorded offline."""
+    known = login(prompt=False)
+    if not known:
         print("log.wandb_mode=online, but nobody is logged in (`wandb login`): recording offline; `wandb sync` uploads it later.")
-        return "offline"
-    return run.log.wandb_mode.value
+    return known

@@ -51,7 +51,8 @@ class TrainingStep:
 def _pack(norm_sq: Tensor, totals: StepTotals) -> Tensor:
     """Sums of this rank that one all-reduce turns into sums over the step; fp32 [4]."""
     parts = (norm_sq, totals.loss, totals.aux_loss, totals.z_loss)
-    return torch.stack([torch.as_tensor(part, dtype=torch.float32, device=norm_sq.device) for part in parts])
+    # new_full is a kernel; a tensor made from a number of the host would wait for the device.
+    return torch.stack([part.float() if isinstance(part, Tensor) else norm_sq.new_full((), part) for part in parts])
 
 
 class Validation:

@@ -39,8 +39,8 @@ class Piece:
 class AdamShard:
     """fp32 parameters, moments and gradients of the part of a buffer that this rank owns.
 
-    In fp32 training the parameters are the buffer itself; otherwise they are a copy with more bits. With one rank the
-    gradient shard is the buffer too, so nothing is copied.
+    In fp32 training the parameters are the buffer itself; otherwise they are a copy with more bits. Gradients are summed
+    in place: the shard is this rank's part of the gradient buffer.
     """
 
     def __init__(self, buffer: FlatBuffer, group: dist.ProcessGroup) -> None:
@@ -49,7 +49,7 @@ class AdamShard:
         self.own_params = buffer.params[own]
         fp32 = self.own_params.dtype == torch.float32
         self.main = self.own_params if fp32 else self.own_params.float()
-        self.grad = buffer.grads if group.size() == 1 else torch.zeros_like(buffer.grads[own])
+        self.grad = buffer.grads[own]
         self.exp_avg, self.exp_avg_sq = torch.zeros_like(self.grad), torch.zeros_like(self.grad)
         self.pieces = tuple(self._pieces(group.rank()))
 

@@ -9,13 +9,14 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from itertools import accumulate
+from typing import ClassVar, Literal
 
 SCHEDULES = ("none", "gpipe", "1f1b", "interleaved", "zero_bubble_h1")
 
 
 @dataclass(frozen=True, slots=True)
-class Compute:
+class OnMicrobatch:
     """Work on one microbatch in one chunk of this rank; prints as letter, microbatch, dot, chunk."""
 
     letter: ClassVar[str]
@@ -24,6 +25,12 @@ class Compute:
 
     def __str__(self) -> str:
         return f"{self.letter}{self.mb}.{self.chunk}"
+
+
+class Compute(OnMicrobatch):
+    """What a schedule consists of; everything else is added by lowering."""
+
+    __slots__ = ()
 
 
 class Forward(Compute):
@@ -54,6 +61,13 @@ class BackwardWeight(Compute):
     letter: ClassVar[str] = "W"
 
 
+class Free(OnMicrobatch):
+    """Give back the memory of a forward's output, which has been sent; from here on only its grad_fn is needed: D3.0."""
+
+    __slots__ = ()
+    letter: ClassVar[str] = "D"
+
+
 @dataclass(frozen=True, slots=True)
 class OnChunk:
     """Work on the parameters of one chunk of this rank; prints as letter and chunk."""
@@ -79,22 +93,82 @@ class GatherParams(OnChunk):
     letter: ClassVar[str] = "G"
 
 
-Action = Forward | Backward | BackwardInput | BackwardWeight | ReduceGrads | GatherParams
+Flow = Literal["F", "B"]  # what moves between stages: hidden states forward, their gradients backward
 
-COMPUTE = {kind.letter: kind for kind in (Forward, Backward, BackwardInput, BackwardWeight)}
+
+@dataclass(frozen=True, slots=True)
+class Op:
+    """One tensor that this rank sends or receives; prints as F3.0>1 (to rank 1) or F3.0<0 (from rank 0).
+
+    `mb` and `chunk` name this rank's forward (flow F) or backward (flow B): the one that made what is sent, or the one
+    that needs what is received. A BackwardInput counts as backward.
+    """
+
+    flow: Flow
+    mb: int
+    chunk: int
+    peer: int  # pipeline rank on the other side
+    send: bool  # to the peer; otherwise from it
+
+    def __str__(self) -> str:
+        return f"{self.flow}{self.mb}.{self.chunk}{'>' if self.send else '<'}{self.peer}"
+
+
+@dataclass(frozen=True, slots=True)
+class OnOps:
+    """Work on tensors that move between pipeline ranks; prints as letter and operations in brackets."""
+
+    letter: ClassVar[str]
+    ops: tuple[Op, ...]
+
+    def __str__(self) -> str:
+        return f"{self.letter}[{','.join(map(str, self.ops))}]"
+
+
+class Exchange(OnOps):
+    """Start sends and receives as one batch, and go on: X[F3.0>1,B2.0<1].
+
+    Tensors between the same two ranks in the same direction match in the order in which they are listed.
+    """
+
+    __slots__ = ()
+    letter: ClassVar[str] = "X"
+
+
+class Wait(OnOps):
+    """Wait until these operations of earlier exchanges are done: V[B2.0<1]."""
+
+    __slots__ = ()
+    letter: ClassVar[str] = "V"
+
+
+Action = Forward | Backward | BackwardInput | BackwardWeight | Exchange | Wait | Free | ReduceGrads | GatherParams
+
+ON_MICROBATCH = {kind.letter: kind for kind in (Forward, Backward, BackwardInput, BackwardWeight, Free)}
 ON_CHUNK = {kind.letter: kind for kind in (ReduceGrads, GatherParams)}
+ON_OPS = {kind.letter: kind for kind in (Exchange, Wait)}
 
 
 def parse_action(text: str) -> Action:
     """The action that prints as `text`: parse_action("F3.0") == Forward(3, 0). ValueError for anything else."""
-    match = re.fullmatch(r"([A-Z])(\d+)(?:\.(\d+))?", text)
-    letter, first, second = match.groups() if match else ("", "", None)
-    if letter in COMPUTE and second is not None:
-        return COMPUTE[letter](int(first), int(second))
-    if letter in ON_CHUNK and second is None:
-        return ON_CHUNK[letter](int(first))
-    letters = f"{'/'.join(COMPUTE)} with microbatch.chunk (F3.0), or {'/'.join(ON_CHUNK)} with chunk (R0)"
+    letter, rest = text[:1], text[1:]
+    if letter in ON_MICROBATCH and (numbers := re.fullmatch(r"(\d+)\.(\d+)", rest)):
+        return ON_MICROBATCH[letter](int(numbers[1]), int(numbers[2]))
+    if letter in ON_CHUNK and re.fullmatch(r"\d+", rest):
+        return ON_CHUNK[letter](int(rest))
+    if letter in ON_OPS and rest[:1] == "[" and rest[-1:] == "]":
+        return ON_OPS[letter](tuple(_parse_op(op) for op in rest[1:-1].split(",")))
+    letters = (f"{'/'.join(ON_MICROBATCH)} with microbatch.chunk (F3.0), {'/'.join(ON_CHUNK)} with chunk (R0) or "
+               f"{'/'.join(ON_OPS)} with operations (X[F3.0>1])")
     raise ValueError(f"{text!r} is no action: {letters}")
+
+
+def _parse_op(text: str) -> Op:
+    match = re.fullmatch(r"([FB])(\d+)\.(\d+)([<>])(\d+)", text)
+    if match is None:
+        raise ValueError(f"{text!r} is no action: operations are like F3.0>1 (send) and B2.0<1 (receive)")
+    flow: Flow = "F" if match[1] == "F" else "B"
+    return Op(flow, int(match[2]), int(match[3]), int(match[5]), match[4] == ">")
 
 
 def build_schedule(
@@ -227,3 +301,25 @@ def signed_order(actions: Iterable[object]) -> list[int]:
             case Backward() | BackwardInput():
                 signs.append(-action.chunk - 1)
     return signs
+
+
+def peak_in_flight(actions: Iterable[object]) -> int:
+    """Most microbatches, counted once per chunk, that have been forwarded and still wait for their backward.
+
+    A split backward is over with its BackwardWeight. Without backwards nothing is kept: then it is 1, the one that runs.
+    """
+    listed = list(actions)
+    ends = BackwardWeight if any(isinstance(action, BackwardWeight) for action in listed) else Backward
+    if not any(isinstance(action, ends) for action in listed):
+        return int(any(isinstance(action, Forward) for action in listed))
+    return max(accumulate(isinstance(action, Forward) - isinstance(action, ends) for action in listed))
+
+
+def full_recompute(actions: Iterable[object], partial: int) -> list[bool]:
+    """For each forward in order, whether its activations are all recomputed (True) or only as configured (False).
+
+    Of every window of as many forwards as are in flight at the peak, the first `partial` keep what the configuration
+    lets them keep, so that memory left over by a full recompute is used ("partial activation checkpointing").
+    """
+    window = peak_in_flight(listed := list(actions))
+    return [nth % window >= partial for nth in range(sum(isinstance(action, Forward) for action in listed))]

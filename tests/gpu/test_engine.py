@@ -1,0 +1,76 @@
+"""The engine on a GPU: like the CPU in fp32, bit for bit like itself in bf16, and one host wait per step."""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from collections.abc import Iterator
+
+import pytest
+import torch
+from tests.runs import TINY, batches_of, make_run
+
+from app.choices import Dtype
+from app.config import ModelConfig, PrecisionConfig, Run
+from app.engine.build import Engine, build_engine, plan_layout
+from app.engine.groups import create_groups, process_world
+from app.engine.step import TrainingStep
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+MODELS = {"moe": TINY, "dense": dataclasses.replace(TINY, moe=None)}
+
+
+@pytest.fixture
+def side_stream() -> Iterator[None]:
+    with torch.cuda.stream(torch.cuda.Stream()):
+        yield
+
+
+def losses(run: Run, device: str, steps: int = 5) -> list[float]:
+    """Loss and gradient norm of each step, from the same initial weights."""
+    seen = []
+    with process_world(0, 1, torch.device(device)):
+        engine = engine_on(run, device)
+        step = TrainingStep(run, engine)
+        for n in range(steps):
+            facts, _ = step(batches_of(run, n, 0), run.optim.lr, run.optim.weight_decay)
+            seen += [facts.loss, facts.norm_sq]
+    return seen
+
+
+def engine_on(run: Run, device: str) -> Engine:
+    """An engine whose weights are those of the CPU's generator, on any device."""
+    engine = build_engine(run, create_groups(plan_layout(run), 0), torch.device(device))
+    generator = torch.Generator().manual_seed(0)
+    for piece in engine.optimizer.pieces():
+        piece.main.copy_(torch.randn(piece.main.shape, generator=generator) * 0.05 + (not piece.spec.decay))
+    engine.optimizer.restored(updates=0)
+    return engine
+
+
+@pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
+def test_fp32_equals_the_cpu(model: ModelConfig, side_stream: None):
+    run = make_run(model)
+    assert losses(run, "cuda:0") == pytest.approx(losses(run, "cpu"), rel=1e-4)
+
+
+@pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
+def test_bf16_repeats_bit_for_bit(model: ModelConfig, side_stream: None):
+    run = make_run(model, precision=PrecisionConfig(Dtype.bfloat16))
+    assert losses(run, "cuda:0") == losses(run, "cuda:0")
+
+
+@pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
+def test_one_host_wait_per_step(model: ModelConfig, side_stream: None):
+    run = make_run(model, precision=PrecisionConfig(Dtype.bfloat16))
+    with process_world(0, 1, torch.device("cuda:0")):
+        step = TrainingStep(run, engine_on(run, "cuda:0"))
+        step(batches_of(run, 0, 0), run.optim.lr, 0.1)
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            with warnings.catch_warnings(record=True) as waits:
+                warnings.simplefilter("always")
+                step(batches_of(run, 1, 0), run.optim.lr, 0.1)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    assert len([w for w in waits if "synchroniz" in str(w.message)]) == 1

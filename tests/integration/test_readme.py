@@ -1,0 +1,49 @@
+"""The commands of the README, as they stand there."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent.parent
+README = (ROOT / "README.md").read_text()
+COMMANDS = [
+    line.split("  #")[0].strip()
+    for block in re.findall(r"```bash\n(.*?)```", README, re.DOTALL)
+    for line in block.splitlines()
+    if line.startswith(("python", "torchrun"))
+]
+
+
+@pytest.fixture(scope="module")
+def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with what a clone has; runs/ is its own."""
+    folder = tmp_path_factory.mktemp("clone")
+    for name in ("app", "conf", "docs", "train.py", "README.md"):
+        (folder / name).symlink_to(ROOT / name)
+    return folder
+
+
+def test_there_are_commands():
+    assert len(COMMANDS) >= 8
+
+
+@pytest.mark.parametrize("line", COMMANDS)
+def test_command_runs(checkout: Path, line: str):
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    done = subprocess.run(
+        line, shell=True, cwd=checkout, capture_output=True, text=True, timeout=600, env={**os.environ, "PATH": path}
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_make_targets_exist():
+    named = set(re.findall(r"\bmake ([a-z-]+)", README))
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    assert {"train", "test", "checks", "help"} <= named <= targets

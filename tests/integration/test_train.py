@@ -1,0 +1,168 @@
+"""Whole runs as a user starts them: what is written, resuming, being killed, several processes, mistakes."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.wandb_file import history
+
+from app.engine.report import StepReport, ValidationReport
+from app.engine.run_folder import complete_checkpoints, newest_checkpoint
+
+ROOT = Path(__file__).parent.parent.parent
+TINY = ("model.num_layers=2", "model.hidden_size=32", "model.moe.ffn_hidden_size=32", "train.seq_len=32", "train.micro_batch=2",
+        "train.global_batch=4", "train.eval_interval=4", "train.eval_batches=2", "train.sample_tokens=8", "optim.warmup_steps=2",
+        "log=console", "log.interval=2", "checkpoint.interval=4")  # fmt: skip
+TIMED = {"step_ms", "tokens_per_s", "tokens_per_s_per_gpu", "tflops_per_gpu", "memory_allocated_gib", "memory_peak_gib"}
+
+
+@pytest.fixture(scope="session")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A small corpus, so that these runs prepare nothing large."""
+    folder = tmp_path_factory.mktemp("corpus")
+    for number, file in enumerate(sorted((ROOT / "app").rglob("*.py"))):
+        (folder / f"{number}.txt").write_text(file.read_text())
+    return f"data=text data.path=[{folder}/*.txt] data.cache_dir={folder}/cache"
+
+
+def command(corpus: str, *overrides: str, processes: int = 1) -> list[str]:
+    launcher = [] if processes == 1 else ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
+    return [sys.executable, *launcher, str(ROOT / "train.py"), *corpus.split(), *TINY, *overrides]
+
+
+def run(folder: Path, line: list[str], **options: Any) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(line, cwd=folder, capture_output=True, text=True, timeout=300, **options)
+
+
+def metrics(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def untimed(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [{key: value for key, value in row.items() if key not in TIMED} for row in rows]
+
+
+@pytest.fixture(scope="session")
+def whole(tmp_path_factory: pytest.TempPathFactory, corpus: str) -> tuple[Path, str]:
+    """Folder and output of an uninterrupted run of 12 steps, with a Weights & Biases run."""
+    folder = tmp_path_factory.mktemp("whole")
+    done = run(folder, command(corpus, "train.steps=12", "run_dir=run", "log.wandb=true"))
+    assert done.returncode == 0, done.stderr
+    return folder / "run", done.stdout
+
+
+def test_run_folder(whole: tuple[Path, str]):
+    folder, output = whole
+    assert {path.name for path in folder.iterdir()} == {
+        "config.yaml",
+        "metrics.jsonl",
+        "loss.png",
+        "wandb",
+        "wandb_id",
+        "checkpoints",
+    }
+    assert (folder / "loss.png").read_bytes()[:4] == b"\x89PNG"
+    assert "hidden_size: 32" in (folder / "config.yaml").read_text()
+    assert [path.name for path in complete_checkpoints(folder / "checkpoints")] == ["step-00000008", "step-00000012"]
+    for said in ("Sample", "this model", "bigram", "trigram", "loss.png", "step 12/12", "left"):
+        assert said in output, said
+
+
+def test_metrics_are_the_documented_ones(whole: tuple[Path, str]):
+    """docs/metrics.md lists every key that a report may have, and a run writes all that apply on CPU."""
+    documented = set(re.findall(r"^\| `(\w+)` \|", (ROOT / "docs/metrics.md").read_text(), re.MULTILINE))
+    assert documented == {*StepReport.__dataclass_fields__, *ValidationReport.__dataclass_fields__}
+    written = {key for row in metrics(whole[0]) for key in row}
+    assert documented - written == {"mfu", "memory_reserved_gib"}
+
+
+def test_wandb_run_reads_back(whole: tuple[Path, str]):
+    rows = history(whole[0])
+    expected = {row["step"]: row["loss"] for row in metrics(whole[0]) if "loss" in row and row["step"] % 2 == 0}
+    assert {row["_step"]: row["loss"] for row in rows if "loss" in row} == pytest.approx(expected)
+    keys = {key for row in rows for key in row if not key.startswith("_")}
+    assert keys <= {*StepReport.__dataclass_fields__, *ValidationReport.__dataclass_fields__}
+
+
+def test_resume_is_exact(whole: tuple[Path, str], tmp_path: Path, corpus: str):
+    """Stopped after 8 of 12 steps and continued: every number of the uninterrupted run, bit for bit."""
+    first = run(tmp_path, command(corpus, "train.steps=8", "optim.decay_steps=12", "run_dir=run"))
+    second = run(tmp_path, command(corpus, "train.steps=12", "run_dir=run", "resume=auto"))
+    assert (first.returncode, second.returncode) == (0, 0), first.stderr + second.stderr
+    assert "after step 8" in second.stdout
+    assert untimed(metrics(tmp_path / "run"))[-5:] == untimed(metrics(whole[0]))[-5:]
+    assert [row["step"] for row in metrics(tmp_path / "run")] == [row["step"] for row in metrics(whole[0])]
+
+
+def test_killed_while_training(whole: tuple[Path, str], tmp_path: Path, corpus: str):
+    """kill -9 after the checkpoint of step 4; resume=auto of the same folder ends like the uninterrupted run."""
+    process = subprocess.Popen(command(corpus, "train.steps=12", "run_dir=run"), cwd=tmp_path, stdout=subprocess.DEVNULL)
+    deadline = time.monotonic() + 120
+    while newest_checkpoint(tmp_path / "run") is None and time.monotonic() < deadline:
+        time.sleep(0.01)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    done = run(tmp_path, command(corpus, "train.steps=12", "run_dir=run", "resume=auto"))
+    assert done.returncode == 0, done.stderr
+    assert untimed(metrics(tmp_path / "run")) == untimed(metrics(whole[0]))
+
+
+def test_two_processes_with_shared_experts_resume_exactly(tmp_path: Path, corpus: str):
+    overrides = ("parallel.ep=2", "train.steps=8", "optim.decay_steps=8")
+    whole_run = run(tmp_path, command(corpus, *overrides, "run_dir=whole", processes=2))
+    assert whole_run.returncode == 0, whole_run.stderr
+    for steps, resume in ((4, "null"), (8, "part")):
+        part = run(tmp_path, command(corpus, *overrides, f"train.steps={steps}", "run_dir=part", f"resume={resume}", processes=2))
+        assert part.returncode == 0, part.stderr
+    assert untimed(metrics(tmp_path / "part"))[-5:] == untimed(metrics(tmp_path / "whole"))[-5:]
+
+
+def test_the_layout_starts_its_processes(whole: tuple[Path, str], tmp_path: Path, corpus: str):
+    done = run(tmp_path, command(corpus, "parallel.dp=2", "train.steps=12", "run_dir=run"))
+    assert done.returncode == 0, done.stderr
+    losses = [[row["loss"] for row in metrics(folder) if "loss" in row] for folder in (tmp_path / "run", whole[0])]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+
+
+MISTAKES = [
+    (["train.steps=abc"], "train.steps=abc: must be a whole number"),
+    (["parallel.ep=3"], "parallel.ep=3: must divide model.moe.num_experts=8"),
+    (["data.path=[nowhere/*.txt]"], "data.path=nowhere/*.txt: matches no file"),
+    (["model.vocab_size=200"], "model.vocab_size=200: data.tokenizer=bytes has 257 ids; nearest that works: 264"),
+    (["resume=nowhere"], "resume=nowhere: does not exist"),
+    (["train.seq_len=100000000"], "train.seq_len=100000000: the training split has only"),
+    (["parallel.dp=64", "train.global_batch=128"], "parallel.dp=64: this host has room for"),
+    (["train.device=cuda"], "train.device=cuda: this host has no usable GPU"),
+]
+
+
+@pytest.mark.parametrize(("overrides", "said"), MISTAKES, ids=[said.split(":")[0] for _, said in MISTAKES])
+def test_mistake_leaves_nothing_behind(tmp_path: Path, corpus: str, overrides: list[str], said: str):
+    done = run(tmp_path, command(corpus, *overrides), env={**os.environ, "CUDA_VISIBLE_DEVICES": ""})
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith(f"train.py: {said}") and done.stderr.count("\n") == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_mistake_of_two_ranks_is_told_once(tmp_path: Path, corpus: str):
+    done = run(tmp_path, command(corpus, "data.path=[nowhere/*.txt]", processes=2))
+    assert done.returncode != 0 and done.stderr.count("matches no file") == 1
+    assert "Traceback" not in done.stderr.split("ChildFailedError")[0].split("torch/distributed")[0]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_second_run_does_not_overwrite_the_first(whole: tuple[Path, str], corpus: str):
+    done = run(whole[0].parent, command(corpus, "run_dir=run"))
+    assert (
+        done.returncode == 2
+        and "run_dir=run: holds the checkpoints of another run; nearest that works: resume=auto" in done.stderr
+    )

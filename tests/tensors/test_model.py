@@ -1,0 +1,320 @@
+"""What every model must do whatever its weights: causality, documents apart, relative positions, initial weights, phases."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+
+from app.choices import Dtype, Score
+from app.config import ModelConfig, MoEConfig
+from app.model.block import Layer, Phase, PhaseName, run_phases
+from app.model.chunk import summed_loss
+from app.model.init import init_weights
+from app.model.layers import attention_context, document_mask, rotate
+from app.moe.dispatch import AllToAllDispatcher
+from tests.runs import TINY
+from tests.tensors.models import draw_tokens, forward, make_chunk, make_chunks, mean_loss
+
+MOE = MoEConfig(num_experts=8, top_k=3, ffn_hidden_size=16, z_loss_coeff=0.001)
+SHARED = dataclasses.replace(
+    MOE, shared_ffn_hidden_size=16, shared_gate=True, score=Score.sigmoid, groups=4, topk_groups=2, routed_scale=2.0
+)
+LOUD = dataclasses.replace(TINY, init_std=0.4)  # weights large enough that logits are of order 1 and depend on everything
+MODELS = {
+    "dense": dataclasses.replace(LOUD, moe=None),
+    "dense-tied-qk-norm": dataclasses.replace(LOUD, moe=None, tie_embeddings=True, qk_norm=True),
+    "moe": dataclasses.replace(LOUD, moe=MOE),
+    "moe-shared-mixed": dataclasses.replace(LOUD, moe=dataclasses.replace(SHARED, first_k_dense=1)),
+}
+LENGTH = 24
+each_model = pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
+
+
+def positions_within(documents_BS: Tensor) -> Tensor:
+    """Positions that restart with every document."""
+    restart = torch.ones_like(documents_BS, dtype=torch.bool)
+    restart[:, 1:] = documents_BS[:, 1:] != documents_BS[:, :-1]
+    index = torch.arange(documents_BS.shape[1]).expand_as(documents_BS)
+    return index - torch.where(restart, index, 0).cummax(dim=1).values
+
+
+def draw_documents() -> Tensor:
+    """Documents of two sequences; some have one token, and borders differ between the sequences."""
+    lengths = ((5, 1, 11, 7), (12, 1, 1, 10))
+    return torch.stack([torch.arange(4).repeat_interleave(torch.tensor(row)) for row in lengths])
+
+
+@each_model
+@pytest.mark.parametrize("masked", [False, True], ids=["causal", "documents"])
+@torch.no_grad()
+def test_a_token_changes_nothing_before_it(model: ModelConfig, masked: bool):
+    chunk, tokens = make_chunk(model), draw_tokens(model, 2, LENGTH)
+    documents = draw_documents() if masked else None
+    positions = positions_within(documents) if masked else None
+    before = forward(chunk, tokens, positions, documents).x
+    for changed in (1, 9, LENGTH - 1):
+        other = tokens.clone()
+        other[:, changed] = (other[:, changed] + 1) % model.vocab_size
+        after = forward(chunk, other, positions, documents).x
+        # An expert's matrix product has as many rows as tokens chose it, so its rounding may change with a later token.
+        bound = 1e-6 * before.abs().max().item() if model.moe else 0.0
+        torch.testing.assert_close(after[:, :changed], before[:, :changed], atol=bound, rtol=0)
+        assert ((after - before)[:, changed].abs().amax(dim=-1) > 1e-2).all()
+
+
+@each_model
+@torch.no_grad()
+def test_document_mask_equals_documents_apart(model: ModelConfig):
+    chunk, tokens, documents = make_chunk(model), draw_tokens(model, 2, LENGTH), draw_documents()
+    together = forward(chunk, tokens, positions_within(documents), documents).x
+    for row, owner in enumerate(documents):
+        apart = [forward(chunk, tokens[row : row + 1, owner == document]).x[0] for document in owner.unique()]
+        torch.testing.assert_close(together[row], torch.cat(apart), atol=1e-5 * together.abs().max().item(), rtol=0)
+    assert not torch.allclose(together, forward(chunk, tokens).x, atol=0.1)
+
+
+def test_document_mask_entry_by_entry():
+    documents = draw_documents()
+    mask = document_mask(documents)
+    for b, row in enumerate(documents.tolist()):
+        wanted = [[key <= query and row[key] == row[query] for key in range(LENGTH)] for query in range(LENGTH)]
+        assert mask[b, 0].tolist() == wanted
+    assert mask.dtype == torch.bool and mask.shape == (2, 1, LENGTH, LENGTH)
+
+
+def test_rotation_turns_pairs_by_position_times_frequency():
+    width, theta, positions = 12, 500.0, torch.tensor([[0, 1, 7, 300]])
+    x = torch.randn(1, 4, 2, width, generator=torch.Generator().manual_seed(0))
+    turned = rotate(x, attention_context(positions, None, width, theta))
+    frequency = theta ** -(torch.arange(width // 2, dtype=torch.float64) * 2 / width)
+    angle = positions[0, :, None, None] * frequency
+    exact = torch.complex(*x.double().chunk(2, dim=-1)) * torch.polar(torch.ones_like(angle), angle)
+    torch.testing.assert_close(turned.double(), torch.cat((exact.real, exact.imag), dim=-1), atol=2e-4, rtol=0)
+
+
+def test_scores_depend_on_relative_positions_only():
+    random, width = torch.Generator().manual_seed(0), 16
+    query, key = (torch.randn(1, 1, 1, width, generator=random).expand(1, 40, 1, width) for _ in range(2))
+    positions = torch.arange(40)[None]
+    turned = (rotate(x, attention_context(positions, None, width, 100.0))[0, :, 0] for x in (query, key))
+    scores = torch.einsum("qh,kh->qk", *turned)
+    for distance in range(-39, 40):
+        diagonal = scores.diagonal(distance)
+        torch.testing.assert_close(diagonal, diagonal[:1].expand_as(diagonal), atol=1e-4, rtol=0)
+    assert scores[0].std() > 0.5
+
+
+@each_model
+@torch.no_grad()
+def test_shifted_positions_give_the_same_logits(model: ModelConfig):
+    chunk, tokens = make_chunk(model), draw_tokens(model, 2, LENGTH)
+    positions = torch.arange(LENGTH).expand(2, LENGTH)
+    here, there = (forward(chunk, tokens, positions + shift).x for shift in (0, 100))
+    torch.testing.assert_close(there, here, atol=2e-4, rtol=1e-4)
+    assert not torch.allclose(forward(chunk, tokens, positions * 2).x, here, atol=0.1)
+
+
+WIDE = ModelConfig(
+    num_layers=3, hidden_size=96, ffn_hidden_size=128, num_heads=4, num_kv_heads=2, vocab_size=128, qk_norm=True, init_std=0.05,
+    moe=dataclasses.replace(SHARED, ffn_hidden_size=32, first_k_dense=1),
+)  # fmt: skip
+RESIDUAL = WIDE.init_std / math.sqrt(2 * WIDE.num_layers)
+STD = {"embedding": 0.05, "head": 0.05, "wqkv": 0.05, "w_up": 0.05, "router.weight": 0.05, "shared_gate": 0.05,
+       "wo": RESIDUAL, "w_down": RESIDUAL}  # fmt: skip
+
+
+def weights_of(model: ModelConfig, **options: Any) -> dict[str, Tensor]:
+    """Initial weights by global name, over all chunks."""
+    return {name: param.detach() for chunk in make_chunks(model, **options) for name, param in chunk.named_parameters()}
+
+
+def kind_of(name: str) -> str:
+    return "router.weight" if name.endswith("router.weight") else name.rsplit(".", 1)[-1]
+
+
+def test_initial_weights_follow_the_table():
+    weights = weights_of(WIDE)
+    assert {kind_of(name) for name in weights} == STD.keys() | {"weight"}
+    for name, value in weights.items():
+        if kind_of(name) == "weight":
+            assert value.dim() == 1 and value.eq(1).all()
+            continue
+        for part in value if value.dim() == 3 else value[None]:  # every expert by itself
+            z = part / STD[kind_of(name)]
+            # five standard errors of a standard normal sample's deviation and mean
+            assert abs(z.std() - 1) < 5 / math.sqrt(2 * z.numel()), name
+            assert abs(z.mean()) < 5 / math.sqrt(z.numel()) and z.abs().max() < 6, name
+    assert all(not buffer.any() for buffer in make_chunk(WIDE).buffers())
+
+
+def test_different_names_and_seeds_have_different_values():
+    parts = [part for seed in (1, 2) for value in weights_of(WIDE, seed=seed).values() if value.dim() > 1
+             for part in (value if value.dim() == 3 else value[None])]  # fmt: skip
+    starts = {tuple(round(z, 3) for z in (part / part.std()).flatten()[:6].tolist()) for part in parts}
+    assert len(starts) == len(parts)
+
+
+@pytest.mark.parametrize("ep", [2, 4])
+def test_initial_weights_are_the_same_for_every_split_of_the_experts(ep: int):
+    whole, parts = weights_of(WIDE), [weights_of(WIDE, ep=ep, rank=rank) for rank in range(ep)]
+    for name, value in whole.items():
+        if ".experts." in name:
+            assert parts[0][name].shape[0] == 8 // ep
+            assert torch.equal(torch.cat([part[name] for part in parts]), value), name
+        else:
+            assert all(torch.equal(part[name], value) for part in parts), name
+
+
+def test_initial_weights_are_the_same_for_every_split_into_stages_order_and_dtype():
+    whole = weights_of(WIDE)
+    for other in (weights_of(WIDE, vpp=3), weights_of(WIDE, params=Dtype.bfloat16)):
+        assert other.keys() == whole.keys()
+        assert all(torch.equal(other[name], value.to(other[name].dtype)) for name, value in whole.items())
+    again = {name: torch.full_like(value, math.nan) for name, value in reversed(whole.items())}
+    init_weights([(name, value, 0 if ".experts." in name else None) for name, value in again.items()], WIDE, 1)
+    assert all(torch.equal(again[name], value) for name, value in whole.items())
+
+
+def test_initialisation_does_not_touch_the_global_generator():
+    torch.manual_seed(5)
+    before = torch.get_rng_state()
+    make_chunk(TINY)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("model", [model for model in MODELS.values() if not model.tie_embeddings])
+@torch.no_grad()
+def test_stages_in_a_row_are_the_whole_model(model: ModelConfig):
+    tokens, stages = draw_tokens(model, 2, LENGTH), make_chunks(model, vpp=3)
+    x, reports = tokens, []
+    for stage in stages:
+        out = stage(x, stage.context(torch.arange(LENGTH).expand(2, LENGTH), None))
+        x, reports = out.x, [*reports, *out.routing]
+    whole = forward(make_chunk(model), tokens)
+    assert torch.equal(x, whole.x) and len(reports) == len(whole.routing)
+
+
+ATTN, FEED = ["attn"], ["route", "preprocess", "dispatch", "experts", "combine", "finish"]
+LISTS = {
+    "dense": (dataclasses.replace(TINY, moe=None), [*ATTN, "mlp"]),
+    "moe": (dataclasses.replace(TINY, moe=MOE), [*ATTN, "norm", *FEED]),
+    "shared": (dataclasses.replace(TINY, moe=SHARED), [*ATTN, "norm", "shared", *FEED]),
+}
+each_list = pytest.mark.parametrize(("model", "names"), LISTS.values(), ids=LISTS)
+
+
+def layers_of(model: ModelConfig, **options: Any) -> list[Layer]:
+    return list(make_chunk(model, **options).layers.values())
+
+
+@each_list
+def test_phases_are_in_order_and_read_only_what_is_there(model: ModelConfig, names: list[str]):
+    for layer in layers_of(model):
+        assert [phase.name.value for phase in layer.phases] == names
+        known = {"x", "context"}
+        for phase in layer.phases:
+            assert known.issuperset(phase.inputs), phase.name
+            known.update(phase.outputs)
+        assert layer.phases[-1].outputs == ("x",)
+        assert ("routing" in known) == (model.moe is not None)
+
+
+@each_list
+@torch.no_grad()
+def test_a_layer_cut_anywhere_computes_the_same(model: ModelConfig, names: list[str]):
+    layer = layers_of(dataclasses.replace(model, init_std=0.4))[-1]
+    x = torch.randn(2, LENGTH, model.hidden_size, generator=torch.Generator().manual_seed(0))
+    context = attention_context(torch.arange(LENGTH)[None], None, model.head_width, model.rope_theta)
+    whole, _ = layer(x, context)
+    for cut in range(1, len(names)):
+        first, second = layer.phases[:cut], layer.phases[cut:]
+        crossing = {name for phase in second for name in phase.inputs}
+        values = run_phases(first, {"x": x, "context": context}, crossing)
+        assert torch.equal(run_phases(second, values, ("x",))["x"], whole), names[cut]
+
+
+def test_values_are_dropped_after_their_last_reader():
+    seen: dict[str, weakref.ref[Tensor]] = {}
+
+    def make(*_: Tensor) -> tuple[Tensor]:
+        seen["a"] = weakref.ref(out := torch.ones(1))
+        return (out,)
+
+    def last(b: Tensor) -> tuple[Tensor]:
+        assert seen["a"]() is None, "nobody reads a any more"
+        return (b,)
+
+    phases = [
+        Phase(PhaseName.norm, make, ("x",), ("a",)),
+        Phase(PhaseName.route, lambda a: (a + 1,), ("a",), ("b",)),
+        Phase(PhaseName.finish, last, ("b",), ("x",)),
+    ]
+    assert run_phases(phases, {"x": torch.ones(1)}, ("x", "routing"))["x"].item() == 2
+
+
+@each_list
+def test_phases_without_host_sync_never_look_at_values(model: ModelConfig, names: list[str]):
+    # Fake tensors have no values: reading one (item, nonzero, a boolean mask as index) raises. Grouped products: bf16 only.
+    with FakeTensorMode():
+        chunk = make_chunk(model, params=Dtype.bfloat16)
+        assert not any(phase.host_sync for layer in chunk.layers.values() for phase in layer.phases)
+        tokens = torch.zeros(2, LENGTH + 1, dtype=torch.int64)
+        loss, out = mean_loss(chunk, tokens)
+        masked = forward(chunk, tokens, torch.zeros_like(tokens), torch.zeros_like(tokens))
+        (loss + masked.x.float().sum()).backward()
+        assert out.x.shape == (2, LENGTH, model.vocab_size)
+        assert all(param.grad.shape == param.shape for param in chunk.parameters())
+
+
+def test_fake_tensors_do_catch_a_host_sync():
+    reads = Phase(PhaseName.route, lambda x: (x * x.sum().item(),), ("x",), ("x",))
+    with FakeTensorMode(), pytest.raises(DataDependentOutputException):
+        run_phases([reads], {"x": torch.ones(3)}, ("x",))
+
+
+def test_only_preprocessing_of_an_exchange_waits_for_the_device():
+    layer = layers_of(dataclasses.replace(TINY, moe=SHARED), ep=2)[0]
+    assert isinstance(layer.body.dispatcher, AllToAllDispatcher)
+    assert [phase.name.value for phase in layer.phases if phase.host_sync] == ["preprocess"]
+
+
+@each_model
+@pytest.mark.parametrize("params", [Dtype.float32, Dtype.bfloat16], ids=lambda d: d.value)
+def test_forward_and_backward_repeat_bit_for_bit(model: ModelConfig, params: Dtype):
+    def once() -> list[Tensor]:
+        chunk = make_chunk(model, params=params)
+        loss, out = mean_loss(chunk, draw_tokens(model, 2, LENGTH + 1))
+        loss.backward()
+        return [loss.detach(), out.x.detach(), *(param.grad for param in chunk.parameters())]
+
+    first, second = once(), once()
+    assert all(torch.equal(a, b) and a.isfinite().all() for a, b in zip(first, second, strict=True))
+
+
+@each_model
+def test_reports_count_every_choice_once(model: ModelConfig):
+    _, out = mean_loss(make_chunk(model), draw_tokens(model, 2, LENGTH + 1))
+    assert len(out.routing) == sum(map(model.is_moe_layer, range(model.num_layers)))
+    for report in out.routing:
+        assert report.counts_E.sum() == 2 * LENGTH * model.moe.top_k and report.loss.requires_grad
+        torch.testing.assert_close(report.loss.detach(), report.aux_loss + report.z_loss)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_loss_sums_what_has_a_label_in_fp32(dtype: torch.dtype):
+    logits = torch.randn(2, 5, 11, generator=torch.Generator().manual_seed(0)).to(dtype).requires_grad_()
+    labels = torch.tensor([[3, -100, 10, 0, -100], [-100, -100, 1, 1, 7]])
+    loss = summed_loss(logits, labels)
+    exact = logits.detach().double().log_softmax(-1)
+    wanted = -sum(exact[b, s, labels[b, s]] for b in range(2) for s in range(5) if labels[b, s] != -100)
+    torch.testing.assert_close(loss.double(), wanted, atol=0, rtol=1e-6)
+    loss.backward()
+    assert logits.grad[labels == -100].eq(0).all() and logits.grad[labels != -100].ne(0).all()
+    assert summed_loss(logits, torch.full_like(labels, -100)) == 0

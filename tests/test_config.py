@@ -1,0 +1,133 @@
+"""The option surface: what exists, that every option composes, and what a mistake is told."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+from hydra import compose, initialize_config_dir
+from hydra.core.global_hydra import GlobalHydra
+
+from app.cli.compose import all_keys, load_run, register_schema
+from app.cli.messages import readable_errors
+from app.config import Run
+
+ROOT = Path(__file__).parent.parent
+CONF = ROOT / "conf"
+GROUPS = sorted(folder.name for folder in CONF.iterdir() if folder.is_dir())
+NEEDS = {
+    "data=text": ["data.path=[x]"],
+    "data=jsonl": ["data.path=[x]"],
+    "data=parquet": ["data.path=[x]"],
+    "data=hub": ["data.name=x"],
+}
+
+
+def load(*overrides: str, world_size: int | None = None) -> Run:
+    register_schema()
+    GlobalHydra.instance().clear()
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        return load_run(compose("train", list(overrides)), world_size)
+
+
+def message(capsys: pytest.CaptureFixture[str], *overrides: str) -> str:
+    """The one line that a mistake is told."""
+    with pytest.raises(SystemExit) as exit_code, readable_errors("train.py", speak=True):
+        load(*overrides)
+    out, err = capsys.readouterr()
+    assert exit_code.value.code == 2 and out == "" and err.count("\n") == 1
+    return err.strip().removeprefix("train.py: ")
+
+
+def test_option_surface_is_a_decision():
+    """A new key changes this list in the same commit: tests/golden/options.txt."""
+    assert all_keys() == (ROOT / "tests/golden/options.txt").read_text().split()
+
+
+@pytest.mark.parametrize("choice", [f"{group}={path.stem}" for group in GROUPS for path in sorted((CONF / group).glob("*.yaml"))])
+def test_every_option_composes(choice: str):
+    prefix = "+" if choice.startswith("experiment") else ""
+    run = load(prefix + choice, *NEEDS.get(choice, []))
+    group, option = choice.split("=")
+    if group == "model":
+        assert run.model.name == option
+
+
+def test_defaults_are_frozen_and_typed():
+    run = load()
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        run.model.num_layers = 3  # type: ignore[misc]
+    assert (run.model.name, run.dp, run.world_size) == ("moe_tiny", 1, 1)
+
+
+def test_launcher_decides_the_world():
+    assert load("parallel.ep=2", world_size=2).dp == 2
+    assert load("parallel.dp=2").world_size == 2
+
+
+# Overrides -> the whole message.
+MISTAKES = {
+    "model=moe_tinny": "model=moe_tinny: the options are dense_tiny, moe_tiny, small, smallmoe; nearest that works: moe_tiny",
+    "modle=x": "modle=x: there is no such key; nearest that works: model",
+    "model.num_layer=4": "model.num_layer=4: there is no such key; nearest that works: model.num_layers",
+    "+model.moe.topk=4": "model.moe.topk=4: there is no such key; nearest that works: model.moe.top_k",
+    "train.steps=abc": "train.steps=abc: must be a whole number; nearest that works: 300",
+    "train.steps=1.5": "train.steps=1.5: must be a whole number; nearest that works: 2",
+    "train.steps=0": "train.steps=0: must be at least 1; nearest that works: 1",
+    "optim.lr=1e-3x": "optim.lr=1e-3x: must be a number; nearest that works: 0.001",
+    "optim.decay=cosin": "optim.decay=cosin: must be one of constant, linear, cosine, inverse_square_root, wsd; nearest that works: cosine",
+    "optim.min_lr=1": "optim.min_lr=1.0: above the peak optim.lr=0.003; nearest that works: 0.003",
+    "optim.warmup_steps=1000": "optim.warmup_steps=1000: must be below the 400 decay steps; nearest that works: 40",
+    "model.moe.top_k=100": "model.moe.top_k=100: only num_experts=8 to choose from; nearest that works: 8",
+    "parallel.ep=3": "parallel.ep=3: must divide model.moe.num_experts=8; nearest that works: 2 or 4",
+    "parallel.ep=2": "parallel.ep=2: must divide the world size 1; nearest that works: 1",
+    "model.num_heads=3": "model.num_heads=3: must divide hidden_size=128 unless head_dim is set; nearest that works: 2 or 4",
+    "model.num_kv_heads=3": "model.num_kv_heads=3: must divide num_heads=4; nearest that works: 2 or 4",
+    "train.global_batch=10 train.micro_batch=8": (
+        "train.global_batch=10: must be a multiple of micro_batch × dp = 8 × 1 = 8; nearest that works: 8 or 16"
+    ),
+    "model.moe.ffn_hidden_size=6": "model.moe.ffn_hidden_size=6: experts in float32 need a multiple of 4; nearest that works: 4 or 8",
+    "data=text": "data.path=: data=text needs files or globs; nearest that works: data.path='[folder/*]'",
+    "data=text data.path=x.txt": "data.path=str: must be a list, like [first,second]",
+    "log.console=yess": "log.console=yess: must be true or false; nearest that works: True",
+    "model=dense_tiny model.moe.top_k=1": (
+        "an override reaches into a section that is null; a dense model has no model.moe: choose a model with experts"
+    ),
+    "model=dense_tiny parallel.dp=2 parallel.ep=2": "parallel.ep=2: model=dense_tiny has no experts; nearest that works: 1",
+    "a b": "Error parsing override 'a' missing EQUAL at '<EOF>' See https://hydra.cc/docs/1.2/advanced/override_grammar/basic for details",
+}
+
+
+@pytest.mark.parametrize("overrides", MISTAKES)
+def test_mistake_is_told_in_one_line(overrides: str, capsys: pytest.CaptureFixture[str]):
+    assert message(capsys, *overrides.split()) == MISTAKES[overrides]
+
+
+def test_other_ranks_are_silent(capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit), readable_errors("train.py", speak=False):
+        load("train.steps=0")
+    assert capsys.readouterr() == ("", "")
+
+
+def test_every_key_has_its_unit_in_a_comment():
+    lines = (ROOT / "app/config.py").read_text().splitlines()
+    fields = [
+        line
+        for line in lines
+        if line.startswith("    ") and not line.startswith("     ") and ": " in line and " = " in line and "def " not in line
+    ]
+    sections = ("Config()", "Enum", "self.")
+    silent = [line for line in fields if "#" not in line and not any(word in line for word in sections)]
+    single = [
+        line for line in silent if not line.strip().startswith(("name: ScheduleName", "impl: GraphImpl", "normalize:", "device:"))
+    ]
+    assert single == [] and len(fields) > 60
+
+
+def test_options_in_the_readme_exist():
+    text = (ROOT / "README.md").read_text()
+    for group in GROUPS:
+        row = next(line for line in text.splitlines() if line.startswith(f"| `{group}` |"))
+        listed = {word for word in row.split("|")[2].replace("`", " ").split()}
+        assert listed == {path.stem for path in (CONF / group).glob("*.yaml")}, group

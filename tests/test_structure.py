@@ -1,0 +1,117 @@
+"""The house rules that a reader relies on, held by walking the source."""
+
+from __future__ import annotations
+
+import ast
+import statistics
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+SOURCES = sorted((ROOT / "app").rglob("*.py"))
+FUNCTION_MAX, FUNCTION_MEDIAN, FILE_MAX = 60, 12, 400  # lines
+TREE_MAX = 8 * 2**20  # bytes that git tracks
+# A module may import from its own layer and from those below it.
+LAYERS = (
+    {"app", "app.errors", "app.choices", "app.config", "app.rules", "app.compat"},
+    {"app.plan"},
+    {"app.model", "app.moe", "app.optim"},  # tensors
+    {"app.moe.dispatch", "app.optim.distributed", "app.data"},  # processes
+    {"app.engine"},
+    {"app.cli"},
+)
+
+
+def module_name(path: Path) -> str:
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+
+
+def layer_of(module: str) -> int:
+    """Index of the longest layer entry that the module belongs to."""
+    matches = [(len(name), level) for level, names in enumerate(LAYERS) for name in names if f"{module}.".startswith(f"{name}.")]
+    return max(matches)[1]
+
+
+def imported(tree: ast.AST) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield node.module or ""
+
+
+def functions(path: Path) -> Iterator[tuple[str, int]]:
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.FunctionDef):
+            yield f"{path.name}:{node.name}", (node.end_lineno or node.lineno) - node.lineno + 1
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=module_name)
+def test_imports_point_down(path: Path):
+    here = module_name(path)
+    ours = [name for name in imported(ast.parse(path.read_text())) if name.split(".")[0] == "app"]
+    assert [name for name in ours if layer_of(name) > layer_of(here)] == []
+    if here.startswith("app.plan"):
+        assert not any(name.split(".")[0] in ("torch", "numpy") for name in imported(ast.parse(path.read_text())))
+
+
+def test_the_import_rule_can_fail():
+    assert layer_of("app.moe.dispatch") > layer_of("app.moe.router") and layer_of("app.engine.build") < layer_of(
+        "app.cli.compose"
+    )
+
+
+def test_planning_does_not_load_torch():
+    code = "import pkgutil, sys, app.plan\nfor m in pkgutil.iter_modules(app.plan.__path__): __import__('app.plan.' + m.name)\n"
+    subprocess.run(
+        [sys.executable, "-c", code + "assert 'torch' not in sys.modules and 'numpy' not in sys.modules"], cwd=ROOT, check=True
+    )
+
+
+def test_sizes():
+    lengths = dict(found for path in SOURCES for found in functions(path))
+    assert {name: length for name, length in lengths.items() if length > FUNCTION_MAX} == {}
+    assert statistics.median(lengths.values()) <= FUNCTION_MEDIAN
+    files = {path.name: len(path.read_text().splitlines()) for path in (*SOURCES, ROOT / "train.py")}
+    assert {name: length for name, length in files.items() if length > FILE_MAX} == {}
+    assert files["train.py"] <= 40
+
+
+def test_dataclass_attributes_are_fields():
+    """An attribute without annotation is silently no field."""
+    for path in SOURCES:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef) and any("dataclass" in ast.unparse(mark) for mark in node.decorator_list):
+                bare = [ast.unparse(item) for item in node.body if isinstance(item, ast.Assign)]
+                assert bare == [], f"{path.name}:{node.name}"
+
+
+def test_every_argument_is_annotated():
+    autograd = {"forward", "backward"}  # of autograd functions, whose `ctx` torch does not type
+    for path in SOURCES:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef) and node.name not in autograd:
+                arguments = [a for a in (*node.args.args, *node.args.kwonlyargs) if a.arg not in ("self", "cls")]
+                assert [a.arg for a in arguments if a.annotation is None] == [], f"{path.name}:{node.name}"
+
+
+def test_only_the_entry_reads_the_environment():
+    readers = [module_name(path) for path in SOURCES if any(word in path.read_text() for word in ("os.environ", "getenv"))]
+    assert readers == []
+
+
+def test_no_globals_and_no_instantiation_by_name():
+    assert [path.name for path in SOURCES if any(isinstance(n, ast.Global) for n in ast.walk(ast.parse(path.read_text())))] == []
+    assert [path.name for path in (ROOT / "conf").rglob("*.yaml") if "_target_" in path.read_text()] == []
+
+
+def test_the_tracked_tree_is_small():
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True)
+    if listed.returncode:
+        pytest.skip("not a git checkout")
+    files = [ROOT / name for name in listed.stdout.split("\0") if name]
+    assert sum(file.stat().st_size for file in files if file.is_file()) < TREE_MAX
