@@ -321,6 +321,7 @@ class TrainConfig:
     sample_tokens: int = 200  # tokens generated when the run ends; 0: none
     seed: int = 1  # of initial weights and data order
     device: Device = Device.auto
+    deterministic: bool = True  # equal runs repeat bit for bit; on a GPU this takes slower attention kernels
     gpu_peak_tflops: float | None = None  # dense bf16 peak of one GPU, TFLOP/s; null: known from its name
 
     def __post_init__(self) -> None:

@@ -6,7 +6,7 @@ import multiprocessing
 import tempfile
 import traceback
 from collections.abc import Callable
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from typing import Any
 
 import torch
@@ -27,14 +27,15 @@ def run_distributed(fn: Callable[..., Any], world_size: int, *args: Any) -> list
             context.Process(target=_rank, args=(sender, fn, rank, world_size, f"{folder}/store", args))
             for rank, (_, sender) in enumerate(pipes)
         ]
-        for process in ranks:
+        for process, (_, sender) in zip(ranks, pipes, strict=True):
             process.start()
+            sender.close()  # so that a rank that dies closes its pipe
         try:
-            return [_result(rank, receiver) for rank, (receiver, _) in enumerate(pipes)]
+            return _results([receiver for receiver, _ in pipes])
         finally:
             for process in ranks:
-                process.join(timeout=5)
                 process.kill()
+                process.join()
 
 
 def _rank(sender: Connection, fn: Callable[..., Any], rank: int, world_size: int, store: str, args: tuple[Any, ...]) -> None:
@@ -47,10 +48,25 @@ def _rank(sender: Connection, fn: Callable[..., Any], rank: int, world_size: int
         sender.send((False, traceback.format_exc()))
 
 
+def _results(receivers: list[Connection]) -> list[Any]:
+    """The ranks' results in order, read as they come: the first failure ends the wait."""
+    results: dict[Connection, Any] = {}
+    while len(results) < len(receivers):
+        ready = wait([receiver for receiver in receivers if receiver not in results], timeout=TIMEOUT_S)
+        if not ready:
+            raise TimeoutError(
+                f"ranks {[r for r, end in enumerate(receivers) if end not in results]} said nothing for {TIMEOUT_S} s"
+            )
+        for receiver in ready:
+            results[receiver] = _result(receivers.index(receiver), receiver)
+    return [results[receiver] for receiver in receivers]
+
+
 def _result(rank: int, receiver: Connection) -> Any:
-    if not receiver.poll(TIMEOUT_S):
-        raise TimeoutError(f"rank {rank} said nothing for {TIMEOUT_S} s")
-    good, value = receiver.recv()
+    try:
+        good, value = receiver.recv()
+    except EOFError:
+        raise AssertionError(f"rank {rank} died without a word") from None
     if not good:
         raise AssertionError(f"rank {rank} failed:\n{value}")
     return value

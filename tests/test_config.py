@@ -78,7 +78,7 @@ MISTAKES = {
     "optim.lr=1e-3x": "optim.lr=1e-3x: must be a number; nearest that works: 0.001",
     "optim.decay=cosin": "optim.decay=cosin: must be one of constant, linear, cosine, inverse_square_root, wsd; nearest that works: cosine",
     "optim.min_lr=1": "optim.min_lr=1.0: above the peak optim.lr=0.003; nearest that works: 0.003",
-    "optim.warmup_steps=1000": "optim.warmup_steps=1000: must be below the 400 decay steps; nearest that works: 40",
+    "optim.warmup_steps=1000": "optim.warmup_steps=1000: must be below the 700 decay steps; nearest that works: 70",
     "model.moe.top_k=100": "model.moe.top_k=100: only num_experts=8 to choose from; nearest that works: 8",
     "parallel.ep=3": "parallel.ep=3: must divide model.moe.num_experts=8; nearest that works: 2 or 4",
     "parallel.ep=2": "parallel.ep=2: must divide the world size 1; nearest that works: 1",

@@ -27,6 +27,10 @@ def readable_errors(program: str, speak: bool) -> Iterator[None]:
         if _NULL_SECTION not in str(error):
             raise
         message = "an override reaches into a section that is null; a dense model has no model.moe: choose a model with experts"
+    except KeyboardInterrupt:
+        if speak:
+            print(f"\n{program}: stopped; resume=auto continues from the last checkpoint", file=sys.stderr)
+        sys.exit(130)  # as a shell reports an interrupt
     else:
         return
     if speak:

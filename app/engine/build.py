@@ -66,7 +66,7 @@ def build_chunks(run: Run, stages: StagePlan, groups: Groups, device: torch.devi
     for stage in stages.stages[groups.layout.coords(groups.rank)["pp"]]:
         with torch.device("meta"):
             layers = {index: build_layer(run.model, index, groups) for index in stage.layers}
-            chunk = Chunk(run.model, layers, stage.embedding, stage.head)
+            chunk = Chunk(run.model, layers, stage.embedding, stage.head, run.train.deterministic)
         _materialise(chunk, device, DTYPES[run.precision.params])
         chunks.append(chunk)
     return tuple(chunks)

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from app.config import ModelConfig
 from app.engine.build import Engine
-from app.engine.run_folder import LATEST, STEP_PREFIX, complete_checkpoints, plain
+from app.engine.run_folder import LATEST, STEP_PREFIX, complete_checkpoints, hidden, plain
 from app.errors import ConfigError
 from app.optim.adam import Piece
 
@@ -66,6 +66,7 @@ def save_checkpoint(
             "model": plain(dataclasses.asdict(model)),
             "files": files,
         }
+        manifest["sha256"] = _manifest_digest(manifest)
         _write_synced(draft / MANIFEST, lambda file: file.write(json.dumps(manifest, indent=1).encode()))
         _commit(draft, final, keep_last)
     groups.barrier()
@@ -73,19 +74,26 @@ def save_checkpoint(
 
 
 def _commit(draft: Path, final: Path, keep_last: int) -> None:
-    replaced = final.with_name(f".{final.name}.old")
+    _sync_folder(draft)
     if final.exists():  # a resumed run may come to the same step again
-        final.rename(replaced)
+        _hide(final)
     draft.rename(final)
     _sync_folder(final.parent)
-    shutil.rmtree(replaced, ignore_errors=True)
     pointer = final.parent / f".{LATEST}.tmp"
     _write_synced(pointer, lambda file: file.write(final.name.encode()))
     pointer.rename(final.parent / LATEST)
     _sync_folder(final.parent)
     for old in complete_checkpoints(final.parent)[:-keep_last]:
         if old != final:
-            shutil.rmtree(old)
+            _hide(old)
+    for left in final.parent.glob(f".{STEP_PREFIX}*"):  # replaced, old, or of a process that died
+        shutil.rmtree(left)
+
+
+def _hide(path: Path) -> None:
+    """Take a checkpoint away in one operation, so that one that is half removed is never taken for a complete one."""
+    shutil.rmtree(hidden(path), ignore_errors=True)
+    path.rename(hidden(path))
 
 
 def _rank_file(rank: int) -> str:
@@ -159,9 +167,17 @@ def _read_manifest(path: Path) -> dict[str, Any]:
         manifest = json.loads((path / MANIFEST).read_text())
     except (OSError, ValueError) as error:
         raise _broken(path, f"{MANIFEST} cannot be read: {error}") from error
-    if manifest.get("format") != FORMAT:
-        raise _broken(path, f"{MANIFEST} has format {manifest.get('format')}, this version reads format {FORMAT}")
+    found = manifest.get("format") if isinstance(manifest, dict) else None
+    if found != FORMAT:
+        raise _broken(path, f"{MANIFEST} has format {found}, this version reads format {FORMAT}")
+    if manifest.get("sha256") != _manifest_digest(manifest):
+        raise _broken(path, f"{MANIFEST} was changed after it was saved (sha256 differs)")
     return manifest
+
+
+def _manifest_digest(manifest: dict[str, Any]) -> str:
+    rest = {key: value for key, value in manifest.items() if key != "sha256"}
+    return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
 
 
 def _broken(path: Path, what: str) -> ConfigError:
@@ -170,12 +186,18 @@ def _broken(path: Path, what: str) -> ConfigError:
 
 
 def _check_model(path: Path, saved: Any, current: Any) -> None:
-    different = [key for key in current if key != "name" and saved.get(key) != current[key]]
-    if different:
-        key = different[0]
-        raise ConfigError(
-            f"model.{key}", current[key], f"the checkpoint {path} was trained with {saved.get(key)}", saved.get(key)
-        )
+    key, was, now = _first_difference("model", {**saved, "name": None}, {**current, "name": None})
+    if was != now:
+        raise ConfigError(key, now, f"the checkpoint {path} was trained with {was}", was)
+
+
+def _first_difference(key: str, saved: Any, current: Any) -> tuple[str, Any, Any]:
+    """Dotted key, saved and current value of the first difference; the arguments themselves where there is none."""
+    if isinstance(saved, dict) and isinstance(current, dict):
+        for name, value in current.items():
+            if saved.get(name) != value:
+                return _first_difference(f"{key}.{name}", saved.get(name), value)
+    return key, saved, current
 
 
 def load_checkpoint(path: Path, manifest: dict[str, Any], engine: Engine) -> tuple[Progress, dict[str, Any]]:

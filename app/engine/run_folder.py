@@ -70,8 +70,14 @@ def newest_checkpoint(run_dir: Path) -> Path | None:
     if not pointer.is_file():
         return None
     named = pointer.parent / pointer.read_text().strip()
-    # The folder is gone only if a process died while replacing it: then the newest one left.
-    return named if named.is_dir() else next(reversed(complete_checkpoints(pointer.parent)), None)
+    # A process that died while replacing it has left it under its hidden name.
+    candidates = (named, hidden(named), *reversed(complete_checkpoints(pointer.parent)))
+    return next((path for path in candidates if path.is_dir()), None)
+
+
+def hidden(checkpoint: Path) -> Path:
+    """Where a checkpoint waits for its removal, or for the one that replaces it."""
+    return checkpoint.with_name(f".{checkpoint.name}.old")
 
 
 def complete_checkpoints(folder: Path) -> list[Path]:

@@ -29,12 +29,17 @@ class ChunkOutput:
 class Chunk(nn.Module):
     """Layers `layers` (global layer index -> layer) of a model, with its embedding and head where asked for.
 
+    `repeatable` keeps to attention kernels whose gradients repeat bit for bit.
+
     The embedding lookup is `F.embedding`: its backward sorts or owns rows instead of using atomics, so it repeats
     bit for bit on CPU and GPU.
     """
 
-    def __init__(self, model: ModelConfig, layers: Mapping[int, Layer], embedding: bool, head: bool) -> None:
+    def __init__(
+        self, model: ModelConfig, layers: Mapping[int, Layer], embedding: bool, head: bool, repeatable: bool = True
+    ) -> None:
         super().__init__()
+        self.repeatable = repeatable
         self.model = model
         self.embedding = nn.Parameter(torch.empty(model.vocab_size, model.hidden_size)) if embedding else None
         self.layers = nn.ModuleDict({str(index): layer for index, layer in layers.items()})
@@ -44,7 +49,7 @@ class Chunk(nn.Module):
 
     def context(self, positions_BS: Tensor, documents_BS: Tensor | None) -> AttentionContext:
         """What the attention layers need besides the hidden states."""
-        return attention_context(positions_BS, documents_BS, self.model.head_width, self.model.rope_theta)
+        return attention_context(positions_BS, documents_BS, self.model.head_width, self.model.rope_theta, self.repeatable)
 
     def forward(self, x: Tensor, context: AttentionContext) -> ChunkOutput:
         """Tokens B × S (with an embedding) or hidden states B × S × D -> logits B × S × V (with a head) or hidden states."""

@@ -32,14 +32,17 @@ class AttentionContext:
     cos_BS1H: Tensor  # fp32; B may be 1
     sin_BS1H: Tensor
     mask_B1SS: Tensor | None  # True where a query may look at a key; None: plain causal
+    repeatable: bool = True  # only kernels whose gradients repeat bit for bit
 
 
-def attention_context(positions_BS: Tensor, documents_BS: Tensor | None, head_width: int, theta: float) -> AttentionContext:
+def attention_context(
+    positions_BS: Tensor, documents_BS: Tensor | None, head_width: int, theta: float, repeatable: bool = True
+) -> AttentionContext:
     """Rotary tables (Su et al. 2021, rotating the two halves of a head) and the document mask of a microbatch."""
     exponent = torch.arange(0, head_width, 2, device=positions_BS.device, dtype=torch.float32) / head_width
     angles_BSH = (positions_BS[..., None].float() * theta**-exponent).repeat(1, 1, 2)
     cos, sin = angles_BSH.cos()[:, :, None], angles_BSH.sin()[:, :, None]
-    return AttentionContext(cos, sin, None if documents_BS is None else document_mask(documents_BS))
+    return AttentionContext(cos, sin, None if documents_BS is None else document_mask(documents_BS), repeatable)
 
 
 def document_mask(documents_BS: Tensor) -> Tensor:

@@ -92,8 +92,8 @@ def take_turns(lists: Sequence[Sequence[Item]], advance: Callable[[int, Item], b
 
 def expect_finished(lists: Sequence[Sequence[Action]], places: Sequence[int]) -> None:
     """Raise ValueError, with the action at which each rank waits, unless every list was run to its end."""
-    waiting = [f"rank {rank} at {excerpt(actions, place)}" for rank, (actions, place) in enumerate(zip(lists, places, strict=True))
-               if place < len(actions)]
+    stops = enumerate(zip(lists, places, strict=True))
+    waiting = [f"rank {rank} at {excerpt(actions, place)}" for rank, (actions, place) in stops if place < len(actions)]
     if waiting:
         raise ValueError(f"stuck, each waiting for another: {'; '.join(waiting)}")
 

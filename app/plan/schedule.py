@@ -142,7 +142,7 @@ class Wait(OnOps):
     letter: ClassVar[str] = "V"
 
 
-Action = Forward | Backward | BackwardInput | BackwardWeight | Exchange | Wait | Free | ReduceGrads | GatherParams
+Action = Compute | Exchange | Wait | Free | ReduceGrads | GatherParams
 
 ON_MICROBATCH = {kind.letter: kind for kind in (Forward, Backward, BackwardInput, BackwardWeight, Free)}
 ON_CHUNK = {kind.letter: kind for kind in (ReduceGrads, GatherParams)}
@@ -173,7 +173,7 @@ def _parse_op(text: str) -> Op:
 
 def build_schedule(
     name: str, pp: int, num_microbatches: int, num_chunks: int = 1, group_size: int | None = None, forward_only: bool = False
-) -> list[list[Action]]:
+) -> list[list[Compute]]:
     """The compute actions of every pipeline rank, in order; result[rank].
 
     name: "none"            one rank, forward and backward in turn: F0 B0 F1 B1 …
@@ -266,13 +266,13 @@ def chunk_order(num_microbatches: int, num_chunks: int, group: int) -> list[tupl
     return [(mb, chunk) for mbs in groups for chunk in range(num_chunks) for mb in mbs]
 
 
-def _weave(forwards: Sequence[Action], backwards: Sequence[Action], warmup: int) -> list[Action]:
+def _weave(forwards: Sequence[Compute], backwards: Sequence[Compute], warmup: int) -> list[Compute]:
     """Warm-up forwards, then forward and backward in turn, then the backwards that are left."""
     pairs = zip(forwards[warmup:], backwards, strict=False)
     return [*forwards[:warmup], *(action for pair in pairs for action in pair), *backwards[len(forwards) - warmup:]]
 
 
-def _zero_bubble_h1(pp: int, rank: int, num_microbatches: int) -> list[Action]:
+def _zero_bubble_h1(pp: int, rank: int, num_microbatches: int) -> list[Compute]:
     """ZB-H1 (Qi et al. 2023): 1F1B's forwards and input gradients, each weight gradient `rank` microbatches late.
 
     Waiting weight gradients and microbatches in flight add up to pp on every rank, 1F1B's peak on its first rank. The
@@ -280,7 +280,7 @@ def _zero_bubble_h1(pp: int, rank: int, num_microbatches: int) -> list[Action]:
     """
     mbs = range(num_microbatches)
     woven = _weave([Forward(mb, 0) for mb in mbs], [BackwardInput(mb, 0) for mb in mbs], warmup_count(pp, rank, num_microbatches))
-    actions: list[Action] = []
+    actions: list[Compute] = []
     for action in woven:
         actions.append(action)
         if isinstance(action, BackwardInput) and action.mb >= rank:
@@ -315,11 +315,13 @@ def peak_in_flight(actions: Iterable[object]) -> int:
     return max(accumulate(isinstance(action, Forward) - isinstance(action, ends) for action in listed))
 
 
-def full_recompute(actions: Iterable[object], partial: int) -> list[bool]:
-    """For each forward in order, whether its activations are all recomputed (True) or only as configured (False).
+def full_recompute(actions: Iterable[object], partial: int) -> dict[tuple[int, int], bool]:
+    """(mb, chunk) of each forward, in order -> whether it recomputes all of its layers (True) or only some.
 
-    Of every window of as many forwards as are in flight at the peak, the first `partial` keep what the configuration
-    lets them keep, so that memory left over by a full recompute is used ("partial activation checkpointing").
+    Of every window of as many forwards as are in flight at the peak, the first `partial` recompute only some layers:
+    they use the memory that full recompute leaves over ("partial activation checkpointing").
     """
-    window = peak_in_flight(listed := list(actions))
-    return [nth % window >= partial for nth in range(sum(isinstance(action, Forward) for action in listed))]
+    listed = list(actions)
+    window = peak_in_flight(listed)
+    forwards = [(action.mb, action.chunk) for action in listed if isinstance(action, Forward)]
+    return {place: nth % window >= partial for nth, place in enumerate(forwards)}

@@ -12,11 +12,17 @@ from app.plan.schedule import (
     Backward,
     BackwardInput,
     BackwardWeight,
+    Exchange,
     Forward,
+    Free,
     GatherParams,
+    Op,
     ReduceGrads,
+    Wait,
     build_schedule,
+    full_recompute,
     parse_action,
+    peak_in_flight,
     signed_order,
     warmup_count,
 )
@@ -65,15 +71,6 @@ def makespan(lists: list[list[Action]], num_chunks: int, times: dict[str, float]
         pass
     assert places == [len(actions) for actions in lists], "stuck"
     return max(clocks)
-
-
-def in_flight(actions: Sequence[Action], retires: type) -> int:
-    """Largest number of microbatches forwarded but not yet retired."""
-    count, peak = 0, 0
-    for action in actions:
-        count += isinstance(action, Forward) - isinstance(action, retires)
-        peak = max(peak, count)
-    return peak
 
 
 @pytest.mark.parametrize("case", RAN, ids=name_of)
@@ -174,11 +171,11 @@ def test_bubbles_and_memory_are_the_published_ones(pp: int, mbs: int):
     gpipe, plain, split = (build_schedule(name, pp, mbs) for name in ("gpipe", "1f1b", "zero_bubble_h1"))
     whole = {"F": 10, "B": 19}
     assert makespan(gpipe, 1, whole) == makespan(plain, 1, whole) == (mbs + pp - 1) * 29
-    assert [in_flight(actions, Backward) for actions in gpipe] == [mbs] * pp
-    assert [in_flight(actions, Backward) for actions in plain] == [min(mbs, pp - rank) for rank in range(pp)]
+    assert [peak_in_flight(actions) for actions in gpipe] == [mbs] * pp
+    assert [peak_in_flight(actions) for actions in plain] == [min(mbs, pp - rank) for rank in range(pp)]
     time = makespan(split, 1, {"F": 10, "I": 11, "W": 8})
     assert time == mbs * 29 + (pp - 1) * (10 + 11 - 8) if mbs >= pp else time <= (mbs + pp - 1) * 29
-    assert max(in_flight(actions, BackwardWeight) for actions in split) == min(mbs, pp)
+    assert max(map(peak_in_flight, split)) == min(mbs, pp)
 
 
 @pytest.mark.parametrize(("pp", "chunks", "rounds"), list(product((2, 3, 4), (2, 3, 4), (1, 2, 3))))
@@ -187,14 +184,17 @@ def test_interleaving_divides_the_bubble_by_the_chunks(pp: int, chunks: int, rou
     lists = build_schedule("interleaved", pp, mbs, chunks)
     assert makespan(lists, chunks, {"F": 1, "B": 2}) == 3 * chunks * mbs + 3 * (pp - 1)
     for rank, actions in enumerate(lists):
-        assert in_flight(actions, Backward) == min(mbs * chunks, warmup_count(pp, rank, mbs, chunks) + 1)
+        assert peak_in_flight(actions) == min(mbs * chunks, warmup_count(pp, rank, mbs, chunks) + 1)
 
 
 def test_actions_round_trip_through_text():
-    actions = [Forward(3, 0), Backward(12, 1), BackwardInput(0, 10), BackwardWeight(7, 2), ReduceGrads(0), GatherParams(11)]
-    assert texts(actions) == "F3.0 B12.1 I0.10 W7.2 R0 G11"
+    compute = [Forward(3, 0), Backward(12, 1), BackwardInput(0, 10), BackwardWeight(7, 2)]
+    ops = Op("F", 3, 0, 1, send=True), Op("B", 12, 1, 10, send=False)
+    actions = [*compute, Exchange(ops), Wait(ops[1:]), Free(3, 0), ReduceGrads(0), GatherParams(11)]
+    assert texts(actions) == "F3.0 B12.1 I0.10 W7.2 X[F3.0>1,B12.1<10] V[B12.1<10] D3.0 R0 G11"
     assert [parse_action(text) for text in texts(actions).split()] == actions
-    for text in ("X1.0", "F3", "R0.1", "F-1.0", "f1.0", "F1.0 ", "", "F1.0.0"):
+    compute = ("F3", "F-1.0", "f1.0", "F1.0 ", "", "F1.0.0", "F[F1.0>1]")
+    for text in (*compute, "X1.0", "R0.1", "X[]", "X[F1.0>1", "X[W1.0>1]", "V[F1.0]"):
         with pytest.raises(ValueError, match="is no action"):
             parse_action(text)
 
@@ -204,3 +204,28 @@ def test_signed_order_leaves_out_weight_gradients_and_what_does_not_compute():
     assert signed_order(actions) == [2, -2, -1]
     for split, plain in zip(build_schedule("zero_bubble_h1", 4, 6), build_schedule("1f1b", 4, 6), strict=True):
         assert signed_order(split) == signed_order(plain)
+
+
+@pytest.mark.parametrize("trace", [trace for trace in GOLDEN["full_traces"] if "ckpt_flag" in trace], ids=name_of)
+def test_recomputes_in_full_what_the_golden_traces_flag(trace: dict):
+    chunks, group = (trace["vpp"], trace["N"]) if trace["vpp"] else (1, None)
+    actions = build_schedule("interleaved" if group else "1f1b", trace["pp"], trace["M"], chunks, group)[trace["rank"]]
+    flags = full_recompute(actions, trace["opts"]["partial_ckpt"])
+    assert list(flags) == [(action.mb, action.chunk) for action in actions if isinstance(action, Forward)]
+    assert list(flags.values()) == [bool(flag) for flag in trace["ckpt_flag"]]
+
+
+def test_full_recompute_spares_part_of_every_window_in_flight():
+    def full(name: str, pp: int, mbs: int, rank: int, partial: int) -> list[int]:
+        return [mb for (mb, _), flag in full_recompute(build_schedule(name, pp, mbs)[rank], partial).items() if flag]
+
+    assert full("gpipe", 4, 5, 0, partial=2) == [2, 3, 4]
+    assert full("1f1b", 4, 5, 3, partial=1) == []
+    assert full("zero_bubble_h1", 2, 4, 1, partial=1) == [1, 3]
+    assert full("1f1b", 4, 8, 1, partial=0) == list(range(8))
+    assert full_recompute([], 1) == {}
+
+
+def test_forwards_alone_keep_one_in_flight():
+    assert [peak_in_flight(actions) for actions in build_schedule("1f1b", 2, 4, forward_only=True)] == [1, 1]
+    assert peak_in_flight([]) == 0

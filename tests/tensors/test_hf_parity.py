@@ -1,4 +1,8 @@
-"""Logits equal those of Hugging Face `transformers` on the same weights: Llama, Qwen3, Qwen3-MoE, Mixtral; fp32, 1e-4."""
+"""Logits and gradients equal those of Hugging Face `transformers` on the same weights, fp32.
+
+Llama and Qwen3 (dense), Qwen3-MoE and Mixtral; Qwen2-MoE for the gated shared expert; GLM-4-MoE for sigmoid scores with
+a selection bias, groups, a scale and an ungated shared expert.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from app.choices import Score
 from app.config import ModelConfig, MoEConfig
 from app.model.chunk import Chunk
 from tests.tensors.models import draw_tokens, forward, make_chunk
@@ -22,12 +27,27 @@ HF_SIZES = SIZES | {"attn_implementation": "eager", "experts_implementation": "e
 def dense(kind: str, heads: int, kv_heads: int, width: int, tied: bool, theta: float = 10000.0, eps: float = 1e-5) -> Any:
     """(Hugging Face class, its configuration, our configuration) of a dense model of `kind`, Llama or Qwen3."""
     theirs = getattr(transformers, f"{kind}Config")(
-        **HF_SIZES, num_hidden_layers=3, intermediate_size=56, num_attention_heads=heads, num_key_value_heads=kv_heads,
-        head_dim=width, tie_word_embeddings=tied, rope_parameters={"rope_type": "default", "rope_theta": theta}, rms_norm_eps=eps,
+        **HF_SIZES,
+        num_hidden_layers=3,
+        intermediate_size=56,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        head_dim=width,
+        tie_word_embeddings=tied,
+        rope_parameters={"rope_type": "default", "rope_theta": theta},
+        rms_norm_eps=eps,
     )
     ours = ModelConfig(
-        **SIZES, num_layers=3, ffn_hidden_size=56, num_heads=heads, num_kv_heads=kv_heads, head_dim=width,
-        tie_embeddings=tied, rope_theta=theta, norm_eps=eps, qk_norm=kind == "Qwen3",
+        **SIZES,
+        num_layers=3,
+        ffn_hidden_size=56,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=width,
+        tie_embeddings=tied,
+        rope_theta=theta,
+        norm_eps=eps,
+        qk_norm=kind == "Qwen3",
     )
     return getattr(transformers, f"{kind}ForCausalLM"), theirs, ours
 
@@ -35,15 +55,35 @@ def dense(kind: str, heads: int, kv_heads: int, width: int, tied: bool, theta: f
 def qwen3_moe(normalised: bool, tied: bool, sparse_step: int = 1) -> Any:
     """As `dense`: 12 experts of which 3 are chosen; with a sparse step of 2 the layers 1 and 3 have experts."""
     theirs = transformers.Qwen3MoeConfig(
-        **HF_SIZES, num_hidden_layers=4, intermediate_size=56, num_attention_heads=4, num_key_value_heads=2, head_dim=16,
-        num_experts=12, num_experts_per_tok=3, moe_intermediate_size=24, norm_topk_prob=normalised, tie_word_embeddings=tied,
-        decoder_sparse_step=sparse_step, rope_parameters={"rope_type": "default", "rope_theta": 1e6}, rms_norm_eps=1e-6,
+        **HF_SIZES,
+        num_hidden_layers=4,
+        intermediate_size=56,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        num_experts=12,
+        num_experts_per_tok=3,
+        moe_intermediate_size=24,
+        norm_topk_prob=normalised,
+        tie_word_embeddings=tied,
+        decoder_sparse_step=sparse_step,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e6},
+        rms_norm_eps=1e-6,
     )
     sparse = {"every_n": sparse_step, "first_k_dense": sparse_step - 1}
     moe = MoEConfig(num_experts=12, top_k=3, ffn_hidden_size=24, pre_softmax=not normalised, **sparse)
     ours = ModelConfig(
-        **SIZES, num_layers=4, ffn_hidden_size=56, num_heads=4, num_kv_heads=2, head_dim=16, qk_norm=True,
-        rope_theta=1e6, norm_eps=1e-6, tie_embeddings=tied, moe=moe,
+        **SIZES,
+        num_layers=4,
+        ffn_hidden_size=56,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=16,
+        qk_norm=True,
+        rope_theta=1e6,
+        norm_eps=1e-6,
+        tie_embeddings=tied,
+        moe=moe,
     )
     return transformers.Qwen3MoeForCausalLM, theirs, ours
 
@@ -51,15 +91,81 @@ def qwen3_moe(normalised: bool, tied: bool, sparse_step: int = 1) -> Any:
 def mixtral(kv_heads: int, tied: bool) -> Any:
     """As `dense`: 8 experts of which 2 are chosen."""
     theirs = transformers.MixtralConfig(
-        **HF_SIZES, num_hidden_layers=3, intermediate_size=40, num_attention_heads=4, num_key_value_heads=kv_heads,
-        num_local_experts=8, num_experts_per_tok=2, tie_word_embeddings=tied,
+        **HF_SIZES,
+        num_hidden_layers=3,
+        intermediate_size=40,
+        num_attention_heads=4,
+        num_key_value_heads=kv_heads,
+        num_local_experts=8,
+        num_experts_per_tok=2,
+        tie_word_embeddings=tied,
         rope_parameters={"rope_type": "default", "rope_theta": 1e6},
     )
     ours = ModelConfig(
-        **SIZES, num_layers=3, num_heads=4, num_kv_heads=kv_heads, rope_theta=1e6, tie_embeddings=tied,
+        **SIZES,
+        num_layers=3,
+        num_heads=4,
+        num_kv_heads=kv_heads,
+        rope_theta=1e6,
+        tie_embeddings=tied,
         moe=MoEConfig(num_experts=8, top_k=2, ffn_hidden_size=40),
     )
     return transformers.MixtralForCausalLM, theirs, ours
+
+
+def qwen2_moe() -> Any:
+    """As `dense`: a shared expert behind a gate."""
+    theirs = transformers.Qwen2MoeConfig(
+        **HF_SIZES,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        num_experts=8,
+        num_experts_per_tok=2,
+        moe_intermediate_size=24,
+        shared_expert_intermediate_size=40,
+        qkv_bias=False,
+        rms_norm_eps=1e-6,
+    )
+    moe = MoEConfig(top_k=2, ffn_hidden_size=24, shared_ffn_hidden_size=40, shared_gate=True, pre_softmax=True)
+    ours = ModelConfig(**SIZES, num_layers=3, num_heads=4, num_kv_heads=2, norm_eps=1e-6, moe=moe)
+    return transformers.Qwen2MoeForCausalLM, theirs, ours
+
+
+def glm4_moe() -> Any:
+    """As `dense`: 16 experts in 4 groups, of which 4 experts from 2 groups are chosen; the first layer is dense."""
+    theirs = transformers.Glm4MoeConfig(
+        **HF_SIZES,
+        num_hidden_layers=3,
+        intermediate_size=56,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        n_routed_experts=16,
+        num_experts_per_tok=4,
+        n_group=4,
+        topk_group=2,
+        moe_intermediate_size=24,
+        n_shared_experts=2,
+        routed_scaling_factor=1.8,
+        first_k_dense_replace=1,
+        use_qk_norm=True,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 1.0},
+    )
+    moe = MoEConfig(
+        num_experts=16,
+        top_k=4,
+        ffn_hidden_size=24,
+        first_k_dense=1,
+        shared_ffn_hidden_size=48,
+        score=Score.sigmoid,
+        groups=4,
+        topk_groups=2,
+        routed_scale=1.8,
+        bias_update_rate=0.001,
+    )
+    ours = ModelConfig(**SIZES, num_layers=3, ffn_hidden_size=56, num_heads=4, num_kv_heads=2, head_dim=8, qk_norm=True, moe=moe)
+    return transformers.Glm4MoeForCausalLM, theirs, ours
 
 
 CASES = {
@@ -75,6 +181,8 @@ CASES = {
     "qwen3-moe-every-second-layer": lambda: qwen3_moe(normalised=True, tied=False, sparse_step=2),
     "mixtral-gqa": lambda: mixtral(kv_heads=2, tied=False),
     "mixtral-mha-tied": lambda: mixtral(kv_heads=4, tied=True),
+    "qwen2-moe-shared-gate": qwen2_moe,
+    "glm4-moe-sigmoid-groups-bias": glm4_moe,
 }
 
 
@@ -84,6 +192,9 @@ def spread_weights(model: nn.Module) -> None:
     for param in model.parameters():
         noise = torch.randn(param.shape, generator=random)
         param.data.copy_(noise / math.sqrt(param.shape[-1]) * 1.5 if param.dim() > 1 else 1 + 0.3 * noise)
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            buffer.copy_(torch.randn(buffer.shape, generator=random) * 0.2)
 
 
 def fused_qkv(hf: dict[str, Tensor], prefix: str, kv_heads: int) -> Tensor:
@@ -92,14 +203,28 @@ def fused_qkv(hf: dict[str, Tensor], prefix: str, kv_heads: int) -> Tensor:
     return torch.cat((q, k, v), dim=1).flatten(0, 1)
 
 
+def dense_mlp(hf: dict[str, Tensor], ours: str, theirs: str) -> dict[str, Tensor]:
+    """The weights of a dense feed-forward part or of a shared expert; none where there is none."""
+    if f"{theirs}.gate_proj.weight" not in hf:
+        return {}
+    gate, up, down = (hf[f"{theirs}.{name}_proj.weight"] for name in ("gate", "up", "down"))
+    return {f"{ours}.w_up": torch.cat((gate, up)), f"{ours}.w_down": down}
+
+
 def feed_forward(hf: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
     """The weights of `body` besides its norm."""
-    if f"{prefix}.gate.weight" in hf:
-        experts = {name: hf[f"{prefix}.experts.{name}"].transpose(1, 2) for name in ("gate_up_proj", "down_proj")}
-        weights = {"experts.w_up": experts["gate_up_proj"], "experts.w_down": experts["down_proj"]}
-        return weights | {"router.weight": hf[f"{prefix}.gate.weight"]}
-    gate, up, down = (hf[f"{prefix}.{name}_proj.weight"] for name in ("gate", "up", "down"))
-    return {"mlp.w_up": torch.cat((gate, up)), "mlp.w_down": down}
+    plain = {
+        "router.weight": "gate.weight",
+        "router.bias_E": "gate.e_score_correction_bias",
+        "shared_gate": "shared_expert_gate.weight",
+        "experts.w_up": "experts.gate_up_proj",
+        "experts.w_down": "experts.down_proj",
+    }
+    weights = {ours: hf[f"{prefix}.{theirs}"] for ours, theirs in plain.items() if f"{prefix}.{theirs}" in hf}
+    weights = {name: value.transpose(1, 2) if name.startswith("experts") else value for name, value in weights.items()}
+    for ours, theirs in (("mlp", prefix), ("shared", f"{prefix}.shared_expert"), ("shared", f"{prefix}.shared_experts")):
+        weights |= dense_mlp(hf, ours, theirs)
+    return weights
 
 
 def converted(hf: dict[str, Tensor], model: ModelConfig) -> dict[str, Tensor]:
@@ -121,8 +246,8 @@ def converted(hf: dict[str, Tensor], model: ModelConfig) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def copy_weights(weights: dict[str, Tensor], chunk: Chunk) -> None:
-    """Fill every parameter of the chunk; a missing, superfluous or misshapen one fails."""
-    own = dict(chunk.named_parameters())
+    """Fill every parameter of the chunk, and the buffers that are given; a missing, superfluous or misshapen one fails."""
+    own = dict(chunk.named_parameters()) | {name: buffer for name, buffer in chunk.named_buffers() if name in weights}
     assert own.keys() == weights.keys()
     for name, param in own.items():
         assert param.shape == weights[name].shape, name

@@ -12,9 +12,10 @@ import pytest
 
 import app.config as sections
 from app.choices import Decay, Ramp, WsdDecay
-from app.config import OptimConfig, check
+from app.config import OptimConfig
 from app.errors import ConfigError
 from app.optim.lr import learning_rate, lr_at, weight_decay, weight_decay_at
+from app.rules import check
 
 CASES = json.loads((Path(__file__).parents[1] / "golden" / "numerics.json").read_text())["lr_schedule"]
 ACCEPTED = [case for case in CASES if "error" not in case]

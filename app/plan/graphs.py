@@ -1,0 +1,196 @@
+"""Which CUDA graphs and static buffers each forward and backward uses, and the proof that none overwrites another's.
+
+One graph is captured per layer, per kind of compute, and per *set*: a set serves one microbatch of a chunk at a time. A
+*slot* is the static inputs that one microbatch in a chunk owns from its forward to the end of its backward (its
+BackwardWeight where that is split); slots are reused first in, first out.
+
+    in flight               sets of graphs             graphs                     slots
+    never more than one     one per chunk              2·layers                   1
+    key microbatch          one per microbatch         2·layers·microbatches      peak in flight, over all chunks
+    key slot                one per slot               2·Σ layers·slots           the sum of each chunk's own peak
+
+Layers count over all chunks. It is 3 instead of 2 where backward is split, and 1 for forwards alone.
+
+Graphs are captured in the order of the list. The memory that a tensor had goes back to its pool when the tensor is
+dead, and graphs captured later use it. That is sound for graphs that replay once per step, in the order of their capture.
+A set that serves several microbatches per step meets others in flight than it met under capture: it needs a pool to
+itself, unless it is never alive together with any other, and what is sent must first be copied out of it.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from heapq import heappop, heappush
+from typing import Literal
+
+from app.plan.schedule import Action, Compute, Wait
+
+Key = Literal["microbatch", "slot"]
+Place = tuple[int, int]  # microbatch, chunk
+Block = tuple[str, int, int]  # what it holds, microbatch, chunk
+Static = tuple[str, int, int]  # what it holds; chunk and set, or for inputs -1 and slot
+Address = tuple[str, int, int]  # "slot" or "pool", its number, block in it
+
+
+@dataclass(frozen=True, slots=True)
+class GraphPlan:
+    """Graphs and buffers of one rank."""
+
+    layers: tuple[int, ...]  # captured layers of each chunk
+    kinds: int  # graphs per layer and set
+    sets: Mapping[Place, int]  # within the chunk
+    slots: Mapping[Place, int]  # over all chunks
+    pool_per_slot: bool  # otherwise one pool for all graphs
+    copy_sent: bool  # outputs and gradients are copied out of graph memory before they are sent
+
+    @property
+    def num_graphs(self) -> int:
+        """Graphs of all layers."""
+        return self.kinds * sum(self.layers[chunk] for chunk, _ in {(chunk, nth) for (_, chunk), nth in self.sets.items()})
+
+    @property
+    def num_slots(self) -> int:
+        """Slots of all chunks."""
+        return len(set(self.slots.values()))
+
+    @property
+    def num_static_inputs(self) -> int:
+        """Static inputs of layers: a slot has as many as the largest chunk that it serves has layers."""
+        layers: dict[int, int] = {}
+        for (_, chunk), slot in self.slots.items():
+            layers[slot] = max(layers.get(slot, 0), self.layers[chunk])
+        return sum(layers.values())
+
+    def set_of(self, mb: int, chunk: int) -> int:
+        """Which of the chunk's sets of graphs serves the microbatch."""
+        return self.sets[mb, chunk]
+
+    def slot_of(self, mb: int, chunk: int) -> int:
+        """The slot that the microbatch owns while it is in flight in the chunk; no two in flight share one."""
+        return self.slots[mb, chunk]
+
+    def pool_of(self, mb: int, chunk: int) -> int:
+        """The memory pool of the graphs that serve the microbatch."""
+        return self.slots[mb, chunk] if self.pool_per_slot else 0
+
+
+def plan_graphs(actions: Sequence[Action], num_layers_per_chunk: Sequence[int], key: Key = "microbatch") -> GraphPlan:
+    """The graphs of one rank; `actions` is its list, lowered or not, num_layers_per_chunk its captured layers.
+
+    Raises ValueError for an unknown key and for a list with more chunks than num_layers_per_chunk.
+    """
+    if key not in ("microbatch", "slot"):
+        raise ValueError(f"key={key!r} is neither microbatch nor slot")
+    computes = [action for action in actions if isinstance(action, Compute)]
+    layers, chunks = tuple(num_layers_per_chunk), {action.chunk for action in computes}
+    if max(chunks, default=-1) >= len(layers):
+        raise ValueError(f"the list has {max(chunks) + 1} chunks, but num_layers_per_chunk={list(layers)} has {len(layers)}")
+    kinds, shared = len({type(action) for action in computes}), _assign(computes, chunks)
+    if max(shared.values(), default=0) == 0:
+        return GraphPlan(layers, kinds, shared, shared, pool_per_slot=False, copy_sent=True)
+    if key == "microbatch":
+        own = {place: place[0] for place in shared}
+        return GraphPlan(layers, kinds, own, shared, pool_per_slot=False, copy_sent=False)
+    sets: dict[Place, int] = {}
+    slots: dict[Place, int] = {}
+    for chunk in sorted(chunks):
+        own, before = _assign(computes, [chunk]), len(set(slots.values()))
+        sets.update(own)
+        slots.update((place, before + slot) for place, slot in own.items())
+    return GraphPlan(layers, kinds, sets, slots, pool_per_slot=True, copy_sent=True)
+
+
+def _assign(computes: Sequence[Compute], chunks: Collection[int]) -> dict[Place, int]:
+    """Slots for the microbatches of `chunks`: the one that has been free for longest, or else a new one."""
+    last = {(action.mb, action.chunk): position for position, action in enumerate(computes)}
+    free: deque[int] = deque()
+    slots: dict[Place, int] = {}
+    new = 0
+    for position, action in enumerate(computes):
+        place = action.mb, action.chunk
+        if action.chunk not in chunks:
+            continue
+        if place not in slots:
+            slots[place] = free.popleft() if free else new
+            new = max(new, slots[place] + 1)
+        if last[place] == position:
+            free.append(slots[place])
+    return slots
+
+
+def check_graphs(actions: Sequence[Action], plan: GraphPlan) -> None:
+    """Capture and replay a rank's list on numbered blocks of memory, sends in flight included.
+
+    Each graph allocates the lowest free blocks of its pool, scratch included, when the list first comes to it. A block
+    is free again when its first tenant has been used for the last time. Raises ValueError, with the action and both
+    tensors, if a replay then writes to a block that holds what another action or a send still needs.
+    """
+    touched = [list(_touches(action, plan)) for action in actions]
+    ends = {block: position for position, blocks in enumerate(touched) for block in blocks}
+    addresses = _capture(touched, ends, plan)
+    live: dict[Address, Block] = {}
+    for position, action in enumerate(actions):
+        for block in touched[position]:
+            address = addresses[_static(block, plan)]
+            holds = live.setdefault(address, block)
+            if holds != block:
+                raise ValueError(f"{action} writes {_name(block)} where {_name(holds)} is still needed: {address}")
+        for block in touched[position]:
+            if ends[block] == position:
+                del live[addresses[_static(block, plan)]]
+
+
+def _touches(action: Action, plan: GraphPlan) -> Iterator[Block]:
+    """What an action reads and writes of a microbatch; a Wait ends the reading of the sends that it waits for."""
+    if isinstance(action, Wait) and not plan.copy_sent:
+        yield from (("output" if op.flow == "F" else "gradient", op.mb, op.chunk) for op in action.ops if op.send)
+    if not isinstance(action, Compute):
+        return
+    names = {"F": "saved output", "B": "saved output gradient", "I": "saved output gradient queue", "W": "saved queue"}
+    for name in ("input", *names[action.letter].split(), f"scratch {action.letter}"):
+        yield name, action.mb, action.chunk
+
+
+def _static(block: Block, plan: GraphPlan) -> Static:
+    """What the block is to all microbatches that share the slot or set."""
+    name, mb, chunk = block
+    return (name, -1, plan.slots[mb, chunk]) if name == "input" else (name, chunk, plan.sets[mb, chunk])
+
+
+def _capture(touched: Sequence[Sequence[Block]], ends: Mapping[Block, int], plan: GraphPlan) -> dict[Static, Address]:
+    """Where everything static lies; what a later microbatch finds captured stays where it is."""
+    addresses: dict[Static, Address] = {}
+    tenants: dict[Address, Block] = {}  # whose memory it is under capture
+    pools: defaultdict[int, _Pool] = defaultdict(_Pool)
+    for position, blocks in enumerate(touched):
+        for block in blocks:
+            static, slot, pool = _static(block, plan), plan.slot_of(*block[1:]), plan.pool_of(*block[1:])
+            if static not in addresses:
+                address = ("slot", slot, 0) if block[0] == "input" else ("pool", pool, pools[pool].take())
+                addresses[static], tenants[address] = address, block
+        for block in blocks:
+            kind, pool, number = address = addresses[_static(block, plan)]
+            if kind == "pool" and ends[block] == position and tenants[address] == block:
+                heappush(pools[pool].free, number)
+    return addresses
+
+
+@dataclass(slots=True)
+class _Pool:
+    """Blocks of memory, numbered from 0."""
+
+    size: int = 0
+    free: list[int] = field(default_factory=list)  # a heap
+
+    def take(self) -> int:
+        """The lowest free block, or a new one."""
+        if self.free:
+            return heappop(self.free)
+        self.size += 1
+        return self.size - 1
+
+
+def _name(block: Block) -> str:
+    return f"{block[0]} of microbatch {block[1]} in chunk {block[2]}"

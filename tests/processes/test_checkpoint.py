@@ -1,0 +1,292 @@
+"""Checkpoints: exact resume, other layouts, and what is left when a process dies in the middle or a file is damaged."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from app.choices import Dtype, Score
+from app.config import ModelConfig, ParallelConfig, PrecisionConfig, Run
+from app.engine.build import Engine
+from app.engine.checkpoint import Progress, load_checkpoint, save_checkpoint, verify_checkpoint
+from app.engine.run_folder import CHECKPOINTS, LATEST, newest_checkpoint
+from app.errors import ConfigError
+from tests.distributed import run_distributed
+from tests.runs import TINY, TINY_MOE, engine_of, make_run, train_steps, whole_parameters
+
+SIGMOID = dataclasses.replace(TINY_MOE, score=Score.sigmoid, bias_update_rate=0.01)
+MODELS = {
+    "dense": dataclasses.replace(TINY, moe=None, tie_embeddings=True),
+    "moe": TINY,
+    "bias": dataclasses.replace(TINY, moe=SIGMOID),
+}
+STEPS = 3  # before and after the checkpoint
+Parameters = dict[str, Any]  # name -> numpy array of the whole parameter
+
+
+def run_of(model: ModelConfig, dp: int = 1, ep: int = 1, params: Dtype = Dtype.float32, seed: int = 1) -> Run:
+    run = make_run(model, parallel=ParallelConfig(world_size=dp, dp=dp, ep=ep), precision=PrecisionConfig(params))
+    return dataclasses.replace(run, train=dataclasses.replace(run.train, seed=seed))
+
+
+def trained_engine(run: Run, rank: int) -> tuple[Engine, Progress]:
+    """An engine after STEPS updates, one skipped one, and with router biases that change the choice of experts."""
+    engine = engine_of(run, rank)
+    train_steps(run, engine, STEPS)
+    engine.optimizer.step(run.optim.lr, 0.1, torch.tensor(float("nan")))
+    random = torch.Generator().manual_seed(0)
+    for _, _, router in engine.routers():
+        if router.moe.bias_update_rate:
+            router.bias_E.copy_(torch.randn(router.bias_E.shape, generator=random) * 0.1)
+    return engine, Progress(STEPS + 1, STEPS, 640)
+
+
+def save(folder: Path, run: Run, engine: Engine, progress: Progress, keep_last: int = 2) -> Path:
+    cursor = {"sequences": 8 * progress.step, "stream": {"rank": engine.groups.rank}}
+    return save_checkpoint(folder, engine, run.model, progress, cursor, keep_last)
+
+
+def load(path: Path, run: Run, rank: int) -> tuple[Engine, Progress, dict[str, Any]]:
+    """A fresh engine with other initial weights, filled from the checkpoint."""
+    engine = engine_of(dataclasses.replace(run, train=dataclasses.replace(run.train, seed=99)), rank)
+    return engine, *load_checkpoint(path, verify_checkpoint(path, run.model), engine)
+
+
+def parameters(engine: Engine) -> Parameters:
+    return {name: value.float().numpy() for name, value in whole_parameters(engine).items()}
+
+
+def follow(run: Run, engine: Engine) -> tuple[list[tuple[float, float]], list[torch.Tensor], torch.Tensor]:
+    """Losses and norms of the next steps, everything the optimizer then holds, and the next random numbers."""
+    seen, random = train_steps(run, engine, STEPS, first=STEPS), torch.rand(4)
+    whole_parameters(engine)  # brings every rank's shards together
+    state = [value.clone() for piece in engine.optimizer.pieces() for value in (*piece.state.values(), piece.step)]
+    state += [param.detach().clone() for chunk in engine.chunks for param in chunk.parameters()]
+    return seen, state, random
+
+
+def go_on_and_resume(rank: int, run: Run, folder: Path) -> dict[str, Any]:
+    """Whether a run that goes on after a save and one that resumes from it stay bit-equal."""
+    engine, progress = trained_engine(run, rank)
+    path = save(folder, run, engine, progress)
+    biases = [router.bias_E.clone() for _, _, router in engine.routers()]
+    seen, state, random = follow(run, engine)
+    fresh, loaded, cursor = load(path, run, rank)
+    same_bias = all(torch.equal(a, router.bias_E) for a, (_, _, router) in zip(biases, fresh.routers(), strict=True))
+    seen_again, state_again, random_again = follow(run, fresh)
+    return {
+        "progress": loaded == progress,
+        "cursor": cursor == {"sequences": 8 * progress.step, "stream": {"rank": rank}},
+        "bias": same_bias and all(bool(bias.any()) == bool(run.model.moe.bias_update_rate) for bias in biases),
+        "losses": seen == seen_again,
+        "state": all(torch.equal(a, b) for a, b in zip(state, state_again, strict=True)),
+        "random": torch.equal(random, random_again),
+    }
+
+
+SAME_LAYOUT = [
+    ("dense", 1, 1, Dtype.float32), ("moe", 1, 1, Dtype.float32), ("bias", 1, 1, Dtype.bfloat16),
+    ("dense", 2, 1, Dtype.bfloat16), ("moe", 2, 2, Dtype.float32), ("bias", 2, 2, Dtype.float32), ("bias", 4, 2, Dtype.bfloat16),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "dp", "ep", "params"), SAME_LAYOUT)
+def test_resume_at_the_same_layout_is_bit_identical(name: str, dp: int, ep: int, params: Dtype, tmp_path: Path):
+    for found in run_distributed(go_on_and_resume, dp, run_of(MODELS[name], dp, ep, params), tmp_path / CHECKPOINTS):
+        assert found == dict.fromkeys(found, True)
+
+
+def save_and_follow(rank: int, run: Run, folder: Path) -> tuple[Parameters, list[tuple[float, float]]]:
+    engine, progress = trained_engine(run, rank)
+    save(folder, run, engine, progress)
+    return parameters(engine), train_steps(run, engine, STEPS, first=STEPS)
+
+
+def load_and_follow(rank: int, run: Run, path: Path) -> tuple[Parameters, list[tuple[float, float]], set[float], list[bool]]:
+    engine, *_ = load(path, run, rank)
+    counts = {piece.step.item() for piece in engine.optimizer.pieces()}
+    biased = [bool(router.bias_E.any()) for _, _, router in engine.routers()]
+    return parameters(engine), train_steps(run, engine, STEPS, first=STEPS), counts, biased
+
+
+LAYOUTS = {(1, 1): [(2, 1), (2, 2)], (2, 1): [(4, 1)], (2, 2): [(1, 1), (4, 4)], (4, 2): [(1, 1), (4, 1), (2, 2)]}  # (dp, ep)
+
+
+@pytest.fixture(scope="module", params=LAYOUTS, ids=lambda p: f"dp{p[0]}-ep{p[1]}")
+def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[tuple[int, int], Path, Any]:
+    """(layout, checkpoint, parameters and following losses of the run that saved it)."""
+    folder = tmp_path_factory.mktemp("run") / CHECKPOINTS
+    expected = run_distributed(save_and_follow, request.param[0], run_of(MODELS["bias"], *request.param), folder)[0]
+    return request.param, newest_checkpoint(folder.parent), expected
+
+
+def test_loading_at_another_layout_goes_on_alike(saved: tuple[tuple[int, int], Path, Any]):
+    layout, path, (wanted, losses) = saved
+    for dp, ep in LAYOUTS[layout]:
+        for found, seen, counts, biased in run_distributed(load_and_follow, dp, run_of(MODELS["bias"], dp, ep), path):
+            assert found.keys() == wanted.keys()
+            assert all((found[name] == value).all() for name, value in wanted.items())
+            torch.testing.assert_close(torch.tensor(seen), torch.tensor(losses), rtol=1e-6, atol=1e-6)
+            assert counts == {float(STEPS)} and all(biased)
+
+
+def test_every_element_is_in_exactly_one_file(saved: tuple[tuple[int, int], Path, Any]):
+    (dp, _), path, (wanted, _) = saved
+    files = sorted(path.glob("rank-*.pt"))
+    assert len(files) == dp
+    states = [torch.load(file, weights_only=True) for file in files]
+    entries = [entry for state in states for entry in state["pieces"]]
+    counts = {name: torch.zeros(value.size) for name, value in wanted.items()}
+    for entry in entries:
+        tensors = [entry[key] for key in ("main", "exp_avg", "exp_avg_sq")]
+        place = slice(entry["start"], entry["start"] + entry["main"].numel())
+        counts[entry["name"]][place] += 1
+        assert torch.equal(entry["main"], torch.from_numpy(wanted[entry["name"]]).flatten()[place])
+        assert all(t.dtype == torch.float32 and t.numel() == entry["main"].numel() for t in tensors)
+        assert all(t.untyped_storage().nbytes() == 4 * t.numel() for t in tensors), "a view keeps its whole buffer in the file"
+    assert all(count.eq(1).all() for count in counts.values())
+    largest = max(sum(12 * entry["main"].numel() for entry in state["pieces"]) for state in states)
+    pieces = max(len(state["pieces"]) for state in states)
+    assert max(file.stat().st_size for file in files) < largest + 2000 * pieces + 20_000  # headers, names, random state
+
+
+def precision_changes(rank: int, folder: Path) -> bool:
+    narrow, wide = (run_of(TINY, params=params) for params in (Dtype.bfloat16, Dtype.float32))
+    engine, progress = trained_engine(narrow, rank)
+    wide_engine, *_ = load(save(folder, narrow, engine, progress), wide, rank)
+    mains = ([piece.main for piece in e.optimizer.pieces()] for e in (engine, wide_engine))
+    return all(torch.equal(a, b) for a, b in zip(*mains, strict=True))
+
+
+def test_fp32_parameters_of_a_bf16_run_are_kept_when_it_goes_on_in_fp32(tmp_path: Path):
+    assert run_distributed(precision_changes, 1, tmp_path / CHECKPOINTS) == [True]
+
+
+def save_many(rank: int, folder: Path, keep_last: int, steps: list[int]) -> list[tuple[list[str], str]]:
+    run = run_of(MODELS["moe"])
+    engine, found = engine_of(run, rank), []
+    for step in steps:
+        path = save(folder, run, engine, Progress(step, step, step), keep_last)
+        assert verify_checkpoint(path, run.model)["step"] == step
+        found.append((sorted(p.name for p in folder.iterdir()), (folder / LATEST).read_text()))
+    return found
+
+
+@pytest.mark.parametrize("keep_last", [1, 2, 3])
+def test_old_checkpoints_are_removed_and_nothing_else_is_left(keep_last: int, tmp_path: Path):
+    steps = [1, 2, 3, 10, 100]
+    (found,) = run_distributed(save_many, 1, tmp_path / CHECKPOINTS, keep_last, steps)
+    for taken, (names, latest) in enumerate(found, start=1):
+        kept = [f"step-{step:08d}" for step in steps[:taken][-keep_last:]]
+        assert names == [LATEST, *kept] and latest == kept[-1]
+
+
+@pytest.fixture(scope="module")
+def two_checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A `checkpoints` folder with steps 1 and 2 of two ranks."""
+    folder = tmp_path_factory.mktemp("two") / CHECKPOINTS
+    run_distributed(save_twice, 2, folder)
+    return folder
+
+
+def save_twice(rank: int, folder: Path) -> None:
+    run = run_of(MODELS["moe"], 2, 2)
+    engine = engine_of(run, rank)
+    for step in (1, 2):
+        save(folder, run, engine, Progress(step, step, step))
+
+
+def edit_middle(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+def edit_manifest(change: Callable[[dict[str, Any]], object]) -> Callable[[Path], None]:
+    def edit(path: Path) -> None:
+        manifest = json.loads(path.read_text())
+        change(manifest)
+        path.write_text(json.dumps(manifest))
+
+    return edit
+
+
+def cut(path: Path) -> None:
+    os.truncate(path, path.stat().st_size - 100)
+
+
+DAMAGES: dict[str, tuple[str, Callable[[Path], object], str]] = {  # file, what happens to it, what the error says
+    "truncated": ("rank-00001.pt", cut, "bytes instead of"),
+    "empty": ("rank-00000.pt", lambda path: path.write_bytes(b""), "has 0 bytes"),
+    "longer": ("rank-00000.pt", lambda path: path.write_bytes(path.read_bytes() + b"x"), "bytes instead of"),
+    "edited": ("rank-00001.pt", edit_middle, "changed"),
+    "missing": ("rank-00001.pt", Path.unlink, "missing"),
+    "no manifest": ("manifest.json", Path.unlink, "cannot be read"),
+    "torn manifest": ("manifest.json", cut, "cannot be read"),
+    "binary manifest": ("manifest.json", lambda path: path.write_bytes(b"\xff\xfe\x00"), "cannot be read"),
+    "newer format": ("manifest.json", edit_manifest(lambda m: m.update(format=2)), "format 2"),
+    "no format": ("manifest.json", lambda path: path.write_text("{}"), "format None"),
+}
+INCOMPLETE: dict[str, Callable[[Path], object]] = {
+    "a list": lambda path: path.write_text("[]"),
+    **{f"no {key}": edit_manifest(lambda m, key=key: m.pop(key)) for key in ("files", "model", "step", "updates", "tokens")},
+    "no size": edit_manifest(lambda m: m["files"]["rank-00000.pt"].pop("bytes")),
+    "no files at all": edit_manifest(lambda m: m["files"].clear()),
+}
+
+
+def refusal(folder: Path, tmp_path: Path, file: str, damage: Callable[[Path], object], step: int = 2) -> ConfigError:
+    """How the damaged checkpoint is refused."""
+    path = shutil.copytree(folder, tmp_path / CHECKPOINTS) / f"step-{step:08d}"
+    damage(path / file)
+    with pytest.raises(ConfigError) as caught:
+        verify_checkpoint(path, MODELS["moe"])
+    assert caught.value.key == "resume" and str(path) in str(caught.value) and file in caught.value.rule
+    return caught.value
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_damage_is_named_and_the_checkpoint_before_offered(damage: str, two_checkpoints: Path, tmp_path: Path):
+    file, apply, says = DAMAGES[damage]
+    error = refusal(two_checkpoints, tmp_path, file, apply)
+    assert says in error.rule and error.nearest == f"resume={tmp_path / CHECKPOINTS / 'step-00000001'}"
+
+
+@pytest.mark.parametrize("damage", INCOMPLETE)
+def test_an_incomplete_manifest_is_refused(damage: str, two_checkpoints: Path, tmp_path: Path):
+    assert refusal(two_checkpoints, tmp_path, "manifest.json", INCOMPLETE[damage]).nearest is not None
+
+
+def test_the_oldest_checkpoint_has_none_before_it(two_checkpoints: Path, tmp_path: Path):
+    assert refusal(two_checkpoints, tmp_path, "rank-00000.pt", Path.unlink, step=1).nearest is None
+
+
+def test_a_whole_checkpoint_is_not_refused(two_checkpoints: Path):
+    for step in (1, 2):
+        assert verify_checkpoint(two_checkpoints / f"step-{step:08d}", dataclasses.replace(TINY, name="other"))["step"] == step
+
+
+OTHER_MODELS = {
+    "model.hidden_size": (dataclasses.replace(TINY, hidden_size=64), 64, 32),
+    "model.qk_norm": (dataclasses.replace(TINY, qk_norm=True), True, False),
+    "model.moe.top_k": (dataclasses.replace(TINY, moe=dataclasses.replace(TINY_MOE, top_k=3)), 3, 2),
+    "model.moe": (dataclasses.replace(TINY, moe=None), None, None),
+}
+
+
+@pytest.mark.parametrize("key", OTHER_MODELS)
+def test_another_model_is_refused_by_the_key_that_differs(key: str, two_checkpoints: Path):
+    model, current, saved_value = OTHER_MODELS[key]
+    path = two_checkpoints / "step-00000002"
+    with pytest.raises(ConfigError) as caught:
+        verify_checkpoint(path, model)
+    assert caught.value.key == key and caught.value.value == current and str(path) in str(caught.value)
+    assert saved_value is None or caught.value.nearest == saved_value

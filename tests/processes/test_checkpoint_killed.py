@@ -1,0 +1,220 @@
+"""A process that dies at any moment of a save loses nothing that was committed, and the next run goes on from there.
+
+The moments: before and after every operation on the disk, and in the middle of those that take time. Everything under test
+is one process with a tiny model. What a power cut may take away is not simulated; the order of the syncs is checked instead.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import multiprocessing
+import os
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import pytest
+import torch
+
+from app.engine import checkpoint
+from app.engine.checkpoint import Progress, save_checkpoint, verify_checkpoint
+from app.engine.groups import process_world
+from app.engine.run_folder import CHECKPOINTS, LATEST, complete_checkpoints, newest_checkpoint
+from tests.runs import TINY, engine_of, make_run
+
+DEAD = 17  # exit status of a killed child
+RUN = make_run(TINY)
+
+
+class Reaper:
+    """Counts the moments of a save and ends the process at the one asked for."""
+
+    def __init__(self, deadline: int | None, log: Path) -> None:
+        self.deadline, self.log, self.passed = deadline, log, 0
+
+    def moment(self, name: str) -> None:
+        if self.passed == self.deadline:
+            self.log.write_text(name)
+            os._exit(DEAD)
+        self.passed += 1
+
+    def around(self, name: str, operation: Callable[..., Any], torn: Callable[..., None] | None = None) -> Callable[..., Any]:
+        """`operation` with a moment before and after it; `torn` leaves what an interrupted one would, with its own moments."""
+
+        def watched(*args: Any, **options: Any) -> Any:
+            label = f"{name}({', '.join(arg.name for arg in args if isinstance(arg, Path))})"
+            self.moment(f"before {label}")
+            if torn is not None and self.deadline is not None:
+                torn(f"in the middle of {label}", *args)
+            result = operation(*args, **options)
+            self.moment(f"after {label}")
+            return result
+
+        return watched
+
+    def half_written(self, name: str, path: Path, write: Callable[[BinaryIO], object]) -> None:
+        whole = io.BytesIO()
+        write(whole)
+        path.write_bytes(whole.getvalue()[: len(whole.getvalue()) // 2])
+        self.moment(name)
+
+    def half_removed(self, name: str, folder: Path) -> None:
+        for file in sorted(folder.glob("*")):  # the manifest first
+            file.unlink()
+            self.moment(f"{name}, {file.name} is gone")
+
+    def watch(self) -> None:
+        """Patch what a save calls; this process is about to end anyway."""
+        checkpoint._write_synced = self.around("write", checkpoint._write_synced, self.half_written)
+        checkpoint._sync_folder = self.around("sync", checkpoint._sync_folder)
+        shutil.rmtree = self.around("remove", shutil.rmtree, self.half_removed)
+        Path.rename = self.around("rename", Path.rename)
+        Path.mkdir = self.around("mkdir", Path.mkdir)
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """A save that may be interrupted."""
+
+    before: tuple[int, ...]  # steps already committed, in this order
+    step: int
+    keep_last: int
+
+
+SCENARIOS = {
+    "first": Scenario((), 1, 2),
+    "next": Scenario((1, 2), 3, 2),
+    "replaces the only other": Scenario((1,), 2, 1),
+    "same step again": Scenario((1, 2), 2, 2),
+    "same step again, the only one": Scenario((1,), 1, 1),
+}
+
+
+def in_child(work: Callable[[], None]) -> int:
+    """Exit status of a forked process that does `work`."""
+
+    def child() -> None:
+        torch.set_num_threads(1)
+        with process_world(0, 1, torch.device("cpu")):
+            work()
+
+    process = multiprocessing.get_context("fork").Process(target=child)
+    process.start()
+    process.join(60)
+    return process.exitcode
+
+
+def save(folder: Path, step: int, tokens: int, keep_last: int) -> None:
+    save_checkpoint(folder, engine_of(RUN), TINY, Progress(step, step, tokens), {"sequences": 0}, keep_last)
+
+
+def interrupted(scenario: Scenario, folder: Path, deadline: int, log: Path) -> bool:
+    """Run the scenario's save up to a moment; whether there was such a moment. Old checkpoints have 1 token, the new one 2."""
+
+    def work() -> None:
+        Reaper(deadline, log).watch()
+        save(folder, scenario.step, 2, scenario.keep_last)
+
+    return in_child(work) == DEAD
+
+
+@pytest.fixture(scope="module", params=SCENARIOS.values(), ids=SCENARIOS)
+def deaths(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Scenario, dict[str, Path]]:
+    """The scenario and, for every moment of it, the run folder that a death at that moment leaves."""
+    scenario, root, left = request.param, tmp_path_factory.mktemp("deaths"), {}
+    start, log = root / "start" / CHECKPOINTS, root / "moment"
+    start.mkdir(parents=True)
+    assert in_child(lambda: [save(start, step, 1, 9) for step in scenario.before]) == 0
+    for deadline in range(100):
+        run_dir = root / f"run-{deadline}"
+        shutil.copytree(start.parent, run_dir)
+        if not interrupted(scenario, run_dir / CHECKPOINTS, deadline, log):
+            break
+        left[f"{deadline} {log.read_text()}"] = run_dir
+    assert len(left) > 15
+    return scenario, left
+
+
+def tokens_of(path: Path) -> int:
+    return verify_checkpoint(path, TINY)["tokens"]
+
+
+def faults(left: dict[str, Path], find: Callable[[Path], str | None]) -> list[str]:
+    """What `find` says about each folder that was left, with the moment; nothing where it is content."""
+    return [f"{moment}: {fault}" for moment, run_dir in left.items() if (fault := find(run_dir))]
+
+
+def test_the_newest_checkpoint_is_whole(deaths: tuple[Scenario, dict[str, Path]]):
+    scenario, left = deaths
+
+    def find(run_dir: Path) -> str | None:
+        newest = newest_checkpoint(run_dir)
+        if newest is None:
+            return "nothing to continue from" if scenario.before else None
+        step = verify_checkpoint(newest, TINY)["step"]
+        return None if step >= max(scenario.before, default=0) else f"fell back to step {step}"
+
+    assert faults(left, find) == []
+
+
+def test_latest_moves_once_and_last(deaths: tuple[Scenario, dict[str, Path]]):
+    scenario, left = deaths
+    names = [pointer.read_text() if (pointer := run_dir / CHECKPOINTS / LATEST).is_file() else "" for run_dir in left.values()]
+    old = f"step-{scenario.before[-1]:08d}" if scenario.before else ""
+    new = f"step-{scenario.step:08d}"
+    moved = names.index(new) if new in names else len(names)
+    assert names == [old] * moved + [new] * (len(names) - moved)
+    if new != old:
+        assert "after rename(.latest.tmp" in list(left)[moved]
+
+
+def test_what_a_rename_shows_is_on_the_disk_before(deaths: tuple[Scenario, dict[str, Path]]):
+    _, left = deaths
+    names = [moment.split(" ", 1)[1] for moment in left]
+    for index, name in enumerate(names):
+        if name.startswith("before rename(.step-") and ".tmp," in name:
+            draft = name.removeprefix("before rename(").split(",")[0]
+            assert f"after sync({draft})" in names[:index], "the draft's own entries"
+        if name.startswith("before rename(.latest.tmp"):
+            assert f"after sync({CHECKPOINTS})" in names[:index], "the checkpoint that it will name"
+    assert names[-1].startswith("after")
+
+
+def test_every_checkpoint_that_is_offered_is_whole(deaths: tuple[Scenario, dict[str, Path]]):
+    _, left = deaths
+
+    def find(run_dir: Path) -> str | None:
+        for path in complete_checkpoints(run_dir / CHECKPOINTS):
+            try:
+                tokens_of(path)
+            except ValueError as error:
+                return str(error)
+        return None
+
+    assert faults(left, find) == []
+
+
+@pytest.mark.parametrize("later", [0, 1], ids=["same step", "next step"])
+def test_the_next_run_saves_again_and_tidies_up(deaths: tuple[Scenario, dict[str, Path]], later: int, tmp_path: Path):
+    scenario, left = deaths
+    log = tmp_path / "faults"
+
+    def again() -> None:
+        found = {}
+        for moment, run_dir in left.items():
+            copy = shutil.copytree(run_dir, tmp_path / run_dir.name)
+            try:
+                save(copy / CHECKPOINTS, scenario.step + later, 3, scenario.keep_last)
+                if tokens_of(newest_checkpoint(copy)) != 3:
+                    found[moment] = "is not the newest"
+                if hidden := [path.name for path in (copy / CHECKPOINTS).glob(".*")]:
+                    found[moment] = f"leaves {hidden}"
+            except (OSError, ValueError) as error:
+                found[moment] = repr(error)
+        log.write_text(json.dumps(found))
+
+    assert in_child(again) == 0
+    assert json.loads(log.read_text()) == {}
