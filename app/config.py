@@ -200,7 +200,7 @@ class OptimConfig:
     lr: float = 1e-3  # peak learning rate
     min_lr: float = 1e-4  # learning rate after decay
     init_lr: float = 0.0  # learning rate at step 0 of warm-up
-    warmup_steps: int = 20  # steps from init_lr to lr
+    warmup_steps: int | None = None  # steps from init_lr to lr; null: a twentieth of the decay steps
     decay: Decay = Decay.cosine  # shape after warm-up
     decay_steps: int | None = None  # step at which min_lr is reached; null: train.steps
     wsd_decay_steps: int | None = None  # last steps of the decay for decay=wsd

@@ -63,7 +63,7 @@ def check_batch(run: Run) -> None:
 
 def check_lr_schedule(run: Run) -> None:
     """Warm-up and the last decay fit into the decay steps."""
-    if run.optim.warmup_steps >= run.decay_steps:
+    if (run.optim.warmup_steps or 0) >= run.decay_steps:
         raise ConfigError(
             "optim.warmup_steps",
             run.optim.warmup_steps,

@@ -36,7 +36,7 @@ class PlainModel:
             x = x + self._attention(self._norm(x, f"layers.{n}.attn_norm.weight"), f"layers.{n}.attn", cos, sin)
             y, aux = self._experts(self._norm(x, f"layers.{n}.body.norm.weight").flatten(0, 1), f"layers.{n}.body")
             x, extra = x + y.view_as(x), extra + aux
-        logits = F.linear(self._norm(x, "norm.weight"), w["head"])
+        logits = F.linear(self._norm(x, "norm.weight"), w.get("head", w["embedding"]))
         return F.cross_entropy(logits.flatten(0, 1), batch.labels_BS.flatten()) + extra
 
     def _norm(self, x: Tensor, name: str) -> Tensor:

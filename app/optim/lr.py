@@ -1,7 +1,7 @@
 """Learning rate and weight decay as functions of the step: plain floats, no state, no torch.
 
-`step` is the number of optimizer updates already made, so step 0 is the value of the first update. The two functions on
-plain numbers serve parameter groups with a peak or minimum of their own; `lr_at` and `weight_decay_at` read OptimConfig.
+`step` is where the schedule stands: 0 before the first update, n for the n-th. The two functions on plain numbers serve
+parameter groups with a peak or minimum of their own; `lr_at` and `weight_decay_at` read OptimConfig.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from app.config import OptimConfig
 
 
 def lr_at(step: int, config: OptimConfig, decay_steps: int) -> float:
-    """Learning rate of update number `step` (from 0); `decay_steps` is the step at which the minimum is reached."""
+    """Learning rate at `step`; `decay_steps` is the step at which the minimum is reached."""
     return learning_rate(
         step,
         init=config.init_lr,
         peak=config.lr,
         low=config.min_lr,
-        warmup_steps=config.warmup_steps,
+        warmup_steps=decay_steps // 20 if config.warmup_steps is None else config.warmup_steps,
         decay_steps=decay_steps,
         decay=config.decay,
         wsd_steps=config.wsd_decay_steps or 0,
@@ -28,7 +28,7 @@ def lr_at(step: int, config: OptimConfig, decay_steps: int) -> float:
 
 
 def weight_decay_at(step: int, config: OptimConfig, decay_steps: int) -> float:
-    """Weight decay of update number `step` (from 0), which reaches its last value at `decay_steps`."""
+    """Weight decay at `step`, which reaches its last value at `decay_steps`."""
     start = config.weight_decay
     end = start if config.weight_decay_end is None else config.weight_decay_end
     return weight_decay(step, start=start, end=end, ramp_steps=decay_steps, ramp=config.weight_decay_ramp)

@@ -76,7 +76,7 @@ def test_impossible_schedules_are_refused_by_the_config(case: dict[str, Any]):
     ({"init_lr": 2e-3}, "optim.init_lr"),
     ({"min_lr": 2e-3}, "optim.min_lr"),
     ({"warmup_steps": 300}, "optim.warmup_steps"),
-    ({"decay_steps": 20}, "optim.warmup_steps"),
+    ({"decay_steps": 20, "warmup_steps": 20}, "optim.warmup_steps"),
     ({"decay_steps": 0}, "optim.decay_steps"),
     ({"decay": Decay.wsd}, "optim.wsd_decay_steps"),
     ({"decay": Decay.wsd, "wsd_decay_steps": 301}, "optim.wsd_decay_steps"),
