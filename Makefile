@@ -41,7 +41,7 @@ clean: ## remove .venv and caches; runs/ stays
 $(VENV)/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	  { echo "Graphfold needs Python 3.11 or newer; choose one with: make PYTHON=python3.12 …"; exit 1; }
-	@$(PYTHON) -m venv $(VENV)
+	@$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); exit 1; }
 
 # Without a GPU a CPU build of torch is a tenth of the download: take it where the package index offers one.
 $(VENV)/installed: pyproject.toml constraints.txt | $(VENV)/bin/python

@@ -7,6 +7,7 @@ Pure Python: no torch, no Hydra, no environment. `app.cli.compose` fills these t
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from app.choices import (
     Decay,
@@ -23,6 +24,19 @@ from app.choices import (
     WsdDecay,
 )
 from app.errors import ConfigError, nearest_divisors
+
+
+def above_zero(section: str, config: object, *names: str) -> None:
+    """Refuse any of the named fields that is not positive; None means unset and passes."""
+    for name in names:
+        value = getattr(config, name)
+        if value is not None and value <= 0:
+            raise ConfigError(f"{section}.{name}", value, "must be above 0", default_of(type(config), name))
+
+
+def default_of(section: type, name: str) -> object:
+    """The default of a field."""
+    return section.__dataclass_fields__[name].default
 
 
 def at_least(section: str, config: object, low: float, *names: str) -> None:
@@ -132,6 +146,10 @@ class ModelConfig:
             "head_dim",
             "vocab_size",
         )
+        above_zero("model", self, "rope_theta", "norm_eps", "init_std")
+        if self.moe and self.moe.first_k_dense >= self.num_layers:
+            rule = f"leaves none of the {self.num_layers} layers for experts"
+            raise ConfigError("model.moe.first_k_dense", self.moe.first_k_dense, rule, self.num_layers - 1)
         if self.head_dim is None and self.hidden_size % self.num_heads:
             raise ConfigError(
                 "model.num_heads",
@@ -197,8 +215,8 @@ class PrecisionConfig:
 class OptimConfig:
     """AdamW (Loshchilov & Hutter 2019) and its schedules; steps are optimizer updates."""
 
-    lr: float = 1e-3  # peak learning rate
-    min_lr: float = 1e-4  # learning rate after decay
+    lr: float = 3e-3  # peak learning rate
+    min_lr: float = 3e-4  # learning rate after decay
     init_lr: float = 0.0  # learning rate at step 0 of warm-up
     warmup_steps: int | None = None  # steps from init_lr to lr; null: a twentieth of the decay steps
     decay: Decay = Decay.cosine  # shape after warm-up
@@ -214,7 +232,8 @@ class OptimConfig:
     clip_norm: float = 1.0  # largest global gradient norm; 0: no clipping
 
     def __post_init__(self) -> None:
-        at_least("optim", self, 0, "min_lr", "init_lr", "warmup_steps", "weight_decay", "weight_decay_end", "clip_norm", "eps")
+        above_zero("optim", self, "lr", "eps")
+        at_least("optim", self, 0, "min_lr", "init_lr", "warmup_steps", "weight_decay", "weight_decay_end", "clip_norm")
         at_least("optim", self, 1, "decay_steps", "wsd_decay_steps")
         for name in ("init_lr", "min_lr"):
             if getattr(self, name) > self.lr:
@@ -247,7 +266,7 @@ class DataConfig:
     """Documents, tokens and how they are packed into sequences."""
 
     source: Source = Source.stdlib  # kind of corpus
-    path: tuple[str, ...] = ()  # files or globs for text, jsonl and parquet; paths on this host
+    path: Any = ()  # a file or glob, or a list of them, for text, jsonl and parquet; a tuple once checked
     name: str | None = None  # dataset name or local folder for source=hub
     config_name: str | None = None  # the dataset's configuration for source=hub
     split: str = "train"  # the dataset's split for source=hub
@@ -261,11 +280,14 @@ class DataConfig:
     cache_dir: str | None = None  # folder of the arrow cache; null: the datasets library's own
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "path", tuple(self.path))  # the YAML bridge hands over a list
+        paths = (self.path,) if isinstance(self.path, str) else tuple(self.path or ())
+        object.__setattr__(self, "path", paths)
+        if not all(isinstance(path, str) for path in paths):
+            raise ConfigError("data.path", list(paths), "must be a file or glob, or a list of them", "data.path='folder/*'")
         at_least("data", self, 1, "num_proc", "validation_documents")
         files = self.source in (Source.text, Source.jsonl, Source.parquet)
         if files and not self.path:
-            raise ConfigError("data.path", "", f"data={self.source.value} needs files or globs", "data.path='[folder/*]'")
+            raise ConfigError("data.path", "", f"data={self.source.value} needs files or globs", "data.path='folder/*'")
         if self.source is Source.hub and not self.name:
             raise ConfigError("data.name", self.name, "data=hub needs a dataset name or a local folder")
         if self.streaming and self.source is not Source.hub:
@@ -312,21 +334,22 @@ class LossConfig:
 class TrainConfig:
     """Length and batch of the run."""
 
-    steps: int = 300  # optimizer updates
-    seq_len: int = 256  # tokens per sequence
+    steps: int = 700  # optimizer updates
+    seq_len: int = 128  # tokens per sequence
     micro_batch: int = 8  # sequences per forward on one rank
     global_batch: int = 16  # sequences per optimizer update over all ranks
-    eval_interval: int = 50  # steps between validations; 0: only at the end
-    eval_batches: int = 8  # microbatches per data-parallel rank in one validation
-    sample_tokens: int = 200  # tokens generated when the run ends; 0: none
+    eval_interval: int = 100  # steps between validations; 0: only at the end
+    eval_sequences: int = 256  # sequences of one validation over all ranks; at least a microbatch each
+    sample_tokens: int = 240  # tokens generated when the run ends; 0: none
     seed: int = 1  # of initial weights and data order
     device: Device = Device.auto
     deterministic: bool = True  # equal runs repeat bit for bit; on a GPU this takes slower attention kernels
     gpu_peak_tflops: float | None = None  # dense bf16 peak of one GPU, TFLOP/s; null: known from its name
 
     def __post_init__(self) -> None:
-        at_least("train", self, 1, "steps", "seq_len", "micro_batch", "global_batch", "eval_batches")
+        at_least("train", self, 1, "steps", "seq_len", "micro_batch", "global_batch", "eval_sequences")
         at_least("train", self, 0, "eval_interval", "sample_tokens", "seed")
+        above_zero("train", self, "gpu_peak_tflops")
 
 
 @dataclass(frozen=True)
@@ -361,6 +384,11 @@ class Run:
     def num_microbatches(self) -> int:
         """Microbatches per step on each data-parallel rank."""
         return self.train.global_batch // (self.train.micro_batch * self.dp)
+
+    @property
+    def eval_microbatches(self) -> int:
+        """Microbatches of one validation on each data-parallel rank."""
+        return max(1, self.train.eval_sequences // (self.train.micro_batch * self.dp))
 
     @property
     def decay_steps(self) -> int:

@@ -27,7 +27,8 @@ def check_expert_parallel(run: Run) -> None:
             "parallel.ep", ep, f"must divide model.moe.num_experts={moe.num_experts}", nearest_divisors(ep, moe.num_experts)
         )
     if run.world_size % ep:
-        raise ConfigError("parallel.ep", ep, f"must divide the world size {run.world_size}", nearest_divisors(ep, run.world_size))
+        near = f"{nearest_divisors(ep, run.world_size)}, or parallel.dp={ep * -(-run.world_size // ep)}"
+        raise ConfigError("parallel.ep", ep, f"must divide the world size {run.world_size}", near)
     if moe and ep > 1 and moe.dispatcher is DispatcherKind.local:
         raise ConfigError(
             "model.moe.dispatcher", moe.dispatcher, f"parallel.ep={ep} needs an exchange between ranks", "auto or all_to_all"
@@ -63,23 +64,13 @@ def check_batch(run: Run) -> None:
 
 def check_lr_schedule(run: Run) -> None:
     """Warm-up and the last decay fit into the decay steps."""
-    if (run.optim.warmup_steps or 0) >= run.decay_steps:
-        raise ConfigError(
-            "optim.warmup_steps",
-            run.optim.warmup_steps,
-            f"must be below the {run.decay_steps} decay steps",
-            max(run.decay_steps // 10, 0),
-        )
-    if run.optim.decay is Decay.wsd and (run.optim.wsd_decay_steps or 0) > run.decay_steps:
-        raise ConfigError(
-            "optim.wsd_decay_steps", run.optim.wsd_decay_steps, f"longer than the {run.decay_steps} decay steps", run.decay_steps
-        )
-
-
-def check_resume(run: Run) -> None:
-    """A run that saves nothing has nothing to continue from in its own folder."""
-    if run.resume == "auto" and not run.checkpoint.interval:
-        raise ConfigError("resume", "auto", "checkpoint.interval=0 saves nothing to continue from", "checkpoint.interval=100")
+    steps, warmup = run.decay_steps, run.optim.warmup_steps or 0
+    if warmup >= steps:
+        raise ConfigError("optim.warmup_steps", warmup, f"must be below the {steps} decay steps", steps // 10)
+    last = run.optim.wsd_decay_steps or 0
+    if run.optim.decay is Decay.wsd and warmup + last > steps:
+        rule = f"with optim.warmup_steps={warmup} longer than the {steps} decay steps"
+        raise ConfigError("optim.wsd_decay_steps", last, rule, steps - warmup)
 
 
 RULES: tuple[Callable[[Run], None], ...] = (
@@ -88,7 +79,6 @@ RULES: tuple[Callable[[Run], None], ...] = (
     check_expert_widths,
     check_batch,
     check_lr_schedule,
-    check_resume,
 )
 
 

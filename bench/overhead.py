@@ -25,8 +25,9 @@ from app.config import Run
 from app.data.feed import Cursor, TrainFeed
 from app.engine.build import build_engine, plan_layout
 from app.engine.groups import create_groups, process_world
-from app.engine.step import TrainingStep
-from app.engine.trainer import load_all_data
+from app.engine.report import Stopwatch
+from app.engine.start import Start, load_all_data
+from app.engine.trainer import Trainer
 
 ROOT = Path(__file__).resolve().parent.parent
 WARMUP = 5  # rounds that are not counted
@@ -50,23 +51,23 @@ def main() -> None:
 
 
 def measure(run: Run, rounds: int) -> dict[str, Any]:
-    """Steps of both in turn on the same batches; seconds and losses."""
+    """Steps of both in turn on the same data: batches, forward, backward, update and report; seconds and losses."""
     cpu = torch.device("cpu")
     with process_world(0, 1, cpu):
         groups = create_groups(plan_layout(run), 0)
         engine = build_engine(run, groups, cpu)
         plain = PlainLoop(run, PlainModel(run, dict(engine.chunks[0].named_parameters())))
-        ours = TrainingStep(run, engine)
-        feed = TrainFeed(load_all_data(run, groups).train, 0, 1, run.train.micro_batch, run.num_microbatches, Cursor())
+        data = load_all_data(run, groups, 0)
+        trainer, watch = Trainer(run, engine, data, Start(None)), Stopwatch()
+        feed = TrainFeed(data.train, 0, 1, run.train.micro_batch, run.num_microbatches, Cursor())
         times, losses = [], []
         for _ in range(WARMUP + rounds):
-            batches = feed.next_step()
             t0 = time.perf_counter()
-            facts, _ = ours(batches, run.optim.lr, run.optim.weight_decay)
+            report = trainer.step(watch)
             t1 = time.perf_counter()
-            plain_loss = plain.step(batches)
+            plain_loss = plain.step(feed.next_step(), report.lr)
             times.append((t1 - t0, time.perf_counter() - t1))
-            losses.append((facts.loss + facts.aux_loss, plain_loss))
+            losses.append((report.loss + report.aux_loss, plain_loss))
     return _summary(run, times[WARMUP:], losses)
 
 

@@ -1,7 +1,7 @@
 """The default mixture-of-experts model and its training loop by hand in plain PyTorch: what the engine is measured against.
 
-No phases, no schedule, no buffers: one class, one loop, `torch.optim.AdamW`. Weights come from an engine, so that both
-compute the same numbers.
+No phases, no schedule, no buffers: one class, one loop, index operations, `torch.optim.AdamW`. Weights come from an
+engine, so that both compute the same numbers.
 
 Shapes: B sequences, S tokens, T = B·S, D hidden, N heads, G key/value heads, H head width, K experts per token.
 """
@@ -16,9 +16,6 @@ from torch import Tensor
 
 from app.config import Run
 from app.data.feed import Batch
-from app.moe.experts import grouped_swiglu
-from app.moe.permute import combine, permute, sort_by_expert
-from app.moe.router import aux_loss, aux_routing, choose
 
 
 class PlainModel:
@@ -62,13 +59,16 @@ class PlainModel:
         moe, w = self.model.moe, self.weights
         assert moe is not None
         logits = F.linear(x_TD, w[f"{name}.router.weight"])
-        probs_TK, experts_TK = choose(logits, moe.top_k, moe.score)
-        scores, chosen = aux_routing(logits, moe.top_k, moe.score)
-        aux = aux_loss(scores, chosen.sum(0), moe.top_k, moe.aux_loss_coeff, len(x_TD))
-        order = sort_by_expert(experts_TK, moe.num_experts)
-        up, down = w[f"{name}.experts.w_up"], w[f"{name}.experts.w_down"]
-        rows = grouped_swiglu(permute(x_TD, order), up, down, order.ends_E)
-        return combine(rows, probs_TK, order), aux
+        chosen, experts_TK = logits.topk(moe.top_k)
+        probs_TK = chosen.softmax(-1)
+        order_R = experts_TK.flatten().argsort(stable=True)
+        token_R, counts_E = order_R // moe.top_k, experts_TK.flatten().bincount(minlength=moe.num_experts)
+        ends_E = counts_E.cumsum(0).to(torch.int32)
+        gate, up = F.grouped_mm(x_TD[token_R], w[f"{name}.experts.w_up"], offs=ends_E).chunk(2, -1)
+        rows = F.grouped_mm(F.silu(gate) * up, w[f"{name}.experts.w_down"], offs=ends_E)
+        out = torch.zeros_like(x_TD).index_add(0, token_R, rows * probs_TK.flatten()[order_R, None])
+        share_E = counts_E / (len(x_TD) * moe.top_k)
+        return out, moe.aux_loss_coeff * moe.num_experts * (share_E * logits.softmax(-1).mean(0)).sum()
 
 
 class PlainLoop:
@@ -82,8 +82,10 @@ class PlainLoop:
         self.run, self.model = run, model
         self.optimizer = torch.optim.AdamW(groups, lr=run.optim.lr, betas=betas, eps=run.optim.eps, fused=True)
 
-    def step(self, batches: Sequence[Batch]) -> float:
+    def step(self, batches: Sequence[Batch], lr: float) -> float:
         """One update; the mean loss of its microbatches."""
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
         self.optimizer.zero_grad()
         total = torch.zeros(())
         for batch in batches:

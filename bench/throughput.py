@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 ROOT = Path(__file__).resolve().parent.parent
-QUIET = ("log=none", "checkpoint=none", "train.sample_tokens=0", "train.eval_interval=0", "train.eval_batches=1")
+QUIET = ("log=none", "checkpoint=none", "train.sample_tokens=0", "train.eval_interval=0", "train.eval_sequences=1")
 
 
 def main() -> None:
@@ -32,7 +32,12 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         subprocess.run([sys.executable, ROOT / "train.py", *QUIET, *overrides, f"run_dir={folder}/run"], check=True)
         rows = [json.loads(line) for line in Path(folder, "run", "metrics.jsonl").read_text().splitlines()]
-    result = {"name": args.name, "overrides": overrides, **summarise([row for row in rows if "loss" in row], args.skip), **versions()}
+    result = {
+        "name": args.name,
+        "overrides": overrides,
+        **summarise([row for row in rows if "loss" in row], args.skip),
+        **versions(),
+    }
     args.out.mkdir(parents=True, exist_ok=True)
     (args.out / f"{args.name}.json").write_text(json.dumps(result, indent=1) + "\n")
     for key, value in result.items():
@@ -46,7 +51,14 @@ def summarise(rows: list[dict[str, Any]], skip: int) -> dict[str, Any]:
     medians = {key: round(statistics.median(row[key] for row in steady), 4) for key in keys if key in steady[0]}
     quartiles = [round(value, 2) for value in statistics.quantiles((row["step_ms"] for row in steady), n=4)[::2]]
     found = {key: max(row[key] for row in rows if key in row) for key in ("memory_peak_gib", "moe_load_mean") if key in rows[-1]}
-    return {**medians, "step_ms_quartiles": quartiles, **found, "steps": len(steady), "first_loss": rows[0]["loss"], "last_loss": rows[-1]["loss"]}
+    return {
+        **medians,
+        "step_ms_quartiles": quartiles,
+        **found,
+        "steps": len(steady),
+        "first_loss": rows[0]["loss"],
+        "last_loss": rows[-1]["loss"],
+    }
 
 
 def versions() -> dict[str, str]:

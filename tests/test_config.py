@@ -61,6 +61,17 @@ def test_defaults_are_frozen_and_typed():
     assert (run.model.name, run.dp, run.world_size) == ("moe_tiny", 1, 1)
 
 
+def test_one_file_needs_no_list():
+    assert load("data=text", "data.path=a.txt").data.path == ("a.txt",)
+
+
+def test_yaml_and_dataclass_defaults_agree():
+    """So that app/config.py tells the truth; the model's sizes are the option's."""
+    run = load()
+    for section in ("parallel", "schedule", "cuda_graph", "precision", "optim", "data", "checkpoint", "log", "loss", "train"):
+        assert getattr(run, section) == type(getattr(run, section))(), section
+
+
 def test_launcher_decides_the_world():
     assert load("parallel.ep=2", world_size=2).dp == 2
     assert load("parallel.dp=2").world_size == 2
@@ -72,25 +83,27 @@ MISTAKES = {
     "modle=x": "modle=x: there is no such key; nearest that works: model",
     "model.num_layer=4": "model.num_layer=4: there is no such key; nearest that works: model.num_layers",
     "+model.moe.topk=4": "model.moe.topk=4: there is no such key; nearest that works: model.moe.top_k",
-    "train.steps=abc": "train.steps=abc: must be a whole number; nearest that works: 300",
+    "train.steps=abc": "train.steps=abc: must be a whole number; nearest that works: 700",
     "train.steps=1.5": "train.steps=1.5: must be a whole number; nearest that works: 2",
     "train.steps=0": "train.steps=0: must be at least 1; nearest that works: 1",
     "optim.lr=1e-3x": "optim.lr=1e-3x: must be a number; nearest that works: 0.001",
+    "optim.lr=-1": "optim.lr=-1.0: must be above 0; nearest that works: 0.003",
+    "model.moe.first_k_dense=9": "model.moe.first_k_dense=9: leaves none of the 4 layers for experts; nearest that works: 3",
     "optim.decay=cosin": "optim.decay=cosin: must be one of constant, linear, cosine, inverse_square_root, wsd; nearest that works: cosine",
     "optim.min_lr=1": "optim.min_lr=1.0: above the peak optim.lr=0.003; nearest that works: 0.003",
     "optim.warmup_steps=1000": "optim.warmup_steps=1000: must be below the 700 decay steps; nearest that works: 70",
     "model.moe.top_k=100": "model.moe.top_k=100: only num_experts=8 to choose from; nearest that works: 8",
     "parallel.ep=3": "parallel.ep=3: must divide model.moe.num_experts=8; nearest that works: 2 or 4",
-    "parallel.ep=2": "parallel.ep=2: must divide the world size 1; nearest that works: 1",
+    "parallel.ep=2": "parallel.ep=2: must divide the world size 1; nearest that works: 1, or parallel.dp=2",
     "model.num_heads=3": "model.num_heads=3: must divide hidden_size=128 unless head_dim is set; nearest that works: 2 or 4",
     "model.num_kv_heads=3": "model.num_kv_heads=3: must divide num_heads=4; nearest that works: 2 or 4",
     "train.global_batch=10 train.micro_batch=8": (
         "train.global_batch=10: must be a multiple of micro_batch × dp = 8 × 1 = 8; nearest that works: 8 or 16"
     ),
     "model.moe.ffn_hidden_size=6": "model.moe.ffn_hidden_size=6: experts in float32 need a multiple of 4; nearest that works: 4 or 8",
-    "data=text": "data.path=: data=text needs files or globs; nearest that works: data.path='[folder/*]'",
-    "data=text data.path=x.txt": "data.path=str: must be a list, like [first,second]",
-    "log.console=yess": "log.console=yess: must be true or false; nearest that works: True",
+    "data=text": "data.path=: data=text needs files or globs; nearest that works: data.path='folder/*'",
+    "data=text data.path=[3]": "data.path=[3]: must be a file or glob, or a list of them; nearest that works: data.path='folder/*'",
+    "log.console=yess": "log.console=yess: must be true or false; nearest that works: true",
     "model=dense_tiny model.moe.top_k=1": (
         "an override reaches into a section that is null; a dense model has no model.moe: choose a model with experts"
     ),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -24,20 +25,28 @@ class Launch:
     @classmethod
     def from_environment(cls, env: Mapping[str, str]) -> Launch:
         """Read RANK, LOCAL_RANK and WORLD_SIZE as torchrun sets them."""
-        world = int(env["WORLD_SIZE"]) if "WORLD_SIZE" in env and "RANK" in env else None
-        return cls(int(env.get("RANK", 0)), int(env.get("LOCAL_RANK", 0)), world)
+        if "RANK" not in env or "WORLD_SIZE" not in env:
+            return cls(0, 0, None)
+        return cls(int(env["RANK"]), int(env.get("LOCAL_RANK", 0)), int(env["WORLD_SIZE"]))
 
 
-def start_ranks(world_size: int, gpus: int, script: str, overrides: Sequence[str]) -> int:
-    """Run `script` as `world_size` ranks of this host under torchrun and return its exit code.
-
-    `gpus` is the number of GPUs the ranks may use, 0 for CPU. Raises ConfigError when the host is too small.
-    """
+def check_room(world_size: int, gpus: int) -> None:
+    """Raise ConfigError when this host is too small for so many ranks; `gpus` is how many they may use, 0 for CPU."""
     most = gpus or CPU_RANKS_PER_CORE * (os.cpu_count() or 1)
     if world_size > most:
         what = "GPUs" if gpus else "processes on its cores"
-        raise ConfigError(
-            "parallel.dp", world_size, f"this host has room for {most} {what}; start more hosts with torchrun", most
-        )
+        rule = f"this host has room for {most} {what}; torchrun joins several hosts"
+        raise ConfigError("parallel.dp", world_size, rule, most)
+
+
+def start_ranks(world_size: int, script: str, overrides: Sequence[str], env: Mapping[str, str]) -> int:
+    """Run `script` as `world_size` ranks of this host under torchrun and return its exit code.
+
+    Being told to end, this process passes it on and waits, so that no rank is left behind.
+    """
+    threads = str(max(1, (os.cpu_count() or 1) // world_size))
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world_size}"]
-    return subprocess.call([*torchrun, script, *overrides])
+    process = subprocess.Popen([*torchrun, script, *overrides], env={"OMP_NUM_THREADS": threads, **env})
+    signal.signal(signal.SIGTERM, lambda number, frame: process.send_signal(number))
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends Ctrl-C to the ranks' launcher as well
+    return process.wait()

@@ -29,7 +29,7 @@ def readable_errors(program: str, speak: bool) -> Iterator[None]:
         message = "an override reaches into a section that is null; a dense model has no model.moe: choose a model with experts"
     except KeyboardInterrupt:
         if speak:
-            print(f"\n{program}: stopped; resume=auto continues from the last checkpoint", file=sys.stderr)
+            print(f"\n{program}: stopped; resume=auto continues from the newest checkpoint, if one was saved", file=sys.stderr)
         sys.exit(130)  # as a shell reports an interrupt
     else:
         return
@@ -65,16 +65,15 @@ _VALUE_RULES = (  # what OmegaConf says -> the value and the rule that it broke
     (r"Invalid value '(.*)', expected one of \[(.*)\]", "must be one of {}"),
     (r"Value '(.*)' of type '.*' could not be converted to (Integer|Float)", "must be {}"),
     (r"Value '(.*)' is not a valid (bool)", "must be {}"),
-    (r"Invalid value assigned: (.*) is not a (ListConfig)", "must be {}"),
 )
-_TYPES = {"Integer": "a whole number", "Float": "a number", "bool": "true or false", "ListConfig": "a list, like [first,second]"}
+_TYPES = {"Integer": "a whole number", "Float": "a number", "bool": "true or false"}
 
 
 def _explain_value(key: str, reason: str) -> str:
     for pattern, rule in _VALUE_RULES:
         if match := re.match(pattern, reason):
             value, expected = match.groups()
-            near = _nearest_value(value, expected) or default_of(key) or None
+            near = _nearest_value(value, expected) or _typed(default_of(key))
             return str(ConfigError(key, value, rule.format(_TYPES.get(expected, expected)), near))
     return f"{key}: {reason}"
 
@@ -97,3 +96,8 @@ def _override(message: str) -> tuple[str | None, str]:
         return match.group(1), match.group(2)
     match = re.search(r"Could not (?:override|append to config|delete from config)[^']*'([^'=]+)", message)
     return (match.group(1).split("@")[0].lstrip("+~"), "") if match else (None, "")
+
+
+def _typed(value: object) -> object:
+    """A default as the user would type it."""
+    return str(value).lower() if isinstance(value, bool) else value

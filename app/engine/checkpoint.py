@@ -1,6 +1,6 @@
 """Checkpoints: every rank writes what it owns, rank 0 commits.
 
-    checkpoints/step-00000100/manifest.json    step, updates, layout, model, size and sha256 of every other file
+    checkpoints/step-00000100/manifest.json    step, updates, layout, configuration, size and sha256 of every other file
     checkpoints/step-00000100/rank-00000.pt    this rank's parts of parameters and moments, by global name and range
     checkpoints/latest                         name of the newest complete one
 
@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from app.config import ModelConfig
+from app.config import Run
 from app.engine.build import Engine
 from app.engine.run_folder import LATEST, STEP_PREFIX, complete_checkpoints, hidden, plain
 from app.errors import ConfigError
@@ -43,9 +43,7 @@ class Progress:
     tokens: int = 0  # tokens trained on
 
 
-def save_checkpoint(
-    folder: Path, engine: Engine, model: ModelConfig, progress: Progress, cursor: dict[str, Any], keep_last: int
-) -> Path:
+def save_checkpoint(folder: Path, engine: Engine, run: Run, progress: Progress, cursor: dict[str, Any]) -> Path:
     """Write and commit a checkpoint; all ranks call it together. Returns its folder."""
     groups = engine.groups
     final = folder / f"{STEP_PREFIX}{progress.step:08d}"
@@ -63,12 +61,12 @@ def save_checkpoint(
             "format": FORMAT,
             **dataclasses.asdict(progress),
             "layout": layout,
-            "model": plain(dataclasses.asdict(model)),
+            "config": plain(dataclasses.asdict(run)),
             "files": files,
         }
         manifest["sha256"] = _manifest_digest(manifest)
         _write_synced(draft / MANIFEST, lambda file: file.write(json.dumps(manifest, indent=1).encode()))
-        _commit(draft, final, keep_last)
+        _commit(draft, final, run.checkpoint.keep_last)
     groups.barrier()
     return final
 
@@ -119,8 +117,8 @@ def _packed(tensor: Tensor) -> Tensor:
 
 def _gather(engine: Engine, entry: tuple[str, dict[str, Any]]) -> dict[str, Any]:
     groups = engine.groups
-    found: list[Any] = [None] * groups.world.size()
-    dist.all_gather_object(found, entry, group=groups.world)
+    found: list[Any] = [None] * groups.host.size()
+    dist.all_gather_object(found, entry, group=groups.host)
     return dict(found)
 
 
@@ -142,11 +140,10 @@ def _fingerprint(path: Path) -> dict[str, Any]:
         return {"bytes": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
 
 
-def verify_checkpoint(path: Path, model: ModelConfig) -> dict[str, Any]:
+def verify_checkpoint(path: Path) -> dict[str, Any]:
     """Read the manifest of a checkpoint and check every file against it.
 
-    Raises ConfigError that names the file that is missing, truncated or edited and the checkpoint before it, or what
-    differs between its model and `model`.
+    Raises ConfigError that names the file that is missing, truncated or edited, and the checkpoint before it.
     """
     manifest = _read_manifest(path)
     for name, expected in manifest["files"].items():
@@ -158,7 +155,6 @@ def verify_checkpoint(path: Path, model: ModelConfig) -> dict[str, Any]:
             raise _broken(path, f"{name} has {found['bytes']} bytes instead of {expected['bytes']}")
         if found != expected:
             raise _broken(path, f"{name} was changed after it was saved (sha256 differs)")
-    _check_model(path, manifest["model"], plain(dataclasses.asdict(model)))
     return manifest
 
 
@@ -183,21 +179,6 @@ def _manifest_digest(manifest: dict[str, Any]) -> str:
 def _broken(path: Path, what: str) -> ConfigError:
     earlier = [other for other in complete_checkpoints(path.parent) if other.name < path.name]
     return ConfigError("resume", path, what, f"resume={earlier[-1]}" if earlier else None)
-
-
-def _check_model(path: Path, saved: Any, current: Any) -> None:
-    key, was, now = _first_difference("model", {**saved, "name": None}, {**current, "name": None})
-    if was != now:
-        raise ConfigError(key, now, f"the checkpoint {path} was trained with {was}", was)
-
-
-def _first_difference(key: str, saved: Any, current: Any) -> tuple[str, Any, Any]:
-    """Dotted key, saved and current value of the first difference; the arguments themselves where there is none."""
-    if isinstance(saved, dict) and isinstance(current, dict):
-        for name, value in current.items():
-            if saved.get(name) != value:
-                return _first_difference(f"{key}.{name}", saved.get(name), value)
-    return key, saved, current
 
 
 def load_checkpoint(path: Path, manifest: dict[str, Any], engine: Engine) -> tuple[Progress, dict[str, Any]]:

@@ -39,7 +39,7 @@ def step_input(
     valid = counts_M.sum()
     all_reduce(valid, group)
     if normalize is Normalize.token:
-        weights_M = valid.float().reciprocal().expand(len(batches))
+        weights_M = valid.clamp(min=1).float().reciprocal().expand(len(batches))
     else:
         weights_M = (counts_M.clamp(min=1) * (len(batches) * dp)).float().reciprocal()
     moved = tuple(_to(batch, device) for batch in batches)

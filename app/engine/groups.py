@@ -16,6 +16,7 @@ import torch.distributed as dist
 from app.plan.layout import ParallelLayout
 
 TIMEOUT = datetime.timedelta(minutes=10)  # a collective that takes longer is taken for a hang
+HOST_TIMEOUT = datetime.timedelta(hours=4)  # rank 0 may prepare a corpus or check a checkpoint while the others wait
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +25,9 @@ class Groups:
 
     layout: ParallelLayout
     rank: int  # global rank
-    world: dist.ProcessGroup  # control: flags, norms, agreement
+    host: dist.ProcessGroup  # agreement between hosts, over gloo: folders, files, errors
+    world: dist.ProcessGroup  # control: norms, flags, losses
+    data: dist.ProcessGroup  # counts over the ranks that see different data
     dp: dist.ProcessGroup  # gradients and parameters of dense layers
     edp: dist.ProcessGroup  # gradients and parameters of experts
     ep: dist.ProcessGroup  # exchange of tokens with experts
@@ -41,8 +44,8 @@ class Groups:
 
     def barrier(self) -> None:
         """Wait for every rank."""
-        if self.world.size() > 1:
-            dist.barrier(self.world)
+        if self.host.size() > 1:
+            dist.barrier(self.host)
 
 
 def create_groups(layout: ParallelLayout, rank: int) -> Groups:
@@ -50,7 +53,9 @@ def create_groups(layout: ParallelLayout, rank: int) -> Groups:
     return Groups(
         layout=layout,
         rank=rank,
+        host=dist.new_group(backend="gloo", timeout=HOST_TIMEOUT),
         world=dist.new_group(timeout=TIMEOUT),
+        data=_own_group(layout.groups("dp"), rank),
         dp=_own_group(layout.groups("dp"), rank),
         edp=_own_group(layout.groups("edp", expert=True), rank),
         ep=_own_group(layout.groups("ep", expert=True), rank),

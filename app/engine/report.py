@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from app.compat import all_reduce
 from app.config import Run
 from app.engine.build import Engine
 from app.engine.executor import StepTotals
@@ -81,8 +82,8 @@ class StepFacts:
 class Meter:
     """Turns what a step did into its report; keeps expert counts between log intervals."""
 
-    def __init__(self, run: Run, engine: Engine) -> None:
-        self.run, self.engine = run, engine
+    def __init__(self, run: Run, engine: Engine, first_step: int) -> None:
+        self.run, self.engine, self.first_step = run, engine, first_step
         self.tokens_per_step = run.train.global_batch * run.train.seq_len
         self.flops_per_step = self.tokens_per_step * flops_per_token(run.model, run.train.seq_len)
         self.peak = run.train.gpu_peak_tflops or _known_peak(engine.device)
@@ -97,7 +98,7 @@ class Meter:
         """The report of one step; at the log interval with memory and expert load, which all ranks measure together."""
         world = self.engine.groups.layout.world_size
         tflops = self.flops_per_step / seconds / world / 1e12
-        at_interval = step % self.run.log.interval == 0 or step in (1, self.run.train.steps)
+        at_interval = step % self.run.log.interval == 0 or step in (self.first_step, self.run.train.steps)
         return StepReport(
             step=step,
             loss=facts.loss,
@@ -128,9 +129,8 @@ class Meter:
             return {}
         counts_LE = torch.stack([self.counts[place] for place in sorted(self.counts)])
         self.counts = {}
-        if self.engine.groups.dp.size() > 1:
-            dist.all_reduce(counts_LE, group=self.engine.groups.dp)
-        ratio_L = counts_LE.max(dim=1).values / counts_LE.mean(dim=1)
+        all_reduce(counts_LE, self.engine.groups.data)
+        ratio_L = counts_LE.max(dim=1).values / counts_LE.double().mean(dim=1)
         mean, worst = torch.stack((ratio_L.mean(), ratio_L.max())).tolist()
         return {"moe_load_mean": mean, "moe_load_worst": worst}
 

@@ -17,31 +17,49 @@ from app.errors import ConfigError, nearest
 
 RUNS = Path("runs")
 CHECKPOINTS = "checkpoints"
+CONFIG = "config.yaml"
 LATEST = "latest"  # file that names the newest complete checkpoint
 STEP_PREFIX = "step-"
 
 
-def choose_folders(run: Run) -> tuple[Path, Path | None]:
-    """The run folder and the checkpoint to start from (None: start anew). Writes nothing. Raises ConfigError."""
+def choose_folders(run: Run) -> tuple[Path | None, Path | None]:
+    """The run folder (None: a new one) and the checkpoint to start from (None: start anew).
+
+    Writes nothing. A run goes on in the folder of its checkpoint if that is the folder's newest; from an older one it
+    branches off into a new folder, so that what came later stays. Raises ConfigError.
+    """
     checkpoint = _checkpoint_to_resume(run)
-    if run.run_dir:
-        return Path(run.run_dir), checkpoint
-    if checkpoint is not None and checkpoint.parent.name == CHECKPOINTS:
-        return checkpoint.parent.parent, checkpoint  # go on in the folder that holds it
-    return _fresh_folder(RUNS / f"{time.strftime('%Y-%m-%d_%H-%M-%S')}-{run.model.name}"), checkpoint
+    home = checkpoint.parent.parent if checkpoint is not None and checkpoint.parent.name == CHECKPOINTS else None
+    goes_on = home is not None and newest_checkpoint(home) == checkpoint
+    if not run.run_dir:
+        return (home if goes_on else None), checkpoint
+    wanted = Path(run.run_dir)
+    ours = run.resume == "auto" or (goes_on and home is not None and wanted.resolve() == home.resolve())
+    if (wanted / CONFIG).exists() and not ours:
+        raise ConfigError("run_dir", wanted, "holds another run", "resume=auto to continue it, or another run_dir")
+    return wanted, checkpoint
 
 
-def _fresh_folder(wanted: Path) -> Path:
-    names = (wanted, *(wanted.with_name(f"{wanted.name}-{n}") for n in range(2, 1000)))
-    return next(path for path in names if not path.exists())
+def create_run_folder(run: Run, chosen: Path | None) -> Path:
+    """Make the run folder, a new one that no other run can have taken for None, and write config.yaml."""
+    folder = chosen or _new_folder(RUNS / f"{time.strftime('%Y-%m-%d_%H-%M-%S')}-{run.model.name}")
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / CONFIG).write_text(OmegaConf.to_yaml(OmegaConf.create(plain(dataclasses.asdict(run)))))
+    return folder
+
+
+def _new_folder(wanted: Path) -> Path:
+    for name in (wanted, *(wanted.with_name(f"{wanted.name}-{n}") for n in range(2, 1000))):
+        try:
+            name.mkdir(parents=True)
+        except FileExistsError:
+            continue
+        return name
+    raise ConfigError("run_dir", None, f"{wanted} and its successors exist", "another run_dir")
 
 
 def _checkpoint_to_resume(run: Run) -> Path | None:
     if run.resume is None:
-        if run.run_dir and newest_checkpoint(Path(run.run_dir)):
-            raise ConfigError(
-                "run_dir", run.run_dir, "holds the checkpoints of another run", "resume=auto to continue it, or another run_dir"
-            )
         return None
     if run.resume == "auto":
         return newest_checkpoint(Path(run.run_dir)) if run.run_dir else _newest_of_all_runs()
@@ -56,7 +74,7 @@ def _newest_of_all_runs() -> Path | None:
 def _checkpoint_at(path: Path) -> Path:
     if path.name.startswith(STEP_PREFIX) and path.is_dir():
         return path
-    newest = newest_checkpoint(path) or newest_checkpoint(path.parent if path.name == CHECKPOINTS else path)
+    newest = newest_checkpoint(path.parent if path.name == CHECKPOINTS else path)
     if newest is None:
         known = [str(folder) for folder in RUNS.glob("*") if newest_checkpoint(folder)]
         rule = "holds no complete checkpoint" if path.exists() else "does not exist"
@@ -83,12 +101,6 @@ def hidden(checkpoint: Path) -> Path:
 def complete_checkpoints(folder: Path) -> list[Path]:
     """The complete checkpoints in a `checkpoints` folder, oldest first."""
     return sorted(path for path in folder.glob(f"{STEP_PREFIX}*") if path.is_dir())
-
-
-def write_config(run: Run, run_dir: Path) -> None:
-    """Create the run folder with the resolved configuration."""
-    run_dir.mkdir(parents=True, exist_ok=True)
-    (run_dir / "config.yaml").write_text(OmegaConf.to_yaml(OmegaConf.create(plain(dataclasses.asdict(run)))))
 
 
 def plain(value: object) -> object:

@@ -7,7 +7,7 @@ import shutil
 import sys
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Protocol, TextIO
 
@@ -38,7 +38,9 @@ class JsonLines:
     def __init__(self, run_dir: Path, from_step: int) -> None:
         path = run_dir / METRICS
         kept = [line for line in _lines(path) if json.loads(line)["step"] <= from_step]
-        path.write_text("".join(f"{line}\n" for line in kept))
+        fresh = path.with_suffix(".tmp")
+        fresh.write_text("".join(f"{line}\n" for line in kept))
+        fresh.replace(path)  # a process that dies here leaves one of the two
         self._file = path.open("a", buffering=1)
 
     def step(self, report: StepReport) -> None:
@@ -57,9 +59,14 @@ class JsonLines:
         self._file.close()
 
 
-def _lines(path: Path) -> list[str]:
-    """The complete lines of a file; a line that a killed process left unfinished is dropped."""
-    return path.read_text().split("\n")[:-1] if path.exists() else []
+def _lines(path: Path) -> Iterator[str]:
+    """The lines of a file up to the first that is not whole, as a killed process may leave its last."""
+    for line in path.read_text().splitlines() if path.exists() else ():
+        try:
+            json.loads(line)
+        except ValueError:
+            return
+        yield line
 
 
 class Console:
@@ -145,16 +152,17 @@ class Wandb:
             resume="allow" if online else None,
             settings=wandb.Settings(silent=True, console="off"),
         )
+        self.run.define_metric("*", step_metric="step")  # a resumed run may log a step again, which W&B's own counter refuses
         id_file.write_text(self.run.id)
 
     def step(self, report: StepReport) -> None:
         """Log at the interval: the keys of docs/metrics.md, no others."""
         if report.step % self.interval == 0 or report.step == self.total:
-            self.run.log(report.metrics(), step=report.step)
+            self.run.log(report.metrics())
 
     def validation(self, report: ValidationReport) -> None:
         """Log a validation."""
-        self.run.log(report.metrics(), step=report.step)
+        self.run.log(report.metrics())
 
     def close(self) -> None:
         """Finish the run and its files."""

@@ -19,7 +19,10 @@ from app.moe.router import update_bias
 
 
 class TrainingStep:
-    """Forward, backward, clipping and update over the schedule's action list; the host waits once, at the end."""
+    """Forward, backward, clipping and update over the schedule's action list.
+
+    The host waits once, at the end; an all-to-all dispatcher adds a wait per MoE layer and microbatch.
+    """
 
     def __init__(self, run: Run, engine: Engine) -> None:
         self.run, self.engine = run, engine
@@ -34,18 +37,20 @@ class TrainingStep:
         facts_4 = _pack(optimizer.local_norm_sq(), totals)
         all_reduce(facts_4, self.engine.groups.world)
         skipped = optimizer.step(lr, weight_decay, facts_4[0].sqrt())
-        self._balance(totals)
+        self._balance(totals, skipped)
         return StepFacts(*torch.cat((facts_4, skipped[None])).tolist()), totals
 
-    def _balance(self, totals: StepTotals) -> None:
-        """Move the routers' selection bias against the load of the whole step, where that is on."""
+    def _balance(self, totals: StepTotals, skipped: Tensor) -> None:
+        """Move the routers' selection bias against the load of the whole step, where that is on; not on a skipped one."""
         moe = self.run.model.moe
         if moe is None or not moe.bias_update_rate:
             return
         for _, place, router in self.engine.routers():
             counts_E = totals.counts[place].clone()
-            all_reduce(counts_E, self.engine.groups.dp)
-            router.bias_E.copy_(update_bias(router.bias_E, counts_E, moe.bias_update_rate))
+            all_reduce(counts_E, self.engine.groups.data)
+            router.bias_E.copy_(
+                torch.where(skipped > 0, router.bias_E, update_bias(router.bias_E, counts_E, moe.bias_update_rate))
+            )
 
 
 def _pack(norm_sq: Tensor, totals: StepTotals) -> Tensor:
@@ -71,4 +76,4 @@ class Validation:
 
 
 def _on_device(run: Run, engine: Engine, batches: Sequence[Batch], normalize: Normalize) -> StepInput:
-    return step_input(batches, normalize, run.dp, engine.groups.dp, engine.device)
+    return step_input(batches, normalize, run.dp, engine.groups.data, engine.device)

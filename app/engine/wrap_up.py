@@ -4,72 +4,66 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from app.config import Run
 from app.data.baseline import ngram_loss
-from app.data.feed import DataSplit
 from app.data.packing import PackedSequences
-from app.data.tokenizer import Tokenizer
 from app.engine.build import Engine
 from app.engine.plot import plot_run
 from app.engine.report import ValidationReport
 from app.engine.run_folder import newest_checkpoint
+from app.engine.start import Data, Start
 from app.plan.summary import summary_lines
 
 BASELINE_TOKENS = 20_000_000  # most training tokens that the n-gram models count
 BASELINE_VOCAB = 1024  # larger vocabularies make an n-gram table that says little
 
 
-def print_opening(run: Run, engine: Engine, run_dir: Path, from_step: int) -> None:
-    """The plan of the run, its device and its folder."""
-    device = (
-        torch.cuda.get_device_name(engine.device)
-        if engine.device.type == "cuda"
-        else f"CPU, {torch.get_num_threads()} threads per process"
-    )
-    for name, text in (*summary_lines(run), ("device", device), ("folder", str(run_dir))):
+def print_opening(run: Run, engine: Engine, run_dir: Path, start: Start) -> None:
+    """The plan of the run, its device, its folder, and what it continues."""
+    cpu = f"CPU, {torch.get_num_threads()} threads per process"
+    device = torch.cuda.get_device_name(engine.device) if engine.device.type == "cuda" else cpu
+    rows = [*summary_lines(run), ("device", device), ("folder", str(run_dir))]
+    if start.manifest:
+        rows.append(("resumed", f"{start.checkpoint}, after step {start.manifest['step']}"))
+        rows += [("changed", change) for change in start.changes]
+    elif run.resume == "auto":
+        rows.append(("resumed", "nothing: no checkpoint yet, so this run starts anew"))
+    for name, text in rows:
         print(f"{name:>12}  {text}")
-    if from_step:
-        print(f"{'resumed':>12}  after step {from_step}")
     print(flush=True)
 
 
-def print_summary(
-    run: Run,
-    run_dir: Path,
-    tokenizer: Tokenizer,
-    train: DataSplit,
-    validation: DataSplit,
-    report: ValidationReport | None,
-    sample: str | None,
-) -> None:
-    """The sample, the loss beside what counting n-grams reaches, and the files."""
+def sum_up(run: Run, run_dir: Path, data: Data, report: ValidationReport | None, sample: str | None) -> None:
+    """Draw loss.png; on the console the sample, the loss beside what counting n-grams reaches, and the files."""
+    baselines = ngram_baselines(run, data)
+    plot_run(run_dir, baselines)
+    if not run.log.console:
+        return
     if sample is not None:
         print(f"\nSample (the model continues after ▶):\n{sample}")
-    baselines = ngram_baselines(tokenizer, train, validation)
-    picture = plot_run(run_dir, baselines)
-    print("\nResult, nats per token on the validation split:")
+    print("\nResult, nats per token on the validation data:")
     rows = {"this model": report.val_loss} if report else {}
     for name, value in (rows | baselines).items():
         print(f"  {name:<12}{value:7.3f}")
     print("\nWritten:")
-    files = [
-        run_dir / "config.yaml",
-        run_dir / "metrics.jsonl",
-        picture,
-        newest_checkpoint(run_dir),
-        run_dir / "wandb" if run.log.wandb else None,
-    ]
-    for path in files:
-        if path is not None:
+    paths = [run_dir / name for name in ("config.yaml", "metrics.jsonl", "loss.png", "wandb")]
+    for path in (*paths, newest_checkpoint(run_dir)):
+        if path is not None and path.exists():
             print(f"  {path}")
 
 
-def ngram_baselines(tokenizer: Tokenizer, train: DataSplit, validation: DataSplit) -> dict[str, float]:
-    """Validation loss of a bigram and a trigram model counted on the training split; empty for streams and large vocabularies."""
-    sources = (train.sequences, validation.sequences)
-    if tokenizer.vocab_size > BASELINE_VOCAB or not all(isinstance(source, PackedSequences) for source in sources):
+def ngram_baselines(run: Run, data: Data) -> dict[str, float]:
+    """Loss of a bigram and a trigram model counted on the training split, on the tokens that validation sees.
+
+    Empty for streams and large vocabularies.
+    """
+    train, validation = data.train.sequences, data.validation.sequences
+    packed = isinstance(train, PackedSequences) and isinstance(validation, PackedSequences)
+    if not packed or data.tokenizer.vocab_size > BASELINE_VOCAB:
         return {}
-    seen, held_out = (source.tokens(BASELINE_TOKENS) for source in sources if isinstance(source, PackedSequences))
+    seen = train.tokens(BASELINE_TOKENS)
+    held_out = np.concatenate([validation.sample(index) for index in range(min(run.train.eval_sequences, validation.per_epoch))])
     return {name: ngram_loss(seen, held_out, order) for name, order in (("bigram", 2), ("trigram", 3))}

@@ -59,6 +59,7 @@ def attend(q_BNSH: Tensor, k_BGSH: Tensor, v_BGSH: Tensor, context: AttentionCon
         out = F.scaled_dot_product_attention(q_BNSH, k_BGSH, v_BGSH, attn_mask=mask, is_causal=mask is None, enable_gqa=gqa)
     if ordered and out.grad_fn is not None:
         # The order is a global switch, which would slow other operations: it is on for this node alone.
+        before = torch.are_deterministic_algorithms_enabled()
         out.grad_fn.register_prehook(lambda grads: torch.use_deterministic_algorithms(True))
-        out.grad_fn.register_hook(lambda grad_inputs, grad_outputs: torch.use_deterministic_algorithms(False))
+        out.grad_fn.register_hook(lambda grad_inputs, grad_outputs: torch.use_deterministic_algorithms(before))
     return out

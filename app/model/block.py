@@ -61,7 +61,7 @@ def run_phases(phases: Sequence[Phase], values: Mapping[str, Any], keep: Sequenc
 
 
 class Layer(nn.Module):
-    """Residual decoder layer: an attention phase followed by feed-forward phases of its subclass-free `body`.
+    """Residual decoder layer: an attention phase, then the phases of its `body` (dense or mixture of experts).
 
     `phases` read and write the values x (B × S × D), context (AttentionContext) and whatever they declare.
     """

@@ -26,12 +26,12 @@ class Permutation:
 
 def sort_by_expert(experts_TK: Tensor, num_experts: int) -> Permutation:
     """Rows in order of expert, tokens ascending within an expert; expert ids in [0, num_experts)."""
-    sorted_R, slot_of_row_R = experts_TK.flatten().sort(stable=True)
-    rows_R = torch.arange(slot_of_row_R.numel(), device=experts_TK.device)
-    row_of_TK = torch.empty_like(slot_of_row_R).scatter_(0, slot_of_row_R, rows_R).view_as(experts_TK)
+    sorted_R, place_of_row_R = experts_TK.flatten().sort(stable=True)
+    rows_R = torch.arange(place_of_row_R.numel(), device=experts_TK.device)
+    row_of_TK = torch.empty_like(place_of_row_R).scatter_(0, place_of_row_R, rows_R).view_as(experts_TK)
     ids_E = torch.arange(num_experts, device=experts_TK.device, dtype=sorted_R.dtype)
     ends_E = torch.searchsorted(sorted_R, ids_E, right=True, out_int32=True)
-    return Permutation(slot_of_row_R // experts_TK.shape[1], row_of_TK, ends_E)
+    return Permutation(place_of_row_R // experts_TK.shape[1], row_of_TK, ends_E)
 
 
 def permute(x_TD: Tensor, permutation: Permutation) -> Tensor:

@@ -48,7 +48,7 @@ class RoutingReport:
     loss: Tensor  # scalar with gradient: auxiliary losses with their weights
     aux_loss: Tensor  # scalar, weighted, detached
     z_loss: Tensor  # scalar, weighted, detached
-    counts_E: Tensor  # fp32: tokens of this rank per expert of the whole layer
+    counts_E: Tensor  # int64: tokens of this rank per expert of the whole layer
 
 
 class Router(nn.Module):
@@ -74,20 +74,22 @@ class Router(nn.Module):
 
     def _report(self, logits_TE: Tensor, experts_TK: Tensor) -> RoutingReport:
         moe, num_tokens = self.moe, logits_TE.shape[0]
-        scores_TE, map_TE = aux_routing(logits_TE, moe.top_k, moe.score)
-        aux = aux_loss(scores_TE, map_TE.sum(0), moe.top_k, moe.aux_loss_coeff, num_tokens)
-        z = z_loss(logits_TE, moe.z_loss_coeff)
-        with torch.no_grad():
-            chosen_TE = torch.zeros_like(logits_TE).scatter_(1, experts_TK, 1.0)
+        aux = z = logits_TE.new_zeros(())
+        if moe.aux_loss_coeff:
+            scores_TE, map_TE = aux_routing(logits_TE, moe.top_k, moe.score)
+            aux = aux_loss(scores_TE, map_TE.sum(0), moe.top_k, moe.aux_loss_coeff, num_tokens)
+        if moe.z_loss_coeff:
+            z = z_loss(logits_TE, moe.z_loss_coeff)
+        chosen_TE = torch.zeros_like(logits_TE, dtype=torch.bool).scatter_(1, experts_TK, True)
         return RoutingReport(aux + z, aux.detach(), z.detach(), chosen_TE.sum(0))
 
 
 class Experts(nn.Module):
     """This rank's experts, stacked: weights `[expert, in, out]`, gate and up side by side in `w_up`."""
 
-    def __init__(self, hidden: int, ffn: int, first: int, count: int, total: int) -> None:
+    def __init__(self, hidden: int, ffn: int, first: int, count: int) -> None:
         super().__init__()
-        self.first, self.total = first, total
+        self.first = first  # global index of the first one
         self.w_up = nn.Parameter(torch.empty(count, hidden, 2 * ffn))
         self.w_down = nn.Parameter(torch.empty(count, ffn, hidden))
 
@@ -107,7 +109,7 @@ class MoEBody(nn.Module):
         count = moe.num_experts // ep
         self.norm = RMSNorm(model.hidden_size, model.norm_eps)
         self.router = Router(model.hidden_size, moe)
-        self.experts = Experts(model.hidden_size, moe.ffn_hidden_size, ep_rank * count, count, moe.num_experts)
+        self.experts = Experts(model.hidden_size, moe.ffn_hidden_size, ep_rank * count, count)
         self.shared = Mlp(model.hidden_size, moe.shared_ffn_hidden_size) if moe.shared_ffn_hidden_size else None
         self.shared_gate = nn.Parameter(torch.empty(1, model.hidden_size)) if moe.shared_gate else None
         self.dispatcher = dispatcher

@@ -8,13 +8,13 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from tests.runs import TINY, batches_of, make_run
 
 from app.choices import Dtype
 from app.config import ModelConfig, PrecisionConfig, Run
 from app.engine.build import Engine, build_engine, plan_layout
 from app.engine.groups import create_groups, process_world
 from app.engine.step import TrainingStep
+from tests.runs import TINY, batches_of, make_run
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 MODELS = {"moe": TINY, "dense": dataclasses.replace(TINY, moe=None)}

@@ -13,11 +13,12 @@ from typing import Any
 import pytest
 import torch
 
-from app.choices import Dtype, Score
-from app.config import ModelConfig, ParallelConfig, PrecisionConfig, Run
+from app.choices import Dtype, Score, Source
+from app.config import CheckpointConfig, ModelConfig, ParallelConfig, PrecisionConfig, Run
 from app.engine.build import Engine
 from app.engine.checkpoint import Progress, load_checkpoint, save_checkpoint, verify_checkpoint
 from app.engine.run_folder import CHECKPOINTS, LATEST, newest_checkpoint
+from app.engine.start import find_start
 from app.errors import ConfigError
 from tests.distributed import run_distributed
 from tests.runs import TINY, TINY_MOE, engine_of, make_run, train_steps, whole_parameters
@@ -51,13 +52,14 @@ def trained_engine(run: Run, rank: int) -> tuple[Engine, Progress]:
 
 def save(folder: Path, run: Run, engine: Engine, progress: Progress, keep_last: int = 2) -> Path:
     cursor = {"sequences": 8 * progress.step, "stream": {"rank": engine.groups.rank}}
-    return save_checkpoint(folder, engine, run.model, progress, cursor, keep_last)
+    kept = dataclasses.replace(run, checkpoint=CheckpointConfig(keep_last=keep_last))
+    return save_checkpoint(folder, engine, kept, progress, cursor)
 
 
 def load(path: Path, run: Run, rank: int) -> tuple[Engine, Progress, dict[str, Any]]:
     """A fresh engine with other initial weights, filled from the checkpoint."""
     engine = engine_of(dataclasses.replace(run, train=dataclasses.replace(run.train, seed=99)), rank)
-    return engine, *load_checkpoint(path, verify_checkpoint(path, run.model), engine)
+    return engine, *load_checkpoint(path, verify_checkpoint(path), engine)
 
 
 def parameters(engine: Engine) -> Parameters:
@@ -175,7 +177,7 @@ def save_many(rank: int, folder: Path, keep_last: int, steps: list[int]) -> list
     engine, found = engine_of(run, rank), []
     for step in steps:
         path = save(folder, run, engine, Progress(step, step, step), keep_last)
-        assert verify_checkpoint(path, run.model)["step"] == step
+        assert verify_checkpoint(path)["step"] == step
         found.append((sorted(p.name for p in folder.iterdir()), (folder / LATEST).read_text()))
     return found
 
@@ -237,7 +239,7 @@ DAMAGES: dict[str, tuple[str, Callable[[Path], object], str]] = {  # file, what 
 }
 INCOMPLETE: dict[str, Callable[[Path], object]] = {
     "a list": lambda path: path.write_text("[]"),
-    **{f"no {key}": edit_manifest(lambda m, key=key: m.pop(key)) for key in ("files", "model", "step", "updates", "tokens")},
+    **{f"no {key}": edit_manifest(lambda m, key=key: m.pop(key)) for key in ("files", "config", "step", "updates", "tokens")},
     "no size": edit_manifest(lambda m: m["files"]["rank-00000.pt"].pop("bytes")),
     "no files at all": edit_manifest(lambda m: m["files"].clear()),
 }
@@ -248,7 +250,7 @@ def refusal(folder: Path, tmp_path: Path, file: str, damage: Callable[[Path], ob
     path = shutil.copytree(folder, tmp_path / CHECKPOINTS) / f"step-{step:08d}"
     damage(path / file)
     with pytest.raises(ConfigError) as caught:
-        verify_checkpoint(path, MODELS["moe"])
+        verify_checkpoint(path)
     assert caught.value.key == "resume" and str(path) in str(caught.value) and file in caught.value.rule
     return caught.value
 
@@ -271,7 +273,7 @@ def test_the_oldest_checkpoint_has_none_before_it(two_checkpoints: Path, tmp_pat
 
 def test_a_whole_checkpoint_is_not_refused(two_checkpoints: Path):
     for step in (1, 2):
-        assert verify_checkpoint(two_checkpoints / f"step-{step:08d}", dataclasses.replace(TINY, name="other"))["step"] == step
+        assert verify_checkpoint(two_checkpoints / f"step-{step:08d}")["step"] == step
 
 
 OTHER_MODELS = {
@@ -287,6 +289,39 @@ def test_another_model_is_refused_by_the_key_that_differs(key: str, two_checkpoi
     model, current, saved_value = OTHER_MODELS[key]
     path = two_checkpoints / "step-00000002"
     with pytest.raises(ConfigError) as caught:
-        verify_checkpoint(path, model)
+        find_start(dataclasses.replace(run_of(MODELS["moe"]), model=model, resume=str(path)))
     assert caught.value.key == key and caught.value.value == current and str(path) in str(caught.value)
     assert saved_value is None or caught.value.nearest == saved_value
+
+
+OTHER_RUNS = {
+    "train.seq_len": {"train": {"seq_len": 32}},
+    "train.seed": {"train": {"seed": 7}},
+    "data.source": {"data": {"source": Source.text, "path": "x"}},
+    "data.document_mask": {"data": {"document_mask": True}},
+    "precision.params": {"precision": {"params": Dtype.bfloat16}},
+}
+
+
+def other_run(changes: dict[str, dict[str, Any]], path: Path) -> Run:
+    run = dataclasses.replace(run_of(MODELS["moe"]), resume=str(path))
+    sections = {name: dataclasses.replace(getattr(run, name), **fields) for name, fields in changes.items()}
+    return dataclasses.replace(run, **sections)
+
+
+@pytest.mark.parametrize("key", OTHER_RUNS)
+def test_other_data_is_refused(key: str, two_checkpoints: Path):
+    with pytest.raises(ConfigError) as caught:
+        find_start(other_run(OTHER_RUNS[key], two_checkpoints / "step-00000002"))
+    assert caught.value.key == key
+
+
+def test_other_settings_are_told(two_checkpoints: Path):
+    run = other_run({"optim": {"lr": 0.5}, "train": {"steps": 99}, "log": {"interval": 3}}, two_checkpoints / "step-00000002")
+    assert find_start(run).changes == ("optim.lr: 0.01 -> 0.5", "train.steps: 20 -> 99")
+
+
+def test_an_older_checkpoint_branches_off(two_checkpoints: Path):
+    """What came after it stays: the newest one goes on in its folder, an older one in a new folder."""
+    assert find_start(other_run({}, two_checkpoints / "step-00000002")).run_dir == two_checkpoints.parent
+    assert find_start(other_run({}, two_checkpoints / "step-00000001")).run_dir is None

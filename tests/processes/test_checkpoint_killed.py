@@ -6,6 +6,7 @@ is one process with a tiny model. What a power cut may take away is not simulate
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import json
 import multiprocessing
@@ -19,6 +20,7 @@ from typing import Any, BinaryIO
 import pytest
 import torch
 
+from app.config import CheckpointConfig
 from app.engine import checkpoint
 from app.engine.checkpoint import Progress, save_checkpoint, verify_checkpoint
 from app.engine.groups import process_world
@@ -108,7 +110,8 @@ def in_child(work: Callable[[], None]) -> int:
 
 
 def save(folder: Path, step: int, tokens: int, keep_last: int) -> None:
-    save_checkpoint(folder, engine_of(RUN), TINY, Progress(step, step, tokens), {"sequences": 0}, keep_last)
+    run = dataclasses.replace(RUN, checkpoint=CheckpointConfig(keep_last=keep_last))
+    save_checkpoint(folder, engine_of(run), run, Progress(step, step, tokens), {"sequences": 0})
 
 
 def interrupted(scenario: Scenario, folder: Path, deadline: int, log: Path) -> bool:
@@ -139,7 +142,7 @@ def deaths(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 def tokens_of(path: Path) -> int:
-    return verify_checkpoint(path, TINY)["tokens"]
+    return verify_checkpoint(path)["tokens"]
 
 
 def faults(left: dict[str, Path], find: Callable[[Path], str | None]) -> list[str]:
@@ -154,7 +157,7 @@ def test_the_newest_checkpoint_is_whole(deaths: tuple[Scenario, dict[str, Path]]
         newest = newest_checkpoint(run_dir)
         if newest is None:
             return "nothing to continue from" if scenario.before else None
-        step = verify_checkpoint(newest, TINY)["step"]
+        step = verify_checkpoint(newest)["step"]
         return None if step >= max(scenario.before, default=0) else f"fell back to step {step}"
 
     assert faults(left, find) == []

@@ -20,7 +20,7 @@ def make_chunks(
 ) -> tuple[Chunk, ...]:
     """The `vpp` chunks that `rank` of `ep` expert-parallel ranks holds; they compute without communication only for ep=1."""
     run = make_run(model, parallel=ParallelConfig(world_size=ep, dp=ep, ep=ep), precision=PrecisionConfig(params))
-    nobody = {name: None for name in ("world", "dp", "edp", "ep")}
+    nobody = {name: None for name in ("host", "world", "data", "dp", "edp", "ep")}
     groups = Groups(layout=plan_layout(run), rank=rank, **nobody)
     chunks = build_chunks(run, plan_stages(model.num_layers, 1, vpp), groups, torch.device("cpu"))
     for chunk in chunks:

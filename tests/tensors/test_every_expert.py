@@ -48,7 +48,7 @@ def loads(model: ModelConfig, steps: int, **options: int) -> Iterator[Tensor]:
 
 def imbalance(counts_LE: Tensor) -> float:
     """Largest load over the mean load, in the worst layer; 1 is even."""
-    return (counts_LE.amax(dim=1) / counts_LE.mean(dim=1)).max().item()
+    return (counts_LE.amax(dim=1) / counts_LE.double().mean(dim=1)).max().item()
 
 
 @pytest.mark.parametrize("seed", range(1, 6))

@@ -73,13 +73,13 @@ def test_impossible_schedules_are_refused_by_the_config(case: dict[str, Any]):
 
 
 @pytest.mark.parametrize(("changes", "key"), [
-    ({"init_lr": 2e-3}, "optim.init_lr"),
-    ({"min_lr": 2e-3}, "optim.min_lr"),
-    ({"warmup_steps": 300}, "optim.warmup_steps"),
+    ({"init_lr": 4e-3}, "optim.init_lr"),
+    ({"min_lr": 4e-3}, "optim.min_lr"),
+    ({"warmup_steps": 700}, "optim.warmup_steps"),
     ({"decay_steps": 20, "warmup_steps": 20}, "optim.warmup_steps"),
     ({"decay_steps": 0}, "optim.decay_steps"),
     ({"decay": Decay.wsd}, "optim.wsd_decay_steps"),
-    ({"decay": Decay.wsd, "wsd_decay_steps": 301}, "optim.wsd_decay_steps"),
+    ({"decay": Decay.wsd, "wsd_decay_steps": 701}, "optim.wsd_decay_steps"),
     ({"weight_decay_end": 0.2}, "optim.weight_decay_ramp"),
     ({"weight_decay": -0.1}, "optim.weight_decay"),
 ])

@@ -1,0 +1,141 @@
+"""Everything that is settled before a run writes anything: device, data, and what it continues from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from app.choices import Device
+from app.config import Run
+from app.data.feed import DataSplit
+from app.data.load import load_data, prepare
+from app.data.tokenizer import Tokenizer, load_tokenizer
+from app.engine.checkpoint import verify_checkpoint
+from app.engine.groups import Groups
+from app.engine.run_folder import choose_folders, plain
+from app.errors import ConfigError
+
+T = TypeVar("T")
+
+# What a continued run may not change: it would be another model, or would see other tokens than it was going to.
+FIXED = ("model.", "precision.", "data.", "train.seq_len", "train.seed")
+FREE = ("model.name", "model.init_std", "model.moe.aux_loss_coeff", "model.moe.z_loss_coeff", "model.moe.bias_update_rate",
+        "model.moe.dispatcher", "data.num_proc", "data.cache_dir")  # fmt: skip
+UNREPORTED = ("run_dir", "resume", "log.", "checkpoint.", "parallel.")
+
+
+def usable_gpus(run: Run) -> int:
+    """GPUs of this host that the run may use; 0: it computes on the CPU. Raises ConfigError for train.device=cuda without one."""
+    found = torch.cuda.device_count() if run.train.device is not Device.cpu else 0
+    if run.train.device is Device.cuda and not found:
+        raise ConfigError("train.device", run.train.device, "this host has no usable GPU", "auto or cpu")
+    return found
+
+
+def choose_device(run: Run, local_rank: int) -> torch.device:
+    """The device of the n-th process of this host. Raises ConfigError for more processes than GPUs."""
+    gpus = usable_gpus(run)
+    if gpus and local_rank >= gpus:
+        raise ConfigError(
+            "train.device", run.train.device, f"process {local_rank} of a host with {gpus} GPUs", f"{gpus} processes per host"
+        )
+    return torch.device("cuda", local_rank) if gpus else torch.device("cpu")
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """Where the run writes and what it continues from."""
+
+    run_dir: Path | None  # None: a new folder
+    checkpoint: Path | None = None
+    manifest: dict[str, Any] | None = None  # of the checkpoint
+    changes: tuple[str, ...] = ()  # settings that differ from the checkpoint's, as text
+
+
+def find_start(run: Run) -> Start:
+    """Folder and checkpoint of a run; writes nothing. Raises ConfigError for a checkpoint that is broken or does not fit."""
+    run_dir, checkpoint = choose_folders(run)
+    if checkpoint is None:
+        return Start(run_dir)
+    manifest = verify_checkpoint(checkpoint)
+    changes = tuple(_allowed_changes(checkpoint, manifest["config"], plain(asdict(run))))
+    if manifest["step"] >= run.train.steps:
+        rule = f"the checkpoint {checkpoint} has already taken {manifest['step']}"
+        raise ConfigError("train.steps", run.train.steps, rule, manifest["step"] + 100)
+    return Start(run_dir, checkpoint, manifest, changes)
+
+
+def _allowed_changes(checkpoint: Path, saved: Any, current: Any) -> Iterator[str]:
+    for key, was, now in _differences("", saved, current):
+        if key.startswith(FIXED) and not key.startswith(FREE):
+            raise ConfigError(key, now, f"the checkpoint {checkpoint} was trained with {was}", was)
+        if not key.startswith(UNREPORTED):
+            yield f"{key}: {was} -> {now}"
+
+
+def _differences(prefix: str, saved: Any, current: Any) -> Iterator[tuple[str, Any, Any]]:
+    """(dotted key, saved value, current value) of all that differs."""
+    if not (isinstance(saved, dict) and isinstance(current, dict)):
+        if saved != current:
+            yield prefix, saved, current
+        return
+    for name, value in current.items():
+        yield from _differences(f"{prefix}.{name}" if prefix else name, saved.get(name), value)
+
+
+def rank_zero_says(groups: Groups, decide: Callable[[], T]) -> T:
+    """What `decide()` returns on rank 0, on every rank; its ConfigError likewise."""
+    said: list[Any] = [None]
+    if groups.rank == 0:
+        try:
+            said = [decide()]
+        except ConfigError as error:
+            said = [error]
+    if groups.host.size() > 1:
+        dist.broadcast_object_list(said, src=0, group=groups.host)
+    if isinstance(said[0], ConfigError):
+        raise said[0]
+    return said[0]
+
+
+@dataclass(frozen=True, slots=True)
+class Data:
+    """Everything read from the corpus."""
+
+    tokenizer: Tokenizer
+    train: DataSplit
+    validation: DataSplit
+
+
+def check_tokenizer(run: Run) -> Tokenizer:
+    """The tokenizer, which must fit the model's vocabulary. Raises ConfigError."""
+    tokenizer = load_tokenizer(run.data.tokenizer)
+    if tokenizer.vocab_size > run.model.vocab_size:
+        rule = f"data.tokenizer={run.data.tokenizer} has {tokenizer.vocab_size} ids"
+        raise ConfigError("model.vocab_size", run.model.vocab_size, rule, -(-tokenizer.vocab_size // 8) * 8)
+    return tokenizer
+
+
+def load_all_data(run: Run, groups: Groups, local_rank: int) -> Data:
+    """Tokenizer and both splits; the first process of each host prepares the cache that the others then only map.
+
+    Raises ConfigError, the same on every rank.
+    """
+    tokenizer = check_tokenizer(run)
+    if local_rank == 0:
+        with suppress(ConfigError):  # told below, by every rank
+            prepare(run.data, tokenizer)
+    groups.barrier()
+    return Data(tokenizer, *load_data(run.data, run.train.seq_len, run.train.seed, tokenizer))
+
+
+def preflight(run: Run) -> None:
+    """Find every mistake that one process can find, before it starts others. Raises ConfigError."""
+    find_start(run)
+    load_data(run.data, run.train.seq_len, run.train.seed, check_tokenizer(run))
