@@ -98,7 +98,9 @@ class Meter:
         """The report of one step; at the log interval with memory and expert load, which all ranks measure together."""
         world = self.engine.groups.layout.world_size
         tflops = self.flops_per_step / seconds / world / 1e12
-        at_interval = step % self.run.log.interval == 0 or step in (self.first_step, self.run.train.steps)
+        at_interval = step % self.run.log.interval == 0 or step == self.run.train.steps
+        measured = self._memory() if at_interval or step == self.first_step else {}
+        measured |= self._expert_load() if at_interval else {}
         return StepReport(
             step=step,
             loss=facts.loss,
@@ -114,7 +116,7 @@ class Meter:
             tokens_per_s_per_gpu=self.tokens_per_step / seconds / world,
             tflops_per_gpu=tflops,
             mfu=tflops / self.peak if self.peak else None,
-            **(self._memory() | self._expert_load() if at_interval else {}),
+            **measured,
         )
 
     def _memory(self) -> dict[str, float]:

@@ -206,12 +206,12 @@ def test_continuing_with_other_data_is_refused(whole: tuple[Path, str], corpus: 
 
 
 def test_local_script(tmp_path: Path, corpus: str):
-    script = [str(ROOT / "scripts/train_local.sh"), "-n", "1", *command(corpus, f"run_dir={tmp_path}/run", "train.steps=2")[2:]]
+    script = [str(ROOT / "scripts/train_local.sh"), "-n", "1", *command(corpus, f"run_dir={tmp_path}/run", "train.steps=4")[2:]]
     if not (ROOT / ".venv").exists():
         pytest.skip("needs the environment that make creates")
     done = run(tmp_path, script)
     assert done.returncode == 0, done.stderr
-    assert len(metrics(tmp_path / "run")) == 3
+    assert len(metrics(tmp_path / "run")) == 5
     assert "scripts/train_local.sh" in run(tmp_path, [script[0], "-h"]).stdout
 
 
