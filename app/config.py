@@ -6,7 +6,7 @@ Pure Python: no torch, no Hydra, no environment. `app.cli.compose` fills these t
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 from app.choices import (
@@ -36,7 +36,7 @@ def above_zero(section: str, config: object, *names: str) -> None:
 
 def default_of(section: type, name: str) -> object:
     """The default of a field."""
-    return section.__dataclass_fields__[name].default
+    return next(field.default for field in fields(section) if field.name == name)
 
 
 def at_least(section: str, config: object, low: float, *names: str) -> None:
@@ -338,7 +338,7 @@ class TrainConfig:
     seq_len: int = 128  # tokens per sequence
     micro_batch: int = 8  # sequences per forward on one rank
     global_batch: int = 16  # sequences per optimizer update over all ranks
-    eval_interval: int = 100  # steps between validations; 0: only at the end
+    eval_interval: int = 100  # steps between validations; 0: only before the first step and after the last
     eval_sequences: int = 256  # sequences of one validation over all ranks; at least a microbatch each
     sample_tokens: int = 240  # tokens generated when the run ends; 0: none
     seed: int = 1  # of initial weights and data order

@@ -37,7 +37,7 @@ class JsonLines:
 
     def __init__(self, run_dir: Path, from_step: int) -> None:
         path = run_dir / METRICS
-        kept = [line for line in _lines(path) if json.loads(line)["step"] <= from_step]
+        kept = [line for line in _lines(path) if json.loads(line)["step"] <= from_step] if from_step else []
         fresh = path.with_suffix(".tmp")
         fresh.write_text("".join(f"{line}\n" for line in kept))
         fresh.replace(path)  # a process that dies here leaves one of the two

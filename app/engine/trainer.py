@@ -65,15 +65,14 @@ class Trainer:
         if self.leads and self.run.log.console:
             print_opening(self.run, self.engine, self.run_dir, self.start)
         with self._sinks() as sinks:
-            watch, validated = Stopwatch(), None
+            validated = None if self.progress.step else self._validate(sinks)
+            watch = Stopwatch()
             while self.progress.step < self.run.train.steps:
                 report = self.step(watch)
                 for sink in sinks:
                     sink.step(report)
                 if self._validates_now():
-                    validated = self._validate()
-                    for sink in sinks:
-                        sink.validation(validated)
+                    validated = self._validate(sinks)
                 self._save_if_due()
                 if self._validates_now() or self.last_saved == self.progress.step:
                     watch.lap()  # validation and saving are not part of the next step
@@ -113,9 +112,11 @@ class Trainer:
         step, interval = self.progress.step, self.run.train.eval_interval
         return step == self.run.train.steps or bool(interval and step % interval == 0)
 
-    def _validate(self) -> ValidationReport:
-        loss, tokens = self.validation(list(self.held_out))
-        return ValidationReport(self.progress.step, loss, tokens)
+    def _validate(self, sinks: Sequence[Sink]) -> ValidationReport:
+        report = ValidationReport(self.progress.step, *self.validation(list(self.held_out)))
+        for sink in sinks:
+            sink.validation(report)
+        return report
 
     def _save_if_due(self) -> None:
         step, interval = self.progress.step, self.run.checkpoint.interval

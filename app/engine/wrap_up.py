@@ -23,7 +23,7 @@ BASELINE_VOCAB = 1024  # larger vocabularies make an n-gram table that says litt
 
 def print_opening(run: Run, engine: Engine, run_dir: Path, start: Start) -> None:
     """The plan of the run, its device, its folder, and what it continues."""
-    cpu = f"CPU, {torch.get_num_threads()} threads per process"
+    cpu = f"CPU, threads per process: {torch.get_num_threads()}"
     device = torch.cuda.get_device_name(engine.device) if engine.device.type == "cuda" else cpu
     rows = [*summary_lines(run), ("device", device), ("folder", str(run_dir))]
     if start.manifest:
