@@ -44,6 +44,6 @@ def test_command_runs(checkout: Path, line: str):
 
 
 def test_make_targets_exist():
-    named = set(re.findall(r"\bmake ([a-z-]+)", README))
+    named = set(re.findall(r"(?:`|^)make ([a-z-]+)", README, re.MULTILINE))
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     assert {"train", "test", "checks", "help"} <= named <= targets
