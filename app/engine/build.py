@@ -20,8 +20,9 @@ from app.moe.dispatch import AllToAllDispatcher, LocalDispatcher
 from app.moe.phases import Dispatcher, Experts, MoEBody, Router
 from app.optim.buffers import ParamSpec
 from app.optim.distributed import DistributedOptimizer
+from app.plan.check import check
 from app.plan.layout import ParallelLayout
-from app.plan.lowering import lower
+from app.plan.lowering import lower_all
 from app.plan.schedule import build_schedule
 from app.plan.stages import StagePlan, plan_stages
 
@@ -112,8 +113,9 @@ def parameter_specs(chunk: nn.Module) -> Iterator[ParamSpec]:
 
 
 def select_forward_backward(run: Run, engine: Engine, num_microbatches: int, forward_only: bool = False) -> ForwardBackward:
-    """This rank's lowered action list for `num_microbatches`, bound to the executor."""
+    """This rank's lowered and checked action list for `num_microbatches`, bound to the executor."""
     layout = engine.groups.layout
     schedule = build_schedule(run.schedule.name.value, layout.pp, num_microbatches, len(engine.chunks), forward_only=forward_only)
-    actions = lower(schedule[layout.coords(engine.groups.rank)["pp"]])
-    return partial(execute, actions, engine.chunks, engine.optimizer)
+    lists = lower_all(schedule)
+    check(lists, schedule)
+    return partial(execute, lists[layout.coords(engine.groups.rank)["pp"]], engine.chunks, engine.optimizer)
