@@ -6,7 +6,7 @@ Pure Python: no torch, no Hydra, no environment. `app.cli.compose` fills these t
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field
 from typing import Any
 
 from app.choices import (
@@ -27,16 +27,11 @@ from app.errors import ConfigError, nearest_divisors
 
 
 def above_zero(section: str, config: object, *names: str) -> None:
-    """Refuse any of the named fields that is not positive; None means unset and passes."""
+    """Refuse any of the named fields that is not positive, offering its default; None means unset and passes."""
     for name in names:
         value = getattr(config, name)
         if value is not None and value <= 0:
-            raise ConfigError(f"{section}.{name}", value, "must be above 0", default_of(type(config), name))
-
-
-def default_of(section: type, name: str) -> object:
-    """The default of a field."""
-    return next(field.default for field in fields(section) if field.name == name)
+            raise ConfigError(f"{section}.{name}", value, "must be above 0", getattr(type(config), name))
 
 
 def at_least(section: str, config: object, low: float, *names: str) -> None:
@@ -356,17 +351,17 @@ class TrainConfig:
 class Run:
     """One training run: every choice the user can make."""
 
-    model: ModelConfig
-    parallel: ParallelConfig
-    schedule: ScheduleConfig
-    cuda_graph: CudaGraphConfig
-    precision: PrecisionConfig
-    optim: OptimConfig
-    data: DataConfig
-    checkpoint: CheckpointConfig
-    log: LogConfig
-    loss: LossConfig
-    train: TrainConfig
+    model: ModelConfig = field(default_factory=ModelConfig)  # architecture and sizes
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)  # degrees of parallelism
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)  # order of forwards and backwards
+    cuda_graph: CudaGraphConfig = field(default_factory=CudaGraphConfig)  # what is captured
+    precision: PrecisionConfig = field(default_factory=PrecisionConfig)  # element types
+    optim: OptimConfig = field(default_factory=OptimConfig)  # optimizer and its schedules
+    data: DataConfig = field(default_factory=DataConfig)  # documents and tokenizer
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)  # what is saved and when
+    log: LogConfig = field(default_factory=LogConfig)  # where reports go
+    loss: LossConfig = field(default_factory=LossConfig)  # how token losses are averaged
+    train: TrainConfig = field(default_factory=TrainConfig)  # length and batch
     run_dir: str | None = None  # folder of this run; null: runs/<time>-<model>
     resume: str | None = None  # null: start anew; auto: newest checkpoint; or the path of a checkpoint or run folder
 

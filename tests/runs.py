@@ -8,21 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from app.config import (
-    CheckpointConfig,
-    CudaGraphConfig,
-    DataConfig,
-    LogConfig,
-    LossConfig,
-    ModelConfig,
-    MoEConfig,
-    OptimConfig,
-    ParallelConfig,
-    PrecisionConfig,
-    Run,
-    ScheduleConfig,
-    TrainConfig,
-)
+from app.config import ModelConfig, MoEConfig, OptimConfig, Run, TrainConfig
 from app.data.feed import Batch
 from app.engine.build import Engine, build_engine, plan_layout
 from app.engine.groups import create_groups
@@ -36,15 +22,7 @@ TINY = ModelConfig(num_layers=3, hidden_size=32, ffn_hidden_size=48, num_heads=4
 def make_run(model: ModelConfig = TINY, **sections: Any) -> Run:
     """A checked run; keyword arguments replace whole sections."""
     chosen = {
-        "parallel": ParallelConfig(),
-        "schedule": ScheduleConfig(),
-        "cuda_graph": CudaGraphConfig(),
-        "precision": PrecisionConfig(),
         "optim": OptimConfig(lr=1e-2, warmup_steps=2),
-        "data": DataConfig(),
-        "checkpoint": CheckpointConfig(),
-        "log": LogConfig(),
-        "loss": LossConfig(),
         "train": TrainConfig(steps=20, seq_len=16, micro_batch=2, global_batch=8),
     }
     return check(Run(model, **(chosen | sections)))

@@ -11,39 +11,13 @@ from types import NoneType
 from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf
 
-from app.config import (
-    CheckpointConfig,
-    CudaGraphConfig,
-    DataConfig,
-    LogConfig,
-    LossConfig,
-    ModelConfig,
-    MoEConfig,
-    OptimConfig,
-    ParallelConfig,
-    PrecisionConfig,
-    Run,
-    ScheduleConfig,
-    TrainConfig,
-)
+from app.config import ModelConfig, MoEConfig, Run
 from app.errors import ConfigError, nearest
 from app.rules import check
 
 
 def _defaults() -> Run:
-    return Run(
-        ModelConfig(moe=MoEConfig()),
-        ParallelConfig(),
-        ScheduleConfig(),
-        CudaGraphConfig(),
-        PrecisionConfig(),
-        OptimConfig(),
-        DataConfig(),
-        CheckpointConfig(),
-        LogConfig(),
-        LossConfig(),
-        TrainConfig(),
-    )
+    return Run(ModelConfig(moe=MoEConfig()))  # with a section for experts, so that overrides can reach into it
 
 
 def register_schema() -> None:

@@ -83,14 +83,9 @@ def build_layer(model: ModelConfig, index: int, groups: Groups) -> Layer:
 
 def _dispatcher(model: ModelConfig, groups: Groups) -> Dispatcher:
     assert model.moe is not None
-    experts = model.moe.num_experts
-    match model.moe.dispatcher:
-        case DispatcherKind.auto if groups.layout.ep == 1:
-            return LocalDispatcher(experts)
-        case DispatcherKind.local:
-            return LocalDispatcher(experts)
-        case _:
-            return AllToAllDispatcher(experts, groups.ep)
+    if groups.layout.ep == 1 and model.moe.dispatcher is not DispatcherKind.all_to_all:
+        return LocalDispatcher(model.moe.num_experts)
+    return AllToAllDispatcher(model.moe.num_experts, groups.ep)
 
 
 def _materialise(chunk: nn.Module, device: torch.device, dtype: torch.dtype) -> None:

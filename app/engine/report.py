@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 import resource
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -171,8 +170,3 @@ class Stopwatch:
         """Seconds since the last lap."""
         before, self._since = self._since, time.perf_counter()
         return self._since - before
-
-
-def median(values: Sequence[float]) -> float:
-    """Middle value; 0 for none."""
-    return sorted(values)[len(values) // 2] if values else 0.0

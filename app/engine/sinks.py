@@ -9,11 +9,12 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from statistics import median
 from typing import Any, Protocol, TextIO
 
 from app.choices import WandbMode
 from app.config import Run
-from app.engine.report import StepReport, ValidationReport, median
+from app.engine.report import StepReport, ValidationReport
 
 METRICS = "metrics.jsonl"
 REDRAW_S = 0.1  # seconds between redraws of the progress line
