@@ -21,22 +21,60 @@ class DispatcherKind(Enum):
 
 
 class ScheduleName(Enum):
-    """Order of forwards and backwards within a step."""
+    """Order of forwards and backwards within a step; docs/plan.md shows each."""
 
+    auto = "auto"  # none without pipeline ranks, 1f1b with one stage per rank, interleaved with several
     none = "none"  # F0 B0 F1 B1 …: no pipeline
+    gpipe = "gpipe"  # all forwards, then all backwards
+    locals()["1f1b"] = "1f1b"  # one forward and one backward in turn; no Python name, but what the user types
+    interleaved = "interleaved"  # the same over several stages per rank
+    zero_bubble_h1 = "zero_bubble_h1"  # 1f1b with gradients of weights computed where the pipeline would idle
+    zero_bubble_v = "zero_bubble_v"  # the same over two stages per rank that lie in a V
 
 
 class GraphImpl(Enum):
-    """Which CUDA graphs are captured."""
+    """Who captures CUDA graphs, and how much of a step one holds."""
 
     none = "none"
+    local = "local"  # parts of layers, captured by this project
+    transformer_engine = "transformer_engine"  # parts of layers, captured by Transformer Engine
+    full_iteration = "full_iteration"  # forward and backward of a whole step
+
+
+class GraphScope(Enum):
+    """Parts of a layer that a partial graph holds."""
+
+    attn = "attn"  # attention
+    mlp = "mlp"  # feed-forward of dense layers
+    moe_router = "moe_router"  # norm, shared expert and router of MoE layers
+    moe_preprocess = "moe_preprocess"  # what the exchange of tokens needs to know
+    moe = "moe"  # everything in an MoE layer behind attention
+
+
+class GraphKey(Enum):
+    """What owns a set of partial graphs."""
+
+    microbatch = "microbatch"  # every microbatch of a step
+    slot = "slot"  # every place that a microbatch in flight may have
+
+
+class Recompute(Enum):
+    """Parts of a layer whose values are computed again in backward instead of being kept."""
+
+    attn_core = "attn_core"  # heads, rotary positions and softmax attention, from the projected queries, keys and values
+    norm = "norm"  # outputs of both norms
+    mlp_act = "mlp_act"  # activation of dense feed-forwards
+    experts_act = "experts_act"  # activation of routed experts
+    shared = "shared"  # the shared expert
+    moe = "moe"  # everything in an MoE layer behind attention
 
 
 class Dtype(Enum):
-    """Element type of parameters and activations."""
+    """Element type of tensors."""
 
     float32 = "float32"
     bfloat16 = "bfloat16"
+    float16 = "float16"
 
 
 class Decay(Enum):

@@ -4,49 +4,153 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from app.choices import Decay, DispatcherKind, Dtype
+from app.choices import Decay, DispatcherKind, Dtype, GraphImpl, GraphScope, ScheduleName
 from app.config import Run
 from app.errors import ConfigError, nearest_divisors, nearest_multiples
+from app.plan.select import select_layout, select_schedule, select_stages
 
 
 def check_world(run: Run) -> None:
-    """Every rank belongs to one data-parallel replica."""
-    if run.parallel.world_size and run.dp != run.parallel.world_size:
-        raise ConfigError(
-            "parallel.dp", run.dp, f"{run.parallel.world_size} processes run: dp must equal them", run.parallel.world_size
-        )
+    """The dense degrees fill the world."""
+    world, ranks = run.parallel.world_size, run.model_ranks
+    if world and run.parallel.dp is None and world % ranks:
+        rule = f"must be a multiple of tp × cp × pp = {run.parallel.tp} × {run.parallel.cp} × {run.parallel.pp} = {ranks}"
+        raise ConfigError("parallel.world_size", world, rule, nearest_multiples(world, ranks))
+    if world and run.dp * ranks != world:
+        rule = f"{world} processes over tp × cp × pp = {ranks} ranks"
+        raise ConfigError("parallel.dp", run.dp, rule, world // ranks if world % ranks == 0 else f"world_size={run.dp * ranks}")
 
 
 def check_expert_parallel(run: Run) -> None:
-    """The experts divide over ep ranks, and ep divides the world."""
+    """The experts divide over ep ranks, and these over the ranks of a pipeline stage."""
     ep, moe = run.parallel.ep, run.model.moe
     if ep > 1 and moe is None:
         raise ConfigError("parallel.ep", ep, f"model={run.model.name} has no experts", 1)
-    if moe and moe.num_experts % ep:
+    if moe is None:
+        if run.parallel.etp is not None:
+            raise ConfigError("parallel.etp", run.parallel.etp, f"model={run.model.name} has no experts", "null")
+        return
+    if moe.num_experts % ep:
         raise ConfigError(
             "parallel.ep", ep, f"must divide model.moe.num_experts={moe.num_experts}", nearest_divisors(ep, moe.num_experts)
         )
-    if run.world_size % ep:
-        near = f"{nearest_divisors(ep, run.world_size)}, or parallel.dp={ep * -(-run.world_size // ep)}"
-        raise ConfigError("parallel.ep", ep, f"must divide the world size {run.world_size}", near)
-    if moe and ep > 1 and moe.dispatcher is DispatcherKind.local:
+    etp = run.parallel.tp if run.parallel.etp is None else run.parallel.etp
+    stage = run.world_size // run.parallel.pp
+    if stage % etp:
+        rule = f"must divide the {stage} ranks of a pipeline stage"
+        raise ConfigError("parallel.etp", etp, rule, nearest_divisors(etp, stage))
+    if stage % (ep * etp):
+        near = f"{nearest_divisors(ep, max(1, stage // etp))}, or parallel.dp={run.dp * ep * etp}"
+        what = f"the {stage} ranks of a pipeline stage" if run.parallel.pp > 1 else f"the world size {stage}"
+        raise ConfigError("parallel.ep", ep, f"must divide {what}" + (f" over etp={etp}" if etp > 1 else ""), near)
+    if ep > 1 and moe.dispatcher is DispatcherKind.local:
         raise ConfigError(
             "model.moe.dispatcher", moe.dispatcher, f"parallel.ep={ep} needs an exchange between ranks", "auto or all_to_all"
         )
+    if moe.ffn_hidden_size % etp:
+        near = nearest_divisors(etp, moe.ffn_hidden_size)
+        raise ConfigError("parallel.etp", etp, f"must divide model.moe.ffn_hidden_size={moe.ffn_hidden_size}", near)
+
+
+def check_tensor_parallel(run: Run) -> None:
+    """Heads, widths and vocabulary divide over tp ranks."""
+    model, tp = run.model, run.parallel.tp
+    widths = {"num_heads": model.num_heads, "num_kv_heads": model.num_kv_heads, "vocab_size": model.vocab_size}
+    if any(not model.is_moe_layer(layer) for layer in range(model.num_layers)):
+        widths["ffn_hidden_size"] = model.ffn_hidden_size
+    if model.moe and model.moe.shared_ffn_hidden_size:
+        widths["moe.shared_ffn_hidden_size"] = model.moe.shared_ffn_hidden_size
+    for name, width in widths.items():
+        if width % tp:
+            near = nearest_multiples(width, tp) if name == "vocab_size" else nearest_divisors(tp, width)
+            key, value = (f"model.{name}", width) if name == "vocab_size" else ("parallel.tp", tp)
+            rule = f"must be a multiple of parallel.tp={tp}" if name == "vocab_size" else f"must divide model.{name}={width}"
+            raise ConfigError(key, value, rule, near)
+
+
+def check_sequence(run: Run) -> None:
+    """Every context-parallel rank has two equal parts of a sequence, and every tensor-parallel rank a share of them."""
+    cp, tp, seq_len = run.parallel.cp, run.parallel.tp, run.train.seq_len
+    parts = (2 * cp if cp > 1 else 1) * tp
+    if seq_len % parts:
+        rule = f"must be a multiple of {'2·cp' if cp > 1 else ''}{' × ' if cp > 1 and tp > 1 else ''}{'tp' if tp > 1 else ''}"
+        raise ConfigError("train.seq_len", seq_len, f"{rule} = {parts}", nearest_multiples(seq_len, parts))
+
+
+def check_layout(run: Run) -> None:
+    """Ranks form one grid for dense layers and one for experts, in the same pipelines."""
+    select_layout(run)
+
+
+def check_stages(run: Run) -> None:
+    """Layers divide over the pipeline's stages."""
+    stages = select_stages(run)
+    name = select_schedule(run, stages)
+    if name is ScheduleName.zero_bubble_v and stages.vpp != 2:
+        raise ConfigError("parallel.vpp", stages.vpp, "schedule zero_bubble_v has two stages per rank", 2)
+    if stages.vpp > 1 and name not in CHUNKED:
+        raise ConfigError("schedule.name", name, f"has one stage per rank, not vpp={stages.vpp}", "interleaved")
+    if stages.vpp == 1 and name is ScheduleName.interleaved:
+        raise ConfigError("parallel.vpp", 1, "schedule interleaved needs several stages per rank", "2, or schedule=1f1b")
+
+
+def check_schedule_choice(run: Run) -> None:
+    """The schedule exists for this many pipeline ranks, stages and microbatches."""
+    name, pp, group = select_schedule(run, select_stages(run)), run.parallel.pp, run.schedule.group_size
+    if name is ScheduleName.none and pp > 1:
+        raise ConfigError("schedule.name", name, f"runs on one pipeline rank, not on pp={pp}", "auto, 1f1b or interleaved")
+    if group is not None and name is not ScheduleName.interleaved:
+        raise ConfigError("schedule.group_size", group, f"schedule {name.value} has no groups", "null, or interleaved")
+    if name is not ScheduleName.interleaved:
+        return
+    count = run.num_microbatches
+    if count < pp:
+        least = pp * run.train.micro_batch * run.dp
+        rule = f"too few microbatches of {run.train.micro_batch} for dp={run.dp}: {count}, but interleaved needs pp={pp} or more"
+        raise ConfigError("train.global_batch", run.train.global_batch, rule, f"{least}, or schedule=1f1b with vpp=1")
+    size = pp if group is None else group
+    legal = [n for n in range(pp, count + 1) if not 0 < count % n < pp]
+    if size not in legal:
+        rule = f"groups of {size} (null: pp) out of {count} microbatches must be between pp={pp} and {count}, the last one too"
+        raise ConfigError("schedule.group_size", group, rule, min(legal, key=lambda n: abs(n - size)))
+
+
+def check_graphs_choice(run: Run) -> None:
+    """What is captured into CUDA graphs can be: no host wait inside, one contiguous part of a layer."""
+    graph, moe = run.cuda_graph, run.model.moe
+    scope, partial = set(graph.scope), graph.impl in (GraphImpl.local, GraphImpl.transformer_engine)
+    named = "[" + ", ".join(part.value for part in graph.scope) + "]"
+    key = "cuda_graph.scope"
+    if scope and graph.impl in (GraphImpl.none, GraphImpl.full_iteration):
+        raise ConfigError(key, named, f"impl={graph.impl.value} has no parts of layers", "[], or impl=local")
+    if GraphScope.moe in scope and scope & {GraphScope.moe_router, GraphScope.moe_preprocess}:
+        raise ConfigError(key, named, "moe holds moe_router and moe_preprocess already", "[attn, moe]")
+    if GraphScope.moe_preprocess in scope and GraphScope.moe_router not in scope:
+        raise ConfigError(key, named, "moe_preprocess follows moe_router, so it needs that", "[attn, moe_router, moe_preprocess]")
+    if GraphScope.moe_router in scope and GraphScope.attn not in scope:
+        raise ConfigError(key, named, "moe_router goes on from attn, so it needs that", "[attn, moe_router]")
+    whole = graph.impl is GraphImpl.full_iteration or (partial and not scope) or GraphScope.moe in scope
+    if whole and graph.impl is not GraphImpl.none and moe and run.parallel.ep > 1:
+        rule = f"captures the exchange of tokens, for whose sizes the host waits with ep={run.parallel.ep}"
+        what, value = ("cuda_graph.impl", graph.impl.value) if graph.impl is GraphImpl.full_iteration else (key, named)
+        raise ConfigError(what, value, rule, "scope=[attn, moe_router, moe_preprocess] with impl=local")
+    if graph.impl is GraphImpl.transformer_engine and run.schedule.name.value.startswith("zero_bubble"):
+        rule = "captures whole backwards, which schedule zero_bubble splits"
+        raise ConfigError("cuda_graph.impl", graph.impl, rule, "local")
 
 
 def check_expert_widths(run: Run) -> None:
     """Grouped products need rows of whole 16-byte units."""
     if run.model.moe is None:
         return
-    unit = 4 if run.precision.params is Dtype.float32 else 8
-    for key, width in (
-        ("model.hidden_size", run.model.hidden_size),
-        ("model.moe.ffn_hidden_size", run.model.moe.ffn_hidden_size),
+    unit, etp = 4 if run.precision.params is Dtype.float32 else 8, select_layout(run).expert_tp
+    for key, width, of in (
+        ("model.hidden_size", run.model.hidden_size, unit),
+        ("model.moe.ffn_hidden_size", run.model.moe.ffn_hidden_size, unit * etp),
     ):
-        if width % unit:
+        if width % of:
             raise ConfigError(
-                key, width, f"experts in {run.precision.params.value} need a multiple of {unit}", nearest_multiples(width, unit)
+                key, width, f"experts in {run.precision.params.value} need a multiple of {of}", nearest_multiples(width, of)
             )
 
 
@@ -73,11 +177,18 @@ def check_lr_schedule(run: Run) -> None:
         raise ConfigError("optim.wsd_decay_steps", last, rule, steps - warmup)
 
 
+CHUNKED = (ScheduleName.interleaved, ScheduleName.zero_bubble_v)  # schedules of several stages per rank
 RULES: tuple[Callable[[Run], None], ...] = (
     check_world,
     check_expert_parallel,
+    check_tensor_parallel,
+    check_sequence,
+    check_layout,
     check_expert_widths,
     check_batch,
+    check_stages,
+    check_schedule_choice,
+    check_graphs_choice,
     check_lr_schedule,
 )
 
@@ -86,4 +197,29 @@ def check(run: Run) -> Run:
     """Apply every cross-section rule; returns the run unchanged or raises ConfigError."""
     for rule in RULES:
         rule(run)
+    return run
+
+
+# What can be planned but not yet trained: key -> the values that training takes.
+TRAINED: dict[str, tuple[object, ...]] = {
+    "parallel.tp": (1,),
+    "parallel.cp": (1,),
+    "parallel.etp": (None, 1),
+    "recompute.phases": ((),),
+    "cuda_graph.impl": (GraphImpl.none,),
+    "precision.params": (Dtype.float32, Dtype.bfloat16),
+    "precision.grads": (Dtype.float32,),
+}
+
+
+def check_runnable(run: Run) -> Run:
+    """Refuse what can be planned but not yet trained; returns the run unchanged or raises ConfigError."""
+    for key, values in TRAINED.items():
+        section, name = key.split(".")
+        value = getattr(getattr(run, section), name)
+        if value not in values:
+            shown = [getattr(part, "value", part) for part in value] if isinstance(value, tuple) else value
+            trained = " or ".join(str(getattr(allowed, "value", allowed)) for allowed in values if allowed is not None)
+            rule = "can be planned (python -m app.cli.plan), but training does not do it yet"
+            raise ConfigError(key, shown, rule, trained if trained != "()" else "[]")
     return run

@@ -12,7 +12,6 @@ from app.plan.schedule import (
     BackwardWeight,
     Compute,
     Exchange,
-    Forward,
     Free,
     GatherParams,
     Op,
@@ -21,10 +20,10 @@ from app.plan.schedule import (
 )
 
 
-def check(lists: Sequence[Sequence[Action]], schedule: Sequence[Sequence[Compute]]) -> None:
+def check(lists: Sequence[Sequence[Action]], schedule: Sequence[Sequence[Compute]], v_shape: bool = False) -> None:
     """Replay the lists of all ranks, each exchange blocking until all its operations have met their other sides.
 
-    What passes also runs if exchanges do not block, since then every action only starts earlier.
+    What passes also runs if exchanges do not block, since then every action only starts earlier. v_shape: see Pipeline.
 
     Raises ValueError, with the rank and a pointer into its list, if
     - ranks wait for each other in a circle, or two of them move tensors in different orders;
@@ -35,20 +34,30 @@ def check(lists: Sequence[Sequence[Action]], schedule: Sequence[Sequence[Compute
     """
     if len(lists) != len(schedule):
         raise ValueError(f"{len(lists)} lists, but the schedule has {len(schedule)} pipeline ranks")
-    pipeline = pipeline_of(schedule)
+    pipeline = pipeline_of(schedule, v_shape)
     wires = _Wires(pipeline)
-    ranks = [_Rank(rank, pipeline, computes) for rank, computes in enumerate(schedule)]
+    sides = _sides(schedule, pipeline)
+    ranks = [_Rank(rank, pipeline, computes, sides[rank]) for rank, computes in enumerate(schedule)]
 
     def advance(rank: int, item: tuple[int, Action]) -> bool:
         place, action = item
         if rank not in wires.meeting:
-            _refuse(ranks[rank].faults(action), rank, lists[rank], place)
-            ranks[rank].note(action)
+            _refuse(ranks[rank].run(action), rank, lists[rank], place)
         return not isinstance(action, Exchange) or wires.meet(rank, action)
 
     expect_finished(lists, take_turns([list(enumerate(actions)) for actions in lists], advance))
     for rank, actions in enumerate(lists):
         _refuse(ranks[rank].left(), rank, actions, len(actions))
+
+
+def _sides(schedule: Sequence[Sequence[Compute]], pipeline: Pipeline) -> list[set[Op]]:
+    """Per rank, the operations that move what the schedule makes."""
+    sides: list[set[Op]] = [set() for _ in schedule]
+    for rank, actions in enumerate(schedule):
+        for action in actions:
+            for side, op in pipeline.sides(pipeline.makes(rank, action)):
+                sides[side].add(op)
+    return sides
 
 
 def _refuse(faults: Iterator[str], rank: int, actions: Sequence[Action], place: int) -> None:
@@ -91,8 +100,8 @@ class _Wires:
 class _Rank:
     """What one rank has done so far, and what it must not do now."""
 
-    def __init__(self, rank: int, pipeline: Pipeline, schedule: Sequence[Compute]) -> None:
-        self.rank, self.pipeline, self.schedule = rank, pipeline, schedule
+    def __init__(self, rank: int, pipeline: Pipeline, schedule: Sequence[Compute], sides: set[Op]) -> None:
+        self.rank, self.pipeline, self.schedule, self.sides = rank, pipeline, schedule, sides
         self.made: set[Made] = set()
         self.started: set[Op] = set()
         self.waited: set[Op] = set()
@@ -100,30 +109,34 @@ class _Rank:
         self.freed: set[tuple[int, int]] = set()
         self.gathered: set[int] = set()
         self.reduced: set[int] = set()
-        self.sent = {(op.mb, op.chunk) for action in schedule if isinstance(action, Forward)
-                     for side, op in pipeline.sides(pipeline.makes(rank, action)) if side == rank}
+        self.sent = {(op.mb, op.chunk) for op in sides if op.send and op.flow == "F"}
         self.to_reduce = {action.chunk for action in schedule if isinstance(action, Backward | BackwardWeight)}
 
-    def faults(self, action: Action) -> Iterator[str]:
-        """What is wrong with running `action` now."""
+    def run(self, action: Action) -> Iterator[str]:
+        """What is wrong with running `action` now; if nothing is, it has run."""
         match action:
             case Compute():
                 yield from self._compute_faults(action)
+                self.made.add(self.pipeline.makes(self.rank, action))
             case Exchange(ops) | Wait(ops) if len(ops) != 1 and len(set(ops)) < max(len(ops), 1):
                 yield "lists an operation twice, or none"
             case Exchange(ops):
                 yield from (fault for op in ops for fault in self._start_faults(op))
+                self.started.update(ops)
             case Wait(ops):
                 yield from (f"{op} is not under way" for op in ops if op not in self.started or op in self.waited)
+                self.waited.update(ops)
+                self.moved.update(self.pipeline.moved(self.rank, op) for op in ops)
             case Free(mb, chunk):
-                if (mb, chunk) not in self.sent or ("F", mb, self.pipeline.stage(self.rank, chunk)) not in self.moved:
-                    yield "its output has not left yet"
-                if (mb, chunk) in self.freed:
-                    yield "freed twice"
-            case GatherParams(chunk) if chunk in self.gathered:
-                yield "gathered twice"
+                yield from self._free_faults(mb, chunk)
+                self.freed.add((mb, chunk))
+            case GatherParams(chunk):
+                if chunk in self.gathered:
+                    yield "gathered twice"
+                self.gathered.add(chunk)
             case ReduceGrads(chunk):
                 yield from self._reduce_faults(chunk)
+                self.reduced.add(chunk)
 
     def _compute_faults(self, action: Compute) -> Iterator[str]:
         scheduled = self.schedule[len(self.made):len(self.made) + 1]
@@ -138,36 +151,24 @@ class _Rank:
             yield "its output is not freed"
 
     def _start_faults(self, op: Op) -> Iterator[str]:
-        made = self.pipeline.moved(self.rank, op)
-        if (self.rank, op) not in self.pipeline.sides(made):
+        if op not in self.sides:
             yield f"no other rank has a side of {op}"
         if op in self.started:
             yield f"{op} is started twice"
-        if op.send and made not in self.made:
+        if op.send and self.pipeline.moved(self.rank, op) not in self.made:
             yield f"{op} is sent before it is made"
+
+    def _free_faults(self, mb: int, chunk: int) -> Iterator[str]:
+        if (mb, chunk) not in self.sent or ("F", mb, self.pipeline.stage(self.rank, chunk)) not in self.moved:
+            yield "its output has not left yet"
+        if (mb, chunk) in self.freed:
+            yield "freed twice"
 
     def _reduce_faults(self, chunk: int) -> Iterator[str]:
         if chunk in self.reduced:
             yield "reduced twice"
         if chunk not in self.to_reduce or any(action.chunk == chunk for action in self.schedule[len(self.made):]):
             yield "its gradients are not complete"
-
-    def note(self, action: Action) -> None:
-        """Remember that `action` ran."""
-        match action:
-            case Compute():
-                self.made.add(self.pipeline.makes(self.rank, action))
-            case Exchange(ops):
-                self.started.update(ops)
-            case Wait(ops):
-                self.waited.update(ops)
-                self.moved.update(self.pipeline.moved(self.rank, op) for op in ops)
-            case Free(mb, chunk):
-                self.freed.add((mb, chunk))
-            case GatherParams(chunk):
-                self.gathered.add(chunk)
-            case ReduceGrads(chunk):
-                self.reduced.add(chunk)
 
     def left(self) -> Iterator[str]:
         """What is missing at the end of the list."""

@@ -11,41 +11,37 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
-from app.plan.replay import Made, Pipeline, expect_finished, is_backward, pipeline_of
-from app.plan.schedule import Action, Compute, Exchange, Forward, Free, Op, Wait
-from app.plan.timeline import Times, simulate
+from app.plan.replay import Made, Pipeline, expect_finished, pipeline_of
+from app.plan.schedule import Action, Backward, Compute, Exchange, Flow, Forward, Free, Op, Wait
+from app.plan.timeline import Times, compute_moments
 
 Moments = Mapping[Made, float]  # when, on the virtual clock
 # Times of the overlapped lists. Sending must take some: a receiver that computes when the tensor is made then posts its
-# side before that action; if both ended in the same moment, behind it, and the tensor would be late by its own way.
+# side before that action; if both ended in the same moment, behind it, and the tensor would be late by its own way. A
+# microbatch comes back to a rank of a V after a few actions: there, lists made for a longer way lose up to 6 % on a short one.
 OVERLAP_TIMES = Times(forward=1.0, backward=2.0, send=0.25)
+OVERLAP_TIMES_IN_V = Times(forward=1.0, backward=2.0, send=0.0625)
 
 
-def add_exchanges(lists: Sequence[Sequence[Compute]], overlap: bool) -> list[list[Action]]:
+def add_exchanges(lists: Sequence[Sequence[Compute]], overlap: bool, v_shape: bool = False) -> list[list[Action]]:
     """Each rank's compute actions, lists[rank], with its sends and receives and the waits for them.
 
     overlap: an exchange is posted as soon as its tensors are ready and waited for where they are needed; otherwise it
-    is waited for at once. Raises ValueError if the lists wait for each other in a circle.
+    is waited for at once. v_shape: see Pipeline. Raises ValueError if the lists wait for each other in a circle.
     """
-    pipeline = pipeline_of(lists)
-    moments = compute_moments(lists, pipeline) if overlap else tick_moments(lists, pipeline)
+    pipeline = pipeline_of(lists, v_shape)
+    times = OVERLAP_TIMES_IN_V if v_shape else OVERLAP_TIMES
+    moments = compute_moments(lists, pipeline, times) if overlap else tick_moments(lists, pipeline)
     exchanges = _exchanges(moments, pipeline)
     merged = [_merge(actions, exchanges[rank], [moments[pipeline.makes(rank, action)] for action in actions])
               for rank, actions in enumerate(lists)]
     return [add_late_waits(actions) if overlap else add_waits(actions) for actions in merged]
 
 
-def compute_moments(lists: Sequence[Sequence[Compute]], pipeline: Pipeline) -> dict[Made, float]:
-    """When everything is made if every rank computes as early as it can."""
-    events = simulate(lists, OVERLAP_TIMES).events
-    return {pipeline.makes(rank, action): event.end
-            for rank, actions in enumerate(lists) for action, event in zip(actions, events[rank], strict=True)}
-
-
 def tick_moments(lists: Sequence[Sequence[Compute]], pipeline: Pipeline) -> dict[Made, float]:
     """The tick in which everything is made if every rank runs at most one action per tick.
 
-    With several chunks a forward and the backward behind it share a tick if both are ready. All ranks then meet once
+    With several chunks a forward and the whole backward behind it share a tick if both are ready. All ranks then meet once
     per pair. They would meet a forward on one rank with a backward on the other if each had its own tick, and the
     longer one would decide: 16 to 22 % of the step, where a backward takes twice the time of a forward.
     """
@@ -65,10 +61,10 @@ def tick_moments(lists: Sequence[Sequence[Compute]], pipeline: Pipeline) -> dict
 
 
 def _ready(rank: int, actions: Sequence[Compute], moments: Moments, pipeline: Pipeline) -> list[Made]:
-    """What a rank makes in a tick: its next action if that can run, and a backward right behind a forward."""
+    """What a rank makes in a tick: its next action if that can run, and a whole backward right behind a forward."""
     made: list[Made] = []
     for action in actions:
-        paired = pipeline.num_chunks > 1 and isinstance(actions[0], Forward) and is_backward(action)
+        paired = pipeline.num_chunks > 1 and isinstance(actions[0], Forward) and isinstance(action, Backward)
         if made and not paired:
             break
         if not all(need in moments or need in made for need in pipeline.needs(rank, action)):
@@ -109,26 +105,24 @@ def add_late_waits(actions: Sequence[Action]) -> list[Action]:
     microbatch, which ends the life of the forward's output, and at the end of the list.
     """
     lowered: list[Action] = []
-    posted: dict[Op, int] = {}  # operations under way -> compute actions before them
+    sends: dict[Op, int] = {}  # under way -> compute actions before them
+    receives: dict[tuple[Flow, int, int], Op] = {}  # under way, by what needs them: flow, microbatch, chunk
     computed = 0
     for action in actions:
         if isinstance(action, Exchange):
-            posted.update(dict.fromkeys(action.ops, computed))
+            sends.update((op, computed) for op in action.ops if op.send)
+            receives.update((op[:3], op) for op in action.ops if not op.send)
         elif isinstance(action, Compute):
-            due = tuple(op for op, since in posted.items() if _is_due(op, action, computed - since))
-            lowered += [Wait(due)] if due else []
-            posted = {op: since for op, since in posted.items() if op not in due}
+            due = [op for op, since in sends.items() if since < computed or op[:3] == ("F", action.mb, action.chunk)]
+            for op in due:
+                del sends[op]
+            needed = receives.pop(("F" if isinstance(action, Forward) else "B", action.mb, action.chunk), None)
+            due += [] if needed is None else [needed]
+            lowered += [Wait(tuple(due))] if due else []
             computed += 1
         lowered.append(action)
-    return lowered + ([Wait(tuple(posted))] if posted else [])
-
-
-def _is_due(op: Op, action: Compute, computed: int) -> bool:
-    """Whether an operation must be done before `action`, `computed` compute actions after it was posted."""
-    same, forward = (op.mb, op.chunk) == (action.mb, action.chunk), isinstance(action, Forward)
-    if op.send:
-        return computed > 0 or (same and op.flow == "F")
-    return same and (op.flow == "F") == forward
+    left = *sends, *receives.values()
+    return [*lowered, Wait(left)] if left else lowered
 
 
 def add_frees(actions: Sequence[Action]) -> list[Action]:

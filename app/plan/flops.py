@@ -1,4 +1,4 @@
-"""Parameters of a model and floating-point operations per token; docs/flops.md derives both with an example.
+"""Parameters of a model and floating-point operations per token and per rank; docs/flops.md derives them with examples.
 
 A matrix product of [m, k] and [k, n] is 2·m·n·k operations, so each weight of a matrix costs 2 per token forward, and
 twice that backward. Norms, activations, rotary positions and the embedding lookup are not counted.
@@ -9,7 +9,10 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from app.config import ModelConfig, MoEConfig
+from app.choices import Recompute
+from app.config import ModelConfig, MoEConfig, RecomputeConfig, Run
+from app.plan.layout import ParallelLayout
+from app.plan.stages import Stage
 
 # Dense bf16 tensor-core peaks without sparsity, TFLOP/s per GPU, from the vendors' data sheets: words that the device
 # name must contain, and the peak. The first match counts, so variants stand before the plain name.
@@ -20,6 +23,7 @@ PEAKS: tuple[tuple[frozenset[str], float], ...] = tuple((frozenset(words.split()
     ("A100", 312.0), ("A800", 312.0), ("A40", 150.0), ("A30", 165.0), ("A10G", 70.0), ("A10", 125.0),
     ("L40S", 362.0), ("L40", 181.0), ("L4", 121.0),
 ))
+PLANNED_PEAK = 989.0  # TFLOP/s that plans assume where hardware.peak_tflops is null: an H100's
 
 
 @dataclass(frozen=True)
@@ -50,10 +54,8 @@ def flops_per_token(model: ModelConfig, seq_len: int) -> float:
 
     Recomputed forwards are not counted: this is the numerator of model FLOPs utilisation.
     """
-    per_token = sum(feed_forward_weights(model, only_active=True)) + model.num_layers * attention_weights(model)
-    head = model.vocab_size * model.hidden_size
-    scores_and_values = model.num_layers * 2 * seq_len * model.num_heads * model.head_width  # 2 products, half masked
-    return 3.0 * (2 * (per_token + head) + scores_and_values)
+    layers = sum(layer_forward(model, layer, seq_len).total for layer in range(model.num_layers))
+    return 3.0 * (layers + head_forward(model))
 
 
 def peak_tflops(device_name: str) -> float | None:
@@ -81,13 +83,110 @@ def feed_forward_weights(model: ModelConfig, only_active: bool = False) -> list[
 
     only_active: of the routed experts the top_k that a token is sent to.
     """
-    layers = [model.moe if model.is_moe_layer(layer) else None for layer in range(model.num_layers)]
-    return [_feed_forward(model, moe, only_active) for moe in layers]
+    return [sum(_feed_forward(model, layer, only_active)) for layer in range(model.num_layers)]
 
 
-def _feed_forward(model: ModelConfig, moe: MoEConfig | None, only_active: bool) -> int:
-    if moe is None:
-        return 3 * model.hidden_size * model.ffn_hidden_size
+def _feed_forward(model: ModelConfig, layer: int, only_active: bool) -> tuple[int, int, int, int]:
+    """Matrix elements of a layer's SwiGLU, or of its router, routed experts and shared expert with its gate."""
+    moe = model.moe
+    if moe is None or not model.is_moe_layer(layer):
+        return 3 * model.hidden_size * model.ffn_hidden_size, 0, 0, 0
     routed = routed_weights(model, moe) // moe.num_experts * (moe.top_k if only_active else moe.num_experts)
     shared = 3 * model.hidden_size * moe.shared_ffn_hidden_size + (model.hidden_size if moe.shared_gate else 0)
-    return model.hidden_size * moe.num_experts + routed + shared
+    return 0, model.hidden_size * moe.num_experts, routed, shared
+
+
+@dataclass(frozen=True, slots=True)
+class LayerForward:
+    """Operations of one layer's forward per token, by what recomputation and parallelism tell apart."""
+
+    projections: int  # queries, keys, values and output
+    scores: int  # scores and weighted values: products of activations, half masked
+    dense: int  # SwiGLU of a dense layer
+    router: int
+    routed: int  # the experts that a token is sent to
+    shared: int  # shared expert and its gate
+
+    @property
+    def total(self) -> int:
+        """All of them."""
+        return self.projections + self.scores + self.dense + self.router + self.routed + self.shared
+
+    def again(self, choice: RecomputeConfig) -> int:
+        """What backward computes again. Norms and activations hold no matrix products, so they count nothing."""
+        if choice.full:
+            return self.total
+        scores = self.scores if Recompute.attn_core in choice.phases else 0
+        if Recompute.moe in choice.phases:
+            return scores + self.router + self.routed + self.shared
+        return scores + (self.shared if Recompute.shared in choice.phases else 0)
+
+
+def layer_forward(model: ModelConfig, layer: int, seq_len: int, load: float = 1.0) -> LayerForward:
+    """Operations of decoder layer `layer` per token; `load` multiplies those of the routed experts."""
+    dense, router, routed, shared = (2 * weights for weights in _feed_forward(model, layer, only_active=True))
+    scores = 2 * seq_len * model.num_heads * model.head_width  # two products of twice that, half masked
+    return LayerForward(2 * attention_weights(model), scores, dense, router, round(load * routed), shared)
+
+
+def head_forward(model: ModelConfig) -> int:
+    """Operations of the head per token, tied to the embedding or not."""
+    return 2 * model.vocab_size * model.hidden_size
+
+
+@dataclass(frozen=True, slots=True)
+class StageFlops:
+    """Operations of one stage on one rank for one microbatch."""
+
+    forward: int
+    backward_input: int  # gradients of activations; all of attention's scores, which have no weights
+    backward_weight: int  # gradients of weights
+    recompute: int  # forwards that backward runs again
+
+    @property
+    def backward(self) -> int:
+        """Both parts, without what is computed again."""
+        return self.backward_input + self.backward_weight
+
+
+def stage_flops(run: Run, stage: Stage, layout: ParallelLayout, load: float = 1.0) -> StageFlops:
+    """Operations of one rank of a stage for one microbatch.
+
+    A rank does 1 / (tp·cp) of the work of its microbatch's tokens: by width, or by tokens where weights are replicated.
+    For routed experts this is the mean: an expert-parallel group shares its rows, `load` times the mean of them on this
+    rank (`busiest_load` has that of the rank that the others wait for). With recompute.partial_microbatches, this is a
+    microbatch that is not spared.
+    """
+    layers = [layer_forward(run.model, layer, run.train.seq_len, load) for layer in stage.layers]
+    scores = sum(layer.scores for layer in layers)
+    products = sum(layer.total for layer in layers) - scores + (head_forward(run.model) if stage.head else 0)
+    again = sum(layer.again(run.recompute) for layer in layers)
+    tokens = run.train.micro_batch * run.train.seq_len // (layout.tp * layout.cp)  # seq_len is a multiple of tp·cp
+    return StageFlops(tokens * (products + scores), tokens * (products + 2 * scores), tokens * products, tokens * again)
+
+
+def busiest_load(run: Run) -> float:
+    """Rows of the busiest expert-parallel rank over the mean that plans assume: no more than the rows of all ranks."""
+    ep, moe = run.parallel.ep, run.model.moe
+    return min(moe.planned_imbalance, ep) if moe else 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class StageSeconds:
+    """Estimated compute time of one microbatch in one stage, seconds."""
+
+    forward: float
+    backward_input: float  # with what is computed again
+    backward_weight: float
+
+    @property
+    def total(self) -> float:
+        """Forward and backward."""
+        return self.forward + self.backward_input + self.backward_weight
+
+
+def stage_seconds(run: Run, stage: Stage, layout: ParallelLayout) -> StageSeconds:
+    """Operations of the busiest rank of a stage over peak_tflops · efficiency of the run's hardware."""
+    flops = stage_flops(run, stage, layout, busiest_load(run))
+    rate = (run.hardware.peak_tflops or PLANNED_PEAK) * 1e12 * run.hardware.efficiency
+    return StageSeconds(flops.forward / rate, (flops.backward_input + flops.recompute) / rate, flops.backward_weight / rate)

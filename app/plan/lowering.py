@@ -55,14 +55,17 @@ def lower(actions: Sequence[Action], delay: int = 0) -> list[Action]:
     return add_gathers(add_reductions(add_frees(actions), delay))
 
 
-def lower_all(schedule: Sequence[Sequence[Compute]], overlap: bool = True, align_reductions: bool = False) -> list[list[Action]]:
+def lower_all(
+    schedule: Sequence[Sequence[Compute]], overlap: bool = True, align_reductions: bool = False, v_shape: bool = False
+) -> list[list[Action]]:
     """Everything that every pipeline rank does in a step; schedule[rank] is what it computes (see build_schedule).
 
     overlap: exchanges run beside compute; otherwise each is waited for where it stands.
     align_reductions: pipeline rank r starts a chunk's reduction r backwards later, when rank 0, which gets there last,
     starts its own: data-parallel traffic of all stages then falls into the same time.
+    v_shape: how stages lie on ranks, see Pipeline.
 
     Raises ValueError if the lists wait for each other in a circle. `check` proves the result.
     """
-    exchanged = add_exchanges(schedule, overlap)
+    exchanged = add_exchanges(schedule, overlap, v_shape)
     return [lower(actions, rank if align_reductions else 0) for rank, actions in enumerate(exchanged)]

@@ -1,8 +1,7 @@
 """Running the lists of all ranks side by side without computing: what an action makes and needs, and taking turns.
 
-Stage s is chunk s // pp of pipeline rank s % pp. What an action makes is named by letter, microbatch and stage:
-("F", mb, s) is what stage s puts out, ("B", mb, s) the gradient of what went into it, ("W", mb, s) the gradients of its
-weights where backward is split.
+What an action makes is named by letter, microbatch and stage: ("F", mb, s) is what stage s puts out, ("B", mb, s) the
+gradient of what went into it, ("W", mb, s) the gradients of its weights where backward is split.
 """
 
 from __future__ import annotations
@@ -19,10 +18,15 @@ Item = TypeVar("Item")
 
 @dataclass(frozen=True, slots=True)
 class Pipeline:
-    """How stages lie on ranks."""
+    """How stages lie on ranks.
+
+    Chunk c of rank r is stage c·pp + r: every chunk goes up the ranks. In a V every other chunk goes down them, and chunk 1
+    of rank r is stage 2·pp − 1 − r. Rank 0 then has the first and the last stage, and stages pp − 1 and pp share a rank.
+    """
 
     pp: int  # pipeline ranks
     num_chunks: int  # stages per rank
+    v_shape: bool = False  # odd chunks go down the ranks
 
     @property
     def last(self) -> int:
@@ -31,7 +35,15 @@ class Pipeline:
 
     def stage(self, rank: int, chunk: int) -> int:
         """Global number of a rank's chunk."""
-        return chunk * self.pp + rank
+        return chunk * self.pp + self._mirrored(rank, chunk)
+
+    def rank(self, stage: int) -> int:
+        """The rank that holds a stage, as its chunk stage // pp."""
+        chunk, place = divmod(stage, self.pp)
+        return self._mirrored(place, chunk)
+
+    def _mirrored(self, rank: int, chunk: int) -> int:
+        return self.pp - 1 - rank if self.v_shape and chunk % 2 else rank
 
     def makes(self, rank: int, action: Compute) -> Made:
         """What this action of `rank` makes; a whole backward counts as its input's gradient."""
@@ -52,8 +64,10 @@ class Pipeline:
         """(rank, operation) of the sender and of the receiver; nothing for what stays on its rank."""
         letter, mb, source = made
         target = {"F": source + 1, "B": source - 1}.get(letter, -1)
-        sender, receiver = source % self.pp, target % self.pp
-        if 0 <= target <= self.last and sender != receiver:
+        if not 0 <= target <= self.last:
+            return
+        sender, receiver = self.rank(source), self.rank(target)
+        if sender != receiver:
             flow: Flow = "F" if letter == "F" else "B"
             yield sender, Op(flow, mb, source // self.pp, receiver, True)
             yield receiver, Op(flow, mb, target // self.pp, sender, False)
@@ -64,10 +78,10 @@ class Pipeline:
         return op.flow, op.mb, stage if op.send else stage + (-1 if op.flow == "F" else 1)
 
 
-def pipeline_of(lists: Sequence[Sequence[Action]]) -> Pipeline:
+def pipeline_of(lists: Sequence[Sequence[Action]], v_shape: bool = False) -> Pipeline:
     """The pipeline that lists[rank] belong to."""
     chunks = [action.chunk for actions in lists for action in actions if isinstance(action, Compute)]
-    return Pipeline(len(lists), max(chunks, default=0) + 1)
+    return Pipeline(len(lists), max(chunks, default=0) + 1, v_shape)
 
 
 def is_backward(action: Action) -> bool:

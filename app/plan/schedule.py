@@ -1,7 +1,8 @@
 """What each pipeline rank computes within one step, as a printable list of actions.
 
-Words: rank r of `pp` ranks holds `num_chunks` chunks, and chunk c of rank r is stage c·pp + r. A microbatch passes all
-stages forward, then all of them backward. Lists hold compute only; `lowering` adds what moves data.
+Words: rank r of `pp` ranks holds `num_chunks` chunks, and chunk c of rank r is stage c·pp + r, or, of schedules that are
+`v_shaped`, chunk 1 of rank r is stage 2·pp − 1 − r. A microbatch passes all stages forward, then all of them backward.
+Lists hold compute only; `lowering` adds what moves data.
 """
 
 from __future__ import annotations
@@ -10,9 +11,11 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, NamedTuple
 
-SCHEDULES = ("none", "gpipe", "1f1b", "interleaved", "zero_bubble_h1")
+from app.plan.zero_bubble import zero_bubble_v
+
+SCHEDULES = ("none", "gpipe", "1f1b", "interleaved", "zero_bubble_h1", "zero_bubble_v")
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,8 +99,7 @@ class GatherParams(OnChunk):
 Flow = Literal["F", "B"]  # what moves between stages: hidden states forward, their gradients backward
 
 
-@dataclass(frozen=True, slots=True)
-class Op:
+class Op(NamedTuple):  # lists hold and look up tens of thousands: a tuple takes half the time of a dataclass
     """One tensor that this rank sends or receives; prints as F3.0>1 (to rank 1) or F3.0<0 (from rank 0).
 
     `mb` and `chunk` name this rank's forward (flow F) or backward (flow B): the one that made what is sent, or the one
@@ -183,13 +185,16 @@ def build_schedule(
           "interleaved"     the same over num_chunks chunks per rank, `group_size` microbatches (None: pp) at a time
                             through each chunk (Narayanan et al. 2021b): the bubble divided by num_chunks
           "zero_bubble_h1"  1F1B with split backward, weight gradients fill the bubble (Qi et al. 2023)
-    forward_only: forwards alone, in the same order (validation).
+          "zero_bubble_v"   split backward, two chunks per rank in a V (see `zero_bubble`): half the bubble of the one above
+    forward_only: forwards alone (validation), in the same order; in a V in the one in which no rank waits for them.
 
     Raises ValueError for an unknown name, chunks or groups that a schedule does not have, and for interleaved if
     num_microbatches or group_size is below pp, group_size above num_microbatches, or the last group non-empty and
     below pp: a microbatch would then wait for its own previous chunk.
     """
     check_schedule(name, pp, num_microbatches, num_chunks, group_size)
+    if v_shaped(name):
+        return _forwards_in_v(pp, num_microbatches) if forward_only else _zero_bubble_v(pp, num_microbatches)
     group = pp if group_size is None else group_size
     order = chunk_order(num_microbatches, num_chunks, group)
     forwards = [Forward(mb, chunk) for mb, chunk in order]
@@ -208,6 +213,11 @@ def build_schedule(
     return [_weave(forwards, backwards, warmup) for warmup in warmups]
 
 
+def v_shaped(name: str) -> bool:
+    """Whether the schedule's chunks lie in a V; whatever takes its lists then has to be told so by v_shape=True."""
+    return name == "zero_bubble_v"
+
+
 def check_schedule(name: str, pp: int, num_microbatches: int, num_chunks: int = 1, group_size: int | None = None) -> None:
     """Raise ValueError, with the numbers and the nearest that works, for what build_schedule refuses."""
     if name not in SCHEDULES:
@@ -218,6 +228,10 @@ def check_schedule(name: str, pp: int, num_microbatches: int, num_chunks: int = 
         raise ValueError(f"schedule none runs on one pipeline rank, not on pp={pp}; use 1f1b or interleaved")
     if name == "interleaved":
         _check_groups(pp, num_microbatches, pp if group_size is None else group_size)
+    elif v_shaped(name):
+        if num_chunks != 2 or group_size is not None:
+            raise ValueError(f"schedule {name} has two chunks per rank and no groups, not num_chunks={num_chunks} and "
+                             f"group_size={group_size}; use 2 and None")
     elif num_chunks > 1 or group_size is not None:
         raise ValueError(f"schedule {name} has one chunk per rank and no groups, not num_chunks={num_chunks} and "
                          f"group_size={group_size}; use interleaved")
@@ -286,6 +300,17 @@ def _zero_bubble_h1(pp: int, rank: int, num_microbatches: int) -> list[Compute]:
         if isinstance(action, BackwardInput) and action.mb >= rank:
             actions.append(BackwardWeight(action.mb - rank, 0))
     return actions + [BackwardWeight(mb, 0) for mb in mbs[max(0, num_microbatches - rank):]]
+
+
+def _forwards_in_v(pp: int, num_microbatches: int) -> list[list[Compute]]:
+    """Forwards of chunk 0 until the first of chunk 1 comes back, then one of each in turn."""
+    out, back = ([Forward(mb, chunk) for mb in range(num_microbatches)] for chunk in (0, 1))
+    return [_weave(out, back, min(num_microbatches, 2 * (pp - rank - 1))) for rank in range(pp)]
+
+
+def _zero_bubble_v(pp: int, num_microbatches: int) -> list[list[Compute]]:
+    kinds: dict[str, type[Compute]] = {"F": Forward, "I": BackwardInput, "W": BackwardWeight}
+    return [[kinds[letter](mb, chunk) for letter, mb, chunk in order] for order in zero_bubble_v(pp, num_microbatches)]
 
 
 def signed_order(actions: Iterable[object]) -> list[int]:

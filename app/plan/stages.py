@@ -1,6 +1,7 @@
 """Which decoder layers, embedding and head each pipeline stage holds.
 
-Stages are numbered in the order in which a microbatch passes them: stage s is chunk s // pp of pipeline rank s % pp.
+Stages are numbered in the order in which a microbatch passes them: stage s is chunk s // pp of pipeline rank s % pp, or of
+rank pp − 1 − s % pp for chunk 1 of a V.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from app.errors import ConfigError, nearest_divisors, nearest_multiples
+from app.plan.replay import Pipeline
 
 LETTERS = {"embedding": "E", "decoder": "t", "mtp": "m", "loss": "L"}  # names of layers -> letters of a layout
 
@@ -36,6 +38,17 @@ class StagePlan:
         return len(self.stages)
 
     @property
+    def pipeline(self) -> Pipeline:
+        """How the stages lie on ranks: in a V the first rank has the last stage too."""
+        return Pipeline(self.pp, self.vpp, self.pp > 1 and self.stages[0][-1].head)
+
+    @property
+    def in_order(self) -> tuple[Stage, ...]:
+        """The stages as a microbatch passes them."""
+        pipeline = self.pipeline
+        return tuple(self.stages[pipeline.rank(stage)][stage // self.pp] for stage in range(pipeline.last + 1))
+
+    @property
     def vpp(self) -> int:
         """Stages per pipeline rank."""
         return len(self.stages[0])
@@ -44,34 +57,38 @@ class StagePlan:
 def plan_stages(
     num_layers: int, pp: int, vpp: int = 1, first: int | None = None, last: int | None = None,
     layout: str | Sequence[Sequence[str]] | None = None, count_embedding: bool = False, count_head: bool = False,
+    v_shape: bool = False,
 ) -> StagePlan:
     """Split num_layers decoder layers over pp ranks with vpp stages each.
 
     By default every stage has equally many. `first` and `last` set the layers of the first and last pipeline rank, over
     all its stages, and the rest is split evenly. count_embedding and count_head let the embedding and the head with its
     loss take the place of one layer in the first and last stage. `layout` spells the stages out instead (see
-    `parse_layout`) and sets vpp itself: vpp=1 then means unset.
+    `parse_layout`) and sets vpp itself: vpp=1 then means unset. v_shape lays the two stages of each rank out in a V (see
+    Pipeline): the first rank holds both the embedding and the head.
 
     Raises ConfigError (a ValueError) for splits that do not come out even, with the nearest that would.
     """
     for key, value in (("model.num_layers", num_layers), ("parallel.pp", pp), ("parallel.vpp", vpp)):
         if value < 1:
             raise ConfigError(key, value, "must be at least 1", 1)
+    if v_shape and vpp != 2 and (layout is None or vpp != 1):
+        raise ConfigError("parallel.vpp", vpp, "stages in a V are two per pipeline rank", 2)
     uneven, counted = first is not None or last is not None, count_embedding or count_head
     if layout is not None:
         if uneven or counted:
             rule = "spells out every stage, so first, last, count_embedding and count_head must be unset"
             raise ConfigError("parallel.layout", layout, rule, "either of them alone")
         parts = parse_layout(layout)
-        _check_layout(layout, parts, num_layers, pp, vpp)
+        _check_layout(layout, parts, num_layers, pp, 2 if v_shape else vpp)
     elif not uneven:
         parts = _as_layout(_even_sizes(num_layers, pp, vpp, count_embedding, count_head))
     elif counted:
         key = "parallel.last" if first is None else "parallel.first"
         raise ConfigError(key, first or last, "cannot be combined with count_embedding or count_head", "either of them alone")
     else:
-        parts = _as_layout(_uneven_sizes(num_layers, pp, vpp, first, last))
-    return _assemble(parts, pp)
+        parts = _as_layout(_uneven_sizes(num_layers, Pipeline(pp, vpp, v_shape), first, last))
+    return _assemble(parts, Pipeline(pp, len(parts) // pp, v_shape))
 
 
 def parse_layout(layout: str | Sequence[Sequence[str]]) -> list[str]:
@@ -117,8 +134,9 @@ def _even_sizes(num_layers: int, pp: int, vpp: int, count_embedding: bool, count
     return sizes
 
 
-def _uneven_sizes(num_layers: int, pp: int, vpp: int, first: int | None, last: int | None) -> list[int]:
+def _uneven_sizes(num_layers: int, pipeline: Pipeline, first: int | None, last: int | None) -> list[int]:
     """Decoder layers of each stage, in stage order, with the first or last rank's number given."""
+    pp, vpp = pipeline.pp, pipeline.num_chunks
     for key, value in (("parallel.first", first), ("parallel.last", last)):
         if value is not None and (value < 1 or value % vpp):
             rule = f"layers of a pipeline rank must be a positive multiple of vpp={vpp}"
@@ -132,7 +150,7 @@ def _uneven_sizes(num_layers: int, pp: int, vpp: int, first: int | None, last: i
         rule = f"first={first}, last={last} leave {rest} layers for {middle} middle ranks of vpp={vpp} stages"
         raise ConfigError("model.num_layers", num_layers, rule, f"{fixed} plus a multiple of {middle * vpp}" if middle else fixed)
     per_rank = head + ([rest // middle] * middle if middle else []) + tail
-    return [count // vpp for count in per_rank] * vpp
+    return [per_rank[pipeline.rank(stage)] // vpp for stage in range(pp * vpp)]
 
 
 def _check_layout(layout: object, parts: list[str], num_layers: int, pp: int, vpp: int) -> None:
@@ -161,10 +179,11 @@ def _as_layout(sizes: list[int]) -> list[str]:
     return parts
 
 
-def _assemble(parts: list[str], pp: int) -> StagePlan:
+def _assemble(parts: list[str], pipeline: Pipeline) -> StagePlan:
     starts = accumulate((part.count("t") for part in parts), initial=0)
     stages = [
         Stage(tuple(range(start, start + part.count("t"))), "E" in part, "L" in part)
         for part, start in zip(parts, starts, strict=False)
     ]
-    return StagePlan(tuple(tuple(stages[rank::pp]) for rank in range(pp)))
+    chunks = range(pipeline.num_chunks)
+    return StagePlan(tuple(tuple(stages[pipeline.stage(rank, chunk)] for chunk in chunks) for rank in range(pipeline.pp)))

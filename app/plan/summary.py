@@ -1,23 +1,51 @@
-"""The plan of a run in a few lines, before anything is built."""
+"""A plan in a few lines: what a person reads when a run starts."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from app.config import Run
+from app.plan.figures import amount, count_of
 from app.plan.flops import flops_per_token, parameter_count
+from app.plan.plan import GIB, Plan
+
+SHOWN_PARTS = 4  # largest parts of the memory
 
 
-def summary_lines(run: Run) -> Iterator[tuple[str, str]]:
+def summary_lines(plan: Plan) -> Iterator[tuple[str, str]]:
     """(heading, text) pairs."""
-    model, train = run.model, run.train
+    run, model, train = plan.run, plan.run.model, plan.run.train
     count = parameter_count(model)
-    active = f", {count.active / 1e6:.1f} M used per token" if model.moe else ""
-    size = f"{count.total / 1e6:.1f} M parameters{active}"
+    active = f", {amount(count.active)} used per token" if model.moe else ""
+    size = f"{amount(count.total)} parameters{active}"
     yield "model", f"{model.name}: {size}, {model.num_layers} layers, {run.precision.params.value}"
-    yield "layout", f"{run.world_size} {'process' if run.world_size == 1 else 'processes'}: dp {run.dp}, ep {run.parallel.ep}"
+    yield "layout", f"{count_of(run.world_size, 'process', 'processes')}: {degrees(plan)}"
+    if plan.layout.pp > 1:
+        bubble = f"bubble {plan.timeline.bubble_fraction:.0%}"
+        yield "schedule", f"{plan.schedule_name.value}, {count_of(plan.stages.vpp, 'stage')} per rank, {bubble}"
     tokens = train.global_batch * train.seq_len
-    micro = f"{run.num_microbatches} microbatches of {train.micro_batch} per rank"
+    micro = f"{count_of(run.num_microbatches, 'microbatch', 'microbatches')} of {train.micro_batch} per rank"
     yield "step", f"{tokens:,} tokens: {train.global_batch} sequences of {train.seq_len}, {micro}"
     flops = train.steps * tokens * flops_per_token(model, train.seq_len)
     yield "run", f"{train.steps} steps, {train.steps * tokens / 1e6:.1f} M tokens, {flops:.2e} FLOPs"
+
+
+def degrees(plan: Plan) -> str:
+    """The degrees of parallelism that are above 1, data parallelism always: "dp 2, tp 4"."""
+    layout, moe = plan.layout, plan.run.model.moe
+    dense = {"dp": layout.dp, "tp": layout.tp, "cp": layout.cp, "pp": layout.pp}
+    experts = {"ep": layout.ep, "etp": layout.expert_tp, "edp": layout.edp} if moe else {}
+    shown = {axis: size for axis, size in (dense | experts).items() if size > 1 or axis == "dp"}
+    return ", ".join(f"{axis} {size}" for axis, size in shown.items())
+
+
+def memory_line(plan: Plan, gpu_memory: int) -> str:
+    """What the busiest rank is expected to need of a GPU with `gpu_memory` bytes, with the largest parts."""
+    busiest = plan.busiest
+    largest = sorted(busiest.parts, key=lambda part: -part.bytes)[:SHOWN_PARTS]
+    parts = ", ".join(f"{part.name} {part.bytes / GIB:.1f}" for part in largest)
+    warning = (
+        ""
+        if busiest.total <= gpu_memory
+        else "; it will not fit: python -m app.cli.plan with the same overrides says what to change"
+    )
+    return f"{busiest.total / GIB:.1f} GiB of {gpu_memory / GIB:.1f} expected: {parts}{warning}"

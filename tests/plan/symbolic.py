@@ -29,10 +29,11 @@ Key = tuple[str, int, int]  # flow, microbatch, chunk
 Wires = defaultdict[tuple[int, int], list[Symbol]]  # (from, to) -> what was sent, in order
 
 
-def run(lists: Sequence[Sequence[Action]], num_chunks: int) -> dict[int, list[Symbol]]:
+def run(lists: Sequence[Sequence[Action]], num_chunks: int, v_shape: bool = False) -> dict[int, list[Symbol]]:
     """Per stage, the gradients that its weights sum up, in order; AssertionError or KeyError if a list cannot run."""
-    wires: Wires = defaultdict(list)
-    ranks = [Rank(rank, len(lists), num_chunks, wires, any(map(is_backward, actions))) for rank, actions in enumerate(lists)]
+    pp, wires, training = len(lists), Wires(list), any(map(is_backward, lists[0]))
+    stages = [[rank, 2 * pp - 1 - rank] if v_shape else list(range(rank, pp * num_chunks, pp)) for rank in range(pp)]
+    ranks = [Rank(rank, stages[rank], pp * num_chunks - 1, wires, training) for rank in range(pp)]
     places = take_turns(lists, lambda rank, action: ranks[rank].run(action))
     assert places == [len(actions) for actions in lists], "stuck"
     for rank in ranks:
@@ -45,11 +46,11 @@ def is_backward(action: Action) -> bool:
 
 
 class Rank:
-    def __init__(self, rank: int, pp: int, num_chunks: int, wires: Wires, training: bool) -> None:
-        self.rank, self.pp, self.last, self.wires, self.training = rank, pp, pp * num_chunks - 1, wires, training
+    def __init__(self, rank: int, stages: list[int], last: int, wires: Wires, training: bool) -> None:
+        self.rank, self.stages, self.last, self.wires, self.training = rank, stages, last, wires, training  # stages: [chunk]
         self.gathered: set[int] = set()
         self.live: dict[tuple[int, int], Symbol] = {}  # outputs whose backward is to come
-        self.came: dict[Key, Symbol] = {}  # received
+        self.came: dict[Key, Symbol] = {}  # received, or handed over by the neighbouring stage on this rank
         self.going: dict[Key, Symbol] = {}  # to be sent, or on its way
         self.queued: dict[tuple[int, int], Symbol] = {}  # gradients that wait for their weight part
         self.expected: dict[Op, int] = {}  # position on the wire from the peer
@@ -60,7 +61,7 @@ class Rank:
         """False while what the action waits for is not there."""
         match action:
             case Compute():
-                self.compute(action, action.chunk * self.pp + self.rank)
+                self.compute(action, self.stages[action.chunk])
             case Exchange(ops):
                 for op in ops:
                     self.start(op)
@@ -71,7 +72,7 @@ class Rank:
             case GatherParams(chunk):
                 self.gathered.add(chunk)
             case ReduceGrads(chunk):
-                self.sums[chunk * self.pp + self.rank].append(("reduced",))
+                self.sums[self.stages[chunk]].append(("reduced",))
         return True
 
     def compute(self, action: Compute, stage: int) -> None:
@@ -81,18 +82,25 @@ class Rank:
             case Forward():
                 out = (*(self.came.pop(("F", *key)) if stage else (mb,)), stage)
                 self.live.update({key: out} if self.training else {})
-                self.going.update({("F", *key): out} if stage < self.last else {})
+                self.hand_on("F", mb, stage + 1, chunk, out)
             case BackwardWeight():
                 self.sums[stage].append(self.queued.pop(key))
             case _:
                 assert ("F", *key) not in self.going, "the output is not freed"
                 out = self.live.pop(key)
                 gradient = (*(self.came.pop(("B", *key)) if stage < self.last else out), stage)
-                self.going.update({("B", *key): gradient} if stage else {})
+                self.hand_on("B", mb, stage - 1, chunk, gradient)
                 if isinstance(action, BackwardInput):
                     self.queued[key] = gradient
                 else:
                     self.sums[stage].append(gradient)
+
+    def hand_on(self, flow: str, mb: int, to: int, chunk: int, symbol: Symbol) -> None:
+        """What chunk made for stage `to`."""
+        if to in self.stages:
+            self.came[flow, mb, self.stages.index(to)] = symbol
+        elif 0 <= to <= self.last:
+            self.going[flow, mb, chunk] = symbol
 
     def start(self, op: Op) -> None:
         if op.send:

@@ -11,10 +11,10 @@ from symbolic import run
 
 from app.plan.check import check
 from app.plan.lowering import lower_all
-from app.plan.schedule import Action, Compute, Exchange, build_schedule, parse_action
+from app.plan.schedule import Action, Compute, Exchange, build_schedule, parse_action, v_shaped
 from app.plan.timeline import simulate
 
-NAMES = ("none", "gpipe", "1f1b", "interleaved", "zero_bubble_h1")
+NAMES = ("none", "gpipe", "1f1b", "interleaved", "zero_bubble_h1", "zero_bubble_v")
 Case = tuple[str, int, int, int, int | None]  # name, pp, microbatches, chunks, group size
 SIZES = list(product(range(1, 9), range(1, 33), range(1, 5)))  # pp, microbatches, chunks
 GRID: list[Case] = [(name, *size, None) for name in NAMES for size in SIZES]
@@ -25,6 +25,8 @@ def is_legal(name: str, pp: int, mbs: int, chunks: int, group: int | None) -> bo
     if name == "interleaved":
         group = pp if group is None else group
         return 2 <= pp <= group <= mbs and not 0 < mbs % group < pp
+    if name == "zero_bubble_v":
+        return chunks == 2 and group is None
     return chunks == 1 and group is None and (pp == 1 or name != "none")
 
 
@@ -34,12 +36,12 @@ def prove(case: Case, forward_only: bool = False) -> None:
         with pytest.raises(ValueError):
             build_schedule(*case, forward_only=forward_only)
         return
-    schedule = build_schedule(*case, forward_only=forward_only)
-    ideal = simulate(schedule).makespan
+    schedule, v_shape = build_schedule(*case, forward_only=forward_only), v_shaped(case[0])
+    ideal = simulate(schedule, v_shape=v_shape).makespan
     for overlap in (False, True):
-        lists = lower_all(schedule, overlap)
-        check(lists, schedule)
-        assert simulate(lists).makespan <= 1.05 * ideal
+        lists = lower_all(schedule, overlap, v_shape=v_shape)
+        check(lists, schedule, v_shape)
+        assert simulate(lists, v_shape=v_shape).makespan <= 1.05 * ideal
 
 
 def legal_half(cases: list[Case], number: int) -> list[Case]:
@@ -103,6 +105,12 @@ def test_refusals_point_at_the_action(rank: int, old: str, new: str, message: st
         check(*edited(rank, old, new))
 
 
+def test_lists_for_another_placement_are_refused():
+    schedule = build_schedule("zero_bubble_v", 3, 4, 2)
+    with pytest.raises(ValueError, match="no other rank has a side"):
+        check(lower_all(schedule, v_shape=True), schedule)
+
+
 def test_what_is_missing_at_the_end_is_named():
     lists, schedule = example("none", 1, 2)
     with pytest.raises(ValueError, match=r"the schedule goes on with B1.0: .* F1.0 >>> <<<"):
@@ -111,24 +119,26 @@ def test_what_is_missing_at_the_end_is_named():
         check(lists, build_schedule("1f1b", 2, 2))
 
 
-@st.composite
-def lowered(draw: st.DrawFn) -> tuple[list[list[Action]], list[list[Compute]]]:
-    name = draw(st.sampled_from(NAMES))
-    pp = 1 if name == "none" else draw(st.integers(2, 4))
-    chunks = draw(st.integers(1, 3)) if name == "interleaved" else 1
-    mbs = pp * draw(st.integers(1, 2)) if name == "interleaved" else draw(st.integers(1, 6))
-    schedule = build_schedule(name, pp, mbs, chunks, forward_only=draw(st.booleans()))
-    return lower_all(schedule, draw(st.booleans())), schedule
-
-
-Lists = tuple[list[list[Action]], list[list[Compute]]]
+Lists = tuple[list[list[Action]], list[list[Compute]], bool]  # lowered, what it was lowered from, in a V
 many = settings(max_examples=300, derandomize=True, deadline=None, database=None)
 
 
-def refuse(lists: list[list[Action]], schedule: list[list[Compute]], rank: int, edit: Callable[[list[Action]], object]) -> None:
+@st.composite
+def lowered(draw: st.DrawFn) -> Lists:
+    name = draw(st.sampled_from(NAMES))
+    pp = 1 if name == "none" else draw(st.integers(2, 4))
+    chunks = draw(st.integers(1, 3)) if name == "interleaved" else 1 + v_shaped(name)
+    mbs = pp * draw(st.integers(1, 2)) if name == "interleaved" else draw(st.integers(1, 6))
+    schedule = build_schedule(name, pp, mbs, chunks, forward_only=draw(st.booleans()))
+    return lower_all(schedule, draw(st.booleans()), v_shape=v_shaped(name)), schedule, v_shaped(name)
+
+
+def refuse(
+    lists: list[list[Action]], schedule: list[list[Compute]], v_shape: bool, rank: int, edit: Callable[[list[Action]], object]
+) -> None:
     edit(lists[rank])
     with pytest.raises(ValueError):
-        check(lists, schedule)
+        check(lists, schedule, v_shape)
 
 
 @many
@@ -174,17 +184,17 @@ def test_swapped_compute_is_refused(case: Lists, data: st.DataObject):
 @given(lowered(), st.data())
 def test_a_swap_of_any_two_is_refused_or_changes_nothing(case: Lists, data: st.DataObject):
     """What may pass are neighbours that do not touch the same thing, like a reduction and a wait; it then runs the same."""
-    lists, schedule = case
+    lists, schedule, v_shape = case
     chunks = max(action.chunk for actions in schedule for action in actions) + 1
-    expected = run(lists, chunks)
+    expected = run(lists, chunks, v_shape)
     rank = data.draw(st.integers(0, len(lists) - 1))
     one, other = (data.draw(st.integers(0, len(lists[rank]) - 1)) for _ in range(2))
     swap(lists[rank], one, other)
     try:
-        check(lists, schedule)
+        check(lists, schedule, v_shape)
     except ValueError:
         return
-    assert run(lists, chunks) == expected
+    assert run(lists, chunks, v_shape) == expected
     assert [[action for action in actions if isinstance(action, Compute)] for actions in lists] == schedule
 
 

@@ -5,8 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from app.config import ModelConfig, MoEConfig
-from app.plan.flops import flops_per_token, parameter_count, peak_tflops
+from app.choices import Recompute
+from app.config import HardwareConfig, ModelConfig, MoEConfig, ParallelConfig, RecomputeConfig, Run, TrainConfig
+from app.plan.flops import busiest_load, flops_per_token, parameter_count, peak_tflops, stage_flops, stage_seconds
+from app.plan.select import select_layout, select_stages
+from app.plan.stages import Stage
+from app.rules import check
 
 QWEN3_30B_A3B = ModelConfig(
     num_layers=48, hidden_size=2048, num_heads=32, num_kv_heads=4, head_dim=128, vocab_size=151936, qk_norm=True,
@@ -57,6 +61,21 @@ def test_tied_embeddings_still_pay_for_the_head():
     assert flops_per_token(ModelConfig(**args, tie_embeddings=True), 128) == flops_per_token(ModelConfig(**args), 128)
 
 
+def worked_example_of_a_rank() -> dict[str, int]:
+    """The last of four pipeline ranks, tp 2, ep 8, micro-batch 2: its rows of the table, from layer sizes alone."""
+    layers, tokens = 12, 2 * 4096 // 2
+    routed = layers * 2 * 8 * 3 * 2048 * 768
+    others = layers * 2 * (18_874_368 + 262_144) + 2 * 311_164_928
+    scores = layers * 33_554_432
+    return {
+        "forward, mean": tokens * (others + scores + routed),
+        "forward, busiest": tokens * (others + scores + routed * 3 // 2),
+        "gradients of activations, busiest": tokens * (others + 2 * scores + routed * 3 // 2),
+        "gradients of weights, busiest": tokens * (others + routed * 3 // 2),
+        "computed again, busiest": tokens * scores,
+    }
+
+
 def test_the_worked_example_of_the_documentation():
     text = (Path(__file__).parents[2] / "docs" / "flops.md").read_text()
     row = re.compile(r"^\| (.+?) \|.*\| ([\d,.]+) \|$", re.MULTILINE)
@@ -66,6 +85,7 @@ def test_the_worked_example_of_the_documentation():
         "parameters, total": count.total, "parameters, active": count.active, "parameters, routed experts": count.experts,
         "attention projections": 48 * 18_874_368, "router": 48 * 262_144, "experts": 48 * 37_748_736, "head": 311_164_928,
         "scores and values": 48 * 33_554_432, "forward and backward": flops_per_token(QWEN3_30B_A3B, 4096),
+        **worked_example_of_a_rank(),
     }
     matrices = sum(stated[name] for name in ("attention projections", "router", "experts", "head"))
     assert stated["forward and backward"] == 3 * (2 * matrices + stated["scores and values"])
@@ -78,3 +98,94 @@ def test_the_worked_example_of_the_documentation():
 ])
 def test_peaks_are_known_by_name(name: str, peak: float | None):
     assert peak_tflops(name) == peak
+
+
+def planned(model: ModelConfig, world: int = 64, seq_len: int = 4096, **chosen: object) -> Run:
+    """A checked run of 4 microbatches of 2 sequences; other keyword arguments are fields of `parallel`, or sections."""
+    sections = {name: chosen.pop(name) for name in ("recompute", "hardware") if name in chosen}
+    parallel = ParallelConfig(world_size=world, **chosen)
+    dp = world // (parallel.tp * parallel.cp * parallel.pp)
+    return check(Run(model, parallel, train=TrainConfig(seq_len=seq_len, micro_batch=2, global_batch=8 * dp), **sections))
+
+
+MIXED = ModelConfig(  # dense layers, MoE layers, a shared expert with a gate and tied embeddings
+    num_layers=7, hidden_size=64, ffn_hidden_size=96, num_heads=4, num_kv_heads=4, vocab_size=128, tie_embeddings=True,
+    moe=MoEConfig(num_experts=8, top_k=3, ffn_hidden_size=32, first_k_dense=2, every_n=2, shared_ffn_hidden_size=64,
+                  shared_gate=True),
+)
+
+
+def test_a_rank_of_the_worked_example():
+    run = planned(QWEN3_30B_A3B, tp=2, pp=4, ep=8, etp=1, recompute=RecomputeConfig(phases=(Recompute.attn_core, Recompute.norm)))
+    last = select_stages(run).stages[3][0]
+    mean, busiest = (stage_flops(run, last, select_layout(run), load) for load in (1.0, busiest_load(run)))
+    expected = list(worked_example_of_a_rank().values())
+    assert [mean.forward, busiest.forward] == expected[:2]
+    assert [busiest.backward_input, busiest.backward_weight, busiest.recompute] == expected[2:]
+
+
+@pytest.mark.parametrize(("model", "chosen"), [
+    (LLAMA3_8B, {}), (LLAMA3_8B, {"tp": 8, "cp": 2, "pp": 4}), (QWEN3_30B_A3B, {"tp": 4, "pp": 4, "ep": 16, "etp": 1}),
+    (MIXTRAL_8X7B, {"tp": 2, "pp": 2, "vpp": 4, "ep": 4, "etp": 4}),
+    (MIXED, {"tp": 2, "cp": 2, "ep": 2, "pp": 3, "layout": "Ett|ttt|ttL", "world": 12, "seq_len": 64}),
+], ids=["replicas", "dense", "moe", "interleaved", "mixed"])
+def test_all_ranks_together_do_the_models_work_once(model: ModelConfig, chosen: dict):
+    run = planned(model, **chosen)
+    layout = select_layout(run)
+    work = [stage_flops(run, stage, layout) for chunks in select_stages(run).stages for stage in chunks]
+    times = run.world_size // run.parallel.pp * run.num_microbatches  # each stage's work is done: by its ranks, per microbatch
+    done = times * sum(flops.forward + flops.backward for flops in work)
+    assert done == int(flops_per_token(model, run.train.seq_len)) * run.train.global_batch * run.train.seq_len
+    assert all(flops.backward == 2 * flops.forward for flops in work)
+
+
+def test_backward_of_scores_has_no_gradient_of_weights():
+    short, long = (stage_flops(run, Stage((3,), False, False), select_layout(run))
+                   for run in (planned(LLAMA3_8B, seq_len=2048), planned(LLAMA3_8B, seq_len=4096)))
+    scores = 2 * 4096 * 2 * 4096 * 32 * 128  # tokens · two products, half masked
+    assert long.backward_weight == 2 * short.backward_weight == 2 * 4096 * 2 * (41_943_040 + 3 * 4096 * 14336)
+    assert long.forward == long.backward_weight + scores
+    assert long.backward_input == long.backward_weight + 2 * scores
+
+
+@pytest.mark.parametrize(("choice", "again"), [
+    ({}, "nothing"), ({"phases": ("norm", "mlp_act", "experts_act")}, "nothing"), ({"phases": ("attn_core",)}, "scores"),
+    ({"phases": ("shared",)}, "shared"), ({"phases": ("moe", "shared")}, "moe"), ({"phases": ("moe", "attn_core")}, "both"),
+    ({"full": True}, "layers"), ({"full": True, "phases": ("attn_core", "moe"), "partial_microbatches": 1}, "layers"),
+])
+def test_recomputation_by_part(choice: dict, again: str):
+    choice = choice | {"phases": tuple(map(Recompute, choice.get("phases", ())))}
+    run = planned(MIXED, world=1, seq_len=32, recompute=RecomputeConfig(**choice))
+    flops = stage_flops(run, Stage((1, 2), False, True), select_layout(run))  # a dense and an MoE layer, and the head
+    scores, shared = 2 * 2 * 32 * 64, 2 * (3 * 64 * 64 + 64)
+    moe = 2 * 8 * 64 + 2 * 3 * 3 * 64 * 32 + shared
+    layers = scores + 2 * 2 * 4 * 64 * 64 + 2 * 3 * 64 * 96 + moe
+    parts = {"nothing": 0, "scores": scores, "shared": shared, "moe": moe, "both": scores + moe, "layers": layers}
+    assert flops.recompute == 64 * parts[again]
+    assert flops.forward == 64 * (layers + 2 * 128 * 64)
+
+
+def test_an_unbalanced_rank_does_more_of_the_experts_work_alone():
+    run = planned(MIXED, world=4, seq_len=64, ep=4)
+    stage, layout = Stage((1, 2), True, False), select_layout(run)
+    assert busiest_load(run) == 1.5
+    mean, busiest = (stage_flops(run, stage, layout, load) for load in (1.0, 1.5))
+    assert busiest.forward - mean.forward == 128 * 2 * 3 * 3 * 64 * 32 // 2
+    assert busiest.backward - mean.backward == 2 * (busiest.forward - mean.forward)
+    assert busiest_load(planned(MIXED, world=4, seq_len=64)) == busiest_load(planned(LLAMA3_8B)) == 1
+    uneven = ModelConfig(moe=MoEConfig(num_experts=8, planned_imbalance=3))
+    assert [busiest_load(planned(uneven, world=4, seq_len=64, ep=ep)) for ep in (1, 2, 4)] == [1, 2, 3]
+
+
+def test_seconds_are_operations_over_the_expected_rate():
+    dense, recompute = Stage((0,), False, False), RecomputeConfig(full=True)
+    run = planned(LLAMA3_8B, recompute=recompute, hardware=HardwareConfig(peak_tflops=500, efficiency=0.5))
+    flops, seconds = stage_flops(run, dense, select_layout(run)), stage_seconds(run, dense, select_layout(run))
+    assert seconds.forward == pytest.approx(flops.forward / 250e12)
+    assert seconds.backward_weight == pytest.approx(flops.backward_weight / 250e12)
+    assert seconds.total == pytest.approx((2 * flops.forward + flops.backward) / 250e12)  # the forward twice
+    h100 = planned(LLAMA3_8B, recompute=recompute)
+    assert stage_seconds(h100, dense, select_layout(h100)).total == pytest.approx(seconds.total * 250 / (989 * 0.4))
+    moe, experts = planned(MIXED, world=4, seq_len=64, ep=4), Stage((2,), False, False)
+    busiest = stage_flops(moe, experts, select_layout(moe), 1.5)
+    assert stage_seconds(moe, experts, select_layout(moe)).forward == pytest.approx(busiest.forward / 395.6e12)

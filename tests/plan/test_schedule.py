@@ -41,7 +41,7 @@ def texts(actions: Sequence[object]) -> str:
     return " ".join(map(str, actions))
 
 
-def makespan(lists: list[list[Action]], num_chunks: int, times: dict[str, float]) -> float:
+def makespan(lists: list[list[Action]], num_chunks: int, times: dict[str, float], v_shape: bool = False) -> float:
     """Time of a step when each action starts as soon as its rank and what it needs are ready; fails on a stuck list."""
     pp, done = len(lists), {}
     clocks, places = [0.0] * pp, [0] * pp
@@ -59,7 +59,7 @@ def makespan(lists: list[list[Action]], num_chunks: int, times: dict[str, float]
         if places[rank] == len(lists[rank]):
             return False
         action = lists[rank][places[rank]]
-        stage = action.chunk * pp + rank
+        stage = 2 * pp - 1 - rank if v_shape and action.chunk else action.chunk * pp + rank
         if any(need not in done for need in needs(action, stage)):
             return False
         clocks[rank] = max([clocks[rank], *(done[need] for need in needs(action, stage))]) + times[action.letter]
@@ -137,6 +137,9 @@ def test_group_sizes_are_refused_as_in_the_golden_table():
     (("1f1b", 2, 0), "num_microbatches=0 .* at least 1"),
     (("1f1b", 2, 4, 2), "not num_chunks=2 and group_size=None; use interleaved"),
     (("gpipe", 2, 4, 1, 2), "not num_chunks=1 and group_size=2"),
+    (("zero_bubble_v", 2, 4), "two chunks per rank and no groups, not num_chunks=1"),
+    (("zero_bubble_v", 2, 4, 3), "not num_chunks=3 and group_size=None; use 2 and None"),
+    (("zero_bubble_v", 2, 4, 2, 2), "not num_chunks=2 and group_size=2"),
     (("interleaved", 1, 4, 2), "needs at least 2 pipeline ranks"),
     (("interleaved", 4, 3, 2), "3 < 4"),
     (("interleaved", 4, 8, 2, 3), "group_size=3 must be between pp=4 and num_microbatches=8; nearest that works: 4"),
@@ -156,6 +159,9 @@ def test_worked_examples():
     assert texts(build_schedule("gpipe", 2, 3)[1]) == "F0.0 F1.0 F2.0 B0.0 B1.0 B2.0"
     assert texts(build_schedule("zero_bubble_h1", 2, 3)[0]) == "F0.0 F1.0 I0.0 W0.0 F2.0 I1.0 W1.0 I2.0 W2.0"
     assert texts(build_schedule("zero_bubble_h1", 2, 3)[1]) == "F0.0 I0.0 F1.0 I1.0 W0.0 F2.0 I2.0 W1.0 W2.0"
+    first, last = build_schedule("zero_bubble_v", 2, 3, 2)
+    assert texts(first) == "F0.0 F1.0 F2.0 F0.1 I0.1 W0.1 F1.1 I0.0 I1.1 W0.0 W1.1 F2.1 I2.1 I1.0 W1.0 I2.0 W2.1 W2.0"
+    assert texts(last) == "F0.0 F0.1 F1.0 F1.1 I0.1 I0.0 W0.1 W0.0 F2.0 F2.1 I1.1 I1.0 I2.1 I2.0 W1.1 W1.0 W2.1 W2.0"
 
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "zero_bubble_h1"])
@@ -185,6 +191,40 @@ def test_interleaving_divides_the_bubble_by_the_chunks(pp: int, chunks: int, rou
     assert makespan(lists, chunks, {"F": 1, "B": 2}) == 3 * chunks * mbs + 3 * (pp - 1)
     for rank, actions in enumerate(lists):
         assert peak_in_flight(actions) == min(mbs * chunks, warmup_count(pp, rank, mbs, chunks) + 1)
+
+
+@pytest.mark.parametrize(("pp", "mbs"), list(product((*range(1, 9), 16), (1, 2, 3, 5, 8, 16, 23, 32))))
+def test_a_v_has_half_the_bubble_of_zb_h1_in_the_memory_of_1f1b(pp: int, mbs: int):
+    """In times of a stage's F = I = W; a stage of one chunk per rank takes two."""
+    lists = build_schedule("zero_bubble_v", pp, mbs, 2)
+    for actions in lists:
+        assert len(set(actions)) == len(actions) == 6 * mbs
+        assert {(action.mb, action.chunk) for action in actions} == set(product(range(mbs), range(2)))
+    assert max(map(peak_in_flight, lists)) == 2 * min(mbs, pp)
+    time = makespan(lists, 2, dict.fromkeys("FIW", 1), v_shape=True)
+    if mbs >= 2 * pp:  # the last rank starts when pp − 1 others have run one action
+        assert time == 6 * mbs + pp - 1
+    assert time <= makespan(build_schedule("zero_bubble_h1", pp, mbs), 1, dict.fromkeys("FIW", 2))
+
+
+@pytest.mark.parametrize("parts", [(10, 11, 8), (10, 12, 8), (20, 17, 17), (4, 5, 5), (2, 3, 2), (10, 10, 7)])
+@pytest.mark.parametrize("pp", [2, 4, 8])
+def test_the_bubble_of_a_v_does_not_grow_with_microbatches_at_other_ratios(parts: tuple[int, int, int], pp: int):
+    times, twice = (dict(zip("FIW", (scale * part for part in parts), strict=True)) for scale in (1, 2))
+    few, many = (
+        makespan(build_schedule("zero_bubble_v", pp, mbs, 2), 2, times, v_shape=True) - 2 * mbs * sum(parts)
+        for mbs in (2 * pp, 8 * pp)
+    )
+    assert few == many
+    assert few < makespan(build_schedule("zero_bubble_h1", pp, 2 * pp), 1, twice) - 4 * pp * sum(parts)
+
+
+@pytest.mark.parametrize(("pp", "mbs"), SMALL)
+def test_forwards_through_a_v_wait_for_nothing(pp: int, mbs: int):
+    """The last rank runs 2·mbs of them after pp − 1 others have run one, and then the last microbatch goes back up."""
+    lists = build_schedule("zero_bubble_v", pp, mbs, 2, forward_only=True)
+    assert makespan(lists, 2, {"F": 1}, v_shape=True) == 2 * mbs + 2 * (pp - 1)
+    assert all(len(set(actions)) == len(actions) == 2 * mbs for actions in lists)
 
 
 def test_actions_round_trip_through_text():

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from app.errors import ConfigError
+from app.plan.replay import Pipeline
 from app.plan.stages import Stage, StagePlan, parse_layout, plan_stages
 
 GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "layers.json").read_text())  # Megatron-Core 0.16.1
@@ -78,6 +79,26 @@ def test_a_layout_may_be_a_list_of_names():
     assert plan_stages(4, 2, layout=names) == letters == plan_stages(4, 2, vpp=2, layout="Et|t|tt|L")
     with pytest.raises(ConfigError, match="foo: is no layer; layers are embedding"):
         plan_stages(1, 1, layout=[["embedding", "foo", "loss"]])
+
+
+def test_a_v_goes_down_the_ranks_and_back_up():
+    plan = plan_stages(8, 2, 2, v_shape=True)
+    assert layers_of(plan) == [[[0, 1], [6, 7]], [[2, 3], [4, 5]]]
+    assert [[stage.embedding for stage in rank] for rank in plan.stages] == [[True, False], [False, False]]
+    assert [[stage.head for stage in rank] for rank in plan.stages] == [[False, True], [False, False]]
+    assert plan.pipeline == Pipeline(2, 2, v_shape=True) and plan_stages(8, 2, 2).pipeline == Pipeline(2, 2)
+    assert [stage.layers for stage in plan.in_order] == [(0, 1), (2, 3), (4, 5), (6, 7)]
+    uneven = [[[0], [13]], [[1, 2, 3], [10, 11, 12]], [[4, 5, 6], [7, 8, 9]]]
+    assert layers_of(plan_stages(14, 3, 2, first=2, v_shape=True)) == uneven
+    assert layers_of(plan_stages(6, 2, 2, count_embedding=True, count_head=True, v_shape=True)) == [[[0], [5]], [[1, 2], [3, 4]]]
+    assert layers_of(plan_stages(5, 2, layout="Ett|t|t|tL", v_shape=True)) == [[[0, 1], [4]], [[2], [3]]]
+    assert layers_of(plan_stages(2, 1, 2, v_shape=True)) == [[[0], [1]]]
+
+
+@pytest.mark.parametrize("wrong", [{}, {"vpp": 3}, {"vpp": 4, "layout": "Et|tt|tt|tL"}, {"layout": "Ettt|tttL"}])
+def test_a_v_has_two_stages_per_rank(wrong: dict):
+    with pytest.raises(ConfigError, match=r"two per pipeline rank; .* 2$|make vpp=1, not vpp=2"):
+        plan_stages(6, 2, **wrong, v_shape=True)
 
 
 @pytest.mark.parametrize(("num_layers", "pp", "vpp"), list(product(range(1, 25), (1, 2, 3, 4), (1, 2, 3))))

@@ -5,10 +5,12 @@ from itertools import product
 import pytest
 
 from app.plan.lowering import lower_all
-from app.plan.schedule import Exchange, Wait, build_schedule, parse_action
+from app.plan.replay import Pipeline
+from app.plan.schedule import Compute, Exchange, Wait, build_schedule, parse_action, v_shaped
 from app.plan.timeline import Times, simulate
 
 SMALL = list(product(range(1, 6), range(1, 9)))  # pipeline ranks, microbatches
+CHUNKS = {"gpipe": 1, "1f1b": 1, "zero_bubble_h1": 1, "interleaved": 2, "zero_bubble_v": 2}
 
 
 def parse(*texts: str) -> list[list]:
@@ -62,14 +64,61 @@ def test_an_exchange_starts_when_both_sides_have_come_to_it():
         simulate([early, late])  # the second rank's chunk 1 waits for the first's, which it does not run
 
 
+def test_an_exchange_whose_other_side_never_comes_is_refused():
+    lone, idle = parse("F0.0 X[F0.0>1] F1.0", "")
+    with pytest.raises(ValueError, match=r"stuck, .*: rank 0 at F0.0 >>> X.F0.0>1. <<< F1.0"):
+        simulate([lone, idle])
+
+
+def test_every_stage_has_its_own_times():
+    assert simulate(build_schedule("1f1b", 2, 2), Times(forward=(1, 2), backward=(2, 4))).makespan == 15
+    split = simulate(build_schedule("zero_bubble_h1", 2, 1), Times(forward=(1, 2), backward=(3, 5), weight=(1, 2)))
+    assert split.makespan == 9
+    timeline = simulate(build_schedule("interleaved", 2, 2, 2), Times(forward=(1, 2, 3, 4), backward=(4, 3, 2, 1)))
+    ends = [{str(event.action): event.end for event in events} for events in timeline.events]
+    assert ends[0] == {"F0.0": 1, "F1.0": 2, "F0.1": 6, "F1.1": 9, "B0.1": 13, "B1.1": 18, "B0.0": 23, "B1.0": 27}
+    assert ends[1] == {"F0.0": 3, "F1.0": 5, "F0.1": 10, "B0.1": 11, "F1.1": 15, "B1.1": 16, "B0.0": 19, "B1.0": 22}
+    assert timeline.bubble_fraction == pytest.approx(1 - 40 / 54)
+
+
+@pytest.mark.parametrize("pp", range(1, 6))
+def test_every_stage_has_one_place(pp: int):
+    ranks = list(range(pp))
+    for chunks, v_shape, holders in ((1, False, ranks), (3, False, ranks * 3), (2, True, ranks + ranks[::-1])):
+        pipeline = Pipeline(pp, chunks, v_shape)
+        assert [pipeline.rank(stage) for stage in range(pp * chunks)] == holders
+        assert all(pipeline.stage(rank, stage // pp) == stage for stage, rank in enumerate(holders))
+
+
+def test_the_middle_of_a_v_stays_on_its_rank():
+    """Four stages, sends of 0.5 between all but the second and third, which the last rank holds both."""
+    lists = parse("F0.0 F0.1 I0.1 W0.1 I0.0 W0.0", "F0.0 F0.1 I0.1 I0.0 W0.1 W0.0")
+    assert lists == build_schedule("zero_bubble_v", 2, 1, 2)
+    times = Times(forward=(1, 2, 3, 4), backward=(8, 6, 4, 2), send=0.5)
+    for actions in (lists, lower_all(lists, v_shape=True)):
+        first, last = (
+            {str(event.action): (event.start, event.end) for event in events if isinstance(event.action, Compute)}
+            for events in simulate(actions, times, v_shape=True).events
+        )
+        assert first == {"F0.0": (0, 1), "F0.1": (7, 11), "I0.1": (11, 12), "W0.1": (12, 13), "I0.0": (18, 22), "W0.0": (22, 26)}
+        assert last == {"F0.0": (1.5, 3.5), "F0.1": (3.5, 6.5), "I0.1": (12.5, 14.5), "I0.0": (14.5, 17.5),
+                        "W0.1": (17.5, 19.5), "W0.0": (19.5, 22.5)}
+
+
+def test_times_are_for_as_many_stages_as_there_are():
+    for wrong in ({"forward": (1, 2, 3)}, {"backward": (1,)}, {"weight": (1, 1, 1, 1, 1)}):
+        with pytest.raises(ValueError, match=r"[135] times, one per stage, for 4 stages"):
+            simulate(build_schedule("interleaved", 2, 2, 2), Times(**wrong))
+
+
 def test_nothing_takes_no_time():
     assert simulate([[], []]).makespan == simulate([[]]).bubble_fraction == 0
 
 
-@pytest.mark.parametrize("name", ["gpipe", "1f1b", "zero_bubble_h1", "interleaved"])
-def test_sending_never_shortens_a_step(name: str):
-    schedule = build_schedule(name, 4, 8, 2 if name == "interleaved" else 1)
-    for lists in (schedule, lower_all(schedule), lower_all(schedule, overlap=False)):
-        spans = [simulate(lists, Times(send=send)).makespan for send in (0, 0.1, 0.3, 1)]
+@pytest.mark.parametrize(("name", "chunks"), CHUNKS.items())
+def test_sending_never_shortens_a_step(name: str, chunks: int):
+    schedule, v_shape = build_schedule(name, 4, 8, chunks), v_shaped(name)
+    for lists in (schedule, *(lower_all(schedule, overlap, v_shape=v_shape) for overlap in (True, False))):
+        spans = [simulate(lists, Times(send=send), v_shape).makespan for send in (0, 0.1, 0.3, 1)]
         assert spans == sorted(spans)
-        assert spans[0] == simulate(schedule).makespan < spans[-1]
+        assert spans[0] == simulate(schedule, v_shape=v_shape).makespan < spans[-1]

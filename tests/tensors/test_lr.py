@@ -10,9 +10,8 @@ from typing import Any
 
 import pytest
 
-import app.config as sections
 from app.choices import Decay, Ramp, WsdDecay
-from app.config import OptimConfig
+from app.config import OptimConfig, Run
 from app.errors import ConfigError
 from app.optim.lr import learning_rate, lr_at, weight_decay, weight_decay_at
 from app.rules import check
@@ -40,12 +39,8 @@ def config_of(args: dict[str, Any]) -> OptimConfig:
         weight_decay_end=None if ramp is Ramp.constant and args["end_wd"] == args["start_wd"] else args["end_wd"], **wsd)
 
 
-def run_of(optim: OptimConfig) -> sections.Run:
-    return sections.Run(
-        sections.ModelConfig(), sections.ParallelConfig(), sections.ScheduleConfig(), sections.CudaGraphConfig(),
-        sections.PrecisionConfig(), optim, sections.DataConfig(), sections.CheckpointConfig(), sections.LogConfig(),
-        sections.LossConfig(), sections.TrainConfig(),
-    )
+def run_of(optim: OptimConfig) -> Run:
+    return Run(optim=optim)
 
 
 @pytest.mark.parametrize("case", ACCEPTED, ids=label)

@@ -1,0 +1,117 @@
+"""What a run will be, before any GPU is used: `python -m app.cli.plan` and the overrides of train.py.
+
+Exit codes: 0, 1 where the memory is shown and the run does not fit, 2 for a mistake, which costs one line.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from app.cli.compose import load_overrides
+from app.cli.messages import readable_errors
+from app.cli.plan_tables import print_plan
+from app.errors import ConfigError, nearest
+from app.plan.export import WHAT, plan_json
+from app.plan.plan import Plan
+from app.plan.suggest import suggest
+
+FOLDER, NOWHERE = "plan", ("", "null")  # where files go
+FLAGS = ("--json", "--help", "-h")
+HELP = """\
+== Graphfold: what a run will be, before any GPU is used ==
+Usage:  python -m app.cli.plan [what=…] [--json] [out=FOLDER] [gpu_memory_gib=N] [any override of train.py]
+
+  what=all             everything; also written to plan/: plan.json, timeline.svg, timeline.png
+  what=groups          ranks of every group, inside a node or across, bytes per step and time
+  what=stages          layers, parameters and time of every pipeline stage
+  what=schedule        order of forwards and backwards, bubble, estimated step
+  what=graphs          CUDA graphs and their static buffers
+  what=memory          memory per rank by part, whether it fits, and what to change if not
+  --json               the same as JSON on stdout, and no files
+  out=FOLDER           where files go; given, they are written for every `what`; out=null writes none
+  gpu_memory_gib=N     short for hardware.gpu_memory_gib=N; hardware=h100, h200 or b200 sets the speed as well
+
+Examples:
+  python -m app.cli.plan +experiment=h200_small hardware=h200
+  python -m app.cli.plan +experiment=deepseek_v3_2048 parallel.world_size=1024
+  python -m app.cli.plan what=groups model=llama3_8b parallel.world_size=16 parallel.tp=4 parallel.pp=2
+  python -m app.cli.plan what=memory --json model=dense_tiny gpu_memory_gib=1
+
+Exit code: 0; 1 when the memory is shown (what=all, what=memory) and the run does not fit; 2 for a mistake.
+Choices and keys: python train.py --help. How to read what is shown: docs/plan.md."""
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """The command line."""
+
+    what: str  # one of WHAT
+    as_json: bool  # JSON on stdout instead of tables
+    out: Path | None  # folder for files; None: none are written
+    overrides: tuple[str, ...]  # of the run
+
+    @property
+    def with_memory(self) -> bool:
+        """Whether the memory is shown, and with it the verdict."""
+        return self.what in ("all", "memory")
+
+
+def parse(arguments: Sequence[str]) -> Asked:
+    """Tell this command's own options from overrides. Raises ConfigError."""
+    flags = [argument for argument in arguments if "=" not in argument and not argument.startswith("~")]
+    if unknown := [flag for flag in flags if flag not in FLAGS]:
+        rule = f"the options are {', '.join(FLAGS)}; all else is key=value"
+        raise ConfigError("option", unknown[0], rule, nearest(unknown[0], FLAGS))
+    own = dict(argument.split("=", 1) for argument in arguments if argument.startswith(("what=", "out=")))
+    what = own.get("what", "all")
+    if what not in WHAT:
+        raise ConfigError("what", what, f"must be one of {', '.join(WHAT)}", nearest(what, WHAT))
+    overrides = [argument for argument in arguments if argument not in flags and not argument.startswith(("what=", "out="))]
+    as_json, out = "--json" in flags, own.get("out", FOLDER if what == "all" else "")
+    folder = None if as_json or out in NOWHERE else Path(out)
+    return Asked(what, as_json, folder, tuple(map(_spelled_out, overrides)))
+
+
+def _spelled_out(override: str) -> str:
+    return f"hardware.{override}" if override.startswith("gpu_memory_gib=") else override
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Plan, show, write files; returns the exit code."""
+    if {"--help", "-h"} & set(arguments):
+        print(HELP)
+        return 0
+    with readable_errors("plan", speak=True):
+        asked = parse(arguments)
+        plan = Plan(load_overrides(asked.overrides))
+        suggestions = suggest(plan) if asked.with_memory else ()
+        if asked.as_json:
+            print(json.dumps(plan_json(plan, asked.what, suggestions)))
+        else:
+            print_plan(plan, asked.what, suggestions)
+        if asked.out:
+            _write_files(plan, asked.out, plan_json(plan, asked.what, suggestions))
+    return int(asked.with_memory and not plan.fits)
+
+
+def _write_files(plan: Plan, folder: Path, content: dict[str, Any]) -> None:
+    from app.cli.timeline_picture import save_timeline  # matplotlib takes its time to load
+
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "plan.json").write_text(json.dumps(content) + "\n")
+        pictures = save_timeline(plan, folder)
+    except OSError as error:
+        raise ConfigError("out", folder, f"cannot be written: {error.strerror}") from error
+    print(f"written: {', '.join(str(path) for path in (folder / 'plan.json', *pictures))}")
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # ends quietly with a reader that has seen enough, like head
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,83 @@
+"""The whole option surface as frozen dataclasses, with each field's unit in its comment.
+
+Pure Python: no torch, no Hydra, no environment. `app.cli.compose` fills these types from the YAML groups in
+`conf/`. Every section checks itself in `__post_init__`; what spans sections is one small function in `app.rules`.
+`model` has the architecture, `layout` how the work lies on GPUs, `training` the rest.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from app.config.layout import CudaGraphConfig, HardwareConfig, ParallelConfig, PrecisionConfig, RecomputeConfig, ScheduleConfig
+from app.config.model import ModelConfig, MoEConfig
+from app.config.training import CheckpointConfig, DataConfig, LogConfig, LossConfig, OptimConfig, TrainConfig
+
+__all__ = [
+    "CheckpointConfig",
+    "CudaGraphConfig",
+    "DataConfig",
+    "HardwareConfig",
+    "LogConfig",
+    "LossConfig",
+    "MoEConfig",
+    "ModelConfig",
+    "OptimConfig",
+    "ParallelConfig",
+    "PrecisionConfig",
+    "RecomputeConfig",
+    "Run",
+    "ScheduleConfig",
+    "TrainConfig",
+]
+
+
+@dataclass(frozen=True)
+class Run:
+    """One training run: every choice the user can make."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)  # architecture and sizes
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)  # degrees of parallelism
+    hardware: HardwareConfig = field(default_factory=HardwareConfig)  # what plans are made for
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)  # order of forwards and backwards
+    recompute: RecomputeConfig = field(default_factory=RecomputeConfig)  # what backward computes again
+    cuda_graph: CudaGraphConfig = field(default_factory=CudaGraphConfig)  # what is captured
+    precision: PrecisionConfig = field(default_factory=PrecisionConfig)  # element types
+    optim: OptimConfig = field(default_factory=OptimConfig)  # optimizer and its schedules
+    data: DataConfig = field(default_factory=DataConfig)  # documents and tokenizer
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)  # what is saved and when
+    log: LogConfig = field(default_factory=LogConfig)  # where reports go
+    loss: LossConfig = field(default_factory=LossConfig)  # how token losses are averaged
+    train: TrainConfig = field(default_factory=TrainConfig)  # length and batch
+    run_dir: str | None = None  # folder of this run; null: runs/<time>-<model>
+    resume: str | None = None  # null: start anew; auto: newest checkpoint; or the path of a checkpoint or run folder
+
+    @property
+    def world_size(self) -> int:
+        """Processes of the run."""
+        return self.parallel.world_size or self.dp * self.model_ranks
+
+    @property
+    def model_ranks(self) -> int:
+        """Ranks that share one data-parallel replica of the dense layers."""
+        return self.parallel.tp * self.parallel.cp * self.parallel.pp
+
+    @property
+    def dp(self) -> int:
+        """Data-parallel replicas of the dense layers."""
+        return self.parallel.dp or max(1, (self.parallel.world_size or 1) // self.model_ranks)
+
+    @property
+    def num_microbatches(self) -> int:
+        """Microbatches per step on each data-parallel rank."""
+        return self.train.global_batch // (self.train.micro_batch * self.dp)
+
+    @property
+    def eval_microbatches(self) -> int:
+        """Microbatches of one validation on each data-parallel rank."""
+        return max(1, self.train.eval_sequences // (self.train.micro_batch * self.dp))
+
+    @property
+    def decay_steps(self) -> int:
+        """Step at which the learning rate reaches its minimum."""
+        return self.optim.decay_steps or self.train.steps

@@ -1,0 +1,100 @@
+"""How the work lies on GPUs: ranks, order within a step, recomputation, graphs, element types."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from app.choices import Dtype, GraphImpl, GraphKey, GraphScope, Recompute, ScheduleName
+from app.config.bounds import above_zero, at_least
+from app.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class ParallelConfig:
+    """Degrees of parallelism, and how layers lie on pipeline ranks."""
+
+    world_size: int | None = None  # processes; null: from the launcher, or the product of the dense degrees
+    tp: int = 1  # ranks that share each matrix of dense layers
+    cp: int = 1  # ranks that share each sequence
+    pp: int = 1  # pipeline ranks
+    dp: int | None = None  # data-parallel replicas; null: what the other dense degrees leave of the world
+    ep: int = 1  # ranks that share the experts of a layer
+    etp: int | None = None  # ranks that share each matrix of an expert; null: tp
+    order: str = "tp-cp-ep-dp-pp"  # axes from the fastest-varying over global ranks
+    vpp: int = 1  # pipeline stages per rank
+    first: int | None = None  # layers of the first pipeline rank; null: as many as the others
+    last: int | None = None  # layers of the last pipeline rank; null: as many as the others
+    layout: str | None = None  # every stage spelled out, like Et*3|(tt|)*2L; sets vpp as well
+    count_embedding: bool = False  # the embedding takes the place of one layer
+    count_head: bool = False  # the head and its loss take the place of one layer
+    gpus_per_node: int = 8  # ranks whose GPUs are joined by the fast links of one node
+
+    def __post_init__(self) -> None:
+        at_least("parallel", self, 1, "world_size", "tp", "cp", "pp", "dp", "ep", "etp", "vpp", "first", "last", "gpus_per_node")
+
+
+@dataclass(frozen=True)
+class HardwareConfig:
+    """The GPUs that plans are made for; null: that of an H100, or in training what the GPU itself says."""
+
+    gpu_memory_gib: float | None = None  # memory of one GPU, GiB
+    peak_tflops: float | None = None  # dense bf16 peak of one GPU, TFLOP/s
+    efficiency: float = 0.4  # share of the peak that compute is expected to reach
+    node_gb_s: float = 280.0  # bandwidth of one GPU to others of its node in one direction, GB/s
+    network_gb_s: float = 45.0  # bandwidth of one GPU to other nodes in one direction, GB/s
+
+    def __post_init__(self) -> None:
+        above_zero("hardware", self, "gpu_memory_gib", "peak_tflops", "efficiency", "node_gb_s", "network_gb_s")
+
+
+@dataclass(frozen=True)
+class ScheduleConfig:
+    """Order of forwards and backwards within a step."""
+
+    name: ScheduleName = ScheduleName.auto
+    group_size: int | None = None  # microbatches that pass a chunk before the next one's turn (interleaved); null: pp
+    overlap_p2p: bool = True  # exchanges between stages run beside compute
+    batch_p2p: bool = True  # all sends and receives of an exchange as one operation
+    timeout_s: float = 600.0  # seconds in one action after which a rank counts as stuck and the run ends
+
+    def __post_init__(self) -> None:
+        at_least("schedule", self, 1, "group_size")
+        above_zero("schedule", self, "timeout_s")
+
+
+@dataclass(frozen=True)
+class RecomputeConfig:
+    """What is computed again in backward instead of being kept."""
+
+    full: bool = False  # every layer from its input
+    phases: tuple[Recompute, ...] = ()  # parts of layers
+    partial_microbatches: int = 0  # with full: of the microbatches in flight, how many recompute only `phases`
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "phases", tuple(self.phases))
+        at_least("recompute", self, 0, "partial_microbatches")
+        if self.partial_microbatches and not self.full:
+            rule = "lets some microbatches keep more than recompute.full does, so it needs that"
+            raise ConfigError("recompute.partial_microbatches", self.partial_microbatches, rule, 0)
+
+
+@dataclass(frozen=True)
+class CudaGraphConfig:
+    """CUDA graph capture."""
+
+    impl: GraphImpl = GraphImpl.none
+    scope: tuple[GraphScope, ...] = ()  # parts of a layer for partial graphs; empty: whole layers
+    warmup_steps: int = 3  # steps of this process before capture
+    key: GraphKey = GraphKey.microbatch  # what owns a set of partial graphs
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "scope", tuple(self.scope))
+        at_least("cuda_graph", self, 1, "warmup_steps")
+
+
+@dataclass(frozen=True)
+class PrecisionConfig:
+    """Element types. Main parameters and moments are fp32 in every choice."""
+
+    params: Dtype = Dtype.float32  # parameters and activations
+    grads: Dtype = Dtype.float32  # gradient sums and their reduction

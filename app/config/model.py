@@ -1,0 +1,142 @@
+"""Architecture: layers, widths and experts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from app.choices import DispatcherKind, Score
+from app.config.bounds import above_zero, at_least
+from app.errors import ConfigError, nearest_divisors
+
+
+@dataclass(frozen=True)
+class MoEConfig:
+    """Mixture-of-experts layers of a model."""
+
+    num_experts: int = 8  # routed experts per MoE layer
+    top_k: int = 2  # experts per token
+    ffn_hidden_size: int = 256  # hidden width of one expert
+    every_n: int = 1  # every n-th layer is MoE, counted after the first dense ones
+    first_k_dense: int = 0  # leading layers that stay dense
+    shared_ffn_hidden_size: int = 0  # hidden width of the shared expert; 0: none
+    shared_gate: bool = False  # scale the shared expert by a learned sigmoid gate per token
+    score: Score = Score.softmax  # scores from logits
+    pre_softmax: bool = False  # softmax over all experts before the top-k instead of over the chosen ones after
+    groups: int | None = None  # expert groups for group-limited routing
+    topk_groups: int | None = None  # groups kept per token
+    routed_scale: float | None = None  # factor on the chosen probabilities
+    aux_loss_coeff: float = 0.01  # weight of the load-balancing loss; 0: off
+    z_loss_coeff: float = 0.0  # weight of the router z-loss; 0: off
+    bias_update_rate: float = 0.0  # step of the balancing bias added to sigmoid scores for selection; 0: off
+    dispatcher: DispatcherKind = DispatcherKind.auto  # transport of tokens to experts
+    planned_imbalance: float = 1.5  # rows of the busiest expert-parallel rank over the mean that memory is planned for
+
+    def __post_init__(self) -> None:
+        at_least("model.moe", self, 1, "num_experts", "top_k", "ffn_hidden_size", "every_n", "groups", "topk_groups")
+        at_least("model.moe", self, 0, "first_k_dense", "shared_ffn_hidden_size")
+        at_least("model.moe", self, 0, "aux_loss_coeff", "z_loss_coeff", "bias_update_rate")
+        at_least("model.moe", self, 1, "planned_imbalance")
+        if self.top_k > self.num_experts:
+            raise ConfigError(
+                "model.moe.top_k", self.top_k, f"only num_experts={self.num_experts} to choose from", self.num_experts
+            )
+        if self.shared_gate and not self.shared_ffn_hidden_size:
+            raise ConfigError("model.moe.shared_gate", True, "needs a shared expert, shared_ffn_hidden_size > 0", False)
+        if self.top_k == 1 and self.score is Score.softmax and not self.pre_softmax:
+            rule = "softmax over the one chosen expert is always 1, so the router would not learn"
+            raise ConfigError("model.moe.top_k", 1, rule, "2, or pre_softmax=true")
+        if self.bias_update_rate and self.score is not Score.sigmoid:
+            raise ConfigError(
+                "model.moe.bias_update_rate",
+                self.bias_update_rate,
+                "the bias only selects for score=sigmoid",
+                "0, or score=sigmoid",
+            )
+        self._check_groups()
+
+    def _check_groups(self) -> None:
+        if (self.groups is None) != (self.topk_groups is None):
+            raise ConfigError("model.moe.topk_groups", self.topk_groups, f"groups={self.groups}: set both or neither")
+        if self.groups is None or self.topk_groups is None:
+            return
+        if self.num_experts % self.groups:
+            near = nearest_divisors(self.groups, self.num_experts)
+            raise ConfigError("model.moe.groups", self.groups, f"must divide num_experts={self.num_experts}", near)
+        if self.topk_groups > min(self.groups, self.top_k):
+            raise ConfigError(
+                "model.moe.topk_groups",
+                self.topk_groups,
+                f"at most groups={self.groups} and top_k={self.top_k}",
+                min(self.groups, self.top_k),
+            )
+        if self.top_k > self.topk_groups * (self.num_experts // self.groups):
+            raise ConfigError(
+                "model.moe.top_k",
+                self.top_k,
+                "more than the experts in the kept groups",
+                self.topk_groups * (self.num_experts // self.groups),
+            )
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """A decoder-only transformer: RMSNorm, rotary positions, grouped-query attention, SwiGLU."""
+
+    name: str = "model"  # shown in logs and run folders
+    num_layers: int = 4  # decoder layers
+    hidden_size: int = 128  # width of the residual stream
+    ffn_hidden_size: int = 512  # hidden width of dense feed-forward layers
+    num_heads: int = 4  # query heads
+    num_kv_heads: int = 2  # key and value heads
+    head_dim: int | None = None  # width of a head; null: hidden_size / num_heads
+    vocab_size: int = 264  # rows of the embedding; at least the tokenizer's
+    rope_theta: float = 10000.0  # base of the rotary frequencies
+    norm_eps: float = 1e-5  # added to the mean square in RMSNorm
+    qk_norm: bool = False  # RMSNorm on each query and key head before the rotation
+    tie_embeddings: bool = False  # one matrix for embedding and head
+    init_std: float = 0.02  # standard deviation of the initial weights
+    moe: MoEConfig | None = None  # null: every layer is dense
+
+    def __post_init__(self) -> None:
+        at_least(
+            "model",
+            self,
+            1,
+            "num_layers",
+            "hidden_size",
+            "ffn_hidden_size",
+            "num_heads",
+            "num_kv_heads",
+            "head_dim",
+            "vocab_size",
+        )
+        above_zero("model", self, "rope_theta", "norm_eps", "init_std")
+        if self.moe and self.moe.first_k_dense >= self.num_layers:
+            rule = f"leaves none of the {self.num_layers} layers for experts"
+            raise ConfigError("model.moe.first_k_dense", self.moe.first_k_dense, rule, self.num_layers - 1)
+        if self.head_dim is None and self.hidden_size % self.num_heads:
+            raise ConfigError(
+                "model.num_heads",
+                self.num_heads,
+                f"must divide hidden_size={self.hidden_size} unless head_dim is set",
+                nearest_divisors(self.num_heads, self.hidden_size),
+            )
+        if self.num_heads % self.num_kv_heads:
+            raise ConfigError(
+                "model.num_kv_heads",
+                self.num_kv_heads,
+                f"must divide num_heads={self.num_heads}",
+                nearest_divisors(self.num_kv_heads, self.num_heads),
+            )
+        if self.head_width % 2:
+            raise ConfigError("model.head_dim", self.head_width, "rotary positions need an even head width", self.head_width + 1)
+
+    @property
+    def head_width(self) -> int:
+        """Width of one attention head."""
+        return self.head_dim or self.hidden_size // self.num_heads
+
+    def is_moe_layer(self, layer: int) -> bool:
+        """Whether decoder layer `layer` (from 0) has routed experts."""
+        moe = self.moe
+        return moe is not None and layer >= moe.first_k_dense and (layer - moe.first_k_dense) % moe.every_n == 0

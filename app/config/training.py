@@ -1,0 +1,149 @@
+"""What is trained on, for how long, with which updates, and what is written."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from app.choices import Decay, Device, Normalize, Ramp, Source, WandbMode, WsdDecay
+from app.config.bounds import above_zero, at_least
+from app.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class OptimConfig:
+    """AdamW (Loshchilov & Hutter 2019) and its schedules; steps are optimizer updates."""
+
+    lr: float = 3e-3  # peak learning rate
+    min_lr: float = 3e-4  # learning rate after decay
+    init_lr: float = 0.0  # learning rate at step 0 of warm-up
+    warmup_steps: int | None = None  # steps from init_lr to lr; null: a twentieth of the decay steps
+    decay: Decay = Decay.cosine  # shape after warm-up
+    decay_steps: int | None = None  # step at which min_lr is reached; null: train.steps
+    wsd_decay_steps: int | None = None  # last steps of the decay for decay=wsd
+    wsd_decay: WsdDecay = WsdDecay.exponential  # shape of those steps
+    beta1: float = 0.9  # decay of the first moment per step
+    beta2: float = 0.95  # decay of the second moment per step
+    eps: float = 1e-8  # added to the root of the second moment
+    weight_decay: float = 0.1  # decoupled decay of matrices; vectors (norms, biases) have none
+    weight_decay_end: float | None = None  # last weight decay; null: constant
+    weight_decay_ramp: Ramp = Ramp.constant  # shape between the two over decay_steps
+    clip_norm: float = 1.0  # largest global gradient norm; 0: no clipping
+
+    def __post_init__(self) -> None:
+        above_zero("optim", self, "lr", "eps")
+        at_least("optim", self, 0, "min_lr", "init_lr", "warmup_steps", "weight_decay", "weight_decay_end", "clip_norm")
+        at_least("optim", self, 1, "decay_steps", "wsd_decay_steps")
+        for name in ("init_lr", "min_lr"):
+            if getattr(self, name) > self.lr:
+                raise ConfigError(f"optim.{name}", getattr(self, name), f"above the peak optim.lr={self.lr}", self.lr)
+        for name in ("beta1", "beta2"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ConfigError(f"optim.{name}", getattr(self, name), "must be in [0, 1)", 0.95)
+        if self.decay is Decay.wsd and self.wsd_decay_steps is None:
+            raise ConfigError(
+                "optim.wsd_decay_steps", None, "optim.decay=wsd needs the length of its last part", "a tenth of train.steps"
+            )
+        if self.weight_decay_end is not None and self.weight_decay_end < self.weight_decay:
+            raise ConfigError(
+                "optim.weight_decay_end",
+                self.weight_decay_end,
+                f"below its start optim.weight_decay={self.weight_decay}",
+                self.weight_decay,
+            )
+        if (self.weight_decay_end is not None) != (self.weight_decay_ramp is not Ramp.constant):
+            raise ConfigError(
+                "optim.weight_decay_ramp",
+                self.weight_decay_ramp,
+                f"weight_decay_end={self.weight_decay_end}: set both or neither",
+                "constant with weight_decay_end=null",
+            )
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """Documents, tokens and how they are packed into sequences."""
+
+    source: Source = Source.stdlib  # kind of corpus
+    path: Any = ()  # a file or glob, or a list of them, for text, jsonl and parquet; a tuple once checked
+    name: str | None = None  # dataset name or local folder for source=hub
+    config_name: str | None = None  # the dataset's configuration for source=hub
+    split: str = "train"  # the dataset's split for source=hub
+    streaming: bool = False  # read while training instead of preparing an arrow cache first (hub)
+    text_field: str = "text"  # column that holds the text
+    tokenizer: str = "bytes"  # "bytes" or the path of a `tokenizers` JSON file
+    validation_fraction: float = 0.1  # share of the documents kept for validation
+    validation_documents: int = 100  # documents kept for validation when streaming
+    document_mask: bool = False  # attention stays within a document, positions restart with it
+    num_proc: int = 1  # processes that tokenize while the cache is prepared
+    cache_dir: str | None = None  # folder of the arrow cache; null: the datasets library's own
+
+    def __post_init__(self) -> None:
+        paths = (self.path,) if isinstance(self.path, str) else tuple(self.path or ())
+        object.__setattr__(self, "path", paths)
+        if not all(isinstance(path, str) for path in paths):
+            raise ConfigError("data.path", list(paths), "must be a file or glob, or a list of them", "data.path='folder/*'")
+        at_least("data", self, 1, "num_proc", "validation_documents")
+        files = self.source in (Source.text, Source.jsonl, Source.parquet)
+        if files and not self.path:
+            raise ConfigError("data.path", "", f"data={self.source.value} needs files or globs", "data.path='folder/*'")
+        if self.source is Source.hub and not self.name:
+            raise ConfigError("data.name", self.name, "data=hub needs a dataset name or a local folder")
+        if self.streaming and self.source is not Source.hub:
+            raise ConfigError("data.streaming", True, f"data={self.source.value} is prepared, not streamed", "false, or data=hub")
+        if not 0 < self.validation_fraction < 1:
+            raise ConfigError("data.validation_fraction", self.validation_fraction, "must be between 0 and 1, both excluded", 0.1)
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    """What is saved and when."""
+
+    interval: int = 100  # steps between checkpoints; 0: none, not even at the end
+    keep_last: int = 2  # checkpoints kept; older ones are removed
+
+    def __post_init__(self) -> None:
+        at_least("checkpoint", self, 0, "interval")
+        at_least("checkpoint", self, 1, "keep_last")
+
+
+@dataclass(frozen=True)
+class LogConfig:
+    """Where reports go besides metrics.jsonl."""
+
+    interval: int = 10  # steps between report lines
+    console: bool = True  # live progress line
+    wandb: bool = True  # a Weights & Biases run
+    wandb_mode: WandbMode = WandbMode.offline  # where that run goes
+    project: str = "graphfold"  # Weights & Biases project
+    group: str | None = None  # Weights & Biases group
+
+    def __post_init__(self) -> None:
+        at_least("log", self, 1, "interval")
+
+
+@dataclass(frozen=True)
+class LossConfig:
+    """Cross-entropy over next tokens."""
+
+    normalize: Normalize = Normalize.token
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """Length and batch of the run."""
+
+    steps: int = 700  # optimizer updates
+    seq_len: int = 128  # tokens per sequence
+    micro_batch: int = 8  # sequences per forward on one rank
+    global_batch: int = 16  # sequences per optimizer update over all ranks
+    eval_interval: int = 100  # steps between validations; 0: only before the first step and after the last
+    eval_sequences: int = 256  # sequences of one validation over all ranks; at least a microbatch each
+    sample_tokens: int = 240  # tokens generated when the run ends; 0: none
+    seed: int = 1  # of initial weights and data order
+    device: Device = Device.auto
+    deterministic: bool = True  # equal runs repeat bit for bit; on a GPU this takes slower attention kernels
+
+    def __post_init__(self) -> None:
+        at_least("train", self, 1, "steps", "seq_len", "micro_batch", "global_batch", "eval_sequences")
+        at_least("train", self, 0, "eval_interval", "sample_tokens", "seed")

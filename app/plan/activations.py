@@ -1,0 +1,153 @@
+"""Activations of one microbatch in one stage, on one rank: what autograd keeps, and what else is alive while it computes.
+
+A stage is a row of tapes: embedding, layers, head. Forward adds what each keeps and backward takes it away from the other
+end, so the peak of a tape stands on what the tapes before it keep. All numbers are bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+from app.choices import GraphImpl, GraphScope
+from app.config import CudaGraphConfig, Run
+from app.plan.layer_tapes import embedding_tape, head_tape, layer_tape
+from app.plan.layout import ParallelLayout
+from app.plan.stages import Stage
+from app.plan.tape import Written
+from app.plan.tape_parts import Sizes, sizes_of
+from app.plan.tape_replay import Inside, Replay, inside, replay
+
+ROUTER, EXPERTS = ("norm", "shared", "route"), ("dispatch", "experts", "combine", "finish")
+LAYER = ("attn", "mlp", *ROUTER, "preprocess", *EXPERTS)
+CAPTURED = {
+    GraphScope.attn: ("attn",),
+    GraphScope.mlp: ("mlp",),
+    GraphScope.moe_router: ROUTER,
+    GraphScope.moe_preprocess: ("preprocess",),
+    GraphScope.moe: (*ROUTER, "preprocess", *EXPERTS),
+}  # part of a layer -> the phases of it that a graph holds
+
+
+@dataclass(frozen=True, slots=True)
+class GraphShare:
+    """What the partial graphs of one microbatch hold, besides their static inputs; zero without such graphs."""
+
+    kept: int  # by autograd, for their own backward alone
+    cut: int  # made inside and read outside, in either direction
+    scratch: int  # alive only while one of them runs
+    kernels: int  # launches of all their forwards
+
+
+@dataclass(frozen=True, slots=True)
+class MicrobatchMemory:
+    """Memory of a microbatch from its forward to its backward, outside of partial graphs."""
+
+    kept: Mapping[str, int]  # phase -> what autograd keeps
+    forward: int  # most that is alive in forward beyond what is kept in the end
+    backward: int  # most that is alive in backward beyond what was kept at its start
+    waiting: int  # what gradients of weights need between the two parts of a split backward
+    graph: GraphShare
+
+    @property
+    def total(self) -> int:
+        """All that autograd keeps."""
+        return sum(self.kept.values())
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkActivations:
+    """Memory of the microbatches of one chunk."""
+
+    usual: MicrobatchMemory  # under the run's recomputation
+    spared: MicrobatchMemory  # of those that recompute.partial_microbatches lets recompute no whole layers
+    border: int  # hidden states that a stage takes in or gives on; their gradients are as large
+    takes: bool  # whether hidden states come in; otherwise tokens
+    gives: bool  # whether hidden states go on; otherwise the loss ends here
+    weight: int  # largest gradient of one parameter
+    kernels: int  # launches of a forward
+
+
+@dataclass(frozen=True, slots=True)
+class _Link:
+    """One tape of the row, cut into what a partial graph of it holds and the rest."""
+
+    replay: Replay
+    graph: Inside
+    captured: Collection[str]  # phases that the graph holds
+    kernels: Mapping[str, int]  # phase -> launches
+
+    @property
+    def kept(self) -> int:
+        """What autograd keeps outside of the graph."""
+        return self.replay.total - self.graph.total
+
+    def peak(self, alive: Mapping[str, int]) -> int:
+        """Most that is alive in the other phases, without what the graph keeps."""
+        return max((size - self.graph.total for phase, size in alive.items() if phase not in self.captured), default=0)
+
+    def scratch(self) -> int:
+        """Most that is alive in the graph beyond what it leaves behind."""
+        both = (*self.replay.forward.items(), *self.replay.backward.items())
+        return max((size - self.graph.total for phase, size in both if phase in self.captured), default=0)
+
+
+def chunk_activations(run: Run, stage: Stage, layout: ParallelLayout) -> ChunkActivations:
+    """Memory of one microbatch in a stage on one rank, at the planned imbalance of its experts."""
+    s = sizes_of(run, layout)
+    carried = s.table if stage.embedding and stage.head and run.model.tie_embeddings else 0
+    row = _row(s, stage, full=False)
+    spared = _memory(row, {"rotary": s.rotary}, carried)
+    usual = spared
+    if run.recompute.full:
+        usual = _memory(_row(s, stage, full=True), {"rotary": s.rotary, "mask": s.mask}, carried)
+    weight = max(link.replay.weight for link in row)
+    kernels = sum(sum(link.kernels.values()) for link in row)
+    return ChunkActivations(usual, spared, s.stream, not stage.embedding, not stage.head, weight, kernels)
+
+
+def captured_phases(choice: CudaGraphConfig) -> frozenset[str]:
+    """Phases of layers that partial graphs hold."""
+    if choice.impl not in (GraphImpl.local, GraphImpl.transformer_engine):
+        return frozenset()
+    return frozenset(phase for part in choice.scope for phase in CAPTURED[part]) if choice.scope else frozenset(LAYER)
+
+
+def _row(s: Sizes, stage: Stage, full: bool) -> list[_Link]:
+    captured, is_moe = captured_phases(s.run.cuda_graph), [s.model.is_moe_layer(layer) for layer in stage.layers]
+    kinds = {moe: _link(layer_tape(s, moe, full), captured) for moe in set(is_moe)}
+    first = [_link(embedding_tape(s), ())] if stage.embedding else []
+    last = [_link(head_tape(s), ())] if stage.head else []
+    return [*first, *(kinds[moe] for moe in is_moe), *last]
+
+
+def _link(written: Written, captured: Collection[str]) -> _Link:
+    return _Link(replay(written), inside(written, captured), captured, written.kernels())
+
+
+def _memory(row: Sequence[_Link], shared: Mapping[str, int], carried: int) -> MicrobatchMemory:
+    """`shared`: what all layers read of the microbatch's context.
+
+    `carried`: gradient of a tied table, which waits from the head's backward for that of the embedding.
+    """
+    kept = dict(shared)
+    for link in row:
+        for phase, size in link.replay.kept.items():
+            kept[phase] = kept.get(phase, 0) + size - link.graph.kept.get(phase, 0)
+    total, stands_on = sum(kept.values()), sum(shared.values())
+    forward = backward = 0
+    for place, link in enumerate(row):
+        forward = max(forward, stands_on + link.peak(link.replay.forward) - total)
+        waits = carried if place < len(row) - 1 else 0
+        backward = max(backward, stands_on + link.peak(link.replay.backward) + waits - total)
+        stands_on += link.kept
+    return MicrobatchMemory(kept, forward, backward, sum(link.replay.waiting for link in row), _graph_share(row))
+
+
+def _graph_share(row: Sequence[_Link]) -> GraphShare:
+    return GraphShare(
+        kept=sum(link.graph.own for link in row),
+        cut=sum(link.graph.cut for link in row),
+        scratch=max((link.scratch() for link in row), default=0),
+        kernels=sum(count for link in row for phase, count in link.kernels.items() if phase in link.captured),
+    )

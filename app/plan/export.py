@@ -1,0 +1,179 @@
+"""A plan as plain values, for tables, plan.json and scripts: sizes in bytes, times in seconds, pipeline ranks in order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from app.config import Run
+from app.plan.flops import PLANNED_PEAK, flops_per_token, parameter_count
+from app.plan.layout import ParallelLayout
+from app.plan.plan import Plan
+from app.plan.suggest import Suggestion
+
+SECTIONS = ("groups", "stages", "schedule", "graphs", "memory")
+WHAT = (*SECTIONS, "all")
+# Kind of group -> its axes, and whether they are of the expert grid. Gradients are shared over dp and cp together.
+GROUP_AXES: dict[str, tuple[tuple[str, ...], bool]] = {
+    "tp": (("tp",), False),
+    "cp": (("cp",), False),
+    "pp": (("pp",), False),
+    "dp": (("dp", "cp"), False),
+    "ep": (("ep",), True),
+    "etp": (("etp",), True),
+    "edp": (("edp",), True),
+}
+
+
+def plan_json(plan: Plan, what: str = "all", suggestions: Sequence[Suggestion] = ()) -> dict[str, Any]:
+    """The layout and the sections asked for: one of SECTIONS, or all.
+
+    The verdict goes with the memory, and holds the suggestions that the caller has from `app.plan.suggest`.
+    ValueError for an unknown `what`.
+    """
+    if what not in WHAT:
+        raise ValueError(f"what={what!r} is none of {', '.join(WHAT)}")
+    wanted = SECTIONS if what == "all" else (what,)
+    found = {"layout": _layout(plan)} | {name: WRITERS[name](plan) for name in wanted}
+    return found | ({"verdict": _verdict(plan, suggestions)} if "memory" in wanted else {})
+
+
+def rank_groups(layout: ParallelLayout, kind: str) -> list[list[int]]:
+    """Global ranks of every group of a kind: a key of GROUP_AXES, or embedding."""
+    if kind == "embedding":
+        return layout.embedding_groups()
+    axes, expert = GROUP_AXES[kind]
+    return layout.groups(*axes, expert=expert)
+
+
+def parameters_per_rank(plan: Plan) -> list[int]:
+    """Elements that a rank holds; one entry per pipeline rank."""
+    return [sum(param.numel for chunk in chunks for param in chunk) for chunks in plan.parameters]
+
+
+def assumed_peak(run: Run) -> float:
+    """Peak of one GPU, TFLOP/s."""
+    return run.hardware.peak_tflops or PLANNED_PEAK
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """Speed of a step as the timeline has it: no better than hardware.efficiency, on which it rests."""
+
+    seconds: float  # of a step
+    tokens_per_second_per_gpu: float
+    mfu: float  # model FLOPs over the peak, 0 to 1
+    bubble_fraction: float  # time in which ranks do not compute, 0 to 1
+    peak_tflops: float  # assumed, of one GPU
+    efficiency: float  # assumed, share of the peak
+
+    @classmethod
+    def of(cls, plan: Plan) -> Estimate:
+        """From the timeline of a plan."""
+        run, seconds, hardware = plan.run, plan.timeline.makespan, plan.run.hardware
+        peak = assumed_peak(run)
+        rate = run.train.global_batch * run.train.seq_len / seconds / run.world_size
+        mfu = rate * flops_per_token(run.model, run.train.seq_len) / (peak * 1e12)
+        return cls(seconds, rate, mfu, plan.timeline.bubble_fraction, peak, hardware.efficiency)
+
+
+@dataclass(frozen=True, slots=True)
+class StageRow:
+    """One stage."""
+
+    pp_rank: int
+    chunk: int  # of this pipeline rank
+    stage: int  # in the order in which a microbatch passes
+    layers: tuple[int, ...]  # decoder layers
+    moe_layers: tuple[int, ...]  # those with experts
+    embedding: bool
+    head: bool
+    parameters: int  # elements on one rank
+    forward_seconds: float  # estimated, of one microbatch
+    backward_seconds: float  # estimated, of one microbatch, with what is computed again
+
+
+def stage_rows(plan: Plan) -> Iterator[StageRow]:
+    """Every stage, by pipeline rank."""
+    stages, model = plan.stages, plan.run.model
+    pipeline = stages.pipeline
+    for pp_rank, chunks in enumerate(stages.stages):
+        for chunk, stage in enumerate(chunks):
+            number = pipeline.stage(pp_rank, chunk)
+            seconds = plan.stage_seconds[number]
+            yield StageRow(
+                pp_rank,
+                chunk,
+                number,
+                stage.layers,
+                tuple(filter(model.is_moe_layer, stage.layers)),
+                stage.embedding,
+                stage.head,
+                sum(param.numel for param in plan.parameters[pp_rank][chunk]),
+                seconds.forward,
+                seconds.backward_input + seconds.backward_weight,
+            )
+
+
+def _layout(plan: Plan) -> dict[str, Any]:
+    layout, total = plan.layout, parameter_count(plan.run.model)
+    degrees = {name: getattr(layout, name) for name in ("world_size", "tp", "cp", "pp", "dp", "ep", "edp", "order")}
+    parameters = {"total": total.total, "active": total.active, "per_rank": parameters_per_rank(plan)}
+    per_node = plan.run.parallel.gpus_per_node
+    return {"model": plan.run.model.name, **degrees, "etp": layout.expert_tp, "gpus_per_node": per_node, "parameters": parameters}
+
+
+def _groups(plan: Plan) -> dict[str, Any]:
+    kinds = [asdict(kind) | {"members": rank_groups(plan.layout, kind.name)} for kind in plan.traffic]
+    return {"kinds": kinds, "advice": [asdict(advice) for advice in plan.advice]}
+
+
+def _stages(plan: Plan) -> list[dict[str, Any]]:
+    return [asdict(row) for row in stage_rows(plan)]
+
+
+def _schedule(plan: Plan) -> dict[str, Any]:
+    return {
+        "name": plan.schedule_name.value,
+        "microbatches": plan.run.num_microbatches,
+        "stages_per_rank": plan.stages.vpp,
+        "peak_in_flight": list(plan.timeline.peak_in_flight),
+        "estimate": asdict(Estimate.of(plan)),
+        "actions": [" ".join(map(str, actions)) for actions in plan.actions],
+    }
+
+
+def _graphs(plan: Plan) -> dict[str, Any]:
+    graph = plan.run.cuda_graph
+    ranks = [
+        {"graphs": found.num_graphs, "slots": found.num_slots, "static_inputs": found.num_static_inputs}
+        for found in plan.graphs
+        if found
+    ]
+    return {"impl": graph.impl.value, "scope": [part.value for part in graph.scope], "key": graph.key.value, "ranks": ranks}
+
+
+def _memory(plan: Plan) -> list[dict[str, Any]]:
+    return [asdict(rank) | {"total": rank.total, "allocated": rank.allocated} for rank in plan.memory]
+
+
+def _verdict(plan: Plan, suggestions: Sequence[Suggestion]) -> dict[str, Any]:
+    needed = plan.busiest.total
+    return {
+        "fits": plan.fits,
+        "pp_rank": plan.busiest.pp_rank,
+        "needed": needed,
+        "gpu_memory": plan.gpu_memory,
+        "headroom": plan.gpu_memory - needed,
+        "suggestions": [asdict(suggestion) for suggestion in suggestions],
+    }
+
+
+WRITERS: dict[str, Callable[[Plan], Any]] = {
+    "groups": _groups,
+    "stages": _stages,
+    "schedule": _schedule,
+    "graphs": _graphs,
+    "memory": _memory,
+}

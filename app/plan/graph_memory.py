@@ -1,0 +1,55 @@
+"""Memory of CUDA graphs: the graphs themselves, static inputs, what crosses the border of captured parts, and pools.
+
+Graphs with a microbatch to themselves share one pool, and take over in it what dead microbatches leave: it is as large as
+the most that is alive at once. Graphs of a slot have a pool of their own, which holds all that one microbatch needs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from app.plan.activations import ChunkActivations, GraphShare
+from app.plan.graphs import GraphPlan
+from app.plan.overheads import BACKWARD_KERNELS, GRAPH, GRAPH_KERNEL, MIB
+from app.plan.peak import Peak
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One line of a rank's memory."""
+
+    name: str
+    bytes: int
+    note: str  # how it comes about, with its numbers
+
+
+def partial_graph_parts(plan: GraphPlan, chunks: Sequence[ChunkActivations], peak: Peak) -> tuple[Part, ...]:
+    """What the graphs of parts of layers add to what is outside of them."""
+    shares, border = [chunk.usual.graph for chunk in chunks], chunks[0].border
+    sets = [len({nth for (_, chunk), nth in plan.sets.items() if chunk == index}) for index in range(len(chunks))]
+    kernels = sum(count * share.kernels for count, share in zip(sets, shares, strict=True)) * (1 + BACKWARD_KERNELS)
+    kept, cut, how = _pools(plan, shares, sets, peak)
+    crossing = max(share.cut // max(layers, 1) for share, layers in zip(shares, plan.layers, strict=True))
+    inputs = plan.num_static_inputs
+    return (
+        graph_objects(plan.num_graphs, kernels),
+        Part("static inputs", inputs * border, f"{inputs} inputs of layers × {border / MIB:.1f} MiB"),
+        Part("cut tensors", cut + crossing, f"what graphs hand on, {how}, and one layer's gradients of it"),
+        Part("graph pool", kept, f"kept in graphs and their scratch, {how}"),
+    )
+
+
+def _pools(plan: GraphPlan, shares: Sequence[GraphShare], sets: Sequence[int], peak: Peak) -> tuple[int, int, str]:
+    """Kept with scratch, cut tensors, and what they are counted over."""
+    if not plan.pool_per_slot:
+        scratch = max(share.scratch for share in shares)
+        return peak.pool_kept + scratch, peak.pool_cut, "at most at once in one pool"
+    kept = sum(count * (share.kept + share.scratch) for count, share in zip(sets, shares, strict=True))
+    return kept, sum(count * share.cut for count, share in zip(sets, shares, strict=True)), f"in {sum(sets)} pools"
+
+
+def graph_objects(graphs: int, kernels: int) -> Part:
+    """Graphs ready to launch, which the driver holds."""
+    note = f"{graphs} × {GRAPH // 1024} KiB, {kernels:,} kernels × {GRAPH_KERNEL // 1024} KiB"
+    return Part("graph objects", graphs * GRAPH + kernels * GRAPH_KERNEL, note)

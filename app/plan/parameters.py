@@ -1,0 +1,105 @@
+"""What one rank holds of a stage: its parameters in the engine's order, and where they lie in buffers.
+
+Tensor parallelism cuts the rows of what widens (`wqkv`, `w_up`, embedding, head) and the columns of what narrows again
+(`wo`, `w_down`); norms, the router and the gate of the shared expert are whole on every rank. Expert parallelism gives a
+rank whole experts, expert tensor parallelism cuts their hidden width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from math import prod
+
+from app.config import ModelConfig, MoEConfig
+from app.plan.layout import ParallelLayout
+from app.plan.shards import BufferLayout, buffer_layout
+from app.plan.stages import Stage
+
+ALIGN = 64  # elements: every parameter starts where vector loads and grouped products can begin
+
+
+@dataclass(frozen=True, slots=True)
+class Parameter:
+    """This rank's part of one parameter."""
+
+    name: str  # global name, the same in every layout
+    shape: tuple[int, ...]
+    expert: bool  # belongs to routed experts
+
+    @property
+    def numel(self) -> int:
+        """Elements."""
+        return prod(self.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkBuffers:
+    """Layouts of a chunk's two buffers; None where it has no such parameter."""
+
+    dense: BufferLayout | None  # shared by the ranks of dp and cp
+    expert: BufferLayout | None  # shared by the ranks of edp
+
+
+def chunk_parameters(model: ModelConfig, stage: Stage, layout: ParallelLayout) -> tuple[Parameter, ...]:
+    """Parameters of a stage on each of its ranks, in order of registration: a module's own before its children's."""
+    return tuple(Parameter(name, shape, ".experts." in name) for name, shape in _stage(model, stage, layout))
+
+
+def chunk_buffers(parameters: Sequence[Parameter], layout: ParallelLayout) -> ChunkBuffers:
+    """Where the parameters of a chunk lie, as the optimizer shards them."""
+    dense = [parameter.numel for parameter in parameters if not parameter.expert]
+    expert = [parameter.numel for parameter in parameters if parameter.expert]
+    return ChunkBuffers(_aligned(dense, layout.dp * layout.cp), _aligned(expert, layout.edp))
+
+
+def _aligned(numels: Sequence[int], world: int) -> BufferLayout | None:
+    return buffer_layout(numels, world, param_align=ALIGN, shard_align=ALIGN) if numels else None
+
+
+Named = tuple[str, tuple[int, ...]]  # name, shape
+
+
+def _stage(model: ModelConfig, stage: Stage, layout: ParallelLayout) -> Iterator[Named]:
+    table = model.vocab_size // layout.tp, model.hidden_size
+    if stage.embedding or (stage.head and model.tie_embeddings):
+        yield "embedding", table  # a last stage of its own holds a copy of the tied table
+    if stage.head and not model.tie_embeddings:
+        yield "head", table
+    for index in stage.layers:
+        for name, shape in _layer(model, index, layout):
+            yield f"layers.{index}.{name}", shape
+    if stage.head:
+        yield "norm.weight", (model.hidden_size,)
+
+
+def _layer(model: ModelConfig, index: int, layout: ParallelLayout) -> Iterator[Named]:
+    hidden, width = model.hidden_size, model.head_width
+    yield "attn_norm.weight", (hidden,)
+    yield "attn.wqkv", ((model.num_heads + 2 * model.num_kv_heads) // layout.tp * width, hidden)
+    yield "attn.wo", (hidden, model.num_heads // layout.tp * width)
+    if model.qk_norm:
+        yield "attn.q_norm.weight", (width,)
+        yield "attn.k_norm.weight", (width,)
+    if model.moe and model.is_moe_layer(index):
+        yield from _experts(hidden, model.moe, layout)
+    else:
+        yield "body.norm.weight", (hidden,)
+        yield from _mlp("body.mlp", hidden, model.ffn_hidden_size // layout.tp)
+
+
+def _experts(hidden: int, moe: MoEConfig, layout: ParallelLayout) -> Iterator[Named]:
+    count, width = moe.num_experts // layout.ep, moe.ffn_hidden_size // layout.expert_tp
+    if moe.shared_gate:
+        yield "body.shared_gate", (1, hidden)
+    yield "body.norm.weight", (hidden,)
+    yield "body.router.weight", (moe.num_experts, hidden)
+    yield "body.experts.w_up", (count, hidden, 2 * width)
+    yield "body.experts.w_down", (count, width, hidden)
+    if moe.shared_ffn_hidden_size:
+        yield from _mlp("body.shared", hidden, moe.shared_ffn_hidden_size // layout.tp)
+
+
+def _mlp(name: str, hidden: int, width: int) -> Iterator[Named]:
+    yield f"{name}.w_up", (2 * width, hidden)
+    yield f"{name}.w_down", (hidden, width)

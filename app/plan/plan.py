@@ -1,0 +1,151 @@
+"""Everything about a run that is known before anything runs: one value, which the plan command shows and training uses.
+
+Each part is computed when it is first asked for. Where something differs between pipeline ranks it is a sequence with one
+entry per pipeline rank; ranks that differ along other axes are alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from app.choices import ScheduleName
+from app.config import Run
+from app.plan.check import check
+from app.plan.flops import StageSeconds, stage_seconds
+from app.plan.graphs import GraphPlan
+from app.plan.layout import ParallelLayout
+from app.plan.lowering import lower_all
+from app.plan.memory import RankMemory, plan_memory
+from app.plan.parameters import ChunkBuffers, Parameter, chunk_buffers, chunk_parameters
+from app.plan.schedule import Action, Compute, build_schedule
+from app.plan.select import select_graphs, select_layout, select_schedule, select_stages
+from app.plan.stages import StagePlan
+from app.plan.timeline import Timeline, Times, simulate
+from app.plan.traffic import GroupTraffic, OrderAdvice, order_advice, plan_traffic
+from app.plan.volumes import most_sends
+
+GPU_MEMORY_GIB = 79.1  # what an H100 of 80 GB has for its programs
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The plan of a run that has passed `app.rules.check`."""
+
+    run: Run
+
+    @cached_property
+    def layout(self) -> ParallelLayout:
+        """Which ranks share what."""
+        return select_layout(self.run)
+
+    @cached_property
+    def stages(self) -> StagePlan:
+        """Which layers each pipeline rank holds."""
+        return select_stages(self.run)
+
+    @cached_property
+    def schedule_name(self) -> ScheduleName:
+        """The schedule, `auto` resolved."""
+        return select_schedule(self.run, self.stages)
+
+    def next_here(self, pp_rank: int) -> dict[int, int]:
+        """Chunks of a rank whose next stage it holds itself -> the chunk that is it."""
+        pipeline, chunks = self.stages.pipeline, range(self.stages.vpp)
+        chunk_of = {pipeline.stage(pp_rank, chunk): chunk for chunk in chunks}
+        following = {chunk: chunk_of.get(pipeline.stage(pp_rank, chunk) + 1) for chunk in chunks}
+        return {chunk: after for chunk, after in following.items() if after is not None}
+
+    @cached_property
+    def schedule(self) -> list[list[Compute]]:
+        """What each pipeline rank computes in a training step."""
+        return self._schedule(self.run.num_microbatches)
+
+    @cached_property
+    def actions(self) -> list[list[Action]]:
+        """Everything that each pipeline rank does in a training step, proved to run without waiting forever."""
+        return self._lowered(self.schedule)
+
+    def validation_actions(self, num_microbatches: int) -> list[list[Action]]:
+        """Everything that each pipeline rank does in a validation of so many microbatches."""
+        return self._lowered(self._schedule(num_microbatches, forward_only=True))
+
+    @cached_property
+    def graphs(self) -> tuple[GraphPlan | None, ...]:
+        """The partial CUDA graphs of each pipeline rank; None without."""
+        return select_graphs(self.run, self.stages, self.actions)
+
+    @cached_property
+    def parameters(self) -> tuple[tuple[tuple[Parameter, ...], ...], ...]:
+        """[pp_rank][chunk]: what a rank holds, in order of registration."""
+        model, layout = self.run.model, self.layout
+        return tuple(tuple(chunk_parameters(model, stage, layout) for stage in chunks) for chunks in self.stages.stages)
+
+    @cached_property
+    def buffers(self) -> tuple[tuple[ChunkBuffers, ...], ...]:
+        """[pp_rank][chunk]: where parameters and gradients lie, and who owns which part."""
+        return tuple(tuple(chunk_buffers(params, self.layout) for params in chunks) for chunks in self.parameters)
+
+    @cached_property
+    def memory(self) -> tuple[RankMemory, ...]:
+        """Bytes of each pipeline rank at its peak, by part."""
+        return plan_memory(self.run, self.layout, self.stages, self.actions, self.graphs)
+
+    @cached_property
+    def stage_seconds(self) -> tuple[StageSeconds, ...]:
+        """Compute time of one microbatch in each stage, in stage order."""
+        return tuple(stage_seconds(self.run, stage, self.layout) for stage in self.stages.in_order)
+
+    @cached_property
+    def traffic(self) -> tuple[GroupTraffic, ...]:
+        """What each kind of group moves in a step."""
+        return plan_traffic(self.run, self.layout, self.stages)
+
+    @cached_property
+    def advice(self) -> tuple[OrderAdvice, ...]:
+        """Where another order of axes would keep groups inside a node."""
+        return order_advice(self.run, self.layout)
+
+    @cached_property
+    def timeline(self) -> Timeline:
+        """The compute of a step in estimated seconds, with what exposed traffic and sends between stages add."""
+        return simulate(self.schedule, self._times(), self.stages.pipeline.v_shape)
+
+    @property
+    def busiest(self) -> RankMemory:
+        """The pipeline rank that needs most memory."""
+        return max(self.memory, key=lambda rank: rank.total)
+
+    @property
+    def gpu_memory(self) -> int:
+        """Memory of one GPU, bytes."""
+        return int((self.run.hardware.gpu_memory_gib or GPU_MEMORY_GIB) * GIB)
+
+    @property
+    def fits(self) -> bool:
+        """Whether every rank has room."""
+        return self.busiest.total <= self.gpu_memory
+
+    def _schedule(self, num_microbatches: int, forward_only: bool = False) -> list[list[Compute]]:
+        name, chunks, group = self.schedule_name.value, self.stages.vpp, self.run.schedule.group_size
+        return build_schedule(name, self.layout.pp, num_microbatches, chunks, group, forward_only)
+
+    def _lowered(self, schedule: Sequence[Sequence[Compute]]) -> list[list[Action]]:
+        v_shape = self.stages.pipeline.v_shape
+        lists = lower_all(schedule, overlap=self.run.schedule.overlap_p2p, v_shape=v_shape)
+        check(lists, schedule, v_shape)
+        return lists
+
+    def _times(self) -> Times:
+        exposed = sum(traffic.seconds for traffic in self.traffic if traffic.exposed)
+        per_pass = exposed / (self.run.num_microbatches * self.stages.vpp) / 3  # one part forward, two backward, like compute
+        sends = self.run.num_microbatches * most_sends(self.stages.pipeline)
+        send = next((traffic.seconds / sends for traffic in self.traffic if traffic.name == "pp"), 0.0)
+        return Times(
+            forward=tuple(stage.forward + per_pass for stage in self.stage_seconds),
+            backward=tuple(stage.backward_input + stage.backward_weight + 2 * per_pass for stage in self.stage_seconds),
+            weight=tuple(stage.backward_weight for stage in self.stage_seconds),
+            send=send,
+        )

@@ -1,0 +1,118 @@
+"""What the tapes of a run have in common: sizes, and the pieces that layers are made of.
+
+With tp > 1 the residual stream, norms, router and dispatch have 1/tp of the tokens (sequence parallelism, Korthikanti et
+al. 2022); attention and feed-forward see all of them in 1/tp of the width. A widening product gathers the tokens first,
+keeps only its own part of them, and gathers again in backward for the gradient of its weights. All sizes are bytes.
+
+Shapes: T tokens of a microbatch on a context-parallel rank · D hidden · N query and G key/value heads of width H, F hidden
+width of a feed-forward, all of them this rank's · V vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from app.choices import Dtype, Recompute
+from app.config import ModelConfig, Run
+from app.plan.layout import ParallelLayout
+from app.plan.tape import Tape, Value
+
+BYTES = {Dtype.float32: 4, Dtype.bfloat16: 2, Dtype.float16: 2}
+RMS_STATISTICS = 4  # per row, what RMSNorm saves besides its input: an fp32 number
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """What the tapes of a run have in common."""
+
+    run: Run
+    layout: ParallelLayout
+    size: int  # bytes of an element of parameters and activations
+    tokens: int  # T
+    local: int  # T / tp: tokens outside of attention and feed-forward
+    heads: int  # N
+    kv_heads: int  # G
+
+    @property
+    def model(self) -> ModelConfig:
+        """The architecture."""
+        return self.run.model
+
+    @property
+    def stream(self) -> int:
+        """The residual stream: T/tp × D."""
+        return self.local * self.model.hidden_size * self.size
+
+    @property
+    def rotary(self) -> int:
+        """Cosines and sines that all layers of a microbatch share, fp32: 2 × T × H."""
+        return 2 * 4 * self.tokens * self.model.head_width
+
+    @property
+    def mask(self) -> int:
+        """The document mask, where there is one: a byte for each of T × sequence length."""
+        return self.tokens * self.run.train.seq_len if self.run.data.document_mask else 0
+
+    @property
+    def table(self) -> int:
+        """Embedding or head: V/tp × D."""
+        return self.model.vocab_size // self.layout.tp * self.model.hidden_size * self.size
+
+    def weight(self, width: int) -> int:
+        """A matrix between the residual stream and `width`."""
+        return self.model.hidden_size * width * self.size
+
+    def recomputes(self, part: Recompute) -> bool:
+        """Whether backward computes part of a layer again."""
+        return part in self.run.recompute.phases
+
+
+def sizes_of(run: Run, layout: ParallelLayout) -> Sizes:
+    """Sizes of one microbatch on one rank."""
+    tokens = run.train.micro_batch * run.train.seq_len // layout.cp
+    heads, kv_heads = run.model.num_heads // layout.tp, run.model.num_kv_heads // layout.tp
+    return Sizes(run, layout, BYTES[run.precision.params], tokens, tokens // layout.tp, heads, kv_heads)
+
+
+def swiglu(tape: Tape, s: Sizes, x: Value, width: int, again: bool) -> Value:
+    """A feed-forward of hidden width `width` on this rank; `again`: backward computes its activation again."""
+    up = widen(tape, s, x, 2 * s.tokens * width * s.size, 2 * s.weight(width))
+    return narrow(tape, s, activation(tape, up, again), s.weight(width))
+
+
+def activation(tape: Tape, up: Value, again: bool) -> Value:
+    """silu(gate) · up, of the two halves of the widened rows."""
+    half = up.bytes // 2
+    gate, other = tape.split(up, half, half)
+    with tape.again(again, discards=True):
+        (act,) = tape.op([gate], [half], [gate])
+        return tape.op([act, other], [half], [act, other])[0]
+
+
+def norm(tape: Tape, x: Value, rows: int) -> Value:
+    """RMSNorm of so many rows."""
+    return tape.op([x], [x.bytes], [x], keeps=RMS_STATISTICS * rows)[0]
+
+
+def cast(tape: Tape, x: Value, size: int) -> Value:
+    """In another element type, of `size` bytes in all."""
+    return x if size == x.bytes else tape.op([x], [size])[0]
+
+
+def widen(tape: Tape, s: Sizes, x: Value, size: int, weight: int) -> Value:
+    """A product with rows of the weight cut by tp, for all tokens."""
+    if s.layout.tp == 1:
+        return tape.op([x], [size], [x], weight=weight, waits=True)[0]
+    (whole,) = tape.op([x], [s.layout.tp * x.bytes])
+    return tape.op([whole], [size], [x], weight=weight, waits=True, scratch=(0, whole.bytes))[0]
+
+
+def narrow(tape: Tape, s: Sizes, x: Value, weight: int) -> Value:
+    """A product with columns of the weight cut by tp, summed over the ranks, each of which gets its tokens."""
+    (whole,) = tape.op([x], [s.layout.tp * s.stream], [x], weight=weight, waits=True)
+    return scattered(tape, s, whole)
+
+
+def scattered(tape: Tape, s: Sizes, whole: Value) -> Value:
+    """This rank's tokens of a sum over the tensor-parallel ranks."""
+    return whole if s.layout.tp == 1 else tape.op([whole], [s.stream])[0]

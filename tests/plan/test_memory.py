@@ -1,0 +1,481 @@
+"""The memory plan: hand-computed parts, peaks of lists written by hand, graphs, what must fall when something is divided."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import time
+from collections.abc import Mapping
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from app.choices import Dtype, GraphImpl, GraphKey, GraphScope, Recompute, ScheduleName
+from app.config import (
+    CudaGraphConfig,
+    DataConfig,
+    ModelConfig,
+    MoEConfig,
+    ParallelConfig,
+    PrecisionConfig,
+    RecomputeConfig,
+    Run,
+    ScheduleConfig,
+    TrainConfig,
+)
+from app.plan.activations import ChunkActivations, GraphShare, MicrobatchMemory, chunk_activations
+from app.plan.flops import parameter_count
+from app.plan.layout import ParallelLayout
+from app.plan.memory import OUTSIDE, RankMemory, bytes_per_parameter, communicators, plan_memory
+from app.plan.overheads import CUDA_CONTEXT, FRAGMENTATION, GRAPH, GRAPH_KERNEL, WORKSPACES
+from app.plan.parameters import chunk_parameters
+from app.plan.peak import find_peak
+from app.plan.plan import GIB, Plan
+from app.plan.schedule import build_schedule, parse_action
+from app.plan.stages import Stage
+from app.rules import check
+from tests.test_config import load
+
+DENSE = ModelConfig(num_layers=8, hidden_size=256, ffn_hidden_size=512, num_heads=8, num_kv_heads=8, vocab_size=1024)
+EXPERTS = MoEConfig(num_experts=16, top_k=4, ffn_hidden_size=128, shared_ffn_hidden_size=256)
+MOE = dataclasses.replace(DENSE, moe=EXPERTS)
+BF16 = PrecisionConfig(Dtype.bfloat16)
+DOCS = (Path(__file__).parents[2] / "docs" / "memory.md").read_text()
+
+
+def run_of(model: ModelConfig = DENSE, **sections: Any) -> Run:
+    chosen = {"train": TrainConfig(seq_len=512, micro_batch=2, global_batch=64), "precision": BF16}
+    return check(Run(model, **(chosen | sections)))
+
+
+def sizes(memory: RankMemory) -> dict[str, int]:
+    return {part.name: part.bytes for part in memory.parts}
+
+
+def parts_of(run: Run, rank: int = 0) -> dict[str, int]:
+    return sizes(Plan(run).memory[rank])
+
+
+def allocated(run: Run) -> int:
+    """Bytes of tensors on the busiest rank."""
+    return max(rank.allocated for rank in Plan(run).memory)
+
+
+def kept(run: Run, stage: Stage, **layout: int) -> dict[str, int]:
+    grid = ParallelLayout(
+        run.world_size, tp=run.parallel.tp, cp=run.parallel.cp, ep=run.parallel.ep, etp=run.parallel.etp, **layout
+    )
+    return dict(chunk_activations(run, stage, grid).usual.kept)
+
+
+# --- the documented model ---
+
+
+def stated(heading: str) -> dict[str, int]:
+    """The last column of a table of docs/memory.md, by its first; `heading` is the second cell of its last column's title."""
+    table = DOCS.split(heading, 1)[1].split("\n\n", 1)[0]
+    return {
+        name: int(number.replace(",", ""))
+        for name, number in re.findall(r"^\| (.+?) \| .+? \| ([\d,]+) \|$", table, re.MULTILINE)
+    }
+
+
+def test_the_worked_example_of_the_documentation():
+    (memory,) = Plan(load("+experiment=h200_small")).memory
+    have, numbers = sizes(memory), stated("| quantity | how | bytes |")
+    for name in ("parameters", "gradients", "optimizer", "working memory", "inputs", "library workspaces"):
+        assert numbers.pop(name) == have[name], name
+    assert numbers.pop("allocated") == memory.allocated == sum(size for name, size in have.items() if name not in OUTSIDE)
+    assert sum(numbers.values()) == have["activations"] and len(numbers) == 4
+
+
+def test_the_documented_layer_of_experts():
+    run = load("+experiment=h200_small", "model=smallmoe", "parallel.ep=2", "parallel.dp=2")
+    layer = kept(run, Stage((5,), False, False))
+    assert stated("| phase | how | bytes kept |") == {phase: size for phase, size in layer.items() if phase != "rotary"}
+
+
+def test_measured_peaks_are_within_a_tenth():
+    rows = re.findall(r"^\| `(.+?)` \| \d \| .+? \| .+? \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \|$", DOCS, re.MULTILINE)
+    assert len(rows) == 9
+    for overrides, planned, measured, ratio in rows:
+        found = Plan(load("+experiment=h200_small", *overrides.split())).memory[0].allocated / GIB
+        assert found == pytest.approx(float(planned), abs=2e-3), overrides
+        assert found / float(measured) == pytest.approx(float(ratio), abs=2e-3)
+        assert found == pytest.approx(float(measured), rel=0.1)
+
+
+# --- parts by hand ---
+
+
+@pytest.mark.parametrize(("params", "grads", "alone", "shared"), [
+    (Dtype.float32, Dtype.float32, 16, (8, 8)), (Dtype.bfloat16, Dtype.float32, 18, (6, 12)),
+    (Dtype.bfloat16, Dtype.bfloat16, 20, (4, 16)), (Dtype.float16, Dtype.float32, 18, (6, 12)),
+])  # fmt: skip
+def test_bytes_per_parameter(params: Dtype, grads: Dtype, alone: int, shared: tuple[int, int]):
+    count = parameter_count(DENSE).total
+    for dp in (1, 2, 8):
+        parts = parts_of(run_of(parallel=ParallelConfig(dp=dp), precision=PrecisionConfig(params, grads)))
+        state = parts["parameters"] + parts["gradients"] + parts["optimizer"]
+        assert state == pytest.approx(count * (shared[0] + shared[1] / dp), rel=0.01)
+    assert sum(bytes_per_parameter(PrecisionConfig(params, grads))) == alone
+
+
+def test_a_dense_layer_by_hand_with_tensor_and_context_parallelism():
+    """256 wide, 8 heads of 32, 512 wide feed-forward; 2 · 512 tokens."""
+    layer, tokens = Stage((3,), False, False), 1024
+    one = kept(run_of(), layer)
+    assert one == {
+        "rotary": 2 * 4 * tokens * 32,
+        "attn": 2 * tokens * (256 + 256 + 768 + 512 + 256) + 4 * tokens * (1 + 8),
+        "mlp": 2 * tokens * (256 + 256 + 1024 + 512 + 512) + 4 * tokens,
+    }
+    four = kept(run_of(parallel=ParallelConfig(tp=4)), layer)
+    assert four == {
+        "rotary": one["rotary"],  # positions are those of all tokens
+        "attn": 2 * tokens * (64 + 64 + 192 + 128 + 64) + 4 * (tokens // 4 + tokens * 2),
+        "mlp": 2 * tokens * (64 + 64 + 256 + 128 + 128) + 4 * tokens // 4,
+    }
+    assert kept(run_of(parallel=ParallelConfig(cp=4)), layer) == {phase: size // 4 for phase, size in one.items()}
+
+
+def test_a_layer_of_experts_by_hand():
+    """16 experts of 128, 4 per token; ep 4 is planned for 1.5 times the mean rows, etp 2 gathers them and halves the width."""
+    layer, tokens, rows = Stage((0,), False, False), 1024, 6144
+    for parallel in (ParallelConfig(dp=4, ep=4), ParallelConfig(dp=8, ep=4, etp=2)):
+        etp = parallel.etp or 1
+        found = kept(run_of(MOE, parallel=parallel), layer)
+        assert found["experts"] == 2 * rows * (etp * 256 + 4 * 128) + 4 * 4
+        assert found["dispatch"] == 8 * (4 * tokens + rows)
+        assert found["combine"] == 2 * 4 * tokens * 256 + 8 * (4 * tokens + rows)
+        assert found["shared"] == 2 * tokens * (256 + 4 * 256)
+        assert found["route"] == 4 * tokens * (256 + 2 * 16 + 4) + 8 * tokens * 4 + 4 * 16 * 256 + 8 * 16
+    local = kept(run_of(MOE), layer)
+    assert local["experts"] == 2 * 4096 * (256 + 4 * 128) + 4 * 16 and local["dispatch"] == 8 * 4096
+    two = kept(run_of(MOE, parallel=ParallelConfig(dp=2, ep=2)), layer)
+    most = dataclasses.replace(MOE, moe=dataclasses.replace(EXPERTS, planned_imbalance=9.0))
+    worst = kept(run_of(most, parallel=ParallelConfig(dp=2, ep=2)), layer)
+    assert worst["experts"] - 4 * 8 == (two["experts"] - 4 * 8) * 2 / 1.5  # all rows of both ranks, no more
+    tensor = kept(run_of(MOE, parallel=ParallelConfig(tp=2, etp=1)), layer)
+    assert tensor["combine"] * 2 == local["combine"] and tensor["norm"] * 2 == local["norm"]
+
+
+def test_the_head_by_hand():
+    """Log-probabilities in fp32; in fp32 runs the logits stay as well. Backward holds two gradients of that size."""
+    tokens, ends = 1024, Stage((), False, True)
+    for tp in (1, 4):
+        run = run_of(parallel=ParallelConfig(tp=tp))
+        memory = chunk_activations(run, ends, ParallelLayout(tp, tp=tp)).usual
+        probs = 4 * tokens * 1024 // tp
+        assert memory.kept["head"] == 2 * 2 * tokens * 256 // tp + 4 * tokens // tp + probs + 4
+        assert memory.backward == 2 * probs - 4
+    single = run_of(precision=PrecisionConfig())
+    assert kept(single, ends)["head"] == 2 * 4 * tokens * 256 + 4 * tokens + 4 * tokens * 1024 + 4
+
+
+def test_the_largest_gradient_of_a_parameter():
+    for model, degrees in (
+        (DENSE, {"tp": 2}),
+        (dataclasses.replace(DENSE, vocab_size=64), {"tp": 2}),
+        (MOE, {"ep": 4, "etp": 2}),
+    ):
+        run, layout = run_of(model, parallel=ParallelConfig(dp=8, **degrees)), ParallelLayout(8 * degrees.get("tp", 1), **degrees)
+        for stage in (Stage((0,), True, False), Stage((1, 2), False, False), Stage((3,), False, True)):
+            largest = max(parameter.numel for parameter in chunk_parameters(model, stage, layout))
+            assert chunk_activations(run, stage, layout).weight == 2 * largest
+
+
+def test_working_memory_of_attention():
+    """Backward sums the gradient of queries in fp32, once or, in fixed order, for 132 / (2 · 8) parts; cp passes keys on."""
+    layer, tokens = Stage((0,), False, False), 1024
+
+    def working(layout: ParallelLayout, ordered: bool, model: ModelConfig = DENSE) -> int:
+        train = TrainConfig(seq_len=512 * layout.cp, micro_batch=2, global_batch=64, deterministic=ordered)
+        run = run_of(model, train=train, parallel=ParallelConfig(cp=layout.cp, dp=1))
+        return chunk_activations(run, layer, layout).usual.backward
+
+    wide = dataclasses.replace(DENSE, num_heads=32, num_kv_heads=32, head_dim=32)  # so that attention has the layer's peak
+    few = working(ParallelLayout(1), False, wide)
+    assert working(ParallelLayout(1), True, wide) - few == (-(-132 // 64) - 1) * 4 * tokens * 32 * 32
+    assert working(ParallelLayout(2, cp=2), False, wide) - few == 2 * 2 * 2 * tokens * 32 * 32
+
+
+def test_attention_without_a_fused_kernel_stores_its_probabilities():
+    grouped, layer = dataclasses.replace(DENSE, num_kv_heads=2), Stage((0,), False, False)
+    scores = 4 * 1024 * 8 * 512
+    fp32, bf16 = (
+        kept(run_of(grouped, precision=PrecisionConfig(dtype)), layer)["attn"] for dtype in (Dtype.float32, Dtype.bfloat16)
+    )
+    assert fp32 > scores > bf16
+    masked = [kept(run_of(grouped, data=DataConfig(document_mask=True),
+                          train=TrainConfig(seq_len=512, micro_batch=2, global_batch=64, deterministic=ordered)), layer)["attn"]
+              for ordered in (True, False)]  # fmt: skip
+    assert masked[0] > scores and masked[1] == bf16 + 2 * 1024 * 512
+
+
+def test_parts_add_up_and_are_named_once():
+    for run in (run_of(), run_of(MOE, parallel=ParallelConfig(dp=4, ep=4, pp=2))):
+        for rank, memory in enumerate(Plan(run).memory):
+            names = [part.name for part in memory.parts]
+            assert len(set(names)) == len(names) and memory.pp_rank == rank
+            assert memory.total == sum(part.bytes for part in memory.parts)
+            outside = sum(part.bytes for part in memory.parts if part.name in OUTSIDE)
+            assert memory.allocated == memory.total - outside and OUTSIDE & set(names)
+            assert sizes(memory)["fragmentation"] == int(FRAGMENTATION * memory.allocated)
+            assert sizes(memory)["CUDA context"] == CUDA_CONTEXT and sizes(memory)["library workspaces"] == WORKSPACES
+            assert all(part.note and part.bytes >= 0 for part in memory.parts)
+
+
+def test_every_group_of_several_ranks_has_a_communicator():
+    run = run_of(dataclasses.replace(MOE, tie_embeddings=True), parallel=ParallelConfig(dp=4, tp=2, pp=4, ep=2, etp=1))
+    layout = Plan(run).layout
+    first, middle = communicators(run, layout, 0), communicators(run, layout, 1)
+    assert first == [*middle, "tied embeddings"] == communicators(run, layout, 3)
+    assert set(middle) == {"control", "data", "gradients", "expert gradients", "experts", "tensor", "pipeline", "stages"}
+    assert communicators(run_of(), ParallelLayout(1), 0) == [] and "NCCL" not in parts_of(run_of())
+
+
+def test_inputs_of_all_microbatches():
+    apart = DataConfig(document_mask=True)
+    for data, tensors in ((DataConfig(), 3), (apart, 4)):
+        parts = parts_of(run_of(parallel=ParallelConfig(dp=2, cp=2), data=data))
+        assert parts["inputs"] == 64 // (2 * 2) * tensors * 8 * 2 * 512 // 2
+
+
+# --- peaks ---
+
+
+NO_GRAPH = GraphShare(0, 0, 0, 0)
+
+
+def memory_of(kept: int, forward: int, backward: int, waiting: int = 0) -> MicrobatchMemory:
+    return MicrobatchMemory({"attn": kept}, forward, backward, waiting, NO_GRAPH)
+
+
+def chunk_of(
+    usual: MicrobatchMemory, takes: bool = True, gives: bool = True, spared: MicrobatchMemory | None = None
+) -> ChunkActivations:
+    return ChunkActivations(usual, spared or usual, border=10, takes=takes, gives=gives, weight=7, kernels=0)
+
+
+def peak_of(
+    text: str, *chunks: ChunkActivations, full: Mapping[tuple[int, int], bool] | None = None
+) -> tuple[str, dict[str, int]]:
+    """(action, what is held) at the peak."""
+    peak = find_peak([parse_action(word) for word in text.split()], chunks, full or {})
+    held = {"kept": sum(peak.kept.values()), "waiting": peak.waiting, "buffers": peak.buffers, "working": peak.working}
+    assert peak.total == sum(held.values())
+    return peak.action, held
+
+
+def test_one_rank_holds_one_microbatch():
+    chunk = chunk_of(memory_of(100, 30, 50), takes=False, gives=False)
+    assert peak_of("F0.0 B0.0 F1.0 B1.0", chunk) == ("B0.0", {"kept": 100, "waiting": 0, "buffers": 0, "working": 50})
+    assert peak_of("F0.0 B0.0 F1.0 B1.0", chunk_of(memory_of(100, 60, 50), False, False))[0] == "F0.0"
+    assert peak_of("F0.0 F1.0 B0.0 B1.0", chunk)[1] == {"kept": 200, "waiting": 0, "buffers": 0, "working": 50}
+
+
+def test_outputs_stay_until_they_are_freed_and_gradients_until_they_are_sent():
+    first, last = chunk_of(memory_of(100, 30, 50), takes=False), chunk_of(memory_of(100, 30, 50), gives=False)
+    sent = "F0.0 X[F0.0>1] F1.0 V[F0.0>1] D0.0 X[F1.0>1,B0.0<1] V[F1.0>1,B0.0<1] D1.0 B0.0 X[B1.0<1] V[B1.0<1] B1.0"
+    assert peak_of(sent, first) == ("B0.0", {"kept": 200, "waiting": 0, "buffers": 10, "working": 50})
+    held = "F0.0 X[F0.0>1] F1.0 X[F1.0>1,B0.0<1] V[F0.0>1,F1.0>1,B0.0<1] B0.0 D0.0 D1.0 X[B1.0<1] V[B1.0<1] B1.0"
+    assert peak_of(held, first) == ("B0.0", {"kept": 200, "waiting": 0, "buffers": 30, "working": 50})
+    late = "X[F0.0<0] V[F0.0<0] F0.0 B0.0 X[B0.0>0] X[F1.0<0] V[F1.0<0] F1.0 B1.0 V[B0.0>0]"
+    assert peak_of(late, last) == ("B1.0", {"kept": 100, "waiting": 0, "buffers": 10, "working": 50})  # B0's gradient
+    done = "X[F0.0<0] V[F0.0<0] F0.0 B0.0 X[B0.0>0] V[B0.0>0] X[F1.0<0] V[F1.0<0] F1.0 B1.0"
+    assert peak_of(done, last) == ("B0.0", {"kept": 100, "waiting": 0, "buffers": 0, "working": 50})
+
+
+def test_a_split_backward_keeps_what_weights_need():
+    chunk = chunk_of(memory_of(100, 30, 20, waiting=60), takes=False, gives=False)
+    assert peak_of("F0.0 I0.0 F1.0 I1.0 W0.0 W1.0", chunk) == ("F1.0", {"kept": 100, "waiting": 60, "buffers": 0, "working": 30})
+    small = chunk_of(memory_of(5, 0, 0, waiting=60), takes=False, gives=False)
+    assert peak_of("F0.0 I0.0 F1.0 I1.0 W0.0 W1.0", small) == ("W0.0", {"kept": 0, "waiting": 120, "buffers": 0, "working": 7})
+
+
+def test_neighbouring_stages_on_one_rank_hand_over_without_buffers():
+    """In a V the turn's stages share a rank: the output becomes the next stage's input, the gradient likewise."""
+    down, up = chunk_of(memory_of(100, 30, 50)), chunk_of(memory_of(100, 30, 50))
+    turn = "X[F0.0<0] V[F0.0<0] F0.0 F0.1 X[F0.1>0] V[F0.1>0] D0.1 X[B0.1<0] V[B0.1<0] B0.1 B0.0 X[B0.0>0] V[B0.0>0]"
+    assert peak_of(turn, down, up) == ("B0.1", {"kept": 200, "waiting": 0, "buffers": 10, "working": 50})
+    only = "F0.0 F0.1 B0.1 B0.0"
+    first, last = chunk_of(memory_of(1, 0, 0), takes=False), chunk_of(memory_of(1, 90, 0), gives=False)
+    assert peak_of(only, first, last) == ("F0.1", {"kept": 2, "waiting": 0, "buffers": 0, "working": 90})
+    assert peak_of(only, first, chunk_of(memory_of(1, 0, 0), gives=False)) == (
+        "B0.0",
+        {"kept": 1, "waiting": 0, "buffers": 10, "working": 0},
+    )
+
+
+def test_gradients_handed_over_on_one_rank_are_gone_after_their_use():
+    first, last = chunk_of(memory_of(1, 0, 5), takes=False), chunk_of(memory_of(1, 0, 50), gives=False)
+    assert peak_of("F0.0 F0.1 B0.1 B0.0 F1.0 F1.1 B1.1 B1.0", first, last)[1]["buffers"] == 0
+
+
+def test_spared_microbatches_keep_more():
+    chunk = chunk_of(memory_of(10, 0, 90), False, False, spared=memory_of(100, 0, 5))
+    assert peak_of("F0.0 F1.0 B0.0 B1.0", chunk, full={(0, 0): False, (1, 0): True})[1]["kept"] == 110
+    assert peak_of("F0.0 F1.0 B0.0 B1.0", chunk)[1]["kept"] == 20
+
+
+@pytest.mark.parametrize(("name", "vpp"), [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("zero_bubble_h1", 1)])
+def test_microbatches_in_flight_are_those_of_the_schedule(name: str, vpp: int):
+    run = run_of(parallel=ParallelConfig(pp=4, vpp=vpp), schedule=ScheduleConfig(ScheduleName(name)))
+    memory, one = Plan(run).memory, kept(run, Stage((2,), False, False), pp=4)
+    for rank, found in enumerate(memory[1:3], 1):
+        flying = {"gpipe": 32, "1f1b": 4 - rank, "zero_bubble_h1": 4 - rank, "interleaved": (4 - rank - 1) * 2 + 4 + 1}[name]
+        layers = 2 // vpp
+        expected = flying * (layers * (one["attn"] + one["mlp"]) + one["rotary"])
+        if name == "zero_bubble_h1":  # microbatches in flight and those that wait for their weights add up to pp
+            assert expected <= sizes(found)["activations"] <= 4 / flying * expected
+        else:
+            assert sizes(found)["activations"] == expected
+
+
+def test_partial_checkpointing_lies_between_none_and_full():
+    parallel = ParallelConfig(pp=4)
+    kept_all, *some, full = (
+        parts_of(run_of(parallel=parallel, recompute=choice))["activations"]
+        for choice in (RecomputeConfig(), *(RecomputeConfig(True, (), spared) for spared in (3, 2, 1, 0)))
+    )
+    assert kept_all > some[0] > some[1] > some[2] > full
+    assert some[0] - some[1] == some[1] - some[2]
+    assert parts_of(run_of(parallel=parallel, recompute=RecomputeConfig(True, (), 4)))["activations"] == kept_all
+
+
+# --- CUDA graphs ---
+
+
+def graphs(*scope: GraphScope, key: GraphKey = GraphKey.microbatch, impl: GraphImpl = GraphImpl.local) -> CudaGraphConfig:
+    return CudaGraphConfig(impl, scope, key=key)
+
+
+S = GraphScope
+ROUTED = (S.attn, S.moe_router)
+SCOPES = [
+    *((MOE, scope) for scope in ((S.attn,), ROUTED, (*ROUTED, S.moe_preprocess), (S.moe,), (S.attn, S.moe), ())),
+    *((DENSE, scope) for scope in ((S.attn,), (S.mlp,), (S.attn, S.mlp), ())),
+]
+
+
+@pytest.mark.parametrize(
+    ("model", "scope"), SCOPES, ids=lambda value: "+".join(s.value for s in value) if isinstance(value, tuple) else ""
+)
+def test_nothing_is_counted_twice_or_lost(model: ModelConfig, scope: tuple[GraphScope, ...]):
+    """Kept outside, kept inside, cut, and the interval's input: together what autograd keeps, and cut tensors it does not."""
+    stage, stream = Stage((0, 1, 2), False, False), 2 * 1024 * 256
+    layout = ParallelLayout(1)
+    eager = chunk_activations(run_of(model), stage, layout).usual
+    split = chunk_activations(run_of(model, cuda_graph=graphs(*scope)), stage, layout).usual
+    together = split.total + split.graph.kept + split.graph.cut + 3 * stream
+    handed_on = 0 if scope == (S.attn,) else 3 * stream  # the layer's output or the shared expert's, which nobody saves
+    assert together == eager.total + handed_on
+    assert split.graph.scratch > 0 and split.graph.kernels > 0
+    assert split.forward + split.total <= eager.forward + eager.total and split.backward <= eager.backward + eager.total
+
+
+@pytest.mark.parametrize("key", list(GraphKey), ids=lambda key: key.value)
+@pytest.mark.parametrize("scope", [(S.attn, S.moe_router, S.moe_preprocess), ()], ids=["partial", "layers"])
+def test_static_inputs_and_pools_do_not_grow_with_the_microbatches(key: GraphKey, scope: tuple[GraphScope, ...]):
+    found = []
+    for batch in (16, 32, 64):
+        run = run_of(MOE, parallel=ParallelConfig(pp=4), cuda_graph=graphs(*scope, key=key),
+                     train=TrainConfig(seq_len=512, micro_batch=2, global_batch=batch))  # fmt: skip
+        found.append([sizes(rank) for rank in Plan(run).memory])
+    for name in ("static inputs", "graph pool", "cut tensors"):
+        assert len({tuple(rank[name] for rank in ranks) for ranks in found}) == 1
+    objects = [[rank["graph objects"] for rank in ranks] for ranks in found]
+    if key is GraphKey.slot:
+        assert objects[0] == objects[1] == objects[2]
+    else:  # the last rank never has more than one microbatch, and so one set
+        assert [rank * 2 for rank in objects[0][:3]] == objects[1][:3] and objects[0][3] == objects[2][3]
+
+
+def test_graphs_of_whole_layers_hold_what_layers_keep():
+    run = run_of(parallel=ParallelConfig(pp=4))
+    plain, captured = parts_of(run), parts_of(dataclasses.replace(run, cuda_graph=graphs()))
+    layers, stream, flying = 2, 2 * 1024 * 256, 4
+    assert captured["static inputs"] == layers * flying * stream
+    assert captured["cut tensors"] == (layers * flying + 1) * stream
+    rotary = flying * 2 * 4 * 1024 * 32
+    assert captured["activations"] == rotary
+    scratch = captured["graph pool"] - (plain["activations"] - rotary - captured["static inputs"])
+    assert 0 < scratch <= plain["working memory"]
+    assert (
+        parts_of(dataclasses.replace(run, cuda_graph=graphs(key=GraphKey.slot)))["graph pool"]
+        == captured["graph pool"] + 3 * scratch
+    )
+
+
+def test_one_graph_of_the_whole_step_has_all_in_its_pool():
+    run = run_of()
+    plain, whole = parts_of(run), parts_of(dataclasses.replace(run, cuda_graph=graphs(impl=GraphImpl.full_iteration)))
+    assert whole["graph pool"] == plain["activations"] + plain["working memory"]
+    assert whole["static inputs"] == plain["inputs"] and "inputs" not in whole
+    attention = 1 + 1 + 2 * 7 + 1 + 1 + 1  # norm, q k v, two turns, core, result, sum
+    feed_forward = 6  # norm, gate and up, silu, product, down, sum
+    kernels = 32 * (1 + 8 * (attention + feed_forward) + 5)  # lookup, layers; norm, logits, fp32, log-probabilities, loss
+    assert whole["graph objects"] == 2 * GRAPH + 3 * kernels * GRAPH_KERNEL
+    assert Plan(run).memory[0].allocated == sum(whole.values()) - sum(size for name, size in whole.items() if name in OUTSIDE)
+
+
+# --- what falls when something is divided ---
+
+
+def with_parallel(run: Run, **degrees: Any) -> Run:
+    return check(dataclasses.replace(run, parallel=dataclasses.replace(run.parallel, **degrees)))
+
+
+@pytest.mark.parametrize("model", [DENSE, MOE, dataclasses.replace(DENSE, tie_embeddings=True, num_kv_heads=8, qk_norm=True)])
+@pytest.mark.parametrize("recompute", [RecomputeConfig(), RecomputeConfig(True), RecomputeConfig(phases=(Recompute.norm,))])
+def test_memory_falls_with_every_degree(model: ModelConfig, recompute: RecomputeConfig):
+    run = run_of(model, recompute=recompute)
+    for axis, degrees in {"tp": (1, 2, 4, 8), "cp": (1, 2, 4), "dp": (1, 2, 4, 8)}.items():
+        found = [allocated(with_parallel(run, **{axis: degree})) for degree in degrees]
+        assert all(after < before for before, after in pairwise(found)), axis
+    batches = [dataclasses.replace(run, train=dataclasses.replace(run.train, micro_batch=size)) for size in (8, 4, 2, 1)]
+    assert all(after < before for before, after in pairwise(map(allocated, batches)))
+
+
+def test_pipelines_and_expert_parallelism_divide_the_state():
+    state = ("parameters", "gradients", "optimizer")
+    for axis, degrees in {"pp": (1, 2, 4, 8), "ep": (1, 2, 4, 8)}.items():
+        runs = [with_parallel(run_of(MOE), **{axis: degree, "world_size": 8}) for degree in degrees]
+        found = [max(sum(sizes(rank)[name] for name in state[:2]) for rank in Plan(run).memory) for run in runs]
+        assert all(after < before for before, after in pairwise(found)), axis
+    rows = [kept(with_parallel(run_of(MOE), ep=ep, dp=8), Stage((0,), False, False))["experts"] for ep in (2, 4, 8)]
+    assert rows[0] > rows[1] > rows[2] > 0.99 * rows[0]  # the same rows, fewer offsets
+
+
+def test_recomputing_more_never_keeps_more():
+    parts = list(Recompute)
+    for model in (DENSE, MOE):
+        stage, before = Stage((0,), False, False), None
+        for count in range(len(parts) + 1):
+            run = run_of(model, recompute=RecomputeConfig(phases=tuple(parts[:count])))
+            total = sum(kept(run, stage).values())
+            assert before is None or total <= before
+            before = total
+        full = sum(kept(run_of(model, recompute=RecomputeConfig(True)), stage).values())
+        assert full == 2 * 1024 * 256 + 2 * 4 * 1024 * 32 <= before  # the layer's input, and the turning angles
+
+
+def test_a_long_list_on_many_ranks_is_planned_in_a_second():
+    run = run_of(dataclasses.replace(DENSE, num_layers=64), parallel=ParallelConfig(pp=16, vpp=4),
+                 train=TrainConfig(seq_len=512, micro_batch=1, global_batch=256))  # fmt: skip
+    plan = Plan(run)
+    assert sum(map(len, plan.actions)) > 16 * 4000
+    before = time.process_time()
+    assert len(plan_memory(run, plan.layout, plan.stages, plan.actions, plan.graphs)) == 16
+    assert time.process_time() - before < 2
+
+
+def test_the_compute_list_alone_needs_no_buffers():
+    run = run_of(parallel=ParallelConfig(pp=4))
+    plan, computes = Plan(run), build_schedule("1f1b", 4, 32)
+    alone = plan_memory(run, plan.layout, plan.stages, computes, plan.graphs)
+    for lowered, bare in zip(plan.memory, alone, strict=True):
+        assert sizes(bare)["activations"] == sizes(lowered)["activations"]

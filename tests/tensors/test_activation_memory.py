@@ -1,0 +1,320 @@
+"""The planned activations against real chunks: what autograd keeps, to the byte, and what is alive beside it.
+
+The plan is one for CUDA kernels. On a CPU all of them save the same but RMSNorm, which stands here as CUDA has it, and
+attention that stores its probabilities, which is chosen where a GPU would have to.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+import weakref
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from app.choices import Dtype, Recompute, Score
+from app.config import DataConfig, ModelConfig, MoEConfig, PrecisionConfig, RecomputeConfig, Run, TrainConfig
+from app.model.block import DenseBody, Layer, Phase
+from app.model.chunk import Chunk, summed_loss
+from app.model.deferred import WeightQueue
+from app.model.layers import RMSNorm
+from app.moe.dispatch import LocalDispatcher
+from app.moe.phases import MoEBody
+from app.plan.activations import MicrobatchMemory, chunk_activations
+from app.plan.layer_tapes import attends_by_matrices
+from app.plan.layout import ParallelLayout
+from app.plan.stages import Stage
+
+SEQUENCES, LENGTH = 2, 128
+DENSE = ModelConfig(num_layers=3, hidden_size=128, ffn_hidden_size=352, num_heads=8, num_kv_heads=8, vocab_size=1000)
+GROUPED = dataclasses.replace(DENSE, num_kv_heads=2, qk_norm=True, tie_embeddings=True)
+SOFTMAX = MoEConfig(num_experts=16, top_k=4, ffn_hidden_size=64, first_k_dense=1, z_loss_coeff=0.1)
+SIGMOID = dataclasses.replace(
+    SOFTMAX,
+    score=Score.sigmoid,
+    shared_ffn_hidden_size=96,
+    shared_gate=True,
+    routed_scale=2.5,
+    bias_update_rate=0.01,
+    groups=4,
+    topk_groups=2,
+)
+BEFORE = dataclasses.replace(SOFTMAX, pre_softmax=True, aux_loss_coeff=0.0, z_loss_coeff=0.0, shared_ffn_hidden_size=96)
+MODELS = {
+    "dense": DENSE,
+    "qk_norm": dataclasses.replace(DENSE, qk_norm=True),
+    "grouped_tied": GROUPED,
+    "one_kv_head": dataclasses.replace(DENSE, num_kv_heads=1, head_dim=32),
+    "softmax": dataclasses.replace(DENSE, moe=SOFTMAX),
+    "softmax_before": dataclasses.replace(GROUPED, moe=BEFORE),
+    "sigmoid_shared_gate": dataclasses.replace(DENSE, moe=SIGMOID),
+    "sigmoid_one": dataclasses.replace(DENSE, moe=MoEConfig(num_experts=4, top_k=1, ffn_hidden_size=32, score=Score.sigmoid)),
+}
+TORCH = {Dtype.float32: torch.float32, Dtype.bfloat16: torch.bfloat16}
+
+
+class CudaRmsNorm(torch.autograd.Function):
+    """What torch's fused CUDA kernel saves: its input, its weight and an fp32 number per row."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        inverse = (x.float().square().mean(-1, keepdim=True) + eps).rsqrt()
+        ctx.save_for_backward(x, weight, inverse)
+        return (x.float() * inverse * weight.float()).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        x, weight, inverse = ctx.saved_tensors
+        normed, scaled = x.float() * inverse, grad.float() * weight.float()
+        grad_weight = (grad.float() * normed).flatten(0, -2).sum(0)
+        grad_x = (scaled - normed * (scaled * normed).mean(-1, keepdim=True)) * inverse
+        return grad_x.to(x.dtype), grad_weight.to(weight.dtype), None
+
+
+@pytest.fixture(autouse=True)
+def cuda_rms_norm(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(RMSNorm, "forward", lambda self, x: CudaRmsNorm.apply(x, self.weight, self.eps))
+
+
+def run_of(model: ModelConfig, dtype: Dtype, mask: bool = False, ordered: bool = False, **recompute: Any) -> Run:
+    return Run(
+        model,
+        train=TrainConfig(seq_len=LENGTH, micro_batch=SEQUENCES, deterministic=ordered),
+        precision=PrecisionConfig(dtype),
+        data=DataConfig(document_mask=mask),
+        recompute=RecomputeConfig(**recompute),
+    )
+
+
+def planned(run: Run, embedding: bool = True, head: bool = True) -> MicrobatchMemory:
+    stage = Stage(tuple(range(run.model.num_layers)), embedding, head)
+    return chunk_activations(run, stage, ParallelLayout(1)).usual
+
+
+def chunk_of(run: Run, embedding: bool = True, head: bool = True) -> Chunk:
+    """A chunk of all layers whose gradients leave it at once, as the optimizer's buffers take them."""
+    model, layers = run.model, {}
+    for index in range(model.num_layers):
+        moe = model.moe if model.is_moe_layer(index) else None
+        body = MoEBody(model, moe, LocalDispatcher(moe.num_experts), 0, 1) if moe else DenseBody(model)
+        layers[index] = Layer(model, body)
+    chunk = Chunk(model, layers, embedding, head).to(TORCH[run.precision.params])
+    for param in chunk.parameters():
+        torch.nn.init.normal_(param, 0.0, 0.02)
+        param.register_post_accumulate_grad_hook(lambda param: setattr(param, "grad", None))
+    return chunk
+
+
+@dataclasses.dataclass
+class Batch:
+    """What a chunk computes on."""
+
+    tokens: Tensor
+    labels: Tensor
+    positions: Tensor
+    documents: Tensor | None
+
+
+def batch_of(run: Run) -> Batch:
+    tokens, labels = torch.randint(0, run.model.vocab_size, (2, SEQUENCES, LENGTH))
+    positions = torch.arange(LENGTH).expand(SEQUENCES, LENGTH)
+    return Batch(tokens, labels, positions, torch.zeros_like(tokens) if run.data.document_mask else None)
+
+
+def attention_of(run: Run) -> AbstractContextManager[None]:
+    return sdpa_kernel(SDPBackend.MATH) if attends_by_matrices(run) else nullcontext()
+
+
+def address(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def measured(run: Run) -> dict[str, int]:
+    """Phase -> bytes of the storages that its operations are the first to save; parameters and inputs left out."""
+    chunk, batch = chunk_of(run), batch_of(run)
+    context = chunk.context(batch.positions, batch.documents)
+    seen = {address(tensor) for tensor in (*chunk.parameters(), batch.tokens, batch.labels)}
+    found, alive = Counter[str](), []
+
+    def saving(phase: str) -> saved_tensors_hooks:
+        def pack(tensor: Tensor) -> Tensor:
+            alive.append(tensor)  # else another tensor may get the same address
+            shared = address(tensor) in (address(context.cos_BS1H), address(context.sin_BS1H))
+            if address(tensor) not in seen:
+                found["rotary" if shared else phase] += tensor.untyped_storage().nbytes()
+            seen.add(address(tensor))
+            return tensor
+
+        return saved_tensors_hooks(pack, lambda tensor: tensor)
+
+    def watched(phase: Phase) -> Phase:
+        def run_phase(*values: Any) -> tuple[Any, ...]:
+            with saving(phase.name.value):
+                return phase.run(*values)
+
+        return dataclasses.replace(phase, run=run_phase)
+
+    for layer in chunk.layers.values():
+        layer.phases = tuple(map(watched, layer.phases))
+    with saving("head"), attention_of(run):
+        summed_loss(chunk(batch.tokens, context).x, batch.labels)
+    return dict(found)
+
+
+@pytest.mark.parametrize("mask", [False, True], ids=["causal", "documents"])
+@pytest.mark.parametrize("dtype", TORCH, ids=lambda dtype: dtype.value)
+@pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
+def test_autograd_keeps_what_is_planned_to_the_byte(model: ModelConfig, dtype: Dtype, mask: bool):
+    run = run_of(model, dtype, mask, ordered=True)
+    assert measured(run) == {phase: size for phase, size in planned(run).kept.items() if size}
+
+
+def test_both_kinds_of_attention_are_covered():
+    kinds = [attends_by_matrices(run_of(m, d, mask, True)) for m in MODELS.values() for d in TORCH for mask in (False, True)]
+    assert 5 < sum(kinds) < len(kinds) - 5
+
+
+class Alive(TorchDispatchMode):
+    """Bytes of all storages made since it was entered that are still there, and their peak."""
+
+    def __init__(self, known: list[Tensor]) -> None:
+        super().__init__()
+        self.live = self.peak = 0
+        self.known = {tensor.untyped_storage()._cdata for tensor in known}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, Tensor):
+                self._count(tensor.untyped_storage())
+        return out
+
+    def _count(self, storage: torch.UntypedStorage) -> None:
+        key, size = storage._cdata, storage.nbytes()
+        if key not in self.known:
+            self.known.add(key)
+            self.live += size
+            self.peak = max(self.peak, self.live)
+            weakref.finalize(storage, self._forget, key, size)
+
+    def _forget(self, key: int, size: int) -> None:
+        self.known.discard(key)
+        self.live -= size
+
+
+def forward_and_backward(run: Run, chunk: Chunk, whole: bool) -> tuple[int, int, int]:
+    """Bytes at forward's peak, kept after it, and at backward's peak; a chunk without ends gets hidden states and gradients."""
+    batch = batch_of(run)
+    hidden = torch.randn(2, SEQUENCES, LENGTH, run.model.hidden_size).to(TORCH[run.precision.params])
+    x = batch.tokens if whole else hidden[0].clone().requires_grad_()
+    inputs = [tensor for tensor in (batch.tokens, batch.labels, batch.positions, batch.documents) if tensor is not None]
+    known = [*chunk.parameters(), *inputs, x, hidden]
+    with Alive(known) as alive, attention_of(run):
+        roots = list(roots_of(run, chunk, batch, x, whole))
+        forward, kept = alive.peak, alive.live
+        alive.peak = alive.live
+        torch.autograd.backward(roots, [None if root.dim() == 0 else hidden[1] for root in roots])
+        return forward, kept, alive.peak
+
+
+def roots_of(run: Run, chunk: Chunk, batch: Batch, x: Tensor, whole: bool) -> Iterator[Tensor]:
+    out = chunk(x, chunk.context(batch.positions, batch.documents), run.recompute.full)
+    yield from (report.loss for report in out.routing if report.loss.requires_grad)
+    yield summed_loss(out.x, batch.labels) if whole else out.x
+
+
+WORKING = {name: MODELS[name] for name in ("dense", "grouped_tied", "softmax", "sigmoid_shared_gate", "softmax_before")}
+
+
+@pytest.mark.parametrize("whole", [True, False], ids=["whole", "layers"])
+@pytest.mark.parametrize("dtype", TORCH, ids=lambda dtype: dtype.value)
+@pytest.mark.parametrize("model", WORKING.values(), ids=WORKING)
+def test_what_is_alive_while_it_computes_is_within_two_percent(model: ModelConfig, dtype: Dtype, whole: bool):
+    run = run_of(model, dtype)
+    memory = planned(run, whole, whole)
+    came = 0 if whole else SEQUENCES * LENGTH * model.hidden_size * TORCH[dtype].itemsize  # counted as kept, not made here
+    forward, kept, backward = forward_and_backward(run, chunk_of(run, whole, whole), whole)
+    assert memory.total - came == pytest.approx(kept - (0 if whole else came), rel=1e-4)
+    assert memory.total - came + memory.forward == pytest.approx(forward, rel=0.02)
+    assert memory.total - came + memory.backward == pytest.approx(backward, rel=0.02)
+
+
+@pytest.mark.parametrize("mask", [False, True], ids=["causal", "documents"])
+@pytest.mark.parametrize("model", [DENSE, dataclasses.replace(DENSE, moe=SIGMOID)], ids=["dense", "moe"])
+def test_full_recomputation_keeps_inputs_of_layers(model: ModelConfig, mask: bool):
+    """And the mask that all of them read; backward holds one layer at a time."""
+    run = run_of(model, Dtype.bfloat16, mask, full=True)
+    memory = planned(run)
+    forward, kept, backward = forward_and_backward(run, chunk_of(run), True)
+    assert kept == pytest.approx(memory.total, rel=1e-3)
+    assert forward == pytest.approx(memory.total + memory.forward, rel=0.02)
+    assert backward == pytest.approx(memory.total + memory.backward, rel=0.02)
+
+
+PARTS = {
+    Recompute.norm: {"attn": 3, "mlp": 2, "shared": 1},  # what norms make, by who saves it first: the fp32 copy of it stays
+    Recompute.mlp_act: {"mlp": 2 * 2 * 352 / 128},  # silu(gate), and its product with up
+    Recompute.experts_act: {"experts": 2 * 4 * 64 / 128},
+    Recompute.attn_core: {"attn": 3 * (1 + 1)},  # turned queries and keys
+}
+ROWS = {Recompute.norm: {"attn": 3, "mlp": 2, "norm": 1}, Recompute.attn_core: {"attn": 3 * 8}}  # fp32 numbers per token
+
+
+@pytest.mark.parametrize("part", PARTS, ids=lambda part: part.value)
+def test_recomputed_parts_keep_nothing_that_they_make(part: Recompute):
+    model = dataclasses.replace(DENSE, moe=dataclasses.replace(SIGMOID, every_n=2, first_k_dense=1))  # dense, MoE, dense
+    before, after = (planned(run_of(model, Dtype.bfloat16, phases=phases)) for phases in ((), (part,)))
+    tokens = SEQUENCES * LENGTH
+    gone = Counter({phase: round(times * tokens * 128 * 2) for phase, times in PARTS[part].items()})
+    gone.update({phase: count * tokens * 4 for phase, count in ROWS.get(part, {}).items()})
+    assert Counter(before.kept) - Counter(after.kept) == gone
+    assert before.backward <= after.backward <= before.backward + gone.total()
+    assert after.total + after.backward <= before.total + before.backward
+
+
+def test_the_moe_part_keeps_its_input_only_and_the_shared_expert_nothing():
+    model = dataclasses.replace(DENSE, num_layers=1, moe=dataclasses.replace(SIGMOID, first_k_dense=0))
+    stream = SEQUENCES * LENGTH * 128 * 2
+    moe = planned(run_of(model, Dtype.bfloat16, phases=(Recompute.moe,)))
+    assert {phase: size for phase, size in moe.kept.items() if phase not in ("attn", "rotary", "head")} == {"norm": stream}
+    shared = planned(run_of(model, Dtype.bfloat16, phases=(Recompute.shared,)))
+    nothing = planned(run_of(model, Dtype.bfloat16))
+    # its gate and up, their activation and product, its result, the gate's number per token; what it reads goes to the router
+    widths = 2 * SEQUENCES * LENGTH * (4 * 96 + 128 + 1)
+    assert sum(nothing.kept.values()) - sum(shared.kept.values()) == widths
+
+
+@pytest.mark.parametrize("dtype", TORCH, ids=lambda dtype: dtype.value)
+@pytest.mark.parametrize("model", WORKING.values(), ids=WORKING)
+def test_between_the_parts_of_a_split_backward(model: ModelConfig, dtype: Dtype):
+    """The queue of weight gradients holds the inputs of matrix products and the gradients of their outputs."""
+    run = run_of(model, dtype)
+    chunk, batch, queue = chunk_of(run), batch_of(run), WeightQueue()
+    with Alive([*chunk.parameters(), batch.tokens, batch.labels, batch.positions]) as alive, attention_of(run):
+        out = chunk(batch.tokens, chunk.context(batch.positions, None, queue))
+        root = sum((report.loss for report in out.routing if report.loss.requires_grad), summed_loss(out.x, batch.labels))
+        del out
+        root.backward()
+        assert alive.live == pytest.approx(planned(run).waiting, rel=0.01)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_tied_table_has_two_gradients_at_the_end(tied: bool, monkeypatch: pytest.MonkeyPatch):
+    """With few tokens and many rows the gradients of tables are most of a backward; a tied one's waits for its other half."""
+    monkeypatch.setattr(sys.modules[__name__], "LENGTH", 4)
+    run = run_of(dataclasses.replace(DENSE, vocab_size=20000, tie_embeddings=tied), Dtype.bfloat16)
+    _, _, backward = forward_and_backward(run, chunk_of(run), True)
+    table, memory = 20000 * 128 * 2, planned(run)
+    assert memory.total + memory.backward == pytest.approx((1 + tied) * table, rel=0.15)
+    sums = tied * table  # autograd adds gradients in place, but not while a mode watches it
+    assert backward - sums == pytest.approx(memory.total + memory.backward, rel=0.05)
