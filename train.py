@@ -7,29 +7,26 @@ import hydra
 from omegaconf import DictConfig
 
 from app.cli.compose import load_run, register_schema
-from app.cli.launch import Launch, check_room, start_ranks
-from app.cli.messages import readable_errors
+from app.cli.launch import Launch, carry_out, refuse_nested_sweep, settled
+from app.cli.messages import RESUMABLE, readable_errors
+from app.rules import check_runnable
 
 register_schema()
-launch = Launch.from_environment(os.environ)
 
 
 @hydra.main(version_base="1.3", config_path="conf", config_name="train")
 def main(config: DictConfig) -> None:
     """Compose, check, and train on this rank, or start the ranks that the layout asks for."""
-    with readable_errors("train.py", speak=launch.rank == 0):
-        run = load_run(config, launch.world_size)
-        from app.engine.start import preflight, usable_gpus  # torch is loaded after the first mistakes have been reported
-        from app.engine.trainer import train
-
-        if launch.world_size is None and run.world_size > 1:
-            check_room(run.world_size, usable_gpus(run))
-            preflight(run)
-            sys.exit(start_ranks(run.world_size, __file__, sys.argv[1:], os.environ))
-        train(run, launch.rank, launch.local_rank)
+    launch = Launch.from_environment(os.environ)  # here, since submitit pickles this function and calls it in a job
+    with settled(launch), readable_errors("train.py", launch.rank == 0, RESUMABLE):
+        run = check_runnable(load_run(config, launch.world_size))
+        if code := carry_out(run, launch, __file__, os.environ):
+            sys.exit(code)
 
 
 if __name__ == "__main__":
     os.environ["HYDRA_FULL_ERROR"] = "1"  # hydra raises instead of printing and exiting with 1
-    with readable_errors("train.py", speak=launch.rank == 0):
+    launch = Launch.from_environment(os.environ)
+    with readable_errors("train.py", launch.rank == 0, RESUMABLE):
+        refuse_nested_sweep(launch, sys.argv[1:])
         main()

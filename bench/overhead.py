@@ -17,17 +17,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from hydra import compose, initialize_config_dir
 from plain import PlainLoop, PlainModel
 
-from app.cli.compose import load_run, register_schema
+from app.cli.compose import load_overrides
 from app.config import Run
 from app.data.feed import Cursor, TrainFeed
-from app.engine.build import build_engine, plan_layout
+from app.engine.build import build_engine
 from app.engine.groups import create_groups, process_world
 from app.engine.report import Stopwatch
 from app.engine.start import Start, load_all_data
 from app.engine.trainer import Trainer
+from app.plan.plan import Plan
 
 ROOT = Path(__file__).resolve().parent.parent
 WARMUP = 5  # rounds that are not counted
@@ -39,9 +39,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=30, help="counted steps of each")
     parser.add_argument("overrides", nargs="*", help="as for train.py")
     args = parser.parse_args()
-    register_schema()
-    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        run = load_run(compose("train", args.overrides), None)
+    run = load_overrides(args.overrides)
     result = measure(run, args.rounds)
     path = ROOT / "bench" / "results" / "overhead.json"
     path.parent.mkdir(exist_ok=True)
@@ -54,11 +52,12 @@ def measure(run: Run, rounds: int) -> dict[str, Any]:
     """Steps of both in turn on the same data: batches, forward, backward, update and report; seconds and losses."""
     cpu = torch.device("cpu")
     with process_world(0, 1, cpu):
-        groups = create_groups(plan_layout(run), 0)
-        engine = build_engine(run, groups, cpu)
+        plan = Plan(run)
+        groups = create_groups(plan.layout, 0)
+        engine = build_engine(plan, groups, cpu)
         plain = PlainLoop(run, PlainModel(run, dict(engine.chunks[0].named_parameters())))
         data = load_all_data(run, groups, 0)
-        trainer, watch = Trainer(run, engine, data, Start(None)), Stopwatch()
+        trainer, watch = Trainer(engine, data, Start(None)), Stopwatch()
         feed = TrainFeed(data.train, 0, 1, run.train.micro_batch, run.num_microbatches, Cursor())
         times, losses = [], []
         for _ in range(WARMUP + rounds):

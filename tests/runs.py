@@ -10,9 +10,10 @@ import torch.distributed as dist
 
 from app.config import ModelConfig, MoEConfig, OptimConfig, Run, TrainConfig
 from app.data.feed import Batch
-from app.engine.build import Engine, build_engine, plan_layout
+from app.engine.build import Engine, build_engine
 from app.engine.groups import create_groups
 from app.engine.step import TrainingStep
+from app.plan.plan import Plan
 from app.rules import check
 
 TINY_MOE = MoEConfig(num_experts=8, top_k=2, ffn_hidden_size=16, shared_ffn_hidden_size=16, first_k_dense=1, z_loss_coeff=0.001)
@@ -30,7 +31,8 @@ def make_run(model: ModelConfig = TINY, **sections: Any) -> Run:
 
 def engine_of(run: Run, rank: int = 0) -> Engine:
     """The engine of one rank on CPU, inside an initialised process group."""
-    return build_engine(run, create_groups(plan_layout(run), rank), torch.device("cpu"))
+    plan = Plan(run)
+    return build_engine(plan, create_groups(plan.layout, rank), torch.device("cpu"))
 
 
 def batches_of(run: Run, step: int, dp_rank: int) -> list[Batch]:
@@ -48,7 +50,7 @@ def batches_of(run: Run, step: int, dp_rank: int) -> list[Batch]:
 
 def train_steps(run: Run, engine: Engine, steps: int, first: int = 0) -> list[tuple[float, float]]:
     """(loss, gradient norm) of `steps` optimizer steps at the peak learning rate."""
-    training_step, seen = TrainingStep(run, engine), []
+    training_step, seen = TrainingStep(engine), []
     for step in range(first, first + steps):
         facts, _ = training_step(batches_of(run, step, engine.groups.dp_rank), run.optim.lr, run.optim.weight_decay)
         seen.append((facts.loss, facts.norm_sq**0.5))
@@ -68,7 +70,9 @@ def whole_parameters(engine: Engine) -> dict[str, torch.Tensor]:
                 parts = [torch.empty_like(spec.param) for _ in range(group.size())]
                 dist.all_gather(parts, spec.param.detach(), group=group)
             whole[spec.name] = torch.cat(parts)
-    return whole
+    stages: list[Any] = [None] * engine.groups.stages.size()
+    dist.all_gather_object(stages, whole, group=engine.groups.stages)
+    return {name: value for stage in stages for name, value in stage.items()}
 
 
 def with_model(run: Run, **changes: Any) -> Run:

@@ -17,8 +17,8 @@ FUNCTION_MAX, FUNCTION_MEDIAN, FILE_MAX = 60, 12, 400  # lines
 TREE_MAX = 8 * 2**20  # bytes that git tracks
 # A module may import from its own layer and from those below it.
 LAYERS = (
-    {"app", "app.errors", "app.choices", "app.config", "app.rules", "app.compat"},
-    {"app.plan"},
+    {"app", "app.errors", "app.choices", "app.config", "app.compat"},
+    {"app.plan", "app.rules"},
     {"app.model", "app.moe", "app.optim"},  # tensors
     {"app.moe.dispatch", "app.optim.distributed", "app.data"},  # processes
     {"app.engine"},

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from app.choices import DispatcherKind, Dtype
 from app.config import ModelConfig, Run
 from app.engine.executor import ForwardBackward, execute
+from app.engine.flight import Stages
 from app.engine.groups import Groups
+from app.engine.transport import Transport
+from app.engine.watch import Watch
 from app.model.block import DenseBody, Layer
 from app.model.chunk import Chunk
 from app.model.init import init_weights
@@ -20,28 +24,24 @@ from app.moe.dispatch import AllToAllDispatcher, LocalDispatcher
 from app.moe.phases import Dispatcher, Experts, MoEBody, Router
 from app.optim.buffers import ParamSpec
 from app.optim.distributed import DistributedOptimizer
-from app.plan.check import check
-from app.plan.layout import ParallelLayout
-from app.plan.lowering import lower_all
-from app.plan.schedule import build_schedule
-from app.plan.stages import StagePlan, plan_stages
+from app.plan.plan import Plan
+from app.plan.schedule import Action, full_recompute
+from app.plan.stages import StagePlan
 
 DTYPES = {Dtype.float32: torch.float32, Dtype.bfloat16: torch.bfloat16}
-
-
-def plan_layout(run: Run) -> ParallelLayout:
-    """The parallel layout of a run; an expert is not cut further."""
-    return ParallelLayout(run.world_size, ep=run.parallel.ep, etp=1)
 
 
 @dataclass(frozen=True, slots=True)
 class Engine:
     """What one rank trains with."""
 
+    plan: Plan
     chunks: tuple[Chunk, ...]
     optimizer: DistributedOptimizer
     groups: Groups
     device: torch.device
+    transport: Transport
+    watch: Watch
 
     def routers(self) -> Iterator[tuple[str, tuple[int, int], Router]]:
         """(global name, (chunk, n-th MoE layer), router) of every MoE layer of this rank."""
@@ -51,20 +51,24 @@ class Engine:
                 yield name, (index, layer), router
 
 
-def build_engine(run: Run, groups: Groups, device: torch.device) -> Engine:
+def build_engine(plan: Plan, groups: Groups, device: torch.device) -> Engine:
     """Chunks of this rank with their initial weights, and the optimizer over them."""
-    stages = plan_stages(run.model.num_layers, groups.layout.pp)
-    chunks = build_chunks(run, stages, groups, device)
-    specs = [list(parameter_specs(chunk)) for chunk in chunks]
+    run = plan.run
+    chunks = build_chunks(run, plan.stages, groups, device)
+    specs = [list(parameter_specs(chunk, tied=run.model.tie_embeddings and plan.stages.pp > 1)) for chunk in chunks]
     for chunk in specs:
         init_weights(((spec.name, spec.param, spec.first_expert) for spec in chunk), run.model, run.train.seed)
-    return Engine(chunks, DistributedOptimizer(specs, run.optim, groups.dp, groups.edp), groups, device)
+    copies = None if plan.stages.pipeline.v_shape else groups.embedding  # in a V the first rank has the last stage too
+    optimizer = DistributedOptimizer(specs, plan.buffers[groups.pp_rank], run.optim, groups.dp, groups.edp, copies)
+    transport = Transport(groups.pp, dist.get_process_group_ranks(groups.pp), run.schedule.batch_p2p)
+    watch = Watch(groups.rank, run.schedule.timeout_s, transport.unfinished)
+    return Engine(plan, chunks, optimizer, groups, device, transport, watch)
 
 
 def build_chunks(run: Run, stages: StagePlan, groups: Groups, device: torch.device) -> tuple[Chunk, ...]:
     """Chunks of this rank, built without memory and then materialised; weights are not yet set."""
     chunks = []
-    for stage in stages.stages[groups.layout.coords(groups.rank)["pp"]]:
+    for stage in stages.stages[groups.pp_rank]:
         with torch.device("meta"):
             layers = {index: build_layer(run.model, index, groups) for index in stage.layers}
             chunk = Chunk(run.model, layers, stage.embedding, stage.head, run.train.deterministic)
@@ -97,20 +101,26 @@ def _materialise(chunk: nn.Module, device: torch.device, dtype: torch.dtype) -> 
             setattr(module, name, torch.zeros(buffer.shape, dtype=buffer.dtype, device=device))
 
 
-def parameter_specs(chunk: nn.Module) -> Iterator[ParamSpec]:
-    """Every parameter of a chunk in registration order, with its place in the whole model."""
+def parameter_specs(chunk: Chunk, tied: bool = False) -> Iterator[ParamSpec]:
+    """Every parameter of a chunk in registration order, with its place in the whole model.
+
+    tied: the embedding has a copy on another stage; the first stage's counts.
+    """
     for prefix, module in chunk.named_modules():
         for leaf, param in module.named_parameters(recurse=False):
             name = f"{prefix}.{leaf}" if prefix else leaf
             first = module.first if isinstance(module, Experts) else None
             offset = 0 if first is None else first * param[0].numel()
-            yield ParamSpec(name, param, first is not None, param.dim() >= 2, offset, first)
+            copied = tied and param is chunk.embedding
+            counted = chunk.first or not copied
+            yield ParamSpec(name, param, first is not None, param.dim() >= 2, offset, first, copied, counted)
 
 
-def select_forward_backward(run: Run, engine: Engine, num_microbatches: int, forward_only: bool = False) -> ForwardBackward:
-    """This rank's lowered and checked action list for `num_microbatches`, bound to the executor."""
-    layout = engine.groups.layout
-    schedule = build_schedule(run.schedule.name.value, layout.pp, num_microbatches, len(engine.chunks), forward_only=forward_only)
-    lists = lower_all(schedule)
-    check(lists, schedule)
-    return partial(execute, lists[layout.coords(engine.groups.rank)["pp"]], engine.chunks, engine.optimizer)
+def select_forward_backward(engine: Engine, lists: Sequence[Sequence[Action]]) -> ForwardBackward:
+    """This rank's list of actions, bound to the executor; `lists` has one per pipeline rank."""
+    run, groups = engine.plan.run, engine.groups
+    hidden = torch.Size((run.train.micro_batch, run.train.seq_len, run.model.hidden_size))
+    rank, dtype = groups.pp_rank, DTYPES[run.precision.params]
+    recompute = full_recompute(lists[rank], run.recompute.partial_microbatches) if run.recompute.full else {}
+    stages = Stages(engine.chunks, engine.plan.next_here(rank), recompute, hidden, dtype, engine.device)
+    return partial(execute, lists[rank], stages, engine.optimizer, engine.transport, engine.watch)

@@ -56,7 +56,7 @@ def save_checkpoint(folder: Path, engine: Engine, run: Run, progress: Progress, 
     _write_synced(draft / name, lambda file: torch.save(_rank_state(engine, cursor), file))
     files = _gather(engine, (name, _fingerprint(draft / name)))
     if groups.rank == 0:
-        layout = {"world_size": groups.layout.world_size, "dp": groups.layout.dp, "ep": groups.layout.ep}
+        layout = {"world_size": groups.layout.world_size, "dp": groups.layout.dp, "ep": groups.layout.ep, "pp": groups.layout.pp}
         manifest = {
             "format": FORMAT,
             **dataclasses.asdict(progress),
@@ -104,6 +104,7 @@ def _rank_state(engine: Engine, cursor: dict[str, Any]) -> dict[str, Any]:
         "pieces": [
             {"name": p.spec.name, "start": p.spec.offset + p.start, **{k: _packed(v) for k, v in p.state.items()}}
             for p in engine.optimizer.pieces()
+            if p.spec.counted
         ],
         "routers": {name: _packed(router.bias_E) for name, _, router in engine.routers()},
         "cursor": cursor,
@@ -188,13 +189,17 @@ def load_checkpoint(path: Path, manifest: dict[str, Any], engine: Engine) -> tup
     """
     pieces = list(engine.optimizer.pieces())
     missing = sum(piece.main.numel() for piece in pieces)
+    biases: dict[str, Tensor] = {}
     for name in manifest["files"]:
         state = torch.load(path / name, map_location="cpu", mmap=True, weights_only=True)
         missing -= sum(_copy_overlap(saved, piece) for saved, piece in _same_name(state["pieces"], pieces))
+        biases |= state["routers"]
     assert missing == 0, f"{missing} elements of this rank are in no file of {path}"
     own = _rank_file(engine.groups.rank if engine.groups.rank < len(manifest["files"]) else 0)
     state = torch.load(path / own, map_location="cpu", weights_only=True)
-    _restore_rank(state, engine)
+    for router_name, _, router in engine.routers():
+        router.bias_E.copy_(biases[router_name])
+    _restore_random(state, engine)
     engine.optimizer.restored(manifest["updates"])
     return Progress(manifest["step"], manifest["updates"], manifest["tokens"]), state["cursor"]
 
@@ -219,9 +224,7 @@ def _copy_overlap(saved: dict[str, Any], piece: Piece) -> int:
     return end - start
 
 
-def _restore_rank(state: dict[str, Any], engine: Engine) -> None:
-    for name, _, router in engine.routers():
-        router.bias_E.copy_(state["routers"][name])
+def _restore_random(state: dict[str, Any], engine: Engine) -> None:
     torch.set_rng_state(state["rng"]["cpu"])
     if state["rng"]["cuda"] is not None and engine.device.type == "cuda":
         torch.cuda.set_rng_state(state["rng"]["cuda"], engine.device)

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
-from app.engine.sinks import METRICS
+from app.engine.run_folder import read_metrics
 
 
 def plot_run(run_dir: Path, baselines: dict[str, float]) -> Path | None:
     """Draw a run folder's metrics; `baselines` (name -> nats per token) are shown as lines. None without any step."""
-    rows = [json.loads(line) for line in (run_dir / METRICS).read_text().splitlines()]
+    rows = read_metrics(run_dir)
     steps = [row for row in rows if "loss" in row]
     if not steps:
         return None

@@ -17,9 +17,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from app.compat import all_reduce
-from app.config import Run
 from app.engine.build import Engine
-from app.engine.executor import StepTotals
+from app.engine.flight import StepTotals
 from app.plan.flops import flops_per_token, peak_tflops
 
 GIB = 2**30
@@ -75,17 +74,19 @@ class StepFacts:
     loss: float
     aux_loss: float
     z_loss: float
+    stop: float  # ranks that have been told to stop
     skipped: float
 
 
 class Meter:
     """Turns what a step did into its report; keeps expert counts between log intervals."""
 
-    def __init__(self, run: Run, engine: Engine, first_step: int) -> None:
-        self.run, self.engine, self.first_step = run, engine, first_step
+    def __init__(self, engine: Engine, first_step: int) -> None:
+        self.run, self.engine, self.first_step = engine.plan.run, engine, first_step
+        run = self.run
         self.tokens_per_step = run.train.global_batch * run.train.seq_len
         self.flops_per_step = self.tokens_per_step * flops_per_token(run.model, run.train.seq_len)
-        self.peak = run.train.gpu_peak_tflops or _known_peak(engine.device)
+        self.peak = run.hardware.peak_tflops or _known_peak(engine.device)
         self.counts: dict[tuple[int, int], Tensor] = {}
 
     def count(self, totals: StepTotals) -> None:
@@ -126,14 +127,20 @@ class Meter:
         return dict(zip(found, values.tolist(), strict=True))
 
     def _expert_load(self) -> dict[str, float]:
-        if not self.counts:
+        """Over the MoE layers of all pipeline ranks; every rank takes part, also one without such layers."""
+        if self.run.model.moe is None:
             return {}
-        counts_LE = torch.stack([self.counts[place] for place in sorted(self.counts)])
-        self.counts = {}
-        all_reduce(counts_LE, self.engine.groups.data)
-        ratio_L = counts_LE.max(dim=1).values / counts_LE.double().mean(dim=1)
-        mean, worst = torch.stack((ratio_L.mean(), ratio_L.max())).tolist()
-        return {"moe_load_mean": mean, "moe_load_worst": worst}
+        counts, self.counts = [self.counts[place] for place in sorted(self.counts)], {}
+        ratio_L = torch.zeros(1, dtype=torch.float64, device=self.engine.device)
+        if counts:
+            counts_LE = torch.stack(counts)
+            all_reduce(counts_LE, self.engine.groups.data)
+            ratio_L = counts_LE.max(dim=1).values / counts_LE.double().mean(dim=1)
+        total, worst = torch.stack((ratio_L.sum(), ratio_L.new_full((), len(counts)))), ratio_L.max()
+        all_reduce(total, self.engine.groups.stages)
+        if self.engine.groups.stages.size() > 1:
+            dist.all_reduce(worst, dist.ReduceOp.MAX, self.engine.groups.stages)
+        return {"moe_load_mean": float(total[0] / total[1]), "moe_load_worst": float(worst)}
 
 
 def _known_peak(device: torch.device) -> float | None:

@@ -1,29 +1,38 @@
 """Where a run writes, and which checkpoint it continues from.
 
-runs/<time>-<model>/  config.yaml  metrics.jsonl  loss.png  wandb/  checkpoints/{latest, step-00000100/, …}
+runs/<time>-<model>/  config.yaml  plan.json  metrics.jsonl  loss.png  wandb/  checkpoints/{latest, step-00000100/, …}
 """
 
 from __future__ import annotations
 
 import dataclasses
+import fcntl
+import json
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from enum import Enum
 from pathlib import Path
+from typing import Any
 
 from omegaconf import OmegaConf
 
 from app.config import Run
 from app.errors import ConfigError, nearest
+from app.plan.export import plan_json
+from app.plan.plan import Plan
 
 RUNS = Path("runs")
 CHECKPOINTS = "checkpoints"
 CONFIG = "config.yaml"
+PLAN = "plan.json"
+METRICS = "metrics.jsonl"
 LATEST = "latest"  # file that names the newest complete checkpoint
 STEP_PREFIX = "step-"
 
 
-def choose_folders(run: Run) -> tuple[Path | None, Path | None]:
-    """The run folder (None: a new one) and the checkpoint to start from (None: start anew).
+def choose_folders(run: Run, ours: bool = False) -> tuple[Path | None, Path | None]:
+    """The run folder (None: a new one) and the checkpoint to start from (None: start anew); `ours`: it is this run's already.
 
     Writes nothing. A run goes on in the folder of its checkpoint if that is the folder's newest; from an older one it
     branches off into a new folder, so that what came later stays. Raises ConfigError.
@@ -34,18 +43,36 @@ def choose_folders(run: Run) -> tuple[Path | None, Path | None]:
     if not run.run_dir:
         return (home if goes_on else None), checkpoint
     wanted = Path(run.run_dir)
-    ours = run.resume == "auto" or (goes_on and home is not None and wanted.resolve() == home.resolve())
+    ours = ours or run.resume == "auto" or (goes_on and home is not None and wanted.resolve() == home.resolve())
     if (wanted / CONFIG).exists() and not ours:
         raise ConfigError("run_dir", wanted, "holds another run", "resume=auto to continue it, or another run_dir")
     return wanted, checkpoint
 
 
 def create_run_folder(run: Run, chosen: Path | None) -> Path:
-    """Make the run folder, a new one that no other run can have taken for None, and write config.yaml."""
+    """Make the run folder; for None a new one that no other run can have taken."""
     folder = chosen or _new_folder(RUNS / f"{time.strftime('%Y-%m-%d_%H-%M-%S')}-{run.model.name}")
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / CONFIG).write_text(OmegaConf.to_yaml(OmegaConf.create(plain(dataclasses.asdict(run)))))
     return folder
+
+
+@contextmanager
+def sole_writer(folder: Path) -> Iterator[None]:
+    """Hold the run folder for the length of the block. Raises ConfigError when another process has it."""
+    with (folder / CONFIG).open("a") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise ConfigError("run_dir", folder, "another run is writing there", "another folder, or once it is over") from error
+        except OSError:
+            pass  # a file system without locks
+        yield
+
+
+def describe_run(plan: Plan, folder: Path) -> None:
+    """Write config.yaml and plan.json."""
+    (folder / CONFIG).write_text(OmegaConf.to_yaml(OmegaConf.create(plain(dataclasses.asdict(plan.run)))))
+    (folder / PLAN).write_text(json.dumps(plan_json(plan)) + "\n")
 
 
 def _new_folder(wanted: Path) -> Path:
@@ -101,6 +128,17 @@ def hidden(checkpoint: Path) -> Path:
 def complete_checkpoints(folder: Path) -> list[Path]:
     """The complete checkpoints in a `checkpoints` folder, oldest first."""
     return sorted(path for path in folder.glob(f"{STEP_PREFIX}*") if path.is_dir())
+
+
+def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
+    """The reports of a run, up to the first line that is not whole, as a killed process may leave its last."""
+    path, rows = run_dir / METRICS, []
+    for line in path.read_text().splitlines() if path.exists() else ():
+        try:
+            rows.append(json.loads(line))
+        except ValueError:
+            break
+    return rows
 
 
 def plain(value: object) -> object:

@@ -7,7 +7,8 @@ import shutil
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from statistics import median
 from typing import Any, Protocol, TextIO
@@ -15,8 +16,8 @@ from typing import Any, Protocol, TextIO
 from app.choices import WandbMode
 from app.config import Run
 from app.engine.report import StepReport, ValidationReport
+from app.engine.run_folder import METRICS, read_metrics
 
-METRICS = "metrics.jsonl"
 REDRAW_S = 0.1  # seconds between redraws of the progress line
 
 
@@ -38,9 +39,9 @@ class JsonLines:
 
     def __init__(self, run_dir: Path, from_step: int) -> None:
         path = run_dir / METRICS
-        kept = [line for line in _lines(path) if json.loads(line)["step"] <= from_step] if from_step else []
+        kept = [row for row in read_metrics(run_dir) if row["step"] <= from_step] if from_step else []
         fresh = path.with_suffix(".tmp")
-        fresh.write_text("".join(f"{line}\n" for line in kept))
+        fresh.write_text("".join(f"{json.dumps(row)}\n" for row in kept))
         fresh.replace(path)  # a process that dies here leaves one of the two
         self._file = path.open("a", buffering=1)
 
@@ -58,16 +59,6 @@ class JsonLines:
     def close(self) -> None:
         """Close the file."""
         self._file.close()
-
-
-def _lines(path: Path) -> Iterator[str]:
-    """The lines of a file up to the first that is not whole, as a killed process may leave its last."""
-    for line in path.read_text().splitlines() if path.exists() else ():
-        try:
-            json.loads(line)
-        except ValueError:
-            return
-        yield line
 
 
 class Console:
@@ -139,6 +130,8 @@ class Wandb:
     def __init__(self, run: Run, run_dir: Path, config: dict[str, Any]) -> None:
         import wandb  # half a second, and only where it is wanted
 
+        self._forget = wandb.teardown
+        self.lost = False  # the service has died
         id_file = run_dir / "wandb_id"
         online = run.log.wandb_mode is WandbMode.online and _logged_in(wandb.login)
         self.interval, self.total = run.log.interval, run.train.steps
@@ -159,15 +152,27 @@ class Wandb:
     def step(self, report: StepReport) -> None:
         """Log at the interval: the keys of docs/metrics.md, no others."""
         if report.step % self.interval == 0 or report.step == self.total:
-            self.run.log(report.metrics())
+            self._attempt(lambda: self.run.log(report.metrics()))
 
     def validation(self, report: ValidationReport) -> None:
         """Log a validation."""
-        self.run.log(report.metrics())
+        self._attempt(lambda: self.run.log(report.metrics()))
 
     def close(self) -> None:
         """Finish the run and its files."""
-        self.run.finish()
+        self._attempt(self.run.finish)
+
+    def _attempt(self, tell: Callable[[], None]) -> None:
+        # The W&B service is a process of its own: SLURM ends it together with the ranks, which still have a step to save.
+        if self.lost:
+            return
+        try:
+            tell()
+        except Exception as error:
+            self.lost = True
+            print(f"Weights & Biases has stopped recording ({error!r}); metrics.jsonl goes on", file=sys.stderr)
+            with suppress(Exception):
+                self._forget()  # or it fails once more when this process ends
 
 
 def _logged_in(login: Callable[..., bool]) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -18,7 +18,7 @@ from app.data.load import load_data, prepare
 from app.data.tokenizer import Tokenizer, load_tokenizer
 from app.engine.checkpoint import verify_checkpoint
 from app.engine.groups import Groups
-from app.engine.run_folder import choose_folders, plain
+from app.engine.run_folder import choose_folders, newest_checkpoint, plain
 from app.errors import ConfigError
 
 T = TypeVar("T")
@@ -58,14 +58,21 @@ class Start:
     changes: tuple[str, ...] = ()  # settings that differ from the checkpoint's, as text
 
 
-def find_start(run: Run) -> Start:
-    """Folder and checkpoint of a run; writes nothing. Raises ConfigError for a checkpoint that is broken or does not fit."""
-    run_dir, checkpoint = choose_folders(run)
+def find_start(run: Run, earlier: Path | None = None) -> Start:
+    """Folder and checkpoint of a run; writes nothing. `earlier` is the folder of an earlier attempt at this run: it goes on
+    there, from that attempt's newest checkpoint, or without one from where that attempt started.
+
+    Raises ConfigError for a checkpoint that is broken or does not fit.
+    """
+    if earlier is not None:
+        resume = "auto" if newest_checkpoint(earlier) else run.resume
+        run = replace(run, run_dir=str(earlier), resume=resume)
+    run_dir, checkpoint = choose_folders(run, ours=earlier is not None)
     if checkpoint is None:
         return Start(run_dir)
     manifest = verify_checkpoint(checkpoint)
     changes = tuple(_allowed_changes(checkpoint, manifest["config"], plain(asdict(run))))
-    if manifest["step"] >= run.train.steps:
+    if manifest["step"] >= run.train.steps and earlier is None:  # an attempt may die between its last step and its end
         rule = f"the checkpoint {checkpoint} has already taken {manifest['step']}"
         raise ConfigError("train.steps", run.train.steps, rule, manifest["step"] + 100)
     return Start(run_dir, checkpoint, manifest, changes)
@@ -135,7 +142,7 @@ def load_all_data(run: Run, groups: Groups, local_rank: int) -> Data:
     return Data(tokenizer, *load_data(run.data, run.train.seq_len, run.train.seed, tokenizer))
 
 
-def preflight(run: Run) -> None:
+def preflight(run: Run, earlier: Path | None) -> None:
     """Find every mistake that one process can find, before it starts others. Raises ConfigError."""
-    find_start(run)
+    find_start(run, earlier)
     load_data(run.data, run.train.seq_len, run.train.seed, check_tokenizer(run))

@@ -13,8 +13,9 @@ from app.config import Run
 from app.data.feed import Batch
 from app.engine.build import Engine, select_forward_backward
 from app.engine.data_feed import StepInput, step_input
-from app.engine.executor import StepTotals
+from app.engine.flight import StepTotals
 from app.engine.report import StepFacts
+from app.engine.signals import StopRequest
 from app.moe.router import update_bias
 
 
@@ -24,9 +25,9 @@ class TrainingStep:
     The host waits once, at the end; an all-to-all dispatcher adds a wait per MoE layer and microbatch.
     """
 
-    def __init__(self, run: Run, engine: Engine) -> None:
-        self.run, self.engine = run, engine
-        self.forward_backward = select_forward_backward(run, engine, run.num_microbatches)
+    def __init__(self, engine: Engine, request: StopRequest | None = None) -> None:
+        self.run, self.engine, self.request = engine.plan.run, engine, request or StopRequest()
+        self.forward_backward = select_forward_backward(engine, engine.plan.actions)
 
     def __call__(self, batches: Sequence[Batch], lr: float, weight_decay: float) -> tuple[StepFacts, StepTotals]:
         """Train on this rank's microbatches of one step."""
@@ -34,11 +35,14 @@ class TrainingStep:
         step = _on_device(self.run, self.engine, batches, self.run.loss.normalize)
         optimizer.zero_grad()
         totals = self.forward_backward(step)
-        facts_4 = _pack(optimizer.local_norm_sq(), totals)
-        all_reduce(facts_4, self.engine.groups.world)
-        skipped = optimizer.step(lr, weight_decay, facts_4[0].sqrt())
+        optimizer.finish_grads()
+        facts_5 = _pack(optimizer.local_norm_sq(), totals, self.request)
+        all_reduce(facts_5, self.engine.groups.world)
+        skipped = optimizer.step(lr, weight_decay, facts_5[0].sqrt())
         self._balance(totals, skipped)
-        return StepFacts(*torch.cat((facts_4, skipped[None])).tolist()), totals
+        facts = StepFacts(*torch.cat((facts_5, skipped[None])).tolist())
+        self.engine.watch.rest()
+        return facts, totals
 
     def _balance(self, totals: StepTotals, skipped: Tensor) -> None:
         """Move the routers' selection bias against the load of the whole step, where that is on; not on a skipped one."""
@@ -53,9 +57,9 @@ class TrainingStep:
             )
 
 
-def _pack(norm_sq: Tensor, totals: StepTotals) -> Tensor:
-    """Sums of this rank that one all-reduce turns into sums over the step; fp32 [4]."""
-    parts = (norm_sq, totals.loss, totals.aux_loss, totals.z_loss)
+def _pack(norm_sq: Tensor, totals: StepTotals, request: StopRequest) -> Tensor:
+    """Sums of this rank that one all-reduce turns into sums over the step; fp32 [5]."""
+    parts = (norm_sq, totals.loss, totals.aux_loss, totals.z_loss, float(request.signal is not None))
     # new_full is a kernel; a tensor made from a number of the host would wait for the device.
     return torch.stack([part.float() if isinstance(part, Tensor) else norm_sq.new_full((), part) for part in parts])
 
@@ -63,16 +67,18 @@ def _pack(norm_sq: Tensor, totals: StepTotals) -> Tensor:
 class Validation:
     """Mean token loss over fixed microbatches, forward only."""
 
-    def __init__(self, run: Run, engine: Engine, num_microbatches: int) -> None:
-        self.run, self.engine = run, engine
-        self.forward_only = select_forward_backward(run, engine, num_microbatches, forward_only=True)
+    def __init__(self, engine: Engine, num_microbatches: int) -> None:
+        self.run, self.engine = engine.plan.run, engine
+        self.forward_only = select_forward_backward(engine, engine.plan.validation_actions(num_microbatches))
 
     def __call__(self, batches: Sequence[Batch]) -> tuple[float, int]:
         """(nats per token, tokens) over the microbatches of all ranks."""
         step = _on_device(self.run, self.engine, batches, Normalize.token)
         loss = torch.as_tensor(self.forward_only(step).loss)
         all_reduce(loss, self.engine.groups.world)
-        return float(loss), int(step.valid)
+        found = float(loss), int(step.valid)
+        self.engine.watch.rest()
+        return found
 
 
 def _on_device(run: Run, engine: Engine, batches: Sequence[Batch], normalize: Normalize) -> StepInput:

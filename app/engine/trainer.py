@@ -3,44 +3,58 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 
 import torch
 
-from app.config import Run
 from app.data.feed import Cursor, TrainFeed, ValidationFeed
-from app.engine.build import Engine, build_engine, plan_layout
+from app.engine.attempt import Attempt
+from app.engine.build import Engine, build_engine
 from app.engine.checkpoint import Progress, load_checkpoint, save_checkpoint
 from app.engine.generate import sample_tokens
 from app.engine.groups import create_groups, process_world
 from app.engine.report import Meter, StepReport, Stopwatch, ValidationReport
-from app.engine.run_folder import CHECKPOINTS, create_run_folder, plain
+from app.engine.run_folder import CHECKPOINTS, create_run_folder, describe_run, plain, read_metrics, sole_writer
+from app.engine.signals import STOPPED, StopRequest
 from app.engine.sinks import Console, JsonLines, Sink, Wandb
 from app.engine.start import Data, Start, choose_device, find_start, load_all_data, rank_zero_says
 from app.engine.step import TrainingStep, Validation
 from app.engine.wrap_up import print_opening, sum_up
 from app.optim.lr import lr_at, weight_decay_at
+from app.plan.plan import Plan
 
 
-def train(run: Run, rank: int, local_rank: int) -> None:
-    """Train on this rank from start to end. Raises ConfigError for what only the host, data or a checkpoint can reveal."""
+def train(plan: Plan, rank: int, local_rank: int, attempt: Attempt) -> int:
+    """Train on this rank from start to end; returns the exit code, which is STOPPED when a signal ended it early.
+
+    Raises ConfigError for what only the host, data or a checkpoint can reveal.
+    """
+    run = plan.run
     device = choose_device(run, local_rank)
     if device.type == "cuda":
         torch.cuda.set_device(device)
         torch.cuda.set_stream(torch.cuda.Stream())  # graphs captured later need gradients that were never on the default stream
-    with process_world(rank, run.world_size, device):
-        groups = create_groups(plan_layout(run), rank)
-        start = rank_zero_says(groups, lambda: find_start(run))
+    with process_world(rank, run.world_size, device, attempt.meeting_store(rank, run.world_size)):
+        groups = create_groups(plan.layout, rank)
+        start = rank_zero_says(groups, lambda: find_start(run, attempt.earlier(run.run_dir)))
         data = load_all_data(run, groups, local_rank)
-        engine = build_engine(run, groups, device)
-        Trainer(run, engine, data, start).fit()
+        engine = build_engine(plan, groups, device)
+        trainer = Trainer(engine, data, start)
+        with engine.watch.running():
+            finished = trainer.fit(attempt)
+    if not finished:
+        trainer.request.hand_on()
+    return 0 if finished else STOPPED
 
 
 class Trainer:
     """Owns what changes during a run: progress, data cursor and, through the engine, parameters and moments."""
 
-    def __init__(self, run: Run, engine: Engine, data: Data, start: Start) -> None:
+    def __init__(self, engine: Engine, data: Data, start: Start) -> None:
+        run = engine.plan.run
         self.run, self.engine, self.data, self.start = run, engine, data, start
         self.progress, cursor = Progress(), Cursor()
         if start.checkpoint and start.manifest:
@@ -49,36 +63,61 @@ class Trainer:
         groups, batch = engine.groups, run.train.micro_batch
         self.feed = TrainFeed(data.train, groups.dp_rank, run.dp, batch, run.num_microbatches, cursor)
         self.held_out = ValidationFeed(data.validation, groups.dp_rank, run.dp, batch, run.eval_microbatches)
-        self.training_step = TrainingStep(run, engine)
-        self.validation = Validation(run, engine, len(self.held_out))
-        self.meter = Meter(run, engine, first_step=self.progress.step + 1)
-        self.last_saved = self.progress.step
+        self.request = StopRequest()
+        self.training_step = TrainingStep(engine, self.request)
+        self.validation = Validation(engine, len(self.held_out))
+        self.meter = Meter(engine, first_step=self.progress.step + 1)
+        self.saved: Path | None = None  # checkpoint of the last step taken
+        self.stops = False  # the ranks have agreed to end after the last step taken
 
     @property
     def leads(self) -> bool:
         """Whether this rank writes the run folder."""
         return self.engine.groups.rank == 0
 
-    def fit(self) -> None:
-        """Train to the last step, then validate, sample, save and sum up."""
-        self.run_dir = rank_zero_says(self.engine.groups, lambda: create_run_folder(self.run, self.start.run_dir))
-        if self.leads and self.run.log.console:
-            print_opening(self.run, self.engine, self.run_dir, self.start)
-        with self._sinks() as sinks:
-            validated = None if self.progress.step else self._validate(sinks)
-            watch = Stopwatch()
-            while self.progress.step < self.run.train.steps:
-                report = self.step(watch)
-                for sink in sinks:
-                    sink.step(report)
-                if self._validates_now():
-                    validated = self._validate(sinks)
-                self._save_if_due()
-                if self._validates_now() or self.last_saved == self.progress.step:
-                    watch.lap()  # validation and saving are not part of the next step
-        text = self._sample() if self.run.log.console else None
+    def fit(self, attempt: Attempt) -> bool:
+        """Train to the last step, then validate, sample, save and sum up; False: the ranks were told to stop before that."""
+        with ExitStack() as held:
+            self.run_dir = rank_zero_says(self.engine.groups, lambda: self._open_folder(attempt, held))
+            if self.leads and self.run.log.console:
+                print_opening(self.engine, self.run_dir, self.start)
+            with self.request.listening():
+                with self._sinks() as sinks:
+                    validated = self._train(sinks)
+                self.engine.groups.barrier()  # torchrun ends the other ranks once one has left with an exit code
+            if self.stops:
+                self._say_farewell()
+                return False
+            text = self._sample() if self.run.log.console else None
+            if self.leads:
+                sum_up(self.run, self.run_dir, self.data, validated, text)
+        return True
+
+    def _open_folder(self, attempt: Attempt, held: ExitStack) -> Path:
+        folder = create_run_folder(self.run, self.start.run_dir)
+        held.enter_context(sole_writer(folder))
+        attempt.note(folder)  # before the first file: from here on the folder is known to be ours
+        describe_run(self.engine.plan, folder)
+        return folder
+
+    def _train(self, sinks: Sequence[Sink]) -> ValidationReport | None:
+        """Take the steps; returns the last validation."""
+        validated = self._validate(sinks) if self._owes_validation() else None
+        watch = Stopwatch()
+        while self.progress.step < self.run.train.steps and not self.stops:
+            report = self.step(watch)
+            for sink in sinks:
+                sink.step(report)
+            if self._validates_now() and not self.stops:
+                validated = self._validate(sinks)
+            self._save_if_due()
+            if self._validates_now() or self.saved:
+                watch.lap()  # validation and saving are not part of the next step
+        return validated
+
+    def _say_farewell(self) -> None:
         if self.leads:
-            sum_up(self.run, self.run_dir, self.data, validated, text)
+            print(self.request.farewell(self.progress.step, self.saved), file=sys.stderr, flush=True)
 
     @contextmanager
     def _sinks(self) -> Iterator[Sequence[Sink]]:
@@ -104,6 +143,7 @@ class Trainer:
         lr, decay = lr_at(updates, run.optim, run.decay_steps), weight_decay_at(updates, run.optim, run.decay_steps)
         facts, totals = self.training_step(self.feed.next_step(), lr, decay)
         self.meter.count(totals)
+        self.stops = bool(facts.stop) and self.progress.step + 1 < run.train.steps
         taken, tokens = self.progress.step + 1, self.progress.tokens + self.meter.tokens_per_step
         self.progress = Progress(taken, self.progress.updates + 1 - int(facts.skipped), tokens)
         return self.meter.report(taken, tokens, facts, lr, decay, watch.lap())
@@ -111,6 +151,14 @@ class Trainer:
     def _validates_now(self) -> bool:
         step, interval = self.progress.step, self.run.train.eval_interval
         return step == self.run.train.steps or bool(interval and step % interval == 0)
+
+    def _owes_validation(self) -> bool:
+        """Whether a validation is due now: before the first step, or where the last process stopped instead of validating."""
+        step = self.progress.step
+        if not step or not self._validates_now():
+            return not step
+        rows = rank_zero_says(self.engine.groups, lambda: [row for row in read_metrics(self.run_dir) if row["step"] == step])
+        return any("loss" in row for row in rows) and not any("val_loss" in row for row in rows)
 
     def _validate(self, sinks: Sequence[Sink]) -> ValidationReport:
         report = ValidationReport(self.progress.step, *self.validation(list(self.held_out)))
@@ -120,9 +168,11 @@ class Trainer:
 
     def _save_if_due(self) -> None:
         step, interval = self.progress.step, self.run.checkpoint.interval
-        if interval and (step % interval == 0 or step == self.run.train.steps):
-            save_checkpoint(self.run_dir / CHECKPOINTS, self.engine, self.run, self.progress, self.feed.cursor.state())
-            self.last_saved = step
+        due = interval and (step % interval == 0 or step == self.run.train.steps or self.stops)
+        self.saved = self._save() if due else None
+
+    def _save(self) -> Path:
+        return save_checkpoint(self.run_dir / CHECKPOINTS, self.engine, self.run, self.progress, self.feed.cursor.state())
 
     def _sample(self) -> str | None:
         """Text that continues the first tokens of the validation data; None when none is asked for."""

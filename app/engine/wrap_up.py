@@ -15,17 +15,21 @@ from app.engine.plot import plot_run
 from app.engine.report import ValidationReport
 from app.engine.run_folder import newest_checkpoint
 from app.engine.start import Data, Start
-from app.plan.summary import summary_lines
+from app.plan.summary import memory_line, summary_lines
 
 BASELINE_TOKENS = 20_000_000  # most training tokens that the n-gram models count
 BASELINE_VOCAB = 1024  # larger vocabularies make an n-gram table that says little
 
 
-def print_opening(run: Run, engine: Engine, run_dir: Path, start: Start) -> None:
+def print_opening(engine: Engine, run_dir: Path, start: Start) -> None:
     """The plan of the run, its device, its folder, and what it continues."""
+    run = engine.plan.run
     cpu = f"CPU, threads per process: {torch.get_num_threads()}"
     device = torch.cuda.get_device_name(engine.device) if engine.device.type == "cuda" else cpu
-    rows = [*summary_lines(run), ("device", device), ("folder", str(run_dir))]
+    rows = [*summary_lines(engine.plan), ("device", device), ("folder", str(run_dir))]
+    if engine.device.type == "cuda":
+        memory = torch.cuda.get_device_properties(engine.device).total_memory
+        rows.append(("memory", memory_line(engine.plan, memory)))
     if start.manifest:
         rows.append(("resumed", f"{start.checkpoint}, after step {start.manifest['step']}"))
         rows += [("changed", change) for change in start.changes]
@@ -49,7 +53,7 @@ def sum_up(run: Run, run_dir: Path, data: Data, report: ValidationReport | None,
     for name, value in (rows | baselines).items():
         print(f"  {name:<12}{value:7.3f}")
     print("\nWritten:")
-    paths = [run_dir / name for name in ("config.yaml", "metrics.jsonl", "loss.png", "wandb")]
+    paths = [run_dir / name for name in ("config.yaml", "plan.json", "metrics.jsonl", "loss.png", "wandb")]
     for path in (*paths, newest_checkpoint(run_dir)):
         if path is not None and path.exists():
             print(f"  {path}")

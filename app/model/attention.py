@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from app.config import ModelConfig
-from app.model.layers import AttentionContext, RMSNorm, rotate
+from app.model.deferred import linear
+from app.model.layers import Context, RMSNorm, rotate
 
 ORDERED = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]  # can add in a fixed order
 
@@ -34,12 +35,12 @@ class Attention(nn.Module):
         self.q_norm = RMSNorm(width, model.norm_eps) if model.qk_norm else nn.Identity()
         self.k_norm = RMSNorm(width, model.norm_eps) if model.qk_norm else nn.Identity()
 
-    def forward(self, x_BSD: Tensor, context: AttentionContext) -> Tensor:
+    def forward(self, x_BSD: Tensor, context: Context) -> Tensor:
         """B × S × D -> B × S × D; no residual."""
-        q_BSNH, k_BSGH, v_BSGH = self._heads(F.linear(x_BSD, self.wqkv))
+        q_BSNH, k_BSGH, v_BSGH = self._heads(linear(x_BSD, self.wqkv, context.later))
         q_BSNH, k_BSGH = rotate(self.q_norm(q_BSNH), context), rotate(self.k_norm(k_BSGH), context)
         out_BNSH = attend(q_BSNH.transpose(1, 2), k_BSGH.transpose(1, 2), v_BSGH.transpose(1, 2), context)
-        return F.linear(out_BNSH.transpose(1, 2).flatten(2), self.wo)
+        return linear(out_BNSH.transpose(1, 2).flatten(2), self.wo, context.later)
 
     def _heads(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         grouped = qkv.unflatten(-1, (self.num_kv_heads, self.queries_per_kv + 2, self.width))
@@ -47,7 +48,7 @@ class Attention(nn.Module):
         return q.flatten(2, 3), k.squeeze(3), v.squeeze(3)
 
 
-def attend(q_BNSH: Tensor, k_BGSH: Tensor, v_BGSH: Tensor, context: AttentionContext) -> Tensor:
+def attend(q_BNSH: Tensor, k_BGSH: Tensor, v_BGSH: Tensor, context: Context) -> Tensor:
     """Softmax attention of N query heads over G key/value heads, causal or under the context's mask: B × N × S × H.
 
     On a GPU the fastest kernel (cuDNN's) adds the gradient of the queries with atomics, so that two equal runs drift

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from app.config import ModelConfig
 from app.model.attention import Attention
-from app.model.layers import AttentionContext, Mlp, RMSNorm
+from app.model.layers import Context, Mlp, RMSNorm
 
 
 class PhaseName(Enum):
@@ -63,7 +63,7 @@ def run_phases(phases: Sequence[Phase], values: Mapping[str, Any], keep: Sequenc
 class Layer(nn.Module):
     """Residual decoder layer: an attention phase, then the phases of its `body` (dense or mixture of experts).
 
-    `phases` read and write the values x (B × S × D), context (AttentionContext) and whatever they declare.
+    `phases` read and write the values x (B × S × D), context (Context) and whatever they declare.
     """
 
     def __init__(self, model: ModelConfig, body: nn.Module) -> None:
@@ -74,10 +74,10 @@ class Layer(nn.Module):
         attn = Phase(PhaseName.attn, self._attend, ("x", "context"), ("x",))
         self.phases: tuple[Phase, ...] = (attn, *body.phases)
 
-    def _attend(self, x_BSD: Tensor, context: AttentionContext) -> tuple[Tensor]:
+    def _attend(self, x_BSD: Tensor, context: Context) -> tuple[Tensor]:
         return (x_BSD + self.attn(self.attn_norm(x_BSD), context),)
 
-    def forward(self, x_BSD: Tensor, context: AttentionContext) -> tuple[Tensor, Any]:
+    def forward(self, x_BSD: Tensor, context: Context) -> tuple[Tensor, Any]:
         """B × S × D -> (B × S × D, the router's report or None)."""
         out = run_phases(self.phases, {"x": x_BSD, "context": context}, keep=("x", "routing"))
         return out["x"], out["routing"]
@@ -90,7 +90,7 @@ class DenseBody(nn.Module):
         super().__init__()
         self.norm = RMSNorm(model.hidden_size, model.norm_eps)
         self.mlp = Mlp(model.hidden_size, model.ffn_hidden_size)
-        self.phases = (Phase(PhaseName.mlp, self._feed_forward, ("x",), ("x",)),)
+        self.phases = (Phase(PhaseName.mlp, self._feed_forward, ("x", "context"), ("x",)),)
 
-    def _feed_forward(self, x_BSD: Tensor) -> tuple[Tensor]:
-        return (x_BSD + self.mlp(self.norm(x_BSD)),)
+    def _feed_forward(self, x_BSD: Tensor, context: Context) -> tuple[Tensor]:
+        return (x_BSD + self.mlp(self.norm(x_BSD), context.later),)

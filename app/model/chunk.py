@@ -12,10 +12,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from app.config import ModelConfig
 from app.model.block import Layer
-from app.model.layers import AttentionContext, RMSNorm, attention_context
+from app.model.deferred import WeightQueue, linear
+from app.model.layers import Context, RMSNorm, layer_context
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,32 +43,43 @@ class Chunk(nn.Module):
         super().__init__()
         self.repeatable = repeatable
         self.model = model
-        self.embedding = nn.Parameter(torch.empty(model.vocab_size, model.hidden_size)) if embedding else None
+        self.first, self.last = embedding, head
+        table = embedding or (head and model.tie_embeddings)  # a last stage of its own has a copy of a tied one
+        self.embedding = nn.Parameter(torch.empty(model.vocab_size, model.hidden_size)) if table else None
         self.layers = nn.ModuleDict({str(index): layer for index, layer in layers.items()})
         self.norm = RMSNorm(model.hidden_size, model.norm_eps) if head else None
         untied = head and not model.tie_embeddings
         self.head = nn.Parameter(torch.empty(model.vocab_size, model.hidden_size)) if untied else None
 
-    def context(self, positions_BS: Tensor, documents_BS: Tensor | None) -> AttentionContext:
-        """What the attention layers need besides the hidden states."""
-        return attention_context(positions_BS, documents_BS, self.model.head_width, self.model.rope_theta, self.repeatable)
+    def context(self, positions_BS: Tensor, documents_BS: Tensor | None, later: WeightQueue | None = None) -> Context:
+        """What the layers need besides the hidden states; backward leaves weight gradients in `later` if there is one."""
+        width, theta = self.model.head_width, self.model.rope_theta
+        return layer_context(positions_BS, documents_BS, width, theta, self.repeatable, later)
 
-    def forward(self, x: Tensor, context: AttentionContext) -> ChunkOutput:
-        """Tokens B × S (with an embedding) or hidden states B × S × D -> logits B × S × V (with a head) or hidden states."""
-        if self.embedding is not None:
+    def forward(self, x: Tensor, context: Context, recompute: bool = False) -> ChunkOutput:
+        """Tokens B × S (first stage) or hidden states B × S × D -> logits B × S × V (last stage) or hidden states.
+
+        recompute: only the input of each layer is kept, and backward runs the layer's forward again (Chen et al. 2016).
+        """
+        if self.first:
             x = F.embedding(x, self.embedding)
         routing = []
         for layer in self.layers.values():
-            x, report = layer(x, context)
+            x, report = recomputed(layer, x, context) if recompute else layer(x, context)
             if report is not None:
                 routing.append(report)
-        return ChunkOutput(self._logits(x), tuple(routing))
+        return ChunkOutput(self._logits(x, context), tuple(routing))
 
-    def _logits(self, x_BSD: Tensor) -> Tensor:
+    def _logits(self, x_BSD: Tensor, context: Context) -> Tensor:
         if self.norm is None:
             return x_BSD
         weight_VD = self.embedding if self.head is None else self.head
-        return F.linear(self.norm(x_BSD), weight_VD)
+        return linear(self.norm(x_BSD), weight_VD, context.later)
+
+
+def recomputed(layer: Layer, x_BSD: Tensor, context: Context) -> tuple[Tensor, Any]:
+    """The layer, of whose forward nothing but the input is kept; nothing in it is drawn at random."""
+    return checkpoint(layer, x_BSD, context, use_reentrant=False, preserve_rng_state=False)
 
 
 def summed_loss(logits_BSV: Tensor, labels_BS: Tensor) -> Tensor:

@@ -18,7 +18,8 @@ from torch import Tensor, nn
 
 from app.config import ModelConfig, MoEConfig
 from app.model.block import Phase, PhaseName
-from app.model.layers import Mlp, RMSNorm
+from app.model.deferred import WeightQueue
+from app.model.layers import Context, Mlp, RMSNorm
 from app.moe.experts import grouped_swiglu
 from app.moe.router import aux_loss, aux_routing, choose, z_loss
 
@@ -93,9 +94,9 @@ class Experts(nn.Module):
         self.w_up = nn.Parameter(torch.empty(count, hidden, 2 * ffn))
         self.w_down = nn.Parameter(torch.empty(count, ffn, hidden))
 
-    def forward(self, rows_RD: Tensor, ends_E: Tensor) -> Tensor:
+    def forward(self, rows_RD: Tensor, ends_E: Tensor, later: WeightQueue | None = None) -> Tensor:
         """Rows grouped by expert -> R × D."""
-        return grouped_swiglu(rows_RD, self.w_up, self.w_down, ends_E)
+        return grouped_swiglu(rows_RD, self.w_up, self.w_down, ends_E, later)
 
 
 class MoEBody(nn.Module):
@@ -117,7 +118,7 @@ class MoEBody(nn.Module):
 
     def _phase_list(self) -> tuple[Phase, ...]:
         name, dispatcher = PhaseName, self.dispatcher
-        shared = (Phase(name.shared, self._shared, ("h",), ("shared",)),) if self.shared is not None else ()
+        shared = (Phase(name.shared, self._shared, ("h", "context"), ("shared",)),) if self.shared is not None else ()
         finish_inputs = ("x", "y", "shared") if shared else ("x", "y")
         return (
             Phase(name.norm, lambda x: (self.norm(x),), ("x",), ("h",)),
@@ -125,7 +126,7 @@ class MoEBody(nn.Module):
             Phase(name.route, lambda h: self.router(h.flatten(0, -2)), ("h",), ("probs", "chosen", "routing")),
             Phase(name.preprocess, self._preprocess, ("chosen",), ("record",), dispatcher.host_sync),
             Phase(name.dispatch, lambda h, r: (dispatcher.dispatch(h.flatten(0, -2), r),), ("h", "record"), ("rows",)),
-            Phase(name.experts, lambda rows, r: (self.experts(rows, r.ends_E),), ("rows", "record"), ("rows",)),
+            Phase(name.experts, self._experts, ("rows", "record", "context"), ("rows",)),
             Phase(name.combine, lambda rows, p, r: (dispatcher.combine(rows, p, r),), ("rows", "probs", "record"), ("y",)),
             Phase(name.finish, self._finish, finish_inputs, ("x",)),
         )
@@ -134,9 +135,12 @@ class MoEBody(nn.Module):
     def _preprocess(self, experts_TK: Tensor) -> tuple[Any]:
         return (self.dispatcher.preprocess(experts_TK),)
 
-    def _shared(self, h: Tensor) -> tuple[Tensor]:
+    def _experts(self, rows_RD: Tensor, record: Any, context: Context) -> tuple[Tensor]:
+        return (self.experts(rows_RD, record.ends_E, context.later),)
+
+    def _shared(self, h: Tensor, context: Context) -> tuple[Tensor]:
         assert self.shared is not None
-        out = self.shared(h)
+        out = self.shared(h, context.later)
         return (out if self.shared_gate is None else F.linear(h, self.shared_gate).sigmoid() * out,)
 
     def _finish(self, x_BSD: Tensor, y_TD: Tensor, shared_BSD: Tensor | None = None) -> tuple[Tensor]:

@@ -59,6 +59,12 @@ class AdamShard:
                 views = (flat[slice(*part.local)] for flat in (self.main, self.grad, self.exp_avg, self.exp_avg_sq))
                 yield Piece(spec, part.param[0], *views, step=torch.zeros((), device=self.main.device))
 
+    def counted_grads(self) -> list[Tensor]:
+        """The gradient parts that count in norms, as few as there can be."""
+        if all(spec.counted for spec in self.buffer.specs):
+            return [self.grad]
+        return [piece.grad for piece in self.pieces if piece.spec.counted]
+
     def update(self, config: OptimConfig, lr: float, weight_decay: float, grad_divisor: Tensor, skip: Tensor) -> None:
         """One AdamW step with gradients divided by `grad_divisor`; nothing changes where `skip` is 1 (fp32 scalars)."""
         for decays in (True, False):

@@ -11,9 +11,10 @@ import torch
 
 from app.choices import Dtype
 from app.config import ModelConfig, PrecisionConfig, Run
-from app.engine.build import Engine, build_engine, plan_layout
+from app.engine.build import Engine, build_engine
 from app.engine.groups import create_groups, process_world
 from app.engine.step import TrainingStep
+from app.plan.plan import Plan
 from tests.runs import TINY, batches_of, make_run
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -31,7 +32,7 @@ def losses(run: Run, device: str, steps: int = 5) -> list[float]:
     seen = []
     with process_world(0, 1, torch.device(device)):
         engine = engine_on(run, device)
-        step = TrainingStep(run, engine)
+        step = TrainingStep(engine)
         for n in range(steps):
             facts, _ = step(batches_of(run, n, 0), run.optim.lr, run.optim.weight_decay)
             seen += [facts.loss, facts.norm_sq]
@@ -40,7 +41,8 @@ def losses(run: Run, device: str, steps: int = 5) -> list[float]:
 
 def engine_on(run: Run, device: str) -> Engine:
     """An engine whose weights are those of the CPU's generator, on any device."""
-    engine = build_engine(run, create_groups(plan_layout(run), 0), torch.device(device))
+    plan = Plan(run)
+    engine = build_engine(plan, create_groups(plan.layout, 0), torch.device(device))
     generator = torch.Generator().manual_seed(0)
     for piece in engine.optimizer.pieces():
         piece.main.copy_(torch.randn(piece.main.shape, generator=generator) * 0.05 + (not piece.spec.decay))
@@ -64,7 +66,7 @@ def test_bf16_repeats_bit_for_bit(model: ModelConfig, side_stream: None):
 def test_one_host_wait_per_step(model: ModelConfig, side_stream: None):
     run = make_run(model, precision=PrecisionConfig(Dtype.bfloat16))
     with process_world(0, 1, torch.device("cuda:0")):
-        step = TrainingStep(run, engine_on(run, "cuda:0"))
+        step = TrainingStep(engine_on(run, "cuda:0"))
         step(batches_of(run, 0, 0), run.optim.lr, 0.1)
         with warnings.catch_warnings(record=True) as waits:
             warnings.simplefilter("always")

@@ -32,7 +32,7 @@ def test_losses_are_what_they_were(name: str):
 def biases_around_a_skipped_step(rank: int, model: ModelConfig) -> list[torch.Tensor]:
     run = make_run(model)
     engine = engine_of(run, rank)
-    step, seen = TrainingStep(run, engine), []
+    step, seen = TrainingStep(engine), []
     for poison in (0.0, float("nan"), 0.0):
         engine.chunks[0].norm.weight.data[0] += poison
         step(batches_of(run, 0, 0), run.optim.lr, 0.1)

@@ -17,10 +17,12 @@ from torch import Tensor, nn
 from app.choices import Dtype
 from app.compat import all_reduce
 from app.config import OptimConfig, ParallelConfig, PrecisionConfig
+from app.engine.build import DTYPES
 from app.engine.groups import Groups, create_groups
-from app.optim.buffers import ALIGN, ParamSpec
+from app.optim.buffers import ParamSpec
 from app.optim.distributed import DistributedOptimizer
 from app.plan.layout import ParallelLayout
+from app.plan.parameters import ALIGN, ChunkBuffers, Parameter, chunk_buffers
 from app.plan.shards import buffer_layout
 from tests.distributed import run_distributed
 from tests.runs import TINY, engine_of, make_run
@@ -121,11 +123,21 @@ def one_step(
     return norm_sq.sqrt().item(), optimizer.step(case.lr(step), case.config.weight_decay, norm_sq.sqrt()).item()
 
 
+def buffers_of(chunks: list[list[ParamSpec]], groups: Groups) -> list[ChunkBuffers]:
+    """Where the parameters of every chunk lie."""
+    listed = [[Parameter(s.name, tuple(s.param.shape), s.expert) for s in specs] for specs in chunks]
+    return [chunk_buffers(parameters, groups.layout) for parameters in listed]
+
+
+def optimizer_of(chunks: list[list[ParamSpec]], groups: Groups, **config: Any) -> DistributedOptimizer:
+    return DistributedOptimizer(chunks, buffers_of(chunks, groups), OptimConfig(**config), groups.dp, groups.edp)
+
+
 def train(rank: int, case: Case) -> dict[str, Any]:
     """Parameters of this rank by name, its pieces of the fp32 ones, and what every step said."""
     groups = create_groups(case.layout(), rank)
     specs = [list(make_specs(case, chunk, groups.ep_rank)) for chunk in range(2)]
-    optimizer = DistributedOptimizer(specs, case.config, groups.dp, groups.edp)
+    optimizer = DistributedOptimizer(specs, buffers_of(specs, groups), case.config, groups.dp, groups.edp)
     said, changed = [], []
     for step in range(case.steps):
         before = states_of(optimizer)
@@ -230,7 +242,7 @@ def one_matrix(rank: int, dtype: torch.dtype, gradients: list[float], lr: float)
     """A matrix of ones after one update per gradient: (value after each, fp32 value, gradient sum of one more step)."""
     groups = create_groups(ParallelLayout(1), rank)
     spec = ParamSpec("w", nn.Parameter(torch.ones(2, 2, dtype=dtype)), False, True)
-    optimizer, values = DistributedOptimizer([[spec]], OptimConfig(), groups.dp, groups.edp), []
+    optimizer, values = optimizer_of([[spec]], groups), []
     for gradient in gradients:
         optimizer.zero_grad()
         (spec.param * gradient).sum().backward()
@@ -297,7 +309,7 @@ def memory(rank: int, run: Any) -> list[dict[str, Any]]:
     return found
 
 
-@pytest.mark.parametrize("params", list(Dtype), ids=lambda d: d.value)
+@pytest.mark.parametrize("params", list(DTYPES), ids=lambda d: d.value)
 @pytest.mark.parametrize(("world", "ep"), [(1, 1), (2, 1), (4, 1), (4, 2), (4, 4)])
 def test_memory_is_that_of_the_plan(world: int, ep: int, params: Dtype):
     run = make_run(parallel=ParallelConfig(world_size=world, dp=world, ep=ep), precision=PrecisionConfig(params))
@@ -341,7 +353,7 @@ def golden_run(rank: int, case: dict[str, Any]) -> list[dict[str, Any]]:
     if spec["dtype"] == "fp32" and not spec.get("distopt", True):  # elsewhere the groups hold copies without names
         assert [[s.name for s in specs if s.decay == decays] for decays in (True, False)] == case["param_group_names"]
     groups = create_groups(ParallelLayout(world), rank)
-    optimizer, seen = DistributedOptimizer([specs], OptimConfig(clip_norm=spec["clip"]), groups.dp, groups.edp), []
+    optimizer, seen = optimizer_of([specs], groups, clip_norm=spec["clip"]), []
     for data in case["data"]:
         x, y = (torch.tensor(part) for part in data[rank])
         optimizer.zero_grad()

@@ -7,10 +7,11 @@ from torch import Tensor
 
 from app.choices import Dtype
 from app.config import ModelConfig, ParallelConfig, PrecisionConfig
-from app.engine.build import build_chunks, parameter_specs, plan_layout
+from app.engine.build import build_chunks, parameter_specs
 from app.engine.groups import Groups
 from app.model.chunk import Chunk, ChunkOutput, summed_loss
 from app.model.init import init_weights
+from app.plan.select import select_layout
 from app.plan.stages import plan_stages
 from tests.runs import make_run
 
@@ -20,8 +21,8 @@ def make_chunks(
 ) -> tuple[Chunk, ...]:
     """The `vpp` chunks that `rank` of `ep` expert-parallel ranks holds; they compute without communication only for ep=1."""
     run = make_run(model, parallel=ParallelConfig(world_size=ep, dp=ep, ep=ep), precision=PrecisionConfig(params))
-    nobody = {name: None for name in ("host", "world", "data", "dp", "edp", "ep")}
-    groups = Groups(layout=plan_layout(run), rank=rank, **nobody)
+    nobody = {name: None for name in ("host", "world", "data", "dp", "edp", "ep", "pp", "stages", "embedding")}
+    groups = Groups(layout=select_layout(run), rank=rank, **nobody)
     chunks = build_chunks(run, plan_stages(model.num_layers, 1, vpp), groups, torch.device("cpu"))
     for chunk in chunks:
         init_weights(((spec.name, spec.param, spec.first_expert) for spec in parameter_specs(chunk)), model, seed)

@@ -17,7 +17,7 @@ from app.config import ModelConfig, MoEConfig
 from app.model.block import Layer, Phase, PhaseName, run_phases
 from app.model.chunk import summed_loss
 from app.model.init import init_weights
-from app.model.layers import attention_context, document_mask, rotate
+from app.model.layers import document_mask, layer_context, rotate
 from app.moe.dispatch import AllToAllDispatcher
 from tests.runs import TINY
 from tests.tensors.models import draw_tokens, forward, make_chunk, make_chunks, mean_loss
@@ -92,7 +92,7 @@ def test_document_mask_entry_by_entry():
 def test_rotation_turns_pairs_by_position_times_frequency():
     width, theta, positions = 12, 500.0, torch.tensor([[0, 1, 7, 300]])
     x = torch.randn(1, 4, 2, width, generator=torch.Generator().manual_seed(0))
-    turned = rotate(x, attention_context(positions, None, width, theta))
+    turned = rotate(x, layer_context(positions, None, width, theta))
     frequency = theta ** -(torch.arange(width // 2, dtype=torch.float64) * 2 / width)
     angle = positions[0, :, None, None] * frequency
     exact = torch.complex(*x.double().chunk(2, dim=-1)) * torch.polar(torch.ones_like(angle), angle)
@@ -103,7 +103,7 @@ def test_scores_depend_on_relative_positions_only():
     random, width = torch.Generator().manual_seed(0), 16
     query, key = (torch.randn(1, 1, 1, width, generator=random).expand(1, 40, 1, width) for _ in range(2))
     positions = torch.arange(40)[None]
-    turned = (rotate(x, attention_context(positions, None, width, 100.0))[0, :, 0] for x in (query, key))
+    turned = (rotate(x, layer_context(positions, None, width, 100.0))[0, :, 0] for x in (query, key))
     scores = torch.einsum("qh,kh->qk", *turned)
     for distance in range(-39, 40):
         diagonal = scores.diagonal(distance)
@@ -231,7 +231,7 @@ def test_phases_are_in_order_and_read_only_what_is_there(model: ModelConfig, nam
 def test_a_layer_cut_anywhere_computes_the_same(model: ModelConfig, names: list[str]):
     layer = layers_of(dataclasses.replace(model, init_std=0.4))[-1]
     x = torch.randn(2, LENGTH, model.hidden_size, generator=torch.Generator().manual_seed(0))
-    context = attention_context(torch.arange(LENGTH)[None], None, model.head_width, model.rope_theta)
+    context = layer_context(torch.arange(LENGTH)[None], None, model.head_width, model.rope_theta)
     whole, _ = layer(x, context)
     for cut in range(1, len(names)):
         first, second = layer.phases[:cut], layer.phases[cut:]

@@ -1,0 +1,103 @@
+"""torchrun that keeps exit codes: `python -m app.cli.torchrun`, with torchrun's own arguments.
+
+torchrun ends with 1 whatever its ranks ended with, below a page about it. This ends with the exit code of the rank that
+failed first, and says so in a line unless the rank has said what happened itself. SIGTERM and SIGUSR1 go to the ranks, which
+have the time they need to save. A mistake or a stop is final: `--max-restarts` is for ranks that die.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from types import FrameType
+from typing import Any
+
+import torch.distributed.launcher.api as launcher
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from torch.distributed.run import parse_args, run
+
+SAID = (2, os.EX_TEMPFAIL, 130)  # a mistake, a stop, Ctrl-C: train.py has explained them
+PASSED_ON = (signal.SIGTERM, signal.SIGUSR1)
+
+
+class Agent(LocalElasticAgent):
+    """torch's agent of one host, for ranks whose exit codes mean something."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        for number in PASSED_ON:
+            signal.signal(number, self._pass_on)
+
+    def _pass_on(self, number: int, frame: FrameType | None) -> None:
+        if self._pcontext is None:  # no ranks yet
+            sys.exit(os.EX_TEMPFAIL)
+        for pid in self._pcontext.pids().values():
+            with suppress(ProcessLookupError):
+                os.kill(pid, number)
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        result = super()._monitor_workers(worker_group)
+        if result.is_failed():
+            error = ChildFailedError("", result.failures)
+            if error.get_first_failure()[1].exitcode in SAID:
+                self._remaining_restarts = 0
+            elif self._remaining_restarts:
+                _say(f"{_ended(error)}; starting the ranks again")
+        return result
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run torchrun; returns the exit code."""
+    options = parse_args(list(arguments))
+    options.signals_to_handle = "SIGINT,SIGHUP,SIGQUIT"  # the others are the agent's
+    launcher.LocalElasticAgent = Agent
+    logging.disable(logging.ERROR)  # what torchrun has to say about a rank that failed is said here
+    try:
+        run(options)
+    except ChildFailedError as error:
+        code = error.get_first_failure()[1].exitcode
+        if code not in SAID:
+            _say(_ended(error))
+        return code if code > 0 else 128 - code
+    except SignalException as error:
+        return 128 + error.sigval
+    except Exception as error:
+        _say(_explain(error, options.rdzv_endpoint or f"{options.master_addr}:{options.master_port}"))
+        return 2
+    return 0
+
+
+def _say(text: str) -> None:
+    print(f"torchrun: {text}", file=sys.stderr, flush=True)
+
+
+def _ended(error: ChildFailedError) -> str:
+    rank, failure = error.get_first_failure()
+    return f"rank {rank} (process {failure.pid}) {_how(failure)}"
+
+
+def _how(failure: ProcessFailure) -> str:
+    return f"ended with exit code {failure.exitcode}" if failure.exitcode > 0 else f"was ended by {failure.signal_name()}"
+
+
+def _explain(error: BaseException, endpoint: str) -> str:
+    if any("EADDRINUSE" in str(cause) for cause in _causes(error)):
+        return f"{endpoint}: another program has this port; choose another one, or --standalone on one host"
+    return f"{endpoint}: {[str(cause) for cause in _causes(error)][-1].splitlines()[0]}"
+
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    while error is not None:
+        yield error
+        error = error.__cause__
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

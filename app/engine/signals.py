@@ -1,0 +1,61 @@
+"""Being told to stop: a signal ends a run after the step that it meets, with a checkpoint and exit code 75.
+
+A signal reaches the ranks it was sent to. They agree on it in the all-reduce at the end of every step, so that all of them
+stop after the same one.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+
+STOPPED = os.EX_TEMPFAIL  # exit code 75: ended early, but the same command with resume=auto goes on
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)  # the last is what submitit has SLURM send
+REPEAT_S = 3.0  # signals closer than this are one request: launchers pass on what the ranks have had from elsewhere
+
+
+class StopRequest:
+    """Whether this rank has been told to stop."""
+
+    def __init__(self) -> None:
+        self.signal: signal.Signals | None = None
+        self._first = 0.0  # seconds, monotonic
+
+    @contextmanager
+    def listening(self) -> Iterator[None]:
+        """Take the stop signals for the length of the block; outside they end the process, as there is nothing to save.
+
+        Processes forked within the block would listen too, instead of ending when they are told to.
+        """
+        self._before = {number: signal.signal(number, self._take) for number in STOP_SIGNALS}
+        try:
+            yield
+        finally:
+            for number, handler in self._before.items():
+                signal.signal(number, handler or signal.SIG_DFL)
+
+    def _take(self, number: int, frame: FrameType | None) -> None:
+        now = time.monotonic()
+        if self.signal is None:
+            self.signal, self._first = signal.Signals(number), now
+        elif now - self._first > REPEAT_S:
+            os._exit(STOPPED)  # told again: at once
+
+    def hand_on(self) -> None:
+        """Call whoever took the signal before us: submitit's handler puts its job back into the queue."""
+        handler = self._before[self.signal] if self.signal else None
+        if callable(handler):
+            handler(self.signal, None)
+
+    def farewell(self, step: int, saved: Path | None) -> str:
+        """What happened, and how to go on, in one line."""
+        by = self.signal.name if self.signal else "a signal to another rank"
+        if saved is None:
+            return f"train.py: stopped by {by} after step {step}; nothing was saved (checkpoint.interval=0)"
+        resume = f"run_dir={saved.parent.parent} resume=auto"
+        return f"train.py: stopped by {by} after step {step}, saved {saved}; to go on: the same command with {resume}"

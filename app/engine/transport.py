@@ -1,0 +1,50 @@
+"""Sends and receives between pipeline ranks: what an Exchange starts and a Wait ends."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+
+import torch.distributed as dist
+from torch import Tensor
+
+from app.plan.schedule import Op
+
+SHOWN = 4  # unfinished operations named at most
+
+
+@dataclass(slots=True)
+class Transport:
+    """This rank's way to its neighbours in the pipeline; what moves has one shape, known beforehand."""
+
+    group: dist.ProcessGroup
+    ranks: Sequence[int]  # pipeline rank -> global rank
+    batched: bool = True  # all operations of an exchange as one; otherwise one by one
+    works: dict[Op, dist.Work] = field(default_factory=dict)  # not yet waited for
+    moving: dict[Op, dist.Work] = field(default_factory=dict)  # of this step, waited for or not: NCCL's waits return early
+
+    def post(self, tensors: Mapping[Op, Tensor]) -> None:
+        """Start moving: each operation's tensor is sent, or filled with what arrives, until it has been waited for."""
+        kinds = {True: dist.isend, False: dist.irecv}
+        p2p = [dist.P2POp(kinds[op.send], tensor, self.ranks[op.peer], self.group) for op, tensor in tensors.items()]
+        works = dist.batch_isend_irecv(p2p) if self.batched else [each.op(each.tensor, each.peer, self.group) for each in p2p]
+        if len(works) == 1:  # NCCL has one for the whole batch
+            works = works * len(p2p)
+        self.works.update(zip(tensors, works, strict=True))
+        self.moving.update(zip(tensors, works, strict=True))
+
+    def wait(self, ops: Sequence[Op]) -> None:
+        """Until these operations are done (NCCL: the current stream waits, not the host)."""
+        for op in ops:
+            self.works.pop(op).wait()
+
+    def unfinished(self) -> str:
+        """The oldest operations of the step that are not done, in words."""
+        left = (op for op, work in self.moving.items() if not work.is_completed())
+        return ", ".join(f"{op} ({'to' if op.send else 'from'} rank {self.ranks[op.peer]})" for op in islice(left, SHOWN))
+
+    def forget(self) -> None:
+        """A step is over."""
+        assert not self.works, f"never waited for: {', '.join(map(str, self.works))}"
+        self.moving.clear()

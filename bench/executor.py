@@ -1,0 +1,120 @@
+"""What the executor costs per action: a step of a model that does next to nothing, against the same calls by hand.
+
+    python bench/executor.py [--rounds 200]
+
+Both run in turn in one process on one thread; prints the median and quartiles of the difference per action, in µs, and
+writes bench/results/executor.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from app.data.feed import Batch
+from app.engine.data_feed import StepInput
+from app.engine.executor import execute
+from app.engine.flight import Stages
+from app.engine.transport import Transport
+from app.engine.watch import Watch
+from app.model.chunk import ChunkOutput, summed_loss
+from app.plan.lowering import lower_all
+from app.plan.schedule import build_schedule
+
+ROOT = Path(__file__).resolve().parent.parent
+MICROBATCHES, VOCAB = 64, 8
+
+
+class Tiny(nn.Module):
+    """First and last stage at once: one weight per token."""
+
+    first = last = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(VOCAB))
+
+    def context(self, *_: Any) -> None:
+        """None is needed."""
+
+    def forward(self, tokens_BS: Tensor, context: None, recompute: bool = False) -> ChunkOutput:
+        """B × S -> logits B × S × V."""
+        return ChunkOutput(tokens_BS[..., None].float() * self.weight, ())
+
+
+class NoParameters:
+    """An optimizer with nothing to send."""
+
+    def gather_params(self, chunk: int) -> None:
+        """Nothing."""
+
+    def reduce_grads(self, chunk: int) -> None:
+        """Nothing."""
+
+    def add_grad(self, param: nn.Parameter, grad: Tensor) -> None:
+        """Nothing."""
+
+
+def main() -> None:
+    """Measure, print, save."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=200)
+    rounds = parser.parse_args().rounds
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    (actions,) = lower_all(build_schedule("none", 1, MICROBATCHES))
+    tiny, step = Tiny(), step_input()
+    stages = Stages((tiny,), {}, {}, torch.Size(()), torch.float32, torch.device("cpu"))
+    transport, watch = Transport(dist.group.WORLD, [0]), Watch(0, 60.0)
+    engine = partial(execute, actions, stages, NoParameters(), transport, watch, step)
+    plain = partial(by_hand, tiny, step)
+    times = [(seconds(engine), seconds(plain)) for _ in range(rounds)]
+    dist.destroy_process_group()
+    per_action = [(ours - theirs) / len(actions) * 1e6 for ours, theirs in times]
+    low, _, high = statistics.quantiles(per_action, n=4)
+    result = {
+        "us_per_action": round(statistics.median(per_action), 2),
+        "quartiles": [round(low, 2), round(high, 2)],
+        "ratio_to_by_hand": round(statistics.median(ours / theirs for ours, theirs in times), 3),
+        "actions": len(actions),
+        "torch": torch.__version__,
+    }
+    (ROOT / "bench" / "results" / "executor.json").write_text(json.dumps(result, indent=1) + "\n")
+    print(json.dumps(result))
+
+
+def step_input() -> StepInput:
+    """Microbatches of one sequence of four tokens."""
+    tokens = torch.ones(1, 4, dtype=torch.int64)
+    batch = Batch(tokens, tokens, tokens, None)
+    return StepInput((batch,) * MICROBATCHES, torch.ones(MICROBATCHES), 1.0, torch.tensor(4 * MICROBATCHES))
+
+
+def by_hand(tiny: Tiny, step: StepInput) -> Tensor:
+    """The same forwards, losses and backwards in a loop."""
+    total = torch.zeros(())
+    for batch, weight in zip(step.batches, step.loss_weights_M, strict=True):
+        loss = summed_loss(tiny(batch.tokens_BS, None).x, batch.labels_BS) * weight
+        total = total + loss.detach()
+        loss.backward()
+    return total
+
+
+def seconds(work: Any) -> float:
+    """Wall time of one call."""
+    began = time.perf_counter()
+    work()
+    return time.perf_counter() - began
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,147 @@
+"""A pipeline on several GPUs: the same losses as one, its step time, and how much of its exchanges runs beside compute.
+
+    python bench/pipeline.py --save one.json [overrides …]                                      one GPU
+    torchrun --nproc-per-node 2 bench/pipeline.py --against one.json parallel.pp=2 [overrides …]
+
+Trains on the same few batches of random tokens again and again, so that losses fall and both see the same. --delay S holds
+rank 0 up for a random time of at most S seconds before every tenth exchange, as a slow neighbour would. Rank 0 prints one
+line of JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from app.cli.compose import load_overrides
+from app.cli.launch import Launch
+from app.config import Run
+from app.data.feed import Batch
+from app.engine.build import Engine, build_engine
+from app.engine.groups import create_groups, process_world
+from app.engine.step import TrainingStep
+from app.plan.plan import Plan
+
+KINDS = 4  # different batches
+SLOW = 10  # exchanges between two delays
+
+
+def main() -> None:
+    """Train, compare, print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--delay", type=float, default=0.0, help="longest delay of rank 0, seconds")
+    parser.add_argument("--save", type=Path, help="write the losses there")
+    parser.add_argument("--against", type=Path, help="losses to compare with")
+    args, overrides = parser.parse_known_args()
+    launch = Launch.from_environment(os.environ)
+    device = torch.device("cuda", launch.local_rank)
+    torch.cuda.set_device(device)
+    torch.cuda.set_stream(torch.cuda.Stream())
+    plan = Plan(load_overrides(overrides, launch.world_size))
+    with process_world(launch.rank, plan.run.world_size, device):
+        engine = build_engine(plan, create_groups(plan.layout, launch.rank), device)
+        with engine.watch.running():
+            result = measure(engine, args.steps, args.delay if launch.rank == 0 else 0.0)
+    if args.save and launch.rank == 0:
+        args.save.write_text(json.dumps(result["losses"]))
+    if args.against:
+        before = json.loads(args.against.read_text())
+        apart = [abs(a - b) for a, b in zip(result["losses"], before, strict=False)]
+        result["loss_differences"] = {"first": apart[0], "of three": max(apart[:3]), "of all": max(apart)}
+    if launch.rank == 0:
+        result["losses"] = [result["losses"][0], result["losses"][-1]]
+        print(json.dumps({"overrides": overrides, "delay": args.delay, "torch": torch.__version__, **result}))
+
+
+def measure(engine: Engine, steps: int, delay: float) -> dict[str, Any]:
+    """Losses, step times after the first five, memory of this rank, and overlap of one traced step."""
+    run, step = engine.plan.run, TrainingStep(engine)
+    if delay:
+        hold_up(engine, delay)
+    losses, times = [], []
+    for n in range(steps):
+        began = time.perf_counter()
+        facts, _ = step(batches_of(run, n % KINDS, engine.groups.dp_rank), run.optim.lr, run.optim.weight_decay)
+        times.append(time.perf_counter() - began)
+        losses.append(facts.loss)
+    peak = torch.cuda.max_memory_allocated()
+    for _ in range(2):  # the first trace starts slowly
+        with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as profiler:
+            step(batches_of(run, 0, engine.groups.dp_rank), run.optim.lr, run.optim.weight_decay)
+            torch.cuda.synchronize()
+    planned = engine.plan.memory[engine.groups.pp_rank].allocated
+    return {
+        "losses": losses,
+        "step_ms": round(statistics.median(times[5:]) * 1e3, 2),
+        "step_ms_quartiles": [round(value * 1e3, 2) for value in statistics.quantiles(times[5:], n=4)[::2]],
+        "peak_gib": round(peak / 2**30, 3),
+        "planned_gib": round(planned / 2**30, 3),
+        **overlap(profiler),
+    }
+
+
+def hold_up(engine: Engine, delay: float) -> None:
+    """Make every SLOW-th exchange of this rank late."""
+    post, draw, count = engine.transport.post, random.Random(1), iter(range(10**9))
+
+    def late(tensors: Any) -> None:
+        if next(count) % SLOW == 0:
+            time.sleep(draw.uniform(0, delay))
+        post(tensors)
+
+    type(engine.transport).post = lambda self, tensors: late(tensors)
+
+
+def overlap(profiler: profile) -> dict[str, float]:
+    """Time of send and receive kernels on this rank in a step, and the share of it in which other kernels run."""
+    events = [e for e in profiler.events() if e.device_type == torch.autograd.DeviceType.CUDA]
+    spans = {
+        kind: sorted((e.time_range.start, e.time_range.end) for e in events if ("SendRecv" in e.name) == kind)
+        for kind in (True, False)
+    }
+    busy = merged(spans[False])
+    total = sum(end - start for start, end in spans[True])
+    beside = sum(max(0, min(end, stop) - max(start, begin)) for start, end in spans[True] for begin, stop in busy)
+    return {"exchange_ms": round(total / 1e3, 2), "beside_compute": round(beside / total, 3) if total else 0.0}
+
+
+def times(event: Any) -> tuple[float, float]:
+    """Start and end, µs."""
+    return event.time_range.start, event.time_range.end
+
+
+def merged(spans: list[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Overlapping spans as one."""
+    result: list[tuple[float, float]] = []
+    for start, end in spans:
+        if result and start <= result[-1][1]:
+            result[-1] = result[-1][0], max(result[-1][1], end)
+        else:
+            result.append((start, end))
+    return result
+
+
+def batches_of(run: Run, kind: int, dp_rank: int) -> list[Batch]:
+    """This replica's microbatches of one step; over all replicas the same for every layout."""
+    size, length = run.train.micro_batch, run.train.seq_len
+    positions = torch.arange(length).expand(size, length)
+    found = []
+    for mb in range(run.num_microbatches):
+        generator = torch.Generator().manual_seed(1000 * kind + mb * run.dp + dp_rank)
+        rows = torch.randint(0, run.model.vocab_size, (size, length + 1), generator=generator)
+        found.append(Batch(rows[:, :-1].contiguous(), rows[:, 1:].contiguous(), positions, None))
+    return found
+
+
+if __name__ == "__main__":
+    main()

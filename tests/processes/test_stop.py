@@ -1,0 +1,326 @@
+"""Being told to stop, dying and going on: no token is lost or seen twice, and the numbers are those of a run left alone."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import multiprocessing
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from app.cli import torchrun
+from app.config import Run
+from app.engine import attempt as attempts
+from app.engine import signals
+from app.engine.attempt import Attempt
+from app.engine.run_folder import complete_checkpoints, create_run_folder, newest_checkpoint, read_metrics, sole_writer
+from app.engine.signals import STOPPED, StopRequest
+from app.engine.start import find_start
+from app.errors import ConfigError
+from tests.distributed import run_distributed
+from tests.training import LONG, ROOT, Seen, composed, corpus_in, losses, train_rank, wait_for
+
+TIMED = {"step_ms", "tokens_per_s", "tokens_per_s_per_gpu", "tflops_per_gpu", "memory_allocated_gib", "memory_peak_gib"}
+LAYOUTS = {"single": (1, ()), "dp2": (2, ("parallel.dp=2",)), "ep2": (2, ("parallel.ep=2",))}
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
+    return corpus_in(tmp_path_factory.mktemp("corpus"))
+
+
+def untimed(folder: Path) -> list[dict[str, Any]]:
+    return [{key: value for key, value in row.items() if key not in TIMED} for row in read_metrics(folder)]
+
+
+@pytest.mark.parametrize(("layout", "told_at"), [("single", {0: 3}), ("dp2", {1: 5}), ("ep2", {0: 7, 1: 7})])
+def test_no_token_is_lost_or_repeated(corpus: tuple[str, ...], tmp_path: Path, layout: str, told_at: dict[int, int]):
+    """Step 5 is one with a validation, which the resumed run makes up for; in ep2 both ranks are told at once."""
+    world_size, overrides = LAYOUTS[layout]
+    stop = next(iter(told_at.values()))
+
+    def ranks(folder: str, resume: str, told_at: dict[int, int]) -> list[tuple[bool, Seen]]:
+        settings = (*corpus, *overrides, "train.steps=12", f"run_dir={tmp_path}/{folder}", f"resume={resume}")
+        return run_distributed(train_rank, world_size, composed(settings, world_size), told_at)
+
+    whole = ranks("whole", "null", {})
+    stopped, resumed = ranks("part", "null", told_at), ranks("part", "auto", {})
+    assert [finished for finished, _ in (*whole, *stopped, *resumed)] == (
+        [True] * world_size + [False] * world_size + [True] * world_size
+    )
+    assert [len(seen) for _, seen in stopped] == [stop] * world_size, "the ranks agree on the step"
+    assert [seen for _, seen in whole] == [before + after for (_, before), (_, after) in zip(stopped, resumed, strict=True)]
+    rows = sorted(untimed(tmp_path / "part"), key=lambda row: (row["step"], "val_loss" in row))
+    assert rows == untimed(tmp_path / "whole")
+    assert len({str(tokens) for _, seen in whole for step in seen for tokens in step}) == 24, "every microbatch is another"
+
+
+def test_a_stop_without_checkpoints_saves_nothing(corpus: tuple[str, ...], tmp_path: Path, capfd: pytest.CaptureFixture[str]):
+    run = composed((*corpus, "checkpoint.interval=0", "train.steps=9", f"run_dir={tmp_path}/run"), 1)
+    assert run_distributed(train_rank, 1, run, {0: 2})[0][0] is False
+    said = capfd.readouterr().err
+    assert said == "train.py: stopped by SIGTERM after step 2; nothing was saved (checkpoint.interval=0)\n"
+    assert not (tmp_path / "run/checkpoints").exists()
+
+
+def test_told_in_the_last_step_a_run_just_ends(corpus: tuple[str, ...], tmp_path: Path):
+    run = composed((*corpus, "train.steps=2", f"run_dir={tmp_path}/run"), 1)
+    assert run_distributed(train_rank, 1, run, {0: 2})[0][0] is True
+    assert [row["step"] for row in read_metrics(tmp_path / "run") if "val_loss" in row] == [0, 2]
+
+
+def hold_folder(rank: int, run: Run) -> str:
+    """Start a run in a folder in which another process trains."""
+    try:
+        train_rank(rank, run, {})
+    except ConfigError as error:
+        return str(error)
+    return "trained"
+
+
+def test_two_runs_in_one_folder(corpus: tuple[str, ...], tmp_path: Path):
+    run = composed((*corpus, "train.steps=2", f"run_dir={tmp_path}/run", "resume=auto"), 1)
+    with sole_writer(create_run_folder(run, tmp_path / "run")):
+        (said,) = run_distributed(hold_folder, 1, run)
+    assert said.startswith(f"run_dir={tmp_path}/run: another run is writing there; nearest that works: another folder")
+    assert run_distributed(hold_folder, 1, run) == ["trained"], "and not for longer than it trains"
+
+
+def test_an_attempt_before_this_one_is_continued(corpus: tuple[str, ...], tmp_path: Path):
+    """Whatever the run was given; and where that attempt had saved nothing, it starts as that one did."""
+    earlier, other = tmp_path / "earlier", tmp_path / "other"
+    for folder, steps in ((earlier, 4), (other, 2)):
+        settings = (*corpus, "checkpoint.interval=2", f"train.steps={steps}", f"run_dir={folder}")
+        run_distributed(train_rank, 1, composed(settings, 1), {})
+    again = composed((*corpus, "train.steps=4", f"resume={other}"), 1)
+    start = find_start(again, earlier)
+    assert (start.run_dir, start.checkpoint) == (earlier, earlier / "checkpoints/step-00000004"), "also after its last step"
+    with pytest.raises(ConfigError, match="has already taken 4"):
+        find_start(composed((*corpus, "train.steps=4", f"run_dir={earlier}", "resume=auto"), 1))
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    (empty / "config.yaml").touch()
+    assert find_start(again, empty).checkpoint == other / "checkpoints/step-00000002"
+    assert Attempt(requeues=1).earlier(str(empty)) == empty
+    assert Attempt(requeues=1).earlier(str(tmp_path / "new")) is None
+    assert Attempt().earlier(str(empty)) is None
+
+
+def test_ranks_meet_apart_from_the_dead(monkeypatch: pytest.MonkeyPatch):
+    """In a store where ranks of an earlier attempt have announced themselves, and rank 0 has answered them."""
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    attempt = Attempt(store=("127.0.0.1", server.port))
+    left = dist.PrefixStore(attempts.PREFIX, server)
+    for rank in (1, 2):
+        left.set(f"here/{rank}", f"of the dead {rank}")
+        left.set(f"of the dead {rank}", "a part that nobody reads")
+    with ThreadPoolExecutor(3) as ranks:
+        for _ in range(2):
+            stores = list(ranks.map(lambda rank: attempt.meeting_store(rank, 3), range(3)))
+            assert not stores[2].check(["word"]), "neither is the attempt before seen"
+            stores[0].set("word", "given")
+            assert [store.get("word") for store in stores] == [b"given"] * 3
+    assert Attempt().meeting_store(0, 3) is None
+    attempt.note(Path("runs/here"))
+    assert attempt.earlier(None) == Path("runs/here")
+    monkeypatch.setattr(attempts, "TIMEOUT", datetime.timedelta(seconds=0.1))
+    with pytest.raises(TimeoutError, match=r"ranks \[1, 2\] have not come"):
+        attempt.meeting_store(0, 3)
+
+
+# What one process does with signals.
+
+
+def exit_code(work: Callable[[], int | None]) -> int:
+    """Exit code of a forked process that does `work`; negative: the signal that ended it."""
+
+    def child() -> None:
+        torch.set_num_threads(1)
+        os._exit(work() or 0)
+
+    process = multiprocessing.get_context("fork").Process(target=child)
+    process.start()
+    process.join(60)
+    assert process.exitcode is not None, "hangs"
+    return process.exitcode
+
+
+def told_twice(apart: float) -> int | None:
+    request = StopRequest()
+    with request.listening():
+        os.kill(os.getpid(), signal.SIGUSR1)
+        time.sleep(apart)
+        os.kill(os.getpid(), signal.SIGTERM)
+        return 0 if request.signal is signal.SIGUSR1 else 1
+
+
+def test_a_second_signal_ends_at_once_unless_it_repeats_the_first(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(signals, "REPEAT_S", 0.2)
+    assert exit_code(lambda: told_twice(apart=0.0)) == 0
+    assert exit_code(lambda: told_twice(apart=0.3)) == STOPPED == 75
+
+
+def test_outside_the_steps_a_signal_ends_the_process():
+    def work() -> int | None:
+        with StopRequest().listening():
+            pass
+        os.kill(os.getpid(), signal.SIGTERM)
+        return 0
+
+    assert exit_code(work) == -signal.SIGTERM
+
+
+def test_whoever_listened_before_is_told_afterwards():
+    heard = []
+    before = {number: signal.signal(number, lambda number, frame: heard.append(number)) for number in signals.STOP_SIGNALS}
+    try:
+        request = StopRequest()
+        with request.listening():
+            os.kill(os.getpid(), signal.SIGUSR2)
+        assert heard == []
+        request.hand_on()
+        assert heard == [signal.SIGUSR2]
+        assert "stopped by SIGUSR2 after step 7, saved x/checkpoints/y" in request.farewell(7, Path("x/checkpoints/y"))
+        untold = StopRequest()
+        with untold.listening():
+            pass
+        untold.hand_on()
+        assert heard == [signal.SIGUSR2] and "a signal to another rank" in untold.farewell(7, None)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+# torchrun with exit codes, around a script that ends as it is told to.
+
+SCRIPT = """
+import os, signal, sys, time
+from pathlib import Path
+rank, folder = os.environ["RANK"], Path(sys.argv[1])
+attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]
+(folder / f"began-{rank}-{attempt}").touch()
+ends = dict(word.split(":") for word in sys.argv[2:])  # rank or rank/attempt: exit code, negative for a signal, or sleep
+end = ends.get(f"{rank}/{attempt}", ends.get(rank, "0"))
+if end == "sleep":
+    for number in (signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, lambda number, frame: (time.sleep(0.5), os._exit(75)))
+    time.sleep(60)
+if int(end) < 0:
+    os.kill(os.getpid(), -int(end))
+sys.exit(int(end))
+"""
+
+
+def launched(folder: Path, *arguments: str, ends: Sequence[str] = (), send: int | None = None) -> tuple[int, str, list[str]]:
+    """Exit code and stderr of a torchrun of ours, and what began; with `send`, that signal reaches it when its ranks are up."""
+    script, said = folder / "script.py", folder / "said"
+    script.write_text(SCRIPT)
+
+    def work() -> int:
+        os.dup2(os.open(said, os.O_CREAT | os.O_WRONLY), 2)
+        sys.stderr = open(2, "w")  # noqa: SIM115
+        return torchrun.main(["--nproc-per-node=2", *arguments, str(script), str(folder), *ends])
+
+    process = multiprocessing.get_context("fork").Process(target=lambda: os._exit(work()))
+    process.start()
+    if send is not None:
+        wait_for(lambda: len(list(folder.glob("began-*"))) == 2)
+        time.sleep(0.2)
+        os.kill(process.pid, send)
+    process.join(60)
+    return process.exitcode, said.read_text(), sorted(path.name for path in folder.glob("began-*"))
+
+
+@pytest.mark.parametrize("code", [2, 75, 130])
+def test_explained_ends_are_final_and_silent(tmp_path: Path, code: int):
+    found = launched(tmp_path, "--standalone", "--max-restarts=2", ends=[f"0:{code}", f"1:{code}"])
+    assert found == (code, "", ["began-0-0", "began-1-0"])
+
+
+def test_ranks_that_die_are_started_again_and_named(tmp_path: Path):
+    code, said, began = launched(tmp_path, "--standalone", "--max-restarts=1", ends=["1/0:-9", "1/1:7", "0:sleep"])
+    assert code == 7 and began == ["began-0-0", "began-0-1", "began-1-0", "began-1-1"]
+    first, second = said.splitlines()
+    assert first.startswith("torchrun: rank 1 (process ") and first.endswith("was ended by SIGKILL; starting the ranks again")
+    assert second.startswith("torchrun: rank 1 (process ") and second.endswith("ended with exit code 7")
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_signals_reach_the_ranks_which_have_time(tmp_path: Path, number: int):
+    ends = ["0:sleep", "1:sleep"]
+    assert launched(tmp_path, "--standalone", "--max-restarts=2", ends=ends, send=number)[:2] == (75, "")
+
+
+@pytest.mark.parametrize(
+    "how", ["--master-port={port}", "--rdzv-backend=c10d --rdzv-conf=is_host=1 --rdzv-endpoint=127.0.0.1:{port}"]
+)
+def test_a_port_that_is_taken(tmp_path: Path, how: str):
+    with socket.create_server(("", 0)) as taken:
+        port = taken.getsockname()[1]
+        code, said, began = launched(tmp_path, "--nnodes=1", *how.format(port=port).split())
+    assert (code, began) == (2, [])
+    assert said == f"torchrun: 127.0.0.1:{port}: another program has this port; choose another one, or --standalone on one host\n"
+
+
+# Whole programs.
+
+
+@pytest.fixture(scope="module")
+def undisturbed(corpus: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
+    """step -> loss of two ranks that share the experts."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    run_distributed(train_rank, 2, composed((*corpus, *LONG, f"run_dir={folder}/run"), 2), {})
+    return losses(folder / "run")
+
+
+def started(folder: Path, *command: str) -> subprocess.Popen[str]:
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
+    return subprocess.Popen([sys.executable, *command], cwd=folder, env=environment, stderr=subprocess.PIPE, text=True)
+
+
+def test_stopped_ranks_go_on_where_they_were(corpus: tuple[str, ...], tmp_path: Path, undisturbed: dict[int, float]):
+    """`python train.py` that starts two ranks: SIGUSR1 to the starter, exit code 75, one line."""
+    process = started(tmp_path, str(ROOT / "train.py"), *corpus, *LONG, "parallel.dp=2", "run_dir=run")
+    wait_for(lambda: newest_checkpoint(tmp_path / "run") is not None)
+    process.send_signal(signal.SIGUSR1)
+    _, said = process.communicate(timeout=120)
+    saved = complete_checkpoints(tmp_path / "run/checkpoints")[-1]
+    step = int(saved.name.removeprefix("step-"))
+    assert process.returncode == 75 and list(losses(tmp_path / "run"))[-1] == step
+    assert said == (
+        f"train.py: stopped by SIGUSR1 after step {step}, saved run/checkpoints/{saved.name}; "
+        "to go on: the same command with run_dir=run resume=auto\n"
+    )
+    settings = (*corpus, *LONG, f"run_dir={tmp_path}/run", "resume=auto")
+    run_distributed(train_rank, 2, composed(settings, 2), {})
+    assert losses(tmp_path / "run") == undisturbed
+
+
+def test_a_killed_rank_costs_no_step(corpus: tuple[str, ...], tmp_path: Path, undisturbed: dict[int, float]):
+    """`torchrun --max-restarts=2` as torch has it, in a folder where another run has the newest checkpoint."""
+    other = tmp_path / "runs/other/checkpoints/step-00000999"
+    other.mkdir(parents=True)
+    (other.parent / "latest").write_text(other.name)
+    launcher = ("-m", "torch.distributed.run", "--nproc-per-node=2", "--max-restarts=2")
+    process = started(tmp_path, *launcher, str(ROOT / "train.py"), *corpus, *LONG)
+    ours = lambda: [path for path in (tmp_path / "runs").iterdir() if path.name != "other"]  # noqa: E731
+    wait_for(lambda: any(newest_checkpoint(path) for path in ours()))
+    ranks = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    os.kill(int(ranks[-1]), signal.SIGKILL)
+    _, said = process.communicate(timeout=120)
+    assert process.returncode == 0, said
+    (folder,) = ours()
+    assert losses(folder) == undisturbed
+    assert json.loads((folder / "plan.json").read_text())

@@ -1,0 +1,97 @@
+"""What a process learns from the environment that torchrun or SLURM gave it, and what the scripts say."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from app.cli.launch import Launch, settled
+from app.errors import ConfigError
+
+ROOT = Path(__file__).parent.parent
+SCRIPTS = sorted(path for path in (ROOT / "scripts").iterdir() if path.suffix in (".sh", ".sbatch"))
+TORCHRUN = {"RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "n1", "MASTER_PORT": "29500"}
+TASK = {"SLURM_JOB_ID": "12345", "SLURM_STEP_ID": "0", "SLURM_STEP_NODELIST": "n[1-2]", "SLURM_NTASKS": "4", "SLURM_PROCID": "3",
+        "SLURM_LOCALID": "1"}  # fmt: skip
+
+
+def ask(*command: str) -> str:
+    """scontrol of a cluster whose names do not resolve."""
+    answers = {"hostnames": "n1.nowhere.invalid\nn2.nowhere.invalid\n", "node": "NodeName=n1 NodeAddr=127.0.0.9 Port=17001\n"}
+    return answers[command[2]]
+
+
+def test_by_hand():
+    assert Launch.from_environment({}) == Launch(0, 0, None)
+
+
+def test_torchrun():
+    assert Launch.from_environment(TORCHRUN) == Launch(3, 1, 4, ("n1", 29500))
+    agent = Launch.from_environment(TORCHRUN | {"TORCHELASTIC_USE_AGENT_STORE": "True"})
+    assert agent == Launch(3, 1, 4, ("n1", 29500), agent_store=True)
+    assert agent.rendezvous() == {"MASTER_ADDR": "n1", "MASTER_PORT": "29500"}
+
+
+def test_tasks_of_slurm_meet_at_the_first_node():
+    job = TASK | {"SLURM_RESTART_COUNT": "2", "SUBMITIT_EXECUTOR": "slurm"}
+    assert Launch.from_environment(job, ask) == Launch(3, 1, 4, ("127.0.0.9", 22345), requeues=2, submitted=True)
+    assert Launch.from_environment(TASK | {"MASTER_PORT": "4000"}, ask).master == ("127.0.0.9", 4000)
+    resolves = Launch.from_environment(TASK, lambda *command: "localhost\nother\n")
+    assert resolves.master == ("localhost", 22345)
+
+
+def test_torchrun_within_slurm_is_torchrun():
+    assert Launch.from_environment(TASK | TORCHRUN, ask) == Launch(3, 1, 4, ("n1", 29500))
+
+
+def test_what_slurm_started_alone_may_start_ranks_itself():
+    assert Launch.from_environment(TASK | {"SLURM_NTASKS": "1"}, ask).world_size is None, "a single task"
+    batch_script = {name: value for name, value in TASK.items() if name != "SLURM_STEP_ID"}
+    assert Launch.from_environment(batch_script, ask).world_size is None
+
+
+def test_a_port_that_another_program_has():
+    with socket.create_server(("", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigError, match=f"^MASTER_PORT={port}: another program on this host has this port"):
+            Launch(0, 0, 2, ("127.0.0.1", port)).rendezvous()
+        assert Launch(1, 1, 2, ("127.0.0.1", port)).rendezvous()["MASTER_PORT"] == str(port)
+        Launch(0, 0, 2, ("127.0.0.1", port), agent_store=True).rendezvous()
+    assert Launch(0, 0, None).rendezvous() == {}
+
+
+def test_a_submitted_job_ends_where_a_program_fails(capsys: pytest.CaptureFixture[str]):
+    job, program = Launch(0, 0, None, submitted=True), Launch(0, 0, None)
+    for error in (SystemExit(2), SystemExit(75), ValueError("said in the log")):
+        with settled(job):
+            raise error
+        with pytest.raises(type(error)), settled(program):
+            raise error
+    assert capsys.readouterr().err.count("ValueError: said in the log") == 1
+    with pytest.raises(SystemExit), settled(job):
+        raise SystemExit(-1)  # submitit's own: the job is back in the queue, and not over
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
+def test_scripts_explain_themselves(script: Path):
+    for option in ("--help", "-h"):
+        done = subprocess.run([str(script), option], capture_output=True, text=True, cwd="/")
+        assert (done.returncode, done.stderr) == (0, "")
+        assert f"scripts/{script.name}" in done.stdout and "#" not in done.stdout.splitlines()[0]
+        assert "set -e" not in done.stdout and "SBATCH" not in done.stdout
+
+
+@pytest.mark.parametrize("script", [path for path in SCRIPTS if path.suffix == ".sbatch"], ids=lambda path: path.name)
+def test_batch_scripts_outside_of_a_job(script: Path, tmp_path: Path):
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("SLURM_")}
+    for name in ("bash", "dirname"):
+        (tmp_path / name).symlink_to(Path("/bin") / name)
+    done = subprocess.run([str(script)], capture_output=True, text=True, env=environment | {"PATH": str(tmp_path)})
+    assert done.returncode == 2 and done.stderr.startswith(f"{script.name}: no SLURM on this machine: sbatch is missing; ")
+    (tmp_path / "sbatch").symlink_to("/bin/true")
+    done = subprocess.run([str(script)], capture_output=True, text=True, env=environment | {"PATH": str(tmp_path)})
+    assert done.returncode == 2 and ", not a command: sbatch " in done.stderr and done.stderr.count("\n") == 1

@@ -1,0 +1,87 @@
+"""Short trainings for tests of stopping and going on: in forked ranks, or as programs with the same settings."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+from hydra import compose, initialize_config_dir
+from hydra.core.global_hydra import GlobalHydra
+
+import app.data.corpus  # noqa: F401 - what every forked rank would load anew
+from app.cli.compose import load_run, register_schema
+from app.config import Run
+from app.data.feed import Batch
+from app.engine import trainer
+from app.engine.attempt import Attempt
+from app.engine.build import build_engine
+from app.engine.groups import create_groups
+from app.engine.run_folder import read_metrics
+from app.engine.start import find_start, load_all_data, rank_zero_says
+from app.plan.plan import Plan
+
+ROOT = Path(__file__).parent.parent
+TINY = ("model.num_layers=1", "model.hidden_size=32", "model.moe.ffn_hidden_size=32", "train.seq_len=32", "train.micro_batch=2",
+        "train.global_batch=4", "train.eval_interval=5", "train.eval_sequences=4", "train.sample_tokens=0", "train.device=cpu",
+        "optim.warmup_steps=2", "optim.decay_steps=100", "log=none", "log.interval=1", "checkpoint.interval=100")  # fmt: skip
+TOKENS_PER_STEP = 4 * 32
+# Two ranks that share the experts, for long enough to be interrupted.
+LONG = ("parallel.ep=2", "train.steps=150", "checkpoint.interval=10", "train.eval_interval=0")
+Seen = list[list[list[int]]]  # per step, per microbatch: tokens
+
+
+def corpus_in(folder: Path) -> tuple[str, ...]:
+    """Write a small corpus; returns the overrides of a short training on it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for number, file in enumerate(sorted((ROOT / "app/plan").glob("*.py"))[:6]):
+        (folder / f"{number}.txt").write_text(file.read_text())
+    return (*TINY, "data=text", f"data.path=[{folder}/*.txt]", f"data.cache_dir={folder}/cache")
+
+
+def composed(overrides: Sequence[str], world_size: int) -> Run:
+    """The run that train.py would make of these overrides."""
+    register_schema()
+    GlobalHydra.instance().clear()
+    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+        return load_run(compose("train", list(overrides)), world_size)
+
+
+def train_rank(rank: int, run: Run, told_at: dict[int, int]) -> tuple[bool, Seen]:
+    """Train as one rank; those in `told_at` get SIGTERM during that step. Whether the run came to its end, and its tokens."""
+    plan = Plan(run)
+    groups = create_groups(plan.layout, rank)
+    start = rank_zero_says(groups, lambda: find_start(run))
+    data = load_all_data(run, groups, rank)
+    training = trainer.Trainer(build_engine(plan, groups, torch.device("cpu")), data, start)
+    seen, give = [], training.feed.next_step
+    trainer.sum_up = lambda *facts: None  # this process is about to end
+
+    def next_step() -> list[Batch]:
+        batches = give()
+        seen.append([batch.tokens_BS.flatten().tolist() for batch in batches])
+        if told_at.get(rank) == training.progress.step + 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return batches
+
+    training.feed.next_step = next_step
+    return training.fit(Attempt()), seen
+
+
+def losses(run_dir: Path) -> dict[int, float]:
+    """step -> loss of a run that has recorded every step once."""
+    rows = [row for row in read_metrics(run_dir) if "loss" in row]
+    assert [row["step"] for row in rows] == list(range(1, len(rows) + 1))
+    assert [row["tokens"] for row in rows] == [row["step"] * TOKENS_PER_STEP for row in rows]
+    return {row["step"]: row["loss"] for row in rows}
+
+
+def wait_for(condition: Callable[[], object], seconds: float = 120) -> None:
+    """Wait until something holds."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.02)
