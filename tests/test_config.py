@@ -12,6 +12,8 @@ from hydra.core.global_hydra import GlobalHydra
 from app.cli.compose import all_keys, load_run, register_schema
 from app.cli.messages import readable_errors
 from app.config import Run
+from app.errors import ConfigError
+from app.rules import check_runnable
 
 ROOT = Path(__file__).parent.parent
 CONF = ROOT / "conf"
@@ -21,6 +23,8 @@ NEEDS = {
     "data=jsonl": ["data.path=[x]"],
     "data=parquet": ["data.path=[x]"],
     "data=hub": ["data.name=x"],
+    "schedule=interleaved": ["parallel.pp=2", "parallel.vpp=2"],
+    "schedule=zero_bubble_v": ["parallel.pp=2", "parallel.vpp=2"],
 }
 
 
@@ -66,9 +70,22 @@ def test_one_file_needs_no_list():
 
 
 def test_yaml_and_dataclass_defaults_agree():
-    """So that app/config.py tells the truth; the model's sizes are the option's."""
+    """So that app/config tells the truth; the model's sizes are the option's."""
     run = load()
-    for section in ("parallel", "schedule", "cuda_graph", "precision", "optim", "data", "checkpoint", "log", "loss", "train"):
+    for section in (
+        "parallel",
+        "hardware",
+        "schedule",
+        "recompute",
+        "cuda_graph",
+        "precision",
+        "optim",
+        "data",
+        "checkpoint",
+        "log",
+        "loss",
+        "train",
+    ):
         assert getattr(run, section) == type(getattr(run, section))(), section
 
 
@@ -79,7 +96,8 @@ def test_launcher_decides_the_world():
 
 # Overrides -> the whole message.
 MISTAKES = {
-    "model=moe_tinny": "model=moe_tinny: the options are dense_tiny, moe_tiny, small, smallmoe; nearest that works: moe_tiny",
+    "model=moe_tinny": "model=moe_tinny: the options are deepseek_v3_like, dense_tiny, llama3_8b, mixtral_8x7b, moe_tiny, "
+    "qwen3_30b_a3b, small, smallmoe; nearest that works: moe_tiny",
     "modle=x": "modle=x: there is no such key; nearest that works: model",
     "model.num_layer=4": "model.num_layer=4: there is no such key; nearest that works: model.num_layers",
     "+model.moe.topk=4": "model.moe.topk=4: there is no such key; nearest that works: model.moe.top_k",
@@ -107,6 +125,61 @@ MISTAKES = {
     "model=dense_tiny model.moe.top_k=1": (
         "an override reaches into a section that is null; a dense model has no model.moe: choose a model with experts"
     ),
+    "parallel.tp=2 parallel.world_size=3": "parallel.world_size=3: must be a multiple of tp × cp × pp = 2 × 1 × 1 = 2; nearest that works: 2 or 4",
+    "parallel.tp=2 parallel.world_size=8 parallel.dp=3": "parallel.dp=3: 8 processes over tp × cp × pp = 2 ranks; nearest that works: 4",
+    "parallel.tp=4": "parallel.tp=4: must divide model.num_kv_heads=2; nearest that works: 2",
+    "model.vocab_size=265 parallel.tp=2": "model.vocab_size=265: must be a multiple of parallel.tp=2; nearest that works: 264 or 266",
+    "parallel.cp=3": "train.seq_len=128: must be a multiple of 2·cp = 6; nearest that works: 126 or 132",
+    "parallel.etp=5": "parallel.etp=5: must divide the 1 ranks of a pipeline stage; nearest that works: 1",
+    "model=dense_tiny parallel.etp=1": "parallel.etp=1: model=dense_tiny has no experts; nearest that works: null",
+    "parallel.ep=4 parallel.pp=2 parallel.dp=2": (
+        "parallel.ep=4: must divide the 2 ranks of a pipeline stage; nearest that works: 2, or parallel.dp=8"
+    ),
+    "parallel.order=tp-tp-dp": (
+        "parallel.order=tp-tp-dp: must list each of tp, cp, ep, dp, pp at most once, joined by '-'; nearest that works: tp-dp"
+    ),
+    "parallel.pp=3": (
+        "model.num_layers=4: 4 layers do not divide over pp × vpp = 3 × 1 = 3 stages; nearest that works: 3 or 6 layers, or 2 or 4 stages"
+    ),
+    "parallel.pp=2 schedule=none": (
+        "schedule.name=none: runs on one pipeline rank, not on pp=2; nearest that works: auto, 1f1b or interleaved"
+    ),
+    "parallel.pp=2 parallel.vpp=2 schedule=1f1b": (
+        "schedule.name=1f1b: has one stage per rank, not vpp=2; nearest that works: interleaved"
+    ),
+    "parallel.pp=2 schedule=interleaved": (
+        "parallel.vpp=1: schedule interleaved needs several stages per rank; nearest that works: 2, or schedule=1f1b"
+    ),
+    "parallel.pp=2 schedule.group_size=4": (
+        "schedule.group_size=4: schedule 1f1b has no groups; nearest that works: null, or interleaved"
+    ),
+    "parallel.pp=2 parallel.vpp=2 train.micro_batch=16": (
+        "train.global_batch=16: too few microbatches of 16 for dp=1: 1, but interleaved needs pp=2 or more; "
+        "nearest that works: 32, or schedule=1f1b with vpp=1"
+    ),
+    "parallel.pp=2 parallel.vpp=2 schedule.group_size=3": (
+        "schedule.group_size=3: groups of 3 (null: pp) out of 2 microbatches must be between pp=2 and 2, the last one too; "
+        "nearest that works: 2"
+    ),
+    "cuda_graph.scope=[attn]": "cuda_graph.scope=[attn]: impl=none has no parts of layers; nearest that works: [], or impl=local",
+    "cuda_graph.impl=local cuda_graph.scope=[attn,moe_preprocess]": (
+        "cuda_graph.scope=[attn, moe_preprocess]: moe_preprocess follows moe_router, so it needs that; "
+        "nearest that works: [attn, moe_router, moe_preprocess]"
+    ),
+    "cuda_graph=full_iteration parallel.ep=2 parallel.dp=2": (
+        "cuda_graph.impl=full_iteration: captures the exchange of tokens, for whose sizes the host waits with ep=2; "
+        "nearest that works: scope=[attn, moe_router, moe_preprocess] with impl=local"
+    ),
+    "recompute.partial_microbatches=2": (
+        "recompute.partial_microbatches=2: lets some microbatches keep more than recompute.full does, so it needs that; "
+        "nearest that works: 0"
+    ),
+    "recompute.phases=[nrm]": (
+        "recompute.phases=nrm: must be one of attn_core, norm, mlp_act, experts_act, shared, moe; nearest that works: norm"
+    ),
+    "schedule.name=1f2b": (
+        "schedule.name=1f2b: must be one of auto, none, gpipe, 1f1b, interleaved, zero_bubble_h1, zero_bubble_v; nearest that works: 1f1b"
+    ),
     "model=dense_tiny parallel.dp=2 parallel.ep=2": "parallel.ep=2: model=dense_tiny has no experts; nearest that works: 1",
     "a b": "Error parsing override 'a' missing EQUAL at '<EOF>' See https://hydra.cc/docs/1.2/advanced/override_grammar/basic for details",
 }
@@ -124,7 +197,7 @@ def test_other_ranks_are_silent(capsys: pytest.CaptureFixture[str]):
 
 
 def test_every_key_has_its_unit_in_a_comment():
-    lines = (ROOT / "app/config.py").read_text().splitlines()
+    lines = [line for path in sorted((ROOT / "app/config").glob("*.py")) for line in path.read_text().splitlines()]
     fields = [
         line
         for line in lines
@@ -144,3 +217,13 @@ def test_options_in_the_readme_exist():
         row = next(line for line in text.splitlines() if line.startswith(f"| `{group}` |"))
         listed = {word for word in row.split("|")[2].replace("`", " ").split()}
         assert listed == {path.stem for path in (CONF / group).glob("*.yaml")}, group
+
+
+@pytest.mark.parametrize(
+    "overrides", ["parallel.tp=2", "parallel.cp=2", "recompute=selective", "cuda_graph=attn"]
+)
+def test_what_is_only_planned_is_refused_by_training(overrides: str):
+    run = load(overrides)
+    with pytest.raises(ConfigError, match=r"can be planned \(python -m app.cli.plan\), but training does not do it yet"):
+        check_runnable(run)
+    assert check_runnable(load()) == load()

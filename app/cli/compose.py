@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import typing
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from enum import Enum
+from pathlib import Path
 from types import NoneType
 
+from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf
 
@@ -15,16 +17,21 @@ from app.config import ModelConfig, MoEConfig, Run
 from app.errors import ConfigError, nearest
 from app.rules import check
 
+PLUGINS = {"hydra/launcher": ("torchrun", "TorchrunLauncher"), "hydra/sweeper": ("grid", "GridSweeper")}  # hydra_plugins/
+CONF = Path(__file__).resolve().parents[2] / "conf"
+
 
 def _defaults() -> Run:
     return Run(ModelConfig(moe=MoEConfig()))  # with a section for experts, so that overrides can reach into it
 
 
 def register_schema() -> None:
-    """Make the types of `Run` the schema that every YAML file and override is checked against."""
+    """Make the types of `Run` the schema that every YAML file and override is checked against, and name our plugins."""
     schema = OmegaConf.structured(_defaults())
     _make_writable(schema)
     ConfigStore.instance().store(name="run_schema", node=schema)
+    for group, (option, plugin) in PLUGINS.items():
+        ConfigStore.instance().store(group=group, name=option, node={"_target_": f"hydra_plugins.graphfold.{plugin}"})
 
 
 def _make_writable(node: DictConfig) -> None:
@@ -50,6 +57,13 @@ def load_run(config: DictConfig, world_size: int | None) -> Run:
     run = OmegaConf.to_object(config)
     assert isinstance(run, Run)
     return check(run)
+
+
+def load_overrides(overrides: Sequence[str], world_size: int | None = None) -> Run:
+    """The checked run that overrides of train.py describe, whatever the working directory. Raises as `load_run`."""
+    register_schema()
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        return load_run(compose("train", list(overrides)), world_size)
 
 
 def _refuse_unknown(config: DictConfig) -> None:

@@ -14,11 +14,12 @@ from app.cli.compose import all_keys, default_of
 from app.errors import ConfigError, nearest
 
 _NULL_SECTION = "Unexpected type for root"  # OmegaConf's assertion when an override reaches below a null section
+RESUMABLE = "stopped; resume=auto continues from the newest checkpoint, if one was saved"
 
 
 @contextmanager
-def readable_errors(program: str, speak: bool) -> Iterator[None]:
-    """Turn a mistake in the configuration into one line on stderr (where `speak`) and exit code 2."""
+def readable_errors(program: str, speak: bool, when_stopped: str = "stopped") -> Iterator[None]:
+    """Turn a mistake in the configuration into one line on stderr (where `speak`) and exit code 2; Ctrl-C likewise, 130."""
     try:
         yield
     except (ConfigError, HydraException, OmegaConfBaseException) as error:
@@ -29,7 +30,7 @@ def readable_errors(program: str, speak: bool) -> Iterator[None]:
         message = "an override reaches into a section that is null; a dense model has no model.moe: choose a model with experts"
     except KeyboardInterrupt:
         if speak:
-            print(f"\n{program}: stopped; resume=auto continues from the newest checkpoint, if one was saved", file=sys.stderr)
+            print(f"\n{program}: {when_stopped}", file=sys.stderr)
         sys.exit(130)  # as a shell reports an interrupt
     else:
         return
@@ -50,6 +51,7 @@ def explain(error: Exception) -> str:
     reason = re.sub(r"\s+", " ", str(cause).split("\n    full_key")[0]).strip()
     if key is None:
         return reason
+    key = re.sub(r"\[\d+\]$", "", key)  # an element of a list
     if key not in all_keys():
         return str(ConfigError(key, value, "there is no such key", nearest(key, all_keys())))
     return _explain_value(key, reason) if isinstance(cause, ValidationError) else f"{key}: {reason}"

@@ -24,7 +24,7 @@ COMMANDS = [
 def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with what a clone has; runs/ is its own."""
     folder = tmp_path_factory.mktemp("clone")
-    for name in ("app", "conf", "docs", "train.py", "README.md"):
+    for name in ("app", "conf", "docs", "hydra_plugins", "train.py", "README.md"):
         (folder / name).symlink_to(ROOT / name)
     return folder
 

@@ -1,0 +1,44 @@
+"""Our sweeper and launcher, where Hydra looks for them: it takes such classes from this namespace package only.
+
+Every process of every run loads this file, and few sweep, so the work lies in modules that are imported when it begins.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from pathlib import Path
+
+from hydra.core.utils import JobReturn
+from hydra.plugins.launcher import Launcher
+from hydra.plugins.sweeper import Sweeper
+from hydra.types import HydraContext, TaskFunction
+from omegaconf import DictConfig
+
+
+class GridSweeper(Sweeper):
+    """`hydra/sweeper=grid`: all combinations, as a sweep on record that can be started again."""
+
+    def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
+        """Note what Hydra hands to sweepers."""
+        self.hydra_context, self.task_function, self.config = hydra_context, task_function, config
+
+    def sweep(self, arguments: list[str]) -> None:
+        """Run the sweep; SystemExit unless all went well."""
+        from app.cli.sweep import Asked, run_sweep
+
+        run_sweep(Asked(self.hydra_context, self.task_function, self.config, tuple(arguments)))
+
+
+class TorchrunLauncher(Launcher):
+    """`hydra/launcher=torchrun`: one job after the other on this host, each in fresh processes."""
+
+    def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
+        """Note what every job runs, and the folder of the sweep."""
+        self.script, self.folder = inspect.getfile(task_function), Path(config.hydra.sweep.dir)
+
+    def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
+        """Run the jobs that the sweep has on record."""
+        from app.cli.jobs import run_jobs
+
+        return run_jobs(self.script, self.folder, job_overrides)

@@ -1,0 +1,233 @@
+"""The report on a folder of runs: the figures against what the runs wrote, the order, the files, the mistakes."""
+
+from __future__ import annotations
+
+import base64
+import csv
+import json
+import re
+import statistics
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from app.cli.report import COLUMNS, main, read_report
+from app.cli.report_page import POINTS, thinned
+from app.cli.run_facts import clock, run_facts
+from app.cli.sweep_record import Job, State, Sweep
+
+CONFIG = """\
+model: {{name: moe_tiny, num_layers: {layers}}}
+optim: {{lr: 0.003}}
+train: {{steps: {steps}}}
+data: {{path: [a, b]}}
+checkpoint: {{interval: {saves}}}
+parallel: {{world_size: {layers}}}
+log: {{group: g{layers}}}
+run_dir: /x/{layers}
+resume: null
+"""
+
+
+def write_run(folder: Path, loss: float, layers: int = 2, steps: int = 6, taken: int = 6, saves: int = 0) -> Path:
+    """A run of `steps` steps of which it has `taken`; the slow first ones must not count."""
+    folder.mkdir(parents=True)
+    (folder / "config.yaml").write_text(CONFIG.format(layers=layers, steps=steps, saves=saves))
+    rows: list[dict[str, Any]] = [{"step": 0, "val_loss": 9.5, "val_tokens": 8}]
+    for n in range(1, taken + 1):
+        rate = 10.0 if n <= taken / 2 else 1000.0 * layers + n
+        rows.append({"step": n, "loss": loss + 6 - n, "tokens": 64 * n, "tokens_per_s": rate, "tflops_per_gpu": rate / 1e4})
+    if taken:
+        rows[1]["memory_peak_gib"], rows[-1]["memory_peak_gib"] = 1.5, 1.25
+    if taken == steps:
+        rows.append({"step": steps, "val_loss": loss, "val_tokens": 8})
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+def table(folder: Path) -> list[dict[str, str]]:
+    with (folder / "report.csv").open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+class Page(HTMLParser):
+    """Cells, addresses and pictures of a page; fails on what does not nest."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.cells: list[str] = []
+        self.addresses: list[str] = []
+        self.open: list[str] = []
+        self.feed(text)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.addresses += [value or "" for name, value in attrs if name in ("src", "href", "srcset", "data", "action")]
+        if tag not in ("meta", "img"):
+            self.open.append(tag)
+        if tag == "td":
+            self.cells.append("")
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if "td" in self.open:
+            self.cells[-1] += data
+
+
+@pytest.fixture
+def runs(tmp_path: Path) -> Path:
+    """Three plain runs: one ended, a better one of another size, one that has not come to its end."""
+    write_run(tmp_path / "runs/a", loss=3.5)
+    write_run(tmp_path / "runs/b", loss=3.25, layers=4)
+    write_run(tmp_path / "runs/c", loss=1.0, layers=8, taken=4)
+    (tmp_path / "runs/notes").mkdir()
+    return tmp_path / "runs"
+
+
+def test_figures_are_those_of_the_second_half(runs: Path):
+    facts = run_facts(runs / "b")
+    assert facts.tokens_per_s == statistics.median([4004, 4005, 4006]) and facts.tflops_per_gpu == pytest.approx(0.4005)
+    assert (facts.step, facts.steps, facts.tokens, facts.memory_peak_gib) == (6, 6, 384, 1.5)
+    assert (facts.loss, facts.val_loss, facts.final_loss, facts.finished) == (3.25, 3.25, 3.25, True)
+    assert facts.curve[0] == (1, 8.25) and facts.validations == ((0, 9.5), (6, 3.25))
+
+
+def test_plain_runs_by_what_sets_them_apart(runs: Path, capsys: pytest.CaptureFixture[str]):
+    assert main([str(runs)]) == 0
+    rows = table(runs)
+    assert [row["run"] for row in rows] == ["b", "a", "c"]  # ended ones by loss, then the others
+    assert [row["overrides"] for row in rows] == ["model.num_layers=4", "model.num_layers=2", "model.num_layers=8"]
+    assert [row["state"] for row in rows] == ["done", "done", "unfinished"]
+    assert [float(row["tokens_per_s"]) for row in rows] == [4005, 2005, 8003.5]
+    assert [row["val_loss"] for row in rows] == ["3.25", "3.5", "9.5"]
+    out = capsys.readouterr().out
+    assert (runs / "report.txt").read_text() in out and out.count("\n") == 6
+    assert re.search(r"model.num_layers=4 +4,005 +0\.401 +1\.50 +3\.2500 +done", out)
+    assert re.search(r"model.num_layers=8 +8,004 +0\.800 +1\.50 +9\.5000 +unfinished at step 4/6", out)
+
+
+def test_one_run_and_runs_that_do_not_differ(runs: Path):
+    assert main([str(runs / "a")]) == 0 and table(runs / "a")[0]["overrides"] == "a"
+    write_run(runs / "again/a", loss=3.5)
+    write_run(runs / "again/b", loss=3.5)
+    assert [row.label for row in read_report(runs / "again").rows] == ["a", "b"]
+
+
+def test_before_its_first_validation_a_run_shows_its_last_step(tmp_path: Path):
+    write_run(tmp_path / "a", loss=2.0, taken=3)
+    lines = (tmp_path / "a/metrics.jsonl").read_text().splitlines()
+    (tmp_path / "a/metrics.jsonl").write_text("\n".join(lines[1:]) + '\n{"step": 4, "lo')
+    assert main([str(tmp_path)]) == 0
+    assert re.search(r" 5\.0000\* +unfinished at step 3/6", (tmp_path / "report.txt").read_text())
+
+
+def test_a_run_without_its_last_checkpoint_has_not_ended(tmp_path: Path):
+    run_dir = write_run(tmp_path / "a", loss=2.0, saves=3)
+    assert not run_facts(run_dir).finished
+    for step in (3, 6):
+        (run_dir / f"checkpoints/step-{step:08d}").mkdir(parents=True)
+        (run_dir / "checkpoints/latest").write_text(f"step-{step:08d}")
+        assert run_facts(run_dir).finished == (step == 6)
+
+
+@pytest.fixture
+def sweep(tmp_path: Path) -> Path:
+    """A sweep with a job of every kind; one was submitted, so that nobody noted its end."""
+    folder = tmp_path / "s"
+    kinds = [
+        ("done", 3.0, None, 0),
+        ("done", 2.0, None, 0),
+        ("failed", None, "boom <b>&amp;", 1),
+        ("skipped", None, "too big", None),
+        ("interrupted", None, None, -15),
+        ("running", 2.5, None, None),
+        ("done", float("nan"), None, 0),
+    ]
+    jobs = []
+    for number, (state, loss, reason, code) in enumerate(kinds):
+        jobs.append(Job(number, f"{number}_x", (f"x={number}", "y=1"), (f"x={number}",), State(state), reason, code, 65.2))
+        if loss is not None:
+            write_run(folder / f"{number}_x", loss=loss)
+    write_run(folder / "4_x", loss=2.0, taken=2)
+    Sweep(folder, "python train.py -m x=0,1 'y=<1>'", "2026-01-02T03:04:05", tuple(jobs)).save()
+    return folder
+
+
+def test_a_sweep_with_all_that_became_of_its_jobs(sweep: Path):
+    rows = read_report(sweep).rows
+    assert [row.label for row in rows] == ["x=1", "x=5", "x=0", "x=2", "x=3", "x=4", "x=6"]
+    assert [row.state.value for row in rows] == ["done", "done", "done", "failed", "skipped", "interrupted", "done"]
+    assert main([str(sweep)]) == 0
+    text = (sweep / "report.txt").read_text()
+    assert "failed: boom <b>&amp;" in text and "skipped: too big" in text and "interrupted at step 2/6" in text
+    assert [row["seconds"] for row in table(sweep)] == ["65.2"] * 7 and clock(65.2) == "0:01:05"
+
+
+def test_the_page_is_whole_and_needs_no_network(sweep: Path):
+    assert main([str(sweep)]) == 0
+    text = (sweep / "report.html").read_text()
+    page = Page(text)
+    assert len(page.cells) == 7 * len(COLUMNS)
+    assert page.cells[:6] == ["x=1", "2,005", "0.201", "1.50", "2.0000", "done"]
+    assert "failed: boom <b>&amp;" in page.cells  # as it was told, not as markup
+    assert "7 runs: 4 done, 1 failed, 1 skipped, 1 interrupted" in text
+    assert "Begun 2026-01-02 03:04:05 by <code>python train.py -m x=0,1 &#x27;y=&lt;1&gt;&#x27;</code>" in text
+    assert len(page.addresses) == 2 and all(address.startswith("data:image/svg+xml;base64,") for address in page.addresses)
+    assert not re.search(r"https?:|url\(|@import|<script|<link", text)
+    losses, rates = (base64.b64decode(address.partition(",")[2]).decode() for address in page.addresses)
+    assert "nats per token" in losses and "tokens/s" in rates
+    colours = re.findall(r'background:(#\w+|transparent)"></span>(x=\d)', text)
+    assert [name for colour, name in colours if colour == "transparent"] == ["x=2", "x=3"]
+    drawn = [colour for colour, _ in colours if colour != "transparent"]
+    assert len(set(drawn)) == 5 and all(f"fill: {colour}" in rates and f"stroke: {colour}" in losses for colour in drawn)
+
+
+def test_without_a_step_there_are_no_pictures(tmp_path: Path):
+    write_run(tmp_path / "a", loss=2.0, taken=0)
+    assert main([str(tmp_path)]) == 0 and Page((tmp_path / "report.html").read_text()).addresses == []
+
+
+def test_many_runs_have_colours_of_their_own(tmp_path: Path):
+    for number in range(12):
+        write_run(tmp_path / f"{number:02}", loss=3 + number / 10, layers=number + 1)
+    assert main([str(tmp_path)]) == 0
+    assert len(set(re.findall(r"background:(#\w+)", (tmp_path / "report.html").read_text()))) == 12
+
+
+def test_long_curves_are_thinned_to_their_last_point():
+    points = [(n, float(n)) for n in range(10 * POINTS + 3)]
+    kept = thinned(points)
+    assert len(kept) <= POINTS + 1 and (kept[0], kept[-1]) == (points[0], points[-1])
+    assert thinned(points[:POINTS]) == points[:POINTS]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["nowhere"], "report: folder=nowhere: does not exist"),
+        (["runz"], "report: folder=runz: does not exist; nearest that works: runs"),
+        (["empty"], "report: folder=empty: holds no run"),
+        ([], "report: arguments=: name one folder"),
+        (["a", "b"], "report: arguments=a b: name one folder"),
+        (["--json"], "report: arguments=--json: name one folder"),
+    ],
+)
+def test_mistakes(
+    arguments: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    (tmp_path / "empty").mkdir()
+    write_run(tmp_path / "runs/a", loss=1.0)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as exit_code:
+        main(arguments)
+    out, err = capsys.readouterr()
+    assert (exit_code.value.code, out) == (2, "") and err.startswith(said) and err.count("\n") == 1
+
+
+def test_help(capsys: pytest.CaptureFixture[str]):
+    assert main(["--help"]) == 0 and "report.html" in capsys.readouterr().out

@@ -1,0 +1,242 @@
+"""The parts of a sweep: what a host has room for, records, what a job begins with, how its end and its progress are told."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import json
+import signal
+import subprocess
+from pathlib import Path
+
+import pytest
+from hydra import compose, initialize_config_dir
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from omegaconf import OmegaConf
+
+from app import rules
+from app.cli import sweep_plan
+from app.cli.compose import register_schema
+from app.cli.jobs import ProgressLine, outcome, progress
+from app.cli.sweep import job_arguments, planned, quoted, sweep_name
+from app.cli.sweep_plan import Combination, check_host, combinations, folder_names, host_gpus
+from app.cli.sweep_record import State, Sweep, locked
+from app.config import Run
+from app.engine.run_folder import plain
+from app.errors import ConfigError
+from app.plan.plan import GIB, Plan
+from tests.test_config import CONF, load
+
+
+def found_by(*overrides: str) -> list[Combination]:
+    register_schema()
+    GlobalHydra.instance().clear()
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        parsed = OverridesParser.create().parse_overrides(list(overrides))
+        return combinations(parsed, lambda chosen: compose("train", chosen, return_hydra_config=True), [])
+
+
+def test_all_combinations_the_last_key_fastest():
+    found = found_by("model=dense_tiny,moe_tiny", "train.seed=7", "train.steps=2,3,2")
+    assert [one.swept for one in found] == [
+        (f"model={model}", f"train.steps={n}") for model in ("dense_tiny", "moe_tiny") for n in (2, 3)
+    ]
+    assert found[2].overrides == ("model=moe_tiny", "train.seed=7", "train.steps=2") and found[2].model == "moe_tiny"
+    assert [(one.run.model.name, one.run.train.steps, one.run.train.seed) for one in found] == [
+        ("dense_tiny", 2, 7), ("dense_tiny", 3, 7), ("moe_tiny", 2, 7), ("moe_tiny", 3, 7)]  # fmt: skip
+
+
+def test_what_is_not_trained_yet_is_refused(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(rules.TRAINED, "parallel.gpus_per_node", (8,))
+    first, second = found_by("parallel.gpus_per_node=4,8")
+    assert first.run is None and (first.reason or "").startswith("parallel.gpus_per_node=4: can be planned")
+    assert second.run is not None and second.reason is None
+
+
+def memory_of(run: Run) -> int:
+    return Plan(run).busiest.total
+
+
+def test_too_big_for_a_gpu_is_refused_with_both_sizes():
+    run, need = load("train.device=cuda"), memory_of(load())
+    check_host(run, [need + 2**20])
+    with pytest.raises(ConfigError, match=rf"too small: a rank needs {need / GIB:.2f} GiB \(python -m app.cli.plan what=memory"):
+        check_host(run, [4 * need, need - 2**20])
+
+
+def test_the_memory_asked_for_counts_before_that_of_the_gpu():
+    small = f"hardware.gpu_memory_gib={memory_of(load()) / GIB / 2}"
+    for device in ("cpu", "cuda"):
+        with pytest.raises(ConfigError, match="gpu_memory_gib="):
+            check_host(load(f"train.device={device}", small), [2**50])
+    check_host(load("train.device=cuda", "hardware=h100"), [1])
+
+
+def test_a_run_on_the_cpu_is_not_held_to_the_gpus():
+    check_host(load("train.device=cpu"), [1])
+    check_host(load("train.device=cpu"), [])
+
+
+def test_another_process_asks_for_the_gpus(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    monkeypatch.setattr(sweep_plan, "GPU_DEVICES", (str(tmp_path),))
+    monkeypatch.setattr(sweep_plan, "ASK_GPUS", "print(3 * 2**30, 5)")
+    assert host_gpus() == (3 * 2**30, 5)
+    monkeypatch.setattr(sweep_plan, "ASK_GPUS", "raise SystemExit(1)")
+    assert host_gpus() == ()
+    monkeypatch.setattr(sweep_plan, "GPU_DEVICES", (str(tmp_path / "none"),))
+    monkeypatch.setattr(sweep_plan, "ASK_GPUS", "print(1)")
+    assert host_gpus() == ()
+
+
+def test_ranks_that_have_no_place_here_are_refused_here_only():
+    many = load("parallel.dp=8", "train.global_batch=64")
+    with pytest.raises(ConfigError, match="this host has room for 4 GPUs"):
+        check_host(many, [2**40] * 4)
+    check_host(many, None)
+
+
+# Records.
+
+
+def sweep_of(folder: Path, *steps: int) -> tuple[Sweep, list[Combination]]:
+    found = [combination(f"train.steps={n}") for n in steps]
+    return planned(folder, "python train.py -m", found), found
+
+
+def test_a_record_reads_back(tmp_path: Path):
+    sweep, _ = sweep_of(tmp_path / "s", 2, 3)
+    sweep = sweep.changed(1, state=State.failed, reason="a «reason»", exit_code=-9, seconds=1.5)
+    (tmp_path / "s").mkdir()
+    sweep.save()
+    assert Sweep.load(tmp_path / "s") == sweep and [path.name for path in (tmp_path / "s").iterdir()] == ["sweep.json"]
+    assert sweep.job_of(["train.steps=3", "run_dir=x"]).number == 1
+
+
+def combination(*overrides: str, checkpoint: str = "default") -> Combination:
+    return Combination(overrides, overrides, "moe_tiny", load(f"checkpoint={checkpoint}", *overrides), None)
+
+
+def finished_run(run_dir: Path, *overrides: str) -> None:
+    """Files of a run that has come to its last step and saves nothing."""
+    run_dir.mkdir(parents=True)
+    run = load("checkpoint=none", *overrides)
+    (run_dir / "config.yaml").write_text(OmegaConf.to_yaml(OmegaConf.create(plain(dataclasses.asdict(run)))))
+    (run_dir / "metrics.jsonl").write_text(json.dumps({"step": run.train.steps, "val_loss": 2.5, "val_tokens": 1}) + "\n")
+
+
+def test_a_run_whose_files_say_so_is_done(tmp_path: Path):
+    """As when the sweep was killed before it could note that."""
+    sweep, found = sweep_of(tmp_path, 2, 3)
+    sweep.changed(1, state=State.running).save()
+    finished_run(tmp_path / sweep.jobs[0].folder, "train.steps=2")
+    finished_run(tmp_path / sweep.jobs[1].folder, "train.steps=3")
+    (tmp_path / sweep.jobs[1].folder / "metrics.jsonl").write_text(json.dumps({"step": 2, "val_loss": 2.5}) + "\n")
+    again = planned(tmp_path, "", [combination(*one.overrides, checkpoint="none") for one in found])
+    assert [job.state for job in again.jobs] == [State.done, State.waiting]
+
+
+def test_other_settings_under_the_same_overrides_are_refused(tmp_path: Path):
+    """As when a YAML file was edited in between."""
+    sweep, found = sweep_of(tmp_path, 2)
+    sweep.save()
+    finished_run(tmp_path / sweep.jobs[0].folder, "train.steps=2", "optim.lr=0.25")
+    with pytest.raises(ConfigError, match=r"0_steps-2 was trained with optim.lr=0.25, which is 0.003 now"):
+        planned(tmp_path, "", found)
+
+
+def test_where_a_job_begins(tmp_path: Path):
+    sweep, found = sweep_of(tmp_path / "it's", 2)
+    job, run_dir = sweep.jobs[0], tmp_path / "it's" / sweep.jobs[0].folder
+    finished_run(run_dir)
+    anew = job_arguments(sweep, job, found[0].run)
+    assert anew == ["train.steps=2", f"run_dir={quoted(run_dir)}", "log.console=false", "log.group='it\\'s'"]
+    assert not (run_dir / "config.yaml").exists()  # it would say that the folder holds another run
+    (run_dir / "checkpoints/step-00000001").mkdir(parents=True)
+    (run_dir / "checkpoints/latest").write_text("step-00000001")
+    assert job_arguments(sweep, job, load("log.group=mine")) == [*anew[:3], "resume=auto"]
+
+
+def test_a_sweep_has_its_folder_alone_and_jobs_inherit_that(tmp_path: Path):
+    with locked(tmp_path), pytest.raises(ConfigError, match="a sweep is running there"), locked(tmp_path):
+        pass
+    with locked(tmp_path):
+        job = subprocess.Popen(["sleep", "60"], close_fds=False)
+    with pytest.raises(ConfigError), locked(tmp_path):
+        pass
+    job.kill()
+    job.wait()
+    with locked(tmp_path):
+        pass
+
+
+def test_names_do_not_depend_on_the_order_and_are_plain():
+    found = [Combination(("a=1",), ("data.path=[/tmp/a b/*.txt]", "+experiment=x", "optim.lr=1e-3"), "m", None, None)] * 11
+    assert sweep_name(found, ["a=1", "b=2"]) == sweep_name(found, ["b=2", "a=1"]) != sweep_name(found, ["a=1", "b=3"])
+    assert list(folder_names(found))[10] == "10_path-tmpab.txt_experiment-x_lr-1e-3"
+    assert list(folder_names(found))[3].startswith("03_")
+
+
+@pytest.mark.parametrize("value", ["a b", "it's", "a\\b", "a\\'b", "end\\", "x=1,2", "[1]"])
+def test_quoted_values_come_back_whole(value: str):
+    (override,) = OverridesParser.create().parse_overrides([f"run_dir={quoted(value)}"])
+    assert override.value() == value and not override.is_sweep_override()
+
+
+# What a job's end and its progress look like.
+
+
+@pytest.mark.parametrize(
+    ("log", "code", "state", "reason"),
+    [
+        ("", 0, State.done, None),
+        ("ValueError: old\ntrain.py: model.x=1: no\n", 2, State.failed, "model.x=1: no"),
+        ("Traceback\n  File\nRuntimeError: boom\n\nUserWarning: later\n", 1, State.failed, "RuntimeError: boom"),
+        (
+            "[rank1]: torch.OutOfMemoryError: CUDA out\ntorch.distributed.elastic.errors.ChildFailedError: \n=====\n",
+            1,
+            State.failed,
+            "torch.OutOfMemoryError: CUDA out",
+        ),
+        ("nothing to see\n", 3, State.failed, "exit code 3"),
+        ("", -signal.SIGKILL, State.failed, "killed by SIGKILL"),
+        ("train.py: stopped", 75, State.interrupted, None),
+        ("", 130, State.interrupted, None),
+    ],
+)
+def test_outcome(tmp_path: Path, log: str, code: int, state: State, reason: str | None):
+    (tmp_path / "job.log").write_text(log)
+    assert outcome(code, False, tmp_path) == (state, reason)
+
+
+def test_a_job_that_was_told_to_end_was_interrupted_however_it_ended(tmp_path: Path):
+    assert outcome(1, True, tmp_path) == (State.interrupted, None) == outcome(-signal.SIGKILL, True, tmp_path)
+    assert outcome(0, True, tmp_path) == (State.done, None)
+
+
+def test_progress_is_read_from_the_end_of_the_metrics(tmp_path: Path):
+    assert progress(tmp_path) == "starting"
+    (tmp_path / "config.yaml").write_text("train: {steps: 1000}\n")
+    rows = [{"step": n, "loss": 9 - n / 100, "step_ms": 100.0, "tokens_per_s": 51200.0} for n in range(1, 401)]
+    rows[-1] |= {"step_ms": 250.0, "tokens_per_s": 20480.0}  # one slow step says little about the others
+    whole = "".join(json.dumps(row) + "\n" for row in rows) + json.dumps({"step": 400, "val_loss": 5.0}) + "\n"
+    (tmp_path / "metrics.jsonl").write_text(whole + '{"step": 401, "lo')
+    assert progress(tmp_path) == "step 400/1000  loss 5.000  51.20 k tokens/s  0:01:00 left"
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_on_a_terminal_one_line_is_drawn_again_and_stands_at_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("COLUMNS", "40")
+    line = ProgressLine("[1/2] parallel=dp2", tmp_path, Terminal())
+    process = subprocess.Popen(["sleep", "0.1"])
+    assert line.follow(process) == 0
+    line.draw("a text that is longer than the terminal is wide")
+    line.end("failed after 0:00:01: a reason that is longer than the terminal is wide")
+    drawn = line.stream.getvalue()
+    assert drawn.count("\n") == 1 and drawn.startswith("\r[1/2] parallel=dp2  starting ")
+    assert all(len(part) <= 39 for part in drawn.split("\r")[1:-1])
+    assert drawn.endswith("\r\x1b[K[1/2] parallel=dp2  failed after 0:00:01: a reason that is longer than the terminal is wide\n")
