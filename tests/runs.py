@@ -75,6 +75,17 @@ def whole_parameters(engine: Engine) -> dict[str, torch.Tensor]:
     return {name: value for stage in stages for name, value in stage.items()}
 
 
+def whole_gradients(engine: Engine) -> dict[str, torch.Tensor]:
+    """The last step's gradient of every parameter of the model, flat, put together from all shards; the same on every rank."""
+    parts = [(p.spec.name, p.spec.offset + p.start, p.grad.clone()) for p in engine.optimizer.pieces() if p.spec.counted]
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, parts)
+    whole: dict[str, dict[int, torch.Tensor]] = {}
+    for name, start, grad in (part for rank in found for part in rank):
+        whole.setdefault(name, {})[start] = grad
+    return {name: torch.cat([pieces[start] for start in sorted(pieces)]) for name, pieces in whole.items()}
+
+
 def with_model(run: Run, **changes: Any) -> Run:
     """The run with other fields of its model."""
     return dataclasses.replace(run, model=dataclasses.replace(run.model, **changes))

@@ -1,4 +1,4 @@
-"""Every pipeline trains like one process: losses, gradient norms and all parameters after three steps, fp32."""
+"""Every pipeline trains like one process: losses, gradient norms, all gradients and all parameters after three steps, fp32."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from app.choices import ScheduleName
 from app.config import ModelConfig, ParallelConfig, RecomputeConfig, Run, ScheduleConfig, TrainConfig
 from tests.distributed import run_distributed
-from tests.runs import TINY, TINY_MOE, engine_of, make_run, train_steps, whole_parameters
+from tests.runs import TINY, TINY_MOE, engine_of, make_run, train_steps, whole_gradients, whole_parameters
 
 STEPS = 3
 DEEP = dataclasses.replace(TINY, num_layers=12, moe=dataclasses.replace(TINY_MOE, first_k_dense=3, every_n=2))
@@ -33,9 +33,12 @@ def run_of(
     return make_run(model, parallel=ParallelConfig(**parallel), schedule=order, recompute=recompute, train=train)
 
 
-def few_steps(rank: int, run: Run) -> tuple[list[tuple[float, float]], dict[str, Any]]:
+def few_steps(rank: int, run: Run) -> tuple[list[tuple[float, float]], dict[str, Any], dict[str, Any]]:
+    """Losses and norms of a few steps, then all gradients of the last step, and all parameters after it."""
     engine = engine_of(run, rank)
-    return train_steps(run, engine, STEPS), {name: value.numpy() for name, value in whole_parameters(engine).items()}
+    losses = train_steps(run, engine, STEPS)
+    gradients, parameters = whole_gradients(engine), whole_parameters(engine)
+    return losses, *({name: value.numpy() for name, value in found.items()} for found in (gradients, parameters))
 
 
 CASES = [
@@ -64,9 +67,10 @@ CASES = [
 @pytest.mark.parametrize(("name", "choice"), CASES)
 def test_pipeline_equals_one_process(name: str, choice: dict[str, Any]):
     run = run_of(MODELS[name], **choice)
-    seen, expected = run_distributed(few_steps, 1, run_of(MODELS[name], choice["mbs"] * choice.get("dp", 1)))[0]
-    for losses, parameters in run_distributed(few_steps, run.world_size, run):
+    seen, *expected = run_distributed(few_steps, 1, run_of(MODELS[name], choice["mbs"] * choice.get("dp", 1)))[0]
+    for losses, *found in run_distributed(few_steps, run.world_size, run):
         torch.testing.assert_close(torch.tensor(losses), torch.tensor(seen), rtol=2e-5, atol=1e-6)
-        assert parameters.keys() == expected.keys()
-        for key, value in expected.items():
-            torch.testing.assert_close(torch.from_numpy(parameters[key]), torch.from_numpy(value), rtol=1e-4, atol=2e-5, msg=key)
+        for values, wanted in zip(found, expected, strict=True):
+            assert values.keys() == wanted.keys()
+            for key, value in wanted.items():
+                torch.testing.assert_close(torch.from_numpy(values[key]), torch.from_numpy(value), rtol=1e-4, atol=2e-5, msg=key)
