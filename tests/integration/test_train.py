@@ -65,6 +65,7 @@ def test_run_folder(whole: tuple[Path, str]):
     folder, output = whole
     assert {path.name for path in folder.iterdir()} == {
         "config.yaml",
+        "plan.json",
         "metrics.jsonl",
         "loss.png",
         "wandb",
