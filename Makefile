@@ -7,7 +7,7 @@ TORCH := $(shell sed -n 's/^torch==//p' constraints.txt)
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help train test test-full test-gpu lint types checks bench clean
+.PHONY: help train test test-full test-gpu test-slurm lint types checks bench clean
 
 help: ## show this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | awk -F'\t' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -16,19 +16,22 @@ train: $(VENV)/installed ## train the default model, about two minutes on two co
 	@$(BIN)/python train.py $(ARGS)
 
 test: $(VENV)/installed-test ## run the tests (CPU); ARGS="tests/plan -k layout" selects
-	@CUDA_VISIBLE_DEVICES= $(BIN)/python -m pytest -m "not gpu and not full" $(ARGS)
+	@CUDA_VISIBLE_DEVICES= $(BIN)/python -m pytest -m "not gpu and not full and not slurm" $(ARGS)
 
 test-full: $(VENV)/installed-test ## run the exhaustive grids too
-	@CUDA_VISIBLE_DEVICES= $(BIN)/python -m pytest -m "not gpu" $(ARGS)
+	@CUDA_VISIBLE_DEVICES= $(BIN)/python -m pytest -m "not gpu and not slurm" $(ARGS)
 
 test-gpu: $(VENV)/installed-test ## run the tests that need a CUDA device
 	@$(BIN)/python -m pytest -m gpu $(ARGS)
+
+test-slurm: $(VENV)/installed-slurm ## run the tests that need SLURM, on a cluster of their own (Debian, as root)
+	@if .ci/slurm; then CUDA_VISIBLE_DEVICES= $(BIN)/python -m pytest -m slurm tests/slurm $(ARGS); fi
 
 lint: $(VENV)/installed-test ## ruff
 	@$(BIN)/ruff check .
 
 types: $(VENV)/installed-test ## mypy, strict on the planning layer
-	@$(BIN)/mypy app/plan app/config.py app/rules.py app/errors.py app/choices.py
+	@$(BIN)/mypy app/plan app/config app/rules.py app/errors.py app/choices.py
 
 checks: lint types test ## everything a change must pass
 
@@ -52,4 +55,8 @@ $(VENV)/installed: pyproject.toml constraints.txt | $(VENV)/bin/python
 
 $(VENV)/installed-test: $(VENV)/installed
 	@$(PIP) --editable '.[test]'
+	@touch $@
+
+$(VENV)/installed-slurm: $(VENV)/installed-test
+	@$(PIP) --editable '.[test,slurm]'
 	@touch $@

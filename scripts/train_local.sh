@@ -3,17 +3,17 @@
 #
 #   scripts/train_local.sh [-n PROCESSES] [overrides for train.py …]
 #   scripts/train_local.sh -n 2 model=dense_tiny train.steps=50
+#
+# Ctrl-C ends it. SIGTERM and SIGUSR1 save a checkpoint first, and the exit code is then 75.
+
 set -euo pipefail
-cd "$(dirname "$0")/.."
 
 processes=""
-while getopts "n:h" option; do
-  case $option in
-    n) processes=$OPTARG ;;
-    *) sed -n '2,5s/^# \{0,1\}//p' "$0"; exit 0 ;;
-  esac
-done
-shift $((OPTIND - 1))
+case "${1:-}" in
+  -h | --help) sed -n '2,/^$/s/^# \{0,1\}//p' "$0"; exit 0 ;;
+  -n) processes=${2:?-n needs a number of processes}; shift 2 ;;
+esac
+cd "$(dirname "$0")/.."
 
 python=.venv/bin/python
 [ -x "$python" ] || { echo "Run 'make train' once first: it creates .venv." >&2; exit 1; }
@@ -21,4 +21,4 @@ if [ -z "$processes" ]; then
   processes=$(nvidia-smi --list-gpus 2>/dev/null | wc -l)
   [ "$processes" -gt 0 ] || processes=1
 fi
-exec "$python" -m torch.distributed.run --standalone --nproc-per-node="$processes" train.py "$@"
+exec "$python" -m app.cli.torchrun --standalone --nproc-per-node="$processes" train.py "$@"

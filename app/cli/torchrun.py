@@ -11,20 +11,23 @@ import logging
 import os
 import signal
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from types import FrameType
 from typing import Any
 
 import torch.distributed.launcher.api as launcher
-from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup
+from torch.distributed.elastic.agent.server.api import DEFAULT_ROLE, RunResult, WorkerGroup, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from torch.distributed.elastic.rendezvous import RendezvousError
 from torch.distributed.run import parse_args, run
 
 SAID = (2, os.EX_TEMPFAIL, 130)  # a mistake, a stop, Ctrl-C: train.py has explained them
 PASSED_ON = (signal.SIGTERM, signal.SIGUSR1)
+FOLLOW_S = 60  # seconds that ranks have to end once those of another node have
 
 
 class Agent(LocalElasticAgent):
@@ -41,6 +44,20 @@ class Agent(LocalElasticAgent):
         for pid in self._pcontext.pids().values():
             with suppress(ProcessLookupError):
                 os.kill(pid, number)
+
+    def _invoke_run(self, role: str = DEFAULT_ROLE) -> RunResult:
+        try:
+            return super()._invoke_run(role)
+        except RendezvousError:
+            if self._pcontext is None:
+                raise
+        # The node that kept the meeting point has ended. The ranks here follow, and it is their exit code that counts.
+        deadline = time.monotonic() + FOLLOW_S
+        while (result := self._monitor_workers(self._worker_group)).state == WorkerState.HEALTHY:
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"lost, and the ranks of this node do not end within {FOLLOW_S} s")
+            time.sleep(self._worker_group.spec.monitor_interval)
+        return result
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         result = super()._monitor_workers(worker_group)
