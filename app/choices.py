@@ -17,7 +17,23 @@ class DispatcherKind(Enum):
 
     auto = "auto"  # local when ep = 1, otherwise all_to_all
     local = "local"  # every expert on this rank
-    all_to_all = "all_to_all"  # dropless exchange of uneven parts among the expert-parallel ranks
+    all_to_all = "all_to_all"  # exchange of uneven parts among the expert-parallel ranks
+    all_gather = "all_gather"  # every expert-parallel rank sees all tokens and takes those of its experts
+
+
+class DropPolicy(Enum):
+    """Which of an expert's tokens stay when they are more than its capacity."""
+
+    probs = "probs"  # those with the highest probabilities
+    position = "position"  # the first ones
+
+
+class Balance(Enum):
+    """What the load-balancing loss evens the experts' load over."""
+
+    microbatch = "microbatch"
+    sequence = "sequence"  # every sequence by itself
+    global_batch = "global_batch"  # the microbatches of all data-parallel ranks so far in the step
 
 
 class ScheduleName(Enum):
@@ -30,6 +46,13 @@ class ScheduleName(Enum):
     interleaved = "interleaved"  # the same over several stages per rank
     zero_bubble_h1 = "zero_bubble_h1"  # 1f1b with gradients of weights computed where the pipeline would idle
     zero_bubble_v = "zero_bubble_v"  # the same over two stages per rank that lie in a V
+
+
+class CpComm(Enum):
+    """What context-parallel ranks exchange for attention."""
+
+    all_gather = "all_gather"  # keys and values of the whole sequence to every rank
+    all_to_all = "all_to_all"  # queries, keys and values, so that every rank has whole sequences of a part of the heads
 
 
 class GraphImpl(Enum):
@@ -119,6 +142,14 @@ class Normalize(Enum):
 
     token = "token"  # valid tokens of the whole step: all microbatches and data-parallel ranks
     microbatch = "microbatch"  # each microbatch by its own valid tokens, then the mean over microbatches
+
+
+class BadStep(Enum):
+    """What follows a step whose loss or gradient norm is not finite; its update is skipped in any case."""
+
+    skip = "skip"  # go on with the next batches
+    stop = "stop"  # end the run
+    rollback = "rollback"  # go back to the newest checkpoint, and leave out the data since then
 
 
 class Device(Enum):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -10,23 +11,38 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-def all_gather(output: Tensor, shard: Tensor, group: dist.ProcessGroup) -> None:
-    """Fill `output` with the equal `shard`s of all ranks of `group`, in rank order; both contiguous."""
+def all_gather(output: Tensor, shard: Tensor, group: dist.ProcessGroup, wait: bool = True) -> dist.Work | None:
+    """Fill `output` with the equal `shard`s of all ranks of `group`, in rank order; both contiguous.
+
+    Without `wait` it goes on beside what follows, until the work that is returned has been waited for.
+    """
     if group.size() > 1:
-        _all_gather(output.view(-1), shard.view(-1), group=group)
-    elif output.data_ptr() != shard.data_ptr():
+        return _all_gather(output.view(-1), shard.view(-1), group=group, async_op=not wait)
+    if output.data_ptr() != shard.data_ptr():
         output.copy_(shard.view_as(output))
+    return None
 
 
-def reduce_scatter(shard: Tensor, buffer: Tensor, group: dist.ProcessGroup) -> None:
-    """Sum `buffer` over all ranks of `group` and leave this rank's equal part in `shard`; both contiguous."""
+def reduce_scatter(shard: Tensor, buffer: Tensor, group: dist.ProcessGroup, wait: bool = True) -> dist.Work | None:
+    """Sum `buffer` over all ranks of `group` and leave this rank's equal part in `shard`; both contiguous.
+
+    `wait` as in `all_gather`.
+    """
     if group.size() > 1:
-        _reduce_scatter(shard.view(-1), buffer.view(-1), group=group)
-    elif shard.data_ptr() != buffer.data_ptr():
+        return _reduce_scatter(shard.view(-1), buffer.view(-1), group=group, async_op=not wait)
+    if shard.data_ptr() != buffer.data_ptr():
         shard.copy_(buffer.view_as(shard))
+    return None
 
 
 def all_reduce(tensor: Tensor, group: dist.ProcessGroup) -> None:
     """Sum `tensor` in place over all ranks of `group`."""
     if group.size() > 1:
         dist.all_reduce(tensor, group=group)
+
+
+def all_to_all(parts: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Send part p of the first dimension, which has one per rank, to rank p of `group`; returns what came, in rank order."""
+    arrived = torch.empty_like(parts)
+    dist.all_to_all_single(arrived, parts, group=group)
+    return arrived

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from app.choices import Decay, DispatcherKind, Dtype, GraphImpl, GraphScope, ScheduleName
+from app.choices import BadStep, Balance, CpComm, Decay, DispatcherKind, Dtype, GraphImpl, GraphScope, Recompute, ScheduleName
 from app.config import Run
 from app.errors import ConfigError, nearest_divisors, nearest_multiples
+from app.plan.layout import AXES
 from app.plan.select import select_layout, select_schedule, select_stages
+from app.plan.traffic import parts_side_by_side
 
 
 def check_world(run: Run) -> None:
@@ -40,13 +42,13 @@ def check_expert_parallel(run: Run) -> None:
         rule = f"must divide the {stage} ranks of a pipeline stage"
         raise ConfigError("parallel.etp", etp, rule, nearest_divisors(etp, stage))
     if stage % (ep * etp):
-        near = f"{nearest_divisors(ep, max(1, stage // etp))}, or parallel.dp={run.dp * ep * etp}"
+        whole = ", or parallel.etp=1" if etp > 1 and stage % ep == 0 else ""
+        near = f"{nearest_divisors(ep, max(1, stage // etp))}{whole}, or parallel.dp={run.dp * ep * etp}"
         what = f"the {stage} ranks of a pipeline stage" if run.parallel.pp > 1 else f"the world size {stage}"
         raise ConfigError("parallel.ep", ep, f"must divide {what}" + (f" over etp={etp}" if etp > 1 else ""), near)
-    if ep > 1 and moe.dispatcher is DispatcherKind.local:
-        raise ConfigError(
-            "model.moe.dispatcher", moe.dispatcher, f"parallel.ep={ep} needs an exchange between ranks", "auto or all_to_all"
-        )
+    if ep * etp > 1 and moe.dispatcher is DispatcherKind.local:
+        rule = f"parallel.{f'ep={ep}' if ep > 1 else f'etp={etp}'} needs an exchange between ranks"
+        raise ConfigError("model.moe.dispatcher", moe.dispatcher, rule, "auto, all_to_all or all_gather")
     if moe.ffn_hidden_size % etp:
         near = nearest_divisors(etp, moe.ffn_hidden_size)
         raise ConfigError("parallel.etp", etp, f"must divide model.moe.ffn_hidden_size={moe.ffn_hidden_size}", near)
@@ -77,9 +79,22 @@ def check_sequence(run: Run) -> None:
         raise ConfigError("train.seq_len", seq_len, f"{rule} = {parts}", nearest_multiples(seq_len, parts))
 
 
+def check_context_parallel(run: Run) -> None:
+    """Ranks that trade tokens for heads get whole heads, of those that tensor parallelism leaves them."""
+    cp, tp, kind = run.parallel.cp, run.parallel.tp, run.parallel.cp_comm_type
+    here = run.model.num_kv_heads // tp  # divides the query heads
+    if cp > 1 and kind is CpComm.all_to_all and here % cp:
+        over = f" over parallel.tp={tp}" if tp > 1 else ""
+        rule = f"gives each of parallel.cp={cp} ranks whole heads, of model.num_kv_heads={run.model.num_kv_heads}{over}"
+        raise ConfigError("parallel.cp_comm_type", kind, rule, f"all_gather, or parallel.cp={nearest_divisors(cp, here)}")
+
+
 def check_layout(run: Run) -> None:
-    """Ranks form one grid for dense layers and one for experts, in the same pipelines."""
-    select_layout(run)
+    """Ranks form one grid for dense layers and one for experts, in the same pipelines, with an expert's parts side by side."""
+    layout, order = select_layout(run), run.parallel.order.lower().split("-")
+    if run.model.moe and not parts_side_by_side(layout, order):
+        rule = f"parts of experts (parallel.etp={layout.expert_tp}) lie between their shares (parallel.ep={layout.ep})"
+        raise ConfigError("parallel.order", run.parallel.order, rule, "-".join(AXES))
 
 
 def check_stages(run: Run) -> None:
@@ -103,6 +118,8 @@ def check_schedule_choice(run: Run) -> None:
         raise ConfigError("schedule.group_size", group, f"schedule {name.value} has no groups", "null, or interleaved")
     if name is not ScheduleName.interleaved:
         return
+    if pp == 1:
+        raise ConfigError("schedule.name", name, "needs pipeline ranks, and parallel.pp=1", "none with parallel.vpp=1")
     count = run.num_microbatches
     if count < pp:
         least = pp * run.train.micro_batch * run.dp
@@ -130,13 +147,23 @@ def check_graphs_choice(run: Run) -> None:
     if GraphScope.moe_router in scope and GraphScope.attn not in scope:
         raise ConfigError(key, named, "moe_router goes on from attn, so it needs that", "[attn, moe_router]")
     whole = graph.impl is GraphImpl.full_iteration or (partial and not scope) or GraphScope.moe in scope
-    if whole and graph.impl is not GraphImpl.none and moe and run.parallel.ep > 1:
-        rule = f"captures the exchange of tokens, for whose sizes the host waits with ep={run.parallel.ep}"
+    ep, etp = select_layout(run).ep, select_layout(run).expert_tp
+    if whole and graph.impl is not GraphImpl.none and moe and ep * etp > 1:
+        degrees = f"ep={ep}" + (f" and etp={etp}" if etp > 1 else "")
+        rule = f"captures the exchange of tokens, for whose sizes the host waits with {degrees}"
         what, value = ("cuda_graph.impl", graph.impl.value) if graph.impl is GraphImpl.full_iteration else (key, named)
         raise ConfigError(what, value, rule, "scope=[attn, moe_router, moe_preprocess] with impl=local")
     if graph.impl is GraphImpl.transformer_engine and run.schedule.name.value.startswith("zero_bubble"):
         rule = "captures whole backwards, which schedule zero_bubble splits"
         raise ConfigError("cuda_graph.impl", graph.impl, rule, "local")
+
+
+def check_recompute(run: Run) -> None:
+    """What is computed twice must not count twice."""
+    moe = run.model.moe
+    if moe and moe.balance is Balance.global_batch and (run.recompute.full or Recompute.moe in run.recompute.phases):
+        rule = "adds up the load of every forward, and backward would run some again under recompute.full or phases=[moe]"
+        raise ConfigError("model.moe.balance", moe.balance, rule, "microbatch or sequence")
 
 
 def check_expert_widths(run: Run) -> None:
@@ -177,19 +204,29 @@ def check_lr_schedule(run: Run) -> None:
         raise ConfigError("optim.wsd_decay_steps", last, rule, steps - warmup)
 
 
+def check_rollback(run: Run) -> None:
+    """Going back needs something to go back to."""
+    if run.train.on_bad_step is BadStep.rollback and not run.checkpoint.interval:
+        rule = "goes back to checkpoints, and checkpoint.interval=0 saves none"
+        raise ConfigError("train.on_bad_step", run.train.on_bad_step, rule, "skip, or checkpoint=default")
+
+
 CHUNKED = (ScheduleName.interleaved, ScheduleName.zero_bubble_v)  # schedules of several stages per rank
 RULES: tuple[Callable[[Run], None], ...] = (
     check_world,
     check_expert_parallel,
     check_tensor_parallel,
     check_sequence,
+    check_context_parallel,
     check_layout,
+    check_recompute,
     check_expert_widths,
     check_batch,
     check_stages,
     check_schedule_choice,
     check_graphs_choice,
     check_lr_schedule,
+    check_rollback,
 )
 
 
@@ -202,13 +239,7 @@ def check(run: Run) -> Run:
 
 # What can be planned but not yet trained: key -> the values that training takes.
 TRAINED: dict[str, tuple[object, ...]] = {
-    "parallel.tp": (1,),
-    "parallel.cp": (1,),
-    "parallel.etp": (None, 1),
-    "recompute.phases": ((),),
     "cuda_graph.impl": (GraphImpl.none,),
-    "precision.params": (Dtype.float32, Dtype.bfloat16),
-    "precision.grads": (Dtype.float32,),
 }
 
 

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from app.data.feed import Batch
@@ -26,7 +27,8 @@ from app.engine.executor import execute
 from app.engine.flight import Stages
 from app.engine.transport import Transport
 from app.engine.watch import Watch
-from app.model.chunk import ChunkOutput, summed_loss
+from app.model.chunk import ChunkOutput
+from app.model.peers import Peers
 from app.plan.lowering import lower_all
 from app.plan.schedule import build_schedule
 
@@ -38,6 +40,7 @@ class Tiny(nn.Module):
     """First and last stage at once: one weight per token."""
 
     first = last = True
+    peers = Peers()
 
     def __init__(self) -> None:
         super().__init__()
@@ -51,10 +54,18 @@ class Tiny(nn.Module):
         return ChunkOutput(tokens_BS[..., None].float() * self.weight, ())
 
 
+    def loss(self, logits_BSV: Tensor, labels_BS: Tensor, context: None) -> Tensor:
+        """Summed cross-entropy."""
+        return F.cross_entropy(logits_BSV.flatten(0, 1), labels_BS.flatten(), reduction="sum")
+
+
 class NoParameters:
     """An optimizer with nothing to send."""
 
-    def gather_params(self, chunk: int) -> None:
+    def start_gather(self, chunk: int) -> None:
+        """Nothing."""
+
+    def expect_grads(self, chunk: int, last: bool) -> None:
         """Nothing."""
 
     def reduce_grads(self, chunk: int) -> None:
@@ -73,7 +84,7 @@ def main() -> None:
     dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
     (actions,) = lower_all(build_schedule("none", 1, MICROBATCHES))
     tiny, step = Tiny(), step_input()
-    stages = Stages((tiny,), {}, {}, torch.Size(()), torch.float32, torch.device("cpu"))
+    stages = Stages((tiny,), {}, {}, (), torch.Size(()), torch.float32, torch.device("cpu"))
     transport, watch = Transport(dist.group.WORLD, [0]), Watch(0, 60.0)
     engine = partial(execute, actions, stages, NoParameters(), transport, watch, step)
     plain = partial(by_hand, tiny, step)
@@ -96,14 +107,14 @@ def step_input() -> StepInput:
     """Microbatches of one sequence of four tokens."""
     tokens = torch.ones(1, 4, dtype=torch.int64)
     batch = Batch(tokens, tokens, tokens, None)
-    return StepInput((batch,) * MICROBATCHES, torch.ones(MICROBATCHES), 1.0, torch.tensor(4 * MICROBATCHES))
+    return StepInput((batch,) * MICROBATCHES, torch.ones(MICROBATCHES), 1.0, None, torch.tensor(4 * MICROBATCHES))
 
 
 def by_hand(tiny: Tiny, step: StepInput) -> Tensor:
     """The same forwards, losses and backwards in a loop."""
     total = torch.zeros(())
     for batch, weight in zip(step.batches, step.loss_weights_M, strict=True):
-        loss = summed_loss(tiny(batch.tokens_BS, None).x, batch.labels_BS) * weight
+        loss = tiny.loss(tiny(batch.tokens_BS, None).x, batch.labels_BS, None) * weight
         total = total + loss.detach()
         loss.backward()
     return total

@@ -28,7 +28,6 @@ from app.data.feed import Batch
 from app.engine.build import Engine, build_engine
 from app.engine.groups import create_groups, process_world
 from app.engine.step import TrainingStep
-from app.model.chunk import summed_loss
 from app.plan.memory import OUTSIDE, RankMemory
 from app.plan.overheads import MIB
 from app.plan.plan import Plan
@@ -127,8 +126,10 @@ def kept_by_forward(engine: Engine, device: torch.device) -> int:
     kept = 0
     for _ in range(2):  # the first time, libraries allocate their workspaces
         before = torch.cuda.memory_allocated()
-        out = chunk(tokens, chunk.context(positions, None), run.recompute.full)
-        root = sum((report.loss for report in out.routing if report.loss.requires_grad), summed_loss(out.x, labels))
+        context = chunk.context(positions, None)
+        out = chunk(tokens, context, run.recompute.full)
+        loss = chunk.loss(out.x, labels, context)
+        root = sum((report.loss for report in out.routing if report.loss.requires_grad), loss)
         del out
         torch.cuda.synchronize()
         kept = torch.cuda.memory_allocated() - before

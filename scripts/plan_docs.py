@@ -1,8 +1,9 @@
-"""Run the commands of docs/plan.md again, and put in what they print and draw.
+"""Run the commands of docs/plan.md and docs/parallelism.md again, and put in what they print and draw.
 
     python scripts/plan_docs.py
 
-A `console` block is a command and its output; a `bash` command with out=plan/<name> is followed by docs/plan/<name>.svg.
+A `console` block is a command and its output; a `bash` command with out=plan/<name> is followed by its picture, which is
+docs/<page>/<name>.svg.
 """
 
 from __future__ import annotations
@@ -18,13 +19,14 @@ from pathlib import Path
 from app.cli.plan import main
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
+PAGES = {"plan": "timeline", "parallelism": "layout"}  # page -> the picture that it shows
 CONSOLE = re.compile(r"```console\n\$ (.*)\n(?:.*\n)*?```")
 PICTURE = re.compile(r"^python -m app\.cli\.plan .*out=plan/(\w+).*$", re.MULTILINE)
 
 
 def printed(line: str) -> str:
-    """What a command of the docs prints, without the blanks that fill its lines."""
-    with contextlib.redirect_stdout(io.StringIO()) as out:
+    """What a command of the docs prints, mistakes too, without the blanks that fill its lines."""
+    with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(out), contextlib.suppress(SystemExit):
         main(shlex.split(line)[3:])
     return "".join(f"{text.rstrip()}\n" for text in out.getvalue().rstrip().splitlines())
 
@@ -34,15 +36,17 @@ def refreshed(text: str) -> str:
     return CONSOLE.sub(lambda block: f"```console\n$ {block[1]}\n{printed(block[1])}```", text)
 
 
-def refresh() -> None:
-    """Rewrite the page and its pictures."""
-    page = DOCS / "plan.md"
+def refresh(name: str, picture: str) -> None:
+    """Rewrite a page and its pictures."""
+    page = DOCS / f"{name}.md"
     page.write_text(refreshed(page.read_text()))
     with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
         for command in PICTURE.finditer(page.read_text()):
-            printed(command[0])
-            shutil.copy(f"plan/{command[1]}/timeline.svg", DOCS / f"plan/{command[1]}.svg")
+            said, drawn = printed(command[0]), Path(f"plan/{command[1]}/{picture}.svg")
+            assert drawn.exists(), said
+            shutil.copy(drawn, DOCS / f"{name}/{command[1]}.svg")
 
 
 if __name__ == "__main__":
-    refresh()
+    for name, picture in PAGES.items():
+        refresh(name, picture)

@@ -14,6 +14,7 @@ from app.engine.build import Engine, build_engine
 from app.engine.groups import create_groups
 from app.engine.step import TrainingStep
 from app.plan.plan import Plan
+from app.plan.reshard import Block, Slice, overlaps
 from app.rules import check
 
 TINY_MOE = MoEConfig(num_experts=8, top_k=2, ffn_hidden_size=16, shared_ffn_hidden_size=16, first_k_dense=1, z_loss_coeff=0.001)
@@ -58,32 +59,31 @@ def train_steps(run: Run, engine: Engine, steps: int, first: int = 0) -> list[tu
 
 
 def whole_parameters(engine: Engine) -> dict[str, torch.Tensor]:
-    """Every parameter of the model, experts of all ranks put together; the same on every rank."""
-    whole: dict[str, torch.Tensor] = {}
+    """Every parameter of the model, put together from the blocks of all ranks; the same on every rank."""
     for chunk in range(len(engine.chunks)):
         engine.optimizer.gather_params(chunk)
-    for shards in engine.optimizer.shards:
-        for spec in (spec for shard in shards for spec in shard.buffer.specs):
-            parts = [spec.param.detach().clone()]
-            if spec.expert:
-                group = engine.groups.ep
-                parts = [torch.empty_like(spec.param) for _ in range(group.size())]
-                dist.all_gather(parts, spec.param.detach(), group=group)
-            whole[spec.name] = torch.cat(parts)
-    stages: list[Any] = [None] * engine.groups.stages.size()
-    dist.all_gather_object(stages, whole, group=engine.groups.stages)
-    return {name: value for stage in stages for name, value in stage.items()}
+    specs = [spec for shards in engine.optimizer.shards for shard in shards for spec in shard.buffer.specs]
+    held = [(spec.name, Slice(spec.block), spec.param.detach().flatten()) for spec in specs if spec.counted]
+    return _put_together(held)
 
 
 def whole_gradients(engine: Engine) -> dict[str, torch.Tensor]:
-    """The last step's gradient of every parameter of the model, flat, put together from all shards; the same on every rank."""
-    parts = [(p.spec.name, p.spec.offset + p.start, p.grad.clone()) for p in engine.optimizer.pieces() if p.spec.counted]
+    """The last step's gradient of every parameter of the model, put together from all shards; the same on every rank."""
+    pieces = [piece for piece in engine.optimizer.pieces() if piece.spec.counted]
+    return _put_together([(p.spec.name, Slice(p.spec.block, (p.start, p.start + p.grad.numel())), p.grad) for p in pieces])
+
+
+def _put_together(held: list[tuple[str, Slice, torch.Tensor]]) -> dict[str, torch.Tensor]:
     found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, parts)
-    whole: dict[str, dict[int, torch.Tensor]] = {}
-    for name, start, grad in (part for rank in found for part in rank):
-        whole.setdefault(name, {})[start] = grad
-    return {name: torch.cat([pieces[start] for start in sorted(pieces)]) for name, pieces in whole.items()}
+    dist.all_gather_object(found, [(name, place, values.float().numpy()) for name, place, values in held])
+    whole: dict[str, torch.Tensor] = {}
+    for name, place, values in (part for rank in found for part in rank):
+        shape = place.block.shape
+        target = whole.setdefault(name, torch.full(shape, torch.nan).flatten())
+        for have, want in overlaps(place, Slice(Block.whole(*shape))):
+            target[slice(*want)] = torch.from_numpy(values[slice(*have)])
+    assert not any(values.isnan().any() for values in whole.values()), "a part is missing"
+    return {name: whole[name] for name in sorted(whole)}
 
 
 def with_model(run: Run, **changes: Any) -> Run:

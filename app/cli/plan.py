@@ -27,7 +27,7 @@ HELP = """\
 == Graphfold: what a run will be, before any GPU is used ==
 Usage:  python -m app.cli.plan [what=…] [--json] [out=FOLDER] [gpu_memory_gib=N] [any override of train.py]
 
-  what=all             everything; also written to plan/: plan.json, timeline.svg, timeline.png
+  what=all             everything; also written to plan/: plan.json, pictures of ranks and of the step
   what=groups          ranks of every group, inside a node or across, bytes per step and time
   what=stages          layers, parameters and time of every pipeline stage
   what=schedule        order of forwards and backwards, bubble, estimated step
@@ -101,12 +101,13 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _write_files(plan: Plan, folder: Path, content: dict[str, Any]) -> None:
-    from app.cli.timeline_picture import save_timeline  # matplotlib takes its time to load
+    from app.cli.layout_picture import save_layout  # matplotlib takes its time to load
+    from app.cli.timeline_picture import save_timeline
 
     try:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "plan.json").write_text(json.dumps(content) + "\n")
-        pictures = save_timeline(plan, folder)
+        pictures = save_layout(plan, folder) + save_timeline(plan, folder)
     except OSError as error:
         raise ConfigError("out", folder, f"cannot be written: {error.strerror}") from error
     print(f"written: {', '.join(str(path) for path in (folder / 'plan.json', *pictures))}")

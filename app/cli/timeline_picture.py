@@ -10,18 +10,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import matplotlib
 from matplotlib.collections import PolyCollection
-from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Rectangle
 
+from app.cli.pictures import Colour, ink, save_picture, whitened
 from app.plan.figures import count_of, figures
 from app.plan.plan import Plan
 from app.plan.schedule import Backward, BackwardInput, BackwardWeight, Compute, Forward
 from app.plan.timeline import Event
-
-Colour = tuple[float, float, float]  # red, green, blue; 0 to 1
 
 # Okabe and Ito's palette, told apart with every kind of colour vision and, by lightness, mostly in print.
 KINDS: tuple[tuple[type[Compute], str, str], ...] = (
@@ -31,13 +28,11 @@ KINDS: tuple[tuple[type[Compute], str, str], ...] = (
     (BackwardWeight, "backward, weights", "#009E73"),
 )
 IDLE = "#E4E4E4"
-LUMA = (0.299, 0.587, 0.114)  # how bright red, green and blue look
-DARK = 0.55  # numbers on darker bars are white
 CHUNK_WHITE, ODD_WHITE = 0.5, 0.14  # share of white in the last chunk's colour, and more of it for every other microbatch
 HEIGHT = 0.84  # of a bar, in rows
 MOST_BARS = 160  # per row; with more, two windows of half as many
 RASTER_BARS = 4000  # in one pair of axes; with more, the svg holds them as pixels
-WIDTH, DPI, FONT, TITLE_FONT = 13.0, 110, 7.0, 11.0  # inches, pixels per inch, points
+WIDTH, FONT, TITLE_FONT = 13.0, 7.0, 11.0  # inches, points, points
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,12 +46,7 @@ class Window:
 
 def save_timeline(plan: Plan, folder: Path) -> list[Path]:
     """Write both pictures of a plan's timeline into an existing folder. Raises OSError."""
-    figure, paths = timeline_figure(plan), [folder / "timeline.svg", folder / "timeline.png"]
-    # Text stays text, and equal plans make equal files.
-    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "timeline"}):
-        figure.savefig(paths[0], dpi=DPI, metadata={"Date": None})
-    figure.savefig(paths[1], dpi=DPI)
-    return paths
+    return save_picture(timeline_figure(plan), folder, "timeline")
 
 
 def timeline_figure(plan: Plan) -> Figure:
@@ -124,18 +114,16 @@ def _corners(event: Event, rank: int) -> list[tuple[float, float]]:
 
 def colour(action: Compute, num_chunks: int) -> Colour:
     """Hue by kind, lighter for later chunks, and a little lighter for microbatches of odd number."""
-    base = next(to_rgb(value) for kind, _, value in KINDS if type(action) is kind)
+    base = next(value for kind, _, value in KINDS if type(action) is kind)
     white = CHUNK_WHITE * action.chunk / max(1, num_chunks - 1) + ODD_WHITE * (action.mb % 2)
-    red, green, blue = (part + (1 - part) * white for part in base)
-    return red, green, blue
+    return whitened(base, white)
 
 
 def _number(axes: Any, action: Compute, event: Event, rank: int, fill: Colour, points: float) -> None:
     """The microbatch, where its digits have room."""
     text, middle = str(action.mb), (event.start + event.end) / 2 * 1e3
     if (event.end - event.start) * 1e3 * points > FONT * 0.62 * len(text) + 3:
-        ink = "white" if sum(part * share for part, share in zip(fill, LUMA, strict=True)) < DARK else "black"
-        axes.text(middle, rank, text, ha="center", va="center", fontsize=FONT, color=ink, clip_on=True)
+        axes.text(middle, rank, text, ha="center", va="center", fontsize=FONT, color=ink(fill), clip_on=True)
 
 
 def _legend(plan: Plan) -> list[Patch]:

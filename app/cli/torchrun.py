@@ -25,7 +25,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from torch.distributed.elastic.rendezvous import RendezvousError
 from torch.distributed.run import parse_args, run
 
-SAID = (2, os.EX_TEMPFAIL, 130)  # a mistake, a stop, Ctrl-C: train.py has explained them
+SAID = (2, os.EX_DATAERR, os.EX_TEMPFAIL, 130)  # a mistake, a run that diverged, a stop, Ctrl-C: train.py has explained them
 PASSED_ON = (signal.SIGTERM, signal.SIGUSR1)
 FOLLOW_S = 60  # seconds that ranks have to end once those of another node have
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from app.choices import Dtype, GraphImpl, GraphKey, GraphScope, Recompute, ScheduleName
+from app.choices import CpComm, Dtype, GraphImpl, GraphKey, GraphScope, Recompute, ScheduleName
 from app.config.bounds import above_zero, at_least
 from app.errors import ConfigError
 
@@ -16,6 +16,7 @@ class ParallelConfig:
     world_size: int | None = None  # processes; null: from the launcher, or the product of the dense degrees
     tp: int = 1  # ranks that share each matrix of dense layers
     cp: int = 1  # ranks that share each sequence
+    cp_comm_type: CpComm = CpComm.all_gather  # what these exchange for attention
     pp: int = 1  # pipeline ranks
     dp: int | None = None  # data-parallel replicas; null: what the other dense degrees leave of the world
     ep: int = 1  # ranks that share the experts of a layer
@@ -97,4 +98,19 @@ class PrecisionConfig:
     """Element types. Main parameters and moments are fp32 in every choice."""
 
     params: Dtype = Dtype.float32  # parameters and activations
-    grads: Dtype = Dtype.float32  # gradient sums and their reduction
+    grads: Dtype = Dtype.float32  # gradient sums and their reduction: float32, or that of the parameters
+    loss_scale: float | None = None  # constant factor on the loss; null: a dynamic one for float16, otherwise none
+    initial_loss_scale: float = 65536.0  # first value of the dynamic one
+    min_loss_scale: float = 1.0  # its least value
+    loss_scale_window: int = 1000  # steps without an overflow after which it doubles
+    loss_scale_hysteresis: int = 2  # overflows within a window that it tolerates before it halves, the last one included
+
+    def __post_init__(self) -> None:
+        above_zero("precision", self, "loss_scale", "initial_loss_scale", "min_loss_scale")
+        at_least("precision", self, 1, "loss_scale_window", "loss_scale_hysteresis")
+        if self.grads not in (Dtype.float32, self.params):
+            rule = f"gradients are summed in float32 or in the type of parameters, {self.params.value}"
+            raise ConfigError("precision.grads", self.grads, rule, "float32")
+        if self.min_loss_scale > self.initial_loss_scale:
+            rule = f"above precision.initial_loss_scale={self.initial_loss_scale}"
+            raise ConfigError("precision.min_loss_scale", self.min_loss_scale, rule, self.initial_loss_scale)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from app.choices import DispatcherKind, Score
+from app.choices import Balance, DispatcherKind, DropPolicy, Score
 from app.config.bounds import above_zero, at_least
 from app.errors import ConfigError, nearest_divisors
 
@@ -25,10 +25,17 @@ class MoEConfig:
     groups: int | None = None  # expert groups for group-limited routing
     topk_groups: int | None = None  # groups kept per token
     routed_scale: float | None = None  # factor on the chosen probabilities
+    capacity_factor: float | None = None  # most tokens of an expert from one rank, over the mean; null: none are dropped
+    drop_policy: DropPolicy = DropPolicy.probs  # which tokens stay when an expert has more than its capacity
+    pad_to_capacity: bool = False  # fill every expert up to its capacity, so that no size is left to wait for
     aux_loss_coeff: float = 0.01  # weight of the load-balancing loss; 0: off
+    balance: Balance = Balance.microbatch  # what the load-balancing loss evens the load over
     z_loss_coeff: float = 0.0  # weight of the router z-loss; 0: off
     bias_update_rate: float = 0.0  # step of the balancing bias added to sigmoid scores for selection; 0: off
+    jitter_eps: float = 0.0  # in training the router's input is multiplied by uniform(1 − eps, 1 + eps); 0: off
+    force_balance: bool = False  # for benchmarks only: tokens go to the experts in turn, whatever the router says
     dispatcher: DispatcherKind = DispatcherKind.auto  # transport of tokens to experts
+    shared_overlap: bool = False  # on a GPU the shared expert computes while tokens travel to the routed ones
     planned_imbalance: float = 1.5  # rows of the busiest expert-parallel rank over the mean that memory is planned for
 
     def __post_init__(self) -> None:
@@ -36,12 +43,16 @@ class MoEConfig:
         at_least("model.moe", self, 0, "first_k_dense", "shared_ffn_hidden_size")
         at_least("model.moe", self, 0, "aux_loss_coeff", "z_loss_coeff", "bias_update_rate")
         at_least("model.moe", self, 1, "planned_imbalance")
+        if not 0 <= self.jitter_eps < 1:
+            near = 0 if self.jitter_eps < 0 else 0.99
+            raise ConfigError("model.moe.jitter_eps", self.jitter_eps, "must be at least 0 and below 1", near)
         if self.top_k > self.num_experts:
             raise ConfigError(
                 "model.moe.top_k", self.top_k, f"only num_experts={self.num_experts} to choose from", self.num_experts
             )
-        if self.shared_gate and not self.shared_ffn_hidden_size:
-            raise ConfigError("model.moe.shared_gate", True, "needs a shared expert, shared_ffn_hidden_size > 0", False)
+        for name in ("shared_gate", "shared_overlap"):
+            if getattr(self, name) and not self.shared_ffn_hidden_size:
+                raise ConfigError(f"model.moe.{name}", True, "needs a shared expert, shared_ffn_hidden_size > 0", False)
         if self.top_k == 1 and self.score is Score.softmax and not self.pre_softmax:
             rule = "softmax over the one chosen expert is always 1, so the router would not learn"
             raise ConfigError("model.moe.top_k", 1, rule, "2, or pre_softmax=true")
@@ -52,7 +63,19 @@ class MoEConfig:
                 "the bias only selects for score=sigmoid",
                 "0, or score=sigmoid",
             )
+        self._check_capacity()
         self._check_groups()
+
+    def _check_capacity(self) -> None:
+        if self.capacity_factor is not None:
+            if self.capacity_factor <= 0:
+                raise ConfigError("model.moe.capacity_factor", self.capacity_factor, "must be above 0", "1.0, or null")
+            return
+        needs = "needs a capacity, and capacity_factor=null sets none"
+        if self.pad_to_capacity:
+            raise ConfigError("model.moe.pad_to_capacity", True, needs, "false, or capacity_factor=1.0")
+        if self.drop_policy is not DropPolicy.probs:
+            raise ConfigError("model.moe.drop_policy", self.drop_policy, needs, "probs, or capacity_factor=1.0")
 
     def _check_groups(self) -> None:
         if (self.groups is None) != (self.topk_groups is None):

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from app.choices import Decay, Device, Normalize, Ramp, Source, WandbMode, WsdDecay
+from app.choices import BadStep, Decay, Device, Normalize, Ramp, Source, WandbMode, WsdDecay
 from app.config.bounds import above_zero, at_least
-from app.errors import ConfigError
+from app.errors import ConfigError, nearest_multiples
 
 
 @dataclass(frozen=True)
@@ -29,11 +29,15 @@ class OptimConfig:
     weight_decay_end: float | None = None  # last weight decay; null: constant
     weight_decay_ramp: Ramp = Ramp.constant  # shape between the two over decay_steps
     clip_norm: float = 1.0  # largest global gradient norm; 0: no clipping
+    overlap_grads: bool = True  # sum gradients over data-parallel ranks beside the last backward of a step
+    overlap_params: bool = True  # bring updated parameters together beside what follows the update
+    bucket_numel: int | None = None  # parameters that are summed and brought together as one; null: 40 million, or 1 million × dp
+    count_zeros: bool = False  # report how many elements of the gradient are zero
 
     def __post_init__(self) -> None:
         above_zero("optim", self, "lr", "eps")
         at_least("optim", self, 0, "min_lr", "init_lr", "warmup_steps", "weight_decay", "weight_decay_end", "clip_norm")
-        at_least("optim", self, 1, "decay_steps", "wsd_decay_steps")
+        at_least("optim", self, 1, "decay_steps", "wsd_decay_steps", "bucket_numel")
         for name in ("init_lr", "min_lr"):
             if getattr(self, name) > self.lr:
                 raise ConfigError(f"optim.{name}", getattr(self, name), f"above the peak optim.lr={self.lr}", self.lr)
@@ -100,11 +104,16 @@ class CheckpointConfig:
     """What is saved and when."""
 
     interval: int = 100  # steps between checkpoints; 0: none, not even at the end
-    keep_last: int = 2  # checkpoints kept; older ones are removed
+    keep_last: int = 2  # newest checkpoints kept; older ones are removed
+    keep_every: int | None = None  # steps whose multiples' checkpoints are never removed; null: none
+    asynchronous: bool = True  # written beside training, from a copy in host memory
 
     def __post_init__(self) -> None:
         at_least("checkpoint", self, 0, "interval")
-        at_least("checkpoint", self, 1, "keep_last")
+        at_least("checkpoint", self, 1, "keep_last", "keep_every")
+        if self.interval and self.keep_every and self.keep_every % self.interval:
+            rule = f"must be a multiple of checkpoint.interval={self.interval}: no other steps are saved"
+            raise ConfigError("checkpoint.keep_every", self.keep_every, rule, nearest_multiples(self.keep_every, self.interval))
 
 
 @dataclass(frozen=True)
@@ -127,6 +136,10 @@ class LossConfig:
     """Cross-entropy over next tokens."""
 
     normalize: Normalize = Normalize.token
+    chunk_tokens: int | None = None  # tokens whose logits exist at once, computed again in backward; null: all, kept
+
+    def __post_init__(self) -> None:
+        at_least("loss", self, 1, "chunk_tokens")
 
 
 @dataclass(frozen=True)
@@ -140,10 +153,14 @@ class TrainConfig:
     eval_interval: int = 100  # steps between validations; 0: only before the first step and after the last
     eval_sequences: int = 256  # sequences of one validation over all ranks; at least a microbatch each
     sample_tokens: int = 240  # tokens generated when the run ends; 0: none
+    on_bad_step: BadStep = BadStep.skip  # what follows a step whose loss or gradient norm is not finite
+    max_bad_steps: int = 10  # such steps in a row that end the run, for on_bad_step=skip
+    max_rollbacks: int = 3  # times that a process goes back to a checkpoint, for on_bad_step=rollback
     seed: int = 1  # of initial weights and data order
     device: Device = Device.auto
     deterministic: bool = True  # equal runs repeat bit for bit; on a GPU this takes slower attention kernels
 
     def __post_init__(self) -> None:
         at_least("train", self, 1, "steps", "seq_len", "micro_batch", "global_batch", "eval_sequences")
+        at_least("train", self, 1, "max_bad_steps", "max_rollbacks")
         at_least("train", self, 0, "eval_interval", "sample_tokens", "seed")

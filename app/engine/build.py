@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from app.choices import DispatcherKind, Dtype
-from app.config import ModelConfig, Run
+from app.config import ModelConfig, MoEConfig, Run
 from app.engine.executor import ForwardBackward, execute
 from app.engine.flight import Stages
 from app.engine.groups import Groups
@@ -20,15 +20,18 @@ from app.engine.watch import Watch
 from app.model.block import DenseBody, Layer
 from app.model.chunk import Chunk
 from app.model.init import init_weights
-from app.moe.dispatch import AllToAllDispatcher, LocalDispatcher
-from app.moe.phases import Dispatcher, Experts, MoEBody, Router
+from app.model.peers import Peers
+from app.moe.dispatch import AllGatherDispatcher, AllToAllDispatcher, LocalDispatcher
+from app.moe.phases import Dispatcher, MoEBody, Router
 from app.optim.buffers import ParamSpec
-from app.optim.distributed import DistributedOptimizer
+from app.optim.distributed import DistributedOptimizer, OptimizerGroups
+from app.optim.scale import LossScale
+from app.plan.blocks import EXPERTS, Place
 from app.plan.plan import Plan
 from app.plan.schedule import Action, full_recompute
 from app.plan.stages import StagePlan
 
-DTYPES = {Dtype.float32: torch.float32, Dtype.bfloat16: torch.bfloat16}
+DTYPES = {Dtype.float32: torch.float32, Dtype.bfloat16: torch.bfloat16, Dtype.float16: torch.float16}
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +45,7 @@ class Engine:
     device: torch.device
     transport: Transport
     watch: Watch
+    loss_scale: LossScale | None
 
     def routers(self) -> Iterator[tuple[str, tuple[int, int], Router]]:
         """(global name, (chunk, n-th MoE layer), router) of every MoE layer of this rank."""
@@ -55,41 +59,57 @@ def build_engine(plan: Plan, groups: Groups, device: torch.device) -> Engine:
     """Chunks of this rank with their initial weights, and the optimizer over them."""
     run = plan.run
     chunks = build_chunks(run, plan.stages, groups, device)
-    specs = [list(parameter_specs(chunk, tied=run.model.tie_embeddings and plan.stages.pp > 1)) for chunk in chunks]
+    tied = run.model.tie_embeddings and len(plan.stages.in_order) > 1
+    specs = [list(parameter_specs(chunk, groups.place, tied)) for chunk in chunks]
     for chunk in specs:
-        init_weights(((spec.name, spec.param, spec.first_expert) for spec in chunk), run.model, run.train.seed)
+        init_weights(((spec.name, spec.param, spec.block) for spec in chunk), run.model, run.train.seed)
     copies = None if plan.stages.pipeline.v_shape else groups.embedding  # in a V the first rank has the last stage too
-    optimizer = DistributedOptimizer(specs, plan.buffers[groups.pp_rank], run.optim, groups.dp, groups.edp, copies)
+    buffers = plan.buffers[groups.pp_rank]
+    shared_by = OptimizerGroups(groups.dp, groups.edp, groups.tp, copies)
+    optimizer = DistributedOptimizer(specs, buffers, run.optim, shared_by, DTYPES[run.precision.grads])
+    if run.optim.overlap_params:
+        for chunk in chunks:
+            _wait_for_parameters(chunk, optimizer)
     transport = Transport(groups.pp, dist.get_process_group_ranks(groups.pp), run.schedule.batch_p2p)
     watch = Watch(groups.rank, run.schedule.timeout_s, transport.unfinished)
-    return Engine(plan, chunks, optimizer, groups, device, transport, watch)
+    loss_scale = LossScale.start(run.precision, device)
+    return Engine(plan, chunks, optimizer, groups, device, transport, watch, loss_scale)
+
+
+def _wait_for_parameters(chunk: Chunk, optimizer: DistributedOptimizer) -> None:
+    """Have the forward of a chunk, of each layer and of the last norm wait for what it reads itself."""
+    inner = [*chunk.layers.values(), *([] if chunk.norm is None else [chunk.norm])]
+    for module, params in ((chunk, chunk.parameters(recurse=False)), *((module, module.parameters()) for module in inner)):
+        wait = optimizer.gate(params)
+        module.register_forward_pre_hook(lambda *_, wait=wait: wait())
 
 
 def build_chunks(run: Run, stages: StagePlan, groups: Groups, device: torch.device) -> tuple[Chunk, ...]:
     """Chunks of this rank, built without memory and then materialised; weights are not yet set."""
-    chunks = []
+    chunks, peers = [], groups.peers(run.parallel.cp_comm_type)
     for stage in stages.stages[groups.pp_rank]:
         with torch.device("meta"):
-            layers = {index: build_layer(run.model, index, groups) for index in stage.layers}
-            chunk = Chunk(run.model, layers, stage.embedding, stage.head, run.train.deterministic)
+            layers = {index: build_layer(run.model, index, peers) for index in stage.layers}
+            options = run.train.deterministic, peers, run.loss.chunk_tokens
+            chunk = Chunk(run.model, layers, stage.embedding, stage.head, *options)
         _materialise(chunk, device, DTYPES[run.precision.params])
         chunks.append(chunk)
     return tuple(chunks)
 
 
-def build_layer(model: ModelConfig, index: int, groups: Groups) -> Layer:
+def build_layer(model: ModelConfig, index: int, peers: Peers) -> Layer:
     """Decoder layer `index`, dense or with routed experts."""
     if not model.is_moe_layer(index):
-        return Layer(model, DenseBody(model))
+        return Layer(model, DenseBody(model, peers), peers)
     assert model.moe is not None
-    return Layer(model, MoEBody(model, model.moe, _dispatcher(model, groups), groups.ep_rank, groups.layout.ep))
+    return Layer(model, MoEBody(model, model.moe, _dispatcher(model.moe, peers), peers), peers)
 
 
-def _dispatcher(model: ModelConfig, groups: Groups) -> Dispatcher:
-    assert model.moe is not None
-    if groups.layout.ep == 1 and model.moe.dispatcher is not DispatcherKind.all_to_all:
-        return LocalDispatcher(model.moe.num_experts)
-    return AllToAllDispatcher(model.moe.num_experts, groups.ep)
+def _dispatcher(moe: MoEConfig, peers: Peers) -> Dispatcher:
+    if peers.ep * peers.etp == 1 and moe.dispatcher in (DispatcherKind.auto, DispatcherKind.local):
+        return LocalDispatcher(moe.num_experts)
+    kind = AllGatherDispatcher if moe.dispatcher is DispatcherKind.all_gather else AllToAllDispatcher
+    return kind(moe.num_experts, peers.experts, peers.etp)
 
 
 def _materialise(chunk: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
@@ -101,26 +121,28 @@ def _materialise(chunk: nn.Module, device: torch.device, dtype: torch.dtype) -> 
             setattr(module, name, torch.zeros(buffer.shape, dtype=buffer.dtype, device=device))
 
 
-def parameter_specs(chunk: Chunk, tied: bool = False) -> Iterator[ParamSpec]:
+def parameter_specs(chunk: Chunk, place: Place, tied: bool = False) -> Iterator[ParamSpec]:
     """Every parameter of a chunk in registration order, with its place in the whole model.
 
-    tied: the embedding has a copy on another stage; the first stage's counts.
+    tied: the embedding has a copy on another stage; the first stage's counts. Of what all tensor-parallel ranks hold, the
+    first one's counts.
     """
     for prefix, module in chunk.named_modules():
         for leaf, param in module.named_parameters(recurse=False):
             name = f"{prefix}.{leaf}" if prefix else leaf
-            first = module.first if isinstance(module, Experts) else None
-            offset = 0 if first is None else first * param[0].numel()
-            copied = tied and param is chunk.embedding
-            counted = chunk.first or not copied
-            yield ParamSpec(name, param, first is not None, param.dim() >= 2, offset, first, copied, counted)
+            copied, shared = tied and param is chunk.embedding, place.shares(name) and place.tp[1] > 1
+            counted = (chunk.first or not copied) and not (shared and place.tp[0])
+            block = place.block(name, param.shape)
+            yield ParamSpec(name, param, EXPERTS in name, param.dim() >= 2, block, copied, shared, counted)
 
 
 def select_forward_backward(engine: Engine, lists: Sequence[Sequence[Action]]) -> ForwardBackward:
     """This rank's list of actions, bound to the executor; `lists` has one per pipeline rank."""
     run, groups = engine.plan.run, engine.groups
-    hidden = torch.Size((run.train.micro_batch, run.train.seq_len, run.model.hidden_size))
+    tokens = run.train.seq_len // (groups.layout.cp * groups.layout.tp)
+    hidden = torch.Size((run.train.micro_batch, tokens, run.model.hidden_size))
     rank, dtype = groups.pp_rank, DTYPES[run.precision.params]
     recompute = full_recompute(lists[rank], run.recompute.partial_microbatches) if run.recompute.full else {}
-    stages = Stages(engine.chunks, engine.plan.next_here(rank), recompute, hidden, dtype, engine.device)
+    phases = run.recompute.phases
+    stages = Stages(engine.chunks, engine.plan.next_here(rank), recompute, phases, hidden, dtype, engine.device)
     return partial(execute, lists[rank], stages, engine.optimizer, engine.transport, engine.watch)

@@ -28,17 +28,21 @@ from app.plan.schedule import (
     GatherParams,
     ReduceGrads,
     Wait,
+    last_backwards,
 )
 
 
 class Parameters(Protocol):
     """What the executor asks of the optimizer."""
 
-    def gather_params(self, chunk: int) -> None:
-        """Make a chunk's parameters whole before their first use."""
+    def start_gather(self, chunk: int) -> None:
+        """Make a chunk's parameters whole before their first use, or see to it that each of them will be."""
 
     def add_grad(self, param: nn.Parameter, grad: Tensor) -> None:
         """Add to the gradient sum of a parameter."""
+
+    def expect_grads(self, chunk: int, last: bool) -> None:
+        """A backward of a chunk follows; whether it is the last one of the step, and leaves no gradients for later."""
 
     def reduce_grads(self, chunk: int) -> None:
         """Sum a chunk's gradients over the data-parallel ranks after their last microbatch."""
@@ -52,6 +56,7 @@ def execute(
 ) -> StepTotals:
     """Run `actions` over the microbatches of `step`; a list without backwards runs without autograd."""
     training = any(isinstance(action, Backward | BackwardInput) for action in actions)
+    last = last_backwards(actions)
     flight = Flight(stages, step, training, splits=any(isinstance(action, BackwardWeight) for action in actions))
     with torch.set_grad_enabled(training):
         for position, action in enumerate(actions):
@@ -59,10 +64,11 @@ def execute(
             with record_function(watch.doing), _blame(actions, position):
                 match action:
                     case GatherParams(chunk):
-                        params.gather_params(chunk)
+                        params.start_gather(chunk)
                     case Forward(mb, chunk):
                         flight.forward(mb, chunk)
                     case Backward(mb, chunk) | BackwardInput(mb, chunk):
+                        params.expect_grads(chunk, last=position in last)
                         flight.backward(mb, chunk)
                     case BackwardWeight(mb, chunk):
                         flight.weight_gradients(mb, chunk, params.add_grad)

@@ -1,19 +1,21 @@
 """The microbatches under way on this rank: their tensors between forward, exchange and backward.
 
-Shapes: B sequences, S tokens per sequence, D hidden.
+Shapes: B sequences, S tokens per sequence of a context-parallel rank, D hidden.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
+from app.choices import Recompute
 from app.engine.data_feed import StepInput
-from app.model.chunk import Chunk, summed_loss
+from app.model.chunk import Chunk
 from app.model.deferred import AddGrad, WeightQueue
+from app.model.peers import rank
 from app.moe.phases import RoutingReport
 from app.plan.schedule import Op
 
@@ -26,8 +28,9 @@ class Stages:
 
     chunks: Sequence[Chunk]
     next_here: Mapping[int, int]  # chunk -> chunk of this rank that holds the stage after it; the others send
-    recompute: Mapping[Place, bool]  # microbatches in chunks that keep only the inputs of layers; others keep all
-    hidden: torch.Size  # of what moves between stages: B, S, D
+    recompute: Mapping[Place, bool]  # microbatches in chunks that keep only the inputs of layers
+    phases: Collection[Recompute]  # parts of layers that the others compute again
+    hidden: torch.Size  # of what moves between stages: B, S / tp, D
     dtype: torch.dtype  # of what moves
     device: torch.device
 
@@ -40,12 +43,14 @@ class StepTotals:
     aux_loss: Tensor | float = 0.0  # weighted balancing losses of all MoE layers
     z_loss: Tensor | float = 0.0  # weighted router z-losses of all MoE layers
     counts: dict[Place, Tensor] = field(default_factory=dict)  # (chunk, n-th MoE layer) -> tokens per expert
+    dropped: Tensor | int = 0  # choices of experts beyond their capacity
 
     def add(self, chunk: int, routing: Sequence[RoutingReport], weight: float) -> None:
         """Count one microbatch's routing in one chunk; `weight` is its share of the routers' losses."""
         for layer, report in enumerate(routing):
             self.aux_loss = self.aux_loss + report.aux_loss * weight
             self.z_loss = self.z_loss + report.z_loss * weight
+            self.dropped = self.dropped + report.dropped
             before = self.counts.get((chunk, layer))
             self.counts[chunk, layer] = report.counts_E if before is None else before + report.counts_E
 
@@ -68,13 +73,15 @@ class Flight:
         place, module, batch = (mb, chunk), self.stages.chunks[chunk], self.step.batches[mb]
         x = batch.tokens_BS if module.first else self.inputs[place]
         later = self.weights.setdefault(place, WeightQueue()) if self.splits else None
-        context = module.context(batch.positions_BS, batch.documents_BS, later)
-        out = module(x, context, self.training and self.stages.recompute.get(place, False))
+        full = self.training and self.stages.recompute.get(place, False)
+        context = module.context(batch.positions_BS, batch.documents_BS, later, () if full else self.stages.phases)
+        out = module(x, context, full)
         self.totals.add(chunk, out.routing, self.step.routing_weight)
         root = out.x
         if module.last:
-            root = summed_loss(out.x, batch.labels_BS) * self.step.loss_weights_M[mb]
-            self.totals.loss = self.totals.loss + root.detach()
+            root = module.loss(out.x, batch.labels_BS, context) * self.step.loss_weights_M[mb]
+            if rank(module.peers.tp) == 0:  # all tensor-parallel ranks have the same loss
+                self.totals.loss = self.totals.loss + root.detach()
         else:
             self._pass_on(place, out.x.detach())
         if self.training:
@@ -94,7 +101,8 @@ class Flight:
         """From the gradient of a chunk's output, or its loss, to that of its input and of its weights."""
         place, module = (mb, chunk), self.stages.chunks[chunk]
         roots = self.roots.pop(place)
-        grads = [None if module.last else self.output_grads.pop(place), *(None for _ in roots[1:])]
+        scale = self.step.scale
+        grads = [scale if module.last else self.output_grads.pop(place), *(scale for _ in roots[1:])]
         torch.autograd.backward(roots, grads)
         if module.first:
             return

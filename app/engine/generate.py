@@ -1,6 +1,6 @@
 """A short sample from the model, to look at: every rank generates the same tokens.
 
-Shapes: S tokens so far.
+Shapes: S tokens so far, and so many more that they divide over context- and tensor-parallel ranks; V vocabulary.
 """
 
 from __future__ import annotations
@@ -9,7 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from app.compat import all_reduce
 from app.engine.build import DTYPES, Engine
+from app.model.context_parallel import own_tokens
 
 TEMPERATURE = 0.7
 
@@ -25,33 +27,43 @@ def sample_tokens(engine: Engine, prompt: list[int], count: int, window: int, vo
     generator = torch.Generator().manual_seed(seed)
     tokens = list(prompt)
     for _ in range(count):
-        recent_1S = torch.tensor([tokens[-window:]], device=engine.device)
-        tokens.append(_draw(_last_logits(engine, recent_1S)[:vocab], generator))
+        tokens.append(_draw(_last_logits(engine, tokens[-window:])[:vocab], generator))
     return tokens[len(prompt) :]
 
 
-def _last_logits(engine: Engine, tokens_1S: Tensor) -> Tensor:
-    """Logits of the token after the last, through all stages one after the other; on every pipeline rank."""
-    groups, model, pipeline = engine.groups, engine.plan.run.model, engine.plan.stages.pipeline
+def _last_logits(engine: Engine, tokens: list[int]) -> Tensor:
+    """Logits of the token after the last, through all stages one after the other; on every rank."""
+    groups, pipeline = engine.groups, engine.plan.stages.pipeline
+    cp, tp = groups.layout.cp, groups.layout.tp
+    parts = (2 * cp if cp > 1 else 1) * tp
+    padded = torch.tensor(tokens + [0] * (-len(tokens) % parts), device=engine.device)  # nothing looks at what comes later
+    own_S = own_tokens(len(padded), cp, groups.cp_rank, engine.device)
+    x = padded[own_S][None]
+    hidden_1sD = (1, len(own_S) // tp, engine.plan.run.model.hidden_size)
     ranks, here = dist.get_process_group_ranks(groups.pp), groups.pp_rank
-    positions_1S = torch.arange(tokens_1S.shape[1], device=engine.device)[None]
-    x = tokens_1S
     for stage in range(pipeline.last + 1):
         owner, following = pipeline.rank(stage), pipeline.rank(min(stage + 1, pipeline.last))
         if owner == here:
             chunk = engine.chunks[stage // pipeline.pp]
-            x = chunk(x, chunk.context(positions_1S, None)).x
+            x = chunk(x, chunk.context(own_S[None], None)).x
         if following != owner and here == owner:
-            dist.send(x, ranks[following], groups.pp)
+            dist.send(x.contiguous(), ranks[following], groups.pp)
         elif following != owner and here == following:
-            x = torch.empty(
-                *tokens_1S.shape, model.hidden_size, dtype=DTYPES[engine.plan.run.precision.params], device=engine.device
-            )
+            x = torch.empty(hidden_1sD, dtype=DTYPES[engine.plan.run.precision.params], device=engine.device)
             dist.recv(x, ranks[owner], groups.pp)
-    last = pipeline.rank(pipeline.last)
-    logits_V = x[0, -1].float().contiguous() if here == last else torch.empty(model.vocab_size, device=engine.device)
-    if pipeline.pp > 1:
-        dist.broadcast(logits_V, ranks[last], groups.pp)
+    return _of_place(engine, x, own_S, len(tokens) - 1)
+
+
+def _of_place(engine: Engine, x_1sD: Tensor, own_S: Tensor, place: int) -> Tensor:
+    """Logits of one place of the sequence, from the last stage's output, on every rank."""
+    groups, pipeline, run = engine.groups, engine.plan.stages.pipeline, engine.plan.run
+    logits_V = torch.zeros(run.model.vocab_size, device=engine.device)
+    if pipeline.rank(pipeline.last) == groups.pp_rank:
+        columns_SV = engine.chunks[-1].logits(x_1sD)[0].float()
+        found_V = (columns_SV * (own_S == place)[:, None]).sum(0)
+        logits_V.view(groups.layout.tp, -1)[groups.place.tp[0]] = found_V
+    for group in (groups.tp, groups.cp, groups.pp):  # every number is on one rank, and zero on the others
+        all_reduce(logits_V, group)
     return logits_V
 
 

@@ -14,6 +14,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from app.choices import CpComm
+from app.model.peers import Peers
+from app.plan.blocks import Place
 from app.plan.layout import ParallelLayout
 
 TIMEOUT = datetime.timedelta(minutes=10)  # a collective that takes longer is taken for a hang
@@ -28,10 +31,14 @@ class Groups:
     rank: int  # global rank
     host: dist.ProcessGroup  # agreement between hosts, over gloo: folders, files, errors
     world: dist.ProcessGroup  # control: norms, flags, losses
-    data: dist.ProcessGroup  # counts over the ranks that see different data
-    dp: dist.ProcessGroup  # gradients and parameters of dense layers
+    data: dist.ProcessGroup  # counts over the ranks that see different sequences
+    tokens: dist.ProcessGroup  # counts over the ranks that have different tokens of the same layers
+    microbatch: dist.ProcessGroup  # counts over those of them that have tokens of the same sequences
+    tp: dist.ProcessGroup  # hidden states between the parts of a matrix, and what these ranks hold whole
+    cp: dist.ProcessGroup  # keys and values, or heads, of the parts of a sequence
+    dp: dist.ProcessGroup  # gradients and parameters of dense layers, over data- and context-parallel ranks
     edp: dist.ProcessGroup  # gradients and parameters of experts
-    ep: dist.ProcessGroup  # exchange of tokens with experts
+    ep: dist.ProcessGroup  # exchange of tokens with experts, and with all parts of each
     pp: dist.ProcessGroup  # hidden states and their gradients between pipeline ranks
     stages: dist.ProcessGroup  # small facts about all stages of a pipeline
     embedding: dist.ProcessGroup | None  # first and last pipeline rank, for tied embeddings; None on those between
@@ -47,9 +54,20 @@ class Groups:
         return self.layout.coords(self.rank)["pp"]
 
     @property
-    def ep_rank(self) -> int:
-        """Which share of the experts this rank holds."""
-        return self.layout.coords(self.rank, expert=True)["ep"]
+    def cp_rank(self) -> int:
+        """Which part of every sequence this rank has."""
+        return self.layout.coords(self.rank)["cp"]
+
+    @property
+    def place(self) -> Place:
+        """Where this rank is on the axes that cut parameters."""
+        return Place.of(self.layout, self.rank)
+
+    def peers(self, cp_comm_type: CpComm) -> Peers:
+        """The ranks that this one computes its layers with."""
+        (ep_rank, ep), (etp_rank, etp) = self.place.ep, self.place.etp
+        groups = self.tp, self.cp, cp_comm_type, self.microbatch, self.tokens, self.ep
+        return Peers(*groups, ep=ep, ep_rank=ep_rank, etp=etp, etp_rank=etp_rank)
 
     def barrier(self) -> None:
         """Wait for every rank."""
@@ -78,9 +96,13 @@ def create_groups(layout: ParallelLayout, rank: int) -> Groups:
         host=dist.new_group(backend="fake" if dist.get_backend() == "fake" else "gloo", timeout=HOST_TIMEOUT),
         world=dist.new_group(timeout=TIMEOUT, **control),
         data=_own_group(layout.groups("dp"), rank, **control),
-        dp=_own_group(layout.groups("dp"), rank),
+        tokens=_own_group(layout.groups("tp", "cp", "dp"), rank, **control),
+        microbatch=_own_group(layout.groups("tp", "cp"), rank, **control),
+        tp=_own_group(layout.groups("tp"), rank),
+        cp=_own_group(layout.groups("cp"), rank),
+        dp=_own_group(layout.groups("dp", "cp"), rank),
         edp=_own_group(layout.groups("edp", expert=True), rank),
-        ep=_own_group(layout.groups("ep", expert=True), rank),
+        ep=_own_group(layout.groups("etp", "ep", expert=True), rank),
         pp=_own_group(layout.groups("pp"), rank),
         stages=_own_group(layout.groups("pp"), rank, **control),
         embedding=_own_group(layout.embedding_groups(), rank),

@@ -37,7 +37,7 @@ class StepReport:
     grad_norm: float  # global norm before clipping
     skipped: int  # 1 when the update was skipped because the norm was not finite
     tokens: int  # tokens trained on so far
-    step_ms: float  # wall time of the step, ms
+    step_ms: float  # wall time of the step, ms; without validation and saving
     tokens_per_s: float  # all ranks together
     tokens_per_s_per_gpu: float  # per rank
     tflops_per_gpu: float  # model TFLOP/s per rank (docs/flops.md)
@@ -47,6 +47,10 @@ class StepReport:
     memory_peak_gib: float | None = None  # largest over ranks; peak of memory_allocated_gib so far
     moe_load_mean: float | None = None  # max/mean tokens per expert since the last line, mean over MoE layers
     moe_load_worst: float | None = None  # the same, worst MoE layer
+    moe_dropped: float | None = None  # share of the choices of experts since the last line that were beyond capacity
+    loss_scale: float | None = None  # factor on the loss in this step
+    grad_zeros: int | None = None  # zero elements of the gradient
+    checkpoint_blocked_ms: float | None = None  # for which saving the step before has held up this one, ms
 
     def metrics(self) -> dict[str, Any]:
         """Key -> value of everything that was measured."""
@@ -67,6 +71,19 @@ class ValidationReport:
 
 
 @dataclass(frozen=True, slots=True)
+class RollbackReport:
+    """Going back to a checkpoint after a step whose numbers were not finite."""
+
+    step: int  # of the checkpoint: training goes on behind it
+    rollback_from: int  # the bad step
+    rollbacks: int  # so far in this process
+
+    def metrics(self) -> dict[str, Any]:
+        """Key -> value."""
+        return dataclasses.asdict(self)
+
+
+@dataclass(frozen=True, slots=True)
 class StepFacts:
     """What the host learns about a step by its one wait."""
 
@@ -74,8 +91,10 @@ class StepFacts:
     loss: float
     aux_loss: float
     z_loss: float
+    zeros: float  # zero elements of the gradient, where they are counted
     stop: float  # ranks that have been told to stop
     skipped: float
+    scale: float | None = None  # factor on the loss
 
 
 class Meter:
@@ -88,14 +107,21 @@ class Meter:
         self.flops_per_step = self.tokens_per_step * flops_per_token(run.model, run.train.seq_len)
         self.peak = run.hardware.peak_tflops or _known_peak(engine.device)
         self.counts: dict[tuple[int, int], Tensor] = {}
+        self.dropped: Tensor | int = 0
 
     def count(self, totals: StepTotals) -> None:
         """Add a step's tokens per expert, on the device."""
         for place, counts_E in totals.counts.items():
             self.counts[place] = counts_E + self.counts.get(place, 0)
+        self.dropped = self.dropped + totals.dropped
 
-    def report(self, step: int, tokens: int, facts: StepFacts, lr: float, weight_decay: float, seconds: float) -> StepReport:
-        """The report of one step; at the log interval with memory and expert load, which all ranks measure together."""
+    def report(
+        self, step: int, tokens: int, facts: StepFacts, lr: float, weight_decay: float, seconds: float, blocked: float | None
+    ) -> StepReport:
+        """The report of one step; at the log interval with memory and expert load, which all ranks measure together.
+
+        `seconds` it took, behind `blocked` seconds for a checkpoint.
+        """
         world = self.engine.groups.layout.world_size
         tflops = self.flops_per_step / seconds / world / 1e12
         at_interval = step % self.run.log.interval == 0 or step == self.run.train.steps
@@ -116,6 +142,9 @@ class Meter:
             tokens_per_s_per_gpu=self.tokens_per_step / seconds / world,
             tflops_per_gpu=tflops,
             mfu=tflops / self.peak if self.peak else None,
+            loss_scale=facts.scale,
+            grad_zeros=int(facts.zeros) if self.run.optim.count_zeros else None,
+            checkpoint_blocked_ms=None if blocked is None else blocked * 1e3,
             **measured,
         )
 
@@ -131,16 +160,23 @@ class Meter:
         if self.run.model.moe is None:
             return {}
         counts, self.counts = [self.counts[place] for place in sorted(self.counts)], {}
+        dropped, self.dropped = self.dropped, 0
         ratio_L = torch.zeros(1, dtype=torch.float64, device=self.engine.device)
+        pairs_2 = torch.zeros(2, dtype=torch.int64, device=self.engine.device)  # dropped and kept
         if counts:
-            counts_LE = torch.stack(counts)
-            all_reduce(counts_LE, self.engine.groups.data)
+            counts_LE, pairs_2[0] = torch.stack(counts), dropped
+            all_reduce(counts_LE, self.engine.groups.tokens)
+            all_reduce(pairs_2, self.engine.groups.tokens)
+            pairs_2[1] = counts_LE.sum()
             ratio_L = counts_LE.max(dim=1).values / counts_LE.double().mean(dim=1)
-        total, worst = torch.stack((ratio_L.sum(), ratio_L.new_full((), len(counts)))), ratio_L.max()
+        total = torch.stack((ratio_L.sum(), ratio_L.new_full((), len(counts)), *pairs_2.double()))
+        worst = ratio_L.max()
         all_reduce(total, self.engine.groups.stages)
         if self.engine.groups.stages.size() > 1:
             dist.all_reduce(worst, dist.ReduceOp.MAX, self.engine.groups.stages)
-        return {"moe_load_mean": float(total[0] / total[1]), "moe_load_worst": float(worst)}
+        ratios, layers, lost, kept = total.tolist()
+        share = {} if self.run.model.moe.capacity_factor is None else {"moe_dropped": lost / (lost + kept)}
+        return {"moe_load_mean": ratios / layers, "moe_load_worst": float(worst), **share}
 
 
 def _known_peak(device: torch.device) -> float | None:

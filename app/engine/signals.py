@@ -1,7 +1,7 @@
 """Being told to stop: a signal ends a run after the step that it meets, with a checkpoint and exit code 75.
 
-A signal reaches the ranks it was sent to. They agree on it in the all-reduce at the end of every step, so that all of them
-stop after the same one.
+A signal reaches the ranks it was sent to, and so may trouble of one rank's own (`ask`). They agree on it in the all-reduce at
+the end of every step, so that all of them stop after the same one.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ class StopRequest:
 
     def __init__(self) -> None:
         self.signal: signal.Signals | None = None
+        self._asked = False
         self._first = 0.0  # seconds, monotonic
 
     @contextmanager
@@ -38,6 +39,15 @@ class StopRequest:
         finally:
             for number, handler in self._before.items():
                 signal.signal(number, handler or signal.SIG_DFL)
+
+    def ask(self) -> None:
+        """Have all ranks stop, though nobody was told to; from any thread."""
+        self._asked = True
+
+    @property
+    def wanted(self) -> bool:
+        """Whether this rank wants all of them to stop."""
+        return self._asked or self.signal is not None
 
     def _take(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()

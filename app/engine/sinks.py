@@ -15,7 +15,7 @@ from typing import Any, Protocol, TextIO
 
 from app.choices import WandbMode
 from app.config import Run
-from app.engine.report import StepReport, ValidationReport
+from app.engine.report import RollbackReport, StepReport, ValidationReport
 from app.engine.run_folder import METRICS, read_metrics
 
 REDRAW_S = 0.1  # seconds between redraws of the progress line
@@ -30,6 +30,9 @@ class Sink(Protocol):
     def validation(self, report: ValidationReport) -> None:
         """After each validation."""
 
+    def rollback(self, report: RollbackReport) -> None:
+        """After the run has gone back to a checkpoint: the steps behind it come again."""
+
     def close(self) -> None:
         """When the run ends."""
 
@@ -38,12 +41,16 @@ class JsonLines:
     """One JSON object per report in metrics.jsonl; a resumed run first drops what comes after its checkpoint."""
 
     def __init__(self, run_dir: Path, from_step: int) -> None:
-        path = run_dir / METRICS
-        kept = [row for row in read_metrics(run_dir) if row["step"] <= from_step] if from_step else []
+        self.run_dir = run_dir
+        self._file = self._go_on(from_step)
+
+    def _go_on(self, from_step: int) -> TextIO:
+        path = self.run_dir / METRICS
+        kept = [row for row in read_metrics(self.run_dir) if row["step"] <= from_step] if from_step else []
         fresh = path.with_suffix(".tmp")
         fresh.write_text("".join(f"{json.dumps(row)}\n" for row in kept))
         fresh.replace(path)  # a process that dies here leaves one of the two
-        self._file = path.open("a", buffering=1)
+        return path.open("a", buffering=1)
 
     def step(self, report: StepReport) -> None:
         """Append a line."""
@@ -51,6 +58,12 @@ class JsonLines:
 
     def validation(self, report: ValidationReport) -> None:
         """Append a line."""
+        self._write(report.metrics())
+
+    def rollback(self, report: RollbackReport) -> None:
+        """Drop the lines of the steps that come again, and append one."""
+        self.close()
+        self._file = self._go_on(report.step)
         self._write(report.metrics())
 
     def _write(self, metrics: dict[str, Any]) -> None:
@@ -101,7 +114,14 @@ class Console:
     def validation(self, report: ValidationReport) -> None:
         """Print a line that stays."""
         self.val_loss = report.val_loss
-        line = f"step {report.step}/{self.total}  validation loss {report.val_loss:.4f} nats per token"
+        self._keep(f"step {report.step}/{self.total}  validation loss {report.val_loss:.4f} nats per token")
+
+    def rollback(self, report: RollbackReport) -> None:
+        """Print a line that stays."""
+        back = f"back to the checkpoint of step {report.step}, with other data"
+        self._keep(f"step {report.rollback_from}/{self.total}  loss or gradient norm not finite: {back}")
+
+    def _keep(self, line: str) -> None:
         width = shutil.get_terminal_size().columns - 1
         print(f"\r{line:<{width}}" if self.live else line, file=self.stream, flush=True)
 
@@ -156,6 +176,10 @@ class Wandb:
 
     def validation(self, report: ValidationReport) -> None:
         """Log a validation."""
+        self._attempt(lambda: self.run.log(report.metrics()))
+
+    def rollback(self, report: RollbackReport) -> None:
+        """Log that steps come again."""
         self._attempt(lambda: self.run.log(report.metrics()))
 
     def close(self) -> None:

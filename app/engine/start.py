@@ -16,7 +16,7 @@ from app.config import Run
 from app.data.feed import DataSplit
 from app.data.load import load_data, prepare
 from app.data.tokenizer import Tokenizer, load_tokenizer
-from app.engine.checkpoint import verify_checkpoint
+from app.engine.checkpoint import read_manifest
 from app.engine.groups import Groups
 from app.engine.run_folder import choose_folders, newest_checkpoint, plain
 from app.errors import ConfigError
@@ -70,7 +70,7 @@ def find_start(run: Run, earlier: Path | None = None) -> Start:
     run_dir, checkpoint = choose_folders(run, ours=earlier is not None)
     if checkpoint is None:
         return Start(run_dir)
-    manifest = verify_checkpoint(checkpoint)
+    manifest = read_manifest(checkpoint)
     changes = tuple(_allowed_changes(checkpoint, manifest["config"], plain(asdict(run))))
     if manifest["step"] >= run.train.steps and earlier is None:  # an attempt may die between its last step and its end
         rule = f"the checkpoint {checkpoint} has already taken {manifest['step']}"

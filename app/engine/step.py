@@ -32,17 +32,26 @@ class TrainingStep:
     def __call__(self, batches: Sequence[Batch], lr: float, weight_decay: float) -> tuple[StepFacts, StepTotals]:
         """Train on this rank's microbatches of one step."""
         optimizer = self.engine.optimizer
-        step = _on_device(self.run, self.engine, batches, self.run.loss.normalize)
+        loss_scale = self.engine.loss_scale
+        scale = None if loss_scale is None else loss_scale.value
+        step = _on_device(self.run, self.engine, batches, self.run.loss.normalize, scale)
         optimizer.zero_grad()
+        for _, _, router in self.engine.routers():
+            router.start_step()
         totals = self.forward_backward(step)
         optimizer.finish_grads()
-        facts_5 = _pack(optimizer.local_norm_sq(), totals, self.request)
-        all_reduce(facts_5, self.engine.groups.world)
-        skipped = optimizer.step(lr, weight_decay, facts_5[0].sqrt())
+        zeros = optimizer.local_zeros() if self.run.optim.count_zeros else 0.0
+        facts_6 = _pack(optimizer.local_norm_sq(), totals, zeros, self.request)
+        all_reduce(facts_6, self.engine.groups.world)
+        skipped = optimizer.step(lr, weight_decay, facts_6[0].sqrt(), scale)
         self._balance(totals, skipped)
-        facts = StepFacts(*torch.cat((facts_5, skipped[None])).tolist())
+        norm_sq, *others, skip = torch.cat((facts_6, skipped[None])).tolist()
         self.engine.watch.rest()
-        return facts, totals
+        if loss_scale is None:
+            return StepFacts(norm_sq, *others, skip), totals
+        used = loss_scale.scale
+        loss_scale.update(bool(skip))
+        return StepFacts(norm_sq / used**2, *others, skip, used), totals
 
     def _balance(self, totals: StepTotals, skipped: Tensor) -> None:
         """Move the routers' selection bias against the load of the whole step, where that is on; not on a skipped one."""
@@ -51,15 +60,15 @@ class TrainingStep:
             return
         for _, place, router in self.engine.routers():
             counts_E = totals.counts[place].clone()
-            all_reduce(counts_E, self.engine.groups.data)
+            all_reduce(counts_E, self.engine.groups.tokens)
             router.bias_E.copy_(
                 torch.where(skipped > 0, router.bias_E, update_bias(router.bias_E, counts_E, moe.bias_update_rate))
             )
 
 
-def _pack(norm_sq: Tensor, totals: StepTotals, request: StopRequest) -> Tensor:
-    """Sums of this rank that one all-reduce turns into sums over the step; fp32 [5]."""
-    parts = (norm_sq, totals.loss, totals.aux_loss, totals.z_loss, float(request.signal is not None))
+def _pack(norm_sq: Tensor, totals: StepTotals, zeros: Tensor | float, request: StopRequest) -> Tensor:
+    """Sums of this rank that one all-reduce turns into sums over the step; fp32 [6]."""
+    parts = (norm_sq, totals.loss, totals.aux_loss, totals.z_loss, zeros, float(request.wanted))
     # new_full is a kernel; a tensor made from a number of the host would wait for the device.
     return torch.stack([part.float() if isinstance(part, Tensor) else norm_sq.new_full((), part) for part in parts])
 
@@ -81,5 +90,7 @@ class Validation:
         return found
 
 
-def _on_device(run: Run, engine: Engine, batches: Sequence[Batch], normalize: Normalize) -> StepInput:
-    return step_input(batches, normalize, run.dp, engine.groups.data, engine.device)
+def _on_device(
+    run: Run, engine: Engine, batches: Sequence[Batch], normalize: Normalize, scale: Tensor | None = None
+) -> StepInput:
+    return step_input(batches, normalize, run.dp, engine.groups, engine.device, scale)

@@ -7,17 +7,29 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 
+from app.compat import all_reduce
 from app.data.feed import Cursor, TrainFeed, ValidationFeed
 from app.engine.attempt import Attempt
+from app.engine.bad_steps import DIVERGED, BadSteps, Diverged
 from app.engine.build import Engine, build_engine
-from app.engine.checkpoint import Progress, load_checkpoint, save_checkpoint
+from app.engine.checkpoint import Progress, load_checkpoint, read_manifest
+from app.engine.checkpoint_save import Saver
 from app.engine.generate import sample_tokens
 from app.engine.groups import create_groups, process_world
-from app.engine.report import Meter, StepReport, Stopwatch, ValidationReport
-from app.engine.run_folder import CHECKPOINTS, create_run_folder, describe_run, plain, read_metrics, sole_writer
+from app.engine.report import Meter, RollbackReport, StepReport, Stopwatch, ValidationReport
+from app.engine.run_folder import (
+    CHECKPOINTS,
+    create_run_folder,
+    describe_run,
+    newest_checkpoint,
+    plain,
+    read_metrics,
+    sole_writer,
+)
 from app.engine.signals import STOPPED, StopRequest
 from app.engine.sinks import Console, JsonLines, Sink, Wandb
 from app.engine.start import Data, Start, choose_device, find_start, load_all_data, rank_zero_says
@@ -28,9 +40,10 @@ from app.plan.plan import Plan
 
 
 def train(plan: Plan, rank: int, local_rank: int, attempt: Attempt) -> int:
-    """Train on this rank from start to end; returns the exit code, which is STOPPED when a signal ended it early.
+    """Train on this rank from start to end; returns the exit code: STOPPED when a signal ended it early, DIVERGED when its
+    numbers were no longer finite.
 
-    Raises ConfigError for what only the host, data or a checkpoint can reveal.
+    Raises ConfigError for what only the host, data, a checkpoint or a full disk can reveal.
     """
     run = plan.run
     device = choose_device(run, local_rank)
@@ -44,7 +57,13 @@ def train(plan: Plan, rank: int, local_rank: int, attempt: Attempt) -> int:
         engine = build_engine(plan, groups, device)
         trainer = Trainer(engine, data, start)
         with engine.watch.running():
-            finished = trainer.fit(attempt)
+            try:
+                finished = trainer.fit(attempt)
+            except Diverged as end:
+                if rank == 0:
+                    print(f"train.py: {end}", file=sys.stderr, flush=True)
+                groups.barrier()
+                return DIVERGED
     if not finished:
         trainer.request.hand_on()
     return 0 if finished else STOPPED
@@ -67,7 +86,9 @@ class Trainer:
         self.training_step = TrainingStep(engine, self.request)
         self.validation = Validation(engine, len(self.held_out))
         self.meter = Meter(engine, first_step=self.progress.step + 1)
+        self.saver = Saver(engine, self.request.ask)
         self.saved: Path | None = None  # checkpoint of the last step taken
+        self.bad_steps = BadSteps(run.train)
         self.stops = False  # the ranks have agreed to end after the last step taken
 
     @property
@@ -81,10 +102,8 @@ class Trainer:
             self.run_dir = rank_zero_says(self.engine.groups, lambda: self._open_folder(attempt, held))
             if self.leads and self.run.log.console:
                 print_opening(self.engine, self.run_dir, self.start)
-            with self.request.listening():
-                with self._sinks() as sinks:
-                    validated = self._train(sinks)
-                self.engine.groups.barrier()  # torchrun ends the other ranks once one has left with an exit code
+            with self.request.listening(), self._all_saved(), self._sinks() as sinks:
+                validated = self._train(sinks)
             if self.stops:
                 self._say_farewell()
                 return False
@@ -92,6 +111,18 @@ class Trainer:
             if self.leads:
                 sum_up(self.run, self.run_dir, self.data, validated, text)
         return True
+
+    @contextmanager
+    def _all_saved(self) -> Iterator[None]:
+        """At the end of the block all checkpoints are on disk, also when it has raised Diverged, which then names the newest."""
+        try:
+            yield
+        except Diverged as end:
+            self.saver.wait()
+            newest = newest_checkpoint(self.run_dir)
+            raise Diverged(f"{end}; {f'the newest checkpoint is {newest}' if newest else 'nothing was saved'}") from None
+        self.saver.wait()
+        self.engine.groups.barrier()  # torchrun ends the other ranks once one has left with an exit code
 
     def _open_folder(self, attempt: Attempt, held: ExitStack) -> Path:
         folder = create_run_folder(self.run, self.start.run_dir)
@@ -108,6 +139,10 @@ class Trainer:
             report = self.step(watch)
             for sink in sinks:
                 sink.step(report)
+            if self.bad_steps.rolls_back(report, self.engine.loss_scale):
+                self._roll_back(sinks)
+                watch.lap()
+                continue
             if self._validates_now() and not self.stops:
                 validated = self._validate(sinks)
             self._save_if_due()
@@ -146,7 +181,7 @@ class Trainer:
         self.stops = bool(facts.stop) and self.progress.step + 1 < run.train.steps
         taken, tokens = self.progress.step + 1, self.progress.tokens + self.meter.tokens_per_step
         self.progress = Progress(taken, self.progress.updates + 1 - int(facts.skipped), tokens)
-        return self.meter.report(taken, tokens, facts, lr, decay, watch.lap())
+        return self.meter.report(taken, tokens, facts, lr, decay, watch.lap(), self.saver.blocked())
 
     def _validates_now(self) -> bool:
         step, interval = self.progress.step, self.run.train.eval_interval
@@ -172,7 +207,32 @@ class Trainer:
         self.saved = self._save() if due else None
 
     def _save(self) -> Path:
-        return save_checkpoint(self.run_dir / CHECKPOINTS, self.engine, self.run, self.progress, self.feed.cursor.state())
+        if self.bad_steps.in_a_row and not self._finite():
+            raise Diverged(f"step {self.progress.step} was to be saved, but parameters or moments are not finite")
+        return self.saver.save(self.run_dir / CHECKPOINTS, self.progress, self.feed.cursor.state())
+
+    def _finite(self) -> bool:
+        """Whether all that the optimizer holds is; the same on every rank."""
+        values = (value for piece in self.engine.optimizer.pieces() for value in piece.state.values())
+        bad = torch.stack([value.isfinite().logical_not().any() for value in values]).any().float()
+        all_reduce(bad, self.engine.groups.world)
+        return not bad
+
+    def _roll_back(self, sinks: Sequence[Sink]) -> None:
+        """Load the newest checkpoint; the data go on where they are. Raises Diverged where there is none."""
+        bad = self.progress.step
+        self.saver.wait()
+        found = rank_zero_says(self.engine.groups, self._newest)
+        if found is None:
+            raise Diverged(f"step {bad} is not finite, and there is no checkpoint to go back to (train.on_bad_step=rollback)")
+        self.saved = found[0]
+        self.progress, _ = load_checkpoint(*found, self.engine)
+        for sink in sinks:
+            sink.rollback(RollbackReport(self.progress.step, bad, self.bad_steps.rollbacks))
+
+    def _newest(self) -> tuple[Path, dict[str, Any]] | None:
+        path = newest_checkpoint(self.run_dir) or self.start.checkpoint
+        return path and (path, read_manifest(path))
 
     def _sample(self) -> str | None:
         """Text that continues the first tokens of the validation data; None when none is asked for."""

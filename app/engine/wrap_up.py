@@ -30,6 +30,8 @@ def print_opening(engine: Engine, run_dir: Path, start: Start) -> None:
     if engine.device.type == "cuda":
         memory = torch.cuda.get_device_properties(engine.device).total_memory
         rows.append(("memory", memory_line(engine.plan, memory)))
+    if run.model.moe and run.model.moe.force_balance:
+        rows.append(("WARNING", "model.moe.force_balance sends tokens to experts in turn: for timing only"))
     if start.manifest:
         rows.append(("resumed", f"{start.checkpoint}, after step {start.manifest['step']}"))
         rows += [("changed", change) for change in start.changes]

@@ -1,6 +1,7 @@
 """Grouped-query causal self-attention with rotary positions and optional query/key norms.
 
-Shapes: B sequences, S tokens per sequence, D hidden, N query heads, G key/value heads, H head width.
+Shapes: B sequences, S tokens per sequence of a context-parallel rank, s = S / tp of them between matrices, K tokens of a
+whole sequence, D hidden; N query heads, G key/value heads of this rank, H head width.
 """
 
 from __future__ import annotations
@@ -11,10 +12,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.bias import causal_lower_right
 
+from app.choices import CpComm, Recompute
 from app.config import ModelConfig
-from app.model.deferred import linear
+from app.model.context_parallel import gather_sequence, trade_for_heads, trade_for_tokens
 from app.model.layers import Context, RMSNorm, rotate
+from app.model.peers import ALONE, Peers, rank, size
+from app.model.tensor_parallel import narrow, widen
 
 ORDERED = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]  # can add in a fixed order
 
@@ -23,24 +28,30 @@ class Attention(nn.Module):
     """Multi-head attention where N/G query heads share a key/value head (Ainslie et al. 2023).
 
     `wqkv` holds, per key/value head, its query heads, then its key, then its value, so that a contiguous part
-    of its rows is a self-contained part of the heads.
+    of its rows is a self-contained part of the heads: that of a tensor-parallel rank.
     """
 
-    def __init__(self, model: ModelConfig) -> None:
+    def __init__(self, model: ModelConfig, peers: Peers = ALONE) -> None:
         super().__init__()
-        width = model.head_width
-        self.num_kv_heads, self.queries_per_kv, self.width = model.num_kv_heads, model.num_heads // model.num_kv_heads, width
-        self.wqkv = nn.Parameter(torch.empty((model.num_heads + 2 * model.num_kv_heads) * width, model.hidden_size))
-        self.wo = nn.Parameter(torch.empty(model.hidden_size, model.num_heads * width))
+        width, tp = model.head_width, size(peers.tp)
+        self.peers, self.width = peers, width
+        self.num_kv_heads, self.queries_per_kv = model.num_kv_heads // tp, model.num_heads // model.num_kv_heads
+        rows = (model.num_heads + 2 * model.num_kv_heads) // tp * width
+        self.wqkv = nn.Parameter(torch.empty(rows, model.hidden_size))
+        self.wo = nn.Parameter(torch.empty(model.hidden_size, model.num_heads // tp * width))
         self.q_norm = RMSNorm(width, model.norm_eps) if model.qk_norm else nn.Identity()
         self.k_norm = RMSNorm(width, model.norm_eps) if model.qk_norm else nn.Identity()
 
-    def forward(self, x_BSD: Tensor, context: Context) -> Tensor:
-        """B × S × D -> B × S × D; no residual."""
-        q_BSNH, k_BSGH, v_BSGH = self._heads(linear(x_BSD, self.wqkv, context.later))
+    def forward(self, x_BsD: Tensor, context: Context) -> Tensor:
+        """B × s × D -> B × s × D; no residual."""
+        qkv = widen(x_BsD, self.wqkv, self.peers.tp, context.later)
+        out = context.again.whole(Recompute.attn_core, self._core, qkv, context)
+        return narrow(out, self.wo, self.peers.tp, context.later)
+
+    def _core(self, qkv: Tensor, context: Context) -> Tensor:
+        q_BSNH, k_BSGH, v_BSGH = self._heads(qkv)
         q_BSNH, k_BSGH = rotate(self.q_norm(q_BSNH), context), rotate(self.k_norm(k_BSGH), context)
-        out_BNSH = attend(q_BSNH.transpose(1, 2), k_BSGH.transpose(1, 2), v_BSGH.transpose(1, 2), context)
-        return linear(out_BNSH.transpose(1, 2).flatten(2), self.wo, context.later)
+        return attend_all(q_BSNH, k_BSGH, v_BSGH, context, self.peers).flatten(2)
 
     def _heads(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         grouped = qkv.unflatten(-1, (self.num_kv_heads, self.queries_per_kv + 2, self.width))
@@ -48,19 +59,57 @@ class Attention(nn.Module):
         return q.flatten(2, 3), k.squeeze(3), v.squeeze(3)
 
 
-def attend(q_BNSH: Tensor, k_BGSH: Tensor, v_BGSH: Tensor, context: Context) -> Tensor:
-    """Softmax attention of N query heads over G key/value heads, causal or under the context's mask: B × N × S × H.
+def attend_all(q_BSNH: Tensor, k_BSGH: Tensor, v_BSGH: Tensor, context: Context, peers: Peers) -> Tensor:
+    """Attention to all tokens of the sequence, also those of other context-parallel ranks: B × S × N × H."""
+    if size(peers.cp) == 1:
+        return attend(q_BSNH, k_BSGH, v_BSGH, context.mask_B1SK, context.repeatable)
+    by = _with_keys_gathered if peers.cp_comm_type is CpComm.all_gather else _with_heads_traded
+    return by(q_BSNH, k_BSGH, v_BSGH, context, peers)
 
-    On a GPU the fastest kernel (cuDNN's) adds the gradient of the queries with atomics, so that two equal runs drift
-    apart, and torch offers no other order for it. A `repeatable` context takes kernels that add in a fixed order instead.
+
+def _with_keys_gathered(q_BSNH: Tensor, k_BSGH: Tensor, v_BSGH: Tensor, context: Context, peers: Peers) -> Tensor:
+    """Both pieces of the queries, each against the keys up to its own end."""
+    assert peers.cp is not None
+    ranks, here = size(peers.cp), rank(peers.cp)
+    both_BKF = gather_sequence(torch.cat((k_BSGH, v_BSGH), dim=2).flatten(2), peers.cp)
+    k_BKGH, v_BKGH = both_BKF.unflatten(2, (-1, k_BSGH.shape[3])).chunk(2, dim=2)
+    outs, piece = [], q_BSNH.shape[1] // 2
+    masks = (None, None) if context.mask_B1SK is None else context.mask_B1SK.chunk(2, dim=2)
+    for q_BCNH, mask, number in zip(q_BSNH.chunk(2, dim=1), masks, (here, 2 * ranks - 1 - here), strict=True):
+        end = (number + 1) * piece
+        seen = None if mask is None else mask[..., :end]
+        outs.append(attend(q_BCNH, k_BKGH[:, :end], v_BKGH[:, :end], seen, context.repeatable))
+    return torch.cat(outs, dim=1)
+
+
+def _with_heads_traded(q_BSNH: Tensor, k_BSGH: Tensor, v_BSGH: Tensor, context: Context, peers: Peers) -> Tensor:
+    """Whole sequences of this rank's share of the heads."""
+    assert peers.cp is not None
+    ranks, width = size(peers.cp), q_BSNH.shape[3]
+    shares = [heads.unflatten(2, (ranks, -1)) for heads in (q_BSNH, k_BSGH, v_BSGH)]
+    whole_BKF = trade_for_heads(torch.cat(shares, dim=3).flatten(3), peers.cp)
+    q_BKNH, k_BKGH, v_BKGH = whole_BKF.unflatten(2, (-1, width)).split([share.shape[3] for share in shares], dim=2)
+    out_BKNH = attend(q_BKNH, k_BKGH, v_BKGH, context.mask_B1SK, context.repeatable)
+    return trade_for_tokens(out_BKNH.flatten(2), peers.cp).flatten(2).unflatten(2, (-1, width))
+
+
+def attend(q_BSNH: Tensor, k_BKGH: Tensor, v_BKGH: Tensor, mask_B1SK: Tensor | None, repeatable: bool) -> Tensor:
+    """Softmax attention of N query heads over G key/value heads, under a mask or causal: B × S × N × H.
+
+    Causal queries are the last S of the K tokens. On a GPU the fastest kernel (cuDNN's) adds the gradient of the queries
+    with atomics, so that two equal runs drift apart, and torch offers no other order for it. `repeatable` takes kernels
+    that add in a fixed order instead.
     """
-    mask, gqa = context.mask_B1SS, q_BNSH.shape[1] != k_BGSH.shape[1]
-    ordered = context.repeatable and q_BNSH.is_cuda
+    q_BNSH, k_BGKH, v_BGKH = (heads.transpose(1, 2) for heads in (q_BSNH, k_BKGH, v_BKGH))
+    square, gqa = q_BNSH.shape[2] == k_BGKH.shape[2], q_BNSH.shape[1] != k_BGKH.shape[1]
+    causal = square and mask_B1SK is None
+    mask = mask_B1SK if square or mask_B1SK is not None else causal_lower_right(q_BNSH.shape[2], k_BGKH.shape[2])
+    ordered = repeatable and q_BNSH.is_cuda
     with sdpa_kernel(ORDERED) if ordered else nullcontext():
-        out = F.scaled_dot_product_attention(q_BNSH, k_BGSH, v_BGSH, attn_mask=mask, is_causal=mask is None, enable_gqa=gqa)
+        out = F.scaled_dot_product_attention(q_BNSH, k_BGKH, v_BGKH, attn_mask=mask, is_causal=causal, enable_gqa=gqa)
     if ordered and out.grad_fn is not None:
         # The order is a global switch, which would slow other operations: it is on for this node alone.
         before = torch.are_deterministic_algorithms_enabled()
         out.grad_fn.register_prehook(lambda grads: torch.use_deterministic_algorithms(True))
         out.grad_fn.register_hook(lambda grad_inputs, grad_outputs: torch.use_deterministic_algorithms(before))
-    return out
+    return out.transpose(1, 2)

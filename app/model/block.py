@@ -3,7 +3,7 @@
 The same list is run eagerly here and can be cut, recomputed or interleaved by name elsewhere, because a phase
 touches nothing but its declared values and its parameters.
 
-Shapes: B sequences, S tokens per sequence, D hidden.
+Shapes: B sequences, s tokens per sequence of this rank, D hidden.
 """
 
 from __future__ import annotations
@@ -15,9 +15,11 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from app.choices import Recompute
 from app.config import ModelConfig
 from app.model.attention import Attention
 from app.model.layers import Context, Mlp, RMSNorm
+from app.model.peers import ALONE, Peers
 
 
 class PhaseName(Enum):
@@ -63,34 +65,42 @@ def run_phases(phases: Sequence[Phase], values: Mapping[str, Any], keep: Sequenc
 class Layer(nn.Module):
     """Residual decoder layer: an attention phase, then the phases of its `body` (dense or mixture of experts).
 
-    `phases` read and write the values x (B × S × D), context (Context) and whatever they declare.
+    `phases` read and write the values x (B × s × D), context (Context) and whatever they declare.
     """
 
-    def __init__(self, model: ModelConfig, body: nn.Module) -> None:
+    def __init__(self, model: ModelConfig, body: nn.Module, peers: Peers = ALONE) -> None:
         super().__init__()
         self.attn_norm = RMSNorm(model.hidden_size, model.norm_eps)
-        self.attn = Attention(model)
+        self.attn = Attention(model, peers)
         self.body = body
         attn = Phase(PhaseName.attn, self._attend, ("x", "context"), ("x",))
         self.phases: tuple[Phase, ...] = (attn, *body.phases)
 
-    def _attend(self, x_BSD: Tensor, context: Context) -> tuple[Tensor]:
-        return (x_BSD + self.attn(self.attn_norm(x_BSD), context),)
+    def _attend(self, x_BsD: Tensor, context: Context) -> tuple[Tensor]:
+        h_BsD = context.again.output(Recompute.norm, self.attn_norm, x_BsD)
+        return (x_BsD + self.attn(h_BsD, context),)
 
-    def forward(self, x_BSD: Tensor, context: Context) -> tuple[Tensor, Any]:
-        """B × S × D -> (B × S × D, the router's report or None)."""
-        out = run_phases(self.phases, {"x": x_BSD, "context": context}, keep=("x", "routing"))
+    def forward(self, x_BsD: Tensor, context: Context) -> tuple[Tensor, Any]:
+        """B × s × D -> (B × s × D, the router's report or None)."""
+        (x_BsD,) = self._attend(x_BsD, context)
+        if PhaseName.route not in {phase.name for phase in self.phases}:
+            return self._behind_attention(x_BsD, context)
+        return context.again.whole(Recompute.moe, self._behind_attention, x_BsD, context)
+
+    def _behind_attention(self, x_BsD: Tensor, context: Context) -> tuple[Tensor, Any]:
+        out = run_phases(self.phases[1:], {"x": x_BsD, "context": context}, keep=("x", "routing"))
         return out["x"], out["routing"]
 
 
 class DenseBody(nn.Module):
     """Feed-forward part of a dense layer: one phase."""
 
-    def __init__(self, model: ModelConfig) -> None:
+    def __init__(self, model: ModelConfig, peers: Peers = ALONE) -> None:
         super().__init__()
         self.norm = RMSNorm(model.hidden_size, model.norm_eps)
-        self.mlp = Mlp(model.hidden_size, model.ffn_hidden_size)
+        self.mlp = Mlp(model.hidden_size, model.ffn_hidden_size, peers)
         self.phases = (Phase(PhaseName.mlp, self._feed_forward, ("x", "context"), ("x",)),)
 
-    def _feed_forward(self, x_BSD: Tensor, context: Context) -> tuple[Tensor]:
-        return (x_BSD + self.mlp(self.norm(x_BSD), context.later),)
+    def _feed_forward(self, x_BsD: Tensor, context: Context) -> tuple[Tensor]:
+        h_BsD = context.again.output(Recompute.norm, self.norm, x_BsD)
+        return (x_BsD + self.mlp(h_BsD, context.later, context.again),)

@@ -1,28 +1,34 @@
 """One stage of the model on one rank: optional embedding, some layers, optional head.
 
-Shapes: B sequences, S tokens per sequence, D hidden, V vocabulary.
+Shapes: B sequences, S tokens per sequence of a context-parallel rank, s = S / tp of them between matrices, K tokens of a
+whole sequence, D hidden, V vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from app.choices import CpComm, Recompute
 from app.config import ModelConfig
 from app.model.block import Layer
-from app.model.deferred import WeightQueue, linear
-from app.model.layers import Context, RMSNorm, layer_context
+from app.model.context_parallel import own_tokens
+from app.model.deferred import WeightQueue
+from app.model.layers import Context, RMSNorm, document_mask, layer_context
+from app.model.loss import summed_loss
+from app.model.peers import ALONE, Peers, rank, size
+from app.model.recompute import Again
+from app.model.tensor_parallel import lookup, widen
 
 
 @dataclass(frozen=True, slots=True)
 class ChunkOutput:
-    """What a forward of a chunk returns: hidden states or logits, and one router report per MoE layer."""
+    """What a forward of a chunk returns: hidden states, normed behind the last layer, and one router report per MoE layer."""
 
     x: Tensor
     routing: tuple[Any, ...]
@@ -31,57 +37,81 @@ class ChunkOutput:
 class Chunk(nn.Module):
     """Layers `layers` (global layer index -> layer) of a model, with its embedding and head where asked for.
 
-    `repeatable` keeps to attention kernels whose gradients repeat bit for bit.
-
-    The embedding lookup is `F.embedding`: its backward sorts or owns rows instead of using atomics, so it repeats
-    bit for bit on CPU and GPU.
+    `repeatable` keeps to attention kernels whose gradients repeat bit for bit; `chunk_tokens` is how many tokens have
+    logits at once.
     """
 
     def __init__(
-        self, model: ModelConfig, layers: Mapping[int, Layer], embedding: bool, head: bool, repeatable: bool = True
+        self,
+        model: ModelConfig,
+        layers: Mapping[int, Layer],
+        embedding: bool,
+        head: bool,
+        repeatable: bool = True,
+        peers: Peers = ALONE,
+        chunk_tokens: int | None = None,
     ) -> None:
         super().__init__()
-        self.repeatable = repeatable
-        self.model = model
+        self.model, self.peers, self.repeatable, self.chunk_tokens = model, peers, repeatable, chunk_tokens
         self.first, self.last = embedding, head
-        table = embedding or (head and model.tie_embeddings)  # a last stage of its own has a copy of a tied one
-        self.embedding = nn.Parameter(torch.empty(model.vocab_size, model.hidden_size)) if table else None
+        tied = embedding or (head and model.tie_embeddings)  # a last stage of its own has a copy of a tied table
+        rows = model.vocab_size // size(peers.tp), model.hidden_size
+        self.embedding = nn.Parameter(torch.empty(*rows)) if tied else None
         self.layers = nn.ModuleDict({str(index): layer for index, layer in layers.items()})
         self.norm = RMSNorm(model.hidden_size, model.norm_eps) if head else None
-        untied = head and not model.tie_embeddings
-        self.head = nn.Parameter(torch.empty(model.vocab_size, model.hidden_size)) if untied else None
+        self.head = nn.Parameter(torch.empty(*rows)) if head and not model.tie_embeddings else None
 
-    def context(self, positions_BS: Tensor, documents_BS: Tensor | None, later: WeightQueue | None = None) -> Context:
-        """What the layers need besides the hidden states; backward leaves weight gradients in `later` if there is one."""
+    def context(
+        self,
+        positions_BS: Tensor,
+        documents_BK: Tensor | None,
+        later: WeightQueue | None = None,
+        again: Collection[Recompute] = (),
+    ) -> Context:
+        """What the layers need besides the hidden states.
+
+        Backward leaves weight gradients in `later` if there is one, and computes the parts named in `again` once more.
+        """
+        mask = None if documents_BK is None else document_mask(documents_BK, self._queries(documents_BK))
         width, theta = self.model.head_width, self.model.rope_theta
-        return layer_context(positions_BS, documents_BS, width, theta, self.repeatable, later)
+        draws = self.model.moe is not None and self.model.moe.jitter_eps > 0
+        return layer_context(positions_BS, mask, width, theta, self.repeatable, later, Again(frozenset(again), draws))
+
+    def _queries(self, documents_BK: Tensor) -> Tensor:
+        """Places in the sequence of the tokens that attention has queries of."""
+        cp = 1 if self.peers.cp_comm_type is CpComm.all_to_all else size(self.peers.cp)
+        return own_tokens(documents_BK.shape[1], cp, rank(self.peers.cp) % cp, documents_BK.device)
 
     def forward(self, x: Tensor, context: Context, recompute: bool = False) -> ChunkOutput:
-        """Tokens B × S (first stage) or hidden states B × S × D -> logits B × S × V (last stage) or hidden states.
+        """Tokens B × S (first stage) or hidden states B × s × D -> hidden states B × s × D, s = S / tp.
 
         recompute: only the input of each layer is kept, and backward runs the layer's forward again (Chen et al. 2016).
         """
         if self.first:
-            x = F.embedding(x, self.embedding)
+            x = lookup(x, self.embedding, self.peers.tp)
         routing = []
-        for layer in self.layers.values():
-            x, report = recomputed(layer, x, context) if recompute else layer(x, context)
-            if report is not None:
-                routing.append(report)
-        return ChunkOutput(self._logits(x, context), tuple(routing))
+        with context.again.forward():
+            for layer in self.layers.values():
+                x, report = recomputed(layer, x, context) if recompute else layer(x, context)
+                if report is not None:
+                    routing.append(report)
+        return ChunkOutput(x if self.norm is None else self.norm(x), tuple(routing))
 
-    def _logits(self, x_BSD: Tensor, context: Context) -> Tensor:
-        if self.norm is None:
-            return x_BSD
-        weight_VD = self.embedding if self.head is None else self.head
-        return linear(self.norm(x_BSD), weight_VD, context.later)
+    def loss(self, x_BsD: Tensor, labels_BS: Tensor, context: Context) -> Tensor:
+        """Cross-entropy of the last stage's output, nats, summed over the positions with a label; a scalar."""
+        return summed_loss(x_BsD, self._table, labels_BS, self.peers.tp, self.chunk_tokens, context.later)
+
+    def logits(self, x_BsD: Tensor) -> Tensor:
+        """This rank's columns of the logits of the last stage's output: B × S × V / tp."""
+        return widen(x_BsD, self._table, self.peers.tp, None)
+
+    @property
+    def _table(self) -> nn.Parameter:
+        table_VD = self.embedding if self.head is None else self.head
+        assert self.last and table_VD is not None, "only the last stage has a head"
+        return table_VD
 
 
-def recomputed(layer: Layer, x_BSD: Tensor, context: Context) -> tuple[Tensor, Any]:
-    """The layer, of whose forward nothing but the input is kept; nothing in it is drawn at random."""
-    return checkpoint(layer, x_BSD, context, use_reentrant=False, preserve_rng_state=False)
-
-
-def summed_loss(logits_BSV: Tensor, labels_BS: Tensor) -> Tensor:
-    """Cross-entropy in fp32, nats, summed over the positions whose label is not -100; a scalar."""
-    return F.cross_entropy(logits_BSV.flatten(0, 1).float(), labels_BS.flatten(), reduction="sum")
+def recomputed(layer: Layer, x_BsD: Tensor, context: Context) -> tuple[Tensor, Any]:
+    """The layer, of whose forward nothing but the input is kept."""
+    return checkpoint(layer, x_BsD, context, use_reentrant=False, preserve_rng_state=context.again.draws)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
 
 from app.config import ModelConfig
+from app.plan.blocks import EXPERTS
+from app.plan.reshard import Block
 
 
 def _generator(seed: int, name: str, device: torch.device) -> torch.Generator:
@@ -22,8 +24,8 @@ def _std(leaf: str, model: ModelConfig) -> float:
 
 
 @torch.no_grad()
-def init_weights(named: Iterable[tuple[str, Tensor, int | None]], model: ModelConfig, seed: int) -> None:
-    """Fill materialised parameters in place; each entry is (global name, tensor, first global expert or None).
+def init_weights(named: Iterable[tuple[str, Tensor, Block]], model: ModelConfig, seed: int) -> None:
+    """Fill materialised parameters in place; each entry is (global name, tensor, the block of the global one that it is).
 
     | parameter | distribution |
     |---|---|
@@ -32,19 +34,21 @@ def init_weights(named: Iterable[tuple[str, Tensor, int | None]], model: ModelCo
     | everything else: embedding, head, `wqkv`, `w_up`, router, gate | N(0, init_std) |
 
     Every parameter, and every expert of a stacked one, has its own generator seeded by (seed, global name), so
-    that values depend neither on the order of creation nor on which rank holds them.
+    that values depend neither on the order of creation nor on which rank holds them. A rank that holds a part draws
+    the whole and keeps its part.
     """
-    for name, tensor, first_expert in named:
-        leaf = name.rsplit(".", 1)[-1]
+    for name, tensor, block in named:
+        leaf, own, held = name.rsplit(".", 1)[-1], tensor.view(block.sizes), tuple(map(slice, block.start, block.stop))
         if leaf == "weight" and tensor.dim() == 1:
             tensor.fill_(1.0)
-        elif first_expert is None:
-            _normal(tensor, _std(leaf, model), _generator(seed, name, tensor.device))
+        elif EXPERTS not in name:
+            _normal(own, block.shape, held, _std(leaf, model), _generator(seed, name, tensor.device))
         else:
-            for offset, expert in enumerate(tensor):
-                _normal(expert, _std(leaf, model), _generator(seed, f"{name}.{first_expert + offset}", tensor.device))
+            for number, expert in enumerate(own, start=block.start[0]):
+                generator = _generator(seed, f"{name}.{number}", tensor.device)
+                _normal(expert, block.shape[1:], held[1:], _std(leaf, model), generator)
 
 
-def _normal(tensor: Tensor, std: float, generator: torch.Generator) -> None:
-    values = torch.empty(tensor.shape, dtype=torch.float32, device=tensor.device)
-    tensor.copy_(values.normal_(0.0, std, generator=generator))
+def _normal(own: Tensor, shape: Sequence[int], held: tuple[slice, ...], std: float, generator: torch.Generator) -> None:
+    values = torch.empty(shape, dtype=torch.float32, device=own.device)
+    own.copy_(values.normal_(0.0, std, generator=generator)[held])

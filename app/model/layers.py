@@ -1,17 +1,22 @@
 """Small pieces of the transformer: RMSNorm, rotary positions, SwiGLU.
 
-Shapes: B sequences, S tokens per sequence, N heads, H head width, D hidden, F feed-forward hidden.
+Shapes: B sequences, S tokens per sequence of a context-parallel rank, s = S / tp of them between matrices, K tokens of a
+whole sequence, N heads, H head width, D hidden.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from app.model.deferred import WeightQueue, linear
+from app.choices import Recompute
+from app.model.deferred import WeightQueue
+from app.model.peers import ALONE, Peers, size
+from app.model.recompute import Again
+from app.model.tensor_parallel import narrow, widen
 
 
 class RMSNorm(nn.Module):
@@ -33,32 +38,32 @@ class Context:
 
     cos_BS1H: Tensor  # fp32; B may be 1
     sin_BS1H: Tensor
-    mask_B1SS: Tensor | None  # True where a query may look at a key; None: plain causal
+    mask_B1SK: Tensor | None  # True where a query may look at a key; None: plain causal
     repeatable: bool = True  # only kernels whose gradients repeat bit for bit
     later: WeightQueue | None = None  # where backward leaves the gradients of weights; None: it computes them
+    again: Again = field(default_factory=Again)  # what backward computes again
 
 
 def layer_context(
     positions_BS: Tensor,
-    documents_BS: Tensor | None,
+    mask_B1SK: Tensor | None,
     head_width: int,
     theta: float,
     repeatable: bool = True,
     later: WeightQueue | None = None,
+    again: Again | None = None,
 ) -> Context:
-    """Rotary tables (Su et al. 2021, rotating the two halves of a head) and the document mask of a microbatch."""
+    """Rotary tables (Su et al. 2021, rotating the two halves of a head) for the tokens of a microbatch, and their mask."""
     exponent = torch.arange(0, head_width, 2, device=positions_BS.device, dtype=torch.float32) / head_width
     angles_BSH = (positions_BS[..., None].float() * theta**-exponent).repeat(1, 1, 2)
-    cos, sin = angles_BSH.cos()[:, :, None], angles_BSH.sin()[:, :, None]
-    return Context(cos, sin, None if documents_BS is None else document_mask(documents_BS), repeatable, later)
+    return Context(angles_BSH.cos()[:, :, None], angles_BSH.sin()[:, :, None], mask_B1SK, repeatable, later, again or Again())
 
 
-def document_mask(documents_BS: Tensor) -> Tensor:
-    """Causal mask that also keeps every query within its own document; bool, B × 1 × S × S."""
-    size = documents_BS.shape[1]
-    causal_SS = torch.ones(size, size, dtype=torch.bool, device=documents_BS.device).tril()
-    same_BSS = documents_BS[:, :, None] == documents_BS[:, None, :]
-    return (same_BSS & causal_SS)[:, None]
+def document_mask(documents_BK: Tensor, places_S: Tensor) -> Tensor:
+    """Causal mask that also keeps every query, at its place in the sequence, within its document; bool, B × 1 × S × K."""
+    keys_K = torch.arange(documents_BK.shape[1], device=documents_BK.device)
+    same_BSK = documents_BK[:, places_S, None] == documents_BK[:, None, :]
+    return (same_BSK & (keys_K <= places_S[:, None]))[:, None]
 
 
 def rotate(x_BSNH: Tensor, context: Context) -> Tensor:
@@ -68,20 +73,26 @@ def rotate(x_BSNH: Tensor, context: Context) -> Tensor:
     return (x_BSNH * context.cos_BS1H + turned * context.sin_BS1H).to(x_BSNH.dtype)
 
 
-def swiglu(x: Tensor, w_up_2FD: nn.Parameter, w_down_DF: nn.Parameter, later: WeightQueue | None = None) -> Tensor:
-    """silu(x·gate) · (x·up) · down (Shazeer 2020); the first half of `w_up_2FD` is the gate."""
-    gate, up = linear(x, w_up_2FD, later).chunk(2, dim=-1)
-    return linear(F.silu(gate) * up, w_down_DF, later)
-
-
 class Mlp(nn.Module):
-    """SwiGLU feed-forward of a dense layer, or a shared expert."""
+    """SwiGLU feed-forward of a dense layer, or a shared expert: silu(x·gate) · (x·up) · down (Shazeer 2020).
 
-    def __init__(self, hidden: int, ffn: int) -> None:
+    The first half of `w_up` is the gate. With tensor parallelism both halves and `w_down` are cut along `ffn`.
+    """
+
+    def __init__(self, hidden: int, ffn: int, peers: Peers = ALONE) -> None:
         super().__init__()
-        self.w_up = nn.Parameter(torch.empty(2 * ffn, hidden))
-        self.w_down = nn.Parameter(torch.empty(hidden, ffn))
+        width, self.group = ffn // size(peers.tp), peers.tp
+        self.w_up = nn.Parameter(torch.empty(2 * width, hidden))
+        self.w_down = nn.Parameter(torch.empty(hidden, width))
 
-    def forward(self, x: Tensor, later: WeightQueue | None = None) -> Tensor:
-        """… × D -> … × D."""
-        return swiglu(x, self.w_up, self.w_down, later)
+    def forward(self, x_BsD: Tensor, later: WeightQueue | None = None, again: Again | None = None) -> Tensor:
+        """B × s × D -> B × s × D; `again` may have backward compute the activation again."""
+        both = widen(x_BsD, self.w_up, self.group, later)
+        act = swiglu(both) if again is None else again.dropped(Recompute.mlp_act, swiglu, both)
+        return narrow(act, self.w_down, self.group, later)
+
+
+def swiglu(both: Tensor) -> Tensor:
+    """silu(gate) · up of the two halves of the last dimension."""
+    gate, up = both.chunk(2, dim=-1)
+    return F.silu(gate) * up

@@ -1,19 +1,25 @@
-"""Transport of tokens to experts: on this rank, or by an uneven all-to-all among the expert-parallel ranks.
+"""Transport of tokens to experts: on this rank, or among the ranks that have the experts of a layer between them.
+
+Those ranks are a grid of ep × etp: ep shares of the experts, and etp parts of the hidden width of each. A rank's place in
+their group is ep_rank · etp + etp_rank.
 
 Shapes: T tokens of this rank, D hidden, E experts of the layer, L = E / ep experts of this rank, K experts per token,
-R rows on this rank after the exchange, P = ep ranks.
+R rows on this rank after the exchange, P = ep · etp ranks, N = P·T tokens of all of them, C rows per expert and rank.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
-from app.compat import all_gather
-from app.moe.permute import Permutation, combine, permute, reorder, sort_by_expert
+from app.compat import all_gather, reduce_scatter
+from app.model.peers import size
+from app.moe.permute import Permutation, combine, combine_gradients, permute, reorder, sort_by_expert, sum_rows
 
 
 class LocalDispatcher:
@@ -24,9 +30,9 @@ class LocalDispatcher:
     def __init__(self, num_experts: int) -> None:
         self.num_experts = num_experts
 
-    def preprocess(self, experts_TK: Tensor) -> Permutation:
+    def preprocess(self, experts_TK: Tensor, drops: bool = False, capacity: int | None = None) -> Permutation:
         """Sort the rows by expert."""
-        return sort_by_expert(experts_TK, self.num_experts)
+        return sort_by_expert(experts_TK, self.num_experts, drops, _filled(experts_TK, capacity))
 
     def dispatch(self, x_TD: Tensor, record: Permutation) -> Tensor:
         """T × D -> T·K × D, expert-major."""
@@ -50,26 +56,51 @@ class Exchange:
 
 
 class AllToAllDispatcher:
-    """Dropless exchange: counts are gathered, copied to the host once, and rows travel by all_to_all."""
+    """Rows travel by all_to_all: counts are gathered and copied to the host once, or known when experts are filled up.
+
+    An expert in etp parts is etp experts to this class, one on each of the ranks that share it: a row goes to all of them,
+    and what comes back is added up with the K rows of a token, in fp32. So rows travel etp times, but in one exchange
+    instead of an exchange and a gather, and back in one instead of a reduction and an exchange.
+    """
 
     host_sync = True
 
-    def __init__(self, num_experts: int, group: dist.ProcessGroup) -> None:
-        self.num_experts, self.group = num_experts, group
+    def __init__(self, num_experts: int, group: dist.ProcessGroup, etp: int = 1) -> None:
+        self.group, self.etp = group, etp
+        self.parts = num_experts * etp  # parts of experts, all equally large
+        self.local = self.parts // size(group)
 
-    def preprocess(self, experts_TK: Tensor) -> Exchange:
-        """Exchange the counts and lay out what arrives; the only place where the host waits."""
+    def preprocess(self, experts_TK: Tensor, drops: bool = False, capacity: int | None = None) -> Exchange:
+        """Lay out what leaves and what arrives; without a capacity the host waits for the counts, and only here."""
+        rows = _filled(experts_TK, capacity)
+        permutation = sort_by_expert(self._parts_of(experts_TK), self.parts, drops, rows)
+        return self._uneven(permutation) if rows is None else self._even(permutation, rows)
+
+    def _parts_of(self, experts_TK: Tensor) -> Tensor:
+        """T × K·etp: part j of expert e is on rank (e // L)·etp + j, which has parts rank·L to (rank + 1)·L."""
+        if self.etp == 1:
+            return experts_TK
+        rank_TKj = (experts_TK // self.local * self.etp)[..., None] + torch.arange(self.etp, device=experts_TK.device)
+        return (rank_TKj * self.local + (experts_TK % self.local)[..., None]).flatten(1)
+
+    def _uneven(self, permutation: Permutation) -> Exchange:
         ranks = self.group.size()
-        permutation = sort_by_expert(experts_TK, self.num_experts)
         counts_E = permutation.ends_E.diff(prepend=permutation.ends_E.new_zeros(1))
-        counts_PE = counts_E.new_empty(ranks, self.num_experts)
-        all_gather(counts_PE, counts_E, self.group)
-        counts_PPL = counts_PE.view(ranks, ranks, -1)  # source, destination, expert of the destination
+        counts_PPL = counts_E.new_empty(ranks, ranks, self.local)  # source, destination, expert of the destination
+        all_gather(counts_PPL, counts_E, self.group)
         here_PL = counts_PPL[:, self.group.rank()]
-        splits = torch.stack((counts_E.view(ranks, -1).sum(1), here_PL.sum(1))).tolist()
-        order_R, inverse_R = group_by_expert(here_PL, sum(splits[1]))
+        sent, received = torch.stack((counts_E.view(ranks, -1).sum(1), here_PL.sum(1))).tolist()
+        order_R, inverse_R = group_by_expert(here_PL, sum(received))
         ends_E = here_PL.sum(0).cumsum(0).to(torch.int32)
-        return Exchange(permutation, tuple(splits[0]), tuple(splits[1]), order_R, inverse_R, ends_E)
+        leaving = replace(permutation, token_of_row_R=permutation.token_of_row_R[: sum(sent)])  # what is dropped stays
+        return Exchange(leaving, tuple(sent), tuple(received), order_R, inverse_R, ends_E)
+
+    def _even(self, permutation: Permutation, rows: int) -> Exchange:
+        ranks, local = self.group.size(), self.local
+        split = (local * rows,) * ranks
+        rows_R = torch.arange(sum(split), device=permutation.ends_E.device)
+        order_R, inverse_R = (rows_R.view(a, b, rows).transpose(0, 1).flatten() for a, b in ((ranks, local), (local, ranks)))
+        return Exchange(permutation, split, split, order_R, inverse_R, permutation.ends_E[:local] * ranks)
 
     def dispatch(self, x_TD: Tensor, record: Exchange) -> Tensor:
         """T × D -> R × D, expert-major."""
@@ -81,7 +112,49 @@ class AllToAllDispatcher:
         """R × D -> T × D."""
         rows = reorder(rows_RD, record.inverse_R, record.order_R)
         rows = _AllToAll.apply(rows, record.received, record.sent, self.group)
-        return combine(rows, probs_TK, record.permutation)
+        probs = probs_TK if self.etp == 1 else probs_TK[..., None].expand(-1, -1, self.etp).flatten(1)
+        return combine(rows, probs, record.permutation)
+
+
+class AllGatherDispatcher:
+    """Every rank of the group gets all tokens, which must be equally many on each, and takes those of its experts.
+
+    What its experts add to a token is summed in fp32, and a reduce-scatter in fp32 brings the sums home. Backward mirrors it.
+    Moves N·D elements whatever K is, so it suits a few ranks with many experts per token. The host waits once, for the
+    number of rows, unless experts are filled up.
+    """
+
+    host_sync = True
+
+    def __init__(self, num_experts: int, group: dist.ProcessGroup, etp: int = 1) -> None:
+        self.group = group
+        self.local = num_experts * etp // group.size()
+        self.first = group.rank() // etp * self.local  # global index of this rank's first expert
+
+    def preprocess(self, experts_TK: Tensor, drops: bool = False, capacity: int | None = None) -> Permutation:
+        """Gather the choices; the permutation leads from the tokens of all ranks to the rows of this rank's experts.
+
+        What others' experts do is dropped here, so `drops` changes nothing.
+        """
+        rows, ranks = _filled(experts_TK, capacity), self.group.size()
+        chosen_NK = _gathered(experts_TK, self.group) - self.first
+        elsewhere_NK = (chosen_NK < 0) | (chosen_NK >= self.local)
+        if rows is None:
+            found = sort_by_expert(chosen_NK.masked_fill(elsewhere_NK, self.local), self.local, True)
+            return replace(found, token_of_row_R=found.token_of_row_R[: int(found.ends_E[-1])])
+        # C rows of each rank: fill up the rows of one expert and one rank, as if they were an expert
+        rank_N = torch.arange(len(chosen_NK), device=chosen_NK.device) // max(1, len(experts_TK))
+        segments_NK = (chosen_NK * ranks + rank_N[:, None]).masked_fill(elsewhere_NK, self.local * ranks)
+        found = sort_by_expert(segments_NK, self.local * ranks, True, rows)
+        return replace(found, ends_E=found.ends_E[ranks - 1 :: ranks].contiguous())
+
+    def dispatch(self, x_TD: Tensor, record: Permutation) -> Tensor:
+        """T × D -> R × D, expert-major."""
+        return _GatherRows.apply(x_TD, record.token_of_row_R, record.row_of_TK, record.kept_TK, self.group)
+
+    def combine(self, rows_RD: Tensor, probs_TK: Tensor, record: Permutation) -> Tensor:
+        """R × D -> T × D."""
+        return _BringHome.apply(rows_RD, probs_TK, record.token_of_row_R, record.row_of_TK, record.kept_TK, self.group)
 
 
 def group_by_expert(counts_PL: Tensor, rows: int) -> tuple[Tensor, Tensor]:
@@ -91,6 +164,11 @@ def group_by_expert(counts_PL: Tensor, rows: int) -> tuple[Tensor, Tensor]:
     expert_R = expert_PL.repeat_interleave(counts_PL.flatten(), output_size=rows)
     order_R = expert_R.argsort(stable=True)
     return order_R, torch.empty_like(order_R).scatter_(0, order_R, torch.arange(rows, device=order_R.device))
+
+
+def _filled(experts_TK: Tensor, capacity: int | None) -> int | None:
+    """Rows of each expert when it is filled up: no rank sends it more than all its tokens."""
+    return None if capacity is None else min(capacity, len(experts_TK))
 
 
 class _AllToAll(torch.autograd.Function):
@@ -108,3 +186,61 @@ def _exchange(rows: Tensor, sent: tuple[int, ...], received: tuple[int, ...], gr
     out = rows.new_empty((sum(received), *rows.shape[1:]))
     dist.all_to_all_single(out, rows.contiguous(), list(received), list(sent), group=group)
     return out
+
+
+class _GatherRows(torch.autograd.Function):
+    """`permute` of the tokens of all ranks."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x_TD: Tensor, token_of_row_R: Tensor, row_of_NK: Tensor, kept_NK: Tensor, group: dist.ProcessGroup
+    ) -> Tensor:
+        ctx.save_for_backward(row_of_NK, kept_NK)
+        ctx.group = group
+        return _gathered(x_TD, group).index_select(0, token_of_row_R)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_RD: Tensor) -> tuple[Tensor | None, ...]:
+        row_of_NK, kept_NK = ctx.saved_tensors
+        grad_ND = sum_rows(grad_RD, row_of_NK, None, kept_NK)
+        return _scattered(grad_ND, ctx.group).to(grad_RD.dtype), None, None, None, None
+
+
+class _BringHome(torch.autograd.Function):
+    """`combine` for the tokens of all ranks, each of which ends up with the sums over all ranks for its own."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        rows_RD: Tensor,
+        probs_TK: Tensor,
+        token_of_row_R: Tensor,
+        row_of_NK: Tensor,
+        kept_NK: Tensor,
+        group: dist.ProcessGroup,
+    ) -> Tensor:
+        probs_NK = _gathered(probs_TK, group)
+        ctx.save_for_backward(rows_RD, probs_NK, token_of_row_R, row_of_NK, kept_NK)
+        ctx.group = group
+        return _scattered(sum_rows(rows_RD, row_of_NK, probs_NK, kept_NK), group).to(rows_RD.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_TD: Tensor) -> tuple[Tensor | None, ...]:
+        grad_RD, grad_NK = combine_gradients(_gathered(grad_TD, ctx.group), *ctx.saved_tensors)
+        return grad_RD, _scattered(grad_NK, ctx.group), None, None, None, None
+
+
+def _gathered(own_T: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """The rows of all ranks, in rank order: [T, …] -> [N, …]."""
+    all_N = own_T.new_empty(group.size() * own_T.shape[0], *own_T.shape[1:])
+    all_gather(all_N, own_T.contiguous(), group)
+    return all_N
+
+
+def _scattered(all_N: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """This rank's rows of the sum over the ranks: [N, …] -> [T, …]."""
+    own_T = all_N.new_empty(all_N.shape[0] // group.size(), *all_N.shape[1:])
+    reduce_scatter(own_T, all_N, group)
+    return own_T

@@ -5,19 +5,28 @@ Shapes: R rows grouped by expert · E experts · D width · F hidden width of an
 
 from __future__ import annotations
 
-import torch.nn.functional as F
 from torch import Tensor
 
+from app.choices import Recompute
 from app.model.deferred import WeightQueue, grouped_linear
+from app.model.layers import swiglu
+from app.model.recompute import Again
 
 
 def grouped_swiglu(
-    rows_RD: Tensor, w1_ED2F: Tensor, w2_EFD: Tensor, ends_E: Tensor, later: WeightQueue | None = None
+    rows_RD: Tensor,
+    w1_ED2F: Tensor,
+    w2_EFD: Tensor,
+    ends_E: Tensor,
+    later: WeightQueue | None = None,
+    again: Again | None = None,
 ) -> Tensor:
     """Row r of expert e becomes (silu(r·w1ₑ[:, :F]) · (r·w1ₑ[:, F:]))·w2ₑ: [R, D] (SwiGLU, arXiv 2002.05202).
 
     Expert e owns rows ends[e-1] to ends[e] (int32, on the rows' device). Rows from ends[-1] on are uninitialised in the
-    result and in the gradient. fp32, bf16 and fp16; D·itemsize and F·itemsize must be multiples of 16 bytes (RuntimeError).
+    result and in the gradient. `again` may have backward compute the activation again. fp32, bf16 and fp16; D·itemsize and
+    F·itemsize must be multiples of 16 bytes (RuntimeError).
     """
-    gate_RF, up_RF = grouped_linear(rows_RD, w1_ED2F, ends_E, later).chunk(2, dim=-1)
-    return grouped_linear(F.silu(gate_RF) * up_RF, w2_EFD, ends_E, later)
+    both_R2F = grouped_linear(rows_RD, w1_ED2F, ends_E, later)
+    act_RF = swiglu(both_R2F) if again is None else again.dropped(Recompute.experts_act, swiglu, both_R2F)
+    return grouped_linear(act_RF, w2_EFD, ends_E, later)

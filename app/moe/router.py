@@ -41,6 +41,7 @@ def choose(
     groups: int | None = None,
     topk_groups: int | None = None,
     scale: float | None = None,
+    forced_TK: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The top_k experts of each token, ascending, and their probabilities: [T, K] fp32 and [T, K] int64.
 
@@ -48,7 +49,8 @@ def choose(
     sigmoid: of each logit, normalised over the chosen ones when top_k > 1. `bias_E` is added to sigmoid scores for the
     choice only (loss-free balancing, arXiv 2408.15664); softmax ignores it. With `groups`, only the `topk_groups` groups
     with the largest sum of their top (top_k // topk_groups) scores stay eligible (DeepSeek-V3, arXiv 2412.19437).
-    `scale` multiplies the probabilities. Raises ValueError for an unknown score or sizes that do not fit together.
+    `scale` multiplies the probabilities. `forced_TK` takes the place of the choice. Raises ValueError for an unknown score
+    or sizes that do not fit together.
     """
     score = _known(score)
     _check_sizes(logits_TE.shape[1], top_k, groups, topk_groups)
@@ -59,9 +61,19 @@ def choose(
         ranked_TE = ranked_TE + bias_E
     if groups is not None and topk_groups is not None:
         ranked_TE = _within_best_groups(ranked_TE, groups, topk_groups, top_k // topk_groups)
-    experts_TK = _top_experts(ranked_TE, top_k)
+    experts_TK = _top_experts(ranked_TE, top_k) if forced_TK is None else forced_TK
     probs_TK = _weigh(scores_TE.gather(1, experts_TK), score, pre_softmax)
     return (probs_TK if scale is None else probs_TK * scale), experts_TK
+
+
+def in_turn(like_TE: Tensor, top_k: int, first: int = 0) -> Tensor:
+    """Experts by turns, for benchmarks that need an even load: token t takes (first + t·K + k) mod E, ascending: int64 [T, K].
+
+    With `first` the number of choices before this rank's, the turn goes on from rank to rank.
+    """
+    num_tokens, num_experts = like_TE.shape
+    turns_R = torch.arange(num_tokens * top_k, device=like_TE.device) + first % num_experts
+    return (turns_R % num_experts).view(num_tokens, top_k).sort(dim=1).values
 
 
 def aux_scores(logits_TE: Tensor, score: Score | str) -> Tensor:
@@ -87,7 +99,8 @@ def aux_loss(scores_TE: Tensor, tokens_per_expert_E: Tensor, top_k: int, coeff: 
     """Load-balancing loss of one microbatch, coeff · E · Σ_e f_e · P_e: scalar, `coeff` when the load is even.
 
     f_e is the share of the num_tokens · top_k assignments that expert e received (`map_TE.sum(0)` of `aux_routing`), and
-    P_e its mean score over the tokens. `num_tokens` counts valid tokens, at least 1; a device scalar will do.
+    P_e its mean score over the tokens. `num_tokens` counts valid tokens, at least 1; a device scalar will do. Where ranks
+    have a part of the tokens each, both count all of them and the scores are a part: the losses of the ranks add up.
     Source: GShard (arXiv 2006.16668) and Switch Transformer (arXiv 2101.03961).
     """
     num_experts = scores_TE.shape[1]
@@ -95,12 +108,29 @@ def aux_loss(scores_TE: Tensor, tokens_per_expert_E: Tensor, top_k: int, coeff: 
     return overlap * (num_experts * coeff / (top_k * num_tokens * num_tokens))
 
 
-def z_loss(logits_TE: Tensor, coeff: float, valid_T: Tensor | None = None) -> Tensor:
-    """coeff · mean over (valid) tokens of logsumexp(logits)², which keeps logits small (ST-MoE, arXiv 2202.08906): scalar."""
+def sequence_aux_loss(
+    scores_BSE: Tensor, tokens_per_expert_BE: Tensor, top_k: int, coeff: float, num_tokens: int | Tensor
+) -> Tensor:
+    """The mean over sequences of `aux_loss` for each by itself: scalar.
+
+    `num_tokens` counts the (valid) tokens of a sequence: a number, or [B] on the device. Source: DeepSeek-V3 (arXiv 2412.19437).
+    """
+    num_experts = scores_BSE.shape[2]
+    overlap_B = (scores_BSE.sum(dim=1) * tokens_per_expert_BE).sum(dim=1)
+    return (overlap_B * (num_experts * coeff / (top_k * num_tokens * num_tokens))).mean()
+
+
+def z_loss(logits_TE: Tensor, coeff: float, valid_T: Tensor | None = None, num_tokens: int | Tensor | None = None) -> Tensor:
+    """coeff · mean over (valid) tokens of logsumexp(logits)², which keeps logits small (ST-MoE, arXiv 2202.08906): scalar.
+
+    `num_tokens` counts the (valid) tokens where these are a part of them: then the losses of the parts add up.
+    """
     squares_T = _wide(logits_TE).logsumexp(dim=-1).square()
-    if valid_T is None:
-        return squares_T.mean() * coeff
-    return (squares_T * valid_T).sum() / valid_T.sum().clamp(min=1) * coeff
+    if valid_T is not None:
+        squares_T = squares_T * valid_T
+    if num_tokens is None:
+        num_tokens = len(squares_T) if valid_T is None else valid_T.sum().clamp(min=1)
+    return squares_T.sum() / num_tokens * coeff
 
 
 def update_bias(bias_E: Tensor, counts_E: Tensor, rate: float) -> Tensor:

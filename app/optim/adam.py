@@ -1,4 +1,4 @@
-"""AdamW on this rank's shard of one buffer, in fp32.
+"""AdamW on this rank's shard of one bucket, in fp32.
 
 The shard is a contiguous part of the buffer; a parameter that crosses a shard's border is updated in pieces, each on
 the rank that owns it. Decoupled weight decay differs per parameter, so pieces are updated in two groups.
@@ -25,7 +25,7 @@ class Piece:
     spec: ParamSpec
     start: int  # first element within the flattened local parameter
     main: Tensor  # fp32 parameter
-    grad: Tensor
+    grad: Tensor  # in the type of the gradient buffer
     exp_avg: Tensor  # first moment
     exp_avg_sq: Tensor  # second moment
     step: Tensor  # scalar: updates so far
@@ -37,31 +37,36 @@ class Piece:
 
 
 class AdamShard:
-    """fp32 parameters, moments and gradients of the part of a buffer that this rank owns.
+    """fp32 parameters and moments, and the gradients, of the part of a bucket that this rank owns.
 
     In fp32 training the parameters are the buffer itself; otherwise they are a copy with more bits. Gradients are summed
-    in place: the shard is this rank's part of the gradient buffer.
+    in place: the shard is this rank's part of the gradient buffer. Gradients of fewer bits are widened for the update alone.
     """
 
-    def __init__(self, buffer: FlatBuffer, group: dist.ProcessGroup) -> None:
-        self.buffer, self.group = buffer, group
-        own = slice(*buffer.layout.shard(0, group.rank()))
-        self.own_params = buffer.params[own]
+    def __init__(self, buffer: FlatBuffer, bucket: int, group: dist.ProcessGroup) -> None:
+        self.buffer, self.bucket, self.group = buffer, bucket, group
+        own, whole = slice(*buffer.layout.shard(bucket, group.rank())), slice(*buffer.layout.buckets[bucket])
+        self.own_params, self.params, self.grads = buffer.params[own], buffer.params[whole], buffer.grads[whole]
         fp32 = self.own_params.dtype == torch.float32
         self.main = self.own_params if fp32 else self.own_params.float()
         self.grad = buffer.grads[own]
-        self.exp_avg, self.exp_avg_sq = torch.zeros_like(self.grad), torch.zeros_like(self.grad)
+        self.exp_avg, self.exp_avg_sq = torch.zeros_like(self.main), torch.zeros_like(self.main)
         self.pieces = tuple(self._pieces(group.rank()))
+        views = list(buffer.of_bucket(bucket))
+        self.params_inside = len(views)
+        self.shared = tuple(grad for spec, grad in views if spec.shared)  # over tensor-parallel ranks
+        self.tied = tuple(grad for spec, grad in views if spec.tied)  # with another stage
 
     def _pieces(self, rank: int) -> Iterator[Piece]:
         for spec, ranges in zip(self.buffer.specs, self.buffer.layout.ranges(rank), strict=True):
             for part in ranges:
-                views = (flat[slice(*part.local)] for flat in (self.main, self.grad, self.exp_avg, self.exp_avg_sq))
-                yield Piece(spec, part.param[0], *views, step=torch.zeros((), device=self.main.device))
+                if part.bucket == self.bucket:
+                    views = (flat[slice(*part.local)] for flat in (self.main, self.grad, self.exp_avg, self.exp_avg_sq))
+                    yield Piece(spec, part.param[0], *views, step=torch.zeros((), device=self.main.device))
 
     def counted_grads(self) -> list[Tensor]:
         """The gradient parts that count in norms, as few as there can be."""
-        if all(spec.counted for spec in self.buffer.specs):
+        if all(piece.spec.counted for piece in self.pieces):
             return [self.grad]
         return [piece.grad for piece in self.pieces if piece.spec.counted]
 
@@ -73,7 +78,7 @@ class AdamShard:
                 continue
             adamw(
                 [p.main for p in pieces],
-                [p.grad for p in pieces],
+                [p.grad.float() for p in pieces],
                 [p.exp_avg for p in pieces],
                 [p.exp_avg_sq for p in pieces],
                 [],

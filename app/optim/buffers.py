@@ -1,17 +1,19 @@
 """Parameters and gradients of a chunk in contiguous buffers, cut into equal shards for data parallelism.
 
 The layout is a value of `app.plan.shards`: parameters in reverse order of registration (the order in which their
-gradients arrive), padded so that every rank owns an equal shard.
+gradients arrive), in buckets that are padded so that every rank owns an equal shard of each.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import weakref
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
+from app.plan.reshard import Block
 from app.plan.shards import BufferLayout
 
 
@@ -23,43 +25,58 @@ class ParamSpec:
     param: nn.Parameter
     expert: bool  # lives on an expert-parallel rank
     decay: bool  # weight decay applies
-    offset: int = 0  # first element of this rank's part within the flattened global parameter
-    first_expert: int | None = None  # global index of the first expert in a stacked expert parameter
+    block: Block  # the part of the global parameter that this rank holds
     tied: bool = False  # other stages hold copies, whose gradients belong together
+    shared: bool = False  # tensor-parallel ranks hold it whole, and their gradients belong together
     counted: bool = True  # the copy that counts in norms and is saved
 
 
 class FlatBuffer:
-    """One dtype's parameters of one kind (dense or expert), as views of one tensor; gradients likewise in fp32."""
+    """One dtype's parameters of one kind (dense or expert), as views of one tensor; gradients likewise, in `grads`.
 
-    def __init__(self, specs: Sequence[ParamSpec], layout: BufferLayout) -> None:
+    `arrived(bucket)` is called whenever the gradient of one of its parameters has been added to.
+    """
+
+    def __init__(self, specs: Sequence[ParamSpec], layout: BufferLayout, grads: torch.dtype) -> None:
         assert [stop - start for start, stop in layout.params] == [spec.param.numel() for spec in specs], "planned otherwise"
-        self.specs, self.layout = tuple(specs), layout
+        self.specs, self.layout, self.arrived = tuple(specs), layout, ignore
         first = specs[0].param
         self.params = torch.zeros(self.layout.numel, dtype=first.dtype, device=first.device)
-        self.grads = torch.zeros(self.layout.numel, dtype=torch.float32, device=first.device)
-        self.tied = tuple(grad for spec, grad in self.grad_views() if spec.tied)
-        for (spec, grad), (start, stop) in zip(self.grad_views(), self.layout.params, strict=True):
-            self._adopt(spec.param, self.params[start:stop].view_as(spec.param), grad)
+        self.grads = torch.zeros(self.layout.numel, dtype=grads, device=first.device)
+        for (spec, grad), (start, stop), bucket in zip(self.grad_views(), layout.params, layout.bucket_of, strict=True):
+            self._adopt(spec.param, self.params[start:stop].view_as(spec.param), grad, bucket)
 
     def grad_views(self) -> Iterator[tuple[ParamSpec, Tensor]]:
         """Every parameter with its gradient sum, in the parameter's shape."""
         places = zip(self.specs, self.layout.params, strict=True)
         return ((spec, self.grads[start:stop].view_as(spec.param)) for spec, (start, stop) in places)
 
-    def _adopt(self, param: nn.Parameter, value: Tensor, grad: Tensor) -> None:
+    def of_bucket(self, bucket: int) -> Iterator[tuple[ParamSpec, Tensor]]:
+        """The same for one bucket."""
+        return (view for view, number in zip(self.grad_views(), self.layout.bucket_of, strict=True) if number == bucket)
+
+    def _adopt(self, param: nn.Parameter, value: Tensor, grad: Tensor, bucket: int) -> None:
         value.copy_(param.detach())
         param.data = value
-        if param.dtype == torch.float32:
+        in_place = param.dtype == grad.dtype
+        if in_place:
             param.grad = grad  # autograd adds in place
-        else:
-            param.register_post_accumulate_grad_hook(_accumulate_into(grad))
+        here = weakref.ref(self)  # torch keeps hooks where the garbage collector does not see a cycle
+
+        def added(param: nn.Parameter) -> None:
+            buffer = here()
+            assert buffer is not None, "lives as long as its parameters are trained"
+            if not in_place:
+                if param.grad is None:  # backward has left it for later
+                    return
+                grad.add_(param.grad)
+                param.grad = None
+            buffer.arrived(bucket)
+
+        param.register_post_accumulate_grad_hook(added)
 
 
-def _accumulate_into(grad: Tensor) -> Callable[[Tensor], None]:
-    def hook(param: Tensor) -> None:
-        if param.grad is not None:  # None: backward has left it for later
-            grad.add_(param.grad)
-            param.grad = None
+def ignore(bucket: int) -> None:
+    """Nobody waits for gradients."""
 
-    return hook
+

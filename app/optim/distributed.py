@@ -1,14 +1,18 @@
 """ZeRO-1: every data-parallel rank updates its shard of the parameters (Rajbhandari et al. 2020).
 
-A step: backward fills the gradient buffers; `reduce_grads` and `finish_grads` sum them over the data-parallel ranks and
-leave each its shard; `local_norm_sq` and one all-reduce elsewhere give the global norm; `step` clips and updates the shard
-in fp32; `gather_params` brings the updated shards together before the next use. World size 1 is the same code with nothing
-to send. Dense parameters are sharded over the data-parallel ranks, experts over those that hold the same experts.
+A step: backward fills the gradient buffers. When a chunk's last backward begins (`expect_grads`), each bucket is summed
+over the data-parallel ranks as soon as its last gradient has been added, beside the rest of backward, and leaves each rank
+its shard; `finish_grads` waits. `local_norm_sq` and one all-reduce elsewhere give the global norm; `step` clips and updates
+the shards in fp32 and starts to bring the updated parameters together, in the order in which the next forward reads them;
+`gather_params` waits for what a chunk reads first, and each layer for its own. World size 1 is the same code with nothing to
+send. Dense parameters are sharded over the data- and context-parallel ranks, experts over those that hold the same ones.
+What tensor-parallel ranks hold whole is summed over these first, as each has seen other tokens.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -23,11 +27,79 @@ from app.plan.parameters import ChunkBuffers
 NORM_EPS = 1e-6  # keeps the clipping factor finite
 
 
+@dataclass(frozen=True, slots=True)
+class OptimizerGroups:
+    """Who shares what an optimizer updates."""
+
+    dp: dist.ProcessGroup  # ranks that hold the same dense parameters
+    edp: dist.ProcessGroup  # ranks that hold the same experts
+    tp: dist.ProcessGroup  # tensor-parallel ranks
+    embedding: dist.ProcessGroup | None = None  # ranks that hold tied copies; None: all copies are on this rank
+
+
+@dataclass(slots=True)
+class BucketRow:
+    """The buckets of one buffer, whose gradients are summed in order: the same one on every rank of the group."""
+
+    shards: Sequence[AdamShard]
+    tp: dist.ProcessGroup
+    overlaps: bool
+    missing: list[int] = field(default_factory=list)  # gradients that each bucket waits for; empty: not begun
+    started: int = 0
+    works: list[dist.Work] = field(default_factory=list)
+
+    def begin(self) -> None:
+        """From here on every gradient that arrives is the step's last of its parameter."""
+        if self.overlaps:
+            self.missing = [shard.params_inside for shard in self.shards]
+
+    def arrived(self, bucket: int) -> None:
+        """One more gradient of a bucket is whole on this rank."""
+        if self.missing:
+            self.missing[bucket] -= 1
+            while self.started < len(self.shards) and self.missing[self.started] <= 0 and not self._waits_for_others:
+                self._start()
+
+    def start_all(self) -> None:
+        """All gradients of this rank are there."""
+        while self.started < len(self.shards) and not self._waits_for_others:
+            self._start()
+
+    def finish(self) -> None:
+        """Start what is left, and wait for all."""
+        while self.started < len(self.shards):
+            self._start()
+        for work in self.works:
+            work.wait()
+        self.works, self.missing, self.started = [], [], 0
+
+    @property
+    def _waits_for_others(self) -> bool:
+        """Whether the next bucket holds a tied parameter, of which another stage's copy may still be computing."""
+        return bool(self.shards[self.started].tied)
+
+    def _start(self) -> None:
+        shard = self.shards[self.started]
+        self.started += 1
+        if self.tp.size() > 1 and shard.shared:
+            sum_over(self.tp, shard.shared)
+        work = reduce_scatter(shard.grad, shard.grads, shard.group, wait=not self.overlaps)
+        self.works += [] if work is None else [work]
+
+
+def sum_over(group: dist.ProcessGroup, grads: Sequence[Tensor]) -> None:
+    """Sum small gradients over the ranks of a group as one."""
+    total = torch.cat([grad.flatten() for grad in grads])
+    all_reduce(total, group)
+    for grad, part in zip(grads, total.split([grad.numel() for grad in grads]), strict=True):
+        grad.copy_(part.view_as(grad))
+
+
 class DistributedOptimizer:
     """Sharded AdamW over the parameters of this rank's chunks.
 
-    `chunks[c]` lists the parameters of chunk c in registration order, and `buffers[c]` says where they lie; `dp` and
-    `edp` are the groups that hold the same dense and expert parameters, `embedding` the ranks that hold tied copies.
+    `chunks[c]` lists the parameters of chunk c in registration order, and `buffers[c]` says where they lie; `grads` is the
+    type in which gradients are summed.
     """
 
     def __init__(
@@ -35,72 +107,104 @@ class DistributedOptimizer:
         chunks: Sequence[Sequence[ParamSpec]],
         buffers: Sequence[ChunkBuffers],
         config: OptimConfig,
-        dp: dist.ProcessGroup,
-        edp: dist.ProcessGroup,
-        embedding: dist.ProcessGroup | None = None,
+        groups: OptimizerGroups,
+        grads: torch.dtype = torch.float32,
     ) -> None:
-        self.config, self.embedding = config, embedding
-        pairs = zip(chunks, buffers, strict=True)
-        self.shards: list[list[AdamShard]] = [list(_shards(specs, layouts, dp, edp)) for specs, layouts in pairs]
-        self._grads = {spec.param: grad for shard in self._all() for spec, grad in shard.buffer.grad_views()}
-        self._stale = [False] * len(chunks)
+        self.config, self.groups = config, groups
+        self.rows = [list(self._rows(*both, grads)) for both in zip(chunks, buffers, strict=True)]
+        self.shards = [[shard for row in rows for shard in row.shards] for rows in self.rows]
+        self._grads = {spec.param: (row, bucket, grad) for row in self._all_rows() for bucket, spec, grad in _places(row)}
+        self._arriving: dict[AdamShard, dist.Work | None] = {}  # parameters that are not whole; None: not on their way yet
+
+    def _rows(self, specs: Sequence[ParamSpec], buffers: ChunkBuffers, grads: torch.dtype) -> Iterator[BucketRow]:
+        for expert, layout, group in ((False, buffers.dense, self.groups.dp), (True, buffers.expert, self.groups.edp)):
+            if layout is not None:
+                buffer = FlatBuffer([spec for spec in specs if spec.expert == expert], layout, grads)
+                shards = [AdamShard(buffer, bucket, group) for bucket in range(len(layout.buckets))]
+                row = BucketRow(shards, self.groups.tp, self.config.overlap_grads)
+                buffer.arrived = row.arrived
+                yield row
 
     def zero_grad(self) -> None:
         """Clear the gradient sums before the first backward of a step."""
-        for shard in self._all():
-            shard.buffer.grads.zero_()
+        for row in self._all_rows():
+            row.shards[0].buffer.grads.zero_()
 
     def add_grad(self, param: nn.Parameter, grad: Tensor) -> None:
         """Add to the gradient sum of a parameter what its backward has left for later."""
-        self._grads[param].add_(grad)
+        self._grads[param][2].add_(grad)
+
+    def expect_grads(self, chunk: int, last: bool) -> None:
+        """A backward of a chunk follows; `last`: it is the last one of the step, and leaves nothing for later."""
+        for row in self.rows[chunk] if last else ():
+            row.begin()
 
     def reduce_grads(self, chunk: int) -> None:
-        """Sum a chunk's gradients over its data-parallel ranks; each keeps its shard.
+        """Start to sum what is left of a chunk's gradients over its data-parallel ranks; each keeps its shard.
 
-        What shares a buffer with a tied parameter waits for `finish_grads`: the other stage's copy may still be computing.
+        A bucket with a tied parameter waits for `finish_grads`: the other stage's copy may still be computing.
         """
-        for shard in self.shards[chunk]:
-            if not shard.buffer.tied:
-                reduce_scatter(shard.grad, shard.buffer.grads, shard.group)
+        for row in self.rows[chunk]:
+            row.start_all()
 
     def finish_grads(self) -> None:
-        """Add up the gradients of tied parameters over their copies, and reduce the buffers that hold them."""
-        tied = [shard for shard in self._all() if shard.buffer.tied]
-        copies = [grad for shard in tied for grad in shard.buffer.tied]
-        if not copies:
-            return
-        total = torch.stack(copies).sum(0) if len(copies) > 1 else copies[0]
-        if self.embedding is not None:  # None: all copies are on this rank
-            all_reduce(total, self.embedding)
-        for grad in copies:
-            grad.copy_(total)
-        for shard in tied:
-            reduce_scatter(shard.grad, shard.buffer.grads, shard.group)
+        """Add up the gradients of tied parameters over their copies, and wait until all gradients have been summed."""
+        copies = [grad for shard in self._all() for grad in shard.tied]
+        if copies:
+            total = torch.stack(copies).sum(0) if len(copies) > 1 else copies[0]
+            if self.groups.embedding is not None:
+                all_reduce(total, self.groups.embedding)
+            for grad in copies:
+                grad.copy_(total)
+        for row in self._all_rows():
+            row.finish()
 
     def local_norm_sq(self) -> Tensor:
         """Squared norm of this rank's gradient shards; summed over all ranks it counts every parameter once. fp32 scalar."""
-        norms = torch.stack([grad.norm() for shard in self._all() for grad in shard.counted_grads()])
-        return norms.square().sum()
+        grads = [grad for shard in self._all() for grad in shard.counted_grads()]
+        if not grads:  # a tensor-parallel rank may own nothing that counts
+            return torch.zeros((), device=next(self._all()).grad.device)
+        return torch.stack([torch.linalg.vector_norm(grad, dtype=torch.float32) for grad in grads]).square().sum()
 
-    def step(self, lr: float, weight_decay: float, norm: Tensor) -> Tensor:
+    def local_zeros(self) -> Tensor:
+        """Elements of this rank's gradient pieces that are zero; summed over all ranks each element counts once. fp32 scalar."""
+        counts = [(piece.grad == 0).sum() for piece in self.pieces() if piece.spec.counted]
+        return torch.stack(counts).sum().float() if counts else torch.zeros((), device=next(self._all()).grad.device)
+
+    def step(self, lr: float, weight_decay: float, norm: Tensor, scale: Tensor | None = None) -> Tensor:
         """Clip to `clip_norm` given the global gradient norm and update; returns 1.0 where the update was skipped.
 
-        A norm that is not finite skips the update: parameters, moments and step counts stay as they are.
+        `scale`: what gradients, and `norm`, have been multiplied with. A norm that is not finite skips the update:
+        parameters, moments and step counts stay as they are.
         """
         skip = (~norm.isfinite()).float()
-        limit = self.config.clip_norm
-        divisor = ((norm + NORM_EPS) / limit).clamp(min=1.0) if limit else torch.ones_like(norm)
-        for shard in self._all():
-            shard.update(self.config, lr, weight_decay, divisor, skip)
-        self._stale = [True] * len(self._stale)
+        limit, true_norm = self.config.clip_norm, norm if scale is None else norm / scale
+        divisor = ((true_norm + NORM_EPS) / limit).clamp(min=1.0) if limit else torch.ones_like(norm)
+        for shard in self._in_use_order():
+            shard.update(self.config, lr, weight_decay, divisor if scale is None else divisor * scale, skip)
+            self._changed(shard)
         return skip
 
     def gather_params(self, chunk: int) -> None:
-        """Bring the updated shards of a chunk together on every rank; nothing to do when that has been done."""
-        if self._stale[chunk]:
-            for shard in self.shards[chunk]:
-                all_gather(shard.buffer.params, shard.own_params, shard.group)
-            self._stale[chunk] = False
+        """Make all parameters of a chunk whole on every rank; nothing to do when that has been done."""
+        for shard in self.shards[chunk]:
+            self._arrive(shard)
+
+    def start_gather(self, chunk: int) -> None:
+        """Before a chunk's first forward: the same, unless its parameters are on their way and `gate`s wait for them."""
+        if not self.config.overlap_params:
+            self.gather_params(chunk)
+
+    def gate(self, params: Iterable[nn.Parameter]) -> Callable[[], None]:
+        """What waits until these parameters are whole."""
+        rows = (self._grads[param] for param in params)
+        shards = list(dict.fromkeys(row.shards[bucket] for row, bucket, _ in rows))
+
+        def wait() -> None:
+            for shard in shards if self._arriving else ():
+                self._arrive(shard)
+
+        return wait
 
     def pieces(self) -> Iterator[Piece]:
         """Every part of a parameter that this rank owns, with its optimizer state."""
@@ -111,19 +215,40 @@ class DistributedOptimizer:
         """Say that the pieces were filled from a checkpoint taken after `updates` updates."""
         for piece in self.pieces():
             piece.step.fill_(updates)
-        for shard in self._all():
+        for shard in self._in_use_order():
             if shard.main is not shard.own_params:
                 shard.own_params.copy_(shard.main)
-        self._stale = [True] * len(self._stale)
+            self._changed(shard)
+
+    def _in_use_order(self) -> Iterator[AdamShard]:
+        """As forward reads them: buffers have the parameters in reverse."""
+        for shards in self.shards:
+            yield from reversed(shards)
+
+    def _changed(self, shard: AdamShard) -> None:
+        """The parameters of a shard have changed, on all ranks: fetch those of the others, or note that this must be done."""
+        overlaps = self.config.overlap_params
+        self._arriving[shard] = all_gather(shard.params, shard.own_params, shard.group, wait=False) if overlaps else None
+
+    def _arrive(self, shard: AdamShard) -> None:
+        if shard not in self._arriving:
+            return
+        work = self._arriving.pop(shard)
+        if work is not None:
+            work.wait()
+        elif not self.config.overlap_params:
+            all_gather(shard.params, shard.own_params, shard.group)
+
+    def _all_rows(self) -> Iterator[BucketRow]:
+        for rows in self.rows:
+            yield from rows
 
     def _all(self) -> Iterator[AdamShard]:
         for shards in self.shards:
             yield from shards
 
 
-def _shards(
-    specs: Sequence[ParamSpec], buffers: ChunkBuffers, dp: dist.ProcessGroup, edp: dist.ProcessGroup
-) -> Iterator[AdamShard]:
-    for expert, layout, group in ((False, buffers.dense, dp), (True, buffers.expert, edp)):
-        if layout is not None:
-            yield AdamShard(FlatBuffer([spec for spec in specs if spec.expert == expert], layout), group)
+def _places(row: BucketRow) -> Iterator[tuple[int, ParamSpec, Tensor]]:
+    for shard in row.shards:
+        for spec, grad in shard.buffer.of_bucket(shard.bucket):
+            yield shard.bucket, spec, grad

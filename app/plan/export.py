@@ -14,14 +14,14 @@ from app.plan.suggest import Suggestion
 
 SECTIONS = ("groups", "stages", "schedule", "graphs", "memory")
 WHAT = (*SECTIONS, "all")
-# Kind of group -> its axes, and whether they are of the expert grid. Gradients are shared over dp and cp together.
+# Kind of group -> its axes, and whether they are of the expert grid. Gradients are shared over dp and cp together, and rows
+# travel among the ranks that have all experts and all parts of them between them.
 GROUP_AXES: dict[str, tuple[tuple[str, ...], bool]] = {
     "tp": (("tp",), False),
     "cp": (("cp",), False),
     "pp": (("pp",), False),
     "dp": (("dp", "cp"), False),
-    "ep": (("ep",), True),
-    "etp": (("etp",), True),
+    "ep": (("etp", "ep"), True),
     "edp": (("edp",), True),
 }
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from math import ceil
 
 from app.choices import Recompute
 from app.config import ModelConfig, MoEConfig, RecomputeConfig, Run
@@ -161,14 +162,38 @@ def stage_flops(run: Run, stage: Stage, layout: ParallelLayout, load: float = 1.
     scores = sum(layer.scores for layer in layers)
     products = sum(layer.total for layer in layers) - scores + (head_forward(run.model) if stage.head else 0)
     again = sum(layer.again(run.recompute) for layer in layers)
+    if stage.head and run.loss.chunk_tokens is not None:
+        again += head_forward(run.model)
     tokens = run.train.micro_batch * run.train.seq_len // (layout.tp * layout.cp)  # seq_len is a multiple of tp·cp
     return StageFlops(tokens * (products + scores), tokens * (products + 2 * scores), tokens * products, tokens * again)
 
 
 def busiest_load(run: Run) -> float:
-    """Rows of the busiest expert-parallel rank over the mean that plans assume: no more than the rows of all ranks."""
-    ep, moe = run.parallel.ep, run.model.moe
-    return min(moe.planned_imbalance, ep) if moe else 1.0
+    """Rows of the busiest expert-parallel rank over the mean without drops.
+
+    No more than the planned imbalance, than all rows of the ranks, than a token has on one rank (its experts are all
+    different), and than the experts' capacity; exactly that where they are filled up to it.
+    """
+    ep, moe, bound = run.parallel.ep, run.model.moe, capacity_load(run)
+    if moe is None:
+        return 1.0
+    load = min(moe.planned_imbalance, ep, moe.num_experts / moe.top_k)
+    if bound is None:
+        return load
+    return bound if moe.pad_to_capacity else min(load, bound)
+
+
+def capacity_load(run: Run) -> float | None:
+    """Most rows that experts take of a rank's tokens, over those that the tokens ask for; None: no bound.
+
+    The capacity of an expert is ceil(T·K/E · factor) of the T tokens of each rank (GShard, arXiv 2006.16668), at most T.
+    """
+    moe, train, parallel = run.model.moe, run.train, run.parallel
+    if moe is None or moe.capacity_factor is None:
+        return None
+    tokens = train.micro_batch * train.seq_len // (parallel.tp * parallel.cp)
+    capacity = min(ceil(tokens * moe.top_k / moe.num_experts * moe.capacity_factor), tokens)
+    return moe.num_experts * capacity / (tokens * moe.top_k)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,28 +1,20 @@
 """The transformer once more, with sizes in place of tensors: what `app.model` does on a GPU, as tapes.
 
-Each function follows the code of the same name there. What an operation saves is what torch's own CUDA kernels save;
-`attends_by_matrices` and `_softmax_attention` hold all that depends on which of them attention takes. All sizes are bytes.
+Each function follows the code of the same name there. What an operation saves is what torch's own CUDA kernels save.
+All sizes are bytes.
 """
 
 from __future__ import annotations
 
-from app.choices import Dtype, Recompute
-from app.config import Run
+from app.choices import Recompute
+from app.plan.attention_tapes import attention_core
 from app.plan.moe_tapes import moe_body
 from app.plan.tape import Tape, Value, Written
-from app.plan.tape_parts import Sizes, cast, narrow, norm, scattered, swiglu, widen
+from app.plan.tape_parts import Sizes, narrow, norm, scattered, swiglu, widen
 
-MULTIPROCESSORS = 132  # of an H100 or H200; ordered attention has partial sums for as many
-
-
-def attends_by_matrices(run: Run) -> bool:
-    """Whether no fused attention kernel takes the run, so that attention stores all its S × S probabilities.
-
-    For fewer key/value heads than query heads there is none in fp32, and none under a document mask with fixed order.
-    """
-    grouped = run.model.num_kv_heads < run.model.num_heads
-    ordered_mask = run.data.document_mask and run.train.deterministic
-    return grouped and (run.precision.params is Dtype.float32 or ordered_mask)
+LOSS_ROWS = 1024  # tokens whose logits are in fp32 at once
+PER_LABEL = 8 + 4 + 1  # bytes that the loss keeps per token: row of its label, log-sum-exp, whether it counts
+LOSS_KERNELS = 12  # of the statistics of so many tokens
 
 
 def layer_tape(s: Sizes, moe: bool, full: bool) -> Written:
@@ -36,24 +28,65 @@ def layer_tape(s: Sizes, moe: bool, full: bool) -> Written:
 
 
 def embedding_tape(s: Sizes) -> Written:
-    """The lookup; its tokens are the step's input."""
-    tape = Tape(phase="embedding")
+    """The lookup; its tokens are the step's input, and with tp > 1 each rank's rows of the table others."""
+    tape, whole = Tape(phase="embedding"), s.stream * s.layout.tp
     given = tape.value(0)
-    (x,) = tape.op([], [s.stream * s.layout.tp], weight=s.table)
-    return Written(tape, given, scattered(tape, s, x))
+    if s.layout.tp == 1:
+        return Written(tape, given, tape.op([], [whole], weight=s.table)[0])
+    (rows,) = tape.op([], [whole], weight=s.table, keeps=8 * s.tokens, kernels=4)
+    (own,) = tape.op([rows], [whole], keeps=s.tokens)  # zero for the tokens of other ranks
+    return Written(tape, given, scattered(tape, s, own))
 
 
 def head_tape(s: Sizes) -> Written:
-    """The last norm, the logits and their loss in fp32 (`Chunk._logits`, `summed_loss`)."""
+    """The last norm, and the loss straight from what it makes (`app.model.loss`)."""
     tape = Tape(phase="head")
     given = tape.value(s.stream)
     h = norm(tape, given, s.local)
-    count = s.tokens * s.model.vocab_size // s.layout.tp
-    logits = widen(tape, s, h, count * s.size, s.table)
-    wide = cast(tape, logits, count * 4)
-    (log_probs,) = tape.op([wide], [count * 4], [0], holds=[logits])
-    tape.op([log_probs], [4], [log_probs], holds=[logits], keeps=4)
+    by = _loss_of_kept_logits if s.run.loss.chunk_tokens is None else _loss_by_chunks
+    by(tape, s, h)
     return Written(tape, given, None)
+
+
+def _loss_of_kept_logits(tape: Tape, s: Sizes, h: Value) -> None:
+    """Logits that backward turns into their gradient where they are; what it gathers waits for the weight's gradient."""
+    parts, logits = s.layout.tp, s.tokens * s.columns * s.size
+    gathered = parts * h.bytes if parts > 1 else 0
+    ordered = s.copies * gathered
+    scratch = max(gathered, ordered - logits), 2 * gathered + max(0, ordered - gathered - s.table)
+    carries = gathered - h.bytes if parts > 1 else 0
+    (made,) = tape.op([h], [logits], [h, 0], weight=s.table, waits=True, carries=carries, scratch=scratch)
+    forward, backward = _in_fp32(s, s.tokens)
+    scratch = gathered + forward, max(ordered, gathered + backward)
+    kernels = LOSS_KERNELS * _blocks(s.tokens)
+    tape.op([made], [4], keeps=PER_LABEL * s.tokens, scratch=scratch, passes=True, kernels=kernels)
+
+
+def _loss_by_chunks(tape: Tape, s: Sizes, h: Value) -> None:
+    """Logits of some tokens at a time, made again in backward, where the weight's gradient is a sum in fp32."""
+    chunk, parts = min(s.run.loss.chunk_tokens or s.tokens, s.tokens), s.layout.tp
+    logits, gathered = chunk * s.columns * s.size, parts * h.bytes if parts > 1 else 0
+    following = logits if chunk < s.tokens else 0  # the next chunk's, before this one's are gone
+    ordered, gradient, table_sum = s.copies * gathered, parts * h.bytes, s.table // s.size * 4
+    forward, backward = (logits + max(following, block) for block in _in_fp32(s, chunk))
+    loop = max(backward, logits + s.table)
+    end = (h.bytes if parts > 1 else 0) + max(ordered - gathered, 0 if s.size == 4 else s.table)
+    most = gathered + gradient + table_sum + max(loop, end)
+    scratch = max(ordered, gathered + forward), max(ordered, most) - h.bytes - s.table
+    keeps, kernels = PER_LABEL * s.tokens, -(-s.tokens // chunk) * (1 + LOSS_KERNELS * _blocks(chunk))
+    tape.op([h], [4], [h], keeps=keeps, weight=s.table, carries=table_sum, scratch=scratch, kernels=kernels)
+
+
+def _blocks(tokens: int) -> int:
+    return -(-tokens // LOSS_ROWS)
+
+
+def _in_fp32(s: Sizes, tokens: int) -> tuple[int, int]:
+    """Logits in fp32 at most at once, of a block and of the next, in forward and backward; in fp32 these are the logits."""
+    block = 4 * min(tokens, LOSS_ROWS) * s.columns
+    if s.size == 4:
+        return block, 0
+    return 2 * block, 2 * block if tokens > LOSS_ROWS else block
 
 
 def _attention(tape: Tape, s: Sizes, x: Value) -> Value:
@@ -63,44 +96,8 @@ def _attention(tape: Tape, s: Sizes, x: Value) -> Value:
         h = norm(tape, x, s.local)
     qkv = widen(tape, s, h, s.tokens * heads * width * s.size, s.weight(heads * width))
     with tape.again(s.recomputes(Recompute.attn_core)):
-        out = _attention_core(tape, s, qkv)
+        out = attention_core(tape, s, qkv)
     return tape.add(x, narrow(tape, s, out, s.weight(s.heads * width)))
-
-
-def _attention_core(tape: Tape, s: Sizes, qkv: Value) -> Value:
-    per_head = s.tokens * s.model.head_width * s.size
-    q, k, v = tape.split(qkv, s.heads * per_head, s.kv_heads * per_head, s.kv_heads * per_head)
-    if 1 < s.kv_heads < s.heads:
-        (q,) = tape.op([q], [q.bytes], passes=True)  # query heads of several groups do not lie side by side
-    if s.model.qk_norm:
-        q, k = norm(tape, q, s.tokens * s.heads), norm(tape, k, s.tokens * s.kv_heads)
-    q, k = _rotate(tape, s, q), _rotate(tape, s, k)
-    return _matrix_attention(tape, s, q, k, v) if attends_by_matrices(s.run) else _softmax_attention(tape, s, q, k, v)
-
-
-def _rotate(tape: Tape, s: Sizes, x: Value) -> Value:
-    """Saves cosines and sines only; a few products in fp32 come and go."""
-    wide = x.bytes // s.size * 4
-    return tape.op([x], [x.bytes], scratch=(3 * wide, 2 * wide + x.bytes), kernels=7)[0]
-
-
-def _softmax_attention(tape: Tape, s: Sizes, q: Value, k: Value, v: Value) -> Value:
-    """A fused kernel: saves its arguments, its result and a number per row; sums the gradient of queries in fp32."""
-    row = 4 * s.tokens * s.heads
-    mask = s.mask * s.size  # as numbers to add, made anew in every layer
-    parts = -(-MULTIPROCESSORS // (s.run.train.micro_batch * s.heads)) if s.run.train.deterministic else 1
-    sums = row + parts * row * s.model.head_width
-    repeated = 2 * (q.bytes - k.bytes)  # gradients of keys and values per query head, before their sum
-    passing = 2 * (k.bytes + v.bytes) if s.layout.cp > 1 else 0  # of other context-parallel ranks: one in use, one on its way
-    scratch = passing, passing + sums + (repeated if k.bytes < q.bytes else 0)
-    return tape.op([q, k, v], [q.bytes], [q, k, v, 0], keeps=row + mask, scratch=scratch)[0]
-
-
-def _matrix_attention(tape: Tape, s: Sizes, q: Value, k: Value, v: Value) -> Value:
-    """Products and a softmax in fp32: saves scaled queries, keys and values per query head, and all probabilities."""
-    wide, scores = q.bytes // s.size * 4, 4 * s.tokens * s.heads * s.run.train.seq_len
-    (out,) = tape.op([q, k, v], [wide], keeps=3 * wide + scores, scratch=(scores + 3 * wide, 2 * scores), kernels=12)
-    return tape.op([out], [q.bytes])[0]
 
 
 def _dense_body(tape: Tape, s: Sizes, x: Value) -> Value:

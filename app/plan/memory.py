@@ -74,7 +74,7 @@ class StageState:
 def stage_state(run: Run, stage: Stage, layout: ParallelLayout) -> StageState:
     """The buffers of a stage, and what its routers hold besides."""
     model = run.model
-    buffers = chunk_buffers(chunk_parameters(model, stage, layout), layout)
+    buffers = chunk_buffers(chunk_parameters(model, stage, layout), layout, run.optim)
     dense, expert = (buffer.numel if buffer else 0 for buffer in (buffers.dense, buffers.expert))
     routers = sum(model.is_moe_layer(layer) for layer in stage.layers)
     return StageState(dense, expert, routers * model.moe.num_experts if model.moe else 0)
@@ -174,12 +174,12 @@ def _by_phase(peak: Peak) -> str:
 
 
 def batch_bytes(run: Run, layout: ParallelLayout) -> int:
-    """Tokens, labels, positions and, where they are kept apart, documents of a microbatch: 8 bytes each."""
-    tokens = run.train.micro_batch * run.train.seq_len // layout.cp
-    return 8 * (4 if run.data.document_mask else 3) * tokens
+    """Tokens, labels, positions and, where they are kept apart, documents of whole sequences: 8 bytes each."""
+    tokens = run.train.micro_batch * run.train.seq_len
+    return 8 * (3 * tokens // layout.cp + (tokens if run.data.document_mask else 0))
 
 
-CONTROL = frozenset({"control", "data", "stages"})  # groups that only sum a few numbers
+CONTROL = frozenset({"control", "data", "tokens", "microbatch", "stages"})  # groups that only sum a few numbers
 
 
 def communicators(run: Run, layout: ParallelLayout, pp_rank: int) -> list[str]:
@@ -188,10 +188,11 @@ def communicators(run: Run, layout: ParallelLayout, pp_rank: int) -> list[str]:
     sizes = {
         "control": layout.world_size,
         "data": layout.dp,
+        "tokens": layout.tp * layout.cp * layout.dp,
+        "microbatch": layout.tp * layout.cp,
         "gradients": layout.dp * layout.cp,
         "expert gradients": layout.edp if moe else 1,
-        "experts": layout.ep if moe else 1,
-        "expert tensor": layout.expert_tp if moe else 1,
+        "experts": layout.expert_tp * layout.ep if moe else 1,
         "tensor": layout.tp,
         "context": layout.cp,
         "pipeline": layout.pp,

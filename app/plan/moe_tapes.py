@@ -1,15 +1,20 @@
 """Mixture-of-experts bodies as tapes: what `app.moe` does on a GPU, phase by phase. All sizes are bytes.
 
-Shapes: as in `tape_parts`, and E experts, K per token · R rows of the experts of a rank.
+Shapes: as in `tape_parts`, and E experts, K per token · R rows of the experts of a rank · P = etp · ep ranks.
 """
 
 from __future__ import annotations
 
-from app.choices import Recompute, Score
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from app.choices import Balance, DispatcherKind, Recompute, Score
 from app.config import MoEConfig
-from app.plan.flops import busiest_load
+from app.plan.flops import busiest_load, capacity_load
 from app.plan.tape import Tape, Value
 from app.plan.tape_parts import Sizes, activation, cast, norm, swiglu
+
+LOAD = {Balance.microbatch: 8, Balance.sequence: 8, Balance.global_batch: 4}  # bytes of an expert's load in its loss
 
 
 def moe_body(tape: Tape, s: Sizes, moe: MoEConfig, x: Value) -> Value:
@@ -43,6 +48,8 @@ def _route(tape: Tape, s: Sizes, moe: MoEConfig, h: Value) -> tuple[Value, Value
     scores, picked = 4 * s.local * moe.num_experts, 4 * s.local * moe.top_k
     weight = 4 * s.model.hidden_size * moe.num_experts
     wide = cast(tape, h, h.bytes // s.size * 4)
+    if moe.jitter_eps:
+        (wide,) = tape.op([wide], [wide.bytes], keeps=wide.bytes, kernels=2)
     (logits,) = tape.op([wide], [scores], [wide], keeps=0 if s.size == 4 else weight, weight=weight, kernels=2)
     after = moe.score is Score.softmax and not moe.pre_softmax
     ranked = logits if after else tape.op([logits], [scores], [0])[0]
@@ -54,54 +61,109 @@ def _route(tape: Tape, s: Sizes, moe: MoEConfig, h: Value) -> tuple[Value, Value
         (probs,) = tape.op([probs], [picked], [probs], keeps=4 * s.local, kernels=3)
     if moe.routed_scale is not None:
         (probs,) = tape.op([probs], [picked])
+    if moe.capacity_factor is not None:
+        (probs,) = tape.op([probs], [picked], keeps=picked // 4, kernels=12)  # zero for what is dropped
     _router_losses(tape, s, moe, logits)
     return probs, chosen
 
 
 def _router_losses(tape: Tape, s: Sizes, moe: MoEConfig, logits: Value) -> None:
     if moe.aux_loss_coeff:
+        loads = s.run.train.micro_batch if moe.balance is Balance.sequence else 1
         (scores,) = tape.op([logits], [logits.bytes], [0])
         if moe.score is Score.sigmoid:
             (scores,) = tape.op([scores], [logits.bytes], [scores], keeps=4 * s.local, kernels=3)
-        tape.op([scores], [4], keeps=8 * moe.num_experts, kernels=10)
+        tape.op([scores], [4], keeps=loads * LOAD[moe.balance] * moe.num_experts, kernels=10)
     if moe.z_loss_coeff:
         (summed,) = tape.op([logits], [4 * s.local], [logits, 0])
         tape.op([summed], [4], [summed], kernels=3)
 
 
 def _routed(tape: Tape, s: Sizes, moe: MoEConfig, h: Value, probs: Value, chosen: Value) -> Value:
-    """What the experts make of the tokens; the token's sums over its experts are in fp32."""
-    ep, model, sent = s.layout.ep, s.model, s.local * moe.top_k
-    rows = round(sent * busiest_load(s.run))
-    count = moe.num_experts // ep
+    """What the experts make of the tokens; a token's sums over its experts are in fp32."""
+    r = _routed_sizes(s, moe)
     tape.phase = "preprocess"
-    places = tape.op([], [8 * sent, 8 * sent, 4 * count, *([8 * rows, 8 * rows] if ep > 1 else [])], holds=[chosen], kernels=8)
-    token_of_row, row_of, ends = places[:3]
-    summing = 2 * s.local * model.hidden_size * 4 + s.stream
-    row = model.hidden_size * s.size
+    of_rows = 8 * (r.sent + 1 if moe.pad_to_capacity else r.choices)  # filled up: and one place for what has no row
+    sizes = of_rows, 8 * r.choices, r.choices if r.drops else 0, 4 * r.experts
+    token_of_row, row_of, kept, ends = tape.op([], sizes, holds=[chosen], kernels=8)
+    places = token_of_row, row_of, kept
+    through = _through_gathered_tokens if moe.dispatcher is DispatcherKind.all_gather else _through_exchange
+    return through(tape, s, moe, r, h, probs, places, ends)
+
+
+@dataclass(frozen=True, slots=True)
+class _Routed:
+    """Sizes of the routed part of a layer. A row travels to each of the etp ranks that share its expert."""
+
+    ranks: int  # P, which have all experts between them; 0: nothing is exchanged
+    choices: int  # rows that the tokens seen here ask for, of their experts or of each part of these
+    drops: bool  # some of them have no row here
+    sent: int  # rows that leave this rank, or are picked out of gathered tokens
+    rows: int  # of this rank's experts
+    experts: int  # on this rank
+
+
+def _routed_sizes(s: Sizes, moe: MoEConfig) -> _Routed:
+    ranks, experts = s.layout.ep * s.layout.expert_tp, moe.num_experts // s.layout.ep
+    exchanges = ranks > 1 or moe.dispatcher not in (DispatcherKind.auto, DispatcherKind.local)
+    mean, bound = s.local * moe.top_k * s.layout.expert_tp, capacity_load(s.run)
+    rows = round(mean * busiest_load(s.run)) if exchanges or moe.pad_to_capacity else mean
+    if moe.dispatcher is DispatcherKind.all_gather:
+        return _Routed(ranks, ranks * s.local * moe.top_k, True, rows, rows, experts)
+    most = mean if bound is None else round(mean * bound)
+    sent = most if moe.pad_to_capacity else min(mean, most) if exchanges else mean
+    return _Routed(ranks if exchanges else 0, mean, bound is not None, sent, rows, experts)
+
+
+def _through_exchange(
+    tape: Tape, s: Sizes, moe: MoEConfig, r: _Routed, h: Value, probs: Value, places: Sequence[Value], ends: Value
+) -> Value:
+    """On this rank alone, or to the experts' ranks and back, where rows are put into the order of experts."""
+    token_of_row, row_of, kept = places
+    row, summing = s.model.hidden_size * s.size, _summing(s, s.local)
+    orders = tape.op([], [8 * r.rows, 8 * r.rows]) if r.ranks else ()
     tape.phase = "dispatch"
-    (x,) = tape.op([h], [sent * row], [row_of], scratch=(0, summing))
-    if ep > 1:
-        (x,) = tape.op([x], [rows * row])
-        (x,) = tape.op([x], [rows * row], [places[4]])
-    y = _experts(tape, s, moe, x, ends)
+    (x,) = tape.op([h], [r.sent * row], [row_of, kept], scratch=(0, summing))
+    if orders:
+        (x,) = tape.op([x], [r.rows * row])
+        (x,) = tape.op([x], [r.rows * row], [orders[1]])
+    y = _experts(tape, s, moe, r, x, ends)
     tape.phase = "combine"
-    if ep > 1:
-        (y,) = tape.op([y], [rows * row], [places[3]])
-        (y,) = tape.op([y], [sent * row])
-    saved = [y, probs, token_of_row, row_of]
-    return tape.op([y, probs], [s.stream], saved, scratch=(summing, summing), kernels=4 * moe.top_k)[0]
-
-
-def _experts(tape: Tape, s: Sizes, moe: MoEConfig, x: Value, ends: Value) -> Value:
-    """Grouped products; with etp > 1 on the rows of the whole group, in a part of the width."""
-    tape.phase = "experts"
-    etp, came = s.layout.expert_tp, x.bytes
+    if orders:
+        (y,) = tape.op([y], [r.rows * row], [orders[0]])
+        (y,) = tape.op([y], [r.sent * row])
+    etp = s.layout.expert_tp
     if etp > 1:
-        (x,) = tape.op([x], [etp * came])
-    width, rows = moe.ffn_hidden_size // etp, x.bytes // (s.model.hidden_size * s.size)
-    weight = moe.num_experts // s.layout.ep * s.weight(width)
-    (up,) = tape.op([x], [2 * rows * width * s.size], [x, ends], weight=2 * weight, waits=True)
+        (probs,) = tape.op([probs], [etp * probs.bytes])
+    saved = [y, probs, token_of_row, row_of, kept]
+    return tape.op([y, probs], [s.stream], saved, scratch=(summing, summing), kernels=4 * moe.top_k * etp)[0]
+
+
+def _through_gathered_tokens(
+    tape: Tape, s: Sizes, moe: MoEConfig, r: _Routed, h: Value, probs: Value, places: Sequence[Value], ends: Value
+) -> Value:
+    """Rows are picked out of the tokens of all ranks, and each rank's sums for all tokens are scattered in fp32."""
+    token_of_row, row_of, kept = places
+    gathered, summing = r.ranks * s.stream, _summing(s, r.ranks * s.local)
+    tape.phase = "dispatch"
+    (x,) = tape.op([h], [r.rows * s.model.hidden_size * s.size], [row_of, kept], scratch=(gathered, summing), kernels=2)
+    y = _experts(tape, s, moe, r, x, ends)
+    tape.phase = "combine"
+    keeps, scratch = 4 * r.choices, (summing, gathered + summing)
+    saved = [y, token_of_row, row_of, kept]
+    return tape.op([y, probs], [s.stream], saved, keeps=keeps, scratch=scratch, kernels=2 + 4 * moe.top_k)[0]
+
+
+def _summing(s: Sizes, tokens: int) -> int:
+    """A row of each token, the same in fp32, and the sum so far."""
+    return tokens * s.model.hidden_size * (s.size + 2 * 4)
+
+
+def _experts(tape: Tape, s: Sizes, moe: MoEConfig, r: _Routed, x: Value, ends: Value) -> Value:
+    """Grouped products, in 1/etp of the width."""
+    tape.phase = "experts"
+    width = moe.ffn_hidden_size // s.layout.expert_tp
+    weight = r.experts * s.weight(width)
+    (up,) = tape.op([x], [2 * r.rows * width * s.size], [x, ends], weight=2 * weight, waits=True)
     inner = activation(tape, up, s.recomputes(Recompute.experts_act))
-    (y,) = tape.op([inner], [x.bytes], [inner, ends], weight=weight, waits=True)
-    return tape.op([y], [came])[0] if etp > 1 else y
+    return tape.op([inner], [x.bytes], [inner, ends], weight=weight, waits=True)[0]

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-from app.choices import Dtype, GraphImpl, GraphKey, Recompute, ScheduleName
+from app.choices import CpComm, Dtype, GraphImpl, GraphKey, Recompute, ScheduleName
 from app.config import Run
 
 Value = int | str | bool | None | Enum | tuple[Enum, ...]
@@ -84,16 +84,34 @@ def smaller_microbatch(run: Run) -> Iterator[Change]:
         yield Change({"train.micro_batch": size // 2}, "smaller matrix products, not in the estimate")
 
 
+def loss_by_chunks(run: Run) -> Iterator[Change]:
+    """Logits of some tokens at a time, or of fewer."""
+    tokens = run.train.micro_batch * run.train.seq_len // run.parallel.cp
+    if (run.loss.chunk_tokens or tokens) > CHUNK:
+        yield Change({"loss.chunk_tokens": CHUNK}, "the head's product twice")
+
+
+CHUNK = 1024  # tokens: the matrix products are still large, and the loss is in fp32 for as many at once anyway
+
+
 def more_tensor_parallel(run: Run) -> Iterator[Change]:
-    """Twice the ranks per matrix, within a node."""
-    tp = 2 * run.parallel.tp
+    """Twice the ranks per matrix, within a node: of experts too where these follow, or not."""
+    tp, cost = 2 * run.parallel.tp, "exchanges in every layer, narrower products"
     if tp <= run.parallel.gpus_per_node:
-        yield Change(_with_dp(run, {"parallel.tp": tp}, 2), "exchanges in every layer, narrower products")
+        yield Change(_with_dp(run, {"parallel.tp": tp}, 2), cost)
+        if run.model.moe and run.parallel.etp is None:
+            yield Change(_with_dp(run, {"parallel.tp": tp, "parallel.etp": run.parallel.tp}, 2), cost)
 
 
 def more_context_parallel(run: Run) -> Iterator[Change]:
-    """Twice the ranks per sequence."""
-    yield Change(_with_dp(run, {"parallel.cp": 2 * run.parallel.cp}, 2), "keys and values travel between ranks")
+    """Twice the ranks per sequence; those that trade tokens for heads need twice the heads."""
+    cp, trades = 2 * run.parallel.cp, run.parallel.cp_comm_type is CpComm.all_to_all
+    gathers: dict[str, Value] = {}
+    if trades and run.model.num_kv_heads // run.parallel.tp % cp:
+        gathers["parallel.cp_comm_type"] = CpComm.all_gather
+    yield Change(_with_dp(run, {"parallel.cp": cp, **gathers}, 2), "keys and values travel between ranks")
+    if run.parallel.cp > 1 and not trades:
+        yield Change({"parallel.cp_comm_type": CpComm.all_to_all}, "queries and results travel too, keys once")
 
 
 def more_pipeline(run: Run) -> Iterator[Change]:
@@ -162,6 +180,7 @@ def _with_dp(run: Run, values: dict[str, Value], factor: int) -> dict[str, Value
 KEEP_GPUS: tuple[Move, ...] = (
     recompute_more,
     smaller_microbatch,
+    loss_by_chunks,
     more_tensor_parallel,
     more_context_parallel,
     more_pipeline,

@@ -11,12 +11,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 
-from app.config import ModelConfig, MoEConfig
+from app.config import ModelConfig, MoEConfig, OptimConfig
 from app.plan.layout import ParallelLayout
 from app.plan.shards import BufferLayout, buffer_layout
 from app.plan.stages import Stage
 
 ALIGN = 64  # elements: every parameter starts where vector loads and grouped products can begin
+BUCKET, BUCKET_PER_RANK = 40_000_000, 1_000_000  # elements: large enough to use the links well, also with many ranks
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,15 +47,19 @@ def chunk_parameters(model: ModelConfig, stage: Stage, layout: ParallelLayout) -
     return tuple(Parameter(name, shape, ".experts." in name) for name, shape in _stage(model, stage, layout))
 
 
-def chunk_buffers(parameters: Sequence[Parameter], layout: ParallelLayout) -> ChunkBuffers:
+def chunk_buffers(parameters: Sequence[Parameter], layout: ParallelLayout, optim: OptimConfig) -> ChunkBuffers:
     """Where the parameters of a chunk lie, as the optimizer shards them."""
     dense = [parameter.numel for parameter in parameters if not parameter.expert]
     expert = [parameter.numel for parameter in parameters if parameter.expert]
-    return ChunkBuffers(_aligned(dense, layout.dp * layout.cp), _aligned(expert, layout.edp))
+    return ChunkBuffers(_aligned(dense, layout.dp * layout.cp, optim), _aligned(expert, layout.edp, optim))
 
 
-def _aligned(numels: Sequence[int], world: int) -> BufferLayout | None:
-    return buffer_layout(numels, world, param_align=ALIGN, shard_align=ALIGN) if numels else None
+def _aligned(numels: Sequence[int], world: int, optim: OptimConfig) -> BufferLayout | None:
+    if not numels:
+        return None
+    together = world == 1 or not (optim.overlap_grads or optim.overlap_params)  # nothing would run beside anything
+    bucket = None if together else optim.bucket_numel or max(BUCKET, BUCKET_PER_RANK * world)
+    return buffer_layout(numels, world, bucket_numel=bucket, param_align=ALIGN, shard_align=ALIGN)
 
 
 Named = tuple[str, tuple[int, ...]]  # name, shape

@@ -86,7 +86,8 @@ class Plan:
     @cached_property
     def buffers(self) -> tuple[tuple[ChunkBuffers, ...], ...]:
         """[pp_rank][chunk]: where parameters and gradients lie, and who owns which part."""
-        return tuple(tuple(chunk_buffers(params, self.layout) for params in chunks) for chunks in self.parameters)
+        layout, optim = self.layout, self.run.optim
+        return tuple(tuple(chunk_buffers(params, layout, optim) for params in chunks) for chunks in self.parameters)
 
     @cached_property
     def memory(self) -> tuple[RankMemory, ...]:

@@ -350,3 +350,10 @@ def full_recompute(actions: Iterable[object], partial: int) -> dict[tuple[int, i
     window = peak_in_flight(listed)
     forwards = [(action.mb, action.chunk) for action in listed if isinstance(action, Forward)]
     return {place: nth % window >= partial for nth, place in enumerate(forwards)}
+
+
+def last_backwards(actions: Sequence[object]) -> frozenset[int]:
+    """Positions of each chunk's last backward, after which its gradients are whole; none where backwards are split."""
+    if any(isinstance(action, BackwardWeight) for action in actions):
+        return frozenset()
+    return frozenset({action.chunk: position for position, action in enumerate(actions) if isinstance(action, Backward)}.values())

@@ -40,6 +40,7 @@ class Op:
     keeps: int  # saved besides: statistics that only its backward reads
     weight: int  # gradient of its parameter
     waits: bool  # that gradient may be computed later than the other ones
+    carries: int  # what a split backward holds of it besides until its second part
     scratch: tuple[int, int]  # alive only while it runs, forward and backward
     passes: bool  # the gradient of what it reads is that of what it makes, not a new tensor
     kernels: int  # launches of its forward
@@ -70,6 +71,7 @@ class Tape:
         keeps: int = 0,
         weight: int = 0,
         waits: bool = False,
+        carries: int = 0,
         scratch: tuple[int, int] = (0, 0),
         passes: bool = False,
         kernels: int = 1,
@@ -80,7 +82,7 @@ class Tape:
         saved = tuple(made[item] if isinstance(item, int) else item for item in saves)
         new = tuple(range(before, len(self.storages)))
         kinds = self.phase, self.segment, tuple(reads), made, new, saved, tuple(holds)
-        self.ops.append(Op(*kinds, keeps, weight, waits, scratch, passes, kernels))
+        self.ops.append(Op(*kinds, keeps, weight, waits, carries, scratch, passes, kernels))
         return made
 
     def split(self, of: Value, *sizes: int) -> tuple[Value, ...]:

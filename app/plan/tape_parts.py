@@ -2,7 +2,8 @@
 
 With tp > 1 the residual stream, norms, router and dispatch have 1/tp of the tokens (sequence parallelism, Korthikanti et
 al. 2022); attention and feed-forward see all of them in 1/tp of the width. A widening product gathers the tokens first,
-keeps only its own part of them, and gathers again in backward for the gradient of its weights. All sizes are bytes.
+keeps only its own part of them, and gathers again in backward for the gradient of its weights. Gathered parts of several
+sequences are copied once more, into the order of the tokens. All sizes are bytes.
 
 Shapes: T tokens of a microbatch on a context-parallel rank · D hidden · N query and G key/value heads of width H, F hidden
 width of a feed-forward, all of them this rank's · V vocabulary.
@@ -12,7 +13,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from app.choices import Dtype, Recompute
+from app.choices import CpComm, Dtype, Recompute
 from app.config import ModelConfig, Run
 from app.plan.layout import ParallelLayout
 from app.plan.tape import Tape, Value
@@ -50,13 +51,24 @@ class Sizes:
 
     @property
     def mask(self) -> int:
-        """The document mask, where there is one: a byte for each of T × sequence length."""
-        return self.tokens * self.run.train.seq_len if self.run.data.document_mask else 0
+        """The document mask, where there is one: a byte for each query and token of its sequence."""
+        cut = self.layout.cp if self.run.parallel.cp_comm_type is CpComm.all_gather else 1
+        return self.tokens * self.layout.cp // cut * self.run.train.seq_len if self.run.data.document_mask else 0
+
+    @property
+    def copies(self) -> int:
+        """Of gathered tokens, alive while they are put into order."""
+        return min(self.run.train.micro_batch, 2)
+
+    @property
+    def columns(self) -> int:
+        """Logits of a token: V/tp."""
+        return self.model.vocab_size // self.layout.tp
 
     @property
     def table(self) -> int:
         """Embedding or head: V/tp × D."""
-        return self.model.vocab_size // self.layout.tp * self.model.hidden_size * self.size
+        return self.columns * self.model.hidden_size * self.size
 
     def weight(self, width: int) -> int:
         """A matrix between the residual stream and `width`."""
@@ -103,8 +115,9 @@ def widen(tape: Tape, s: Sizes, x: Value, size: int, weight: int) -> Value:
     """A product with rows of the weight cut by tp, for all tokens."""
     if s.layout.tp == 1:
         return tape.op([x], [size], [x], weight=weight, waits=True)[0]
-    (whole,) = tape.op([x], [s.layout.tp * x.bytes])
-    return tape.op([whole], [size], [x], weight=weight, waits=True, scratch=(0, whole.bytes))[0]
+    whole, ordered = s.layout.tp * x.bytes, s.copies * s.layout.tp * x.bytes
+    scratch = max(whole, ordered - size), max(whole, ordered - weight)
+    return tape.op([x], [size], [x], weight=weight, waits=True, scratch=scratch, kernels=1 + s.copies)[0]
 
 
 def narrow(tape: Tape, s: Sizes, x: Value, weight: int) -> Value:
@@ -115,4 +128,5 @@ def narrow(tape: Tape, s: Sizes, x: Value, weight: int) -> Value:
 
 def scattered(tape: Tape, s: Sizes, whole: Value) -> Value:
     """This rank's tokens of a sum over the tensor-parallel ranks."""
-    return whole if s.layout.tp == 1 else tape.op([whole], [s.stream])[0]
+    ordered = (s.copies - 1) * whole.bytes
+    return whole if s.layout.tp == 1 else tape.op([whole], [s.stream], scratch=(ordered, ordered), kernels=s.copies)[0]

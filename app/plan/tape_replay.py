@@ -211,7 +211,8 @@ class _Gradients:
 
 
 def _waiting(tape: Tape) -> int:
-    """What gradients that wait keep: what came in, and the gradient of what went out."""
+    """What gradients that wait keep: what came in, and the gradient of what went out, in its place where that is saved too."""
     products = [op for op in tape.ops if op.waits]
     came = {value.storage for op in products for value in op.saves}
-    return sum(tape.storages[storage] for storage in came) + sum(value.bytes for op in products for value in op.makes)
+    went = sum(value.bytes for op in products for value in op.makes if value not in op.saves)
+    return sum(tape.storages[storage] for storage in came) + went + sum(op.carries for op in tape.ops)

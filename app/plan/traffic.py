@@ -6,7 +6,7 @@ Not counted: latency, counts of tokens, norms and losses, and a vocabulary-paral
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cache
@@ -23,14 +23,14 @@ from app.plan.volumes import Volume, Way, step_volumes
 Order = tuple[str, ...]  # axes from the fastest-varying one
 
 GB = 1e9  # bytes
-ADVISED = ("tp", "ep", "etp")  # axes worth another order: they exchange in every layer, and compute waits
+ADVISED = ("tp", "ep")  # kinds worth another order: they exchange in every layer, and compute waits
 
 
 @dataclass(frozen=True, slots=True)
 class GroupTraffic:
     """What the groups of one kind move in a step."""
 
-    name: str  # tp, cp, ep, etp, pp, dp, edp or embedding
+    name: str  # tp, cp, ep, pp, dp, edp or embedding
     collectives: str  # what runs, in words
     groups: int  # how many there are
     ranks: int  # ranks per group
@@ -48,9 +48,9 @@ class GroupTraffic:
 
 @dataclass(frozen=True, slots=True)
 class OrderAdvice:
-    """Another order of axes that brings the groups of one axis onto fewer nodes."""
+    """Another order of axes that brings the groups of one kind onto fewer nodes."""
 
-    axis: str  # tp, ep or etp
+    axis: str  # tp, or ep, the groups over etp × ep
     nodes: int  # most nodes that one of its groups spans now
     order: str  # parallel.order with the least time that compute waits
     best_nodes: int  # most nodes that one of its groups spans then
@@ -61,7 +61,8 @@ def plan_traffic(run: Run, layout: ParallelLayout, stages: StagePlan) -> tuple[G
     """The traffic of a step by kind of group; kinds whose groups have one rank or nothing to send are left out.
 
     Bytes are those of the pipeline rank that sends most, and of the rank in its group that has fewest of the others in its
-    node. dp stands for all ranks that share dense parameters, dp × cp, and edp for those that share the same experts.
+    node. dp stands for all ranks that share dense parameters, dp × cp, edp for those that share the same experts, and ep for
+    those that have all experts between them, etp × ep.
     """
     dense, expert = layout.sizes(), layout.sizes(expert=True)
     return tuple(_placed(run, expert if volume.expert else dense, volume) for volume in step_volumes(run, layout, stages))
@@ -100,9 +101,9 @@ def _seconds(hardware: HardwareConfig, inside: int, across: int) -> float:
 
 
 def order_advice(run: Run, layout: ParallelLayout) -> tuple[OrderAdvice, ...]:
-    """For each of tp, ep and etp whose groups span fewer nodes in the order of axes with least exposed traffic.
+    """For each of tp and ep whose groups span fewer nodes in the order of axes with least exposed traffic.
 
-    That order is searched among all that ParallelLayout accepts; of equally good ones it is the one nearest to the present.
+    That order is searched among all that a run may have; of equally good ones it is the one nearest to the present.
     Empty if no order saves time: the nearest of the best is then the present, or differs in axes of one rank.
     """
     volumes = [volume for volume in step_volumes(run, layout, select_stages(run)) if volume.exposed]
@@ -119,7 +120,8 @@ def order_advice(run: Run, layout: ParallelLayout) -> tuple[OrderAdvice, ...]:
 
     listed = layout.order.lower().split("-")
     present = (*listed, *(axis for axis in AXES if axis not in listed))
-    best = min(legal_orders(layout), key=lambda order: (seconds(order), _swaps(present, order)))
+    allowed = (order for order in legal_orders(layout) if parts_side_by_side(layout, order))
+    best = min(allowed, key=lambda order: (seconds(order), _swaps(present, order)))
     saved = seconds(present) - seconds(best)
     pairs = zip(in_order(present), in_order(best), strict=True)
     return tuple(
@@ -141,6 +143,11 @@ def legal_orders(layout: ParallelLayout) -> Iterator[Order]:
         ]
         if layout.pp == 1 or order[-1] == "pp" or (layout.dp == layout.edp and strides[0] == strides[1]):
             yield order
+
+
+def parts_side_by_side(layout: ParallelLayout, order: Sequence[str]) -> bool:
+    """Whether the parts of an expert follow each other in the group of etp × ep ranks, as the exchange of rows counts them."""
+    return 1 in (layout.expert_tp, layout.ep) or order.index("tp") < order.index("ep")
 
 
 def _grid(layout: ParallelLayout, order: Order, expert: bool) -> tuple[tuple[str, int], ...]:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import Enum
 
-from app.choices import Dtype, Recompute
+from app.choices import CpComm, DispatcherKind, Dtype, Recompute
 from app.config import ModelConfig, Run
 from app.plan.flops import busiest_load
 from app.plan.layout import ParallelLayout
@@ -26,9 +26,10 @@ from app.plan.stages import Stage, StagePlan
 BLOCK_FORWARD, BLOCK_BACKWARD = 2, 3
 EMBEDDING_PASSES = 2  # scatters the sum of the rows that each rank has; backward gathers its gradient
 HEAD_PASSES = 3  # gathers the input; backward scatters its gradient and gathers the input once more
-# Rings of keys and values: forward; backward, and their gradients with it, each added up on its way home.
-KEYS_FORWARD, KEYS_BACKWARD = 1, 2
+ATTENTION_FORWARD, ATTENTION_BACKWARD = 1, 1  # what attention exchanges over cp, and the gradients of it
 EXPERT_FORWARD, EXPERT_BACKWARD = 2, 2  # rows to experts, rows back
+SUMS = 4  # bytes of an element of a token's sum over its experts, scattered in fp32
+EXPERT, PROBABILITY = 8, 4  # bytes of each choice of a token: which expert, and how much of it
 
 
 class Way(Enum):
@@ -45,9 +46,9 @@ class Volume:
 
     name: str
     collectives: str  # what runs, in words
+    way: Way
     axes: tuple[str, ...]
     bytes: int
-    way: Way = Way.ring
     expert: bool = False  # axes of the expert grid
     exposed: bool = True  # compute waits for it
     ends_only: bool = False  # only the first and last rank of each group take part
@@ -58,14 +59,13 @@ def step_volumes(run: Run, layout: ParallelLayout, stages: StagePlan) -> Iterato
     step = _Step(run, layout, stages)
     gradients = "reduce-scatter of gradients, all-gather of parameters"
     volumes = (
-        Volume("tp", "all-gather and reduce-scatter of hidden states", ("tp",), step.busiest(step.tensor)),
-        Volume("cp", "ring of keys and values", ("cp",), step.busiest(step.context)),
-        Volume("ep", "all-to-all of rows", ("ep",), step.busiest(step.experts), Way.all_to_all, expert=True),
-        Volume("etp", "all-gather and reduce-scatter of rows", ("etp",), step.busiest(step.expert_tensor), expert=True),
-        Volume("pp", "send of hidden states and their gradients", ("pp",), step.pipeline(), Way.neighbours, exposed=False),
-        Volume("embedding", "all-reduce of the tied embedding's gradient", ("pp",), step.embedding(), ends_only=True),
-        Volume("dp", gradients, ("dp", "cp"), step.busiest(step.dense_parameters), exposed=False),
-        Volume("edp", gradients, ("edp",), step.busiest(step.expert_parameters), expert=True, exposed=False),
+        Volume("tp", "all-gather and reduce-scatter of hidden states", Way.ring, ("tp",), step.busiest(step.tensor)),
+        Volume("cp", *step.attention_way, ("cp",), step.busiest(step.context)),
+        Volume("ep", *step.experts_way, ("etp", "ep"), step.busiest(step.experts), expert=True),
+        Volume("pp", "send of hidden states and their gradients", Way.neighbours, ("pp",), step.pipeline(), exposed=False),
+        Volume("embedding", "all-reduce of the tied embedding's gradient", Way.ring, ("pp",), step.embedding(), ends_only=True),
+        Volume("dp", gradients, Way.ring, ("dp", "cp"), step.busiest(step.dense_parameters), exposed=False),
+        Volume("edp", gradients, Way.ring, ("edp",), step.busiest(step.expert_parameters), expert=True, exposed=False),
     )
     return (volume for volume in volumes if volume.bytes)
 
@@ -93,9 +93,23 @@ class _Step:
 
     @property
     def rows(self) -> int:
-        """Bytes of what these tokens' experts read: a copy per expert, by as much more as the busiest rank has."""
+        """Bytes of what these tokens' experts read: a copy per expert and rank of it, as many more as the busiest rank has."""
         moe = self.run.model.moe
-        return round(busiest_load(self.run) * moe.top_k * self.hidden) if moe else 0
+        return round(busiest_load(self.run) * moe.top_k * self.hidden) * self.layout.expert_tp if moe else 0
+
+    @property
+    def attention_way(self) -> tuple[str, Way]:
+        """What context-parallel ranks exchange."""
+        if self.run.parallel.cp_comm_type is CpComm.all_gather:
+            return "all-gather of keys and values, reduce-scatter of their gradients", Way.ring
+        return "all-to-all of queries, keys, values and results", Way.all_to_all
+
+    @property
+    def experts_way(self) -> tuple[str, Way]:
+        """What the ranks that have all experts between them exchange."""
+        if self._gathers_tokens:
+            return "all-gather of tokens, reduce-scatter of sums", Way.ring
+        return "all-to-all of rows", Way.all_to_all
 
     def tensor(self, stage: Stage) -> int:
         """Blocks cut over tensor-parallel ranks, and the gradients of what each of them holds whole."""
@@ -110,19 +124,27 @@ class _Step:
         return passes * self.hidden * others + 2 * whole * others // self.layout.tp
 
     def context(self, stage: Stage) -> int:
-        """Rings of keys and values."""
-        model = self.run.model
-        keys = 2 * self.tokens * model.num_kv_heads * model.head_width * item_bytes(self.run.precision.params)
-        passes = KEYS_FORWARD + KEYS_BACKWARD + KEYS_FORWARD * self._again(Recompute.attn_core)
-        return len(stage.layers) * passes * keys * (self.layout.cp - 1)
+        """Keys and values of all ranks, kept for backward, or whole sequences of a part of the heads and their results."""
+        model, cp = self.run.model, self.layout.cp
+        head = self.tokens * model.head_width * item_bytes(self.run.precision.params)
+        passes = ATTENTION_FORWARD + ATTENTION_BACKWARD + ATTENTION_FORWARD * self._again(Recompute.attn_core)
+        if self.run.parallel.cp_comm_type is CpComm.all_gather:
+            return len(stage.layers) * passes * 2 * model.num_kv_heads * head * (cp - 1)
+        return len(stage.layers) * passes * 2 * (model.num_heads + model.num_kv_heads) * head * (cp - 1) // cp
 
     def experts(self, stage: Stage) -> int:
-        """Rows to experts on other ranks and back."""
-        return self._expert_passes(stage) * self.rows * (self.layout.ep - 1) // self.layout.ep
-
-    def expert_tensor(self, stage: Stage) -> int:
-        """Rows of the ranks that share each expert, gathered for it and scattered behind it."""
-        return self._expert_passes(stage) * self.rows * (self.layout.expert_tp - 1)
+        """Rows to experts on other ranks and back, or all tokens to all ranks and their sums back."""
+        moe, ranks, layers = self.run.model.moe, self.layout.ep * self.layout.expert_tp, self._moe_layers(stage)
+        again = self._again(Recompute.moe)
+        if moe is None:
+            return 0
+        if not self._gathers_tokens:
+            passes = EXPERT_FORWARD + EXPERT_BACKWARD + EXPERT_FORWARD * again
+            return layers * passes * self.rows * (ranks - 1) // ranks
+        sums = self.tokens * self.run.model.hidden_size * SUMS
+        forward = self.hidden + sums + self.tokens * moe.top_k * (EXPERT + PROBABILITY)
+        backward = self.hidden + sums + self.tokens * moe.top_k * PROBABILITY
+        return layers * ((1 + again) * forward + backward) * (ranks - 1)
 
     def pipeline(self) -> int:
         """Hidden states to the next stage and their gradients to the one before, where these are on other ranks."""
@@ -144,7 +166,7 @@ class _Step:
         return self._reduced_and_gathered(self._buffers(stage).expert)
 
     def _buffers(self, stage: Stage) -> ChunkBuffers:
-        return chunk_buffers(chunk_parameters(self.run.model, stage, self.layout), self.layout)
+        return chunk_buffers(chunk_parameters(self.run.model, stage, self.layout), self.layout, self.run.optim)
 
     def _reduced_and_gathered(self, buffer: BufferLayout | None) -> int:
         if buffer is None:
@@ -152,9 +174,10 @@ class _Step:
         element = item_bytes(self.run.precision.grads) + item_bytes(self.run.precision.params)
         return buffer.numel // buffer.world * (buffer.world - 1) * element
 
-    def _expert_passes(self, stage: Stage) -> int:
-        passes = EXPERT_FORWARD + EXPERT_BACKWARD + EXPERT_FORWARD * self._again(Recompute.moe)
-        return self._moe_layers(stage) * passes
+    @property
+    def _gathers_tokens(self) -> bool:
+        moe = self.run.model.moe
+        return moe is not None and moe.dispatcher is DispatcherKind.all_gather
 
     def _moe_layers(self, stage: Stage) -> int:
         return sum(map(self.run.model.is_moe_layer, stage.layers))

@@ -62,8 +62,9 @@ def test_everything_is_shown_and_written(capsys: pytest.CaptureFixture[str], tmp
     assert code == 0
     for heading in ("Groups", "Stages", "Schedule", "CUDA graphs", "Memory", "Fits"):
         assert re.search(rf"^{heading}", out, re.MULTILINE), heading
-    assert out.endswith("written: plan/plan.json, plan/timeline.svg, plan/timeline.png\n")
-    assert sorted(path.name for path in (tmp_path / "plan").iterdir()) == ["plan.json", "timeline.png", "timeline.svg"]
+    files = "plan.json", "layout.svg", "layout.png", "timeline.svg", "timeline.png"
+    assert out.endswith(f"written: {', '.join(f'plan/{name}' for name in files)}\n")
+    assert {path.name for path in (tmp_path / "plan").iterdir()} == {*files}
     written = json.loads((tmp_path / "plan/plan.json").read_text())
     assert set(written) == {"layout", *SECTIONS, "verdict"}
     assert (tmp_path / "plan/timeline.png").read_bytes().startswith(b"\x89PNG")

@@ -1,12 +1,13 @@
 from __future__ import annotations
 
+import dataclasses
 import re
 from pathlib import Path
 
 import pytest
 
 from app.choices import Recompute
-from app.config import HardwareConfig, ModelConfig, MoEConfig, ParallelConfig, RecomputeConfig, Run, TrainConfig
+from app.config import HardwareConfig, LossConfig, ModelConfig, MoEConfig, ParallelConfig, RecomputeConfig, Run, TrainConfig
 from app.plan.flops import busiest_load, flops_per_token, parameter_count, peak_tflops, stage_flops, stage_seconds
 from app.plan.select import select_layout, select_stages
 from app.plan.stages import Stage
@@ -175,6 +176,30 @@ def test_an_unbalanced_rank_does_more_of_the_experts_work_alone():
     assert busiest_load(planned(MIXED, world=4, seq_len=64)) == busiest_load(planned(LLAMA3_8B)) == 1
     uneven = ModelConfig(moe=MoEConfig(num_experts=8, planned_imbalance=3))
     assert [busiest_load(planned(uneven, world=4, seq_len=64, ep=ep)) for ep in (1, 2, 4)] == [1, 2, 3]
+    worst = ModelConfig(moe=MoEConfig(num_experts=8, top_k=4, planned_imbalance=9))
+    assert [busiest_load(planned(worst, world=8, seq_len=64, ep=ep)) for ep in (1, 2, 4, 8)] == [1, 2, 2, 2]  # E/K: all different
+
+
+def test_a_capacity_bounds_the_rows_of_experts():
+    """128 tokens of a rank have 256 choices of 8 experts, 32 each: a factor of 1.3 leaves ceil(41.6) of them at most."""
+
+    def load(ep: int, **choices: object) -> float:
+        model = ModelConfig(moe=MoEConfig(num_experts=8, top_k=2, **choices))
+        return busiest_load(planned(model, world=4, seq_len=64, ep=ep))
+
+    assert load(4, capacity_factor=1.3) == 42 / 32 and load(4, capacity_factor=1.3, planned_imbalance=1.1) == 1.1
+    assert [load(ep, capacity_factor=1.3, pad_to_capacity=True) for ep in (1, 4)] == [42 / 32] * 2
+    assert [load(ep, capacity_factor=0.5) for ep in (1, 4)] == [0.5, 0.5]
+    assert load(1, capacity_factor=9.0, pad_to_capacity=True) == 8 * 128 / 256  # no expert has more than all tokens
+
+
+def test_a_loss_by_chunks_does_the_heads_product_twice():
+    run = planned(MIXED, world=1, seq_len=32)
+    chunked = dataclasses.replace(run, loss=LossConfig(chunk_tokens=16))
+    for stage in (Stage((1,), False, False), Stage((1,), False, True)):
+        plain, again = (stage_flops(each, stage, select_layout(run)) for each in (run, chunked))
+        assert again.recompute - plain.recompute == stage.head * 64 * 2 * 128 * 64
+        assert (again.forward, again.backward) == (plain.forward, plain.backward)
 
 
 def test_seconds_are_operations_over_the_expected_rate():

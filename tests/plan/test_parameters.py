@@ -8,8 +8,9 @@ from math import lcm, prod
 
 import pytest
 
-from app.config import ModelConfig, MoEConfig
+from app.config import ModelConfig, MoEConfig, OptimConfig
 from app.engine.build import parameter_specs
+from app.plan.blocks import Place
 from app.plan.flops import parameter_count
 from app.plan.layout import ParallelLayout
 from app.plan.parameters import ALIGN, Parameter, chunk_buffers, chunk_parameters
@@ -38,7 +39,7 @@ def test_names_shapes_and_order_are_the_engines(name: str, ep: int, vpp: int):
     layout = ParallelLayout(ep, ep=ep, etp=1)
     chunks = make_chunks(model, ep=ep, vpp=vpp)
     for chunk, stage in zip(chunks, plan_stages(model.num_layers, 1, vpp).stages[0], strict=True):
-        engine = [Parameter(spec.name, tuple(spec.param.shape), spec.expert) for spec in parameter_specs(chunk)]
+        engine = [Parameter(spec.name, tuple(spec.param.shape), spec.expert) for spec in parameter_specs(chunk, Place())]
         assert list(chunk_parameters(model, stage, layout)) == engine
 
 
@@ -97,7 +98,7 @@ def test_stages_hold_every_parameter_once_and_the_tied_table_twice(model: ModelC
 def test_buffers_are_shared_by_the_ranks_with_the_same_parameters():
     model, layout = MODELS["moe"], ParallelLayout(16, tp=2, cp=2, ep=4, etp=1)
     parameters = tuple(whole(model, layout).values())
-    buffers = chunk_buffers(parameters, layout)
+    buffers = chunk_buffers(parameters, layout, OptimConfig())
     assert buffers.dense is not None and buffers.expert is not None
     assert (buffers.dense.world, buffers.expert.world) == (4 * 2, 4)
     for buffer, expert in ((buffers.dense, False), (buffers.expert, True)):
@@ -108,7 +109,7 @@ def test_buffers_are_shared_by_the_ranks_with_the_same_parameters():
 
 
 def test_a_chunk_without_experts_has_one_buffer():
-    buffers = chunk_buffers(tuple(whole(DENSE).values()), ONE)
+    buffers = chunk_buffers(tuple(whole(DENSE).values()), ONE, OptimConfig())
     assert buffers.expert is None and buffers.dense is not None
-    empty = chunk_buffers((), ONE)
+    empty = chunk_buffers((), ONE, OptimConfig())
     assert (empty.dense, empty.expert) == (None, None)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from app.choices import Recompute, ScheduleName
+from app.choices import CpComm, Recompute, ScheduleName
 from app.config import HardwareConfig, ModelConfig, MoEConfig, ParallelConfig, PrecisionConfig, Run, TrainConfig
 from app.errors import ConfigError
 from app.plan.moves import with_values
@@ -65,6 +65,8 @@ def read(key: str, text: str) -> Any:
         return tuple(Recompute(name) for name in text.strip("[]").split(",") if name)
     if key == "schedule.name":
         return ScheduleName(text)
+    if key == "parallel.cp_comm_type":
+        return CpComm(text)
     if key == "precision.params":
         return type(PrecisionConfig().params)(text)
     return {"true": True, "false": False, "null": None}.get(text) if text in ("true", "false", "null") else int(text)
@@ -115,6 +117,13 @@ def test_more_gpus_only_where_nothing_else_helps():
     assert any(text.startswith(("parallel.dp=", "parallel.world_size=")) for text in first.overrides)
     roomy = load("+experiment=h200_small", "hardware=h200")
     assert suggest(Plan(roomy)) == ()
+
+
+def test_a_large_vocabulary_is_cut_into_chunks():
+    """All that it takes where logits are most of the memory, and quicker than anything else."""
+    run = load("model=dense_tiny", "precision=bf16", "model.vocab_size=1048576", "train.seq_len=8192", "train.micro_batch=1")
+    plan = Plan(dataclasses.replace(run, hardware=HardwareConfig(gpu_memory_gib=Plan(run).busiest.total / GIB - 8)))
+    assert any(s.overrides == ("loss.chunk_tokens=1024",) for s in suggest(plan))
 
 
 def test_nothing_helps_a_gpu_without_room():

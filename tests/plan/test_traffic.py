@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from app.choices import Dtype, Recompute, Score
+from app.choices import CpComm, DispatcherKind, Dtype, Recompute, Score
 from app.config import HardwareConfig, ModelConfig, MoEConfig, ParallelConfig, PrecisionConfig, RecomputeConfig, Run, TrainConfig
 from app.errors import ConfigError
 from app.plan.layout import AXES, ParallelLayout
@@ -18,7 +18,7 @@ from app.plan.nodes import NodeSpan, node_span
 from app.plan.schedule import Exchange, build_schedule
 from app.plan.select import select_layout, select_stages
 from app.plan.stages import Stage, StagePlan
-from app.plan.traffic import GroupTraffic, legal_orders, order_advice, plan_traffic
+from app.plan.traffic import GroupTraffic, legal_orders, order_advice, parts_side_by_side, plan_traffic
 from app.rules import check
 
 QWEN3_30B_A3B = ModelConfig(
@@ -128,7 +128,7 @@ def worked_example() -> dict[str, tuple[int, int, int]]:
     gradients, expert_gradients = dense * 6 * 15 // 16, experts * 6 * 3 // 4
     return {
         "tp": (tensor, 1, 0),
-        "cp": (3 * layers * (8 * 4096 // 4) * 2 * 4 * 128 * 2, 1, 0),
+        "cp": (2 * layers * (8 * 4096 // 4) * 2 * 4 * 128 * 2, 1, 0),
         "ep": (4 * layers * rows * 7 // 8, 1, 0),
         "pp": (hidden, 2, hidden),
         "dp": (gradients, 4, gradients // 4),  # 4 of its 16 ranks in each node
@@ -213,7 +213,8 @@ def test_kinds_with_one_rank_or_nothing_to_send_are_left_out():
     assert list(traffic_of(planned(DENSE, 2))) == ["dp"]
     assert list(traffic_of(planned(MOE, 2))) == ["dp", "edp"]
     assert list(traffic_of(planned(MOE, 2, ep=2))) == ["ep", "dp"]
-    assert list(traffic_of(planned(MOE, 2, tp=2))) == ["tp", "etp"]
+    assert list(traffic_of(planned(MOE, 2, tp=2))) == ["tp", "ep"]  # the two ranks that share every expert
+    assert list(traffic_of(planned(MOE, 2, etp=2))) == ["ep", "dp"]
     assert list(traffic_of(planned(MOE, 8, tp=2, pp=2, ep=4, etp=1))) == ["tp", "ep", "pp", "embedding", "dp"]
 
 
@@ -258,9 +259,15 @@ def test_recomputation_repeats_what_forward_sends(choice: RecomputeConfig, block
     found = traffic_of(planned(MOE, 8, tp=2, cp=2, ep=2, recompute=choice))
     hidden = HIDDEN // 4
     assert found["tp"].bytes == (5 * BLOCKS + 2 * blocks + 2 + 3) * hidden + 2 * WHOLE * 4 // 2
-    assert found["cp"].bytes == (3 * 4 + keys) * hidden * 2  # as many key and value heads as query heads
-    assert found["ep"].bytes == (4 * 2 + 2 * rows) * hidden * 2 * 3 // 2 // 2  # two experts per token, load 1.5
-    assert found["etp"].bytes == (4 * 2 + 2 * rows) * hidden * 2 * 3 // 2
+    assert found["cp"].bytes == (2 * 4 + keys) * hidden * 2  # as many key and value heads as query heads
+    sent = 2 * 2 * hidden * 3 // 2  # two experts per token, each on two ranks, load 1.5
+    assert found["ep"].bytes == (4 * 2 + 2 * rows) * sent * 3 // 4 and found["ep"].ranks == 4
+    traded = traffic_of(planned(MOE, 8, tp=2, cp=2, ep=2, cp_comm_type=CpComm.all_to_all, recompute=choice))["cp"]
+    assert traded.bytes == (2 * 4 + keys) * 4 * hidden // 2  # queries, keys, values out and results back, a half of each
+    moe = dataclasses.replace(MOE, moe=dataclasses.replace(MOE.moe, dispatcher=DispatcherKind.all_gather))
+    tokens, gathered = 4 * 64 // 4, traffic_of(planned(moe, 8, tp=2, cp=2, ep=2, recompute=choice))["ep"]
+    forward, backward = tokens * (64 * (2 + 4) + 2 * (8 + 4)), tokens * (64 * (2 + 4) + 2 * 4)  # sums are fp32
+    assert gathered.bytes == ((2 + rows) * forward + 2 * backward) * 3 and gathered.ranks == 4
 
 
 def test_more_ranks_send_more_of_less():
@@ -273,6 +280,10 @@ def test_more_ranks_send_more_of_less():
     ]
     rows = [traffic_of(planned(MOE, ep, ep=ep))["ep"].bytes for ep in (2, 4, 8)]
     assert rows == [4 * 2 * 2 * HIDDEN * 3 // 2 * (ep - 1) // ep for ep in (2, 4, 8)]
+    shared = [traffic_of(planned(MOE, 4, ep=ep, etp=4 // ep))["ep"].bytes for ep in (1, 2)]  # to every rank of an expert
+    assert shared == [4 * 2 * 2 * HIDDEN * 4 * 3 // 4, 4 * 2 * 2 * HIDDEN * 3 // 2 * 2 * 3 // 4]
+    filled = dataclasses.replace(MOE, moe=dataclasses.replace(MOE.moe, capacity_factor=1.25, pad_to_capacity=True))
+    assert traffic_of(planned(filled, 4, ep=4))["ep"].bytes == 4 * 2 * 2 * HIDDEN * 5 // 4 * 3 // 4  # 20 of 16 rows each
     even = dataclasses.replace(MOE, moe=dataclasses.replace(MOE.moe, planned_imbalance=1.0))
     assert traffic_of(planned(even, 4, ep=4))["ep"].bytes == 4 * 2 * 2 * HIDDEN * 3 // 4
 
@@ -304,7 +315,7 @@ def exposed(run: Run, order: str) -> float:
         (MOE, 32, {"tp": 2, "ep": 4, "etp": 1, "order": "dp-ep-tp"}),
         (MOE, 32, {"tp": 2, "ep": 4, "etp": 1, "order": "ep-dp-tp"}),
         (MOE, 32, {"tp": 2, "cp": 2, "pp": 2, "ep": 4, "etp": 1, "order": "pp-dp-cp-ep-tp"}),
-        (MOE, 32, {"tp": 2, "cp": 2, "pp": 2, "ep": 2, "etp": 2, "order": "dp-pp-cp-ep-tp"}),
+        (MOE, 32, {"tp": 2, "cp": 2, "pp": 2, "ep": 2, "etp": 2, "order": "dp-pp-cp-tp-ep"}),
         (MOE, 64, {"tp": 4, "pp": 2, "ep": 8, "etp": 1, "order": "dp-cp-tp-ep-pp"}),
         (MOE, 48, {"tp": 2, "pp": 2, "ep": 4, "etp": 1, "order": "cp-dp-ep-tp-pp", "gpus_per_node": 6}),
     ],
@@ -313,7 +324,8 @@ def exposed(run: Run, order: str) -> float:
 def test_advice_is_the_best_of_all_orders(model: ModelConfig, world: int, degrees: dict):
     run = planned(model, world, **degrees)
     layout = select_layout(run)
-    seconds = {other.order: exposed(run, other.order) for other in accepted(layout)}
+    allowed = [other.order for other in accepted(layout) if parts_side_by_side(other, other.order.split("-"))]
+    seconds = {order: exposed(run, order) for order in allowed}
     advice = order_advice(run, layout)
     assert advice
     now, then = traffic_of(run), traffic_of(planned(model, world, **(degrees | {"order": advice[0].order})))
@@ -321,7 +333,7 @@ def test_advice_is_the_best_of_all_orders(model: ModelConfig, world: int, degree
         assert seconds[one.order] == min(seconds.values())
         assert one.seconds == pytest.approx(exposed(run, run.parallel.order) - seconds[one.order]) and one.seconds > 0
         assert (one.nodes, one.best_nodes) == (now[one.axis].nodes, then[one.axis].nodes)
-    fewer = [name for name in ("tp", "ep", "etp") if name in now and then[name].nodes < now[name].nodes]
+    fewer = [name for name in ("tp", "ep") if name in now and then[name].nodes < now[name].nodes]
     assert [one.axis for one in advice] == fewer
 
 

@@ -12,14 +12,17 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from app.choices import Dtype, Score, Source
 from app.config import CheckpointConfig, ModelConfig, ParallelConfig, PrecisionConfig, Run
 from app.engine.build import Engine
-from app.engine.checkpoint import Progress, load_checkpoint, save_checkpoint, verify_checkpoint
+from app.engine.checkpoint import Progress, load_checkpoint, verify_checkpoint
+from app.engine.checkpoint_save import save_checkpoint
 from app.engine.run_folder import CHECKPOINTS, LATEST, newest_checkpoint
 from app.engine.start import find_start
 from app.errors import ConfigError
+from app.plan.reshard import Block, Slice, overlaps
 from tests.distributed import run_distributed
 from tests.runs import TINY, TINY_MOE, engine_of, make_run, train_steps, whole_parameters
 
@@ -43,6 +46,8 @@ def trained_engine(run: Run, rank: int) -> tuple[Engine, Progress]:
     engine = engine_of(run, rank)
     train_steps(run, engine, STEPS)
     engine.optimizer.step(run.optim.lr, 0.1, torch.tensor(float("nan")))
+    if engine.loss_scale is not None:
+        engine.loss_scale.update(overflow=True)
     random = torch.Generator().manual_seed(0)
     for _, _, router in engine.routers():
         if router.moe.bias_update_rate:
@@ -75,19 +80,25 @@ def follow(run: Run, engine: Engine) -> tuple[list[tuple[float, float]], list[to
     return seen, state, random
 
 
+def loss_scale(engine: Engine) -> dict[str, Any] | None:
+    return None if engine.loss_scale is None else engine.loss_scale.state()
+
+
 def go_on_and_resume(rank: int, run: Run, folder: Path) -> dict[str, Any]:
     """Whether a run that goes on after a save and one that resumes from it stay bit-equal."""
     engine, progress = trained_engine(run, rank)
-    path = save(folder, run, engine, progress)
+    path, scale = save(folder, run, engine, progress), loss_scale(engine)
     biases = [router.bias_E.clone() for _, _, router in engine.routers()]
     seen, state, random = follow(run, engine)
     fresh, loaded, cursor = load(path, run, rank)
+    same_scale = loss_scale(fresh) == scale
     same_bias = all(torch.equal(a, router.bias_E) for a, (_, _, router) in zip(biases, fresh.routers(), strict=True))
     seen_again, state_again, random_again = follow(run, fresh)
     return {
         "progress": loaded == progress,
         "cursor": cursor == {"sequences": 8 * progress.step, "stream": {"rank": rank}},
         "bias": same_bias and all(bool(bias.any()) == bool(run.model.moe.bias_update_rate) for bias in biases),
+        "loss scale": same_scale,
         "losses": seen == seen_again,
         "state": all(torch.equal(a, b) for a, b in zip(state, state_again, strict=True)),
         "random": torch.equal(random, random_again),
@@ -96,7 +107,8 @@ def go_on_and_resume(rank: int, run: Run, folder: Path) -> dict[str, Any]:
 
 SAME_LAYOUT = [
     ("dense", 1, 1, Dtype.float32), ("moe", 1, 1, Dtype.float32), ("bias", 1, 1, Dtype.bfloat16),
-    ("dense", 2, 1, Dtype.bfloat16), ("moe", 2, 2, Dtype.float32), ("bias", 2, 2, Dtype.float32), ("bias", 4, 2, Dtype.bfloat16),
+    ("dense", 1, 1, Dtype.float16), ("dense", 2, 1, Dtype.bfloat16),
+    ("moe", 2, 2, Dtype.float32), ("bias", 2, 2, Dtype.float32), ("bias", 4, 2, Dtype.bfloat16),
 ]  # fmt: skip
 
 
@@ -141,23 +153,22 @@ def test_loading_at_another_layout_goes_on_alike(saved: tuple[tuple[int, int], P
 
 
 def test_every_element_is_in_exactly_one_file(saved: tuple[tuple[int, int], Path, Any]):
+    """As the safetensors library reads them, and where the manifest says."""
     (dp, _), path, (wanted, _) = saved
-    files = sorted(path.glob("rank-*.pt"))
+    files = sorted(path.glob("rank-*.safetensors"))
     assert len(files) == dp
-    states = [torch.load(file, weights_only=True) for file in files]
-    entries = [entry for state in states for entry in state["pieces"]]
+    states = [load_file(file) for file in files]
     counts = {name: torch.zeros(value.size) for name, value in wanted.items()}
-    for entry in entries:
-        tensors = [entry[key] for key in ("main", "exp_avg", "exp_avg_sq")]
-        place = slice(entry["start"], entry["start"] + entry["main"].numel())
-        counts[entry["name"]][place] += 1
-        assert torch.equal(entry["main"], torch.from_numpy(wanted[entry["name"]]).flatten()[place])
-        assert all(t.dtype == torch.float32 and t.numel() == entry["main"].numel() for t in tensors)
-        assert all(t.untyped_storage().nbytes() == 4 * t.numel() for t in tensors), "a view keeps its whole buffer in the file"
+    for name, entry in verify_checkpoint(path)["parts"].items():
+        whole = Slice(Block.whole(*entry["shape"]))
+        for rank, start, stop, part in entry["held"]:
+            tensors = [states[rank].pop(f"{name}.{key}") for key in ("main", "exp_avg", "exp_avg_sq")]
+            assert all(t.dtype == torch.float32 and t.shape == (part[1] - part[0],) for t in tensors)
+            for have, place in overlaps(Slice(Block(tuple(entry["shape"]), tuple(start), tuple(stop)), tuple(part)), whole):
+                counts[name][slice(*place)] += 1
+                assert torch.equal(tensors[0][slice(*have)], torch.from_numpy(wanted[name]).flatten()[slice(*place)])
     assert all(count.eq(1).all() for count in counts.values())
-    largest = max(sum(12 * entry["main"].numel() for entry in state["pieces"]) for state in states)
-    pieces = max(len(state["pieces"]) for state in states)
-    assert max(file.stat().st_size for file in files) < largest + 2000 * pieces + 20_000  # headers, names, random state
+    assert all(name.endswith(".bias_E") or name == "random.cpu" for state in states for name in state), "nothing else is saved"
 
 
 def precision_changes(rank: int, folder: Path) -> bool:
@@ -226,21 +237,23 @@ def cut(path: Path) -> None:
 
 
 DAMAGES: dict[str, tuple[str, Callable[[Path], object], str]] = {  # file, what happens to it, what the error says
-    "truncated": ("rank-00001.pt", cut, "bytes instead of"),
-    "empty": ("rank-00000.pt", lambda path: path.write_bytes(b""), "has 0 bytes"),
-    "longer": ("rank-00000.pt", lambda path: path.write_bytes(path.read_bytes() + b"x"), "bytes instead of"),
-    "edited": ("rank-00001.pt", edit_middle, "changed"),
-    "missing": ("rank-00001.pt", Path.unlink, "missing"),
+    "truncated": ("rank-00001.safetensors", cut, "bytes instead of"),
+    "empty": ("rank-00000.safetensors", lambda path: path.write_bytes(b""), "has 0 bytes"),
+    "longer": ("rank-00000.safetensors", lambda path: path.write_bytes(path.read_bytes() + b"x"), "bytes instead of"),
+    "edited": ("rank-00001.safetensors", edit_middle, "changed"),
+    "missing": ("rank-00001.safetensors", Path.unlink, "missing"),
     "no manifest": ("manifest.json", Path.unlink, "cannot be read"),
     "torn manifest": ("manifest.json", cut, "cannot be read"),
     "binary manifest": ("manifest.json", lambda path: path.write_bytes(b"\xff\xfe\x00"), "cannot be read"),
-    "newer format": ("manifest.json", edit_manifest(lambda m: m.update(format=2)), "format 2"),
+    "newer format": ("manifest.json", edit_manifest(lambda m: m.update(format=4)), "format 4"),
+    "older format": ("manifest.json", edit_manifest(lambda m: m.update(format=2)), "has format 2, this version reads format 3"),
+    "oldest format": ("manifest.json", edit_manifest(lambda m: m.update(format=1)), "has format 1"),
     "no format": ("manifest.json", lambda path: path.write_text("{}"), "format None"),
 }
 INCOMPLETE: dict[str, Callable[[Path], object]] = {
     "a list": lambda path: path.write_text("[]"),
     **{f"no {key}": edit_manifest(lambda m, key=key: m.pop(key)) for key in ("files", "config", "step", "updates", "tokens")},
-    "no size": edit_manifest(lambda m: m["files"]["rank-00000.pt"].pop("bytes")),
+    "no size": edit_manifest(lambda m: m["files"]["rank-00000.safetensors"].pop("bytes")),
     "no files at all": edit_manifest(lambda m: m["files"].clear()),
 }
 
@@ -268,7 +281,7 @@ def test_an_incomplete_manifest_is_refused(damage: str, two_checkpoints: Path, t
 
 
 def test_the_oldest_checkpoint_has_none_before_it(two_checkpoints: Path, tmp_path: Path):
-    assert refusal(two_checkpoints, tmp_path, "rank-00000.pt", Path.unlink, step=1).nearest is None
+    assert refusal(two_checkpoints, tmp_path, "rank-00000.safetensors", Path.unlink, step=1).nearest is None
 
 
 def test_a_whole_checkpoint_is_not_refused(two_checkpoints: Path):

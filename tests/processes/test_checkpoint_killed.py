@@ -1,7 +1,8 @@
 """A process that dies at any moment of a save loses nothing that was committed, and the next run goes on from there.
 
-The moments: before and after every operation on the disk, and in the middle of those that take time. Everything under test
-is one process with a tiny model. What a power cut may take away is not simulated; the order of the syncs is checked instead.
+The moments: before and after every operation on the disk and every copy of the state, and in the middle of those that take
+time, in the training thread as in the one that writes beside it. At first everything is one process with a tiny model; at the
+end one of two ranks dies. What a power cut may take away is not simulated; the order of the syncs is checked instead.
 """
 
 from __future__ import annotations
@@ -12,17 +13,23 @@ import json
 import multiprocessing
 import os
 import shutil
+import sys
+import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
-from app.config import CheckpointConfig
-from app.engine import checkpoint
-from app.engine.checkpoint import Progress, save_checkpoint, verify_checkpoint
+from app.config import CheckpointConfig, ParallelConfig
+from app.engine import checkpoint_save
+from app.engine.checkpoint import Progress, verify_checkpoint
+from app.engine.checkpoint_save import Saver
 from app.engine.groups import process_world
 from app.engine.run_folder import CHECKPOINTS, LATEST, complete_checkpoints, newest_checkpoint
 from tests.runs import TINY, engine_of, make_run
@@ -57,7 +64,7 @@ class Reaper:
 
         return watched
 
-    def half_written(self, name: str, path: Path, write: Callable[[BinaryIO], object]) -> None:
+    def half_written(self, name: str, path: Path, write: Callable[[io.BytesIO], object]) -> None:
         whole = io.BytesIO()
         write(whole)
         path.write_bytes(whole.getvalue()[: len(whole.getvalue()) // 2])
@@ -70,8 +77,9 @@ class Reaper:
 
     def watch(self) -> None:
         """Patch what a save calls; this process is about to end anyway."""
-        checkpoint._write_synced = self.around("write", checkpoint._write_synced, self.half_written)
-        checkpoint._sync_folder = self.around("sync", checkpoint._sync_folder)
+        checkpoint_save.write_synced = self.around("write", checkpoint_save.write_synced, self.half_written)
+        checkpoint_save.sync_folder = self.around("sync", checkpoint_save.sync_folder)
+        Saver._copied = self.around("copy", Saver._copied)
         shutil.rmtree = self.around("remove", shutil.rmtree, self.half_removed)
         Path.rename = self.around("rename", Path.rename)
         Path.mkdir = self.around("mkdir", Path.mkdir)
@@ -84,6 +92,7 @@ class Scenario:
     before: tuple[int, ...]  # steps already committed, in this order
     step: int
     keep_last: int
+    asynchronous: bool = False
 
 
 SCENARIOS = {
@@ -92,6 +101,9 @@ SCENARIOS = {
     "replaces the only other": Scenario((1,), 2, 1),
     "same step again": Scenario((1, 2), 2, 2),
     "same step again, the only one": Scenario((1,), 1, 1),
+    "first, beside training": Scenario((), 1, 2, True),
+    "replaces the only other, beside training": Scenario((1,), 2, 1, True),
+    "same step again, beside training": Scenario((1, 2), 2, 2, True),
 }
 
 
@@ -109,9 +121,11 @@ def in_child(work: Callable[[], None]) -> int:
     return process.exitcode
 
 
-def save(folder: Path, step: int, tokens: int, keep_last: int) -> None:
-    run = dataclasses.replace(RUN, checkpoint=CheckpointConfig(keep_last=keep_last))
-    save_checkpoint(folder, engine_of(run), run, Progress(step, step, tokens), {"sequences": 0})
+def save(folder: Path, step: int, tokens: int, keep_last: int, asynchronous: bool = False) -> None:
+    config = CheckpointConfig(keep_last=keep_last, asynchronous=asynchronous)
+    saver = Saver(engine_of(dataclasses.replace(RUN, checkpoint=config)), lambda: None)
+    saver.save(folder, Progress(step, step, tokens), {"sequences": 0})
+    saver.wait()
 
 
 def interrupted(scenario: Scenario, folder: Path, deadline: int, log: Path) -> bool:
@@ -119,7 +133,7 @@ def interrupted(scenario: Scenario, folder: Path, deadline: int, log: Path) -> b
 
     def work() -> None:
         Reaper(deadline, log).watch()
-        save(folder, scenario.step, 2, scenario.keep_last)
+        save(folder, scenario.step, 2, scenario.keep_last, scenario.asynchronous)
 
     return in_child(work) == DEAD
 
@@ -221,3 +235,79 @@ def test_the_next_run_saves_again_and_tidies_up(deaths: tuple[Scenario, dict[str
 
     assert in_child(again) == 0
     assert json.loads(log.read_text()) == {}
+
+
+# One of two ranks dies; nobody kills the other, whose writer must find out by itself.
+
+
+def two_ranks(work: Callable[[int], None], folder: Path) -> list[int]:
+    """Exit statuses of two forked ranks that do `work(rank)`."""
+
+    def child(rank: int) -> None:
+        torch.set_num_threads(1)
+        sys.stderr = open(os.devnull, "w")  # noqa: SIM115 - the survivor's traceback
+        store = dist.FileStore(str(folder), 2)
+        with process_world(rank, 2, torch.device("cpu"), store):
+            work(rank)
+
+    ranks = [multiprocessing.get_context("fork").Process(target=child, args=(rank,)) for rank in range(2)]
+    for process in ranks:
+        process.start()
+    for process in ranks:
+        process.join(60)
+    return [process.exitcode for process in ranks]
+
+
+@pytest.mark.parametrize("dying", [0, 1])
+def test_a_rank_that_dies_while_its_writer_works_leaves_whole_checkpoints(dying: int, tmp_path: Path):
+    config = CheckpointConfig(keep_last=1)
+    run = make_run(TINY, parallel=ParallelConfig(world_size=2, dp=2), checkpoint=config)
+
+    def save_twice(deadline: int, folder: Path, moment: Path, rank: int) -> None:
+        saver = Saver(engine_of(run, rank), lambda: None)
+        saver.save(folder, Progress(1, 1, 1), {})
+        saver.wait()
+        if rank == dying:
+            Reaper(deadline, moment).watch()
+        saver.save(folder, Progress(2, 2, 2), {})
+        saver.wait()
+
+    seen = []
+    for deadline in range(100):
+        folder, moment = tmp_path / str(deadline) / CHECKPOINTS, tmp_path / f"{deadline}.moment"
+        statuses = two_ranks(partial(save_twice, deadline, folder, moment), tmp_path / f"{deadline}.store")
+        if statuses == [0, 0]:
+            break
+        assert statuses[dying] == DEAD and statuses[1 - dying] in (0, 1), "hangs"
+        newest = newest_checkpoint(folder.parent)
+        step = verify_checkpoint(newest)["step"]
+        seen.append((moment.read_text(), step))
+        if statuses[1 - dying] == 0:
+            assert step == 2, "the survivor took for saved what was not"
+    steps = [step for _, step in seen]
+    assert steps == sorted(steps), "committed at one moment, and at all after it"
+    assert len(seen) > (15 if dying == 0 else 4) and 1 in steps
+
+
+def test_an_interrupted_rank_does_not_wait_for_its_writer(tmp_path: Path):
+    """Ctrl-C while rank 0's writer waits for that of rank 1, which waits for its disk."""
+    run = make_run(TINY, parallel=ParallelConfig(world_size=2, dp=2), checkpoint=CheckpointConfig())
+
+    def work(rank: int) -> None:
+        write, held = checkpoint_save.write_synced, threading.Event()
+
+        def write_when_told(path: Path, content: Callable[..., object]) -> dict[str, Any]:
+            if rank == 1:
+                held.wait(60)
+            return write(path, content)
+
+        checkpoint_save.write_synced = write_when_told
+        saver = Saver(engine_of(run, rank), lambda: None)
+        saver.save(tmp_path / CHECKPOINTS, Progress(1, 1, 1), {})
+        if rank == 0:
+            held.wait(0.2)  # its own file is written by then, most likely
+        raise KeyboardInterrupt
+
+    since = time.monotonic()
+    assert two_ranks(work, tmp_path / "store") == [1, 1]
+    assert time.monotonic() - since < 30 and newest_checkpoint(tmp_path) is None

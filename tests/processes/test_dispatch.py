@@ -1,4 +1,5 @@
-"""The all-to-all dispatcher against the local one: rows, outputs and all gradients, with 64 experts and with idle ranks.
+"""The dispatchers that exchange tokens against the local one: rows, outputs and all gradients, with 64 experts, idle ranks,
+experts cut in parts, and a capacity.
 
 Shapes: T tokens of a rank, K experts per token, E experts, D width, F hidden width of an expert.
 """
@@ -13,12 +14,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from app.moe.dispatch import AllToAllDispatcher, LocalDispatcher, group_by_expert
+from app.choices import DropPolicy
+from app.moe.capacity import capacity, within_capacity
+from app.moe.dispatch import AllGatherDispatcher, AllToAllDispatcher, LocalDispatcher, group_by_expert
 from app.moe.experts import grouped_swiglu
 from app.moe.phases import Dispatcher
 from tests.distributed import run_distributed
 
-E, K, D, F = 64, 4, 8, 12
+E, K, D, F = 64, 4, 8, 16
+KINDS: dict[str, type] = {"all_to_all": AllToAllDispatcher, "all_gather": AllGatherDispatcher}
 
 
 def pick(allowed: Tensor, tokens: int, seed: int) -> Tensor:
@@ -30,71 +34,134 @@ def pick(allowed: Tensor, tokens: int, seed: int) -> Tensor:
 
 
 def home(ep: int) -> Tensor:
-    """The rank of each expert."""
+    """The expert-parallel rank of each expert."""
     return torch.arange(E) // (E // ep)
 
 
-SCENARIOS: dict[str, Callable[[int, int], Tensor]] = {  # (rank, ep) -> the choices of this rank's tokens
+SCENARIOS: dict[str, Callable[[int, int], Tensor]] = {  # (ep rank, ep) -> the choices of a rank's tokens
     "random": lambda rank, ep: pick(torch.ones(E), 29, rank),
     "the last rank receives nothing": lambda rank, ep: pick(home(ep) != ep - 1, 29, rank),
     "only rank 0 receives": lambda rank, ep: pick(home(ep) == 0, 29, rank),
-    "a rank keeps nothing to itself": lambda rank, ep: pick(home(ep) != rank, 29, rank),
+    "a rank keeps nothing to itself": lambda rank, ep: pick(home(ep) != rank % ep, 29, rank),
     "rank 1 sends none to rank 0": lambda rank, ep: pick((home(ep) != 0) | (rank != 1), 29, rank),
     "four experts take all": lambda rank, ep: pick(torch.arange(E) % 16 == 5, 29, rank),
-    "uneven token counts, none on rank 1": lambda rank, ep: pick(torch.ones(E), (17, 0, 1, 40)[rank], rank),
     "no tokens anywhere": lambda rank, ep: pick(torch.ones(E), 0, rank),
 }
+UNEVEN = "uneven token counts, none on rank 1"  # an all-gather takes equal parts
+SCENARIOS[UNEVEN] = lambda rank, ep: pick(torch.ones(E), (17, 0, 1, 40)[rank % 4], rank)
+LIMITS = {"dropless": {}, "capacity": {"drops": True}, "padded": {"drops": True, "padded": True}}
 
 
 def draw(shape: tuple[int, ...], seed: int) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).requires_grad_()
 
 
-def run_layer(dispatcher: Dispatcher, experts_TK: Tensor, rank: int, share: slice) -> tuple[Tensor, dict[str, Tensor]]:
-    """Dispatched rows, and output and gradients with the experts of `share` on this rank."""
+def part(w1_ED2F: Tensor, w2_EFD: Tensor, etp_rank: int, etp: int) -> tuple[Tensor, Tensor]:
+    """One of `etp` parts of the experts' hidden width."""
+    gate_up = w1_ED2F.unflatten(2, (2, etp, -1))[:, :, :, etp_rank].flatten(2)
+    return gate_up, w2_EFD.unflatten(1, (etp, -1))[:, etp_rank]
+
+
+def drop(experts_TK: Tensor, probs_TK: Tensor, drops: bool = False, padded: bool = False) -> tuple[Tensor, Tensor, Any]:
+    """Choices and probabilities as a router with half the mean load as capacity hands them on, and the dispatcher's options."""
+    if not drops:
+        return experts_TK, probs_TK, {}
+    limit = capacity(experts_TK.numel(), E, 0.5)
+    kept_TK = within_capacity(probs_TK, experts_TK, E, limit, DropPolicy.probs)
+    assert len(experts_TK) != 29 or 0 < kept_TK.sum() < kept_TK.numel()
+    options = {"drops": True, "capacity": limit if padded else None}
+    return experts_TK.masked_fill(~kept_TK, E), probs_TK * kept_TK, options
+
+
+def run_layer(
+    dispatcher: Dispatcher, experts_TK: Tensor, rank: int, share: slice, etp: tuple[int, int], limits: dict[str, bool]
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Dispatched rows, and output and gradients with part `etp` of the experts of `share` on this rank."""
     tokens = len(experts_TK)
-    x, probs = draw((tokens, D), 100 + rank), draw((tokens, K), 200 + rank)
+    x, probs = draw((tokens, D), 100 + rank), draw((tokens, K), 200 + rank).detach().sigmoid().requires_grad_()
     shapes = ((E, D, 2 * F), (E, F, D))
-    w1, w2 = ((draw(shape, seed).detach()[share] / 3).requires_grad_() for seed, shape in enumerate(shapes))
-    record = dispatcher.preprocess(experts_TK)
+    whole = [draw(shape, seed).detach()[share] / 3 for seed, shape in enumerate(shapes)]
+    w1, w2 = (weight.contiguous().requires_grad_() for weight in part(*whole, *etp))
+    experts_TK, weights, options = drop(experts_TK, probs, **limits)
+    record = dispatcher.preprocess(experts_TK, **options)
     rows = dispatcher.dispatch(x, record)
-    out = dispatcher.combine(grouped_swiglu(rows, w1, w2, record.ends_E), probs, record)
+    out = dispatcher.combine(grouped_swiglu(rows, w1, w2, record.ends_E), weights, record)
     out.backward(draw((tokens, D), 300 + rank).detach())
     return rows.detach(), {"out": out.detach(), "x": x.grad, "probs": probs.grad, "w1": w1.grad, "w2": w2.grad}
 
 
-def both(rank: int, ep: int, scenario: str) -> tuple[bool, bool, dict[str, Any], dict[str, Any]]:
-    """Whether rows arrive in order, whether a second run is bit-equal, and results of the exchange and of all experts here."""
-    experts_TK, group, per_rank = SCENARIOS[scenario](rank, ep), dist.new_group(), E // ep
-    share = slice(rank * per_rank, (rank + 1) * per_rank)
-    exchange = AllToAllDispatcher(E, group)
-    rows, ours = run_layer(exchange, experts_TK, rank, share)
-    again, repeated = run_layer(exchange, experts_TK, rank, share)
-    same = torch.equal(rows, again) and all(torch.equal(ours[key], repeated[key]) for key in ours)
-    _, local = run_layer(LocalDispatcher(E), experts_TK, rank, slice(None))
-    for name in ("w1", "w2"):  # every rank's tokens reach the one copy of an expert
-        dist.all_reduce(local[name], group=group)
-        local[name] = local[name][share]
-    in_order = torch.equal(rows, expected_rows(scenario, ep, share))
-    return in_order, same, *({key: value.numpy() for key, value in found.items()} for found in (ours, local))
+def scenarios(kind: str, ep: int, limits: dict[str, bool]) -> list[str]:
+    """Those with a meaning: one rank with all experts cannot be idle, and some exchanges need equal token counts."""
+    if limits:
+        names = ["random", "only rank 0 receives", "no tokens anywhere"]
+    else:
+        names = [name for name in SCENARIOS if name != UNEVEN or kind == "all_to_all"]
+    return [name for name in names if ep > 1 or "rank" not in name]
 
 
-def expected_rows(scenario: str, ep: int, share: slice) -> Tensor:
+def both(rank: int, kind: str, ep: int, etp: int, limits: dict[str, bool]) -> dict[str, tuple[bool, bool, Any, Any]]:
+    """For each scenario: whether rows arrive in order, whether a second run is bit-equal, and results of the exchange and of
+    all experts on this rank.
+    """
+    group, per_rank, found = dist.new_group(), E // ep, {}
+    share = slice(rank // etp * per_rank, (rank // etp + 1) * per_rank)
+    exchange, mine = KINDS[kind](E, group, etp), (rank % etp, etp)
+    for scenario in scenarios(kind, ep, limits):
+        choose = SCENARIOS[scenario]
+        experts_TK = choose(rank, ep)
+        rows, ours = run_layer(exchange, experts_TK, rank, share, mine, limits)
+        again, repeated = run_layer(exchange, experts_TK, rank, share, mine, limits)
+        same = torch.equal(rows, again) and all(torch.equal(ours[key], repeated[key]) for key in ours)
+        _, local = run_layer(LocalDispatcher(E), experts_TK, rank, slice(None), (0, 1), limits)
+        for name in ("w1", "w2"):  # every rank's tokens reach the one copy of an expert
+            dist.all_reduce(local[name], group=group)
+            local[name] = local[name][share]
+        local["w1"], local["w2"] = part(local["w1"], local["w2"], *mine)
+        in_order = bool(limits) or torch.equal(rows, expected_rows(choose, ep, etp, share))
+        found[scenario] = in_order, same, *({key: value.numpy() for key, value in part.items()} for part in (ours, local))
+    return found
+
+
+def expected_rows(choose: Callable[[int, int], Tensor], ep: int, etp: int, share: slice) -> Tensor:
     """By expert, then by the rank that sends, then by token."""
-    choices = [SCENARIOS[scenario](rank, ep) for rank in range(ep)]
+    choices = [choose(rank, ep) for rank in range(ep * etp)]
     sent = [(experts, draw((len(experts), D), 100 + rank).detach()) for rank, experts in enumerate(choices)]
     return torch.cat([x[(experts == e).any(dim=1)] for e in range(E)[share] for experts, x in sent])
 
 
-@pytest.mark.parametrize("scenario", SCENARIOS)
-@pytest.mark.parametrize("ep", [2, 4])
-def test_exchange_equals_local(ep: int, scenario: str):
-    for in_order, same, ours, local in run_distributed(both, ep, ep, scenario):
-        assert in_order, "rows arrive by expert, source and token"
-        assert same, "a second run is bit-equal"
-        for key, value in local.items():
-            bound = 1e-6 * abs(value).max(initial=0)  # products over other numbers of rows round differently
-            torch.testing.assert_close(torch.from_numpy(ours[key]), torch.from_numpy(value), rtol=1e-5, atol=bound, msg=key)
+@pytest.mark.parametrize("limits", LIMITS)
+@pytest.mark.parametrize(("ep", "etp"), [(2, 1), (4, 1), (1, 2), (2, 2)])
+@pytest.mark.parametrize("kind", KINDS)
+def test_exchange_equals_local(kind: str, ep: int, etp: int, limits: str):
+    for results in run_distributed(both, ep * etp, kind, ep, etp, LIMITS[limits]):
+        for scenario, (in_order, same, ours, local) in results.items():
+            assert in_order, f"{scenario}: rows arrive by expert, source and token"
+            assert same, f"{scenario}: a second run is bit-equal"
+            for key, value in local.items():
+                # products over other numbers of rows, and sums over parts of the width, round differently
+                bound = 1e-6 * abs(value).max(initial=0)
+                close = torch.isclose(torch.from_numpy(ours[key]), torch.from_numpy(value), rtol=1e-5, atol=bound)
+                assert close.all(), f"{scenario}: {key}"
+
+
+def wide_sums(rank: int, kind: str) -> tuple[bool, bool]:
+    """Whether a token's sum over experts of both ranks, and its gradient, is rounded to bfloat16 once."""
+    exchange = KINDS[kind](4, dist.new_group())
+    experts, probs = torch.arange(4).expand(3, 4), torch.full((3, 4), 0.5)
+    x = torch.randn(3, 8, generator=torch.Generator().manual_seed(rank)).bfloat16().requires_grad_()
+    record = exchange.preprocess(experts)
+    factors = torch.tensor([1.0, 2**-8, 2**-8, 2**-8]).repeat_interleave(3 * 2)  # of rows; half a step of bfloat16 from 1
+    mine = factors.view(4, -1)[rank * 2 : rank * 2 + 2].flatten()[:, None].bfloat16()
+    out = exchange.combine(exchange.dispatch(x, record) * mine, probs, record)
+    out.sum().backward()
+    total = 0.5 * (1 + 3 * 2**-8)
+    exact = (x.detach().float() * total).bfloat16()
+    return torch.equal(out.detach(), exact), torch.equal(x.grad, torch.full((3, 8), total).bfloat16())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_sums_over_ranks_are_rounded_once(kind: str):
+    assert run_distributed(wide_sums, 2, kind) == [(True, True)] * 2
 
 
 def test_grouping_is_stable_and_undone_by_its_inverse():

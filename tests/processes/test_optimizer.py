@@ -20,9 +20,10 @@ from app.config import OptimConfig, ParallelConfig, PrecisionConfig
 from app.engine.build import DTYPES
 from app.engine.groups import Groups, create_groups
 from app.optim.buffers import ParamSpec
-from app.optim.distributed import DistributedOptimizer
+from app.optim.distributed import DistributedOptimizer, OptimizerGroups
 from app.plan.layout import ParallelLayout
 from app.plan.parameters import ALIGN, ChunkBuffers, Parameter, chunk_buffers
+from app.plan.reshard import Block
 from app.plan.shards import buffer_layout
 from tests.distributed import run_distributed
 from tests.runs import TINY, engine_of, make_run
@@ -45,10 +46,13 @@ class Case:
     clip: float = 1.0
     steps: int = 6
     bad: float | None = None  # a gradient element of rank BAD_RANK % world at step BAD_STEP
+    bucket: int | None = None  # elements after which a bucket is closed
+    overlap: bool = True
 
     @property
     def config(self) -> OptimConfig:
-        return OptimConfig(clip_norm=self.clip, weight_decay=0.3)
+        overlap = {"overlap_grads": self.overlap, "overlap_params": self.overlap}
+        return OptimConfig(clip_norm=self.clip, weight_decay=0.3, bucket_numel=self.bucket, **overlap)
 
     def layout(self) -> ParallelLayout:
         return ParallelLayout(self.world, ep=self.ep, etp=1)
@@ -90,16 +94,21 @@ def grads(case: Case, step: int, rank: int, mb: int) -> dict[str, Tensor]:
 def make_specs(case: Case, chunk: int, ep_rank: int) -> Iterator[ParamSpec]:
     whole = first_values(case)
     for name in DENSE[chunk]:
-        yield ParamSpec(name, nn.Parameter(whole[name].clone()), False, decay=whole[name].dim() > 1)
+        block = Block.whole(*whole[name].shape)
+        yield ParamSpec(name, nn.Parameter(whole[name].clone()), False, whole[name].dim() > 1, block)
     for name in EXPERTS[chunk]:
-        part = whole[name].chunk(case.ep)[ep_rank]
-        first = ep_rank * part.shape[0]
-        yield ParamSpec(name, nn.Parameter(part.clone()), True, True, first * part[0].numel(), first)
+        block = Block.whole(*whole[name].shape).cut(0, case.ep, ep_rank)
+        yield ParamSpec(name, nn.Parameter(whole[name].chunk(case.ep)[ep_rank].clone()), True, True, block)
+
+
+def offset(spec: ParamSpec) -> int:
+    """First element of this rank's part of the flattened parameter, whose first dimension alone is cut."""
+    return spec.block.start[0] * math.prod(spec.block.shape[1:])
 
 
 def backward(case: Case, specs: list[ParamSpec], whole: dict[str, Tensor]) -> None:
     """Accumulate the parts of `whole` gradients that belong to the parameters of this rank."""
-    parts = [whole[spec.name].flatten()[spec.offset :][: spec.param.numel()].view_as(spec.param) for spec in specs]
+    parts = [whole[spec.name].flatten()[offset(spec) :][: spec.param.numel()].view_as(spec.param) for spec in specs]
     sum((spec.param * part).sum(dtype=torch.float32) for spec, part in zip(specs, parts, strict=True)).backward()
 
 
@@ -114,30 +123,35 @@ def one_step(
     """(gradient norm before clipping, 1.0 where the update was skipped)."""
     optimizer.zero_grad()
     for mb in range(MICROBATCHES):
-        for chunk in specs:
+        for index, chunk in enumerate(specs):
+            optimizer.expect_grads(index, last=mb == MICROBATCHES - 1)
             backward(case, chunk, grads(case, step, groups.rank, mb))
     for chunk in range(2):
         optimizer.reduce_grads(chunk)
+    optimizer.finish_grads()
     norm_sq = optimizer.local_norm_sq()
     all_reduce(norm_sq, groups.world)
     return norm_sq.sqrt().item(), optimizer.step(case.lr(step), case.config.weight_decay, norm_sq.sqrt()).item()
 
 
-def buffers_of(chunks: list[list[ParamSpec]], groups: Groups) -> list[ChunkBuffers]:
+def buffers_of(chunks: list[list[ParamSpec]], groups: Groups, config: OptimConfig) -> list[ChunkBuffers]:
     """Where the parameters of every chunk lie."""
     listed = [[Parameter(s.name, tuple(s.param.shape), s.expert) for s in specs] for specs in chunks]
-    return [chunk_buffers(parameters, groups.layout) for parameters in listed]
+    return [chunk_buffers(parameters, groups.layout, config) for parameters in listed]
 
 
-def optimizer_of(chunks: list[list[ParamSpec]], groups: Groups, **config: Any) -> DistributedOptimizer:
-    return DistributedOptimizer(chunks, buffers_of(chunks, groups), OptimConfig(**config), groups.dp, groups.edp)
+def optimizer_of(
+    chunks: list[list[ParamSpec]], groups: Groups, config: OptimConfig, grads: torch.dtype = torch.float32
+) -> DistributedOptimizer:
+    shared_by = OptimizerGroups(groups.dp, groups.edp, groups.tp)
+    return DistributedOptimizer(chunks, buffers_of(chunks, groups, config), config, shared_by, grads)
 
 
 def train(rank: int, case: Case) -> dict[str, Any]:
     """Parameters of this rank by name, its pieces of the fp32 ones, and what every step said."""
     groups = create_groups(case.layout(), rank)
-    specs = [list(make_specs(case, chunk, groups.ep_rank)) for chunk in range(2)]
-    optimizer = DistributedOptimizer(specs, buffers_of(specs, groups), case.config, groups.dp, groups.edp)
+    specs = [list(make_specs(case, chunk, groups.place.ep[0])) for chunk in range(2)]
+    optimizer = optimizer_of(specs, groups, case.config)
     said, changed = [], []
     for step in range(case.steps):
         before = states_of(optimizer)
@@ -145,8 +159,8 @@ def train(rank: int, case: Case) -> dict[str, Any]:
         for chunk in range(2):
             optimizer.gather_params(chunk)
         changed.append([not torch.equal(a, b) for a, b in zip(before, states_of(optimizer), strict=True)])
-    parameters = {spec.name: (spec.offset, spec.param.detach().float().numpy()) for chunk in specs for spec in chunk}
-    pieces = [(p.spec.name, p.spec.offset + p.start, p.main.numpy(), p.step.item()) for p in optimizer.pieces()]
+    parameters = {spec.name: (offset(spec), spec.param.detach().float().numpy()) for chunk in specs for spec in chunk}
+    pieces = [(p.spec.name, offset(p.spec) + p.start, p.main.numpy(), p.step.item()) for p in optimizer.pieces()]
     padding = [_padding(shard.buffer.params, shard.buffer.layout) for chunk in optimizer.shards for shard in chunk]
     return {"params": parameters, "pieces": pieces, "said": said, "changed": changed, "padding": padding}
 
@@ -199,7 +213,11 @@ def check_against_torch(case: Case) -> list[dict[str, Any]]:
     return ranks
 
 
-@pytest.mark.parametrize("case", [*(Case(*world) for world in WORLDS), Case(clip=0), Case(4, 2, clip=0)], ids=str)
+CASES = [*(Case(*world) for world in WORLDS), Case(clip=0), Case(4, 2, clip=0), *(Case(*world, bucket=300) for world in WORLDS)]
+CASES += [Case(4, 2, bucket=1), Case(4, 2, overlap=False), Case(2, bucket=10**6)]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
 def test_updates_equal_torch_adamw(case: Case):
     wanted, _ = torch_adamw(case)
     for rank in check_against_torch(case):
@@ -241,8 +259,8 @@ def test_a_bad_gradient_on_one_rank_skips_the_update_on_all(case: Case):
 def one_matrix(rank: int, dtype: torch.dtype, gradients: list[float], lr: float) -> tuple[list[float], float, float]:
     """A matrix of ones after one update per gradient: (value after each, fp32 value, gradient sum of one more step)."""
     groups = create_groups(ParallelLayout(1), rank)
-    spec = ParamSpec("w", nn.Parameter(torch.ones(2, 2, dtype=dtype)), False, True)
-    optimizer, values = optimizer_of([[spec]], groups), []
+    spec = ParamSpec("w", nn.Parameter(torch.ones(2, 2, dtype=dtype)), False, True, Block.whole(2, 2))
+    optimizer, values = optimizer_of([[spec]], groups, OptimConfig()), []
     for gradient in gradients:
         optimizer.zero_grad()
         (spec.param * gradient).sum().backward()
@@ -349,22 +367,26 @@ def golden_run(rank: int, case: dict[str, Any]) -> list[dict[str, Any]]:
     spec, world = case["spec"], case["world"]
     dtype = torch.bfloat16 if spec["dtype"] == "bf16" else torch.float32
     params = [nn.Parameter(torch.tensor(value).to(dtype)) for value in case["init"]]
-    specs = [ParamSpec(name, p, False, p.dim() > 1) for name, p in zip(case["param_names"], params, strict=True)]
+    named = zip(case["param_names"], params, strict=True)
+    specs = [ParamSpec(name, p, False, p.dim() > 1, Block.whole(*p.shape)) for name, p in named]
     if spec["dtype"] == "fp32" and not spec.get("distopt", True):  # elsewhere the groups hold copies without names
         assert [[s.name for s in specs if s.decay == decays] for decays in (True, False)] == case["param_group_names"]
     groups = create_groups(ParallelLayout(world), rank)
-    optimizer, seen = optimizer_of([specs], groups, clip_norm=spec["clip"]), []
+    optimizer, seen = optimizer_of([specs], groups, OptimConfig(clip_norm=spec["clip"])), []
     for data in case["data"]:
         x, y = (torch.tensor(part) for part in data[rank])
         optimizer.zero_grad()
         loss = golden_loss([spec.param for spec in specs], x, y)
         (loss / world).backward()
         optimizer.reduce_grads(0)
-        norm_sq = optimizer.local_norm_sq()
+        optimizer.finish_grads()
+        norm_sq, zeros = optimizer.local_norm_sq(), optimizer.local_zeros()
         all_reduce(norm_sq, groups.world)
+        all_reduce(zeros, groups.world)
         optimizer.step(spec["lr"], spec["wd"], norm_sq.sqrt())
         optimizer.gather_params(0)
-        seen.append({"loss": loss.item(), "norm": norm_sq.sqrt().item(), "params": [p.detach().float().tolist() for p in params]})
+        numbers = {"loss": loss.item(), "norm": norm_sq.sqrt().item(), "zeros": zeros.item()}
+        seen.append({**numbers, "params": [p.detach().float().tolist() for p in params]})
     return seen
 
 
@@ -375,5 +397,6 @@ def test_training_equals_golden(case: dict[str, Any]):
         for ours, golden in zip(seen, case["steps"], strict=True):
             torch.testing.assert_close(ours["loss"], golden["loss"][rank], **close)
             torch.testing.assert_close(ours["norm"], golden["grad_norm"], **close)
+            assert ours["zeros"] == golden["num_zeros"]
             for mine, wanted in zip(ours["params"], golden["params"], strict=True):
                 torch.testing.assert_close(torch.tensor(mine), torch.tensor(wanted), **close)

@@ -32,7 +32,8 @@ from app.errors import ConfigError
 from tests.distributed import run_distributed
 from tests.training import LONG, ROOT, Seen, composed, corpus_in, losses, train_rank, wait_for
 
-TIMED = {"step_ms", "tokens_per_s", "tokens_per_s_per_gpu", "tflops_per_gpu", "memory_allocated_gib", "memory_peak_gib"}
+TIMED = {"step_ms", "tokens_per_s", "tokens_per_s_per_gpu", "tflops_per_gpu", "memory_allocated_gib", "memory_peak_gib",
+         "checkpoint_blocked_ms"}  # fmt: skip
 LAYOUTS = {"single": (1, ()), "dp2": (2, ("parallel.dp=2",)), "ep2": (2, ("parallel.ep=2",))}
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import torch
 from torch import Tensor
 
@@ -9,7 +11,7 @@ from app.choices import Dtype
 from app.config import ModelConfig, ParallelConfig, PrecisionConfig
 from app.engine.build import build_chunks, parameter_specs
 from app.engine.groups import Groups
-from app.model.chunk import Chunk, ChunkOutput, summed_loss
+from app.model.chunk import Chunk, ChunkOutput
 from app.model.init import init_weights
 from app.plan.select import select_layout
 from app.plan.stages import plan_stages
@@ -21,11 +23,11 @@ def make_chunks(
 ) -> tuple[Chunk, ...]:
     """The `vpp` chunks that `rank` of `ep` expert-parallel ranks holds; they compute without communication only for ep=1."""
     run = make_run(model, parallel=ParallelConfig(world_size=ep, dp=ep, ep=ep), precision=PrecisionConfig(params))
-    nobody = {name: None for name in ("host", "world", "data", "dp", "edp", "ep", "pp", "stages", "embedding")}
+    nobody = {field.name: None for field in dataclasses.fields(Groups) if field.name not in ("layout", "rank")}
     groups = Groups(layout=select_layout(run), rank=rank, **nobody)
     chunks = build_chunks(run, plan_stages(model.num_layers, 1, vpp), groups, torch.device("cpu"))
     for chunk in chunks:
-        init_weights(((spec.name, spec.param, spec.first_expert) for spec in parameter_specs(chunk)), model, seed)
+        init_weights(((spec.name, spec.param, spec.block) for spec in parameter_specs(chunk, groups.place)), model, seed)
     return chunks
 
 
@@ -38,10 +40,11 @@ def make_chunk(model: ModelConfig, **options: int | Dtype) -> Chunk:
 def forward(
     chunk: Chunk, tokens_BS: Tensor, positions_BS: Tensor | None = None, documents_BS: Tensor | None = None
 ) -> ChunkOutput:
-    """The chunk on tokens whose positions count from 0 unless given."""
+    """Logits, or hidden states in front of the last stage, of tokens whose positions count from 0 unless given."""
     if positions_BS is None:
         positions_BS = torch.arange(tokens_BS.shape[1]).expand_as(tokens_BS)
-    return chunk(tokens_BS, chunk.context(positions_BS, documents_BS))
+    out = chunk(tokens_BS, chunk.context(positions_BS, documents_BS))
+    return dataclasses.replace(out, x=chunk.logits(out.x)) if chunk.last else out
 
 
 def draw_tokens(model: ModelConfig, *shape: int, seed: int = 0) -> Tensor:
@@ -51,6 +54,8 @@ def draw_tokens(model: ModelConfig, *shape: int, seed: int = 0) -> Tensor:
 
 def mean_loss(chunk: Chunk, tokens_BS: Tensor) -> tuple[Tensor, ChunkOutput]:
     """Mean loss of the next tokens with the routers' losses, and what the chunk returned."""
-    out = forward(chunk, tokens_BS[:, :-1])
-    loss = summed_loss(out.x, tokens_BS[:, 1:]) / tokens_BS[:, 1:].numel()
+    positions_BS = torch.arange(tokens_BS.shape[1] - 1).expand_as(tokens_BS[:, :-1])
+    context = chunk.context(positions_BS, None)
+    out = chunk(tokens_BS[:, :-1], context)
+    loss = chunk.loss(out.x, tokens_BS[:, 1:], context) / tokens_BS[:, 1:].numel()
     return sum((report.loss for report in out.routing), loss), out

@@ -25,13 +25,14 @@ from torch.utils._pytree import tree_leaves
 from app.choices import Dtype, Recompute, Score
 from app.config import DataConfig, ModelConfig, MoEConfig, PrecisionConfig, RecomputeConfig, Run, TrainConfig
 from app.model.block import DenseBody, Layer, Phase
-from app.model.chunk import Chunk, summed_loss
+from app.model.chunk import Chunk
 from app.model.deferred import WeightQueue
 from app.model.layers import RMSNorm
+from app.model.peers import ALONE
 from app.moe.dispatch import LocalDispatcher
 from app.moe.phases import MoEBody
 from app.plan.activations import MicrobatchMemory, chunk_activations
-from app.plan.layer_tapes import attends_by_matrices
+from app.plan.attention_tapes import attends_by_matrices
 from app.plan.layout import ParallelLayout
 from app.plan.stages import Stage
 
@@ -106,7 +107,7 @@ def chunk_of(run: Run, embedding: bool = True, head: bool = True) -> Chunk:
     model, layers = run.model, {}
     for index in range(model.num_layers):
         moe = model.moe if model.is_moe_layer(index) else None
-        body = MoEBody(model, moe, LocalDispatcher(moe.num_experts), 0, 1) if moe else DenseBody(model)
+        body = MoEBody(model, moe, LocalDispatcher(moe.num_experts), ALONE) if moe else DenseBody(model)
         layers[index] = Layer(model, body)
     chunk = Chunk(model, layers, embedding, head).to(TORCH[run.precision.params])
     for param in chunk.parameters():
@@ -166,8 +167,9 @@ def measured(run: Run) -> dict[str, int]:
 
     for layer in chunk.layers.values():
         layer.phases = tuple(map(watched, layer.phases))
+        layer._attend = layer.phases[0].run
     with saving("head"), attention_of(run):
-        summed_loss(chunk(batch.tokens, context).x, batch.labels)
+        chunk.loss(chunk(batch.tokens, context).x, batch.labels, context)
     return dict(found)
 
 
@@ -228,9 +230,10 @@ def forward_and_backward(run: Run, chunk: Chunk, whole: bool) -> tuple[int, int,
 
 
 def roots_of(run: Run, chunk: Chunk, batch: Batch, x: Tensor, whole: bool) -> Iterator[Tensor]:
-    out = chunk(x, chunk.context(batch.positions, batch.documents), run.recompute.full)
+    context = chunk.context(batch.positions, batch.documents)
+    out = chunk(x, context, run.recompute.full)
     yield from (report.loss for report in out.routing if report.loss.requires_grad)
-    yield summed_loss(out.x, batch.labels) if whole else out.x
+    yield chunk.loss(out.x, batch.labels, context) if whole else out.x
 
 
 WORKING = {name: MODELS[name] for name in ("dense", "grouped_tied", "softmax", "sigmoid_shared_gate", "softmax_before")}
@@ -301,8 +304,10 @@ def test_between_the_parts_of_a_split_backward(model: ModelConfig, dtype: Dtype)
     run = run_of(model, dtype)
     chunk, batch, queue = chunk_of(run), batch_of(run), WeightQueue()
     with Alive([*chunk.parameters(), batch.tokens, batch.labels, batch.positions]) as alive, attention_of(run):
-        out = chunk(batch.tokens, chunk.context(batch.positions, None, queue))
-        root = sum((report.loss for report in out.routing if report.loss.requires_grad), summed_loss(out.x, batch.labels))
+        context = chunk.context(batch.positions, None, queue)
+        out = chunk(batch.tokens, context)
+        loss = chunk.loss(out.x, batch.labels, context)
+        root = sum((report.loss for report in out.routing if report.loss.requires_grad), loss)
         del out
         root.backward()
         assert alive.live == pytest.approx(planned(run).waiting, rel=0.01)

@@ -1,16 +1,19 @@
-"""A pipeline on several GPUs: the same losses as one, its step time, and how much of its exchanges runs beside compute.
+"""Layouts on several GPUs: the same losses as one, their speed and memory, and how much of what moves runs beside compute.
 
-    python bench/pipeline.py --save one.json [overrides …]                                      one GPU
-    torchrun --nproc-per-node 2 bench/pipeline.py --against one.json parallel.pp=2 [overrides …]
+    python bench/layouts.py --save one.json [overrides …] [/ overrides …]                           one GPU
+    torchrun --nproc-per-node 2 bench/layouts.py --against one.json parallel.tp=2 [/ overrides …]
 
-Trains on the same few batches of random tokens again and again, so that losses fall and both see the same. --delay S holds
-rank 0 up for a random time of at most S seconds before every tenth exchange, as a slow neighbour would. Rank 0 prints one
-line of JSON.
+`/` separates runs, one after the other in the same processes; --save and --against name the losses by their place in the
+row, or with --first always compare with the first. Each trains on the same few batches of random tokens again and again, so
+that losses fall and all see the same. --delay S holds rank 0 up for a random time of at most S seconds before every tenth
+exchange of a pipeline, as a slow neighbour would. Rank 0 prints one line of JSON per run.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
+import itertools
 import json
 import os
 import random
@@ -42,29 +45,51 @@ def main() -> None:
     parser.add_argument("--delay", type=float, default=0.0, help="longest delay of rank 0, seconds")
     parser.add_argument("--save", type=Path, help="write the losses there")
     parser.add_argument("--against", type=Path, help="losses to compare with")
+    parser.add_argument("--first", action="store_true", help="compare all with the first saved run")
     args, overrides = parser.parse_known_args()
     launch = Launch.from_environment(os.environ)
     device = torch.device("cuda", launch.local_rank)
     torch.cuda.set_device(device)
     torch.cuda.set_stream(torch.cuda.Stream())
-    plan = Plan(load_overrides(overrides, launch.world_size))
-    with process_world(launch.rank, plan.run.world_size, device):
-        engine = build_engine(plan, create_groups(plan.layout, launch.rank), device)
-        with engine.watch.running():
-            result = measure(engine, args.steps, args.delay if launch.rank == 0 else 0.0)
+    runs = [list(group) for slash, group in itertools.groupby(overrides, "/".__eq__) if not slash]
+    before, saved = json.loads(args.against.read_text()) if args.against else [], []
+    with process_world(launch.rank, launch.world_size or 1, device):
+        for number, chosen in enumerate(runs):
+            result = train(chosen, launch, device, args.steps, args.delay)
+            saved.append(result["losses"])
+            if before:
+                result["loss_differences"] = differences(result["losses"], before[0 if args.first else number])
+            if launch.rank == 0:
+                result["losses"] = [result["losses"][0], result["losses"][-1]]
+                print(json.dumps({"overrides": chosen, "delay": args.delay, "torch": torch.__version__, **result}), flush=True)
     if args.save and launch.rank == 0:
-        args.save.write_text(json.dumps(result["losses"]))
-    if args.against:
-        before = json.loads(args.against.read_text())
-        apart = [abs(a - b) for a, b in zip(result["losses"], before, strict=False)]
-        result["loss_differences"] = {"first": apart[0], "of three": max(apart[:3]), "of all": max(apart)}
-    if launch.rank == 0:
-        result["losses"] = [result["losses"][0], result["losses"][-1]]
-        print(json.dumps({"overrides": overrides, "delay": args.delay, "torch": torch.__version__, **result}))
+        args.save.write_text(json.dumps(saved))
+
+
+def differences(losses: list[float], before: list[float]) -> dict[str, float]:
+    """Largest differences from another run."""
+    apart = [abs(a - b) for a, b in zip(losses, before, strict=False)]
+    return {"first": apart[0], "of three": max(apart[:3]), "of all": max(apart)}
+
+
+def train(overrides: list[str], launch: Launch, device: torch.device, steps: int, delay: float) -> dict[str, Any]:
+    """One run, from nothing to nothing."""
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    plan = Plan(load_overrides(overrides, launch.world_size))
+    groups = create_groups(plan.layout, launch.rank)
+    engine = build_engine(plan, groups, device)
+    with engine.watch.running():
+        result = measure(engine, steps, delay if launch.rank == 0 else 0.0)
+    for chunk in range(len(engine.chunks)):
+        engine.optimizer.gather_params(chunk)  # what is on its way holds memory
+    del engine
+    gc.collect()
+    return result
 
 
 def measure(engine: Engine, steps: int, delay: float) -> dict[str, Any]:
-    """Losses, step times after the first five, memory of this rank, and overlap of one traced step."""
+    """Losses, step times once settled, memory of this rank, and overlap of one traced step."""
     run, step = engine.plan.run, TrainingStep(engine)
     if delay:
         hold_up(engine, delay)
@@ -79,11 +104,13 @@ def measure(engine: Engine, steps: int, delay: float) -> dict[str, Any]:
         with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as profiler:
             step(batches_of(run, 0, engine.groups.dp_rank), run.optim.lr, run.optim.weight_decay)
             torch.cuda.synchronize()
+    settled = times[min(5, steps // 2) :]
     planned = engine.plan.memory[engine.groups.pp_rank].allocated
     return {
         "losses": losses,
-        "step_ms": round(statistics.median(times[5:]) * 1e3, 2),
-        "step_ms_quartiles": [round(value * 1e3, 2) for value in statistics.quantiles(times[5:], n=4)[::2]],
+        "step_ms": round(statistics.median(settled) * 1e3, 2),
+        "step_ms_quartiles": [round(value * 1e3, 2) for value in statistics.quantiles(settled, n=4)[::2]],
+        "tokens_per_s": round(run.train.global_batch * run.train.seq_len / statistics.median(settled)),
         "peak_gib": round(peak / 2**30, 3),
         "planned_gib": round(planned / 2**30, 3),
         **overlap(profiler),
@@ -103,21 +130,16 @@ def hold_up(engine: Engine, delay: float) -> None:
 
 
 def overlap(profiler: profile) -> dict[str, float]:
-    """Time of send and receive kernels on this rank in a step, and the share of it in which other kernels run."""
+    """Time of NCCL's kernels on this rank in a step, and the share of it in which other kernels run."""
     events = [e for e in profiler.events() if e.device_type == torch.autograd.DeviceType.CUDA]
     spans = {
-        kind: sorted((e.time_range.start, e.time_range.end) for e in events if ("SendRecv" in e.name) == kind)
+        kind: sorted((e.time_range.start, e.time_range.end) for e in events if ("nccl" in e.name) == kind)
         for kind in (True, False)
     }
     busy = merged(spans[False])
     total = sum(end - start for start, end in spans[True])
     beside = sum(max(0, min(end, stop) - max(start, begin)) for start, end in spans[True] for begin, stop in busy)
-    return {"exchange_ms": round(total / 1e3, 2), "beside_compute": round(beside / total, 3) if total else 0.0}
-
-
-def times(event: Any) -> tuple[float, float]:
-    """Start and end, µs."""
-    return event.time_range.start, event.time_range.end
+    return {"nccl_ms": round(total / 1e3, 2), "beside_compute": round(beside / total, 3) if total else 0.0}
 
 
 def merged(spans: list[tuple[float, float]]) -> list[tuple[float, float]]:

@@ -1,0 +1,275 @@
+"""Saving checkpoints: every rank writes what it owns, rank 0 commits; beside training if wanted.
+
+A checkpoint is written under a hidden temporary name and renamed when all files are on disk; `latest` moves after that.
+Beside training: the state is copied to host memory, training goes on, and a thread of each rank writes the copy. The threads
+meet in a communicator of their own, so that neither they nor training ever wait for the other's exchanges. Hashing, writing
+and waiting leave Python's lock free.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import os
+import shutil
+import threading
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from app.config import CheckpointConfig, Run
+from app.engine import checkpoint
+from app.engine.build import Engine
+from app.engine.checkpoint import FORMAT, MANIFEST, Progress, manifest_digest, rank_file
+from app.engine.groups import HOST_TIMEOUT
+from app.engine.run_folder import LATEST, STEP_PREFIX, complete_checkpoints, hidden, plain
+from app.engine.tensor_file import Writable, write_tensors
+from app.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """What one rank saves of one moment."""
+
+    rank: int  # global rank
+    tensors: dict[str, Tensor]  # of its file
+    metadata: dict[str, str]  # of its file
+    parts: list[tuple[str, Any]]  # (parameter, [global shape, block's start, block's stop, part of the flattened block])
+    routers: list[str]  # names of those whose bias is in the file
+    dp_rank: int
+    manifest: dict[str, Any]  # what all ranks know
+    keep: CheckpointConfig
+
+
+def current_state(engine: Engine, run: Run, progress: Progress, cursor: dict[str, Any]) -> State:
+    """What this rank would have to save now; the tensors are those that training goes on with."""
+    groups, parts = engine.groups, []
+    tensors: dict[str, Tensor] = {checkpoint.RANDOM_CPU: torch.get_rng_state()}
+    if engine.device.type == "cuda":
+        tensors[checkpoint.RANDOM_CUDA] = torch.cuda.get_rng_state(engine.device)
+    for piece in (piece for piece in engine.optimizer.pieces() if piece.spec.counted):
+        block, part = piece.spec.block, (piece.start, piece.start + piece.main.numel())
+        parts.append((piece.spec.name, [block.shape, block.start, block.stop, part]))
+        tensors |= {checkpoint.part_name(piece.spec.name, key): value for key, value in piece.state.items()}
+    routers = {name: router.bias_E for name, _, router in engine.routers()}
+    tensors |= {checkpoint.bias_name(name): bias_E for name, bias_E in routers.items()}
+    manifest = {
+        "format": FORMAT,
+        **dataclasses.asdict(progress),
+        "layout": {"world_size": groups.layout.world_size, **groups.layout.sizes(), **groups.layout.sizes(expert=True)},
+        "loss_scale": None if engine.loss_scale is None else engine.loss_scale.state(),
+        "config": plain(dataclasses.asdict(run)),
+    }
+    metadata = {checkpoint.CURSOR: json.dumps(cursor)}
+    return State(groups.rank, tensors, metadata, parts, list(routers), groups.dp_rank, manifest, run.checkpoint)
+
+
+def save_checkpoint(folder: Path, engine: Engine, run: Run, progress: Progress, cursor: dict[str, Any]) -> Path:
+    """Write and commit a checkpoint; all ranks call it together. Returns its folder.
+
+    Raises ConfigError on every rank when one could not write; what was saved before is then still there.
+    """
+    return write_checkpoint(folder, current_state(engine, run, progress, cursor), engine.groups.host)
+
+
+def write_checkpoint(folder: Path, state: State, group: dist.ProcessGroup) -> Path:
+    """Write and commit what the ranks of `group` hold of one moment. Returns the checkpoint's folder. Raises ConfigError."""
+    final = folder / f"{STEP_PREFIX}{state.manifest['step']:08d}"
+    draft = folder / f".{final.name}.tmp"
+    _lead(group, final, lambda: _begin(draft))
+    written, error = None, None
+    try:
+        written = _write_rank(draft, state)
+    except Exception as failure:  # the other ranks are waiting to hear of it
+        error = f"rank {state.rank}: {failure}"
+    found: list[Any] = [None] * group.size()
+    dist.gather_object((written, error), found if state.rank == 0 else None, dst=0, group=group)
+    _lead(group, final, lambda: _finish(draft, final, state, found))
+    return final
+
+
+def _lead(group: dist.ProcessGroup, final: Path, work: Callable[[], None]) -> None:
+    """Do something on rank 0 while the others wait; its failure is raised on all."""
+    said: list[str | None] = [None]
+    if group.rank() == 0:
+        try:
+            work()
+        except Exception as failure:
+            shutil.rmtree(final.with_name(f".{final.name}.tmp"), ignore_errors=True)
+            said = [str(failure)]
+    if group.size() > 1:
+        dist.broadcast_object_list(said, src=0, group=group)
+    if said[0] is not None:
+        run_dir, saved = final.parent.parent, complete_checkpoints(final.parent)
+        kept = f"; {saved[-1].name} is the newest that was saved" if saved else ""
+        raise ConfigError("run_dir", run_dir, f"{final.name} could not be saved, {said[0]}{kept}", "more room, then resume=auto")
+
+
+def _begin(draft: Path) -> None:
+    shutil.rmtree(draft, ignore_errors=True)
+    draft.mkdir(parents=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """What a rank tells rank 0 about its file."""
+
+    entry: dict[str, Any]  # of the manifest
+    parts: list[tuple[str, Any]]
+    routers: list[str]
+
+
+def _write_rank(draft: Path, state: State) -> Written:
+    size_and_sum = write_synced(draft / rank_file(state.rank), lambda file: write_tensors(file, state.tensors, state.metadata))
+    return Written({**size_and_sum, "dp_rank": state.dp_rank}, state.parts, state.routers)
+
+
+def _finish(draft: Path, final: Path, state: State, found: list[tuple[Written, str | None]]) -> None:
+    if errors := [error for _, error in found if error is not None]:
+        raise OSError(errors[0])
+    manifest = {**state.manifest, **_contents([written for written, _ in found])}
+    manifest["sha256"] = manifest_digest(manifest)
+    lines = ",\n".join(f"{json.dumps(key)}: {json.dumps(value)}" for key, value in manifest.items())
+    write_synced(draft / MANIFEST, lambda file: file.write(f"{{\n{lines}\n}}\n".encode()))
+    _commit(draft, final, state.keep)
+
+
+def _contents(written: list[Written]) -> dict[str, Any]:
+    """Where everything is: files by name; parts by parameter, each with the rank that has it; routers likewise."""
+    parts: dict[str, Any] = {}
+    routers: dict[str, int] = {}
+    for rank, each in enumerate(written):
+        for name, (shape, start, stop, part) in each.parts:
+            parts.setdefault(name, {"shape": shape, "held": []})["held"].append((rank, start, stop, part))
+        for name in each.routers:
+            routers.setdefault(name, rank)  # all ranks with this layer have the same bias
+    return {"files": {rank_file(rank): each.entry for rank, each in enumerate(written)}, "parts": parts, "routers": routers}
+
+
+def _commit(draft: Path, final: Path, keep: CheckpointConfig) -> None:
+    sync_folder(draft)
+    if final.exists():  # a resumed run may come to the same step again
+        _hide(final)
+    draft.rename(final)
+    sync_folder(final.parent)
+    pointer = final.parent / f".{LATEST}.tmp"
+    write_synced(pointer, lambda file: file.write(final.name.encode()))
+    pointer.rename(final.parent / LATEST)
+    sync_folder(final.parent)
+    for old in outdated(complete_checkpoints(final.parent), keep):
+        if old != final:
+            _hide(old)
+    for left in final.parent.glob(f".{STEP_PREFIX}*"):  # replaced, old, or of a process that died
+        shutil.rmtree(left)
+
+
+def outdated(checkpoints: list[Path], keep: CheckpointConfig) -> Iterable[Path]:
+    """Those of the checkpoints, oldest first, that are no longer kept."""
+    for path in checkpoints[: -keep.keep_last]:
+        if keep.keep_every is None or int(path.name.removeprefix(STEP_PREFIX)) % keep.keep_every:
+            yield path
+
+
+def _hide(path: Path) -> None:
+    """Take a checkpoint away in one operation, so that one that is half removed is never taken for a complete one."""
+    shutil.rmtree(hidden(path), ignore_errors=True)
+    path.rename(hidden(path))
+
+
+class _Summed:
+    """A file that counts and hashes what is written to it."""
+
+    def __init__(self, file: Writable) -> None:
+        self.file, self.bytes, self.sha256 = file, 0, hashlib.sha256()
+
+    def write(self, data: bytes | memoryview) -> None:
+        self.file.write(data)
+        self.bytes += len(data)
+        self.sha256.update(data)
+
+
+def write_synced(path: Path, write: Callable[[Writable], object]) -> dict[str, Any]:
+    """Write a file and wait until it is on the disk; returns how many bytes were meant to be written, and their sha256."""
+    with path.open("wb") as file:
+        summed = _Summed(file)
+        write(summed)
+        file.flush()
+        os.fsync(file.fileno())
+    return {"bytes": summed.bytes, "sha256": summed.sha256.hexdigest()}
+
+
+def sync_folder(path: Path) -> None:
+    """Wait until a folder's entries are on the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    os.fsync(handle)
+    os.close(handle)
+
+
+class Saver:
+    """Saves a run's checkpoints in their order, beside training where `checkpoint.asynchronous` is on.
+
+    One at most is under way: the next waits for it. `failed` is called, by the thread that writes, when one could not be
+    saved; `wait` then raises on every rank what a save that blocks would have raised.
+    """
+
+    def __init__(self, engine: Engine, failed: Callable[[], None]) -> None:
+        self.engine, self._failed = engine, failed
+        self.run = engine.plan.run
+        self._beside = bool(self.run.checkpoint.interval) and self.run.checkpoint.asynchronous
+        self._group = dist.new_group(backend="gloo", timeout=HOST_TIMEOUT) if self._beside else engine.groups.host
+        self._held: dict[str, Tensor] = {}  # the copy on the host; used again by every save
+        self._thread: threading.Thread | None = None
+        self._error: Exception | None = None
+        self._blocked: float | None = None  # seconds; None: nothing has been saved since it was last asked
+
+    def save(self, folder: Path, progress: Progress, cursor: dict[str, Any]) -> Path:
+        """Save the state as it is now, and return where it will be; all ranks call it together. Raises what `wait` does."""
+        since = time.perf_counter()
+        self.wait()
+        state = current_state(self.engine, self.run, progress, cursor)
+        if self._beside:
+            state = dataclasses.replace(state, tensors=self._copied(state.tensors))
+            self._thread = threading.Thread(target=self._write, args=(folder, state), daemon=True, name="checkpoint")
+            self._thread.start()
+        else:
+            write_checkpoint(folder, state, self._group)
+        self._blocked = time.perf_counter() - since
+        return folder / f"{STEP_PREFIX}{progress.step:08d}"
+
+    def wait(self) -> None:
+        """Until nothing is under way. Raises ConfigError, the same on every rank, when it could not be saved."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise error
+
+    def blocked(self) -> float | None:
+        """Seconds for which the save since the last call has held up training; None: there was none."""
+        seconds, self._blocked = self._blocked, None
+        return seconds
+
+    def _copied(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        pinned = self.engine.device.type == "cuda"
+        for name, tensor in tensors.items():
+            if name not in self._held:
+                self._held[name] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pinned)
+            self._held[name].copy_(tensor, non_blocking=True)
+        if pinned:
+            torch.cuda.current_stream(self.engine.device).synchronize()  # the next update overwrites what is being copied
+        return dict(self._held)
+
+    def _write(self, folder: Path, state: State) -> None:
+        try:
+            write_checkpoint(folder, state, self._group)
+        except Exception as error:  # raised again by `wait`
+            self._error = error
+            self._failed()

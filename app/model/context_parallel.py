@@ -1,0 +1,88 @@
+"""Sequences cut over context-parallel ranks, and how attention sees all of one.
+
+A causal query late in a sequence looks at more keys than an early one. So a sequence is cut into 2P pieces, and rank r has
+pieces r and 2P - 1 - r, one after the other ("zigzag"): all ranks have the same work. Attention then needs keys and values
+of the other ranks. Either every rank gathers all of them (Llama 3, arXiv 2407.21783), or the ranks trade: each gets whole
+sequences of its share of the heads and gives the result back (Ulysses, arXiv 2309.14509).
+
+Shapes: P ranks, B sequences, S tokens per sequence, s = S / P of them here, C = S / 2P tokens of a piece, F width of what
+moves per token.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from app.compat import all_gather, all_to_all, reduce_scatter
+
+
+def own_tokens(seq_len: int, ranks: int, rank: int, device: torch.device | None = None) -> Tensor:
+    """Places in the sequence of the tokens of one rank, int64 [seq_len / ranks]; `seq_len` divides by 2 · ranks."""
+    places = torch.arange(seq_len, device=device)
+    if ranks == 1:
+        return places
+    pieces = places.chunk(2 * ranks)
+    return torch.cat((pieces[rank], pieces[-1 - rank]))
+
+
+def in_sequence(parts_PBsF: Tensor) -> Tensor:
+    """The parts of all ranks in the order of the sequence: P × B × s × F -> B × S × F."""
+    early, late = parts_PBsF.unflatten(2, (2, -1)).unbind(2)
+    return torch.cat((*early.unbind(0), *reversed(late.unbind(0))), dim=1)
+
+
+def in_parts(whole_BSF: Tensor, ranks: int) -> Tensor:
+    """What each rank has of a sequence: B × S × F -> P × B × s × F."""
+    pieces = whole_BSF.chunk(2 * ranks, dim=1)
+    return torch.stack([torch.cat((pieces[rank], pieces[-1 - rank]), dim=1) for rank in range(ranks)])
+
+
+def gather_sequence(x_BsF: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """All tokens, in order: B × s × F -> B × S × F; gradients are summed over the ranks."""
+    return _GatherSequence.apply(x_BsF, group)
+
+
+def trade_for_heads(x_BsPF: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """This rank's tokens of all shares of the heads for all tokens of its own share: B × s × P × F -> B × S × F."""
+    return in_sequence(_AllToAll.apply(x_BsPF.movedim(2, 0), group))
+
+
+def trade_for_tokens(x_BSF: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """The way back: B × S × F -> B × s × P × F."""
+    return _AllToAll.apply(in_parts(x_BSF, group.size()), group).movedim(0, 2)
+
+
+class _GatherSequence(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_BsF: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        parts_PBsF = x_BsF.new_empty(group.size(), *x_BsF.shape)
+        all_gather(parts_PBsF, x_BsF.contiguous(), group)
+        return in_sequence(parts_PBsF)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_BSF: Tensor) -> tuple[Tensor, None]:
+        parts_PBsF = in_parts(grad_BSF, ctx.group.size())
+        own_BsF = torch.empty_like(parts_PBsF[0])
+        reduce_scatter(own_BsF, parts_PBsF, ctx.group)
+        return own_BsF, None
+
+
+class _AllToAll(torch.autograd.Function):
+    """Part p of the first dimension to rank p, and its part for this rank in its place."""
+
+    @staticmethod
+    def forward(ctx: Any, parts: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return all_to_all(parts.contiguous(), group)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return all_to_all(grad.contiguous(), ctx.group), None

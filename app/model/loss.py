@@ -1,0 +1,133 @@
+"""Cross-entropy of the next token straight from hidden states, with the vocabulary cut over tensor-parallel ranks.
+
+No rank ever has all logits of a token, and with `chunk_tokens` none has those of all its tokens: backward computes them
+again, a chunk at a time (after arXiv 2411.09009). Statistics are fp32. Ranks exchange three numbers per token: the largest
+logit, the sum of exponentials and the logit of the label.
+
+Shapes: B sequences, S tokens per sequence of a context-parallel rank, s = S / tp of them here, T = B · S, C tokens of a
+chunk, D hidden, V rows of this rank of the vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from app.compat import all_reduce
+from app.model.deferred import WeightQueue
+from app.model.peers import rank, size
+from app.model.tensor_parallel import Group, gathered, scattered
+
+ROWS = 1024  # tokens whose logits are in fp32 at once
+
+
+def summed_loss(
+    h_BsD: Tensor,
+    weight_VD: nn.Parameter,
+    labels_BS: Tensor,
+    group: Group = None,
+    chunk_tokens: int | None = None,
+    later: WeightQueue | None = None,
+) -> Tensor:
+    """Cross-entropy of h · weightᵀ, nats, summed over the positions whose label is not negative; an fp32 scalar.
+
+    The same on every rank of `group`. With `chunk_tokens`, logits of so many tokens exist at once; otherwise all, which
+    are kept for backward in the type of the weights. `later` takes the weight's gradient as in `linear`.
+    """
+    return _SummedLoss.apply(h_BsD, weight_VD, labels_BS.flatten(), group, chunk_tokens, later)
+
+
+def _statistics(logits_CV: Tensor, row_C: Tensor) -> Tensor:
+    """Largest logit, sum of exponentials relative to it, and the label's logit where this rank has it, otherwise 0: [3, C]."""
+    found = []
+    for logits, row in zip(logits_CV.split(ROWS), row_C.split(ROWS), strict=True):
+        wide = logits.float()
+        largest, here = wide.amax(dim=1), (row >= 0) & (row < wide.shape[1])
+        label = wide.gather(1, torch.where(here, row, 0)[:, None]).squeeze(1) * here
+        found.append(torch.stack((largest, wide.sub(largest[:, None]).exp_().sum(dim=1), label)))
+    return torch.cat(found, dim=1)
+
+
+def _merge(statistics_3T: Tensor, group: Group) -> tuple[Tensor, Tensor]:
+    """(log-sum-exp, label's logit) of every token over all ranks: [T] and [T]."""
+    largest_T, sums_T, label_T = statistics_3T.unbind(0)
+    if group is not None and size(group) > 1:
+        over_all_T = largest_T.clone()
+        dist.all_reduce(over_all_T, dist.ReduceOp.MAX, group)
+        both_2T = torch.stack((sums_T * (largest_T - over_all_T).exp(), label_T))
+        all_reduce(both_2T, group)
+        largest_T, (sums_T, label_T) = over_all_T, both_2T.unbind(0)
+    return sums_T.log() + largest_T, label_T
+
+
+def _into_gradient(logits_CV: Tensor, row_C: Tensor, lse_C: Tensor, weight_C: Tensor) -> None:
+    """Replace logits by the gradient of Σ weight · loss, (softmax - one at the label) · weight, in their own memory."""
+    parts = (part.split(ROWS) for part in (logits_CV, row_C, lse_C, weight_C))
+    for logits, row, lse, weight in zip(*parts, strict=True):
+        probs = logits.float().sub_(lse[:, None]).exp_()
+        here = (row >= 0) & (row < probs.shape[1])
+        index = torch.where(here, row, 0)[:, None]
+        probs.scatter_(1, index, probs.gather(1, index) - here[:, None].float())
+        logits.copy_(probs.mul_(weight[:, None]))
+
+
+class _SummedLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        h_BsD: Tensor,
+        weight_VD: nn.Parameter,
+        labels_T: Tensor,
+        group: Group,
+        chunk_tokens: int | None,
+        later: WeightQueue | None,
+    ) -> Tensor:
+        h_TD, row_T = gathered(h_BsD, group).flatten(0, 1), labels_T - rank(group) * len(weight_VD)
+        chunk, kept, found = chunk_tokens or len(h_TD), [], []
+        for h_CD, row_C in zip(h_TD.split(chunk), row_T.split(chunk), strict=True):
+            logits_CV = h_CD @ weight_VD.T
+            found.append(_statistics(logits_CV, row_C))
+            kept += [logits_CV] if chunk_tokens is None else []
+        lse_T, label_T = _merge(torch.cat(found, dim=1), group)
+        counts_T = labels_T >= 0
+        ctx.save_for_backward(h_BsD, row_T, lse_T, counts_T, *kept)
+        ctx.weight_VD, ctx.group, ctx.chunk, ctx.later = weight_VD, group, chunk, later
+        return torch.where(counts_T, lse_T - label_T, 0.0).sum()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        h_BsD, row_T, lse_T, counts_T, *kept = ctx.saved_tensors
+        weight_VD, h_TD = ctx.weight_VD, gathered(h_BsD, ctx.group).flatten(0, 1)
+        facts = row_T, lse_T, counts_T * grad
+        back = _whole(kept[0], h_TD, weight_VD, *facts) if kept else _chunked(ctx.chunk, h_TD, weight_VD, *facts)
+        grad_TD, weight_gradient = back
+        grad_BsD = scattered(grad_TD.view(len(h_BsD), -1, h_TD.shape[1]), ctx.group)
+        if ctx.later is None:
+            return grad_BsD, weight_gradient().to(weight_VD.dtype), None, None, None, None
+        ctx.later.push(weight_VD, weight_gradient)
+        return grad_BsD, None, None, None, None, None
+
+
+Gradients = tuple[Tensor, Callable[[], Tensor]]  # of hidden states [T, D], and what computes that of the weights [V, D]
+
+
+def _whole(logits_TV: Tensor, h_TD: Tensor, weight_VD: Tensor, row_T: Tensor, lse_T: Tensor, weight_T: Tensor) -> Gradients:
+    _into_gradient(logits_TV, row_T, lse_T, weight_T)
+    return logits_TV @ weight_VD, lambda: logits_TV.T @ h_TD
+
+
+def _chunked(chunk: int, h_TD: Tensor, weight_VD: Tensor, row_T: Tensor, lse_T: Tensor, weight_T: Tensor) -> Gradients:
+    grad_TD, sum_VD = torch.empty_like(h_TD), torch.zeros_like(weight_VD, dtype=torch.float32)
+    parts = (part.split(chunk) for part in (grad_TD, h_TD, row_T, lse_T, weight_T))
+    for grad_CD, h_CD, *facts in zip(*parts, strict=True):
+        logits_CV = h_CD @ weight_VD.T
+        _into_gradient(logits_CV, *facts)
+        torch.mm(logits_CV, weight_VD, out=grad_CD)
+        sum_VD += logits_CV.T @ h_CD
+    return grad_TD, lambda: sum_VD

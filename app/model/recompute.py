@@ -1,0 +1,102 @@
+"""Values that backward computes again instead of having them kept (Chen et al. 2016), by the names of `Recompute`.
+
+Two ways. `whole` keeps of a function only its arguments, and backward runs it once more for its own gradients. `output`
+lets a function keep what it needs, but drops its result: what later operations would save of it is computed again from the
+function's arguments when their backward asks for it. That suits cheap functions in front of matrix products.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils.checkpoint import checkpoint
+
+from app.choices import Recompute
+
+
+@dataclass(slots=True)
+class _Source:
+    """How to compute a result again, and for how many operations."""
+
+    function: Callable[..., Tensor]
+    arguments: tuple[Tensor, ...]
+    readers: int = 0  # saved references that have not been read yet
+    value: Tensor | None = None
+
+    def read(self) -> Tensor:
+        """The result; kept until the last reader has it."""
+        if self.value is None:
+            with torch.no_grad():
+                self.value = self.function(*self.arguments)
+        value, self.readers = self.value, self.readers - 1
+        if not self.readers:
+            self.value = None
+        return value
+
+
+@dataclass(frozen=True, slots=True)
+class _View:
+    """A saved tensor in the memory of a result that is not kept."""
+
+    source: _Source
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+
+@dataclass(slots=True)
+class Again:
+    """What is recomputed of one microbatch in one chunk."""
+
+    phases: frozenset[Recompute] = frozenset()
+    draws: bool = False  # whether functions under `whole` draw random numbers, which have to be the same again
+    _sources: dict[int, tuple[StorageWeakRef, _Source]] = field(default_factory=dict)  # by the identity of the result's memory
+
+    def whole(self, part: Recompute, function: Callable[..., Any], *arguments: Any) -> Any:
+        """function(*arguments), of which only the arguments are kept if `part` is recomputed."""
+        if part not in self.phases or not torch.is_grad_enabled():
+            return function(*arguments)
+        return checkpoint(function, *arguments, use_reentrant=False, preserve_rng_state=self.draws)
+
+    def output(self, part: Recompute, function: Callable[..., Tensor], *arguments: Tensor) -> Tensor:
+        """function(*arguments), which later operations do not keep if `part` is recomputed. Not for views of arguments."""
+        out = function(*arguments)
+        if part in self.phases and torch.is_grad_enabled():
+            storage = out.untyped_storage()
+            source = _Source(function, tuple(argument.detach() for argument in arguments))
+            self._sources[storage._cdata] = StorageWeakRef(storage), source  # the reference keeps its identity from another use
+        return out
+
+    def dropped(self, part: Recompute, function: Callable[[Tensor], Tensor], argument: Tensor) -> Tensor:
+        """function(argument), of which nothing but the argument is kept if `part` is recomputed: both ways at once."""
+        return self.output(part, lambda given: self.whole(part, function, given), argument)
+
+    @contextmanager
+    def forward(self) -> Iterator[None]:
+        """Around a forward that calls `output`."""
+        if not self.phases:
+            yield
+            return
+        with saved_tensors_hooks(self._pack, _unpack):
+            yield
+        self._sources.clear()
+
+    def _pack(self, saved: Tensor) -> Tensor | _View:
+        _, source = self._sources.get(saved.untyped_storage()._cdata, (None, None))
+        if source is None:
+            return saved
+        source.readers += 1
+        return _View(source, saved.size(), saved.stride(), saved.storage_offset())
+
+
+def _unpack(packed: Tensor | _View) -> Tensor:
+    if isinstance(packed, Tensor):
+        return packed
+    return packed.source.read().as_strided(packed.size, packed.stride, packed.offset)

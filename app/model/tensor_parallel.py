@@ -1,0 +1,132 @@
+"""Matrices cut over tensor-parallel ranks, with the tokens between them cut along the sequence.
+
+A block of two matrices costs one all-gather in front of the first and one reduce-scatter behind the second, in either
+direction (Korthikanti et al. 2022). What is kept for backward is this rank's part of the tokens: the whole is gathered once
+more for the gradient of the weights. With one rank, nothing moves.
+
+Shapes: B sequences, S tokens per sequence of a context-parallel rank, s = S / tp of them here, I and O widths of a matrix
+(the cut one is this rank's part), D hidden, V rows of this rank of a vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from app.compat import all_gather, reduce_scatter
+from app.model.deferred import WeightQueue, linear
+from app.model.peers import rank, size
+
+Group = dist.ProcessGroup | None
+
+
+def widen(x_BsI: Tensor, weight_OI: nn.Parameter, group: Group, later: WeightQueue | None) -> Tensor:
+    """x · weightᵀ for the tokens of all ranks: B × s × I -> B × S × O; `weight_OI` holds this rank's rows."""
+    if size(group) == 1:
+        return linear(x_BsI, weight_OI, later)
+    return _Widen.apply(x_BsI, weight_OI, group, later)
+
+
+def narrow(x_BSI: Tensor, weight_OI: nn.Parameter, group: Group, later: WeightQueue | None) -> Tensor:
+    """x · weightᵀ summed over the ranks, each of which keeps its tokens: B × S × I -> B × s × O.
+
+    `weight_OI` holds this rank's columns.
+    """
+    return scatter_tokens(linear(x_BSI, weight_OI, later), group)
+
+
+def lookup(tokens_BS: Tensor, table_VD: Tensor, group: Group) -> Tensor:
+    """Rows of a table that is cut along the vocabulary: B × S -> B × s × D.
+
+    Every rank looks up the tokens that it has rows for and adds nothing for the others. `F.embedding`'s backward sorts or
+    owns rows instead of using atomics, so it repeats bit for bit on CPU and GPU.
+    """
+    if size(group) == 1:
+        return F.embedding(tokens_BS, table_VD)
+    row_BS = tokens_BS - rank(group) * len(table_VD)
+    elsewhere_BS = (row_BS < 0) | (row_BS >= len(table_VD))
+    rows_BSD = F.embedding(row_BS.masked_fill(elsewhere_BS, 0), table_VD).masked_fill(elsewhere_BS[..., None], 0)
+    return scatter_tokens(rows_BSD, group)
+
+
+def scatter_tokens(x_BSD: Tensor, group: Group) -> Tensor:
+    """The sum over the ranks, of which each keeps its tokens: B × S × D -> B × s × D."""
+    return x_BSD if size(group) == 1 else _ScatterTokens.apply(x_BSD, group)
+
+
+def gathered(x_BsD: Tensor, group: Group) -> Tensor:
+    """The tokens of all ranks, without a gradient: B × s × D -> B × S × D."""
+    return x_BsD if group is None or group.size() == 1 else _start_gather(x_BsD, group)()
+
+
+def scattered(x_BSD: Tensor, group: Group) -> Tensor:
+    """The sum over the ranks, of which each keeps its tokens, without a gradient: B × S × D -> B × s × D."""
+    return x_BSD if group is None or group.size() == 1 else _start_scatter(x_BSD, group)()
+
+
+Arrival = Callable[[], Tensor]  # waits for what is on its way, and returns it
+
+
+def _start_gather(x_BsD: Tensor, group: dist.ProcessGroup) -> Arrival:
+    own_BsD, parts_PBsD = x_BsD.contiguous(), x_BsD.new_empty(group.size(), *x_BsD.shape)
+    work = all_gather(parts_PBsD, own_BsD, group, wait=False)
+
+    def arrive() -> Tensor:
+        work.wait()
+        return parts_PBsD.transpose(0, 1).flatten(1, 2)
+
+    return arrive
+
+
+def _start_scatter(x_BSD: Tensor, group: dist.ProcessGroup) -> Arrival:
+    parts_PBsD = x_BSD.unflatten(1, (group.size(), -1)).transpose(0, 1).contiguous()
+    own_BsD = torch.empty_like(parts_PBsD[0])
+    work = reduce_scatter(own_BsD, parts_PBsD, group, wait=False)
+
+    def arrive(sent: Tensor = parts_PBsD) -> Tensor:  # held until it has been read
+        work.wait()
+        return own_BsD
+
+    return arrive
+
+
+class _ScatterTokens(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_BSD: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return scattered(x_BSD, group)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_BsD: Tensor) -> tuple[Tensor, None]:
+        return gathered(grad_BsD, ctx.group), None
+
+
+class _Widen(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_BsI: Tensor, weight_OI: nn.Parameter, group: dist.ProcessGroup, later: WeightQueue | None) -> Tensor:
+        ctx.save_for_backward(x_BsI)
+        ctx.weight_OI, ctx.group, ctx.later = weight_OI, group, later
+        return F.linear(gathered(x_BsI, group), weight_OI)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_BSO: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
+        (x_BsI,), weight_OI, group = ctx.saved_tensors, ctx.weight_OI, ctx.group
+        if ctx.later is not None:
+            ctx.later.push(weight_OI, lambda: _product(grad_BSO, gathered(x_BsI, group)))
+            return scattered(grad_BSO @ weight_OI, group), None, None, None
+        x_BSI = _start_gather(x_BsI, group)  # beside the first product, and the scatter beside the second one
+        grad_BsI = _start_scatter(grad_BSO @ weight_OI, group)
+        grad_OI = _product(grad_BSO, x_BSI())
+        return grad_BsI(), grad_OI, None, None
+
+
+def _product(grad_BSO: Tensor, x_BSI: Tensor) -> Tensor:
+    return grad_BSO.flatten(0, 1).T @ x_BSI.flatten(0, 1)

@@ -1,0 +1,40 @@
+"""A bound on the tokens that an expert takes from one rank, and which of them it drops.
+
+Shapes: T tokens of a rank, K experts per token, E experts, R = T·K choices.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from app.choices import DropPolicy
+
+
+def capacity(choices: int, num_experts: int, factor: float) -> int:
+    """Most tokens that one expert takes of a rank's `choices` = T·K in a microbatch: ceil(T·K / E · factor).
+
+    Source: GShard (arXiv 2006.16668), with the rounding of Megatron-Core.
+    """
+    return math.ceil(choices / num_experts * factor)
+
+
+def within_capacity(probs_TK: Tensor, experts_TK: Tensor, num_experts: int, limit: int, policy: DropPolicy) -> Tensor:
+    """Which choices stay when every expert takes at most `limit` of them: bool [T, K].
+
+    Those with the highest probabilities, the first tokens among equals; or for `DropPolicy.position` the first tokens.
+    Nothing waits for the device, and ties are broken by position, so the result repeats.
+    """
+    experts_R = experts_TK.flatten()
+    if policy is DropPolicy.position:
+        by_expert_R, choice_R = experts_R.sort(stable=True)
+    else:
+        ranked_R = probs_TK.detach().flatten().argsort(descending=True, stable=True)
+        by_expert_R, order_R = experts_R[ranked_R].sort(stable=True)
+        choice_R = ranked_R[order_R]
+    starts_E = torch.searchsorted(by_expert_R, torch.arange(num_experts, device=experts_R.device))
+    place_R = torch.arange(len(experts_R), device=experts_R.device) - starts_E[by_expert_R]
+    kept_R = torch.empty_like(place_R, dtype=torch.bool).scatter_(0, choice_R, place_R < limit)
+    return kept_R.view_as(experts_TK)

@@ -1,0 +1,99 @@
+"""Every way to lay a small model on a few ranks, and a small set of ways in which every two choices meet.
+
+The model and its sequences divide by all degrees up to 4.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from app.choices import CpComm, DispatcherKind, ScheduleName
+from app.config import ModelConfig, OptimConfig, ParallelConfig, Run, ScheduleConfig, TrainConfig
+from app.errors import ConfigError
+from tests.runs import TINY_MOE, make_run
+
+MOE = dataclasses.replace(TINY_MOE, shared_gate=True)
+GRID = ModelConfig(
+    num_layers=4, hidden_size=32, ffn_hidden_size=48, num_heads=8, num_kv_heads=4, vocab_size=64, qk_norm=True, moe=MOE
+)
+MODELS = {"moe": GRID, "dense": dataclasses.replace(GRID, moe=None, tie_embeddings=True)}
+SEQUENCES, SEQ_LEN = 4, 32  # of a step
+LARGEST = 8  # world
+
+CHOICES: dict[str, tuple[Any, ...]] = {
+    "model": ("dense", "moe"),
+    "tp": (1, 2, 4),
+    "cp": (1, 2, 4),
+    "ep": (1, 2, 4),
+    "etp": (1, 2),
+    "pp": (1, 2, 4),
+    "vpp": (1, 2),
+    "dp": (1, 2, 4),
+    "schedule": ("none", "gpipe", "1f1b", "interleaved", "zero_bubble_h1", "zero_bubble_v"),
+    "comm": ("all_gather", "all_to_all"),
+    "dispatcher": ("auto", "all_gather"),
+}
+Case = tuple[Any, ...]  # a value for each of the choices
+
+
+def run_of(case: Case, **sections: Any) -> Run:
+    """The run of a case; ConfigError where there is none."""
+    chosen = dict(zip(CHOICES, case, strict=True))
+    model = MODELS[chosen["model"]]
+    if model.moe:
+        model = dataclasses.replace(model, moe=dataclasses.replace(model.moe, dispatcher=DispatcherKind(chosen["dispatcher"])))
+    degrees = {name: chosen[name] for name in ("tp", "cp", "pp", "ep", "vpp", "dp")}
+    etp = chosen["etp"] if model.moe else None
+    parallel = ParallelConfig(**degrees, etp=etp, cp_comm_type=CpComm(chosen["comm"]))
+    train = TrainConfig(steps=20, seq_len=SEQ_LEN, micro_batch=1, global_batch=SEQUENCES)
+    order = ScheduleConfig(ScheduleName(chosen["schedule"]))
+    # AdamW divides a gradient by its own size plus eps: with a larger eps, one near zero does not turn rounding into a step.
+    optim = OptimConfig(lr=1e-2, warmup_steps=2, eps=1e-5)
+    return make_run(model, **({"parallel": parallel, "schedule": order, "optim": optim, "train": train} | sections))
+
+
+def idle(case: Case) -> bool:
+    """Whether a choice is made that means nothing beside the others, so that the case says the same as another one."""
+    chosen = dict(zip(CHOICES, case, strict=True))
+    dense = chosen["model"] == "dense" and (chosen["ep"], chosen["etp"], chosen["dispatcher"]) != (1, 1, "auto")
+    alone = chosen["dispatcher"] == "all_gather" and chosen["ep"] * chosen["etp"] == 1
+    return dense or alone or (chosen["comm"] == "all_to_all" and chosen["cp"] == 1)
+
+
+def world(case: Case) -> int:
+    """Ranks of a case."""
+    chosen = dict(zip(CHOICES, case, strict=True))
+    return chosen["tp"] * chosen["cp"] * chosen["pp"] * chosen["dp"]
+
+
+def legal() -> Iterator[Case]:
+    """Every case that the rules let through."""
+    for case in itertools.product(*CHOICES.values()):
+        if world(case) <= LARGEST and not idle(case):
+            try:
+                run_of(case)
+            except ConfigError:
+                continue
+            yield case
+
+
+Pair = tuple[int, Any, int, Any]  # two choices and their values
+
+
+def pairs(case: Case) -> Iterator[Pair]:
+    """Every two choices of a case."""
+    for (first, a), (second, b) in itertools.combinations(enumerate(case), 2):
+        yield first, a, second, b
+
+
+def covering(cases: Sequence[Case]) -> list[Case]:
+    """Few of the cases, in which any two values meet that meet in any: always the one with most new pairs, then least ranks."""
+    missing, chosen = {pair for case in cases for pair in pairs(case)}, []
+    while missing:
+        best = max(cases, key=lambda case: (len(missing.intersection(pairs(case))), -world(case)))
+        missing.difference_update(pairs(best))
+        chosen.append(best)
+    return chosen

@@ -1,0 +1,172 @@
+"""A checkpoint goes on at any layout: the losses after it are those of the layout that saved it, fp32.
+
+One set of processes per world size saves every layout of that size, and goes on with it; another one loads each at all of its.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from app.choices import ScheduleName, Score
+from app.config import ModelConfig, MoEConfig, OptimConfig, ParallelConfig, Run, ScheduleConfig, TrainConfig
+from app.engine import checkpoint
+from app.engine.build import Engine, build_engine
+from app.engine.checkpoint import Progress, load_checkpoint, read_manifest
+from app.engine.checkpoint_save import save_checkpoint
+from app.engine.groups import Groups, create_groups
+from app.engine.run_folder import CHECKPOINTS, newest_checkpoint
+from app.engine.tensor_file import TensorFile
+from app.plan.plan import Plan
+from tests.distributed import run_distributed
+from tests.runs import make_run, train_steps, whole_parameters
+
+STEPS = 3  # before and after the checkpoint
+OPTIM = OptimConfig(lr=1e-3, eps=1e-4)  # a smaller eps would turn gradients that are nothing but rounding into whole updates
+MOE = MoEConfig(num_experts=8, top_k=2, ffn_hidden_size=16, shared_ffn_hidden_size=16, score=Score.sigmoid, bias_update_rate=0.01)
+SIZES = dict(num_layers=4, hidden_size=32, ffn_hidden_size=48, num_heads=4, num_kv_heads=4, vocab_size=64)
+MODELS = {"moe": ModelConfig(**SIZES, qk_norm=True, moe=MOE), "dense": ModelConfig(**SIZES, tie_embeddings=True)}
+SEQUENCES = {"moe": 4, "dense": 12}  # of a step
+
+DEGREES: dict[str, dict[str, Any]] = {
+    "single": {},
+    "dp2": {"dp": 2},
+    "tp2": {"tp": 2},
+    "cp2": {"cp": 2},
+    "pp2": {"pp": 2},
+    "pp2·vpp2": {"pp": 2, "vpp": 2},
+    "pp2 in a V": {"pp": 2, "vpp": 2, "schedule": "zero_bubble_v"},
+    "ep2": {"dp": 2, "ep": 2},
+    "dp3": {"dp": 3},
+    "dp4": {"dp": 4},
+    "tp2·ep4·etp1": {"tp": 2, "dp": 2, "ep": 4, "etp": 1},
+    "tp2·ep2·etp2": {"tp": 2, "dp": 2, "ep": 2, "etp": 2},
+    "tp2·cp2·ep4·etp1": {"tp": 2, "cp": 2, "dp": 2, "ep": 4, "etp": 1},
+    "pp2·vpp2·tp2·ep2": {"pp": 2, "vpp": 2, "tp": 2, "dp": 2, "ep": 2},
+}
+Case = tuple[str, str]  # model and layout
+CASES: tuple[Case, ...] = (
+    *(("moe", name) for name in DEGREES if name != "dp3"),  # 3 divides neither its experts nor its batch
+    *(("dense", name) for name in ("single", "dp4", "dp2", "dp3", "tp2", "pp2·vpp2", "pp2 in a V")),
+)
+Found = tuple[str, list[tuple[float, float]], str]  # digest of the parameters, losses and norms, digest after them
+
+
+def world(case: Case) -> int:
+    """Ranks of a case."""
+    return prod(DEGREES[case[1]].get(axis, 1) for axis in ("tp", "cp", "pp", "dp"))
+
+
+WORLDS = sorted({world(case) for case in CASES})
+
+
+def run_of(model: str, layout: str) -> Run:
+    chosen = dict(DEGREES[layout])
+    schedule = ScheduleConfig(ScheduleName(chosen.pop("schedule", "auto")))
+    train = TrainConfig(steps=20, seq_len=32, micro_batch=1, global_batch=SEQUENCES[model])
+    return make_run(MODELS[model], parallel=ParallelConfig(**{"dp": 1, **chosen}), schedule=schedule, train=train, optim=OPTIM)
+
+
+def engine_in(groups: dict[str, Groups], case: Case, rank: int, seed: int = 1) -> Engine:
+    """The engine of a case; cases of one layout share its groups, which take long to make."""
+    run = run_of(*case)
+    plan = Plan(dataclasses.replace(run, train=dataclasses.replace(run.train, seed=seed)))
+    if case[1] not in groups:
+        groups[case[1]] = create_groups(plan.layout, rank)
+    return build_engine(plan, groups[case[1]], torch.device("cpu"))
+
+
+def digest(engine: Engine) -> str:
+    """Of all parameters of the model, to the bit; the same on every rank."""
+    found = hashlib.sha256()
+    for name, value in whole_parameters(engine).items():
+        found.update(name.encode() + value.numpy().tobytes())
+    return found.hexdigest()
+
+
+def save_all(rank: int, cases: list[Case], folder: Path) -> list[Found]:
+    """Train and save at every layout: the parameters in the checkpoint, what follows, and the parameters after that."""
+    seen, groups = [], {}
+    for case in cases:
+        run, engine = run_of(*case), engine_in(groups, case, rank)
+        train_steps(run, engine, STEPS)
+        save_checkpoint(folder / case[0] / case[1] / CHECKPOINTS, engine, run, Progress(STEPS, STEPS, 0), {"sequences": 7})
+        saved = digest(engine)
+        seen.append((saved, train_steps(run, engine, STEPS, first=STEPS), digest(engine)))
+    return seen
+
+
+def load_all(rank: int, pairs: list[tuple[Case, str]], folder: Path) -> list[Found]:
+    """The same for fresh engines that load: a case and the layout that has saved."""
+    seen, groups = [], {}
+    for case, source in pairs:
+        path = newest_checkpoint(folder / case[0] / source)
+        run, engine = run_of(*case), engine_in(groups, case, rank, seed=99)
+        assert load_checkpoint(path, read_manifest(path), engine) == (Progress(STEPS, STEPS, 0), {"sequences": 7})
+        loaded = digest(engine)
+        seen.append((loaded, train_steps(run, engine, STEPS, first=STEPS), digest(engine)))
+    return seen
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[Case, Found]]:
+    """Where the checkpoints of all cases are, and what their runs came to."""
+    folder, found = tmp_path_factory.mktemp("saved"), {}
+    for ranks in WORLDS:
+        cases = [case for case in CASES if world(case) == ranks]
+        results = run_distributed(save_all, ranks, cases, folder)
+        assert all(other == results[0] for other in results)
+        found |= dict(zip(cases, results[0], strict=True))
+    return folder, found
+
+
+@pytest.mark.parametrize("ranks", WORLDS)
+def test_any_layout_loads_any_other(ranks: int, saved: tuple[Path, dict[Case, Found]]):
+    """Each its own, the single process's, and that of the layout before it; a single process loads all."""
+    folder, wanted = saved
+    pairs = [(case, source) for case in CASES if world(case) == ranks for source in sources(case)]
+    for found in run_distributed(load_all, ranks, pairs, folder):
+        for (case, source), (loaded, losses, after) in zip(pairs, found, strict=True):
+            expected = wanted[case[0], source]
+            assert loaded == expected[0], f"{source} -> {case}: parameters differ"
+            if source == case[1]:
+                assert (losses, after) == expected[1:], f"{case}: not to the bit"
+            close = dict(rtol=1e-6, atol=0.0, msg=f"{source} -> {case}: {losses}, wanted {expected[1]}")
+            torch.testing.assert_close(torch.tensor(losses)[:, 0], torch.tensor(expected[1])[:, 0], **close)
+
+
+def sources(case: Case) -> list[str]:
+    same_model = [name for model, name in CASES if model == case[0]]
+    if case[1] == "single":
+        return same_model
+    return list(dict.fromkeys([case[1], "single", same_model[same_model.index(case[1]) - 1]]))
+
+
+def opened_files(rank: int, folder: Path, layout: str) -> list[str]:
+    """Names of the files that a rank maps."""
+    opened = []
+
+    class Recorded(TensorFile):
+        def __init__(self, path: Path) -> None:
+            super().__init__(path)
+            opened.append(path.name)
+
+    checkpoint.TensorFile = Recorded  # this process is about to end
+    path = newest_checkpoint(folder)
+    load_checkpoint(path, read_manifest(path), engine_in({}, ("moe", layout), rank))
+    return sorted(opened)
+
+
+def test_a_rank_opens_only_what_it_needs(saved: tuple[Path, dict[Case, Found]]):
+    folder, _ = saved
+    file = checkpoint.rank_file
+    assert run_distributed(opened_files, 2, folder / "moe/pp2", "pp2") == [[file(0)], [file(1)]]
+    # Router biases are the same on all ranks, and read from the first.
+    expected = [[file(0)], [file(0), file(1)], [file(0), file(2)], [file(0), file(3)]]
+    assert run_distributed(opened_files, 4, folder / "moe/dp4", "dp4") == expected

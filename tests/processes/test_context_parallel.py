@@ -1,0 +1,113 @@
+"""Sequences cut over ranks: the cut of Megatron-Core, attention across it, documents, and the order of what moves.
+
+Shapes: B sequences, S tokens per sequence.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from app.choices import CpComm
+from app.config import DataConfig, ModelConfig, ParallelConfig, TrainConfig
+from app.data.feed import Batch, make_batch
+from app.engine.generate import sample_tokens
+from app.engine.step import TrainingStep
+from app.model.context_parallel import in_parts, in_sequence, own_tokens, trade_for_heads, trade_for_tokens
+from tests.distributed import run_distributed
+from tests.processes.layouts import GRID
+from tests.runs import engine_of, make_run, whole_gradients
+
+GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "numerics.json").read_text())
+DENSE = dataclasses.replace(GRID, moe=None, num_layers=2)
+END, LENGTH = 7, 32  # token that ends a document, tokens of a sequence
+
+
+@pytest.mark.parametrize("case", GOLDEN["cp_zigzag_positions"], ids=lambda case: f"cp{case['cp']}")
+def test_tokens_of_a_rank_equal_golden(case: dict[str, Any]):
+    assert [own_tokens(case["seq"], case["cp"], rank).tolist() for rank in range(case["cp"])] == case["positions"]
+
+
+@pytest.mark.parametrize("case", GOLDEN["batch_on_cp_rank"], ids=lambda case: f"cp{case['cp']}")
+def test_a_batch_is_cut_like_golden(case: dict[str, Any]):
+    for rank, wanted in enumerate(case["ranks"]):
+        places, rows = own_tokens(case["seq"], case["cp"], rank), len(wanted["tokens"])
+        tokens = torch.arange(rows * case["seq"]).view(rows, -1)
+        assert tokens[:, places].tolist() == wanted["tokens"] and places.tolist() == wanted["mask_rows"]
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_sequence_and_parts_undo_each_other(ranks: int):
+    whole = torch.arange(3 * 16 * 2).view(3, 16, 2)
+    parts = in_parts(whole, ranks)
+    for rank, part in enumerate(parts):
+        assert torch.equal(part, whole[:, own_tokens(16, ranks, rank)])
+    assert torch.equal(in_sequence(parts), whole)
+
+
+def trades(rank: int) -> tuple[Any, Any]:
+    """What a rank has once heads are traded, and what it gets back, from its part of counted numbers."""
+    ranks = dist.get_world_size()
+    whole = torch.arange(2 * 16 * ranks * 3.0).view(2, 16, ranks, 3)
+    own = whole[:, own_tokens(16, ranks, rank)]
+    mine = trade_for_heads(own, dist.group.WORLD)
+    return torch.equal(mine, whole[:, :, rank]), torch.equal(trade_for_tokens(mine, dist.group.WORLD), own)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_heads_are_traded_for_tokens_and_back(ranks: int):
+    assert run_distributed(trades, ranks) == [(True, True)] * ranks
+
+
+def documents(step: int, mb: int, size: int) -> Batch:
+    """Sequences with documents of all lengths, also ones that reach across the parts of several ranks."""
+    generator = np.random.default_rng([step, mb])
+    rows = generator.integers(0, DENSE.vocab_size, (size, LENGTH + 1))
+    rows[rows == END] = 0
+    rows[0, generator.integers(0, LENGTH, 4)] = END
+    return make_batch(list(rows), END)
+
+
+def apart(rank: int, cp: int, tp: int, comm: CpComm) -> tuple[list[float], dict[str, Any]]:
+    """Losses of two steps over documents that do not see each other, and the gradients of the last one."""
+    train = TrainConfig(steps=20, seq_len=LENGTH, micro_batch=2, global_batch=4)
+    parallel = ParallelConfig(cp=cp, tp=tp, dp=1, cp_comm_type=comm)
+    run = make_run(DENSE, train=train, parallel=parallel, data=DataConfig(document_mask=True))
+    engine = engine_of(run, rank)
+    step, losses = TrainingStep(engine), []
+    for n in range(2):
+        facts, _ = step([documents(n, mb, 2) for mb in range(2)], run.optim.lr, 0.1)
+        losses.append(facts.loss)
+    return losses, {name: value.numpy() for name, value in whole_gradients(engine).items()}
+
+
+@pytest.mark.parametrize("comm", CpComm, ids=lambda comm: comm.value)
+@pytest.mark.parametrize(("cp", "tp"), [(2, 1), (4, 1), (2, 2)])
+def test_documents_stay_apart_across_ranks(cp: int, tp: int, comm: CpComm):
+    losses, gradients = run_distributed(apart, 1, 1, 1, comm)[0]
+    for found, values in run_distributed(apart, cp * tp, cp, tp, comm):
+        assert found == pytest.approx(losses, rel=2e-5)
+        for name, value in gradients.items():
+            torch.testing.assert_close(torch.from_numpy(values[name]), torch.from_numpy(value), rtol=1e-4, atol=2e-5, msg=name)
+
+
+def sampled(rank: int, parallel: ParallelConfig, model: ModelConfig) -> list[int]:
+    run = make_run(model, parallel=parallel, train=TrainConfig(steps=20, seq_len=LENGTH, micro_batch=1, global_batch=4))
+    return sample_tokens(engine_of(run, rank), [1, 2, 3], 12, 10, model.vocab_size, seed=1)
+
+
+@pytest.mark.parametrize("degrees", [dict(tp=2), dict(cp=2), dict(tp=2, cp=2), dict(pp=2, tp=2)], ids=str)
+def test_every_layout_samples_the_same_text(degrees: dict[str, int]):
+    model = dataclasses.replace(DENSE, init_std=0.3)  # far from uniform, so that rounding does not decide
+    (alone,) = run_distributed(sampled, 1, ParallelConfig(), model)
+    parallel = ParallelConfig(**degrees, dp=1)
+    found = run_distributed(sampled, math.prod(degrees.values()), parallel, model)
+    assert found == [alone] * len(found) and len(set(alone)) > 4

@@ -1,0 +1,49 @@
+"""Whatever backward computes again, training is the same bit for bit."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+
+from app.choices import Balance, Recompute, ScheduleName
+from app.config import ModelConfig, ParallelConfig, RecomputeConfig, Run, ScheduleConfig
+from tests.distributed import run_distributed
+from tests.processes.layouts import MODELS
+from tests.runs import engine_of, make_run, train_steps, whole_gradients, whole_parameters
+
+PARTS = [(part,) for part in Recompute] + [tuple(Recompute)]
+JITTER = dataclasses.replace(MODELS["moe"], moe=dataclasses.replace(MODELS["moe"].moe, jitter_eps=0.2, balance=Balance.sequence))
+
+
+def steps(rank: int, run: Run) -> dict[str, Any]:
+    torch.manual_seed(0)
+    engine = engine_of(run, rank)
+    losses = train_steps(run, engine, 2)
+    found = whole_gradients(engine) | {f"{name}.value": value for name, value in whole_parameters(engine).items()}
+    return {"losses": losses} | {name: value.numpy().tobytes() for name, value in found.items()}
+
+
+def run_of(model: ModelConfig, phases: tuple[Recompute, ...], **options: Any) -> Run:
+    full, schedule = options.pop("full", False), ScheduleConfig(ScheduleName(options.pop("schedule", "auto")))
+    recompute = RecomputeConfig(full=full, phases=phases, partial_microbatches=int(full and bool(phases)))
+    return make_run(model, recompute=recompute, schedule=schedule, parallel=ParallelConfig(dp=1, **options))
+
+
+OPTIONS = [dict(), dict(tp=2), dict(cp=2), dict(pp=2, schedule="zero_bubble_h1"), dict(pp=2, full=True)]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("name", MODELS)
+def test_all_parts_change_nothing(name: str, options: dict[str, Any]):
+    run = run_of(MODELS[name], tuple(Recompute), **options)
+    plain = run_of(MODELS[name], (), **{key: value for key, value in options.items() if key != "full"})
+    assert run_distributed(steps, run.world_size, run) == run_distributed(steps, run.world_size, plain)
+
+
+@pytest.mark.parametrize("phases", PARTS, ids=lambda phases: "+".join(part.value for part in phases))
+def test_each_part_changes_nothing(phases: tuple[Recompute, ...]):
+    for model in (MODELS["moe"], JITTER):
+        assert run_distributed(steps, 1, run_of(model, phases)) == run_distributed(steps, 1, run_of(model, ()))

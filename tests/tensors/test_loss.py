@@ -1,0 +1,91 @@
+"""The loss straight from hidden states against torch's cross-entropy of the logits.
+
+Shapes: B sequences, S tokens per sequence, D hidden, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import app.model.loss
+from app.model.deferred import WeightQueue
+from app.model.loss import summed_loss
+
+B, S, D, V = 2, 9, 8, 23
+GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "numerics.json").read_text())["cross_entropy"]
+
+
+PLAIN = [case for case in GOLDEN if not case["label_smoothing"]]
+
+
+def draw(dtype: torch.dtype) -> tuple[Tensor, nn.Parameter, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    h, weight = (torch.randn(*shape, generator=generator).to(dtype) for shape in ((B, S, D), (V, D)))
+    labels = torch.randint(0, V, (B, S), generator=generator)
+    labels[torch.rand(B, S, generator=generator) < 0.3] = -100
+    return h.requires_grad_(), nn.Parameter(weight), labels
+
+
+def exact(h: Tensor, weight: Tensor, labels: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Loss and gradients in fp64."""
+    h, weight = (value.detach().double().requires_grad_() for value in (h, weight))
+    loss = F.cross_entropy((h @ weight.T).flatten(0, 1), labels.flatten(), reduction="sum")
+    return loss.detach(), *(scale * grad for grad in torch.autograd.grad(loss, (h, weight)))
+
+
+@pytest.mark.parametrize("rows", [1024, 4], ids=["all rows at once", "blocks of 4 rows"])
+@pytest.mark.parametrize("chunk", [None, 1, 5, 18, 100])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_loss_and_gradients(dtype: torch.dtype, chunk: int | None, rows: int, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(app.model.loss, "ROWS", rows)
+    h, weight, labels = draw(dtype)
+    loss = summed_loss(h, weight, labels, chunk_tokens=chunk)
+    (loss * 0.25).backward()
+    wanted, h_grad, weight_grad = exact(h, weight, labels, 0.25)
+    tight = dtype == torch.float32
+    torch.testing.assert_close(loss.double(), wanted, rtol=1e-6 if tight else 2e-2, atol=0)
+    for found, exactly in ((h.grad, h_grad), (weight.grad, weight_grad)):
+        torch.testing.assert_close(found.double(), exactly, rtol=1e-5 if tight else 2e-2, atol=1e-6 if tight else 2e-2)
+    assert h.grad[labels == -100].eq(0).all() and h.grad[labels != -100].ne(0).any()
+
+
+@pytest.mark.parametrize("chunk", [None, 5])
+def test_the_weight_gradient_can_wait(chunk: int | None):
+    h, weight, labels = draw(torch.float32)
+    queue, sums = WeightQueue(), torch.zeros(V, D)
+    summed_loss(h, weight, labels, chunk_tokens=chunk, later=queue).backward()
+    assert weight.grad is None
+    queue.run(lambda param, grad: sums.add_(grad))
+    torch.testing.assert_close(sums.double(), exact(h, weight, labels, 1.0)[2], rtol=1e-5, atol=1e-6)
+
+
+def test_nothing_with_a_label_is_nothing():
+    h, weight, labels = draw(torch.float32)
+    loss = summed_loss(h, weight, torch.full_like(labels, -100))
+    loss.backward()
+    assert loss == 0 and h.grad.eq(0).all() and weight.grad.eq(0).all()
+
+
+def test_large_logits_stay_finite():
+    h, weight, labels = draw(torch.float32)
+    loss = summed_loss(h * 1e4, weight, labels)
+    loss.backward()
+    assert loss.isfinite() and h.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("case", PLAIN, ids=lambda case: str(len(case["logits"])))
+def test_equals_golden(case: dict):
+    logits, target, upstream = (torch.tensor(case[key]) for key in ("logits", "target", "upstream"))
+    for s in range(len(target)):
+        for b in range(target.shape[1]):
+            h = logits[s : s + 1, b : b + 1].clone().requires_grad_()
+            loss = summed_loss(h, nn.Parameter(torch.eye(logits.shape[2])), target[s : s + 1, b : b + 1])
+            (loss * upstream[s, b]).backward()
+            torch.testing.assert_close(loss.item(), case["loss"][s][b], rtol=1e-5, atol=1e-6)
+            torch.testing.assert_close(h.grad[0, 0], torch.tensor(case["grad_logits"][s][b]), rtol=1e-5, atol=1e-6)
