@@ -133,7 +133,7 @@ def kept_by_forward(engine: Engine, device: torch.device) -> int:
         del out
         torch.cuda.synchronize()
         kept = torch.cuda.memory_allocated() - before
-        del root
+        del root, loss
     return kept
 
 

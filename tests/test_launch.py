@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import socket
 import subprocess
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -54,14 +56,48 @@ def test_what_slurm_started_alone_may_start_ranks_itself():
     assert Launch.from_environment(batch_script, ask).world_size is None
 
 
-def test_a_port_that_another_program_has():
-    with socket.create_server(("", 0)) as taken:
-        port = taken.getsockname()[1]
-        with pytest.raises(ConfigError, match=f"^MASTER_PORT={port}: another program on this host has this port"):
-            Launch(0, 0, 2, ("127.0.0.1", port)).rendezvous()
-        assert Launch(1, 1, 2, ("127.0.0.1", port)).rendezvous()["MASTER_PORT"] == str(port)
-        Launch(0, 0, 2, ("127.0.0.1", port), agent_store=True).rendezvous()
+# A port that another program has, for each way to start ranks by which a user can choose one.
+
+
+@pytest.fixture
+def taken() -> Iterator[int]:
+    """A port at which another program listens."""
+    with socket.create_server(("", 0)) as program:
+        yield program.getsockname()[1]
+
+
+def test_a_port_that_another_program_has(taken: int):
+    with pytest.raises(ConfigError, match=f"^MASTER_PORT={taken}: another program on this host has this port"):
+        Launch(0, 0, 2, ("127.0.0.1", taken)).rendezvous()
+    assert Launch(1, 1, 2, ("127.0.0.1", taken)).rendezvous()["MASTER_PORT"] == str(taken)
+    Launch(0, 0, 2, ("127.0.0.1", taken), agent_store=True).rendezvous()
     assert Launch(0, 0, None).rendezvous() == {}
+
+
+@pytest.mark.parametrize(
+    "started",
+    [{"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}, TASK | {"SLURM_NTASKS": "2", "SLURM_PROCID": "0"}],
+    ids=["by hand", "by srun"],
+)
+def test_a_port_taken_costs_ranks_that_others_started_one_line(tmp_path: Path, taken: int, started: dict[str, str]):
+    (tmp_path / "scontrol").write_text("#!/bin/sh\necho localhost\n")
+    (tmp_path / "scontrol").chmod(0o755)
+    env = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "MASTER_PORT": str(taken), **started}
+    command = [sys.executable, str(ROOT / "train.py"), "run_dir=run"]
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
+    said = f"train.py: MASTER_PORT={taken}: another program on this host has this port; nearest that works: a free one\n"
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", said) and not (tmp_path / "run").exists()
+
+
+def test_ranks_that_a_run_starts_itself_meet_at_a_port_that_is_free(tmp_path: Path, taken: int):
+    """Whatever the environment says: `python train.py parallel.dp=2` is not asked for a port."""
+    (tmp_path / "ranks.py").write_text("import os; open(os.environ['RANK'], 'w').write(os.environ['MASTER_PORT'])")
+    env = {**os.environ, "PYTHONPATH": str(ROOT)} | dict.fromkeys(("MASTER_PORT", "PET_MASTER_PORT"), str(taken))
+    assert Launch.from_environment(env) == Launch(0, 0, None)
+    start = "import os, sys; from app.cli.launch import start_ranks; sys.exit(start_ranks(2, 'ranks.py', [], os.environ))"
+    done = subprocess.run([sys.executable, "-c", start], cwd=tmp_path, env=env, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert (tmp_path / "0").read_text() == (tmp_path / "1").read_text() != str(taken)
 
 
 def test_a_submitted_job_ends_where_a_program_fails(capsys: pytest.CaptureFixture[str]):

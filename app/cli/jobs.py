@@ -32,8 +32,10 @@ POLL_S = 0.5  # seconds between looks at a job's metrics.jsonl
 TAIL = 1 << 14  # bytes of a file that are read from its end
 REASON = 300  # characters of a reason that are kept
 STOPPED = (75, 130, -signal.SIGTERM, -signal.SIGINT)  # exit codes of a job that was told to end
-# Lines that say what went wrong: ours, or the end of a stack trace. What torchrun adds about a failed rank says nothing new.
-TOLD = re.compile(r"^(?:\[rank\d+\]: ?)?((?:train\.py: |(?!.*ChildFailedError)[\w.]+(?:Error|Exception)\b).*)$", re.MULTILINE)
+# Lines that say what went wrong: ours, SLURM's, or the end of a stack trace. What torchrun adds about a failed rank says nothing
+# new, unless a signal has ended it.
+SAID = r"train\.py: |slurmstepd: error: |torchrun: (?!.*ended with exit code)|(?!.*ChildFailedError)[\w.]+(?:Error|Exception)\b"
+TOLD = re.compile(rf"^(?:\[rank\d+\]: ?)?((?:{SAID}).*)$", re.MULTILINE)
 
 
 def run_jobs(script: str, folder: Path, job_overrides: Sequence[Sequence[str]]) -> list[JobReturn]:
@@ -99,9 +101,14 @@ def outcome(code: int, told_to_end: bool, run_dir: Path) -> tuple[State, str | N
         return State.done, None
     if told_to_end or code in STOPPED:
         return State.interrupted, None
-    told = TOLD.findall(_tail(run_dir / JOB_LOG))
     ended = f"exit code {code}" if code > 0 else f"killed by {signal.Signals(-code).name}"
-    return State.failed, told[-1].removeprefix("train.py: ")[:REASON].rstrip() if told else ended
+    return State.failed, last_told(run_dir / JOB_LOG) or ended
+
+
+def last_told(log: Path) -> str | None:
+    """The last line of a log that says what went wrong, None without one."""
+    told = TOLD.findall(_tail(log))
+    return told[-1].removeprefix("train.py: ")[:REASON].rstrip() if told else None
 
 
 def closing(job: Job, run_dir: Path) -> str:

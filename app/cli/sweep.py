@@ -12,10 +12,11 @@ import hashlib
 import inspect
 import re
 import shlex
+import shutil
 import signal
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +30,7 @@ from omegaconf import DictConfig
 
 from app.cli.report import report
 from app.cli.run_facts import flat, run_facts, settings
+from app.cli.submitted import how_it_ended, missing, submit, taken_back
 from app.cli.sweep_plan import Combination, combinations, folder_names, host_gpus
 from app.cli.sweep_record import Job, State, Sweep, locked
 from app.config import Run
@@ -51,7 +53,12 @@ class Asked:
     @property
     def here(self) -> bool:
         """Whether the jobs run on this host, by our launcher."""
-        return bool(self.config.hydra.runtime.choices["hydra/launcher"] == "torchrun")
+        return self.launcher_name == "torchrun"
+
+    @property
+    def launcher_name(self) -> str:
+        """The option chosen for hydra/launcher."""
+        return str(self.config.hydra.runtime.choices["hydra/launcher"])
 
     @property
     def command(self) -> str:
@@ -75,18 +82,19 @@ class Asked:
 
 def run_sweep(asked: Asked) -> None:
     """Plan, launch, report. Raises ConfigError; SystemExit with 1 for a job that failed, with 130 when interrupted."""
-    if asked.config.hydra.runtime.choices["hydra/launcher"] == "basic":
-        raise ConfigError("hydra/launcher", "basic", "would train all jobs in this one process", "torchrun")
+    _check_launcher(asked.launcher_name)
     found = asked.combinations()
     folder = Path(asked.config.hydra.sweep.dir.replace(NAME, sweep_name(found, asked.arguments)))
+    made = missing(folder)
     sweep = planned(folder, asked.command, found)
     _print_opening(sweep)
     if all(job.state is State.skipped for job in sweep.jobs):
         print("train.py: nothing to train: every combination was skipped", file=sys.stderr)
         sys.exit(1)
     with locked(folder):
-        sweep.save()
-        interrupted = _launch(asked, sweep, found)
+        with taken_back(folder, made):
+            sweep.save()
+            interrupted = _launch(asked, sweep, found)
         report(folder)
     if interrupted:
         print("stopped; the same command goes on", file=sys.stderr)
@@ -96,36 +104,40 @@ def run_sweep(asked: Asked) -> None:
 
 
 def _launch(asked: Asked, sweep: Sweep, found: Sequence[Combination]) -> bool:
-    """Run what waits; returns whether that was interrupted."""
+    """Run what waits; returns whether that was interrupted. Raises NotSubmittedError."""
     runs = {frozenset(combination.overrides): combination.run for combination in found}
     waiting = [(job, runs[frozenset(job.overrides)]) for job in sweep.jobs if job.state is State.waiting]
     arguments = [job_arguments(sweep, job, run) for job, run in waiting if run is not None]
-    problem = None
+
+    def start() -> None:
+        asked.launcher(sweep.folder).launch(arguments, initial_job_idx=0)
+
     try:
         with _told_to_end_is_ctrl_c():
-            if arguments:
-                asked.launcher(sweep.folder).launch(arguments, initial_job_idx=0)
+            if arguments and asked.here:
+                start()
+            elif arguments:
+                _submit(asked.launcher_name, start, sweep)
     except KeyboardInterrupt:
         return True
-    except Exception as error:
-        if asked.here:
-            raise
-        problem = str(error).partition("\n")[0]  # launchers that submit raise what went wrong first
-    if not asked.here:
-        _settle(asked, sweep, problem)
     return False
 
 
-def _settle(asked: Asked, sweep: Sweep, problem: str | None) -> None:
-    """Note how jobs ended that ran elsewhere, from their files. Raises ConfigError where none began."""
-    waiting = [job for job in sweep.jobs if job.state is State.waiting]
-    if problem and not any((sweep.folder / job.folder).exists() for job in waiting):
-        raise ConfigError("hydra/launcher", asked.config.hydra.runtime.choices["hydra/launcher"], problem, "torchrun")
-    for job in waiting:
-        done = run_facts(sweep.folder / job.folder).finished
-        reason = None if done else problem or f"ended before its last step; what it printed is in {sweep.folder}/.submitit"
-        sweep = sweep.changed(job.number, state=State.done if done else State.failed, reason=reason)
+def _submit(name: str, start: Callable[[], object], sweep: Sweep) -> None:
+    """Have another launcher run what waits, and note how it ended. Raises NotSubmittedError."""
+    waiting = [(job, sweep.folder / job.folder) for job in sweep.jobs if job.state is State.waiting]
+    problem = submit(name, start, sweep.folder, [run_dir for _, run_dir in waiting])
+    for job, run_dir in waiting:
+        state, reason = how_it_ended(sweep.folder, run_dir, f"run_dir={quoted(run_dir)}", problem)
+        sweep = sweep.changed(job.number, state=state, reason=reason)
     sweep.save()
+
+
+def _check_launcher(name: str) -> None:
+    if name == "basic":
+        raise ConfigError("hydra/launcher", name, "would train all jobs in this one process", "torchrun")
+    if name == "submitit_slurm" and shutil.which("sbatch") is None:
+        raise ConfigError("hydra/launcher", name, "no SLURM on this machine: sbatch is missing", "torchrun")
 
 
 def sweep_name(found: Sequence[Combination], arguments: Sequence[str]) -> str:

@@ -2,7 +2,8 @@
 
 torchrun ends with 1 whatever its ranks ended with, below a page about it. This ends with the exit code of the rank that
 failed first, and says so in a line unless the rank has said what happened itself. SIGTERM and SIGUSR1 go to the ranks, which
-have the time they need to save. A mistake or a stop is final: `--max-restarts` is for ranks that die.
+have the time they need to save; a rank that they end otherwise, before its steps or after them, has been stopped too. A mistake
+or a stop is final: `--max-restarts` is for ranks that die.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ from torch.distributed.run import parse_args, run
 
 SAID = (2, os.EX_DATAERR, os.EX_TEMPFAIL, 130)  # a mistake, a run that diverged, a stop, Ctrl-C: train.py has explained them
 PASSED_ON = (signal.SIGTERM, signal.SIGUSR1)
-FOLLOW_S = 60  # seconds that ranks have to end once those of another node have
+FOLLOW_S = 60  # seconds that ranks have to end once others have
+POLL_S = 0.05  # seconds between looks at ranks that are ending
 
 
 class Agent(LocalElasticAgent):
@@ -35,12 +37,14 @@ class Agent(LocalElasticAgent):
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
+        self._told = False
         for number in PASSED_ON:
             signal.signal(number, self._pass_on)
 
     def _pass_on(self, number: int, frame: FrameType | None) -> None:
         if self._pcontext is None:  # no ranks yet
             sys.exit(os.EX_TEMPFAIL)
+        self._told = True
         for pid in self._pcontext.pids().values():
             with suppress(ProcessLookupError):
                 os.kill(pid, number)
@@ -60,14 +64,26 @@ class Agent(LocalElasticAgent):
         return result
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        if self._told:
+            self._let_all_end()
         result = super()._monitor_workers(worker_group)
         if result.is_failed():
             error = ChildFailedError("", result.failures)
-            if error.get_first_failure()[1].exitcode in SAID:
+            failure = error.get_first_failure()[1]
+            if self._told and -failure.exitcode in PASSED_ON:
+                _say(_ended(error))
+                failure.exitcode = os.EX_TEMPFAIL
+            if failure.exitcode in SAID:
                 self._remaining_restarts = 0
             elif self._remaining_restarts:
                 _say(f"{_ended(error)}; starting the ranks again")
         return result
+
+    def _let_all_end(self) -> None:
+        # Once one has ended torch kills the others, which have stopped too, but may not have said so yet.
+        pids, deadline = self._pcontext.pids().values(), time.monotonic() + FOLLOW_S
+        while 0 < sum(map(_runs, pids)) < len(pids) and time.monotonic() < deadline:
+            time.sleep(POLL_S)
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -89,6 +105,14 @@ def main(arguments: Sequence[str]) -> int:
         _say(_explain(error, options.rdzv_endpoint or f"{options.master_addr}:{options.master_port}"))
         return 2
     return 0
+
+
+def _runs(pid: int) -> bool:
+    """Whether a child has not ended; leaves its exit code to whoever asks for that."""
+    try:
+        return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
+    except ChildProcessError:
+        return False
 
 
 def _say(text: str) -> None:

@@ -83,11 +83,11 @@ def stage_state(run: Run, stage: Stage, layout: ParallelLayout) -> StageState:
 def bytes_per_parameter(precision: PrecisionConfig) -> tuple[int, int, int]:
     """Bytes of a parameter, of its gradient, and of what its owner among d ranks holds besides: P+G + O/d.
 
-    Two moments in fp32, and fp32 copies of parameter and gradient where these have fewer bytes: 8+8/d for fp32 throughout,
-    6+12/d for bf16 with gradients in fp32, 4+16/d for bf16 throughout.
+    Two moments in fp32, and an fp32 copy of the parameter where that has fewer bytes: 8+8/d for fp32 throughout, 6+12/d for
+    bf16 with gradients in fp32, 4+12/d for bf16 throughout. Gradients of fewer bytes are widened for the update alone.
     """
     params, grads = BYTES[precision.params], BYTES[precision.grads]
-    return params, grads, 8 + (4 if params < 4 else 0) + (4 if grads < 4 else 0)
+    return params, grads, 8 + (4 if params < 4 else 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +119,8 @@ def _parts(
     chunks = [activations for _, activations in found]
     full = full_recompute(actions, run.recompute.partial_microbatches) if run.recompute.partial_microbatches else {}
     peak = find_peak(actions, chunks, full)
-    tensors = [*_state_parts(run, layout, [state for state, _ in found]), *_step_parts(run, layout, chunks, actions, peak)]
+    states, step = [state for state, _ in found], list(_step_parts(run, layout, chunks, actions, peak))
+    tensors = [*_state_parts(run, layout, states), *step, *_update_parts(run, layout, states, step)]
     if graphs is not None:
         tensors += partial_graph_parts(graphs, chunks, peak)
     tensors.append(Part("library workspaces", WORKSPACES, "cuBLAS, of the threads of forward and backward"))
@@ -145,6 +146,16 @@ def _state_parts(run: Run, layout: ParallelLayout, states: Sequence[StageState])
     how = f"{params + grads + shard} → {params + grads}+{shard}/d, d = {shared_by}"
     owned = dense // shared_by + expert // layout.edp
     yield Part("optimizer", shard * owned, how + (f", experts {layout.edp}" if expert else ""))
+
+
+def _update_parts(run: Run, layout: ParallelLayout, states: Sequence[StageState], step: Sequence[Part]) -> Iterator[Part]:
+    """What the update needs beyond what forward and backward have needed before it: its gradients in fp32."""
+    if BYTES[run.precision.grads] == 4:
+        return
+    dense, expert = (sum(getattr(state, name) for state in states) for name in ("dense", "expert"))
+    more = 4 * (dense // (layout.dp * layout.cp) + expert // layout.edp) - sum(part.bytes for part in step)
+    if more > 0:
+        yield Part("update", more, "gradients in fp32, beyond what the activations have left")
 
 
 def _step_parts(

@@ -1,4 +1,4 @@
-"""Sweeps as a user starts them: eight runs with failed and impossible ones, going on, Ctrl-C, mistakes."""
+"""Sweeps as a user starts them: six runs with failed and impossible ones, going on, Ctrl-C, mistakes."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ ROOT = Path(__file__).parent.parent.parent
 TINY = ("model.num_layers=1", "model.hidden_size=32", "model.moe.ffn_hidden_size=32", "train.seq_len=32", "train.micro_batch=2",
         "train.global_batch=4", "train.eval_interval=2", "train.eval_sequences=4", "train.sample_tokens=0",
         "optim.warmup_steps=1", "log=none", "checkpoint.interval=2")  # fmt: skip
-EIGHT = ("parallel=single,dp2", "model.vocab_size=264,272,200,-8")
+SIX = ("parallel=single,dp2", "model.vocab_size=264,200,-8")
 
 
 @pytest.fixture(scope="session")
@@ -53,78 +54,76 @@ def metrics(run_dir: Path) -> list[dict[str, Any]]:
 
 
 @pytest.fixture(scope="session")
-def eight(tmp_path_factory: pytest.TempPathFactory, corpus: tuple[str, ...]) -> tuple[Path, subprocess.CompletedProcess[str]]:
-    """Folder and outcome of a sweep of eight: four that train, two that fail, two that are impossible."""
-    folder = tmp_path_factory.mktemp("eight")
-    done = run(folder, *corpus, *TINY, "train.steps=3", *EIGHT)
+def six(tmp_path_factory: pytest.TempPathFactory, corpus: tuple[str, ...]) -> tuple[Path, subprocess.CompletedProcess[str]]:
+    """Folder and outcome of a sweep of six: two that train, two that fail, two that are impossible."""
+    folder = tmp_path_factory.mktemp("six")
+    done = run(folder, *corpus, *TINY, "train.steps=3", *SIX)
     (sweep,) = (folder / "sweeps").iterdir()
     return sweep, done
 
 
-def test_a_sweep_of_eight(eight: tuple[Path, subprocess.CompletedProcess[str]]):
-    folder, done = eight
+def test_a_sweep_of_six(six: tuple[Path, subprocess.CompletedProcess[str]]):
+    folder, done = six
     assert done.returncode == 1 and done.stderr == "", done.stderr  # two have failed
     assert re.fullmatch(r"moe_tiny-[0-9a-f]{8}", folder.name)
-    assert states(folder) == ["done", "done", "failed", "skipped"] * 2
+    assert states(folder) == ["done", "failed", "skipped"] * 2
     jobs = json.loads((folder / "sweep.json").read_text())["jobs"]
-    assert [job["swept"] for job in jobs[3:5]] == [
+    assert [job["swept"] for job in jobs[2:4]] == [
         ["parallel=single", "model.vocab_size=-8"],
         ["parallel=dp2", "model.vocab_size=264"],
     ]
     assert {job["reason"] for job in jobs if job["state"] == "done"} == {None}
-    for failed, skipped in ((2, 3), (6, 7)):
+    for failed, skipped in ((1, 2), (4, 5)):
         assert jobs[failed]["reason"].startswith("model.vocab_size=200: data.tokenizer=bytes has 257 ids")
         assert (jobs[failed]["exit_code"], jobs[skipped]["exit_code"]) == (2, None)
         assert jobs[skipped]["reason"].startswith("model.vocab_size=-8: must be at least 1")
         assert not (folder / jobs[skipped]["folder"]).exists()
 
 
-def test_what_is_told(eight: tuple[Path, subprocess.CompletedProcess[str]]):
+def test_what_is_told(six: tuple[Path, subprocess.CompletedProcess[str]]):
     """What is skipped first, with the reason; then a line when a job begins and one when it ends."""
-    lines = eight[1].stdout.splitlines()
-    assert lines[0].endswith(": 8 jobs, 2 skipped")
-    assert [line[:5] for line in lines[1:3]] == ["[4/8]", "[8/8]"] and all(
+    lines = six[1].stdout.splitlines()
+    assert lines[0].endswith(": 6 jobs, 2 skipped")
+    assert [line[:5] for line in lines[1:3]] == ["[3/6]", "[6/6]"] and all(
         "skipped: model.vocab_size=-8" in line for line in lines[1:3]
     )
-    told = [re.sub(r"\d:\d\d:\d\d", "T", line) for line in lines[3:15]]
-    assert told[0] == "[1/8] parallel=single model.vocab_size=264  started"
-    assert re.fullmatch(r"\[1/8\] parallel=single model.vocab_size=264  done in T, loss \d\.\d{4}", told[1])
-    assert told[5].startswith("[3/8] parallel=single model.vocab_size=200  failed after T: model.vocab_size=200: data.tokenizer")
-    assert [line[:5] for line in told] == [f"[{number}/8]" for number in (1, 1, 2, 2, 3, 3, 5, 5, 6, 6, 7, 7)]
+    told = [re.sub(r"\d:\d\d:\d\d", "T", line) for line in lines[3:11]]
+    assert told[0] == "[1/6] parallel=single model.vocab_size=264  started"
+    assert re.fullmatch(r"\[1/6\] parallel=single model.vocab_size=264  done in T, loss \d\.\d{4}", told[1])
+    assert told[3].startswith("[2/6] parallel=single model.vocab_size=200  failed after T: model.vocab_size=200: data.tokenizer")
+    assert [line[:5] for line in told] == [f"[{number}/6]" for number in (1, 1, 2, 2, 4, 4, 5, 5)]
     assert lines[-1].startswith("written: ")
 
 
-def test_every_job_is_a_run_in_a_folder_of_its_own(eight: tuple[Path, subprocess.CompletedProcess[str]]):
-    folder = eight[0]
-    for name, ranks in (("0_parallel-single_vocab_size-264", None), ("5_parallel-dp2_vocab_size-272", 2)):
+def test_every_job_is_a_run_in_a_folder_of_its_own(six: tuple[Path, subprocess.CompletedProcess[str]]):
+    folder = six[0]
+    names = {"0_parallel-single_vocab_size-264": None, "3_parallel-dp2_vocab_size-264": 2}
+    for name, ranks in names.items():
         config = OmegaConf.load(folder / name / "config.yaml")
-        assert (config.parallel.world_size, config.model.vocab_size) == (ranks, int(name[-3:]))
+        assert (config.parallel.world_size, config.model.vocab_size) == (ranks, 264)
         assert (config.log.group, config.log.console, config.resume) == (folder.name, False, None)
         assert [row["step"] for row in metrics(folder / name) if "loss" in row] == [1, 2, 3]
         assert newest_checkpoint(folder / name) is not None and (folder / name / "job.log").exists()
-    losses = [
-        [row["loss"] for row in metrics(folder / name) if "loss" in row]
-        for name in ("0_parallel-single_vocab_size-264", "4_parallel-dp2_vocab_size-264")
-    ]
+    losses = [[row["loss"] for row in metrics(folder / name) if "loss" in row] for name in names]
     assert losses[0] == pytest.approx(losses[1], rel=1e-4)
 
 
-def test_started_again_only_what_is_not_done_runs(eight: tuple[Path, subprocess.CompletedProcess[str]], corpus: tuple[str, ...]):
+def test_started_again_only_what_is_not_done_runs(six: tuple[Path, subprocess.CompletedProcess[str]], corpus: tuple[str, ...]):
     """The same overrides in another order are the same sweep."""
-    folder = eight[0]
+    folder = six[0]
     kept = {path: path.stat().st_mtime_ns for path in folder.glob("*/metrics.jsonl")}
-    again = run(folder.parent.parent, *reversed(EIGHT), *TINY, "train.steps=3", *corpus)
-    assert again.returncode == 1 and ": 8 jobs, 2 skipped, 4 done before" in again.stdout
-    assert [line[:5] for line in again.stdout.splitlines() if "started" in line] == ["[3/8]", "[7/8]"]
-    assert {path: path.stat().st_mtime_ns for path in folder.glob("*/metrics.jsonl")} == kept and len(kept) == 4
-    assert states(folder) == ["done", "done", "failed", "skipped"] * 2
+    again = run(folder.parent.parent, *reversed(SIX), *TINY, "train.steps=3", *corpus)
+    assert again.returncode == 1 and ": 6 jobs, 2 skipped, 2 done before" in again.stdout
+    assert [line[:5] for line in again.stdout.splitlines() if "started" in line] == ["[2/6]", "[5/6]"]
+    assert {path: path.stat().st_mtime_ns for path in folder.glob("*/metrics.jsonl")} == kept and len(kept) == 2
+    assert states(folder) == ["done", "failed", "skipped"] * 2
 
 
 def test_two_sweeps_do_not_share_a_folder(
-    eight: tuple[Path, subprocess.CompletedProcess[str]], corpus: tuple[str, ...], tmp_path: Path
+    six: tuple[Path, subprocess.CompletedProcess[str]], corpus: tuple[str, ...], tmp_path: Path
 ):
-    before = (eight[0] / "sweep.json").read_text()
-    other = run(tmp_path, *corpus, *TINY, "train.steps=4,5", f"hydra.sweep.dir={eight[0]}")
+    before = (six[0] / "sweep.json").read_text()
+    other = run(tmp_path, *corpus, *TINY, "train.steps=4,5", f"hydra.sweep.dir={six[0]}")
     assert other.returncode == 2 and "holds another sweep (python train.py -m " in other.stderr and other.stderr.count("\n") == 1
     (tmp_path / "notes.txt").write_text("mine")
     other = run(tmp_path, *corpus, *TINY, "train.steps=4,5", "hydra.sweep.dir=.")
@@ -132,37 +131,32 @@ def test_two_sweeps_do_not_share_a_folder(
         2,
         "train.py: hydra.sweep.dir=.: holds something else; nearest that works: a new folder\n",
     )
-    assert (eight[0] / "sweep.json").read_text() == before and [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
+    assert (six[0] / "sweep.json").read_text() == before and [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
 
 
 def test_ctrl_c_keeps_what_finished_and_the_same_command_goes_on(corpus: tuple[str, ...], tmp_path: Path):
     """The second of three is interrupted after its first checkpoint; started again, it goes on from there."""
-    overrides = (
-        *corpus,
-        *TINY,
-        "train.steps=2,150,3",
-        "train.eval_interval=1",
-        "checkpoint.interval=5",
-        "log.wandb=true",
-        "hydra.sweep.dir=s",
-    )
+    overrides = (*corpus, *TINY, "train.steps=2,40,3", "train.eval_interval=0", "log.wandb=true", "hydra.sweep.dir=s")
     process = subprocess.Popen(command(*overrides), cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    wait_for(lambda: newest_checkpoint(tmp_path / "s/1_steps-150") is not None or process.poll() is not None)
-    jobs = list(descendants(process.pid))
+    wait_for(lambda: newest_checkpoint(tmp_path / "s/1_steps-40") is not None or process.poll() is not None)
+    (job,) = children(process.pid)
+    os.kill(job, signal.SIGSTOP)  # so that it does not end meanwhile
+    processes = [job, *descendants(job)]
     second = run(tmp_path, *overrides)
     assert second.returncode == 2 and "hydra.sweep.dir=s: a sweep is running there" in second.stderr
     process.send_signal(signal.SIGINT)
+    os.kill(job, signal.SIGCONT)
     out, err = process.communicate(timeout=60)
     assert (process.returncode, err) == (130, "stopped; the same command goes on\n"), err
     assert states(tmp_path / "s") == ["done", "interrupted", "waiting"]
-    assert "steps=150  interrupted after" in out and jobs
-    wait_for(lambda: not any(Path(f"/proc/{pid}").exists() for pid in jobs))
-    reached = metrics(tmp_path / "s/1_steps-150")[-1]["step"]
+    assert "steps=40  interrupted after" in out
+    wait_for(lambda: not any(Path(f"/proc/{pid}").exists() for pid in processes))
+    reached = metrics(tmp_path / "s/1_steps-40")[-1]["step"]
     again = run(tmp_path, *overrides)
     assert again.returncode == 0 and states(tmp_path / "s") == ["done"] * 3, again.stdout
-    steps = [row["step"] for row in metrics(tmp_path / "s/1_steps-150") if "loss" in row]
-    assert steps == list(range(1, 151)) and OmegaConf.load(tmp_path / "s/1_steps-150/config.yaml").resume == "auto"
-    assert 5 <= reached < 150
+    steps = [row["step"] for row in metrics(tmp_path / "s/1_steps-40") if "loss" in row]
+    assert steps == list(range(1, 41)) and OmegaConf.load(tmp_path / "s/1_steps-40/config.yaml").resume == "auto"
+    assert 2 <= reached < 40
     assert [wandb_group(tmp_path / "s" / name) for name in ("0_steps-2", "2_steps-3")] == ["s", "s"]
 
 
@@ -179,11 +173,16 @@ def wait_for(condition: Callable[[], bool], seconds: float = 120) -> None:
         time.sleep(0.02)
 
 
+def children(pid: int) -> list[int]:
+    """Processes that a process has started and that have not ended."""
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
 def descendants(pid: int) -> Iterator[int]:
     """Processes that a process has started, directly or not."""
-    for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
-        yield int(child)
-        yield from descendants(int(child))
+    for child in children(pid):
+        yield child
+        yield from descendants(child)
 
 
 MISTAKES = {
@@ -199,28 +198,38 @@ MISTAKES = {
 }
 
 
+NOTHING_TO_TRAIN = {
+    "parallel.ep=3,5": "parallel.ep=5: must divide model.moe.num_experts=8",
+    "hardware.gpu_memory_gib=0.1,0.25": "hardware.gpu_memory_gib=0.2: too small: a rank needs ",
+    "train.global_batch=1024 train.micro_batch=1 parallel.dp=512,1024": "parallel.dp=1024: this host has room for ",
+}
+Ended = dict[str, tuple[Path, subprocess.CompletedProcess[str]]]
+
+
+@pytest.fixture(scope="module")
+def refused(tmp_path_factory: pytest.TempPathFactory) -> Ended:
+    """Sweeps that come to nothing, side by side: their overrides -> the folder that each was started in, and its outcome."""
+    folders = {overrides: tmp_path_factory.mktemp("refused") for overrides in (*MISTAKES, *NOTHING_TO_TRAIN)}
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        done = pool.map(lambda overrides: run(folders[overrides], *overrides.split()), folders)
+        return {overrides: (folders[overrides], outcome) for overrides, outcome in zip(folders, done, strict=True)}
+
+
 @pytest.mark.parametrize("overrides", MISTAKES)
-def test_a_mistake_costs_one_line_and_leaves_nothing(overrides: str, tmp_path: Path):
-    done = run(tmp_path, *overrides.split())
+def test_a_mistake_costs_one_line_and_leaves_nothing(refused: Ended, overrides: str):
+    folder, done = refused[overrides]
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith(f"train.py: {MISTAKES[overrides]}") and done.stderr.count("\n") == 1
-    assert list(tmp_path.iterdir()) == []
+    assert list(folder.iterdir()) == []
 
 
-@pytest.mark.parametrize(
-    ("overrides", "said"),
-    [
-        (["parallel.ep=3,5"], "parallel.ep=5: must divide model.moe.num_experts=8"),
-        (["hardware.gpu_memory_gib=0.1,0.25"], "hardware.gpu_memory_gib=0.2: too small: a rank needs "),
-        (["train.global_batch=1024", "train.micro_batch=1", "parallel.dp=512,1024"], "parallel.dp=1024: this host has room for "),
-    ],
-    ids=lambda value: value[0] if isinstance(value, list) else "",
-)
-def test_nothing_to_train_is_an_error(tmp_path: Path, overrides: list[str], said: str):
-    done = run(tmp_path, *overrides)
+@pytest.mark.parametrize("overrides", NOTHING_TO_TRAIN)
+def test_nothing_to_train_is_an_error(refused: Ended, overrides: str):
+    folder, done = refused[overrides]
     assert (done.returncode, done.stderr) == (1, "train.py: nothing to train: every combination was skipped\n")
-    assert re.search(rf"^\[2/2\] \S+  skipped: {re.escape(said)}", done.stdout, re.MULTILINE), done.stdout
-    assert list(tmp_path.iterdir()) == []
+    said = rf"^\[2/2\] \S+  skipped: {re.escape(NOTHING_TO_TRAIN[overrides])}"
+    assert re.search(said, done.stdout, re.MULTILINE), done.stdout
+    assert list(folder.iterdir()) == []
 
 
 def test_a_sweep_is_not_one_of_several_ranks(tmp_path: Path):

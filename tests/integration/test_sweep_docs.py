@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -27,8 +28,10 @@ COMMANDS = [
 def told(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, str]]:
     """A folder with what a clone has, in which every command was run; and what each has printed."""
     folder = tmp_path_factory.mktemp("clone")
-    for name in ("app", "conf", "train.py"):
+    for name in ("app", "train.py"):
         (folder / name).symlink_to(ROOT / name)
+    shutil.copytree(ROOT / "conf", folder / "conf")
+    (folder / "conf/data/stdlib.yaml").write_text("source: text\npath: [app/plan/*.py]\ncache_dir: cache\n")  # a small corpus
     env = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "CUDA_VISIBLE_DEVICES": ""}
     outputs = {}
     for line in COMMANDS:
@@ -52,7 +55,7 @@ def test_what_is_written(told: tuple[Path, dict[str, str]]):
     (sweep,) = (told[0] / "sweeps").glob("dense_tiny-*")
     assert {path.name for path in sweep.iterdir() if path.is_file()} == {"sweep.json", "report.txt", "report.csv", "report.html"}
     jobs = json.loads((sweep / "sweep.json").read_text())["jobs"]
-    assert jobs[0]["folder"] == "0_parallel-single_lr-0.001" and f"`{jobs[0]['folder']}/`" in DOC
+    assert jobs[0]["folder"] == "0_lr-0.001_weight_decay-0" and f"`{jobs[0]['folder']}/`" in DOC
     assert {"folder", "overrides", "state", "reason", "exit_code", "seconds"} <= set(jobs[0])
     assert all((sweep / job["folder"] / "job.log").exists() for job in jobs)
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import dataclasses
 import io
 import json
+import os
 import signal
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -19,6 +21,7 @@ from app import rules
 from app.cli import sweep_plan
 from app.cli.compose import register_schema
 from app.cli.jobs import ProgressLine, outcome, progress
+from app.cli.submitted import NotSubmittedError, how_it_ended, missing, submit, taken_back
 from app.cli.sweep import job_arguments, planned, quoted, sweep_name
 from app.cli.sweep_plan import Combination, check_host, combinations, folder_names, host_gpus
 from app.cli.sweep_record import State, Sweep, locked
@@ -198,6 +201,13 @@ def test_quoted_values_come_back_whole(value: str):
             State.failed,
             "torch.OutOfMemoryError: CUDA out",
         ),
+        (
+            "RuntimeError: lost\ntorchrun: rank 1 (process 7) was ended by SIGKILL\n",
+            137,
+            State.failed,
+            "torchrun: rank 1 (process 7) was ended by SIGKILL",
+        ),
+        ("RuntimeError: boom\ntorchrun: rank 1 (process 7) ended with exit code 1\n", 1, State.failed, "RuntimeError: boom"),
         ("nothing to see\n", 3, State.failed, "exit code 3"),
         ("", -signal.SIGKILL, State.failed, "killed by SIGKILL"),
         ("train.py: stopped", 75, State.interrupted, None),
@@ -240,3 +250,97 @@ def test_on_a_terminal_one_line_is_drawn_again_and_stands_at_the_end(tmp_path: P
     assert drawn.count("\n") == 1 and drawn.startswith("\r[1/2] parallel=dp2  starting ")
     assert all(len(part) <= 39 for part in drawn.split("\r")[1:-1])
     assert drawn.endswith("\r\x1b[K[1/2] parallel=dp2  failed after 0:00:01: a reason that is longer than the terminal is wide\n")
+
+
+# Jobs that another launcher submits.
+
+
+def submitted(folder: Path, number: int, run_dir: Path, *logs: str) -> Path:
+    """Files of submitit about one job, and what each of its tasks has printed, the one that ended last in front."""
+    job = folder / f".submitit/{number}_0"
+    job.mkdir(parents=True)
+    (job / f"{number}_0_submitted.pkl").write_bytes(b"\x80\x04" + f"run_dir={quoted(run_dir)}".encode() + b"\x94.")
+    for task, text in reversed(list(enumerate(logs))):
+        (job / f"{number}_0_{task}_log.err").write_text(text)
+        os.utime(job / f"{number}_0_{task}_log.err", ns=(0, 1000 - task))
+    return job
+
+
+BOOM, LOST = "Traceback\nValueError: boom\n", "Traceback\nRuntimeError: Connection closed by peer\n"
+BY_SLURM = "slurmstepd: error: *** JOB 7 ON n1 CANCELLED AT 2030-01-01T00:00:00 DUE TO TIME LIMIT ***"
+
+
+@pytest.mark.parametrize(
+    ("logs", "state", "reason"),
+    [
+        (["train.py: model.x=1: no\n", ""], State.failed, "model.x=1: no"),
+        ([LOST, BOOM], State.failed, "ValueError: boom"),
+        ([f"{BY_SLURM}\nsrun: error: n1: task 0: Killed\n", LOST], State.failed, BY_SLURM),
+        ([f"{BY_SLURM}\ntrain.py: model.x=1: no\n"], State.failed, "model.x=1: no"),
+        (["train.py: stopped by SIGTERM after step 7, saved a\n"], State.interrupted, "stopped by SIGTERM after step 7, saved a"),
+        (["nothing to see\n"], State.failed, "what the launcher said"),
+    ],
+)
+def test_how_a_submitted_job_ended(tmp_path: Path, logs: list[str], state: State, reason: str):
+    run_dir = tmp_path / "it's"
+    submitted(tmp_path, 2, tmp_path / "it's another", BOOM)
+    submitted(tmp_path, 3, run_dir, "train.py: an earlier start\n")
+    newest = submitted(tmp_path, 4, run_dir, *logs)
+    os.utime(next(newest.glob("*.pkl")), ns=(2**62, 2**62))
+    assert how_it_ended(tmp_path, run_dir, f"run_dir={quoted(run_dir)}", "what the launcher said") == (state, reason)
+    finished_run(run_dir)
+    assert how_it_ended(tmp_path, run_dir, f"run_dir={quoted(run_dir)}", None) == (State.done, None)
+
+
+def test_a_submitted_job_without_a_word(tmp_path: Path):
+    state, reason = how_it_ended(tmp_path, tmp_path / "a", "run_dir='a'", None)
+    assert state is State.failed and reason == f"ended before its last step; what it printed is in {tmp_path}/.submitit"
+
+
+def refused() -> None:
+    """What submitit does when sbatch refuses a job."""
+    print("sbatch: error: no such partition", file=sys.stderr)
+    raise RuntimeError("sbatch: error: no such partition\nsbatch: error: Batch job submission failed\n")
+
+
+def test_what_is_not_submitted_is_one_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(NotSubmittedError, match=r"^hydra/launcher=slurm: no such partition; Batch job submission failed;"):
+        submit("slurm", refused, tmp_path, [tmp_path / "a"])
+    assert capsys.readouterr().err == ""
+
+
+def test_what_goes_wrong_later_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    def launch() -> None:
+        submitted(tmp_path, 1, tmp_path / "a")
+        refused()
+
+    assert submit("slurm", launch, tmp_path, [tmp_path / "a"]) == "no such partition; Batch job submission failed"
+    assert capsys.readouterr().err == "sbatch: error: no such partition\n"
+    assert submit("slurm", lambda: None, tmp_path, []) is None
+
+
+@pytest.mark.parametrize("there", ["", "sweeps", "sweeps/a"])
+def test_what_was_written_for_jobs_not_submitted_is_taken_back(tmp_path: Path, there: str):
+    (tmp_path / there).mkdir(parents=True, exist_ok=True)
+    before, folder = set(tmp_path.rglob("*")), tmp_path / "sweeps/a"
+    made = missing(folder)
+    with pytest.raises(NotSubmittedError), locked(folder), taken_back(folder, made):
+        (folder / "sweep.json").write_text("new")
+        (folder / ".submitit").mkdir()
+        (folder / ".submitit/x.pkl").touch()
+        raise NotSubmittedError("hydra/launcher", "slurm", "refused")
+    assert set(tmp_path.rglob("*")) == before
+
+
+def test_an_earlier_start_of_the_sweep_stays(tmp_path: Path):
+    submitted(tmp_path, 1, tmp_path / "a", BOOM)
+    (tmp_path / "sweep.json").write_text("old")
+    before = set(tmp_path.rglob("*"))
+    for error in (NotSubmittedError, ConfigError):
+        with pytest.raises(error), taken_back(tmp_path, missing(tmp_path)):
+            (tmp_path / "sweep.json").write_text("new")
+            (tmp_path / ".submitit/x.pkl").touch()
+            raise error("hydra/launcher", "slurm", "refused")
+        if error is NotSubmittedError:
+            assert set(tmp_path.rglob("*")) == before and (tmp_path / "sweep.json").read_text() == "old"
+    assert (tmp_path / "sweep.json").read_text() == "new", "only what could not be submitted is taken back"

@@ -212,11 +212,14 @@ from pathlib import Path
 rank, folder = os.environ["RANK"], Path(sys.argv[1])
 attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]
 (folder / f"began-{rank}-{attempt}").touch()
-ends = dict(word.split(":") for word in sys.argv[2:])  # rank or rank/attempt: exit code, negative for a signal, or sleep
+while len(list(folder.glob(f"began-*-{attempt}"))) < 2:
+    time.sleep(0.01)
+ends = dict(word.split(":") for word in sys.argv[2:])  # rank or rank/attempt: exit code, negative for a signal, sleep or idle
 end = ends.get(f"{rank}/{attempt}", ends.get(rank, "0"))
 if end == "sleep":
     for number in (signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, lambda number, frame: (time.sleep(0.5), os._exit(75)))
+if end in ("sleep", "idle"):
     time.sleep(60)
 if int(end) < 0:
     os.kill(os.getpid(), -int(end))
@@ -262,6 +265,15 @@ def test_ranks_that_die_are_started_again_and_named(tmp_path: Path):
 def test_signals_reach_the_ranks_which_have_time(tmp_path: Path, number: int):
     ends = ["0:sleep", "1:sleep"]
     assert launched(tmp_path, "--standalone", "--max-restarts=2", ends=ends, send=number)[:2] == (75, "")
+
+
+@pytest.mark.parametrize("first", ["sleep", "idle"])
+def test_ranks_that_a_signal_ends_outside_of_their_steps_have_stopped(tmp_path: Path, first: str):
+    """As one does that has saved and hears it late; the other still has the time it needs."""
+    ends = [f"0:{first}", "1:idle"]
+    code, said, began = launched(tmp_path, "--standalone", "--max-restarts=2", ends=ends, send=signal.SIGUSR1)
+    assert (code, began) == (75, ["began-0-0", "began-1-0"])
+    assert said == "" if first == "sleep" else said.endswith("was ended by SIGUSR1\n") and said.count("\n") == 1
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 NODES = ("n1", "n2")
+REQUEUE_S = 15  # seconds that a job put back into the queue waits, for the nodes to forget it; SLURM has 120
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol")
 CONF = """
 ClusterName=tests
@@ -25,7 +26,7 @@ SlurmctldPort={port}
 SlurmUser=root
 SlurmdUser=root
 AuthType=auth/munge
-AuthInfo=socket={folder}/munge/socket
+AuthInfo=socket={folder}/munge/socket,cred_expire={requeue_s}
 CredType=cred/munge
 StateSaveLocation={folder}/state
 SlurmdSpoolDir={folder}/spool.%n
@@ -43,12 +44,12 @@ PreemptMode=REQUEUE
 GresTypes=gpu
 SlurmdParameters=config_overrides
 ReturnToService=2
-KillWait=20
+KillWait=120
 MinJobAge=600
 MailProg=/bin/true
 MpiDefault=none
 {nodes}
-PartitionName=main Nodes=ALL Default=YES PriorityTier=1 PreemptMode=REQUEUE GraceTime=60 MaxTime=60 State=UP
+PartitionName=main Nodes=ALL Default=YES PriorityTier=1 PreemptMode=REQUEUE GraceTime=120 MaxTime=60 State=UP
 PartitionName=urgent Nodes=ALL PriorityTier=2 PreemptMode=OFF MaxTime=60 State=UP
 """
 NODE = "NodeName={name} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs=8 Gres=gpu:8 State=UNKNOWN"
@@ -67,7 +68,9 @@ def two_nodes() -> Iterator[Mapping[str, str]]:
     with ExitStack() as stack:
         stack.callback(shutil.rmtree, folder, ignore_errors=True)
         _start_munge(folder, stack)
-        env = {**os.environ, "SLURM_CONF": str(_write_conf(folder)), "GLOO_SOCKET_IFNAME": "lo"}
+        # Both nodes' threads share the cores of this host: those that wait must leave them to the others.
+        settings = {"SLURM_CONF": str(_write_conf(folder)), "GLOO_SOCKET_IFNAME": "lo", "OMP_WAIT_POLICY": "PASSIVE"}
+        env = {**os.environ, **settings}
         for command in (["slurmctld", "-D"], *(["slurmd", "-D", "-N", name] for name in NODES)):
             _start(command, env, folder / f"{'-'.join(command)}.out", stack)
         _wait(lambda: _idle_nodes(env) == len(NODES), "two idle nodes", folder)
@@ -92,7 +95,7 @@ def _write_conf(folder: Path) -> Path:
     port, *ports = _free_ports(1 + len(NODES))
     nodes = "\n".join(NODE.format(name=name, host=host, port=own) for name, own in zip(NODES, ports, strict=True))
     conf = folder / "slurm.conf"
-    conf.write_text(CONF.format(host=host, port=port, folder=folder, nodes=nodes))
+    conf.write_text(CONF.format(host=host, port=port, folder=folder, nodes=nodes, requeue_s=REQUEUE_S))
     for number in range(8):
         (folder / f"gpu{number}").touch()  # stands for a device
     (folder / "gres.conf").write_text(f"NodeName={','.join(NODES)} Name=gpu File={folder}/gpu[0-7]\n")

@@ -35,29 +35,34 @@ def test_submitit_over_two_nodes_put_back_into_the_queue(
     wait_for(lambda: newest_checkpoint(run_dir))
     job = cluster.run("squeue", "--noheader", "--states=RUNNING", "--format=%A").split()[0]
     cluster.run("scancel", "--signal=USR2", job)
-    cluster.again(job)
     output = sweep.communicate(timeout=200)[0]
     assert sweep.returncode == 1, output
     assert losses(run_dir) == undisturbed, output
-    states = [(found["state"], found["folder"]) for found in json.loads((run_dir.parent / "sweep.json").read_text())["jobs"]]
-    assert states == [("done", "0_seq_len-32"), ("failed", "1_seq_len-99999999")]
-    printed = "".join(path.read_text() for path in run_dir.parent.glob(".submitit/*/*.err"))
-    assert "train.py: train.seq_len=99999999: the training split has only" in printed
-    assert "stopped by SIGUSR2 after step" in printed
+    done, failed = json.loads((run_dir.parent / "sweep.json").read_text())["jobs"]
+    assert (done["state"], done["folder"], done["reason"]) == ("done", "0_seq_len-32", None)
+    assert (failed["state"], failed["folder"]) == ("failed", "1_seq_len-99999999")
+    assert failed["reason"].startswith("train.seq_len=99999999: the training split has only")
+    assert "stopped by SIGUSR2 after step" in "".join(path.read_text() for path in run_dir.parent.glob(".submitit/*/*.err"))
+
+
+SUBMIT = ("-m", "hydra/launcher=submitit_slurm", "+experiment=smoke", "train.steps=1,2")
 
 
 def test_without_slurm(tmp_path: Path):
-    command = [
-        sys.executable,
-        str(ROOT / "train.py"),
-        "-m",
-        "hydra/launcher=submitit_slurm",
-        "+experiment=smoke",
-        "train.steps=1,2",
-    ]
-    done = subprocess.run(command, cwd=tmp_path, env={"PATH": "", "PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
-    assert done.returncode == 2 and done.stderr.count("\n") == 1
-    assert done.stderr.startswith("train.py: hydra/launcher=submitit_slurm: ") and "torchrun" in done.stderr
+    command, env = [sys.executable, str(ROOT / "train.py"), *SUBMIT], {"PATH": "", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
+    said = "no SLURM on this machine: sbatch is missing; nearest that works: torchrun"
+    assert (done.returncode, done.stderr) == (2, f"train.py: hydra/launcher=submitit_slurm: {said}\n")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_slurm_refuses_costs_a_line_and_leaves_nothing(cluster: Cluster, tmp_path: Path):
+    """Here for an option of the job, in place of what sbatch itself prints; as without a controller."""
+    command = [sys.executable, str(ROOT / "train.py"), *SUBMIT, "hydra.launcher.partition=nowhere"]
+    done = subprocess.run(command, cwd=tmp_path, env=cluster.env, capture_output=True, text=True)
+    assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
+    assert done.stderr.startswith("train.py: hydra/launcher=submitit_slurm: invalid partition specified: nowhere; ")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_the_commands_of_the_page(cluster: Cluster):
