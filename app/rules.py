@@ -194,14 +194,22 @@ def check_batch(run: Run) -> None:
 
 
 def check_lr_schedule(run: Run) -> None:
-    """Warm-up and the last decay fit into the decay steps."""
-    steps, warmup = run.decay_steps, run.optim.warmup_steps or 0
-    if warmup >= steps:
-        raise ConfigError("optim.warmup_steps", warmup, f"must be below the {steps} decay steps", steps // 10)
-    last = run.optim.wsd_decay_steps or 0
-    if run.optim.decay is Decay.wsd and warmup + last > steps:
-        rule = f"with optim.warmup_steps={warmup} longer than the {steps} decay steps"
-        raise ConfigError("optim.wsd_decay_steps", last, rule, steps - warmup)
+    """Warm-up and the last decay fit into the decay steps; all are counted in samples, which are whole."""
+    lengths = run.warmup_steps, run.wsd_decay_steps, run.decay_steps
+    warmup, last, whole = (round(steps * run.train.global_batch) for steps in lengths)
+    if warmup >= whole:
+        word, size = _unit(run, "warmup")
+        rule = f"must be below the {whole / size:.10g} decay {word}"
+        raise ConfigError(f"optim.warmup_{word}", warmup // size, rule, whole // size // 10)
+    if run.optim.decay is Decay.wsd and warmup + last > whole:
+        word, size = _unit(run, "wsd_decay")
+        rule = f"with {warmup / size:.10g} {word} of warm-up longer than the {whole / size:.10g} decay {word}"
+        raise ConfigError(f"optim.wsd_decay_{word}", last // size, rule, (whole - warmup) // size or "a longer decay")
+
+
+def _unit(run: Run, name: str) -> tuple[str, int]:
+    """What a length of the schedule was given in, and samples in one."""
+    return ("steps", run.train.global_batch) if getattr(run.optim, f"{name}_samples") is None else ("samples", 1)
 
 
 def check_rollback(run: Run) -> None:

@@ -15,10 +15,11 @@ import torch.distributed as dist
 TIMEOUT_S = 120
 
 
-def run_distributed(fn: Callable[..., Any], world_size: int, *args: Any) -> list[Any]:
+def run_distributed(fn: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = TIMEOUT_S) -> list[Any]:
     """`fn(rank, *args)` in `world_size` forked processes of one gloo world; the results in rank order.
 
-    Results travel pickled, so tensors should be small. A rank that fails fails the call with its traceback.
+    Results travel pickled, so tensors should be small. A rank that fails fails the call with its traceback, and so do
+    ranks of which none has ended for `timeout_s`.
     """
     context = multiprocessing.get_context("fork")
     with tempfile.TemporaryDirectory() as folder:
@@ -31,7 +32,7 @@ def run_distributed(fn: Callable[..., Any], world_size: int, *args: Any) -> list
             process.start()
             sender.close()  # so that a rank that dies closes its pipe
         try:
-            return _results([receiver for receiver, _ in pipes])
+            return _results([receiver for receiver, _ in pipes], timeout_s)
         finally:
             for process in ranks:
                 process.kill()
@@ -48,14 +49,14 @@ def _rank(sender: Connection, fn: Callable[..., Any], rank: int, world_size: int
         sender.send((False, traceback.format_exc()))
 
 
-def _results(receivers: list[Connection]) -> list[Any]:
+def _results(receivers: list[Connection], timeout_s: float) -> list[Any]:
     """The ranks' results in order, read as they come: the first failure ends the wait."""
     results: dict[Connection, Any] = {}
     while len(results) < len(receivers):
-        ready = wait([receiver for receiver in receivers if receiver not in results], timeout=TIMEOUT_S)
+        ready = wait([receiver for receiver in receivers if receiver not in results], timeout=timeout_s)
         if not ready:
             raise TimeoutError(
-                f"ranks {[r for r, end in enumerate(receivers) if end not in results]} said nothing for {TIMEOUT_S} s"
+                f"ranks {[r for r, end in enumerate(receivers) if end not in results]} said nothing for {timeout_s:.0f} s"
             )
         for receiver in ready:
             results[receiver] = _result(receivers.index(receiver), receiver)

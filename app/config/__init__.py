@@ -78,6 +78,25 @@ class Run:
         return max(1, self.train.eval_sequences // (self.train.micro_batch * self.dp))
 
     @property
-    def decay_steps(self) -> int:
-        """Step at which the learning rate reaches its minimum."""
-        return self.optim.decay_steps or self.train.steps
+    def decay_steps(self) -> float:
+        """Step at which the learning rate reaches its minimum; a fraction where samples do not fill the last step."""
+        steps = self._steps(self.optim.decay_steps, self.optim.decay_samples)
+        return self.train.steps if steps is None else steps
+
+    @property
+    def warmup_steps(self) -> float:
+        """Steps of the learning rate's warm-up; a fraction as above."""
+        steps = self._steps(self.optim.warmup_steps, self.optim.warmup_samples)
+        return self.decay_steps // 20 if steps is None else steps
+
+    @property
+    def wsd_decay_steps(self) -> float:
+        """Steps of the last part of warm-up, stable, decay; a fraction as above; 0 where none are given."""
+        return self._steps(self.optim.wsd_decay_steps, self.optim.wsd_decay_samples) or 0
+
+    def _steps(self, steps: int | None, samples: int | None) -> float | None:
+        """A length of a schedule in steps, of which one holds train.global_batch samples: whole where it divides them."""
+        if samples is None:
+            return steps
+        whole, rest = divmod(samples, self.train.global_batch)
+        return samples / self.train.global_batch if rest else whole

@@ -12,15 +12,21 @@ from app.errors import ConfigError, nearest_multiples
 
 @dataclass(frozen=True)
 class OptimConfig:
-    """AdamW (Loshchilov & Hutter 2019) and its schedules; steps are optimizer updates."""
+    """AdamW (Loshchilov & Hutter 2019) and its schedules.
+
+    Steps are optimizer updates; a length may be given in samples (sequences) instead, train.global_batch to an update.
+    """
 
     lr: float = 3e-3  # peak learning rate
     min_lr: float = 3e-4  # learning rate after decay
     init_lr: float = 0.0  # learning rate at step 0 of warm-up
     warmup_steps: int | None = None  # steps from init_lr to lr; null: a twentieth of the decay steps
+    warmup_samples: int | None = None  # the same in samples
     decay: Decay = Decay.cosine  # shape after warm-up
     decay_steps: int | None = None  # step at which min_lr is reached; null: train.steps
+    decay_samples: int | None = None  # the same in samples
     wsd_decay_steps: int | None = None  # last steps of the decay for decay=wsd
+    wsd_decay_samples: int | None = None  # the same in samples
     wsd_decay: WsdDecay = WsdDecay.exponential  # shape of those steps
     beta1: float = 0.9  # decay of the first moment per step
     beta2: float = 0.95  # decay of the second moment per step
@@ -36,18 +42,30 @@ class OptimConfig:
 
     def __post_init__(self) -> None:
         above_zero("optim", self, "lr", "eps")
-        at_least("optim", self, 0, "min_lr", "init_lr", "warmup_steps", "weight_decay", "weight_decay_end", "clip_norm")
-        at_least("optim", self, 1, "decay_steps", "wsd_decay_steps", "bucket_numel")
+        at_least("optim", self, 0, "min_lr", "init_lr", "weight_decay", "weight_decay_end", "clip_norm")
+        at_least("optim", self, 1, "bucket_numel")
         for name in ("init_lr", "min_lr"):
             if getattr(self, name) > self.lr:
                 raise ConfigError(f"optim.{name}", getattr(self, name), f"above the peak optim.lr={self.lr}", self.lr)
         for name in ("beta1", "beta2"):
             if not 0 <= getattr(self, name) < 1:
                 raise ConfigError(f"optim.{name}", getattr(self, name), "must be in [0, 1)", 0.95)
-        if self.decay is Decay.wsd and self.wsd_decay_steps is None:
-            raise ConfigError(
-                "optim.wsd_decay_steps", None, "optim.decay=wsd needs the length of its last part", "a tenth of train.steps"
-            )
+        self._check_lengths()
+        self._check_weight_decay()
+
+    def _check_lengths(self) -> None:
+        at_least("optim", self, 0, "warmup_steps", "warmup_samples")
+        at_least("optim", self, 1, "decay_steps", "decay_samples", "wsd_decay_steps", "wsd_decay_samples")
+        for name in ("warmup", "decay", "wsd_decay"):
+            steps, samples = getattr(self, f"{name}_steps"), getattr(self, f"{name}_samples")
+            if steps is not None and samples is not None:
+                rule = f"optim.{name}_steps={steps} says the same in steps: set one of them"
+                raise ConfigError(f"optim.{name}_samples", samples, rule, f"null, or optim.{name}_steps=null")
+        if self.decay is Decay.wsd and self.wsd_decay_steps is None and self.wsd_decay_samples is None:
+            rule = "optim.decay=wsd needs the length of its last part, in steps or as optim.wsd_decay_samples"
+            raise ConfigError("optim.wsd_decay_steps", None, rule, "a tenth of train.steps")
+
+    def _check_weight_decay(self) -> None:
         if self.weight_decay_end is not None and self.weight_decay_end < self.weight_decay:
             raise ConfigError(
                 "optim.weight_decay_end",

@@ -106,7 +106,7 @@ def build_layer(model: ModelConfig, index: int, peers: Peers) -> Layer:
 
 
 def _dispatcher(moe: MoEConfig, peers: Peers) -> Dispatcher:
-    if peers.ep * peers.etp == 1 and moe.dispatcher in (DispatcherKind.auto, DispatcherKind.local):
+    if peers.ep * peers.etp == 1:
         return LocalDispatcher(moe.num_experts)
     kind = AllGatherDispatcher if moe.dispatcher is DispatcherKind.all_gather else AllToAllDispatcher
     return kind(moe.num_experts, peers.experts, peers.etp)

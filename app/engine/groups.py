@@ -112,7 +112,7 @@ def create_groups(layout: ParallelLayout, rank: int) -> Groups:
 def _own_group(groups: list[list[int]], rank: int, **options: Any) -> Any:
     # Every rank takes part in creating every group, in the same order. A group of one has nothing to send, and an NCCL
     # communicator would still take 390 MiB for it.
-    alone = {"backend": "gloo"}
+    alone = {} if dist.get_backend() == "fake" else {"backend": "gloo"}
     handles = [dist.new_group(ranks, timeout=TIMEOUT, **(options if len(ranks) > 1 else alone)) for ranks in groups]
     return next((handle for handle, ranks in zip(handles, groups, strict=True) if rank in ranks), None)
 

@@ -83,7 +83,8 @@ class Validation:
     def __call__(self, batches: Sequence[Batch]) -> tuple[float, int]:
         """(nats per token, tokens) over the microbatches of all ranks."""
         step = _on_device(self.run, self.engine, batches, Normalize.token)
-        loss = torch.as_tensor(self.forward_only(step).loss)
+        # A number on ranks without a loss of their own; on all it has to be where their group can sum it.
+        loss = torch.as_tensor(self.forward_only(step).loss, dtype=torch.float32, device=self.engine.device)
         all_reduce(loss, self.engine.groups.world)
         found = float(loss), int(step.valid)
         self.engine.watch.rest()

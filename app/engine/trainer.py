@@ -54,6 +54,7 @@ def train(plan: Plan, rank: int, local_rank: int, attempt: Attempt) -> int:
         groups = create_groups(plan.layout, rank)
         start = rank_zero_says(groups, lambda: find_start(run, attempt.earlier(run.run_dir)))
         data = load_all_data(run, groups, local_rank)
+        torch.manual_seed(run.train.seed * run.world_size + rank)  # for noise, which differs from rank to rank
         engine = build_engine(plan, groups, device)
         trainer = Trainer(engine, data, start)
         with engine.watch.running():
@@ -175,7 +176,7 @@ class Trainer:
     def step(self, watch: Stopwatch) -> StepReport:
         """Train on the next batches; `watch` times what lies between two steps."""
         run, updates = self.run, self.progress.updates + 1
-        lr, decay = lr_at(updates, run.optim, run.decay_steps), weight_decay_at(updates, run.optim, run.decay_steps)
+        lr, decay = lr_at(updates, run), weight_decay_at(updates, run)
         facts, totals = self.training_step(self.feed.next_step(), lr, decay)
         self.meter.count(totals)
         self.stops = bool(facts.stop) and self.progress.step + 1 < run.train.steps

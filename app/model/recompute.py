@@ -58,17 +58,25 @@ class Again:
     phases: frozenset[Recompute] = frozenset()
     draws: bool = False  # whether functions under `whole` draw random numbers, which have to be the same again
     _sources: dict[int, tuple[StorageWeakRef, _Source]] = field(default_factory=dict)  # by the identity of the result's memory
+    _inside: int = 0  # depth of functions under `whole`, of which nothing is kept anyway
 
     def whole(self, part: Recompute, function: Callable[..., Any], *arguments: Any) -> Any:
         """function(*arguments), of which only the arguments are kept if `part` is recomputed."""
-        if part not in self.phases or not torch.is_grad_enabled():
+        if part not in self.phases or self._inside or not torch.is_grad_enabled():
             return function(*arguments)
-        return checkpoint(function, *arguments, use_reentrant=False, preserve_rng_state=self.draws)
+        return checkpoint(self._within, function, *arguments, use_reentrant=False, preserve_rng_state=self.draws)
+
+    def _within(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        self._inside += 1
+        try:
+            return function(*arguments)
+        finally:
+            self._inside -= 1
 
     def output(self, part: Recompute, function: Callable[..., Tensor], *arguments: Tensor) -> Tensor:
         """function(*arguments), which later operations do not keep if `part` is recomputed. Not for views of arguments."""
         out = function(*arguments)
-        if part in self.phases and torch.is_grad_enabled():
+        if part in self.phases and not self._inside and torch.is_grad_enabled():
             storage = out.untyped_storage()
             source = _Source(function, tuple(argument.detach() for argument in arguments))
             self._sources[storage._cdata] = StorageWeakRef(storage), source  # the reference keeps its identity from another use
@@ -91,7 +99,7 @@ class Again:
     def _pack(self, saved: Tensor) -> Tensor | _View:
         _, source = self._sources.get(saved.untyped_storage()._cdata, (None, None))
         if source is None:
-            return saved
+            return saved.detach()  # itself would be a cycle where an operation saves its own result
         source.readers += 1
         return _View(source, saved.size(), saved.stride(), saved.storage_offset())
 

@@ -47,6 +47,7 @@ class BucketRow:
     missing: list[int] = field(default_factory=list)  # gradients that each bucket waits for; empty: not begun
     started: int = 0
     works: list[dist.Work] = field(default_factory=list)
+    streams: set[torch.cuda.Stream] = field(default_factory=set)  # on which gradients have been added
 
     def begin(self) -> None:
         """From here on every gradient that arrives is the step's last of its parameter."""
@@ -57,6 +58,8 @@ class BucketRow:
         """One more gradient of a bucket is whole on this rank."""
         if self.missing:
             self.missing[bucket] -= 1
+            if self.shards[bucket].grads.is_cuda:
+                self.streams.add(torch.cuda.current_stream())
             while self.started < len(self.shards) and self.missing[self.started] <= 0 and not self._waits_for_others:
                 self._start()
 
@@ -72,6 +75,7 @@ class BucketRow:
         for work in self.works:
             work.wait()
         self.works, self.missing, self.started = [], [], 0
+        self.streams.clear()
 
     @property
     def _waits_for_others(self) -> bool:
@@ -81,6 +85,8 @@ class BucketRow:
     def _start(self) -> None:
         shard = self.shards[self.started]
         self.started += 1
+        for stream in self.streams:  # autograd adds a gradient on the stream of the forward
+            torch.cuda.current_stream().wait_stream(stream)
         if self.tp.size() > 1 and shard.shared:
             sum_over(self.tp, shard.shared)
         work = reduce_scatter(shard.grad, shard.grads, shard.group, wait=not self.overlaps)

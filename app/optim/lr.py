@@ -1,7 +1,8 @@
 """Learning rate and weight decay as functions of the step: plain floats, no state, no torch.
 
 `step` is where the schedule stands: 0 before the first update, n for the n-th. The two functions on plain numbers serve
-parameter groups with a peak or minimum of their own; `lr_at` and `weight_decay_at` read OptimConfig.
+parameter groups with a peak or minimum of their own; `lr_at` and `weight_decay_at` read a run. A length in steps may be a
+fraction, where it was given in samples: the schedule then stands at step · train.global_batch samples.
 """
 
 from __future__ import annotations
@@ -9,29 +10,30 @@ from __future__ import annotations
 import math
 
 from app.choices import Decay, Ramp, WsdDecay
-from app.config import OptimConfig
+from app.config import Run
 
 
-def lr_at(step: int, config: OptimConfig, decay_steps: int) -> float:
-    """Learning rate at `step`; `decay_steps` is the step at which the minimum is reached."""
+def lr_at(step: int, run: Run) -> float:
+    """Learning rate at `step`."""
+    config = run.optim
     return learning_rate(
         step,
         init=config.init_lr,
         peak=config.lr,
         low=config.min_lr,
-        warmup_steps=decay_steps // 20 if config.warmup_steps is None else config.warmup_steps,
-        decay_steps=decay_steps,
+        warmup_steps=run.warmup_steps,
+        decay_steps=run.decay_steps,
         decay=config.decay,
-        wsd_steps=config.wsd_decay_steps or 0,
+        wsd_steps=run.wsd_decay_steps,
         wsd_decay=config.wsd_decay,
     )
 
 
-def weight_decay_at(step: int, config: OptimConfig, decay_steps: int) -> float:
-    """Weight decay at `step`, which reaches its last value at `decay_steps`."""
-    start = config.weight_decay
+def weight_decay_at(step: int, run: Run) -> float:
+    """Weight decay at `step`, which reaches its last value with the end of the learning rate's decay."""
+    config, start = run.optim, run.optim.weight_decay
     end = start if config.weight_decay_end is None else config.weight_decay_end
-    return weight_decay(step, start=start, end=end, ramp_steps=decay_steps, ramp=config.weight_decay_ramp)
+    return weight_decay(step, start=start, end=end, ramp_steps=run.decay_steps, ramp=config.weight_decay_ramp)
 
 
 def learning_rate(
@@ -40,10 +42,10 @@ def learning_rate(
     init: float,
     peak: float,
     low: float,
-    warmup_steps: int,
-    decay_steps: int,
+    warmup_steps: float,
+    decay_steps: float,
     decay: Decay,
-    wsd_steps: int,
+    wsd_steps: float,
     wsd_decay: WsdDecay,
 ) -> float:
     """Linear from `init` to `peak` over `warmup_steps`, then `decay` to `low` at step `decay_steps`, then `low`.
@@ -65,7 +67,7 @@ def learning_rate(
     return low + (peak - low) * (_half_cosine(done) if decay is Decay.cosine else 1 - done)
 
 
-def weight_decay(step: int, *, start: float, end: float, ramp_steps: int, ramp: Ramp) -> float:
+def weight_decay(step: int, *, start: float, end: float, ramp_steps: float, ramp: Ramp) -> float:
     """From `start` to `end` over `ramp_steps`, then `end`; a constant ramp is `end` throughout."""
     if ramp is Ramp.constant or step > ramp_steps:
         return end
@@ -73,7 +75,7 @@ def weight_decay(step: int, *, start: float, end: float, ramp_steps: int, ramp: 
     return start + (end - start) * (_half_cosine(1 - done) if ramp is Ramp.cosine else done)
 
 
-def _wsd_share(step: int, steps: int, shape: WsdDecay) -> float:
+def _wsd_share(step: float, steps: float, shape: WsdDecay) -> float:
     """Share of (peak - low) left `step` steps into a last part of `steps` (warm-up, stable, decay: Hu et al. 2024)."""
     if step <= 0:
         return 1.0

@@ -28,7 +28,10 @@ def losses(folder: Path, *overrides: str, first: int = 1) -> list[tuple[float, f
 
 
 @pytest.mark.skipif(GPUS < 2, reason="needs two CUDA devices")
-@pytest.mark.parametrize("layout", ["parallel.dp=2", "parallel.ep=2 parallel.dp=2"])
+@pytest.mark.parametrize(
+    "layout",
+    ["parallel.dp=2", "parallel.ep=2 parallel.dp=2", "parallel=tp2", "parallel=cp2", "parallel=pp2"],
+)
 def test_two_gpus_train_like_one(tmp_path: Path, layout: str):
     """fp32: equal up to the order of sums over ten steps. A route flips only after that."""
     one = losses(tmp_path / "one", "train.steps=10", "parallel.dp=1")

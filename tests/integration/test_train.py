@@ -81,12 +81,22 @@ def test_run_folder(whole: tuple[Path, str]):
 
 
 def test_metrics_are_the_documented_ones(whole: tuple[Path, str]):
-    """docs/metrics.md lists every key that a report may have, and a run writes all that apply on CPU."""
+    """docs/metrics.md lists every key that a report may have, and a run writes all that apply on CPU and are not asked for."""
     documented = set(re.findall(r"^\| `(\w+)` \|", (ROOT / "docs/metrics.md").read_text(), re.MULTILINE))
     reports = (StepReport, ValidationReport, RollbackReport)
     assert documented == {field for report in reports for field in report.__dataclass_fields__}
     written = {key for row in metrics(whole[0]) for key in row}
-    assert documented - written == {"mfu", "memory_reserved_gib", "rollback_from", "rollbacks"}
+    asked_for = {"moe_dropped", "loss_scale", "grad_zeros"}
+    assert documented - written == {"mfu", "memory_reserved_gib", "rollback_from", "rollbacks", *asked_for}
+
+
+def test_metrics_that_are_asked_for(tmp_path: Path, corpus: str):
+    asked = ("optim.count_zeros=true", "model.moe.capacity_factor=1", "precision.loss_scale=8", "log.interval=1")
+    done = run(tmp_path, command(corpus, "train.steps=6", "run_dir=run", *asked))
+    assert done.returncode == 0, done.stderr
+    for row in metrics(tmp_path / "run"):
+        if "loss" in row:
+            assert row["loss_scale"] == 8 and 0 < row["moe_dropped"] < 1 and row["grad_zeros"] >= 0
 
 
 def test_wandb_run_reads_back(whole: tuple[Path, str]):

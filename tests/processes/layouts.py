@@ -51,7 +51,7 @@ def run_of(case: Case, **sections: Any) -> Run:
     train = TrainConfig(steps=20, seq_len=SEQ_LEN, micro_batch=1, global_batch=SEQUENCES)
     order = ScheduleConfig(ScheduleName(chosen["schedule"]))
     # AdamW divides a gradient by its own size plus eps: with a larger eps, one near zero does not turn rounding into a step.
-    optim = OptimConfig(lr=1e-2, warmup_steps=2, eps=1e-5)
+    optim = OptimConfig(lr=1e-2, warmup_steps=2, eps=1e-5, bucket_numel=1500)  # several buckets per chunk
     return make_run(model, **({"parallel": parallel, "schedule": order, "optim": optim, "train": train} | sections))
 
 

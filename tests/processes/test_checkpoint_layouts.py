@@ -120,7 +120,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[Case, Fo
     folder, found = tmp_path_factory.mktemp("saved"), {}
     for ranks in WORLDS:
         cases = [case for case in CASES if world(case) == ranks]
-        results = run_distributed(save_all, ranks, cases, folder)
+        results = run_distributed(save_all, ranks, cases, folder, timeout_s=600)
         assert all(other == results[0] for other in results)
         found |= dict(zip(cases, results[0], strict=True))
     return folder, found
@@ -131,7 +131,7 @@ def test_any_layout_loads_any_other(ranks: int, saved: tuple[Path, dict[Case, Fo
     """Each its own, the single process's, and that of the layout before it; a single process loads all."""
     folder, wanted = saved
     pairs = [(case, source) for case in CASES if world(case) == ranks for source in sources(case)]
-    for found in run_distributed(load_all, ranks, pairs, folder):
+    for found in run_distributed(load_all, ranks, pairs, folder, timeout_s=600):
         for (case, source), (loaded, losses, after) in zip(pairs, found, strict=True):
             expected = wanted[case[0], source]
             assert loaded == expected[0], f"{source} -> {case}: parameters differ"

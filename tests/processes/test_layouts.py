@@ -62,7 +62,7 @@ def one_process() -> dict[str, Any]:
 
 
 def expect_parity(cases: list[Case], one_process: dict[str, Any]) -> None:
-    for rank, results in enumerate(run_distributed(every, world(cases[0]), cases)):
+    for rank, results in enumerate(run_distributed(every, world(cases[0]), cases, timeout_s=60 * len(cases))):
         for case, (losses, *found) in zip(cases, results, strict=True):
             wanted_losses, *wanted = one_process[case[0]]
             numbers = torch.tensor(losses), torch.tensor(wanted_losses)

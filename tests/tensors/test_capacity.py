@@ -175,7 +175,7 @@ def test_nothing_waits_for_the_device(padded: bool):
         x = torch.empty(2, 20, D)
         moe = dataclasses.replace(MOE, pad_to_capacity=padded, jitter_eps=0.1, force_balance=True)
         body = MoEBody(MODEL, moe, LocalDispatcher(E), Peers())
-        values: dict[str, Any] = {"x": x, "context": None}
+        values: dict[str, Any] = {"x": x, "context": layer_context(torch.zeros(1, 20, dtype=torch.int64), None, 8, 1e4)}
         for phase in body.phases[:-3]:  # the experts' products loop on the host here
             values.update(zip(phase.outputs, phase.run(*(values[name] for name in phase.inputs)), strict=True))
         out = combine(values["rows"], values["probs"], values["record"])

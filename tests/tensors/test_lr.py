@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from app.choices import Decay, Ramp, WsdDecay
-from app.config import OptimConfig, Run
+from app.config import OptimConfig, Run, TrainConfig
 from app.errors import ConfigError
 from app.optim.lr import learning_rate, lr_at, weight_decay, weight_decay_at
 from app.rules import check
@@ -54,10 +55,10 @@ def test_schedule_equals_golden(case: dict[str, Any]):
                 warmup_steps=optim.warmup_steps, decay_steps=args["lr_decay_steps"], decay=optim.decay,
                 wsd_steps=optim.wsd_decay_steps or 0, wsd_decay=optim.wsd_decay,
             )
-            decay = weight_decay_at(step, optim, args["wd_incr_steps"])
+            decay = weight_decay_at(step, run_of(replace(optim, decay_steps=args["wd_incr_steps"])))
             ours = [lr * group.get("lr_mult", 1), decay * group.get("wd_mult", 1)]
             assert ours == pytest.approx(wanted, rel=1e-12, abs=1e-18)
-            assert group or lr == lr_at(step, optim, args["lr_decay_steps"])
+            assert group or lr == lr_at(step, run_of(optim))
 
 
 @pytest.mark.parametrize("case", REJECTED, ids=label)
@@ -77,11 +78,82 @@ def test_impossible_schedules_are_refused_by_the_config(case: dict[str, Any]):
     ({"decay": Decay.wsd, "wsd_decay_steps": 701}, "optim.wsd_decay_steps"),
     ({"weight_decay_end": 0.2}, "optim.weight_decay_ramp"),
     ({"weight_decay": -0.1}, "optim.weight_decay"),
+    ({"decay": Decay.wsd, "wsd_decay_steps": 690}, "optim.wsd_decay_steps"),  # 35 steps of warm-up where none are given
+    ({"warmup_samples": -1}, "optim.warmup_samples"),
+    ({"decay_samples": 0}, "optim.decay_samples"),
+    ({"wsd_decay_samples": 0}, "optim.wsd_decay_samples"),
+    ({"warmup_steps": 0, "warmup_samples": 0}, "optim.warmup_samples"),
+    ({"decay_steps": 9, "decay_samples": 9}, "optim.decay_samples"),
+    ({"wsd_decay_steps": 9, "wsd_decay_samples": 9}, "optim.wsd_decay_samples"),
+    ({"warmup_samples": 700 * 16}, "optim.warmup_samples"),
+    ({"decay": Decay.wsd, "warmup_steps": 0, "wsd_decay_samples": 700 * 16 + 1}, "optim.wsd_decay_samples"),
 ])
 def test_refusals_name_the_key(changes: dict[str, Any], key: str):
     with pytest.raises(ConfigError) as refused:
         check(run_of(OptimConfig(**changes)))
     assert refused.value.key == key
+
+
+def wsd(warmup: int, last: int) -> dict[str, Any]:
+    return {"decay": Decay.wsd, "warmup_samples": warmup, "wsd_decay_samples": last}
+
+
+@pytest.mark.parametrize(("changes", "message"), [
+    ({"warmup_steps": 5, "warmup_samples": 80},
+     "optim.warmup_samples=80: optim.warmup_steps=5 says the same in steps: set one of them; "
+     "nearest that works: null, or optim.warmup_steps=null"),
+    ({"warmup_samples": 1000, "decay_samples": 1000},
+     "optim.warmup_samples=1000: must be below the 1000 decay samples; nearest that works: 100"),
+    ({"warmup_steps": 63, "decay_samples": 1000},
+     "optim.warmup_steps=63: must be below the 62.5 decay steps; nearest that works: 6"),
+    ({"decay_steps": 100, **wsd(600, 1001)},
+     "optim.wsd_decay_samples=1001: with 600 samples of warm-up longer than the 1600 decay samples; nearest that works: 1000"),
+    ({"decay": Decay.wsd, "decay_samples": 1000, "warmup_samples": 24, "wsd_decay_steps": 62},
+     "optim.wsd_decay_steps=62: with 1.5 steps of warm-up longer than the 62.5 decay steps; nearest that works: 61"),
+])
+def test_refusals_speak_in_the_unit_that_was_given(changes: dict[str, Any], message: str):
+    with pytest.raises(ConfigError) as refused:
+        check(run_of(OptimConfig(**changes)))
+    assert str(refused.value) == message
+
+
+@pytest.mark.parametrize("batch", [8, 24, 56])
+@pytest.mark.parametrize("decay", Decay)
+def test_samples_that_fill_steps_are_these_steps(decay: Decay, batch: int):
+    lengths = {"warmup": 7, "decay": 90, "wsd_decay": 13}
+    both = {"decay": decay, "weight_decay_end": 0.3, "weight_decay_ramp": Ramp.cosine}
+    steps = OptimConfig(**both, **{f"{name}_steps": length for name, length in lengths.items()})
+    samples = OptimConfig(**both, **{f"{name}_samples": length * batch for name, length in lengths.items()})
+    first, second = (check(Run(optim=optim, train=TrainConfig(steps=200, global_batch=batch))) for optim in (steps, samples))
+    assert isinstance(second.decay_steps, int) and second.decay_steps == 90
+    for step in range(120):
+        assert lr_at(step, first) == lr_at(step, second)
+        assert weight_decay_at(step, first) == weight_decay_at(step, second)
+
+
+@pytest.mark.parametrize("decay", Decay)
+def test_another_batch_keeps_the_schedule_over_samples(decay: Decay):
+    """100 samples of warm-up, the peak at step 6.25 of 16 samples and at step 12.5 of 8, and so on."""
+    optim = OptimConfig(decay=decay, warmup_samples=100, decay_samples=1000, wsd_decay_samples=300)
+    large, small = (check(Run(optim=optim, train=TrainConfig(global_batch=batch))) for batch in (16, 8))
+    assert large.warmup_steps == 6.25 and small.decay_steps == 125
+    for step in range(80):
+        assert lr_at(2 * step, small) == pytest.approx(lr_at(step, large), rel=1e-12)
+    last = optim.lr if decay is Decay.constant else optim.min_lr
+    assert lr_at(63, large) == lr_at(126, small) == last
+    assert max(lr_at(step, large) for step in range(80)) <= optim.lr
+
+
+def test_the_last_part_may_fill_what_warm_up_leaves_to_the_sample():
+    check(Run(optim=OptimConfig(decay_samples=480, **wsd(100, 380)), train=TrainConfig(global_batch=48)))
+    with pytest.raises(ConfigError, match="nearest that works: 380"):
+        check(Run(optim=OptimConfig(decay_samples=480, **wsd(100, 381)), train=TrainConfig(global_batch=48)))
+
+
+def test_weight_decay_ends_with_the_learning_rates_decay():
+    optim = OptimConfig(weight_decay_end=0.3, weight_decay_ramp=Ramp.linear, decay_samples=160)
+    at = [weight_decay_at(step, Run(optim=optim)) for step in (0, 5, 10, 11)]  # of 16 samples
+    assert at == pytest.approx([0.1, 0.2, 0.3, 0.3])
 
 
 def lr(step: int, **changes: Any) -> float:
