@@ -54,7 +54,6 @@ class AdamShard:
         self.pieces = tuple(self._pieces(group.rank()))
         views = list(buffer.of_bucket(bucket))
         self.params_inside = len(views)
-        self.shared = tuple(grad for spec, grad in views if spec.shared)  # over tensor-parallel ranks
         self.tied = tuple(grad for spec, grad in views if spec.tied)  # with another stage
 
     def _pieces(self, rank: int) -> Iterator[Piece]:

@@ -6,7 +6,7 @@ its shard; `finish_grads` waits. `local_norm_sq` and one all-reduce elsewhere gi
 the shards in fp32 and starts to bring the updated parameters together, in the order in which the next forward reads them;
 `gather_params` waits for what a chunk reads first, and each layer for its own. World size 1 is the same code with nothing to
 send. Dense parameters are sharded over the data- and context-parallel ranks, experts over those that hold the same ones.
-What tensor-parallel ranks hold whole is summed over these first, as each has seen other tokens.
+What tensor-parallel ranks hold whole is summed over these as well, as each has seen other tokens.
 """
 
 from __future__ import annotations
@@ -42,7 +42,6 @@ class BucketRow:
     """The buckets of one buffer, whose gradients are summed in order: the same one on every rank of the group."""
 
     shards: Sequence[AdamShard]
-    tp: dist.ProcessGroup
     overlaps: bool
     missing: list[int] = field(default_factory=list)  # gradients that each bucket waits for; empty: not begun
     started: int = 0
@@ -87,8 +86,6 @@ class BucketRow:
         self.started += 1
         for stream in self.streams:  # autograd adds a gradient on the stream of the forward
             torch.cuda.current_stream().wait_stream(stream)
-        if self.tp.size() > 1 and shard.shared:
-            sum_over(self.tp, shard.shared)
         work = reduce_scatter(shard.grad, shard.grads, shard.group, wait=not self.overlaps)
         self.works += [] if work is None else [work]
 
@@ -127,7 +124,7 @@ class DistributedOptimizer:
             if layout is not None:
                 buffer = FlatBuffer([spec for spec in specs if spec.expert == expert], layout, grads)
                 shards = [AdamShard(buffer, bucket, group) for bucket in range(len(layout.buckets))]
-                row = BucketRow(shards, self.groups.tp, self.config.overlap_grads)
+                row = BucketRow(shards, self.config.overlap_grads)
                 buffer.arrived = row.arrived
                 yield row
 
@@ -154,7 +151,10 @@ class DistributedOptimizer:
             row.start_all()
 
     def finish_grads(self) -> None:
-        """Add up the gradients of tied parameters over their copies, and wait until all gradients have been summed."""
+        """Add up the gradients of tied parameters over their copies, and wait until all gradients have been summed.
+
+        Then those of what tensor-parallel ranks hold whole: last, so that the ranks get the same bits.
+        """
         copies = [grad for shard in self._all() for grad in shard.tied]
         if copies:
             total = torch.stack(copies).sum(0) if len(copies) > 1 else copies[0]
@@ -164,6 +164,9 @@ class DistributedOptimizer:
                 grad.copy_(total)
         for row in self._all_rows():
             row.finish()
+        shared = [piece.grad for piece in self.pieces() if piece.spec.shared]
+        if self.groups.tp.size() > 1 and shared:
+            sum_over(self.groups.tp, shared)
 
     def local_norm_sq(self) -> Tensor:
         """Squared norm of this rank's gradient shards; summed over all ranks it counts every parameter once. fp32 scalar."""

@@ -6,7 +6,9 @@ Shapes: T tokens of a rank, K experts per token, E experts, D width, F hidden wi
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,6 +23,7 @@ from app.moe.experts import grouped_swiglu
 from app.moe.phases import Dispatcher
 from tests.distributed import run_distributed
 
+GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "router.json").read_text())["sort_chunks"]
 E, K, D, F = 64, 4, 8, 16
 KINDS: dict[str, type] = {"all_to_all": AllToAllDispatcher, "all_gather": AllGatherDispatcher}
 
@@ -162,6 +165,14 @@ def wide_sums(rank: int, kind: str) -> tuple[bool, bool]:
 @pytest.mark.parametrize("kind", KINDS)
 def test_sums_over_ranks_are_rounded_once(kind: str):
     assert run_distributed(wide_sums, 2, kind) == [(True, True)] * 2
+
+
+@pytest.mark.parametrize("case", GOLDEN, ids=lambda case: str(case["split_sizes"]))
+def test_rows_by_source_and_expert_are_sorted_like_golden(case: dict[str, Any]):
+    experts = case["order"][1]  # the first expert's second chunk is the next rank's first
+    counts = torch.tensor(case["split_sizes"]).view(-1, experts)
+    order, _ = group_by_expert(counts, int(counts.sum()))
+    assert torch.tensor(case["input"])[order].tolist() == case["output"]
 
 
 def test_grouping_is_stable_and_undone_by_its_inverse():

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
+import zlib
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from app.config import Run
+from app.engine.build import Engine
 from app.engine.groups import Groups
 from tests.distributed import run_distributed
 from tests.processes.layouts import Case, covering, legal, run_of, world
@@ -29,8 +31,19 @@ def few_steps(rank: int, run: Run) -> tuple[list[tuple[float, float]], dict[str,
     engine = engine_of(run, rank)
     losses = train_steps(run, engine, STEPS)
     found = whole_gradients(engine), whole_parameters(engine)
+    expect_same_bits(engine)
     destroy(engine.groups)
     return losses, *({name: value.numpy() for name, value in each.items()} for each in found)
+
+
+def expect_same_bits(engine: Engine) -> None:
+    """All ranks that hold the same part of a parameter hold the same bits of it, tied copies too."""
+    specs = [spec for shards in engine.optimizer.shards for shard in shards for spec in shard.buffer.specs]
+    mine = {(spec.name, spec.block): zlib.crc32(spec.param.detach().numpy().tobytes()) for spec in specs}
+    ranks: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(ranks, mine)
+    apart = {key for rank in ranks for key, bits in rank.items() if mine.get(key, bits) != bits}
+    assert not apart, apart
 
 
 def destroy(groups: Groups) -> None:

@@ -13,6 +13,7 @@ from app.config import ModelConfig, ParallelConfig, RecomputeConfig, Run, Schedu
 from tests.distributed import run_distributed
 from tests.processes.layouts import MODELS
 from tests.runs import engine_of, make_run, train_steps, whole_gradients, whole_parameters
+from tests.tensors.models import make_chunk
 
 PARTS = [(part,) for part in Recompute] + [tuple(Recompute)]
 JITTER = dataclasses.replace(MODELS["moe"], moe=dataclasses.replace(MODELS["moe"].moe, jitter_eps=0.2, balance=Balance.sequence))
@@ -47,3 +48,14 @@ def test_all_parts_change_nothing(name: str, options: dict[str, Any]):
 def test_each_part_changes_nothing(phases: tuple[Recompute, ...]):
     for model in (MODELS["moe"], JITTER):
         assert run_distributed(steps, 1, run_of(model, phases)) == run_distributed(steps, 1, run_of(model, ()))
+
+
+@pytest.mark.parametrize("phases", PARTS, ids=lambda phases: "+".join(part.value for part in phases))
+def test_nothing_is_held_once_backward_is_over(phases: tuple[Recompute, ...]):
+    """What a part inside of another one leaves behind would pile up from layer to layer."""
+    chunk, tokens = make_chunk(MODELS["moe"]), torch.arange(32).view(2, 16)
+    context = chunk.context(torch.arange(16).expand(2, 16), None, again=phases)
+    loss = chunk.loss(chunk(tokens, context).x, tokens, context)
+    assert not context.again._sources
+    loss.backward()
+    assert not context.again._sources
