@@ -1,4 +1,4 @@
-"""One place for names that differ between the supported versions of torch (2.11 and newer)."""
+"""One place for names that differ between the supported versions of torch (2.11 and newer), or that are not public."""
 
 from __future__ import annotations
 
@@ -46,3 +46,12 @@ def all_to_all(parts: Tensor, group: dist.ProcessGroup) -> Tensor:
     arrived = torch.empty_like(parts)
     dist.all_to_all_single(arrived, parts, group=group)
     return arrived
+
+
+def unowned(tensor: Tensor) -> Tensor:
+    """A tensor on the same GPU memory that does not keep it from being freed, as memory of a CUDA graph's pool needs it."""
+    storage = tensor.untyped_storage()
+    # Private, but the only way to a storage without an owner; torch's own graph trees go it too.
+    memory = torch._C._construct_storage_from_data_pointer(storage.data_ptr(), tensor.device, storage.nbytes())
+    alias = torch.empty((), dtype=tensor.dtype, device=tensor.device)
+    return alias.set_(memory, tensor.storage_offset(), tensor.shape, tensor.stride())

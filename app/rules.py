@@ -148,14 +148,35 @@ def check_graphs_choice(run: Run) -> None:
         raise ConfigError(key, named, "moe_router goes on from attn, so it needs that", "[attn, moe_router]")
     whole = graph.impl is GraphImpl.full_iteration or (partial and not scope) or GraphScope.moe in scope
     ep, etp = select_layout(run).ep, select_layout(run).expert_tp
-    if whole and graph.impl is not GraphImpl.none and moe and ep * etp > 1:
+    if whole and graph.impl is not GraphImpl.none and moe and ep * etp > 1 and not moe.pad_to_capacity:
         degrees = f"ep={ep}" + (f" and etp={etp}" if etp > 1 else "")
         rule = f"captures the exchange of tokens, for whose sizes the host waits with {degrees}"
         what, value = ("cuda_graph.impl", graph.impl.value) if graph.impl is GraphImpl.full_iteration else (key, named)
         raise ConfigError(what, value, rule, "scope=[attn, moe_router, moe_preprocess] with impl=local")
-    if graph.impl is GraphImpl.transformer_engine and run.schedule.name.value.startswith("zero_bubble"):
-        rule = "captures whole backwards, which schedule zero_bubble splits"
-        raise ConfigError("cuda_graph.impl", graph.impl, rule, "local")
+
+
+def check_graphs_beside(run: Run) -> None:
+    """What is captured runs once per microbatch, from its forward to its backward, and ends before the rest of its layer."""
+    graph, moe, again = run.cuda_graph, run.model.moe, run.recompute
+    if graph.impl is GraphImpl.none:
+        return
+    scope, partial = set(graph.scope), graph.impl is not GraphImpl.full_iteration
+    cuts_experts = partial and GraphScope.moe_router in scope
+    if partial and run.schedule.name.value.startswith("zero_bubble"):
+        rule = f"captures whole backwards, which schedule {run.schedule.name.value} splits"
+        raise ConfigError("cuda_graph.impl", graph.impl, rule, "full_iteration, or schedule=1f1b")
+    if partial and again.full:
+        rule = f"runs every layer twice, and cuda_graph.impl={graph.impl.value} captures parts of them that run once"
+        raise ConfigError("recompute.full", True, rule, "recompute=selective, or cuda_graph.impl=full_iteration")
+    if cuts_experts and Recompute.moe in again.phases:
+        rule = "runs the router twice, and cuda_graph.scope=moe_router captures it to run once"
+        raise ConfigError("recompute.phases", Recompute.moe, rule, "[experts_act], or cuda_graph.scope=[attn]")
+    if cuts_experts and moe and moe.shared_overlap:
+        rule = "goes on beside the experts, where cuda_graph.scope=moe_router has ended"
+        raise ConfigError("model.moe.shared_overlap", True, rule, "false, or cuda_graph.scope=[attn]")
+    if moe and moe.jitter_eps and (again.full or set(again.phases) - {Recompute.norm}):
+        rule = "draws noise that recomputation has to draw again, which it cannot under capture"
+        raise ConfigError("model.moe.jitter_eps", moe.jitter_eps, rule, "0, or recompute=none")
 
 
 def check_recompute(run: Run) -> None:
@@ -233,6 +254,7 @@ RULES: tuple[Callable[[Run], None], ...] = (
     check_stages,
     check_schedule_choice,
     check_graphs_choice,
+    check_graphs_beside,
     check_lr_schedule,
     check_rollback,
 )
@@ -247,7 +269,7 @@ def check(run: Run) -> Run:
 
 # What can be planned but not yet trained: key -> the values that training takes.
 TRAINED: dict[str, tuple[object, ...]] = {
-    "cuda_graph.impl": (GraphImpl.none,),
+    "cuda_graph.impl": (GraphImpl.none, GraphImpl.local, GraphImpl.full_iteration),
 }
 
 

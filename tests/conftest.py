@@ -1,4 +1,4 @@
-"""Settings of every test: one thread per process, no accelerator, no network."""
+"""Settings of every test: one thread per process, no network, kernels interpreted where there is no GPU."""
 
 from __future__ import annotations
 
@@ -7,5 +7,8 @@ import os
 os.environ.update(HF_HUB_OFFLINE="1", WANDB_MODE="offline", OMP_NUM_THREADS="1")
 
 import torch
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is defined: without a GPU its tests run it in Python
 
 torch.set_num_threads(1)

@@ -10,8 +10,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from app.choices import DispatcherKind, Dtype
+from app.choices import DispatcherKind, Dtype, GraphImpl
 from app.config import ModelConfig, MoEConfig, Run
+from app.engine.capture.partial import PartialGraphs
+from app.engine.capture.recorder import CudaRecorder, Recorder
+from app.engine.capture.stand_in import HostRecorder
 from app.engine.executor import ForwardBackward, execute
 from app.engine.flight import Stages
 from app.engine.groups import Groups
@@ -26,6 +29,7 @@ from app.moe.phases import Dispatcher, MoEBody, Router
 from app.optim.buffers import ParamSpec
 from app.optim.distributed import DistributedOptimizer, OptimizerGroups
 from app.optim.scale import LossScale
+from app.plan.activations import captured_phases
 from app.plan.blocks import EXPERTS, Place
 from app.plan.plan import Plan
 from app.plan.schedule import Action, full_recompute
@@ -46,6 +50,7 @@ class Engine:
     transport: Transport
     watch: Watch
     loss_scale: LossScale | None
+    recorder: Recorder | None  # of CUDA graphs; None: nothing is captured
 
     def routers(self) -> Iterator[tuple[str, tuple[int, int], Router]]:
         """(global name, (chunk, n-th MoE layer), router) of every MoE layer of this rank."""
@@ -53,6 +58,17 @@ class Engine:
             found = [(name, module) for name, module in chunk.named_modules() if isinstance(module, Router)]
             for layer, (name, router) in enumerate(found):
                 yield name, (index, layer), router
+
+
+    def make_parameters_whole(self) -> None:
+        """Wait for all parameters that are still on their way from other ranks."""
+        for chunk in range(len(self.chunks)):
+            self.optimizer.gather_params(chunk)
+
+    def release(self) -> None:
+        """Give up what must not outlive the process groups."""
+        if self.recorder is not None:
+            self.recorder.release()
 
 
 def build_engine(plan: Plan, groups: Groups, device: torch.device) -> Engine:
@@ -73,7 +89,14 @@ def build_engine(plan: Plan, groups: Groups, device: torch.device) -> Engine:
     transport = Transport(groups.pp, dist.get_process_group_ranks(groups.pp), run.schedule.batch_p2p)
     watch = Watch(groups.rank, run.schedule.timeout_s, transport.unfinished)
     loss_scale = LossScale.start(run.precision, device)
-    return Engine(plan, chunks, optimizer, groups, device, transport, watch, loss_scale)
+    return Engine(plan, chunks, optimizer, groups, device, transport, watch, loss_scale, build_recorder(run, device))
+
+
+def build_recorder(run: Run, device: torch.device) -> Recorder | None:
+    """What records CUDA graphs, or on a CPU what behaves like it."""
+    if run.cuda_graph.impl is GraphImpl.none:
+        return None
+    return CudaRecorder() if device.type == "cuda" else HostRecorder()
 
 
 def _wait_for_parameters(chunk: Chunk, optimizer: DistributedOptimizer) -> None:
@@ -136,7 +159,18 @@ def parameter_specs(chunk: Chunk, place: Place, tied: bool = False) -> Iterator[
             yield ParamSpec(name, param, EXPERTS in name, param.dim() >= 2, block, copied, shared, counted)
 
 
-def select_forward_backward(engine: Engine, lists: Sequence[Sequence[Action]]) -> ForwardBackward:
+def build_partial_graphs(engine: Engine) -> PartialGraphs | None:
+    """The captured parts of this rank's layers, which nothing has recorded yet; None where there are none."""
+    run, graphs = engine.plan.run, engine.plan.graphs[engine.groups.pp_rank]
+    if graphs is None or engine.recorder is None:
+        return None
+    captured = captured_phases(run.cuda_graph)
+    return PartialGraphs(engine.chunks, graphs, captured, engine.recorder, engine.optimizer, run.recompute.phases)
+
+
+def select_forward_backward(
+    engine: Engine, lists: Sequence[Sequence[Action]], graphs: PartialGraphs | None = None
+) -> ForwardBackward:
     """This rank's list of actions, bound to the executor; `lists` has one per pipeline rank."""
     run, groups = engine.plan.run, engine.groups
     tokens = run.train.seq_len // (groups.layout.cp * groups.layout.tp)
@@ -144,5 +178,5 @@ def select_forward_backward(engine: Engine, lists: Sequence[Sequence[Action]]) -
     rank, dtype = groups.pp_rank, DTYPES[run.precision.params]
     recompute = full_recompute(lists[rank], run.recompute.partial_microbatches) if run.recompute.full else {}
     phases = run.recompute.phases
-    stages = Stages(engine.chunks, engine.plan.next_here(rank), recompute, phases, hidden, dtype, engine.device)
+    stages = Stages(engine.chunks, engine.plan.next_here(rank), recompute, phases, hidden, dtype, engine.device, graphs)
     return partial(execute, lists[rank], stages, engine.optimizer, engine.transport, engine.watch)

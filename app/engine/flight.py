@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from app.choices import Recompute
+from app.engine.capture.partial import PartialGraphs
 from app.engine.data_feed import StepInput
 from app.model.chunk import Chunk
 from app.model.deferred import AddGrad, WeightQueue
@@ -33,6 +34,7 @@ class Stages:
     hidden: torch.Size  # of what moves between stages: B, S / tp, D
     dtype: torch.dtype  # of what moves
     device: torch.device
+    graphs: PartialGraphs | None = None  # captured parts of the chunks' layers in training
 
 
 @dataclass(slots=True)
@@ -75,7 +77,8 @@ class Flight:
         later = self.weights.setdefault(place, WeightQueue()) if self.splits else None
         full = self.training and self.stages.recompute.get(place, False)
         context = module.context(batch.positions_BS, batch.documents_BS, later, () if full else self.stages.phases)
-        out = module(x, context, full)
+        graphs = self.stages.graphs if self.training else None
+        out = module(x, context, full, graphs and graphs.runs(mb, chunk, context))
         self.totals.add(chunk, out.routing, self.step.routing_weight)
         root = out.x
         if module.last:
@@ -95,7 +98,12 @@ class Flight:
         if chunk in self.stages.next_here:
             self.inputs[mb, self.stages.next_here[chunk]] = output_BSD.requires_grad_(self.training)
         else:
-            self.outputs[place] = output_BSD
+            self.outputs[place] = self._to_send(chunk, output_BSD)
+
+    def _to_send(self, chunk: int, value: Tensor) -> Tensor:
+        """Where the memory of graphs serves the next microbatch while a send still reads it, a copy."""
+        graphs = self.stages.graphs if self.training else None
+        return value.clone() if graphs is not None and graphs.copies_sent(chunk) else value
 
     def backward(self, mb: int, chunk: int) -> None:
         """From the gradient of a chunk's output, or its loss, to that of its input and of its weights."""
@@ -109,8 +117,10 @@ class Flight:
         grad = self.inputs.pop(place).grad
         assert grad is not None, "a chunk's output depends on its input"
         before = {after: chunk for chunk, after in self.stages.next_here.items()}
-        into = self.output_grads if chunk in before else self.input_grads
-        into[mb, before.get(chunk, chunk)] = grad
+        if chunk in before:
+            self.output_grads[mb, before[chunk]] = grad
+        else:
+            self.input_grads[place] = self._to_send(chunk, grad)
 
     def weight_gradients(self, mb: int, chunk: int, add: AddGrad) -> None:
         """The rest of a split backward."""
@@ -138,7 +148,9 @@ class Flight:
 
     def free(self, mb: int, chunk: int) -> None:
         """Give back the memory of an output that has been sent; backward needs its history only."""
-        self.outputs.pop((mb, chunk)).untyped_storage().resize_(0)
+        memory = self.outputs.pop((mb, chunk)).untyped_storage()
+        if memory.resizable():  # what a graph has written lies in memory of the graph
+            memory.resize_(0)
 
     def expect_landed(self) -> None:
         """Assert that nothing is left."""

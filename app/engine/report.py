@@ -18,6 +18,7 @@ from torch import Tensor
 
 from app.compat import all_reduce
 from app.engine.build import Engine
+from app.engine.capture.facts import GraphFacts
 from app.engine.flight import StepTotals
 from app.plan.flops import flops_per_token, peak_tflops
 
@@ -45,6 +46,12 @@ class StepReport:
     memory_allocated_gib: float | None = None  # largest over ranks; GPU tensors, or resident memory of the process on CPU
     memory_reserved_gib: float | None = None  # largest over ranks; held by the GPU allocator
     memory_peak_gib: float | None = None  # largest over ranks; peak of memory_allocated_gib so far
+    graph_count: int | None = None  # captured CUDA graphs, largest over ranks
+    graph_capture_s: float | None = None  # seconds that capturing them took, largest over ranks
+    graph_objects_gib: float | None = None  # largest over ranks; taken by the driver for graphs
+    graph_static_gib: float | None = None  # largest over ranks; inputs and gradients in fixed places
+    graph_cut_gib: float | None = None  # largest over ranks; what leaves captured parts
+    graph_pool_gib: float | None = None  # largest over ranks; the rest of the memory that graphs compute in
     moe_load_mean: float | None = None  # max/mean tokens per expert since the last line, mean over MoE layers
     moe_load_worst: float | None = None  # the same, worst MoE layer
     moe_dropped: float | None = None  # share of the choices of experts since the last line that were beyond capacity
@@ -148,12 +155,16 @@ class Meter:
             **measured,
         )
 
-    def _memory(self) -> dict[str, float]:
+    def _memory(self) -> dict[str, Any]:
         found = memory_gib(self.engine.device)
+        recorder = self.engine.recorder
+        if recorder is not None and recorder.recordings:
+            found |= GraphFacts.of(recorder).metrics()
         values = torch.tensor(list(found.values()), dtype=torch.float64, device=self.engine.device)
         if self.engine.groups.world.size() > 1:
             dist.all_reduce(values, dist.ReduceOp.MAX, self.engine.groups.world)
-        return dict(zip(found, values.tolist(), strict=True))
+        largest = dict(zip(found, values.tolist(), strict=True))
+        return largest | {name: int(value) for name, value in largest.items() if name == "graph_count"}
 
     def _expert_load(self) -> dict[str, float]:
         """Over the MoE layers of all pipeline ranks; every rank takes part, also one without such layers."""

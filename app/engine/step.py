@@ -2,46 +2,67 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from app.choices import Normalize
+from app.choices import GraphImpl, Normalize
 from app.compat import all_reduce
 from app.config import Run
 from app.data.feed import Batch
-from app.engine.build import Engine, select_forward_backward
+from app.engine.build import Engine, build_partial_graphs, select_forward_backward
+from app.engine.capture.whole import WholeStep
 from app.engine.data_feed import StepInput, step_input
+from app.engine.executor import ForwardBackward
 from app.engine.flight import StepTotals
 from app.engine.report import StepFacts
 from app.engine.signals import StopRequest
 from app.moe.router import update_bias
 
 
+@dataclass(frozen=True, slots=True)
+class Passes:
+    """What forwards and backwards of a step have left on this rank, on the device."""
+
+    totals: StepTotals
+    norm_sq: Tensor  # fp32 scalar: of this rank's gradients
+    zeros: Tensor | float  # their zero elements, where they are counted
+
+
 class TrainingStep:
     """Forward, backward, clipping and update over the schedule's action list.
 
-    The host waits once, at the end; an all-to-all dispatcher adds a wait per MoE layer and microbatch.
+    The host waits once, at the end; an all-to-all dispatcher adds a wait per MoE layer and microbatch. From step
+    `cuda_graph.warmup_steps` + 1 of this process on, what the run captures is recorded and then replayed.
     """
 
     def __init__(self, engine: Engine, request: StopRequest | None = None) -> None:
         self.run, self.engine, self.request = engine.plan.run, engine, request or StopRequest()
-        self.forward_backward = select_forward_backward(engine, engine.plan.actions)
+        self.taken = 0  # steps of this process
+        self.eager = partial(self._passes, select_forward_backward(engine, engine.plan.actions))
+        self.captured = self._captured()
+
+    def _captured(self) -> Callable[[StepInput], Passes]:
+        engine, recorder = self.engine, self.engine.recorder
+        if recorder is None:
+            return self.eager
+        if self.run.cuda_graph.impl is GraphImpl.full_iteration:
+            return WholeStep(self.eager, engine.make_parameters_whole, recorder)
+        graphs = build_partial_graphs(engine)
+        return partial(self._passes, select_forward_backward(engine, engine.plan.actions, graphs))
 
     def __call__(self, batches: Sequence[Batch], lr: float, weight_decay: float) -> tuple[StepFacts, StepTotals]:
         """Train on this rank's microbatches of one step."""
-        optimizer = self.engine.optimizer
-        loss_scale = self.engine.loss_scale
+        optimizer, loss_scale = self.engine.optimizer, self.engine.loss_scale
         scale = None if loss_scale is None else loss_scale.value
         step = _on_device(self.run, self.engine, batches, self.run.loss.normalize, scale)
-        optimizer.zero_grad()
-        for _, _, router in self.engine.routers():
-            router.start_step()
-        totals = self.forward_backward(step)
-        optimizer.finish_grads()
-        zeros = optimizer.local_zeros() if self.run.optim.count_zeros else 0.0
-        facts_6 = _pack(optimizer.local_norm_sq(), totals, zeros, self.request)
+        passes = (self.captured if self.taken >= self.run.cuda_graph.warmup_steps else self.eager)(step)
+        self.taken += 1
+        totals = passes.totals
+        facts_6 = _pack(passes.norm_sq, totals, passes.zeros, self.request)
         all_reduce(facts_6, self.engine.groups.world)
         skipped = optimizer.step(lr, weight_decay, facts_6[0].sqrt(), scale)
         self._balance(totals, skipped)
@@ -52,6 +73,16 @@ class TrainingStep:
         used = loss_scale.scale
         loss_scale.update(bool(skip))
         return StepFacts(norm_sq / used**2, *others, skip, used), totals
+
+    def _passes(self, forward_backward: ForwardBackward, step: StepInput) -> Passes:
+        """From cleared gradient sums to their norm: everything of a step that one graph can hold."""
+        optimizer = self.engine.optimizer
+        optimizer.zero_grad()
+        for _, _, router in self.engine.routers():
+            router.start_step()
+        totals = forward_backward(step)
+        optimizer.finish_grads()
+        return Passes(totals, optimizer.local_norm_sq(), optimizer.local_zeros() if self.run.optim.count_zeros else 0.0)
 
     def _balance(self, totals: StepTotals, skipped: Tensor) -> None:
         """Move the routers' selection bias against the load of the whole step, where that is on; not on a skipped one."""
@@ -78,13 +109,19 @@ class Validation:
 
     def __init__(self, engine: Engine, num_microbatches: int) -> None:
         self.run, self.engine = engine.plan.run, engine
-        self.forward_only = select_forward_backward(engine, engine.plan.validation_actions(num_microbatches))
+        self.eager = select_forward_backward(engine, engine.plan.validation_actions(num_microbatches))
+        self.taken = 0  # validations of this process
+        self.captured = self.eager
+        if self.run.cuda_graph.impl is GraphImpl.full_iteration and engine.recorder is not None:
+            self.captured = WholeStep(self.eager, engine.make_parameters_whole, engine.recorder)
 
     def __call__(self, batches: Sequence[Batch]) -> tuple[float, int]:
         """(nats per token, tokens) over the microbatches of all ranks."""
         step = _on_device(self.run, self.engine, batches, Normalize.token)
         # A number on ranks without a loss of their own; on all it has to be where their group can sum it.
-        loss = torch.as_tensor(self.forward_only(step).loss, dtype=torch.float32, device=self.engine.device)
+        totals = (self.captured if self.taken else self.eager)(step)  # the first one warms up
+        self.taken += 1
+        loss = torch.as_tensor(totals.loss, dtype=torch.float32, device=self.engine.device).clone()
         all_reduce(loss, self.engine.groups.world)
         found = float(loss), int(step.valid)
         self.engine.watch.rest()

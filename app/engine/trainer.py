@@ -57,7 +57,7 @@ def train(plan: Plan, rank: int, local_rank: int, attempt: Attempt) -> int:
         torch.manual_seed(run.train.seed * run.world_size + rank)  # for noise, which differs from rank to rank
         engine = build_engine(plan, groups, device)
         trainer = Trainer(engine, data, start)
-        with engine.watch.running():
+        with closing_graphs(engine), engine.watch.running():
             try:
                 finished = trainer.fit(attempt)
             except Diverged as end:
@@ -68,6 +68,15 @@ def train(plan: Plan, rank: int, local_rank: int, attempt: Attempt) -> int:
     if not finished:
         trainer.request.hand_on()
     return 0 if finished else STOPPED
+
+
+@contextmanager
+def closing_graphs(engine: Engine) -> Iterator[None]:
+    """CUDA graphs hold on to communicators: they go first, also after an error."""
+    try:
+        yield
+    finally:
+        engine.release()
 
 
 class Trainer:

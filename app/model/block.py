@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor, nn
 
@@ -62,6 +62,28 @@ def run_phases(phases: Sequence[Phase], values: Mapping[str, Any], keep: Sequenc
     return {name: known.get(name) for name in keep}
 
 
+class RunPhases(Protocol):
+    """A way to run the phases of a layer; `run_layer` is the usual one."""
+
+    def __call__(self, phases: Sequence[Phase], values: Mapping[str, Any], keep: Sequence[str]) -> dict[str, Any]:
+        """Values before -> the values named in `keep` behind."""
+
+
+def run_layer(phases: Sequence[Phase], values: Mapping[str, Any], keep: Sequence[str]) -> dict[str, Any]:
+    """`run_phases` for a layer or a part of one, of which everything behind attention is recomputed where that is asked for."""
+    again = values["context"].again
+    routes = any(phase.name is PhaseName.route for phase in phases)
+    if not routes or Recompute.moe not in again.phases:
+        return run_phases(phases, values, keep)
+    start = int(phases[0].name is PhaseName.attn)
+    before = run_phases(phases[:start], values, keep=("x", "context"))
+
+    def behind(x_BsD: Tensor, context: Context) -> dict[str, Any]:
+        return run_phases(phases[start:], {"x": x_BsD, "context": context}, keep)
+
+    return again.whole(Recompute.moe, behind, before["x"], before["context"])
+
+
 class Layer(nn.Module):
     """Residual decoder layer: an attention phase, then the phases of its `body` (dense or mixture of experts).
 
@@ -80,15 +102,9 @@ class Layer(nn.Module):
         h_BsD = context.again.output(Recompute.norm, self.attn_norm, x_BsD)
         return (x_BsD + self.attn(h_BsD, context),)
 
-    def forward(self, x_BsD: Tensor, context: Context) -> tuple[Tensor, Any]:
+    def forward(self, x_BsD: Tensor, context: Context, run: RunPhases = run_layer) -> tuple[Tensor, Any]:
         """B × s × D -> (B × s × D, the router's report or None)."""
-        (x_BsD,) = self._attend(x_BsD, context)
-        if PhaseName.route not in {phase.name for phase in self.phases}:
-            return self._behind_attention(x_BsD, context)
-        return context.again.whole(Recompute.moe, self._behind_attention, x_BsD, context)
-
-    def _behind_attention(self, x_BsD: Tensor, context: Context) -> tuple[Tensor, Any]:
-        out = run_phases(self.phases[1:], {"x": x_BsD, "context": context}, keep=("x", "routing"))
+        out = run(self.phases, {"x": x_BsD, "context": context}, ("x", "routing"))
         return out["x"], out["routing"]
 
 

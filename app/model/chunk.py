@@ -6,7 +6,7 @@ whole sequence, D hidden, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from app.choices import CpComm, Recompute
 from app.config import ModelConfig
-from app.model.block import Layer
+from app.model.block import Layer, RunPhases, run_layer
 from app.model.context_parallel import own_tokens
 from app.model.deferred import WeightQueue
 from app.model.layers import Context, RMSNorm, document_mask, layer_context
@@ -82,17 +82,20 @@ class Chunk(nn.Module):
         cp = 1 if self.peers.cp_comm_type is CpComm.all_to_all else size(self.peers.cp)
         return own_tokens(documents_BK.shape[1], cp, rank(self.peers.cp) % cp, documents_BK.device)
 
-    def forward(self, x: Tensor, context: Context, recompute: bool = False) -> ChunkOutput:
+    def forward(
+        self, x: Tensor, context: Context, recompute: bool = False, runs: Sequence[RunPhases] | None = None
+    ) -> ChunkOutput:
         """Tokens B × S (first stage) or hidden states B × s × D -> hidden states B × s × D, s = S / tp.
 
         recompute: only the input of each layer is kept, and backward runs the layer's forward again (Chen et al. 2016).
+        `runs`: how each layer runs its phases, if not the usual way.
         """
         if self.first:
             x = lookup(x, self.embedding, self.peers.tp)
         routing = []
         with context.again.forward():
-            for layer in self.layers.values():
-                x, report = recomputed(layer, x, context) if recompute else layer(x, context)
+            for layer, run in zip(self.layers.values(), runs or [run_layer] * len(self.layers), strict=True):
+                x, report = recomputed(layer, x, context) if recompute else layer(x, context, run)
                 if report is not None:
                     routing.append(report)
         return ChunkOutput(x if self.norm is None else self.norm(x), tuple(routing))

@@ -9,6 +9,7 @@ R rows on this rank after the exchange, P = ep · etp ranks, N = P·T tokens of 
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -34,9 +35,9 @@ class LocalDispatcher:
         """Sort the rows by expert."""
         return sort_by_expert(experts_TK, self.num_experts, drops, _filled(experts_TK, capacity))
 
-    def dispatch(self, x_TD: Tensor, record: Permutation) -> Tensor:
+    def dispatch(self, x_TD: Tensor, record: Permutation) -> tuple[Tensor, Permutation]:
         """T × D -> T·K × D, expert-major."""
-        return permute(x_TD, record)
+        return permute(x_TD, record), record
 
     def combine(self, rows_RD: Tensor, probs_TK: Tensor, record: Permutation) -> Tensor:
         """T·K × D -> T × D."""
@@ -44,8 +45,18 @@ class LocalDispatcher:
 
 
 @dataclass(frozen=True, slots=True)
+class Counted:
+    """What preprocessing learned on the device: the exchange but for the numbers that only the host can act on."""
+
+    permutation: Permutation  # this rank's rows by expert of the whole layer, hence by destination
+    sizes_2P: Tensor  # rows to each rank, and from each
+    here_PL: Tensor  # rows from each rank for each of this rank's experts
+    ends_E: Tensor  # int32 end offset of each of this rank's experts
+
+
+@dataclass(frozen=True, slots=True)
 class Exchange:
-    """What preprocessing learned: how this rank's rows leave, how foreign rows arrive and are grouped by expert."""
+    """How this rank's rows leave, how foreign rows arrive and are grouped by expert."""
 
     permutation: Permutation  # this rank's rows by expert of the whole layer, hence by destination
     sent: tuple[int, ...]  # rows to each rank
@@ -57,6 +68,9 @@ class Exchange:
 
 class AllToAllDispatcher:
     """Rows travel by all_to_all: counts are gathered and copied to the host once, or known when experts are filled up.
+
+    Preprocessing stays on the device, so a graph may hold it. The copy starts behind it and is waited for just before the
+    exchange, while the device sorts the rows.
 
     An expert in etp parts is etp experts to this class, one on each of the ranks that share it: a row goes to all of them,
     and what comes back is added up with the K rows of a token, in fp32. So rows travel etp times, but in one exchange
@@ -70,11 +84,11 @@ class AllToAllDispatcher:
         self.parts = num_experts * etp  # parts of experts, all equally large
         self.local = self.parts // size(group)
 
-    def preprocess(self, experts_TK: Tensor, drops: bool = False, capacity: int | None = None) -> Exchange:
-        """Lay out what leaves and what arrives; without a capacity the host waits for the counts, and only here."""
+    def preprocess(self, experts_TK: Tensor, drops: bool = False, capacity: int | None = None) -> Counted | Exchange:
+        """Lay out what leaves and what arrives, as far as the device can."""
         rows = _filled(experts_TK, capacity)
         permutation = sort_by_expert(self._parts_of(experts_TK), self.parts, drops, rows)
-        return self._uneven(permutation) if rows is None else self._even(permutation, rows)
+        return self._count(permutation) if rows is None else self._even(permutation, rows)
 
     def _parts_of(self, experts_TK: Tensor) -> Tensor:
         """T × K·etp: part j of expert e is on rank (e // L)·etp + j, which has parts rank·L to (rank + 1)·L."""
@@ -83,17 +97,18 @@ class AllToAllDispatcher:
         rank_TKj = (experts_TK // self.local * self.etp)[..., None] + torch.arange(self.etp, device=experts_TK.device)
         return (rank_TKj * self.local + (experts_TK % self.local)[..., None]).flatten(1)
 
-    def _uneven(self, permutation: Permutation) -> Exchange:
+    def _count(self, permutation: Permutation) -> Counted:
         ranks = self.group.size()
         counts_E = permutation.ends_E.diff(prepend=permutation.ends_E.new_zeros(1))
         counts_PPL = counts_E.new_empty(ranks, ranks, self.local)  # source, destination, expert of the destination
         all_gather(counts_PPL, counts_E, self.group)
         here_PL = counts_PPL[:, self.group.rank()]
-        sent, received = torch.stack((counts_E.view(ranks, -1).sum(1), here_PL.sum(1))).tolist()
-        order_R, inverse_R = group_by_expert(here_PL, sum(received))
-        ends_E = here_PL.sum(0).cumsum(0).to(torch.int32)
-        leaving = replace(permutation, token_of_row_R=permutation.token_of_row_R[: sum(sent)])  # what is dropped stays
-        return Exchange(leaving, tuple(sent), tuple(received), order_R, inverse_R, ends_E)
+        sizes_2P = torch.stack((counts_E.view(ranks, -1).sum(1), here_PL.sum(1)))
+        return Counted(permutation, sizes_2P, here_PL, here_PL.sum(0).cumsum(0).to(torch.int32))
+
+    def _uneven(self, counted: Counted, sent: Sequence[int], received: Sequence[int]) -> Exchange:
+        order_R, inverse_R = group_by_expert(counted.here_PL, sum(received))
+        return Exchange(counted.permutation, tuple(sent), tuple(received), order_R, inverse_R, counted.ends_E)
 
     def _even(self, permutation: Permutation, rows: int) -> Exchange:
         ranks, local = self.group.size(), self.local
@@ -102,11 +117,21 @@ class AllToAllDispatcher:
         order_R, inverse_R = (rows_R.view(a, b, rows).transpose(0, 1).flatten() for a, b in ((ranks, local), (local, ranks)))
         return Exchange(permutation, split, split, order_R, inverse_R, permutation.ends_E[:local] * ranks)
 
-    def dispatch(self, x_TD: Tensor, record: Exchange) -> Tensor:
-        """T × D -> R × D, expert-major."""
-        rows = permute(x_TD, record.permutation)
-        rows = _AllToAll.apply(rows, record.sent, record.received, self.group)
-        return reorder(rows, record.order_R, record.inverse_R)
+    def dispatch(self, x_TD: Tensor, record: Counted | Exchange) -> tuple[Tensor, Exchange]:
+        """T × D -> R × D, expert-major; waits for the counts where there are any."""
+        if isinstance(record, Exchange):
+            rows, exchange = permute(x_TD, record.permutation), record
+        else:
+            arrive, permutation = start_to_host(record.sizes_2P), record.permutation
+            if permutation.kept_TK is None:
+                rows, (sent, received) = permute(x_TD, permutation), arrive()
+            else:  # what is dropped stays
+                sent, received = arrive()
+                permutation = replace(permutation, token_of_row_R=permutation.token_of_row_R[: sum(sent)])
+                rows = permute(x_TD, permutation)
+            exchange = self._uneven(replace(record, permutation=permutation), sent, received)
+        rows = _AllToAll.apply(rows, exchange.sent, exchange.received, self.group)
+        return reorder(rows, exchange.order_R, exchange.inverse_R), exchange
 
     def combine(self, rows_RD: Tensor, probs_TK: Tensor, record: Exchange) -> Tensor:
         """R × D -> T × D."""
@@ -120,8 +145,8 @@ class AllGatherDispatcher:
     """Every rank of the group gets all tokens, which must be equally many on each, and takes those of its experts.
 
     What its experts add to a token is summed in fp32, and a reduce-scatter in fp32 brings the sums home. Backward mirrors it.
-    Moves N·D elements whatever K is, so it suits a few ranks with many experts per token. The host waits once, for the
-    number of rows, unless experts are filled up.
+    Moves N·D elements whatever K is, so it suits a few ranks with many experts per token. The host waits once, before the
+    gather, for the number of rows, unless experts are filled up.
     """
 
     host_sync = True
@@ -140,17 +165,18 @@ class AllGatherDispatcher:
         chosen_NK = _gathered(experts_TK, self.group) - self.first
         elsewhere_NK = (chosen_NK < 0) | (chosen_NK >= self.local)
         if rows is None:
-            found = sort_by_expert(chosen_NK.masked_fill(elsewhere_NK, self.local), self.local, True)
-            return replace(found, token_of_row_R=found.token_of_row_R[: int(found.ends_E[-1])])
+            return sort_by_expert(chosen_NK.masked_fill(elsewhere_NK, self.local), self.local, True)
         # C rows of each rank: fill up the rows of one expert and one rank, as if they were an expert
         rank_N = torch.arange(len(chosen_NK), device=chosen_NK.device) // max(1, len(experts_TK))
         segments_NK = (chosen_NK * ranks + rank_N[:, None]).masked_fill(elsewhere_NK, self.local * ranks)
         found = sort_by_expert(segments_NK, self.local * ranks, True, rows)
         return replace(found, ends_E=found.ends_E[ranks - 1 :: ranks].contiguous())
 
-    def dispatch(self, x_TD: Tensor, record: Permutation) -> Tensor:
+    def dispatch(self, x_TD: Tensor, record: Permutation) -> tuple[Tensor, Permutation]:
         """T × D -> R × D, expert-major."""
-        return _GatherRows.apply(x_TD, record.token_of_row_R, record.row_of_TK, record.kept_TK, self.group)
+        if len(record.token_of_row_R) == record.row_of_TK.numel():  # nobody has told how many of them are rows
+            record = replace(record, token_of_row_R=record.token_of_row_R[: int(record.ends_E[-1])])
+        return _GatherRows.apply(x_TD, record.token_of_row_R, record.row_of_TK, record.kept_TK, self.group), record
 
     def combine(self, rows_RD: Tensor, probs_TK: Tensor, record: Permutation) -> Tensor:
         """R × D -> T × D."""
@@ -164,6 +190,21 @@ def group_by_expert(counts_PL: Tensor, rows: int) -> tuple[Tensor, Tensor]:
     expert_R = expert_PL.repeat_interleave(counts_PL.flatten(), output_size=rows)
     order_R = expert_R.argsort(stable=True)
     return order_R, torch.empty_like(order_R).scatter_(0, order_R, torch.arange(rows, device=order_R.device))
+
+
+def start_to_host(values: Tensor) -> Callable[[], list[Any]]:
+    """Start to copy a small tensor to the host; returns what waits for it, and for nothing that is launched later."""
+    if not values.is_cuda:
+        return values.tolist
+    copy = values.to("cpu", non_blocking=True, memory_format=torch.contiguous_format)
+    there = torch.cuda.Event()
+    there.record()
+
+    def arrive() -> list[Any]:
+        there.synchronize()
+        return copy.tolist()
+
+    return arrive
 
 
 def _filled(experts_TK: Tensor, capacity: int | None) -> int | None:

@@ -33,18 +33,18 @@ from app.moe.router import aux_loss, aux_routing, choose, in_turn, sequence_aux_
 class Dispatcher(Protocol):
     """Transport of tokens to the experts of this rank and back."""
 
-    host_sync: bool  # whether `preprocess` waits for the device, unless it is told a capacity
+    host_sync: bool  # whether `dispatch` waits for the device, unless `preprocess` was told a capacity
 
     def preprocess(self, experts_TK: Tensor, drops: bool = False, capacity: int | None = None) -> Any:
-        """What `dispatch` and `combine` need to know, as a frozen record with at least `ends_E`.
+        """What the device can say of where rows go, as a frozen record; never waits.
 
         drops: some choices have the id E, and have no part in the rest. `capacity` fills every expert up to that many rows
         from this rank, or all its tokens if they are fewer; it must be the same on all ranks, and so must T.
         """
         ...
 
-    def dispatch(self, x_TD: Tensor, record: Any) -> Tensor:
-        """Tokens -> rows R × D of this rank's experts, expert-major, `record.ends_E` their end offsets."""
+    def dispatch(self, x_TD: Tensor, record: Any) -> tuple[Tensor, Any]:
+        """Tokens -> rows R × D of this rank's experts, expert-major, and a record for `combine` with their ends `ends_E`."""
         ...
 
     def combine(self, rows_RD: Tensor, probs_TK: Tensor, record: Any) -> Tensor:
@@ -205,8 +205,8 @@ class MoEBody(nn.Module):
             Phase(name.norm, self._norm, ("x", "context"), ("h",)),
             *shared,
             Phase(name.route, self.router, ("h",), ("probs", "chosen", "routing")),
-            Phase(name.preprocess, self._preprocess, ("chosen",), ("record",), waits),
-            Phase(name.dispatch, lambda h, r: (dispatcher.dispatch(h.flatten(0, -2), r),), ("h", "record"), ("rows",)),
+            Phase(name.preprocess, self._preprocess, ("chosen",), ("record",)),
+            Phase(name.dispatch, self._dispatch, ("h", "record"), ("rows", "record"), waits),
             Phase(name.experts, self._experts, ("rows", "record", "context"), ("rows",)),
             Phase(name.combine, lambda rows, p, r: (dispatcher.combine(rows, p, r),), ("rows", "probs", "record"), ("y",)),
             Phase(name.finish, self._finish, finish_inputs, ("x",)),
@@ -222,6 +222,9 @@ class MoEBody(nn.Module):
             return (self.dispatcher.preprocess(experts_TK),)
         limit = capacity(experts_TK.numel(), moe.num_experts, moe.capacity_factor) if moe.pad_to_capacity else None
         return (self.dispatcher.preprocess(experts_TK, True, limit),)
+
+    def _dispatch(self, h_BsD: Tensor, record: Any) -> tuple[Tensor, Any]:
+        return self.dispatcher.dispatch(h_BsD.flatten(0, -2), record)
 
     def _experts(self, rows_RD: Tensor, record: Any, context: Context) -> tuple[Tensor]:
         return (self.experts(rows_RD, record.ends_E, context.later, context.again),)

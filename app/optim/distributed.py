@@ -12,6 +12,7 @@ What tensor-parallel ranks hold whole is summed over these as well, as each has 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -47,6 +48,7 @@ class BucketRow:
     started: int = 0
     works: list[dist.Work] = field(default_factory=list)
     streams: set[torch.cuda.Stream] = field(default_factory=set)  # on which gradients have been added
+    noted: list[tuple[BucketRow, int]] | None = None  # where arrivals are only noted; None: they count
 
     def begin(self) -> None:
         """From here on every gradient that arrives is the step's last of its parameter."""
@@ -55,7 +57,9 @@ class BucketRow:
 
     def arrived(self, bucket: int) -> None:
         """One more gradient of a bucket is whole on this rank."""
-        if self.missing:
+        if self.noted is not None:
+            self.noted.append((self, bucket))
+        elif self.missing:
             self.missing[bucket] -= 1
             if self.shards[bucket].grads.is_cuda:
                 self.streams.add(torch.cuda.current_stream())
@@ -88,6 +92,9 @@ class BucketRow:
             torch.cuda.current_stream().wait_stream(stream)
         work = reduce_scatter(shard.grad, shard.grads, shard.group, wait=not self.overlaps)
         self.works += [] if work is None else [work]
+
+
+Arrival = tuple[BucketRow, int]  # a gradient of one of its buckets
 
 
 def sum_over(group: dist.ProcessGroup, grads: Sequence[Tensor]) -> None:
@@ -141,6 +148,23 @@ class DistributedOptimizer:
         """A backward of a chunk follows; `last`: it is the last one of the step, and leaves nothing for later."""
         for row in self.rows[chunk] if last else ():
             row.begin()
+
+    @contextmanager
+    def noting_arrivals(self) -> Iterator[list[Arrival]]:
+        """Within the block gradients that arrive are only listed: they are recorded there, and will be there after a replay."""
+        noted: list[Arrival] = []
+        for row in self._all_rows():
+            row.noted = noted
+        try:
+            yield noted
+        finally:
+            for row in self._all_rows():
+                row.noted = None
+
+    def tell_arrivals(self, noted: Sequence[Arrival]) -> None:
+        """The gradients listed have arrived."""
+        for row, bucket in noted:
+            row.arrived(bucket)
 
     def reduce_grads(self, chunk: int) -> None:
         """Start to sum what is left of a chunk's gradients over its data-parallel ranks; each keeps its shard.

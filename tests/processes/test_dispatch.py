@@ -87,7 +87,7 @@ def run_layer(
     w1, w2 = (weight.contiguous().requires_grad_() for weight in part(*whole, *etp))
     experts_TK, weights, options = drop(experts_TK, probs, **limits)
     record = dispatcher.preprocess(experts_TK, **options)
-    rows = dispatcher.dispatch(x, record)
+    rows, record = dispatcher.dispatch(x, record)
     out = dispatcher.combine(grouped_swiglu(rows, w1, w2, record.ends_E), weights, record)
     out.backward(draw((tokens, D), 300 + rank).detach())
     return rows.detach(), {"out": out.detach(), "x": x.grad, "probs": probs.grad, "w1": w1.grad, "w2": w2.grad}
@@ -155,7 +155,8 @@ def wide_sums(rank: int, kind: str) -> tuple[bool, bool]:
     record = exchange.preprocess(experts)
     factors = torch.tensor([1.0, 2**-8, 2**-8, 2**-8]).repeat_interleave(3 * 2)  # of rows; half a step of bfloat16 from 1
     mine = factors.view(4, -1)[rank * 2 : rank * 2 + 2].flatten()[:, None].bfloat16()
-    out = exchange.combine(exchange.dispatch(x, record) * mine, probs, record)
+    rows, record = exchange.dispatch(x, record)
+    out = exchange.combine(rows * mine, probs, record)
     out.sum().backward()
     total = 0.5 * (1 + 3 * 2**-8)
     exact = (x.detach().float() * total).bfloat16()

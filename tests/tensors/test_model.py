@@ -279,10 +279,10 @@ def test_fake_tensors_do_catch_a_host_sync():
         run_phases([reads], {"x": torch.ones(3)}, ("x",))
 
 
-def test_only_preprocessing_of_an_exchange_waits_for_the_device():
+def test_only_an_exchange_of_tokens_waits_for_the_device():
     layer = layers_of(dataclasses.replace(TINY, moe=SHARED), ep=2)[0]
     assert isinstance(layer.body.dispatcher, AllToAllDispatcher)
-    assert [phase.name.value for phase in layer.phases if phase.host_sync] == ["preprocess"]
+    assert [phase.name.value for phase in layer.phases if phase.host_sync] == ["dispatch"]
 
 
 @each_model

@@ -1,0 +1,1 @@
+"""CUDA graphs: what is recorded once and replayed in every step after it."""

@@ -1,0 +1,47 @@
+"""What captured graphs cost a rank: how many, how long, and their memory by part."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from app.engine.capture.recorder import Recorder
+
+GIB = 2**30
+
+
+@dataclass(frozen=True, slots=True)
+class GraphFacts:
+    """Graphs of one rank; bytes."""
+
+    count: int
+    seconds: float  # that capturing took
+    objects: int  # taken by the driver for the graphs themselves; 0 where nothing is captured on a GPU
+    static: int  # inputs and output gradients that are copied to a fixed place
+    cut: int  # what leaves captured parts, in the pools; memory used by several in turn counts once
+    pool: int  # the rest of the pools
+
+    @classmethod
+    def of(cls, recorder: Recorder) -> GraphFacts:
+        """Of everything recorded so far."""
+        cut = covered(output for recording in recorder.recordings for output in recording.outputs)
+        rest = max(0, recorder.pool_bytes - cut)
+        return cls(len(recorder.recordings), recorder.seconds, recorder.object_bytes, recorder.static.bytes, cut, rest)
+
+    def metrics(self) -> dict[str, float]:
+        """As they are reported."""
+        parts = {"objects": self.objects, "static": self.static, "cut": self.cut, "pool": self.pool}
+        sizes = {f"graph_{name}_gib": size / GIB for name, size in parts.items()}
+        return {"graph_count": self.count, "graph_capture_s": self.seconds, **sizes}
+
+
+def covered(tensors: Iterable[Tensor]) -> int:
+    """Bytes of memory in which tensors lie."""
+    spans = sorted((tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes) for tensor in tensors)
+    total = end = 0
+    for start, stop in spans:
+        total += max(0, stop - max(start, end))
+        end = max(end, stop)
+    return total

@@ -1,0 +1,130 @@
+"""One captured part of one layer, for one set of graphs: a forward, its backward, and the memory that both read and write."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from app.compat import unowned
+from app.engine.capture.recorder import Recorder, Recording
+from app.engine.capture.static import Buffer
+from app.engine.capture.tree import Rebuild, flatten
+from app.optim.distributed import Arrival, DistributedOptimizer
+
+
+class Piece:
+    """A differentiable function of hidden states, recorded when it is first called and replayed from then on.
+
+    `function` takes hidden states and returns the values that leave the part, by name. What it is called with is copied to
+    static memory, unless that is chained, the output of a piece before it: that has a place of its own already. Gradients of
+    its parameters go straight into their sums, since that is where backward adds them under capture too; the optimizer is
+    told that they have arrived after every replay.
+    """
+
+    def __init__(
+        self,
+        function: Callable[[Tensor], dict[str, Any]],
+        recorder: Recorder,
+        pool: int,
+        optimizer: DistributedOptimizer,
+        input_buffer: Buffer | None,
+        grad_buffer: Callable[[int], Buffer | None],
+    ) -> None:
+        self.function, self.recorder, self.pool, self.optimizer = function, recorder, pool, optimizer
+        self.input_buffer = input_buffer  # None: chained
+        self.grad_buffer = grad_buffer  # for the gradient of the n-th tensor that leaves
+        self.forward_recording: Recording | None = None
+        self.backward_recording: Recording | None = None
+        self.input: Tensor | None = None
+        self.grads: list[Tensor | None] = []
+        self.rebuild: Rebuild = tuple
+        self.differentiable: list[bool] = []  # of the tensors that leave
+        self.live: tuple[Tensor, Sequence[Tensor]] | None = None  # what a forward has left for its backward
+        self.arrivals: list[Arrival] = []  # of gradients, in one backward
+
+    def __call__(self, x_BsD: Tensor) -> dict[str, Any]:
+        """Hidden states -> what leaves the part."""
+        outputs = _Replayed.apply(self, x_BsD)  # settles how they are put together
+        return self.rebuild(outputs)
+
+    def forward(self, x_BsD: Tensor) -> Sequence[Tensor]:
+        """Record or replay."""
+        if self.forward_recording is not None:
+            _put(self.input, x_BsD)
+            return self.forward_recording.replay()
+        self.input = _place(x_BsD, self.input_buffer)
+        self.forward_recording, outputs = self.recorder.record(self._forward, self.pool)
+        self.input = _without_owning(self.input, self.input_buffer)
+        return outputs
+
+    def _forward(self) -> Sequence[Tensor]:
+        assert self.input is not None
+        with torch.enable_grad():
+            leaf = self.input.detach().requires_grad_()
+            outputs, self.rebuild = flatten(self.function(leaf))
+        self.live = leaf, outputs
+        self.differentiable = [output.requires_grad for output in outputs]
+        return outputs
+
+    def backward(self, grads: Sequence[Tensor | None]) -> Tensor:
+        """From the gradients of what left the part to that of its input."""
+        if self.backward_recording is not None:
+            for static, grad in zip(self.grads, grads, strict=True):
+                assert (static is None) == (grad is None), "the same outputs have gradients in every microbatch"
+                _put(static, grad)
+            with self.optimizer.noting_arrivals():
+                grad_BsD = self.backward_recording.replay()[0]
+        else:
+            grad_BsD = self._record_backward(grads)
+        self.optimizer.tell_arrivals(self.arrivals)
+        return grad_BsD
+
+    def _record_backward(self, grads: Sequence[Tensor | None]) -> Tensor:
+        buffers = [self.grad_buffer(nth) for nth in range(len(grads))]
+        self.grads = [None if g is None else _place(g, buffer) for g, buffer in zip(grads, buffers, strict=True)]
+        with self.optimizer.noting_arrivals() as self.arrivals:
+            self.backward_recording, (grad_BsD,) = self.recorder.record(self._backward, self.pool)
+        self.grads = [_without_owning(g, buffer) for g, buffer in zip(self.grads, buffers, strict=True)]
+        return grad_BsD
+
+    def _backward(self) -> Sequence[Tensor]:
+        assert self.live is not None, "a forward comes before its backward"
+        (leaf, outputs), self.live = self.live, None
+        known = [(output, grad) for output, grad in zip(outputs, self.grads, strict=True) if grad is not None]
+        torch.autograd.backward([output for output, _ in known], [grad for _, grad in known])
+        assert leaf.grad is not None, "what leaves a part depends on what enters it"
+        return (leaf.grad,)
+
+
+class _Replayed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, piece: Piece, x_BsD: Tensor) -> tuple[Tensor, ...]:
+        ctx.piece = piece
+        ctx.set_materialize_grads(False)
+        outputs = tuple(output.detach() for output in piece.forward(x_BsD))
+        ctx.mark_non_differentiable(*(out for out, grad in zip(outputs, piece.differentiable, strict=True) if not grad))
+        return outputs
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[None, Tensor]:
+        return None, ctx.piece.backward(grads).detach()
+
+
+def _place(value: Tensor, buffer: Buffer | None) -> Tensor:
+    """Where the value is to be read: in a buffer, or where it lies."""
+    return value if buffer is None else buffer(value).copy_(value)
+
+
+def _put(static: Tensor | None, value: Tensor | None) -> None:
+    if static is not None and value is not None and static.data_ptr() != value.data_ptr():
+        static.copy_(value)
+
+
+def _without_owning(static: Tensor | None, buffer: Buffer | None) -> Tensor | None:
+    """What lies in the memory of another piece is not kept from being freed there."""
+    return unowned(static) if static is not None and buffer is None else static

@@ -1,0 +1,153 @@
+"""Recording where there is no GPU: a replay does the work again, on the memory of the first time.
+
+Outputs, and what autograd keeps, lie in blocks of pools that behave as those of CUDA graphs do: a block is free as soon as
+its first tenant is gone, later recordings take it over, and a replay writes to the same blocks whoever lives there now. So a
+plan that lets two tensors share memory at the wrong time gives wrong numbers here as there.
+"""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+from app.engine.capture.recorder import Recording, Work
+from app.engine.capture.static import StaticMemory
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """Memory of one tensor: its bytes, and how it is read."""
+
+    memory: np.ndarray
+    dtype: torch.dtype
+    size: torch.Size
+    stride: tuple[int, ...]
+
+    def tensor(self, memory: np.ndarray | None = None) -> Tensor:
+        """The tensor that lies there; it lives as long as `memory`, a view of the block, is to."""
+        flat = torch.from_numpy(self.memory if memory is None else memory).view(self.dtype)
+        return flat.as_strided(self.size, self.stride)
+
+
+@dataclass(slots=True)
+class Pool:
+    """Blocks by size; the last one to become free is the first to be used again."""
+
+    free: defaultdict[int, list[np.ndarray]] = field(default_factory=lambda: defaultdict(list))
+    bytes: int = 0  # of all blocks, free or not
+
+    def hold(self, value: Tensor) -> tuple[Block, Tensor]:
+        """A copy of a value in a block that is free again when the copy is gone."""
+        value = value.detach()
+        spread = any(step == 0 for step, length in zip(value.stride(), value.shape, strict=True) if length > 1)
+        stride = value.contiguous().stride() if spread else value.stride()  # products round by how their operands lie
+        last = sum(step * (length - 1) for step, length in zip(stride, value.shape, strict=True))
+        size = (last + 1) * value.element_size() if value.numel() else 0
+        free = self.free[size]
+        if not free:
+            free.append(torch.empty(size, dtype=torch.uint8).numpy())  # aligned as torch's own
+            self.bytes += size
+        memory = free.pop()
+        view = memory[:]
+        weakref.finalize(view, free.append, memory).atexit = False
+        block = Block(memory, value.dtype, value.shape, stride)
+        return block, block.tensor(view).copy_(value)
+
+
+@dataclass(slots=True)
+class Kept:
+    """Where autograd keeps what it needs of one piece of work: the n-th tensor in the n-th block."""
+
+    pool: Pool
+    blocks: list[Block | None] = field(default_factory=list)
+    place: int = 0
+    learnt: bool = False
+
+    def pack(self, saved: Tensor) -> Tensor:
+        """Put a tensor away; parameters stay where they are."""
+        if saved.is_leaf and saved.requires_grad:
+            block, kept = None, saved
+        elif self.learnt:
+            block = self.blocks[self.place]
+            assert block is not None, "the same work keeps the same tensors"
+            kept = block.tensor().copy_(saved.detach())
+        else:
+            block, kept = self.pool.hold(saved)
+        if not self.learnt:
+            self.blocks.append(block)
+        self.place += 1
+        return kept
+
+    def run(self, work: Work) -> Sequence[Tensor]:
+        """Do the work."""
+        self.place = 0
+        with saved_tensors_hooks(self.pack, lambda kept: kept):
+            done = work()
+        self.learnt = True
+        return done
+
+
+@dataclass(slots=True)
+class HostRecording:
+    """Work, and where its results go."""
+
+    work: Work
+    kept: Kept
+    blocks: Sequence[Block]
+
+    def replay(self) -> Sequence[Tensor]:
+        """Do the work again."""
+        done = self.kept.run(self.work)
+        return [static.copy_(value.detach()) for static, value in zip(self.outputs, done, strict=True)]
+
+    @property
+    def outputs(self) -> Sequence[Tensor]:
+        """Where the results lie."""
+        return [block.tensor() for block in self.blocks]
+
+    def release(self) -> None:
+        """Forget the work."""
+        self.work = _released
+
+
+def _released() -> Sequence[Tensor]:
+    raise AssertionError("a recording was replayed after its release")
+
+
+@dataclass(slots=True)
+class HostRecorder:
+    """Records work of the CPU."""
+
+    pools: defaultdict[int, Pool] = field(default_factory=lambda: defaultdict(Pool))
+    recordings: list[HostRecording] = field(default_factory=list)
+    static: StaticMemory = field(default_factory=StaticMemory)
+    seconds: float = 0.0
+    object_bytes: int = 0
+
+    @property
+    def pool_bytes(self) -> int:
+        """Memory of all blocks."""
+        return sum(pool.bytes for pool in self.pools.values())
+
+    def record(self, work: Work, pool: int) -> tuple[Recording, Sequence[Tensor]]:
+        """Do the work; see the protocol."""
+        since, kept = time.perf_counter(), Kept(self.pools[pool])
+        held = [self.pools[pool].hold(value) for value in kept.run(work)]
+        recording = HostRecording(work, kept, [block for block, _ in held])
+        self.recordings.append(recording)
+        self.seconds += time.perf_counter() - since
+        return recording, [tensor for _, tensor in held]
+
+    def release(self) -> None:
+        """Give up every recording."""
+        for recording in self.recordings:
+            recording.release()
+        self.recordings.clear()

@@ -1,0 +1,41 @@
+"""Tensors inside frozen records, as a list and back: what crosses the border of a captured part."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+from torch import Tensor
+
+Rebuild = Callable[[Sequence[Tensor]], Any]  # from tensors in the order of `flatten` to a value like the first
+
+
+def flatten(value: Any) -> tuple[list[Tensor], Rebuild]:
+    """The tensors of a value, and how to put others in their places.
+
+    Looks into dictionaries, tuples and dataclasses; everything else is kept as it is.
+    """
+    if isinstance(value, Tensor):
+        return [value], lambda tensors: tensors[0]
+    if isinstance(value, dict):
+        return _join(list(value.values()), lambda parts: dict(zip(value, parts, strict=True)))
+    if isinstance(value, tuple):
+        return _join(value, tuple)
+    if is_dataclass(value) and not isinstance(value, type):
+        return _join([getattr(value, field.name) for field in fields(value)], lambda parts: type(value)(*parts))
+    return [], lambda tensors: value
+
+
+def _join(parts: Sequence[Any], whole: Callable[[list[Any]], Any]) -> tuple[list[Tensor], Rebuild]:
+    found = [flatten(part) for part in parts]
+    counts = [len(tensors) for tensors, _ in found]
+
+    def rebuild(tensors: Sequence[Tensor]) -> Any:
+        rest, built = list(tensors), []
+        for count, (_, make) in zip(counts, found, strict=True):
+            built.append(make(rest[:count]))
+            del rest[:count]
+        return whole(built)
+
+    return [tensor for tensors, _ in found for tensor in tensors], rebuild

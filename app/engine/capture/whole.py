@@ -1,0 +1,54 @@
+"""One recording of a whole step: every forward, backward, exchange and reduction of all microbatches."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from torch import Tensor
+
+from app.engine.capture.recorder import Recorder, Recording
+from app.engine.capture.tree import Rebuild, flatten
+from app.engine.data_feed import StepInput
+
+T = TypeVar("T")
+
+
+@dataclass(slots=True)
+class WholeStep(Generic[T]):
+    """`work` on a step's input, recorded when it is first called.
+
+    `ready` makes parameters whole: what is under way from the step before cannot be waited for under capture. What the work
+    returns lies in memory that the next call writes to again.
+    """
+
+    work: Callable[[StepInput], T]
+    ready: Callable[[], None]
+    recorder: Recorder
+    pool: int = 0
+    recording: Recording | None = None
+    input: StepInput | None = None
+    rebuild: Rebuild = tuple
+
+    def __call__(self, step: StepInput) -> T:
+        """Take in a step's input, and do the work."""
+        self.ready()
+        if self.recording is not None:
+            self._load(step)
+            return self.rebuild(self.recording.replay())
+        tensors, rebuild = flatten(step)
+        buffers = (self.recorder.static.buffer(self.pool, nth) for nth in itertools.count())
+        self.input = rebuild([buffer(tensor).copy_(tensor) for buffer, tensor in zip(buffers, tensors, strict=False)])
+        self.recording, outputs = self.recorder.record(self._run, self.pool)
+        return self.rebuild(outputs)
+
+    def _load(self, step: StepInput) -> None:
+        for static, value in zip(flatten(self.input)[0], flatten(step)[0], strict=True):
+            static.copy_(value)
+
+    def _run(self) -> list[Tensor]:
+        assert self.input is not None
+        outputs, self.rebuild = flatten(self.work(self.input))
+        return outputs

@@ -1,0 +1,32 @@
+"""Triton, where it is installed, and whether a kernel may take the place of plain torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError:  # torch for CPUs comes without it
+    triton = tl = None
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def jit(kernel: Callable[..., None]) -> Any:
+    """A kernel that `[grid](...)` launches; without Triton the function itself, which nobody calls."""
+    return kernel if triton is None else triton.jit(kernel)
+
+
+def usable(*tensors: Tensor) -> bool:
+    """Whether kernels can take these tensors: on a GPU, in at most 32 bits per value, and Triton is there."""
+    return triton is not None and all(tensor.is_cuda and tensor.dtype in DTYPES for tensor in tensors)
+
+
+def block_of(width: int) -> int:
+    """The power of two that holds `width` values."""
+    return 1 << max(0, width - 1).bit_length()
