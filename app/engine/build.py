@@ -100,11 +100,14 @@ def build_recorder(run: Run, device: torch.device) -> Recorder | None:
 
 
 def _wait_for_parameters(chunk: Chunk, optimizer: DistributedOptimizer) -> None:
-    """Have the forward of a chunk, of each layer and of the last norm wait for what it reads itself."""
+    """Have the forward of a chunk, of each layer and of the last norm wait for what it reads itself, and the head likewise."""
     inner = [*chunk.layers.values(), *([] if chunk.norm is None else [chunk.norm])]
-    for module, params in ((chunk, chunk.parameters(recurse=False)), *((module, module.parameters()) for module in inner)):
+    own = [] if chunk.embedding is None else [chunk.embedding]
+    for module, params in ((chunk, own), *((module, module.parameters()) for module in inner)):
         wait = optimizer.gate(params)
         module.register_forward_pre_hook(lambda *_, wait=wait: wait())
+    if chunk.head is not None:
+        chunk.wait_for_head = optimizer.gate([chunk.head])
 
 
 def build_chunks(run: Run, stages: StagePlan, groups: Groups, device: torch.device) -> tuple[Chunk, ...]:
@@ -145,18 +148,17 @@ def _materialise(chunk: nn.Module, device: torch.device, dtype: torch.dtype) -> 
 
 
 def parameter_specs(chunk: Chunk, place: Place, tied: bool = False) -> Iterator[ParamSpec]:
-    """Every parameter of a chunk in registration order, with its place in the whole model.
+    """Every parameter of a chunk in the order of use (`chunk_parameters`), with its place in the whole model.
 
     tied: the embedding has a copy on another stage; the first stage's counts. Of what all tensor-parallel ranks hold, the
     first one's counts.
     """
-    for prefix, module in chunk.named_modules():
-        for leaf, param in module.named_parameters(recurse=False):
-            name = f"{prefix}.{leaf}" if prefix else leaf
-            copied, shared = tied and param is chunk.embedding, place.shares(name) and place.tp[1] > 1
-            counted = (chunk.first or not copied) and not (shared and place.tp[0])
-            block = place.block(name, param.shape)
-            yield ParamSpec(name, param, EXPERTS in name, param.dim() >= 2, block, copied, shared, counted)
+    # A chunk's own come before its children's: the embedding rightly, the head is used last.
+    for name, param in sorted(chunk.named_parameters(), key=lambda named: named[1] is chunk.head):
+        copied, shared = tied and param is chunk.embedding, place.shares(name) and place.tp[1] > 1
+        counted = (chunk.first or not copied) and not (shared and place.tp[0])
+        block = place.block(name, param.shape)
+        yield ParamSpec(name, param, EXPERTS in name, param.dim() >= 2, block, copied, shared, counted)
 
 
 def build_partial_graphs(engine: Engine) -> PartialGraphs | None:

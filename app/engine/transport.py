@@ -38,6 +38,8 @@ class Transport:
         """Until these operations are done (NCCL: the current stream waits, not the host)."""
         for op in ops:
             self.works.pop(op).wait()
+            if dist.get_backend(self.group) != "nccl":
+                del self.moving[op]  # done, and it would keep its tensor
 
     def unfinished(self) -> str:
         """The oldest operations of the step that are not done, in words."""

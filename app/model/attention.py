@@ -16,6 +16,8 @@ from torch.nn.attention.bias import causal_lower_right
 
 from app.choices import CpComm, Recompute
 from app.config import ModelConfig
+from app.kernels.common import usable
+from app.kernels.heads import HeadNorms, split_and_rotate
 from app.model.context_parallel import gather_sequence, trade_for_heads, trade_for_tokens
 from app.model.layers import Context, RMSNorm, rotate
 from app.model.peers import ALONE, Peers, rank, size
@@ -49,14 +51,23 @@ class Attention(nn.Module):
         return narrow(out, self.wo, self.peers.tp, context.later)
 
     def _core(self, qkv: Tensor, context: Context) -> Tensor:
-        q_BSNH, k_BSGH, v_BSGH = self._heads(qkv)
-        q_BSNH, k_BSGH = rotate(self.q_norm(q_BSNH), context), rotate(self.k_norm(k_BSGH), context)
+        q_BSNH, k_BSGH, v_BSGH = self._heads(qkv, context)
         return attend_all(q_BSNH, k_BSGH, v_BSGH, context, self.peers).flatten(2)
 
-    def _heads(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _heads(self, qkv: Tensor, context: Context) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries B × S × N × H, keys and values B × S × G × H: normed if the model asks for it, with rotary positions."""
+        if usable(qkv):
+            tables, shape = (context.cos_BS1H, context.sin_BS1H), (self.num_kv_heads, self.queries_per_kv)
+            return split_and_rotate(qkv, *tables, *shape, self._head_norms())
         grouped = qkv.unflatten(-1, (self.num_kv_heads, self.queries_per_kv + 2, self.width))
         q, k, v = grouped.split((self.queries_per_kv, 1, 1), dim=3)
-        return q.flatten(2, 3), k.squeeze(3), v.squeeze(3)
+        q_BSNH, k_BSGH = self.q_norm(q.flatten(2, 3)), self.k_norm(k.squeeze(3))
+        return rotate(q_BSNH, context), rotate(k_BSGH, context), v.squeeze(3)
+
+    def _head_norms(self) -> HeadNorms | None:
+        if isinstance(self.q_norm, RMSNorm) and isinstance(self.k_norm, RMSNorm):
+            return HeadNorms(self.q_norm.weight, self.k_norm.weight, self.q_norm.eps)
+        return None
 
 
 def attend_all(q_BSNH: Tensor, k_BSGH: Tensor, v_BSGH: Tensor, context: Context, peers: Peers) -> Tensor:

@@ -13,6 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from app.choices import Recompute
+from app.kernels.common import usable
+from app.kernels.rms_norm import rms_norm
+from app.kernels.swiglu import swiglu as swiglu_kernel
 from app.model.deferred import WeightQueue
 from app.model.peers import ALONE, Peers, size
 from app.model.recompute import Again
@@ -29,6 +32,8 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Any shape ending in `width` -> the same shape and dtype."""
+        if usable(x, self.weight):
+            return rms_norm(x, self.weight, self.eps)
         return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
 
 
@@ -94,5 +99,7 @@ class Mlp(nn.Module):
 
 def swiglu(both: Tensor) -> Tensor:
     """silu(gate) · up of the two halves of the last dimension."""
+    if usable(both):
+        return swiglu_kernel(both)
     gate, up = both.chunk(2, dim=-1)
     return F.silu(gate) * up

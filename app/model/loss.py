@@ -19,11 +19,13 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from app.compat import all_reduce
+from app.kernels import cross_entropy
+from app.kernels.common import usable
 from app.model.deferred import WeightQueue
 from app.model.peers import rank, size
 from app.model.tensor_parallel import Group, gathered, scattered
 
-ROWS = 1024  # tokens whose logits are in fp32 at once
+ROWS = 1024  # tokens whose logits are in fp32 at once, without kernels
 
 
 def summed_loss(
@@ -44,6 +46,8 @@ def summed_loss(
 
 def _statistics(logits_CV: Tensor, row_C: Tensor) -> Tensor:
     """Largest logit, sum of exponentials relative to it, and the label's logit where this rank has it, otherwise 0: [3, C]."""
+    if usable(logits_CV):
+        return cross_entropy.statistics(logits_CV, row_C)
     found = []
     for logits, row in zip(logits_CV.split(ROWS), row_C.split(ROWS), strict=True):
         wide = logits.float()
@@ -67,6 +71,8 @@ def _merge(statistics_3T: Tensor, group: Group) -> tuple[Tensor, Tensor]:
 
 def _into_gradient(logits_CV: Tensor, row_C: Tensor, lse_C: Tensor, weight_C: Tensor) -> None:
     """Replace logits by the gradient of Σ weight · loss, (softmax - one at the label) · weight, in their own memory."""
+    if usable(logits_CV):
+        return cross_entropy.into_gradient(logits_CV, row_C, lse_C, weight_C)
     parts = (part.split(ROWS) for part in (logits_CV, row_C, lse_C, weight_C))
     for logits, row, lse, weight in zip(*parts, strict=True):
         probs = logits.float().sub_(lse[:, None]).exp_()

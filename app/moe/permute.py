@@ -14,6 +14,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from app.kernels import rows as kernels
+from app.kernels.common import usable
+
 
 @dataclass(frozen=True, slots=True)
 class Permutation:
@@ -34,14 +37,15 @@ def sort_by_expert(experts_TK: Tensor, num_experts: int, drops: bool = False, ro
 
     drops: larger ids are choices without a row. Their number is known to the device alone, so R stays T·K, and rows from
     ends[-1] on belong to nobody. `rows_per_expert` gives every expert that many rows: the ids may not repeat more often, and
-    copies of the first token, which nobody reads, fill the rest.
+    what nobody reads fills the rest: copies of the first token, or zeros.
     """
-    sorted_R, place_of_row_R = experts_TK.flatten().sort(stable=True)
+    sorted_R, place_of_row_R = _narrow(experts_TK.flatten(), num_experts).sort(stable=True)
     rows_R = torch.arange(place_of_row_R.numel(), device=experts_TK.device)
     ids_E = torch.arange(num_experts, device=experts_TK.device, dtype=sorted_R.dtype)
     tokens_R = place_of_row_R // experts_TK.shape[1]
     kept_TK = experts_TK < num_experts if drops or rows_per_expert is not None else None
     if rows_per_expert is not None:
+        sorted_R, ids_E = sorted_R.long(), ids_E.long()
         starts_E, count = torch.searchsorted(sorted_R, ids_E), num_experts * rows_per_expert
         shift_E = ids_E * rows_per_expert - starts_E
         rows_R = (rows_R + shift_E[sorted_R.clamp(max=num_experts - 1)]).masked_fill(sorted_R >= num_experts, count)
@@ -71,24 +75,34 @@ def reorder(rows_RD: Tensor, index_R: Tensor, inverse_R: Tensor) -> Tensor:
     return _Reorder.apply(rows_RD, index_R, inverse_R)
 
 
-def sum_rows(rows_RD: Tensor, row_of_TK: Tensor, weights_TK: Tensor | None, kept_TK: Tensor | None) -> Tensor:
+def sum_rows(
+    rows_RD: Tensor,
+    row_of_TK: Tensor,
+    weights_TK: Tensor | None,
+    kept_TK: Tensor | None,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
     """Σ_k weights[t, k] · rows[row_of[t, k]] (weight 1 for None): one fp32 accumulator [T, D] instead of [T, K, D].
 
-    Without a gradient; fp64 for fp64 rows. Choices that `kept_TK` leaves out count as 0.
+    Without a gradient; fp64 for fp64 rows. Choices that `kept_TK` leaves out count as 0. In `dtype`, or that of the sums.
     """
+    if usable(rows_RD):
+        return kernels.sum_rows(rows_RD, row_of_TK, weights_TK, kept_TK, dtype or torch.float32)
     total_TD: Tensor | None = None
     for k in range(row_of_TK.shape[1]):
         part_TD = _wide(_pick(rows_RD, row_of_TK, kept_TK, k))
         part_TD = part_TD if weights_TK is None else part_TD.mul_(weights_TK[:, k, None])
         total_TD = part_TD if total_TD is None else total_TD.add_(part_TD)
     assert total_TD is not None, "every token has at least one expert"
-    return total_TD
+    return total_TD if dtype is None else total_TD.to(dtype)
 
 
 def combine_gradients(
     grad_TD: Tensor, rows_RD: Tensor, probs_TK: Tensor, token_of_row_R: Tensor, row_of_TK: Tensor, kept_TK: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """The gradients of the rows [R, D] and of the probabilities [T, K] in `combine`."""
+    if usable(rows_RD):
+        return kernels.combine_gradients(grad_TD, rows_RD, probs_TK, row_of_TK, kept_TK)
     count = len(rows_RD)
     if kept_TK is None:
         probs_R = probs_TK.new_empty(count).scatter_(0, row_of_TK.flatten(), probs_TK.flatten())
@@ -105,13 +119,15 @@ class _Permute(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_TD: Tensor, token_of_row_R: Tensor, row_of_TK: Tensor, kept_TK: Tensor | None) -> Tensor:
         ctx.save_for_backward(row_of_TK, kept_TK)
+        if usable(x_TD):
+            return kernels.spread_rows(x_TD, row_of_TK, kept_TK, len(token_of_row_R))
         return x_TD.index_select(0, token_of_row_R)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_RD: Tensor) -> tuple[Tensor, None, None, None]:
         row_of_TK, kept_TK = ctx.saved_tensors
-        return sum_rows(grad_RD, row_of_TK, None, kept_TK).to(grad_RD.dtype), None, None, None
+        return sum_rows(grad_RD, row_of_TK, None, kept_TK, grad_RD.dtype), None, None, None
 
 
 class _Combine(torch.autograd.Function):
@@ -120,7 +136,7 @@ class _Combine(torch.autograd.Function):
         ctx: Any, rows_RD: Tensor, probs_TK: Tensor, token_of_row_R: Tensor, row_of_TK: Tensor, kept_TK: Tensor | None
     ) -> Tensor:
         ctx.save_for_backward(rows_RD, probs_TK, token_of_row_R, row_of_TK, kept_TK)
-        return sum_rows(rows_RD, row_of_TK, probs_TK, kept_TK).to(rows_RD.dtype)
+        return sum_rows(rows_RD, row_of_TK, probs_TK, kept_TK, rows_RD.dtype)
 
     @staticmethod
     @once_differentiable
@@ -139,6 +155,15 @@ class _Reorder(torch.autograd.Function):
     def backward(ctx: Any, grad_RD: Tensor) -> tuple[Tensor, None, None]:
         (inverse_R,) = ctx.saved_tensors
         return grad_RD.index_select(0, inverse_R), None, None
+
+
+def _narrow(experts_R: Tensor, num_experts: int) -> Tensor:
+    """The ids in the fewest bytes, since a radix sort makes a pass for each; those that no expert has may become equal."""
+    for dtype in (torch.uint8, torch.int16):
+        largest = torch.iinfo(dtype).max
+        if num_experts <= largest:
+            return experts_R.clamp(max=largest).to(dtype)
+    return experts_R
 
 
 def _wide(x: Tensor) -> Tensor:

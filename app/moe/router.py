@@ -12,6 +12,8 @@ from torch import Tensor
 
 from app.choices import Score
 from app.errors import nearest_divisors
+from app.kernels.common import usable
+from app.kernels.top_experts import top_experts
 
 TINY = 1e-20  # keeps the normalisation of scores finite when every one of them underflows
 
@@ -151,6 +153,8 @@ def _plain_scores(logits_TE: Tensor, score: Score) -> Tensor:
 
 
 def _top_experts(scores_TE: Tensor, top_k: int) -> Tensor:
+    if usable(scores_TE):
+        return top_experts(scores_TE, top_k)
     return scores_TE.topk(top_k, dim=-1, sorted=False).indices.sort(dim=-1).values
 
 

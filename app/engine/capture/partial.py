@@ -64,6 +64,8 @@ class PartialGraphs:
 
     def runs(self, mb: int, chunk: int, context: Context) -> list[RunPhases]:
         """How each layer of a chunk runs for a microbatch: captured where it is cut."""
+        if not any(self.cuts[chunk]):
+            return [run_layer] * len(self.cuts[chunk])
         static = self._static_context(self.plan.slot_of(mb, chunk), context)
         return [
             run_layer if cut is None else partial(self._run, mb, chunk, nth, cut, static)

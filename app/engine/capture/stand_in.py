@@ -1,8 +1,9 @@
 """Recording where there is no GPU: a replay does the work again, on the memory of the first time.
 
 Outputs, and what autograd keeps, lie in blocks of pools that behave as those of CUDA graphs do: a block is free as soon as
-its first tenant is gone, later recordings take it over, and a replay writes to the same blocks whoever lives there now. So a
-plan that lets two tensors share memory at the wrong time gives wrong numbers here as there.
+its first tenant is gone, later recordings take it over, and a replay writes to the same blocks whoever lives there now. What
+is free when a recording begins may serve it as scratch memory, so every run of it fills that with NaN first. So a plan that
+lets two tensors share memory at the wrong time gives wrong numbers here as there.
 """
 
 from __future__ import annotations
@@ -68,8 +69,12 @@ class Kept:
 
     pool: Pool
     blocks: list[Block | None] = field(default_factory=list)
+    scratch: list[np.ndarray] = field(default_factory=list)  # what the work may write to besides
     place: int = 0
     learnt: bool = False
+
+    def __post_init__(self) -> None:
+        self.scratch = [memory for blocks in self.pool.free.values() for memory in blocks]
 
     def pack(self, saved: Tensor) -> Tensor:
         """Put a tensor away; parameters stay where they are."""
@@ -89,6 +94,8 @@ class Kept:
     def run(self, work: Work) -> Sequence[Tensor]:
         """Do the work."""
         self.place = 0
+        for memory in self.scratch:
+            memory.fill(0xFF)  # NaN in every float type
         with saved_tensors_hooks(self.pack, lambda kept: kept):
             done = work()
         self.learnt = True

@@ -14,26 +14,28 @@ Rebuild = Callable[[Sequence[Tensor]], Any]  # from tensors in the order of `fla
 def flatten(value: Any) -> tuple[list[Tensor], Rebuild]:
     """The tensors of a value, and how to put others in their places.
 
-    Looks into dictionaries, tuples and dataclasses; everything else is kept as it is.
+    Looks into dictionaries, tuples and dataclasses; everything else is kept as it is. The second keeps no tensor alive.
     """
     if isinstance(value, Tensor):
         return [value], lambda tensors: tensors[0]
     if isinstance(value, dict):
-        return _join(list(value.values()), lambda parts: dict(zip(value, parts, strict=True)))
+        keys = tuple(value)
+        return _join(list(value.values()), lambda parts: dict(zip(keys, parts, strict=True)))
     if isinstance(value, tuple):
         return _join(value, tuple)
     if is_dataclass(value) and not isinstance(value, type):
-        return _join([getattr(value, field.name) for field in fields(value)], lambda parts: type(value)(*parts))
+        kind = type(value)
+        return _join([getattr(value, field.name) for field in fields(value)], lambda parts: kind(*parts))
     return [], lambda tensors: value
 
 
 def _join(parts: Sequence[Any], whole: Callable[[list[Any]], Any]) -> tuple[list[Tensor], Rebuild]:
     found = [flatten(part) for part in parts]
-    counts = [len(tensors) for tensors, _ in found]
+    makers = [(len(tensors), make) for tensors, make in found]
 
     def rebuild(tensors: Sequence[Tensor]) -> Any:
         rest, built = list(tensors), []
-        for count, (_, make) in zip(counts, found, strict=True):
+        for count, make in makers:
             built.append(make(rest[:count]))
             del rest[:count]
         return whole(built)

@@ -1,0 +1,111 @@
+"""x / rms(x) · weight over the last dimension (Zhang & Sennrich 2019), in one pass in either direction.
+
+Shapes: R rows, W width, J programs of backward. A program of backward takes every J-th tile of rows, sums the weight's
+gradient over them in this order, and torch sums the J sums.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from app.kernels.common import block_of, jit, tl, triton
+
+TILE = 1024  # values that a program holds at least
+PER_WARP = 512  # of them: 16 per thread
+MULTIPROCESSORS, WARPS = 132, 16  # of an H100 or H200, and warps of backward on each: fixed, as they decide the order of sums
+
+
+def rms_norm(x: Tensor, weight_W: Tensor, eps: float) -> Tensor:
+    """[..., W] -> [..., W] in x's dtype, computed in fp32 and rounded once.
+
+    Keeps `x`, the weight and an fp32 number per row for backward. Made for W up to 8192; fp32, bf16 or fp16.
+    """
+    return _RmsNorm.apply(x.contiguous(), weight_W, eps)
+
+
+class _RmsNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight_W: Tensor, eps: float) -> Tensor:
+        inverse_R = x.new_empty(x.numel() // x.shape[-1], dtype=torch.float32)
+        ctx.save_for_backward(x, weight_W, inverse_R)
+        out, tile = torch.empty_like(x), _tile(x.shape[-1])
+        grid = (triton.cdiv(len(inverse_R), tile["HEIGHT"]),)
+        _forward[grid](x, weight_W, out, inverse_R, len(inverse_R), x.shape[-1], eps, **tile)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        x, weight_W, inverse_R = ctx.saved_tensors
+        grad_x, tile = torch.empty_like(x), _tile(x.shape[-1])
+        most = MULTIPROCESSORS * max(1, WARPS // tile["num_warps"])
+        tiles = triton.cdiv(len(inverse_R), tile["HEIGHT"])
+        partial_JW = x.new_empty(min(tiles, most), x.shape[-1], dtype=torch.float32)
+        tensors = grad.contiguous(), x, weight_W, inverse_R, grad_x, partial_JW
+        _backward[(len(partial_JW),)](*tensors, len(inverse_R), x.shape[-1], tiles, **tile)
+        return grad_x, partial_JW.sum(0).to(weight_W.dtype), None
+
+
+def _tile(width: int) -> dict[str, int]:
+    """Rows and columns that a program holds, and how many warps share them."""
+    columns = block_of(width)
+    size = max(TILE, columns)
+    return {"HEIGHT": size // columns, "COLUMNS": columns, "num_warps": min(16, size // PER_WARP)}
+
+
+@jit
+def _forward(
+    x_RW: tl.tensor,
+    weight_W: tl.tensor,
+    out_RW: tl.tensor,
+    inverse_R: tl.tensor,
+    rows: int,
+    width: int,
+    eps: float,
+    HEIGHT: tl.constexpr,
+    COLUMNS: tl.constexpr,
+) -> None:
+    row = tl.program_id(0).to(tl.int64) * HEIGHT + tl.arange(0, HEIGHT)[:, None]  # R·W may exceed 32 bits
+    column = tl.arange(0, COLUMNS)[None, :]
+    exists = (row < rows) & (column < width)
+    x = tl.load(x_RW + row * width + column, mask=exists, other=0.0).to(tl.float32)
+    weight = tl.load(weight_W + column, mask=column < width, other=0.0).to(tl.float32)
+    inverse = tl.rsqrt(tl.sum(x * x, 1)[:, None] / width + eps)
+    tl.store(inverse_R + row, inverse, mask=row < rows)
+    tl.store(out_RW + row * width + column, x * inverse * weight, mask=exists)
+
+
+@jit
+def _backward(
+    grad_RW: tl.tensor,
+    x_RW: tl.tensor,
+    weight_W: tl.tensor,
+    inverse_R: tl.tensor,
+    grad_x_RW: tl.tensor,
+    partial_JW: tl.tensor,
+    rows: int,
+    width: int,
+    tiles: int,
+    HEIGHT: tl.constexpr,
+    COLUMNS: tl.constexpr,
+) -> None:
+    column = tl.arange(0, COLUMNS)[None, :]
+    weight = tl.load(weight_W + column, mask=column < width, other=0.0).to(tl.float32)
+    sums = tl.zeros((HEIGHT, COLUMNS), tl.float32)
+    for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0)):
+        row_of_tile = tl.cast(tile, tl.int64) * HEIGHT + tl.arange(0, HEIGHT)
+        row = row_of_tile[:, None]
+        exists = (row < rows) & (column < width)
+        grad = tl.load(grad_RW + row * width + column, mask=exists, other=0.0).to(tl.float32)
+        x = tl.load(x_RW + row * width + column, mask=exists, other=0.0).to(tl.float32)
+        inverse = tl.load(inverse_R + row_of_tile, mask=row_of_tile < rows, other=0.0)[:, None]
+        normed, scaled = x * inverse, grad * weight
+        sums += grad * normed
+        along = tl.sum(scaled * normed, 1)[:, None] / width
+        tl.store(grad_x_RW + row * width + column, (scaled - normed * along) * inverse, mask=exists)
+    at = partial_JW + tl.program_id(0) * width + column
+    tl.store(at, tl.sum(sums, 0)[None, :], mask=column < width)

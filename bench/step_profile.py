@@ -1,0 +1,153 @@
+"""Where the time of a training step goes: kernels by kind, and the gaps between them.
+
+    python bench/step_profile.py [--steps 8] [--top 12] [--json FILE] overrides … [/ overrides …]
+
+`/` separates runs. Each trains on random tokens; the last step is traced. Printed per run: the step's time without the trace,
+the share of each kind of kernel in the traced step, the largest kernels by name, and the time in which none ran.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import itertools
+import json
+import os
+import statistics
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import torch
+from layouts import batches_of, merged
+from torch.profiler import ProfilerActivity, profile
+
+from app.cli.compose import load_overrides
+from app.cli.launch import Launch
+from app.engine.build import Engine, build_engine
+from app.engine.capture.facts import GraphFacts
+from app.engine.groups import create_groups, process_world
+from app.engine.step import TrainingStep
+from app.plan.flops import flops_per_token
+from app.plan.plan import Plan
+
+KINDS = {  # of kernels, by a part of their names; the first that fits counts
+    "exchange": ("nccl",),
+    "attention": ("flash", "fmha", "cudnn_generated", "sdpa", "attention"),
+    "optimizer": ("adam", "FusedAdam", "multi_tensor"),
+    "loss": ("_statistics", "_into_gradient", "cross_entropy"),
+    "rows of experts": ("_spread", "_sum_rows", "_gradients", "indexSelect", "index_select", "vectorized_gather"),
+    "routing": ("ort", "opk", "TopK", "_top", "scatter", "gather", "searchsorted", "oftmax", "SoftMax", "cumsum", "scan"),
+    "activation": ("swiglu",),
+    "rotary": ("_split", "_merge", "rotate"),
+    "norm": ("rms", "layer_norm", "LayerNorm", "GammaBeta", "_norm"),
+    "grouped products": ("group", "Group", "PtrArray"),
+    "products": ("gemm", "nvjet", "cutlass", "xmma", "cublas", "splitK"),
+    "copies": ("Memcpy", "Memset", "copy", "FillFunctor", "CatArray"),
+    "sums of gradients and other element-wise": ("elementwise", "reduce", "foreach", "triton"),
+}
+
+
+def main() -> None:
+    """Profile the runs."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--top", type=int, default=12, help="kernels by name")
+    parser.add_argument("--json", type=Path)
+    args, overrides = parser.parse_known_args()
+    launch = Launch.from_environment(os.environ)
+    device = torch.device("cuda", launch.local_rank)
+    torch.cuda.set_device(device)
+    torch.cuda.set_stream(torch.cuda.Stream())
+    with process_world(launch.rank, launch.world_size or 1, device):
+        for chosen in (list(group) for slash, group in itertools.groupby(overrides, "/".__eq__) if not slash):
+            found = {"overrides": chosen, **train(chosen, launch, device, args.steps, args.top)}
+            if launch.rank == 0:
+                show(found)
+                if args.json:
+                    with args.json.open("a") as file:
+                        file.write(json.dumps(found) + "\n")
+
+
+def train(overrides: list[str], launch: Launch, device: torch.device, steps: int, top: int) -> dict[str, Any]:
+    """One run, from nothing to nothing."""
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    plan = Plan(load_overrides(overrides, launch.world_size))
+    engine = build_engine(plan, create_groups(plan.layout, launch.rank), device)
+    with engine.watch.running():
+        try:
+            return measure(engine, steps, top)
+        finally:
+            engine.release()
+            engine.make_parameters_whole()
+            del engine
+            gc.collect()
+
+
+def measure(engine: Engine, steps: int, top: int) -> dict[str, Any]:
+    """Times, memory and the trace of the last step."""
+    run, step, times = engine.plan.run, TrainingStep(engine), []
+    batches = [batches_of(run, kind, engine.groups.dp_rank) for kind in range(2)]
+    for n in range(steps):
+        began = time.perf_counter()
+        facts, totals = step(batches[n % 2], run.optim.lr, run.optim.weight_decay)
+        times.append((time.perf_counter() - began) * 1e3)
+    peak = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
+    for _ in range(2):  # the first trace starts slowly
+        with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+            step(batches[0], run.optim.lr, run.optim.weight_decay)
+            torch.cuda.synchronize()
+    load = [float(counts.max() / counts.double().mean()) for counts in totals.counts.values()]
+    ms = statistics.median(times[steps // 2 :])
+    tokens = run.train.global_batch * run.train.seq_len / run.world_size
+    graphs = {} if engine.recorder is None else GraphFacts.of(engine.recorder).metrics()
+    planned = engine.plan.memory[engine.groups.pp_rank]
+    return {
+        "step_ms": round(ms, 2),
+        "tflops_per_gpu": round(tokens * flops_per_token(run.model, run.train.seq_len) / ms / 1e9, 1),
+        "peak_gib": round(peak[0] / 2**30, 3),
+        "planned_gib": round(planned.allocated / 2**30, 3),
+        "reserved_gib": round(peak[1] / 2**30, 3),
+        "load_max_over_mean": round(statistics.mean(load), 2) if load else None,
+        "loss": facts.loss,
+        **{name: round(value, 4) for name, value in graphs.items()},
+        **kinds(profiler, top),
+    }
+
+
+def kinds(profiler: profile, top: int) -> dict[str, Any]:
+    """Milliseconds by kind, of the largest kernels, and of gaps."""
+    events = [e for e in profiler.events() if e.device_type == torch.autograd.DeviceType.CUDA]
+    spans = merged(sorted((e.time_range.start, e.time_range.end) for e in events))
+    by_name: Counter[str] = Counter()
+    for event in events:
+        by_name[event.name] += event.time_range.end - event.time_range.start
+    by_kind: Counter[str] = Counter()
+    for name, time_us in by_name.items():
+        by_kind[next((kind for kind, parts in KINDS.items() if any(part in name for part in parts)), "others")] += time_us
+    busy, whole = sum(end - start for start, end in spans), spans[-1][1] - spans[0][0]
+    return {
+        "traced_ms": round(whole / 1e3, 2),
+        "gaps_ms": round((whole - busy) / 1e3, 2),
+        "kernels": len(events),
+        "kinds_ms": {kind: round(time_us / 1e3, 2) for kind, time_us in by_kind.most_common()},
+        "largest_ms": {name[:100]: round(time_us / 1e3, 2) for name, time_us in by_name.most_common(top)},
+    }
+
+
+def show(found: dict[str, Any]) -> None:
+    """As text."""
+    kinds_ms, largest_ms = found["kinds_ms"], found["largest_ms"]
+    print(" ".join(found["overrides"]))
+    print("  " + ", ".join(f"{key} {value}" for key, value in found.items() if not isinstance(value, dict | list)))
+    for kind, ms in kinds_ms.items():
+        print(f"  {ms:9.2f} ms  {ms / found['traced_ms']:5.1%}  {kind}")
+    for name, ms in largest_ms.items():
+        print(f"      {ms:9.2f} ms  {name}")
+    print(flush=True)
+
+
+if __name__ == "__main__":
+    main()

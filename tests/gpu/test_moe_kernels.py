@@ -1,0 +1,106 @@
+"""Kernels of the loss and of the experts' rows on a GPU, at the sizes of training."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from app.model.loss import summed_loss
+from app.moe.permute import combine, permute, sort_by_expert
+from app.moe.router import choose
+from tests.moe_kernels import (
+    check_gradients,
+    check_into_gradient,
+    check_spread,
+    check_statistics,
+    check_sums,
+    check_top_experts,
+    draw_rows,
+    without_kernels,
+)
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+plain = pytest.fixture(without_kernels)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("tokens", "vocabulary"), [(8192, 50304), (4096, 151936)])
+def test_statistics_and_gradient_of_the_loss(tokens: int, vocabulary: int, dtype: torch.dtype, plain: None):
+    check_statistics(tokens, vocabulary, dtype)
+    check_into_gradient(tokens, vocabulary, dtype)
+
+
+def test_logits_beyond_32_bits(plain: None):
+    check_statistics(8400, 256_000, torch.bfloat16)
+    check_into_gradient(8400, 256_000, torch.bfloat16)
+
+
+@pytest.mark.parametrize("rows_per_expert", [None, 1500])
+@pytest.mark.parametrize("drops", [False, True], ids=["all kept", "drops"])
+@pytest.mark.parametrize("size", [(8192, 6, 64, 1024), (4096, 8, 128, 2048), (1024, 8, 16, 5120)], ids=str)
+def test_rows(size: tuple[int, int, int, int], drops: bool, rows_per_expert: int | None, plain: None):
+    if rows_per_expert is not None and not drops:
+        pytest.skip("filled experts drop")
+    drawn = draw_rows(*size, torch.bfloat16, drops, rows_per_expert)
+    for check in (check_spread, check_sums, check_gradients):
+        check(drawn)
+
+
+@pytest.mark.parametrize(("tokens", "experts", "top_k"), [(8192, 64, 6), (4096, 128, 8), (5000, 512, 22)])
+def test_top_experts(tokens: int, experts: int, top_k: int, plain: None):
+    check_top_experts(tokens, experts, top_k)
+
+
+def layer(leaves: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """Routing, rows there and back and the loss, with the gradients of all."""
+    x_TD, logits_TE, weight_VD, labels_BS = leaves
+    probs_TK, experts_TK = choose(logits_TE, 6)
+    record = sort_by_expert(experts_TK, logits_TE.shape[1])
+    factors_R = (1 + torch.arange(probs_TK.numel(), device="cuda") % 5).bfloat16()  # unequal experts: probabilities matter
+    out_TD = combine(permute(x_TD, record) * factors_R[:, None], probs_TK, record)
+    loss = summed_loss(out_TD.view(*labels_BS.shape, -1), weight_VD, labels_BS) / 1024
+    return loss.detach(), *torch.autograd.grad(loss, (x_TD, logits_TE, weight_VD))
+
+
+def drawn_leaves() -> tuple[Tensor, ...]:
+    generator = torch.Generator("cuda").manual_seed(0)
+    shapes = (1024, 512), (1024, 64), (5000, 512)
+    x_TD, logits_TE, weight_VD = (torch.randn(*shape, generator=generator, device="cuda") for shape in shapes)
+    labels_BS = torch.randint(-500, 5000, (2, 512), generator=generator, device="cuda")
+    weight_VD = torch.nn.Parameter((weight_VD / 20).bfloat16())
+    return x_TD.bfloat16().requires_grad_(), logits_TE.requires_grad_(), weight_VD, labels_BS
+
+
+def test_callers_take_the_kernels(monkeypatch: pytest.MonkeyPatch):
+    leaves = drawn_leaves()
+    fast = layer(leaves)
+    with monkeypatch.context() as patch:
+        for module in ("app.model.loss", "app.moe.permute", "app.moe.router"):
+            patch.setattr(f"{module}.usable", lambda *_: False)
+        slow = layer(leaves)
+    for name, ours, theirs in zip(("loss", "x", "logits", "weight"), fast, slow, strict=True):
+        tight = 1e-6 if name == "loss" else 2e-2  # of the largest: a gradient may round to the next bf16 on the way
+        assert (ours.double() - theirs.double()).abs().max() <= tight * theirs.double().abs().max(), name
+
+
+def captured(run: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
+    """What a replay leaves behind."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        run()  # kernels are compiled
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+            found = run()
+        graph.replay()
+    stream.synchronize()
+    return found
+
+
+def test_a_graph_repeats_the_bits():
+    leaves = drawn_leaves()
+    for ours, theirs in zip(captured(lambda: layer(leaves)), layer(leaves), strict=True):
+        assert torch.equal(ours, theirs)

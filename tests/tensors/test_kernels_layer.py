@@ -1,0 +1,227 @@
+"""Kernels of a layer against plain torch in fp64: values, gradients, and equal bits when repeated.
+
+Runs on a GPU where there is one, and interpreted otherwise.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from app.choices import Recompute
+from app.config import ModelConfig
+from app.kernels import rms_norm as rms_norm_module
+from app.kernels.heads import HeadNorms, split_and_rotate
+from app.kernels.rms_norm import rms_norm
+from app.kernels.swiglu import swiglu
+from app.model import attention, layers
+from app.model.attention import Attention
+from app.model.layers import Context, Mlp, RMSNorm, layer_context, rotate
+from app.model.recompute import Again
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+DTYPES = [torch.float32, torch.bfloat16]
+BF16_ROUNDING = 2**-8 if DEVICE == "cuda" else 2**-7  # of 8 bits, to the nearest; Triton's interpreter cuts the others off
+EPS = 1e-5
+Outputs = tuple[Tensor, ...]
+MODEL = ModelConfig(num_layers=1, hidden_size=48, num_heads=6, num_kv_heads=2, ffn_hidden_size=40)
+
+
+def normal(*shape: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE, dtype)
+
+
+def close(found: Tensor, exact: Tensor) -> None:
+    """To 1e-6 of the largest value, and in bf16 one rounding besides."""
+    rounding = BF16_ROUNDING if found.dtype is torch.bfloat16 else 0.0
+    bound = exact.abs() * rounding + 1e-6 * (exact.abs().amax() if exact.numel() else 1.0)
+    assert found.shape == exact.shape
+    assert bool(((found.double() - exact).abs() <= bound).all())
+
+
+def results(function: Callable[..., Outputs], inputs: Outputs, grads: Outputs) -> Outputs:
+    """Outputs, and gradients of the inputs."""
+    leaves = [tensor.clone().requires_grad_() for tensor in inputs]
+    outs = function(*leaves)
+    torch.autograd.backward(outs, grads)
+    return (*(out.detach() for out in outs), *(leaf.grad for leaf in leaves if leaf.grad is not None))
+
+
+def check(kernel: Callable[..., Outputs], plain: Callable[..., Outputs], inputs: Outputs, strided: bool = False) -> None:
+    """The kernel as the plain version in fp64, in any order of the gradients' memory, and twice the same."""
+    with torch.no_grad():
+        outs = kernel(*inputs)
+    assert all(out.is_contiguous() and out.dtype is inputs[0].dtype for out in outs)
+    grads = tuple(normal(*out.shape, dtype=out.dtype, seed=number + 5) for number, out in enumerate(outs))
+    if strided:
+        grads = tuple(grad.transpose(1, 2).contiguous().transpose(1, 2) for grad in grads)
+    found, again = results(kernel, inputs, grads), results(kernel, inputs, grads)
+    exact = results(plain, tuple(tensor.double() for tensor in inputs), tuple(grad.double() for grad in grads))
+    for one, other, right in zip(found, again, exact, strict=True):
+        assert torch.equal(one, other)
+        close(one, right)
+
+
+def plain_swiglu(both: Tensor) -> Outputs:
+    gate, up = both.chunk(2, dim=-1)
+    return (F.silu(gate) * up,)
+
+
+def check_swiglu(*shape: int, dtype: torch.dtype) -> None:
+    check(lambda both: (swiglu(both),), plain_swiglu, (normal(*shape, dtype=dtype),))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(3, 5, 14), (9, 1024), (7, 2 * 1100), (0, 8)], ids=str)
+def test_swiglu(shape: tuple[int, ...], dtype: torch.dtype):
+    check_swiglu(*shape, dtype=dtype)
+
+
+def test_swiglu_of_large_gates_and_expanded_gradients():
+    both = torch.tensor([[-80.0, 80.0, 2.0, 3.0], [0.0, -0.0, 5.0, 7.0]], device=DEVICE)
+    one = torch.ones(1, 1, device=DEVICE).expand(2, 2)
+    found, exact = results(lambda x: (swiglu(x),), (both,), (one,)), results(plain_swiglu, (both.double(),), (one.double(),))
+    for mine, right in zip(found, exact, strict=True):
+        close(mine, right)
+
+
+def head_cases(
+    batch: int, length: int, groups: int, queries: int, width: int, dtype: torch.dtype, tables: int, norms: bool
+) -> tuple[Callable[..., Outputs], Callable[..., Outputs], Outputs]:
+    """The kernel, the plain version and arguments for both."""
+    positions = torch.randint(0, 4096, (tables, length), generator=torch.Generator().manual_seed(3)).to(DEVICE)
+    context = layer_context(positions, None, width, 10000.0)
+
+    def kernel(qkv: Tensor, *weights: Tensor) -> Outputs:
+        given = HeadNorms(*weights, EPS) if norms else None
+        return split_and_rotate(qkv, context.cos_BS1H, context.sin_BS1H, groups, queries, given)
+
+    def plain(qkv: Tensor, *weights: Tensor) -> Outputs:
+        q, k, v = qkv.unflatten(-1, (groups, queries + 2, width)).split((queries, 1, 1), dim=3)
+        pair = (q.flatten(2, 3), k.squeeze(3))
+        if norms:
+            pair = tuple(F.rms_norm(x, (width,), weight, EPS) for x, weight in zip(pair, weights, strict=True))
+        return (*(rotate(x, context) for x in pair), v.squeeze(3))
+
+    qkv = normal(batch, length, groups * (queries + 2) * width, dtype=dtype)
+    return kernel, plain, (qkv, *(normal(width, dtype=dtype, seed=seed) for seed in (1, 2) if norms))
+
+
+@pytest.mark.parametrize("norms", [False, True], ids=["plain", "norms"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    ("batch", "length", "groups", "queries", "width", "tables", "strided"),
+    [
+        (1, 37, 4, 1, 64, 1, True),
+        (2, 5, 2, 3, 12, 2, False),
+        (2, 5, 2, 3, 12, 2, True),
+        (1, 9, 1, 4, 8, 1, True),
+        (3, 45, 3, 1, 16, 3, True),
+        (1, 0, 2, 2, 8, 1, True),
+    ],
+)
+def test_heads(batch, length, groups, queries, width, tables, strided, dtype, norms):
+    check(*head_cases(batch, length, groups, queries, width, dtype, tables, norms), strided=strided)
+
+
+def test_heads_of_a_gradient_whose_values_lie_apart():
+    kernel, plain, inputs = head_cases(1, 5, 2, 1, 8, torch.float32, 1, True)
+    grads = tuple(normal(8, 1, 5, 2, dtype=torch.float32, seed=seed).permute(1, 2, 3, 0) for seed in range(3))
+    exact = results(plain, tuple(x.double() for x in inputs), tuple(grad.double() for grad in grads))
+    for mine, right in zip(results(kernel, inputs, grads), exact, strict=True):
+        close(mine, right)
+
+
+@pytest.mark.parametrize("programs", [132, 1], ids=["one tile each", "several tiles each"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(3, 5, 14), (2, 75, 64), (5, 1100), (2, 8192), (0, 8)], ids=str)
+def test_rms_norm(shape: tuple[int, ...], dtype: torch.dtype, programs: int, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(rms_norm_module, "MULTIPROCESSORS", programs)
+    check_rms_norm(*shape, dtype=dtype)
+
+
+def check_rms_norm(*shape: int, dtype: torch.dtype) -> None:
+    width = shape[-1]
+    inputs = normal(*shape, dtype=dtype), normal(width, dtype=dtype, seed=1)
+    check(lambda x, w: (rms_norm(x, w, EPS),), lambda x, w: (F.rms_norm(x, (width,), w, EPS),), inputs)
+
+
+def test_rms_norm_of_a_strided_input():
+    x, weight = normal(3, 7, 2, 16, dtype=torch.float32)[:, :, 0], normal(16, dtype=torch.float32, seed=1)
+    close(rms_norm(x, weight, EPS), F.rms_norm(x.double(), (16,), weight.double(), EPS))
+    turned = normal(16, 9, dtype=torch.float32).T
+    close(rms_norm(turned, weight, EPS), F.rms_norm(turned.double(), (16,), weight.double(), EPS))
+
+
+def test_swiglu_under_a_checkpoint():
+    both, grad = normal(3, 40, dtype=torch.bfloat16), normal(3, 20, dtype=torch.bfloat16, seed=1)
+    kept = results(lambda x: (swiglu(x),), (both,), (grad,))
+    dropped = results(lambda x: (checkpoint(swiglu, x, use_reentrant=False),), (both,), (grad,))
+    assert all(map(torch.equal, kept, dropped))
+
+
+def set_parameters(module: torch.nn.Module) -> None:
+    """Its parameters, set to the same values in every test."""
+    for number, param in enumerate(module.to(DEVICE).parameters()):
+        param.data = normal(*param.shape, dtype=torch.float32, seed=number) * 0.2
+
+
+def trained(module: torch.nn.Module, forward: Callable[[Tensor], Tensor]) -> Outputs:
+    """Output, gradient of the input, gradients of the parameters."""
+    module.zero_grad()
+    x = normal(2, 6, MODEL.hidden_size, dtype=torch.float32, seed=9).requires_grad_()
+    out = forward(x)
+    out.backward(normal(*out.shape, dtype=torch.float32, seed=8))
+    return (out.detach(), x.grad, *(param.grad.clone() for param in module.parameters()))
+
+
+@pytest.fixture
+def switch(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], None]:
+    """Has the model use kernels or not, whatever the device."""
+
+    def use(kernels: bool) -> None:
+        for module in (attention, layers):
+            monkeypatch.setattr(module, "usable", lambda *tensors: kernels)
+
+    return use
+
+
+@pytest.mark.parametrize("parts", [(), (Recompute.attn_core,)], ids=["kept", "again"])
+@pytest.mark.parametrize("qk_norm", [False, True], ids=["plain", "norms"])
+def test_attention_is_the_same_with_kernels(qk_norm: bool, parts: tuple[Recompute, ...], switch: Callable[[bool], None]):
+    module = Attention(dataclasses.replace(MODEL, qk_norm=qk_norm))
+    set_parameters(module)
+    tables = layer_context(torch.arange(6, device=DEVICE).expand(2, 6), None, MODEL.head_width, 10000.0)
+
+    def run(kernels: bool) -> Outputs:
+        switch(kernels)
+        context = Context(tables.cos_BS1H, tables.sin_BS1H, None, again=Again(frozenset(parts)))
+        return trained(module, lambda x: module(x, context))
+
+    for one, other in zip(run(True), run(False), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("parts", [(), (Recompute.mlp_act,)], ids=["kept", "again"])
+def test_feed_forward_is_the_same_with_kernels(parts: tuple[Recompute, ...], switch: Callable[[bool], None]):
+    module = torch.nn.ModuleList([RMSNorm(MODEL.hidden_size, EPS), Mlp(MODEL.hidden_size, MODEL.ffn_hidden_size)])
+    set_parameters(module)
+
+    def run(kernels: bool) -> Outputs:
+        switch(kernels)
+        again = Again(frozenset(parts))
+
+        def forward(x: Tensor) -> Tensor:
+            with again.forward():
+                return module[1](module[0](x), again=again)
+
+        return trained(module, forward)
+
+    for one, other in zip(run(True), run(False), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
