@@ -48,6 +48,14 @@ def all_to_all(parts: Tensor, group: dist.ProcessGroup) -> Tensor:
     return arrived
 
 
+def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """total += left · right for matrices of fewer bits than the total: on a GPU rounded once, inside the product."""
+    if total.is_cuda:
+        torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
+    else:  # which has no such product
+        total.add_(left @ right)
+
+
 def unowned(tensor: Tensor) -> Tensor:
     """A tensor on the same GPU memory that does not keep it from being freed, as memory of a CUDA graph's pool needs it."""
     storage = tensor.untyped_storage()

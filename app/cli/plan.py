@@ -38,7 +38,7 @@ Usage:  python -m app.cli.plan [what=…] [--json] [out=FOLDER] [gpu_memory_gib=
   gpu_memory_gib=N     short for hardware.gpu_memory_gib=N; hardware=h100, h200 or b200 sets the speed as well
 
 Examples:
-  python -m app.cli.plan +experiment=h200_small hardware=h200
+  python -m app.cli.plan +experiment=small hardware=h200
   python -m app.cli.plan +experiment=deepseek_v3_2048 parallel.world_size=1024
   python -m app.cli.plan what=groups model=llama3_8b parallel.world_size=16 parallel.tp=4 parallel.pp=2
   python -m app.cli.plan what=memory --json model=dense_tiny gpu_memory_gib=1

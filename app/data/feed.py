@@ -98,15 +98,23 @@ class TrainFeed:
         self.micro_batch, self.num_microbatches = micro_batch, num_microbatches
         self._sequences = cursor.sequences
         self._reader: Reader = dataset.sequences.reader(dp_rank, dp, cursor.sequences, cursor.stream)
+        self._ahead: tuple[Cursor, list[Batch]] | None = None  # read, but not given out; with the position before them
 
     @property
     def cursor(self) -> Cursor:
         """Position after the steps given out so far."""
-        return Cursor(self._sequences, self._reader.state())
+        return self._ahead[0] if self._ahead else Cursor(self._sequences, self._reader.state())
+
+    def look_ahead(self) -> list[Batch]:
+        """What `next_step` will give; the cursor stays where it is."""
+        if self._ahead is None:
+            here = self.cursor
+            self._ahead = here, [self._microbatch(m * self.dp + self.dp_rank) for m in range(self.num_microbatches)]
+        return self._ahead[1]
 
     def next_step(self) -> list[Batch]:
         """This rank's microbatches of one optimizer step; advances the cursor by the global batch."""
-        batches = [self._microbatch(m * self.dp + self.dp_rank) for m in range(self.num_microbatches)]
+        batches, self._ahead = self.look_ahead(), None
         self._sequences += self.num_microbatches * self.dp * self.micro_batch
         return batches
 

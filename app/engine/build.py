@@ -180,5 +180,6 @@ def select_forward_backward(
     rank, dtype = groups.pp_rank, DTYPES[run.precision.params]
     recompute = full_recompute(lists[rank], run.recompute.partial_microbatches) if run.recompute.full else {}
     phases = run.recompute.phases
-    stages = Stages(engine.chunks, engine.plan.next_here(rank), recompute, phases, hidden, dtype, engine.device, graphs)
+    placed = engine.chunks, engine.plan.next_here(rank), recompute, phases, hidden, dtype, engine.device
+    stages = Stages(*placed, sums=engine.optimizer.direct_sums(), graphs=graphs)
     return partial(execute, lists[rank], stages, engine.optimizer, engine.transport, engine.watch)

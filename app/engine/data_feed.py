@@ -29,27 +29,72 @@ class StepInput:
     valid: Tensor  # int64 scalar: tokens with a label in the whole step, all ranks
 
 
-def step_input(
-    batches: Sequence[Batch], normalize: Normalize, dp: int, groups: Groups, device: torch.device, scale: Tensor | None = None
-) -> StepInput:
-    """Move a step's microbatches to `device`, of every sequence this rank's part, and find the divisors of their losses.
+Loaded = tuple[tuple[Batch, ...], Tensor]  # microbatches, and int64 [M]: tokens with a label in each
+
+
+class Loader:
+    """Brings microbatches to the device, of every sequence this rank's part; on a GPU ahead of time, beside what it computes."""
+
+    def __init__(self, groups: Groups, device: torch.device) -> None:
+        self.groups, self.device = groups, device
+        self.side = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self.ahead: tuple[Sequence[Batch], Loaded, torch.cuda.Event | None] | None = None
+
+    def start(self, batches: Sequence[Batch]) -> None:
+        """Begin to load what `take` will be asked for next."""
+        if self.side is None:
+            self.ahead = batches, self._load(batches), None
+            return
+        with torch.cuda.stream(self.side):
+            loaded, there = self._load(batches), torch.cuda.Event()
+            there.record()
+        self.ahead = batches, loaded, there
+
+    def take(self, batches: Sequence[Batch]) -> Loaded:
+        """The microbatches on the device, and how many tokens of each have a label."""
+        if self.ahead is None or self.ahead[0] is not batches:
+            self.start(batches)
+        assert self.ahead is not None
+        (_, loaded, there), self.ahead = self.ahead, None
+        if there is not None:
+            here = torch.cuda.current_stream()
+            here.wait_event(there)
+            for tensor in (tensor for batch in loaded[0] for tensor in _tensors(batch)):
+                tensor.record_stream(here)
+            loaded[1].record_stream(here)
+        return loaded
+
+    def _load(self, batches: Sequence[Batch]) -> Loaded:
+        own_S = own_tokens(batches[0].tokens_BS.shape[1], self.groups.layout.cp, self.groups.cp_rank)
+        counts_M = torch.stack([(batch.labels_BS != IGNORED).sum() for batch in batches])
+        return tuple(self._part(batch, own_S) for batch in batches), self._move(counts_M)
+
+    def _part(self, batch: Batch, own_S: Tensor) -> Batch:
+        cut = (batch.tokens_BS, batch.labels_BS, batch.positions_BS)
+        documents = None if batch.documents_BS is None else self._move(batch.documents_BS)
+        return Batch(*(self._move(tensor[:, own_S]) for tensor in cut), documents)
+
+    def _move(self, tensor: Tensor) -> Tensor:
+        # Only from pinned memory does a copy go on while the host does something else.
+        return tensor if self.side is None else tensor.pin_memory().to(self.device, non_blocking=True)
+
+
+def _tensors(batch: Batch) -> list[Tensor]:
+    documents = [] if batch.documents_BS is None else [batch.documents_BS]
+    return [batch.tokens_BS, batch.labels_BS, batch.positions_BS, *documents]
+
+
+def step_input(loaded: Loaded, normalize: Normalize, dp: int, groups: Groups, scale: Tensor | None = None) -> StepInput:
+    """A step's microbatches with the divisors of their losses.
 
     token: every microbatch by the valid tokens of the whole step, so that each token counts the same;
     microbatch: each by its own valid tokens and the number of microbatches. The divisor stays on the device.
     """
-    counts_M = torch.stack([(batch.labels_BS != IGNORED).sum() for batch in batches]).to(device, non_blocking=True)
+    batches, counts_M = loaded
     valid = counts_M.sum()
     all_reduce(valid, groups.data)
     if normalize is Normalize.token:
         weights_M = valid.clamp(min=1).float().reciprocal().expand(len(batches))
     else:
         weights_M = (counts_M.clamp(min=1) * (len(batches) * dp)).float().reciprocal()
-    own_S = own_tokens(batches[0].tokens_BS.shape[1], groups.layout.cp, groups.cp_rank)
-    moved = tuple(_part(batch, own_S, device) for batch in batches)
-    return StepInput(moved, weights_M, 1.0 / (len(batches) * dp), scale, valid)
-
-
-def _part(batch: Batch, own_S: Tensor, device: torch.device) -> Batch:
-    cut = (batch.tokens_BS, batch.labels_BS, batch.positions_BS)
-    documents = None if batch.documents_BS is None else batch.documents_BS.to(device, non_blocking=True)
-    return Batch(*(tensor[:, own_S].to(device, non_blocking=True) for tensor in cut), documents)
+    return StepInput(batches, weights_M, 1.0 / (len(batches) * dp), scale, valid)

@@ -15,7 +15,7 @@ from app.choices import Recompute
 from app.engine.capture.partial import PartialGraphs
 from app.engine.data_feed import StepInput
 from app.model.chunk import Chunk
-from app.model.deferred import AddGrad, WeightQueue
+from app.model.deferred import AddGrad, DirectSums, WeightQueue
 from app.model.peers import rank
 from app.moe.phases import RoutingReport
 from app.plan.schedule import Op
@@ -34,6 +34,7 @@ class Stages:
     hidden: torch.Size  # of what moves between stages: B, S / tp, D
     dtype: torch.dtype  # of what moves
     device: torch.device
+    sums: DirectSums | None = None  # where gradients of weights go at once; None: autograd takes them
     graphs: PartialGraphs | None = None  # captured parts of the chunks' layers in training
 
 
@@ -74,7 +75,7 @@ class Flight:
         """Forward of one microbatch through one chunk."""
         place, module, batch = (mb, chunk), self.stages.chunks[chunk], self.step.batches[mb]
         x = batch.tokens_BS if module.first else self.inputs[place]
-        later = self.weights.setdefault(place, WeightQueue()) if self.splits else None
+        later = self.weights.setdefault(place, WeightQueue()) if self.splits else self.stages.sums
         full = self.training and self.stages.recompute.get(place, False)
         context = module.context(batch.positions_BS, batch.documents_BS, later, () if full else self.stages.phases)
         graphs = self.stages.graphs if self.training else None

@@ -11,11 +11,10 @@ from torch import Tensor
 
 from app.choices import GraphImpl, Normalize
 from app.compat import all_reduce
-from app.config import Run
 from app.data.feed import Batch
 from app.engine.build import Engine, build_partial_graphs, select_forward_backward
 from app.engine.capture.whole import WholeStep
-from app.engine.data_feed import StepInput, step_input
+from app.engine.data_feed import Loader, StepInput, step_input
 from app.engine.executor import ForwardBackward
 from app.engine.flight import StepTotals
 from app.engine.report import StepFacts
@@ -42,6 +41,7 @@ class TrainingStep:
     def __init__(self, engine: Engine, request: StopRequest | None = None) -> None:
         self.run, self.engine, self.request = engine.plan.run, engine, request or StopRequest()
         self.taken = 0  # steps of this process
+        self.loader = Loader(engine.groups, engine.device)
         self.eager = partial(self._passes, select_forward_backward(engine, engine.plan.actions))
         self.captured = self._captured()
 
@@ -54,11 +54,13 @@ class TrainingStep:
         graphs = build_partial_graphs(engine)
         return partial(self._passes, select_forward_backward(engine, engine.plan.actions, graphs))
 
-    def __call__(self, batches: Sequence[Batch], lr: float, weight_decay: float) -> tuple[StepFacts, StepTotals]:
-        """Train on this rank's microbatches of one step."""
+    def __call__(
+        self, batches: Sequence[Batch], lr: float, weight_decay: float, following: Callable[[], Sequence[Batch]] | None = None
+    ) -> tuple[StepFacts, StepTotals]:
+        """Train on this rank's microbatches of one step; while the device computes, load those that are `following`."""
         optimizer, loss_scale = self.engine.optimizer, self.engine.loss_scale
         scale = None if loss_scale is None else loss_scale.value
-        step = _on_device(self.run, self.engine, batches, self.run.loss.normalize, scale)
+        step = step_input(self.loader.take(batches), self.run.loss.normalize, self.run.dp, self.engine.groups, scale)
         passes = (self.captured if self.taken >= self.run.cuda_graph.warmup_steps else self.eager)(step)
         self.taken += 1
         totals = passes.totals
@@ -66,7 +68,10 @@ class TrainingStep:
         all_reduce(facts_6, self.engine.groups.world)
         skipped = optimizer.step(lr, weight_decay, facts_6[0].sqrt(), scale)
         self._balance(totals, skipped)
-        norm_sq, *others, skip = torch.cat((facts_6, skipped[None])).tolist()
+        facts_7 = torch.cat((facts_6, skipped[None]))
+        if following is not None:
+            self.loader.start(following())
+        norm_sq, *others, skip = facts_7.tolist()
         self.engine.watch.rest()
         if loss_scale is None:
             return StepFacts(norm_sq, *others, skip), totals
@@ -111,13 +116,14 @@ class Validation:
         self.run, self.engine = engine.plan.run, engine
         self.eager = select_forward_backward(engine, engine.plan.validation_actions(num_microbatches))
         self.taken = 0  # validations of this process
+        self.loader = Loader(engine.groups, engine.device)
         self.captured = self.eager
         if self.run.cuda_graph.impl is GraphImpl.full_iteration and engine.recorder is not None:
             self.captured = WholeStep(self.eager, engine.make_parameters_whole, engine.recorder)
 
     def __call__(self, batches: Sequence[Batch]) -> tuple[float, int]:
         """(nats per token, tokens) over the microbatches of all ranks."""
-        step = _on_device(self.run, self.engine, batches, Normalize.token)
+        step = step_input(self.loader.take(batches), Normalize.token, self.run.dp, self.engine.groups)
         # A number on ranks without a loss of their own; on all it has to be where their group can sum it.
         totals = (self.captured if self.taken else self.eager)(step)  # the first one warms up
         self.taken += 1
@@ -126,9 +132,3 @@ class Validation:
         found = float(loss), int(step.valid)
         self.engine.watch.rest()
         return found
-
-
-def _on_device(
-    run: Run, engine: Engine, batches: Sequence[Batch], normalize: Normalize, scale: Tensor | None = None
-) -> StepInput:
-    return step_input(batches, normalize, run.dp, engine.groups, engine.device, scale)

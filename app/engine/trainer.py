@@ -186,7 +186,8 @@ class Trainer:
         """Train on the next batches; `watch` times what lies between two steps."""
         run, updates = self.run, self.progress.updates + 1
         lr, decay = lr_at(updates, run), weight_decay_at(updates, run)
-        facts, totals = self.training_step(self.feed.next_step(), lr, decay)
+        following = self.feed.look_ahead if self.progress.step + 1 < run.train.steps else None
+        facts, totals = self.training_step(self.feed.next_step(), lr, decay, following)
         self.meter.count(totals)
         self.stops = bool(facts.stop) and self.progress.step + 1 < run.train.steps
         taken, tokens = self.progress.step + 1, self.progress.tokens + self.meter.tokens_per_step

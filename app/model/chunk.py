@@ -6,7 +6,7 @@ whole sequence, D hidden, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +18,7 @@ from app.choices import CpComm, Recompute
 from app.config import ModelConfig
 from app.model.block import Layer, RunPhases, run_layer
 from app.model.context_parallel import own_tokens
-from app.model.deferred import WeightQueue
+from app.model.deferred import Later
 from app.model.layers import Context, RMSNorm, document_mask, layer_context
 from app.model.loss import summed_loss
 from app.model.peers import ALONE, Peers, rank, size
@@ -60,12 +60,13 @@ class Chunk(nn.Module):
         self.layers = nn.ModuleDict({str(index): layer for index, layer in layers.items()})
         self.norm = RMSNorm(model.hidden_size, model.norm_eps) if head else None
         self.head = nn.Parameter(torch.empty(*rows)) if head and not model.tie_embeddings else None
+        self.wait_for_head: Callable[[], None] = nothing  # until the head's table is whole, where it may still be on its way
 
     def context(
         self,
         positions_BS: Tensor,
         documents_BK: Tensor | None,
-        later: WeightQueue | None = None,
+        later: Later | None = None,
         again: Collection[Recompute] = (),
     ) -> Context:
         """What the layers need besides the hidden states.
@@ -102,7 +103,10 @@ class Chunk(nn.Module):
 
     def loss(self, x_BsD: Tensor, labels_BS: Tensor, context: Context) -> Tensor:
         """Cross-entropy of the last stage's output, nats, summed over the positions with a label; a scalar."""
-        return summed_loss(x_BsD, self._table, labels_BS, self.peers.tp, self.chunk_tokens, context.later)
+        later = context.later
+        if self.first and self.head is None and later is not None and not later.waits:
+            later = None  # a table with two gradients: autograd adds them up, and says once that they have arrived
+        return summed_loss(x_BsD, self._table, labels_BS, self.peers.tp, self.chunk_tokens, later)
 
     def logits(self, x_BsD: Tensor) -> Tensor:
         """This rank's columns of the logits of the last stage's output: B × S × V / tp."""
@@ -112,7 +116,12 @@ class Chunk(nn.Module):
     def _table(self) -> nn.Parameter:
         table_VD = self.embedding if self.head is None else self.head
         assert self.last and table_VD is not None, "only the last stage has a head"
+        self.wait_for_head()
         return table_VD
+
+
+def nothing() -> None:
+    """Nothing to wait for."""
 
 
 def recomputed(layer: Layer, x_BsD: Tensor, context: Context) -> tuple[Tensor, Any]:

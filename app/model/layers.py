@@ -16,7 +16,7 @@ from app.choices import Recompute
 from app.kernels.common import usable
 from app.kernels.rms_norm import rms_norm
 from app.kernels.swiglu import swiglu as swiglu_kernel
-from app.model.deferred import WeightQueue
+from app.model.deferred import Later
 from app.model.peers import ALONE, Peers, size
 from app.model.recompute import Again
 from app.model.tensor_parallel import narrow, widen
@@ -45,7 +45,7 @@ class Context:
     sin_BS1H: Tensor
     mask_B1SK: Tensor | None  # True where a query may look at a key; None: plain causal
     repeatable: bool = True  # only kernels whose gradients repeat bit for bit
-    later: WeightQueue | None = None  # where backward leaves the gradients of weights; None: it computes them
+    later: Later | None = None  # where backward leaves the gradients of weights; None: it computes them
     again: Again = field(default_factory=Again)  # what backward computes again
 
 
@@ -55,7 +55,7 @@ def layer_context(
     head_width: int,
     theta: float,
     repeatable: bool = True,
-    later: WeightQueue | None = None,
+    later: Later | None = None,
     again: Again | None = None,
 ) -> Context:
     """Rotary tables (Su et al. 2021, rotating the two halves of a head) for the tokens of a microbatch, and their mask."""
@@ -90,7 +90,7 @@ class Mlp(nn.Module):
         self.w_up = nn.Parameter(torch.empty(2 * width, hidden))
         self.w_down = nn.Parameter(torch.empty(hidden, width))
 
-    def forward(self, x_BsD: Tensor, later: WeightQueue | None = None, again: Again | None = None) -> Tensor:
+    def forward(self, x_BsD: Tensor, later: Later | None = None, again: Again | None = None) -> Tensor:
         """B × s × D -> B × s × D; `again` may have backward compute the activation again."""
         both = widen(x_BsD, self.w_up, self.group, later)
         act = swiglu(both) if again is None else again.dropped(Recompute.mlp_act, swiglu, both)

@@ -21,7 +21,7 @@ from torch.autograd.function import once_differentiable
 from app.compat import all_reduce
 from app.kernels import cross_entropy
 from app.kernels.common import usable
-from app.model.deferred import WeightQueue
+from app.model.deferred import Later, Product
 from app.model.peers import rank, size
 from app.model.tensor_parallel import Group, gathered, scattered
 
@@ -34,7 +34,7 @@ def summed_loss(
     labels_BS: Tensor,
     group: Group = None,
     chunk_tokens: int | None = None,
-    later: WeightQueue | None = None,
+    later: Later | None = None,
 ) -> Tensor:
     """Cross-entropy of h · weightᵀ, nats, summed over the positions whose label is not negative; an fp32 scalar.
 
@@ -91,7 +91,7 @@ class _SummedLoss(torch.autograd.Function):
         labels_T: Tensor,
         group: Group,
         chunk_tokens: int | None,
-        later: WeightQueue | None,
+        later: Later | None,
     ) -> Tensor:
         h_TD, row_T = gathered(h_BsD, group).flatten(0, 1), labels_T - rank(group) * len(weight_VD)
         chunk, kept, found = chunk_tokens or len(h_TD), [], []
@@ -125,7 +125,7 @@ Gradients = tuple[Tensor, Callable[[], Tensor]]  # of hidden states [T, D], and 
 
 def _whole(logits_TV: Tensor, h_TD: Tensor, weight_VD: Tensor, row_T: Tensor, lse_T: Tensor, weight_T: Tensor) -> Gradients:
     _into_gradient(logits_TV, row_T, lse_T, weight_T)
-    return logits_TV @ weight_VD, lambda: logits_TV.T @ h_TD
+    return logits_TV @ weight_VD, Product(logits_TV.T, h_TD)
 
 
 def _chunked(chunk: int, h_TD: Tensor, weight_VD: Tensor, row_T: Tensor, lse_T: Tensor, weight_T: Tensor) -> Gradients:

@@ -20,20 +20,20 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from app.compat import all_gather, reduce_scatter
-from app.model.deferred import WeightQueue, linear
+from app.model.deferred import Later, Product, linear
 from app.model.peers import rank, size
 
 Group = dist.ProcessGroup | None
 
 
-def widen(x_BsI: Tensor, weight_OI: nn.Parameter, group: Group, later: WeightQueue | None) -> Tensor:
+def widen(x_BsI: Tensor, weight_OI: nn.Parameter, group: Group, later: Later | None) -> Tensor:
     """x · weightᵀ for the tokens of all ranks: B × s × I -> B × S × O; `weight_OI` holds this rank's rows."""
     if size(group) == 1:
         return linear(x_BsI, weight_OI, later)
     return _Widen.apply(x_BsI, weight_OI, group, later)
 
 
-def narrow(x_BSI: Tensor, weight_OI: nn.Parameter, group: Group, later: WeightQueue | None) -> Tensor:
+def narrow(x_BSI: Tensor, weight_OI: nn.Parameter, group: Group, later: Later | None) -> Tensor:
     """x · weightᵀ summed over the ranks, each of which keeps its tokens: B × S × I -> B × s × O.
 
     `weight_OI` holds this rank's columns.
@@ -110,7 +110,7 @@ class _ScatterTokens(torch.autograd.Function):
 
 class _Widen(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x_BsI: Tensor, weight_OI: nn.Parameter, group: dist.ProcessGroup, later: WeightQueue | None) -> Tensor:
+    def forward(ctx: Any, x_BsI: Tensor, weight_OI: nn.Parameter, group: dist.ProcessGroup, later: Later | None) -> Tensor:
         ctx.save_for_backward(x_BsI)
         ctx.weight_OI, ctx.group, ctx.later = weight_OI, group, later
         return F.linear(gathered(x_BsI, group), weight_OI)
@@ -119,14 +119,17 @@ class _Widen(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_BSO: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
         (x_BsI,), weight_OI, group = ctx.saved_tensors, ctx.weight_OI, ctx.group
-        if ctx.later is not None:
-            ctx.later.push(weight_OI, lambda: _product(grad_BSO, gathered(x_BsI, group)))
+        if ctx.later is not None and ctx.later.waits:
+            ctx.later.push(weight_OI, lambda: _product(grad_BSO, gathered(x_BsI, group))())
             return scattered(grad_BSO @ weight_OI, group), None, None, None
         x_BSI = _start_gather(x_BsI, group)  # beside the first product, and the scatter beside the second one
         grad_BsI = _start_scatter(grad_BSO @ weight_OI, group)
         grad_OI = _product(grad_BSO, x_BSI())
-        return grad_BsI(), grad_OI, None, None
+        if ctx.later is None:
+            return grad_BsI(), grad_OI(), None, None
+        ctx.later.push(weight_OI, grad_OI)
+        return grad_BsI(), None, None, None
 
 
-def _product(grad_BSO: Tensor, x_BSI: Tensor) -> Tensor:
-    return grad_BSO.flatten(0, 1).T @ x_BSI.flatten(0, 1)
+def _product(grad_BSO: Tensor, x_BSI: Tensor) -> Product:
+    return Product(grad_BSO.flatten(0, 1).T, x_BSI.flatten(0, 1))

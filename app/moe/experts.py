@@ -8,7 +8,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from app.choices import Recompute
-from app.model.deferred import WeightQueue, grouped_linear
+from app.model.deferred import Later, grouped_linear
 from app.model.layers import swiglu
 from app.model.recompute import Again
 
@@ -18,7 +18,7 @@ def grouped_swiglu(
     w1_ED2F: Tensor,
     w2_EFD: Tensor,
     ends_E: Tensor,
-    later: WeightQueue | None = None,
+    later: Later | None = None,
     again: Again | None = None,
 ) -> Tensor:
     """Row r of expert e becomes (silu(r·w1ₑ[:, :F]) · (r·w1ₑ[:, F:]))·w2ₑ: [R, D] (SwiGLU, arXiv 2002.05202).

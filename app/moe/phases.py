@@ -21,7 +21,7 @@ from app.choices import Balance, Recompute
 from app.compat import all_reduce
 from app.config import ModelConfig, MoEConfig
 from app.model.block import Phase, PhaseName
-from app.model.deferred import WeightQueue
+from app.model.deferred import Later
 from app.model.layers import Context, Mlp, RMSNorm
 from app.model.peers import Peers, rank, size
 from app.model.recompute import Again
@@ -173,7 +173,7 @@ class Experts(nn.Module):
         self.w_up = nn.Parameter(torch.empty(count, hidden, 2 * ffn))
         self.w_down = nn.Parameter(torch.empty(count, ffn, hidden))
 
-    def forward(self, rows_RD: Tensor, ends_E: Tensor, later: WeightQueue | None = None, again: Again | None = None) -> Tensor:
+    def forward(self, rows_RD: Tensor, ends_E: Tensor, later: Later | None = None, again: Again | None = None) -> Tensor:
         """Rows grouped by expert -> R × D."""
         return grouped_swiglu(rows_RD, self.w_up, self.w_down, ends_E, later, again)
 
@@ -243,7 +243,7 @@ class MoEBody(nn.Module):
     def _shared_expert(self, h: Tensor, context: Context) -> Tensor:
         return context.again.whole(Recompute.shared, self._gated, h, context.later)
 
-    def _gated(self, h: Tensor, later: WeightQueue | None) -> Tensor:
+    def _gated(self, h: Tensor, later: Later | None) -> Tensor:
         assert self.shared is not None
         out = self.shared(h, later)
         return out if self.shared_gate is None else F.linear(h, self.shared_gate).sigmoid() * out

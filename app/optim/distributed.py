@@ -19,8 +19,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from app.compat import all_gather, all_reduce, reduce_scatter
+from app.compat import add_product, all_gather, all_reduce, reduce_scatter
 from app.config import OptimConfig
+from app.model.deferred import DirectSums
 from app.optim.adam import AdamShard, Piece
 from app.optim.buffers import FlatBuffer, ParamSpec
 from app.plan.parameters import ChunkBuffers
@@ -105,10 +106,16 @@ def sum_over(group: dist.ProcessGroup, grads: Sequence[Tensor]) -> None:
         grad.copy_(part.view_as(grad))
 
 
+def in_use_order(specs: Sequence[ParamSpec], shards: Sequence[AdamShard]) -> list[AdamShard]:
+    """The shards of a chunk, dense and expert, as its forward first reads a parameter of their buckets."""
+    place = {spec.name: number for number, spec in enumerate(specs)}
+    return sorted(shards, key=lambda shard: min(place[spec.name] for spec, _ in shard.buffer.of_bucket(shard.bucket)))
+
+
 class DistributedOptimizer:
     """Sharded AdamW over the parameters of this rank's chunks.
 
-    `chunks[c]` lists the parameters of chunk c in registration order, and `buffers[c]` says where they lie; `grads` is the
+    `chunks[c]` lists the parameters of chunk c in the order of use, and `buffers[c]` says where they lie; `grads` is the
     type in which gradients are summed.
     """
 
@@ -123,6 +130,7 @@ class DistributedOptimizer:
         self.config, self.groups = config, groups
         self.rows = [list(self._rows(*both, grads)) for both in zip(chunks, buffers, strict=True)]
         self.shards = [[shard for row in rows for shard in row.shards] for rows in self.rows]
+        self._in_use_order = [shard for both in zip(chunks, self.shards, strict=True) for shard in in_use_order(*both)]
         self._grads = {spec.param: (row, bucket, grad) for row in self._all_rows() for bucket, spec, grad in _places(row)}
         self._arriving: dict[AdamShard, dist.Work | None] = {}  # parameters that are not whole; None: not on their way yet
 
@@ -143,6 +151,23 @@ class DistributedOptimizer:
     def add_grad(self, param: nn.Parameter, grad: Tensor) -> None:
         """Add to the gradient sum of a parameter what its backward has left for later."""
         self._grads[param][2].add_(grad)
+
+    def direct_sums(self) -> DirectSums | None:
+        """Where backward adds gradients of weights to sums of more bits; None where autograd adds them in place."""
+        first = next(self._all())
+        if first.grads.dtype == first.params.dtype:
+            return None
+        return DirectSums(self._add_now, self._add_product)
+
+    def _add_now(self, param: nn.Parameter, grad: Tensor) -> None:
+        row, bucket, total = self._grads[param]
+        total.add_(grad)
+        row.arrived(bucket)
+
+    def _add_product(self, param: nn.Parameter, left: Tensor, right: Tensor) -> None:
+        row, bucket, total = self._grads[param]
+        add_product(total, left, right)
+        row.arrived(bucket)
 
     def expect_grads(self, chunk: int, last: bool) -> None:
         """A backward of a chunk follows; `last`: it is the last one of the step, and leaves nothing for later."""
@@ -213,7 +238,7 @@ class DistributedOptimizer:
         skip = (~norm.isfinite()).float()
         limit, true_norm = self.config.clip_norm, norm if scale is None else norm / scale
         divisor = ((true_norm + NORM_EPS) / limit).clamp(min=1.0) if limit else torch.ones_like(norm)
-        for shard in self._in_use_order():
+        for shard in self._in_use_order:
             shard.update(self.config, lr, weight_decay, divisor if scale is None else divisor * scale, skip)
             self._changed(shard)
         return skip
@@ -248,15 +273,10 @@ class DistributedOptimizer:
         """Say that the pieces were filled from a checkpoint taken after `updates` updates."""
         for piece in self.pieces():
             piece.step.fill_(updates)
-        for shard in self._in_use_order():
+        for shard in self._in_use_order:
             if shard.main is not shard.own_params:
                 shard.own_params.copy_(shard.main)
             self._changed(shard)
-
-    def _in_use_order(self) -> Iterator[AdamShard]:
-        """As forward reads them: buffers have the parameters in reverse."""
-        for shards in self.shards:
-            yield from reversed(shards)
 
     def _changed(self, shard: AdamShard) -> None:
         """The parameters of a shard have changed, on all ranks: fetch those of the others, or note that this must be done."""

@@ -43,7 +43,10 @@ class ChunkBuffers:
 
 
 def chunk_parameters(model: ModelConfig, stage: Stage, layout: ParallelLayout) -> tuple[Parameter, ...]:
-    """Parameters of a stage on each of its ranks, in order of registration: a module's own before its children's."""
+    """Parameters of a stage on each of its ranks, in the order of use: embedding, layers, last norm, head.
+
+    Within a layer a module's own come before its children's.
+    """
     return tuple(Parameter(name, shape, ".experts." in name) for name, shape in _stage(model, stage, layout))
 
 
@@ -68,14 +71,16 @@ Named = tuple[str, tuple[int, ...]]  # name, shape
 def _stage(model: ModelConfig, stage: Stage, layout: ParallelLayout) -> Iterator[Named]:
     table = model.vocab_size // layout.tp, model.hidden_size
     if stage.embedding or (stage.head and model.tie_embeddings):
-        yield "embedding", table  # a last stage of its own holds a copy of the tied table
-    if stage.head and not model.tie_embeddings:
-        yield "head", table
+        # A last stage of its own holds a copy of the tied table. Its gradient waits for the other stage's, so that it comes
+        # first here, and thereby last into the buffer, as well.
+        yield "embedding", table
     for index in stage.layers:
         for name, shape in _layer(model, index, layout):
             yield f"layers.{index}.{name}", shape
     if stage.head:
         yield "norm.weight", (model.hidden_size,)
+    if stage.head and not model.tie_embeddings:
+        yield "head", table
 
 
 def _layer(model: ModelConfig, index: int, layout: ParallelLayout) -> Iterator[Named]:

@@ -79,7 +79,7 @@ class Plan:
 
     @cached_property
     def parameters(self) -> tuple[tuple[tuple[Parameter, ...], ...], ...]:
-        """[pp_rank][chunk]: what a rank holds, in order of registration."""
+        """[pp_rank][chunk]: what a rank holds, in the order of use."""
         model, layout = self.run.model, self.layout
         return tuple(tuple(chunk_parameters(model, stage, layout) for stage in chunks) for chunks in self.stages.stages)
 

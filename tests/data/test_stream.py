@@ -175,3 +175,15 @@ def test_one_block_is_read_ahead_at_most(stream_config: Callable[..., DataConfig
     for used in range(1, 20):
         next(texts)
         assert len(texts._block) == 4 and texts.place.block == (used - 1) // 4
+
+
+def test_looking_ahead_does_not_move_the_cursor(stream_config: Callable[..., DataConfig]):
+    config = stream_config(SHARDS)
+    plain, looking = feed(config), feed(config)
+    for _ in range(5):
+        seen = looking.look_ahead()
+        assert looking.cursor == plain.cursor and looking.look_ahead() is seen
+        assert tokens(feed(config, cursor=looking.cursor), 2) == tokens(feed(config, cursor=plain.cursor), 2)
+        assert looking.next_step() is seen and tokens(plain, 1) == [
+            torch.cat([batch.tokens_BS, batch.labels_BS], dim=1).tolist() for batch in seen
+        ]

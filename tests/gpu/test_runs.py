@@ -2,29 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-import torch
 
-ROOT = Path(__file__).parent.parent.parent
-GPUS = torch.cuda.device_count()
+from tests.gpu.programs import GPUS, losses, rows_of
+
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not GPUS, reason="needs a CUDA device")]
-SMALL = ("train.micro_batch=2", "train.global_batch=8", "train.seq_len=256", "train.eval_interval=0", "log=none",
-         "train.sample_tokens=0", "checkpoint=none", "data=text", "data.path=app/**/*.py")  # fmt: skip
-
-
-def losses(folder: Path, *overrides: str, first: int = 1) -> list[tuple[float, float]]:
-    """(loss, gradient norm) of each step from `first` on."""
-    places = (f"run_dir={folder}", f"data.cache_dir={folder.parent}/cache")
-    line = [sys.executable, str(ROOT / "train.py"), *SMALL, *places, *overrides]
-    done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [(row["loss"], row["grad_norm"]) for row in rows if "loss" in row and row["step"] >= first]
 
 
 @pytest.mark.skipif(GPUS < 2, reason="needs two CUDA devices")
@@ -50,3 +34,20 @@ def test_resuming_repeats_bit_for_bit(tmp_path: Path):
     whole = losses(tmp_path / "whole", *overrides, "train.steps=20", first=11)
     losses(tmp_path / "part", *overrides, "train.steps=10")
     assert losses(tmp_path / "part", *overrides, "train.steps=20", "resume=auto", first=11) == whole
+
+
+def test_half_precision_learns_and_its_scale_settles(tmp_path: Path):
+    """fp16: the first scale is too large, so some steps are skipped, and no more once it has fallen."""
+    overrides = ("precision=fp16", "train.steps=150", "parallel.dp=1", "precision.initial_loss_scale=1e9")
+    seen = losses(tmp_path / "run", *overrides)
+    rows = rows_of(tmp_path / "run")
+    assert rows[0]["skipped"] and not any(row["skipped"] for row in rows[-50:])
+    assert rows[-1]["loss_scale"] < 1e9 and seen[-1][0] < seen[0][0] - 1
+
+
+def test_saving_beside_training_holds_it_up_for_a_copy_only(tmp_path: Path):
+    overrides = ("precision=bf16", "train.steps=40", "checkpoint=default", "checkpoint.interval=5", "parallel.dp=1")
+    losses(tmp_path / "run", *overrides)
+    blocked = [row["checkpoint_blocked_ms"] for row in rows_of(tmp_path / "run") if "checkpoint_blocked_ms" in row]
+    assert len(blocked) >= 7
+    print("blocked, ms:", [round(ms, 1) for ms in blocked])

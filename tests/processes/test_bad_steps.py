@@ -45,14 +45,14 @@ def bad_data(*numbers: int, rank: int | None = None) -> Poison:
     """The n-th batches since the process began give a loss that is not a number, on one rank or on all."""
 
     def poison(training: trainer.Trainer) -> None:
-        step, count = training.training_step.forward_backward, [0]
+        step, count = training.training_step.eager, [0]
 
-        def forward_backward(batches: StepInput) -> Any:
+        def passes(batches: StepInput) -> Any:
             count[0] += 1
             bad = count[0] in numbers and rank in (None, training.engine.groups.rank)
             return step(dataclasses.replace(batches, loss_weights_M=batches.loss_weights_M * math.nan) if bad else batches)
 
-        training.training_step.forward_backward = forward_backward
+        training.training_step.eager = training.training_step.captured = passes
 
     return poison
 

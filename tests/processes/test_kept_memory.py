@@ -19,12 +19,11 @@ from app.engine.build import build_chunks
 from app.engine.groups import create_groups
 from app.model.chunk import Chunk
 from app.model.context_parallel import own_tokens
-from app.model.layers import RMSNorm
 from app.plan.activations import MicrobatchMemory, chunk_activations
 from app.plan.select import select_layout, select_stages
 from app.rules import check
 from tests.distributed import run_distributed
-from tests.tensors.test_activation_memory import Alive, CudaRmsNorm, attention_of
+from tests.tensors.test_activation_memory import Alive, attention_of, sums_of, with_kernels
 
 SEQUENCES, LENGTH = 2, 128
 DENSE = ModelConfig(num_layers=2, hidden_size=128, ffn_hidden_size=352, num_heads=8, num_kv_heads=8, vocab_size=1000)
@@ -32,9 +31,7 @@ GROUPED = dataclasses.replace(DENSE, num_kv_heads=4, qk_norm=True)
 EXPERTS = MoEConfig(num_experts=8, top_k=2, ffn_hidden_size=64, force_balance=True, planned_imbalance=1.0)
 
 
-@pytest.fixture(autouse=True)
-def cuda_rms_norm(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(RMSNorm, "forward", lambda self, x: CudaRmsNorm.apply(x, self.weight, self.eps))
+kernels = pytest.fixture(autouse=True)(with_kernels)
 
 
 def run_of(model: ModelConfig, mask: bool = False, chunk_tokens: int | None = None, **parallel: Any) -> Run:
@@ -69,7 +66,7 @@ def measured(rank: int, run: Run) -> tuple[dict[str, int], int, int, int]:
     inputs = [tokens, labels, positions] + ([] if documents is None else [documents])
 
     def loss() -> Tensor:
-        context = chunk.context(positions, documents)
+        context = chunk.context(positions, documents, sums_of(run))
         out = chunk(tokens, context)
         return sum((r.loss for r in out.routing if r.loss.requires_grad), chunk.loss(out.x, labels, context))
 

@@ -1,0 +1,36 @@
+"""train.py as a program, for tests on GPUs."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+ROOT = Path(__file__).parent.parent.parent
+GPUS = torch.cuda.device_count()
+SMALL = ("train.micro_batch=2", "train.global_batch=8", "train.seq_len=256", "train.eval_interval=0", "log=none",
+         "train.sample_tokens=0", "checkpoint=none", "data=text", "data.path=app/**/*.py")  # fmt: skip
+
+
+def command(folder: Path, *overrides: str) -> list[str]:
+    """The line that trains into a folder."""
+    return [
+        sys.executable, str(ROOT / "train.py"), *SMALL, f"run_dir={folder}", f"data.cache_dir={folder.parent}/cache", *overrides
+    ]  # fmt: skip
+
+
+def rows_of(folder: Path) -> list[dict[str, Any]]:
+    """The metrics of every step."""
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [row for row in rows if "loss" in row]
+
+
+def losses(folder: Path, *overrides: str, first: int = 1) -> list[tuple[float, float]]:
+    """(loss, gradient norm) of each step from `first` on."""
+    done = subprocess.run(command(folder, *overrides), cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    return [(row["loss"], row["grad_norm"]) for row in rows_of(folder) if row["step"] >= first]

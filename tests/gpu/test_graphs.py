@@ -1,0 +1,143 @@
+"""CUDA graphs in whole runs: the same bits as without, no waits, and a clean end in every case."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import signal
+import subprocess
+import sys
+import time
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from app.choices import Dtype, GraphImpl, GraphScope
+from app.config import CudaGraphConfig, ModelConfig, PrecisionConfig
+from app.engine.build import build_engine
+from app.engine.capture.facts import GraphFacts
+from app.engine.groups import create_groups, process_world
+from app.engine.step import TrainingStep
+from app.plan.plan import Plan
+from tests.gpu.programs import GPUS, ROOT, command, losses, rows_of
+from tests.runs import TINY, batches_of, make_run
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not GPUS, reason="needs a CUDA device")]
+MODELS = {"moe": TINY, "dense": dataclasses.replace(TINY, moe=None)}
+STOPPED = 75
+
+
+@pytest.fixture
+def side_stream() -> Iterator[None]:
+    with torch.cuda.stream(torch.cuda.Stream()):
+        yield
+
+
+@pytest.mark.parametrize("graph", ["partial", "layer", "full_iteration"])
+@pytest.mark.parametrize("model", ["moe_tiny", "dense_tiny"])
+def test_a_run_with_graphs_repeats_one_without(tmp_path: Path, model: str, graph: str):
+    overrides = ("train.steps=12", f"model={model}", "precision=bf16", "parallel.dp=1", "train.eval_interval=4")
+    eager = losses(tmp_path / "eager", *overrides)
+    assert losses(tmp_path / "graphs", *overrides, f"cuda_graph={graph}") == eager
+    measured = [row for row in rows_of(tmp_path / "graphs") if "graph_count" in row]
+    assert measured and all(row["graph_count"] and row["graph_pool_gib"] > 0 for row in measured)
+
+
+@pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
+def test_nothing_between_input_and_gradients_waits_for_the_device(model: ModelConfig, side_stream: None):
+    run = make_run(model, precision=PrecisionConfig(Dtype.bfloat16))
+    with process_world(0, 1, torch.device("cuda:0")):
+        plan = Plan(run)
+        step = TrainingStep(build_engine(plan, create_groups(plan.layout, 0), torch.device("cuda:0")))
+        assert not any(phase.host_sync for layer in step.engine.chunks[0].layers.values() for phase in layer.phases)
+        passes = step.eager
+
+        def without_waits(given: object) -> object:
+            torch.cuda.set_sync_debug_mode("error")
+            try:
+                return passes(given)
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+
+        step.eager = step.captured = without_waits
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the mode warns that it is a prototype
+            for n in range(2):
+                step(batches_of(run, n, 0), run.optim.lr, 0.1)
+
+
+ATTENTION, WHOLE = CudaGraphConfig(GraphImpl.local, (GraphScope.attn,)), CudaGraphConfig(GraphImpl.full_iteration)
+
+
+@pytest.mark.parametrize("graph", [ATTENTION, WHOLE], ids=["attn", "full_iteration"])
+def test_three_hundred_steps_leak_nothing(graph: CudaGraphConfig, side_stream: None):
+    run = make_run(TINY, precision=PrecisionConfig(Dtype.bfloat16), cuda_graph=graph)
+    with process_world(0, 1, torch.device("cuda:0")):
+        plan = Plan(run)
+        engine = build_engine(plan, create_groups(plan.layout, 0), torch.device("cuda:0"))
+        step, seen = TrainingStep(engine), []
+        for n in range(300):
+            step(batches_of(run, n, 0), run.optim.lr, 0.1)
+            seen.append((torch.cuda.memory_allocated(), torch.cuda.memory_reserved()))
+        assert len(set(seen[10:])) == 1
+        assert GraphFacts.of(engine.recorder).count > 0
+        engine.release()
+
+
+@pytest.mark.parametrize("graph", ["partial", "full_iteration"])
+def test_a_signal_ends_a_run_with_graphs(tmp_path: Path, graph: str):
+    gpus = min(GPUS, 2)
+    overrides = ("train.steps=100000", "precision=bf16", f"cuda_graph={graph}", f"parallel.pp={gpus}", "model.num_layers=4")
+    with subprocess.Popen(command(tmp_path / "run", *overrides), cwd=ROOT, stderr=subprocess.PIPE, text=True) as process:
+        metrics, since = tmp_path / "run" / "metrics.jsonl", time.monotonic()
+        while not (metrics.exists() and len(metrics.read_text().splitlines()) > 10):
+            assert process.poll() is None and time.monotonic() - since < 120, process.communicate()[1][-2000:]
+            time.sleep(0.2)
+        process.send_signal(signal.SIGTERM)
+        process.wait(timeout=60)
+        assert process.returncode == STOPPED
+
+
+FAILING = """
+import os
+import torch
+from app.choices import GraphImpl
+from app.cli.launch import Launch
+from app.config import CudaGraphConfig, ParallelConfig
+from app.engine.build import build_engine
+from app.engine.groups import create_groups, process_world
+from app.engine.step import TrainingStep
+from app.engine.trainer import closing_graphs
+from app.plan.plan import Plan
+from tests.runs import TINY, batches_of, make_run
+import dataclasses
+
+launch = Launch.from_environment(os.environ)
+world, device = launch.world_size or 1, torch.device("cuda", launch.local_rank)
+torch.cuda.set_device(device)
+torch.cuda.set_stream(torch.cuda.Stream())
+graph = CudaGraphConfig(GraphImpl("GRAPH"))
+run = make_run(dataclasses.replace(TINY, num_layers=4), cuda_graph=graph, parallel=ParallelConfig(pp=world))
+with process_world(launch.rank, world, device):
+    plan = Plan(run)
+    engine = build_engine(plan, create_groups(plan.layout, launch.rank), device)
+    with closing_graphs(engine):
+        step = TrainingStep(engine)
+        for n in range(100):
+            step(batches_of(run, n, 0), 0.0, 0.0)
+            if n == 6 and launch.rank == 0:
+                raise RuntimeError("on purpose")
+"""
+
+
+@pytest.mark.parametrize("graph", ["local", "full_iteration"])
+def test_an_error_ends_a_run_with_graphs(tmp_path: Path, graph: str):
+    program = tmp_path / "failing.py"
+    program.write_text(FAILING.replace("GRAPH", graph))
+    line = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(min(GPUS, 2)), str(program)]
+    paths = f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"
+    found = subprocess.run(line, capture_output=True, text=True, timeout=120, env={**os.environ, "PYTHONPATH": paths})
+    assert found.returncode == 1 and "on purpose" in found.stderr and "exitcode  : 1" in found.stderr

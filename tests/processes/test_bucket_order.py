@@ -1,0 +1,70 @@
+"""Buckets travel in the order in which they are needed: parameters as forward reads them, gradients as backward ends them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import pytest
+
+from app.config import ModelConfig, OptimConfig, ParallelConfig
+from app.optim.adam import AdamShard
+from app.optim.distributed import BucketRow
+from tests.distributed import run_distributed
+from tests.runs import TINY, batches_of, engine_of, make_run, train_steps
+
+EXPERT_LAYERS = [f"layers.{index}.body.experts." for index in (1, 2)]
+
+
+def names(shard: AdamShard) -> list[str]:
+    return [spec.name for spec, _ in shard.buffer.of_bucket(shard.bucket)]
+
+
+def watch(rank: int, model: ModelConfig, bucket: int) -> dict[str, Any]:
+    """Parameters of each bucket: as they are fetched, as forward first waits for them, and, per buffer, as they are summed."""
+    parallel, optim = ParallelConfig(world_size=2, dp=2), OptimConfig(lr=1e-2, warmup_steps=2, bucket_numel=bucket)
+    run = make_run(model, parallel=parallel, optim=optim)
+    engine = engine_of(run, rank)
+    optimizer, (chunk,) = engine.optimizer, engine.chunks
+    summed: list[list[str]] = []
+    start, arrive = BucketRow._start, optimizer._arrive
+    BucketRow._start = lambda row: (summed.append(names(row.shards[row.started])), start(row))
+    train_steps(run, engine, 1)
+    fetched = [names(shard) for shard in optimizer._arriving]  # a dictionary remembers the order
+    waited: list[list[str]] = []
+    optimizer._arrive = lambda shard: (waited.append(names(shard)) if shard in optimizer._arriving else None, arrive(shard))
+    batch = batches_of(run, 1, rank)[0]
+    context = chunk.context(batch.positions_BS, None)
+    out = chunk(batch.tokens_BS, context)
+    before_head = list(waited)
+    chunk.loss(out.x, batch.labels_BS, context)
+    return {"fetched": fetched, "waited": waited, "before_head": before_head, "summed": summed}
+
+
+@pytest.mark.parametrize("bucket", [1, 2000], ids=["a parameter each", "several parameters"])
+def test_buckets_are_fetched_as_forward_needs_them(bucket: int):
+    for found in run_distributed(watch, 2, TINY, bucket):
+        fetched = found["fetched"]
+        assert found["waited"] == fetched and len(fetched) > 6
+        assert found["before_head"] == fetched[:-1] and fetched[-1][-1] == "head" and "embedding" in fetched[0]
+        kinds = [".experts." in bucket[0] for bucket in fetched]
+        assert sum(before != after for before, after in pairwise(kinds)) >= 4, "dense and expert ones in turn"
+
+
+def test_gradients_are_summed_in_the_order_of_backward():
+    for found in run_distributed(watch, 2, TINY, 1):
+        dense = [name for (name,) in found["summed"] if ".experts." not in name]
+        assert (dense[:2], dense[-1]) == (["head", "norm.weight"], "embedding")
+        layers = [int(name.split(".")[1]) for name in dense[2:-1]]
+        assert layers == sorted(layers, reverse=True)
+        experts = [name for (name,) in found["summed"] if ".experts." in name]
+        assert [name.rsplit(".", 1)[0] + "." for name in experts[::2]] == EXPERT_LAYERS[::-1]
+        first = {name: number for number, (name,) in enumerate(found["summed"])}
+        assert first["head"] == 0 and first["layers.2.body.experts.w_up"] < first["layers.1.attn.wqkv"]
+
+
+def test_a_tied_table_is_fetched_first_and_summed_last():
+    for found in run_distributed(watch, 2, replace(TINY, tie_embeddings=True), 1):
+        assert found["fetched"][0] == ["embedding"] == found["summed"][-1]
+        assert found["before_head"] == found["waited"] == found["fetched"]
