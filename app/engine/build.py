@@ -16,6 +16,7 @@ from app.engine.capture.partial import PartialGraphs
 from app.engine.capture.recorder import CudaRecorder, Recorder
 from app.engine.capture.stand_in import HostRecorder
 from app.engine.executor import ForwardBackward, execute
+from app.engine.fast_paths import check_capturable
 from app.engine.flight import Stages
 from app.engine.groups import Groups
 from app.engine.transport import Transport
@@ -93,7 +94,8 @@ def build_engine(plan: Plan, groups: Groups, device: torch.device) -> Engine:
 
 
 def build_recorder(run: Run, device: torch.device) -> Recorder | None:
-    """What records CUDA graphs, or on a CPU what behaves like it."""
+    """What records CUDA graphs, or on a CPU what behaves like it. Raises ConfigError for what this device cannot capture."""
+    check_capturable(run, device)
     if run.cuda_graph.impl is GraphImpl.none:
         return None
     return CudaRecorder() if device.type == "cuda" else HostRecorder()

@@ -104,9 +104,9 @@ def test_a_signal_ends_a_run_with_graphs(tmp_path: Path, graph: str):
 FAILING = """
 import os
 import torch
-from app.choices import GraphImpl
+from app.choices import Dtype, GraphImpl
 from app.cli.launch import Launch
-from app.config import CudaGraphConfig, ParallelConfig
+from app.config import CudaGraphConfig, ParallelConfig, PrecisionConfig
 from app.engine.build import build_engine
 from app.engine.groups import create_groups, process_world
 from app.engine.step import TrainingStep
@@ -120,7 +120,8 @@ world, device = launch.world_size or 1, torch.device("cuda", launch.local_rank)
 torch.cuda.set_device(device)
 torch.cuda.set_stream(torch.cuda.Stream())
 graph = CudaGraphConfig(GraphImpl("GRAPH"))
-run = make_run(dataclasses.replace(TINY, num_layers=4), cuda_graph=graph, parallel=ParallelConfig(pp=world))
+bf16 = PrecisionConfig(Dtype.bfloat16)
+run = make_run(dataclasses.replace(TINY, num_layers=4), cuda_graph=graph, parallel=ParallelConfig(pp=world), precision=bf16)
 with process_world(launch.rank, world, device):
     plan = Plan(run)
     engine = build_engine(plan, create_groups(plan.layout, launch.rank), device)

@@ -1,0 +1,38 @@
+"""What a run on a GPU does not do the fastest way, and what follows from it: said when it starts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from app.choices import Dtype, GraphImpl, GraphScope
+from app.config import Run
+from app.errors import ConfigError
+from app.kernels.common import triton
+
+
+def slow_paths(run: Run, device: torch.device) -> Iterator[tuple[str, str]]:
+    """(part, what it does instead, why, and what that costs), one line each; the figures are those of docs/benchmarks.md."""
+    if device.type != "cuda":
+        return
+    if triton is None:
+        yield "kernels", "plain torch, since Triton is not installed: a step of model=small takes 1.5 times as long"
+    if run.train.deterministic:
+        why = "with train.deterministic=true: cuDNN's takes less than half the time, and its gradients do not repeat bit for bit"
+        yield "attention", f"an ordered kernel, {why}"
+    if run.model.moe and run.precision.params is not Dtype.bfloat16:
+        dtype = run.precision.params.value
+        yield "experts", f"one product after the other, and the host waits for their sizes: torch groups bfloat16, not {dtype}"
+
+
+def check_capturable(run: Run, device: torch.device) -> None:
+    """Nothing that is captured on this device waits for it. Raises ConfigError."""
+    graph, moe = run.cuda_graph, run.model.moe
+    cut = graph.impl is GraphImpl.local and graph.scope and GraphScope.moe not in graph.scope
+    if device.type != "cuda" or graph.impl is GraphImpl.none or moe is None or cut:
+        return
+    if run.precision.params is not Dtype.bfloat16:
+        rule = f"captures the experts, for whose sizes the host waits in {run.precision.params.value}"
+        what, near = "cuda_graph.impl", "precision=bf16, or cuda_graph=partial"
+        raise ConfigError(what, graph.impl, rule, near)

@@ -1,0 +1,43 @@
+"""What is said about slow paths, and what a GPU cannot capture."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from app.choices import Dtype, GraphImpl, GraphScope
+from app.config import CudaGraphConfig, PrecisionConfig, TrainConfig
+from app.engine import fast_paths
+from app.engine.fast_paths import check_capturable, slow_paths
+from app.errors import ConfigError
+from tests.runs import TINY, make_run
+
+GPU, CPU = torch.device("cuda"), torch.device("cpu")
+FAST = TrainConfig(seq_len=16, micro_batch=2, global_batch=8, deterministic=False)
+BF16 = PrecisionConfig(Dtype.bfloat16)
+
+
+def test_a_line_for_each_slow_path(monkeypatch: pytest.MonkeyPatch):
+    assert list(slow_paths(make_run(train=FAST, precision=BF16), GPU)) == []
+    assert list(slow_paths(make_run(), CPU)) == []
+    monkeypatch.setattr(fast_paths, "triton", None)
+    slow = dict(slow_paths(make_run(precision=PrecisionConfig(Dtype.float16)), GPU))
+    assert list(slow) == ["kernels", "attention", "experts"]
+    assert all(len(line) < 150 and "\n" not in line for line in slow.values()), slow
+    dense = dataclasses.replace(TINY, moe=None)
+    assert "experts" not in dict(slow_paths(make_run(dense), GPU))
+
+
+WHOLE = CudaGraphConfig(GraphImpl.full_iteration)
+
+
+def test_experts_in_other_types_are_not_captured():
+    for graph in (WHOLE, CudaGraphConfig(GraphImpl.local), CudaGraphConfig(GraphImpl.local, (GraphScope.moe,))):
+        with pytest.raises(ConfigError, match="precision=bf16, or cuda_graph=partial"):
+            check_capturable(make_run(cuda_graph=graph), GPU)
+        check_capturable(make_run(cuda_graph=graph), CPU)
+        check_capturable(make_run(cuda_graph=graph, precision=BF16), GPU)
+    check_capturable(make_run(cuda_graph=CudaGraphConfig(GraphImpl.local, (GraphScope.attn, GraphScope.moe_router))), GPU)
+    check_capturable(make_run(dataclasses.replace(TINY, moe=None), cuda_graph=WHOLE), GPU)
