@@ -19,7 +19,7 @@ from app.plan.tape_parts import Sizes, sizes_of
 from app.plan.tape_replay import Inside, Replay, inside, replay
 
 ROUTER, EXPERTS = ("norm", "shared", "route"), ("dispatch", "experts", "combine", "finish")
-LAYER = ("attn", "mlp", *ROUTER, "preprocess", *EXPERTS)
+DENSE, MOE = ("attn", "mlp"), ("attn", *ROUTER, "preprocess", *EXPERTS)  # phases of layers
 CAPTURED = {
     GraphScope.attn: ("attn",),
     GraphScope.mlp: ("mlp",),
@@ -31,10 +31,12 @@ CAPTURED = {
 
 @dataclass(frozen=True, slots=True)
 class GraphShare:
-    """What the partial graphs of one microbatch hold, besides their static inputs; zero without such graphs."""
+    """What the partial graphs of one microbatch hold, besides inputs of captured parts; zero without such graphs."""
 
     kept: int  # by autograd, for their own backward alone
-    cut: int  # made inside and read outside, in either direction
+    cut: int  # made inside and read outside
+    gradients: int  # of what one layer's graph hands on: all layers have them in one place
+    context: int  # what the layers share: cosines, sines, the mask
     scratch: int  # alive only while one of them runs
     kernels: int  # launches of all their forwards
 
@@ -95,12 +97,12 @@ class _Link:
 def chunk_activations(run: Run, stage: Stage, layout: ParallelLayout) -> ChunkActivations:
     """Memory of one microbatch in a stage on one rank, at the planned imbalance of its experts."""
     s = sizes_of(run, layout)
-    carried = s.table if stage.embedding and stage.head and run.model.tie_embeddings else 0
+    carried = s.table if _tied(s, stage) else 0
     row = _row(s, stage, full=False)
-    spared = _memory(row, {"rotary": s.rotary}, carried)
+    spared = _memory(s, row, carried, {"rotary": s.rotary})
     usual = spared
     if run.recompute.full:
-        usual = _memory(_row(s, stage, full=True), {"rotary": s.rotary, "mask": s.mask}, carried)
+        usual = _memory(s, _row(s, stage, full=True), carried, {"rotary": s.rotary, "mask": s.mask})
     weight = max(link.replay.weight for link in row)
     kernels = sum(sum(link.kernels.values()) for link in row)
     return ChunkActivations(usual, spared, s.stream, not stage.embedding, not stage.head, weight, kernels)
@@ -110,27 +112,49 @@ def captured_phases(choice: CudaGraphConfig) -> frozenset[str]:
     """Phases of layers that partial graphs hold."""
     if choice.impl not in (GraphImpl.local, GraphImpl.transformer_engine):
         return frozenset()
-    return frozenset(phase for part in choice.scope for phase in CAPTURED[part]) if choice.scope else frozenset(LAYER)
+    return frozenset(phase for part in choice.scope for phase in CAPTURED[part]) if choice.scope else frozenset((*DENSE, *MOE))
+
+
+def own_inputs(run: Run, layers: Sequence[int]) -> tuple[int, ...]:
+    """Places among these layers whose captured part does not go on where that of the layer before it has ended."""
+    captured, own, ended = captured_phases(run.cuda_graph), list[int](), False
+    for place, layer in enumerate(layers):
+        phases = MOE if run.model.is_moe_layer(layer) else DENSE
+        if not (captured.isdisjoint(phases) or (ended and phases[0] in captured)):
+            own.append(place)
+        ended = phases[-1] in captured
+    return tuple(own)
 
 
 def _row(s: Sizes, stage: Stage, full: bool) -> list[_Link]:
     captured, is_moe = captured_phases(s.run.cuda_graph), [s.model.is_moe_layer(layer) for layer in stage.layers]
     kinds = {moe: _link(layer_tape(s, moe, full), captured) for moe in set(is_moe)}
     first = [_link(embedding_tape(s), ())] if stage.embedding else []
-    last = [_link(head_tape(s), ())] if stage.head else []
+    last = [_link(head_tape(s, _tied(s, stage)), ())] if stage.head else []
     return [*first, *(kinds[moe] for moe in is_moe), *last]
+
+
+def _tied(s: Sizes, stage: Stage) -> bool:
+    """Whether one table is embedding and head of this stage."""
+    return stage.embedding and stage.head and s.model.tie_embeddings
 
 
 def _link(written: Written, captured: Collection[str]) -> _Link:
     return _Link(replay(written), inside(written, captured), captured, written.kernels())
 
 
-def _memory(row: Sequence[_Link], shared: Mapping[str, int], carried: int) -> MicrobatchMemory:
-    """`shared`: what all layers read of the microbatch's context.
+def _memory(s: Sizes, row: Sequence[_Link], carried: int, shared: Mapping[str, int]) -> MicrobatchMemory:
+    """`carried`: gradient of a tied table, which waits from the head's backward for that of the embedding.
 
-    `carried`: gradient of a tied table, which waits from the head's backward for that of the embedding.
+    `shared`: what autograd keeps of the microbatch's context. Captured attention reads it in static memory; then it is gone
+    after forward.
     """
+    captured = {phase for link in row for phase in link.captured}
+    context = s.rotary + s.mask if captured else 0
+    copied = "attn" in captured
+    shared = {} if copied else shared
     kept = dict(shared)
+    passing = s.mask + s.rotary - sum(shared.values())  # what is there until forward has ended
     for link in row:
         for phase, size in link.replay.kept.items():
             kept[phase] = kept.get(phase, 0) + size - link.graph.kept.get(phase, 0)
@@ -141,13 +165,16 @@ def _memory(row: Sequence[_Link], shared: Mapping[str, int], carried: int) -> Mi
         waits = carried if place < len(row) - 1 else 0
         backward = max(backward, stands_on + link.peak(link.replay.backward) + waits - total)
         stands_on += link.kept
-    return MicrobatchMemory(kept, forward, backward, sum(link.replay.waiting for link in row), _graph_share(row))
+    waiting = sum(link.replay.waiting for link in row)
+    return MicrobatchMemory(kept, forward + passing, backward, waiting, _graph_share(row, context))
 
 
-def _graph_share(row: Sequence[_Link]) -> GraphShare:
+def _graph_share(row: Sequence[_Link], context: int) -> GraphShare:
     return GraphShare(
         kept=sum(link.graph.own for link in row),
         cut=sum(link.graph.cut for link in row),
+        gradients=max((link.graph.gradients for link in row), default=0),
+        context=context,
         scratch=max((link.scratch() for link in row), default=0),
         kernels=sum(count for link in row for phase, count in link.kernels.items() if phase in link.captured),
     )

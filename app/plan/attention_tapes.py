@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from app.choices import CpComm, Dtype
 from app.config import Run
 from app.plan.tape import Tape, Value
-from app.plan.tape_parts import Sizes, norm
+from app.plan.tape_parts import MULTIPROCESSORS, Sizes, power_of_two
 
-MULTIPROCESSORS = 132  # of an H100 or H200; ordered attention has partial sums for as many
+HEAD_TILE, FEWEST_HEADS = 1024, 6  # values of half a head, and heads, that a program of `app.kernels.heads` takes
 
 
 def attends_by_matrices(run: Run) -> bool:
@@ -38,25 +38,24 @@ class _Reach:
     kv_heads: int  # G here
 
 
-def attention_core(tape: Tape, s: Sizes, qkv: Value) -> Value:
-    """From projected queries, keys and values to what the output projection reads."""
-    per_head = s.tokens * s.model.head_width * s.size
-    q, k, v = tape.split(qkv, s.heads * per_head, s.kv_heads * per_head, s.kv_heads * per_head)
-    if 1 < s.kv_heads < s.heads:
-        (q,) = tape.op([q], [q.bytes], passes=True)  # query heads of several groups do not lie side by side
-    if s.model.qk_norm:
-        q, k = norm(tape, q, s.tokens * s.heads), norm(tape, k, s.tokens * s.kv_heads)
-    q, k = _rotate(tape, s, q), _rotate(tape, s, k)
+def attention_core(tape: Tape, s: Sizes, qkv: Value, keep: bool) -> Value:
+    """From projected queries, keys and values to what the output projection reads; `keep`: backward runs it from `qkv` again."""
+    per_head, norms = s.tokens * s.model.head_width * s.size, s.model.qk_norm
+    sizes = [heads * per_head for heads in (s.heads, s.kv_heads, s.kv_heads)]
+    scratch = 0, _head_norm_sums(s) if norms else 0
+    q, k, v = tape.op([qkv], sizes, [qkv] if norms or keep else [], scratch=scratch)  # and cosines and sines
     if s.layout.cp == 1:
         return _attend(tape, s, q, k, v, _Reach(s.tokens, s.run.train.seq_len, s.heads, s.kv_heads))
     by = _with_keys_gathered if s.run.parallel.cp_comm_type is CpComm.all_gather else _with_heads_traded
     return by(tape, s, q, k, v)
 
 
-def _rotate(tape: Tape, s: Sizes, x: Value) -> Value:
-    """Saves cosines and sines only; a few products in fp32 come and go."""
-    wide = x.bytes // s.size * 4
-    return tape.op([x], [x.bytes], scratch=(3 * wide, 2 * wide + x.bytes), kernels=7)[0]
+def _head_norm_sums(s: Sizes) -> int:
+    """fp32 sums of the gradients of both weights in backward, one per program (`app.kernels.heads`)."""
+    width, wanted = s.model.head_width, -(-FEWEST_HEADS // (s.heads // s.kv_heads + 2))
+    taken = wanted if s.kv_heads % wanted == 0 else 1
+    height = max(1, HEAD_TILE // power_of_two(width // 2))
+    return 4 * 2 * width * -(-s.tokens // height) * (s.kv_heads // taken)
 
 
 def _with_keys_gathered(tape: Tape, s: Sizes, q: Value, k: Value, v: Value) -> Value:
@@ -73,18 +72,19 @@ def _with_keys_gathered(tape: Tape, s: Sizes, q: Value, k: Value, v: Value) -> V
     ends = seq_len // (2 * ranks), seq_len
     reaches = [_Reach(s.tokens // 2, end, s.heads, s.kv_heads) for end in ends]
     outs = [_attend(tape, s, piece, keys, values, reach) for piece, reach in zip(pieces, reaches, strict=True)]
-    return tape.op(outs, [q.bytes], passes=True)[0]
+    return tape.op(outs, [q.bytes], holds=[k, v], passes=True)[0]
 
 
 def _with_heads_traded(tape: Tape, s: Sizes, q: Value, k: Value, v: Value) -> Value:
     """Whole sequences of 1/P of the heads: as many bytes. Each trade puts its tokens into order before it or behind it."""
     ranks, seq_len = s.layout.cp, s.run.train.seq_len
+    own = q, k, v
     (packed,) = tape.op([q, k, v], [q.bytes + k.bytes + v.bytes])
     (whole,) = tape.op([packed], [packed.bytes], scratch=(packed.bytes, 0), kernels=3)
     q, k, v = tape.split(whole, q.bytes, k.bytes, v.bytes)
     reach = _Reach(ranks * s.tokens, seq_len, s.heads // ranks, s.kv_heads // ranks)
     out = _attend(tape, s, q, k, v, reach)
-    return tape.op([out], [out.bytes], scratch=(out.bytes, out.bytes), kernels=2 + ranks)[0]
+    return tape.op([out], [out.bytes], holds=own, scratch=(out.bytes, out.bytes), kernels=2 + ranks)[0]
 
 
 def _attend(tape: Tape, s: Sizes, q: Value, k: Value, v: Value, reach: _Reach) -> Value:

@@ -30,14 +30,21 @@ def partial_graph_parts(plan: GraphPlan, chunks: Sequence[ChunkActivations], pea
     sets = [len({nth for (_, chunk), nth in plan.sets.items() if chunk == index}) for index in range(len(chunks))]
     kernels = sum(count * share.kernels for count, share in zip(sets, shares, strict=True)) * (1 + BACKWARD_KERNELS)
     kept, cut, how = _pools(plan, shares, sets, peak)
-    crossing = max(share.cut // max(layers, 1) for share, layers in zip(shares, plan.layers, strict=True))
-    inputs = plan.num_static_inputs
     return (
         graph_objects(plan.num_graphs, kernels),
-        Part("static inputs", inputs * border, f"{inputs} inputs of layers × {border / MIB:.1f} MiB"),
-        Part("cut tensors", cut + crossing, f"what graphs hand on, {how}, and one layer's gradients of it"),
+        _static_inputs(plan, shares, border),
+        Part("cut tensors", cut, f"what graphs hand on, {how}"),
         Part("graph pool", kept, f"kept in graphs and their scratch, {how}"),
     )
+
+
+def _static_inputs(plan: GraphPlan, shares: Sequence[GraphShare], border: int) -> Part:
+    """What is copied to a fixed place: for each slot inputs and context, and for all together gradients of outputs."""
+    inputs, context = plan.num_static_inputs, max(share.context for share in shares)
+    gradients = max(share.gradients for share in shares)
+    size = inputs * border + plan.num_slots * context + gradients
+    parts = f"{inputs} inputs × {border / MIB:.1f} MiB, {plan.num_slots} contexts × {context / MIB:.1f} MiB"
+    return Part("static inputs", size, f"{parts}, gradients of one layer's outputs {gradients / MIB:.1f} MiB")
 
 
 def _pools(plan: GraphPlan, shares: Sequence[GraphShare], sets: Sequence[int], peak: Peak) -> tuple[int, int, str]:
@@ -51,5 +58,5 @@ def _pools(plan: GraphPlan, shares: Sequence[GraphShare], sets: Sequence[int], p
 
 def graph_objects(graphs: int, kernels: int) -> Part:
     """Graphs ready to launch, which the driver holds."""
-    note = f"{graphs} × {GRAPH // 1024} KiB, {kernels:,} kernels × {GRAPH_KERNEL // 1024} KiB"
+    note = f"{graphs} × {GRAPH // 1024} KiB, {kernels:,} kernels × {GRAPH_KERNEL:,} bytes"
     return Part("graph objects", graphs * GRAPH + kernels * GRAPH_KERNEL, note)

@@ -44,6 +44,7 @@ class GraphPlan:
     slots: Mapping[Place, int]  # over all chunks
     pool_per_slot: bool  # otherwise one pool for all graphs
     copy_sent: bool  # outputs and gradients are copied out of graph memory before they are sent
+    own_inputs: tuple[frozenset[int], ...]  # places in each chunk whose layers' captured parts have a static input
 
     @property
     def num_graphs(self) -> int:
@@ -57,11 +58,11 @@ class GraphPlan:
 
     @property
     def num_static_inputs(self) -> int:
-        """Static inputs of layers: a slot has as many as the largest chunk that it serves has layers."""
-        layers: dict[int, int] = {}
+        """Static inputs of layers: a slot has one for each place that has one in any chunk that it serves."""
+        places: dict[int, frozenset[int]] = {}
         for (_, chunk), slot in self.slots.items():
-            layers[slot] = max(layers.get(slot, 0), self.layers[chunk])
-        return sum(layers.values())
+            places[slot] = places.get(slot, frozenset()) | self.own_inputs[chunk]
+        return sum(map(len, places.values()))
 
     def set_of(self, mb: int, chunk: int) -> int:
         """Which of the chunk's sets of graphs serves the microbatch."""
@@ -76,9 +77,16 @@ class GraphPlan:
         return self.slots[mb, chunk] if self.pool_per_slot else 0
 
 
-def plan_graphs(actions: Sequence[Action], num_layers_per_chunk: Sequence[int], key: Key = "microbatch") -> GraphPlan:
+def plan_graphs(
+    actions: Sequence[Action],
+    num_layers_per_chunk: Sequence[int],
+    key: Key = "microbatch",
+    own_inputs: Sequence[Collection[int]] | None = None,
+) -> GraphPlan:
     """The graphs of one rank; `actions` is its list, lowered or not, num_layers_per_chunk its captured layers.
 
+    `own_inputs` has the places in each chunk of layers whose captured part does not read what one before it has put out,
+    in its place; None: all of them.
     Raises ValueError for an unknown key and for a list with more chunks than num_layers_per_chunk.
     """
     if key not in ("microbatch", "slot"):
@@ -88,18 +96,19 @@ def plan_graphs(actions: Sequence[Action], num_layers_per_chunk: Sequence[int], 
     if max(chunks, default=-1) >= len(layers):
         raise ValueError(f"the list has {max(chunks) + 1} chunks, but num_layers_per_chunk={list(layers)} has {len(layers)}")
     kinds, shared = len({type(action) for action in computes}), _assign(computes, chunks)
+    inputs = tuple(map(frozenset, map(range, layers) if own_inputs is None else own_inputs))
     if max(shared.values(), default=0) == 0:
-        return GraphPlan(layers, kinds, shared, shared, pool_per_slot=False, copy_sent=True)
+        return GraphPlan(layers, kinds, shared, shared, pool_per_slot=False, copy_sent=True, own_inputs=inputs)
     if key == "microbatch":
         own = {place: place[0] for place in shared}
-        return GraphPlan(layers, kinds, own, shared, pool_per_slot=False, copy_sent=False)
+        return GraphPlan(layers, kinds, own, shared, pool_per_slot=False, copy_sent=False, own_inputs=inputs)
     sets: dict[Place, int] = {}
     slots: dict[Place, int] = {}
     for chunk in sorted(chunks):
         own, before = _assign(computes, [chunk]), len(set(slots.values()))
         sets.update(own)
         slots.update((place, before + slot) for place, slot in own.items())
-    return GraphPlan(layers, kinds, sets, slots, pool_per_slot=True, copy_sent=True)
+    return GraphPlan(layers, kinds, sets, slots, pool_per_slot=True, copy_sent=True, own_inputs=inputs)
 
 
 def _assign(computes: Sequence[Compute], chunks: Collection[int]) -> dict[Place, int]:

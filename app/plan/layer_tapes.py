@@ -1,6 +1,7 @@
 """The transformer once more, with sizes in place of tensors: what `app.model` does on a GPU, as tapes.
 
-Each function follows the code of the same name there. What an operation saves is what torch's own CUDA kernels save.
+Each function follows the code of the same name there. What an operation saves is what its CUDA kernel saves: torch's own, or
+those of `app.kernels`.
 All sizes are bytes.
 """
 
@@ -9,12 +10,12 @@ from __future__ import annotations
 from app.choices import Recompute
 from app.plan.attention_tapes import attention_core
 from app.plan.moe_tapes import moe_body
-from app.plan.tape import Tape, Value, Written
+from app.plan.tape import Added, Tape, Value, Written
 from app.plan.tape_parts import Sizes, narrow, norm, scattered, swiglu, widen
 
-LOSS_ROWS = 1024  # tokens whose logits are in fp32 at once
 PER_LABEL = 8 + 4 + 1  # bytes that the loss keeps per token: row of its label, log-sum-exp, whether it counts
-LOSS_KERNELS = 12  # of the statistics of so many tokens
+LOSS_KERNELS = 9  # behind the logits
+STATISTICS = 2 * 3 * 4  # bytes per token, while the three fp32 numbers of all chunks are put together
 
 
 def layer_tape(s: Sizes, moe: bool, full: bool) -> Written:
@@ -38,71 +39,62 @@ def embedding_tape(s: Sizes) -> Written:
     return Written(tape, given, scattered(tape, s, own))
 
 
-def head_tape(s: Sizes) -> Written:
-    """The last norm, and the loss straight from what it makes (`app.model.loss`)."""
+def head_tape(s: Sizes, tied: bool) -> Written:
+    """The last norm, and the loss straight from what it makes (`app.model.loss`); `tied` to an embedding on this rank."""
     tape = Tape(phase="head")
     given = tape.value(s.stream)
-    h = norm(tape, given, s.local)
+    h = norm(tape, s, given)
     by = _loss_of_kept_logits if s.run.loss.chunk_tokens is None else _loss_by_chunks
-    by(tape, s, h)
+    by(tape, s, h, Added.after if tied and s.direct else s.added)
     return Written(tape, given, None)
 
 
-def _loss_of_kept_logits(tape: Tape, s: Sizes, h: Value) -> None:
+def _loss_of_kept_logits(tape: Tape, s: Sizes, h: Value, added: Added) -> None:
     """Logits that backward turns into their gradient where they are; what it gathers waits for the weight's gradient."""
-    parts, logits = s.layout.tp, s.tokens * s.columns * s.size
+    parts, logits, weight = s.layout.tp, s.tokens * s.columns * s.size, _there(s, added)
     gathered = parts * h.bytes if parts > 1 else 0
     ordered = s.copies * gathered
-    scratch = max(gathered, ordered - logits), 2 * gathered + max(0, ordered - gathered - s.table)
+    scratch = max(gathered, ordered - logits), 2 * gathered + max(0, ordered - gathered - weight)
     carries = gathered - h.bytes if parts > 1 else 0
-    (made,) = tape.op([h], [logits], [h, 0], weight=s.table, waits=True, carries=carries, scratch=scratch)
-    forward, backward = _in_fp32(s, s.tokens)
-    scratch = gathered + forward, max(ordered, gathered + backward)
-    kernels = LOSS_KERNELS * _blocks(s.tokens)
-    tape.op([made], [4], keeps=PER_LABEL * s.tokens, scratch=scratch, passes=True, kernels=kernels)
+    (made,) = tape.op([h], [logits], [h, 0], weight=s.table, added=added, waits=True, carries=carries, scratch=scratch)
+    scratch = gathered + STATISTICS * s.tokens, ordered
+    tape.op([made], [4], keeps=PER_LABEL * s.tokens, scratch=scratch, passes=True, kernels=LOSS_KERNELS)
 
 
-def _loss_by_chunks(tape: Tape, s: Sizes, h: Value) -> None:
+def _there(s: Sizes, added: Added) -> int:
+    """The weight's gradient, where it is stored beside that of the hidden states."""
+    return s.table if added is Added.after else 0
+
+
+def _loss_by_chunks(tape: Tape, s: Sizes, h: Value, added: Added) -> None:
     """Logits of some tokens at a time, made again in backward, where the weight's gradient is a sum in fp32."""
     chunk, parts = min(s.run.loss.chunk_tokens or s.tokens, s.tokens), s.layout.tp
     logits, gathered = chunk * s.columns * s.size, parts * h.bytes if parts > 1 else 0
     following = logits if chunk < s.tokens else 0  # the next chunk's, before this one's are gone
     ordered, gradient, table_sum = s.copies * gathered, parts * h.bytes, s.table // s.size * 4
-    forward, backward = (logits + max(following, block) for block in _in_fp32(s, chunk))
-    loop = max(backward, logits + s.table)
-    end = (h.bytes if parts > 1 else 0) + max(ordered - gathered, 0 if s.size == 4 else s.table)
+    loop = logits + max(following, s.table)
+    weight = _there(s, added)
+    end = (h.bytes if parts > 1 else 0) + max(ordered - gathered, 0 if s.size == 4 else weight)
     most = gathered + gradient + table_sum + max(loop, end)
-    scratch = max(ordered, gathered + forward), max(ordered, most) - h.bytes - s.table
-    keeps, kernels = PER_LABEL * s.tokens, -(-s.tokens // chunk) * (1 + LOSS_KERNELS * _blocks(chunk))
-    tape.op([h], [4], [h], keeps=keeps, weight=s.table, carries=table_sum, scratch=scratch, kernels=kernels)
-
-
-def _blocks(tokens: int) -> int:
-    return -(-tokens // LOSS_ROWS)
-
-
-def _in_fp32(s: Sizes, tokens: int) -> tuple[int, int]:
-    """Logits in fp32 at most at once, of a block and of the next, in forward and backward; in fp32 these are the logits."""
-    block = 4 * min(tokens, LOSS_ROWS) * s.columns
-    if s.size == 4:
-        return block, 0
-    return 2 * block, 2 * block if tokens > LOSS_ROWS else block
+    scratch = max(ordered, gathered + logits + following), max(ordered, most) - h.bytes - weight
+    keeps, kernels = PER_LABEL * s.tokens, LOSS_KERNELS + 2 * -(-s.tokens // chunk)
+    tape.op([h], [4], [h], keeps=keeps, weight=s.table, added=added, carries=table_sum, scratch=scratch, kernels=kernels)
 
 
 def _attention(tape: Tape, s: Sizes, x: Value) -> Value:
     tape.phase = "attn"
     width, heads = s.model.head_width, s.heads + 2 * s.kv_heads
     with tape.again(s.recomputes(Recompute.norm), discards=True):
-        h = norm(tape, x, s.local)
+        h = norm(tape, s, x)
     qkv = widen(tape, s, h, s.tokens * heads * width * s.size, s.weight(heads * width))
-    with tape.again(s.recomputes(Recompute.attn_core)):
-        out = attention_core(tape, s, qkv)
-    return tape.add(x, narrow(tape, s, out, s.weight(s.heads * width)))
+    with tape.again(s.recomputes(Recompute.attn_core)) as again:
+        out = attention_core(tape, s, qkv, again)
+    return tape.add(x, narrow(tape, s, out, s.weight(s.heads * width), holds=[h, qkv]))
 
 
 def _dense_body(tape: Tape, s: Sizes, x: Value) -> Value:
     tape.phase = "mlp"
     with tape.again(s.recomputes(Recompute.norm), discards=True):
-        h = norm(tape, x, s.local)
+        h = norm(tape, s, x)
     y = swiglu(tape, s, h, s.model.ffn_hidden_size // s.layout.tp, s.recomputes(Recompute.mlp_act))
     return tape.add(x, y)

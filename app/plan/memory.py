@@ -166,7 +166,7 @@ def _step_parts(
     inputs = f"{count} microbatches × {each / MIB:.2f} MiB"
     if run.cuda_graph.impl is GraphImpl.full_iteration:
         forwards = sum(chunks[action.chunk].kernels for action in actions if isinstance(action, Forward))
-        yield graph_objects(2, forwards * (1 + BACKWARD_KERNELS))
+        yield graph_objects(1, forwards * (1 + BACKWARD_KERNELS))
         yield Part("static inputs", count * each, inputs)
         yield Part("graph pool", peak.total, f"all of {peak.action}: {_by_phase(peak)}")
         return

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from app.choices import Balance, DispatcherKind, Recompute, Score
 from app.config import MoEConfig
 from app.plan.flops import busiest_load, capacity_load
-from app.plan.tape import Tape, Value
+from app.plan.tape import Added, Tape, Value
 from app.plan.tape_parts import Sizes, activation, cast, norm, swiglu
 
 LOAD = {Balance.microbatch: 8, Balance.sequence: 8, Balance.global_batch: 4}  # bytes of an expert's load in its loss
@@ -22,13 +22,13 @@ def moe_body(tape: Tape, s: Sizes, moe: MoEConfig, x: Value) -> Value:
     with tape.again(s.recomputes(Recompute.moe)):
         tape.phase = "norm"
         with tape.again(s.recomputes(Recompute.norm), discards=True):
-            h = norm(tape, x, s.local)
+            h = norm(tape, s, x)
         shared = _shared(tape, s, moe, h) if moe.shared_ffn_hidden_size else None
         probs, chosen = _route(tape, s, moe, h)
         y = _routed(tape, s, moe, h, probs, chosen)
         tape.phase = "finish"
-        x = tape.add(x, y)
-        return x if shared is None else tape.add(x, shared)
+        both = tape.add(x, y)
+        return both if shared is None else tape.add(both, shared, holds=[x, y])
 
 
 def _shared(tape: Tape, s: Sizes, moe: MoEConfig, h: Value) -> Value:
@@ -53,7 +53,7 @@ def _route(tape: Tape, s: Sizes, moe: MoEConfig, h: Value) -> tuple[Value, Value
     (logits,) = tape.op([wide], [scores], [wide], keeps=0 if s.size == 4 else weight, weight=weight, kernels=2)
     after = moe.score is Score.softmax and not moe.pre_softmax
     ranked = logits if after else tape.op([logits], [scores], [0])[0]
-    (chosen,) = tape.op([], [2 * picked], holds=[ranked], kernels=4)
+    (chosen,) = tape.op([], [2 * picked], holds=[ranked])
     (probs,) = tape.op([ranked], [picked], [ranked, chosen])
     if after:
         (probs,) = tape.op([probs], [picked], [0])
@@ -120,14 +120,14 @@ def _through_exchange(
 ) -> Value:
     """On this rank alone, or to the experts' ranks and back, where rows are put into the order of experts."""
     token_of_row, row_of, kept = places
-    row, summing = s.model.hidden_size * s.size, _summing(s, s.local)
+    row = s.model.hidden_size * s.size
     orders = tape.op([], [8 * r.rows, 8 * r.rows]) if r.ranks else ()
     tape.phase = "dispatch"
-    (x,) = tape.op([h], [r.sent * row], [row_of, kept], scratch=(0, summing))
+    (x,) = tape.op([h], [r.sent * row], [row_of, kept])
     if orders:
         (x,) = tape.op([x], [r.rows * row])
         (x,) = tape.op([x], [r.rows * row], [orders[1]])
-    y = _experts(tape, s, moe, r, x, ends)
+    y = made = _experts(tape, s, moe, r, x, ends)
     tape.phase = "combine"
     if orders:
         (y,) = tape.op([y], [r.rows * row], [orders[0]])
@@ -136,7 +136,7 @@ def _through_exchange(
     if etp > 1:
         (probs,) = tape.op([probs], [etp * probs.bytes])
     saved = [y, probs, token_of_row, row_of, kept]
-    return tape.op([y, probs], [s.stream], saved, scratch=(summing, summing), kernels=4 * moe.top_k * etp)[0]
+    return tape.op([y, probs], [s.stream], saved, holds=[made])[0]
 
 
 def _through_gathered_tokens(
@@ -144,26 +144,26 @@ def _through_gathered_tokens(
 ) -> Value:
     """Rows are picked out of the tokens of all ranks, and each rank's sums for all tokens are scattered in fp32."""
     token_of_row, row_of, kept = places
-    gathered, summing = r.ranks * s.stream, _summing(s, r.ranks * s.local)
+    gathered, summing = r.ranks * s.stream, _sums_scattered(s, r.ranks)
     tape.phase = "dispatch"
     (x,) = tape.op([h], [r.rows * s.model.hidden_size * s.size], [row_of, kept], scratch=(gathered, summing), kernels=2)
     y = _experts(tape, s, moe, r, x, ends)
     tape.phase = "combine"
-    keeps, scratch = 4 * r.choices, (summing, gathered + summing)
+    keeps, scratch = 4 * r.choices, (summing, gathered)
     saved = [y, token_of_row, row_of, kept]
-    return tape.op([y, probs], [s.stream], saved, keeps=keeps, scratch=scratch, kernels=2 + 4 * moe.top_k)[0]
+    return tape.op([y, probs], [s.stream], saved, keeps=keeps, scratch=scratch, kernels=4)[0]
 
 
-def _summing(s: Sizes, tokens: int) -> int:
-    """A row of each token, the same in fp32, and the sum so far."""
-    return tokens * s.model.hidden_size * (s.size + 2 * 4)
+def _sums_scattered(s: Sizes, ranks: int) -> int:
+    """fp32 sums for the tokens of so many ranks, and this rank's of them, before these are narrowed."""
+    return (ranks + 1) * s.local * s.model.hidden_size * 4 - s.stream
 
 
 def _experts(tape: Tape, s: Sizes, moe: MoEConfig, r: _Routed, x: Value, ends: Value) -> Value:
     """Grouped products, in 1/etp of the width."""
     tape.phase = "experts"
     width = moe.ffn_hidden_size // s.layout.expert_tp
-    weight = r.experts * s.weight(width)
-    (up,) = tape.op([x], [2 * r.rows * width * s.size], [x, ends], weight=2 * weight, waits=True)
+    weight, added = r.experts * s.weight(width), Added.before if s.direct else s.added
+    (up,) = tape.op([x], [2 * r.rows * width * s.size], [x, ends], weight=2 * weight, added=added, waits=True)
     inner = activation(tape, up, s.recomputes(Recompute.experts_act))
-    return tape.op([inner], [x.bytes], [inner, ends], weight=weight, waits=True)[0]
+    return tape.op([inner], [x.bytes], [inner, ends], holds=[x, up], weight=weight, added=added, waits=True)[0]

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from app.choices import GraphImpl, GraphKey, GraphScope, ScheduleName
 from app.config import Run
+from app.plan.activations import own_inputs
 from app.plan.graphs import GraphPlan, Key, plan_graphs
 from app.plan.layout import ParallelLayout
 from app.plan.schedule import Action, v_shaped
@@ -40,8 +41,10 @@ def select_graphs(run: Run, stages: StagePlan, actions: Sequence[Sequence[Action
     if run.cuda_graph.impl not in (GraphImpl.local, GraphImpl.transformer_engine):
         return (None,) * stages.pp
     layers = [[captured_layers(run, stage.layers) for stage in chunks] for chunks in stages.stages]
+    inputs = [[own_inputs(run, stage.layers) for stage in chunks] for chunks in stages.stages]
     key: Key = "slot" if run.cuda_graph.key is GraphKey.slot else "microbatch"
-    return tuple(plan_graphs(listed, chunks, key) for listed, chunks in zip(actions, layers, strict=True))
+    ranks = zip(actions, layers, inputs, strict=True)
+    return tuple(plan_graphs(listed, counts, key, places) for listed, counts, places in ranks)
 
 
 def captured_layers(run: Run, layers: Sequence[int]) -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from enum import Enum
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -16,6 +17,14 @@ class Value:
 
     bytes: int  # of its elements
     storage: int  # number of the memory it lies in, which views share
+
+
+class Added(Enum):
+    """How a backward adds the gradient of a weight to its sum."""
+
+    after = "after"  # the gradients of what it reads have been made: they are there together
+    before = "before"  # those are made
+    inside = "inside"  # of the product that makes it: it is never there
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +48,7 @@ class Op:
     holds: tuple[Value, ...]  # alive until here for other reasons
     keeps: int  # saved besides: statistics that only its backward reads
     weight: int  # gradient of its parameter
+    added: Added  # that gradient to its sum
     waits: bool  # that gradient may be computed later than the other ones
     carries: int  # what a split backward holds of it besides until its second part
     scratch: tuple[int, int]  # alive only while it runs, forward and backward
@@ -70,6 +80,7 @@ class Tape:
         holds: Sequence[Value] = (),
         keeps: int = 0,
         weight: int = 0,
+        added: Added = Added.after,
         waits: bool = False,
         carries: int = 0,
         scratch: tuple[int, int] = (0, 0),
@@ -82,24 +93,25 @@ class Tape:
         saved = tuple(made[item] if isinstance(item, int) else item for item in saves)
         new = tuple(range(before, len(self.storages)))
         kinds = self.phase, self.segment, tuple(reads), made, new, saved, tuple(holds)
-        self.ops.append(Op(*kinds, keeps, weight, waits, carries, scratch, passes, kernels))
+        self.ops.append(Op(*kinds, keeps, weight, added, waits, carries, scratch, passes, kernels))
         return made
 
     def split(self, of: Value, *sizes: int) -> tuple[Value, ...]:
         """Parts of a tensor as views; backward puts their gradients together in a new tensor."""
         return self.op([of], [Value(size, of.storage) for size in sizes], kernels=0)
 
-    def add(self, left: Value, right: Value) -> Value:
+    def add(self, left: Value, right: Value, holds: Sequence[Value] = ()) -> Value:
         """Their sum, of the size of the left one."""
-        return self.op([left, right], [left.bytes], passes=True)[0]
+        return self.op([left, right], [left.bytes], holds=holds, passes=True)[0]
 
     @contextmanager
-    def again(self, chosen: bool, discards: bool = False) -> Iterator[None]:
-        """Operations that backward runs again, where that is chosen and they are not part of a larger such part."""
+    def again(self, chosen: bool, discards: bool = False) -> Iterator[bool]:
+        """Operations that backward runs again, where that is chosen and they are not part of a larger such part: whether so."""
         outer = self.segment
-        if chosen and outer is None:
+        begins = chosen and outer is None
+        if begins:
             self.segment, self.segments = Segment(self.segments, discards), self.segments + 1
-        yield
+        yield begins
         self.segment = outer
 
 

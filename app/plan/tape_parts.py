@@ -11,15 +11,18 @@ width of a feed-forward, all of them this rank's · V vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from app.choices import CpComm, Dtype, Recompute
+from app.choices import CpComm, Dtype, Recompute, ScheduleName
 from app.config import ModelConfig, Run
 from app.plan.layout import ParallelLayout
-from app.plan.tape import Tape, Value
+from app.plan.tape import Added, Tape, Value
 
 BYTES = {Dtype.float32: 4, Dtype.bfloat16: 2, Dtype.float16: 2}
 RMS_STATISTICS = 4  # per row, what RMSNorm saves besides its input: an fp32 number
+MULTIPROCESSORS = 132  # of an H100 or H200: backward of norms, and attention in fixed order, have partial sums for as many
+NORM_TILE, NORM_PER_WARP, NORM_WARPS = 1024, 512, 16  # values of a program, of a warp of it, and warps of a multiprocessor
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +77,21 @@ class Sizes:
         """A matrix between the residual stream and `width`."""
         return self.model.hidden_size * width * self.size
 
+    @property
+    def splits(self) -> bool:
+        """Whether backward leaves gradients of matrices for later."""
+        return self.run.schedule.name in (ScheduleName.zero_bubble_h1, ScheduleName.zero_bubble_v)
+
+    @property
+    def direct(self) -> bool:
+        """Whether gradients of matrices go straight to sums of more bits."""
+        return BYTES[self.run.precision.grads] > self.size and not self.splits
+
+    @property
+    def added(self) -> Added:
+        """How backward adds gradients of matrices."""
+        return Added.inside if self.direct or self.splits else Added.after
+
     def recomputes(self, part: Recompute) -> bool:
         """Whether backward computes part of a layer again."""
         return part in self.run.recompute.phases
@@ -89,21 +107,33 @@ def sizes_of(run: Run, layout: ParallelLayout) -> Sizes:
 def swiglu(tape: Tape, s: Sizes, x: Value, width: int, again: bool) -> Value:
     """A feed-forward of hidden width `width` on this rank; `again`: backward computes its activation again."""
     up = widen(tape, s, x, 2 * s.tokens * width * s.size, 2 * s.weight(width))
-    return narrow(tape, s, activation(tape, up, again), s.weight(width))
+    return narrow(tape, s, activation(tape, up, again), s.weight(width), holds=[x, up])
 
 
 def activation(tape: Tape, up: Value, again: bool) -> Value:
-    """silu(gate) · up, of the two halves of the widened rows."""
+    """silu(gate) · up, of the two halves of the widened rows, which alone are kept."""
     half = up.bytes // 2
-    gate, other = tape.split(up, half, half)
     with tape.again(again, discards=True):
-        (act,) = tape.op([gate], [half], [gate])
-        return tape.op([act, other], [half], [act, other])[0]
+        return tape.op([up], [half], [up])[0]
 
 
-def norm(tape: Tape, x: Value, rows: int) -> Value:
-    """RMSNorm of so many rows."""
-    return tape.op([x], [x.bytes], [x], keeps=RMS_STATISTICS * rows)[0]
+def norm(tape: Tape, s: Sizes, x: Value) -> Value:
+    """RMSNorm of rows of the residual stream."""
+    sums = norm_sums(s.local, s.model.hidden_size)
+    return tape.op([x], [x.bytes], [x], keeps=RMS_STATISTICS * s.local, scratch=(0, sums))[0]
+
+
+def norm_sums(rows: int, width: int) -> int:
+    """fp32 sums of the weight's gradient in backward, one per program (`app.kernels.rms_norm`)."""
+    columns = power_of_two(width)
+    size = max(NORM_TILE, columns)
+    programs = MULTIPROCESSORS * max(1, NORM_WARPS // min(NORM_WARPS, size // NORM_PER_WARP))
+    return 4 * width * min(-(-rows * columns // size), programs)
+
+
+def power_of_two(width: int) -> int:
+    """The smallest that is not less than `width`."""
+    return 1 << (width - 1).bit_length()
 
 
 def cast(tape: Tape, x: Value, size: int) -> Value:
@@ -114,19 +144,25 @@ def cast(tape: Tape, x: Value, size: int) -> Value:
 def widen(tape: Tape, s: Sizes, x: Value, size: int, weight: int) -> Value:
     """A product with rows of the weight cut by tp, for all tokens."""
     if s.layout.tp == 1:
-        return tape.op([x], [size], [x], weight=weight, waits=True)[0]
+        return tape.op([x], [size], [x], weight=weight, added=s.added, waits=True)[0]
     whole, ordered = s.layout.tp * x.bytes, s.copies * s.layout.tp * x.bytes
-    scratch = max(whole, ordered - size), max(whole, ordered - weight)
-    return tape.op([x], [size], [x], weight=weight, waits=True, scratch=scratch, kernels=1 + s.copies)[0]
+    # backward: its gather under way, then put into order, beside what it scatters; a split one does not gather yet
+    scratch = max(whole, ordered - size), ordered + (0 if s.splits else whole)
+    return tape.op([x], [size], [x], weight=weight, added=s.added, waits=True, scratch=scratch, kernels=1 + s.copies)[0]
 
 
-def narrow(tape: Tape, s: Sizes, x: Value, weight: int) -> Value:
-    """A product with columns of the weight cut by tp, summed over the ranks, each of which gets its tokens."""
-    (whole,) = tape.op([x], [s.layout.tp * s.stream], [x], weight=weight, waits=True)
-    return scattered(tape, s, whole)
+def narrow(tape: Tape, s: Sizes, x: Value, weight: int, holds: Sequence[Value]) -> Value:
+    """A product with columns of the weight cut by tp, summed over the ranks, each of which gets its tokens.
+
+    `holds`: what the caller still has.
+    """
+    (whole,) = tape.op([x], [s.layout.tp * s.stream], [x], holds=holds, weight=weight, added=s.added, waits=True)
+    return scattered(tape, s, whole, (x, *holds))
 
 
-def scattered(tape: Tape, s: Sizes, whole: Value) -> Value:
+def scattered(tape: Tape, s: Sizes, whole: Value, holds: Sequence[Value] = ()) -> Value:
     """This rank's tokens of a sum over the tensor-parallel ranks."""
+    if s.layout.tp == 1:
+        return whole
     ordered = (s.copies - 1) * whole.bytes
-    return whole if s.layout.tp == 1 else tape.op([whole], [s.stream], scratch=(ordered, ordered), kernels=s.copies)[0]
+    return tape.op([whole], [s.stream], holds=holds, scratch=(ordered, ordered), kernels=s.copies)[0]

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from app.plan.tape import Op, Segment, Tape, Value, Written
+from app.plan.tape import Added, Op, Segment, Tape, Value, Written
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +45,7 @@ class Inside:
     kept: Mapping[str, int]  # phase -> what autograd keeps of what these phases make or are given
     own: int  # of that, what only they read
     cut: int  # what they make and others read, kept or not
+    gradients: int  # of that
 
     @property
     def total(self) -> int:
@@ -55,7 +56,7 @@ class Inside:
 def inside(written: Written, phases: Collection[str]) -> Inside:
     """The memory of a part of a tape that is run as one."""
     if not phases:
-        return Inside({}, 0, 0)
+        return Inside({}, 0, 0, 0)
     tape, saved_by = written.tape, _saved_by(written.tape)
     mine = {storage for op in tape.ops if op.phase in phases for storage in op.new}
     given = {value.storage for op in tape.ops if op.phase in phases for value in (*op.reads, *op.saves)} - mine
@@ -66,7 +67,9 @@ def inside(written: Written, phases: Collection[str]) -> Inside:
     kept = {storage: places for storage, places in saved_by.items() if storage in mine | given}
     own = {storage: places for storage, places in kept.items() if storage in mine - cut}
     total = _kept(tape, kept, dropped, phases)
-    return Inside(total, sum(_kept(tape, own, dropped, phases).values()), sum(tape.storages[storage] for storage in cut))
+    differentiable = {storage for op in tape.ops if op.reads for storage in op.new}
+    crossing, back = (sum(tape.storages[storage] for storage in part) for part in (cut, cut & differentiable))
+    return Inside(total, sum(_kept(tape, own, dropped, phases).values()), crossing, back)
 
 
 def _saved_by(tape: Tape) -> dict[int, list[int]]:
@@ -151,8 +154,10 @@ def _backward(
     for place, op in reversed(list(enumerate(tape.ops))):
         live += again.get(place, 0)
         incoming = [gradients.of.pop(value) for value in op.makes if value in gradients.of]
+        before = gradients.live + (op.weight if op.added is Added.before else 0)
         extra = gradients.spread(op, incoming)
-        peaks[op.phase] = max(peaks.get(op.phase, 0), live + gradients.live + extra + op.weight + op.scratch[1])
+        during = gradients.live + extra + (op.weight if op.added is Added.after else 0) + op.scratch[1]
+        peaks[op.phase] = max(peaks.get(op.phase, 0), live + max(before, during))
         gradients.release(incoming)
         live -= last_use.get(place, 0) + op.keeps
     return peaks

@@ -82,7 +82,7 @@ def stated(heading: str) -> dict[str, int]:
 
 
 def test_the_worked_example_of_the_documentation():
-    (memory,) = Plan(load("+experiment=h200_small")).memory
+    (memory,) = Plan(load("+experiment=small")).memory
     have, numbers = sizes(memory), stated("| quantity | how | bytes |")
     for name in ("parameters", "gradients", "optimizer", "working memory", "inputs", "library workspaces"):
         assert numbers.pop(name) == have[name], name
@@ -91,20 +91,20 @@ def test_the_worked_example_of_the_documentation():
 
 
 def test_the_documented_layer_of_experts():
-    run = load("+experiment=h200_small", "model=smallmoe", "parallel.ep=2", "parallel.dp=2")
+    run = load("+experiment=small", "model=smallmoe", "parallel.ep=2", "parallel.dp=2")
     layer = kept(run, Stage((5,), False, False))
     assert stated("| phase | how | bytes kept |") == {phase: size for phase, size in layer.items() if phase != "rotary"}
 
 
-def test_measured_peaks_are_within_a_tenth():
+def test_measured_peaks_are_within_three_percent():
     rows = re.findall(r"^\| `(.+?)` \| (\d) \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \|$", DOCS, re.MULTILINE)
-    assert len(rows) > 20
+    assert len(rows) == 6
     for overrides, gpus, planned, measured, ratio in rows:
-        run = load_overrides(["+experiment=h200_small", *overrides.split()], int(gpus))
+        run = load_overrides(["+experiment=small", *overrides.split()], int(gpus))
         found = Plan(run).memory[0].allocated / GIB
         assert found == pytest.approx(float(planned), abs=2e-3), overrides
         assert found / float(measured) == pytest.approx(float(ratio), abs=2e-3)
-        assert found == pytest.approx(float(measured), rel=0.1)
+        assert found == pytest.approx(float(measured), rel=0.03)
 
 
 # --- parts ---
@@ -145,7 +145,7 @@ def test_inputs_of_all_microbatches():
 # --- peaks ---
 
 
-NO_GRAPH = GraphShare(0, 0, 0, 0)
+NO_GRAPH = GraphShare(0, 0, 0, 0, 0, 0)
 
 
 def memory_of(kept: int, forward: int, backward: int, waiting: int = 0) -> MicrobatchMemory:
@@ -268,7 +268,8 @@ def test_nothing_is_counted_twice_or_lost(model: ModelConfig, scope: tuple[Graph
     layout = ParallelLayout(1)
     eager = chunk_activations(run_of(model), stage, layout).usual
     split = chunk_activations(run_of(model, cuda_graph=graphs(*scope)), stage, layout).usual
-    together = split.total + split.graph.kept + split.graph.cut + 3 * stream
+    rotary = split.graph.context if GraphScope.attn in scope or not scope else 0  # in a fixed place, where attention is captured
+    together = split.total + rotary + split.graph.kept + split.graph.cut + 3 * stream
     handed_on = 0 if scope == (S.attn,) else 3 * stream  # the layer's output or the shared expert's, which nobody saves
     assert together == eager.total + handed_on
     assert split.graph.scratch > 0 and split.graph.kernels > 0
@@ -296,11 +297,11 @@ def test_graphs_of_whole_layers_hold_what_layers_keep():
     run = run_of(parallel=ParallelConfig(pp=4))
     plain, captured = parts_of(run), parts_of(dataclasses.replace(run, cuda_graph=graphs()))
     layers, stream, flying = 2, 2 * 1024 * 256, 4
-    assert captured["static inputs"] == layers * flying * stream
-    assert captured["cut tensors"] == (layers * flying + 1) * stream
     rotary = flying * 2 * 4 * 1024 * 32
-    assert captured["activations"] == rotary
-    scratch = captured["graph pool"] - (plain["activations"] - rotary - captured["static inputs"])
+    assert captured["static inputs"] == flying * stream + rotary + stream  # the second layer reads what the first has put out
+    assert captured["cut tensors"] == layers * flying * stream
+    assert captured["activations"] == 0
+    scratch = captured["graph pool"] - (plain["activations"] - rotary - layers * flying * stream)
     assert 0 < scratch <= plain["working memory"]
     assert (
         parts_of(dataclasses.replace(run, cuda_graph=graphs(key=GraphKey.slot)))["graph pool"]
@@ -313,10 +314,10 @@ def test_one_graph_of_the_whole_step_has_all_in_its_pool():
     plain, whole = parts_of(run), parts_of(dataclasses.replace(run, cuda_graph=graphs(impl=GraphImpl.full_iteration)))
     assert whole["graph pool"] == plain["activations"] + plain["working memory"]
     assert whole["static inputs"] == plain["inputs"] and "inputs" not in whole
-    attention = 1 + 1 + 2 * 7 + 1 + 1 + 1  # norm, q k v, two turns, core, result, sum
-    feed_forward = 6  # norm, gate and up, silu, product, down, sum
-    kernels = 32 * (1 + 8 * (attention + feed_forward) + 2 + 12)  # lookup, layers; norm, logits, statistics
-    assert whole["graph objects"] == 2 * GRAPH + 3 * kernels * GRAPH_KERNEL
+    attention = 6  # norm, q k v, heads, core, result, sum
+    feed_forward = 5  # norm, gate and up, activation, down, sum
+    kernels = 32 * (1 + 8 * (attention + feed_forward) + 2 + 9)  # lookup, layers; norm, logits, loss
+    assert whole["graph objects"] == GRAPH + 4 * kernels * GRAPH_KERNEL
     assert Plan(run).memory[0].allocated == sum(whole.values()) - sum(size for name, size in whole.items() if name in OUTSIDE)
 
 

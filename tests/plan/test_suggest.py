@@ -115,7 +115,7 @@ def test_more_gpus_only_where_nothing_else_helps():
     tight = load("model=llama3_8b", "precision=bf16", "hardware.gpu_memory_gib=40", "train.seq_len=4096", "train.micro_batch=1")
     (first, *_) = suggest(Plan(tight))
     assert any(text.startswith(("parallel.dp=", "parallel.world_size=")) for text in first.overrides)
-    roomy = load("+experiment=h200_small", "hardware=h200")
+    roomy = load("+experiment=small", "hardware=h200")
     assert suggest(Plan(roomy)) == ()
 
 

@@ -146,7 +146,7 @@ def compare(run: Run) -> None:
     found = run_distributed(measured, run.world_size, run)
     for rank, (kept, *_) in enumerate(found):
         assert Counter(kept) - Counter(attn=cpu_masks(run, rank)) == expected
-    if not cpu_masks(run, 0):
+    if not cpu_masks(run, 0) and not run.data.document_mask:  # under a mask a CPU's attention needs other memory while it runs
         forward, left, backward = (min(sizes) for sizes in list(zip(*found, strict=True))[1:])
         assert left == pytest.approx(memory.total, rel=1e-3)
         assert forward == pytest.approx(memory.total + memory.forward, rel=0.02)

@@ -1,7 +1,8 @@
 """The planned activations against real chunks: what autograd keeps, to the byte, and what is alive beside it.
 
-The plan is one for CUDA kernels. On a CPU all of them save the same but RMSNorm, which stands here as CUDA has it, and
-attention that stores its probabilities, which is chosen where a GPU would have to.
+The plan is one for GPUs. So the model takes its kernels here, of which all but the launch happens: memory is the same whatever
+they compute. Only the choice of experts must be one: every token takes the first. Torch's own kernels save the same on a CPU,
+but attention that stores its probabilities is chosen where a GPU would have to.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import dataclasses
 import sys
 import weakref
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -24,11 +25,14 @@ from torch.utils._pytree import tree_leaves
 
 from app.choices import Dtype, Recompute, Score
 from app.config import DataConfig, ModelConfig, MoEConfig, PrecisionConfig, RecomputeConfig, Run, TrainConfig
+from app.kernels import cross_entropy, heads, rms_norm, rows, swiglu
+from app.kernels.common import DTYPES
+from app.model import attention, layers, loss
 from app.model.block import DenseBody, Layer, Phase
 from app.model.chunk import Chunk
-from app.model.deferred import WeightQueue
-from app.model.layers import RMSNorm
+from app.model.deferred import DirectSums, WeightQueue
 from app.model.peers import ALONE
+from app.moe import permute, router
 from app.moe.dispatch import LocalDispatcher
 from app.moe.phases import MoEBody
 from app.plan.activations import MicrobatchMemory, chunk_activations
@@ -36,6 +40,7 @@ from app.plan.attention_tapes import attends_by_matrices
 from app.plan.layout import ParallelLayout
 from app.plan.stages import Stage
 
+pytest.importorskip("triton")
 SEQUENCES, LENGTH = 2, 128
 DENSE = ModelConfig(num_layers=3, hidden_size=128, ffn_hidden_size=352, num_heads=8, num_kv_heads=8, vocab_size=1000)
 GROUPED = dataclasses.replace(DENSE, num_kv_heads=2, qk_norm=True, tie_embeddings=True)
@@ -64,27 +69,42 @@ MODELS = {
 TORCH = {Dtype.float32: torch.float32, Dtype.bfloat16: torch.bfloat16}
 
 
-class CudaRmsNorm(torch.autograd.Function):
-    """What torch's fused CUDA kernel saves: its input, its weight and an fp32 number per row."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        inverse = (x.float().square().mean(-1, keepdim=True) + eps).rsqrt()
-        ctx.save_for_backward(x, weight, inverse)
-        return (x.float() * inverse * weight.float()).to(x.dtype)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
-        x, weight, inverse = ctx.saved_tensors
-        normed, scaled = x.float() * inverse, grad.float() * weight.float()
-        grad_weight = (grad.float() * normed).flatten(0, -2).sum(0)
-        grad_x = (scaled - normed * (scaled * normed).mean(-1, keepdim=True)) * inverse
-        return grad_x.to(x.dtype), grad_weight.to(weight.dtype), None
+CALLERS = (attention, layers, loss, permute, router)  # modules that take kernels in place of plain torch
+LAUNCHED = {
+    heads: ("_forward", "_backward"),
+    rms_norm: ("_forward", "_backward"),
+    swiglu: ("_forward", "_backward"),
+    cross_entropy: ("_statistics", "_into_gradient"),
+    rows: ("_spread", "_sum", "_gradients"),
+}
 
 
-@pytest.fixture(autouse=True)
-def cuda_rms_norm(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(RMSNorm, "forward", lambda self, x: CudaRmsNorm.apply(x, self.weight, self.eps))
+class Launch:
+    """Takes the place of a kernel, and does nothing: what it would write stays as it was allocated."""
+
+    def __getitem__(self, grid: Any) -> Callable[..., None]:
+        return lambda *arguments, **options: None
+
+
+def with_kernels() -> Iterator[None]:
+    """The model takes its kernels; for a fixture."""
+    with pytest.MonkeyPatch.context() as patch:
+        for module in CALLERS:
+            patch.setattr(module, "usable", lambda *tensors: all(tensor.dtype in DTYPES for tensor in tensors))
+        for module, names in LAUNCHED.items():
+            for name in names:
+                assert hasattr(module, name), "kernels go by these names"
+                patch.setattr(module, name, Launch())
+        patch.setattr(router, "top_experts", lambda scores_TE, top_k: torch.arange(top_k).repeat(len(scores_TE), 1))
+        yield
+
+
+kernels = pytest.fixture(autouse=True)(with_kernels)
+
+
+def sums_of(run: Run) -> DirectSums | None:
+    """Sums of more bits than the parameters, in which gradients leave no trace."""
+    return DirectSums(lambda *_: None, lambda *_: None) if run.precision.params is not Dtype.float32 else None
 
 
 def run_of(model: ModelConfig, dtype: Dtype, mask: bool = False, ordered: bool = False, **recompute: Any) -> Run:
@@ -143,7 +163,7 @@ def address(tensor: Tensor) -> int:
 def measured(run: Run) -> dict[str, int]:
     """Phase -> bytes of the storages that its operations are the first to save; parameters and inputs left out."""
     chunk, batch = chunk_of(run), batch_of(run)
-    context = chunk.context(batch.positions, batch.documents)
+    context = chunk.context(batch.positions, batch.documents, sums_of(run))
     seen = {address(tensor) for tensor in (*chunk.parameters(), batch.tokens, batch.labels)}
     found, alive = Counter[str](), []
 
@@ -187,7 +207,10 @@ def test_both_kinds_of_attention_are_covered():
 
 
 class Alive(TorchDispatchMode):
-    """Bytes of all storages made since it was entered that are still there, and their peak."""
+    """Bytes of all storages made since it was entered that are still there, and their peak.
+
+    What an operation is given that none has made is not counted: gloo's own copies of what it sends, which NCCL has not.
+    """
 
     def __init__(self, known: list[Tensor]) -> None:
         super().__init__()
@@ -195,14 +218,19 @@ class Alive(TorchDispatchMode):
         self.known = {tensor.untyped_storage()._cdata for tensor in known}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self._count((args, kwargs), made=False)
         out = func(*args, **(kwargs or {}))
-        for tensor in tree_leaves(out):
-            if isinstance(tensor, Tensor):
-                self._count(tensor.untyped_storage())
+        self._count(out, made=True)
         return out
 
-    def _count(self, storage: torch.UntypedStorage) -> None:
-        key, size = storage._cdata, storage.nbytes()
+    def _count(self, tensors: Any, made: bool) -> None:
+        for tensor in tree_leaves(tensors):
+            if isinstance(tensor, Tensor):
+                storage = tensor.untyped_storage()
+                self._note(storage, storage.nbytes() if made else 0)
+
+    def _note(self, storage: torch.UntypedStorage, size: int) -> None:
+        key = storage._cdata
         if key not in self.known:
             self.known.add(key)
             self.live += size
@@ -230,7 +258,7 @@ def forward_and_backward(run: Run, chunk: Chunk, whole: bool) -> tuple[int, int,
 
 
 def roots_of(run: Run, chunk: Chunk, batch: Batch, x: Tensor, whole: bool) -> Iterator[Tensor]:
-    context = chunk.context(batch.positions, batch.documents)
+    context = chunk.context(batch.positions, batch.documents, sums_of(run))
     out = chunk(x, context, run.recompute.full)
     yield from (report.loss for report in out.routing if report.loss.requires_grad)
     yield chunk.loss(out.x, batch.labels, context) if whole else out.x
@@ -266,9 +294,9 @@ def test_full_recomputation_keeps_inputs_of_layers(model: ModelConfig, mask: boo
 
 PARTS = {
     Recompute.norm: {"attn": 3, "mlp": 2, "shared": 1},  # what norms make, by who saves it first: the fp32 copy of it stays
-    Recompute.mlp_act: {"mlp": 2 * 2 * 352 / 128},  # silu(gate), and its product with up
-    Recompute.experts_act: {"experts": 2 * 4 * 64 / 128},
-    Recompute.attn_core: {"attn": 3 * (1 + 1)},  # turned queries and keys
+    Recompute.mlp_act: {"mlp": 2 * 352 / 128},  # silu(gate) · up
+    Recompute.experts_act: {"experts": 4 * 64 / 128},
+    Recompute.attn_core: {"attn": 3 * (3 - 3)},  # queries, keys and values; but the product that they come from stays
 }
 ROWS = {Recompute.norm: {"attn": 3, "mlp": 2, "norm": 1}, Recompute.attn_core: {"attn": 3 * 8}}  # fp32 numbers per token
 
@@ -292,8 +320,8 @@ def test_the_moe_part_keeps_its_input_only_and_the_shared_expert_nothing():
     assert {phase: size for phase, size in moe.kept.items() if phase not in ("attn", "rotary", "head")} == {"norm": stream}
     shared = planned(run_of(model, Dtype.bfloat16, phases=(Recompute.shared,)))
     nothing = planned(run_of(model, Dtype.bfloat16))
-    # its gate and up, their activation and product, its result, the gate's number per token; what it reads goes to the router
-    widths = 2 * SEQUENCES * LENGTH * (4 * 96 + 128 + 1)
+    # its gate and up, their product, its result, the gate's number per token; what it reads goes to the router
+    widths = 2 * SEQUENCES * LENGTH * (3 * 96 + 128 + 1)
     assert sum(nothing.kept.values()) - sum(shared.kept.values()) == widths
 
 
