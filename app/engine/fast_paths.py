@@ -1,4 +1,4 @@
-"""What a run on a GPU does not do the fastest way, and what follows from it: said when it starts."""
+"""What is captured, what a run on a GPU does not do the fastest way, and what that costs: said when it starts."""
 
 from __future__ import annotations
 
@@ -24,6 +24,15 @@ def slow_paths(run: Run, device: torch.device) -> Iterator[tuple[str, str]]:
     if run.model.moe and run.precision.params is not Dtype.bfloat16:
         dtype = run.precision.params.value
         yield "experts", f"one product after the other, and the host waits for their sizes: torch groups bfloat16, not {dtype}"
+
+
+def graphs_line(run: Run, device: torch.device) -> str:
+    """What is captured, and when."""
+    graph = run.cuda_graph
+    parts = ", ".join(part.value for part in graph.scope) or "whole layers"
+    what = "whole steps and validations" if graph.impl is GraphImpl.full_iteration else parts
+    on_cpu = "" if device.type == "cuda" else "; on a CPU a stand-in does the work again instead, and nothing is faster for it"
+    return f"{what}, captured in step {graph.warmup_steps + 1} of this process{on_cpu}"
 
 
 def check_capturable(run: Run, device: torch.device) -> None:

@@ -11,7 +11,7 @@ from app.config import Run
 from app.data.baseline import ngram_loss
 from app.data.packing import PackedSequences
 from app.engine.build import Engine
-from app.engine.fast_paths import slow_paths
+from app.engine.fast_paths import graphs_line, slow_paths
 from app.engine.plot import plot_run
 from app.engine.report import ValidationReport
 from app.engine.run_folder import newest_checkpoint
@@ -31,6 +31,8 @@ def print_opening(engine: Engine, run_dir: Path, start: Start) -> None:
     if engine.device.type == "cuda":
         memory = torch.cuda.get_device_properties(engine.device).total_memory
         rows.append(("memory", memory_line(engine.plan, memory)))
+    if engine.recorder is not None:
+        rows.append(("graphs", graphs_line(run, engine.device)))
     rows += slow_paths(run, engine.device)
     if run.model.moe and run.model.moe.force_balance:
         rows.append(("WARNING", "model.moe.force_balance sends tokens to experts in turn: for timing only"))

@@ -10,7 +10,7 @@ import torch
 from app.choices import Dtype, GraphImpl, GraphScope
 from app.config import CudaGraphConfig, PrecisionConfig, TrainConfig
 from app.engine import fast_paths
-from app.engine.fast_paths import check_capturable, slow_paths
+from app.engine.fast_paths import check_capturable, graphs_line, slow_paths
 from app.errors import ConfigError
 from tests.runs import TINY, make_run
 
@@ -41,3 +41,10 @@ def test_experts_in_other_types_are_not_captured():
         check_capturable(make_run(cuda_graph=graph, precision=BF16), GPU)
     check_capturable(make_run(cuda_graph=CudaGraphConfig(GraphImpl.local, (GraphScope.attn, GraphScope.moe_router))), GPU)
     check_capturable(make_run(dataclasses.replace(TINY, moe=None), cuda_graph=WHOLE), GPU)
+
+
+def test_what_is_captured_is_said():
+    attention = make_run(cuda_graph=CudaGraphConfig(GraphImpl.local, (GraphScope.attn,), warmup_steps=2))
+    assert graphs_line(attention, GPU) == "attn, captured in step 3 of this process"
+    assert graphs_line(make_run(cuda_graph=CudaGraphConfig(GraphImpl.local)), GPU).startswith("whole layers, captured in step 4")
+    assert "stand-in" in graphs_line(make_run(cuda_graph=WHOLE), CPU)
