@@ -61,6 +61,7 @@ class TrainingStep:
         optimizer, loss_scale = self.engine.optimizer, self.engine.loss_scale
         scale = None if loss_scale is None else loss_scale.value
         step = step_input(self.loader.take(batches), self.run.loss.normalize, self.run.dp, self.engine.groups, scale)
+        self.engine.watch.note("forwards and backwards of a step")  # all that a replay says of itself
         passes = (self.captured if self.taken >= self.run.cuda_graph.warmup_steps else self.eager)(step)
         self.taken += 1
         totals = passes.totals
@@ -124,6 +125,7 @@ class Validation:
     def __call__(self, batches: Sequence[Batch]) -> tuple[float, int]:
         """(nats per token, tokens) over the microbatches of all ranks."""
         step = step_input(self.loader.take(batches), Normalize.token, self.run.dp, self.engine.groups)
+        self.engine.watch.note("forwards of a validation")
         # A number on ranks without a loss of their own; on all it has to be where their group can sum it.
         totals = (self.captured if self.taken else self.eager)(step)  # the first one warms up
         self.taken += 1
