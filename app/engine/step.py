@@ -126,9 +126,9 @@ class Validation:
         """(nats per token, tokens) over the microbatches of all ranks."""
         step = step_input(self.loader.take(batches), Normalize.token, self.run.dp, self.engine.groups)
         self.engine.watch.note("forwards of a validation")
-        # A number on ranks without a loss of their own; on all it has to be where their group can sum it.
         totals = (self.captured if self.taken else self.eager)(step)  # the first one warms up
         self.taken += 1
+        # A number on ranks without a loss of their own; on all it has to be where their group can sum it.
         loss = torch.as_tensor(totals.loss, dtype=torch.float32, device=self.engine.device).clone()
         all_reduce(loss, self.engine.groups.world)
         found = float(loss), int(step.valid)
