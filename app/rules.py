@@ -7,8 +7,9 @@ from collections.abc import Callable
 from app.choices import BadStep, Balance, CpComm, Decay, DispatcherKind, Dtype, GraphImpl, GraphScope, Recompute, ScheduleName
 from app.config import Run
 from app.errors import ConfigError, nearest_divisors, nearest_multiples
+from app.plan.activations import captured_phases
 from app.plan.layout import AXES
-from app.plan.select import select_layout, select_schedule, select_stages
+from app.plan.select import captured_layers, select_layout, select_schedule, select_stages
 from app.plan.traffic import parts_side_by_side
 
 
@@ -146,6 +147,8 @@ def check_graphs_choice(run: Run) -> None:
         raise ConfigError(key, named, "moe_preprocess follows moe_router, so it needs that", "[attn, moe_router, moe_preprocess]")
     if GraphScope.moe_router in scope and GraphScope.attn not in scope:
         raise ConfigError(key, named, "moe_router goes on from attn, so it needs that", "[attn, moe_router]")
+    if partial and not captured_layers(run, range(run.model.num_layers)):
+        raise ConfigError(key, named, f"model={run.model.name} has no such layers", "[attn]")
     whole = graph.impl is GraphImpl.full_iteration or (partial and not scope) or GraphScope.moe in scope
     ep, etp = select_layout(run).ep, select_layout(run).expert_tp
     if whole and graph.impl is not GraphImpl.none and moe and ep * etp > 1 and not moe.pad_to_capacity:
@@ -153,6 +156,15 @@ def check_graphs_choice(run: Run) -> None:
         rule = f"captures the exchange of tokens, for whose sizes the host waits with {degrees}"
         what, value = ("cuda_graph.impl", graph.impl.value) if graph.impl is GraphImpl.full_iteration else (key, named)
         raise ConfigError(what, value, rule, "scope=[attn, moe_router, moe_preprocess] with impl=local")
+
+
+INSIDE = {
+    Recompute.attn_core: "attn",
+    Recompute.mlp_act: "mlp",
+    Recompute.experts_act: "experts",
+    Recompute.shared: "shared",
+    Recompute.moe: "finish",
+}  # what may be recomputed with its random numbers -> the phase that it ends in
 
 
 def check_graphs_beside(run: Run) -> None:
@@ -174,7 +186,8 @@ def check_graphs_beside(run: Run) -> None:
     if cuts_experts and moe and moe.shared_overlap:
         rule = "goes on beside the experts, where cuda_graph.scope=moe_router has ended"
         raise ConfigError("model.moe.shared_overlap", True, rule, "false, or cuda_graph.scope=[attn]")
-    if moe and moe.jitter_eps and (again.full or set(again.phases) - {Recompute.norm}):
+    held = captured_phases(graph) if partial else INSIDE.values()
+    if moe and moe.jitter_eps and (again.full or any(INSIDE.get(part) in held for part in again.phases)):
         rule = "draws noise that recomputation has to draw again, which it cannot under capture"
         raise ConfigError("model.moe.jitter_eps", moe.jitter_eps, rule, "0, or recompute=none")
 

@@ -99,6 +99,7 @@ class TrainFeed:
         self._sequences = cursor.sequences
         self._reader: Reader = dataset.sequences.reader(dp_rank, dp, cursor.sequences, cursor.stream)
         self._ahead: tuple[Cursor, list[Batch]] | None = None  # read, but not given out; with the position before them
+        self._failed: Exception | None = None  # why reading ahead did not succeed
 
     @property
     def cursor(self) -> Cursor:
@@ -106,10 +107,16 @@ class TrainFeed:
         return self._ahead[0] if self._ahead else Cursor(self._sequences, self._reader.state())
 
     def look_ahead(self) -> list[Batch]:
-        """What `next_step` will give; the cursor stays where it is."""
+        """What `next_step` will give; the cursor stays where it is. Raises what reading raises, and then always."""
+        if self._failed is not None:
+            raise self._failed
         if self._ahead is None:
             here = self.cursor
-            self._ahead = here, [self._microbatch(m * self.dp + self.dp_rank) for m in range(self.num_microbatches)]
+            try:
+                self._ahead = here, [self._microbatch(m * self.dp + self.dp_rank) for m in range(self.num_microbatches)]
+            except Exception as error:
+                self._failed = error
+                raise
         return self._ahead[1]
 
     def next_step(self) -> list[Batch]:

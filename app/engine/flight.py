@@ -54,8 +54,8 @@ class StepTotals:
             self.aux_loss = self.aux_loss + report.aux_loss * weight
             self.z_loss = self.z_loss + report.z_loss * weight
             self.dropped = self.dropped + report.dropped
-            before = self.counts.get((chunk, layer))
-            self.counts[chunk, layer] = report.counts_E if before is None else before + report.counts_E
+            # A sum in memory of its own, also of the first: the report may lie where a graph writes the next one.
+            self.counts[chunk, layer] = report.counts_E + self.counts.get((chunk, layer), 0)
 
 
 class Flight:

@@ -158,7 +158,7 @@ class Meter:
     def _memory(self) -> dict[str, Any]:
         found = memory_gib(self.engine.device)
         recorder = self.engine.recorder
-        if recorder is not None and recorder.recordings:
+        if recorder is not None:  # on every rank alike, also on one with nothing to capture
             found |= GraphFacts.of(recorder).metrics()
         values = torch.tensor(list(found.values()), dtype=torch.float64, device=self.engine.device)
         if self.engine.groups.world.size() > 1:

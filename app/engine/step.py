@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 
@@ -71,7 +72,10 @@ class TrainingStep:
         self._balance(totals, skipped)
         facts_7 = torch.cat((facts_6, skipped[None]))
         if following is not None:
-            self.loader.start(following())
+            self.engine.watch.rest()  # reading may take any time
+            with suppress(Exception):  # this step is to be told and saved first: who asks for the batches will hear of it
+                self.loader.start(following())
+            self.engine.watch.note("the end of the step")
         norm_sq, *others, skip = facts_7.tolist()
         self.engine.watch.rest()
         if loss_scale is None:
@@ -116,7 +120,6 @@ class Validation:
     def __init__(self, engine: Engine, num_microbatches: int) -> None:
         self.run, self.engine = engine.plan.run, engine
         self.eager = select_forward_backward(engine, engine.plan.validation_actions(num_microbatches))
-        self.taken = 0  # validations of this process
         self.loader = Loader(engine.groups, engine.device)
         self.captured = self.eager
         if self.run.cuda_graph.impl is GraphImpl.full_iteration and engine.recorder is not None:
@@ -126,8 +129,8 @@ class Validation:
         """(nats per token, tokens) over the microbatches of all ranks."""
         step = step_input(self.loader.take(batches), Normalize.token, self.run.dp, self.engine.groups)
         self.engine.watch.note("forwards of a validation")
-        totals = (self.captured if self.taken else self.eager)(step)  # the first one warms up
-        self.taken += 1
+        recorded = self.engine.recorder is not None and self.engine.recorder.recordings  # training has warmed everything up
+        totals = (self.captured if recorded else self.eager)(step)
         # A number on ranks without a loss of their own; on all it has to be where their group can sum it.
         loss = torch.as_tensor(totals.loss, dtype=torch.float32, device=self.engine.device).clone()
         all_reduce(loss, self.engine.groups.world)

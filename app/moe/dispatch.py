@@ -141,6 +141,13 @@ class AllToAllDispatcher:
         return combine(rows, probs, record.permutation)
 
 
+@dataclass(frozen=True, slots=True)
+class Uncounted:
+    """A permutation of which only the device knows how many rows it has."""
+
+    permutation: Permutation
+
+
 class AllGatherDispatcher:
     """Every rank of the group gets all tokens, which must be equally many on each, and takes those of its experts.
 
@@ -156,7 +163,9 @@ class AllGatherDispatcher:
         self.local = num_experts * etp // group.size()
         self.first = group.rank() // etp * self.local  # global index of this rank's first expert
 
-    def preprocess(self, experts_TK: Tensor, drops: bool = False, capacity: int | None = None) -> Permutation:
+    def preprocess(
+        self, experts_TK: Tensor, drops: bool = False, capacity: int | None = None
+    ) -> Permutation | Uncounted:
         """Gather the choices; the permutation leads from the tokens of all ranks to the rows of this rank's experts.
 
         What others' experts do is dropped here, so `drops` changes nothing.
@@ -165,17 +174,18 @@ class AllGatherDispatcher:
         chosen_NK = _gathered(experts_TK, self.group) - self.first
         elsewhere_NK = (chosen_NK < 0) | (chosen_NK >= self.local)
         if rows is None:
-            return sort_by_expert(chosen_NK.masked_fill(elsewhere_NK, self.local), self.local, True)
+            return Uncounted(sort_by_expert(chosen_NK.masked_fill(elsewhere_NK, self.local), self.local, True))
         # C rows of each rank: fill up the rows of one expert and one rank, as if they were an expert
         rank_N = torch.arange(len(chosen_NK), device=chosen_NK.device) // max(1, len(experts_TK))
         segments_NK = (chosen_NK * ranks + rank_N[:, None]).masked_fill(elsewhere_NK, self.local * ranks)
         found = sort_by_expert(segments_NK, self.local * ranks, True, rows)
         return replace(found, ends_E=found.ends_E[ranks - 1 :: ranks].contiguous())
 
-    def dispatch(self, x_TD: Tensor, record: Permutation) -> tuple[Tensor, Permutation]:
-        """T × D -> R × D, expert-major."""
-        if len(record.token_of_row_R) == record.row_of_TK.numel():  # nobody has told how many of them are rows
-            record = replace(record, token_of_row_R=record.token_of_row_R[: int(record.ends_E[-1])])
+    def dispatch(self, x_TD: Tensor, record: Permutation | Uncounted) -> tuple[Tensor, Permutation]:
+        """T × D -> R × D, expert-major; waits for the number of rows where it is not known."""
+        if isinstance(record, Uncounted):
+            found = record.permutation
+            record = replace(found, token_of_row_R=found.token_of_row_R[: int(found.ends_E[-1])])
         return _GatherRows.apply(x_TD, record.token_of_row_R, record.row_of_TK, record.kept_TK, self.group), record
 
     def combine(self, rows_RD: Tensor, probs_TK: Tensor, record: Permutation) -> Tensor:

@@ -177,6 +177,18 @@ def test_one_block_is_read_ahead_at_most(stream_config: Callable[..., DataConfig
         assert len(texts._block) == 4 and texts.place.block == (used - 1) // 4
 
 
+def test_a_failure_ahead_is_raised_when_the_batches_are_asked_for(stream_config: Callable[..., DataConfig]):
+    one = feed(stream_config(SHARDS))
+    one.next_step()
+    here, sample = one.cursor, one._reader.sample
+    one._reader.sample = lambda index: 1 / 0
+    for read in (one.look_ahead, one.next_step):
+        with pytest.raises(ZeroDivisionError):
+            read()
+        one._reader.sample = sample
+        assert one.cursor == here
+
+
 def test_looking_ahead_does_not_move_the_cursor(stream_config: Callable[..., DataConfig]):
     config = stream_config(SHARDS)
     plain, looking = feed(config), feed(config)

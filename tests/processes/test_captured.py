@@ -3,24 +3,32 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from typing import Any
 
 import pytest
 import torch
 
-from app.choices import GraphImpl, GraphKey, GraphScope, Recompute
+from app.choices import DispatcherKind, GraphImpl, GraphKey, GraphScope, Recompute, Score
 from app.config import CudaGraphConfig, ModelConfig, OptimConfig, ParallelConfig, RecomputeConfig, Run, TrainConfig
 from app.engine.capture.facts import GraphFacts
 from app.engine.groups import process_world
+from app.engine.report import Meter
 from app.engine.step import TrainingStep, Validation
 from app.errors import ConfigError
+from app.moe.phases import Experts
 from app.plan.graphs import GraphPlan
 from tests.distributed import run_distributed
 from tests.runs import TINY, batches_of, engine_of, make_run, whole_gradients
 
 FOUR = dataclasses.replace(TINY, num_layers=4)
-MODELS = {"moe": FOUR, "dense": dataclasses.replace(FOUR, moe=None)}
+BIASED = dataclasses.replace(FOUR.moe, score=Score.sigmoid, bias_update_rate=0.01)
+MODELS = {
+    "moe": FOUR,
+    "dense": dataclasses.replace(FOUR, moe=None),
+    "biased": dataclasses.replace(FOUR, moe=BIASED),  # trains on the tokens per expert of the whole step
+}
 WARMUP, STEPS = 2, 5
 SCOPES: dict[str, tuple[str, ...]] = {
     "attn": ("attn",),
@@ -55,17 +63,23 @@ def trained(rank: int, run: Run, wrong: GraphPlan | None = None) -> dict[str, An
     torch.manual_seed(rank)
     engine = engine_of(run, rank)
     step, seen = TrainingStep(engine), []
+    meter = Meter(engine, first_step=1)
     if wrong is not None:
         step.captured.args[0].args[1].graphs.plan = wrong  # of the executor that is bound to the captured step
     for n in range(STEPS):
-        facts, _ = step(batches_of(run, n, engine.groups.dp_rank), run.optim.lr, run.optim.weight_decay)
-        seen.append((facts.loss, facts.norm_sq))
-    finite = all(map(math.isfinite, seen[-1]))
+        facts, totals = step(batches_of(run, n, engine.groups.dp_rank), run.optim.lr, run.optim.weight_decay)
+        meter.count(totals)
+        counts = {place: counts_E.tolist() for place, counts_E in totals.counts.items()}
+        seen.append((facts.loss, facts.norm_sq, facts.aux_loss, facts.z_loss, counts))
+    report = meter.report(run.train.steps, 0, facts, 0.0, 0.0, 1.0, None)  # all ranks measure together
+    finite = all(map(math.isfinite, seen[-1][:2]))
+    biases = [router.bias_E.tolist() for _, _, router in engine.routers()]
     grads = {name: grad.numpy() for name, grad in whole_gradients(engine).items()} if finite else {}
     recorder, plan = engine.recorder, engine.plan.graphs[engine.groups.pp_rank]
     facts = None if recorder is None else GraphFacts.of(recorder)
     engine.release()
-    return {"seen": seen, "grads": grads, "facts": facts, "planned": plan and plan.num_graphs}
+    assert (report.graph_count is None) == (recorder is None)
+    return {"seen": seen, "biases": biases, "grads": grads, "facts": facts, "planned": plan and plan.num_graphs}
 
 
 def several(rank: int, runs: dict[str, Run]) -> dict[str, dict[str, Any]]:
@@ -74,7 +88,7 @@ def several(rank: int, runs: dict[str, Run]) -> dict[str, dict[str, Any]]:
 
 def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
     equal = all(name in one["grads"] and (one["grads"][name] == grad).all() for name, grad in other["grads"].items())
-    return equal and one["seen"] == other["seen"]
+    return equal and one["seen"] == other["seen"] and one["biases"] == other["biases"]
 
 
 WITH_EXCHANGE = ("moe", "attn and moe", "layer", "layer by slot", "whole step")  # of tokens, for whose sizes the host waits
@@ -90,13 +104,20 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize(("layout", "model"), [(one, other) for one in LAYOUTS for other in MODELS if one + other != "ep2dense"])
+BIASED_TOO = ("one rank", "pp2")
+CASES = [*itertools.product(LAYOUTS, ("moe", "dense")), *itertools.product(BIASED_TOO, ("biased",))]
+
+
+@pytest.mark.parametrize(("layout", "model"), [case for case in CASES if case != ("ep2", "dense")])
 def test_captured_training_equals_eager_training_bit_for_bit(layout: str, model: str):
     parallel, runs = LAYOUTS[layout], {}
-    for name, graph in {"eager": EAGER, **CHOICES}.items():
+    names = CHOICES if layout in ("one rank", "pp2", "pp2 vpp2") else ("partial", "layer", "whole step")
+    for name, graph in {"eager": EAGER, **{name: CHOICES[name] for name in names}}.items():
         try:
             runs[name] = run_of(MODELS[model], graph, parallel=parallel, optim=OptimConfig(lr=1e-2, bucket_numel=1500))
         except ConfigError:  # an exchange of tokens is never captured
+            if (model, name) == ("dense", "moe"):  # experts alone
+                continue
             assert model == "moe" and layout in ("ep2", "tp2") and name in WITH_EXCHANGE
     if model == "dense" and layout == "ep2":
         assert not runs
@@ -154,6 +175,30 @@ def test_recomputation_within_captured_parts(graph: str, phases: tuple[Recompute
     with process_world(0, 1, torch.device("cpu")):
         eager, captured = (trained(0, run_of(FOUR, chosen, recompute=again)) for chosen in (EAGER, CHOICES[graph]))
     assert same(captured, eager)
+
+
+def test_what_follows_a_captured_part_is_recomputed_as_before(monkeypatch: pytest.MonkeyPatch):
+    calls, forward = [], Experts.forward
+    monkeypatch.setattr(Experts, "forward", lambda *given: calls.append(0) or forward(*given))
+    run = run_of(FOUR, local("attn"), recompute=RecomputeConfig(phases=(Recompute.moe,)))
+    with process_world(0, 1, torch.device("cpu")):
+        engine, per_step = engine_of(run), []
+        step = TrainingStep(engine)
+        for n in range(STEPS):
+            calls.clear()
+            step(batches_of(run, n, 0), 0.0, 0.0)
+            per_step.append(len(calls))
+    assert per_step == [2 * 3 * 4] * STEPS  # twice for each of three MoE layers and four microbatches
+
+
+@pytest.mark.parametrize("dispatcher", [DispatcherKind.all_gather, DispatcherKind.all_to_all])
+def test_experts_filled_up_are_captured_over_ranks(dispatcher: DispatcherKind):
+    """Every size is known: no phase waits, also where the filled rows are as many as all choices."""
+    moe = dataclasses.replace(FOUR.moe, capacity_factor=2.0, pad_to_capacity=True, dispatcher=dispatcher)
+    model, parallel = dataclasses.replace(FOUR, moe=moe), LAYOUTS["ep2"]
+    runs = {name: run_of(model, graph, parallel=parallel) for name, graph in (("eager", EAGER), ("layer", local("layer")))}
+    for results in run_distributed(several, 2, runs):
+        assert same(results["layer"], results["eager"])
 
 
 def test_a_whole_step_recomputes_whole_layers():

@@ -100,7 +100,7 @@ class PartialGraphs:
         key = chunk, self.plan.set_of(mb, chunk), nth
         if key not in self.pieces:
             self.pieces[key] = self._piece(mb, chunk, nth, partial(self._inside, phases, cut, static, keep))
-        return run_phases(phases[cut.stop :], {**values, **self.pieces[key](before["x"])}, keep)
+        return run_layer(phases[cut.stop :], {**values, **self.pieces[key](before["x"])}, keep)
 
     def _piece(self, mb: int, chunk: int, nth: int, function: Callable[[Tensor], dict[str, Any]]) -> Piece:
         cuts, plan, static = self.cuts[chunk], self.plan, self.recorder.static
