@@ -86,16 +86,20 @@ def test_metrics_are_the_documented_ones(whole: tuple[Path, str]):
     reports = (StepReport, ValidationReport, RollbackReport)
     assert documented == {field for report in reports for field in report.__dataclass_fields__}
     written = {key for row in metrics(whole[0]) for key in row}
-    asked_for = {"moe_dropped", "loss_scale", "grad_zeros"}
+    graphs = {key for key in documented if key.startswith("graph_")}
+    asked_for = {"moe_dropped", "loss_scale", "grad_zeros", *graphs}
+    assert len(graphs) == 6
     assert documented - written == {"mfu", "memory_reserved_gib", "rollback_from", "rollbacks", *asked_for}
 
 
 def test_metrics_that_are_asked_for(tmp_path: Path, corpus: str):
-    asked = ("optim.count_zeros=true", "model.moe.capacity_factor=1", "precision.loss_scale=8", "log.interval=1")
+    asked = ("optim.count_zeros=true", "model.moe.capacity_factor=1", "precision.loss_scale=8", "log.interval=1",
+             "cuda_graph=partial")  # fmt: skip
     done = run(tmp_path, command(corpus, "train.steps=6", "run_dir=run", *asked))
     assert done.returncode == 0, done.stderr
     for row in metrics(tmp_path / "run"):
         if "loss" in row:
+            assert (row["graph_count"] > 0) == (row["step"] > 3)
             assert row["loss_scale"] == 8 and 0 < row["moe_dropped"] < 1 and row["grad_zeros"] >= 0
 
 
