@@ -142,7 +142,7 @@ def measure(engine: Engine, steps: int, mutation: str | None) -> dict[str, Any]:
 
 def spoil(step: TrainingStep, mutation: str) -> None:
     """Replace the plan of partial graphs by a wrong one."""
-    stages = step.captured.args[0].args[1]  # of the executor bound to the captured step
+    stages = step.captured.args[1].args[1]  # of the executor bound to the captured step
     plan: GraphPlan = stages.graphs.plan
     if mutation == "slots":
         wrong = dataclasses.replace(plan, slots=dict.fromkeys(plan.slots, 0))

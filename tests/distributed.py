@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import faulthandler
+import gc
 import multiprocessing
+import sys
 import tempfile
 import traceback
 from collections.abc import Callable
@@ -41,6 +44,8 @@ def run_distributed(fn: Callable[..., Any], world_size: int, *args: Any, timeout
 
 def _rank(sender: Connection, fn: Callable[..., Any], rank: int, world_size: int, store: str, args: tuple[Any, ...]) -> None:
     torch.set_num_threads(1)  # first of all: a parent that ran threads leaves locks behind
+    gc.freeze()  # what the parent has not collected yet may own threads that a fork does not have, and would wait for them
+    faulthandler.dump_traceback_later(TIMEOUT_S * 0.8, file=sys.__stderr__)  # where a rank that hangs is
     try:
         dist.init_process_group("gloo", store=dist.FileStore(store, world_size), rank=rank, world_size=world_size)
         sender.send((True, fn(rank, *args)))

@@ -32,6 +32,17 @@ class Passes:
     zeros: Tensor | float  # their zero elements, where they are counted
 
 
+def run_passes(engine: Engine, forward_backward: ForwardBackward, step: StepInput) -> Passes:
+    """From cleared gradient sums to their norm: everything of a step that one graph can hold."""
+    optimizer = engine.optimizer
+    optimizer.zero_grad()
+    for _, _, router in engine.routers():
+        router.start_step()
+    totals = forward_backward(step)
+    optimizer.finish_grads()
+    return Passes(totals, optimizer.local_norm_sq(), optimizer.local_zeros() if engine.plan.run.optim.count_zeros else 0.0)
+
+
 class TrainingStep:
     """Forward, backward, clipping and update over the schedule's action list.
 
@@ -43,7 +54,7 @@ class TrainingStep:
         self.run, self.engine, self.request = engine.plan.run, engine, request or StopRequest()
         self.taken = 0  # steps of this process
         self.loader = Loader(engine.groups, engine.device)
-        self.eager = partial(self._passes, select_forward_backward(engine, engine.plan.actions))
+        self.eager = partial(run_passes, engine, select_forward_backward(engine, engine.plan.actions))
         self.captured = self._captured()
 
     def _captured(self) -> Callable[[StepInput], Passes]:
@@ -53,7 +64,7 @@ class TrainingStep:
         if self.run.cuda_graph.impl is GraphImpl.full_iteration:
             return WholeStep(self.eager, engine.make_parameters_whole, recorder)
         graphs = build_partial_graphs(engine)
-        return partial(self._passes, select_forward_backward(engine, engine.plan.actions, graphs))
+        return partial(run_passes, engine, select_forward_backward(engine, engine.plan.actions, graphs))
 
     def __call__(
         self, batches: Sequence[Batch], lr: float, weight_decay: float, following: Callable[[], Sequence[Batch]] | None = None
@@ -83,16 +94,6 @@ class TrainingStep:
         used = loss_scale.scale
         loss_scale.update(bool(skip))
         return StepFacts(norm_sq / used**2, *others, skip, used), totals
-
-    def _passes(self, forward_backward: ForwardBackward, step: StepInput) -> Passes:
-        """From cleared gradient sums to their norm: everything of a step that one graph can hold."""
-        optimizer = self.engine.optimizer
-        optimizer.zero_grad()
-        for _, _, router in self.engine.routers():
-            router.start_step()
-        totals = forward_backward(step)
-        optimizer.finish_grads()
-        return Passes(totals, optimizer.local_norm_sq(), optimizer.local_zeros() if self.run.optim.count_zeros else 0.0)
 
     def _balance(self, totals: StepTotals, skipped: Tensor) -> None:
         """Move the routers' selection bias against the load of the whole step, where that is on; not on a skipped one."""

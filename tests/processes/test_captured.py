@@ -65,7 +65,7 @@ def trained(rank: int, run: Run, wrong: GraphPlan | None = None) -> dict[str, An
     step, seen = TrainingStep(engine), []
     meter = Meter(engine, first_step=1)
     if wrong is not None:
-        step.captured.args[0].args[1].graphs.plan = wrong  # of the executor that is bound to the captured step
+        step.captured.args[1].args[1].graphs.plan = wrong  # of the executor that is bound to the captured step
     for n in range(STEPS):
         facts, totals = step(batches_of(run, n, engine.groups.dp_rank), run.optim.lr, run.optim.weight_decay)
         meter.count(totals)
