@@ -5,8 +5,8 @@
 
 A case is MODEL/GRAPHS, with more overrides behind a comma: moe/partial,train.global_batch=32. Each trains the same steps twice
 eagerly and once with graphs, on sequences that can be learnt. Printed, one line of JSON per case: the largest difference of
-losses, gradient norms and final parameters between graphs and eager, and between the two eager runs; graphs and memory beside
-the plan's; step times. --break makes the plan wrong: pools has the slots of cuda_graph.key=slot share one pool, which must give
+losses, gradient norms and final parameters, with routers' biases, between graphs and eager, and between the two eager runs;
+graphs and memory beside the plan's; step times. --break makes the plan wrong: pools has the slots of cuda_graph.key=slot share one pool, which must give
 other numbers; slots gives two microbatches in flight the same slot, which autograd notices when it is recorded.
 """
 
@@ -124,9 +124,10 @@ def measure(engine: Engine, steps: int, mutation: str | None) -> dict[str, Any]:
     rank = engine.groups.pp_rank
     peak, planned = torch.cuda.max_memory_allocated(), engine.plan.memory[rank]
     engine.make_parameters_whole()
+    state = [tensor for chunk in engine.chunks for tensor in (*chunk.parameters(), *chunk.buffers())]
     found = {
         "seen": seen,
-        "params": [param.detach().float().cpu() for chunk in engine.chunks for param in chunk.parameters()],
+        "params": [tensor.detach().float().cpu() for tensor in state],
         "step_ms": round(statistics.median(times[steps // 2 :]), 2),
         "peak_mib": round(peak / 2**20, 1),
         "planned_mib": round(planned.allocated / 2**20, 1),
