@@ -49,10 +49,10 @@ def all_to_all(parts: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """total += left · right for matrices of fewer bits than the total: on a GPU rounded once, inside the product."""
-    if total.is_cuda:
+    """total += left · right; on a GPU sums of more bits than the matrices have are rounded once, inside the product."""
+    if total.is_cuda and total.dtype != left.dtype:
         torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
-    else:  # which has no such product
+    else:  # CPUs have no such product
         total.add_(left @ right)
 
 

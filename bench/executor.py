@@ -28,6 +28,7 @@ from app.engine.flight import Stages
 from app.engine.transport import Transport
 from app.engine.watch import Watch
 from app.model.chunk import ChunkOutput
+from app.model.deferred import Gradient
 from app.model.peers import Peers
 from app.plan.lowering import lower_all
 from app.plan.schedule import build_schedule
@@ -71,7 +72,7 @@ class NoParameters:
     def reduce_grads(self, chunk: int) -> None:
         """Nothing."""
 
-    def add_grad(self, param: nn.Parameter, grad: Tensor) -> None:
+    def add_grad(self, param: nn.Parameter, gradient: Gradient) -> None:
         """Nothing."""
 
 

@@ -6,8 +6,9 @@
 A case is MODEL/GRAPHS, with more overrides behind a comma: moe/partial,train.global_batch=32. Each trains the same steps twice
 eagerly and once with graphs, on sequences that can be learnt. Printed, one line of JSON per case: the largest difference of
 losses, gradient norms and final parameters, with routers' biases, between graphs and eager, and between the two eager runs;
-graphs and memory beside the plan's; step times. --break makes the plan wrong: pools has the slots of cuda_graph.key=slot share one pool, which must give
-other numbers; slots gives two microbatches in flight the same slot, which autograd notices when it is recorded.
+graphs and memory beside the plan's; step times. --break makes the plan wrong: pools has the slots of cuda_graph.key=slot share
+one pool, which must give other numbers; slots gives two microbatches in flight the same slot, which autograd notices when it is
+recorded.
 """
 
 from __future__ import annotations

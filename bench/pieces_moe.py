@@ -32,6 +32,7 @@ from torch import Tensor
 import app.model.loss as loss
 import app.moe.permute as permute
 import app.moe.router as router
+from app.model.deferred import GroupedProduct, Product
 
 try:
     import transformer_engine.pytorch as te
@@ -136,6 +137,7 @@ def everything(table: Table) -> None:
         choosing(table, *sizes[:3])
     for sizes in PRODUCTS:
         products(table, *sizes)
+        weight_gradients(table, *sizes)
     if te is not None:
         grouped_linears(table, "default")
         with_cutlass(table)
@@ -341,6 +343,21 @@ def products(table: Table, total: int, experts: int, width: int, wide: int) -> N
     for name, run, weight in (("torch grouped_mm", grouped, weight_EDN), ("one dense product", dense, weight_DN)):
         both = gradients(run, (x_RD, weight), grad_RN)
         table.add(product_name(total, experts, width, wide), name, product_work(total, width, wide), run, both)
+
+
+def weight_gradients(table: Table, total: int, experts: int, width: int, wide: int) -> None:
+    """Of one microbatch, added to fp32 sums."""
+    rows_RD, grad_RN = (torch.randn(total, columns, device="cuda").bfloat16() for columns in (width, wide))
+    ends_E = torch.tensor(uneven(total, experts), device="cuda").cumsum(0).int()
+    sums_EDN, sums_DN = torch.zeros(experts, width, wide, device="cuda"), torch.zeros(width, wide, device="cuda")
+    grouped, dense = GroupedProduct(rows_RD, grad_RN, ends_E), Product(rows_RD.T, grad_RN)
+    ways = {
+        "ours": lambda: grouped.add_to(sums_EDN),
+        "torch grouped_mm, add_": lambda: sums_EDN.add_(grouped()),
+        "one dense product": lambda: dense.add_to(sums_DN),
+    }
+    for name, run in ways.items():
+        table.add(f"weight gradients R={total} E={experts} {width}->{wide}", name, product_work(total, width, wide), run)
 
 
 def product_name(total: int, experts: int, width: int, wide: int) -> str:

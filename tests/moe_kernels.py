@@ -17,6 +17,7 @@ import app.model.loss
 import app.moe.permute
 import app.moe.router
 from app.kernels import cross_entropy, rows
+from app.kernels.grouped_gradient import add_grouped_gradient
 from app.kernels.top_experts import top_experts
 from app.moe.permute import Permutation, combine_gradients, sort_by_expert, sum_rows
 
@@ -144,6 +145,28 @@ def check_gradients(drawn: Rows) -> None:
 def spoiled(rows_RD: Tensor, drawn: Rows) -> Tensor:
     """The rows, not a number where nobody reads."""
     return rows_RD.masked_fill(~drawn.owned_R[:, None], float("nan"))
+
+
+def check_grouped_gradient(counts: list[int], width: int, columns: int, dtype: torch.dtype, spare: int) -> None:
+    """Within the rounding of fp32 sums; nothing else is touched, and rows that nobody owns do not count."""
+    torch.manual_seed(5)
+    total, used = sum(counts) + spare, sum(counts)
+    rows_TI, grad_TO = (torch.randn(total, wide, **FACTS).to(dtype) for wide in (width, columns))
+    rows_TI[used:], grad_TO[used:] = float("nan"), float("nan")
+    before_EIO = torch.randn(len(counts), width, columns, **FACTS)
+    ends_E = torch.tensor(counts, device=DEVICE).cumsum(0).int()
+
+    def run() -> tuple[Tensor]:
+        sums_EIO = before_EIO.clone()
+        add_grouped_gradient(sums_EIO, rows_TI, grad_TO, ends_E)
+        return (sums_EIO,)
+
+    (found,) = twice(run)
+    owned = zip(rows_TI[:used].double().split(counts), grad_TO[:used].double().split(counts), strict=True)
+    for expert, (mine_TI, grads_TO) in enumerate(owned):
+        wanted_IO = before_EIO[expert] + mine_TI.T @ grads_TO
+        torch.testing.assert_close(found[expert].double(), wanted_IO, rtol=1e-5, atol=2e-6 * (1 + counts[expert]) ** 0.5)
+        assert counts[expert] or torch.equal(found[expert], before_EIO[expert])
 
 
 def check_top_experts(tokens: int, experts: int, top_k: int, dtype: torch.dtype = torch.float32) -> None:

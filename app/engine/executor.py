@@ -10,13 +10,14 @@ from contextlib import contextmanager
 from typing import Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.profiler import record_function
 
 from app.engine.data_feed import StepInput
 from app.engine.flight import Flight, Stages, StepTotals
 from app.engine.transport import Transport
 from app.engine.watch import Watch
+from app.model.deferred import Gradient
 from app.plan.schedule import (
     Action,
     Backward,
@@ -38,7 +39,7 @@ class Parameters(Protocol):
     def start_gather(self, chunk: int) -> None:
         """Make a chunk's parameters whole before their first use, or see to it that each of them will be."""
 
-    def add_grad(self, param: nn.Parameter, grad: Tensor) -> None:
+    def add_grad(self, param: nn.Parameter, gradient: Gradient) -> None:
         """Add to the gradient sum of a parameter."""
 
     def expect_grads(self, chunk: int, last: bool) -> None:

@@ -11,8 +11,9 @@ from torch import Tensor
 try:
     import triton
     import triton.language as tl
+    from triton.tools.tensor_descriptor import TensorDescriptor
 except ImportError:  # torch for CPUs comes without it
-    triton = tl = None
+    triton = tl = TensorDescriptor = None
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 

@@ -3,11 +3,12 @@
 Into a queue, where they wait: what lets a pipeline send its input gradient first (Qi et al. 2023). Or straight into sums of
 more bits than the weights have: the product itself adds to them, and no gradient of one microbatch is ever stored.
 
-Shapes: T rows, I input width, O output width, E experts.
+Shapes: T rows, I input width, O output width, E experts; rows of an expert end at its offset in `ends_E`.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol
@@ -17,19 +18,86 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-AddGrad = Callable[[nn.Parameter, Tensor], None]  # adds to the gradient sum of a parameter
+from app.compat import add_product
+from app.kernels.common import usable
+from app.kernels.grouped_gradient import add_grouped_gradient
+
+
+class Gradient(ABC):
+    """Of a weight in one microbatch, computed when it is wanted."""
+
+    @abstractmethod
+    def __call__(self) -> Tensor:
+        """The gradient on its own."""
+
+    def add_to(self, total: Tensor) -> None:
+        """Add it to the sum of a weight's gradients."""
+        total.add_(self())
 
 
 @dataclass(frozen=True, slots=True)
-class Product:
-    """A gradient that is a product of two matrices, left · right."""
+class Computed(Gradient):
+    """One that is there already."""
+
+    value: Tensor
+
+    def __call__(self) -> Tensor:
+        """The value."""
+        return self.value
+
+
+@dataclass(frozen=True, slots=True)
+class Awaited(Gradient):
+    """One that needs something first: what makes it fetches that."""
+
+    make: Callable[[], Gradient]
+
+    def __call__(self) -> Tensor:
+        """Fetch and compute."""
+        return self.make()()
+
+    def add_to(self, total: Tensor) -> None:
+        """Fetch and add."""
+        self.make().add_to(total)
+
+
+@dataclass(frozen=True, slots=True)
+class Product(Gradient):
+    """A product of two matrices, left · right."""
 
     left: Tensor
     right: Tensor
 
     def __call__(self) -> Tensor:
-        """The gradient in the type of the matrices."""
+        """In the type of the matrices."""
         return self.left @ self.right
+
+    def add_to(self, total: Tensor) -> None:
+        """On a GPU sums of more bits are added to inside the product, and rounded once."""
+        add_product(total, self.left, self.right)
+
+
+@dataclass(frozen=True, slots=True)
+class GroupedProduct(Gradient):
+    """rows[e]ᵀ · grad[e] for every expert e."""
+
+    rows_TI: Tensor
+    grad_TO: Tensor
+    ends_E: Tensor
+
+    def __call__(self) -> Tensor:
+        """[E, I, O] in the type of the rows."""
+        return F.grouped_mm(self.rows_TI.T, self.grad_TO, offs=self.ends_E)
+
+    def add_to(self, total: Tensor) -> None:
+        """As `Product.add_to`."""
+        if usable(total) and total.dtype.itemsize > self.rows_TI.dtype.itemsize:
+            add_grouped_gradient(total, self.rows_TI, self.grad_TO, self.ends_E)
+        else:
+            total.add_(self())
+
+
+AddGrad = Callable[[nn.Parameter, Gradient], None]  # adds to the gradient sum of a parameter
 
 
 class Later(Protocol):
@@ -37,7 +105,7 @@ class Later(Protocol):
 
     waits: bool  # whether they are computed later than the gradients of inputs
 
-    def push(self, weight: nn.Parameter, gradient: Callable[[], Tensor]) -> None:
+    def push(self, weight: nn.Parameter, gradient: Gradient) -> None:
         """Take a weight's gradient in one microbatch."""
 
 
@@ -46,25 +114,21 @@ class DirectSums:
     """Computes them at once, into their sums."""
 
     add: AddGrad
-    add_product: Callable[[nn.Parameter, Tensor, Tensor], None]  # adds left · right to the gradient sum of a parameter
     waits: ClassVar[bool] = False
 
-    def push(self, weight: nn.Parameter, gradient: Callable[[], Tensor]) -> None:
+    def push(self, weight: nn.Parameter, gradient: Gradient) -> None:
         """Add a gradient."""
-        if isinstance(gradient, Product):
-            self.add_product(weight, gradient.left, gradient.right)
-        else:
-            self.add(weight, gradient())
+        self.add(weight, gradient)
 
 
 @dataclass(slots=True)
 class WeightQueue:
     """Weight gradients of one microbatch in one chunk, left over by the backward of its inputs."""
 
-    waiting: list[tuple[nn.Parameter, Callable[[], Tensor]]] = field(default_factory=list)
+    waiting: list[tuple[nn.Parameter, Gradient]] = field(default_factory=list)
     waits: ClassVar[bool] = True
 
-    def push(self, weight: nn.Parameter, gradient: Callable[[], Tensor]) -> None:
+    def push(self, weight: nn.Parameter, gradient: Gradient) -> None:
         """Leave a gradient for later."""
         self.waiting.append((weight, gradient))
 
@@ -73,7 +137,7 @@ class WeightQueue:
         """Compute all that wait, in the order of backward, and free what they need."""
         while self.waiting:
             weight, gradient = self.waiting.pop(0)
-            add(weight, gradient())
+            add(weight, gradient)
 
 
 def linear(x: Tensor, weight_OI: nn.Parameter, later: Later | None) -> Tensor:
@@ -118,5 +182,5 @@ class _GroupedLinear(torch.autograd.Function):
     def backward(ctx: Any, grad_TO: Tensor) -> tuple[Tensor, None, None, None]:
         rows_TI, ends_E = ctx.saved_tensors
         grad_TO = grad_TO.contiguous()
-        ctx.later.push(ctx.weight_EIO, lambda: F.grouped_mm(rows_TI.T, grad_TO, offs=ends_E))
+        ctx.later.push(ctx.weight_EIO, GroupedProduct(rows_TI, grad_TO, ends_E))
         return F.grouped_mm(grad_TO, ctx.weight_EIO.transpose(1, 2), offs=ends_E), None, None, None

@@ -10,7 +10,6 @@ chunk, D hidden, V rows of this rank of the vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -21,7 +20,7 @@ from torch.autograd.function import once_differentiable
 from app.compat import all_reduce
 from app.kernels import cross_entropy
 from app.kernels.common import usable
-from app.model.deferred import Later, Product
+from app.model.deferred import Computed, Gradient, Later, Product
 from app.model.peers import rank, size
 from app.model.tensor_parallel import Group, gathered, scattered
 
@@ -120,7 +119,7 @@ class _SummedLoss(torch.autograd.Function):
         return grad_BsD, None, None, None, None, None
 
 
-Gradients = tuple[Tensor, Callable[[], Tensor]]  # of hidden states [T, D], and what computes that of the weights [V, D]
+Gradients = tuple[Tensor, Gradient]  # of hidden states [T, D] and of the weights [V, D]
 
 
 def _whole(logits_TV: Tensor, h_TD: Tensor, weight_VD: Tensor, row_T: Tensor, lse_T: Tensor, weight_T: Tensor) -> Gradients:
@@ -136,4 +135,4 @@ def _chunked(chunk: int, h_TD: Tensor, weight_VD: Tensor, row_T: Tensor, lse_T: 
         _into_gradient(logits_CV, *facts)
         torch.mm(logits_CV, weight_VD, out=grad_CD)
         sum_VD += logits_CV.T @ h_CD
-    return grad_TD, lambda: sum_VD
+    return grad_TD, Computed(sum_VD)

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from app.compat import all_gather, reduce_scatter
-from app.model.deferred import Later, Product, linear
+from app.model.deferred import Awaited, Later, Product, linear
 from app.model.peers import rank, size
 
 Group = dist.ProcessGroup | None
@@ -120,7 +120,7 @@ class _Widen(torch.autograd.Function):
     def backward(ctx: Any, grad_BSO: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
         (x_BsI,), weight_OI, group = ctx.saved_tensors, ctx.weight_OI, ctx.group
         if ctx.later is not None and ctx.later.waits:
-            ctx.later.push(weight_OI, lambda: _product(grad_BSO, gathered(x_BsI, group))())
+            ctx.later.push(weight_OI, Awaited(lambda: _product(grad_BSO, gathered(x_BsI, group))))
             return scattered(grad_BSO @ weight_OI, group), None, None, None
         x_BSI = _start_gather(x_BsI, group)  # beside the first product, and the scatter beside the second one
         grad_BsI = _start_scatter(grad_BSO @ weight_OI, group)

@@ -19,9 +19,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from app.compat import add_product, all_gather, all_reduce, reduce_scatter
+from app.compat import all_gather, all_reduce, reduce_scatter
 from app.config import OptimConfig
-from app.model.deferred import DirectSums
+from app.model.deferred import DirectSums, Gradient
 from app.optim.adam import AdamShard, Piece
 from app.optim.buffers import FlatBuffer, ParamSpec
 from app.plan.parameters import ChunkBuffers
@@ -148,25 +148,20 @@ class DistributedOptimizer:
         for row in self._all_rows():
             row.shards[0].buffer.grads.zero_()
 
-    def add_grad(self, param: nn.Parameter, grad: Tensor) -> None:
+    def add_grad(self, param: nn.Parameter, gradient: Gradient) -> None:
         """Add to the gradient sum of a parameter what its backward has left for later."""
-        self._grads[param][2].add_(grad)
+        gradient.add_to(self._grads[param][2])
 
     def direct_sums(self) -> DirectSums | None:
         """Where backward adds gradients of weights to sums of more bits; None where autograd adds them in place."""
         first = next(self._all())
         if first.grads.dtype == first.params.dtype:
             return None
-        return DirectSums(self._add_now, self._add_product)
+        return DirectSums(self._add_now)
 
-    def _add_now(self, param: nn.Parameter, grad: Tensor) -> None:
+    def _add_now(self, param: nn.Parameter, gradient: Gradient) -> None:
         row, bucket, total = self._grads[param]
-        total.add_(grad)
-        row.arrived(bucket)
-
-    def _add_product(self, param: nn.Parameter, left: Tensor, right: Tensor) -> None:
-        row, bucket, total = self._grads[param]
-        add_product(total, left, right)
+        gradient.add_to(total)
         row.arrived(bucket)
 
     def expect_grads(self, chunk: int, last: bool) -> None:

@@ -66,7 +66,7 @@ class ChunkActivations:
     border: int  # hidden states that a stage takes in or gives on; their gradients are as large
     takes: bool  # whether hidden states come in; otherwise tokens
     gives: bool  # whether hidden states go on; otherwise the loss ends here
-    weight: int  # largest gradient of one parameter
+    weight: int  # largest gradient of a matrix that is made before it is added to its sum
     kernels: int  # launches of a forward
 
 
@@ -103,7 +103,7 @@ def chunk_activations(run: Run, stage: Stage, layout: ParallelLayout) -> ChunkAc
     usual = spared
     if run.recompute.full:
         usual = _memory(s, _row(s, stage, full=True), carried, {"rotary": s.rotary, "mask": s.mask})
-    weight = max(link.replay.weight for link in row)
+    weight = 0 if s.fused else max(link.replay.weight for link in row)
     kernels = sum(sum(link.kernels.values()) for link in row)
     return ChunkActivations(usual, spared, s.stream, not stage.embedding, not stage.head, weight, kernels)
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from app.choices import Balance, DispatcherKind, Recompute, Score
 from app.config import MoEConfig
 from app.plan.flops import busiest_load, capacity_load
-from app.plan.tape import Added, Tape, Value
+from app.plan.tape import Tape, Value
 from app.plan.tape_parts import Sizes, activation, cast, norm, swiglu
 
 LOAD = {Balance.microbatch: 8, Balance.sequence: 8, Balance.global_batch: 4}  # bytes of an expert's load in its loss
@@ -163,7 +163,7 @@ def _experts(tape: Tape, s: Sizes, moe: MoEConfig, r: _Routed, x: Value, ends: V
     """Grouped products, in 1/etp of the width."""
     tape.phase = "experts"
     width = moe.ffn_hidden_size // s.layout.expert_tp
-    weight, added = r.experts * s.weight(width), Added.before if s.direct else s.added
-    (up,) = tape.op([x], [2 * r.rows * width * s.size], [x, ends], weight=2 * weight, added=added, waits=True)
+    weight = r.experts * s.weight(width)
+    (up,) = tape.op([x], [2 * r.rows * width * s.size], [x, ends], weight=2 * weight, added=s.added, waits=True)
     inner = activation(tape, up, s.recomputes(Recompute.experts_act))
-    return tape.op([inner], [x.bytes], [inner, ends], holds=[x, up], weight=weight, added=added, waits=True)[0]
+    return tape.op([inner], [x.bytes], [inner, ends], holds=[x, up], weight=weight, added=s.added, waits=True)[0]

@@ -23,7 +23,6 @@ class Added(Enum):
     """How a backward adds the gradient of a weight to its sum."""
 
     after = "after"  # the gradients of what it reads have been made: they are there together
-    before = "before"  # those are made
     inside = "inside"  # of the product that makes it: it is never there
 
 

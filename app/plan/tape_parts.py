@@ -83,9 +83,14 @@ class Sizes:
         return self.run.schedule.name in (ScheduleName.zero_bubble_h1, ScheduleName.zero_bubble_v)
 
     @property
+    def fused(self) -> bool:
+        """Whether gradients of matrices are added to sums of more bits inside their products."""
+        return BYTES[self.run.precision.grads] > self.size
+
+    @property
     def direct(self) -> bool:
-        """Whether gradients of matrices go straight to sums of more bits."""
-        return BYTES[self.run.precision.grads] > self.size and not self.splits
+        """Whether backward does that at once."""
+        return self.fused and not self.splits
 
     @property
     def added(self) -> Added:

@@ -154,10 +154,9 @@ def _backward(
     for place, op in reversed(list(enumerate(tape.ops))):
         live += again.get(place, 0)
         incoming = [gradients.of.pop(value) for value in op.makes if value in gradients.of]
-        before = gradients.live + (op.weight if op.added is Added.before else 0)
         extra = gradients.spread(op, incoming)
         during = gradients.live + extra + (op.weight if op.added is Added.after else 0) + op.scratch[1]
-        peaks[op.phase] = max(peaks.get(op.phase, 0), live + max(before, during))
+        peaks[op.phase] = max(peaks.get(op.phase, 0), live + during)
         gradients.release(incoming)
         live -= last_use.get(place, 0) + op.keeps
     return peaks

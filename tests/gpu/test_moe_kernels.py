@@ -8,11 +8,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from app.model.deferred import GroupedProduct
 from app.model.loss import summed_loss
 from app.moe.permute import combine, permute, sort_by_expert
 from app.moe.router import choose
 from tests.moe_kernels import (
     check_gradients,
+    check_grouped_gradient,
     check_into_gradient,
     check_spread,
     check_statistics,
@@ -47,6 +49,28 @@ def test_rows(size: tuple[int, int, int, int], drops: bool, rows_per_expert: int
     drawn = draw_rows(*size, torch.bfloat16, drops, rows_per_expert)
     for check in (check_spread, check_sums, check_gradients):
         check(drawn)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(("width", "columns"), [(1024, 1024), (768, 2048), (40, 200)])
+@pytest.mark.parametrize("counts", [[700, 0, 33, 1500, 64, 1], [0, 5], [0, 0]], ids=str)
+def test_grouped_gradient(counts: list[int], width: int, columns: int, dtype: torch.dtype):
+    for spare in (0, 3):
+        check_grouped_gradient(counts, width, columns, dtype, spare)
+
+
+def test_grouped_gradient_beyond_32_bits():
+    check_grouped_gradient([70_000, 300_000, 9, 230_000], 4096, 128, torch.bfloat16, spare=3)
+
+
+def test_sums_of_more_bits_take_the_grouped_gradient():
+    """Bits below those of the weights count."""
+    rows_TI, grad_TO = torch.randn(500, 64, device="cuda").bfloat16(), torch.randn(500, 128, device="cuda").bfloat16()
+    gradient = GroupedProduct(rows_TI, grad_TO, torch.tensor([100, 500], device="cuda").int())
+    sums_EIO = torch.zeros(2, 64, 128, device="cuda")
+    gradient.add_to(sums_EIO)
+    torch.testing.assert_close(sums_EIO, gradient().float(), rtol=2.0**-8, atol=1e-4)
+    assert sums_EIO.ne(sums_EIO.bfloat16()).any()
 
 
 @pytest.mark.parametrize(("tokens", "experts", "top_k"), [(8192, 64, 6), (4096, 128, 8), (5000, 512, 22)])

@@ -62,7 +62,7 @@ def train(body: MoEBody, split: bool = False, sync: str = "default") -> Results:
             out = forward(body, forward(body, x.requires_grad_(), later), later)
             out.square().mean().backward()
             if later is not None:
-                later.run(lambda param, grad: setattr(param, "grad", grad if param.grad is None else param.grad + grad))
+                later.run(lambda param, given: setattr(param, "grad", given() if param.grad is None else param.grad + given()))
             outputs += [out.detach(), x.grad]
             del out
             with torch.no_grad():

@@ -104,7 +104,7 @@ kernels = pytest.fixture(autouse=True)(with_kernels)
 
 def sums_of(run: Run) -> DirectSums | None:
     """Sums of more bits than the parameters, in which gradients leave no trace."""
-    return DirectSums(lambda *_: None, lambda *_: None) if run.precision.params is not Dtype.float32 else None
+    return DirectSums(lambda *_: None) if run.precision.params is not Dtype.float32 else None
 
 
 def run_of(model: ModelConfig, dtype: Dtype, mask: bool = False, ordered: bool = False, **recompute: Any) -> Run:

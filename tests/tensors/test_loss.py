@@ -61,7 +61,7 @@ def test_the_weight_gradient_can_wait(chunk: int | None):
     queue, sums = WeightQueue(), torch.zeros(V, D)
     summed_loss(h, weight, labels, chunk_tokens=chunk, later=queue).backward()
     assert weight.grad is None
-    queue.run(lambda param, grad: sums.add_(grad))
+    queue.run(lambda param, gradient: gradient.add_to(sums))
     torch.testing.assert_close(sums.double(), exact(h, weight, labels, 1.0)[2], rtol=1e-5, atol=1e-6)
 
 
