@@ -148,7 +148,11 @@ def spoiled(rows_RD: Tensor, drawn: Rows) -> Tensor:
 
 
 def check_grouped_gradient(counts: list[int], width: int, columns: int, dtype: torch.dtype, spare: int) -> None:
-    """Within the rounding of fp32 sums; nothing else is touched, and rows that nobody owns do not count."""
+    """Within the rounding of sums; nothing else is touched, and rows that nobody owns do not count.
+
+    fp32 sums of n products of normals, of size √n, are rounded at each of them. Tensor cores cut digits off instead, every 16
+    rows and always towards zero: n/16 · √n · 2⁻²⁴ on average, twice that is allowed.
+    """
     torch.manual_seed(5)
     total, used = sum(counts) + spare, sum(counts)
     rows_TI, grad_TO = (torch.randn(total, wide, **FACTS).to(dtype) for wide in (width, columns))
@@ -165,7 +169,8 @@ def check_grouped_gradient(counts: list[int], width: int, columns: int, dtype: t
     owned = zip(rows_TI[:used].double().split(counts), grad_TO[:used].double().split(counts), strict=True)
     for expert, (mine_TI, grads_TO) in enumerate(owned):
         wanted_IO = before_EIO[expert] + mine_TI.T @ grads_TO
-        torch.testing.assert_close(found[expert].double(), wanted_IO, rtol=1e-5, atol=2e-6 * (1 + counts[expert]) ** 0.5)
+        rounding = 2e-6 * (1 + counts[expert]) ** 0.5 + 2.0**-27 * counts[expert] ** 1.5
+        torch.testing.assert_close(found[expert].double(), wanted_IO, rtol=1e-5, atol=rounding)
         assert counts[expert] or torch.equal(found[expert], before_EIO[expert])
 
 

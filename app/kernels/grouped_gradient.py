@@ -28,11 +28,11 @@ def add_grouped_gradient(sums_EIO: Tensor, rows_TI: Tensor, grad_TO: Tensor, end
     grad = TensorDescriptor.from_tensor(grad_TO.contiguous(), [STEP, COLUMNS])
     sums = TensorDescriptor.from_tensor(sums_EIO, [1, HEIGHT, COLUMNS])
     grid = (triton.cdiv(width, HEIGHT) * triton.cdiv(columns, COLUMNS), experts)
-    _add[grid](sums, rows, grad, ends_E, columns, HEIGHT, COLUMNS, STEP, **OPTIONS)
+    _grouped_gradient[grid](sums, rows, grad, ends_E, columns, HEIGHT, COLUMNS, STEP, **OPTIONS)
 
 
 @jit
-def _add(
+def _grouped_gradient(
     sums_EIO: tl.tensor_descriptor,
     rows_TI: tl.tensor_descriptor,
     grad_TO: tl.tensor_descriptor,
