@@ -5,6 +5,8 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 TORCH := $(shell sed -n 's/^torch==//p' constraints.txt)
 ARGS ?=
+# Files of tests side by side, each process with one thread: two of them with two threads on two cores crawl.
+PYTEST := OMP_NUM_THREADS=1 CUDA_VISIBLE_DEVICES= $(BIN)/python -m pytest -n auto --maxprocesses 8 --dist loadscope --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
 .PHONY: help train test test-full test-gpu test-slurm lint types checks bench clean
@@ -15,11 +17,11 @@ help: ## show this list
 train: $(VENV)/installed ## train the default model, about two minutes on two cores; ARGS="train.steps=100 …" overrides
 	@$(BIN)/python train.py $(ARGS)
 
-test: $(VENV)/installed-test ## run the tests (CPU); ARGS="tests/plan -k layout" selects
-	@CUDA_VISIBLE_DEVICES= $(BIN)/python -m pytest -m "not gpu and not full and not slurm" $(ARGS)
+test: $(VENV)/installed-test ## run the tests (CPU); ARGS="tests/plan -k layout" selects, ARGS="-n0 …" runs them in one process
+	@$(PYTEST) -m "not gpu and not full and not slurm" $(ARGS)
 
 test-full: $(VENV)/installed-test ## run the exhaustive grids too
-	@CUDA_VISIBLE_DEVICES= $(BIN)/python -m pytest -m "not gpu and not slurm" $(ARGS)
+	@$(PYTEST) -m "not gpu and not slurm" $(ARGS)
 
 test-gpu: $(VENV)/installed-test ## run the tests that need a CUDA device
 	@$(BIN)/python -m pytest -m gpu $(ARGS)

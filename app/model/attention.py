@@ -12,7 +12,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.attention.bias import causal_lower_right
 
 from app.choices import CpComm, Recompute
 from app.config import ModelConfig
@@ -114,7 +113,7 @@ def attend(q_BSNH: Tensor, k_BKGH: Tensor, v_BKGH: Tensor, mask_B1SK: Tensor | N
     q_BNSH, k_BGKH, v_BGKH = (heads.transpose(1, 2) for heads in (q_BSNH, k_BKGH, v_BKGH))
     square, gqa = q_BNSH.shape[2] == k_BGKH.shape[2], q_BNSH.shape[1] != k_BGKH.shape[1]
     causal = square and mask_B1SK is None
-    mask = mask_B1SK if square or mask_B1SK is not None else causal_lower_right(q_BNSH.shape[2], k_BGKH.shape[2])
+    mask = mask_B1SK if square or mask_B1SK is not None else _last_rows(q_BNSH.shape[2], k_BGKH.shape[2])
     ordered = repeatable and q_BNSH.is_cuda
     with sdpa_kernel(ORDERED) if ordered else nullcontext():
         out = F.scaled_dot_product_attention(q_BNSH, k_BGKH, v_BGKH, attn_mask=mask, is_causal=causal, enable_gqa=gqa)
@@ -124,3 +123,10 @@ def attend(q_BSNH: Tensor, k_BKGH: Tensor, v_BKGH: Tensor, mask_B1SK: Tensor | N
         out.grad_fn.register_prehook(lambda grads: torch.use_deterministic_algorithms(True))
         out.grad_fn.register_hook(lambda grad_inputs, grad_outputs: torch.use_deterministic_algorithms(before))
     return out.transpose(1, 2)
+
+
+def _last_rows(queries: int, keys: int) -> Tensor:
+    """The bias of causal queries that are the last of the keys, never stored."""
+    from torch.nn.attention.bias import causal_lower_right  # brings torch's compiler along, two seconds few runs need
+
+    return causal_lower_right(queries, keys)
