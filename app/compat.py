@@ -52,7 +52,7 @@ def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
     """total += left · right; on a GPU sums of more bits than the matrices have are rounded once, inside the product."""
     if total.is_cuda and total.dtype != left.dtype:
         torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
-    else:  # CPUs have no such product
+    else:  # equal types need no such product, and CPUs have none
         total.add_(left @ right)
 
 

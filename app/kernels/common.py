@@ -28,6 +28,11 @@ def usable(*tensors: Tensor) -> bool:
     return triton is not None and all(tensor.is_cuda and tensor.dtype in DTYPES for tensor in tensors)
 
 
+def moves_tiles(device: torch.device) -> bool:
+    """Whether a GPU moves whole tiles of matrices by itself, as Hopper does (TMA)."""
+    return torch.cuda.get_device_capability(device) >= (9, 0)
+
+
 def block_of(width: int) -> int:
     """The power of two that holds `width` values."""
     return 1 << max(0, width - 1).bit_length()

@@ -1,5 +1,7 @@
 """Gradients of the experts' weights, added to sums of more bits: a grouped product that is never stored on its own.
 
+For GPUs that move whole tiles by themselves (`moves_tiles`); on others registers overflow.
+
 Shapes: T rows grouped by expert, E experts, I input width, O output width.
 """
 

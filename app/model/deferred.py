@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from app.compat import add_product
-from app.kernels.common import usable
+from app.kernels.common import moves_tiles, usable
 from app.kernels.grouped_gradient import add_grouped_gradient
 
 
@@ -90,8 +90,9 @@ class GroupedProduct(Gradient):
         return F.grouped_mm(self.rows_TI.T, self.grad_TO, offs=self.ends_E)
 
     def add_to(self, total: Tensor) -> None:
-        """As `Product.add_to`."""
-        if usable(total) and total.dtype.itemsize > self.rows_TI.dtype.itemsize:
+        """Where Triton and a GPU like Hopper are, sums of more bits are added to inside the product, and rounded once."""
+        wide = total.dtype.itemsize > self.rows_TI.dtype.itemsize
+        if wide and usable(total) and moves_tiles(total.device):
             add_grouped_gradient(total, self.rows_TI, self.grad_TO, self.ends_E)
         else:
             total.add_(self())

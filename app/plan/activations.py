@@ -66,7 +66,7 @@ class ChunkActivations:
     border: int  # hidden states that a stage takes in or gives on; their gradients are as large
     takes: bool  # whether hidden states come in; otherwise tokens
     gives: bool  # whether hidden states go on; otherwise the loss ends here
-    weight: int  # largest gradient of a matrix that is made before it is added to its sum
+    later: int  # most that a gradient takes in the second part of a split backward
     kernels: int  # launches of a forward
 
 
@@ -97,15 +97,15 @@ class _Link:
 def chunk_activations(run: Run, stage: Stage, layout: ParallelLayout) -> ChunkActivations:
     """Memory of one microbatch in a stage on one rank, at the planned imbalance of its experts."""
     s = sizes_of(run, layout)
-    carried = s.table if _tied(s, stage) else 0
+    carried = s.table if _tied(s, stage) and not s.splits else 0
     row = _row(s, stage, full=False)
     spared = _memory(s, row, carried, {"rotary": s.rotary})
     usual = spared
     if run.recompute.full:
         usual = _memory(s, _row(s, stage, full=True), carried, {"rotary": s.rotary, "mask": s.mask})
-    weight = 0 if s.fused else max(link.replay.weight for link in row)
+    later = max(link.replay.later for link in row)
     kernels = sum(sum(link.kernels.values()) for link in row)
-    return ChunkActivations(usual, spared, s.stream, not stage.embedding, not stage.head, weight, kernels)
+    return ChunkActivations(usual, spared, s.stream, not stage.embedding, not stage.head, later, kernels)
 
 
 def captured_phases(choice: CudaGraphConfig) -> frozenset[str]:
@@ -160,12 +160,13 @@ def _memory(s: Sizes, row: Sequence[_Link], carried: int, shared: Mapping[str, i
             kept[phase] = kept.get(phase, 0) + size - link.graph.kept.get(phase, 0)
     total, stands_on = sum(kept.values()), sum(shared.values())
     forward = backward = 0
+    waiting = queued = sum(link.replay.waiting for link in row)
     for place, link in enumerate(row):
         forward = max(forward, stands_on + link.peak(link.replay.forward) - total)
-        waits = carried if place < len(row) - 1 else 0
+        queued -= link.replay.waiting  # left: of those whose backward comes before this one's
+        waits = queued + (carried if place < len(row) - 1 else 0)
         backward = max(backward, stands_on + link.peak(link.replay.backward) + waits - total)
         stands_on += link.kept
-    waiting = sum(link.replay.waiting for link in row)
     return MicrobatchMemory(kept, forward + passing, backward, waiting, _graph_share(row, context))
 
 

@@ -56,7 +56,8 @@ def _loss_of_kept_logits(tape: Tape, s: Sizes, h: Value, added: Added) -> None:
     ordered = s.copies * gathered
     scratch = max(gathered, ordered - logits), 2 * gathered + max(0, ordered - gathered - weight)
     carries = gathered - h.bytes if parts > 1 else 0
-    (made,) = tape.op([h], [logits], [h, 0], weight=s.table, added=added, waits=True, carries=carries, scratch=scratch)
+    later = s.later(s.table)
+    (made,) = tape.op([h], [logits], [h, 0], weight=s.table, added=added, later=later, carries=carries, scratch=scratch)
     scratch = gathered + STATISTICS * s.tokens, ordered
     tape.op([made], [4], keeps=PER_LABEL * s.tokens, scratch=scratch, passes=True, kernels=LOSS_KERNELS)
 

@@ -164,6 +164,7 @@ def _experts(tape: Tape, s: Sizes, moe: MoEConfig, r: _Routed, x: Value, ends: V
     tape.phase = "experts"
     width = moe.ffn_hidden_size // s.layout.expert_tp
     weight = r.experts * s.weight(width)
-    (up,) = tape.op([x], [2 * r.rows * width * s.size], [x, ends], weight=2 * weight, added=s.added, waits=True)
+    (up,) = tape.op([x], [2 * r.rows * width * s.size], [x, ends], weight=2 * weight, added=s.added, later=s.later(2 * weight))
     inner = activation(tape, up, s.recomputes(Recompute.experts_act))
-    return tape.op([inner], [x.bytes], [inner, ends], holds=[x, up], weight=weight, added=s.added, waits=True)[0]
+    later = s.later(weight)
+    return tape.op([inner], [x.bytes], [inner, ends], holds=[x, up], weight=weight, added=s.added, later=later)[0]

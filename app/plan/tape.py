@@ -48,7 +48,7 @@ class Op:
     keeps: int  # saved besides: statistics that only its backward reads
     weight: int  # gradient of its parameter
     added: Added  # that gradient to its sum
-    waits: bool  # that gradient may be computed later than the other ones
+    later: int | None  # what that gradient takes in the second part of a split backward; None: it does not wait
     carries: int  # what a split backward holds of it besides until its second part
     scratch: tuple[int, int]  # alive only while it runs, forward and backward
     passes: bool  # the gradient of what it reads is that of what it makes, not a new tensor
@@ -80,7 +80,7 @@ class Tape:
         keeps: int = 0,
         weight: int = 0,
         added: Added = Added.after,
-        waits: bool = False,
+        later: int | None = None,
         carries: int = 0,
         scratch: tuple[int, int] = (0, 0),
         passes: bool = False,
@@ -92,7 +92,7 @@ class Tape:
         saved = tuple(made[item] if isinstance(item, int) else item for item in saves)
         new = tuple(range(before, len(self.storages)))
         kinds = self.phase, self.segment, tuple(reads), made, new, saved, tuple(holds)
-        self.ops.append(Op(*kinds, keeps, weight, added, waits, carries, scratch, passes, kernels))
+        self.ops.append(Op(*kinds, keeps, weight, added, later, carries, scratch, passes, kernels))
         return made
 
     def split(self, of: Value, *sizes: int) -> tuple[Value, ...]:

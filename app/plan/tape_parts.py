@@ -97,6 +97,10 @@ class Sizes:
         """How backward adds gradients of matrices."""
         return Added.inside if self.direct or self.splits else Added.after
 
+    def later(self, weight: int, gathered: int = 0) -> int | None:
+        """What such a gradient takes when it is computed at last: itself, unless it is never there, beside what is gathered."""
+        return gathered + (0 if self.fused else weight) if self.splits else None
+
     def recomputes(self, part: Recompute) -> bool:
         """Whether backward computes part of a layer again."""
         return part in self.run.recompute.phases
@@ -149,11 +153,12 @@ def cast(tape: Tape, x: Value, size: int) -> Value:
 def widen(tape: Tape, s: Sizes, x: Value, size: int, weight: int) -> Value:
     """A product with rows of the weight cut by tp, for all tokens."""
     if s.layout.tp == 1:
-        return tape.op([x], [size], [x], weight=weight, added=s.added, waits=True)[0]
+        return tape.op([x], [size], [x], weight=weight, added=s.added, later=s.later(weight))[0]
     whole, ordered = s.layout.tp * x.bytes, s.copies * s.layout.tp * x.bytes
     # backward: its gather under way, then put into order, beside what it scatters; a split one does not gather yet
     scratch = max(whole, ordered - size), ordered + (0 if s.splits else whole)
-    return tape.op([x], [size], [x], weight=weight, added=s.added, waits=True, scratch=scratch, kernels=1 + s.copies)[0]
+    later = s.later(weight, ordered)
+    return tape.op([x], [size], [x], weight=weight, added=s.added, later=later, scratch=scratch, kernels=1 + s.copies)[0]
 
 
 def narrow(tape: Tape, s: Sizes, x: Value, weight: int, holds: Sequence[Value]) -> Value:
@@ -161,7 +166,8 @@ def narrow(tape: Tape, s: Sizes, x: Value, weight: int, holds: Sequence[Value]) 
 
     `holds`: what the caller still has.
     """
-    (whole,) = tape.op([x], [s.layout.tp * s.stream], [x], holds=holds, weight=weight, added=s.added, waits=True)
+    size, later = s.layout.tp * s.stream, s.later(weight)
+    (whole,) = tape.op([x], [size], [x], holds=holds, weight=weight, added=s.added, later=later)
     return scattered(tape, s, whole, (x, *holds))
 
 

@@ -20,7 +20,7 @@ class Replay:
     forward: Mapping[str, int]  # phase -> most that is alive while it runs
     backward: Mapping[str, int]  # phase -> the same in its backward
     waiting: int  # what gradients of weights need between the two parts of a split backward
-    weight: int  # largest gradient of a parameter
+    later: int  # most that one of them takes in the second part
 
     @property
     def total(self) -> int:
@@ -35,7 +35,7 @@ def replay(written: Written) -> Replay:
     kept = _kept(tape, saved_by, dropped)
     forward = _forward(written, saved_by.keys() - dropped)
     backward = _backward(written, saved_by, dropped, sum(kept.values()))
-    return Replay(kept, forward, backward, _waiting(tape), max((op.weight for op in tape.ops), default=0))
+    return Replay(kept, forward, backward, _waiting(tape), max((op.later or 0 for op in tape.ops), default=0))
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,9 +143,11 @@ def _backward(
 ) -> dict[str, int]:
     """Phase -> most that is alive."""
     tape, result = written.tape, written.result
+    queued = {value.storage for op in tape.ops if op.later is not None for value in op.saves}
     last_use: dict[int, int] = {}  # place -> bytes that nobody needs after it
     for storage, places in saved_by.items():
-        last_use[places[0]] = last_use.get(places[0], 0) + tape.storages[storage]
+        if storage not in queued:
+            last_use[places[0]] = last_use.get(places[0], 0) + tape.storages[storage]
     again = _made_again(tape, saved_by, dropped)
     gradients = _Gradients()
     if result is not None:
@@ -157,7 +159,8 @@ def _backward(
         extra = gradients.spread(op, incoming)
         during = gradients.live + extra + (op.weight if op.added is Added.after else 0) + op.scratch[1]
         peaks[op.phase] = max(peaks.get(op.phase, 0), live + during)
-        gradients.release(incoming)
+        if op.later is None:
+            gradients.release(incoming)
         live -= last_use.get(place, 0) + op.keeps
     return peaks
 
@@ -216,7 +219,7 @@ class _Gradients:
 
 def _waiting(tape: Tape) -> int:
     """What gradients that wait keep: what came in, and the gradient of what went out, in its place where that is saved too."""
-    products = [op for op in tape.ops if op.waits]
+    products = [op for op in tape.ops if op.later is not None]
     came = {value.storage for op in products for value in op.saves}
     went = sum(value.bytes for op in products for value in op.makes if value not in op.saves)
     return sum(tape.storages[storage] for storage in came) + went + sum(op.carries for op in tape.ops)

@@ -108,9 +108,9 @@ def test_a_long_step_is_shown_by_its_ends():
 def test_a_very_long_step_is_drawn_fast_and_small(tmp_path: Path):
     plan = Plan(load(*STEP, "parallel.pp=16", "train.global_batch=1024"))
     assert plan.timeline.makespan > 0
-    start = time.perf_counter()
+    start = time.process_time()
     paths = save_timeline(plan, tmp_path)
-    assert time.perf_counter() - start < 10
+    assert time.process_time() - start < 10
     assert [path.name for path in paths] == ["timeline.svg", "timeline.png"]
     assert all(0 < path.stat().st_size < 2 * 2**20 for path in paths)
 

@@ -183,10 +183,10 @@ def test_nested_groups_join_neighbours_first():
 
 
 def test_ten_thousand_ranks_take_well_under_a_second():
-    start = time.perf_counter()
+    start = time.process_time()
     layout = ParallelLayout(10_240, tp=8, cp=2, pp=8, ep=16, etp=1)
     dense = [layout.groups(*axes) for axes in (["tp"], ["cp"], ["dp"], ["pp"], ["dp", "cp"], ["tp", "pp"])]
     expert = [layout.groups(axis, expert=True) for axis in ("etp", "ep", "edp")]
     assert all(sum(map(len, groups)) == 10_240 for groups in dense + expert)
     assert len({tuple(layout.coords(rank).values()) for rank in range(10_240)}) == 10_240
-    assert time.perf_counter() - start < 1.0
+    assert time.process_time() - start < 1.0

@@ -7,13 +7,14 @@ from typing import Any
 
 import pytest
 
-from app.choices import CpComm, DispatcherKind, Dtype
+from app.choices import CpComm, DispatcherKind, Dtype, ScheduleName
 from app.config import (
     DataConfig,
     LossConfig,
     ParallelConfig,
     PrecisionConfig,
     RecomputeConfig,
+    ScheduleConfig,
     TrainConfig,
 )
 from app.plan.activations import chunk_activations
@@ -97,7 +98,7 @@ def test_a_layer_of_experts_by_hand():
     assert tensor["combine"] * 2 == local["combine"] and tensor["norm"] * 2 == local["norm"]
 
 
-HEAD = Stage((), False, True)
+HEAD, SPLIT = Stage((), False, True), ScheduleConfig(ScheduleName.zero_bubble_h1)
 
 
 def test_the_head_by_hand():
@@ -113,7 +114,8 @@ def test_the_head_by_hand():
             assert memory.forward == gathered + 24 * tokens + 4  # and the loss
             # what is gathered again, and the gradient of the hidden states: whole, in the order of ranks and cut
             assert memory.backward == 3 * gathered + 2 * tokens * 256 // tp - 13 * tokens
-            assert memory.waiting == (gathered or 2 * tokens * 256) + 2 * tokens * 1024 // tp  # for the weight's gradient
+            split = chunk_activations(dataclasses.replace(run, schedule=SPLIT), HEAD, ParallelLayout(tp, tp=tp)).usual
+            assert split.waiting == (gathered or 2 * tokens * 256) + 2 * tokens * 1024 // tp  # for the weight's gradient
         single = run_of(precision=PrecisionConfig(), train=train)
         memory = chunk_activations(single, HEAD, ParallelLayout(1)).usual
         assert memory.kept["head"] == 2 * 4 * tokens * 256 + 4 * tokens + 4 * tokens * 1024 + 13 * tokens
@@ -172,22 +174,19 @@ def test_experts_that_gather_all_tokens_by_hand():
         assert found["combine"] == 2 * etp * rows * 256 + (8 + 4) * choices
 
 
-def test_the_largest_gradient_of_a_parameter():
-    """Made on its own only where sums have no more bits than weights."""
-    for model, degrees in (
-        (DENSE, {"tp": 2}),
-        (dataclasses.replace(DENSE, vocab_size=64), {"tp": 2}),
-        (MOE, {"ep": 4, "etp": 2}),
-    ):
-        layout = ParallelLayout(8 * degrees.get("tp", 1), **degrees)
-        wide, narrow = (
-            run_of(model, parallel=ParallelConfig(dp=8, **degrees), precision=PrecisionConfig(Dtype.bfloat16, grads))
-            for grads in (Dtype.float32, Dtype.bfloat16)
-        )
+def test_the_second_part_of_a_split_backward_by_hand():
+    """The largest gradient of a matrix, made on its own only where sums have no more bits; with tp, tokens gathered for it."""
+    for model, degrees in ((DENSE, {"tp": 2}), (DENSE, {}), (MOE, {"ep": 4, "etp": 2})):
+        layout, parallel = ParallelLayout(8 * degrees.get("tp", 1), **degrees), ParallelConfig(dp=8, **degrees)
+        gathered = 2 * 2 * 1024 * 256 if "tp" in degrees else 0  # bf16, in the order of ranks and in that of tokens
         for stage in (Stage((0,), True, False), Stage((1, 2), False, False), Stage((3,), False, True)):
-            largest = max(parameter.numel for parameter in chunk_parameters(model, stage, layout))
-            assert chunk_activations(narrow, stage, layout).weight == 2 * largest
-            assert chunk_activations(wide, stage, layout).weight == 0
+            matrices = {spec.name.rpartition(".")[2]: 2 * spec.numel for spec in chunk_parameters(model, stage, layout)}
+            alone = max(matrices[name] for name in ("wo", "w_down", "head") if name in matrices)
+            widened = max(matrices["wqkv"], matrices["w_up"])
+            for grads, wanted in ((Dtype.float32, gathered), (Dtype.bfloat16, max(alone, widened + gathered))):
+                run = run_of(model, parallel=parallel, precision=PrecisionConfig(Dtype.bfloat16, grads), schedule=SPLIT)
+                assert chunk_activations(run, stage, layout).later == wanted
+            assert chunk_activations(run_of(model, parallel=parallel), stage, layout).later == 0
 
 
 def test_working_memory_of_attention():

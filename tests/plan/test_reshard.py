@@ -85,9 +85,9 @@ def test_large_parameters_and_worlds_cost_nothing():
     numels = [10**9, 10**9 + 1, 7]
     source = buffer_layout(numels, 2048, param_align=64, shard_align=64)
     target = buffer_layout(numels, 1024, bucket_numel=10**9, param_align=64)
-    start = time.perf_counter()
+    start = time.process_time()
     moved = [transfers(source, target, rank) for rank in (0, 511, 1023)]
-    assert time.perf_counter() - start < 0.1
+    assert time.process_time() - start < 0.1
     assert all(len(pieces) <= 5 for parts in moved for pieces in parts)
 
 
@@ -189,9 +189,9 @@ def test_rows_are_one_run_and_columns_one_per_row():
 
 def test_a_small_part_of_a_huge_block_is_found_at_once():
     whole = Block.whole(10**7, 10**3)
-    start = time.perf_counter()
+    start = time.process_time()
     found = list(overlaps(Slice(whole.cut(1, 2, 1), (10**9, 10**9 + 700)), Slice(whole, (2 * 10**9, 2 * 10**9 + 1800))))
-    assert time.perf_counter() - start < 0.1
+    assert time.process_time() - start < 0.1
     assert found == [Overlap((0, 500), (500, 1000)), Overlap((500, 700), (1500, 1700))]
 
 

@@ -376,7 +376,7 @@ def test_a_large_world_is_planned_at_once():
         degrees = {"tp": 2, "cp": 4, "pp": 16, "ep": 8, "etp": 1, "layout": layout, "order": "pp-dp-cp-ep-tp"}
         run = planned(model, 10240, 16, 4096, **degrees, gpus_per_node=per_node)
         grids, stages = select_layout(run), select_stages(run)
-        start = time.perf_counter()
+        start = time.process_time()
         traffic, advice = plan_traffic(run, grids, stages), order_advice(run, grids)
-        assert time.perf_counter() - start < 0.3
+        assert time.process_time() - start < 0.3
         assert len(traffic) == 6 and [one.axis for one in advice] == ["tp", "ep"]

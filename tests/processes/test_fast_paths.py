@@ -20,14 +20,17 @@ BF16 = PrecisionConfig(Dtype.bfloat16)
 
 
 def test_a_line_for_each_slow_path(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(fast_paths, "moves_tiles", lambda device: True)
     assert list(slow_paths(make_run(train=FAST, precision=BF16), GPU)) == []
     assert list(slow_paths(make_run(), CPU)) == []
     monkeypatch.setattr(fast_paths, "triton", None)
+    monkeypatch.setattr(fast_paths, "moves_tiles", lambda device: False)
     slow = dict(slow_paths(make_run(precision=PrecisionConfig(Dtype.float16)), GPU))
-    assert list(slow) == ["kernels", "attention", "experts"]
+    assert list(slow) == ["kernels", "attention", "experts", "gradients"]
     assert all(len(line) < 150 and "\n" not in line for line in slow.values()), slow
     dense = dataclasses.replace(TINY, moe=None)
-    assert "experts" not in dict(slow_paths(make_run(dense), GPU))
+    assert list(dict(slow_paths(make_run(dense), GPU))) == ["kernels", "attention"]
+    assert "gradients" not in dict(slow_paths(make_run(), GPU))  # fp32 is added to fp32
 
 
 WHOLE = CudaGraphConfig(GraphImpl.full_iteration)
