@@ -5,24 +5,29 @@ from __future__ import annotations
 import faulthandler
 import gc
 import multiprocessing
+import os
+import signal
 import sys
 import tempfile
+import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 TIMEOUT_S = 120
+TELL = signal.SIGQUIT  # a rank that gets it prints where it is
 
 
 def run_distributed(fn: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = TIMEOUT_S) -> list[Any]:
     """`fn(rank, *args)` in `world_size` forked processes of one gloo world; the results in rank order.
 
     Results travel pickled, so tensors should be small. A rank that fails fails the call with its traceback, and so do
-    ranks of which none has ended for `timeout_s`.
+    ranks of which none has ended for `timeout_s`, which print where they are.
     """
     context = multiprocessing.get_context("fork")
     with tempfile.TemporaryDirectory() as folder:
@@ -36,6 +41,9 @@ def run_distributed(fn: Callable[..., Any], world_size: int, *args: Any, timeout
             sender.close()  # so that a rank that dies closes its pipe
         try:
             return _results([receiver for receiver, _ in pipes], timeout_s)
+        except TimeoutError:
+            _where(ranks)
+            raise
         finally:
             for process in ranks:
                 process.kill()
@@ -45,13 +53,20 @@ def run_distributed(fn: Callable[..., Any], world_size: int, *args: Any, timeout
 def _rank(sender: Connection, fn: Callable[..., Any], rank: int, world_size: int, store: str, args: tuple[Any, ...]) -> None:
     torch.set_num_threads(1)  # first of all: a parent that ran threads leaves locks behind
     gc.freeze()  # what the parent has not collected yet may own threads that a fork does not have, and would wait for them
-    faulthandler.dump_traceback_later(TIMEOUT_S * 0.8, file=sys.__stderr__)  # where a rank that hangs is
+    faulthandler.register(TELL, file=sys.__stderr__)
     try:
         dist.init_process_group("gloo", store=dist.FileStore(store, world_size), rank=rank, world_size=world_size)
         sender.send((True, fn(rank, *args)))
         dist.destroy_process_group()
     except BaseException:
         sender.send((False, traceback.format_exc()))
+
+
+def _where(ranks: Sequence[BaseProcess]) -> None:
+    for process in ranks:
+        if process.is_alive() and process.pid is not None:
+            os.kill(process.pid, TELL)
+    time.sleep(1)  # for them to print
 
 
 def _results(receivers: list[Connection], timeout_s: float) -> list[Any]:
