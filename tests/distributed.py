@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.attention.bias  # brings torch's compiler along, which every forked rank would load anew, two seconds each
 
 TIMEOUT_S = 120
 TELL = signal.SIGQUIT  # a rank that gets it prints where it is

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from app.engine.build import Engine, build_engine
 from app.engine.groups import create_groups
 from app.engine.step import TrainingStep
 from app.plan.plan import Plan
-from app.plan.reshard import Block, Slice, overlaps
+from app.plan.reshard import Slice
 from app.rules import check
 
 TINY_MOE = MoEConfig(num_experts=8, top_k=2, ffn_hidden_size=16, shared_ffn_hidden_size=16, first_k_dense=1, z_loss_coeff=0.001)
@@ -78,10 +79,10 @@ def _put_together(held: list[tuple[str, Slice, torch.Tensor]]) -> dict[str, torc
     dist.all_gather_object(found, [(name, place, values.float().numpy()) for name, place, values in held])
     whole: dict[str, torch.Tensor] = {}
     for name, place, values in (part for rank in found for part in rank):
-        shape = place.block.shape
-        target = whole.setdefault(name, torch.full(shape, torch.nan).flatten())
-        for have, want in overlaps(place, Slice(Block.whole(*shape))):
-            target[slice(*want)] = torch.from_numpy(values[slice(*have)])
+        numbers = torch.arange(math.prod(place.block.shape)).view(place.block.shape)
+        box = numbers[tuple(map(slice, place.block.start, place.block.stop))].flatten()
+        target = whole.setdefault(name, torch.full((numbers.numel(),), torch.nan))
+        target[box[slice(*place.bounds)]] = torch.from_numpy(values)
     assert not any(values.isnan().any() for values in whole.values()), "a part is missing"
     return {name: whole[name] for name in sorted(whole)}
 

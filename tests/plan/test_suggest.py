@@ -77,9 +77,10 @@ def runs(count: int) -> list[Run]:
     return [run for run in found if run is not None][:count]
 
 
-def test_every_suggestion_for_200_random_runs_fits_when_planned_again():
+@pytest.mark.parametrize("count", [60, pytest.param(200, marks=pytest.mark.full)])
+def test_every_suggestion_for_random_runs_fits_when_planned_again(count: int):
     without = 0
-    for run in runs(200):
+    for run in runs(count):
         plan = Plan(run)
         assert not plan.fits
         suggestions = suggest(plan)
