@@ -33,6 +33,9 @@ class Sink(Protocol):
     def rollback(self, report: RollbackReport) -> None:
         """After the run has gone back to a checkpoint: the steps behind it come again."""
 
+    def note(self, text: str) -> None:
+        """Something to be read once."""
+
     def close(self) -> None:
         """When the run ends."""
 
@@ -65,6 +68,9 @@ class JsonLines:
         self.close()
         self._file = self._go_on(report.step)
         self._write(report.metrics())
+
+    def note(self, text: str) -> None:
+        """Not kept: files have numbers."""
 
     def _write(self, metrics: dict[str, Any]) -> None:
         self._file.write(json.dumps(metrics) + "\n")
@@ -120,6 +126,10 @@ class Console:
         """Print a line that stays."""
         back = f"back to the checkpoint of step {report.step}, with other data"
         self._keep(f"step {report.rollback_from}/{self.total}  loss or gradient norm not finite: {back}")
+
+    def note(self, text: str) -> None:
+        """Print a line that stays."""
+        self._keep(text)
 
     def _keep(self, line: str) -> None:
         width = shutil.get_terminal_size().columns - 1
@@ -181,6 +191,9 @@ class Wandb:
     def rollback(self, report: RollbackReport) -> None:
         """Log that steps come again."""
         self._attempt(lambda: self.run.log(report.metrics()))
+
+    def note(self, text: str) -> None:
+        """Not kept: metrics have the numbers."""
 
     def close(self) -> None:
         """Finish the run and its files."""

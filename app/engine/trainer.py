@@ -16,6 +16,7 @@ from app.data.feed import Cursor, TrainFeed, ValidationFeed
 from app.engine.attempt import Attempt
 from app.engine.bad_steps import DIVERGED, BadSteps, Diverged
 from app.engine.build import Engine, build_engine
+from app.engine.capture.facts import GraphFacts
 from app.engine.checkpoint import Progress, load_checkpoint, read_manifest
 from app.engine.checkpoint_save import Saver
 from app.engine.generate import sample_tokens
@@ -149,6 +150,7 @@ class Trainer:
             report = self.step(watch)
             for sink in sinks:
                 sink.step(report)
+            self._tell_graphs(sinks)
             if self.bad_steps.rolls_back(report, self.engine.loss_scale):
                 self._roll_back(sinks)
                 watch.lap()
@@ -159,6 +161,17 @@ class Trainer:
             if self._validates_now() or self.saved:
                 watch.lap()  # validation and saving are not part of the next step
         return validated
+
+    def _tell_graphs(self, sinks: Sequence[Sink]) -> None:
+        """After the step that has captured them: what graphs are, beside what this rank's were planned to be."""
+        engine, recorder = self.engine, self.engine.recorder
+        if not sinks or recorder is None or self.training_step.taken != self.run.cuda_graph.warmup_steps + 1:
+            return
+        plan, memory = engine.plan.graphs[engine.groups.pp_rank], engine.plan.memory[engine.groups.pp_rank]
+        parts = {part.name: part.bytes for part in memory.parts}
+        text = GraphFacts.of(recorder).beside(plan.num_graphs if plan else 1, parts)
+        for sink in sinks:
+            sink.note(f"step {self.progress.step}/{self.run.train.steps}  {text}")
 
     def _say_farewell(self) -> None:
         if self.leads:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from torch import Tensor
 
 from app.engine.capture.recorder import Recorder
 
-GIB = 2**30
+MIB, GIB = 2**20, 2**30
+PLANNED = {"static": "static inputs", "cut": "cut tensors", "pool": "graph pool", "objects": "graph objects"}  # parts of a plan
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +30,11 @@ class GraphFacts:
         cut = covered(output for recording in recorder.recordings for output in recording.outputs)
         rest = max(0, recorder.pool_bytes - cut)
         return cls(len(recorder.recordings), recorder.seconds, recorder.object_bytes, recorder.static.bytes, cut, rest)
+
+    def beside(self, count: int, parts: Mapping[str, int]) -> str:
+        """One line: what was captured, and in brackets what was planned: `count` graphs, and bytes by names of `PLANNED`."""
+        sizes = (f"{name} {getattr(self, name) / MIB:.2f} ({parts.get(part, 0) / MIB:.2f})" for name, part in PLANNED.items())
+        return f"{self.count} ({count}) graphs captured in {self.seconds:.1f} s; MiB: {', '.join(sizes)}; in brackets: planned"
 
     def metrics(self) -> dict[str, float]:
         """As they are reported."""
