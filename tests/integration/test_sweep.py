@@ -8,8 +8,7 @@ import re
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from omegaconf import OmegaConf
 from wandb.proto import wandb_internal_pb2
 
 from app.engine.run_folder import newest_checkpoint
+from tests.training import wait_for
 from tests.wandb_file import records
 
 ROOT = Path(__file__).parent.parent.parent
@@ -164,13 +164,6 @@ def wandb_group(run_dir: Path) -> str:
     (file,) = (run_dir / "wandb").glob("offline-run-*/*.wandb")
     parsed = (wandb_internal_pb2.Record.FromString(data) for data in records(file.read_bytes()))
     return next(record.run.run_group for record in parsed if record.WhichOneof("record_type") == "run")
-
-
-def wait_for(condition: Callable[[], bool], seconds: float = 120) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.02)
 
 
 def children(pid: int) -> list[int]:

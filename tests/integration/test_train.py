@@ -8,8 +8,7 @@ import re
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ import pytest
 
 from app.engine.report import RollbackReport, StepReport, ValidationReport
 from app.engine.run_folder import complete_checkpoints, newest_checkpoint
+from tests.training import wait_for
 from tests.wandb_file import history
 
 ROOT = Path(__file__).parent.parent.parent
@@ -197,13 +197,6 @@ def test_no_rank_outlives_its_starter(tmp_path: Path, corpus: str):
     starter.wait(timeout=60)
     assert len(ranks) >= 3
     wait_for(lambda: not any(Path(f"/proc/{pid}").exists() for pid in ranks))
-
-
-def wait_for(condition: Callable[[], bool], seconds: float = 120) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.05)
 
 
 def descendants(pid: int) -> Iterator[int]:
