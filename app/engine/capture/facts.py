@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from app.engine.capture.recorder import Recorder
+from app.plan.overheads import GIB, MIB
 
-MIB, GIB = 2**20, 2**30
 PLANNED = {"static": "static inputs", "cut": "cut tensors", "pool": "graph pool", "objects": "graph objects"}  # parts of a plan
 
 
@@ -38,8 +38,7 @@ class GraphFacts:
 
     def metrics(self) -> dict[str, float]:
         """As they are reported."""
-        parts = {"objects": self.objects, "static": self.static, "cut": self.cut, "pool": self.pool}
-        sizes = {f"graph_{name}_gib": size / GIB for name, size in parts.items()}
+        sizes = {f"graph_{name}_gib": getattr(self, name) / GIB for name in PLANNED}
         return {"graph_count": self.count, "graph_capture_s": self.seconds, **sizes}
 
 
