@@ -9,7 +9,7 @@ ARGS ?=
 PYTEST := OMP_NUM_THREADS=1 CUDA_VISIBLE_DEVICES= $(BIN)/python -m pytest -n auto --maxprocesses 8 --dist loadscope --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help train test test-full test-gpu test-slurm lint types checks bench clean
+.PHONY: help train test test-all test-gpu test-slurm lint types checks bench clean
 
 help: ## show this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | awk -F'\t' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -17,17 +17,18 @@ help: ## show this list
 train: $(VENV)/installed ## train the default model, about two minutes on two cores; ARGS="train.steps=100 …" overrides
 	@$(BIN)/python train.py $(ARGS)
 
-test: $(VENV)/installed-test ## run the tests (CPU); ARGS="tests/plan -k layout" selects, ARGS="-n0 …" runs them in one process
-	@$(PYTEST) -m "not gpu and not full and not slurm" $(ARGS)
+test: $(VENV)/installed-test ## run the tests (CPU), minutes; ARGS="tests/plan -k layout" selects, ARGS="-n0 …" runs them in one process
+	@$(PYTEST) $(ARGS)
 
-test-full: $(VENV)/installed-test ## run the exhaustive grids too
-	@$(PYTEST) -m "not gpu and not slurm" $(ARGS)
+test-all: test ## then the exhaustive grids and the seeded random runs, up to half an hour
+	@$(PYTEST) -m full $(ARGS)
 
 test-gpu: $(VENV)/installed-test ## run the tests that need a CUDA device
 	@$(BIN)/python -m pytest -m gpu $(ARGS)
 
 test-slurm: $(VENV)/installed-slurm ## run the tests that need SLURM, on a cluster of their own (Debian, as root)
-	@if .ci/slurm; then CUDA_VISIBLE_DEVICES= $(BIN)/python -m pytest -m slurm tests/slurm $(ARGS); fi
+	@.ci/slurm
+	@CUDA_VISIBLE_DEVICES= $(BIN)/python -m pytest -m slurm tests/slurm $(ARGS)
 
 lint: $(VENV)/installed-test ## ruff
 	@$(BIN)/ruff check .
@@ -35,7 +36,7 @@ lint: $(VENV)/installed-test ## ruff
 types: $(VENV)/installed-test ## mypy, strict on the planning layer
 	@$(BIN)/mypy app/plan app/config app/rules.py app/errors.py app/choices.py
 
-checks: lint types test ## everything a change must pass
+checks: lint types test ## what a change must pass before it is proposed
 
 bench: $(VENV)/installed ## engine overhead against a plain PyTorch loop
 	@$(BIN)/python bench/overhead.py $(ARGS)

@@ -67,7 +67,7 @@ class Cluster:
 @pytest.fixture(scope="session")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     if os.getuid() or missing_programs():
-        pytest.skip(f"needs root, and {', '.join(missing_programs()) or 'nothing else'}: make test-slurm")
+        pytest.fail(f"needs root, and {', '.join(missing_programs()) or 'nothing else'}: make test-slurm")
     folder = tmp_path_factory.mktemp("clone")
     for name in ("app", "conf", "docs", "scripts", "train.py", "README.md"):
         (folder / name).symlink_to(ROOT / name)
