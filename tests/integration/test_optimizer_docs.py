@@ -49,16 +49,19 @@ def steps_of(folder: Path, name: str) -> list[dict[str, Any]]:
     return [row for row in read_metrics(folder / "runs" / name) if "loss" in row]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("pair", [("steps", "samples"), ("beside", "behind")])
 def test_pairs_of_runs_are_the_same_bits(told: tuple[Path, dict[str, str]], pair: tuple[str, str]):
     first, second = ([[row[key] for key in ("loss", "grad_norm", "lr")] for row in steps_of(told[0], name)] for name in pair)
     assert first == second and len(first) == 10
 
 
+@pytest.mark.full
 def test_the_plan_counts_what_is_held(told: tuple[Path, dict[str, str]]):
     assert re.search(r"^optimizer .* 16 → 4\+12/d, d = 8", next(iter(told[1].values())), re.MULTILINE)
 
 
+@pytest.mark.full
 def test_an_overflow_skips_the_update_and_the_scale_follows_its_rule(told: tuple[Path, dict[str, str]]):
     rows = steps_of(told[0], "fp16")
     flags = [bool(row["skipped"]) for row in rows]

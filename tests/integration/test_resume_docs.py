@@ -38,6 +38,7 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, subp
     return folder, done
 
 
+@pytest.mark.full
 def test_one_run_at_four_layouts(told: tuple[Path, dict[str, subprocess.CompletedProcess[str]]]):
     run = told[0] / "runs/a"
     assert [row["step"] for row in read_metrics(run) if "loss" in row] == list(range(1, 31))
@@ -48,6 +49,7 @@ def test_one_run_at_four_layouts(told: tuple[Path, dict[str, subprocess.Complete
     assert all("resumed" in each.stdout for line, each in told[1].items() if "resume=" in line)
 
 
+@pytest.mark.full
 def test_the_folder_is_as_described(told: tuple[Path, dict[str, subprocess.CompletedProcess[str]]]):
     for path in re.findall(r"^runs/a\S+", DOC, re.MULTILINE):
         assert (told[0] / path).is_file(), path
@@ -59,6 +61,7 @@ def test_the_folder_is_as_described(told: tuple[Path, dict[str, subprocess.Compl
     assert {"embedding.main", "embedding.exp_avg", "embedding.exp_avg_sq", "random.cpu"} <= set(printed.split())
 
 
+@pytest.mark.full
 def test_a_run_that_diverges_says_what_is_shown(told: tuple[Path, dict[str, subprocess.CompletedProcess[str]]]):
     said = next(each.stderr for line, each in told[1].items() if "1e30" in line)
     measured = r"[\d.]+"

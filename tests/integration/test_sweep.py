@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from omegaconf import OmegaConf
 from wandb.proto import wandb_internal_pb2
 
 from app.engine.run_folder import newest_checkpoint
+from tests.cases import sampled
 from tests.training import wait_for
 from tests.wandb_file import records
 
@@ -134,6 +134,7 @@ def test_two_sweeps_do_not_share_a_folder(
     assert (six[0] / "sweep.json").read_text() == before and [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
 
 
+@pytest.mark.full
 def test_ctrl_c_keeps_what_finished_and_the_same_command_goes_on(corpus: tuple[str, ...], tmp_path: Path):
     """The second of three is interrupted after its first checkpoint; started again, it goes on from there."""
     overrides = (*corpus, *TINY, "train.steps=2,40,3", "train.eval_interval=0", "log.wandb=true", "hydra.sweep.dir=s")
@@ -196,33 +197,23 @@ NOTHING_TO_TRAIN = {
     "hardware.gpu_memory_gib=0.1,0.25": "hardware.gpu_memory_gib=0.2: too small: a rank needs ",
     "train.global_batch=1024 train.micro_batch=1 parallel.dp=512,1024": "parallel.dp=1024: this host has room for ",
 }
-Ended = dict[str, tuple[Path, subprocess.CompletedProcess[str]]]
 
 
-@pytest.fixture(scope="module")
-def refused(tmp_path_factory: pytest.TempPathFactory) -> Ended:
-    """Sweeps that come to nothing, side by side: their overrides -> the folder that each was started in, and its outcome."""
-    folders = {overrides: tmp_path_factory.mktemp("refused") for overrides in (*MISTAKES, *NOTHING_TO_TRAIN)}
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        done = pool.map(lambda overrides: run(folders[overrides], *overrides.split()), folders)
-        return {overrides: (folders[overrides], outcome) for overrides, outcome in zip(folders, done, strict=True)}
-
-
-@pytest.mark.parametrize("overrides", MISTAKES)
-def test_a_mistake_costs_one_line_and_leaves_nothing(refused: Ended, overrides: str):
-    folder, done = refused[overrides]
+@pytest.mark.parametrize("overrides", sampled(MISTAKES, 3))
+def test_a_mistake_costs_one_line_and_leaves_nothing(tmp_path: Path, overrides: str):
+    done = run(tmp_path, *overrides.split())
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith(f"train.py: {MISTAKES[overrides]}") and done.stderr.count("\n") == 1
-    assert list(folder.iterdir()) == []
+    assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("overrides", NOTHING_TO_TRAIN)
-def test_nothing_to_train_is_an_error(refused: Ended, overrides: str):
-    folder, done = refused[overrides]
+@pytest.mark.parametrize("overrides", sampled(NOTHING_TO_TRAIN, 3))
+def test_nothing_to_train_is_an_error(tmp_path: Path, overrides: str):
+    done = run(tmp_path, *overrides.split())
     assert (done.returncode, done.stderr) == (1, "train.py: nothing to train: every combination was skipped\n")
     said = rf"^\[2/2\] \S+  skipped: {re.escape(NOTHING_TO_TRAIN[overrides])}"
     assert re.search(said, done.stdout, re.MULTILINE), done.stdout
-    assert list(folder.iterdir()) == []
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_sweep_is_not_one_of_several_ranks(tmp_path: Path):

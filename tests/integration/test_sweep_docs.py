@@ -41,6 +41,7 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, str]
     return folder, outputs
 
 
+@pytest.mark.full
 def test_what_the_commands_print(told: tuple[Path, dict[str, str]]):
     first, top_k, again, report, _, runs = told[1].values()
     assert first.startswith("sweep sweeps/dense_tiny-") and re.findall(r"\[(\d)/4\].*  done in", first) == ["1", "2", "3", "4"]
@@ -51,6 +52,7 @@ def test_what_the_commands_print(told: tuple[Path, dict[str, str]]):
     assert "model.moe.top_k=2" in report and "written: sweeps/top_k/report.txt" in report and "done" in runs
 
 
+@pytest.mark.full
 def test_what_is_written(told: tuple[Path, dict[str, str]]):
     (sweep,) = (told[0] / "sweeps").glob("dense_tiny-*")
     assert {path.name for path in sweep.iterdir() if path.is_file()} == {"sweep.json", "report.txt", "report.csv", "report.html"}

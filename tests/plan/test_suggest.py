@@ -15,6 +15,7 @@ from app.plan.moves import with_values
 from app.plan.plan import GIB, Plan
 from app.plan.suggest import suggest
 from app.rules import check
+from tests.cases import chosen
 from tests.test_config import load
 
 SIZES = (
@@ -77,7 +78,7 @@ def runs(count: int) -> list[Run]:
     return [run for run in found if run is not None][:count]
 
 
-@pytest.mark.parametrize("count", [60, pytest.param(200, marks=pytest.mark.full)])
+@pytest.mark.parametrize("count", chosen([15, 200], [15]))
 def test_every_suggestion_for_random_runs_fits_when_planned_again(count: int):
     without = 0
     for run in runs(count):

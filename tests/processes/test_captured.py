@@ -19,6 +19,7 @@ from app.engine.step import TrainingStep, Validation
 from app.errors import ConfigError
 from app.moe.phases import Experts
 from app.plan.graphs import GraphPlan
+from tests.cases import chosen, sampled
 from tests.distributed import run_distributed
 from tests.runs import TINY, batches_of, engine_of, make_run, whole_gradients
 
@@ -106,9 +107,11 @@ LAYOUTS = {
 
 BIASED_TOO = ("one rank", "pp2")
 CASES = [*itertools.product(LAYOUTS, ("moe", "dense")), *itertools.product(BIASED_TOO, ("biased",))]
+CASES.remove(("ep2", "dense"))
+QUICK = [("one rank", "moe"), ("pp2", "biased"), ("ep2", "moe"), ("tp2", "dense")]
 
 
-@pytest.mark.parametrize(("layout", "model"), [case for case in CASES if case != ("ep2", "dense")])
+@pytest.mark.parametrize(("layout", "model"), chosen(CASES, QUICK))
 def test_captured_training_equals_eager_training_bit_for_bit(layout: str, model: str):
     parallel, runs = LAYOUTS[layout], {}
     names = CHOICES if layout in ("one rank", "pp2", "pp2 vpp2") else ("partial", "layer", "whole step")
@@ -119,9 +122,6 @@ def test_captured_training_equals_eager_training_bit_for_bit(layout: str, model:
             if (model, name) == ("dense", "moe"):  # experts alone
                 continue
             assert model == "moe" and layout in ("ep2", "tp2") and name in WITH_EXCHANGE
-    if model == "dense" and layout == "ep2":
-        assert not runs
-        return
     for results in run_distributed(several, runs["eager"].world_size, runs):
         eager = results.pop("eager")
         for name, result in results.items():
@@ -152,7 +152,7 @@ def memory_of(rank: int, runs: dict[int, Run]) -> dict[int, GraphFacts]:
     return {count: trained(rank, run)["facts"] for count, run in runs.items()}
 
 
-@pytest.mark.parametrize("layout", ["one rank", "pp2", "pp2 vpp2"])
+@pytest.mark.parametrize("layout", chosen(["one rank", "pp2", "pp2 vpp2"], ["pp2"]))
 def test_memory_does_not_grow_with_the_number_of_microbatches(layout: str):
     runs = {}
     for count in (4, 8, 16):
@@ -165,7 +165,7 @@ def test_memory_does_not_grow_with_the_number_of_microbatches(layout: str):
 
 
 @pytest.mark.parametrize("phases", [SELECTED, (Recompute.moe,)], ids=["several", "moe"])
-@pytest.mark.parametrize("graph", ["partial", "layer", "attn", "whole step"])
+@pytest.mark.parametrize("graph", sampled(["partial", "attn", "layer", "whole step"], 2))
 def test_recomputation_within_captured_parts(graph: str, phases: tuple[Recompute, ...]):
     again = RecomputeConfig(phases=phases)
     if graph == "partial" and Recompute.moe in phases:

@@ -32,6 +32,7 @@ from app.engine.checkpoint import Progress, verify_checkpoint
 from app.engine.checkpoint_save import Saver
 from app.engine.groups import process_world
 from app.engine.run_folder import CHECKPOINTS, LATEST, complete_checkpoints, newest_checkpoint
+from tests.cases import chosen
 from tests.runs import TINY, engine_of, make_run
 
 DEAD = 17  # exit status of a killed child
@@ -105,6 +106,7 @@ SCENARIOS = {
     "replaces the only other, beside training": Scenario((1,), 2, 1, True),
     "same step again, beside training": Scenario((1, 2), 2, 2, True),
 }
+QUICK = (SCENARIOS["next"], SCENARIOS["replaces the only other, beside training"])
 
 
 def in_child(work: Callable[[], None]) -> int:
@@ -138,7 +140,7 @@ def interrupted(scenario: Scenario, folder: Path, deadline: int, log: Path) -> b
     return in_child(work) == DEAD
 
 
-@pytest.fixture(scope="module", params=SCENARIOS.values(), ids=SCENARIOS)
+@pytest.fixture(scope="module", params=chosen(SCENARIOS.values(), QUICK), ids=SCENARIOS)
 def deaths(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Scenario, dict[str, Path]]:
     """The scenario and, for every moment of it, the run folder that a death at that moment leaves."""
     scenario, root, left = request.param, tmp_path_factory.mktemp("deaths"), {}
@@ -258,7 +260,7 @@ def two_ranks(work: Callable[[int], None], folder: Path) -> list[int]:
     return [process.exitcode for process in ranks]
 
 
-@pytest.mark.parametrize("dying", [0, 1])
+@pytest.mark.parametrize("dying", chosen([0, 1], [1]))
 def test_a_rank_that_dies_while_its_writer_works_leaves_whole_checkpoints(dying: int, tmp_path: Path):
     config = CheckpointConfig(keep_last=1)
     run = make_run(TINY, parallel=ParallelConfig(world_size=2, dp=2), checkpoint=config)

@@ -11,6 +11,7 @@ import torch
 from app.choices import Dtype
 from app.config import OptimConfig, ParallelConfig, PrecisionConfig, Run
 from app.optim.distributed import DistributedOptimizer
+from tests.cases import sampled
 from tests.distributed import run_distributed
 from tests.runs import TINY, engine_of, make_run, train_steps, whole_gradients
 
@@ -35,7 +36,7 @@ def trained(rank: int, run: Run) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("parallel", LAYOUTS.values(), ids=LAYOUTS)
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", sampled(MODELS, 3))
 def test_the_same_bits_as_autograd(model: str, parallel: ParallelConfig):
     sections = {"precision": PrecisionConfig(Dtype.bfloat16), "parallel": parallel}
     run = make_run(MODELS[model], optim=OptimConfig(lr=1e-2, bucket_numel=1500), **sections)

@@ -22,6 +22,7 @@ from app.model.context_parallel import own_tokens
 from app.plan.activations import MicrobatchMemory, chunk_activations
 from app.plan.select import select_layout, select_stages
 from app.rules import check
+from tests.cases import sampled
 from tests.distributed import run_distributed
 from tests.tensors.test_activation_memory import Alive, attention_of, sums_of, with_kernels
 
@@ -160,13 +161,13 @@ def compare(run: Run) -> None:
         assert backward == pytest.approx(memory.total + memory.backward, rel=0.02)
 
 
-@pytest.mark.parametrize(("model", "choices"), CUT.values(), ids=CUT)
+@pytest.mark.parametrize(("model", "choices"), sampled(CUT.values(), 3), ids=CUT)
 @pytest.mark.parametrize("mask", [True, False], ids=["documents", "causal"])
 def test_dense_layers_and_the_ends_of_a_model_that_are_cut(model: ModelConfig, choices: dict[str, Any], mask: bool):
     compare(run_of(model, mask, **choices))
 
 
-@pytest.mark.parametrize("chunk_tokens", [64, 96, 256])
+@pytest.mark.parametrize("chunk_tokens", sampled([96, 64, 256], 3))
 @pytest.mark.parametrize("tp", [1, 2])
 def test_a_loss_by_chunks(tp: int, chunk_tokens: int):
     compare(run_of(dataclasses.replace(DENSE, vocab_size=4000), chunk_tokens=chunk_tokens, tp=tp))
@@ -196,6 +197,6 @@ SENT = {
 }
 
 
-@pytest.mark.parametrize(("model", "parallel"), SENT.values(), ids=SENT)
+@pytest.mark.parametrize(("model", "parallel"), sampled(SENT.values(), 3), ids=SENT)
 def test_layers_of_experts_with_even_load(model: ModelConfig, parallel: dict[str, Any]):
     compare(run_of(model, **parallel))

@@ -29,6 +29,7 @@ from app.engine.run_folder import complete_checkpoints, create_run_folder, newes
 from app.engine.signals import STOPPED, StopRequest
 from app.engine.start import find_start
 from app.errors import ConfigError
+from tests.cases import sampled
 from tests.distributed import run_distributed
 from tests.training import LONG, ROOT, Seen, composed, corpus_in, losses, train_rank, wait_for
 
@@ -46,7 +47,9 @@ def untimed(folder: Path) -> list[dict[str, Any]]:
     return [{key: value for key, value in row.items() if key not in TIMED} for row in read_metrics(folder)]
 
 
-@pytest.mark.parametrize(("layout", "told_at"), [("single", {0: 3}), ("dp2", {1: 5}), ("ep2", {0: 7, 1: 7})])
+@pytest.mark.parametrize(
+    ("layout", "told_at"), sampled([("dp2", {1: 5}), ("single", {0: 3}), ("ep2", {0: 7, 1: 7})], 3)
+)
 def test_no_token_is_lost_or_repeated(corpus: tuple[str, ...], tmp_path: Path, layout: str, told_at: dict[int, int]):
     """Step 5 is one with a validation, which the resumed run makes up for; in ep2 both ranks are told at once."""
     world_size, overrides = LAYOUTS[layout]
@@ -247,7 +250,7 @@ def launched(folder: Path, *arguments: str, ends: Sequence[str] = (), send: int 
     return process.exitcode, said.read_text(), sorted(path.name for path in folder.glob("began-*"))
 
 
-@pytest.mark.parametrize("code", [2, 75, 130])
+@pytest.mark.parametrize("code", sampled([75, 2, 130], 3))
 def test_explained_ends_are_final_and_silent(tmp_path: Path, code: int):
     found = launched(tmp_path, "--standalone", "--max-restarts=2", ends=[f"0:{code}", f"1:{code}"])
     assert found == (code, "", ["began-0-0", "began-1-0"])
@@ -321,6 +324,7 @@ def test_stopped_ranks_go_on_where_they_were(corpus: tuple[str, ...], tmp_path: 
     assert losses(tmp_path / "run") == undisturbed
 
 
+@pytest.mark.full
 def test_a_killed_rank_costs_no_step(corpus: tuple[str, ...], tmp_path: Path, undisturbed: dict[int, float]):
     """`torchrun --max-restarts=2` as torch has it, in a folder where another run has the newest checkpoint."""
     other = tmp_path / "runs/other/checkpoints/step-00000999"
