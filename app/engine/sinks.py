@@ -83,9 +83,10 @@ class JsonLines:
 class Console:
     """A live progress line on a terminal; on anything else a line per log interval."""
 
-    def __init__(self, run: Run, from_step: int, stream: TextIO = sys.stdout) -> None:
-        self.total, self.interval, self.stream = run.train.steps, run.log.interval, stream
-        self.live = stream.isatty()
+    def __init__(self, run: Run, from_step: int, stream: TextIO | None = None) -> None:
+        self.total, self.interval = run.train.steps, run.log.interval
+        self.stream = sys.stdout if stream is None else stream
+        self.live = self.stream.isatty()
         self.from_step = from_step
         self.recent: deque[float] = deque(maxlen=20)  # ms of the last steps
         self.val_loss: float | None = None

@@ -17,6 +17,7 @@ import pytest
 from app.engine.report import RollbackReport, StepReport, ValidationReport
 from app.engine.run_folder import complete_checkpoints, newest_checkpoint
 from tests.cases import sampled
+from tests.programs import run_forked
 from tests.training import wait_for
 from tests.wandb_file import history
 
@@ -43,6 +44,7 @@ def command(corpus: str, *overrides: str, processes: int = 1) -> list[str]:
 
 
 def run(folder: Path, line: list[str], **options: Any) -> subprocess.CompletedProcess[str]:
+    """A program in an interpreter of its own."""
     return subprocess.run(line, cwd=folder, capture_output=True, text=True, timeout=300, **options)
 
 
@@ -96,7 +98,7 @@ def test_metrics_are_the_documented_ones(whole: tuple[Path, str]):
 def test_metrics_that_are_asked_for(tmp_path: Path, corpus: str):
     asked = ("optim.count_zeros=true", "model.moe.capacity_factor=1", "precision.loss_scale=8", "log.interval=1",
              "cuda_graph=partial")  # fmt: skip
-    done = run(tmp_path, command(corpus, "train.steps=6", "run_dir=run", *asked))
+    done = run_forked(tmp_path, command(corpus, "train.steps=6", "run_dir=run", *asked))
     assert done.returncode == 0, done.stderr
     line = r"^step 4/6  (\d+) \((\d+)\) graphs captured in .* s; MiB: static ([\d.]+) \(([\d.]+)\), cut .*planned$"
     told = re.search(line, done.stdout, re.MULTILINE)
@@ -117,8 +119,8 @@ def test_wandb_run_reads_back(whole: tuple[Path, str]):
 
 def test_resume_is_exact(whole: tuple[Path, str], tmp_path: Path, corpus: str):
     """Stopped after 8 of 12 steps and continued: every number of the uninterrupted run, bit for bit."""
-    first = run(tmp_path, command(corpus, "train.steps=8", "optim.decay_steps=12", "run_dir=run"))
-    second = run(tmp_path, command(corpus, "train.steps=12", "run_dir=run", "resume=auto"))
+    first = run_forked(tmp_path, command(corpus, "train.steps=8", "optim.decay_steps=12", "run_dir=run"))
+    second = run_forked(tmp_path, command(corpus, "train.steps=12", "run_dir=run", "resume=auto"))
     assert (first.returncode, second.returncode) == (0, 0), first.stderr + second.stderr
     assert "after step 8" in second.stdout
     assert untimed(metrics(tmp_path / "run"))[-5:] == untimed(metrics(whole[0]))[-5:]
@@ -131,7 +133,7 @@ def test_killed_while_training(whole: tuple[Path, str], tmp_path: Path, corpus: 
     wait_for(lambda: newest_checkpoint(tmp_path / "run") is not None)
     process.send_signal(signal.SIGKILL)
     process.wait()
-    done = run(tmp_path, command(corpus, "train.steps=12", "run_dir=run", "resume=auto"))
+    done = run_forked(tmp_path, command(corpus, "train.steps=12", "run_dir=run", "resume=auto"))
     assert done.returncode == 0, done.stderr
     assert untimed(metrics(tmp_path / "run")) == untimed(metrics(whole[0]))
 
@@ -168,7 +170,7 @@ MISTAKES = [
 
 @pytest.mark.parametrize(("overrides", "said"), sampled(MISTAKES, 3), ids=[said.split(":")[0] for _, said in MISTAKES])
 def test_mistake_leaves_nothing_behind(tmp_path: Path, corpus: str, overrides: list[str], said: str):
-    done = run(tmp_path, command(corpus, *overrides), env={**os.environ, "CUDA_VISIBLE_DEVICES": ""})
+    done = run_forked(tmp_path, command(corpus, *overrides), env={**os.environ, "CUDA_VISIBLE_DEVICES": ""})
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith(f"train.py: {said}") and done.stderr.count("\n") == 1
     assert list(tmp_path.iterdir()) == []
@@ -176,7 +178,7 @@ def test_mistake_leaves_nothing_behind(tmp_path: Path, corpus: str, overrides: l
 
 def test_mistake_is_found_before_ranks_start(tmp_path: Path, corpus: str):
     """The layout asks for two processes, but one is enough to see what is wrong."""
-    done = run(tmp_path, command(corpus, "parallel.dp=2", "data.path=[nowhere/*.txt]"))
+    done = run_forked(tmp_path, command(corpus, "parallel.dp=2", "data.path=[nowhere/*.txt]"))
     assert (done.returncode, done.stdout) == (2, "") and done.stderr.count("\n") == 1
     assert list(tmp_path.iterdir()) == []
 
@@ -210,12 +212,12 @@ def descendants(pid: int) -> Iterator[int]:
 
 
 def test_a_second_run_does_not_overwrite_the_first(whole: tuple[Path, str], corpus: str):
-    done = run(whole[0].parent, command(corpus, "run_dir=run"))
+    done = run_forked(whole[0].parent, command(corpus, "run_dir=run"))
     assert done.returncode == 2 and "run_dir=run: holds another run; nearest that works: resume=auto" in done.stderr
 
 
 def test_continuing_with_other_data_is_refused(whole: tuple[Path, str], corpus: str):
-    done = run(whole[0].parent, command(corpus, "run_dir=run", "resume=auto", "train.seq_len=16", "train.steps=20"))
+    done = run_forked(whole[0].parent, command(corpus, "run_dir=run", "resume=auto", "train.seq_len=16", "train.steps=20"))
     assert done.returncode == 2 and done.stderr.startswith(
         "train.py: train.seq_len=16: the checkpoint run/checkpoints/step-00000012"
     )
