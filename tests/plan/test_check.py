@@ -52,7 +52,7 @@ def legal_half(cases: list[Case], number: int) -> list[Case]:
 
 
 def test_a_choice_of_schedules_runs_or_is_refused():
-    for number, case in enumerate(legal_half(GRID, 200) + legal_half(GROUPS, 100)):
+    for number, case in enumerate(legal_half(GRID, 80) + legal_half(GROUPS, 40)):
         prove(case, forward_only=number % 5 == 0)
 
 

@@ -15,7 +15,7 @@ from app.plan.moves import with_values
 from app.plan.plan import GIB, Plan
 from app.plan.suggest import suggest
 from app.rules import check
-from tests.cases import chosen
+from tests.cases import chosen, sampled
 from tests.test_config import load
 
 SIZES = (
@@ -102,7 +102,7 @@ TYPED = (
 )
 
 
-@pytest.mark.parametrize("line", TYPED)
+@pytest.mark.parametrize("line", sampled(TYPED, 3))
 def test_suggestions_work_when_typed(line: str):
     overrides = line.split()
     run = load(*overrides)

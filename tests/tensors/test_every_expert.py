@@ -13,6 +13,7 @@ from app.choices import Score
 from app.config import ModelConfig, MoEConfig
 from app.moe.phases import Router
 from app.moe.router import update_bias
+from tests.cases import sampled
 from tests.tensors.models import make_chunk, mean_loss
 
 MOE = MoEConfig(num_experts=8, top_k=2, ffn_hidden_size=32, aux_loss_coeff=0.01)
@@ -51,7 +52,7 @@ def imbalance(counts_LE: Tensor) -> float:
     return (counts_LE.amax(dim=1) / counts_LE.double().mean(dim=1)).max().item()
 
 
-@pytest.mark.parametrize("seed", range(1, 6))
+@pytest.mark.parametrize("seed", sampled(range(1, 6), 5))
 @pytest.mark.parametrize("moe", [MOE, SIGMOID, MANY], ids=["softmax", "sigmoid", "32 experts"])
 def test_every_expert_gets_tokens_at_the_start(moe: MoEConfig, seed: int):
     (counts,) = loads(dataclasses.replace(MODEL, moe=moe), 1, seed=seed)
