@@ -85,24 +85,22 @@ def aux_scores(logits_TE: Tensor, score: Score | str) -> Tensor:
     return scores_TE if score is Score.softmax else scores_TE / (scores_TE.sum(dim=-1, keepdim=True) + TINY)
 
 
-def aux_routing(logits_TE: Tensor, top_k: int, score: Score | str, valid_T: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def aux_routing(logits_TE: Tensor, top_k: int, score: Score | str) -> tuple[Tensor, Tensor]:
     """What the balancing loss looks at: `aux_scores` [T, E], and the top_k experts by them alone [T, E] (bool).
 
-    The map knows neither bias nor groups nor drops. In rows where `valid_T` is False (padding) both are zero.
+    The map knows neither bias nor groups nor drops.
     """
     scores_TE = aux_scores(logits_TE, score)
-    map_TE = torch.zeros_like(scores_TE, dtype=torch.bool).scatter(1, _top_experts(scores_TE.detach(), top_k), True)
-    if valid_T is None:
-        return scores_TE, map_TE
-    return scores_TE * valid_T[:, None], map_TE & valid_T[:, None]
+    experts_TK = _top_experts(scores_TE.detach(), top_k)
+    return scores_TE, torch.zeros_like(scores_TE, dtype=torch.bool).scatter(1, experts_TK, True)
 
 
 def aux_loss(scores_TE: Tensor, tokens_per_expert_E: Tensor, top_k: int, coeff: float, num_tokens: int | Tensor) -> Tensor:
     """Load-balancing loss of one microbatch, coeff · E · Σ_e f_e · P_e: scalar, `coeff` when the load is even.
 
     f_e is the share of the num_tokens · top_k assignments that expert e received (`map_TE.sum(0)` of `aux_routing`), and
-    P_e its mean score over the tokens. `num_tokens` counts valid tokens, at least 1; a device scalar will do. Where ranks
-    have a part of the tokens each, both count all of them and the scores are a part: the losses of the ranks add up.
+    P_e its mean score over the tokens. `num_tokens` is at least 1; a device scalar will do. Where ranks have a part of the
+    tokens each, both count all of them and the scores are a part: the losses of the ranks add up.
     Source: GShard (arXiv 2006.16668) and Switch Transformer (arXiv 2101.03961).
     """
     num_experts = scores_TE.shape[1]
@@ -115,24 +113,20 @@ def sequence_aux_loss(
 ) -> Tensor:
     """The mean over sequences of `aux_loss` for each by itself: scalar.
 
-    `num_tokens` counts the (valid) tokens of a sequence: a number, or [B] on the device. Source: DeepSeek-V3 (arXiv 2412.19437).
+    `num_tokens` counts the tokens of a sequence: a number, or [B] on the device. Source: DeepSeek-V3 (arXiv 2412.19437).
     """
     num_experts = scores_BSE.shape[2]
     overlap_B = (scores_BSE.sum(dim=1) * tokens_per_expert_BE).sum(dim=1)
     return (overlap_B * (num_experts * coeff / (top_k * num_tokens * num_tokens))).mean()
 
 
-def z_loss(logits_TE: Tensor, coeff: float, valid_T: Tensor | None = None, num_tokens: int | Tensor | None = None) -> Tensor:
-    """coeff · mean over (valid) tokens of logsumexp(logits)², which keeps logits small (ST-MoE, arXiv 2202.08906): scalar.
+def z_loss(logits_TE: Tensor, coeff: float, num_tokens: int | None = None) -> Tensor:
+    """coeff · mean over tokens of logsumexp(logits)², which keeps logits small (ST-MoE, arXiv 2202.08906): scalar.
 
-    `num_tokens` counts the (valid) tokens where these are a part of them: then the losses of the parts add up.
+    `num_tokens` counts all tokens where these are a part of them: then the losses of the parts add up.
     """
     squares_T = _wide(logits_TE).logsumexp(dim=-1).square()
-    if valid_T is not None:
-        squares_T = squares_T * valid_T
-    if num_tokens is None:
-        num_tokens = len(squares_T) if valid_T is None else valid_T.sum().clamp(min=1)
-    return squares_T.sum() / num_tokens * coeff
+    return squares_T.sum() / (num_tokens or len(squares_T)) * coeff
 
 
 def update_bias(bias_E: Tensor, counts_E: Tensor, rate: float) -> Tensor:

@@ -98,9 +98,8 @@ def everything(values: Values) -> list[Tensor]:
     routing = {"score": "sigmoid", "bias_E": values["router"].detach().sum(1), "groups": 3, "topk_groups": 1, "scale": 2.0}
     out, _, experts = fast_layer(**values, **routing)
     logits = F.linear(values["x"].float(), values["router"].float())
-    valid = logits[:, 0] > 0
-    scores, chosen = aux_routing(logits, K, "softmax", valid)
-    loss = aux_loss(scores, chosen.sum(0), K, 0.01, valid.sum().clamp(min=1)) + z_loss(logits, 0.01, valid)
+    scores, chosen = aux_routing(logits, K, "softmax")
+    loss = aux_loss(scores, chosen.sum(0), K, coeff=0.01, num_tokens=len(logits)) + z_loss(logits, 0.01)
     dense, _ = route(logits, K, pre_softmax=True)
     bias = update_bias(values["router"].detach().sum(1), sort_by_expert(experts, E).ends_E, 0.01)
     grads = torch.autograd.grad(out.float().square().sum() + loss + dense.square().sum(), list(values.values()))
