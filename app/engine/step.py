@@ -116,10 +116,15 @@ def _pack(norm_sq: Tensor, totals: StepTotals, zeros: Tensor | float, request: S
 
 
 class Validation:
-    """Mean token loss over fixed microbatches, forward only."""
+    """Mean token loss over fixed microbatches, forward only.
+
+    What the run captures is recorded by the first validation after training has been, but never by the first one of this
+    process: kernels without a backward, and exchanges of other sizes, have to be prepared outside of a capture too.
+    """
 
     def __init__(self, engine: Engine, num_microbatches: int) -> None:
         self.run, self.engine = engine.plan.run, engine
+        self.taken = 0  # validations of this process
         self.eager = select_forward_backward(engine, engine.plan.validation_actions(num_microbatches))
         self.loader = Loader(engine.groups, engine.device)
         self.captured = self.eager
@@ -130,8 +135,10 @@ class Validation:
         """(nats per token, tokens) over the microbatches of all ranks."""
         step = step_input(self.loader.take(batches), Normalize.token, self.run.dp, self.engine.groups)
         self.engine.watch.note("forwards of a validation")
-        recorded = self.engine.recorder is not None and self.engine.recorder.recordings  # training has warmed everything up
-        totals = (self.captured if recorded else self.eager)(step)
+        recorder = self.engine.recorder
+        captures = recorder is not None and recorder.recordings and self.taken
+        totals = (self.captured if captures else self.eager)(step)
+        self.taken += 1
         # A number on ranks without a loss of their own; on all it has to be where their group can sum it.
         loss = torch.as_tensor(totals.loss, dtype=torch.float32, device=self.engine.device).clone()
         all_reduce(loss, self.engine.groups.world)

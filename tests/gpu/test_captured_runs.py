@@ -20,6 +20,7 @@ from app.config import CudaGraphConfig, ModelConfig, PrecisionConfig
 from app.engine.build import build_engine
 from app.engine.capture.facts import GraphFacts
 from app.engine.groups import create_groups, process_world
+from app.engine.run_folder import read_metrics
 from app.engine.step import TrainingStep
 from app.plan.plan import Plan
 from tests.gpu.programs import GPUS, ROOT, command, losses, rows_of
@@ -45,6 +46,23 @@ def test_a_run_with_graphs_repeats_one_without(tmp_path: Path, model: str, graph
     first, *_, last = (row for row in rows_of(tmp_path / "graphs") if "graph_count" in row)
     assert first["graph_count"] == first["graph_pool_gib"] == 0  # before capture
     assert last["graph_count"] > 0 and last["graph_pool_gib"] > 0
+
+
+@pytest.mark.parametrize("model", ["moe_tiny", "dense_tiny"])
+def test_a_resumed_run_validates_as_one_without_graphs(tmp_path: Path, model: str):
+    """No validation before training is recorded: step 10's runs without a graph, 15's is captured, and 20's replayed."""
+    fixed = (f"model={model}", "precision=bf16", "parallel.dp=1", "train.eval_interval=5", "optim.decay_steps=20")
+    graphs = (*fixed, "cuda_graph=full_iteration", "cuda_graph.warmup_steps=2", "checkpoint=default")
+    eager = losses(tmp_path / "eager", *fixed, "train.steps=20", first=6)
+    losses(tmp_path / "graphs", *graphs, "train.steps=5")
+    assert losses(tmp_path / "graphs", *graphs, "train.steps=20", "resume=auto", first=6) == eager
+    found = validations(tmp_path / "graphs")
+    assert found == validations(tmp_path / "eager") and [step for step, _ in found] == [0, 5, 10, 15, 20]
+
+
+def validations(folder: Path) -> list[tuple[int, float]]:
+    """(step, loss) of every validation of a run."""
+    return [(row["step"], row["val_loss"]) for row in read_metrics(folder) if "val_loss" in row]
 
 
 @pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)

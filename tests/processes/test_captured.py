@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,9 +13,13 @@ import torch
 
 from app.choices import DispatcherKind, GraphImpl, GraphKey, GraphScope, Recompute, Score
 from app.config import CudaGraphConfig, ModelConfig, OptimConfig, ParallelConfig, RecomputeConfig, Run, TrainConfig
+from app.engine import trainer
+from app.engine.build import Engine
 from app.engine.capture.facts import GraphFacts
+from app.engine.executor import ForwardBackward
 from app.engine.groups import process_world
 from app.engine.report import Meter
+from app.engine.run_folder import read_metrics
 from app.engine.step import TrainingStep, Validation
 from app.errors import ConfigError
 from app.moe.phases import Experts
@@ -22,6 +27,7 @@ from app.plan.graphs import GraphPlan
 from tests.cases import chosen, sampled
 from tests.distributed import run_distributed
 from tests.runs import TINY, batches_of, engine_of, make_run, whole_gradients
+from tests.training import composed, corpus_in, train_rank
 
 FOUR = dataclasses.replace(TINY, num_layers=4)
 BIASED = dataclasses.replace(FOUR.moe, score=Score.sigmoid, bias_update_rate=0.01)
@@ -221,6 +227,37 @@ def test_validation_is_captured_beside_training():
             assert validation(held_out) == plain(held_out)
         assert validation(other) == plain(other)  # the recording reads what it is given
         assert engine.recorder is not None and len(engine.recorder.recordings) == 2
+
+
+def validated(rank: int, run: Run) -> list[str]:
+    """Train, and tell how each validation of this process was run."""
+    ways: list[str] = []
+
+    class Told(Validation):
+        def __init__(self, engine: Engine, num_microbatches: int) -> None:
+            super().__init__(engine, num_microbatches)
+            self.eager, self.captured = telling("eager", self.eager), telling("captured", self.captured)
+
+    def telling(way: str, work: ForwardBackward) -> ForwardBackward:
+        return lambda step: ways.append(way) or work(step)
+
+    trainer.Validation = Told
+    assert train_rank(rank, run, {})[0]
+    return ways
+
+
+def test_a_resumed_run_validates_as_one_without_graphs(tmp_path: Path):
+    settings = (*corpus_in(tmp_path), "checkpoint.interval=5")
+    graphs = (*settings, "cuda_graph=full_iteration", "cuda_graph.warmup_steps=2", f"run_dir={tmp_path}/graphs")
+    starts = ((*settings, "train.steps=20", f"run_dir={tmp_path}/eager"), (*graphs, "train.steps=5"),
+              (*graphs, "train.steps=20", "resume=auto"))  # fmt: skip
+    ways = [run_distributed(validated, 1, composed(overrides, 1))[0] for overrides in starts]
+    assert ways == [["eager"] * 5, ["eager", "captured"], ["eager", "captured", "captured"]]
+    eager, resumed = (
+        [(row["step"], row["val_loss"]) for row in read_metrics(tmp_path / name) if "val_loss" in row]
+        for name in ("eager", "graphs")
+    )
+    assert resumed == eager and [step for step, _ in eager] == [0, 5, 10, 15, 20]
 
 
 def test_nothing_is_replayed_after_its_release():
