@@ -50,7 +50,7 @@ class Run:
     loss: LossConfig = field(default_factory=LossConfig)  # how token losses are averaged
     train: TrainConfig = field(default_factory=TrainConfig)  # length and batch
     run_dir: str | None = None  # folder of this run; null: runs/<time>-<model>
-    resume: str | None = None  # null: start anew; auto: newest checkpoint; or the path of a checkpoint or run folder
+    resume: str | None = None  # null: start anew; auto: newest checkpoint that fits; or a path
 
     @property
     def world_size(self) -> int:

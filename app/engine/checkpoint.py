@@ -69,6 +69,17 @@ def read_manifest(path: Path) -> dict[str, Any]:
 
     Raises ConfigError that names what is wrong, and the checkpoint before it.
     """
+    manifest = parse_manifest(path)
+    for name, expected in manifest["files"].items():
+        if not (path / name).is_file():
+            raise _broken(path, f"{name} is missing")
+        if (size := (path / name).stat().st_size) != expected["bytes"]:
+            raise _broken(path, f"{name} has {size} bytes instead of {expected['bytes']}")
+    return manifest
+
+
+def parse_manifest(path: Path) -> dict[str, Any]:
+    """The manifest of a checkpoint, without a look at its files. Raises ConfigError."""
     try:
         manifest = json.loads((path / MANIFEST).read_text())
     except (OSError, ValueError) as error:
@@ -78,11 +89,6 @@ def read_manifest(path: Path) -> dict[str, Any]:
         raise _broken(path, f"{MANIFEST} has format {found}, this version reads format {FORMAT}")
     if manifest.get("sha256") != manifest_digest(manifest):
         raise _broken(path, f"{MANIFEST} was changed after it was saved (sha256 differs)")
-    for name, expected in manifest["files"].items():
-        if not (path / name).is_file():
-            raise _broken(path, f"{name} is missing")
-        if (size := (path / name).stat().st_size) != expected["bytes"]:
-            raise _broken(path, f"{name} has {size} bytes instead of {expected['bytes']}")
     return manifest
 
 

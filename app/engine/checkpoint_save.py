@@ -63,6 +63,7 @@ def current_state(engine: Engine, run: Run, progress: Progress, cursor: dict[str
     manifest = {
         "format": FORMAT,
         **dataclasses.asdict(progress),
+        "time": time.time(),  # seconds since 1970, UTC
         "layout": {"world_size": groups.layout.world_size, **groups.layout.sizes(), **groups.layout.sizes(expert=True)},
         "loss_scale": None if engine.loss_scale is None else engine.loss_scale.state(),
         "config": plain(dataclasses.asdict(run)),

@@ -1,4 +1,4 @@
-"""Where a run writes, and which checkpoint it continues from.
+"""Where a run writes, and what lies there.
 
 runs/<time>-<model>/  config.yaml  plan.json  metrics.jsonl  loss.png  wandb/  checkpoints/{latest, step-00000100/, …}
 """
@@ -18,7 +18,7 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from app.config import Run
-from app.errors import ConfigError, nearest
+from app.errors import ConfigError
 from app.plan.export import plan_json
 from app.plan.plan import Plan
 
@@ -31,22 +31,22 @@ LATEST = "latest"  # file that names the newest complete checkpoint
 STEP_PREFIX = "step-"
 
 
-def choose_folders(run: Run, ours: bool = False) -> tuple[Path | None, Path | None]:
-    """The run folder (None: a new one) and the checkpoint to start from (None: start anew); `ours`: it is this run's already.
+def choose_folder(run: Run, checkpoint: Path | None, ours: bool = False) -> Path | None:
+    """The folder of a run that starts from `checkpoint` (None: anew); None: a new one.
 
-    Writes nothing. A run goes on in the folder of its checkpoint if that is the folder's newest; from an older one it
-    branches off into a new folder, so that what came later stays. Raises ConfigError.
+    `ours`: run.run_dir is this run's already. Writes nothing. A run goes on in the folder of its
+    checkpoint if that is the folder's newest; from an older one it branches off into a new folder,
+    so that what came later stays. Raises ConfigError.
     """
-    checkpoint = _checkpoint_to_resume(run)
     home = checkpoint.parent.parent if checkpoint is not None and checkpoint.parent.name == CHECKPOINTS else None
     goes_on = home is not None and newest_checkpoint(home) == checkpoint
     if not run.run_dir:
-        return (home if goes_on else None), checkpoint
+        return home if goes_on else None
     wanted = Path(run.run_dir)
     ours = ours or run.resume == "auto" or (goes_on and home is not None and wanted.resolve() == home.resolve())
     if (wanted / CONFIG).exists() and not ours:
         raise ConfigError("run_dir", wanted, "holds another run", "resume=auto to continue it, or another run_dir")
-    return wanted, checkpoint
+    return wanted
 
 
 def create_run_folder(run: Run, chosen: Path | None) -> Path:
@@ -83,30 +83,6 @@ def _new_folder(wanted: Path) -> Path:
             continue
         return name
     raise ConfigError("run_dir", None, f"{wanted} and its successors exist", "another run_dir")
-
-
-def _checkpoint_to_resume(run: Run) -> Path | None:
-    if run.resume is None:
-        return None
-    if run.resume == "auto":
-        return newest_checkpoint(Path(run.run_dir)) if run.run_dir else _newest_of_all_runs()
-    return _checkpoint_at(Path(run.resume))
-
-
-def _newest_of_all_runs() -> Path | None:
-    found = [newest for folder in RUNS.glob("*") if (newest := newest_checkpoint(folder))]
-    return max(found, key=lambda path: path.stat().st_mtime, default=None)
-
-
-def _checkpoint_at(path: Path) -> Path:
-    if path.name.startswith(STEP_PREFIX) and path.is_dir():
-        return path
-    newest = newest_checkpoint(path.parent if path.name == CHECKPOINTS else path)
-    if newest is None:
-        known = [str(folder) for folder in RUNS.glob("*") if newest_checkpoint(folder)]
-        rule = "holds no complete checkpoint" if path.exists() else "does not exist"
-        raise ConfigError("resume", path, rule, nearest(str(path), known) or (known[-1] if known else None))
-    return newest
 
 
 def newest_checkpoint(run_dir: Path) -> Path | None:

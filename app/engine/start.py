@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -18,16 +18,11 @@ from app.data.load import load_data, prepare
 from app.data.tokenizer import Tokenizer, load_tokenizer
 from app.engine.checkpoint import read_manifest
 from app.engine.groups import Groups
-from app.engine.run_folder import choose_folders, newest_checkpoint, plain
+from app.engine.resume import allowed_changes, checkpoint_to_resume
+from app.engine.run_folder import choose_folder, newest_checkpoint
 from app.errors import ConfigError
 
 T = TypeVar("T")
-
-# What a continued run may not change: it would be another model, or would see other tokens than it was going to.
-FIXED = ("model.", "precision.", "data.", "train.seq_len", "train.seed")
-FREE = ("model.name", "model.init_std", "model.moe.aux_loss_coeff", "model.moe.z_loss_coeff", "model.moe.bias_update_rate",
-        "model.moe.dispatcher", "data.num_proc", "data.cache_dir")  # fmt: skip
-UNREPORTED = ("run_dir", "resume", "log.", "checkpoint.", "parallel.")
 
 
 def usable_gpus(run: Run) -> int:
@@ -56,6 +51,7 @@ class Start:
     checkpoint: Path | None = None
     manifest: dict[str, Any] | None = None  # of the checkpoint
     changes: tuple[str, ...] = ()  # settings that differ from the checkpoint's, as text
+    passed_over: str | None = None  # newer checkpoint that does not fit, and why
 
 
 def find_start(run: Run, earlier: Path | None = None) -> Start:
@@ -67,33 +63,16 @@ def find_start(run: Run, earlier: Path | None = None) -> Start:
     if earlier is not None:
         resume = "auto" if newest_checkpoint(earlier) else run.resume
         run = replace(run, run_dir=str(earlier), resume=resume)
-    run_dir, checkpoint = choose_folders(run, ours=earlier is not None)
+    checkpoint, passed_over = checkpoint_to_resume(run)
+    run_dir = choose_folder(run, checkpoint, ours=earlier is not None)
     if checkpoint is None:
-        return Start(run_dir)
+        return Start(run_dir, passed_over=passed_over)
     manifest = read_manifest(checkpoint)
-    changes = tuple(_allowed_changes(checkpoint, manifest["config"], plain(asdict(run))))
+    changes = allowed_changes(checkpoint, manifest["config"], run)
     if manifest["step"] >= run.train.steps and earlier is None:  # an attempt may die between its last step and its end
         rule = f"the checkpoint {checkpoint} has already taken {manifest['step']}"
         raise ConfigError("train.steps", run.train.steps, rule, manifest["step"] + 100)
-    return Start(run_dir, checkpoint, manifest, changes)
-
-
-def _allowed_changes(checkpoint: Path, saved: Any, current: Any) -> Iterator[str]:
-    for key, was, now in _differences("", saved, current):
-        if key.startswith(FIXED) and not key.startswith(FREE):
-            raise ConfigError(key, now, f"the checkpoint {checkpoint} was trained with {was}", was)
-        if not key.startswith(UNREPORTED):
-            yield f"{key}: {was} -> {now}"
-
-
-def _differences(prefix: str, saved: Any, current: Any) -> Iterator[tuple[str, Any, Any]]:
-    """(dotted key, saved value, current value) of all that differs."""
-    if not (isinstance(saved, dict) and isinstance(current, dict)):
-        if saved != current:
-            yield prefix, saved, current
-        return
-    for name, value in current.items():
-        yield from _differences(f"{prefix}.{name}" if prefix else name, saved.get(name), value)
+    return Start(run_dir, checkpoint, manifest, changes=changes, passed_over=passed_over)
 
 
 def rank_zero_says(groups: Groups, decide: Callable[[], T]) -> T:

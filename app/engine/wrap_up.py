@@ -40,7 +40,10 @@ def print_opening(engine: Engine, run_dir: Path, start: Start) -> None:
         rows.append(("resumed", f"{start.checkpoint}, after step {start.manifest['step']}"))
         rows += [("changed", change) for change in start.changes]
     elif run.resume == "auto":
-        rows.append(("resumed", "nothing: no checkpoint yet, so this run starts anew"))
+        why = "fits" if start.passed_over else "yet"
+        rows.append(("resumed", f"nothing: no checkpoint {why}, so this run starts anew"))
+    if start.passed_over:
+        rows.append(("passed over", start.passed_over))
     for name, text in rows:
         print(f"{name:>12}  {text}")
     print(flush=True)

@@ -50,7 +50,7 @@ class LossScale:
                 self._set(max(self.scale * 0.5, self.config.min_loss_scale))
             return
         self.clean += 1
-        if self.clean == self.config.loss_scale_window:
+        if self.clean >= self.config.loss_scale_window:  # above it: resumed with a shorter window
             self.clean, self.tolerated = 0, self.config.loss_scale_hysteresis
             self._set(self.scale * 2.0)
 
@@ -63,6 +63,9 @@ class LossScale:
         return {"scale": self.scale, "clean": self.clean, "tolerated": self.tolerated}
 
     def load(self, state: dict[str, Any]) -> None:
-        """Go on from a checkpoint."""
-        self.clean, self.tolerated = state["clean"], state["tolerated"]
-        self._set(state["scale"])
+        """Go on from a checkpoint within this run's bounds; a constant scale stays as configured."""
+        if self.config.loss_scale is not None:
+            return
+        self.clean = state["clean"]
+        self.tolerated = min(state["tolerated"], self.config.loss_scale_hysteresis)
+        self._set(max(state["scale"], self.config.min_loss_scale))

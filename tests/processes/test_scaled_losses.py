@@ -31,7 +31,9 @@ def gradients(rank: int, runs: tuple[Run, ...]) -> list[Gradients]:
 def test_a_scale_changes_no_gradient(pp: int):
     model, parallel = dataclasses.replace(TINY, num_layers=2, moe=HEAVY), ParallelConfig(pp=pp)
     precisions = (PrecisionConfig(), PrecisionConfig(loss_scale=SCALE))
-    runs = tuple(make_run(model, parallel=parallel, precision=precision) for precision in precisions)
+    runs = tuple(
+        make_run(model, parallel=parallel, precision=precision) for precision in precisions
+    )
     plain, scaled = run_distributed(gradients, pp, runs)[0]
     assert sum(name.endswith("router.weight") for name in plain) == model.num_layers
     for name, grad in plain.items():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +62,42 @@ def test_who_has_one():
     for overflow in (True, True, True, False):
         constant.update(overflow)
     assert constant.value == 128.0
+
+
+def resumed(before: PrecisionConfig, now: PrecisionConfig, overflows: Sequence[bool]) -> LossScale:
+    """A scale that has seen some steps with one configuration, and goes on with another."""
+    first, second = (LossScale.start(config, CPU) for config in (before, now))
+    for overflow in overflows:
+        first.update(overflow)
+    second.load(first.state())
+    return second
+
+
+def test_a_shorter_window_counts_from_where_it_is():
+    """Its steps have passed already, so that the scale rises with the next one."""
+    long, short = (dynamic(loss_scale_window=window) for window in (10, 3))
+    scale = resumed(long, short, [False] * 5)
+    scale.update(overflow=False)
+    assert scale.value == 2 * long.initial_loss_scale and scale.clean == 0
+
+
+def test_other_bounds_hold_from_the_first_step():
+    scale = resumed(dynamic(loss_scale_hysteresis=4), dynamic(), [])
+    assert scale.tolerated == dynamic().loss_scale_hysteresis
+    fallen = resumed(dynamic(loss_scale_hysteresis=1), dynamic(min_loss_scale=2.0**15), [True] * 4)
+    assert fallen.value == fallen.scale == 2.0**15
+
+
+def test_a_constant_scale_is_that_of_the_configuration():
+    """Whatever the checkpoint had; and a dynamic one starts from a constant one."""
+    constant = PrecisionConfig(loss_scale=128.0)
+    assert resumed(dynamic(), constant, [True] * 3).value == 128.0
+    assert resumed(PrecisionConfig(loss_scale=64.0), constant, []).value == 128.0
+    assert resumed(constant, dynamic(), []).state() == {"scale": 128.0, "clean": 0, "tolerated": 2}
+
+
+def dynamic(**fields: Any) -> PrecisionConfig:
+    return PrecisionConfig(Dtype.float16, **fields)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,196 @@
+"""Which checkpoint a run continues from, and which settings may differ from the checkpoint's.
+
+Every key of the configuration is either fixed or free. A run may change what it plans with, how it
+computes and how it trains on; it may not become another model, or see other tokens than planned.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
+
+from app.config import Run
+from app.engine.checkpoint import parse_manifest
+from app.engine.run_folder import CHECKPOINTS, CONFIG, RUNS, STEP_PREFIX, newest_checkpoint, plain
+from app.errors import ConfigError, nearest
+
+FIXED = frozenset((
+    # Shapes of weights, and what is computed with them.
+    "model.num_layers", "model.hidden_size", "model.ffn_hidden_size", "model.num_heads",
+    "model.num_kv_heads", "model.head_dim", "model.vocab_size", "model.rope_theta",
+    "model.norm_eps", "model.qk_norm", "model.tie_embeddings", "model.moe", "model.moe.num_experts",
+    "model.moe.ffn_hidden_size", "model.moe.every_n", "model.moe.first_k_dense",
+    "model.moe.shared_ffn_hidden_size", "model.moe.shared_gate",
+    # Which experts compute a token, and with what weight.
+    "model.moe.top_k", "model.moe.score", "model.moe.pre_softmax", "model.moe.groups",
+    "model.moe.topk_groups", "model.moe.routed_scale", "model.moe.capacity_factor",
+    "model.moe.drop_policy", "model.moe.force_balance",
+    # What values and sums are rounded to.
+    "precision.params", "precision.grads",
+    # Documents, their split, their tokens, and what a token sees of them.
+    "data.source", "data.path", "data.name", "data.config_name", "data.split", "data.streaming",
+    "data.text_field", "data.tokenizer", "data.validation_fraction", "data.validation_documents",
+    "data.document_mask",
+    # How tokens are packed into sequences, and in what order these come.
+    "train.seq_len", "train.seed",
+))  # fmt: skip
+FREE = frozenset((
+    # Says nothing about training.
+    "model.name", "run_dir", "resume",
+    # Has been used before the first step.
+    "model.init_std",
+    # Losses, noise and bias updates of training, as the learning rate; see also `_misfit`.
+    "model.moe.aux_loss_coeff", "model.moe.balance", "model.moe.z_loss_coeff",
+    "model.moe.jitter_eps", "model.moe.bias_update_rate", "loss.normalize",
+    # Speed and memory: the same sums in another order at most.
+    "model.moe.dispatcher", "model.moe.shared_overlap", "model.moe.pad_to_capacity",
+    "loss.chunk_tokens", "train.device", "train.deterministic",
+    # Plans only.
+    "model.moe.planned_imbalance",
+    # Keeps small gradients from vanishing, and is divided out again.
+    "precision.loss_scale", "precision.initial_loss_scale", "precision.min_loss_scale",
+    "precision.loss_scale_window", "precision.loss_scale_hysteresis",
+    # How the same documents are prepared, and where that is kept.
+    "data.num_proc", "data.cache_dir",
+    # How long and in what batches training goes on; positions in the data are in sequences.
+    "train.steps", "train.global_batch", "train.micro_batch",
+    # Validation, the sample, and what follows steps that are not finite.
+    "train.eval_interval", "train.eval_sequences", "train.sample_tokens", "train.on_bad_step",
+    "train.max_bad_steps", "train.max_rollbacks",
+))  # fmt: skip
+# Where and how fast the same is computed, how it is updated, and what is written.
+FREE_SECTIONS = ("parallel.", "hardware.", "schedule.", "recompute.", "cuda_graph.", "optim.",
+                 "checkpoint.", "log.")  # fmt: skip
+UNREPORTED = ("run_dir", "resume", "log.", "checkpoint.", "parallel.")
+Difference = tuple[str, Any, Any]  # dotted key, saved value, current value
+
+
+def is_fixed(key: str) -> bool:
+    """Whether a run that continues must have the checkpoint's value of a key."""
+    fixed, free = key in FIXED, key in FREE or f"{key}.".startswith(FREE_SECTIONS)
+    assert fixed != free, f"{key} is to be either fixed or free for a run that continues"
+    return fixed
+
+
+def allowed_changes(checkpoint: Path, saved: dict[str, Any], run: Run) -> tuple[str, ...]:
+    """Settings that differ from `saved`, the checkpoint's configuration, as text.
+
+    Raises ConfigError for one by which the checkpoint cannot be continued.
+    """
+    differences = list(_differences("", saved, plain(asdict(run))))
+    misfit = _misfit(differences)
+    if misfit is not None:
+        key, was, now = misfit
+        rule = f"the checkpoint {checkpoint} was trained with {was}"
+        if not is_fixed(key):
+            rule += ", and 0 would leave out the biases that its routers have learnt"
+        raise ConfigError(key, now, rule, was)
+    told = (each for each in differences if not each[0].startswith(UNREPORTED))
+    return tuple(f"{key}: {was} -> {now}" for key, was, now in told)
+
+
+def _differences(prefix: str, saved: Any, current: Any) -> Iterator[Difference]:
+    if not (isinstance(saved, dict) and isinstance(current, dict)):
+        if saved != current:
+            yield prefix, saved, current
+        return
+    for name, value in current.items():
+        yield from _differences(f"{prefix}.{name}" if prefix else name, saved.get(name), value)
+
+
+def _misfit(differences: Iterable[Difference]) -> Difference | None:
+    """The first difference by which a run cannot be continued, None where it can."""
+    for key, was, now in differences:
+        # With a rate of 0 a router would leave out of its choice the biases that it has learnt.
+        drops_biases = key == "model.moe.bias_update_rate" and was and not now
+        if is_fixed(key) or drops_biases:
+            return key, was, now
+    return None
+
+
+def checkpoint_to_resume(run: Run) -> tuple[Path | None, str | None]:
+    """The checkpoint that `resume` asks for (None: start anew), and what was passed over as text.
+
+    Without a run_dir, resume=auto looks through all runs, and passes over newer checkpoints that
+    this configuration cannot continue. Writes nothing. Raises ConfigError for a path without a
+    checkpoint.
+    """
+    if run.resume is None:
+        return None, None
+    if run.resume != "auto":
+        return _checkpoint_at(Path(run.resume)), None
+    if run.run_dir:
+        return newest_checkpoint(Path(run.run_dir)), None
+    return _newest_that_fits(run)
+
+
+def _checkpoint_at(path: Path) -> Path:
+    if path.name.startswith(STEP_PREFIX) and path.is_dir():
+        return path
+    newest = newest_checkpoint(path.parent if path.name == CHECKPOINTS else path)
+    if newest is None:
+        known = [str(folder) for folder in RUNS.glob("*") if newest_checkpoint(folder)]
+        rule = "holds no complete checkpoint" if path.exists() else "does not exist"
+        near = nearest(str(path), known) or (known[-1] if known else None)
+        raise ConfigError("resume", path, rule, near)
+    return newest
+
+
+@dataclass(frozen=True, slots=True)
+class _Saved:
+    """What a run has recorded of its newest checkpoint."""
+
+    checkpoint: Path
+    time: float  # of saving, seconds since 1970
+    config: dict[str, Any] | None  # None: cannot be read
+
+
+def _newest_that_fits(run: Run) -> tuple[Path | None, str | None]:
+    """Of every run's newest checkpoint, the one saved last that this configuration can continue.
+
+    Also the newest that was passed over, and why. A broken one is taken where its run's
+    configuration fits or cannot be read: whoever loads it says what is wrong.
+    """
+    newest = [found for folder in RUNS.glob("*") if (found := newest_checkpoint(folder))]
+    passed: list[tuple[Path, Difference]] = []
+    current = plain(asdict(run))
+    for saved in sorted(map(_recorded, newest), key=lambda saved: saved.time, reverse=True):
+        misfit = saved.config and _misfit(_differences("", saved.config, current))
+        if not misfit:
+            return saved.checkpoint, _passed_over(passed)
+        passed.append((saved.checkpoint, misfit))
+    return None, _passed_over(passed)
+
+
+def _recorded(checkpoint: Path) -> _Saved:
+    try:
+        manifest = parse_manifest(checkpoint)
+    except ConfigError:
+        config = _config_of(checkpoint.parent.parent)
+        return _Saved(checkpoint, checkpoint.stat().st_mtime, config)
+    # Older ones do not say when they were saved.
+    time = manifest["time"] if "time" in manifest else checkpoint.stat().st_mtime
+    return _Saved(checkpoint, time, manifest["config"])
+
+
+def _config_of(run_dir: Path) -> Any | None:
+    try:
+        config = OmegaConf.to_container(OmegaConf.load(run_dir / CONFIG))
+    except (OSError, YAMLError, OmegaConfBaseException):
+        return None
+    return config if isinstance(config, dict) else None
+
+
+def _passed_over(passed: list[tuple[Path, Difference]]) -> str | None:
+    if not passed:
+        return None
+    checkpoint, (key, *values) = passed[0]
+    there, here = ("{…}" if isinstance(value, dict) else value for value in values)
+    others = f"; and {len(passed) - 1} more" if len(passed) > 1 else ""
+    return f"{checkpoint}: {key}={there} there, {here} here{others}"

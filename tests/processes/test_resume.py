@@ -1,0 +1,271 @@
+"""What a run continues from: which settings may differ, and which of several runs resume=auto takes."""
+
+from __future__ import annotations
+
+import copy
+import io
+import json
+import os
+import shutil
+from collections.abc import Callable
+from contextlib import redirect_stdout
+from dataclasses import asdict, replace
+from pathlib import Path
+from time import time
+from typing import Any
+
+import pytest
+
+import tests.runs
+from app.choices import Score
+from app.cli.compose import all_keys
+from app.config import Run
+from app.engine import resume
+from app.engine.checkpoint import FORMAT, MANIFEST, manifest_digest, parse_manifest
+from app.engine.run_folder import CHECKPOINTS, CONFIG, LATEST, describe_run, plain
+from app.engine.start import Start, find_start
+from app.errors import ConfigError
+from app.plan.plan import Plan
+from tests.distributed import run_distributed
+from tests.runs import make_run
+from tests.training import ROOT, composed, corpus_in, train_rank
+
+Json = dict[str, Any]
+DECISIONS = dict(
+    line.split() for line in (ROOT / "tests/golden/resume.txt").read_text().splitlines()
+)
+# Three layers, 32 wide; 20 steps.
+TINY = replace(
+    tests.runs.TINY, moe=replace(tests.runs.TINY_MOE, score=Score.sigmoid, bias_update_rate=0.01)
+)
+RUN = make_run(TINY)
+WIDER = replace(RUN, model=replace(TINY, hidden_size=64))
+FILE = "rank-00000.safetensors"
+
+
+def leaves() -> list[str]:
+    """Every key that has a value, and model.moe, which is null where a model has no experts."""
+    keys = all_keys()
+    return [
+        key
+        for key in keys
+        if key == "model.moe" or not any(other.startswith(f"{key}.") for other in keys)
+    ]
+
+
+def saved(folder: Path, run: Run | Json = RUN, time: float | None = None, step: int = 7) -> Path:
+    """A checkpoint of nothing, in the folder of a run, as the newest one there."""
+    config = plain(asdict(run)) if isinstance(run, Run) else run
+    manifest = {"format": FORMAT, "step": step, "config": config, "files": {FILE: {"bytes": 4}}}
+    if time is not None:
+        manifest["time"] = time
+    checkpoint = folder / CHECKPOINTS / f"step-{step:08d}"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / FILE).write_bytes(b"full")
+    (checkpoint / MANIFEST).write_text(json.dumps(manifest | {"sha256": manifest_digest(manifest)}))
+    (checkpoint.parent / LATEST).write_text(checkpoint.name)
+    if isinstance(run, Run):
+        describe_run(Plan(run), folder)
+    return checkpoint
+
+
+def test_every_key_is_fixed_or_free():
+    """A new key is a decision: tests/golden/resume.txt changes with app/engine/resume.py."""
+    assert {key: "fixed" if resume.is_fixed(key) else "free" for key in leaves()} == DECISIONS
+    decided = set(leaves())
+    assert decided >= resume.FIXED and decided >= resume.FREE, "no key that has gone"
+
+
+def with_other(config: Json, key: str) -> Json:
+    """The configuration with another value of one key."""
+    *sections, name = key.split(".")
+    other = section = copy.deepcopy(config)
+    for each in sections:
+        section = section[each]
+    section[name] = None if key == "model.moe" else "other"
+    return other
+
+
+def test_fixed_keys_are_refused_and_free_ones_told(tmp_path: Path):
+    """A run whose configuration differs from the checkpoint's in one key, for every key."""
+    config = plain(asdict(RUN))
+    for number, key in enumerate(leaves()):
+        checkpoint = saved(tmp_path / str(number), with_other(config, key))
+        run = replace(RUN, resume=str(checkpoint))
+        if DECISIONS[key] == "fixed":
+            with pytest.raises(ConfigError, match="was trained with") as refused:
+                find_start(run)
+            assert refused.value.key == key
+        else:
+            told = [change.split(":")[0] for change in find_start(run).changes]
+            assert told == ([] if key.startswith(resume.UNREPORTED) else [key])
+
+
+def test_a_section_that_the_checkpoint_does_not_know_is_free(tmp_path: Path):
+    config = plain(asdict(RUN))
+    del config["hardware"]
+    (told,) = find_start(replace(RUN, resume=str(saved(tmp_path, config)))).changes
+    assert told.startswith("hardware: None -> ")
+
+
+@pytest.mark.parametrize(("was", "now"), [(0.0, 0.01), (0.01, 0.02), (0.01, 0.0)])
+def test_biases_that_routers_have_learnt_are_not_dropped(tmp_path: Path, was: float, now: float):
+    before, after = (
+        replace(RUN, model=replace(RUN.model, moe=replace(RUN.model.moe, bias_update_rate=rate)))
+        for rate in (was, now)
+    )
+    after = replace(after, resume=str(saved(tmp_path, before)))
+    if now:
+        assert find_start(after).changes == (f"model.moe.bias_update_rate: {was} -> {now}",)
+        return
+    with pytest.raises(ConfigError, match=r"bias_update_rate=0\.0: .* would leave out the biases"):
+        find_start(after)
+
+
+@pytest.fixture
+def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of runs, under the current one."""
+    monkeypatch.chdir(tmp_path)
+    return Path("runs")
+
+
+AUTO = replace(RUN, resume="auto")
+
+
+def test_the_newest_that_fits_is_taken(runs: Path):
+    """By the time that manifests tell: files may have been copied since."""
+    other = replace(RUN, model=replace(TINY, moe=None))
+    older, newer = saved(runs / "c", RUN, 10.0), saved(runs / "a", RUN, 20.0)
+    wider, dense = saved(runs / "d", WIDER, 30.0), saved(runs / "b", other, 40.0)
+    for age, checkpoint in enumerate((dense, newer, wider, older)):
+        os.utime(checkpoint, (age, age))
+    start = find_start(AUTO)
+    assert (start.checkpoint, start.run_dir) == (newer, runs / "a")
+    assert start.passed_over == f"{dense}: model.moe=None there, {{…}} here; and 1 more"
+    start = find_start(replace(WIDER, resume="auto"))
+    assert (start.checkpoint, start.run_dir) == (wider, runs / "d")
+    assert start.passed_over == f"{dense}: model.hidden_size=32 there, 64 here"
+    assert (
+        find_start(replace(RUN, model=replace(TINY, moe=None), resume="auto")).passed_over is None
+    )
+
+
+def test_where_none_fits_a_run_starts_anew(runs: Path):
+    assert find_start(AUTO) == Start(None)
+    foreign = saved(runs / "a", WIDER, 10.0)
+    assert find_start(AUTO) == Start(
+        None, passed_over=f"{foreign}: model.hidden_size=64 there, 32 here"
+    )
+
+
+def test_a_folder_that_was_named_is_not_left(runs: Path):
+    saved(runs / "a", WIDER, 20.0)
+    saved(runs / "b", RUN, 10.0)
+    with pytest.raises(ConfigError, match=r"model.hidden_size=32: .*was trained with 64"):
+        find_start(replace(AUTO, run_dir=str(runs / "a")))
+    new = find_start(replace(AUTO, run_dir=str(runs / "c")))
+    assert new == Start(runs / "c")
+
+
+def test_manifests_without_a_time_count_by_their_files(runs: Path):
+    for name, age in (("a", 200), ("b", 100)):
+        os.utime(saved(runs / name), (age, age))
+    assert find_start(AUTO).checkpoint.is_relative_to(runs / "a")
+    told = saved(runs / "c", RUN, 150.0)
+    os.utime(told)
+    assert find_start(AUTO).checkpoint.is_relative_to(runs / "a")
+    os.utime(runs / "a" / CHECKPOINTS / told.name, (140, 140))
+    assert find_start(AUTO).checkpoint == told
+
+
+def remove_file(checkpoint: Path) -> None:
+    (checkpoint / FILE).unlink()
+
+
+def cut_manifest(checkpoint: Path) -> None:
+    (checkpoint / MANIFEST).write_text("{")
+
+
+def lose_everything(checkpoint: Path) -> None:
+    cut_manifest(checkpoint)
+    (checkpoint.parents[1] / CONFIG).write_text("")
+
+
+@pytest.mark.parametrize(
+    ("spoil", "told"),
+    [
+        (remove_file, f"{FILE} is missing"),
+        (cut_manifest, "cannot be read"),
+        (lose_everything, "cannot be read"),
+    ],
+)
+def test_a_broken_checkpoint_is_told_where_it_is_the_one_meant(
+    runs: Path, spoil: Callable[[Path], None], told: str
+):
+    whole, broken = saved(runs / "a", RUN, 10.0), saved(runs / "b", RUN, time() + 60)
+    spoil(broken)
+    os.utime(broken)
+    with pytest.raises(ConfigError, match=told) as refused:
+        find_start(AUTO)
+    assert refused.value.value == broken
+    foreign = saved(runs / "c", WIDER, time() + 120)
+    if spoil is not lose_everything:
+        assert find_start(replace(WIDER, resume="auto")).checkpoint == foreign
+        spoil(foreign)
+        shutil.rmtree(runs / "b")
+        start = find_start(AUTO)
+        assert start.checkpoint == whole and start.passed_over.startswith(
+            f"{foreign}: model.hidden_size=64 there"
+        )
+
+
+def test_one_that_has_taken_all_steps_is_told_where_it_is_the_one_meant(runs: Path):
+    saved(runs / "a", RUN, 10.0)
+    saved(runs / "b", RUN, 20.0, step=20)
+    with pytest.raises(
+        ConfigError, match=r"train.steps=20: the checkpoint runs/b/.* has already taken 20"
+    ):
+        find_start(AUTO)
+    start = find_start(replace(WIDER, resume="auto"))
+    assert start.checkpoint is None and start.passed_over.startswith(
+        "runs/b/checkpoints/step-00000020: "
+    )
+
+
+def test_an_attempt_goes_on_in_its_folder_whatever_was_saved_elsewhere(runs: Path):
+    """As after a restart: the folder was taken when no other run was newer, or none fitted."""
+    own = saved(runs / "a", RUN, 10.0)
+    saved(runs / "b", RUN, 20.0)
+    assert find_start(AUTO, earlier=runs / "a").checkpoint == own
+    (runs / "c").mkdir()
+    assert find_start(AUTO, earlier=runs / "c") == Start(runs / "c")
+
+
+def told_by(rank: int, folder: Path, run: Run) -> dict[str, str]:
+    """What a run that starts in this folder prints at its start, by the word in front of it."""
+    os.chdir(folder)
+    with redirect_stdout(io.StringIO()) as printed:
+        assert train_rank(rank, run, {})[0]
+    rows = (
+        line.strip().split("  ", 1) for line in printed.getvalue().split("\n\n")[0].splitlines()
+    )
+    return {name: text for name, text in rows}
+
+
+def test_two_models_in_one_place(tmp_path: Path):
+    """Each goes on with its own run, and says what it has passed over; a third model starts anew."""
+    settings = (*corpus_in(tmp_path / "corpus"), "resume=auto", "log.console=true")
+    told, key = [], "model.moe.ffn_hidden_size"
+    for width, steps in ((32, 2), (16, 2), (32, 4), (8, 2)):
+        run = composed((*settings, f"train.steps={steps}", f"{key}={width}"), 1)
+        told += run_distributed(told_by, 1, tmp_path, run)
+    first, second = (f"{rows['folder']}/checkpoints/step-0000000" for rows in told[:2])
+    none = "nothing: no checkpoint fits, so this run starts anew"
+    assert [(rows["resumed"], rows.get("passed over")) for rows in told] == [
+        ("nothing: no checkpoint yet, so this run starts anew", None),
+        (none, f"{first}2: {key}=32 there, 16 here"),
+        (f"{first}2, after step 2", f"{second}2: {key}=16 there, 32 here"),
+        (none, f"{first}4: {key}=32 there, 8 here; and 1 more"),
+    ]
+    times = [parse_manifest(tmp_path / path)["time"] for path in (f"{second}2", f"{first}4")]
+    assert time() - 300 < times[0] < times[1] < time()
