@@ -187,20 +187,22 @@ def build_schedule(
           "zero_bubble_h1"  1F1B with split backward, weight gradients fill the bubble (Qi et al. 2023)
           "zero_bubble_v"   split backward, two chunks per rank in a V (see `zero_bubble`): half the bubble of the one above
     forward_only: forwards alone (validation), in the same order; in a V in the one in which no rank waits for them.
+                  Any num_microbatches and group_size will do; one that training refuses gives way to the nearest group
 
-    Raises ValueError for an unknown name, chunks or groups that a schedule does not have, and for interleaved if
-    num_microbatches or group_size is below pp, group_size above num_microbatches, or the last group non-empty and
-    below pp: a microbatch would then wait for its own previous chunk.
+    Raises ValueError for an unknown name, chunks or groups that a schedule does not have, and for interleaved with
+    backwards if num_microbatches or group_size is below pp, group_size above num_microbatches, or the last group
+    non-empty and below pp: a microbatch would then wait for its own previous chunk.
     """
+    if forward_only:
+        _check_choice(name, pp, num_microbatches, num_chunks, group_size)
+        return _forwards(name, pp, num_microbatches, num_chunks, pp if group_size is None else group_size)
     check_schedule(name, pp, num_microbatches, num_chunks, group_size)
     if v_shaped(name):
-        return _forwards_in_v(pp, num_microbatches) if forward_only else _zero_bubble_v(pp, num_microbatches)
+        return _zero_bubble_v(pp, num_microbatches)
     group = pp if group_size is None else group_size
     order = chunk_order(num_microbatches, num_chunks, group)
     forwards = [Forward(mb, chunk) for mb, chunk in order]
     backwards = [Backward(mb, num_chunks - 1 - chunk) for mb, chunk in order]
-    if forward_only:
-        return [list(forwards) for _ in range(pp)]
     match name:
         case "zero_bubble_h1":
             return [_zero_bubble_h1(pp, rank, num_microbatches) for rank in range(pp)]
@@ -220,6 +222,15 @@ def v_shaped(name: str) -> bool:
 
 def check_schedule(name: str, pp: int, num_microbatches: int, num_chunks: int = 1, group_size: int | None = None) -> None:
     """Raise ValueError, with the numbers and the nearest that works, for what build_schedule refuses."""
+    _check_choice(name, pp, num_microbatches, num_chunks, group_size)
+    if name == "interleaved":
+        _check_groups(pp, num_microbatches, pp if group_size is None else group_size)
+
+
+def _check_choice(
+    name: str, pp: int, num_microbatches: int, num_chunks: int, group_size: int | None
+) -> None:
+    """Raise ValueError for what neither training nor forwards alone can run."""
     if name not in SCHEDULES:
         raise ValueError(f"unknown schedule {name!r}; there are {', '.join(SCHEDULES)}")
     if min(pp, num_microbatches, num_chunks) < 1:
@@ -227,7 +238,8 @@ def check_schedule(name: str, pp: int, num_microbatches: int, num_chunks: int = 
     if name == "none" and pp > 1:
         raise ValueError(f"schedule none runs on one pipeline rank, not on pp={pp}; use 1f1b or interleaved")
     if name == "interleaved":
-        _check_groups(pp, num_microbatches, pp if group_size is None else group_size)
+        if group_size is not None and group_size < 1:
+            raise ValueError(f"group_size={group_size} must be at least 1")
     elif v_shaped(name):
         if num_chunks != 2 or group_size is not None:
             raise ValueError(f"schedule {name} has two chunks per rank and no groups, not num_chunks={num_chunks} and "
@@ -242,14 +254,24 @@ def _check_groups(pp: int, num_microbatches: int, group: int) -> None:
         raise ValueError("schedule interleaved needs at least 2 pipeline ranks, not pp=1; use none")
     if num_microbatches < pp:
         raise ValueError(f"schedule interleaved needs num_microbatches >= pp, not {num_microbatches} < {pp}; use {pp} or more")
-    legal = [size for size in range(pp, num_microbatches + 1) if not 0 < num_microbatches % size < pp]
+    legal = _legal_groups(pp, num_microbatches)
     if group in legal:
         return
     if pp <= group <= num_microbatches:
         reason = f"leaves num_microbatches={num_microbatches} a last group of {num_microbatches % group}, below pp={pp}"
     else:
         reason = f"must be between pp={pp} and num_microbatches={num_microbatches}"
-    raise ValueError(f"group_size={group} {reason}; nearest that works: {min(legal, key=lambda size: abs(size - group))}")
+    raise ValueError(f"group_size={group} {reason}; nearest that works: {_nearest(legal, group)}")
+
+
+def _legal_groups(pp: int, num_microbatches: int) -> list[int]:
+    """Group sizes with which no microbatch waits for its own previous chunk; none below pp microbatches."""
+    sizes = range(pp, num_microbatches + 1)
+    return [size for size in sizes if not 0 < num_microbatches % size < pp]
+
+
+def _nearest(sizes: Sequence[int], wanted: int) -> int:
+    return min(sizes, key=lambda size: abs(size - wanted))
 
 
 def warmup_count(
@@ -300,6 +322,17 @@ def _zero_bubble_h1(pp: int, rank: int, num_microbatches: int) -> list[Compute]:
         if isinstance(action, BackwardInput) and action.mb >= rank:
             actions.append(BackwardWeight(action.mb - rank, 0))
     return actions + [BackwardWeight(mb, 0) for mb in mbs[max(0, num_microbatches - rank):]]
+
+
+def _forwards(
+    name: str, pp: int, num_microbatches: int, num_chunks: int, group: int
+) -> list[list[Compute]]:
+    """Forwards alone; fewer microbatches than ranks go through each chunk all together."""
+    if v_shaped(name):
+        return _forwards_in_v(pp, num_microbatches)
+    group = _nearest(_legal_groups(pp, num_microbatches) or [num_microbatches], group)
+    order = chunk_order(num_microbatches, num_chunks, group)
+    return [[Forward(mb, chunk) for mb, chunk in order] for _ in range(pp)]
 
 
 def _forwards_in_v(pp: int, num_microbatches: int) -> list[list[Compute]]:

@@ -11,7 +11,7 @@ from symbolic import run
 
 from app.plan.check import check
 from app.plan.lowering import lower_all
-from app.plan.schedule import Action, Compute, Exchange, build_schedule, parse_action, v_shaped
+from app.plan.schedule import Action, Compute, Exchange, build_schedule, chunk_order, parse_action, v_shaped
 from app.plan.timeline import simulate
 
 NAMES = ("none", "gpipe", "1f1b", "interleaved", "zero_bubble_h1", "zero_bubble_v")
@@ -21,7 +21,11 @@ GRID: list[Case] = [(name, *size, None) for name in NAMES for size in SIZES]
 GROUPS: list[Case] = [("interleaved", *size, group) for size in SIZES for group in range(1, size[1] + 2)]
 
 
-def is_legal(name: str, pp: int, mbs: int, chunks: int, group: int | None) -> bool:
+def is_legal(
+    name: str, pp: int, mbs: int, chunks: int, group: int | None, forward_only: bool = False
+) -> bool:
+    if name == "interleaved" and forward_only:
+        return True
     if name == "interleaved":
         group = pp if group is None else group
         return 2 <= pp <= group <= mbs and not 0 < mbs % group < pp
@@ -32,7 +36,7 @@ def is_legal(name: str, pp: int, mbs: int, chunks: int, group: int | None) -> bo
 
 def prove(case: Case, forward_only: bool = False) -> None:
     """The case runs, and moving tensors costs it at most 5 % where that takes no time; or it is refused."""
-    if not is_legal(*case):
+    if not is_legal(*case, forward_only):
         with pytest.raises(ValueError):
             build_schedule(*case, forward_only=forward_only)
         return
@@ -63,6 +67,33 @@ def test_every_schedule_runs_or_is_refused(name: str, pp: int):
         if case[:2] == (name, pp):
             prove(case)
             prove(case, forward_only=True)
+
+
+@pytest.mark.parametrize("pp", range(1, 9))
+def test_forwards_alone_run_with_fewer_microbatches_than_ranks(pp: int):
+    for mbs, chunks in product(range(1, pp), range(1, 5)):
+        prove(("interleaved", pp, mbs, chunks, None), forward_only=True)
+
+
+def test_forwards_alone_take_any_group():
+    """What training refuses gives way to a group that it takes, so that no rank waits for its own previous chunk."""
+    for pp, mbs, chunks in product(range(2, 9), range(1, 21), range(1, 5)):
+        legal = [n for n in range(1, mbs + 1) if is_legal("interleaved", pp, mbs, chunks, n)]
+        orders = {n: chunk_order(mbs, chunks, n) for n in legal or [mbs]}
+        for group in (None, *range(1, mbs + 3)):
+            lists = build_schedule("interleaved", pp, mbs, chunks, group, forward_only=True)
+            order = [(action.mb, action.chunk) for action in lists[0]]
+            wanted = pp if group is None else group
+            assert order == orders.get(wanted, order) and order in orders.values()
+            assert lists == lists[:1] * pp
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "none"])
+def test_forwards_alone_always_run(name: str):
+    chunks = {"interleaved": range(1, 5), "zero_bubble_v": (2,)}.get(name, (1,))
+    for pp, mbs, count in product(range(1, 9), range(1, 21), chunks):
+        prove((name, pp, mbs, count, None), forward_only=True)
 
 
 def example(name: str = "1f1b", pp: int = 2, mbs: int = 3, chunks: int = 1, overlap: bool = True) -> tuple[list, list]:

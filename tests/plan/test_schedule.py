@@ -150,6 +150,15 @@ def test_refusals_name_the_numbers(args: tuple, message: str):
         build_schedule(*args)
 
 
+@pytest.mark.parametrize("args", [
+    ("none", 2, 4), ("1f1b", 2, 0), ("1f1b", 2, 4, 2), ("zero_bubble_v", 2, 4),
+    ("interleaved", 2, 4, 2, 0), ("interleaved", 2, 0, 2),
+])
+def test_forwards_alone_are_refused_only_what_no_schedule_is(args: tuple):
+    with pytest.raises(ValueError):
+        build_schedule(*args, forward_only=True)
+
+
 def test_worked_examples():
     assert [warmup_count(4, rank, 8) for rank in range(4)] == [3, 2, 1, 0]
     steady = [1] * 4 + [2] * 4 + [1, 1] + [1, -2] * 2 + [2, -2] * 2 + [2, -1] * 2

@@ -10,9 +10,19 @@ import torch
 
 from app.choices import ScheduleName
 from app.config import ModelConfig, ParallelConfig, RecomputeConfig, Run, ScheduleConfig, TrainConfig
+from app.engine.step import Validation
 from tests.cases import sampled
 from tests.distributed import run_distributed
-from tests.runs import TINY, TINY_MOE, engine_of, make_run, train_steps, whole_gradients, whole_parameters
+from tests.runs import (
+    TINY,
+    TINY_MOE,
+    batches_of,
+    engine_of,
+    make_run,
+    train_steps,
+    whole_gradients,
+    whole_parameters,
+)
 
 STEPS = 3
 DEEP = dataclasses.replace(TINY, num_layers=12, moe=dataclasses.replace(TINY_MOE, first_k_dense=3, every_n=2))
@@ -75,3 +85,20 @@ def test_pipeline_equals_one_process(name: str, choice: dict[str, Any]):
             assert values.keys() == wanted.keys()
             for key, value in wanted.items():
                 torch.testing.assert_close(torch.from_numpy(values[key]), torch.from_numpy(value), rtol=1e-4, atol=2e-5, msg=key)
+
+
+def validated(rank: int, run: Run, counts: list[int]) -> list[tuple[float, int]]:
+    """(loss, tokens) of validations of so many microbatches."""
+    engine, batches = engine_of(run, rank), batches_of(run, 0, 0)
+    return [Validation(engine, count)(batches[:count]) for count in counts]
+
+
+@pytest.mark.parametrize("choice", [
+    dict(mbs=6, pp=2, vpp=2), dict(mbs=6, pp=4, vpp=3, group=6), dict(mbs=6, pp=2, vpp=2, schedule="zero_bubble_v")
+])
+def test_a_validation_of_any_length_equals_that_of_one_process(choice: dict[str, Any]):
+    counts = [1, 2, 3, 5]
+    wanted = run_distributed(validated, 1, run_of(MODELS["tied"], choice["mbs"]), counts)[0]
+    run = run_of(MODELS["tied"], **choice)
+    for found in run_distributed(validated, run.world_size, run, counts):
+        assert found == [(pytest.approx(loss, rel=2e-5), tokens) for loss, tokens in wanted]
