@@ -83,7 +83,10 @@ def build_engine(plan: Plan, groups: Groups, device: torch.device) -> Engine:
     copies = None if plan.stages.pipeline.v_shape else groups.embedding  # in a V the first rank has the last stage too
     buffers = plan.buffers[groups.pp_rank]
     shared_by = OptimizerGroups(groups.dp, groups.edp, groups.tp, copies)
-    optimizer = DistributedOptimizer(specs, buffers, run.optim, shared_by, DTYPES[run.precision.grads])
+    grads = DTYPES[run.precision.grads]
+    optimizer = DistributedOptimizer(
+        specs, buffers, run.optim, groups=shared_by, grads=grads, device=device
+    )
     if run.optim.overlap_params:
         for chunk in chunks:
             _wait_for_parameters(chunk, optimizer)

@@ -116,7 +116,8 @@ class DistributedOptimizer:
     """Sharded AdamW over the parameters of this rank's chunks.
 
     `chunks[c]` lists the parameters of chunk c in the order of use, and `buffers[c]` says where they lie; `grads` is the
-    type in which gradients are summed.
+    type in which gradients are summed. A chunk, or all of them, may have none: what is summed over ranks is then zero,
+    on `device`.
     """
 
     def __init__(
@@ -126,8 +127,10 @@ class DistributedOptimizer:
         config: OptimConfig,
         groups: OptimizerGroups,
         grads: torch.dtype = torch.float32,
+        *,
+        device: torch.device,
     ) -> None:
-        self.config, self.groups = config, groups
+        self.config, self.groups, self.device = config, groups, device
         self.rows = [list(self._rows(*both, grads)) for both in zip(chunks, buffers, strict=True)]
         self.shards = [[shard for row in rows for shard in row.shards] for rows in self.rows]
         self._in_use_order = [shard for both in zip(chunks, self.shards, strict=True) for shard in in_use_order(*both)]
@@ -154,8 +157,8 @@ class DistributedOptimizer:
 
     def direct_sums(self) -> DirectSums | None:
         """Where backward adds gradients of weights to sums of more bits; None where autograd adds them in place."""
-        first = next(self._all())
-        if first.grads.dtype == first.params.dtype:
+        first = next(self._all(), None)
+        if first is None or first.grads.dtype == first.params.dtype:
             return None
         return DirectSums(self._add_now)
 
@@ -215,14 +218,14 @@ class DistributedOptimizer:
     def local_norm_sq(self) -> Tensor:
         """Squared norm of this rank's gradient shards; summed over all ranks it counts every parameter once. fp32 scalar."""
         grads = [grad for shard in self._all() for grad in shard.counted_grads()]
-        if not grads:  # a tensor-parallel rank may own nothing that counts
-            return torch.zeros((), device=next(self._all()).grad.device)
+        if not grads:  # of an empty stage, or where another tensor-parallel rank's count
+            return torch.zeros((), device=self.device)
         return torch.stack([torch.linalg.vector_norm(grad, dtype=torch.float32) for grad in grads]).square().sum()
 
     def local_zeros(self) -> Tensor:
         """Elements of this rank's gradient pieces that are zero; summed over all ranks each element counts once. fp32 scalar."""
         counts = [(piece.grad == 0).sum() for piece in self.pieces() if piece.spec.counted]
-        return torch.stack(counts).sum().float() if counts else torch.zeros((), device=next(self._all()).grad.device)
+        return torch.stack(counts).sum().float() if counts else torch.zeros((), device=self.device)
 
     def step(self, lr: float, weight_decay: float, norm: Tensor, scale: Tensor | None = None) -> Tensor:
         """Clip to `clip_norm` given the global gradient norm and update; returns 1.0 where the update was skipped.

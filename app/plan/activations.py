@@ -99,11 +99,13 @@ def chunk_activations(run: Run, stage: Stage, layout: ParallelLayout) -> ChunkAc
     s = sizes_of(run, layout)
     carried = s.table if _tied(s, stage) and not s.splits else 0
     row = _row(s, stage, full=False)
-    spared = _memory(s, row, carried, {"rotary": s.rotary})
+    rotary = {"rotary": s.rotary} if stage.layers else {}  # nothing else keeps the context
+    spared = _memory(s, row, carried, rotary)
     usual = spared
     if run.recompute.full:
-        usual = _memory(s, _row(s, stage, full=True), carried, {"rotary": s.rotary, "mask": s.mask})
-    later = max(link.replay.later for link in row)
+        shared = {"rotary": s.rotary, "mask": s.mask} if stage.layers else {}
+        usual = _memory(s, _row(s, stage, full=True), carried, shared)
+    later = max((link.replay.later for link in row), default=0)  # a stage may be empty
     kernels = sum(sum(link.kernels.values()) for link in row)
     return ChunkActivations(usual, spared, s.stream, not stage.embedding, not stage.head, later, kernels)
 

@@ -181,7 +181,8 @@ def _step_parts(
 def _by_phase(peak: Peak) -> str:
     waiting = {"waiting for weights": peak.waiting} if peak.waiting else {}
     largest = sorted((dict(peak.kept) | waiting).items(), key=lambda item: -item[1])
-    return ", ".join(f"{phase} {size / GIB:.2f}" for phase, size in largest if size >= GIB // 200) + " GiB"
+    shown = [f"{phase} {size / GIB:.2f}" for phase, size in largest if size >= GIB // 200]
+    return f"{', '.join(shown)} GiB" if shown else "next to nothing"
 
 
 def batch_bytes(run: Run, layout: ParallelLayout) -> int:

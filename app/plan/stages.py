@@ -96,7 +96,8 @@ def parse_layout(layout: str | Sequence[Sequence[str]]) -> list[str]:
 
     E is the embedding, t a decoder layer, m a multi-token prediction layer, L the head with its loss; | ends a stage;
     x*n repeats a letter and (...)*n a part, which may hold |; commas are for the eye. A list of stages, each a list
-    of the names embedding, decoder, mtp, loss, says the same. Raises ConfigError for anything else.
+    of the names embedding, decoder, mtp, loss, says the same. A stage may be empty, as the third of "Et|t||L": it
+    hands on what it gets. Raises ConfigError for anything else.
     """
     if not isinstance(layout, str):
         return ["".join(_letter(name) for name in stage) for stage in layout]
@@ -165,10 +166,19 @@ def _check_layout(layout: object, parts: list[str], num_layers: int, pp: int, vp
     elif not re.fullmatch("Et*L", letters):
         middle = re.sub("[EL]", "", "|".join(parts))
         rule, nearest = "must have one E, before all layers, and one L, after them", f"E{middle}L"
+    elif "E" not in parts[0] or "L" not in parts[-1]:
+        rule, nearest = "must have E in its first stage and L in its last one", _ends_filled(parts)
     elif letters.count("t") != num_layers:
         rule, nearest = f"has {letters.count('t')} t for model.num_layers={num_layers}", f"{num_layers} t"
     if rule:
         raise ConfigError("parallel.layout", layout, rule, nearest)
+
+
+def _ends_filled(parts: list[str]) -> str:
+    """The layout with E in the first and L in the last stage; those beside them, empty, go before L."""
+    inner = "|".join(parts).strip("|")
+    first, _, last = inner.rpartition("|") if "|" in inner else (inner.removesuffix("L"), "|", "L")
+    return first + "|" * (len(parts) - 1 - first.count("|")) + last
 
 
 def _as_layout(sizes: list[int]) -> list[str]:

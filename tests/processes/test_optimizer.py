@@ -145,7 +145,8 @@ def optimizer_of(
     chunks: list[list[ParamSpec]], groups: Groups, config: OptimConfig, grads: torch.dtype = torch.float32
 ) -> DistributedOptimizer:
     shared_by = OptimizerGroups(groups.dp, groups.edp, groups.tp)
-    return DistributedOptimizer(chunks, buffers_of(chunks, groups, config), config, shared_by, grads)
+    buffers, device = buffers_of(chunks, groups, config), torch.device("cpu")
+    return DistributedOptimizer(chunks, buffers, config, groups=shared_by, grads=grads, device=device)
 
 
 def train(rank: int, case: Case) -> dict[str, Any]:
