@@ -53,6 +53,25 @@ def sizes(memory: RankMemory) -> dict[str, int]:
     return {part.name: part.bytes for part in memory.parts}
 
 
+def test_a_rank_of_an_empty_stage_holds_only_what_passes_through():
+    graph = CudaGraphConfig(GraphImpl.local, ())
+    parallel = ParallelConfig(pp=4, layout="Et*4||t*4|L")
+    for chosen in (CudaGraphConfig(), graph, CudaGraphConfig(GraphImpl.full_iteration)):
+        for full in (False, True):
+            run = run_of(MOE, parallel=parallel, cuda_graph=chosen, recompute=RecomputeConfig(full=full and chosen is not graph))
+            plan = Plan(run)
+            held = sizes(plan.memory[1])
+            none = ("parameters", "gradients", "optimizer", "activations", "cut tensors", "graph pool")
+            border = 2 * 2 * 512 * 256  # bf16, two sequences
+            if chosen.impl is GraphImpl.full_iteration:
+                assert held["graph pool"] <= 6 * border
+            else:
+                assert not any(held.get(name, 0) for name in none)
+                assert border <= held["pipeline buffers"] <= 6 * border
+            assert plan.stage_seconds[1].total == 0.0 and plan.timeline.makespan > 0
+            assert plan.parameters[1] == ((),) and plan.buffers[1][0].dense is None
+
+
 def parts_of(run: Run, rank: int = 0) -> dict[str, int]:
     return sizes(Plan(run).memory[rank])
 

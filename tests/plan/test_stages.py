@@ -95,6 +95,12 @@ def test_a_v_goes_down_the_ranks_and_back_up():
     assert layers_of(plan_stages(2, 1, 2, v_shape=True)) == [[[0], [1]]]
 
 
+def test_stages_may_be_empty():
+    assert layers_of(plan_stages(4, 2, layout="Ett|tt||L")) == [[[0, 1], []], [[2, 3], []]]
+    assert layers_of(plan_stages(4, 4, layout="Ett||tt|L")) == [[[0, 1]], [[]], [[2, 3]], [[]]]
+    assert layers_of(plan_stages(4, 4, layout="E|tttt||L")) == [[[]], [[0, 1, 2, 3]], [[]], [[]]]
+
+
 @pytest.mark.parametrize("wrong", [{}, {"vpp": 3}, {"vpp": 4, "layout": "Et|tt|tt|tL"}, {"layout": "Ettt|tttL"}])
 def test_a_v_has_two_stages_per_rank(wrong: dict):
     with pytest.raises(ConfigError, match=r"two per pipeline rank; .* 2$|make vpp=1, not vpp=2"):
@@ -135,6 +141,9 @@ def test_every_accepted_split_covers_each_layer_once(num_layers: int, pp: int, v
     ({"num_layers": 2, "pp": 2, "layout": "tEt|L"}, ["one E, before all layers", "works: Ett|L"]),
     ({"num_layers": 3, "pp": 2, "layout": "Et|tL"}, ["has 2 t for model.num_layers=3", "works: 3 t"]),
     ({"num_layers": 2, "pp": 2, "layout": "E(tt)|L"}, ["cannot read '('"]),
+    ({"num_layers": 4, "pp": 4, "layout": "E|tttt|L|"}, ["E in its first stage", "works: E|tttt||L"]),
+    ({"num_layers": 2, "pp": 3, "layout": "||EttL"}, ["L in its last one", "works: Ett||L"]),
+    ({"num_layers": 2, "pp": 2, "layout": "EttL|"}, ["L in its last one", "works: Ett|L"]),
 ])
 def test_refusals_name_the_numbers_and_the_nearest_that_works(args: dict, parts: list[str]):
     with pytest.raises(ConfigError) as refusal:

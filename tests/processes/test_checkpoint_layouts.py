@@ -42,6 +42,8 @@ DEGREES: dict[str, dict[str, Any]] = {
     "pp2": {"pp": 2},
     "pp2·vpp2": {"pp": 2, "vpp": 2},
     "pp2 in a V": {"pp": 2, "vpp": 2, "schedule": "zero_bubble_v"},
+    "pp2·vpp2, empty stage": {"pp": 2, "layout": "Ett|tt||L"},
+    "pp4, rank without parameters": {"pp": 4, "layout": "Ett||tt|L"},
     "ep2": {"dp": 2, "ep": 2},
     "dp3": {"dp": 3},
     "dp4": {"dp": 4},
@@ -52,8 +54,10 @@ DEGREES: dict[str, dict[str, Any]] = {
 }
 Case = tuple[str, str]  # model and layout
 CASES: tuple[Case, ...] = (
-    *(("moe", name) for name in DEGREES if name != "dp3"),  # 3 divides neither its experts nor its batch
+    # 3 divides neither its experts nor its batch; a rank without parameters is tried with the small model.
+    *(("moe", name) for name in DEGREES if name not in ("dp3", "pp4, rank without parameters")),
     *(("dense", name) for name in ("single", "dp4", "dp2", "dp3", "tp2", "pp2·vpp2", "pp2 in a V")),
+    ("dense", "pp4, rank without parameters"),
 )
 Found = tuple[str, list[tuple[float, float]], str]  # digest of the parameters, losses and norms, digest after them
 

@@ -1,0 +1,162 @@
+"""Stages without layers hand on what they get: every layout with some of them trains like one process or like eager training."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+
+from app.choices import Dtype, GraphImpl, GraphKey, GraphScope, Recompute, ScheduleName
+from app.config import (
+    CudaGraphConfig,
+    ModelConfig,
+    OptimConfig,
+    ParallelConfig,
+    PrecisionConfig,
+    RecomputeConfig,
+    Run,
+    ScheduleConfig,
+    TrainConfig,
+)
+from app.engine.flight import Flight
+from app.engine.generate import sample_tokens
+from app.engine.step import Validation
+from tests.distributed import run_distributed
+from tests.processes.test_captured import several
+from tests.runs import TINY, TINY_MOE, batches_of, engine_of, make_run, train_steps, whole_gradients, whole_parameters
+
+STEPS, MBS = 3, 4
+DENSE = dataclasses.replace(TINY, num_layers=4, moe=None)
+LATE_MOE = dataclasses.replace(TINY, num_layers=4, moe=dataclasses.replace(TINY_MOE, first_k_dense=2))
+MODELS = {"dense": DENSE, "tied": dataclasses.replace(DENSE, tie_embeddings=True), "moe": LATE_MOE}
+# Small gradients must not turn rounding into whole updates: a large eps. Several buckets per chunk.
+OPTIM = OptimConfig(lr=1e-2, warmup_steps=2, eps=1e-5, bucket_numel=1500, count_zeros=True)
+Found = tuple[list[tuple[float, float]], dict[str, Any], dict[str, Any], tuple[float, int], list[int]]
+
+
+def run_of(model: ModelConfig, schedule: str = "auto", **choice: Any) -> Run:
+    """A run of MBS microbatches per step whatever its layout; keyword arguments are sections or degrees."""
+    degrees = {key: choice.pop(key) for key in tuple(choice) if key in ParallelConfig.__dataclass_fields__}
+    batch = 2 * MBS * degrees.get("dp", 1)
+    train = TrainConfig(steps=20, seq_len=16, micro_batch=2, global_batch=batch)
+    sections = {"optim": OPTIM, "train": train, "schedule": ScheduleConfig(ScheduleName(schedule))}
+    return make_run(model, **(sections | choice), parallel=ParallelConfig(**degrees))
+
+
+def trained(rank: int, run: Run) -> Found:
+    """Losses and norms, all gradients and parameters, then a validation of one microbatch, and a sample."""
+    engine = engine_of(run, rank)
+    losses = train_steps(run, engine, STEPS)
+    found = ({name: value.numpy() for name, value in each(engine).items()} for each in (whole_gradients, whole_parameters))
+    held_out = batches_of(run, 100, 0)[:1]  # the same one on every data-parallel rank
+    gradients, parameters = found
+    validation = Validation(engine, 1)(held_out)
+    sample = sample_tokens(engine, [1, 2, 3], count=4, window=16, vocab=run.model.vocab_size, seed=5)
+    return losses, gradients, parameters, validation, sample
+
+
+CASES: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("dense", dict(pp=2, layout="Ett|tt||L")),
+    ("tied", dict(pp=4, layout="Ett||tt|L")),
+    ("moe", dict(pp=4, layout="E|tttt||L", recompute=RecomputeConfig(full=True))),
+    ("moe", dict(pp=2, layout="Ett|tt||L", dp=2, ep=2, recompute=RecomputeConfig(phases=(Recompute.moe,)))),
+    ("tied", dict(pp=2, layout="E|tttt||L", tp=2)),
+    ("moe", dict(pp=2, layout="E||tttt|L", cp=2)),
+    ("tied", dict(pp=2, layout="Ett||tt|L", schedule="zero_bubble_v")),
+    ("moe", dict(pp=2, layout="Ett|tt||L", schedule="zero_bubble_v")),
+    ("moe", dict(pp=2, layout="Ett|||ttL", schedule="zero_bubble_v")),  # a rank without parameters
+    ("dense", dict(pp=4, layout="Ett||tt|L", schedule="zero_bubble_h1")),
+)
+
+
+def short(value: object) -> str:
+    """A parameter of a test in a few characters."""
+    return f"pp{value['pp']} {value['layout']}" if isinstance(value, dict) else str(value)
+
+
+@pytest.fixture(scope="module")
+def one_process() -> dict[tuple[str, int], Found]:
+    keys = list(dict.fromkeys((name, choice.get("dp", 1)) for name, choice in CASES))
+    runs = {(name, dp): TrainConfig(steps=20, seq_len=16, micro_batch=2, global_batch=2 * MBS * dp) for name, dp in keys}
+    return {key: run_distributed(trained, 1, run_of(MODELS[key[0]], train=train))[0] for key, train in runs.items()}
+
+
+@pytest.mark.parametrize(("name", "choice"), CASES, ids=short)
+def test_trains_validates_and_samples_like_one_process(one_process, name: str, choice: dict[str, Any]):
+    run = run_of(MODELS[name], **choice)
+    seen, *expected, validation, sample = one_process[name, choice.get("dp", 1)]
+    for losses, *found, validated, sampled in run_distributed(trained, run.world_size, run):
+        torch.testing.assert_close(torch.tensor(losses), torch.tensor(seen), rtol=2e-5, atol=1e-6)
+        for values, wanted in zip(found, expected, strict=True):
+            assert values.keys() == wanted.keys()
+            for key, value in wanted.items():
+                close = dict(rtol=1e-4, atol=2e-5, msg=key)
+                torch.testing.assert_close(torch.from_numpy(values[key]), torch.from_numpy(value), **close)
+        assert validated[0] == pytest.approx(validation[0], rel=2e-5) and sampled == sample
+
+
+def two_byte_gradients(rank: int, run: Run) -> tuple[float, dict[str, Any]]:
+    """Loss and gradients of one step."""
+    engine = engine_of(run, rank)
+    ((loss, _),) = train_steps(run, engine, 1)
+    return loss, {name: value.numpy() for name, value in whole_gradients(engine).items()}
+
+
+@pytest.mark.parametrize("params", [Dtype.bfloat16, Dtype.float16])
+def test_the_same_bits_as_without_empty_stages_in_two_bytes(params: Dtype):
+    precision = PrecisionConfig(params)
+    plain = run_of(MODELS["moe"], pp=2, layout="Ett|ttL", precision=precision)
+    loss, wanted = run_distributed(two_byte_gradients, 2, plain)[0]
+    empty = run_of(MODELS["moe"], pp=4, layout="Ett||tt|L", precision=precision)
+    for found, gradients in run_distributed(two_byte_gradients, 4, empty):
+        assert found == loss and gradients.keys() == wanted.keys()
+        for name, value in wanted.items():
+            assert (gradients[name] == value).all(), name
+
+
+WHOLE = CudaGraphConfig(GraphImpl.full_iteration, warmup_steps=2)
+PARTIAL = tuple(map(GraphScope, ("attn", "mlp", "moe_router", "moe_preprocess")))
+GRAPHS = {
+    "partial": CudaGraphConfig(GraphImpl.local, PARTIAL, 2),
+    "layer": CudaGraphConfig(GraphImpl.local, (), 2),
+    "layer by slot": CudaGraphConfig(GraphImpl.local, (), 2, GraphKey.slot),
+    "whole step": WHOLE,
+}
+
+
+@pytest.mark.parametrize(("choice", "names"), [
+    (dict(pp=2, layout="Ett|tt||L"), tuple(GRAPHS)),
+    (dict(pp=4, layout="Ett||tt|L"), tuple(GRAPHS)),
+    (dict(pp=2, layout="Ett|||ttL", schedule="zero_bubble_v"), ("whole step",)),
+], ids=short)  # fmt: skip
+def test_captured_training_equals_eager_training_bit_for_bit(choice: dict[str, Any], names: tuple[str, ...]):
+    graphs = {"eager": CudaGraphConfig(), **{name: GRAPHS[name] for name in names}}
+    runs = {name: run_of(MODELS["moe"], **choice, cuda_graph=graph) for name, graph in graphs.items()}
+    for results in run_distributed(several, runs["eager"].world_size, runs):
+        eager = results.pop("eager")
+        for name, result in results.items():
+            assert result["seen"] == eager["seen"], name
+            for key, grad in eager["grads"].items():
+                assert (result["grads"][key] == grad).all(), (name, key)
+
+
+def memory_handed_on(rank: int, run: Run) -> list[tuple[int, int]]:
+    """Of an empty stage's forwards: bytes that its output holds when it is made, and after the step."""
+    engine, outputs, pass_on = engine_of(run, rank), [], Flight._pass_on
+
+    def noted(flight: Flight, place: tuple[int, int], output: torch.Tensor) -> None:
+        if not engine.chunks[place[1]].layers:
+            assert output.data_ptr() == flight.inputs[place].data_ptr()
+            outputs.append((output, output.untyped_storage().nbytes()))
+        pass_on(flight, place, output)
+
+    Flight._pass_on = noted  # this process is about to end
+    train_steps(run, engine, 1)
+    return [(size, output.untyped_storage().nbytes()) for output, size in outputs]
+
+
+def test_an_empty_stage_hands_on_its_input_and_keeps_no_memory_of_it():
+    run = run_of(MODELS["dense"], pp=4, layout="Ett||tt|L")
+    assert run_distributed(memory_handed_on, 4, run)[1] == [(2 * 16 * 32 * 4, 0)] * MBS
