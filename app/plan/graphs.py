@@ -34,6 +34,14 @@ Static = tuple[str, int, int]  # what it holds; chunk and set, or for inputs -1 
 Address = tuple[str, int, int]  # "slot" or "pool", its number, block in it
 
 
+TOUCHED: Mapping[str, tuple[str, ...]] = {
+    "F": ("input", "saved", "output", "scratch F"),
+    "B": ("input", "saved", "output", "gradient", "scratch B"),
+    "I": ("input", "saved", "output", "gradient", "queue", "scratch I"),
+    "W": ("input", "saved", "queue", "scratch W"),
+}  # letter of an action -> what it reads and writes of its microbatch
+
+
 @dataclass(frozen=True, slots=True)
 class GraphPlan:
     """Graphs and buffers of one rank."""
@@ -138,17 +146,19 @@ def check_graphs(actions: Sequence[Action], plan: GraphPlan) -> None:
     """
     touched = [list(_touches(action, plan)) for action in actions]
     ends = {block: position for position, blocks in enumerate(touched) for block in blocks}
-    addresses = _capture(touched, ends, plan)
+    statics = {block: _static(block, plan) for block in ends}
+    static_addresses = _capture(touched, ends, statics, plan)
+    addresses = {block: static_addresses[static] for block, static in statics.items()}
     live: dict[Address, Block] = {}
     for position, action in enumerate(actions):
         for block in touched[position]:
-            address = addresses[_static(block, plan)]
+            address = addresses[block]
             holds = live.setdefault(address, block)
             if holds != block:
                 raise ValueError(f"{action} writes {_name(block)} where {_name(holds)} is still needed: {address}")
         for block in touched[position]:
             if ends[block] == position:
-                del live[addresses[_static(block, plan)]]
+                del live[addresses[block]]
 
 
 def _touches(action: Action, plan: GraphPlan) -> Iterator[Block]:
@@ -157,8 +167,7 @@ def _touches(action: Action, plan: GraphPlan) -> Iterator[Block]:
         yield from (("output" if op.flow == "F" else "gradient", op.mb, op.chunk) for op in action.ops if op.send)
     if not isinstance(action, Compute):
         return
-    names = {"F": "saved output", "B": "saved output gradient", "I": "saved output gradient queue", "W": "saved queue"}
-    for name in ("input", *names[action.letter].split(), f"scratch {action.letter}"):
+    for name in TOUCHED[action.letter]:
         yield name, action.mb, action.chunk
 
 
@@ -168,20 +177,28 @@ def _static(block: Block, plan: GraphPlan) -> Static:
     return (name, -1, plan.slots[mb, chunk]) if name == "input" else (name, chunk, plan.sets[mb, chunk])
 
 
-def _capture(touched: Sequence[Sequence[Block]], ends: Mapping[Block, int], plan: GraphPlan) -> dict[Static, Address]:
+def _capture(
+    touched: Sequence[Sequence[Block]],
+    ends: Mapping[Block, int],
+    statics: Mapping[Block, Static],
+    plan: GraphPlan,
+) -> dict[Static, Address]:
     """Where everything static lies; what a later microbatch finds captured stays where it is."""
     addresses: dict[Static, Address] = {}
     tenants: dict[Address, Block] = {}  # whose memory it is under capture
     pools: defaultdict[int, _Pool] = defaultdict(_Pool)
     for position, blocks in enumerate(touched):
         for block in blocks:
-            static, slot, pool = _static(block, plan), plan.slot_of(*block[1:]), plan.pool_of(*block[1:])
+            static = statics[block]
             if static not in addresses:
+                slot, pool = plan.slot_of(*block[1:]), plan.pool_of(*block[1:])
                 address = ("slot", slot, 0) if block[0] == "input" else ("pool", pool, pools[pool].take())
                 addresses[static], tenants[address] = address, block
         for block in blocks:
-            kind, pool, number = address = addresses[_static(block, plan)]
-            if kind == "pool" and ends[block] == position and tenants[address] == block:
+            if ends[block] != position:
+                continue
+            kind, pool, number = address = addresses[statics[block]]
+            if kind == "pool" and tenants[address] == block:
                 heappush(pools[pool].free, number)
     return addresses
 

@@ -14,7 +14,7 @@ from app.choices import ScheduleName
 from app.config import Run
 from app.plan.check import check
 from app.plan.flops import StageSeconds, stage_seconds
-from app.plan.graphs import GraphPlan
+from app.plan.graphs import GraphPlan, check_graphs
 from app.plan.layout import ParallelLayout
 from app.plan.lowering import lower_all
 from app.plan.memory import RankMemory, plan_memory
@@ -74,8 +74,12 @@ class Plan:
 
     @cached_property
     def graphs(self) -> tuple[GraphPlan | None, ...]:
-        """The partial CUDA graphs of each pipeline rank; None without."""
-        return select_graphs(self.run, self.stages, self.actions)
+        """The partial CUDA graphs of each pipeline rank, proved not to overwrite each other; None without."""
+        graphs = select_graphs(self.run, self.stages, self.actions)
+        for actions, graph in zip(self.actions, graphs, strict=True):
+            if graph is not None:
+                check_graphs(actions, graph)
+        return graphs
 
     @cached_property
     def parameters(self) -> tuple[tuple[tuple[Parameter, ...], ...], ...]:

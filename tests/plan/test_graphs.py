@@ -6,8 +6,10 @@ from itertools import product
 
 import pytest
 
+from app.plan import select
 from app.plan.graphs import GraphPlan, check_graphs, plan_graphs
 from app.plan.lowering import lower_all
+from app.plan.plan import Plan
 from app.plan.schedule import (
     Action,
     Backward,
@@ -19,6 +21,7 @@ from app.plan.schedule import (
     peak_in_flight,
     warmup_count,
 )
+from tests.test_config import load
 
 LAYOUTS = [(name, pp, mbs, 1) for name in ("gpipe", "1f1b", "zero_bubble_h1") for pp in (2, 3, 4, 8) for mbs in (1, 2, 5, 8, 12)]
 LAYOUTS += [("interleaved", pp, rounds * pp, chunks) for pp in (2, 3, 4) for rounds in (1, 2, 3) for chunks in (1, 2, 3)]
@@ -155,3 +158,17 @@ def test_refusals(layers: list[int], key: str, message: str):
     with pytest.raises(ValueError, match=message):
         plan_graphs(build_schedule("interleaved", 2, 4, 2)[0], layers, key)
     assert plan_graphs([], []).num_graphs == plan_graphs([], []).num_slots == 0
+
+
+def test_the_plan_of_a_run_proves_its_own_graphs(monkeypatch: pytest.MonkeyPatch):
+    """Training and the plan command read this list; one whose graphs overwrite each other is refused there."""
+    run = load("model=dense_tiny", "parallel.pp=2", "cuda_graph=layer", "train.global_batch=64")
+
+    def shared(*chosen: object) -> list[GraphPlan]:
+        plans = select.select_graphs(*chosen)
+        return [replace(plan, slots=dict.fromkeys(plan.slots, 0)) for plan in plans]
+
+    assert Plan(run).graphs == select.select_graphs(run, Plan(run).stages, Plan(run).actions)
+    monkeypatch.setattr("app.plan.plan.select_graphs", shared)
+    with pytest.raises(ValueError, match=r"F1\.0 writes input of microbatch 1 .* is still needed"):
+        _ = Plan(run).graphs
