@@ -11,8 +11,10 @@ from symbolic import run
 
 from app.plan.check import check
 from app.plan.lowering import lower_all
+from app.plan.plan import Plan
 from app.plan.schedule import Action, Compute, Exchange, build_schedule, chunk_order, parse_action, v_shaped
 from app.plan.timeline import simulate
+from tests.test_config import load
 
 NAMES = ("none", "gpipe", "1f1b", "interleaved", "zero_bubble_h1", "zero_bubble_v")
 Case = tuple[str, int, int, int, int | None]  # name, pp, microbatches, chunks, group size
@@ -86,6 +88,14 @@ def test_forwards_alone_take_any_group():
             wanted = pp if group is None else group
             assert order == orders.get(wanted, order) and order in orders.values()
             assert lists == lists[:1] * pp
+
+
+def test_the_largest_experiment_validates_with_fewer_microbatches_than_ranks():
+    run = load("+experiment=deepseek_v3_2048")
+    assert run.eval_microbatches < run.parallel.pp
+    for count in (1, run.eval_microbatches):
+        lists = Plan(run).validation_actions(count)
+        assert all(sum(isinstance(action, Compute) for action in of_rank) == 2 * count for of_rank in lists)
 
 
 @pytest.mark.full
