@@ -23,6 +23,7 @@ from app.config import (
 from app.engine.flight import Flight
 from app.engine.generate import sample_tokens
 from app.engine.step import Validation
+from tests.cases import chosen, sampled
 from tests.distributed import run_distributed
 from tests.processes.test_captured import several
 from tests.runs import TINY, TINY_MOE, batches_of, engine_of, make_run, train_steps, whole_gradients, whole_parameters
@@ -83,18 +84,21 @@ def one_process() -> dict[tuple[str, int], Found]:
     return {key: run_distributed(trained, 1, run_of(MODELS[key[0]], train=train))[0] for key, train in runs.items()}
 
 
-@pytest.mark.parametrize(("name", "choice"), CASES, ids=short)
+QUICK = CASES[0], CASES[1], CASES[3], CASES[8]
+
+
+@pytest.mark.parametrize(("name", "choice"), chosen(CASES, QUICK), ids=short)
 def test_trains_validates_and_samples_like_one_process(one_process, name: str, choice: dict[str, Any]):
     run = run_of(MODELS[name], **choice)
     seen, *expected, validation, sample = one_process[name, choice.get("dp", 1)]
-    for losses, *found, validated, sampled in run_distributed(trained, run.world_size, run):
+    for losses, *found, validated, written in run_distributed(trained, run.world_size, run):
         torch.testing.assert_close(torch.tensor(losses), torch.tensor(seen), rtol=2e-5, atol=1e-6)
         for values, wanted in zip(found, expected, strict=True):
             assert values.keys() == wanted.keys()
             for key, value in wanted.items():
                 close = dict(rtol=1e-4, atol=2e-5, msg=key)
                 torch.testing.assert_close(torch.from_numpy(values[key]), torch.from_numpy(value), **close)
-        assert validated[0] == pytest.approx(validation[0], rel=2e-5) and sampled == sample
+        assert validated[0] == pytest.approx(validation[0], rel=2e-5) and written == sample
 
 
 def two_byte_gradients(rank: int, run: Run) -> tuple[float, dict[str, Any]]:
@@ -104,7 +108,7 @@ def two_byte_gradients(rank: int, run: Run) -> tuple[float, dict[str, Any]]:
     return loss, {name: value.numpy() for name, value in whole_gradients(engine).items()}
 
 
-@pytest.mark.parametrize("params", [Dtype.bfloat16, Dtype.float16])
+@pytest.mark.parametrize("params", sampled((Dtype.float16, Dtype.bfloat16), 2))
 def test_the_same_bits_as_without_empty_stages_in_two_bytes(params: Dtype):
     precision = PrecisionConfig(params)
     plain = run_of(MODELS["moe"], pp=2, layout="Ett|ttL", precision=precision)
@@ -126,11 +130,14 @@ GRAPHS = {
 }
 
 
-@pytest.mark.parametrize(("choice", "names"), [
-    (dict(pp=2, layout="Ett|tt||L"), tuple(GRAPHS)),
+CAPTURED = (
     (dict(pp=4, layout="Ett||tt|L"), tuple(GRAPHS)),
+    (dict(pp=2, layout="Ett|tt||L"), tuple(GRAPHS)),
     (dict(pp=2, layout="Ett|||ttL", schedule="zero_bubble_v"), ("whole step",)),
-], ids=short)  # fmt: skip
+)
+
+
+@pytest.mark.parametrize(("choice", "names"), sampled(CAPTURED, 3), ids=short)
 def test_captured_training_equals_eager_training_bit_for_bit(choice: dict[str, Any], names: tuple[str, ...]):
     graphs = {"eager": CudaGraphConfig(), **{name: GRAPHS[name] for name in names}}
     runs = {name: run_of(MODELS["moe"], **choice, cuda_graph=graph) for name, graph in graphs.items()}
