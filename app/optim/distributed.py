@@ -116,8 +116,8 @@ class DistributedOptimizer:
     """Sharded AdamW over the parameters of this rank's chunks.
 
     `chunks[c]` lists the parameters of chunk c in the order of use, and `buffers[c]` says where they lie; `grads` is the
-    type in which gradients are summed. A chunk, or all of them, may have none: what is summed over ranks is then zero,
-    on `device`.
+    type in which gradients are summed. A chunk, or all of them, may have none: what is summed over
+    ranks is then zero, on `device`.
     """
 
     def __init__(

@@ -74,7 +74,7 @@ class Plan:
 
     @cached_property
     def graphs(self) -> tuple[GraphPlan | None, ...]:
-        """The partial CUDA graphs of each pipeline rank, proved not to overwrite each other; None without."""
+        """Partial CUDA graphs of each rank, proved not to overwrite each other; None without."""
         graphs = select_graphs(self.run, self.stages, self.actions)
         for actions, graph in zip(self.actions, graphs, strict=True):
             if graph is not None:

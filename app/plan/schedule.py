@@ -187,15 +187,18 @@ def build_schedule(
           "zero_bubble_h1"  1F1B with split backward, weight gradients fill the bubble (Qi et al. 2023)
           "zero_bubble_v"   split backward, two chunks per rank in a V (see `zero_bubble`): half the bubble of the one above
     forward_only: forwards alone (validation), in the same order; in a V in the one in which no rank waits for them.
-                  Any num_microbatches and group_size will do; one that training refuses gives way to the nearest group
+                  Any num_microbatches and group_size will do: what training refuses gives way to
+                  the nearest group that it takes
 
-    Raises ValueError for an unknown name, chunks or groups that a schedule does not have, and for interleaved with
-    backwards if num_microbatches or group_size is below pp, group_size above num_microbatches, or the last group
-    non-empty and below pp: a microbatch would then wait for its own previous chunk.
+    Raises ValueError for an unknown name, chunks or groups that a schedule does not have, and for
+    interleaved with backwards if num_microbatches or group_size is below pp, group_size above
+    num_microbatches, or the last group non-empty and below pp: a microbatch would then wait for its
+    own previous chunk.
     """
     if forward_only:
         _check_choice(name, pp, num_microbatches, num_chunks, group_size)
-        return _forwards(name, pp, num_microbatches, num_chunks, pp if group_size is None else group_size)
+        wanted = pp if group_size is None else group_size
+        return _forwards(name, pp, num_microbatches, num_chunks=num_chunks, group=wanted)
     check_schedule(name, pp, num_microbatches, num_chunks, group_size)
     if v_shaped(name):
         return _zero_bubble_v(pp, num_microbatches)
@@ -265,7 +268,7 @@ def _check_groups(pp: int, num_microbatches: int, group: int) -> None:
 
 
 def _legal_groups(pp: int, num_microbatches: int) -> list[int]:
-    """Group sizes with which no microbatch waits for its own previous chunk; none below pp microbatches."""
+    """Group sizes with which no microbatch waits for its own previous chunk; maybe none."""
     sizes = range(pp, num_microbatches + 1)
     return [size for size in sizes if not 0 < num_microbatches % size < pp]
 

@@ -96,8 +96,8 @@ def parse_layout(layout: str | Sequence[Sequence[str]]) -> list[str]:
 
     E is the embedding, t a decoder layer, m a multi-token prediction layer, L the head with its loss; | ends a stage;
     x*n repeats a letter and (...)*n a part, which may hold |; commas are for the eye. A list of stages, each a list
-    of the names embedding, decoder, mtp, loss, says the same. A stage may be empty, as the third of "Et|t||L": it
-    hands on what it gets. Raises ConfigError for anything else.
+    of the names embedding, decoder, mtp, loss, says the same. A stage may be empty, as the third of
+    "Et|t||L": it hands on what it gets. Raises ConfigError for anything else.
     """
     if not isinstance(layout, str):
         return ["".join(_letter(name) for name in stage) for stage in layout]
@@ -175,7 +175,7 @@ def _check_layout(layout: object, parts: list[str], num_layers: int, pp: int, vp
 
 
 def _ends_filled(parts: list[str]) -> str:
-    """The layout with E in the first and L in the last stage; those beside them, empty, go before L."""
+    """The layout with E in the first and L in the last stage; empty ones outside go before L."""
     inner = "|".join(parts).strip("|")
     first, _, last = inner.rpartition("|") if "|" in inner else (inner.removesuffix("L"), "|", "L")
     return first + "|" * (len(parts) - 1 - first.count("|")) + last

@@ -70,14 +70,19 @@ def test_everything_is_shown_and_written(capsys: pytest.CaptureFixture[str], tmp
     assert (tmp_path / "plan/timeline.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_empty_stages_are_shown_and_drawn(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_empty_stages_are_shown_and_drawn(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.chdir(tmp_path)
-    layout = ("model.num_layers=4", "parallel.pp=4", "parallel.layout='Ett||tt|L'", "cuda_graph=layer")
+    layout = ("model.num_layers=4", "parallel.pp=4", "parallel.layout='Ett||tt|L'")
     large = ("train.seq_len=4096", "train.micro_batch=8", "train.global_batch=32")
-    code, out = shown(capsys, "model=moe_tiny", *layout, *large, "hardware.gpu_memory_gib=8")
+    graphs = ("cuda_graph=layer", "hardware.gpu_memory_gib=8")
+    code, out = shown(capsys, "model=moe_tiny", *layout, *large, *graphs)
     assert code == 1 and "What makes it fit" in out
-    assert re.search(r"^ +1 +1 +0 +0 +0 +0 *$", out, re.MULTILINE)  # rank, stage, layers, parameters, times
-    assert all((tmp_path / "plan" / name).stat().st_size for name in ("layout.svg", "timeline.svg", "plan.json"))
+    rank_stage_layers_parameters_times = r"^ +1 +1 +0 +0 +0 +0 *$"
+    assert re.search(rank_stage_layers_parameters_times, out, re.MULTILINE)
+    files = "layout.svg", "timeline.svg", "plan.json"
+    assert all((tmp_path / "plan" / name).stat().st_size for name in files)
 
 
 @pytest.mark.parametrize("what", ["all", "groups", "memory"])

@@ -12,7 +12,15 @@ from symbolic import run
 from app.plan.check import check
 from app.plan.lowering import lower_all
 from app.plan.plan import Plan
-from app.plan.schedule import Action, Compute, Exchange, build_schedule, chunk_order, parse_action, v_shaped
+from app.plan.schedule import (
+    Action,
+    Compute,
+    Exchange,
+    build_schedule,
+    chunk_order,
+    parse_action,
+    v_shaped,
+)
 from app.plan.timeline import simulate
 from tests.test_config import load
 
@@ -78,7 +86,7 @@ def test_forwards_alone_run_with_fewer_microbatches_than_ranks(pp: int):
 
 
 def test_forwards_alone_take_any_group():
-    """What training refuses gives way to a group that it takes, so that no rank waits for its own previous chunk."""
+    """What training refuses gives way to a group that it takes: no rank waits for itself."""
     for pp, mbs, chunks in product(range(2, 9), range(1, 21), range(1, 5)):
         legal = [n for n in range(1, mbs + 1) if is_legal("interleaved", pp, mbs, chunks, n)]
         orders = {n: chunk_order(mbs, chunks, n) for n in legal or [mbs]}
@@ -95,7 +103,8 @@ def test_the_largest_experiment_validates_with_fewer_microbatches_than_ranks():
     assert run.eval_microbatches < run.parallel.pp
     for count in (1, run.eval_microbatches):
         lists = Plan(run).validation_actions(count)
-        assert all(sum(isinstance(action, Compute) for action in of_rank) == 2 * count for of_rank in lists)
+        for actions in lists:
+            assert sum(isinstance(action, Compute) for action in actions) == 2 * count
 
 
 @pytest.mark.full

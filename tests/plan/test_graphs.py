@@ -161,7 +161,7 @@ def test_refusals(layers: list[int], key: str, message: str):
 
 
 def test_the_plan_of_a_run_proves_its_own_graphs(monkeypatch: pytest.MonkeyPatch):
-    """Training and the plan command read this list; one whose graphs overwrite each other is refused there."""
+    """Training and the plan command read these: graphs that overwrite each other are refused."""
     run = load("model=dense_tiny", "parallel.pp=2", "cuda_graph=layer", "train.global_batch=64")
 
     def shared(*chosen: object) -> list[GraphPlan]:

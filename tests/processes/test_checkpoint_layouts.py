@@ -54,7 +54,7 @@ DEGREES: dict[str, dict[str, Any]] = {
 }
 Case = tuple[str, str]  # model and layout
 CASES: tuple[Case, ...] = (
-    # 3 divides neither its experts nor its batch; a rank without parameters is tried with the small model.
+    # 3 divides neither its experts nor its batch; a rank without parameters is tried when dense.
     *(("moe", name) for name in DEGREES if name not in ("dp3", "pp4, rank without parameters")),
     *(("dense", name) for name in ("single", "dp4", "dp2", "dp3", "tp2", "pp2·vpp2", "pp2 in a V")),
     ("dense", "pp4, rank without parameters"),

@@ -1,4 +1,4 @@
-"""Stages without layers hand on what they get: every layout with some of them trains like one process or like eager training."""
+"""Stages without layers hand on what they get: layouts with some train like those without any."""
 
 from __future__ import annotations
 
@@ -26,20 +26,35 @@ from app.engine.step import Validation
 from tests.cases import chosen, sampled
 from tests.distributed import run_distributed
 from tests.processes.test_captured import several
-from tests.runs import TINY, TINY_MOE, batches_of, engine_of, make_run, train_steps, whole_gradients, whole_parameters
+from tests.runs import (
+    TINY,
+    TINY_MOE,
+    batches_of,
+    engine_of,
+    make_run,
+    train_steps,
+    whole_gradients,
+    whole_parameters,
+)
 
 STEPS, MBS = 3, 4
 DENSE = dataclasses.replace(TINY, num_layers=4, moe=None)
-LATE_MOE = dataclasses.replace(TINY, num_layers=4, moe=dataclasses.replace(TINY_MOE, first_k_dense=2))
+LATE_MOE = dataclasses.replace(
+    TINY, num_layers=4, moe=dataclasses.replace(TINY_MOE, first_k_dense=2)
+)
 MODELS = {"dense": DENSE, "tied": dataclasses.replace(DENSE, tie_embeddings=True), "moe": LATE_MOE}
 # Small gradients must not turn rounding into whole updates: a large eps. Several buckets per chunk.
 OPTIM = OptimConfig(lr=1e-2, warmup_steps=2, eps=1e-5, bucket_numel=1500, count_zeros=True)
-Found = tuple[list[tuple[float, float]], dict[str, Any], dict[str, Any], tuple[float, int], list[int]]
+Found = tuple[
+    list[tuple[float, float]], dict[str, Any], dict[str, Any], tuple[float, int], list[int]
+]
 
 
 def run_of(model: ModelConfig, schedule: str = "auto", **choice: Any) -> Run:
-    """A run of MBS microbatches per step whatever its layout; keyword arguments are sections or degrees."""
-    degrees = {key: choice.pop(key) for key in tuple(choice) if key in ParallelConfig.__dataclass_fields__}
+    """A run of MBS microbatches per step; keyword arguments are sections or degrees."""
+    degrees = {
+        key: choice.pop(key) for key in tuple(choice) if key in ParallelConfig.__dataclass_fields__
+    }
     batch = 2 * MBS * degrees.get("dp", 1)
     train = TrainConfig(steps=20, seq_len=16, micro_batch=2, global_batch=batch)
     sections = {"optim": OPTIM, "train": train, "schedule": ScheduleConfig(ScheduleName(schedule))}
@@ -47,14 +62,19 @@ def run_of(model: ModelConfig, schedule: str = "auto", **choice: Any) -> Run:
 
 
 def trained(rank: int, run: Run) -> Found:
-    """Losses and norms, all gradients and parameters, then a validation of one microbatch, and a sample."""
+    """Losses and norms, gradients and parameters, a validation of one microbatch, and a sample."""
     engine = engine_of(run, rank)
     losses = train_steps(run, engine, STEPS)
-    found = ({name: value.numpy() for name, value in each(engine).items()} for each in (whole_gradients, whole_parameters))
+    found = (
+        {name: value.numpy() for name, value in each(engine).items()}
+        for each in (whole_gradients, whole_parameters)
+    )
     held_out = batches_of(run, 100, 0)[:1]  # the same one on every data-parallel rank
     gradients, parameters = found
     validation = Validation(engine, 1)(held_out)
-    sample = sample_tokens(engine, [1, 2, 3], count=4, window=16, vocab=run.model.vocab_size, seed=5)
+    sample = sample_tokens(
+        engine, [1, 2, 3], count=4, window=16, vocab=run.model.vocab_size, seed=5
+    )
     return losses, gradients, parameters, validation, sample
 
 
@@ -62,7 +82,12 @@ CASES: tuple[tuple[str, dict[str, Any]], ...] = (
     ("dense", dict(pp=2, layout="Ett|tt||L")),
     ("tied", dict(pp=4, layout="Ett||tt|L")),
     ("moe", dict(pp=4, layout="E|tttt||L", recompute=RecomputeConfig(full=True))),
-    ("moe", dict(pp=2, layout="Ett|tt||L", dp=2, ep=2, recompute=RecomputeConfig(phases=(Recompute.moe,)))),
+    (
+        "moe",
+        dict(
+            pp=2, layout="Ett|tt||L", dp=2, ep=2, recompute=RecomputeConfig(phases=(Recompute.moe,))
+        ),
+    ),
     ("tied", dict(pp=2, layout="E|tttt||L", tp=2)),
     ("moe", dict(pp=2, layout="E||tttt|L", cp=2)),
     ("tied", dict(pp=2, layout="Ett||tt|L", schedule="zero_bubble_v")),
@@ -80,15 +105,23 @@ def short(value: object) -> str:
 @pytest.fixture(scope="module")
 def one_process() -> dict[tuple[str, int], Found]:
     keys = list(dict.fromkeys((name, choice.get("dp", 1)) for name, choice in CASES))
-    runs = {(name, dp): TrainConfig(steps=20, seq_len=16, micro_batch=2, global_batch=2 * MBS * dp) for name, dp in keys}
-    return {key: run_distributed(trained, 1, run_of(MODELS[key[0]], train=train))[0] for key, train in runs.items()}
+    runs = {
+        (name, dp): TrainConfig(steps=20, seq_len=16, micro_batch=2, global_batch=2 * MBS * dp)
+        for name, dp in keys
+    }
+    return {
+        key: run_distributed(trained, 1, run_of(MODELS[key[0]], train=train))[0]
+        for key, train in runs.items()
+    }
 
 
 QUICK = CASES[0], CASES[1], CASES[3], CASES[8]
 
 
 @pytest.mark.parametrize(("name", "choice"), chosen(CASES, QUICK), ids=short)
-def test_trains_validates_and_samples_like_one_process(one_process, name: str, choice: dict[str, Any]):
+def test_trains_validates_and_samples_like_one_process(
+    one_process, name: str, choice: dict[str, Any]
+):
     run = run_of(MODELS[name], **choice)
     seen, *expected, validation, sample = one_process[name, choice.get("dp", 1)]
     for losses, *found, validated, written in run_distributed(trained, run.world_size, run):
@@ -97,7 +130,9 @@ def test_trains_validates_and_samples_like_one_process(one_process, name: str, c
             assert values.keys() == wanted.keys()
             for key, value in wanted.items():
                 close = dict(rtol=1e-4, atol=2e-5, msg=key)
-                torch.testing.assert_close(torch.from_numpy(values[key]), torch.from_numpy(value), **close)
+                torch.testing.assert_close(
+                    torch.from_numpy(values[key]), torch.from_numpy(value), **close
+                )
         assert validated[0] == pytest.approx(validation[0], rel=2e-5) and written == sample
 
 
@@ -138,9 +173,13 @@ CAPTURED = (
 
 
 @pytest.mark.parametrize(("choice", "names"), sampled(CAPTURED, 3), ids=short)
-def test_captured_training_equals_eager_training_bit_for_bit(choice: dict[str, Any], names: tuple[str, ...]):
+def test_captured_training_equals_eager_training_bit_for_bit(
+    choice: dict[str, Any], names: tuple[str, ...]
+):
     graphs = {"eager": CudaGraphConfig(), **{name: GRAPHS[name] for name in names}}
-    runs = {name: run_of(MODELS["moe"], **choice, cuda_graph=graph) for name, graph in graphs.items()}
+    runs = {
+        name: run_of(MODELS["moe"], **choice, cuda_graph=graph) for name, graph in graphs.items()
+    }
     for results in run_distributed(several, runs["eager"].world_size, runs):
         eager = results.pop("eager")
         for name, result in results.items():
@@ -150,7 +189,7 @@ def test_captured_training_equals_eager_training_bit_for_bit(choice: dict[str, A
 
 
 def memory_handed_on(rank: int, run: Run) -> list[tuple[int, int]]:
-    """Of an empty stage's forwards: bytes that its output holds when it is made, and after the step."""
+    """Of forwards of an empty stage: bytes that the output holds when made, and after the step."""
     engine, outputs, pass_on = engine_of(run, rank), [], Flight._pass_on
 
     def noted(flight: Flight, place: tuple[int, int], output: torch.Tensor) -> None:

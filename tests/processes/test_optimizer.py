@@ -146,7 +146,9 @@ def optimizer_of(
 ) -> DistributedOptimizer:
     shared_by = OptimizerGroups(groups.dp, groups.edp, groups.tp)
     buffers, device = buffers_of(chunks, groups, config), torch.device("cpu")
-    return DistributedOptimizer(chunks, buffers, config, groups=shared_by, grads=grads, device=device)
+    return DistributedOptimizer(
+        chunks, buffers, config, groups=shared_by, grads=grads, device=device
+    )
 
 
 def train(rank: int, case: Case) -> dict[str, Any]:

@@ -94,7 +94,9 @@ def validated(rank: int, run: Run, counts: list[int]) -> list[tuple[float, int]]
 
 
 @pytest.mark.parametrize("choice", [
-    dict(mbs=6, pp=2, vpp=2), dict(mbs=6, pp=4, vpp=3, group=6), dict(mbs=6, pp=2, vpp=2, schedule="zero_bubble_v")
+    dict(mbs=6, pp=2, vpp=2),
+    dict(mbs=6, pp=4, vpp=3, group=6),
+    dict(mbs=6, pp=2, vpp=2, schedule="zero_bubble_v"),
 ])
 def test_a_validation_of_any_length_equals_that_of_one_process(choice: dict[str, Any]):
     counts = [1, 2, 3, 5]
