@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+from collections.abc import Iterable, Iterator
+from itertools import groupby
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -24,6 +26,7 @@ from app.engine.groups import Groups, create_groups
 from app.engine.run_folder import CHECKPOINTS, newest_checkpoint
 from app.engine.tensor_file import TensorFile
 from app.plan.plan import Plan
+from tests.cases import chosen
 from tests.distributed import run_distributed
 from tests.runs import make_run, train_steps, whole_parameters
 
@@ -67,7 +70,10 @@ def world(case: Case) -> int:
     return prod(DEGREES[case[1]].get(axis, 1) for axis in ("tp", "cp", "pp", "dp"))
 
 
-WORLDS = sorted({world(case) for case in CASES})
+QUICK: tuple[Case, ...] = (
+    *(("moe", name) for name in ("single", "tp2", "pp2", "dp4")),
+    *(("dense", name) for name in ("single", "dp3", "pp2 in a V")),
+)
 
 
 def run_of(model: str, layout: str) -> Run:
@@ -118,35 +124,48 @@ def load_all(rank: int, pairs: list[tuple[Case, str]], folder: Path) -> list[Fou
     return seen
 
 
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[Case, Found]]:
-    """Where the checkpoints of all cases are, and what their runs came to."""
+Saved = tuple[Path, dict[Case, Found]]
+
+
+def by_world(cases: Iterable[Case]) -> Iterator[tuple[int, list[Case]]]:
+    """Numbers of ranks, each with the cases that have it."""
+    listed = sorted(cases, key=world)
+    return ((ranks, list(found)) for ranks, found in groupby(listed, world))
+
+
+@pytest.fixture(scope="module", params=chosen([(QUICK,), (CASES,)], [(QUICK,)]), ids=["some", "all"])
+def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Saved:
+    """Where the checkpoints of the cases are, and what their runs came to."""
     folder, found = tmp_path_factory.mktemp("saved"), {}
-    for ranks in WORLDS:
-        cases = [case for case in CASES if world(case) == ranks]
+    for ranks, cases in by_world(request.param):
         results = run_distributed(save_all, ranks, cases, folder, timeout_s=600)
         assert all(other == results[0] for other in results)
         found |= dict(zip(cases, results[0], strict=True))
-    return folder, found
+    return folder, {case: found[case] for case in request.param}
 
 
-@pytest.mark.parametrize("ranks", WORLDS)
-def test_any_layout_loads_any_other(ranks: int, saved: tuple[Path, dict[Case, Found]]):
+def test_any_layout_loads_any_other(saved: Saved):
     """Each its own, the single process's, and that of the layout before it; a single process loads all."""
     folder, wanted = saved
-    pairs = [(case, source) for case in CASES if world(case) == ranks for source in sources(case)]
-    for found in run_distributed(load_all, ranks, pairs, folder, timeout_s=600):
-        for (case, source), (loaded, losses, after) in zip(pairs, found, strict=True):
-            expected = wanted[case[0], source]
-            assert loaded == expected[0], f"{source} -> {case}: parameters differ"
-            if source == case[1]:
-                assert (losses, after) == expected[1:], f"{case}: not to the bit"
-            close = dict(rtol=1e-6, atol=0.0, msg=f"{source} -> {case}: {losses}, wanted {expected[1]}")
-            torch.testing.assert_close(torch.tensor(losses)[:, 0], torch.tensor(expected[1])[:, 0], **close)
+    for ranks, cases in by_world(wanted):
+        pairs = [(case, source) for case in cases for source in sources(case, wanted)]
+        for found in run_distributed(load_all, ranks, pairs, folder, timeout_s=600):
+            for (case, source), result in zip(pairs, found, strict=True):
+                expect_same(case, source, result, wanted[case[0], source])
 
 
-def sources(case: Case) -> list[str]:
-    same_model = [name for model, name in CASES if model == case[0]]
+def expect_same(case: Case, source: str, found: Found, expected: Found) -> None:
+    """Loaded parameters are those saved; what follows is the same to the bit, or at another layout up to rounding."""
+    loaded, losses, after = found
+    assert loaded == expected[0], f"{source} -> {case}: parameters differ"
+    if source == case[1]:
+        assert (losses, after) == expected[1:], f"{case}: not to the bit"
+    close = dict(rtol=1e-6, atol=0.0, msg=f"{source} -> {case}: {losses}, wanted {expected[1]}")
+    torch.testing.assert_close(torch.tensor(losses)[:, 0], torch.tensor(expected[1])[:, 0], **close)
+
+
+def sources(case: Case, cases: Iterable[Case]) -> list[str]:
+    same_model = [name for model, name in cases if model == case[0]]
     if case[1] == "single":
         return same_model
     return list(dict.fromkeys([case[1], "single", same_model[same_model.index(case[1]) - 1]]))
@@ -167,7 +186,7 @@ def opened_files(rank: int, folder: Path, layout: str) -> list[str]:
     return sorted(opened)
 
 
-def test_a_rank_opens_only_what_it_needs(saved: tuple[Path, dict[Case, Found]]):
+def test_a_rank_opens_only_what_it_needs(saved: Saved):
     folder, _ = saved
     file = checkpoint.rank_file
     assert run_distributed(opened_files, 2, folder / "moe/pp2", "pp2") == [[file(0)], [file(1)]]
