@@ -51,9 +51,14 @@ def run_distributed(fn: Callable[..., Any], world_size: int, *args: Any, timeout
                 process.join()
 
 
+def begin_fork() -> None:
+    """The first call of every forked process: what its parent's threads hold would never be given back."""
+    torch.set_num_threads(1)  # OpenMP's threads stayed behind, and the locks that they had
+    gc.freeze()  # what the parent has not collected yet may own threads too, and would wait for them
+
+
 def _rank(sender: Connection, fn: Callable[..., Any], rank: int, world_size: int, store: str, args: tuple[Any, ...]) -> None:
-    torch.set_num_threads(1)  # first of all: a parent that ran threads leaves locks behind
-    gc.freeze()  # what the parent has not collected yet may own threads that a fork does not have, and would wait for them
+    begin_fork()
     faulthandler.register(TELL, file=sys.__stderr__)
     try:
         dist.init_process_group("gloo", store=dist.FileStore(store, world_size), rank=rank, world_size=world_size)

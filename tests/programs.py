@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import multiprocessing
 import os
 import runpy
@@ -15,10 +14,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import matplotlib.figure  # noqa: F401 - loaded once instead of in every program
-import torch
 
 import app.data.corpus
 import app.engine.trainer  # noqa: F401 - likewise
+from tests.distributed import begin_fork
 
 TIMEOUT_S = 120
 
@@ -48,8 +47,7 @@ def _written(file: int) -> str:
 
 
 def _program(folder: Path, line: Sequence[str], env: Mapping[str, str] | None, files: Sequence[int]) -> None:
-    torch.set_num_threads(1)  # first of all: a parent that ran threads leaves locks behind
-    gc.freeze()
+    begin_fork()
     for target, file in zip((1, 2), files, strict=True):
         os.dup2(file, target)
     sys.stdout, sys.stderr = (open(target, "w", 1, closefd=False) for target in (1, 2))  # noqa: SIM115

@@ -29,7 +29,7 @@ from app.errors import ConfigError
 from app.optim.scale import LossScale
 from app.plan.plan import Plan
 from tests.cases import sampled
-from tests.distributed import run_distributed
+from tests.distributed import begin_fork, run_distributed
 from tests.runs import make_run
 from tests.training import composed, corpus_in
 
@@ -255,7 +255,7 @@ def exit_code(run: Run) -> int:
     """Of a process that trains."""
 
     def child() -> None:
-        torch.set_num_threads(1)
+        begin_fork()
         os._exit(trainer.train(Plan(run), 0, 0, Attempt()))
 
     process = multiprocessing.get_context("fork").Process(target=child)

@@ -33,6 +33,7 @@ from app.engine.checkpoint_save import Saver
 from app.engine.groups import process_world
 from app.engine.run_folder import CHECKPOINTS, LATEST, complete_checkpoints, newest_checkpoint
 from tests.cases import chosen
+from tests.distributed import begin_fork
 from tests.runs import TINY, engine_of, make_run
 
 DEAD = 17  # exit status of a killed child
@@ -113,7 +114,7 @@ def in_child(work: Callable[[], None]) -> int:
     """Exit status of a forked process that does `work`."""
 
     def child() -> None:
-        torch.set_num_threads(1)
+        begin_fork()
         with process_world(0, 1, torch.device("cpu")):
             work()
 
@@ -246,7 +247,7 @@ def two_ranks(work: Callable[[int], None], folder: Path) -> list[int]:
     """Exit statuses of two forked ranks that do `work(rank)`."""
 
     def child(rank: int) -> None:
-        torch.set_num_threads(1)
+        begin_fork()
         sys.stderr = open(os.devnull, "w")  # noqa: SIM115 - the survivor's traceback
         store = dist.FileStore(str(folder), 2)
         with process_world(rank, 2, torch.device("cpu"), store):

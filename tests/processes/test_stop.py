@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
 
 from app.cli import torchrun
@@ -30,7 +29,7 @@ from app.engine.signals import STOPPED, StopRequest
 from app.engine.start import find_start
 from app.errors import ConfigError
 from tests.cases import sampled
-from tests.distributed import run_distributed
+from tests.distributed import begin_fork, run_distributed
 from tests.training import LONG, ROOT, Seen, composed, corpus_in, losses, train_rank, wait_for
 
 TIMED = {"step_ms", "tokens_per_s", "tokens_per_s_per_gpu", "tflops_per_gpu", "memory_allocated_gib", "memory_peak_gib",
@@ -151,7 +150,7 @@ def exit_code(work: Callable[[], int | None]) -> int:
     """Exit code of a forked process that does `work`; negative: the signal that ended it."""
 
     def child() -> None:
-        torch.set_num_threads(1)
+        begin_fork()
         os._exit(work() or 0)
 
     process = multiprocessing.get_context("fork").Process(target=child)
@@ -236,6 +235,7 @@ def launched(folder: Path, *arguments: str, ends: Sequence[str] = (), send: int 
     script.write_text(SCRIPT)
 
     def work() -> int:
+        begin_fork()
         os.dup2(os.open(said, os.O_CREAT | os.O_WRONLY), 2)
         sys.stderr = open(2, "w")  # noqa: SIM115
         return torchrun.main(["--nproc-per-node=2", *arguments, str(script), str(folder), *ends])
