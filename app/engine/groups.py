@@ -6,7 +6,7 @@ One communicator per purpose, so that a gradient reduction never queues in front
 from __future__ import annotations
 
 import datetime
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -41,7 +41,7 @@ class Groups:
     ep: dist.ProcessGroup  # exchange of tokens with experts, and with all parts of each
     pp: dist.ProcessGroup  # hidden states and their gradients between pipeline ranks
     stages: dist.ProcessGroup  # small facts about all stages of a pipeline
-    embedding: dist.ProcessGroup | None  # first and last pipeline rank, for tied embeddings; None on those between
+    embedding: dist.ProcessGroup  # both ends of a pipeline, for tied embeddings; others are alone
 
     @property
     def dp_rank(self) -> int:
@@ -75,46 +75,76 @@ class Groups:
             dist.barrier(self.host)
 
 
-def _control_options() -> dict[str, Any]:
-    # Small sums need one channel: 24 MiB of GPU memory instead of 670, measured on an H200 with NCCL 2.28.
-    if dist.get_backend() != "nccl":
-        return {}
-    options = dist.ProcessGroupNCCL.Options()
-    options.config.min_ctas = options.config.max_ctas = 1
-    return {"pg_options": options}
-
-
 def create_groups(layout: ParallelLayout, rank: int) -> Groups:
-    """Create every group of the layout; all ranks must call it, in the world of an initialised default group.
+    """Create the groups that `rank` is in: one for each purpose, whatever the size of the world.
 
-    In a world of the "fake" backend this is a dry run of one rank: nothing is sent to anybody.
+    All ranks must call it, each in the world of its initialised default group. Groups that are
+    destroyed cannot be created again in that world: torch would find what the first have left in
+    its store. In a world of the "fake" backend this is a dry run of one rank: nothing is sent.
     """
-    control = _control_options()
+    alone = _host_group([rank])  # serves every purpose for which the layout has no second rank
+
+    def own(groups: list[list[int]], create: CreateGroup = _tensor_group) -> dist.ProcessGroup:
+        if len(groups[0]) == 1:
+            return alone
+        found = next((ranks for ranks in groups if rank in ranks), None)
+        # torch names a group by its ranks and the number of groups that a rank has: a rank that is
+        # in none makes one of its own, or its next group would have another name than elsewhere.
+        return _host_group([rank]) if found is None else create(found)
+
+    everybody = [list(range(layout.world_size))]
     return Groups(
         layout=layout,
         rank=rank,
-        host=dist.new_group(backend="fake" if dist.get_backend() == "fake" else "gloo", timeout=HOST_TIMEOUT),
-        world=dist.new_group(timeout=TIMEOUT, **control),
-        data=_own_group(layout.groups("dp"), rank, **control),
-        tokens=_own_group(layout.groups("tp", "cp", "dp"), rank, **control),
-        microbatch=_own_group(layout.groups("tp", "cp"), rank, **control),
-        tp=_own_group(layout.groups("tp"), rank),
-        cp=_own_group(layout.groups("cp"), rank),
-        dp=_own_group(layout.groups("dp", "cp"), rank),
-        edp=_own_group(layout.groups("edp", expert=True), rank),
-        ep=_own_group(layout.groups("etp", "ep", expert=True), rank),
-        pp=_own_group(layout.groups("pp"), rank),
-        stages=_own_group(layout.groups("pp"), rank, **control),
-        embedding=_own_group(layout.embedding_groups(), rank),
+        host=own(everybody, _host_group),
+        world=own(everybody, _control_group),
+        data=own(layout.groups("dp"), _control_group),
+        tokens=own(layout.groups("tp", "cp", "dp"), _control_group),
+        microbatch=own(layout.groups("tp", "cp"), _control_group),
+        tp=own(layout.groups("tp")),
+        cp=own(layout.groups("cp")),
+        dp=own(layout.groups("dp", "cp")),
+        edp=own(layout.groups("edp", expert=True)),
+        ep=own(layout.groups("etp", "ep", expert=True)),
+        pp=own(layout.groups("pp")),
+        stages=own(layout.groups("pp"), _control_group),
+        embedding=own(layout.embedding_groups()),
     )
 
 
-def _own_group(groups: list[list[int]], rank: int, **options: Any) -> Any:
-    # Every rank takes part in creating every group, in the same order. A group of one has nothing to send, and an NCCL
-    # communicator would still take 390 MiB for it.
-    alone = {} if dist.get_backend() == "fake" else {"backend": "gloo"}
-    handles = [dist.new_group(ranks, timeout=TIMEOUT, **(options if len(ranks) > 1 else alone)) for ranks in groups]
-    return next((handle for handle, ranks in zip(handles, groups, strict=True) if rank in ranks), None)
+CreateGroup = Callable[[list[int]], dist.ProcessGroup]
+
+
+def _host_group(ranks: list[int]) -> dist.ProcessGroup:
+    # Also for one rank: an NCCL communicator would take 390 MiB of its GPU, to send nothing.
+    backend = "fake" if dist.get_backend() == "fake" else "gloo"
+    return dist.new_group(
+        ranks, timeout=HOST_TIMEOUT, backend=backend, use_local_synchronization=True
+    )
+
+
+def _tensor_group(ranks: list[int], options: Any = None) -> dist.ProcessGroup:
+    # NCCL connects a group with a device at once; otherwise it would do so at the first use, and
+    # once more for every two ranks whose sends are not batched. From a default group with a device
+    # it would split the new one off, which needs all ranks of the world.
+    nccl = dist.get_backend() == "nccl"
+    device = torch.device("cuda", torch.cuda.current_device()) if nccl else None
+    return dist.new_group(
+        ranks,
+        timeout=TIMEOUT,
+        pg_options=options,
+        use_local_synchronization=True,
+        device_id=device,
+    )
+
+
+def _control_group(ranks: list[int]) -> dist.ProcessGroup:
+    if dist.get_backend() != "nccl":
+        return _tensor_group(ranks)
+    # Small sums need one channel: 24 MiB of GPU memory instead of 670 (H200, NCCL 2.28).
+    options = dist.ProcessGroupNCCL.Options()
+    options.config.min_ctas = options.config.max_ctas = 1
+    return _tensor_group(ranks, options)
 
 
 @contextmanager
@@ -125,7 +155,7 @@ def process_world(rank: int, world_size: int, device: torch.device, store: dist.
     environment.
     """
     backend = "nccl" if device.type == "cuda" and world_size > 1 else "gloo"  # one process has nothing to send
-    options = {"device_id": device} if backend == "nccl" else {}
+    options: dict[str, Any] = {}  # no device: NCCL's default group, which nobody uses, stays apart
     if world_size == 1:
         options["store"] = dist.HashStore()
     elif store is not None:

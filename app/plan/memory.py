@@ -20,10 +20,10 @@ from app.plan.overheads import (
     COMMUNICATOR,
     CONTROL_COMMUNICATOR,
     CUDA_CONTEXT,
-    DEFAULT_COMMUNICATOR,
     FRAGMENTATION,
     GIB,
     MIB,
+    NCCL_ITSELF,
     WORKSPACES,
 )
 from app.plan.parameters import chunk_buffers, chunk_parameters
@@ -131,7 +131,8 @@ def _parts(
     if layout.world_size > 1:
         groups = communicators(run, layout, rank)
         large = [name for name in groups if name not in CONTROL]
-        size = DEFAULT_COMMUNICATOR + len(large) * COMMUNICATOR + (len(groups) - len(large)) * CONTROL_COMMUNICATOR
+        control = len(groups) - len(large)
+        size = NCCL_ITSELF + len(large) * COMMUNICATOR + control * CONTROL_COMMUNICATOR
         yield Part("NCCL", size, f"{COMMUNICATOR / MIB:.0f} MiB each for {', '.join(large) or 'nothing'}; small ones for control")
 
 

@@ -5,7 +5,6 @@ The cases make any two choices meet that can; most of them, and others drawn at 
 
 from __future__ import annotations
 
-import dataclasses
 import random
 import zlib
 from typing import Any
@@ -16,7 +15,6 @@ import torch.distributed as dist
 
 from app.config import Run
 from app.engine.build import Engine
-from app.engine.groups import Groups
 from tests.cases import chosen
 from tests.distributed import run_distributed
 from tests.processes.layouts import Case, covering, legal, run_of, world
@@ -33,7 +31,7 @@ def few_steps(rank: int, run: Run) -> tuple[list[tuple[float, float]], dict[str,
     losses = train_steps(run, engine, STEPS)
     found = whole_gradients(engine), whole_parameters(engine)
     expect_same_bits(engine)
-    destroy(engine.groups)
+    start_anew()
     return losses, *({name: value.numpy() for name, value in each.items()} for each in found)
 
 
@@ -47,12 +45,17 @@ def expect_same_bits(engine: Engine) -> None:
     assert not apart, apart
 
 
-def destroy(groups: Groups) -> None:
-    """Give a case's groups back: the threads of many of them would slow the next case down."""
+def start_anew() -> None:
+    """Give all groups back, whose threads would slow the next case down, and meet elsewhere.
+
+    torch may give a new group the name of one that is gone, and would find its addresses in the
+    store: so the next case has another part of it.
+    """
     dist.barrier()
-    for field in dataclasses.fields(groups):
-        if isinstance(group := getattr(groups, field.name), dist.ProcessGroup):
-            dist.destroy_process_group(group)
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    store = dist.PrefixStore("next", dist.distributed_c10d._get_default_store())
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
 
 
 def every(rank: int, cases: list[Case]) -> list[Any]:

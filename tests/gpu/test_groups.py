@@ -1,0 +1,105 @@
+"""Groups over NCCL: they join the right ranks and cost no more memory than is planned.
+
+torchrun --nproc-per-node 2 tests/gpu/test_groups.py    prints what each communicator takes, MiB
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from app.engine.groups import Groups, create_groups, process_world
+from app.plan.layout import ParallelLayout
+from app.plan.overheads import COMMUNICATOR, CONTROL_COMMUNICATOR, MIB, NCCL_ITSELF
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices"),
+]
+ROOT = Path(__file__).parents[2]
+CONTROL = ("world", "data", "tokens", "stages")  # one channel each
+LARGE = ("dp", "edp", "pp", "embedding")
+ELEMENTS = 1 << 24  # enough to use every channel
+
+
+def main() -> None:
+    """Rank 0 prints a line of JSON for data-parallel ranks and one for a pipeline."""
+    rank = int(os.environ["RANK"])
+    device = torch.device("cuda", rank)
+    torch.cuda.set_device(device)
+    torch.zeros(1, device=device)
+    with process_world(rank, 2, device):
+        for layout in (ParallelLayout(2), ParallelLayout(2, pp=2)):
+            measured = measure(layout, rank)
+            if rank == 0:
+                print(json.dumps({"pp": layout.pp, **measured}), flush=True)
+
+
+def measure(layout: ParallelLayout, rank: int) -> dict[str, Any]:
+    """MiB that creating all groups takes, and that the first uses of each take besides."""
+    since = outside()
+    groups = create_groups(layout, rank)
+    created = outside() - since
+    used = {}
+    for name in CONTROL + LARGE:
+        group = getattr(groups, name)
+        if group.size() > 1:
+            before = outside()
+            use(group, name, groups)
+            used[name] = round(outside() - before, 1)
+    return {"created": round(created, 1), "used": used}
+
+
+def use(group: dist.ProcessGroup, name: str, groups: Groups) -> None:
+    """Sum over a group, and for a pipeline send to the other rank; the results must be right."""
+    device, rank = torch.device("cuda", groups.rank), groups.rank
+    total = torch.full((6 if name in CONTROL else ELEMENTS,), float(rank + 1), device=device)
+    dist.all_reduce(total, group=group)
+    assert total.eq(3).all(), name
+    if name == "pp":
+        come = torch.empty(ELEMENTS, device=device)
+        other = 1 - rank
+        works = [dist.isend(total * (rank + 1), other, group), dist.irecv(come, other, group)]
+        for work in works if rank == 0 else works[::-1]:
+            work.wait()
+        assert come.eq(3 * (other + 1)).all()
+
+
+def outside() -> float:
+    """MiB of this GPU that are in use, but not by torch's allocator."""
+    torch.cuda.synchronize()
+    free, total = torch.cuda.mem_get_info()
+    return (total - free - torch.cuda.memory_reserved()) / MIB
+
+
+def test_groups_over_nccl():
+    line = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", __file__]
+    paths = f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"
+    done = subprocess.run(
+        line, capture_output=True, text=True, timeout=300, env={**os.environ, "PYTHONPATH": paths}
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    print(done.stdout)
+    rows = [json.loads(row) for row in done.stdout.splitlines() if row.startswith("{")]
+    assert [row["pp"] for row in rows] == [1, 2]
+    for row in rows:
+        control = [name for name in row["used"] if name in CONTROL]
+        large = len(row["used"]) - len(control)
+        planned = (NCCL_ITSELF + large * COMMUNICATOR + len(control) * CONTROL_COMMUNICATOR) / MIB
+        assert row["created"] + sum(row["used"].values()) < 1.1 * planned
+        assert (
+            sum(row["used"][name] for name in control)
+            < 2 * len(control) * CONTROL_COMMUNICATOR / MIB
+        )
+
+
+if __name__ == "__main__":
+    main()
