@@ -76,13 +76,11 @@ def build_engine(plan: Plan, groups: Groups, device: torch.device) -> Engine:
     """Chunks of this rank with their initial weights, and the optimizer over them."""
     run = plan.run
     chunks = build_chunks(run, plan.stages, groups, device)
-    tied = run.model.tie_embeddings and len(plan.stages.in_order) > 1
-    specs = [list(parameter_specs(chunk, groups.place, tied)) for chunk in chunks]
+    specs = [list(parameter_specs(chunk, groups.place)) for chunk in chunks]
     for chunk in specs:
         init_weights(((spec.name, spec.param, spec.block) for spec in chunk), run.model, run.train.seed)
-    copies = None if plan.stages.pipeline.v_shape else groups.embedding  # in a V the first rank has the last stage too
     buffers = plan.buffers[groups.pp_rank]
-    shared_by = OptimizerGroups(groups.dp, groups.edp, groups.tp, copies)
+    shared_by = OptimizerGroups(groups.dp, groups.edp, groups.tp, embedding=groups.embedding)
     grads = DTYPES[run.precision.grads]
     optimizer = DistributedOptimizer(
         specs, buffers, run.optim, groups=shared_by, grads=grads, device=device
@@ -107,12 +105,12 @@ def build_recorder(run: Run, device: torch.device) -> Recorder | None:
 def _wait_for_parameters(chunk: Chunk, optimizer: DistributedOptimizer) -> None:
     """Have the forward of a chunk, of each layer and of the last norm wait for what it reads itself, and the head likewise."""
     inner = [*chunk.layers.values(), *([] if chunk.norm is None else [chunk.norm])]
-    own = [] if chunk.embedding is None else [chunk.embedding]
+    own = [chunk.embedding] if chunk.first else []
     for module, params in ((chunk, own), *((module, module.parameters()) for module in inner)):
         wait = optimizer.gate(params)
         module.register_forward_pre_hook(lambda *_, wait=wait: wait())
-    if chunk.head is not None:
-        chunk.wait_for_head = optimizer.gate([chunk.head])
+    if chunk.last:
+        chunk.wait_for_head = optimizer.gate([chunk.table])
 
 
 def build_chunks(run: Run, stages: StagePlan, groups: Groups, device: torch.device) -> tuple[Chunk, ...]:
@@ -152,14 +150,17 @@ def _materialise(chunk: nn.Module, device: torch.device, dtype: torch.dtype) -> 
             setattr(module, name, torch.zeros(buffer.shape, dtype=buffer.dtype, device=device))
 
 
-def parameter_specs(chunk: Chunk, place: Place, tied: bool = False) -> Iterator[ParamSpec]:
+def parameter_specs(chunk: Chunk, place: Place) -> Iterator[ParamSpec]:
     """Every parameter of a chunk in the order of use (`chunk_parameters`), with its place in the whole model.
 
-    tied: the embedding has a copy on another stage; the first stage's counts. Of what all tensor-parallel ranks hold, the
-    first one's counts.
+    Of tied tables on two stages the first stage's counts, of what all tensor-parallel ranks hold
+    the first one's.
     """
-    # A chunk's own come before its children's: the embedding rightly, the head is used last.
-    for name, param in sorted(chunk.named_parameters(), key=lambda named: named[1] is chunk.head):
+    # A chunk's own come before its children's: rightly for the embedding, but the head's table is
+    # used last.
+    used_last = chunk.table if chunk.last and (chunk.head is not None or not chunk.first) else None
+    tied = chunk.model.tie_embeddings and chunk.first != chunk.last
+    for name, param in sorted(chunk.named_parameters(), key=lambda named: named[1] is used_last):
         copied, shared = tied and param is chunk.embedding, place.shares(name) and place.tp[1] > 1
         counted = (chunk.first or not copied) and not (shared and place.tp[0])
         block = place.block(name, param.shape)

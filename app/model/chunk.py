@@ -106,17 +106,19 @@ class Chunk(nn.Module):
         later = context.later
         if self.first and self.head is None and later is not None and not later.waits:
             later = None  # a table with two gradients: autograd adds them up, and says once that they have arrived
-        return summed_loss(x_BsD, self._table, labels_BS, self.peers.tp, self.chunk_tokens, later)
+        self.wait_for_head()
+        return summed_loss(x_BsD, self.table, labels_BS, self.peers.tp, self.chunk_tokens, later)
 
     def logits(self, x_BsD: Tensor) -> Tensor:
         """This rank's columns of the logits of the last stage's output: B × S × V / tp."""
-        return widen(x_BsD, self._table, self.peers.tp, None)
+        self.wait_for_head()
+        return widen(x_BsD, self.table, self.peers.tp, None)
 
     @property
-    def _table(self) -> nn.Parameter:
+    def table(self) -> nn.Parameter:
+        """The head's rows, V / tp × D: its own, or those of the tied embedding."""
         table_VD = self.embedding if self.head is None else self.head
         assert self.last and table_VD is not None, "only the last stage has a head"
-        self.wait_for_head()
         return table_VD
 
 

@@ -52,9 +52,10 @@ class AdamShard:
         self.grad = buffer.grads[own]
         self.exp_avg, self.exp_avg_sq = torch.zeros_like(self.main), torch.zeros_like(self.main)
         self.pieces = tuple(self._pieces(group.rank()))
-        views = list(buffer.of_bucket(bucket))
-        self.params_inside = len(views)
-        self.tied = tuple(grad for spec, grad in views if spec.tied)  # with another stage
+        specs = [spec for spec, _ in buffer.of_bucket(bucket)]
+        self.params_inside = len(specs)
+        self.tied = any(spec.tied for spec in specs)
+        assert not self.tied or len(specs) == 1, "a tied parameter has a bucket of its own"
 
     def _pieces(self, rank: int) -> Iterator[Piece]:
         for spec, ranges in zip(self.buffer.specs, self.buffer.layout.ranges(rank), strict=True):

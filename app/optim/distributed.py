@@ -36,7 +36,7 @@ class OptimizerGroups:
     dp: dist.ProcessGroup  # ranks that hold the same dense parameters
     edp: dist.ProcessGroup  # ranks that hold the same experts
     tp: dist.ProcessGroup  # tensor-parallel ranks
-    embedding: dist.ProcessGroup | None = None  # ranks that hold tied copies; None: all copies are on this rank
+    embedding: dist.ProcessGroup  # the two ranks that hold copies of tied embeddings
 
 
 @dataclass(slots=True)
@@ -64,27 +64,21 @@ class BucketRow:
             self.missing[bucket] -= 1
             if self.shards[bucket].grads.is_cuda:
                 self.streams.add(torch.cuda.current_stream())
-            while self.started < len(self.shards) and self.missing[self.started] <= 0 and not self._waits_for_others:
+            while self.started < len(self.shards) and self.missing[self.started] <= 0:
                 self._start()
 
     def start_all(self) -> None:
         """All gradients of this rank are there."""
-        while self.started < len(self.shards) and not self._waits_for_others:
+        while self.started < len(self.shards):
             self._start()
 
     def finish(self) -> None:
         """Start what is left, and wait for all."""
-        while self.started < len(self.shards):
-            self._start()
+        self.start_all()
         for work in self.works:
             work.wait()
         self.works, self.missing, self.started = [], [], 0
         self.streams.clear()
-
-    @property
-    def _waits_for_others(self) -> bool:
-        """Whether the next bucket holds a tied parameter, of which another stage's copy may still be computing."""
-        return bool(self.shards[self.started].tied)
 
     def _start(self) -> None:
         shard = self.shards[self.started]
@@ -190,30 +184,30 @@ class DistributedOptimizer:
             row.arrived(bucket)
 
     def reduce_grads(self, chunk: int) -> None:
-        """Start to sum what is left of a chunk's gradients over its data-parallel ranks; each keeps its shard.
-
-        A bucket with a tied parameter waits for `finish_grads`: the other stage's copy may still be computing.
-        """
+        """Start to sum what is left of a chunk's gradients over dp; each rank keeps its shard."""
         for row in self.rows[chunk]:
             row.start_all()
 
     def finish_grads(self) -> None:
-        """Add up the gradients of tied parameters over their copies, and wait until all gradients have been summed.
+        """Wait until all gradients have been summed, then add up those of copies.
 
-        Then those of what tensor-parallel ranks hold whole: last, so that the ranks get the same bits.
+        What two stages or all tensor-parallel ranks hold is summed last, by shards: a sum over
+        other ranks behind it could differ in its order, and copies in their bits.
         """
-        copies = [grad for shard in self._all() for grad in shard.tied]
-        if copies:
-            total = torch.stack(copies).sum(0) if len(copies) > 1 else copies[0]
-            if self.groups.embedding is not None:
-                all_reduce(total, self.groups.embedding)
-            for grad in copies:
-                grad.copy_(total)
         for row in self._all_rows():
             row.finish()
+        self._sum_tied()
         shared = [piece.grad for piece in self.pieces() if piece.spec.shared]
         if self.groups.tp.size() > 1 and shared:
             sum_over(self.groups.tp, shared)
+
+    def _sum_tied(self) -> None:
+        """Add up the two gradients of a tied parameter: a + b has the same bits on both sides."""
+        match [shard.grad for shard in self._all() if shard.tied]:
+            case [one]:
+                all_reduce(one, self.groups.embedding)
+            case [first, second]:  # both on this rank
+                second.copy_(first.add_(second))
 
     def local_norm_sq(self) -> Tensor:
         """Squared norm of this rank's gradient shards; summed over all ranks it counts every parameter once. fp32 scalar."""

@@ -27,6 +27,7 @@ class Parameter:
     name: str  # global name, the same in every layout
     shape: tuple[int, ...]
     expert: bool  # belongs to routed experts
+    tied: bool = False  # another stage holds a copy
 
     @property
     def numel(self) -> int:
@@ -45,24 +46,38 @@ class ChunkBuffers:
 def chunk_parameters(model: ModelConfig, stage: Stage, layout: ParallelLayout) -> tuple[Parameter, ...]:
     """Parameters of a stage on each of its ranks, in the order of use: embedding, layers, last norm, head.
 
-    Within a layer a module's own come before its children's.
+    Within a layer a module's own come before its children's. A tied table is used as the head on a
+    last stage of its own.
     """
-    return tuple(Parameter(name, shape, ".experts." in name) for name, shape in _stage(model, stage, layout))
+    copied = {"embedding"} if model.tie_embeddings and stage.embedding != stage.head else set()
+    return tuple(
+        Parameter(name, shape, expert=".experts." in name, tied=name in copied)
+        for name, shape in _stage(model, stage, layout)
+    )
 
 
 def chunk_buffers(parameters: Sequence[Parameter], layout: ParallelLayout, optim: OptimConfig) -> ChunkBuffers:
-    """Where the parameters of a chunk lie, as the optimizer shards them."""
-    dense = [parameter.numel for parameter in parameters if not parameter.expert]
-    expert = [parameter.numel for parameter in parameters if parameter.expert]
+    """Where the parameters of a chunk lie, as the optimizer shards them.
+
+    A tied parameter has a bucket of its own, so that its shards are the same on both stages.
+    """
+    dense = [parameter for parameter in parameters if not parameter.expert]
+    expert = [parameter for parameter in parameters if parameter.expert]
     return ChunkBuffers(_aligned(dense, layout.dp * layout.cp, optim), _aligned(expert, layout.edp, optim))
 
 
-def _aligned(numels: Sequence[int], world: int, optim: OptimConfig) -> BufferLayout | None:
-    if not numels:
+def _aligned(
+    parameters: Sequence[Parameter], world: int, optim: OptimConfig
+) -> BufferLayout | None:
+    if not parameters:
         return None
     together = world == 1 or not (optim.overlap_grads or optim.overlap_params)  # nothing would run beside anything
     bucket = None if together else optim.bucket_numel or max(BUCKET, BUCKET_PER_RANK * world)
-    return buffer_layout(numels, world, bucket_numel=bucket, param_align=ALIGN, shard_align=ALIGN)
+    numels = [parameter.numel for parameter in parameters]
+    tied = [place for place, parameter in enumerate(parameters) if parameter.tied]
+    return buffer_layout(
+        numels, world, bucket_numel=bucket, param_align=ALIGN, shard_align=ALIGN, alone=tied
+    )
 
 
 Named = tuple[str, tuple[int, ...]]  # name, shape
@@ -70,9 +85,7 @@ Named = tuple[str, tuple[int, ...]]  # name, shape
 
 def _stage(model: ModelConfig, stage: Stage, layout: ParallelLayout) -> Iterator[Named]:
     table = model.vocab_size // layout.tp, model.hidden_size
-    if stage.embedding or (stage.head and model.tie_embeddings):
-        # A last stage of its own holds a copy of the tied table. Its gradient waits for the other stage's, so that it comes
-        # first here, and thereby last into the buffer, as well.
+    if stage.embedding:
         yield "embedding", table
     for index in stage.layers:
         for name, shape in _layer(model, index, layout):
@@ -81,6 +94,8 @@ def _stage(model: ModelConfig, stage: Stage, layout: ParallelLayout) -> Iterator
         yield "norm.weight", (model.hidden_size,)
     if stage.head and not model.tie_embeddings:
         yield "head", table
+    elif stage.head and not stage.embedding:
+        yield "embedding", table  # a copy, which is this stage's head
 
 
 def _layer(model: ModelConfig, index: int, layout: ParallelLayout) -> Iterator[Named]:

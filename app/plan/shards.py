@@ -8,7 +8,7 @@ stage 1, Rajbhandari et al. 2020). Everything here counts elements, not bytes.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from math import lcm
 from typing import NamedTuple
@@ -65,13 +65,20 @@ def _overlap(place: Bounds, bucket: int, shard: Bounds) -> list[Range]:
 
 
 def buffer_layout(
-    numels: Sequence[int], world: int, *, bucket_numel: int | None = None, param_align: int = 1, shard_align: int = 1
+    numels: Sequence[int],
+    world: int,
+    *,
+    bucket_numel: int | None = None,
+    param_align: int = 1,
+    shard_align: int = 1,
+    alone: Collection[int] = (),
 ) -> BufferLayout:
     """Lay out parameters of the given sizes (elements, registration order) over `world` ranks.
 
-    A bucket is closed as soon as it holds bucket_numel elements (None: one bucket). Every parameter starts at a
-    multiple of param_align; every bucket ends at a multiple of lcm(world, shard_align). ValueError for sizes below 0
-    and for anything else below 1.
+    A bucket is closed as soon as it holds bucket_numel elements (None: one bucket), and before and
+    behind each of the parameters `alone` (indices), so that its shards depend on nothing but its
+    size. Every parameter starts at a multiple of param_align; every bucket ends at a multiple of
+    lcm(world, shard_align). ValueError for sizes below 0 and for anything else below 1.
     """
     _check(numels, world, bucket_numel, param_align, shard_align)
     params: list[Bounds] = []
@@ -85,7 +92,8 @@ def buffer_layout(
         params.append((start, end))
         bucket_of.append(len(buckets))
         start = end
-        if left == 0 or (bucket_numel is not None and end - bucket_start >= bucket_numel):
+        full = bucket_numel is not None and end - bucket_start >= bucket_numel
+        if full or left == 0 or left in alone or left - 1 in alone:
             used.append(end - bucket_start)
             start = _round_up(end, lcm(world, shard_align))
             buckets.append((bucket_start, start))

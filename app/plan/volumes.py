@@ -151,11 +151,12 @@ class _Step:
         return most_sends(self.stages.pipeline) * self.hidden
 
     def embedding(self) -> int:
-        """The gradient of tied embeddings where the first and the last stage are on different ranks."""
+        """A shard of tied embeddings' gradient where both ends are on different ranks."""
         model, first = self.run.model, self.stages.stages[0]
         if not model.tie_embeddings or any(stage.head for stage in first):
             return 0
-        return model.vocab_size * model.hidden_size // self.layout.tp * item_bytes(self.run.precision.grads)
+        shards = self.layout.tp * self.layout.dp * self.layout.cp
+        return model.vocab_size * model.hidden_size // shards * item_bytes(self.run.precision.grads)
 
     def dense_parameters(self, stage: Stage) -> int:
         """Gradients and parameters outside experts."""

@@ -39,7 +39,10 @@ def test_names_shapes_and_order_are_the_engines(name: str, ep: int, vpp: int):
     layout = ParallelLayout(ep, ep=ep, etp=1)
     chunks = make_chunks(model, ep=ep, vpp=vpp)
     for chunk, stage in zip(chunks, plan_stages(model.num_layers, 1, vpp).stages[0], strict=True):
-        engine = [Parameter(spec.name, tuple(spec.param.shape), spec.expert) for spec in parameter_specs(chunk, Place())]
+        engine = [
+            Parameter(spec.name, tuple(spec.param.shape), expert=spec.expert, tied=spec.tied)
+            for spec in parameter_specs(chunk, Place())
+        ]
         assert list(chunk_parameters(model, stage, layout)) == engine
 
 
@@ -90,7 +93,10 @@ def test_expert_grid_is_independent_of_tensor_parallelism():
 def test_stages_hold_every_parameter_once_and_the_tied_table_twice(model: ModelConfig, pp: int, vpp: int):
     stages = [stage for rank in plan_stages(model.num_layers, pp, vpp).stages for stage in rank]
     held = [parameter for stage in stages for parameter in chunk_parameters(model, stage, ParallelLayout(pp, pp=pp))]
-    assert {parameter.name: parameter for parameter in held} == whole(model)
+    untied = {parameter.name: dataclasses.replace(parameter, tied=False) for parameter in held}
+    assert untied == whole(model)
+    tied = [parameter.name for parameter in held if parameter.tied]
+    assert tied == ["embedding"] * 2 * model.tie_embeddings
     assert len(held) - len(whole(model)) == model.tie_embeddings
     assert sum(parameter.name == "embedding" for parameter in held) == 1 + model.tie_embeddings
 

@@ -94,6 +94,20 @@ def test_buckets_close_once_they_are_full():
     assert layout.bucket_of == (1, 1, 0, 0)
 
 
+@pytest.mark.parametrize("bucket_numel", [None, 12, 100])
+def test_a_parameter_alone_is_cut_like_any_other_of_its_size(bucket_numel: int | None):
+    sizes = [([50, 10, 7], 0), ([10, 3, 50], 2), ([10, 50, 10], 1)]
+    options = {"bucket_numel": bucket_numel, "param_align": 4, "shard_align": 4}
+    layouts = [(buffer_layout(numels, 3, **options, alone=[at]), at) for numels, at in sizes]
+    for layout, place in layouts:
+        bucket = layout.bucket_of[place]
+        assert layout.bucket_of.count(bucket) == 1 and layout.bucket_used[bucket] == 50
+        assert layout.params[place][0] == layout.buckets[bucket][0]
+    for rank in range(3):
+        parts = [layout.ranges(rank)[place][0] for layout, place in layouts]
+        assert len({(part.local, part.param) for part in parts}) == 1
+
+
 @pytest.mark.parametrize(("args", "message"), [
     (([1], 0, 0), "world=0 must be at least 1"),
     (([1], 2, 2), "rank 2 is outside the 2 ranks"),

@@ -232,7 +232,8 @@ def test_tied_embeddings_are_summed_over_the_ends_of_a_pipeline():
     run = planned(MOE, 16, tp=2, pp=4, gpus_per_node=8, etp=1)
     found = traffic_of(run)["embedding"]
     assert (found.groups, found.ranks, found.nodes, found.exposed) == (4, 2, 2, True)
-    assert found.bytes == found.bytes_across == 256 * 64 // 2 * 4
+    shard = 256 * 64 // (2 * 2)  # tp = 2, dp = 2
+    assert found.bytes == found.bytes_across == shard * 4
     untied = dataclasses.replace(MOE, tie_embeddings=False)
     assert "embedding" not in traffic_of(planned(untied, 16, tp=2, pp=4, etp=1))
 

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from app.config import ModelConfig, OptimConfig, ParallelConfig
+from app.config import ModelConfig, OptimConfig, ParallelConfig, Run
+from app.model.chunk import nothing
 from app.optim.adam import AdamShard
 from app.optim.distributed import BucketRow
 from tests.distributed import run_distributed
@@ -19,6 +20,22 @@ EXPERT_LAYERS = [f"layers.{index}.body.experts." for index in (1, 2)]
 
 def names(shard: AdamShard) -> list[str]:
     return [spec.name for spec, _ in shard.buffer.of_bucket(shard.bucket)]
+
+
+def orders_of(rank: int, run: Run) -> dict[str, Any]:
+    """The names of each bucket of one of two stages, as fetched and as summed."""
+    engine = engine_of(run, rank)
+    summed: list[list[str]] = []
+    start = BucketRow._start
+    BucketRow._start = lambda row: (summed.append(names(row.shards[row.started])), start(row))
+    train_steps(run, engine, 1)
+    (buffer,) = {shard.buffer for shard in engine.optimizer.shards[0]}
+    return {
+        "fetched": [names(shard) for shard in engine.optimizer._arriving],
+        "summed": summed,
+        "buckets": [end - start for start, end in buffer.layout.buckets],
+        "gated": engine.chunks[0].wait_for_head is not nothing,
+    }
 
 
 def watch(rank: int, model: ModelConfig, bucket: int) -> dict[str, Any]:
@@ -68,3 +85,18 @@ def test_a_tied_table_is_fetched_first_and_summed_last():
     for found in run_distributed(watch, 2, replace(TINY, tie_embeddings=True), 1):
         assert found["fetched"][0] == ["embedding"] == found["summed"][-1]
         assert found["before_head"] == found["waited"] == found["fetched"]
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_a_tied_table_on_two_stages_has_a_bucket_of_its_own(overlap: bool):
+    """Where it is the head, its gradient is summed first, and its rows are fetched last."""
+    optim = OptimConfig(lr=1e-2, warmup_steps=2, overlap_grads=overlap, overlap_params=overlap)
+    parallel = ParallelConfig(world_size=4, dp=2, pp=2)
+    model = replace(TINY, moe=None, num_layers=2, tie_embeddings=True)
+    run = make_run(model, parallel=parallel, optim=optim)
+    first, _, last, _ = run_distributed(orders_of, 4, run)
+    assert [len(found["summed"]) for found in (first, last)] == [2, 2]
+    assert first["summed"][-1] == ["embedding"] == first["fetched"][0]
+    assert last["summed"][0] == ["embedding"] == last["fetched"][-1]
+    assert first["buckets"][-1] == last["buckets"][0] == 64 * 32
+    assert (first["gated"], last["gated"]) == (False, overlap)

@@ -144,7 +144,7 @@ def buffers_of(chunks: list[list[ParamSpec]], groups: Groups, config: OptimConfi
 def optimizer_of(
     chunks: list[list[ParamSpec]], groups: Groups, config: OptimConfig, grads: torch.dtype = torch.float32
 ) -> DistributedOptimizer:
-    shared_by = OptimizerGroups(groups.dp, groups.edp, groups.tp)
+    shared_by = OptimizerGroups(groups.dp, groups.edp, groups.tp, embedding=groups.embedding)
     buffers, device = buffers_of(chunks, groups, config), torch.device("cpu")
     return DistributedOptimizer(
         chunks, buffers, config, groups=shared_by, grads=grads, device=device
