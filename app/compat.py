@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import pickle
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -46,6 +49,23 @@ def all_to_all(parts: Tensor, group: dist.ProcessGroup) -> Tensor:
     arrived = torch.empty_like(parts)
     dist.all_to_all_single(arrived, parts, group=group)
     return arrived
+
+
+def enqueued(group: dist.ProcessGroup) -> int:
+    """Collectives that this process has enqueued in `group`; over gloo sends and receives too."""
+    return group._get_sequence_number_for_group()
+
+
+def flight_records() -> list[dict[str, Any]]:
+    """The newest collectives of this process, as gloo's and NCCL's flight recorders have them.
+
+    Empty where TORCH_FR_BUFFER_SIZE=0 has turned them off.
+    """
+    names = ("_dump_fr_trace", "_dump_nccl_trace")
+    dumps = (getattr(torch._C._distributed_c10d, name, None) for name in names)
+    # With collectives, without stack traces, and not only active ones: gloo's have no state.
+    traces = [pickle.loads(dump(True, False, False)) for dump in dumps if dump is not None]
+    return [entry for trace in traces for entry in trace.get("entries", [])]
 
 
 def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:

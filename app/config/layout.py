@@ -56,7 +56,7 @@ class ScheduleConfig:
     group_size: int | None = None  # microbatches that pass a chunk before the next one's turn (interleaved); null: pp
     overlap_p2p: bool = True  # exchanges between stages run beside compute
     batch_p2p: bool = True  # all sends and receives of an exchange as one operation
-    timeout_s: float = 600.0  # seconds in one action after which a rank counts as stuck and the run ends
+    timeout_s: float = 600.0  # seconds in one operation after which a rank is stuck (docs/slurm.md)
 
     def __post_init__(self) -> None:
         at_least("schedule", self, 1, "group_size")

@@ -72,8 +72,13 @@ class Engine:
             self.recorder.release()
 
 
-def build_engine(plan: Plan, groups: Groups, device: torch.device) -> Engine:
-    """Chunks of this rank with their initial weights, and the optimizer over them."""
+def build_engine(
+    plan: Plan, groups: Groups, device: torch.device, watch: Watch | None = None
+) -> Engine:
+    """Chunks of this rank with their initial weights, and the optimizer over them.
+
+    `watch` looks at the rank; None: at most at its actions, and without asking other ranks.
+    """
     run = plan.run
     chunks = build_chunks(run, plan.stages, groups, device)
     specs = [list(parameter_specs(chunk, groups.place)) for chunk in chunks]
@@ -89,7 +94,9 @@ def build_engine(plan: Plan, groups: Groups, device: torch.device) -> Engine:
         for chunk in chunks:
             _wait_for_parameters(chunk, optimizer)
     transport = Transport(groups.pp, dist.get_process_group_ranks(groups.pp), run.schedule.batch_p2p)
-    watch = Watch(groups.rank, run.schedule.timeout_s, transport.unfinished)
+    watch = watch or Watch(groups.rank, run.schedule.timeout_s)
+    watch.exchanges = transport.unfinished
+    watch.replays = run.cuda_graph.impl is not GraphImpl.none and device.type == "cuda"
     loss_scale = LossScale.start(run.precision, device)
     return Engine(plan, chunks, optimizer, groups, device, transport, watch, loss_scale, build_recorder(run, device))
 

@@ -118,6 +118,7 @@ def load_checkpoint(path: Path, manifest: dict[str, Any], engine: Engine) -> tup
     parts. Returns the progress and this rank's data cursor. Raises ConfigError, the same on every rank.
     """
     groups, files = engine.groups, manifest["files"]
+    engine.watch.rest(f"reading {path.name}")
     share = list(files)[groups.rank :: groups.host.size()]
     _all_succeed(groups, lambda: _check_contents(path, manifest, share))
     for chunk in range(len(engine.chunks)):

@@ -29,8 +29,10 @@ from app.engine import checkpoint
 from app.engine.build import Engine
 from app.engine.checkpoint import FORMAT, MANIFEST, Progress, manifest_digest, rank_file
 from app.engine.groups import HOST_TIMEOUT
+from app.engine.missing import SAVING
 from app.engine.run_folder import LATEST, STEP_PREFIX, complete_checkpoints, hidden, plain
 from app.engine.tensor_file import Writable, write_tensors
+from app.engine.watch import Strand
 from app.errors import ConfigError
 
 
@@ -77,34 +79,44 @@ def save_checkpoint(folder: Path, engine: Engine, run: Run, progress: Progress, 
 
     Raises ConfigError on every rank when one could not write; what was saved before is then still there.
     """
-    return write_checkpoint(folder, current_state(engine, run, progress, cursor), engine.groups.host)
+    state = current_state(engine, run, progress, cursor)
+    return write_checkpoint(folder, state, engine.groups.host, strand=engine.watch.main)
 
 
-def write_checkpoint(folder: Path, state: State, group: dist.ProcessGroup) -> Path:
-    """Write and commit what the ranks of `group` hold of one moment. Returns the checkpoint's folder. Raises ConfigError."""
+def write_checkpoint(folder: Path, state: State, group: dist.ProcessGroup, strand: Strand) -> Path:
+    """Write and commit what the ranks of `group` hold of one moment; returns the folder.
+
+    `strand` is told what this thread does: its own work may take any time, meeting the others not.
+    Raises ConfigError.
+    """
     final = folder / f"{STEP_PREFIX}{state.manifest['step']:08d}"
     draft = folder / f".{final.name}.tmp"
-    _lead(group, final, lambda: _begin(draft))
+    _lead(group, final, lambda: _begin(draft), strand=strand)
     written, error = None, None
+    strand.rest(f"writing {final.name}")
     try:
         written = _write_rank(draft, state)
     except Exception as failure:  # the other ranks are waiting to hear of it
         error = f"rank {state.rank}: {failure}"
     found: list[Any] = [None] * group.size()
+    strand.note(f"saving {final.name}")
     dist.gather_object((written, error), found if state.rank == 0 else None, dst=0, group=group)
-    _lead(group, final, lambda: _finish(draft, final, state, found))
+    _lead(group, final, lambda: _finish(draft, final, state, found), strand=strand)
+    strand.rest()
     return final
 
 
-def _lead(group: dist.ProcessGroup, final: Path, work: Callable[[], None]) -> None:
+def _lead(group: dist.ProcessGroup, final: Path, work: Callable[[], None], strand: Strand) -> None:
     """Do something on rank 0 while the others wait; its failure is raised on all."""
     said: list[str | None] = [None]
+    strand.rest(f"saving {final.name}")
     if group.rank() == 0:
         try:
             work()
         except Exception as failure:
             shutil.rmtree(final.with_name(f".{final.name}.tmp"), ignore_errors=True)
             said = [str(failure)]
+    strand.note(f"saving {final.name}")
     if group.size() > 1:
         dist.broadcast_object_list(said, src=0, group=group)
     if said[0] is not None:
@@ -224,11 +236,19 @@ class Saver:
         self.engine, self._failed = engine, failed
         self.run = engine.plan.run
         self._beside = bool(self.run.checkpoint.interval) and self.run.checkpoint.asynchronous
-        self._group = dist.new_group(backend="gloo", timeout=HOST_TIMEOUT) if self._beside else engine.groups.host
+        self._group = self._own_group() if self._beside else engine.groups.host
         self._held: dict[str, Tensor] = {}  # the copy on the host; used again by every save
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
         self._blocked: float | None = None  # seconds; None: nothing has been saved since it was last asked
+
+    def _own_group(self) -> dist.ProcessGroup:
+        watch = self.engine.watch
+        watch.meet("creating the process group of checkpoints")
+        group = dist.new_group(backend="gloo", timeout=HOST_TIMEOUT)
+        watch.follow({SAVING: group})
+        watch.rest("building the model")
+        return group
 
     def save(self, folder: Path, progress: Progress, cursor: dict[str, Any]) -> Path:
         """Save the state as it is now, and return where it will be; all ranks call it together. Raises what `wait` does."""
@@ -240,13 +260,14 @@ class Saver:
             self._thread = threading.Thread(target=self._write, args=(folder, state), daemon=True, name="checkpoint")
             self._thread.start()
         else:
-            write_checkpoint(folder, state, self._group)
+            write_checkpoint(folder, state, self._group, strand=self.engine.watch.main)
         self._blocked = time.perf_counter() - since
         return folder / f"{STEP_PREFIX}{progress.step:08d}"
 
     def wait(self) -> None:
         """Until nothing is under way. Raises ConfigError, the same on every rank, when it could not be saved."""
         if self._thread is not None:
+            self.engine.watch.rest("waiting for the checkpoint before")
             self._thread.join()
             self._thread = None
         if self._error is not None:
@@ -270,7 +291,9 @@ class Saver:
 
     def _write(self, folder: Path, state: State) -> None:
         try:
-            write_checkpoint(folder, state, self._group)
+            write_checkpoint(folder, state, self._group, strand=self.engine.watch.saving)
         except Exception as error:  # raised again by `wait`
             self._error = error
             self._failed()
+        finally:
+            self.engine.watch.saving.rest()

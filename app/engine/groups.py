@@ -5,6 +5,7 @@ One communicator per purpose, so that a gradient reduction never queues in front
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -19,8 +20,9 @@ from app.model.peers import Peers
 from app.plan.blocks import Place
 from app.plan.layout import ParallelLayout
 
-TIMEOUT = datetime.timedelta(minutes=10)  # a collective that takes longer is taken for a hang
-HOST_TIMEOUT = datetime.timedelta(hours=4)  # rank 0 may prepare a corpus or check a checkpoint while the others wait
+TIMEOUT = datetime.timedelta(minutes=10)  # for the processes to meet
+# Where torch ends a collective. The watch ends a hang long before, and knows who may take long.
+HOST_TIMEOUT = datetime.timedelta(hours=4)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +70,12 @@ class Groups:
         (ep_rank, ep), (etp_rank, etp) = self.place.ep, self.place.etp
         groups = self.tp, self.cp, cp_comm_type, self.microbatch, self.tokens, self.ep
         return Peers(*groups, ep=ep, ep_rank=ep_rank, etp=etp, etp_rank=etp_rank)
+
+    def named(self) -> dict[str, dist.ProcessGroup]:
+        """This rank's communicators by the name that messages call them."""
+        found = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        kind = dist.ProcessGroup
+        return {name: group for name, group in found.items() if isinstance(group, kind)}
 
     def barrier(self) -> None:
         """Wait for every rank."""
@@ -131,7 +139,7 @@ def _tensor_group(ranks: list[int], options: Any = None) -> dist.ProcessGroup:
     device = torch.device("cuda", torch.cuda.current_device()) if nccl else None
     return dist.new_group(
         ranks,
-        timeout=TIMEOUT,
+        timeout=HOST_TIMEOUT,
         pg_options=options,
         use_local_synchronization=True,
         device_id=device,
@@ -145,6 +153,13 @@ def _control_group(ranks: list[int]) -> dist.ProcessGroup:
     options = dist.ProcessGroupNCCL.Options()
     options.config.min_ctas = options.config.max_ctas = 1
     return _tensor_group(ranks, options)
+
+
+def meet(rank: int, world_size: int) -> dist.Store:
+    """A key-value store for all ranks, at the address that their launcher has put in place."""
+    if world_size == 1:
+        return dist.HashStore()
+    return next(dist.rendezvous("env://", rank, world_size, timeout=TIMEOUT))[0]
 
 
 @contextmanager

@@ -83,12 +83,12 @@ class TrainingStep:
         self._balance(totals, skipped)
         facts_7 = torch.cat((facts_6, skipped[None]))
         if following is not None:
-            self.engine.watch.rest()  # reading may take any time
+            self.engine.watch.rest("reading the next batches")
             with suppress(Exception):  # this step is to be told and saved first: who asks for the batches will hear of it
                 self.loader.start(following())
             self.engine.watch.note("the end of the step")
         norm_sq, *others, skip = facts_7.tolist()
-        self.engine.watch.rest()
+        self.engine.watch.rest("between steps")
         if loss_scale is None:
             return StepFacts(norm_sq, *others, skip), totals
         used = loss_scale.scale
@@ -143,5 +143,5 @@ class Validation:
         loss = torch.as_tensor(totals.loss, dtype=torch.float32, device=self.engine.device).clone()
         all_reduce(loss, self.engine.groups.world)
         found = float(loss), int(step.valid)
-        self.engine.watch.rest()
+        self.engine.watch.rest("between steps")
         return found

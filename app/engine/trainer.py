@@ -10,8 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from app.compat import all_reduce
+from app.config import Run
 from app.data.feed import Cursor, TrainFeed, ValidationFeed
 from app.engine.attempt import Attempt
 from app.engine.bad_steps import DIVERGED, BadSteps, Diverged
@@ -20,7 +22,8 @@ from app.engine.capture.facts import GraphFacts
 from app.engine.checkpoint import Progress, load_checkpoint, read_manifest
 from app.engine.checkpoint_save import Saver
 from app.engine.generate import sample_tokens
-from app.engine.groups import create_groups, process_world
+from app.engine.groups import create_groups, meet, process_world
+from app.engine.heartbeats import Heartbeats
 from app.engine.report import Meter, RollbackReport, StepReport, Stopwatch, ValidationReport
 from app.engine.run_folder import (
     CHECKPOINTS,
@@ -35,6 +38,7 @@ from app.engine.signals import STOPPED, StopRequest
 from app.engine.sinks import Console, JsonLines, Sink, Wandb
 from app.engine.start import Data, Start, choose_device, find_start, load_all_data, rank_zero_says
 from app.engine.step import TrainingStep, Validation
+from app.engine.watch import Watch
 from app.engine.wrap_up import print_opening, sum_up
 from app.optim.lr import lr_at, weight_decay_at
 from app.plan.plan import Plan
@@ -51,24 +55,50 @@ def train(plan: Plan, rank: int, local_rank: int, attempt: Attempt) -> int:
     if device.type == "cuda":
         torch.cuda.set_device(device)
         torch.cuda.set_stream(torch.cuda.Stream())  # graphs captured later need gradients that were never on the default stream
-    with process_world(rank, run.world_size, device, attempt.meeting_store(rank, run.world_size)):
-        groups = create_groups(plan.layout, rank)
-        start = rank_zero_says(groups, lambda: find_start(run, attempt.earlier(run.run_dir)))
-        data = load_all_data(run, groups, local_rank)
-        torch.manual_seed(run.train.seed * run.world_size + rank)  # for noise, which differs from rank to rank
-        engine = build_engine(plan, groups, device)
-        trainer = Trainer(engine, data, start)
-        with closing_graphs(engine), engine.watch.running():
+    store = attempt.meeting_store(rank, run.world_size) or meet(rank, run.world_size)
+    watch = watch_over(run, rank, store)
+    with ExitStack() as world, watch.running():  # the watch ends first
+        watch.meet("connecting the ranks")
+        world.enter_context(process_world(rank, run.world_size, device, store))
+        trainer = start_up(plan, local_rank, device, attempt, watch=watch)
+        with closing_graphs(trainer.engine):
             try:
                 finished = trainer.fit(attempt)
             except Diverged as end:
                 if rank == 0:
                     print(f"train.py: {end}", file=sys.stderr, flush=True)
-                groups.barrier()
+                trainer.engine.groups.barrier()
                 return DIVERGED
     if not finished:
         trainer.request.hand_on()
     return 0 if finished else STOPPED
+
+
+def watch_over(run: Run, rank: int, store: dist.Store) -> Watch:
+    """What will look at this rank, and ask after the others in the store where they meet."""
+    others = Heartbeats.over(store, rank, run.world_size) if run.world_size > 1 else None
+    return Watch(rank, run.schedule.timeout_s, others)
+
+
+def start_up(
+    plan: Plan, local_rank: int, device: torch.device, attempt: Attempt, watch: Watch
+) -> Trainer:
+    """Everything before the first step, in a world of processes.
+
+    Raises ConfigError, the same on every rank.
+    """
+    run, rank = plan.run, watch.rank
+    watch.meet("creating the process groups")
+    groups = create_groups(plan.layout, rank)
+    watch.follow(groups.named())
+    watch.rest("choosing the checkpoint to start from")
+    start = rank_zero_says(groups, lambda: find_start(run, attempt.earlier(run.run_dir)))
+    watch.rest("preparing the corpus")
+    data = load_all_data(run, groups, local_rank)
+    watch.rest("building the model")
+    # For noise, which differs from rank to rank.
+    torch.manual_seed(run.train.seed * run.world_size + rank)
+    return Trainer(build_engine(plan, groups, device, watch=watch), data, start)
 
 
 @contextmanager
@@ -109,6 +139,7 @@ class Trainer:
 
     def fit(self, attempt: Attempt) -> bool:
         """Train to the last step, then validate, sample, save and sum up; False: the ranks were told to stop before that."""
+        self.engine.watch.rest("opening the run folder")
         with ExitStack() as held:
             self.run_dir = rank_zero_says(self.engine.groups, lambda: self._open_folder(attempt, held))
             if self.leads and self.run.log.console:
@@ -266,5 +297,7 @@ class Trainer:
         prompt = next(iter(self.held_out)).tokens_BS[0, : max(1, self.run.train.seq_len // 2)].tolist()
         seed, window = self.run.train.seed, self.run.train.seq_len
         prompt = rank_zero_says(self.engine.groups, lambda: prompt)
+        self.engine.watch.note("a sample")
         drawn = sample_tokens(self.engine, prompt, count, window, tokenizer.vocab_size, seed)
+        self.engine.watch.rest("the end of the run")
         return f"{tokenizer.decode(prompt)}▶{tokenizer.decode(drawn)}"

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
 
 import torch.distributed as dist
 from torch import Tensor
 
 from app.plan.schedule import Op
-
-SHOWN = 4  # unfinished operations named at most
 
 
 @dataclass(slots=True)
@@ -41,10 +38,16 @@ class Transport:
             if dist.get_backend(self.group) != "nccl":
                 del self.moving[op]  # done, and it would keep its tensor
 
-    def unfinished(self) -> str:
-        """The oldest operations of the step that are not done, in words."""
-        left = (op for op, work in self.moving.items() if not work.is_completed())
-        return ", ".join(f"{op} ({'to' if op.send else 'from'} rank {self.ranks[op.peer]})" for op in islice(left, SHOWN))
+    def unfinished(self) -> list[tuple[str, int]]:
+        """What the step has begun and is not done, oldest first: words, rank at the other end.
+
+        From any thread: it walks a copy, since the main thread goes on meanwhile.
+        """
+        left = [op for op, work in self.moving.copy().items() if not work.is_completed()]
+        ranks = [self.ranks[op.peer] for op in left]
+        ways = ["to" if op.send else "from" for op in left]
+        named = zip(left, ways, ranks, strict=True)
+        return [(f"{op} ({way} rank {rank})", rank) for op, way, rank in named]
 
     def forget(self) -> None:
         """A step is over."""

@@ -1,0 +1,464 @@
+"""A rank that stops is named by those that wait for it; one that takes its time is not."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import multiprocessing
+import os
+import re
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from multiprocessing.connection import wait
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import app.engine.step
+import app.model.context_parallel
+import app.model.tensor_parallel
+import app.moe.dispatch
+import app.optim.distributed
+from app.config import Run
+from app.engine import checkpoint_save
+from app.engine.build import Engine, build_engine
+from app.engine.checkpoint import Progress
+from app.engine.checkpoint_save import Saver
+from app.engine.collectives import Collective, Recorded
+from app.engine.groups import create_groups
+from app.engine.heartbeats import Doing, Finding, Heartbeats, Record
+from app.engine.start import rank_zero_says
+from app.engine.trainer import watch_over
+from app.engine.transport import Transport
+from app.engine.watch import EXIT_STUCK, Strand, Watch
+from app.plan.plan import Plan
+from app.plan.schedule import Op
+from tests.distributed import begin_fork
+from tests.processes.test_pipeline import MODELS, run_of
+from tests.runs import train_steps
+from tests.training import wait_for
+
+TIMEOUT_S = 2.0
+SLACK_S = 3.0  # for a machine that does other things
+Hang = Callable[[], object]
+
+
+def stop() -> None:
+    os.kill(os.getpid(), signal.SIGSTOP)
+    sleep()  # where another thread takes the signal, this one goes on for a moment
+
+
+def sleep() -> None:
+    time.sleep(60)
+
+
+@dataclass(frozen=True)
+class World:
+    """One rank of a case."""
+
+    rank: int
+    run: Run
+    watch: Watch
+    folder: Path
+    hang: Hang
+
+    def stuck(self) -> None:
+        """Hang here, having said when."""
+        (self.folder / "stopped").write_text(str(time.time()))
+        self.hang()
+
+    def engine(self) -> Engine:
+        plan = Plan(self.run)
+        self.watch.meet("creating the process groups")
+        groups = create_groups(plan.layout, self.rank)
+        self.watch.follow(groups.named())
+        self.watch.rest("building the model")
+        return build_engine(plan, groups, torch.device("cpu"), watch=self.watch)
+
+
+Body = Callable[[World], object]
+
+
+def in_training(module: Any, name: str, group: str) -> Body:
+    """Rank 1 hangs where `module` calls `name` for the third time in this group, or with it."""
+
+    def body(world: World) -> None:
+        engine, calls, call = world.engine(), [], getattr(module, name)
+
+        def hanging(*args: Any, **options: Any) -> Any:
+            if world.rank == 1 and getattr(engine.groups, group) in (*args, *options.values()):
+                calls.append(name)
+                if len(calls) == 3:
+                    world.stuck()
+            return call(*args, **options)
+
+        setattr(module, name, hanging)
+        train_steps(world.run, engine, 100)
+
+    return body
+
+
+def in_an_exchange(world: World) -> None:
+    engine, post, posted = world.engine(), Transport.post, []
+
+    def hanging(transport: Transport, tensors: Any) -> None:
+        posted.append(tensors)
+        if world.rank == 1 and len(posted) == 3:
+            world.stuck()
+        post(transport, tensors)
+
+    Transport.post = hanging
+    train_steps(world.run, engine, 100)
+
+
+def saving(beside: bool) -> Body:
+    """Rank 1 hangs when it has written its part of the second checkpoint."""
+
+    def body(world: World) -> None:
+        engine, write, written = world.engine(), checkpoint_save.write_synced, []
+
+        def hanging(path: Path, content: Any) -> dict[str, Any]:
+            found = write(path, content)
+            written.append(path)
+            if world.rank == 1 and len(written) == 2:
+                world.stuck()
+            return found
+
+        checkpoint_save.write_synced = hanging
+        saver = Saver(engine, lambda: None) if beside else None
+        for step in (1, 2):
+            facts = world.folder / "checkpoints", Progress(step, step, 0), {}
+            if saver is None:
+                checkpoint_save.save_checkpoint(facts[0], engine, world.run, *facts[1:])
+            else:
+                saver.save(*facts)
+                saver.wait()
+
+    return body
+
+
+def at_the_start(world: World) -> None:
+    if world.rank == 1:
+        world.stuck()
+    world.engine()
+
+
+def keeping_the_store(world: World) -> None:
+    """Rank 0 hangs where it was to say something, and with it the store."""
+    engine = world.engine()
+    world.watch.rest("choosing")
+    rank_zero_says(engine.groups, lambda: 1)
+    rank_zero_says(engine.groups, world.stuck)
+
+
+def preparing(world: World) -> None:
+    """Rank 0 waits for rank 1, and that for rank 2, which takes long, alive, and then stops."""
+    pairs = [dist.new_group(ranks) for ranks in ([0, 1], [1, 2])]
+    of_ranks = [{"left": pairs[0]}, {"left": pairs[0], "right": pairs[1]}, {"right": pairs[1]}]
+    world.watch.follow(of_ranks[world.rank])
+    world.watch.rest("preparing the corpus")
+    if world.rank == 2:
+        time.sleep(2 * TIMEOUT_S)
+        world.stuck()
+    for pair in pairs[world.rank :: -1] if world.rank < 2 else pairs[1:]:
+        dist.barrier(pair)
+
+
+@dataclass(frozen=True)
+class Case:
+    """What hangs, and what the first rank that waits says."""
+
+    body: Body
+    says: str  # after "rank N is stuck in "; a regular expression
+    parallel: dict[str, int] = field(default_factory=lambda: {"dp": 2})
+    model: str = "dense"
+    missing: int = 1
+    hang: Hang = stop
+    tcp: bool = False  # the store is in the process of rank 0
+    first: int = 0  # the rank that waits for it
+
+
+def training(module: Any, name: str, group: str, says: str, **more: Any) -> Case:
+    return Case(in_training(module, name, group), rf"{says} \d+ of {group} \(.+\)", **more)
+
+
+CASES = {
+    "tp": training(app.model.tensor_parallel, "all_gather", "tp", "all_gather", parallel={"tp": 2}),
+    "cp": training(
+        app.model.context_parallel, "all_gather", "cp", "all_gather", parallel={"cp": 2}
+    ),
+    "dp": training(app.optim.distributed, "all_gather", "dp", "all_gather"),
+    "ep": training(
+        app.moe.dispatch, "_exchange", "ep", "all_to_all", parallel={"dp": 2, "ep": 2}, model="moe"
+    ),
+    "edp": Case(
+        in_training(app.optim.distributed, "all_gather", "edp"),
+        r"all_gather \d+ of e?dp \(.+\)",  # both go on beside the rest
+        model="moe",
+    ),
+    "world": training(app.engine.step, "all_reduce", "world", "all_reduce", hang=sleep),
+    "pp": Case(in_an_exchange, r"V\[.*\]", parallel={"pp": 2}),
+    "host": Case(saving(beside=False), r"all_gather \d+ of host \(saving step-00000002\)"),
+    "checkpoint": Case(
+        saving(beside=True), r"all_gather \d+ of checkpoint \(saving step-00000002\)"
+    ),
+    "start": Case(at_the_start, "creating the process groups"),
+    "store": Case(
+        keeping_the_store, r"broadcast \d+ of host \(choosing\)", missing=0, tcp=True, first=1
+    ),
+    "rest": Case(
+        preparing,
+        r"barrier 1 of right \(preparing the corpus\)",
+        missing=2,
+        parallel={"dp": 3},
+        first=1,
+    ),
+}
+
+
+def rank_of(case: Case, rank: int, folder: Path, port: int) -> None:
+    """One process of a case."""
+    begin_fork()
+    os.dup2(os.open(folder / f"said-{rank}", os.O_CREAT | os.O_WRONLY), 2)
+    sys.stderr = open(2, "w", buffering=1)  # noqa: SIM115
+    run = run_of(MODELS[case.model], mbs=2, timeout_s=TIMEOUT_S, **case.parallel)
+    if case.tcp:
+        store = dist.TCPStore("127.0.0.1", port, run.world_size, is_master=rank == 0)
+    else:
+        store = dist.FileStore(str(folder / "store"), run.world_size)
+    watch = watch_over(run, rank, store)
+    with watch.running():
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=run.world_size)
+        case.body(World(rank, run, watch, folder, case.hang))
+    os._exit(0)
+
+
+@dataclass
+class Outcome:
+    """How a case ended."""
+
+    code: int | None  # exit code of the first process to end
+    seconds: float  # from where one hung to there
+    said: list[str]  # by rank
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        return probe.getsockname()[1]
+
+
+def carried_out(cases: Sequence[str], folder: Path) -> dict[str, Outcome]:
+    """All cases at once, since they mostly wait."""
+    context, ranks = multiprocessing.get_context("fork"), {}
+    for name in cases:
+        (folder / name).mkdir()
+        count = math.prod(CASES[name].parallel.values()) if name != "ep" else 2
+        arguments, port = (folder / name,), free_port()
+        ranks[name] = [
+            context.Process(target=rank_of, args=(CASES[name], rank, *arguments, port))
+            for rank in range(count)
+        ]
+    processes = [
+        (name, rank, process)
+        for name, all_ranks in ranks.items()
+        for rank, process in enumerate(all_ranks)
+    ]
+    try:
+        for _, _, process in processes:
+            process.start()
+        ended = awaited({process: name for name, _, process in processes})
+    finally:
+        for _, _, process in processes:
+            process.kill()
+            process.join()
+    return {name: outcome(folder / name, len(ranks[name]), ended.get(name)) for name in cases}
+
+
+def awaited(processes: dict[BaseProcess, str]) -> dict[str, tuple[int, float]]:
+    """Exit code of the first process of each case to end, and when it did by the wall clock."""
+    ended: dict[str, tuple[int, float]] = {}
+    deadline = time.monotonic() + 60
+    while len(ended) < len(set(processes.values())) and time.monotonic() < deadline:
+        wait(
+            [process.sentinel for process, name in processes.items() if name not in ended],
+            timeout=1,
+        )
+        for process, name in processes.items():
+            if name not in ended and process.exitcode is not None:
+                ended[name] = process.exitcode, time.time()
+    return ended
+
+
+def outcome(folder: Path, ranks: int, ended: tuple[int, float] | None) -> Outcome:
+    code, at = ended or (None, math.inf)
+    return Outcome(
+        code,
+        at - float((folder / "stopped").read_text()),
+        [(folder / f"said-{r}").read_text() for r in range(ranks)],
+    )
+
+
+def check(name: str, found: Outcome) -> None:
+    case = CASES[name]
+    assert found.code == EXIT_STUCK and 0 < found.seconds < 1.5 * TIMEOUT_S + SLACK_S, (name, found)
+    whom = "; the key-value store does not answer" if case.tcp else f"; rank {case.missing} "
+    stuck = rf"rank {case.first} is stuck in {case.says} for \d s \(schedule.timeout_s=2\)"
+    said = rf"{stuck}(; under way: .*)?{whom}"
+    assert re.match(said, found.said[case.first]), (name, found)
+
+
+SHORT = ("tp", "pp", "checkpoint", "start", "rest")
+
+
+def test_waiting_ranks_name_the_operation_and_who_is_missing(tmp_path: Path):
+    for name, found in carried_out(SHORT, tmp_path).items():
+        print(name, found)
+        check(name, found)
+
+
+@pytest.mark.full
+def test_in_every_group(tmp_path: Path):
+    for name, found in carried_out([name for name in CASES if name not in SHORT], tmp_path).items():
+        print(name, found)
+        check(name, found)
+
+
+def meeting(rank: int, folder: Path, timeout_s: float) -> None:
+    """Meet the other rank for a while."""
+    begin_fork()
+    store = dist.FileStore(str(folder / "store"), 2)
+    watch = watch_over(run_of(MODELS["dense"], mbs=2, timeout_s=timeout_s, dp=2), rank, store)
+    with watch.running():
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+        watch.follow({"world": dist.group.WORLD})
+        for _ in range(40):
+            watch.note("F0.0")
+            dist.barrier()
+            (folder / f"met-{rank}").touch()
+            time.sleep(0.05)
+    os._exit(0)
+
+
+@pytest.mark.full
+def test_a_job_may_be_suspended(tmp_path: Path):
+    """As schedulers do with SIGSTOP and SIGCONT: nobody has waited while nobody ran."""
+    context = multiprocessing.get_context("fork")
+    ranks = [context.Process(target=meeting, args=(rank, tmp_path, 2.0)) for rank in range(2)]
+    try:
+        for process in ranks:
+            process.start()
+        wait_for(lambda: all((tmp_path / f"met-{rank}").exists() for rank in range(2)))
+        for number in (signal.SIGSTOP, signal.SIGCONT):
+            for process in ranks:
+                os.kill(process.pid, number)
+            time.sleep(3)
+        for process in ranks:
+            process.join(30)
+        assert [process.exitcode for process in ranks] == [0, 0]
+    finally:
+        for process in ranks:
+            process.kill()
+            process.join()
+
+
+class Moving:
+    """Work that is not done, and while one asks the main thread goes on: it posts more."""
+
+    def __init__(self, transport: Transport) -> None:
+        self.transport = transport
+
+    def is_completed(self) -> bool:
+        self.transport.moving[op(len(self.transport.moving))] = self
+        return False
+
+
+def op(mb: int) -> Op:
+    return Op("F", mb, 0, 1, True)
+
+
+def test_what_is_under_way_may_change_while_it_is_told():
+    transport = Transport(dist.ProcessGroup, [4, 5])
+    transport.moving[op(0)] = Moving(transport)
+    assert transport.unfinished() == [("F0.0>1 (to rank 5)", 5)]
+    assert len(transport.moving) == 2
+
+
+def heartbeats(store: dist.Store, ranks: int) -> list[Heartbeats]:
+    return [Heartbeats.over(store, rank, ranks) for rank in range(ranks)]
+
+
+def test_two_ranks_look_after_an_operation_and_others_replace_them():
+    """At any size of the group, or all would read the records of all."""
+    ranks, finders = heartbeats(dist.HashStore(), 8), []
+
+    def ask(each: Heartbeats, patience_s: float = 60.0) -> Finding | None:
+        def find() -> Finding:
+            finders.append(each.rank)
+            return Finding((5,), words=f"says {each.rank}")
+
+        return each.share("world/0/7", find, patience_s)
+
+    for _ in range(2):
+        found = [ask(each) for each in ranks]
+        assert finders == [0, 1] and [finding.words for finding in found[2:]] == ["says 1"] * 6
+        finders.clear()
+    time.sleep(0.02)
+    assert ask(ranks[4], patience_s=0.01).words == "says 1" and finders == []
+    assert ask(ranks[4]).words == "says 4", "the others have written nothing new"
+    assert ask(ranks[7]).words == "says 4"
+
+
+def test_records_of_ranks_that_are_there():
+    first, second, _ = heartbeats(dist.HashStore(), 3)
+    record = Record(
+        Doing("F0.0", 1.5, False),
+        Doing("saving", 0.0, True),
+        {"dp": 7},
+        "all_reduce 8 of dp",
+        (1,),
+        excuse=2,
+    )
+    first.publish(record)
+    seen = second.read(range(3))
+    assert seen[1].record is None and seen[2].record is None
+    assert dataclasses.replace(seen[0].record, at=0.0, beat=0) == record
+    time.sleep(0.02)
+    assert second.read([0])[0].silent_s >= 0.02
+    first.publish(record)
+    assert second.read([0])[0].silent_s < 0.02
+
+
+def test_a_thread_that_saves_is_in_a_collective_that_the_recorder_has_dropped():
+    watch = Watch(0, 100.0)
+    watch.rest("training on")
+    watch.saving.rest("writing")
+    assert watch.waits() == []
+    watch.saving.note("saving step-00000002")
+    watch._recorded = Recorded({"checkpoint": 5})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "get_process_group_ranks", lambda group: [0, 1])
+        watch.groups = {"checkpoint": None}
+        (wait,) = watch.waits()
+    assert (
+        str(wait) == "exchange 5 of checkpoint (saving step-00000002)"
+        and wait.key == "checkpoint/0/5"
+    )
+
+
+def test_a_rank_rests_until_it_enters_a_collective():
+    strand = Strand()
+    strand.rest("preparing the corpus")
+    before, after = (
+        Collective("dp", "all_gather", 3, strand.began + seconds) for seconds in (-1, 1)
+    )
+    assert strand.rests([]) and strand.rests([before]) and not strand.rests([before, after])
+    strand.note("F0.0")
+    assert not strand.rests([])
