@@ -26,6 +26,8 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from torch.distributed.elastic.rendezvous import RendezvousError
 from torch.distributed.run import parse_args, run
 
+from app.engine.watch import EXIT_STUCK
+
 SAID = (2, os.EX_DATAERR, os.EX_TEMPFAIL, 130)  # a mistake, a run that diverged, a stop, Ctrl-C: train.py has explained them
 PASSED_ON = (signal.SIGTERM, signal.SIGUSR1)
 FOLLOW_S = 60  # seconds that ranks have to end once others have
@@ -66,8 +68,12 @@ class Agent(LocalElasticAgent):
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         if self._told:
             self._let_all_end()
+        self._kill_what_hangs()
         result = super()._monitor_workers(worker_group)
         if result.is_failed():
+            failures = result.failures
+            stuck = {rank: each for rank, each in failures.items() if each.exitcode == EXIT_STUCK}
+            result.failures = stuck or failures  # the other ranks' ends have followed from these
             error = ChildFailedError("", result.failures)
             failure = error.get_first_failure()[1]
             if self._told and -failure.exitcode in PASSED_ON:
@@ -78,6 +84,13 @@ class Agent(LocalElasticAgent):
             elif self._remaining_restarts:
                 _say(f"{_ended(error)}; starting the ranks again")
         return result
+
+    def _kill_what_hangs(self) -> None:
+        # Where a rank has ended since others hang, torch would give these half a minute to end.
+        pids = self._pcontext.pids().values()
+        if any(_code(pid) == EXIT_STUCK for pid in pids):
+            for pid in filter(_runs, pids):
+                os.kill(pid, signal.SIGKILL)
 
     def _let_all_end(self) -> None:
         # Once one has ended torch kills the others, which have stopped too, but may not have said so yet.
@@ -113,6 +126,15 @@ def _runs(pid: int) -> bool:
         return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
     except ChildProcessError:
         return False
+
+
+def _code(pid: int) -> int | None:
+    """Exit code of a child that has ended and that nobody has asked for it yet."""
+    try:
+        ended = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:
+        return None
+    return ended.si_status if ended is not None and ended.si_code == os.CLD_EXITED else None
 
 
 def _say(text: str) -> None:

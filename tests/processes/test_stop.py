@@ -6,6 +6,7 @@ import datetime
 import json
 import multiprocessing
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -27,6 +28,7 @@ from app.engine.attempt import Attempt
 from app.engine.run_folder import complete_checkpoints, create_run_folder, newest_checkpoint, read_metrics, sole_writer
 from app.engine.signals import STOPPED, StopRequest
 from app.engine.start import find_start
+from app.engine.watch import EXIT_STUCK
 from app.errors import ConfigError
 from tests.cases import sampled
 from tests.distributed import begin_fork, run_distributed
@@ -341,3 +343,21 @@ def test_a_killed_rank_costs_no_step(corpus: tuple[str, ...], tmp_path: Path, un
     (folder,) = ours()
     assert losses(folder) == undisturbed
     assert json.loads((folder / "plan.json").read_text())
+
+
+def test_a_run_in_which_a_rank_stops_ends(corpus: tuple[str, ...], tmp_path: Path):
+    """`python train.py` that starts two ranks: 124, and the other says for whom it waits."""
+    timeout_s, long = 3, ("parallel.dp=2", "train.steps=100000", "train.eval_interval=0")
+    settings = (*corpus, *long, "run_dir=run", f"schedule.timeout_s={timeout_s}")
+    process, run_dir = started(tmp_path, str(ROOT / "train.py"), *settings), tmp_path / "run"
+    wait_for(lambda: (run_dir / "metrics.jsonl").exists() and len(read_metrics(run_dir)) > 2)
+    launcher = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()[0]
+    ranks = Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()
+    os.kill(int(ranks[0]), signal.SIGSTOP)
+    since = time.monotonic()
+    _, said = process.communicate(timeout=120)
+    assert process.returncode == EXIT_STUCK and time.monotonic() - since < 1.5 * timeout_s + 5, said
+    first, second = said.splitlines()
+    stuck = r"rank 1 is stuck in \w+ \d+ of \w+ \(.*\) for 3 s \(schedule.timeout_s=3\)"
+    assert re.match(rf"{stuck}; rank 0 has ", first), said
+    assert re.fullmatch(r"torchrun: rank 1 \(process \d+\) ended with exit code 124", second)
