@@ -22,6 +22,11 @@ TINY_MOE = MoEConfig(num_experts=8, top_k=2, ffn_hidden_size=16, shared_ffn_hidd
 TINY = ModelConfig(num_layers=3, hidden_size=32, ffn_hidden_size=48, num_heads=4, num_kv_heads=2, vocab_size=64, moe=TINY_MOE)
 
 
+# AdamW divides a gradient by its own size plus eps: with a larger eps, one near zero does not turn
+# rounding into a step.
+STEADY = OptimConfig(lr=1e-3, warmup_steps=2, eps=1e-5)
+
+
 def make_run(model: ModelConfig = TINY, **sections: Any) -> Run:
     """A checked run; keyword arguments replace whole sections."""
     chosen = {
@@ -78,11 +83,12 @@ def _put_together(held: list[tuple[str, Slice, torch.Tensor]]) -> dict[str, torc
     found: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(found, [(name, place, values.float().numpy()) for name, place, values in held])
     whole: dict[str, torch.Tensor] = {}
-    for name, place, values in (part for rank in found for part in rank):
+    for name, place, values in (piece for rank in found for piece in rank):
         numbers = torch.arange(math.prod(place.block.shape)).view(place.block.shape)
         box = numbers[tuple(map(slice, place.block.start, place.block.stop))].flatten()
-        target = whole.setdefault(name, torch.full((numbers.numel(),), torch.nan))
-        target[box[slice(*place.bounds)]] = torch.from_numpy(values)
+        part = torch.from_numpy(values)
+        target = whole.setdefault(name, torch.full((numbers.numel(),), torch.nan, dtype=part.dtype))
+        target[box[slice(*place.bounds)]] = part
     assert not any(values.isnan().any() for values in whole.values()), "a part is missing"
     return {name: whole[name] for name in sorted(whole)}
 

@@ -11,9 +11,9 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from app.choices import CpComm, DispatcherKind, ScheduleName
-from app.config import ModelConfig, OptimConfig, ParallelConfig, Run, ScheduleConfig, TrainConfig
+from app.config import ModelConfig, ParallelConfig, Run, ScheduleConfig, TrainConfig
 from app.errors import ConfigError
-from tests.runs import TINY_MOE, make_run
+from tests.runs import STEADY, TINY_MOE, make_run
 
 MOE = dataclasses.replace(TINY_MOE, shared_gate=True)
 GRID = ModelConfig(
@@ -50,8 +50,7 @@ def run_of(case: Case, **sections: Any) -> Run:
     parallel = ParallelConfig(**degrees, etp=etp, cp_comm_type=CpComm(chosen["comm"]))
     train = TrainConfig(steps=20, seq_len=SEQ_LEN, micro_batch=1, global_batch=SEQUENCES)
     order = ScheduleConfig(ScheduleName(chosen["schedule"]))
-    # AdamW divides a gradient by its own size plus eps: with a larger eps, one near zero does not turn rounding into a step.
-    optim = OptimConfig(lr=1e-2, warmup_steps=2, eps=1e-5, bucket_numel=1500)  # several buckets per chunk
+    optim = dataclasses.replace(STEADY, bucket_numel=1500)  # several buckets per chunk
     return make_run(model, **({"parallel": parallel, "schedule": order, "optim": optim, "train": train} | sections))
 
 

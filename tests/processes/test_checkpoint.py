@@ -24,7 +24,9 @@ from app.engine.start import find_start
 from app.errors import ConfigError
 from app.plan.reshard import Block, Slice, overlaps
 from tests.distributed import run_distributed
-from tests.runs import TINY, TINY_MOE, engine_of, make_run, train_steps, whole_parameters
+from tests.parity import exact_engine
+from tests.rounding import expect_alike, numbered
+from tests.runs import STEADY, TINY, TINY_MOE, engine_of, make_run, train_steps, whole_parameters
 
 SIGMOID = dataclasses.replace(TINY_MOE, score=Score.sigmoid, bias_update_rate=0.01)
 MODELS = {
@@ -44,6 +46,11 @@ def run_of(model: ModelConfig, dp: int = 1, ep: int = 1, params: Dtype = Dtype.f
 def trained_engine(run: Run, rank: int) -> tuple[Engine, Progress]:
     """An engine after STEPS updates, one skipped one, and with router biases that change the choice of experts."""
     engine = engine_of(run, rank)
+    return engine, train_first(run, engine)
+
+
+def train_first(run: Run, engine: Engine) -> Progress:
+    """The steps before the checkpoint."""
     train_steps(run, engine, STEPS)
     engine.optimizer.step(run.optim.lr, 0.1, torch.tensor(float("nan")))
     if engine.loss_scale is not None:
@@ -52,7 +59,7 @@ def trained_engine(run: Run, rank: int) -> tuple[Engine, Progress]:
     for _, _, router in engine.routers():
         if router.moe.bias_update_rate:
             router.bias_E.copy_(torch.randn(router.bias_E.shape, generator=random) * 0.1)
-    return engine, Progress(STEPS + 1, STEPS, 640)
+    return Progress(STEPS + 1, STEPS, 640)
 
 
 def save(folder: Path, run: Run, engine: Engine, progress: Progress, keep_last: int = 2) -> Path:
@@ -118,10 +125,19 @@ def test_resume_at_the_same_layout_is_bit_identical(name: str, dp: int, ep: int,
         assert found == dict.fromkeys(found, True)
 
 
-def save_and_follow(rank: int, run: Run, folder: Path) -> tuple[Parameters, list[tuple[float, float]]]:
+def save_parameters(rank: int, run: Run, folder: Path) -> Parameters:
     engine, progress = trained_engine(run, rank)
     save(folder, run, engine, progress)
-    return parameters(engine), train_steps(run, engine, STEPS, first=STEPS)
+    return parameters(engine)
+
+
+def never_stop(rank: int, run: Run) -> list[list[tuple[float, float]]]:
+    """Losses and norms without a checkpoint: in fp32, and in fp64."""
+    with exact_engine(rank, run) as engine:
+        train_first(run, engine)
+        exact = train_steps(run, engine, STEPS, first=STEPS)
+    engine, _ = trained_engine(run, rank)
+    return [train_steps(run, engine, STEPS, first=STEPS), exact]
 
 
 def load_and_follow(rank: int, run: Run, path: Path) -> tuple[Parameters, list[tuple[float, float]], set[float], list[bool]]:
@@ -134,27 +150,37 @@ def load_and_follow(rank: int, run: Run, path: Path) -> tuple[Parameters, list[t
 LAYOUTS = {(1, 1): [(2, 1), (2, 2)], (2, 1): [(4, 1)], (2, 2): [(1, 1), (4, 4)], (4, 2): [(1, 1), (4, 1), (2, 2)]}  # (dp, ep)
 
 
+def steady(dp: int, ep: int) -> Run:
+    return dataclasses.replace(run_of(MODELS["bias"], dp, ep), optim=STEADY)
+
+
 @pytest.fixture(scope="module", params=LAYOUTS, ids=lambda p: f"dp{p[0]}-ep{p[1]}")
 def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[tuple[int, int], Path, Any]:
-    """(layout, checkpoint, parameters and following losses of the run that saved it)."""
+    """(layout, checkpoint, parameters of the run that saved it)."""
     folder = tmp_path_factory.mktemp("run") / CHECKPOINTS
-    expected = run_distributed(save_and_follow, request.param[0], run_of(MODELS["bias"], *request.param), folder)[0]
+    expected = run_distributed(save_parameters, request.param[0], steady(*request.param), folder)[0]
     return request.param, newest_checkpoint(folder.parent), expected
 
 
 def test_loading_at_another_layout_goes_on_alike(saved: tuple[tuple[int, int], Path, Any]):
-    layout, path, (wanted, losses) = saved
+    layout, path, wanted = saved
+    plain, exact = run_distributed(never_stop, 1, steady(1, 1))[0]
     for dp, ep in LAYOUTS[layout]:
-        for found, seen, counts, biased in run_distributed(load_and_follow, dp, run_of(MODELS["bias"], dp, ep), path):
+        for found, seen, counts, biased in run_distributed(
+            load_and_follow, dp, steady(dp, ep), path
+        ):
             assert found.keys() == wanted.keys()
             assert all((found[name] == value).all() for name, value in wanted.items())
-            torch.testing.assert_close(torch.tensor(seen), torch.tensor(losses), rtol=1e-6, atol=1e-6)
+            for kind in zip(
+                *(zip(*steps, strict=True) for steps in (seen, plain, exact)), strict=True
+            ):
+                expect_alike(*map(numbered, kind), case=(dp, ep))
             assert counts == {float(STEPS)} and all(biased)
 
 
 def test_every_element_is_in_exactly_one_file(saved: tuple[tuple[int, int], Path, Any]):
     """As the safetensors library reads them, and where the manifest says."""
-    (dp, _), path, (wanted, _) = saved
+    (dp, _), path, wanted = saved
     files = sorted(path.glob("rank-*.safetensors"))
     assert len(files) == dp
     states = [load_file(file) for file in files]

@@ -17,14 +17,17 @@ import torch
 import torch.distributed as dist
 
 from app.choices import CpComm
-from app.config import DataConfig, ModelConfig, ParallelConfig, TrainConfig
+from app.config import DataConfig, ModelConfig, ParallelConfig, Run, TrainConfig
 from app.data.feed import Batch, make_batch
+from app.engine.build import Engine
 from app.engine.generate import sample_tokens
 from app.engine.step import TrainingStep
 from app.model.context_parallel import in_parts, in_sequence, own_tokens, trade_for_heads, trade_for_tokens
 from tests.distributed import run_distributed
+from tests.parity import alone, here
 from tests.processes.layouts import GRID
-from tests.runs import engine_of, make_run, whole_gradients
+from tests.rounding import Values, expect_alike
+from tests.runs import STEADY, engine_of, make_run, whole_gradients
 
 GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "numerics.json").read_text())
 DENSE = dataclasses.replace(GRID, moe=None, num_layers=2)
@@ -76,27 +79,32 @@ def documents(step: int, mb: int, size: int) -> Batch:
     return make_batch(list(rows), END)
 
 
-def apart(rank: int, cp: int, tp: int, comm: CpComm) -> tuple[list[float], dict[str, Any]]:
-    """Losses of two steps over documents that do not see each other, and the gradients of the last one."""
+def masked(cp: int = 1, tp: int = 1, comm: CpComm = CpComm.all_gather) -> Run:
     train = TrainConfig(steps=20, seq_len=LENGTH, micro_batch=2, global_batch=4)
-    parallel = ParallelConfig(cp=cp, tp=tp, dp=1, cp_comm_type=comm)
-    run = make_run(DENSE, train=train, parallel=parallel, data=DataConfig(document_mask=True))
-    engine = engine_of(run, rank)
-    step, losses = TrainingStep(engine), []
+    parallel, data = (
+        ParallelConfig(cp=cp, tp=tp, dp=1, cp_comm_type=comm),
+        DataConfig(document_mask=True),
+    )
+    return make_run(DENSE, train=train, parallel=parallel, data=data, optim=STEADY)
+
+
+def apart(engine: Engine) -> tuple[Values, Values]:
+    """Losses of two steps over documents kept apart, and the gradients of the last one."""
+    step, losses = TrainingStep(engine), {}
     for n in range(2):
-        facts, _ = step([documents(n, mb, 2) for mb in range(2)], run.optim.lr, 0.1)
-        losses.append(facts.loss)
+        facts, _ = step([documents(n, mb, 2) for mb in range(2)], STEADY.lr, 0.1)
+        losses[n] = facts.loss
     return losses, {name: value.numpy() for name, value in whole_gradients(engine).items()}
 
 
 @pytest.mark.parametrize("comm", CpComm, ids=lambda comm: comm.value)
 @pytest.mark.parametrize(("cp", "tp"), [(2, 1), (4, 1), (2, 2)])
 def test_documents_stay_apart_across_ranks(cp: int, tp: int, comm: CpComm):
-    losses, gradients = run_distributed(apart, 1, 1, 1, comm)[0]
-    for found, values in run_distributed(apart, cp * tp, cp, tp, comm):
-        assert found == pytest.approx(losses, rel=2e-5)
-        for name, value in gradients.items():
-            torch.testing.assert_close(torch.from_numpy(values[name]), torch.from_numpy(value), rtol=1e-4, atol=2e-5, msg=name)
+    plain, exact = alone(masked(), apart)
+    run = masked(cp, tp, comm)
+    for found in run_distributed(here, run.world_size, run, apart):
+        for kind in zip(found, plain, exact, strict=True):
+            expect_alike(*kind)
 
 
 def sampled(rank: int, parallel: ParallelConfig, model: ModelConfig) -> list[int]:

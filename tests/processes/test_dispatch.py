@@ -6,6 +6,7 @@ Shapes: T tokens of a rank, K experts per token, E experts, D width, F hidden wi
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -22,6 +23,7 @@ from app.moe.dispatch import AllGatherDispatcher, AllToAllDispatcher, LocalDispa
 from app.moe.experts import grouped_swiglu
 from app.moe.phases import Dispatcher
 from tests.distributed import run_distributed
+from tests.rounding import Values, expect_alike, in_fp64
 
 GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "router.json").read_text())["sort_chunks"]
 E, K, D, F = 64, 4, 8, 16
@@ -56,7 +58,12 @@ LIMITS = {"dropless": {}, "capacity": {"drops": True}, "padded": {"drops": True,
 
 
 def draw(shape: tuple[int, ...], seed: int) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).requires_grad_()
+    """fp32, or fp64 `in_fp64`."""
+    return (
+        torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+        .to(torch.float32)
+        .requires_grad_()
+    )
 
 
 def part(w1_ED2F: Tensor, w2_EFD: Tensor, etp_rank: int, etp: int) -> tuple[Tensor, Tensor]:
@@ -102,9 +109,12 @@ def scenarios(kind: str, ep: int, limits: dict[str, bool]) -> list[str]:
     return [name for name in names if ep > 1 or "rank" not in name]
 
 
-def both(rank: int, kind: str, ep: int, etp: int, limits: dict[str, bool]) -> dict[str, tuple[bool, bool, Any, Any]]:
-    """For each scenario: whether rows arrive in order, whether a second run is bit-equal, and results of the exchange and of
-    all experts on this rank.
+Results = tuple[bool, bool, Values, Values, Values]
+
+
+def both(rank: int, kind: str, ep: int, etp: int, limits: dict[str, bool]) -> dict[str, Results]:
+    """For each scenario: whether rows arrive in order, whether a second run is bit-equal, and
+    results of the exchange, of all experts on this rank, and of these in fp64.
     """
     group, per_rank, found = dist.new_group(), E // ep, {}
     share = slice(rank // etp * per_rank, (rank // etp + 1) * per_rank)
@@ -115,14 +125,33 @@ def both(rank: int, kind: str, ep: int, etp: int, limits: dict[str, bool]) -> di
         rows, ours = run_layer(exchange, experts_TK, rank, share, mine, limits)
         again, repeated = run_layer(exchange, experts_TK, rank, share, mine, limits)
         same = torch.equal(rows, again) and all(torch.equal(ours[key], repeated[key]) for key in ours)
-        _, local = run_layer(LocalDispatcher(E), experts_TK, rank, slice(None), (0, 1), limits)
-        for name in ("w1", "w2"):  # every rank's tokens reach the one copy of an expert
-            dist.all_reduce(local[name], group=group)
-            local[name] = local[name][share]
-        local["w1"], local["w2"] = part(local["w1"], local["w2"], *mine)
+        here = functools.partial(all_here, experts_TK, rank, share, mine, limits)
+        local = here(group)
+        with in_fp64():
+            exact = here(group)
         in_order = bool(limits) or torch.equal(rows, expected_rows(choose, ep, etp, share))
-        found[scenario] = in_order, same, *({key: value.numpy() for key, value in part.items()} for part in (ours, local))
+        values = (
+            {key: value.numpy() for key, value in part.items()} for part in (ours, local, exact)
+        )
+        found[scenario] = in_order, same, *values
     return found
+
+
+def all_here(
+    experts_TK: Tensor,
+    rank: int,
+    share: slice,
+    etp: tuple[int, int],
+    limits: dict[str, bool],
+    group: dist.ProcessGroup,
+) -> dict[str, Tensor]:
+    """Output and gradients with all experts on this rank; of weights those of `share`'s part."""
+    _, local = run_layer(LocalDispatcher(E), experts_TK, rank, slice(None), (0, 1), limits)
+    for name in ("w1", "w2"):  # every rank's tokens reach the one copy of an expert
+        dist.all_reduce(local[name], group=group)
+        local[name] = local[name][share]
+    local["w1"], local["w2"] = part(local["w1"], local["w2"], *etp)
+    return local
 
 
 def expected_rows(choose: Callable[[int, int], Tensor], ep: int, etp: int, share: slice) -> Tensor:
@@ -137,14 +166,12 @@ def expected_rows(choose: Callable[[int, int], Tensor], ep: int, etp: int, share
 @pytest.mark.parametrize("kind", KINDS)
 def test_exchange_equals_local(kind: str, ep: int, etp: int, limits: str):
     for results in run_distributed(both, ep * etp, kind, ep, etp, LIMITS[limits]):
-        for scenario, (in_order, same, ours, local) in results.items():
+        for scenario, (in_order, same, *values) in results.items():
             assert in_order, f"{scenario}: rows arrive by expert, source and token"
             assert same, f"{scenario}: a second run is bit-equal"
-            for key, value in local.items():
-                # products over other numbers of rows, and sums over parts of the width, round differently
-                bound = 1e-6 * abs(value).max(initial=0)
-                close = torch.isclose(torch.from_numpy(ours[key]), torch.from_numpy(value), rtol=1e-5, atol=bound)
-                assert close.all(), f"{scenario}: {key}"
+            expect_alike(
+                *values, case=scenario
+            )  # other numbers of rows, and sums over parts of the width
 
 
 def wide_sums(rank: int, kind: str) -> tuple[bool, bool]:

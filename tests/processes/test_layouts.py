@@ -10,29 +10,28 @@ import zlib
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
 
 from app.config import Run
 from app.engine.build import Engine
 from tests.cases import chosen
 from tests.distributed import run_distributed
+from tests.parity import NUMBERS, OneProcess, Trained, results
 from tests.processes.layouts import Case, covering, legal, run_of, world
-from tests.runs import engine_of, train_steps, whole_gradients, whole_parameters
+from tests.runs import engine_of
 
 STEPS = 2
 CASES = covering(list(legal()))
 WORLDS = sorted({world(case) for case in CASES})
 
 
-def few_steps(rank: int, run: Run) -> tuple[list[tuple[float, float]], dict[str, Any], dict[str, Any]]:
-    """Losses and norms of a few steps, then all gradients of the last step, and all parameters after it."""
+def steps_of_layout(rank: int, run: Run) -> Trained:
+    """What a few steps come to, after which all copies are the same."""
     engine = engine_of(run, rank)
-    losses = train_steps(run, engine, STEPS)
-    found = whole_gradients(engine), whole_parameters(engine)
+    found = results(engine, STEPS)
     expect_same_bits(engine)
     start_anew()
-    return losses, *({name: value.numpy() for name, value in each.items()} for each in found)
+    return found
 
 
 def expect_same_bits(engine: Engine) -> None:
@@ -58,37 +57,31 @@ def start_anew() -> None:
     dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
 
 
-def every(rank: int, cases: list[Case]) -> list[Any]:
+def every(rank: int, cases: list[Case]) -> list[Trained]:
     """What each case comes to, one after the other in the same processes; only rank 0 brings the tensors."""
     seen = []
     for case in cases:
-        losses, *found = few_steps(rank, run_of(case))
-        seen.append((losses, *(found if rank == 0 else ())))
+        found = steps_of_layout(rank, run_of(case))
+        seen.append(
+            {kind: values for kind, values in found.items() if rank == 0 or kind in NUMBERS}
+        )
     return seen
 
 
-def alone(case: Case) -> Case:
-    """The case's model on one process."""
-    return (case[0], 1, 1, 1, 1, 1, 1, 1, "none", "all_gather", "auto")
+def alone(model: str) -> Case:
+    """A model on one process."""
+    return (model, 1, 1, 1, 1, 1, 1, 1, "none", "all_gather", "auto")
 
 
 @pytest.fixture(scope="module")
-def one_process() -> dict[str, Any]:
-    cases = [alone((model,)) for model in ("dense", "moe")]
-    return {case[0]: found for case, found in zip(cases, run_distributed(every, 1, cases)[0], strict=True)}
+def one_process() -> dict[str, OneProcess]:
+    return {model: OneProcess.of(run_of(alone(model)), STEPS) for model in ("dense", "moe")}
 
 
-def expect_parity(cases: list[Case], one_process: dict[str, Any]) -> None:
-    for rank, results in enumerate(run_distributed(every, world(cases[0]), cases, timeout_s=60 * len(cases))):
-        for case, (losses, *found) in zip(cases, results, strict=True):
-            wanted_losses, *wanted = one_process[case[0]]
-            numbers = torch.tensor(losses), torch.tensor(wanted_losses)
-            torch.testing.assert_close(*numbers, rtol=2e-5, atol=1e-6, msg=f"{case}: {numbers}")
-            for values, expected in zip(found, wanted if rank == 0 else (), strict=True):
-                assert values.keys() == expected.keys()
-                for key, value in expected.items():
-                    close = dict(rtol=1e-4, atol=2e-5, msg=f"{case}: {key}")
-                    torch.testing.assert_close(torch.from_numpy(values[key]), torch.from_numpy(value), **close)
+def expect_parity(cases: list[Case], one_process: dict[str, OneProcess]) -> None:
+    for seen in run_distributed(every, world(cases[0]), cases, timeout_s=60 * len(cases)):
+        for case, found in zip(cases, seen, strict=True):
+            one_process[case[0]].expect(found, case)
 
 
 @pytest.mark.parametrize("ranks", chosen(WORLDS, (4,)))

@@ -7,13 +7,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from app.choices import Normalize, Score
 from app.config import LossConfig, ModelConfig, ParallelConfig, Run
 from tests.cases import sampled
 from tests.distributed import run_distributed
-from tests.runs import TINY, TINY_MOE, engine_of, make_run, train_steps, whole_parameters
+from tests.parity import OneProcess, few_steps
+from tests.runs import STEADY, TINY, TINY_MOE, engine_of, make_run, whole_parameters
 
 STEPS = 5
 SIGMOID = dataclasses.replace(
@@ -31,29 +31,25 @@ CASES = [
 
 
 def run_of(model: ModelConfig, dp: int, ep: int, normalize: Normalize) -> Run:
-    return make_run(model, parallel=ParallelConfig(world_size=dp, dp=dp, ep=ep), loss=LossConfig(normalize))
-
-
-def five_steps(rank: int, run: Run) -> tuple[list[tuple[float, float]], dict[str, Any]]:
-    engine = engine_of(run, rank)
-    return train_steps(run, engine, STEPS), {name: value.numpy() for name, value in whole_parameters(engine).items()}
+    return make_run(
+        model,
+        parallel=ParallelConfig(world_size=dp, dp=dp, ep=ep),
+        loss=LossConfig(normalize),
+        optim=STEADY,
+    )
 
 
 @pytest.fixture(scope="module")
-def one_process() -> dict[tuple[str, Normalize], Any]:
+def one_process() -> dict[tuple[str, Normalize], OneProcess]:
     runs = {(name, norm): run_of(model, 1, 1, norm) for name, model in MODELS.items() for norm in Normalize}
-    return {key: run_distributed(five_steps, 1, run)[0] for key, run in runs.items()}
+    return {key: OneProcess.of(run, STEPS) for key, run in runs.items()}
 
 
 @pytest.mark.parametrize("normalize", list(Normalize), ids=lambda n: n.value)
 @pytest.mark.parametrize(("name", "dp", "ep"), sampled(CASES, 3))
 def test_layout_equals_one_process(one_process, name: str, dp: int, ep: int, normalize: Normalize):
-    seen, expected = one_process[name, normalize]
-    for losses, parameters in run_distributed(five_steps, dp, run_of(MODELS[name], dp, ep, normalize)):
-        torch.testing.assert_close(torch.tensor(losses), torch.tensor(seen), rtol=2e-5, atol=1e-6)
-        assert parameters.keys() == expected.keys()
-        for key, value in expected.items():
-            torch.testing.assert_close(torch.from_numpy(parameters[key]), torch.from_numpy(value), rtol=1e-4, atol=2e-5, msg=key)
+    for found in run_distributed(few_steps, dp, run_of(MODELS[name], dp, ep, normalize), STEPS):
+        one_process[name, normalize].expect(found)
 
 
 def first_parameters(rank: int, run: Run) -> dict[str, Any]:
@@ -62,5 +58,5 @@ def first_parameters(rank: int, run: Run) -> dict[str, Any]:
 
 def test_parameters_do_change(one_process):
     before = run_distributed(first_parameters, 1, run_of(TINY, 1, 1, Normalize.token))[0]
-    after = one_process["moe", Normalize.token][1]
+    after = one_process["moe", Normalize.token].plain["parameters"]
     assert all(not np.allclose(before[key], after[key], atol=1e-3) for key in before)

@@ -3,26 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import pytest
-import torch
 
 from app.choices import ScheduleName
 from app.config import ModelConfig, ParallelConfig, RecomputeConfig, Run, ScheduleConfig, TrainConfig
+from app.engine.build import Engine
 from app.engine.step import Validation
 from tests.cases import sampled
 from tests.distributed import run_distributed
-from tests.runs import (
-    TINY,
-    TINY_MOE,
-    batches_of,
-    engine_of,
-    make_run,
-    train_steps,
-    whole_gradients,
-    whole_parameters,
-)
+from tests.parity import OneProcess, alone, few_steps, here
+from tests.rounding import expect_alike
+from tests.runs import STEADY, TINY, TINY_MOE, batches_of, make_run
 
 STEPS = 3
 DEEP = dataclasses.replace(TINY, num_layers=12, moe=dataclasses.replace(TINY_MOE, first_k_dense=3, every_n=2))
@@ -41,15 +35,8 @@ def run_of(
     dp, recompute = parallel.get("dp", 1), RecomputeConfig(full=partial is not None, partial_microbatches=partial or 0)
     train = TrainConfig(steps=20, seq_len=16, micro_batch=2, global_batch=2 * mbs * dp)
     order = ScheduleConfig(ScheduleName(schedule), group, timeout_s=timeout_s)
-    return make_run(model, parallel=ParallelConfig(**parallel), schedule=order, recompute=recompute, train=train)
-
-
-def few_steps(rank: int, run: Run) -> tuple[list[tuple[float, float]], dict[str, Any], dict[str, Any]]:
-    """Losses and norms of a few steps, then all gradients of the last step, and all parameters after it."""
-    engine = engine_of(run, rank)
-    losses = train_steps(run, engine, STEPS)
-    gradients, parameters = whole_gradients(engine), whole_parameters(engine)
-    return losses, *({name: value.numpy() for name, value in found.items()} for found in (gradients, parameters))
+    sections = {"parallel": ParallelConfig(**parallel), "schedule": order, "recompute": recompute}
+    return make_run(model, train=train, optim=STEADY, **sections)
 
 
 CASES = [
@@ -75,22 +62,27 @@ CASES = [
 ]
 
 
+@functools.cache
+def one_process(name: str, mbs: int) -> OneProcess:
+    return OneProcess.of(run_of(MODELS[name], mbs), STEPS)
+
+
 @pytest.mark.parametrize(("name", "choice"), sampled(CASES, 3))
 def test_pipeline_equals_one_process(name: str, choice: dict[str, Any]):
     run = run_of(MODELS[name], **choice)
-    seen, *expected = run_distributed(few_steps, 1, run_of(MODELS[name], choice["mbs"] * choice.get("dp", 1)))[0]
-    for losses, *found in run_distributed(few_steps, run.world_size, run):
-        torch.testing.assert_close(torch.tensor(losses), torch.tensor(seen), rtol=2e-5, atol=1e-6)
-        for values, wanted in zip(found, expected, strict=True):
-            assert values.keys() == wanted.keys()
-            for key, value in wanted.items():
-                torch.testing.assert_close(torch.from_numpy(values[key]), torch.from_numpy(value), rtol=1e-4, atol=2e-5, msg=key)
+    expected = one_process(name, choice["mbs"] * choice.get("dp", 1))
+    for found in run_distributed(few_steps, run.world_size, run, STEPS):
+        expected.expect(found)
 
 
-def validated(rank: int, run: Run, counts: list[int]) -> list[tuple[float, int]]:
-    """(loss, tokens) of validations of so many microbatches."""
-    engine, batches = engine_of(run, rank), batches_of(run, 0, 0)
-    return [Validation(engine, count)(batches[:count]) for count in counts]
+Validated = tuple[dict[int, float], dict[int, int]]  # by microbatches: losses, tokens
+
+
+def validated(engine: Engine, counts: list[int]) -> Validated:
+    """Validations of so many microbatches."""
+    batches = batches_of(engine.plan.run, 0, 0)
+    found = {count: Validation(engine, count)(batches[:count]) for count in counts}
+    return {n: loss for n, (loss, _) in found.items()}, {n: told for n, (_, told) in found.items()}
 
 
 @pytest.mark.parametrize("choice", [
@@ -99,8 +91,9 @@ def validated(rank: int, run: Run, counts: list[int]) -> list[tuple[float, int]]
     dict(mbs=6, pp=2, vpp=2, schedule="zero_bubble_v"),
 ])
 def test_a_validation_of_any_length_equals_that_of_one_process(choice: dict[str, Any]):
-    counts = [1, 2, 3, 5]
-    wanted = run_distributed(validated, 1, run_of(MODELS["tied"], choice["mbs"]), counts)[0]
+    compute = functools.partial(validated, counts=[1, 2, 3, 5])
+    plain, exact = alone(run_of(MODELS["tied"], choice["mbs"]), compute)
     run = run_of(MODELS["tied"], **choice)
-    for found in run_distributed(validated, run.world_size, run, counts):
-        assert found == [(pytest.approx(loss, rel=2e-5), tokens) for loss, tokens in wanted]
+    for losses, tokens in run_distributed(here, run.world_size, run, compute):
+        expect_alike(losses, plain[0], exact[0])
+        assert tokens == plain[1]

@@ -14,6 +14,7 @@ from app.moe.experts import grouped_swiglu
 from app.moe.permute import combine, permute, sort_by_expert
 from app.moe.reference import expert, moe_layer, route_token
 from app.moe.router import aux_loss, aux_routing, choose, route, update_bias, z_loss
+from tests.rounding import expect_alike, numbered, plain_and_exact
 
 Values = dict[str, Tensor]
 T, D, FF, E, K = 40, 16, 24, 6, 2
@@ -41,7 +42,7 @@ def fast_layer(x: Tensor, router: Tensor, w1: Tensor, w2: Tensor, **routing: Any
 
 
 def slow_layer(x: Tensor, router: Tensor, w1: Tensor, w2: Tensor, **routing: Any) -> tuple[Tensor, Tensor]:
-    """The same in fp64 by loops: output [T, D], probabilities [T, E]."""
+    """The same by loops: output [T, D], probabilities [T, E]."""
     logits = F.linear(x, router) + offset(x)
     probs = torch.stack([route_token(row, K, **routing) for row in logits])
     probs.retain_grad()
@@ -53,38 +54,50 @@ def slow_layer(x: Tensor, router: Tensor, w1: Tensor, w2: Tensor, **routing: Any
 ], ids=str)
 def test_layer_and_all_its_gradients_equal_the_reference(routing: dict[str, Any]):
     fast, grad = draw(), torch.randn(T, D, generator=torch.Generator().manual_seed(1))
-    slow = {name: value.detach().double().requires_grad_() for name, value in fast.items()}
     out, probs, experts = fast_layer(**fast, **routing)
     probs.retain_grad()
-    expected, dense = slow_layer(**slow, **routing)
     out.backward(grad)
-    expected.backward(grad.double())
     assert IDLE not in experts and fast["w1"].grad[IDLE].eq(0).all() and fast["w2"].grad[IDLE].eq(0).all()
-    pairs = {"out": (out, expected)}
-    pairs |= {"probs": (probs, dense.gather(1, experts)), "d probs": (probs.grad, dense.grad.gather(1, experts))}
-    pairs |= {f"d {name}": (fast[name].grad, slow[name].grad) for name in fast}
-    for name, (ours, exact) in pairs.items():
-        # fp32 against fp64; 1e-5 of the largest entry covers what cancels in sums of a few hundred terms
-        bound = 1e-5 * exact.abs() + 1e-5 * exact.abs().max()
-        assert ((ours.double() - exact).abs() <= bound).all(), name
+
+    def by_loops(*values: Tensor) -> tuple[Tensor, ...]:
+        given = [value.detach().requires_grad_() for value in values]
+        expected, dense = slow_layer(*given, **routing)
+        expected.backward(grad.to(expected.dtype))
+        return (
+            expected,
+            dense.gather(1, experts),
+            dense.grad.gather(1, experts),
+            *(value.grad for value in given),
+        )
+
+    found = numbered((out, probs, probs.grad, *(value.grad for value in fast.values())))
+    expect_alike(found, *plain_and_exact(by_loops, *fast.values()))
 
 
 def test_gate_is_the_first_half():
     x, w1, w2 = torch.randn(4, D), torch.randn(1, D, 2 * FF), torch.randn(1, FF, D)
     out = grouped_swiglu(x, w1, w2, torch.tensor([4], dtype=torch.int32))
-    torch.testing.assert_close(out, (F.silu(x @ w1[0, :, :FF]) * (x @ w1[0, :, FF:])) @ w2[0])
-    torch.testing.assert_close(out, expert(x, w1[0], w2[0]))
+
+    def by_hand(x: Tensor, w1: Tensor, w2: Tensor) -> list[Tensor]:
+        return [(F.silu(x @ w1[0, :, :FF]) * (x @ w1[0, :, FF:])) @ w2[0], expert(x, w1[0], w2[0])]
+
+    expect_alike(numbered([out] * 2), *plain_and_exact(by_hand, x, w1, w2))
 
 
 def test_expanded_gradients_reach_the_experts():
     values = draw()
     ends = torch.tensor([10, 10, 25, 30, 30, T], dtype=torch.int32)
     grouped_swiglu(values["x"], values["w1"], values["w2"], ends).sum().backward()
-    rows = values["x"].detach().split([10, 0, 15, 5, 0, 10])
-    w1, w2 = (values[name].detach().requires_grad_() for name in ("w1", "w2"))
-    sum(expert(part, w1[e], w2[e]).sum() for e, part in enumerate(rows)).backward()
-    torch.testing.assert_close(values["w1"].grad, w1.grad, rtol=1e-5, atol=1e-4)
-    torch.testing.assert_close(values["w2"].grad, w2.grad, rtol=1e-5, atol=1e-4)
+
+    def by_hand(x: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
+        w1, w2 = (weight.detach().requires_grad_() for weight in weights)
+        rows = x.detach().split([10, 0, 15, 5, 0, 10])
+        return torch.autograd.grad(
+            sum(expert(part, w1[e], w2[e]).sum() for e, part in enumerate(rows)), (w1, w2)
+        )
+
+    plain, exact = plain_and_exact(by_hand, *(values[name].detach() for name in ("x", "w1", "w2")))
+    expect_alike(numbered(values[name].grad for name in ("w1", "w2")), plain, exact)
 
 
 def test_no_rows_at_all():

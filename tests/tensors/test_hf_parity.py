@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from app.choices import Score
 from app.config import ModelConfig, MoEConfig
 from app.model.chunk import Chunk
+from tests.rounding import expect_alike, numbered, plain_and_exact
 from tests.tensors.models import draw_tokens, forward, make_chunk
 
 transformers = pytest.importorskip("transformers")
@@ -269,9 +270,11 @@ def pair(request: pytest.FixtureRequest) -> tuple[nn.Module, Chunk]:
 def test_logits_equal_transformers(pair: tuple[nn.Module, Chunk], length: int):
     hf, chunk = pair
     tokens = draw_tokens(chunk.model, 3, length, seed=length)
-    theirs, ours = hf(input_ids=tokens, use_cache=False).logits, forward(chunk, tokens).x
-    assert theirs.std() > 0.5  # logits so small that anything would agree prove nothing
-    torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=0)
+    plain, exact = plain_and_exact(
+        lambda model: [model(input_ids=tokens, use_cache=False).logits], hf
+    )
+    assert exact["0"].std() > 0.5  # logits so small that anything would agree prove nothing
+    expect_alike({"0": forward(chunk, tokens).x}, plain, exact)
 
 
 @torch.no_grad()
@@ -279,19 +282,33 @@ def test_logits_equal_transformers_at_any_positions(pair: tuple[nn.Module, Chunk
     hf, chunk = pair
     tokens = draw_tokens(chunk.model, 2, 6)
     positions = torch.tensor([[0, 1, 2, 3, 4, 5], [3, 7, 8, 21, 40, 63]])
-    theirs = hf(input_ids=tokens, position_ids=positions, attention_mask=torch.ones_like(tokens), use_cache=False).logits
-    torch.testing.assert_close(forward(chunk, tokens, positions).x, theirs, atol=1e-4, rtol=0)
+    given = {
+        "input_ids": tokens,
+        "position_ids": positions,
+        "attention_mask": torch.ones_like(tokens),
+    }
+    theirs = plain_and_exact(lambda model: [model(**given, use_cache=False).logits], hf)
+    expect_alike({"0": forward(chunk, tokens, positions).x}, *theirs)
 
 
 def test_gradients_equal_transformers(pair: tuple[nn.Module, Chunk]):
     hf, chunk = pair
     tokens = draw_tokens(chunk.model, 2, 9)
     weight = torch.randn(2, 9, chunk.model.vocab_size, generator=torch.Generator().manual_seed(1))
-    for model, logits in ((hf, hf(input_ids=tokens, use_cache=False).logits), (chunk, forward(chunk, tokens).x)):
+
+    def gradients(model: nn.Module, logits: Tensor) -> dict[str, Tensor]:
         model.zero_grad()
         (logits * weight).sum().backward()
-    theirs = converted({name: param.grad for name, param in hf.named_parameters()}, chunk.model)
-    for name, param in chunk.named_parameters():
-        grad = torch.zeros_like(param) if param.grad is None else param.grad
-        bound = 1e-5 * theirs[name].abs().max().item()
-        torch.testing.assert_close(grad, theirs[name], atol=bound, rtol=1e-4, msg=name)
+        return {
+            name: torch.zeros_like(p) if p.grad is None else p.grad
+            for name, p in model.named_parameters()
+        }
+
+    def theirs(model: nn.Module) -> list[Tensor]:
+        found = converted(
+            gradients(model, model(input_ids=tokens, use_cache=False).logits), chunk.model
+        )
+        return [found[name] for name, _ in chunk.named_parameters()]
+
+    ours = numbered(gradients(chunk, forward(chunk, tokens).x).values())
+    expect_alike(ours, *plain_and_exact(theirs, hf))

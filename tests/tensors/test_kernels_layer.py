@@ -24,6 +24,7 @@ from app.model import attention, layers
 from app.model.attention import Attention
 from app.model.layers import Context, Mlp, RMSNorm, layer_context, rotate
 from app.model.recompute import Again
+from tests.rounding import expect_alike, numbered, plain_and_exact
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = [torch.float32, torch.bfloat16]
@@ -181,6 +182,18 @@ def trained(module: torch.nn.Module, forward: Callable[[Tensor], Tensor]) -> Out
     return (out.detach(), x.grad, *(param.grad.clone() for param in module.parameters()))
 
 
+def same_with_kernels(
+    run: Callable[[torch.nn.Module], Outputs],
+    module: torch.nn.Module,
+    switch: Callable[[bool], None],
+) -> None:
+    """A module's results with kernels are as near to fp64 as those without."""
+    switch(False)
+    plain, exact = plain_and_exact(run, module)
+    switch(True)
+    expect_alike(numbered(run(module)), plain, exact)
+
+
 @pytest.fixture
 def switch(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], None]:
     """Has the model use kernels or not, whatever the device."""
@@ -199,13 +212,13 @@ def test_attention_is_the_same_with_kernels(qk_norm: bool, parts: tuple[Recomput
     set_parameters(module)
     tables = layer_context(torch.arange(6, device=DEVICE).expand(2, 6), None, MODEL.head_width, 10000.0)
 
-    def run(kernels: bool) -> Outputs:
-        switch(kernels)
-        context = Context(tables.cos_BS1H, tables.sin_BS1H, None, again=Again(frozenset(parts)))
+    def run(module: torch.nn.Module) -> Outputs:
+        like = next(module.parameters()).dtype
+        cos_BS1H, sin_BS1H = (table.to(like) for table in (tables.cos_BS1H, tables.sin_BS1H))
+        context = Context(cos_BS1H, sin_BS1H, None, again=Again(frozenset(parts)))
         return trained(module, lambda x: module(x, context))
 
-    for one, other in zip(run(True), run(False), strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+    same_with_kernels(run, module, switch)
 
 
 @pytest.mark.parametrize("parts", [(), (Recompute.mlp_act,)], ids=["kept", "again"])
@@ -213,8 +226,7 @@ def test_feed_forward_is_the_same_with_kernels(parts: tuple[Recompute, ...], swi
     module = torch.nn.ModuleList([RMSNorm(MODEL.hidden_size, EPS), Mlp(MODEL.hidden_size, MODEL.ffn_hidden_size)])
     set_parameters(module)
 
-    def run(kernels: bool) -> Outputs:
-        switch(kernels)
+    def run(module: torch.nn.Module) -> Outputs:
         again = Again(frozenset(parts))
 
         def forward(x: Tensor) -> Tensor:
@@ -223,5 +235,4 @@ def test_feed_forward_is_the_same_with_kernels(parts: tuple[Recompute, ...], swi
 
         return trained(module, forward)
 
-    for one, other in zip(run(True), run(False), strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+    same_with_kernels(run, module, switch)

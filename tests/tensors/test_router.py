@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ from app.model.peers import Peers
 from app.moe.phases import Router
 from app.moe.reference import route_token
 from app.moe.router import aux_loss, aux_routing, aux_scores, choose, in_turn, route, sequence_aux_loss, update_bias, z_loss
+from tests.rounding import expect_alike, expect_sums, numbered, plain_and_exact
 
 Json = dict[str, Any]
 GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "router.json").read_text())
@@ -40,7 +43,8 @@ LOGGED = {"aux_loss": "load_balancing_loss", "seq_aux_loss": "seq_load_balancing
 
 
 def close(ours: Tensor, golden: Any) -> None:
-    torch.testing.assert_close(ours.detach(), torch.tensor(golden, dtype=ours.dtype), rtol=1e-5, atol=1e-6)
+    """Both are fp32: functions of logits of order ten, and means over a few dozen of them."""
+    expect_sums({"value": ours}, {"value": torch.tensor(golden, dtype=ours.dtype)}, terms=64)
 
 
 def leaf(values: list[Any]) -> Tensor:
@@ -197,18 +201,26 @@ def test_whole_router_equals_golden(case: Json):
 
 def test_sequence_loss_is_the_mean_over_sequences():
     logits = torch.randn(3, 5, 8, generator=torch.Generator().manual_seed(0))
-    whole = [logits.clone().requires_grad_(), logits.clone().requires_grad_()]
-    scores, chosen = (part.unflatten(0, (3, 5)) for part in aux_routing(whole[0].flatten(0, 1), 2, "sigmoid"))
-    together = sequence_aux_loss(scores, chosen.sum(1), 2, 0.3, 5)
-    single = []
-    for row in whole[1]:
-        scores, chosen = aux_routing(row, 2, "sigmoid")
-        single.append(aux_loss(scores, chosen.sum(0), 2, 0.3, 5))
-    apart = torch.stack(single).mean()
-    for loss in (together, apart):
-        loss.backward()
-    torch.testing.assert_close(together, apart)
-    torch.testing.assert_close(whole[0].grad, whole[1].grad)
+
+    def together(logits: Tensor) -> Tensor:
+        scores, chosen = (
+            part.unflatten(0, (3, 5)) for part in aux_routing(logits.flatten(0, 1), 2, "sigmoid")
+        )
+        return sequence_aux_loss(scores, chosen.sum(1), 2, 0.3, 5)
+
+    def apart(logits: Tensor) -> Tensor:
+        parts = (aux_routing(row, 2, "sigmoid") for row in logits)
+        return torch.stack(
+            [aux_loss(scores, chosen.sum(0), 2, 0.3, 5) for scores, chosen in parts]
+        ).mean()
+
+    def with_gradient(loss: Callable[[Tensor], Tensor], logits: Tensor) -> tuple[Tensor, Tensor]:
+        leaf = logits.detach().requires_grad_()
+        found = loss(leaf)
+        return found.detach(), *torch.autograd.grad(found, leaf)
+
+    expected = plain_and_exact(partial(with_gradient, apart), logits)
+    expect_alike(numbered(with_gradient(together, logits)), *expected)
 
 
 def router_of(**options: Any) -> Router:
@@ -227,7 +239,9 @@ def test_the_load_of_the_global_batch_is_the_mean_so_far():
     counts = torch.stack([aux_routing(part, 3, "softmax")[1].sum(0) for part in logits])
     for number, part in enumerate(logits, start=1):
         expected = aux_loss(aux_routing(part, 3, "softmax")[0], counts[:number].double().mean(0).float(), 3, 0.5, 8)
-        assert first[number - 1] == pytest.approx(expected.item(), rel=1e-6)
+        expect_sums(
+            {"loss": first[number - 1]}, {"loss": expected}, terms=8 * 8
+        )  # tokens and experts
     assert router(inputs[0])[2].aux_loss.item() != first[0]
     router.start_step()
     assert [router(x)[2].aux_loss.item() for x in inputs] == first
@@ -258,7 +272,8 @@ def test_forced_balance_is_even_and_keeps_the_gradients(score: Score):
     logits = F.linear(x.flatten(0, 1), router.weight)
     weights = logits if score is Score.softmax else logits.sigmoid()
     picked = weights.gather(1, experts)
-    torch.testing.assert_close(probs, picked.softmax(1) if score is Score.softmax else picked / picked.sum(1, keepdim=True))
+    expected = picked.softmax(1) if score is Score.softmax else picked / picked.sum(1, keepdim=True)
+    expect_sums({"probs": probs}, {"probs": expected}, terms=2 * 3)
     (probs * torch.randn_like(probs)).sum().backward()
     assert router.weight.grad.abs().min() > 0
 
@@ -301,9 +316,8 @@ def test_routing_and_its_gradient_equal_the_reference(routing: Json, score: str,
     assert torch.equal(chosen, expected != 0)
     (probs * weight).sum().backward()
     (expected * weight).sum().backward()
-    tolerance = {"rtol": 1e-5, "atol": 1e-6} if dtype is torch.float32 else {"rtol": 1e-12, "atol": 1e-14}
-    torch.testing.assert_close(probs.double(), expected, **tolerance)
-    torch.testing.assert_close(fast.grad.double(), slow.grad, **tolerance)
+    wanted = {"probs": expected, "d logits": slow.grad}
+    expect_sums({"probs": probs, "d logits": fast.grad}, wanted, terms=2 * 12, dtype=dtype)
 
 
 def test_low_precision_logits_are_scored_in_fp32():
