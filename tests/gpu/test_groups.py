@@ -100,10 +100,9 @@ def test_groups_over_nccl():
         large = len(row["used"]) - len(control)
         planned = (NCCL_ITSELF + large * COMMUNICATOR + len(control) * CONTROL_COMMUNICATOR) / MIB
         assert row["created"] + sum(row["used"].values()) < 1.1 * planned
-        assert (
-            sum(row["used"][name] for name in control)
-            < 2 * len(control) * CONTROL_COMMUNICATOR / MIB
-        )
+        later = control if row["pp"] > 1 else control[1:]  # the first sum of all loads kernels
+        small = sum(row["used"][name] for name in later)
+        assert small < 2 * len(later) * CONTROL_COMMUNICATOR / MIB
 
 
 if __name__ == "__main__":
