@@ -152,6 +152,7 @@ def _control_group(ranks: list[int]) -> dist.ProcessGroup:
     # Small sums need one channel: 24 MiB of GPU memory instead of 670 (H200, NCCL 2.28).
     options = dist.ProcessGroupNCCL.Options()
     options.config.min_ctas = options.config.max_ctas = 1
+    options._timeout = HOST_TIMEOUT  # torch warns where it differs from the group's own
     return _tensor_group(ranks, options)
 
 
