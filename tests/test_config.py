@@ -226,3 +226,27 @@ def test_what_is_only_planned_is_refused_by_training():
     for option in ("none", "attn", "partial", "full_iteration"):
         run = load(f"cuda_graph={option}")
         assert check_runnable(run) == run
+
+
+@pytest.mark.parametrize(
+    ("name", "override"),
+    [
+        ("MY_API_KEY", "log.project=${oc.env:MY_API_KEY}"),
+        ("HF_TOKEN", "data.path=[x,https://user:${oc.env:HF_TOKEN,none}@host/*.txt]"),
+        ("DB_PASSWORD", "log.group='${oc.decode:${oc.env:DB_PASSWORD}}'"),
+        ("AWS_SECRET_ACCESS_KEY", "model.name=${oc.env:AWS_SECRET_ACCESS_KEY}"),
+    ],
+)
+def test_secrets_are_not_written(monkeypatch: pytest.MonkeyPatch, name: str, override: str):
+    """What a run is given stands in its config.yaml, plan.json and checkpoints."""
+    monkeypatch.setenv(name, "12345")
+    key = override.split("=")[0]
+    with pytest.raises(ConfigError, match=f"what {name} holds would be written") as refused:
+        load("data=text", "data.path=[x]", override)
+    assert refused.value.key == key and "12345" not in str(refused.value)
+
+
+def test_other_variables_are_taken(monkeypatch: pytest.MonkeyPatch):
+    for name in ("HOME_DIR", "TOKENIZER_DIR", "MONKEY_BUSINESS"):
+        monkeypatch.setenv(name, "there")
+        assert load(f"data.tokenizer='${{oc.env:{name}}}/t.json'").data.tokenizer == "there/t.json"

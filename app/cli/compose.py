@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import typing
 from collections.abc import Iterator, Sequence
 from enum import Enum
@@ -18,6 +19,9 @@ from app.errors import ConfigError, nearest
 from app.rules import check
 
 PLUGINS = {"hydra/launcher": ("torchrun", "TorchrunLauncher"), "hydra/sweeper": ("grid", "GridSweeper")}  # hydra_plugins/
+_FROM_ENVIRONMENT = re.compile(r"\boc\.env:\s*([A-Za-z_]\w*)")
+_SECRETS = ("APIKEY", "TOKEN", "SECRET", "PASSWORD", "PASSWD", "PASSPHRASE", "CREDENTIAL",
+            "CREDENTIALS")  # fmt: skip
 CONF = Path(__file__).resolve().parents[2] / "conf"
 
 
@@ -54,6 +58,7 @@ def load_run(config: DictConfig, world_size: int | None) -> Run:
             raise ConfigError("parallel.world_size", asked, f"the launcher started {world_size} processes", world_size)
         config.parallel.world_size = world_size
     _refuse_unknown(config)
+    _refuse_secrets(config)
     run = OmegaConf.to_object(config)
     assert isinstance(run, Run)
     return check(run)
@@ -72,6 +77,32 @@ def _refuse_unknown(config: DictConfig) -> None:
     for key in _present(config, ""):
         if key not in known:
             raise ConfigError(key, OmegaConf.select(config, key), "there is no such key", nearest(key, sorted(known)))
+
+
+def _refuse_secrets(config: DictConfig) -> None:
+    # What they resolve to would be written into the run folder, and be sent to Weights & Biases.
+    for key, text in _as_typed(OmegaConf.to_container(config, resolve=False), ""):
+        for variable in filter(_is_secret, _FROM_ENVIRONMENT.findall(text)):
+            rule = f"what {variable} holds would be written into the run folder"
+            raise ConfigError(key, text, rule, "to leave it in the environment")
+
+
+def _is_secret(variable: str) -> bool:
+    """Whether an environment variable holds a key or password, by its name."""
+    parts = variable.upper().split("_")
+    return "KEY" in parts or any(part.endswith(_SECRETS) for part in parts)
+
+
+def _as_typed(values: object, key: str) -> Iterator[tuple[str, str]]:
+    """Dotted key and text of every string, as it was before interpolations were resolved."""
+    if isinstance(values, dict):
+        for name, value in values.items():
+            yield from _as_typed(value, f"{key}.{name}" if key else str(name))
+    elif isinstance(values, list):
+        for value in values:
+            yield from _as_typed(value, key)
+    elif isinstance(values, str):
+        yield key, values
 
 
 def _present(node: DictConfig, prefix: str) -> Iterator[str]:
