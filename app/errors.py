@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Sequence
+import errno
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from enum import Enum
+from pathlib import Path
 
 
 class ConfigError(ValueError):
@@ -18,6 +22,31 @@ class ConfigError(ValueError):
     def __reduce__(self) -> tuple[type, tuple[object, ...]]:
         """Pickle by arguments, so that one rank can hand its error to the others."""
         return ConfigError, (self.key, self.value, self.rule, self.nearest)
+
+
+def warn(text: str) -> None:
+    """Say in one line of stderr what has gone wrong while the run goes on."""
+    # A terminal may show the live line there.
+    lead = "\r\x1b[K" if sys.stderr.isatty() else ""
+    print(f"{lead}train.py: {text}", file=sys.stderr, flush=True)
+
+
+def no_room(error: BaseException) -> bool:
+    """Whether something failed because a disk is full or a quota reached."""
+    return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+
+
+@contextmanager
+def writing(run_dir: Path) -> Iterator[None]:
+    """Make what the system refuses in a run folder, within the block, a ConfigError."""
+    try:
+        yield
+    except OSError as error:
+        path = error.filename2 or error.filename  # of a rename: what it would have replaced
+        about = f" ({path})" if path not in (None, str(run_dir)) else ""
+        rule = f"cannot be used: {error.strerror}{about}"
+        hint = "more room" if no_room(error) else "another run_dir"
+        raise ConfigError("run_dir", run_dir, rule, hint) from error
 
 
 def _text(value: object) -> str:

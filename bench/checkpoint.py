@@ -22,10 +22,10 @@ import torch
 from app.cli.compose import load_overrides
 from app.config import Run
 from app.engine.build import build_engine
-from app.engine.checkpoint import Progress, load_checkpoint, read_manifest
+from app.engine.checkpoint import Progress, load_checkpoint
+from app.engine.checkpoint_folder import complete_checkpoints, read_manifest
 from app.engine.checkpoint_save import Saver
 from app.engine.groups import create_groups, process_world
-from app.engine.run_folder import complete_checkpoints
 from app.plan.plan import Plan
 
 ROOT = Path(__file__).resolve().parent.parent

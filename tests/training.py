@@ -20,7 +20,7 @@ from app.engine import trainer
 from app.engine.attempt import Attempt
 from app.engine.build import build_engine
 from app.engine.groups import create_groups
-from app.engine.run_folder import read_metrics
+from app.engine.run_folder import FolderLock, read_metrics
 from app.engine.start import find_start, load_all_data, rank_zero_says
 from app.plan.plan import Plan
 
@@ -68,7 +68,8 @@ def train_rank(rank: int, run: Run, told_at: dict[int, int]) -> tuple[bool, Seen
         return batches
 
     training.feed.next_step = next_step
-    return training.fit(Attempt()), seen
+    with FolderLock() as lock:
+        return training.fit(Attempt(), lock), seen
 
 
 def losses(run_dir: Path) -> dict[int, float]:

@@ -12,7 +12,8 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from app.engine.run_folder import CONFIG, newest_checkpoint, read_metrics
+from app.engine.checkpoint_folder import newest_checkpoint
+from app.engine.run_folder import CONFIG, read_metrics
 
 PLACE = ("run_dir", "resume", "log.", "parallel.world_size")  # where a run writes and how it was started, not what it does
 
@@ -68,7 +69,7 @@ def clock(seconds: float) -> str:
 def settings(run_dir: Path) -> dict[str, Any]:
     """Dotted key -> value of a run's configuration; empty where none has been written."""
     path = run_dir / CONFIG
-    return dict(flat(OmegaConf.to_container(OmegaConf.load(path)))) if path.exists() else {}
+    return dict(flat(OmegaConf.to_container(OmegaConf.load(path)))) if path.is_file() else {}
 
 
 def flat(values: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -34,7 +34,7 @@ from app.cli.submitted import how_it_ended, missing, submit, taken_back
 from app.cli.sweep_plan import Combination, combinations, folder_names, host_gpus
 from app.cli.sweep_record import Job, State, Sweep, locked
 from app.config import Run
-from app.engine.run_folder import CONFIG, newest_checkpoint, plain
+from app.engine.run_folder import CONFIG, holds_run, plain
 from app.errors import ConfigError
 from app.plan.figures import count_of
 
@@ -187,10 +187,7 @@ def job_arguments(sweep: Sweep, job: Job, run: Run) -> list[str]:
     run_dir = sweep.folder / job.folder
     where = [f"run_dir={quoted(run_dir)}", "log.console=false"]
     group = [] if run.log.group else [f"log.group={quoted(sweep.name)}"]
-    if newest_checkpoint(run_dir):
-        return [*job.overrides, *where, *group, "resume=auto"]
-    (run_dir / CONFIG).unlink(missing_ok=True)  # of a start that came to no checkpoint
-    return [*job.overrides, *where, *group]
+    return [*job.overrides, *where, *group, *["resume=auto"] * holds_run(run_dir)]
 
 
 def quoted(value: object) -> str:

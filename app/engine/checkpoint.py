@@ -1,18 +1,14 @@
-"""Checkpoints on disk: what they hold, whether they are whole, and loading them at any layout.
-
-    checkpoints/step-00000100/manifest.json              progress, layout, configuration, who holds which parts, checksums
-    checkpoints/step-00000100/rank-00000.safetensors     one rank's parts of parameters and moments, its random state and cursor
-    checkpoints/latest                                   name of the newest complete one
+"""What a checkpoint holds of a run, and loading it at any layout.
 
 A part is a range of a block of a global parameter (`app.plan.reshard`). A rank finds in the manifest which files share
-elements with what it owns, and maps those only. `app.engine.checkpoint_save` writes all this.
+elements with what it owns, and maps those only. `app.engine.checkpoint_save` writes all this,
+`app.engine.checkpoint_folder` says where it lies.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,15 +17,13 @@ import torch
 import torch.distributed as dist
 
 from app.engine.build import Engine
+from app.engine.checkpoint_folder import check_contents
 from app.engine.groups import Groups
-from app.engine.run_folder import complete_checkpoints
 from app.engine.tensor_file import TensorFile
 from app.errors import ConfigError
 from app.optim.adam import Piece
 from app.plan.reshard import Block, Slice, overlaps
 
-FORMAT = 3  # of the files; another one is refused
-MANIFEST = "manifest.json"
 CURSOR = "cursor"  # key of a rank file's metadata: position in the data, as JSON
 RANDOM_CPU, RANDOM_CUDA = "random.cpu", "random.cuda"  # names of the generators' states in a rank file
 
@@ -58,59 +52,6 @@ def bias_name(router: str) -> str:
     return f"{router}.bias_E"
 
 
-def manifest_digest(manifest: dict[str, Any]) -> str:
-    """sha256 over all of a manifest but this."""
-    rest = {key: value for key, value in manifest.items() if key != "sha256"}
-    return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
-
-
-def read_manifest(path: Path) -> dict[str, Any]:
-    """The manifest of a checkpoint, whose files are all there and as long as it says; their contents are not read.
-
-    Raises ConfigError that names what is wrong, and the checkpoint before it.
-    """
-    manifest = parse_manifest(path)
-    for name, expected in manifest["files"].items():
-        if not (path / name).is_file():
-            raise _broken(path, f"{name} is missing")
-        if (size := (path / name).stat().st_size) != expected["bytes"]:
-            raise _broken(path, f"{name} has {size} bytes instead of {expected['bytes']}")
-    return manifest
-
-
-def parse_manifest(path: Path) -> dict[str, Any]:
-    """The manifest of a checkpoint, without a look at its files. Raises ConfigError."""
-    try:
-        manifest = json.loads((path / MANIFEST).read_text())
-    except (OSError, ValueError) as error:
-        raise _broken(path, f"{MANIFEST} cannot be read: {error}") from error
-    found = manifest.get("format") if isinstance(manifest, dict) else None
-    if found != FORMAT:
-        raise _broken(path, f"{MANIFEST} has format {found}, this version reads format {FORMAT}")
-    if manifest.get("sha256") != manifest_digest(manifest):
-        raise _broken(path, f"{MANIFEST} was changed after it was saved (sha256 differs)")
-    return manifest
-
-
-def verify_checkpoint(path: Path) -> dict[str, Any]:
-    """The manifest of a checkpoint, every file of which has been read and found as it was saved. Raises ConfigError."""
-    manifest = read_manifest(path)
-    _check_contents(path, manifest, manifest["files"])
-    return manifest
-
-
-def _check_contents(path: Path, manifest: dict[str, Any], names: Iterable[str]) -> None:
-    for name in names:
-        with (path / name).open("rb") as file:
-            if hashlib.file_digest(file, "sha256").hexdigest() != manifest["files"][name]["sha256"]:
-                raise _broken(path, f"{name} was changed after it was saved (sha256 differs)")
-
-
-def _broken(path: Path, what: str) -> ConfigError:
-    earlier = [other for other in complete_checkpoints(path.parent) if other.name < path.name]
-    return ConfigError("resume", path, what, f"resume={earlier[-1]}" if earlier else None)
-
-
 def load_checkpoint(path: Path, manifest: dict[str, Any], engine: Engine) -> tuple[Progress, dict[str, Any]]:
     """Fill this rank's parameters, moments, router biases, loss scale and random state; all ranks call it together.
 
@@ -120,7 +61,7 @@ def load_checkpoint(path: Path, manifest: dict[str, Any], engine: Engine) -> tup
     groups, files = engine.groups, manifest["files"]
     engine.watch.rest(f"reading {path.name}")
     share = list(files)[groups.rank :: groups.host.size()]
-    _all_succeed(groups, lambda: _check_contents(path, manifest, share))
+    _all_succeed(groups, lambda: check_contents(path, manifest, share))
     for chunk in range(len(engine.chunks)):
         engine.optimizer.gather_params(chunk)  # what is still on its way would arrive on top of what is loaded
     opened = _Opened(path)

@@ -15,7 +15,8 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,13 +28,27 @@ from torch import Tensor
 from app.config import CheckpointConfig, Run
 from app.engine import checkpoint
 from app.engine.build import Engine
-from app.engine.checkpoint import FORMAT, MANIFEST, Progress, manifest_digest, rank_file
+from app.engine.checkpoint import Progress, rank_file
+from app.engine.checkpoint_folder import (
+    FORMAT,
+    LATEST,
+    MANIFEST,
+    checkpoint_name,
+    complete_checkpoints,
+    draft_of,
+    hidden,
+    is_own_folder,
+    manifest_digest,
+    step_of,
+    strays,
+    unfinished,
+)
 from app.engine.groups import HOST_TIMEOUT
 from app.engine.missing import SAVING
-from app.engine.run_folder import LATEST, STEP_PREFIX, complete_checkpoints, hidden, plain
+from app.engine.run_folder import plain
 from app.engine.tensor_file import Writable, write_tensors
 from app.engine.watch import Strand
-from app.errors import ConfigError
+from app.errors import ConfigError, no_room, warn
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,55 +94,101 @@ def save_checkpoint(folder: Path, engine: Engine, run: Run, progress: Progress, 
 
     Raises ConfigError on every rank when one could not write; what was saved before is then still there.
     """
-    state = current_state(engine, run, progress, cursor)
-    return write_checkpoint(folder, state, engine.groups.host, strand=engine.watch.main)
+    state, strand = current_state(engine, run, progress, cursor), engine.watch.main
+    return write_checkpoint(folder, state, engine.groups.host, strand=strand, tell=warn)
 
 
-def write_checkpoint(folder: Path, state: State, group: dist.ProcessGroup, strand: Strand) -> Path:
+def write_checkpoint(
+    folder: Path,
+    state: State,
+    group: dist.ProcessGroup,
+    *,
+    strand: Strand,
+    tell: Callable[[str], None],
+) -> Path:
     """Write and commit what the ranks of `group` hold of one moment; returns the folder.
 
     `strand` is told what this thread does: its own work may take any time, meeting the others not.
-    Raises ConfigError.
+    `tell` is called on rank 0 with what is in `folder` and is not ours, or cannot be removed.
+    Raises ConfigError, the same on every rank.
     """
-    final = folder / f"{STEP_PREFIX}{state.manifest['step']:08d}"
-    draft = folder / f".{final.name}.tmp"
+    final = folder / checkpoint_name(state.manifest["step"])
+    draft = draft_of(final)
     _lead(group, final, lambda: _begin(draft), strand=strand)
-    written, error = None, None
+    written, failure = None, None
     strand.rest(f"writing {final.name}")
     try:
         written = _write_rank(draft, state)
-    except Exception as failure:  # the other ranks are waiting to hear of it
-        error = f"rank {state.rank}: {failure}"
+    except Exception as error:  # the other ranks are waiting to hear of it
+        failure = Failure(f"rank {state.rank}: {error}", no_room(error))
     found: list[Any] = [None] * group.size()
     strand.note(f"saving {final.name}")
-    dist.gather_object((written, error), found if state.rank == 0 else None, dst=0, group=group)
-    _lead(group, final, lambda: _finish(draft, final, state, found), strand=strand)
+    dist.gather_object((written, failure), found if state.rank == 0 else None, dst=0, group=group)
+    _lead(group, final, lambda: _finish(draft, final, state, found, tell=tell), strand=strand)
     strand.rest()
     return final
 
 
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """Why a checkpoint could not be saved."""
+
+    text: str
+    no_room: bool  # the disk is full, or a quota reached
+
+
+class SaveError(Exception):
+    """Carries the failure of another rank."""
+
+    def __init__(self, failure: Failure) -> None:
+        super().__init__(failure.text)
+        self.failure = failure
+
+
 def _lead(group: dist.ProcessGroup, final: Path, work: Callable[[], None], strand: Strand) -> None:
     """Do something on rank 0 while the others wait; its failure is raised on all."""
-    said: list[str | None] = [None]
+    said: list[Failure | None] = [None]
     strand.rest(f"saving {final.name}")
     if group.rank() == 0:
         try:
             work()
-        except Exception as failure:
-            shutil.rmtree(final.with_name(f".{final.name}.tmp"), ignore_errors=True)
-            said = [str(failure)]
+        except SaveError as error:
+            said = [error.failure]
+        except Exception as error:
+            said = [Failure(str(error), no_room(error))]
+        if said[0] is not None:
+            shutil.rmtree(draft_of(final), ignore_errors=True)
     strand.note(f"saving {final.name}")
     if group.size() > 1:
         dist.broadcast_object_list(said, src=0, group=group)
     if said[0] is not None:
         run_dir, saved = final.parent.parent, complete_checkpoints(final.parent)
         kept = f"; {saved[-1].name} is the newest that was saved" if saved else ""
-        raise ConfigError("run_dir", run_dir, f"{final.name} could not be saved, {said[0]}{kept}", "more room, then resume=auto")
+        rule = f"{final.name} could not be saved, {said[0].text}{kept}"
+        hint = "more room, then resume=auto" if said[0].no_room else None
+        raise ConfigError("run_dir", run_dir, rule, hint)
 
 
 def _begin(draft: Path) -> None:
-    shutil.rmtree(draft, ignore_errors=True)
-    draft.mkdir(parents=True)
+    draft.parent.mkdir(parents=True, exist_ok=True)
+    _clear(draft)
+    draft.mkdir()
+
+
+def _clear(path: Path) -> None:
+    """Free a name: what a process that died has left there goes, what is not ours is renamed."""
+    if is_own_folder(path):
+        shutil.rmtree(path)
+    else:
+        _set_aside(path)
+
+
+def _set_aside(path: Path) -> None:
+    """Rename what is not ours and stands where a save writes: a link itself, not its target."""
+    if not os.path.lexists(path):
+        return
+    names = (path.with_name(f"{path.name}.stray{n}") for n in ("", *range(2, 1000)))
+    path.rename(next(name for name in names if not os.path.lexists(name)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,14 +205,23 @@ def _write_rank(draft: Path, state: State) -> Written:
     return Written({**size_and_sum, "dp_rank": state.dp_rank}, state.parts, state.routers)
 
 
-def _finish(draft: Path, final: Path, state: State, found: list[tuple[Written, str | None]]) -> None:
-    if errors := [error for _, error in found if error is not None]:
-        raise OSError(errors[0])
+def _finish(
+    draft: Path,
+    final: Path,
+    state: State,
+    found: list[tuple[Written, Failure | None]],
+    *,
+    tell: Callable[[str], None],
+) -> None:
+    for _, failure in found:
+        if failure is not None:
+            raise SaveError(failure)
     manifest = {**state.manifest, **_contents([written for written, _ in found])}
     manifest["sha256"] = manifest_digest(manifest)
     lines = ",\n".join(f"{json.dumps(key)}: {json.dumps(value)}" for key, value in manifest.items())
     write_synced(draft / MANIFEST, lambda file: file.write(f"{{\n{lines}\n}}\n".encode()))
-    _commit(draft, final, state.keep)
+    _commit(draft, final)
+    _tidy(final, state.keep, tell)
 
 
 def _contents(written: list[Written]) -> dict[str, Any]:
@@ -166,33 +236,56 @@ def _contents(written: list[Written]) -> dict[str, Any]:
     return {"files": {rank_file(rank): each.entry for rank, each in enumerate(written)}, "parts": parts, "routers": routers}
 
 
-def _commit(draft: Path, final: Path, keep: CheckpointConfig) -> None:
+def _commit(draft: Path, final: Path) -> None:
     sync_folder(draft)
-    if final.exists():  # a resumed run may come to the same step again
+    if is_own_folder(final):  # a resumed run may come to the same step again
         _hide(final)
+    else:
+        _set_aside(final)
     draft.rename(final)
     sync_folder(final.parent)
-    pointer = final.parent / f".{LATEST}.tmp"
+    pointer, latest = final.with_name(f".{LATEST}.tmp"), final.with_name(LATEST)
+    for path in (pointer, latest):
+        if path.is_symlink() or not path.is_file():
+            _set_aside(path)
     write_synced(pointer, lambda file: file.write(final.name.encode()))
-    pointer.rename(final.parent / LATEST)
+    pointer.rename(latest)
     sync_folder(final.parent)
-    for old in outdated(complete_checkpoints(final.parent), keep):
+
+
+def _tidy(final: Path, keep: CheckpointConfig, tell: Callable[[str], None]) -> None:
+    """Remove what is ours and no longer wanted; the checkpoint is saved even if that fails."""
+    folder = final.parent
+    for old in outdated(complete_checkpoints(folder), keep):
         if old != final:
-            _hide(old)
-    for left in final.parent.glob(f".{STEP_PREFIX}*"):  # replaced, old, or of a process that died
-        shutil.rmtree(left)
+            with _telling(old, tell):
+                _hide(old)
+    for left in unfinished(folder):  # replaced, old, or of a process that died
+        with _telling(left, tell):
+            shutil.rmtree(left)
+    if others := strays(folder):
+        names = ", ".join(path.name for path in others)
+        tell(f"{folder}: not written by a run, and left as it is: {names}")
+
+
+@contextmanager
+def _telling(path: Path, tell: Callable[[str], None]) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        tell(f"{path} cannot be removed: {error}")
 
 
 def outdated(checkpoints: list[Path], keep: CheckpointConfig) -> Iterable[Path]:
     """Those of the checkpoints, oldest first, that are no longer kept."""
     for path in checkpoints[: -keep.keep_last]:
-        if keep.keep_every is None or int(path.name.removeprefix(STEP_PREFIX)) % keep.keep_every:
+        if keep.keep_every is None or step_of(path) % keep.keep_every:
             yield path
 
 
 def _hide(path: Path) -> None:
     """Take a checkpoint away in one operation, so that one that is half removed is never taken for a complete one."""
-    shutil.rmtree(hidden(path), ignore_errors=True)
+    _clear(hidden(path))
     path.rename(hidden(path))
 
 
@@ -240,6 +333,7 @@ class Saver:
         self._held: dict[str, Tensor] = {}  # the copy on the host; used again by every save
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
+        self._told: set[str] = set()
         self._blocked: float | None = None  # seconds; None: nothing has been saved since it was last asked
 
     def _own_group(self) -> dist.ProcessGroup:
@@ -260,9 +354,10 @@ class Saver:
             self._thread = threading.Thread(target=self._write, args=(folder, state), daemon=True, name="checkpoint")
             self._thread.start()
         else:
-            write_checkpoint(folder, state, self._group, strand=self.engine.watch.main)
+            strand = self.engine.watch.main
+            write_checkpoint(folder, state, self._group, strand=strand, tell=self._tell)
         self._blocked = time.perf_counter() - since
-        return folder / f"{STEP_PREFIX}{progress.step:08d}"
+        return folder / checkpoint_name(progress.step)
 
     def wait(self) -> None:
         """Until nothing is under way. Raises ConfigError, the same on every rank, when it could not be saved."""
@@ -279,6 +374,11 @@ class Saver:
         seconds, self._blocked = self._blocked, None
         return seconds
 
+    def _tell(self, text: str) -> None:
+        if text not in self._told:
+            self._told.add(text)
+            warn(text)
+
     def _copied(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         pinned = self.engine.device.type == "cuda"
         for name, tensor in tensors.items():
@@ -291,7 +391,8 @@ class Saver:
 
     def _write(self, folder: Path, state: State) -> None:
         try:
-            write_checkpoint(folder, state, self._group, strand=self.engine.watch.saving)
+            strand = self.engine.watch.saving
+            write_checkpoint(folder, state, self._group, strand=strand, tell=self._tell)
         except Exception as error:  # raised again by `wait`
             self._error = error
             self._failed()

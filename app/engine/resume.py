@@ -16,8 +16,8 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from app.config import Run
-from app.engine.checkpoint import parse_manifest
-from app.engine.run_folder import CHECKPOINTS, CONFIG, RUNS, STEP_PREFIX, newest_checkpoint, plain
+from app.engine.checkpoint_folder import CHECKPOINTS, MANIFEST, newest_checkpoint, parse_manifest
+from app.engine.run_folder import CONFIG, RUNS, plain
 from app.errors import ConfigError, nearest
 
 FIXED = frozenset((
@@ -131,12 +131,16 @@ def checkpoint_to_resume(run: Run) -> tuple[Path | None, str | None]:
 
 
 def _checkpoint_at(path: Path) -> Path:
-    if path.name.startswith(STEP_PREFIX) and path.is_dir():
+    try:
+        exists = (path / MANIFEST).exists() or path.exists()
+    except OSError as error:
+        raise ConfigError("resume", path, f"cannot be read: {error.strerror}") from error
+    if path.name.startswith("step-") and path.is_dir():
         return path
     newest = newest_checkpoint(path.parent if path.name == CHECKPOINTS else path)
     if newest is None:
         known = [str(folder) for folder in RUNS.glob("*") if newest_checkpoint(folder)]
-        rule = "holds no complete checkpoint" if path.exists() else "does not exist"
+        rule = "holds no complete checkpoint" if exists else "does not exist"
         near = nearest(str(path), known) or (known[-1] if known else None)
         raise ConfigError("resume", path, rule, near)
     return newest

@@ -6,29 +6,28 @@ runs/<time>-<model>/  config.yaml  plan.json  metrics.jsonl  loss.png  wandb/  c
 from __future__ import annotations
 
 import dataclasses
+import errno
 import fcntl
 import json
+import os
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from enum import Enum
 from pathlib import Path
-from typing import Any
+from types import TracebackType
+from typing import Any, TextIO
 
 from omegaconf import OmegaConf
 
 from app.config import Run
-from app.errors import ConfigError
+from app.engine.checkpoint_folder import CHECKPOINTS, newest_checkpoint
+from app.errors import ConfigError, warn, writing
 from app.plan.export import plan_json
 from app.plan.plan import Plan
 
 RUNS = Path("runs")
-CHECKPOINTS = "checkpoints"
 CONFIG = "config.yaml"
 PLAN = "plan.json"
 METRICS = "metrics.jsonl"
-LATEST = "latest"  # file that names the newest complete checkpoint
-STEP_PREFIX = "step-"
 
 
 def choose_folder(run: Run, checkpoint: Path | None, ours: bool = False) -> Path | None:
@@ -43,36 +42,127 @@ def choose_folder(run: Run, checkpoint: Path | None, ours: bool = False) -> Path
     if not run.run_dir:
         return home if goes_on else None
     wanted = Path(run.run_dir)
-    ours = ours or run.resume == "auto" or (goes_on and home is not None and wanted.resolve() == home.resolve())
-    if (wanted / CONFIG).exists() and not ours:
-        raise ConfigError("run_dir", wanted, "holds another run", "resume=auto to continue it, or another run_dir")
+    at_home = goes_on and home is not None and wanted.resolve() == home.resolve()
+    if holds_run(wanted) and not (ours or run.resume == "auto" or at_home):
+        hint = "resume=auto to continue it, or another run_dir"
+        raise ConfigError("run_dir", wanted, "holds another run", hint)
     return wanted
 
 
+def holds_run(folder: Path) -> bool:
+    """Whether a run has written there."""
+    described = any(os.path.lexists(folder / name) for name in (CONFIG, METRICS))
+    return described or any((folder / CHECKPOINTS).glob("*"))
+
+
+def check_place(folder: Path) -> None:
+    """Raise ConfigError for a run folder that could not be made or written. Writes nothing."""
+    with writing(folder):
+        place = folder
+        while not _exists(place):
+            place = place.parent
+        if not place.is_dir():
+            raise _refused(errno.ENOTDIR, place)
+        if os.statvfs(place).f_flag & os.ST_RDONLY:
+            raise _refused(errno.EROFS, place)
+        if not os.access(place, os.W_OK | os.X_OK):
+            raise _refused(errno.EACCES, place)
+
+
+def _exists(path: Path) -> bool:
+    try:
+        path.stat()
+    except FileNotFoundError:
+        return False
+    return True
+
+
+def _refused(number: int, path: Path) -> OSError:
+    return OSError(number, os.strerror(number), str(path))
+
+
 def create_run_folder(run: Run, chosen: Path | None) -> Path:
-    """Make the run folder; for None a new one that no other run can have taken."""
-    folder = chosen or _new_folder(RUNS / f"{time.strftime('%Y-%m-%d_%H-%M-%S')}-{run.model.name}")
-    folder.mkdir(parents=True, exist_ok=True)
+    """Make the run folder; for None a new one that no other run has. Raises ConfigError."""
+    folder = chosen or RUNS / f"{time.strftime('%Y-%m-%d_%H-%M-%S')}-{run.model.name}"
+    with writing(folder):
+        if chosen is None:
+            return _new_folder(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        checkpoints = folder / CHECKPOINTS
+        if os.path.lexists(checkpoints) and not checkpoints.is_dir():
+            raise _refused(errno.ENOTDIR, checkpoints)
     return folder
 
 
-@contextmanager
-def sole_writer(folder: Path) -> Iterator[None]:
-    """Hold the run folder for the length of the block. Raises ConfigError when another process has it."""
-    with (folder / CONFIG).open("a") as file:
+class FolderLock:
+    """Keeps a run folder to one process, from `claim` or `take` to the end of the block."""
+
+    def __init__(self) -> None:
+        self._file: TextIO | None = None
+        self._folder = Path()
+        self._identity: tuple[int, int] | None = None
+
+    def __enter__(self) -> FolderLock:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._close()
+
+    def _close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def claim(self, folder: Path | None) -> None:
+        """Take a folder where a run has been; elsewhere there is nothing yet to keep apart."""
+        if folder is not None and os.path.lexists(folder / CONFIG):
+            self.take(folder)
+
+    def take(self, folder: Path) -> None:
+        """Take a folder. Raises ConfigError when another process has it."""
+        if self._file is not None:
+            return self.check()
+        with writing(folder):
+            self._file = (folder / CONFIG).open("a")
+            self._folder, self._identity = folder, identity(folder)
+        # A process that prepares data for a run that was killed must not hold its folder.
+        os.register_at_fork(after_in_child=self._close)
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            raise ConfigError("run_dir", folder, "another run is writing there", "another folder, or once it is over") from error
+            self._close()
+            hint = "another folder, or once it is over"
+            raise ConfigError("run_dir", folder, "another run is writing there", hint) from error
         except OSError:
             pass  # a file system without locks
-        yield
+
+    def check(self) -> None:
+        """Raise ConfigError when the folder that was taken is no longer there."""
+        if self._identity != identity(self._folder):
+            rule = "was removed or replaced while this run was writing there"
+            raise ConfigError("run_dir", self._folder, rule)
+
+
+def identity(path: Path | int) -> tuple[int, int] | None:
+    """Which file or folder is behind a path or a handle, None where there is none."""
+    try:
+        found = os.stat(path)
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino
 
 
 def describe_run(plan: Plan, folder: Path) -> None:
-    """Write config.yaml and plan.json."""
-    (folder / CONFIG).write_text(OmegaConf.to_yaml(OmegaConf.create(plain(dataclasses.asdict(plan.run)))))
-    (folder / PLAN).write_text(json.dumps(plan_json(plan)) + "\n")
+    """Write config.yaml and plan.json. Raises ConfigError."""
+    config = OmegaConf.to_yaml(OmegaConf.create(plain(dataclasses.asdict(plan.run))))
+    with writing(folder):
+        (folder / CONFIG).write_text(config)
+        (folder / PLAN).write_text(json.dumps(plan_json(plan)) + "\n")
 
 
 def _new_folder(wanted: Path) -> Path:
@@ -85,36 +175,55 @@ def _new_folder(wanted: Path) -> Path:
     raise ConfigError("run_dir", None, f"{wanted} and its successors exist", "another run_dir")
 
 
-def newest_checkpoint(run_dir: Path) -> Path | None:
-    """The newest complete checkpoint of a run folder, None where there is none."""
-    pointer = run_dir / CHECKPOINTS / LATEST
-    if not pointer.is_file():
-        return None
-    named = pointer.parent / pointer.read_text().strip()
-    # A process that died while replacing it has left it under its hidden name.
-    candidates = (named, hidden(named), *reversed(complete_checkpoints(pointer.parent)))
-    return next((path for path in candidates if path.is_dir()), None)
-
-
-def hidden(checkpoint: Path) -> Path:
-    """Where a checkpoint waits for its removal, or for the one that replaces it."""
-    return checkpoint.with_name(f".{checkpoint.name}.old")
-
-
-def complete_checkpoints(folder: Path) -> list[Path]:
-    """The complete checkpoints in a `checkpoints` folder, oldest first."""
-    return sorted(path for path in folder.glob(f"{STEP_PREFIX}*") if path.is_dir())
-
-
 def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
-    """The reports of a run, up to the first line that is not whole, as a killed process may leave its last."""
-    path, rows = run_dir / METRICS, []
-    for line in path.read_text().splitlines() if path.exists() else ():
+    """The reports of a run, without lines that cannot be read. Raises ConfigError."""
+    return _metrics(run_dir)[0]
+
+
+def _metrics(run_dir: Path) -> tuple[list[dict[str, Any]], list[int]]:
+    """The reports of a run, and the numbers of lines that cannot be read, from 1."""
+    rows: list[dict[str, Any]] = []
+    broken: list[int] = []
+    with writing(run_dir):
+        lines = _bytes_of(run_dir / METRICS).splitlines()
+    for number, line in enumerate(lines, 1):
         try:
-            rows.append(json.loads(line))
-        except ValueError:
-            break
-    return rows
+            row = json.loads(line)
+            int(row["step"])
+        except (ValueError, TypeError, KeyError):
+            broken.append(number)
+        else:
+            rows.append(row)
+    return rows, broken
+
+
+def _bytes_of(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except FileNotFoundError:
+        return b""
+
+
+def begin_metrics(run_dir: Path, from_step: int) -> None:
+    """Have metrics.jsonl hold what comes up to a step, which for 0 is nothing. Raises ConfigError.
+
+    Lines that cannot be read are left out, and what a run that starts anew finds there is kept
+    under another name: both are said.
+    """
+    path, (rows, broken) = run_dir / METRICS, _metrics(run_dir)
+    with writing(run_dir):
+        if not from_step and any(row["step"] for row in rows):
+            others = (path.with_stem(f"{path.stem}-{n}") for n in range(1, 1000))
+            kept = next(other for other in others if not os.path.lexists(other))
+            path.rename(kept)
+            warn(f"{run_dir}: this run starts anew; the metrics that were there are in {kept.name}")
+        elif number := [n for n in broken if n < len(rows) + len(broken)]:
+            # The last one is what a process that was killed may leave.
+            warn(f"{path}: left out, as it cannot be read: line {', '.join(map(str, number))}")
+        fresh = path.with_suffix(".tmp")
+        kept_rows = [row for row in rows if row["step"] <= from_step] if from_step else []
+        fresh.write_text("".join(f"{json.dumps(row)}\n" for row in kept_rows))
+        fresh.replace(path)  # a process that dies here leaves one of the two
 
 
 def plain(value: object) -> object:

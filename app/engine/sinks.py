@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import sys
 import time
@@ -16,7 +17,9 @@ from typing import Any, Protocol, TextIO
 from app.choices import WandbMode
 from app.config import Run
 from app.engine.report import RollbackReport, StepReport, ValidationReport
-from app.engine.run_folder import METRICS, read_metrics
+from app.engine.run_folder import METRICS, identity
+from app.errors import ConfigError, warn, writing
+from app.plan.figures import count_of
 
 REDRAW_S = 0.1  # seconds between redraws of the progress line
 
@@ -41,19 +44,22 @@ class Sink(Protocol):
 
 
 class JsonLines:
-    """One JSON object per report in metrics.jsonl; a resumed run first drops what comes after its checkpoint."""
+    """One JSON object per report in metrics.jsonl, which `begin_metrics` has made ready.
 
-    def __init__(self, run_dir: Path, from_step: int) -> None:
-        self.run_dir = run_dir
-        self._file = self._go_on(from_step)
+    Training goes on where a line cannot be written; it is kept, and written when that works again.
+    `gone` is called once the file has been removed or replaced: nothing more is written then.
+    """
 
-    def _go_on(self, from_step: int) -> TextIO:
-        path = self.run_dir / METRICS
-        kept = [row for row in read_metrics(self.run_dir) if row["step"] <= from_step] if from_step else []
-        fresh = path.with_suffix(".tmp")
-        fresh.write_text("".join(f"{json.dumps(row)}\n" for row in kept))
-        fresh.replace(path)  # a process that dies here leaves one of the two
-        return path.open("a", buffering=1)
+    def __init__(self, run_dir: Path, gone: Callable[[], None]) -> None:
+        self.run_dir, self._gone = run_dir, gone
+        self._waiting = b""  # what could not be written yet; may begin within a line
+        self._error: OSError | None = None  # of the last attempt
+        self._is_gone = False
+        self._open()
+
+    def _open(self) -> None:
+        with writing(self.run_dir):
+            self._file = os.open(self.run_dir / METRICS, os.O_WRONLY | os.O_APPEND)
 
     def step(self, report: StepReport) -> None:
         """Append a line."""
@@ -64,20 +70,48 @@ class JsonLines:
         self._write(report.metrics())
 
     def rollback(self, report: RollbackReport) -> None:
-        """Drop the lines of the steps that come again, and append one."""
-        self.close()
-        self._file = self._go_on(report.step)
+        """Append a line to the file from which those of the steps that come again were dropped."""
+        os.close(self._file)
+        self._open()
         self._write(report.metrics())
 
     def note(self, text: str) -> None:
         """Not kept: files have numbers."""
 
     def _write(self, metrics: dict[str, Any]) -> None:
-        self._file.write(json.dumps(metrics) + "\n")
+        self._waiting += f"{json.dumps(metrics)}\n".encode()
+        self._write_waiting()
+
+    def _write_waiting(self) -> None:
+        if not self._is_gone and identity(self._file) != identity(self.run_dir / METRICS):
+            self._is_gone = True
+            self._gone()
+        if self._is_gone:
+            return
+        failed_before, self._error = self._error, None
+        try:
+            while self._waiting:
+                self._waiting = self._waiting[os.write(self._file, self._waiting) :]
+        except OSError as error:
+            self._error = error
+            if failed_before is None:
+                text = "training goes on, and what cannot be written is kept for later"
+                warn(f"{self.run_dir / METRICS}: {error.strerror}; {text}")
 
     def close(self) -> None:
         """Close the file."""
-        self._file.close()
+        self._write_waiting()
+        os.close(self._file)
+
+    def check(self) -> None:
+        """Raise ConfigError where lines are missing at the end."""
+        if self._is_gone:
+            rule = f"{METRICS} was removed or replaced while this run was writing it"
+            raise ConfigError("run_dir", self.run_dir, rule)
+        if self._error is not None:
+            lines = count_of(self._waiting.count(b"\n"), "line")
+            rule = f"{lines} of {METRICS} could not be written: {self._error.strerror}"
+            raise ConfigError("run_dir", self.run_dir, rule)
 
 
 class Console:

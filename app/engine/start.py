@@ -16,10 +16,10 @@ from app.config import Run
 from app.data.feed import DataSplit
 from app.data.load import load_data, prepare
 from app.data.tokenizer import Tokenizer, load_tokenizer
-from app.engine.checkpoint import read_manifest
+from app.engine.checkpoint_folder import newest_checkpoint, read_manifest
 from app.engine.groups import Groups
 from app.engine.resume import allowed_changes, checkpoint_to_resume
-from app.engine.run_folder import choose_folder, newest_checkpoint
+from app.engine.run_folder import RUNS, FolderLock, check_place, choose_folder
 from app.errors import ConfigError
 
 T = TypeVar("T")
@@ -58,11 +58,13 @@ def find_start(run: Run, earlier: Path | None = None) -> Start:
     """Folder and checkpoint of a run; writes nothing. `earlier` is the folder of an earlier attempt at this run: it goes on
     there, from that attempt's newest checkpoint, or without one from where that attempt started.
 
-    Raises ConfigError for a checkpoint that is broken or does not fit.
+    Raises ConfigError for a folder that cannot be written, and for a checkpoint that is broken or
+    does not fit.
     """
     if earlier is not None:
         resume = "auto" if newest_checkpoint(earlier) else run.resume
         run = replace(run, run_dir=str(earlier), resume=resume)
+    check_place(Path(run.run_dir) if run.run_dir else RUNS)
     checkpoint, passed_over = checkpoint_to_resume(run)
     run_dir = choose_folder(run, checkpoint, ours=earlier is not None)
     if checkpoint is None:
@@ -73,6 +75,13 @@ def find_start(run: Run, earlier: Path | None = None) -> Start:
         rule = f"the checkpoint {checkpoint} has already taken {manifest['step']}"
         raise ConfigError("train.steps", run.train.steps, rule, manifest["step"] + 100)
     return Start(run_dir, checkpoint, manifest, changes=changes, passed_over=passed_over)
+
+
+def claim_start(run: Run, earlier: Path | None, lock: FolderLock) -> Start:
+    """As `find_start`, and keeps other runs out of the folder before data and engine are loaded."""
+    start = find_start(run, earlier)
+    lock.claim(start.run_dir)
+    return start
 
 
 def rank_zero_says(groups: Groups, decide: Callable[[], T]) -> T:
@@ -123,5 +132,6 @@ def load_all_data(run: Run, groups: Groups, local_rank: int) -> Data:
 
 def preflight(run: Run, earlier: Path | None) -> None:
     """Find every mistake that one process can find, before it starts others. Raises ConfigError."""
-    find_start(run, earlier)
+    with FolderLock() as lock:
+        claim_start(run, earlier, lock)
     load_data(run.data, run.train.seq_len, run.train.seed, check_tokenizer(run))

@@ -19,27 +19,28 @@ from app.engine.attempt import Attempt
 from app.engine.bad_steps import DIVERGED, BadSteps, Diverged
 from app.engine.build import Engine, build_engine
 from app.engine.capture.facts import GraphFacts
-from app.engine.checkpoint import Progress, load_checkpoint, read_manifest
+from app.engine.checkpoint import Progress, load_checkpoint
+from app.engine.checkpoint_folder import CHECKPOINTS, newest_checkpoint, read_manifest
 from app.engine.checkpoint_save import Saver
 from app.engine.generate import sample_tokens
 from app.engine.groups import create_groups, meet, process_world
 from app.engine.heartbeats import Heartbeats
 from app.engine.report import Meter, RollbackReport, StepReport, Stopwatch, ValidationReport
 from app.engine.run_folder import (
-    CHECKPOINTS,
+    FolderLock,
+    begin_metrics,
     create_run_folder,
     describe_run,
-    newest_checkpoint,
     plain,
     read_metrics,
-    sole_writer,
 )
 from app.engine.signals import STOPPED, StopRequest
 from app.engine.sinks import Console, JsonLines, Sink, Wandb
-from app.engine.start import Data, Start, choose_device, find_start, load_all_data, rank_zero_says
+from app.engine.start import Data, Start, choose_device, claim_start, load_all_data, rank_zero_says
 from app.engine.step import TrainingStep, Validation
 from app.engine.watch import Watch
 from app.engine.wrap_up import print_opening, sum_up
+from app.errors import writing
 from app.optim.lr import lr_at, weight_decay_at
 from app.plan.plan import Plan
 
@@ -57,13 +58,13 @@ def train(plan: Plan, rank: int, local_rank: int, attempt: Attempt) -> int:
         torch.cuda.set_stream(torch.cuda.Stream())  # graphs captured later need gradients that were never on the default stream
     store = attempt.meeting_store(rank, run.world_size) or meet(rank, run.world_size)
     watch = watch_over(run, rank, store)
-    with ExitStack() as world, watch.running():  # the watch ends first
+    with FolderLock() as lock, ExitStack() as world, watch.running():  # the watch ends first
         watch.meet("connecting the ranks")
         world.enter_context(process_world(rank, run.world_size, device, store))
-        trainer = start_up(plan, local_rank, device, attempt, watch=watch)
+        trainer = start_up(plan, local_rank, device, attempt=attempt, lock=lock, watch=watch)
         with closing_graphs(trainer.engine):
             try:
-                finished = trainer.fit(attempt)
+                finished = trainer.fit(attempt, lock)
             except Diverged as end:
                 if rank == 0:
                     print(f"train.py: {end}", file=sys.stderr, flush=True)
@@ -81,7 +82,12 @@ def watch_over(run: Run, rank: int, store: dist.Store) -> Watch:
 
 
 def start_up(
-    plan: Plan, local_rank: int, device: torch.device, attempt: Attempt, watch: Watch
+    plan: Plan,
+    local_rank: int,
+    device: torch.device,
+    attempt: Attempt,
+    lock: FolderLock,
+    watch: Watch,
 ) -> Trainer:
     """Everything before the first step, in a world of processes.
 
@@ -92,7 +98,8 @@ def start_up(
     groups = create_groups(plan.layout, rank)
     watch.follow(groups.named())
     watch.rest("choosing the checkpoint to start from")
-    start = rank_zero_says(groups, lambda: find_start(run, attempt.earlier(run.run_dir)))
+    earlier = attempt.earlier
+    start = rank_zero_says(groups, lambda: claim_start(run, earlier(run.run_dir), lock))
     watch.rest("preparing the corpus")
     data = load_all_data(run, groups, local_rank)
     watch.rest("building the model")
@@ -137,22 +144,34 @@ class Trainer:
         """Whether this rank writes the run folder."""
         return self.engine.groups.rank == 0
 
-    def fit(self, attempt: Attempt) -> bool:
-        """Train to the last step, then validate, sample, save and sum up; False: the ranks were told to stop before that."""
+    def fit(self, attempt: Attempt, lock: FolderLock) -> bool:
+        """Train to the last step, then validate, sample, save and sum up.
+
+        False: the ranks were told to stop before that. `lock` is of the run folder. Raises
+        ConfigError, the same on every rank.
+        """
+        self.lock = lock
         self.engine.watch.rest("opening the run folder")
-        with ExitStack() as held:
-            self.run_dir = rank_zero_says(self.engine.groups, lambda: self._open_folder(attempt, held))
-            if self.leads and self.run.log.console:
-                print_opening(self.engine, self.run_dir, self.start)
-            with self.request.listening(), self._all_saved(), self._sinks() as sinks:
-                validated = self._train(sinks)
-            if self.stops:
-                self._say_farewell()
-                return False
-            text = self._sample() if self.run.log.console else None
-            if self.leads:
-                sum_up(self.run, self.run_dir, self.data, validated, text)
+        self.run_dir = rank_zero_says(self.engine.groups, lambda: self._open_folder(attempt))
+        if self.leads and self.run.log.console:
+            print_opening(self.engine, self.run_dir, self.start)
+        with self.request.listening(), self._all_saved(), self._sinks() as sinks:
+            validated = self._train(sinks)
+        rank_zero_says(self.engine.groups, lambda: self._check_files(sinks))
+        if self.stops:
+            self._say_farewell()
+            return False
+        text = self._sample() if self.run.log.console else None
+        if self.leads:
+            sum_up(self.run, self.run_dir, self.data, validated, text)
         return True
+
+    def _check_files(self, sinks: Sequence[Sink]) -> None:
+        """Raise ConfigError where the run folder has gone, or metrics.jsonl lacks lines."""
+        self.lock.check()
+        for sink in sinks:
+            if isinstance(sink, JsonLines):
+                sink.check()
 
     @contextmanager
     def _all_saved(self) -> Iterator[None]:
@@ -166,11 +185,12 @@ class Trainer:
         self.saver.wait()
         self.engine.groups.barrier()  # torchrun ends the other ranks once one has left with an exit code
 
-    def _open_folder(self, attempt: Attempt, held: ExitStack) -> Path:
+    def _open_folder(self, attempt: Attempt) -> Path:
         folder = create_run_folder(self.run, self.start.run_dir)
-        held.enter_context(sole_writer(folder))
+        self.lock.take(folder)
         attempt.note(folder)  # before the first file: from here on the folder is known to be ours
         describe_run(self.engine.plan, folder)
+        begin_metrics(folder, self.progress.step)
         return folder
 
     def _train(self, sinks: Sequence[Sink]) -> ValidationReport | None:
@@ -213,14 +233,15 @@ class Trainer:
         with ExitStack() as stack:
             sinks: list[Sink] = []
             for make in self._sink_makers():
-                sinks.append(make())
+                with writing(self.run_dir):
+                    sinks.append(make())
                 stack.callback(sinks[-1].close)
             yield sinks
 
     def _sink_makers(self) -> Iterator[Callable[[], Sink]]:
         if not self.leads:
             return
-        yield lambda: JsonLines(self.run_dir, self.progress.step)
+        yield lambda: JsonLines(self.run_dir, gone=self.request.ask)
         if self.run.log.wandb:
             yield lambda: Wandb(self.run, self.run_dir, plain(dataclasses.asdict(self.run)))
         if self.run.log.console:
@@ -264,6 +285,7 @@ class Trainer:
     def _save(self) -> Path:
         if self.bad_steps.in_a_row and not self._finite():
             raise Diverged(f"step {self.progress.step} was to be saved, but parameters or moments are not finite")
+        rank_zero_says(self.engine.groups, self.lock.check)
         return self.saver.save(self.run_dir / CHECKPOINTS, self.progress, self.feed.cursor.state())
 
     def _finite(self) -> bool:
@@ -282,6 +304,8 @@ class Trainer:
             raise Diverged(f"step {bad} is not finite, and there is no checkpoint to go back to (train.on_bad_step=rollback)")
         self.saved = found[0]
         self.progress, _ = load_checkpoint(*found, self.engine)
+        at = self.progress.step
+        rank_zero_says(self.engine.groups, lambda: begin_metrics(self.run_dir, at))
         for sink in sinks:
             sink.rollback(RollbackReport(self.progress.step, bad, self.bad_steps.rollbacks))
 

@@ -11,11 +11,12 @@ from app.config import Run
 from app.data.baseline import ngram_loss
 from app.data.packing import PackedSequences
 from app.engine.build import Engine
+from app.engine.checkpoint_folder import fault_of_latest, newest_checkpoint
 from app.engine.fast_paths import graphs_line, slow_paths
 from app.engine.plot import plot_run
 from app.engine.report import ValidationReport
-from app.engine.run_folder import newest_checkpoint
 from app.engine.start import Data, Start
+from app.errors import writing
 from app.plan.summary import memory_line, summary_lines
 
 BASELINE_TOKENS = 20_000_000  # most training tokens that the n-gram models count
@@ -36,8 +37,10 @@ def print_opening(engine: Engine, run_dir: Path, start: Start) -> None:
     rows += slow_paths(run, engine.device)
     if run.model.moe and run.model.moe.force_balance:
         rows.append(("WARNING", "model.moe.force_balance sends tokens to experts in turn: for timing only"))
-    if start.manifest:
+    if start.checkpoint and start.manifest:
         rows.append(("resumed", f"{start.checkpoint}, after step {start.manifest['step']}"))
+        if run.resume != str(start.checkpoint) and (fault := fault_of_latest(start.checkpoint)):
+            rows.append(("", f"the newest whole one, as {fault}"))
         rows += [("changed", change) for change in start.changes]
     elif run.resume == "auto":
         why = "fits" if start.passed_over else "yet"
@@ -52,7 +55,8 @@ def print_opening(engine: Engine, run_dir: Path, start: Start) -> None:
 def sum_up(run: Run, run_dir: Path, data: Data, report: ValidationReport | None, sample: str | None) -> None:
     """Draw loss.png; on the console the sample, the loss beside what counting n-grams reaches, and the files."""
     baselines = ngram_baselines(run, data)
-    plot_run(run_dir, baselines)
+    with writing(run_dir):
+        plot_run(run_dir, baselines)
     if not run.log.console:
         return
     if sample is not None:

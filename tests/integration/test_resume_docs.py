@@ -13,7 +13,8 @@ import pytest
 
 from app.choices import BadStep
 from app.config import CheckpointConfig
-from app.engine.run_folder import complete_checkpoints, newest_checkpoint, read_metrics
+from app.engine.checkpoint_folder import complete_checkpoints, newest_checkpoint
+from app.engine.run_folder import read_metrics
 
 ROOT = Path(__file__).parent.parent.parent
 DOC = (ROOT / "docs/checkpoints.md").read_text()

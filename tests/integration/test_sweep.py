@@ -16,7 +16,7 @@ import pytest
 from omegaconf import OmegaConf
 from wandb.proto import wandb_internal_pb2
 
-from app.engine.run_folder import newest_checkpoint
+from app.engine.checkpoint_folder import newest_checkpoint
 from tests.cases import sampled
 from tests.training import wait_for
 from tests.wandb_file import records

@@ -151,10 +151,10 @@ def test_other_settings_under_the_same_overrides_are_refused(tmp_path: Path):
 def test_where_a_job_begins(tmp_path: Path):
     sweep, found = sweep_of(tmp_path / "it's", 2)
     job, run_dir = sweep.jobs[0], tmp_path / "it's" / sweep.jobs[0].folder
-    finished_run(run_dir)
     anew = job_arguments(sweep, job, found[0].run)
     assert anew == ["train.steps=2", f"run_dir={quoted(run_dir)}", "log.console=false", "log.group='it\\'s'"]
-    assert not (run_dir / "config.yaml").exists()  # it would say that the folder holds another run
+    finished_run(run_dir)
+    assert job_arguments(sweep, job, found[0].run) == [*anew, "resume=auto"]
     (run_dir / "checkpoints/step-00000001").mkdir(parents=True)
     (run_dir / "checkpoints/latest").write_text("step-00000001")
     assert job_arguments(sweep, job, load("log.group=mine")) == [*anew[:3], "resume=auto"]

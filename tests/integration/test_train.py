@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
+from app.engine.checkpoint_folder import complete_checkpoints, newest_checkpoint
 from app.engine.report import RollbackReport, StepReport, ValidationReport
-from app.engine.run_folder import complete_checkpoints, newest_checkpoint
 from tests.cases import sampled
 from tests.programs import run_forked
 from tests.training import wait_for
@@ -165,6 +165,8 @@ MISTAKES = [
     (["train.seq_len=100000000"], "train.seq_len=100000000: the training split has only"),
     (["parallel.dp=64", "train.global_batch=128"], "parallel.dp=64: this host has room for"),
     (["train.device=cuda"], "train.device=cuda: this host has no usable GPU"),
+    ([f"run_dir={'x' * 300}", "resume=auto"], f"run_dir={'x' * 300}: cannot be used: File name too long"),
+    (["run_dir=/dev/null/run"], "run_dir=/dev/null/run: cannot be used: Not a directory"),
 ]
 
 

@@ -19,11 +19,11 @@ from app.engine import trainer
 from app.engine.attempt import Attempt
 from app.engine.bad_steps import DIVERGED, BadSteps, Diverged, is_bad
 from app.engine.build import Engine, build_engine
-from app.engine.checkpoint import verify_checkpoint
+from app.engine.checkpoint_folder import complete_checkpoints, newest_checkpoint, verify_checkpoint
 from app.engine.data_feed import StepInput
 from app.engine.groups import create_groups
 from app.engine.report import StepReport
-from app.engine.run_folder import complete_checkpoints, newest_checkpoint, read_metrics
+from app.engine.run_folder import FolderLock, read_metrics
 from app.engine.start import find_start, load_all_data, rank_zero_says
 from app.errors import ConfigError
 from app.optim.scale import LossScale
@@ -98,7 +98,8 @@ def train_poisoned(rank: int, run: Run, poisons: Sequence[Poison]) -> tuple[str,
 
     training.feed.next_step = next_step
     try:
-        training.fit(Attempt())
+        with FolderLock() as lock:
+            training.fit(Attempt(), lock)
     except Diverged as end:
         return str(end), seen, training.bad_steps.rollbacks
     return "", seen, training.bad_steps.rollbacks

@@ -17,9 +17,9 @@ from safetensors.torch import load_file
 from app.choices import Dtype, Score, Source
 from app.config import CheckpointConfig, ModelConfig, ParallelConfig, PrecisionConfig, Run
 from app.engine.build import Engine
-from app.engine.checkpoint import Progress, load_checkpoint, verify_checkpoint
+from app.engine.checkpoint import Progress, load_checkpoint
+from app.engine.checkpoint_folder import CHECKPOINTS, LATEST, newest_checkpoint, verify_checkpoint
 from app.engine.checkpoint_save import save_checkpoint
-from app.engine.run_folder import CHECKPOINTS, LATEST, newest_checkpoint
 from app.engine.start import find_start
 from app.errors import ConfigError
 from app.plan.reshard import Block, Slice, overlaps

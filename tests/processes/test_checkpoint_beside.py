@@ -16,9 +16,10 @@ from app.choices import Score
 from app.config import CheckpointConfig, ParallelConfig, Run
 from app.engine import checkpoint_save
 from app.engine.build import Engine
-from app.engine.checkpoint import Progress, load_checkpoint, verify_checkpoint
+from app.engine.checkpoint import Progress, load_checkpoint
+from app.engine.checkpoint_folder import CHECKPOINTS, complete_checkpoints, newest_checkpoint, verify_checkpoint
 from app.engine.checkpoint_save import Saver
-from app.engine.run_folder import CHECKPOINTS, complete_checkpoints, newest_checkpoint, read_metrics
+from app.engine.run_folder import read_metrics
 from app.errors import ConfigError
 from tests.distributed import run_distributed
 from tests.runs import TINY, TINY_MOE, engine_of, make_run, train_steps
@@ -124,16 +125,15 @@ def test_the_time_that_saving_takes_from_training_is_told_once(tmp_path: Path):
 
 def save_until_full(rank: int, run: Run, folder: Path, full: str) -> tuple[str, bool]:
     """Save twice; for the second the disk has no room for a file. What is raised, and whether the others were asked to stop."""
-    begin, asked = checkpoint_save._begin, []
+    write, asked = checkpoint_save.write_synced, []
 
-    def begin_with_a_full_file(draft: Path) -> None:
-        begin(draft)
-        (draft / full).symlink_to("/dev/full")
+    def write_to_a_full_disk(path: Path, content: Callable[..., object]) -> dict[str, Any]:
+        return write(Path("/dev/full") if path.name == full else path, content)
 
     saver = Saver(engine_of(run, rank), lambda: asked.append(True))
     saver.save(folder, Progress(1, 1, 1), {})
     saver.wait()
-    checkpoint_save._begin = begin_with_a_full_file
+    checkpoint_save.write_synced = write_to_a_full_disk
     try:
         saver.save(folder, Progress(2, 2, 2), {})
         saver.wait()
@@ -142,7 +142,7 @@ def save_until_full(rank: int, run: Run, folder: Path, full: str) -> tuple[str, 
     return "saved", bool(asked)
 
 
-@pytest.mark.parametrize("full", ["rank-00001.safetensors", "manifest.json", "../.latest.tmp"])
+@pytest.mark.parametrize("full", ["rank-00001.safetensors", "manifest.json", ".latest.tmp"])
 def test_a_full_disk_is_told_alike_on_all_ranks(full: str, tmp_path: Path):
     """/dev/full has no room for anything. Saving beside training says what saving in between says, and asks for a stop."""
     told = {}

@@ -28,10 +28,10 @@ import torch.distributed as dist
 
 from app.config import CheckpointConfig, ParallelConfig
 from app.engine import checkpoint_save
-from app.engine.checkpoint import Progress, verify_checkpoint
+from app.engine.checkpoint import Progress
+from app.engine.checkpoint_folder import CHECKPOINTS, LATEST, complete_checkpoints, newest_checkpoint, verify_checkpoint
 from app.engine.checkpoint_save import Saver
 from app.engine.groups import process_world
-from app.engine.run_folder import CHECKPOINTS, LATEST, complete_checkpoints, newest_checkpoint
 from tests.cases import chosen
 from tests.distributed import begin_fork
 from tests.runs import TINY, engine_of, make_run

@@ -20,10 +20,10 @@ from app.choices import ScheduleName, Score
 from app.config import ModelConfig, MoEConfig, OptimConfig, ParallelConfig, Run, ScheduleConfig, TrainConfig
 from app.engine import checkpoint
 from app.engine.build import Engine, build_engine
-from app.engine.checkpoint import Progress, load_checkpoint, read_manifest
+from app.engine.checkpoint import Progress, load_checkpoint
+from app.engine.checkpoint_folder import CHECKPOINTS, newest_checkpoint, read_manifest
 from app.engine.checkpoint_save import save_checkpoint
 from app.engine.groups import Groups, create_groups
-from app.engine.run_folder import CHECKPOINTS, newest_checkpoint
 from app.engine.tensor_file import TensorFile
 from app.plan.plan import Plan
 from tests.cases import chosen

@@ -21,8 +21,8 @@ from app.choices import Score
 from app.cli.compose import all_keys
 from app.config import Run
 from app.engine import resume
-from app.engine.checkpoint import FORMAT, MANIFEST, manifest_digest, parse_manifest
-from app.engine.run_folder import CHECKPOINTS, CONFIG, LATEST, describe_run, plain
+from app.engine.checkpoint_folder import CHECKPOINTS, FORMAT, LATEST, MANIFEST, manifest_digest, parse_manifest
+from app.engine.run_folder import CONFIG, describe_run, plain
 from app.engine.start import Start, find_start
 from app.errors import ConfigError
 from app.plan.plan import Plan

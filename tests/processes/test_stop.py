@@ -25,7 +25,8 @@ from app.config import Run
 from app.engine import attempt as attempts
 from app.engine import signals
 from app.engine.attempt import Attempt
-from app.engine.run_folder import complete_checkpoints, create_run_folder, newest_checkpoint, read_metrics, sole_writer
+from app.engine.checkpoint_folder import complete_checkpoints, newest_checkpoint
+from app.engine.run_folder import FolderLock, create_run_folder, read_metrics
 from app.engine.signals import STOPPED, StopRequest
 from app.engine.start import find_start
 from app.engine.watch import EXIT_STUCK
@@ -97,7 +98,8 @@ def hold_folder(rank: int, run: Run) -> str:
 
 def test_two_runs_in_one_folder(corpus: tuple[str, ...], tmp_path: Path):
     run = composed((*corpus, "train.steps=2", f"run_dir={tmp_path}/run", "resume=auto"), 1)
-    with sole_writer(create_run_folder(run, tmp_path / "run")):
+    with FolderLock() as lock:
+        lock.take(create_run_folder(run, tmp_path / "run"))
         (said,) = run_distributed(hold_folder, 1, run)
     assert said.startswith(f"run_dir={tmp_path}/run: another run is writing there; nearest that works: another folder")
     assert run_distributed(hold_folder, 1, run) == ["trained"], "and not for longer than it trains"

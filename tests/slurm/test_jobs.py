@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from app.engine.run_folder import complete_checkpoints, newest_checkpoint
+from app.engine.checkpoint_folder import complete_checkpoints, newest_checkpoint
 from tests.slurm.conftest import JOB_S, Cluster
 from tests.training import LONG, losses, wait_for
 

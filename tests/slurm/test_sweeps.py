@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from app.engine.run_folder import newest_checkpoint, read_metrics
+from app.engine.checkpoint_folder import newest_checkpoint
+from app.engine.run_folder import read_metrics
 from tests.slurm.conftest import Cluster
 from tests.training import LONG, ROOT, losses, wait_for
 
