@@ -5,6 +5,10 @@ from __future__ import annotations
 import os
 
 os.environ.update(HF_HUB_OFFLINE="1", WANDB_MODE="offline", OMP_NUM_THREADS="1")
+if os.environ.get("ATEN_CPU_CAPABILITY") in ("default", "avx2"):
+    # torch packs bf16 for AMX by what oneDNN finds, and its attention then fails without AVX-512:
+    # whoever wants an older processor gets it for both.
+    os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX2")
 
 import torch
 

@@ -1,0 +1,38 @@
+"""Drawn runs with graphs, or with recomputation, are bit for bit those without, on the stand-in.
+
+Also with capacities, noise and fewer bits. A case that fails prints its command line.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from app.config import CudaGraphConfig, RecomputeConfig
+from tests.distributed import run_distributed
+from tests.processes.test_captured import same, several
+from tests.processes.test_recompute import steps
+from tests.random_runs import random_run
+
+pytestmark = pytest.mark.full
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_captured_training_is_eager_training(seed: int):
+    drawn = random_run(seed, wild=seed % 2 == 1, graphs=True)
+    print(drawn)
+    eager = dataclasses.replace(drawn.run, cuda_graph=CudaGraphConfig())
+    runs = {"eager": eager, "captured": drawn.run}
+    for found in run_distributed(several, drawn.run.world_size, runs):
+        assert same(found["captured"], found["eager"])
+
+
+@pytest.mark.parametrize("seed", range(100, 130))
+def test_recomputation_changes_no_bit(seed: int):
+    drawn = next(run for run in (random_run(n, wild=n % 2 == 1) for n in range(seed, 10**6, 1000))
+                 if run.run.recompute != RecomputeConfig())  # fmt: skip
+    print(drawn)
+    kept = dataclasses.replace(drawn.run, recompute=RecomputeConfig())
+    again, once = (run_distributed(steps, drawn.run.world_size, run) for run in (drawn.run, kept))
+    assert again == once
