@@ -237,7 +237,7 @@ def _parallel(draw: random.Random, run: Run) -> Values:
 
 
 def _stages(draw: random.Random, layers: int, pp: int) -> Values:
-    """How the layers lie: evenly, with other numbers at the ends, or as written, some stages empty."""
+    """How the layers lie: evenly, with other numbers at the ends, or as written, some empty."""
     kind = draw.choice(("even", "ends", "written"))
     if kind == "even":
         counted = {name: draw.random() < 0.3 for name in ("count_embedding", "count_head")}

@@ -1,4 +1,4 @@
-"""A checkpoint of a drawn layout goes on bit for bit, and at another drawn one as one process would.
+"""A drawn checkpoint goes on bit for bit, and at another drawn layout as one process would.
 
 A case that fails prints both command lines.
 """

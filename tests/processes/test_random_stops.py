@@ -1,4 +1,4 @@
-"""Programs that get SIGTERM at a drawn moment, and go on: their records are those of a run left alone.
+"""Programs told to stop at a drawn moment go on: their records are those of a run left alone.
 
 A case that fails prints its command line and the moment.
 """
