@@ -47,7 +47,7 @@ from tests.runs import train_steps
 from tests.training import wait_for
 
 TIMEOUT_S = 2.0
-SLACK_S = 3.0  # for a machine that does other things
+SLACK_S = 20.0  # for a machine that does many other things
 Hang = Callable[[], object]
 
 
