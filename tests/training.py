@@ -17,11 +17,12 @@ from app.cli.compose import load_run, register_schema
 from app.config import Run
 from app.data.feed import Batch
 from app.engine import trainer
+from app.engine.agreement import rank_zero_says
 from app.engine.attempt import Attempt
 from app.engine.build import build_engine
 from app.engine.groups import create_groups
 from app.engine.run_folder import FolderLock, read_metrics
-from app.engine.start import find_start, load_all_data, rank_zero_says
+from app.engine.start import find_start, load_all_data
 from app.plan.plan import Plan
 
 ROOT = Path(__file__).parent.parent

@@ -99,6 +99,7 @@ class DataConfig:
     document_mask: bool = False  # attention stays within a document, positions restart with it
     num_proc: int = 1  # processes that tokenize while the cache is prepared
     cache_dir: str | None = None  # folder of the arrow cache; null: the datasets library's own
+    accept_changed: bool = False  # go on from a checkpoint whose data have changed since
 
     def __post_init__(self) -> None:
         paths = (self.path,) if isinstance(self.path, str) else tuple(self.path or ())

@@ -1,4 +1,4 @@
-"""Documents of every source through the Hugging Face `datasets` library, tokenized once into its arrow cache.
+"""Documents of every source through the Hugging Face `datasets` library, and arrow files of tokens.
 
 The only module of the data layer that imports `datasets`, which takes a second: import it where it is used.
 """
@@ -6,10 +6,10 @@ The only module of the data layer that imports `datasets`, which takes a second:
 from __future__ import annotations
 
 import difflib
+import errno
 import glob
-import hashlib
 import os
-import sysconfig
+import re
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -22,38 +22,70 @@ from pyarrow import parquet
 
 from app.choices import Source
 from app.config import DataConfig
-from app.data.packing import Documents
+from app.data.faults import fault_in, no_utf8
+from app.data.sources import Sources, most_like, place
 from app.data.tokenizer import Tokenizer
 from app.errors import ConfigError
 
-STDLIB_SUFFIXES = (".py", ".rst", ".txt")
-NOT_STDLIB = frozenset({"site-packages", "dist-packages", "__pycache__"})
+FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG})  # what a disk says
+MOST_TEXT = 300  # characters of what the library says
 Loaded = TypeVar("Loaded")
 
 
-def tokenized(config: DataConfig, tokenizer: Tokenizer) -> Documents:
-    """All non-empty documents of a source that is prepared in advance, in a fixed order, each ending with eod.
+def write_tokens(
+    config: DataConfig, tokenizer: Tokenizer, sources: Sources, folder: Path
+) -> list[str]:
+    """Write all non-empty documents of a source, in a fixed order, as arrow files in `folder`.
 
-    The first call writes the arrow cache (text, then tokens), later ones map it into memory; a changed file or
-    tokenizer makes a new entry. Raises ConfigError when the source cannot be read or holds no text.
+    Each document ends with eod. Returns the names of the files. Raises ConfigError when the source
+    cannot be read or holds no text.
     """
     _silence()
-    raw = _raw(config)
+    reader = _Reader(config, [file.path for file in sources.files], str(folder / "raw"))
+    raw = reader.read()
     dtype = np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.int32
-    tokens = raw.with_format("arrow").map(
+    tokens = reader.explained(lambda: raw.with_format("arrow").map(
         _encode_batch, batched=True, remove_columns=raw.column_names, num_proc=config.num_proc if config.num_proc > 1 else None,
         fn_kwargs={"tokenizer": tokenizer, "dtype": np.dtype(dtype).name},
         features=datasets.Features({"ids": datasets.List(datasets.Value(np.dtype(dtype).name))}),
-    )
+        cache_file_name=str(folder / "tokens.arrow"),
+    ))
     if not len(tokens):
-        raise ConfigError(*_place(config), f"no text in any of its {len(raw)} documents")
-    return Documents.from_arrow(tokens.data.column("ids"))
+        raise ConfigError(*place(config), f"no text in any of its {len(raw)} documents")
+    return [os.path.basename(file["filename"]) for file in tokens.cache_files]
+
+
+def default_cache() -> Path:
+    """The library's own cache folder."""
+    return Path(datasets.config.HF_DATASETS_CACHE)
+
+
+def hub_files(config: DataConfig) -> tuple[list[str], str | None]:
+    """Files of the splits of a local folder, in order; for a dataset of the hub, its commit."""
+    _silence()
+    name = str(config.name)
+    _check_folder(name)
+    options = {"name": config.config_name, "cache_dir": config.cache_dir}
+    builder = _explained(config, lambda: datasets.load_dataset_builder(name, **options))
+    if not os.path.isdir(name):
+        return [], str(builder.hash)
+    splits = builder.config.data_files or {}
+    # "train[:10%]+test": train and test.
+    wanted = set(re.findall(r"(?:^|\+)\s*(\w+)", config.split))
+    read = [paths for split, paths in splits.items() if str(split) in wanted]
+    return [str(path) for paths in read for path in paths], None
 
 
 def streamed(config: DataConfig) -> datasets.IterableDataset:
     """The documents of a `data.streaming` source, read as they are asked for; its only column holds the text."""
     _silence()
-    return _only_text(_from_hub(config), config)
+    return _only_text(_from_hub(config, config.cache_dir), config)
+
+
+def first_texts(stream: datasets.IterableDataset, config: DataConfig) -> list[str | None]:
+    """The documents of a stream that are kept for validation. Raises ConfigError."""
+    rows = stream.take(config.validation_documents)
+    return _explained(config, lambda: [text for row in rows for text in row.values()])
 
 
 def _encode_batch(batch: pa.Table, tokenizer: Tokenizer, dtype: str) -> pa.Table:
@@ -67,88 +99,82 @@ def _encode_batch(batch: pa.Table, tokenizer: Tokenizer, dtype: str) -> pa.Table
     return pa.table({"ids": pa.ListArray.from_arrays(pa.array(offsets, pa.int32()), pa.array(flat))})
 
 
-def _raw(config: DataConfig) -> datasets.Dataset:
-    """The documents of a source as a dataset with one column."""
-    match config.source:
-        case Source.stdlib:
-            return _one_per_file(stdlib_files(), config)
-        case Source.text:
-            return _one_per_file(matching_files(config.path), config)
-        case Source.jsonl:
-            files = [glob.escape(file) for file in matching_files(config.path)]
-            return _only_text(_explained(config, lambda: datasets.Dataset.from_json(files, cache_dir=config.cache_dir)), config)
-        case Source.parquet:
-            return _only_text(_explained(config, lambda: _from_parquet(config)), config)
-        case Source.hub:
-            return _only_text(_from_hub(config), config)
+class _Reader:
+    """Reads a source as a dataset with one column; `cache`: where the library writes meanwhile."""
+
+    def __init__(self, config: DataConfig, files: Sequence[str], cache: str) -> None:
+        self.config, self.files, self.cache = config, tuple(files), cache
+
+    def read(self) -> datasets.Dataset:
+        """All documents. Raises ConfigError."""
+        match self.config.source:
+            case Source.stdlib | Source.text:
+                return self.explained(self._one_per_file)
+            case Source.jsonl:
+                return self.explained(lambda: _only_text(self._from_json(), self.config))
+            case Source.parquet:
+                return self.explained(lambda: _only_text(self._from_parquet(), self.config))
+            case Source.hub:
+                return self.explained(lambda: _only_text(self._from_hub(), self.config))
+
+    def _from_hub(self) -> datasets.Dataset | datasets.IterableDataset:
+        # Files of a folder are read anew; what the hub sent is kept by the library, by its commit.
+        return _from_hub(self.config, self.cache if self.files else self.config.cache_dir)
+
+    def explained(self, load: Callable[[], Loaded]) -> Loaded:
+        """`load()`, with the file and the place named where one of the files is at fault."""
+        try:
+            return _explained(self.config, load)
+        except ConfigError as error:
+            if error.__cause__ is None:  # was found by us
+                raise
+            for file in self.files:
+                if fault := fault_in(file, self.config):
+                    raise ConfigError(place(self.config)[0], file, fault) from error
+            raise
+
+    def _one_per_file(self) -> datasets.Dataset:
+        # Python's own tests have files that are not UTF-8 on purpose.
+        strict = self.config.source is Source.text
+        return datasets.Dataset.from_generator(
+            _read_files, gen_kwargs={"files": self.files, "strict": strict}, cache_dir=self.cache,
+            features=datasets.Features({"text": datasets.Value("string")}),
+        )
+
+    def _from_json(self) -> datasets.Dataset:
+        if not any(os.path.getsize(file) for file in self.files):
+            raise ConfigError(*place(self.config), "no text: every file has 0 bytes")
+        files = [glob.escape(file) for file in self.files]
+        return datasets.Dataset.from_json(files, cache_dir=self.cache)
+
+    def _from_parquet(self) -> datasets.Dataset:
+        columns, field = parquet.read_schema(self.files[0]).names, self.config.text_field
+        if field not in columns:
+            raise _no_column(self.config, columns)
+        files = [glob.escape(file) for file in self.files]
+        return datasets.Dataset.from_parquet(files, cache_dir=self.cache, columns=[field])
 
 
-def stdlib_files() -> list[str]:
-    """Paths of the Python and text files of the running interpreter's standard library, sorted."""
-    found = []
-    for folder, inner, names in os.walk(sysconfig.get_path("stdlib")):
-        inner[:] = [name for name in inner if name not in NOT_STDLIB]
-        found += [os.path.join(folder, name) for name in names if name.endswith(STDLIB_SUFFIXES)]
-    if not found:
-        raise ConfigError("data.source", Source.stdlib, "this interpreter's standard library is not a folder of files", "text")
-    return sorted(found)
-
-
-def matching_files(patterns: Sequence[str]) -> list[str]:
-    """Absolute paths of the files that match the patterns (`**` matches any folders), sorted, each once.
-
-    Raises ConfigError for a pattern that matches nothing.
-    """
-    found = set()
-    for pattern in patterns:
-        files = [os.path.abspath(path) for path in glob.glob(pattern, recursive=True) if os.path.isfile(path)]
-        if not files:
-            raise ConfigError("data.path", pattern, "matches no file", _nearest_file(pattern))
-        found.update(files)
-    return sorted(found)
-
-
-def _nearest_file(pattern: str) -> str | None:
-    """The file whose name is most like the pattern's last part, in the nearest folder that exists."""
-    folder = next(folder for folder in Path(pattern).parents if folder.is_dir())
-    return _most_like(Path(pattern).name, [path for path in folder.iterdir() if path.is_file()])
-
-
-def _most_like(name: str, paths: list[Path]) -> str | None:
-    close = difflib.get_close_matches(name, sorted(path.name for path in paths), n=1, cutoff=0)
-    return str(paths[0].parent / close[0]) if close else None
-
-
-def _one_per_file(files: list[str], config: DataConfig) -> datasets.Dataset:
-    stamps = [(file, os.stat(file).st_mtime_ns, os.stat(file).st_size) for file in files]
-    return datasets.Dataset.from_generator(
-        _read_files, gen_kwargs={"files": tuple(files)}, cache_dir=config.cache_dir,
-        features=datasets.Features({"text": datasets.Value("string")}),
-        fingerprint=hashlib.sha256(repr(stamps).encode()).hexdigest()[:16],  # a changed file is another dataset
-    )
-
-
-def _read_files(files: Sequence[str]) -> Iterator[dict[str, str]]:
+def _read_files(files: Sequence[str], strict: bool) -> Iterator[dict[str, str]]:
     for file in files:
-        yield {"text": Path(file).read_bytes().decode("utf-8", errors="replace")}
+        content = Path(file).read_bytes()
+        try:
+            yield {"text": content.decode("utf-8", errors="strict" if strict else "replace")}
+        except UnicodeDecodeError as error:
+            raise ConfigError("data.path", file, no_utf8(error), "a copy in UTF-8") from error
 
 
-def _from_parquet(config: DataConfig) -> datasets.Dataset:
-    files = matching_files(config.path)
-    columns = parquet.read_schema(files[0]).names
-    if config.text_field not in columns:
-        raise _no_column(config, columns)
-    escaped = [glob.escape(file) for file in files]
-    return datasets.Dataset.from_parquet(escaped, cache_dir=config.cache_dir, columns=[config.text_field])
-
-
-def _from_hub(config: DataConfig) -> datasets.Dataset | datasets.IterableDataset:
-    name = str(config.name)
+def _check_folder(name: str) -> None:
     if name.startswith(("/", ".")) and not os.path.isdir(name):
         folders = [path for path in Path(name).parent.glob("*") if path.is_dir()]
-        raise ConfigError("data.name", name, "no such folder", _most_like(Path(name).name, folders))
+        raise ConfigError("data.name", name, "no such folder", most_like(Path(name).name, folders))
+
+
+def _from_hub(config: DataConfig, cache: str | None) -> datasets.Dataset | datasets.IterableDataset:
+    name = str(config.name)
+    _check_folder(name)
     return _explained(config, lambda: datasets.load_dataset(
-        name, config.config_name, split=config.split, streaming=config.streaming, cache_dir=config.cache_dir))
+        name, config.config_name, split=config.split, streaming=config.streaming, cache_dir=cache))
 
 
 def _only_text(dataset: Any, config: DataConfig) -> Any:
@@ -175,18 +201,13 @@ def _explained(config: DataConfig, load: Callable[[], Loaded]) -> Loaded:
         raise
     except Exception as error:  # network, file format, unknown split or configuration: the library has a type for each
         reason = error.__cause__ or error
-        raise ConfigError(*_place(config), f"cannot be loaded: {type(reason).__name__}: {reason}") from error
-
-
-def _place(config: DataConfig) -> tuple[str, str]:
-    """Key and value of the option that says where the documents are."""
-    match config.source:
-        case Source.stdlib:
-            return "data.source", config.source.value
-        case Source.hub:
-            return "data.name", f"{config.name} (config_name={config.config_name}, split={config.split})"
-        case _:
-            return "data.path", " ".join(config.path)
+        if isinstance(reason, ConfigError):  # raised by what the library has called
+            raise reason from None
+        if isinstance(reason, OSError) and reason.errno in FULL:
+            rule = f"cannot be written: {reason.strerror}"
+            raise ConfigError("data.cache_dir", config.cache_dir, rule, "more room") from None
+        text = re.sub(r"\s+", " ", f"{type(reason).__name__}: {reason}")
+        raise ConfigError(*place(config), f"cannot be loaded: {text[:MOST_TEXT]}") from error
 
 
 def _silence() -> None:

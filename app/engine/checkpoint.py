@@ -8,19 +8,17 @@ elements with what it owns, and maps those only. `app.engine.checkpoint_save` wr
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
+from app.engine.agreement import all_succeed
 from app.engine.build import Engine
 from app.engine.checkpoint_folder import check_contents
 from app.engine.groups import Groups
 from app.engine.tensor_file import TensorFile
-from app.errors import ConfigError
 from app.optim.adam import Piece
 from app.plan.reshard import Block, Slice, overlaps
 
@@ -61,7 +59,7 @@ def load_checkpoint(path: Path, manifest: dict[str, Any], engine: Engine) -> tup
     groups, files = engine.groups, manifest["files"]
     engine.watch.rest(f"reading {path.name}")
     share = list(files)[groups.rank :: groups.host.size()]
-    _all_succeed(groups, lambda: check_contents(path, manifest, share))
+    all_succeed(groups, lambda: check_contents(path, manifest, share))
     for chunk in range(len(engine.chunks)):
         engine.optimizer.gather_params(chunk)  # what is still on its way would arrive on top of what is loaded
     opened = _Opened(path)
@@ -78,20 +76,6 @@ def load_checkpoint(path: Path, manifest: dict[str, Any], engine: Engine) -> tup
     engine.optimizer.restored(manifest["updates"])
     progress = Progress(manifest["step"], manifest["updates"], manifest["tokens"])
     return progress, json.loads(own.metadata[CURSOR])
-
-
-def _all_succeed(groups: Groups, work: Callable[[], None]) -> None:
-    """Do something on every rank; a ConfigError of one is raised on all."""
-    errors: list[Any] = [None] * groups.host.size()
-    mine = None
-    try:
-        work()
-    except ConfigError as error:
-        mine = error
-    dist.all_gather_object(errors, mine, group=groups.host)
-    for error in errors:
-        if error is not None:
-            raise error
 
 
 class _Opened(dict[int, TensorFile]):

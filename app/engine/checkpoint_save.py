@@ -26,6 +26,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from app.config import CheckpointConfig, Run
+from app.data.sources import Record
 from app.engine import checkpoint
 from app.engine.build import Engine
 from app.engine.checkpoint import Progress, rank_file
@@ -65,8 +66,13 @@ class State:
     keep: CheckpointConfig
 
 
-def current_state(engine: Engine, run: Run, progress: Progress, cursor: dict[str, Any]) -> State:
-    """What this rank would have to save now; the tensors are those that training goes on with."""
+def current_state(
+    engine: Engine, run: Run, progress: Progress, cursor: dict[str, Any], data: Record | None = None
+) -> State:
+    """What this rank would have to save now; the tensors are those that training goes on with.
+
+    `data` is what the run is trained on.
+    """
     groups, parts = engine.groups, []
     tensors: dict[str, Tensor] = {checkpoint.RANDOM_CPU: torch.get_rng_state()}
     if engine.device.type == "cuda":
@@ -84,6 +90,7 @@ def current_state(engine: Engine, run: Run, progress: Progress, cursor: dict[str
         "layout": {"world_size": groups.layout.world_size, **groups.layout.sizes(), **groups.layout.sizes(expert=True)},
         "loss_scale": None if engine.loss_scale is None else engine.loss_scale.state(),
         "config": plain(dataclasses.asdict(run)),
+        "data": data,
     }
     metadata = {checkpoint.CURSOR: json.dumps(cursor)}
     return State(groups.rank, tensors, metadata, parts, list(routers), groups.dp_rank, manifest, run.checkpoint)
@@ -322,11 +329,14 @@ class Saver:
     """Saves a run's checkpoints in their order, beside training where `checkpoint.asynchronous` is on.
 
     One at most is under way: the next waits for it. `failed` is called, by the thread that writes, when one could not be
-    saved; `wait` then raises on every rank what a save that blocks would have raised.
+    saved; `wait` then raises on every rank what a save that blocks would have raised. `data` is what
+    the run is trained on.
     """
 
-    def __init__(self, engine: Engine, failed: Callable[[], None]) -> None:
-        self.engine, self._failed = engine, failed
+    def __init__(
+        self, engine: Engine, failed: Callable[[], None], data: Record | None = None
+    ) -> None:
+        self.engine, self._failed, self._data = engine, failed, data
         self.run = engine.plan.run
         self._beside = bool(self.run.checkpoint.interval) and self.run.checkpoint.asynchronous
         self._group = self._own_group() if self._beside else engine.groups.host
@@ -348,7 +358,7 @@ class Saver:
         """Save the state as it is now, and return where it will be; all ranks call it together. Raises what `wait` does."""
         since = time.perf_counter()
         self.wait()
-        state = current_state(self.engine, self.run, progress, cursor)
+        state = current_state(self.engine, self.run, progress, cursor, data=self._data)
         if self._beside:
             state = dataclasses.replace(state, tensors=self._copied(state.tensors))
             self._thread = threading.Thread(target=self._write, args=(folder, state), daemon=True, name="checkpoint")

@@ -6,7 +6,7 @@ computes and how it trains on; it may not become another model, or see other tok
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from app.config import Run
+from app.data.sources import Record, difference, place
 from app.engine.checkpoint_folder import CHECKPOINTS, MANIFEST, newest_checkpoint, parse_manifest
 from app.engine.run_folder import CONFIG, RUNS, plain
 from app.errors import ConfigError, nearest
@@ -57,7 +58,7 @@ FREE = frozenset((
     "precision.loss_scale", "precision.initial_loss_scale", "precision.min_loss_scale",
     "precision.loss_scale_window", "precision.loss_scale_hysteresis",
     # How the same documents are prepared, and where that is kept.
-    "data.num_proc", "data.cache_dir",
+    "data.num_proc", "data.cache_dir", "data.accept_changed",
     # How long and in what batches training goes on; positions in the data are in sequences.
     "train.steps", "train.global_batch", "train.micro_batch",
     # Validation, the sample, and what follows steps that are not finite.
@@ -67,7 +68,9 @@ FREE = frozenset((
 # Where and how fast the same is computed, how it is updated, and what is written.
 FREE_SECTIONS = ("parallel.", "hardware.", "schedule.", "recompute.", "cuda_graph.", "optim.",
                  "checkpoint.", "log.")  # fmt: skip
-UNREPORTED = ("run_dir", "resume", "log.", "checkpoint.", "parallel.")
+# Where data lie. Fixed where a checkpoint does not say what they held; otherwise contents count.
+PLACES = ("data.path", "data.name", "data.tokenizer")
+UNREPORTED = ("run_dir", "resume", "log.", "checkpoint.", "parallel.", "data.accept_changed")
 Difference = tuple[str, Any, Any]  # dotted key, saved value, current value
 
 
@@ -78,21 +81,62 @@ def is_fixed(key: str) -> bool:
     return fixed
 
 
-def allowed_changes(checkpoint: Path, saved: dict[str, Any], run: Run) -> tuple[str, ...]:
-    """Settings that differ from `saved`, the checkpoint's configuration, as text.
+def allowed_changes(
+    checkpoint: Path, manifest: dict[str, Any], run: Run, record: Callable[[], Record]
+) -> tuple[str, ...]:
+    """Settings and data that differ from those of the checkpoint with this manifest, as text.
 
-    Raises ConfigError for one by which the checkpoint cannot be continued.
+    `record` tells what the data are now. Raises ConfigError for a difference by which the
+    checkpoint cannot be continued.
     """
-    differences = list(_differences("", saved, plain(asdict(run))))
-    misfit = _misfit(differences)
+    data = _DataThen(manifest.get("data"), run, record)
+    differences = list(_differences("", manifest["config"], plain(asdict(run))))
+    misfit = _misfit(differences, data)
     if misfit is not None:
         key, was, now = misfit
-        rule = f"the checkpoint {checkpoint} was trained with {was}"
+        rule, close = f"the checkpoint {checkpoint} was trained with {was}", was
         if not is_fixed(key):
             rule += ", and 0 would leave out the biases that its routers have learnt"
-        raise ConfigError(key, now, rule, was)
+        elif key in PLACES and data.change() is not None:
+            rule += f", which held other data: {data.change()}"
+            close = f"{was}, or data.accept_changed=true"
+        raise ConfigError(key, now, rule, close)
+    data.check(checkpoint)
     told = (each for each in differences if not each[0].startswith(UNREPORTED))
-    return tuple(f"{key}: {was} -> {now}" for key, was, now in told)
+    changes = tuple(f"{key}: {was} -> {now}" for key, was, now in told)
+    return changes if data.change() is None else (*changes, f"data: {data.change()}")
+
+
+@dataclass(frozen=True, slots=True)
+class _DataThen:
+    """The data of a checkpoint, beside those that a run has now."""
+
+    saved: Record | None  # None: the checkpoint does not say
+    run: Run
+    now: Callable[[], Record]
+
+    def change(self) -> str | None:
+        """How they differ, as text; None: they are equal, or cannot be compared."""
+        return difference(self.saved, self.now()) if self.saved else None
+
+    def fits(self) -> bool:
+        """Whether a run may continue with data that lie elsewhere."""
+        if not self.saved:
+            return False
+        return self.run.data.accept_changed or self.change() is None
+
+    def check(self, checkpoint: Path) -> None:
+        """Raise ConfigError for data that have changed and are not accepted."""
+        change, config = self.change(), self.run.data
+        if change is None:
+            return
+        if config.accept_changed and config.streaming:
+            rule = f"a position in a stream means nothing in other data ({change})"
+            raise ConfigError("data.accept_changed", True, rule, "the data as they were")
+        if not config.accept_changed:
+            rule = f"the data have changed since {checkpoint} was saved: {change}"
+            nearest = "the data as they were, or data.accept_changed=true"
+            raise ConfigError(*place(config), rule, nearest)
 
 
 def _differences(prefix: str, saved: Any, current: Any) -> Iterator[Difference]:
@@ -104,9 +148,11 @@ def _differences(prefix: str, saved: Any, current: Any) -> Iterator[Difference]:
         yield from _differences(f"{prefix}.{name}" if prefix else name, saved.get(name), value)
 
 
-def _misfit(differences: Iterable[Difference]) -> Difference | None:
+def _misfit(differences: Iterable[Difference], data: _DataThen) -> Difference | None:
     """The first difference by which a run cannot be continued, None where it can."""
     for key, was, now in differences:
+        if key in PLACES and data.fits():
+            continue
         # With a rate of 0 a router would leave out of its choice the biases that it has learnt.
         drops_biases = key == "model.moe.bias_update_rate" and was and not now
         if is_fixed(key) or drops_biases:
@@ -114,12 +160,12 @@ def _misfit(differences: Iterable[Difference]) -> Difference | None:
     return None
 
 
-def checkpoint_to_resume(run: Run) -> tuple[Path | None, str | None]:
+def checkpoint_to_resume(run: Run, record: Callable[[], Record]) -> tuple[Path | None, str | None]:
     """The checkpoint that `resume` asks for (None: start anew), and what was passed over as text.
 
-    Without a run_dir, resume=auto looks through all runs, and passes over newer checkpoints that
-    this configuration cannot continue. Writes nothing. Raises ConfigError for a path without a
-    checkpoint.
+    `record` tells what the data are now. Without a run_dir, resume=auto looks through all runs, and
+    passes over newer checkpoints that this configuration cannot continue. Writes nothing. Raises
+    ConfigError for a path without a checkpoint.
     """
     if run.resume is None:
         return None, None
@@ -127,7 +173,7 @@ def checkpoint_to_resume(run: Run) -> tuple[Path | None, str | None]:
         return _checkpoint_at(Path(run.resume)), None
     if run.run_dir:
         return newest_checkpoint(Path(run.run_dir)), None
-    return _newest_that_fits(run)
+    return _newest_that_fits(run, record)
 
 
 def _checkpoint_at(path: Path) -> Path:
@@ -153,9 +199,10 @@ class _Saved:
     checkpoint: Path
     time: float  # of saving, seconds since 1970
     config: dict[str, Any] | None  # None: cannot be read
+    data: Record | None = None  # None: not recorded
 
 
-def _newest_that_fits(run: Run) -> tuple[Path | None, str | None]:
+def _newest_that_fits(run: Run, record: Callable[[], Record]) -> tuple[Path | None, str | None]:
     """Of every run's newest checkpoint, the one saved last that this configuration can continue.
 
     Also the newest that was passed over, and why. A broken one is taken where its run's
@@ -165,7 +212,8 @@ def _newest_that_fits(run: Run) -> tuple[Path | None, str | None]:
     passed: list[tuple[Path, Difference]] = []
     current = plain(asdict(run))
     for saved in sorted(map(_recorded, newest), key=lambda saved: saved.time, reverse=True):
-        misfit = saved.config and _misfit(_differences("", saved.config, current))
+        data = _DataThen(saved.data, run, record)
+        misfit = saved.config and _misfit(_differences("", saved.config, current), data)
         if not misfit:
             return saved.checkpoint, _passed_over(passed)
         passed.append((saved.checkpoint, misfit))
@@ -180,7 +228,7 @@ def _recorded(checkpoint: Path) -> _Saved:
         return _Saved(checkpoint, checkpoint.stat().st_mtime, config)
     # Older ones do not say when they were saved.
     time = manifest["time"] if "time" in manifest else checkpoint.stat().st_mtime
-    return _Saved(checkpoint, time, manifest["config"])
+    return _Saved(checkpoint, time, manifest["config"], data=manifest.get("data"))
 
 
 def _config_of(run_dir: Path) -> Any | None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,14 +16,14 @@ from app.choices import Device
 from app.config import Run
 from app.data.feed import DataSplit
 from app.data.load import load_data, prepare
+from app.data.sources import Record, Sources, difference, find_sources, place
 from app.data.tokenizer import Tokenizer, load_tokenizer
+from app.engine.agreement import all_succeed
 from app.engine.checkpoint_folder import newest_checkpoint, read_manifest
 from app.engine.groups import Groups
 from app.engine.resume import allowed_changes, checkpoint_to_resume
 from app.engine.run_folder import RUNS, FolderLock, check_place, choose_folder
-from app.errors import ConfigError
-
-T = TypeVar("T")
+from app.errors import ConfigError, warn
 
 
 def usable_gpus(run: Run) -> int:
@@ -50,13 +51,16 @@ class Start:
     run_dir: Path | None  # None: a new folder
     checkpoint: Path | None = None
     manifest: dict[str, Any] | None = None  # of the checkpoint
-    changes: tuple[str, ...] = ()  # settings that differ from the checkpoint's, as text
+    changes: tuple[str, ...] = ()  # settings and data that differ from the checkpoint's, as text
     passed_over: str | None = None  # newer checkpoint that does not fit, and why
 
 
-def find_start(run: Run, earlier: Path | None = None) -> Start:
+def find_start(
+    run: Run, earlier: Path | None = None, sources: Callable[[], Sources] | None = None
+) -> Start:
     """Folder and checkpoint of a run; writes nothing. `earlier` is the folder of an earlier attempt at this run: it goes on
     there, from that attempt's newest checkpoint, or without one from where that attempt started.
+    `sources` looks at the data, which is done where a checkpoint says what it was trained on.
 
     Raises ConfigError for a folder that cannot be written, and for a checkpoint that is broken or
     does not fit.
@@ -65,38 +69,29 @@ def find_start(run: Run, earlier: Path | None = None) -> Start:
         resume = "auto" if newest_checkpoint(earlier) else run.resume
         run = replace(run, run_dir=str(earlier), resume=resume)
     check_place(Path(run.run_dir) if run.run_dir else RUNS)
-    checkpoint, passed_over = checkpoint_to_resume(run)
+    record = cache(lambda: (sources() if sources else find_sources(run.data)).record())
+    checkpoint, passed_over = checkpoint_to_resume(run, record)
     run_dir = choose_folder(run, checkpoint, ours=earlier is not None)
     if checkpoint is None:
         return Start(run_dir, passed_over=passed_over)
     manifest = read_manifest(checkpoint)
-    changes = allowed_changes(checkpoint, manifest["config"], run)
+    changes = allowed_changes(checkpoint, manifest, run, record=record)
     if manifest["step"] >= run.train.steps and earlier is None:  # an attempt may die between its last step and its end
         rule = f"the checkpoint {checkpoint} has already taken {manifest['step']}"
         raise ConfigError("train.steps", run.train.steps, rule, manifest["step"] + 100)
     return Start(run_dir, checkpoint, manifest, changes=changes, passed_over=passed_over)
 
 
-def claim_start(run: Run, earlier: Path | None, lock: FolderLock) -> Start:
+def claim_start(
+    run: Run,
+    earlier: Path | None,
+    lock: FolderLock,
+    sources: Callable[[], Sources] | None = None,
+) -> Start:
     """As `find_start`, and keeps other runs out of the folder before data and engine are loaded."""
-    start = find_start(run, earlier)
+    start = find_start(run, earlier, sources)
     lock.claim(start.run_dir)
     return start
-
-
-def rank_zero_says(groups: Groups, decide: Callable[[], T]) -> T:
-    """What `decide()` returns on rank 0, on every rank; its ConfigError likewise."""
-    said: list[Any] = [None]
-    if groups.rank == 0:
-        try:
-            said = [decide()]
-        except ConfigError as error:
-            said = [error]
-    if groups.host.size() > 1:
-        dist.broadcast_object_list(said, src=0, group=groups.host)
-    if isinstance(said[0], ConfigError):
-        raise said[0]
-    return said[0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +101,7 @@ class Data:
     tokenizer: Tokenizer
     train: DataSplit
     validation: DataSplit
+    record: Record | None = None  # what checkpoints keep of it; None: this rank has not looked
 
 
 def check_tokenizer(run: Run) -> Tokenizer:
@@ -117,21 +113,49 @@ def check_tokenizer(run: Run) -> Tokenizer:
     return tokenizer
 
 
-def load_all_data(run: Run, groups: Groups, local_rank: int) -> Data:
+def look_once(run: Run) -> Callable[[], Sources]:
+    """What looks at the data when it is first called."""
+    return cache(lambda: find_sources(run.data))
+
+
+def load_all_data(
+    run: Run, groups: Groups, local_rank: int, sources: Callable[[], Sources] | None = None
+) -> Data:
     """Tokenizer and both splits; the first process of each host prepares the cache that the others then only map.
 
     Raises ConfigError, the same on every rank.
     """
-    tokenizer = check_tokenizer(run)
-    if local_rank == 0:
-        with suppress(ConfigError):  # told below, by every rank
-            prepare(run.data, tokenizer)
-    groups.barrier()
-    return Data(tokenizer, *load_data(run.data, run.train.seq_len, run.train.seed, tokenizer))
+    leads, look = local_rank == 0, sources or look_once(run)
+    tokenizer = all_succeed(groups, lambda: check_tokenizer(run))
+    folder = all_succeed(
+        groups, lambda: prepare(run.data, tokenizer, look(), say=warn) if leads else None
+    )
+    record = look().record() if leads else None
+    folder = _agreed(run, groups, record, folder=folder)
+    length, seed = run.train.seq_len, run.train.seed
+    train, validation = all_succeed(
+        groups, lambda: load_data(run.data, length, seed, tokenizer, prepared=folder)
+    )
+    return Data(tokenizer, train, validation, record)
+
+
+def _agreed(run: Run, groups: Groups, record: Record | None, *, folder: Path | None) -> Path | None:
+    """Where this host has its prepared corpus. Raises ConfigError when a host has other data."""
+    mine, found = (socket.gethostname(), record, folder), [("", None, None)] * groups.host.size()
+    dist.all_gather_object(found, mine, group=groups.host)
+    first = found[0][1]
+    for rank, (host, other, _) in enumerate(found):
+        if first and other and (what := difference(first, other)):
+            rule = f"rank {rank} on {host} finds other data than rank 0: {what}"
+            raise ConfigError(*place(run.data), rule)
+    return folder or next((path for host, _, path in found if path and host == mine[0]), None)
 
 
 def preflight(run: Run, earlier: Path | None) -> None:
     """Find every mistake that one process can find, before it starts others. Raises ConfigError."""
+    sources = look_once(run)
     with FolderLock() as lock:
-        claim_start(run, earlier, lock)
-    load_data(run.data, run.train.seq_len, run.train.seed, check_tokenizer(run))
+        claim_start(run, earlier, lock, sources=sources)
+    tokenizer = check_tokenizer(run)
+    prepared = prepare(run.data, tokenizer, sources(), say=warn)
+    load_data(run.data, run.train.seq_len, run.train.seed, tokenizer, prepared=prepared)

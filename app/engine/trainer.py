@@ -15,6 +15,7 @@ import torch.distributed as dist
 from app.compat import all_reduce
 from app.config import Run
 from app.data.feed import Cursor, TrainFeed, ValidationFeed
+from app.engine.agreement import rank_zero_says
 from app.engine.attempt import Attempt
 from app.engine.bad_steps import DIVERGED, BadSteps, Diverged
 from app.engine.build import Engine, build_engine
@@ -36,7 +37,7 @@ from app.engine.run_folder import (
 )
 from app.engine.signals import STOPPED, StopRequest
 from app.engine.sinks import Console, JsonLines, Sink, Wandb
-from app.engine.start import Data, Start, choose_device, claim_start, load_all_data, rank_zero_says
+from app.engine.start import Data, Start, choose_device, claim_start, load_all_data, look_once
 from app.engine.step import TrainingStep, Validation
 from app.engine.watch import Watch
 from app.engine.wrap_up import print_opening, sum_up
@@ -98,10 +99,12 @@ def start_up(
     groups = create_groups(plan.layout, rank)
     watch.follow(groups.named())
     watch.rest("choosing the checkpoint to start from")
-    earlier = attempt.earlier
-    start = rank_zero_says(groups, lambda: claim_start(run, earlier(run.run_dir), lock))
+    earlier, sources = attempt.earlier, look_once(run)
+    start = rank_zero_says(
+        groups, lambda: claim_start(run, earlier(run.run_dir), lock, sources=sources)
+    )
     watch.rest("preparing the corpus")
-    data = load_all_data(run, groups, local_rank)
+    data = load_all_data(run, groups, local_rank, sources=sources)
     watch.rest("building the model")
     # For noise, which differs from rank to rank.
     torch.manual_seed(run.train.seed * run.world_size + rank)
@@ -134,7 +137,7 @@ class Trainer:
         self.training_step = TrainingStep(engine, self.request)
         self.validation = Validation(engine, len(self.held_out))
         self.meter = Meter(engine, first_step=self.progress.step + 1)
-        self.saver = Saver(engine, self.request.ask)
+        self.saver = Saver(engine, self.request.ask, data.record)
         self.saved: Path | None = None  # checkpoint of the last step taken
         self.bad_steps = BadSteps(run.train)
         self.stops = False  # the ranks have agreed to end after the last step taken

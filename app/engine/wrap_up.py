@@ -42,6 +42,9 @@ def print_opening(engine: Engine, run_dir: Path, start: Start) -> None:
         if run.resume != str(start.checkpoint) and (fault := fault_of_latest(start.checkpoint)):
             rows.append(("", f"the newest whole one, as {fault}"))
         rows += [("changed", change) for change in start.changes]
+        if not start.manifest.get("data"):
+            told = "not compared: the checkpoint does not say what it was trained on"
+            rows.append(("data", told))
     elif run.resume == "auto":
         why = "fits" if start.passed_over else "yet"
         rows.append(("resumed", f"nothing: no checkpoint {why}, so this run starts anew"))

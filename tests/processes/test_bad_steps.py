@@ -16,6 +16,7 @@ import torch
 from app.choices import BadStep
 from app.config import CheckpointConfig, PrecisionConfig, Run, TrainConfig
 from app.engine import trainer
+from app.engine.agreement import rank_zero_says
 from app.engine.attempt import Attempt
 from app.engine.bad_steps import DIVERGED, BadSteps, Diverged, is_bad
 from app.engine.build import Engine, build_engine
@@ -24,7 +25,7 @@ from app.engine.data_feed import StepInput
 from app.engine.groups import create_groups
 from app.engine.report import StepReport
 from app.engine.run_folder import FolderLock, read_metrics
-from app.engine.start import find_start, load_all_data, rank_zero_says
+from app.engine.start import find_start, load_all_data
 from app.errors import ConfigError
 from app.optim.scale import LossScale
 from app.plan.plan import Plan

@@ -29,13 +29,13 @@ import app.moe.dispatch
 import app.optim.distributed
 from app.config import Run
 from app.engine import checkpoint_save
+from app.engine.agreement import rank_zero_says
 from app.engine.build import Engine, build_engine
 from app.engine.checkpoint import Progress
 from app.engine.checkpoint_save import Saver
 from app.engine.collectives import Collective, Recorded
 from app.engine.groups import create_groups
 from app.engine.heartbeats import Doing, Finding, Heartbeats, Record
-from app.engine.start import rank_zero_says
 from app.engine.trainer import watch_over
 from app.engine.transport import Transport
 from app.engine.watch import EXIT_STUCK, Strand, Watch

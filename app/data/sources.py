@@ -1,0 +1,234 @@
+"""What a corpus is made of: its files with their sizes and sums, so that changed data are noticed.
+
+Sums are cheap for large files: one of up to 16 MiB is summed whole, a larger one by its size and
+64 blocks of 64 KiB, evenly spaced from its first byte to its last. A change of the same length
+between two blocks of a large file is thus seen by the file's time only, which is part of the key of
+the prepared corpus, but not of what checkpoints record: copies have other times.
+"""
+
+from __future__ import annotations
+
+import difflib
+import glob
+import os
+import sysconfig
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from app.choices import Source
+from app.config import DataConfig
+from app.errors import ConfigError
+
+STDLIB_SUFFIXES = (".py", ".rst", ".txt")
+NOT_STDLIB = frozenset({"site-packages", "dist-packages", "__pycache__"})
+SUMMED_WHOLE = 16 * 2**20  # bytes; of larger files, blocks
+BLOCKS, BLOCK = 64, 64 * 2**10  # how many, and their bytes
+READERS = 8  # files that are read at once: file systems over a network need several
+LISTED = 10_000  # most files that a checkpoint lists by name
+Record = dict[str, Any]  # what a checkpoint keeps of its data
+
+
+@dataclass(frozen=True, slots=True)
+class SourceFile:
+    """A file as it was found."""
+
+    path: str
+    name: str  # below the folder that holds all of the corpus
+    bytes: int
+    sum: str  # of its contents
+    mtime_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class Sources:
+    """What the documents and their tokens come from."""
+
+    files: tuple[SourceFile, ...]  # in the order in which they are read
+    revision: str | None  # commit of a dataset of the hub, whose files are not looked at
+    tokenizer: str | None  # sum of its file; None: bytes
+
+    def record(self) -> Record:
+        """The part that says which data these are, wherever they lie; plain values, for JSON."""
+        listed = [[file.name, file.bytes, file.sum] for file in self.files]
+        return {
+            "count": len(listed),
+            "bytes": sum(file.bytes for file in self.files),
+            "sum": text_sum(repr([(file.bytes, file.sum) for file in self.files])),
+            "revision": self.revision,
+            "tokenizer": self.tokenizer,
+            "files": listed if len(listed) <= LISTED else None,
+        }
+
+    def times(self) -> list[int]:
+        """When each file was last written, ns since 1970."""
+        return [file.mtime_ns for file in self.files]
+
+
+def find_sources(config: DataConfig) -> Sources:
+    """Look at every file of a corpus and at the tokenizer's.
+
+    Raises ConfigError for a pattern that matches nothing, and for a file that cannot be read.
+    """
+    paths, revision = source_files(config)
+    tokenizer = None
+    if config.tokenizer != "bytes":
+        tokenizer = _look_at("data.tokenizer", config.tokenizer, "").sum
+    folder = os.path.commonpath([os.path.dirname(path) for path in paths]) if paths else ""
+    with ThreadPoolExecutor(READERS) as readers:
+        key = place(config)[0]
+        files = readers.map(lambda path: _look_at(key, path, folder), paths)
+        return Sources(tuple(files), revision, tokenizer)
+
+
+def source_files(config: DataConfig) -> tuple[list[str], str | None]:
+    """Paths of the files in the order in which they are read, and the commit of a hub's dataset."""
+    match config.source:
+        case Source.stdlib:
+            return stdlib_files(), None
+        case Source.hub:
+            from app.data.corpus import hub_files  # imports `datasets`
+
+            return hub_files(config)
+        case _:
+            return matching_files(config.path), None
+
+
+def difference(was: Record, now: Record) -> str | None:
+    """How one corpus differs from another, as text; None: they are the same."""
+    told = []
+    if was["revision"] != now["revision"]:
+        told.append(f"revision {now['revision']}, was {was['revision']}")
+    if was["sum"] != now["sum"]:
+        told.append(_other_files(was, now))
+    if was["tokenizer"] != now["tokenizer"]:
+        told.append("the tokenizer has other contents")
+    return "; ".join(told) or None
+
+
+def _other_files(was: Record, now: Record) -> str:
+    """The first file that differs, and how many more do."""
+    if was["files"] is None or now["files"] is None:
+        before = f"{was['count']} files of {was['bytes']} bytes"
+        return f"{now['count']} files of {now['bytes']} bytes with other contents, were {before}"
+    before, after = ({name: facts for name, *facts in each["files"]} for each in (was, now))
+    told = [_other_file(name, before.get(name), after.get(name)) for name in before | after]
+    told = [text for text in told if text]
+    if not told:
+        return "the files come in another order"
+    return told[0] + (f"; and {len(told) - 1} more files" if len(told) > 1 else "")
+
+
+def _other_file(name: str, was: list[Any] | None, now: list[Any] | None) -> str | None:
+    if was == now:
+        return None
+    if was is None or now is None:
+        return f"{name} is {'gone' if now is None else 'new'}"
+    if was[0] != now[0]:
+        return f"{name} has {now[0]} bytes, had {was[0]}"
+    return f"{name} has other contents"
+
+
+def check_unchanged(config: DataConfig, sources: Sources) -> None:
+    """Raise ConfigError for a file that is no longer as it was found."""
+    for file in sources.files:
+        try:
+            facts = os.stat(file.path)
+        except OSError as error:
+            raise _unreadable(place(config)[0], file.path, error) from error
+        if (facts.st_size, facts.st_mtime_ns) != (file.bytes, file.mtime_ns):
+            raise ConfigError(place(config)[0], file.path, "was changed while it was read")
+
+
+def _look_at(key: str, path: str, folder: str) -> SourceFile:
+    try:
+        with open(path, "rb") as file:
+            facts = os.fstat(file.fileno())
+            name = path.removeprefix(folder).lstrip(os.sep)
+            content = _content_sum(file.fileno(), facts.st_size)
+            return SourceFile(path, name, facts.st_size, sum=content, mtime_ns=facts.st_mtime_ns)
+    except OSError as error:
+        raise _unreadable(key, path, error) from error
+
+
+def _unreadable(key: str, path: str, error: OSError) -> ConfigError:
+    if isinstance(error, FileNotFoundError):
+        return ConfigError(key, path, "is no longer there, although it has just been listed")
+    return ConfigError(key, path, f"cannot be read: {error.strerror}")
+
+
+def file_sum(path: Path) -> str:
+    """Sum of a file's contents, by blocks where it is large. Raises OSError."""
+    with path.open("rb") as file:
+        return _content_sum(file.fileno(), os.fstat(file.fileno()).st_size)
+
+
+def _content_sum(handle: int, size: int) -> str:
+    summed = xxhash.xxh3_128()
+    if size <= SUMMED_WHOLE:
+        starts: Sequence[int] = range(0, size, BLOCK)
+    else:
+        starts = [number * (size - BLOCK) // (BLOCKS - 1) for number in range(BLOCKS)]
+    for start in starts:
+        summed.update(os.pread(handle, BLOCK, start))
+    return summed.hexdigest()
+
+
+def text_sum(text: str) -> str:
+    """Sum of a text, as `file_sum` makes it of a file."""
+    return xxhash.xxh3_128(text.encode()).hexdigest()
+
+
+def place(config: DataConfig) -> tuple[str, str]:
+    """Key and value of the option that says where the documents are."""
+    match config.source:
+        case Source.stdlib:
+            return "data.source", config.source.value
+        case Source.hub:
+            where = f"config_name={config.config_name}, split={config.split}"
+            return "data.name", f"{config.name} ({where})"
+        case _:
+            return "data.path", " ".join(config.path)
+
+
+def stdlib_files() -> list[str]:
+    """Paths of the Python and text files of the running interpreter's standard library, sorted."""
+    found = []
+    for folder, inner, names in os.walk(sysconfig.get_path("stdlib")):
+        inner[:] = [name for name in inner if name not in NOT_STDLIB]
+        found += [os.path.join(folder, name) for name in names if name.endswith(STDLIB_SUFFIXES)]
+    if not found:
+        rule = "this interpreter's standard library is not a folder of files"
+        raise ConfigError("data.source", Source.stdlib, rule, "text")
+    return sorted(found)
+
+
+def matching_files(patterns: Sequence[str]) -> list[str]:
+    """Absolute paths of the files that match the patterns (`**` matches any folders), sorted, once.
+
+    Raises ConfigError for a pattern that matches nothing.
+    """
+    found = set()
+    for pattern in patterns:
+        listed = glob.glob(pattern, recursive=True)
+        files = [os.path.abspath(path) for path in listed if os.path.isfile(path)]
+        if not files:
+            raise ConfigError("data.path", pattern, "matches no file", _nearest_file(pattern))
+        found.update(files)
+    return sorted(found)
+
+
+def _nearest_file(pattern: str) -> str | None:
+    """The file whose name is most like the pattern's last part, in the nearest folder there is."""
+    folder = next(folder for folder in Path(pattern).parents if folder.is_dir())
+    return most_like(Path(pattern).name, [path for path in folder.iterdir() if path.is_file()])
+
+
+def most_like(name: str, paths: list[Path]) -> str | None:
+    """The path whose name is most like `name`, None when nothing is close."""
+    close = difflib.get_close_matches(name, sorted(path.name for path in paths), n=1, cutoff=0)
+    return str(paths[0].parent / close[0]) if close else None
