@@ -9,7 +9,6 @@ and waiting leave Python's lock free.
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import json
 import os
 import shutil
@@ -47,7 +46,8 @@ from app.engine.checkpoint_folder import (
 from app.engine.groups import HOST_TIMEOUT
 from app.engine.missing import SAVING
 from app.engine.run_folder import plain
-from app.engine.tensor_file import Writable, write_tensors
+from app.engine.synced import sync_folder, write_synced
+from app.engine.tensor_file import write_tensors
 from app.engine.watch import Strand
 from app.errors import ConfigError, no_room, warn
 
@@ -294,35 +294,6 @@ def _hide(path: Path) -> None:
     """Take a checkpoint away in one operation, so that one that is half removed is never taken for a complete one."""
     _clear(hidden(path))
     path.rename(hidden(path))
-
-
-class _Summed:
-    """A file that counts and hashes what is written to it."""
-
-    def __init__(self, file: Writable) -> None:
-        self.file, self.bytes, self.sha256 = file, 0, hashlib.sha256()
-
-    def write(self, data: bytes | memoryview) -> None:
-        self.file.write(data)
-        self.bytes += len(data)
-        self.sha256.update(data)
-
-
-def write_synced(path: Path, write: Callable[[Writable], object]) -> dict[str, Any]:
-    """Write a file and wait until it is on the disk; returns how many bytes were meant to be written, and their sha256."""
-    with path.open("wb") as file:
-        summed = _Summed(file)
-        write(summed)
-        file.flush()
-        os.fsync(file.fileno())
-    return {"bytes": summed.bytes, "sha256": summed.sha256.hexdigest()}
-
-
-def sync_folder(path: Path) -> None:
-    """Wait until a folder's entries are on the disk."""
-    handle = os.open(path, os.O_RDONLY)
-    os.fsync(handle)
-    os.close(handle)
 
 
 class Saver:
