@@ -269,14 +269,12 @@ def test_stdlib_files():
 
 
 def test_stdlib_corpus(tmp_path: Path):
-    """The whole of it, once: within time, again from the cache within a second, and counting predicts it this well."""
+    """The whole of it: prepared once, then only mapped, and counting predicts it this well."""
     config = DataConfig(cache_dir=str(tmp_path))
-    begin = time.perf_counter()
     prepare(config, TOKENIZER)
-    prepared = time.perf_counter()
+    written = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.arrow")}
     train, validation = load_data(config, 256, 1, TOKENIZER)
-    loaded = time.perf_counter()
-    assert prepared - begin < 15 and loaded - prepared < 1
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.arrow")} == written != {}
     assert 5e6 < train.sequences.num_tokens < 1e8 and validation.sequences.per_epoch > 1000
     counted, held = train.sequences.tokens(2_000_000), validation.sequences.tokens(300_000)
     bigram, trigram = ngram_loss(counted, held, 2), ngram_loss(counted, held, 3)

@@ -6,7 +6,7 @@ from itertools import pairwise
 import numpy as np
 import pyarrow as pa
 import pytest
-from hypothesis import assume, given
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from app.data.packing import Documents, PackedSequences
@@ -23,6 +23,10 @@ def numbered(lengths: list[int]) -> Documents:
     return Documents.from_lists([np.arange(a, b) for a, b in pairwise(starts)])
 
 
+at_leisure = settings(deadline=None)  # other programs may have the processor
+
+
+@at_leisure
 @given(st.lists(st.integers(1, 12), min_size=1, max_size=12), st.integers(1, 15), st.integers(0, 3), st.integers(0, 3))
 def test_every_token_of_an_epoch_once_except_the_tail(lengths: list[int], seq_len: int, seed: int, epoch: int):
     documents = numbered(lengths)
@@ -36,6 +40,7 @@ def test_every_token_of_an_epoch_once_except_the_tail(lengths: list[int], seq_le
     assert len(inputs) == len(targets) == sum(lengths) - dropped and 1 <= dropped <= seq_len
 
 
+@at_leisure
 @given(st.lists(st.integers(1, 12), min_size=2, max_size=12), st.integers(1, 9))
 def test_sequences_are_stretches_of_the_documents_in_some_order(lengths: list[int], seq_len: int):
     assume(sum(lengths) > seq_len)
@@ -94,6 +99,7 @@ def test_arrow_chunks_are_viewed_not_copied():
     assert len(Documents.from_arrow(pa.chunked_array([], pa.list_(pa.uint16())))) == 0
 
 
+@at_leisure
 @given(st.integers(2, 300), st.floats(0.001, 0.999))
 def test_split_takes_every_nth_document(count: int, fraction: float):
     train, validation = numbered([1] * count).split(fraction)

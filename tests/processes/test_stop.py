@@ -358,7 +358,7 @@ def test_a_run_in_which_a_rank_stops_ends(corpus: tuple[str, ...], tmp_path: Pat
     os.kill(int(ranks[0]), signal.SIGSTOP)
     since = time.monotonic()
     _, said = process.communicate(timeout=120)
-    assert process.returncode == EXIT_STUCK and time.monotonic() - since < 1.5 * timeout_s + 5, said
+    assert process.returncode == EXIT_STUCK and time.monotonic() - since < 1.5 * timeout_s + 20, said
     first, second = said.splitlines()
     stuck = r"rank 1 is stuck in \w+ \d+ of \w+ \(.*\) for 3 s \(schedule.timeout_s=3\)"
     assert re.match(rf"{stuck}; rank 0 has ", first), said
