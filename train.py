@@ -9,6 +9,7 @@ from omegaconf import DictConfig
 from app.cli.compose import load_run, register_schema
 from app.cli.launch import Launch, carry_out, refuse_nested_sweep, settled
 from app.cli.messages import RESUMABLE, readable_errors
+from app.cli.parent import end_with_parent
 from app.rules import check_runnable
 
 register_schema()
@@ -27,6 +28,8 @@ def main(config: DictConfig) -> None:
 if __name__ == "__main__":
     os.environ["HYDRA_FULL_ERROR"] = "1"  # hydra raises instead of printing and exiting with 1
     launch = Launch.from_environment(os.environ)
+    if launch.launched:
+        end_with_parent()
     with readable_errors("train.py", launch.rank == 0, RESUMABLE):
         refuse_nested_sweep(launch, sys.argv[1:])
         main()

@@ -41,6 +41,7 @@ def test_torchrun():
 def test_tasks_of_slurm_meet_at_the_first_node():
     job = TASK | {"SLURM_RESTART_COUNT": "2", "SUBMITIT_EXECUTOR": "slurm"}
     assert Launch.from_environment(job, ask) == Launch(3, 1, 4, ("127.0.0.9", 22345), requeues=2, submitted=True)
+    assert Launch.from_environment(TASK, ask).launched and not Launch.from_environment({}).launched
     assert Launch.from_environment(TASK | {"MASTER_PORT": "4000"}, ask).master == ("127.0.0.9", 4000)
     resolves = Launch.from_environment(TASK, lambda *command: "localhost\nother\n")
     assert resolves.master == ("localhost", 22345)

@@ -22,6 +22,7 @@ from typing import Any, TextIO
 
 from hydra.core.utils import JobReturn, JobStatus
 
+from app.cli.parent import bound
 from app.cli.run_facts import clock, run_facts, settings
 from app.cli.sweep_record import JOB_LOG, Job, State, Sweep
 from app.engine.run_folder import METRICS
@@ -80,7 +81,7 @@ def run_process(command: Sequence[str], run_dir: Path, line: ProgressLine) -> tu
     run_dir.mkdir(parents=True, exist_ok=True)
     with (run_dir / JOB_LOG).open("wb") as log:
         process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True, close_fds=False
+            bound(command), stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True, close_fds=False
         )
     try:
         return line.follow(process), False

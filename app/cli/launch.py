@@ -16,9 +16,11 @@ from pathlib import Path
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 
+from app.cli.parent import bound
 from app.config import Run
 from app.errors import ConfigError
 
+ROOT = Path(__file__).parents[2]
 CPU_RANKS_PER_CORE = 4  # more gloo processes than that only wait for each other
 SUBMITIT_REQUEUES = -1  # exit code with which it leaves once SLURM has the job back in its queue
 FIRST_PORT, PORTS = 20_000, 10_000  # where the tasks of SLURM jobs meet, below the ports that systems hand out
@@ -40,6 +42,7 @@ class Launch:
     requeues: int = 0  # times that SLURM has started this job again
     agent_store: bool = False  # at `master` is a key-value store that outlives restarts
     submitted: bool = False  # a function that submitit calls, not a program
+    launched: bool = False  # a program that torchrun, or srun as one of several tasks, has started
 
     @classmethod
     def from_environment(cls, env: Mapping[str, str], ask: Callable[..., str] = ask_slurm) -> Launch:
@@ -53,12 +56,14 @@ class Launch:
                 int(env["WORLD_SIZE"]),
                 master,
                 agent_store=env.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+                launched="TORCHELASTIC_RUN_ID" in env,
                 **job,
             )
         # A batch script has SLURM_NTASKS too; only srun's tasks have a step. One task alone may start ranks itself.
         if "SLURM_STEP_ID" in env and int(env["SLURM_NTASKS"]) > 1:
             rank, local_rank, world_size = (int(env[name]) for name in ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NTASKS"))
-            return cls(rank, local_rank, world_size, _slurm_master(env, ask), **job)
+            master = _slurm_master(env, ask)
+            return cls(rank, local_rank, world_size, master, launched=not job["submitted"], **job)
         return cls(0, 0, None, **job)
 
     def rendezvous(self) -> dict[str, str]:
@@ -124,16 +129,17 @@ def carry_out(run: Run, launch: Launch, script: str, env: MutableMapping[str, st
 def start_ranks(world_size: int, script: str, overrides: Sequence[str], env: Mapping[str, str]) -> int:
     """Run `script` as `world_size` ranks of this host under torchrun and return the exit code of the first rank to fail.
 
-    Being told to end, this process passes it on and waits, so that no rank is left behind.
+    Being told to end, this process passes it on and waits, so that no rank is left behind; killed, it takes them along.
     """
     threads = str(max(1, (os.cpu_count() or 1) // world_size))
-    # By its path and without that folder among the modules (-P), since `app` need not be installed.
-    torchrun = [sys.executable, "-P", str(Path(__file__).with_name("torchrun.py")), "--standalone"]
+    # `app` need not be installed, nor be what the current folder calls so (-P).
+    paths = os.pathsep.join(filter(None, (str(ROOT), env.get("PYTHONPATH"))))
+    torchrun = [sys.executable, "-P", "-m", "app.cli.torchrun", "--standalone"]
     command = [*torchrun, f"--nproc-per-node={world_size}", script, *overrides]
-    process = subprocess.Popen(command, env={"OMP_NUM_THREADS": threads, **env})
-    for number in (signal.SIGTERM, signal.SIGUSR1):
+    settings = {"OMP_NUM_THREADS": threads, **env, "PYTHONPATH": paths}
+    process = subprocess.Popen(bound(command), env=settings)
+    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
         signal.signal(number, lambda number, frame: process.send_signal(number))
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends Ctrl-C to the ranks' launcher as well
     code = process.wait()
     return code if code >= 0 else 128 - code
 

@@ -40,8 +40,10 @@ class Agent(LocalElasticAgent):
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self._told = False
+        self._interrupted = False
         for number in PASSED_ON:
             signal.signal(number, self._pass_on)
+        signal.signal(signal.SIGINT, self._interrupt)
 
     def _pass_on(self, number: int, frame: FrameType | None) -> None:
         if self._pcontext is None:  # no ranks yet
@@ -50,6 +52,12 @@ class Agent(LocalElasticAgent):
         for pid in self._pcontext.pids().values():
             with suppress(ProcessLookupError):
                 os.kill(pid, number)
+
+    def _interrupt(self, number: int, frame: FrameType | None) -> None:
+        # Once: a terminal's Ctrl-C comes from the program that has started this one as well.
+        if not self._interrupted:
+            self._interrupted = True
+            raise SignalException("interrupted", signal.SIGINT)
 
     def _invoke_run(self, role: str = DEFAULT_ROLE) -> RunResult:
         try:
@@ -102,7 +110,7 @@ class Agent(LocalElasticAgent):
 def main(arguments: Sequence[str]) -> int:
     """Run torchrun; returns the exit code."""
     options = parse_args(list(arguments))
-    options.signals_to_handle = "SIGINT,SIGHUP,SIGQUIT"  # the others are the agent's
+    options.signals_to_handle = "SIGHUP,SIGQUIT"  # the others are the agent's
     launcher.LocalElasticAgent = Agent
     logging.disable(logging.ERROR)  # what torchrun has to say about a rank that failed is said here
     try:

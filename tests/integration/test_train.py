@@ -194,16 +194,33 @@ def test_mistake_of_launched_ranks_is_told_once(tmp_path: Path, corpus: str):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_no_rank_outlives_its_starter(tmp_path: Path, corpus: str):
-    starter = subprocess.Popen(
-        command(corpus, "parallel.dp=2", "train.steps=100000", "run_dir=run"), cwd=tmp_path, stdout=subprocess.DEVNULL
-    )
-    wait_for(lambda: newest_checkpoint(tmp_path / "run") is not None)
-    ranks = [pid for pid in descendants(starter.pid)]
-    starter.terminate()
-    starter.wait(timeout=60)
-    assert len(ranks) >= 3
-    wait_for(lambda: not any(Path(f"/proc/{pid}").exists() for pid in ranks))
+ENDS = [
+    ("starter", signal.SIGKILL, "steps"),
+    ("launcher", signal.SIGKILL, "steps"),
+    ("starter", signal.SIGKILL, "start"),
+    ("starter", signal.SIGTERM, "steps"),
+    ("starter", signal.SIGINT, "steps"),
+]
+
+
+@pytest.mark.parametrize(("who", "number", "phase"), sampled(ENDS, 2))
+def test_no_rank_outlives_its_starter(
+    tmp_path: Path, corpus: str, who: str, number: int, phase: str
+):
+    """Whoever of the processes above the ranks ends, and however; with a signal to it alone."""
+    line = command(corpus, "parallel.dp=2", "train.steps=100000", "run_dir=run")
+    starter = subprocess.Popen(line, cwd=tmp_path, stdout=subprocess.DEVNULL)
+    if phase == "steps":
+        wait_for(lambda: newest_checkpoint(tmp_path / "run") is not None)
+    else:
+        wait_for(lambda: len(list(descendants(starter.pid))) >= 3)
+    below = list(descendants(starter.pid))
+    os.kill(starter.pid if who == "starter" else below[0], number)
+    code = starter.wait(timeout=60)
+    assert len(below) >= 3
+    wait_for(lambda: not any(Path(f"/proc/{pid}").exists() for pid in below), seconds=20)
+    codes = {"launcher": 128 + number, signal.SIGTERM: 75, signal.SIGINT: 130}
+    assert code == codes.get(who, codes.get(number, -number))
 
 
 def descendants(pid: int) -> Iterator[int]:

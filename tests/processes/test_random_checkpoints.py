@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from app.engine.build import Engine
-from app.engine.checkpoint import Progress, load_checkpoint, read_manifest
+from app.engine.checkpoint import Progress, load_checkpoint
+from app.engine.checkpoint_folder import read_manifest
 from app.engine.checkpoint_save import save_checkpoint
 from app.engine.run_folder import CHECKPOINTS, newest_checkpoint
 from tests.distributed import run_distributed

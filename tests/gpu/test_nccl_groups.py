@@ -1,6 +1,6 @@
 """Groups over NCCL: they join the right ranks and cost no more memory than is planned.
 
-torchrun --nproc-per-node 2 tests/gpu/test_groups.py    prints what each communicator takes, MiB
+torchrun --nproc-per-node 2 tests/gpu/test_nccl_groups.py    prints what each communicator takes, MiB
 """
 
 from __future__ import annotations
