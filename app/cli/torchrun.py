@@ -13,6 +13,7 @@ import os
 import signal
 import sys
 import time
+from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from types import FrameType
@@ -26,6 +27,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from torch.distributed.elastic.rendezvous import RendezvousError
 from torch.distributed.run import parse_args, run
 
+from app.cli.parent import bound
 from app.engine.watch import EXIT_STUCK
 
 SAID = (2, os.EX_DATAERR, os.EX_TEMPFAIL, 130)  # a mistake, a run that diverged, a stop, Ctrl-C: train.py has explained them
@@ -111,6 +113,7 @@ def main(arguments: Sequence[str]) -> int:
     """Run torchrun; returns the exit code."""
     options = parse_args(list(arguments))
     options.signals_to_handle = "SIGHUP,SIGQUIT"  # the others are the agent's
+    _bind_ranks(options)
     launcher.LocalElasticAgent = Agent
     logging.disable(logging.ERROR)  # what torchrun has to say about a rank that failed is said here
     try:
@@ -126,6 +129,16 @@ def main(arguments: Sequence[str]) -> int:
         _say(_explain(error, options.rdzv_endpoint or f"{options.master_addr}:{options.master_port}"))
         return 2
     return 0
+
+
+def _bind_ranks(options: Namespace) -> None:
+    """Have the ranks end with this process, also where it dies before they can ask for that."""
+    if options.no_python or options.module:
+        return
+    python = [sys.executable, "-u", options.training_script]
+    command = bound([*python, *options.training_script_args])
+    options.no_python = True
+    options.training_script, *options.training_script_args = command
 
 
 def _runs(pid: int) -> bool:

@@ -203,7 +203,7 @@ ENDS = [
 ]
 
 
-@pytest.mark.parametrize(("who", "number", "phase"), sampled(ENDS, 2))
+@pytest.mark.parametrize(("who", "number", "phase"), sampled(ENDS, 5))
 def test_no_rank_outlives_its_starter(
     tmp_path: Path, corpus: str, who: str, number: int, phase: str
 ):

@@ -310,6 +310,7 @@ def started(folder: Path, *command: str) -> subprocess.Popen[str]:
     return subprocess.Popen([sys.executable, *command], cwd=folder, env=environment, stderr=subprocess.PIPE, text=True)
 
 
+@pytest.mark.full
 def test_stopped_ranks_go_on_where_they_were(corpus: tuple[str, ...], tmp_path: Path, undisturbed: dict[int, float]):
     """`python train.py` that starts two ranks: SIGUSR1 to the starter, exit code 75, one line."""
     process = started(tmp_path, str(ROOT / "train.py"), *corpus, *LONG, "parallel.dp=2", "run_dir=run")
@@ -347,6 +348,7 @@ def test_a_killed_rank_costs_no_step(corpus: tuple[str, ...], tmp_path: Path, un
     assert json.loads((folder / "plan.json").read_text())
 
 
+@pytest.mark.full
 def test_a_run_in_which_a_rank_stops_ends(corpus: tuple[str, ...], tmp_path: Path):
     """`python train.py` that starts two ranks: 124, and the other says for whom it waits."""
     timeout_s, long = 3, ("parallel.dp=2", "train.steps=100000", "train.eval_interval=0")
