@@ -51,11 +51,17 @@ def composed(overrides: Sequence[str], world_size: int) -> Run:
         return load_run(compose("train", list(overrides)), world_size)
 
 
-def train_rank(rank: int, run: Run, told_at: dict[int, int]) -> tuple[bool, Seen]:
-    """Train as one rank; those in `told_at` get SIGTERM during that step. Whether the run came to its end, and its tokens."""
+def train_rank(
+    rank: int, run: Run, told_at: dict[int, int], earlier: Path | None = None
+) -> tuple[bool, Seen]:
+    """Train as one rank: whether the run came to its end, and its tokens.
+
+    Ranks in `told_at` get SIGTERM during that step. `earlier` is the folder of an attempt
+    before this one, as a launcher that starts it again knows.
+    """
     plan = Plan(run)
     groups = create_groups(plan.layout, rank)
-    start = rank_zero_says(groups, lambda: find_start(run))
+    start = rank_zero_says(groups, lambda: find_start(run, earlier))
     data = load_all_data(run, groups, rank)
     training = trainer.Trainer(build_engine(plan, groups, torch.device("cpu")), data, start)
     seen, give = [], training.feed.next_step

@@ -16,6 +16,8 @@ from typing import Any
 
 import pytest
 
+from app.engine.checkpoint_folder import read_manifest
+from app.engine.run_folder import newest_checkpoint
 from tests.distributed import run_distributed
 from tests.processes.test_stop import started, untimed
 from tests.training import ROOT, composed, corpus_in, train_rank
@@ -84,9 +86,16 @@ def undisturbed(
 
 
 def train(corpus: tuple[str, ...], layout: str, ranks: int, folder: Path) -> None:
-    """Train to the end, from where a run in that folder has got to."""
+    """Train to the end, from where a run in that folder has got to.
+
+    One that was stopped after its last step goes on as an attempt does: typed, it is refused, as it
+    has taken all its steps.
+    """
     line = (*corpus, f"parallel={layout}", f"run_dir={folder}", "resume=auto")
-    seen = run_distributed(train_rank, ranks, composed(line, ranks), {})
+    newest = newest_checkpoint(folder)
+    ended = newest is not None and read_manifest(newest)["step"] == STEPS
+    earlier = folder if ended else None
+    seen = run_distributed(train_rank, ranks, composed(line, ranks), {}, earlier)
     assert all(finished for finished, _ in seen)
 
 
