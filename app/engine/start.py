@@ -69,7 +69,8 @@ def find_start(
         resume = "auto" if newest_checkpoint(earlier) else run.resume
         run = replace(run, run_dir=str(earlier), resume=resume)
     check_place(Path(run.run_dir) if run.run_dir else RUNS)
-    record = cache(lambda: (sources() if sources else find_sources(run.data)).record())
+    look = sources or look_once(run)
+    record = cache(lambda: look().record())
     checkpoint, passed_over = checkpoint_to_resume(run, record)
     run_dir = choose_folder(run, checkpoint, ours=earlier is not None)
     if checkpoint is None:
