@@ -43,7 +43,7 @@ from app.engine.checkpoint_folder import (
     strays,
     unfinished,
 )
-from app.engine.groups import HOST_TIMEOUT
+from app.engine.groups import host_group
 from app.engine.missing import SAVING
 from app.engine.run_folder import plain
 from app.engine.synced import sync_folder, write_synced
@@ -320,7 +320,7 @@ class Saver:
     def _own_group(self) -> dist.ProcessGroup:
         watch = self.engine.watch
         watch.meet("creating the process group of checkpoints")
-        group = dist.new_group(backend="gloo", timeout=HOST_TIMEOUT)
+        group = host_group(list(range(dist.get_world_size())))
         watch.follow({SAVING: group})
         watch.rest("building the model")
         return group

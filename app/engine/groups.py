@@ -90,7 +90,7 @@ def create_groups(layout: ParallelLayout, rank: int) -> Groups:
     destroyed cannot be created again in that world: torch would find what the first have left in
     its store. In a world of the "fake" backend this is a dry run of one rank: nothing is sent.
     """
-    alone = _host_group([rank])  # serves every purpose for which the layout has no second rank
+    alone = host_group([rank])  # serves every purpose for which the layout has no second rank
 
     def own(groups: list[list[int]], create: CreateGroup = _tensor_group) -> dist.ProcessGroup:
         if len(groups[0]) == 1:
@@ -98,13 +98,13 @@ def create_groups(layout: ParallelLayout, rank: int) -> Groups:
         found = next((ranks for ranks in groups if rank in ranks), None)
         # torch names a group by its ranks and the number of groups that a rank has: a rank that is
         # in none makes one of its own, or its next group would have another name than elsewhere.
-        return _host_group([rank]) if found is None else create(found)
+        return host_group([rank]) if found is None else create(found)
 
     everybody = [list(range(layout.world_size))]
     return Groups(
         layout=layout,
         rank=rank,
-        host=own(everybody, _host_group),
+        host=own(everybody, host_group),
         world=own(everybody, _control_group),
         data=own(layout.groups("dp"), _control_group),
         tokens=own(layout.groups("tp", "cp", "dp"), _control_group),
@@ -123,7 +123,8 @@ def create_groups(layout: ParallelLayout, rank: int) -> Groups:
 CreateGroup = Callable[[list[int]], dist.ProcessGroup]
 
 
-def _host_group(ranks: list[int]) -> dist.ProcessGroup:
+def host_group(ranks: list[int]) -> dist.ProcessGroup:
+    """A group of these ranks over gloo, which all of them create as their next one."""
     # Also for one rank: an NCCL communicator would take 390 MiB of its GPU, to send nothing.
     backend = "fake" if dist.get_backend() == "fake" else "gloo"
     return dist.new_group(
