@@ -27,7 +27,8 @@ def main(config: DictConfig) -> None:
 
 if __name__ == "__main__":
     os.environ["HYDRA_FULL_ERROR"] = "1"  # hydra raises instead of printing and exiting with 1
-    launch = Launch.from_environment(os.environ)
+    with readable_errors("train.py", speak=True):
+        launch = Launch.from_environment(os.environ)
     if launch.launched:
         end_with_parent()
     with readable_errors("train.py", launch.rank == 0, RESUMABLE):

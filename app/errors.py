@@ -21,7 +21,11 @@ class ConfigError(ValueError):
 
     def __reduce__(self) -> tuple[type, tuple[object, ...]]:
         """Pickle by arguments, so that one rank can hand its error to the others."""
-        return ConfigError, (self.key, self.value, self.rule, self.nearest)
+        return type(self), (self.key, self.value, self.rule, self.nearest)
+
+
+class OwnError(ConfigError):
+    """A mistake that one rank may see alone, which therefore says so itself."""
 
 
 def warn(text: str) -> None:

@@ -13,8 +13,10 @@ import pytest
 
 from app.cli.launch import Launch, settled
 from app.errors import ConfigError
+from tests.programs import run_forked
 
 ROOT = Path(__file__).parent.parent
+BY_HAND = Launch(0, 0, None, one_host=True)
 SCRIPTS = sorted(path for path in (ROOT / "scripts").iterdir() if path.suffix in (".sh", ".sbatch"))
 TORCHRUN = {"RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "n1", "MASTER_PORT": "29500"}
 TASK = {"SLURM_JOB_ID": "12345", "SLURM_STEP_ID": "0", "SLURM_STEP_NODELIST": "n[1-2]", "SLURM_NTASKS": "4", "SLURM_PROCID": "3",
@@ -28,14 +30,13 @@ def ask(*command: str) -> str:
 
 
 def test_by_hand():
-    assert Launch.from_environment({}) == Launch(0, 0, None)
+    assert Launch.from_environment({}) == BY_HAND
 
 
 def test_torchrun():
     assert Launch.from_environment(TORCHRUN) == Launch(3, 1, 4, ("n1", 29500))
     agent = Launch.from_environment(TORCHRUN | {"TORCHELASTIC_USE_AGENT_STORE": "True"})
     assert agent == Launch(3, 1, 4, ("n1", 29500), agent_store=True)
-    assert agent.rendezvous() == {"MASTER_ADDR": "n1", "MASTER_PORT": "29500"}
 
 
 def test_tasks_of_slurm_meet_at_the_first_node():
@@ -57,6 +58,41 @@ def test_what_slurm_started_alone_may_start_ranks_itself():
     assert Launch.from_environment(batch_script, ask).world_size is None
 
 
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"RANK": "x"}, "RANK=x: must be a whole number"),
+        ({"RANK": "5"}, "RANK=5: is none of the 4 ranks that WORLD_SIZE says there are, counted from 0"),
+        ({"RANK": "-1"}, "RANK=-1: is none of the 4 ranks"),
+        ({"LOCAL_RANK": "4"}, "LOCAL_RANK=4: is none of the 4 ranks"),
+        ({"WORLD_SIZE": ""}, "WORLD_SIZE=: must be a whole number"),
+        ({"MASTER_PORT": "http"}, "MASTER_PORT=http: must be a whole number"),
+        ({"MASTER_ADDR": ""}, "MASTER_ADDR=: RANK and WORLD_SIZE are set, but not where the ranks meet"),
+        ({"SLURM_RESTART_COUNT": "no"}, "SLURM_RESTART_COUNT=no: must be a whole number"),
+    ],
+)
+def test_an_environment_that_cannot_be_true(changed: dict[str, str], said: str):
+    with pytest.raises(ConfigError) as refused:
+        Launch.from_environment(TORCHRUN | changed)
+    assert str(refused.value).startswith(said)
+
+
+def test_such_an_environment_costs_one_line(tmp_path: Path):
+    line = [sys.executable, str(ROOT / "train.py")]
+    done = run_forked(tmp_path, line, env={**os.environ, **TORCHRUN, "RANK": "x"})
+    said = "train.py: RANK=x: must be a whole number; torchrun and srun set it\n"
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", said)
+
+
+def test_ranks_of_one_host_keep_to_its_loopback():
+    assert set(BY_HAND.network()) == {"GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"}
+    assert Launch.from_environment(TORCHRUN | {"LOCAL_WORLD_SIZE": "4"}).network() == BY_HAND.network()
+    assert Launch.from_environment(TORCHRUN | {"LOCAL_WORLD_SIZE": "2"}).network() == {}
+    step = Launch.from_environment(TASK | {"SLURM_STEP_NUM_NODES": "1"}, ask)
+    assert step.network() == BY_HAND.network() and step.master == ("127.0.0.1", 22345)
+    assert Launch.from_environment(TASK | {"SLURM_STEP_NUM_NODES": "2"}, ask).network() == {}
+
+
 # A port that another program has, for each way to start ranks by which a user can choose one.
 
 
@@ -65,14 +101,6 @@ def taken() -> Iterator[int]:
     """A port at which another program listens."""
     with socket.create_server(("", 0)) as program:
         yield program.getsockname()[1]
-
-
-def test_a_port_that_another_program_has(taken: int):
-    with pytest.raises(ConfigError, match=f"^MASTER_PORT={taken}: another program on this host has this port"):
-        Launch(0, 0, 2, ("127.0.0.1", taken)).rendezvous()
-    assert Launch(1, 1, 2, ("127.0.0.1", taken)).rendezvous()["MASTER_PORT"] == str(taken)
-    Launch(0, 0, 2, ("127.0.0.1", taken), agent_store=True).rendezvous()
-    assert Launch(0, 0, None).rendezvous() == {}
 
 
 @pytest.mark.parametrize(
@@ -94,7 +122,7 @@ def test_ranks_that_a_run_starts_itself_meet_at_a_port_that_is_free(tmp_path: Pa
     """Whatever the environment says: `python train.py parallel.dp=2` is not asked for a port."""
     (tmp_path / "ranks.py").write_text("import os; open(os.environ['RANK'], 'w').write(os.environ['MASTER_PORT'])")
     env = {**os.environ, "PYTHONPATH": str(ROOT)} | dict.fromkeys(("MASTER_PORT", "PET_MASTER_PORT"), str(taken))
-    assert Launch.from_environment(env) == Launch(0, 0, None)
+    assert Launch.from_environment(env) == BY_HAND
     start = "import os, sys; from app.cli.launch import start_ranks; sys.exit(start_ranks(2, 'ranks.py', [], os.environ))"
     done = subprocess.run([sys.executable, "-c", start], cwd=tmp_path, env=env, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")

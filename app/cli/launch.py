@@ -24,6 +24,7 @@ ROOT = Path(__file__).parents[2]
 CPU_RANKS_PER_CORE = 4  # more gloo processes than that only wait for each other
 SUBMITIT_REQUEUES = -1  # exit code with which it leaves once SLURM has the job back in its queue
 FIRST_PORT, PORTS = 20_000, 10_000  # where the tasks of SLURM jobs meet, below the ports that systems hand out
+LOOPBACK = "127.0.0.1"
 
 
 def ask_slurm(*command: str) -> str:
@@ -41,56 +42,76 @@ class Launch:
     master: tuple[str, int] | None = None  # host and port at which the processes meet
     requeues: int = 0  # times that SLURM has started this job again
     agent_store: bool = False  # at `master` is a key-value store that outlives restarts
+    one_host: bool = False  # the launcher has started all of them on this host
     submitted: bool = False  # a function that submitit calls, not a program
     launched: bool = False  # a program that torchrun, or srun as one of several tasks, has started
 
     @classmethod
     def from_environment(cls, env: Mapping[str, str], ask: Callable[..., str] = ask_slurm) -> Launch:
-        """Read what torchrun has set, else what srun has set for one of several tasks; `ask` runs scontrol."""
-        job = {"requeues": int(env.get("SLURM_RESTART_COUNT", 0)), "submitted": "SUBMITIT_EXECUTOR" in env}
+        """Read what torchrun has set, else what srun has set for one of several tasks; `ask` runs scontrol.
+
+        Raises ConfigError for a variable that is missing, no number, or contradicts another.
+        """
+        job = {"requeues": _number(env, "SLURM_RESTART_COUNT", 0), "submitted": "SUBMITIT_EXECUTOR" in env}
         if "RANK" in env and "WORLD_SIZE" in env:
-            master = (env["MASTER_ADDR"], int(env["MASTER_PORT"])) if "MASTER_PORT" in env else None
+            rank, local_rank, world_size = _place(env, "RANK", "LOCAL_RANK", ranks="WORLD_SIZE")
             return cls(
-                int(env["RANK"]),
-                int(env.get("LOCAL_RANK", 0)),
-                int(env["WORLD_SIZE"]),
-                master,
+                rank,
+                local_rank,
+                world_size,
+                master=_torchrun_master(env) if world_size > 1 else None,
                 agent_store=env.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+                one_host=_number(env, "LOCAL_WORLD_SIZE", 0) == world_size,
                 launched="TORCHELASTIC_RUN_ID" in env,
                 **job,
             )
         # A batch script has SLURM_NTASKS too; only srun's tasks have a step. One task alone may start ranks itself.
-        if "SLURM_STEP_ID" in env and int(env["SLURM_NTASKS"]) > 1:
-            rank, local_rank, world_size = (int(env[name]) for name in ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NTASKS"))
-            master = _slurm_master(env, ask)
-            return cls(rank, local_rank, world_size, master, launched=not job["submitted"], **job)
-        return cls(0, 0, None, **job)
+        if "SLURM_STEP_ID" in env and _number(env, "SLURM_NTASKS") > 1:
+            place = _place(env, "SLURM_PROCID", "SLURM_LOCALID", ranks="SLURM_NTASKS")
+            one_host = env.get("SLURM_STEP_NUM_NODES") == "1"
+            master = _slurm_master(env, ask, one_host=one_host)
+            return cls(*place, master, one_host=one_host, launched=not job["submitted"], **job)
+        return cls(0, 0, None, one_host=True, **job)
 
-    def rendezvous(self) -> dict[str, str]:
-        """The variables by which torch finds where the processes meet.
-
-        Raises ConfigError when that is at this rank, and another program has the port.
-        """
-        if self.master is None:
-            return {}
-        host, port = self.master
-        if self.rank == 0 and not self.agent_store:
-            _check_free(port)
-        return {"MASTER_ADDR": host, "MASTER_PORT": str(port)}
+    def network(self) -> dict[str, str]:
+        """Variables that keep gloo and NCCL from listening to other hosts, where all ranks are on this one."""
+        loopback = "lo" if sys.platform.startswith("linux") else "lo0"
+        return {name: loopback for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME") if self.one_host}
 
 
-def _check_free(port: int) -> None:
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(("", port))
-        except OSError as error:
-            raise ConfigError("MASTER_PORT", port, "another program on this host has this port", "a free one") from error
+def _number(env: Mapping[str, str], name: str, default: int | None = None) -> int:
+    text = env.get(name, "" if default is None else str(default))
+    try:
+        return int(text)
+    except ValueError:
+        raise ConfigError(name, text, "must be a whole number; torchrun and srun set it") from None
 
 
-def _slurm_master(env: Mapping[str, str], ask: Callable[..., str]) -> tuple[str, int]:
+def _place(env: Mapping[str, str], rank: str, local_rank: str, *, ranks: str) -> tuple[int, int, int]:
+    """Rank, local rank and number of ranks, from the variables of these names."""
+    world_size = _number(env, ranks)
+    for name in (rank, local_rank):
+        if not 0 <= (found := _number(env, name, 0)) < world_size:
+            rule = f"is none of the {world_size} ranks that {ranks} says there are, counted from 0"
+            raise ConfigError(name, found, rule)
+    return _number(env, rank), _number(env, local_rank, 0), world_size
+
+
+def _torchrun_master(env: Mapping[str, str]) -> tuple[str, int]:
+    for name in ("MASTER_ADDR", "MASTER_PORT"):
+        if not env.get(name):
+            rule = "RANK and WORLD_SIZE are set, but not where the ranks meet"
+            raise ConfigError(name, "", rule, "torchrun, which sets them all")
+    return env["MASTER_ADDR"], _number(env, "MASTER_PORT")
+
+
+def _slurm_master(
+    env: Mapping[str, str], ask: Callable[..., str], *, one_host: bool
+) -> tuple[str, int]:
     """Host and port at which the tasks of a step meet: its first node, and a port of this job's unless MASTER_PORT is set."""
-    port = int(env.get("MASTER_PORT", FIRST_PORT + int(env["SLURM_JOB_ID"]) % PORTS))
+    port = _number(env, "MASTER_PORT", FIRST_PORT + _number(env, "SLURM_JOB_ID") % PORTS)
+    if one_host:
+        return LOOPBACK, port
     host = ask("scontrol", "show", "hostnames", env["SLURM_STEP_NODELIST"]).split()[0]
     try:
         socket.getaddrinfo(host, port)
@@ -111,18 +132,19 @@ def check_room(world_size: int, gpus: int) -> None:
 
 def carry_out(run: Run, launch: Launch, script: str, env: MutableMapping[str, str]) -> int:
     """Train on this rank, or start the ranks that the layout asks for; returns the exit code. Raises ConfigError."""
-    env.update(launch.rendezvous())
+    for name, interface in launch.network().items():
+        env.setdefault(name, interface)
     # torch is loaded here, after the first mistakes have been reported.
     from app.engine.attempt import Attempt
     from app.engine.start import preflight, usable_gpus
     from app.engine.trainer import train
     from app.plan.plan import Plan
 
-    attempt = Attempt(launch.requeues, launch.master if launch.agent_store else None)
+    attempt = Attempt(launch.requeues, launch.master, store_stays=launch.agent_store)
     if launch.world_size is not None or run.world_size == 1:
         return train(Plan(run), launch.rank, launch.local_rank, attempt)
     check_room(run.world_size, usable_gpus(run))
-    preflight(run, attempt.earlier(run.run_dir))
+    preflight(run, attempt.earlier(run))
     return start_ranks(run.world_size, script, given_overrides(sys.argv[1:]), env)
 
 

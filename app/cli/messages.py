@@ -11,7 +11,7 @@ from hydra.errors import HydraException, MissingConfigException
 from omegaconf.errors import OmegaConfBaseException, ValidationError
 
 from app.cli.compose import all_keys, default_of
-from app.errors import ConfigError, nearest
+from app.errors import ConfigError, OwnError, nearest
 
 _NULL_SECTION = "Unexpected type for root"  # OmegaConf's assertion when an override reaches below a null section
 RESUMABLE = "stopped; resume=auto continues from the newest checkpoint, if one was saved"
@@ -24,6 +24,7 @@ def readable_errors(program: str, speak: bool, when_stopped: str = "stopped") ->
         yield
     except (ConfigError, HydraException, OmegaConfBaseException) as error:
         message = explain(error)
+        speak = speak or isinstance(error, OwnError)
     except AssertionError as error:
         if _NULL_SECTION not in str(error):
             raise

@@ -8,11 +8,14 @@ or a stop is final: `--max-restarts` is for ranks that die.
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import signal
+import socket
 import sys
 import time
+import uuid
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -24,10 +27,14 @@ from torch.distributed.elastic.agent.server.api import DEFAULT_ROLE, RunResult, 
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
-from torch.distributed.elastic.rendezvous import RendezvousError
-from torch.distributed.run import parse_args, run
+from torch.distributed.elastic.rendezvous import RendezvousError, rendezvous_handler_registry
+from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
+from torch.distributed.run import parse_args, parse_min_max_nnodes, run
 
+from app.cli import one_host
 from app.cli.parent import bound
+from app.cli.scratch import scratch_folder
+from app.engine.meeting import CONNECT_S, LOOPBACK, join_store
 from app.engine.watch import EXIT_STUCK
 
 SAID = (2, os.EX_DATAERR, os.EX_TEMPFAIL, 130)  # a mistake, a run that diverged, a stop, Ctrl-C: train.py has explained them
@@ -115,9 +122,13 @@ def main(arguments: Sequence[str]) -> int:
     options.signals_to_handle = "SIGHUP,SIGQUIT"  # the others are the agent's
     _bind_ranks(options)
     launcher.LocalElasticAgent = Agent
+    rendezvous_handler_registry.register(one_host.BACKEND, one_host.OneHost.create)
     logging.disable(logging.ERROR)  # what torchrun has to say about a rank that failed is said here
     try:
-        run(options)
+        _settle_meeting_point(options)
+        with scratch_folder() as scratch:
+            options.log_dir = options.log_dir or str(scratch)  # torch would leave one of its own
+            run(options)
     except ChildFailedError as error:
         code = error.get_first_failure()[1].exitcode
         if code not in SAID:
@@ -139,6 +150,29 @@ def _bind_ranks(options: Namespace) -> None:
     command = bound([*python, *options.training_script_args])
     options.no_python = True
     options.training_script, *options.training_script_args = command
+
+
+def _settle_meeting_point(options: Namespace) -> None:
+    """Choose where the launchers meet; raises OwnError where another program is there."""
+    if options.standalone:
+        options.standalone, options.rdzv_id = False, uuid.uuid4().hex
+        host, port = LOOPBACK, 0
+    else:
+        given = options.rdzv_endpoint or f"{options.master_addr}:{options.master_port or 0}"
+        host, port = parse_rendezvous_endpoint(given, default_port=0)
+    if parse_min_max_nnodes(options.nnodes)[1] == 1:
+        options.rdzv_backend, options.rdzv_endpoint = one_host.BACKEND, f"{LOOPBACK}:{port}"
+    elif options.rdzv_backend in ("static", "c10d"):
+        _check_listener(host, port)
+
+
+def _check_listener(host: str, port: int) -> None:
+    """If somebody listens there already it must be a launcher: torch would wait for its answer without end."""
+    try:
+        socket.create_connection((host, port), CONNECT_S).close()
+    except OSError:  # the first launcher is still to come
+        return
+    join_store(host, port)
 
 
 def _runs(pid: int) -> bool:
@@ -172,7 +206,7 @@ def _how(failure: ProcessFailure) -> str:
 
 
 def _explain(error: BaseException, endpoint: str) -> str:
-    if any("EADDRINUSE" in str(cause) for cause in _causes(error)):
+    if any("EADDRINUSE" in str(cause) or getattr(cause, "errno", 0) == errno.EADDRINUSE for cause in _causes(error)):
         return f"{endpoint}: another program has this port; choose another one, or --standalone on one host"
     return f"{endpoint}: {[str(cause) for cause in _causes(error)][-1].splitlines()[0]}"
 

@@ -9,8 +9,10 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from app.engine.groups import TIMEOUT
-from app.engine.run_folder import CONFIG
+from app.config import Run
+from app.engine.meeting import TIMEOUT, join_store, meet
+from app.engine.run_folder import CHECKPOINTS, CONFIG, RUNS
+from app.errors import OwnError
 
 PREFIX = "graphfold"  # of our keys in a store that others use too
 FOLDER = "run_dir"  # key of the run folder
@@ -21,41 +23,71 @@ POLL_S = 0.01  # seconds between looks for ranks that have come
 class Attempt:
     """One of the times that a launch starts its ranks.
 
-    torchrun starts them again when one has died, and keeps a key-value store throughout: there the run folder is noted, so
-    that no other run's can be taken for it. SLURM starts a whole job again; its run folder is the one that it was given.
+    torchrun starts them again when one has died, and keeps a key-value store throughout: there the
+    run folder is noted, so that no other run's can be taken for it. SLURM starts a whole job again;
+    its run folder is the one that it was given.
     """
 
     requeues: int = 0  # times that SLURM has started this job again
-    store: tuple[str, int] | None = None  # host and port of torchrun's store; None: there is none that outlives the ranks
+    master: tuple[str, int] | None = None  # host and port where the ranks meet; None: one rank
+    store_stays: bool = False  # torchrun keeps the store there, which outlives the ranks
 
-    def meeting_store(self, rank: int, world_size: int) -> dist.Store | None:
-        """The part of torchrun's store in which the ranks of this attempt meet; all call it. None: there is no store.
+    def meeting_store(self, rank: int, world_size: int) -> dist.Store:
+        """The store in which the ranks of this attempt meet; all call it.
 
-        What earlier attempts have left there would lead ranks to processes that have died, and nodes may count their restarts
-        differently: so rank 0 names the part anew, and tells each rank that is there now under what it has just drawn.
+        It is a part of torchrun's where there is one. What earlier attempts have left there would
+        lead ranks to processes that have died, and nodes may count their restarts differently: so
+        rank 0 names the part anew, and tells each rank that is there now under what it has just
+        drawn. Raises ConfigError where another program is at the address.
         """
-        if self.store is None:
-            return None
+        if not self.store_stays:
+            return meet(rank, world_size, self.master)
         store = self._connect()
         part = _lead(store, world_size) if rank == 0 else _follow(store, rank)
         return dist.PrefixStore(part, store)
 
     def note(self, folder: Path) -> None:
         """Note the run folder for the attempts to come."""
-        if self.store:
+        if self.store_stays:
             self._connect().set(FOLDER, str(folder))
 
-    def earlier(self, run_dir: str | None) -> Path | None:
-        """The run folder that an earlier attempt took, None where there was none; `run_dir` is what the run was given."""
-        if self.store and (store := self._connect()).check([FOLDER]):
-            return Path(store.get(FOLDER).decode())
-        if self.requeues and run_dir and (Path(run_dir) / CONFIG).exists():
-            return Path(run_dir)
+    def earlier(self, run: Run) -> Path | None:
+        """The run folder that an earlier attempt at this run took; None: there was none.
+
+        Raises ConfigError where the store names a folder that this run does not have: whoever
+        reaches a store can write there.
+        """
+        if self.store_stays and (store := self._connect()).check([FOLDER]):
+            return _own_folder(run, store.get(FOLDER))
+        if self.requeues and run.run_dir and (Path(run.run_dir) / CONFIG).exists():
+            return Path(run.run_dir)
         return None
 
     def _connect(self) -> dist.Store:
-        assert self.store
-        return dist.PrefixStore(PREFIX, dist.TCPStore(*self.store, is_master=False, timeout=TIMEOUT))
+        assert self.master
+        return dist.PrefixStore(PREFIX, join_store(*self.master))
+
+
+def _own_folder(run: Run, noted: bytes) -> Path:
+    """The folder that a run was given, one that it would make, or that of what it resumes."""
+    folder = Path(noted.decode(errors="replace"))
+    if run.run_dir:
+        own = folder == Path(run.run_dir)
+    else:
+        made = folder.parent == RUNS and folder.name != ".."
+        own = folder.is_dir() and (made or _holds_resumed(folder, run.resume))
+    if not own:
+        rule = "the key-value store of the launch names this folder, which is not the run's"
+        raise OwnError("run_dir", folder, rule, "a new launch, with resume=auto")
+    return folder
+
+
+def _holds_resumed(folder: Path, resume: str | None) -> bool:
+    if resume in (None, "auto"):
+        return False
+    resumed = Path(resume).resolve()  # a run folder, or a checkpoint in one
+    in_folder = resumed.parent.name == CHECKPOINTS
+    return folder.resolve() == (resumed.parent.parent if in_folder else resumed)
 
 
 def _lead(store: dist.Store, world_size: int) -> str:

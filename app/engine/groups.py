@@ -16,11 +16,11 @@ import torch
 import torch.distributed as dist
 
 from app.choices import CpComm
+from app.engine.meeting import TIMEOUT
 from app.model.peers import Peers
 from app.plan.blocks import Place
 from app.plan.layout import ParallelLayout
 
-TIMEOUT = datetime.timedelta(minutes=10)  # for the processes to meet
 # Where torch ends a collective. The watch ends a hang long before, and knows who may take long.
 HOST_TIMEOUT = datetime.timedelta(hours=4)
 
@@ -155,13 +155,6 @@ def _control_group(ranks: list[int]) -> dist.ProcessGroup:
     options.config.min_ctas = options.config.max_ctas = 1
     options._timeout = HOST_TIMEOUT  # torch warns where it differs from the group's own
     return _tensor_group(ranks, options)
-
-
-def meet(rank: int, world_size: int) -> dist.Store:
-    """A key-value store for all ranks, at the address that their launcher has put in place."""
-    if world_size == 1:
-        return dist.HashStore()
-    return next(dist.rendezvous("env://", rank, world_size, timeout=TIMEOUT))[0]
 
 
 @contextmanager

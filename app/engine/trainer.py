@@ -24,7 +24,7 @@ from app.engine.checkpoint import Progress, load_checkpoint
 from app.engine.checkpoint_folder import CHECKPOINTS, newest_checkpoint, read_manifest
 from app.engine.checkpoint_save import Saver
 from app.engine.generate import sample_tokens
-from app.engine.groups import create_groups, meet, process_world
+from app.engine.groups import create_groups, process_world
 from app.engine.heartbeats import Heartbeats
 from app.engine.report import Meter, RollbackReport, StepReport, Stopwatch, ValidationReport
 from app.engine.run_folder import (
@@ -57,7 +57,7 @@ def train(plan: Plan, rank: int, local_rank: int, attempt: Attempt) -> int:
     if device.type == "cuda":
         torch.cuda.set_device(device)
         torch.cuda.set_stream(torch.cuda.Stream())  # graphs captured later need gradients that were never on the default stream
-    store = attempt.meeting_store(rank, run.world_size) or meet(rank, run.world_size)
+    store = attempt.meeting_store(rank, run.world_size)
     watch = watch_over(run, rank, store)
     with FolderLock() as lock, ExitStack() as world, watch.running():  # the watch ends first
         watch.meet("connecting the ranks")
@@ -101,7 +101,7 @@ def start_up(
     watch.rest("choosing the checkpoint to start from")
     earlier, sources = attempt.earlier, look_once(run)
     start = rank_zero_says(
-        groups, lambda: claim_start(run, earlier(run.run_dir), lock, sources=sources)
+        groups, lambda: claim_start(run, earlier(run), lock, sources=sources)
     )
     watch.rest("preparing the corpus")
     data = load_all_data(run, groups, local_rank, sources=sources)

@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -120,15 +121,16 @@ def test_an_attempt_before_this_one_is_continued(corpus: tuple[str, ...], tmp_pa
     empty.mkdir()
     (empty / "config.yaml").touch()
     assert find_start(again, empty).checkpoint == other / "checkpoints/step-00000002"
-    assert Attempt(requeues=1).earlier(str(empty)) == empty
-    assert Attempt(requeues=1).earlier(str(tmp_path / "new")) is None
-    assert Attempt().earlier(str(empty)) is None
+    in_empty, in_new = (replace(again, run_dir=str(place)) for place in (empty, tmp_path / "new"))
+    assert Attempt(requeues=1).earlier(in_empty) == empty
+    assert Attempt(requeues=1).earlier(in_new) is None
+    assert Attempt().earlier(in_empty) is None
 
 
 def test_ranks_meet_apart_from_the_dead(monkeypatch: pytest.MonkeyPatch):
     """In a store where ranks of an earlier attempt have announced themselves, and rank 0 has answered them."""
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    attempt = Attempt(store=("127.0.0.1", server.port))
+    attempt = Attempt(master=("127.0.0.1", server.port), store_stays=True)
     left = dist.PrefixStore(attempts.PREFIX, server)
     for rank in (1, 2):
         left.set(f"here/{rank}", f"of the dead {rank}")
@@ -139,9 +141,6 @@ def test_ranks_meet_apart_from_the_dead(monkeypatch: pytest.MonkeyPatch):
             assert not stores[2].check(["word"]), "neither is the attempt before seen"
             stores[0].set("word", "given")
             assert [store.get("word") for store in stores] == [b"given"] * 3
-    assert Attempt().meeting_store(0, 3) is None
-    attempt.note(Path("runs/here"))
-    assert attempt.earlier(None) == Path("runs/here")
     monkeypatch.setattr(attempts, "TIMEOUT", datetime.timedelta(seconds=0.1))
     with pytest.raises(TimeoutError, match=r"ranks \[1, 2\] have not come"):
         attempt.meeting_store(0, 3)

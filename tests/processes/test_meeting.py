@@ -1,0 +1,226 @@
+"""Where processes meet: who can reach their stores, and what they believe of what is in them."""
+
+from __future__ import annotations
+
+import datetime
+import http.server
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from app.cli.scratch import scratch_folder
+from app.engine import attempt as attempts
+from app.engine import meeting
+from app.engine.attempt import Attempt
+from app.engine.meeting import join_store, keep_store, meet
+from app.errors import OwnError
+from tests.training import ROOT, composed, corpus_in, wait_for
+
+LISTENS = "0A"  # in the kernel's table of connections
+ANYWHERE = {"00000000", "0" * 32}
+LOOPBACK = {"0100007F", "0900007F", "00000000000000000000000001000000"}
+
+
+def listening(pids: set[int]) -> dict[str, str]:
+    """Inode -> local address, in hex, of each TCP socket at which these processes listen."""
+    mine = set()
+    for pid in pids:
+        for link in Path(f"/proc/{pid}/fd").iterdir():
+            if link.is_symlink() and (target := os.readlink(link)).startswith("socket:["):
+                mine.add(target[8:-1])
+    rows = [
+        line.split()
+        for table in ("tcp", "tcp6")
+        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]
+    ]
+    return {
+        row[9]: row[1].split(":")[0] for row in rows if row[3] == LISTENS and row[9] in mine
+    }
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "127.0.0.9"])
+def test_a_store_on_loopback_is_not_open_to_other_hosts(host: str):
+    before = listening({os.getpid()})
+    store = keep_store(host, 0)
+    other = meet(1, 2, (host, store.port))
+    other.set("word", "given")
+    assert store.get("word") == b"given"
+    added = {each: place for each, place in listening({os.getpid()}).items() if each not in before}
+    assert set(added.values()) <= LOOPBACK and added
+
+
+def test_a_store_for_other_hosts_listens_everywhere():
+    before = listening({os.getpid()})
+    store = keep_store("node-1", 0)
+    added = {each: place for each, place in listening({os.getpid()}).items() if each not in before}
+    assert set(added.values()) <= ANYWHERE and added
+    assert join_store("127.0.0.1", store.port).add("ranks", 1) == 1
+
+
+def test_a_port_that_another_program_has():
+    with socket.create_server(("", 0)) as program:
+        port = program.getsockname()[1]
+        for host in ("localhost", "127.0.0.1", "node-1"):
+            with pytest.raises(OwnError, match=f"^MASTER_PORT={port}: another program on this"):
+                keep_store(host, port)
+
+
+@pytest.fixture(params=["silent", "http"])
+def program(request: pytest.FixtureRequest) -> Iterator[int]:
+    """A port at which something listens that is no store."""
+    if request.param == "silent":
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            yield server.getsockname()[1]
+        return
+    with http.server.HTTPServer(("127.0.0.1", 0), http.server.BaseHTTPRequestHandler) as web:
+        threading.Thread(target=web.serve_forever, daemon=True).start()
+        yield web.server_port
+        web.shutdown()
+
+
+JOIN = """
+import sys
+from app.engine import meeting
+meeting.ANSWER_S = 1.0
+try:
+    meeting.join_store("127.0.0.1", int(sys.argv[1]))
+except ValueError as error:
+    print(error)
+"""
+
+
+def test_another_program_at_the_address_of_a_store_is_named(program: int):
+    """In a process of its own: what has asked torch for an answer waits for it to its end."""
+    line = [sys.executable, "-c", JOIN, str(program)]
+    done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    rule = "what listens there on 127.0.0.1 is another program: it does not answer as a store"
+    said = f"MASTER_PORT={program}: {rule}; nearest that works: a free one\n"
+    assert (done.returncode, done.stdout) == (0, said), done.stderr
+
+
+def test_nobody_at_the_address_of_a_store_is_named(monkeypatch: pytest.MonkeyPatch):
+    with socket.create_server(("127.0.0.1", 0)) as program:
+        port = program.getsockname()[1]
+    monkeypatch.setattr(meeting, "TIMEOUT", datetime.timedelta(seconds=0.2))
+    with pytest.raises(OwnError, match=f"^MASTER_PORT={port}: nobody listens there on 127.0.0.1"):
+        join_store("127.0.0.1", port)
+
+
+def test_torchrun_names_another_program_where_launchers_meet(tmp_path: Path):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        code = "from app.engine import meeting; meeting.ANSWER_S = 1.0\n"
+        code += "import sys; from app.cli.torchrun import main; sys.exit(main(sys.argv[1:]))"
+        options = ["--nnodes=2", "--node-rank=1", f"--master-port={port}", "train.py"]
+        line = [sys.executable, "-c", code, *options]
+        done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith(f"torchrun: 127.0.0.1:{port}: MASTER_PORT={port}: what listens")
+    assert done.stderr.count("\n") == 1
+
+
+# What an attempt believes of the store.
+
+
+@pytest.fixture
+def launch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Attempt, dist.Store]:
+    """A restarted attempt, and its launcher's store, both where runs/mine is a run's folder."""
+    monkeypatch.chdir(tmp_path)
+    for folder in ("runs/mine", "elsewhere/runs/other", "given"):
+        Path(folder).mkdir(parents=True)
+    store = keep_store("127.0.0.1", 0)
+    return Attempt(master=("127.0.0.1", store.port), store_stays=True), store
+
+
+@pytest.mark.parametrize(
+    ("settings", "folder"),
+    [
+        ((), "runs/mine"),
+        (("run_dir=given",), "given"),
+        (("run_dir=new/and/deep",), "new/and/deep"),
+        (("resume=elsewhere/runs/other",), "elsewhere/runs/other"),
+        (("resume=elsewhere/runs/other/checkpoints/step-00000002",), "elsewhere/runs/other"),
+    ],
+)
+def test_a_folder_of_this_run_is_taken(
+    launch: tuple[Attempt, dist.Store], settings: tuple[str, ...], folder: str
+):
+    attempt, _ = launch
+    run = composed(settings, 1)
+    assert attempt.earlier(run) is None
+    attempt.note(Path(folder))
+    assert attempt.earlier(run) == Path(folder)
+
+
+@pytest.mark.parametrize(
+    ("settings", "noted"),
+    [
+        ((), b"/etc"),
+        ((), b"elsewhere/runs/other"),
+        ((), b"runs"),
+        ((), b"runs/.."),
+        ((), b"runs/missing"),
+        ((), b"\xff\x00"),
+        (("resume=auto",), b"."),
+        (("resume=elsewhere/runs/other",), b"elsewhere"),
+        (("run_dir=given",), b"runs/mine"),
+        (("run_dir=given",), b""),
+    ],
+)
+def test_a_folder_that_a_stranger_names_is_refused(
+    launch: tuple[Attempt, dist.Store], settings: tuple[str, ...], noted: bytes
+):
+    attempt, store = launch
+    dist.PrefixStore(attempts.PREFIX, store).set(attempts.FOLDER, noted)
+    with pytest.raises(OwnError, match="names this folder, which is not the run's"):
+        attempt.earlier(composed(settings, 1))
+
+
+# What is left among the system's temporary files.
+
+
+def test_what_a_killed_program_has_left_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    (tmp_path / "graphfold_left/inner").mkdir(parents=True)
+    (tmp_path / "other").mkdir()
+    (tmp_path / "graphfold_link").symlink_to(tmp_path / "other")
+    with scratch_folder() as one, scratch_folder() as two:
+        assert one.is_dir() and two.is_dir() and one != two
+        assert not (tmp_path / "graphfold_left").exists()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["graphfold_link", "other"]
+
+
+def family(pid: int) -> set[int]:
+    """A process and all that it has started."""
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return {pid}.union(*(family(int(child)) for child in children))
+
+
+@pytest.mark.full
+def test_a_run_of_one_host_listens_on_loopback_and_leaves_nothing(tmp_path: Path):
+    """Killed, its temporary files go with the next run's start."""
+    corpus, temporary = corpus_in(tmp_path / "corpus"), tmp_path / "tmp"
+    temporary.mkdir()
+    line = [sys.executable, str(ROOT / "train.py"), *corpus, "parallel.dp=2"]
+    about: dict[str, Any] = {"cwd": tmp_path, "env": {**os.environ, "TMPDIR": str(temporary)}}
+    long = subprocess.Popen([*line, "train.steps=2000", "run_dir=a"], stdout=subprocess.DEVNULL, **about)
+    wait_for(lambda: (tmp_path / "a/metrics.jsonl").exists())
+    processes = family(long.pid)
+    assert len(processes) >= 4 and set(listening(processes).values()) <= LOOPBACK
+    assert listening(processes) and len(list(temporary.iterdir())) == 1
+    long.send_signal(signal.SIGKILL)
+    long.wait()
+    wait_for(lambda: not any(Path(f"/proc/{pid}").exists() for pid in processes - {long.pid}))
+    assert len(list(temporary.iterdir())) == 1, "nobody was left to remove it"
+    subprocess.run([*line, "train.steps=2", "run_dir=b"], check=True, capture_output=True, **about)
+    assert not list(temporary.iterdir())
