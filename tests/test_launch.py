@@ -37,6 +37,8 @@ def test_torchrun():
     assert Launch.from_environment(TORCHRUN) == Launch(3, 1, 4, ("n1", 29500))
     agent = Launch.from_environment(TORCHRUN | {"TORCHELASTIC_USE_AGENT_STORE": "True"})
     assert agent == Launch(3, 1, 4, ("n1", 29500), agent_store=True)
+    one = Launch.from_environment(TORCHRUN | {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"})
+    assert one.master == ("n1", 29500), "a restarted rank without others looks into the store too"
 
 
 def test_tasks_of_slurm_meet_at_the_first_node():

@@ -54,12 +54,10 @@ class Launch:
         """
         job = {"requeues": _number(env, "SLURM_RESTART_COUNT", 0), "submitted": "SUBMITIT_EXECUTOR" in env}
         if "RANK" in env and "WORLD_SIZE" in env:
-            rank, local_rank, world_size = _place(env, "RANK", "LOCAL_RANK", ranks="WORLD_SIZE")
+            place = *_, world_size = _place(env, "RANK", "LOCAL_RANK", ranks="WORLD_SIZE")
             return cls(
-                rank,
-                local_rank,
-                world_size,
-                master=_torchrun_master(env) if world_size > 1 else None,
+                *place,
+                master=_torchrun_master(env) if world_size > 1 or "MASTER_PORT" in env else None,
                 agent_store=env.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
                 one_host=_number(env, "LOCAL_WORLD_SIZE", 0) == world_size,
                 launched="TORCHELASTIC_RUN_ID" in env,
