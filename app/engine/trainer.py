@@ -26,6 +26,7 @@ from app.engine.checkpoint_save import Saver
 from app.engine.generate import sample_tokens
 from app.engine.groups import create_groups, process_world
 from app.engine.heartbeats import Heartbeats
+from app.engine.ready import StartTimes
 from app.engine.report import Meter, RollbackReport, StepReport, Stopwatch, ValidationReport
 from app.engine.run_folder import (
     FolderLock,
@@ -52,17 +53,20 @@ def train(plan: Plan, rank: int, local_rank: int, attempt: Attempt) -> int:
 
     Raises ConfigError for what only the host, data, a checkpoint or a full disk can reveal.
     """
-    run = plan.run
+    run, times = plan.run, StartTimes()
     device = choose_device(run, local_rank)
     if device.type == "cuda":
         torch.cuda.set_device(device)
         torch.cuda.set_stream(torch.cuda.Stream())  # graphs captured later need gradients that were never on the default stream
+    times.end("device")
     store = attempt.meeting_store(rank, run.world_size)
     watch = watch_over(run, rank, store)
     with FolderLock() as lock, ExitStack() as world, watch.running():  # the watch ends first
         watch.meet("connecting the ranks")
         world.enter_context(process_world(rank, run.world_size, device, store))
-        trainer = start_up(plan, local_rank, device, attempt=attempt, lock=lock, watch=watch)
+        trainer = start_up(
+            plan, local_rank, device, attempt=attempt, lock=lock, watch=watch, times=times
+        )
         with closing_graphs(trainer.engine):
             try:
                 finished = trainer.fit(attempt, lock)
@@ -89,8 +93,9 @@ def start_up(
     attempt: Attempt,
     lock: FolderLock,
     watch: Watch,
+    times: StartTimes,
 ) -> Trainer:
-    """Everything before the first step, in a world of processes.
+    """Everything before the first step, in a world of processes; `times` hears how long it takes.
 
     Raises ConfigError, the same on every rank.
     """
@@ -98,17 +103,22 @@ def start_up(
     watch.meet("creating the process groups")
     groups = create_groups(plan.layout, rank)
     watch.follow(groups.named())
+    times.end("ranks")
     watch.rest("choosing the checkpoint to start from")
     earlier, sources = attempt.earlier, look_once(run)
     start = rank_zero_says(
         groups, lambda: claim_start(run, earlier(run), lock, sources=sources)
     )
+    times.end("choice of a checkpoint")
     watch.rest("preparing the corpus")
     data = load_all_data(run, groups, local_rank, sources=sources)
+    times.end("data")
     watch.rest("building the model")
     # For noise, which differs from rank to rank.
     torch.manual_seed(run.train.seed * run.world_size + rank)
-    return Trainer(build_engine(plan, groups, device, watch=watch), data, start)
+    engine = build_engine(plan, groups, device, watch=watch)
+    times.end("model")
+    return Trainer(engine, data, start, times=times)
 
 
 @contextmanager
@@ -123,13 +133,17 @@ def closing_graphs(engine: Engine) -> Iterator[None]:
 class Trainer:
     """Owns what changes during a run: progress, data cursor and, through the engine, parameters and moments."""
 
-    def __init__(self, engine: Engine, data: Data, start: Start) -> None:
+    def __init__(
+        self, engine: Engine, data: Data, start: Start, times: StartTimes | None = None
+    ) -> None:
         run = engine.plan.run
+        self.times = times or StartTimes()
         self.run, self.engine, self.data, self.start = run, engine, data, start
         self.progress, cursor = Progress(), Cursor()
         if start.checkpoint and start.manifest:
             self.progress, state = load_checkpoint(start.checkpoint, start.manifest, engine)
             cursor = Cursor.from_state(state)
+            self.times.end("reading the checkpoint")
         groups, batch = engine.groups, run.train.micro_batch
         self.feed = TrainFeed(data.train, groups.dp_rank, run.dp, batch, run.num_microbatches, cursor)
         self.held_out = ValidationFeed(data.validation, groups.dp_rank, run.dp, batch, run.eval_microbatches)
@@ -198,12 +212,16 @@ class Trainer:
 
     def _train(self, sinks: Sequence[Sink]) -> ValidationReport | None:
         """Take the steps; returns the last validation."""
+        self.times.end("run folder")
         validated = self._validate(sinks) if self._owes_validation() else None
+        if validated is not None:
+            self.times.end("validation")
         watch = Stopwatch()
         while self.progress.step < self.run.train.steps and not self.stops:
             report = self.step(watch)
             for sink in sinks:
                 sink.step(report)
+            self._tell_ready(sinks)
             self._tell_graphs(sinks)
             if self.bad_steps.rolls_back(report, self.engine.loss_scale):
                 self._roll_back(sinks)
@@ -215,6 +233,14 @@ class Trainer:
             if self._validates_now() or self.saved:
                 watch.lap()  # validation and saving are not part of the next step
         return validated
+
+    def _tell_ready(self, sinks: Sequence[Sink]) -> None:
+        """After the first step of this process: how long it has taken to come there."""
+        if self.training_step.taken != 1:
+            return
+        self.times.end("first step")
+        for sink in sinks:
+            sink.note(f"step {self.progress.step}/{self.run.train.steps}  {self.times}")
 
     def _tell_graphs(self, sinks: Sequence[Sink]) -> None:
         """After the step that has captured them: what graphs are, beside what this rank's were planned to be."""

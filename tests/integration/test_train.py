@@ -83,6 +83,22 @@ def test_run_folder(whole: tuple[Path, str]):
         assert said in output, said
 
 
+def told_start(output: str) -> tuple[float, dict[str, float]]:
+    """Seconds until a run was ready, and of each part."""
+    told = re.search(r"^step \d+/12  ready after ([\d.]+) s: (.+)$", output, re.MULTILINE)
+    parts = (part.rsplit(" ", 1) for part in told[2].split(", "))
+    return float(told[1]), {name: float(seconds) for name, seconds in parts}
+
+
+def test_a_start_is_told_by_part(whole: tuple[Path, str]):
+    total, parts = told_start(whole[1])
+    assert list(parts) == ["imports and plan", "device", "ranks", "choice of a checkpoint", "data",
+                           "model", "run folder", "validation", "first step"]  # fmt: skip
+    assert sum(parts.values()) == pytest.approx(total, abs=0.06)  # each is rounded
+    assert parts["imports and plan"] > 0.3, "since the process began: torch is loaded by then"
+    assert whole[1].count("ready after") == 1
+
+
 def test_metrics_are_the_documented_ones(whole: tuple[Path, str]):
     """docs/metrics.md lists every key that a report may have, and a run writes all that apply on CPU and are not asked for."""
     documented = set(re.findall(r"^\| `(\w+)` \|", (ROOT / "docs/metrics.md").read_text(), re.MULTILINE))
@@ -123,6 +139,7 @@ def test_resume_is_exact(whole: tuple[Path, str], tmp_path: Path, corpus: str):
     second = run_forked(tmp_path, command(corpus, "train.steps=12", "run_dir=run", "resume=auto"))
     assert (first.returncode, second.returncode) == (0, 0), first.stderr + second.stderr
     assert "after step 8" in second.stdout
+    assert "reading the checkpoint" in told_start(second.stdout)[1]
     assert untimed(metrics(tmp_path / "run"))[-5:] == untimed(metrics(whole[0]))[-5:]
     assert [row["step"] for row in metrics(tmp_path / "run")] == [row["step"] for row in metrics(whole[0])]
 
