@@ -68,6 +68,8 @@ FREE = frozenset((
 # Where and how fast the same is computed, how it is updated, and what is written.
 FREE_SECTIONS = ("parallel.", "hardware.", "schedule.", "recompute.", "cuda_graph.", "optim.",
                  "checkpoint.", "log.")  # fmt: skip
+# Whose keys are decided one by one: every configuration has them.
+SECTIONS = frozenset(key.partition(".")[0] for key in FIXED | FREE if "." in key)
 # Where data lie. Fixed where a checkpoint does not say what they held; otherwise contents count.
 PLACES = ("data.path", "data.name", "data.tokenizer")
 UNREPORTED = ("run_dir", "resume", "log.", "checkpoint.", "parallel.", "data.accept_changed")
@@ -234,9 +236,11 @@ def _recorded(checkpoint: Path) -> _Saved:
 def _config_of(run_dir: Path) -> Any | None:
     try:
         config = OmegaConf.to_container(OmegaConf.load(run_dir / CONFIG))
-    except (OSError, YAMLError, OmegaConfBaseException):
+    except (OSError, UnicodeDecodeError, YAMLError, OmegaConfBaseException):
         return None
-    return config if isinstance(config, dict) else None
+    if not isinstance(config, dict):
+        return None
+    return config if all(isinstance(config.get(name), dict) for name in SECTIONS) else None
 
 
 def _passed_over(passed: list[tuple[Path, Difference]]) -> str | None:

@@ -186,9 +186,20 @@ def cut_manifest(checkpoint: Path) -> None:
     (checkpoint / MANIFEST).write_text("{")
 
 
-def lose_everything(checkpoint: Path) -> None:
+def lose_everything(checkpoint: Path, config: bytes = b"") -> None:
     cut_manifest(checkpoint)
-    (checkpoint.parents[1] / CONFIG).write_text("")
+    (checkpoint.parents[1] / CONFIG).write_bytes(config)
+
+
+def lose_sections(checkpoint: Path) -> None:
+    lose_everything(checkpoint, b"train: {}\nmodel: 5\n")
+
+
+def lose_text(checkpoint: Path) -> None:
+    lose_everything(checkpoint, b"\x80\x04")
+
+
+ALL_LOST = (lose_everything, lose_sections, lose_text)
 
 
 @pytest.mark.parametrize(
@@ -196,7 +207,7 @@ def lose_everything(checkpoint: Path) -> None:
     [
         (remove_file, f"{FILE} is missing"),
         (cut_manifest, "cannot be read"),
-        (lose_everything, "cannot be read"),
+        *((loss, "cannot be read") for loss in ALL_LOST),
     ],
 )
 def test_a_broken_checkpoint_is_told_where_it_is_the_one_meant(
@@ -209,7 +220,7 @@ def test_a_broken_checkpoint_is_told_where_it_is_the_one_meant(
         find_start(AUTO)
     assert refused.value.value == broken
     foreign = saved(runs / "c", WIDER, time() + 120)
-    if spoil is not lose_everything:
+    if spoil not in ALL_LOST:
         assert find_start(replace(WIDER, resume="auto")).checkpoint == foreign
         spoil(foreign)
         shutil.rmtree(runs / "b")
