@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import sys
 import time
@@ -22,6 +23,7 @@ from app.errors import ConfigError, warn, writing
 from app.plan.figures import count_of
 
 REDRAW_S = 0.1  # seconds between redraws of the progress line
+ID = re.compile(r"[A-Za-z0-9_.-]{1,64}")  # of a Weights & Biases run
 
 
 class Sink(Protocol):
@@ -206,7 +208,7 @@ class Wandb:
             name=run_dir.name,
             dir=run_dir,
             config=config,
-            id=id_file.read_text() if id_file.exists() else None,
+            id=recorded_id(id_file),
             mode="online" if online else "offline",
             resume="allow" if online else None,
             settings=wandb.Settings(silent=True, console="off"),
@@ -245,6 +247,17 @@ class Wandb:
             print(f"Weights & Biases has stopped recording ({error!r}); metrics.jsonl goes on", file=sys.stderr)
             with suppress(Exception):
                 self._forget()  # or it fails once more when this process ends
+
+
+def recorded_id(file: Path) -> str | None:
+    """Id of the W&B run that goes on, None for a new one. Says so where the file holds no id."""
+    if not file.exists():
+        return None
+    text = file.read_bytes().decode(errors="replace")
+    if ID.fullmatch(text):
+        return text
+    warn(f"{file} holds no id of a Weights & Biases run, so a new one begins")
+    return None
 
 
 def _logged_in(login: Callable[..., bool]) -> bool:

@@ -19,6 +19,7 @@ import yaml
 
 from app.data.sources import file_sum
 from app.engine.checkpoint_folder import CHECKPOINTS, MANIFEST, manifest_digest
+from app.engine.sinks import recorded_id
 from app.engine.synced import write_synced
 from tests.cases import chosen
 from tests.programs import run_forked
@@ -154,6 +155,21 @@ def test_a_configuration_that_is_read_to_choose_a_run_is_not_run(
     code, said = trained(folder, corpus, "train.steps=6", "resume=auto")
     assert (code, said.count("\n")) == (REFUSED, 1) and MANIFEST in said
     assert not made.exists()
+
+
+@pytest.mark.parametrize("content", [b"", b"\x80\x04", b"../../x y", b"a/b", b"x" * 1000])
+def test_an_id_of_wandb_that_is_none_begins_a_new_one(
+    content: bytes, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+):
+    file = tmp_path / "wandb_id"
+    assert recorded_id(file) is None and capfd.readouterr().err == ""
+    file.write_text("j7sw8pey")
+    assert recorded_id(file) == "j7sw8pey" and capfd.readouterr().err == ""
+    file.write_bytes(content)
+    assert recorded_id(file) is None
+    assert capfd.readouterr().err == (
+        f"train.py: {file} holds no id of a Weights & Biases run, so a new one begins\n"
+    )
 
 
 # Forgeries, with sums that fit.
