@@ -1,6 +1,7 @@
 """Where a run writes, and what lies there.
 
-runs/<time>-<model>/  config.yaml  plan.json  metrics.jsonl  loss.png  wandb/  checkpoints/{latest, step-00000100/, …}
+runs/<time>-<model>/  config.yaml  plan.json  metrics.jsonl  loss.png  ended.json  wandb/
+                      checkpoints/{latest, step-00000100/, …}
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ RUNS = Path("runs")
 CONFIG = "config.yaml"
 PLAN = "plan.json"
 METRICS = "metrics.jsonl"
+ENDED = "ended.json"
 
 
 def choose_folder(run: Run, checkpoint: Path | None, ours: bool = False) -> Path | None:
@@ -163,6 +165,23 @@ def describe_run(plan: Plan, folder: Path) -> None:
     with writing(folder):
         (folder / CONFIG).write_text(config)
         (folder / PLAN).write_text(json.dumps(plan_json(plan)) + "\n")
+
+
+def note_end(folder: Path, step: int) -> None:
+    """Record that a run has done all that it was asked for. Raises ConfigError."""
+    with writing(folder):
+        (folder / ENDED).write_text(json.dumps({"step": step}) + "\n")
+
+
+def forget_end(folder: Path) -> None:
+    """A run begins or goes on in this folder. Raises ConfigError."""
+    with writing(folder):
+        (folder / ENDED).unlink(missing_ok=True)
+
+
+def has_ended(folder: Path) -> bool:
+    """Whether the last run in this folder has done all that it was asked for."""
+    return os.path.lexists(folder / ENDED)
 
 
 def _new_folder(wanted: Path) -> Path:

@@ -22,7 +22,7 @@ from app.engine.agreement import all_succeed
 from app.engine.checkpoint_folder import newest_checkpoint, read_manifest
 from app.engine.groups import Groups
 from app.engine.resume import allowed_changes, checkpoint_to_resume
-from app.engine.run_folder import RUNS, FolderLock, check_place, choose_folder
+from app.engine.run_folder import RUNS, FolderLock, check_place, choose_folder, has_ended
 from app.errors import ConfigError, warn
 
 
@@ -77,10 +77,22 @@ def find_start(
         return Start(run_dir, passed_over=passed_over)
     manifest = read_manifest(checkpoint)
     changes = allowed_changes(checkpoint, manifest, run, record=record)
-    if manifest["step"] >= run.train.steps and earlier is None:  # an attempt may die between its last step and its end
-        rule = f"the checkpoint {checkpoint} has already taken {manifest['step']}"
-        raise ConfigError("train.steps", run.train.steps, rule, manifest["step"] + 100)
+    if earlier is None:
+        _check_steps_left(run, checkpoint, manifest["step"], run_dir=run_dir)
     return Start(run_dir, checkpoint, manifest, changes=changes, passed_over=passed_over)
+
+
+def _check_steps_left(run: Run, checkpoint: Path, taken: int, run_dir: Path | None) -> None:
+    """Raise ConfigError where nothing is left to do after a checkpoint.
+
+    A run may have died between its last step and its end: then the end is left.
+    """
+    home = checkpoint.parent.parent
+    goes_on = run_dir is not None and run_dir.resolve() == home.resolve()
+    lacks_end = goes_on and taken == run.train.steps and not has_ended(home)
+    if taken >= run.train.steps and not lacks_end:
+        rule = f"the checkpoint {checkpoint} has already taken {taken}"
+        raise ConfigError("train.steps", run.train.steps, rule, taken + 100)
 
 
 def claim_start(

@@ -33,6 +33,8 @@ from app.engine.run_folder import (
     begin_metrics,
     create_run_folder,
     describe_run,
+    forget_end,
+    note_end,
     plain,
     read_metrics,
 )
@@ -181,6 +183,7 @@ class Trainer:
         text = self._sample() if self.run.log.console else None
         if self.leads:
             sum_up(self.run, self.run_dir, self.data, validated, text)
+            note_end(self.run_dir, self.progress.step)
         return True
 
     def _check_files(self, sinks: Sequence[Sink]) -> None:
@@ -206,6 +209,7 @@ class Trainer:
         folder = create_run_folder(self.run, self.start.run_dir)
         self.lock.take(folder)
         attempt.note(folder)  # before the first file: from here on the folder is known to be ours
+        forget_end(folder)
         describe_run(self.engine.plan, folder)
         begin_metrics(folder, self.progress.step)
         return folder
@@ -213,7 +217,7 @@ class Trainer:
     def _train(self, sinks: Sequence[Sink]) -> ValidationReport | None:
         """Take the steps; returns the last validation."""
         self.times.end("run folder")
-        validated = self._validate(sinks) if self._owes_validation() else None
+        validated = self._first_validation(sinks)
         if validated is not None:
             self.times.end("validation")
         watch = Stopwatch()
@@ -299,6 +303,12 @@ class Trainer:
             return not step
         rows = rank_zero_says(self.engine.groups, lambda: [row for row in read_metrics(self.run_dir) if row["step"] == step])
         return any("loss" in row for row in rows) and not any("val_loss" in row for row in rows)
+
+    def _first_validation(self, sinks: Sequence[Sink]) -> ValidationReport | None:
+        """What is due before the first step; also what the end tells where no step is left."""
+        if self._owes_validation():
+            return self._validate(sinks)
+        return self._validate(()) if self.progress.step == self.run.train.steps else None
 
     def _validate(self, sinks: Sequence[Sink]) -> ValidationReport:
         report = ValidationReport(self.progress.step, *self.validation(list(self.held_out)))

@@ -72,6 +72,7 @@ def test_run_folder(whole: tuple[Path, str]):
         "plan.json",
         "metrics.jsonl",
         "loss.png",
+        "ended.json",
         "wandb",
         "wandb_id",
         "checkpoints",

@@ -22,7 +22,7 @@ from app.cli.compose import all_keys
 from app.config import Run
 from app.engine import resume
 from app.engine.checkpoint_folder import CHECKPOINTS, FORMAT, LATEST, MANIFEST, manifest_digest, parse_manifest
-from app.engine.run_folder import CONFIG, describe_run, plain
+from app.engine.run_folder import CONFIG, describe_run, note_end, plain
 from app.engine.start import Start, find_start
 from app.errors import ConfigError
 from app.plan.plan import Plan
@@ -232,7 +232,9 @@ def test_a_broken_checkpoint_is_told_where_it_is_the_one_meant(
 
 def test_one_that_has_taken_all_steps_is_told_where_it_is_the_one_meant(runs: Path):
     saved(runs / "a", RUN, 10.0)
-    saved(runs / "b", RUN, 20.0, step=20)
+    newest = saved(runs / "b", RUN, 20.0, step=20)
+    assert find_start(AUTO) == Start(runs / "b", newest, parse_manifest(newest)), "lacks its end"
+    note_end(runs / "b", 20)
     with pytest.raises(
         ConfigError, match=r"train.steps=20: the checkpoint runs/b/.* has already taken 20"
     ):

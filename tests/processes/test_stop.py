@@ -30,6 +30,7 @@ from app.engine.checkpoint_folder import complete_checkpoints, newest_checkpoint
 from app.engine.run_folder import FolderLock, create_run_folder, read_metrics
 from app.engine.signals import STOPPED, StopRequest
 from app.engine.start import find_start
+from app.engine.trainer import Trainer
 from app.engine.watch import EXIT_STUCK
 from app.errors import ConfigError
 from tests.cases import sampled
@@ -86,6 +87,29 @@ def test_told_in_the_last_step_a_run_just_ends(corpus: tuple[str, ...], tmp_path
     run = composed((*corpus, "train.steps=2", f"run_dir={tmp_path}/run"), 1)
     assert run_distributed(train_rank, 1, run, {0: 2})[0][0] is True
     assert [row["step"] for row in read_metrics(tmp_path / "run") if "val_loss" in row] == [0, 2]
+
+
+def told_after_its_last_step(rank: int, run: Run) -> None:
+    """Train, and get SIGTERM when all is saved and nobody listens any more."""
+    Trainer._check_files = lambda training, sinks: os.kill(os.getpid(), signal.SIGTERM)
+    train_rank(rank, run, {})
+
+
+def test_a_run_that_lacks_only_its_end_goes_on_to_it(corpus: tuple[str, ...], tmp_path: Path):
+    settings = (*corpus, "train.steps=2", f"run_dir={tmp_path}/run", "resume=auto")
+    run = composed(settings, 1)
+    with pytest.raises(AssertionError, match="died without a word"):
+        run_distributed(told_after_its_last_step, 1, run)
+    left = untimed(tmp_path / "run")
+    assert [row["step"] for row in left if "val_loss" in row] == [0, 2]
+    assert run_distributed(train_rank, 1, run, {}) == [(True, [])]
+    assert untimed(tmp_path / "run") == left, "nothing is recorded twice"
+    with pytest.raises(ConfigError, match="has already taken 2"):
+        find_start(run)
+    longer = composed((*settings, "train.steps=3"), 1)
+    with pytest.raises(AssertionError, match="died without a word"):
+        run_distributed(told_after_its_last_step, 1, longer)
+    assert find_start(longer).manifest["step"] == 3, "the end before is not this one's"
 
 
 def hold_folder(rank: int, run: Run) -> str:
