@@ -1,7 +1,13 @@
 """Train a language model: compose the configuration, build, fit. `python train.py --help` explains the choices."""
 
 import os
+import signal
 import sys
+
+from app.cli.ctrl_c import stop_quietly
+
+if __name__ == "__main__":
+    stop_quietly("train.py")  # the imports take seconds
 
 import hydra
 from omegaconf import DictConfig
@@ -27,6 +33,7 @@ def main(config: DictConfig) -> None:
 
 if __name__ == "__main__":
     os.environ["HYDRA_FULL_ERROR"] = "1"  # hydra raises instead of printing and exiting with 1
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     with readable_errors("train.py", speak=True):
         launch = Launch.from_environment(os.environ)
     if launch.launched:

@@ -13,6 +13,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from app.cli.ctrl_c import stop_quietly
+
+if __name__ == "__main__":
+    stop_quietly("plan")  # the imports take a second
+
 from app.cli.compose import load_overrides
 from app.cli.messages import readable_errors
 from app.cli.plan_tables import print_plan

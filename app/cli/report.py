@@ -14,6 +14,11 @@ from math import isnan
 from pathlib import Path
 from typing import Any, TextIO
 
+from app.cli.ctrl_c import stop_quietly
+
+if __name__ == "__main__":
+    stop_quietly("report")  # the imports take a second
+
 from rich import box
 from rich.console import Console
 from rich.table import Table

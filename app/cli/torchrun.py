@@ -1,9 +1,9 @@
 """torchrun that keeps exit codes: `python -m app.cli.torchrun`, with torchrun's own arguments.
 
 torchrun ends with 1 whatever its ranks ended with, below a page about it. This ends with the exit code of the rank that
-failed first, and says so in a line unless the rank has said what happened itself. SIGTERM and SIGUSR1 go to the ranks, which
-have the time they need to save; a rank that they end otherwise, before its steps or after them, has been stopped too. A mistake
-or a stop is final: `--max-restarts` is for ranks that die.
+failed first, and says so in a line unless the rank has said what happened itself. SIGTERM, SIGUSR1 and Ctrl-C go to the
+ranks, which have the time they need to save; a rank that they end otherwise, before its steps or after them, has been stopped
+too. Ctrl-C once more kills them. A mistake or a stop is final: `--max-restarts` is for ranks that die.
 """
 
 from __future__ import annotations
@@ -35,10 +35,12 @@ from app.cli import one_host
 from app.cli.parent import bound
 from app.cli.scratch import scratch_folder
 from app.engine.meeting import CONNECT_S, LOOPBACK, join_store
+from app.engine.signals import INTERRUPTED, PRESS_S, exit_code
 from app.engine.watch import EXIT_STUCK
 
-SAID = (2, os.EX_DATAERR, os.EX_TEMPFAIL, 130)  # a mistake, a run that diverged, a stop, Ctrl-C: train.py has explained them
-PASSED_ON = (signal.SIGTERM, signal.SIGUSR1)
+# A mistake, a run that diverged, a stop, Ctrl-C: train.py has explained them.
+SAID = (2, os.EX_DATAERR, os.EX_TEMPFAIL, INTERRUPTED)
+PASSED_ON = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 FOLLOW_S = 60  # seconds that ranks have to end once others have
 POLL_S = 0.05  # seconds between looks at ranks that are ending
 
@@ -49,24 +51,24 @@ class Agent(LocalElasticAgent):
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self._told = False
-        self._interrupted = False
+        self._presses: list[float] = []  # of Ctrl-C, when; monotonic clock
         for number in PASSED_ON:
             signal.signal(number, self._pass_on)
-        signal.signal(signal.SIGINT, self._interrupt)
 
     def _pass_on(self, number: int, frame: FrameType | None) -> None:
         if self._pcontext is None:  # no ranks yet
-            sys.exit(os.EX_TEMPFAIL)
+            sys.exit(exit_code(number))
+        if number == signal.SIGINT:
+            now = time.monotonic()
+            # A terminal's Ctrl-C comes from the program that has started this one as well.
+            if self._presses and now - self._presses[-1] < PRESS_S:
+                return
+            self._presses.append(now)
         self._told = True
         for pid in self._pcontext.pids().values():
             with suppress(ProcessLookupError):
-                os.kill(pid, number)
-
-    def _interrupt(self, number: int, frame: FrameType | None) -> None:
-        # Once: a terminal's Ctrl-C comes from the program that has started this one as well.
-        if not self._interrupted:
-            self._interrupted = True
-            raise SignalException("interrupted", signal.SIGINT)
+                # Pressed again; a rank that waits for others would not hear of it.
+                os.kill(pid, signal.SIGKILL if len(self._presses) > 1 else number)
 
     def _invoke_run(self, role: str = DEFAULT_ROLE) -> RunResult:
         try:
@@ -95,7 +97,9 @@ class Agent(LocalElasticAgent):
             failure = error.get_first_failure()[1]
             if self._told and -failure.exitcode in PASSED_ON:
                 _say(_ended(error))
-                failure.exitcode = os.EX_TEMPFAIL
+                failure.exitcode = exit_code(-failure.exitcode)
+            elif len(self._presses) > 1:
+                failure.exitcode = INTERRUPTED
             if failure.exitcode in SAID:
                 self._remaining_restarts = 0
             elif self._remaining_restarts:

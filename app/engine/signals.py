@@ -1,4 +1,4 @@
-"""Being told to stop: a signal ends a run after the step that it meets, with a checkpoint and exit code 75.
+"""Being told to stop: a signal ends a run after the step that it meets, with a checkpoint and exit code 75, or 130 for Ctrl-C.
 
 A signal reaches the ranks it was sent to, and so may trouble of one rank's own (`ask`). They agree on it in the all-reduce at
 the end of every step, so that all of them stop after the same one.
@@ -15,8 +15,16 @@ from pathlib import Path
 from types import FrameType
 
 STOPPED = os.EX_TEMPFAIL  # exit code 75: ended early, but the same command with resume=auto goes on
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)  # the last is what submitit has SLURM send
+INTERRUPTED = 128 + signal.SIGINT  # the same for Ctrl-C, as a shell reports it: what runs several commands stops too
+# SIGUSR2 is what submitit has SLURM send.
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT)
 REPEAT_S = 3.0  # signals closer than this are one request: launchers pass on what the ranks have had from elsewhere
+PRESS_S = 1.0  # the same for Ctrl-C, which people press again
+
+
+def exit_code(number: int | None) -> int:
+    """What a run ends with that this signal has stopped; None: one that another rank had."""
+    return INTERRUPTED if number == signal.SIGINT else STOPPED
 
 
 class StopRequest:
@@ -53,18 +61,19 @@ class StopRequest:
         now = time.monotonic()
         if self.signal is None:
             self.signal, self._first = signal.Signals(number), now
-        elif now - self._first > REPEAT_S:
-            os._exit(STOPPED)  # told again: at once
+        elif now - self._first > (PRESS_S if number == signal.SIGINT else REPEAT_S):
+            os._exit(exit_code(number))  # told again: at once
 
     def hand_on(self) -> None:
         """Call whoever took the signal before us: submitit's handler puts its job back into the queue."""
         handler = self._before[self.signal] if self.signal else None
-        if callable(handler):
+        if callable(handler) and handler is not signal.default_int_handler:
             handler(self.signal, None)
 
     def farewell(self, step: int, saved: Path | None) -> str:
         """What happened, and how to go on, in one line."""
         by = self.signal.name if self.signal else "a signal to another rank"
+        by = "Ctrl-C" if self.signal is signal.SIGINT else by
         if saved is None:
             return f"train.py: stopped by {by} after step {step}; nothing was saved (checkpoint.interval=0)"
         resume = f"run_dir={saved.parent.parent} resume=auto"

@@ -38,7 +38,7 @@ from app.engine.run_folder import (
     plain,
     read_metrics,
 )
-from app.engine.signals import STOPPED, StopRequest
+from app.engine.signals import StopRequest, exit_code
 from app.engine.sinks import Console, JsonLines, Sink, Wandb
 from app.engine.start import Data, Start, choose_device, claim_start, load_all_data, look_once
 from app.engine.step import TrainingStep, Validation
@@ -50,8 +50,8 @@ from app.plan.plan import Plan
 
 
 def train(plan: Plan, rank: int, local_rank: int, attempt: Attempt) -> int:
-    """Train on this rank from start to end; returns the exit code: STOPPED when a signal ended it early, DIVERGED when its
-    numbers were no longer finite.
+    """Train on this rank from start to end; returns the exit code: that of the signal when one ended it early, DIVERGED
+    when its numbers were no longer finite.
 
     Raises ConfigError for what only the host, data, a checkpoint or a full disk can reveal.
     """
@@ -79,7 +79,7 @@ def train(plan: Plan, rank: int, local_rank: int, attempt: Attempt) -> int:
                 return DIVERGED
     if not finished:
         trainer.request.hand_on()
-    return 0 if finished else STOPPED
+    return 0 if finished else exit_code(trainer.request.signal)
 
 
 def watch_over(run: Run, rank: int, store: dist.Store) -> Watch:

@@ -246,8 +246,11 @@ while len(list(folder.glob(f"began-*-{attempt}"))) < 2:
 ends = dict(word.split(":") for word in sys.argv[2:])  # rank or rank/attempt: exit code, negative for a signal, sleep or idle
 end = ends.get(f"{rank}/{attempt}", ends.get(rank, "0"))
 if end == "sleep":
-    for number in (signal.SIGTERM, signal.SIGUSR1):
-        signal.signal(number, lambda number, frame: (time.sleep(0.5), os._exit(75)))
+    for number, code in ((signal.SIGTERM, 75), (signal.SIGUSR1, 75), (signal.SIGINT, 130)):
+        signal.signal(number, lambda number, frame, code=code: (time.sleep(0.5), os._exit(code)))
+if end == "deaf":
+    signal.signal(signal.SIGINT, lambda number, frame: None)
+    time.sleep(60)
 if end in ("sleep", "idle"):
     time.sleep(60)
 if int(end) < 0:
@@ -256,8 +259,8 @@ sys.exit(int(end))
 """
 
 
-def launched(folder: Path, *arguments: str, ends: Sequence[str] = (), send: int | None = None) -> tuple[int, str, list[str]]:
-    """Exit code and stderr of a torchrun of ours, and what began; with `send`, that signal reaches it when its ranks are up."""
+def launched(folder: Path, *arguments: str, ends: Sequence[str] = (), send: Sequence[int] = ()) -> tuple[int, str, list[str]]:
+    """Exit code and stderr of a torchrun of ours, and what began; `send` are signals that reach it when its ranks are up."""
     script, said = folder / "script.py", folder / "said"
     script.write_text(SCRIPT)
 
@@ -269,10 +272,11 @@ def launched(folder: Path, *arguments: str, ends: Sequence[str] = (), send: int 
 
     process = multiprocessing.get_context("fork").Process(target=lambda: os._exit(work()))
     process.start()
-    if send is not None:
+    if send:
         wait_for(lambda: len(list(folder.glob("began-*"))) == 2)
+    for number in send:
         time.sleep(0.2)
-        os.kill(process.pid, send)
+        os.kill(process.pid, number)
     process.join(60)
     return process.exitcode, said.read_text(), sorted(path.name for path in folder.glob("began-*"))
 
@@ -294,14 +298,14 @@ def test_ranks_that_die_are_started_again_and_named(tmp_path: Path):
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
 def test_signals_reach_the_ranks_which_have_time(tmp_path: Path, number: int):
     ends = ["0:sleep", "1:sleep"]
-    assert launched(tmp_path, "--standalone", "--max-restarts=2", ends=ends, send=number)[:2] == (75, "")
+    assert launched(tmp_path, "--standalone", "--max-restarts=2", ends=ends, send=[number])[:2] == (75, "")
 
 
 @pytest.mark.parametrize("first", ["sleep", "idle"])
 def test_ranks_that_a_signal_ends_outside_of_their_steps_have_stopped(tmp_path: Path, first: str):
     """As one does that has saved and hears it late; the other still has the time it needs."""
     ends = [f"0:{first}", "1:idle"]
-    code, said, began = launched(tmp_path, "--standalone", "--max-restarts=2", ends=ends, send=signal.SIGUSR1)
+    code, said, began = launched(tmp_path, "--standalone", "--max-restarts=2", ends=ends, send=[signal.SIGUSR1])
     assert (code, began) == (75, ["began-0-0", "began-1-0"])
     assert said == "" if first == "sleep" else said.endswith("was ended by SIGUSR1\n") and said.count("\n") == 1
 

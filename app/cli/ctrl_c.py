@@ -1,0 +1,17 @@
+"""Ctrl-C while a program still imports: a line instead of a stack trace. Imports little itself."""
+
+from __future__ import annotations
+
+import os
+import signal
+from types import FrameType
+
+
+def stop_quietly(program: str) -> None:
+    """End this program with one line on Ctrl-C, until another handler takes the signal."""
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        os.write(2, f"\n{program}: stopped\n".encode())
+        os._exit(128 + number)
+
+    signal.signal(signal.SIGINT, stop)

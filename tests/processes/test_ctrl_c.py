@@ -1,0 +1,111 @@
+"""Ctrl-C: a run saves and ends with 130, pressed again it ends at once; before its steps a line."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from app.engine import signals, trainer
+from app.engine.attempt import Attempt
+from app.engine.report import StepReport
+from app.engine.run_folder import newest_checkpoint
+from app.engine.signals import StopRequest
+from app.engine.sinks import Console
+from app.plan.plan import Plan
+from tests.distributed import begin_fork
+from tests.processes.test_stop import exit_code, launched
+from tests.training import ROOT, composed, corpus_in, losses
+
+
+def test_a_run_saves_and_goes_on(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
+    settings = ("train.steps=9", "checkpoint.interval=100", "log.console=true", f"run_dir={tmp_path}/run")
+    run = composed((*corpus_in(tmp_path / "corpus"), *settings), 1)
+
+    def work() -> None:
+        begin_fork()
+        tell = Console.step
+
+        def step(console: Console, report: StepReport) -> None:
+            tell(console, report)
+            if report.step == 3:
+                os.kill(os.getpid(), signal.SIGINT)
+
+        Console.step = step
+        os._exit(trainer.train(Plan(run), 0, 0, Attempt()))
+
+    process = multiprocessing.get_context("fork").Process(target=work)
+    process.start()
+    process.join(60)
+    saved = tmp_path / "run/checkpoints/step-00000004"
+    assert process.exitcode == 130 and newest_checkpoint(tmp_path / "run") == saved
+    assert list(losses(tmp_path / "run"))[-1] == 4
+    line = f"train.py: stopped by Ctrl-C after step 4, saved {saved}; to go on: the same command"
+    assert capfd.readouterr().err == f"{line} with run_dir={tmp_path}/run resume=auto\n"
+
+
+def pressed_twice(apart: float) -> int:
+    request = StopRequest()
+    with request.listening():
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(apart)
+        os.kill(os.getpid(), signal.SIGINT)
+        return 0
+
+
+def test_pressed_again_it_ends_at_once(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(signals, "PRESS_S", 0.2)
+    assert exit_code(lambda: pressed_twice(apart=0.0)) == 0, "one that was passed on"
+    assert exit_code(lambda: pressed_twice(apart=0.3)) == 130
+
+
+def test_whoever_listened_before_is_not_interrupted_afterwards():
+    request = StopRequest()
+    with request.listening():
+        os.kill(os.getpid(), signal.SIGINT)
+    request.hand_on()
+    assert request.signal is signal.SIGINT
+
+
+def test_torchrun_passes_it_on(tmp_path: Path):
+    ends = ["0:sleep", "1:sleep"]
+    twice_at_once = [signal.SIGINT, signal.SIGINT]
+    code, said, began = launched(tmp_path, "--standalone", ends=ends, send=twice_at_once)
+    assert (code, said, began) == (130, "", ["began-0-0", "began-1-0"])
+
+
+def test_torchrun_ends_ranks_that_do_not_hear_it_when_it_is_pressed_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("app.cli.torchrun.PRESS_S", 0.1)
+    twice, options = [signal.SIGINT, signal.SIGINT], ("--standalone", "--max-restarts=2")
+    code, said, _ = launched(tmp_path, *options, ends=["0:deaf", "1:deaf"], send=twice)
+    assert (code, said) == (130, "")
+
+
+SLOW = "import pathlib, time; pathlib.Path('importing').touch(); time.sleep(60)"
+
+
+@pytest.mark.parametrize("program", ["train.py", "app.cli.plan", "app.cli.report"])
+def test_during_imports_it_costs_a_line(tmp_path: Path, program: str):
+    """One of the imports takes long."""
+    for module in ("hydra", "omegaconf", "yaml"):
+        (tmp_path / f"{module}.py").write_text(SLOW)
+    line = [str(ROOT / program)] if program == "train.py" else ["-m", program]
+    env = {**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}"}
+    process = subprocess.Popen(
+        [sys.executable, *line], cwd=tmp_path, env=env, stderr=subprocess.PIPE, text=True
+    )
+    while not (tmp_path / "importing").exists():
+        assert process.poll() is None, process.communicate()[1]
+        time.sleep(0.02)
+    process.send_signal(signal.SIGINT)
+    said = process.communicate(timeout=30)[1]
+    name = {"train.py": "train.py", "app.cli.plan": "plan", "app.cli.report": "report"}[program]
+    assert (process.returncode, said) == (130, f"\n{name}: stopped\n")
