@@ -7,7 +7,8 @@ graph (on a CPU, in what stands in for one), is killed at drawn moments: in a st
 save, the capture of its graph, its own start-up, or by the death of its launcher. Each time:
 
     death noticed        from the kill to torchrun's line about it
-    new process          from there to the begin of the next rank, by the system's clock
+    new process          from there to the begin of the next rank, by the system's clock, which
+                         ticks a hundred times a second
     imports and plan, …  the parts of the start, as the run itself tells them
     told                 from there to the line on this program's side
     warm-up and capture  from the first step to the first one that a graph has done, which is not
@@ -315,9 +316,13 @@ def summary(kills: Sequence[Kill]) -> dict[str, tuple[float, float, float]]:
     whole = [kill for kill in kills if kill.total is not None]
     rows = [
         {**kill.parts, "kill to next step": kill.total, "warm-up and capture": kill.capture}
-        for kill in sorted(whole, key=lambda kill: -len(kill.parts))
+        for kill in whole
     ]
-    names = dict.fromkeys(name for row in rows for name in row)
+    places: dict[str, int] = {}  # not all have all parts
+    for row in rows:
+        for place, name in enumerate(row):
+            places[name] = max(place, places.get(name, 0))
+    names = sorted(places, key=lambda name: places[name])
     found = {name: [row[name] for row in rows if row.get(name) is not None] for name in names}
     return {
         name: (round(statistics.median(seconds), 3), round(min(seconds), 3), round(max(seconds), 3))
@@ -406,7 +411,7 @@ def print_report(kills: Sequence[Kill], found: Sequence[str]) -> None:
             continue
         print(f"\n{f'{whole} kills of a {who}, s':>24}  {'median':>8}  {'least':>8}  {'most':>8}")
         for name, row in summary(some).items():
-            print(f"{name:>24}  " + "  ".join(f"{seconds:8.2f}" for seconds in row))
+            print(f"{name:>24}  " + "  ".join(f"{round(seconds, 2) + 0.0:8.2f}" for seconds in row))
     again = sum(kill.total is None for kill in kills)
     print(f"\n{len(kills)} kills, of which {again} with another one before the next step")
     well = "rows bit-equal to a run left alone, no step of a checkpoint lost, no orphans"
