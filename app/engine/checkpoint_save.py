@@ -15,7 +15,7 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -50,6 +50,7 @@ from app.engine.synced import sync_folder, write_synced
 from app.engine.tensor_file import write_tensors
 from app.engine.watch import Strand
 from app.errors import ConfigError, no_room, warn
+from app.plan.figures import amount
 
 
 @dataclass(frozen=True, slots=True)
@@ -315,6 +316,7 @@ class Saver:
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
         self._told: set[str] = set()
+        self._file, self._bytes = Path(), 0  # what this rank writes, and how much that will be
         self._blocked: float | None = None  # seconds; None: nothing has been saved since it was last asked
 
     def _own_group(self) -> dist.ProcessGroup:
@@ -330,6 +332,9 @@ class Saver:
         since = time.perf_counter()
         self.wait()
         state = current_state(self.engine, self.run, progress, cursor, data=self._data)
+        name = checkpoint_name(progress.step)
+        self._bytes = sum(tensor.nbytes for tensor in state.tensors.values())
+        self._file = draft_of(folder / name) / rank_file(state.rank)
         if self._beside:
             state = dataclasses.replace(state, tensors=self._copied(state.tensors))
             self._thread = threading.Thread(target=self._write, args=(folder, state), daemon=True, name="checkpoint")
@@ -338,7 +343,7 @@ class Saver:
             strand = self.engine.watch.main
             write_checkpoint(folder, state, self._group, strand=strand, tell=self._tell)
         self._blocked = time.perf_counter() - since
-        return folder / checkpoint_name(progress.step)
+        return folder / name
 
     def wait(self) -> None:
         """Until nothing is under way. Raises ConfigError, the same on every rank, when it could not be saved."""
@@ -349,6 +354,13 @@ class Saver:
         if self._error is not None:
             error, self._error = self._error, None
             raise error
+
+    def progress(self) -> str:
+        """How much of its file this rank has written, in words."""
+        with suppress(OSError):  # not begun yet, or all ranks are done
+            done = self._file.stat().st_size / self._bytes
+            return f"{min(done, 1.0):.0%} of the {amount(self._bytes)}B of rank {self.engine.groups.rank}"
+        return ""
 
     def blocked(self) -> float | None:
         """Seconds for which the save since the last call has held up training; None: there was none."""

@@ -5,30 +5,83 @@ Shapes: S tokens so far, and so many more that they divide over context- and ten
 
 from __future__ import annotations
 
+import math
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from app.compat import all_reduce
+from app.data.tokenizer import Tokenizer
 from app.engine.build import DTYPES, Engine
+from app.engine.telling import telling
 from app.model.context_parallel import own_tokens
 
 TEMPERATURE = 0.7
+SECONDS = 4.0  # that a sample may take
+
+
+def sample_text(
+    engine: Engine, tokenizer: Tokenizer, prompt: list[int], aloud: bool
+) -> str | None:
+    """Text that continues a prompt, within seconds; None where the run asks for none. All ranks call it.
+
+    `aloud`: this rank says how far it has come, where that takes long.
+    """
+    run, drawn = engine.plan.run, []
+    count = run.train.sample_tokens
+    if not count:
+        return None
+    tokens = sample_tokens(
+        engine,
+        prompt,
+        count,
+        window=run.train.seq_len,
+        vocab=tokenizer.vocab_size,
+        seed=run.train.seed,
+        seconds=SECONDS,
+    )
+    with telling("sampling", lambda: f"{len(drawn)} of {count} tokens", aloud=aloud):
+        for token in tokens:
+            drawn.append(token)
+    return f"{tokenizer.decode(prompt)}▶{tokenizer.decode(drawn)}"
 
 
 @torch.no_grad()
-def sample_tokens(engine: Engine, prompt: list[int], count: int, window: int, vocab: int, seed: int) -> list[int]:
-    """`count` tokens that continue `prompt`, drawn at a fixed temperature from the last `window` tokens' prediction.
+def sample_tokens(
+    engine: Engine,
+    prompt: list[int],
+    count: int,
+    *,
+    window: int,
+    vocab: int,
+    seed: int,
+    seconds: float = math.inf,
+) -> Iterator[int]:
+    """Tokens that continue `prompt`, drawn at a fixed temperature from the last `window` tokens' prediction.
 
-    Only the first `vocab` ids are drawn: a padded embedding has more rows than the tokenizer has ids.
+    There are `count` of them, or fewer where that would take longer than some `seconds`: each costs
+    a forward. Only the first `vocab` ids are drawn: a padded embedding has more rows than the
+    tokenizer has ids.
     """
+    until = time.monotonic() + seconds
     for chunk in range(len(engine.chunks)):
         engine.optimizer.gather_params(chunk)
     generator = torch.Generator().manual_seed(seed)
     tokens = list(prompt)
-    for _ in range(count):
+    while len(tokens) - len(prompt) < count and _in_time(engine, until):
         tokens.append(_draw(_last_logits(engine, tokens[-window:])[:vocab], generator))
-    return tokens[len(prompt) :]
+        yield tokens[-1]
+
+
+def _in_time(engine: Engine, until: float) -> bool:
+    """Whether rank 0's clock is not past this; the same on every rank."""
+    in_time = torch.tensor([time.monotonic() < until])
+    dist.broadcast(in_time, src=0, group=engine.groups.host)
+    return bool(in_time)
 
 
 def _last_logits(engine: Engine, tokens: list[int]) -> Tensor:
@@ -47,11 +100,19 @@ def _last_logits(engine: Engine, tokens: list[int]) -> Tensor:
             chunk = engine.chunks[stage // pipeline.pp]
             x = chunk(x, chunk.context(own_S[None], None)).x
         if following != owner and here == owner:
-            dist.send(x.contiguous(), ranks[following], groups.pp)
+            _exchange(dist.isend, x.contiguous(), ranks[following], group=groups.pp)
         elif following != owner and here == following:
             x = torch.empty(hidden_1sD, dtype=DTYPES[engine.plan.run.precision.params], device=engine.device)
-            dist.recv(x, ranks[owner], groups.pp)
+            _exchange(dist.irecv, x, ranks[owner], group=groups.pp)
     return _of_place(engine, x, own_S, len(tokens) - 1)
+
+
+def _exchange(
+    operation: Callable[..., Any], tensor: Tensor, peer: int, *, group: dist.ProcessGroup
+) -> None:
+    # As a batch of one: NCCL makes a communicator for every two ranks, and warns of it, otherwise.
+    for work in dist.batch_isend_irecv([dist.P2POp(operation, tensor, peer, group)]):
+        work.wait()
 
 
 def _of_place(engine: Engine, x_1sD: Tensor, own_S: Tensor, place: int) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +21,9 @@ from app.engine.bad_steps import DIVERGED, BadSteps, Diverged
 from app.engine.build import Engine, build_engine
 from app.engine.capture.facts import GraphFacts
 from app.engine.checkpoint import Progress, load_checkpoint
-from app.engine.checkpoint_folder import CHECKPOINTS, newest_checkpoint, read_manifest
+from app.engine.checkpoint_folder import CHECKPOINTS, checkpoint_name, newest_checkpoint, read_manifest
 from app.engine.checkpoint_save import Saver
-from app.engine.generate import sample_tokens
+from app.engine.generate import sample_text
 from app.engine.groups import create_groups, process_world
 from app.engine.heartbeats import Heartbeats
 from app.engine.ready import StartTimes
@@ -42,6 +42,7 @@ from app.engine.signals import StopRequest, exit_code
 from app.engine.sinks import Console, JsonLines, Sink, Wandb
 from app.engine.start import Data, Start, choose_device, claim_start, load_all_data, look_once
 from app.engine.step import TrainingStep, Validation
+from app.engine.telling import telling
 from app.engine.watch import Watch
 from app.engine.wrap_up import print_opening, sum_up
 from app.errors import writing
@@ -163,6 +164,11 @@ class Trainer:
         """Whether this rank writes the run folder."""
         return self.engine.groups.rank == 0
 
+    @property
+    def speaks(self) -> bool:
+        """Whether this rank tells a person how the run goes."""
+        return self.leads and self.run.log.console
+
     def fit(self, attempt: Attempt, lock: FolderLock) -> bool:
         """Train to the last step, then validate, sample, save and sum up.
 
@@ -172,7 +178,7 @@ class Trainer:
         self.lock = lock
         self.engine.watch.rest("opening the run folder")
         self.run_dir = rank_zero_says(self.engine.groups, lambda: self._open_folder(attempt))
-        if self.leads and self.run.log.console:
+        if self.speaks:
             print_opening(self.engine, self.run_dir, self.start)
         with self.request.listening(), self._all_saved(), self._sinks() as sinks:
             validated = self._train(sinks)
@@ -202,7 +208,8 @@ class Trainer:
             self.saver.wait()
             newest = newest_checkpoint(self.run_dir)
             raise Diverged(f"{end}; {f'the newest checkpoint is {newest}' if newest else 'nothing was saved'}") from None
-        self.saver.wait()
+        with self._telling_save():
+            self.saver.wait()
         self.engine.groups.barrier()  # torchrun ends the other ranks once one has left with an exit code
 
     def _open_folder(self, attempt: Attempt) -> Path:
@@ -319,7 +326,17 @@ class Trainer:
     def _save_if_due(self) -> None:
         step, interval = self.progress.step, self.run.checkpoint.interval
         due = interval and (step % interval == 0 or step == self.run.train.steps or self.stops)
-        self.saved = self._save() if due else None
+        if not due:
+            self.saved = None
+            return
+        with self._telling_save():
+            self.saved = self._save()
+
+    def _telling_save(self) -> AbstractContextManager[None]:
+        """At the end of a run, when nothing else is told, of a save that takes long."""
+        ends = self.stops or self.progress.step == self.run.train.steps
+        what = f"saving {checkpoint_name(self.progress.step)}"
+        return telling(what, self.saver.progress, aloud=self.speaks and ends)
 
     def _save(self) -> Path:
         if self.bad_steps.in_a_row and not self._finite():
@@ -354,13 +371,9 @@ class Trainer:
 
     def _sample(self) -> str | None:
         """Text that continues the first tokens of the validation data; None when none is asked for."""
-        count, tokenizer = self.run.train.sample_tokens, self.data.tokenizer
-        if not count:
-            return None
         prompt = next(iter(self.held_out)).tokens_BS[0, : max(1, self.run.train.seq_len // 2)].tolist()
-        seed, window = self.run.train.seed, self.run.train.seq_len
         prompt = rank_zero_says(self.engine.groups, lambda: prompt)
         self.engine.watch.note("a sample")
-        drawn = sample_tokens(self.engine, prompt, count, window, tokenizer.vocab_size, seed)
+        text = sample_text(self.engine, self.data.tokenizer, prompt, aloud=self.leads)
         self.engine.watch.rest("the end of the run")
-        return f"{tokenizer.decode(prompt)}▶{tokenizer.decode(drawn)}"
+        return text

@@ -16,6 +16,7 @@ from app.engine.fast_paths import graphs_line, slow_paths
 from app.engine.plot import plot_run
 from app.engine.report import ValidationReport
 from app.engine.start import Data, Start
+from app.engine.telling import telling
 from app.errors import writing
 from app.plan.summary import memory_line, summary_lines
 
@@ -57,8 +58,8 @@ def print_opening(engine: Engine, run_dir: Path, start: Start) -> None:
 
 def sum_up(run: Run, run_dir: Path, data: Data, report: ValidationReport | None, sample: str | None) -> None:
     """Draw loss.png; on the console the sample, the loss beside what counting n-grams reaches, and the files."""
-    baselines = ngram_baselines(run, data)
-    with writing(run_dir):
+    with telling("counting n-grams and drawing loss.png", aloud=run.log.console), writing(run_dir):
+        baselines = ngram_baselines(run, data)
         plot_run(run_dir, baselines)
     if not run.log.console:
         return

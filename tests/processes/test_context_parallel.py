@@ -109,7 +109,8 @@ def test_documents_stay_apart_across_ranks(cp: int, tp: int, comm: CpComm):
 
 def sampled(rank: int, parallel: ParallelConfig, model: ModelConfig) -> list[int]:
     run = make_run(model, parallel=parallel, train=TrainConfig(steps=20, seq_len=LENGTH, micro_batch=1, global_batch=4))
-    return sample_tokens(engine_of(run, rank), [1, 2, 3], 12, 10, model.vocab_size, seed=1)
+    facts = dict(window=10, vocab=model.vocab_size, seed=1)
+    return list(sample_tokens(engine_of(run, rank), [1, 2, 3], 12, **facts))
 
 
 @pytest.mark.parametrize("degrees", [dict(tp=2), dict(cp=2), dict(tp=2, cp=2), dict(pp=2, tp=2)], ids=str)

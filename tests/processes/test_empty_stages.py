@@ -68,7 +68,7 @@ def trained(engine: Engine) -> Found:
     sample = sample_tokens(
         engine, [1, 2, 3], count=4, window=16, vocab=run.model.vocab_size, seed=5
     )
-    return found | {"validation": {1: loss}}, tokens, sample
+    return found | {"validation": {1: loss}}, tokens, list(sample)
 
 
 CASES: tuple[tuple[str, dict[str, Any]], ...] = (

@@ -1,0 +1,53 @@
+"""Saying what goes on while nothing else is said: what takes long is told, with how far it has come."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+FIRST_S = 1.0  # seconds of silence after which something is said
+EVERY_S = 10.0  # seconds between its lines
+
+
+@contextmanager
+def telling(
+    what: str, progress: Callable[[], str] = str, *, aloud: bool = True
+) -> Iterator[None]:
+    """Say on stdout, of a block that takes long, what it does and `progress()`, and when it is over.
+
+    Nothing is said of a block that takes less than FIRST_S, or where it is not to be `aloud`.
+    """
+    if not aloud:
+        yield
+        return
+    began, over, told = time.monotonic(), threading.Event(), threading.Event()
+
+    def tell() -> None:
+        seconds = FIRST_S
+        while not over.wait(seconds):
+            told.set()
+            _say(f"{what}: {', '.join(filter(None, (progress(), f'{_since(began)} so far')))}")
+            seconds = EVERY_S
+
+    thread = threading.Thread(target=tell, daemon=True, name="telling")
+    thread.start()
+    try:
+        yield
+        if told.is_set():
+            _say(f"{what}: done in {_since(began)}")
+    finally:
+        over.set()
+        thread.join()
+
+
+def _since(began: float) -> str:
+    return f"{time.monotonic() - began:.0f} s"
+
+
+def _say(line: str) -> None:
+    # A terminal may show the live line there.
+    lead = "\r\x1b[K" if sys.stdout.isatty() else ""
+    print(f"{lead}{line}", flush=True)

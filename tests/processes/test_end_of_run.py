@@ -1,0 +1,92 @@
+"""What a run says between its last step and its end, and how long its sample may take."""
+
+from __future__ import annotations
+
+import math
+import re
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from app.config import ParallelConfig
+from app.engine import checkpoint_save, telling
+from app.engine.generate import sample_tokens
+from app.engine.tensor_file import Writable
+from tests.distributed import run_distributed
+from tests.runs import TINY, engine_of, make_run
+from tests.training import composed, corpus_in, train_rank
+
+
+def test_what_is_quick_is_not_told(capfd: pytest.CaptureFixture[str]):
+    with telling.telling("saving"):
+        pass
+    assert capfd.readouterr().out == ""
+
+
+def test_what_takes_long_is_told_with_its_progress(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(telling, "FIRST_S", 0.02)
+    monkeypatch.setattr(telling, "EVERY_S", 0.02)
+    done = 0
+    with telling.telling("counting", lambda: f"{done} of 3"):
+        for done in range(4):  # noqa: B007
+            time.sleep(0.05)
+    with telling.telling("other", aloud=False):
+        time.sleep(0.05)
+    lines = capfd.readouterr().out.splitlines()
+    assert all(re.fullmatch(r"counting: \d of 3, \d s so far", line) for line in lines[:-1])
+    assert {line[10] for line in lines[:-1]} >= {"0", "3"} and len(lines) >= 5
+    assert lines[-1] == "counting: done in 0 s"
+
+
+def test_an_error_is_not_told_as_an_end(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(telling, "FIRST_S", 0.0)
+    with pytest.raises(OSError), telling.telling("saving"):
+        time.sleep(0.05)
+        raise OSError
+    assert "done" not in capfd.readouterr().out
+
+
+def slow_save(rank: int, beside: bool, run: object) -> None:
+    """A run whose last checkpoint takes a while."""
+    telling.FIRST_S = telling.EVERY_S = 0.02
+    write = checkpoint_save.write_tensors
+
+    def slowly(file: Writable, *arguments: object) -> None:
+        write(file, *arguments)
+        file.file.flush()
+        time.sleep(0.2)
+
+    checkpoint_save.write_tensors = slowly
+    train_rank(rank, run, {})
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_the_last_save_is_told(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], asynchronous: bool
+):
+    settings = ("train.steps=2", "checkpoint.interval=1", "log.console=true", f"run_dir={tmp_path}/run",
+                f"checkpoint.asynchronous={str(asynchronous).lower()}")  # fmt: skip
+    run = composed((*corpus_in(tmp_path / "corpus"), *settings), 1)
+    run_distributed(slow_save, 1, asynchronous, run)
+    said = capfd.readouterr().out
+    assert re.search(r"^saving step-00000002: 100% of the [\d.]+ .?B of rank 0, 0 s so far$", said, re.MULTILINE)
+    assert re.search(r"^saving step-00000002: done in 0 s$", said, re.MULTILINE)
+    assert "saving step-00000001" not in said, "training goes on, and is told of"
+
+
+def sampled_in_time(rank: int, seconds: tuple[float, ...]) -> list[int]:
+    run = make_run(replace(TINY, num_layers=4), parallel=ParallelConfig(pp=2))
+    facts = dict(window=16, vocab=run.model.vocab_size, seed=5, seconds=seconds[rank])
+    return list(sample_tokens(engine_of(run, rank), [1, 2, 3], 4, **facts))
+
+
+def test_rank_0_decides_when_a_sample_is_over():
+    assert run_distributed(sampled_in_time, 2, (0.0, math.inf)) == [[], []]
+    one, other = run_distributed(sampled_in_time, 2, (math.inf, 0.0))
+    assert one == other and len(one) == 4
