@@ -1,10 +1,9 @@
 """Train a language model: compose the configuration, build, fit. `python train.py --help` explains the choices."""
 
 import os
-import signal
 import sys
 
-from app.cli.ctrl_c import stop_quietly
+from app.cli.ctrl_c import interrupt_again, stop_quietly
 
 if __name__ == "__main__":
     stop_quietly("train.py")  # the imports take seconds
@@ -15,7 +14,6 @@ from omegaconf import DictConfig
 from app.cli.compose import load_run, register_schema
 from app.cli.launch import Launch, carry_out, refuse_nested_sweep, settled
 from app.cli.messages import RESUMABLE, readable_errors
-from app.cli.parent import end_with_parent
 from app.rules import check_runnable
 
 register_schema()
@@ -33,11 +31,10 @@ def main(config: DictConfig) -> None:
 
 if __name__ == "__main__":
     os.environ["HYDRA_FULL_ERROR"] = "1"  # hydra raises instead of printing and exiting with 1
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+    interrupt_again()
     with readable_errors("train.py", speak=True):
         launch = Launch.from_environment(os.environ)
-    if launch.launched:
-        end_with_parent()
+    launch.end_with_launcher()
     with readable_errors("train.py", launch.rank == 0, RESUMABLE):
         refuse_nested_sweep(launch, sys.argv[1:])
         main()

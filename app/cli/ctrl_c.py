@@ -8,10 +8,15 @@ from types import FrameType
 
 
 def stop_quietly(program: str) -> None:
-    """End this program with one line on Ctrl-C, until another handler takes the signal."""
+    """End this program with one line on Ctrl-C, until `interrupt_again` or another handler."""
 
     def stop(number: int, frame: FrameType | None) -> None:
         os.write(2, f"\n{program}: stopped\n".encode())
         os._exit(128 + number)
 
     signal.signal(signal.SIGINT, stop)
+
+
+def interrupt_again() -> None:
+    """Raise KeyboardInterrupt on Ctrl-C, as Python does."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)

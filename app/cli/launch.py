@@ -16,7 +16,7 @@ from pathlib import Path
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 
-from app.cli.parent import bound
+from app.cli.parent import bound, end_with_parent
 from app.config import Run
 from app.errors import ConfigError
 
@@ -70,6 +70,11 @@ class Launch:
             master = _slurm_master(env, ask, one_host=one_host)
             return cls(*place, master, one_host=one_host, launched=not job["submitted"], **job)
         return cls(0, 0, None, one_host=True, **job)
+
+    def end_with_launcher(self) -> None:
+        """Have this process end with the launcher that has started it, if one has."""
+        if self.launched:
+            end_with_parent()
 
     def network(self) -> dict[str, str]:
         """Variables that keep gloo and NCCL from listening to other hosts, where all ranks are on this one."""
