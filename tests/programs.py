@@ -2,24 +2,33 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import runpy
 import signal
 import subprocess
 import sys
+import time
 import traceback
 import warnings
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import matplotlib.figure  # noqa: F401 - loaded once instead of in every program
+from hydra.core.global_hydra import GlobalHydra
+from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
 
+import app.cli.torchrun
 import app.data.corpus
 import app.engine.trainer  # noqa: F401 - likewise
+from app.cli import parent
+from app.cli.parent import end_with_parent
 from tests.distributed import begin_fork
 
 TIMEOUT_S = 120
+POLL_S = 0.005  # seconds between looks at a program that is waited for
 
 
 def run_forked(
@@ -30,14 +39,14 @@ def run_forked(
     Processes that the program itself starts are fresh ones.
     """
     files = [os.memfd_create(name) for name in ("stdout", "stderr")]
-    program = multiprocessing.get_context("fork").Process(target=_program, args=(folder, line, env, files))
-    program.start()
-    program.join(TIMEOUT_S)
-    if program.is_alive():
-        program.kill()
-        raise subprocess.TimeoutExpired(list(line), TIMEOUT_S)
+    program = Forked(line, cwd=folder, env=env, stdout=files[0], stderr=files[1])
+    try:
+        code = program.wait(TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        program.send_signal(signal.SIGKILL)
+        raise
     out, err = (_written(file) for file in files)
-    return subprocess.CompletedProcess(list(line), program.exitcode, out, err)
+    return subprocess.CompletedProcess(list(line), code, out, err)
 
 
 def _written(file: int) -> str:
@@ -46,27 +55,135 @@ def _written(file: int) -> str:
         return opened.read().decode()
 
 
-def _program(folder: Path, line: Sequence[str], env: Mapping[str, str] | None, files: Sequence[int]) -> None:
-    begin_fork()
-    for target, file in zip((1, 2), files, strict=True):
-        os.dup2(file, target)
-    sys.stdout, sys.stderr = (open(target, "w", 1, closefd=False) for target in (1, 2))  # noqa: SIM115
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
-    if env is not None:
-        os.environ.clear()
-        os.environ.update(env)
-    os.chdir(folder)
-    warnings.resetwarnings()
-    sys.argv = list(line[1:])
-    sys.path.insert(0, str(Path(line[1]).parent))
+class Forked:
+    """A Python program in a forked process, with what callers of `subprocess.Popen` ask of one.
+
+    Processes that it starts itself are fresh ones.
+    """
+
+    def __init__(
+        self,
+        args: Sequence[str],
+        cwd: Path | None = None,
+        env: Mapping[str, str] | None = None,
+        stdout: int | None = None,
+        stderr: int | None = None,
+        start_new_session: bool = False,
+    ) -> None:
+        self.args, self.returncode = list(args), None
+        started, begun = os.pipe()
+        self.pid = os.fork()
+        if not self.pid:
+            if start_new_session:
+                os.setsid()
+            self._become(cwd, env, {1: stdout, 2: stderr})
+        os.close(begun)
+        os.read(started, 1)  # nothing: the child has closed what it got from here
+        os.close(started)
+
+    def poll(self) -> int | None:
+        """Exit code, negative for a signal; None while it runs."""
+        if self.returncode is None:
+            with suppress(ChildProcessError):
+                pid, status = os.waitpid(self.pid, os.WNOHANG)
+                self.returncode = os.waitstatus_to_exitcode(status) if pid else None
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Exit code. Raises subprocess.TimeoutExpired."""
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while (code := self.poll()) is None:
+            if deadline is not None and time.monotonic() > deadline:
+                raise subprocess.TimeoutExpired(self.args, timeout)
+            time.sleep(POLL_S)
+        return code
+
+    def send_signal(self, number: int) -> None:
+        """Send it a signal, if it still runs."""
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def prepare(self) -> None:
+        """Called in the new process, before its program begins."""
+
+    def _become(
+        self, cwd: Path | None, env: Mapping[str, str] | None, files: Mapping[int, int | None]
+    ) -> None:
+        """Run the program in this process, in the state that a fresh one would find."""
+        try:
+            begin_fork()
+            for target, file in files.items():
+                if file is not None:
+                    os.dup2(file, target)
+            os.closerange(3, os.sysconf("SC_OPEN_MAX"))
+            sys.stdout, sys.stderr = (open(each, "w", 1, closefd=False) for each in (1, 2))  # noqa: SIM115
+            for number in signal.valid_signals():
+                if callable(signal.getsignal(number)):
+                    signal.signal(number, signal.SIG_DFL)
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            if env is not None:
+                os.environ.clear()
+                os.environ.update(env)
+            os.chdir(cwd or ".")
+            warnings.resetwarnings()
+            self.prepare()
+            _run(self.args[1:])
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(1)
+
+
+def _run(line: list[str]) -> None:
+    """End this process as an interpreter with this command line would."""
     code: object = 0
     try:
-        runpy.run_path(line[1], run_name="__main__")
+        _interpret(line)
     except SystemExit as end:
         code = end.code or 0
+    except KeyboardInterrupt:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGINT)
     except BaseException:
         traceback.print_exc()
         code = 1
     sys.stdout.flush()
     os._exit(code if isinstance(code, int) else 1)
+
+
+def _interpret(line: list[str]) -> None:
+    """Run what is named on an interpreter's command line."""
+    match line:
+        case ["-P" | "-u", *rest]:
+            _interpret(rest)
+        case ["-m", module, *rest]:
+            sys.argv = [module, *rest]
+            sys.modules.pop(module, None)
+            runpy.run_module(module, run_name="__main__", alter_sys=True)
+        case [parent.__file__, starter, _, *rest]:  # would become another program
+            end_with_parent(int(starter))
+            _interpret(rest)
+        case [script, *rest]:
+            sys.argv = [script, *rest]
+            sys.path.insert(0, str(Path(script).parent))
+            runpy.run_path(script, run_name="__main__")
+
+
+class ForkedTree(Forked):
+    """A Python program whose own Python programs, and theirs, are forked too."""
+
+    def prepare(self) -> None:
+        """Have programs forked, and leave behind what hydra knows of the one that forks."""
+        GlobalHydra.instance().clear()
+        for module in (subprocess, subprocess_handler):
+            _fork_programs(module)
+
+
+def _fork_programs(module: ModuleType) -> None:
+    fresh = module.Popen
+
+    def popen(args: Sequence[str], **options: Any) -> Any:
+        forks = args[0] == sys.executable and fresh is not popen
+        return ForkedTree(args, **options) if forks else fresh(args, **options)
+
+    module.Popen = popen
