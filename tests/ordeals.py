@@ -27,13 +27,12 @@ from app.engine.checkpoint_folder import (
     newest_checkpoint,
     verify_checkpoint,
 )
-from app.engine.run_folder import has_ended, read_metrics
+from app.engine.run_folder import has_ended
 from app.engine.watch import EXIT_STUCK
 from tests.kills import STOPS, Case, Hit, Sight, committed, moment
 from tests.programs import Forked, ForkedTree
-from tests.training import ROOT
+from tests.training import ROOT, untimed
 
-TIMED = re.compile(r"step_ms|tokens_per_s|tflops|memory_|checkpoint_blocked")
 POLL_S = 0.004
 ENDS_S = 120  # seconds after which a run that should end is stuck
 ORPHANS_S = 10  # seconds that processes may outlive the one that was started
@@ -244,13 +243,9 @@ def begun(said: bytes) -> list[int]:
 
 def result(folder: Path) -> Result:
     """What a run has recorded, without times, in order; the sums of its last checkpoint's files."""
-    rows = [
-        {key: value for key, value in row.items() if not TIMED.match(key)}
-        for row in read_metrics(folder)
-    ]
     files = verify_checkpoint(named_by_latest(folder / CHECKPOINTS))["files"]
     sums = {name: file["sha256"] for name, file in files.items()}
-    return sorted(rows, key=lambda row: (row["step"], "val_loss" in row)), sums
+    return sorted(untimed(folder), key=lambda row: (row["step"], "val_loss" in row)), sums
 
 
 class Undisturbed:

@@ -7,6 +7,7 @@ import signal
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from hydra import compose, initialize_config_dir
@@ -32,6 +33,8 @@ TINY = ("model.num_layers=1", "model.hidden_size=32", "model.moe.ffn_hidden_size
 TOKENS_PER_STEP = 4 * 32
 # Two ranks that share the experts, for long enough to be interrupted.
 LONG = ("parallel.ep=2", "train.steps=150", "checkpoint.interval=10", "train.eval_interval=0")
+TIMED = {"step_ms", "tokens_per_s", "tokens_per_s_per_gpu", "tflops_per_gpu", "memory_allocated_gib",
+         "memory_peak_gib", "checkpoint_blocked_ms"}  # fmt: skip
 Seen = list[list[list[int]]]  # per step, per microbatch: tokens
 
 
@@ -77,6 +80,12 @@ def train_rank(
     training.feed.next_step = next_step
     with FolderLock() as lock:
         return training.fit(Attempt(), lock), seen
+
+
+def untimed(run_dir: Path) -> list[dict[str, Any]]:
+    """The reports of a run, without times and memory."""
+    rows = read_metrics(run_dir)
+    return [{key: value for key, value in row.items() if key not in TIMED} for row in rows]
 
 
 def losses(run_dir: Path) -> dict[int, float]:

@@ -16,7 +16,6 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -35,20 +34,24 @@ from app.engine.watch import EXIT_STUCK
 from app.errors import ConfigError
 from tests.cases import sampled
 from tests.distributed import begin_fork, run_distributed
-from tests.training import LONG, ROOT, Seen, composed, corpus_in, losses, train_rank, wait_for
+from tests.training import (
+    LONG,
+    ROOT,
+    Seen,
+    composed,
+    corpus_in,
+    losses,
+    train_rank,
+    untimed,
+    wait_for,
+)
 
-TIMED = {"step_ms", "tokens_per_s", "tokens_per_s_per_gpu", "tflops_per_gpu", "memory_allocated_gib", "memory_peak_gib",
-         "checkpoint_blocked_ms"}  # fmt: skip
 LAYOUTS = {"single": (1, ()), "dp2": (2, ("parallel.dp=2",)), "ep2": (2, ("parallel.ep=2",))}
 
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
     return corpus_in(tmp_path_factory.mktemp("corpus"))
-
-
-def untimed(folder: Path) -> list[dict[str, Any]]:
-    return [{key: value for key, value in row.items() if key not in TIMED} for row in read_metrics(folder)]
 
 
 @pytest.mark.parametrize(
