@@ -29,7 +29,7 @@ from app.engine.checkpoint_folder import (
 )
 from app.engine.run_folder import has_ended
 from app.engine.watch import EXIT_STUCK
-from tests.kills import STOPS, Case, Hit, Sight, committed, moment
+from tests.kills import STEPS, STOPS, Case, Hit, Sight, committed, moment
 from tests.programs import Forked, ForkedTree
 from tests.training import ROOT, untimed
 
@@ -91,6 +91,7 @@ class Start:
     hits: list[Hit] = field(default_factory=list)
     known: list[tuple[int, int]] = field(default_factory=list)  # step saved, bytes said until then
     dying: set[int] = field(default_factory=set)  # ranks that go down with the one that was killed
+    cut_short: bool = False  # whoever should end its ranks was killed long before they would end
 
     @property
     def runs(self) -> bool:
@@ -161,6 +162,9 @@ class Ordeal:
         print(f"  {hit}: process {target}, after step {committed(self.folder)} was saved")
         if self._restarts(hit):
             start.dying |= ranks
+        if (hit.kind, hit.target) in (("kill", "launcher"), ("kill", "agent")):
+            told = max((row["step"] for row in untimed(self.folder)), default=0)
+            start.cut_short = told < STEPS // 2
         return _send(hit, target)
 
     def _restarts(self, hit: Hit) -> bool:
@@ -178,7 +182,7 @@ class Ordeal:
             code = start.program.wait(ENDS_S)
         finally:
             print(f"  ended with {start.program.poll()}:\n{start.said.read_text()}")
-        self._check_orphans()
+        self._check_orphans(start)
         self._check_code(code, start)
         newest = newest_checkpoint(self.folder)
         self.saved = verify_checkpoint(newest)["step"] if newest else 0
@@ -187,11 +191,12 @@ class Ordeal:
             for began in begun(start.said.read_bytes()[size:]):
                 assert began >= step, f"step {step} had been saved, and a start began at {began}"
 
-    def _check_orphans(self) -> None:
+    def _check_orphans(self, start: Start) -> None:
         deadline = time.monotonic() + ORPHANS_S
         while (left := below(os.getpid()) - self.others) and time.monotonic() < deadline:
             time.sleep(POLL_S)
         assert not left, f"orphans: {[_command(pid) for pid in left]}"
+        assert not (start.cut_short and has_ended(self.folder)), "orphans have trained to the end"
         _reap()
 
     def _check_code(self, code: int, start: Start) -> None:
