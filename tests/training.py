@@ -33,7 +33,7 @@ TINY = ("model.num_layers=1", "model.hidden_size=32", "model.moe.ffn_hidden_size
 TOKENS_PER_STEP = 4 * 32
 # Two ranks that share the experts, for long enough to be interrupted.
 LONG = ("parallel.ep=2", "train.steps=150", "checkpoint.interval=10", "train.eval_interval=0")
-TIMED = {"step_ms", "tokens_per_s", "tokens_per_s_per_gpu", "tflops_per_gpu", "memory_allocated_gib",
+TIMED = {"time", "data_wait_ms", "step_ms", "tokens_per_s", "tokens_per_s_per_gpu", "tflops_per_gpu", "memory_allocated_gib",
          "memory_peak_gib", "checkpoint_blocked_ms"}  # fmt: skip
 Seen = list[list[list[int]]]  # per step, per microbatch: tokens
 

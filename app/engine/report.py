@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import resource
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +38,9 @@ class StepReport:
     grad_norm: float  # global norm before clipping
     skipped: int  # 1 when the update was skipped because the norm was not finite
     tokens: int  # tokens trained on so far
+    time: float  # when this was reported, seconds since 1970
     step_ms: float  # wall time of the step, ms; without validation and saving
+    data_wait_ms: float  # of it, until the batches of the step were there, ms; rank 0
     tokens_per_s: float  # all ranks together
     tokens_per_s_per_gpu: float  # per rank
     tflops_per_gpu: float  # model TFLOP/s per rank (docs/flops.md)
@@ -71,6 +73,7 @@ class ValidationReport:
     step: int
     val_loss: float  # nats per token
     val_tokens: int  # tokens it was measured on
+    time: float = field(default_factory=time.time)  # when this was reported, seconds since 1970
 
     def metrics(self) -> dict[str, Any]:
         """Key -> value."""
@@ -84,10 +87,20 @@ class RollbackReport:
     step: int  # of the checkpoint: training goes on behind it
     rollback_from: int  # the bad step
     rollbacks: int  # so far in this process
+    time: float = field(default_factory=time.time)  # when this was reported, seconds since 1970
 
     def metrics(self) -> dict[str, Any]:
         """Key -> value."""
         return dataclasses.asdict(self)
+
+
+@dataclass(frozen=True, slots=True)
+class StepTimes:
+    """Where the time of a step has gone, on this rank's host."""
+
+    seconds: float  # in all
+    data_wait: float  # seconds until its batches were there
+    blocked: float | None  # seconds for a checkpoint, before it; None: nothing was saved
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,13 +136,17 @@ class Meter:
         self.dropped = self.dropped + totals.dropped
 
     def report(
-        self, step: int, tokens: int, facts: StepFacts, lr: float, weight_decay: float, seconds: float, blocked: float | None
+        self,
+        step: int,
+        tokens: int,
+        facts: StepFacts,
+        *,
+        lr: float,
+        weight_decay: float,
+        times: StepTimes,
     ) -> StepReport:
-        """The report of one step; at the log interval with memory and expert load, which all ranks measure together.
-
-        `seconds` it took, behind `blocked` seconds for a checkpoint.
-        """
-        world = self.engine.groups.layout.world_size
+        """The report of one step; at the log interval with memory and expert load, which all ranks measure together."""
+        world, seconds = self.engine.groups.layout.world_size, times.seconds
         tflops = self.flops_per_step / seconds / world / 1e12
         at_interval = step % self.run.log.interval == 0 or step == self.run.train.steps
         measured = self._memory() if at_interval or step == self.first_step else {}
@@ -144,14 +161,16 @@ class Meter:
             grad_norm=facts.norm_sq**0.5,
             skipped=int(facts.skipped),
             tokens=tokens,
+            time=time.time(),
             step_ms=seconds * 1e3,
+            data_wait_ms=times.data_wait * 1e3,
             tokens_per_s=self.tokens_per_step / seconds,
             tokens_per_s_per_gpu=self.tokens_per_step / seconds / world,
             tflops_per_gpu=tflops,
             mfu=tflops / self.peak if self.peak else None,
             loss_scale=facts.scale,
             grad_zeros=int(facts.zeros) if self.run.optim.count_zeros else None,
-            checkpoint_blocked_ms=None if blocked is None else blocked * 1e3,
+            checkpoint_blocked_ms=None if times.blocked is None else times.blocked * 1e3,
             **measured,
         )
 

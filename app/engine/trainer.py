@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
@@ -27,7 +28,7 @@ from app.engine.generate import sample_text
 from app.engine.groups import create_groups, process_world
 from app.engine.heartbeats import Heartbeats
 from app.engine.ready import StartTimes
-from app.engine.report import Meter, RollbackReport, StepReport, Stopwatch, ValidationReport
+from app.engine.report import Meter, RollbackReport, StepReport, StepTimes, Stopwatch, ValidationReport
 from app.engine.run_folder import (
     FolderLock,
     begin_metrics,
@@ -292,12 +293,16 @@ class Trainer:
         run, updates = self.run, self.progress.updates + 1
         lr, decay = lr_at(updates, run), weight_decay_at(updates, run)
         following = self.feed.look_ahead if self.progress.step + 1 < run.train.steps else None
-        facts, totals = self.training_step(self.feed.next_step(), lr, decay, following)
+        began = time.perf_counter()
+        batches = self.feed.next_step()
+        data_wait = time.perf_counter() - began
+        facts, totals = self.training_step(batches, lr, decay, following)
         self.meter.count(totals)
         self.stops = bool(facts.stop) and self.progress.step + 1 < run.train.steps
         taken, tokens = self.progress.step + 1, self.progress.tokens + self.meter.tokens_per_step
         self.progress = Progress(taken, self.progress.updates + 1 - int(facts.skipped), tokens)
-        return self.meter.report(taken, tokens, facts, lr, decay, watch.lap(), self.saver.blocked())
+        times = StepTimes(watch.lap(), data_wait, self.saver.blocked())
+        return self.meter.report(taken, tokens, facts, lr=lr, weight_decay=decay, times=times)
 
     def _validates_now(self) -> bool:
         step, interval = self.progress.step, self.run.train.eval_interval

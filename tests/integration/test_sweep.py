@@ -217,7 +217,8 @@ def test_nothing_to_train_is_an_error(tmp_path: Path, overrides: str):
 
 
 def test_a_sweep_is_not_one_of_several_ranks(tmp_path: Path):
-    env = {**os.environ, "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2"}
+    master = {"MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
+    env = {**os.environ, "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", **master}
     done = subprocess.run(command("train.steps=2,3"), cwd=tmp_path, capture_output=True, text=True, env=env)
     assert (done.returncode, done.stdout) == (2, "") and list(tmp_path.iterdir()) == []
     assert done.stderr.startswith("train.py: --multirun=rank 0: one of 2 ranks, but a sweep starts the ranks of each job; ")

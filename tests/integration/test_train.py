@@ -18,15 +18,13 @@ from app.engine.checkpoint_folder import complete_checkpoints, newest_checkpoint
 from app.engine.report import RollbackReport, StepReport, ValidationReport
 from tests.cases import sampled
 from tests.programs import run_forked
-from tests.training import wait_for
+from tests.training import TIMED, wait_for
 from tests.wandb_file import history
 
 ROOT = Path(__file__).parent.parent.parent
 TINY = ("model.num_layers=2", "model.hidden_size=32", "model.moe.ffn_hidden_size=32", "train.seq_len=32", "train.micro_batch=2",
         "train.global_batch=4", "train.eval_interval=4", "train.eval_sequences=8", "train.sample_tokens=8",
         "optim.warmup_steps=2", "log=console", "log.interval=2", "checkpoint.interval=4")  # fmt: skip
-TIMED = {"step_ms", "tokens_per_s", "tokens_per_s_per_gpu", "tflops_per_gpu", "memory_allocated_gib", "memory_peak_gib",
-         "checkpoint_blocked_ms"}  # fmt: skip
 
 
 @pytest.fixture(scope="session")
