@@ -2,6 +2,7 @@
 
 import os
 import sys
+from functools import partial
 
 from app.cli.ctrl_c import interrupt_again, stop_quietly
 
@@ -11,8 +12,9 @@ if __name__ == "__main__":
 import hydra
 from omegaconf import DictConfig
 
+from app.cli.arguments import Typed
 from app.cli.compose import load_run, register_schema
-from app.cli.launch import Launch, carry_out, refuse_nested_sweep, settled
+from app.cli.launch import Launch, carry_out, refuse_nested_sweep, settled, trial_start
 from app.cli.messages import RESUMABLE, readable_errors
 from app.rules import check_runnable
 
@@ -23,7 +25,8 @@ register_schema()
 def main(config: DictConfig) -> None:
     """Compose, check, and train on this rank, or start the ranks that the layout asks for."""
     launch = Launch.from_environment(os.environ)  # here, since submitit pickles this function and calls it in a job
-    with settled(launch), readable_errors("train.py", launch.rank == 0, RESUMABLE):
+    trial = partial(trial_start, sys.argv[1:], launch)
+    with settled(launch), readable_errors("train.py", launch.rank == 0, RESUMABLE, trial):
         run = check_runnable(load_run(config, launch.world_size))
         if code := carry_out(run, launch, __file__, os.environ):
             sys.exit(code)
@@ -35,6 +38,8 @@ if __name__ == "__main__":
     with readable_errors("train.py", speak=True):
         launch = Launch.from_environment(os.environ)
     launch.end_with_launcher()
-    with readable_errors("train.py", launch.rank == 0, RESUMABLE):
+    trial = partial(trial_start, sys.argv[1:], launch)
+    with readable_errors("train.py", launch.rank == 0, RESUMABLE, trial):
+        Typed.parse(sys.argv[1:])  # unknown flags: one line
         refuse_nested_sweep(launch, sys.argv[1:])
         main()

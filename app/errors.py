@@ -1,31 +1,128 @@
-"""The one kind of error a user sees, and the arithmetic of "the nearest that works"."""
+"""The one kind of error a user sees, and the arithmetic of what may work instead."""
 
 from __future__ import annotations
 
 import difflib
 import errno
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from enum import Enum
+from functools import partial
+from math import isqrt
 from pathlib import Path
+
+GRAMMAR = frozenset("|()*'\"\\{}=")  # what Hydra takes for more than text
+MOST_DIVISOR = 1 << 20  # that is looked for
+CLOSE = 0.65  # share of letters that two spellings have in common (difflib's ratio)
+
+
+@dataclass(frozen=True)
+class Instead:
+    """Overrides that may work together in place of what was given, as one types them."""
+
+    overrides: tuple[str, ...]
+
+    def __init__(self, *overrides: str) -> None:
+        object.__setattr__(self, "overrides", overrides)
+
+    def __str__(self) -> str:
+        return " ".join(self.overrides)
+
+
+@dataclass(frozen=True)
+class FirstOf:
+    """Values or `Instead`s of which the first one that works is enough; the nearest comes first."""
+
+    candidates: tuple[object, ...]
+
+    def __init__(self, candidates: Iterable[object]) -> None:
+        object.__setattr__(self, "candidates", tuple(candidates))
 
 
 class ConfigError(ValueError):
-    """A mistake of the user's: which key, what value, which rule, and the nearest value that works."""
+    """A mistake of the user's: which key, what value, which rule, and what may work instead.
 
-    def __init__(self, key: str, value: object, rule: str, nearest: object = None) -> None:
+    nearest: a value of the key, `Instead`, `FirstOf`, or a tuple of such alternatives. Until
+    somebody has tried them (app.cli.trial) they are guesses, and told as such.
+    guess: the word that this one may be a slip of. advice: what to do where no value helps, as an
+    imperative.
+    """
+
+    def __init__(
+        self,
+        key: str,
+        value: object,
+        rule: str,
+        nearest: object = None,
+        *,
+        guess: str | None = None,
+        advice: str | None = None,
+        tried: bool = False,
+    ) -> None:
         self.key, self.value, self.rule, self.nearest = key, value, rule, nearest
-        hint = "" if nearest is None else f"; nearest that works: {nearest}"
-        super().__init__(f"{key}={_text(value)}: {rule}{hint}")
+        self.guess, self.advice, self.tried = guess, advice, tried
+        super().__init__(f"{key}={typed(value)}: {rule}{self._hint()}")
 
-    def __reduce__(self) -> tuple[type, tuple[object, ...]]:
+    def __reduce__(self) -> tuple[object, ...]:
         """Pickle by arguments, so that one rank can hand its error to the others."""
-        return type(self), (self.key, self.value, self.rule, self.nearest)
+        build = partial(type(self), guess=self.guess, advice=self.advice, tried=self.tried)
+        return build, (self.key, self.value, self.rule, self.nearest)
+
+    @property
+    def alternatives(self) -> tuple[FirstOf, ...]:
+        """What may work instead, each with its candidates."""
+        if self.nearest is None:
+            return ()
+        listed = self.nearest if isinstance(self.nearest, tuple) else (self.nearest,)
+        found = (each if isinstance(each, FirstOf) else FirstOf([each]) for each in listed)
+        return tuple(each for each in found if each.candidates)
+
+    def override(self, candidate: object) -> tuple[str, ...]:
+        """A candidate as one types it on the command line."""
+        if isinstance(candidate, Instead):
+            return candidate.overrides
+        text = typed(candidate)
+        return (f"{self.key}='{text}'" if GRAMMAR & set(text) else f"{self.key}={text}",)
+
+    def after_trial(self, worked: Sequence[object]) -> ConfigError:
+        """The same mistake with those candidates that have been found to work."""
+        found = tuple(worked) or None
+        return type(self)(
+            self.key,
+            self.value,
+            self.rule,
+            found,
+            guess=self.guess,
+            advice=self.advice,
+            tried=True,
+        )
+
+    def _hint(self) -> str:
+        words = [typed(each.candidates[0]) for each in self.alternatives]
+        works = words if self.tried else []
+        guesses = ([] if self.tried else words) + ([self.guess] if self.guess else [])
+        told = f"; nearest that works: {' or '.join(works)}" if works else ""
+        asked = f"; did you mean {' or '.join(guesses)}?" if guesses else ""
+        return told + asked + (f"; {self.advice}" if self.advice else "")
 
 
 class OwnError(ConfigError):
     """A mistake that one rank may see alone, which therefore says so itself."""
+
+
+def typed(value: object) -> str:
+    """A value as the command line takes it."""
+    match value:
+        case Enum():
+            return str(value.value)
+        case tuple() | list():
+            return f"[{', '.join(map(typed, value))}]"
+        case bool() | None:
+            return {True: "true", False: "false", None: "null"}[value]
+        case _:
+            return str(value)
 
 
 def warn(text: str) -> None:
@@ -49,29 +146,35 @@ def writing(run_dir: Path) -> Iterator[None]:
         path = error.filename2 or error.filename  # of a rename: what it would have replaced
         about = f" ({path})" if path not in (None, str(run_dir)) else ""
         rule = f"cannot be used: {error.strerror}{about}"
-        hint = "more room" if no_room(error) else "another run_dir"
-        raise ConfigError("run_dir", run_dir, rule, hint) from error
+        advice = "make room there" if no_room(error) else "choose another run_dir"
+        raise ConfigError("run_dir", run_dir, rule, advice=advice) from error
 
 
-def _text(value: object) -> str:
-    return str(value.value) if isinstance(value, Enum) else str(value)
+def nearest_divisors(value: int, of: int, key: str | None = None) -> tuple[FirstOf, ...]:
+    """The divisors of `of` below and above `value`, nearest first; of another `key` where given."""
+    divisors = _divisors(of)
+    below = [d for d in reversed(divisors) if d <= value]
+    return _of_key(key, below, [d for d in divisors if d > value])
 
 
-def nearest_divisors(value: int, of: int) -> str:
-    """The divisors of `of` on both sides of `value`, as text: nearest_divisors(3, 8) == "2 or 4"."""
-    divisors = [d for d in range(1, of + 1) if of % d == 0]
-    below = [d for d in divisors if d <= value][-1:]
-    above = [d for d in divisors if d > value][:1]
-    return " or ".join(map(str, below + above))
-
-
-def nearest_multiples(value: int, of: int) -> str:
-    """The positive multiples of `of` on both sides of `value`, as text: nearest_multiples(10, 4) == "8 or 12"."""
+def nearest_multiples(value: int, of: int, key: str | None = None) -> tuple[FirstOf, ...]:
+    """The positive multiples of `of` around `value`, nearest first; of another `key` where given."""
     below = value // of * of
-    return " or ".join(str(m) for m in (below, below + of) if m > 0)
+    return _of_key(key, [below] if below > 0 else [], [below + of])
+
+
+def _of_key(key: str | None, *sides: Sequence[int]) -> tuple[FirstOf, ...]:
+    if key is None:
+        return tuple(FirstOf(side) for side in sides if side)
+    return tuple(FirstOf(Instead(f"{key}={n}") for n in side) for side in sides if side)
+
+
+def _divisors(of: int) -> list[int]:
+    small = [d for d in range(1, min(isqrt(of), MOST_DIVISOR) + 1) if of % d == 0]
+    return sorted({*small, *(of // d for d in small)})
 
 
 def nearest(word: str, known: Sequence[str]) -> str | None:
-    """The known word most like `word`, None when nothing is close."""
-    close = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
+    """The known word that `word` may be a slip of, None when nothing is close."""
+    close = difflib.get_close_matches(word, known, n=1, cutoff=CLOSE)
     return close[0] if close else None

@@ -6,11 +6,12 @@ from collections.abc import Callable
 
 from app.choices import BadStep, Balance, CpComm, Decay, DispatcherKind, Dtype, GraphImpl, GraphScope, Recompute, ScheduleName
 from app.config import Run
-from app.errors import ConfigError, nearest_divisors, nearest_multiples
+from app.errors import ConfigError, FirstOf, Instead, nearest_divisors, nearest_multiples
 from app.plan.activations import captured_phases
 from app.plan.layout import AXES
 from app.plan.select import captured_layers, select_layout, select_schedule, select_stages
 from app.plan.traffic import parts_side_by_side
+from app.sizes import check_microbatches, check_sizes
 
 
 def check_world(run: Run) -> None:
@@ -21,7 +22,10 @@ def check_world(run: Run) -> None:
         raise ConfigError("parallel.world_size", world, rule, nearest_multiples(world, ranks))
     if world and run.dp * ranks != world:
         rule = f"{world} processes over tp × cp × pp = {ranks} ranks"
-        raise ConfigError("parallel.dp", run.dp, rule, world // ranks if world % ranks == 0 else f"world_size={run.dp * ranks}")
+        whole = (world // ranks,) if world % ranks == 0 else ()
+        raise ConfigError(
+            "parallel.dp", run.dp, rule, (*whole, Instead(f"parallel.world_size={run.dp * ranks}"))
+        )
 
 
 def check_expert_parallel(run: Run) -> None:
@@ -34,25 +38,37 @@ def check_expert_parallel(run: Run) -> None:
             raise ConfigError("parallel.etp", run.parallel.etp, f"model={run.model.name} has no experts", "null")
         return
     if moe.num_experts % ep:
-        raise ConfigError(
-            "parallel.ep", ep, f"must divide model.moe.num_experts={moe.num_experts}", nearest_divisors(ep, moe.num_experts)
-        )
+        rule = f"must divide model.moe.num_experts={moe.num_experts}"
+        raise ConfigError("parallel.ep", ep, rule, _shares(ep, moe.num_experts))
     etp = run.parallel.tp if run.parallel.etp is None else run.parallel.etp
     stage = run.world_size // run.parallel.pp
     if stage % etp:
         rule = f"must divide the {stage} ranks of a pipeline stage"
         raise ConfigError("parallel.etp", etp, rule, nearest_divisors(etp, stage))
     if stage % (ep * etp):
-        whole = ", or parallel.etp=1" if etp > 1 and stage % ep == 0 else ""
-        near = f"{nearest_divisors(ep, max(1, stage // etp))}{whole}, or parallel.dp={run.dp * ep * etp}"
+        whole = (Instead("parallel.etp=1"),) if etp > 1 and stage % ep == 0 else ()
+        more = Instead(f"parallel.dp={run.dp * ep * etp}")
+        near = (*nearest_divisors(ep, max(1, stage // etp)), *whole, more)
         what = f"the {stage} ranks of a pipeline stage" if run.parallel.pp > 1 else f"the world size {stage}"
         raise ConfigError("parallel.ep", ep, f"must divide {what}" + (f" over etp={etp}" if etp > 1 else ""), near)
     if ep * etp > 1 and moe.dispatcher is DispatcherKind.local:
         rule = f"parallel.{f'ep={ep}' if ep > 1 else f'etp={etp}'} needs an exchange between ranks"
-        raise ConfigError("model.moe.dispatcher", moe.dispatcher, rule, "auto, all_to_all or all_gather")
+        raise ConfigError(
+            "model.moe.dispatcher", moe.dispatcher, rule, ("auto", "all_to_all", "all_gather")
+        )
     if moe.ffn_hidden_size % etp:
         near = nearest_divisors(etp, moe.ffn_hidden_size)
         raise ConfigError("parallel.etp", etp, f"must divide model.moe.ffn_hidden_size={moe.ffn_hidden_size}", near)
+
+
+def _shares(ep: int, num_experts: int) -> tuple[FirstOf, ...]:
+    """Ranks that share the experts, in the world that there is or in one of as many ranks."""
+    found = nearest_divisors(ep, num_experts)
+    sides = ([n for n in each.candidates if isinstance(n, int)] for each in found)
+    return tuple(
+        FirstOf(one for n in side for one in (n, Instead(f"parallel.ep={n}", f"parallel.dp={n}")))
+        for side in sides
+    )
 
 
 def check_tensor_parallel(run: Run) -> None:
@@ -87,7 +103,12 @@ def check_context_parallel(run: Run) -> None:
     if cp > 1 and kind is CpComm.all_to_all and here % cp:
         over = f" over parallel.tp={tp}" if tp > 1 else ""
         rule = f"gives each of parallel.cp={cp} ranks whole heads, of model.num_kv_heads={run.model.num_kv_heads}{over}"
-        raise ConfigError("parallel.cp_comm_type", kind, rule, f"all_gather, or parallel.cp={nearest_divisors(cp, here)}")
+        raise ConfigError(
+            "parallel.cp_comm_type",
+            kind,
+            rule,
+            ("all_gather", *nearest_divisors(cp, here, "parallel.cp")),
+        )
 
 
 def check_layout(run: Run) -> None:
@@ -105,32 +126,76 @@ def check_stages(run: Run) -> None:
     if name is ScheduleName.zero_bubble_v and stages.vpp != 2:
         raise ConfigError("parallel.vpp", stages.vpp, "schedule zero_bubble_v has two stages per rank", 2)
     if stages.vpp > 1 and name not in CHUNKED:
-        raise ConfigError("schedule.name", name, f"has one stage per rank, not vpp={stages.vpp}", "interleaved")
+        near = ("interleaved", *_fewer_stages(run))
+        raise ConfigError(
+            "schedule.name", name, f"has one stage per rank, not vpp={stages.vpp}", near
+        )
     if stages.vpp == 1 and name is ScheduleName.interleaved:
-        raise ConfigError("parallel.vpp", 1, "schedule interleaved needs several stages per rank", "2, or schedule=1f1b")
+        rule = "schedule interleaved needs several stages per rank"
+        raise ConfigError("parallel.vpp", 1, rule, (2, Instead("schedule=auto")))
+
+
+def _one_stage(run: Run) -> tuple[str, ...]:
+    """What gives every pipeline rank one stage."""
+    if run.parallel.layout is not None:
+        return ("parallel.layout=null", "parallel.vpp=1")
+    return ("parallel.vpp=1",) if run.parallel.vpp > 1 else ()
+
+
+def _fewer_stages(run: Run) -> tuple[Instead, ...]:
+    return (Instead(*one),) if (one := _one_stage(run)) else ()
+
+
+def _whole() -> Instead:
+    return Instead("cuda_graph=full_iteration")
 
 
 def check_schedule_choice(run: Run) -> None:
     """The schedule exists for this many pipeline ranks, stages and microbatches."""
     name, pp, group = select_schedule(run, select_stages(run)), run.parallel.pp, run.schedule.group_size
     if name is ScheduleName.none and pp > 1:
-        raise ConfigError("schedule.name", name, f"runs on one pipeline rank, not on pp={pp}", "auto, 1f1b or interleaved")
+        raise ConfigError(
+            "schedule.name",
+            name,
+            f"runs on one pipeline rank, not on pp={pp}",
+            ("auto", "1f1b", "interleaved"),
+        )
     if group is not None and name is not ScheduleName.interleaved:
-        raise ConfigError("schedule.group_size", group, f"schedule {name.value} has no groups", "null, or interleaved")
+        raise ConfigError(
+            "schedule.group_size",
+            group,
+            f"schedule {name.value} has no groups",
+            ("null", Instead("schedule=interleaved")),
+        )
     if name is not ScheduleName.interleaved:
         return
     if pp == 1:
-        raise ConfigError("schedule.name", name, "needs pipeline ranks, and parallel.pp=1", "none with parallel.vpp=1")
+        raise ConfigError(
+            "schedule.name",
+            name,
+            "needs pipeline ranks, and parallel.pp=1",
+            Instead("schedule=auto", *_one_stage(run)),
+        )
     count = run.num_microbatches
     if count < pp:
         least = pp * run.train.micro_batch * run.dp
         rule = f"too few microbatches of {run.train.micro_batch} for dp={run.dp}: {count}, but interleaved needs pp={pp} or more"
-        raise ConfigError("train.global_batch", run.train.global_batch, rule, f"{least}, or schedule=1f1b with vpp=1")
+        raise ConfigError(
+            "train.global_batch",
+            run.train.global_batch,
+            rule,
+            (least, Instead("schedule=1f1b", *_one_stage(run))),
+        )
     size = pp if group is None else group
     legal = [n for n in range(pp, count + 1) if not 0 < count % n < pp]
     if size not in legal:
         rule = f"groups of {size} (null: pp) out of {count} microbatches must be between pp={pp} and {count}, the last one too"
-        raise ConfigError("schedule.group_size", group, rule, min(legal, key=lambda n: abs(n - size)))
+        raise ConfigError(
+            "schedule.group_size",
+            group,
+            rule,
+            FirstOf(sorted(legal, key=lambda n: abs(n - size))[:8]),
+        )
 
 
 def check_graphs_choice(run: Run) -> None:
@@ -140,7 +205,12 @@ def check_graphs_choice(run: Run) -> None:
     named = "[" + ", ".join(part.value for part in graph.scope) + "]"
     key = "cuda_graph.scope"
     if scope and graph.impl in (GraphImpl.none, GraphImpl.full_iteration):
-        raise ConfigError(key, named, f"impl={graph.impl.value} has no parts of layers", "[], or impl=local")
+        raise ConfigError(
+            key,
+            named,
+            f"impl={graph.impl.value} has no parts of layers",
+            ("[]", Instead("cuda_graph.impl=local")),
+        )
     if GraphScope.moe in scope and scope & {GraphScope.moe_router, GraphScope.moe_preprocess}:
         raise ConfigError(key, named, "moe holds moe_router and moe_preprocess already", "[attn, moe]")
     if GraphScope.moe_preprocess in scope and GraphScope.moe_router not in scope:
@@ -155,7 +225,8 @@ def check_graphs_choice(run: Run) -> None:
         degrees = f"ep={ep}" + (f" and etp={etp}" if etp > 1 else "")
         rule = f"captures the exchange of tokens, for whose sizes the host waits with {degrees}"
         what, value = ("cuda_graph.impl", graph.impl.value) if graph.impl is GraphImpl.full_iteration else (key, named)
-        raise ConfigError(what, value, rule, "scope=[attn, moe_router, moe_preprocess] with impl=local")
+        near = Instead("cuda_graph.impl=local", "cuda_graph.scope=[attn,moe_router,moe_preprocess]")
+        raise ConfigError(what, value, rule, near)
 
 
 INSIDE = {
@@ -176,20 +247,34 @@ def check_graphs_beside(run: Run) -> None:
     cuts_experts = partial and GraphScope.moe_router in scope
     if partial and run.schedule.name.value.startswith("zero_bubble"):
         rule = f"captures whole backwards, which schedule {run.schedule.name.value} splits"
-        raise ConfigError("cuda_graph.impl", graph.impl, rule, "full_iteration, or schedule=1f1b")
+        raise ConfigError(
+            "cuda_graph.impl",
+            graph.impl,
+            rule,
+            (_whole(), Instead("schedule=1f1b", *_one_stage(run))),
+        )
     if partial and again.full:
         rule = f"runs every layer twice, and cuda_graph.impl={graph.impl.value} captures parts of them that run once"
-        raise ConfigError("recompute.full", True, rule, "recompute=selective, or cuda_graph.impl=full_iteration")
+        raise ConfigError("recompute.full", True, rule, (False, _whole()))
     if cuts_experts and Recompute.moe in again.phases:
         rule = "runs the router twice, and cuda_graph.scope=moe_router captures it to run once"
-        raise ConfigError("recompute.phases", Recompute.moe, rule, "[experts_act], or cuda_graph.scope=[attn]")
+        raise ConfigError(
+            "recompute.phases",
+            Recompute.moe,
+            rule,
+            ("[experts_act]", Instead("cuda_graph.scope=[attn]")),
+        )
     if cuts_experts and moe and moe.shared_overlap:
         rule = "goes on beside the experts, where cuda_graph.scope=moe_router has ended"
-        raise ConfigError("model.moe.shared_overlap", True, rule, "false, or cuda_graph.scope=[attn]")
+        raise ConfigError(
+            "model.moe.shared_overlap", True, rule, (False, Instead("cuda_graph.scope=[attn]"))
+        )
     held = captured_phases(graph) if partial else INSIDE.values()
     if moe and moe.jitter_eps and (again.full or any(INSIDE.get(part) in held for part in again.phases)):
         rule = "draws noise that recomputation has to draw again, which it cannot under capture"
-        raise ConfigError("model.moe.jitter_eps", moe.jitter_eps, rule, "0, or recompute=none")
+        raise ConfigError(
+            "model.moe.jitter_eps", moe.jitter_eps, rule, (0, Instead("recompute=none"))
+        )
 
 
 def check_recompute(run: Run) -> None:
@@ -197,7 +282,7 @@ def check_recompute(run: Run) -> None:
     moe = run.model.moe
     if moe and moe.balance is Balance.global_batch and (run.recompute.full or Recompute.moe in run.recompute.phases):
         rule = "adds up the load of every forward, and backward would run some again under recompute.full or phases=[moe]"
-        raise ConfigError("model.moe.balance", moe.balance, rule, "microbatch or sequence")
+        raise ConfigError("model.moe.balance", moe.balance, rule, ("microbatch", "sequence"))
 
 
 def check_expert_widths(run: Run) -> None:
@@ -223,8 +308,14 @@ def check_batch(run: Run) -> None:
             "train.global_batch",
             run.train.global_batch,
             f"must be a multiple of micro_batch × dp = {run.train.micro_batch} × {run.dp} = {per_step}",
-            nearest_multiples(run.train.global_batch, per_step),
+            (*nearest_multiples(run.train.global_batch, per_step), *_batch_of(run)),
         )
+
+
+def _batch_of(run: Run) -> tuple[FirstOf, ...]:
+    """Fewer replicas, which the batch can be cut over."""
+    whole, rest = divmod(run.train.global_batch, run.train.micro_batch)
+    return () if rest or not run.parallel.dp else nearest_divisors(run.dp, whole, "parallel.dp")[:1]
 
 
 def check_lr_schedule(run: Run) -> None:
@@ -238,7 +329,11 @@ def check_lr_schedule(run: Run) -> None:
     if run.optim.decay is Decay.wsd and warmup + last > whole:
         word, size = _unit(run, "wsd_decay")
         rule = f"with {warmup / size:.10g} {word} of warm-up longer than the {whole / size:.10g} decay {word}"
-        raise ConfigError(f"optim.wsd_decay_{word}", last // size, rule, (whole - warmup) // size or "a longer decay")
+        room = (whole - warmup) // size
+        advice = None if room else "make the decay longer"
+        raise ConfigError(
+            f"optim.wsd_decay_{word}", last // size, rule, room or None, advice=advice
+        )
 
 
 def _unit(run: Run, name: str) -> tuple[str, int]:
@@ -250,11 +345,17 @@ def check_rollback(run: Run) -> None:
     """Going back needs something to go back to."""
     if run.train.on_bad_step is BadStep.rollback and not run.checkpoint.interval:
         rule = "goes back to checkpoints, and checkpoint.interval=0 saves none"
-        raise ConfigError("train.on_bad_step", run.train.on_bad_step, rule, "skip, or checkpoint=default")
+        raise ConfigError(
+            "train.on_bad_step",
+            run.train.on_bad_step,
+            rule,
+            ("skip", Instead("checkpoint=default")),
+        )
 
 
 CHUNKED = (ScheduleName.interleaved, ScheduleName.zero_bubble_v)  # schedules of several stages per rank
 RULES: tuple[Callable[[Run], None], ...] = (
+    check_sizes,
     check_world,
     check_expert_parallel,
     check_tensor_parallel,
@@ -265,6 +366,7 @@ RULES: tuple[Callable[[Run], None], ...] = (
     check_expert_widths,
     check_batch,
     check_stages,
+    check_microbatches,
     check_schedule_choice,
     check_graphs_choice,
     check_graphs_beside,
@@ -293,7 +395,6 @@ def check_runnable(run: Run) -> Run:
         value = getattr(getattr(run, section), name)
         if value not in values:
             shown = [getattr(part, "value", part) for part in value] if isinstance(value, tuple) else value
-            trained = " or ".join(str(getattr(allowed, "value", allowed)) for allowed in values if allowed is not None)
             rule = "can be planned (python -m app.cli.plan), but training does not do it yet"
-            raise ConfigError(key, shown, rule, trained if trained != "()" else "[]")
+            raise ConfigError(key, shown, rule, values)
     return run

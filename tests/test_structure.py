@@ -18,7 +18,7 @@ TREE_MAX = 8 * 2**20  # bytes that git tracks
 # A module may import from its own layer and from those below it.
 LAYERS = (
     {"app", "app.errors", "app.choices", "app.config", "app.compat"},
-    {"app.plan", "app.rules", "app.kernels"},
+    {"app.plan", "app.rules", "app.sizes", "app.kernels"},
     {"app.model", "app.moe", "app.optim"},  # tensors
     {"app.moe.dispatch", "app.optim.distributed", "app.data"},  # processes
     {"app.engine"},

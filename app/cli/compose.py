@@ -7,13 +7,13 @@ import re
 import typing
 from collections.abc import Iterator, Sequence
 from enum import Enum
-from pathlib import Path
 from types import NoneType
 
-from hydra import compose, initialize_config_dir
+from hydra import compose
 from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf
 
+from app.cli.arguments import CONFIG_NAME, Typed
 from app.config import ModelConfig, MoEConfig, Run
 from app.errors import ConfigError, nearest
 from app.rules import check
@@ -22,7 +22,6 @@ PLUGINS = {"hydra/launcher": ("torchrun", "TorchrunLauncher"), "hydra/sweeper": 
 _FROM_ENVIRONMENT = re.compile(r"\boc\.env:\s*([A-Za-z_]\w*)")
 _SECRETS = ("APIKEY", "TOKEN", "SECRET", "PASSWORD", "PASSWD", "PASSPHRASE", "CREDENTIAL",
             "CREDENTIALS")  # fmt: skip
-CONF = Path(__file__).resolve().parents[2] / "conf"
 
 
 def _defaults() -> Run:
@@ -66,9 +65,18 @@ def load_run(config: DictConfig, world_size: int | None) -> Run:
 
 def load_overrides(overrides: Sequence[str], world_size: int | None = None) -> Run:
     """The checked run that overrides of train.py describe, whatever the working directory. Raises as `load_run`."""
+    return load_typed(Typed(tuple(overrides)), world_size)
+
+
+def load_typed(typed: Typed, world_size: int | None = None) -> Run:
+    """The checked run that arguments of train.py describe.
+
+    Raises as `load_run`, and what composing raises.
+    """
     register_schema()
-    with initialize_config_dir(str(CONF), version_base="1.3"):
-        return load_run(compose("train", list(overrides)), world_size)
+    with typed.looked_up():
+        name = typed.config_name or CONFIG_NAME
+        return load_run(compose(name, list(typed.overrides)), world_size)
 
 
 def _refuse_unknown(config: DictConfig) -> None:
@@ -76,7 +84,9 @@ def _refuse_unknown(config: DictConfig) -> None:
     known = set(all_keys())
     for key in _present(config, ""):
         if key not in known:
-            raise ConfigError(key, OmegaConf.select(config, key), "there is no such key", nearest(key, sorted(known)))
+            raise ConfigError(
+                key, OmegaConf.select(config, key), "there is no such key", guess=like_key(key)
+            )
 
 
 def _refuse_secrets(config: DictConfig) -> None:
@@ -84,7 +94,7 @@ def _refuse_secrets(config: DictConfig) -> None:
     for key, text in _as_typed(OmegaConf.to_container(config, resolve=False), ""):
         for variable in filter(_is_secret, _FROM_ENVIRONMENT.findall(text)):
             rule = f"what {variable} holds would be written into the run folder"
-            raise ConfigError(key, text, rule, "to leave it in the environment")
+            raise ConfigError(key, text, rule, advice="leave it in the environment")
 
 
 def _is_secret(variable: str) -> bool:
@@ -116,6 +126,13 @@ def _present(node: DictConfig, prefix: str) -> Iterator[str]:
 def all_keys() -> list[str]:
     """Every dotted key of the configuration, sections included."""
     return list(_keys(Run, ""))
+
+
+def like_key(word: str) -> str | None:
+    """The key that a word may be a slip of: one that ends in it, or is spelt like it."""
+    keys = all_keys()
+    ends = [key for key in keys if key.rpartition(".")[2] == word.rpartition(".")[2]]
+    return nearest(word, ends) or (ends[0] if len(ends) == 1 else None) or nearest(word, keys)
 
 
 def _keys(section: type, prefix: str) -> Iterator[str]:

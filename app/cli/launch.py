@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import signal
 import socket
@@ -16,11 +17,20 @@ from pathlib import Path
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 
+from app.choices import Device
+from app.cli.arguments import Typed
+from app.cli.compose import load_typed
+from app.cli.messages import trial_of
 from app.cli.parent import bound, end_with_parent
+from app.cli.trial import Trial
 from app.config import Run
-from app.errors import ConfigError
+from app.errors import ConfigError, FirstOf
+from app.plan.figures import gib
+from app.plan.plan import Plan
+from app.rules import check_runnable
 
 ROOT = Path(__file__).parents[2]
+GPU_DEVICES = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")  # where none is, torch need not be asked
 CPU_RANKS_PER_CORE = 4  # more gloo processes than that only wait for each other
 SUBMITIT_REQUEUES = -1  # exit code with which it leaves once SLURM has the job back in its queue
 FIRST_PORT, PORTS = 20_000, 10_000  # where the tasks of SLURM jobs meet, below the ports that systems hand out
@@ -104,7 +114,7 @@ def _torchrun_master(env: Mapping[str, str]) -> tuple[str, int]:
     for name in ("MASTER_ADDR", "MASTER_PORT"):
         if not env.get(name):
             rule = "RANK and WORLD_SIZE are set, but not where the ranks meet"
-            raise ConfigError(name, "", rule, "torchrun, which sets them all")
+            raise ConfigError(name, "", rule, advice="start it by torchrun, which sets them all")
     return env["MASTER_ADDR"], _number(env, "MASTER_PORT")
 
 
@@ -124,13 +134,64 @@ def _slurm_master(
     return host, port
 
 
-def check_room(world_size: int, gpus: int) -> None:
-    """Raise ConfigError when this host is too small for so many ranks; `gpus` is how many they may use, 0 for CPU."""
+def check_room(run: Run, gpus: int) -> None:
+    """Raise ConfigError when this host is too small for the ranks, which may use so many GPUs (0: CPU)."""
     most = gpus or CPU_RANKS_PER_CORE * (os.cpu_count() or 1)
-    if world_size > most:
+    if run.world_size > most:
         what = "GPUs" if gpus else "processes on its cores"
-        rule = f"this host has room for {most} {what}; torchrun joins several hosts"
-        raise ConfigError("parallel.dp", world_size, rule, most)
+        world = run.world_size
+        ranks = "" if world == run.parallel.dp else f" and these are {world} ranks;"
+        rule = f"this host has room for {most} {what};{ranks} torchrun joins several hosts"
+        degrees = {axis: getattr(run.parallel, axis) or 1 for axis in ("dp", "tp", "cp", "pp")}
+        axis = max(degrees, key=lambda axis: degrees[axis])
+        raise ConfigError(
+            f"parallel.{axis}", degrees[axis], rule, _fewer(degrees[axis], run.world_size, most)
+        )
+
+
+def check_host_memory(plan: Plan) -> None:
+    """Raise ConfigError when a rank on the CPU keeps more between steps than this host has memory."""
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if plan.busiest.kept > memory:
+        rule = f"a rank keeps {gib(plan.busiest.kept)} GiB, and this host has {gib(memory)} GiB"
+        advice = "python -m app.cli.plan what=memory says what to change"
+        raise ConfigError("train.device", "cpu", rule, advice=advice)
+
+
+def _fewer(degree: int, world_size: int, most: int) -> FirstOf:
+    """Degrees that leave at most `most` ranks: as many as possible, then powers of two."""
+    largest = most * degree // world_size
+    halves = (2**power for power in reversed(range(largest.bit_length())))
+    return FirstOf(dict.fromkeys((largest, *halves)) if largest else ())
+
+
+def trial_start(arguments: Sequence[str], launch: Launch) -> Trial:
+    """The trial of the run that is asked for, as far as it came: with its data once they were read."""
+    typed, has_data = typed_of(arguments), "app.engine.start" in sys.modules
+
+    def load(overrides: Sequence[str]) -> None:
+        run = check_runnable(load_typed(typed.with_overrides(overrides), launch.world_size))
+        gpus = _gpus_here(run)
+        if launch.world_size is None and run.world_size > 1:
+            check_room(run, gpus)
+        if not gpus:
+            check_host_memory(Plan(run))
+        if has_data:
+            from app.engine.start import check_data, usable_gpus
+
+            usable_gpus(run)
+            check_data(run)
+
+    return trial_of(load)
+
+
+def _gpus_here(run: Run) -> int:
+    """GPUs that the run may use; torch, slow to load, is asked only where there may be some."""
+    if run.train.device is Device.cpu or not any(Path(device).exists() for device in GPU_DEVICES):
+        return 0
+    from app.engine.start import usable_gpus
+
+    return usable_gpus(run)
 
 
 def carry_out(run: Run, launch: Launch, script: str, env: MutableMapping[str, str]) -> int:
@@ -141,12 +202,14 @@ def carry_out(run: Run, launch: Launch, script: str, env: MutableMapping[str, st
     from app.engine.attempt import Attempt
     from app.engine.start import preflight, usable_gpus
     from app.engine.trainer import train
-    from app.plan.plan import Plan
 
     attempt = Attempt(launch.requeues, launch.master, store_stays=launch.agent_store)
+    plan, gpus = Plan(run), usable_gpus(run)
+    if not gpus:
+        check_host_memory(plan)
     if launch.world_size is not None or run.world_size == 1:
-        return train(Plan(run), launch.rank, launch.local_rank, attempt)
-    check_room(run.world_size, usable_gpus(run))
+        return train(plan, launch.rank, launch.local_rank, attempt)
+    check_room(run, gpus)
     preflight(run, attempt.earlier(run))
     return start_ranks(run.world_size, script, given_overrides(sys.argv[1:]), env)
 
@@ -171,8 +234,21 @@ def start_ranks(world_size: int, script: str, overrides: Sequence[str], env: Map
 
 def given_overrides(arguments: Sequence[str]) -> list[str]:
     """The overrides of this run: the program's arguments, or those of this job of a sweep."""
-    config = HydraConfig.get()
-    return list(config.overrides.task) if config.mode is RunMode.MULTIRUN else list(arguments)
+    return typed_of(arguments).words if _in_sweep() else list(arguments)
+
+
+def typed_of(arguments: Sequence[str]) -> Typed:
+    """What describes this run: arguments, or what Hydra has composed this job of a sweep from."""
+    if not _in_sweep():
+        return Typed.parse(arguments)
+    config = HydraConfig.instance().cfg
+    assert config is not None
+    typed = Typed.of_config(config.hydra)
+    return dataclasses.replace(typed, overrides=(*typed.overrides, *config.hydra.overrides.task))
+
+
+def _in_sweep() -> bool:
+    return HydraConfig.initialized() and HydraConfig.get().mode is RunMode.MULTIRUN
 
 
 @contextmanager
@@ -196,4 +272,6 @@ def refuse_nested_sweep(launch: Launch, arguments: Sequence[str]) -> None:
     """Raise ConfigError for a sweep that was itself started as several ranks: each would start every job."""
     if launch.world_size is not None and {"-m", "--multirun"} & set(arguments):
         rule = f"one of {launch.world_size} ranks, but a sweep starts the ranks of each job"
-        raise ConfigError("--multirun", f"rank {launch.rank}", rule, "python train.py -m …")
+        raise ConfigError(
+            "--multirun", f"rank {launch.rank}", rule, advice="start it as python train.py -m …"
+        )

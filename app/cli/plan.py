@@ -8,7 +8,8 @@ from __future__ import annotations
 import json
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,9 +19,11 @@ from app.cli.ctrl_c import stop_quietly
 if __name__ == "__main__":
     stop_quietly("plan")  # the imports take a second
 
-from app.cli.compose import load_overrides
-from app.cli.messages import readable_errors
+from app.cli.arguments import Typed
+from app.cli.compose import load_typed
+from app.cli.messages import readable_errors, trial_of
 from app.cli.plan_tables import print_plan
+from app.cli.trial import Trial
 from app.errors import ConfigError, nearest
 from app.plan.export import WHAT, plan_json
 from app.plan.plan import Plan
@@ -28,6 +31,8 @@ from app.plan.suggest import suggest
 
 FOLDER, NOWHERE = "plan", ("", "null")  # where files go
 FLAGS = ("--json", "--help", "-h")
+PLACES = ("--config-dir", "-cd", "--config-path", "-cp", "--config-name", "-cn")  # as of train.py
+OWN = ("what=", "out=")
 HELP = """\
 == Graphfold: what a run will be, before any GPU is used ==
 Usage:  python -m app.cli.plan [what=…] [--json] [out=FOLDER] [gpu_memory_gib=N] [any override of train.py]
@@ -41,6 +46,7 @@ Usage:  python -m app.cli.plan [what=…] [--json] [out=FOLDER] [gpu_memory_gib=
   --json               the same as JSON on stdout, and no files
   out=FOLDER           where files go; given, they are written for every `what`; out=null writes none
   gpu_memory_gib=N     short for hardware.gpu_memory_gib=N; hardware=h100, h200 or b200 sets the speed as well
+  --config-dir FOLDER  options of your own beside conf/, as for train.py; --config-path, --config-name too
 
 Examples:
   python -m app.cli.plan +experiment=small hardware=h200
@@ -59,7 +65,7 @@ class Asked:
     what: str  # one of WHAT
     as_json: bool  # JSON on stdout instead of tables
     out: Path | None  # folder for files; None: none are written
-    overrides: tuple[str, ...]  # of the run
+    typed: Typed  # what describes the run
 
     @property
     def with_memory(self) -> bool:
@@ -69,18 +75,34 @@ class Asked:
 
 def parse(arguments: Sequence[str]) -> Asked:
     """Tell this command's own options from overrides. Raises ConfigError."""
-    flags = [argument for argument in arguments if "=" not in argument and not argument.startswith("~")]
+    words, places = _without_places(arguments)
+    flags = [word for word in words if "=" not in word and not word.startswith("~")]
     if unknown := [flag for flag in flags if flag not in FLAGS]:
-        rule = f"the options are {', '.join(FLAGS)}; all else is key=value"
-        raise ConfigError("option", unknown[0], rule, nearest(unknown[0], FLAGS))
-    own = dict(argument.split("=", 1) for argument in arguments if argument.startswith(("what=", "out=")))
+        rule = f"the options are {', '.join((*FLAGS, *PLACES))}; all else is key=value"
+        raise ConfigError("option", unknown[0], rule, guess=nearest(unknown[0], (*FLAGS, *PLACES)))
+    own = dict(word.split("=", 1) for word in words if word.startswith(OWN))
     what = own.get("what", "all")
     if what not in WHAT:
-        raise ConfigError("what", what, f"must be one of {', '.join(WHAT)}", nearest(what, WHAT))
-    overrides = [argument for argument in arguments if argument not in flags and not argument.startswith(("what=", "out="))]
+        raise ConfigError(
+            "what", what, f"must be one of {', '.join(WHAT)}", guess=nearest(what, WHAT)
+        )
+    overrides = [_spelled_out(word) for word in words if word not in flags and not word.startswith(OWN)]
     as_json, out = "--json" in flags, own.get("out", FOLDER if what == "all" else "")
     folder = None if as_json or out in NOWHERE else Path(out)
-    return Asked(what, as_json, folder, tuple(map(_spelled_out, overrides)))
+    return Asked(what, as_json, folder, Typed.parse([*places, *overrides]))
+
+
+def _without_places(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+    """The arguments, and apart from them the flags that say where options are found."""
+    words, places = list(arguments), list[str]()
+    for place, word in enumerate(arguments):
+        if word.partition("=")[0] in PLACES:
+            places += [word] if "=" in word else arguments[place : place + 2]
+    for word in places:
+        words.remove(word)
+    if places and places[-1] in PLACES:
+        raise ConfigError("option", places[-1], "needs a folder or a name behind it")
+    return words, places
 
 
 def _spelled_out(override: str) -> str:
@@ -92,10 +114,12 @@ def main(arguments: Sequence[str]) -> int:
     if {"--help", "-h"} & set(arguments):
         print(HELP)
         return 0
-    with readable_errors("plan", speak=True):
+    with readable_errors("plan", speak=True, trial=lambda: _trial(arguments)):
         asked = parse(arguments)
-        plan = Plan(load_overrides(asked.overrides))
+        plan = Plan(load_typed(asked.typed))
         suggestions = suggest(plan) if asked.with_memory else ()
+        if asked.out:
+            _make(asked.out)
         if asked.as_json:
             print(json.dumps(plan_json(plan, asked.what, suggestions)))
         else:
@@ -105,16 +129,31 @@ def main(arguments: Sequence[str]) -> int:
     return int(asked.with_memory and not plan.fits)
 
 
+def _trial(arguments: Sequence[str]) -> Trial:
+    typed = parse(arguments).typed
+    return trial_of(lambda overrides: load_typed(typed.with_overrides(overrides)))
+
+
+@contextmanager
+def _writing(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError("out", folder, f"cannot be written: {error.strerror}") from error
+
+
+def _make(folder: Path) -> None:
+    with _writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+
+
 def _write_files(plan: Plan, folder: Path, content: dict[str, Any]) -> None:
     from app.cli.layout_picture import save_layout  # matplotlib takes its time to load
     from app.cli.timeline_picture import save_timeline
 
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
+    with _writing(folder):
         (folder / "plan.json").write_text(json.dumps(content) + "\n")
         pictures = save_layout(plan, folder) + save_timeline(plan, folder)
-    except OSError as error:
-        raise ConfigError("out", folder, f"cannot be written: {error.strerror}") from error
     print(f"written: {', '.join(str(path) for path in (folder / 'plan.json', *pictures))}")
 
 

@@ -81,7 +81,7 @@ def read_report(folder: Path) -> Report:
     if not rows:
         known = [str(path) for parent in (RUNS, Path("sweeps")) for path in (parent, *parent.glob("*")) if path.is_dir()]
         rule = "holds no run" if folder.exists() else "does not exist"
-        raise ConfigError("folder", folder, rule, nearest(str(folder), known))
+        raise ConfigError("folder", folder, rule, guess=nearest(str(folder), known))
     command, began = (sweep.command, sweep.began) if sweep else (None, None)
     return Report(folder, folder.resolve().name, command, began, tuple(sorted(rows, key=lambda row: row.order)))
 
@@ -182,7 +182,12 @@ def main(arguments: Sequence[str]) -> int:
         return 0
     with readable_errors("report", speak=True):
         if len(arguments) != 1 or arguments[0].startswith("-"):
-            raise ConfigError("arguments", " ".join(arguments), "name one folder", "python -m app.cli.report sweeps/<name>")
+            raise ConfigError(
+                "arguments",
+                " ".join(arguments),
+                "name one folder",
+                advice="for example python -m app.cli.report sweeps/<name>",
+            )
         report(Path(arguments[0]))
     return 0
 

@@ -38,6 +38,7 @@ from app.engine.run_folder import CONFIG, holds_run, plain
 from app.errors import ConfigError
 from app.plan.figures import count_of
 
+ELSE = "leave it away, which is hydra/launcher=torchrun"
 NAME = "{name}"  # in hydra.sweep.dir: model and digest of the overrides
 
 
@@ -135,9 +136,13 @@ def _submit(name: str, start: Callable[[], object], sweep: Sweep) -> None:
 
 def _check_launcher(name: str) -> None:
     if name == "basic":
-        raise ConfigError("hydra/launcher", name, "would train all jobs in this one process", "torchrun")
+        raise ConfigError(
+            "hydra/launcher", name, "would train all jobs in this one process", advice=ELSE
+        )
     if name == "submitit_slurm" and shutil.which("sbatch") is None:
-        raise ConfigError("hydra/launcher", name, "no SLURM on this machine: sbatch is missing", "torchrun")
+        raise ConfigError(
+            "hydra/launcher", name, "no SLURM on this machine: sbatch is missing", advice=ELSE
+        )
 
 
 def sweep_name(found: Sequence[Combination], arguments: Sequence[str]) -> str:
@@ -152,13 +157,20 @@ def planned(folder: Path, command: str, found: Sequence[Combination]) -> Sweep:
     sweep = Sweep.load(folder)
     if sweep is None:
         if folder.exists() and any(folder.iterdir()):
-            raise ConfigError("hydra.sweep.dir", folder, "holds something else", "a new folder")
+            raise ConfigError(
+                "hydra.sweep.dir", folder, "holds something else", advice="choose a new folder"
+            )
         names = enumerate(zip(folder_names(found), found, strict=True))
         jobs = tuple(Job(number, name, one.overrides, one.swept) for number, (name, one) in names)
         sweep = Sweep(folder, command, time.strftime("%Y-%m-%dT%H:%M:%S"), jobs)
     by_overrides = {frozenset(combination.overrides): combination for combination in found}
     if {frozenset(job.overrides) for job in sweep.jobs} != set(by_overrides):
-        raise ConfigError("hydra.sweep.dir", folder, f"holds another sweep ({sweep.command})", "a new folder")
+        raise ConfigError(
+            "hydra.sweep.dir",
+            folder,
+            f"holds another sweep ({sweep.command})",
+            advice="choose a new folder",
+        )
     jobs = tuple(_as_it_stands(folder, job, by_overrides[frozenset(job.overrides)]) for job in sweep.jobs)
     return dataclasses.replace(sweep, jobs=jobs)
 
@@ -179,7 +191,7 @@ def _check_settings(folder: Path, job: Job, run: Run) -> None:
     for key, now in flat(plain(dataclasses.asdict(run))):
         if key in was and was[key] != now:
             rule = f"{job.folder} was trained with {key}={was[key]}, which is {now} now"
-            raise ConfigError("hydra.sweep.dir", folder, rule, "a new folder")
+            raise ConfigError("hydra.sweep.dir", folder, rule, advice="choose a new folder")
 
 
 def job_arguments(sweep: Sweep, job: Job, run: Run) -> list[str]:

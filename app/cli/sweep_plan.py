@@ -15,15 +15,17 @@ from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig, open_dict, read_write
 
 from app.choices import Device
+from app.cli.arguments import Typed
 from app.cli.compose import all_keys, load_run
-from app.cli.launch import check_room
+from app.cli.launch import GPU_DEVICES, check_room
+from app.cli.messages import COMPOSING, explained, trial_of
+from app.cli.trial import Trial, tried
 from app.config import Run
 from app.errors import ConfigError
 from app.plan.figures import gib
 from app.plan.plan import GIB, Plan
 from app.rules import check_runnable
 
-GPU_DEVICES = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")  # where none is, torch need not be asked
 ASK_GPUS = """
 import torch
 print(*(torch.cuda.get_device_properties(gpu).total_memory for gpu in range(torch.cuda.device_count())))
@@ -54,10 +56,15 @@ def combinations(
     places = [place for place, values in enumerate(choices.values()) if len(values) > 1]
     found = []
     for chosen in dict.fromkeys(product(*choices.values())):
-        config = _without_hydra(compose(list(chosen)))
+        config = _without_hydra(_composed(compose, chosen, gpus))
         if config.run_dir:
-            raise ConfigError("run_dir", config.run_dir, "each job of a sweep has a folder of its own", "hydra.sweep.dir=…")
-        run, reason = _judge(config, gpus)
+            raise ConfigError(
+                "run_dir",
+                config.run_dir,
+                "each job of a sweep has a folder of its own",
+                advice="give hydra.sweep.dir=…",
+            )
+        run, reason = _judge(config, gpus, _trial(compose, chosen, gpus))
         found.append(Combination(chosen, tuple(chosen[place] for place in places), str(config.model.name), run, reason))
     return found
 
@@ -67,7 +74,12 @@ def _values(override: Override) -> list[str]:
         return [str(override.input_line)]
     key = override.get_key_element()
     if not override.is_discrete_sweep():
-        raise ConfigError(key, str(override.input_line).partition("=")[2], "a sweep goes over listed values", f"{key}=1,2,3")
+        raise ConfigError(
+            key,
+            str(override.input_line).partition("=")[2],
+            "a sweep goes over listed values",
+            advice=f"list them like {key}=1,2,3",
+        )
     return [f"{key}={value}" for value in override.sweep_string_iterator()]
 
 
@@ -77,15 +89,45 @@ def _without_hydra(config: DictConfig) -> DictConfig:
     return config
 
 
-def _judge(config: DictConfig, gpus: Sequence[int] | None) -> tuple[Run | None, str | None]:
+def _composed(
+    compose: Callable[[list[str]], DictConfig], chosen: Sequence[str], gpus: Sequence[int] | None
+) -> DictConfig:
     try:
-        run = check_runnable(load_run(config, None))
-        check_host(run, gpus)
+        return compose(list(chosen))
+    except COMPOSING as error:
+        found = explained(error)
+        if not isinstance(found, ConfigError):
+            raise
+        raise tried(found, _trial(compose, chosen, gpus)) from error
+
+
+def _judge(
+    config: DictConfig, gpus: Sequence[int] | None, trial: Trial
+) -> tuple[Run | None, str | None]:
+    try:
+        return _possible(config, gpus), None
     except ConfigError as error:
         if error.key not in all_keys():
             raise
-        return None, str(error)
-    return run, None
+        return None, str(tried(error, trial))
+
+
+def _possible(config: DictConfig, gpus: Sequence[int] | None) -> Run:
+    run = check_runnable(load_run(config, None))
+    check_host(run, gpus)
+    return run
+
+
+def _trial(
+    compose: Callable[[list[str]], DictConfig], chosen: Sequence[str], gpus: Sequence[int] | None
+) -> Trial:
+    typed = Typed(tuple(chosen))
+
+    def load(overrides: Sequence[str]) -> Run:
+        asked = list(typed.with_overrides(overrides).overrides)
+        return _possible(_without_hydra(compose(asked)), gpus)
+
+    return trial_of(load)
 
 
 def check_host(run: Run, gpus: Sequence[int] | None) -> None:
@@ -95,7 +137,7 @@ def check_host(run: Run, gpus: Sequence[int] | None) -> None:
     """
     usable = () if gpus is None or run.train.device is Device.cpu else gpus
     if gpus is not None:
-        check_room(run.world_size, len(usable))
+        check_room(run, len(usable))
     memory = run.hardware.gpu_memory_gib or (min(usable) / GIB if usable else None)
     if memory is None:
         return

@@ -117,7 +117,12 @@ def locked(folder: Path) -> Iterator[None]:
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        raise ConfigError("hydra.sweep.dir", folder, "a sweep is running there", "wait for it, or another folder") from None
+        raise ConfigError(
+            "hydra.sweep.dir",
+            folder,
+            "a sweep is running there",
+            advice="wait for it, or choose another folder",
+        ) from None
     except OSError:
         pass  # a file system without locks
     try:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import math
+
 from app.errors import ConfigError
+
+MOST = 2**53  # of any number here: beyond it JSON and floats no longer count in ones
 
 
 def above_zero(section: str, config: object, *names: str) -> None:
     """Refuse any of the named fields that is not positive, offering its default; None means unset and passes."""
     for name in names:
-        value = getattr(config, name)
+        value = _number(section, config, name)
         if value is not None and value <= 0:
             raise ConfigError(f"{section}.{name}", value, "must be above 0", getattr(type(config), name))
 
@@ -16,6 +20,20 @@ def above_zero(section: str, config: object, *names: str) -> None:
 def at_least(section: str, config: object, low: float, *names: str) -> None:
     """Refuse any of the named fields that is below `low`; None means unset and passes."""
     for name in names:
-        value = getattr(config, name)
+        value = _number(section, config, name)
         if value is not None and value < low:
             raise ConfigError(f"{section}.{name}", value, f"must be at least {low}", low)
+
+
+def finite(section: str, config: object, *names: str) -> None:
+    """Refuse any of the named fields that is no finite number; None means unset and passes."""
+    for name in names:
+        _number(section, config, name)
+
+
+def _number(section: str, config: object, name: str) -> float | None:
+    value: float | None = getattr(config, name)
+    if value is None or (math.isfinite(value) and abs(value) <= MOST):
+        return value
+    rule = "must be a finite number" if not math.isfinite(value) else f"must be at most {MOST}"
+    raise ConfigError(f"{section}.{name}", value, rule, getattr(type(config), name))

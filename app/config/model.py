@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from app.choices import Balance, DispatcherKind, DropPolicy, Score
-from app.config.bounds import above_zero, at_least
-from app.errors import ConfigError, nearest_divisors
+from app.config.bounds import above_zero, at_least, finite
+from app.errors import ConfigError, Instead, nearest_divisors
 
 
 @dataclass(frozen=True)
@@ -43,6 +43,7 @@ class MoEConfig:
         at_least("model.moe", self, 0, "first_k_dense", "shared_ffn_hidden_size")
         at_least("model.moe", self, 0, "aux_loss_coeff", "z_loss_coeff", "bias_update_rate")
         at_least("model.moe", self, 1, "planned_imbalance")
+        finite("model.moe", self, "routed_scale", "capacity_factor", "jitter_eps")
         if not 0 <= self.jitter_eps < 1:
             near = 0 if self.jitter_eps < 0 else 0.99
             raise ConfigError("model.moe.jitter_eps", self.jitter_eps, "must be at least 0 and below 1", near)
@@ -55,13 +56,15 @@ class MoEConfig:
                 raise ConfigError(f"model.moe.{name}", True, "needs a shared expert, shared_ffn_hidden_size > 0", False)
         if self.top_k == 1 and self.score is Score.softmax and not self.pre_softmax:
             rule = "softmax over the one chosen expert is always 1, so the router would not learn"
-            raise ConfigError("model.moe.top_k", 1, rule, "2, or pre_softmax=true")
+            raise ConfigError(
+                "model.moe.top_k", 1, rule, (2, Instead("model.moe.pre_softmax=true"))
+            )
         if self.bias_update_rate and self.score is not Score.sigmoid:
             raise ConfigError(
                 "model.moe.bias_update_rate",
                 self.bias_update_rate,
                 "the bias only selects for score=sigmoid",
-                "0, or score=sigmoid",
+                (0, Instead("model.moe.score=sigmoid")),
             )
         self._check_capacity()
         self._check_groups()
@@ -69,17 +72,27 @@ class MoEConfig:
     def _check_capacity(self) -> None:
         if self.capacity_factor is not None:
             if self.capacity_factor <= 0:
-                raise ConfigError("model.moe.capacity_factor", self.capacity_factor, "must be above 0", "1.0, or null")
+                raise ConfigError(
+                    "model.moe.capacity_factor",
+                    self.capacity_factor,
+                    "must be above 0",
+                    (1.0, None),
+                )
             return
         needs = "needs a capacity, and capacity_factor=null sets none"
+        with_capacity = Instead("model.moe.capacity_factor=1.0")
         if self.pad_to_capacity:
-            raise ConfigError("model.moe.pad_to_capacity", True, needs, "false, or capacity_factor=1.0")
+            raise ConfigError("model.moe.pad_to_capacity", True, needs, (False, with_capacity))
         if self.drop_policy is not DropPolicy.probs:
-            raise ConfigError("model.moe.drop_policy", self.drop_policy, needs, "probs, or capacity_factor=1.0")
+            raise ConfigError(
+                "model.moe.drop_policy", self.drop_policy, needs, ("probs", with_capacity)
+            )
 
     def _check_groups(self) -> None:
         if (self.groups is None) != (self.topk_groups is None):
-            raise ConfigError("model.moe.topk_groups", self.topk_groups, f"groups={self.groups}: set both or neither")
+            rule = f"groups={self.groups}: set both or neither"
+            both = (None if self.groups is None else 1,)
+            raise ConfigError("model.moe.topk_groups", self.topk_groups, rule, both)
         if self.groups is None or self.topk_groups is None:
             return
         if self.num_experts % self.groups:

@@ -6,8 +6,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from app.choices import BadStep, Decay, Device, Normalize, Ramp, Source, WandbMode, WsdDecay
-from app.config.bounds import above_zero, at_least
-from app.errors import ConfigError, nearest_multiples
+from app.config.bounds import above_zero, at_least, finite
+from app.errors import ConfigError, Instead, nearest_multiples
+
+EXAMPLE = "give for example data.path='folder/*'"
 
 
 @dataclass(frozen=True)
@@ -44,6 +46,7 @@ class OptimConfig:
         above_zero("optim", self, "lr", "eps")
         at_least("optim", self, 0, "min_lr", "init_lr", "weight_decay", "weight_decay_end", "clip_norm")
         at_least("optim", self, 1, "bucket_numel")
+        finite("optim", self, "beta1", "beta2")
         for name in ("init_lr", "min_lr"):
             if getattr(self, name) > self.lr:
                 raise ConfigError(f"optim.{name}", getattr(self, name), f"above the peak optim.lr={self.lr}", self.lr)
@@ -60,10 +63,20 @@ class OptimConfig:
             steps, samples = getattr(self, f"{name}_steps"), getattr(self, f"{name}_samples")
             if steps is not None and samples is not None:
                 rule = f"optim.{name}_steps={steps} says the same in steps: set one of them"
-                raise ConfigError(f"optim.{name}_samples", samples, rule, f"null, or optim.{name}_steps=null")
+                raise ConfigError(
+                    f"optim.{name}_samples",
+                    samples,
+                    rule,
+                    (None, Instead(f"optim.{name}_steps=null")),
+                )
         if self.decay is Decay.wsd and self.wsd_decay_steps is None and self.wsd_decay_samples is None:
             rule = "optim.decay=wsd needs the length of its last part, in steps or as optim.wsd_decay_samples"
-            raise ConfigError("optim.wsd_decay_steps", None, rule, "a tenth of train.steps")
+            raise ConfigError(
+                "optim.wsd_decay_steps",
+                None,
+                rule,
+                advice="give a tenth of train.steps, for example",
+            )
 
     def _check_weight_decay(self) -> None:
         if self.weight_decay_end is not None and self.weight_decay_end < self.weight_decay:
@@ -71,14 +84,14 @@ class OptimConfig:
                 "optim.weight_decay_end",
                 self.weight_decay_end,
                 f"below its start optim.weight_decay={self.weight_decay}",
-                self.weight_decay,
+                (self.weight_decay, None),
             )
         if (self.weight_decay_end is not None) != (self.weight_decay_ramp is not Ramp.constant):
             raise ConfigError(
                 "optim.weight_decay_ramp",
                 self.weight_decay_ramp,
                 f"weight_decay_end={self.weight_decay_end}: set both or neither",
-                "constant with weight_decay_end=null",
+                Instead("optim.weight_decay_ramp=constant", "optim.weight_decay_end=null"),
             )
 
 
@@ -105,15 +118,24 @@ class DataConfig:
         paths = (self.path,) if isinstance(self.path, str) else tuple(self.path or ())
         object.__setattr__(self, "path", paths)
         if not all(isinstance(path, str) for path in paths):
-            raise ConfigError("data.path", list(paths), "must be a file or glob, or a list of them", "data.path='folder/*'")
+            raise ConfigError(
+                "data.path",
+                list(paths),
+                "must be a file or glob, or a list of them",
+                advice=EXAMPLE,
+            )
         at_least("data", self, 1, "num_proc", "validation_documents")
         files = self.source in (Source.text, Source.jsonl, Source.parquet)
         if files and not self.path:
-            raise ConfigError("data.path", "", f"data={self.source.value} needs files or globs", "data.path='folder/*'")
+            raise ConfigError(
+                "data.path", "", f"data={self.source.value} needs files or globs", advice=EXAMPLE
+            )
         if self.source is Source.hub and not self.name:
             raise ConfigError("data.name", self.name, "data=hub needs a dataset name or a local folder")
         if self.streaming and self.source is not Source.hub:
-            raise ConfigError("data.streaming", True, f"data={self.source.value} is prepared, not streamed", "false, or data=hub")
+            rule = f"data={self.source.value} is prepared, not streamed"
+            raise ConfigError("data.streaming", True, rule, False, advice="data=hub can be")
+        finite("data", self, "validation_fraction")
         if not 0 < self.validation_fraction < 1:
             raise ConfigError("data.validation_fraction", self.validation_fraction, "must be between 0 and 1, both excluded", 0.1)
 

@@ -5,7 +5,6 @@ The only module of the data layer that imports `datasets`, which takes a second:
 
 from __future__ import annotations
 
-import difflib
 import errno
 import glob
 import os
@@ -17,15 +16,17 @@ from typing import Any, TypeVar
 import datasets
 import numpy as np
 import pyarrow as pa
+from huggingface_hub import constants
 from huggingface_hub.utils.tqdm import disable_progress_bars as disable_hub_bars
 from pyarrow import parquet
 
 from app.choices import Source
 from app.config import DataConfig
 from app.data.faults import fault_in, no_utf8
+from app.data.reach import go_offline_without_network
 from app.data.sources import Sources, most_like, place
 from app.data.tokenizer import Tokenizer
-from app.errors import ConfigError
+from app.errors import ConfigError, nearest
 
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG})  # what a disk says
 MOST_TEXT = 300  # characters of what the library says
@@ -161,13 +162,17 @@ def _read_files(files: Sequence[str], strict: bool) -> Iterator[dict[str, str]]:
         try:
             yield {"text": content.decode("utf-8", errors="strict" if strict else "replace")}
         except UnicodeDecodeError as error:
-            raise ConfigError("data.path", file, no_utf8(error), "a copy in UTF-8") from error
+            raise ConfigError(
+                "data.path", file, no_utf8(error), advice="convert it to UTF-8"
+            ) from error
 
 
 def _check_folder(name: str) -> None:
     if name.startswith(("/", ".")) and not os.path.isdir(name):
         folders = [path for path in Path(name).parent.glob("*") if path.is_dir()]
-        raise ConfigError("data.name", name, "no such folder", most_like(Path(name).name, folders))
+        raise ConfigError(
+            "data.name", name, "no such folder", guess=most_like(Path(name).name, folders)
+        )
 
 
 def _from_hub(config: DataConfig, cache: str | None) -> datasets.Dataset | datasets.IterableDataset:
@@ -189,12 +194,16 @@ def _only_text(dataset: Any, config: DataConfig) -> Any:
 
 
 def _no_column(config: DataConfig, columns: Sequence[str]) -> ConfigError:
-    close = difflib.get_close_matches(config.text_field, columns, n=1, cutoff=0)
-    return ConfigError("data.text_field", config.text_field, f"no such column; there are {', '.join(columns) or 'none'}", *close)
+    rule = f"no such column; there are {', '.join(columns) or 'none'}"
+    return ConfigError(
+        "data.text_field", config.text_field, rule, guess=nearest(config.text_field, columns)
+    )
 
 
 def _explained(config: DataConfig, load: Callable[[], Loaded]) -> Loaded:
     """`load()`, with whatever the library raises told as a ConfigError about the place that it reads."""
+    if config.source is Source.hub and not os.path.isdir(str(config.name)):
+        go_offline_without_network()
     try:
         return load()
     except ConfigError:
@@ -205,7 +214,12 @@ def _explained(config: DataConfig, load: Callable[[], Loaded]) -> Loaded:
             raise reason from None
         if isinstance(reason, OSError) and reason.errno in FULL:
             rule = f"cannot be written: {reason.strerror}"
-            raise ConfigError("data.cache_dir", config.cache_dir, rule, "more room") from None
+            raise ConfigError(
+                "data.cache_dir", config.cache_dir, rule, advice="make room there"
+            ) from None
+        if isinstance(reason, ConnectionError) and constants.HF_HUB_OFFLINE:
+            rule = f"is not in the cache, and {constants.ENDPOINT} cannot be reached"
+            raise ConfigError(*place(config), rule) from error
         text = re.sub(r"\s+", " ", f"{type(reason).__name__}: {reason}")
         raise ConfigError(*place(config), f"cannot be loaded: {text[:MOST_TEXT]}") from error
 

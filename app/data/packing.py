@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from app.errors import ConfigError
+from app.errors import ConfigError, FirstOf
 
 
 @dataclass(frozen=True)
@@ -82,6 +82,13 @@ class _Epoch:
     sequences_K: np.ndarray  # which stretch of the epoch is its k-th sequence
 
 
+def _shorter(num_tokens: int) -> list[int]:
+    """Lengths of sequences for which so few tokens are enough, round ones first."""
+    most = num_tokens - 1
+    rounded = [most // unit * unit for unit in (1024, 64, 1) if most >= unit]
+    return [*rounded, *(length for length in (65536, 8192, 1024, 128) if length < most)]
+
+
 class PackedSequences:
     """Sequences of `seq_len` + 1 tokens out of documents, addressed by a global index that runs on through the epochs.
 
@@ -103,7 +110,7 @@ class PackedSequences:
         self.per_epoch = (self.num_tokens - 1) // seq_len  # sequences
         if self.per_epoch < 1:
             rule = f"the {name} has only {self.num_tokens} tokens, one sequence needs {seq_len + 1}"
-            raise ConfigError("train.seq_len", seq_len, rule, self.num_tokens - 1 if self.num_tokens > 1 else None)
+            raise ConfigError("train.seq_len", seq_len, rule, FirstOf(_shorter(self.num_tokens)))
         self._epoch = self._order(0)
 
     def sample(self, index: int) -> np.ndarray:

@@ -53,7 +53,9 @@ def prepare_tokens(
     except OSError as error:
         reason = error.strerror or str(error)
         rule = f"cannot be written: {reason}"
-        raise ConfigError("data.cache_dir", folder.parent, rule, "another folder") from error
+        raise ConfigError(
+            "data.cache_dir", folder.parent, rule, advice="choose another folder"
+        ) from error
     return folder
 
 

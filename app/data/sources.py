@@ -8,7 +8,6 @@ the prepared corpus, but not of what checkpoints record: copies have other times
 
 from __future__ import annotations
 
-import difflib
 import glob
 import os
 import sysconfig
@@ -22,7 +21,7 @@ import xxhash
 
 from app.choices import Source
 from app.config import DataConfig
-from app.errors import ConfigError
+from app.errors import ConfigError, nearest
 
 STDLIB_SUFFIXES = (".py", ".rst", ".txt")
 NOT_STDLIB = frozenset({"site-packages", "dist-packages", "__pycache__"})
@@ -217,18 +216,24 @@ def matching_files(patterns: Sequence[str]) -> list[str]:
         listed = glob.glob(pattern, recursive=True)
         files = [os.path.abspath(path) for path in listed if os.path.isfile(path)]
         if not files:
-            raise ConfigError("data.path", pattern, "matches no file", _nearest_file(pattern))
+            raise _no_file(pattern)
         found.update(files)
     return sorted(found)
 
 
-def _nearest_file(pattern: str) -> str | None:
-    """The file whose name is most like the pattern's last part, in the nearest folder there is."""
-    folder = next(folder for folder in Path(pattern).parents if folder.is_dir())
-    return most_like(Path(pattern).name, [path for path in folder.iterdir() if path.is_file()])
+def _no_file(pattern: str) -> ConfigError:
+    """What is wrong with a pattern that matches nothing: its folder, or the name in it."""
+    folder = Path(pattern).parent
+    rule = "matches no file"
+    if not folder.is_dir():
+        named = not glob.has_magic(str(folder))
+        rule += f": there is no folder {folder}" if named else ""
+        return ConfigError("data.path", pattern, rule)
+    files = [path for path in folder.iterdir() if path.is_file()]
+    return ConfigError("data.path", pattern, rule, guess=most_like(Path(pattern).name, files))
 
 
 def most_like(name: str, paths: list[Path]) -> str | None:
     """The path whose name is most like `name`, None when nothing is close."""
-    close = difflib.get_close_matches(name, sorted(path.name for path in paths), n=1, cutoff=0)
-    return str(paths[0].parent / close[0]) if close else None
+    close = nearest(name, sorted(path.name for path in paths))
+    return str(paths[0].parent / close) if close else None

@@ -104,7 +104,9 @@ class _Shuffled:
             self._rows = self._open()
         else:
             rule = f"leaves dp_rank={self.seed[1]} no document to train on"
-            raise ConfigError("data.validation_documents", self.held_out, rule, "fewer")
+            raise ConfigError(
+                "data.validation_documents", self.held_out, rule, advice="hold out fewer"
+            )
         self._block = self._read_block()
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +9,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from app.errors import ConfigError
+from app.errors import ConfigError, nearest
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as Backend
@@ -94,7 +93,12 @@ def _from_json(path: Path) -> JsonTokenizer:
     from tokenizers import Tokenizer as Backend
 
     if not path.is_file():
-        raise ConfigError("data.tokenizer", path, "no such file; give 'bytes' or a tokenizers JSON file", _nearest_json(path))
+        raise ConfigError(
+            "data.tokenizer",
+            path,
+            "no such file; give 'bytes' or a tokenizers JSON file",
+            guess=_nearest_json(path),
+        )
     try:
         backend = Backend.from_file(str(path))
     except Exception as error:  # the library raises bare Exception for whatever is wrong with the file
@@ -116,5 +120,5 @@ def _end_of_document(backend: Backend, path: Path) -> int:
 def _nearest_json(path: Path) -> str | None:
     folder = path if path.is_dir() else path.parent
     names = sorted(file.name for file in folder.glob("*.json"))
-    close = difflib.get_close_matches(path.name, names, n=1, cutoff=0)
-    return str(folder / close[0]) if close else None
+    close = nearest(path.name, names) or (names[0] if len(names) == 1 else None)
+    return str(folder / close) if close else None

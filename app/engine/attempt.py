@@ -78,7 +78,7 @@ def _own_folder(run: Run, noted: bytes) -> Path:
         own = folder.is_dir() and (made or _holds_resumed(folder, run.resume))
     if not own:
         rule = "the key-value store of the launch names this folder, which is not the run's"
-        raise OwnError("run_dir", folder, rule, "a new launch, with resume=auto")
+        raise OwnError("run_dir", folder, rule, advice="launch it anew with resume=auto")
     return folder
 
 

@@ -192,4 +192,4 @@ def check_contents(path: Path, manifest: dict[str, Any], names: Iterable[str]) -
 
 def _broken(path: Path, what: str) -> ConfigError:
     earlier = [other for other in complete_checkpoints(path.parent) if other.name < path.name]
-    return ConfigError("resume", path, what, f"resume={earlier[-1]}" if earlier else None)
+    return ConfigError("resume", path, what, earlier[-1] if earlier else None)

@@ -173,8 +173,8 @@ def _lead(group: dist.ProcessGroup, final: Path, work: Callable[[], None], stran
         run_dir, saved = final.parent.parent, complete_checkpoints(final.parent)
         kept = f"; {saved[-1].name} is the newest that was saved" if saved else ""
         rule = f"{final.name} could not be saved, {said[0].text}{kept}"
-        hint = "more room, then resume=auto" if said[0].no_room else None
-        raise ConfigError("run_dir", run_dir, rule, hint)
+        advice = "make room there, then resume=auto" if said[0].no_room else None
+        raise ConfigError("run_dir", run_dir, rule, advice=advice)
 
 
 def _begin(draft: Path) -> None:

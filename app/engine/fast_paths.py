@@ -8,7 +8,7 @@ import torch
 
 from app.choices import Dtype, GraphImpl, GraphScope
 from app.config import Run
-from app.errors import ConfigError
+from app.errors import ConfigError, Instead
 from app.kernels.common import moves_tiles, triton
 
 
@@ -52,5 +52,5 @@ def check_capturable(run: Run, device: torch.device) -> None:
         return
     if run.precision.params is not Dtype.bfloat16:
         rule = f"captures the experts, for whose sizes the host waits in {run.precision.params.value}"
-        what, near = "cuda_graph.impl", "precision=bf16, or cuda_graph=partial"
+        what, near = "cuda_graph.impl", (Instead("precision=bf16"), Instead("cuda_graph=partial"))
         raise ConfigError(what, graph.impl, rule, near)

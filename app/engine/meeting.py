@@ -45,7 +45,7 @@ def keep_store(host: str, port: int) -> dist.TCPStore:
         listener = _listen(address, port)
     except OSError as error:
         rule = "another program on this host has this port"
-        raise OwnError("MASTER_PORT", port, rule, "a free one") from error
+        raise OwnError("MASTER_PORT", port, rule, advice="choose a free one") from error
     return dist.TCPStore(
         address or LOOPBACK,  # for this process: others know it by its name
         listener.getsockname()[1],
@@ -76,7 +76,7 @@ def join_store(host: str, port: int) -> dist.TCPStore:
     thread.join(ANSWER_S)
     if not found or isinstance(found[0], RuntimeError):
         rule = f"what listens there on {host} is another program: it does not answer as a store"
-        raise OwnError("MASTER_PORT", port, rule, "a free one")
+        raise OwnError("MASTER_PORT", port, rule, advice="choose a free one")
     return found[0]
 
 

@@ -19,7 +19,7 @@ from app.config import Run
 from app.data.sources import Record, difference, place
 from app.engine.checkpoint_folder import CHECKPOINTS, MANIFEST, newest_checkpoint, parse_manifest
 from app.engine.run_folder import CONFIG, RUNS, plain
-from app.errors import ConfigError, nearest
+from app.errors import ConfigError, FirstOf, nearest, typed
 
 FIXED = frozenset((
     # Shapes of weights, and what is computed with them.
@@ -96,13 +96,13 @@ def allowed_changes(
     misfit = _misfit(differences, data)
     if misfit is not None:
         key, was, now = misfit
-        rule, close = f"the checkpoint {checkpoint} was trained with {was}", was
+        rule, advice = f"the checkpoint {checkpoint} was trained with {typed(was)}", None
         if not is_fixed(key):
             rule += ", and 0 would leave out the biases that its routers have learnt"
         elif key in PLACES and data.change() is not None:
             rule += f", which held other data: {data.change()}"
-            close = f"{was}, or data.accept_changed=true"
-        raise ConfigError(key, now, rule, close)
+            advice = "otherwise data.accept_changed=true"
+        raise ConfigError(key, now, rule, FirstOf([was]), advice=advice)
     data.check(checkpoint)
     told = (each for each in differences if not each[0].startswith(UNREPORTED))
     changes = tuple(f"{key}: {was} -> {now}" for key, was, now in told)
@@ -134,11 +134,11 @@ class _DataThen:
             return
         if config.accept_changed and config.streaming:
             rule = f"a position in a stream means nothing in other data ({change})"
-            raise ConfigError("data.accept_changed", True, rule, "the data as they were")
+            raise ConfigError("data.accept_changed", True, rule, advice="bring the data back")
         if not config.accept_changed:
             rule = f"the data have changed since {checkpoint} was saved: {change}"
-            nearest = "the data as they were, or data.accept_changed=true"
-            raise ConfigError(*place(config), rule, nearest)
+            advice = "bring them back, or go on with data.accept_changed=true"
+            raise ConfigError(*place(config), rule, advice=advice)
 
 
 def _differences(prefix: str, saved: Any, current: Any) -> Iterator[Difference]:
@@ -189,8 +189,11 @@ def _checkpoint_at(path: Path) -> Path:
     if newest is None:
         known = [str(folder) for folder in RUNS.glob("*") if newest_checkpoint(folder)]
         rule = "holds no complete checkpoint" if exists else "does not exist"
-        near = nearest(str(path), known) or (known[-1] if known else None)
-        raise ConfigError("resume", path, rule, near)
+        if path.is_file():
+            rule = "is a file, and a checkpoint is a folder"
+            known = [str(path.parent)] if (path.parent / MANIFEST).exists() else known
+        guess = nearest(str(path), known) or (known[-1] if known else None)
+        raise ConfigError("resume", path, rule, guess=guess)
     return newest
 
 

@@ -46,8 +46,8 @@ def choose_folder(run: Run, checkpoint: Path | None, ours: bool = False) -> Path
     wanted = Path(run.run_dir)
     at_home = goes_on and home is not None and wanted.resolve() == home.resolve()
     if holds_run(wanted) and not (ours or run.resume == "auto" or at_home):
-        hint = "resume=auto to continue it, or another run_dir"
-        raise ConfigError("run_dir", wanted, "holds another run", hint)
+        advice = "continue it with resume=auto, or choose another run_dir"
+        raise ConfigError("run_dir", wanted, "holds another run", advice=advice)
     return wanted
 
 
@@ -138,8 +138,8 @@ class FolderLock:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             self._close()
-            hint = "another folder, or once it is over"
-            raise ConfigError("run_dir", folder, "another run is writing there", hint) from error
+            rule, advice = "another run is writing there", "choose another folder, or wait for it"
+            raise ConfigError("run_dir", folder, rule, advice=advice) from error
         except OSError:
             pass  # a file system without locks
 
@@ -191,7 +191,9 @@ def _new_folder(wanted: Path) -> Path:
         except FileExistsError:
             continue
         return name
-    raise ConfigError("run_dir", None, f"{wanted} and its successors exist", "another run_dir")
+    raise ConfigError(
+        "run_dir", None, f"{wanted} and its successors exist", advice="choose another run_dir"
+    )
 
 
 def read_metrics(run_dir: Path) -> list[dict[str, Any]]:

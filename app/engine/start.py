@@ -30,7 +30,9 @@ def usable_gpus(run: Run) -> int:
     """GPUs of this host that the run may use; 0: it computes on the CPU. Raises ConfigError for train.device=cuda without one."""
     found = torch.cuda.device_count() if run.train.device is not Device.cpu else 0
     if run.train.device is Device.cuda and not found:
-        raise ConfigError("train.device", run.train.device, "this host has no usable GPU", "auto or cpu")
+        raise ConfigError(
+            "train.device", run.train.device, "this host has no usable GPU", ("auto", "cpu")
+        )
     return found
 
 
@@ -38,9 +40,9 @@ def choose_device(run: Run, local_rank: int) -> torch.device:
     """The device of the n-th process of this host. Raises ConfigError for more processes than GPUs."""
     gpus = usable_gpus(run)
     if gpus and local_rank >= gpus:
-        raise ConfigError(
-            "train.device", run.train.device, f"process {local_rank} of a host with {gpus} GPUs", f"{gpus} processes per host"
-        )
+        rule = f"process {local_rank} of a host with {gpus} GPUs"
+        advice = f"start {gpus} processes per host"
+        raise ConfigError("train.device", run.train.device, rule, advice=advice)
     return torch.device("cuda", local_rank) if gpus else torch.device("cpu")
 
 
@@ -169,6 +171,12 @@ def preflight(run: Run, earlier: Path | None) -> None:
     sources = look_once(run)
     with FolderLock() as lock:
         claim_start(run, earlier, lock, sources=sources)
+    check_data(run, sources)
+
+
+def check_data(run: Run, sources: Callable[[], Sources] | None = None) -> None:
+    """Read all that the run needs of its data, prepared where they are not yet. Raises ConfigError."""
+    look = sources or look_once(run)
     tokenizer = check_tokenizer(run)
-    prepared = prepare(run.data, tokenizer, sources(), say=warn)
+    prepared = prepare(run.data, tokenizer, look(), say=warn)
     load_data(run.data, run.train.seq_len, run.train.seed, tokenizer, prepared=prepared)

@@ -7,7 +7,7 @@ end, so the peak of a tape stands on what the tapes before it keep. All numbers 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from app.choices import GraphImpl, GraphScope
 from app.config import CudaGraphConfig, Run
@@ -50,11 +50,13 @@ class MicrobatchMemory:
     backward: int  # most that is alive in backward beyond what was kept at its start
     waiting: int  # what gradients of weights need between the two parts of a split backward
     graph: GraphShare
+    total: int = field(init=False)  # all that autograd keeps
+    pool: int = field(init=False)  # what its partial graphs hold until their backward
 
-    @property
-    def total(self) -> int:
-        """All that autograd keeps."""
-        return sum(self.kept.values())
+    def __post_init__(self) -> None:
+        # Sums that a walk along a schedule asks for tens of thousands of times.
+        object.__setattr__(self, "total", sum(self.kept.values()))
+        object.__setattr__(self, "pool", self.graph.kept + self.graph.cut)
 
 
 @dataclass(frozen=True, slots=True)

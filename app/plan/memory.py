@@ -33,6 +33,7 @@ from app.plan.stages import Stage, StagePlan
 from app.plan.tape_parts import BYTES
 
 OUTSIDE = frozenset({"graph objects", "fragmentation", "CUDA context", "NCCL"})  # what torch's allocator does not hand out
+STATE = ("parameters", "gradients", "optimizer")  # parts of the memory that stay
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +47,11 @@ class RankMemory:
     def total(self) -> int:
         """Bytes that the GPU must have."""
         return sum(part.bytes for part in self.parts)
+
+    @property
+    def kept(self) -> int:
+        """Bytes that stay from step to step: parameters, gradients, the optimizer's state."""
+        return sum(part.bytes for part in self.parts if part.name in STATE)
 
     @property
     def allocated(self) -> int:

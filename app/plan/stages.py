@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from app.errors import ConfigError, nearest_divisors, nearest_multiples
+from app.errors import ConfigError, FirstOf, Instead, nearest_divisors, nearest_multiples
 from app.plan.replay import Pipeline
 
 LETTERS = {"embedding": "E", "decoder": "t", "mtp": "m", "loss": "L"}  # names of layers -> letters of a layout
@@ -78,14 +78,15 @@ def plan_stages(
     if layout is not None:
         if uneven or counted:
             rule = "spells out every stage, so first, last, count_embedding and count_head must be unset"
-            raise ConfigError("parallel.layout", layout, rule, "either of them alone")
+            raise ConfigError("parallel.layout", layout, rule, advice="give either of them alone")
         parts = parse_layout(layout)
         _check_layout(layout, parts, num_layers, pp, 2 if v_shape else vpp)
     elif not uneven:
         parts = _as_layout(_even_sizes(num_layers, pp, vpp, count_embedding, count_head))
     elif counted:
         key = "parallel.last" if first is None else "parallel.first"
-        raise ConfigError(key, first or last, "cannot be combined with count_embedding or count_head", "either of them alone")
+        rule = "cannot be combined with count_embedding or count_head"
+        raise ConfigError(key, first or last, rule, (None,))
     else:
         parts = _as_layout(_uneven_sizes(num_layers, Pipeline(pp, vpp, v_shape), first, last))
     return _assemble(parts, Pipeline(pp, len(parts) // pp, v_shape))
@@ -106,7 +107,7 @@ def parse_layout(layout: str | Sequence[Sequence[str]]) -> list[str]:
     wrong = re.search(r"[^EtmL|]", letters)
     if wrong:
         rule = f"cannot read {wrong[0]!r}: layers are E, t, m, L, stages end with |, repeats are t*3 or (tt|)*2, not nested"
-        raise ConfigError("parallel.layout", layout, rule, "a form like Et*3|(tt|)*2L")
+        raise ConfigError("parallel.layout", layout, rule, advice="write it like Et*3|(tt|)*2L")
     return letters.split("|")
 
 
@@ -126,13 +127,26 @@ def _even_sizes(num_layers: int, pp: int, vpp: int, count_embedding: bool, count
     if (num_layers + extra) % num_stages:
         added = f" + {extra} for embedding and head" if extra else ""
         rule = f"{num_layers} layers{added} do not divide over pp × vpp = {pp} × {vpp} = {num_stages} stages"
-        layers = f"{nearest_multiples(num_layers + extra, num_stages)} layers{' in all' if extra else ''}"
-        stages = f"{nearest_divisors(num_stages, num_layers + extra)} stages"
-        raise ConfigError("model.num_layers", num_layers, rule, f"{layers}, or {stages}")
+        raise ConfigError("model.num_layers", num_layers, rule, _even(num_layers, pp, vpp, extra))
     sizes = [(num_layers + extra) // num_stages] * num_stages
     sizes[0] -= count_embedding
     sizes[-1] -= count_head
     return sizes
+
+
+def _even(num_layers: int, pp: int, vpp: int, extra: int) -> tuple[FirstOf, ...]:
+    """What divides evenly: other layers, or other stages."""
+    places, stages = num_layers + extra, pp * vpp
+    below = places // stages * stages
+    layers = [FirstOf([n - extra]) for n in (below, below + stages) if n > extra]
+    per_chunk = places // vpp if places % vpp == 0 else places
+    return (*layers, *nearest_divisors(pp, per_chunk, "parallel.pp"))
+
+
+def _around(value: int, step: int) -> list[int]:
+    """Zero, or the positive multiples of `step` next to `value`."""
+    below = max(value // step, 1) * step if step else 0
+    return [below, below + step] if step else [0]
 
 
 def _uneven_sizes(num_layers: int, pipeline: Pipeline, first: int | None, last: int | None) -> list[int]:
@@ -145,11 +159,13 @@ def _uneven_sizes(num_layers: int, pipeline: Pipeline, first: int | None, last: 
     head, tail = ([] if count is None else [count] for count in (first, last))
     middle, fixed = pp - len(head) - len(tail), sum(head + tail)
     if middle < 0:
-        raise ConfigError("parallel.last", last, f"first={first} is set too, but pp={pp} is only one rank", "first or last alone")
+        rule = f"first={first} is set too, but pp={pp} is only one rank"
+        raise ConfigError("parallel.last", last, rule, (None,))
     rest = num_layers - fixed
     if rest < 0 or (rest == 0) != (middle == 0) or (middle and rest % (middle * vpp)):
         rule = f"first={first}, last={last} leave {rest} layers for {middle} middle ranks of vpp={vpp} stages"
-        raise ConfigError("model.num_layers", num_layers, rule, f"{fixed} plus a multiple of {middle * vpp}" if middle else fixed)
+        fits = FirstOf(fixed + n for n in _around(rest, middle * vpp))
+        raise ConfigError("model.num_layers", num_layers, rule, fits)
     per_rank = head + ([rest // middle] * middle if middle else []) + tail
     return [per_rank[pipeline.rank(stage)] // vpp for stage in range(pp * vpp)]
 
@@ -157,19 +173,23 @@ def _uneven_sizes(num_layers: int, pipeline: Pipeline, first: int | None, last: 
 def _check_layout(layout: object, parts: list[str], num_layers: int, pp: int, vpp: int) -> None:
     letters, chunks = "".join(parts), len(parts) // pp
     rule = ""
+    nearest: object = None
     if "m" in letters:
-        rule, nearest = "m, a multi-token prediction layer, does not exist yet", "the same without m"
+        rule, nearest = "m, a multi-token prediction layer, does not exist yet", None
     elif len(parts) % pp:
-        rule, nearest = f"its {len(parts)} stages do not divide over pp={pp}", f"{nearest_multiples(len(parts), pp)} stages"
+        rule, nearest = f"its {len(parts)} stages do not divide over pp={pp}", None
     elif vpp not in (1, chunks):
-        rule, nearest = f"its {len(parts)} stages over pp={pp} make vpp={chunks}, not vpp={vpp}", f"vpp={chunks}"
+        rule = f"its {len(parts)} stages over pp={pp} make vpp={chunks}, not vpp={vpp}"
+        nearest = Instead(f"parallel.vpp={chunks}")
     elif not re.fullmatch("Et*L", letters):
         middle = re.sub("[EL]", "", "|".join(parts))
         rule, nearest = "must have one E, before all layers, and one L, after them", f"E{middle}L"
     elif "E" not in parts[0] or "L" not in parts[-1]:
         rule, nearest = "must have E in its first stage and L in its last one", _ends_filled(parts)
     elif letters.count("t") != num_layers:
-        rule, nearest = f"has {letters.count('t')} t for model.num_layers={num_layers}", f"{num_layers} t"
+        count = letters.count("t")
+        rule = f"has {count} t for model.num_layers={num_layers}"
+        nearest = Instead(f"model.num_layers={count}")
     if rule:
         raise ConfigError("parallel.layout", layout, rule, nearest)
 

@@ -25,6 +25,8 @@ from app.rules import check
 ENOUGH = 5  # suggestions
 BEAM = 6  # runs that a round goes on from
 ROUNDS = 8  # changes in one suggestion at most
+MOST_WORK = 1_000_000  # actions that a search walks along, some seconds, before it has to do
+LOWERING = 4  # times as long as walking along a list takes making it
 SATURATED = 4  # times pp microbatches: with more, no list but gpipe's has more of them in flight
 
 
@@ -79,6 +81,8 @@ def _suggestions(candidates: Sequence[Candidate], before: float, trials: Trials)
         overrides = set(candidate.overrides)
         if len(given) == ENOUGH or any(fewer <= overrides for fewer in given):
             continue
+        if given and trials.work > 2 * MOST_WORK:
+            return
         memory = trials.memory(candidate.run, whole=True)
         if memory <= trials.limit:
             given.append(overrides)
@@ -99,11 +103,12 @@ def step_seconds(run: Run) -> float:
     return (run.num_microbatches + (pp - 1) / plan.stages.vpp) * busiest + exposed
 
 
-@dataclass(frozen=True)
+@dataclass
 class Trials:
     """Memory of many runs, whose lists of actions are often the same."""
 
     limit: int  # memory of one GPU, bytes
+    work: int = 0  # actions that have been walked along so far
     lists: dict[tuple[object, ...], list[list[Action]]] = field(default_factory=dict)
 
     def memory(self, run: Run, whole: bool = False) -> int:
@@ -117,9 +122,15 @@ class Trials:
         if key not in self.lists:
             schedule = build_schedule(name, stages.pp, count, stages.vpp, run.schedule.group_size)
             self.lists[key] = lower_all(schedule, run.schedule.overlap_p2p, v_shape=stages.pipeline.v_shape)
+            self.work += LOWERING * _length(self.lists[key])
         actions = self.lists[key]
+        self.work += _length(actions)
         ranks = plan_memory(run, select_layout(run), stages, actions, select_graphs(run, stages, actions))
         return max(rank.total for rank in ranks)
+
+
+def _length(lists: Sequence[Sequence[Action]]) -> int:
+    return sum(map(len, lists))
 
 
 def _search(run: Run, moves: Sequence[Move], trials: Trials) -> list[Candidate]:
@@ -132,6 +143,8 @@ def _search(run: Run, moves: Sequence[Move], trials: Trials) -> list[Candidate]:
         for candidate in (new for old in frontier for new in old.neighbours(moves)):
             if candidate.run in seen:
                 continue
+            if trials.work > MOST_WORK:
+                return found
             seen.add(candidate.run)
             memory = trials.memory(candidate.run)
             if memory <= trials.limit:

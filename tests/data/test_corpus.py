@@ -205,9 +205,11 @@ def load_error(**options: object) -> ConfigError:
 @pytest.mark.parametrize("source", ["text", "jsonl", "parquet"])
 def test_a_pattern_without_files(source: str, tmp_path: Path):
     (tmp_path / "train.json").write_text("")
-    error = load_error(source=Source(source), path=(str(tmp_path / "deep" / "trian.json*"),))
-    assert error.key == "data.path" and str(tmp_path / "deep" / "trian.json*") in str(error) and "matches no file" in str(error)
-    assert error.nearest == str(tmp_path / "train.json")
+    error = load_error(source=Source(source), path=(str(tmp_path / "trian.json"),))
+    assert error.key == "data.path" and "trian.json: matches no file" in str(error)
+    assert error.guess == str(tmp_path / "train.json")
+    error = load_error(source=Source(source), path=(str(tmp_path / "deep" / "train.json*"),))
+    assert f"matches no file: there is no folder {tmp_path / 'deep'}" in str(error) and error.guess is None
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "parquet", "hub"])
@@ -216,7 +218,7 @@ def test_a_missing_or_wrong_column(kind: str, tmp_path: Path, texts: list[str]):
     place = {"source": config.source, "path": config.path, "name": config.name, "cache_dir": config.cache_dir}
     for streaming in (False, True) if kind == "hub" else (False,):
         error = load_error(**place, streaming=streaming, text_field="txt")
-        assert "data.text_field=txt: no such column; there are id, text; nearest that works: text" in str(error)
+        assert "data.text_field=txt: no such column; there are id, text; did you mean text?" in str(error)
         error = load_error(**place, streaming=streaming, text_field="id")
         assert "data.text_field=id: holds Value('int64'), not text" in str(error)
 
@@ -237,11 +239,12 @@ def test_hub_errors_give_the_reason(streaming: bool, tmp_path: Path, texts: list
     assert "split=valid): cannot be loaded: ValueError" in str(load_error(**options, name=folder, split="valid"))
     assert "'small' not found. Available: ['default']" in str(load_error(**options, name=folder, config_name="small"))
     error = load_error(**options, name=str(tmp_path / "dta"))
-    assert "no such folder" in str(error) and error.nearest == folder
+    assert "no such folder" in str(error) and error.guess == folder
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
     error = load_error(**options, name="someone/something")
-    assert error.key == "data.name" and "cannot be loaded" in str(error) and "offline" in str(error).lower()
+    said = "is not in the cache, and https://huggingface.co cannot be reached"
+    assert error.key == "data.name" and said in str(error)
 
 
 def test_no_text_at_all(tmp_path: Path):
@@ -279,3 +282,14 @@ def test_stdlib_corpus(tmp_path: Path):
     counted, held = train.sequences.tokens(2_000_000), validation.sequences.tokens(300_000)
     bigram, trigram = ngram_loss(counted, held, 2), ngram_loss(counted, held, 3)
     assert 2.2 < bigram < 2.8 and 1.6 < trigram < bigram - 0.3
+
+
+def test_a_hub_out_of_reach_is_told_within_seconds(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    """The library would try six times, half a minute, and say so every time."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", False)
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
+    began = time.monotonic()
+    error = load_error(source=Source.hub, name="someone/something", cache_dir=str(tmp_path))
+    assert "is not in the cache, and http://127.0.0.1:9 cannot be reached" in str(error)
+    assert time.monotonic() - began < 10

@@ -76,12 +76,12 @@ def test_tokens_follow_the_first_epoch():
 
 
 def test_too_small_for_one_sequence():
-    with pytest.raises(ConfigError, match=r"train\.seq_len=8: the corpus has only 8 tokens, one .* 9; nearest that works: 7"):
+    with pytest.raises(ConfigError, match=r"train\.seq_len=8: the corpus has only 8 tokens, one .* 9; did you mean 7"):
         packed(numbered([3, 5]), 8)
     assert packed(numbered([3, 5]), 7).per_epoch == 1
     with pytest.raises(ConfigError, match="has only 0 tokens") as empty:
         packed(Documents.from_lists([]), 8)
-    assert empty.value.nearest is None
+    assert empty.value.alternatives == ()
 
 
 def test_a_stream_position_is_refused():

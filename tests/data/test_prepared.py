@@ -170,7 +170,7 @@ def test_a_full_disk_is_one_line(tmp_path: Path, texts: list[str], monkeypatch: 
 GOOD = "".join(json.dumps({"text": f"document number {n}"}) + "\n" for n in range(20)).encode()
 # kind of source, bytes of its second file, what is said of that
 FAULTS: dict[str, tuple[str, bytes, str]] = {
-    "text": ("text", b"caf\xe9", "is not UTF-8: byte 0xe9 at offset 3; nearest that works: a copy in UTF-8"),
+    "text": ("text", b"caf\xe9", "is not UTF-8: byte 0xe9 at offset 3; convert it to UTF-8"),
     "bytes": ("jsonl", GOOD + b'{"text": "caf\xe9"}\n', f"line 21 is not UTF-8: byte 0xe9 at offset {len(GOOD) + 13}"),
     "cut line": ("jsonl", GOOD + b'{"text": \n' + GOOD, "line 21 is not JSON: Expecting value at character 8"),
     "no object": ("jsonl", GOOD + b"5\n", "line 21 is not an object"),

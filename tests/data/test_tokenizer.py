@@ -82,9 +82,9 @@ def test_missing_and_broken_files(tmp_path: Path):
     assert missing.value.nearest is None
     (tmp_path / "tokeniser.json").write_text("{}")
     (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(ConfigError, match=r"nearest that works: .*tokeniser\.json"):
+    with pytest.raises(ConfigError, match=r"did you mean .*tokeniser\.json"):
         load_tokenizer(str(tmp_path / "tokenizer.json"))
-    with pytest.raises(ConfigError, match=r"no such file.*nearest that works: .*\.json"):  # a folder
+    with pytest.raises(ConfigError, match=r"no such file"):  # a folder
         load_tokenizer(str(tmp_path))
     with pytest.raises(ConfigError, match="not a tokenizers JSON file"):
         load_tokenizer(str(tmp_path / "config.json"))

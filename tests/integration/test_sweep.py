@@ -129,7 +129,7 @@ def test_two_sweeps_do_not_share_a_folder(
     other = run(tmp_path, *corpus, *TINY, "train.steps=4,5", "hydra.sweep.dir=.")
     assert (other.returncode, other.stderr) == (
         2,
-        "train.py: hydra.sweep.dir=.: holds something else; nearest that works: a new folder\n",
+        "train.py: hydra.sweep.dir=.: holds something else; choose a new folder\n",
     )
     assert (six[0] / "sweep.json").read_text() == before and [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
 
@@ -182,8 +182,8 @@ def descendants(pid: int) -> Iterator[int]:
 MISTAKES = {
     "hydra/launcher=torchrum train.steps=2,3": "hydra/launcher=torchrum: the options are basic, ",
     "hydra/launcher=basic train.steps=2,3": "hydra/launcher=basic: would train all jobs in this one process",
-    "model.num_layer=2,4": "model.num_layer=2: there is no such key; nearest that works: model.num_layers",
-    "+model.moe.topk=2,4": "model.moe.topk=2: there is no such key; nearest that works: model.moe.top_k",
+    "model.num_layer=2,4": "model.num_layer=2: there is no such key; did you mean model.num_layers?",
+    "+model.moe.topk=2,4": "model.moe.topk=2: there is no such key; did you mean model.moe.top_k?",
     "model=moe_tiny,moe_tinny": "model=moe_tinny: the options are ",
     "train.steps=2,abc": "train.steps=abc: must be a whole number; nearest that works: 700",
     "train.steps=interval(2,4)": "train.steps=interval(2,4): a sweep goes over listed values",

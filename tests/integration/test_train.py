@@ -248,7 +248,7 @@ def descendants(pid: int) -> Iterator[int]:
 
 def test_a_second_run_does_not_overwrite_the_first(whole: tuple[Path, str], corpus: str):
     done = run_forked(whole[0].parent, command(corpus, "run_dir=run"))
-    assert done.returncode == 2 and "run_dir=run: holds another run; nearest that works: resume=auto" in done.stderr
+    assert done.returncode == 2 and "run_dir=run: holds another run; continue it with resume=auto" in done.stderr
 
 
 def test_continuing_with_other_data_is_refused(whole: tuple[Path, str], corpus: str):

@@ -37,11 +37,11 @@ def local(model: ModelConfig) -> ModelConfig:
 TRADES = {"cp_comm_type": CpComm.all_to_all}
 REFUSED = [
     (DENSE, {"tp": 8}, r"parallel.tp=8: must divide model.num_kv_heads=4; .*4"),
-    (DENSE, {"cp": 8, **TRADES, "seq_len": 64}, r"all_to_all: .*parallel.cp=8 .*num_kv_heads=4; .*all_gather, or parallel.cp=4"),
+    (DENSE, {"cp": 8, **TRADES, "seq_len": 64}, r"all_to_all: .*parallel.cp=8 .*num_kv_heads=4; .*all_gather or parallel.cp=4"),
     (DENSE, {"tp": 2, "cp": 4, **TRADES, "seq_len": 64}, r"num_kv_heads=4 over parallel.tp=2; .*parallel.cp=2"),
-    (DENSE, {"cp": 3, **TRADES}, r"parallel.cp=3 .*parallel.cp=2 or 4"),
+    (DENSE, {"cp": 3, **TRADES}, r"parallel.cp=3 .*parallel.cp=2 or parallel.cp=4"),
     (DENSE, {"cp": 4, "tp": 4}, r"train.seq_len=48: must be a multiple of 2·cp × tp = 32; .*32 or 64"),
-    (MOE, {"tp": 2, "ep": 4, "dp": 2}, r"parallel.ep=4: must divide the world size 4 over etp=2; .*2, or parallel.etp=1, or"),
+    (MOE, {"tp": 2, "ep": 4, "dp": 2}, r"parallel.ep=4: must divide the world size 4 over etp=2; .*2 or parallel.etp=1 or"),
     (MOE, {"ep": 2, "etp": 3, "dp": 4}, r"parallel.etp=3: must divide the 4 ranks"),
     (local(MOE), {"tp": 2}, r"model.moe.dispatcher=local: parallel.etp=2 needs an exchange"),
     (local(MOE), {"ep": 2, "dp": 2}, r"model.moe.dispatcher=local: parallel.ep=2 needs an exchange"),

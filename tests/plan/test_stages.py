@@ -103,7 +103,7 @@ def test_stages_may_be_empty():
 
 @pytest.mark.parametrize("wrong", [{}, {"vpp": 3}, {"vpp": 4, "layout": "Et|tt|tt|tL"}, {"layout": "Ettt|tttL"}])
 def test_a_v_has_two_stages_per_rank(wrong: dict):
-    with pytest.raises(ConfigError, match=r"two per pipeline rank; .* 2$|make vpp=1, not vpp=2"):
+    with pytest.raises(ConfigError, match=r"two per pipeline rank; .* 2\?$|make vpp=1, not vpp=2"):
         plan_stages(6, 2, **wrong, v_shape=True)
 
 
@@ -125,25 +125,25 @@ def test_every_accepted_split_covers_each_layer_once(num_layers: int, pp: int, v
 
 
 @pytest.mark.parametrize(("args", "parts"), [
-    ({"num_layers": 10, "pp": 4}, ["pp × vpp = 4 × 1 = 4 stages", "works: 8 or 12 layers, or 2 or 5 stages"]),
-    ({"num_layers": 10, "pp": 4, "count_head": True}, ["10 layers + 1 for embedding", "works: 8 or 12 layers in all, or 1"]),
-    ({"num_layers": 8, "pp": 4, "vpp": 2, "first": 3}, ["first=3", "multiple of vpp=2", "works: 2 or 4"]),
-    ({"num_layers": 8, "pp": 2, "first": 0}, ["first=0", "works: 1"]),
-    ({"num_layers": 9, "pp": 4, "first": 2}, ["leave 7 layers for 3 middle ranks", "works: 2 plus a multiple of 3"]),
-    ({"num_layers": 8, "pp": 2, "first": 3, "last": 4}, ["leave 1 layers for 0 middle ranks", "works: 7"]),
+    ({"num_layers": 10, "pp": 4}, ["pp × vpp = 4 × 1 = 4 stages", "mean 8 or 12 or parallel.pp=2 or parallel.pp=5?"]),
+    ({"num_layers": 10, "pp": 4, "count_head": True}, ["10 layers + 1 for embedding", "mean 7 or 11 or parallel.pp=1 or"]),
+    ({"num_layers": 8, "pp": 4, "vpp": 2, "first": 3}, ["first=3", "multiple of vpp=2", "mean 2 or 4?"]),
+    ({"num_layers": 8, "pp": 2, "first": 0}, ["first=0", "mean 1 or 2?"]),
+    ({"num_layers": 9, "pp": 4, "first": 2}, ["leave 7 layers for 3 middle ranks", "mean 8?"]),
+    ({"num_layers": 8, "pp": 2, "first": 3, "last": 4}, ["leave 1 layers for 0 middle ranks", "mean 7?"]),
     ({"num_layers": 8, "pp": 3, "first": 6, "last": 6}, ["leave -4 layers for 1 middle ranks"]),
     ({"num_layers": 8, "pp": 1, "first": 4, "last": 4}, ["last=4: first=4 is set too, but pp=1 is only one rank"]),
     ({"num_layers": 8, "pp": 2, "last": 3, "count_head": True}, ["last=3: cannot be combined"]),
     ({"num_layers": 8, "pp": 0}, ["pp=0: must be at least 1"]),
     ({"num_layers": 2, "pp": 2, "layout": "Et|tL", "first": 1}, ["first, last, count_embedding and count_head must be unset"]),
-    ({"num_layers": 2, "pp": 2, "layout": "Et|t|L"}, ["its 3 stages do not divide over pp=2", "works: 2 or 4 stages"]),
-    ({"num_layers": 2, "pp": 2, "layout": "E|t|t|L", "vpp": 3}, ["make vpp=2, not vpp=3", "works: vpp=2"]),
-    ({"num_layers": 2, "pp": 2, "layout": "tEt|L"}, ["one E, before all layers", "works: Ett|L"]),
-    ({"num_layers": 3, "pp": 2, "layout": "Et|tL"}, ["has 2 t for model.num_layers=3", "works: 3 t"]),
+    ({"num_layers": 2, "pp": 2, "layout": "Et|t|L"}, ["its 3 stages do not divide over pp=2"]),
+    ({"num_layers": 2, "pp": 2, "layout": "E|t|t|L", "vpp": 3}, ["make vpp=2, not vpp=3", "mean parallel.vpp=2?"]),
+    ({"num_layers": 2, "pp": 2, "layout": "tEt|L"}, ["one E, before all layers", "mean Ett|L?"]),
+    ({"num_layers": 3, "pp": 2, "layout": "Et|tL"}, ["has 2 t for model.num_layers=3", "mean model.num_layers=2?"]),
     ({"num_layers": 2, "pp": 2, "layout": "E(tt)|L"}, ["cannot read '('"]),
-    ({"num_layers": 4, "pp": 4, "layout": "E|tttt|L|"}, ["E in its first", "works: E|tttt||L"]),
-    ({"num_layers": 2, "pp": 3, "layout": "||EttL"}, ["L in its last one", "works: Ett||L"]),
-    ({"num_layers": 2, "pp": 2, "layout": "EttL|"}, ["L in its last one", "works: Ett|L"]),
+    ({"num_layers": 4, "pp": 4, "layout": "E|tttt|L|"}, ["E in its first", "mean E|tttt||L?"]),
+    ({"num_layers": 2, "pp": 3, "layout": "||EttL"}, ["L in its last one", "mean Ett||L?"]),
+    ({"num_layers": 2, "pp": 2, "layout": "EttL|"}, ["L in its last one", "mean Ett|L?"]),
 ])
 def test_refusals_name_the_numbers_and_the_nearest_that_works(args: dict, parts: list[str]):
     with pytest.raises(ConfigError) as refusal:

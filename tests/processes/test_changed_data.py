@@ -77,8 +77,8 @@ def test_changed_data_are_refused_or_accepted_and_listed(tmp_path: Path):
     change = f"2.txt has {size + 4} bytes, had {size}"
     refused = (
         f"data.path={trial.corpus}/*.txt: the data have changed since run/checkpoints/"
-        f"step-00000002 was saved: {change}; nearest that works: the data as they were, or "
-        "data.accept_changed=true"
+        f"step-00000002 was saved: {change}; bring them back, or "
+        "go on with data.accept_changed=true"
     )
     for ranks in (1, 2):
         overrides = ("parallel.dp=2",) if ranks == 2 else ()
@@ -102,8 +102,8 @@ def test_the_same_files_elsewhere_are_the_same_data(tmp_path: Path):
     (moved / "0.txt").unlink()
     moved.rename(tmp_path / "again")
     refused = trial.goes_on(f"data.path=[{tmp_path}/again/*.txt]", "train.steps=6")
-    assert f"was trained with ['{moved}/*.txt'], which held" in refused
-    assert "held other data: 0.txt is gone; nearest that works: [" in refused
+    assert f"was trained with [{moved}/*.txt], which held" in refused
+    assert "held other data: 0.txt is gone; did you mean [" in refused
     assert refused.endswith("data.accept_changed=true")
     assert not any((tmp_path / "runs").glob("*"))
 
@@ -156,7 +156,7 @@ def test_a_stream_is_compared_too(tmp_path: Path):
     file.write_text("\n".join([*lines, lines[0]]))
     assert "the data have changed since" in trial.goes_on()
     told = trial.goes_on("data.accept_changed=true")
-    assert told.startswith("data.accept_changed=True: a position in a stream means nothing")
+    assert told.startswith("data.accept_changed=true: a position in a stream means nothing")
 
 
 def found_on(rank: int, folder: Path, run: Run) -> str:

@@ -157,7 +157,7 @@ def test_a_full_disk_is_told_alike_on_all_ranks(full: str, tmp_path: Path):
     newest = 2 if "latest" in full else 1  # complete, but never named
     said = f"run_dir={tmp_path}/…: step-00000002 could not be saved, {who}[Errno 28] No space left on device"
     assert told[True] == told[False] and told[True].startswith(said)
-    assert f"; step-{newest:08d} is the newest that was saved; nearest that works: more room" in told[True]
+    assert f"; step-{newest:08d} is the newest that was saved; make room there" in told[True]
 
 
 def train_until_full(rank: int, run: Run, step: int) -> str:

@@ -104,7 +104,7 @@ def test_another_program_at_the_address_of_a_store_is_named(program: int):
     line = [sys.executable, "-c", JOIN, str(program)]
     done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, timeout=60)
     rule = "what listens there on 127.0.0.1 is another program: it does not answer as a store"
-    said = f"MASTER_PORT={program}: {rule}; nearest that works: a free one\n"
+    said = f"MASTER_PORT={program}: {rule}; choose a free one\n"
     assert (done.returncode, done.stdout) == (0, said), done.stderr
 
 

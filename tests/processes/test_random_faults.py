@@ -162,7 +162,7 @@ def refusals(rank: int, whole: Path, seed: int) -> list[tuple[str, bool, str | N
             found.append((damage.words, False, None))
         except ConfigError as error:
             named = any(f": {name} " in str(error) for name in damage.files)
-            older = f"; nearest that works: resume={step.with_name(OLDER)}"
+            older = f"; did you mean {step.with_name(OLDER)}?"
             right = named and str(error).endswith(older) and "\n" not in str(error)
             found.append((damage.words, right, str(error)))
     return found
@@ -326,7 +326,7 @@ def test_a_full_disk_loses_nothing_that_was_committed(
     found, expected = json.loads((tmp_path / "found").read_text()), rows_of(with_room)
     print(found["said"], found["committed"], found["whole"])
     assert "No space left on device" in found["said"] and "\n" not in found["said"]
-    assert found["said"].count("nearest that works: more room") == 1
+    assert found["said"].count("make room there") == 1
     committed = found["committed"]
     assert [f"step-{step:08d}" for step in found["whole"]][-2:] == committed[-2:]
     assert found["newest"] == (committed[-1] if committed else None)

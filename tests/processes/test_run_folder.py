@@ -123,7 +123,7 @@ def test_what_a_run_has_left_is_not_overwritten(tmp_path: Path, left: str):
     (folder / CHECKPOINTS).mkdir(parents=True)
     assert find_start(replace(RUN, run_dir=str(folder))) == Start(folder)
     (folder / left).touch()
-    with pytest.raises(ConfigError, match="holds another run; nearest that works: resume=auto"):
+    with pytest.raises(ConfigError, match="holds another run; continue it with resume=auto"):
         find_start(replace(RUN, run_dir=str(folder)))
     assert find_start(replace(AUTO, run_dir=str(folder))) == Start(folder)
 
@@ -195,7 +195,7 @@ def save_failing(rank: int, folder: Path, number: int) -> str:
 def test_more_room_is_advised_where_there_is_none(tmp_path: Path, number: int):
     (said,) = run_distributed(save_failing, 1, tmp_path / CHECKPOINTS, number)
     assert os.strerror(number) in said
-    assert ("more room" in said) == (number in (errno.ENOSPC, errno.EDQUOT))
+    assert ("make room" in said) == (number in (errno.ENOSPC, errno.EDQUOT))
 
 
 def test_a_checkpoint_that_cannot_be_removed_is_told(

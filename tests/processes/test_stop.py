@@ -129,7 +129,7 @@ def test_two_runs_in_one_folder(corpus: tuple[str, ...], tmp_path: Path):
     with FolderLock() as lock:
         lock.take(create_run_folder(run, tmp_path / "run"))
         (said,) = run_distributed(hold_folder, 1, run)
-    assert said.startswith(f"run_dir={tmp_path}/run: another run is writing there; nearest that works: another folder")
+    assert said.startswith(f"run_dir={tmp_path}/run: another run is writing there; choose another folder")
     assert run_distributed(hold_folder, 1, run) == ["trained"], "and not for longer than it trains"
 
 

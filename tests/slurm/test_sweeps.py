@@ -52,7 +52,7 @@ SUBMIT = ("-m", "hydra/launcher=submitit_slurm", "+experiment=smoke", "train.ste
 def test_without_slurm(tmp_path: Path):
     command, env = [sys.executable, str(ROOT / "train.py"), *SUBMIT], {"PATH": "", "PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
-    said = "no SLURM on this machine: sbatch is missing; nearest that works: torchrun"
+    said = "no SLURM on this machine: sbatch is missing; leave it away, which is hydra/launcher=torchrun"
     assert (done.returncode, done.stderr) == (2, f"train.py: hydra/launcher=submitit_slurm: {said}\n")
     assert list(tmp_path.iterdir()) == []
 

@@ -101,15 +101,15 @@ def wsd(warmup: int, last: int) -> dict[str, Any]:
 @pytest.mark.parametrize(("changes", "message"), [
     ({"warmup_steps": 5, "warmup_samples": 80},
      "optim.warmup_samples=80: optim.warmup_steps=5 says the same in steps: set one of them; "
-     "nearest that works: null, or optim.warmup_steps=null"),
+     "did you mean null or optim.warmup_steps=null?"),
     ({"warmup_samples": 1000, "decay_samples": 1000},
-     "optim.warmup_samples=1000: must be below the 1000 decay samples; nearest that works: 100"),
+     "optim.warmup_samples=1000: must be below the 1000 decay samples; did you mean 100?"),
     ({"warmup_steps": 63, "decay_samples": 1000},
-     "optim.warmup_steps=63: must be below the 62.5 decay steps; nearest that works: 6"),
+     "optim.warmup_steps=63: must be below the 62.5 decay steps; did you mean 6?"),
     ({"decay_steps": 100, **wsd(600, 1001)},
-     "optim.wsd_decay_samples=1001: with 600 samples of warm-up longer than the 1600 decay samples; nearest that works: 1000"),
+     "optim.wsd_decay_samples=1001: with 600 samples of warm-up longer than the 1600 decay samples; did you mean 1000?"),
     ({"decay": Decay.wsd, "decay_samples": 1000, "warmup_samples": 24, "wsd_decay_steps": 62},
-     "optim.wsd_decay_steps=62: with 1.5 steps of warm-up longer than the 62.5 decay steps; nearest that works: 61"),
+     "optim.wsd_decay_steps=62: with 1.5 steps of warm-up longer than the 62.5 decay steps; did you mean 61?"),
 ])
 def test_refusals_speak_in_the_unit_that_was_given(changes: dict[str, Any], message: str):
     with pytest.raises(ConfigError) as refused:
@@ -146,7 +146,7 @@ def test_another_batch_keeps_the_schedule_over_samples(decay: Decay):
 
 def test_the_last_part_may_fill_what_warm_up_leaves_to_the_sample():
     check(Run(optim=OptimConfig(decay_samples=480, **wsd(100, 380)), train=TrainConfig(global_batch=48)))
-    with pytest.raises(ConfigError, match="nearest that works: 380"):
+    with pytest.raises(ConfigError, match="did you mean 380"):
         check(Run(optim=OptimConfig(decay_samples=480, **wsd(100, 381)), train=TrainConfig(global_batch=48)))
 
 

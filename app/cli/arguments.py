@@ -1,0 +1,115 @@
+"""What is typed behind `train.py`: Hydra's flags, which also say where options are looked for, and overrides."""
+
+from __future__ import annotations
+
+import dataclasses
+from argparse import ArgumentError, ArgumentParser, Namespace
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from hydra import version
+from hydra._internal.hydra import Hydra
+from hydra._internal.utils import create_config_search_path, get_args_parser
+from hydra.core.config_search_path import SearchPathQuery
+from hydra.core.global_hydra import GlobalHydra
+from omegaconf import DictConfig
+
+from app.errors import ConfigError, nearest
+
+CONF = Path(__file__).resolve().parents[2] / "conf"
+CONFIG_NAME = "train"
+# What says how jobs are started is for the program that starts them.
+OF_SWEEPS = ("hydra.mode=", "hydra.sweep.", "hydra.sweeper", "hydra/sweeper", "hydra.launcher", "hydra/launcher")  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Typed:
+    """Overrides, and where the configuration that they change is found."""
+
+    overrides: tuple[str, ...] = ()
+    config_dir: str | None = None  # more folders of options, beside conf/
+    config_path: str | None = None  # in the place of conf/
+    config_name: str | None = None  # in the place of conf/train.yaml
+
+    @classmethod
+    def parse(cls, arguments: Sequence[str]) -> Typed:
+        """Read the arguments as `hydra.main` does. Raises ConfigError for flags that it does not know."""
+        parser = get_args_parser()
+        parser.exit_on_error = False
+        args, unknown = _parsed(parser, arguments)
+        if unknown:
+            known = [name for action in parser._actions for name in action.option_strings]
+            rule = "there is no such option; python train.py --help"
+            raise ConfigError("option", unknown[0], rule, guess=nearest(unknown[0], known))
+        return cls(tuple(args.overrides), args.config_dir, args.config_path, args.config_name)
+
+    @classmethod
+    def of_config(cls, hydra: DictConfig) -> Typed:
+        """What a composed configuration says about itself in its part `hydra`.
+
+        Overrides are those of Hydra that jobs of a sweep need as well.
+        """
+        found = {source.provider: str(source.path) for source in hydra.runtime.config_sources}
+        main, name = found.get("main", ""), str(hydra.job.config_name)
+        return cls(
+            tuple(each for each in hydra.overrides.hydra if not each.startswith(OF_SWEEPS)),
+            found.get("command-line"),
+            main if main and Path(main) != CONF else None,
+            name if name != CONFIG_NAME else None,
+        )
+
+    @property
+    def folder(self) -> Path:
+        """Where the first YAML file lies; relative to train.py, as for `hydra.main`."""
+        return CONF if self.config_path is None else CONF.parent / self.config_path
+
+    @property
+    def words(self) -> list[str]:
+        """Flags and overrides as typed."""
+        return [*self._flags(), *self.overrides]
+
+    def _flags(self) -> Iterator[str]:
+        for field in ("config_dir", "config_path", "config_name"):
+            if value := getattr(self, field):
+                yield from (f"--{field.replace('_', '-')}", value)
+
+    def with_overrides(self, overrides: Sequence[str]) -> Typed:
+        """The same with other overrides, each in the place of those of the same key."""
+        new = {key_of(override) for override in overrides}
+        kept = (override for override in self.overrides if key_of(override) not in new)
+        return dataclasses.replace(self, overrides=(*kept, *overrides))
+
+    @contextmanager
+    def looked_up(self) -> Iterator[None]:
+        """Let `hydra.compose` look where these flags say. Raises ConfigError for a folder that is not there."""
+        for flag, folder in (("--config-dir", self.config_dir), ("--config-path", self.config_path and self.folder)):
+            if folder is not None and not Path(folder).is_dir():
+                raise ConfigError(flag, folder, "no such folder")
+        path = create_config_search_path(str(self.folder.absolute()))
+        if self.config_dir is not None:
+            own = f"file://{Path(self.config_dir).absolute()}"
+            path.prepend("command-line", own, anchor=SearchPathQuery(provider="schema"))
+        version.setbase("1.3")
+        state = GlobalHydra.instance()
+        running, state.hydra = state.hydra, None  # that of hydra.main, where it runs
+        try:
+            Hydra.create_main_hydra2(task_name=CONFIG_NAME, config_search_path=path)
+            yield
+        finally:
+            state.hydra = running
+
+
+def _parsed(parser: ArgumentParser, arguments: Sequence[str]) -> tuple[Namespace, list[str]]:
+    try:
+        # Between flags, so that what stands behind an unknown one is not taken for its value.
+        return parser.parse_known_intermixed_args(list(arguments))
+    except ArgumentError as error:
+        name = error.argument_name or ""
+        raise ConfigError("option", name.partition("/")[0], error.message) from error
+
+
+def key_of(override: str) -> str:
+    """What an override changes: "model" of +model=small."""
+    return override.lstrip("+~").partition("=")[0].partition("@")[0]

@@ -1,0 +1,27 @@
+"""Whether the Hugging Face hub can be reached: asked once, in seconds, where the library would retry for half a minute."""
+
+from __future__ import annotations
+
+import socket
+from urllib.parse import urlsplit
+from urllib.request import getproxies
+
+import datasets
+from huggingface_hub import constants
+
+REACH_S = 4.0  # seconds for a connection to the hub
+
+
+def go_offline_without_network() -> None:
+    """Where the hub cannot be reached, let the libraries take what their caches hold, and fail at once.
+
+    Behind a proxy nothing is asked: only the library knows the way.
+    """
+    if constants.HF_HUB_OFFLINE or getproxies():
+        return
+    hub = urlsplit(constants.ENDPOINT)
+    port = hub.port or (80 if hub.scheme == "http" else 443)
+    try:
+        socket.create_connection((hub.hostname or "", port), timeout=REACH_S).close()
+    except OSError:
+        constants.HF_HUB_OFFLINE = datasets.config.HF_HUB_OFFLINE = True

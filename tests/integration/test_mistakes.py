@@ -1,0 +1,64 @@
+"""Mistakes that people make, each as a whole program: exit code, one line, soon, and nothing written."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.cases import sampled
+from tests.programs import run_forked
+
+ROOT = Path(__file__).parent.parent.parent
+TABLE = (ROOT / "tests/golden/mistakes.txt").read_text()
+CASES = re.findall(r"^\$ (.*)\n(.*)$", TABLE, re.MULTILINE)
+SECONDS = 30  # on a busy machine; one to two where nothing else runs
+
+
+def prepared(folder: Path) -> set[Path]:
+    """Make the files that some of the commands speak of."""
+    checkpoint = folder / "old/checkpoints/step-00000002"
+    checkpoint.mkdir(parents=True)
+    files = {
+        "a_file": b"",
+        "data/empty.jsonl": b"",
+        "data/good.jsonl": b'{"text": "one"}\n' * 50,
+        "data/bad.jsonl": b'{"text": "one"}\n{"text": \n',
+        "data/latin.txt": b"caf\xe9",
+        "data/good.txt": b"one two three",
+        "old/config.yaml": b"{}",
+        "old/checkpoints/step-00000002/rank-00000.pt": b"",
+        "old/checkpoints/step-00000002/manifest.json": b"{}",
+        "tokenizer.json": b"{}",
+        "own/model/mine.yaml": b"num_layers: [\n",
+    }
+    for name, content in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(content)
+    return set(folder.rglob("*"))
+
+
+@pytest.mark.parametrize(("typed", "said"), sampled(CASES, 12), ids=[typed for typed, _ in CASES])
+def test_a_mistake(tmp_path: Path, typed: str, said: str):
+    before, began = prepared(tmp_path), time.monotonic()
+    words = shlex.split(typed)
+    plans = words[0] == "plan"
+    script = ROOT / ("app/cli/plan.py" if plans else "train.py")
+    line = [sys.executable, str(script), *words[plans:]]
+    cache = {"HF_DATASETS_CACHE": str(tmp_path / "cache"), "HF_HUB_OFFLINE": "1"}
+    done = run_forked(tmp_path, line, env={**os.environ, "CUDA_VISIBLE_DEVICES": "", **cache})
+    program = "plan" if plans else "train.py"
+    pattern = ".*".join(map(re.escape, f"{program}: {said}".split("…")))
+    assert re.fullmatch(pattern + r"\n", done.stderr), done.stderr
+    assert (done.returncode, done.stdout) == (2, "")
+    assert set(tmp_path.rglob("*")) == before
+    assert time.monotonic() - began < SECONDS
+
+
+def test_the_table_has_what_people_do():
+    assert len(CASES) >= 80 and len(dict(CASES)) == len(CASES)
