@@ -20,7 +20,7 @@ train: $(VENV)/installed ## train the default model, about two minutes on two co
 test: $(VENV)/installed-test ## run the tests (CPU), minutes; ARGS="tests/plan -k layout" selects, ARGS="-n0 …" runs them in one process
 	@$(PYTEST) $(ARGS)
 
-test-all: test ## then the exhaustive grids and the seeded random runs, up to half an hour
+test-all: $(VENV)/installed-optuna test ## then the exhaustive grids and the seeded random runs, up to half an hour
 	@$(PYTEST) -m full $(ARGS)
 
 test-gpu: $(VENV)/installed-test ## run the tests that need a CUDA device
@@ -58,6 +58,10 @@ $(VENV)/installed: pyproject.toml constraints.txt | $(VENV)/bin/python
 
 $(VENV)/installed-test: $(VENV)/installed
 	@$(PIP) --editable '.[test]'
+	@touch $@
+
+$(VENV)/installed-optuna: $(VENV)/installed-test
+	@$(PIP) --editable '.[test,optuna]'
 	@touch $@
 
 $(VENV)/installed-slurm: $(VENV)/installed-test

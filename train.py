@@ -12,9 +12,8 @@ if __name__ == "__main__":
 import hydra
 from omegaconf import DictConfig
 
-from app.cli.arguments import Typed
 from app.cli.compose import load_run, register_schema
-from app.cli.launch import Launch, carry_out, refuse_nested_sweep, settled, trial_start
+from app.cli.launch import Launch, best_loss, carry_out, place_job, prepare, settled, trial_start
 from app.cli.messages import RESUMABLE, readable_errors
 from app.rules import check_runnable
 
@@ -22,14 +21,16 @@ register_schema()
 
 
 @hydra.main(version_base="1.3", config_path="conf", config_name="train")
-def main(config: DictConfig) -> None:
-    """Compose, check, and train on this rank, or start the ranks that the layout asks for."""
+def main(config: DictConfig) -> float | None:
+    """Compose, check, and train on this rank, or start the ranks that the layout asks for; returns the best loss."""
     launch = Launch.from_environment(os.environ)  # here, since submitit pickles this function and calls it in a job
     trial = partial(trial_start, sys.argv[1:], launch)
     with settled(launch), readable_errors("train.py", launch.rank == 0, RESUMABLE, trial):
+        place_job(config)
         run = check_runnable(load_run(config, launch.world_size))
         if code := carry_out(run, launch, __file__, os.environ):
             sys.exit(code)
+        return best_loss(run)
 
 
 if __name__ == "__main__":
@@ -40,6 +41,5 @@ if __name__ == "__main__":
     launch.end_with_launcher()
     trial = partial(trial_start, sys.argv[1:], launch)
     with readable_errors("train.py", launch.rank == 0, RESUMABLE, trial):
-        Typed.parse(sys.argv[1:])  # unknown flags: one line
-        refuse_nested_sweep(launch, sys.argv[1:])
+        sys.argv[1:] = prepare(sys.argv[1:], launch)
         main()

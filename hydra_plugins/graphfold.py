@@ -9,6 +9,7 @@ import inspect
 from collections.abc import Sequence
 from pathlib import Path
 
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.utils import JobReturn
 from hydra.plugins.launcher import Launcher
 from hydra.plugins.sweeper import Sweeper
@@ -34,11 +35,20 @@ class TorchrunLauncher(Launcher):
     """`hydra/launcher=torchrun`: one job after the other on this host, each in fresh processes."""
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
-        """Note what every job runs, and the folder of the sweep."""
+        """Note what every job runs, with which flags, and the folder of the sweep."""
+        from app.cli.arguments import Typed
+
         self.script, self.folder = inspect.getfile(task_function), Path(config.hydra.sweep.dir)
+        self.typed = Typed.of_config(config.hydra)
+        parser = OverridesParser.create()
+        overrides = parser.parse_overrides(list(config.hydra.overrides.task))
+        self.fixed = [each.get_key_element().lstrip("+~") for each in overrides if not each.is_sweep_override()]
+        self.on_record = config.hydra.runtime.choices["hydra/sweeper"] == "grid"
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
-        """Run the jobs that the sweep has on record."""
-        from app.cli.jobs import run_jobs
+        """Run the jobs that our sweeper has on record, or put on record those of another one."""
+        from app.cli.jobs import run_jobs, run_trials
 
-        return run_jobs(self.script, self.folder, job_overrides)
+        if self.on_record:
+            return run_jobs(self.script, self.folder, job_overrides, self.typed)
+        return run_trials(self.script, self.folder, job_overrides, self.typed, fixed=self.fixed)

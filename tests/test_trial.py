@@ -29,6 +29,13 @@ def test_only_what_passes_is_said_to_work():
     assert str(pickle.loads(pickle.dumps(found))) == str(found)
 
 
+def test_what_a_candidate_breaks_is_mended_too():
+    broken = ConfigError("b", 16, "is too small", FirstOf([32]))
+    faults = {(): WRONG, ("a.b=5",): broken, ("a.b=5", "b=32"): None}
+    found = tried(WRONG, lambda overrides: faults.get(tuple(overrides), WRONG))
+    assert str(found) == "a.b=3: is odd; nearest that works: a.b=5 b=32"
+
+
 def test_a_trial_without_the_mistake_proves_nothing():
     assert tried(WRONG, lambda overrides: None) is WRONG
     other = ConfigError("x", 1, "comes first")
@@ -37,9 +44,10 @@ def test_a_trial_without_the_mistake_proves_nothing():
 
 def test_few_candidates_are_tried():
     asked: list[Sequence[str]] = []
+    other = ConfigError("x", 1, "comes first")
     endless = ConfigError("a", 0, "no", FirstOf(range(1, 1000)))
-    tried(endless, lambda overrides: asked.append(overrides) or endless)
-    assert len(asked) == MOST_TRIED + 1
+    tried(endless, lambda overrides: asked.append(overrides) or (other if overrides else endless))
+    assert len(asked) == MOST_TRIED + 2
 
 
 POOL = {

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
+import re
 from argparse import ArgumentError, ArgumentParser, Namespace
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -16,10 +18,12 @@ from hydra.core.config_search_path import SearchPathQuery
 from hydra.core.global_hydra import GlobalHydra
 from omegaconf import DictConfig
 
+from app import __version__
 from app.errors import ConfigError, nearest
 
 CONF = Path(__file__).resolve().parents[2] / "conf"
 CONFIG_NAME = "train"
+SWEEPS = frozenset({"-m", "--multirun"})
 # What says how jobs are started is for the program that starts them.
 OF_SWEEPS = ("hydra.mode=", "hydra.sweep.", "hydra.sweeper", "hydra/sweeper", "hydra.launcher", "hydra/launcher")  # fmt: skip
 
@@ -38,6 +42,9 @@ class Typed:
         """Read the arguments as `hydra.main` does. Raises ConfigError for flags that it does not know."""
         parser = get_args_parser()
         parser.exit_on_error = False
+        for action in parser._actions:
+            if "--version" in action.option_strings:
+                action.version = f"graphfold {__version__}"  # type: ignore[attr-defined]
         args, unknown = _parsed(parser, arguments)
         if unknown:
             known = [name for action in parser._actions for name in action.option_strings]
@@ -108,6 +115,33 @@ def _parsed(parser: ArgumentParser, arguments: Sequence[str]) -> tuple[Namespace
     except ArgumentError as error:
         name = error.argument_name or ""
         raise ConfigError("option", name.partition("/")[0], error.message) from error
+
+
+def flags_first(arguments: Sequence[str], typed: Typed) -> list[str]:
+    """The arguments with all overrides behind the flags, where hydra.main wants them."""
+    flags = list(arguments)
+    for override in reversed(typed.overrides):
+        del flags[len(flags) - 1 - flags[::-1].index(override)]
+    return [*flags, *typed.overrides]
+
+
+def with_sweep_folder(arguments: Sequence[str]) -> list[str]:
+    """The arguments with a folder for the sweep of a sweeper that is not ours, which would take conf/'s by the letter.
+
+    Like ours, it depends on what is typed, but not on its order.
+    """
+    sweepers = [each.partition("=")[2] for each in arguments if each.startswith("hydra/sweeper=")]
+    given = any(each.startswith("hydra.sweep.dir=") for each in arguments)
+    if not SWEEPS & set(arguments) or given or not sweepers or sweepers[-1] == "grid":
+        return list(arguments)
+    digest = hashlib.sha256("\n".join(sorted(arguments)).encode()).hexdigest()[:8]
+    return [*arguments, f"hydra.sweep.dir=sweeps/{sweepers[-1]}-{digest}"]
+
+
+def quoted(value: object) -> str:
+    """A value of an override that may hold commas, spaces and quotes; backslashes count in front of a quote only."""
+    escaped = re.sub(r"(\\+)('|$)", r"\1\1\2", str(value)).replace("'", "\\'")
+    return f"'{escaped}'"
 
 
 def key_of(override: str) -> str:

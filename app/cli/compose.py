@@ -8,6 +8,7 @@ import typing
 from collections.abc import Iterator, Sequence
 from enum import Enum
 from types import NoneType
+from typing import Any
 
 from hydra import compose
 from hydra.core.config_store import ConfigStore
@@ -141,6 +142,17 @@ def _keys(section: type, prefix: str) -> Iterator[str]:
         for kind in (k for k in (hint, *typing.get_args(hint)) if k is not NoneType):
             if dataclasses.is_dataclass(kind) and isinstance(kind, type):
                 yield from _keys(kind, f"{prefix}{name}.")
+
+
+def type_of(key: str) -> Any:
+    """The annotation of a dotted key, None for what is no key."""
+    section: Any = Run
+    for name in key.split("."):
+        hints = typing.get_type_hints(section) if dataclasses.is_dataclass(section) else {}
+        hint = hints.get(name)
+        kinds = [kind for kind in typing.get_args(hint) if dataclasses.is_dataclass(kind)]
+        section = kinds[0] if kinds else hint
+    return section
 
 
 def default_of(key: str) -> object:

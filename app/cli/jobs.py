@@ -6,9 +6,11 @@ port. What it prints goes to job.log in its run folder; how it stands, to the sw
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -22,9 +24,10 @@ from typing import Any, TextIO
 
 from hydra.core.utils import JobReturn, JobStatus
 
+from app.cli.arguments import Typed, key_of, quoted
 from app.cli.parent import bound
 from app.cli.run_facts import clock, run_facts, settings
-from app.cli.sweep_record import JOB_LOG, Job, State, Sweep
+from app.cli.sweep_record import JOB_LOG, Job, State, Sweep, locked
 from app.engine.run_folder import METRICS
 from app.errors import ConfigError
 from app.plan.figures import amount
@@ -39,33 +42,64 @@ SAID = r"train\.py: |slurmstepd: error: |torchrun: (?!.*ended with exit code)|(?
 TOLD = re.compile(rf"^(?:\[rank\d+\]: ?)?((?:{SAID}).*)$", re.MULTILINE)
 
 
-def run_jobs(script: str, folder: Path, job_overrides: Sequence[Sequence[str]]) -> list[JobReturn]:
+def run_jobs(
+    script: str, folder: Path, job_overrides: Sequence[Sequence[str]], typed: Typed
+) -> list[JobReturn]:
     """Run the jobs that the sweep in `folder` knows by these overrides, one after the other.
 
-    One that fails is recorded, and the next begins. Raises KeyboardInterrupt when one was interrupted.
+    `typed` are the flags that all of them take. A job returns its best validation loss, nats per
+    token; one that fails is recorded, and the next begins. Raises KeyboardInterrupt when one was
+    interrupted.
     """
-    return [_run(script, folder, list(overrides)) for overrides in job_overrides]
+    command = [sys.executable, script, *typed.words]
+    return [_run(command, folder, list(overrides)) for overrides in job_overrides]
 
 
-def _run(script: str, folder: Path, overrides: list[str]) -> JobReturn:
+def run_trials(
+    script: str, folder: Path, job_overrides: Sequence[Sequence[str]], typed: Typed, fixed: Sequence[str]
+) -> list[JobReturn]:
+    """As `run_jobs`, for jobs that another sweeper has chosen: they are put on record first.
+
+    `fixed` are keys that all of them have the same value of.
+    """
+    with locked(folder):
+        asked = shlex.join(["python", Path(script).name, *sys.argv[1:]])
+        began = time.strftime("%Y-%m-%dT%H:%M:%S")
+        sweep = Sweep.load(folder) or Sweep(folder, asked, began, ())
+        taken = len(sweep.jobs)
+        jobs = [_job(folder, taken + n, each, fixed) for n, each in enumerate(job_overrides)]
+        dataclasses.replace(sweep, jobs=(*sweep.jobs, *jobs)).save()
+        arguments = [[*job.overrides, "log.console=false"] for job in jobs]
+        return run_jobs(script, folder, arguments, typed)
+
+
+def _job(folder: Path, number: int, overrides: Sequence[str], fixed: Sequence[str]) -> Job:
+    name = f"{number:03}"  # tells jobs apart: a sweeper may choose the same values twice
+    swept = tuple(override for override in overrides if key_of(override) not in fixed)
+    return Job(number, name, (*overrides, f"run_dir={quoted(folder / name)}"), swept)
+
+
+def _run(command: Sequence[str], folder: Path, overrides: list[str]) -> JobReturn:
     job, title = _note(folder, overrides, state=State.running)
     run_dir, began = folder / job.folder, time.monotonic()
     line = ProgressLine(title, run_dir)
-    code, told_to_end = run_process([sys.executable, script, *overrides], run_dir, line)
+    code, told_to_end = run_process([*command, *overrides], run_dir, line)
     state, reason = outcome(code, told_to_end, run_dir)
     seconds = round(time.monotonic() - began, 1)
     job, _ = _note(folder, overrides, state=state, reason=reason, exit_code=code, seconds=seconds)
     line.end(closing(job, run_dir))
     if told_to_end:
         raise KeyboardInterrupt
-    return JobReturn(overrides, status=JobStatus.COMPLETED, _return_value=code)
+    if state is State.failed:
+        error = ConfigError("job", title, reason or f"ended with {code}")
+        return JobReturn(overrides, status=JobStatus.FAILED, _return_value=error)
+    return JobReturn(overrides, status=JobStatus.COMPLETED, _return_value=run_facts(run_dir).best_loss)
 
 
 def _note(folder: Path, overrides: Sequence[str], **changes: Any) -> tuple[Job, str]:
     """Record a change of the job's state; returns the job and its title."""
     sweep = Sweep.load(folder)
-    if sweep is None:
-        raise ConfigError("hydra/sweeper", "basic", "hydra/launcher=torchrun runs what our own sweeper has on record", "grid")
+    assert sweep is not None, "jobs are put on record before they run"
     sweep = sweep.changed(sweep.job_of(overrides).number, **changes)
     sweep.save()
     job = sweep.job_of(overrides)

@@ -16,15 +16,19 @@ from pathlib import Path
 
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
+from omegaconf import DictConfig
 
 from app.choices import Device
-from app.cli.arguments import Typed
+from app.cli.arguments import SWEEPS, Typed, flags_first, with_sweep_folder
+from app.cli.completion import complete_values_as_typed
 from app.cli.compose import load_typed
 from app.cli.messages import trial_of
+from app.cli.overlaid import overlaid
 from app.cli.parent import bound, end_with_parent
+from app.cli.run_facts import run_facts
 from app.cli.trial import Trial
 from app.config import Run
-from app.errors import ConfigError, FirstOf
+from app.errors import ConfigError, FirstOf, warn
 from app.plan.figures import gib
 from app.plan.plan import Plan
 from app.rules import check_runnable
@@ -268,9 +272,41 @@ def settled(launch: Launch) -> Iterator[None]:
         traceback.print_exc()
 
 
-def refuse_nested_sweep(launch: Launch, arguments: Sequence[str]) -> None:
-    """Raise ConfigError for a sweep that was itself started as several ranks: each would start every job."""
-    if launch.world_size is not None and {"-m", "--multirun"} & set(arguments):
+def prepare(arguments: Sequence[str], launch: Launch) -> list[str]:
+    """What hydra.main is to read: the arguments, once they are no mistake; says what an experiment overlays.
+
+    Raises ConfigError for unknown flags, and sweeps that this process must not run.
+    """
+    if {"-sc", "--shell-completion"} & set(arguments):
+        complete_values_as_typed()
+        return list(arguments)
+    typed = Typed.parse(arguments)
+    if SWEEPS & set(arguments):
+        _refuse_sweep(arguments, launch)
+    elif launch.rank == 0 and (launch.world_size is None or not launch.launched):
+        for line in overlaid(typed):
+            warn(line)
+    return with_sweep_folder(flags_first(arguments, typed))
+
+
+def best_loss(run: Run) -> float | None:
+    """The lowest validation loss of a run in a folder of its own, for sweepers that search for it."""
+    return run_facts(Path(run.run_dir)).best_loss if run.run_dir else None
+
+
+def place_job(config: DictConfig) -> None:
+    """Give a job of another sweeper, which names no folder, one in the folder of its sweep."""
+    if _in_sweep() and config.run_dir is None:
+        hydra = HydraConfig.get()
+        config.run_dir = str(Path(hydra.sweep.dir) / str(hydra.job.num))
+
+
+def _refuse_sweep(arguments: Sequence[str], launch: Launch) -> None:
+    """Raise ConfigError for jobs in this one process, and where several ranks would each start every job."""
+    if "hydra/launcher=basic" in arguments:
+        rule = "would train all jobs in this one process"
+        raise ConfigError("hydra/launcher", "basic", rule, advice="leave it away")
+    if launch.world_size is not None:
         rule = f"one of {launch.world_size} ranks, but a sweep starts the ranks of each job"
         raise ConfigError(
             "--multirun", f"rank {launch.rank}", rule, advice="start it as python train.py -m …"

@@ -35,6 +35,11 @@ class RunFacts:
     validations: tuple[tuple[int, float], ...]  # (step, val_loss)
 
     @property
+    def best_loss(self) -> float | None:
+        """The lowest of all validations, nats per token; None without one."""
+        return min((loss for _, loss in self.validations), default=None)
+
+    @property
     def final_loss(self) -> float | None:
         """The last validation's, or else the last step's, nats per token."""
         return self.loss if self.val_loss is None else self.val_loss

@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import inspect
-import re
 import shlex
 import shutil
 import signal
@@ -28,6 +27,7 @@ from hydra.plugins.launcher import Launcher
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig
 
+from app.cli.arguments import Typed, quoted
 from app.cli.report import report
 from app.cli.run_facts import flat, run_facts, settings
 from app.cli.submitted import how_it_ended, missing, submit, taken_back
@@ -65,7 +65,13 @@ class Asked:
     def command(self) -> str:
         """What was typed, about."""
         own = [override for override in self.config.hydra.overrides.hydra if not override.startswith("hydra.mode=")]
-        return shlex.join(["python", Path(inspect.getfile(self.task_function)).name, "-m", *own, *self.arguments])
+        program = Path(inspect.getfile(self.task_function)).name
+        return shlex.join(["python", program, "-m", *self.flags, *own, *self.arguments])
+
+    @property
+    def flags(self) -> list[str]:
+        """Where options are looked for, besides conf/, as typed."""
+        return dataclasses.replace(Typed.of_config(self.config.hydra), overrides=()).words
 
     def combinations(self) -> list[Combination]:
         """Every job to be. Raises what composing raises for a mistake, or ConfigError."""
@@ -85,7 +91,7 @@ def run_sweep(asked: Asked) -> None:
     """Plan, launch, report. Raises ConfigError; SystemExit with 1 for a job that failed, with 130 when interrupted."""
     _check_launcher(asked.launcher_name)
     found = asked.combinations()
-    folder = Path(asked.config.hydra.sweep.dir.replace(NAME, sweep_name(found, asked.arguments)))
+    folder = Path(asked.config.hydra.sweep.dir.replace(NAME, sweep_name(found, (*asked.flags, *asked.arguments))))
     made = missing(folder)
     sweep = planned(folder, asked.command, found)
     _print_opening(sweep)
@@ -200,12 +206,6 @@ def job_arguments(sweep: Sweep, job: Job, run: Run) -> list[str]:
     where = [f"run_dir={quoted(run_dir)}", "log.console=false"]
     group = [] if run.log.group else [f"log.group={quoted(sweep.name)}"]
     return [*job.overrides, *where, *group, *["resume=auto"] * holds_run(run_dir)]
-
-
-def quoted(value: object) -> str:
-    """A value of an override that may hold commas, spaces and quotes; backslashes count in front of a quote only."""
-    escaped = re.sub(r"(\\+)('|$)", r"\1\1\2", str(value)).replace("'", "\\'")
-    return f"'{escaped}'"
 
 
 def _reloaded(folder: Path) -> Sweep:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
 
-from app.errors import ConfigError, FirstOf
+from app.cli.arguments import key_of
+from app.errors import ConfigError, FirstOf, Instead
 
 MOST_TRIED = 8  # candidates of one alternative; composing takes a tenth of a second
 
@@ -19,12 +21,25 @@ def tried(error: ConfigError, trial: Trial) -> ConfigError:
     """
     if error.tried or not _same(trial(()), error):
         return error
-    return error.after_trial(list(dict.fromkeys(_working(error, trial))))
+    found = list(dict.fromkeys(_working(error, trial)))
+    return error.after_trial(found or list(islice(_in_pairs(error, trial), 1)))
 
 
 def _working(error: ConfigError, trial: Trial) -> Iterator[object]:
     for alternative in error.alternatives:
         yield from _first(error, alternative, trial)
+
+
+def _in_pairs(error: ConfigError, trial: Trial) -> Iterator[Instead]:
+    """Candidates that work once what they break is mended as well, as by a larger batch."""
+    for alternative in error.alternatives:
+        first = error.override(alternative.candidates[0])
+        fault = trial(first)
+        for other in fault.alternatives if fault is not None else ():
+            second = fault.override(other.candidates[0])
+            apart = {key_of(each) for each in second}.isdisjoint(map(key_of, first))
+            if apart and trial((*first, *second)) is None:
+                yield Instead(*first, *second)
 
 
 def _first(error: ConfigError, alternative: FirstOf, trial: Trial) -> Iterator[object]:
