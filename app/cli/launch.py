@@ -36,6 +36,7 @@ from app.rules import check_runnable
 ROOT = Path(__file__).parents[2]
 GPU_DEVICES = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")  # where none is, torch need not be asked
 CPU_RANKS_PER_CORE = 4  # more gloo processes than that only wait for each other
+TORCHRUN = "leave it away, which is hydra/launcher=torchrun"  # advice
 SUBMITIT_REQUEUES = -1  # exit code with which it leaves once SLURM has the job back in its queue
 FIRST_PORT, PORTS = 20_000, 10_000  # where the tasks of SLURM jobs meet, below the ports that systems hand out
 LOOPBACK = "127.0.0.1"
@@ -305,7 +306,7 @@ def _refuse_sweep(arguments: Sequence[str], launch: Launch) -> None:
     """Raise ConfigError for jobs in this one process, and where several ranks would each start every job."""
     if "hydra/launcher=basic" in arguments:
         rule = "would train all jobs in this one process"
-        raise ConfigError("hydra/launcher", "basic", rule, advice="leave it away")
+        raise ConfigError("hydra/launcher", "basic", rule, advice=TORCHRUN)
     if launch.world_size is not None:
         rule = f"one of {launch.world_size} ranks, but a sweep starts the ranks of each job"
         raise ConfigError(

@@ -28,6 +28,7 @@ from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig
 
 from app.cli.arguments import Typed, quoted
+from app.cli.launch import TORCHRUN
 from app.cli.report import report
 from app.cli.run_facts import flat, run_facts, settings
 from app.cli.submitted import how_it_ended, missing, submit, taken_back
@@ -38,7 +39,6 @@ from app.engine.run_folder import CONFIG, holds_run, plain
 from app.errors import ConfigError
 from app.plan.figures import count_of
 
-ELSE = "leave it away, which is hydra/launcher=torchrun"
 NAME = "{name}"  # in hydra.sweep.dir: model and digest of the overrides
 
 
@@ -143,11 +143,11 @@ def _submit(name: str, start: Callable[[], object], sweep: Sweep) -> None:
 def _check_launcher(name: str) -> None:
     if name == "basic":
         raise ConfigError(
-            "hydra/launcher", name, "would train all jobs in this one process", advice=ELSE
+            "hydra/launcher", name, "would train all jobs in this one process", advice=TORCHRUN
         )
     if name == "submitit_slurm" and shutil.which("sbatch") is None:
         raise ConfigError(
-            "hydra/launcher", name, "no SLURM on this machine: sbatch is missing", advice=ELSE
+            "hydra/launcher", name, "no SLURM on this machine: sbatch is missing", advice=TORCHRUN
         )
 
 
