@@ -2,7 +2,6 @@
 
 import os
 import sys
-from functools import partial
 
 from app.cli.ctrl_c import interrupt_again, stop_quietly
 
@@ -13,8 +12,8 @@ import hydra
 from omegaconf import DictConfig
 
 from app.cli.compose import load_run, register_schema
-from app.cli.launch import Launch, best_loss, carry_out, place_job, prepare, settled, trial_start
-from app.cli.messages import RESUMABLE, readable_errors
+from app.cli.launch import Launch, carry_out, ended, mistakes_told, placed, prepare, settled
+from app.cli.messages import readable_errors
 from app.rules import check_runnable
 
 register_schema()
@@ -24,13 +23,9 @@ register_schema()
 def main(config: DictConfig) -> float | None:
     """Compose, check, and train on this rank, or start the ranks that the layout asks for; returns the best loss."""
     launch = Launch.from_environment(os.environ)  # here, since submitit pickles this function and calls it in a job
-    trial = partial(trial_start, sys.argv[1:], launch)
-    with settled(launch), readable_errors("train.py", launch.rank == 0, RESUMABLE, trial):
-        place_job(config)
-        run = check_runnable(load_run(config, launch.world_size))
-        if code := carry_out(run, launch, __file__, os.environ):
-            sys.exit(code)
-        return best_loss(run)
+    with settled(launch), mistakes_told(launch, sys.argv[1:]):
+        run = check_runnable(load_run(placed(config), launch.world_size))
+        return ended(run, carry_out(run, launch, __file__, os.environ))
 
 
 if __name__ == "__main__":
@@ -39,7 +34,6 @@ if __name__ == "__main__":
     with readable_errors("train.py", speak=True):
         launch = Launch.from_environment(os.environ)
     launch.end_with_launcher()
-    trial = partial(trial_start, sys.argv[1:], launch)
-    with readable_errors("train.py", launch.rank == 0, RESUMABLE, trial):
+    with mistakes_told(launch, sys.argv[1:]):
         sys.argv[1:] = prepare(sys.argv[1:], launch)
         main()

@@ -10,8 +10,9 @@ import subprocess
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from hydra.core.hydra_config import HydraConfig
@@ -22,7 +23,7 @@ from app.choices import Device
 from app.cli.arguments import SWEEPS, Typed, flags_first, with_sweep_folder
 from app.cli.completion import complete_values_as_typed
 from app.cli.compose import load_typed
-from app.cli.messages import trial_of
+from app.cli.messages import RESUMABLE, readable_errors, trial_of
 from app.cli.overlaid import overlaid
 from app.cli.parent import bound, end_with_parent
 from app.cli.run_facts import run_facts
@@ -170,6 +171,12 @@ def _fewer(degree: int, world_size: int, most: int) -> FirstOf:
     return FirstOf(dict.fromkeys((largest, *halves)) if largest else ())
 
 
+def mistakes_told(launch: Launch, arguments: Sequence[str]) -> AbstractContextManager[None]:
+    """Within it rank 0 tells mistakes in one line, with advice that was tried."""
+    trial = partial(trial_start, arguments, launch)
+    return readable_errors("train.py", launch.rank == 0, RESUMABLE, trial)
+
+
 def trial_start(arguments: Sequence[str], launch: Launch) -> Trial:
     """The trial of the run that is asked for, as far as it came: with its data once they were read."""
     typed, has_data = typed_of(arguments), "app.engine.start" in sys.modules
@@ -290,16 +297,22 @@ def prepare(arguments: Sequence[str], launch: Launch) -> list[str]:
     return with_sweep_folder(flags_first(arguments, typed))
 
 
-def best_loss(run: Run) -> float | None:
-    """The lowest validation loss of a run in a folder of its own, for sweepers that search for it."""
+def ended(run: Run, code: int) -> float | None:
+    """The lowest validation loss of a run in a folder of its own, for sweepers that search for it.
+
+    Raises SystemExit for any other exit code than 0.
+    """
+    if code:
+        sys.exit(code)
     return run_facts(Path(run.run_dir)).best_loss if run.run_dir else None
 
 
-def place_job(config: DictConfig) -> None:
+def placed(config: DictConfig) -> DictConfig:
     """Give a job of another sweeper, which names no folder, one in the folder of its sweep."""
     if _in_sweep() and config.run_dir is None:
         hydra = HydraConfig.get()
         config.run_dir = str(Path(hydra.sweep.dir) / str(hydra.job.num))
+    return config
 
 
 def _refuse_sweep(arguments: Sequence[str], launch: Launch) -> None:
