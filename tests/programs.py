@@ -165,7 +165,8 @@ def _interpret(line: list[str]) -> None:
             _interpret(rest)
         case [script, *rest]:
             sys.argv = [script, *rest]
-            sys.path.insert(0, str(Path(script).parent))
+            if "PYTHONSAFEPATH" not in os.environ:
+                sys.path.insert(0, str(Path(script).parent))
             runpy.run_path(script, run_name="__main__")
 
 

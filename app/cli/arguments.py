@@ -19,9 +19,9 @@ from hydra.core.global_hydra import GlobalHydra
 from omegaconf import DictConfig
 
 from app import __version__
+from app.cli.home import BASE, CONF
 from app.errors import ConfigError, nearest
 
-CONF = Path(__file__).resolve().parents[2] / "conf"
 CONFIG_NAME = "train"
 SWEEPS = frozenset({"-m", "--multirun"})
 # What says how jobs are started is for the program that starts them.
@@ -69,8 +69,8 @@ class Typed:
 
     @property
     def folder(self) -> Path:
-        """Where the first YAML file lies; relative to train.py, as for `hydra.main`."""
-        return CONF if self.config_path is None else CONF.parent / self.config_path
+        """Where the first YAML file lies; a relative path begins at train.py, installed at the current folder."""
+        return CONF if self.config_path is None else BASE / self.config_path
 
     @property
     def words(self) -> list[str]:
@@ -118,11 +118,12 @@ def _parsed(parser: ArgumentParser, arguments: Sequence[str]) -> tuple[Namespace
 
 
 def flags_first(arguments: Sequence[str], typed: Typed) -> list[str]:
-    """The arguments with all overrides behind the flags, where hydra.main wants them."""
+    """The arguments as hydra.main wants them: overrides behind flags, and no path relative to where it is called."""
     flags = list(arguments)
     for override in reversed(typed.overrides):
         del flags[len(flags) - 1 - flags[::-1].index(override)]
-    return [*flags, *typed.overrides]
+    found = ["--config-path", str(typed.folder.absolute())] if typed.config_path is not None else []
+    return [*flags, *found, *typed.overrides]
 
 
 def with_sweep_folder(arguments: Sequence[str]) -> list[str]:

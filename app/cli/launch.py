@@ -23,6 +23,7 @@ from app.choices import Device
 from app.cli.arguments import SWEEPS, Typed, flags_first, with_sweep_folder
 from app.cli.completion import complete_values_as_typed
 from app.cli.compose import load_typed
+from app.cli.home import child_paths
 from app.cli.messages import RESUMABLE, readable_errors, trial_of
 from app.cli.overlaid import overlaid
 from app.cli.parent import bound, end_with_parent
@@ -34,7 +35,6 @@ from app.plan.figures import gib
 from app.plan.plan import Plan
 from app.rules import check_runnable
 
-ROOT = Path(__file__).parents[2]
 GPU_DEVICES = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")  # where none is, torch need not be asked
 CPU_RANKS_PER_CORE = 4  # more gloo processes than that only wait for each other
 TORCHRUN = "leave it away, which is hydra/launcher=torchrun"  # advice
@@ -232,11 +232,9 @@ def start_ranks(world_size: int, script: str, overrides: Sequence[str], env: Map
     Being told to end, this process passes it on and waits, so that no rank is left behind; killed, it takes them along.
     """
     threads = str(max(1, (os.cpu_count() or 1) // world_size))
-    # `app` need not be installed, nor be what the current folder calls so (-P).
-    paths = os.pathsep.join(filter(None, (str(ROOT), env.get("PYTHONPATH"))))
-    torchrun = [sys.executable, "-P", "-m", "app.cli.torchrun", "--standalone"]
+    torchrun = [sys.executable, "-m", "app.cli.torchrun", "--standalone"]
     command = [*torchrun, f"--nproc-per-node={world_size}", script, *overrides]
-    settings = {"OMP_NUM_THREADS": threads, **env, "PYTHONPATH": paths}
+    settings = {"OMP_NUM_THREADS": threads, **env, **child_paths(env)}
     process = subprocess.Popen(bound(command), env=settings)
     for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
         signal.signal(number, lambda number, frame: process.send_signal(number))

@@ -157,6 +157,11 @@ def _write_files(plan: Plan, folder: Path, content: dict[str, Any]) -> None:
     print(f"written: {', '.join(str(path) for path in (folder / 'plan.json', *pictures))}")
 
 
-if __name__ == "__main__":
+def command() -> None:
+    """Run the command line; SystemExit with the exit code."""
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # ends quietly with a reader that has seen enough, like head
     sys.exit(main(sys.argv[1:]))
+
+
+if __name__ == "__main__":
+    command()

@@ -192,5 +192,10 @@ def main(arguments: Sequence[str]) -> int:
     return 0
 
 
-if __name__ == "__main__":
+def command() -> None:
+    """Run the command line; SystemExit with the exit code."""
     sys.exit(main(sys.argv[1:]))
+
+
+if __name__ == "__main__":
+    command()

@@ -28,8 +28,8 @@ COMMANDS = [
 def told(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, str]]:
     """A folder with what a clone has, in which every command was run; and what each has printed."""
     folder = tmp_path_factory.mktemp("clone")
-    for name in ("app", "train.py"):
-        (folder / name).symlink_to(ROOT / name)
+    (folder / "app").symlink_to(ROOT / "app")
+    shutil.copy(ROOT / "train.py", folder)
     shutil.copytree(ROOT / "conf", folder / "conf")
     (folder / "conf/data/stdlib.yaml").write_text("source: text\npath: [app/plan/*.py]\ncache_dir: cache\n")  # a small corpus
     env = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "CUDA_VISIBLE_DEVICES": ""}

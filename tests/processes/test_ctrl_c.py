@@ -92,7 +92,7 @@ def test_torchrun_ends_ranks_that_do_not_hear_it_when_it_is_pressed_again(
 SLOW = "import pathlib, time; pathlib.Path('importing').touch(); time.sleep(60)"
 
 
-@pytest.mark.parametrize("program", ["train.py", "app.cli.plan", "app.cli.report"])
+@pytest.mark.parametrize("program", ["train.py", "app.cli.train", "app.cli.plan", "app.cli.report"])
 def test_during_imports_it_costs_a_line(tmp_path: Path, program: str):
     """One of the imports takes long."""
     for module in ("hydra", "omegaconf", "yaml"):
@@ -107,5 +107,5 @@ def test_during_imports_it_costs_a_line(tmp_path: Path, program: str):
         time.sleep(0.02)
     process.send_signal(signal.SIGINT)
     said = process.communicate(timeout=30)[1]
-    name = {"train.py": "train.py", "app.cli.plan": "plan", "app.cli.report": "report"}[program]
+    name = {"app.cli.plan": "plan", "app.cli.report": "report"}.get(program, "train.py")
     assert (process.returncode, said) == (130, f"\n{name}: stopped\n")

@@ -1,0 +1,116 @@
+"""The package as `pip install .` leaves it: its files, and its commands far from any checkout."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tomllib
+import venv
+from pathlib import Path
+from zipfile import ZipFile
+
+import pytest
+
+from app.cli import commands
+from app.cli.sweep_record import Sweep
+
+ROOT = Path(__file__).parents[2]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+SOURCES = ("app", "conf", "hydra_plugins", "LICENSE", "README.md", "pyproject.toml", "setup.py")
+TINY = ("model=dense_tiny", "log=none", "checkpoint=none", "data=text", "data.path=[text.txt]", "train.steps=2",
+        "train.seq_len=32", "train.eval_sequences=2", "train.sample_tokens=0", "train.device=cpu")  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel of these sources, built from a copy: a build leaves folders beside them."""
+    copy, out = tmp_path_factory.mktemp("sources"), tmp_path_factory.mktemp("wheel")
+    for name in SOURCES:
+        path, ignored = ROOT / name, shutil.ignore_patterns("__pycache__")
+        if path.is_dir():
+            shutil.copytree(path, copy / name, ignore=ignored)
+        else:
+            shutil.copy(path, copy)
+    code = f"from setuptools import build_meta; build_meta.build_wheel({str(out)!r})"
+    done = subprocess.run([sys.executable, "-c", code], cwd=copy, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return next(out.glob("*.whl"))
+
+
+@pytest.fixture(scope="module")
+def programs(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of the programs of a fresh environment with the wheel, which borrows what the wheel depends on."""
+    place = tmp_path_factory.mktemp("installed")
+    venv.create(place, symlinks=True)
+    packages = Path(sysconfig.get_path("purelib", vars={"base": str(place)}))
+    # Of a folder named there, .pth files do not count: what is installed as editable is not borrowed.
+    (packages / "borrowed.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    pip = [sys.executable, "-m", "pip", "--python", str(place / "bin" / "python"), "install"]
+    options = ("--quiet", "--no-deps", "--no-index", "--disable-pip-version-check")
+    subprocess.run([*pip, *options, str(wheel)], check=True)
+    assert (packages / "app" / "conf" / "train.yaml").exists()
+    return place / "bin"
+
+
+def called(programs: Path, folder: Path, name: str, *arguments: str) -> str:
+    """What a command prints that is called from `folder` and goes well."""
+    env = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    done = subprocess.run([programs / name, *arguments], cwd=folder, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stderr == ""
+    return done.stdout
+
+
+def test_a_wheel_holds_all_that_a_run_needs(wheel: Path):
+    names = set(ZipFile(wheel).namelist())
+    code = {str(path.relative_to(ROOT)) for folder in ("app", "hydra_plugins") for path in (ROOT / folder).rglob("*.py")}
+    conf = {f"app/{path.relative_to(ROOT)}" for path in (ROOT / "conf").rglob("*.yaml")}
+    rest = {name for name in names if ".dist-info/" not in name}
+    assert rest == code | conf | {"app/py.typed"}
+    assert any(name.endswith("licenses/LICENSE") for name in names)
+
+
+def test_the_commands_follow_one_pattern():
+    """graphfold-<name> is <name> in app/cli/commands.py, for every module of app/cli that is a command."""
+    modules = {path.stem for path in (ROOT / "app" / "cli").glob("*.py") if "\ndef command()" in path.read_text()}
+    assert {"train", "plan", "report"} <= modules
+    assert PROJECT["scripts"] == {f"graphfold-{name}": f"app.cli.commands:{name}" for name in modules}
+    assert all(callable(getattr(commands, name)) for name in modules)
+
+
+def test_installed_commands_explain_themselves(programs: Path, tmp_path: Path):
+    for name in PROJECT["scripts"]:
+        said = called(programs, tmp_path, name, "--help")
+        assert "Graphfold" in said and ("experiment: " in said) == (name == "graphfold-train")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_installed_plan(programs: Path, tmp_path: Path):
+    said = called(programs, tmp_path, "graphfold-plan", "what=groups", "+experiment=small")
+    assert "parameters" in said and list(tmp_path.iterdir()) == []
+
+
+def test_an_installed_command_completes_what_is_typed(programs: Path, tmp_path: Path):
+    rule = called(programs, tmp_path, "graphfold-train", "-sc", "install=bash")
+    assert re.search(r"complete -o nospace -o default -F hydra_bash_completion graphfold-train$", rule)
+    shell = f"export PATH={programs}:$PATH COMP_LINE='graphfold-train schedule=z' COMP_POINT=26; graphfold-train -sc query=bash"
+    done = subprocess.run(["bash", "-c", shell], cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["schedule=zero_bubble_h1", "schedule=zero_bubble_v"]
+
+
+@pytest.mark.full
+def test_installed_commands_train_sweep_and_report(programs: Path, tmp_path: Path):
+    """Ranks and the jobs of a sweep are further processes; what they write lies in the current folder."""
+    (tmp_path / "text.txt").write_text("All that a run needs is a little text.\n" * 500)
+    for trap in ("app", "plan", "report", "torch"):  # a program's own folder is no place to import from
+        (tmp_path / f"{trap}.py").write_text("raise SystemExit('imported from the current folder')")
+    called(programs, tmp_path, "graphfold-train", *TINY, "run_dir=runs/two", "parallel.dp=2")
+    assert (tmp_path / "runs" / "two" / "ended.json").exists()
+    called(programs, tmp_path, "graphfold-train", "-m", *TINY, "parallel=dp2", "hydra.sweep.dir=sweeps/two")
+    sweep = Sweep.load(tmp_path / "sweeps" / "two")
+    assert sweep is not None and [job.state.value for job in sweep.jobs] == ["done"]
+    assert "done" in called(programs, tmp_path, "graphfold-report", "sweeps/two")
