@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 
 from app.engine.agreement import all_succeed
 from app.engine.build import Engine
 from app.engine.checkpoint_folder import check_contents
 from app.engine.groups import Groups
-from app.engine.tensor_file import TensorFile
 from app.optim.adam import Piece
 from app.plan.reshard import Block, Slice, overlaps
 
@@ -68,25 +68,25 @@ def load_checkpoint(path: Path, manifest: dict[str, Any], engine: Engine) -> tup
     missing = sum(piece.main.numel() for piece in pieces) - found
     assert missing == 0, f"{missing} elements of this rank are in no file of {path}"
     for name, _, router in engine.routers():
-        router.bias_E.copy_(opened[manifest["routers"][name]][bias_name(name)])
+        router.bias_E.copy_(opened[manifest["routers"][name]].get_tensor(bias_name(name)))
     if engine.loss_scale is not None and manifest["loss_scale"] is not None:
         engine.loss_scale.load(manifest["loss_scale"])
     own = opened[_own_file(groups, [entry["dp_rank"] for entry in files.values()])]
     _restore_random(own, engine.device)
     engine.optimizer.restored(manifest["updates"])
     progress = Progress(manifest["step"], manifest["updates"], manifest["tokens"])
-    return progress, json.loads(own.metadata[CURSOR])
+    return progress, json.loads(own.metadata()[CURSOR])
 
 
-class _Opened(dict[int, TensorFile]):
+class _Opened(dict[int, safe_open]):
     """The rank files of a checkpoint, each mapped when it is first asked for."""
 
     def __init__(self, path: Path) -> None:
         super().__init__()
         self.path = path
 
-    def __missing__(self, rank: int) -> TensorFile:
-        self[rank] = TensorFile(self.path / rank_file(rank))
+    def __missing__(self, rank: int) -> safe_open:
+        self[rank] = safe_open(self.path / rank_file(rank), "pt")
         return self[rank]
 
 
@@ -98,7 +98,7 @@ def _fill(piece: Piece, entry: dict[str, Any], opened: _Opened) -> int:
     for key, tensor in piece.state.items():
         filled = torch.empty_like(tensor, device="cpu")  # runs may be many and short, and a GPU is filled at once
         for rank, runs in found:
-            saved = opened[rank][part_name(piece.spec.name, key)]
+            saved = opened[rank].get_tensor(part_name(piece.spec.name, key))
             for have, into in runs:
                 filled[slice(*into)] = saved[slice(*have)]
         tensor.copy_(filled)
@@ -112,7 +112,7 @@ def _own_file(groups: Groups, dp_ranks: list[int]) -> int:
     return dp_ranks.index(groups.dp_rank) if groups.dp_rank in dp_ranks else 0
 
 
-def _restore_random(own: TensorFile, device: torch.device) -> None:
-    torch.set_rng_state(own[RANDOM_CPU].clone())
-    if device.type == "cuda" and RANDOM_CUDA in own:
-        torch.cuda.set_rng_state(own[RANDOM_CUDA].clone(), device)
+def _restore_random(own: safe_open, device: torch.device) -> None:
+    torch.set_rng_state(own.get_tensor(RANDOM_CPU).clone())
+    if device.type == "cuda" and RANDOM_CUDA in own.keys():  # noqa: SIM118 - no mapping
+        torch.cuda.set_rng_state(own.get_tensor(RANDOM_CUDA).clone(), device)

@@ -1,25 +1,23 @@
-"""Named tensors in one file, in the safetensors format (https://github.com/huggingface/safetensors#format).
+"""Writing named tensors to one file, in the safetensors format (https://github.com/huggingface/safetensors#format).
 
     8 bytes   length of the header, little-endian
     header    JSON: name -> {dtype, shape, data_offsets: [begin, end) behind the header}; __metadata__: text -> text
     rest      the tensors' bytes, one after the other
 
-We write it ourselves: the bytes go to the disk and into a checksum in one pass, without a second copy in memory.
+The library of that name reads it (`safe_open`). It writes to a path or to bytes in memory only; here the bytes go to the disk
+and into a checksum in one pass, without a second copy.
 """
 
 from __future__ import annotations
 
 import json
-import mmap
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.int64: "I64", torch.uint8: "U8"}
-DTYPES = {name: dtype for dtype, name in NAMES.items()}
 METADATA = "__metadata__"
 ALIGNMENT = 8  # bytes: where the tensors begin
 WRITE_BYTES = 2**26  # bytes handed over at once
@@ -47,26 +45,3 @@ def write_tensors(file: Writable, tensors: Mapping[str, Tensor], metadata: Mappi
         data = memoryview(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())
         for begin in range(0, len(data), WRITE_BYTES):
             file.write(data[begin : begin + WRITE_BYTES])
-
-
-class TensorFile:
-    """A file of tensors mapped into memory: what is not looked at is not read."""
-
-    def __init__(self, path: Path) -> None:
-        with path.open("rb") as file:
-            self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)  # torch warns of memory that is read-only
-        size = int.from_bytes(self._map[:8], "little")
-        self._places: dict[str, Any] = json.loads(self._map[8 : 8 + size])
-        self._begin = 8 + size
-        self.metadata: dict[str, str] = self._places.pop(METADATA)
-
-    def __contains__(self, name: str) -> bool:
-        return name in self._places
-
-    def __getitem__(self, name: str) -> Tensor:
-        """A tensor, as a view of the file."""
-        place = self._places[name]
-        begin, end = place["data_offsets"]
-        dtype = DTYPES[place["dtype"]]
-        flat = torch.frombuffer(self._map, dtype=dtype, count=(end - begin) // dtype.itemsize, offset=self._begin + begin)
-        return flat.view(place["shape"])

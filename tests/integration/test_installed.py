@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 import shutil
@@ -10,6 +11,7 @@ import sys
 import sysconfig
 import tomllib
 import venv
+from importlib.metadata import packages_distributions
 from pathlib import Path
 from zipfile import ZipFile
 
@@ -17,6 +19,7 @@ import pytest
 
 from app.cli import commands
 from app.cli.sweep_record import Sweep
+from tests.test_structure import imported
 
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -80,6 +83,21 @@ def test_the_commands_follow_one_pattern():
     assert {"train", "plan", "report"} <= modules
     assert PROJECT["scripts"] == {f"graphfold-{name}": f"app.cli.commands:{name}" for name in modules}
     assert all(callable(getattr(commands, name)) for name in modules)
+
+
+def test_what_is_imported_is_what_is_asked_for():
+    """Every dependency is imported by the program, and all that it imports is one, but for what torch brings itself."""
+    owners = packages_distributions()
+    files = [path for folder in ("app", "hydra_plugins") for path in (ROOT / folder).rglob("*.py")]
+    trees = [ast.parse(path.read_text()) for path in files]
+    names = {name.split(".")[0] for tree in trees for name in imported(tree)} - sys.stdlib_module_names
+    found = {normal(owners[name][0]) for name in names - {"app", "hydra_plugins", "triton"}}
+    assert found == {normal(re.split("[<>=]", asked)[0]) for asked in PROJECT["dependencies"]}
+
+
+def normal(distribution: str) -> str:
+    """The name of a distribution as an index knows it."""
+    return re.sub("[-_.]+", "-", distribution).lower()
 
 
 def test_installed_commands_explain_themselves(programs: Path, tmp_path: Path):
