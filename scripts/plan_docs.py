@@ -1,4 +1,4 @@
-"""Run the commands of docs/plan.md and docs/parallelism.md again, and put in what they print and draw.
+"""Run the commands of README.md, docs/plan.md and docs/parallelism.md again, and put in what they print and draw.
 
     python scripts/plan_docs.py
 
@@ -18,7 +18,8 @@ from pathlib import Path
 
 from app.cli.plan import main
 
-DOCS = Path(__file__).resolve().parent.parent / "docs"
+ROOT = Path(__file__).resolve().parent.parent
+DOCS, README = ROOT / "docs", ROOT / "README.md"
 PAGES = {"plan": "timeline", "parallelism": "layout"}  # page -> the picture that it shows
 CONSOLE = re.compile(r"```console\n\$ (.*)\n(?:.*\n)*?```")
 PICTURE = re.compile(r"^python -m app\.cli\.plan .*out=plan/(\w+).*$", re.MULTILINE)
@@ -48,5 +49,6 @@ def refresh(name: str, picture: str) -> None:
 
 
 if __name__ == "__main__":
+    README.write_text(refreshed(README.read_text()))
     for name, picture in PAGES.items():
         refresh(name, picture)

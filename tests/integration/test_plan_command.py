@@ -28,9 +28,9 @@ from tests.test_config import load
 ROOT = Path(__file__).parent.parent.parent
 DOCS = (ROOT / "docs/plan.md").read_text()
 SMALL = ("model=dense_tiny", "parallel.pp=2", "parallel.dp=2", "train.global_batch=64")
-LARGE = ("+experiment=deepseek_v3_2048", "train.global_batch=4096")
+LARGE = ("+experiment=deepseek_v3_2048", "train.global_batch=1024")
 
-HUGE = ("+experiment=deepseek_v3_2048", "train.global_batch=16384", "parallel.world_size=8192")
+HUGE = ("+experiment=deepseek_v3_2048", "train.global_batch=4096", "parallel.world_size=8192")
 
 
 def shown(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]:
@@ -192,6 +192,12 @@ def test_tables_keep_to_their_width_without_colour(overrides: tuple[str, ...]):
     assert max(map(len, out.splitlines())) <= WIDTH
     assert not re.search(r"\w…", out)  # nothing is cut inside a word
     assert max(map(len, tables(plan, "groups").splitlines())) <= WIDTH
+
+
+def test_the_largest_experiment_fits():
+    """However many microbatches: no more are in flight than fill the pipeline."""
+    plan = Plan(load(*LARGE, "train.global_batch=4096"))
+    assert plan.fits and max(rank.total for rank in plan.memory) < 0.9 * plan.gpu_memory
 
 
 def test_long_tables_show_their_ends():

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from scripts.plan_docs import CONSOLE, refreshed
 from tests.cases import chosen
 
 ROOT = Path(__file__).parent.parent.parent
@@ -48,6 +49,13 @@ def test_command_runs(checkout: Path, line: str):
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("block", list(CONSOLE.finditer(README)), ids=lambda block: block[1])
+def test_the_readme_shows_what_comes_out(block: re.Match[str]):
+    """scripts/plan_docs.py puts it in anew."""
+    assert refreshed(block[0]).splitlines() == block[0].splitlines()
 
 
 def test_make_targets_exist():

@@ -64,7 +64,7 @@ def test_a_large_world_starts_at_once(world: int, monkeypatch: pytest.MonkeyPatc
             since = time.perf_counter()
             groups = create_groups(layout, rank)
             assert time.perf_counter() - since < ALLOWED_S
-        assert len(calls) <= len(groups_of(groups))
+        assert len(calls) <= 1 + len(groups_of(groups))  # and the one of this rank alone
 
 
 def named(layout: ParallelLayout, rank: int) -> list[tuple[str, list[int], str]]:
