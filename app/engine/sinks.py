@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
 import sys
 import time
 from collections import deque
@@ -17,6 +16,7 @@ from typing import Any, Protocol, TextIO
 
 from app.choices import WandbMode
 from app.config import Run
+from app.engine.live_line import LiveLine
 from app.engine.report import RollbackReport, StepReport, ValidationReport
 from app.engine.run_folder import METRICS, identity
 from app.errors import ConfigError, warn, writing
@@ -117,12 +117,12 @@ class JsonLines:
 
 
 class Console:
-    """A live progress line on a terminal; on anything else a line per log interval."""
+    """A bar and a live line on a terminal; on anything else a line per log interval."""
 
     def __init__(self, run: Run, from_step: int, stream: TextIO | None = None) -> None:
         self.total, self.interval = run.train.steps, run.log.interval
         self.stream = sys.stdout if stream is None else stream
-        self.live = self.stream.isatty()
+        self.live = LiveLine(self.stream, self.total) if self.stream.isatty() else None
         self.from_step = from_step
         self.recent: deque[float] = deque(maxlen=20)  # ms of the last steps
         self.val_loss: float | None = None
@@ -134,12 +134,11 @@ class Console:
         self.recent.append(report.step_ms)
         self.memory = report.memory_peak_gib or self.memory
         text = self._text(report)
-        if not self.live:
+        if self.live is None:
             if report.step % self.interval == 0 or report.step in (self.from_step + 1, self.total):
                 print(text, file=self.stream, flush=True)
         elif time.monotonic() - self._drawn > REDRAW_S or report.step == self.total:
-            width = shutil.get_terminal_size().columns
-            print(f"\r{text[: width - 1]:<{width - 1}}", end="", file=self.stream, flush=True)
+            self.live.draw(report.step, text)
             self._drawn = time.monotonic()
 
     def _text(self, report: StepReport) -> str:
@@ -169,13 +168,15 @@ class Console:
         self._keep(text)
 
     def _keep(self, line: str) -> None:
-        width = shutil.get_terminal_size().columns - 1
-        print(f"\r{line:<{width}}" if self.live else line, file=self.stream, flush=True)
+        if self.live is None:
+            print(line, file=self.stream, flush=True)
+        else:
+            self.live.keep(line)
 
     def close(self) -> None:
         """End the live line."""
-        if self.live:
-            print(file=self.stream)
+        if self.live is not None:
+            self.live.end()
 
 
 def _short(value: float) -> str:
