@@ -14,7 +14,7 @@ from scripts.plan_docs import CONSOLE, refreshed
 from tests.cases import chosen
 
 ROOT = Path(__file__).parent.parent.parent
-README = (ROOT / "README.md").read_text()
+README, CONTRIBUTING = ((ROOT / name).read_text() for name in ("README.md", "CONTRIBUTING.md"))
 COMMANDS = [
     line.split("  #")[0].strip()
     for block in re.findall(r"```bash\n(.*?)```", README, re.DOTALL)
@@ -59,6 +59,16 @@ def test_the_readme_shows_what_comes_out(block: re.Match[str]):
 
 
 def test_make_targets_exist():
-    named = set(re.findall(r"(?:`|^)make ([a-z-]+)", README, re.MULTILINE))
+    named = set(re.findall(r"(?:`|^)make ([a-z-]+)", README + CONTRIBUTING, re.MULTILINE))
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     assert {"train", "test", "checks", "help"} <= named <= targets
+
+
+def test_contributing_names_what_there_is():
+    """Files and folders; every folder of tests."""
+    paths = re.findall(r"(?:^|[`(\s])((?:tests|app|scripts)/[\w./]+\w)", CONTRIBUTING)
+    assert len(paths) >= 8 and [path for path in paths if not (ROOT / path).exists()] == []
+    linked = re.findall(r"\]\(([^)#]+)", CONTRIBUTING)
+    assert linked and [path for path in linked if not (ROOT / path).exists()] == []
+    folders = {f"tests/{path.parent.name}" for path in (ROOT / "tests").glob("*/test_*.py")}
+    assert folders == set(re.findall(r"`(tests/\w+)`", CONTRIBUTING))
