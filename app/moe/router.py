@@ -182,7 +182,7 @@ def _check_sizes(num_experts: int, top_k: int, groups: int | None, topk_groups: 
     if groups is None or topk_groups is None:
         raise ValueError(f"groups={groups}, topk_groups={topk_groups}: set both or neither")
     if groups < 1 or num_experts % groups:
-        near = nearest_divisors(groups, num_experts)
+        near = " or ".join(str(side.candidates[0]) for side in nearest_divisors(groups, num_experts))
         raise ValueError(f"groups={groups}: must divide the {num_experts} experts; nearest that works: {near}")
     _check_range("topk_groups", topk_groups, min(groups, top_k), f"there are {groups} groups and top_k={top_k}")
     in_kept = topk_groups * (num_experts // groups)

@@ -18,7 +18,7 @@ from app.engine.build import Engine
 from app.engine.capture.facts import GraphFacts
 from app.engine.executor import ForwardBackward
 from app.engine.groups import process_world
-from app.engine.report import Meter
+from app.engine.report import Meter, StepTimes
 from app.engine.run_folder import read_metrics
 from app.engine.step import TrainingStep, Validation
 from app.errors import ConfigError
@@ -78,7 +78,7 @@ def trained(rank: int, run: Run, wrong: GraphPlan | None = None) -> dict[str, An
         meter.count(totals)
         counts = {place: counts_E.tolist() for place, counts_E in totals.counts.items()}
         seen.append((facts.loss, facts.norm_sq, facts.aux_loss, facts.z_loss, counts))
-    report = meter.report(run.train.steps, 0, facts, 0.0, 0.0, 1.0, None)  # all ranks measure together
+    report = meter.report(run.train.steps, 0, facts, lr=0.0, weight_decay=0.0, times=StepTimes(1.0, 0.0, None))  # all ranks measure together
     finite = all(map(math.isfinite, seen[-1][:2]))
     biases = [router.bias_E.tolist() for _, _, router in engine.routers()]
     grads = {name: grad.numpy() for name, grad in whole_gradients(engine).items()} if finite else {}

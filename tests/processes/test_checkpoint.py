@@ -298,7 +298,7 @@ def refusal(folder: Path, tmp_path: Path, file: str, damage: Callable[[Path], ob
 def test_damage_is_named_and_the_checkpoint_before_offered(damage: str, two_checkpoints: Path, tmp_path: Path):
     file, apply, says = DAMAGES[damage]
     error = refusal(two_checkpoints, tmp_path, file, apply)
-    assert says in error.rule and error.nearest == f"resume={tmp_path / CHECKPOINTS / 'step-00000001'}"
+    assert says in error.rule and error.nearest == tmp_path / CHECKPOINTS / "step-00000001"
 
 
 @pytest.mark.parametrize("damage", INCOMPLETE)
@@ -330,7 +330,8 @@ def test_another_model_is_refused_by_the_key_that_differs(key: str, two_checkpoi
     with pytest.raises(ConfigError) as caught:
         find_start(dataclasses.replace(run_of(MODELS["moe"]), model=model, resume=str(path)))
     assert caught.value.key == key and caught.value.value == current and str(path) in str(caught.value)
-    assert saved_value is None or caught.value.nearest == saved_value
+    if saved_value is not None:
+        assert [each.candidates for each in caught.value.alternatives] == [(saved_value,)]
 
 
 OTHER_RUNS = {

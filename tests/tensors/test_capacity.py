@@ -188,13 +188,13 @@ def test_nothing_waits_for_the_device(padded: bool):
 
 
 @pytest.mark.parametrize(("options", "key", "words"), [
-    ({"capacity_factor": 0.0}, "capacity_factor", ("above 0", "1.0, or null")),
+    ({"capacity_factor": 0.0}, "capacity_factor", ("above 0", "1.0 or null")),
     ({"capacity_factor": -1.0}, "capacity_factor", ("above 0",)),
-    ({"pad_to_capacity": True}, "pad_to_capacity", ("capacity_factor=null", "false, or capacity_factor=1.0")),
-    ({"drop_policy": DropPolicy.position}, "drop_policy", ("capacity_factor=null", "probs, or capacity_factor=1.0")),
+    ({"pad_to_capacity": True}, "pad_to_capacity", ("capacity_factor=null", "false or model.moe.capacity_factor=1.0")),
+    ({"drop_policy": DropPolicy.position}, "drop_policy", ("capacity_factor=null", "probs or model.moe.capacity_factor=1.0")),
     ({"jitter_eps": 1.0}, "jitter_eps", ("below 1", "0.99")),
     ({"jitter_eps": -0.1}, "jitter_eps", ("at least 0",)),
-    ({"shared_overlap": True}, "shared_overlap", ("shared expert", "False")),
+    ({"shared_overlap": True}, "shared_overlap", ("shared expert", "false")),
 ], ids=str)
 def test_impossible_options_are_refused_with_what_works(options: dict[str, Any], key: str, words: tuple[str, ...]):
     with pytest.raises(ConfigError) as refused:
