@@ -78,7 +78,9 @@ def trained(rank: int, run: Run, wrong: GraphPlan | None = None) -> dict[str, An
         meter.count(totals)
         counts = {place: counts_E.tolist() for place, counts_E in totals.counts.items()}
         seen.append((facts.loss, facts.norm_sq, facts.aux_loss, facts.z_loss, counts))
-    report = meter.report(run.train.steps, 0, facts, lr=0.0, weight_decay=0.0, times=StepTimes(1.0, 0.0, None))  # all ranks measure together
+    times = StepTimes(seconds=1.0, data_wait=0.0, blocked=None)
+    # All ranks measure together.
+    report = meter.report(run.train.steps, 0, facts, lr=0.0, weight_decay=0.0, times=times)
     finite = all(map(math.isfinite, seen[-1][:2]))
     biases = [router.bias_E.tolist() for _, _, router in engine.routers()]
     grads = {name: grad.numpy() for name, grad in whole_gradients(engine).items()} if finite else {}

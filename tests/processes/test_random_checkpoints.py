@@ -56,7 +56,7 @@ def same_bits(one: Any, other: Any) -> bool:
     )
 
 
-@pytest.mark.parametrize("seed", range(200, 220))
+@pytest.mark.parametrize("seed", range(200, 215))
 def test_a_drawn_checkpoint_goes_on_anywhere(seed: int, tmp_path: Path):
     saved = random_run(seed)
     loaded = another_layout(seed, saved)
