@@ -120,6 +120,18 @@ def test_an_installed_command_completes_what_is_typed(programs: Path, tmp_path: 
     assert done.stdout.split() == ["schedule=zero_bubble_h1", "schedule=zero_bubble_v"]
 
 
+def test_options_in_the_place_of_ours(programs: Path, tmp_path: Path):
+    """A path begins at the current folder, or in a checkout at its train.py."""
+    shutil.copytree(ROOT / "conf", tmp_path / "mine")
+    text = (ROOT / "conf/train.yaml").read_text()
+    (tmp_path / "mine/train.yaml").write_text(text.replace("steps: 700", "steps: 77"))
+    asked = ("--cfg", "job", "--package", "train", "model=dense_tiny", "--config-path")
+    assert "\nsteps: 77\n" in called(programs, tmp_path, "graphfold-train", *asked, "mine")
+    line = [sys.executable, str(ROOT / "train.py"), *asked, "conf"]
+    done = subprocess.run(line, cwd=tmp_path, capture_output=True, text=True)
+    assert done.stderr == "" and "\nsteps: 700\n" in done.stdout
+
+
 @pytest.mark.full
 def test_installed_commands_train_sweep_and_report(programs: Path, tmp_path: Path):
     """Ranks and the jobs of a sweep are further processes; what they write lies in the current folder."""
