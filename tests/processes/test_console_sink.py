@@ -22,7 +22,7 @@ class Terminal(io.StringIO):
 
 def report(step: int) -> StepReport:
     zeros = dict.fromkeys(("aux_loss", "z_loss", "lr", "weight_decay", "grad_norm", "skipped", "tflops_per_gpu"), 0)
-    rates = {"step_ms": 1000.0, "tokens_per_s": 5120.0, "tokens_per_s_per_gpu": 5120.0}
+    rates = {"time": 0.0, "data_wait_ms": 1.0, "step_ms": 1000.0, "tokens_per_s": 5120.0, "tokens_per_s_per_gpu": 5120.0}
     return StepReport(step=step, loss=3.25, tokens=step * 5120, memory_peak_gib=1.5, **zeros, **rates)
 
 
