@@ -130,6 +130,9 @@ def test_what_is_only_planned_is_refused_by_training():
         ("HF_TOKEN", "data.path=[x,https://user:${oc.env:HF_TOKEN,none}@host/*.txt]"),
         ("DB_PASSWORD", "log.group='${oc.decode:${oc.env:DB_PASSWORD}}'"),
         ("AWS_SECRET_ACCESS_KEY", "model.name=${oc.env:AWS_SECRET_ACCESS_KEY}"),
+        ("WANDBKEY", "log.group=${oc.env:WANDBKEY}"),
+        ("GITHUB_PAT", "log.group=${oc.env:GITHUB_PAT}"),
+        ("PG_PASS", "log.group=${oc.env:PG_PASS}"),
     ],
 )
 def test_secrets_are_not_written(monkeypatch: pytest.MonkeyPatch, name: str, override: str):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -14,6 +15,7 @@ import pytest
 from app.cli.launch import Launch, settled
 from app.errors import ConfigError
 from tests.programs import run_forked
+from tests.training import wait_for
 
 ROOT = Path(__file__).parent.parent
 BY_HAND = Launch(0, 0, None, one_host=True)
@@ -68,6 +70,7 @@ def test_what_slurm_started_alone_may_start_ranks_itself():
         ({"RANK": "-1"}, "RANK=-1: is none of the 4 ranks"),
         ({"LOCAL_RANK": "4"}, "LOCAL_RANK=4: is none of the 4 ranks"),
         ({"WORLD_SIZE": ""}, "WORLD_SIZE=: must be a whole number"),
+        ({"MASTER_PORT": "99999"}, "MASTER_PORT=99999: must be 1 to 65535"),
         ({"MASTER_PORT": "http"}, "MASTER_PORT=http: must be a whole number"),
         ({"MASTER_ADDR": ""}, "MASTER_ADDR=: RANK and WORLD_SIZE are set, but not where the ranks meet"),
         ({"SLURM_RESTART_COUNT": "no"}, "SLURM_RESTART_COUNT=no: must be a whole number"),
@@ -129,6 +132,32 @@ def test_ranks_that_a_run_starts_itself_meet_at_a_port_that_is_free(tmp_path: Pa
     done = subprocess.run([sys.executable, "-c", start], cwd=tmp_path, env=env, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
     assert (tmp_path / "0").read_text() == (tmp_path / "1").read_text() != str(taken)
+
+
+STARTS_RANKS = """
+import os, pathlib, signal, sys
+from app.cli.launch import start_ranks
+signal.signal(signal.SIGUSR2, lambda number, frame: pathlib.Path("requeued").touch())
+sys.exit(start_ranks(2, "ranks.py", [], os.environ))
+"""
+STOPPED_RANK = """
+import os, pathlib, signal, sys, time
+signal.signal(signal.SIGUSR2, lambda number, frame: sys.exit(75))
+pathlib.Path(os.environ["RANK"]).touch()
+time.sleep(60)
+"""
+
+
+@pytest.mark.full
+def test_ranks_stop_before_submitit_hears_of_its_signal(tmp_path: Path):
+    """Its handler puts the job back into the queue, and ends it, where one process starts the ranks."""
+    (tmp_path / "ranks.py").write_text(STOPPED_RANK)
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    process = subprocess.Popen([sys.executable, "-c", STARTS_RANKS], cwd=tmp_path, env=env)
+    wait_for(lambda: (tmp_path / "0").exists() and (tmp_path / "1").exists())
+    assert not (tmp_path / "requeued").exists()
+    process.send_signal(signal.SIGUSR2)
+    assert process.wait(60) == 75 and (tmp_path / "requeued").exists()
 
 
 def test_a_submitted_job_ends_where_a_program_fails(capsys: pytest.CaptureFixture[str]):

@@ -101,7 +101,8 @@ def _refuse_secrets(config: DictConfig) -> None:
 def _is_secret(variable: str) -> bool:
     """Whether an environment variable holds a key or password, by its name."""
     parts = variable.upper().split("_")
-    return "KEY" in parts or any(part.endswith(_SECRETS) for part in parts)
+    last = parts[-1]
+    return "KEY" in parts or last.endswith("KEY") or last in ("PASS", "PAT") or any(part.endswith(_SECRETS) for part in parts)
 
 
 def _as_typed(values: object, key: str) -> Iterator[tuple[str, str]]:

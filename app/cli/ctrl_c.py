@@ -7,11 +7,12 @@ import signal
 from types import FrameType
 
 
-def stop_quietly(program: str) -> None:
-    """End this program with one line on Ctrl-C, until `interrupt_again` or another handler."""
+def stop_quietly(program: str, speak: bool = True) -> None:
+    """End this program on Ctrl-C, with one line where it is to `speak`, until `interrupt_again` or another handler."""
 
     def stop(number: int, frame: FrameType | None) -> None:
-        os.write(2, f"\n{program}: stopped\n".encode())
+        if speak:
+            os.write(2, f"\n{program}: stopped\n".encode())
         os._exit(128 + number)
 
     signal.signal(signal.SIGINT, stop)

@@ -14,6 +14,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from types import FrameType
 
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
@@ -30,6 +31,7 @@ from app.cli.parent import bound, end_with_parent
 from app.cli.run_facts import run_facts
 from app.cli.trial import Trial
 from app.config import Run
+from app.engine.signals import STOP_SIGNALS, STOPPED, hand_on
 from app.errors import ConfigError, FirstOf, warn
 from app.plan.figures import gib
 from app.plan.plan import Plan
@@ -41,6 +43,8 @@ TORCHRUN = "leave it away, which is hydra/launcher=torchrun"  # advice
 SUBMITIT_REQUEUES = -1  # exit code with which it leaves once SLURM has the job back in its queue
 FIRST_PORT, PORTS = 20_000, 10_000  # where the tasks of SLURM jobs meet, below the ports that systems hand out
 LOOPBACK = "127.0.0.1"
+LOOPBACKS = (LOOPBACK, "localhost", "::1")
+MOST_PORT = 65_535
 
 
 def ask_slurm(*command: str) -> str:
@@ -75,7 +79,7 @@ class Launch:
                 *place,
                 master=_torchrun_master(env) if world_size > 1 or "MASTER_PORT" in env else None,
                 agent_store=env.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
-                one_host=_number(env, "LOCAL_WORLD_SIZE", 0) == world_size,
+                one_host=_number(env, "LOCAL_WORLD_SIZE", 0) == world_size or env.get("MASTER_ADDR") in LOOPBACKS,
                 launched="TORCHELASTIC_RUN_ID" in env,
                 **job,
             )
@@ -121,14 +125,21 @@ def _torchrun_master(env: Mapping[str, str]) -> tuple[str, int]:
         if not env.get(name):
             rule = "RANK and WORLD_SIZE are set, but not where the ranks meet"
             raise ConfigError(name, "", rule, advice="start it by torchrun, which sets them all")
-    return env["MASTER_ADDR"], _number(env, "MASTER_PORT")
+    return env["MASTER_ADDR"], _port(env)
+
+
+def _port(env: Mapping[str, str], default: int | None = None) -> int:
+    port = _number(env, "MASTER_PORT", default)
+    if not 0 < port <= MOST_PORT:
+        raise ConfigError("MASTER_PORT", port, f"must be 1 to {MOST_PORT}")
+    return port
 
 
 def _slurm_master(
     env: Mapping[str, str], ask: Callable[..., str], *, one_host: bool
 ) -> tuple[str, int]:
     """Host and port at which the tasks of a step meet: its first node, and a port of this job's unless MASTER_PORT is set."""
-    port = _number(env, "MASTER_PORT", FIRST_PORT + _number(env, "SLURM_JOB_ID") % PORTS)
+    port = _port(env, FIRST_PORT + _number(env, "SLURM_JOB_ID") % PORTS)
     if one_host:
         return LOOPBACK, port
     host = ask("scontrol", "show", "hostnames", env["SLURM_STEP_NODELIST"]).split()[0]
@@ -236,9 +247,16 @@ def start_ranks(world_size: int, script: str, overrides: Sequence[str], env: Map
     command = [*torchrun, f"--nproc-per-node={world_size}", script, *overrides]
     settings = {"OMP_NUM_THREADS": threads, **env, **child_paths(env)}
     process = subprocess.Popen(bound(command), env=settings)
-    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
-        signal.signal(number, lambda number, frame: process.send_signal(number))
+    told: list[int] = []
+
+    def pass_on(number: int, frame: FrameType | None) -> None:
+        told.append(number)
+        process.send_signal(number)
+
+    before = {number: signal.signal(number, pass_on) for number in STOP_SIGNALS}
     code = process.wait()
+    if code == STOPPED and told:
+        hand_on(told[0], before[told[0]])
     return code if code >= 0 else 128 - code
 
 

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import fcntl
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-PREFIX = "graphfold_"
+PREFIX = ".graphfold-torchrun-"
+NAMES = re.compile(re.escape(PREFIX) + r"[a-z0-9_]{8}")  # that mkdtemp makes of it
+OURS = "temporary-files-of-a-launcher"  # a file in each: what lacks it is somebody else's
 
 
 @contextmanager
@@ -20,13 +23,9 @@ def scratch_folder() -> Iterator[Path]:
     What a program that was killed has left there goes too, with the next one's first.
     """
     _remove_left()
-    while True:
-        folder = Path(tempfile.mkdtemp(prefix=PREFIX))
-        held = os.open(folder, os.O_RDONLY)
-        fcntl.flock(held, fcntl.LOCK_EX)
-        if folder.exists():  # between those two calls another start may have taken it for left
-            break
-        os.close(held)
+    while (made := _made()) is None:
+        pass
+    folder, held = made
     try:
         yield folder
     finally:
@@ -34,11 +33,25 @@ def scratch_folder() -> Iterator[Path]:
         os.close(held)
 
 
+def _made() -> tuple[Path, int] | None:
+    """A folder and the handle that holds it; None where another start has taken it for left meanwhile."""
+    folder = Path(tempfile.mkdtemp(prefix=PREFIX))
+    with suppress(FileNotFoundError):
+        held = os.open(folder, os.O_RDONLY)
+        fcntl.flock(held, fcntl.LOCK_EX)
+        with suppress(FileNotFoundError):
+            (folder / OURS).touch()
+            return folder, held
+        os.close(held)
+    return None
+
+
 def _remove_left() -> None:
     """Remove this user's folders that no living program holds."""
     for folder in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
         with suppress(OSError):  # another start removes it
-            if folder.stat(follow_symlinks=False).st_uid == os.getuid() and not folder.is_symlink():
+            ours = NAMES.fullmatch(folder.name) and (folder / OURS).is_file()
+            if ours and not folder.is_symlink() and folder.stat().st_uid == os.getuid():
                 _remove_unless_held(folder)
 
 

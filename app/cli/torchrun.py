@@ -8,6 +8,11 @@ too. Ctrl-C once more kills them. A mistake or a stop is final: `--max-restarts`
 
 from __future__ import annotations
 
+from app.cli.ctrl_c import stop_quietly
+
+if __name__ == "__main__":
+    stop_quietly("torchrun")  # the imports take seconds
+
 import errno
 import logging
 import os
@@ -40,7 +45,7 @@ from app.engine.watch import EXIT_STUCK
 
 # A mistake, a run that diverged, a stop, Ctrl-C: train.py has explained them.
 SAID = (2, os.EX_DATAERR, os.EX_TEMPFAIL, INTERRUPTED)
-PASSED_ON = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+PASSED_ON = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT)
 FOLLOW_S = 60  # seconds that ranks have to end once others have
 POLL_S = 0.05  # seconds between looks at ranks that are ending
 
@@ -50,7 +55,7 @@ class Agent(LocalElasticAgent):
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
-        self._told = False
+        self._told: int | None = None  # the signal that ends this launch
         self._presses: list[float] = []  # of Ctrl-C, when; monotonic clock
         for number in PASSED_ON:
             signal.signal(number, self._pass_on)
@@ -64,11 +69,19 @@ class Agent(LocalElasticAgent):
             if self._presses and now - self._presses[-1] < PRESS_S:
                 return
             self._presses.append(now)
-        self._told = True
+        self._told = number
+        self._tell_ranks(number)
+
+    def _tell_ranks(self, number: int) -> None:
         for pid in self._pcontext.pids().values():
             with suppress(ProcessLookupError):
                 # Pressed again; a rank that waits for others would not hear of it.
                 os.kill(pid, signal.SIGKILL if len(self._presses) > 1 else number)
+
+    def _restart_workers(self, worker_group: WorkerGroup) -> None:
+        super()._restart_workers(worker_group)
+        if self._told is not None:  # meanwhile, when there was nobody to hear it
+            self._tell_ranks(self._told)
 
     def _invoke_run(self, role: str = DEFAULT_ROLE) -> RunResult:
         try:
@@ -85,7 +98,7 @@ class Agent(LocalElasticAgent):
         return result
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-        if self._told:
+        if self._told is not None:
             self._let_all_end()
         self._kill_what_hangs()
         result = super()._monitor_workers(worker_group)
@@ -95,12 +108,12 @@ class Agent(LocalElasticAgent):
             result.failures = stuck or failures  # the other ranks' ends have followed from these
             error = ChildFailedError("", result.failures)
             failure = error.get_first_failure()[1]
-            if self._told and -failure.exitcode in PASSED_ON:
+            if self._told is not None and -failure.exitcode in PASSED_ON:
                 _say(_ended(error))
                 failure.exitcode = exit_code(-failure.exitcode)
             elif len(self._presses) > 1:
                 failure.exitcode = INTERRUPTED
-            if failure.exitcode in SAID:
+            if failure.exitcode in SAID or self._told is not None:
                 self._remaining_restarts = 0
             elif self._remaining_restarts:
                 _say(f"{_ended(error)}; starting the ranks again")

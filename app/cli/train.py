@@ -8,7 +8,7 @@ import sys
 from app.cli.ctrl_c import interrupt_again, stop_quietly
 
 if __name__ == "__main__":
-    stop_quietly("train.py")  # the imports take seconds
+    stop_quietly("train.py", speak=os.environ.get("RANK", "0") == "0")  # the imports take seconds
 
 import hydra
 from omegaconf import DictConfig

@@ -11,11 +11,12 @@ import torch.distributed as dist
 
 from app.config import Run
 from app.engine.meeting import TIMEOUT, join_store, meet
-from app.engine.run_folder import CHECKPOINTS, CONFIG, RUNS
-from app.errors import OwnError
+from app.engine.run_folder import CONFIG
+from app.errors import OwnError, writing
 
 PREFIX = "graphfold"  # of our keys in a store that others use too
 FOLDER = "run_dir"  # key of the run folder
+WORD = ".attempt"  # a file in it, which says the same as the store: nobody else can make one there
 POLL_S = 0.01  # seconds between looks for ranks that have come
 
 
@@ -47,18 +48,21 @@ class Attempt:
         return dist.PrefixStore(part, store)
 
     def note(self, folder: Path) -> None:
-        """Note the run folder for the attempts to come."""
+        """Note the run folder for the attempts to come, with a word that only it holds."""
         if self.store_stays:
-            self._connect().set(FOLDER, str(folder))
+            word = uuid.uuid4().hex
+            with writing(folder):
+                (folder / WORD).write_text(word)
+            self._connect().set(FOLDER, f"{word} {folder}")
 
     def earlier(self, run: Run) -> Path | None:
         """The run folder that an earlier attempt at this run took; None: there was none.
 
-        Raises ConfigError where the store names a folder that this run does not have: whoever
+        Raises OwnError where the folder does not hold the word that the store gives with it: whoever
         reaches a store can write there.
         """
         if self.store_stays and (store := self._connect()).check([FOLDER]):
-            return _own_folder(run, store.get(FOLDER))
+            return _noted_folder(store.get(FOLDER))
         if self.requeues and run.run_dir and (Path(run.run_dir) / CONFIG).exists():
             return Path(run.run_dir)
         return None
@@ -68,26 +72,17 @@ class Attempt:
         return dist.PrefixStore(PREFIX, join_store(*self.master))
 
 
-def _own_folder(run: Run, noted: bytes) -> Path:
-    """The folder that a run was given, one that it would make, or that of what it resumes."""
-    folder = Path(noted.decode(errors="replace"))
-    if run.run_dir:
-        own = folder == Path(run.run_dir)
-    else:
-        made = folder.parent == RUNS and folder.name != ".."
-        own = folder.is_dir() and (made or _holds_resumed(folder, run.resume))
-    if not own:
-        rule = "the key-value store of the launch names this folder, which is not the run's"
-        raise OwnError("run_dir", folder, rule, advice="launch it anew with resume=auto")
+def _noted_folder(noted: bytes) -> Path:
+    word, _, name = noted.decode(errors="replace").partition(" ")
+    folder = Path(name)
+    try:
+        held = (folder / WORD).read_text()
+    except (OSError, ValueError):
+        held = None
+    if not word or held != word:
+        rule = "the launch's store names this folder, in which no attempt of this launch has been"
+        raise OwnError("run_dir", folder, rule, advice="launch it again with resume=auto")
     return folder
-
-
-def _holds_resumed(folder: Path, resume: str | None) -> bool:
-    if resume in (None, "auto"):
-        return False
-    resumed = Path(resume).resolve()  # a run folder, or a checkpoint in one
-    in_folder = resumed.parent.name == CHECKPOINTS
-    return folder.resolve() == (resumed.parent.parent if in_folder else resumed)
 
 
 def _lead(store: dist.Store, world_size: int) -> str:

@@ -7,6 +7,7 @@ loopback only; across hosts, on all networks of the one that keeps it.
 from __future__ import annotations
 
 import datetime
+import errno
 import ipaddress
 import socket
 import threading
@@ -44,7 +45,8 @@ def keep_store(host: str, port: int) -> dist.TCPStore:
     try:
         listener = _listen(address, port)
     except OSError as error:
-        rule = "another program on this host has this port"
+        taken = error.errno == errno.EADDRINUSE
+        rule = "another program on this host has this port" if taken else f"cannot be listened at: {error.strerror}"
         raise OwnError("MASTER_PORT", port, rule, advice="choose a free one") from error
     return dist.TCPStore(
         address or LOOPBACK,  # for this process: others know it by its name

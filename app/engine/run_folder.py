@@ -53,7 +53,10 @@ def choose_folder(run: Run, checkpoint: Path | None, ours: bool = False) -> Path
 
 def holds_run(folder: Path) -> bool:
     """Whether a run has written there."""
-    described = any(os.path.lexists(folder / name) for name in (CONFIG, METRICS))
+    config = folder / CONFIG
+    # An empty file is what a process leaves that was killed between taking the folder and describing itself there.
+    begun = config.is_file() and not config.is_symlink() and not config.stat().st_size
+    described = os.path.lexists(folder / METRICS) or (os.path.lexists(config) and not begun)
     return described or any((folder / CHECKPOINTS).glob("*"))
 
 

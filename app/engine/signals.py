@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 STOPPED = os.EX_TEMPFAIL  # exit code 75: ended early, but the same command with resume=auto goes on
 INTERRUPTED = 128 + signal.SIGINT  # the same for Ctrl-C, as a shell reports it: what runs several commands stops too
@@ -25,6 +26,12 @@ PRESS_S = 1.0  # the same for Ctrl-C, which people press again
 def exit_code(number: int | None) -> int:
     """What a run ends with that this signal has stopped; None: one that another rank had."""
     return INTERRUPTED if number == signal.SIGINT else STOPPED
+
+
+def hand_on(number: int, handler: Any) -> None:
+    """Call whoever listened to a signal before us, if anybody did but Python."""
+    if callable(handler) and handler is not signal.default_int_handler:
+        handler(number, None)
 
 
 class StopRequest:
@@ -66,9 +73,8 @@ class StopRequest:
 
     def hand_on(self) -> None:
         """Call whoever took the signal before us: submitit's handler puts its job back into the queue."""
-        handler = self._before[self.signal] if self.signal else None
-        if callable(handler) and handler is not signal.default_int_handler:
-            handler(self.signal, None)
+        if self.signal:
+            hand_on(self.signal, self._before[self.signal])
 
     def farewell(self, step: int, saved: Path | None) -> str:
         """What happened, and how to go on, in one line."""

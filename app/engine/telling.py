@@ -34,13 +34,15 @@ def telling(
 
     thread = threading.Thread(target=tell, daemon=True, name="telling")
     thread.start()
+    done = False
     try:
         yield
-        if told.is_set():
-            _say(f"{what}: done in {_since(began)}")
+        done = True
     finally:
         over.set()
         thread.join()
+        if done and told.is_set():
+            _say(f"{what}: done in {_since(began)}")
 
 
 def _since(began: float) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import http.server
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -18,11 +19,12 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from app.cli.scratch import scratch_folder
+from app.cli.scratch import PREFIX, scratch_folder
 from app.engine import attempt as attempts
 from app.engine import meeting
 from app.engine.attempt import Attempt
 from app.engine.meeting import join_store, keep_store, meet
+from app.engine.run_folder import holds_run
 from app.errors import OwnError
 from tests.training import ROOT, composed, corpus_in, wait_for
 
@@ -134,56 +136,50 @@ def test_torchrun_names_another_program_where_launchers_meet(tmp_path: Path):
 
 @pytest.fixture
 def launch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Attempt, dist.Store]:
-    """A restarted attempt, and its launcher's store, both where runs/mine is a run's folder."""
+    """A restarted attempt, and its launcher's store; the folders of two runs, of which one is its own."""
     monkeypatch.chdir(tmp_path)
-    for folder in ("runs/mine", "elsewhere/runs/other", "given"):
+    for folder in ("runs/mine", "runs/other"):
         Path(folder).mkdir(parents=True)
+        (Path(folder) / "config.yaml").touch()
     store = keep_store("127.0.0.1", 0)
     return Attempt(master=("127.0.0.1", store.port), store_stays=True), store
 
 
-@pytest.mark.parametrize(
-    ("settings", "folder"),
-    [
-        ((), "runs/mine"),
-        (("run_dir=given",), "given"),
-        (("run_dir=new/and/deep",), "new/and/deep"),
-        (("resume=elsewhere/runs/other",), "elsewhere/runs/other"),
-        (("resume=elsewhere/runs/other/checkpoints/step-00000002",), "elsewhere/runs/other"),
-    ],
-)
-def test_a_folder_of_this_run_is_taken(
-    launch: tuple[Attempt, dist.Store], settings: tuple[str, ...], folder: str
+@pytest.mark.parametrize("folder", ["runs/mine", "./runs/mine", "{here}/runs/mine", "runs/a b"])
+def test_the_folder_of_the_attempt_before_is_taken(
+    launch: tuple[Attempt, dist.Store], tmp_path: Path, folder: str
 ):
     attempt, _ = launch
-    run = composed(settings, 1)
+    run = composed((), 1)
     assert attempt.earlier(run) is None
-    attempt.note(Path(folder))
-    assert attempt.earlier(run) == Path(folder)
+    place = Path(folder.format(here=tmp_path))
+    place.mkdir(exist_ok=True)
+    attempt.note(place)
+    assert attempt.earlier(run) == place
+    attempt.note(place)
+    assert attempt.earlier(run) == place, "every attempt notes it anew"
 
 
-@pytest.mark.parametrize(
-    ("settings", "noted"),
-    [
-        ((), b"/etc"),
-        ((), b"elsewhere/runs/other"),
-        ((), b"runs"),
-        ((), b"runs/.."),
-        ((), b"runs/missing"),
-        ((), b"\xff\x00"),
-        (("resume=auto",), b"."),
-        (("resume=elsewhere/runs/other",), b"elsewhere"),
-        (("run_dir=given",), b"runs/mine"),
-        (("run_dir=given",), b""),
-    ],
-)
-def test_a_folder_that_a_stranger_names_is_refused(
-    launch: tuple[Attempt, dist.Store], settings: tuple[str, ...], noted: bytes
-):
+def test_a_folder_that_a_stranger_names_is_refused(launch: tuple[Attempt, dist.Store]):
     attempt, store = launch
-    dist.PrefixStore(attempts.PREFIX, store).set(attempts.FOLDER, noted)
-    with pytest.raises(OwnError, match="names this folder, which is not the run's"):
-        attempt.earlier(composed(settings, 1))
+    attempt.note(Path("runs/mine"))
+    noted = dist.PrefixStore(attempts.PREFIX, store)
+    word = (Path("runs/mine") / attempts.WORD).read_text()
+    assert noted.get(attempts.FOLDER).decode() == f"{word} runs/mine"
+    (Path("runs/other") / attempts.WORD).write_text("of another launch")
+    strange = ("runs/mine", " runs/mine", f"{word} runs/other", f"{word} /etc", f"{word}", "", "x runs/missing")
+    for text in (*map(str.encode, strange), b"\xff\x00 runs/mine"):
+        noted.set(attempts.FOLDER, text)
+        with pytest.raises(OwnError, match="in which no attempt of this launch has been"):
+            attempt.earlier(composed((), 1))
+
+
+def test_a_folder_that_was_taken_but_not_described_holds_no_run(tmp_path: Path):
+    """A process was killed between the two."""
+    (tmp_path / "config.yaml").touch()
+    assert not holds_run(tmp_path)
+    (tmp_path / "config.yaml").write_text("model: {}")
+    assert holds_run(tmp_path)
 
 
 # What is left among the system's temporary files.
@@ -191,13 +187,18 @@ def test_a_folder_that_a_stranger_names_is_refused(
 
 def test_what_a_killed_program_has_left_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    (tmp_path / "graphfold_left/inner").mkdir(parents=True)
-    (tmp_path / "other").mkdir()
-    (tmp_path / "graphfold_link").symlink_to(tmp_path / "other")
+    with scratch_folder() as whole:
+        left = whole.with_name(f"{PREFIX}12345678")
+        shutil.copytree(whole, left)
+    foreign = ("graphfold_runs", f"{PREFIX}runs", f"{PREFIX}abcdefgh")  # without what we put there
+    for name in foreign:
+        (tmp_path / name / "checkpoints").mkdir(parents=True)
+    shutil.copytree(left, tmp_path / "other")
+    (tmp_path / f"{PREFIX}87654321").symlink_to(tmp_path / "other")
     with scratch_folder() as one, scratch_folder() as two:
-        assert one.is_dir() and two.is_dir() and one != two
-        assert not (tmp_path / "graphfold_left").exists()
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["graphfold_link", "other"]
+        assert one.is_dir() and two.is_dir() and one != two and not left.exists()
+    names = {*foreign, f"{PREFIX}87654321", "other"}
+    assert {path.name for path in tmp_path.iterdir()} == names and list((tmp_path / "other").iterdir())
 
 
 def family(pid: int) -> set[int]:

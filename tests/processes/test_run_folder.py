@@ -122,7 +122,7 @@ def test_what_a_run_has_left_is_not_overwritten(tmp_path: Path, left: str):
     folder = tmp_path / "a"
     (folder / CHECKPOINTS).mkdir(parents=True)
     assert find_start(replace(RUN, run_dir=str(folder))) == Start(folder)
-    (folder / left).touch()
+    (folder / left).write_text("x")
     with pytest.raises(ConfigError, match="holds another run; continue it with resume=auto"):
         find_start(replace(RUN, run_dir=str(folder)))
     assert find_start(replace(AUTO, run_dir=str(folder))) == Start(folder)

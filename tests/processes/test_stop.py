@@ -249,8 +249,12 @@ while len(list(folder.glob(f"began-*-{attempt}"))) < 2:
 ends = dict(word.split(":") for word in sys.argv[2:])  # rank or rank/attempt: exit code, negative for a signal, sleep or idle
 end = ends.get(f"{rank}/{attempt}", ends.get(rank, "0"))
 if end == "sleep":
-    for number, code in ((signal.SIGTERM, 75), (signal.SIGUSR1, 75), (signal.SIGINT, 130)):
+    for number, code in ((signal.SIGTERM, 75), (signal.SIGUSR1, 75), (signal.SIGUSR2, 75), (signal.SIGINT, 130)):
         signal.signal(number, lambda number, frame, code=code: (time.sleep(0.5), os._exit(code)))
+if end == "slow":
+    signal.signal(signal.SIGTERM, lambda number, frame: (time.sleep(1.5), os._exit(75)))
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    time.sleep(60)
 if end == "deaf":
     signal.signal(signal.SIGINT, lambda number, frame: None)
     time.sleep(60)
@@ -298,7 +302,7 @@ def test_ranks_that_die_are_started_again_and_named(tmp_path: Path):
     assert second.startswith("torchrun: rank 1 (process ") and second.endswith("ended with exit code 7")
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2])
 def test_signals_reach_the_ranks_which_have_time(tmp_path: Path, number: int):
     ends = ["0:sleep", "1:sleep"]
     assert launched(tmp_path, "--standalone", "--max-restarts=2", ends=ends, send=[number])[:2] == (75, "")
@@ -333,6 +337,14 @@ def undisturbed(corpus: tuple[str, ...], tmp_path_factory: pytest.TempPathFactor
     folder = tmp_path_factory.mktemp("undisturbed")
     run_distributed(train_rank, 2, composed((*corpus, *LONG, f"run_dir={folder}/run"), 2), {})
     return losses(folder / "run")
+
+
+def test_a_stop_while_ranks_are_started_again_is_not_lost(tmp_path: Path):
+    """It comes when one has died and torchrun waits for the other's end."""
+    ends, twice = ["1/0:-9", "0/0:slow"], [signal.SIGUSR1, signal.SIGUSR1]
+    code, said, began = launched(tmp_path, "--standalone", "--max-restarts=2", ends=ends, send=twice)
+    assert (code, began) == (128 + signal.SIGKILL, ["began-0-0", "began-1-0"])
+    assert said.count("\n") == 1 and said.endswith("was ended by SIGKILL\n")
 
 
 def started(folder: Path, *command: str) -> subprocess.Popen[str]:
