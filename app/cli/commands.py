@@ -2,26 +2,29 @@
 
 from __future__ import annotations
 
+import os
 from importlib import import_module
+from types import ModuleType
 
 from app.cli.ctrl_c import stop_quietly
 
 
 def train() -> None:
     """Train (`python train.py`)."""
-    _run("train", "train.py")
+    parent = os.getppid()  # before the imports: a launcher may have died when they are done
+    _loaded("train", "train.py").command(parent)
 
 
 def plan() -> None:
     """Plan a run (`python -m app.cli.plan`)."""
-    _run("plan", "plan")
+    _loaded("plan", "plan").command()
 
 
 def report() -> None:
     """Make a table of runs (`python -m app.cli.report`)."""
-    _run("report", "report")
+    _loaded("report", "report").command()
 
 
-def _run(module: str, called: str) -> None:
+def _loaded(module: str, called: str) -> ModuleType:
     stop_quietly(called)  # the imports take seconds
-    import_module(f"app.cli.{module}").command()
+    return import_module(f"app.cli.{module}")

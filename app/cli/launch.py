@@ -91,10 +91,10 @@ class Launch:
             return cls(*place, master, one_host=one_host, launched=not job["submitted"], **job)
         return cls(0, 0, None, one_host=True, **job)
 
-    def end_with_launcher(self) -> None:
-        """Have this process end with the launcher that has started it, if one has."""
+    def end_with_launcher(self, parent: int) -> None:
+        """Have this process end with the launcher that has started it, process `parent`, if one has."""
         if self.launched:
-            end_with_parent()
+            end_with_parent(parent)
 
     def network(self) -> dict[str, str]:
         """Variables that keep gloo and NCCL from listening to other hosts, where all ranks are on this one."""

@@ -23,14 +23,14 @@ def bound(command: Sequence[str]) -> list[str]:
     return [sys.executable, "-P", __file__, str(os.getpid()), *command]
 
 
-def end_with_parent(parent: int | None = None) -> None:
-    """Have this process killed when the one that started it dies; `parent`: its id, if known.
+def end_with_parent(parent: int) -> None:
+    """Have this process killed when the one that started it, whose id was `parent`, dies or has died.
 
     What has been committed stays, as after any kill; nothing is saved.
     """
     if sys.platform.startswith("linux"):
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if parent is not None and os.getppid() != parent:  # it had died before
+    if os.getppid() != parent:  # it had died before
         os._exit(128 + signal.SIGKILL)
 
 

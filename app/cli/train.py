@@ -30,19 +30,19 @@ def main(config: DictConfig) -> float | None:
         return ended(run, carry_out(run, launch, __file__, os.environ))
 
 
-def command() -> None:
-    """Run the command line; SystemExit unless all went well."""
+def command(parent: int) -> None:
+    """Run the command line of a process that process `parent` has started; SystemExit unless all went well."""
     os.environ["HYDRA_FULL_ERROR"] = "1"  # hydra raises instead of printing and exiting with 1
     os.environ.update(child_paths(os.environ))  # for ranks and the jobs of sweeps, which run this file
     register_schema()
     interrupt_again()
     with readable_errors("train.py", speak=True):
         launch = Launch.from_environment(os.environ)
-    launch.end_with_launcher()
+    launch.end_with_launcher(parent)
     with mistakes_told(launch, sys.argv[1:]):
         sys.argv[1:] = prepare(sys.argv[1:], launch)
         main()
 
 
 if __name__ == "__main__":
-    command()
+    command(os.getppid())

@@ -79,7 +79,7 @@ def test_a_wheel_holds_all_that_a_run_needs(wheel: Path):
 
 def test_the_commands_follow_one_pattern():
     """graphfold-<name> is <name> in app/cli/commands.py, for every module of app/cli that is a command."""
-    modules = {path.stem for path in (ROOT / "app" / "cli").glob("*.py") if "\ndef command()" in path.read_text()}
+    modules = {path.stem for path in (ROOT / "app" / "cli").glob("*.py") if "\ndef command(" in path.read_text()}
     assert {"train", "plan", "report"} <= modules
     assert PROJECT["scripts"] == {f"graphfold-{name}": f"app.cli.commands:{name}" for name in modules}
     assert all(callable(getattr(commands, name)) for name in modules)
