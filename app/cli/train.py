@@ -35,12 +35,12 @@ def command(parent: int) -> None:
     os.environ["HYDRA_FULL_ERROR"] = "1"  # hydra raises instead of printing and exiting with 1
     os.environ.update(child_paths(os.environ))  # for ranks and the jobs of sweeps, which run this file
     register_schema()
-    interrupt_again()
     with readable_errors("train.py", speak=True):
         launch = Launch.from_environment(os.environ)
     launch.end_with_launcher(parent)
     with mistakes_told(launch, sys.argv[1:]):
         sys.argv[1:] = prepare(sys.argv[1:], launch)
+        interrupt_again()  # not before: argparse loses its way when it is interrupted
         main()
 
 

@@ -73,10 +73,12 @@ def test_a_choice_of_schedules_runs_or_is_refused():
 @pytest.mark.full
 @pytest.mark.parametrize(("name", "pp"), list(product(NAMES, range(1, 9))))
 def test_every_schedule_runs_or_is_refused(name: str, pp: int):
-    for case in GRID + GROUPS:
+    """All without groups; of those with groups, which are most of them, a third."""
+    for number, case in enumerate(GRID + GROUPS[pp % 3 :: 3]):
         if case[:2] == (name, pp):
             prove(case)
-            prove(case, forward_only=True)
+            if number % 3 == 0:
+                prove(case, forward_only=True)
 
 
 @pytest.mark.parametrize("pp", range(1, 9))

@@ -82,7 +82,7 @@ def test_mistakes_cost_a_line_and_are_not_tried_again(cluster: Cluster, corpus: 
     """A mistake in the run, and a folder in which another run is. A port that is taken costs nothing."""
     other = cluster.folder / "runs/other"
     other.mkdir(parents=True)
-    (other / "config.yaml").touch()
+    (other / "config.yaml").write_text("model: {}")
     jobs = [cluster.train(*corpus, "data.path=[nowhere/*]"), cluster.train(*corpus, "run_dir=runs/other", "resume=null")]
     with socket.create_server(("", 20_000 + int(jobs[-1]) + 1)):
         jobs.append(cluster.train(*corpus, "train.steps=1"))
