@@ -12,9 +12,11 @@ from enum import Enum
 from functools import partial
 from math import isqrt
 from pathlib import Path
+from typing import TextIO
 
 GRAMMAR = frozenset("|()*'\"\\{}=")  # what Hydra takes for more than text
 MOST_DIVISOR = 1 << 20  # that is looked for
+CLEAR = "\r\x1b[K"  # empties the line of a terminal
 CLOSE = 0.65  # share of letters that two spellings have in common (difflib's ratio)
 
 
@@ -125,11 +127,15 @@ def typed(value: object) -> str:
             return str(value)
 
 
+def say(line: str, stream: TextIO) -> None:
+    """Print a line that stays; a terminal may show the run's live line there, which gives way."""
+    lead = CLEAR if stream.isatty() else ""
+    print(f"{lead}{line}", file=stream, flush=True)
+
+
 def warn(text: str) -> None:
     """Say in one line of stderr what has gone wrong while the run goes on."""
-    # A terminal may show the live line there.
-    lead = "\r\x1b[K" if sys.stderr.isatty() else ""
-    print(f"{lead}train.py: {text}", file=sys.stderr, flush=True)
+    say(f"train.py: {text}", sys.stderr)
 
 
 def no_room(error: BaseException) -> bool:

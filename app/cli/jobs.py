@@ -29,7 +29,7 @@ from app.cli.parent import bound
 from app.cli.run_facts import clock, run_facts, settings
 from app.cli.sweep_record import JOB_LOG, Job, State, Sweep, locked
 from app.engine.run_folder import METRICS
-from app.errors import ConfigError
+from app.errors import CLEAR, ConfigError
 from app.plan.figures import amount
 
 POLL_S = 0.5  # seconds between looks at a job's metrics.jsonl
@@ -181,7 +181,7 @@ class ProgressLine:
 
     def end(self, text: str) -> None:
         """Let the line stand with its last text, whole."""
-        start = "\r\x1b[K" if self.live else ""  # clears what was drawn
+        start = CLEAR if self.live else ""
         print(f"{start}{self.title}  {text}", file=self.stream, flush=True)
 
 

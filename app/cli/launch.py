@@ -31,6 +31,7 @@ from app.cli.parent import bound, end_with_parent
 from app.cli.run_facts import run_facts
 from app.cli.trial import Trial
 from app.config import Run
+from app.engine.address import LOOPBACK, loopback_address
 from app.engine.signals import STOP_SIGNALS, STOPPED, hand_on
 from app.errors import ConfigError, FirstOf, warn
 from app.plan.figures import gib
@@ -42,8 +43,6 @@ CPU_RANKS_PER_CORE = 4  # more gloo processes than that only wait for each other
 TORCHRUN = "leave it away, which is hydra/launcher=torchrun"  # advice
 SUBMITIT_REQUEUES = -1  # exit code with which it leaves once SLURM has the job back in its queue
 FIRST_PORT, PORTS = 20_000, 10_000  # where the tasks of SLURM jobs meet, below the ports that systems hand out
-LOOPBACK = "127.0.0.1"
-LOOPBACKS = (LOOPBACK, "localhost", "::1")
 MOST_PORT = 65_535
 
 
@@ -79,7 +78,7 @@ class Launch:
                 *place,
                 master=_torchrun_master(env) if world_size > 1 or "MASTER_PORT" in env else None,
                 agent_store=env.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
-                one_host=_number(env, "LOCAL_WORLD_SIZE", 0) == world_size or env.get("MASTER_ADDR") in LOOPBACKS,
+                one_host=_on_one_host(env, world_size),
                 launched="TORCHELASTIC_RUN_ID" in env,
                 **job,
             )
@@ -118,6 +117,12 @@ def _place(env: Mapping[str, str], rank: str, local_rank: str, *, ranks: str) ->
             rule = f"is none of the {world_size} ranks that {ranks} says there are, counted from 0"
             raise ConfigError(name, found, rule)
     return _number(env, rank), _number(env, local_rank, 0), world_size
+
+
+def _on_one_host(env: Mapping[str, str], world_size: int) -> bool:
+    """Whether all ranks are of this host, as their launcher or where they meet says."""
+    meet_here = loopback_address(env.get("MASTER_ADDR", "")) is not None
+    return meet_here or _number(env, "LOCAL_WORLD_SIZE", 0) == world_size
 
 
 def _torchrun_master(env: Mapping[str, str]) -> tuple[str, int]:

@@ -14,7 +14,8 @@ from torch.distributed.elastic.rendezvous.api import (
 )
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
-from app.engine.meeting import LOOPBACK, keep_store
+from app.engine.address import LOOPBACK
+from app.engine.meeting import keep_store
 
 BACKEND = "one-host"  # its name among torchrun's --rdzv-backend
 

@@ -39,7 +39,8 @@ from torch.distributed.run import parse_args, parse_min_max_nnodes, run
 from app.cli import one_host
 from app.cli.parent import bound
 from app.cli.scratch import scratch_folder
-from app.engine.meeting import CONNECT_S, LOOPBACK, join_store
+from app.engine.address import LOOPBACK
+from app.engine.meeting import CONNECT_S, join_store
 from app.engine.signals import INTERRUPTED, PRESS_S, exit_code
 from app.engine.watch import EXIT_STUCK
 

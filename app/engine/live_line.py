@@ -13,8 +13,9 @@ from rich.console import Console, RenderableType
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 
+from app.errors import CLEAR, say
+
 BAR = 22  # columns, where the text leaves as many
-CLEAR = "\r\x1b[K"
 
 
 class LiveLine:
@@ -40,7 +41,7 @@ class LiveLine:
 
     def keep(self, line: str) -> None:
         """Put a line that stays above it."""
-        print(f"{CLEAR}{line}", file=self.stream, flush=True)
+        say(line, self.stream)
 
     def end(self) -> None:
         """Leave it as it is, and go on below it."""

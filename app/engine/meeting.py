@@ -8,21 +8,19 @@ from __future__ import annotations
 
 import datetime
 import errno
-import ipaddress
 import socket
 import threading
 import time
-from contextlib import suppress
 
 import torch.distributed as dist
 
+from app.engine.address import LOOPBACK, loopback_address
 from app.errors import OwnError
 
 TIMEOUT = datetime.timedelta(minutes=10)  # for the processes to meet
 ANSWER_S = 30.0  # seconds that what listens at the address of a store has to answer as one
 CONNECT_S = 5.0  # seconds for one try to connect
 POLL_S = 0.1  # seconds between tries
-LOOPBACK = "127.0.0.1"
 
 
 def meet(rank: int, world_size: int, address: tuple[str, int] | None) -> dist.Store:
@@ -80,15 +78,6 @@ def join_store(host: str, port: int) -> dist.TCPStore:
         rule = f"what listens there on {host} is another program: it does not answer as a store"
         raise OwnError("MASTER_PORT", port, rule, advice="choose a free one")
     return found[0]
-
-
-def loopback_address(host: str) -> str | None:
-    """The address of a host's name that stands for the one that asks; None: it is any host's."""
-    if host == "localhost":
-        return LOOPBACK
-    with suppress(ValueError):
-        return host if ipaddress.ip_address(host).is_loopback else None
-    return None
 
 
 def _listen(address: str | None, port: int) -> socket.socket:

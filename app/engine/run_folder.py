@@ -54,9 +54,9 @@ def choose_folder(run: Run, checkpoint: Path | None, ours: bool = False) -> Path
 def holds_run(folder: Path) -> bool:
     """Whether a run has written there."""
     config = folder / CONFIG
-    # An empty file is what a process leaves that was killed between taking the folder and describing itself there.
-    begun = config.is_file() and not config.is_symlink() and not config.stat().st_size
-    described = os.path.lexists(folder / METRICS) or (os.path.lexists(config) and not begun)
+    # A process that was killed when it had taken the folder, but not described itself there yet, leaves an empty file.
+    empty = config.is_file() and not config.stat().st_size
+    described = os.path.lexists(folder / METRICS) or (os.path.lexists(config) and not empty)
     return described or any((folder / CHECKPOINTS).glob("*"))
 
 

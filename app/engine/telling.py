@@ -8,13 +8,15 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from app.errors import say
+
 FIRST_S = 1.0  # seconds of silence after which something is said
 EVERY_S = 10.0  # seconds between its lines
 
 
 @contextmanager
 def telling(
-    what: str, progress: Callable[[], str] = str, *, aloud: bool = True
+    what: str, progress: Callable[[], str] = lambda: "", *, aloud: bool = True
 ) -> Iterator[None]:
     """Say on stdout, of a block that takes long, what it does and `progress()`, and when it is over.
 
@@ -29,7 +31,8 @@ def telling(
         seconds = FIRST_S
         while not over.wait(seconds):
             told.set()
-            _say(f"{what}: {', '.join(filter(None, (progress(), f'{_since(began)} so far')))}")
+            come = f"{text}, " if (text := progress()) else ""
+            say(f"{what}: {come}{_since(began)} so far", sys.stdout)
             seconds = EVERY_S
 
     thread = threading.Thread(target=tell, daemon=True, name="telling")
@@ -42,14 +45,8 @@ def telling(
         over.set()
         thread.join()
         if done and told.is_set():
-            _say(f"{what}: done in {_since(began)}")
+            say(f"{what}: done in {_since(began)}", sys.stdout)
 
 
 def _since(began: float) -> str:
     return f"{time.monotonic() - began:.0f} s"
-
-
-def _say(line: str) -> None:
-    # A terminal may show the live line there.
-    lead = "\r\x1b[K" if sys.stdout.isatty() else ""
-    print(f"{lead}{line}", flush=True)
