@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from app.cli.launch import Launch, settled
+from app.cli.launch import Launch, settled, waiting_threads
 from app.errors import ConfigError
 from tests.programs import run_forked
 from tests.training import wait_for
@@ -80,6 +80,11 @@ def test_an_environment_that_cannot_be_true(changed: dict[str, str], said: str):
     with pytest.raises(ConfigError) as refused:
         Launch.from_environment(TORCHRUN | changed)
     assert str(refused.value).startswith(said)
+
+
+@pytest.mark.parametrize("chosen", [{}, {"OMP_WAIT_POLICY": "passive"}, {"GOMP_SPINCOUNT": "7"}])
+def test_waiting_threads_spin_for_a_moment_unless_the_user_has_chosen(chosen: dict[str, str]):
+    assert waiting_threads(chosen) == ({} if chosen else {"GOMP_SPINCOUNT": "10000"})
 
 
 def test_such_an_environment_costs_one_line(tmp_path: Path):

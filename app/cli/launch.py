@@ -40,6 +40,7 @@ from app.rules import check_runnable
 
 GPU_DEVICES = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")  # where none is, torch need not be asked
 CPU_RANKS_PER_CORE = 4  # more gloo processes than that only wait for each other
+SPINS = "10000"  # rounds that a waiting OpenMP thread spins: under a millisecond
 TORCHRUN = "leave it away, which is hydra/launcher=torchrun"  # advice
 SUBMITIT_REQUEUES = -1  # exit code with which it leaves once SLURM has the job back in its queue
 FIRST_PORT, PORTS = 20_000, 10_000  # where the tasks of SLURM jobs meet, below the ports that systems hand out
@@ -97,8 +98,21 @@ class Launch:
 
     def network(self) -> dict[str, str]:
         """Variables that keep gloo and NCCL from listening to other hosts, where all ranks are on this one."""
+        if not self.one_host:
+            return {}
         loopback = "lo" if sys.platform.startswith("linux") else "lo0"
-        return {name: loopback for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME") if self.one_host}
+        # NCCL takes a bare name for the beginning of one.
+        return {"GLOO_SOCKET_IFNAME": loopback, "NCCL_SOCKET_IFNAME": f"={loopback}"}
+
+
+def waiting_threads(env: Mapping[str, str]) -> dict[str, str]:
+    """How long OpenMP's threads spin when they wait for work, unless the user has chosen; read when torch is loaded.
+
+    Longer than what lies between two operations, shorter than a scheduler's turn: with libgomp's own 300,000 rounds
+    they take the cores from other programs, and from each other. Measured by bench/busy.py.
+    """
+    chosen = env.keys() & {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"}
+    return {} if chosen else {"GOMP_SPINCOUNT": SPINS}
 
 
 def _number(env: Mapping[str, str], name: str, default: int | None = None) -> int:
@@ -224,8 +238,8 @@ def _gpus_here(run: Run) -> int:
 
 def carry_out(run: Run, launch: Launch, script: str, env: MutableMapping[str, str]) -> int:
     """Train on this rank, or start the ranks that the layout asks for; returns the exit code. Raises ConfigError."""
-    for name, interface in launch.network().items():
-        env.setdefault(name, interface)
+    for name, value in {**launch.network(), **waiting_threads(env)}.items():
+        env.setdefault(name, value)
     # torch is loaded here, after the first mistakes have been reported.
     from app.engine.attempt import Attempt
     from app.engine.start import preflight, usable_gpus

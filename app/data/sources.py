@@ -97,6 +97,11 @@ def source_files(config: DataConfig) -> tuple[list[str], str | None]:
             return matching_files(config.path), None
 
 
+def identity(record: Record) -> tuple[Any, ...]:
+    """What two corpora must have in common; short, however many files there are."""
+    return tuple(record[key] for key in ("revision", "sum", "tokenizer"))
+
+
 def difference(was: Record, now: Record) -> str | None:
     """How one corpus differs from another, as text; None: they are the same."""
     told = []

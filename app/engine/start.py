@@ -16,9 +16,9 @@ from app.choices import Device
 from app.config import Run
 from app.data.feed import DataSplit
 from app.data.load import load_data, prepare
-from app.data.sources import Record, Sources, difference, find_sources, place
+from app.data.sources import Record, Sources, difference, find_sources, identity, place
 from app.data.tokenizer import Tokenizer, load_tokenizer
-from app.engine.agreement import all_succeed
+from app.engine.agreement import all_succeed, rank_zero_says
 from app.engine.checkpoint_folder import newest_checkpoint, read_manifest
 from app.engine.groups import Groups
 from app.engine.resume import allowed_changes, checkpoint_to_resume
@@ -156,14 +156,21 @@ def load_all_data(
 
 def _agreed(run: Run, groups: Groups, record: Record | None, *, folder: Path | None) -> Path | None:
     """Where this host has its prepared corpus. Raises ConfigError when a host has other data."""
-    mine, found = (socket.gethostname(), record, folder), [("", None, None)] * groups.host.size()
+    # Sums first, a list of files only where they differ: it may have thousands of names for each host.
+    mine = (socket.gethostname(), identity(record) if record else None, folder)
+    found: list[tuple[str, Any, Path | None]] = [("", None, None)] * groups.host.size()
     dist.all_gather_object(found, mine, group=groups.host)
-    first = found[0][1]
-    for rank, (host, other, _) in enumerate(found):
-        if first and other and (what := difference(first, other)):
-            rule = f"rank {rank} on {host} finds other data than rank 0: {what}"
-            raise ConfigError(*place(run.data), rule)
+    if any(other not in (None, found[0][1]) for _, other, _ in found):
+        first = rank_zero_says(groups, lambda: record)
+        all_succeed(groups, lambda: _check_same(run, groups.rank, first, record=record))
     return folder or next((path for host, _, path in found if path and host == mine[0]), None)
+
+
+def _check_same(run: Run, rank: int, first: Record | None, *, record: Record | None) -> None:
+    """Raise ConfigError when the data of `record` are not those of rank 0."""
+    if first and record and (what := difference(first, record)):
+        rule = f"rank {rank} on {socket.gethostname()} finds other data than rank 0: {what}"
+        raise ConfigError(*place(run.data), rule)
 
 
 def preflight(run: Run, earlier: Path | None) -> None:

@@ -32,6 +32,7 @@ def children(pid: int) -> list[int]:
             "parallel=tp2 model=dense_tiny cuda_graph=full_iteration",
             rf"({COLLECTIVE}|forwards and backwards of a step)",
         ),
+        ("parallel=cp2", COLLECTIVE),
         ("parallel=pp2", rf"({COLLECTIVE}|\w+\[.*\]|the end of the step)"),
     ],
 )
