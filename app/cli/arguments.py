@@ -18,9 +18,9 @@ from hydra.core.config_search_path import SearchPathQuery
 from hydra.core.global_hydra import GlobalHydra
 from omegaconf import DictConfig
 
-from app import __version__
 from app.cli.home import BASE, CONF
 from app.errors import ConfigError, nearest
+from app.version import Version
 
 CONFIG_NAME = "train"
 SWEEPS = frozenset({"-m", "--multirun"})
@@ -43,8 +43,9 @@ class Typed:
         parser = get_args_parser()
         parser.exit_on_error = False
         for action in parser._actions:
-            if "--version" in action.option_strings:
-                action.version = f"graphfold {__version__}"  # type: ignore[attr-defined]
+            asked = any(word.startswith("--v") for word in arguments)  # git takes some milliseconds
+            if asked and "--version" in action.option_strings:
+                action.version = f"graphfold {Version.of().short}"  # type: ignore[attr-defined]
         args, unknown = _parsed(parser, arguments)
         if unknown:
             known = [name for action in parser._actions for name in action.option_strings]

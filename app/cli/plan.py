@@ -28,6 +28,7 @@ from app.errors import ConfigError, nearest
 from app.plan.export import WHAT, plan_json
 from app.plan.plan import Plan
 from app.plan.suggest import suggest
+from app.version import VERSION, Version
 
 FOLDER, NOWHERE = "plan", ("", "null")  # where files go
 FLAGS = ("--json", "--help", "-h")
@@ -125,7 +126,8 @@ def main(arguments: Sequence[str]) -> int:
         else:
             print_plan(plan, asked.what, suggestions)
         if asked.out:
-            _write_files(plan, asked.out, plan_json(plan, asked.what, suggestions))
+            described = plan_json(plan, asked.what, suggestions)
+            _write_files(plan, asked.out, {VERSION: Version.of().record(), **described})
     return int(asked.with_memory and not plan.fits)
 
 

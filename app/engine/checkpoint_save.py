@@ -14,7 +14,7 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +25,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from app.config import CheckpointConfig, Run
-from app.data.sources import Record
 from app.engine import checkpoint
 from app.engine.build import Engine
 from app.engine.checkpoint import Progress, rank_file
@@ -68,12 +67,13 @@ class State:
 
 
 def current_state(
-    engine: Engine, run: Run, progress: Progress, cursor: dict[str, Any], data: Record | None = None
+    engine: Engine,
+    run: Run,
+    progress: Progress,
+    cursor: dict[str, Any],
+    origin: Mapping[str, Any] | None = None,
 ) -> State:
-    """What this rank would have to save now; the tensors are those that training goes on with.
-
-    `data` is what the run is trained on.
-    """
+    """What this rank would have to save now; the tensors are those that training goes on with."""
     groups, parts = engine.groups, []
     tensors: dict[str, Tensor] = {checkpoint.RANDOM_CPU: torch.get_rng_state()}
     if engine.device.type == "cuda":
@@ -91,7 +91,7 @@ def current_state(
         "layout": {"world_size": groups.layout.world_size, **groups.layout.sizes(), **groups.layout.sizes(expert=True)},
         "loss_scale": None if engine.loss_scale is None else engine.loss_scale.state(),
         "config": plain(dataclasses.asdict(run)),
-        "data": data,
+        **(origin or {}),
     }
     metadata = {checkpoint.CURSOR: json.dumps(cursor)}
     return State(groups.rank, tensors, metadata, parts, list(routers), groups.dp_rank, manifest, run.checkpoint)
@@ -301,14 +301,17 @@ class Saver:
     """Saves a run's checkpoints in their order, beside training where `checkpoint.asynchronous` is on.
 
     One at most is under way: the next waits for it. `failed` is called, by the thread that writes, when one could not be
-    saved; `wait` then raises on every rank what a save that blocks would have raised. `data` is what
-    the run is trained on.
+    saved; `wait` then raises on every rank what a save that blocks would have raised. `origin` has
+    keys of the manifest that rank 0 knows: what the run is trained on, and by which program.
     """
 
     def __init__(
-        self, engine: Engine, failed: Callable[[], None], data: Record | None = None
+        self,
+        engine: Engine,
+        failed: Callable[[], None],
+        origin: Mapping[str, Any] | None = None,
     ) -> None:
-        self.engine, self._failed, self._data = engine, failed, data
+        self.engine, self._failed, self._origin = engine, failed, origin
         self.run = engine.plan.run
         self._beside = bool(self.run.checkpoint.interval) and self.run.checkpoint.asynchronous
         self._group = self._own_group() if self._beside else engine.groups.host
@@ -331,7 +334,7 @@ class Saver:
         """Save the state as it is now, and return where it will be; all ranks call it together. Raises what `wait` does."""
         since = time.perf_counter()
         self.wait()
-        state = current_state(self.engine, self.run, progress, cursor, data=self._data)
+        state = current_state(self.engine, self.run, progress, cursor=cursor, origin=self._origin)
         name = checkpoint_name(progress.step)
         self._bytes = sum(tensor.nbytes for tensor in state.tensors.values())
         self._file = draft_of(folder / name) / rank_file(state.rank)

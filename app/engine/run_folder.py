@@ -24,6 +24,7 @@ from app.engine.checkpoint_folder import CHECKPOINTS, newest_checkpoint
 from app.errors import ConfigError, warn, writing
 from app.plan.export import plan_json
 from app.plan.plan import Plan
+from app.version import VERSION, Version
 
 RUNS = Path("runs")
 CONFIG = "config.yaml"
@@ -162,12 +163,14 @@ def identity(path: Path | int) -> tuple[int, int] | None:
     return found.st_dev, found.st_ino
 
 
-def describe_run(plan: Plan, folder: Path) -> None:
-    """Write config.yaml and plan.json. Raises ConfigError."""
+def describe_run(plan: Plan, folder: Path, version: Version) -> None:
+    """Write config.yaml and plan.json, which begin with the program's version. Raises ConfigError."""
     config = OmegaConf.to_yaml(OmegaConf.create(plain(dataclasses.asdict(plan.run))))
+    planned = {VERSION: version.record(), **plan_json(plan)}
     with writing(folder):
-        (folder / CONFIG).write_text(config)
-        (folder / PLAN).write_text(json.dumps(plan_json(plan)) + "\n")
+        # A comment there, so that the file is a configuration and nothing else.
+        (folder / CONFIG).write_text(f"# Graphfold {version}\n{config}")
+        (folder / PLAN).write_text(json.dumps(planned) + "\n")
 
 
 def note_end(folder: Path, step: int) -> None:

@@ -49,6 +49,7 @@ from app.engine.wrap_up import print_opening, sum_up
 from app.errors import writing
 from app.optim.lr import lr_at, weight_decay_at
 from app.plan.plan import Plan
+from app.version import VERSION, Version
 
 
 def train(plan: Plan, rank: int, local_rank: int, attempt: Attempt) -> int:
@@ -155,7 +156,8 @@ class Trainer:
         self.training_step = TrainingStep(engine, self.request)
         self.validation = Validation(engine, len(self.held_out))
         self.meter = Meter(engine, first_step=self.progress.step + 1)
-        self.saver = Saver(engine, self.request.ask, data.record)
+        self.version = Version.of() if self.leads else None
+        self.saver = Saver(engine, self.request.ask, self._origin())
         self.saved: Path | None = None  # checkpoint of the last step taken
         self.bad_steps = BadSteps(run.train)
         self.stops = False  # the ranks have agreed to end after the last step taken
@@ -170,6 +172,10 @@ class Trainer:
         """Whether this rank tells a person how the run goes."""
         return self.leads and self.run.log.console
 
+    def _origin(self) -> dict[str, Any]:
+        """What checkpoints say of where they come from; empty where this rank has not looked."""
+        return {"data": self.data.record, VERSION: self.version.record()} if self.version else {}
+
     def fit(self, attempt: Attempt, lock: FolderLock) -> bool:
         """Train to the last step, then validate, sample, save and sum up.
 
@@ -180,7 +186,7 @@ class Trainer:
         self.engine.watch.rest("opening the run folder")
         self.run_dir = rank_zero_says(self.engine.groups, lambda: self._open_folder(attempt))
         if self.speaks:
-            print_opening(self.engine, self.run_dir, self.start)
+            print_opening(self.engine, self.run_dir, self.start, self.version)
         with self.request.listening(), self._all_saved(), self._sinks() as sinks:
             validated = self._train(sinks)
         rank_zero_says(self.engine.groups, lambda: self._check_files(sinks))
@@ -218,7 +224,8 @@ class Trainer:
         self.lock.take(folder)
         attempt.note(folder)  # before the first file: from here on the folder is known to be ours
         forget_end(folder)
-        describe_run(self.engine.plan, folder)
+        assert self.version is not None, "rank 0 has one"
+        describe_run(self.engine.plan, folder, self.version)
         begin_metrics(folder, self.progress.step)
         return folder
 

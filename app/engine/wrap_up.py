@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -19,12 +20,13 @@ from app.engine.start import Data, Start
 from app.engine.telling import telling
 from app.errors import writing
 from app.plan.summary import memory_line, summary_lines
+from app.version import VERSION, Version
 
 BASELINE_TOKENS = 20_000_000  # most training tokens that the n-gram models count
 BASELINE_VOCAB = 1024  # larger vocabularies make an n-gram table that says little
 
 
-def print_opening(engine: Engine, run_dir: Path, start: Start) -> None:
+def print_opening(engine: Engine, run_dir: Path, start: Start, version: Version) -> None:
     """The plan of the run, its device, its folder, and what it continues."""
     run = engine.plan.run
     cpu = f"CPU, threads per process: {torch.get_num_threads()}"
@@ -38,22 +40,29 @@ def print_opening(engine: Engine, run_dir: Path, start: Start) -> None:
     rows += slow_paths(run, engine.device)
     if run.model.moe and run.model.moe.force_balance:
         rows.append(("WARNING", "model.moe.force_balance sends tokens to experts in turn: for timing only"))
-    if start.checkpoint and start.manifest:
-        rows.append(("resumed", f"{start.checkpoint}, after step {start.manifest['step']}"))
-        if run.resume != str(start.checkpoint) and (fault := fault_of_latest(start.checkpoint)):
-            rows.append(("", f"the newest whole one, as {fault}"))
-        rows += [("changed", change) for change in start.changes]
-        if not start.manifest.get("data"):
-            told = "not compared: the checkpoint does not say what it was trained on"
-            rows.append(("data", told))
-    elif run.resume == "auto":
-        why = "fits" if start.passed_over else "yet"
-        rows.append(("resumed", f"nothing: no checkpoint {why}, so this run starts anew"))
-    if start.passed_over:
-        rows.append(("passed over", start.passed_over))
+    rows += _continued(run, start, version)
     for name, text in rows:
         print(f"{name:>12}  {text}")
     print(flush=True)
+
+
+def _continued(run: Run, start: Start, version: Version) -> Iterator[tuple[str, str]]:
+    """What a run goes on from, and what has changed since."""
+    if start.checkpoint and start.manifest:
+        yield "resumed", f"{start.checkpoint}, after step {start.manifest['step']}"
+        if run.resume != str(start.checkpoint) and (fault := fault_of_latest(start.checkpoint)):
+            yield "", f"the newest whole one, as {fault}"
+        program = version.change_since(start.manifest.get(VERSION))
+        for change in (*start.changes, program):
+            if change is not None:
+                yield "changed", change
+        if not start.manifest.get("data"):
+            yield "data", "not compared: the checkpoint does not say what it was trained on"
+    elif run.resume == "auto":
+        why = "fits" if start.passed_over else "yet"
+        yield "resumed", f"nothing: no checkpoint {why}, so this run starts anew"
+    if start.passed_over:
+        yield "passed over", start.passed_over
 
 
 def sum_up(run: Run, run_dir: Path, data: Data, report: ValidationReport | None, sample: str | None) -> None:

@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
-from app import __version__
 from app.cli.arguments import Typed, flags_first, with_sweep_folder
 from app.cli.completion import values_of
 from app.cli.overlaid import overlaid
 from app.cli.plan import main as plan
+from app.version import Version
 from tests.programs import run_forked
 
 ROOT = Path(__file__).parent.parent.parent
@@ -92,7 +92,7 @@ def test_a_run_tells_what_its_experiment_overlays(own: Path):
 
 def test_the_version_is_ours(own: Path):
     done = program(own, "--version")
-    assert (done.returncode, done.stdout) == (0, f"graphfold {__version__}\n")
+    assert (done.returncode, done.stdout) == (0, f"graphfold {Version.of().short}\n")
 
 
 @pytest.mark.parametrize(

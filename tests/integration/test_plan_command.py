@@ -22,6 +22,7 @@ from app.plan.figures import amount, compact, count_of, cut, figures, ranges, sh
 from app.plan.plan import Plan
 from app.plan.schedule import build_schedule
 from app.plan.suggest import Suggestion
+from app.version import VERSION, Version
 from scripts.plan_docs import CONSOLE, PICTURE, refreshed
 from tests.test_config import load
 
@@ -66,7 +67,8 @@ def test_everything_is_shown_and_written(capsys: pytest.CaptureFixture[str], tmp
     assert out.endswith(f"written: {', '.join(f'plan/{name}' for name in files)}\n")
     assert {path.name for path in (tmp_path / "plan").iterdir()} == {*files}
     written = json.loads((tmp_path / "plan/plan.json").read_text())
-    assert set(written) == {"layout", *SECTIONS, "verdict"}
+    assert set(written) == {VERSION, "layout", *SECTIONS, "verdict"}
+    assert written[VERSION] == Version.of().record()
     assert (tmp_path / "plan/timeline.png").read_bytes().startswith(b"\x89PNG")
 
 

@@ -26,6 +26,7 @@ from app.engine.run_folder import CONFIG, describe_run, note_end, plain
 from app.engine.start import Start, find_start
 from app.errors import ConfigError
 from app.plan.plan import Plan
+from app.version import Version
 from tests.distributed import run_distributed
 from tests.runs import make_run
 from tests.training import ROOT, composed, corpus_in, train_rank
@@ -65,7 +66,7 @@ def saved(folder: Path, run: Run | Json = RUN, time: float | None = None, step: 
     (checkpoint / MANIFEST).write_text(json.dumps(manifest | {"sha256": manifest_digest(manifest)}))
     (checkpoint.parent / LATEST).write_text(checkpoint.name)
     if isinstance(run, Run):
-        describe_run(Plan(run), folder)
+        describe_run(Plan(run), folder, Version("0.1.0", None, None))
     return checkpoint
 
 

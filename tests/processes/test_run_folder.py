@@ -45,6 +45,7 @@ from app.engine.sinks import Console, JsonLines
 from app.engine.start import Start, claim_start, find_start, preflight
 from app.errors import ConfigError
 from app.plan.plan import Plan
+from app.version import Version
 from tests.cases import chosen
 from tests.distributed import run_distributed
 from tests.processes.test_resume import FILE, RUN, saved
@@ -251,7 +252,7 @@ def test_a_folder_in_the_place_of_a_file(tmp_path: Path, name: str):
     (tmp_path / name).mkdir()
     with FolderLock() as lock, pytest.raises(ConfigError, match=f"Is a directory.*{name}"):
         lock.take(tmp_path)
-        describe_run(Plan(RUN), tmp_path)
+        describe_run(Plan(RUN), tmp_path, Version("0.1.0", None, None))
         begin_metrics(tmp_path, 3)
 
 
