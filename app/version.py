@@ -14,7 +14,8 @@ VERSION = "graphfold"  # key of a version in plan.json and in manifests of check
 SHORT = 10  # digits of a commit where a person reads it
 TIMEOUT_S = 5.0  # seconds that git may take
 # What a shell may have set for another repository.
-OTHERS = ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_COMMON_DIR", "GIT_OBJECT_DIRECTORY", "GIT_NAMESPACE")  # fmt: skip
+OTHERS = ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_COMMON_DIR",
+          "GIT_OBJECT_DIRECTORY", "GIT_NAMESPACE")  # fmt: skip
 # Nothing is written into the repository, and none of its programs run.
 GIT = ("git", "--no-optional-locks", "-c", "core.fsmonitor=false")
 

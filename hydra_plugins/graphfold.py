@@ -43,6 +43,7 @@ class TorchrunLauncher(Launcher):
         parser = OverridesParser.create()
         overrides = parser.parse_overrides(list(config.hydra.overrides.task))
         self.fixed = [each.get_key_element().lstrip("+~") for each in overrides if not each.is_sweep_override()]
+        self.log = config.log
         self.on_record = config.hydra.runtime.choices["hydra/sweeper"] == "grid"
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
@@ -51,4 +52,11 @@ class TorchrunLauncher(Launcher):
 
         if self.on_record:
             return run_jobs(self.script, self.folder, job_overrides, self.typed)
-        return run_trials(self.script, self.folder, job_overrides, self.typed, fixed=self.fixed)
+        return run_trials(
+            self.script,
+            self.folder,
+            job_overrides,
+            typed=self.typed,
+            fixed=self.fixed,
+            log=self.log,
+        )

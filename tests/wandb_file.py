@@ -1,4 +1,4 @@
-"""Reads the history rows of an offline Weights & Biases run: a LevelDB log of protobuf records behind a 7-byte header."""
+"""Reads an offline Weights & Biases run: a LevelDB log of protobuf messages behind 7 bytes."""
 
 from __future__ import annotations
 
@@ -29,12 +29,18 @@ def records(data: bytes) -> Iterator[bytes]:
             parts = []
 
 
-def history(run_dir: Path) -> list[dict[str, Any]]:
-    """Every logged row of the one offline run in `run_dir`."""
+def told(run_dir: Path, kind: str) -> list[Any]:
+    """The records of one kind of the one offline run in `run_dir`."""
     (file,) = (run_dir / "wandb").glob("offline-run-*/*.wandb")
-    rows = []
-    for data in records(file.read_bytes()):
-        record = wandb_internal_pb2.Record.FromString(data)
-        if record.WhichOneof("record_type") == "history":
-            rows.append({item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in record.history.item})
-    return rows
+    found = map(wandb_internal_pb2.Record.FromString, records(file.read_bytes()))
+    return [getattr(record, kind) for record in found if record.WhichOneof("record_type") == kind]
+
+
+def history(run_dir: Path) -> list[dict[str, Any]]:
+    """Every logged row."""
+    rows = (record.item for record in told(run_dir, "history"))
+    return [{_name(item): json.loads(item.value_json) for item in row} for row in rows]
+
+
+def _name(item: Any) -> str:
+    return item.key or "/".join(item.nested_key)

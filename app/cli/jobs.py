@@ -23,11 +23,12 @@ from statistics import median
 from typing import Any, TextIO
 
 from hydra.core.utils import JobReturn, JobStatus
+from omegaconf import DictConfig
 
 from app.cli.arguments import Typed, key_of, quoted
 from app.cli.parent import bound
 from app.cli.run_facts import clock, run_facts, settings
-from app.cli.sweep_record import JOB_LOG, Job, State, Sweep, locked
+from app.cli.sweep_record import JOB_LOG, Job, State, Sweep, left_to_sweep, locked
 from app.engine.run_folder import METRICS
 from app.errors import CLEAR, ConfigError
 from app.plan.figures import amount
@@ -56,11 +57,17 @@ def run_jobs(
 
 
 def run_trials(
-    script: str, folder: Path, job_overrides: Sequence[Sequence[str]], typed: Typed, fixed: Sequence[str]
+    script: str,
+    folder: Path,
+    job_overrides: Sequence[Sequence[str]],
+    *,
+    typed: Typed,
+    fixed: Sequence[str],
+    log: DictConfig,
 ) -> list[JobReturn]:
     """As `run_jobs`, for jobs that another sweeper has chosen: they are put on record first.
 
-    `fixed` are keys that all of them have the same value of.
+    `fixed` are keys that all of them have the same value of, and `log` is where they report to.
     """
     with locked(folder):
         asked = shlex.join(["python", Path(script).name, *sys.argv[1:]])
@@ -69,7 +76,9 @@ def run_trials(
         taken = len(sweep.jobs)
         jobs = [_job(folder, taken + n, each, fixed) for n, each in enumerate(job_overrides)]
         dataclasses.replace(sweep, jobs=(*sweep.jobs, *jobs)).save()
-        arguments = [[*job.overrides, "log.console=false"] for job in jobs]
+        left = left_to_sweep(log, sweep.name)
+        also = ["log.console=false", *(f"log.{key}={quoted(value)}" for key, value in left.items())]
+        arguments = [[*job.overrides, *also] for job in jobs]
         return run_jobs(script, folder, arguments, typed)
 
 

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequenc
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from types import FrameType
 
@@ -29,6 +30,7 @@ from app.cli.messages import RESUMABLE, readable_errors, trial_of
 from app.cli.overlaid import overlaid
 from app.cli.parent import bound, end_with_parent
 from app.cli.run_facts import run_facts
+from app.cli.sweep_record import left_to_sweep
 from app.cli.trial import Trial
 from app.config import Run
 from app.engine.address import LOOPBACK, loopback_address
@@ -185,6 +187,13 @@ def check_room(run: Run, gpus: int) -> None:
         )
 
 
+def check_packages(run: Run) -> None:
+    """Raise ConfigError when a package is missing that comes with an extra only."""
+    if run.log.tensorboard and find_spec("tensorboard") is None:
+        rule = "the package tensorboard is not installed"
+        raise ConfigError("log.tensorboard", True, rule, advice="pip install tensorboard")
+
+
 def check_host_memory(plan: Plan) -> None:
     """Raise ConfigError when a rank on the CPU keeps more between steps than this host has memory."""
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -240,6 +249,8 @@ def carry_out(run: Run, launch: Launch, script: str, env: MutableMapping[str, st
     """Train on this rank, or start the ranks that the layout asks for; returns the exit code. Raises ConfigError."""
     for name, value in {**launch.network(), **waiting_threads(env)}.items():
         env.setdefault(name, value)
+    if launch.rank == 0:
+        check_packages(run)
     # torch is loaded here, after the first mistakes have been reported.
     from app.engine.attempt import Attempt
     from app.engine.start import preflight, usable_gpus
@@ -346,7 +357,10 @@ def placed(config: DictConfig) -> DictConfig:
     """Give a job of another sweeper, which names no folder, one in the folder of its sweep."""
     if _in_sweep() and config.run_dir is None:
         hydra = HydraConfig.get()
-        config.run_dir = str(Path(hydra.sweep.dir) / str(hydra.job.num))
+        folder = Path(hydra.sweep.dir)
+        config.run_dir = str(folder / str(hydra.job.num))
+        for name, value in left_to_sweep(config.log, folder.resolve().name).items():
+            config.log[name] = value
     return config
 
 

@@ -33,7 +33,7 @@ from app.cli.report import report
 from app.cli.run_facts import flat, run_facts, settings
 from app.cli.submitted import how_it_ended, missing, submit, taken_back
 from app.cli.sweep_plan import Combination, combinations, folder_names, host_gpus
-from app.cli.sweep_record import Job, State, Sweep, locked
+from app.cli.sweep_record import Job, State, Sweep, left_to_sweep, locked
 from app.config import Run
 from app.engine.run_folder import CONFIG, holds_run, plain
 from app.errors import ConfigError
@@ -204,8 +204,9 @@ def job_arguments(sweep: Sweep, job: Job, run: Run) -> list[str]:
     """The overrides that a job is started with: its own, where it writes, and how it goes on."""
     run_dir = sweep.folder / job.folder
     where = [f"run_dir={quoted(run_dir)}", "log.console=false"]
-    group = [] if run.log.group else [f"log.group={quoted(sweep.name)}"]
-    return [*job.overrides, *where, *group, *["resume=auto"] * holds_run(run_dir)]
+    left = left_to_sweep(run.log, sweep.name)
+    told = (f"log.{key}={quoted(value)}" for key, value in left.items())
+    return [*job.overrides, *where, *told, *["resume=auto"] * holds_run(run_dir)]
 
 
 def _reloaded(folder: Path) -> Sweep:

@@ -17,7 +17,7 @@ from omegaconf import DictConfig, open_dict, read_write
 from app.choices import Device
 from app.cli.arguments import Typed
 from app.cli.compose import all_keys, load_run
-from app.cli.launch import GPU_DEVICES, check_room
+from app.cli.launch import GPU_DEVICES, check_packages, check_room
 from app.cli.messages import COMPOSING, explained, trial_of
 from app.cli.trial import Trial, tried
 from app.config import Run
@@ -131,12 +131,13 @@ def _trial(
 
 
 def check_host(run: Run, gpus: Sequence[int] | None) -> None:
-    """Raise ConfigError when this host has no room for the ranks, or a GPU for what a rank keeps.
+    """Raise ConfigError when this host lacks a package, room for the ranks, or memory for one.
 
     `hardware.gpu_memory_gib` counts before what the GPUs have; a run on the CPU without it is not held to any memory.
     """
     usable = () if gpus is None or run.train.device is Device.cpu else gpus
     if gpus is not None:
+        check_packages(run)
         check_room(run, len(usable))
     memory = run.hardware.gpu_memory_gib or (min(usable) / GIB if usable else None)
     if memory is None:

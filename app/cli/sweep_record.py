@@ -16,6 +16,9 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
+from omegaconf import DictConfig
+
+from app.config import LogConfig
 from app.errors import ConfigError
 
 RECORD = "sweep.json"
@@ -103,6 +106,12 @@ class Sweep:
             return None
         values = json.loads(path.read_text())
         return cls(folder, values["command"], values["began"], tuple(map(Job.from_json, values["jobs"])))
+
+
+def left_to_sweep(log: LogConfig | DictConfig, sweep: str) -> dict[str, str]:
+    """What tells Weights & Biases that a run is of the sweep of this name; not what `log` sets."""
+    values = {"group": sweep, "job_type": "sweep"}
+    return {name: value for name, value in values.items() if getattr(log, name) is None}
 
 
 @contextmanager

@@ -166,7 +166,9 @@ class LogConfig:
     wandb: bool = True  # a Weights & Biases run
     wandb_mode: WandbMode = WandbMode.offline  # where that run goes
     project: str = "graphfold"  # Weights & Biases project
-    group: str | None = None  # Weights & Biases group
+    group: str | None = None  # Weights & Biases group; null: of a job, its sweep's name
+    job_type: str | None = None  # Weights & Biases job type; null: train, of a job of a sweep sweep
+    tensorboard: bool = False  # events for TensorBoard, in the run folder
 
     def __post_init__(self) -> None:
         at_least("log", self, 1, "interval")

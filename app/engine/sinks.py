@@ -1,20 +1,20 @@
-"""Where reports go: the console, metrics.jsonl, Weights & Biases. Sinks get frozen reports and never the trainer."""
+"""Where reports go: the console and metrics.jsonl here, and what draws plots in `boards`.
+
+Sinks get frozen reports and never the trainer.
+"""
 
 from __future__ import annotations
 
 import json
 import os
-import re
 import sys
 import time
 from collections import deque
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from statistics import median
 from typing import Any, Protocol, TextIO
 
-from app.choices import WandbMode
 from app.config import Run
 from app.engine.live_line import LiveLine
 from app.engine.report import RollbackReport, StepReport, ValidationReport
@@ -23,7 +23,6 @@ from app.errors import ConfigError, warn, writing
 from app.plan.figures import count_of
 
 REDRAW_S = 0.1  # seconds between redraws of the progress line
-ID = re.compile(r"[A-Za-z0-9_.-]{1,64}")  # of a Weights & Biases run
 
 
 class Sink(Protocol):
@@ -40,6 +39,9 @@ class Sink(Protocol):
 
     def note(self, text: str) -> None:
         """Something to be read once."""
+
+    def sample(self, step: int, text: str) -> None:
+        """What the model writes when it has been trained."""
 
     def close(self) -> None:
         """When the run ends."""
@@ -79,6 +81,9 @@ class JsonLines:
 
     def note(self, text: str) -> None:
         """Not kept: files have numbers."""
+
+    def sample(self, step: int, text: str) -> None:
+        """Not kept."""
 
     def _write(self, metrics: dict[str, Any]) -> None:
         self._waiting += f"{json.dumps(metrics)}\n".encode()
@@ -167,6 +172,9 @@ class Console:
         """Print a line that stays."""
         self._keep(text)
 
+    def sample(self, step: int, text: str) -> None:
+        """Told when all is done, beside the result."""
+
     def _keep(self, line: str) -> None:
         if self.live is None:
             print(line, file=self.stream, flush=True)
@@ -190,80 +198,3 @@ def _clock(seconds: float) -> str:
     minutes, rest = divmod(int(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
-
-
-class Wandb:
-    """A Weights & Biases run in the run folder; a resumed run goes on under the same id."""
-
-    def __init__(self, run: Run, run_dir: Path, config: dict[str, Any]) -> None:
-        import wandb  # half a second, and only where it is wanted
-
-        self._forget = wandb.teardown
-        self.lost = False  # the service has died
-        id_file = run_dir / "wandb_id"
-        online = run.log.wandb_mode is WandbMode.online and _logged_in(wandb.login)
-        self.interval, self.total = run.log.interval, run.train.steps
-        self.run = wandb.init(
-            project=run.log.project,
-            group=run.log.group,
-            name=run_dir.name,
-            dir=run_dir,
-            config=config,
-            id=recorded_id(id_file),
-            mode="online" if online else "offline",
-            resume="allow" if online else None,
-            settings=wandb.Settings(silent=True, console="off"),
-        )
-        self.run.define_metric("*", step_metric="step")  # a resumed run may log a step again, which W&B's own counter refuses
-        id_file.write_text(self.run.id)
-
-    def step(self, report: StepReport) -> None:
-        """Log at the interval: the keys of docs/metrics.md, no others."""
-        if report.step % self.interval == 0 or report.step == self.total:
-            self._attempt(lambda: self.run.log(report.metrics()))
-
-    def validation(self, report: ValidationReport) -> None:
-        """Log a validation."""
-        self._attempt(lambda: self.run.log(report.metrics()))
-
-    def rollback(self, report: RollbackReport) -> None:
-        """Log that steps come again."""
-        self._attempt(lambda: self.run.log(report.metrics()))
-
-    def note(self, text: str) -> None:
-        """Not kept: metrics have the numbers."""
-
-    def close(self) -> None:
-        """Finish the run and its files."""
-        self._attempt(self.run.finish)
-
-    def _attempt(self, tell: Callable[[], None]) -> None:
-        # The W&B service is a process of its own: SLURM ends it together with the ranks, which still have a step to save.
-        if self.lost:
-            return
-        try:
-            tell()
-        except Exception as error:
-            self.lost = True
-            print(f"Weights & Biases has stopped recording ({error!r}); metrics.jsonl goes on", file=sys.stderr)
-            with suppress(Exception):
-                self._forget()  # or it fails once more when this process ends
-
-
-def recorded_id(file: Path) -> str | None:
-    """Id of the W&B run that goes on, None for a new one. Says so where the file holds no id."""
-    if not file.exists():
-        return None
-    text = file.read_bytes().decode(errors="replace")
-    if ID.fullmatch(text):
-        return text
-    warn(f"{file} holds no id of a Weights & Biases run, so a new one begins")
-    return None
-
-
-def _logged_in(login: Callable[..., bool]) -> bool:
-    """Whether the stored credentials work; says so when they do not, since the run is then recorded offline."""
-    known = login(prompt=False)
-    if not known:
-        print("log.wandb_mode=online, but nobody is logged in (`wandb login`): recording offline; `wandb sync` uploads it later.")
-    return known

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -19,6 +18,7 @@ from app.data.feed import Cursor, TrainFeed, ValidationFeed
 from app.engine.agreement import rank_zero_says
 from app.engine.attempt import Attempt
 from app.engine.bad_steps import DIVERGED, BadSteps, Diverged
+from app.engine.boards import TensorBoard, Wandb
 from app.engine.build import Engine, build_engine
 from app.engine.capture.facts import GraphFacts
 from app.engine.checkpoint import Progress, load_checkpoint
@@ -36,11 +36,10 @@ from app.engine.run_folder import (
     describe_run,
     forget_end,
     note_end,
-    plain,
     read_metrics,
 )
 from app.engine.signals import StopRequest, exit_code
-from app.engine.sinks import Console, JsonLines, Sink, Wandb
+from app.engine.sinks import Console, JsonLines, Sink
 from app.engine.start import Data, Start, choose_device, claim_start, load_all_data, look_once
 from app.engine.step import TrainingStep, Validation
 from app.engine.telling import telling
@@ -189,11 +188,11 @@ class Trainer:
             print_opening(self.engine, self.run_dir, self.start, self.version)
         with self.request.listening(), self._all_saved(), self._sinks() as sinks:
             validated = self._train(sinks)
+            text = None if self.stops else self._sample(sinks)
         rank_zero_says(self.engine.groups, lambda: self._check_files(sinks))
         if self.stops:
             self._say_farewell()
             return False
-        text = self._sample() if self.run.log.console else None
         if self.leads:
             sum_up(self.run, self.run_dir, self.data, validated, text)
             note_end(self.run_dir, self.progress.step)
@@ -291,7 +290,9 @@ class Trainer:
             return
         yield lambda: JsonLines(self.run_dir, gone=self.request.ask)
         if self.run.log.wandb:
-            yield lambda: Wandb(self.run, self.run_dir, plain(dataclasses.asdict(self.run)))
+            yield lambda: Wandb(self.engine.plan, self.run_dir, self.version)
+        if self.run.log.tensorboard:
+            yield lambda: TensorBoard(self.engine.plan, self.run_dir, self.progress.step)
         if self.run.log.console:
             yield lambda: Console(self.run, self.progress.step)
 
@@ -381,11 +382,16 @@ class Trainer:
         path = newest_checkpoint(self.run_dir) or self.start.checkpoint
         return path and (path, read_manifest(path))
 
-    def _sample(self) -> str | None:
-        """Text that continues the first tokens of the validation data; None when none is asked for."""
+    def _sample(self, sinks: Sequence[Sink]) -> str | None:
+        """Text that continues the first tokens of the validation data; None: nobody asks for it."""
+        log = self.run.log
+        if not (log.console or log.wandb or log.tensorboard):
+            return None
         prompt = next(iter(self.held_out)).tokens_BS[0, : max(1, self.run.train.seq_len // 2)].tolist()
         prompt = rank_zero_says(self.engine.groups, lambda: prompt)
         self.engine.watch.note("a sample")
         text = sample_text(self.engine, self.data.tokenizer, prompt, aloud=self.leads)
         self.engine.watch.rest("the end of the run")
+        for sink in sinks if text is not None else ():
+            sink.sample(self.progress.step, text)
         return text

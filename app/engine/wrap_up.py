@@ -11,6 +11,7 @@ import torch
 from app.config import Run
 from app.data.baseline import ngram_loss
 from app.data.packing import PackedSequences
+from app.engine.boards import TENSORBOARD
 from app.engine.build import Engine
 from app.engine.checkpoint_folder import fault_of_latest, newest_checkpoint
 from app.engine.fast_paths import graphs_line, slow_paths
@@ -22,6 +23,7 @@ from app.errors import writing
 from app.plan.summary import memory_line, summary_lines
 from app.version import VERSION, Version
 
+FILES = ("config.yaml", "plan.json", "metrics.jsonl", "loss.png")  # that every run writes
 BASELINE_TOKENS = 20_000_000  # most training tokens that the n-gram models count
 BASELINE_VOCAB = 1024  # larger vocabularies make an n-gram table that says little
 
@@ -79,7 +81,7 @@ def sum_up(run: Run, run_dir: Path, data: Data, report: ValidationReport | None,
     for name, value in (rows | baselines).items():
         print(f"  {name:<12}{value:7.3f}")
     print("\nWritten:")
-    paths = [run_dir / name for name in ("config.yaml", "plan.json", "metrics.jsonl", "loss.png", "wandb")]
+    paths = [run_dir / name for name in (*FILES, "wandb", TENSORBOARD)]
     for path in (*paths, newest_checkpoint(run_dir)):
         if path is not None and path.exists():
             print(f"  {path}")

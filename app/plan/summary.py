@@ -31,11 +31,15 @@ def summary_lines(plan: Plan) -> Iterator[tuple[str, str]]:
 
 def degrees(plan: Plan) -> str:
     """The degrees of parallelism that are above 1, data parallelism always: "dp 2, tp 4"."""
+    return ", ".join(f"{axis} {size}" for axis, size in degree_sizes(plan).items())
+
+
+def degree_sizes(plan: Plan) -> dict[str, int]:
+    """The same by axis."""
     layout, moe = plan.layout, plan.run.model.moe
     dense = {"dp": layout.dp, "tp": layout.tp, "cp": layout.cp, "pp": layout.pp}
     experts = {"ep": layout.ep, "etp": layout.expert_tp, "edp": layout.edp} if moe else {}
-    shown = {axis: size for axis, size in (dense | experts).items() if size > 1 or axis == "dp"}
-    return ", ".join(f"{axis} {size}" for axis, size in shown.items())
+    return {axis: size for axis, size in (dense | experts).items() if size > 1 or axis == "dp"}
 
 
 def memory_line(plan: Plan, gpu_memory: int) -> str:

@@ -14,12 +14,11 @@ from typing import Any
 
 import pytest
 from omegaconf import OmegaConf
-from wandb.proto import wandb_internal_pb2
 
 from app.engine.checkpoint_folder import newest_checkpoint
 from tests.cases import sampled
 from tests.training import wait_for
-from tests.wandb_file import records
+from tests.wandb_file import told
 
 ROOT = Path(__file__).parent.parent.parent
 TINY = ("model.num_layers=1", "model.hidden_size=32", "model.moe.ffn_hidden_size=32", "train.seq_len=32", "train.micro_batch=2",
@@ -101,7 +100,8 @@ def test_every_job_is_a_run_in_a_folder_of_its_own(six: tuple[Path, subprocess.C
     for name, ranks in names.items():
         config = OmegaConf.load(folder / name / "config.yaml")
         assert (config.parallel.world_size, config.model.vocab_size) == (ranks, 264)
-        assert (config.log.group, config.log.console, config.resume) == (folder.name, False, None)
+        assert (config.log.group, config.log.job_type) == (folder.name, "sweep")
+        assert (config.log.console, config.resume) == (False, None)
         assert [row["step"] for row in metrics(folder / name) if "loss" in row] == [1, 2, 3]
         assert newest_checkpoint(folder / name) is not None and (folder / name / "job.log").exists()
     losses = [[row["loss"] for row in metrics(folder / name) if "loss" in row] for name in names]
@@ -158,13 +158,8 @@ def test_ctrl_c_keeps_what_finished_and_the_same_command_goes_on(corpus: tuple[s
     steps = [row["step"] for row in metrics(tmp_path / "s/1_steps-40") if "loss" in row]
     assert steps == list(range(1, 41)) and OmegaConf.load(tmp_path / "s/1_steps-40/config.yaml").resume == "auto"
     assert 2 <= reached < 40
-    assert [wandb_group(tmp_path / "s" / name) for name in ("0_steps-2", "2_steps-3")] == ["s", "s"]
-
-
-def wandb_group(run_dir: Path) -> str:
-    (file,) = (run_dir / "wandb").glob("offline-run-*/*.wandb")
-    parsed = (wandb_internal_pb2.Record.FromString(data) for data in records(file.read_bytes()))
-    return next(record.run.run_group for record in parsed if record.WhichOneof("record_type") == "run")
+    runs = [told(tmp_path / "s" / name, "run")[0] for name in ("0_steps-2", "2_steps-3")]
+    assert [(each.run_group, each.job_type) for each in runs] == [("s", "sweep")] * 2
 
 
 def children(pid: int) -> list[int]:

@@ -152,12 +152,14 @@ def test_where_a_job_begins(tmp_path: Path):
     sweep, found = sweep_of(tmp_path / "it's", 2)
     job, run_dir = sweep.jobs[0], tmp_path / "it's" / sweep.jobs[0].folder
     anew = job_arguments(sweep, job, found[0].run)
-    assert anew == ["train.steps=2", f"run_dir={quoted(run_dir)}", "log.console=false", "log.group='it\\'s'"]
+    ours = ["log.group='it\\'s'", "log.job_type='sweep'"]
+    assert anew == ["train.steps=2", f"run_dir={quoted(run_dir)}", "log.console=false", *ours]
     finished_run(run_dir)
     assert job_arguments(sweep, job, found[0].run) == [*anew, "resume=auto"]
     (run_dir / "checkpoints/step-00000001").mkdir(parents=True)
     (run_dir / "checkpoints/latest").write_text("step-00000001")
-    assert job_arguments(sweep, job, load("log.group=mine")) == [*anew[:3], "resume=auto"]
+    own = load("log.group=mine", "log.job_type=ablation")
+    assert job_arguments(sweep, job, own) == [*anew[:3], "resume=auto"]
 
 
 def test_a_sweep_has_its_folder_alone_and_jobs_inherit_that(tmp_path: Path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import json
 import os
 import re
@@ -14,12 +15,14 @@ from typing import Any
 
 import pytest
 
+from app.engine.boards import NAMES
 from app.engine.checkpoint_folder import complete_checkpoints, newest_checkpoint
 from app.engine.report import RollbackReport, StepReport, ValidationReport
+from app.version import Version
 from tests.cases import sampled
 from tests.programs import run_forked
 from tests.training import TIMED, wait_for
-from tests.wandb_file import history
+from tests.wandb_file import history, told
 
 ROOT = Path(__file__).parent.parent.parent
 TINY = ("model.num_layers=2", "model.hidden_size=32", "model.moe.ffn_hidden_size=32", "train.seq_len=32", "train.micro_batch=2",
@@ -127,9 +130,27 @@ def test_metrics_that_are_asked_for(tmp_path: Path, corpus: str):
 def test_wandb_run_reads_back(whole: tuple[Path, str]):
     rows = history(whole[0])
     expected = {row["step"]: row["loss"] for row in metrics(whole[0]) if "loss" in row and row["step"] % 2 == 0}
-    assert {row["step"]: row["loss"] for row in rows if "loss" in row} == pytest.approx(expected)
+    found = {row["step"]: row["train/loss"] for row in rows if "train/loss" in row}
+    assert found == pytest.approx(expected)
     keys = {key for row in rows for key in row if not key.startswith("_")}
-    assert keys <= {*StepReport.__dataclass_fields__, *ValidationReport.__dataclass_fields__}
+    assert {key for key in keys if not key.startswith("sample/")} <= {"step", *NAMES.values()}
+    (board,) = told(whole[0], "run")
+    assert (board.job_type, board.run_group) == ("train", "")
+    assert list(board.tags) == ["layout=dp1", "schedule=none", "graphs=none"]
+    config = {item.key: json.loads(item.value_json) for item in board.config.update}
+    assert config["model"]["hidden_size"] == 32 and config["graphfold"] == Version.of().record()
+
+
+def test_wandb_has_the_sample_and_the_plan(whole: tuple[Path, str]):
+    folder, output = whole
+    (files,) = (folder / "wandb").glob("offline-run-*/files")
+    (row,) = (row for row in history(folder) if "sample/path" in row)
+    page = html.unescape((files / row["sample/path"]).read_text())
+    sample = re.search(r"▶\):\n(.*?)\n\nResult", output, re.DOTALL)[1]
+    assert "▶" in sample and sample in page and row["step"] == 12
+    assert {each.path for record in told(folder, "files") for each in record.files} >= {"plan.json"}
+    assert (files / "plan.json").read_bytes() == (folder / "plan.json").read_bytes()
+    assert not (files / "plan.json").is_symlink(), "the run folder may be moved before an upload"
 
 
 def test_resume_is_exact(whole: tuple[Path, str], tmp_path: Path, corpus: str):

@@ -18,8 +18,8 @@ import torch
 import yaml
 
 from app.data.sources import file_sum
+from app.engine.boards import recorded_id
 from app.engine.checkpoint_folder import CHECKPOINTS, MANIFEST, manifest_digest
-from app.engine.sinks import recorded_id
 from app.engine.synced import write_synced
 from tests.cases import chosen
 from tests.programs import run_forked

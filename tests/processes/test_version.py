@@ -121,7 +121,11 @@ def test_changes_are_told():
     assert NEW.change_since(OLD.record()) == (
         "graphfold: 0.1.0, commit aaaaaaaaaa -> 0.2.0, commit bbbbbbbbbb, with uncommitted changes"
     )
-    assert replace(OLD, dirty=True).change_since(OLD.record()).endswith("aaa, with uncommitted changes")
+    assert (
+        replace(OLD, dirty=True)
+        .change_since(OLD.record())
+        .endswith("aaa, with uncommitted changes")
+    )
     assert NONE.change_since(OLD.record()).endswith("-> 0.1.0, no git checkout")
 
 

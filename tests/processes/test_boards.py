@@ -1,0 +1,263 @@
+"""Weights & Biases and TensorBoard: what they are told, and a package that is missing."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+import sys
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from omegaconf import OmegaConf
+
+from app.cli import jobs, launch
+from app.cli.sweep_plan import check_host
+from app.cli.sweep_record import Sweep, left_to_sweep
+from app.config import Run
+from app.engine.boards import NAMES, PANELS, TENSORBOARD, TensorBoard, in_panels, tags
+from app.engine.report import RollbackReport, StepReport, ValidationReport
+from app.engine.run_folder import read_metrics
+from app.errors import ConfigError
+from app.plan.plan import Plan
+from tests.distributed import run_distributed
+from tests.training import ROOT, composed, corpus_in, train_rank
+
+METRICS = {
+    field.name
+    for report in (StepReport, ValidationReport, RollbackReport)
+    for field in dataclasses.fields(report)
+}
+
+
+def test_every_metric_has_its_panel():
+    assert sorted(key for keys in PANELS.values() for key in keys) == sorted(METRICS - {"step"})
+    assert list(PANELS) == ["train", "val", "perf", "memory", "moe", "graphs"]
+    assert NAMES["loss"] == "train/loss" and NAMES["graph_count"] == "graphs/graph_count"
+    report = ValidationReport(3, 2.5, 64, time=7.0)
+    assert in_panels(report) == {"val/val_loss": 2.5, "val/val_tokens": 64, "perf/time": 7.0}
+
+
+def test_the_panels_are_documented():
+    page = (ROOT / "docs/metrics.md").read_text()
+    rows = re.findall(r"^\| `(\w+)/` \| (.*) \|$", page, re.MULTILINE)
+    assert {panel: tuple(re.findall(r"`(\w+)`", keys)) for panel, keys in rows} == PANELS
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        ((), ("layout=dp1", "schedule=none", "graphs=none")),
+        (
+            ("parallel=dp2", "cuda_graph=full_iteration"),
+            ("layout=dp2-edp2", "schedule=none", "graphs=full_iteration"),
+        ),
+        (
+            ("parallel.pp=2", "parallel.dp=2", "parallel.ep=2", "cuda_graph=attn"),
+            ("layout=dp2-pp2-ep2", "schedule=1f1b", "graphs=attn"),
+        ),
+        (("cuda_graph=layer",), ("layout=dp1", "schedule=none", "graphs=layer")),
+        (
+            ("cuda_graph=partial",),
+            ("layout=dp1", "schedule=none", "graphs=attn+mlp+moe_router+moe_preprocess"),
+        ),
+    ],
+)
+def test_tags_tell_runs_apart(overrides: tuple[str, ...], expected: tuple[str, ...]):
+    found = tags(Plan(composed((*overrides, "train.global_batch=32"), None)))
+    assert found == expected and all(len(tag) <= 64 for tag in found), "more than W&B takes"
+
+
+def test_tags_of_the_largest_layout_are_short_enough():
+    found = tags(Plan(composed(("+experiment=deepseek_v3_2048", "cuda_graph=partial"), None)))
+    assert found[0] == "layout=dp32-tp2-cp2-pp16-ep64-edp2" and all(len(tag) <= 64 for tag in found)
+
+
+# TensorBoard.
+
+Events = dict[str, list[tuple[int, Any]]]  # name -> (step, value)
+
+
+class Writer:
+    """Takes what torch's SummaryWriter takes, and writes it into a file."""
+
+    def __init__(self, folder: Path, purge_step: int, flush_secs: int) -> None:
+        folder.mkdir(exist_ok=True)
+        self.file = folder / "events.jsonl"
+        self._write("purged", purge_step, 0)
+
+    def _write(self, *event: Any) -> None:
+        with self.file.open("a") as file:
+            file.write(json.dumps(event) + "\n")
+
+    def add_scalar(self, name: str, value: float, step: int) -> None:
+        assert isinstance(value, float | int)
+        self._write(name, value, step)
+
+    def add_text(self, name: str, text: str, step: int) -> None:
+        self._write(f"{name}/text_summary", text, step)
+
+    def close(self) -> None:
+        self._write("closed", True, 0)
+
+
+def written(folder: Path) -> Events:
+    found = defaultdict(list)
+    for line in (folder / "events.jsonl").read_text().splitlines():
+        name, value, step = json.loads(line)
+        found[name].append((step, value))
+    return found
+
+
+def read_by_tensorboard(folder: Path) -> Events:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(folder))
+    events.Reload()
+    found = {
+        name: [(each.step, each.value) for each in events.Scalars(name)]
+        for name in events.Tags()["scalars"]
+    }
+    for name in events.Tags()["tensors"]:
+        texts = (
+            (each.step, each.tensor_proto.string_val[0].decode()) for each in events.Tensors(name)
+        )
+        found[name] = list(texts)
+    return found
+
+
+def stand_in() -> None:
+    sys.modules["torch.utils.tensorboard"] = SimpleNamespace(SummaryWriter=Writer)
+
+
+def recorded_run(rank: int, run: Run, prepare: Callable[[], None]) -> None:
+    prepare()
+    train_rank(rank, run, {})
+
+
+def check_run(folder: Path, prepare: Callable[[], None], read: Callable[[Path], Events]) -> Events:
+    """A run of two steps that goes on for two, against its metrics.jsonl; returns its events."""
+    corpus = corpus_in(folder / "corpus")
+    for steps, resume in ((2, "null"), (4, "auto")):
+        settings = (f"train.steps={steps}", f"run_dir={folder}/run", f"resume={resume}",
+                    "log.interval=2", "train.sample_tokens=3", "log.tensorboard=true",
+                    "checkpoint.interval=1")  # fmt: skip
+        run_distributed(recorded_run, 1, composed((*corpus, *settings), 1), prepare)
+    events = read(folder / "run" / TENSORBOARD)
+    for key, name in NAMES.items():
+        rows = [row for row in read_metrics(folder / "run") if key in row]
+        at_interval = [row for row in rows if row["step"] % 2 == 0]
+        expected = [(row["step"], row[key]) for row in at_interval]
+        assert [step for step, _ in events.get(name, [])] == [step for step, _ in expected]
+        for (_, found), (_, value) in zip(events.get(name, []), expected, strict=True):
+            assert found == pytest.approx(value, rel=1e-6)
+    assert len(events["train/loss"]) == 2 and events["val/val_loss"][0][0] == 0
+    samples = events["sample/text_summary"]
+    assert [step for step, _ in samples] == [2, 4]
+    assert all(line.startswith("    ") for _, text in samples for line in text.split("\n"))
+    assert "▶" in samples[0][1]
+    return events
+
+
+def test_tensorboard_gets_what_metrics_have(tmp_path: Path):
+    events = check_run(tmp_path, stand_in, written)
+    assert [value for _, value in events["purged"]] == [0, 3] and len(events["closed"]) == 2
+
+
+def test_tensorboard_reads_what_is_written(tmp_path: Path):
+    """With the package itself, which the extra `test` brings along."""
+    pytest.importorskip("tensorboard")
+    check_run(tmp_path, lambda: None, read_by_tensorboard)
+
+
+@pytest.fixture
+def board(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TensorBoard:
+    monkeypatch.setitem(
+        sys.modules, "torch.utils.tensorboard", SimpleNamespace(SummaryWriter=Writer)
+    )
+    return TensorBoard(Plan(composed((), None)), tmp_path, from_step=5)
+
+
+def test_steps_that_come_again_are_hidden(board: TensorBoard, tmp_path: Path):
+    board.rollback(RollbackReport(3, rollback_from=6, rollbacks=1))
+    board.close()
+    events = written(tmp_path / TENSORBOARD)
+    assert [value for _, value in events["purged"]] == [6, 4] and len(events["closed"]) == 2
+    assert events["train/rollback_from"] == [(3, 6)]
+
+
+def test_training_goes_on_where_a_board_fails(
+    board: TensorBoard, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+):
+    board._writer.file = tmp_path / "gone/events.jsonl"
+    for step in (1, 2):
+        board.validation(ValidationReport(step, 2.5, 64))
+    board.sample(2, "text")
+    board.close()
+    said = capfd.readouterr().err
+    assert said.startswith("train.py: TensorBoard has stopped recording (FileNotFoundError(")
+    assert said.count("\n") == 1 and "metrics.jsonl goes on" in said
+
+
+def test_a_missing_package_is_one_line_before_anything_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(launch, "find_spec", lambda name: None)
+    run = composed(("log=tensorboard", "train.device=cpu"), None)
+    alone = launch.Launch(0, 0, None)
+    said = (
+        "^log.tensorboard=true: the package tensorboard is not installed; pip install tensorboard$"
+    )
+    with pytest.raises(ConfigError, match=said):
+        launch.carry_out(run, alone, "train.py", {})
+    with pytest.raises(ConfigError, match=said):
+        check_host(run, ())
+    check_host(run, None)  # jobs run elsewhere
+    launch.check_packages(composed(("log=wandb",), None))
+    assert list(tmp_path.iterdir()) == []
+
+
+# Sweeps in Weights & Biases.
+
+
+def test_a_run_says_of_which_sweep_it_is_unless_told_otherwise():
+    log = OmegaConf.create({"group": None, "job_type": None})
+    assert left_to_sweep(log, "s") == {"group": "s", "job_type": "sweep"}
+    assert left_to_sweep(composed(("log.group=mine",), None).log, "s") == {"job_type": "sweep"}
+
+
+def test_jobs_of_other_sweepers_are_of_their_sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    started: list[list[str]] = []
+    monkeypatch.setattr(
+        jobs, "run_jobs", lambda script, folder, overrides, typed: started.extend(overrides)
+    )
+    log = OmegaConf.create({"group": None, "job_type": "search"})
+    trials = (["optim.lr=1"], ["optim.lr=2"])
+    jobs.run_trials("train.py", tmp_path / "s", trials, typed=None, fixed=(), log=log)
+    assert [line[-2:] for line in started] == [["log.console=false", "log.group='s'"]] * 2
+    on_record = Sweep.load(tmp_path / "s").jobs
+    assert all(
+        tuple(line[: len(job.overrides)]) == job.overrides
+        for line, job in zip(started, on_record, strict=True)
+    )
+
+
+def test_submitted_jobs_of_other_sweepers_are_of_their_sweep(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    hydra = SimpleNamespace(
+        sweep=SimpleNamespace(dir=str(tmp_path / "s")), job=SimpleNamespace(num=7)
+    )
+    monkeypatch.setattr(launch, "_in_sweep", lambda: True)
+    monkeypatch.setattr(launch, "HydraConfig", SimpleNamespace(get=lambda: hydra))
+    config = OmegaConf.create({"run_dir": None, "log": {"group": None, "job_type": None}})
+    placed = launch.placed(config)
+    assert placed.run_dir == str(tmp_path / "s/7")
+    assert placed.log == {"group": "s", "job_type": "sweep"}
+    given = OmegaConf.create({"run_dir": "x", "log": {"group": None, "job_type": None}})
+    assert launch.placed(given).log.group is None, "our sweeper has said all"
