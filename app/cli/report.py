@@ -150,7 +150,8 @@ def print_table(report: Report, stream: TextIO) -> None:
 def as_csv(report: Report) -> str:
     """Every figure at full precision, one line per run."""
     text = StringIO()
-    measured = ("step", "steps", "tokens", "tokens_per_s", "tflops_per_gpu", "memory_peak_gib", "loss", "val_loss")
+    measured = ("step", "steps", "tokens", "tokens_per_s", "tflops_per_gpu", "memory_peak_gib",
+                "memory_planned_gib", "loss", "val_loss")  # fmt: skip
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(("run", "overrides", "state", "reason", "seconds", *measured))
     for row in report.rows:

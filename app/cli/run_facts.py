@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -13,7 +14,8 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from app.engine.checkpoint_folder import newest_checkpoint
-from app.engine.run_folder import CONFIG, read_metrics
+from app.engine.run_folder import CONFIG, PLAN, read_metrics
+from app.plan.plan import GIB
 
 PLACE = ("run_dir", "resume", "log.", "parallel.world_size")  # where a run writes and how it was started, not what it does
 
@@ -29,6 +31,8 @@ class RunFacts:
     tokens_per_s: float | None  # all ranks; median over the second half of the steps
     tflops_per_gpu: float | None  # model TFLOP/s per rank; likewise
     memory_peak_gib: float | None  # of the rank that needed most
+    memory_planned_gib: float | None  # the same as plan.json has it, tensors on a GPU only
+    on_gpu: bool  # whether the peak is of tensors on a GPU; otherwise of the process's memory
     loss: float | None  # of the last step, nats per token
     val_loss: float | None  # of the last validation, nats per token
     curve: tuple[tuple[int, float], ...]  # (step, loss) of every step
@@ -59,6 +63,8 @@ def run_facts(run_dir: Path) -> RunFacts:
         tokens_per_s=_steady(trained, "tokens_per_s"),
         tflops_per_gpu=_steady(trained, "tflops_per_gpu"),
         memory_peak_gib=max((row["memory_peak_gib"] for row in trained if "memory_peak_gib" in row), default=None),
+        memory_planned_gib=_planned_gib(run_dir),
+        on_gpu=any("memory_reserved_gib" in row for row in trained),
         loss=last.get("loss"),
         val_loss=validations[-1][1] if validations else None,
         curve=tuple((row["step"], row["loss"]) for row in trained),
@@ -93,6 +99,14 @@ def _finished(run_dir: Path, asked: dict[str, Any], validations: tuple[tuple[int
         return False
     newest = newest_checkpoint(run_dir)
     return not saves or (newest is not None and int(re.sub(r"\D", "", newest.name)) >= steps)
+
+
+def _planned_gib(run_dir: Path) -> float | None:
+    try:
+        ranks = json.loads((run_dir / PLAN).read_text())["memory"]
+        return max(rank["allocated"] for rank in ranks) / GIB
+    except (OSError, ValueError, LookupError, TypeError):
+        return None  # a run that wrote no plan, or none of this form
 
 
 def _steady(trained: list[dict[str, Any]], key: str) -> float | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import csv
+import html
 import json
 import re
 import statistics
@@ -14,7 +15,7 @@ from typing import Any
 import pytest
 
 from app.cli.report import COLUMNS, main, read_report
-from app.cli.report_page import POINTS, thinned
+from app.cli.report_page import POINTS, alike, shown, thinned
 from app.cli.run_facts import clock, run_facts
 from app.cli.sweep_record import Job, State, Sweep
 
@@ -29,6 +30,12 @@ log: {{group: g{layers}}}
 run_dir: /x/{layers}
 resume: null
 """
+
+
+def write_plan(folder: Path, *gib: float) -> None:
+    """What a run writes before it starts: bytes of tensors of each pipeline rank."""
+    ranks = [{"allocated": each * 2**30, "total": 99} for each in gib]
+    (folder / "plan.json").write_text(json.dumps({"memory": ranks}))
 
 
 def write_run(folder: Path, loss: float, layers: int = 2, steps: int = 6, taken: int = 6, saves: int = 0) -> Path:
@@ -77,6 +84,16 @@ class Page(HTMLParser):
     def handle_data(self, data: str) -> None:
         if "td" in self.open:
             self.cells[-1] += data
+
+
+def pictures(folder: Path) -> list[str]:
+    """The pictures of a folder's page, as SVG with its words as text."""
+    addresses = Page((folder / "report.html").read_text()).addresses
+    return [base64.b64decode(address.partition(",")[2]).decode() for address in addresses]
+
+
+def words(picture: str) -> list[str]:
+    return [html.unescape(text) for text in re.findall(r"<text[^>]*>([^<]*)</text>", picture)]
 
 
 @pytest.fixture
@@ -177,10 +194,10 @@ def test_the_page_is_whole_and_needs_no_network(sweep: Path):
     assert "failed: boom <b>&amp;" in page.cells  # as it was told, not as markup
     assert "7 runs: 4 done, 1 failed, 1 skipped, 1 interrupted" in text
     assert "Begun 2026-01-02 03:04:05 by <code>python train.py -m x=0,1 &#x27;y=&lt;1&gt;&#x27;</code>" in text
-    assert len(page.addresses) == 2 and all(address.startswith("data:image/svg+xml;base64,") for address in page.addresses)
+    assert len(page.addresses) == 3 and all(address.startswith("data:image/svg+xml;base64,") for address in page.addresses)
     assert not re.search(r"https?:|url\(|@import|<script|<link", text)
-    losses, rates = (base64.b64decode(address.partition(",")[2]).decode() for address in page.addresses)
-    assert "nats per token" in losses and "tokens/s" in rates
+    losses, rates, memory = pictures(sweep)
+    assert "nats per token" in losses and "tokens/s" in rates and "GiB at the peak" in memory
     colours = re.findall(r'background:(#\w+|transparent)"></span>(x=\d)', text)
     assert [name for colour, name in colours if colour == "transparent"] == ["x=2", "x=3"]
     drawn = [colour for colour, _ in colours if colour != "transparent"]
@@ -231,3 +248,78 @@ def test_mistakes(
 
 def test_help(capsys: pytest.CaptureFixture[str]):
     assert main(["--help"]) == 0 and "report.html" in capsys.readouterr().out
+
+
+# Memory, and runs that lie over each other.
+
+
+def test_memory_stands_beside_what_was_planned(runs: Path):
+    write_plan(runs / "a", 0.25, 1.375, 1.0)
+    for broken in ("{", "[]", '{"memory": []}', '{"memory": [{"total": 1}]}', '{"memory": 3}'):
+        (runs / "b/plan.json").write_text(broken)
+        assert run_facts(runs / "b").memory_planned_gib is None
+    assert run_facts(runs / "a").memory_planned_gib == 1.375  # of the rank that needs most
+    assert main([str(runs)]) == 0
+    told = {row["run"]: (row["memory_peak_gib"], row["memory_planned_gib"]) for row in table(runs)}
+    assert told == {"a": ("1.5", "1.375"), "b": ("1.5", ""), "c": ("1.5", "")}
+    memory = words(pictures(runs)[2])
+    assert [memory.count(text) for text in ("1.50", "1.38")] == [3, 1]
+    assert {"measured", "planned", "model.num_layers=2"} <= set(memory)
+
+
+def test_memory_on_the_cpu_is_said_to_be_more(tmp_path: Path):
+    run_dir = write_run(tmp_path / "a", loss=2.0)
+    assert main([str(tmp_path)]) == 0
+    (axis,) = (text for text in words(pictures(tmp_path)[2]) if text.startswith("GiB"))
+    assert axis.startswith("GiB at the peak; on the CPU all memory of the process")
+    metrics = run_dir / "metrics.jsonl"
+    metrics.write_text(metrics.read_text().replace('"memory_peak_gib"', '"memory_reserved_gib": 9, "memory_peak_gib"'))
+    assert main([str(tmp_path)]) == 0 and "GiB at the peak" in words(pictures(tmp_path)[2])
+
+
+def test_without_measured_memory_there_is_no_picture_of_it(tmp_path: Path):
+    metrics = write_run(tmp_path / "a", loss=2.0) / "metrics.jsonl"
+    metrics.write_text(metrics.read_text().replace("memory_peak_gib", "x"))
+    assert main([str(tmp_path)]) == 0 and len(pictures(tmp_path)) == 2
+
+
+def legend(folder: Path) -> list[str]:
+    """The runs that the legend of the losses names."""
+    return [text for text in words(pictures(folder)[0]) if text.startswith("model.num_layers=")]
+
+
+def test_runs_with_the_same_curve_take_turns(tmp_path: Path):
+    for number, loss in enumerate((2.0, 2.0 + 1e-6, 3.0)):
+        write_run(tmp_path / f"{number}", loss=loss, layers=number + 1)
+    assert main([str(tmp_path)]) == 0
+    same = ["model.num_layers=1", "model.num_layers=2 (same curve)"]
+    assert legend(tmp_path) == [*same, "model.num_layers=3"]
+    dashed = re.findall(r"stroke-dasharray: ([\d.]+),([\d.]+); stroke-dashoffset: ([\d.]+)", pictures(tmp_path)[0])
+    assert len(dashed) == 2, "the line of the third is whole"
+    (on, off, first), (_, _, second) = (map(float, each) for each in dashed)
+    assert on == off == abs(first - second), "each shows where the other does not"
+
+
+def test_of_many_runs_the_legend_names_the_ends_and_the_same(tmp_path: Path):
+    for number in range(12):
+        write_run(tmp_path / f"{number:02}", loss=3 + max(number, 1) / 10, layers=number + 1)
+    assert main([str(tmp_path)]) == 0
+    ends = "model.num_layers=1", "model.num_layers=12"
+    assert legend(tmp_path) == [ends[0], "model.num_layers=2 (same curve)", ends[1]]
+
+
+def test_curves_lie_over_each_other_where_both_are():
+    nan = float("nan")
+    one = [(1, 5.0), (2, 4.0), (3, 3.0)]
+    near, longer = [(1, 5.01), (2, 4.0), (3, 2.99)], [*one, (4, 0.0)]
+    assert alike([one, near, longer], least=0.02) == [[0, 1, 2]]
+    assert alike([one, near, longer], least=0.005) == [[0, 2], [1]]
+    assert alike([one, [(3, 3.0), (4, 2.0)], [(7, 1.0)], []], least=0.1) == [[0], [1], [2], [3]]
+    assert alike([[(1, nan), (2, nan)]] * 2, least=0.1) == [[0], [1]]
+
+
+def test_the_fall_of_the_first_steps_is_not_all_that_is_shown():
+    fall = [(step, 100.0 / step) for step in range(1, 101)]
+    assert shown([fall, [(1, 7.0), (100, 9.5)]]) == (1.0, 9.5)
+    assert shown([[(1, float("nan")), (2, 3.0)], [(5, 4.0)]]) == (3.0, 4.0)
+    assert shown([[], [(0, 5.0)]]) == (0.0, 0.0)
