@@ -25,7 +25,7 @@ class Version:
     """What records say of the program that has written them."""
 
     version: str  # of the package
-    commit: str | None  # of the checkout, 40 digits; None: it runs from none
+    commit: str | None  # of the checkout, 40 digits; None: it runs from none, or git cannot tell
     dirty: bool | None  # whether tracked files of the checkout differ from that commit
 
     @classmethod
@@ -51,7 +51,7 @@ class Version:
 
     def _text(self, digits: int | None) -> str:
         if self.commit is None:
-            return f"{self.version}, no git checkout"
+            return f"{self.version}, commit not known"
         changes = ", with uncommitted changes" if self.dirty else ""
         return f"{self.version}, commit {str(self.commit)[:digits]}{changes}"
 
@@ -73,7 +73,9 @@ class Version:
 def _git(folder: Path, *command: str) -> str | None:
     """What git prints in a folder, None where it fails or there is none."""
     unset = (word for name in OTHERS for word in ("-u", name))
-    line = ("env", *unset, *GIT, "-C", str(folder), *command)
+    # As in a container git may find that the checkout is another user's; its code runs already.
+    ours = f"safe.directory={folder.resolve().parent}"
+    line = ("env", *unset, *GIT, "-c", ours, "-C", str(folder), *command)
     try:
         done = subprocess.run(
             line, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=TIMEOUT_S

@@ -92,6 +92,21 @@ def test_a_shell_that_works_on_another_repository(tmp_path: Path, monkeypatch: p
     assert Version.of(package) == Version(__version__, commit, False)
 
 
+def test_a_checkout_of_another_user_is_ours_if_we_run_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    package = checkout_in(tmp_path / "clone")
+    deeper = checkout_in(tmp_path / "clone/lib").parent  # not a repository of its own
+    shutil.rmtree(deeper / ".git")
+    git(tmp_path / "clone", "add", ".")
+    git(tmp_path / "clone", "commit", "-m", "second")
+    commit = git(package, "rev-parse", "HEAD")
+    assert Version.of(deeper / "app").commit == commit
+    monkeypatch.setenv("GIT_TEST_ASSUME_DIFFERENT_OWNER", "1")  # what git's own tests set
+    assert Version.of(package).commit == commit
+    assert Version.of(deeper / "app") == NONE, "a repository farther up may be anybody's"
+
+
 @pytest.mark.parametrize("programs", [(), ("env",)])
 def test_without_git_nothing_is_said_of_a_commit(
     programs: tuple[str, ...],
@@ -104,7 +119,7 @@ def test_without_git_nothing_is_said_of_a_commit(
         (tmp_path / name).symlink_to(shutil.which(name) or "")
     monkeypatch.setenv("PATH", str(tmp_path))
     assert Version.of(package) == NONE and capfd.readouterr() == ("", "")
-    assert str(NONE) == f"{__version__}, no git checkout"
+    assert str(NONE) == f"{__version__}, commit not known"
 
 
 def test_a_git_that_hangs_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -126,7 +141,7 @@ def test_changes_are_told():
         .change_since(OLD.record())
         .endswith("aaa, with uncommitted changes")
     )
-    assert NONE.change_since(OLD.record()).endswith("-> 0.1.0, no git checkout")
+    assert NONE.change_since(OLD.record()).endswith("-> 0.1.0, commit not known")
 
 
 @pytest.mark.parametrize("record", [[], "x", 3, {}, {"commit": 7}, {"version": [], "more": {}}])
