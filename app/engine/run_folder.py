@@ -164,7 +164,7 @@ def identity(path: Path | int) -> tuple[int, int] | None:
 
 
 def describe_run(plan: Plan, folder: Path, version: Version) -> None:
-    """Write config.yaml and plan.json, which begin with the program's version. Raises ConfigError."""
+    """Write config.yaml and plan.json, the program's version first. Raises ConfigError."""
     config = OmegaConf.to_yaml(OmegaConf.create(plain(dataclasses.asdict(plan.run))))
     planned = {VERSION: version.record(), **plan_json(plan)}
     with writing(folder):

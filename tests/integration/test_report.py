@@ -194,7 +194,8 @@ def test_the_page_is_whole_and_needs_no_network(sweep: Path):
     assert "failed: boom <b>&amp;" in page.cells  # as it was told, not as markup
     assert "7 runs: 4 done, 1 failed, 1 skipped, 1 interrupted" in text
     assert "Begun 2026-01-02 03:04:05 by <code>python train.py -m x=0,1 &#x27;y=&lt;1&gt;&#x27;</code>" in text
-    assert len(page.addresses) == 3 and all(address.startswith("data:image/svg+xml;base64,") for address in page.addresses)
+    inside = "data:image/svg+xml;base64,"
+    assert [address.startswith(inside) for address in page.addresses] == [True] * 3
     assert not re.search(r"https?:|url\(|@import|<script|<link", text)
     losses, rates, memory = pictures(sweep)
     assert "nats per token" in losses and "tokens/s" in rates and "GiB at the peak" in memory
@@ -273,7 +274,8 @@ def test_memory_on_the_cpu_is_said_to_be_more(tmp_path: Path):
     (axis,) = (text for text in words(pictures(tmp_path)[2]) if text.startswith("GiB"))
     assert axis.startswith("GiB at the peak; on the CPU all memory of the process")
     metrics = run_dir / "metrics.jsonl"
-    metrics.write_text(metrics.read_text().replace('"memory_peak_gib"', '"memory_reserved_gib": 9, "memory_peak_gib"'))
+    on_gpu = '"memory_reserved_gib": 9, "memory_peak_gib"'
+    metrics.write_text(metrics.read_text().replace('"memory_peak_gib"', on_gpu))
     assert main([str(tmp_path)]) == 0 and "GiB at the peak" in words(pictures(tmp_path)[2])
 
 
@@ -294,7 +296,8 @@ def test_runs_with_the_same_curve_take_turns(tmp_path: Path):
     assert main([str(tmp_path)]) == 0
     same = ["model.num_layers=1", "model.num_layers=2 (same curve)"]
     assert legend(tmp_path) == [*same, "model.num_layers=3"]
-    dashed = re.findall(r"stroke-dasharray: ([\d.]+),([\d.]+); stroke-dashoffset: ([\d.]+)", pictures(tmp_path)[0])
+    dashes = r"stroke-dasharray: ([\d.]+),([\d.]+); stroke-dashoffset: ([\d.]+)"
+    dashed = re.findall(dashes, pictures(tmp_path)[0])
     assert len(dashed) == 2, "the line of the third is whole"
     (on, off, first), (_, _, second) = (map(float, each) for each in dashed)
     assert on == off == abs(first - second), "each shows where the other does not"
