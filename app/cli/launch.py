@@ -30,6 +30,7 @@ from app.cli.messages import RESUMABLE, readable_errors, trial_of
 from app.cli.overlaid import overlaid
 from app.cli.parent import bound, end_with_parent
 from app.cli.run_facts import run_facts
+from app.cli.slurm_step import end_with_daemon
 from app.cli.sweep_record import left_to_sweep
 from app.cli.trial import Trial
 from app.config import Run
@@ -94,9 +95,10 @@ class Launch:
         return cls(0, 0, None, one_host=True, **job)
 
     def end_with_launcher(self, parent: int) -> None:
-        """Have this process end with the launcher that has started it, process `parent`, if one has."""
+        """Have this process end with its launcher, process `parent`, if it has one, and SLURM's daemon."""
         if self.launched:
             end_with_parent(parent)
+        end_with_daemon()
 
     def network(self) -> dict[str, str]:
         """Variables that keep gloo and NCCL from listening to other hosts, where all ranks are on this one."""

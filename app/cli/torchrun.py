@@ -9,9 +9,11 @@ too. Ctrl-C once more kills them. A mistake or a stop is final: `--max-restarts`
 from __future__ import annotations
 
 from app.cli.ctrl_c import stop_quietly
+from app.cli.slurm_step import end_with_daemon
 
 if __name__ == "__main__":
     stop_quietly("torchrun")  # the imports take seconds
+    end_with_daemon()
 
 import errno
 import logging

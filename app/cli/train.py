@@ -25,6 +25,8 @@ from app.rules import check_runnable
 def main(config: DictConfig) -> float | None:
     """Compose, check, and train on this rank, or start the ranks that the layout asks for; returns the best loss."""
     launch = Launch.from_environment(os.environ)  # here, since submitit pickles this function and calls it in a job
+    if launch.submitted:
+        launch.end_with_launcher(os.getppid())
     with settled(launch), mistakes_told(launch, sys.argv[1:]):
         run = check_runnable(load_run(placed(config), launch.world_size))
         return ended(run, carry_out(run, launch, __file__, os.environ))
