@@ -222,6 +222,17 @@ def test_mistake_is_found_before_ranks_start(tmp_path: Path, corpus: str):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize(
+    "name", sampled(("metrics.jsonl", "config.yaml", "plan.json", "metrics.tmp"), 4)
+)
+def test_a_folder_in_the_place_of_a_file_costs_a_line(tmp_path: Path, corpus: str, name: str):
+    (tmp_path / "run" / name).mkdir(parents=True)
+    line = command(corpus, "train.steps=4", "run_dir=run", "resume=auto")
+    done = run_forked(tmp_path, line)
+    assert done.returncode == 2 and done.stderr.count("\n") == 1
+    assert done.stderr.startswith("train.py: run_dir=run: cannot be used: Is a directory")
+
+
 @pytest.mark.full
 def test_mistake_of_launched_ranks_is_told_once(tmp_path: Path, corpus: str):
     """torchrun adds a report of its own; ours is one line of rank 0."""
@@ -237,27 +248,40 @@ ENDS = [
     ("starter", signal.SIGKILL, "start"),
     ("starter", signal.SIGTERM, "steps"),
     ("starter", signal.SIGINT, "steps"),
+    ("plain torchrun", signal.SIGKILL, "steps"),
 ]
 
 
-@pytest.mark.parametrize(("who", "number", "phase"), sampled(ENDS, 5))
+@pytest.mark.parametrize(("who", "number", "phase"), sampled(ENDS, len(ENDS)))
 def test_no_rank_outlives_its_starter(
-    tmp_path: Path, corpus: str, who: str, number: int, phase: str
+    tmp_path: Path, corpus: str, who: str, number: signal.Signals, phase: str
 ):
-    """Whoever of the processes above the ranks ends, and however; with a signal to it alone."""
-    line = command(corpus, "parallel.dp=2", "train.steps=100000", "run_dir=run")
-    starter = subprocess.Popen(line, cwd=tmp_path, stdout=subprocess.DEVNULL)
+    """Whoever of the processes above the ranks ends, and however; with a signal to it alone.
+
+    One that asks them to stop has them save, wherever it comes from.
+    """
+    processes = 2 if who == "plain torchrun" else 1
+    settings = ("parallel.dp=2", "train.steps=100000", "run_dir=run")
+    line = command(corpus, *settings, processes=processes)
+    with (tmp_path / "said").open("wb") as said:
+        starter = subprocess.Popen(line, cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=said)
     if phase == "steps":
         wait_for(lambda: newest_checkpoint(tmp_path / "run") is not None)
     else:
         wait_for(lambda: len(list(descendants(starter.pid))) >= 3)
     below = list(descendants(starter.pid))
-    os.kill(starter.pid if who == "starter" else below[0], number)
+    os.kill(below[0] if who == "launcher" else starter.pid, number)
     code = starter.wait(timeout=60)
-    assert len(below) >= 3
-    wait_for(lambda: not any(Path(f"/proc/{pid}").exists() for pid in below), seconds=20)
+    assert len(below) >= (2 if processes == 2 else 3)
+    wait_for(lambda: not any(Path(f"/proc/{pid}").exists() for pid in below), seconds=10)
     codes = {"launcher": 128 + number, signal.SIGTERM: 75, signal.SIGINT: 130}
     assert code == codes.get(who, codes.get(number, -number))
+    if number != signal.SIGKILL:
+        named = {signal.SIGTERM: "SIGTERM", signal.SIGINT: "Ctrl-C"}[number]
+        newest = newest_checkpoint(tmp_path / "run")
+        step, told = int(newest.name.removeprefix("step-")), (tmp_path / "said").read_text()
+        stopped = f"train.py: stopped by {named} after step {step}, saved run/checkpoints/"
+        assert told.startswith(f"{stopped}{newest.name}; ")
 
 
 def descendants(pid: int) -> Iterator[int]:

@@ -102,7 +102,11 @@ except ValueError as error:
 
 
 def test_another_program_at_the_address_of_a_store_is_named(program: int):
-    """In a process of its own: what has asked torch for an answer waits for it to its end."""
+    """In a process of its own: what has asked torch for an answer waits for it to its end.
+
+    Without the shorter wait that it has here, within a minute.
+    """
+    assert meeting.CONNECT_S + meeting.ANSWER_S < 60
     line = [sys.executable, "-c", JOIN, str(program)]
     done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, timeout=60)
     rule = "what listens there on 127.0.0.1 is another program: it does not answer as a store"
