@@ -1,4 +1,6 @@
-"""Train a language model: `python train.py --help` explains the choices. The program is app/cli/train.py."""
+"""Train a language model: `python train.py --help` explains the choices. The program is
+app/cli/train.py.
+"""
 
 from app.cli.commands import train
 

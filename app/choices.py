@@ -18,7 +18,8 @@ class DispatcherKind(Enum):
     auto = "auto"  # local when ep = 1, otherwise all_to_all
     local = "local"  # every expert on this rank
     all_to_all = "all_to_all"  # exchange of uneven parts among the expert-parallel ranks
-    all_gather = "all_gather"  # every expert-parallel rank sees all tokens and takes those of its experts
+    # every expert-parallel rank sees all tokens and takes those of its experts
+    all_gather = "all_gather"
 
 
 class DropPolicy(Enum):
@@ -39,12 +40,15 @@ class Balance(Enum):
 class ScheduleName(Enum):
     """Order of forwards and backwards within a step; docs/plan.md shows each."""
 
-    auto = "auto"  # none without pipeline ranks, 1f1b with one stage per rank, interleaved with several
+    # none without pipeline ranks, 1f1b with one stage per rank, interleaved with several
+    auto = "auto"
     none = "none"  # F0 B0 F1 B1 …: no pipeline
     gpipe = "gpipe"  # all forwards, then all backwards
-    locals()["1f1b"] = "1f1b"  # one forward and one backward in turn; no Python name, but what the user types
+    # one forward and one backward in turn; no Python name, but what the user types
+    locals()["1f1b"] = "1f1b"
     interleaved = "interleaved"  # the same over several stages per rank
-    zero_bubble_h1 = "zero_bubble_h1"  # 1f1b with gradients of weights computed where the pipeline would idle
+    # 1f1b with gradients of weights computed where the pipeline would idle
+    zero_bubble_h1 = "zero_bubble_h1"
     zero_bubble_v = "zero_bubble_v"  # the same over two stages per rank that lie in a V
 
 
@@ -52,7 +56,8 @@ class CpComm(Enum):
     """What context-parallel ranks exchange for attention."""
 
     all_gather = "all_gather"  # keys and values of the whole sequence to every rank
-    all_to_all = "all_to_all"  # queries, keys and values, so that every rank has whole sequences of a part of the heads
+    # queries, keys and values, so that every rank has whole sequences of a part of the heads
+    all_to_all = "all_to_all"
 
 
 class GraphImpl(Enum):
@@ -84,7 +89,8 @@ class GraphKey(Enum):
 class Recompute(Enum):
     """Parts of a layer whose values are computed again in backward instead of being kept."""
 
-    attn_core = "attn_core"  # heads, rotary positions and softmax attention, from the projected queries, keys and values
+    # heads, rotary positions and softmax attention, from the projected queries, keys and values
+    attn_core = "attn_core"
     norm = "norm"  # outputs of both norms
     mlp_act = "mlp_act"  # activation of dense feed-forwards
     experts_act = "experts_act"  # activation of routed experts
@@ -141,11 +147,14 @@ class Normalize(Enum):
     """What the summed token losses are divided by."""
 
     token = "token"  # valid tokens of the whole step: all microbatches and data-parallel ranks
-    microbatch = "microbatch"  # each microbatch by its own valid tokens, then the mean over microbatches
+    # each microbatch by its own valid tokens, then the mean over microbatches
+    microbatch = "microbatch"
 
 
 class BadStep(Enum):
-    """What follows a step whose loss or gradient norm is not finite; its update is skipped in any case."""
+    """What follows a step whose loss or gradient norm is not finite; its update is skipped in
+    any case.
+    """
 
     skip = "skip"  # go on with the next batches
     stop = "stop"  # end the run

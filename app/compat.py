@@ -1,4 +1,6 @@
-"""One place for names that differ between the supported versions of torch (2.11 and newer), or that are not public."""
+"""One place for names that differ between the supported versions of torch (2.11 and newer), or
+that are not public.
+"""
 
 from __future__ import annotations
 
@@ -14,10 +16,14 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-def all_gather(output: Tensor, shard: Tensor, group: dist.ProcessGroup, wait: bool = True) -> dist.Work | None:
-    """Fill `output` with the equal `shard`s of all ranks of `group`, in rank order; both contiguous.
+def all_gather(
+    output: Tensor, shard: Tensor, group: dist.ProcessGroup, wait: bool = True
+) -> dist.Work | None:
+    """Fill `output` with the equal `shard`s of all ranks of `group`, in rank order; both
+    contiguous.
 
-    Without `wait` it goes on beside what follows, until the work that is returned has been waited for.
+    Without `wait` it goes on beside what follows, until the work that is returned has been waited
+    for.
     """
     if group.size() > 1:
         return _all_gather(output.view(-1), shard.view(-1), group=group, async_op=not wait)
@@ -26,8 +32,11 @@ def all_gather(output: Tensor, shard: Tensor, group: dist.ProcessGroup, wait: bo
     return None
 
 
-def reduce_scatter(shard: Tensor, buffer: Tensor, group: dist.ProcessGroup, wait: bool = True) -> dist.Work | None:
-    """Sum `buffer` over all ranks of `group` and leave this rank's equal part in `shard`; both contiguous.
+def reduce_scatter(
+    shard: Tensor, buffer: Tensor, group: dist.ProcessGroup, wait: bool = True
+) -> dist.Work | None:
+    """Sum `buffer` over all ranks of `group` and leave this rank's equal part in `shard`; both
+    contiguous.
 
     `wait` as in `all_gather`.
     """
@@ -45,7 +54,9 @@ def all_reduce(tensor: Tensor, group: dist.ProcessGroup) -> None:
 
 
 def all_to_all(parts: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Send part p of the first dimension, which has one per rank, to rank p of `group`; returns what came, in rank order."""
+    """Send part p of the first dimension, which has one per rank, to rank p of `group`; returns
+    what came, in rank order.
+    """
     arrived = torch.empty_like(parts)
     dist.all_to_all_single(arrived, parts, group=group)
     return arrived
@@ -69,7 +80,9 @@ def flight_records() -> list[dict[str, Any]]:
 
 
 def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """total += left · right; on a GPU sums of more bits than the matrices have are rounded once, inside the product."""
+    """total += left · right; on a GPU sums of more bits than the matrices have are rounded once,
+    inside the product.
+    """
     if total.is_cuda and total.dtype != left.dtype:
         torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
     else:  # equal types need no such product, and CPUs have none
@@ -77,9 +90,13 @@ def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
 
 
 def unowned(tensor: Tensor) -> Tensor:
-    """A tensor on the same GPU memory that does not keep it from being freed, as memory of a CUDA graph's pool needs it."""
+    """A tensor on the same GPU memory that does not keep it from being freed, as memory of a
+    CUDA graph's pool needs it.
+    """
     storage = tensor.untyped_storage()
     # Private, but the only way to a storage without an owner; torch's own graph trees go it too.
-    memory = torch._C._construct_storage_from_data_pointer(storage.data_ptr(), tensor.device, storage.nbytes())
+    memory = torch._C._construct_storage_from_data_pointer(
+        storage.data_ptr(), tensor.device, storage.nbytes()
+    )
     alias = torch.empty((), dtype=tensor.dtype, device=tensor.device)
     return alias.set_(memory, tensor.storage_offset(), tensor.shape, tensor.stride())

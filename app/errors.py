@@ -47,7 +47,7 @@ class ConfigError(ValueError):
     """A mistake of the user's: which key, what value, which rule, and what may work instead.
 
     nearest: a value of the key, `Instead`, `FirstOf`, or a tuple of such alternatives. Until
-    somebody has tried them (app.cli.trial) they are guesses, and told as such.
+    somebody has tried them (app.cli.options.trial) they are guesses, and told as such.
     guess: the word that this one may be a slip of. advice: what to do where no value helps, as an
     imperative.
     """
@@ -63,8 +63,13 @@ class ConfigError(ValueError):
         advice: str | None = None,
         tried: bool = False,
     ) -> None:
-        self.key, self.value, self.rule, self.nearest = key, value, rule, nearest
-        self.guess, self.advice, self.tried = guess, advice, tried
+        self.key = key
+        self.value = value
+        self.rule = rule
+        self.nearest = nearest
+        self.guess = guess
+        self.advice = advice
+        self.tried = tried
         super().__init__(f"{key}={typed(value)}: {rule}{self._hint()}")
 
     def __reduce__(self) -> tuple[object, ...]:
@@ -164,7 +169,9 @@ def nearest_divisors(value: int, of: int, key: str | None = None) -> tuple[First
 
 
 def nearest_multiples(value: int, of: int, key: str | None = None) -> tuple[FirstOf, ...]:
-    """The positive multiples of `of` around `value`, nearest first; of another `key` where given."""
+    """The positive multiples of `of` around `value`, nearest first; of another `key` where
+    given.
+    """
     below = value // of * of
     return _of_key(key, [below] if below > 0 else [], [below + of])
 

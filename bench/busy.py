@@ -3,8 +3,8 @@
     python bench/busy.py [--steps 40] [--rounds 3] [--out FILE] [NAME=VALUE …]
 
 Each NAME=VALUE is an environment, such as OMP_WAIT_POLICY=passive, which is measured beside what
-`python train.py` sets itself and the threads' own default (GOMP_SPINCOUNT=300000); all take turns in
-every round, alone, beside one busy process per core and beside four. Prints medians and spreads,
+`python train.py` sets itself and the threads' own default (GOMP_SPINCOUNT=300000); all take turns
+in every round, alone, beside one busy process per core and beside four. Prints medians and spreads,
 and ratios against the default of the same round.
 """
 
@@ -33,7 +33,12 @@ def measured(setting: str, steps: int, folder: Path) -> float:
     env = {name: value for name, value in os.environ.items() if name not in VARIABLES}
     env |= dict([setting.split("=")]) if setting else {}
     line = [sys.executable, str(ROOT / "train.py"), f"train.steps={steps}", "log=none"]
-    line += ["checkpoint=none", "train.eval_interval=0", "train.eval_sequences=8", f"run_dir={folder}"]
+    line += [
+        "checkpoint=none",
+        "train.eval_interval=0",
+        "train.eval_sequences=8",
+        f"run_dir={folder}",
+    ]
     subprocess.run(line, env=env, check=True, capture_output=True)
     rows = [json.loads(text) for text in (folder / "metrics.jsonl").read_text().splitlines()]
     speeds = [row["tokens_per_s"] for row in rows if "tokens_per_s" in row]
@@ -43,7 +48,9 @@ def measured(setting: str, steps: int, folder: Path) -> float:
 @contextmanager
 def busy(processes: int) -> Iterator[None]:
     """So many processes that do nothing but compute."""
-    started = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(processes)]
+    started = [
+        subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(processes)
+    ]
     try:
         yield
     finally:
@@ -76,12 +83,17 @@ def show(found: dict[int, dict[str, list[float]]]) -> None:
             ratio = statistics.median(s / b for s, b in zip(speeds, base, strict=True))
             spread = f"{min(speeds):,.0f} to {max(speeds):,.0f}"
             name = setting or "(python train.py)"
-            print(f"  {name:<28}{statistics.median(speeds):>10,.0f} tokens/s  {spread:>20}  {ratio:5.2f}")
+            print(
+                f"  {name:<28}{statistics.median(speeds):>10,.0f} tokens/s  {spread:>20}  "
+                f"{ratio:5.2f}"
+            )
 
 
 def main() -> None:
     """Measure, print, write."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
     parser.add_argument("settings", nargs="*", metavar="NAME=VALUE")
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--rounds", type=int, default=3)
@@ -90,7 +102,10 @@ def main() -> None:
     found = rounds([THREADS_OWN, OURS, *args.settings], args.steps, args.rounds)
     show(found)
     if args.out:
-        args.out.write_text(json.dumps({"cores": len(os.sched_getaffinity(0)), "tokens_per_s": found}, indent=1) + "\n")
+        args.out.write_text(
+            json.dumps({"cores": len(os.sched_getaffinity(0)), "tokens_per_s": found}, indent=1)
+            + "\n"
+        )
 
 
 if __name__ == "__main__":

@@ -1,12 +1,15 @@
-"""Graphfold against a peer on the same GPUs in the same call: docs/benchmarks.md says what is held equal.
+"""Graphfold against a peer on the same GPUs in the same call: docs/benchmarks.md says what is held
+equal.
 
-    python bench/compare.py --peer PEER.py --model smallmoe --graphs none,partial,full_iteration --json OUT [overrides …]
+    python bench/compare.py --peer PEER.py --model smallmoe --graphs none,partial,full_iteration
+    --json OUT [overrides …]
 
-Every setting runs in fresh processes, ours and the peer's in turn, and all of that `--rounds` times. Overrides are for ours
-alone. Ours are those of bench/throughput.py. PEER.py is started by torchrun with `--model`, `--mbs`, `--gbs`, `--seq`,
-`--iters`, `--skip`, `--graph`, `--balance` and the degrees of parallelism, and ends by printing one line of JSON: `step_ms`,
-`tok_s_gpu`, `tflops_gpu`, `alloc_gib`, `reserved_gib`, `loss`. Prints one table. A run that fails is a row that says why, and
-the exit code is then 1.
+Every setting runs in fresh processes, ours and the peer's in turn, and all of that `--rounds`
+times. Overrides are for ours alone. Ours are those of bench/throughput.py. PEER.py is started by
+torchrun with `--model`, `--mbs`, `--gbs`, `--seq`, `--iters`, `--skip`, `--graph`, `--balance` and
+the degrees of parallelism, and ends by printing one line of JSON: `step_ms`, `tok_s_gpu`,
+`tflops_gpu`, `alloc_gib`, `reserved_gib`, `loss`. Prints one table. A run that fails is a row that
+says why, and the exit code is then 1.
 """
 
 from __future__ import annotations
@@ -29,10 +32,10 @@ from typing import Any
 
 import torch
 
-from app.cli.compose import load_overrides
-from app.cli.messages import readable_errors
+from app.cli.options.compose import load_overrides
+from app.cli.options.messages import readable_errors
 from app.config import Run
-from app.plan.flops import flops_per_token
+from app.plan.cost.flops import flops_per_token
 
 BENCH = Path(__file__).resolve().parent
 MODELS = {  # the peer's name of a model -> our overrides
@@ -42,11 +45,29 @@ MODELS = {  # the peer's name of a model -> our overrides
     "moe": ("+experiment=smallmoe", "model=qwen3_30b_a3b", "model.moe.aux_loss_coeff=0.001"),
 }
 LIKE_PEER = ("optim.decay=constant", "optim.warmup_steps=0", "optim.weight_decay=0.01")
-PEER_GRAPHS = {"none": "none", "attn": "attn", "partial": "partial", "full_iteration": "full"}  # our option -> the peer's
-PEER_ENV = {"NVTE_USE_CUTLASS_GROUPED_GEMM": "1"}  # grouped products of Transformer Engine in one kernel: its fastest
-ENV = ("CUDA_", "CUBLAS", "CUDNN", "NCCL_", "NVTE_", "OMP_", "PYTORCH_", "TORCH_")  # beginnings of what is recorded
-COLUMNS = ("who", "model", "setting", "step ms", "rounds", "tokens/s", "TFLOP/s", "x peer", "alloc GiB", "reserved GiB",
-           "load", "loss", "graphs", "pool GiB", "capture s")  # fmt: skip
+# our option -> the peer's
+PEER_GRAPHS = {"none": "none", "attn": "attn", "partial": "partial", "full_iteration": "full"}
+# grouped products of Transformer Engine in one kernel: its fastest
+PEER_ENV = {"NVTE_USE_CUTLASS_GROUPED_GEMM": "1"}
+# beginnings of what is recorded
+ENV = ("CUDA_", "CUBLAS", "CUDNN", "NCCL_", "NVTE_", "OMP_", "PYTORCH_", "TORCH_")
+COLUMNS = (
+    "who",
+    "model",
+    "setting",
+    "step ms",
+    "rounds",
+    "tokens/s",
+    "TFLOP/s",
+    "x peer",
+    "alloc GiB",
+    "reserved GiB",
+    "load",
+    "loss",
+    "graphs",
+    "pool GiB",
+    "capture s",
+)
 
 GRACE = 60  # seconds for torchrun to end its ranks
 LEFT = 3  # columns of text, the others are of numbers
@@ -102,7 +123,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for setting in settings:
             setting.rounds.append(measure(setting, run, args.timeout))
             said = setting.rounds[-1].error or f"{setting.rounds[-1].step_ms:.1f} ms"
-            print(f"round {number + 1}: {setting.who} {setting.model} {label(setting)}: {said}", file=sys.stderr, flush=True)
+            print(
+                f"round {number + 1}: {setting.who} {setting.model} {label(setting)}: {said}",
+                file=sys.stderr,
+                flush=True,
+            )
             if args.json:
                 args.json.write_text(json.dumps(record(settings, run), indent=1) + "\n")
     tflop = flops_per_token(run.model, run.train.seq_len) / 1e12
@@ -112,22 +137,36 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def read_arguments(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
     """The choices of a call, and our overrides."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--peer", type=Path, required=True, help="the peer's script")
     parser.add_argument("--model", choices=MODELS, default="smallmoe")
     parser.add_argument("--layers", type=int, help="fewer of them, on both sides")
     parser.add_argument("--graphs", default="none", help="our options of cuda_graph, by commas")
-    parser.add_argument("--peer-graphs", help="the peer's choices of --graph; those that go with ours unless given")
-    parser.add_argument("--force-balance", action="store_true", help="all settings once more with tokens dealt to the experts")
+    parser.add_argument(
+        "--peer-graphs", help="the peer's choices of --graph; those that go with ours unless given"
+    )
+    parser.add_argument(
+        "--force-balance",
+        action="store_true",
+        help="all settings once more with tokens dealt to the experts",
+    )
     parser.add_argument("--gpus", type=int, default=1)
-    parser.add_argument("--parallel", default="", help="degrees for both sides: pp=2,vpp=2,ep=2; with tp say etp too")
+    parser.add_argument(
+        "--parallel",
+        default="",
+        help="degrees for both sides: pp=2,vpp=2,ep=2; with tp say etp too",
+    )
     parser.add_argument("--seq", type=int, default=4096, help="tokens per sequence")
     parser.add_argument("--mbs", type=int, default=2, help="sequences per microbatch")
     parser.add_argument("--gbs", type=int, default=8, help="sequences per step")
     parser.add_argument("--steps", type=int, default=20, help="of every run")
     parser.add_argument("--skip", type=int, default=10, help="first ones that are not counted")
     parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--timeout", type=float, default=300, help="seconds after which a run has failed")
+    parser.add_argument(
+        "--timeout", type=float, default=300, help="seconds after which a run has failed"
+    )
     parser.add_argument("--json", type=Path, help="everything measured, written after every run")
     return parser.parse_known_args(arguments)
 
@@ -140,15 +179,36 @@ def degrees(args: argparse.Namespace) -> list[list[str]]:
 def ours(args: argparse.Namespace, overrides: Sequence[str]) -> list[str]:
     """Our overrides of all settings."""
     layers = [f"model.num_layers={args.layers}"] if args.layers else []
-    sizes = (f"train.seq_len={args.seq}", f"train.micro_batch={args.mbs}", f"train.global_batch={args.gbs}")
-    return [*MODELS[args.model], *layers, *sizes, *(f"parallel.{name}={value}" for name, value in degrees(args)), *overrides]
+    sizes = (
+        f"train.seq_len={args.seq}",
+        f"train.micro_batch={args.mbs}",
+        f"train.global_batch={args.gbs}",
+    )
+    return [
+        *MODELS[args.model],
+        *layers,
+        *sizes,
+        *(f"parallel.{name}={value}" for name, value in degrees(args)),
+        *overrides,
+    ]
 
 
 def theirs(args: argparse.Namespace) -> list[str]:
     """The peer's arguments of all settings."""
-    values = {"model": args.model, "layers": args.layers, "seq": args.seq, "mbs": args.mbs, "gbs": args.gbs}
+    values = {
+        "model": args.model,
+        "layers": args.layers,
+        "seq": args.seq,
+        "mbs": args.mbs,
+        "gbs": args.gbs,
+    }
     values |= dict(degrees(args)) | {"iters": args.steps, "skip": args.skip}
-    return [text for name, value in values.items() if value is not None for text in (f"--{name}", str(value))]
+    return [
+        text
+        for name, value in values.items()
+        if value is not None
+        for text in (f"--{name}", str(value))
+    ]
 
 
 def launcher(gpus: int) -> tuple[str, ...]:
@@ -159,20 +219,55 @@ def launcher(gpus: int) -> tuple[str, ...]:
 def all_settings(args: argparse.Namespace, overrides: Sequence[str]) -> Iterator[Setting]:
     """Ours and the peer's in turn."""
     own = args.graphs.split(",")
-    peer = args.peer_graphs.split(",") if args.peer_graphs else [PEER_GRAPHS[graph] for graph in own if graph in PEER_GRAPHS]
+    peer = (
+        args.peer_graphs.split(",")
+        if args.peer_graphs
+        else [PEER_GRAPHS[graph] for graph in own if graph in PEER_GRAPHS]
+    )
     start = launcher(args.gpus)
-    worker = (*start, str(BENCH / "throughput.py"), "ours", f"--steps={args.steps}", f"--skip={args.skip}")
-    peer_env = PEER_ENV | ({"CUDA_DEVICE_MAX_CONNECTIONS": "1"} if int(dict(degrees(args)).get("tp", 1)) > 1 else {})
-    own_env = {"PYTHONPATH": os.pathsep.join(filter(None, (str(BENCH.parent), os.environ.get("PYTHONPATH"))))}
+    worker = (
+        *start,
+        str(BENCH / "throughput.py"),
+        "ours",
+        f"--steps={args.steps}",
+        f"--skip={args.skip}",
+    )
+    peer_env = PEER_ENV | (
+        {"CUDA_DEVICE_MAX_CONNECTIONS": "1"} if int(dict(degrees(args)).get("tp", 1)) > 1 else {}
+    )
+    own_env = {
+        "PYTHONPATH": os.pathsep.join(
+            filter(None, (str(BENCH.parent), os.environ.get("PYTHONPATH")))
+        )
+    }
     for balanced in (False, True) if args.force_balance else (False,):
         even = ("model.moe.force_balance=true",) if balanced else ()
         for place in range(max(len(own), len(peer))):
             for graph in own[place : place + 1]:
                 chosen = (*ours(args, overrides), *LIKE_PEER, f"cuda_graph={graph}", *even)
-                yield Setting("ours", args.model, graph, balanced, (*worker, *chosen), own_env)
+                yield Setting(
+                    "ours",
+                    args.model,
+                    graph,
+                    balanced=balanced,
+                    command=(*worker, *chosen),
+                    env=own_env,
+                )
             for graph in peer[place : place + 1]:
-                chosen = (*theirs(args), "--graph", graph, *(("--balance", "1") if balanced else ()))
-                yield Setting("peer", args.model, graph, balanced, (*start, str(args.peer), *chosen), peer_env)
+                chosen = (
+                    *theirs(args),
+                    "--graph",
+                    graph,
+                    *(("--balance", "1") if balanced else ()),
+                )
+                yield Setting(
+                    "peer",
+                    args.model,
+                    graph,
+                    balanced=balanced,
+                    command=(*start, str(args.peer), *chosen),
+                    env=peer_env,
+                )
 
 
 def measure(setting: Setting, run: Run, timeout: float) -> Round:
@@ -183,14 +278,23 @@ def measure(setting: Setting, run: Run, timeout: float) -> Round:
         if code:
             return Round(error=why(stderr, code), details={"stderr": stderr[-4000:]})
         try:
-            return our_round(Path(folder, "ours.json").read_text()) if out else peer_round(stdout, run)
+            return (
+                our_round(Path(folder, "ours.json").read_text()) if out else peer_round(stdout, run)
+            )
         except (ValueError, LookupError, OSError) as error:
-            return Round(error=f"no figures: {type(error).__name__}: {error}", details={"stdout": stdout[-4000:]})
+            return Round(
+                error=f"no figures: {type(error).__name__}: {error}",
+                details={"stdout": stdout[-4000:]},
+            )
 
 
-def start_and_wait(command: Sequence[str], env: Mapping[str, str], timeout: float) -> tuple[int, str, str]:
+def start_and_wait(
+    command: Sequence[str], env: Mapping[str, str], timeout: float
+) -> tuple[int, str, str]:
     """Exit code, stdout and stderr; all processes are gone afterwards."""
-    inherited = {name: value for name, value in os.environ.items() if name != "CUDA_DEVICE_MAX_CONNECTIONS"}
+    inherited = {
+        name: value for name, value in os.environ.items() if name != "CUDA_DEVICE_MAX_CONNECTIONS"
+    }
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     process = subprocess.Popen(command, env=inherited | dict(env), **pipes)
     try:
@@ -203,7 +307,9 @@ def start_and_wait(command: Sequence[str], env: Mapping[str, str], timeout: floa
 
 
 def _end(process: subprocess.Popen[str]) -> None:
-    """torchrun that is told to stop ends its ranks; killed at once, it would leave them on the GPUs."""
+    """torchrun that is told to stop ends its ranks; killed at once, it would leave them on the
+    GPUs.
+    """
     if process.poll() is None:
         process.terminate()
         try:
@@ -214,8 +320,12 @@ def _end(process: subprocess.Popen[str]) -> None:
 
 
 def why(stderr: str, code: int) -> str:
-    """The line of a failed run's stderr that tells most: its last error, else its last line; without torchrun's own report."""
-    before = re.split(r"^.*torch/distributed/elastic/.*$", stderr, maxsplit=1, flags=re.MULTILINE)[0]
+    """The line of a failed run's stderr that tells most: its last error, else its last line;
+    without torchrun's own report.
+    """
+    before = re.split(r"^.*torch/distributed/elastic/.*$", stderr, maxsplit=1, flags=re.MULTILINE)[
+        0
+    ]
     lines = [re.sub(r"^\[rank\d+\]:\s*", "", line).strip() for line in before.splitlines()]
     errors = [line for line in lines if re.match(r"[\w.]*(Error|Exception|Interrupt)\b", line)]
     return [f"exit code {code}", *filter(None, lines), *errors][-1]
@@ -228,25 +338,37 @@ def our_round(text: str) -> Round:
         said["step_ms"],
         said["tokens_per_s"],
         said.get("memory_peak_gib"),
-        said.get("memory_reserved_peak_gib"),
-        said.get("moe_load_mean"),
-        said["last_loss"],
-        said.get("graph_count"),
-        said.get("graph_pool_gib"),
-        said.get("graph_capture_s"),
+        reserved_gib=said.get("memory_reserved_peak_gib"),
+        load=said.get("moe_load_mean"),
+        loss=said["last_loss"],
+        graphs=said.get("graph_count"),
+        pool_gib=said.get("graph_pool_gib"),
+        capture_s=said.get("graph_capture_s"),
         details=said,
     )
 
 
 def peer_round(stdout: str, run: Run) -> Round:
-    """From the peer's line of JSON. ValueError where it counts other operations per token than we do."""
+    """From the peer's line of JSON. ValueError where it counts other operations per token than
+    we do.
+    """
     said = json.loads(["", *(line for line in stdout.splitlines() if line.startswith("{"))][-1])
-    per_token, ours = said["tflops_gpu"] * 1e12 / said["tok_s_gpu"], flops_per_token(run.model, run.train.seq_len)
+    per_token, ours = (
+        said["tflops_gpu"] * 1e12 / said["tok_s_gpu"],
+        flops_per_token(run.model, run.train.seq_len),
+    )
     rounding = 0.05 / said["tflops_gpu"] + 0.5 / said["tok_s_gpu"]
     if abs(per_token / ours - 1) > 1e-3 + rounding:
         raise ValueError(f"the peer counts {per_token:.4g} operations per token, and we {ours:.4g}")
     tokens = run.train.global_batch * run.train.seq_len / said["step_ms"] * 1e3
-    return Round(said["step_ms"], tokens, said["alloc_gib"], said["reserved_gib"], loss=said["loss"][-1], details=said)
+    return Round(
+        said["step_ms"],
+        tokens,
+        said["alloc_gib"],
+        reserved_gib=said["reserved_gib"],
+        loss=said["loss"][-1],
+        details=said,
+    )
 
 
 def label(setting: Setting) -> str:
@@ -257,7 +379,14 @@ def label(setting: Setting) -> str:
 def rows(settings: Sequence[Setting], tflop_per_gpu: float) -> Iterator[list[str]]:
     """Cells of the table; `tflop_per_gpu` operations per token count for both sides."""
     best = {
-        even: max((s.median("tokens_per_s") or 0 for s in settings if s.who == "peer" and s.balanced == even), default=0)
+        even: max(
+            (
+                s.median("tokens_per_s") or 0
+                for s in settings
+                if s.who == "peer" and s.balanced == even
+            ),
+            default=0,
+        )
         for even in (False, True)
     }
     for setting in settings:
@@ -266,7 +395,10 @@ def rows(settings: Sequence[Setting], tflop_per_gpu: float) -> Iterator[list[str
             failed = sum(found.error is not None for found in setting.rounds)
             yield [*head, f"{failed} of {len(setting.rounds)} failed: {setting.error}"]
             continue
-        times, speed = [found.step_ms for found in setting.rounds], setting.median("tokens_per_s") or 0
+        times, speed = (
+            [found.step_ms for found in setting.rounds],
+            setting.median("tokens_per_s") or 0,
+        )
         ratio = speed / best[setting.balanced] if best[setting.balanced] else None
         yield [
             *head,
@@ -291,13 +423,20 @@ def cell(value: float | None, digits: int) -> str:
 
 
 def table(body: Iterator[list[str]]) -> str:
-    """Markdown with even columns; the fourth cell of a short row, why it failed, runs over the others."""
+    """Markdown with even columns; the fourth cell of a short row, why it failed, runs over the
+    others.
+    """
     lines = [list(COLUMNS), *body]
     full = [line for line in lines if len(line) == len(COLUMNS)]
-    widths = [max(len(line[at]) for line in (lines if at < LEFT else full)) for at in range(len(COLUMNS))]
+    widths = [
+        max(len(line[at]) for line in (lines if at < LEFT else full)) for at in range(len(COLUMNS))
+    ]
     lines.insert(1, ["-" * width for width in widths])
     pads = [str.ljust] * LEFT + [str.rjust] * (len(COLUMNS) - LEFT)
-    text = [" | ".join(pad(*both) for pad, *both in zip(pads, line, widths, strict=False)) for line in lines]
+    text = [
+        " | ".join(pad(*both) for pad, *both in zip(pads, line, widths, strict=False))
+        for line in lines
+    ]
     return "\n".join(f"| {line} |" for line in text)
 
 
@@ -306,15 +445,25 @@ def record(settings: Sequence[Setting], run: Run) -> dict[str, Any]:
     return {
         "call": shlex.join(sys.argv),
         "versions": versions(),
-        "environment": {name: value for name, value in sorted(os.environ.items()) if name.startswith(ENV)},
+        "environment": {
+            name: value for name, value in sorted(os.environ.items()) if name.startswith(ENV)
+        },
         "flops_per_token": flops_per_token(run.model, run.train.seq_len),
-        "settings": [asdict(setting) | {"command": shlex.join(setting.command)} for setting in settings],
+        "settings": [
+            asdict(setting) | {"command": shlex.join(setting.command)} for setting in settings
+        ],
     }
 
 
 def versions() -> dict[str, str | None]:
-    """Of everything that counts; None where it is not installed. Asks the driver, so as to take no memory of a GPU."""
-    found: dict[str, str | None] = {"python": sys.version.split()[0], "torch": torch.__version__, "CUDA": torch.version.cuda}
+    """Of everything that counts; None where it is not installed. Asks the driver, so as to take
+    no memory of a GPU.
+    """
+    found: dict[str, str | None] = {
+        "python": sys.version.split()[0],
+        "torch": torch.__version__,
+        "CUDA": torch.version.cuda,
+    }
     for name in ("transformer_engine", "megatron-core"):
         try:
             found[name] = importlib.metadata.version(name)

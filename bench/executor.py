@@ -1,9 +1,10 @@
-"""What the executor costs per action: a step of a model that does next to nothing, against the same calls by hand.
+"""What the executor costs per action: a step of a model that does next to nothing, against the same
+calls by hand.
 
     python bench/executor.py [--rounds 200]
 
-Both run in turn in one process on one thread; prints the median and quartiles of the difference per action, in µs, and
-writes bench/results/executor.json.
+Both run in turn in one process on one thread; prints the median and quartiles of the difference per
+action, in µs, and writes bench/results/executor.json.
 """
 
 from __future__ import annotations
@@ -22,15 +23,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from app.data.feed import Batch
-from app.engine.data_feed import StepInput
-from app.engine.executor import execute
-from app.engine.flight import Stages
-from app.engine.transport import Transport
-from app.engine.watch import Watch
+from app.engine.pipeline.data_feed import StepInput
+from app.engine.pipeline.executor import execute
+from app.engine.pipeline.in_flight import Stages
+from app.engine.pipeline.transport import Transport
+from app.engine.watchdog.watchdog import Watch
 from app.model.chunk import ChunkOutput
 from app.model.deferred import Gradient
 from app.model.peers import Peers
-from app.plan.lowering import lower_all
+from app.plan.pipeline.lowering import lower_all
 from app.plan.schedule import build_schedule
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -53,7 +54,6 @@ class Tiny(nn.Module):
     def forward(self, tokens_BS: Tensor, context: None, recompute: bool = False) -> ChunkOutput:
         """B × S -> logits B × S × V."""
         return ChunkOutput(tokens_BS[..., None].float() * self.weight, ())
-
 
     def loss(self, logits_BSV: Tensor, labels_BS: Tensor, context: None) -> Tensor:
         """Summed cross-entropy."""
@@ -78,14 +78,24 @@ class NoParameters:
 
 def main() -> None:
     """Measure, print, save."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=200)
     rounds = parser.parse_args().rounds
     torch.set_num_threads(1)
     dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
     (actions,) = lower_all(build_schedule("none", 1, MICROBATCHES))
     tiny, step = Tiny(), step_input()
-    stages = Stages((tiny,), {}, {}, (), torch.Size(()), torch.float32, torch.device("cpu"))
+    stages = Stages(
+        (tiny,),
+        {},
+        {},
+        phases=(),
+        hidden=torch.Size(()),
+        dtype=torch.float32,
+        device=torch.device("cpu"),
+    )
     transport, watch = Transport(dist.group.WORLD, [0]), Watch(0, 60.0)
     engine = partial(execute, actions, stages, NoParameters(), transport, watch, step)
     plain = partial(by_hand, tiny, step)
@@ -107,8 +117,14 @@ def main() -> None:
 def step_input() -> StepInput:
     """Microbatches of one sequence of four tokens."""
     tokens = torch.ones(1, 4, dtype=torch.int64)
-    batch = Batch(tokens, tokens, tokens, None)
-    return StepInput((batch,) * MICROBATCHES, torch.ones(MICROBATCHES), 1.0, None, torch.tensor(4 * MICROBATCHES))
+    batch = Batch(tokens, tokens, tokens, documents_BS=None)
+    return StepInput(
+        (batch,) * MICROBATCHES,
+        torch.ones(MICROBATCHES),
+        1.0,
+        scale=None,
+        valid=torch.tensor(4 * MICROBATCHES),
+    )
 
 
 def by_hand(tiny: Tiny, step: StepInput) -> Tensor:

@@ -1,14 +1,16 @@
-"""CUDA graphs against eager execution: the same numbers, as many graphs and bytes as planned, and what a wrong plan does.
+"""CUDA graphs against eager execution: the same numbers, as many graphs and bytes as planned, and
+what a wrong plan does.
 
     python bench/graphs.py [--steps 120] [--json FILE] dense/layer moe/partial …
     torchrun --nproc-per-node 2 bench/graphs.py pp2/layer pp2vpp2/full_iteration …
 
-A case is MODEL/GRAPHS, with more overrides behind a comma: moe/partial,train.global_batch=32. Each trains the same steps twice
-eagerly and once with graphs, on sequences that can be learnt. Printed, one line of JSON per case: the largest difference of
-losses, gradient norms and final parameters, with routers' biases, between graphs and eager, and between the two eager runs;
-graphs and memory beside the plan's; step times. --break makes the plan wrong: pools has the slots of cuda_graph.key=slot share
-one pool, which must give other numbers; slots gives two microbatches in flight the same slot, which autograd notices when it is
-recorded.
+A case is MODEL/GRAPHS, with more overrides behind a comma: moe/partial,train.global_batch=32. Each
+trains the same steps twice eagerly and once with graphs, on sequences that can be learnt. Printed,
+one line of JSON per case: the largest difference of losses, gradient norms and final parameters,
+with routers' biases, between graphs and eager, and between the two eager runs; graphs and memory
+beside the plan's; step times. --break makes the plan wrong: pools has the slots of
+cuda_graph.key=slot share one pool, which must give other numbers; slots gives two microbatches in
+flight the same slot, which autograd notices when it is recorded.
 """
 
 from __future__ import annotations
@@ -26,22 +28,41 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from app.cli.compose import load_overrides
-from app.cli.launch import Launch
+from app.cli.options.compose import load_overrides
+from app.cli.processes.launcher import Launch
 from app.config import Run
 from app.data.feed import Batch
 from app.engine.build import Engine, build_engine
 from app.engine.capture.facts import GraphFacts
 from app.engine.groups import create_groups, process_world
-from app.engine.step import TrainingStep
+from app.engine.pipeline.step import TrainingStep
 from app.plan.graphs import GraphPlan
 from app.plan.plan import Plan
 
-COMMON = ("precision=bf16", "model.num_layers=4", "model.hidden_size=256", "model.num_heads=4", "model.num_kv_heads=2",
-          "model.vocab_size=512", "train.seq_len=256", "train.micro_batch=2", "train.global_batch=16", "optim.lr=3e-3",
-          "optim.warmup_steps=10", "optim.decay_steps=1000", "train.steps=1000", "data.tokenizer=bytes")  # fmt: skip
-MOE = ("model.moe.num_experts=16", "model.moe.top_k=4", "model.moe.ffn_hidden_size=128",
-       "model.moe.shared_ffn_hidden_size=256", "model.moe.shared_gate=true", "model.moe.z_loss_coeff=0.001")  # fmt: skip
+COMMON = (
+    "precision=bf16",
+    "model.num_layers=4",
+    "model.hidden_size=256",
+    "model.num_heads=4",
+    "model.num_kv_heads=2",
+    "model.vocab_size=512",
+    "train.seq_len=256",
+    "train.micro_batch=2",
+    "train.global_batch=16",
+    "optim.lr=3e-3",
+    "optim.warmup_steps=10",
+    "optim.decay_steps=1000",
+    "train.steps=1000",
+    "data.tokenizer=bytes",
+)
+MOE = (
+    "model.moe.num_experts=16",
+    "model.moe.top_k=4",
+    "model.moe.ffn_hidden_size=128",
+    "model.moe.shared_ffn_hidden_size=256",
+    "model.moe.shared_gate=true",
+    "model.moe.z_loss_coeff=0.001",
+)
 MODELS: dict[str, tuple[str, ...]] = {
     "dense": ("model=dense_tiny", "model.ffn_hidden_size=512"),
     "moe": ("model=moe_tiny", *MOE),
@@ -59,10 +80,14 @@ LAYOUTS: dict[str, tuple[str, ...]] = {
 
 def main() -> None:
     """Run the cases."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--steps", type=int, default=120)
     parser.add_argument("--json", type=Path, help="write the lines there too")
-    parser.add_argument("--break", dest="mutation", choices=("slots", "pools"), help="make the plan wrong")
+    parser.add_argument(
+        "--break", dest="mutation", choices=("slots", "pools"), help="make the plan wrong"
+    )
     parser.add_argument("cases", nargs="+", help="[LAYOUT-]MODEL/GRAPHS[,override …]")
     args = parser.parse_args()
     launch = Launch.from_environment(os.environ)
@@ -74,9 +99,16 @@ def main() -> None:
         for case in args.cases:
             chosen, graphs = overrides_of(case)
             if chosen not in eager:
-                eager[chosen] = [train([*chosen, "cuda_graph=none"], launch, device, args.steps) for _ in range(2)]
-            captured = train([*chosen, *graphs], launch, device, args.steps, args.mutation)
-            line = json.dumps({"case": case, "break": args.mutation, **compare(captured, *eager[chosen])})
+                eager[chosen] = [
+                    train([*chosen, "cuda_graph=none"], launch, device, steps=args.steps)
+                    for _ in range(2)
+                ]
+            captured = train(
+                [*chosen, *graphs], launch, device, steps=args.steps, mutation=args.mutation
+            )
+            line = json.dumps(
+                {"case": case, "break": args.mutation, **compare(captured, *eager[chosen])}
+            )
             if launch.rank == 0:
                 print(line, flush=True)
                 if args.json:
@@ -94,7 +126,13 @@ def overrides_of(case: str) -> tuple[tuple[str, ...], list[str]]:
     return (*MODELS[model], *COMMON, *LAYOUTS[layout], *others), [f"cuda_graph={graphs}", *ours]
 
 
-def train(overrides: list[str], launch: Launch, device: torch.device, steps: int, mutation: str | None = None) -> dict[str, Any]:
+def train(
+    overrides: list[str],
+    launch: Launch,
+    device: torch.device,
+    steps: int,
+    mutation: str | None = None,
+) -> dict[str, Any]:
     """One run, from nothing to nothing: what it computed, and what it took."""
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
@@ -118,14 +156,18 @@ def measure(engine: Engine, steps: int, mutation: str | None) -> dict[str, Any]:
     seen, times, allocated = [], [], []
     for n in range(steps):
         began = time.perf_counter()
-        facts, _ = step(batches_of(run, n, engine.groups.dp_rank), run.optim.lr, run.optim.weight_decay)
+        facts, _ = step(
+            batches_of(run, n, engine.groups.dp_rank), run.optim.lr, run.optim.weight_decay
+        )
         times.append((time.perf_counter() - began) * 1e3)
         seen.append((facts.loss, facts.norm_sq**0.5))
         allocated.append(torch.cuda.memory_allocated())
     rank = engine.groups.pp_rank
     peak, planned = torch.cuda.max_memory_allocated(), engine.plan.memory[rank]
     engine.make_parameters_whole()
-    state = [tensor for chunk in engine.chunks for tensor in (*chunk.parameters(), *chunk.buffers())]
+    state = [
+        tensor for chunk in engine.chunks for tensor in (*chunk.parameters(), *chunk.buffers())
+    ]
     found = {
         "seen": seen,
         "params": [tensor.detach().float().cpu() for tensor in state],
@@ -137,8 +179,13 @@ def measure(engine: Engine, steps: int, mutation: str | None) -> dict[str, Any]:
     if engine.recorder is not None:
         facts = GraphFacts.of(engine.recorder)
         graphs = engine.plan.graphs[rank]
-        found["graphs"] = {"planned": graphs.num_graphs if graphs else 1, **dataclasses.asdict(facts)}
-        found["planned_parts_mib"] = {part.name: round(part.bytes / 2**20, 2) for part in planned.parts}
+        found["graphs"] = {
+            "planned": graphs.num_graphs if graphs else 1,
+            **dataclasses.asdict(facts),
+        }
+        found["planned_parts_mib"] = {
+            part.name: round(part.bytes / 2**20, 2) for part in planned.parts
+        }
     return found
 
 
@@ -153,7 +200,9 @@ def spoil(step: TrainingStep, mutation: str) -> None:
     stages.graphs.plan = wrong
 
 
-def compare(captured: dict[str, Any], first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
+def compare(
+    captured: dict[str, Any], first: dict[str, Any], second: dict[str, Any]
+) -> dict[str, Any]:
     """Differences over all ranks, and this rank's facts."""
     apart = {"graph": differences(captured, first), "eager": differences(second, first)}
     largest = torch.tensor([[*values.values()] for values in apart.values()], device="cuda")
@@ -168,10 +217,17 @@ def compare(captured: dict[str, Any], first: dict[str, Any], second: dict[str, A
 
 def differences(one: dict[str, Any], other: dict[str, Any]) -> dict[str, float]:
     """Largest ones; not a number counts as infinity."""
-    losses, norms = ([abs(a[n] - b[n]) for a, b in zip(one["seen"], other["seen"], strict=True)] for n in (0, 1))
-    params = [float((a - b).abs().max()) for a, b in zip(one["params"], other["params"], strict=True)]
+    losses, norms = (
+        [abs(a[n] - b[n]) for a, b in zip(one["seen"], other["seen"], strict=True)] for n in (0, 1)
+    )
+    params = [
+        float((a - b).abs().max()) for a, b in zip(one["params"], other["params"], strict=True)
+    ]
     found = {"loss": losses, "norm": norms, "params": params}
-    return {name: max(value if value == value else float("inf") for value in values) for name, values in found.items()}
+    return {
+        name: max(value if value == value else float("inf") for value in values)
+        for name, values in found.items()
+    }
 
 
 def batches_of(run: Run, step: int, dp_rank: int) -> list[Batch]:
@@ -179,9 +235,19 @@ def batches_of(run: Run, step: int, dp_rank: int) -> list[Batch]:
     size, length, found = run.train.micro_batch, run.train.seq_len, []
     for mb in range(run.num_microbatches):
         generator = torch.Generator().manual_seed(1000 * step + mb * run.dp + dp_rank)
-        start, stride = (torch.randint(0, high, (size, 1), generator=generator) for high in (run.model.vocab_size, 4))
+        start, stride = (
+            torch.randint(0, high, (size, 1), generator=generator)
+            for high in (run.model.vocab_size, 4)
+        )
         rows = (start + (stride + 1) * torch.arange(length + 1)) % run.model.vocab_size
-        found.append(Batch(rows[:, :-1].contiguous(), rows[:, 1:].contiguous(), torch.arange(length).repeat(size, 1), None))
+        found.append(
+            Batch(
+                rows[:, :-1].contiguous(),
+                rows[:, 1:].contiguous(),
+                torch.arange(length).repeat(size, 1),
+                documents_BS=None,
+            )
+        )
     return found
 
 

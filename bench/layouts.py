@@ -1,12 +1,15 @@
-"""Layouts on several GPUs: the same losses as one, their speed and memory, and how much of what moves runs beside compute.
+"""Layouts on several GPUs: the same losses as one, their speed and memory, and how much of what
+moves runs beside compute.
 
-    python bench/layouts.py --save one.json [overrides …] [/ overrides …]                           one GPU
-    torchrun --nproc-per-node 2 bench/layouts.py --against one.json parallel.tp=2 [/ overrides …]
+    python bench/layouts.py --save one.json [overrides …] [/ overrides …]
+    one GPU torchrun --nproc-per-node 2 bench/layouts.py --against one.json parallel.tp=2 [/
+    overrides …]
 
-`/` separates runs, one after the other in the same processes; --save and --against name the losses by their place in the
-row, or with --first always compare with the first. Each trains on the same few batches of random tokens again and again, so
-that losses fall and all see the same. --delay S holds rank 0 up for a random time of at most S seconds before every tenth
-exchange of a pipeline, as a slow neighbour would. Rank 0 prints one line of JSON per run.
+`/` separates runs, one after the other in the same processes; --save and --against name the losses
+by their place in the row, or with --first always compare with the first. Each trains on the same
+few batches of random tokens again and again, so that losses fall and all see the same. --delay S
+holds rank 0 up for a random time of at most S seconds before every tenth exchange of a pipeline, as
+a slow neighbour would. Rank 0 prints one line of JSON per run.
 """
 
 from __future__ import annotations
@@ -25,13 +28,13 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from app.cli.compose import load_overrides
-from app.cli.launch import Launch
+from app.cli.options.compose import load_overrides
+from app.cli.processes.launcher import Launch
 from app.config import Run
 from app.data.feed import Batch
 from app.engine.build import Engine, build_engine
 from app.engine.groups import create_groups, process_world
-from app.engine.step import TrainingStep
+from app.engine.pipeline.step import TrainingStep
 from app.plan.plan import Plan
 
 KINDS = 4  # different batches
@@ -40,7 +43,9 @@ SLOW = 10  # exchanges between two delays
 
 def main() -> None:
     """Train, compare, print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--delay", type=float, default=0.0, help="longest delay of rank 0, seconds")
     parser.add_argument("--save", type=Path, help="write the losses there")
@@ -55,13 +60,25 @@ def main() -> None:
     before, saved = json.loads(args.against.read_text()) if args.against else [], []
     with process_world(launch.rank, launch.world_size or 1, device):
         for number, chosen in enumerate(runs):
-            result = train(chosen, launch, device, args.steps, args.delay)
+            result = train(chosen, launch, device, steps=args.steps, delay=args.delay)
             saved.append(result["losses"])
             if before:
-                result["loss_differences"] = differences(result["losses"], before[0 if args.first else number])
+                result["loss_differences"] = differences(
+                    result["losses"], before[0 if args.first else number]
+                )
             if launch.rank == 0:
                 result["losses"] = [result["losses"][0], result["losses"][-1]]
-                print(json.dumps({"overrides": chosen, "delay": args.delay, "torch": torch.__version__, **result}), flush=True)
+                print(
+                    json.dumps(
+                        {
+                            "overrides": chosen,
+                            "delay": args.delay,
+                            "torch": torch.__version__,
+                            **result,
+                        }
+                    ),
+                    flush=True,
+                )
     if args.save and launch.rank == 0:
         args.save.write_text(json.dumps(saved))
 
@@ -72,7 +89,9 @@ def differences(losses: list[float], before: list[float]) -> dict[str, float]:
     return {"first": apart[0], "of three": max(apart[:3]), "of all": max(apart)}
 
 
-def train(overrides: list[str], launch: Launch, device: torch.device, steps: int, delay: float) -> dict[str, Any]:
+def train(
+    overrides: list[str], launch: Launch, device: torch.device, steps: int, delay: float
+) -> dict[str, Any]:
     """One run, from nothing to nothing."""
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
@@ -96,7 +115,9 @@ def measure(engine: Engine, steps: int, delay: float) -> dict[str, Any]:
     losses, times = [], []
     for n in range(steps):
         began = time.perf_counter()
-        facts, _ = step(batches_of(run, n % KINDS, engine.groups.dp_rank), run.optim.lr, run.optim.weight_decay)
+        facts, _ = step(
+            batches_of(run, n % KINDS, engine.groups.dp_rank), run.optim.lr, run.optim.weight_decay
+        )
         times.append(time.perf_counter() - began)
         losses.append(facts.loss)
     peak = torch.cuda.max_memory_allocated()
@@ -109,8 +130,12 @@ def measure(engine: Engine, steps: int, delay: float) -> dict[str, Any]:
     return {
         "losses": losses,
         "step_ms": round(statistics.median(settled) * 1e3, 2),
-        "step_ms_quartiles": [round(value * 1e3, 2) for value in statistics.quantiles(settled, n=4)[::2]],
-        "tokens_per_s": round(run.train.global_batch * run.train.seq_len / statistics.median(settled)),
+        "step_ms_quartiles": [
+            round(value * 1e3, 2) for value in statistics.quantiles(settled, n=4)[::2]
+        ],
+        "tokens_per_s": round(
+            run.train.global_batch * run.train.seq_len / statistics.median(settled)
+        ),
         "peak_gib": round(peak / 2**30, 3),
         "planned_gib": round(planned / 2**30, 3),
         **overlap(profiler),
@@ -130,16 +155,27 @@ def hold_up(engine: Engine, delay: float) -> None:
 
 
 def overlap(profiler: profile) -> dict[str, float]:
-    """Time of NCCL's kernels on this rank in a step, and the share of it in which other kernels run."""
+    """Time of NCCL's kernels on this rank in a step, and the share of it in which other kernels
+    run.
+    """
     events = [e for e in profiler.events() if e.device_type == torch.autograd.DeviceType.CUDA]
     spans = {
-        kind: sorted((e.time_range.start, e.time_range.end) for e in events if ("nccl" in e.name) == kind)
+        kind: sorted(
+            (e.time_range.start, e.time_range.end) for e in events if ("nccl" in e.name) == kind
+        )
         for kind in (True, False)
     }
     busy = merged(spans[False])
     total = sum(end - start for start, end in spans[True])
-    beside = sum(max(0, min(end, stop) - max(start, begin)) for start, end in spans[True] for begin, stop in busy)
-    return {"nccl_ms": round(total / 1e3, 2), "beside_compute": round(beside / total, 3) if total else 0.0}
+    beside = sum(
+        max(0, min(end, stop) - max(start, begin))
+        for start, end in spans[True]
+        for begin, stop in busy
+    )
+    return {
+        "nccl_ms": round(total / 1e3, 2),
+        "beside_compute": round(beside / total, 3) if total else 0.0,
+    }
 
 
 def merged(spans: list[tuple[float, float]]) -> list[tuple[float, float]]:
@@ -161,7 +197,9 @@ def batches_of(run: Run, kind: int, dp_rank: int) -> list[Batch]:
     for mb in range(run.num_microbatches):
         generator = torch.Generator().manual_seed(1000 * kind + mb * run.dp + dp_rank)
         rows = torch.randint(0, run.model.vocab_size, (size, length + 1), generator=generator)
-        found.append(Batch(rows[:, :-1].contiguous(), rows[:, 1:].contiguous(), positions, None))
+        found.append(
+            Batch(rows[:, :-1].contiguous(), rows[:, 1:].contiguous(), positions, documents_BS=None)
+        )
     return found
 
 

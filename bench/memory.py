@@ -2,11 +2,13 @@
 
     python bench/memory.py [overrides …]                            one GPU
     torchrun --nproc-per-node N bench/memory.py [overrides …]       several; rank 0 speaks
-    python bench/memory.py --graphs 64 [overrides …]                bytes per graph and per kernel in it
+    python bench/memory.py --graphs 64 [overrides …]                bytes per graph and per kernel
+    in it
 
-The first builds the engine, runs one forward and trains three steps on random tokens; the second captures forwards of one
-and of four layers of the model and solves for both figures. Prints one line of JSON; sizes are MiB. What a process takes
-after its context is made is NCCL's, and kernels' that are loaded when they are first used.
+The first builds the engine, runs one forward and trains three steps on random tokens; the second
+captures forwards of one and of four layers of the model and solves for both figures. Prints one
+line of JSON; sizes are MiB. What a process takes after its context is made is NCCL's, and kernels'
+that are loaded when they are first used.
 """
 
 from __future__ import annotations
@@ -21,15 +23,15 @@ import torch
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
-from app.cli.compose import load_overrides
-from app.cli.launch import Launch
+from app.cli.options.compose import load_overrides
+from app.cli.processes.launcher import Launch
 from app.config import Run
 from app.data.feed import Batch
 from app.engine.build import Engine, build_engine
 from app.engine.groups import create_groups, process_world
-from app.engine.step import TrainingStep
-from app.plan.memory import OUTSIDE, RankMemory
-from app.plan.overheads import MIB
+from app.engine.pipeline.step import TrainingStep
+from app.plan.memory.overheads import MIB
+from app.plan.memory.rank_memory import OUTSIDE, RankMemory
 from app.plan.plan import Plan
 
 STEPS = 3
@@ -39,8 +41,12 @@ LAYERS = (1, 4)  # captured per graph
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--graphs", type=int, default=0, help="graphs to capture; 0: measure training")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--graphs", type=int, default=0, help="graphs to capture; 0: measure training"
+    )
     parser.add_argument("overrides", nargs="*", help="as for train.py")
     args = parser.parse_args()
     launch = Launch.from_environment(os.environ)
@@ -67,7 +73,11 @@ def measure_training(plan: Plan, rank: int, device: torch.device, _: int) -> dic
         torch.cuda.reset_peak_memory_stats()
         step = TrainingStep(engine)
         for _ in range(STEPS):
-            step([random_batch(run) for _ in range(run.num_microbatches)], run.optim.lr, run.optim.weight_decay)
+            step(
+                [random_batch(run) for _ in range(run.num_microbatches)],
+                run.optim.lr,
+                run.optim.weight_decay,
+            )
         torch.cuda.synchronize()
         measured = {
             "state": held,
@@ -93,9 +103,13 @@ def comparison(memory: RankMemory, measured: dict[str, int | None]) -> dict[str,
         "after_context": size.get("NCCL", 0) + size.get("graph objects", 0),
     }
     return {
-        "planned_measured_mib": {name: [mib(planned[name]), mib(measured[name])] for name in planned},
+        "planned_measured_mib": {
+            name: [mib(planned[name]), mib(measured[name])] for name in planned
+        },
         "peak_ratio": round(memory.allocated / (measured["peak"] or 1), 4),
-        "planned_parts_mib": {name: mib(value) for name, value in size.items() if name not in OUTSIDE},
+        "planned_parts_mib": {
+            name: mib(value) for name, value in size.items() if name not in OUTSIDE
+        },
     }
 
 
@@ -105,7 +119,9 @@ def mib(value: int | None) -> float | None:
 
 
 def outside() -> int:
-    """Bytes of the GPU that are in use, but not by torch's allocator; other processes on it count as well."""
+    """Bytes of the GPU that are in use, but not by torch's allocator; other processes on it
+    count as well.
+    """
     torch.cuda.synchronize()
     free, total = torch.cuda.mem_get_info()
     return total - free - torch.cuda.memory_reserved()
@@ -115,14 +131,21 @@ def random_batch(run: Run) -> Batch:
     """Uniform tokens."""
     size, length = run.train.micro_batch, run.train.seq_len
     rows = torch.randint(0, run.model.vocab_size, (size, length + 1))
-    return Batch(rows[:, :-1].contiguous(), rows[:, 1:].contiguous(), torch.arange(length).repeat(size, 1), None)
+    return Batch(
+        rows[:, :-1].contiguous(),
+        rows[:, 1:].contiguous(),
+        torch.arange(length).repeat(size, 1),
+        documents_BS=None,
+    )
 
 
 def kept_by_forward(engine: Engine, device: torch.device) -> int:
     """What autograd keeps of one microbatch from forward to backward."""
     (chunk,), run = engine.chunks, engine.plan.run
     batch = random_batch(run)
-    tokens, labels, positions = (tensor.to(device) for tensor in (batch.tokens_BS, batch.labels_BS, batch.positions_BS))
+    tokens, labels, positions = (
+        tensor.to(device) for tensor in (batch.tokens_BS, batch.labels_BS, batch.positions_BS)
+    )
     kept = 0
     for _ in range(2):  # the first time, libraries allocate their workspaces
         before = torch.cuda.memory_allocated()
@@ -145,8 +168,13 @@ def measure_graphs(plan: Plan, rank: int, device: torch.device, count: int) -> d
         layer = next(iter(chunk.layers.values()))
         batch = random_batch(run)
         context = chunk.context(batch.positions_BS.to(device), None)
-        x = torch.randn(run.train.micro_batch, run.train.seq_len, run.model.hidden_size, device=device).to(layer.attn.wo.dtype)
-        found = [captured(lambda layers=layers: forwards(layer, x, context, layers), count) for layers in LAYERS]
+        x = torch.randn(
+            run.train.micro_batch, run.train.seq_len, run.model.hidden_size, device=device
+        ).to(layer.attn.wo.dtype)
+        found = [
+            captured(lambda layers=layers: forwards(layer, x, context, layers=layers), count)
+            for layers in LAYERS
+        ]
     (small, few), (large, many) = found
     per_kernel = (large - small) / max(1, many - few)
     return {
@@ -172,7 +200,9 @@ def captured(work: Callable[[], Tensor], count: int) -> tuple[float, int]:
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
         work()
         torch.cuda.synchronize()
-    kernels = sum(event.device_type == torch.autograd.DeviceType.CUDA for event in profiler.events())
+    kernels = sum(
+        event.device_type == torch.autograd.DeviceType.CUDA for event in profiler.events()
+    )
     pool, graphs = torch.cuda.graph_pool_handle(), []
     before = outside()
     for _ in range(count):

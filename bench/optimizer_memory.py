@@ -1,10 +1,12 @@
-"""Bytes that parameters, gradients and optimizer hold after an update, per parameter, on 1, 2 and 4 processes.
+"""Bytes that parameters, gradients and optimizer hold after an update, per parameter, on 1, 2 and 4
+processes.
 
     python bench/optimizer_memory.py
 
-On CPU, over gloo. Measured are all distinct storages that a rank's parameters, their gradients and its shards refer to,
-apart for dense parameters (shared by d = dp ranks) and for routed experts (d = edp). Beside them: the figures of ZeRO stage 1
-with an fp32 gradient kept for the update, and those of the plan, which counts padding. Prints one line each and writes
+On CPU, over gloo. Measured are all distinct storages that a rank's parameters, their gradients and
+its shards refer to, apart for dense parameters (shared by d = dp ranks) and for routed experts (d =
+edp). Beside them: the figures of ZeRO stage 1 with an fp32 gradient kept for the update, and those
+of the plan, which counts padding. Prints one line each and writes
 bench/results/optimizer_memory.json; fails where a rank holds more than it says.
 """
 
@@ -22,12 +24,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from app.cli.compose import load_overrides
+from app.cli.options.compose import load_overrides
 from app.config import Run
 from app.engine.build import Engine, build_engine
 from app.engine.groups import create_groups, process_world
 from app.optim.adam import AdamShard
-from app.plan.memory import bytes_per_parameter
+from app.plan.memory.rank_memory import bytes_per_parameter
 from app.plan.plan import Plan
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -38,11 +40,16 @@ PRECISIONS = {
     "bf16, gradients in fp32": (("precision=bf16",), 6, 12),
     "fp32": (("precision=fp32",), 8, 8),
 }
-SMALL = ("train.micro_batch=1", "optim.bucket_numel=100000")  # several buckets, each with its padding
+# several buckets, each with its padding
+SMALL = ("train.micro_batch=1", "optim.bucket_numel=100000")
 # Kind -> overrides that share it between d ranks. Experts are on 4 ranks each time.
 KINDS = {
-    "dense": {d: ("model=dense_tiny", "model.qk_norm=true", f"parallel.dp={d}", *SMALL) for d in (1, 2, 4)},
-    "experts": {d: ("model=moe_tiny", "parallel.dp=4", f"parallel.ep={4 // d}", *SMALL) for d in (1, 2, 4)},
+    "dense": {
+        d: ("model=dense_tiny", "model.qk_norm=true", f"parallel.dp={d}", *SMALL) for d in (1, 2, 4)
+    },
+    "experts": {
+        d: ("model=moe_tiny", "parallel.dp=4", f"parallel.ep={4 // d}", *SMALL) for d in (1, 2, 4)
+    },
 }
 
 
@@ -59,12 +66,17 @@ class Held:
 def main() -> None:
     """Measure, compare, print and save."""
     rows = []
-    print(f"{'':34} d   parameters   padding   measured      table       plan   bytes per parameter")
+    print(
+        f"{'':34} d   parameters   padding   measured      table       plan   bytes per parameter"
+    )
     for kind, sizes in KINDS.items():
         for name, (precision, whole, shared) in PRECISIONS.items():
             for d, overrides in sizes.items():
                 run = load_overrides([*overrides, *precision])
-                held = max(measure_all(run, kind == "experts"), key=lambda rank: rank.storages + rank.step_counts)
+                held = max(
+                    measure_all(run, kind == "experts"),
+                    key=lambda rank: rank.storages + rank.step_counts,
+                )
                 params, grads, owned = bytes_per_parameter(run.precision)
                 row = {
                     "kind": kind,
@@ -75,11 +87,16 @@ def main() -> None:
                     "table": whole + shared / d,
                     "plan": params + grads + owned / d,
                 }
-                assert held.storages == (params + grads) * held.padded + owned * held.padded // d, row
+                assert held.storages == (params + grads) * held.padded + owned * held.padded // d, (
+                    row
+                )
                 assert held.storages <= (whole + shared / d) * held.padded, row
                 rows.append(row)
                 padding = held.padded - held.parameters
-                numbers = f"{held.parameters:12,} {padding:9,} {row['measured']:10.3f} {row['table']:10.3f} {row['plan']:10.3f}"
+                numbers = (
+                    f"{held.parameters:12,} {padding:9,} {row['measured']:10.3f} "
+                    f"{row['table']:10.3f} {row['plan']:10.3f}"
+                )
                 print(f"{f'{kind}, {name}':34} {d} {numbers}", flush=True)
     path = ROOT / "bench" / "results" / "optimizer_memory.json"
     path.write_text("[\n" + ",\n".join(json.dumps(row) for row in rows) + "\n]\n")
@@ -90,7 +107,9 @@ def measure_all(run: Run, experts: bool) -> list[Held]:
     context = multiprocessing.get_context("fork")
     found: SimpleQueue[Held] = context.SimpleQueue()
     with tempfile.TemporaryDirectory() as folder:
-        arguments = ((run, experts, rank, f"{folder}/store", found) for rank in range(run.world_size))
+        arguments = (
+            (run, experts, rank, f"{folder}/store", found) for rank in range(run.world_size)
+        )
         ranks = [context.Process(target=measure, args=each) for each in arguments]
         for process in ranks:
             process.start()
@@ -104,15 +123,25 @@ def measure_all(run: Run, experts: bool) -> list[Held]:
 def measure(run: Run, experts: bool, rank: int, store: str, found: SimpleQueue[Held]) -> None:
     """Update once as one rank, and hand over what it holds then."""
     torch.set_num_threads(1)  # the parent's threads are not in a forked process
-    with process_world(rank, run.world_size, CPU, dist.FileStore(store, run.world_size)):
+    with process_world(rank, run.world_size, CPU, store=dist.FileStore(store, run.world_size)):
         plan = Plan(run)
         engine = build_engine(plan, create_groups(plan.layout, rank), CPU)
         update(engine)
-        found.put(held_by([shard for shard in engine.optimizer.shards[0] if shard.buffer.specs[0].expert == experts]))
+        found.put(
+            held_by(
+                [
+                    shard
+                    for shard in engine.optimizer.shards[0]
+                    if shard.buffer.specs[0].expert == experts
+                ]
+            )
+        )
 
 
 def update(engine: Engine) -> None:
-    """One update with gradients of one: what is taken when it is first needed has then been taken."""
+    """One update with gradients of one: what is taken when it is first needed has then been
+    taken.
+    """
     optimizer = engine.optimizer
     optimizer.zero_grad()
     optimizer.expect_grads(0, last=True)
@@ -126,16 +155,33 @@ def update(engine: Engine) -> None:
 def held_by(shards: list[AdamShard]) -> Held:
     """Everything that these shards, their parameters and their gradients refer to."""
     specs = list(dict.fromkeys(spec.param for shard in shards for spec in shard.buffer.specs))
-    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors(shards)}
-    counts = {piece.step.data_ptr(): piece.step.nbytes for shard in shards for piece in shard.pieces}
+    storages = {
+        tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
+        for tensor in tensors(shards)
+    }
+    counts = {
+        piece.step.data_ptr(): piece.step.nbytes for shard in shards for piece in shard.pieces
+    }
     padded = {id(shard.buffer): shard.buffer.layout.numel for shard in shards}
-    return Held(sum(param.numel() for param in specs), sum(padded.values()), sum(storages.values()), sum(counts.values()))
+    return Held(
+        sum(param.numel() for param in specs),
+        sum(padded.values()),
+        sum(storages.values()),
+        step_counts=sum(counts.values()),
+    )
 
 
 def tensors(shards: list[AdamShard]) -> Iterator[Tensor]:
     """All tensors but the step counts, views and what they are views of alike."""
     for shard in shards:
-        yield from (shard.buffer.params, shard.buffer.grads, shard.params, shard.own_params, shard.grads, shard.grad)
+        yield from (
+            shard.buffer.params,
+            shard.buffer.grads,
+            shard.params,
+            shard.own_params,
+            shard.grads,
+            shard.grad,
+        )
         yield from (shard.main, shard.exp_avg, shard.exp_avg_sq)
         for piece in shard.pieces:
             yield from (piece.grad, *piece.state.values())

@@ -1,9 +1,10 @@
-"""Engine overhead: a training step of the default model against the same step in plain PyTorch, turn by turn in one process.
+"""Engine overhead: a training step of the default model against the same step in plain PyTorch,
+turn by turn in one process.
 
     python bench/overhead.py [--rounds 30] [overrides …]
 
-Prints the median step time of both, their ratio round by round (median and quartiles), and the losses of both, which
-must agree at first. Writes bench/results/overhead.json.
+Prints the median step time of both, their ratio round by round (median and quartiles), and the
+losses of both, which must agree at first. Writes bench/results/overhead.json.
 """
 
 from __future__ import annotations
@@ -19,13 +20,13 @@ from typing import Any
 import torch
 from plain import PlainLoop, PlainModel
 
-from app.cli.compose import load_overrides
+from app.cli.options.compose import load_overrides
 from app.config import Run
 from app.data.feed import Cursor, TrainFeed
 from app.engine.build import build_engine
 from app.engine.groups import create_groups, process_world
-from app.engine.report import Stopwatch
-from app.engine.start import Start, load_all_data
+from app.engine.report.metrics import Stopwatch
+from app.engine.run.start import Start, load_all_data
 from app.engine.trainer import Trainer
 from app.plan.plan import Plan
 
@@ -35,7 +36,9 @@ WARMUP = 5  # rounds that are not counted
 
 def main() -> None:
     """Measure, print and save."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=30, help="counted steps of each")
     parser.add_argument("overrides", nargs="*", help="as for train.py")
     args = parser.parse_args()
@@ -49,7 +52,9 @@ def main() -> None:
 
 
 def measure(run: Run, rounds: int) -> dict[str, Any]:
-    """Steps of both in turn on the same data: batches, forward, backward, update and report; seconds and losses."""
+    """Steps of both in turn on the same data: batches, forward, backward, update and report;
+    seconds and losses.
+    """
     cpu = torch.device("cpu")
     with process_world(0, 1, cpu):
         plan = Plan(run)
@@ -58,7 +63,14 @@ def measure(run: Run, rounds: int) -> dict[str, Any]:
         plain = PlainLoop(run, PlainModel(run, dict(engine.chunks[0].named_parameters())))
         data = load_all_data(run, groups, 0)
         trainer, watch = Trainer(engine, data, Start(None)), Stopwatch()
-        feed = TrainFeed(data.train, 0, 1, run.train.micro_batch, run.num_microbatches, Cursor())
+        feed = TrainFeed(
+            data.train,
+            0,
+            1,
+            micro_batch=run.train.micro_batch,
+            num_microbatches=run.num_microbatches,
+            cursor=Cursor(),
+        )
         times, losses = [], []
         for _ in range(WARMUP + rounds):
             t0 = time.perf_counter()
@@ -70,7 +82,9 @@ def measure(run: Run, rounds: int) -> dict[str, Any]:
     return _summary(run, times[WARMUP:], losses)
 
 
-def _summary(run: Run, times: list[tuple[float, float]], losses: list[tuple[float, float]]) -> dict[str, Any]:
+def _summary(
+    run: Run, times: list[tuple[float, float]], losses: list[tuple[float, float]]
+) -> dict[str, Any]:
     ratios = sorted(engine / plain for engine, plain in times)
     quarter = len(ratios) // 4
     return {
@@ -80,7 +94,8 @@ def _summary(run: Run, times: list[tuple[float, float]], losses: list[tuple[floa
         "ratio": round(statistics.median(ratios), 4),
         "ratio_quartiles": [round(ratios[quarter], 4), round(ratios[-quarter - 1], 4)],
         "rounds": len(times),
-        "first_losses_gap": max(abs(engine - plain) for engine, plain in losses[:WARMUP]),  # later, rounding flips a route
+        # later, rounding flips a route
+        "first_losses_gap": max(abs(engine - plain) for engine, plain in losses[:WARMUP]),
         "last_losses": [round(loss, 4) for loss in losses[-1]],
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,

@@ -2,8 +2,9 @@
 
     python bench/pieces_layer.py [--json FILE]
 
-One row per piece and alternative: µs of forward and of forward with backward (medians), GB/s that the values which must be
-read and written make of these, and the largest difference of the outputs from plain torch's. bf16.
+One row per piece and alternative: µs of forward and of forward with backward (medians), GB/s that
+the values which must be read and written make of these, and the largest difference of the outputs
+from plain torch's. bf16.
 """
 
 from __future__ import annotations
@@ -63,18 +64,29 @@ class Row:
 
     def line(self) -> str:
         """For a terminal."""
-        times = f"{self.forward_us:9.1f} ±{self.forward_spread_us:6.1f} {self.both_us:9.1f} ±{self.both_spread_us:6.1f}"
-        return f"{self.piece:28} {self.way:20} {times} {self.forward_gbps:7.0f} {self.both_gbps:7.0f} {self.difference:9.1e}"
+        times = (
+            f"{self.forward_us:9.1f} ±{self.forward_spread_us:6.1f} {self.both_us:9.1f} "
+            f"±{self.both_spread_us:6.1f}"
+        )
+        return (
+            f"{self.piece:28} {self.way:20} {times} {self.forward_gbps:7.0f} "
+            f"{self.both_gbps:7.0f} {self.difference:9.1e}"
+        )
 
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--json", type=Path, help="file for the rows")
     args = parser.parse_args()
     if te is None:
         print("transformer_engine: not installed")
-    print(f"{'piece':28} {'way':20} {'forward µs':>17} {'with backward µs':>17} {'GB/s':>7} {'GB/s':>7} {'off by':>9}")
+    print(
+        f"{'piece':28} {'way':20} {'forward µs':>17} {'with backward µs':>17} {'GB/s':>7} "
+        f"{'GB/s':>7} {'off by':>9}"
+    )
     rows = []
     for piece in pieces():
         for way in piece.ways:
@@ -88,7 +100,9 @@ def main() -> None:
                 print(rows[-1].line(), flush=True)
     if args.json:
         where = {"device": torch.cuda.get_device_name(), "torch": torch.__version__}
-        args.json.write_text(json.dumps({**where, "rows": [asdict(row) for row in rows]}, indent=1) + "\n")
+        args.json.write_text(
+            json.dumps({**where, "rows": [asdict(row) for row in rows]}, indent=1) + "\n"
+        )
 
 
 def measured(piece: Piece, way: str) -> Row:
@@ -96,11 +110,21 @@ def measured(piece: Piece, way: str) -> Row:
     function, plain = piece.ways[way], piece.ways["torch"]
     with torch.no_grad():
         outs, expected = function(*piece.inputs), plain(*piece.inputs)
-        difference = max((out - right).abs().max().item() for out, right in zip(outs, expected, strict=True))
+        difference = max(
+            (out - right).abs().max().item() for out, right in zip(outs, expected, strict=True)
+        )
         forward, forward_spread = (1000 * ms for ms in gpu_time(lambda: function(*piece.inputs)))
-    leaves, grads = [tensor.clone().requires_grad_() for tensor in piece.inputs], tuple(map(torch.randn_like, outs))
-    both, both_spread = (1000 * ms for ms in gpu_time(lambda: torch.autograd.grad(function(*leaves), leaves, grads)))
-    rates = piece.forward_bytes / forward / 1000, (piece.forward_bytes + piece.backward_bytes) / both / 1000
+    leaves, grads = (
+        [tensor.clone().requires_grad_() for tensor in piece.inputs],
+        tuple(map(torch.randn_like, outs)),
+    )
+    both, both_spread = (
+        1000 * ms for ms in gpu_time(lambda: torch.autograd.grad(function(*leaves), leaves, grads))
+    )
+    rates = (
+        piece.forward_bytes / forward / 1000,
+        (piece.forward_bytes + piece.backward_bytes) / both / 1000,
+    )
     return Row(piece.name, way, forward, forward_spread, both, both_spread, *rates, difference)
 
 
@@ -114,8 +138,13 @@ def pieces() -> Iterator[Piece]:
     """All, one after the other."""
     for rows, width in ((8192, 2816), (49152, 512)):
         yield swiglu_piece(rows, width)
-    for heads, groups, width, norms in ((16, 16, 64, False), (16, 4, 64, False), (32, 8, 128, False), (32, 4, 128, True)):
-        yield heads_piece(heads, groups, width, norms)
+    for heads, groups, width, norms in (
+        (16, 16, 64, False),
+        (16, 4, 64, False),
+        (32, 8, 128, False),
+        (32, 4, 128, True),
+    ):
+        yield heads_piece(heads, groups, width, norms=norms)
     for width in (1024, 2048, 4096):
         yield norm_piece(8192, width)
 
@@ -138,12 +167,21 @@ def swiglu_piece(rows: int, width: int) -> Piece:
         engine = lambda both: (act(both),)  # noqa: E731
     values = 2 * rows * width
     name = f"swiglu {rows}×2·{width}"
-    return Piece(name, (normal(rows, 2 * width),), 3 * values, 5 * values, ways(lambda both: (swiglu(both),), plain, engine))
+    return Piece(
+        name,
+        (normal(rows, 2 * width),),
+        3 * values,
+        backward_bytes=5 * values,
+        ways=ways(lambda both: (swiglu(both),), plain, engine),
+    )
 
 
 def heads_piece(heads: int, groups: int, width: int, norms: bool) -> Piece:
     """Queries, keys and values with rotary positions."""
-    queries, context = heads // groups, layer_context(torch.arange(LENGTH, device="cuda")[None], None, width, THETA)
+    queries, context = (
+        heads // groups,
+        layer_context(torch.arange(LENGTH, device="cuda")[None], None, width, theta=THETA),
+    )
 
     def split(qkv: Tensor) -> Outputs:
         q, k, v = qkv.unflatten(-1, (groups, queries + 2, width)).split((queries, 1, 1), dim=3)
@@ -152,18 +190,37 @@ def heads_piece(heads: int, groups: int, width: int, norms: bool) -> Piece:
     def plain(qkv: Tensor, *weights: Tensor) -> Outputs:
         *pair, v = split(qkv)
         if norms:
-            pair = [F.rms_norm(x, (width,), weight, EPS) for x, weight in zip(pair, weights, strict=True)]
+            pair = [
+                F.rms_norm(x, (width,), weight, EPS)
+                for x, weight in zip(pair, weights, strict=True)
+            ]
         return (*(rotate(x, context) for x in pair), v)
 
     def kernel(qkv: Tensor, *weights: Tensor) -> Outputs:
         given = HeadNorms(*weights, EPS) if norms else None
-        return split_and_rotate(qkv, context.cos_BS1H, context.sin_BS1H, groups, queries, given)
+        return split_and_rotate(
+            qkv,
+            context.cos_BS1H,
+            context.sin_BS1H,
+            num_kv_heads=groups,
+            queries_per_kv=queries,
+            norms=given,
+        )
 
     engine = None if te is None or norms else engine_rotation(split, width)
-    inputs = normal(SEQUENCES, LENGTH, groups * (queries + 2) * width), *(normal(width) for _ in range(2 * norms))
+    inputs = (
+        normal(SEQUENCES, LENGTH, groups * (queries + 2) * width),
+        *(normal(width) for _ in range(2 * norms)),
+    )
     tables, values = 2 * 4 * LENGTH * width, 2 * inputs[0].numel()
     name = f"heads {heads}/{groups}×{width}{' norms' if norms else ''}"
-    return Piece(name, inputs, 2 * values + tables, (2 + norms) * values + tables, ways(kernel, plain, engine))
+    return Piece(
+        name,
+        inputs,
+        2 * values + tables,
+        backward_bytes=(2 + norms) * values + tables,
+        ways=ways(kernel, plain, engine),
+    )
 
 
 def engine_rotation(split: Function, width: int) -> Function:
@@ -174,7 +231,10 @@ def engine_rotation(split: Function, width: int) -> Function:
 
     def function(qkv: Tensor) -> Outputs:
         *pair, v = split(qkv)
-        return (*(apply_rotary_pos_emb(x, angles_S11H, tensor_format="bshd", fused=True) for x in pair), v)
+        return (
+            *(apply_rotary_pos_emb(x, angles_S11H, tensor_format="bshd", fused=True) for x in pair),
+            v,
+        )
 
     return function
 
@@ -191,7 +251,13 @@ def norm_piece(rows: int, width: int) -> Piece:
         engine = lambda x, weight: (torch.func.functional_call(module, {"weight": weight}, (x,)),)  # noqa: E731
     values = 2 * rows * width
     choices = ways(lambda x, weight: (rms_norm(x, weight, EPS),), plain, engine)
-    return Piece(f"rms_norm {rows}×{width}", (normal(rows, width), normal(width)), 2 * values, 3 * values, choices)
+    return Piece(
+        f"rms_norm {rows}×{width}",
+        (normal(rows, width), normal(width)),
+        2 * values,
+        backward_bytes=3 * values,
+        ways=choices,
+    )
 
 
 if __name__ == "__main__":

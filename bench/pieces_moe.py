@@ -1,12 +1,15 @@
-"""Pieces of the loss and of the mixture of experts on one GPU: our kernels, plain torch, torch.compile, Transformer Engine.
+"""Pieces of the loss and of the mixture of experts on one GPU: our kernels, plain torch,
+torch.compile, Transformer Engine.
 
     python bench/pieces_moe.py [--json FILE]
 
-One row per piece and alternative: median µs of the forward and of forward and backward together, replayed from a CUDA graph
-where it can be captured (`eager` where it cannot), and the bytes that must move at least, or the floating-point operations,
-over that time. `+-` is half the spread of the repeats. Backward of the loss turns the same logits into their gradient in place.
+One row per piece and alternative: median µs of the forward and of forward and backward together,
+replayed from a CUDA graph where it can be captured (`eager` where it cannot), and the bytes that
+must move at least, or the floating-point operations, over that time. `+-` is half the spread of the
+repeats. Backward of the loss turns the same logits into their gradient in place.
 
-Shapes: C tokens and V rows of the vocabulary; T tokens, K experts per token, E experts, R rows, D width, N width after a product.
+Shapes: C tokens and V rows of the vocabulary; T tokens, K experts per token, E experts, R rows, D
+width, N width after a product.
 """
 
 from __future__ import annotations
@@ -43,7 +46,13 @@ except (ImportError, OSError, RuntimeError):  # not there, or not fit for this t
 
 LOGITS = ((8192, 50304), (4096, 151936))  # C, V
 ROWS = ((8192, 6, 64, 1024), (4096, 8, 128, 2048))  # T, K, E, D
-PRODUCTS = ((49152, 64, 1024, 1024), (49152, 64, 512, 1024), (32768, 128, 2048, 1536), (32768, 128, 768, 2048))  # R, E, D, N
+# R, E, D, N
+PRODUCTS = (
+    (49152, 64, 1024, 1024),
+    (49152, 64, 512, 1024),
+    (32768, 128, 2048, 1536),
+    (32768, 128, 768, 2048),
+)
 CUTLASS = "NVTE_USE_CUTLASS_GROUPED_GEMM"  # Transformer Engine reads it from the environment
 BYTES = 2  # of a bf16 value
 
@@ -52,7 +61,9 @@ Call = Callable[[], object]
 
 @dataclass(frozen=True)
 class Work:
-    """What a piece must move or compute at least: bytes (unit GB/s) or floating-point operations (unit TFLOP/s)."""
+    """What a piece must move or compute at least: bytes (unit GB/s) or floating-point operations
+    (unit TFLOP/s).
+    """
 
     unit: str
     forward: float
@@ -85,23 +96,44 @@ class Table:
     def __init__(self) -> None:
         self.rows: list[Row] = []
 
-    def add(self, piece: str, alternative: str, work: Work, forward: Call, both: Call | None = None) -> None:
+    def add(
+        self, piece: str, alternative: str, work: Work, forward: Call, both: Call | None = None
+    ) -> None:
         """Time an alternative; one that fails prints why and is left out."""
         try:
             once, spread, replayed = micros(forward)
             twice = micros(both) if both is not None else None
         except Exception as error:  # of other people's code: the others still count
-            print(f"{piece:52} {alternative:26} failed: {type(error).__name__}: {str(error)[:120]!r}", flush=True)
+            print(
+                f"{piece:52} {alternative:26} failed: {type(error).__name__}: {str(error)[:120]!r}",
+                flush=True,
+            )
             return
         both_us, both_spread, both_replayed = twice or (None, None, True)
-        rates = work.rate(work.forward, once), work.rate(work.both, both_us) if both_us is not None else None
-        row = Row(piece, alternative, once, spread, both_us, both_spread, *rates, work.unit, replayed and both_replayed)
+        rates = (
+            work.rate(work.forward, once),
+            work.rate(work.both, both_us) if both_us is not None else None,
+        )
+        row = Row(
+            piece,
+            alternative,
+            once,
+            spread,
+            both_us,
+            both_spread,
+            *rates,
+            work.unit,
+            replayed and both_replayed,
+        )
         self.rows.append(row)
         self.show(row)
 
     def show(self, row: Row) -> None:
         """Print a line."""
-        line = f"{row.piece:52} {row.alternative:26} {row.forward_us:9.1f} +-{row.forward_spread_us:6.1f} {row.forward_rate:8.1f}"
+        line = (
+            f"{row.piece:52} {row.alternative:26} {row.forward_us:9.1f} "
+            f"+-{row.forward_spread_us:6.1f} {row.forward_rate:8.1f}"
+        )
         if row.both_us is not None:
             line += f"   {row.both_us:9.1f} +-{row.both_spread_us:6.1f} {row.both_rate:8.1f}"
         print(f"{line} {row.unit}{'' if row.replayed else '  eager'}", flush=True)
@@ -109,9 +141,15 @@ class Table:
 
 def main() -> None:
     """Measure, print, save."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--json", type=Path, help="write the rows there")
-    parser.add_argument("--cutlass", action="store_true", help=f"only Transformer Engine's grouped products, with {CUTLASS}=1")
+    parser.add_argument(
+        "--cutlass",
+        action="store_true",
+        help=f"only Transformer Engine's grouped products, with {CUTLASS}=1",
+    )
     args = parser.parse_args()
     torch.manual_seed(0)
     torch.cuda.set_stream(torch.cuda.Stream())
@@ -163,7 +201,9 @@ def without_kernels(run: Call) -> Call:
 
 
 def compiled(run: Call) -> Call:
-    """The plain path through torch.compile, with graph breaks at autograd functions that it does not take."""
+    """The plain path through torch.compile, with graph breaks at autograd functions that it does
+    not take.
+    """
     torch._dynamo.reset()
     fused = torch.compile(run, dynamic=False)
     return without_kernels(fused)
@@ -193,7 +233,9 @@ def graphed(run: Call) -> tuple[Call, bool]:
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     try:
-        with torch.cuda.graph(graph, stream=torch.cuda.current_stream(), capture_error_mode="thread_local"):
+        with torch.cuda.graph(
+            graph, stream=torch.cuda.current_stream(), capture_error_mode="thread_local"
+        ):
             run()
     except RuntimeError:
         torch.cuda.synchronize()
@@ -205,7 +247,10 @@ def cross_entropy(table: Table, tokens: int, vocabulary: int) -> None:
     """Statistics, forward; and with the gradient, backward, which reads and writes the logits."""
     logits_CV = torch.randn(tokens, vocabulary, device="cuda").bfloat16()
     row_C = torch.randint(0, vocabulary, (tokens,), device="cuda")
-    lse_C, weight_C = torch.full((tokens,), 12.0, device="cuda"), torch.full((tokens,), 1e-4, device="cuda")
+    lse_C, weight_C = (
+        torch.full((tokens,), 12.0, device="cuda"),
+        torch.full((tokens,), 1e-4, device="cuda"),
+    )
     size = logits_CV.numel() * BYTES
 
     def forward() -> Tensor:
@@ -221,7 +266,9 @@ def cross_entropy(table: Table, tokens: int, vocabulary: int) -> None:
     shape = f"[{tokens}, {vocabulary}]"
     both_ways = alternatives(both)
     for name, run in alternatives(forward).items():
-        table.add(f"cross_entropy {shape}", name, Work("GB/s", size, 3 * size), run, both_ways[name])
+        table.add(
+            f"cross_entropy {shape}", name, Work("GB/s", size, 3 * size), run, both_ways[name]
+        )
     for name, run in alternatives(backward).items():
         table.add(f"into_gradient {shape}", name, Work("GB/s", 2 * size), run)
     if te is not None:
@@ -233,7 +280,13 @@ def cross_entropy(table: Table, tokens: int, vocabulary: int) -> None:
         def with_gradient() -> object:
             return torch.autograd.grad(theirs().sum(), leaf_1CV)
 
-        table.add(f"cross_entropy {shape}", "te (gradient in forward)", Work("GB/s", size, 3 * size), theirs, with_gradient)
+        table.add(
+            f"cross_entropy {shape}",
+            "te (gradient in forward)",
+            Work("GB/s", size, 3 * size),
+            theirs,
+            with_gradient,
+        )
 
 
 def chosen(tokens: int, top_k: int, experts: int) -> Tensor:
@@ -256,18 +309,36 @@ def rows(table: Table, tokens: int, top_k: int, experts: int, width: int) -> Non
     def combine() -> Tensor:
         return permute.combine(rows_RD, probs_TK, record)
 
-    shape, token, row = f"T={tokens} K={top_k} E={experts} D={width}", x_TD.numel() * BYTES, rows_RD.numel() * BYTES
-    works = Work("GB/s", token + row, 2 * (token + row)), Work("GB/s", token + row, 2 * token + 3 * row)
-    pieces = (("permute", spread, (x_TD,), grad_RD), ("combine", combine, (rows_RD, probs_TK), grad_TD))
+    shape, token, row = (
+        f"T={tokens} K={top_k} E={experts} D={width}",
+        x_TD.numel() * BYTES,
+        rows_RD.numel() * BYTES,
+    )
+    works = (
+        Work("GB/s", token + row, 2 * (token + row)),
+        Work("GB/s", token + row, 2 * token + 3 * row),
+    )
+    pieces = (
+        ("permute", spread, (x_TD,), grad_RD),
+        ("combine", combine, (rows_RD, probs_TK), grad_TD),
+    )
     for (piece, run, leaves, grad), work in zip(pieces, works, strict=True):
         both_ways = alternatives(gradients(run, leaves, grad))
         for name, forward in alternatives(run).items():
             table.add(f"{piece} {shape}", name, work, forward, both_ways[name])
     if te is not None:
-        their_rows(table, shape, works, (x_TD, rows_RD, probs_TK, experts_TK, grad_TD, grad_RD), experts)
+        their_rows(
+            table,
+            shape,
+            works,
+            tensors=(x_TD, rows_RD, probs_TK, experts_TK, grad_TD, grad_RD),
+            experts=experts,
+        )
 
 
-def their_rows(table: Table, shape: str, works: tuple[Work, Work], tensors: tuple[Tensor, ...], experts: int) -> None:
+def their_rows(
+    table: Table, shape: str, works: tuple[Work, Work], tensors: tuple[Tensor, ...], experts: int
+) -> None:
     """Transformer Engine's permutation by mask, which sorts as it permutes."""
     x_TD, rows_RD, probs_TK, experts_TK, grad_TD, grad_RD = tensors
     empty_TE = torch.zeros(len(x_TD), experts, device="cuda")
@@ -280,7 +351,9 @@ def their_rows(table: Table, shape: str, works: tuple[Work, Work], tensors: tupl
     row_map = spread()[1]
 
     def combine() -> Tensor:
-        return te.moe_unpermute(rows_RD, row_map, merging_probs=probs_TE, restore_shape=x_TD.shape, map_type="mask")
+        return te.moe_unpermute(
+            rows_RD, row_map, merging_probs=probs_TE, restore_shape=x_TD.shape, map_type="mask"
+        )
 
     pieces = (
         ("permute", "te (sorts too)", spread, gradients(lambda: spread()[0], (x_TD,), grad_RD)),
@@ -303,20 +376,37 @@ def sorting(table: Table, tokens: int, top_k: int, experts: int) -> None:
             return run()
 
     work = Work("GB/s", 3 * 8 * experts_TK.numel())
-    for name, call in (("ours", run), ("torch, 64-bit ids", wide), ("torch.compile", compiled(run))):
+    for name, call in (
+        ("ours", run),
+        ("torch, 64-bit ids", wide),
+        ("torch.compile", compiled(run)),
+    ):
         table.add(f"sort_by_expert T={tokens} K={top_k} E={experts}", name, work, call)
 
 
 def choosing(table: Table, tokens: int, top_k: int, experts: int) -> None:
     """Ids of the largest scores."""
     scores_TE = torch.randn(tokens, experts, device="cuda")
-    piece, work = f"top_experts T={tokens} K={top_k} E={experts}", Work("GB/s", 4 * scores_TE.numel() + 8 * tokens * top_k)
+    piece, work = (
+        f"top_experts T={tokens} K={top_k} E={experts}",
+        Work("GB/s", 4 * scores_TE.numel() + 8 * tokens * top_k),
+    )
     for name, run in alternatives(lambda: router._top_experts(scores_TE, top_k)).items():
         table.add(piece, name, work, run)
     if te is not None:
-        options = {"use_pre_softmax": False, "num_groups": None, "group_topk": None, "scaling_factor": None}
+        options = {
+            "use_pre_softmax": False,
+            "num_groups": None,
+            "group_topk": None,
+            "scaling_factor": None,
+        }
         options |= {"score_function": "softmax", "expert_bias": None}
-        table.add(piece, "te (softmax too)", work, lambda: fused_topk_with_score_function(scores_TE, top_k, **options))
+        table.add(
+            piece,
+            "te (softmax too)",
+            work,
+            lambda: fused_topk_with_score_function(scores_TE, top_k, **options),
+        )
 
 
 def uneven(total: int, experts: int) -> list[int]:
@@ -327,7 +417,9 @@ def uneven(total: int, experts: int) -> list[int]:
 
 
 def products(table: Table, total: int, experts: int, width: int, wide: int) -> None:
-    """torch's grouped product with [E, in, out] weights, and one product of the same size for comparison."""
+    """torch's grouped product with [E, in, out] weights, and one product of the same size for
+    comparison.
+    """
     x_RD = torch.randn(total, width, device="cuda").bfloat16().requires_grad_()
     weight_EDN = torch.randn(experts, width, wide, device="cuda").bfloat16().requires_grad_()
     weight_DN = weight_EDN.detach()[0].clone().requires_grad_()
@@ -340,16 +432,30 @@ def products(table: Table, total: int, experts: int, width: int, wide: int) -> N
     def dense() -> Tensor:
         return x_RD @ weight_DN
 
-    for name, run, weight in (("torch grouped_mm", grouped, weight_EDN), ("one dense product", dense, weight_DN)):
+    for name, run, weight in (
+        ("torch grouped_mm", grouped, weight_EDN),
+        ("one dense product", dense, weight_DN),
+    ):
         both = gradients(run, (x_RD, weight), grad_RN)
-        table.add(product_name(total, experts, width, wide), name, product_work(total, width, wide), run, both)
+        table.add(
+            product_name(total, experts, width, wide=wide),
+            name,
+            product_work(total, width, wide),
+            run,
+            both,
+        )
 
 
 def weight_gradients(table: Table, total: int, experts: int, width: int, wide: int) -> None:
     """Of one microbatch, added to fp32 sums."""
-    rows_RD, grad_RN = (torch.randn(total, columns, device="cuda").bfloat16() for columns in (width, wide))
+    rows_RD, grad_RN = (
+        torch.randn(total, columns, device="cuda").bfloat16() for columns in (width, wide)
+    )
     ends_E = torch.tensor(uneven(total, experts), device="cuda").cumsum(0).int()
-    sums_EDN, sums_DN = torch.zeros(experts, width, wide, device="cuda"), torch.zeros(width, wide, device="cuda")
+    sums_EDN, sums_DN = (
+        torch.zeros(experts, width, wide, device="cuda"),
+        torch.zeros(width, wide, device="cuda"),
+    )
     grouped, dense = GroupedProduct(rows_RD, grad_RN, ends_E), Product(rows_RD.T, grad_RN)
     ways = {
         "ours": lambda: grouped.add_to(sums_EDN),
@@ -357,7 +463,12 @@ def weight_gradients(table: Table, total: int, experts: int, width: int, wide: i
         "one dense product": lambda: dense.add_to(sums_DN),
     }
     for name, run in ways.items():
-        table.add(f"weight gradients R={total} E={experts} {width}->{wide}", name, product_work(total, width, wide), run)
+        table.add(
+            f"weight gradients R={total} E={experts} {width}->{wide}",
+            name,
+            product_work(total, width, wide),
+            run,
+        )
 
 
 def product_name(total: int, experts: int, width: int, wide: int) -> str:
@@ -374,12 +485,20 @@ def product_work(total: int, width: int, wide: int) -> Work:
 def grouped_linears(table: Table, mode: str) -> None:
     """Transformer Engine's, in the mode that the environment of this process asks for."""
     for total, experts, width, wide in PRODUCTS:
-        layer = te.GroupedLinear(experts, width, wide, bias=False, params_dtype=torch.bfloat16, device="cuda")
+        layer = te.GroupedLinear(
+            experts, width, wide, bias=False, params_dtype=torch.bfloat16, device="cuda"
+        )
         x_RD = torch.randn(total, width, device="cuda").bfloat16().requires_grad_()
         grad_RN, counts = torch.randn(total, wide, device="cuda").bfloat16(), uneven(total, experts)
         run, work = partial(layer, x_RD, counts), product_work(total, width, wide)
         both = gradients(run, (x_RD, *layer.parameters()), grad_RN)
-        table.add(product_name(total, experts, width, wide), f"te GroupedLinear {mode}", work, run, both)
+        table.add(
+            product_name(total, experts, width, wide=wide),
+            f"te GroupedLinear {mode}",
+            work,
+            run,
+            both,
+        )
 
 
 def with_cutlass(table: Table) -> None:

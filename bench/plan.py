@@ -1,9 +1,10 @@
-"""How long planning takes: importing `app.plan`, and the whole plan of a 675 B model on 2,048 ranks.
+"""How long planning takes: importing `app.plan`, and the whole plan of a 675 B model on 2,048
+ranks.
 
     python bench/plan.py [--rounds 5] [overrides …]
 
-Every round runs in fresh processes, one after the other. Prints medians with quartiles, and the plan's time over that of the
-import, and writes bench/results/plan.json.
+Every round runs in fresh processes, one after the other. Prints medians with quartiles, and the
+plan's time over that of the import, and writes bench/results/plan.json.
 """
 
 from __future__ import annotations
@@ -24,11 +25,11 @@ began = time.perf_counter()
 {body}
 print(time.perf_counter() - began, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
 """
-IMPORT = "import app.plan.plan, app.plan.suggest, app.plan.export"
+IMPORT = "import app.plan.plan, app.advice.suggest, app.plan.export"
 COMPOSE = """
 import sys
 sys.path.insert(0, {root!r})
-from app.cli.compose import load_overrides
+from app.cli.options.compose import load_overrides
 from app.plan.plan import Plan
 run = load_overrides({overrides!r})
 """
@@ -41,7 +42,9 @@ for name in ("actions", "graphs", "buffers", "memory", "timeline", "traffic", "a
 
 def main() -> None:
     """Measure in turn, summarise, save."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=5)
     args, overrides = parser.parse_known_args()
     compose = COMPOSE.format(root=str(ROOT), overrides=overrides or DEFAULT)
@@ -51,7 +54,9 @@ def main() -> None:
         for name, (before, body) in cases.items():
             measured[name].append(run(before + TIMED.format(body=body)))
     result = {name: summary(found) for name, found in measured.items()}
-    result["plan"]["over_import"] = round(result["plan"]["seconds"] / result["import"]["seconds"], 1)
+    result["plan"]["over_import"] = round(
+        result["plan"]["seconds"] / result["import"]["seconds"], 1
+    )
     result["overrides"], result["python"] = overrides or DEFAULT, sys.version.split()[0]
     path = ROOT / "bench" / "results" / "plan.json"
     path.write_text(json.dumps(result, indent=1) + "\n")
@@ -60,7 +65,9 @@ def main() -> None:
 
 def run(code: str) -> tuple[float, float]:
     """(seconds, largest resident memory in GiB) as the program prints them."""
-    out = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    out = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout
     seconds, kib = out.split()
     return float(seconds), float(kib) / 2**20
 

@@ -44,12 +44,12 @@ from typing import IO, Any, TypeVar
 
 import torch
 
-from app.cli.compose import load_overrides
-from app.cli.messages import readable_errors
-from app.cli.parent import bound
+from app.cli.options.compose import load_overrides
+from app.cli.options.messages import readable_errors
+from app.cli.processes.parent import bound
 from app.config import Run
-from app.engine.checkpoint_folder import CHECKPOINTS, newest_checkpoint, step_of
-from app.engine.run_folder import read_metrics
+from app.engine.checkpoint.folder import CHECKPOINTS, newest_checkpoint, step_of
+from app.engine.run.run_folder import read_metrics
 from app.rules import check_runnable
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -122,9 +122,7 @@ class Attempts:
         for line in stream:
             self.lines.append((time.monotonic(), line.rstrip()))
 
-    def heard(
-        self, pattern: re.Pattern[str], since: int
-    ) -> Iterator[tuple[float, re.Match[str]]]:
+    def heard(self, pattern: re.Pattern[str], since: int) -> Iterator[tuple[float, re.Match[str]]]:
         """(time, match) of the lines from the n-th one on."""
         for when, line in self.lines[since:]:
             if found := pattern.match(line):
@@ -434,7 +432,7 @@ def main() -> int:
     moments = draw_moments(args.kills, run, args.seed)
     args.out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as work:
-        return measure(run, overrides, Path(work), moments, args.out)
+        return measure(run, overrides, Path(work), moments=moments, out=args.out)
 
 
 if __name__ == "__main__":

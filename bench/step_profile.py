@@ -2,8 +2,9 @@
 
     python bench/step_profile.py [--steps 8] [--top 12] [--json FILE] overrides … [/ overrides …]
 
-`/` separates runs. Each trains on random tokens; the last step is traced. Printed per run: the step's time without the trace,
-the share of each kind of kernel in the traced step, the largest kernels by name, and the time in which none ran.
+`/` separates runs. Each trains on random tokens; the last step is traced. Printed per run: the
+step's time without the trace, the share of each kind of kernel in the traced step, the largest
+kernels by name, and the time in which none ran.
 """
 
 from __future__ import annotations
@@ -23,13 +24,13 @@ import torch
 from layouts import batches_of, merged
 from torch.profiler import ProfilerActivity, profile
 
-from app.cli.compose import load_overrides
-from app.cli.launch import Launch
+from app.cli.options.compose import load_overrides
+from app.cli.processes.launcher import Launch
 from app.engine.build import Engine, build_engine
 from app.engine.capture.facts import GraphFacts
 from app.engine.groups import create_groups, process_world
-from app.engine.step import TrainingStep
-from app.plan.flops import flops_per_token
+from app.engine.pipeline.step import TrainingStep
+from app.plan.cost.flops import flops_per_token
 from app.plan.plan import Plan
 
 KINDS = {  # of kernels, by a part of their names; the first that fits counts
@@ -37,8 +38,27 @@ KINDS = {  # of kernels, by a part of their names; the first that fits counts
     "attention": ("flash", "fmha", "cudnn_generated", "sdpa", "attention"),
     "optimizer": ("adam", "FusedAdam", "multi_tensor"),
     "loss": ("_statistics", "_into_gradient", "cross_entropy"),
-    "rows of experts": ("_spread", "_sum_rows", "_gradients", "indexSelect", "index_select", "vectorized_gather"),
-    "routing": ("ort", "opk", "TopK", "_top", "scatter", "gather", "searchsorted", "oftmax", "SoftMax", "cumsum", "scan"),
+    "rows of experts": (
+        "_spread",
+        "_sum_rows",
+        "_gradients",
+        "indexSelect",
+        "index_select",
+        "vectorized_gather",
+    ),
+    "routing": (
+        "ort",
+        "opk",
+        "TopK",
+        "_top",
+        "scatter",
+        "gather",
+        "searchsorted",
+        "oftmax",
+        "SoftMax",
+        "cumsum",
+        "scan",
+    ),
     "activation": ("swiglu",),
     "rotary": ("_split", "_merge", "rotate"),
     "norm": ("rms", "layer_norm", "LayerNorm", "GammaBeta", "_norm"),
@@ -51,7 +71,9 @@ KINDS = {  # of kernels, by a part of their names; the first that fits counts
 
 def main() -> None:
     """Profile the runs."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--top", type=int, default=12, help="kernels by name")
     parser.add_argument("--json", type=Path)
@@ -61,8 +83,13 @@ def main() -> None:
     torch.cuda.set_device(device)
     torch.cuda.set_stream(torch.cuda.Stream())
     with process_world(launch.rank, launch.world_size or 1, device):
-        for chosen in (list(group) for slash, group in itertools.groupby(overrides, "/".__eq__) if not slash):
-            found = {"overrides": chosen, **train(chosen, launch, device, args.steps, args.top)}
+        for chosen in (
+            list(group) for slash, group in itertools.groupby(overrides, "/".__eq__) if not slash
+        ):
+            found = {
+                "overrides": chosen,
+                **train(chosen, launch, device, steps=args.steps, top=args.top),
+            }
             if launch.rank == 0:
                 show(found)
                 if args.json:
@@ -70,7 +97,9 @@ def main() -> None:
                         file.write(json.dumps(found) + "\n")
 
 
-def train(overrides: list[str], launch: Launch, device: torch.device, steps: int, top: int) -> dict[str, Any]:
+def train(
+    overrides: list[str], launch: Launch, device: torch.device, steps: int, top: int
+) -> dict[str, Any]:
     """One run, from nothing to nothing."""
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
@@ -106,7 +135,9 @@ def measure(engine: Engine, steps: int, top: int) -> dict[str, Any]:
     planned = engine.plan.memory[engine.groups.pp_rank]
     return {
         "step_ms": round(ms, 2),
-        "tflops_per_gpu": round(tokens * flops_per_token(run.model, run.train.seq_len) / ms / 1e9, 1),
+        "tflops_per_gpu": round(
+            tokens * flops_per_token(run.model, run.train.seq_len) / ms / 1e9, 1
+        ),
         "peak_gib": round(peak[0] / 2**30, 3),
         "planned_gib": round(planned.allocated / 2**30, 3),
         "reserved_gib": round(peak[1] / 2**30, 3),
@@ -126,14 +157,21 @@ def kinds(profiler: profile, top: int) -> dict[str, Any]:
         by_name[event.name] += event.time_range.end - event.time_range.start
     by_kind: Counter[str] = Counter()
     for name, time_us in by_name.items():
-        by_kind[next((kind for kind, parts in KINDS.items() if any(part in name for part in parts)), "others")] += time_us
+        by_kind[
+            next(
+                (kind for kind, parts in KINDS.items() if any(part in name for part in parts)),
+                "others",
+            )
+        ] += time_us
     busy, whole = sum(end - start for start, end in spans), spans[-1][1] - spans[0][0]
     return {
         "traced_ms": round(whole / 1e3, 2),
         "gaps_ms": round((whole - busy) / 1e3, 2),
         "kernels": len(events),
         "kinds_ms": {kind: round(time_us / 1e3, 2) for kind, time_us in by_kind.most_common()},
-        "largest_ms": {name[:100]: round(time_us / 1e3, 2) for name, time_us in by_name.most_common(top)},
+        "largest_ms": {
+            name[:100]: round(time_us / 1e3, 2) for name, time_us in by_name.most_common(top)
+        },
     }
 
 
@@ -141,7 +179,12 @@ def show(found: dict[str, Any]) -> None:
     """As text."""
     kinds_ms, largest_ms = found["kinds_ms"], found["largest_ms"]
     print(" ".join(found["overrides"]))
-    print("  " + ", ".join(f"{key} {value}" for key, value in found.items() if not isinstance(value, dict | list)))
+    print(
+        "  "
+        + ", ".join(
+            f"{key} {value}" for key, value in found.items() if not isinstance(value, dict | list)
+        )
+    )
     for kind, ms in kinds_ms.items():
         print(f"  {ms:9.2f} ms  {ms / found['traced_ms']:5.1%}  {kind}")
     for name, ms in largest_ms.items():

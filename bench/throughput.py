@@ -1,11 +1,15 @@
-"""Steady throughput: the trainer's own steps on random tokens, from a seed that every layout shares.
+"""Steady throughput: the trainer's own steps on random tokens, from a seed that every layout
+shares.
 
-    python bench/throughput.py NAME [--steps 20] [--skip 10] [--out bench/results] [overrides …]        one process
-    torchrun --nproc-per-node N bench/throughput.py NAME …                                              several; rank 0 speaks
+    python bench/throughput.py NAME [--steps 20] [--skip 10] [--out bench/results] [overrides …]
+    one process
+    torchrun --nproc-per-node N bench/throughput.py NAME …
+    several; rank 0 speaks
 
-Prints medians over the steps after the first `skip`, with quartiles of the step time, and writes OUT/NAME.json. A step is
-everything from one to the next: batches, forward, backward, update, report. Load of the experts is that of the counted steps,
-peaks of memory are those of the whole process.
+Prints medians over the steps after the first `skip`, with quartiles of the step time, and writes
+OUT/NAME.json. A step is everything from one to the next: batches, forward, backward, update,
+report. Load of the experts is that of the counted steps, peaks of memory are those of the whole
+process.
 """
 
 from __future__ import annotations
@@ -22,18 +26,19 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from app.cli.compose import load_overrides
-from app.cli.launch import Launch
-from app.cli.messages import readable_errors
+from app.cli.options.compose import load_overrides
+from app.cli.options.messages import readable_errors
+from app.cli.processes.launcher import Launch
 from app.config import Run
 from app.data.feed import DataSplit
 from app.data.packing import Documents, PackedSequences
 from app.data.tokenizer import load_tokenizer
 from app.engine.build import build_engine
 from app.engine.groups import Groups, create_groups, process_world
-from app.engine.report import GIB, Stopwatch
-from app.engine.start import Data, Start, choose_device
-from app.engine.trainer import Trainer, closing_graphs
+from app.engine.report.metrics import GIB, Stopwatch
+from app.engine.run.start import Data, Start, choose_device
+from app.engine.train import closing_graphs
+from app.engine.trainer import Trainer
 from app.plan.plan import Plan
 from app.rules import check_runnable
 
@@ -45,11 +50,15 @@ LARGEST = ("memory_peak_gib", "moe_load_", "graph_")  # beginnings of keys
 
 def main() -> None:
     """Run, summarise, save."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("name", help="of the result file")
     parser.add_argument("--steps", type=int, default=20, help="all steps")
     parser.add_argument("--skip", type=int, default=10, help="first steps that are not counted")
-    parser.add_argument("--out", type=Path, default=ROOT / "bench" / "results", help="folder of the result file")
+    parser.add_argument(
+        "--out", type=Path, default=ROOT / "bench" / "results", help="folder of the result file"
+    )
     args, overrides = parser.parse_known_args()
     if not 0 < args.skip <= args.steps - 2:
         parser.error("--skip leaves no two steps to count, or none to warm up")
@@ -59,7 +68,13 @@ def main() -> None:
         run = check_runnable(load_overrides([*QUIET, *overrides, *lengths], launch.world_size or 1))
         rows, reserved = train(run, launch)
     if launch.rank == 0:
-        result = {"name": args.name, "overrides": overrides, **summarise(rows, args.skip), **reserved, **versions()}
+        result = {
+            "name": args.name,
+            "overrides": overrides,
+            **summarise(rows, args.skip),
+            **reserved,
+            **versions(),
+        }
         args.out.mkdir(parents=True, exist_ok=True)
         (args.out / f"{args.name}.json").write_text(json.dumps(result, indent=1) + "\n")
         for key, value in result.items():
@@ -67,7 +82,9 @@ def main() -> None:
 
 
 def train(run: Run, launch: Launch) -> tuple[list[dict[str, Any]], dict[str, float]]:
-    """What every step reports, and the memory that the allocator has held at most, GiB, on the rank that held most."""
+    """What every step reports, and the memory that the allocator has held at most, GiB, on the
+    rank that held most.
+    """
     device = choose_device(run, launch.local_rank)
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -84,12 +101,16 @@ def train(run: Run, launch: Launch) -> tuple[list[dict[str, Any]], dict[str, flo
 
 
 def random_data(run: Run) -> Data:
-    """As many uniform token ids as the steps use, the same on every rank; also for validation, which does not happen."""
+    """As many uniform token ids as the steps use, the same on every rank; also for validation,
+    which does not happen.
+    """
     train = run.train
     count = train.steps * train.global_batch * train.seq_len + 1
     ids = np.random.default_rng(train.seed).integers(0, run.model.vocab_size, count)
     documents = Documents.from_lists([ids])
-    split = DataSplit(PackedSequences(documents.lengths_D, documents.read, train.seq_len, train.seed), None)
+    split = DataSplit(
+        PackedSequences(documents.lengths_D, documents.read, train.seq_len, seed=train.seed), None
+    )
     return Data(load_tokenizer("bytes"), split, split)
 
 
@@ -106,9 +127,20 @@ def reserved_gib(groups: Groups, device: torch.device) -> dict[str, float]:
 def summarise(rows: list[dict[str, Any]], skip: int) -> dict[str, Any]:
     """Medians over the steps after the first `skip`; a key that no step has is left out."""
     steady = rows[skip:]
-    medians = {key: round(statistics.median(row[key] for row in steady), 4) for key in MEDIANS if key in steady[0]}
-    quartiles = [round(value, 2) for value in statistics.quantiles((row["step_ms"] for row in steady), n=4)[::2]]
-    largest = {key: max(row[key] for row in steady if key in row) for key in steady[-1] if key.startswith(LARGEST)}
+    medians = {
+        key: round(statistics.median(row[key] for row in steady), 4)
+        for key in MEDIANS
+        if key in steady[0]
+    }
+    quartiles = [
+        round(value, 2)
+        for value in statistics.quantiles((row["step_ms"] for row in steady), n=4)[::2]
+    ]
+    largest = {
+        key: max(row[key] for row in steady if key in row)
+        for key in steady[-1]
+        if key.startswith(LARGEST)
+    }
     return {
         **medians,
         "step_ms_quartiles": quartiles,
@@ -122,7 +154,12 @@ def summarise(rows: list[dict[str, Any]], skip: int) -> dict[str, Any]:
 def versions() -> dict[str, str]:
     """What it ran on."""
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
-    return {"device": gpu, "torch": torch.__version__, "cuda": str(torch.version.cuda), "python": sys.version.split()[0]}
+    return {
+        "device": gpu,
+        "torch": torch.__version__,
+        "cuda": str(torch.version.cuda),
+        "python": sys.version.split()[0],
+    }
 
 
 if __name__ == "__main__":

@@ -14,10 +14,11 @@ PAUSE = 2_000_000  # cycles, about a millisecond, in which the host gets ahead
 
 
 def gpu_time(fn: Callable[[], Any]) -> tuple[float, float]:
-    """Median of 20 runs behind 5 others, and the distance from their 10th to their 90th percentile; both in ms.
+    """Median of 20 runs behind 5 others, and the distance from their 10th to their 90th percentile;
+    both in ms.
 
-    Between runs 256 MiB are written. The device pauses in front of a run, so that launches do not count unless `fn` takes
-    the host longer than that or waits for the device.
+    Between runs 256 MiB are written. The device pauses in front of a run, so that launches do not
+    count unless `fn` takes the host longer than that or waits for the device.
     """
     flushed = torch.empty(FLUSHED, dtype=torch.int8, device="cuda")
     times = [_once(fn, flushed) for _ in range(WARMUP + TIMED)][WARMUP:]

@@ -1,6 +1,8 @@
-"""Our sweeper and launcher, where Hydra looks for them: it takes such classes from this namespace package only.
+"""Our sweeper and launcher, where Hydra looks for them: it takes such classes from this namespace
+package only.
 
-Every process of every run loads this file, and few sweep, so the work lies in modules that are imported when it begins.
+Every process of every run loads this file, and few sweep, so the work lies in modules that are
+imported when it begins.
 """
 
 from __future__ import annotations
@@ -20,13 +22,15 @@ from omegaconf import DictConfig
 class GridSweeper(Sweeper):
     """`hydra/sweeper=grid`: all combinations, as a sweep on record that can be started again."""
 
-    def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
+    def setup(
+        self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig
+    ) -> None:
         """Note what Hydra hands to sweepers."""
         self.hydra_context, self.task_function, self.config = hydra_context, task_function, config
 
     def sweep(self, arguments: list[str]) -> None:
         """Run the sweep; SystemExit unless all went well."""
-        from app.cli.sweep import Asked, run_sweep
+        from app.cli.sweeps.sweep import Asked, run_sweep
 
         run_sweep(Asked(self.hydra_context, self.task_function, self.config, tuple(arguments)))
 
@@ -34,21 +38,29 @@ class GridSweeper(Sweeper):
 class TorchrunLauncher(Launcher):
     """`hydra/launcher=torchrun`: one job after the other on this host, each in fresh processes."""
 
-    def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
+    def setup(
+        self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig
+    ) -> None:
         """Note what every job runs, with which flags, and the folder of the sweep."""
-        from app.cli.arguments import Typed
+        from app.cli.options.arguments import Typed
 
         self.script, self.folder = inspect.getfile(task_function), Path(config.hydra.sweep.dir)
         self.typed = Typed.of_config(config.hydra)
         parser = OverridesParser.create()
         overrides = parser.parse_overrides(list(config.hydra.overrides.task))
-        self.fixed = [each.get_key_element().lstrip("+~") for each in overrides if not each.is_sweep_override()]
+        self.fixed = [
+            each.get_key_element().lstrip("+~")
+            for each in overrides
+            if not each.is_sweep_override()
+        ]
         self.log = config.log
         self.on_record = config.hydra.runtime.choices["hydra/sweeper"] == "grid"
 
-    def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
+    def launch(
+        self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int
+    ) -> Sequence[JobReturn]:
         """Run the jobs that our sweeper has on record, or put on record those of another one."""
-        from app.cli.jobs import run_jobs, run_trials
+        from app.cli.sweeps.jobs import run_jobs, run_trials
 
         if self.on_record:
             return run_jobs(self.script, self.folder, job_overrides, self.typed)

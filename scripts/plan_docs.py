@@ -1,9 +1,10 @@
-"""Run the commands of README.md, docs/plan.md and docs/parallelism.md again, and put in what they print and draw.
+"""Run the commands of README.md, docs/plan.md and docs/parallelism.md again, and put in what they
+print and draw.
 
     python scripts/plan_docs.py
 
-A `console` block is a command and its output; a `bash` command with out=plan/<name> is followed by its picture, which is
-docs/<page>/<name>.svg.
+A `console` block is a command and its output; a `bash` command with out=plan/<name> is followed by
+its picture, which is docs/<page>/<name>.svg.
 """
 
 from __future__ import annotations
@@ -27,7 +28,11 @@ PICTURE = re.compile(r"^python -m app\.cli\.plan .*out=plan/(\w+).*$", re.MULTIL
 
 def printed(line: str) -> str:
     """What a command of the docs prints, mistakes too, without the blanks that fill its lines."""
-    with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(out), contextlib.suppress(SystemExit):
+    with (
+        contextlib.redirect_stdout(io.StringIO()) as out,
+        contextlib.redirect_stderr(out),
+        contextlib.suppress(SystemExit),
+    ):
         main(shlex.split(line)[3:])
     return "".join(f"{text.rstrip()}\n" for text in out.getvalue().rstrip().splitlines())
 

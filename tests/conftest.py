@@ -1,4 +1,6 @@
-"""Settings of every test: one thread per process, no network, kernels interpreted where there is no GPU."""
+"""Settings of every test: one thread per process, no network, kernels interpreted where there is
+no GPU.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +15,7 @@ if os.environ.get("ATEN_CPU_CAPABILITY") in ("default", "avx2"):
 import torch
 
 if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is defined: without a GPU its tests run it in Python
+    # read when a kernel is defined: without a GPU its tests run it in Python
+    os.environ["TRITON_INTERPRET"] = "1"
 
 torch.set_num_threads(1)

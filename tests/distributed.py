@@ -18,23 +18,30 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.attention.bias  # brings torch's compiler along, which every forked rank would load anew, two seconds each
+
+# brings torch's compiler along, which every forked rank would load anew, two seconds each
+import torch.nn.attention.bias
 
 TIMEOUT_S = 120
 TELL = signal.SIGQUIT  # a rank that gets it prints where it is
 
 
-def run_distributed(fn: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = TIMEOUT_S) -> list[Any]:
-    """`fn(rank, *args)` in `world_size` forked processes of one gloo world; the results in rank order.
+def run_distributed(
+    fn: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = TIMEOUT_S
+) -> list[Any]:
+    """`fn(rank, *args)` in `world_size` forked processes of one gloo world; the results in rank
+    order.
 
-    Results travel pickled, so tensors should be small. A rank that fails fails the call with its traceback, and so do
-    ranks of which none has ended for `timeout_s`, which print where they are.
+    Results travel pickled, so tensors should be small. A rank that fails fails the call with its
+    traceback, and so do ranks of which none has ended for `timeout_s`, which print where they are.
     """
     context = multiprocessing.get_context("fork")
     with tempfile.TemporaryDirectory() as folder:
         pipes = [context.Pipe(duplex=False) for _ in range(world_size)]
         ranks = [
-            context.Process(target=_rank, args=(sender, fn, rank, world_size, f"{folder}/store", args))
+            context.Process(
+                target=_rank, args=(sender, fn, rank, world_size, f"{folder}/store", args)
+            )
             for rank, (_, sender) in enumerate(pipes)
         ]
         for process, (_, sender) in zip(ranks, pipes, strict=True):
@@ -52,16 +59,28 @@ def run_distributed(fn: Callable[..., Any], world_size: int, *args: Any, timeout
 
 
 def begin_fork() -> None:
-    """The first call of every forked process: what its parent's threads hold would never be given back."""
+    """The first call of every forked process: what its parent's threads hold would never be
+    given back.
+    """
     torch.set_num_threads(1)  # OpenMP's threads stayed behind, and the locks that they had
-    gc.freeze()  # what the parent has not collected yet may own threads too, and would wait for them
+    # what the parent has not collected yet may own threads too, and would wait for them
+    gc.freeze()
 
 
-def _rank(sender: Connection, fn: Callable[..., Any], rank: int, world_size: int, store: str, args: tuple[Any, ...]) -> None:
+def _rank(
+    sender: Connection,
+    fn: Callable[..., Any],
+    rank: int,
+    world_size: int,
+    store: str,
+    args: tuple[Any, ...],
+) -> None:
     begin_fork()
     faulthandler.register(TELL, file=sys.__stderr__)
     try:
-        dist.init_process_group("gloo", store=dist.FileStore(store, world_size), rank=rank, world_size=world_size)
+        dist.init_process_group(
+            "gloo", store=dist.FileStore(store, world_size), rank=rank, world_size=world_size
+        )
         sender.send((True, fn(rank, *args)))
         dist.destroy_process_group()
     except BaseException:
@@ -79,10 +98,13 @@ def _results(receivers: list[Connection], timeout_s: float) -> list[Any]:
     """The ranks' results in order, read as they come: the first failure ends the wait."""
     results: dict[Connection, Any] = {}
     while len(results) < len(receivers):
-        ready = wait([receiver for receiver in receivers if receiver not in results], timeout=timeout_s)
+        ready = wait(
+            [receiver for receiver in receivers if receiver not in results], timeout=timeout_s
+        )
         if not ready:
             raise TimeoutError(
-                f"ranks {[r for r, end in enumerate(receivers) if end not in results]} said nothing for {timeout_s:.0f} s"
+                f"ranks {[r for r, end in enumerate(receivers) if end not in results]} said "
+                f"nothing for {timeout_s:.0f} s"
             )
         for receiver in ready:
             results[receiver] = _result(receivers.index(receiver), receiver)

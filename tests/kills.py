@@ -12,8 +12,8 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from app.engine.checkpoint_folder import CHECKPOINTS, LATEST, named_by_latest, step_of
-from app.engine.run_folder import CONFIG, METRICS
+from app.engine.checkpoint.folder import CHECKPOINTS, LATEST, named_by_latest, step_of
+from app.engine.run.run_folder import CONFIG, METRICS
 from tests.training import ROOT
 
 STEPS, SAVED, VALIDATED = 24, 6, 4  # steps of a run, and between its saves and its validations
@@ -46,7 +46,10 @@ class Hit:
 
     def __str__(self) -> str:
         step, process, seconds = (round(each, 3) for each in self.draws)
-        return f"{self.number.name} ({self.kind}) {self.target} {process} {self.phase} {step} {seconds}"
+        return (
+            f"{self.number.name} ({self.kind}) {self.target} {process} {self.phase} {step} "
+            f"{seconds}"
+        )
 
     def sooner(self) -> Hit:
         """The same, closer to what it follows."""
@@ -68,7 +71,7 @@ def draw_hit(draw: random.Random, targets: Sequence[str], after: Hit | None) -> 
         phases |= {"stopping": 10}
     (phase,) = draw.choices(list(phases), list(phases.values()))
     draws = draw.random(), draw.random(), draw.random()
-    return Hit(kind, signals.get(kind, signal.SIGSTOP), target, phase, draws)
+    return Hit(kind, signals.get(kind, signal.SIGSTOP), target, phase=phase, draws=draws)
 
 
 @dataclass(frozen=True)
@@ -106,7 +109,7 @@ def draw_case(seed: int, ranks: int, count: int) -> Case:
     hits: list[Hit] = []
     for _ in range(count):
         hits.append(draw_hit(draw, targets, hits[-1] if hits else None))
-    return Case(seed, ranks, layout, restarts, asynchronous, tuple(hits))
+    return Case(seed, ranks, layout, restarts=restarts, asynchronous=asynchronous, hits=tuple(hits))
 
 
 def draw_cases(counts: Sequence[tuple[int, Sequence[int]]], first_seed: int) -> list[Case]:

@@ -1,7 +1,8 @@
-"""Kernels of the loss and of the experts' rows against plain torch, at any size, on any device that runs them.
+"""Kernels of the loss and of the experts' rows against plain torch, at any size, on any device that
+runs them.
 
-Shapes: C tokens and V rows of the vocabulary; T tokens, K experts per token, E experts, R rows, D width.
-Plain versions must be in place where these run: `usable` of their modules says no.
+Shapes: C tokens and V rows of the vocabulary; T tokens, K experts per token, E experts, R rows, D
+width. Plain versions must be in place where these run: `usable` of their modules says no.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ from tests.rounding import expect_alike, in_fp64
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 FACTS = {"device": DEVICE, "dtype": torch.float32}
-ROUNDING = {torch.float32: 1e-6, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}  # of one value, relative
+# of one value, relative
+ROUNDING = {torch.float32: 1e-6, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 
 
 def without_kernels() -> Iterator[None]:
@@ -46,11 +48,15 @@ def assert_same(found: Tensor, wanted: Tensor) -> None:
     """Bit for bit; but the interpreter cuts digits off where a GPU rounds."""
     assert found.dtype == wanted.dtype
     cut_off = DEVICE == "cpu" and wanted.dtype != torch.float32
-    torch.testing.assert_close(found, wanted, rtol=2 * ROUNDING[wanted.dtype] if cut_off else 0, atol=0)
+    torch.testing.assert_close(
+        found, wanted, rtol=2 * ROUNDING[wanted.dtype] if cut_off else 0, atol=0
+    )
 
 
 def check_statistics(tokens: int, vocabulary: int, dtype: torch.dtype, apart: int = 0) -> None:
-    """Maximum and label to the bit, the sum to the rounding of its terms; labels of other ranks count as 0."""
+    """Maximum and label to the bit, the sum to the rounding of its terms; labels of other ranks
+    count as 0.
+    """
     torch.manual_seed(0)
     logits_CV = (torch.randn(tokens, vocabulary + apart, **FACTS) * 4).to(dtype)[:, :vocabulary]
     row_C = torch.randint(-vocabulary // 2, 2 * vocabulary, (tokens,), device=DEVICE)
@@ -63,8 +69,12 @@ def check_statistics(tokens: int, vocabulary: int, dtype: torch.dtype, apart: in
     expect_alike({"sums": found[1] / exact}, {"sums": wanted[1] / exact}, {"sums": ones})
 
 
-def check_into_gradient(tokens: int, vocabulary: int, dtype: torch.dtype, ignored: bool = False, apart: int = 0) -> None:
-    """Within one rounding of the plain gradient, which differs in the last bits of the exponential; ignored rows are zero."""
+def check_into_gradient(
+    tokens: int, vocabulary: int, dtype: torch.dtype, ignored: bool = False, apart: int = 0
+) -> None:
+    """Within one rounding of the plain gradient, which differs in the last bits of the
+    exponential; ignored rows are zero.
+    """
     torch.manual_seed(1)
     whole = (torch.randn(tokens, vocabulary + apart, **FACTS) * 4).to(dtype)
     row_C = torch.randint(-vocabulary // 2, 2 * vocabulary, (tokens,), device=DEVICE)
@@ -73,11 +83,15 @@ def check_into_gradient(tokens: int, vocabulary: int, dtype: torch.dtype, ignore
 
     def run() -> tuple[Tensor]:
         copy = whole.clone()
-        assert cross_entropy.into_gradient(copy[:, :vocabulary], row_C, lse_C, weight_C) is None
+        assert (
+            cross_entropy.into_gradient(copy[:, :vocabulary], row_C, lse_C, weight_C=weight_C)
+            is None
+        )
         return (copy,)
 
     (found,) = twice(run)
-    assert torch.equal(found[:, vocabulary:], whole[:, vocabulary:])  # of what lies between, nothing was touched
+    # of what lies between, nothing was touched
+    assert torch.equal(found[:, vocabulary:], whole[:, vocabulary:])
     wanted = whole[:, :vocabulary].clone()
     app.model.loss._into_gradient(wanted, row_C, lse_C, weight_C)
     torch.testing.assert_close(found[:, :vocabulary], wanted, rtol=2 * ROUNDING[dtype], atol=1e-7)
@@ -86,7 +100,9 @@ def check_into_gradient(tokens: int, vocabulary: int, dtype: torch.dtype, ignore
 
 @dataclass(frozen=True)
 class Rows:
-    """Tokens, their experts with E for a dropped choice, and where the rows are; without drops `kept_TK` is None."""
+    """Tokens, their experts with E for a dropped choice, and where the rows are; without drops
+    `kept_TK` is None.
+    """
 
     x_TD: Tensor
     probs_TK: Tensor
@@ -95,35 +111,57 @@ class Rows:
 
 
 def draw_rows(
-    tokens: int, top_k: int, experts: int, width: int, dtype: torch.dtype, drops: bool = False, rows_per_expert: int | None = None
+    tokens: int,
+    top_k: int,
+    experts: int,
+    width: int,
+    dtype: torch.dtype,
+    drops: bool = False,
+    rows_per_expert: int | None = None,
 ) -> Rows:
-    """A random choice; with drops three of eight choices, the second token's and expert 0's have no row."""
+    """A random choice; with drops three of eight choices, the second token's and expert 0's have
+    no row.
+    """
     torch.manual_seed(2)
     chosen_TK = torch.rand(tokens, experts, **FACTS).topk(top_k, dim=1).indices.sort(dim=1).values
     if drops:
         gone_TK = (torch.rand(tokens, top_k, **FACTS) < 3 / 8) | (chosen_TK == 0)
         gone_TK[1:2] = True
         chosen_TK = chosen_TK.masked_fill(gone_TK, experts)
-    record = sort_by_expert(chosen_TK, experts, drops, rows_per_expert)
+    record = sort_by_expert(chosen_TK, experts, drops, rows_per_expert=rows_per_expert)
     owned_R = torch.zeros(len(record.token_of_row_R), dtype=torch.bool, device=DEVICE)
     kept_TK = chosen_TK < experts
     owned_R[record.row_of_TK[kept_TK]] = True
-    return Rows(torch.randn(tokens, width, **FACTS).to(dtype), torch.rand(tokens, top_k, **FACTS), record, owned_R)
+    return Rows(
+        torch.randn(tokens, width, **FACTS).to(dtype),
+        torch.rand(tokens, top_k, **FACTS),
+        record,
+        owned_R=owned_R,
+    )
 
 
 def check_spread(drawn: Rows) -> None:
     """Copies, and zeros where nobody reads."""
     record = drawn.record
     (found,) = twice(
-        lambda: (rows.spread_rows(drawn.x_TD, record.row_of_TK, record.kept_TK, len(record.token_of_row_R)),)
+        lambda: (
+            rows.spread_rows(
+                drawn.x_TD, record.row_of_TK, record.kept_TK, num_rows=len(record.token_of_row_R)
+            ),
+        )
     )
     assert torch.equal(found, drawn.x_TD[record.token_of_row_R] * drawn.owned_R[:, None])
 
 
 def check_sums(drawn: Rows) -> None:
-    """Bit for bit what torch adds up, weighted or not, in fp32 or rounded once; a row that nobody owns is not read."""
+    """Bit for bit what torch adds up, weighted or not, in fp32 or rounded once; a row that
+    nobody owns is not read.
+    """
     record = drawn.record
-    rows_RD = spoiled(torch.randn(len(record.token_of_row_R), drawn.x_TD.shape[1], **FACTS).to(drawn.x_TD.dtype), drawn)
+    rows_RD = spoiled(
+        torch.randn(len(record.token_of_row_R), drawn.x_TD.shape[1], **FACTS).to(drawn.x_TD.dtype),
+        drawn,
+    )
     for weights_TK in (None, drawn.probs_TK):
         for dtype in (torch.float32, drawn.x_TD.dtype):
             places = rows_RD, record.row_of_TK, weights_TK, record.kept_TK, dtype
@@ -132,12 +170,21 @@ def check_sums(drawn: Rows) -> None:
 
 
 def check_gradients(drawn: Rows) -> None:
-    """Gradients of the rows to the bit; dot products to the rounding of sums of D terms in another order."""
+    """Gradients of the rows to the bit; dot products to the rounding of sums of D terms in
+    another order.
+    """
     record = drawn.record
-    rows_RD = spoiled(torch.randn(len(record.token_of_row_R), drawn.x_TD.shape[1], **FACTS).to(drawn.x_TD.dtype), drawn)
+    rows_RD = spoiled(
+        torch.randn(len(record.token_of_row_R), drawn.x_TD.shape[1], **FACTS).to(drawn.x_TD.dtype),
+        drawn,
+    )
     places = record.row_of_TK, record.kept_TK
-    grad_RD, dots_TK = twice(lambda: rows.combine_gradients(drawn.x_TD, rows_RD, drawn.probs_TK, *places))
-    wanted_RD, wanted_TK = combine_gradients(drawn.x_TD, rows_RD, drawn.probs_TK, record.token_of_row_R, *places)
+    grad_RD, dots_TK = twice(
+        lambda: rows.combine_gradients(drawn.x_TD, rows_RD, drawn.probs_TK, *places)
+    )
+    wanted_RD, wanted_TK = combine_gradients(
+        drawn.x_TD, rows_RD, drawn.probs_TK, record.token_of_row_R, *places
+    )
     assert_same(grad_RD[drawn.owned_R], wanted_RD[drawn.owned_R])
     assert grad_RD[~drawn.owned_R].eq(0).all()
     wide = (value.double() for value in (drawn.x_TD, rows_RD, drawn.probs_TK))
@@ -153,11 +200,14 @@ def spoiled(rows_RD: Tensor, drawn: Rows) -> Tensor:
     return rows_RD.masked_fill(~drawn.owned_R[:, None], float("nan"))
 
 
-def check_grouped_gradient(counts: list[int], width: int, columns: int, dtype: torch.dtype, spare: int) -> None:
+def check_grouped_gradient(
+    counts: list[int], width: int, columns: int, dtype: torch.dtype, spare: int
+) -> None:
     """Within the rounding of sums; nothing else is touched, and rows that nobody owns do not count.
 
-    fp32 sums of n products of normals, of size √n, are rounded at each of them. Tensor cores cut digits off instead, every 16
-    rows and always towards zero: n/16 · √n · 2⁻²⁴ on average, twice that is allowed.
+    fp32 sums of n products of normals, of size √n, are rounded at each of them. Tensor cores cut
+    digits off instead, every 16 rows and always towards zero: n/16 · √n · 2⁻²⁴ on average, twice
+    that is allowed.
     """
     torch.manual_seed(5)
     total, used = sum(counts) + spare, sum(counts)
@@ -168,11 +218,13 @@ def check_grouped_gradient(counts: list[int], width: int, columns: int, dtype: t
 
     def run() -> tuple[Tensor]:
         sums_EIO = before_EIO.clone()
-        add_grouped_gradient(sums_EIO, rows_TI, grad_TO, ends_E)
+        add_grouped_gradient(sums_EIO, rows_TI, grad_TO, ends_E=ends_E)
         return (sums_EIO,)
 
     (found,) = twice(run)
-    owned = zip(rows_TI[:used].double().split(counts), grad_TO[:used].double().split(counts), strict=True)
+    owned = zip(
+        rows_TI[:used].double().split(counts), grad_TO[:used].double().split(counts), strict=True
+    )
     for expert, (mine_TI, grads_TO) in enumerate(owned):
         wanted_IO = before_EIO[expert] + mine_TI.T @ grads_TO
         rounding = 2e-6 * (1 + counts[expert]) ** 0.5 + 2.0**-27 * counts[expert] ** 1.5
@@ -180,11 +232,21 @@ def check_grouped_gradient(counts: list[int], width: int, columns: int, dtype: t
         assert counts[expert] or torch.equal(found[expert], before_EIO[expert])
 
 
-def check_top_experts(tokens: int, experts: int, top_k: int, dtype: torch.dtype = torch.float32) -> None:
-    """What a stable sort of the scores finds: among equals, of which coarse scores have many, the lowest ids."""
+def check_top_experts(
+    tokens: int, experts: int, top_k: int, dtype: torch.dtype = torch.float32
+) -> None:
+    """What a stable sort of the scores finds: among equals, of which coarse scores have many,
+    the lowest ids.
+    """
     torch.manual_seed(3)
     scores_TE = torch.randn(tokens, experts, **FACTS).to(dtype)
-    for scores in (scores_TE, (scores_TE * 2).round(), scores_TE.masked_fill(scores_TE.abs() > 0.5, float("-inf"))):
+    for scores in (
+        scores_TE,
+        (scores_TE * 2).round(),
+        scores_TE.masked_fill(scores_TE.abs() > 0.5, float("-inf")),
+    ):
         (found,) = twice(lambda scores=scores: (top_experts(scores, top_k),))
-        wanted = scores.sort(dim=1, descending=True, stable=True).indices[:, :top_k].sort(dim=1).values
+        wanted = (
+            scores.sort(dim=1, descending=True, stable=True).indices[:, :top_k].sort(dim=1).values
+        )
         assert found.dtype == torch.int64 and torch.equal(found, wanted)

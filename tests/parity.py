@@ -90,4 +90,4 @@ class OneProcess:
         """`found` is the same training in another layout; what it lacks is not compared."""
         assert found.keys() >= set(NUMBERS)
         for kind, values in found.items():
-            expect_alike(values, self.plain[kind], self.exact[kind], f"{case}: {kind}")
+            expect_alike(values, self.plain[kind], self.exact[kind], case=f"{case}: {kind}")

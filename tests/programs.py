@@ -1,4 +1,6 @@
-"""`python train.py …` in a forked process: as a fresh interpreter would run it, but with torch and its like already loaded."""
+"""`python train.py …` in a forked process: as a fresh interpreter would run it, but with torch
+and its like already loaded.
+"""
 
 from __future__ import annotations
 
@@ -23,8 +25,8 @@ from torch.distributed.elastic.multiprocessing.subprocess_handler import subproc
 import app.cli.torchrun
 import app.data.corpus
 import app.engine.trainer  # noqa: F401 - likewise
-from app.cli import parent
-from app.cli.parent import end_with_parent
+from app.cli.processes import parent
+from app.cli.processes.parent import end_with_parent
 from tests.distributed import begin_fork
 
 TIMEOUT_S = 120
@@ -34,7 +36,8 @@ POLL_S = 0.005  # seconds between looks at a program that is waited for
 def run_forked(
     folder: Path, line: Sequence[str], env: Mapping[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
-    """What `subprocess.run(line, cwd=folder, …)` returns, for a line of interpreter, script and its arguments.
+    """What `subprocess.run(line, cwd=folder, …)` returns, for a line of interpreter, script and its
+    arguments.
 
     Processes that the program itself starts are fresh ones.
     """

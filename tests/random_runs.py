@@ -14,6 +14,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from app.advice.moves import Value
+from app.advice.suggest import typed
 from app.choices import (
     Balance,
     CpComm,
@@ -29,12 +31,10 @@ from app.choices import (
     ScheduleName,
     Score,
 )
-from app.cli.compose import load_overrides
+from app.cli.options.compose import load_overrides
 from app.config import CudaGraphConfig, ParallelConfig, RecomputeConfig, Run, ScheduleConfig
 from app.errors import ConfigError
 from app.plan.layout import AXES
-from app.plan.moves import Value
-from app.plan.suggest import typed
 from app.rules import check, check_runnable
 
 TRIES = 3000  # layouts of one model until the rules take one
@@ -122,7 +122,7 @@ def random_run(seed: int, largest: int = 4, wild: bool = False, graphs: bool = F
         values |= _precision(draw) if wild else {}
         try:
             return _laid_out(
-                draw, drawn("moe_tiny" if moe else "dense_tiny", values), largest, graphs
+                draw, drawn("moe_tiny" if moe else "dense_tiny", values), largest, graphs=graphs
             )
         except ConfigError:
             continue

@@ -25,7 +25,8 @@ Values = Mapping[str, Any]  # tensors, arrays or numbers by name
 FP32 = torch.float32
 EPS = torch.finfo(FP32).eps
 # How much further from fp64 one order of sums may be than another. The error of a tensor is the
-# largest of many independent roundings, so two orders have nearly the same: in all tests at most twice.
+# largest of many independent roundings, so two orders have nearly the same: in all tests at most
+# twice.
 SPREAD = 8
 HALF = (
     2**-11
@@ -52,7 +53,7 @@ def expect_alike(found: Values, plain: Values, exact: Values, case: object = "")
     assert noise < HALF, (
         f"{case}: fp32 is {noise:.1e} off: fewer bits are used, or rounding chose an expert"
     )
-    _expect(found, exact, SPREAD * noise, case)
+    _expect(found, exact, SPREAD * noise, case=case)
 
 
 def expect_sums(
@@ -60,7 +61,7 @@ def expect_sums(
 ) -> None:
     """Every entry is a sum of at most `terms` products, none larger than the largest entry."""
     assert found.keys() == exact.keys(), case
-    _expect(found, exact, terms * torch.finfo(dtype).eps, case)
+    _expect(found, exact, terms * torch.finfo(dtype).eps, case=case)
 
 
 def _expect(found: Values, exact: Values, bound: float, case: object) -> None:

@@ -1,4 +1,6 @@
-"""Small runs for tests: a `Run` from a few overrides, an engine, and a few training steps on fixed data."""
+"""Small runs for tests: a `Run` from a few overrides, an engine, and a few training steps on
+fixed data.
+"""
 
 from __future__ import annotations
 
@@ -13,13 +15,28 @@ from app.config import ModelConfig, MoEConfig, OptimConfig, Run, TrainConfig
 from app.data.feed import Batch
 from app.engine.build import Engine, build_engine
 from app.engine.groups import create_groups
-from app.engine.step import TrainingStep
+from app.engine.pipeline.step import TrainingStep
 from app.plan.plan import Plan
-from app.plan.reshard import Slice
+from app.plan.sharding.reshard import Slice
 from app.rules import check
 
-TINY_MOE = MoEConfig(num_experts=8, top_k=2, ffn_hidden_size=16, shared_ffn_hidden_size=16, first_k_dense=1, z_loss_coeff=0.001)
-TINY = ModelConfig(num_layers=3, hidden_size=32, ffn_hidden_size=48, num_heads=4, num_kv_heads=2, vocab_size=64, moe=TINY_MOE)
+TINY_MOE = MoEConfig(
+    num_experts=8,
+    top_k=2,
+    ffn_hidden_size=16,
+    shared_ffn_hidden_size=16,
+    first_k_dense=1,
+    z_loss_coeff=0.001,
+)
+TINY = ModelConfig(
+    num_layers=3,
+    hidden_size=32,
+    ffn_hidden_size=48,
+    num_heads=4,
+    num_kv_heads=2,
+    vocab_size=64,
+    moe=TINY_MOE,
+)
 
 
 # AdamW divides a gradient by its own size plus eps: with a larger eps, one near zero does not turn
@@ -50,8 +67,16 @@ def batches_of(run: Run, step: int, dp_rank: int) -> list[Batch]:
         generator = torch.Generator().manual_seed(step * 1000 + m * run.dp + dp_rank)
         rows = torch.randint(0, run.model.vocab_size, (size, length + 1), generator=generator)
         labels = rows[:, 1:].clone()
-        labels[torch.rand(labels.shape, generator=generator) < 0.1 * (m * run.dp + dp_rank)] = -100  # uneven valid counts
-        found.append(Batch(rows[:, :-1].contiguous(), labels, torch.arange(length).expand(size, length), None))
+        # uneven valid counts
+        labels[torch.rand(labels.shape, generator=generator) < 0.1 * (m * run.dp + dp_rank)] = -100
+        found.append(
+            Batch(
+                rows[:, :-1].contiguous(),
+                labels,
+                torch.arange(length).expand(size, length),
+                documents_BS=None,
+            )
+        )
     return found
 
 
@@ -59,29 +84,51 @@ def train_steps(run: Run, engine: Engine, steps: int, first: int = 0) -> list[tu
     """(loss, gradient norm) of `steps` optimizer steps at the peak learning rate."""
     training_step, seen = TrainingStep(engine), []
     for step in range(first, first + steps):
-        facts, _ = training_step(batches_of(run, step, engine.groups.dp_rank), run.optim.lr, run.optim.weight_decay)
+        facts, _ = training_step(
+            batches_of(run, step, engine.groups.dp_rank), run.optim.lr, run.optim.weight_decay
+        )
         seen.append((facts.loss, facts.norm_sq**0.5))
     return seen
 
 
 def whole_parameters(engine: Engine) -> dict[str, torch.Tensor]:
-    """Every parameter of the model, put together from the blocks of all ranks; the same on every rank."""
+    """Every parameter of the model, put together from the blocks of all ranks; the same on every
+    rank.
+    """
     for chunk in range(len(engine.chunks)):
         engine.optimizer.gather_params(chunk)
-    specs = [spec for shards in engine.optimizer.shards for shard in shards for spec in shard.buffer.specs]
-    held = [(spec.name, Slice(spec.block), spec.param.detach().flatten()) for spec in specs if spec.counted]
+    specs = [
+        spec
+        for shards in engine.optimizer.shards
+        for shard in shards
+        for spec in shard.buffer.specs
+    ]
+    held = [
+        (spec.name, Slice(spec.block), spec.param.detach().flatten())
+        for spec in specs
+        if spec.counted
+    ]
     return _put_together(held)
 
 
 def whole_gradients(engine: Engine) -> dict[str, torch.Tensor]:
-    """The last step's gradient of every parameter of the model, put together from all shards; the same on every rank."""
+    """The last step's gradient of every parameter of the model, put together from all shards;
+    the same on every rank.
+    """
     pieces = [piece for piece in engine.optimizer.pieces() if piece.spec.counted]
-    return _put_together([(p.spec.name, Slice(p.spec.block, (p.start, p.start + p.grad.numel())), p.grad) for p in pieces])
+    return _put_together(
+        [
+            (p.spec.name, Slice(p.spec.block, (p.start, p.start + p.grad.numel())), p.grad)
+            for p in pieces
+        ]
+    )
 
 
 def _put_together(held: list[tuple[str, Slice, torch.Tensor]]) -> dict[str, torch.Tensor]:
     found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, [(name, place, values.float().numpy()) for name, place, values in held])
+    dist.all_gather_object(
+        found, [(name, place, values.float().numpy()) for name, place, values in held]
+    )
     whole: dict[str, torch.Tensor] = {}
     for name, place, values in (piece for rank in found for piece in rank):
         numbers = torch.arange(math.prod(place.block.shape)).view(place.block.shape)

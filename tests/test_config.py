@@ -9,8 +9,8 @@ import pytest
 from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 
-from app.cli.compose import all_keys, load_run, register_schema
-from app.cli.messages import readable_errors
+from app.cli.options.compose import all_keys, load_run, register_schema
+from app.cli.options.messages import readable_errors
 from app.config import Run
 from app.errors import ConfigError
 from app.rules import check_runnable
@@ -40,7 +40,10 @@ def test_option_surface_is_a_decision():
     assert all_keys() == (ROOT / "tests/golden/options.txt").read_text().split()
 
 
-@pytest.mark.parametrize("choice", [f"{group}={path.stem}" for group in GROUPS for path in sorted((CONF / group).glob("*.yaml"))])
+@pytest.mark.parametrize(
+    "choice",
+    [f"{group}={path.stem}" for group in GROUPS for path in sorted((CONF / group).glob("*.yaml"))],
+)
 def test_every_option_composes(choice: str):
     prefix = "+" if choice.startswith("experiment") else ""
     run = load(prefix + choice, *NEEDS.get(choice, []))
@@ -92,16 +95,30 @@ def test_other_ranks_are_silent(capsys: pytest.CaptureFixture[str]):
 
 
 def test_every_key_has_its_unit_in_a_comment():
-    lines = [line for path in sorted((ROOT / "app/config").glob("*.py")) for line in path.read_text().splitlines()]
+    lines = [
+        line
+        for path in sorted((ROOT / "app/config").glob("*.py"))
+        for line in path.read_text().splitlines()
+    ]
     fields = [
         line
         for line in lines
-        if line.startswith("    ") and not line.startswith("     ") and ": " in line and " = " in line and "def " not in line
+        if line.startswith("    ")
+        and not line.startswith("     ")
+        and ": " in line
+        and " = " in line
+        and "def " not in line
     ]
     sections = ("Config()", "Enum", "self.", "getattr(")
-    silent = [line for line in fields if "#" not in line and not any(word in line for word in sections)]
+    silent = [
+        line for line in fields if "#" not in line and not any(word in line for word in sections)
+    ]
     single = [
-        line for line in silent if not line.strip().startswith(("name: ScheduleName", "impl: GraphImpl", "normalize:", "device:"))
+        line
+        for line in silent
+        if not line.strip().startswith(
+            ("name: ScheduleName", "impl: GraphImpl", "normalize:", "device:")
+        )
     ]
     assert single == [] and len(fields) > 60
 
@@ -116,7 +133,10 @@ def test_options_in_the_readme_exist():
 
 def test_what_is_only_planned_is_refused_by_training():
     run = load("cuda_graph=attn", "cuda_graph.impl=transformer_engine")
-    with pytest.raises(ConfigError, match=r"can be planned \(python -m app.cli.plan\), but training does not do it yet"):
+    with pytest.raises(
+        ConfigError,
+        match=r"can be planned \(python -m app.cli.plan\), but training does not do it yet",
+    ):
         check_runnable(run)
     for option in ("none", "attn", "partial", "full_iteration"):
         run = load(f"cuda_graph={option}")

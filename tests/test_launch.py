@@ -1,4 +1,6 @@
-"""What a process learns from the environment that torchrun or SLURM gave it, and what the scripts say."""
+"""What a process learns from the environment that torchrun or SLURM gave it, and what the
+scripts say.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from app.cli.launch import Launch, settled, waiting_threads
+from app.cli.processes.launch import settled
+from app.cli.processes.launcher import Launch, waiting_threads
 from app.errors import ConfigError
 from tests.programs import run_forked
 from tests.training import wait_for
@@ -20,14 +23,29 @@ from tests.training import wait_for
 ROOT = Path(__file__).parent.parent
 BY_HAND = Launch(0, 0, None, one_host=True)
 SCRIPTS = sorted(path for path in (ROOT / "scripts").iterdir() if path.suffix in (".sh", ".sbatch"))
-TORCHRUN = {"RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "n1", "MASTER_PORT": "29500"}
-TASK = {"SLURM_JOB_ID": "12345", "SLURM_STEP_ID": "0", "SLURM_STEP_NODELIST": "n[1-2]", "SLURM_NTASKS": "4", "SLURM_PROCID": "3",
-        "SLURM_LOCALID": "1"}  # fmt: skip
+TORCHRUN = {
+    "RANK": "3",
+    "LOCAL_RANK": "1",
+    "WORLD_SIZE": "4",
+    "MASTER_ADDR": "n1",
+    "MASTER_PORT": "29500",
+}
+TASK = {
+    "SLURM_JOB_ID": "12345",
+    "SLURM_STEP_ID": "0",
+    "SLURM_STEP_NODELIST": "n[1-2]",
+    "SLURM_NTASKS": "4",
+    "SLURM_PROCID": "3",
+    "SLURM_LOCALID": "1",
+}
 
 
 def ask(*command: str) -> str:
     """scontrol of a cluster whose names do not resolve."""
-    answers = {"hostnames": "n1.nowhere.invalid\nn2.nowhere.invalid\n", "node": "NodeName=n1 NodeAddr=127.0.0.9 Port=17001\n"}
+    answers = {
+        "hostnames": "n1.nowhere.invalid\nn2.nowhere.invalid\n",
+        "node": "NodeName=n1 NodeAddr=127.0.0.9 Port=17001\n",
+    }
     return answers[command[2]]
 
 
@@ -36,28 +54,35 @@ def test_by_hand():
 
 
 def test_torchrun():
-    assert Launch.from_environment(TORCHRUN) == Launch(3, 1, 4, ("n1", 29500))
+    assert Launch.from_environment(TORCHRUN) == Launch(3, 1, 4, master=("n1", 29500))
     agent = Launch.from_environment(TORCHRUN | {"TORCHELASTIC_USE_AGENT_STORE": "True"})
-    assert agent == Launch(3, 1, 4, ("n1", 29500), agent_store=True)
+    assert agent == Launch(3, 1, 4, master=("n1", 29500), agent_store=True)
     one = Launch.from_environment(TORCHRUN | {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"})
     assert one.master == ("n1", 29500), "a restarted rank without others looks into the store too"
 
 
 def test_tasks_of_slurm_meet_at_the_first_node():
     job = TASK | {"SLURM_RESTART_COUNT": "2", "SUBMITIT_EXECUTOR": "slurm"}
-    assert Launch.from_environment(job, ask) == Launch(3, 1, 4, ("127.0.0.9", 22345), requeues=2, submitted=True)
+    assert Launch.from_environment(job, ask) == Launch(
+        3, 1, 4, master=("127.0.0.9", 22345), requeues=2, submitted=True
+    )
     assert Launch.from_environment(TASK, ask).launched and not Launch.from_environment({}).launched
-    assert Launch.from_environment(TASK | {"MASTER_PORT": "4000"}, ask).master == ("127.0.0.9", 4000)
+    assert Launch.from_environment(TASK | {"MASTER_PORT": "4000"}, ask).master == (
+        "127.0.0.9",
+        4000,
+    )
     resolves = Launch.from_environment(TASK, lambda *command: "localhost\nother\n")
     assert resolves.master == ("localhost", 22345)
 
 
 def test_torchrun_within_slurm_is_torchrun():
-    assert Launch.from_environment(TASK | TORCHRUN, ask) == Launch(3, 1, 4, ("n1", 29500))
+    assert Launch.from_environment(TASK | TORCHRUN, ask) == Launch(3, 1, 4, master=("n1", 29500))
 
 
 def test_what_slurm_started_alone_may_start_ranks_itself():
-    assert Launch.from_environment(TASK | {"SLURM_NTASKS": "1"}, ask).world_size is None, "a single task"
+    assert Launch.from_environment(TASK | {"SLURM_NTASKS": "1"}, ask).world_size is None, (
+        "a single task"
+    )
     batch_script = {name: value for name, value in TASK.items() if name != "SLURM_STEP_ID"}
     assert Launch.from_environment(batch_script, ask).world_size is None
 
@@ -66,13 +91,19 @@ def test_what_slurm_started_alone_may_start_ranks_itself():
     ("changed", "said"),
     [
         ({"RANK": "x"}, "RANK=x: must be a whole number"),
-        ({"RANK": "5"}, "RANK=5: is none of the 4 ranks that WORLD_SIZE says there are, counted from 0"),
+        (
+            {"RANK": "5"},
+            "RANK=5: is none of the 4 ranks that WORLD_SIZE says there are, counted from 0",
+        ),
         ({"RANK": "-1"}, "RANK=-1: is none of the 4 ranks"),
         ({"LOCAL_RANK": "4"}, "LOCAL_RANK=4: is none of the 4 ranks"),
         ({"WORLD_SIZE": ""}, "WORLD_SIZE=: must be a whole number"),
         ({"MASTER_PORT": "99999"}, "MASTER_PORT=99999: must be 1 to 65535"),
         ({"MASTER_PORT": "http"}, "MASTER_PORT=http: must be a whole number"),
-        ({"MASTER_ADDR": ""}, "MASTER_ADDR=: RANK and WORLD_SIZE are set, but not where the ranks meet"),
+        (
+            {"MASTER_ADDR": ""},
+            "MASTER_ADDR=: RANK and WORLD_SIZE are set, but not where the ranks meet",
+        ),
         ({"SLURM_RESTART_COUNT": "no"}, "SLURM_RESTART_COUNT=no: must be a whole number"),
     ],
 )
@@ -96,7 +127,9 @@ def test_such_an_environment_costs_one_line(tmp_path: Path):
 
 def test_ranks_of_one_host_keep_to_its_loopback():
     assert set(BY_HAND.network()) == {"GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"}
-    assert Launch.from_environment(TORCHRUN | {"LOCAL_WORLD_SIZE": "4"}).network() == BY_HAND.network()
+    assert (
+        Launch.from_environment(TORCHRUN | {"LOCAL_WORLD_SIZE": "4"}).network() == BY_HAND.network()
+    )
     assert Launch.from_environment(TORCHRUN | {"LOCAL_WORLD_SIZE": "2"}).network() == {}
     step = Launch.from_environment(TASK | {"SLURM_STEP_NUM_NODES": "1"}, ask)
     assert step.network() == BY_HAND.network() and step.master == ("127.0.0.1", 22345)
@@ -115,33 +148,49 @@ def taken() -> Iterator[int]:
 
 @pytest.mark.parametrize(
     "started",
-    [{"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}, TASK | {"SLURM_NTASKS": "2", "SLURM_PROCID": "0"}],
+    [
+        {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"},
+        TASK | {"SLURM_NTASKS": "2", "SLURM_PROCID": "0"},
+    ],
     ids=["by hand", "by srun"],
 )
-def test_a_port_taken_costs_ranks_that_others_started_one_line(tmp_path: Path, taken: int, started: dict[str, str]):
+def test_a_port_taken_costs_ranks_that_others_started_one_line(
+    tmp_path: Path, taken: int, started: dict[str, str]
+):
     (tmp_path / "scontrol").write_text("#!/bin/sh\necho localhost\n")
     (tmp_path / "scontrol").chmod(0o755)
     env = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "MASTER_PORT": str(taken), **started}
     command = [sys.executable, str(ROOT / "train.py"), "run_dir=run"]
     done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
     said = f"train.py: MASTER_PORT={taken}: another program on this host has this port; choose a free one\n"
-    assert (done.returncode, done.stdout, done.stderr) == (2, "", said) and not (tmp_path / "run").exists()
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", said) and not (
+        tmp_path / "run"
+    ).exists()
 
 
 def test_ranks_that_a_run_starts_itself_meet_at_a_port_that_is_free(tmp_path: Path, taken: int):
     """Whatever the environment says: `python train.py parallel.dp=2` is not asked for a port."""
-    (tmp_path / "ranks.py").write_text("import os; open(os.environ['RANK'], 'w').write(os.environ['MASTER_PORT'])")
-    env = {**os.environ, "PYTHONPATH": str(ROOT)} | dict.fromkeys(("MASTER_PORT", "PET_MASTER_PORT"), str(taken))
+    (tmp_path / "ranks.py").write_text(
+        "import os; open(os.environ['RANK'], 'w').write(os.environ['MASTER_PORT'])"
+    )
+    env = {**os.environ, "PYTHONPATH": str(ROOT)} | dict.fromkeys(
+        ("MASTER_PORT", "PET_MASTER_PORT"), str(taken)
+    )
     assert Launch.from_environment(env) == BY_HAND
-    start = "import os, sys; from app.cli.launch import start_ranks; sys.exit(start_ranks(2, 'ranks.py', [], os.environ))"
-    done = subprocess.run([sys.executable, "-c", start], cwd=tmp_path, env=env, capture_output=True, text=True)
+    start = (
+        "import os, sys; from app.cli.processes.launch import start_ranks; "
+        "sys.exit(start_ranks(2, 'ranks.py', [], os.environ))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", start], cwd=tmp_path, env=env, capture_output=True, text=True
+    )
     assert (done.returncode, done.stderr) == (0, "")
     assert (tmp_path / "0").read_text() == (tmp_path / "1").read_text() != str(taken)
 
 
 STARTS_RANKS = """
 import os, pathlib, signal, sys
-from app.cli.launch import start_ranks
+from app.cli.processes.launch import start_ranks
 signal.signal(signal.SIGUSR2, lambda number, frame: pathlib.Path("requeued").touch())
 sys.exit(start_ranks(2, "ranks.py", [], os.environ))
 """
@@ -155,7 +204,9 @@ time.sleep(60)
 
 @pytest.mark.full
 def test_ranks_stop_before_submitit_hears_of_its_signal(tmp_path: Path):
-    """Its handler puts the job back into the queue, and ends it, where one process starts the ranks."""
+    """Its handler puts the job back into the queue, and ends it, where one process starts the
+    ranks.
+    """
     (tmp_path / "ranks.py").write_text(STOPPED_RANK)
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
     process = subprocess.Popen([sys.executable, "-c", STARTS_RANKS], cwd=tmp_path, env=env)
@@ -186,13 +237,25 @@ def test_scripts_explain_themselves(script: Path):
         assert "set -e" not in done.stdout and "SBATCH" not in done.stdout
 
 
-@pytest.mark.parametrize("script", [path for path in SCRIPTS if path.suffix == ".sbatch"], ids=lambda path: path.name)
+@pytest.mark.parametrize(
+    "script", [path for path in SCRIPTS if path.suffix == ".sbatch"], ids=lambda path: path.name
+)
 def test_batch_scripts_outside_of_a_job(script: Path, tmp_path: Path):
     environment = {key: value for key, value in os.environ.items() if not key.startswith("SLURM_")}
     for name in ("bash", "dirname"):
         (tmp_path / name).symlink_to(Path("/bin") / name)
-    done = subprocess.run([str(script)], capture_output=True, text=True, env=environment | {"PATH": str(tmp_path)})
-    assert done.returncode == 2 and done.stderr.startswith(f"{script.name}: no SLURM on this machine: sbatch is missing; ")
+    done = subprocess.run(
+        [str(script)], capture_output=True, text=True, env=environment | {"PATH": str(tmp_path)}
+    )
+    assert done.returncode == 2 and done.stderr.startswith(
+        f"{script.name}: no SLURM on this machine: sbatch is missing; "
+    )
     (tmp_path / "sbatch").symlink_to("/bin/true")
-    done = subprocess.run([str(script)], capture_output=True, text=True, env=environment | {"PATH": str(tmp_path)})
-    assert done.returncode == 2 and ", not a command: sbatch " in done.stderr and done.stderr.count("\n") == 1
+    done = subprocess.run(
+        [str(script)], capture_output=True, text=True, env=environment | {"PATH": str(tmp_path)}
+    )
+    assert (
+        done.returncode == 2
+        and ", not a command: sbatch " in done.stderr
+        and done.stderr.count("\n") == 1
+    )

@@ -12,12 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from app.cli.slurm_step import DAEMON, POLL_S
+from app.cli.processes.slurm_step import DAEMON, POLL_S
 from tests.training import ROOT, wait_for
 
 PROGRAM = """
 import pathlib, sys, time
-from app.cli.slurm_step import end_with_daemon
+from app.cli.processes.slurm_step import end_with_daemon
 end_with_daemon()
 pathlib.Path(sys.argv[1]).touch()
 time.sleep(60)

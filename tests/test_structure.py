@@ -18,7 +18,7 @@ TREE_MAX = 8 * 2**20  # bytes that git tracks
 # A module may import from its own layer and from those below it.
 LAYERS = (
     {"app", "app.errors", "app.choices", "app.config", "app.compat"},
-    {"app.plan", "app.rules", "app.sizes", "app.kernels"},
+    {"app.plan", "app.rules", "app.advice", "app.kernels"},
     {"app.model", "app.moe", "app.optim"},  # tensors
     {"app.moe.dispatch", "app.optim.distributed", "app.data"},  # processes
     {"app.engine"},
@@ -32,7 +32,12 @@ def module_name(path: Path) -> str:
 
 def layer_of(module: str) -> int:
     """Index of the longest layer entry that the module belongs to."""
-    matches = [(len(name), level) for level, names in enumerate(LAYERS) for name in names if f"{module}.".startswith(f"{name}.")]
+    matches = [
+        (len(name), level)
+        for level, names in enumerate(LAYERS)
+        for name in names
+        if f"{module}.".startswith(f"{name}.")
+    ]
     return max(matches)[1]
 
 
@@ -56,19 +61,28 @@ def test_imports_point_down(path: Path):
     ours = [name for name in imported(ast.parse(path.read_text())) if name.split(".")[0] == "app"]
     assert [name for name in ours if layer_of(name) > layer_of(here)] == []
     if here.startswith("app.plan"):
-        assert not any(name.split(".")[0] in ("torch", "numpy") for name in imported(ast.parse(path.read_text())))
+        assert not any(
+            name.split(".")[0] in ("torch", "numpy")
+            for name in imported(ast.parse(path.read_text()))
+        )
 
 
 def test_the_import_rule_can_fail():
-    assert layer_of("app.moe.dispatch") > layer_of("app.moe.router") and layer_of("app.engine.build") < layer_of(
-        "app.cli.compose"
-    )
+    assert layer_of("app.moe.dispatch") > layer_of("app.moe.router") and layer_of(
+        "app.engine.build"
+    ) < layer_of("app.cli.options.compose")
 
 
 def test_planning_does_not_load_torch():
     code = "import pkgutil, sys, app.plan\nfor m in pkgutil.iter_modules(app.plan.__path__): __import__('app.plan.' + m.name)\n"
     subprocess.run(
-        [sys.executable, "-c", code + "assert 'torch' not in sys.modules and 'numpy' not in sys.modules"], cwd=ROOT, check=True
+        [
+            sys.executable,
+            "-c",
+            code + "assert 'torch' not in sys.modules and 'numpy' not in sys.modules",
+        ],
+        cwd=ROOT,
+        check=True,
     )
 
 
@@ -85,7 +99,9 @@ def test_dataclass_attributes_are_fields():
     """An attribute without annotation is silently no field."""
     for path in SOURCES:
         for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.ClassDef) and any("dataclass" in ast.unparse(mark) for mark in node.decorator_list):
+            if isinstance(node, ast.ClassDef) and any(
+                "dataclass" in ast.unparse(mark) for mark in node.decorator_list
+            ):
                 bare = [ast.unparse(item) for item in node.body if isinstance(item, ast.Assign)]
                 assert bare == [], f"{path.name}:{node.name}"
 
@@ -95,18 +111,34 @@ def test_every_argument_is_annotated():
     for path in SOURCES:
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.FunctionDef) and node.name not in autograd:
-                arguments = [a for a in (*node.args.args, *node.args.kwonlyargs) if a.arg not in ("self", "cls")]
-                assert [a.arg for a in arguments if a.annotation is None] == [], f"{path.name}:{node.name}"
+                arguments = [
+                    a
+                    for a in (*node.args.args, *node.args.kwonlyargs)
+                    if a.arg not in ("self", "cls")
+                ]
+                assert [a.arg for a in arguments if a.annotation is None] == [], (
+                    f"{path.name}:{node.name}"
+                )
 
 
 def test_only_the_entry_reads_the_environment():
-    readers = [module_name(path) for path in SOURCES if any(word in path.read_text() for word in ("os.environ", "getenv"))]
+    readers = [
+        module_name(path)
+        for path in SOURCES
+        if any(word in path.read_text() for word in ("os.environ", "getenv"))
+    ]
     assert readers == ["app.cli.train"]
 
 
 def test_no_globals_and_no_instantiation_by_name():
-    assert [path.name for path in SOURCES if any(isinstance(n, ast.Global) for n in ast.walk(ast.parse(path.read_text())))] == []
-    assert [path.name for path in (ROOT / "conf").rglob("*.yaml") if "_target_" in path.read_text()] == []
+    assert [
+        path.name
+        for path in SOURCES
+        if any(isinstance(n, ast.Global) for n in ast.walk(ast.parse(path.read_text())))
+    ] == []
+    assert [
+        path.name for path in (ROOT / "conf").rglob("*.yaml") if "_target_" in path.read_text()
+    ] == []
 
 
 def test_the_tracked_tree_is_small():

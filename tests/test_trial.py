@@ -8,13 +8,13 @@ from collections.abc import Sequence
 
 import pytest
 
-from app.cli.arguments import Typed
-from app.cli.compose import load_typed
-from app.cli.messages import trial_of
-from app.cli.trial import MOST_TRIED, tried
+from app.cli.options.arguments import Typed
+from app.cli.options.compose import load_typed
+from app.cli.options.messages import trial_of
+from app.cli.options.trial import MOST_TRIED, tried
 from app.errors import ConfigError, FirstOf, Instead
 
-WRONG = ConfigError("a.b", 3, "is odd", (FirstOf([1, 2, 4]), 5, Instead("c=1", "d=2")))
+WRONG = ConfigError("a.b", 3, "is odd", nearest=(FirstOf([1, 2, 4]), 5, Instead("c=1", "d=2")))
 
 
 def trial_that_takes(*good: tuple[str, ...]):
@@ -30,7 +30,7 @@ def test_only_what_passes_is_said_to_work():
 
 
 def test_what_a_candidate_breaks_is_mended_too():
-    broken = ConfigError("b", 16, "is too small", FirstOf([32]))
+    broken = ConfigError("b", 16, "is too small", nearest=FirstOf([32]))
     faults = {(): WRONG, ("a.b=5",): broken, ("a.b=5", "b=32"): None}
     found = tried(WRONG, lambda overrides: faults.get(tuple(overrides), WRONG))
     assert str(found) == "a.b=3: is odd; nearest that works: a.b=5 b=32"
@@ -45,22 +45,35 @@ def test_a_trial_without_the_mistake_proves_nothing():
 def test_few_candidates_are_tried():
     asked: list[Sequence[str]] = []
     other = ConfigError("x", 1, "comes first")
-    endless = ConfigError("a", 0, "no", FirstOf(range(1, 1000)))
+    endless = ConfigError("a", 0, "no", nearest=FirstOf(range(1, 1000)))
     tried(endless, lambda overrides: asked.append(overrides) or (other if overrides else endless))
     assert len(asked) == MOST_TRIED + 2
 
 
 POOL = {
-    "parallel.dp": (1, 2, 3, 8), "parallel.tp": (1, 2, 3, 4), "parallel.pp": (1, 2, 3, 5), "parallel.vpp": (1, 2, 3),
-    "parallel.ep": (1, 2, 3, 8, 16), "parallel.etp": (1, 2, 5), "parallel.cp": (1, 2, 3), "train.seq_len": (64, 100),
-    "train.global_batch": (8, 12, 16, 64), "train.micro_batch": (1, 3, 8), "model.num_layers": (1, 4, 6),
-    "model.num_heads": (2, 3, 4), "schedule.name": ("auto", "gpipe", "interleaved", "zero_bubble_v"),
-    "cuda_graph.impl": ("none", "local", "full_iteration"), "cuda_graph.scope": ("[]", "[attn]", "[moe]"),
-    "model.moe.top_k": (1, 2, 9), "recompute.full": ("true", "false"),
-}  # fmt: skip
+    "parallel.dp": (1, 2, 3, 8),
+    "parallel.tp": (1, 2, 3, 4),
+    "parallel.pp": (1, 2, 3, 5),
+    "parallel.vpp": (1, 2, 3),
+    "parallel.ep": (1, 2, 3, 8, 16),
+    "parallel.etp": (1, 2, 5),
+    "parallel.cp": (1, 2, 3),
+    "train.seq_len": (64, 100),
+    "train.global_batch": (8, 12, 16, 64),
+    "train.micro_batch": (1, 3, 8),
+    "model.num_layers": (1, 4, 6),
+    "model.num_heads": (2, 3, 4),
+    "schedule.name": ("auto", "gpipe", "interleaved", "zero_bubble_v"),
+    "cuda_graph.impl": ("none", "local", "full_iteration"),
+    "cuda_graph.scope": ("[]", "[attn]", "[moe]"),
+    "model.moe.top_k": (1, 2, 9),
+    "recompute.full": ("true", "false"),
+}
 
 
-@pytest.mark.parametrize("seed", [pytest.param(n, marks=[pytest.mark.full] * (n > 1)) for n in range(40)])
+@pytest.mark.parametrize(
+    "seed", [pytest.param(n, marks=[pytest.mark.full] * (n > 1)) for n in range(40)]
+)
 def test_what_is_said_to_work_passes(seed: int):
     """Drawn configurations: whatever a refusal offers is typed in the place of what was refused."""
     draw = random.Random(seed)

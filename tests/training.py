@@ -1,4 +1,6 @@
-"""Short trainings for tests of stopping and going on: in forked ranks, or as programs with the same settings."""
+"""Short trainings for tests of stopping and going on: in forked ranks, or as programs with the
+same settings.
+"""
 
 from __future__ import annotations
 
@@ -14,27 +16,50 @@ from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 
 import app.data.corpus  # noqa: F401 - what every forked rank would load anew
-from app.cli.compose import load_run, register_schema
+from app.cli.options.compose import load_run, register_schema
 from app.config import Run
 from app.data.feed import Batch
 from app.engine import trainer
-from app.engine.agreement import rank_zero_says
-from app.engine.attempt import Attempt
 from app.engine.build import build_engine
 from app.engine.groups import create_groups
-from app.engine.run_folder import FolderLock, read_metrics
-from app.engine.start import find_start, load_all_data
+from app.engine.run.agreement import rank_zero_says
+from app.engine.run.attempt import Attempt
+from app.engine.run.run_folder import FolderLock, read_metrics
+from app.engine.run.start import find_start, load_all_data
 from app.plan.plan import Plan
 
 ROOT = Path(__file__).parent.parent
-TINY = ("model.num_layers=1", "model.hidden_size=32", "model.moe.ffn_hidden_size=32", "train.seq_len=32", "train.micro_batch=2",
-        "train.global_batch=4", "train.eval_interval=5", "train.eval_sequences=4", "train.sample_tokens=0", "train.device=cpu",
-        "optim.warmup_steps=2", "optim.decay_steps=100", "log=none", "log.interval=1", "checkpoint.interval=100")  # fmt: skip
+TINY = (
+    "model.num_layers=1",
+    "model.hidden_size=32",
+    "model.moe.ffn_hidden_size=32",
+    "train.seq_len=32",
+    "train.micro_batch=2",
+    "train.global_batch=4",
+    "train.eval_interval=5",
+    "train.eval_sequences=4",
+    "train.sample_tokens=0",
+    "train.device=cpu",
+    "optim.warmup_steps=2",
+    "optim.decay_steps=100",
+    "log=none",
+    "log.interval=1",
+    "checkpoint.interval=100",
+)
 TOKENS_PER_STEP = 4 * 32
 # Two ranks that share the experts, for long enough to be interrupted.
 LONG = ("parallel.ep=2", "train.steps=150", "checkpoint.interval=10", "train.eval_interval=0")
-TIMED = {"time", "data_wait_ms", "step_ms", "tokens_per_s", "tokens_per_s_per_gpu", "tflops_per_gpu", "memory_allocated_gib",
-         "memory_peak_gib", "checkpoint_blocked_ms"}  # fmt: skip
+TIMED = {
+    "time",
+    "data_wait_ms",
+    "step_ms",
+    "tokens_per_s",
+    "tokens_per_s_per_gpu",
+    "tflops_per_gpu",
+    "memory_allocated_gib",
+    "memory_peak_gib",
+    "checkpoint_blocked_ms",
+}
 Seen = list[list[list[int]]]  # per step, per microbatch: tokens
 
 

@@ -14,14 +14,19 @@ FULL, LAST = 1, 4  # kinds of fragments that end a record; the others continue
 
 
 def records(data: bytes) -> Iterator[bytes]:
-    """The records of a LevelDB log: fragments of crc (4), length (2), kind (1) and payload that never cross a block."""
+    """The records of a LevelDB log: fragments of crc (4), length (2), kind (1) and payload that
+    never cross a block.
+    """
     position, parts = HEADER, []
     while position + RECORD_HEADER <= len(data):
         left = BLOCK - position % BLOCK
         if left < RECORD_HEADER:
             position += left  # a block's tail too short for a header is padding
             continue
-        length, kind = int.from_bytes(data[position + 4 : position + 6], "little"), data[position + 6]
+        length, kind = (
+            int.from_bytes(data[position + 4 : position + 6], "little"),
+            data[position + 6],
+        )
         parts.append(data[position + RECORD_HEADER : position + RECORD_HEADER + length])
         position += RECORD_HEADER + length
         if kind in (FULL, LAST):

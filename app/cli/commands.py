@@ -6,7 +6,7 @@ import os
 from importlib import import_module
 from types import ModuleType
 
-from app.cli.ctrl_c import stop_quietly
+from app.cli.processes.ctrl_c import stop_quietly
 
 
 def train() -> None:

@@ -1,6 +1,8 @@
-"""What a run will be, before any GPU is used: `python -m app.cli.plan` and the overrides of train.py.
+"""What a run will be, before any GPU is used: `python -m app.cli.plan` and the overrides of
+train.py.
 
-Exit codes: 0, 1 where the memory is shown and the run does not fit, 2 for a mistake, which costs one line.
+Exit codes: 0, 1 where the memory is shown and the run does not fit, 2 for a mistake, which costs
+one line.
 """
 
 from __future__ import annotations
@@ -14,23 +16,25 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from app.cli.ctrl_c import stop_quietly
+from app.cli.processes.ctrl_c import stop_quietly
 
 if __name__ == "__main__":
     stop_quietly("plan")  # the imports take a second
 
-from app.cli.arguments import Typed
-from app.cli.compose import load_typed
-from app.cli.messages import readable_errors, trial_of
-from app.cli.plan_tables import print_plan
-from app.cli.trial import Trial
+from app.advice.suggest import suggest
+from app.cli.options.arguments import Typed
+from app.cli.options.compose import load_typed
+from app.cli.options.messages import readable_errors, trial_of
+from app.cli.options.trial import Trial
+from app.cli.plan_views.tables import print_plan
 from app.errors import ConfigError, nearest
 from app.plan.export import WHAT, plan_json
 from app.plan.plan import Plan
-from app.plan.suggest import suggest
 from app.version import VERSION, Version
 
-FOLDER, NOWHERE = "plan", ("", "null")  # where files go
+# where files go
+FOLDER = "plan"
+NOWHERE = ("", "null")
 FLAGS = ("--json", "--help", "-h")
 PLACES = ("--config-dir", "-cd", "--config-path", "-cp", "--config-name", "-cn")  # as of train.py
 OWN = ("what=", "out=")
@@ -87,15 +91,19 @@ def parse(arguments: Sequence[str]) -> Asked:
         raise ConfigError(
             "what", what, f"must be one of {', '.join(WHAT)}", guess=nearest(what, WHAT)
         )
-    overrides = [_spelled_out(word) for word in words if word not in flags and not word.startswith(OWN)]
-    as_json, out = "--json" in flags, own.get("out", FOLDER if what == "all" else "")
+    overrides = [
+        _spelled_out(word) for word in words if word not in flags and not word.startswith(OWN)
+    ]
+    as_json = "--json" in flags
+    out = own.get("out", FOLDER if what == "all" else "")
     folder = None if as_json or out in NOWHERE else Path(out)
-    return Asked(what, as_json, folder, Typed.parse([*places, *overrides]))
+    return Asked(what, as_json, folder, typed=Typed.parse([*places, *overrides]))
 
 
 def _without_places(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     """The arguments, and apart from them the flags that say where options are found."""
-    words, places = list(arguments), list[str]()
+    words = list(arguments)
+    places = list[str]()
     for place, word in enumerate(arguments):
         if word.partition("=")[0] in PLACES:
             places += [word] if "=" in word else arguments[place : place + 2]
@@ -150,8 +158,8 @@ def _make(folder: Path) -> None:
 
 
 def _write_files(plan: Plan, folder: Path, content: dict[str, Any]) -> None:
-    from app.cli.layout_picture import save_layout  # matplotlib takes its time to load
-    from app.cli.timeline_picture import save_timeline
+    from app.cli.plan_views.layout_picture import save_layout  # matplotlib takes its time to load
+    from app.cli.plan_views.timeline_picture import save_timeline
 
     with _writing(folder):
         (folder / "plan.json").write_text(json.dumps(content) + "\n")
@@ -161,7 +169,8 @@ def _write_files(plan: Plan, folder: Path, content: dict[str, Any]) -> None:
 
 def command() -> None:
     """Run the command line; SystemExit with the exit code."""
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # ends quietly with a reader that has seen enough, like head
+    # ends quietly with a reader that has seen enough, like head
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     sys.exit(main(sys.argv[1:]))
 
 

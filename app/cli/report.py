@@ -1,6 +1,8 @@
-"""A table of runs, as text, CSV and a page: `python -m app.cli.report FOLDER`, a sweep's folder or any folder of runs.
+"""A table of runs, as text, CSV and a page: `python -m app.cli.report FOLDER`, a sweep's folder or
+any folder of runs.
 
-What a run reached is read from its own files, so it does not matter who started it; sweep.json adds what never ran, and why.
+What a run reached is read from its own files, so it does not matter who started it; sweep.json adds
+what never ran, and why.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from math import isnan
 from pathlib import Path
 from typing import Any, TextIO
 
-from app.cli.ctrl_c import stop_quietly
+from app.cli.processes.ctrl_c import stop_quietly
 
 if __name__ == "__main__":
     stop_quietly("report")  # the imports take a second
@@ -23,12 +25,12 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from app.cli.messages import readable_errors
-from app.cli.run_facts import RunFacts, run_facts, settings
-from app.cli.sweep_record import State, Sweep
-from app.engine.run_folder import CONFIG, RUNS
+from app.cli.options.messages import readable_errors
+from app.cli.run_report.facts import RunFacts, run_facts, settings
+from app.cli.sweeps.record import State, Sweep
+from app.engine.run.run_folder import CONFIG, RUNS
 from app.errors import ConfigError, nearest
-from app.plan.figures import figures
+from app.plan.formatting import figures
 
 TEXT, CSV, PAGE = "report.txt", "report.csv", "report.html"
 WIDTH = 160  # columns where the output is no terminal
@@ -79,11 +81,22 @@ def read_report(folder: Path) -> Report:
     sweep = Sweep.load(folder) if folder.is_dir() else None
     rows = _rows_of_sweep(sweep) if sweep else _rows_of_runs(folder)
     if not rows:
-        known = [str(path) for parent in (RUNS, Path("sweeps")) for path in (parent, *parent.glob("*")) if path.is_dir()]
+        known = [
+            str(path)
+            for parent in (RUNS, Path("sweeps"))
+            for path in (parent, *parent.glob("*"))
+            if path.is_dir()
+        ]
         rule = "holds no run" if folder.exists() else "does not exist"
         raise ConfigError("folder", folder, rule, guess=nearest(str(folder), known))
     command, began = (sweep.command, sweep.began) if sweep else (None, None)
-    return Report(folder, folder.resolve().name, command, began, tuple(sorted(rows, key=lambda row: row.order)))
+    return Report(
+        folder,
+        folder.resolve().name,
+        command,
+        began=began,
+        rows=tuple(sorted(rows, key=lambda row: row.order)),
+    )
 
 
 def _rows_of_sweep(sweep: Sweep) -> list[Row]:
@@ -93,19 +106,43 @@ def _rows_of_sweep(sweep: Sweep) -> list[Row]:
         # Jobs that another launcher submitted may end after the sweep's own process has.
         ended = facts.finished and job.exit_code is None
         state, reason = (State.done, None) if ended else (job.state, job.reason)
-        rows.append(Row(job.folder, job.label, state, reason, job.seconds, facts))
+        rows.append(
+            Row(job.folder, job.label, state, reason=reason, seconds=job.seconds, facts=facts)
+        )
     return rows
 
 
 def _rows_of_runs(folder: Path) -> list[Row]:
-    found = [folder] if (folder / CONFIG).exists() else sorted(path.parent for path in folder.glob(f"*/{CONFIG}"))
+    found = (
+        [folder]
+        if (folder / CONFIG).exists()
+        else sorted(path.parent for path in folder.glob(f"*/{CONFIG}"))
+    )
     asked = {path: settings(path) for path in found}
-    differing = sorted({key for values in asked.values() for key in values if len({str(v.get(key)) for v in asked.values()}) > 1})
+    differing = sorted(
+        {
+            key
+            for values in asked.values()
+            for key in values
+            if len({str(v.get(key)) for v in asked.values()}) > 1
+        }
+    )
     rows = []
     for path, values in asked.items():
         facts = run_facts(path)
-        label = " ".join(f"{key}={_typed(values.get(key))}" for key in differing) or path.resolve().name
-        rows.append(Row(path.name, label, State.done if facts.finished else State.unfinished, None, None, facts))
+        label = (
+            " ".join(f"{key}={_typed(values.get(key))}" for key in differing) or path.resolve().name
+        )
+        rows.append(
+            Row(
+                path.name,
+                label,
+                State.done if facts.finished else State.unfinished,
+                reason=None,
+                seconds=None,
+                facts=facts,
+            )
+        )
     return rows
 
 
@@ -125,14 +162,27 @@ def _typed(value: Any) -> str:
 def cells(row: Row) -> tuple[str, ...]:
     """A row of the table, under COLUMNS."""
     facts = row.facts
-    loss = "" if facts.final_loss is None else f"{facts.final_loss:.4f}" + ("*" if facts.val_loss is None else "")
+    loss = (
+        ""
+        if facts.final_loss is None
+        else f"{facts.final_loss:.4f}" + ("*" if facts.val_loss is None else "")
+    )
     measured = (facts.tokens_per_s, facts.tflops_per_gpu, facts.memory_peak_gib)
-    return (row.label, *("" if value is None else figures(value) for value in measured), loss, standing(row))
+    return (
+        row.label,
+        *("" if value is None else figures(value) for value in measured),
+        loss,
+        standing(row),
+    )
 
 
 def standing(row: Row) -> str:
     """The state of a run, how far it came if not to its end, and why."""
-    part = f" at step {row.facts.step}/{row.facts.steps}" if row.state is not State.done and row.facts.steps else ""
+    part = (
+        f" at step {row.facts.step}/{row.facts.steps}"
+        if row.state is not State.done and row.facts.steps
+        else ""
+    )
     return f"{row.state.value}{part}" + (f": {row.reason}" if row.reason else "")
 
 
@@ -141,10 +191,18 @@ def print_table(report: Report, stream: TextIO) -> None:
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False, header_style="dim")
     for number, name in enumerate(COLUMNS):
         numeric = 0 < number < len(COLUMNS) - 1
-        table.add_column(name, justify="right" if numeric else "left", no_wrap=numeric, overflow="fold")
+        table.add_column(
+            name, justify="right" if numeric else "left", no_wrap=numeric, overflow="fold"
+        )
     for row in report.rows:
         table.add_row(*cells(row))
-    Console(file=stream, width=None if stream.isatty() else WIDTH, highlight=False, markup=False, emoji=False).print(table)
+    Console(
+        file=stream,
+        width=None if stream.isatty() else WIDTH,
+        highlight=False,
+        markup=False,
+        emoji=False,
+    ).print(table)
 
 
 def as_csv(report: Report) -> str:
@@ -156,15 +214,20 @@ def as_csv(report: Report) -> str:
     writer.writerow(("run", "overrides", "state", "reason", "seconds", *measured))
     for row in report.rows:
         figures_of = [getattr(row.facts, name) for name in measured]
-        writer.writerow((row.name, row.label, row.state.value, row.reason, row.seconds, *figures_of))
+        writer.writerow(
+            (row.name, row.label, row.state.value, row.reason, row.seconds, *figures_of)
+        )
     return text.getvalue()
 
 
 def report(folder: Path) -> None:
-    """Print the table and write report.txt, report.csv and report.html into the folder. Raises ConfigError."""
-    from app.cli.report_page import page  # matplotlib takes its time to load
+    """Print the table and write report.txt, report.csv and report.html into the folder. Raises
+    ConfigError.
+    """
+    from app.cli.run_report.page import page  # matplotlib takes its time to load
 
-    found, text = read_report(folder), StringIO()
+    found = read_report(folder)
+    text = StringIO()
     print_table(found, text)
     print_table(found, sys.stdout)
     contents = {TEXT: text.getvalue(), CSV: as_csv(found), PAGE: page(found)}

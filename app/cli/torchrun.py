@@ -1,15 +1,16 @@
 """torchrun that keeps exit codes: `python -m app.cli.torchrun`, with torchrun's own arguments.
 
-torchrun ends with 1 whatever its ranks ended with, below a page about it. This ends with the exit code of the rank that
-failed first, and says so in a line unless the rank has said what happened itself. SIGTERM, SIGUSR1 and Ctrl-C go to the
-ranks, which have the time they need to save; a rank that they end otherwise, before its steps or after them, has been stopped
-too. Ctrl-C once more kills them. A mistake or a stop is final: `--max-restarts` is for ranks that die.
+torchrun ends with 1 whatever its ranks ended with, below a page about it. This ends with the exit
+code of the rank that failed first, and says so in a line unless the rank has said what happened
+itself. SIGTERM, SIGUSR1 and Ctrl-C go to the ranks, which have the time they need to save; a rank
+that they end otherwise, before its steps or after them, has been stopped too. Ctrl-C once more
+kills them. A mistake or a stop is final: `--max-restarts` is for ranks that die.
 """
 
 from __future__ import annotations
 
-from app.cli.ctrl_c import stop_quietly
-from app.cli.slurm_step import end_with_daemon
+from app.cli.processes.ctrl_c import stop_quietly
+from app.cli.processes.slurm_step import end_with_daemon
 
 if __name__ == "__main__":
     stop_quietly("torchrun")  # the imports take seconds
@@ -30,7 +31,12 @@ from types import FrameType
 from typing import Any
 
 import torch.distributed.launcher.api as launcher
-from torch.distributed.elastic.agent.server.api import DEFAULT_ROLE, RunResult, WorkerGroup, WorkerState
+from torch.distributed.elastic.agent.server.api import (
+    DEFAULT_ROLE,
+    RunResult,
+    WorkerGroup,
+    WorkerState,
+)
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
@@ -38,13 +44,13 @@ from torch.distributed.elastic.rendezvous import RendezvousError, rendezvous_han
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 from torch.distributed.run import parse_args, parse_min_max_nnodes, run
 
-from app.cli import one_host
-from app.cli.parent import bound
-from app.cli.scratch import scratch_folder
-from app.engine.address import LOOPBACK
-from app.engine.meeting import CONNECT_S, join_store
-from app.engine.signals import INTERRUPTED, PRESS_S, exit_code
-from app.engine.watch import EXIT_STUCK
+from app.cli.processes import one_host
+from app.cli.processes.parent import bound
+from app.cli.processes.scratch import scratch_folder
+from app.engine.run.address import LOOPBACK
+from app.engine.run.meeting import CONNECT_S, join_store
+from app.engine.run.signals import INTERRUPTED, PRESS_S, exit_code
+from app.engine.watchdog.watchdog import EXIT_STUCK
 
 # A mistake, a run that diverged, a stop, Ctrl-C: train.py has explained them.
 SAID = (2, os.EX_DATAERR, os.EX_TEMPFAIL, INTERRUPTED)
@@ -92,11 +98,14 @@ class Agent(LocalElasticAgent):
         except RendezvousError:
             if self._pcontext is None:
                 raise
-        # The node that kept the meeting point has ended. The ranks here follow, and it is their exit code that counts.
+        # The node that kept the meeting point has ended. The ranks here follow, and it is their
+        # exit code that counts.
         deadline = time.monotonic() + FOLLOW_S
         while (result := self._monitor_workers(self._worker_group)).state == WorkerState.HEALTHY:
             if time.monotonic() > deadline:
-                raise TimeoutError(f"lost, and the ranks of this node do not end within {FOLLOW_S} s")
+                raise TimeoutError(
+                    f"lost, and the ranks of this node do not end within {FOLLOW_S} s"
+                )
             time.sleep(self._worker_group.spec.monitor_interval)
         return result
 
@@ -130,8 +139,10 @@ class Agent(LocalElasticAgent):
                 os.kill(pid, signal.SIGKILL)
 
     def _let_all_end(self) -> None:
-        # Once one has ended torch kills the others, which have stopped too, but may not have said so yet.
-        pids, deadline = self._pcontext.pids().values(), time.monotonic() + FOLLOW_S
+        # Once one has ended torch kills the others, which have stopped too, but may not have said
+        # so yet.
+        pids = self._pcontext.pids().values()
+        deadline = time.monotonic() + FOLLOW_S
         while 0 < sum(map(_runs, pids)) < len(pids) and time.monotonic() < deadline:
             time.sleep(POLL_S)
 
@@ -157,7 +168,9 @@ def main(arguments: Sequence[str]) -> int:
     except SignalException as error:
         return 128 + error.sigval
     except Exception as error:
-        _say(_explain(error, options.rdzv_endpoint or f"{options.master_addr}:{options.master_port}"))
+        _say(
+            _explain(error, options.rdzv_endpoint or f"{options.master_addr}:{options.master_port}")
+        )
         return 2
     return 0
 
@@ -175,19 +188,24 @@ def _bind_ranks(options: Namespace) -> None:
 def _settle_meeting_point(options: Namespace) -> None:
     """Choose where the launchers meet; raises OwnError where another program is there."""
     if options.standalone:
-        options.standalone, options.rdzv_id = False, uuid.uuid4().hex
-        host, port = LOOPBACK, 0
+        options.standalone = False
+        options.rdzv_id = uuid.uuid4().hex
+        host = LOOPBACK
+        port = 0
     else:
         given = options.rdzv_endpoint or f"{options.master_addr}:{options.master_port or 0}"
         host, port = parse_rendezvous_endpoint(given, default_port=0)
     if parse_min_max_nnodes(options.nnodes)[1] == 1:
-        options.rdzv_backend, options.rdzv_endpoint = one_host.BACKEND, f"{LOOPBACK}:{port}"
+        options.rdzv_backend = one_host.BACKEND
+        options.rdzv_endpoint = f"{LOOPBACK}:{port}"
     elif options.rdzv_backend in ("static", "c10d"):
         _check_listener(host, port)
 
 
 def _check_listener(host: str, port: int) -> None:
-    """If somebody listens there already it must be a launcher: torch would wait for its answer without end."""
+    """If somebody listens there already it must be a launcher: torch would wait for its answer
+    without end.
+    """
     try:
         socket.create_connection((host, port), CONNECT_S).close()
     except OSError:  # the first launcher is still to come
@@ -222,12 +240,22 @@ def _ended(error: ChildFailedError) -> str:
 
 
 def _how(failure: ProcessFailure) -> str:
-    return f"ended with exit code {failure.exitcode}" if failure.exitcode > 0 else f"was ended by {failure.signal_name()}"
+    return (
+        f"ended with exit code {failure.exitcode}"
+        if failure.exitcode > 0
+        else f"was ended by {failure.signal_name()}"
+    )
 
 
 def _explain(error: BaseException, endpoint: str) -> str:
-    if any("EADDRINUSE" in str(cause) or getattr(cause, "errno", 0) == errno.EADDRINUSE for cause in _causes(error)):
-        return f"{endpoint}: another program has this port; choose another one, or --standalone on one host"
+    if any(
+        "EADDRINUSE" in str(cause) or getattr(cause, "errno", 0) == errno.EADDRINUSE
+        for cause in _causes(error)
+    ):
+        return (
+            f"{endpoint}: another program has this port; choose another one, or --standalone on "
+            "one host"
+        )
     return f"{endpoint}: {[str(cause) for cause in _causes(error)][-1].splitlines()[0]}"
 
 

@@ -1,11 +1,13 @@
-"""Train a language model: compose the configuration, build, fit. `graphfold-train`, `python train.py` in a checkout."""
+"""Train a language model: compose the configuration, build, fit. `graphfold-train`, `python
+train.py` in a checkout.
+"""
 
 from __future__ import annotations
 
 import os
 import sys
 
-from app.cli.ctrl_c import interrupt_again, stop_quietly
+from app.cli.processes.ctrl_c import interrupt_again, stop_quietly
 
 if __name__ == "__main__":
     stop_quietly("train.py", speak=os.environ.get("RANK", "0") == "0")  # the imports take seconds
@@ -13,29 +15,36 @@ if __name__ == "__main__":
 import hydra
 from omegaconf import DictConfig
 
-from app.cli.arguments import CONFIG_NAME
-from app.cli.compose import load_run, register_schema
-from app.cli.home import CONF, child_paths
-from app.cli.launch import Launch, carry_out, ended, mistakes_told, placed, prepare, settled
-from app.cli.messages import readable_errors
+from app.cli.options.arguments import CONFIG_NAME
+from app.cli.options.compose import load_run, register_schema
+from app.cli.options.messages import readable_errors
+from app.cli.processes.home import CONF, child_paths
+from app.cli.processes.launch import carry_out, ended, mistakes_told, placed, prepare, settled
+from app.cli.processes.launcher import Launch
 from app.rules import check_runnable
 
 
 @hydra.main(version_base="1.3", config_path=str(CONF), config_name=CONFIG_NAME)
 def main(config: DictConfig) -> float | None:
-    """Compose, check, and train on this rank, or start the ranks that the layout asks for; returns the best loss."""
-    launch = Launch.from_environment(os.environ)  # here, since submitit pickles this function and calls it in a job
+    """Compose, check, and train on this rank, or start the ranks that the layout asks for;
+    returns the best loss.
+    """
+    # here, since submitit pickles this function and calls it in a job
+    launch = Launch.from_environment(os.environ)
     if launch.submitted:
         launch.end_with_launcher(os.getppid())
     with settled(launch), mistakes_told(launch, sys.argv[1:]):
         run = check_runnable(load_run(placed(config), launch.world_size))
-        return ended(run, carry_out(run, launch, __file__, os.environ))
+        return ended(run, carry_out(run, launch, __file__, env=os.environ))
 
 
 def command(parent: int) -> None:
-    """Run the command line of a process that process `parent` has started; SystemExit unless all went well."""
+    """Run the command line of a process that process `parent` has started; SystemExit unless all
+    went well.
+    """
     os.environ["HYDRA_FULL_ERROR"] = "1"  # hydra raises instead of printing and exiting with 1
-    os.environ.update(child_paths(os.environ))  # for ranks and the jobs of sweeps, which run this file
+    # for ranks and the jobs of sweeps, which run this file
+    os.environ.update(child_paths(os.environ))
     register_schema()
     with readable_errors("train.py", speak=True):
         launch = Launch.from_environment(os.environ)

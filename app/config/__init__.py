@@ -1,17 +1,32 @@
 """The whole option surface as frozen dataclasses, with each field's unit in its comment.
 
-Pure Python: no torch, no Hydra, no environment. `app.cli.compose` fills these types from the YAML groups in
-`conf/`. Every section checks itself in `__post_init__`; what spans sections is one small function in `app.rules`.
-`model` has the architecture, `layout` how the work lies on GPUs, `training` the rest.
+Pure Python: no torch, no Hydra, no environment. `app.cli.options.compose` fills these types from
+the YAML groups in `conf/`. Every section checks itself in `__post_init__`; what spans sections is
+one small function in `app.rules`. `model` has the architecture, `layout` how the work lies on GPUs,
+`training` the rest.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from app.config.layout import CudaGraphConfig, HardwareConfig, ParallelConfig, PrecisionConfig, RecomputeConfig, ScheduleConfig
+from app.config.layout import (
+    CudaGraphConfig,
+    HardwareConfig,
+    ParallelConfig,
+    PrecisionConfig,
+    RecomputeConfig,
+    ScheduleConfig,
+)
 from app.config.model import ModelConfig, MoEConfig
-from app.config.training import CheckpointConfig, DataConfig, LogConfig, LossConfig, OptimConfig, TrainConfig
+from app.config.training import (
+    CheckpointConfig,
+    DataConfig,
+    LogConfig,
+    LossConfig,
+    OptimConfig,
+    TrainConfig,
+)
 
 __all__ = [
     "CheckpointConfig",
@@ -39,8 +54,10 @@ class Run:
     model: ModelConfig = field(default_factory=ModelConfig)  # architecture and sizes
     parallel: ParallelConfig = field(default_factory=ParallelConfig)  # degrees of parallelism
     hardware: HardwareConfig = field(default_factory=HardwareConfig)  # what plans are made for
-    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)  # order of forwards and backwards
-    recompute: RecomputeConfig = field(default_factory=RecomputeConfig)  # what backward computes again
+    # order of forwards and backwards
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    # what backward computes again
+    recompute: RecomputeConfig = field(default_factory=RecomputeConfig)
     cuda_graph: CudaGraphConfig = field(default_factory=CudaGraphConfig)  # what is captured
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)  # element types
     optim: OptimConfig = field(default_factory=OptimConfig)  # optimizer and its schedules
@@ -79,7 +96,9 @@ class Run:
 
     @property
     def decay_steps(self) -> float:
-        """Step at which the learning rate reaches its minimum; a fraction where samples do not fill the last step."""
+        """Step at which the learning rate reaches its minimum; a fraction where samples do not
+        fill the last step.
+        """
         steps = self._steps(self.optim.decay_steps, self.optim.decay_samples)
         return self.train.steps if steps is None else steps
 
@@ -91,11 +110,15 @@ class Run:
 
     @property
     def wsd_decay_steps(self) -> float:
-        """Steps of the last part of warm-up, stable, decay; a fraction as above; 0 where none are given."""
+        """Steps of the last part of warm-up, stable, decay; a fraction as above; 0 where none
+        are given.
+        """
         return self._steps(self.optim.wsd_decay_steps, self.optim.wsd_decay_samples) or 0
 
     def _steps(self, steps: int | None, samples: int | None) -> float | None:
-        """A length of a schedule in steps, of which one holds train.global_batch samples: whole where it divides them."""
+        """A length of a schedule in steps, of which one holds train.global_batch samples: whole
+        where it divides them.
+        """
         if samples is None:
             return steps
         whole, rest = divmod(samples, self.train.global_batch)

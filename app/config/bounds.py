@@ -10,11 +10,15 @@ MOST = 2**53  # of any number here: beyond it JSON and floats no longer count in
 
 
 def above_zero(section: str, config: object, *names: str) -> None:
-    """Refuse any of the named fields that is not positive, offering its default; None means unset and passes."""
+    """Refuse any of the named fields that is not positive, offering its default; None means
+    unset and passes.
+    """
     for name in names:
         value = _number(section, config, name)
         if value is not None and value <= 0:
-            raise ConfigError(f"{section}.{name}", value, "must be above 0", getattr(type(config), name))
+            raise ConfigError(
+                f"{section}.{name}", value, "must be above 0", nearest=getattr(type(config), name)
+            )
 
 
 def at_least(section: str, config: object, low: float, *names: str) -> None:
@@ -22,7 +26,7 @@ def at_least(section: str, config: object, low: float, *names: str) -> None:
     for name in names:
         value = _number(section, config, name)
         if value is not None and value < low:
-            raise ConfigError(f"{section}.{name}", value, f"must be at least {low}", low)
+            raise ConfigError(f"{section}.{name}", value, f"must be at least {low}", nearest=low)
 
 
 def finite(section: str, config: object, *names: str) -> None:
@@ -36,4 +40,4 @@ def _number(section: str, config: object, name: str) -> float | None:
     if value is None or (math.isfinite(value) and abs(value) <= MOST):
         return value
     rule = "must be a finite number" if not math.isfinite(value) else f"must be at most {MOST}"
-    raise ConfigError(f"{section}.{name}", value, rule, getattr(type(config), name))
+    raise ConfigError(f"{section}.{name}", value, rule, nearest=getattr(type(config), name))

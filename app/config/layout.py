@@ -13,12 +13,14 @@ from app.errors import ConfigError
 class ParallelConfig:
     """Degrees of parallelism, and how layers lie on pipeline ranks."""
 
-    world_size: int | None = None  # processes; null: from the launcher, or the product of the dense degrees
+    # processes; null: from the launcher, or the product of the dense degrees
+    world_size: int | None = None
     tp: int = 1  # ranks that share each matrix of dense layers
     cp: int = 1  # ranks that share each sequence
     cp_comm_type: CpComm = CpComm.all_gather  # what these exchange for attention
     pp: int = 1  # pipeline ranks
-    dp: int | None = None  # data-parallel replicas; null: what the other dense degrees leave of the world
+    # data-parallel replicas; null: what the other dense degrees leave of the world
+    dp: int | None = None
     ep: int = 1  # ranks that share the experts of a layer
     etp: int | None = None  # ranks that share each matrix of an expert; null: tp
     order: str = "tp-cp-ep-dp-pp"  # axes from the fastest-varying over global ranks
@@ -31,12 +33,29 @@ class ParallelConfig:
     gpus_per_node: int = 8  # ranks whose GPUs are joined by the fast links of one node
 
     def __post_init__(self) -> None:
-        at_least("parallel", self, 1, "world_size", "tp", "cp", "pp", "dp", "ep", "etp", "vpp", "first", "last", "gpus_per_node")
+        at_least(
+            "parallel",
+            self,
+            1,
+            "world_size",
+            "tp",
+            "cp",
+            "pp",
+            "dp",
+            "ep",
+            "etp",
+            "vpp",
+            "first",
+            "last",
+            "gpus_per_node",
+        )
 
 
 @dataclass(frozen=True)
 class HardwareConfig:
-    """The GPUs that plans are made for; null: that of an H100, or in training what the GPU itself says."""
+    """The GPUs that plans are made for; null: that of an H100, or in training what the GPU
+    itself says.
+    """
 
     gpu_memory_gib: float | None = None  # memory of one GPU, GiB
     peak_tflops: float | None = None  # dense bf16 peak of one GPU, TFLOP/s
@@ -45,7 +64,15 @@ class HardwareConfig:
     network_gb_s: float = 45.0  # bandwidth of one GPU to other nodes in one direction, GB/s
 
     def __post_init__(self) -> None:
-        above_zero("hardware", self, "gpu_memory_gib", "peak_tflops", "efficiency", "node_gb_s", "network_gb_s")
+        above_zero(
+            "hardware",
+            self,
+            "gpu_memory_gib",
+            "peak_tflops",
+            "efficiency",
+            "node_gb_s",
+            "network_gb_s",
+        )
 
 
 @dataclass(frozen=True)
@@ -53,7 +80,8 @@ class ScheduleConfig:
     """Order of forwards and backwards within a step."""
 
     name: ScheduleName = ScheduleName.auto
-    group_size: int | None = None  # microbatches that pass a chunk before the next one's turn (interleaved); null: pp
+    # microbatches that pass a chunk before the next one's turn (interleaved); null: pp
+    group_size: int | None = None
     overlap_p2p: bool = True  # exchanges between stages run beside compute
     batch_p2p: bool = True  # all sends and receives of an exchange as one operation
     timeout_s: float = 600.0  # seconds in one operation after which a rank is stuck (docs/slurm.md)
@@ -69,14 +97,17 @@ class RecomputeConfig:
 
     full: bool = False  # every layer from its input
     phases: tuple[Recompute, ...] = ()  # parts of layers
-    partial_microbatches: int = 0  # with full: of the microbatches in flight, how many recompute only `phases`
+    # with full: of the microbatches in flight, how many recompute only `phases`
+    partial_microbatches: int = 0
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "phases", tuple(self.phases))
         at_least("recompute", self, 0, "partial_microbatches")
         if self.partial_microbatches and not self.full:
             rule = "lets some microbatches keep more than recompute.full does, so it needs that"
-            raise ConfigError("recompute.partial_microbatches", self.partial_microbatches, rule, 0)
+            raise ConfigError(
+                "recompute.partial_microbatches", self.partial_microbatches, rule, nearest=0
+            )
 
 
 @dataclass(frozen=True)
@@ -98,19 +129,29 @@ class PrecisionConfig:
     """Element types. Main parameters and moments are fp32 in every choice."""
 
     params: Dtype = Dtype.float32  # parameters and activations
-    grads: Dtype = Dtype.float32  # gradient sums and their reduction: float32, or that of the parameters
-    loss_scale: float | None = None  # constant factor on the loss; null: a dynamic one for float16, otherwise none
+    # gradient sums and their reduction: float32, or that of the parameters
+    grads: Dtype = Dtype.float32
+    # constant factor on the loss; null: a dynamic one for float16, otherwise none
+    loss_scale: float | None = None
     initial_loss_scale: float = 65536.0  # first value of the dynamic one
     min_loss_scale: float = 1.0  # its least value
     loss_scale_window: int = 1000  # steps without an overflow after which it doubles
-    loss_scale_hysteresis: int = 2  # overflows within a window that it tolerates before it halves, the last one included
+    # overflows within a window that it tolerates before it halves, the last one included
+    loss_scale_hysteresis: int = 2
 
     def __post_init__(self) -> None:
         above_zero("precision", self, "loss_scale", "initial_loss_scale", "min_loss_scale")
         at_least("precision", self, 1, "loss_scale_window", "loss_scale_hysteresis")
         if self.grads not in (Dtype.float32, self.params):
-            rule = f"gradients are summed in float32 or in the type of parameters, {self.params.value}"
-            raise ConfigError("precision.grads", self.grads, rule, "float32")
+            rule = (
+                f"gradients are summed in float32 or in the type of parameters, {self.params.value}"
+            )
+            raise ConfigError("precision.grads", self.grads, rule, nearest="float32")
         if self.min_loss_scale > self.initial_loss_scale:
             rule = f"above precision.initial_loss_scale={self.initial_loss_scale}"
-            raise ConfigError("precision.min_loss_scale", self.min_loss_scale, rule, self.initial_loss_scale)
+            raise ConfigError(
+                "precision.min_loss_scale",
+                self.min_loss_scale,
+                rule,
+                nearest=self.initial_loss_scale,
+            )

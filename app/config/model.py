@@ -21,50 +21,82 @@ class MoEConfig:
     shared_ffn_hidden_size: int = 0  # hidden width of the shared expert; 0: none
     shared_gate: bool = False  # scale the shared expert by a learned sigmoid gate per token
     score: Score = Score.softmax  # scores from logits
-    pre_softmax: bool = False  # softmax over all experts before the top-k instead of over the chosen ones after
+    # softmax over all experts before the top-k instead of over the chosen ones after
+    pre_softmax: bool = False
     groups: int | None = None  # expert groups for group-limited routing
     topk_groups: int | None = None  # groups kept per token
     routed_scale: float | None = None  # factor on the chosen probabilities
-    capacity_factor: float | None = None  # most tokens of an expert from one rank, over the mean; null: none are dropped
-    drop_policy: DropPolicy = DropPolicy.probs  # which tokens stay when an expert has more than its capacity
-    pad_to_capacity: bool = False  # fill every expert up to its capacity, so that no size is left to wait for
+    # most tokens of an expert from one rank, over the mean; null: none are dropped
+    capacity_factor: float | None = None
+    # which tokens stay when an expert has more than its capacity
+    drop_policy: DropPolicy = DropPolicy.probs
+    # fill every expert up to its capacity, so that no size is left to wait for
+    pad_to_capacity: bool = False
     aux_loss_coeff: float = 0.01  # weight of the load-balancing loss; 0: off
     balance: Balance = Balance.microbatch  # what the load-balancing loss evens the load over
     z_loss_coeff: float = 0.0  # weight of the router z-loss; 0: off
-    bias_update_rate: float = 0.0  # step of the balancing bias added to sigmoid scores for selection; 0: off
-    jitter_eps: float = 0.0  # in training the router's input is multiplied by uniform(1 − eps, 1 + eps); 0: off
-    force_balance: bool = False  # for benchmarks only: tokens go to the experts in turn, whatever the router says
+    # step of the balancing bias added to sigmoid scores for selection; 0: off
+    bias_update_rate: float = 0.0
+    # in training the router's input is multiplied by uniform(1 − eps, 1 + eps); 0: off
+    jitter_eps: float = 0.0
+    # for benchmarks only: tokens go to the experts in turn, whatever the router says
+    force_balance: bool = False
     dispatcher: DispatcherKind = DispatcherKind.auto  # transport of tokens to experts
-    shared_overlap: bool = False  # on a GPU the shared expert computes while tokens travel to the routed ones
-    planned_imbalance: float = 1.5  # rows of the busiest expert-parallel rank over the mean that memory is planned for
+    # on a GPU the shared expert computes while tokens travel to the routed ones
+    shared_overlap: bool = False
+    # rows of the busiest expert-parallel rank over the mean that memory is planned for
+    planned_imbalance: float = 1.5
 
     def __post_init__(self) -> None:
-        at_least("model.moe", self, 1, "num_experts", "top_k", "ffn_hidden_size", "every_n", "groups", "topk_groups")
+        at_least(
+            "model.moe",
+            self,
+            1,
+            "num_experts",
+            "top_k",
+            "ffn_hidden_size",
+            "every_n",
+            "groups",
+            "topk_groups",
+        )
         at_least("model.moe", self, 0, "first_k_dense", "shared_ffn_hidden_size")
         at_least("model.moe", self, 0, "aux_loss_coeff", "z_loss_coeff", "bias_update_rate")
         at_least("model.moe", self, 1, "planned_imbalance")
         finite("model.moe", self, "routed_scale", "capacity_factor", "jitter_eps")
         if not 0 <= self.jitter_eps < 1:
             near = 0 if self.jitter_eps < 0 else 0.99
-            raise ConfigError("model.moe.jitter_eps", self.jitter_eps, "must be at least 0 and below 1", near)
+            raise ConfigError(
+                "model.moe.jitter_eps",
+                self.jitter_eps,
+                "must be at least 0 and below 1",
+                nearest=near,
+            )
         if self.top_k > self.num_experts:
             raise ConfigError(
-                "model.moe.top_k", self.top_k, f"only num_experts={self.num_experts} to choose from", self.num_experts
+                "model.moe.top_k",
+                self.top_k,
+                f"only num_experts={self.num_experts} to choose from",
+                nearest=self.num_experts,
             )
         for name in ("shared_gate", "shared_overlap"):
             if getattr(self, name) and not self.shared_ffn_hidden_size:
-                raise ConfigError(f"model.moe.{name}", True, "needs a shared expert, shared_ffn_hidden_size > 0", False)
+                raise ConfigError(
+                    f"model.moe.{name}",
+                    True,
+                    "needs a shared expert, shared_ffn_hidden_size > 0",
+                    nearest=False,
+                )
         if self.top_k == 1 and self.score is Score.softmax and not self.pre_softmax:
             rule = "softmax over the one chosen expert is always 1, so the router would not learn"
             raise ConfigError(
-                "model.moe.top_k", 1, rule, (2, Instead("model.moe.pre_softmax=true"))
+                "model.moe.top_k", 1, rule, nearest=(2, Instead("model.moe.pre_softmax=true"))
             )
         if self.bias_update_rate and self.score is not Score.sigmoid:
             raise ConfigError(
                 "model.moe.bias_update_rate",
                 self.bias_update_rate,
                 "the bias only selects for score=sigmoid",
-                (0, Instead("model.moe.score=sigmoid")),
+                nearest=(0, Instead("model.moe.score=sigmoid")),
             )
         self._check_capacity()
         self._check_groups()
@@ -76,41 +108,48 @@ class MoEConfig:
                     "model.moe.capacity_factor",
                     self.capacity_factor,
                     "must be above 0",
-                    (1.0, None),
+                    nearest=(1.0, None),
                 )
             return
         needs = "needs a capacity, and capacity_factor=null sets none"
         with_capacity = Instead("model.moe.capacity_factor=1.0")
         if self.pad_to_capacity:
-            raise ConfigError("model.moe.pad_to_capacity", True, needs, (False, with_capacity))
+            raise ConfigError(
+                "model.moe.pad_to_capacity", True, needs, nearest=(False, with_capacity)
+            )
         if self.drop_policy is not DropPolicy.probs:
             raise ConfigError(
-                "model.moe.drop_policy", self.drop_policy, needs, ("probs", with_capacity)
+                "model.moe.drop_policy", self.drop_policy, needs, nearest=("probs", with_capacity)
             )
 
     def _check_groups(self) -> None:
         if (self.groups is None) != (self.topk_groups is None):
             rule = f"groups={self.groups}: set both or neither"
             both = (None if self.groups is None else 1,)
-            raise ConfigError("model.moe.topk_groups", self.topk_groups, rule, both)
+            raise ConfigError("model.moe.topk_groups", self.topk_groups, rule, nearest=both)
         if self.groups is None or self.topk_groups is None:
             return
         if self.num_experts % self.groups:
             near = nearest_divisors(self.groups, self.num_experts)
-            raise ConfigError("model.moe.groups", self.groups, f"must divide num_experts={self.num_experts}", near)
+            raise ConfigError(
+                "model.moe.groups",
+                self.groups,
+                f"must divide num_experts={self.num_experts}",
+                nearest=near,
+            )
         if self.topk_groups > min(self.groups, self.top_k):
             raise ConfigError(
                 "model.moe.topk_groups",
                 self.topk_groups,
                 f"at most groups={self.groups} and top_k={self.top_k}",
-                min(self.groups, self.top_k),
+                nearest=min(self.groups, self.top_k),
             )
         if self.top_k > self.topk_groups * (self.num_experts // self.groups):
             raise ConfigError(
                 "model.moe.top_k",
                 self.top_k,
                 "more than the experts in the kept groups",
-                self.topk_groups * (self.num_experts // self.groups),
+                nearest=self.topk_groups * (self.num_experts // self.groups),
             )
 
 
@@ -149,23 +188,30 @@ class ModelConfig:
         above_zero("model", self, "rope_theta", "norm_eps", "init_std")
         if self.moe and self.moe.first_k_dense >= self.num_layers:
             rule = f"leaves none of the {self.num_layers} layers for experts"
-            raise ConfigError("model.moe.first_k_dense", self.moe.first_k_dense, rule, self.num_layers - 1)
+            raise ConfigError(
+                "model.moe.first_k_dense", self.moe.first_k_dense, rule, nearest=self.num_layers - 1
+            )
         if self.head_dim is None and self.hidden_size % self.num_heads:
             raise ConfigError(
                 "model.num_heads",
                 self.num_heads,
                 f"must divide hidden_size={self.hidden_size} unless head_dim is set",
-                nearest_divisors(self.num_heads, self.hidden_size),
+                nearest=nearest_divisors(self.num_heads, self.hidden_size),
             )
         if self.num_heads % self.num_kv_heads:
             raise ConfigError(
                 "model.num_kv_heads",
                 self.num_kv_heads,
                 f"must divide num_heads={self.num_heads}",
-                nearest_divisors(self.num_kv_heads, self.num_heads),
+                nearest=nearest_divisors(self.num_kv_heads, self.num_heads),
             )
         if self.head_width % 2:
-            raise ConfigError("model.head_dim", self.head_width, "rotary positions need an even head width", self.head_width + 1)
+            raise ConfigError(
+                "model.head_dim",
+                self.head_width,
+                "rotary positions need an even head width",
+                nearest=self.head_width + 1,
+            )
 
     @property
     def head_width(self) -> int:
@@ -175,4 +221,8 @@ class ModelConfig:
     def is_moe_layer(self, layer: int) -> bool:
         """Whether decoder layer `layer` (from 0) has routed experts."""
         moe = self.moe
-        return moe is not None and layer >= moe.first_k_dense and (layer - moe.first_k_dense) % moe.every_n == 0
+        return (
+            moe is not None
+            and layer >= moe.first_k_dense
+            and (layer - moe.first_k_dense) % moe.every_n == 0
+        )

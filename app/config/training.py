@@ -16,13 +16,15 @@ EXAMPLE = "give for example data.path='folder/*'"
 class OptimConfig:
     """AdamW (Loshchilov & Hutter 2019) and its schedules.
 
-    Steps are optimizer updates; a length may be given in samples (sequences) instead, train.global_batch to an update.
+    Steps are optimizer updates; a length may be given in samples (sequences) instead,
+    train.global_batch to an update.
     """
 
     lr: float = 3e-3  # peak learning rate
     min_lr: float = 3e-4  # learning rate after decay
     init_lr: float = 0.0  # learning rate at step 0 of warm-up
-    warmup_steps: int | None = None  # steps from init_lr to lr; null: a twentieth of the decay steps
+    # steps from init_lr to lr; null: a twentieth of the decay steps
+    warmup_steps: int | None = None
     warmup_samples: int | None = None  # the same in samples
     decay: Decay = Decay.cosine  # shape after warm-up
     decay_steps: int | None = None  # step at which min_lr is reached; null: train.steps
@@ -37,40 +39,61 @@ class OptimConfig:
     weight_decay_end: float | None = None  # last weight decay; null: constant
     weight_decay_ramp: Ramp = Ramp.constant  # shape between the two over decay_steps
     clip_norm: float = 1.0  # largest global gradient norm; 0: no clipping
-    overlap_grads: bool = True  # sum gradients over data-parallel ranks beside the last backward of a step
+    # sum gradients over data-parallel ranks beside the last backward of a step
+    overlap_grads: bool = True
     overlap_params: bool = True  # bring updated parameters together beside what follows the update
-    bucket_numel: int | None = None  # parameters that are summed and brought together as one; null: 40 million, or 1 million × dp
+    # parameters that are summed and brought together as one; null: 40 million, or 1 million × dp
+    bucket_numel: int | None = None
     count_zeros: bool = False  # report how many elements of the gradient are zero
 
     def __post_init__(self) -> None:
         above_zero("optim", self, "lr", "eps")
-        at_least("optim", self, 0, "min_lr", "init_lr", "weight_decay", "weight_decay_end", "clip_norm")
+        at_least(
+            "optim", self, 0, "min_lr", "init_lr", "weight_decay", "weight_decay_end", "clip_norm"
+        )
         at_least("optim", self, 1, "bucket_numel")
         finite("optim", self, "beta1", "beta2")
         for name in ("init_lr", "min_lr"):
             if getattr(self, name) > self.lr:
-                raise ConfigError(f"optim.{name}", getattr(self, name), f"above the peak optim.lr={self.lr}", self.lr)
+                raise ConfigError(
+                    f"optim.{name}",
+                    getattr(self, name),
+                    f"above the peak optim.lr={self.lr}",
+                    nearest=self.lr,
+                )
         for name in ("beta1", "beta2"):
             if not 0 <= getattr(self, name) < 1:
-                raise ConfigError(f"optim.{name}", getattr(self, name), "must be in [0, 1)", 0.95)
+                raise ConfigError(
+                    f"optim.{name}", getattr(self, name), "must be in [0, 1)", nearest=0.95
+                )
         self._check_lengths()
         self._check_weight_decay()
 
     def _check_lengths(self) -> None:
         at_least("optim", self, 0, "warmup_steps", "warmup_samples")
-        at_least("optim", self, 1, "decay_steps", "decay_samples", "wsd_decay_steps", "wsd_decay_samples")
+        at_least(
+            "optim", self, 1, "decay_steps", "decay_samples", "wsd_decay_steps", "wsd_decay_samples"
+        )
         for name in ("warmup", "decay", "wsd_decay"):
-            steps, samples = getattr(self, f"{name}_steps"), getattr(self, f"{name}_samples")
+            steps = getattr(self, f"{name}_steps")
+            samples = getattr(self, f"{name}_samples")
             if steps is not None and samples is not None:
                 rule = f"optim.{name}_steps={steps} says the same in steps: set one of them"
                 raise ConfigError(
                     f"optim.{name}_samples",
                     samples,
                     rule,
-                    (None, Instead(f"optim.{name}_steps=null")),
+                    nearest=(None, Instead(f"optim.{name}_steps=null")),
                 )
-        if self.decay is Decay.wsd and self.wsd_decay_steps is None and self.wsd_decay_samples is None:
-            rule = "optim.decay=wsd needs the length of its last part, in steps or as optim.wsd_decay_samples"
+        if (
+            self.decay is Decay.wsd
+            and self.wsd_decay_steps is None
+            and self.wsd_decay_samples is None
+        ):
+            rule = (
+                "optim.decay=wsd needs the length of its last part, in steps or as "
+                "optim.wsd_decay_samples"
+            )
             raise ConfigError(
                 "optim.wsd_decay_steps",
                 None,
@@ -84,14 +107,14 @@ class OptimConfig:
                 "optim.weight_decay_end",
                 self.weight_decay_end,
                 f"below its start optim.weight_decay={self.weight_decay}",
-                (self.weight_decay, None),
+                nearest=(self.weight_decay, None),
             )
         if (self.weight_decay_end is not None) != (self.weight_decay_ramp is not Ramp.constant):
             raise ConfigError(
                 "optim.weight_decay_ramp",
                 self.weight_decay_ramp,
                 f"weight_decay_end={self.weight_decay_end}: set both or neither",
-                Instead("optim.weight_decay_ramp=constant", "optim.weight_decay_end=null"),
+                nearest=Instead("optim.weight_decay_ramp=constant", "optim.weight_decay_end=null"),
             )
 
 
@@ -100,7 +123,8 @@ class DataConfig:
     """Documents, tokens and how they are packed into sequences."""
 
     source: Source = Source.stdlib  # kind of corpus
-    path: Any = ()  # a file or glob, or a list of them, for text, jsonl and parquet; a tuple once checked
+    # a file or glob, or a list of them, for text, jsonl and parquet; a tuple once checked
+    path: Any = ()
     name: str | None = None  # dataset name or local folder for source=hub
     config_name: str | None = None  # the dataset's configuration for source=hub
     split: str = "train"  # the dataset's split for source=hub
@@ -131,13 +155,20 @@ class DataConfig:
                 "data.path", "", f"data={self.source.value} needs files or globs", advice=EXAMPLE
             )
         if self.source is Source.hub and not self.name:
-            raise ConfigError("data.name", self.name, "data=hub needs a dataset name or a local folder")
+            raise ConfigError(
+                "data.name", self.name, "data=hub needs a dataset name or a local folder"
+            )
         if self.streaming and self.source is not Source.hub:
             rule = f"data={self.source.value} is prepared, not streamed"
-            raise ConfigError("data.streaming", True, rule, False, advice="data=hub can be")
+            raise ConfigError("data.streaming", True, rule, nearest=False, advice="data=hub can be")
         finite("data", self, "validation_fraction")
         if not 0 < self.validation_fraction < 1:
-            raise ConfigError("data.validation_fraction", self.validation_fraction, "must be between 0 and 1, both excluded", 0.1)
+            raise ConfigError(
+                "data.validation_fraction",
+                self.validation_fraction,
+                "must be between 0 and 1, both excluded",
+                nearest=0.1,
+            )
 
 
 @dataclass(frozen=True)
@@ -146,15 +177,24 @@ class CheckpointConfig:
 
     interval: int = 100  # steps between checkpoints; 0: none, not even at the end
     keep_last: int = 2  # newest checkpoints kept; older ones are removed
-    keep_every: int | None = None  # steps whose multiples' checkpoints are never removed; null: none
+    # steps whose multiples' checkpoints are never removed; null: none
+    keep_every: int | None = None
     asynchronous: bool = True  # written beside training, from a copy in host memory
 
     def __post_init__(self) -> None:
         at_least("checkpoint", self, 0, "interval")
         at_least("checkpoint", self, 1, "keep_last", "keep_every")
         if self.interval and self.keep_every and self.keep_every % self.interval:
-            rule = f"must be a multiple of checkpoint.interval={self.interval}: no other steps are saved"
-            raise ConfigError("checkpoint.keep_every", self.keep_every, rule, nearest_multiples(self.keep_every, self.interval))
+            rule = (
+                f"must be a multiple of checkpoint.interval={self.interval}: no other steps "
+                "are saved"
+            )
+            raise ConfigError(
+                "checkpoint.keep_every",
+                self.keep_every,
+                rule,
+                nearest=nearest_multiples(self.keep_every, self.interval),
+            )
 
 
 @dataclass(frozen=True)
@@ -179,7 +219,8 @@ class LossConfig:
     """Cross-entropy over next tokens."""
 
     normalize: Normalize = Normalize.token
-    chunk_tokens: int | None = None  # tokens whose logits exist at once, computed again in backward; null: all, kept
+    # tokens whose logits exist at once, computed again in backward; null: all, kept
+    chunk_tokens: int | None = None
 
     def __post_init__(self) -> None:
         at_least("loss", self, 1, "chunk_tokens")
@@ -193,17 +234,24 @@ class TrainConfig:
     seq_len: int = 128  # tokens per sequence
     micro_batch: int = 8  # sequences per forward on one rank
     global_batch: int = 16  # sequences per optimizer update over all ranks
-    eval_interval: int = 100  # steps between validations; 0: only before the first step and after the last
-    eval_sequences: int = 256  # sequences of one validation over all ranks; at least a microbatch each
+    # steps between validations; 0: only before the first step and after the last
+    eval_interval: int = 100
+    # sequences of one validation over all ranks; at least a microbatch each
+    eval_sequences: int = 256
     sample_tokens: int = 240  # tokens generated when the run ends; 0: none
-    on_bad_step: BadStep = BadStep.skip  # what follows a step whose loss or gradient norm is not finite
+    # what follows a step whose loss or gradient norm is not finite
+    on_bad_step: BadStep = BadStep.skip
     max_bad_steps: int = 10  # such steps in a row that end the run, for on_bad_step=skip
-    max_rollbacks: int = 3  # times that a process goes back to a checkpoint, for on_bad_step=rollback
+    # times that a process goes back to a checkpoint, for on_bad_step=rollback
+    max_rollbacks: int = 3
     seed: int = 1  # of initial weights and data order
     device: Device = Device.auto
-    deterministic: bool = True  # equal runs repeat bit for bit; on a GPU this takes slower attention kernels
+    # equal runs repeat bit for bit; on a GPU this takes slower attention kernels
+    deterministic: bool = True
 
     def __post_init__(self) -> None:
-        at_least("train", self, 1, "steps", "seq_len", "micro_batch", "global_batch", "eval_sequences")
+        at_least(
+            "train", self, 1, "steps", "seq_len", "micro_batch", "global_batch", "eval_sequences"
+        )
         at_least("train", self, 1, "max_bad_steps", "max_rollbacks")
         at_least("train", self, 0, "eval_interval", "sample_tokens", "seed")

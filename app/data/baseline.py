@@ -10,18 +10,23 @@ Table = tuple[np.ndarray, np.ndarray]  # sorted keys and their counts
 
 
 def ngram_loss(train_tokens: np.ndarray, validation_tokens: np.ndarray, order: int) -> float:
-    """Nats per token of an interpolated n-gram model (order 2: bigram, 3: trigram) on the validation tokens.
+    """Nats per token of an interpolated n-gram model (order 2: bigram, 3: trigram) on the
+    validation tokens.
 
-    p_n(w | h) = (c(h w) + a·p_{n-1}(w | h')) / (c(h) + a), where c counts training tokens, h' is h without its oldest token
-    and p_0 is uniform over the ids (MacKay & Peto 1995); a = 20. Only the first TRAIN_TOKENS training tokens
-    are counted; the first order - 1 validation tokens are context only.
-    Raises ValueError when a key of `order` ids does not fit into 63 bits or a split is shorter than `order`.
+    p_n(w | h) = (c(h w) + a·p_{n-1}(w | h')) / (c(h) + a), where c counts training tokens, h' is h
+    without its oldest token and p_0 is uniform over the ids (MacKay & Peto 1995); a = 20. Only the
+    first TRAIN_TOKENS training tokens are counted; the first order - 1 validation tokens are
+    context only. Raises ValueError when a key of `order` ids does not fit into 63 bits or a split
+    is shorter than `order`.
     """
     vocab = int(max(train_tokens.max(initial=0), validation_tokens.max(initial=0))) + 1
     if vocab**order >= 1 << 63:
         raise ValueError(f"order={order}: {order} ids below {vocab} do not fit into 63 bits")
     if min(len(train_tokens), len(validation_tokens)) < order:
-        raise ValueError(f"order={order}: {len(train_tokens)} and {len(validation_tokens)} tokens, each split needs {order}")
+        raise ValueError(
+            f"order={order}: {len(train_tokens)} and {len(validation_tokens)} tokens, each "
+            f"split needs {order}"
+        )
     tables = [np.unique(_keys(train_tokens[:TRAIN_TOKENS], order, vocab), return_counts=True)]
     while len(tables) <= order:
         tables.insert(0, _without_last(tables[0], vocab))
@@ -35,7 +40,7 @@ def _keys(tokens: np.ndarray, order: int, vocab: int) -> np.ndarray:
     keys = np.zeros(count, dtype=np.int64)
     for place in range(order):
         keys *= vocab
-        keys += tokens[place:place + count]
+        keys += tokens[place : place + count]
     return keys
 
 
@@ -46,11 +51,14 @@ def _without_last(table: Table, vocab: int) -> Table:
 
 
 def _probability(grams: np.ndarray, tables: list[Table], vocab: int) -> np.ndarray:
-    """Probability of the newest token of each run given the others; tables[n] counts the runs of n tokens."""
+    """Probability of the newest token of each run given the others; tables[n] counts the runs of
+    n tokens.
+    """
     probability = np.full(len(grams), 1 / vocab)
     for order in range(1, len(tables)):
         runs = grams % vocab**order
-        seen, contexts = _count(tables[order], runs), _count(tables[order - 1], runs // vocab)
+        seen = _count(tables[order], runs)
+        contexts = _count(tables[order - 1], runs // vocab)
         probability = (seen + STRENGTH * probability) / (contexts + STRENGTH)
     return probability
 

@@ -1,6 +1,7 @@
 """Documents of every source through the Hugging Face `datasets` library, and arrow files of tokens.
 
-The only module of the data layer that imports `datasets`, which takes a second: import it where it is used.
+The only module of the data layer that imports `datasets`, which takes a second: import it where it
+is used.
 """
 
 from __future__ import annotations
@@ -45,12 +46,19 @@ def write_tokens(
     reader = _Reader(config, [file.path for file in sources.files], str(folder / "raw"))
     raw = reader.read()
     dtype = np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.int32
-    tokens = reader.explained(lambda: raw.with_format("arrow").map(
-        _encode_batch, batched=True, remove_columns=raw.column_names, num_proc=config.num_proc if config.num_proc > 1 else None,
-        fn_kwargs={"tokenizer": tokenizer, "dtype": np.dtype(dtype).name},
-        features=datasets.Features({"ids": datasets.List(datasets.Value(np.dtype(dtype).name))}),
-        cache_file_name=str(folder / "tokens.arrow"),
-    ))
+    tokens = reader.explained(
+        lambda: raw.with_format("arrow").map(
+            _encode_batch,
+            batched=True,
+            remove_columns=raw.column_names,
+            num_proc=config.num_proc if config.num_proc > 1 else None,
+            fn_kwargs={"tokenizer": tokenizer, "dtype": np.dtype(dtype).name},
+            features=datasets.Features(
+                {"ids": datasets.List(datasets.Value(np.dtype(dtype).name))}
+            ),
+            cache_file_name=str(folder / "tokens.arrow"),
+        )
+    )
     if not len(tokens):
         raise ConfigError(*place(config), f"no text in any of its {len(raw)} documents")
     return [os.path.basename(file["filename"]) for file in tokens.cache_files]
@@ -78,7 +86,9 @@ def hub_files(config: DataConfig) -> tuple[list[str], str | None]:
 
 
 def streamed(config: DataConfig) -> datasets.IterableDataset:
-    """The documents of a `data.streaming` source, read as they are asked for; its only column holds the text."""
+    """The documents of a `data.streaming` source, read as they are asked for; its only column
+    holds the text.
+    """
     _silence()
     return _only_text(_from_hub(config, config.cache_dir), config)
 
@@ -90,21 +100,27 @@ def first_texts(stream: datasets.IterableDataset, config: DataConfig) -> list[st
 
 
 def _encode_batch(batch: pa.Table, tokenizer: Tokenizer, dtype: str) -> pa.Table:
-    """Lists of ids, each followed by eod, for a batch of texts; documents without tokens are left out."""
+    """Lists of ids, each followed by eod, for a batch of texts; documents without tokens are
+    left out.
+    """
     texts = [text or "" for text in batch.column(0).to_pylist()]
     documents = [np.asarray(ids, dtype=dtype) for ids in tokenizer.encode_batch(texts) if len(ids)]
     offsets = np.cumsum([0, *(len(ids) + 1 for ids in documents)])
     flat = np.full(offsets[-1], tokenizer.eod, dtype=dtype)
     for ids, start in zip(documents, offsets, strict=False):
-        flat[start:start + len(ids)] = ids
-    return pa.table({"ids": pa.ListArray.from_arrays(pa.array(offsets, pa.int32()), pa.array(flat))})
+        flat[start : start + len(ids)] = ids
+    return pa.table(
+        {"ids": pa.ListArray.from_arrays(pa.array(offsets, pa.int32()), pa.array(flat))}
+    )
 
 
 class _Reader:
     """Reads a source as a dataset with one column; `cache`: where the library writes meanwhile."""
 
     def __init__(self, config: DataConfig, files: Sequence[str], cache: str) -> None:
-        self.config, self.files, self.cache = config, tuple(files), cache
+        self.config = config
+        self.files = tuple(files)
+        self.cache = cache
 
     def read(self) -> datasets.Dataset:
         """All documents. Raises ConfigError."""
@@ -138,7 +154,9 @@ class _Reader:
         # Python's own tests have files that are not UTF-8 on purpose.
         strict = self.config.source is Source.text
         return datasets.Dataset.from_generator(
-            _read_files, gen_kwargs={"files": self.files, "strict": strict}, cache_dir=self.cache,
+            _read_files,
+            gen_kwargs={"files": self.files, "strict": strict},
+            cache_dir=self.cache,
             features=datasets.Features({"text": datasets.Value("string")}),
         )
 
@@ -149,7 +167,8 @@ class _Reader:
         return datasets.Dataset.from_json(files, cache_dir=self.cache)
 
     def _from_parquet(self) -> datasets.Dataset:
-        columns, field = parquet.read_schema(self.files[0]).names, self.config.text_field
+        columns = parquet.read_schema(self.files[0]).names
+        field = self.config.text_field
         if field not in columns:
             raise _no_column(self.config, columns)
         files = [glob.escape(file) for file in self.files]
@@ -178,8 +197,16 @@ def _check_folder(name: str) -> None:
 def _from_hub(config: DataConfig, cache: str | None) -> datasets.Dataset | datasets.IterableDataset:
     name = str(config.name)
     _check_folder(name)
-    return _explained(config, lambda: datasets.load_dataset(
-        name, config.config_name, split=config.split, streaming=config.streaming, cache_dir=cache))
+    return _explained(
+        config,
+        lambda: datasets.load_dataset(
+            name,
+            config.config_name,
+            split=config.split,
+            streaming=config.streaming,
+            cache_dir=cache,
+        ),
+    )
 
 
 def _only_text(dataset: Any, config: DataConfig) -> Any:
@@ -201,14 +228,17 @@ def _no_column(config: DataConfig, columns: Sequence[str]) -> ConfigError:
 
 
 def _explained(config: DataConfig, load: Callable[[], Loaded]) -> Loaded:
-    """`load()`, with whatever the library raises told as a ConfigError about the place that it reads."""
+    """`load()`, with whatever the library raises told as a ConfigError about the place that it
+    reads.
+    """
     if config.source is Source.hub and not os.path.isdir(str(config.name)):
         go_offline_without_network()
     try:
         return load()
     except ConfigError:
         raise
-    except Exception as error:  # network, file format, unknown split or configuration: the library has a type for each
+    # network, file format, unknown split or configuration: the library has a type for each
+    except Exception as error:
         reason = error.__cause__ or error
         if isinstance(reason, ConfigError):  # raised by what the library has called
             raise reason from None
@@ -225,7 +255,9 @@ def _explained(config: DataConfig, load: Callable[[], Loaded]) -> Loaded:
 
 
 def _silence() -> None:
-    """No progress bars, which every rank would draw, and no log lines: what goes wrong is raised."""
+    """No progress bars, which every rank would draw, and no log lines: what goes wrong is
+    raised.
+    """
     datasets.disable_progress_bars()
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)
     disable_hub_bars()

@@ -22,7 +22,9 @@ class Reader(Protocol):
     """Where a data-parallel rank gets its sequences: `PackedSequences` or `StreamReader`."""
 
     def sample(self, index: int) -> np.ndarray:
-        """Tokens of global sequence `index`, int64 [S + 1]; a stream gives its next ones instead."""
+        """Tokens of global sequence `index`, int64 [S + 1]; a stream gives its next ones
+        instead.
+        """
 
     def state(self) -> dict[str, Any] | None:
         """Position beyond the count of used sequences, as plain values."""
@@ -42,19 +44,25 @@ class Batch:
 
     tokens_BS: torch.Tensor
     labels_BS: torch.Tensor  # the token that follows; -100: no target
-    positions_BS: torch.Tensor  # within the sequence, or within the document when documents are kept apart
-    documents_BS: torch.Tensor | None  # ordinal of the document within the sequence; None when not kept apart
+    # within the sequence, or within the document when documents are kept apart
+    positions_BS: torch.Tensor
+    # ordinal of the document within the sequence; None when not kept apart
+    documents_BS: torch.Tensor | None
 
 
 @dataclass(frozen=True)
 class Cursor:
-    """Position of a run in its training data; `stream` differs from rank to rank, `sequences` does not."""
+    """Position of a run in its training data; `stream` differs from rank to rank, `sequences`
+    does not.
+    """
 
     sequences: int = 0  # used by all data-parallel ranks together
     stream: dict[str, Any] | None = None  # position of this rank's stream when streaming
 
     def state(self) -> dict[str, Any]:
-        """Numbers, strings, lists and dictionaries only: fit for JSON and for `torch.load(weights_only=True)`."""
+        """Numbers, strings, lists and dictionaries only: fit for JSON and for
+        `torch.load(weights_only=True)`.
+        """
         return asdict(self)
 
     @classmethod
@@ -64,21 +72,29 @@ class Cursor:
 
 
 def make_batch(rows: Sequence[np.ndarray], boundary: int | None) -> Batch:
-    """Microbatch of B rows of S + 1 tokens. With `boundary`, no document sees or predicts its neighbour's tokens.
+    """Microbatch of B rows of S + 1 tokens. With `boundary`, no document sees or predicts its
+    neighbour's tokens.
 
-    The token `boundary` still belongs to the document that it ends: it is a target, and has none itself.
+    The token `boundary` still belongs to the document that it ends: it is a target, and has none
+    itself.
     """
     rows_BS1 = np.stack(rows)
-    tokens_BS, labels_BS = rows_BS1[:, :-1], rows_BS1[:, 1:]
+    tokens_BS = rows_BS1[:, :-1]
+    labels_BS = rows_BS1[:, 1:]
     steps_BS = np.broadcast_to(np.arange(tokens_BS.shape[1]), tokens_BS.shape)
     if boundary is None:
-        return Batch(_tensor(tokens_BS), _tensor(labels_BS), _tensor(steps_BS), None)
+        return Batch(_tensor(tokens_BS), _tensor(labels_BS), _tensor(steps_BS), documents_BS=None)
     ends_BS = tokens_BS == boundary
     starts_BS = np.zeros_like(tokens_BS)
     starts_BS[:, 1:] = np.where(ends_BS[:, :-1], steps_BS[:, 1:], 0)
     positions_BS = steps_BS - np.maximum.accumulate(starts_BS, axis=1)
     documents_BS = np.cumsum(ends_BS, axis=1) - ends_BS
-    return Batch(_tensor(tokens_BS), _tensor(np.where(ends_BS, IGNORED, labels_BS)), _tensor(positions_BS), _tensor(documents_BS))
+    return Batch(
+        _tensor(tokens_BS),
+        _tensor(np.where(ends_BS, IGNORED, labels_BS)),
+        _tensor(positions_BS),
+        documents_BS=_tensor(documents_BS),
+    )
 
 
 def _tensor(array: np.ndarray) -> torch.Tensor:
@@ -88,17 +104,31 @@ def _tensor(array: np.ndarray) -> torch.Tensor:
 class TrainFeed:
     """Microbatches of one data-parallel rank, step by step.
 
-    Microbatch m of rank r holds the global sequences base + (m·dp + r)·B + j for j < B, where base counts what earlier steps
-    used: over all ranks a step covers the same sequences for every dp. (A stream gives each rank its own part instead.)
+    Microbatch m of rank r holds the global sequences base + (m·dp + r)·B + j for j < B, where base
+    counts what earlier steps used: over all ranks a step covers the same sequences for every dp. (A
+    stream gives each rank its own part instead.)
     """
 
-    def __init__(self, dataset: DataSplit, dp_rank: int, dp: int, micro_batch: int, num_microbatches: int,
-                 cursor: Cursor) -> None:
-        self.boundary, self.dp_rank, self.dp = dataset.boundary, dp_rank, dp
-        self.micro_batch, self.num_microbatches = micro_batch, num_microbatches
+    def __init__(
+        self,
+        dataset: DataSplit,
+        dp_rank: int,
+        dp: int,
+        micro_batch: int,
+        num_microbatches: int,
+        cursor: Cursor,
+    ) -> None:
+        self.boundary = dataset.boundary
+        self.dp_rank = dp_rank
+        self.dp = dp
+        self.micro_batch = micro_batch
+        self.num_microbatches = num_microbatches
         self._sequences = cursor.sequences
-        self._reader: Reader = dataset.sequences.reader(dp_rank, dp, cursor.sequences, cursor.stream)
-        self._ahead: tuple[Cursor, list[Batch]] | None = None  # read, but not given out; with the position before them
+        self._reader: Reader = dataset.sequences.reader(
+            dp_rank, dp, cursor.sequences, cursor.stream
+        )
+        # read, but not given out; with the position before them
+        self._ahead: tuple[Cursor, list[Batch]] | None = None
         self._failed: Exception | None = None  # why reading ahead did not succeed
 
     @property
@@ -107,45 +137,75 @@ class TrainFeed:
         return self._ahead[0] if self._ahead else Cursor(self._sequences, self._reader.state())
 
     def look_ahead(self) -> list[Batch]:
-        """What `next_step` will give; the cursor stays where it is. Raises what reading raises, and then always."""
+        """What `next_step` will give; the cursor stays where it is. Raises what reading raises,
+        and then always.
+        """
         if self._failed is not None:
             raise self._failed
         if self._ahead is None:
             here = self.cursor
             try:
-                self._ahead = here, [self._microbatch(m * self.dp + self.dp_rank) for m in range(self.num_microbatches)]
+                self._ahead = (
+                    here,
+                    [
+                        self._microbatch(m * self.dp + self.dp_rank)
+                        for m in range(self.num_microbatches)
+                    ],
+                )
             except Exception as error:
                 self._failed = error
                 raise
         return self._ahead[1]
 
     def next_step(self) -> list[Batch]:
-        """This rank's microbatches of one optimizer step; advances the cursor by the global batch."""
-        batches, self._ahead = self.look_ahead(), None
+        """This rank's microbatches of one optimizer step; advances the cursor by the global
+        batch.
+        """
+        batches = self.look_ahead()
+        self._ahead = None
         self._sequences += self.num_microbatches * self.dp * self.micro_batch
         return batches
 
     def _microbatch(self, ordinal: int) -> Batch:
         first = self._sequences + ordinal * self.micro_batch
-        return make_batch([self._reader.sample(first + j) for j in range(self.micro_batch)], self.boundary)
+        return make_batch(
+            [self._reader.sample(first + j) for j in range(self.micro_batch)], self.boundary
+        )
 
 
 class ValidationFeed:
-    """The same leading sequences of the validation split at every pass; as many microbatches on every rank.
+    """The same leading sequences of the validation split at every pass; as many microbatches on
+    every rank.
 
-    A split too small for `eval_batches` microbatches on each rank gives fewer; one too small for a single
-    microbatch on each rank is read more than once.
+    A split too small for `eval_batches` microbatches on each rank gives fewer; one too small for a
+    single microbatch on each rank is read more than once.
     """
 
-    def __init__(self, dataset: DataSplit, dp_rank: int, dp: int, micro_batch: int, eval_batches: int) -> None:
+    def __init__(
+        self, dataset: DataSplit, dp_rank: int, dp: int, micro_batch: int, eval_batches: int
+    ) -> None:
         if not isinstance(dataset.sequences, PackedSequences):
             raise TypeError("validation data is never streamed")
-        self.dataset, self.dp_rank, self.dp, self.micro_batch = dataset, dp_rank, dp, micro_batch
-        self.num_microbatches = max(min(eval_batches, dataset.sequences.per_epoch // (micro_batch * dp)), 1)
+        self.dataset = dataset
+        self.dp_rank = dp_rank
+        self.dp = dp
+        self.micro_batch = micro_batch
+        self.num_microbatches = max(
+            min(eval_batches, dataset.sequences.per_epoch // (micro_batch * dp)), 1
+        )
 
     def __len__(self) -> int:
         """Microbatches of one pass on this rank."""
         return self.num_microbatches
 
     def __iter__(self) -> Iterator[Batch]:
-        return iter(TrainFeed(self.dataset, self.dp_rank, self.dp, self.micro_batch, self.num_microbatches, Cursor()).next_step())
+        return iter(
+            TrainFeed(
+                self.dataset,
+                self.dp_rank,
+                self.dp,
+                micro_batch=self.micro_batch,
+                num_microbatches=self.num_microbatches,
+                cursor=Cursor(),
+            ).next_step()
+        )

@@ -44,21 +44,31 @@ def load_data(
     boundary = tokenizer.eod if config.document_mask else None
     train: PackedSequences | StreamedSequences
     if config.streaming:
-        train, held_out = _streamed(config, seq_len, seed, tokenizer)
+        train, held_out = _streamed(config, seq_len, seed, tokenizer=tokenizer)
     else:
         folder = prepared or prepare(config, tokenizer)
         assert folder
         documents, held_out = map_tokens(folder).split(config.validation_fraction)
-        train = PackedSequences(documents.lengths_D, documents.read, seq_len, seed, "training split")
-    validation = PackedSequences(held_out.lengths_D, held_out.read, seq_len, VALIDATION_SEED, "validation split")
+        train = PackedSequences(
+            documents.lengths_D, documents.read, seq_len, seed=seed, name="training split"
+        )
+    validation = PackedSequences(
+        held_out.lengths_D, held_out.read, seq_len, seed=VALIDATION_SEED, name="validation split"
+    )
     return DataSplit(train, boundary), DataSplit(validation, boundary)
 
 
-def _streamed(config: DataConfig, seq_len: int, seed: int, tokenizer: Tokenizer) -> tuple[StreamedSequences, Documents]:
+def _streamed(
+    config: DataConfig, seq_len: int, seed: int, tokenizer: Tokenizer
+) -> tuple[StreamedSequences, Documents]:
     """A stream without its first documents, and those."""
     from app.data.corpus import first_texts, streamed  # imports `datasets`
 
     stream = streamed(config)
     texts = first_texts(stream, config)
-    held_out = Documents.from_lists([[*ids, tokenizer.eod] for text in texts if text and len(ids := tokenizer.encode(text))])
-    return StreamedSequences(stream, config.validation_documents, tokenizer, seq_len, seed), held_out
+    held_out = Documents.from_lists(
+        [[*ids, tokenizer.eod] for text in texts if text and len(ids := tokenizer.encode(text))]
+    )
+    return StreamedSequences(
+        stream, config.validation_documents, tokenizer, seq_len=seq_len, seed=seed
+    ), held_out

@@ -17,7 +17,9 @@ from app.errors import ConfigError, FirstOf
 
 @dataclass(frozen=True)
 class Documents:
-    """Tokens of documents that stay where arrow holds them, usually a memory-mapped file. Every document ends with eod."""
+    """Tokens of documents that stay where arrow holds them, usually a memory-mapped file. Every
+    document ends with eod.
+    """
 
     chunks: tuple[np.ndarray, ...]  # flat tokens of each arrow chunk
     chunk_D: np.ndarray  # chunk of each document
@@ -39,7 +41,8 @@ class Documents:
     def from_lists(cls, documents: Sequence[Sequence[int] | np.ndarray]) -> Documents:
         """Documents given as sequences of ids, eod included."""
         arrays = [np.asarray(ids, dtype=np.int64) for ids in documents]
-        starts_D, lengths_D = np.zeros(len(arrays), np.int64), np.array([len(ids) for ids in arrays], np.int64)
+        starts_D = np.zeros(len(arrays), np.int64)
+        lengths_D = np.array([len(ids) for ids in arrays], np.int64)
         return cls(tuple(arrays), np.arange(len(arrays)), starts_D, lengths_D)
 
     def __len__(self) -> int:
@@ -48,16 +51,23 @@ class Documents:
     def read(self, document: int, start: int, stop: int) -> np.ndarray:
         """Tokens [start, stop) of one document, a view [stop - start] in the stored type."""
         first = self.start_D[document]
-        return self.chunks[self.chunk_D[document]][first + start:first + stop]
+        return self.chunks[self.chunk_D[document]][first + start : first + stop]
 
     def select(self, chosen: np.ndarray) -> Documents:
         """The documents with these indices, or where this mask is true."""
-        return Documents(self.chunks, self.chunk_D[chosen], self.start_D[chosen], self.lengths_D[chosen])
+        return Documents(
+            self.chunks,
+            self.chunk_D[chosen],
+            self.start_D[chosen],
+            lengths_D=self.lengths_D[chosen],
+        )
 
     def split(self, fraction: float) -> tuple[Documents, Documents]:
-        """Train and validation documents; every 1/fraction-th document is for validation, at least one on each side.
+        """Train and validation documents; every 1/fraction-th document is for validation, at least
+        one on each side.
 
-        Depends on the order of the documents only. A single document is cut: its last tokens are for validation.
+        Depends on the order of the documents only. A single document is cut: its last tokens are
+        for validation.
         """
         if len(self) == 1:
             return self._cut(fraction)
@@ -68,13 +78,19 @@ class Documents:
 
     def _cut(self, fraction: float) -> tuple[Documents, Documents]:
         kept_D = self.lengths_D - np.ceil(self.lengths_D * fraction).astype(np.int64)
-        return (Documents(self.chunks, self.chunk_D, self.start_D, kept_D),
-                Documents(self.chunks, self.chunk_D, self.start_D + kept_D, self.lengths_D - kept_D))
+        return (
+            Documents(self.chunks, self.chunk_D, self.start_D, lengths_D=kept_D),
+            Documents(
+                self.chunks, self.chunk_D, self.start_D + kept_D, lengths_D=self.lengths_D - kept_D
+            ),
+        )
 
 
 @dataclass(frozen=True)
 class _Epoch:
-    """Order of one epoch: document `documents_D[d]` covers the epoch's tokens [bounds[d], bounds[d + 1])."""
+    """Order of one epoch: document `documents_D[d]` covers the epoch's tokens [bounds[d],
+    bounds[d + 1]).
+    """
 
     index: int
     documents_D: np.ndarray
@@ -90,27 +106,40 @@ def _shorter(num_tokens: int) -> list[int]:
 
 
 class PackedSequences:
-    """Sequences of `seq_len` + 1 tokens out of documents, addressed by a global index that runs on through the epochs.
+    """Sequences of `seq_len` + 1 tokens out of documents, addressed by a global index that runs on
+    through the epochs.
 
-    In every epoch the documents are put in an order drawn from (seed, epoch) and laid end to end; stretch k covers the
-    tokens [k·S, k·S + S + 1), so that each token but the first is predicted once, and the stretches are visited in an
-    order drawn likewise. What is left after the last full stretch is dropped. The content of sequence i thus depends on
-    nothing but the seed, and the position of a run in its data is one integer.
+    In every epoch the documents are put in an order drawn from (seed, epoch) and laid end to end;
+    stretch k covers the tokens [k·S, k·S + S + 1), so that each token but the first is predicted
+    once, and the stretches are visited in an order drawn likewise. What is left after the last full
+    stretch is dropped. The content of sequence i thus depends on nothing but the seed, and the
+    position of a run in its data is one integer.
     """
 
-    def __init__(self, lengths: np.ndarray, read: Callable[[int, int, int], np.ndarray], seq_len: int, seed: int,
-                 name: str = "corpus") -> None:
-        """`lengths` [D] tokens per document; `read(document, start, stop)` its tokens; `name` is for the message.
+    def __init__(
+        self,
+        lengths: np.ndarray,
+        read: Callable[[int, int, int], np.ndarray],
+        seq_len: int,
+        seed: int,
+        name: str = "corpus",
+    ) -> None:
+        """`lengths` [D] tokens per document; `read(document, start, stop)` its tokens; `name` is
+        for the message.
 
         Raises ConfigError when there are fewer than seq_len + 1 tokens.
         """
         self.lengths_D = np.asarray(lengths, dtype=np.int64)
-        self.read, self.seq_len, self.seed = read, seq_len, seed
+        self.read = read
+        self.seq_len = seq_len
+        self.seed = seed
         self.num_tokens = int(self.lengths_D.sum())
         self.per_epoch = (self.num_tokens - 1) // seq_len  # sequences
         if self.per_epoch < 1:
             rule = f"the {name} has only {self.num_tokens} tokens, one sequence needs {seq_len + 1}"
-            raise ConfigError("train.seq_len", seq_len, rule, FirstOf(_shorter(self.num_tokens)))
+            raise ConfigError(
+                "train.seq_len", seq_len, rule, nearest=FirstOf(_shorter(self.num_tokens))
+            )
         self._epoch = self._order(0)
 
     def sample(self, index: int) -> np.ndarray:
@@ -119,31 +148,46 @@ class PackedSequences:
         if epoch != self._epoch.index:  # indices rise, so one epoch at a time is enough
             self._epoch = self._order(epoch)
         start = int(self._epoch.sequences_K[k]) * self.seq_len
-        return np.concatenate(self._pieces(self._epoch, start, start + self.seq_len + 1), dtype=np.int64)
+        return np.concatenate(
+            self._pieces(self._epoch, start, start + self.seq_len + 1), dtype=np.int64
+        )
 
-    def reader(self, _dp_rank: int, _dp: int, _sequences: int, state: dict[str, Any] | None) -> PackedSequences:
-        """Itself: any rank may read any sequence. Raises ConfigError for the saved state of a stream."""
+    def reader(
+        self, _dp_rank: int, _dp: int, _sequences: int, state: dict[str, Any] | None
+    ) -> PackedSequences:
+        """Itself: any rank may read any sequence. Raises ConfigError for the saved state of a
+        stream.
+        """
         if state is not None:
-            raise ConfigError("data.streaming", False, "the saved position is a stream's", True)
+            raise ConfigError(
+                "data.streaming", False, "the saved position is a stream's", nearest=True
+            )
         return self
 
     def state(self) -> None:
         """Nothing: the count of used sequences says it all."""
 
     def tokens(self, limit: int) -> np.ndarray:
-        """At most `limit` tokens, document by document in the order of epoch 0, [T] in the stored type."""
+        """At most `limit` tokens, document by document in the order of epoch 0, [T] in the
+        stored type.
+        """
         return np.concatenate(self._pieces(self._order(0), 0, min(limit, self.num_tokens)))
 
     def _order(self, epoch: int) -> _Epoch:
         generator = np.random.default_rng([self.seed, epoch])
         documents_D = generator.permutation(len(self.lengths_D))
         bounds = np.concatenate([[0], np.cumsum(self.lengths_D[documents_D])])
-        return _Epoch(epoch, documents_D, bounds, generator.permutation(self.per_epoch))
+        return _Epoch(epoch, documents_D, bounds, sequences_K=generator.permutation(self.per_epoch))
 
     def _pieces(self, epoch: _Epoch, start: int, stop: int) -> list[np.ndarray]:
         """Tokens [start, stop) of an epoch, document by document."""
         first = int(np.searchsorted(epoch.bounds, start, side="right")) - 1
         last = int(np.searchsorted(epoch.bounds, stop, side="left"))
-        begins, ends = epoch.bounds[first:last].tolist(), epoch.bounds[first + 1:last + 1].tolist()
-        return [self.read(document, max(start - begin, 0), min(stop, end) - begin)
-                for document, begin, end in zip(epoch.documents_D[first:last].tolist(), begins, ends, strict=True)]
+        begins = epoch.bounds[first:last].tolist()
+        ends = epoch.bounds[first + 1 : last + 1].tolist()
+        return [
+            self.read(document, max(start - begin, 0), min(stop, end) - begin)
+            for document, begin, end in zip(
+                epoch.documents_D[first:last].tolist(), begins, ends, strict=True
+            )
+        ]

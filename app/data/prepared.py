@@ -117,7 +117,7 @@ def _write(config: DataConfig, tokenizer: Tokenizer, sources: Sources, *, folder
 
     draft = Path(tempfile.mkdtemp(prefix=f".{folder.name}.draft-", dir=folder.parent))
     try:
-        names = write_tokens(config, tokenizer, sources, draft)
+        names = write_tokens(config, tokenizer, sources, folder=draft)
         shutil.rmtree(draft / "raw", ignore_errors=True)
         check_unchanged(config, sources)
         files = {name: ((draft / name).stat().st_size, file_sum(draft / name)) for name in names}

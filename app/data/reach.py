@@ -1,4 +1,6 @@
-"""Whether the Hugging Face hub can be reached: asked once, in seconds, where the library would retry for half a minute."""
+"""Whether the Hugging Face hub can be reached: asked once, in seconds, where the library would
+retry for half a minute.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,8 @@ REACH_S = 4.0  # seconds for a connection to the hub
 
 
 def go_offline_without_network() -> None:
-    """Where the hub cannot be reached, let the libraries take what their caches hold, and fail at once.
+    """Where the hub cannot be reached, let the libraries take what their caches hold, and fail at
+    once.
 
     Behind a proxy nothing is asked: only the library knows the way.
     """

@@ -26,7 +26,8 @@ from app.errors import ConfigError, nearest
 STDLIB_SUFFIXES = (".py", ".rst", ".txt")
 NOT_STDLIB = frozenset({"site-packages", "dist-packages", "__pycache__"})
 SUMMED_WHOLE = 16 * 2**20  # bytes; of larger files, blocks
-BLOCKS, BLOCK = 64, 64 * 2**10  # how many, and their bytes
+BLOCKS = 64  # how many
+BLOCK = 64 * 2**10  # and their bytes
 READERS = 8  # files that are read at once: file systems over a network need several
 LISTED = 10_000  # most files that a checkpoint lists by name
 Record = dict[str, Any]  # what a checkpoint keeps of its data
@@ -207,7 +208,7 @@ def stdlib_files() -> list[str]:
         found += [os.path.join(folder, name) for name in names if name.endswith(STDLIB_SUFFIXES)]
     if not found:
         rule = "this interpreter's standard library is not a folder of files"
-        raise ConfigError("data.source", Source.stdlib, rule, "text")
+        raise ConfigError("data.source", Source.stdlib, rule, nearest="text")
     return sorted(found)
 
 

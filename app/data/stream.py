@@ -1,9 +1,11 @@
-"""Documents that are read while training: shuffled, tokenized and packed on the fly, resumed exactly.
+"""Documents that are read while training: shuffled, tokenized and packed on the fly, resumed
+exactly.
 
-The shuffle buffer of the `datasets` library is not part of its state, so we shuffle ourselves, block by block: a block
-of documents is read, put in an order drawn from (seed, rank, epoch, block), and used up before the next is read. The state
-is the library's state at the start of the block, how many of its documents are used, and the tokens left over from them;
-resuming reads the block again. Shards keep their order.
+The shuffle buffer of the `datasets` library is not part of its state, so we shuffle ourselves,
+block by block: a block of documents is read, put in an order drawn from (seed, rank, epoch, block),
+and used up before the next is read. The state is the library's state at the start of the block, how
+many of its documents are used, and the tokens left over from them; resuming reads the block again.
+Shards keep their order.
 """
 
 from __future__ import annotations
@@ -26,7 +28,9 @@ SHUFFLE_BLOCK = 1000  # documents
 
 @dataclass(frozen=True)
 class StreamedSequences:
-    """Sequences of `seq_len` + 1 tokens out of a stream of documents; every data-parallel rank has its own part."""
+    """Sequences of `seq_len` + 1 tokens out of a stream of documents; every data-parallel rank
+    has its own part.
+    """
 
     documents: IterableDataset  # one column: the text
     held_out: int  # leading documents that are kept for validation
@@ -34,23 +38,39 @@ class StreamedSequences:
     seq_len: int
     seed: int
 
-    def reader(self, dp_rank: int, dp: int, sequences: int, state: dict[str, Any] | None) -> StreamReader:
-        """Sequences of one rank, from the start or from a state that `StreamReader.state` gave at the same dp.
+    def reader(
+        self, dp_rank: int, dp: int, sequences: int, state: dict[str, Any] | None
+    ) -> StreamReader:
+        """Sequences of one rank, from the start or from a state that `StreamReader.state` gave at
+        the same dp.
 
-        Raises ConfigError when the state is of another dp or missing for a run that has already used sequences.
+        Raises ConfigError when the state is of another dp or missing for a run that has already
+        used sequences.
         """
         from datasets.distributed import split_dataset_by_node
 
         if state is None and sequences:
-            raise ConfigError("data.streaming", True, f"the saved position ({sequences} sequences) is not a stream's", False)
+            raise ConfigError(
+                "data.streaming",
+                True,
+                f"the saved position ({sequences} sequences) is not a stream's",
+                nearest=False,
+            )
         if state is not None and (state["dp"], state["dp_rank"]) != (dp, dp_rank):
             saved = f"rank {state['dp_rank']} of {state['dp']}"
-            raise ConfigError("parallel.dp", dp, f"rank {dp_rank} cannot continue the stream of {saved}", state["dp"])
+            raise ConfigError(
+                "parallel.dp",
+                dp,
+                f"rank {dp_rank} cannot continue the stream of {saved}",
+                nearest=state["dp"],
+            )
         own = split_dataset_by_node(self.documents, rank=dp_rank, world_size=dp)
         place = Place() if state is None else Place(**state["place"])
         leftover = [] if state is None else state["leftover"]
-        texts = _Shuffled(own, self.held_out, (self.seed, dp_rank), place)
-        return StreamReader(texts, self.tokenizer, self.seq_len, (dp_rank, dp), leftover)
+        texts = _Shuffled(own, self.held_out, (self.seed, dp_rank), place=place)
+        return StreamReader(
+            texts, self.tokenizer, self.seq_len, rank=(dp_rank, dp), leftover=leftover
+        )
 
 
 @dataclass(frozen=True)
@@ -60,17 +80,25 @@ class Place:
     epoch: int = 0
     block: int = 0  # within the epoch
     used: int = 0  # documents of the block
-    source: dict[str, Any] | None = None  # the library's state before the block; None: the epoch's start
+    # the library's state before the block; None: the epoch's start
+    source: dict[str, Any] | None = None
 
 
 class _Shuffled:
-    """Endless non-empty texts of a stream, shuffled block by block; `place` says where the next one is."""
+    """Endless non-empty texts of a stream, shuffled block by block; `place` says where the next
+    one is.
+    """
 
-    def __init__(self, documents: IterableDataset, held_out: int, seed: tuple[int, ...], place: Place) -> None:
-        # Skipping after the split skips on every rank. A rank's part keeps the stream's order, so whatever it has of the
-        # leading documents leads there too, and is skipped whichever way the shards fall.
+    def __init__(
+        self, documents: IterableDataset, held_out: int, seed: tuple[int, ...], place: Place
+    ) -> None:
+        # Skipping after the split skips on every rank. A rank's part keeps the stream's order, so
+        # whatever it has of the leading documents leads there too, and is skipped whichever way the
+        # shards fall.
         self.documents = documents.skip(held_out)
-        self.held_out, self.seed, self.place = held_out, seed, place
+        self.held_out = held_out
+        self.seed = seed
+        self.place = place
         self._rows = self._open()
         self._block = self._read_block()
 
@@ -85,20 +113,25 @@ class _Shuffled:
         return text
 
     def _open(self) -> Iterator[str]:
-        self.documents.set_epoch(self.place.epoch)  # also makes the library forget a state loaded for an earlier epoch
+        # also makes the library forget a state loaded for an earlier epoch
+        self.documents.set_epoch(self.place.epoch)
         if self.place.source is not None:
             self.documents.load_state_dict(self.place.source)
         return (text for row in self.documents for text in row.values() if text)
 
     def _read_block(self) -> list[str]:
         texts = list(islice(self._rows, SHUFFLE_BLOCK))
-        order = np.random.default_rng([*self.seed, self.place.epoch, self.place.block]).permutation(len(texts))
+        order = np.random.default_rng([*self.seed, self.place.epoch, self.place.block]).permutation(
+            len(texts)
+        )
         return [texts[i] for i in order]
 
     def _advance(self) -> None:
         """Read the next block, the first of another epoch when the stream has ended."""
         if self._block:
-            self.place = Place(self.place.epoch, self.place.block + 1, 0, self.documents.state_dict())
+            self.place = Place(
+                self.place.epoch, self.place.block + 1, 0, source=self.documents.state_dict()
+            )
         elif self.place.block:
             self.place = Place(self.place.epoch + 1)
             self._rows = self._open()
@@ -111,24 +144,48 @@ class _Shuffled:
 
 
 class StreamReader:
-    """Packed sequences of one rank's stream; neighbours share one token, so that each is predicted once."""
+    """Packed sequences of one rank's stream; neighbours share one token, so that each is
+    predicted once.
+    """
 
-    def __init__(self, texts: _Shuffled, tokenizer: Tokenizer, seq_len: int, rank: tuple[int, int], leftover: list[int]) -> None:
-        self.texts, self.tokenizer, self.seq_len, self.rank = texts, tokenizer, seq_len, rank
+    def __init__(
+        self,
+        texts: _Shuffled,
+        tokenizer: Tokenizer,
+        seq_len: int,
+        rank: tuple[int, int],
+        leftover: list[int],
+    ) -> None:
+        self.texts = texts
+        self.tokenizer = tokenizer
+        self.seq_len = seq_len
+        self.rank = rank
         self._leftover_T = np.array(leftover, dtype=np.int64)
 
     def sample(self, _index: int) -> np.ndarray:
-        """The next sequence, int64 [S + 1]; a stream does not seek, so the index is not looked at."""
-        parts, size = [self._leftover_T], len(self._leftover_T)
+        """The next sequence, int64 [S + 1]; a stream does not seek, so the index is not looked
+        at.
+        """
+        parts = [self._leftover_T]
+        size = len(self._leftover_T)
         while size < self.seq_len + 1:
             ids = self.tokenizer.encode(next(self.texts))
-            parts += [np.asarray(ids, dtype=np.int64), np.array([self.tokenizer.eod])] if len(ids) else []
+            parts += (
+                [np.asarray(ids, dtype=np.int64), np.array([self.tokenizer.eod])]
+                if len(ids)
+                else []
+            )
             size += len(ids) + 1 if len(ids) else 0
         tokens_T = np.concatenate(parts) if len(parts) > 1 else self._leftover_T
-        self._leftover_T = tokens_T[self.seq_len:]
-        return tokens_T[:self.seq_len + 1]
+        self._leftover_T = tokens_T[self.seq_len :]
+        return tokens_T[: self.seq_len + 1]
 
     def state(self) -> dict[str, Any]:
         """Everything needed to go on from here: numbers, strings, lists and dictionaries."""
         dp_rank, dp = self.rank
-        return {"dp_rank": dp_rank, "dp": dp, "place": asdict(self.texts.place), "leftover": self._leftover_T.tolist()}
+        return {
+            "dp_rank": dp_rank,
+            "dp": dp,
+            "place": asdict(self.texts.place),
+            "leftover": self._leftover_T.tolist(),
+        }

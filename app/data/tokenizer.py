@@ -1,4 +1,6 @@
-"""Text to token ids and back: UTF-8 bytes, or any tokenizer of the Hugging Face `tokenizers` library."""
+"""Text to token ids and back: UTF-8 bytes, or any tokenizer of the Hugging Face `tokenizers`
+library.
+"""
 
 from __future__ import annotations
 
@@ -15,12 +17,23 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer as Backend
 
 # How published tokenizers write "the document ends here", in the order in which we look.
-END_OF_DOCUMENT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<｜end▁of▁sentence｜>", "<|eos|>", "[EOS]", "<|im_end|>",
-                   "[SEP]")
+END_OF_DOCUMENT = (
+    "<|endoftext|>",
+    "<|end_of_text|>",
+    "</s>",
+    "<eos>",
+    "<｜end▁of▁sentence｜>",
+    "<|eos|>",
+    "[EOS]",
+    "<|im_end|>",
+    "[SEP]",
+)
 
 
 class Tokenizer(Protocol):
-    """What the data layer needs from a tokenizer. Instances pickle, and equal ones pickle to equal bytes."""
+    """What the data layer needs from a tokenizer. Instances pickle, and equal ones pickle to
+    equal bytes.
+    """
 
     @property
     def vocab_size(self) -> int:
@@ -74,7 +87,10 @@ class JsonTokenizer:
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """`encode` of every text, on all cores."""
-        return [encoding.ids for encoding in self.backend.encode_batch_fast(list(texts), add_special_tokens=False)]
+        return [
+            encoding.ids
+            for encoding in self.backend.encode_batch_fast(list(texts), add_special_tokens=False)
+        ]
 
     def decode(self, ids: Iterable[int]) -> str:
         """Text of `ids` without special tokens."""
@@ -101,20 +117,31 @@ def _from_json(path: Path) -> JsonTokenizer:
         )
     try:
         backend = Backend.from_file(str(path))
-    except Exception as error:  # the library raises bare Exception for whatever is wrong with the file
+    # the library raises bare Exception for whatever is wrong with the file
+    except Exception as error:
         raise ConfigError("data.tokenizer", path, f"not a tokenizers JSON file: {error}") from error
     backend.no_truncation()  # a file saved with either set would cut or fill every document
     backend.no_padding()
-    return JsonTokenizer(backend, vocab_size=max(backend.get_vocab().values()) + 1, eod=_end_of_document(backend, path))
+    return JsonTokenizer(
+        backend,
+        vocab_size=max(backend.get_vocab().values()) + 1,
+        eod=_end_of_document(backend, path),
+    )
 
 
 def _end_of_document(backend: Backend, path: Path) -> int:
     for token in END_OF_DOCUMENT:
         if (found := backend.token_to_id(token)) is not None:
             return found
-    special = [token.content for token in backend.get_added_tokens_decoder().values() if token.special]
-    raise ConfigError("data.tokenizer", path, f"no token that ends a document (looked for {', '.join(END_OF_DOCUMENT)}); "
-                                              f"its special tokens: {', '.join(special) or 'none'}")
+    special = [
+        token.content for token in backend.get_added_tokens_decoder().values() if token.special
+    ]
+    raise ConfigError(
+        "data.tokenizer",
+        path,
+        f"no token that ends a document (looked for {', '.join(END_OF_DOCUMENT)}); "
+        f"its special tokens: {', '.join(special) or 'none'}",
+    )
 
 
 def _nearest_json(path: Path) -> str | None:

@@ -15,12 +15,12 @@ from app.config import ModelConfig, MoEConfig, Run
 from app.engine.capture.partial import PartialGraphs
 from app.engine.capture.recorder import CudaRecorder, Recorder
 from app.engine.capture.stand_in import HostRecorder
-from app.engine.executor import ForwardBackward, execute
 from app.engine.fast_paths import check_capturable
-from app.engine.flight import Stages
 from app.engine.groups import Groups
-from app.engine.transport import Transport
-from app.engine.watch import Watch
+from app.engine.pipeline.executor import ForwardBackward, execute
+from app.engine.pipeline.in_flight import Stages
+from app.engine.pipeline.transport import Transport
+from app.engine.watchdog.watchdog import Watch
 from app.model.block import DenseBody, Layer
 from app.model.chunk import Chunk
 from app.model.init import init_weights
@@ -30,13 +30,18 @@ from app.moe.phases import Dispatcher, MoEBody, Router
 from app.optim.buffers import ParamSpec
 from app.optim.distributed import DistributedOptimizer, OptimizerGroups
 from app.optim.scale import LossScale
-from app.plan.activations import captured_phases
-from app.plan.blocks import EXPERTS, Place
+from app.plan.actions import Action
+from app.plan.memory.activations import captured_phases
 from app.plan.plan import Plan
-from app.plan.schedule import Action, full_recompute
+from app.plan.schedule import full_recompute
+from app.plan.sharding.blocks import EXPERTS, Place
 from app.plan.stages import StagePlan
 
-DTYPES = {Dtype.float32: torch.float32, Dtype.bfloat16: torch.bfloat16, Dtype.float16: torch.float16}
+DTYPES = {
+    Dtype.float32: torch.float32,
+    Dtype.bfloat16: torch.bfloat16,
+    Dtype.float16: torch.float16,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,10 +61,13 @@ class Engine:
     def routers(self) -> Iterator[tuple[str, tuple[int, int], Router]]:
         """(global name, (chunk, n-th MoE layer), router) of every MoE layer of this rank."""
         for index, chunk in enumerate(self.chunks):
-            found = [(name, module) for name, module in chunk.named_modules() if isinstance(module, Router)]
+            found = [
+                (name, module)
+                for name, module in chunk.named_modules()
+                if isinstance(module, Router)
+            ]
             for layer, (name, router) in enumerate(found):
                 yield name, (index, layer), router
-
 
     def make_parameters_whole(self) -> None:
         """Wait for all parameters that are still on their way from other ranks."""
@@ -80,10 +88,12 @@ def build_engine(
     `watch` looks at the rank; None: at most at its actions, and without asking other ranks.
     """
     run = plan.run
-    chunks = build_chunks(run, plan.stages, groups, device)
+    chunks = build_chunks(run, plan.stages, groups, device=device)
     specs = [list(parameter_specs(chunk, groups.place)) for chunk in chunks]
     for chunk in specs:
-        init_weights(((spec.name, spec.param, spec.block) for spec in chunk), run.model, run.train.seed)
+        init_weights(
+            ((spec.name, spec.param, spec.block) for spec in chunk), run.model, run.train.seed
+        )
     buffers = plan.buffers[groups.pp_rank]
     shared_by = OptimizerGroups(groups.dp, groups.edp, groups.tp, embedding=groups.embedding)
     grads = DTYPES[run.precision.grads]
@@ -93,16 +103,30 @@ def build_engine(
     if run.optim.overlap_params:
         for chunk in chunks:
             _wait_for_parameters(chunk, optimizer)
-    transport = Transport(groups.pp, dist.get_process_group_ranks(groups.pp), run.schedule.batch_p2p)
+    transport = Transport(
+        groups.pp, dist.get_process_group_ranks(groups.pp), run.schedule.batch_p2p
+    )
     watch = watch or Watch(groups.rank, run.schedule.timeout_s)
     watch.exchanges = transport.unfinished
     watch.replays = run.cuda_graph.impl is not GraphImpl.none and device.type == "cuda"
     loss_scale = LossScale.start(run.precision, device)
-    return Engine(plan, chunks, optimizer, groups, device, transport, watch, loss_scale, build_recorder(run, device))
+    return Engine(
+        plan,
+        chunks,
+        optimizer,
+        groups=groups,
+        device=device,
+        transport=transport,
+        watch=watch,
+        loss_scale=loss_scale,
+        recorder=build_recorder(run, device),
+    )
 
 
 def build_recorder(run: Run, device: torch.device) -> Recorder | None:
-    """What records CUDA graphs, or on a CPU what behaves like it. Raises ConfigError for what this device cannot capture."""
+    """What records CUDA graphs, or on a CPU what behaves like it. Raises ConfigError for what
+    this device cannot capture.
+    """
     check_capturable(run, device)
     if run.cuda_graph.impl is GraphImpl.none:
         return None
@@ -110,7 +134,9 @@ def build_recorder(run: Run, device: torch.device) -> Recorder | None:
 
 
 def _wait_for_parameters(chunk: Chunk, optimizer: DistributedOptimizer) -> None:
-    """Have the forward of a chunk, of each layer and of the last norm wait for what it reads itself, and the head likewise."""
+    """Have the forward of a chunk, of each layer and of the last norm wait for what it reads
+    itself, and the head likewise.
+    """
     inner = [*chunk.layers.values(), *([] if chunk.norm is None else [chunk.norm])]
     own = [chunk.embedding] if chunk.first else []
     for module, params in ((chunk, own), *((module, module.parameters()) for module in inner)):
@@ -120,9 +146,12 @@ def _wait_for_parameters(chunk: Chunk, optimizer: DistributedOptimizer) -> None:
         chunk.wait_for_head = optimizer.gate([chunk.table])
 
 
-def build_chunks(run: Run, stages: StagePlan, groups: Groups, device: torch.device) -> tuple[Chunk, ...]:
+def build_chunks(
+    run: Run, stages: StagePlan, groups: Groups, device: torch.device
+) -> tuple[Chunk, ...]:
     """Chunks of this rank, built without memory and then materialised; weights are not yet set."""
-    chunks, peers = [], groups.peers(run.parallel.cp_comm_type)
+    chunks = []
+    peers = groups.peers(run.parallel.cp_comm_type)
     for stage in stages.stages[groups.pp_rank]:
         with torch.device("meta"):
             layers = {index: build_layer(run.model, index, peers) for index in stage.layers}
@@ -138,27 +167,36 @@ def build_layer(model: ModelConfig, index: int, peers: Peers) -> Layer:
     if not model.is_moe_layer(index):
         return Layer(model, DenseBody(model, peers), peers)
     assert model.moe is not None
-    return Layer(model, MoEBody(model, model.moe, _dispatcher(model.moe, peers), peers), peers)
+    return Layer(
+        model, MoEBody(model, model.moe, _dispatcher(model.moe, peers), peers=peers), peers
+    )
 
 
 def _dispatcher(moe: MoEConfig, peers: Peers) -> Dispatcher:
     if peers.ep * peers.etp == 1:
         return LocalDispatcher(moe.num_experts)
-    kind = AllGatherDispatcher if moe.dispatcher is DispatcherKind.all_gather else AllToAllDispatcher
+    kind = (
+        AllGatherDispatcher if moe.dispatcher is DispatcherKind.all_gather else AllToAllDispatcher
+    )
     return kind(moe.num_experts, peers.experts, peers.etp)
 
 
 def _materialise(chunk: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
-    """Give every parameter memory (uninitialised, in `dtype`) and every buffer zeros in its own dtype."""
+    """Give every parameter memory (uninitialised, in `dtype`) and every buffer zeros in its own
+    dtype.
+    """
     for module in chunk.modules():
         for name, param in module.named_parameters(recurse=False):
-            setattr(module, name, nn.Parameter(torch.empty(param.shape, dtype=dtype, device=device)))
+            setattr(
+                module, name, nn.Parameter(torch.empty(param.shape, dtype=dtype, device=device))
+            )
         for name, buffer in module.named_buffers(recurse=False):
             setattr(module, name, torch.zeros(buffer.shape, dtype=buffer.dtype, device=device))
 
 
 def parameter_specs(chunk: Chunk, place: Place) -> Iterator[ParamSpec]:
-    """Every parameter of a chunk in the order of use (`chunk_parameters`), with its place in the whole model.
+    """Every parameter of a chunk in the order of use (`chunk_parameters`), with its place in the
+    whole model.
 
     Of tied tables on two stages the first stage's counts, of what all tensor-parallel ranks hold
     the first one's.
@@ -168,31 +206,65 @@ def parameter_specs(chunk: Chunk, place: Place) -> Iterator[ParamSpec]:
     used_last = chunk.table if chunk.last and (chunk.head is not None or not chunk.first) else None
     tied = chunk.model.tie_embeddings and chunk.first != chunk.last
     for name, param in sorted(chunk.named_parameters(), key=lambda named: named[1] is used_last):
-        copied, shared = tied and param is chunk.embedding, place.shares(name) and place.tp[1] > 1
+        copied = tied and param is chunk.embedding
+        shared = place.shares(name) and place.tp[1] > 1
         counted = (chunk.first or not copied) and not (shared and place.tp[0])
         block = place.block(name, param.shape)
-        yield ParamSpec(name, param, EXPERTS in name, param.dim() >= 2, block, copied, shared, counted)
+        yield ParamSpec(
+            name,
+            param,
+            EXPERTS in name,
+            decay=param.dim() >= 2,
+            block=block,
+            tied=copied,
+            shared=shared,
+            counted=counted,
+        )
 
 
 def build_partial_graphs(engine: Engine) -> PartialGraphs | None:
-    """The captured parts of this rank's layers, which nothing has recorded yet; None where there are none."""
-    run, graphs = engine.plan.run, engine.plan.graphs[engine.groups.pp_rank]
+    """The captured parts of this rank's layers, which nothing has recorded yet; None where there
+    are none.
+    """
+    run = engine.plan.run
+    graphs = engine.plan.graphs[engine.groups.pp_rank]
     if graphs is None or engine.recorder is None:
         return None
     captured = captured_phases(run.cuda_graph)
-    return PartialGraphs(engine.chunks, graphs, captured, engine.recorder, engine.optimizer, run.recompute.phases)
+    return PartialGraphs(
+        engine.chunks,
+        graphs,
+        captured,
+        recorder=engine.recorder,
+        optimizer=engine.optimizer,
+        recomputed=run.recompute.phases,
+    )
 
 
 def select_forward_backward(
     engine: Engine, lists: Sequence[Sequence[Action]], graphs: PartialGraphs | None = None
 ) -> ForwardBackward:
     """This rank's list of actions, bound to the executor; `lists` has one per pipeline rank."""
-    run, groups = engine.plan.run, engine.groups
+    run = engine.plan.run
+    groups = engine.groups
     tokens = run.train.seq_len // (groups.layout.cp * groups.layout.tp)
     hidden = torch.Size((run.train.micro_batch, tokens, run.model.hidden_size))
-    rank, dtype = groups.pp_rank, DTYPES[run.precision.params]
-    recompute = full_recompute(lists[rank], run.recompute.partial_microbatches) if run.recompute.full else {}
+    rank = groups.pp_rank
+    dtype = DTYPES[run.precision.params]
+    recompute = (
+        full_recompute(lists[rank], run.recompute.partial_microbatches)
+        if run.recompute.full
+        else {}
+    )
     phases = run.recompute.phases
-    placed = engine.chunks, engine.plan.next_here(rank), recompute, phases, hidden, dtype, engine.device
+    placed = (
+        engine.chunks,
+        engine.plan.next_here(rank),
+        recompute,
+        phases,
+        hidden,
+        dtype,
+        engine.device,
+    )
     stages = Stages(*placed, sums=engine.optimizer.direct_sums(), graphs=graphs)
     return partial(execute, lists[rank], stages, engine.optimizer, engine.transport, engine.watch)

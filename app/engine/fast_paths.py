@@ -1,4 +1,6 @@
-"""What is captured, what a run on a GPU does not do the fastest way, and what that costs: said when it starts."""
+"""What is captured, what a run on a GPU does not do the fastest way, and what that costs: said
+when it starts.
+"""
 
 from __future__ import annotations
 
@@ -13,20 +15,36 @@ from app.kernels.common import moves_tiles, triton
 
 
 def slow_paths(run: Run, device: torch.device) -> Iterator[tuple[str, str]]:
-    """(part, what it does instead, why, and what that costs), one line each; the figures are those of docs/benchmarks.md."""
+    """(part, what it does instead, why, and what that costs), one line each; the figures are
+    those of docs/benchmarks.md.
+    """
     if device.type != "cuda":
         return
     if triton is None:
-        yield "kernels", "plain torch, since Triton is not installed: a step of model=small takes 1.5 times as long"
+        yield (
+            "kernels",
+            "plain torch, since Triton is not installed: a step of model=small takes 1.5 "
+            "times as long",
+        )
     if run.train.deterministic:
-        why = "with train.deterministic=true: cuDNN's takes less than half the time, and its gradients do not repeat bit for bit"
+        why = (
+            "with train.deterministic=true: cuDNN's takes less than half the time, and its "
+            "gradients do not repeat bit for bit"
+        )
         yield "attention", f"an ordered kernel, {why}"
     if run.model.moe and run.precision.params is not Dtype.bfloat16:
         dtype = run.precision.params.value
-        yield "experts", f"one product after the other, and the host waits for their sizes: torch groups bfloat16, not {dtype}"
+        yield (
+            "experts",
+            "one product after the other, and the host waits for their sizes: torch groups "
+            f"bfloat16, not {dtype}",
+        )
     if _stores_gradients(run, device):
         why = "since this GPU does not move whole tiles by itself, as Hopper does"
-        yield "gradients", f"of experts' weights are stored before they are added, {why}: 1.6 times the time"
+        yield (
+            "gradients",
+            f"of experts' weights are stored before they are added, {why}: 1.6 times the time",
+        )
 
 
 def _stores_gradients(run: Run, device: torch.device) -> bool:
@@ -40,17 +58,25 @@ def graphs_line(run: Run, device: torch.device) -> str:
     graph = run.cuda_graph
     parts = ", ".join(part.value for part in graph.scope) or "whole layers"
     what = "whole steps and validations" if graph.impl is GraphImpl.full_iteration else parts
-    on_cpu = "" if device.type == "cuda" else "; on a CPU a stand-in does the work again instead, and nothing is faster for it"
+    on_cpu = (
+        ""
+        if device.type == "cuda"
+        else "; on a CPU a stand-in does the work again instead, and nothing is faster for it"
+    )
     return f"{what}, captured in step {graph.warmup_steps + 1} of this process{on_cpu}"
 
 
 def check_capturable(run: Run, device: torch.device) -> None:
     """Nothing that is captured on this device waits for it. Raises ConfigError."""
-    graph, moe = run.cuda_graph, run.model.moe
+    graph = run.cuda_graph
+    moe = run.model.moe
     cut = graph.impl is GraphImpl.local and graph.scope and GraphScope.moe not in graph.scope
     if device.type != "cuda" or graph.impl is GraphImpl.none or moe is None or cut:
         return
     if run.precision.params is not Dtype.bfloat16:
-        rule = f"captures the experts, for whose sizes the host waits in {run.precision.params.value}"
-        what, near = "cuda_graph.impl", (Instead("precision=bf16"), Instead("cuda_graph=partial"))
-        raise ConfigError(what, graph.impl, rule, near)
+        rule = (
+            f"captures the experts, for whose sizes the host waits in {run.precision.params.value}"
+        )
+        what = "cuda_graph.impl"
+        near = (Instead("precision=bf16"), Instead("cuda_graph=partial"))
+        raise ConfigError(what, graph.impl, rule, nearest=near)

@@ -1,6 +1,7 @@
 """A short sample from the model, to look at: every rank generates the same tokens.
 
-Shapes: S tokens so far, and so many more that they divide over context- and tensor-parallel ranks; V vocabulary.
+Shapes: S tokens so far, and so many more that they divide over context- and tensor-parallel ranks;
+V vocabulary.
 """
 
 from __future__ import annotations
@@ -17,21 +18,21 @@ from torch import Tensor
 from app.compat import all_reduce
 from app.data.tokenizer import Tokenizer
 from app.engine.build import DTYPES, Engine
-from app.engine.telling import telling
+from app.engine.report.telling import telling
 from app.model.context_parallel import own_tokens
 
 TEMPERATURE = 0.7
 SECONDS = 4.0  # that a sample may take
 
 
-def sample_text(
-    engine: Engine, tokenizer: Tokenizer, prompt: list[int], aloud: bool
-) -> str | None:
-    """Text that continues a prompt, within seconds; None where the run asks for none. All ranks call it.
+def sample_text(engine: Engine, tokenizer: Tokenizer, prompt: list[int], aloud: bool) -> str | None:
+    """Text that continues a prompt, within seconds; None where the run asks for none. All ranks
+    call it.
 
     `aloud`: this rank says how far it has come, where that takes long.
     """
-    run, drawn = engine.plan.run, []
+    run = engine.plan.run
+    drawn = []
     count = run.train.sample_tokens
     if not count:
         return None
@@ -61,7 +62,8 @@ def sample_tokens(
     seed: int,
     seconds: float = math.inf,
 ) -> Iterator[int]:
-    """Tokens that continue `prompt`, drawn at a fixed temperature from the last `window` tokens' prediction.
+    """Tokens that continue `prompt`, drawn at a fixed temperature from the last `window` tokens'
+    prediction.
 
     There are `count` of them, or fewer where that would take longer than some `seconds`: each costs
     a forward. Only the first `vocab` ids are drawn: a padded embedding has more rows than the
@@ -86,25 +88,32 @@ def _in_time(engine: Engine, until: float) -> bool:
 
 def _last_logits(engine: Engine, tokens: list[int]) -> Tensor:
     """Logits of the token after the last, through all stages one after the other; on every rank."""
-    groups, pipeline = engine.groups, engine.plan.stages.pipeline
-    cp, tp = groups.layout.cp, groups.layout.tp
+    groups = engine.groups
+    pipeline = engine.plan.stages.pipeline
+    cp = groups.layout.cp
+    tp = groups.layout.tp
     parts = (2 * cp if cp > 1 else 1) * tp
-    padded = torch.tensor(tokens + [0] * (-len(tokens) % parts), device=engine.device)  # nothing looks at what comes later
-    own_S = own_tokens(len(padded), cp, groups.cp_rank, engine.device)
+    # nothing looks at what comes later
+    padded = torch.tensor(tokens + [0] * (-len(tokens) % parts), device=engine.device)
+    own_S = own_tokens(len(padded), cp, groups.cp_rank, device=engine.device)
     x = padded[own_S][None]
     hidden_1sD = (1, len(own_S) // tp, engine.plan.run.model.hidden_size)
-    ranks, here = dist.get_process_group_ranks(groups.pp), groups.pp_rank
+    ranks = dist.get_process_group_ranks(groups.pp)
+    here = groups.pp_rank
     for stage in range(pipeline.last + 1):
-        owner, following = pipeline.rank(stage), pipeline.rank(min(stage + 1, pipeline.last))
+        owner = pipeline.rank(stage)
+        following = pipeline.rank(min(stage + 1, pipeline.last))
         if owner == here:
             chunk = engine.chunks[stage // pipeline.pp]
             x = chunk(x, chunk.context(own_S[None], None)).x
         if following != owner and here == owner:
             _exchange(dist.isend, x.contiguous(), ranks[following], group=groups.pp)
         elif following != owner and here == following:
-            x = torch.empty(hidden_1sD, dtype=DTYPES[engine.plan.run.precision.params], device=engine.device)
+            x = torch.empty(
+                hidden_1sD, dtype=DTYPES[engine.plan.run.precision.params], device=engine.device
+            )
             _exchange(dist.irecv, x, ranks[owner], group=groups.pp)
-    return _of_place(engine, x, own_S, len(tokens) - 1)
+    return _of_place(engine, x, own_S, place=len(tokens) - 1)
 
 
 def _exchange(
@@ -117,13 +126,16 @@ def _exchange(
 
 def _of_place(engine: Engine, x_1sD: Tensor, own_S: Tensor, place: int) -> Tensor:
     """Logits of one place of the sequence, from the last stage's output, on every rank."""
-    groups, pipeline, run = engine.groups, engine.plan.stages.pipeline, engine.plan.run
+    groups = engine.groups
+    pipeline = engine.plan.stages.pipeline
+    run = engine.plan.run
     logits_V = torch.zeros(run.model.vocab_size, device=engine.device)
     if pipeline.rank(pipeline.last) == groups.pp_rank:
         columns_SV = engine.chunks[-1].logits(x_1sD)[0].float()
         found_V = (columns_SV * (own_S == place)[:, None]).sum(0)
         logits_V.view(groups.layout.tp, -1)[groups.place.tp[0]] = found_V
-    for group in (groups.tp, groups.cp, groups.pp):  # every number is on one rank, and zero on the others
+    # every number is on one rank, and zero on the others
+    for group in (groups.tp, groups.cp, groups.pp):
         all_reduce(logits_V, group)
     return logits_V
 

@@ -1,6 +1,7 @@
 """Process groups of a rank: the only side effect of a layout.
 
-One communicator per purpose, so that a gradient reduction never queues in front of an exchange of tokens.
+One communicator per purpose, so that a gradient reduction never queues in front of an exchange of
+tokens.
 """
 
 from __future__ import annotations
@@ -16,10 +17,10 @@ import torch
 import torch.distributed as dist
 
 from app.choices import CpComm
-from app.engine.meeting import TIMEOUT
+from app.engine.run.meeting import TIMEOUT
 from app.model.peers import Peers
-from app.plan.blocks import Place
 from app.plan.layout import ParallelLayout
+from app.plan.sharding.blocks import Place
 
 # Where torch ends a collective. The watch ends a hang long before, and knows who may take long.
 HOST_TIMEOUT = datetime.timedelta(hours=4)
@@ -35,10 +36,13 @@ class Groups:
     world: dist.ProcessGroup  # control: norms, flags, losses
     data: dist.ProcessGroup  # counts over the ranks that see different sequences
     tokens: dist.ProcessGroup  # counts over the ranks that have different tokens of the same layers
-    microbatch: dist.ProcessGroup  # counts over those of them that have tokens of the same sequences
-    tp: dist.ProcessGroup  # hidden states between the parts of a matrix, and what these ranks hold whole
+    # counts over those of them that have tokens of the same sequences
+    microbatch: dist.ProcessGroup
+    # hidden states between the parts of a matrix, and what these ranks hold whole
+    tp: dist.ProcessGroup
     cp: dist.ProcessGroup  # keys and values, or heads, of the parts of a sequence
-    dp: dist.ProcessGroup  # gradients and parameters of dense layers, over data- and context-parallel ranks
+    # gradients and parameters of dense layers, over data- and context-parallel ranks
+    dp: dist.ProcessGroup
     edp: dist.ProcessGroup  # gradients and parameters of experts
     ep: dist.ProcessGroup  # exchange of tokens with experts, and with all parts of each
     pp: dist.ProcessGroup  # hidden states and their gradients between pipeline ranks
@@ -158,13 +162,16 @@ def _control_group(ranks: list[int]) -> dist.ProcessGroup:
 
 
 @contextmanager
-def process_world(rank: int, world_size: int, device: torch.device, store: dist.Store | None = None) -> Iterator[None]:
+def process_world(
+    rank: int, world_size: int, device: torch.device, store: dist.Store | None = None
+) -> Iterator[None]:
     """The default process group, gloo on CPU and NCCL on GPU, for the length of the block.
 
-    A single process meets itself in memory; several meet in `store`, for None at the address their launcher put into the
-    environment.
+    A single process meets itself in memory; several meet in `store`, for None at the address their
+    launcher put into the environment.
     """
-    backend = "nccl" if device.type == "cuda" and world_size > 1 else "gloo"  # one process has nothing to send
+    # one process has nothing to send
+    backend = "nccl" if device.type == "cuda" and world_size > 1 else "gloo"
     options: dict[str, Any] = {}  # no device: NCCL's default group, which nobody uses, stays apart
     if world_size == 1:
         options["store"] = dist.HashStore()

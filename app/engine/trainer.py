@@ -1,4 +1,6 @@
-"""The training loop of one rank: batches -> forward and backward -> update -> report, with validations and checkpoints."""
+"""The training loop of one rank: batches -> forward and backward -> update -> report, with
+validations and checkpoints.
+"""
 
 from __future__ import annotations
 
@@ -10,26 +12,38 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from app.compat import all_reduce
-from app.config import Run
 from app.data.feed import Cursor, TrainFeed, ValidationFeed
-from app.engine.agreement import rank_zero_says
-from app.engine.attempt import Attempt
-from app.engine.bad_steps import DIVERGED, BadSteps, Diverged
-from app.engine.boards import TensorBoard, Wandb
-from app.engine.build import Engine, build_engine
+from app.engine.build import Engine
 from app.engine.capture.facts import GraphFacts
-from app.engine.checkpoint import Progress, load_checkpoint
-from app.engine.checkpoint_folder import CHECKPOINTS, checkpoint_name, newest_checkpoint, read_manifest
-from app.engine.checkpoint_save import Saver
+from app.engine.checkpoint.folder import (
+    CHECKPOINTS,
+    checkpoint_name,
+    newest_checkpoint,
+    read_manifest,
+)
+from app.engine.checkpoint.load import Progress, load_checkpoint
+from app.engine.checkpoint.saver import Saver
 from app.engine.generate import sample_text
-from app.engine.groups import create_groups, process_world
-from app.engine.heartbeats import Heartbeats
-from app.engine.ready import StartTimes
-from app.engine.report import Meter, RollbackReport, StepReport, StepTimes, Stopwatch, ValidationReport
-from app.engine.run_folder import (
+from app.engine.pipeline.step import TrainingStep, Validation
+from app.engine.report.boards import TensorBoard, Wandb
+from app.engine.report.metrics import (
+    Meter,
+    RollbackReport,
+    StepReport,
+    StepTimes,
+    Stopwatch,
+    ValidationReport,
+)
+from app.engine.report.sinks import Console, JsonLines, Sink
+from app.engine.report.summary import print_opening, sum_up
+from app.engine.report.telling import telling
+from app.engine.run.agreement import rank_zero_says
+from app.engine.run.attempt import Attempt
+from app.engine.run.bad_steps import BadSteps, Diverged
+from app.engine.run.ready import StartTimes
+from app.engine.run.run_folder import (
     FolderLock,
     begin_metrics,
     create_run_folder,
@@ -38,119 +52,50 @@ from app.engine.run_folder import (
     note_end,
     read_metrics,
 )
-from app.engine.signals import StopRequest, exit_code
-from app.engine.sinks import Console, JsonLines, Sink
-from app.engine.start import Data, Start, choose_device, claim_start, load_all_data, look_once
-from app.engine.step import TrainingStep, Validation
-from app.engine.telling import telling
-from app.engine.watch import Watch
-from app.engine.wrap_up import print_opening, sum_up
+from app.engine.run.signals import StopRequest
+from app.engine.run.start import Data, Start
 from app.errors import writing
 from app.optim.lr import lr_at, weight_decay_at
-from app.plan.plan import Plan
 from app.version import VERSION, Version
 
 
-def train(plan: Plan, rank: int, local_rank: int, attempt: Attempt) -> int:
-    """Train on this rank from start to end; returns the exit code: that of the signal when one ended it early, DIVERGED
-    when its numbers were no longer finite.
-
-    Raises ConfigError for what only the host, data, a checkpoint or a full disk can reveal.
-    """
-    run, times = plan.run, StartTimes()
-    device = choose_device(run, local_rank)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-        torch.cuda.set_stream(torch.cuda.Stream())  # graphs captured later need gradients that were never on the default stream
-    times.end("device")
-    store = attempt.meeting_store(rank, run.world_size)
-    watch = watch_over(run, rank, store)
-    with FolderLock() as lock, ExitStack() as world, watch.running():  # the watch ends first
-        watch.meet("connecting the ranks")
-        world.enter_context(process_world(rank, run.world_size, device, store))
-        trainer = start_up(
-            plan, local_rank, device, attempt=attempt, lock=lock, watch=watch, times=times
-        )
-        with closing_graphs(trainer.engine):
-            try:
-                finished = trainer.fit(attempt, lock)
-            except Diverged as end:
-                if rank == 0:
-                    print(f"train.py: {end}", file=sys.stderr, flush=True)
-                trainer.engine.groups.barrier()
-                return DIVERGED
-    if not finished:
-        trainer.request.hand_on()
-    return 0 if finished else exit_code(trainer.request.signal)
-
-
-def watch_over(run: Run, rank: int, store: dist.Store) -> Watch:
-    """What will look at this rank, and ask after the others in the store where they meet."""
-    others = Heartbeats.over(store, rank, run.world_size) if run.world_size > 1 else None
-    return Watch(rank, run.schedule.timeout_s, others)
-
-
-def start_up(
-    plan: Plan,
-    local_rank: int,
-    device: torch.device,
-    attempt: Attempt,
-    lock: FolderLock,
-    watch: Watch,
-    times: StartTimes,
-) -> Trainer:
-    """Everything before the first step, in a world of processes; `times` hears how long it takes.
-
-    Raises ConfigError, the same on every rank.
-    """
-    run, rank = plan.run, watch.rank
-    watch.meet("creating the process groups")
-    groups = create_groups(plan.layout, rank)
-    watch.follow(groups.named())
-    times.end("ranks")
-    watch.rest("choosing the checkpoint to start from")
-    earlier, sources = attempt.earlier, look_once(run)
-    start = rank_zero_says(
-        groups, lambda: claim_start(run, earlier(run), lock, sources=sources)
-    )
-    times.end("choice of a checkpoint")
-    watch.rest("preparing the corpus")
-    data = load_all_data(run, groups, local_rank, sources=sources)
-    times.end("data")
-    watch.rest("building the model")
-    # For noise, which differs from rank to rank.
-    torch.manual_seed(run.train.seed * run.world_size + rank)
-    engine = build_engine(plan, groups, device, watch=watch)
-    times.end("model")
-    return Trainer(engine, data, start, times=times)
-
-
-@contextmanager
-def closing_graphs(engine: Engine) -> Iterator[None]:
-    """CUDA graphs hold on to communicators: they go first, also after an error."""
-    try:
-        yield
-    finally:
-        engine.release()
-
-
 class Trainer:
-    """Owns what changes during a run: progress, data cursor and, through the engine, parameters and moments."""
+    """Owns what changes during a run: progress, data cursor and, through the engine, parameters
+    and moments.
+    """
 
     def __init__(
         self, engine: Engine, data: Data, start: Start, times: StartTimes | None = None
     ) -> None:
         run = engine.plan.run
         self.times = times or StartTimes()
-        self.run, self.engine, self.data, self.start = run, engine, data, start
-        self.progress, cursor = Progress(), Cursor()
+        self.run = run
+        self.engine = engine
+        self.data = data
+        self.start = start
+        self.progress = Progress()
+        cursor = Cursor()
         if start.checkpoint and start.manifest:
             self.progress, state = load_checkpoint(start.checkpoint, start.manifest, engine)
             cursor = Cursor.from_state(state)
             self.times.end("reading the checkpoint")
-        groups, batch = engine.groups, run.train.micro_batch
-        self.feed = TrainFeed(data.train, groups.dp_rank, run.dp, batch, run.num_microbatches, cursor)
-        self.held_out = ValidationFeed(data.validation, groups.dp_rank, run.dp, batch, run.eval_microbatches)
+        groups = engine.groups
+        batch = run.train.micro_batch
+        self.feed = TrainFeed(
+            data.train,
+            groups.dp_rank,
+            run.dp,
+            micro_batch=batch,
+            num_microbatches=run.num_microbatches,
+            cursor=cursor,
+        )
+        self.held_out = ValidationFeed(
+            data.validation,
+            groups.dp_rank,
+            run.dp,
+            micro_batch=batch,
+            eval_batches=run.eval_microbatches,
+        )
         self.request = StopRequest()
         self.training_step = TrainingStep(engine, self.request)
         self.validation = Validation(engine, len(self.held_out))
@@ -185,7 +130,7 @@ class Trainer:
         self.engine.watch.rest("opening the run folder")
         self.run_dir = rank_zero_says(self.engine.groups, lambda: self._open_folder(attempt))
         if self.speaks:
-            print_opening(self.engine, self.run_dir, self.start, self.version)
+            print_opening(self.engine, self.run_dir, self.start, version=self.version)
         with self.request.listening(), self._all_saved(), self._sinks() as sinks:
             validated = self._train(sinks)
             text = None if self.stops else self._sample(sinks)
@@ -194,7 +139,7 @@ class Trainer:
             self._say_farewell()
             return False
         if self.leads:
-            sum_up(self.run, self.run_dir, self.data, validated, text)
+            sum_up(self.run, self.run_dir, self.data, report=validated, sample=text)
             note_end(self.run_dir, self.progress.step)
         return True
 
@@ -207,16 +152,21 @@ class Trainer:
 
     @contextmanager
     def _all_saved(self) -> Iterator[None]:
-        """At the end of the block all checkpoints are on disk, also when it has raised Diverged, which then names the newest."""
+        """At the end of the block all checkpoints are on disk, also when it has raised Diverged,
+        which then names the newest.
+        """
         try:
             yield
         except Diverged as end:
             self.saver.wait()
             newest = newest_checkpoint(self.run_dir)
-            raise Diverged(f"{end}; {f'the newest checkpoint is {newest}' if newest else 'nothing was saved'}") from None
+            raise Diverged(
+                f"{end}; {f'the newest checkpoint is {newest}' if newest else 'nothing was saved'}"
+            ) from None
         with self._telling_save():
             self.saver.wait()
-        self.engine.groups.barrier()  # torchrun ends the other ranks once one has left with an exit code
+        # torchrun ends the other ranks once one has left with an exit code
+        self.engine.groups.barrier()
 
     def _open_folder(self, attempt: Attempt) -> Path:
         folder = create_run_folder(self.run, self.start.run_dir)
@@ -261,11 +211,19 @@ class Trainer:
             sink.note(f"step {self.progress.step}/{self.run.train.steps}  {self.times}")
 
     def _tell_graphs(self, sinks: Sequence[Sink]) -> None:
-        """After the step that has captured them: what graphs are, beside what this rank's were planned to be."""
-        engine, recorder = self.engine, self.engine.recorder
-        if not sinks or recorder is None or self.training_step.taken != self.run.cuda_graph.warmup_steps + 1:
+        """After the step that has captured them: what graphs are, beside what this rank's were
+        planned to be.
+        """
+        engine = self.engine
+        recorder = self.engine.recorder
+        if (
+            not sinks
+            or recorder is None
+            or self.training_step.taken != self.run.cuda_graph.warmup_steps + 1
+        ):
             return
-        plan, memory = engine.plan.graphs[engine.groups.pp_rank], engine.plan.memory[engine.groups.pp_rank]
+        plan = engine.plan.graphs[engine.groups.pp_rank]
+        memory = engine.plan.memory[engine.groups.pp_rank]
         parts = {part.name: part.bytes for part in memory.parts}
         text = GraphFacts.of(recorder).beside(plan.num_graphs if plan else 1, parts)
         for sink in sinks:
@@ -273,7 +231,9 @@ class Trainer:
 
     def _say_farewell(self) -> None:
         if self.leads:
-            print(self.request.farewell(self.progress.step, self.saved), file=sys.stderr, flush=True)
+            print(
+                self.request.farewell(self.progress.step, self.saved), file=sys.stderr, flush=True
+            )
 
     @contextmanager
     def _sinks(self) -> Iterator[Sequence[Sink]]:
@@ -298,8 +258,10 @@ class Trainer:
 
     def step(self, watch: Stopwatch) -> StepReport:
         """Train on the next batches; `watch` times what lies between two steps."""
-        run, updates = self.run, self.progress.updates + 1
-        lr, decay = lr_at(updates, run), weight_decay_at(updates, run)
+        run = self.run
+        updates = self.progress.updates + 1
+        lr = lr_at(updates, run)
+        decay = weight_decay_at(updates, run)
         following = self.feed.look_ahead if self.progress.step + 1 < run.train.steps else None
         began = time.perf_counter()
         batches = self.feed.next_step()
@@ -307,21 +269,28 @@ class Trainer:
         facts, totals = self.training_step(batches, lr, decay, following)
         self.meter.count(totals)
         self.stops = bool(facts.stop) and self.progress.step + 1 < run.train.steps
-        taken, tokens = self.progress.step + 1, self.progress.tokens + self.meter.tokens_per_step
+        taken = self.progress.step + 1
+        tokens = self.progress.tokens + self.meter.tokens_per_step
         self.progress = Progress(taken, self.progress.updates + 1 - int(facts.skipped), tokens)
         times = StepTimes(watch.lap(), data_wait, self.saver.blocked())
         return self.meter.report(taken, tokens, facts, lr=lr, weight_decay=decay, times=times)
 
     def _validates_now(self) -> bool:
-        step, interval = self.progress.step, self.run.train.eval_interval
+        step = self.progress.step
+        interval = self.run.train.eval_interval
         return step == self.run.train.steps or bool(interval and step % interval == 0)
 
     def _owes_validation(self) -> bool:
-        """Whether a validation is due now: before the first step, or where the last process stopped instead of validating."""
+        """Whether a validation is due now: before the first step, or where the last process
+        stopped instead of validating.
+        """
         step = self.progress.step
         if not step or not self._validates_now():
             return not step
-        rows = rank_zero_says(self.engine.groups, lambda: [row for row in read_metrics(self.run_dir) if row["step"] == step])
+        rows = rank_zero_says(
+            self.engine.groups,
+            lambda: [row for row in read_metrics(self.run_dir) if row["step"] == step],
+        )
         return any("loss" in row for row in rows) and not any("val_loss" in row for row in rows)
 
     def _first_validation(self, sinks: Sequence[Sink]) -> ValidationReport | None:
@@ -337,7 +306,8 @@ class Trainer:
         return report
 
     def _save_if_due(self) -> None:
-        step, interval = self.progress.step, self.run.checkpoint.interval
+        step = self.progress.step
+        interval = self.run.checkpoint.interval
         due = interval and (step % interval == 0 or step == self.run.train.steps or self.stops)
         if not due:
             self.saved = None
@@ -353,24 +323,34 @@ class Trainer:
 
     def _save(self) -> Path:
         if self.bad_steps.in_a_row and not self._finite():
-            raise Diverged(f"step {self.progress.step} was to be saved, but parameters or moments are not finite")
+            raise Diverged(
+                f"step {self.progress.step} was to be saved, but parameters or moments are "
+                "not finite"
+            )
         rank_zero_says(self.engine.groups, self.lock.check)
         return self.saver.save(self.run_dir / CHECKPOINTS, self.progress, self.feed.cursor.state())
 
     def _finite(self) -> bool:
         """Whether all that the optimizer holds is; the same on every rank."""
-        values = (value for piece in self.engine.optimizer.pieces() for value in piece.state.values())
+        values = (
+            value for piece in self.engine.optimizer.pieces() for value in piece.state.values()
+        )
         bad = torch.stack([value.isfinite().logical_not().any() for value in values]).any().float()
         all_reduce(bad, self.engine.groups.world)
         return not bad
 
     def _roll_back(self, sinks: Sequence[Sink]) -> None:
-        """Load the newest checkpoint; the data go on where they are. Raises Diverged where there is none."""
+        """Load the newest checkpoint; the data go on where they are. Raises Diverged where there
+        is none.
+        """
         bad = self.progress.step
         self.saver.wait()
         found = rank_zero_says(self.engine.groups, self._newest)
         if found is None:
-            raise Diverged(f"step {bad} is not finite, and there is no checkpoint to go back to (train.on_bad_step=rollback)")
+            raise Diverged(
+                f"step {bad} is not finite, and there is no checkpoint to go back to "
+                "(train.on_bad_step=rollback)"
+            )
         self.saved = found[0]
         self.progress, _ = load_checkpoint(*found, self.engine)
         at = self.progress.step
@@ -387,7 +367,9 @@ class Trainer:
         log = self.run.log
         if not (log.console or log.wandb or log.tensorboard):
             return None
-        prompt = next(iter(self.held_out)).tokens_BS[0, : max(1, self.run.train.seq_len // 2)].tolist()
+        prompt = (
+            next(iter(self.held_out)).tokens_BS[0, : max(1, self.run.train.seq_len // 2)].tolist()
+        )
         prompt = rank_zero_says(self.engine.groups, lambda: prompt)
         self.engine.watch.note("a sample")
         text = sample_text(self.engine, self.data.tokenizer, prompt, aloud=self.leads)

@@ -19,13 +19,19 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def jit(kernel: Callable[..., None]) -> Any:
-    """A kernel that `[grid](...)` launches; without Triton the function itself, which nobody calls."""
+    """A kernel that `[grid](...)` launches; without Triton the function itself, which nobody
+    calls.
+    """
     return kernel if triton is None else triton.jit(kernel)
 
 
 def usable(*tensors: Tensor) -> bool:
-    """Whether kernels can take these tensors: on a GPU, in at most 32 bits per value, and Triton is there."""
-    return triton is not None and all(tensor.is_cuda and tensor.dtype in DTYPES for tensor in tensors)
+    """Whether kernels can take these tensors: on a GPU, in at most 32 bits per value, and Triton
+    is there.
+    """
+    return triton is not None and all(
+        tensor.is_cuda and tensor.dtype in DTYPES for tensor in tensors
+    )
 
 
 def moves_tiles(device: torch.device) -> bool:

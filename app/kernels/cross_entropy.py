@@ -1,9 +1,11 @@
-"""Cross-entropy over logits: each is read once for the statistics, and once to become its gradient in place.
+"""Cross-entropy over logits: each is read once for the statistics, and once to become its gradient
+in place.
 
-One program per row keeps a running maximum and a sum relative to it (arXiv 1805.02867), in fp32, in columns of their own that
-are put together at the end: every sum has a fixed order.
+One program per row keeps a running maximum and a sum relative to it (arXiv 1805.02867), in fp32, in
+columns of their own that are put together at the end: every sum has a fixed order.
 
-Shapes: C tokens, V rows of the vocabulary on this rank. In kernels: L columns that each add up W neighbouring logits at a time.
+Shapes: C tokens, V rows of the vocabulary on this rank. In kernels: L columns that each add up W
+neighbouring logits at a time.
 """
 
 from __future__ import annotations
@@ -19,22 +21,33 @@ BLOCK = 4096  # logits of one program when they become gradients
 
 
 def statistics(logits_CV: Tensor, row_C: Tensor) -> Tensor:
-    """Largest logit, sum of exponentials relative to it, and the logit of `row_C`, or 0 outside [0, V): [3, C] fp32.
+    """Largest logit, sum of exponentials relative to it, and the logit of `row_C`, or 0 outside [0,
+    V): [3, C] fp32.
 
-    The logits of a token lie side by side; tokens may lie further apart. A logit that is not a number makes the sum so too.
+    The logits of a token lie side by side; tokens may lie further apart. A logit that is not a
+    number makes the sum so too.
     """
     tokens, vocabulary = logits_CV.shape
     assert logits_CV.stride(1) == 1, "the logits of a token lie side by side"
     out_3C = torch.empty(3, tokens, dtype=torch.float32, device=logits_CV.device)
     columns = min(COLUMNS, block_of(triton.cdiv(vocabulary, WIDTH)))
     _statistics[(tokens,)](
-        logits_CV, row_C.contiguous(), out_3C, tokens, vocabulary, logits_CV.stride(0), columns, WIDTH, num_warps=8
+        logits_CV,
+        row_C.contiguous(),
+        out_3C,
+        tokens=tokens,
+        vocabulary=vocabulary,
+        stride=logits_CV.stride(0),
+        L=columns,
+        W=WIDTH,
+        num_warps=8,
     )
     return out_3C
 
 
 def into_gradient(logits_CV: Tensor, row_C: Tensor, lse_C: Tensor, weight_C: Tensor) -> None:
-    """Replace logits by (exp(logit - lse) - one at `row_C`) · weight, computed in fp32 and rounded once, in their own memory.
+    """Replace logits by (exp(logit - lse) - one at `row_C`) · weight, computed in fp32 and rounded
+    once, in their own memory.
 
     `lse_C` and `weight_C` are fp32. A `row_C` outside [0, V) takes nothing off.
     """
@@ -60,14 +73,19 @@ def _statistics(
     token = tl.program_id(0).to(tl.int64)
     own = logits + token * stride
     within_LW = tl.arange(0, L)[:, None] * W + tl.arange(0, W)[None, :]
-    largest_L = tl.full((L,), -3.4e38, tl.float32)  # finite: the difference of two infinities is no number
+    # finite: the difference of two infinities is no number
+    largest_L = tl.full((L,), -3.4e38, tl.float32)
     sums_L = tl.zeros((L,), tl.float32)
     for start in range(0, vocabulary, L * W):
         column_LW = start + within_LW
-        x_LW = tl.load(own + column_LW, mask=column_LW < vocabulary, other=float("-inf")).to(tl.float32)
+        x_LW = tl.load(own + column_LW, mask=column_LW < vocabulary, other=float("-inf")).to(
+            tl.float32
+        )
         before_L = largest_L
         largest_L = tl.maximum(before_L, tl.max(x_LW, axis=1))
-        sums_L = sums_L * tl.exp(before_L - largest_L) + tl.sum(tl.exp(x_LW - largest_L[:, None]), axis=1)
+        sums_L = sums_L * tl.exp(before_L - largest_L) + tl.sum(
+            tl.exp(x_LW - largest_L[:, None]), axis=1
+        )
     largest = tl.max(largest_L, axis=0)
     row = tl.load(rows + token)
     label = tl.load(own + row, mask=(row >= 0) & (row < vocabulary), other=0.0).to(tl.float32)
@@ -78,13 +96,21 @@ def _statistics(
 
 @jit
 def _into_gradient(
-    logits: tl.tensor, rows: tl.tensor, lses: tl.tensor, weights: tl.tensor, vocabulary: int, stride: int, BLOCK: tl.constexpr
+    logits: tl.tensor,
+    rows: tl.tensor,
+    lses: tl.tensor,
+    weights: tl.tensor,
+    vocabulary: int,
+    stride: int,
+    BLOCK: tl.constexpr,
 ) -> None:
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     place = logits + token * stride + column
     inside = column < vocabulary
-    row, lse, weight = tl.load(rows + token), tl.load(lses + token), tl.load(weights + token)
+    row = tl.load(rows + token)
+    lse = tl.load(lses + token)
+    weight = tl.load(weights + token)
     probs = tl.exp(tl.load(place, mask=inside, other=0.0).to(tl.float32) - lse)
     gradient = (probs - (column == row).to(tl.float32)) * weight
     tl.store(place, gradient.to(logits.dtype.element_ty), mask=inside)

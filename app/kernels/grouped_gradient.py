@@ -1,4 +1,5 @@
-"""Gradients of the experts' weights, added to sums of more bits: a grouped product that is never stored on its own.
+"""Gradients of the experts' weights, added to sums of more bits: a grouped product that is never
+stored on its own.
 
 For GPUs that move whole tiles by themselves (`moves_tiles`); on others registers overflow.
 
@@ -13,15 +14,20 @@ from app.kernels.common import TensorDescriptor, jit, tl, triton
 
 HEIGHT, COLUMNS = 128, 128  # of an expert's I × O, per program
 STEP = 32  # rows at a time
-OPTIONS = {"num_warps": 4, "num_stages": 6}  # two programs on a multiprocessor: one loads sums while the other multiplies
+# two programs on a multiprocessor: one loads sums while the other multiplies
+OPTIONS = {"num_warps": 4, "num_stages": 6}
 
 
-def add_grouped_gradient(sums_EIO: Tensor, rows_TI: Tensor, grad_TO: Tensor, ends_E: Tensor) -> None:
-    """sums[e] += rows[e]ᵀ · grad[e]: products and their sums are fp32, and rounded once, to the type of the sums.
+def add_grouped_gradient(
+    sums_EIO: Tensor, rows_TI: Tensor, grad_TO: Tensor, ends_E: Tensor
+) -> None:
+    """sums[e] += rows[e]ᵀ · grad[e]: products and their sums are fp32, and rounded once, to the
+    type of the sums.
 
-    Expert e owns rows ends[e-1] to ends[e] (int32, read on the device). Sums of an expert without rows stay as they are, and
-    rows from ends[-1] on do not count. Rows are bf16 or fp16; matrices and each of their rows start at a multiple of 16
-    bytes (AssertionError). Equal calls give equal bits.
+    Expert e owns rows ends[e-1] to ends[e] (int32, read on the device). Sums of an expert without
+    rows stay as they are, and rows from ends[-1] on do not count. Rows are bf16 or fp16; matrices
+    and each of their rows start at a multiple of 16 bytes (AssertionError). Equal calls give equal
+    bits.
     """
     experts, width, columns = sums_EIO.shape
     if not len(rows_TI):  # nothing to describe
@@ -44,18 +50,25 @@ def _grouped_gradient(
     COLUMNS: tl.constexpr,
     STEP: tl.constexpr,
 ) -> None:
-    expert, across = tl.program_id(1), tl.cdiv(columns, COLUMNS)
-    i, o = tl.program_id(0) // across * HEIGHT, tl.program_id(0) % across * COLUMNS
+    expert = tl.program_id(1)
+    across = tl.cdiv(columns, COLUMNS)
+    i = tl.program_id(0) // across * HEIGHT
+    o = tl.program_id(0) % across * COLUMNS
     begin = tl.load(ends_E + expert - 1, mask=expert > 0, other=0)
     end = tl.load(ends_E + expert)
     if end > begin:
         total = tl.zeros((HEIGHT, COLUMNS), tl.float32)
         rest = begin + (end - begin) // STEP * STEP
         for t in range(begin, rest, STEP):
-            total = tl.dot(rows_TI.load([t, i]).T, grad_TO.load([t, o]), total, input_precision="ieee")
+            total = tl.dot(
+                rows_TI.load([t, i]).T, grad_TO.load([t, o]), total, input_precision="ieee"
+            )
         if rest < end:  # what follows belongs to the next expert, or to nobody
             own = (rest + tl.arange(0, STEP) < end)[:, None]
-            left, right = tl.where(own, rows_TI.load([rest, i]), 0.0), tl.where(own, grad_TO.load([rest, o]), 0.0)
+            left = tl.where(own, rows_TI.load([rest, i]), 0.0)
+            right = tl.where(own, grad_TO.load([rest, o]), 0.0)
             total = tl.dot(left.T, right, total, input_precision="ieee")
         before = sums_EIO.load([expert, i, o]).reshape(HEIGHT, COLUMNS).to(tl.float32)
-        sums_EIO.store([expert, i, o], (before + total).to(sums_EIO.dtype).reshape(1, HEIGHT, COLUMNS))
+        sums_EIO.store(
+            [expert, i, o], (before + total).to(sums_EIO.dtype).reshape(1, HEIGHT, COLUMNS)
+        )

@@ -1,7 +1,8 @@
-"""x / rms(x) · weight over the last dimension (Zhang & Sennrich 2019), in one pass in either direction.
+"""x / rms(x) · weight over the last dimension (Zhang & Sennrich 2019), in one pass in either
+direction.
 
-Shapes: R rows, W width, J programs of backward. A program of backward takes every J-th tile of rows, sums the weight's
-gradient over them in this order, and torch sums the J sums.
+Shapes: R rows, W width, J programs of backward. A program of backward takes every J-th tile of
+rows, sums the weight's gradient over them in this order, and torch sums the J sums.
 """
 
 from __future__ import annotations
@@ -16,13 +17,15 @@ from app.kernels.common import block_of, jit, tl, triton
 
 TILE = 1024  # values that a program holds at least
 PER_WARP = 512  # of them: 16 per thread
-MULTIPROCESSORS, WARPS = 132, 16  # of an H100 or H200, and warps of backward on each: fixed, as they decide the order of sums
+# of an H100 or H200, and warps of backward on each: fixed, as they decide the order of sums
+MULTIPROCESSORS, WARPS = 132, 16
 
 
 def rms_norm(x: Tensor, weight_W: Tensor, eps: float) -> Tensor:
     """[..., W] -> [..., W] in x's dtype, computed in fp32 and rounded once.
 
-    Keeps `x`, the weight and an fp32 number per row for backward. Made for W up to 8192; fp32, bf16 or fp16.
+    Keeps `x`, the weight and an fp32 number per row for backward. Made for W up to 8192; fp32, bf16
+    or fp16.
     """
     return _RmsNorm.apply(x.contiguous(), weight_W, eps)
 
@@ -32,7 +35,8 @@ class _RmsNorm(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight_W: Tensor, eps: float) -> Tensor:
         inverse_R = x.new_empty(x.numel() // x.shape[-1], dtype=torch.float32)
         ctx.save_for_backward(x, weight_W, inverse_R)
-        out, tile = torch.empty_like(x), _tile(x.shape[-1])
+        out = torch.empty_like(x)
+        tile = _tile(x.shape[-1])
         grid = (triton.cdiv(len(inverse_R), tile["HEIGHT"]),)
         _forward[grid](x, weight_W, out, inverse_R, len(inverse_R), x.shape[-1], eps, **tile)
         return out
@@ -41,7 +45,8 @@ class _RmsNorm(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
         x, weight_W, inverse_R = ctx.saved_tensors
-        grad_x, tile = torch.empty_like(x), _tile(x.shape[-1])
+        grad_x = torch.empty_like(x)
+        tile = _tile(x.shape[-1])
         most = MULTIPROCESSORS * max(1, WARPS // tile["num_warps"])
         tiles = triton.cdiv(len(inverse_R), tile["HEIGHT"])
         partial_JW = x.new_empty(min(tiles, most), x.shape[-1], dtype=torch.float32)
@@ -69,7 +74,8 @@ def _forward(
     HEIGHT: tl.constexpr,
     COLUMNS: tl.constexpr,
 ) -> None:
-    row = tl.program_id(0).to(tl.int64) * HEIGHT + tl.arange(0, HEIGHT)[:, None]  # R·W may exceed 32 bits
+    # R·W may exceed 32 bits
+    row = tl.program_id(0).to(tl.int64) * HEIGHT + tl.arange(0, HEIGHT)[:, None]
     column = tl.arange(0, COLUMNS)[None, :]
     exists = (row < rows) & (column < width)
     x = tl.load(x_RW + row * width + column, mask=exists, other=0.0).to(tl.float32)
@@ -103,7 +109,8 @@ def _backward(
         grad = tl.load(grad_RW + row * width + column, mask=exists, other=0.0).to(tl.float32)
         x = tl.load(x_RW + row * width + column, mask=exists, other=0.0).to(tl.float32)
         inverse = tl.load(inverse_R + row_of_tile, mask=row_of_tile < rows, other=0.0)[:, None]
-        normed, scaled = x * inverse, grad * weight
+        normed = x * inverse
+        scaled = grad * weight
         sums += grad * normed
         along = tl.sum(scaled * normed, 1)[:, None] / width
         tl.store(grad_x_RW + row * width + column, (scaled - normed * along) * inverse, mask=exists)

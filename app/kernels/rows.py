@@ -1,8 +1,9 @@
-"""Token rows to their experts and back: one program per token reads and writes each of its rows once.
+"""Token rows to their experts and back: one program per token reads and writes each of its rows
+once.
 
-Shapes: T tokens · K experts per token · R rows · D width. In kernels: BLOCK columns of a row, PLACES ≥ K, a power of two.
-Sums are fp32, in the order of k or in that of a fixed tree, so equal calls give equal bits. A row that no kept choice owns is
-never read.
+Shapes: T tokens · K experts per token · R rows · D width. In kernels: BLOCK columns of a row,
+PLACES ≥ K, a power of two. Sums are fp32, in the order of k or in that of a fixed tree, so equal
+calls give equal bits. A row that no kept choice owns is never read.
 """
 
 from __future__ import annotations
@@ -26,13 +27,28 @@ def spread_rows(x_TD: Tensor, row_of_TK: Tensor, kept_TK: Tensor | None, num_row
     out_RD = (x_TD.new_empty if kept_TK is None else x_TD.new_zeros)(num_rows, width)
     grid, block, warps = _columns(tokens, width)
     _spread[grid](
-        x_TD.contiguous(), row_of_TK.contiguous(), _flat(kept_TK), out_RD, num_rows, width, top_k, block, num_warps=warps
+        x_TD.contiguous(),
+        row_of_TK.contiguous(),
+        _flat(kept_TK),
+        out=out_RD,
+        num_rows=num_rows,
+        width=width,
+        K=top_k,
+        BLOCK=block,
+        num_warps=warps,
     )
     return out_RD
 
 
-def sum_rows(rows_RD: Tensor, row_of_TK: Tensor, weights_TK: Tensor | None, kept_TK: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """Σ_k weights[t, k] · rows[row_of[t, k]] in fp32 in the order of k, weight 1 for None: [T, D], rounded once to `dtype`.
+def sum_rows(
+    rows_RD: Tensor,
+    row_of_TK: Tensor,
+    weights_TK: Tensor | None,
+    kept_TK: Tensor | None,
+    dtype: torch.dtype,
+) -> Tensor:
+    """Σ_k weights[t, k] · rows[row_of[t, k]] in fp32 in the order of k, weight 1 for None: [T, D],
+    rounded once to `dtype`.
 
     Choices that `kept_TK` leaves out count as 0.
     """
@@ -41,14 +57,25 @@ def sum_rows(rows_RD: Tensor, row_of_TK: Tensor, weights_TK: Tensor | None, kept
     grid, block, warps = _columns(tokens, width)
     choices = row_of_TK.contiguous(), _flat(weights_TK), _flat(kept_TK)
     # products are rounded before they are added, as torch does it
-    _sum[grid](rows_RD.contiguous(), *choices, out_TD, num_rows, width, top_k, block, num_warps=warps, enable_fp_fusion=False)
+    _sum[grid](
+        rows_RD.contiguous(),
+        *choices,
+        out_TD,
+        num_rows,
+        width,
+        top_k,
+        block,
+        num_warps=warps,
+        enable_fp_fusion=False,
+    )
     return out_TD
 
 
 def combine_gradients(
     grad_TD: Tensor, rows_RD: Tensor, probs_TK: Tensor, row_of_TK: Tensor, kept_TK: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of Σ_k probs[t, k] · rows[row_of[t, k]]: of the rows [R, D], rounded once, and of the probabilities [T, K].
+    """Gradients of Σ_k probs[t, k] · rows[row_of[t, k]]: of the rows [R, D], rounded once, and of
+    the probabilities [T, K].
 
     Both are zero where no kept choice owns a row; without `kept_TK` every row must be owned.
     """
@@ -57,8 +84,24 @@ def combine_gradients(
     dots_TK = torch.empty_like(probs_TK, memory_format=torch.contiguous_format)
     places = block_of(top_k)
     block = min(block_of(width), max(PER_WARP, TILE // places))
-    values = grad_TD.contiguous(), rows_RD.contiguous(), probs_TK.contiguous(), row_of_TK.contiguous(), _flat(kept_TK)
-    _gradients[(tokens,)](*values, grad_RD, dots_TK, num_rows, width, top_k, places, block, num_warps=_warps(places * block // 4))
+    values = (
+        grad_TD.contiguous(),
+        rows_RD.contiguous(),
+        probs_TK.contiguous(),
+        row_of_TK.contiguous(),
+        _flat(kept_TK),
+    )
+    _gradients[(tokens,)](
+        *values,
+        grad_RD,
+        dots_TK,
+        num_rows,
+        width,
+        top_k,
+        places,
+        block,
+        num_warps=_warps(places * block // 4),
+    )
     return grad_RD, dots_TK
 
 
@@ -77,7 +120,9 @@ def _warps(values: int) -> int:
 
 
 @jit
-def _owned(row_of: tl.tensor, kept: tl.tensor, choice: tl.tensor, real: tl.tensor, num_rows: int) -> tuple[tl.tensor, tl.tensor]:
+def _owned(
+    row_of: tl.tensor, kept: tl.tensor, choice: tl.tensor, real: tl.tensor, num_rows: int
+) -> tuple[tl.tensor, tl.tensor]:
     """Row of a choice, and whether it has one."""
     row = tl.load(row_of + choice, mask=real, other=0)
     owned = real & (row < num_rows)
@@ -102,7 +147,7 @@ def _spread(
     value = tl.load(x + token * width + column, mask=column < width)
     places = ()
     for k in tl.static_range(K):  # a load after a store would wait for it
-        places += (_owned(row_of, kept, token * K + k, True, num_rows),)
+        places += (_owned(row_of, kept, token * K + k, real=True, num_rows=num_rows),)
     for k in tl.static_range(K):
         row, owned = places[k]
         tl.store(out + row * width + column, value, mask=(column < width) & owned)
@@ -124,7 +169,7 @@ def _sum(
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     parts = ()
     for k in tl.static_range(K):  # all on their way before the first is needed
-        row, owned = _owned(row_of, kept, token * K + k, True, num_rows)
+        row, owned = _owned(row_of, kept, token * K + k, real=True, num_rows=num_rows)
         parts += (tl.load(rows + row * width + column, mask=(column < width) & owned, other=0.0),)
     total = tl.zeros((BLOCK,), tl.float32)
     for k in tl.static_range(K):
@@ -153,7 +198,7 @@ def _gradients(
     token = tl.program_id(0).to(tl.int64)
     k = tl.arange(0, PLACES)
     choice = token * K + k
-    row, owned = _owned(row_of, kept, choice, k < K, num_rows)
+    row, owned = _owned(row_of, kept, choice, real=k < K, num_rows=num_rows)
     prob = tl.load(probs + choice, mask=k < K, other=0.0).to(tl.float32)
     products = tl.zeros((PLACES, BLOCK), tl.float32)
     for start in range(0, width, BLOCK):
@@ -162,6 +207,10 @@ def _gradients(
         place = row[:, None] * width + column[None, :]
         valid = owned[:, None] & (column < width)[None, :]
         values = tl.load(rows + place, mask=valid, other=0.0).to(tl.float32)
-        tl.store(grad_rows + place, (g[None, :] * prob[:, None]).to(grad_rows.dtype.element_ty), mask=valid)
+        tl.store(
+            grad_rows + place,
+            (g[None, :] * prob[:, None]).to(grad_rows.dtype.element_ty),
+            mask=valid,
+        )
         products += values * g[None, :]
     tl.store(dots + choice, tl.sum(products, axis=1).to(dots.dtype.element_ty), mask=k < K)

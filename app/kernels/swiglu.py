@@ -1,4 +1,5 @@
-"""silu(gate) · up in one pass in either direction (Shazeer 2020): what lies between the two products of a feed-forward.
+"""silu(gate) · up in one pass in either direction (Shazeer 2020): what lies between the two
+products of a feed-forward.
 
 Shapes: R rows, F hidden width of the feed-forward; the gate is the first half of a row of `both`.
 """
@@ -45,23 +46,34 @@ class _Swiglu(torch.autograd.Function):
 def _launch(kernel: Any, act: Tensor, *tensors: Tensor) -> None:
     """Run over tiles of the result's shape."""
     width = act.shape[-1]
-    rows, columns = act.numel() // max(1, width), min(block_of(width), COLUMNS)
+    rows = act.numel() // max(1, width)
+    columns = min(block_of(width), COLUMNS)
     height = TILE // columns
     grid = (triton.cdiv(rows, height), triton.cdiv(width, columns))
     kernel[grid](*tensors, rows, width, HEIGHT=height, COLUMNS=columns)
 
 
 @jit
-def _tile(rows: int, width: int, HEIGHT: tl.constexpr, COLUMNS: tl.constexpr) -> tuple[tl.tensor, ...]:
+def _tile(
+    rows: int, width: int, HEIGHT: tl.constexpr, COLUMNS: tl.constexpr
+) -> tuple[tl.tensor, ...]:
     """Offsets of this program's values in [R, F] and [R, 2F], and which of them exist."""
-    row = tl.program_id(0).to(tl.int64) * HEIGHT + tl.arange(0, HEIGHT)[:, None]  # R·2F may exceed 32 bits
+    # R·2F may exceed 32 bits
+    row = tl.program_id(0).to(tl.int64) * HEIGHT + tl.arange(0, HEIGHT)[:, None]
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
     return row * width + column, row * (2 * width) + column, (row < rows) & (column < width)
 
 
 @jit
-def _forward(both_R2F: tl.tensor, act_RF: tl.tensor, rows: int, width: int, HEIGHT: tl.constexpr, COLUMNS: tl.constexpr) -> None:
-    single, double, exists = _tile(rows, width, HEIGHT, COLUMNS)
+def _forward(
+    both_R2F: tl.tensor,
+    act_RF: tl.tensor,
+    rows: int,
+    width: int,
+    HEIGHT: tl.constexpr,
+    COLUMNS: tl.constexpr,
+) -> None:
+    single, double, exists = _tile(rows, width, HEIGHT, COLUMNS=COLUMNS)
     gate = tl.load(both_R2F + double, mask=exists, other=0.0).to(tl.float32)
     up = tl.load(both_R2F + double + width, mask=exists, other=0.0).to(tl.float32)
     tl.store(act_RF + single, gate * tl.sigmoid(gate) * up, mask=exists)
@@ -77,7 +89,7 @@ def _backward(
     HEIGHT: tl.constexpr,
     COLUMNS: tl.constexpr,
 ) -> None:
-    single, double, exists = _tile(rows, width, HEIGHT, COLUMNS)
+    single, double, exists = _tile(rows, width, HEIGHT, COLUMNS=COLUMNS)
     grad = tl.load(grad_RF + single, mask=exists, other=0.0).to(tl.float32)
     gate = tl.load(both_R2F + double, mask=exists, other=0.0).to(tl.float32)
     up = tl.load(both_R2F + double + width, mask=exists, other=0.0).to(tl.float32)

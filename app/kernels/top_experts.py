@@ -1,6 +1,8 @@
-"""The experts with the largest scores: K rounds of finding the best in registers, instead of a sort of every row.
+"""The experts with the largest scores: K rounds of finding the best in registers, instead of a sort
+of every row.
 
-Shapes: T tokens · E experts · K experts per token. In kernels: B tokens of a program, E padded to a power of two.
+Shapes: T tokens · E experts · K experts per token. In kernels: B tokens of a program, E padded to a
+power of two.
 """
 
 from __future__ import annotations
@@ -14,21 +16,38 @@ VALUES = 1024  # scores of one program
 
 
 def top_experts(scores_TE: Tensor, top_k: int) -> Tensor:
-    """Ids of the `top_k` largest scores of each token, ascending: int64 [T, K]. Among equals the lowest id wins.
+    """Ids of the `top_k` largest scores of each token, ascending: int64 [T, K]. Among equals the
+    lowest id wins.
 
-    A score that is not a number counts as -inf. The ids differ from each other even where fewer scores are above -inf.
+    A score that is not a number counts as -inf. The ids differ from each other even where fewer
+    scores are above -inf.
     """
     tokens, experts = scores_TE.shape
     found_TK = torch.empty(tokens, top_k, dtype=torch.int64, device=scores_TE.device)
     padded = block_of(experts)
     block = max(1, VALUES // padded)
-    _top[(triton.cdiv(tokens, block),)](scores_TE.contiguous(), found_TK, tokens, experts, top_k, block, padded, num_warps=4)
+    _top[(triton.cdiv(tokens, block),)](
+        scores_TE.contiguous(),
+        found_TK,
+        tokens,
+        experts=experts,
+        K=top_k,
+        B=block,
+        E=padded,
+        num_warps=4,
+    )
     return found_TK
 
 
 @jit
 def _top(
-    scores: tl.tensor, found: tl.tensor, tokens: int, experts: int, K: tl.constexpr, B: tl.constexpr, E: tl.constexpr
+    scores: tl.tensor,
+    found: tl.tensor,
+    tokens: int,
+    experts: int,
+    K: tl.constexpr,
+    B: tl.constexpr,
+    E: tl.constexpr,
 ) -> None:
     token = tl.program_id(0) * B + tl.arange(0, B).to(tl.int64)[:, None]
     expert = tl.arange(0, E)[None, :]
@@ -46,4 +65,6 @@ def _top(
         chosen = tl.where(best, 1, chosen)
         key = tl.where(best, nothing, key)
     place = token * K + tl.cumsum(chosen, axis=1) - 1
-    tl.store(found + place, (expert + tl.zeros_like(chosen)).to(tl.int64), mask=real & (chosen == 1))
+    tl.store(
+        found + place, (expert + tl.zeros_like(chosen)).to(tl.int64), mask=real & (chosen == 1)
+    )

@@ -1,7 +1,8 @@
 """Grouped-query causal self-attention with rotary positions and optional query/key norms.
 
-Shapes: B sequences, S tokens per sequence of a context-parallel rank, s = S / tp of them between matrices, K tokens of a
-whole sequence, D hidden; N query heads, G key/value heads of this rank, H head width.
+Shapes: B sequences, S tokens per sequence of a context-parallel rank, s = S / tp of them between
+matrices, K tokens of a whole sequence, D hidden; N query heads, G key/value heads of this rank, H
+head width.
 """
 
 from __future__ import annotations
@@ -22,21 +23,28 @@ from app.model.layers import Context, RMSNorm, rotate
 from app.model.peers import ALONE, Peers, rank, size
 from app.model.tensor_parallel import narrow, widen
 
-ORDERED = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]  # can add in a fixed order
+# can add in a fixed order
+ORDERED = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
 class Attention(nn.Module):
     """Multi-head attention where N/G query heads share a key/value head (Ainslie et al. 2023).
 
-    `wqkv` holds, per key/value head, its query heads, then its key, then its value, so that a contiguous part
-    of its rows is a self-contained part of the heads: that of a tensor-parallel rank.
+    `wqkv` holds, per key/value head, its query heads, then its key, then its value, so that a
+    contiguous part of its rows is a self-contained part of the heads: that of a tensor-parallel
+    rank.
     """
 
     def __init__(self, model: ModelConfig, peers: Peers = ALONE) -> None:
         super().__init__()
-        width, tp = model.head_width, size(peers.tp)
-        self.peers, self.width = peers, width
-        self.num_kv_heads, self.queries_per_kv = model.num_kv_heads // tp, model.num_heads // model.num_kv_heads
+        width = model.head_width
+        tp = size(peers.tp)
+        self.peers = peers
+        self.width = width
+        self.num_kv_heads, self.queries_per_kv = (
+            model.num_kv_heads // tp,
+            model.num_heads // model.num_kv_heads,
+        )
         rows = (model.num_heads + 2 * model.num_kv_heads) // tp * width
         self.wqkv = nn.Parameter(torch.empty(rows, model.hidden_size))
         self.wo = nn.Parameter(torch.empty(model.hidden_size, model.num_heads // tp * width))
@@ -45,22 +53,26 @@ class Attention(nn.Module):
 
     def forward(self, x_BsD: Tensor, context: Context) -> Tensor:
         """B × s × D -> B × s × D; no residual."""
-        qkv = widen(x_BsD, self.wqkv, self.peers.tp, context.later)
+        qkv = widen(x_BsD, self.wqkv, self.peers.tp, later=context.later)
         out = context.again.whole(Recompute.attn_core, self._core, qkv, context)
-        return narrow(out, self.wo, self.peers.tp, context.later)
+        return narrow(out, self.wo, self.peers.tp, later=context.later)
 
     def _core(self, qkv: Tensor, context: Context) -> Tensor:
         q_BSNH, k_BSGH, v_BSGH = self._heads(qkv, context)
-        return attend_all(q_BSNH, k_BSGH, v_BSGH, context, self.peers).flatten(2)
+        return attend_all(q_BSNH, k_BSGH, v_BSGH, context=context, peers=self.peers).flatten(2)
 
     def _heads(self, qkv: Tensor, context: Context) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries B × S × N × H, keys and values B × S × G × H: normed if the model asks for it, with rotary positions."""
+        """Queries B × S × N × H, keys and values B × S × G × H: normed if the model asks for it,
+        with rotary positions.
+        """
         if usable(qkv):
-            tables, shape = (context.cos_BS1H, context.sin_BS1H), (self.num_kv_heads, self.queries_per_kv)
+            tables = (context.cos_BS1H, context.sin_BS1H)
+            shape = (self.num_kv_heads, self.queries_per_kv)
             return split_and_rotate(qkv, *tables, *shape, self._head_norms())
         grouped = qkv.unflatten(-1, (self.num_kv_heads, self.queries_per_kv + 2, self.width))
         q, k, v = grouped.split((self.queries_per_kv, 1, 1), dim=3)
-        q_BSNH, k_BSGH = self.q_norm(q.flatten(2, 3)), self.k_norm(k.squeeze(3))
+        q_BSNH = self.q_norm(q.flatten(2, 3))
+        k_BSGH = self.k_norm(k.squeeze(3))
         return rotate(q_BSNH, context), rotate(k_BSGH, context), v.squeeze(3)
 
     def _head_norms(self) -> HeadNorms | None:
@@ -69,64 +81,105 @@ class Attention(nn.Module):
         return None
 
 
-def attend_all(q_BSNH: Tensor, k_BSGH: Tensor, v_BSGH: Tensor, context: Context, peers: Peers) -> Tensor:
-    """Attention to all tokens of the sequence, also those of other context-parallel ranks: B × S × N × H."""
+def attend_all(
+    q_BSNH: Tensor, k_BSGH: Tensor, v_BSGH: Tensor, context: Context, peers: Peers
+) -> Tensor:
+    """Attention to all tokens of the sequence, also those of other context-parallel ranks: B × S
+    × N × H.
+    """
     if size(peers.cp) == 1:
-        return attend(q_BSNH, k_BSGH, v_BSGH, context.mask_B1SK, context.repeatable)
+        return attend(
+            q_BSNH, k_BSGH, v_BSGH, mask_B1SK=context.mask_B1SK, repeatable=context.repeatable
+        )
     by = _with_keys_gathered if peers.cp_comm_type is CpComm.all_gather else _with_heads_traded
     return by(q_BSNH, k_BSGH, v_BSGH, context, peers)
 
 
-def _with_keys_gathered(q_BSNH: Tensor, k_BSGH: Tensor, v_BSGH: Tensor, context: Context, peers: Peers) -> Tensor:
+def _with_keys_gathered(
+    q_BSNH: Tensor, k_BSGH: Tensor, v_BSGH: Tensor, context: Context, peers: Peers
+) -> Tensor:
     """Both pieces of the queries, each against the keys up to its own end."""
     assert peers.cp is not None
-    ranks, here = size(peers.cp), rank(peers.cp)
+    ranks = size(peers.cp)
+    here = rank(peers.cp)
     both_BKF = gather_sequence(torch.cat((k_BSGH, v_BSGH), dim=2).flatten(2), peers.cp)
     k_BKGH, v_BKGH = both_BKF.unflatten(2, (-1, k_BSGH.shape[3])).chunk(2, dim=2)
-    outs, piece = [], q_BSNH.shape[1] // 2
+    outs = []
+    piece = q_BSNH.shape[1] // 2
     masks = (None, None) if context.mask_B1SK is None else context.mask_B1SK.chunk(2, dim=2)
-    for q_BCNH, mask, number in zip(q_BSNH.chunk(2, dim=1), masks, (here, 2 * ranks - 1 - here), strict=True):
+    for q_BCNH, mask, number in zip(
+        q_BSNH.chunk(2, dim=1), masks, (here, 2 * ranks - 1 - here), strict=True
+    ):
         end = (number + 1) * piece
         seen = None if mask is None else mask[..., :end]
-        outs.append(attend(q_BCNH, k_BKGH[:, :end], v_BKGH[:, :end], seen, context.repeatable))
+        outs.append(
+            attend(
+                q_BCNH,
+                k_BKGH[:, :end],
+                v_BKGH[:, :end],
+                mask_B1SK=seen,
+                repeatable=context.repeatable,
+            )
+        )
     return torch.cat(outs, dim=1)
 
 
-def _with_heads_traded(q_BSNH: Tensor, k_BSGH: Tensor, v_BSGH: Tensor, context: Context, peers: Peers) -> Tensor:
+def _with_heads_traded(
+    q_BSNH: Tensor, k_BSGH: Tensor, v_BSGH: Tensor, context: Context, peers: Peers
+) -> Tensor:
     """Whole sequences of this rank's share of the heads."""
     assert peers.cp is not None
-    ranks, width = size(peers.cp), q_BSNH.shape[3]
+    ranks = size(peers.cp)
+    width = q_BSNH.shape[3]
     shares = [heads.unflatten(2, (ranks, -1)) for heads in (q_BSNH, k_BSGH, v_BSGH)]
     whole_BKF = trade_for_heads(torch.cat(shares, dim=3).flatten(3), peers.cp)
-    q_BKNH, k_BKGH, v_BKGH = whole_BKF.unflatten(2, (-1, width)).split([share.shape[3] for share in shares], dim=2)
-    out_BKNH = attend(q_BKNH, k_BKGH, v_BKGH, context.mask_B1SK, context.repeatable)
+    q_BKNH, k_BKGH, v_BKGH = whole_BKF.unflatten(2, (-1, width)).split(
+        [share.shape[3] for share in shares], dim=2
+    )
+    out_BKNH = attend(
+        q_BKNH, k_BKGH, v_BKGH, mask_B1SK=context.mask_B1SK, repeatable=context.repeatable
+    )
     return trade_for_tokens(out_BKNH.flatten(2), peers.cp).flatten(2).unflatten(2, (-1, width))
 
 
-def attend(q_BSNH: Tensor, k_BKGH: Tensor, v_BKGH: Tensor, mask_B1SK: Tensor | None, repeatable: bool) -> Tensor:
-    """Softmax attention of N query heads over G key/value heads, under a mask or causal: B × S × N × H.
+def attend(
+    q_BSNH: Tensor, k_BKGH: Tensor, v_BKGH: Tensor, mask_B1SK: Tensor | None, repeatable: bool
+) -> Tensor:
+    """Softmax attention of N query heads over G key/value heads, under a mask or causal: B × S × N
+    × H.
 
-    Causal queries are the last S of the K tokens. On a GPU the fastest kernel (cuDNN's) adds the gradient of the queries
-    with atomics, so that two equal runs drift apart, and torch offers no other order for it. `repeatable` takes kernels
-    that add in a fixed order instead.
+    Causal queries are the last S of the K tokens. On a GPU the fastest kernel (cuDNN's) adds the
+    gradient of the queries with atomics, so that two equal runs drift apart, and torch offers no
+    other order for it. `repeatable` takes kernels that add in a fixed order instead.
     """
     q_BNSH, k_BGKH, v_BGKH = (heads.transpose(1, 2) for heads in (q_BSNH, k_BKGH, v_BKGH))
-    square, gqa = q_BNSH.shape[2] == k_BGKH.shape[2], q_BNSH.shape[1] != k_BGKH.shape[1]
+    square = q_BNSH.shape[2] == k_BGKH.shape[2]
+    gqa = q_BNSH.shape[1] != k_BGKH.shape[1]
     causal = square and mask_B1SK is None
-    mask = mask_B1SK if square or mask_B1SK is not None else _last_rows(q_BNSH.shape[2], k_BGKH.shape[2])
+    mask = (
+        mask_B1SK
+        if square or mask_B1SK is not None
+        else _last_rows(q_BNSH.shape[2], k_BGKH.shape[2])
+    )
     ordered = repeatable and q_BNSH.is_cuda
     with sdpa_kernel(ORDERED) if ordered else nullcontext():
-        out = F.scaled_dot_product_attention(q_BNSH, k_BGKH, v_BGKH, attn_mask=mask, is_causal=causal, enable_gqa=gqa)
+        out = F.scaled_dot_product_attention(
+            q_BNSH, k_BGKH, v_BGKH, attn_mask=mask, is_causal=causal, enable_gqa=gqa
+        )
     if ordered and out.grad_fn is not None:
-        # The order is a global switch, which would slow other operations: it is on for this node alone.
+        # The order is a global switch, which would slow other operations: it is on for this node
+        # alone.
         before = torch.are_deterministic_algorithms_enabled()
         out.grad_fn.register_prehook(lambda grads: torch.use_deterministic_algorithms(True))
-        out.grad_fn.register_hook(lambda grad_inputs, grad_outputs: torch.use_deterministic_algorithms(before))
+        out.grad_fn.register_hook(
+            lambda grad_inputs, grad_outputs: torch.use_deterministic_algorithms(before)
+        )
     return out.transpose(1, 2)
 
 
 def _last_rows(queries: int, keys: int) -> Tensor:
     """The bias of causal queries that are the last of the keys, never stored."""
-    from torch.nn.attention.bias import causal_lower_right  # brings torch's compiler along, two seconds few runs need
+    # brings torch's compiler along, two seconds few runs need
+    from torch.nn.attention.bias import causal_lower_right
 
     return causal_lower_right(queries, keys)

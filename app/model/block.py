@@ -1,7 +1,7 @@
 """A decoder layer is an ordered list of phases with declared inputs and outputs.
 
-The same list is run eagerly here and can be cut, recomputed or interleaved by name elsewhere, because a phase
-touches nothing but its declared values and its parameters.
+The same list is run eagerly here and can be cut, recomputed or interleaved by name elsewhere,
+because a phase touches nothing but its declared values and its parameters.
 
 Shapes: B sequences, s tokens per sequence of this rank, D hidden.
 """
@@ -39,7 +39,9 @@ class PhaseName(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """One element of a layer: `run` takes the values named in `inputs` and returns one per name in `outputs`."""
+    """One element of a layer: `run` takes the values named in `inputs` and returns one per name
+    in `outputs`.
+    """
 
     name: PhaseName
     run: Callable[..., tuple[Any, ...]]
@@ -48,10 +50,13 @@ class Phase:
     host_sync: bool = False  # whether it waits for the device
 
 
-def run_phases(phases: Sequence[Phase], values: Mapping[str, Any], keep: Sequence[str]) -> dict[str, Any]:
+def run_phases(
+    phases: Sequence[Phase], values: Mapping[str, Any], keep: Sequence[str]
+) -> dict[str, Any]:
     """Run `phases` in order over `values` (name -> value) and return the values named in `keep`.
 
-    A value is dropped after the last phase that reads it, so that what autograd does not save is freed.
+    A value is dropped after the last phase that reads it, so that what autograd does not save is
+    freed.
     """
     known = dict(values)
     for index, phase in enumerate(phases):
@@ -65,12 +70,18 @@ def run_phases(phases: Sequence[Phase], values: Mapping[str, Any], keep: Sequenc
 class RunPhases(Protocol):
     """A way to run the phases of a layer; `run_layer` is the usual one."""
 
-    def __call__(self, phases: Sequence[Phase], values: Mapping[str, Any], keep: Sequence[str]) -> dict[str, Any]:
+    def __call__(
+        self, phases: Sequence[Phase], values: Mapping[str, Any], keep: Sequence[str]
+    ) -> dict[str, Any]:
         """Values before -> the values named in `keep` behind."""
 
 
-def run_layer(phases: Sequence[Phase], values: Mapping[str, Any], keep: Sequence[str]) -> dict[str, Any]:
-    """`run_phases` for a layer or a part of one, of which everything behind attention is recomputed where that is asked for."""
+def run_layer(
+    phases: Sequence[Phase], values: Mapping[str, Any], keep: Sequence[str]
+) -> dict[str, Any]:
+    """`run_phases` for a layer or a part of one, of which everything behind attention is
+    recomputed where that is asked for.
+    """
     again = values["context"].again
     routes = any(phase.name is PhaseName.route for phase in phases)
     if not routes or Recompute.moe not in again.phases:
@@ -85,7 +96,8 @@ def run_layer(phases: Sequence[Phase], values: Mapping[str, Any], keep: Sequence
 
 
 class Layer(nn.Module):
-    """Residual decoder layer: an attention phase, then the phases of its `body` (dense or mixture of experts).
+    """Residual decoder layer: an attention phase, then the phases of its `body` (dense or mixture
+    of experts).
 
     `phases` read and write the values x (B × s × D), context (Context) and whatever they declare.
     """
@@ -95,14 +107,16 @@ class Layer(nn.Module):
         self.attn_norm = RMSNorm(model.hidden_size, model.norm_eps)
         self.attn = Attention(model, peers)
         self.body = body
-        attn = Phase(PhaseName.attn, self._attend, ("x", "context"), ("x",))
+        attn = Phase(PhaseName.attn, self._attend, ("x", "context"), outputs=("x",))
         self.phases: tuple[Phase, ...] = (attn, *body.phases)
 
     def _attend(self, x_BsD: Tensor, context: Context) -> tuple[Tensor]:
         h_BsD = context.again.output(Recompute.norm, self.attn_norm, x_BsD)
         return (x_BsD + self.attn(h_BsD, context),)
 
-    def forward(self, x_BsD: Tensor, context: Context, run: RunPhases = run_layer) -> tuple[Tensor, Any]:
+    def forward(
+        self, x_BsD: Tensor, context: Context, run: RunPhases = run_layer
+    ) -> tuple[Tensor, Any]:
         """B × s × D -> (B × s × D, the router's report or None)."""
         out = run(self.phases, {"x": x_BsD, "context": context}, ("x", "routing"))
         return out["x"], out["routing"]
@@ -115,7 +129,7 @@ class DenseBody(nn.Module):
         super().__init__()
         self.norm = RMSNorm(model.hidden_size, model.norm_eps)
         self.mlp = Mlp(model.hidden_size, model.ffn_hidden_size, peers)
-        self.phases = (Phase(PhaseName.mlp, self._feed_forward, ("x", "context"), ("x",)),)
+        self.phases = (Phase(PhaseName.mlp, self._feed_forward, ("x", "context"), outputs=("x",)),)
 
     def _feed_forward(self, x_BsD: Tensor, context: Context) -> tuple[Tensor]:
         h_BsD = context.again.output(Recompute.norm, self.norm, x_BsD)

@@ -1,7 +1,7 @@
 """One stage of the model on one rank: optional embedding, some layers, optional head.
 
-Shapes: B sequences, S tokens per sequence of a context-parallel rank, s = S / tp of them between matrices, K tokens of a
-whole sequence, D hidden, V vocabulary.
+Shapes: B sequences, S tokens per sequence of a context-parallel rank, s = S / tp of them between
+matrices, K tokens of a whole sequence, D hidden, V vocabulary.
 """
 
 from __future__ import annotations
@@ -28,17 +28,20 @@ from app.model.tensor_parallel import lookup, widen
 
 @dataclass(frozen=True, slots=True)
 class ChunkOutput:
-    """What a forward of a chunk returns: hidden states, normed behind the last layer, and one router report per MoE layer."""
+    """What a forward of a chunk returns: hidden states, normed behind the last layer, and one
+    router report per MoE layer.
+    """
 
     x: Tensor
     routing: tuple[Any, ...]
 
 
 class Chunk(nn.Module):
-    """Layers `layers` (global layer index -> layer) of a model, with its embedding and head where asked for.
+    """Layers `layers` (global layer index -> layer) of a model, with its embedding and head where
+    asked for.
 
-    `repeatable` keeps to attention kernels whose gradients repeat bit for bit; `chunk_tokens` is how many tokens have
-    logits at once.
+    `repeatable` keeps to attention kernels whose gradients repeat bit for bit; `chunk_tokens` is
+    how many tokens have logits at once.
     """
 
     def __init__(
@@ -52,15 +55,21 @@ class Chunk(nn.Module):
         chunk_tokens: int | None = None,
     ) -> None:
         super().__init__()
-        self.model, self.peers, self.repeatable, self.chunk_tokens = model, peers, repeatable, chunk_tokens
-        self.first, self.last = embedding, head
-        tied = embedding or (head and model.tie_embeddings)  # a last stage of its own has a copy of a tied table
+        self.model = model
+        self.peers = peers
+        self.repeatable = repeatable
+        self.chunk_tokens = chunk_tokens
+        self.first = embedding
+        self.last = head
+        # a last stage of its own has a copy of a tied table
+        tied = embedding or (head and model.tie_embeddings)
         rows = model.vocab_size // size(peers.tp), model.hidden_size
         self.embedding = nn.Parameter(torch.empty(*rows)) if tied else None
         self.layers = nn.ModuleDict({str(index): layer for index, layer in layers.items()})
         self.norm = RMSNorm(model.hidden_size, model.norm_eps) if head else None
         self.head = nn.Parameter(torch.empty(*rows)) if head and not model.tie_embeddings else None
-        self.wait_for_head: Callable[[], None] = nothing  # until the head's table is whole, where it may still be on its way
+        # until the head's table is whole, where it may still be on its way
+        self.wait_for_head: Callable[[], None] = nothing
 
     def context(
         self,
@@ -71,48 +80,82 @@ class Chunk(nn.Module):
     ) -> Context:
         """What the layers need besides the hidden states.
 
-        Backward leaves weight gradients in `later` if there is one, and computes the parts named in `again` once more.
+        Backward leaves weight gradients in `later` if there is one, and computes the parts named in
+        `again` once more.
         """
-        mask = None if documents_BK is None else document_mask(documents_BK, self._queries(documents_BK))
-        width, theta = self.model.head_width, self.model.rope_theta
+        mask = (
+            None
+            if documents_BK is None
+            else document_mask(documents_BK, self._queries(documents_BK))
+        )
+        width = self.model.head_width
+        theta = self.model.rope_theta
         draws = self.model.moe is not None and self.model.moe.jitter_eps > 0
-        return layer_context(positions_BS, mask, width, theta, self.repeatable, later, Again(frozenset(again), draws))
+        return layer_context(
+            positions_BS,
+            mask,
+            width,
+            theta=theta,
+            repeatable=self.repeatable,
+            later=later,
+            again=Again(frozenset(again), draws),
+        )
 
     def _queries(self, documents_BK: Tensor) -> Tensor:
         """Places in the sequence of the tokens that attention has queries of."""
         cp = 1 if self.peers.cp_comm_type is CpComm.all_to_all else size(self.peers.cp)
-        return own_tokens(documents_BK.shape[1], cp, rank(self.peers.cp) % cp, documents_BK.device)
+        return own_tokens(
+            documents_BK.shape[1], cp, rank(self.peers.cp) % cp, device=documents_BK.device
+        )
 
     def forward(
-        self, x: Tensor, context: Context, recompute: bool = False, runs: Sequence[RunPhases] | None = None
+        self,
+        x: Tensor,
+        context: Context,
+        recompute: bool = False,
+        runs: Sequence[RunPhases] | None = None,
     ) -> ChunkOutput:
-        """Tokens B × S (first stage) or hidden states B × s × D -> hidden states B × s × D, s = S / tp.
+        """Tokens B × S (first stage) or hidden states B × s × D -> hidden states B × s × D, s = S /
+        tp.
 
-        recompute: only the input of each layer is kept, and backward runs the layer's forward again (Chen et al. 2016).
-        `runs`: how each layer runs its phases, if not the usual way.
+        recompute: only the input of each layer is kept, and backward runs the layer's forward again
+        (Chen et al. 2016). `runs`: how each layer runs its phases, if not the usual way.
         """
         if self.first:
             x = lookup(x, self.embedding, self.peers.tp)
         routing = []
         with context.again.forward():
-            for layer, run in zip(self.layers.values(), runs or [run_layer] * len(self.layers), strict=True):
+            for layer, run in zip(
+                self.layers.values(), runs or [run_layer] * len(self.layers), strict=True
+            ):
                 x, report = recomputed(layer, x, context) if recompute else layer(x, context, run)
                 if report is not None:
                     routing.append(report)
         return ChunkOutput(x if self.norm is None else self.norm(x), tuple(routing))
 
     def loss(self, x_BsD: Tensor, labels_BS: Tensor, context: Context) -> Tensor:
-        """Cross-entropy of the last stage's output, nats, summed over the positions with a label; a scalar."""
+        """Cross-entropy of the last stage's output, nats, summed over the positions with a
+        label; a scalar.
+        """
         later = context.later
         if self.first and self.head is None and later is not None and not later.waits:
-            later = None  # a table with two gradients: autograd adds them up, and says once that they have arrived
+            # a table with two gradients: autograd adds them up, and says once that they have
+            # arrived
+            later = None
         self.wait_for_head()
-        return summed_loss(x_BsD, self.table, labels_BS, self.peers.tp, self.chunk_tokens, later)
+        return summed_loss(
+            x_BsD,
+            self.table,
+            labels_BS,
+            group=self.peers.tp,
+            chunk_tokens=self.chunk_tokens,
+            later=later,
+        )
 
     def logits(self, x_BsD: Tensor) -> Tensor:
         """This rank's columns of the logits of the last stage's output: B × S × V / tp."""
         self.wait_for_head()
-        return widen(x_BsD, self.table, self.peers.tp, None)
+        return widen(x_BsD, self.table, self.peers.tp, later=None)
 
     @property
     def table(self) -> nn.Parameter:
@@ -128,4 +171,6 @@ def nothing() -> None:
 
 def recomputed(layer: Layer, x_BsD: Tensor, context: Context) -> tuple[Tensor, Any]:
     """The layer, of whose forward nothing but the input is kept."""
-    return checkpoint(layer, x_BsD, context, use_reentrant=False, preserve_rng_state=context.again.draws)
+    return checkpoint(
+        layer, x_BsD, context, use_reentrant=False, preserve_rng_state=context.again.draws
+    )

@@ -1,12 +1,13 @@
 """Sequences cut over context-parallel ranks, and how attention sees all of one.
 
-A causal query late in a sequence looks at more keys than an early one. So a sequence is cut into 2P pieces, and rank r has
-pieces r and 2P - 1 - r, one after the other ("zigzag"): all ranks have the same work. Attention then needs keys and values
-of the other ranks. Either every rank gathers all of them (Llama 3, arXiv 2407.21783), or the ranks trade: each gets whole
-sequences of its share of the heads and gives the result back (Ulysses, arXiv 2309.14509).
+A causal query late in a sequence looks at more keys than an early one. So a sequence is cut into 2P
+pieces, and rank r has pieces r and 2P - 1 - r, one after the other ("zigzag"): all ranks have the
+same work. Attention then needs keys and values of the other ranks. Either every rank gathers all of
+them (Llama 3, arXiv 2407.21783), or the ranks trade: each gets whole sequences of its share of the
+heads and gives the result back (Ulysses, arXiv 2309.14509).
 
-Shapes: P ranks, B sequences, S tokens per sequence, s = S / P of them here, C = S / 2P tokens of a piece, F width of what
-moves per token.
+Shapes: P ranks, B sequences, S tokens per sequence, s = S / P of them here, C = S / 2P tokens of a
+piece, F width of what moves per token.
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ from app.compat import all_gather, all_to_all, reduce_scatter
 
 
 def own_tokens(seq_len: int, ranks: int, rank: int, device: torch.device | None = None) -> Tensor:
-    """Places in the sequence of the tokens of one rank, int64 [seq_len / ranks]; `seq_len` divides by 2 · ranks."""
+    """Places in the sequence of the tokens of one rank, int64 [seq_len / ranks]; `seq_len`
+    divides by 2 · ranks.
+    """
     places = torch.arange(seq_len, device=device)
     if ranks == 1:
         return places
@@ -39,7 +42,9 @@ def in_sequence(parts_PBsF: Tensor) -> Tensor:
 def in_parts(whole_BSF: Tensor, ranks: int) -> Tensor:
     """What each rank has of a sequence: B × S × F -> P × B × s × F."""
     pieces = whole_BSF.chunk(2 * ranks, dim=1)
-    return torch.stack([torch.cat((pieces[rank], pieces[-1 - rank]), dim=1) for rank in range(ranks)])
+    return torch.stack(
+        [torch.cat((pieces[rank], pieces[-1 - rank]), dim=1) for rank in range(ranks)]
+    )
 
 
 def gather_sequence(x_BsF: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -48,7 +53,9 @@ def gather_sequence(x_BsF: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def trade_for_heads(x_BsPF: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """This rank's tokens of all shares of the heads for all tokens of its own share: B × s × P × F -> B × S × F."""
+    """This rank's tokens of all shares of the heads for all tokens of its own share: B × s × P ×
+    F -> B × S × F.
+    """
     return in_sequence(_AllToAll.apply(x_BsPF.movedim(2, 0), group))
 
 

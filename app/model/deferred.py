@@ -1,9 +1,11 @@
 """Matrix products whose weight gradients go elsewhere than to autograd.
 
-Into a queue, where they wait: what lets a pipeline send its input gradient first (Qi et al. 2023). Or straight into sums of
-more bits than the weights have: the product itself adds to them, and no gradient of one microbatch is ever stored.
+Into a queue, where they wait: what lets a pipeline send its input gradient first (Qi et al. 2023).
+Or straight into sums of more bits than the weights have: the product itself adds to them, and no
+gradient of one microbatch is ever stored.
 
-Shapes: T rows, I input width, O output width, E experts; rows of an expert end at its offset in `ends_E`.
+Shapes: T rows, I input width, O output width, E experts; rows of an expert end at its offset in
+`ends_E`.
 """
 
 from __future__ import annotations
@@ -90,10 +92,12 @@ class GroupedProduct(Gradient):
         return F.grouped_mm(self.rows_TI.T, self.grad_TO, offs=self.ends_E)
 
     def add_to(self, total: Tensor) -> None:
-        """Where Triton and a GPU like Hopper are, sums of more bits are added to inside the product, and rounded once."""
+        """Where Triton and a GPU like Hopper are, sums of more bits are added to inside the
+        product, and rounded once.
+        """
         wide = total.dtype.itemsize > self.rows_TI.dtype.itemsize
         if wide and usable(total) and moves_tiles(total.device):
-            add_grouped_gradient(total, self.rows_TI, self.grad_TO, self.ends_E)
+            add_grouped_gradient(total, self.rows_TI, self.grad_TO, ends_E=self.ends_E)
         else:
             total.add_(self())
 
@@ -142,17 +146,22 @@ class WeightQueue:
 
 
 def linear(x: Tensor, weight_OI: nn.Parameter, later: Later | None) -> Tensor:
-    """x · weightᵀ over the last dimension; with `later`, backward leaves the weight's gradient there."""
+    """x · weightᵀ over the last dimension; with `later`, backward leaves the weight's gradient
+    there.
+    """
     return F.linear(x, weight_OI) if later is None else _Linear.apply(x, weight_OI, later)
 
 
-def grouped_linear(rows_TI: Tensor, weight_EIO: nn.Parameter, ends_E: Tensor, later: Later | None) -> Tensor:
+def grouped_linear(
+    rows_TI: Tensor, weight_EIO: nn.Parameter, ends_E: Tensor, later: Later | None
+) -> Tensor:
     """Rows of expert e, up to its end offset, times weight[e]; with `later` as `linear`."""
     if later is not None:
         return _GroupedLinear.apply(rows_TI, weight_EIO, ends_E, later)
     out_TO = F.grouped_mm(rows_TI, weight_EIO, offs=ends_E)
     if out_TO.requires_grad:
-        out_TO.register_hook(torch.Tensor.contiguous)  # its backward refuses expanded gradients, such as a sum's
+        # its backward refuses expanded gradients, such as a sum's
+        out_TO.register_hook(torch.Tensor.contiguous)
     return out_TO
 
 
@@ -160,7 +169,8 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight_OI: nn.Parameter, later: Later) -> Tensor:
         ctx.save_for_backward(x)
-        ctx.weight_OI, ctx.later = weight_OI, later
+        ctx.weight_OI = weight_OI
+        ctx.later = later
         return F.linear(x, weight_OI)
 
     @staticmethod
@@ -173,9 +183,12 @@ class _Linear(torch.autograd.Function):
 
 class _GroupedLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows_TI: Tensor, weight_EIO: nn.Parameter, ends_E: Tensor, later: Later) -> Tensor:
+    def forward(
+        ctx: Any, rows_TI: Tensor, weight_EIO: nn.Parameter, ends_E: Tensor, later: Later
+    ) -> Tensor:
         ctx.save_for_backward(rows_TI, ends_E)
-        ctx.weight_EIO, ctx.later = weight_EIO, later
+        ctx.weight_EIO = weight_EIO
+        ctx.later = later
         return F.grouped_mm(rows_TI, weight_EIO, offs=ends_E)
 
     @staticmethod

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from app.config import ModelConfig
-from app.plan.blocks import EXPERTS
-from app.plan.reshard import Block
+from app.plan.sharding.blocks import EXPERTS
+from app.plan.sharding.reshard import Block
 
 
 def _generator(seed: int, name: str, device: torch.device) -> torch.Generator:
@@ -20,35 +20,57 @@ def _generator(seed: int, name: str, device: torch.device) -> torch.Generator:
 
 
 def _std(leaf: str, model: ModelConfig) -> float:
-    return model.init_std / math.sqrt(2 * model.num_layers) if leaf in ("wo", "w_down") else model.init_std
+    return (
+        model.init_std / math.sqrt(2 * model.num_layers)
+        if leaf in ("wo", "w_down")
+        else model.init_std
+    )
 
 
 @torch.no_grad()
 def init_weights(named: Iterable[tuple[str, Tensor, Block]], model: ModelConfig, seed: int) -> None:
-    """Fill materialised parameters in place; each entry is (global name, tensor, the block of the global one that it is).
+    """Fill materialised parameters in place; each entry is (global name, tensor, the block of the
+    global one that it is).
 
     | parameter | distribution |
     |---|---|
     | norm weights (1-D `weight`) | 1 |
-    | `wo`, `w_down`: what writes to the residual stream | N(0, init_std / √(2·num_layers)) (GPT-2) |
+    | `wo`, `w_down`: what writes to the residual stream | N(0, init_std / √(2·num_layers)) (GPT-2)
+    |
     | everything else: embedding, head, `wqkv`, `w_up`, router, gate | N(0, init_std) |
 
-    Every parameter, and every expert of a stacked one, has its own generator seeded by (seed, global name), so
-    that values depend neither on the order of creation nor on which rank holds them. A rank that holds a part draws
-    the whole and keeps its part.
+    Every parameter, and every expert of a stacked one, has its own generator seeded by (seed,
+    global name), so that values depend neither on the order of creation nor on which rank holds
+    them. A rank that holds a part draws the whole and keeps its part.
     """
     for name, tensor, block in named:
-        leaf, own, held = name.rsplit(".", 1)[-1], tensor.view(block.sizes), tuple(map(slice, block.start, block.stop))
+        leaf = name.rsplit(".", 1)[-1]
+        own = tensor.view(block.sizes)
+        held = tuple(map(slice, block.start, block.stop))
         if leaf == "weight" and tensor.dim() == 1:
             tensor.fill_(1.0)
         elif EXPERTS not in name:
-            _normal(own, block.shape, held, _std(leaf, model), _generator(seed, name, tensor.device))
+            _normal(
+                own,
+                block.shape,
+                held,
+                std=_std(leaf, model),
+                generator=_generator(seed, name, tensor.device),
+            )
         else:
             for number, expert in enumerate(own, start=block.start[0]):
                 generator = _generator(seed, f"{name}.{number}", tensor.device)
-                _normal(expert, block.shape[1:], held[1:], _std(leaf, model), generator)
+                _normal(
+                    expert, block.shape[1:], held[1:], std=_std(leaf, model), generator=generator
+                )
 
 
-def _normal(own: Tensor, shape: Sequence[int], held: tuple[slice, ...], std: float, generator: torch.Generator) -> None:
+def _normal(
+    own: Tensor,
+    shape: Sequence[int],
+    held: tuple[slice, ...],
+    std: float,
+    generator: torch.Generator,
+) -> None:
     values = torch.empty(shape, dtype=torch.float32, device=own.device)
     own.copy_(values.normal_(0.0, std, generator=generator)[held])

@@ -1,7 +1,7 @@
 """Small pieces of the transformer: RMSNorm, rotary positions, SwiGLU.
 
-Shapes: B sequences, S tokens per sequence of a context-parallel rank, s = S / tp of them between matrices, K tokens of a
-whole sequence, N heads, H head width, D hidden.
+Shapes: B sequences, S tokens per sequence of a context-parallel rank, s = S / tp of them between
+matrices, K tokens of a whole sequence, N heads, H head width, D hidden.
 """
 
 from __future__ import annotations
@@ -23,7 +23,9 @@ from app.model.tensor_parallel import narrow, widen
 
 
 class RMSNorm(nn.Module):
-    """x / rms(x) · weight over the last dimension (Zhang & Sennrich 2019); computed in fp32 inside."""
+    """x / rms(x) · weight over the last dimension (Zhang & Sennrich 2019); computed in fp32
+    inside.
+    """
 
     def __init__(self, width: int, eps: float) -> None:
         super().__init__()
@@ -45,7 +47,8 @@ class Context:
     sin_BS1H: Tensor
     mask_B1SK: Tensor | None  # True where a query may look at a key; None: plain causal
     repeatable: bool = True  # only kernels whose gradients repeat bit for bit
-    later: Later | None = None  # where backward leaves the gradients of weights; None: it computes them
+    # where backward leaves the gradients of weights; None: it computes them
+    later: Later | None = None
     again: Again = field(default_factory=Again)  # what backward computes again
 
 
@@ -58,14 +61,27 @@ def layer_context(
     later: Later | None = None,
     again: Again | None = None,
 ) -> Context:
-    """Rotary tables (Su et al. 2021, rotating the two halves of a head) for the tokens of a microbatch, and their mask."""
-    exponent = torch.arange(0, head_width, 2, device=positions_BS.device, dtype=torch.float32) / head_width
+    """Rotary tables (Su et al. 2021, rotating the two halves of a head) for the tokens of a
+    microbatch, and their mask.
+    """
+    exponent = (
+        torch.arange(0, head_width, 2, device=positions_BS.device, dtype=torch.float32) / head_width
+    )
     angles_BSH = (positions_BS[..., None].float() * theta**-exponent).repeat(1, 1, 2)
-    return Context(angles_BSH.cos()[:, :, None], angles_BSH.sin()[:, :, None], mask_B1SK, repeatable, later, again or Again())
+    return Context(
+        angles_BSH.cos()[:, :, None],
+        angles_BSH.sin()[:, :, None],
+        mask_B1SK,
+        repeatable=repeatable,
+        later=later,
+        again=again or Again(),
+    )
 
 
 def document_mask(documents_BK: Tensor, places_S: Tensor) -> Tensor:
-    """Causal mask that also keeps every query, at its place in the sequence, within its document; bool, B × 1 × S × K."""
+    """Causal mask that also keeps every query, at its place in the sequence, within its
+    document; bool, B × 1 × S × K.
+    """
     keys_K = torch.arange(documents_BK.shape[1], device=documents_BK.device)
     same_BSK = documents_BK[:, places_S, None] == documents_BK[:, None, :]
     return (same_BSK & (keys_K <= places_S[:, None]))[:, None]
@@ -79,22 +95,27 @@ def rotate(x_BSNH: Tensor, context: Context) -> Tensor:
 
 
 class Mlp(nn.Module):
-    """SwiGLU feed-forward of a dense layer, or a shared expert: silu(x·gate) · (x·up) · down (Shazeer 2020).
+    """SwiGLU feed-forward of a dense layer, or a shared expert: silu(x·gate) · (x·up) · down
+    (Shazeer 2020).
 
-    The first half of `w_up` is the gate. With tensor parallelism both halves and `w_down` are cut along `ffn`.
+    The first half of `w_up` is the gate. With tensor parallelism both halves and `w_down` are cut
+    along `ffn`.
     """
 
     def __init__(self, hidden: int, ffn: int, peers: Peers = ALONE) -> None:
         super().__init__()
-        width, self.group = ffn // size(peers.tp), peers.tp
+        width = ffn // size(peers.tp)
+        self.group = peers.tp
         self.w_up = nn.Parameter(torch.empty(2 * width, hidden))
         self.w_down = nn.Parameter(torch.empty(hidden, width))
 
-    def forward(self, x_BsD: Tensor, later: Later | None = None, again: Again | None = None) -> Tensor:
+    def forward(
+        self, x_BsD: Tensor, later: Later | None = None, again: Again | None = None
+    ) -> Tensor:
         """B × s × D -> B × s × D; `again` may have backward compute the activation again."""
-        both = widen(x_BsD, self.w_up, self.group, later)
+        both = widen(x_BsD, self.w_up, self.group, later=later)
         act = swiglu(both) if again is None else again.dropped(Recompute.mlp_act, swiglu, both)
-        return narrow(act, self.w_down, self.group, later)
+        return narrow(act, self.w_down, self.group, later=later)
 
 
 def swiglu(both: Tensor) -> Tensor:

@@ -1,11 +1,13 @@
-"""Cross-entropy of the next token straight from hidden states, with the vocabulary cut over tensor-parallel ranks.
+"""Cross-entropy of the next token straight from hidden states, with the vocabulary cut over
+tensor-parallel ranks.
 
-No rank ever has all logits of a token, and with `chunk_tokens` none has those of all its tokens: backward computes them
-again, a chunk at a time (after arXiv 2411.09009). Statistics are fp32. Ranks exchange three numbers per token: the largest
-logit, the sum of exponentials and the logit of the label.
+No rank ever has all logits of a token, and with `chunk_tokens` none has those of all its tokens:
+backward computes them again, a chunk at a time (after arXiv 2411.09009). Statistics are fp32. Ranks
+exchange three numbers per token: the largest logit, the sum of exponentials and the logit of the
+label.
 
-Shapes: B sequences, S tokens per sequence of a context-parallel rank, s = S / tp of them here, T = B · S, C tokens of a
-chunk, D hidden, V rows of this rank of the vocabulary.
+Shapes: B sequences, S tokens per sequence of a context-parallel rank, s = S / tp of them here, T =
+B · S, C tokens of a chunk, D hidden, V rows of this rank of the vocabulary.
 """
 
 from __future__ import annotations
@@ -35,22 +37,27 @@ def summed_loss(
     chunk_tokens: int | None = None,
     later: Later | None = None,
 ) -> Tensor:
-    """Cross-entropy of h · weightᵀ, nats, summed over the positions whose label is not negative; an fp32 scalar.
+    """Cross-entropy of h · weightᵀ, nats, summed over the positions whose label is not negative; an
+    fp32 scalar.
 
-    The same on every rank of `group`. With `chunk_tokens`, logits of so many tokens exist at once; otherwise all, which
-    are kept for backward in the type of the weights. `later` takes the weight's gradient as in `linear`.
+    The same on every rank of `group`. With `chunk_tokens`, logits of so many tokens exist at once;
+    otherwise all, which are kept for backward in the type of the weights. `later` takes the
+    weight's gradient as in `linear`.
     """
     return _SummedLoss.apply(h_BsD, weight_VD, labels_BS.flatten(), group, chunk_tokens, later)
 
 
 def _statistics(logits_CV: Tensor, row_C: Tensor) -> Tensor:
-    """Largest logit, sum of exponentials relative to it, and the label's logit where this rank has it, otherwise 0: [3, C]."""
+    """Largest logit, sum of exponentials relative to it, and the label's logit where this rank
+    has it, otherwise 0: [3, C].
+    """
     if usable(logits_CV):
         return cross_entropy.statistics(logits_CV, row_C)
     found = []
     for logits, row in zip(logits_CV.split(ROWS), row_C.split(ROWS), strict=True):
         wide = logits.float()
-        largest, here = wide.amax(dim=1), (row >= 0) & (row < wide.shape[1])
+        largest = wide.amax(dim=1)
+        here = (row >= 0) & (row < wide.shape[1])
         label = wide.gather(1, torch.where(here, row, 0)[:, None]).squeeze(1) * here
         found.append(torch.stack((largest, wide.sub(largest[:, None]).exp_().sum(dim=1), label)))
     return torch.cat(found, dim=1)
@@ -69,9 +76,11 @@ def _merge(statistics_3T: Tensor, group: Group) -> tuple[Tensor, Tensor]:
 
 
 def _into_gradient(logits_CV: Tensor, row_C: Tensor, lse_C: Tensor, weight_C: Tensor) -> None:
-    """Replace logits by the gradient of Σ weight · loss, (softmax - one at the label) · weight, in their own memory."""
+    """Replace logits by the gradient of Σ weight · loss, (softmax - one at the label) · weight,
+    in their own memory.
+    """
     if usable(logits_CV):
-        return cross_entropy.into_gradient(logits_CV, row_C, lse_C, weight_C)
+        return cross_entropy.into_gradient(logits_CV, row_C, lse_C, weight_C=weight_C)
     parts = (part.split(ROWS) for part in (logits_CV, row_C, lse_C, weight_C))
     for logits, row, lse, weight in zip(*parts, strict=True):
         probs = logits.float().sub_(lse[:, None]).exp_()
@@ -92,8 +101,11 @@ class _SummedLoss(torch.autograd.Function):
         chunk_tokens: int | None,
         later: Later | None,
     ) -> Tensor:
-        h_TD, row_T = gathered(h_BsD, group).flatten(0, 1), labels_T - rank(group) * len(weight_VD)
-        chunk, kept, found = chunk_tokens or len(h_TD), [], []
+        h_TD = gathered(h_BsD, group).flatten(0, 1)
+        row_T = labels_T - rank(group) * len(weight_VD)
+        chunk = chunk_tokens or len(h_TD)
+        kept = []
+        found = []
         for h_CD, row_C in zip(h_TD.split(chunk), row_T.split(chunk), strict=True):
             logits_CV = h_CD @ weight_VD.T
             found.append(_statistics(logits_CV, row_C))
@@ -101,16 +113,24 @@ class _SummedLoss(torch.autograd.Function):
         lse_T, label_T = _merge(torch.cat(found, dim=1), group)
         counts_T = labels_T >= 0
         ctx.save_for_backward(h_BsD, row_T, lse_T, counts_T, *kept)
-        ctx.weight_VD, ctx.group, ctx.chunk, ctx.later = weight_VD, group, chunk, later
+        ctx.weight_VD = weight_VD
+        ctx.group = group
+        ctx.chunk = chunk
+        ctx.later = later
         return torch.where(counts_T, lse_T - label_T, 0.0).sum()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         h_BsD, row_T, lse_T, counts_T, *kept = ctx.saved_tensors
-        weight_VD, h_TD = ctx.weight_VD, gathered(h_BsD, ctx.group).flatten(0, 1)
+        weight_VD = ctx.weight_VD
+        h_TD = gathered(h_BsD, ctx.group).flatten(0, 1)
         facts = row_T, lse_T, counts_T * grad
-        back = _whole(kept[0], h_TD, weight_VD, *facts) if kept else _chunked(ctx.chunk, h_TD, weight_VD, *facts)
+        back = (
+            _whole(kept[0], h_TD, weight_VD, *facts)
+            if kept
+            else _chunked(ctx.chunk, h_TD, weight_VD, *facts)
+        )
         grad_TD, weight_gradient = back
         grad_BsD = scattered(grad_TD.view(len(h_BsD), -1, h_TD.shape[1]), ctx.group)
         if ctx.later is None:
@@ -122,13 +142,23 @@ class _SummedLoss(torch.autograd.Function):
 Gradients = tuple[Tensor, Gradient]  # of hidden states [T, D] and of the weights [V, D]
 
 
-def _whole(logits_TV: Tensor, h_TD: Tensor, weight_VD: Tensor, row_T: Tensor, lse_T: Tensor, weight_T: Tensor) -> Gradients:
-    _into_gradient(logits_TV, row_T, lse_T, weight_T)
+def _whole(
+    logits_TV: Tensor,
+    h_TD: Tensor,
+    weight_VD: Tensor,
+    row_T: Tensor,
+    lse_T: Tensor,
+    weight_T: Tensor,
+) -> Gradients:
+    _into_gradient(logits_TV, row_T, lse_T, weight_C=weight_T)
     return logits_TV @ weight_VD, Product(logits_TV.T, h_TD)
 
 
-def _chunked(chunk: int, h_TD: Tensor, weight_VD: Tensor, row_T: Tensor, lse_T: Tensor, weight_T: Tensor) -> Gradients:
-    grad_TD, sum_VD = torch.empty_like(h_TD), torch.zeros_like(weight_VD, dtype=torch.float32)
+def _chunked(
+    chunk: int, h_TD: Tensor, weight_VD: Tensor, row_T: Tensor, lse_T: Tensor, weight_T: Tensor
+) -> Gradients:
+    grad_TD = torch.empty_like(h_TD)
+    sum_VD = torch.zeros_like(weight_VD, dtype=torch.float32)
     parts = (part.split(chunk) for part in (grad_TD, h_TD, row_T, lse_T, weight_T))
     for grad_CD, h_CD, *facts in zip(*parts, strict=True):
         logits_CV = h_CD @ weight_VD.T

@@ -13,10 +13,11 @@ from app.choices import CpComm
 class Peers:
     """Groups over which the tensors of a layer are cut; None: there is nobody else.
 
-    Between its matrices a layer has its tokens cut along the sequence, by `cp` first and each part by `tp` (sequence
-    parallelism, Korthikanti et al. 2022). Inside its matrices it has all tokens of a context-parallel rank, and the
-    matrices are cut by `tp`. Experts lie on a grid of their own over the same ranks: ep ranks have different experts, and
-    etp ranks a part each of the hidden width of the same ones.
+    Between its matrices a layer has its tokens cut along the sequence, by `cp` first and each part
+    by `tp` (sequence parallelism, Korthikanti et al. 2022). Inside its matrices it has all tokens
+    of a context-parallel rank, and the matrices are cut by `tp`. Experts lie on a grid of their own
+    over the same ranks: ep ranks have different experts, and etp ranks a part each of the hidden
+    width of the same ones.
     """
 
     tp: dist.ProcessGroup | None = None  # parts of matrices

@@ -1,8 +1,10 @@
-"""Values that backward computes again instead of having them kept (Chen et al. 2016), by the names of `Recompute`.
+"""Values that backward computes again instead of having them kept (Chen et al. 2016), by the names
+of `Recompute`.
 
-Two ways. `whole` keeps of a function only its arguments, and backward runs it once more for its own gradients. `output`
-lets a function keep what it needs, but drops its result: what later operations would save of it is computed again from the
-function's arguments when their backward asks for it. That suits cheap functions in front of matrix products.
+Two ways. `whole` keeps of a function only its arguments, and backward runs it once more for its own
+gradients. `output` lets a function keep what it needs, but drops its result: what later operations
+would save of it is computed again from the function's arguments when their backward asks for it.
+That suits cheap functions in front of matrix products.
 """
 
 from __future__ import annotations
@@ -35,7 +37,8 @@ class _Source:
         if self.value is None:
             with torch.no_grad():
                 self.value = self.function(*self.arguments)
-        value, self.readers = self.value, self.readers - 1
+        value = self.value
+        self.readers = self.readers - 1
         if not self.readers:
             self.value = None
         return value
@@ -56,15 +59,19 @@ class Again:
     """What is recomputed of one microbatch in one chunk."""
 
     phases: frozenset[Recompute] = frozenset()
-    draws: bool = False  # whether functions under `whole` draw random numbers, which have to be the same again
-    _sources: dict[int, tuple[StorageWeakRef, _Source]] = field(default_factory=dict)  # by the identity of the result's memory
+    # whether functions under `whole` draw random numbers, which have to be the same again
+    draws: bool = False
+    # by the identity of the result's memory
+    _sources: dict[int, tuple[StorageWeakRef, _Source]] = field(default_factory=dict)
     _inside: int = 0  # depth of functions under `whole`, of which nothing is kept anyway
 
     def whole(self, part: Recompute, function: Callable[..., Any], *arguments: Any) -> Any:
         """function(*arguments), of which only the arguments are kept if `part` is recomputed."""
         if part not in self.phases or self._inside or not torch.is_grad_enabled():
             return function(*arguments)
-        return checkpoint(self._within, function, *arguments, use_reentrant=False, preserve_rng_state=self.draws)
+        return checkpoint(
+            self._within, function, *arguments, use_reentrant=False, preserve_rng_state=self.draws
+        )
 
     def _within(self, function: Callable[..., Any], *arguments: Any) -> Any:
         self._inside += 1
@@ -73,17 +80,26 @@ class Again:
         finally:
             self._inside -= 1
 
-    def output(self, part: Recompute, function: Callable[..., Tensor], *arguments: Tensor) -> Tensor:
-        """function(*arguments), which later operations do not keep if `part` is recomputed. Not for views of arguments."""
+    def output(
+        self, part: Recompute, function: Callable[..., Tensor], *arguments: Tensor
+    ) -> Tensor:
+        """function(*arguments), which later operations do not keep if `part` is recomputed. Not
+        for views of arguments.
+        """
         out = function(*arguments)
         if part in self.phases and not self._inside and torch.is_grad_enabled():
             storage = out.untyped_storage()
             source = _Source(function, tuple(argument.detach() for argument in arguments))
-            self._sources[storage._cdata] = StorageWeakRef(storage), source  # the reference keeps its identity from another use
+            # the reference keeps its identity from another use
+            self._sources[storage._cdata] = StorageWeakRef(storage), source
         return out
 
-    def dropped(self, part: Recompute, function: Callable[[Tensor], Tensor], argument: Tensor) -> Tensor:
-        """function(argument), of which nothing but the argument is kept if `part` is recomputed: both ways at once."""
+    def dropped(
+        self, part: Recompute, function: Callable[[Tensor], Tensor], argument: Tensor
+    ) -> Tensor:
+        """function(argument), of which nothing but the argument is kept if `part` is recomputed:
+        both ways at once.
+        """
         return self.output(part, lambda given: self.whole(part, function, given), argument)
 
     @contextmanager
@@ -101,7 +117,7 @@ class Again:
         if source is None:
             return saved.detach()  # itself would be a cycle where an operation saves its own result
         source.readers += 1
-        return _View(source, saved.size(), saved.stride(), saved.storage_offset())
+        return _View(source, saved.size(), saved.stride(), offset=saved.storage_offset())
 
 
 def _unpack(packed: Tensor | _View) -> Tensor:

@@ -1,11 +1,13 @@
 """Matrices cut over tensor-parallel ranks, with the tokens between them cut along the sequence.
 
-A block of two matrices costs one all-gather in front of the first and one reduce-scatter behind the second, in either
-direction (Korthikanti et al. 2022). What is kept for backward is this rank's part of the tokens: the whole is gathered once
-more for the gradient of the weights. With one rank, nothing moves.
+A block of two matrices costs one all-gather in front of the first and one reduce-scatter behind the
+second, in either direction (Korthikanti et al. 2022). What is kept for backward is this rank's part
+of the tokens: the whole is gathered once more for the gradient of the weights. With one rank,
+nothing moves.
 
-Shapes: B sequences, S tokens per sequence of a context-parallel rank, s = S / tp of them here, I and O widths of a matrix
-(the cut one is this rank's part), D hidden, V rows of this rank of a vocabulary.
+Shapes: B sequences, S tokens per sequence of a context-parallel rank, s = S / tp of them here, I
+and O widths of a matrix (the cut one is this rank's part), D hidden, V rows of this rank of a
+vocabulary.
 """
 
 from __future__ import annotations
@@ -27,7 +29,9 @@ Group = dist.ProcessGroup | None
 
 
 def widen(x_BsI: Tensor, weight_OI: nn.Parameter, group: Group, later: Later | None) -> Tensor:
-    """x · weightᵀ for the tokens of all ranks: B × s × I -> B × S × O; `weight_OI` holds this rank's rows."""
+    """x · weightᵀ for the tokens of all ranks: B × s × I -> B × S × O; `weight_OI` holds this
+    rank's rows.
+    """
     if size(group) == 1:
         return linear(x_BsI, weight_OI, later)
     return _Widen.apply(x_BsI, weight_OI, group, later)
@@ -44,14 +48,17 @@ def narrow(x_BSI: Tensor, weight_OI: nn.Parameter, group: Group, later: Later | 
 def lookup(tokens_BS: Tensor, table_VD: Tensor, group: Group) -> Tensor:
     """Rows of a table that is cut along the vocabulary: B × S -> B × s × D.
 
-    Every rank looks up the tokens that it has rows for and adds nothing for the others. `F.embedding`'s backward sorts or
-    owns rows instead of using atomics, so it repeats bit for bit on CPU and GPU.
+    Every rank looks up the tokens that it has rows for and adds nothing for the others.
+    `F.embedding`'s backward sorts or owns rows instead of using atomics, so it repeats bit for bit
+    on CPU and GPU.
     """
     if size(group) == 1:
         return F.embedding(tokens_BS, table_VD)
     row_BS = tokens_BS - rank(group) * len(table_VD)
     elsewhere_BS = (row_BS < 0) | (row_BS >= len(table_VD))
-    rows_BSD = F.embedding(row_BS.masked_fill(elsewhere_BS, 0), table_VD).masked_fill(elsewhere_BS[..., None], 0)
+    rows_BSD = F.embedding(row_BS.masked_fill(elsewhere_BS, 0), table_VD).masked_fill(
+        elsewhere_BS[..., None], 0
+    )
     return scatter_tokens(rows_BSD, group)
 
 
@@ -66,7 +73,9 @@ def gathered(x_BsD: Tensor, group: Group) -> Tensor:
 
 
 def scattered(x_BSD: Tensor, group: Group) -> Tensor:
-    """The sum over the ranks, of which each keeps its tokens, without a gradient: B × S × D -> B × s × D."""
+    """The sum over the ranks, of which each keeps its tokens, without a gradient: B × S × D -> B
+    × s × D.
+    """
     return x_BSD if group is None or group.size() == 1 else _start_scatter(x_BSD, group)()
 
 
@@ -74,7 +83,8 @@ Arrival = Callable[[], Tensor]  # waits for what is on its way, and returns it
 
 
 def _start_gather(x_BsD: Tensor, group: dist.ProcessGroup) -> Arrival:
-    own_BsD, parts_PBsD = x_BsD.contiguous(), x_BsD.new_empty(group.size(), *x_BsD.shape)
+    own_BsD = x_BsD.contiguous()
+    parts_PBsD = x_BsD.new_empty(group.size(), *x_BsD.shape)
     work = all_gather(parts_PBsD, own_BsD, group, wait=False)
 
     def arrive() -> Tensor:
@@ -110,9 +120,17 @@ class _ScatterTokens(torch.autograd.Function):
 
 class _Widen(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x_BsI: Tensor, weight_OI: nn.Parameter, group: dist.ProcessGroup, later: Later | None) -> Tensor:
+    def forward(
+        ctx: Any,
+        x_BsI: Tensor,
+        weight_OI: nn.Parameter,
+        group: dist.ProcessGroup,
+        later: Later | None,
+    ) -> Tensor:
         ctx.save_for_backward(x_BsI)
-        ctx.weight_OI, ctx.group, ctx.later = weight_OI, group, later
+        ctx.weight_OI = weight_OI
+        ctx.group = group
+        ctx.later = later
         return F.linear(gathered(x_BsI, group), weight_OI)
 
     @staticmethod
@@ -122,7 +140,8 @@ class _Widen(torch.autograd.Function):
         if ctx.later is not None and ctx.later.waits:
             ctx.later.push(weight_OI, Awaited(lambda: _product(grad_BSO, gathered(x_BsI, group))))
             return scattered(grad_BSO @ weight_OI, group), None, None, None
-        x_BSI = _start_gather(x_BsI, group)  # beside the first product, and the scatter beside the second one
+        # beside the first product, and the scatter beside the second one
+        x_BSI = _start_gather(x_BsI, group)
         grad_BsI = _start_scatter(grad_BSO @ weight_OI, group)
         grad_OI = _product(grad_BSO, x_BSI())
         if ctx.later is None:

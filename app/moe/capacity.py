@@ -14,18 +14,22 @@ from app.choices import DropPolicy
 
 
 def capacity(choices: int, num_experts: int, factor: float) -> int:
-    """Most tokens that one expert takes of a rank's `choices` = T·K in a microbatch: ceil(T·K / E · factor).
+    """Most tokens that one expert takes of a rank's `choices` = T·K in a microbatch: ceil(T·K / E ·
+    factor).
 
     Source: GShard (arXiv 2006.16668), with the rounding of Megatron-Core.
     """
     return math.ceil(choices / num_experts * factor)
 
 
-def within_capacity(probs_TK: Tensor, experts_TK: Tensor, num_experts: int, limit: int, policy: DropPolicy) -> Tensor:
+def within_capacity(
+    probs_TK: Tensor, experts_TK: Tensor, num_experts: int, limit: int, policy: DropPolicy
+) -> Tensor:
     """Which choices stay when every expert takes at most `limit` of them: bool [T, K].
 
-    Those with the highest probabilities, the first tokens among equals; or for `DropPolicy.position` the first tokens.
-    Nothing waits for the device, and ties are broken by position, so the result repeats.
+    Those with the highest probabilities, the first tokens among equals; or for
+    `DropPolicy.position` the first tokens. Nothing waits for the device, and ties are broken by
+    position, so the result repeats.
     """
     experts_R = experts_TK.flatten()
     if policy is DropPolicy.position:

@@ -1,10 +1,12 @@
-"""Transport of tokens to experts: on this rank, or among the ranks that have the experts of a layer between them.
+"""Transport of tokens to experts: on this rank, or among the ranks that have the experts of a layer
+between them.
 
-Those ranks are a grid of ep × etp: ep shares of the experts, and etp parts of the hidden width of each. A rank's place in
-their group is ep_rank · etp + etp_rank.
+Those ranks are a grid of ep × etp: ep shares of the experts, and etp parts of the hidden width of
+each. A rank's place in their group is ep_rank · etp + etp_rank.
 
-Shapes: T tokens of this rank, D hidden, E experts of the layer, L = E / ep experts of this rank, K experts per token,
-R rows on this rank after the exchange, P = ep · etp ranks, N = P·T tokens of all of them, C rows per expert and rank.
+Shapes: T tokens of this rank, D hidden, E experts of the layer, L = E / ep experts of this rank, K
+experts per token, R rows on this rank after the exchange, P = ep · etp ranks, N = P·T tokens of all
+of them, C rows per expert and rank.
 """
 
 from __future__ import annotations
@@ -20,7 +22,15 @@ from torch.autograd.function import once_differentiable
 
 from app.compat import all_gather, reduce_scatter
 from app.model.peers import size
-from app.moe.permute import Permutation, combine, combine_gradients, permute, reorder, sort_by_expert, sum_rows
+from app.moe.permute import (
+    Permutation,
+    combine,
+    combine_gradients,
+    permute,
+    reorder,
+    sort_by_expert,
+    sum_rows,
+)
 
 
 class LocalDispatcher:
@@ -31,9 +41,13 @@ class LocalDispatcher:
     def __init__(self, num_experts: int) -> None:
         self.num_experts = num_experts
 
-    def preprocess(self, experts_TK: Tensor, drops: bool = False, capacity: int | None = None) -> Permutation:
+    def preprocess(
+        self, experts_TK: Tensor, drops: bool = False, capacity: int | None = None
+    ) -> Permutation:
         """Sort the rows by expert."""
-        return sort_by_expert(experts_TK, self.num_experts, drops, _filled(experts_TK, capacity))
+        return sort_by_expert(
+            experts_TK, self.num_experts, drops, rows_per_expert=_filled(experts_TK, capacity)
+        )
 
     def dispatch(self, x_TD: Tensor, record: Permutation) -> tuple[Tensor, Permutation]:
         """T × D -> T·K × D, expert-major."""
@@ -46,7 +60,9 @@ class LocalDispatcher:
 
 @dataclass(frozen=True, slots=True)
 class Counted:
-    """What preprocessing learned on the device: the exchange but for the numbers that only the host can act on."""
+    """What preprocessing learned on the device: the exchange but for the numbers that only the
+    host can act on.
+    """
 
     permutation: Permutation  # this rank's rows by expert of the whole layer, hence by destination
     sizes_2P: Tensor  # rows to each rank, and from each
@@ -67,67 +83,103 @@ class Exchange:
 
 
 class AllToAllDispatcher:
-    """Rows travel by all_to_all: counts are gathered and copied to the host once, or known when experts are filled up.
+    """Rows travel by all_to_all: counts are gathered and copied to the host once, or known when
+    experts are filled up.
 
-    Preprocessing stays on the device, so a graph may hold it. The copy starts behind it and is waited for just before the
-    exchange, while the device sorts the rows.
+    Preprocessing stays on the device, so a graph may hold it. The copy starts behind it and is
+    waited for just before the exchange, while the device sorts the rows.
 
-    An expert in etp parts is etp experts to this class, one on each of the ranks that share it: a row goes to all of them,
-    and what comes back is added up with the K rows of a token, in fp32. So rows travel etp times, but in one exchange
-    instead of an exchange and a gather, and back in one instead of a reduction and an exchange.
+    An expert in etp parts is etp experts to this class, one on each of the ranks that share it: a
+    row goes to all of them, and what comes back is added up with the K rows of a token, in fp32. So
+    rows travel etp times, but in one exchange instead of an exchange and a gather, and back in one
+    instead of a reduction and an exchange.
     """
 
     host_sync = True
 
     def __init__(self, num_experts: int, group: dist.ProcessGroup, etp: int = 1) -> None:
-        self.group, self.etp = group, etp
+        self.group = group
+        self.etp = etp
         self.parts = num_experts * etp  # parts of experts, all equally large
         self.local = self.parts // size(group)
 
-    def preprocess(self, experts_TK: Tensor, drops: bool = False, capacity: int | None = None) -> Counted | Exchange:
+    def preprocess(
+        self, experts_TK: Tensor, drops: bool = False, capacity: int | None = None
+    ) -> Counted | Exchange:
         """Lay out what leaves and what arrives, as far as the device can."""
         rows = _filled(experts_TK, capacity)
-        permutation = sort_by_expert(self._parts_of(experts_TK), self.parts, drops, rows)
+        permutation = sort_by_expert(
+            self._parts_of(experts_TK), self.parts, drops, rows_per_expert=rows
+        )
         return self._count(permutation) if rows is None else self._even(permutation, rows)
 
     def _parts_of(self, experts_TK: Tensor) -> Tensor:
-        """T × K·etp: part j of expert e is on rank (e // L)·etp + j, which has parts rank·L to (rank + 1)·L."""
+        """T × K·etp: part j of expert e is on rank (e // L)·etp + j, which has parts rank·L to
+        (rank + 1)·L.
+        """
         if self.etp == 1:
             return experts_TK
-        rank_TKj = (experts_TK // self.local * self.etp)[..., None] + torch.arange(self.etp, device=experts_TK.device)
+        rank_TKj = (experts_TK // self.local * self.etp)[..., None] + torch.arange(
+            self.etp, device=experts_TK.device
+        )
         return (rank_TKj * self.local + (experts_TK % self.local)[..., None]).flatten(1)
 
     def _count(self, permutation: Permutation) -> Counted:
         ranks = self.group.size()
         counts_E = permutation.ends_E.diff(prepend=permutation.ends_E.new_zeros(1))
-        counts_PPL = counts_E.new_empty(ranks, ranks, self.local)  # source, destination, expert of the destination
+        # source, destination, expert of the destination
+        counts_PPL = counts_E.new_empty(ranks, ranks, self.local)
         all_gather(counts_PPL, counts_E, self.group)
         here_PL = counts_PPL[:, self.group.rank()]
         sizes_2P = torch.stack((counts_E.view(ranks, -1).sum(1), here_PL.sum(1)))
-        return Counted(permutation, sizes_2P, here_PL, here_PL.sum(0).cumsum(0).to(torch.int32))
+        return Counted(
+            permutation, sizes_2P, here_PL, ends_E=here_PL.sum(0).cumsum(0).to(torch.int32)
+        )
 
     def _uneven(self, counted: Counted, sent: Sequence[int], received: Sequence[int]) -> Exchange:
         order_R, inverse_R = group_by_expert(counted.here_PL, sum(received))
-        return Exchange(counted.permutation, tuple(sent), tuple(received), order_R, inverse_R, counted.ends_E)
+        return Exchange(
+            counted.permutation,
+            tuple(sent),
+            tuple(received),
+            order_R=order_R,
+            inverse_R=inverse_R,
+            ends_E=counted.ends_E,
+        )
 
     def _even(self, permutation: Permutation, rows: int) -> Exchange:
-        ranks, local = self.group.size(), self.local
+        ranks = self.group.size()
+        local = self.local
         split = (local * rows,) * ranks
         rows_R = torch.arange(sum(split), device=permutation.ends_E.device)
-        order_R, inverse_R = (rows_R.view(a, b, rows).transpose(0, 1).flatten() for a, b in ((ranks, local), (local, ranks)))
-        return Exchange(permutation, split, split, order_R, inverse_R, permutation.ends_E[:local] * ranks)
+        order_R, inverse_R = (
+            rows_R.view(a, b, rows).transpose(0, 1).flatten()
+            for a, b in ((ranks, local), (local, ranks))
+        )
+        return Exchange(
+            permutation,
+            split,
+            split,
+            order_R=order_R,
+            inverse_R=inverse_R,
+            ends_E=permutation.ends_E[:local] * ranks,
+        )
 
     def dispatch(self, x_TD: Tensor, record: Counted | Exchange) -> tuple[Tensor, Exchange]:
         """T × D -> R × D, expert-major; waits for the counts where there are any."""
         if isinstance(record, Exchange):
-            rows, exchange = permute(x_TD, record.permutation), record
+            rows = permute(x_TD, record.permutation)
+            exchange = record
         else:
-            arrive, permutation = start_to_host(record.sizes_2P), record.permutation
+            arrive = start_to_host(record.sizes_2P)
+            permutation = record.permutation
             if permutation.kept_TK is None:
                 rows, (sent, received) = permute(x_TD, permutation), arrive()
             else:  # what is dropped stays
                 sent, received = arrive()
-                permutation = replace(permutation, token_of_row_R=permutation.token_of_row_R[: sum(sent)])
+                permutation = replace(
+                    permutation, token_of_row_R=permutation.token_of_row_R[: sum(sent)]
+                )
                 rows = permute(x_TD, permutation)
             exchange = self._uneven(replace(record, permutation=permutation), sent, received)
         rows = _AllToAll.apply(rows, exchange.sent, exchange.received, self.group)
@@ -137,7 +189,9 @@ class AllToAllDispatcher:
         """R × D -> T × D."""
         rows = reorder(rows_RD, record.inverse_R, record.order_R)
         rows = _AllToAll.apply(rows, record.received, record.sent, self.group)
-        probs = probs_TK if self.etp == 1 else probs_TK[..., None].expand(-1, -1, self.etp).flatten(1)
+        probs = (
+            probs_TK if self.etp == 1 else probs_TK[..., None].expand(-1, -1, self.etp).flatten(1)
+        )
         return combine(rows, probs, record.permutation)
 
 
@@ -149,11 +203,13 @@ class Uncounted:
 
 
 class AllGatherDispatcher:
-    """Every rank of the group gets all tokens, which must be equally many on each, and takes those of its experts.
+    """Every rank of the group gets all tokens, which must be equally many on each, and takes those
+    of its experts.
 
-    What its experts add to a token is summed in fp32, and a reduce-scatter in fp32 brings the sums home. Backward mirrors it.
-    Moves N·D elements whatever K is, so it suits a few ranks with many experts per token. The host waits once, before the
-    gather, for the number of rows, unless experts are filled up.
+    What its experts add to a token is summed in fp32, and a reduce-scatter in fp32 brings the sums
+    home. Backward mirrors it. Moves N·D elements whatever K is, so it suits a few ranks with many
+    experts per token. The host waits once, before the gather, for the number of rows, unless
+    experts are filled up.
     """
 
     host_sync = True
@@ -166,19 +222,26 @@ class AllGatherDispatcher:
     def preprocess(
         self, experts_TK: Tensor, drops: bool = False, capacity: int | None = None
     ) -> Permutation | Uncounted:
-        """Gather the choices; the permutation leads from the tokens of all ranks to the rows of this rank's experts.
+        """Gather the choices; the permutation leads from the tokens of all ranks to the rows of
+        this rank's experts.
 
         What others' experts do is dropped here, so `drops` changes nothing.
         """
-        rows, ranks = _filled(experts_TK, capacity), self.group.size()
+        rows = _filled(experts_TK, capacity)
+        ranks = self.group.size()
         chosen_NK = _gathered(experts_TK, self.group) - self.first
         elsewhere_NK = (chosen_NK < 0) | (chosen_NK >= self.local)
         if rows is None:
-            return Uncounted(sort_by_expert(chosen_NK.masked_fill(elsewhere_NK, self.local), self.local, True))
-        # C rows of each rank: fill up the rows of one expert and one rank, as if they were an expert
+            return Uncounted(
+                sort_by_expert(chosen_NK.masked_fill(elsewhere_NK, self.local), self.local, True)
+            )
+        # C rows of each rank: fill up the rows of one expert and one rank, as if they were an
+        # expert
         rank_N = torch.arange(len(chosen_NK), device=chosen_NK.device) // max(1, len(experts_TK))
-        segments_NK = (chosen_NK * ranks + rank_N[:, None]).masked_fill(elsewhere_NK, self.local * ranks)
-        found = sort_by_expert(segments_NK, self.local * ranks, True, rows)
+        segments_NK = (chosen_NK * ranks + rank_N[:, None]).masked_fill(
+            elsewhere_NK, self.local * ranks
+        )
+        found = sort_by_expert(segments_NK, self.local * ranks, True, rows_per_expert=rows)
         return replace(found, ends_E=found.ends_E[ranks - 1 :: ranks].contiguous())
 
     def dispatch(self, x_TD: Tensor, record: Permutation | Uncounted) -> tuple[Tensor, Permutation]:
@@ -186,24 +249,34 @@ class AllGatherDispatcher:
         if isinstance(record, Uncounted):
             found = record.permutation
             record = replace(found, token_of_row_R=found.token_of_row_R[: int(found.ends_E[-1])])
-        return _GatherRows.apply(x_TD, record.token_of_row_R, record.row_of_TK, record.kept_TK, self.group), record
+        return _GatherRows.apply(
+            x_TD, record.token_of_row_R, record.row_of_TK, record.kept_TK, self.group
+        ), record
 
     def combine(self, rows_RD: Tensor, probs_TK: Tensor, record: Permutation) -> Tensor:
         """R × D -> T × D."""
-        return _BringHome.apply(rows_RD, probs_TK, record.token_of_row_R, record.row_of_TK, record.kept_TK, self.group)
+        return _BringHome.apply(
+            rows_RD, probs_TK, record.token_of_row_R, record.row_of_TK, record.kept_TK, self.group
+        )
 
 
 def group_by_expert(counts_PL: Tensor, rows: int) -> tuple[Tensor, Tensor]:
-    """Order that turns rows sorted by (source, expert) into rows sorted by (expert, source), and its inverse."""
+    """Order that turns rows sorted by (source, expert) into rows sorted by (expert, source), and
+    its inverse.
+    """
     ranks, local = counts_PL.shape
     expert_PL = torch.arange(local, device=counts_PL.device).repeat(ranks)
     expert_R = expert_PL.repeat_interleave(counts_PL.flatten(), output_size=rows)
     order_R = expert_R.argsort(stable=True)
-    return order_R, torch.empty_like(order_R).scatter_(0, order_R, torch.arange(rows, device=order_R.device))
+    return order_R, torch.empty_like(order_R).scatter_(
+        0, order_R, torch.arange(rows, device=order_R.device)
+    )
 
 
 def start_to_host(values: Tensor) -> Callable[[], list[Any]]:
-    """Start to copy a small tensor to the host; returns what waits for it, and for nothing that is launched later."""
+    """Start to copy a small tensor to the host; returns what waits for it, and for nothing that
+    is launched later.
+    """
     if not values.is_cuda:
         return values.tolist
     copy = values.to("cpu", non_blocking=True, memory_format=torch.contiguous_format)
@@ -225,15 +298,19 @@ def _filled(experts_TK: Tensor, capacity: int | None) -> int | None:
 class _AllToAll(torch.autograd.Function):
     @staticmethod
     def forward(ctx, rows, sent, received, group):  # noqa: ANN001, ANN205
-        ctx.sent, ctx.received, ctx.group = sent, received, group
-        return _exchange(rows, sent, received, group)
+        ctx.sent = sent
+        ctx.received = received
+        ctx.group = group
+        return _exchange(rows, sent, received, group=group)
 
     @staticmethod
     def backward(ctx, grad):  # noqa: ANN001, ANN205
-        return _exchange(grad, ctx.received, ctx.sent, ctx.group), None, None, None
+        return _exchange(grad, ctx.received, ctx.sent, group=ctx.group), None, None, None
 
 
-def _exchange(rows: Tensor, sent: tuple[int, ...], received: tuple[int, ...], group: dist.ProcessGroup) -> Tensor:
+def _exchange(
+    rows: Tensor, sent: tuple[int, ...], received: tuple[int, ...], group: dist.ProcessGroup
+) -> Tensor:
     out = rows.new_empty((sum(received), *rows.shape[1:]))
     dist.all_to_all_single(out, rows.contiguous(), list(received), list(sent), group=group)
     return out
@@ -244,7 +321,12 @@ class _GatherRows(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x_TD: Tensor, token_of_row_R: Tensor, row_of_NK: Tensor, kept_NK: Tensor, group: dist.ProcessGroup
+        ctx: Any,
+        x_TD: Tensor,
+        token_of_row_R: Tensor,
+        row_of_NK: Tensor,
+        kept_NK: Tensor,
+        group: dist.ProcessGroup,
     ) -> Tensor:
         ctx.save_for_backward(row_of_NK, kept_NK)
         ctx.group = group
@@ -254,12 +336,14 @@ class _GatherRows(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_RD: Tensor) -> tuple[Tensor | None, ...]:
         row_of_NK, kept_NK = ctx.saved_tensors
-        grad_ND = sum_rows(grad_RD, row_of_NK, None, kept_NK)
+        grad_ND = sum_rows(grad_RD, row_of_NK, None, kept_TK=kept_NK)
         return _scattered(grad_ND, ctx.group).to(grad_RD.dtype), None, None, None, None
 
 
 class _BringHome(torch.autograd.Function):
-    """`combine` for the tokens of all ranks, each of which ends up with the sums over all ranks for its own."""
+    """`combine` for the tokens of all ranks, each of which ends up with the sums over all ranks
+    for its own.
+    """
 
     @staticmethod
     def forward(
@@ -274,7 +358,9 @@ class _BringHome(torch.autograd.Function):
         probs_NK = _gathered(probs_TK, group)
         ctx.save_for_backward(rows_RD, probs_NK, token_of_row_R, row_of_NK, kept_NK)
         ctx.group = group
-        return _scattered(sum_rows(rows_RD, row_of_NK, probs_NK, kept_NK), group).to(rows_RD.dtype)
+        return _scattered(sum_rows(rows_RD, row_of_NK, probs_NK, kept_TK=kept_NK), group).to(
+            rows_RD.dtype
+        )
 
     @staticmethod
     @once_differentiable

@@ -1,4 +1,5 @@
-"""The experts of a layer as two grouped matrix products: one launch for all experts, group sizes read on the device.
+"""The experts of a layer as two grouped matrix products: one launch for all experts, group sizes
+read on the device.
 
 Shapes: R rows grouped by expert · E experts · D width · F hidden width of an expert.
 """
@@ -21,12 +22,18 @@ def grouped_swiglu(
     later: Later | None = None,
     again: Again | None = None,
 ) -> Tensor:
-    """Row r of expert e becomes (silu(r·w1ₑ[:, :F]) · (r·w1ₑ[:, F:]))·w2ₑ: [R, D] (SwiGLU, arXiv 2002.05202).
+    """Row r of expert e becomes (silu(r·w1ₑ[:, :F]) · (r·w1ₑ[:, F:]))·w2ₑ: [R, D] (SwiGLU, arXiv
+    2002.05202).
 
-    Expert e owns rows ends[e-1] to ends[e] (int32, on the rows' device). Rows from ends[-1] on are uninitialised in the
-    result and in the gradient. `again` may have backward compute the activation again. fp32, bf16 and fp16; D·itemsize and
-    F·itemsize must be multiples of 16 bytes (RuntimeError).
+    Expert e owns rows ends[e-1] to ends[e] (int32, on the rows' device). Rows from ends[-1] on are
+    uninitialised in the result and in the gradient. `again` may have backward compute the
+    activation again. fp32, bf16 and fp16; D·itemsize and F·itemsize must be multiples of 16 bytes
+    (RuntimeError).
     """
-    both_R2F = grouped_linear(rows_RD, w1_ED2F, ends_E, later)
-    act_RF = swiglu(both_R2F) if again is None else again.dropped(Recompute.experts_act, swiglu, both_R2F)
-    return grouped_linear(act_RF, w2_EFD, ends_E, later)
+    both_R2F = grouped_linear(rows_RD, w1_ED2F, ends_E, later=later)
+    act_RF = (
+        swiglu(both_R2F)
+        if again is None
+        else again.dropped(Recompute.experts_act, swiglu, both_R2F)
+    )
+    return grouped_linear(act_RF, w2_EFD, ends_E, later=later)

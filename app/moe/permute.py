@@ -1,8 +1,9 @@
-"""Moving token rows to their experts and back: gathers and ordered sums only, so every result repeats bit for bit.
+"""Moving token rows to their experts and back: gathers and ordered sums only, so every result
+repeats bit for bit.
 
-Shapes: T tokens · K experts per token · R rows, one per (token, expert), the choices · D width · E experts.
-No atomics and no wait for the device in either direction: backward never scatters with addition, because a permutation's
-transpose is a gather by its inverse.
+Shapes: T tokens · K experts per token · R rows, one per (token, expert), the choices · D width · E
+experts. No atomics and no wait for the device in either direction: backward never scatters with
+addition, because a permutation's transpose is a gather by its inverse.
 """
 
 from __future__ import annotations
@@ -22,8 +23,9 @@ from app.kernels.common import usable
 class Permutation:
     """Where rows grouped by expert come from and go back to.
 
-    R is T·K, unless rows are left out because nobody chose them here, or added to fill experts up. A choice that was dropped
-    has no row of its own: its entry of `row_of_TK` means nothing, and no row is read for it.
+    R is T·K, unless rows are left out because nobody chose them here, or added to fill experts up.
+    A choice that was dropped has no row of its own: its entry of `row_of_TK` means nothing, and no
+    row is read for it.
     """
 
     token_of_row_R: Tensor  # int64: the token each row is a copy of
@@ -32,12 +34,15 @@ class Permutation:
     kept_TK: Tensor | None = None  # bool: choices that have a row; None: all
 
 
-def sort_by_expert(experts_TK: Tensor, num_experts: int, drops: bool = False, rows_per_expert: int | None = None) -> Permutation:
+def sort_by_expert(
+    experts_TK: Tensor, num_experts: int, drops: bool = False, rows_per_expert: int | None = None
+) -> Permutation:
     """Rows in order of expert, tokens ascending within an expert; expert ids in [0, num_experts).
 
-    drops: larger ids are choices without a row. Their number is known to the device alone, so R stays T·K, and rows from
-    ends[-1] on belong to nobody. `rows_per_expert` gives every expert that many rows: the ids may not repeat more often, and
-    what nobody reads fills the rest: copies of the first token, or zeros.
+    drops: larger ids are choices without a row. Their number is known to the device alone, so R
+    stays T·K, and rows from ends[-1] on belong to nobody. `rows_per_expert` gives every expert that
+    many rows: the ids may not repeat more often, and what nobody reads fills the rest: copies of
+    the first token, or zeros.
     """
     sorted_R, place_of_row_R = _narrow(experts_TK.flatten(), num_experts).sort(stable=True)
     rows_R = torch.arange(place_of_row_R.numel(), device=experts_TK.device)
@@ -45,33 +50,48 @@ def sort_by_expert(experts_TK: Tensor, num_experts: int, drops: bool = False, ro
     tokens_R = place_of_row_R // experts_TK.shape[1]
     kept_TK = experts_TK < num_experts if drops or rows_per_expert is not None else None
     if rows_per_expert is not None:
-        sorted_R, ids_E = sorted_R.long(), ids_E.long()
-        starts_E, count = torch.searchsorted(sorted_R, ids_E), num_experts * rows_per_expert
+        sorted_R = sorted_R.long()
+        ids_E = ids_E.long()
+        starts_E = torch.searchsorted(sorted_R, ids_E)
+        count = num_experts * rows_per_expert
         shift_E = ids_E * rows_per_expert - starts_E
-        rows_R = (rows_R + shift_E[sorted_R.clamp(max=num_experts - 1)]).masked_fill(sorted_R >= num_experts, count)
+        rows_R = (rows_R + shift_E[sorted_R.clamp(max=num_experts - 1)]).masked_fill(
+            sorted_R >= num_experts, count
+        )
         tokens_R = tokens_R.new_zeros(count + 1).scatter_(0, rows_R, tokens_R)[:count]
         ends_E = ((ids_E + 1) * rows_per_expert).to(torch.int32)
     else:
         ends_E = torch.searchsorted(sorted_R, ids_E, right=True, out_int32=True)
-    row_of_TK = torch.empty_like(place_of_row_R).scatter_(0, place_of_row_R, rows_R).view_as(experts_TK)
-    return Permutation(tokens_R, row_of_TK, ends_E, kept_TK)
+    row_of_TK = (
+        torch.empty_like(place_of_row_R).scatter_(0, place_of_row_R, rows_R).view_as(experts_TK)
+    )
+    return Permutation(tokens_R, row_of_TK, ends_E, kept_TK=kept_TK)
 
 
 def permute(x_TD: Tensor, permutation: Permutation) -> Tensor:
-    """Copies of the token rows, grouped by expert: [R, D]. A token's gradient is the sum over its K rows, in fp32."""
-    return _Permute.apply(x_TD, permutation.token_of_row_R, permutation.row_of_TK, permutation.kept_TK)
+    """Copies of the token rows, grouped by expert: [R, D]. A token's gradient is the sum over
+    its K rows, in fp32.
+    """
+    return _Permute.apply(
+        x_TD, permutation.token_of_row_R, permutation.row_of_TK, permutation.kept_TK
+    )
 
 
 def combine(rows_RD: Tensor, probs_TK: Tensor, permutation: Permutation) -> Tensor:
-    """out[t] = Σ_k probs[t, k] · rows[row_of[t, k]], added in fp32 in the order of k: [T, D] in the rows' dtype.
+    """out[t] = Σ_k probs[t, k] · rows[row_of[t, k]], added in fp32 in the order of k: [T, D] in the
+    rows' dtype.
 
     Dropped choices count as 0, and so does their gradient, whatever the rows hold.
     """
-    return _Combine.apply(rows_RD, probs_TK, permutation.token_of_row_R, permutation.row_of_TK, permutation.kept_TK)
+    return _Combine.apply(
+        rows_RD, probs_TK, permutation.token_of_row_R, permutation.row_of_TK, permutation.kept_TK
+    )
 
 
 def reorder(rows_RD: Tensor, index_R: Tensor, inverse_R: Tensor) -> Tensor:
-    """rows[index] for a bijection of the rows: [R, D]; `inverse_R` undoes it: index[inverse[r]] == r."""
+    """rows[index] for a bijection of the rows: [R, D]; `inverse_R` undoes it: index[inverse[r]]
+    == r.
+    """
     return _Reorder.apply(rows_RD, index_R, inverse_R)
 
 
@@ -82,15 +102,19 @@ def sum_rows(
     kept_TK: Tensor | None,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """Σ_k weights[t, k] · rows[row_of[t, k]] (weight 1 for None): one fp32 accumulator [T, D] instead of [T, K, D].
+    """Σ_k weights[t, k] · rows[row_of[t, k]] (weight 1 for None): one fp32 accumulator [T, D]
+    instead of [T, K, D].
 
-    Without a gradient; fp64 for fp64 rows. Choices that `kept_TK` leaves out count as 0. In `dtype`, or that of the sums.
+    Without a gradient; fp64 for fp64 rows. Choices that `kept_TK` leaves out count as 0. In
+    `dtype`, or that of the sums.
     """
     if usable(rows_RD):
-        return kernels.sum_rows(rows_RD, row_of_TK, weights_TK, kept_TK, dtype or torch.float32)
+        return kernels.sum_rows(
+            rows_RD, row_of_TK, weights_TK, kept_TK=kept_TK, dtype=dtype or torch.float32
+        )
     total_TD: Tensor | None = None
     for k in range(row_of_TK.shape[1]):
-        part_TD = _wide(_pick(rows_RD, row_of_TK, kept_TK, k))
+        part_TD = _wide(_pick(rows_RD, row_of_TK, kept_TK, k=k))
         part_TD = part_TD if weights_TK is None else part_TD.mul_(weights_TK[:, k, None])
         total_TD = part_TD if total_TD is None else total_TD.add_(part_TD)
     assert total_TD is not None, "every token has at least one expert"
@@ -98,11 +122,18 @@ def sum_rows(
 
 
 def combine_gradients(
-    grad_TD: Tensor, rows_RD: Tensor, probs_TK: Tensor, token_of_row_R: Tensor, row_of_TK: Tensor, kept_TK: Tensor | None
+    grad_TD: Tensor,
+    rows_RD: Tensor,
+    probs_TK: Tensor,
+    token_of_row_R: Tensor,
+    row_of_TK: Tensor,
+    kept_TK: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """The gradients of the rows [R, D] and of the probabilities [T, K] in `combine`."""
     if usable(rows_RD):
-        return kernels.combine_gradients(grad_TD, rows_RD, probs_TK, row_of_TK, kept_TK)
+        return kernels.combine_gradients(
+            grad_TD, rows_RD, probs_TK, row_of_TK=row_of_TK, kept_TK=kept_TK
+        )
     count = len(rows_RD)
     if kept_TK is None:
         probs_R = probs_TK.new_empty(count).scatter_(0, row_of_TK.flatten(), probs_TK.flatten())
@@ -111,32 +142,46 @@ def combine_gradients(
         probs_R = probs_TK.new_zeros(count + 1).scatter_(0, places_R, probs_TK.flatten())[:count]
     # in place, so that the product with fp32 probabilities is rounded once and never stored in fp32
     grad_RD = grad_TD.index_select(0, token_of_row_R).mul_(probs_R[:, None])
-    dots_KT = [_dot(_pick(rows_RD, row_of_TK, kept_TK, k), grad_TD) for k in range(row_of_TK.shape[1])]
+    dots_KT = [
+        _dot(_pick(rows_RD, row_of_TK, kept_TK, k=k), grad_TD) for k in range(row_of_TK.shape[1])
+    ]
     return grad_RD, torch.stack(dots_KT, dim=1).to(probs_TK.dtype)
 
 
 class _Permute(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x_TD: Tensor, token_of_row_R: Tensor, row_of_TK: Tensor, kept_TK: Tensor | None) -> Tensor:
+    def forward(
+        ctx: Any, x_TD: Tensor, token_of_row_R: Tensor, row_of_TK: Tensor, kept_TK: Tensor | None
+    ) -> Tensor:
         ctx.save_for_backward(row_of_TK, kept_TK)
         if usable(x_TD):
-            return kernels.spread_rows(x_TD, row_of_TK, kept_TK, len(token_of_row_R))
+            return kernels.spread_rows(x_TD, row_of_TK, kept_TK, num_rows=len(token_of_row_R))
         return x_TD.index_select(0, token_of_row_R)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_RD: Tensor) -> tuple[Tensor, None, None, None]:
         row_of_TK, kept_TK = ctx.saved_tensors
-        return sum_rows(grad_RD, row_of_TK, None, kept_TK, grad_RD.dtype), None, None, None
+        return (
+            sum_rows(grad_RD, row_of_TK, None, kept_TK=kept_TK, dtype=grad_RD.dtype),
+            None,
+            None,
+            None,
+        )
 
 
 class _Combine(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, rows_RD: Tensor, probs_TK: Tensor, token_of_row_R: Tensor, row_of_TK: Tensor, kept_TK: Tensor | None
+        ctx: Any,
+        rows_RD: Tensor,
+        probs_TK: Tensor,
+        token_of_row_R: Tensor,
+        row_of_TK: Tensor,
+        kept_TK: Tensor | None,
     ) -> Tensor:
         ctx.save_for_backward(rows_RD, probs_TK, token_of_row_R, row_of_TK, kept_TK)
-        return sum_rows(rows_RD, row_of_TK, probs_TK, kept_TK, rows_RD.dtype)
+        return sum_rows(rows_RD, row_of_TK, probs_TK, kept_TK=kept_TK, dtype=rows_RD.dtype)
 
     @staticmethod
     @once_differentiable
@@ -158,7 +203,9 @@ class _Reorder(torch.autograd.Function):
 
 
 def _narrow(experts_R: Tensor, num_experts: int) -> Tensor:
-    """The ids in the fewest bytes, since a radix sort makes a pass for each; those that no expert has may become equal."""
+    """The ids in the fewest bytes, since a radix sort makes a pass for each; those that no
+    expert has may become equal.
+    """
     for dtype in (torch.uint8, torch.int16):
         largest = torch.iinfo(dtype).max
         if num_experts <= largest:
@@ -176,10 +223,13 @@ def _dot(a_TD: Tensor, b_TD: Tensor) -> Tensor:
 
 
 def _pick(rows_RD: Tensor, row_of_TK: Tensor, kept_TK: Tensor | None, k: int) -> Tensor:
-    """The rows of the tokens' k-th experts, zero where there is none: [T, D], in memory of its own."""
+    """The rows of the tokens' k-th experts, zero where there is none: [T, D], in memory of its
+    own.
+    """
     if kept_TK is None:
         return rows_RD.index_select(0, row_of_TK[:, k])
     if not len(rows_RD):
         return rows_RD.new_zeros(len(row_of_TK), rows_RD.shape[1])
     picked_TD = rows_RD.index_select(0, row_of_TK[:, k].clamp(max=len(rows_RD) - 1))
-    return picked_TD.masked_fill_(~kept_TK[:, k, None], 0)  # selected, not multiplied: the row may hold NaN
+    # selected, not multiplied: the row may hold NaN
+    return picked_TD.masked_fill_(~kept_TK[:, k, None], 0)

@@ -1,10 +1,11 @@
 """The feed-forward part of a mixture-of-experts layer as phases.
 
-`norm · shared · route · preprocess · dispatch · experts · combine · finish`: routing and the exchange of tokens
-are separate phases, and what preprocessing learned travels in the dispatcher's frozen record.
+`norm · shared · route · preprocess · dispatch · experts · combine · finish`: routing and the
+exchange of tokens are separate phases, and what preprocessing learned travels in the dispatcher's
+frozen record.
 
-Shapes: B sequences, s tokens per sequence of this rank, T = B·s tokens, D hidden, F feed-forward hidden, E experts, K
-experts per token, R rows (a token once per expert it goes to).
+Shapes: B sequences, s tokens per sequence of this rank, T = B·s tokens, D hidden, F feed-forward
+hidden, E experts, K experts per token, R rows (a token once per expert it goes to).
 """
 
 from __future__ import annotations
@@ -33,18 +34,24 @@ from app.moe.router import aux_loss, aux_routing, choose, in_turn, sequence_aux_
 class Dispatcher(Protocol):
     """Transport of tokens to the experts of this rank and back."""
 
-    host_sync: bool  # whether `dispatch` waits for the device, unless `preprocess` was told a capacity
+    # whether `dispatch` waits for the device, unless `preprocess` was told a capacity
+    host_sync: bool
 
-    def preprocess(self, experts_TK: Tensor, drops: bool = False, capacity: int | None = None) -> Any:
+    def preprocess(
+        self, experts_TK: Tensor, drops: bool = False, capacity: int | None = None
+    ) -> Any:
         """What the device can say of where rows go, as a frozen record; never waits.
 
-        drops: some choices have the id E, and have no part in the rest. `capacity` fills every expert up to that many rows
-        from this rank, or all its tokens if they are fewer; it must be the same on all ranks, and so must T.
+        drops: some choices have the id E, and have no part in the rest. `capacity` fills every
+        expert up to that many rows from this rank, or all its tokens if they are fewer; it must be
+        the same on all ranks, and so must T.
         """
         ...
 
     def dispatch(self, x_TD: Tensor, record: Any) -> tuple[Tensor, Any]:
-        """Tokens -> rows R × D of this rank's experts, expert-major, and a record for `combine` with their ends `ends_E`."""
+        """Tokens -> rows R × D of this rank's experts, expert-major, and a record for `combine`
+        with their ends `ends_E`.
+        """
         ...
 
     def combine(self, rows_RD: Tensor, probs_TK: Tensor, record: Any) -> Tensor:
@@ -56,7 +63,8 @@ class Dispatcher(Protocol):
 class RoutingReport:
     """What one router says about one microbatch."""
 
-    loss: Tensor  # scalar with gradient: this rank's share of the auxiliary losses, with their weights
+    # scalar with gradient: this rank's share of the auxiliary losses, with their weights
+    loss: Tensor
     aux_loss: Tensor  # scalar, weighted, detached
     z_loss: Tensor  # scalar, weighted, detached
     counts_E: Tensor  # int64: tokens of this rank that each expert of the whole layer computes
@@ -64,10 +72,12 @@ class RoutingReport:
 
 
 class Router(nn.Module):
-    """Scores tokens in fp32 and chooses `top_k` experts each, with the losses that keep experts in use.
+    """Scores tokens in fp32 and chooses `top_k` experts each, with the losses that keep experts in
+    use.
 
-    The ranks of `peers.microbatch` have parts of the same sequences. The load that a balancing loss looks at is the sum over
-    all of them, the scores are a rank's own: what the ranks report adds up to the loss of the whole microbatch.
+    The ranks of `peers.microbatch` have parts of the same sequences. The load that a balancing loss
+    looks at is the sum over all of them, the scores are a rank's own: what the ranks report adds up
+    to the loss of the whole microbatch.
     """
 
     bias_E: Tensor
@@ -76,18 +86,24 @@ class Router(nn.Module):
 
     def __init__(self, hidden: int, moe: MoEConfig, peers: Peers) -> None:
         super().__init__()
-        self.moe, self.peers = moe, peers
+        self.moe = moe
+        self.peers = peers
         self.weight = nn.Parameter(torch.empty(moe.num_experts, hidden))
         self.register_buffer("bias_E", torch.zeros(moe.num_experts, dtype=torch.float32))
         if moe.balance is Balance.global_batch:
-            self.register_buffer("load_E", torch.zeros(moe.num_experts, dtype=torch.int64), persistent=False)
-            self.register_buffer("microbatches", torch.zeros((), dtype=torch.int64), persistent=False)
+            self.register_buffer(
+                "load_E", torch.zeros(moe.num_experts, dtype=torch.int64), persistent=False
+            )
+            self.register_buffer(
+                "microbatches", torch.zeros((), dtype=torch.int64), persistent=False
+            )
 
     def start_step(self) -> None:
         """Forget the load of the step before; called before the first microbatch of each.
 
-        The loss of balance=global_batch evens the mean load of the microbatches so far, hence its value depends on how the
-        batch is cut into microbatches, and on running every microbatch's forward once.
+        The loss of balance=global_batch evens the mean load of the microbatches so far, hence its
+        value depends on how the batch is cut into microbatches, and on running every microbatch's
+        forward once.
         """
         if self.moe.balance is Balance.global_batch:
             self.load_E.zero_()
@@ -102,23 +118,36 @@ class Router(nn.Module):
         logits_TE = F.linear(self._jittered(x_BsD.flatten(0, -2).float()), self.weight.float())
         bias_E = self.bias_E if moe.bias_update_rate else None
         grouping = bias_E, moe.groups, moe.topk_groups, moe.routed_scale
-        probs_TK, experts_TK = choose(logits_TE, moe.top_k, moe.score, moe.pre_softmax, *grouping, self._forced(logits_TE))
+        probs_TK, experts_TK = choose(
+            logits_TE, moe.top_k, moe.score, moe.pre_softmax, *grouping, self._forced(logits_TE)
+        )
         if moe.capacity_factor is not None:
             limit = capacity(experts_TK.numel(), moe.num_experts, moe.capacity_factor)
-            kept_TK = within_capacity(probs_TK, experts_TK, moe.num_experts, limit, moe.drop_policy)
-            probs_TK, experts_TK = probs_TK * kept_TK, experts_TK.masked_fill(~kept_TK, moe.num_experts)
+            kept_TK = within_capacity(
+                probs_TK, experts_TK, moe.num_experts, limit=limit, policy=moe.drop_policy
+            )
+            probs_TK = probs_TK * kept_TK
+            experts_TK = experts_TK.masked_fill(~kept_TK, moe.num_experts)
         return probs_TK, experts_TK, self._report(logits_TE, experts_TK, len(x_BsD))
 
     def _jittered(self, x_TD: Tensor) -> Tensor:
-        """In training, times noise of the device's default generator (Switch Transformer, arXiv 2101.03961)."""
+        """In training, times noise of the device's default generator (Switch Transformer, arXiv
+        2101.03961).
+        """
         eps = self.moe.jitter_eps
-        return x_TD * torch.empty_like(x_TD).uniform_(1 - eps, 1 + eps) if eps and torch.is_grad_enabled() else x_TD
+        return (
+            x_TD * torch.empty_like(x_TD).uniform_(1 - eps, 1 + eps)
+            if eps and torch.is_grad_enabled()
+            else x_TD
+        )
 
     def _forced(self, logits_TE: Tensor) -> Tensor | None:
         """Experts in turn, going on from rank to rank; None: the router chooses."""
         if not self.moe.force_balance:
             return None
-        return in_turn(logits_TE, self.moe.top_k, rank(self.peers.stage) * len(logits_TE) * self.moe.top_k)
+        return in_turn(
+            logits_TE, self.moe.top_k, rank(self.peers.stage) * len(logits_TE) * self.moe.top_k
+        )
 
     def _report(self, logits_TE: Tensor, experts_TK: Tensor, sequences: int) -> RoutingReport:
         moe = self.moe
@@ -126,30 +155,45 @@ class Router(nn.Module):
         if moe.aux_loss_coeff:
             aux = self._aux_loss(logits_TE, sequences)
         if moe.z_loss_coeff:
-            z = z_loss(logits_TE, moe.z_loss_coeff, num_tokens=len(logits_TE) * size(self.peers.microbatch))
+            z = z_loss(
+                logits_TE, moe.z_loss_coeff, num_tokens=len(logits_TE) * size(self.peers.microbatch)
+            )
         drops = moe.capacity_factor is not None
         chosen_TE = logits_TE.new_zeros(len(logits_TE), moe.num_experts + drops, dtype=torch.bool)
         counts_E = chosen_TE.scatter_(1, experts_TK, True)[:, : moe.num_experts].sum(0)
         dropped = experts_TK.numel() - counts_E.sum() if drops else counts_E.new_zeros(())
-        return RoutingReport(aux + z, aux.detach(), z.detach(), counts_E, dropped)
+        return RoutingReport(aux + z, aux.detach(), z.detach(), counts_E=counts_E, dropped=dropped)
 
     def _aux_loss(self, logits_TE: Tensor, sequences: int) -> Tensor:
-        moe, peers = self.moe, self.peers
+        moe = self.moe
+        peers = self.peers
         scores_TE, map_TE = aux_routing(logits_TE, moe.top_k, moe.score)
         num_tokens = len(logits_TE) * size(peers.microbatch)
         if moe.balance is Balance.sequence:
-            scores_BsE, map_BsE = (part.unflatten(0, (sequences, -1)) for part in (scores_TE, map_TE))
+            scores_BsE, map_BsE = (
+                part.unflatten(0, (sequences, -1)) for part in (scores_TE, map_TE)
+            )
             counts_BE = _summed(map_BsE.sum(1), peers.microbatch)
-            return sequence_aux_loss(scores_BsE, counts_BE, moe.top_k, moe.aux_loss_coeff, num_tokens // sequences)
+            return sequence_aux_loss(
+                scores_BsE,
+                counts_BE,
+                moe.top_k,
+                coeff=moe.aux_loss_coeff,
+                num_tokens=num_tokens // sequences,
+            )
         if moe.balance is Balance.microbatch:
             counts_E = _summed(map_TE.sum(0), peers.microbatch)
         else:
             counts_E = self._mean_load(map_TE.sum(0))
-        return aux_loss(scores_TE, counts_E, moe.top_k, moe.aux_loss_coeff, num_tokens)
+        return aux_loss(
+            scores_TE, counts_E, moe.top_k, coeff=moe.aux_loss_coeff, num_tokens=num_tokens
+        )
 
     @torch.no_grad()
     def _mean_load(self, counts_E: Tensor) -> Tensor:
-        """Tokens per expert of a mean microbatch, over those of all data-parallel ranks in this step so far."""
+        """Tokens per expert of a mean microbatch, over those of all data-parallel ranks in this
+        step so far.
+        """
         self.load_E += _summed(counts_E, self.peers.stage)
         self.microbatches += size(self.peers.stage) // size(self.peers.microbatch)
         return self.load_E / self.microbatches
@@ -162,9 +206,11 @@ def _summed(counts: Tensor, group: dist.ProcessGroup | None) -> Tensor:
 
 
 class Experts(nn.Module):
-    """This rank's experts, stacked: weights `[expert, in, out]`, gate and up side by side in `w_up`.
+    """This rank's experts, stacked: weights `[expert, in, out]`, gate and up side by side in
+    `w_up`.
 
-    `ffn` is this rank's part of their hidden width; the sum over the parts' outputs is the experts' output.
+    `ffn` is this rank's part of their hidden width; the sum over the parts' outputs is the experts'
+    output.
     """
 
     def __init__(self, hidden: int, ffn: int, first: int, count: int) -> None:
@@ -173,43 +219,79 @@ class Experts(nn.Module):
         self.w_up = nn.Parameter(torch.empty(count, hidden, 2 * ffn))
         self.w_down = nn.Parameter(torch.empty(count, ffn, hidden))
 
-    def forward(self, rows_RD: Tensor, ends_E: Tensor, later: Later | None = None, again: Again | None = None) -> Tensor:
+    def forward(
+        self,
+        rows_RD: Tensor,
+        ends_E: Tensor,
+        later: Later | None = None,
+        again: Again | None = None,
+    ) -> Tensor:
         """Rows grouped by expert -> R × D."""
-        return grouped_swiglu(rows_RD, self.w_up, self.w_down, ends_E, later, again)
+        return grouped_swiglu(
+            rows_RD, self.w_up, self.w_down, ends_E=ends_E, later=later, again=again
+        )
 
 
 class MoEBody(nn.Module):
     """Norm, router, experts and optional shared expert of one layer.
 
-    `peers.ep_rank` of `peers.ep` ranks holds experts [ep_rank·E/ep, (ep_rank+1)·E/ep), or a part of each of them.
+    `peers.ep_rank` of `peers.ep` ranks holds experts [ep_rank·E/ep, (ep_rank+1)·E/ep), or a part of
+    each of them.
     """
 
-    def __init__(self, model: ModelConfig, moe: MoEConfig, dispatcher: Dispatcher, peers: Peers) -> None:
+    def __init__(
+        self, model: ModelConfig, moe: MoEConfig, dispatcher: Dispatcher, peers: Peers
+    ) -> None:
         super().__init__()
-        count, ffn = moe.num_experts // peers.ep, moe.ffn_hidden_size // peers.etp
+        count = moe.num_experts // peers.ep
+        ffn = moe.ffn_hidden_size // peers.etp
         self.norm = RMSNorm(model.hidden_size, model.norm_eps)
         self.router = Router(model.hidden_size, moe, peers)
-        self.experts = Experts(model.hidden_size, ffn, peers.ep_rank * count, count)
-        self.shared = Mlp(model.hidden_size, moe.shared_ffn_hidden_size, peers) if moe.shared_ffn_hidden_size else None
-        self.shared_gate = nn.Parameter(torch.empty(1, model.hidden_size)) if moe.shared_gate else None
-        self.dispatcher, self.moe = dispatcher, moe
-        self.side: torch.cuda.Stream | None = None  # where the shared expert computes; None: on the stream of everything else
+        self.experts = Experts(model.hidden_size, ffn, peers.ep_rank * count, count=count)
+        self.shared = (
+            Mlp(model.hidden_size, moe.shared_ffn_hidden_size, peers)
+            if moe.shared_ffn_hidden_size
+            else None
+        )
+        self.shared_gate = (
+            nn.Parameter(torch.empty(1, model.hidden_size)) if moe.shared_gate else None
+        )
+        self.dispatcher = dispatcher
+        self.moe = moe
+        # where the shared expert computes; None: on the stream of everything else
+        self.side: torch.cuda.Stream | None = None
         self.phases = self._phase_list()
 
     def _phase_list(self) -> tuple[Phase, ...]:
-        name, dispatcher = PhaseName, self.dispatcher
+        name = PhaseName
+        dispatcher = self.dispatcher
         waits = dispatcher.host_sync and not self.moe.pad_to_capacity
-        shared = (Phase(name.shared, self._shared, ("h", "context"), ("shared",)),) if self.shared is not None else ()
+        shared = (
+            (Phase(name.shared, self._shared, ("h", "context"), outputs=("shared",)),)
+            if self.shared is not None
+            else ()
+        )
         finish_inputs = ("x", "y", "shared") if shared else ("x", "y")
         return (
-            Phase(name.norm, self._norm, ("x", "context"), ("h",)),
+            Phase(name.norm, self._norm, ("x", "context"), outputs=("h",)),
             *shared,
-            Phase(name.route, self.router, ("h",), ("probs", "chosen", "routing")),
-            Phase(name.preprocess, self._preprocess, ("chosen",), ("record",)),
-            Phase(name.dispatch, self._dispatch, ("h", "record"), ("rows", "record"), waits),
-            Phase(name.experts, self._experts, ("rows", "record", "context"), ("rows",)),
-            Phase(name.combine, lambda rows, p, r: (dispatcher.combine(rows, p, r),), ("rows", "probs", "record"), ("y",)),
-            Phase(name.finish, self._finish, finish_inputs, ("x",)),
+            Phase(name.route, self.router, ("h",), outputs=("probs", "chosen", "routing")),
+            Phase(name.preprocess, self._preprocess, ("chosen",), outputs=("record",)),
+            Phase(
+                name.dispatch,
+                self._dispatch,
+                ("h", "record"),
+                outputs=("rows", "record"),
+                host_sync=waits,
+            ),
+            Phase(name.experts, self._experts, ("rows", "record", "context"), outputs=("rows",)),
+            Phase(
+                name.combine,
+                lambda rows, p, r: (dispatcher.combine(rows, p, r),),
+                ("rows", "probs", "record"),
+                outputs=("y",),
+            ),
+            Phase(name.finish, self._finish, finish_inputs, outputs=("x",)),
         )
 
     def _norm(self, x_BsD: Tensor, context: Context) -> tuple[Tensor]:
@@ -220,7 +302,11 @@ class MoEBody(nn.Module):
         moe = self.moe
         if moe.capacity_factor is None:
             return (self.dispatcher.preprocess(experts_TK),)
-        limit = capacity(experts_TK.numel(), moe.num_experts, moe.capacity_factor) if moe.pad_to_capacity else None
+        limit = (
+            capacity(experts_TK.numel(), moe.num_experts, moe.capacity_factor)
+            if moe.pad_to_capacity
+            else None
+        )
         return (self.dispatcher.preprocess(experts_TK, True, limit),)
 
     def _dispatch(self, h_BsD: Tensor, record: Any) -> tuple[Tensor, Any]:
@@ -235,9 +321,11 @@ class MoEBody(nn.Module):
         if self.side is None:
             self.side = torch.cuda.Stream(h.device)
         self.side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self.side):  # autograd runs its backward there too, and waits where gradients meet
+        # autograd runs its backward there too, and waits where gradients meet
+        with torch.cuda.stream(self.side):
             out = self._shared_expert(h, context)
-        h.record_stream(self.side)  # whoever frees it, now or in backward, the side stream may not be done yet
+        # whoever frees it, now or in backward, the side stream may not be done yet
+        h.record_stream(self.side)
         return (out,)
 
     def _shared_expert(self, h: Tensor, context: Context) -> Tensor:
@@ -248,7 +336,9 @@ class MoEBody(nn.Module):
         out = self.shared(h, later)
         return out if self.shared_gate is None else F.linear(h, self.shared_gate).sigmoid() * out
 
-    def _finish(self, x_BsD: Tensor, y_TD: Tensor, shared_BsD: Tensor | None = None) -> tuple[Tensor]:
+    def _finish(
+        self, x_BsD: Tensor, y_TD: Tensor, shared_BsD: Tensor | None = None
+    ) -> tuple[Tensor]:
         out_BsD = x_BsD + y_TD.view_as(x_BsD)
         if shared_BsD is None:
             return (out_BsD,)

@@ -1,4 +1,5 @@
-"""A mixture-of-experts layer written the slow, obvious way: the yardstick of the tests, in any dtype, for autograd to derive.
+"""A mixture-of-experts layer written the slow, obvious way: the yardstick of the tests, in any
+dtype, for autograd to derive.
 
 Shapes: T tokens · E experts · D width · F hidden width of an expert.
 """
@@ -20,7 +21,9 @@ def route_token(
     topk_groups: int | None = None,
     scale: float = 1.0,
 ) -> Tensor:
-    """Probabilities of one token, zero for the experts not chosen: [E]. Arguments as in `app.moe.router.route`."""
+    """Probabilities of one token, zero for the experts not chosen: [E]. Arguments as in
+    `app.moe.router.route`.
+    """
     if score == "sigmoid":
         scores_E = logits_E.sigmoid()
         ranked = (scores_E if bias_E is None else scores_E + bias_E).tolist()
@@ -29,7 +32,8 @@ def route_token(
         ranked = scores_E.tolist()
     allowed = set(range(len(ranked)))
     if groups is not None and topk_groups is not None:
-        size, best = len(ranked) // groups, top_k // topk_groups
+        size = len(ranked) // groups
+        best = top_k // topk_groups
         value = [sum(sorted(ranked[g * size : (g + 1) * size])[-best:]) for g in range(groups)]
         kept = sorted(range(groups), key=value.__getitem__)[-topk_groups:]
         allowed = {g * size + i for g in kept for i in range(size)}
@@ -39,7 +43,15 @@ def route_token(
         picked = picked.softmax(0)
     if score == "sigmoid" and top_k > 1:
         picked = picked / picked.sum()
-    return torch.stack([picked[chosen.index(e)] if e in chosen else picked.new_zeros(()) for e in range(len(ranked))]) * scale
+    return (
+        torch.stack(
+            [
+                picked[chosen.index(e)] if e in chosen else picked.new_zeros(())
+                for e in range(len(ranked))
+            ]
+        )
+        * scale
+    )
 
 
 def expert(x_TD: Tensor, w1_D2F: Tensor, w2_FD: Tensor) -> Tensor:

@@ -1,8 +1,10 @@
-"""Which experts each token goes to and with what weight, and the losses and bias that keep the experts evenly used.
+"""Which experts each token goes to and with what weight, and the losses and bias that keep the
+experts evenly used.
 
-Shapes: T tokens · E experts · K experts per token (top_k) · G groups of X = E/G experts.
-Scores, probabilities and losses are computed in fp32 (fp64 for fp64 logits). Nothing here waits for the device, and no
-result depends on the order of additions between threads, so all of it can be captured in a CUDA graph and repeats bit for bit.
+Shapes: T tokens · E experts · K experts per token (top_k) · G groups of X = E/G experts. Scores,
+probabilities and losses are computed in fp32 (fp64 for fp64 logits). Nothing here waits for the
+device, and no result depends on the order of additions between threads, so all of it can be
+captured in a CUDA graph and repeats bit for bit.
 """
 
 from __future__ import annotations
@@ -28,8 +30,19 @@ def route(
     topk_groups: int | None = None,
     scale: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Dense form of `choose`: probabilities [T, E] in the logits' dtype, zero elsewhere, and the chosen map [T, E] (bool)."""
-    probs_TK, experts_TK = choose(logits_TE, top_k, score, pre_softmax, bias_E, groups, topk_groups, scale)
+    """Dense form of `choose`: probabilities [T, E] in the logits' dtype, zero elsewhere, and the
+    chosen map [T, E] (bool).
+    """
+    probs_TK, experts_TK = choose(
+        logits_TE,
+        top_k,
+        score,
+        pre_softmax=pre_softmax,
+        bias_E=bias_E,
+        groups=groups,
+        topk_groups=topk_groups,
+        scale=scale,
+    )
     probs_TE = torch.zeros_like(logits_TE).scatter(1, experts_TK, probs_TK.to(logits_TE.dtype))
     return probs_TE, torch.zeros_like(logits_TE, dtype=torch.bool).scatter(1, experts_TK, True)
 
@@ -45,31 +58,36 @@ def choose(
     scale: float | None = None,
     forced_TK: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The top_k experts of each token, ascending, and their probabilities: [T, K] fp32 and [T, K] int64.
+    """The top_k experts of each token, ascending, and their probabilities: [T, K] fp32 and [T, K]
+    int64.
 
-    softmax: over the chosen logits, or with `pre_softmax` over all logits before choosing, not normalised again.
-    sigmoid: of each logit, normalised over the chosen ones when top_k > 1. `bias_E` is added to sigmoid scores for the
-    choice only (loss-free balancing, arXiv 2408.15664); softmax ignores it. With `groups`, only the `topk_groups` groups
-    with the largest sum of their top (top_k // topk_groups) scores stay eligible (DeepSeek-V3, arXiv 2412.19437).
-    `scale` multiplies the probabilities. `forced_TK` takes the place of the choice. Raises ValueError for an unknown score
-    or sizes that do not fit together.
+    softmax: over the chosen logits, or with `pre_softmax` over all logits before choosing, not
+    normalised again. sigmoid: of each logit, normalised over the chosen ones when top_k > 1.
+    `bias_E` is added to sigmoid scores for the choice only (loss-free balancing, arXiv 2408.15664);
+    softmax ignores it. With `groups`, only the `topk_groups` groups with the largest sum of their
+    top (top_k // topk_groups) scores stay eligible (DeepSeek-V3, arXiv 2412.19437). `scale`
+    multiplies the probabilities. `forced_TK` takes the place of the choice. Raises ValueError for
+    an unknown score or sizes that do not fit together.
     """
     score = _known(score)
-    _check_sizes(logits_TE.shape[1], top_k, groups, topk_groups)
+    _check_sizes(logits_TE.shape[1], top_k, groups, topk_groups=topk_groups)
     after_choice = score is Score.softmax and not pre_softmax
     scores_TE = _wide(logits_TE) if after_choice else _plain_scores(logits_TE, score)
     ranked_TE = scores_TE.detach()
     if bias_E is not None and score is Score.sigmoid:
         ranked_TE = ranked_TE + bias_E
     if groups is not None and topk_groups is not None:
-        ranked_TE = _within_best_groups(ranked_TE, groups, topk_groups, top_k // topk_groups)
+        ranked_TE = _within_best_groups(
+            ranked_TE, groups, topk_groups, per_group=top_k // topk_groups
+        )
     experts_TK = _top_experts(ranked_TE, top_k) if forced_TK is None else forced_TK
     probs_TK = _weigh(scores_TE.gather(1, experts_TK), score, pre_softmax)
     return (probs_TK if scale is None else probs_TK * scale), experts_TK
 
 
 def in_turn(like_TE: Tensor, top_k: int, first: int = 0) -> Tensor:
-    """Experts by turns, for benchmarks that need an even load: token t takes (first + t·K + k) mod E, ascending: int64 [T, K].
+    """Experts by turns, for benchmarks that need an even load: token t takes (first + t·K + k) mod
+    E, ascending: int64 [T, K].
 
     With `first` the number of choices before this rank's, the turn goes on from rank to rank.
     """
@@ -79,14 +97,21 @@ def in_turn(like_TE: Tensor, top_k: int, first: int = 0) -> Tensor:
 
 
 def aux_scores(logits_TE: Tensor, score: Score | str) -> Tensor:
-    """Scores of the balancing loss: softmax over all experts, or sigmoids divided by their sum: [T, E] fp32."""
+    """Scores of the balancing loss: softmax over all experts, or sigmoids divided by their sum:
+    [T, E] fp32.
+    """
     score = _known(score)
     scores_TE = _plain_scores(logits_TE, score)
-    return scores_TE if score is Score.softmax else scores_TE / (scores_TE.sum(dim=-1, keepdim=True) + TINY)
+    return (
+        scores_TE
+        if score is Score.softmax
+        else scores_TE / (scores_TE.sum(dim=-1, keepdim=True) + TINY)
+    )
 
 
 def aux_routing(logits_TE: Tensor, top_k: int, score: Score | str) -> tuple[Tensor, Tensor]:
-    """What the balancing loss looks at: `aux_scores` [T, E], and the top_k experts by them alone [T, E] (bool).
+    """What the balancing loss looks at: `aux_scores` [T, E], and the top_k experts by them alone
+    [T, E] (bool).
 
     The map knows neither bias nor groups nor drops.
     """
@@ -95,13 +120,21 @@ def aux_routing(logits_TE: Tensor, top_k: int, score: Score | str) -> tuple[Tens
     return scores_TE, torch.zeros_like(scores_TE, dtype=torch.bool).scatter(1, experts_TK, True)
 
 
-def aux_loss(scores_TE: Tensor, tokens_per_expert_E: Tensor, top_k: int, coeff: float, num_tokens: int | Tensor) -> Tensor:
-    """Load-balancing loss of one microbatch, coeff · E · Σ_e f_e · P_e: scalar, `coeff` when the load is even.
+def aux_loss(
+    scores_TE: Tensor,
+    tokens_per_expert_E: Tensor,
+    top_k: int,
+    coeff: float,
+    num_tokens: int | Tensor,
+) -> Tensor:
+    """Load-balancing loss of one microbatch, coeff · E · Σ_e f_e · P_e: scalar, `coeff` when the
+    load is even.
 
-    f_e is the share of the num_tokens · top_k assignments that expert e received (`map_TE.sum(0)` of `aux_routing`), and
-    P_e its mean score over the tokens. `num_tokens` is at least 1; a device scalar will do. Where ranks have a part of the
-    tokens each, both count all of them and the scores are a part: the losses of the ranks add up.
-    Source: GShard (arXiv 2006.16668) and Switch Transformer (arXiv 2101.03961).
+    f_e is the share of the num_tokens · top_k assignments that expert e received (`map_TE.sum(0)`
+    of `aux_routing`), and P_e its mean score over the tokens. `num_tokens` is at least 1; a device
+    scalar will do. Where ranks have a part of the tokens each, both count all of them and the
+    scores are a part: the losses of the ranks add up. Source: GShard (arXiv 2006.16668) and Switch
+    Transformer (arXiv 2101.03961).
     """
     num_experts = scores_TE.shape[1]
     overlap = (scores_TE.sum(dim=0) * tokens_per_expert_E).sum()
@@ -109,11 +142,16 @@ def aux_loss(scores_TE: Tensor, tokens_per_expert_E: Tensor, top_k: int, coeff: 
 
 
 def sequence_aux_loss(
-    scores_BSE: Tensor, tokens_per_expert_BE: Tensor, top_k: int, coeff: float, num_tokens: int | Tensor
+    scores_BSE: Tensor,
+    tokens_per_expert_BE: Tensor,
+    top_k: int,
+    coeff: float,
+    num_tokens: int | Tensor,
 ) -> Tensor:
     """The mean over sequences of `aux_loss` for each by itself: scalar.
 
-    `num_tokens` counts the tokens of a sequence: a number, or [B] on the device. Source: DeepSeek-V3 (arXiv 2412.19437).
+    `num_tokens` counts the tokens of a sequence: a number, or [B] on the device. Source:
+    DeepSeek-V3 (arXiv 2412.19437).
     """
     num_experts = scores_BSE.shape[2]
     overlap_B = (scores_BSE.sum(dim=1) * tokens_per_expert_BE).sum(dim=1)
@@ -121,19 +159,22 @@ def sequence_aux_loss(
 
 
 def z_loss(logits_TE: Tensor, coeff: float, num_tokens: int | None = None) -> Tensor:
-    """coeff · mean over tokens of logsumexp(logits)², which keeps logits small (ST-MoE, arXiv 2202.08906): scalar.
+    """coeff · mean over tokens of logsumexp(logits)², which keeps logits small (ST-MoE, arXiv
+    2202.08906): scalar.
 
-    `num_tokens` counts all tokens where these are a part of them: then the losses of the parts add up.
+    `num_tokens` counts all tokens where these are a part of them: then the losses of the parts add
+    up.
     """
     squares_T = _wide(logits_TE).logsumexp(dim=-1).square()
     return squares_T.sum() / (num_tokens or len(squares_T)) * coeff
 
 
 def update_bias(bias_E: Tensor, counts_E: Tensor, rate: float) -> Tensor:
-    """The selection bias after a step: `rate` up for experts with fewer tokens than the mean, down for those with more.
+    """The selection bias after a step: `rate` up for experts with fewer tokens than the mean, down
+    for those with more.
 
-    `counts_E` holds the step's tokens per expert over all ranks that share the bias. Compares E · count with the sum, so
-    integer counts are exact. Source: arXiv 2408.15664.
+    `counts_E` holds the step's tokens per expert over all ranks that share the bias. Compares E ·
+    count with the sum, so integer counts are exact. Source: arXiv 2408.15664.
     """
     return bias_E + rate * torch.sign(counts_E.sum() - counts_E * counts_E.numel())
 
@@ -143,7 +184,9 @@ def _wide(x: Tensor) -> Tensor:
 
 
 def _plain_scores(logits_TE: Tensor, score: Score) -> Tensor:
-    return _wide(logits_TE).softmax(dim=-1) if score is Score.softmax else _wide(logits_TE).sigmoid()
+    return (
+        _wide(logits_TE).softmax(dim=-1) if score is Score.softmax else _wide(logits_TE).sigmoid()
+    )
 
 
 def _top_experts(scores_TE: Tensor, top_k: int) -> Tensor:
@@ -165,30 +208,50 @@ def _weigh(chosen_TK: Tensor, score: Score, pre_softmax: bool) -> Tensor:
     """Probabilities of the chosen experts from their scores."""
     if score is Score.softmax:
         return chosen_TK if pre_softmax else chosen_TK.softmax(dim=-1)
-    return chosen_TK / (chosen_TK.sum(dim=-1, keepdim=True) + TINY) if chosen_TK.shape[1] > 1 else chosen_TK
+    return (
+        chosen_TK / (chosen_TK.sum(dim=-1, keepdim=True) + TINY)
+        if chosen_TK.shape[1] > 1
+        else chosen_TK
+    )
 
 
 def _known(score: Score | str) -> Score:
     try:
         return Score(score)
     except ValueError:
-        raise ValueError(f"score={score!r}: must be one of {', '.join(s.value for s in Score)}") from None
+        raise ValueError(
+            f"score={score!r}: must be one of {', '.join(s.value for s in Score)}"
+        ) from None
 
 
 def _check_sizes(num_experts: int, top_k: int, groups: int | None, topk_groups: int | None) -> None:
-    _check_range("top_k", top_k, num_experts, f"the number of experts is {num_experts}")
+    _check_range("top_k", top_k, num_experts, why=f"the number of experts is {num_experts}")
     if groups is None and topk_groups is None:
         return
     if groups is None or topk_groups is None:
         raise ValueError(f"groups={groups}, topk_groups={topk_groups}: set both or neither")
     if groups < 1 or num_experts % groups:
-        near = " or ".join(str(side.candidates[0]) for side in nearest_divisors(groups, num_experts))
-        raise ValueError(f"groups={groups}: must divide the {num_experts} experts; nearest that works: {near}")
-    _check_range("topk_groups", topk_groups, min(groups, top_k), f"there are {groups} groups and top_k={top_k}")
+        near = " or ".join(
+            str(side.candidates[0]) for side in nearest_divisors(groups, num_experts)
+        )
+        raise ValueError(
+            f"groups={groups}: must divide the {num_experts} experts; nearest that works: {near}"
+        )
+    _check_range(
+        "topk_groups",
+        topk_groups,
+        min(groups, top_k),
+        why=f"there are {groups} groups and top_k={top_k}",
+    )
     in_kept = topk_groups * (num_experts // groups)
-    _check_range("top_k", top_k, in_kept, f"the {topk_groups} kept groups have {in_kept} experts")
+    _check_range(
+        "top_k", top_k, in_kept, why=f"the {topk_groups} kept groups have {in_kept} experts"
+    )
 
 
 def _check_range(name: str, value: int, high: int, why: str) -> None:
     if not 1 <= value <= high:
-        raise ValueError(f"{name}={value}: must be 1 to {high}, {why}; nearest that works: {min(max(value, 1), high)}")
+        raise ValueError(
+            f"{name}={value}: must be 1 to {high}, {why}; nearest that works: "
+            f"{min(max(value, 1), high)}"
+        )

@@ -1,7 +1,8 @@
 """AdamW on this rank's shard of one bucket, in fp32.
 
-The shard is a contiguous part of the buffer; a parameter that crosses a shard's border is updated in pieces, each on
-the rank that owns it. Decoupled weight decay differs per parameter, so pieces are updated in two groups.
+The shard is a contiguous part of the buffer; a parameter that crosses a shard's border is updated
+in pieces, each on the rank that owns it. Decoupled weight decay differs per parameter, so pieces
+are updated in two groups.
 """
 
 from __future__ import annotations
@@ -39,14 +40,20 @@ class Piece:
 class AdamShard:
     """fp32 parameters and moments, and the gradients, of the part of a bucket that this rank owns.
 
-    In fp32 training the parameters are the buffer itself; otherwise they are a copy with more bits. Gradients are summed
-    in place: the shard is this rank's part of the gradient buffer. Gradients of fewer bits are widened for the update alone.
+    In fp32 training the parameters are the buffer itself; otherwise they are a copy with more bits.
+    Gradients are summed in place: the shard is this rank's part of the gradient buffer. Gradients
+    of fewer bits are widened for the update alone.
     """
 
     def __init__(self, buffer: FlatBuffer, bucket: int, group: dist.ProcessGroup) -> None:
-        self.buffer, self.bucket, self.group = buffer, bucket, group
-        own, whole = slice(*buffer.layout.shard(bucket, group.rank())), slice(*buffer.layout.buckets[bucket])
-        self.own_params, self.params, self.grads = buffer.params[own], buffer.params[whole], buffer.grads[whole]
+        self.buffer = buffer
+        self.bucket = bucket
+        self.group = group
+        own = slice(*buffer.layout.shard(bucket, group.rank()))
+        whole = slice(*buffer.layout.buckets[bucket])
+        self.own_params = buffer.params[own]
+        self.params = buffer.params[whole]
+        self.grads = buffer.grads[whole]
         fp32 = self.own_params.dtype == torch.float32
         self.main = self.own_params if fp32 else self.own_params.float()
         self.grad = buffer.grads[own]
@@ -61,8 +68,13 @@ class AdamShard:
         for spec, ranges in zip(self.buffer.specs, self.buffer.layout.ranges(rank), strict=True):
             for part in ranges:
                 if part.bucket == self.bucket:
-                    views = (flat[slice(*part.local)] for flat in (self.main, self.grad, self.exp_avg, self.exp_avg_sq))
-                    yield Piece(spec, part.param[0], *views, step=torch.zeros((), device=self.main.device))
+                    views = (
+                        flat[slice(*part.local)]
+                        for flat in (self.main, self.grad, self.exp_avg, self.exp_avg_sq)
+                    )
+                    yield Piece(
+                        spec, part.param[0], *views, step=torch.zeros((), device=self.main.device)
+                    )
 
     def counted_grads(self) -> list[Tensor]:
         """The gradient parts that count in norms, as few as there can be."""
@@ -70,8 +82,17 @@ class AdamShard:
             return [self.grad]
         return [piece.grad for piece in self.pieces if piece.spec.counted]
 
-    def update(self, config: OptimConfig, lr: float, weight_decay: float, grad_divisor: Tensor, skip: Tensor) -> None:
-        """One AdamW step with gradients divided by `grad_divisor`; nothing changes where `skip` is 1 (fp32 scalars)."""
+    def update(
+        self,
+        config: OptimConfig,
+        lr: float,
+        weight_decay: float,
+        grad_divisor: Tensor,
+        skip: Tensor,
+    ) -> None:
+        """One AdamW step with gradients divided by `grad_divisor`; nothing changes where `skip`
+        is 1 (fp32 scalars).
+        """
         for decays in (True, False):
             pieces = [piece for piece in self.pieces if piece.spec.decay == decays]
             if not pieces:

@@ -1,7 +1,8 @@
-"""Parameters and gradients of a chunk in contiguous buffers, cut into equal shards for data parallelism.
+"""Parameters and gradients of a chunk in contiguous buffers, cut into equal shards for data
+parallelism.
 
-The layout is a value of `app.plan.shards`: parameters in reverse order of use (the order in which their
-gradients arrive), in buckets that are padded so that every rank owns an equal shard of each.
+The layout is a value of `app.plan.shards`: parameters in reverse order of use (the order in which
+their gradients arrive), in buckets that are padded so that every rank owns an equal shard of each.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from app.plan.reshard import Block
+from app.plan.sharding.reshard import Block
 from app.plan.shards import BufferLayout
 
 
@@ -32,28 +33,45 @@ class ParamSpec:
 
 
 class FlatBuffer:
-    """One dtype's parameters of one kind (dense or expert), as views of one tensor; gradients likewise, in `grads`.
+    """One dtype's parameters of one kind (dense or expert), as views of one tensor; gradients
+    likewise, in `grads`.
 
     `arrived(bucket)` is called whenever the gradient of one of its parameters has been added to.
     """
 
-    def __init__(self, specs: Sequence[ParamSpec], layout: BufferLayout, grads: torch.dtype) -> None:
-        assert [stop - start for start, stop in layout.params] == [spec.param.numel() for spec in specs], "planned otherwise"
-        self.specs, self.layout, self.arrived = tuple(specs), layout, ignore
+    def __init__(
+        self, specs: Sequence[ParamSpec], layout: BufferLayout, grads: torch.dtype
+    ) -> None:
+        assert [stop - start for start, stop in layout.params] == [
+            spec.param.numel() for spec in specs
+        ], "planned otherwise"
+        self.specs = tuple(specs)
+        self.layout = layout
+        self.arrived = ignore
         first = specs[0].param
         self.params = torch.zeros(self.layout.numel, dtype=first.dtype, device=first.device)
         self.grads = torch.zeros(self.layout.numel, dtype=grads, device=first.device)
-        for (spec, grad), (start, stop), bucket in zip(self.grad_views(), layout.params, layout.bucket_of, strict=True):
-            self._adopt(spec.param, self.params[start:stop].view_as(spec.param), grad, bucket)
+        for (spec, grad), (start, stop), bucket in zip(
+            self.grad_views(), layout.params, layout.bucket_of, strict=True
+        ):
+            self._adopt(
+                spec.param, self.params[start:stop].view_as(spec.param), grad, bucket=bucket
+            )
 
     def grad_views(self) -> Iterator[tuple[ParamSpec, Tensor]]:
         """Every parameter with its gradient sum, in the parameter's shape."""
         places = zip(self.specs, self.layout.params, strict=True)
-        return ((spec, self.grads[start:stop].view_as(spec.param)) for spec, (start, stop) in places)
+        return (
+            (spec, self.grads[start:stop].view_as(spec.param)) for spec, (start, stop) in places
+        )
 
     def of_bucket(self, bucket: int) -> Iterator[tuple[ParamSpec, Tensor]]:
         """The same for one bucket."""
-        return (view for view, number in zip(self.grad_views(), self.layout.bucket_of, strict=True) if number == bucket)
+        return (
+            view
+            for view, number in zip(self.grad_views(), self.layout.bucket_of, strict=True)
+            if number == bucket
+        )
 
     def _adopt(self, param: nn.Parameter, value: Tensor, grad: Tensor, bucket: int) -> None:
         value.copy_(param.detach())
@@ -61,7 +79,8 @@ class FlatBuffer:
         in_place = param.dtype == grad.dtype
         if in_place:
             param.grad = grad  # autograd adds in place
-        here = weakref.ref(self)  # torch keeps hooks where the garbage collector does not see a cycle
+        # torch keeps hooks where the garbage collector does not see a cycle
+        here = weakref.ref(self)
 
         def added(param: nn.Parameter) -> None:
             buffer = here()
@@ -78,5 +97,3 @@ class FlatBuffer:
 
 def ignore(bucket: int) -> None:
     """Nobody waits for gradients."""
-
-

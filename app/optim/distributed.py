@@ -1,12 +1,14 @@
 """ZeRO-1: every data-parallel rank updates its shard of the parameters (Rajbhandari et al. 2020).
 
-A step: backward fills the gradient buffers. When a chunk's last backward begins (`expect_grads`), each bucket is summed
-over the data-parallel ranks as soon as its last gradient has been added, beside the rest of backward, and leaves each rank
-its shard; `finish_grads` waits. `local_norm_sq` and one all-reduce elsewhere give the global norm; `step` clips and updates
-the shards in fp32 and starts to bring the updated parameters together, in the order in which the next forward reads them;
-`gather_params` waits for what a chunk reads first, and each layer for its own. World size 1 is the same code with nothing to
-send. Dense parameters are sharded over the data- and context-parallel ranks, experts over those that hold the same ones.
-What tensor-parallel ranks hold whole is summed over these as well, as each has seen other tokens.
+A step: backward fills the gradient buffers. When a chunk's last backward begins (`expect_grads`),
+each bucket is summed over the data-parallel ranks as soon as its last gradient has been added,
+beside the rest of backward, and leaves each rank its shard; `finish_grads` waits. `local_norm_sq`
+and one all-reduce elsewhere give the global norm; `step` clips and updates the shards in fp32 and
+starts to bring the updated parameters together, in the order in which the next forward reads them;
+`gather_params` waits for what a chunk reads first, and each layer for its own. World size 1 is the
+same code with nothing to send. Dense parameters are sharded over the data- and context-parallel
+ranks, experts over those that hold the same ones. What tensor-parallel ranks hold whole is summed
+over these as well, as each has seen other tokens.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ from app.config import OptimConfig
 from app.model.deferred import DirectSums, Gradient
 from app.optim.adam import AdamShard, Piece
 from app.optim.buffers import FlatBuffer, ParamSpec
-from app.plan.parameters import ChunkBuffers
+from app.plan.sharding.parameters import ChunkBuffers
 
 NORM_EPS = 1e-6  # keeps the clipping factor finite
 
@@ -41,15 +43,20 @@ class OptimizerGroups:
 
 @dataclass(slots=True)
 class BucketRow:
-    """The buckets of one buffer, whose gradients are summed in order: the same one on every rank of the group."""
+    """The buckets of one buffer, whose gradients are summed in order: the same one on every rank
+    of the group.
+    """
 
     shards: Sequence[AdamShard]
     overlaps: bool
-    missing: list[int] = field(default_factory=list)  # gradients that each bucket waits for; empty: not begun
+    # gradients that each bucket waits for; empty: not begun
+    missing: list[int] = field(default_factory=list)
     started: int = 0
     works: list[dist.Work] = field(default_factory=list)
-    streams: set[torch.cuda.Stream] = field(default_factory=set)  # on which gradients have been added
-    noted: list[tuple[BucketRow, int]] | None = None  # where arrivals are only noted; None: they count
+    # on which gradients have been added
+    streams: set[torch.cuda.Stream] = field(default_factory=set)
+    # where arrivals are only noted; None: they count
+    noted: list[tuple[BucketRow, int]] | None = None
 
     def begin(self) -> None:
         """From here on every gradient that arrives is the step's last of its parameter."""
@@ -77,7 +84,9 @@ class BucketRow:
         self.start_all()
         for work in self.works:
             work.wait()
-        self.works, self.missing, self.started = [], [], 0
+        self.works = []
+        self.missing = []
+        self.started = 0
         self.streams.clear()
 
     def _start(self) -> None:
@@ -101,17 +110,22 @@ def sum_over(group: dist.ProcessGroup, grads: Sequence[Tensor]) -> None:
 
 
 def in_use_order(specs: Sequence[ParamSpec], shards: Sequence[AdamShard]) -> list[AdamShard]:
-    """The shards of a chunk, dense and expert, as its forward first reads a parameter of their buckets."""
+    """The shards of a chunk, dense and expert, as its forward first reads a parameter of their
+    buckets.
+    """
     place = {spec.name: number for number, spec in enumerate(specs)}
-    return sorted(shards, key=lambda shard: min(place[spec.name] for spec, _ in shard.buffer.of_bucket(shard.bucket)))
+    return sorted(
+        shards,
+        key=lambda shard: min(place[spec.name] for spec, _ in shard.buffer.of_bucket(shard.bucket)),
+    )
 
 
 class DistributedOptimizer:
     """Sharded AdamW over the parameters of this rank's chunks.
 
-    `chunks[c]` lists the parameters of chunk c in the order of use, and `buffers[c]` says where they lie; `grads` is the
-    type in which gradients are summed. A chunk, or all of them, may have none: what is summed over
-    ranks is then zero, on `device`.
+    `chunks[c]` lists the parameters of chunk c in the order of use, and `buffers[c]` says where
+    they lie; `grads` is the type in which gradients are summed. A chunk, or all of them, may have
+    none: what is summed over ranks is then zero, on `device`.
     """
 
     def __init__(
@@ -124,17 +138,33 @@ class DistributedOptimizer:
         *,
         device: torch.device,
     ) -> None:
-        self.config, self.groups, self.device = config, groups, device
+        self.config = config
+        self.groups = groups
+        self.device = device
         self.rows = [list(self._rows(*both, grads)) for both in zip(chunks, buffers, strict=True)]
         self.shards = [[shard for row in rows for shard in row.shards] for rows in self.rows]
-        self._in_use_order = [shard for both in zip(chunks, self.shards, strict=True) for shard in in_use_order(*both)]
-        self._grads = {spec.param: (row, bucket, grad) for row in self._all_rows() for bucket, spec, grad in _places(row)}
-        self._arriving: dict[AdamShard, dist.Work | None] = {}  # parameters that are not whole; None: not on their way yet
+        self._in_use_order = [
+            shard for both in zip(chunks, self.shards, strict=True) for shard in in_use_order(*both)
+        ]
+        self._grads = {
+            spec.param: (row, bucket, grad)
+            for row in self._all_rows()
+            for bucket, spec, grad in _places(row)
+        }
+        # parameters that are not whole; None: not on their way yet
+        self._arriving: dict[AdamShard, dist.Work | None] = {}
 
-    def _rows(self, specs: Sequence[ParamSpec], buffers: ChunkBuffers, grads: torch.dtype) -> Iterator[BucketRow]:
-        for expert, layout, group in ((False, buffers.dense, self.groups.dp), (True, buffers.expert, self.groups.edp)):
+    def _rows(
+        self, specs: Sequence[ParamSpec], buffers: ChunkBuffers, grads: torch.dtype
+    ) -> Iterator[BucketRow]:
+        for expert, layout, group in (
+            (False, buffers.dense, self.groups.dp),
+            (True, buffers.expert, self.groups.edp),
+        ):
             if layout is not None:
-                buffer = FlatBuffer([spec for spec in specs if spec.expert == expert], layout, grads)
+                buffer = FlatBuffer(
+                    [spec for spec in specs if spec.expert == expert], layout, grads
+                )
                 shards = [AdamShard(buffer, bucket, group) for bucket in range(len(layout.buckets))]
                 row = BucketRow(shards, self.config.overlap_grads)
                 buffer.arrived = row.arrived
@@ -150,7 +180,9 @@ class DistributedOptimizer:
         gradient.add_to(self._grads[param][2])
 
     def direct_sums(self) -> DirectSums | None:
-        """Where backward adds gradients of weights to sums of more bits; None where autograd adds them in place."""
+        """Where backward adds gradients of weights to sums of more bits; None where autograd
+        adds them in place.
+        """
         first = next(self._all(), None)
         if first is None or first.grads.dtype == first.params.dtype:
             return None
@@ -162,13 +194,17 @@ class DistributedOptimizer:
         row.arrived(bucket)
 
     def expect_grads(self, chunk: int, last: bool) -> None:
-        """A backward of a chunk follows; `last`: it is the last one of the step, and leaves nothing for later."""
+        """A backward of a chunk follows; `last`: it is the last one of the step, and leaves
+        nothing for later.
+        """
         for row in self.rows[chunk] if last else ():
             row.begin()
 
     @contextmanager
     def noting_arrivals(self) -> Iterator[list[Arrival]]:
-        """Within the block gradients that arrive are only listed: they are recorded there, and will be there after a replay."""
+        """Within the block gradients that arrive are only listed: they are recorded there, and
+        will be there after a replay.
+        """
         noted: list[Arrival] = []
         for row in self._all_rows():
             row.noted = noted
@@ -210,38 +246,58 @@ class DistributedOptimizer:
                 second.copy_(first.add_(second))
 
     def local_norm_sq(self) -> Tensor:
-        """Squared norm of this rank's gradient shards; summed over all ranks it counts every parameter once. fp32 scalar."""
+        """Squared norm of this rank's gradient shards; summed over all ranks it counts every
+        parameter once. fp32 scalar.
+        """
         grads = [grad for shard in self._all() for grad in shard.counted_grads()]
         if not grads:  # of an empty stage, or where another tensor-parallel rank's count
             return torch.zeros((), device=self.device)
-        return torch.stack([torch.linalg.vector_norm(grad, dtype=torch.float32) for grad in grads]).square().sum()
+        return (
+            torch.stack([torch.linalg.vector_norm(grad, dtype=torch.float32) for grad in grads])
+            .square()
+            .sum()
+        )
 
     def local_zeros(self) -> Tensor:
-        """Elements of this rank's gradient pieces that are zero; summed over all ranks each element counts once. fp32 scalar."""
+        """Elements of this rank's gradient pieces that are zero; summed over all ranks each
+        element counts once. fp32 scalar.
+        """
         counts = [(piece.grad == 0).sum() for piece in self.pieces() if piece.spec.counted]
         return torch.stack(counts).sum().float() if counts else torch.zeros((), device=self.device)
 
-    def step(self, lr: float, weight_decay: float, norm: Tensor, scale: Tensor | None = None) -> Tensor:
-        """Clip to `clip_norm` given the global gradient norm and update; returns 1.0 where the update was skipped.
+    def step(
+        self, lr: float, weight_decay: float, norm: Tensor, scale: Tensor | None = None
+    ) -> Tensor:
+        """Clip to `clip_norm` given the global gradient norm and update; returns 1.0 where the
+        update was skipped.
 
-        `scale`: what gradients, and `norm`, have been multiplied with. A norm that is not finite skips the update:
-        parameters, moments and step counts stay as they are.
+        `scale`: what gradients, and `norm`, have been multiplied with. A norm that is not finite
+        skips the update: parameters, moments and step counts stay as they are.
         """
         skip = (~norm.isfinite()).float()
-        limit, true_norm = self.config.clip_norm, norm if scale is None else norm / scale
-        divisor = ((true_norm + NORM_EPS) / limit).clamp(min=1.0) if limit else torch.ones_like(norm)
+        limit = self.config.clip_norm
+        true_norm = norm if scale is None else norm / scale
+        divisor = (
+            ((true_norm + NORM_EPS) / limit).clamp(min=1.0) if limit else torch.ones_like(norm)
+        )
         for shard in self._in_use_order:
-            shard.update(self.config, lr, weight_decay, divisor if scale is None else divisor * scale, skip)
+            shard.update(
+                self.config, lr, weight_decay, divisor if scale is None else divisor * scale, skip
+            )
             self._changed(shard)
         return skip
 
     def gather_params(self, chunk: int) -> None:
-        """Make all parameters of a chunk whole on every rank; nothing to do when that has been done."""
+        """Make all parameters of a chunk whole on every rank; nothing to do when that has been
+        done.
+        """
         for shard in self.shards[chunk]:
             self._arrive(shard)
 
     def start_gather(self, chunk: int) -> None:
-        """Before a chunk's first forward: the same, unless its parameters are on their way and `gate`s wait for them."""
+        """Before a chunk's first forward: the same, unless its parameters are on their way and
+        `gate`s wait for them.
+        """
         if not self.config.overlap_params:
             self.gather_params(chunk)
 
@@ -271,9 +327,15 @@ class DistributedOptimizer:
             self._changed(shard)
 
     def _changed(self, shard: AdamShard) -> None:
-        """The parameters of a shard have changed, on all ranks: fetch those of the others, or note that this must be done."""
+        """The parameters of a shard have changed, on all ranks: fetch those of the others, or
+        note that this must be done.
+        """
         overlaps = self.config.overlap_params
-        self._arriving[shard] = all_gather(shard.params, shard.own_params, shard.group, wait=False) if overlaps else None
+        self._arriving[shard] = (
+            all_gather(shard.params, shard.own_params, shard.group, wait=False)
+            if overlaps
+            else None
+        )
 
     def _arrive(self, shard: AdamShard) -> None:
         if shard not in self._arriving:

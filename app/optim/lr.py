@@ -1,8 +1,9 @@
 """Learning rate and weight decay as functions of the step: plain floats, no state, no torch.
 
-`step` is where the schedule stands: 0 before the first update, n for the n-th. The two functions on plain numbers serve
-parameter groups with a peak or minimum of their own; `lr_at` and `weight_decay_at` read a run. A length in steps may be a
-fraction, where it was given in samples: the schedule then stands at step · train.global_batch samples.
+`step` is where the schedule stands: 0 before the first update, n for the n-th. The two functions on
+plain numbers serve parameter groups with a peak or minimum of their own; `lr_at` and
+`weight_decay_at` read a run. A length in steps may be a fraction, where it was given in samples:
+the schedule then stands at step · train.global_batch samples.
 """
 
 from __future__ import annotations
@@ -30,10 +31,15 @@ def lr_at(step: int, run: Run) -> float:
 
 
 def weight_decay_at(step: int, run: Run) -> float:
-    """Weight decay at `step`, which reaches its last value with the end of the learning rate's decay."""
-    config, start = run.optim, run.optim.weight_decay
+    """Weight decay at `step`, which reaches its last value with the end of the learning rate's
+    decay.
+    """
+    config = run.optim
+    start = run.optim.weight_decay
     end = start if config.weight_decay_end is None else config.weight_decay_end
-    return weight_decay(step, start=start, end=end, ramp_steps=run.decay_steps, ramp=config.weight_decay_ramp)
+    return weight_decay(
+        step, start=start, end=end, ramp_steps=run.decay_steps, ramp=config.weight_decay_ramp
+    )
 
 
 def learning_rate(
@@ -48,10 +54,11 @@ def learning_rate(
     wsd_steps: float,
     wsd_decay: WsdDecay,
 ) -> float:
-    """Linear from `init` to `peak` over `warmup_steps`, then `decay` to `low` at step `decay_steps`, then `low`.
+    """Linear from `init` to `peak` over `warmup_steps`, then `decay` to `low` at step
+    `decay_steps`, then `low`.
 
-    Constant decay stays at `peak` for ever. Inverse square root is peak·√(warmup_steps / step), never below `low`
-    (Vaswani et al. 2017). Needs warmup_steps < decay_steps.
+    Constant decay stays at `peak` for ever. Inverse square root is peak·√(warmup_steps / step),
+    never below `low` (Vaswani et al. 2017). Needs warmup_steps < decay_steps.
     """
     if warmup_steps > 0 and step <= warmup_steps:
         return init + (peak - init) * step / warmup_steps
@@ -62,7 +69,9 @@ def learning_rate(
     if decay is Decay.inverse_square_root:
         return max(low, peak * max(warmup_steps, 1) ** 0.5 / max(step, 1) ** 0.5)
     if decay is Decay.wsd:
-        return low + (peak - low) * _wsd_share(step - (decay_steps - wsd_steps), wsd_steps, wsd_decay)
+        return low + (peak - low) * _wsd_share(
+            step - (decay_steps - wsd_steps), wsd_steps, wsd_decay
+        )
     done = (step - warmup_steps) / (decay_steps - warmup_steps)
     return low + (peak - low) * (_half_cosine(done) if decay is Decay.cosine else 1 - done)
 
@@ -76,7 +85,9 @@ def weight_decay(step: int, *, start: float, end: float, ramp_steps: float, ramp
 
 
 def _wsd_share(step: float, steps: float, shape: WsdDecay) -> float:
-    """Share of (peak - low) left `step` steps into a last part of `steps` (warm-up, stable, decay: Hu et al. 2024)."""
+    """Share of (peak - low) left `step` steps into a last part of `steps` (warm-up, stable,
+    decay: Hu et al. 2024).
+    """
     if step <= 0:
         return 1.0
     done = step / steps

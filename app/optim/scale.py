@@ -1,4 +1,6 @@
-"""The factor on the loss that keeps small gradients above the smallest number of a narrow type (Micikevicius et al. 2018)."""
+"""The factor on the loss that keeps small gradients above the smallest number of a narrow type
+(Micikevicius et al. 2018).
+"""
 
 from __future__ import annotations
 
@@ -16,8 +18,8 @@ from app.config import PrecisionConfig
 class LossScale:
     """A scale that falls when gradients overflow, and rises after a long time without.
 
-    `value` is a device scalar, so that what reads it can be captured once; the counters live on the host, which learns
-    about an overflow with the other facts of a step.
+    `value` is a device scalar, so that what reads it can be captured once; the counters live on the
+    host, which learns about an overflow with the other facts of a step.
     """
 
     config: PrecisionConfig
@@ -34,24 +36,32 @@ class LossScale:
             if config.params is not Dtype.float16:
                 return None
             scale = config.initial_loss_scale
-        return cls(config, torch.full((), scale, device=device), scale, tolerated=config.loss_scale_hysteresis)
+        return cls(
+            config,
+            torch.full((), scale, device=device),
+            scale,
+            tolerated=config.loss_scale_hysteresis,
+        )
 
     def update(self, overflow: bool) -> None:
         """Follow one step. A constant scale stays.
 
-        An overflow takes one of `loss_scale_hysteresis` chances, and without any left halves the scale, each time anew, down
-        to `min_loss_scale`; `loss_scale_window` clean steps double it and give all chances back.
+        An overflow takes one of `loss_scale_hysteresis` chances, and without any left halves the
+        scale, each time anew, down to `min_loss_scale`; `loss_scale_window` clean steps double it
+        and give all chances back.
         """
         if self.config.loss_scale is not None:
             return
         if overflow:
-            self.clean, self.tolerated = 0, self.tolerated - 1
+            self.clean = 0
+            self.tolerated = self.tolerated - 1
             if self.tolerated <= 0:
                 self._set(max(self.scale * 0.5, self.config.min_loss_scale))
             return
         self.clean += 1
         if self.clean >= self.config.loss_scale_window:  # above it: resumed with a shorter window
-            self.clean, self.tolerated = 0, self.config.loss_scale_hysteresis
+            self.clean = 0
+            self.tolerated = self.config.loss_scale_hysteresis
             self._set(self.scale * 2.0)
 
     def _set(self, scale: float) -> None:
@@ -63,7 +73,9 @@ class LossScale:
         return {"scale": self.scale, "clean": self.clean, "tolerated": self.tolerated}
 
     def load(self, state: dict[str, Any]) -> None:
-        """Go on from a checkpoint within this run's bounds; a constant scale stays as configured."""
+        """Go on from a checkpoint within this run's bounds; a constant scale stays as
+        configured.
+        """
         if self.config.loss_scale is not None:
             return
         self.clean = state["clean"]

@@ -1,4 +1,6 @@
-"""A plan as plain values, for tables, plan.json and scripts: sizes in bytes, times in seconds, pipeline ranks in order."""
+"""A plan as plain values, for tables, plan.json and scripts: sizes in bytes, times in seconds,
+pipeline ranks in order.
+"""
 
 from __future__ import annotations
 
@@ -6,16 +8,17 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from app.advice.suggest import Suggestion
 from app.config import Run
-from app.plan.flops import PLANNED_PEAK, flops_per_token, parameter_count
+from app.plan.cost.flops import PLANNED_PEAK, flops_per_token, parameter_count
 from app.plan.layout import ParallelLayout
 from app.plan.plan import Plan
-from app.plan.suggest import Suggestion
 
 SECTIONS = ("groups", "stages", "schedule", "graphs", "memory")
 WHAT = (*SECTIONS, "all")
-# Kind of group -> its axes, and whether they are of the expert grid. Gradients are shared over dp and cp together, and rows
-# travel among the ranks that have all experts and all parts of them between them.
+# Kind of group -> its axes, and whether they are of the expert grid. Gradients are shared over dp
+# and cp together, and rows travel among the ranks that have all experts and all parts of them
+# between them.
 GROUP_AXES: dict[str, tuple[tuple[str, ...], bool]] = {
     "tp": (("tp",), False),
     "cp": (("cp",), False),
@@ -26,11 +29,13 @@ GROUP_AXES: dict[str, tuple[tuple[str, ...], bool]] = {
 }
 
 
-def plan_json(plan: Plan, what: str = "all", suggestions: Sequence[Suggestion] = ()) -> dict[str, Any]:
+def plan_json(
+    plan: Plan, what: str = "all", suggestions: Sequence[Suggestion] = ()
+) -> dict[str, Any]:
     """The layout and the sections asked for: one of SECTIONS, or all.
 
-    The verdict goes with the memory, and holds the suggestions that the caller has from `app.plan.suggest`.
-    ValueError for an unknown `what`.
+    The verdict goes with the memory, and holds the suggestions that the caller has from
+    `app.advice.suggest`. ValueError for an unknown `what`.
     """
     if what not in WHAT:
         raise ValueError(f"what={what!r} is none of {', '.join(WHAT)}")
@@ -59,7 +64,9 @@ def assumed_peak(run: Run) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """Speed of a step as the timeline has it: no better than hardware.efficiency, on which it rests."""
+    """Speed of a step as the timeline has it: no better than hardware.efficiency, on which it
+    rests.
+    """
 
     seconds: float  # of a step
     tokens_per_second_per_gpu: float
@@ -71,7 +78,9 @@ class Estimate:
     @classmethod
     def of(cls, plan: Plan) -> Estimate:
         """From the timeline of a plan."""
-        run, seconds, hardware = plan.run, plan.timeline.makespan, plan.run.hardware
+        run = plan.run
+        seconds = plan.timeline.makespan
+        hardware = plan.run.hardware
         peak = assumed_peak(run)
         rate = run.train.global_batch * run.train.seq_len / seconds / run.world_size
         mfu = rate * flops_per_token(run.model, run.train.seq_len) / (peak * 1e12)
@@ -96,7 +105,8 @@ class StageRow:
 
 def stage_rows(plan: Plan) -> Iterator[StageRow]:
     """Every stage, by pipeline rank."""
-    stages, model = plan.stages, plan.run.model
+    stages = plan.stages
+    model = plan.run.model
     pipeline = stages.pipeline
     for pp_rank, chunks in enumerate(stages.stages):
         for chunk, stage in enumerate(chunks):
@@ -106,26 +116,42 @@ def stage_rows(plan: Plan) -> Iterator[StageRow]:
                 pp_rank,
                 chunk,
                 number,
-                stage.layers,
-                tuple(filter(model.is_moe_layer, stage.layers)),
-                stage.embedding,
-                stage.head,
-                sum(param.numel for param in plan.parameters[pp_rank][chunk]),
-                seconds.forward,
-                seconds.backward_input + seconds.backward_weight,
+                layers=stage.layers,
+                moe_layers=tuple(filter(model.is_moe_layer, stage.layers)),
+                embedding=stage.embedding,
+                head=stage.head,
+                parameters=sum(param.numel for param in plan.parameters[pp_rank][chunk]),
+                forward_seconds=seconds.forward,
+                backward_seconds=seconds.backward_input + seconds.backward_weight,
             )
 
 
 def _layout(plan: Plan) -> dict[str, Any]:
-    layout, total = plan.layout, parameter_count(plan.run.model)
-    degrees = {name: getattr(layout, name) for name in ("world_size", "tp", "cp", "pp", "dp", "ep", "edp", "order")}
-    parameters = {"total": total.total, "active": total.active, "per_rank": parameters_per_rank(plan)}
+    layout = plan.layout
+    total = parameter_count(plan.run.model)
+    degrees = {
+        name: getattr(layout, name)
+        for name in ("world_size", "tp", "cp", "pp", "dp", "ep", "edp", "order")
+    }
+    parameters = {
+        "total": total.total,
+        "active": total.active,
+        "per_rank": parameters_per_rank(plan),
+    }
     per_node = plan.run.parallel.gpus_per_node
-    return {"model": plan.run.model.name, **degrees, "etp": layout.expert_tp, "gpus_per_node": per_node, "parameters": parameters}
+    return {
+        "model": plan.run.model.name,
+        **degrees,
+        "etp": layout.expert_tp,
+        "gpus_per_node": per_node,
+        "parameters": parameters,
+    }
 
 
 def _groups(plan: Plan) -> dict[str, Any]:
-    kinds = [asdict(kind) | {"members": rank_groups(plan.layout, kind.name)} for kind in plan.traffic]
+    kinds = [
+        asdict(kind) | {"members": rank_groups(plan.layout, kind.name)} for kind in plan.traffic
+    ]
     return {"kinds": kinds, "advice": [asdict(advice) for advice in plan.advice]}
 
 
@@ -147,15 +173,26 @@ def _schedule(plan: Plan) -> dict[str, Any]:
 def _graphs(plan: Plan) -> dict[str, Any]:
     graph = plan.run.cuda_graph
     ranks = [
-        {"graphs": found.num_graphs, "slots": found.num_slots, "static_inputs": found.num_static_inputs}
+        {
+            "graphs": found.num_graphs,
+            "slots": found.num_slots,
+            "static_inputs": found.num_static_inputs,
+        }
         for found in plan.graphs
         if found
     ]
-    return {"impl": graph.impl.value, "scope": [part.value for part in graph.scope], "key": graph.key.value, "ranks": ranks}
+    return {
+        "impl": graph.impl.value,
+        "scope": [part.value for part in graph.scope],
+        "key": graph.key.value,
+        "ranks": ranks,
+    }
 
 
 def _memory(plan: Plan) -> list[dict[str, Any]]:
-    return [asdict(rank) | {"total": rank.total, "allocated": rank.allocated} for rank in plan.memory]
+    return [
+        asdict(rank) | {"total": rank.total, "allocated": rank.allocated} for rank in plan.memory
+    ]
 
 
 def _verdict(plan: Plan, suggestions: Sequence[Suggestion]) -> dict[str, Any]:

@@ -1,20 +1,26 @@
-"""Which CUDA graphs and static buffers each forward and backward uses, and the proof that none overwrites another's.
+"""Which CUDA graphs and static buffers each forward and backward uses, and the proof that none
+overwrites another's.
 
-One graph is captured per layer, per kind of compute, and per *set*: a set serves one microbatch of a chunk at a time. A
-*slot* is the static inputs that one microbatch in a chunk owns from its forward to the end of its backward (its
-BackwardWeight where that is split); slots are reused first in, first out.
+One graph is captured per layer, per kind of compute, and per *set*: a set serves one microbatch of
+a chunk at a time. A *slot* is the static inputs that one microbatch in a chunk owns from its
+forward to the end of its backward (its BackwardWeight where that is split); slots are reused first
+in, first out.
 
     in flight               sets of graphs             graphs                     slots
     never more than one     one per chunk              2·layers                   1
-    key microbatch          one per microbatch         2·layers·microbatches      peak in flight, over all chunks
-    key slot                one per slot               2·Σ layers·slots           the sum of each chunk's own peak
+    key microbatch          one per microbatch         2·layers·microbatches      peak in flight,
+    over all chunks
+    key slot                one per slot               2·Σ layers·slots           the sum of each
+    chunk's own peak
 
-Layers count over all chunks. It is 3 instead of 2 where backward is split, and 1 for forwards alone.
+Layers count over all chunks. It is 3 instead of 2 where backward is split, and 1 for forwards
+alone.
 
-Graphs are captured in the order of the list. The memory that a tensor had goes back to its pool when the tensor is
-dead, and graphs captured later use it. That is sound for graphs that replay once per step, in the order of their capture.
-A set that serves several microbatches per step meets others in flight than it met under capture: it needs a pool to
-itself, unless it is never alive together with any other, and what is sent must first be copied out of it.
+Graphs are captured in the order of the list. The memory that a tensor had goes back to its pool
+when the tensor is dead, and graphs captured later use it. That is sound for graphs that replay once
+per step, in the order of their capture. A set that serves several microbatches per step meets
+others in flight than it met under capture: it needs a pool to itself, unless it is never alive
+together with any other, and what is sent must first be copied out of it.
 """
 
 from __future__ import annotations
@@ -25,7 +31,7 @@ from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from typing import Literal
 
-from app.plan.schedule import Action, Compute, Wait
+from app.plan.actions import Action, Compute, Wait
 
 Key = Literal["microbatch", "slot"]
 Place = tuple[int, int]  # microbatch, chunk
@@ -52,12 +58,16 @@ class GraphPlan:
     slots: Mapping[Place, int]  # over all chunks
     pool_per_slot: bool  # otherwise one pool for all graphs
     copy_sent: bool  # outputs and gradients are copied out of graph memory before they are sent
-    own_inputs: tuple[frozenset[int], ...]  # places in each chunk whose layers' captured parts have a static input
+    # places in each chunk whose layers' captured parts have a static input
+    own_inputs: tuple[frozenset[int], ...]
 
     @property
     def num_graphs(self) -> int:
         """Graphs of all layers."""
-        return self.kinds * sum(self.layers[chunk] for chunk, _ in {(chunk, nth) for (_, chunk), nth in self.sets.items()})
+        return self.kinds * sum(
+            self.layers[chunk]
+            for chunk, _ in {(chunk, nth) for (_, chunk), nth in self.sets.items()}
+        )
 
     @property
     def num_slots(self) -> int:
@@ -66,7 +76,9 @@ class GraphPlan:
 
     @property
     def num_static_inputs(self) -> int:
-        """Static inputs of layers: a slot has one for each place that has one in any chunk that it serves."""
+        """Static inputs of layers: a slot has one for each place that has one in any chunk that
+        it serves.
+        """
         places: dict[int, frozenset[int]] = {}
         for (_, chunk), slot in self.slots.items():
             places[slot] = places.get(slot, frozenset()) | self.own_inputs[chunk]
@@ -77,7 +89,9 @@ class GraphPlan:
         return self.sets[mb, chunk]
 
     def slot_of(self, mb: int, chunk: int) -> int:
-        """The slot that the microbatch owns while it is in flight in the chunk; no two in flight share one."""
+        """The slot that the microbatch owns while it is in flight in the chunk; no two in flight
+        share one.
+        """
         return self.slots[mb, chunk]
 
     def pool_of(self, mb: int, chunk: int) -> int:
@@ -91,36 +105,63 @@ def plan_graphs(
     key: Key = "microbatch",
     own_inputs: Sequence[Collection[int]] | None = None,
 ) -> GraphPlan:
-    """The graphs of one rank; `actions` is its list, lowered or not, num_layers_per_chunk its captured layers.
+    """The graphs of one rank; `actions` is its list, lowered or not, num_layers_per_chunk its
+    captured layers.
 
-    `own_inputs` has the places in each chunk of layers whose captured part does not read what one before it has put out,
-    in its place; None: all of them.
-    Raises ValueError for an unknown key and for a list with more chunks than num_layers_per_chunk.
+    `own_inputs` has the places in each chunk of layers whose captured part does not read what one
+    before it has put out, in its place; None: all of them. Raises ValueError for an unknown key and
+    for a list with more chunks than num_layers_per_chunk.
     """
     if key not in ("microbatch", "slot"):
         raise ValueError(f"key={key!r} is neither microbatch nor slot")
     computes = [action for action in actions if isinstance(action, Compute)]
-    layers, chunks = tuple(num_layers_per_chunk), {action.chunk for action in computes}
+    layers = tuple(num_layers_per_chunk)
+    chunks = {action.chunk for action in computes}
     if max(chunks, default=-1) >= len(layers):
-        raise ValueError(f"the list has {max(chunks) + 1} chunks, but num_layers_per_chunk={list(layers)} has {len(layers)}")
-    kinds, shared = len({type(action) for action in computes}), _assign(computes, chunks)
+        raise ValueError(
+            f"the list has {max(chunks) + 1} chunks, but num_layers_per_chunk={list(layers)} "
+            f"has {len(layers)}"
+        )
+    kinds = len({type(action) for action in computes})
+    shared = _assign(computes, chunks)
     inputs = tuple(map(frozenset, map(range, layers) if own_inputs is None else own_inputs))
     if max(shared.values(), default=0) == 0:
-        return GraphPlan(layers, kinds, shared, shared, pool_per_slot=False, copy_sent=True, own_inputs=inputs)
+        return GraphPlan(
+            layers,
+            kinds,
+            shared,
+            slots=shared,
+            pool_per_slot=False,
+            copy_sent=True,
+            own_inputs=inputs,
+        )
     if key == "microbatch":
         own = {place: place[0] for place in shared}
-        return GraphPlan(layers, kinds, own, shared, pool_per_slot=False, copy_sent=False, own_inputs=inputs)
+        return GraphPlan(
+            layers,
+            kinds,
+            own,
+            slots=shared,
+            pool_per_slot=False,
+            copy_sent=False,
+            own_inputs=inputs,
+        )
     sets: dict[Place, int] = {}
     slots: dict[Place, int] = {}
     for chunk in sorted(chunks):
-        own, before = _assign(computes, [chunk]), len(set(slots.values()))
+        own = _assign(computes, [chunk])
+        before = len(set(slots.values()))
         sets.update(own)
         slots.update((place, before + slot) for place, slot in own.items())
-    return GraphPlan(layers, kinds, sets, slots, pool_per_slot=True, copy_sent=True, own_inputs=inputs)
+    return GraphPlan(
+        layers, kinds, sets, slots=slots, pool_per_slot=True, copy_sent=True, own_inputs=inputs
+    )
 
 
 def _assign(computes: Sequence[Compute], chunks: Collection[int]) -> dict[Place, int]:
-    """Slots for the microbatches of `chunks`: the one that has been free for longest, or else a new one."""
+    """Slots for the microbatches of `chunks`: the one that has been free for longest, or else a
+    new one.
+    """
     last = {(action.mb, action.chunk): position for position, action in enumerate(computes)}
     free: deque[int] = deque()
     slots: dict[Place, int] = {}
@@ -140,14 +181,15 @@ def _assign(computes: Sequence[Compute], chunks: Collection[int]) -> dict[Place,
 def check_graphs(actions: Sequence[Action], plan: GraphPlan) -> None:
     """Capture and replay a rank's list on numbered blocks of memory, sends in flight included.
 
-    Each graph allocates the lowest free blocks of its pool, scratch included, when the list first comes to it. A block
-    is free again when its first tenant has been used for the last time. Raises ValueError, with the action and both
-    tensors, if a replay then writes to a block that holds what another action or a send still needs.
+    Each graph allocates the lowest free blocks of its pool, scratch included, when the list first
+    comes to it. A block is free again when its first tenant has been used for the last time. Raises
+    ValueError, with the action and both tensors, if a replay then writes to a block that holds what
+    another action or a send still needs.
     """
     touched = [list(_touches(action, plan)) for action in actions]
     ends = {block: position for position, blocks in enumerate(touched) for block in blocks}
     statics = {block: _static(block, plan) for block in ends}
-    static_addresses = _capture(touched, ends, statics, plan)
+    static_addresses = _capture(touched, ends, statics, plan=plan)
     addresses = {block: static_addresses[static] for block, static in statics.items()}
     live: dict[Address, Block] = {}
     for position, action in enumerate(actions):
@@ -155,16 +197,25 @@ def check_graphs(actions: Sequence[Action], plan: GraphPlan) -> None:
             address = addresses[block]
             holds = live.setdefault(address, block)
             if holds != block:
-                raise ValueError(f"{action} writes {_name(block)} where {_name(holds)} is still needed: {address}")
+                raise ValueError(
+                    f"{action} writes {_name(block)} where {_name(holds)} is still needed: "
+                    f"{address}"
+                )
         for block in touched[position]:
             if ends[block] == position:
                 del live[addresses[block]]
 
 
 def _touches(action: Action, plan: GraphPlan) -> Iterator[Block]:
-    """What an action reads and writes of a microbatch; a Wait ends the reading of the sends that it waits for."""
+    """What an action reads and writes of a microbatch; a Wait ends the reading of the sends that
+    it waits for.
+    """
     if isinstance(action, Wait) and not plan.copy_sent:
-        yield from (("output" if op.flow == "F" else "gradient", op.mb, op.chunk) for op in action.ops if op.send)
+        yield from (
+            ("output" if op.flow == "F" else "gradient", op.mb, op.chunk)
+            for op in action.ops
+            if op.send
+        )
     if not isinstance(action, Compute):
         return
     for name in TOUCHED[action.letter]:
@@ -174,7 +225,11 @@ def _touches(action: Action, plan: GraphPlan) -> Iterator[Block]:
 def _static(block: Block, plan: GraphPlan) -> Static:
     """What the block is to all microbatches that share the slot or set."""
     name, mb, chunk = block
-    return (name, -1, plan.slots[mb, chunk]) if name == "input" else (name, chunk, plan.sets[mb, chunk])
+    return (
+        (name, -1, plan.slots[mb, chunk])
+        if name == "input"
+        else (name, chunk, plan.sets[mb, chunk])
+    )
 
 
 def _capture(
@@ -191,8 +246,11 @@ def _capture(
         for block in blocks:
             static = statics[block]
             if static not in addresses:
-                slot, pool = plan.slot_of(*block[1:]), plan.pool_of(*block[1:])
-                address = ("slot", slot, 0) if block[0] == "input" else ("pool", pool, pools[pool].take())
+                slot = plan.slot_of(*block[1:])
+                pool = plan.pool_of(*block[1:])
+                address = (
+                    ("slot", slot, 0) if block[0] == "input" else ("pool", pool, pools[pool].take())
+                )
                 addresses[static], tenants[address] = address, block
         for block in blocks:
             if ends[block] != position:

@@ -1,14 +1,14 @@
 """Which global ranks share which parallel axis: pure arithmetic, no process group.
 
-Dense parameters see the grid tp × cp × dp × pp, expert parameters the grid etp × ep × edp × pp over the same ranks
-("parallel folding": attention and experts may cut one pipeline stage in different ways). `order` lists the axes
-from the fastest-varying one; the coordinate c of each axis then gives
+Dense parameters see the grid tp × cp × dp × pp, expert parameters the grid etp × ep × edp × pp over
+the same ranks ("parallel folding": attention and experts may cut one pipeline stage in different
+ways). `order` lists the axes from the fastest-varying one; the coordinate c of each axis then gives
 
     rank = Σ c[axis] · Π (sizes of the axes before it in `order`)
 
-so that tp=4, dp=2, pp=2 in order tp-dp-pp has rank = tp_rank + 4·dp_rank + 8·pp_rank and its dp groups are
-[0, 4], [1, 5], [2, 6], [3, 7], [8, 12] … The experts use the same order with tp → etp and dp → edp:
-rank = etp_rank + etp·ep_rank + etp·ep·edp_rank + etp·ep·edp·pp_rank.
+so that tp=4, dp=2, pp=2 in order tp-dp-pp has rank = tp_rank + 4·dp_rank + 8·pp_rank and its dp
+groups are [0, 4], [1, 5], [2, 6], [3, 7], [8, 12] … The experts use the same order with tp → etp
+and dp → edp: rank = etp_rank + etp·ep_rank + etp·ep·edp_rank + etp·ep·edp·pp_rank.
 """
 
 from __future__ import annotations
@@ -20,15 +20,19 @@ from math import prod
 from app.errors import ConfigError, nearest_multiples
 
 AXES = ("tp", "cp", "ep", "dp", "pp")
-DENSE_AXIS = {"tp": "tp", "cp": "cp", "dp": "dp", "pp": "pp"}  # name in `order` -> axis of the dense grid
-EXPERT_AXIS = {"tp": "etp", "ep": "ep", "dp": "edp", "pp": "pp"}  # name in `order` -> axis of the expert grid
+# name in `order` -> axis of the dense grid
+DENSE_AXIS = {"tp": "tp", "cp": "cp", "dp": "dp", "pp": "pp"}
+# name in `order` -> axis of the expert grid
+EXPERT_AXIS = {"tp": "etp", "ep": "ep", "dp": "edp", "pp": "pp"}
 
 
 def axis_groups(sizes: Sequence[int], chosen: Collection[int]) -> list[list[int]]:
-    """Split range(prod(sizes)) into groups that differ only in the coordinates of the `chosen` axes.
+    """Split range(prod(sizes)) into groups that differ only in the coordinates of the `chosen`
+    axes.
 
-    `sizes` lists the axes from the fastest-varying one and `chosen` are positions in it. Groups are ordered by the
-    other coordinates and ranks within a group by the chosen ones, both with the first axis fastest.
+    `sizes` lists the axes from the fastest-varying one and `chosen` are positions in it. Groups are
+    ordered by the other coordinates and ranks within a group by the chosen ones, both with the
+    first axis fastest.
     """
     inside = _corners(sizes, [axis for axis in range(len(sizes)) if axis in chosen])
     starts = _corners(sizes, [axis for axis in range(len(sizes)) if axis not in chosen])
@@ -45,24 +49,30 @@ def _corners(sizes: Sequence[int], axes: Sequence[int]) -> list[int]:
 
 
 def nested_groups(group: Sequence[int], sizes: Sequence[int]) -> list[list[list[int]]]:
-    """The levels of one group cut into a hierarchy: result[level] lists the subgroups of that level.
+    """The levels of one group cut into a hierarchy: result[level] lists the subgroups of that
+    level.
 
-    Level 0 holds neighbours, `sizes[0]` at a time; level l joins ranks Π sizes[:l] apart. [2, 4] of 8 ranks are four
-    pairs of neighbours and two groups of every second rank (hierarchical context parallelism; [shards, replicas]
-    for optimizer state that is sharded within a part of the data-parallel ranks). Raises ValueError if the sizes do
-    not multiply to the group's.
+    Level 0 holds neighbours, `sizes[0]` at a time; level l joins ranks Π sizes[:l] apart. [2, 4] of
+    8 ranks are four pairs of neighbours and two groups of every second rank (hierarchical context
+    parallelism; [shards, replicas] for optimizer state that is sharded within a part of the
+    data-parallel ranks). Raises ValueError if the sizes do not multiply to the group's.
     """
     if prod(sizes) != len(group):
-        raise ValueError(f"sizes {list(sizes)} multiply to {prod(sizes)}, but the group has {len(group)} ranks")
-    return [[[group[i] for i in part] for part in axis_groups(sizes, {level})] for level in range(len(sizes))]
+        raise ValueError(
+            f"sizes {list(sizes)} multiply to {prod(sizes)}, but the group has {len(group)} ranks"
+        )
+    return [
+        [[group[i] for i in part] for part in axis_groups(sizes, {level})]
+        for level in range(len(sizes))
+    ]
 
 
 @dataclass(frozen=True)
 class ParallelLayout:
     """Degrees of every parallel axis over `world_size` ranks, and the groups they form.
 
-    Raises ConfigError (a ValueError) for degrees that do not divide the world, for malformed orders, and where dense
-    and expert grids would put a rank into different pipelines.
+    Raises ConfigError (a ValueError) for degrees that do not divide the world, for malformed
+    orders, and where dense and expert grids would put a rank into different pipelines.
     """
 
     world_size: int  # ranks
@@ -97,14 +107,18 @@ class ParallelLayout:
         """Size of each axis of the dense or the expert grid, from the fastest-varying one."""
         listed = self.order.lower().split("-")
         if expert:
-            names, values = EXPERT_AXIS, {"tp": self.expert_tp, "ep": self.ep, "dp": self.edp, "pp": self.pp}
+            names = EXPERT_AXIS
+            values = {"tp": self.expert_tp, "ep": self.ep, "dp": self.edp, "pp": self.pp}
         else:
-            names, values = DENSE_AXIS, {"tp": self.tp, "cp": self.cp, "dp": self.dp, "pp": self.pp}
+            names = DENSE_AXIS
+            values = {"tp": self.tp, "cp": self.cp, "dp": self.dp, "pp": self.pp}
         ordered = listed + [axis for axis in AXES if axis not in listed]
         return {names[axis]: values[axis] for axis in ordered if axis in names}
 
     def coords(self, rank: int, expert: bool = False) -> dict[str, int]:
-        """Index of `rank` along each axis of the dense or the expert grid; ValueError outside the world."""
+        """Index of `rank` along each axis of the dense or the expert grid; ValueError outside
+        the world.
+        """
         if not 0 <= rank < self.world_size:
             raise ValueError(f"rank {rank} is outside the world of {self.world_size} ranks")
         found = {}
@@ -115,53 +129,93 @@ class ParallelLayout:
     def groups(self, *axes: str, expert: bool = False) -> list[list[int]]:
         """All groups of ranks that differ only along `axes` (in any order).
 
-        Dense axes are tp, cp, dp, pp; with expert=True they are etp, ep, edp, pp. The order of groups, and of ranks
-        within a group, follows `order`. ValueError for an axis that the grid does not have.
+        Dense axes are tp, cp, dp, pp; with expert=True they are etp, ep, edp, pp. The order of
+        groups, and of ranks within a group, follows `order`. ValueError for an axis that the grid
+        does not have.
         """
         sizes = self.sizes(expert)
         unknown = [axis for axis in axes if axis not in sizes]
         if unknown:
             grid = "expert" if expert else "dense"
-            raise ValueError(f"the {grid} grid has no axis {unknown[0]!r}; it has {', '.join(sizes)}")
+            raise ValueError(
+                f"the {grid} grid has no axis {unknown[0]!r}; it has {', '.join(sizes)}"
+            )
         return axis_groups(list(sizes.values()), {list(sizes).index(axis) for axis in axes})
 
     def embedding_groups(self) -> list[list[int]]:
-        """First and last rank of each pipeline: those that hold the two copies of tied embeddings."""
-        return [[pipeline[0], pipeline[-1]] if len(pipeline) > 1 else pipeline for pipeline in self.groups("pp")]
+        """First and last rank of each pipeline: those that hold the two copies of tied
+        embeddings.
+        """
+        return [
+            [pipeline[0], pipeline[-1]] if len(pipeline) > 1 else pipeline
+            for pipeline in self.groups("pp")
+        ]
 
     def position_embedding_groups(self) -> list[list[int]]:
         """First rank of each pipeline: those that would hold learned position embeddings."""
         return [pipeline[:1] for pipeline in self.groups("pp")]
 
     def _check_degrees(self) -> None:
-        degrees = {"tp": self.tp, "cp": self.cp, "pp": self.pp, "ep": self.ep, "etp": self.expert_tp}
+        degrees = {
+            "tp": self.tp,
+            "cp": self.cp,
+            "pp": self.pp,
+            "ep": self.ep,
+            "etp": self.expert_tp,
+        }
         for name, degree in {"world_size": self.world_size, **degrees}.items():
             if degree < 1:
-                raise ConfigError(f"parallel.{name}", degree, "must be at least 1", 1)
+                raise ConfigError(f"parallel.{name}", degree, "must be at least 1", nearest=1)
         for axes in (("tp", "cp", "pp"), ("etp", "ep", "pp")):
             product = prod(degrees[axis] for axis in axes)
             if self.world_size % product:
-                rule = f"must be a multiple of {' × '.join(axes)} = {' × '.join(str(degrees[axis]) for axis in axes)} = {product}"
-                raise ConfigError("parallel.world_size", self.world_size, rule, nearest_multiples(self.world_size, product))
+                rule = (
+                    f"must be a multiple of {' × '.join(axes)} = "
+                    f"{' × '.join(str(degrees[axis]) for axis in axes)} = {product}"
+                )
+                raise ConfigError(
+                    "parallel.world_size",
+                    self.world_size,
+                    rule,
+                    nearest=nearest_multiples(self.world_size, product),
+                )
 
     def _check_order(self) -> None:
         listed = self.order.lower().split("-")
         known = [axis for axis in dict.fromkeys(listed) if axis in AXES]
         if known != listed:
             rule = f"must list each of {', '.join(AXES)} at most once, joined by '-'"
-            raise ConfigError("parallel.order", self.order, rule, "-".join(known or AXES))
+            raise ConfigError("parallel.order", self.order, rule, nearest="-".join(known or AXES))
         for axis in (axis for axis in AXES if axis not in listed):
-            size = max(self.sizes().get(DENSE_AXIS.get(axis, ""), 1), self.sizes(expert=True).get(EXPERT_AXIS.get(axis, ""), 1))
+            size = max(
+                self.sizes().get(DENSE_AXIS.get(axis, ""), 1),
+                self.sizes(expert=True).get(EXPERT_AXIS.get(axis, ""), 1),
+            )
             if size > 1:
                 rule = f"leaves out {axis}, which has {size} ranks"
-                raise ConfigError("parallel.order", self.order, rule, "-".join(AXES))
+                raise ConfigError("parallel.order", self.order, rule, nearest="-".join(AXES))
 
     def _check_pipelines(self) -> None:
         if self.pp == 1 or self.order.lower().endswith("pp"):
             return
-        grids = f"tp={self.tp}, cp={self.cp}, dp={self.dp} and etp={self.expert_tp}, ep={self.ep}, edp={self.edp}"
-        pp_last = "-".join([axis for axis in self.order.lower().split("-") if axis != "pp"] + ["pp"])
+        grids = (
+            f"tp={self.tp}, cp={self.cp}, dp={self.dp} and etp={self.expert_tp}, ep={self.ep}, "
+            f"edp={self.edp}"
+        )
+        pp_last = "-".join(
+            [axis for axis in self.order.lower().split("-") if axis != "pp"] + ["pp"]
+        )
         if self.dp != self.edp:
-            raise ConfigError("parallel.order", self.order, f"does not end in pp, which needs dp = edp: {grids}", pp_last)
+            raise ConfigError(
+                "parallel.order",
+                self.order,
+                f"does not end in pp, which needs dp = edp: {grids}",
+                nearest=pp_last,
+            )
         if self.groups("pp") != self.groups("pp", expert=True):
-            raise ConfigError("parallel.order", self.order, f"dense and expert layers get different pipelines: {grids}", pp_last)
+            raise ConfigError(
+                "parallel.order",
+                self.order,
+                f"dense and expert layers get different pipelines: {grids}",
+                nearest=pp_last,
+            )

@@ -1,7 +1,8 @@
-"""Everything about a run that is known before anything runs: one value, which the plan command shows and training uses.
+"""Everything about a run that is known before anything runs: one value, which the plan command
+shows and training uses.
 
-Each part is computed when it is first asked for. Where something differs between pipeline ranks it is a sequence with one
-entry per pipeline rank; ranks that differ along other axes are alike.
+Each part is computed when it is first asked for. Where something differs between pipeline ranks it
+is a sequence with one entry per pipeline rank; ranks that differ along other axes are alike.
 """
 
 from __future__ import annotations
@@ -12,19 +13,20 @@ from functools import cached_property
 
 from app.choices import ScheduleName
 from app.config import Run
-from app.plan.check import check
-from app.plan.flops import StageSeconds, stage_seconds
+from app.plan.actions import Action, Compute
+from app.plan.cost.flops import StageSeconds, stage_seconds
+from app.plan.cost.traffic import GroupTraffic, OrderAdvice, order_advice, plan_traffic
+from app.plan.cost.volumes import most_sends
 from app.plan.graphs import GraphPlan, check_graphs
 from app.plan.layout import ParallelLayout
-from app.plan.lowering import lower_all
-from app.plan.memory import RankMemory, plan_memory
-from app.plan.parameters import ChunkBuffers, Parameter, chunk_buffers, chunk_parameters
-from app.plan.schedule import Action, Compute, build_schedule
+from app.plan.memory.rank_memory import RankMemory, plan_memory
+from app.plan.pipeline.check import check
+from app.plan.pipeline.lowering import lower_all
+from app.plan.pipeline.timeline import Timeline, Times, simulate
+from app.plan.schedule import build_schedule
 from app.plan.select import select_graphs, select_layout, select_schedule, select_stages
+from app.plan.sharding.parameters import ChunkBuffers, Parameter, chunk_buffers, chunk_parameters
 from app.plan.stages import StagePlan
-from app.plan.timeline import Timeline, Times, simulate
-from app.plan.traffic import GroupTraffic, OrderAdvice, order_advice, plan_traffic
-from app.plan.volumes import most_sends
 
 GPU_MEMORY_GIB = 79.1  # what an H100 of 80 GB has for its programs
 GIB = 2**30
@@ -53,7 +55,8 @@ class Plan:
 
     def next_here(self, pp_rank: int) -> dict[int, int]:
         """Chunks of a rank whose next stage it holds itself -> the chunk that is it."""
-        pipeline, chunks = self.stages.pipeline, range(self.stages.vpp)
+        pipeline = self.stages.pipeline
+        chunks = range(self.stages.vpp)
         chunk_of = {pipeline.stage(pp_rank, chunk): chunk for chunk in chunks}
         following = {chunk: chunk_of.get(pipeline.stage(pp_rank, chunk) + 1) for chunk in chunks}
         return {chunk: after for chunk, after in following.items() if after is not None}
@@ -65,7 +68,9 @@ class Plan:
 
     @cached_property
     def actions(self) -> list[list[Action]]:
-        """Everything that each pipeline rank does in a training step, proved to run without waiting forever."""
+        """Everything that each pipeline rank does in a training step, proved to run without
+        waiting forever.
+        """
         return self._lowered(self.schedule)
 
     def validation_actions(self, num_microbatches: int) -> list[list[Action]]:
@@ -84,19 +89,29 @@ class Plan:
     @cached_property
     def parameters(self) -> tuple[tuple[tuple[Parameter, ...], ...], ...]:
         """[pp_rank][chunk]: what a rank holds, in the order of use."""
-        model, layout = self.run.model, self.layout
-        return tuple(tuple(chunk_parameters(model, stage, layout) for stage in chunks) for chunks in self.stages.stages)
+        model = self.run.model
+        layout = self.layout
+        return tuple(
+            tuple(chunk_parameters(model, stage, layout) for stage in chunks)
+            for chunks in self.stages.stages
+        )
 
     @cached_property
     def buffers(self) -> tuple[tuple[ChunkBuffers, ...], ...]:
         """[pp_rank][chunk]: where parameters and gradients lie, and who owns which part."""
-        layout, optim = self.layout, self.run.optim
-        return tuple(tuple(chunk_buffers(params, layout, optim) for params in chunks) for chunks in self.parameters)
+        layout = self.layout
+        optim = self.run.optim
+        return tuple(
+            tuple(chunk_buffers(params, layout, optim) for params in chunks)
+            for chunks in self.parameters
+        )
 
     @cached_property
     def memory(self) -> tuple[RankMemory, ...]:
         """Bytes of each pipeline rank at its peak, by part."""
-        return plan_memory(self.run, self.layout, self.stages, self.actions, self.graphs)
+        return plan_memory(
+            self.run, self.layout, self.stages, actions=self.actions, graphs=self.graphs
+        )
 
     @cached_property
     def stage_seconds(self) -> tuple[StageSeconds, ...]:
@@ -115,7 +130,9 @@ class Plan:
 
     @cached_property
     def timeline(self) -> Timeline:
-        """The compute of a step in estimated seconds, with what exposed traffic and sends between stages add."""
+        """The compute of a step in estimated seconds, with what exposed traffic and sends
+        between stages add.
+        """
         return simulate(self.schedule, self._times(), self.stages.pipeline.v_shape)
 
     @property
@@ -134,8 +151,17 @@ class Plan:
         return self.busiest.total <= self.gpu_memory
 
     def _schedule(self, num_microbatches: int, forward_only: bool = False) -> list[list[Compute]]:
-        name, chunks, group = self.schedule_name.value, self.stages.vpp, self.run.schedule.group_size
-        return build_schedule(name, self.layout.pp, num_microbatches, chunks, group, forward_only)
+        name = self.schedule_name.value
+        chunks = self.stages.vpp
+        group = self.run.schedule.group_size
+        return build_schedule(
+            name,
+            self.layout.pp,
+            num_microbatches,
+            num_chunks=chunks,
+            group_size=group,
+            forward_only=forward_only,
+        )
 
     def _lowered(self, schedule: Sequence[Sequence[Compute]]) -> list[list[Action]]:
         v_shape = self.stages.pipeline.v_shape
@@ -145,12 +171,18 @@ class Plan:
 
     def _times(self) -> Times:
         exposed = sum(traffic.seconds for traffic in self.traffic if traffic.exposed)
-        per_pass = exposed / (self.run.num_microbatches * self.stages.vpp) / 3  # one part forward, two backward, like compute
+        # one part forward, two backward, like compute
+        per_pass = exposed / (self.run.num_microbatches * self.stages.vpp) / 3
         sends = self.run.num_microbatches * most_sends(self.stages.pipeline)
-        send = next((traffic.seconds / sends for traffic in self.traffic if traffic.name == "pp"), 0.0)
+        send = next(
+            (traffic.seconds / sends for traffic in self.traffic if traffic.name == "pp"), 0.0
+        )
         return Times(
             forward=tuple(stage.forward + per_pass for stage in self.stage_seconds),
-            backward=tuple(stage.backward_input + stage.backward_weight + 2 * per_pass for stage in self.stage_seconds),
+            backward=tuple(
+                stage.backward_input + stage.backward_weight + 2 * per_pass
+                for stage in self.stage_seconds
+            ),
             weight=tuple(stage.backward_weight for stage in self.stage_seconds),
             send=send,
         )

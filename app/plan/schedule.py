@@ -1,192 +1,46 @@
 """What each pipeline rank computes within one step, as a printable list of actions.
 
-Words: rank r of `pp` ranks holds `num_chunks` chunks, and chunk c of rank r is stage c·pp + r, or, of schedules that are
-`v_shaped`, chunk 1 of rank r is stage 2·pp − 1 − r. A microbatch passes all stages forward, then all of them backward.
-Lists hold compute only; `lowering` adds what moves data.
+Words: rank r of `pp` ranks holds `num_chunks` chunks, and chunk c of rank r is stage c·pp + r, or,
+of schedules that are `v_shaped`, chunk 1 of rank r is stage 2·pp − 1 − r. A microbatch passes all
+stages forward, then all of them backward. Lists hold compute only; `lowering` adds what moves data.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from itertools import accumulate
-from typing import ClassVar, Literal, NamedTuple
 
-from app.plan.zero_bubble import zero_bubble_v
+from app.plan.actions import Backward, BackwardInput, BackwardWeight, Compute, Forward
+from app.plan.pipeline.zero_bubble import zero_bubble_v
 
 SCHEDULES = ("none", "gpipe", "1f1b", "interleaved", "zero_bubble_h1", "zero_bubble_v")
 
 
-@dataclass(frozen=True, slots=True)
-class OnMicrobatch:
-    """Work on one microbatch in one chunk of this rank; prints as letter, microbatch, dot, chunk."""
-
-    letter: ClassVar[str]
-    mb: int  # microbatch within the step, from 0
-    chunk: int  # n-th stage of this rank, from 0
-
-    def __str__(self) -> str:
-        return f"{self.letter}{self.mb}.{self.chunk}"
-
-
-class Compute(OnMicrobatch):
-    """What a schedule consists of; everything else is added by lowering."""
-
-    __slots__ = ()
-
-
-class Forward(Compute):
-    """Forward of a microbatch through a chunk: F3.0."""
-
-    __slots__ = ()
-    letter: ClassVar[str] = "F"
-
-
-class Backward(Compute):
-    """Whole backward, gradients of input and of weights: B3.0."""
-
-    __slots__ = ()
-    letter: ClassVar[str] = "B"
-
-
-class BackwardInput(Compute):
-    """Backward that yields only the gradient of the chunk's input: I3.0."""
-
-    __slots__ = ()
-    letter: ClassVar[str] = "I"
-
-
-class BackwardWeight(Compute):
-    """The rest of a split backward, gradients of weights; any time after its BackwardInput: W3.0."""
-
-    __slots__ = ()
-    letter: ClassVar[str] = "W"
-
-
-class Free(OnMicrobatch):
-    """Give back the memory of a forward's output, which has been sent; from here on only its grad_fn is needed: D3.0."""
-
-    __slots__ = ()
-    letter: ClassVar[str] = "D"
-
-
-@dataclass(frozen=True, slots=True)
-class OnChunk:
-    """Work on the parameters of one chunk of this rank; prints as letter and chunk."""
-
-    letter: ClassVar[str]
-    chunk: int  # n-th stage of this rank, from 0
-
-    def __str__(self) -> str:
-        return f"{self.letter}{self.chunk}"
-
-
-class ReduceGrads(OnChunk):
-    """Start the reduction of a chunk's gradients over the data-parallel ranks: R0."""
-
-    __slots__ = ()
-    letter: ClassVar[str] = "R"
-
-
-class GatherParams(OnChunk):
-    """Gather a chunk's updated parameters from the data-parallel ranks: G0."""
-
-    __slots__ = ()
-    letter: ClassVar[str] = "G"
-
-
-Flow = Literal["F", "B"]  # what moves between stages: hidden states forward, their gradients backward
-
-
-class Op(NamedTuple):  # lists hold and look up tens of thousands: a tuple takes half the time of a dataclass
-    """One tensor that this rank sends or receives; prints as F3.0>1 (to rank 1) or F3.0<0 (from rank 0).
-
-    `mb` and `chunk` name this rank's forward (flow F) or backward (flow B): the one that made what is sent, or the one
-    that needs what is received. A BackwardInput counts as backward.
-    """
-
-    flow: Flow
-    mb: int
-    chunk: int
-    peer: int  # pipeline rank on the other side
-    send: bool  # to the peer; otherwise from it
-
-    def __str__(self) -> str:
-        return f"{self.flow}{self.mb}.{self.chunk}{'>' if self.send else '<'}{self.peer}"
-
-
-@dataclass(frozen=True, slots=True)
-class OnOps:
-    """Work on tensors that move between pipeline ranks; prints as letter and operations in brackets."""
-
-    letter: ClassVar[str]
-    ops: tuple[Op, ...]
-
-    def __str__(self) -> str:
-        return f"{self.letter}[{','.join(map(str, self.ops))}]"
-
-
-class Exchange(OnOps):
-    """Start sends and receives as one batch, and go on: X[F3.0>1,B2.0<1].
-
-    Tensors between the same two ranks in the same direction match in the order in which they are listed.
-    """
-
-    __slots__ = ()
-    letter: ClassVar[str] = "X"
-
-
-class Wait(OnOps):
-    """Wait until these operations of earlier exchanges are done: V[B2.0<1]."""
-
-    __slots__ = ()
-    letter: ClassVar[str] = "V"
-
-
-Action = Compute | Exchange | Wait | Free | ReduceGrads | GatherParams
-
-ON_MICROBATCH = {kind.letter: kind for kind in (Forward, Backward, BackwardInput, BackwardWeight, Free)}
-ON_CHUNK = {kind.letter: kind for kind in (ReduceGrads, GatherParams)}
-ON_OPS = {kind.letter: kind for kind in (Exchange, Wait)}
-
-
-def parse_action(text: str) -> Action:
-    """The action that prints as `text`: parse_action("F3.0") == Forward(3, 0). ValueError for anything else."""
-    letter, rest = text[:1], text[1:]
-    if letter in ON_MICROBATCH and (numbers := re.fullmatch(r"(\d+)\.(\d+)", rest)):
-        return ON_MICROBATCH[letter](int(numbers[1]), int(numbers[2]))
-    if letter in ON_CHUNK and re.fullmatch(r"\d+", rest):
-        return ON_CHUNK[letter](int(rest))
-    if letter in ON_OPS and rest[:1] == "[" and rest[-1:] == "]":
-        return ON_OPS[letter](tuple(_parse_op(op) for op in rest[1:-1].split(",")))
-    letters = (f"{'/'.join(ON_MICROBATCH)} with microbatch.chunk (F3.0), {'/'.join(ON_CHUNK)} with chunk (R0) or "
-               f"{'/'.join(ON_OPS)} with operations (X[F3.0>1])")
-    raise ValueError(f"{text!r} is no action: {letters}")
-
-
-def _parse_op(text: str) -> Op:
-    match = re.fullmatch(r"([FB])(\d+)\.(\d+)([<>])(\d+)", text)
-    if match is None:
-        raise ValueError(f"{text!r} is no action: operations are like F3.0>1 (send) and B2.0<1 (receive)")
-    flow: Flow = "F" if match[1] == "F" else "B"
-    return Op(flow, int(match[2]), int(match[3]), int(match[5]), match[4] == ">")
-
-
 def build_schedule(
-    name: str, pp: int, num_microbatches: int, num_chunks: int = 1, group_size: int | None = None, forward_only: bool = False
+    name: str,
+    pp: int,
+    num_microbatches: int,
+    num_chunks: int = 1,
+    group_size: int | None = None,
+    forward_only: bool = False,
 ) -> list[list[Compute]]:
     """The compute actions of every pipeline rank, in order; result[rank].
 
     name: "none"            one rank, forward and backward in turn: F0 B0 F1 B1 …
           "gpipe"           all forwards, then all backwards (Huang et al. 2019)
-          "1f1b"            pp − rank − 1 forwards, then one forward and one backward in turn (PipeDream-Flush,
+          "1f1b"            pp − rank − 1 forwards, then one forward and one backward in turn
+          (PipeDream-Flush,
                             Narayanan et al. 2021a): at most pp − rank microbatches in flight
-          "interleaved"     the same over num_chunks chunks per rank, `group_size` microbatches (None: pp) at a time
-                            through each chunk (Narayanan et al. 2021b): the bubble divided by num_chunks
-          "zero_bubble_h1"  1F1B with split backward, weight gradients fill the bubble (Qi et al. 2023)
-          "zero_bubble_v"   split backward, two chunks per rank in a V (see `zero_bubble`): half the bubble of the one above
-    forward_only: forwards alone (validation), in the same order; in a V in the one in which no rank waits for them.
+          "interleaved"     the same over num_chunks chunks per rank, `group_size` microbatches
+          (None: pp) at a time
+                            through each chunk (Narayanan et al. 2021b): the bubble divided by
+                            num_chunks
+          "zero_bubble_h1"  1F1B with split backward, weight gradients fill the bubble (Qi et al.
+          2023)
+          "zero_bubble_v"   split backward, two chunks per rank in a V (see `zero_bubble`): half the
+          bubble of the one above
+    forward_only: forwards alone (validation), in the same order; in a V in the one in which no rank
+    waits for them.
                   Any num_microbatches and group_size will do: what training refuses gives way to
                   the nearest group that it takes
 
@@ -196,10 +50,10 @@ def build_schedule(
     own previous chunk.
     """
     if forward_only:
-        _check_choice(name, pp, num_microbatches, num_chunks, group_size)
+        _check_choice(name, pp, num_microbatches, num_chunks=num_chunks, group_size=group_size)
         wanted = pp if group_size is None else group_size
         return _forwards(name, pp, num_microbatches, num_chunks=num_chunks, group=wanted)
-    check_schedule(name, pp, num_microbatches, num_chunks, group_size)
+    check_schedule(name, pp, num_microbatches, num_chunks=num_chunks, group_size=group_size)
     if v_shaped(name):
         return _zero_bubble_v(pp, num_microbatches)
     group = pp if group_size is None else group_size
@@ -210,7 +64,10 @@ def build_schedule(
         case "zero_bubble_h1":
             return [_zero_bubble_h1(pp, rank, num_microbatches) for rank in range(pp)]
         case "interleaved":
-            warmups = [warmup_count(pp, rank, num_microbatches, num_chunks, group) for rank in range(pp)]
+            warmups = [
+                warmup_count(pp, rank, num_microbatches, num_chunks=num_chunks, group_size=group)
+                for rank in range(pp)
+            ]
         case "gpipe":
             warmups = [num_microbatches] * pp
         case _:
@@ -219,13 +76,19 @@ def build_schedule(
 
 
 def v_shaped(name: str) -> bool:
-    """Whether the schedule's chunks lie in a V; whatever takes its lists then has to be told so by v_shape=True."""
+    """Whether the schedule's chunks lie in a V; whatever takes its lists then has to be told so
+    by v_shape=True.
+    """
     return name == "zero_bubble_v"
 
 
-def check_schedule(name: str, pp: int, num_microbatches: int, num_chunks: int = 1, group_size: int | None = None) -> None:
-    """Raise ValueError, with the numbers and the nearest that works, for what build_schedule refuses."""
-    _check_choice(name, pp, num_microbatches, num_chunks, group_size)
+def check_schedule(
+    name: str, pp: int, num_microbatches: int, num_chunks: int = 1, group_size: int | None = None
+) -> None:
+    """Raise ValueError, with the numbers and the nearest that works, for what build_schedule
+    refuses.
+    """
+    _check_choice(name, pp, num_microbatches, num_chunks=num_chunks, group_size=group_size)
     if name == "interleaved":
         _check_groups(pp, num_microbatches, pp if group_size is None else group_size)
 
@@ -237,31 +100,48 @@ def _check_choice(
     if name not in SCHEDULES:
         raise ValueError(f"unknown schedule {name!r}; there are {', '.join(SCHEDULES)}")
     if min(pp, num_microbatches, num_chunks) < 1:
-        raise ValueError(f"pp={pp}, num_microbatches={num_microbatches} and num_chunks={num_chunks} must be at least 1")
+        raise ValueError(
+            f"pp={pp}, num_microbatches={num_microbatches} and num_chunks={num_chunks} must "
+            "be at least 1"
+        )
     if name == "none" and pp > 1:
-        raise ValueError(f"schedule none runs on one pipeline rank, not on pp={pp}; use 1f1b or interleaved")
+        raise ValueError(
+            f"schedule none runs on one pipeline rank, not on pp={pp}; use 1f1b or interleaved"
+        )
     if name == "interleaved":
         if group_size is not None and group_size < 1:
             raise ValueError(f"group_size={group_size} must be at least 1")
     elif v_shaped(name):
         if num_chunks != 2 or group_size is not None:
-            raise ValueError(f"schedule {name} has two chunks per rank and no groups, not num_chunks={num_chunks} and "
-                             f"group_size={group_size}; use 2 and None")
+            raise ValueError(
+                f"schedule {name} has two chunks per rank and no groups, not "
+                f"num_chunks={num_chunks} and "
+                f"group_size={group_size}; use 2 and None"
+            )
     elif num_chunks > 1 or group_size is not None:
-        raise ValueError(f"schedule {name} has one chunk per rank and no groups, not num_chunks={num_chunks} and "
-                         f"group_size={group_size}; use interleaved")
+        raise ValueError(
+            f"schedule {name} has one chunk per rank and no groups, not "
+            f"num_chunks={num_chunks} and "
+            f"group_size={group_size}; use interleaved"
+        )
 
 
 def _check_groups(pp: int, num_microbatches: int, group: int) -> None:
     if pp < 2:
         raise ValueError("schedule interleaved needs at least 2 pipeline ranks, not pp=1; use none")
     if num_microbatches < pp:
-        raise ValueError(f"schedule interleaved needs num_microbatches >= pp, not {num_microbatches} < {pp}; use {pp} or more")
+        raise ValueError(
+            f"schedule interleaved needs num_microbatches >= pp, not {num_microbatches} < "
+            f"{pp}; use {pp} or more"
+        )
     legal = _legal_groups(pp, num_microbatches)
     if group in legal:
         return
     if pp <= group <= num_microbatches:
-        reason = f"leaves num_microbatches={num_microbatches} a last group of {num_microbatches % group}, below pp={pp}"
+        reason = (
+            f"leaves num_microbatches={num_microbatches} a last group of "
+            f"{num_microbatches % group}, below pp={pp}"
+        )
     else:
         reason = f"must be between pp={pp} and num_microbatches={num_microbatches}"
     raise ValueError(f"group_size={group} {reason}; nearest that works: {_nearest(legal, group)}")
@@ -278,14 +158,20 @@ def _nearest(sizes: Sequence[int], wanted: int) -> int:
 
 
 def warmup_count(
-    pp: int, pp_rank: int, num_microbatches: int, num_chunks: int = 1, group_size: int | None = None,
-    forward_only: bool = False, moe_overlap: bool = False,
+    pp: int,
+    pp_rank: int,
+    num_microbatches: int,
+    num_chunks: int = 1,
+    group_size: int | None = None,
+    forward_only: bool = False,
+    moe_overlap: bool = False,
 ) -> int:
     """Forwards that `pp_rank` runs before its first backward.
 
-    1F1B: min(M, pp − rank − 1). Interleaved, which is meant when num_chunks > 1 or a group_size is given:
-    min(M·chunks, 2·(pp − rank − 1) + (chunks − 1)·group), one more with moe_overlap so that the forward and the
-    backward of a pair are of different microbatches. All M·chunks with forward_only, none without pipeline ranks.
+    1F1B: min(M, pp − rank − 1). Interleaved, which is meant when num_chunks > 1 or a group_size is
+    given: min(M·chunks, 2·(pp − rank − 1) + (chunks − 1)·group), one more with moe_overlap so that
+    the forward and the backward of a pair are of different microbatches. All M·chunks with
+    forward_only, none without pipeline ranks.
     """
     total = num_microbatches * num_chunks
     if forward_only:
@@ -299,7 +185,9 @@ def warmup_count(
 
 
 def chunk_order(num_microbatches: int, num_chunks: int, group: int) -> list[tuple[int, int]]:
-    """(mb, chunk) in the order of forwards: each group of microbatches passes chunk 0, 1, … before the next starts."""
+    """(mb, chunk) in the order of forwards: each group of microbatches passes chunk 0, 1, …
+    before the next starts.
+    """
     starts = range(0, num_microbatches, group)
     groups = [range(start, min(start + group, num_microbatches)) for start in starts]
     return [(mb, chunk) for mbs in groups for chunk in range(num_chunks) for mb in mbs]
@@ -308,23 +196,33 @@ def chunk_order(num_microbatches: int, num_chunks: int, group: int) -> list[tupl
 def _weave(forwards: Sequence[Compute], backwards: Sequence[Compute], warmup: int) -> list[Compute]:
     """Warm-up forwards, then forward and backward in turn, then the backwards that are left."""
     pairs = zip(forwards[warmup:], backwards, strict=False)
-    return [*forwards[:warmup], *(action for pair in pairs for action in pair), *backwards[len(forwards) - warmup:]]
+    return [
+        *forwards[:warmup],
+        *(action for pair in pairs for action in pair),
+        *backwards[len(forwards) - warmup :],
+    ]
 
 
 def _zero_bubble_h1(pp: int, rank: int, num_microbatches: int) -> list[Compute]:
-    """ZB-H1 (Qi et al. 2023): 1F1B's forwards and input gradients, each weight gradient `rank` microbatches late.
+    """ZB-H1 (Qi et al. 2023): 1F1B's forwards and input gradients, each weight gradient `rank`
+    microbatches late.
 
-    Waiting weight gradients and microbatches in flight add up to pp on every rank, 1F1B's peak on its first rank. The
-    bubble shrinks from (pp − 1)(F + I + W) to (pp − 1)(F + I − W), in times of the three parts.
+    Waiting weight gradients and microbatches in flight add up to pp on every rank, 1F1B's peak on
+    its first rank. The bubble shrinks from (pp − 1)(F + I + W) to (pp − 1)(F + I − W), in times of
+    the three parts.
     """
     mbs = range(num_microbatches)
-    woven = _weave([Forward(mb, 0) for mb in mbs], [BackwardInput(mb, 0) for mb in mbs], warmup_count(pp, rank, num_microbatches))
+    woven = _weave(
+        [Forward(mb, 0) for mb in mbs],
+        [BackwardInput(mb, 0) for mb in mbs],
+        warmup_count(pp, rank, num_microbatches),
+    )
     actions: list[Compute] = []
     for action in woven:
         actions.append(action)
         if isinstance(action, BackwardInput) and action.mb >= rank:
             actions.append(BackwardWeight(action.mb - rank, 0))
-    return actions + [BackwardWeight(mb, 0) for mb in mbs[max(0, num_microbatches - rank):]]
+    return actions + [BackwardWeight(mb, 0) for mb in mbs[max(0, num_microbatches - rank) :]]
 
 
 def _forwards(
@@ -346,13 +244,17 @@ def _forwards_in_v(pp: int, num_microbatches: int) -> list[list[Compute]]:
 
 def _zero_bubble_v(pp: int, num_microbatches: int) -> list[list[Compute]]:
     kinds: dict[str, type[Compute]] = {"F": Forward, "I": BackwardInput, "W": BackwardWeight}
-    return [[kinds[letter](mb, chunk) for letter, mb, chunk in order] for order in zero_bubble_v(pp, num_microbatches)]
+    return [
+        [kinds[letter](mb, chunk) for letter, mb, chunk in order]
+        for order in zero_bubble_v(pp, num_microbatches)
+    ]
 
 
 def signed_order(actions: Iterable[object]) -> list[int]:
     """The list in signed numbers: +(chunk + 1) for a forward, −(chunk + 1) for a backward.
 
-    A split backward counts where its BackwardInput stands; BackwardWeight and whatever does not compute is left out.
+    A split backward counts where its BackwardInput stands; BackwardWeight and whatever does not
+    compute is left out.
     """
     signs: list[int] = []
     for action in actions:
@@ -365,22 +267,30 @@ def signed_order(actions: Iterable[object]) -> list[int]:
 
 
 def peak_in_flight(actions: Iterable[object]) -> int:
-    """Most microbatches, counted once per chunk, that have been forwarded and still wait for their backward.
+    """Most microbatches, counted once per chunk, that have been forwarded and still wait for their
+    backward.
 
-    A split backward is over with its BackwardWeight. Without backwards nothing is kept: then it is 1, the one that runs.
+    A split backward is over with its BackwardWeight. Without backwards nothing is kept: then it is
+    1, the one that runs.
     """
     listed = list(actions)
-    ends = BackwardWeight if any(isinstance(action, BackwardWeight) for action in listed) else Backward
+    ends = (
+        BackwardWeight if any(isinstance(action, BackwardWeight) for action in listed) else Backward
+    )
     if not any(isinstance(action, ends) for action in listed):
         return int(any(isinstance(action, Forward) for action in listed))
-    return max(accumulate(isinstance(action, Forward) - isinstance(action, ends) for action in listed))
+    return max(
+        accumulate(isinstance(action, Forward) - isinstance(action, ends) for action in listed)
+    )
 
 
 def full_recompute(actions: Iterable[object], partial: int) -> dict[tuple[int, int], bool]:
-    """(mb, chunk) of each forward, in order -> whether it recomputes all of its layers (True) or only some.
+    """(mb, chunk) of each forward, in order -> whether it recomputes all of its layers (True) or
+    only some.
 
-    Of every window of as many forwards as are in flight at the peak, the first `partial` recompute only some layers:
-    they use the memory that full recompute leaves over ("partial activation checkpointing").
+    Of every window of as many forwards as are in flight at the peak, the first `partial` recompute
+    only some layers: they use the memory that full recompute leaves over ("partial activation
+    checkpointing").
     """
     listed = list(actions)
     window = peak_in_flight(listed)
@@ -389,7 +299,15 @@ def full_recompute(actions: Iterable[object], partial: int) -> dict[tuple[int, i
 
 
 def last_backwards(actions: Sequence[object]) -> frozenset[int]:
-    """Positions of each chunk's last backward, after which its gradients are whole; none where backwards are split."""
+    """Positions of each chunk's last backward, after which its gradients are whole; none where
+    backwards are split.
+    """
     if any(isinstance(action, BackwardWeight) for action in actions):
         return frozenset()
-    return frozenset({action.chunk: position for position, action in enumerate(actions) if isinstance(action, Backward)}.values())
+    return frozenset(
+        {
+            action.chunk: position
+            for position, action in enumerate(actions)
+            if isinstance(action, Backward)
+        }.values()
+    )

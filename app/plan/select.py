@@ -6,29 +6,43 @@ from collections.abc import Sequence
 
 from app.choices import GraphImpl, GraphKey, GraphScope, ScheduleName
 from app.config import Run
-from app.plan.activations import own_inputs
+from app.plan.actions import Action
 from app.plan.graphs import GraphPlan, Key, plan_graphs
 from app.plan.layout import ParallelLayout
-from app.plan.schedule import Action, v_shaped
+from app.plan.memory.activations import own_inputs
+from app.plan.schedule import v_shaped
 from app.plan.stages import StagePlan, plan_stages
 
 
 def select_layout(run: Run) -> ParallelLayout:
-    """The ranks' grids for dense layers and experts. Raises ConfigError where the degrees do not fit together."""
+    """The ranks' grids for dense layers and experts. Raises ConfigError where the degrees do not
+    fit together.
+    """
     p = run.parallel
-    return ParallelLayout(run.world_size, p.tp, p.cp, p.pp, p.ep, p.etp, p.order)
+    return ParallelLayout(run.world_size, p.tp, p.cp, pp=p.pp, ep=p.ep, etp=p.etp, order=p.order)
 
 
 def select_stages(run: Run) -> StagePlan:
     """The layers of every stage. Raises ConfigError for splits that do not come out even."""
-    p, v_shape = run.parallel, v_shaped(run.schedule.name.value)
+    p = run.parallel
+    v_shape = v_shaped(run.schedule.name.value)
     return plan_stages(
-        run.model.num_layers, p.pp, p.vpp, p.first, p.last, p.layout, p.count_embedding, p.count_head, v_shape=v_shape
+        run.model.num_layers,
+        p.pp,
+        p.vpp,
+        first=p.first,
+        last=p.last,
+        layout=p.layout,
+        count_embedding=p.count_embedding,
+        count_head=p.count_head,
+        v_shape=v_shape,
     )
 
 
 def select_schedule(run: Run, stages: StagePlan) -> ScheduleName:
-    """The named schedule; `auto` is none without pipeline ranks, 1f1b with one stage per rank, interleaved with several."""
+    """The named schedule; `auto` is none without pipeline ranks, 1f1b with one stage per rank,
+    interleaved with several.
+    """
     if run.schedule.name is not ScheduleName.auto:
         return run.schedule.name
     if stages.pp == 1:
@@ -36,19 +50,26 @@ def select_schedule(run: Run, stages: StagePlan) -> ScheduleName:
     return ScheduleName.interleaved if stages.vpp > 1 else ScheduleName("1f1b")
 
 
-def select_graphs(run: Run, stages: StagePlan, actions: Sequence[Sequence[Action]]) -> tuple[GraphPlan | None, ...]:
-    """The partial CUDA graphs of each pipeline rank, which runs actions[pp_rank]; None where there are none."""
+def select_graphs(
+    run: Run, stages: StagePlan, actions: Sequence[Sequence[Action]]
+) -> tuple[GraphPlan | None, ...]:
+    """The partial CUDA graphs of each pipeline rank, which runs actions[pp_rank]; None where
+    there are none.
+    """
     if run.cuda_graph.impl not in (GraphImpl.local, GraphImpl.transformer_engine):
         return (None,) * stages.pp
     layers = [[captured_layers(run, stage.layers) for stage in chunks] for chunks in stages.stages]
     inputs = [[own_inputs(run, stage.layers) for stage in chunks] for chunks in stages.stages]
     key: Key = "slot" if run.cuda_graph.key is GraphKey.slot else "microbatch"
     ranks = zip(actions, layers, inputs, strict=True)
-    return tuple(plan_graphs(listed, counts, key, places) for listed, counts, places in ranks)
+    return tuple(
+        plan_graphs(listed, counts, key, own_inputs=places) for listed, counts, places in ranks
+    )
 
 
 def captured_layers(run: Run, layers: Sequence[int]) -> int:
     """Of these layers, how many have a part in a partial graph."""
-    scope, model = set(run.cuda_graph.scope), run.model
+    scope = set(run.cuda_graph.scope)
+    model = run.model
     parts = {True: {GraphScope.attn, GraphScope.moe}, False: {GraphScope.attn, GraphScope.mlp}}
     return sum(not scope or bool(scope & parts[model.is_moe_layer(layer)]) for layer in layers)

@@ -1,9 +1,11 @@
-"""Where each parameter lies in a contiguous buffer, and which part of it each data-parallel rank owns.
+"""Where each parameter lies in a contiguous buffer, and which part of it each data-parallel rank
+owns.
 
-Parameters are laid out in reverse registration order, roughly the order in which backward finishes their gradients, so
-that the first bucket fills first. A bucket is a contiguous part of the buffer that is reduced and gathered as one; it
-is padded to a multiple of lcm(world, shard_align) and cut into `world` equal shards, shard r belonging to rank r (ZeRO
-stage 1, Rajbhandari et al. 2020). Everything here counts elements, not bytes.
+Parameters are laid out in reverse registration order, roughly the order in which backward finishes
+their gradients, so that the first bucket fills first. A bucket is a contiguous part of the buffer
+that is reduced and gathered as one; it is padded to a multiple of lcm(world, shard_align) and cut
+into `world` equal shards, shard r belonging to rank r (ZeRO stage 1, Rajbhandari et al. 2020).
+Everything here counts elements, not bytes.
 """
 
 from __future__ import annotations
@@ -17,7 +19,9 @@ Bounds = tuple[int, int]  # [start, end)
 
 
 class Range(NamedTuple):
-    """The part of one parameter that one rank owns, as [start, end) in elements; the three ranges are equally long."""
+    """The part of one parameter that one rank owns, as [start, end) in elements; the three
+    ranges are equally long.
+    """
 
     bucket: int  # index of the bucket that holds the parameter
     world: Bounds  # in the whole buffer
@@ -29,7 +33,8 @@ class Range(NamedTuple):
 class BufferLayout:
     """The layout of one buffer: a value that optimizer, checkpoints and the memory plan share.
 
-    Bucket starts divide by `world`, so a rank's shards laid end to end put bucket b at buckets[b][0] // world.
+    Bucket starts divide by `world`, so a rank's shards laid end to end put bucket b at
+    buckets[b][0] // world.
     """
 
     world: int  # ranks that share the buffer
@@ -44,7 +49,9 @@ class BufferLayout:
         return self.buckets[-1][1] if self.buckets else 0
 
     def shard(self, bucket: int, rank: int) -> Bounds:
-        """Place in the buffer of the shard of `bucket` that `rank` owns; ValueError for a rank outside the world."""
+        """Place in the buffer of the shard of `bucket` that `rank` owns; ValueError for a rank
+        outside the world.
+        """
         if not 0 <= rank < self.world:
             raise ValueError(f"rank {rank} is outside the {self.world} ranks that share the buffer")
         start, end = self.buckets[bucket]
@@ -52,16 +59,29 @@ class BufferLayout:
         return start + rank * size, start + (rank + 1) * size
 
     def ranges(self, rank: int) -> list[list[Range]]:
-        """What `rank` owns of each parameter, in registration order: no or one range, a shard being contiguous."""
+        """What `rank` owns of each parameter, in registration order: no or one range, a shard
+        being contiguous.
+        """
         shards = [self.shard(bucket, rank) for bucket in range(len(self.buckets))]
-        return [_overlap(place, bucket, shards[bucket]) for place, bucket in zip(self.params, self.bucket_of, strict=True)]
+        return [
+            _overlap(place, bucket, shards[bucket])
+            for place, bucket in zip(self.params, self.bucket_of, strict=True)
+        ]
 
 
 def _overlap(place: Bounds, bucket: int, shard: Bounds) -> list[Range]:
-    start, end = max(place[0], shard[0]), min(place[1], shard[1])
+    start = max(place[0], shard[0])
+    end = min(place[1], shard[1])
     if start >= end:
         return []
-    return [Range(bucket, (start, end), (start - shard[0], end - shard[0]), (start - place[0], end - place[0]))]
+    return [
+        Range(
+            bucket,
+            (start, end),
+            (start - shard[0], end - shard[0]),
+            param=(start - place[0], end - place[0]),
+        )
+    ]
 
 
 def buffer_layout(
@@ -80,7 +100,7 @@ def buffer_layout(
     size. Every parameter starts at a multiple of param_align; every bucket ends at a multiple of
     lcm(world, shard_align). ValueError for sizes below 0 and for anything else below 1.
     """
-    _check(numels, world, bucket_numel, param_align, shard_align)
+    _check(numels, world, bucket_numel, param_align=param_align, shard_align=shard_align)
     params: list[Bounds] = []
     bucket_of: list[int] = []
     buckets: list[Bounds] = []
@@ -98,22 +118,45 @@ def buffer_layout(
             start = _round_up(end, lcm(world, shard_align))
             buckets.append((bucket_start, start))
             bucket_start = start
-    return BufferLayout(world, tuple(reversed(params)), tuple(reversed(bucket_of)), tuple(buckets), tuple(used))
+    return BufferLayout(
+        world,
+        tuple(reversed(params)),
+        tuple(reversed(bucket_of)),
+        buckets=tuple(buckets),
+        bucket_used=tuple(used),
+    )
 
 
 def shard_map(
-    numels: Sequence[int], world: int, rank: int, *, bucket_numel: int | None = None, param_align: int = 1, shard_align: int = 1
+    numels: Sequence[int],
+    world: int,
+    rank: int,
+    *,
+    bucket_numel: int | None = None,
+    param_align: int = 1,
+    shard_align: int = 1,
 ) -> list[list[Range]]:
-    """What `rank` owns of each parameter, in registration order; arguments and errors as for `buffer_layout`."""
-    return buffer_layout(numels, world, bucket_numel=bucket_numel, param_align=param_align, shard_align=shard_align).ranges(rank)
+    """What `rank` owns of each parameter, in registration order; arguments and errors as for
+    `buffer_layout`.
+    """
+    return buffer_layout(
+        numels, world, bucket_numel=bucket_numel, param_align=param_align, shard_align=shard_align
+    ).ranges(rank)
 
 
 def _round_up(number: int, multiple: int) -> int:
     return -(-number // multiple) * multiple
 
 
-def _check(numels: Sequence[int], world: int, bucket_numel: int | None, param_align: int, shard_align: int) -> None:
-    bounds = {"world": world, "bucket_numel": bucket_numel, "param_align": param_align, "shard_align": shard_align}
+def _check(
+    numels: Sequence[int], world: int, bucket_numel: int | None, param_align: int, shard_align: int
+) -> None:
+    bounds = {
+        "world": world,
+        "bucket_numel": bucket_numel,
+        "param_align": param_align,
+        "shard_align": shard_align,
+    }
     for name, value in bounds.items():
         if value is not None and value < 1:
             raise ValueError(f"{name}={value} must be at least 1")

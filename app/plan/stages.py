@@ -1,7 +1,7 @@
 """Which decoder layers, embedding and head each pipeline stage holds.
 
-Stages are numbered in the order in which a microbatch passes them: stage s is chunk s // pp of pipeline rank s % pp, or of
-rank pp − 1 − s % pp for chunk 1 of a V.
+Stages are numbered in the order in which a microbatch passes them: stage s is chunk s // pp of
+pipeline rank s % pp, or of rank pp − 1 − s % pp for chunk 1 of a V.
 """
 
 from __future__ import annotations
@@ -12,9 +12,10 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from app.errors import ConfigError, FirstOf, Instead, nearest_divisors, nearest_multiples
-from app.plan.replay import Pipeline
+from app.plan.pipeline.replay import Pipeline
 
-LETTERS = {"embedding": "E", "decoder": "t", "mtp": "m", "loss": "L"}  # names of layers -> letters of a layout
+# names of layers -> letters of a layout
+LETTERS = {"embedding": "E", "decoder": "t", "mtp": "m", "loss": "L"}
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,10 @@ class StagePlan:
     def in_order(self) -> tuple[Stage, ...]:
         """The stages as a microbatch passes them."""
         pipeline = self.pipeline
-        return tuple(self.stages[pipeline.rank(stage)][stage // self.pp] for stage in range(pipeline.last + 1))
+        return tuple(
+            self.stages[pipeline.rank(stage)][stage // self.pp]
+            for stage in range(pipeline.last + 1)
+        )
 
     @property
     def vpp(self) -> int:
@@ -55,50 +59,70 @@ class StagePlan:
 
 
 def plan_stages(
-    num_layers: int, pp: int, vpp: int = 1, first: int | None = None, last: int | None = None,
-    layout: str | Sequence[Sequence[str]] | None = None, count_embedding: bool = False, count_head: bool = False,
+    num_layers: int,
+    pp: int,
+    vpp: int = 1,
+    first: int | None = None,
+    last: int | None = None,
+    layout: str | Sequence[Sequence[str]] | None = None,
+    count_embedding: bool = False,
+    count_head: bool = False,
     v_shape: bool = False,
 ) -> StagePlan:
     """Split num_layers decoder layers over pp ranks with vpp stages each.
 
-    By default every stage has equally many. `first` and `last` set the layers of the first and last pipeline rank, over
-    all its stages, and the rest is split evenly. count_embedding and count_head let the embedding and the head with its
-    loss take the place of one layer in the first and last stage. `layout` spells the stages out instead (see
-    `parse_layout`) and sets vpp itself: vpp=1 then means unset. v_shape lays the two stages of each rank out in a V (see
-    Pipeline): the first rank holds both the embedding and the head.
+    By default every stage has equally many. `first` and `last` set the layers of the first and last
+    pipeline rank, over all its stages, and the rest is split evenly. count_embedding and count_head
+    let the embedding and the head with its loss take the place of one layer in the first and last
+    stage. `layout` spells the stages out instead (see `parse_layout`) and sets vpp itself: vpp=1
+    then means unset. v_shape lays the two stages of each rank out in a V (see Pipeline): the first
+    rank holds both the embedding and the head.
 
-    Raises ConfigError (a ValueError) for splits that do not come out even, with the nearest that would.
+    Raises ConfigError (a ValueError) for splits that do not come out even, with the nearest that
+    would.
     """
-    for key, value in (("model.num_layers", num_layers), ("parallel.pp", pp), ("parallel.vpp", vpp)):
+    for key, value in (
+        ("model.num_layers", num_layers),
+        ("parallel.pp", pp),
+        ("parallel.vpp", vpp),
+    ):
         if value < 1:
-            raise ConfigError(key, value, "must be at least 1", 1)
+            raise ConfigError(key, value, "must be at least 1", nearest=1)
     if v_shape and vpp != 2 and (layout is None or vpp != 1):
-        raise ConfigError("parallel.vpp", vpp, "stages in a V are two per pipeline rank", 2)
-    uneven, counted = first is not None or last is not None, count_embedding or count_head
+        raise ConfigError("parallel.vpp", vpp, "stages in a V are two per pipeline rank", nearest=2)
+    uneven = first is not None or last is not None
+    counted = count_embedding or count_head
     if layout is not None:
         if uneven or counted:
-            rule = "spells out every stage, so first, last, count_embedding and count_head must be unset"
+            rule = (
+                "spells out every stage, so first, last, count_embedding and count_head must "
+                "be unset"
+            )
             raise ConfigError("parallel.layout", layout, rule, advice="give either of them alone")
         parts = parse_layout(layout)
-        _check_layout(layout, parts, num_layers, pp, 2 if v_shape else vpp)
+        _check_layout(layout, parts, num_layers, pp=pp, vpp=2 if v_shape else vpp)
     elif not uneven:
-        parts = _as_layout(_even_sizes(num_layers, pp, vpp, count_embedding, count_head))
+        parts = _as_layout(
+            _even_sizes(num_layers, pp, vpp, count_embedding=count_embedding, count_head=count_head)
+        )
     elif counted:
         key = "parallel.last" if first is None else "parallel.first"
         rule = "cannot be combined with count_embedding or count_head"
-        raise ConfigError(key, first or last, rule, (None,))
+        raise ConfigError(key, first or last, rule, nearest=(None,))
     else:
-        parts = _as_layout(_uneven_sizes(num_layers, Pipeline(pp, vpp, v_shape), first, last))
+        parts = _as_layout(_uneven_sizes(num_layers, Pipeline(pp, vpp, v_shape), first, last=last))
     return _assemble(parts, Pipeline(pp, len(parts) // pp, v_shape))
 
 
 def parse_layout(layout: str | Sequence[Sequence[str]]) -> list[str]:
-    """The stages of a layout as strings of letters: parse_layout("Et*3|(tt|)*2L") == ["Ettt", "tt", "tt", "L"].
+    """The stages of a layout as strings of letters: parse_layout("Et*3|(tt|)*2L") == ["Ettt", "tt",
+    "tt", "L"].
 
-    E is the embedding, t a decoder layer, m a multi-token prediction layer, L the head with its loss; | ends a stage;
-    x*n repeats a letter and (...)*n a part, which may hold |; commas are for the eye. A list of stages, each a list
-    of the names embedding, decoder, mtp, loss, says the same. A stage may be empty, as the third of
-    "Et|t||L": it hands on what it gets. Raises ConfigError for anything else.
+    E is the embedding, t a decoder layer, m a multi-token prediction layer, L the head with its
+    loss; | ends a stage; x*n repeats a letter and (...)*n a part, which may hold |; commas are for
+    the eye. A list of stages, each a list of the names embedding, decoder, mtp, loss, says the
+    same. A stage may be empty, as the third of "Et|t||L": it hands on what it gets. Raises
+    ConfigError for anything else.
     """
     if not isinstance(layout, str):
         return ["".join(_letter(name) for name in stage) for stage in layout]
@@ -106,7 +130,10 @@ def parse_layout(layout: str | Sequence[Sequence[str]]) -> list[str]:
     letters = re.sub(r"(.)\*(\d+)", _repeat, letters)
     wrong = re.search(r"[^EtmL|]", letters)
     if wrong:
-        rule = f"cannot read {wrong[0]!r}: layers are E, t, m, L, stages end with |, repeats are t*3 or (tt|)*2, not nested"
+        rule = (
+            f"cannot read {wrong[0]!r}: layers are E, t, m, L, stages end with |, repeats are t*3 "
+            "or (tt|)*2, not nested"
+        )
         raise ConfigError("parallel.layout", layout, rule, advice="write it like Et*3|(tt|)*2L")
     return letters.split("|")
 
@@ -121,13 +148,23 @@ def _letter(name: str) -> str:
     return LETTERS[name.strip().lower()]
 
 
-def _even_sizes(num_layers: int, pp: int, vpp: int, count_embedding: bool, count_head: bool) -> list[int]:
-    """Decoder layers of each stage, in stage order, where embedding and head may count as layers."""
-    num_stages, extra = pp * vpp, count_embedding + count_head
+def _even_sizes(
+    num_layers: int, pp: int, vpp: int, count_embedding: bool, count_head: bool
+) -> list[int]:
+    """Decoder layers of each stage, in stage order, where embedding and head may count as
+    layers.
+    """
+    num_stages = pp * vpp
+    extra = count_embedding + count_head
     if (num_layers + extra) % num_stages:
         added = f" + {extra} for embedding and head" if extra else ""
-        rule = f"{num_layers} layers{added} do not divide over pp × vpp = {pp} × {vpp} = {num_stages} stages"
-        raise ConfigError("model.num_layers", num_layers, rule, _even(num_layers, pp, vpp, extra))
+        rule = (
+            f"{num_layers} layers{added} do not divide over pp × vpp = {pp} × {vpp} = "
+            f"{num_stages} stages"
+        )
+        raise ConfigError(
+            "model.num_layers", num_layers, rule, nearest=_even(num_layers, pp, vpp, extra=extra)
+        )
     sizes = [(num_layers + extra) // num_stages] * num_stages
     sizes[0] -= count_embedding
     sizes[-1] -= count_head
@@ -136,7 +173,8 @@ def _even_sizes(num_layers: int, pp: int, vpp: int, count_embedding: bool, count
 
 def _even(num_layers: int, pp: int, vpp: int, extra: int) -> tuple[FirstOf, ...]:
     """What divides evenly: other layers, or other stages."""
-    places, stages = num_layers + extra, pp * vpp
+    places = num_layers + extra
+    stages = pp * vpp
     below = places // stages * stages
     layers = [FirstOf([n - extra]) for n in (below, below + stages) if n > extra]
     per_chunk = places // vpp if places % vpp == 0 else places
@@ -149,49 +187,61 @@ def _around(value: int, step: int) -> list[int]:
     return [below, below + step] if step else [0]
 
 
-def _uneven_sizes(num_layers: int, pipeline: Pipeline, first: int | None, last: int | None) -> list[int]:
+def _uneven_sizes(
+    num_layers: int, pipeline: Pipeline, first: int | None, last: int | None
+) -> list[int]:
     """Decoder layers of each stage, in stage order, with the first or last rank's number given."""
-    pp, vpp = pipeline.pp, pipeline.num_chunks
+    pp = pipeline.pp
+    vpp = pipeline.num_chunks
     for key, value in (("parallel.first", first), ("parallel.last", last)):
         if value is not None and (value < 1 or value % vpp):
             rule = f"layers of a pipeline rank must be a positive multiple of vpp={vpp}"
-            raise ConfigError(key, value, rule, nearest_multiples(max(value, 1), vpp))
+            raise ConfigError(key, value, rule, nearest=nearest_multiples(max(value, 1), vpp))
     head, tail = ([] if count is None else [count] for count in (first, last))
-    middle, fixed = pp - len(head) - len(tail), sum(head + tail)
+    middle = pp - len(head) - len(tail)
+    fixed = sum(head + tail)
     if middle < 0:
         rule = f"first={first} is set too, but pp={pp} is only one rank"
-        raise ConfigError("parallel.last", last, rule, (None,))
+        raise ConfigError("parallel.last", last, rule, nearest=(None,))
     rest = num_layers - fixed
     if rest < 0 or (rest == 0) != (middle == 0) or (middle and rest % (middle * vpp)):
-        rule = f"first={first}, last={last} leave {rest} layers for {middle} middle ranks of vpp={vpp} stages"
+        rule = (
+            f"first={first}, last={last} leave {rest} layers for {middle} middle ranks of "
+            f"vpp={vpp} stages"
+        )
         fits = FirstOf(fixed + n for n in _around(rest, middle * vpp))
-        raise ConfigError("model.num_layers", num_layers, rule, fits)
+        raise ConfigError("model.num_layers", num_layers, rule, nearest=fits)
     per_rank = head + ([rest // middle] * middle if middle else []) + tail
     return [per_rank[pipeline.rank(stage)] // vpp for stage in range(pp * vpp)]
 
 
 def _check_layout(layout: object, parts: list[str], num_layers: int, pp: int, vpp: int) -> None:
-    letters, chunks = "".join(parts), len(parts) // pp
+    letters = "".join(parts)
+    chunks = len(parts) // pp
     rule = ""
     nearest: object = None
     if "m" in letters:
-        rule, nearest = "m, a multi-token prediction layer, does not exist yet", None
+        rule = "m, a multi-token prediction layer, does not exist yet"
+        nearest = None
     elif len(parts) % pp:
-        rule, nearest = f"its {len(parts)} stages do not divide over pp={pp}", None
+        rule = f"its {len(parts)} stages do not divide over pp={pp}"
+        nearest = None
     elif vpp not in (1, chunks):
         rule = f"its {len(parts)} stages over pp={pp} make vpp={chunks}, not vpp={vpp}"
         nearest = Instead(f"parallel.vpp={chunks}")
     elif not re.fullmatch("Et*L", letters):
         middle = re.sub("[EL]", "", "|".join(parts))
-        rule, nearest = "must have one E, before all layers, and one L, after them", f"E{middle}L"
+        rule = "must have one E, before all layers, and one L, after them"
+        nearest = f"E{middle}L"
     elif "E" not in parts[0] or "L" not in parts[-1]:
-        rule, nearest = "must have E in its first stage and L in its last one", _ends_filled(parts)
+        rule = "must have E in its first stage and L in its last one"
+        nearest = _ends_filled(parts)
     elif letters.count("t") != num_layers:
         count = letters.count("t")
         rule = f"has {count} t for model.num_layers={num_layers}"
         nearest = Instead(f"model.num_layers={count}")
     if rule:
-        raise ConfigError("parallel.layout", layout, rule, nearest)
+        raise ConfigError("parallel.layout", layout, rule, nearest=nearest)
 
 
 def _ends_filled(parts: list[str]) -> str:
@@ -216,4 +266,9 @@ def _assemble(parts: list[str], pipeline: Pipeline) -> StagePlan:
         for part, start in zip(parts, starts, strict=False)
     ]
     chunks = range(pipeline.num_chunks)
-    return StagePlan(tuple(tuple(stages[pipeline.stage(rank, chunk)] for chunk in chunks) for rank in range(pipeline.pp)))
+    return StagePlan(
+        tuple(
+            tuple(stages[pipeline.stage(rank, chunk)] for chunk in chunks)
+            for rank in range(pipeline.pp)
+        )
+    )

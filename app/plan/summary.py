@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from app.plan.figures import amount, count_of
-from app.plan.flops import flops_per_token, parameter_count
+from app.plan.cost.flops import flops_per_token, parameter_count
+from app.plan.formatting import amount, count_of
 from app.plan.plan import GIB, Plan
 
 SHOWN_PARTS = 4  # largest parts of the memory
@@ -13,7 +13,9 @@ SHOWN_PARTS = 4  # largest parts of the memory
 
 def summary_lines(plan: Plan) -> Iterator[tuple[str, str]]:
     """(heading, text) pairs."""
-    run, model, train = plan.run, plan.run.model, plan.run.train
+    run = plan.run
+    model = plan.run.model
+    train = plan.run.train
     count = parameter_count(model)
     active = f", {amount(count.active)} used per token" if model.moe else ""
     size = f"{amount(count.total)} parameters{active}"
@@ -21,12 +23,21 @@ def summary_lines(plan: Plan) -> Iterator[tuple[str, str]]:
     yield "layout", f"{count_of(run.world_size, 'process', 'processes')}: {degrees(plan)}"
     if plan.layout.pp > 1:
         bubble = f"bubble {plan.timeline.bubble_fraction:.0%}"
-        yield "schedule", f"{plan.schedule_name.value}, {count_of(plan.stages.vpp, 'stage')} per rank, {bubble}"
+        yield (
+            "schedule",
+            f"{plan.schedule_name.value}, {count_of(plan.stages.vpp, 'stage')} per rank, {bubble}",
+        )
     tokens = train.global_batch * train.seq_len
-    micro = f"{count_of(run.num_microbatches, 'microbatch', 'microbatches')} of {train.micro_batch} per rank"
+    micro = (
+        f"{count_of(run.num_microbatches, 'microbatch', 'microbatches')} of {train.micro_batch} "
+        "per rank"
+    )
     yield "step", f"{tokens:,} tokens: {train.global_batch} sequences of {train.seq_len}, {micro}"
     flops = train.steps * tokens * flops_per_token(model, train.seq_len)
-    yield "run", f"{train.steps} steps, {train.steps * tokens / 1e6:.1f} M tokens, {flops:.2e} FLOPs"
+    yield (
+        "run",
+        f"{train.steps} steps, {train.steps * tokens / 1e6:.1f} M tokens, {flops:.2e} FLOPs",
+    )
 
 
 def degrees(plan: Plan) -> str:
@@ -36,14 +47,17 @@ def degrees(plan: Plan) -> str:
 
 def degree_sizes(plan: Plan) -> dict[str, int]:
     """The same by axis."""
-    layout, moe = plan.layout, plan.run.model.moe
+    layout = plan.layout
+    moe = plan.run.model.moe
     dense = {"dp": layout.dp, "tp": layout.tp, "cp": layout.cp, "pp": layout.pp}
     experts = {"ep": layout.ep, "etp": layout.expert_tp, "edp": layout.edp} if moe else {}
     return {axis: size for axis, size in (dense | experts).items() if size > 1 or axis == "dp"}
 
 
 def memory_line(plan: Plan, gpu_memory: int) -> str:
-    """What the busiest rank is expected to need of a GPU with `gpu_memory` bytes, with the largest parts."""
+    """What the busiest rank is expected to need of a GPU with `gpu_memory` bytes, with the
+    largest parts.
+    """
     busiest = plan.busiest
     largest = sorted(busiest.parts, key=lambda part: -part.bytes)[:SHOWN_PARTS]
     parts = ", ".join(f"{part.name} {part.bytes / GIB:.1f}" for part in largest)

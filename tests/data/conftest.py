@@ -14,7 +14,10 @@ from app.config import DataConfig
 
 def write_jsonl(path: Path, texts: list[str | None], field: str = "text") -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(json.dumps({field: text, "number": i}) + "\n" for i, text in enumerate(texts)), encoding="utf-8")
+    path.write_text(
+        "".join(json.dumps({field: text, "number": i}) + "\n" for i, text in enumerate(texts)),
+        encoding="utf-8",
+    )
 
 
 @pytest.fixture
@@ -30,7 +33,15 @@ def stream_config(tmp_path: Path) -> Callable[..., DataConfig]:
     def make(shards: list[list[str]], **options: object) -> DataConfig:
         for i, shard in enumerate(shards):
             write_jsonl(tmp_path / "stream" / f"part{i}.jsonl", shard)
-        return DataConfig(**{"source": Source.hub, "name": str(tmp_path / "stream"), "streaming": True, "validation_documents": 5,
-                             "cache_dir": str(tmp_path / "cache"), **options})
+        return DataConfig(
+            **{
+                "source": Source.hub,
+                "name": str(tmp_path / "stream"),
+                "streaming": True,
+                "validation_documents": 5,
+                "cache_dir": str(tmp_path / "cache"),
+                **options,
+            }
+        )
 
     return make

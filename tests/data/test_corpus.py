@@ -63,7 +63,9 @@ def quiet():
 
 
 @pytest.mark.parametrize("kind", ["text", "jsonl", "parquet", "hub"])
-def test_every_source_gives_its_documents(kind: str, tmp_path: Path, texts: list[str], capfd: pytest.CaptureFixture[str]):
+def test_every_source_gives_its_documents(
+    kind: str, tmp_path: Path, texts: list[str], capfd: pytest.CaptureFixture[str]
+):
     config = write(kind, tmp_path / "data", [texts[0], "", *texts[1:], "naïve — 雪\r\n\n"])
     documents = tokenized(config, TOKENIZER)
     assert texts_of(documents) == [*texts, "naïve — 雪\r\n\n"]
@@ -71,7 +73,7 @@ def test_every_source_gives_its_documents(kind: str, tmp_path: Path, texts: list
     assert not documents.chunks[0].flags.writeable  # memory-mapped
     assert texts_of(tokenized(config, TOKENIZER)) == texts_of(documents)
     assert "".join(capfd.readouterr()) == ""
-    train, validation = load_data(config, 16, 1, TOKENIZER)
+    train, validation = load_data(config, 16, 1, tokenizer=TOKENIZER)
     assert train.sequences.num_tokens + validation.sequences.num_tokens == documents.lengths_D.sum()
     assert train.boundary is validation.boundary is None
 
@@ -82,21 +84,29 @@ def test_null_texts_count_as_empty(tmp_path: Path):
         assert texts_of(tokenized(config, TOKENIZER)) == ["one", "two", "three"]
 
 
-def test_streaming_and_prepared_agree_on_the_documents(stream_config: Callable[..., DataConfig], texts: list[str]):
+def test_streaming_and_prepared_agree_on_the_documents(
+    stream_config: Callable[..., DataConfig], texts: list[str]
+):
     streaming = stream_config([texts[:20], texts[20:]])
     prepared = DataConfig(source=Source.hub, name=streaming.name, cache_dir=streaming.cache_dir)
-    assert [row["text"] for row in corpus.streamed(streaming)] == texts_of(tokenized(prepared, TOKENIZER)) == texts
+    assert (
+        [row["text"] for row in corpus.streamed(streaming)]
+        == texts_of(tokenized(prepared, TOKENIZER))
+        == texts
+    )
 
 
 def test_slices_of_a_split(tmp_path: Path, texts: list[str]):
     config = write("hub", tmp_path / "data", texts)
-    part = DataConfig(source=Source.hub, name=config.name, split="train[50%:]", cache_dir=config.cache_dir)
+    part = DataConfig(
+        source=Source.hub, name=config.name, split="train[50%:]", cache_dir=config.cache_dir
+    )
     assert texts_of(tokenized(part, TOKENIZER)) == texts[30:]
 
 
 def test_split_depends_on_the_documents_only(tmp_path: Path, texts: list[str]):
     config = write("jsonl", tmp_path / "data", texts)
-    splits = [load_data(config, 16, seed, TOKENIZER) for seed in (1, 2, 1)]
+    splits = [load_data(config, 16, seed, tokenizer=TOKENIZER) for seed in (1, 2, 1)]
     validation = [TOKENIZER.decode(v.sequences.tokens(10**6)) for _, v in splits]
     assert validation[0] == validation[1] == validation[2]
     held = {text for text in texts if text in validation[0]}
@@ -121,7 +131,10 @@ def test_changed_files_and_tokenizers_make_new_entries(tmp_path: Path, texts: li
         words.pre_tokenizer = pre_tokenizers.Whitespace()
         words.save(str(tmp_path / "words.json"))
         documents = tokenized(config, load_tokenizer(str(tmp_path / "words.json")))
-        assert documents.read(0, 0, 9)[0] == 0 and documents.read(0, 0, int(documents.lengths_D[0]))[-1] == 70_000 + number
+        assert (
+            documents.read(0, 0, 9)[0] == 0
+            and documents.read(0, 0, int(documents.lengths_D[0]))[-1] == 70_000 + number
+        )
         assert documents.chunks[0].dtype == np.int32
 
 
@@ -141,7 +154,9 @@ def test_ranks_that_prepare_at_once_do_not_spoil_the_cache(tmp_path: Path, texts
     config = write("jsonl", tmp_path / "data", texts * 20)
     context = multiprocessing.get_context("fork")
     start, results = context.Event(), context.Queue()
-    ranks = [context.Process(target=_prepare_in_child, args=(config, start, results)) for _ in range(3)]
+    ranks = [
+        context.Process(target=_prepare_in_child, args=(config, start, results)) for _ in range(3)
+    ]
     for rank in ranks:
         rank.start()
     start.set()
@@ -160,37 +175,56 @@ def test_prepare_leaves_nothing_to_write(kind: str, tmp_path: Path, texts: list[
 
     prepare(config, TOKENIZER)
     before = written()
-    load_data(config, 16, 1, load_tokenizer("bytes"))
+    load_data(config, 16, 1, tokenizer=load_tokenizer("bytes"))
     assert len(before) == 1 and written() == before
 
 
 def test_one_large_file_is_a_corpus(tmp_path: Path):
     (tmp_path / "book.txt").write_text("all happy families are alike " * 100)
-    config = DataConfig(source=Source.text, path=(str(tmp_path / "book.txt"),), cache_dir=str(tmp_path / "cache"))
-    train, validation = load_data(config, 32, 1, TOKENIZER)
+    config = DataConfig(
+        source=Source.text, path=(str(tmp_path / "book.txt"),), cache_dir=str(tmp_path / "cache")
+    )
+    train, validation = load_data(config, 32, 1, tokenizer=TOKENIZER)
     assert (train.sequences.num_tokens, validation.sequences.num_tokens) == (2610, 291)
 
 
 def test_names_with_wildcards_are_plain_names(tmp_path: Path):
     config = write("jsonl", tmp_path / "a[1]*", ["one", "two"])
-    odd = DataConfig(source=Source.jsonl, path=(str(tmp_path / "a[[]1]*" / "?.jsonl"),), cache_dir=config.cache_dir)
+    odd = DataConfig(
+        source=Source.jsonl,
+        path=(str(tmp_path / "a[[]1]*" / "?.jsonl"),),
+        cache_dir=config.cache_dir,
+    )
     assert texts_of(tokenized(odd, TOKENIZER)) == ["one", "two"]
 
 
 def test_undecodable_files(tmp_path: Path):
     (tmp_path / "latin.py").write_bytes(b"# caf\xe9\n")
-    assert [row["text"] for row in corpus._read_files([str(tmp_path / "latin.py")], strict=False)] == ["# caf\ufffd\n"]
-    error = load_error(source=Source.text, path=(str(tmp_path / "*.py"),), cache_dir=str(tmp_path / "cache"))
-    assert str(error).startswith(f"data.path={tmp_path}/latin.py: is not UTF-8: byte 0xe9 at offset 5")
+    assert [
+        row["text"] for row in corpus._read_files([str(tmp_path / "latin.py")], strict=False)
+    ] == ["# caf\ufffd\n"]
+    error = load_error(
+        source=Source.text, path=(str(tmp_path / "*.py"),), cache_dir=str(tmp_path / "cache")
+    )
+    assert str(error).startswith(
+        f"data.path={tmp_path}/latin.py: is not UTF-8: byte 0xe9 at offset 5"
+    )
 
 
 def test_document_mask_sets_the_boundary(tmp_path: Path, texts: list[str]):
     config = write("jsonl", tmp_path / "data", texts)
-    masked = DataConfig(source=config.source, path=config.path, cache_dir=config.cache_dir, document_mask=True)
-    train, validation = load_data(masked, 64, 1, TOKENIZER)
+    masked = DataConfig(
+        source=config.source, path=config.path, cache_dir=config.cache_dir, document_mask=True
+    )
+    train, validation = load_data(masked, 64, 1, tokenizer=TOKENIZER)
     assert train.boundary == validation.boundary == TOKENIZER.eod
-    batch = TrainFeed(train, 0, 1, 2, 1, Cursor()).next_step()[0]
-    assert batch.documents_BS.max() > 0 and (batch.labels_BS == -100).sum() == (batch.tokens_BS == TOKENIZER.eod).sum()
+    batch = TrainFeed(train, 0, 1, micro_batch=2, num_microbatches=1, cursor=Cursor()).next_step()[
+        0
+    ]
+    assert (
+        batch.documents_BS.max() > 0
+        and (batch.labels_BS == -100).sum() == (batch.tokens_BS == TOKENIZER.eod).sum()
+    )
 
 
 # Errors
@@ -198,7 +232,7 @@ def test_document_mask_sets_the_boundary(tmp_path: Path, texts: list[str]):
 
 def load_error(**options: object) -> ConfigError:
     with pytest.raises(ConfigError) as error:
-        load_data(DataConfig(**options), 16, 1, TOKENIZER)
+        load_data(DataConfig(**options), 16, 1, tokenizer=TOKENIZER)
     return error.value
 
 
@@ -209,16 +243,26 @@ def test_a_pattern_without_files(source: str, tmp_path: Path):
     assert error.key == "data.path" and "trian.json: matches no file" in str(error)
     assert error.guess == str(tmp_path / "train.json")
     error = load_error(source=Source(source), path=(str(tmp_path / "deep" / "train.json*"),))
-    assert f"matches no file: there is no folder {tmp_path / 'deep'}" in str(error) and error.guess is None
+    assert (
+        f"matches no file: there is no folder {tmp_path / 'deep'}" in str(error)
+        and error.guess is None
+    )
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "parquet", "hub"])
 def test_a_missing_or_wrong_column(kind: str, tmp_path: Path, texts: list[str]):
     config = write(kind, tmp_path / "data", texts)
-    place = {"source": config.source, "path": config.path, "name": config.name, "cache_dir": config.cache_dir}
+    place = {
+        "source": config.source,
+        "path": config.path,
+        "name": config.name,
+        "cache_dir": config.cache_dir,
+    }
     for streaming in (False, True) if kind == "hub" else (False,):
         error = load_error(**place, streaming=streaming, text_field="txt")
-        assert "data.text_field=txt: no such column; there are id, text; did you mean text?" in str(error)
+        assert "data.text_field=txt: no such column; there are id, text; did you mean text?" in str(
+            error
+        )
         error = load_error(**place, streaming=streaming, text_field="id")
         assert "data.text_field=id: holds Value('int64'), not text" in str(error)
 
@@ -227,17 +271,29 @@ def test_files_that_are_not_what_they_should_be(tmp_path: Path, capfd: pytest.Ca
     (tmp_path / "x.jsonl").write_text('{"text": "a"}\n{"text": \n')
     (tmp_path / "x.parquet").write_text("no")
     for source in ("jsonl", "parquet"):
-        error = load_error(source=Source(source), path=(str(tmp_path / f"x.{source}"),), cache_dir=str(tmp_path / "cache"))
-        assert error.value == str(tmp_path / f"x.{source}") and error.rule.startswith(("line 2 is not JSON", "is not a whole"))
+        error = load_error(
+            source=Source(source),
+            path=(str(tmp_path / f"x.{source}"),),
+            cache_dir=str(tmp_path / "cache"),
+        )
+        assert error.value == str(tmp_path / f"x.{source}") and error.rule.startswith(
+            ("line 2 is not JSON", "is not a whole")
+        )
     assert "".join(capfd.readouterr()) == ""
 
 
 @pytest.mark.parametrize("streaming", [False, True])
-def test_hub_errors_give_the_reason(streaming: bool, tmp_path: Path, texts: list[str], monkeypatch: pytest.MonkeyPatch):
+def test_hub_errors_give_the_reason(
+    streaming: bool, tmp_path: Path, texts: list[str], monkeypatch: pytest.MonkeyPatch
+):
     folder = write("hub", tmp_path / "data", texts).name
     options = {"source": Source.hub, "streaming": streaming, "cache_dir": str(tmp_path / "cache")}
-    assert "split=valid): cannot be loaded: ValueError" in str(load_error(**options, name=folder, split="valid"))
-    assert "'small' not found. Available: ['default']" in str(load_error(**options, name=folder, config_name="small"))
+    assert "split=valid): cannot be loaded: ValueError" in str(
+        load_error(**options, name=folder, split="valid")
+    )
+    assert "'small' not found. Available: ['default']" in str(
+        load_error(**options, name=folder, config_name="small")
+    )
     error = load_error(**options, name=str(tmp_path / "dta"))
     assert "no such folder" in str(error) and error.guess == folder
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
@@ -249,16 +305,21 @@ def test_hub_errors_give_the_reason(streaming: bool, tmp_path: Path, texts: list
 
 def test_no_text_at_all(tmp_path: Path):
     (tmp_path / "a.text").write_text("")
-    error = load_error(source=Source.text, path=(str(tmp_path / "a.text"),), cache_dir=str(tmp_path / "cache"))
+    error = load_error(
+        source=Source.text, path=(str(tmp_path / "a.text"),), cache_dir=str(tmp_path / "cache")
+    )
     assert str(error) == f"data.path={tmp_path / 'a.text'}: no text in any of its 1 documents"
 
 
 def test_too_short_for_a_sequence_names_the_split(tmp_path: Path, texts: list[str]):
     config = write("jsonl", tmp_path / "data", texts)
-    with pytest.raises(ConfigError, match=r"train\.seq_len=1000: the validation split has only \d+ tokens, .* needs 1001"):
-        load_data(config, 1000, 1, TOKENIZER)
+    with pytest.raises(
+        ConfigError,
+        match=r"train\.seq_len=1000: the validation split has only \d+ tokens, .* needs 1001",
+    ):
+        load_data(config, 1000, 1, tokenizer=TOKENIZER)
     with pytest.raises(ConfigError, match="the training split has only"):
-        load_data(config, 100_000, 1, TOKENIZER)
+        load_data(config, 100_000, 1, tokenizer=TOKENIZER)
 
 
 # The default corpus
@@ -268,7 +329,11 @@ def test_stdlib_files():
     files = stdlib_files()
     assert files == sorted(files) and len(files) > 500
     assert any(file.endswith(f"{os.sep}dataclasses.py") for file in files)
-    assert not any(part in file.split(os.sep) for file in files for part in ("site-packages", "dist-packages", "__pycache__"))
+    assert not any(
+        part in file.split(os.sep)
+        for file in files
+        for part in ("site-packages", "dist-packages", "__pycache__")
+    )
 
 
 def test_stdlib_corpus(tmp_path: Path):
@@ -276,7 +341,7 @@ def test_stdlib_corpus(tmp_path: Path):
     config = DataConfig(cache_dir=str(tmp_path))
     prepare(config, TOKENIZER)
     written = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.arrow")}
-    train, validation = load_data(config, 256, 1, TOKENIZER)
+    train, validation = load_data(config, 256, 1, tokenizer=TOKENIZER)
     assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.arrow")} == written != {}
     assert 5e6 < train.sequences.num_tokens < 1e8 and validation.sequences.per_epoch > 1000
     counted, held = train.sequences.tokens(2_000_000), validation.sequences.tokens(300_000)

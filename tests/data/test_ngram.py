@@ -12,7 +12,10 @@ from app.data.baseline import ngram_loss
 
 def slow_loss(train: list[int], validation: list[int], order: int) -> float:
     """The formula, one token at a time."""
-    counts = {n: Counter(tuple(train[i:i + n]) for i in range(len(train) - order + 1)) for n in range(order + 1)}
+    counts = {
+        n: Counter(tuple(train[i : i + n]) for i in range(len(train) - order + 1))
+        for n in range(order + 1)
+    }
     vocab = max(train + validation) + 1
 
     def probability(run: tuple[int, ...]) -> float:
@@ -21,7 +24,7 @@ def slow_loss(train: list[int], validation: list[int], order: int) -> float:
         longer, shorter = counts[len(run)][run], counts[len(run) - 1][run[:-1]]
         return (longer + baseline.STRENGTH * probability(run[1:])) / (shorter + baseline.STRENGTH)
 
-    runs = [tuple(validation[i:i + order]) for i in range(len(validation) - order + 1)]
+    runs = [tuple(validation[i : i + order]) for i in range(len(validation) - order + 1)]
     return -sum(math.log(probability(run)) for run in runs) / len(runs)
 
 
@@ -30,7 +33,9 @@ def test_equals_the_formula(order: int):
     generator = np.random.default_rng(0)
     train = (generator.integers(0, 4, 500) ** 2).astype(np.uint16)
     validation = generator.integers(0, 11, 200).astype(np.uint16)
-    assert ngram_loss(train, validation, order) == pytest.approx(slow_loss(train.tolist(), validation.tolist(), order), rel=1e-12)
+    assert ngram_loss(train, validation, order) == pytest.approx(
+        slow_loss(train.tolist(), validation.tolist(), order), rel=1e-12
+    )
 
 
 def test_probabilities_sum_to_one():

@@ -14,7 +14,7 @@ from app.errors import ConfigError
 
 
 def packed(documents: Documents, seq_len: int, seed: int = 0) -> PackedSequences:
-    return PackedSequences(documents.lengths_D, documents.read, seq_len, seed)
+    return PackedSequences(documents.lengths_D, documents.read, seq_len, seed=seed)
 
 
 def numbered(lengths: list[int]) -> Documents:
@@ -27,14 +27,24 @@ at_leisure = settings(deadline=None)  # other programs may have the processor
 
 
 @at_leisure
-@given(st.lists(st.integers(1, 12), min_size=1, max_size=12), st.integers(1, 15), st.integers(0, 3), st.integers(0, 3))
-def test_every_token_of_an_epoch_once_except_the_tail(lengths: list[int], seq_len: int, seed: int, epoch: int):
+@given(
+    st.lists(st.integers(1, 12), min_size=1, max_size=12),
+    st.integers(1, 15),
+    st.integers(0, 3),
+    st.integers(0, 3),
+)
+def test_every_token_of_an_epoch_once_except_the_tail(
+    lengths: list[int], seq_len: int, seed: int, epoch: int
+):
     documents = numbered(lengths)
     assume(sum(lengths) > seq_len)
     sequences = packed(documents, seq_len, seed)
     rows = [sequences.sample(epoch * sequences.per_epoch + k) for k in range(sequences.per_epoch)]
     assert all(row.shape == (seq_len + 1,) and row.dtype == np.int64 for row in rows)
-    inputs, targets = Counter(np.concatenate([row[:-1] for row in rows])), Counter(np.concatenate([row[1:] for row in rows]))
+    inputs, targets = (
+        Counter(np.concatenate([row[:-1] for row in rows])),
+        Counter(np.concatenate([row[1:] for row in rows])),
+    )
     assert set(inputs.values()) == set(targets.values()) == {1}
     dropped = sum(lengths) - sequences.per_epoch * seq_len
     assert len(inputs) == len(targets) == sum(lengths) - dropped and 1 <= dropped <= seq_len
@@ -63,8 +73,11 @@ def test_order_depends_on_seed_and_epoch_only():
     forward = [one.sample(i).tolist() for i in range(3 * epoch)]
     backward = [other.sample(i).tolist() for i in reversed(range(3 * epoch))][::-1]
     assert forward == backward
-    assert sorted(forward[:epoch]) != sorted(forward[epoch:2 * epoch])  # other stretches, since the documents moved
-    assert forward[:epoch] != [packed(documents, 4, seed=2).sample(i).tolist() for i in range(epoch)]
+    # other stretches, since the documents moved
+    assert sorted(forward[:epoch]) != sorted(forward[epoch : 2 * epoch])
+    assert forward[:epoch] != [
+        packed(documents, 4, seed=2).sample(i).tolist() for i in range(epoch)
+    ]
     assert packed(documents, 4, seed=1).per_epoch == (40 - 1) // 4
 
 
@@ -76,7 +89,10 @@ def test_tokens_follow_the_first_epoch():
 
 
 def test_too_small_for_one_sequence():
-    with pytest.raises(ConfigError, match=r"train\.seq_len=8: the corpus has only 8 tokens, one .* 9; did you mean 7"):
+    with pytest.raises(
+        ConfigError,
+        match=r"train\.seq_len=8: the corpus has only 8 tokens, one .* 9; did you mean 7",
+    ):
         packed(numbered([3, 5]), 8)
     assert packed(numbered([3, 5]), 7).per_epoch == 1
     with pytest.raises(ConfigError, match="has only 0 tokens") as empty:
@@ -90,10 +106,15 @@ def test_a_stream_position_is_refused():
 
 
 def test_arrow_chunks_are_viewed_not_copied():
-    chunks = [pa.array([[1, 2], [3], [4, 5, 6]], pa.list_(pa.uint16())), pa.array([[7]], pa.list_(pa.uint16()))]
+    chunks = [
+        pa.array([[1, 2], [3], [4, 5, 6]], pa.list_(pa.uint16())),
+        pa.array([[7]], pa.list_(pa.uint16())),
+    ]
     column = pa.chunked_array([chunks[0].slice(1), chunks[1]])
     documents = Documents.from_arrow(column)
-    assert [documents.read(d, 0, 9).tolist()[:int(n)] for d, n in enumerate(documents.lengths_D)] == [[3], [4, 5, 6], [7]]
+    assert [
+        documents.read(d, 0, 9).tolist()[: int(n)] for d, n in enumerate(documents.lengths_D)
+    ] == [[3], [4, 5, 6], [7]]
     assert documents.read(1, 1, 3).tolist() == [5, 6] and documents.read(1, 1, 3).dtype == np.uint16
     assert np.shares_memory(documents.chunks[0], chunks[0].values.to_numpy())
     assert len(Documents.from_arrow(pa.chunked_array([], pa.list_(pa.uint16())))) == 0
@@ -105,7 +126,9 @@ def test_split_takes_every_nth_document(count: int, fraction: float):
     train, validation = numbered([1] * count).split(fraction)
     held = [int(validation.read(d, 0, 1)[0]) for d in range(len(validation))]
     kept = [int(train.read(d, 0, 1)[0]) for d in range(len(train))]
-    assert sorted(held + kept) == list(range(count)) and held == sorted(held) and kept == sorted(kept)
+    assert (
+        sorted(held + kept) == list(range(count)) and held == sorted(held) and kept == sorted(kept)
+    )
     assert len(held) == min(max(round(count * fraction), 1), count - 1)
     gaps = np.diff(held)
     assert not len(gaps) or gaps.max() - gaps.min() <= 1

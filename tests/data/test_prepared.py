@@ -1,4 +1,6 @@
-"""The cache of prepared corpora is never believed: not when it is broken, and not when files have changed."""
+"""The cache of prepared corpora is never believed: not when it is broken, and not when files
+have changed.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,7 @@ def write(kind: str, folder: Path, texts: list[str]) -> DataConfig:
 
 
 def tokens(config: DataConfig) -> list[int]:
-    train, _ = load_data(config, 16, 1, TOKENIZER)
+    train, _ = load_data(config, 16, 1, tokenizer=TOKENIZER)
     assert isinstance(train.sequences, PackedSequences)
     return train.sequences.tokens(10**6).tolist()
 
@@ -171,12 +173,20 @@ GOOD = "".join(json.dumps({"text": f"document number {n}"}) + "\n" for n in rang
 # kind of source, bytes of its second file, what is said of that
 FAULTS: dict[str, tuple[str, bytes, str]] = {
     "text": ("text", b"caf\xe9", "is not UTF-8: byte 0xe9 at offset 3; convert it to UTF-8"),
-    "bytes": ("jsonl", GOOD + b'{"text": "caf\xe9"}\n', f"line 21 is not UTF-8: byte 0xe9 at offset {len(GOOD) + 13}"),
-    "cut line": ("jsonl", GOOD + b'{"text": \n' + GOOD, "line 21 is not JSON: Expecting value at character 8"),
+    "bytes": (
+        "jsonl",
+        GOOD + b'{"text": "caf\xe9"}\n',
+        f"line 21 is not UTF-8: byte 0xe9 at offset {len(GOOD) + 13}",
+    ),
+    "cut line": (
+        "jsonl",
+        GOOD + b'{"text": \n' + GOOD,
+        "line 21 is not JSON: Expecting value at character 8",
+    ),
     "no object": ("jsonl", GOOD + b"5\n", "line 21 is not an object"),
     "no parquet": ("parquet", b"no", "is not a whole parquet file: Parquet file size is 2 bytes.*"),
     "no bytes": ("parquet", b"", "is not a whole parquet file: Parquet file size is 0 bytes"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", FAULTS)

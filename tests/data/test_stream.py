@@ -19,7 +19,10 @@ from app.data.tokenizer import load_tokenizer
 from app.errors import ConfigError
 
 TOKENIZER = load_tokenizer("bytes")
-SHARDS = [[f"{shard}.{i:02d}" + "x" * (i * 5 % 17) for i in range(count)] for shard, count in enumerate((3, 20, 16, 9))]
+SHARDS = [
+    [f"{shard}.{i:02d}" + "x" * (i * 5 % 17) for i in range(count)]
+    for shard, count in enumerate((3, 20, 16, 9))
+]
 DOCUMENTS = [text for shard in SHARDS for text in shard]
 
 
@@ -28,19 +31,27 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(stream, "SHUFFLE_BLOCK", 4)
 
 
-def feed(config: DataConfig, dp_rank: int = 0, dp: int = 1, cursor: Cursor | None = None) -> TrainFeed:
+def feed(
+    config: DataConfig, dp_rank: int = 0, dp: int = 1, cursor: Cursor | None = None
+) -> TrainFeed:
     """Loads the data anew, as every rank of a run does."""
-    train, _ = load_data(config, 11, 1, TOKENIZER)
-    return TrainFeed(train, dp_rank, dp, 2, 1, cursor or Cursor())
+    train, _ = load_data(config, 11, 1, tokenizer=TOKENIZER)
+    return TrainFeed(
+        train, dp_rank, dp, micro_batch=2, num_microbatches=1, cursor=cursor or Cursor()
+    )
 
 
 def tokens(one: TrainFeed, steps: int) -> list[list[list[int]]]:
-    return [torch.cat([batch.tokens_BS, batch.labels_BS], dim=1).tolist() for _ in range(steps) for batch in one.next_step()]
+    return [
+        torch.cat([batch.tokens_BS, batch.labels_BS], dim=1).tolist()
+        for _ in range(steps)
+        for batch in one.next_step()
+    ]
 
 
 def epoch_of(config: DataConfig, dp_rank: int, dp: int, epoch: int = 0, seed: int = 1) -> list[str]:
     """The documents that a rank reads in one epoch."""
-    train, _ = load_data(config, 11, seed, TOKENIZER)
+    train, _ = load_data(config, 11, seed, tokenizer=TOKENIZER)
     texts = train.sequences.reader(dp_rank, dp, 0, None).texts
     read = []
     while texts.place.epoch <= epoch:
@@ -50,16 +61,21 @@ def epoch_of(config: DataConfig, dp_rank: int, dp: int, epoch: int = 0, seed: in
 
 
 @pytest.mark.parametrize("dp", [1, 2, 3])
-def test_ranks_share_the_documents_without_the_held_out(stream_config: Callable[..., DataConfig], dp: int):
-    """4 shards, the first shorter than what is held out: whole shards for dp 1 and 2, every third document for dp 3."""
+def test_ranks_share_the_documents_without_the_held_out(
+    stream_config: Callable[..., DataConfig], dp: int
+):
+    """4 shards, the first shorter than what is held out: whole shards for dp 1 and 2, every
+    third document for dp 3.
+    """
     config = stream_config(SHARDS)
-    _, validation = load_data(config, 11, 1, TOKENIZER)
+    _, validation = load_data(config, 11, 1, tokenizer=TOKENIZER)
     held_out = TOKENIZER.decode(validation.sequences.tokens(1000))
     assert sorted(held_out) == sorted("".join(DOCUMENTS[:5]))
     parts = [epoch_of(config, rank, dp) for rank in range(dp)]
     union = [text for part in parts for text in part]
     assert len(union) == len(set(union)) and not set(union) & set(DOCUMENTS[:5])
-    # every rank skips as many documents as are held out, so with several ranks a few are not read at all
+    # every rank skips as many documents as are held out, so with several ranks a few are not read
+    # at all
     assert len(DOCUMENTS) - 5 * dp <= len(union) <= len(DOCUMENTS) - 5
     assert dp > 1 or sorted(union) == sorted(DOCUMENTS[5:])
 
@@ -69,7 +85,7 @@ def test_epochs_and_seeds_shuffle_differently(stream_config: Callable[..., DataC
     first, second = epoch_of(config, 0, 1, epoch=0), epoch_of(config, 0, 1, epoch=1)
     assert first != second and sorted(first) == sorted(second)
     assert first != epoch_of(config, 0, 1, seed=2) and first == epoch_of(config, 0, 1)
-    blocks = [(set(first[i:i + 4]), set(DOCUMENTS[5 + i:9 + i])) for i in range(0, 40, 4)]
+    blocks = [(set(first[i : i + 4]), set(DOCUMENTS[5 + i : 9 + i])) for i in range(0, 40, 4)]
     assert first != DOCUMENTS[5:] and all(read == stored for read, stored in blocks)
 
 
@@ -78,11 +94,13 @@ def test_packed_sequences_are_the_documents_end_to_end(stream_config: Callable[.
     texts = epoch_of(config, 0, 1) + epoch_of(config, 0, 1, epoch=1)
     flat = [i for text in texts for i in (*text.encode(), TOKENIZER.eod)]
     rows = [row for batch in tokens(feed(config), 40) for row in batch]
-    assert rows == [flat[k * 11:k * 11 + 11] + flat[k * 11 + 1:k * 11 + 12] for k in range(80)]
+    assert rows == [flat[k * 11 : k * 11 + 11] + flat[k * 11 + 1 : k * 11 + 12] for k in range(80)]
 
 
 @pytest.mark.parametrize(("dp_rank", "dp"), [(0, 1), (1, 2), (2, 3), (3, 4)])
-def test_resume_at_any_point_gives_the_same_tokens(stream_config: Callable[..., DataConfig], dp_rank: int, dp: int):
+def test_resume_at_any_point_gives_the_same_tokens(
+    stream_config: Callable[..., DataConfig], dp_rank: int, dp: int
+):
     """Every point of more than two epochs, through JSON."""
     config = stream_config(SHARDS)
     whole, steps = feed(config, dp_rank, dp), 70 // dp
@@ -92,8 +110,8 @@ def test_resume_at_any_point_gives_the_same_tokens(stream_config: Callable[..., 
         wanted += tokens(whole, 1)
     assert json.loads(states[-1])["stream"]["place"]["epoch"] >= 2
     for step in range(steps):
-        resumed = feed(config, dp_rank, dp, Cursor.from_state(json.loads(states[step])))
-        assert tokens(resumed, min(6, steps - step)) == wanted[step:step + 6], step
+        resumed = feed(config, dp_rank, dp, cursor=Cursor.from_state(json.loads(states[step])))
+        assert tokens(resumed, min(6, steps - step)) == wanted[step : step + 6], step
 
 
 def test_resume_twice_and_state_of_a_resumed_feed(stream_config: Callable[..., DataConfig]):
@@ -118,28 +136,39 @@ def test_a_document_longer_than_many_sequences(stream_config: Callable[..., Data
     config = stream_config([["short"] * 6 + ["y" * 500, "", "z"]])
     rows = [row for batch in tokens(feed(config), 60) for row in batch]
     text = TOKENIZER.decode([token for row in rows for token in row[:11]])
-    assert "y" * 500 in text and set(text.replace("y" * 500, "").replace("short", "").replace("z", "")) <= {"y"}
+    assert "y" * 500 in text and set(
+        text.replace("y" * 500, "").replace("short", "").replace("z", "")
+    ) <= {"y"}
 
 
 def test_a_position_of_another_layout_is_refused(stream_config: Callable[..., DataConfig]):
     config = stream_config(SHARDS)
     cursor = feed(config, 1, 2).cursor
-    with pytest.raises(ConfigError, match=r"parallel\.dp=4: rank 1 cannot .* stream of rank 1 of 2; did you mean 2"):
-        feed(config, 1, 4, cursor)
-    with pytest.raises(ConfigError, match=r"data\.streaming=true: the saved position \(16 sequences\) is not a stream's"):
+    with pytest.raises(
+        ConfigError, match=r"parallel\.dp=4: rank 1 cannot .* stream of rank 1 of 2; did you mean 2"
+    ):
+        feed(config, 1, 4, cursor=cursor)
+    with pytest.raises(
+        ConfigError,
+        match=r"data\.streaming=true: the saved position \(16 sequences\) is not a stream's",
+    ):
         feed(config, cursor=Cursor(16))
 
 
 def test_nothing_left_to_train_on(stream_config: Callable[..., DataConfig]):
     config = stream_config([["a" * 30] * 3], validation_documents=3)
     one = feed(config)
-    with pytest.raises(ConfigError, match=r"data\.validation_documents=3: leaves dp_rank=0 no document to train on"):
+    with pytest.raises(
+        ConfigError, match=r"data\.validation_documents=3: leaves dp_rank=0 no document to train on"
+    ):
         one.next_step()
 
 
 def test_a_rank_whose_only_shard_is_held_out(stream_config: Callable[..., DataConfig]):
     """Rank 0 of 4 has the first shard, of 3 documents."""
-    with pytest.raises(ConfigError, match=r"data\.validation_documents=5: leaves dp_rank=0 no document"):
+    with pytest.raises(
+        ConfigError, match=r"data\.validation_documents=5: leaves dp_rank=0 no document"
+    ):
         feed(stream_config(SHARDS), 0, 4).next_step()
     assert feed(stream_config(SHARDS), 1, 4).next_step()
 
@@ -156,8 +185,13 @@ def test_parquet_stream_resumes(tmp_path: Path):
     for i, shard in enumerate(SHARDS[1:]):
         table = pa.table({"id": range(len(shard)), "text": shard})
         parquet.write_table(table, tmp_path / "rows" / f"{i}.parquet", row_group_size=5)
-    config = DataConfig(source=Source.hub, name=str(tmp_path / "rows"), streaming=True, validation_documents=5,
-                        cache_dir=str(tmp_path / "cache"))
+    config = DataConfig(
+        source=Source.hub,
+        name=str(tmp_path / "rows"),
+        streaming=True,
+        validation_documents=5,
+        cache_dir=str(tmp_path / "cache"),
+    )
     for dp in (1, 2):
         whole = feed(config, 0, dp)
         cursors = []
@@ -166,18 +200,23 @@ def test_parquet_stream_resumes(tmp_path: Path):
             cursors.append(whole.cursor)
             wanted += tokens(whole, 1)
         for step in range(0, 30, 2):
-            assert tokens(feed(config, 0, dp, cursors[step]), min(4, 30 - step)) == wanted[step:step + 4]
+            assert (
+                tokens(feed(config, 0, dp, cursor=cursors[step]), min(4, 30 - step))
+                == wanted[step : step + 4]
+            )
 
 
 def test_one_block_is_read_ahead_at_most(stream_config: Callable[..., DataConfig]):
-    train, _ = load_data(stream_config(SHARDS), 11, 1, TOKENIZER)
+    train, _ = load_data(stream_config(SHARDS), 11, 1, tokenizer=TOKENIZER)
     texts = train.sequences.reader(0, 1, 0, None).texts
     for used in range(1, 20):
         next(texts)
         assert len(texts._block) == 4 and texts.place.block == (used - 1) // 4
 
 
-def test_a_failure_ahead_is_raised_when_the_batches_are_asked_for(stream_config: Callable[..., DataConfig]):
+def test_a_failure_ahead_is_raised_when_the_batches_are_asked_for(
+    stream_config: Callable[..., DataConfig],
+):
     one = feed(stream_config(SHARDS))
     one.next_step()
     here, sample = one.cursor, one._reader.sample
@@ -195,7 +234,9 @@ def test_looking_ahead_does_not_move_the_cursor(stream_config: Callable[..., Dat
     for _ in range(5):
         seen = looking.look_ahead()
         assert looking.cursor == plain.cursor and looking.look_ahead() is seen
-        assert tokens(feed(config, cursor=looking.cursor), 2) == tokens(feed(config, cursor=plain.cursor), 2)
+        assert tokens(feed(config, cursor=looking.cursor), 2) == tokens(
+            feed(config, cursor=plain.cursor), 2
+        )
         assert looking.next_step() is seen and tokens(plain, 1) == [
             torch.cat([batch.tokens_BS, batch.labels_BS], dim=1).tolist() for batch in seen
         ]

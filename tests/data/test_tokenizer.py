@@ -20,8 +20,12 @@ def write_bpe(path: Path, special: tuple[str, ...] = ("<|endoftext|>",)) -> Back
     backend = Backend(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(vocab_size=300, special_tokens=list(special), show_progress=False,
-                                  initial_alphabet=pre_tokenizers.ByteLevel.alphabet())
+    trainer = trainers.BpeTrainer(
+        vocab_size=300,
+        special_tokens=list(special),
+        show_progress=False,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+    )
     backend.train_from_iterator(["the cat sat on the mat", "the hat of the cat"] * 5, trainer)
     backend.save(str(path))
     return backend
@@ -32,7 +36,9 @@ def test_bytes_there_and_back(text: str):
     tokenizer = load_tokenizer("bytes")
     ids = tokenizer.encode(text)
     assert list(ids) == list(text.encode("utf-8", errors="replace"))
-    assert tokenizer.decode([*ids, tokenizer.eod]) == text.encode("utf-8", errors="replace").decode()
+    assert (
+        tokenizer.decode([*ids, tokenizer.eod]) == text.encode("utf-8", errors="replace").decode()
+    )
 
 
 def test_bytes_numbers():
@@ -49,7 +55,9 @@ def test_json_file(tmp_path: Path):
     text = "the cat, the mat — déjà vu"
     assert tokenizer.vocab_size == backend.get_vocab_size()
     assert tokenizer.eod == backend.token_to_id("<|endoftext|>")
-    assert tokenizer.encode(text) == backend.encode(text).ids == tokenizer.encode_batch(["x", text])[1]
+    assert (
+        tokenizer.encode(text) == backend.encode(text).ids == tokenizer.encode_batch(["x", text])[1]
+    )
     assert tokenizer.decode([*tokenizer.encode(text), tokenizer.eod]) == text
 
 
@@ -60,7 +68,9 @@ def test_json_file_saved_with_truncation_and_padding(tmp_path: Path):
     backend.enable_padding(length=8)
     backend.save(str(tmp_path / "cut.json"))
     for text in (long, "cat"):
-        assert load_tokenizer(str(tmp_path / "cut.json")).encode(text) == load_tokenizer(str(tmp_path / "bpe.json")).encode(text)
+        assert load_tokenizer(str(tmp_path / "cut.json")).encode(text) == load_tokenizer(
+            str(tmp_path / "bpe.json")
+        ).encode(text)
 
 
 def test_highest_id_counts_when_ids_have_gaps(tmp_path: Path):
@@ -72,7 +82,9 @@ def test_highest_id_counts_when_ids_have_gaps(tmp_path: Path):
 
 def test_no_end_of_document_names_the_special_tokens(tmp_path: Path):
     write_bpe(tmp_path / "bpe.json", special=("<stop>", "<pad>"))
-    with pytest.raises(ConfigError, match=r"data\.tokenizer=.*bpe\.json.*special tokens: <stop>, <pad>"):
+    with pytest.raises(
+        ConfigError, match=r"data\.tokenizer=.*bpe\.json.*special tokens: <stop>, <pad>"
+    ):
         load_tokenizer(str(tmp_path / "bpe.json"))
 
 
@@ -93,8 +105,12 @@ def test_missing_and_broken_files(tmp_path: Path):
 def test_equal_tokenizers_pickle_equally(tmp_path: Path):
     """The cache is found again only if they do, in another process too."""
     write_bpe(tmp_path / "bpe.json")
-    code = (f"import pickle; from app.data.tokenizer import load_tokenizer; import sys;"
-            f"sys.stdout.buffer.write(pickle.dumps(load_tokenizer({str(tmp_path / 'bpe.json')!r}), protocol=4))")
-    other = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True, cwd=Path(__file__).parents[2]).stdout
+    code = (
+        f"import pickle; from app.data.tokenizer import load_tokenizer; import sys;"
+        f"sys.stdout.buffer.write(pickle.dumps(load_tokenizer({str(tmp_path / 'bpe.json')!r}), protocol=4))"
+    )
+    other = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, check=True, cwd=Path(__file__).parents[2]
+    ).stdout
     assert other == pickle.dumps(load_tokenizer(str(tmp_path / "bpe.json")), protocol=4)
     assert pickle.loads(pickle.dumps(ByteTokenizer())) == ByteTokenizer()

@@ -12,15 +12,29 @@ import torch
 
 ROOT = Path(__file__).parent.parent.parent
 GPUS = torch.cuda.device_count()
-SMALL = ("train.micro_batch=2", "train.global_batch=8", "train.seq_len=256", "train.eval_interval=0", "log=none",
-         "train.sample_tokens=0", "checkpoint=none", "data=text", "data.path=app/**/*.py")  # fmt: skip
+SMALL = (
+    "train.micro_batch=2",
+    "train.global_batch=8",
+    "train.seq_len=256",
+    "train.eval_interval=0",
+    "log=none",
+    "train.sample_tokens=0",
+    "checkpoint=none",
+    "data=text",
+    "data.path=app/**/*.py",
+)
 
 
 def command(folder: Path, *overrides: str) -> list[str]:
     """The line that trains into a folder."""
     return [
-        sys.executable, str(ROOT / "train.py"), *SMALL, f"run_dir={folder}", f"data.cache_dir={folder.parent}/cache", *overrides
-    ]  # fmt: skip
+        sys.executable,
+        str(ROOT / "train.py"),
+        *SMALL,
+        f"run_dir={folder}",
+        f"data.cache_dir={folder.parent}/cache",
+        *overrides,
+    ]
 
 
 def rows_of(folder: Path) -> list[dict[str, Any]]:
@@ -31,6 +45,8 @@ def rows_of(folder: Path) -> list[dict[str, Any]]:
 
 def losses(folder: Path, *overrides: str, first: int = 1) -> list[tuple[float, float]]:
     """(loss, gradient norm) of each step from `first` on."""
-    done = subprocess.run(command(folder, *overrides), cwd=ROOT, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        command(folder, *overrides), cwd=ROOT, capture_output=True, text=True, timeout=300
+    )
     assert done.returncode == 0, done.stderr
     return [(row["loss"], row["grad_norm"]) for row in rows_of(folder) if row["step"] >= first]

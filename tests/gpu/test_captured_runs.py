@@ -20,8 +20,8 @@ from app.config import CudaGraphConfig, ModelConfig, PrecisionConfig
 from app.engine.build import build_engine
 from app.engine.capture.facts import GraphFacts
 from app.engine.groups import create_groups, process_world
-from app.engine.run_folder import read_metrics
-from app.engine.step import TrainingStep
+from app.engine.pipeline.step import TrainingStep
+from app.engine.run.run_folder import read_metrics
 from app.plan.plan import Plan
 from tests.gpu.programs import GPUS, ROOT, command, losses, rows_of
 from tests.runs import TINY, batches_of, make_run
@@ -40,7 +40,13 @@ def side_stream() -> Iterator[None]:
 @pytest.mark.parametrize("graph", ["partial", "layer", "full_iteration"])
 @pytest.mark.parametrize("model", ["moe_tiny", "dense_tiny"])
 def test_a_run_with_graphs_repeats_one_without(tmp_path: Path, model: str, graph: str):
-    overrides = ("train.steps=12", f"model={model}", "precision=bf16", "parallel.dp=1", "train.eval_interval=4")
+    overrides = (
+        "train.steps=12",
+        f"model={model}",
+        "precision=bf16",
+        "parallel.dp=1",
+        "train.eval_interval=4",
+    )
     eager = losses(tmp_path / "eager", *overrides)
     assert losses(tmp_path / "graphs", *overrides, f"cuda_graph={graph}") == eager
     first, *_, last = (row for row in rows_of(tmp_path / "graphs") if "graph_count" in row)
@@ -50,14 +56,33 @@ def test_a_run_with_graphs_repeats_one_without(tmp_path: Path, model: str, graph
 
 @pytest.mark.parametrize("model", ["moe_tiny", "dense_tiny"])
 def test_a_resumed_run_validates_as_one_without_graphs(tmp_path: Path, model: str):
-    """No validation before training is recorded: step 10's runs without a graph, 15's is captured, and 20's replayed."""
-    fixed = (f"model={model}", "precision=bf16", "parallel.dp=1", "train.eval_interval=5", "optim.decay_steps=20")
-    graphs = (*fixed, "cuda_graph=full_iteration", "cuda_graph.warmup_steps=2", "checkpoint=default")
+    """No validation before training is recorded: step 10's runs without a graph, 15's is
+    captured, and 20's replayed.
+    """
+    fixed = (
+        f"model={model}",
+        "precision=bf16",
+        "parallel.dp=1",
+        "train.eval_interval=5",
+        "optim.decay_steps=20",
+    )
+    graphs = (
+        *fixed,
+        "cuda_graph=full_iteration",
+        "cuda_graph.warmup_steps=2",
+        "checkpoint=default",
+    )
     eager = losses(tmp_path / "eager", *fixed, "train.steps=20", first=6)
     losses(tmp_path / "graphs", *graphs, "train.steps=5")
     assert losses(tmp_path / "graphs", *graphs, "train.steps=20", "resume=auto", first=6) == eager
     found = validations(tmp_path / "graphs")
-    assert found == validations(tmp_path / "eager") and [step for step, _ in found] == [0, 5, 10, 15, 20]
+    assert found == validations(tmp_path / "eager") and [step for step, _ in found] == [
+        0,
+        5,
+        10,
+        15,
+        20,
+    ]
 
 
 def validations(folder: Path) -> list[tuple[int, float]]:
@@ -66,12 +91,20 @@ def validations(folder: Path) -> list[tuple[int, float]]:
 
 
 @pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
-def test_nothing_between_input_and_gradients_waits_for_the_device(model: ModelConfig, side_stream: None):
+def test_nothing_between_input_and_gradients_waits_for_the_device(
+    model: ModelConfig, side_stream: None
+):
     run = make_run(model, precision=PrecisionConfig(Dtype.bfloat16))
     with process_world(0, 1, torch.device("cuda:0")):
         plan = Plan(run)
-        step = TrainingStep(build_engine(plan, create_groups(plan.layout, 0), torch.device("cuda:0")))
-        assert not any(phase.host_sync for layer in step.engine.chunks[0].layers.values() for phase in layer.phases)
+        step = TrainingStep(
+            build_engine(plan, create_groups(plan.layout, 0), torch.device("cuda:0"))
+        )
+        assert not any(
+            phase.host_sync
+            for layer in step.engine.chunks[0].layers.values()
+            for phase in layer.phases
+        )
         passes = step.eager
 
         def without_waits(given: object) -> object:
@@ -88,7 +121,10 @@ def test_nothing_between_input_and_gradients_waits_for_the_device(model: ModelCo
                 step(batches_of(run, n, 0), run.optim.lr, 0.1)
 
 
-ATTENTION, WHOLE = CudaGraphConfig(GraphImpl.local, (GraphScope.attn,)), CudaGraphConfig(GraphImpl.full_iteration)
+ATTENTION, WHOLE = (
+    CudaGraphConfig(GraphImpl.local, (GraphScope.attn,)),
+    CudaGraphConfig(GraphImpl.full_iteration),
+)
 
 
 @pytest.mark.parametrize("graph", [ATTENTION, WHOLE], ids=["attn", "full_iteration"])
@@ -109,11 +145,21 @@ def test_three_hundred_steps_leak_nothing(graph: CudaGraphConfig, side_stream: N
 @pytest.mark.parametrize("graph", ["partial", "full_iteration"])
 def test_a_signal_ends_a_run_with_graphs(tmp_path: Path, graph: str):
     gpus = min(GPUS, 2)
-    overrides = ("train.steps=100000", "precision=bf16", f"cuda_graph={graph}", f"parallel.pp={gpus}", "model.num_layers=4")
-    with subprocess.Popen(command(tmp_path / "run", *overrides), cwd=ROOT, stderr=subprocess.PIPE, text=True) as process:
+    overrides = (
+        "train.steps=100000",
+        "precision=bf16",
+        f"cuda_graph={graph}",
+        f"parallel.pp={gpus}",
+        "model.num_layers=4",
+    )
+    with subprocess.Popen(
+        command(tmp_path / "run", *overrides), cwd=ROOT, stderr=subprocess.PIPE, text=True
+    ) as process:
         metrics, since = tmp_path / "run" / "metrics.jsonl", time.monotonic()
         while not (metrics.exists() and len(metrics.read_text().splitlines()) > 10):
-            assert process.poll() is None and time.monotonic() - since < 120, process.communicate()[1][-2000:]
+            assert process.poll() is None and time.monotonic() - since < 120, process.communicate()[
+                1
+            ][-2000:]
             time.sleep(0.2)
         process.send_signal(signal.SIGTERM)
         process.wait(timeout=60)
@@ -124,11 +170,11 @@ FAILING = """
 import os
 import torch
 from app.choices import Dtype, GraphImpl
-from app.cli.launch import Launch
+from app.cli.processes.launch import Launch
 from app.config import CudaGraphConfig, ParallelConfig, PrecisionConfig
 from app.engine.build import build_engine
 from app.engine.groups import create_groups, process_world
-from app.engine.step import TrainingStep
+from app.engine.pipeline.step import TrainingStep
 from app.engine.trainer import closing_graphs
 from app.plan.plan import Plan
 from tests.runs import TINY, batches_of, make_run
@@ -157,7 +203,18 @@ with process_world(launch.rank, world, device):
 def test_an_error_ends_a_run_with_graphs(tmp_path: Path, graph: str):
     program = tmp_path / "failing.py"
     program.write_text(FAILING.replace("GRAPH", graph))
-    line = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(min(GPUS, 2)), str(program)]
+    line = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node",
+        str(min(GPUS, 2)),
+        str(program),
+    ]
     paths = f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"
-    found = subprocess.run(line, capture_output=True, text=True, timeout=120, env={**os.environ, "PYTHONPATH": paths})
-    assert found.returncode == 1 and "on purpose" in found.stderr and "exitcode  : 1" in found.stderr
+    found = subprocess.run(
+        line, capture_output=True, text=True, timeout=120, env={**os.environ, "PYTHONPATH": paths}
+    )
+    assert (
+        found.returncode == 1 and "on purpose" in found.stderr and "exitcode  : 1" in found.stderr
+    )

@@ -1,4 +1,6 @@
-"""The engine on a GPU: like the CPU in fp32, bit for bit like itself in bf16, and one host wait per step."""
+"""The engine on a GPU: like the CPU in fp32, bit for bit like itself in bf16, and one host wait
+per step.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +15,14 @@ from app.choices import Dtype
 from app.config import ModelConfig, PrecisionConfig, Run
 from app.engine.build import Engine, build_engine
 from app.engine.groups import create_groups, process_world
-from app.engine.step import TrainingStep
+from app.engine.pipeline.step import TrainingStep
 from app.plan.plan import Plan
 from tests.runs import TINY, batches_of, make_run
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
 MODELS = {"moe": TINY, "dense": dataclasses.replace(TINY, moe=None)}
 
 
@@ -45,7 +50,9 @@ def engine_on(run: Run, device: str) -> Engine:
     engine = build_engine(plan, create_groups(plan.layout, 0), torch.device(device))
     generator = torch.Generator().manual_seed(0)
     for piece in engine.optimizer.pieces():
-        piece.main.copy_(torch.randn(piece.main.shape, generator=generator) * 0.05 + (not piece.spec.decay))
+        piece.main.copy_(
+            torch.randn(piece.main.shape, generator=generator) * 0.05 + (not piece.spec.decay)
+        )
     engine.optimizer.restored(updates=0)
     return engine
 

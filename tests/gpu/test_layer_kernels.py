@@ -1,4 +1,6 @@
-"""Kernels of a layer at the sizes of real models on a GPU: right, the same when repeated, and in CUDA graphs."""
+"""Kernels of a layer at the sizes of real models on a GPU: right, the same when repeated, and in
+CUDA graphs.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +12,20 @@ from torch import Tensor
 
 from app.kernels.rms_norm import rms_norm
 from app.kernels.swiglu import swiglu
-from tests.tensors.test_kernels_layer import EPS, Outputs, check, check_rms_norm, check_swiglu, head_cases, normal
+from tests.tensors.test_kernels_layer import (
+    EPS,
+    Outputs,
+    check,
+    check_rms_norm,
+    check_swiglu,
+    head_cases,
+    normal,
+)
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
 T = 8192
 DTYPES = [torch.bfloat16, torch.float32]
 
@@ -26,10 +39,23 @@ def test_swiglu(rows: int, width: int, dtype: torch.dtype):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("norms", [False, True], ids=["plain", "norms"])
 @pytest.mark.parametrize(
-    ("heads", "groups", "width", "tables"), [(16, 16, 64, 1), (16, 4, 64, 2), (32, 8, 128, 1), (32, 4, 128, 2), (8, 1, 80, 1)]
+    ("heads", "groups", "width", "tables"),
+    [(16, 16, 64, 1), (16, 4, 64, 2), (32, 8, 128, 1), (32, 4, 128, 2), (8, 1, 80, 1)],
 )
 def test_heads(heads: int, groups: int, width: int, tables: int, dtype: torch.dtype, norms: bool):
-    check(*head_cases(2, T // 2, groups, heads // groups, width, dtype, tables, norms), strided=True)
+    check(
+        *head_cases(
+            2,
+            T // 2,
+            groups,
+            queries=heads // groups,
+            width=width,
+            dtype=dtype,
+            tables=tables,
+            norms=norms,
+        ),
+        strided=True,
+    )
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -54,7 +80,10 @@ def captured(function: Callable[..., Outputs], inputs: Outputs) -> tuple[Outputs
 
     def run() -> Outputs:
         outs = function(*leaves)
-        return (*(out.detach() for out in outs), *torch.autograd.grad(outs, leaves, [torch.ones_like(out) for out in outs]))
+        return (
+            *(out.detach() for out in outs),
+            *torch.autograd.grad(outs, leaves, [torch.ones_like(out) for out in outs]),
+        )
 
     stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
     stream.wait_stream(torch.cuda.current_stream())
@@ -77,7 +106,13 @@ def norm(x: Tensor, weight: Tensor) -> Outputs:
 def test_in_a_graph(name: str):
     kernel, _, inputs = {
         "swiglu": (lambda both: (swiglu(both),), None, (normal(T, 2048, dtype=torch.bfloat16),)),
-        "heads": head_cases(2, 1024, 4, 4, 64, torch.bfloat16, 1, True),
-        "rms_norm": (norm, None, (normal(T, 1024, dtype=torch.bfloat16), normal(1024, dtype=torch.bfloat16, seed=1))),
+        "heads": head_cases(
+            2, 1024, 4, queries=4, width=64, dtype=torch.bfloat16, tables=1, norms=True
+        ),
+        "rms_norm": (
+            norm,
+            None,
+            (normal(T, 1024, dtype=torch.bfloat16), normal(1024, dtype=torch.bfloat16, seed=1)),
+        ),
     }[name]
     assert all(map(torch.equal, *captured(kernel, inputs)))

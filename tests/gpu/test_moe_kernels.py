@@ -24,13 +24,18 @@ from tests.moe_kernels import (
     without_kernels,
 )
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
 plain = pytest.fixture(without_kernels)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(("tokens", "vocabulary"), [(8192, 50304), (4096, 151936)])
-def test_statistics_and_gradient_of_the_loss(tokens: int, vocabulary: int, dtype: torch.dtype, plain: None):
+def test_statistics_and_gradient_of_the_loss(
+    tokens: int, vocabulary: int, dtype: torch.dtype, plain: None
+):
     check_statistics(tokens, vocabulary, dtype)
     check_into_gradient(tokens, vocabulary, dtype)
 
@@ -41,8 +46,12 @@ def test_logits_beyond_32_bits(plain: None):
 
 
 @pytest.mark.parametrize(("drops", "rows_per_expert"), [(False, None), (True, None), (True, 1500)])
-@pytest.mark.parametrize("size", [(8192, 6, 64, 1024), (4096, 8, 128, 2048), (1024, 8, 16, 5120)], ids=str)
-def test_rows(size: tuple[int, int, int, int], drops: bool, rows_per_expert: int | None, plain: None):
+@pytest.mark.parametrize(
+    "size", [(8192, 6, 64, 1024), (4096, 8, 128, 2048), (1024, 8, 16, 5120)], ids=str
+)
+def test_rows(
+    size: tuple[int, int, int, int], drops: bool, rows_per_expert: int | None, plain: None
+):
     drawn = draw_rows(*size, torch.bfloat16, drops, rows_per_expert)
     for check in (check_spread, check_sums, check_gradients):
         check(drawn)
@@ -53,16 +62,19 @@ def test_rows(size: tuple[int, int, int, int], drops: bool, rows_per_expert: int
 @pytest.mark.parametrize("counts", [[700, 0, 33, 1500, 64, 1], [0, 5], [0, 0]], ids=str)
 def test_grouped_gradient(counts: list[int], width: int, columns: int, dtype: torch.dtype):
     for spare in (0, 3):
-        check_grouped_gradient(counts, width, columns, dtype, spare)
+        check_grouped_gradient(counts, width, columns, dtype=dtype, spare=spare)
 
 
 def test_grouped_gradient_beyond_32_bits():
-    check_grouped_gradient([70_000, 300_000, 9, 230_000], 4096, 128, torch.bfloat16, spare=3)
+    check_grouped_gradient([70_000, 300_000, 9, 230_000], 4096, 128, dtype=torch.bfloat16, spare=3)
 
 
 def test_sums_of_more_bits_take_the_grouped_gradient():
     """Bits below those of the weights count."""
-    rows_TI, grad_TO = torch.randn(500, 64, device="cuda").bfloat16(), torch.randn(500, 128, device="cuda").bfloat16()
+    rows_TI, grad_TO = (
+        torch.randn(500, 64, device="cuda").bfloat16(),
+        torch.randn(500, 128, device="cuda").bfloat16(),
+    )
     gradient = GroupedProduct(rows_TI, grad_TO, torch.tensor([100, 500], device="cuda").int())
     sums_EIO = torch.zeros(2, 64, 128, device="cuda")
     gradient.add_to(sums_EIO)
@@ -70,7 +82,9 @@ def test_sums_of_more_bits_take_the_grouped_gradient():
     assert sums_EIO.ne(sums_EIO.bfloat16()).any()
 
 
-@pytest.mark.parametrize(("tokens", "experts", "top_k"), [(8192, 64, 6), (4096, 128, 8), (5000, 512, 22)])
+@pytest.mark.parametrize(
+    ("tokens", "experts", "top_k"), [(8192, 64, 6), (4096, 128, 8), (5000, 512, 22)]
+)
 def test_top_experts(tokens: int, experts: int, top_k: int, plain: None):
     check_top_experts(tokens, experts, top_k)
 
@@ -80,7 +94,8 @@ def layer(leaves: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     x_TD, logits_TE, weight_VD, labels_BS = leaves
     probs_TK, experts_TK = choose(logits_TE, 6)
     record = sort_by_expert(experts_TK, logits_TE.shape[1])
-    factors_R = (1 + torch.arange(probs_TK.numel(), device="cuda") % 5).bfloat16()  # unequal experts: probabilities matter
+    # unequal experts: probabilities matter
+    factors_R = (1 + torch.arange(probs_TK.numel(), device="cuda") % 5).bfloat16()
     out_TD = combine(permute(x_TD, record) * factors_R[:, None], probs_TK, record)
     loss = summed_loss(out_TD.view(*labels_BS.shape, -1), weight_VD, labels_BS) / 1024
     return loss.detach(), *torch.autograd.grad(loss, (x_TD, logits_TE, weight_VD))
@@ -89,7 +104,9 @@ def layer(leaves: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
 def drawn_leaves() -> tuple[Tensor, ...]:
     generator = torch.Generator("cuda").manual_seed(0)
     shapes = (1024, 512), (1024, 64), (5000, 512)
-    x_TD, logits_TE, weight_VD = (torch.randn(*shape, generator=generator, device="cuda") for shape in shapes)
+    x_TD, logits_TE, weight_VD = (
+        torch.randn(*shape, generator=generator, device="cuda") for shape in shapes
+    )
     labels_BS = torch.randint(-500, 5000, (2, 512), generator=generator, device="cuda")
     weight_VD = torch.nn.Parameter((weight_VD / 20).bfloat16())
     return x_TD.bfloat16().requires_grad_(), logits_TE.requires_grad_(), weight_VD, labels_BS
@@ -103,8 +120,11 @@ def test_callers_take_the_kernels(monkeypatch: pytest.MonkeyPatch):
             patch.setattr(f"{module}.usable", lambda *_: False)
         slow = layer(leaves)
     for name, ours, theirs in zip(("loss", "x", "logits", "weight"), fast, slow, strict=True):
-        tight = 1e-6 if name == "loss" else 2e-2  # of the largest: a gradient may round to the next bf16 on the way
-        assert (ours.double() - theirs.double()).abs().max() <= tight * theirs.double().abs().max(), name
+        # of the largest: a gradient may round to the next bf16 on the way
+        tight = 1e-6 if name == "loss" else 2e-2
+        assert (
+            ours.double() - theirs.double()
+        ).abs().max() <= tight * theirs.double().abs().max(), name
 
 
 def captured(run: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:

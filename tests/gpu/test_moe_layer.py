@@ -1,4 +1,6 @@
-"""The mixture-of-experts part of a layer on a GPU: a shared expert on a stream of its own, and capacity without waiting."""
+"""The mixture-of-experts part of a layer on a GPU: a shared expert on a stream of its own, and
+capacity without waiting.
+"""
 
 from __future__ import annotations
 
@@ -18,39 +20,61 @@ from app.model.peers import Peers
 from app.moe.dispatch import LocalDispatcher
 from app.moe.phases import MoEBody
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
 D, STEPS = 512, 20
 MODEL = ModelConfig(num_layers=1, hidden_size=D, num_heads=4, num_kv_heads=2, ffn_hidden_size=D)
-MOE = MoEConfig(num_experts=16, top_k=4, ffn_hidden_size=256, shared_ffn_hidden_size=1024, shared_gate=True, z_loss_coeff=0.01)
+MOE = MoEConfig(
+    num_experts=16,
+    top_k=4,
+    ffn_hidden_size=256,
+    shared_ffn_hidden_size=1024,
+    shared_gate=True,
+    z_loss_coeff=0.01,
+)
 Results = tuple[list[Tensor], dict[str, Tensor]]
 
 
 def body_of(moe: MoEConfig) -> MoEBody:
-    body = MoEBody(MODEL, moe, LocalDispatcher(moe.num_experts), Peers())
+    body = MoEBody(MODEL, moe, LocalDispatcher(moe.num_experts), peers=Peers())
     random = torch.Generator().manual_seed(0)
     for param in body.parameters():
         torch.nn.init.normal_(param, std=0.05, generator=random)
     body.to("cuda")
     for name, param in body.named_parameters():
         param.data = param.data.bfloat16()
-        param.register_post_accumulate_grad_hook(lambda param: None)  # as the gradient buffers do, on the stream of the run
+        # as the gradient buffers do, on the stream of the run
+        param.register_post_accumulate_grad_hook(lambda param: None)
         assert param.is_cuda, name
     return body
 
 
 def forward(body: MoEBody, x: Tensor, later: WeightQueue | None = None) -> Tensor:
-    context = layer_context(torch.zeros(1, 1, device="cuda"), None, 4, 10.0, later=later)
+    context = layer_context(torch.zeros(1, 1, device="cuda"), None, 4, theta=10.0, later=later)
     values: dict[str, Any] = {"x": x, "context": context}
     for index, phase in enumerate(body.phases):
-        values.update(zip(phase.outputs, phase.run(*(values[name] for name in phase.inputs)), strict=True))
-        needed = {name for after in body.phases[index + 1 :] for name in after.inputs} | {"x", "routing"}
-        values = {name: value for name, value in values.items() if name in needed}  # memory is free for others at once
+        values.update(
+            zip(phase.outputs, phase.run(*(values[name] for name in phase.inputs)), strict=True)
+        )
+        needed = {name for after in body.phases[index + 1 :] for name in after.inputs} | {
+            "x",
+            "routing",
+        }
+        # memory is free for others at once
+        values = {name: value for name, value in values.items() if name in needed}
     return values["x"] + values["routing"].loss
 
 
 def train(body: MoEBody, split: bool = False, sync: str = "default") -> Results:
-    """Outputs of some steps, with two layers' worth of memory in use and given back, and the summed gradients."""
-    inputs = [torch.randn(2, 1024, D, generator=torch.Generator().manual_seed(step)).cuda().bfloat16() for step in range(STEPS)]
+    """Outputs of some steps, with two layers' worth of memory in use and given back, and the
+    summed gradients.
+    """
+    inputs = [
+        torch.randn(2, 1024, D, generator=torch.Generator().manual_seed(step)).cuda().bfloat16()
+        for step in range(STEPS)
+    ]
     outputs = []
     torch.cuda.synchronize()
     with warnings.catch_warnings():
@@ -62,7 +86,11 @@ def train(body: MoEBody, split: bool = False, sync: str = "default") -> Results:
             out = forward(body, forward(body, x.requires_grad_(), later), later)
             out.square().mean().backward()
             if later is not None:
-                later.run(lambda param, given: setattr(param, "grad", given() if param.grad is None else param.grad + given()))
+                later.run(
+                    lambda param, given: setattr(
+                        param, "grad", given() if param.grad is None else param.grad + given()
+                    )
+                )
             outputs += [out.detach(), x.grad]
             del out
             with torch.no_grad():

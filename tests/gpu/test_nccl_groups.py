@@ -1,6 +1,7 @@
 """Groups over NCCL: they join the right ranks and cost no more memory than is planned.
 
-torchrun --nproc-per-node 2 tests/gpu/test_nccl_groups.py    prints what each communicator takes, MiB
+torchrun --nproc-per-node 2 tests/gpu/test_nccl_groups.py    prints what each communicator takes,
+MiB
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import torch.distributed as dist
 
 from app.engine.groups import Groups, create_groups, process_world
 from app.plan.layout import ParallelLayout
-from app.plan.overheads import COMMUNICATOR, CONTROL_COMMUNICATOR, MIB, NCCL_ITSELF
+from app.plan.memory.overheads import COMMUNICATOR, CONTROL_COMMUNICATOR, MIB, NCCL_ITSELF
 
 pytestmark = [
     pytest.mark.gpu,

@@ -12,25 +12,43 @@ from app.choices import Dtype, Score
 from app.config import ModelConfig, MoEConfig, PrecisionConfig, RecomputeConfig, Run, TrainConfig
 from app.engine.build import build_engine
 from app.engine.groups import create_groups, process_world
-from app.engine.step import TrainingStep
+from app.engine.pipeline.step import TrainingStep
 from app.plan.plan import Plan
 from tests.runs import batches_of, make_run
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
-DENSE = ModelConfig(num_layers=4, hidden_size=1024, ffn_hidden_size=2816, num_heads=16, num_kv_heads=16, vocab_size=32768)
-EXPERTS = MoEConfig(num_experts=32, top_k=4, ffn_hidden_size=512, shared_ffn_hidden_size=512, z_loss_coeff=0.001)
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+DENSE = ModelConfig(
+    num_layers=4,
+    hidden_size=1024,
+    ffn_hidden_size=2816,
+    num_heads=16,
+    num_kv_heads=16,
+    vocab_size=32768,
+)
+EXPERTS = MoEConfig(
+    num_experts=32, top_k=4, ffn_hidden_size=512, shared_ffn_hidden_size=512, z_loss_coeff=0.001
+)
 MODELS = {
     "dense": DENSE,
     "tied_qk_norm": dataclasses.replace(DENSE, qk_norm=True, tie_embeddings=True),
     "softmax": dataclasses.replace(DENSE, moe=EXPERTS),
-    "sigmoid": dataclasses.replace(DENSE, moe=dataclasses.replace(EXPERTS, score=Score.sigmoid, shared_gate=True)),
+    "sigmoid": dataclasses.replace(
+        DENSE, moe=dataclasses.replace(EXPERTS, score=Score.sigmoid, shared_gate=True)
+    ),
 }
 STEPS = 3
 
 
 def run_of(model: ModelConfig, dtype: Dtype, micro_batch: int, full: bool = False) -> Run:
-    train = TrainConfig(seq_len=2048, micro_batch=micro_batch, global_batch=2 * micro_batch, deterministic=False)
-    return make_run(model, train=train, precision=PrecisionConfig(dtype), recompute=RecomputeConfig(full))
+    train = TrainConfig(
+        seq_len=2048, micro_batch=micro_batch, global_batch=2 * micro_batch, deterministic=False
+    )
+    return make_run(
+        model, train=train, precision=PrecisionConfig(dtype), recompute=RecomputeConfig(full)
+    )
 
 
 def peak_of(plan: Plan) -> int:
@@ -59,5 +77,5 @@ def test_the_peak_is_within_a_tenth_of_the_plan(model: ModelConfig, dtype: Dtype
 def test_fewer_key_heads_in_bf16_and_full_recomputation():
     grouped = dataclasses.replace(MODELS["softmax"], num_kv_heads=4)
     for full in (False, True):
-        plan = Plan(run_of(grouped, Dtype.bfloat16, 2, full))
+        plan = Plan(run_of(grouped, Dtype.bfloat16, 2, full=full))
         assert peak_of(plan) == pytest.approx(plan.busiest.allocated, rel=0.1)

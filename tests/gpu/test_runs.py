@@ -1,4 +1,6 @@
-"""Whole runs on GPUs: two ranks over NCCL like one, equal runs bit for bit, resuming bit for bit."""
+"""Whole runs on GPUs: two ranks over NCCL like one, equal runs bit for bit, resuming bit for
+bit.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,13 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not GPUS, reason="needs a CUDA
 @pytest.mark.skipif(GPUS < 2, reason="needs two CUDA devices")
 @pytest.mark.parametrize(
     "layout",
-    ["parallel.dp=2", "parallel.ep=2 parallel.dp=2", "parallel=tp2", "parallel=cp2", "parallel=pp2"],
+    [
+        "parallel.dp=2",
+        "parallel.ep=2 parallel.dp=2",
+        "parallel=tp2",
+        "parallel=cp2",
+        "parallel=pp2",
+    ],
 )
 def test_two_gpus_train_like_one(tmp_path: Path, layout: str):
     """fp32: equal up to the order of sums over ten steps. A route flips only after that."""
@@ -37,8 +45,15 @@ def test_resuming_repeats_bit_for_bit(tmp_path: Path):
 
 
 def test_half_precision_learns_and_its_scale_settles(tmp_path: Path):
-    """fp16: the first scale is too large, so some steps are skipped, and no more once it has fallen."""
-    overrides = ("precision=fp16", "train.steps=150", "parallel.dp=1", "precision.initial_loss_scale=1e9")
+    """fp16: the first scale is too large, so some steps are skipped, and no more once it has
+    fallen.
+    """
+    overrides = (
+        "precision=fp16",
+        "train.steps=150",
+        "parallel.dp=1",
+        "precision.initial_loss_scale=1e9",
+    )
     seen = losses(tmp_path / "run", *overrides)
     rows = rows_of(tmp_path / "run")
     assert rows[0]["skipped"] and not any(row["skipped"] for row in rows[-50:])
@@ -46,8 +61,18 @@ def test_half_precision_learns_and_its_scale_settles(tmp_path: Path):
 
 
 def test_saving_beside_training_holds_it_up_for_a_copy_only(tmp_path: Path):
-    overrides = ("precision=bf16", "train.steps=40", "checkpoint=default", "checkpoint.interval=5", "parallel.dp=1")
+    overrides = (
+        "precision=bf16",
+        "train.steps=40",
+        "checkpoint=default",
+        "checkpoint.interval=5",
+        "parallel.dp=1",
+    )
     losses(tmp_path / "run", *overrides)
-    blocked = [row["checkpoint_blocked_ms"] for row in rows_of(tmp_path / "run") if "checkpoint_blocked_ms" in row]
+    blocked = [
+        row["checkpoint_blocked_ms"]
+        for row in rows_of(tmp_path / "run")
+        if "checkpoint_blocked_ms" in row
+    ]
     assert len(blocked) >= 7
     print("blocked, ms:", [round(ms, 1) for ms in blocked])

@@ -1,4 +1,6 @@
-"""The comparison with a peer: same operations counted, our worker on a tiny model, a peer that answers and one that fails."""
+"""The comparison with a peer: same operations counted, our worker on a tiny model, a peer that
+answers and one that fails.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +12,18 @@ from types import ModuleType
 
 import pytest
 
-from app.cli.compose import load_overrides
-from app.plan.flops import flops_per_token
+from app.cli.options.compose import load_overrides
+from app.plan.cost.flops import flops_per_token
 
 ROOT = Path(__file__).parent.parent.parent
 TINY = [
-    *("train.device=cpu", "model.num_layers=1", "model.hidden_size=64", "model.num_heads=2", "model.num_kv_heads=1"),
+    *(
+        "train.device=cpu",
+        "model.num_layers=1",
+        "model.hidden_size=64",
+        "model.num_heads=2",
+        "model.num_kv_heads=1",
+    ),
     *("model.head_dim=32", "model.vocab_size=264", "model.moe.num_experts=8", "model.moe.top_k=2"),
     *("model.moe.ffn_hidden_size=32", "model.moe.shared_ffn_hidden_size=32"),
 ]
@@ -49,7 +57,8 @@ def compare() -> ModuleType:
     return module
 
 
-# As the peer's script has them: hidden, layers, queries, keys or values, feed-forward of a token, experts, vocabulary.
+# As the peer's script has them: hidden, layers, queries, keys or values, feed-forward of a token,
+# experts, vocabulary.
 PEER_SIZES = {
     "small": (1024, 24, 16 * 64, 16 * 64, 2816, 0, 50304),
     "smallmoe": (1024, 16, 16 * 64, 4 * 64, 6 * 512 + 1024, 64, 50304),
@@ -61,25 +70,64 @@ PEER_SIZES = {
 @pytest.mark.parametrize("name", PEER_SIZES)
 def test_both_sides_count_the_same_operations(compare: ModuleType, name: str):
     hidden, layers, queries, keys, width, experts, vocab = PEER_SIZES[name]
-    per_layer = 2 * (2 * hidden * queries + 2 * hidden * keys) + 2 * 4096 * queries + 6 * hidden * width + 2 * hidden * experts
+    per_layer = (
+        2 * (2 * hidden * queries + 2 * hidden * keys)
+        + 2 * 4096 * queries
+        + 6 * hidden * width
+        + 2 * hidden * experts
+    )
     run = load_overrides(compare.MODELS[name])
-    assert flops_per_token(run.model, run.train.seq_len) == 3 * (layers * per_layer + 2 * hidden * vocab)
+    assert flops_per_token(run.model, run.train.seq_len) == 3 * (
+        layers * per_layer + 2 * hidden * vocab
+    )
     assert (run.train.seq_len, run.train.micro_batch, run.train.global_batch) == (4096, 2, 8)
-    assert (run.optim.lr, run.optim.beta1, run.optim.beta2, run.optim.clip_norm) == (3e-4, 0.9, 0.95, 1.0)
+    assert (run.optim.lr, run.optim.beta1, run.optim.beta2, run.optim.clip_norm) == (
+        3e-4,
+        0.9,
+        0.95,
+        1.0,
+    )
     assert run.model.moe is None or run.model.moe.aux_loss_coeff == 1e-3
 
 
 def test_a_table_of_ours_and_a_peer_that_fails_once(
-    compare: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    compare: ModuleType,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ):
-    sizes = ["--seq", "32", "--mbs", "1", "--gbs", "2", "--steps", "4", "--skip", "2", "--rounds", "1"]
+    sizes = [
+        "--seq",
+        "32",
+        "--mbs",
+        "1",
+        "--gbs",
+        "2",
+        "--steps",
+        "4",
+        "--skip",
+        "2",
+        "--rounds",
+        "1",
+    ]
     run = load_overrides([*compare.MODELS["smallmoe"], *TINY, "train.seq_len=32"])
     flops = flops_per_token(run.model, 32)
     (tmp_path / "peer.py").write_text(PEER.replace("FLOPS", str(flops)))
     monkeypatch.setattr(compare, "launcher", lambda gpus: (sys.executable,))
-    call = ["--peer", str(tmp_path / "peer.py"), "--graphs", "none", "--peer-graphs", "none,partial,full", *sizes]
+    call = [
+        "--peer",
+        str(tmp_path / "peer.py"),
+        "--graphs",
+        "none",
+        "--peer-graphs",
+        "none,partial,full",
+        *sizes,
+    ]
     assert compare.main([*call, "--json", str(tmp_path / "out.json"), *TINY]) == 1
-    lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in capsys.readouterr().out.splitlines()]
+    lines = [
+        [cell.strip() for cell in line.strip("|").split("|")]
+        for line in capsys.readouterr().out.splitlines()
+    ]
     head, _, ours, plain, partial, full = lines
     assert tuple(head) == compare.COLUMNS
     assert full == ["peer", "smallmoe", "full", "1 of 1 failed: RuntimeError: no such graph"]
@@ -87,14 +135,29 @@ def test_a_table_of_ours_and_a_peer_that_fails_once(
     assert (plain[7:9], partial[7], partial[11]) == (["0.80", "1.5"], "1.00", "4.0000")
     said = json.loads((tmp_path / "out.json").read_text())
     (own,) = said["settings"][0]["rounds"]
-    assert ours[:4] == ["ours", "smallmoe", "none", f"{own['step_ms']:.1f}"] and own["error"] is None
-    assert float(ours[7]) == pytest.approx(own["tokens_per_s"] / 1600, abs=0.006) and 1 <= float(ours[10]) <= 4
+    assert (
+        ours[:4] == ["ours", "smallmoe", "none", f"{own['step_ms']:.1f}"] and own["error"] is None
+    )
+    assert (
+        float(ours[7]) == pytest.approx(own["tokens_per_s"] / 1600, abs=0.006)
+        and 1 <= float(ours[10]) <= 4
+    )
     assert 5.0 < own["loss"] < 6.5 and len(said["settings"]) == 4  # random tokens: about log 264
     assert said["versions"]["torch"] and "cuda_graph=none" in said["settings"][0]["command"]
 
 
 def test_settings_take_turns_and_balanced_ones_follow(compare: ModuleType):
-    call = ["--peer", "p.py", "--graphs", "none,full_iteration", "--force-balance", "--gpus", "2", "--parallel", "tp=2,etp=1"]
+    call = [
+        "--peer",
+        "p.py",
+        "--graphs",
+        "none,full_iteration",
+        "--force-balance",
+        "--gpus",
+        "2",
+        "--parallel",
+        "tp=2,etp=1",
+    ]
     settings = list(compare.all_settings(*compare.read_arguments([*call, "optim.lr=1e-4"])))
     order = [(s.who, s.graph, s.balanced) for s in settings]
     turns = [("ours", "none"), ("peer", "none"), ("ours", "full_iteration"), ("peer", "full")]
@@ -102,23 +165,33 @@ def test_settings_take_turns_and_balanced_ones_follow(compare: ModuleType):
     for setting in settings:
         assert "--nproc-per-node=2" in setting.command
         if setting.who == "ours":
-            assert {"parallel.tp=2", "optim.lr=1e-4", f"cuda_graph={setting.graph}"} < set(setting.command)
+            assert {"parallel.tp=2", "optim.lr=1e-4", f"cuda_graph={setting.graph}"} < set(
+                setting.command
+            )
             assert ("model.moe.force_balance=true" in setting.command) == setting.balanced
         else:
-            assert dict(setting.env) == {"NVTE_USE_CUTLASS_GROUPED_GEMM": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+            assert dict(setting.env) == {
+                "NVTE_USE_CUTLASS_GROUPED_GEMM": "1",
+                "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+            }
             assert "--tp 2 --etp 1" in " ".join(setting.command)
             assert ("--balance" in setting.command) == setting.balanced
 
 
 def test_rounds_make_a_median_and_a_spread(compare: ModuleType):
     setting = next(compare.all_settings(*compare.read_arguments(["--peer", "p.py"])))
-    setting.rounds.extend(compare.Round(step_ms=ms, tokens_per_s=1e3 * ms, graphs=4) for ms in (30.0, 10.0, 20.0))
+    setting.rounds.extend(
+        compare.Round(step_ms=ms, tokens_per_s=1e3 * ms, graphs=4) for ms in (30.0, 10.0, 20.0)
+    )
     (row,) = compare.rows([setting], 1e-3)
     assert row[3:8] == ["20.0", "10.0-30.0", "20000", "20.0", "-"] and row[12] == "4"
 
 
 def test_what_a_failed_run_says(compare: ModuleType):
-    assert compare.why(STDERR, 1) == "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB."
+    assert (
+        compare.why(STDERR, 1)
+        == "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB."
+    )
     assert compare.why("note\ncompare.py: model.x=1: no\n", 2) == "compare.py: model.x=1: no"
     assert compare.why("", 3) == "exit code 3"
 
@@ -132,7 +205,10 @@ def test_other_operations_and_no_answer_are_refused(compare: ModuleType):
     run = load_overrides(compare.MODELS["small"])
     said = {"step_ms": 80.0, "tok_s_gpu": 400_000, "alloc_gib": 1, "reserved_gib": 1, "loss": [1.0]}
     right = flops_per_token(run.model, 4096) * 0.4e6 / 1e12
-    assert compare.peer_round(json.dumps(said | {"tflops_gpu": round(right, 1)}), run).tokens_per_s == 8 * 4096 / 0.08
+    assert (
+        compare.peer_round(json.dumps(said | {"tflops_gpu": round(right, 1)}), run).tokens_per_s
+        == 8 * 4096 / 0.08
+    )
     with pytest.raises(ValueError, match="the peer counts"):
         compare.peer_round(json.dumps(said | {"tflops_gpu": right * 1.003}), run)
     with pytest.raises(ValueError, match="Expecting value"):

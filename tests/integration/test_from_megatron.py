@@ -8,7 +8,7 @@ from itertools import pairwise
 
 import pytest
 
-from app.cli.compose import all_keys, load_overrides
+from app.cli.options.compose import all_keys, load_overrides
 from app.rules import check_runnable
 from tests.training import ROOT
 

@@ -1,4 +1,6 @@
-"""Hydra as people use it: options of their own, experiments beside groups, completion, other sweepers."""
+"""Hydra as people use it: options of their own, experiments beside groups, completion, other
+sweepers.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +14,9 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
-from app.cli.arguments import Typed, flags_first, with_sweep_folder
-from app.cli.completion import values_of
-from app.cli.overlaid import overlaid
+from app.cli.options.arguments import Typed, flags_first, with_sweep_folder
+from app.cli.options.completion import values_of
+from app.cli.options.overlaid import overlaid
 from app.cli.plan import main as plan
 from app.version import Version
 from tests.programs import run_forked
@@ -62,7 +64,9 @@ def test_options_of_ones_own_reach_the_jobs_of_a_sweep(own: Path, place: list[st
     assert OmegaConf.load(config).train.steps == 2
 
 
-def test_options_of_ones_own_reach_the_plan(own: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+def test_options_of_ones_own_reach_the_plan(
+    own: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
     monkeypatch.chdir(own)
     for place in (["--config-dir", "own"], [f"hydra.searchpath=[file://{own}/own]"]):
         assert plan(["what=stages", *place, "+experiment=mine"]) == 0
@@ -72,22 +76,44 @@ def test_options_of_ones_own_reach_the_plan(own: Path, monkeypatch: pytest.Monke
 def test_flags_are_taken_behind_overrides_too():
     arguments = ["-m", "a=1", "--config-dir", "own", "b=2", "-cn", "other", "a=1"]
     typed = Typed.parse(arguments)
-    assert (typed.overrides, typed.config_dir, typed.config_name) == (("a=1", "b=2", "a=1"), "own", "other")
-    assert flags_first(arguments, typed) == ["-m", "--config-dir", "own", "-cn", "other", "a=1", "b=2", "a=1"]
+    assert (typed.overrides, typed.config_dir, typed.config_name) == (
+        ("a=1", "b=2", "a=1"),
+        "own",
+        "other",
+    )
+    assert flags_first(arguments, typed) == [
+        "-m",
+        "--config-dir",
+        "own",
+        "-cn",
+        "other",
+        "a=1",
+        "b=2",
+        "a=1",
+    ]
     assert typed.words == ["--config-dir", "own", "--config-name", "other", "a=1", "b=2", "a=1"]
 
 
 def test_what_an_experiment_overlays_is_told():
-    """`+experiment=` is merged last: what it has counts, and an option chosen beside it may say otherwise."""
+    """`+experiment=` is merged last: what it has counts, and an option chosen beside it may say
+    otherwise.
+    """
     typed = Typed(("+experiment=smoke", "checkpoint=none", "log=wandb", "train.steps=3"))
-    assert overlaid(typed) == ["checkpoint=none: +experiment=smoke sets checkpoint.interval=5, which count"]
+    assert overlaid(typed) == [
+        "checkpoint=none: +experiment=smoke sets checkpoint.interval=5, which count"
+    ]
     assert overlaid(typed.with_overrides(["checkpoint.interval=0"])) == []
     assert overlaid(Typed(("checkpoint=none",))) == []
 
 
 def test_a_run_tells_what_its_experiment_overlays(own: Path):
-    done = program(own, "--config-dir", "own", "+experiment=mine", "checkpoint=none", "train.steps=0")
-    assert done.stderr.splitlines()[0] == "train.py: checkpoint=none: +experiment=mine sets checkpoint.interval=1, which count"
+    done = program(
+        own, "--config-dir", "own", "+experiment=mine", "checkpoint=none", "train.steps=0"
+    )
+    assert (
+        done.stderr.splitlines()[0]
+        == "train.py: checkpoint=none: +experiment=mine sets checkpoint.interval=1, which count"
+    )
 
 
 def test_the_version_is_ours(own: Path):
@@ -120,22 +146,36 @@ def test_the_folder_of_other_sweepers():
     """conf/ has sweeps/{name}, which our own sweeper fills in."""
     asked = with_sweep_folder(["-m", "hydra/sweeper=basic", "a=1"])
     assert asked[-1].startswith("hydra.sweep.dir=sweeps/basic-") and len(asked) == 4
-    for same in (["hydra/sweeper=basic"], ["-m", "a=1"], ["-m", "hydra/sweeper=basic", "hydra.sweep.dir=x"]):
+    for same in (
+        ["hydra/sweeper=basic"],
+        ["-m", "a=1"],
+        ["-m", "hydra/sweeper=basic", "hydra.sweep.dir=x"],
+    ):
         assert with_sweep_folder(same) == same
 
 
 @pytest.mark.full
 def test_hydras_own_sweeper_runs(own: Path):
     found, folder = sweep(own, "hydra/sweeper=basic", "--config-dir", "own", "optim.lr=1e-3,2e-3")
-    assert [(job["state"], job["swept"]) for job in found["jobs"]] == [("done", ["optim.lr=0.001"]), ("done", ["optim.lr=0.002"])]
+    assert [(job["state"], job["swept"]) for job in found["jobs"]] == [
+        ("done", ["optim.lr=0.001"]),
+        ("done", ["optim.lr=0.002"]),
+    ]
     assert {path.name for path in (own / "sweeps").iterdir()} == {folder.name}
 
 
 @pytest.mark.full
 def test_optuna_searches_for_the_lowest_validation_loss(own: Path):
     pytest.importorskip("optuna", reason="optuna is not installed; make test-all installs it")
-    swept = ("hydra/sweeper=optuna", "hydra.sweeper.n_trials=3", "hydra.sweeper.n_jobs=1", "hydra.sweeper.sampler.seed=1")
-    found, folder = sweep(own, *swept, "--config-dir", "own", "optim.lr=tag(log,interval(1e-3,1e-1))")
+    swept = (
+        "hydra/sweeper=optuna",
+        "hydra.sweeper.n_trials=3",
+        "hydra.sweeper.n_jobs=1",
+        "hydra.sweeper.sampler.seed=1",
+    )
+    found, folder = sweep(
+        own, *swept, "--config-dir", "own", "optim.lr=tag(log,interval(1e-3,1e-1))"
+    )
     best = OmegaConf.load(folder / "optimization_results.yaml")
     losses = []
     for job in found["jobs"]:

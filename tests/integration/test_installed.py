@@ -18,14 +18,24 @@ from zipfile import ZipFile
 import pytest
 
 from app.cli import commands
-from app.cli.sweep_record import Sweep
+from app.cli.sweeps.record import Sweep
 from tests.test_structure import imported
 
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 SOURCES = ("app", "conf", "hydra_plugins", "LICENSE", "README.md", "pyproject.toml", "setup.py")
-TINY = ("model=dense_tiny", "log=none", "checkpoint=none", "data=text", "data.path=[text.txt]", "train.steps=2",
-        "train.seq_len=32", "train.eval_sequences=2", "train.sample_tokens=0", "train.device=cpu")  # fmt: skip
+TINY = (
+    "model=dense_tiny",
+    "log=none",
+    "checkpoint=none",
+    "data=text",
+    "data.path=[text.txt]",
+    "train.steps=2",
+    "train.seq_len=32",
+    "train.eval_sequences=2",
+    "train.sample_tokens=0",
+    "train.device=cpu",
+)
 
 
 @pytest.fixture(scope="module")
@@ -46,11 +56,14 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def programs(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of the programs of a fresh environment with the wheel, which borrows what the wheel depends on."""
+    """The folder of the programs of a fresh environment with the wheel, which borrows what the
+    wheel depends on.
+    """
     place = tmp_path_factory.mktemp("installed")
     venv.create(place, symlinks=True)
     packages = Path(sysconfig.get_path("purelib", vars={"base": str(place)}))
-    # Of a folder named there, .pth files do not count: what is installed as editable is not borrowed.
+    # Of a folder named there, .pth files do not count: what is installed as editable is not
+    # borrowed.
     (packages / "borrowed.pth").write_text(sysconfig.get_path("purelib") + "\n")
     pip = [sys.executable, "-m", "pip", "--python", str(place / "bin" / "python"), "install"]
     options = ("--quiet", "--no-deps", "--no-index", "--disable-pip-version-check")
@@ -62,7 +75,9 @@ def programs(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def called(programs: Path, folder: Path, name: str, *arguments: str) -> str:
     """What a command prints that is called from `folder` and goes well."""
     env = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
-    done = subprocess.run([programs / name, *arguments], cwd=folder, env=env, capture_output=True, text=True)
+    done = subprocess.run(
+        [programs / name, *arguments], cwd=folder, env=env, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stderr == ""
     return done.stdout
@@ -70,7 +85,11 @@ def called(programs: Path, folder: Path, name: str, *arguments: str) -> str:
 
 def test_a_wheel_holds_all_that_a_run_needs(wheel: Path):
     names = set(ZipFile(wheel).namelist())
-    code = {str(path.relative_to(ROOT)) for folder in ("app", "hydra_plugins") for path in (ROOT / folder).rglob("*.py")}
+    code = {
+        str(path.relative_to(ROOT))
+        for folder in ("app", "hydra_plugins")
+        for path in (ROOT / folder).rglob("*.py")
+    }
     conf = {f"app/{path.relative_to(ROOT)}" for path in (ROOT / "conf").rglob("*.yaml")}
     rest = {name for name in names if ".dist-info/" not in name}
     assert rest == code | conf | {"app/py.typed"}
@@ -78,19 +97,31 @@ def test_a_wheel_holds_all_that_a_run_needs(wheel: Path):
 
 
 def test_the_commands_follow_one_pattern():
-    """graphfold-<name> is <name> in app/cli/commands.py, for every module of app/cli that is a command."""
-    modules = {path.stem for path in (ROOT / "app" / "cli").glob("*.py") if "\ndef command(" in path.read_text()}
+    """graphfold-<name> is <name> in app/cli/commands.py, for every module of app/cli that is a
+    command.
+    """
+    modules = {
+        path.stem
+        for path in (ROOT / "app" / "cli").glob("*.py")
+        if "\ndef command(" in path.read_text()
+    }
     assert {"train", "plan", "report"} <= modules
-    assert PROJECT["scripts"] == {f"graphfold-{name}": f"app.cli.commands:{name}" for name in modules}
+    assert PROJECT["scripts"] == {
+        f"graphfold-{name}": f"app.cli.commands:{name}" for name in modules
+    }
     assert all(callable(getattr(commands, name)) for name in modules)
 
 
 def test_what_is_imported_is_what_is_asked_for():
-    """Every dependency is imported by the program, and all that it imports is one, but for what torch brings itself."""
+    """Every dependency is imported by the program, and all that it imports is one, but for what
+    torch brings itself.
+    """
     owners = packages_distributions()
     files = [path for folder in ("app", "hydra_plugins") for path in (ROOT / folder).rglob("*.py")]
     trees = [ast.parse(path.read_text()) for path in files]
-    names = {name.split(".")[0] for tree in trees for name in imported(tree)} - sys.stdlib_module_names
+    names = {
+        name.split(".")[0] for tree in trees for name in imported(tree)
+    } - sys.stdlib_module_names
     found = {normal(owners[name][0]) for name in names - {"app", "hydra_plugins", "triton"}}
     assert found == {normal(re.split("[<>=]", asked)[0]) for asked in PROJECT["dependencies"]}
 
@@ -114,9 +145,16 @@ def test_an_installed_plan(programs: Path, tmp_path: Path):
 
 def test_an_installed_command_completes_what_is_typed(programs: Path, tmp_path: Path):
     rule = called(programs, tmp_path, "graphfold-train", "-sc", "install=bash")
-    assert re.search(r"complete -o nospace -o default -F hydra_bash_completion graphfold-train$", rule)
-    shell = f"export PATH={programs}:$PATH COMP_LINE='graphfold-train schedule=z' COMP_POINT=26; graphfold-train -sc query=bash"
-    done = subprocess.run(["bash", "-c", shell], cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert re.search(
+        r"complete -o nospace -o default -F hydra_bash_completion graphfold-train$", rule
+    )
+    shell = (
+        f"export PATH={programs}:$PATH COMP_LINE='graphfold-train schedule=z' COMP_POINT=26; "
+        "graphfold-train -sc query=bash"
+    )
+    done = subprocess.run(
+        ["bash", "-c", shell], cwd=tmp_path, capture_output=True, text=True, check=True
+    )
     assert done.stdout.split() == ["schedule=zero_bubble_h1", "schedule=zero_bubble_v"]
 
 
@@ -134,13 +172,24 @@ def test_options_in_the_place_of_ours(programs: Path, tmp_path: Path):
 
 @pytest.mark.full
 def test_installed_commands_train_sweep_and_report(programs: Path, tmp_path: Path):
-    """Ranks and the jobs of a sweep are further processes; what they write lies in the current folder."""
+    """Ranks and the jobs of a sweep are further processes; what they write lies in the current
+    folder.
+    """
     (tmp_path / "text.txt").write_text("All that a run needs is a little text.\n" * 500)
-    for trap in ("app", "plan", "report", "torch"):  # a program's own folder is no place to import from
+    # a program's own folder is no place to import from
+    for trap in ("app", "plan", "report", "torch"):
         (tmp_path / f"{trap}.py").write_text("raise SystemExit('imported from the current folder')")
     called(programs, tmp_path, "graphfold-train", *TINY, "run_dir=runs/two", "parallel.dp=2")
     assert (tmp_path / "runs" / "two" / "ended.json").exists()
-    called(programs, tmp_path, "graphfold-train", "-m", *TINY, "parallel=dp2", "hydra.sweep.dir=sweeps/two")
+    called(
+        programs,
+        tmp_path,
+        "graphfold-train",
+        "-m",
+        *TINY,
+        "parallel=dp2",
+        "hydra.sweep.dir=sweeps/two",
+    )
     sweep = Sweep.load(tmp_path / "sweeps" / "two")
     assert sweep is not None and [job.state.value for job in sweep.jobs] == ["done"]
     assert "done" in called(programs, tmp_path, "graphfold-report", "sweeps/two")

@@ -1,4 +1,6 @@
-"""The picture of a layout: what it says a rank holds, against the code that holds it, and its rows, bars, lines and words."""
+"""The picture of a layout: what it says a rank holds, against the code that holds it, and its
+rows, bars, lines and words.
+"""
 
 from __future__ import annotations
 
@@ -12,35 +14,54 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Rectangle
 
-from app.cli.layout_picture import (
-    MOST_RANKS,
-    Rows,
-    Span,
+from app.cli.plan_views.holdings import Span, holding, part_of
+from app.cli.plan_views.layout_picture import (
     group_columns,
     group_lines,
-    holding,
     layout_figure,
-    part_of,
     save_layout,
     title,
 )
+from app.cli.plan_views.sheet import MOST_RANKS, Rows
 from app.model.context_parallel import own_tokens
-from app.plan.blocks import Place
 from app.plan.export import GROUP_AXES, rank_groups
 from app.plan.plan import Plan
+from app.plan.sharding.blocks import Place
 from tests.test_config import load
 
 MOE = ("model=mixtral_8x7b", "train.seq_len=4096", "train.micro_batch=1")
-FOLDED = ("parallel.tp=2", "parallel.cp=2", "parallel.pp=2", "parallel.dp=2", "parallel.ep=4", "parallel.etp=1")
+FOLDED = (
+    "parallel.tp=2",
+    "parallel.cp=2",
+    "parallel.pp=2",
+    "parallel.dp=2",
+    "parallel.ep=4",
+    "parallel.etp=1",
+)
 LAYOUTS = {
     "one rank": ("model=dense_tiny",),
     "tp cp": ("model=llama3_8b", "parallel.tp=4", "parallel.cp=2"),
     "folded": (*MOE, *FOLDED),
     "parts of experts": (*MOE, "parallel.dp=4", "parallel.ep=2", "parallel.etp=2"),
-    "another order": (*MOE, "parallel.tp=2", "parallel.dp=4", "parallel.ep=4", "parallel.etp=1", "parallel.order=dp-tp-cp-ep-pp"),
+    "another order": (
+        *MOE,
+        "parallel.tp=2",
+        "parallel.dp=4",
+        "parallel.ep=4",
+        "parallel.etp=1",
+        "parallel.order=dp-tp-cp-ep-pp",
+    ),
     "interleaved": ("model=dense_tiny", "parallel.pp=2", "parallel.vpp=2", "train.micro_batch=1"),
     "experts 128 wide": ("+experiment=deepseek_v3_2048",),
-    "32 ranks": (*MOE, "parallel.tp=4", "parallel.pp=4", "parallel.vpp=2", "parallel.dp=2", "parallel.ep=4", "parallel.etp=2"),
+    "32 ranks": (
+        *MOE,
+        "parallel.tp=4",
+        "parallel.pp=4",
+        "parallel.vpp=2",
+        "parallel.dp=2",
+        "parallel.ep=4",
+        "parallel.etp=2",
+    ),
 }
 
 
@@ -70,7 +91,9 @@ def test_tokens_are_those_of_the_model(name: str):
         assert points(held.tokens_between) == inside[coords["tp"] * here :][:here]
 
 
-@pytest.mark.parametrize("name", ["tp cp", "folded", "parts of experts", "another order", "32 ranks"])
+@pytest.mark.parametrize(
+    "name", ["tp cp", "folded", "parts of experts", "another order", "32 ranks"]
+)
 def test_widths_and_experts_are_those_of_the_parameters(name: str):
     plan = plan_of(name)
     model, layout = plan.run.model, plan.layout
@@ -93,14 +116,24 @@ def test_stages_and_replicas_are_those_of_the_plan(name: str):
     for rank, each in enumerate(held):
         coords = plan.layout.coords(rank)
         stages = plan.stages.stages[coords["pp"]]
-        assert each.stages == tuple(stage.layers for stage in stages) and each.replica == coords["dp"]
-        assert (each.embedding, each.head) == (any(s.embedding for s in stages), any(s.head for s in stages))
+        assert (
+            each.stages == tuple(stage.layers for stage in stages) and each.replica == coords["dp"]
+        )
+        assert (each.embedding, each.head) == (
+            any(s.embedding for s in stages),
+            any(s.head for s in stages),
+        )
 
 
 def test_spans_laid_end_to_end_are_cut_in_equal_parts():
     spans = (0, 4), (12, 16)
     assert [list(part_of(spans, nth, 2)) for nth in range(2)] == [[(0, 4)], [(12, 16)]]
-    assert [list(part_of(spans, nth, 4)) for nth in range(4)] == [[(0, 2)], [(2, 4)], [(12, 14)], [(14, 16)]]
+    assert [list(part_of(spans, nth, 4)) for nth in range(4)] == [
+        [(0, 2)],
+        [(2, 4)],
+        [(12, 14)],
+        [(14, 16)],
+    ]
     assert list(part_of(((0, 2), (4, 8)), 0, 2)) == [(0, 2), (4, 5)]
     assert list(part_of(spans, 0, 1)) == list(spans)
 
@@ -113,18 +146,38 @@ def test_a_line_per_group_with_a_dot_per_rank(name: str):
     several = {kind for kind in GROUP_AXES if len(rank_groups(plan.layout, kind)[0]) > 1}
     assert set(columns) == (several if plan.run.model.moe else several - {"ep", "edp"})
     for kind, lines in columns.items():
-        shown = [[rows.middle[rank] for rank in group if rank in rows.middle] for group in rank_groups(plan.layout, kind)]
+        shown = [
+            [rows.middle[rank] for rank in group if rank in rows.middle]
+            for group in rank_groups(plan.layout, kind)
+        ]
         assert sorted(line.dots for line in lines) == sorted(tuple(ys) for ys in shown if ys)
         for first, second in combinations(lines, 2):
-            apart = first.lane != second.lane or first.end < second.start or second.end < first.start
+            apart = (
+                first.lane != second.lane or first.end < second.start or second.end < first.start
+            )
             assert apart, (kind, first, second)
 
 
 def test_interleaved_groups_lie_side_by_side_and_neighbours_share_a_lane():
     rows = Rows.of(8)
-    assert [line.lane for line in group_lines([[0, 1], [2, 3], [4, 5], [6, 7]], rows)] == [0, 0, 0, 0]
-    assert [line.lane for line in group_lines([[0, 4], [1, 5], [2, 6], [3, 7]], rows)] == [0, 1, 2, 3]
-    assert [line.lane for line in group_lines([[0, 2], [1, 3], [4, 6], [5, 7]], rows)] == [0, 1, 0, 1]
+    assert [line.lane for line in group_lines([[0, 1], [2, 3], [4, 5], [6, 7]], rows)] == [
+        0,
+        0,
+        0,
+        0,
+    ]
+    assert [line.lane for line in group_lines([[0, 4], [1, 5], [2, 6], [3, 7]], rows)] == [
+        0,
+        1,
+        2,
+        3,
+    ]
+    assert [line.lane for line in group_lines([[0, 2], [1, 3], [4, 6], [5, 7]], rows)] == [
+        0,
+        1,
+        0,
+        1,
+    ]
 
 
 def test_many_ranks_are_shown_by_their_ends():
@@ -135,7 +188,11 @@ def test_many_ranks_are_shown_by_their_ends():
     assert rows.middle[half - 1] < rows.gap < rows.middle[2048 - half]
     (pipelines,) = [lines for kind, lines in group_columns(plan, rows).items() if kind == "pp"]
     for line in pipelines:  # sixteen ranks of which one is shown: it leads into the gap
-        assert len(line.dots) == 1 and abs(line.end - line.start) > 0 and not line.start < rows.gap < line.end
+        assert (
+            len(line.dots) == 1
+            and abs(line.end - line.start) > 0
+            and not line.start < rows.gap < line.end
+        )
     assert title(plan).endswith("; the first and last 16 ranks")
     assert "… 2,016 more" in words(figure_of("experts 128 wide"))
     assert Rows.of(MOST_RANKS).gap is None
@@ -151,35 +208,66 @@ def test_everything_lies_within_the_picture_and_words_apart(name: str):
     (axes,) = figure.axes
     renderer = FigureCanvasAgg(figure).get_renderer()
     width, height = figure.bbox.width, figure.bbox.height
-    boxes = [(text.get_text(), text.get_window_extent(renderer)) for text in axes.texts if text.get_text()]
+    boxes = [
+        (text.get_text(), text.get_window_extent(renderer))
+        for text in axes.texts
+        if text.get_text()
+    ]
     legends = [("legend", legend.get_window_extent(renderer)) for legend in figure.legends]
     for text, box in (*boxes, *legends):
         assert box.x0 >= 0 and box.x1 <= width and box.y0 >= 0 and box.y1 <= height, text
     for (first, a), (second, b) in combinations((*boxes, *legends), 2):
         assert a.x1 <= b.x0 or b.x1 <= a.x0 or a.y1 <= b.y0 or b.y1 <= a.y0, (first, second)
     for patch in axes.patches:
-        assert isinstance(patch, Rectangle) and patch.get_x() + patch.get_width() <= axes.get_xlim()[1]
+        assert (
+            isinstance(patch, Rectangle) and patch.get_x() + patch.get_width() <= axes.get_xlim()[1]
+        )
 
 
 def test_headings_and_numbers():
     said = words(figure_of("folded"))
-    assert title(plan_of("folded")) == "mixtral_8x7b on 16 ranks: dp 2, tp 2, cp 2, pp 2, ep 4, edp 2"
-    for word in ("rank", "node", "layers", "sequence", "heads and widths", "experts of a layer", "replica", "tp", "dp·cp", "edp"):
+    assert (
+        title(plan_of("folded")) == "mixtral_8x7b on 16 ranks: dp 2, tp 2, cp 2, pp 2, ep 4, edp 2"
+    )
+    for word in (
+        "rank",
+        "node",
+        "layers",
+        "sequence",
+        "heads and widths",
+        "experts of a layer",
+        "replica",
+        "tp",
+        "dp·cp",
+        "edp",
+    ):
         assert word in said
     assert said.count("0–15") == said.count("16–31") == 8 and said.count("heads 16–31") == 8
     assert said.count("2–3") == 4 and said.count("E") == said.count("H") == 16
-    assert "etp·ep" in words(figure_of("parts of experts")) and "node" not in words(figure_of("tp cp"))
+    assert "etp·ep" in words(figure_of("parts of experts")) and "node" not in words(
+        figure_of("tp cp")
+    )
     assert "experts of a layer" not in words(figure_of("tp cp"))
     assert words(figure_of("tp cp")).count("cp") == words(figure_of("tp cp")).count("dp·cp") == 1
     legend = [text.get_text() for text in figure_of("parts of experts").legends[0].get_texts()]
-    assert legend == ["part of the experts' width", "on other ranks", "a group: ranks that exchange"]
+    assert legend == [
+        "part of the experts' width",
+        "on other ranks",
+        "a group: ranks that exchange",
+    ]
 
 
 def test_a_dot_for_every_place_in_a_group():
     plan = plan_of("folded")
-    dots = [len(line.get_xdata()) for line in figure_of("folded").axes[0].lines if line.get_marker() == "o"]
+    dots = [
+        len(line.get_xdata())
+        for line in figure_of("folded").axes[0].lines
+        if line.get_marker() == "o"
+    ]
     kinds = [kind for kind in GROUP_AXES if len(rank_groups(plan.layout, kind)[0]) > 1]
-    assert sum(dots) == 16 * len(kinds) and all(isinstance(line, Line2D) for line in figure_of("folded").axes[0].lines)
+    assert sum(dots) == 16 * len(kinds) and all(
+        isinstance(line, Line2D) for line in figure_of("folded").axes[0].lines
+    )
 
 
 def test_equal_plans_make_equal_files_with_words_as_text(tmp_path: Path):

@@ -1,4 +1,6 @@
-"""Mistakes that people make, each as a whole program: exit code, one line, soon, and nothing written."""
+"""Mistakes that people make, each as a whole program: exit code, one line, soon, and nothing
+written.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The plan command as a person and a script use it: tables, JSON, files, exit codes, mistakes, and what docs/plan.md shows."""
+"""The plan command as a person and a script use it: tables, JSON, files, exit codes, mistakes,
+and what docs/plan.md shows.
+"""
 
 from __future__ import annotations
 
@@ -13,15 +15,24 @@ from pathlib import Path
 
 import pytest
 
+from app.advice.suggest import Suggestion
 from app.cli.plan import main, parse
-from app.cli.plan_tables import MOST_ROWS, WIDTH, print_plan
-from app.cli.timeline_picture import title
+from app.cli.plan_views.tables import MOST_ROWS, WIDTH, print_plan
+from app.cli.plan_views.timeline_picture import title
 from app.errors import ConfigError
 from app.plan.export import SECTIONS, WHAT
-from app.plan.figures import amount, compact, count_of, cut, figures, ranges, short_list, signed_percent
+from app.plan.formatting import (
+    amount,
+    compact,
+    count_of,
+    cut,
+    figures,
+    ranges,
+    short_list,
+    signed_percent,
+)
 from app.plan.plan import Plan
 from app.plan.schedule import build_schedule
-from app.plan.suggest import Suggestion
 from app.version import VERSION, Version
 from scripts.plan_docs import CONSOLE, PICTURE, refreshed
 from tests.test_config import load
@@ -53,11 +64,13 @@ def mistake(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 
 def tables(plan: Plan, what: str, *suggestions: Suggestion) -> str:
     stream = io.StringIO()
-    print_plan(plan, what, suggestions, stream)
+    print_plan(plan, what, suggestions, stream=stream)
     return stream.getvalue()
 
 
-def test_everything_is_shown_and_written(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_everything_is_shown_and_written(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.chdir(tmp_path)
     code, out = shown(capsys, *SMALL)
     assert code == 0
@@ -99,7 +112,9 @@ def test_json_is_all_there_is_on_stdout(
 
 
 @pytest.mark.parametrize("what", SECTIONS)
-def test_a_section_alone(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str):
+def test_a_section_alone(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
+):
     monkeypatch.chdir(tmp_path)
     _, out = shown(capsys, f"what={what}", *SMALL)
     headings = re.findall(r"^(Groups|Stages|Schedule|CUDA graphs|Memory)\b", out, re.MULTILINE)
@@ -112,7 +127,9 @@ def test_exit_code_says_whether_it_fits(capsys: pytest.CaptureFixture[str]):
     too_small = "gpu_memory_gib=0.1"
     code, out = shown(capsys, "what=memory", *SMALL, too_small)
     assert code == 1 and re.search(
-        r"^Does not fit: \d+\.\d\d of 0\.10 GiB on pipeline rank \d, \d+\.\d\d GiB too much\.$", out, re.M
+        r"^Does not fit: \d+\.\d\d of 0\.10 GiB on pipeline rank \d, \d+\.\d\d GiB too much\.$",
+        out,
+        re.M,
     )
     code, out = shown(capsys, "what=memory", "--json", *SMALL, too_small)
     assert code == 1 and json.loads(out)["verdict"]["fits"] is False
@@ -123,10 +140,19 @@ def test_exit_code_says_whether_it_fits(capsys: pytest.CaptureFixture[str]):
 def test_suggestions_are_shown_with_their_price():
     plan = Plan(load(*SMALL, "hardware.gpu_memory_gib=0.1"))
     out = tables(
-        plan, "memory", Suggestion(("recompute.full=true", "train.micro_batch=4"), 3 * 2**28, 1.331, "every forward twice")
+        plan,
+        "memory",
+        Suggestion(
+            ("recompute.full=true", "train.micro_batch=4"),
+            3 * 2**28,
+            1.331,
+            cost="every forward twice",
+        ),
     )
     assert re.search(
-        r"^ *0\.75  \+33 %  recompute\.full=true train\.micro_batch=4 *\n +every forward twice *$", out, re.MULTILINE
+        r"^ *0\.75  \+33 %  recompute\.full=true train\.micro_batch=4 *\n +every forward twice *$",
+        out,
+        re.MULTILINE,
     )
     assert "Nothing was found" in tables(plan, "memory")
 
@@ -136,21 +162,27 @@ def test_suggestions_are_shown_with_their_price():
     [
         (
             ("what=stage",),
-            "plan: what=stage: must be one of groups, stages, schedule, graphs, memory, all; did you mean stages?",
+            "plan: what=stage: must be one of groups, stages, schedule, graphs, memory, all; "
+            "did you mean stages?",
         ),
         (
             ("--jsno",),
             "did you mean --json?",
         ),
         (("model=llama3_8c",), "did you mean llama3_8b?"),
-        (("parallel.pp=3",), "plan: model.num_layers=4: 4 layers do not divide over pp × vpp = 3 × 1 = 3 stages"),
+        (
+            ("parallel.pp=3",),
+            "plan: model.num_layers=4: 4 layers do not divide over pp × vpp = 3 × 1 = 3 stages",
+        ),
         (("gpu_memory_gib=much",), "plan: hardware.gpu_memory_gib=much: must be a number"),
         (("gpu_memory_gib=-1",), "plan: hardware.gpu_memory_gib=-1.0: must be above 0"),
         (("what=all", "gpus=3"), "plan: gpus=3: there is no such key"),
         (("modle",), "plan: option=modle: the options are --json, --help, -h, --config-dir"),
     ],
 )
-def test_mistakes_cost_a_line(capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], said: str):
+def test_mistakes_cost_a_line(
+    capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], said: str
+):
     assert said in mistake(capsys, *arguments)
 
 
@@ -166,7 +198,10 @@ def test_where_files_go():
     assert parse(["what=groups"]).out is None and parse(["out=x", "--json"]).out is None
     assert parse(["out=null"]).out is None and parse(["out="]).out is None
     assert parse([]).out == Path("plan") and parse(["what=groups", "out=x"]).out == Path("x")
-    assert parse(["gpu_memory_gib=3", "a=b"]).typed.overrides == ("hardware.gpu_memory_gib=3", "a=b")
+    assert parse(["gpu_memory_gib=3", "a=b"]).typed.overrides == (
+        "hardware.gpu_memory_gib=3",
+        "a=b",
+    )
     with pytest.raises(ConfigError):
         parse(["--cfg", "job"])
 
@@ -182,14 +217,27 @@ def test_help_names_every_choice(capsys: pytest.CaptureFixture[str]):
     [
         SMALL,
         ("model=moe_tiny",),
-        ("model=mixtral_8x7b", "parallel.world_size=16", "parallel.tp=4", "parallel.pp=2", "parallel.etp=1", "parallel.ep=4"),
+        (
+            "model=mixtral_8x7b",
+            "parallel.world_size=16",
+            "parallel.tp=4",
+            "parallel.pp=2",
+            "parallel.etp=1",
+            "parallel.ep=4",
+        ),
         (*LARGE, "cuda_graph=partial"),
         (*HUGE, "parallel.layout=null", "model.num_layers=64", "parallel.vpp=4"),
     ],
 )
 def test_tables_keep_to_their_width_without_colour(overrides: tuple[str, ...]):
     plan = Plan(load(*overrides))
-    out = tables(plan, "all", Suggestion(("parallel.tp=2", "recompute.phases=[norm,mlp_act]"), 2**36, 0.98, "a, b; c" * 12))
+    out = tables(
+        plan,
+        "all",
+        Suggestion(
+            ("parallel.tp=2", "recompute.phases=[norm,mlp_act]"), 2**36, 0.98, cost="a, b; c" * 12
+        ),
+    )
     assert "\x1b" not in out
     assert max(map(len, out.splitlines())) <= WIDTH
     assert not re.search(r"\w…", out)  # nothing is cut inside a word
@@ -206,15 +254,30 @@ def test_long_tables_show_their_ends():
     plan = Plan(load(*LARGE, "parallel.pp=32", "parallel.layout=null", "model.num_layers=64"))
     out = tables(plan, "schedule")
     rows = re.findall(r"^ +(\d+|…) .*(?:F|…)", out, re.MULTILINE)
-    assert rows == [*map(str, range(MOST_ROWS // 2)), "…", *map(str, range(32 - MOST_ROWS // 2, 32))]
+    assert rows == [
+        *map(str, range(MOST_ROWS // 2)),
+        "…",
+        *map(str, range(32 - MOST_ROWS // 2, 32)),
+    ]
 
 
 def test_warning_where_another_order_helps():
     out = tables(
-        Plan(load("model=llama3_8b", "parallel.world_size=16", "parallel.tp=8", "parallel.order=dp-tp-cp-ep-pp")), "groups"
+        Plan(
+            load(
+                "model=llama3_8b",
+                "parallel.world_size=16",
+                "parallel.tp=8",
+                "parallel.order=dp-tp-cp-ep-pp",
+            )
+        ),
+        "groups",
     )
     (line,) = [line for line in out.splitlines() if line.startswith("warning")]
-    assert re.search(r"tp groups span 2 nodes, but one with parallel.order=tp\S+: [\d.,]+ ms less per step$", line.rstrip())
+    assert re.search(
+        r"tp groups span 2 nodes, but one with parallel.order=tp\S+: [\d.,]+ ms less per step$",
+        line.rstrip(),
+    )
     out = tables(Plan(load("model=llama3_8b", "parallel.world_size=16", "parallel.tp=8")), "groups")
     assert "warning" not in out
 
@@ -234,7 +297,9 @@ def test_the_command_needs_no_torch_and_no_working_directory(tmp_path: Path):
     code = "import sys\nfrom app.cli.plan import main\ncode = main(sys.argv[1:])\n"
     code += "assert not {'torch', 'matplotlib'} & set(sys.modules), 'loaded'\nsys.exit(code)"
     line = [sys.executable, "-c", code, "what=memory", *SMALL]
-    done = subprocess.run(line, cwd=tmp_path, capture_output=True, text=True, env={**os.environ, "FORCE_COLOR": ""})
+    done = subprocess.run(
+        line, cwd=tmp_path, capture_output=True, text=True, env={**os.environ, "FORCE_COLOR": ""}
+    )
     assert (done.returncode, done.stderr) == (0, ""), done.stderr
     assert "\x1b" not in done.stdout and "Fits" in done.stdout
 
@@ -254,11 +319,15 @@ COMMANDS = [
 
 
 def test_the_docs_have_commands():
-    assert len(COMMANDS) >= 8 and len(CONSOLE.findall(DOCS)) >= 5 and len(PICTURE.findall(DOCS)) == 5
+    assert (
+        len(COMMANDS) >= 8 and len(CONSOLE.findall(DOCS)) >= 5 and len(PICTURE.findall(DOCS)) == 5
+    )
 
 
 @pytest.mark.parametrize("line", [line for line in COMMANDS if f"$ {line}" not in DOCS])
-def test_a_command_of_the_docs(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: str):
+def test_a_command_of_the_docs(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: str
+):
     monkeypatch.chdir(tmp_path)
     code, out = shown(capsys, *shlex.split(line)[3:])
     assert code in (0, 1) and out
@@ -270,7 +339,9 @@ def test_the_docs_show_what_comes_out(block: re.Match[str]):
     assert refreshed(block[0]).splitlines() == block[0].splitlines()
 
 
-@pytest.mark.parametrize(("line", "name"), [(match[0], match[1]) for match in PICTURE.finditer(DOCS)])
+@pytest.mark.parametrize(
+    ("line", "name"), [(match[0], match[1]) for match in PICTURE.finditer(DOCS)]
+)
 def test_the_pictures_of_the_docs_are_of_today(line: str, name: str):
     overrides = [word for word in shlex.split(line)[3:] if not word.startswith(("what=", "out="))]
     svg = (ROOT / f"docs/plan/{name}.svg").read_text()
@@ -284,7 +355,11 @@ def test_figures():
     ]  # fmt: skip
     assert (amount(999), amount(1_500), amount(8_030_000_000)) == ("999", "1.50 k", "8.03 B")
     assert (signed_percent(0.125), signed_percent(-0.004)) == ("+12 %", "+0 %")
-    assert (count_of(1, "rank"), count_of(2048, "rank"), count_of(2, "x", "xs")) == ("1 rank", "2,048 ranks", "2 xs")
+    assert (count_of(1, "rank"), count_of(2048, "rank"), count_of(2, "x", "xs")) == (
+        "1 rank",
+        "2,048 ranks",
+        "2 xs",
+    )
     assert (ranges([0, 1, 2, 5, 7, 8]), ranges([])) == ("0–2, 5, 7–8", "")
     assert short_list([0, 4]) == "[0, 4]" and short_list(range(0, 72, 8)) == "[0, 8, …, 64]"
     assert list(compact(build_schedule("1f1b", 4, 4)[1])) == ["F0–2.0", "B0.0", "F3.0", "B1–3.0"]
@@ -295,5 +370,7 @@ def test_cut_keeps_whole_words_within_the_width(width: int):
     words = ["aa", "bbb", "c", "dddd"]
     line = cut(words, width, "…")
     assert len(line) <= width
-    assert line == "aa bbb c dddd" or (line.endswith(" …") and "aa bbb c dddd".startswith(line[:-1]))
+    assert line == "aa bbb c dddd" or (
+        line.endswith(" …") and "aa bbb c dddd".startswith(line[:-1])
+    )
     assert cut(words, 13, "…") == "aa bbb c dddd"

@@ -25,7 +25,9 @@ COMMANDS = [
 
 def trains(line: str) -> bool:
     """Whether a command takes longer than a few seconds."""
-    return ("train.py" in line or "torchrun" in line) and not line.endswith(("=smoke", "job", "--help"))
+    return ("train.py" in line or "torchrun" in line) and not line.endswith(
+        ("=smoke", "job", "--help")
+    )
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +47,13 @@ def test_there_are_commands():
 def test_command_runs(checkout: Path, line: str):
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     done = subprocess.run(
-        line, shell=True, cwd=checkout, capture_output=True, text=True, timeout=600, env={**os.environ, "PATH": path}
+        line,
+        shell=True,
+        cwd=checkout,
+        capture_output=True,
+        text=True,
+        timeout=600,
+        env={**os.environ, "PATH": path},
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "Traceback" not in done.stderr

@@ -1,4 +1,6 @@
-"""The container's recipe and the hooks of commits: what they name exists, and what they run works."""
+"""The container's recipe and the hooks of commits: what they name exists, and what they run
+works.
+"""
 
 from __future__ import annotations
 
@@ -31,25 +33,38 @@ def copied() -> Iterator[tuple[list[str], str]]:
 
 def test_every_line_of_the_recipe_is_understood_here():
     lines = (ROOT / "Containerfile").read_text().splitlines()
-    assert [line for line in lines if line and not line.startswith("#") and not STEP.match(line)] == []
+    assert [
+        line for line in lines if line and not line.startswith("#") and not STEP.match(line)
+    ] == []
     assert RECIPE[0][0] == "FROM" and RECIPE[-1] == ("ENTRYPOINT", '["graphfold-train"]')
 
 
 def test_an_image_is_built_from_what_is_copied_and_nothing_else():
-    allowed = [line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")]
+    allowed = [
+        line[1:]
+        for line in (ROOT / ".dockerignore").read_text().splitlines()
+        if line.startswith("!")
+    ]
     assert allowed and set(allowed) == {name for names, _ in copied() for name in names}
     assert all((ROOT / name).exists() for name in allowed)
 
 
 @pytest.mark.full
 def test_the_recipe_installs_commands_that_work(tmp_path: Path):
-    """Its commands, in order, in a fresh environment that borrows what is installed here instead of loading it."""
+    """Its commands, in order, in a fresh environment that borrows what is installed here instead
+    of loading it.
+    """
     place, folder = tmp_path / "python", tmp_path
     venv.create(place, symlinks=True)
     packages = Path(sysconfig.get_path("purelib", vars={"base": str(place)}))
     (packages / "borrowed.pth").write_text(sysconfig.get_path("purelib") + "\n")
-    # The index, and a build environment of its own, are left out; whatever else the commands say is what counts.
-    settings = {"PIP_NO_INDEX": "1", "PIP_NO_BUILD_ISOLATION": "0", "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
+    # The index, and a build environment of its own, are left out; whatever else the commands say is
+    # what counts.
+    settings = {
+        "PIP_NO_INDEX": "1",
+        "PIP_NO_BUILD_ISOLATION": "0",
+        "PIP_DISABLE_PIP_VERSION_CHECK": "1",
+    }
     env = {**os.environ, **settings, "PATH": f"{place / 'bin'}:{os.environ['PATH']}"}
     env.pop("PYTHONPATH", None)
     for step, text in RECIPE:
@@ -62,7 +77,9 @@ def test_the_recipe_installs_commands_that_work(tmp_path: Path):
                 for name in names:
                     copy(ROOT / name, folder / to / name if to == "./" else folder / to)
             case "RUN":
-                done = subprocess.run(text, shell=True, cwd=folder, env=env, capture_output=True, text=True)
+                done = subprocess.run(
+                    text, shell=True, cwd=folder, env=env, capture_output=True, text=True
+                )
                 assert done.returncode == 0, f"{text}\n{done.stdout}{done.stderr}"
     (command,) = yaml.safe_load(RECIPE[-1][1])
     asked = [shutil.which(command, path=env["PATH"]), "--cfg", "job"]
@@ -81,9 +98,15 @@ def copy(source: Path, to: Path) -> None:
 
 def test_hooks_run_what_make_runs_and_load_nothing():
     hooks = [hook for repo in HOOKS for hook in repo["hooks"]]
-    assert {repo["repo"] for repo in HOOKS} == {"local"} and {hook["language"] for hook in hooks} == {"system"}
+    assert {repo["repo"] for repo in HOOKS} == {"local"} and {
+        hook["language"] for hook in hooks
+    } == {"system"}
     makefile = (ROOT / "Makefile").read_text().replace("$(BIN)", ".venv/bin")
-    made = [shlex.split(line) for line in re.findall(r"^\t@(\.venv/bin/(?:ruff|mypy) .*)$", makefile, re.MULTILINE)]
+    made = [
+        shlex.split(line)
+        for line in re.findall(r"^\t@(\.venv/bin/(?:ruff|mypy) .*)$", makefile, re.MULTILINE)
+    ]
     named = {hook["id"]: shlex.split(hook["entry"]) for hook in hooks}
     ruff, mypy = made
-    assert named == {"ruff": ruff[:-1], "mypy": mypy} and ruff[-1] == "."  # the hook gets the changed files
+    # the hook gets the changed files
+    assert named == {"ruff": ruff[:-1], "mypy": mypy} and ruff[-1] == "."

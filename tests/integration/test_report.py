@@ -1,4 +1,6 @@
-"""The report on a folder of runs: the figures against what the runs wrote, the order, the files, the mistakes."""
+"""The report on a folder of runs: the figures against what the runs wrote, the order, the files,
+the mistakes.
+"""
 
 from __future__ import annotations
 
@@ -15,9 +17,9 @@ from typing import Any
 import pytest
 
 from app.cli.report import COLUMNS, main, read_report
-from app.cli.report_page import POINTS, alike, shown, thinned
-from app.cli.run_facts import clock, run_facts
-from app.cli.sweep_record import Job, State, Sweep
+from app.cli.run_report.facts import clock, run_facts
+from app.cli.run_report.page import POINTS, alike, shown, thinned
+from app.cli.sweeps.record import Job, State, Sweep
 
 CONFIG = """\
 model: {{name: moe_tiny, num_layers: {layers}}}
@@ -38,14 +40,24 @@ def write_plan(folder: Path, *gib: float) -> None:
     (folder / "plan.json").write_text(json.dumps({"memory": ranks}))
 
 
-def write_run(folder: Path, loss: float, layers: int = 2, steps: int = 6, taken: int = 6, saves: int = 0) -> Path:
+def write_run(
+    folder: Path, loss: float, layers: int = 2, steps: int = 6, taken: int = 6, saves: int = 0
+) -> Path:
     """A run of `steps` steps of which it has `taken`; the slow first ones must not count."""
     folder.mkdir(parents=True)
     (folder / "config.yaml").write_text(CONFIG.format(layers=layers, steps=steps, saves=saves))
     rows: list[dict[str, Any]] = [{"step": 0, "val_loss": 9.5, "val_tokens": 8}]
     for n in range(1, taken + 1):
         rate = 10.0 if n <= taken / 2 else 1000.0 * layers + n
-        rows.append({"step": n, "loss": loss + 6 - n, "tokens": 64 * n, "tokens_per_s": rate, "tflops_per_gpu": rate / 1e4})
+        rows.append(
+            {
+                "step": n,
+                "loss": loss + 6 - n,
+                "tokens": 64 * n,
+                "tokens_per_s": rate,
+                "tflops_per_gpu": rate / 1e4,
+            }
+        )
     if taken:
         rows[1]["memory_peak_gib"], rows[-1]["memory_peak_gib"] = 1.5, 1.25
     if taken == steps:
@@ -72,7 +84,11 @@ class Page(HTMLParser):
         assert self.open == []
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.addresses += [value or "" for name, value in attrs if name in ("src", "href", "srcset", "data", "action")]
+        self.addresses += [
+            value or ""
+            for name, value in attrs
+            if name in ("src", "href", "srcset", "data", "action")
+        ]
         if tag not in ("meta", "img"):
             self.open.append(tag)
         if tag == "td":
@@ -98,7 +114,9 @@ def words(picture: str) -> list[str]:
 
 @pytest.fixture
 def runs(tmp_path: Path) -> Path:
-    """Three plain runs: one ended, a better one of another size, one that has not come to its end."""
+    """Three plain runs: one ended, a better one of another size, one that has not come to its
+    end.
+    """
     write_run(tmp_path / "runs/a", loss=3.5)
     write_run(tmp_path / "runs/b", loss=3.25, layers=4)
     write_run(tmp_path / "runs/c", loss=1.0, layers=8, taken=4)
@@ -108,9 +126,16 @@ def runs(tmp_path: Path) -> Path:
 
 def test_figures_are_those_of_the_second_half(runs: Path):
     facts = run_facts(runs / "b")
-    assert facts.tokens_per_s == statistics.median([4004, 4005, 4006]) and facts.tflops_per_gpu == pytest.approx(0.4005)
+    assert facts.tokens_per_s == statistics.median(
+        [4004, 4005, 4006]
+    ) and facts.tflops_per_gpu == pytest.approx(0.4005)
     assert (facts.step, facts.steps, facts.tokens, facts.memory_peak_gib) == (6, 6, 384, 1.5)
-    assert (facts.loss, facts.val_loss, facts.final_loss, facts.finished) == (3.25, 3.25, 3.25, True)
+    assert (facts.loss, facts.val_loss, facts.final_loss, facts.finished) == (
+        3.25,
+        3.25,
+        3.25,
+        True,
+    )
     assert facts.curve[0] == (1, 8.25) and facts.validations == ((0, 9.5), (6, 3.25))
 
 
@@ -118,14 +143,20 @@ def test_plain_runs_by_what_sets_them_apart(runs: Path, capsys: pytest.CaptureFi
     assert main([str(runs)]) == 0
     rows = table(runs)
     assert [row["run"] for row in rows] == ["b", "a", "c"]  # ended ones by loss, then the others
-    assert [row["overrides"] for row in rows] == ["model.num_layers=4", "model.num_layers=2", "model.num_layers=8"]
+    assert [row["overrides"] for row in rows] == [
+        "model.num_layers=4",
+        "model.num_layers=2",
+        "model.num_layers=8",
+    ]
     assert [row["state"] for row in rows] == ["done", "done", "unfinished"]
     assert [float(row["tokens_per_s"]) for row in rows] == [4005, 2005, 8003.5]
     assert [row["val_loss"] for row in rows] == ["3.25", "3.5", "9.5"]
     out = capsys.readouterr().out
     assert (runs / "report.txt").read_text() in out and out.count("\n") == 6
     assert re.search(r"model.num_layers=4 +4,005 +0\.401 +1\.50 +3\.2500 +done", out)
-    assert re.search(r"model.num_layers=8 +8,004 +0\.800 +1\.50 +9\.5000 +unfinished at step 4/6", out)
+    assert re.search(
+        r"model.num_layers=8 +8,004 +0\.800 +1\.50 +9\.5000 +unfinished at step 4/6", out
+    )
 
 
 def test_one_run_and_runs_that_do_not_differ(runs: Path):
@@ -167,21 +198,46 @@ def sweep(tmp_path: Path) -> Path:
     ]
     jobs = []
     for number, (state, loss, reason, code) in enumerate(kinds):
-        jobs.append(Job(number, f"{number}_x", (f"x={number}", "y=1"), (f"x={number}",), State(state), reason, code, 65.2))
+        jobs.append(
+            Job(
+                number,
+                f"{number}_x",
+                (f"x={number}", "y=1"),
+                swept=(f"x={number}",),
+                state=State(state),
+                reason=reason,
+                exit_code=code,
+                seconds=65.2,
+            )
+        )
         if loss is not None:
             write_run(folder / f"{number}_x", loss=loss)
     write_run(folder / "4_x", loss=2.0, taken=2)
-    Sweep(folder, "python train.py -m x=0,1 'y=<1>'", "2026-01-02T03:04:05", tuple(jobs)).save()
+    Sweep(
+        folder, "python train.py -m x=0,1 'y=<1>'", "2026-01-02T03:04:05", jobs=tuple(jobs)
+    ).save()
     return folder
 
 
 def test_a_sweep_with_all_that_became_of_its_jobs(sweep: Path):
     rows = read_report(sweep).rows
     assert [row.label for row in rows] == ["x=1", "x=5", "x=0", "x=2", "x=3", "x=4", "x=6"]
-    assert [row.state.value for row in rows] == ["done", "done", "done", "failed", "skipped", "interrupted", "done"]
+    assert [row.state.value for row in rows] == [
+        "done",
+        "done",
+        "done",
+        "failed",
+        "skipped",
+        "interrupted",
+        "done",
+    ]
     assert main([str(sweep)]) == 0
     text = (sweep / "report.txt").read_text()
-    assert "failed: boom <b>&amp;" in text and "skipped: too big" in text and "interrupted at step 2/6" in text
+    assert (
+        "failed: boom <b>&amp;" in text
+        and "skipped: too big" in text
+        and "interrupted at step 2/6" in text
+    )
     assert [row["seconds"] for row in table(sweep)] == ["65.2"] * 7 and clock(65.2) == "0:01:05"
 
 
@@ -193,7 +249,10 @@ def test_the_page_is_whole_and_needs_no_network(sweep: Path):
     assert page.cells[:6] == ["x=1", "2,005", "0.201", "1.50", "2.0000", "done"]
     assert "failed: boom <b>&amp;" in page.cells  # as it was told, not as markup
     assert "7 runs: 4 done, 1 failed, 1 skipped, 1 interrupted" in text
-    assert "Begun 2026-01-02 03:04:05 by <code>python train.py -m x=0,1 &#x27;y=&lt;1&gt;&#x27;</code>" in text
+    assert (
+        "Begun 2026-01-02 03:04:05 by <code>python train.py -m x=0,1 &#x27;y=&lt;1&gt;&#x27;</code>"
+        in text
+    )
     inside = "data:image/svg+xml;base64,"
     assert [address.startswith(inside) for address in page.addresses] == [True] * 3
     assert not re.search(r"https?:|url\(|@import|<script|<link", text)
@@ -202,12 +261,16 @@ def test_the_page_is_whole_and_needs_no_network(sweep: Path):
     colours = re.findall(r'background:(#\w+|transparent)"></span>(x=\d)', text)
     assert [name for colour, name in colours if colour == "transparent"] == ["x=2", "x=3"]
     drawn = [colour for colour, _ in colours if colour != "transparent"]
-    assert len(set(drawn)) == 5 and all(f"fill: {colour}" in rates and f"stroke: {colour}" in losses for colour in drawn)
+    assert len(set(drawn)) == 5 and all(
+        f"fill: {colour}" in rates and f"stroke: {colour}" in losses for colour in drawn
+    )
 
 
 def test_without_a_step_there_are_no_pictures(tmp_path: Path):
     write_run(tmp_path / "a", loss=2.0, taken=0)
-    assert main([str(tmp_path)]) == 0 and Page((tmp_path / "report.html").read_text()).addresses == []
+    assert (
+        main([str(tmp_path)]) == 0 and Page((tmp_path / "report.html").read_text()).addresses == []
+    )
 
 
 def test_many_runs_have_colours_of_their_own(tmp_path: Path):
@@ -236,7 +299,11 @@ def test_long_curves_are_thinned_to_their_last_point():
     ],
 )
 def test_mistakes(
-    arguments: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    arguments: list[str],
+    said: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ):
     (tmp_path / "empty").mkdir()
     write_run(tmp_path / "runs/a", loss=1.0)

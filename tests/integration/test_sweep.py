@@ -1,4 +1,6 @@
-"""Sweeps as a user starts them: six runs with failed and impossible ones, going on, Ctrl-C, mistakes."""
+"""Sweeps as a user starts them: six runs with failed and impossible ones, going on, Ctrl-C,
+mistakes.
+"""
 
 from __future__ import annotations
 
@@ -15,15 +17,26 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
-from app.engine.checkpoint_folder import newest_checkpoint
+from app.engine.checkpoint.folder import newest_checkpoint
 from tests.cases import sampled
 from tests.training import wait_for
 from tests.wandb_file import told
 
 ROOT = Path(__file__).parent.parent.parent
-TINY = ("model.num_layers=1", "model.hidden_size=32", "model.moe.ffn_hidden_size=32", "train.seq_len=32", "train.micro_batch=2",
-        "train.global_batch=4", "train.eval_interval=2", "train.eval_sequences=4", "train.sample_tokens=0",
-        "optim.warmup_steps=1", "log=none", "checkpoint.interval=2")  # fmt: skip
+TINY = (
+    "model.num_layers=1",
+    "model.hidden_size=32",
+    "model.moe.ffn_hidden_size=32",
+    "train.seq_len=32",
+    "train.micro_batch=2",
+    "train.global_batch=4",
+    "train.eval_interval=2",
+    "train.eval_sequences=4",
+    "train.sample_tokens=0",
+    "optim.warmup_steps=1",
+    "log=none",
+    "checkpoint.interval=2",
+)
 SIX = ("parallel=single,dp2", "model.vocab_size=264,200,-8")
 
 
@@ -41,7 +54,9 @@ def command(*overrides: str) -> list[str]:
 
 
 def run(folder: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(command(*overrides), cwd=folder, capture_output=True, text=True, timeout=300)
+    return subprocess.run(
+        command(*overrides), cwd=folder, capture_output=True, text=True, timeout=300
+    )
 
 
 def states(folder: Path) -> list[str]:
@@ -53,8 +68,12 @@ def metrics(run_dir: Path) -> list[dict[str, Any]]:
 
 
 @pytest.fixture(scope="session")
-def six(tmp_path_factory: pytest.TempPathFactory, corpus: tuple[str, ...]) -> tuple[Path, subprocess.CompletedProcess[str]]:
-    """Folder and outcome of a sweep of six: two that train, two that fail, two that are impossible."""
+def six(
+    tmp_path_factory: pytest.TempPathFactory, corpus: tuple[str, ...]
+) -> tuple[Path, subprocess.CompletedProcess[str]]:
+    """Folder and outcome of a sweep of six: two that train, two that fail, two that are
+    impossible.
+    """
     folder = tmp_path_factory.mktemp("six")
     done = run(folder, *corpus, *TINY, "train.steps=3", *SIX)
     (sweep,) = (folder / "sweeps").iterdir()
@@ -73,14 +92,18 @@ def test_a_sweep_of_six(six: tuple[Path, subprocess.CompletedProcess[str]]):
     ]
     assert {job["reason"] for job in jobs if job["state"] == "done"} == {None}
     for failed, skipped in ((1, 2), (4, 5)):
-        assert jobs[failed]["reason"].startswith("model.vocab_size=200: data.tokenizer=bytes has 257 ids")
+        assert jobs[failed]["reason"].startswith(
+            "model.vocab_size=200: data.tokenizer=bytes has 257 ids"
+        )
         assert (jobs[failed]["exit_code"], jobs[skipped]["exit_code"]) == (2, None)
         assert jobs[skipped]["reason"].startswith("model.vocab_size=-8: must be at least 1")
         assert not (folder / jobs[skipped]["folder"]).exists()
 
 
 def test_what_is_told(six: tuple[Path, subprocess.CompletedProcess[str]]):
-    """What is skipped first, with the reason; then a line when a job begins and one when it ends."""
+    """What is skipped first, with the reason; then a line when a job begins and one when it
+    ends.
+    """
     lines = six[1].stdout.splitlines()
     assert lines[0].endswith(": 6 jobs, 2 skipped")
     assert [line[:5] for line in lines[1:3]] == ["[3/6]", "[6/6]"] and all(
@@ -88,13 +111,20 @@ def test_what_is_told(six: tuple[Path, subprocess.CompletedProcess[str]]):
     )
     told = [re.sub(r"\d:\d\d:\d\d", "T", line) for line in lines[3:11]]
     assert told[0] == "[1/6] parallel=single model.vocab_size=264  started"
-    assert re.fullmatch(r"\[1/6\] parallel=single model.vocab_size=264  done in T, loss \d\.\d{4}", told[1])
-    assert told[3].startswith("[2/6] parallel=single model.vocab_size=200  failed after T: model.vocab_size=200: data.tokenizer")
+    assert re.fullmatch(
+        r"\[1/6\] parallel=single model.vocab_size=264  done in T, loss \d\.\d{4}", told[1]
+    )
+    assert told[3].startswith(
+        "[2/6] parallel=single model.vocab_size=200  failed after T: model.vocab_size=200: "
+        "data.tokenizer"
+    )
     assert [line[:5] for line in told] == [f"[{number}/6]" for number in (1, 1, 2, 2, 4, 4, 5, 5)]
     assert lines[-1].startswith("written: ")
 
 
-def test_every_job_is_a_run_in_a_folder_of_its_own(six: tuple[Path, subprocess.CompletedProcess[str]]):
+def test_every_job_is_a_run_in_a_folder_of_its_own(
+    six: tuple[Path, subprocess.CompletedProcess[str]],
+):
     folder = six[0]
     names = {"0_parallel-single_vocab_size-264": None, "3_parallel-dp2_vocab_size-264": 2}
     for name, ranks in names.items():
@@ -108,14 +138,21 @@ def test_every_job_is_a_run_in_a_folder_of_its_own(six: tuple[Path, subprocess.C
     assert losses[0] == pytest.approx(losses[1], rel=1e-4)
 
 
-def test_started_again_only_what_is_not_done_runs(six: tuple[Path, subprocess.CompletedProcess[str]], corpus: tuple[str, ...]):
+def test_started_again_only_what_is_not_done_runs(
+    six: tuple[Path, subprocess.CompletedProcess[str]], corpus: tuple[str, ...]
+):
     """The same overrides in another order are the same sweep."""
     folder = six[0]
     kept = {path: path.stat().st_mtime_ns for path in folder.glob("*/metrics.jsonl")}
     again = run(folder.parent.parent, *reversed(SIX), *TINY, "train.steps=3", *corpus)
     assert again.returncode == 1 and ": 6 jobs, 2 skipped, 2 done before" in again.stdout
-    assert [line[:5] for line in again.stdout.splitlines() if "started" in line] == ["[2/6]", "[5/6]"]
-    assert {path: path.stat().st_mtime_ns for path in folder.glob("*/metrics.jsonl")} == kept and len(kept) == 2
+    assert [line[:5] for line in again.stdout.splitlines() if "started" in line] == [
+        "[2/6]",
+        "[5/6]",
+    ]
+    assert {
+        path: path.stat().st_mtime_ns for path in folder.glob("*/metrics.jsonl")
+    } == kept and len(kept) == 2
     assert states(folder) == ["done", "failed", "skipped"] * 2
 
 
@@ -124,22 +161,45 @@ def test_two_sweeps_do_not_share_a_folder(
 ):
     before = (six[0] / "sweep.json").read_text()
     other = run(tmp_path, *corpus, *TINY, "train.steps=4,5", f"hydra.sweep.dir={six[0]}")
-    assert other.returncode == 2 and "holds another sweep (python train.py -m " in other.stderr and other.stderr.count("\n") == 1
+    assert (
+        other.returncode == 2
+        and "holds another sweep (python train.py -m " in other.stderr
+        and other.stderr.count("\n") == 1
+    )
     (tmp_path / "notes.txt").write_text("mine")
     other = run(tmp_path, *corpus, *TINY, "train.steps=4,5", "hydra.sweep.dir=.")
     assert (other.returncode, other.stderr) == (
         2,
         "train.py: hydra.sweep.dir=.: holds something else; choose a new folder\n",
     )
-    assert (six[0] / "sweep.json").read_text() == before and [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
+    assert (six[0] / "sweep.json").read_text() == before and [
+        path.name for path in tmp_path.iterdir()
+    ] == ["notes.txt"]
 
 
 @pytest.mark.full
-def test_ctrl_c_keeps_what_finished_and_the_same_command_goes_on(corpus: tuple[str, ...], tmp_path: Path):
-    """The second of three is interrupted after its first checkpoint; started again, it goes on from there."""
-    overrides = (*corpus, *TINY, "train.steps=2,40,3", "train.eval_interval=0", "log.wandb=true", "hydra.sweep.dir=s")
-    process = subprocess.Popen(command(*overrides), cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    wait_for(lambda: newest_checkpoint(tmp_path / "s/1_steps-40") is not None or process.poll() is not None)
+def test_ctrl_c_keeps_what_finished_and_the_same_command_goes_on(
+    corpus: tuple[str, ...], tmp_path: Path
+):
+    """The second of three is interrupted after its first checkpoint; started again, it goes on
+    from there.
+    """
+    overrides = (
+        *corpus,
+        *TINY,
+        "train.steps=2,40,3",
+        "train.eval_interval=0",
+        "log.wandb=true",
+        "hydra.sweep.dir=s",
+    )
+    process = subprocess.Popen(
+        command(*overrides), cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    wait_for(
+        lambda: (
+            newest_checkpoint(tmp_path / "s/1_steps-40") is not None or process.poll() is not None
+        )
+    )
     (job,) = children(process.pid)
     os.kill(job, signal.SIGSTOP)  # so that it does not end meanwhile
     processes = [job, *descendants(job)]
@@ -156,7 +216,10 @@ def test_ctrl_c_keeps_what_finished_and_the_same_command_goes_on(corpus: tuple[s
     again = run(tmp_path, *overrides)
     assert again.returncode == 0 and states(tmp_path / "s") == ["done"] * 3, again.stdout
     steps = [row["step"] for row in metrics(tmp_path / "s/1_steps-40") if "loss" in row]
-    assert steps == list(range(1, 41)) and OmegaConf.load(tmp_path / "s/1_steps-40/config.yaml").resume == "auto"
+    assert (
+        steps == list(range(1, 41))
+        and OmegaConf.load(tmp_path / "s/1_steps-40/config.yaml").resume == "auto"
+    )
     assert 2 <= reached < 40
     runs = [told(tmp_path / "s" / name, "run")[0] for name in ("0_steps-2", "2_steps-3")]
     assert [(each.run_group, each.job_type) for each in runs] == [("s", "sweep")] * 2
@@ -176,21 +239,25 @@ def descendants(pid: int) -> Iterator[int]:
 
 MISTAKES = {
     "hydra/launcher=torchrum train.steps=2,3": "hydra/launcher=torchrum: the options are basic, ",
-    "hydra/launcher=basic train.steps=2,3": "hydra/launcher=basic: would train all jobs in this one process",
-    "model.num_layer=2,4": "model.num_layer=2: there is no such key; did you mean model.num_layers?",
+    "hydra/launcher=basic train.steps=2,3": "hydra/launcher=basic: would train all jobs in this "
+    "one process",
+    "model.num_layer=2,4": "model.num_layer=2: there is no such key; did you mean "
+    "model.num_layers?",
     "+model.moe.topk=2,4": "model.moe.topk=2: there is no such key; did you mean model.moe.top_k?",
     "model=moe_tiny,moe_tinny": "model=moe_tinny: the options are ",
     "train.steps=2,abc": "train.steps=abc: must be a whole number; nearest that works: 700",
     "train.steps=interval(2,4)": "train.steps=interval(2,4): a sweep goes over listed values",
     "run_dir=here train.steps=2,3": "run_dir=here: each job of a sweep has a folder of its own",
-    "model=dense_tiny,moe_tiny model.moe.top_k=1,2": "an override reaches into a section that is null",
+    "model=dense_tiny,moe_tiny model.moe.top_k=1,2": "an override reaches into a section "
+    "that is null",
 }
 
 
 NOTHING_TO_TRAIN = {
     "parallel.ep=3,5": "parallel.ep=5: must divide model.moe.num_experts=8",
     "hardware.gpu_memory_gib=0.1,0.25": "hardware.gpu_memory_gib=0.2: too small: a rank needs ",
-    "train.global_batch=1024 train.micro_batch=1 parallel.dp=512,1024": "parallel.dp=1024: this host has room for ",
+    "train.global_batch=1024 train.micro_batch=1 "
+    "parallel.dp=512,1024": "parallel.dp=1024: this host has room for ",
 }
 
 
@@ -198,14 +265,19 @@ NOTHING_TO_TRAIN = {
 def test_a_mistake_costs_one_line_and_leaves_nothing(tmp_path: Path, overrides: str):
     done = run(tmp_path, *overrides.split())
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith(f"train.py: {MISTAKES[overrides]}") and done.stderr.count("\n") == 1
+    assert (
+        done.stderr.startswith(f"train.py: {MISTAKES[overrides]}") and done.stderr.count("\n") == 1
+    )
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("overrides", sampled(NOTHING_TO_TRAIN, 3))
 def test_nothing_to_train_is_an_error(tmp_path: Path, overrides: str):
     done = run(tmp_path, *overrides.split())
-    assert (done.returncode, done.stderr) == (1, "train.py: nothing to train: every combination was skipped\n")
+    assert (done.returncode, done.stderr) == (
+        1,
+        "train.py: nothing to train: every combination was skipped\n",
+    )
     said = rf"^\[2/2\] \S+  skipped: {re.escape(NOTHING_TO_TRAIN[overrides])}"
     assert re.search(said, done.stdout, re.MULTILINE), done.stdout
     assert list(tmp_path.iterdir()) == []
@@ -214,15 +286,21 @@ def test_nothing_to_train_is_an_error(tmp_path: Path, overrides: str):
 def test_a_sweep_is_not_one_of_several_ranks(tmp_path: Path):
     master = {"MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
     env = {**os.environ, "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", **master}
-    done = subprocess.run(command("train.steps=2,3"), cwd=tmp_path, capture_output=True, text=True, env=env)
+    done = subprocess.run(
+        command("train.steps=2,3"), cwd=tmp_path, capture_output=True, text=True, env=env
+    )
     assert (done.returncode, done.stdout) == (2, "") and list(tmp_path.iterdir()) == []
-    assert done.stderr.startswith("train.py: --multirun=rank 0: one of 2 ranks, but a sweep starts the ranks of each job; ")
+    assert done.stderr.startswith(
+        "train.py: --multirun=rank 0: one of 2 ranks, but a sweep starts the ranks of each job; "
+    )
 
 
 def test_the_parent_does_without_torch(tmp_path: Path):
     line = [sys.executable, "-X", "importtime", *command("parallel.ep=3,5")[1:]]
     loaded = {
         found.split("|")[-1].strip()
-        for found in subprocess.run(line, cwd=tmp_path, capture_output=True, text=True).stderr.splitlines()
+        for found in subprocess.run(
+            line, cwd=tmp_path, capture_output=True, text=True
+        ).stderr.splitlines()
     }
-    assert "app.cli.sweep_plan" in loaded and "torch" not in loaded
+    assert "app.cli.sweeps.combinations" in loaded and "torch" not in loaded

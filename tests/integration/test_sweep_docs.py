@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from app.cli.sweep_record import State
+from app.cli.sweeps.record import State
 
 ROOT = Path(__file__).parent.parent.parent
 DOC = (ROOT / "docs/sweeps.md").read_text()
@@ -32,11 +32,20 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, str]
     (folder / "app").symlink_to(ROOT / "app")
     shutil.copy(ROOT / "train.py", folder)
     shutil.copytree(ROOT / "conf", folder / "conf")
-    (folder / "conf/data/stdlib.yaml").write_text("source: text\npath: [app/plan/*.py]\ncache_dir: cache\n")  # a small corpus
-    env = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "CUDA_VISIBLE_DEVICES": ""}
+    # a small corpus
+    (folder / "conf/data/stdlib.yaml").write_text(
+        "source: text\npath: [app/plan/*.py]\ncache_dir: cache\n"
+    )
+    env = {
+        **os.environ,
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+        "CUDA_VISIBLE_DEVICES": "",
+    }
     outputs = {}
     for line in COMMANDS:
-        done = subprocess.run(line, shell=True, cwd=folder, capture_output=True, text=True, timeout=600, env=env)
+        done = subprocess.run(
+            line, shell=True, cwd=folder, capture_output=True, text=True, timeout=600, env=env
+        )
         assert done.returncode == 0, f"{line}\n{done.stdout}{done.stderr}"
         outputs[line] = done.stdout
     return folder, outputs
@@ -45,18 +54,29 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, str]
 @pytest.mark.full
 def test_what_the_commands_print(told: tuple[Path, dict[str, str]]):
     first, top_k, again, report, _, runs = told[1].values()
-    assert first.startswith("sweep sweeps/dense_tiny-") and re.findall(r"\[(\d)/4\].*  done in", first) == ["1", "2", "3", "4"]
+    assert first.startswith("sweep sweeps/dense_tiny-") and re.findall(
+        r"\[(\d)/4\].*  done in", first
+    ) == ["1", "2", "3", "4"]
     assert ": 4 jobs, 4 done before" in again and "started" not in again
     shown = re.search(r"```\n(sweep sweeps/top_k.*?)```", DOC, re.DOTALL)
     measured = r"\d:\d\d:\d\d|\d\.\d{4}"
     assert shown and re.sub(measured, "N", top_k).startswith(re.sub(measured, "N", shown[1]))
-    assert "model.moe.top_k=2" in report and "written: sweeps/top_k/report.txt" in report and "done" in runs
+    assert (
+        "model.moe.top_k=2" in report
+        and "written: sweeps/top_k/report.txt" in report
+        and "done" in runs
+    )
 
 
 @pytest.mark.full
 def test_what_is_written(told: tuple[Path, dict[str, str]]):
     (sweep,) = (told[0] / "sweeps").glob("dense_tiny-*")
-    assert {path.name for path in sweep.iterdir() if path.is_file()} == {"sweep.json", "report.txt", "report.csv", "report.html"}
+    assert {path.name for path in sweep.iterdir() if path.is_file()} == {
+        "sweep.json",
+        "report.txt",
+        "report.csv",
+        "report.html",
+    }
     jobs = json.loads((sweep / "sweep.json").read_text())["jobs"]
     assert jobs[0]["folder"] == "0_lr-0.001_weight_decay-0" and f"`{jobs[0]['folder']}/`" in DOC
     assert {"folder", "overrides", "state", "reason", "exit_code", "seconds"} <= set(jobs[0])

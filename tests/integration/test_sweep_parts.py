@@ -1,4 +1,6 @@
-"""The parts of a sweep: what a host has room for, records, what a job begins with, how its end and its progress are told."""
+"""The parts of a sweep: what a host has room for, records, what a job begins with, how its end
+and its progress are told.
+"""
 
 from __future__ import annotations
 
@@ -18,15 +20,21 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 
 from app import rules
-from app.cli import sweep_plan
-from app.cli.compose import register_schema
-from app.cli.jobs import ProgressLine, outcome, progress
-from app.cli.submitted import NotSubmittedError, how_it_ended, missing, submit, taken_back
-from app.cli.sweep import job_arguments, planned, quoted, sweep_name
-from app.cli.sweep_plan import Combination, check_host, combinations, folder_names, host_gpus
-from app.cli.sweep_record import State, Sweep, locked
+from app.cli.options.compose import register_schema
+from app.cli.sweeps import combinations as sweep_plan
+from app.cli.sweeps.combinations import (
+    Combination,
+    check_host,
+    combinations,
+    folder_names,
+    host_gpus,
+)
+from app.cli.sweeps.jobs import ProgressLine, outcome, progress
+from app.cli.sweeps.record import State, Sweep, locked
+from app.cli.sweeps.submitted import NotSubmittedError, how_it_ended, missing, submit, taken_back
+from app.cli.sweeps.sweep import job_arguments, planned, quoted, sweep_name
 from app.config import Run
-from app.engine.run_folder import plain
+from app.engine.run.run_folder import plain
 from app.errors import ConfigError
 from app.plan.plan import GIB, Plan
 from tests.test_config import CONF, load
@@ -37,15 +45,22 @@ def found_by(*overrides: str) -> list[Combination]:
     GlobalHydra.instance().clear()
     with initialize_config_dir(str(CONF), version_base="1.3"):
         parsed = OverridesParser.create().parse_overrides(list(overrides))
-        return combinations(parsed, lambda chosen: compose("train", chosen, return_hydra_config=True), [])
+        return combinations(
+            parsed, lambda chosen: compose("train", chosen, return_hydra_config=True), []
+        )
 
 
 def test_all_combinations_the_last_key_fastest():
     found = found_by("model=dense_tiny,moe_tiny", "train.seed=7", "train.steps=2,3,2")
     assert [one.swept for one in found] == [
-        (f"model={model}", f"train.steps={n}") for model in ("dense_tiny", "moe_tiny") for n in (2, 3)
+        (f"model={model}", f"train.steps={n}")
+        for model in ("dense_tiny", "moe_tiny")
+        for n in (2, 3)
     ]
-    assert found[2].overrides == ("model=moe_tiny", "train.seed=7", "train.steps=2") and found[2].model == "moe_tiny"
+    assert (
+        found[2].overrides == ("model=moe_tiny", "train.seed=7", "train.steps=2")
+        and found[2].model == "moe_tiny"
+    )
     assert [(one.run.model.name, one.run.train.steps, one.run.train.seed) for one in found] == [
         ("dense_tiny", 2, 7), ("dense_tiny", 3, 7), ("moe_tiny", 2, 7), ("moe_tiny", 3, 7)]  # fmt: skip
 
@@ -53,7 +68,9 @@ def test_all_combinations_the_last_key_fastest():
 def test_what_is_not_trained_yet_is_refused(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(rules.TRAINED, "parallel.gpus_per_node", (8,))
     first, second = found_by("parallel.gpus_per_node=4,8")
-    assert first.run is None and (first.reason or "").startswith("parallel.gpus_per_node=4: can be planned")
+    assert first.run is None and (first.reason or "").startswith(
+        "parallel.gpus_per_node=4: can be planned"
+    )
     assert second.run is not None and second.reason is None
 
 
@@ -64,7 +81,10 @@ def memory_of(run: Run) -> int:
 def test_too_big_for_a_gpu_is_refused_with_both_sizes():
     run, need = load("train.device=cuda"), memory_of(load())
     check_host(run, [need + 2**20])
-    with pytest.raises(ConfigError, match=rf"too small: a rank needs {need / GIB:.2f} GiB \(python -m app.cli.plan what=memory"):
+    with pytest.raises(
+        ConfigError,
+        match=rf"too small: a rank needs {need / GIB:.2f} GiB \(python -m app.cli.plan what=memory",
+    ):
         check_host(run, [4 * need, need - 2**20])
 
 
@@ -112,20 +132,32 @@ def test_a_record_reads_back(tmp_path: Path):
     sweep = sweep.changed(1, state=State.failed, reason="a «reason»", exit_code=-9, seconds=1.5)
     (tmp_path / "s").mkdir()
     sweep.save()
-    assert Sweep.load(tmp_path / "s") == sweep and [path.name for path in (tmp_path / "s").iterdir()] == ["sweep.json"]
+    assert Sweep.load(tmp_path / "s") == sweep and [
+        path.name for path in (tmp_path / "s").iterdir()
+    ] == ["sweep.json"]
     assert sweep.job_of(["train.steps=3", "run_dir=x"]).number == 1
 
 
 def combination(*overrides: str, checkpoint: str = "default") -> Combination:
-    return Combination(overrides, overrides, "moe_tiny", load(f"checkpoint={checkpoint}", *overrides), None)
+    return Combination(
+        overrides,
+        overrides,
+        "moe_tiny",
+        run=load(f"checkpoint={checkpoint}", *overrides),
+        reason=None,
+    )
 
 
 def finished_run(run_dir: Path, *overrides: str) -> None:
     """Files of a run that has come to its last step and saves nothing."""
     run_dir.mkdir(parents=True)
     run = load("checkpoint=none", *overrides)
-    (run_dir / "config.yaml").write_text(OmegaConf.to_yaml(OmegaConf.create(plain(dataclasses.asdict(run)))))
-    (run_dir / "metrics.jsonl").write_text(json.dumps({"step": run.train.steps, "val_loss": 2.5, "val_tokens": 1}) + "\n")
+    (run_dir / "config.yaml").write_text(
+        OmegaConf.to_yaml(OmegaConf.create(plain(dataclasses.asdict(run))))
+    )
+    (run_dir / "metrics.jsonl").write_text(
+        json.dumps({"step": run.train.steps, "val_loss": 2.5, "val_tokens": 1}) + "\n"
+    )
 
 
 def test_a_run_whose_files_say_so_is_done(tmp_path: Path):
@@ -134,7 +166,9 @@ def test_a_run_whose_files_say_so_is_done(tmp_path: Path):
     sweep.changed(1, state=State.running).save()
     finished_run(tmp_path / sweep.jobs[0].folder, "train.steps=2")
     finished_run(tmp_path / sweep.jobs[1].folder, "train.steps=3")
-    (tmp_path / sweep.jobs[1].folder / "metrics.jsonl").write_text(json.dumps({"step": 2, "val_loss": 2.5}) + "\n")
+    (tmp_path / sweep.jobs[1].folder / "metrics.jsonl").write_text(
+        json.dumps({"step": 2, "val_loss": 2.5}) + "\n"
+    )
     again = planned(tmp_path, "", [combination(*one.overrides, checkpoint="none") for one in found])
     assert [job.state for job in again.jobs] == [State.done, State.waiting]
 
@@ -144,7 +178,9 @@ def test_other_settings_under_the_same_overrides_are_refused(tmp_path: Path):
     sweep, found = sweep_of(tmp_path, 2)
     sweep.save()
     finished_run(tmp_path / sweep.jobs[0].folder, "train.steps=2", "optim.lr=0.25")
-    with pytest.raises(ConfigError, match=r"0_steps-2 was trained with optim.lr=0.25, which is 0.003 now"):
+    with pytest.raises(
+        ConfigError, match=r"0_steps-2 was trained with optim.lr=0.25, which is 0.003 now"
+    ):
         planned(tmp_path, "", found)
 
 
@@ -163,7 +199,11 @@ def test_where_a_job_begins(tmp_path: Path):
 
 
 def test_a_sweep_has_its_folder_alone_and_jobs_inherit_that(tmp_path: Path):
-    with locked(tmp_path), pytest.raises(ConfigError, match="a sweep is running there"), locked(tmp_path):
+    with (
+        locked(tmp_path),
+        pytest.raises(ConfigError, match="a sweep is running there"),
+        locked(tmp_path),
+    ):
         pass
     with locked(tmp_path):
         job = subprocess.Popen(["sleep", "60"], close_fds=False)
@@ -176,8 +216,20 @@ def test_a_sweep_has_its_folder_alone_and_jobs_inherit_that(tmp_path: Path):
 
 
 def test_names_do_not_depend_on_the_order_and_are_plain():
-    found = [Combination(("a=1",), ("data.path=[/tmp/a b/*.txt]", "+experiment=x", "optim.lr=1e-3"), "m", None, None)] * 11
-    assert sweep_name(found, ["a=1", "b=2"]) == sweep_name(found, ["b=2", "a=1"]) != sweep_name(found, ["a=1", "b=3"])
+    found = [
+        Combination(
+            ("a=1",),
+            ("data.path=[/tmp/a b/*.txt]", "+experiment=x", "optim.lr=1e-3"),
+            "m",
+            run=None,
+            reason=None,
+        )
+    ] * 11
+    assert (
+        sweep_name(found, ["a=1", "b=2"])
+        == sweep_name(found, ["b=2", "a=1"])
+        != sweep_name(found, ["a=1", "b=3"])
+    )
     assert list(folder_names(found))[10] == "10_path-tmpab.txt_experiment-x_lr-1e-3"
     assert list(folder_names(found))[3].startswith("03_")
 
@@ -196,7 +248,12 @@ def test_quoted_values_come_back_whole(value: str):
     [
         ("", 0, State.done, None),
         ("ValueError: old\ntrain.py: model.x=1: no\n", 2, State.failed, "model.x=1: no"),
-        ("Traceback\n  File\nRuntimeError: boom\n\nUserWarning: later\n", 1, State.failed, "RuntimeError: boom"),
+        (
+            "Traceback\n  File\nRuntimeError: boom\n\nUserWarning: later\n",
+            1,
+            State.failed,
+            "RuntimeError: boom",
+        ),
         (
             "[rank1]: torch.OutOfMemoryError: CUDA out\ntorch.distributed.elastic.errors.ChildFailedError: \n=====\n",
             1,
@@ -209,7 +266,12 @@ def test_quoted_values_come_back_whole(value: str):
             State.failed,
             "torchrun: rank 1 (process 7) was ended by SIGKILL",
         ),
-        ("RuntimeError: boom\ntorchrun: rank 1 (process 7) ended with exit code 1\n", 1, State.failed, "RuntimeError: boom"),
+        (
+            "RuntimeError: boom\ntorchrun: rank 1 (process 7) ended with exit code 1\n",
+            1,
+            State.failed,
+            "RuntimeError: boom",
+        ),
         ("nothing to see\n", 3, State.failed, "exit code 3"),
         ("", -signal.SIGKILL, State.failed, "killed by SIGKILL"),
         ("train.py: stopped", 75, State.interrupted, None),
@@ -222,16 +284,28 @@ def test_outcome(tmp_path: Path, log: str, code: int, state: State, reason: str 
 
 
 def test_a_job_that_was_told_to_end_was_interrupted_however_it_ended(tmp_path: Path):
-    assert outcome(1, True, tmp_path) == (State.interrupted, None) == outcome(-signal.SIGKILL, True, tmp_path)
+    assert (
+        outcome(1, True, tmp_path)
+        == (State.interrupted, None)
+        == outcome(-signal.SIGKILL, True, tmp_path)
+    )
     assert outcome(0, True, tmp_path) == (State.done, None)
 
 
 def test_progress_is_read_from_the_end_of_the_metrics(tmp_path: Path):
     assert progress(tmp_path) == "starting"
     (tmp_path / "config.yaml").write_text("train: {steps: 1000}\n")
-    rows = [{"step": n, "loss": 9 - n / 100, "step_ms": 100.0, "tokens_per_s": 51200.0} for n in range(1, 401)]
-    rows[-1] |= {"step_ms": 250.0, "tokens_per_s": 20480.0}  # one slow step says little about the others
-    whole = "".join(json.dumps(row) + "\n" for row in rows) + json.dumps({"step": 400, "val_loss": 5.0}) + "\n"
+    rows = [
+        {"step": n, "loss": 9 - n / 100, "step_ms": 100.0, "tokens_per_s": 51200.0}
+        for n in range(1, 401)
+    ]
+    # one slow step says little about the others
+    rows[-1] |= {"step_ms": 250.0, "tokens_per_s": 20480.0}
+    whole = (
+        "".join(json.dumps(row) + "\n" for row in rows)
+        + json.dumps({"step": 400, "val_loss": 5.0})
+        + "\n"
+    )
     (tmp_path / "metrics.jsonl").write_text(whole + '{"step": 401, "lo')
     assert progress(tmp_path) == "step 400/1000  loss 5.000  51.20 k tokens/s  0:01:00 left"
 
@@ -241,7 +315,9 @@ class Terminal(io.StringIO):
         return True
 
 
-def test_on_a_terminal_one_line_is_drawn_again_and_stands_at_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_on_a_terminal_one_line_is_drawn_again_and_stands_at_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setenv("COLUMNS", "40")
     line = ProgressLine("[1/2] parallel=dp2", tmp_path, Terminal())
     process = subprocess.Popen(["sleep", "0.1"])
@@ -251,17 +327,23 @@ def test_on_a_terminal_one_line_is_drawn_again_and_stands_at_the_end(tmp_path: P
     drawn = line.stream.getvalue()
     assert drawn.count("\n") == 1 and drawn.startswith("\r[1/2] parallel=dp2  starting ")
     assert all(len(part) <= 39 for part in drawn.split("\r")[1:-1])
-    assert drawn.endswith("\r\x1b[K[1/2] parallel=dp2  failed after 0:00:01: a reason that is longer than the terminal is wide\n")
+    assert drawn.endswith(
+        "\r\x1b[K[1/2] parallel=dp2  failed after 0:00:01: a reason that is longer than the terminal is wide\n"
+    )
 
 
 # Jobs that another launcher submits.
 
 
 def submitted(folder: Path, number: int, run_dir: Path, *logs: str) -> Path:
-    """Files of submitit about one job, and what each of its tasks has printed, the one that ended last in front."""
+    """Files of submitit about one job, and what each of its tasks has printed, the one that
+    ended last in front.
+    """
     job = folder / f".submitit/{number}_0"
     job.mkdir(parents=True)
-    (job / f"{number}_0_submitted.pkl").write_bytes(b"\x80\x04" + f"run_dir={quoted(run_dir)}".encode() + b"\x94.")
+    (job / f"{number}_0_submitted.pkl").write_bytes(
+        b"\x80\x04" + f"run_dir={quoted(run_dir)}".encode() + b"\x94."
+    )
     for task, text in reversed(list(enumerate(logs))):
         (job / f"{number}_0_{task}_log.err").write_text(text)
         os.utime(job / f"{number}_0_{task}_log.err", ns=(0, 1000 - task))
@@ -269,7 +351,9 @@ def submitted(folder: Path, number: int, run_dir: Path, *logs: str) -> Path:
 
 
 BOOM, LOST = "Traceback\nValueError: boom\n", "Traceback\nRuntimeError: Connection closed by peer\n"
-BY_SLURM = "slurmstepd: error: *** JOB 7 ON n1 CANCELLED AT 2030-01-01T00:00:00 DUE TO TIME LIMIT ***"
+BY_SLURM = (
+    "slurmstepd: error: *** JOB 7 ON n1 CANCELLED AT 2030-01-01T00:00:00 DUE TO TIME LIMIT ***"
+)
 
 
 @pytest.mark.parametrize(
@@ -279,7 +363,11 @@ BY_SLURM = "slurmstepd: error: *** JOB 7 ON n1 CANCELLED AT 2030-01-01T00:00:00 
         ([LOST, BOOM], State.failed, "ValueError: boom"),
         ([f"{BY_SLURM}\nsrun: error: n1: task 0: Killed\n", LOST], State.failed, BY_SLURM),
         ([f"{BY_SLURM}\ntrain.py: model.x=1: no\n"], State.failed, "model.x=1: no"),
-        (["train.py: stopped by SIGTERM after step 7, saved a\n"], State.interrupted, "stopped by SIGTERM after step 7, saved a"),
+        (
+            ["train.py: stopped by SIGTERM after step 7, saved a\n"],
+            State.interrupted,
+            "stopped by SIGTERM after step 7, saved a",
+        ),
         (["nothing to see\n"], State.failed, "what the launcher said"),
     ],
 )
@@ -289,25 +377,38 @@ def test_how_a_submitted_job_ended(tmp_path: Path, logs: list[str], state: State
     submitted(tmp_path, 3, run_dir, "train.py: an earlier start\n")
     newest = submitted(tmp_path, 4, run_dir, *logs)
     os.utime(next(newest.glob("*.pkl")), ns=(2**62, 2**62))
-    assert how_it_ended(tmp_path, run_dir, f"run_dir={quoted(run_dir)}", "what the launcher said") == (state, reason)
+    assert how_it_ended(
+        tmp_path, run_dir, f"run_dir={quoted(run_dir)}", problem="what the launcher said"
+    ) == (state, reason)
     finished_run(run_dir)
-    assert how_it_ended(tmp_path, run_dir, f"run_dir={quoted(run_dir)}", None) == (State.done, None)
+    assert how_it_ended(tmp_path, run_dir, f"run_dir={quoted(run_dir)}", problem=None) == (
+        State.done,
+        None,
+    )
 
 
 def test_a_submitted_job_without_a_word(tmp_path: Path):
-    state, reason = how_it_ended(tmp_path, tmp_path / "a", "run_dir='a'", None)
-    assert state is State.failed and reason == f"ended before its last step; what it printed is in {tmp_path}/.submitit"
+    state, reason = how_it_ended(tmp_path, tmp_path / "a", "run_dir='a'", problem=None)
+    assert (
+        state is State.failed
+        and reason == f"ended before its last step; what it printed is in {tmp_path}/.submitit"
+    )
 
 
 def refused() -> None:
     """What submitit does when sbatch refuses a job."""
     print("sbatch: error: no such partition", file=sys.stderr)
-    raise RuntimeError("sbatch: error: no such partition\nsbatch: error: Batch job submission failed\n")
+    raise RuntimeError(
+        "sbatch: error: no such partition\nsbatch: error: Batch job submission failed\n"
+    )
 
 
 def test_what_is_not_submitted_is_one_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    with pytest.raises(NotSubmittedError, match=r"^hydra/launcher=slurm: no such partition; Batch job submission failed;"):
-        submit("slurm", refused, tmp_path, [tmp_path / "a"])
+    with pytest.raises(
+        NotSubmittedError,
+        match=r"^hydra/launcher=slurm: no such partition; Batch job submission failed;",
+    ):
+        submit("slurm", refused, tmp_path, run_dirs=[tmp_path / "a"])
     assert capsys.readouterr().err == ""
 
 
@@ -316,9 +417,12 @@ def test_what_goes_wrong_later_is_told(tmp_path: Path, capsys: pytest.CaptureFix
         submitted(tmp_path, 1, tmp_path / "a")
         refused()
 
-    assert submit("slurm", launch, tmp_path, [tmp_path / "a"]) == "no such partition; Batch job submission failed"
+    assert (
+        submit("slurm", launch, tmp_path, run_dirs=[tmp_path / "a"])
+        == "no such partition; Batch job submission failed"
+    )
     assert capsys.readouterr().err == "sbatch: error: no such partition\n"
-    assert submit("slurm", lambda: None, tmp_path, []) is None
+    assert submit("slurm", lambda: None, tmp_path, run_dirs=[]) is None
 
 
 @pytest.mark.parametrize("there", ["", "sweeps", "sweeps/a"])
@@ -344,5 +448,10 @@ def test_an_earlier_start_of_the_sweep_stays(tmp_path: Path):
             (tmp_path / ".submitit/x.pkl").touch()
             raise error("hydra/launcher", "slurm", "refused")
         if error is NotSubmittedError:
-            assert set(tmp_path.rglob("*")) == before and (tmp_path / "sweep.json").read_text() == "old"
-    assert (tmp_path / "sweep.json").read_text() == "new", "only what could not be submitted is taken back"
+            assert (
+                set(tmp_path.rglob("*")) == before
+                and (tmp_path / "sweep.json").read_text() == "old"
+            )
+    assert (tmp_path / "sweep.json").read_text() == "new", (
+        "only what could not be submitted is taken back"
+    )

@@ -10,12 +10,26 @@ from pathlib import Path
 import pytest
 from matplotlib.figure import Figure
 
-from app.cli.timeline_picture import HEIGHT, MOST_BARS, colour, save_timeline, timeline_figure, title, windows
+from app.cli.plan_views.timeline_picture import (
+    HEIGHT,
+    MOST_BARS,
+    colour,
+    save_timeline,
+    timeline_figure,
+    title,
+    windows,
+)
+from app.plan.actions import Backward, BackwardInput, BackwardWeight, Compute, Forward
 from app.plan.plan import Plan
-from app.plan.schedule import Backward, BackwardInput, BackwardWeight, Compute, Forward
 from tests.test_config import load
 
-STEP = ("model=llama3_8b", "precision=bf16", "train.seq_len=4096", "train.micro_batch=1", "parallel.pp=4")
+STEP = (
+    "model=llama3_8b",
+    "precision=bf16",
+    "train.seq_len=4096",
+    "train.micro_batch=1",
+    "parallel.pp=4",
+)
 KINDS = (Forward, Backward, BackwardInput, BackwardWeight)
 
 
@@ -42,7 +56,13 @@ def words(figure: Figure) -> list[str]:
         (
             "interleaved parallel.vpp=2",
             32,
-            ["forward, chunk 0", "forward, chunk 1", "backward, chunk 0", "backward, chunk 1", "idle"],
+            [
+                "forward, chunk 0",
+                "forward, chunk 1",
+                "backward, chunk 0",
+                "backward, chunk 1",
+                "idle",
+            ],
         ),
     ],
 )
@@ -58,10 +78,14 @@ def test_bars_lie_where_the_timeline_says():
     plan = plan_of("1f1b")
     (axes,) = timeline_figure(plan).axes
     for rank, row in enumerate(axes.collections):
-        events = [event for event in plan.timeline.events[rank] if isinstance(event.action, Compute)]
+        events = [
+            event for event in plan.timeline.events[rank] if isinstance(event.action, Compute)
+        ]
         spans = [(path.vertices[:, 0].min(), path.vertices[:, 0].max()) for path in row.get_paths()]
         assert spans == [pytest.approx((event.start * 1e3, event.end * 1e3)) for event in events]
-        heights = {(path.vertices[:, 1].min(), path.vertices[:, 1].max()) for path in row.get_paths()}
+        heights = {
+            (path.vertices[:, 1].min(), path.vertices[:, 1].max()) for path in row.get_paths()
+        }
         assert heights == {(rank - HEIGHT / 2, rank + HEIGHT / 2)}
     low, high = axes.get_ylim()
     assert low > high  # the first rank on top
@@ -76,7 +100,12 @@ def test_microbatches_are_numbered_where_there_is_room():
 
 
 def test_kinds_chunks_and_neighbouring_microbatches_differ_in_colour():
-    fills = {(kind, mb, chunk): colour(kind(mb, chunk), 2) for kind in KINDS for mb in (0, 1) for chunk in (0, 1)}
+    fills = {
+        (kind, mb, chunk): colour(kind(mb, chunk), 2)
+        for kind in KINDS
+        for mb in (0, 1)
+        for chunk in (0, 1)
+    }
     assert len(set(fills.values())) == len(fills)
     assert all(0 <= part <= 1 for fill in fills.values() for part in fill)
     first, odd, later = fills[Forward, 0, 0], fills[Forward, 1, 0], fills[Forward, 0, 1]
@@ -88,7 +117,9 @@ def test_title_says_what_and_how_long():
         "interleaved: 4 pipeline ranks, 2 stages each, 8 microbatches, bubble "
     )
     plan = plan_of("1f1b")
-    assert f"bubble {plan.timeline.bubble_fraction:.1%}, " in title(plan) and title(plan).endswith(" ms per step (estimated)")
+    assert f"bubble {plan.timeline.bubble_fraction:.1%}, " in title(plan) and title(plan).endswith(
+        " ms per step (estimated)"
+    )
     assert timeline_figure(plan).get_suptitle() == title(plan)
     alone = Plan(load("model=dense_tiny", "train.global_batch=8"))
     assert title(alone).startswith("none: 1 pipeline rank, 1 microbatch, bubble 0.0%")
@@ -125,8 +156,9 @@ def test_equal_plans_make_equal_files_with_words_as_text(tmp_path: Path):
 
 
 def test_very_many_bars_become_pixels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("app.cli.timeline_picture.RASTER_BARS", 63)
+    monkeypatch.setattr("app.cli.plan_views.timeline_picture.RASTER_BARS", 63)
     svg = save_timeline(plan_of("1f1b"), tmp_path)[0].read_text()
-    assert svg.count("<image ") == 4 and svg.count("<path") < 64  # one per row instead of one per bar
-    monkeypatch.setattr("app.cli.timeline_picture.RASTER_BARS", 64)
+    # one per row instead of one per bar
+    assert svg.count("<image ") == 4 and svg.count("<path") < 64
+    monkeypatch.setattr("app.cli.plan_views.timeline_picture.RASTER_BARS", 64)
     assert "<image " not in save_timeline(plan_of("1f1b"), tmp_path)[0].read_text()

@@ -1,4 +1,6 @@
-"""Whole runs as a user starts them: what is written, resuming, being killed, several processes, mistakes."""
+"""Whole runs as a user starts them: what is written, resuming, being killed, several processes,
+mistakes.
+"""
 
 from __future__ import annotations
 
@@ -15,9 +17,9 @@ from typing import Any
 
 import pytest
 
-from app.engine.boards import NAMES
-from app.engine.checkpoint_folder import complete_checkpoints, newest_checkpoint
-from app.engine.report import RollbackReport, StepReport, ValidationReport
+from app.engine.checkpoint.folder import complete_checkpoints, newest_checkpoint
+from app.engine.report.boards import NAMES
+from app.engine.report.metrics import RollbackReport, StepReport, ValidationReport
 from app.version import Version
 from tests.cases import sampled
 from tests.programs import run_forked
@@ -25,9 +27,21 @@ from tests.training import TIMED, wait_for
 from tests.wandb_file import history, told
 
 ROOT = Path(__file__).parent.parent.parent
-TINY = ("model.num_layers=2", "model.hidden_size=32", "model.moe.ffn_hidden_size=32", "train.seq_len=32", "train.micro_batch=2",
-        "train.global_batch=4", "train.eval_interval=4", "train.eval_sequences=8", "train.sample_tokens=8",
-        "optim.warmup_steps=2", "log=console", "log.interval=2", "checkpoint.interval=4")  # fmt: skip
+TINY = (
+    "model.num_layers=2",
+    "model.hidden_size=32",
+    "model.moe.ffn_hidden_size=32",
+    "train.seq_len=32",
+    "train.micro_batch=2",
+    "train.global_batch=4",
+    "train.eval_interval=4",
+    "train.eval_sequences=8",
+    "train.sample_tokens=8",
+    "optim.warmup_steps=2",
+    "log=console",
+    "log.interval=2",
+    "checkpoint.interval=4",
+)
 
 
 @pytest.fixture(scope="session")
@@ -40,7 +54,11 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def command(corpus: str, *overrides: str, processes: int = 1) -> list[str]:
-    launcher = [] if processes == 1 else ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
+    launcher = (
+        []
+        if processes == 1
+        else ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
+    )
     return [sys.executable, *launcher, str(ROOT / "train.py"), *corpus.split(), *TINY, *overrides]
 
 
@@ -80,7 +98,10 @@ def test_run_folder(whole: tuple[Path, str]):
     }
     assert (folder / "loss.png").read_bytes()[:4] == b"\x89PNG"
     assert "hidden_size: 32" in (folder / "config.yaml").read_text()
-    assert [path.name for path in complete_checkpoints(folder / "checkpoints")] == ["step-00000008", "step-00000012"]
+    assert [path.name for path in complete_checkpoints(folder / "checkpoints")] == [
+        "step-00000008",
+        "step-00000012",
+    ]
     for said in ("Sample", "this model", "bigram", "trigram", "loss.png", "step 12/12", "left"):
         assert said in output, said
 
@@ -102,20 +123,35 @@ def test_a_start_is_told_by_part(whole: tuple[Path, str]):
 
 
 def test_metrics_are_the_documented_ones(whole: tuple[Path, str]):
-    """docs/metrics.md lists every key that a report may have, and a run writes all that apply on CPU and are not asked for."""
-    documented = set(re.findall(r"^\| `(\w+)` \|", (ROOT / "docs/metrics.md").read_text(), re.MULTILINE))
+    """docs/metrics.md lists every key that a report may have, and a run writes all that apply on
+    CPU and are not asked for.
+    """
+    documented = set(
+        re.findall(r"^\| `(\w+)` \|", (ROOT / "docs/metrics.md").read_text(), re.MULTILINE)
+    )
     reports = (StepReport, ValidationReport, RollbackReport)
     assert documented == {field for report in reports for field in report.__dataclass_fields__}
     written = {key for row in metrics(whole[0]) for key in row}
     graphs = {key for key in documented if key.startswith("graph_")}
     asked_for = {"moe_dropped", "loss_scale", "grad_zeros", *graphs}
     assert len(graphs) == 6
-    assert documented - written == {"mfu", "memory_reserved_gib", "rollback_from", "rollbacks", *asked_for}
+    assert documented - written == {
+        "mfu",
+        "memory_reserved_gib",
+        "rollback_from",
+        "rollbacks",
+        *asked_for,
+    }
 
 
 def test_metrics_that_are_asked_for(tmp_path: Path, corpus: str):
-    asked = ("optim.count_zeros=true", "model.moe.capacity_factor=1", "precision.loss_scale=8", "log.interval=1",
-             "cuda_graph=partial")  # fmt: skip
+    asked = (
+        "optim.count_zeros=true",
+        "model.moe.capacity_factor=1",
+        "precision.loss_scale=8",
+        "log.interval=1",
+        "cuda_graph=partial",
+    )
     done = run_forked(tmp_path, command(corpus, "train.steps=6", "run_dir=run", *asked))
     assert done.returncode == 0, done.stderr
     line = r"^step 4/6  (\d+) \((\d+)\) graphs captured in .* s; MiB: static ([\d.]+) \(([\d.]+)\), cut .*planned$"
@@ -129,7 +165,11 @@ def test_metrics_that_are_asked_for(tmp_path: Path, corpus: str):
 
 def test_wandb_run_reads_back(whole: tuple[Path, str]):
     rows = history(whole[0])
-    expected = {row["step"]: row["loss"] for row in metrics(whole[0]) if "loss" in row and row["step"] % 2 == 0}
+    expected = {
+        row["step"]: row["loss"]
+        for row in metrics(whole[0])
+        if "loss" in row and row["step"] % 2 == 0
+    }
     found = {row["step"]: row["train/loss"] for row in rows if "train/loss" in row}
     assert found == pytest.approx(expected)
     keys = {key for row in rows for key in row if not key.startswith("_")}
@@ -154,19 +194,29 @@ def test_wandb_has_the_sample_and_the_plan(whole: tuple[Path, str]):
 
 
 def test_resume_is_exact(whole: tuple[Path, str], tmp_path: Path, corpus: str):
-    """Stopped after 8 of 12 steps and continued: every number of the uninterrupted run, bit for bit."""
-    first = run_forked(tmp_path, command(corpus, "train.steps=8", "optim.decay_steps=12", "run_dir=run"))
+    """Stopped after 8 of 12 steps and continued: every number of the uninterrupted run, bit for
+    bit.
+    """
+    first = run_forked(
+        tmp_path, command(corpus, "train.steps=8", "optim.decay_steps=12", "run_dir=run")
+    )
     second = run_forked(tmp_path, command(corpus, "train.steps=12", "run_dir=run", "resume=auto"))
     assert (first.returncode, second.returncode) == (0, 0), first.stderr + second.stderr
     assert "after step 8" in second.stdout
     assert "reading the checkpoint" in told_start(second.stdout)[1]
     assert untimed(metrics(tmp_path / "run"))[-5:] == untimed(metrics(whole[0]))[-5:]
-    assert [row["step"] for row in metrics(tmp_path / "run")] == [row["step"] for row in metrics(whole[0])]
+    assert [row["step"] for row in metrics(tmp_path / "run")] == [
+        row["step"] for row in metrics(whole[0])
+    ]
 
 
 def test_killed_while_training(whole: tuple[Path, str], tmp_path: Path, corpus: str):
-    """kill -9 after the checkpoint of step 4; resume=auto of the same folder ends like the uninterrupted run."""
-    process = subprocess.Popen(command(corpus, "train.steps=12", "run_dir=run"), cwd=tmp_path, stdout=subprocess.DEVNULL)
+    """kill -9 after the checkpoint of step 4; resume=auto of the same folder ends like the
+    uninterrupted run.
+    """
+    process = subprocess.Popen(
+        command(corpus, "train.steps=12", "run_dir=run"), cwd=tmp_path, stdout=subprocess.DEVNULL
+    )
     wait_for(lambda: newest_checkpoint(tmp_path / "run") is not None)
     process.send_signal(signal.SIGKILL)
     process.wait()
@@ -181,7 +231,17 @@ def test_two_processes_with_shared_experts_resume_exactly(tmp_path: Path, corpus
     whole_run = run(tmp_path, command(corpus, *overrides, "run_dir=whole", processes=2))
     assert whole_run.returncode == 0, whole_run.stderr
     for steps, resume in ((4, "null"), (8, "part")):
-        part = run(tmp_path, command(corpus, *overrides, f"train.steps={steps}", "run_dir=part", f"resume={resume}", processes=2))
+        part = run(
+            tmp_path,
+            command(
+                corpus,
+                *overrides,
+                f"train.steps={steps}",
+                "run_dir=part",
+                f"resume={resume}",
+                processes=2,
+            ),
+        )
         assert part.returncode == 0, part.stderr
     assert untimed(metrics(tmp_path / "part"))[-5:] == untimed(metrics(tmp_path / "whole"))[-5:]
 
@@ -189,7 +249,10 @@ def test_two_processes_with_shared_experts_resume_exactly(tmp_path: Path, corpus
 def test_the_layout_starts_its_processes(whole: tuple[Path, str], tmp_path: Path, corpus: str):
     done = run(tmp_path, command(corpus, "parallel.dp=2", "train.steps=12", "run_dir=run"))
     assert done.returncode == 0, done.stderr
-    losses = [[row["loss"] for row in metrics(folder) if "loss" in row] for folder in (tmp_path / "run", whole[0])]
+    losses = [
+        [row["loss"] for row in metrics(folder) if "loss" in row]
+        for folder in (tmp_path / "run", whole[0])
+    ]
     assert losses[0] == pytest.approx(losses[1], rel=1e-4)
 
 
@@ -197,19 +260,31 @@ MISTAKES = [
     (["train.steps=abc"], "train.steps=abc: must be a whole number"),
     (["parallel.ep=3"], "parallel.ep=3: must divide model.moe.num_experts=8"),
     (["data.path=[nowhere/*.txt]"], "data.path=nowhere/*.txt: matches no file"),
-    (["model.vocab_size=200"], "model.vocab_size=200: data.tokenizer=bytes has 257 ids; nearest that works: 264"),
+    (
+        ["model.vocab_size=200"],
+        "model.vocab_size=200: data.tokenizer=bytes has 257 ids; nearest that works: 264",
+    ),
     (["resume=nowhere"], "resume=nowhere: does not exist"),
     (["train.seq_len=100000000"], "train.seq_len=100000000: the training split has only"),
     (["parallel.dp=64", "train.global_batch=128"], "parallel.dp=64: this host has room for"),
     (["train.device=cuda"], "train.device=cuda: this host has no usable GPU"),
-    ([f"run_dir={'x' * 300}", "resume=auto"], f"run_dir={'x' * 300}: cannot be used: File name too long"),
+    (
+        [f"run_dir={'x' * 300}", "resume=auto"],
+        f"run_dir={'x' * 300}: cannot be used: File name too long",
+    ),
     (["run_dir=/dev/null/run"], "run_dir=/dev/null/run: cannot be used: Not a directory"),
 ]
 
 
-@pytest.mark.parametrize(("overrides", "said"), sampled(MISTAKES, 3), ids=[said.split(":")[0] for _, said in MISTAKES])
-def test_mistake_leaves_nothing_behind(tmp_path: Path, corpus: str, overrides: list[str], said: str):
-    done = run_forked(tmp_path, command(corpus, *overrides), env={**os.environ, "CUDA_VISIBLE_DEVICES": ""})
+@pytest.mark.parametrize(
+    ("overrides", "said"), sampled(MISTAKES, 3), ids=[said.split(":")[0] for _, said in MISTAKES]
+)
+def test_mistake_leaves_nothing_behind(
+    tmp_path: Path, corpus: str, overrides: list[str], said: str
+):
+    done = run_forked(
+        tmp_path, command(corpus, *overrides), env={**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    )
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith(f"train.py: {said}") and done.stderr.count("\n") == 1
     assert list(tmp_path.iterdir()) == []
@@ -293,18 +368,29 @@ def descendants(pid: int) -> Iterator[int]:
 
 def test_a_second_run_does_not_overwrite_the_first(whole: tuple[Path, str], corpus: str):
     done = run_forked(whole[0].parent, command(corpus, "run_dir=run"))
-    assert done.returncode == 2 and "run_dir=run: holds another run; continue it with resume=auto" in done.stderr
+    assert (
+        done.returncode == 2
+        and "run_dir=run: holds another run; continue it with resume=auto" in done.stderr
+    )
 
 
 def test_continuing_with_other_data_is_refused(whole: tuple[Path, str], corpus: str):
-    done = run_forked(whole[0].parent, command(corpus, "run_dir=run", "resume=auto", "train.seq_len=16", "train.steps=20"))
+    done = run_forked(
+        whole[0].parent,
+        command(corpus, "run_dir=run", "resume=auto", "train.seq_len=16", "train.steps=20"),
+    )
     assert done.returncode == 2 and done.stderr.startswith(
         "train.py: train.seq_len=16: the checkpoint run/checkpoints/step-00000012"
     )
 
 
 def test_local_script(tmp_path: Path, corpus: str):
-    script = [str(ROOT / "scripts/train_local.sh"), "-n", "1", *command(corpus, f"run_dir={tmp_path}/run", "train.steps=4")[2:]]
+    script = [
+        str(ROOT / "scripts/train_local.sh"),
+        "-n",
+        "1",
+        *command(corpus, f"run_dir={tmp_path}/run", "train.steps=4")[2:],
+    ]
     if not (ROOT / ".venv").exists():
         pytest.skip("needs the environment that make creates")
     done = run(tmp_path, script)
@@ -315,12 +401,19 @@ def test_local_script(tmp_path: Path, corpus: str):
 
 @pytest.mark.full
 def test_the_default_run_learns(tmp_path: Path):
-    """What `make train` starts: below 1.7 nats per byte, and below what counting n-grams reaches."""
+    """What `make train` starts: below 1.7 nats per byte, and below what counting n-grams
+    reaches.
+    """
     done = subprocess.run(
-        [sys.executable, str(ROOT / "train.py"), "run_dir=run"], cwd=tmp_path, capture_output=True, text=True, check=True
+        [sys.executable, str(ROOT / "train.py"), "run_dir=run"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=True,
     )
     model, bigram, trigram = (
-        float(re.search(rf"{name} +([0-9.]+)", done.stdout)[1]) for name in ("this model", "bigram", "trigram")
+        float(re.search(rf"{name} +([0-9.]+)", done.stdout)[1])
+        for name in ("this model", "bigram", "trigram")
     )
     assert model < 1.7 and model < trigram < bigram
     loads = [row["moe_load_worst"] for row in metrics(tmp_path / "run") if "moe_load_worst" in row]

@@ -1,6 +1,8 @@
-"""Runs lowered lists of all ranks on symbols instead of tensors, the way an executor would: a match and local dictionaries.
+"""Runs lowered lists of all ranks on symbols instead of tensors, the way an executor would: a match
+and local dictionaries.
 
-What a stage puts out for a microbatch is (mb, 0, 1, …, stage); a gradient starts from the last output: (…, last, last, …, stage).
+What a stage puts out for a microbatch is (mb, 0, 1, …, stage); a gradient starts from the last
+output: (…, last, last, …, stage).
 """
 
 from __future__ import annotations
@@ -8,8 +10,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 
-from app.plan.replay import take_turns
-from app.plan.schedule import (
+from app.plan.actions import (
     Action,
     Backward,
     BackwardInput,
@@ -23,21 +24,34 @@ from app.plan.schedule import (
     ReduceGrads,
     Wait,
 )
+from app.plan.pipeline.replay import take_turns
 
 Symbol = tuple[int, ...]
 Key = tuple[str, int, int]  # flow, microbatch, chunk
 Wires = defaultdict[tuple[int, int], list[Symbol]]  # (from, to) -> what was sent, in order
 
 
-def run(lists: Sequence[Sequence[Action]], num_chunks: int, v_shape: bool = False) -> dict[int, list[Symbol]]:
-    """Per stage, the gradients that its weights sum up, in order; AssertionError or KeyError if a list cannot run."""
+def run(
+    lists: Sequence[Sequence[Action]], num_chunks: int, v_shape: bool = False
+) -> dict[int, list[Symbol]]:
+    """Per stage, the gradients that its weights sum up, in order; AssertionError or KeyError if
+    a list cannot run.
+    """
     pp, wires, training = len(lists), Wires(list), any(map(is_backward, lists[0]))
-    stages = [[rank, 2 * pp - 1 - rank] if v_shape else list(range(rank, pp * num_chunks, pp)) for rank in range(pp)]
-    ranks = [Rank(rank, stages[rank], pp * num_chunks - 1, wires, training) for rank in range(pp)]
+    stages = [
+        [rank, 2 * pp - 1 - rank] if v_shape else list(range(rank, pp * num_chunks, pp))
+        for rank in range(pp)
+    ]
+    ranks = [
+        Rank(rank, stages[rank], pp * num_chunks - 1, wires=wires, training=training)
+        for rank in range(pp)
+    ]
     places = take_turns(lists, lambda rank, action: ranks[rank].run(action))
     assert places == [len(actions) for actions in lists], "stuck"
     for rank in ranks:
-        assert not (rank.live or rank.came or rank.going or rank.queued or rank.expected), "left over"
+        assert not (rank.live or rank.came or rank.going or rank.queued or rank.expected), (
+            "left over"
+        )
     return {stage: sums for rank in ranks for stage, sums in rank.sums.items()}
 
 
@@ -46,11 +60,21 @@ def is_backward(action: Action) -> bool:
 
 
 class Rank:
-    def __init__(self, rank: int, stages: list[int], last: int, wires: Wires, training: bool) -> None:
-        self.rank, self.stages, self.last, self.wires, self.training = rank, stages, last, wires, training  # stages: [chunk]
+    def __init__(
+        self, rank: int, stages: list[int], last: int, wires: Wires, training: bool
+    ) -> None:
+        # stages: [chunk]
+        self.rank, self.stages, self.last, self.wires, self.training = (
+            rank,
+            stages,
+            last,
+            wires,
+            training,
+        )
         self.gathered: set[int] = set()
         self.live: dict[tuple[int, int], Symbol] = {}  # outputs whose backward is to come
-        self.came: dict[Key, Symbol] = {}  # received, or handed over by the neighbouring stage on this rank
+        # received, or handed over by the neighbouring stage on this rank
+        self.came: dict[Key, Symbol] = {}
         self.going: dict[Key, Symbol] = {}  # to be sent, or on its way
         self.queued: dict[tuple[int, int], Symbol] = {}  # gradients that wait for their weight part
         self.expected: dict[Op, int] = {}  # position on the wire from the peer
@@ -82,14 +106,14 @@ class Rank:
             case Forward():
                 out = (*(self.came.pop(("F", *key)) if stage else (mb,)), stage)
                 self.live.update({key: out} if self.training else {})
-                self.hand_on("F", mb, stage + 1, chunk, out)
+                self.hand_on("F", mb, stage + 1, chunk=chunk, symbol=out)
             case BackwardWeight():
                 self.sums[stage].append(self.queued.pop(key))
             case _:
                 assert ("F", *key) not in self.going, "the output is not freed"
                 out = self.live.pop(key)
                 gradient = (*(self.came.pop(("B", *key)) if stage < self.last else out), stage)
-                self.hand_on("B", mb, stage - 1, chunk, gradient)
+                self.hand_on("B", mb, stage - 1, chunk=chunk, symbol=gradient)
                 if isinstance(action, BackwardInput):
                     self.queued[key] = gradient
                 else:
@@ -114,7 +138,9 @@ class Rank:
         if any(len(self.wires[op.peer, self.rank]) <= self.expected[op] for op in receives):
             return False
         for op in receives:
-            self.came[op.flow, op.mb, op.chunk] = self.wires[op.peer, self.rank][self.expected.pop(op)]
+            self.came[op.flow, op.mb, op.chunk] = self.wires[op.peer, self.rank][
+                self.expected.pop(op)
+            ]
         for op in ops:
             if op.send and op.flow == "B":
                 del self.going["B", op.mb, op.chunk]

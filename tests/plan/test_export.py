@@ -1,4 +1,6 @@
-"""A plan as plain values: groups written out by hand, sums that must come out, and estimates against arithmetic."""
+"""A plan as plain values: groups written out by hand, sums that must come out, and estimates
+against arithmetic.
+"""
 
 from __future__ import annotations
 
@@ -7,15 +9,22 @@ import json
 
 import pytest
 
+from app.advice.suggest import Suggestion
+from app.plan.actions import parse_action
+from app.plan.cost.flops import parameter_count
 from app.plan.export import GROUP_AXES, SECTIONS, WHAT, Estimate, plan_json, rank_groups, stage_rows
-from app.plan.flops import parameter_count
 from app.plan.plan import GIB, Plan
-from app.plan.schedule import parse_action
-from app.plan.suggest import Suggestion
 from tests.test_config import load
 
 DENSE = ("model=llama3_8b", "parallel.world_size=16", "parallel.tp=4", "parallel.pp=2")
-EXPERTS = ("model=mixtral_8x7b", "parallel.world_size=16", "parallel.tp=4", "parallel.pp=2", "parallel.etp=1", "parallel.ep=4")
+EXPERTS = (
+    "model=mixtral_8x7b",
+    "parallel.world_size=16",
+    "parallel.tp=4",
+    "parallel.pp=2",
+    "parallel.etp=1",
+    "parallel.ep=4",
+)
 PIPELINE = ("model=dense_tiny", "parallel.pp=2", "parallel.vpp=2", "train.global_batch=64")
 
 
@@ -32,14 +41,32 @@ def test_groups_of_16_ranks_with_tp_4_and_pp_2():
     found = kinds(plan_of(*DENSE))
     assert set(found) == {"tp", "pp", "dp"}
     assert found["tp"]["members"] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11], [12, 13, 14, 15]]
-    assert found["dp"]["members"] == [[0, 4], [1, 5], [2, 6], [3, 7], [8, 12], [9, 13], [10, 14], [11, 15]]
+    assert found["dp"]["members"] == [
+        [0, 4],
+        [1, 5],
+        [2, 6],
+        [3, 7],
+        [8, 12],
+        [9, 13],
+        [10, 14],
+        [11, 15],
+    ]
     assert found["pp"]["members"] == [[rank, rank + 8] for rank in range(8)]
 
 
 def test_groups_of_the_same_with_etp_1_and_ep_4():
     found = kinds(plan_of(*EXPERTS))
     assert found["ep"]["members"] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11], [12, 13, 14, 15]]
-    assert found["edp"]["members"] == [[0, 4], [1, 5], [2, 6], [3, 7], [8, 12], [9, 13], [10, 14], [11, 15]]
+    assert found["edp"]["members"] == [
+        [0, 4],
+        [1, 5],
+        [2, 6],
+        [3, 7],
+        [8, 12],
+        [9, 13],
+        [10, 14],
+        [11, 15],
+    ]
     assert found["dp"]["members"] == found["edp"]["members"]
     assert "etp" not in found
     assert (found["edp"]["groups"], found["edp"]["ranks"]) == (8, 2)
@@ -78,10 +105,16 @@ def test_stages_hold_every_layer_and_parameter_once():
     plan = plan_of(*PIPELINE)
     rows = sorted(stage_rows(plan), key=lambda row: row.stage)
     assert [layer for row in rows for layer in row.layers] == list(range(plan.run.model.num_layers))
-    assert [(row.embedding, row.head) for row in rows] == [(True, False), (False, False), (False, False), (False, True)]
+    assert [(row.embedding, row.head) for row in rows] == [
+        (True, False),
+        (False, False),
+        (False, False),
+        (False, True),
+    ]
     assert [(row.pp_rank, row.chunk) for row in rows] == [(0, 0), (1, 0), (0, 1), (1, 1)]
     count = parameter_count(plan.run.model)
-    assert sum(row.parameters for row in rows) == count.total + count.embedding  # tied: the head's stage has a copy
+    # tied: the head's stage has a copy
+    assert sum(row.parameters for row in rows) == count.total + count.embedding
     assert plan_json(plan, "stages")["layout"]["parameters"]["per_rank"] == [
         sum(row.parameters for row in rows if row.pp_rank == rank) for rank in (0, 1)
     ]
@@ -94,11 +127,17 @@ def test_moe_layers_are_named():
 
 
 def test_a_rank_alone_reaches_the_efficiency_assumed():
-    """No bubble, no traffic, nothing computed twice: MFU is the share of the peak that products reach."""
+    """No bubble, no traffic, nothing computed twice: MFU is the share of the peak that products
+    reach.
+    """
     plan = plan_of("model=dense_tiny", "hardware.efficiency=0.35", "hardware.peak_tflops=100")
     estimate = Estimate.of(plan)
     assert estimate.mfu == pytest.approx(0.35, rel=1e-9)
-    assert (estimate.peak_tflops, estimate.efficiency, estimate.bubble_fraction) == (100, 0.35, pytest.approx(0, abs=1e-12))
+    assert (estimate.peak_tflops, estimate.efficiency, estimate.bubble_fraction) == (
+        100,
+        0.35,
+        pytest.approx(0, abs=1e-12),
+    )
     assert estimate.tokens_per_second_per_gpu * estimate.seconds == pytest.approx(16 * 128)
 
 
@@ -116,14 +155,24 @@ def test_actions_can_be_read_back():
 
 def test_memory_and_verdict():
     plan = plan_of(*PIPELINE, "hardware.gpu_memory_gib=0.5")
-    advice = Suggestion(("parallel.dp=2",), 7, 1.5, "twice the GPUs")
+    advice = Suggestion(("parallel.dp=2",), 7, 1.5, cost="twice the GPUs")
     found = plan_json(plan, "memory", (advice,))
     totals = [sum(part["bytes"] for part in rank["parts"]) for rank in found["memory"]]
-    assert totals == [rank["total"] for rank in found["memory"]] == [rank.total for rank in plan.memory]
+    assert (
+        totals
+        == [rank["total"] for rank in found["memory"]]
+        == [rank.total for rank in plan.memory]
+    )
     verdict = found["verdict"]
-    assert verdict["fits"] is False and verdict["needed"] == max(totals) and totals[verdict["pp_rank"]] == max(totals)
+    assert (
+        verdict["fits"] is False
+        and verdict["needed"] == max(totals)
+        and totals[verdict["pp_rank"]] == max(totals)
+    )
     assert verdict["headroom"] == GIB // 2 - max(totals) < 0
-    assert verdict["suggestions"] == [{"overrides": ("parallel.dp=2",), "memory": 7, "slowdown": 1.5, "cost": "twice the GPUs"}]
+    assert verdict["suggestions"] == [
+        {"overrides": ("parallel.dp=2",), "memory": 7, "slowdown": 1.5, "cost": "twice the GPUs"}
+    ]
 
 
 def test_graphs():
@@ -131,7 +180,9 @@ def test_graphs():
     assert (found["impl"], found["scope"]) == ("local", ["attn"])
     plan = plan_of(*PIPELINE, "cuda_graph=attn")
     assert len(found["ranks"]) == 2
-    assert [rank["graphs"] for rank in found["ranks"]] == [graph.num_graphs for graph in plan.graphs if graph]
+    assert [rank["graphs"] for rank in found["ranks"]] == [
+        graph.num_graphs for graph in plan.graphs if graph
+    ]
     assert plan_json(plan_of("model=dense_tiny"), "graphs")["graphs"]["ranks"] == []
 
 

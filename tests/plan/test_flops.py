@@ -7,63 +7,130 @@ from pathlib import Path
 import pytest
 
 from app.choices import Recompute
-from app.config import HardwareConfig, LossConfig, ModelConfig, MoEConfig, ParallelConfig, RecomputeConfig, Run, TrainConfig
-from app.plan.flops import busiest_load, flops_per_token, parameter_count, peak_tflops, stage_flops, stage_seconds
+from app.config import (
+    HardwareConfig,
+    LossConfig,
+    ModelConfig,
+    MoEConfig,
+    ParallelConfig,
+    RecomputeConfig,
+    Run,
+    TrainConfig,
+)
+from app.plan.cost.flops import (
+    busiest_load,
+    flops_per_token,
+    parameter_count,
+    peak_tflops,
+    stage_flops,
+    stage_seconds,
+)
 from app.plan.select import select_layout, select_stages
 from app.plan.stages import Stage
 from app.rules import check
 
 QWEN3_30B_A3B = ModelConfig(
-    num_layers=48, hidden_size=2048, num_heads=32, num_kv_heads=4, head_dim=128, vocab_size=151936, qk_norm=True,
+    num_layers=48,
+    hidden_size=2048,
+    num_heads=32,
+    num_kv_heads=4,
+    head_dim=128,
+    vocab_size=151936,
+    qk_norm=True,
     moe=MoEConfig(num_experts=128, top_k=8, ffn_hidden_size=768),
 )
-LLAMA3_8B = ModelConfig(num_layers=32, hidden_size=4096, ffn_hidden_size=14336, num_heads=32, num_kv_heads=8, vocab_size=128256)
+LLAMA3_8B = ModelConfig(
+    num_layers=32,
+    hidden_size=4096,
+    ffn_hidden_size=14336,
+    num_heads=32,
+    num_kv_heads=8,
+    vocab_size=128256,
+)
 MIXTRAL_8X7B = ModelConfig(
-    num_layers=32, hidden_size=4096, num_heads=32, num_kv_heads=8, vocab_size=32000,
+    num_layers=32,
+    hidden_size=4096,
+    num_heads=32,
+    num_kv_heads=8,
+    vocab_size=32000,
     moe=MoEConfig(num_experts=8, top_k=2, ffn_hidden_size=14336),
 )
-QWEN15_MOE_A27B = ModelConfig(  # published with biases on queries, keys and values: 24 layers of 3·2048 elements
-    num_layers=24, hidden_size=2048, num_heads=16, num_kv_heads=16, vocab_size=151936,
-    moe=MoEConfig(num_experts=60, top_k=4, ffn_hidden_size=1408, shared_ffn_hidden_size=5632, shared_gate=True),
+# published with biases on queries, keys and values: 24 layers of 3·2048 elements
+QWEN15_MOE_A27B = ModelConfig(
+    num_layers=24,
+    hidden_size=2048,
+    num_heads=16,
+    num_kv_heads=16,
+    vocab_size=151936,
+    moe=MoEConfig(
+        num_experts=60, top_k=4, ffn_hidden_size=1408, shared_ffn_hidden_size=5632, shared_gate=True
+    ),
 )
 
 
-@pytest.mark.parametrize(("model", "total", "active"), [
-    (LLAMA3_8B, 8_030_261_248, 8_030_261_248),
-    (MIXTRAL_8X7B, 46_702_792_704, 12_879_925_248),
-    (QWEN3_30B_A3B, 30_532_122_624, 3_353_032_704),
-    (QWEN15_MOE_A27B, 14_315_784_192 - 24 * 3 * 2048, 2_689_173_504 - 24 * 3 * 2048),
-], ids=["llama3-8b", "mixtral-8x7b", "qwen3-30b-a3b", "qwen1.5-moe-a2.7b"])
+@pytest.mark.parametrize(
+    ("model", "total", "active"),
+    [
+        (LLAMA3_8B, 8_030_261_248, 8_030_261_248),
+        (MIXTRAL_8X7B, 46_702_792_704, 12_879_925_248),
+        (QWEN3_30B_A3B, 30_532_122_624, 3_353_032_704),
+        (QWEN15_MOE_A27B, 14_315_784_192 - 24 * 3 * 2048, 2_689_173_504 - 24 * 3 * 2048),
+    ],
+    ids=["llama3-8b", "mixtral-8x7b", "qwen3-30b-a3b", "qwen1.5-moe-a2.7b"],
+)
 def test_published_models_have_their_published_sizes(model: ModelConfig, total: int, active: int):
     count = parameter_count(model)
     assert (count.total, count.active) == (total, active)
 
 
 def test_parts_of_the_count():
-    sizes = {"num_layers": 2, "hidden_size": 8, "ffn_hidden_size": 16, "num_heads": 2, "num_kv_heads": 1, "vocab_size": 32}
+    sizes = {
+        "num_layers": 2,
+        "hidden_size": 8,
+        "ffn_hidden_size": 16,
+        "num_heads": 2,
+        "num_kv_heads": 1,
+        "vocab_size": 32,
+    }
     tied = ModelConfig(**sizes, tie_embeddings=True)
     count = parameter_count(tied)
-    layer = 4 * 4 * 8 + 8 * 8 + 3 * 8 * 16 + 2 * 8  # (2 + 2·1) heads of width 4, output, SwiGLU, two norms
-    assert (count.total, count.embedding, count.head, count.experts) == (2 * layer + 8 + 32 * 8, 32 * 8, 0, 0)
-    mixed = ModelConfig(num_layers=5, moe=MoEConfig(num_experts=5, top_k=2, ffn_hidden_size=8, first_k_dense=1, every_n=2))
+    # (2 + 2·1) heads of width 4, output, SwiGLU, two norms
+    layer = 4 * 4 * 8 + 8 * 8 + 3 * 8 * 16 + 2 * 8
+    assert (count.total, count.embedding, count.head, count.experts) == (
+        2 * layer + 8 + 32 * 8,
+        32 * 8,
+        0,
+        0,
+    )
+    mixed = ModelConfig(
+        num_layers=5,
+        moe=MoEConfig(num_experts=5, top_k=2, ffn_hidden_size=8, first_k_dense=1, every_n=2),
+    )
     assert parameter_count(mixed).experts == 2 * 5 * 3 * 128 * 8  # layers 1 and 3 of 0 … 4
     assert parameter_count(mixed).total - parameter_count(mixed).active == 2 * 3 * 3 * 128 * 8
 
 
 def test_flops_are_six_per_active_matrix_element_and_half_the_attention_square():
-    vectors = 33 * 4096 + 32 * 4096 + LLAMA3_8B.vocab_size * 4096  # norms and the looked-up table are not multiplied
-    assert flops_per_token(LLAMA3_8B, 8192) == 6 * (8_030_261_248 - vectors) + 3 * 32 * 2 * 8192 * 4096
+    # norms and the looked-up table are not multiplied
+    vectors = 33 * 4096 + 32 * 4096 + LLAMA3_8B.vocab_size * 4096
+    assert (
+        flops_per_token(LLAMA3_8B, 8192) == 6 * (8_030_261_248 - vectors) + 3 * 32 * 2 * 8192 * 4096
+    )
     short, long = (flops_per_token(QWEN3_30B_A3B, seq_len) for seq_len in (1024, 2048))
     assert long - short == 3 * 48 * 2 * 1024 * 32 * 128
 
 
 def test_tied_embeddings_still_pay_for_the_head():
     args = {"num_layers": 2, "hidden_size": 64, "num_heads": 4, "num_kv_heads": 4}
-    assert flops_per_token(ModelConfig(**args, tie_embeddings=True), 128) == flops_per_token(ModelConfig(**args), 128)
+    assert flops_per_token(ModelConfig(**args, tie_embeddings=True), 128) == flops_per_token(
+        ModelConfig(**args), 128
+    )
 
 
 def worked_example_of_a_rank() -> dict[str, int]:
-    """The last of four pipeline ranks, tp 2, ep 8, micro-batch 2: its rows of the table, from layer sizes alone."""
+    """The last of four pipeline ranks, tp 2, ep 8, micro-batch 2: its rows of the table, from
+    layer sizes alone.
+    """
     layers, tokens = 12, 2 * 4096 // 2
     routed = layers * 2 * 8 * 3 * 2048 * 768
     others = layers * 2 * (18_874_368 + 262_144) + 2 * 311_164_928
@@ -83,85 +150,182 @@ def test_the_worked_example_of_the_documentation():
     stated = {name: float(number.replace(",", "")) for name, number in row.findall(text)}
     count = parameter_count(QWEN3_30B_A3B)
     assert stated == {
-        "parameters, total": count.total, "parameters, active": count.active, "parameters, routed experts": count.experts,
-        "attention projections": 48 * 18_874_368, "router": 48 * 262_144, "experts": 48 * 37_748_736, "head": 311_164_928,
-        "scores and values": 48 * 33_554_432, "forward and backward": flops_per_token(QWEN3_30B_A3B, 4096),
+        "parameters, total": count.total,
+        "parameters, active": count.active,
+        "parameters, routed experts": count.experts,
+        "attention projections": 48 * 18_874_368,
+        "router": 48 * 262_144,
+        "experts": 48 * 37_748_736,
+        "head": 311_164_928,
+        "scores and values": 48 * 33_554_432,
+        "forward and backward": flops_per_token(QWEN3_30B_A3B, 4096),
         **worked_example_of_a_rank(),
     }
     matrices = sum(stated[name] for name in ("attention projections", "router", "experts", "head"))
     assert stated["forward and backward"] == 3 * (2 * matrices + stated["scores and values"])
 
 
-@pytest.mark.parametrize(("name", "peak"), [
-    ("NVIDIA H100 80GB HBM3", 989.0), ("NVIDIA H100 PCIe", 756.0), ("NVIDIA H100 NVL", 835.0), ("NVIDIA H200", 989.0),
-    ("NVIDIA GH200 480GB", 989.0), ("NVIDIA H20", 148.0), ("NVIDIA A100-SXM4-80GB", 312.0), ("NVIDIA B200", 2250.0),
-    ("NVIDIA L4", 121.0), ("NVIDIA A10G", 70.0), ("Some Other GPU", None), ("NVIDIA H1000", None), ("", None),
-])
+@pytest.mark.parametrize(
+    ("name", "peak"),
+    [
+        ("NVIDIA H100 80GB HBM3", 989.0),
+        ("NVIDIA H100 PCIe", 756.0),
+        ("NVIDIA H100 NVL", 835.0),
+        ("NVIDIA H200", 989.0),
+        ("NVIDIA GH200 480GB", 989.0),
+        ("NVIDIA H20", 148.0),
+        ("NVIDIA A100-SXM4-80GB", 312.0),
+        ("NVIDIA B200", 2250.0),
+        ("NVIDIA L4", 121.0),
+        ("NVIDIA A10G", 70.0),
+        ("Some Other GPU", None),
+        ("NVIDIA H1000", None),
+        ("", None),
+    ],
+)
 def test_peaks_are_known_by_name(name: str, peak: float | None):
     assert peak_tflops(name) == peak
 
 
 def planned(model: ModelConfig, world: int = 64, seq_len: int = 4096, **chosen: object) -> Run:
-    """A checked run of 4 microbatches of 2 sequences; other keyword arguments are fields of `parallel`, or sections."""
+    """A checked run of 4 microbatches of 2 sequences; other keyword arguments are fields of
+    `parallel`, or sections.
+    """
     sections = {name: chosen.pop(name) for name in ("recompute", "hardware") if name in chosen}
     parallel = ParallelConfig(world_size=world, **chosen)
     dp = world // (parallel.tp * parallel.cp * parallel.pp)
-    return check(Run(model, parallel, train=TrainConfig(seq_len=seq_len, micro_batch=2, global_batch=8 * dp), **sections))
+    return check(
+        Run(
+            model,
+            parallel,
+            train=TrainConfig(seq_len=seq_len, micro_batch=2, global_batch=8 * dp),
+            **sections,
+        )
+    )
 
 
 MIXED = ModelConfig(  # dense layers, MoE layers, a shared expert with a gate and tied embeddings
-    num_layers=7, hidden_size=64, ffn_hidden_size=96, num_heads=4, num_kv_heads=4, vocab_size=128, tie_embeddings=True,
-    moe=MoEConfig(num_experts=8, top_k=3, ffn_hidden_size=32, first_k_dense=2, every_n=2, shared_ffn_hidden_size=64,
-                  shared_gate=True),
+    num_layers=7,
+    hidden_size=64,
+    ffn_hidden_size=96,
+    num_heads=4,
+    num_kv_heads=4,
+    vocab_size=128,
+    tie_embeddings=True,
+    moe=MoEConfig(
+        num_experts=8,
+        top_k=3,
+        ffn_hidden_size=32,
+        first_k_dense=2,
+        every_n=2,
+        shared_ffn_hidden_size=64,
+        shared_gate=True,
+    ),
 )
 
 
 def test_a_rank_of_the_worked_example():
-    run = planned(QWEN3_30B_A3B, tp=2, pp=4, ep=8, etp=1, recompute=RecomputeConfig(phases=(Recompute.attn_core, Recompute.norm)))
+    run = planned(
+        QWEN3_30B_A3B,
+        tp=2,
+        pp=4,
+        ep=8,
+        etp=1,
+        recompute=RecomputeConfig(phases=(Recompute.attn_core, Recompute.norm)),
+    )
     last = select_stages(run).stages[3][0]
-    mean, busiest = (stage_flops(run, last, select_layout(run), load) for load in (1.0, busiest_load(run)))
+    mean, busiest = (
+        stage_flops(run, last, select_layout(run), load=load) for load in (1.0, busiest_load(run))
+    )
     expected = list(worked_example_of_a_rank().values())
     assert [mean.forward, busiest.forward] == expected[:2]
     assert [busiest.backward_input, busiest.backward_weight, busiest.recompute] == expected[2:]
 
 
-@pytest.mark.parametrize(("model", "chosen"), [
-    (LLAMA3_8B, {}), (LLAMA3_8B, {"tp": 8, "cp": 2, "pp": 4}), (QWEN3_30B_A3B, {"tp": 4, "pp": 4, "ep": 16, "etp": 1}),
-    (MIXTRAL_8X7B, {"tp": 2, "pp": 2, "vpp": 4, "ep": 4, "etp": 4}),
-    (MIXED, {"tp": 2, "cp": 2, "ep": 2, "pp": 3, "layout": "Ett|ttt|ttL", "world": 12, "seq_len": 64}),
-], ids=["replicas", "dense", "moe", "interleaved", "mixed"])
+@pytest.mark.parametrize(
+    ("model", "chosen"),
+    [
+        (LLAMA3_8B, {}),
+        (LLAMA3_8B, {"tp": 8, "cp": 2, "pp": 4}),
+        (QWEN3_30B_A3B, {"tp": 4, "pp": 4, "ep": 16, "etp": 1}),
+        (MIXTRAL_8X7B, {"tp": 2, "pp": 2, "vpp": 4, "ep": 4, "etp": 4}),
+        (
+            MIXED,
+            {
+                "tp": 2,
+                "cp": 2,
+                "ep": 2,
+                "pp": 3,
+                "layout": "Ett|ttt|ttL",
+                "world": 12,
+                "seq_len": 64,
+            },
+        ),
+    ],
+    ids=["replicas", "dense", "moe", "interleaved", "mixed"],
+)
 def test_all_ranks_together_do_the_models_work_once(model: ModelConfig, chosen: dict):
     run = planned(model, **chosen)
     layout = select_layout(run)
-    work = [stage_flops(run, stage, layout) for chunks in select_stages(run).stages for stage in chunks]
-    times = run.world_size // run.parallel.pp * run.num_microbatches  # each stage's work is done: by its ranks, per microbatch
+    work = [
+        stage_flops(run, stage, layout) for chunks in select_stages(run).stages for stage in chunks
+    ]
+    # each stage's work is done: by its ranks, per microbatch
+    times = run.world_size // run.parallel.pp * run.num_microbatches
     done = times * sum(flops.forward + flops.backward for flops in work)
-    assert done == int(flops_per_token(model, run.train.seq_len)) * run.train.global_batch * run.train.seq_len
+    assert (
+        done
+        == int(flops_per_token(model, run.train.seq_len))
+        * run.train.global_batch
+        * run.train.seq_len
+    )
     assert all(flops.backward == 2 * flops.forward for flops in work)
 
 
 def test_backward_of_scores_has_no_gradient_of_weights():
-    short, long = (stage_flops(run, Stage((3,), False, False), select_layout(run))
-                   for run in (planned(LLAMA3_8B, seq_len=2048), planned(LLAMA3_8B, seq_len=4096)))
+    short, long = (
+        stage_flops(run, Stage((3,), False, False), select_layout(run))
+        for run in (planned(LLAMA3_8B, seq_len=2048), planned(LLAMA3_8B, seq_len=4096))
+    )
     scores = 2 * 4096 * 2 * 4096 * 32 * 128  # tokens · two products, half masked
-    assert long.backward_weight == 2 * short.backward_weight == 2 * 4096 * 2 * (41_943_040 + 3 * 4096 * 14336)
+    assert (
+        long.backward_weight
+        == 2 * short.backward_weight
+        == 2 * 4096 * 2 * (41_943_040 + 3 * 4096 * 14336)
+    )
     assert long.forward == long.backward_weight + scores
     assert long.backward_input == long.backward_weight + 2 * scores
 
 
-@pytest.mark.parametrize(("choice", "again"), [
-    ({}, "nothing"), ({"phases": ("norm", "mlp_act", "experts_act")}, "nothing"), ({"phases": ("attn_core",)}, "scores"),
-    ({"phases": ("shared",)}, "shared"), ({"phases": ("moe", "shared")}, "moe"), ({"phases": ("moe", "attn_core")}, "both"),
-    ({"full": True}, "layers"), ({"full": True, "phases": ("attn_core", "moe"), "partial_microbatches": 1}, "layers"),
-])
+@pytest.mark.parametrize(
+    ("choice", "again"),
+    [
+        ({}, "nothing"),
+        ({"phases": ("norm", "mlp_act", "experts_act")}, "nothing"),
+        ({"phases": ("attn_core",)}, "scores"),
+        ({"phases": ("shared",)}, "shared"),
+        ({"phases": ("moe", "shared")}, "moe"),
+        ({"phases": ("moe", "attn_core")}, "both"),
+        ({"full": True}, "layers"),
+        ({"full": True, "phases": ("attn_core", "moe"), "partial_microbatches": 1}, "layers"),
+    ],
+)
 def test_recomputation_by_part(choice: dict, again: str):
     choice = choice | {"phases": tuple(map(Recompute, choice.get("phases", ())))}
     run = planned(MIXED, world=1, seq_len=32, recompute=RecomputeConfig(**choice))
-    flops = stage_flops(run, Stage((1, 2), False, True), select_layout(run))  # a dense and an MoE layer, and the head
+    # a dense and an MoE layer, and the head
+    flops = stage_flops(run, Stage((1, 2), False, True), select_layout(run))
     scores, shared = 2 * 2 * 32 * 64, 2 * (3 * 64 * 64 + 64)
     moe = 2 * 8 * 64 + 2 * 3 * 3 * 64 * 32 + shared
     layers = scores + 2 * 2 * 4 * 64 * 64 + 2 * 3 * 64 * 96 + moe
-    parts = {"nothing": 0, "scores": scores, "shared": shared, "moe": moe, "both": scores + moe, "layers": layers}
+    parts = {
+        "nothing": 0,
+        "scores": scores,
+        "shared": shared,
+        "moe": moe,
+        "both": scores + moe,
+        "layers": layers,
+    }
     assert flops.recompute == 64 * parts[again]
     assert flops.forward == 64 * (layers + 2 * 128 * 64)
 
@@ -170,27 +334,45 @@ def test_an_unbalanced_rank_does_more_of_the_experts_work_alone():
     run = planned(MIXED, world=4, seq_len=64, ep=4)
     stage, layout = Stage((1, 2), True, False), select_layout(run)
     assert busiest_load(run) == 1.5
-    mean, busiest = (stage_flops(run, stage, layout, load) for load in (1.0, 1.5))
+    mean, busiest = (stage_flops(run, stage, layout, load=load) for load in (1.0, 1.5))
     assert busiest.forward - mean.forward == 128 * 2 * 3 * 3 * 64 * 32 // 2
     assert busiest.backward - mean.backward == 2 * (busiest.forward - mean.forward)
-    assert busiest_load(planned(MIXED, world=4, seq_len=64)) == busiest_load(planned(LLAMA3_8B)) == 1
+    assert (
+        busiest_load(planned(MIXED, world=4, seq_len=64)) == busiest_load(planned(LLAMA3_8B)) == 1
+    )
     uneven = ModelConfig(moe=MoEConfig(num_experts=8, planned_imbalance=3))
-    assert [busiest_load(planned(uneven, world=4, seq_len=64, ep=ep)) for ep in (1, 2, 4)] == [1, 2, 3]
+    assert [busiest_load(planned(uneven, world=4, seq_len=64, ep=ep)) for ep in (1, 2, 4)] == [
+        1,
+        2,
+        3,
+    ]
     worst = ModelConfig(moe=MoEConfig(num_experts=8, top_k=4, planned_imbalance=9))
-    assert [busiest_load(planned(worst, world=8, seq_len=64, ep=ep)) for ep in (1, 2, 4, 8)] == [1, 2, 2, 2]  # E/K: all different
+    # E/K: all different
+    assert [busiest_load(planned(worst, world=8, seq_len=64, ep=ep)) for ep in (1, 2, 4, 8)] == [
+        1,
+        2,
+        2,
+        2,
+    ]
 
 
 def test_a_capacity_bounds_the_rows_of_experts():
-    """128 tokens of a rank have 256 choices of 8 experts, 32 each: a factor of 1.3 leaves ceil(41.6) of them at most."""
+    """128 tokens of a rank have 256 choices of 8 experts, 32 each: a factor of 1.3 leaves
+    ceil(41.6) of them at most.
+    """
 
     def load(ep: int, **choices: object) -> float:
         model = ModelConfig(moe=MoEConfig(num_experts=8, top_k=2, **choices))
         return busiest_load(planned(model, world=4, seq_len=64, ep=ep))
 
-    assert load(4, capacity_factor=1.3) == 42 / 32 and load(4, capacity_factor=1.3, planned_imbalance=1.1) == 1.1
+    assert (
+        load(4, capacity_factor=1.3) == 42 / 32
+        and load(4, capacity_factor=1.3, planned_imbalance=1.1) == 1.1
+    )
     assert [load(ep, capacity_factor=1.3, pad_to_capacity=True) for ep in (1, 4)] == [42 / 32] * 2
     assert [load(ep, capacity_factor=0.5) for ep in (1, 4)] == [0.5, 0.5]
-    assert load(1, capacity_factor=9.0, pad_to_capacity=True) == 8 * 128 / 256  # no expert has more than all tokens
+    # no expert has more than all tokens
+    assert load(1, capacity_factor=9.0, pad_to_capacity=True) == 8 * 128 / 256
 
 
 def test_a_loss_by_chunks_does_the_heads_product_twice():
@@ -204,13 +386,23 @@ def test_a_loss_by_chunks_does_the_heads_product_twice():
 
 def test_seconds_are_operations_over_the_expected_rate():
     dense, recompute = Stage((0,), False, False), RecomputeConfig(full=True)
-    run = planned(LLAMA3_8B, recompute=recompute, hardware=HardwareConfig(peak_tflops=500, efficiency=0.5))
-    flops, seconds = stage_flops(run, dense, select_layout(run)), stage_seconds(run, dense, select_layout(run))
+    run = planned(
+        LLAMA3_8B, recompute=recompute, hardware=HardwareConfig(peak_tflops=500, efficiency=0.5)
+    )
+    flops, seconds = (
+        stage_flops(run, dense, select_layout(run)),
+        stage_seconds(run, dense, select_layout(run)),
+    )
     assert seconds.forward == pytest.approx(flops.forward / 250e12)
     assert seconds.backward_weight == pytest.approx(flops.backward_weight / 250e12)
-    assert seconds.total == pytest.approx((2 * flops.forward + flops.backward) / 250e12)  # the forward twice
+    # the forward twice
+    assert seconds.total == pytest.approx((2 * flops.forward + flops.backward) / 250e12)
     h100 = planned(LLAMA3_8B, recompute=recompute)
-    assert stage_seconds(h100, dense, select_layout(h100)).total == pytest.approx(seconds.total * 250 / (989 * 0.4))
+    assert stage_seconds(h100, dense, select_layout(h100)).total == pytest.approx(
+        seconds.total * 250 / (989 * 0.4)
+    )
     moe, experts = planned(MIXED, world=4, seq_len=64, ep=4), Stage((2,), False, False)
-    busiest = stage_flops(moe, experts, select_layout(moe), 1.5)
-    assert stage_seconds(moe, experts, select_layout(moe)).forward == pytest.approx(busiest.forward / 395.6e12)
+    busiest = stage_flops(moe, experts, select_layout(moe), load=1.5)
+    assert stage_seconds(moe, experts, select_layout(moe)).forward == pytest.approx(
+        busiest.forward / 395.6e12
+    )

@@ -11,17 +11,37 @@ import pytest
 from app.errors import ConfigError
 from app.plan.layout import ParallelLayout, axis_groups, nested_groups
 
-GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "groups.json").read_text())  # Megatron-Core 0.16.1
+# Megatron-Core 0.16.1
+GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "groups.json").read_text())
 DENSE = {"tp": "tp", "cp": "cp", "dp": "dp", "pp": "pp"}
 EXPERT = {"tp": "etp", "ep": "ep", "dp": "edp", "pp": "pp"}
 NAMED = {  # groups of the golden file that are plain groups of one grid: name -> axes, expert
-    "tp": ("tp", False), "cp": ("cp", False), "dp": ("dp", False), "pp": ("pp", False), "dp-cp": ("dp-cp", False),
-    "tp-pp": ("tp-pp", False), "tp-cp": ("tp-cp", False), "tp-dp": ("tp-dp", False), "tp-dp-cp": ("tp-dp-cp", False),
-    "ep": ("ep", True), "expt_tp": ("tp", True), "expt_dp": ("dp", True), "expt_tp-ep": ("tp-ep", True),
+    "tp": ("tp", False),
+    "cp": ("cp", False),
+    "dp": ("dp", False),
+    "pp": ("pp", False),
+    "dp-cp": ("dp-cp", False),
+    "tp-pp": ("tp-pp", False),
+    "tp-cp": ("tp-cp", False),
+    "tp-dp": ("tp-dp", False),
+    "tp-dp-cp": ("tp-dp-cp", False),
+    "ep": ("ep", True),
+    "expt_tp": ("tp", True),
+    "expt_dp": ("dp", True),
+    "expt_tp-ep": ("tp-ep", True),
     "expt_tp-ep-pp": ("tp-ep-pp", True),
 }
-COORDS = {"tp": ("tp", False), "cp": ("cp", False), "dp": ("dp", False), "pp": ("pp", False), "dp_cp": ("dp-cp", False),
-          "ep": ("ep", True), "expt_tp": ("tp", True), "expt_dp": ("dp", True), "expt_tp_ep": ("tp-ep", True)}
+COORDS = {
+    "tp": ("tp", False),
+    "cp": ("cp", False),
+    "dp": ("dp", False),
+    "pp": ("pp", False),
+    "dp_cp": ("dp-cp", False),
+    "ep": ("ep", True),
+    "expt_tp": ("tp", True),
+    "expt_dp": ("dp", True),
+    "expt_tp_ep": ("tp-ep", True),
+}
 
 
 def name_of(case: dict) -> str:
@@ -29,7 +49,9 @@ def name_of(case: dict) -> str:
 
 
 def layout_of(args: dict) -> ParallelLayout:
-    named = {key: value for key, value in args.items() if key in ("tp", "cp", "pp", "ep", "etp", "order")}
+    named = {
+        key: value for key, value in args.items() if key in ("tp", "cp", "pp", "ep", "etp", "order")
+    }
     return ParallelLayout(args["world"], **named)
 
 
@@ -43,15 +65,22 @@ def levels(groups: list[list[int]], sizes: list[int], level: int) -> list[list[i
 
 
 def optimizer_groups(layout: ParallelLayout, copies: int) -> dict[str, list[list[int]]]:
-    """Optimizer state sharded within 1/copies of the data-parallel ranks, and repeated in each part."""
-    replicas, model = layout.groups("edp", expert=True), layout.groups("etp", "ep", "pp", expert=True)
+    """Optimizer state sharded within 1/copies of the data-parallel ranks, and repeated in each
+    part.
+    """
+    replicas, model = (
+        layout.groups("edp", expert=True),
+        layout.groups("etp", "ep", "pp", expert=True),
+    )
     size = layout.edp // copies
     dense = layout.groups("dp", "cp")
     return {
         "intra_dp-cp": levels(dense, [len(dense[0]) // copies, copies], 0),
         "intra_expt_dp": levels(replicas, [size, copies], 0),
         "inter_dist_opt": levels(replicas, [size, copies], 1),
-        "intra_dist_opt": [list(chain(*model[at:at + size])) for at in range(0, len(model), size)],
+        "intra_dist_opt": [
+            list(chain(*model[at : at + size])) for at in range(0, len(model), size)
+        ],
     }
 
 
@@ -62,12 +91,17 @@ def test_groups_equal_the_golden_ones(case: dict):
     found = {name: token_groups(layout, *NAMED[name]) for name in NAMED}
     found |= {"embd": layout.embedding_groups(), "pos_embd": layout.position_embedding_groups()}
     found |= optimizer_groups(layout, args.get("dist_opt_instances", 1))
-    found |= {f"hcp_l{level}": levels(found["cp"], args["hcp"], level) for level in range(len(args.get("hcp", [])))}
+    found |= {
+        f"hcp_l{level}": levels(found["cp"], args["hcp"], level)
+        for level in range(len(args.get("hcp", [])))
+    }
     for name, groups in case["groups"].items():
         assert found[name] == groups, name
 
 
-@pytest.mark.parametrize("case", [case for case in GOLDEN["cases"] if "rank_generator" in case], ids=name_of)
+@pytest.mark.parametrize(
+    "case", [case for case in GOLDEN["cases"] if "rank_generator" in case], ids=name_of
+)
 def test_any_set_of_axes_equals_the_golden_groups(case: dict):
     layout = layout_of(case["args"])
     for name, groups in case["rank_generator"].items():
@@ -75,7 +109,9 @@ def test_any_set_of_axes_equals_the_golden_groups(case: dict):
         assert token_groups(layout, token, grid == "expert") == groups, name
 
 
-@pytest.mark.parametrize("case", [case for case in GOLDEN["cases"] if "coords" in case], ids=name_of)
+@pytest.mark.parametrize(
+    "case", [case for case in GOLDEN["cases"] if "coords" in case], ids=name_of
+)
 def test_coordinates_equal_the_golden_ones(case: dict):
     layout, golden = layout_of(case["args"]), case["coords"]
     for name, (token, expert) in COORDS.items():
@@ -84,13 +120,22 @@ def test_coordinates_equal_the_golden_ones(case: dict):
     for name in ("tp", "cp", "dp", "pp"):
         assert [layout.coords(rank)[name] for rank in range(layout.world_size)] == golden[name]
     for name, axis in (("ep", "ep"), ("expt_tp", "etp"), ("expt_dp", "edp")):
-        assert [layout.coords(rank, expert=True)[axis] for rank in range(layout.world_size)] == golden[name]
-    for name, groups in (("in_embd", layout.embedding_groups()), ("in_pos_embd", layout.position_embedding_groups())):
-        assert [int(any(rank in group for group in groups)) for rank in range(layout.world_size)] == golden[name]
+        assert [
+            layout.coords(rank, expert=True)[axis] for rank in range(layout.world_size)
+        ] == golden[name]
+    for name, groups in (
+        ("in_embd", layout.embedding_groups()),
+        ("in_pos_embd", layout.position_embedding_groups()),
+    ):
+        assert [
+            int(any(rank in group for group in groups)) for rank in range(layout.world_size)
+        ] == golden[name]
 
 
 # Chunks (vpp) belong to the schedule: test_schedule has that refusal.
-REFUSED = [case for case in GOLDEN["invalid"] + GOLDEN["accepted_oddities"] if "vpp" not in case["args"]]
+REFUSED = [
+    case for case in GOLDEN["invalid"] + GOLDEN["accepted_oddities"] if "vpp" not in case["args"]
+]
 
 
 @pytest.mark.parametrize("case", REFUSED, ids=name_of)
@@ -104,12 +149,24 @@ def test_refuses_what_cannot_be_laid_out(case: dict):
 
 def test_masked_groups_equal_the_golden_ones():
     for case in GOLDEN["masked_groups"]:
-        assert axis_groups(case["shape"], {axis for axis, kept in enumerate(case["mask"]) if kept}) == case["groups"]
+        assert (
+            axis_groups(case["shape"], {axis for axis, kept in enumerate(case["mask"]) if kept})
+            == case["groups"]
+        )
 
 
 def test_dense_worked_example():
     layout = ParallelLayout(16, tp=4, pp=2)
-    assert layout.groups("dp") == [[0, 4], [1, 5], [2, 6], [3, 7], [8, 12], [9, 13], [10, 14], [11, 15]]
+    assert layout.groups("dp") == [
+        [0, 4],
+        [1, 5],
+        [2, 6],
+        [3, 7],
+        [8, 12],
+        [9, 13],
+        [10, 14],
+        [11, 15],
+    ]
     assert layout.groups("tp") == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11], [12, 13, 14, 15]]
     assert layout.groups("pp") == [[rank, rank + 8] for rank in range(8)]
 
@@ -117,7 +174,12 @@ def test_dense_worked_example():
 def test_expert_worked_example():
     layout = ParallelLayout(16, tp=4, pp=2, ep=4, etp=1)
     assert layout.edp == 2
-    assert layout.groups("ep", expert=True) == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11], [12, 13, 14, 15]]
+    assert layout.groups("ep", expert=True) == [
+        [0, 1, 2, 3],
+        [4, 5, 6, 7],
+        [8, 9, 10, 11],
+        [12, 13, 14, 15],
+    ]
     assert layout.groups("edp", expert=True)[:4] == [[0, 4], [1, 5], [2, 6], [3, 7]]
     for rank in range(16):  # the stride of edp_rank is etp·ep
         at = layout.coords(rank, expert=True)
@@ -129,7 +191,9 @@ def test_folding_puts_context_and_expert_parallelism_on_the_same_ranks():
     assert layout.groups("cp") == layout.groups("ep", expert=True) == [list(range(8))]
 
 
-@pytest.mark.parametrize("order", ["-".join(order) for order in permutations(["tp", "cp", "ep", "dp"])])
+@pytest.mark.parametrize(
+    "order", ["-".join(order) for order in permutations(["tp", "cp", "ep", "dp"])]
+)
 def test_every_order_partitions_the_world(order: str):
     layout = ParallelLayout(48, tp=2, cp=2, pp=3, ep=2, etp=2, order=f"{order}-pp")
     for expert in (False, True):
@@ -158,7 +222,8 @@ def test_axes_may_be_left_out_of_the_order_only_at_size_one():
 
 
 def test_pipelines_of_dense_and_expert_layers_must_agree():
-    assert ParallelLayout(16, tp=2, pp=2, ep=2, etp=1, order="tp-cp-ep-pp-dp").dp == 4  # dp = edp, and the pipelines agree
+    # dp = edp, and the pipelines agree
+    assert ParallelLayout(16, tp=2, pp=2, ep=2, etp=1, order="tp-cp-ep-pp-dp").dp == 4
     with pytest.raises(ConfigError, match="get different pipelines"):
         ParallelLayout(16, tp=2, cp=2, pp=2, etp=4, order="tp-pp-cp-ep-dp")
     with pytest.raises(ConfigError, match="needs dp = edp"):
@@ -179,13 +244,19 @@ def test_refusals_name_numbers_and_the_nearest_that_works():
 
 
 def test_nested_groups_join_neighbours_first():
-    assert nested_groups(range(8), [2, 4]) == [[[0, 1], [2, 3], [4, 5], [6, 7]], [[0, 2, 4, 6], [1, 3, 5, 7]]]
+    assert nested_groups(range(8), [2, 4]) == [
+        [[0, 1], [2, 3], [4, 5], [6, 7]],
+        [[0, 2, 4, 6], [1, 3, 5, 7]],
+    ]
 
 
 def test_ten_thousand_ranks_take_well_under_a_second():
     start = time.process_time()
     layout = ParallelLayout(10_240, tp=8, cp=2, pp=8, ep=16, etp=1)
-    dense = [layout.groups(*axes) for axes in (["tp"], ["cp"], ["dp"], ["pp"], ["dp", "cp"], ["tp", "pp"])]
+    dense = [
+        layout.groups(*axes)
+        for axes in (["tp"], ["cp"], ["dp"], ["pp"], ["dp", "cp"], ["tp", "pp"])
+    ]
     expert = [layout.groups(axis, expert=True) for axis in ("etp", "ep", "edp")]
     assert all(sum(map(len, groups)) == 10_240 for groups in dense + expert)
     assert len({tuple(layout.coords(rank).values()) for rank in range(10_240)}) == 10_240

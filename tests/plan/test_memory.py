@@ -1,4 +1,6 @@
-"""The memory plan: hand-computed parts, peaks of lists written by hand, graphs, what must fall when something is divided."""
+"""The memory plan: hand-computed parts, peaks of lists written by hand, graphs, what must fall
+when something is divided.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,7 @@ from typing import Any
 import pytest
 
 from app.choices import Dtype, GraphImpl, GraphKey, GraphScope, Recompute, ScheduleName
-from app.cli.compose import load_overrides
+from app.cli.options.compose import load_overrides
 from app.config import (
     CudaGraphConfig,
     DataConfig,
@@ -26,18 +28,26 @@ from app.config import (
     ScheduleConfig,
     TrainConfig,
 )
-from app.plan.activations import ChunkActivations, GraphShare, MicrobatchMemory, chunk_activations
+from app.plan.actions import parse_action
 from app.plan.layout import ParallelLayout
-from app.plan.memory import OUTSIDE, RankMemory, communicators, plan_memory
-from app.plan.overheads import CUDA_CONTEXT, FRAGMENTATION, GRAPH, GRAPH_KERNEL, WORKSPACES
-from app.plan.peak import find_peak
+from app.plan.memory.activations import (
+    ChunkActivations,
+    GraphShare,
+    MicrobatchMemory,
+    chunk_activations,
+)
+from app.plan.memory.overheads import CUDA_CONTEXT, FRAGMENTATION, GRAPH, GRAPH_KERNEL, WORKSPACES
+from app.plan.memory.peak import find_peak
+from app.plan.memory.rank_memory import OUTSIDE, RankMemory, communicators, plan_memory
 from app.plan.plan import GIB, Plan
-from app.plan.schedule import build_schedule, parse_action
+from app.plan.schedule import build_schedule
 from app.plan.stages import Stage
 from app.rules import check
 from tests.test_config import load
 
-DENSE = ModelConfig(num_layers=8, hidden_size=256, ffn_hidden_size=512, num_heads=8, num_kv_heads=8, vocab_size=1024)
+DENSE = ModelConfig(
+    num_layers=8, hidden_size=256, ffn_hidden_size=512, num_heads=8, num_kv_heads=8, vocab_size=1024
+)
 EXPERTS = MoEConfig(num_experts=16, top_k=4, ffn_hidden_size=128, shared_ffn_hidden_size=256)
 MOE = dataclasses.replace(DENSE, moe=EXPERTS)
 BF16 = PrecisionConfig(Dtype.bfloat16)
@@ -85,7 +95,12 @@ def allocated(run: Run) -> int:
 
 def kept(run: Run, stage: Stage, **layout: int) -> dict[str, int]:
     grid = ParallelLayout(
-        run.world_size, tp=run.parallel.tp, cp=run.parallel.cp, ep=run.parallel.ep, etp=run.parallel.etp, **layout
+        run.world_size,
+        tp=run.parallel.tp,
+        cp=run.parallel.cp,
+        ep=run.parallel.ep,
+        etp=run.parallel.etp,
+        **layout,
     )
     return dict(chunk_activations(run, stage, grid).usual.kept)
 
@@ -94,7 +109,9 @@ def kept(run: Run, stage: Stage, **layout: int) -> dict[str, int]:
 
 
 def stated(heading: str) -> dict[str, int]:
-    """The last column of a table of docs/memory.md, by its first; `heading` is the second cell of its last column's title."""
+    """The last column of a table of docs/memory.md, by its first; `heading` is the second cell
+    of its last column's title.
+    """
     table = DOCS.split(heading, 1)[1].split("\n\n", 1)[0]
     return {
         name: int(number.replace(",", ""))
@@ -105,20 +122,35 @@ def stated(heading: str) -> dict[str, int]:
 def test_the_worked_example_of_the_documentation():
     (memory,) = Plan(load("+experiment=small")).memory
     have, numbers = sizes(memory), stated("| quantity | how | bytes |")
-    for name in ("parameters", "gradients", "optimizer", "working memory", "inputs", "library workspaces"):
+    for name in (
+        "parameters",
+        "gradients",
+        "optimizer",
+        "working memory",
+        "inputs",
+        "library workspaces",
+    ):
         assert numbers.pop(name) == have[name], name
-    assert numbers.pop("allocated") == memory.allocated == sum(size for name, size in have.items() if name not in OUTSIDE)
+    assert (
+        numbers.pop("allocated")
+        == memory.allocated
+        == sum(size for name, size in have.items() if name not in OUTSIDE)
+    )
     assert sum(numbers.values()) == have["activations"] and len(numbers) == 4
 
 
 def test_the_documented_layer_of_experts():
     run = load("+experiment=small", "model=smallmoe", "parallel.ep=2", "parallel.dp=2")
     layer = kept(run, Stage((5,), False, False))
-    assert stated("| phase | how | bytes kept |") == {phase: size for phase, size in layer.items() if phase != "rotary"}
+    assert stated("| phase | how | bytes kept |") == {
+        phase: size for phase, size in layer.items() if phase != "rotary"
+    }
 
 
 def test_measured_peaks_are_within_three_percent():
-    rows = re.findall(r"^\| `(.+?)` \| (\d) \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \|$", DOCS, re.MULTILINE)
+    rows = re.findall(
+        r"^\| `(.+?)` \| (\d) \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \|$", DOCS, re.MULTILINE
+    )
     assert len(rows) == 8
     for overrides, gpus, planned, measured, ratio in rows:
         run = load_overrides(["+experiment=small", *overrides.split()], int(gpus))
@@ -140,16 +172,25 @@ def test_parts_add_up_and_are_named_once():
             outside = sum(part.bytes for part in memory.parts if part.name in OUTSIDE)
             assert memory.allocated == memory.total - outside and OUTSIDE & set(names)
             assert sizes(memory)["fragmentation"] == int(FRAGMENTATION * memory.allocated)
-            assert sizes(memory)["CUDA context"] == CUDA_CONTEXT and sizes(memory)["library workspaces"] == WORKSPACES
+            assert (
+                sizes(memory)["CUDA context"] == CUDA_CONTEXT
+                and sizes(memory)["library workspaces"] == WORKSPACES
+            )
             assert all(part.note and part.bytes >= 0 for part in memory.parts)
 
 
 def test_every_group_of_several_ranks_has_a_communicator():
-    run = run_of(dataclasses.replace(MOE, tie_embeddings=True), parallel=ParallelConfig(dp=4, tp=2, pp=4, ep=2, etp=1))
+    run = run_of(
+        dataclasses.replace(MOE, tie_embeddings=True),
+        parallel=ParallelConfig(dp=4, tp=2, pp=4, ep=2, etp=1),
+    )
     layout = Plan(run).layout
     first, middle = communicators(run, layout, 0), communicators(run, layout, 1)
     assert first == [*middle, "tied embeddings"] == communicators(run, layout, 3)
-    small, large = {"control", "data", "tokens", "microbatch", "stages"}, {"gradients", "expert gradients", "experts", "tensor"}
+    small, large = (
+        {"control", "data", "tokens", "microbatch", "stages"},
+        {"gradients", "expert gradients", "experts", "tensor"},
+    )
     assert set(middle) == small | large | {"pipeline"}
     parts = run_of(MOE, parallel=ParallelConfig(dp=2, etp=2))
     assert "experts" in communicators(parts, Plan(parts).layout, 0)  # those that share each
@@ -158,7 +199,8 @@ def test_every_group_of_several_ranks_has_a_communicator():
 
 def test_inputs_of_all_microbatches():
     apart = DataConfig(document_mask=True)
-    for data, tensors in ((DataConfig(), 3 / 2), (apart, 3 / 2 + 1)):  # documents of whole sequences
+    # documents of whole sequences
+    for data, tensors in ((DataConfig(), 3 / 2), (apart, 3 / 2 + 1)):
         parts = parts_of(run_of(parallel=ParallelConfig(dp=2, cp=2), data=data))
         assert parts["inputs"] == 64 // (2 * 2) * tensors * 8 * 2 * 512
 
@@ -166,17 +208,22 @@ def test_inputs_of_all_microbatches():
 # --- peaks ---
 
 
-NO_GRAPH = GraphShare(0, 0, 0, 0, 0, 0)
+NO_GRAPH = GraphShare(0, 0, 0, context=0, scratch=0, kernels=0)
 
 
 def memory_of(kept: int, forward: int, backward: int, waiting: int = 0) -> MicrobatchMemory:
-    return MicrobatchMemory({"attn": kept}, forward, backward, waiting, NO_GRAPH)
+    return MicrobatchMemory({"attn": kept}, forward, backward, waiting=waiting, graph=NO_GRAPH)
 
 
 def chunk_of(
-    usual: MicrobatchMemory, takes: bool = True, gives: bool = True, spared: MicrobatchMemory | None = None
+    usual: MicrobatchMemory,
+    takes: bool = True,
+    gives: bool = True,
+    spared: MicrobatchMemory | None = None,
 ) -> ChunkActivations:
-    return ChunkActivations(usual, spared or usual, border=10, takes=takes, gives=gives, later=7, kernels=0)
+    return ChunkActivations(
+        usual, spared or usual, border=10, takes=takes, gives=gives, later=7, kernels=0
+    )
 
 
 def peak_of(
@@ -184,45 +231,99 @@ def peak_of(
 ) -> tuple[str, dict[str, int]]:
     """(action, what is held) at the peak."""
     peak = find_peak([parse_action(word) for word in text.split()], chunks, full or {})
-    held = {"kept": sum(peak.kept.values()), "waiting": peak.waiting, "buffers": peak.buffers, "working": peak.working}
+    held = {
+        "kept": sum(peak.kept.values()),
+        "waiting": peak.waiting,
+        "buffers": peak.buffers,
+        "working": peak.working,
+    }
     assert peak.total == sum(held.values())
     return peak.action, held
 
 
 def test_one_rank_holds_one_microbatch():
     chunk = chunk_of(memory_of(100, 30, 50), takes=False, gives=False)
-    assert peak_of("F0.0 B0.0 F1.0 B1.0", chunk) == ("B0.0", {"kept": 100, "waiting": 0, "buffers": 0, "working": 50})
-    assert peak_of("F0.0 B0.0 F1.0 B1.0", chunk_of(memory_of(100, 60, 50), False, False))[0] == "F0.0"
-    assert peak_of("F0.0 F1.0 B0.0 B1.0", chunk)[1] == {"kept": 200, "waiting": 0, "buffers": 0, "working": 50}
+    assert peak_of("F0.0 B0.0 F1.0 B1.0", chunk) == (
+        "B0.0",
+        {"kept": 100, "waiting": 0, "buffers": 0, "working": 50},
+    )
+    assert (
+        peak_of("F0.0 B0.0 F1.0 B1.0", chunk_of(memory_of(100, 60, 50), False, False))[0] == "F0.0"
+    )
+    assert peak_of("F0.0 F1.0 B0.0 B1.0", chunk)[1] == {
+        "kept": 200,
+        "waiting": 0,
+        "buffers": 0,
+        "working": 50,
+    }
 
 
 def test_outputs_stay_until_they_are_freed_and_gradients_until_they_are_sent():
-    first, last = chunk_of(memory_of(100, 30, 50), takes=False), chunk_of(memory_of(100, 30, 50), gives=False)
-    sent = "F0.0 X[F0.0>1] F1.0 V[F0.0>1] D0.0 X[F1.0>1,B0.0<1] V[F1.0>1,B0.0<1] D1.0 B0.0 X[B1.0<1] V[B1.0<1] B1.0"
-    assert peak_of(sent, first) == ("B0.0", {"kept": 200, "waiting": 0, "buffers": 10, "working": 50})
-    held = "F0.0 X[F0.0>1] F1.0 X[F1.0>1,B0.0<1] V[F0.0>1,F1.0>1,B0.0<1] B0.0 D0.0 D1.0 X[B1.0<1] V[B1.0<1] B1.0"
-    assert peak_of(held, first) == ("B0.0", {"kept": 200, "waiting": 0, "buffers": 30, "working": 50})
+    first, last = (
+        chunk_of(memory_of(100, 30, 50), takes=False),
+        chunk_of(memory_of(100, 30, 50), gives=False),
+    )
+    sent = (
+        "F0.0 X[F0.0>1] F1.0 V[F0.0>1] D0.0 X[F1.0>1,B0.0<1] V[F1.0>1,B0.0<1] D1.0 B0.0 X[B1.0<1] "
+        "V[B1.0<1] B1.0"
+    )
+    assert peak_of(sent, first) == (
+        "B0.0",
+        {"kept": 200, "waiting": 0, "buffers": 10, "working": 50},
+    )
+    held = (
+        "F0.0 X[F0.0>1] F1.0 X[F1.0>1,B0.0<1] V[F0.0>1,F1.0>1,B0.0<1] B0.0 D0.0 D1.0 X[B1.0<1] "
+        "V[B1.0<1] B1.0"
+    )
+    assert peak_of(held, first) == (
+        "B0.0",
+        {"kept": 200, "waiting": 0, "buffers": 30, "working": 50},
+    )
     late = "X[F0.0<0] V[F0.0<0] F0.0 B0.0 X[B0.0>0] X[F1.0<0] V[F1.0<0] F1.0 B1.0 V[B0.0>0]"
-    assert peak_of(late, last) == ("B1.0", {"kept": 100, "waiting": 0, "buffers": 10, "working": 50})  # B0's gradient
+    # B0's gradient
+    assert peak_of(late, last) == (
+        "B1.0",
+        {"kept": 100, "waiting": 0, "buffers": 10, "working": 50},
+    )
     done = "X[F0.0<0] V[F0.0<0] F0.0 B0.0 X[B0.0>0] V[B0.0>0] X[F1.0<0] V[F1.0<0] F1.0 B1.0"
     assert peak_of(done, last) == ("B0.0", {"kept": 100, "waiting": 0, "buffers": 0, "working": 50})
 
 
 def test_a_split_backward_keeps_what_weights_need():
     chunk = chunk_of(memory_of(100, 30, 20, waiting=60), takes=False, gives=False)
-    assert peak_of("F0.0 I0.0 F1.0 I1.0 W0.0 W1.0", chunk) == ("F1.0", {"kept": 100, "waiting": 60, "buffers": 0, "working": 30})
+    assert peak_of("F0.0 I0.0 F1.0 I1.0 W0.0 W1.0", chunk) == (
+        "F1.0",
+        {"kept": 100, "waiting": 60, "buffers": 0, "working": 30},
+    )
     small = chunk_of(memory_of(5, 0, 0, waiting=60), takes=False, gives=False)
-    assert peak_of("F0.0 I0.0 F1.0 I1.0 W0.0 W1.0", small) == ("W0.0", {"kept": 0, "waiting": 120, "buffers": 0, "working": 7})
+    assert peak_of("F0.0 I0.0 F1.0 I1.0 W0.0 W1.0", small) == (
+        "W0.0",
+        {"kept": 0, "waiting": 120, "buffers": 0, "working": 7},
+    )
 
 
 def test_neighbouring_stages_on_one_rank_hand_over_without_buffers():
-    """In a V the turn's stages share a rank: the output becomes the next stage's input, the gradient likewise."""
+    """In a V the turn's stages share a rank: the output becomes the next stage's input, the
+    gradient likewise.
+    """
     down, up = chunk_of(memory_of(100, 30, 50)), chunk_of(memory_of(100, 30, 50))
-    turn = "X[F0.0<0] V[F0.0<0] F0.0 F0.1 X[F0.1>0] V[F0.1>0] D0.1 X[B0.1<0] V[B0.1<0] B0.1 B0.0 X[B0.0>0] V[B0.0>0]"
-    assert peak_of(turn, down, up) == ("B0.1", {"kept": 200, "waiting": 0, "buffers": 10, "working": 50})
+    turn = (
+        "X[F0.0<0] V[F0.0<0] F0.0 F0.1 X[F0.1>0] V[F0.1>0] D0.1 X[B0.1<0] V[B0.1<0] B0.1 B0.0 "
+        "X[B0.0>0] V[B0.0>0]"
+    )
+    assert peak_of(turn, down, up) == (
+        "B0.1",
+        {"kept": 200, "waiting": 0, "buffers": 10, "working": 50},
+    )
     only = "F0.0 F0.1 B0.1 B0.0"
-    first, last = chunk_of(memory_of(1, 0, 0), takes=False), chunk_of(memory_of(1, 90, 0), gives=False)
-    assert peak_of(only, first, last) == ("F0.1", {"kept": 2, "waiting": 0, "buffers": 0, "working": 90})
+    first, last = (
+        chunk_of(memory_of(1, 0, 0), takes=False),
+        chunk_of(memory_of(1, 90, 0), gives=False),
+    )
+    assert peak_of(only, first, last) == (
+        "F0.1",
+        {"kept": 2, "waiting": 0, "buffers": 0, "working": 90},
+    )
     assert peak_of(only, first, chunk_of(memory_of(1, 0, 0), gives=False)) == (
         "B0.0",
         {"kept": 1, "waiting": 0, "buffers": 10, "working": 0},
@@ -230,25 +331,40 @@ def test_neighbouring_stages_on_one_rank_hand_over_without_buffers():
 
 
 def test_gradients_handed_over_on_one_rank_are_gone_after_their_use():
-    first, last = chunk_of(memory_of(1, 0, 5), takes=False), chunk_of(memory_of(1, 0, 50), gives=False)
+    first, last = (
+        chunk_of(memory_of(1, 0, 5), takes=False),
+        chunk_of(memory_of(1, 0, 50), gives=False),
+    )
     assert peak_of("F0.0 F0.1 B0.1 B0.0 F1.0 F1.1 B1.1 B1.0", first, last)[1]["buffers"] == 0
 
 
 def test_spared_microbatches_keep_more():
     chunk = chunk_of(memory_of(10, 0, 90), False, False, spared=memory_of(100, 0, 5))
-    assert peak_of("F0.0 F1.0 B0.0 B1.0", chunk, full={(0, 0): False, (1, 0): True})[1]["kept"] == 110
+    assert (
+        peak_of("F0.0 F1.0 B0.0 B1.0", chunk, full={(0, 0): False, (1, 0): True})[1]["kept"] == 110
+    )
     assert peak_of("F0.0 F1.0 B0.0 B1.0", chunk)[1]["kept"] == 20
 
 
-@pytest.mark.parametrize(("name", "vpp"), [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("zero_bubble_h1", 1)])
+@pytest.mark.parametrize(
+    ("name", "vpp"), [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("zero_bubble_h1", 1)]
+)
 def test_microbatches_in_flight_are_those_of_the_schedule(name: str, vpp: int):
-    run = run_of(parallel=ParallelConfig(pp=4, vpp=vpp), schedule=ScheduleConfig(ScheduleName(name)))
+    run = run_of(
+        parallel=ParallelConfig(pp=4, vpp=vpp), schedule=ScheduleConfig(ScheduleName(name))
+    )
     memory, one = Plan(run).memory, kept(run, Stage((2,), False, False), pp=4)
     for rank, found in enumerate(memory[1:3], 1):
-        flying = {"gpipe": 32, "1f1b": 4 - rank, "zero_bubble_h1": 4 - rank, "interleaved": (4 - rank - 1) * 2 + 4 + 1}[name]
+        flying = {
+            "gpipe": 32,
+            "1f1b": 4 - rank,
+            "zero_bubble_h1": 4 - rank,
+            "interleaved": (4 - rank - 1) * 2 + 4 + 1,
+        }[name]
         layers = 2 // vpp
         expected = flying * (layers * (one["attn"] + one["mlp"]) + one["rotary"])
-        if name == "zero_bubble_h1":  # microbatches in flight and those that wait for their weights add up to pp
+        # microbatches in flight and those that wait for their weights add up to pp
+        if name == "zero_bubble_h1":
             assert expected <= sizes(found)["activations"] <= 4 / flying * expected
         else:
             assert sizes(found)["activations"] == expected
@@ -258,48 +374,72 @@ def test_partial_checkpointing_lies_between_none_and_full():
     parallel = ParallelConfig(pp=4)
     kept_all, *some, full = (
         parts_of(run_of(parallel=parallel, recompute=choice))["activations"]
-        for choice in (RecomputeConfig(), *(RecomputeConfig(True, (), spared) for spared in (3, 2, 1, 0)))
+        for choice in (
+            RecomputeConfig(),
+            *(RecomputeConfig(True, (), spared) for spared in (3, 2, 1, 0)),
+        )
     )
     assert kept_all > some[0] > some[1] > some[2] > full
     assert some[0] - some[1] == some[1] - some[2]
-    assert parts_of(run_of(parallel=parallel, recompute=RecomputeConfig(True, (), 4)))["activations"] == kept_all
+    assert (
+        parts_of(run_of(parallel=parallel, recompute=RecomputeConfig(True, (), 4)))["activations"]
+        == kept_all
+    )
 
 
 # --- CUDA graphs ---
 
 
-def graphs(*scope: GraphScope, key: GraphKey = GraphKey.microbatch, impl: GraphImpl = GraphImpl.local) -> CudaGraphConfig:
+def graphs(
+    *scope: GraphScope, key: GraphKey = GraphKey.microbatch, impl: GraphImpl = GraphImpl.local
+) -> CudaGraphConfig:
     return CudaGraphConfig(impl, scope, key=key)
 
 
 S = GraphScope
 ROUTED = (S.attn, S.moe_router)
 SCOPES = [
-    *((MOE, scope) for scope in ((S.attn,), ROUTED, (*ROUTED, S.moe_preprocess), (S.moe,), (S.attn, S.moe), ())),
+    *(
+        (MOE, scope)
+        for scope in ((S.attn,), ROUTED, (*ROUTED, S.moe_preprocess), (S.moe,), (S.attn, S.moe), ())
+    ),
     *((DENSE, scope) for scope in ((S.attn,), (S.mlp,), (S.attn, S.mlp), ())),
 ]
 
 
 @pytest.mark.parametrize(
-    ("model", "scope"), SCOPES, ids=lambda value: "+".join(s.value for s in value) if isinstance(value, tuple) else ""
+    ("model", "scope"),
+    SCOPES,
+    ids=lambda value: "+".join(s.value for s in value) if isinstance(value, tuple) else "",
 )
 def test_nothing_is_counted_twice_or_lost(model: ModelConfig, scope: tuple[GraphScope, ...]):
-    """Kept outside, kept inside, cut, and the interval's input: together what autograd keeps, and cut tensors it does not."""
+    """Kept outside, kept inside, cut, and the interval's input: together what autograd keeps,
+    and cut tensors it does not.
+    """
     stage, stream = Stage((0, 1, 2), False, False), 2 * 1024 * 256
     layout = ParallelLayout(1)
     eager = chunk_activations(run_of(model), stage, layout).usual
     split = chunk_activations(run_of(model, cuda_graph=graphs(*scope)), stage, layout).usual
-    rotary = split.graph.context if GraphScope.attn in scope or not scope else 0  # in a fixed place, where attention is captured
+    # in a fixed place, where attention is captured
+    rotary = split.graph.context if GraphScope.attn in scope or not scope else 0
     together = split.total + rotary + split.graph.kept + split.graph.cut + 3 * stream
-    handed_on = 0 if scope == (S.attn,) else 3 * stream  # the layer's output or the shared expert's, which nobody saves
+    # the layer's output or the shared expert's, which nobody saves
+    handed_on = 0 if scope == (S.attn,) else 3 * stream
     assert together == eager.total + handed_on
     assert split.graph.scratch > 0 and split.graph.kernels > 0
-    assert split.forward + split.total <= eager.forward + eager.total and split.backward <= eager.backward + eager.total
+    assert (
+        split.forward + split.total <= eager.forward + eager.total
+        and split.backward <= eager.backward + eager.total
+    )
 
 
 @pytest.mark.parametrize("key", list(GraphKey), ids=lambda key: key.value)
-@pytest.mark.parametrize("scope", [(S.attn, S.moe_router, S.moe_preprocess), ()], ids=["partial", "layers"])
-def test_static_inputs_and_pools_do_not_grow_with_the_microbatches(key: GraphKey, scope: tuple[GraphScope, ...]):
+@pytest.mark.parametrize(
+    "scope", [(S.attn, S.moe_router, S.moe_preprocess), ()], ids=["partial", "layers"]
+)
+def test_static_inputs_and_pools_do_not_grow_with_the_microbatches(
+    key: GraphKey, scope: tuple[GraphScope, ...]
+):
     found = []
     for batch in (16, 32, 64):
         run = run_of(MOE, parallel=ParallelConfig(pp=4), cuda_graph=graphs(*scope, key=key),
@@ -311,7 +451,9 @@ def test_static_inputs_and_pools_do_not_grow_with_the_microbatches(key: GraphKey
     if key is GraphKey.slot:
         assert objects[0] == objects[1] == objects[2]
     else:  # the last rank never has more than one microbatch, and so one set
-        assert [rank * 2 for rank in objects[0][:3]] == objects[1][:3] and objects[0][3] == objects[2][3]
+        assert [rank * 2 for rank in objects[0][:3]] == objects[1][:3] and objects[0][3] == objects[
+            2
+        ][3]
 
 
 def test_graphs_of_whole_layers_hold_what_layers_keep():
@@ -319,7 +461,8 @@ def test_graphs_of_whole_layers_hold_what_layers_keep():
     plain, captured = parts_of(run), parts_of(dataclasses.replace(run, cuda_graph=graphs()))
     layers, stream, flying = 2, 2 * 1024 * 256, 4
     rotary = flying * 2 * 4 * 1024 * 32
-    assert captured["static inputs"] == flying * stream + rotary + stream  # the second layer reads what the first has put out
+    # the second layer reads what the first has put out
+    assert captured["static inputs"] == flying * stream + rotary + stream
     assert captured["cut tensors"] == layers * flying * stream
     assert captured["activations"] == 0
     scratch = captured["graph pool"] - (plain["activations"] - rotary - layers * flying * stream)
@@ -332,14 +475,20 @@ def test_graphs_of_whole_layers_hold_what_layers_keep():
 
 def test_one_graph_of_the_whole_step_has_all_in_its_pool():
     run = run_of()
-    plain, whole = parts_of(run), parts_of(dataclasses.replace(run, cuda_graph=graphs(impl=GraphImpl.full_iteration)))
+    plain, whole = (
+        parts_of(run),
+        parts_of(dataclasses.replace(run, cuda_graph=graphs(impl=GraphImpl.full_iteration))),
+    )
     assert whole["graph pool"] == plain["activations"] + plain["working memory"]
     assert whole["static inputs"] == plain["inputs"] and "inputs" not in whole
     attention = 6  # norm, q k v, heads, core, result, sum
     feed_forward = 5  # norm, gate and up, activation, down, sum
-    kernels = 32 * (1 + 8 * (attention + feed_forward) + 2 + 9)  # lookup, layers; norm, logits, loss
+    # lookup, layers; norm, logits, loss
+    kernels = 32 * (1 + 8 * (attention + feed_forward) + 2 + 9)
     assert whole["graph objects"] == GRAPH + 4 * kernels * GRAPH_KERNEL
-    assert Plan(run).memory[0].allocated == sum(whole.values()) - sum(size for name, size in whole.items() if name in OUTSIDE)
+    assert Plan(run).memory[0].allocated == sum(whole.values()) - sum(
+        size for name, size in whole.items() if name in OUTSIDE
+    )
 
 
 # --- what falls when something is divided ---
@@ -349,14 +498,23 @@ def with_parallel(run: Run, **degrees: Any) -> Run:
     return check(dataclasses.replace(run, parallel=dataclasses.replace(run.parallel, **degrees)))
 
 
-@pytest.mark.parametrize("model", [DENSE, MOE, dataclasses.replace(DENSE, tie_embeddings=True, num_kv_heads=8, qk_norm=True)])
-@pytest.mark.parametrize("recompute", [RecomputeConfig(), RecomputeConfig(True), RecomputeConfig(phases=(Recompute.norm,))])
+@pytest.mark.parametrize(
+    "model",
+    [DENSE, MOE, dataclasses.replace(DENSE, tie_embeddings=True, num_kv_heads=8, qk_norm=True)],
+)
+@pytest.mark.parametrize(
+    "recompute",
+    [RecomputeConfig(), RecomputeConfig(True), RecomputeConfig(phases=(Recompute.norm,))],
+)
 def test_memory_falls_with_every_degree(model: ModelConfig, recompute: RecomputeConfig):
     run = run_of(model, recompute=recompute)
     for axis, degrees in {"tp": (1, 2, 4, 8), "cp": (1, 2, 4), "dp": (1, 2, 4, 8)}.items():
         found = [allocated(with_parallel(run, **{axis: degree})) for degree in degrees]
         assert all(after < before for before, after in pairwise(found)), axis
-    batches = [dataclasses.replace(run, train=dataclasses.replace(run.train, micro_batch=size)) for size in (8, 4, 2, 1)]
+    batches = [
+        dataclasses.replace(run, train=dataclasses.replace(run.train, micro_batch=size))
+        for size in (8, 4, 2, 1)
+    ]
     assert all(after < before for before, after in pairwise(map(allocated, batches)))
 
 
@@ -364,9 +522,15 @@ def test_pipelines_and_expert_parallelism_divide_the_state():
     state = ("parameters", "gradients", "optimizer")
     for axis, degrees in {"pp": (1, 2, 4, 8), "ep": (1, 2, 4, 8)}.items():
         runs = [with_parallel(run_of(MOE), **{axis: degree, "world_size": 8}) for degree in degrees]
-        found = [max(sum(sizes(rank)[name] for name in state[:2]) for rank in Plan(run).memory) for run in runs]
+        found = [
+            max(sum(sizes(rank)[name] for name in state[:2]) for rank in Plan(run).memory)
+            for run in runs
+        ]
         assert all(after < before for before, after in pairwise(found)), axis
-    rows = [kept(with_parallel(run_of(MOE), ep=ep, dp=8), Stage((0,), False, False))["experts"] for ep in (2, 4, 8)]
+    rows = [
+        kept(with_parallel(run_of(MOE), ep=ep, dp=8), Stage((0,), False, False))["experts"]
+        for ep in (2, 4, 8)
+    ]
     assert rows[0] > rows[1] > rows[2] > 0.99 * rows[0]  # the same rows, fewer offsets
 
 
@@ -380,7 +544,8 @@ def test_recomputing_more_never_keeps_more():
             assert before is None or total <= before
             before = total
         full = sum(kept(run_of(model, recompute=RecomputeConfig(True)), stage).values())
-        assert full == 2 * 1024 * 256 + 2 * 4 * 1024 * 32 <= before  # the layer's input, and the turning angles
+        # the layer's input, and the turning angles
+        assert full == 2 * 1024 * 256 + 2 * 4 * 1024 * 32 <= before
 
 
 def test_a_long_list_on_many_ranks_is_planned_in_a_second():
@@ -389,13 +554,16 @@ def test_a_long_list_on_many_ranks_is_planned_in_a_second():
     plan = Plan(run)
     assert sum(map(len, plan.actions)) > 16 * 4000
     before = time.process_time()
-    assert len(plan_memory(run, plan.layout, plan.stages, plan.actions, plan.graphs)) == 16
+    assert (
+        len(plan_memory(run, plan.layout, plan.stages, actions=plan.actions, graphs=plan.graphs))
+        == 16
+    )
     assert time.process_time() - before < 2
 
 
 def test_the_compute_list_alone_needs_no_buffers():
     run = run_of(parallel=ParallelConfig(pp=4))
     plan, computes = Plan(run), build_schedule("1f1b", 4, 32)
-    alone = plan_memory(run, plan.layout, plan.stages, computes, plan.graphs)
+    alone = plan_memory(run, plan.layout, plan.stages, actions=computes, graphs=plan.graphs)
     for lowered, bare in zip(plan.memory, alone, strict=True):
         assert sizes(bare)["activations"] == sizes(lowered)["activations"]

@@ -17,11 +17,11 @@ from app.config import (
     ScheduleConfig,
     TrainConfig,
 )
-from app.plan.activations import chunk_activations
-from app.plan.flops import parameter_count
+from app.plan.cost.flops import parameter_count
 from app.plan.layout import ParallelLayout
-from app.plan.memory import bytes_per_parameter
-from app.plan.parameters import chunk_parameters
+from app.plan.memory.activations import chunk_activations
+from app.plan.memory.rank_memory import bytes_per_parameter
+from app.plan.sharding.parameters import chunk_parameters
 from app.plan.stages import Stage
 from tests.plan.test_memory import DENSE, EXPERTS, MOE, kept, parts_of, run_of
 
@@ -33,7 +33,9 @@ from tests.plan.test_memory import DENSE, EXPERTS, MOE, kept, parts_of, run_of
 def test_bytes_per_parameter(params: Dtype, grads: Dtype, alone: int, shared: tuple[int, int]):
     count = parameter_count(DENSE).total
     for dp in (1, 2, 8):
-        parts = parts_of(run_of(parallel=ParallelConfig(dp=dp), precision=PrecisionConfig(params, grads)))
+        parts = parts_of(
+            run_of(parallel=ParallelConfig(dp=dp), precision=PrecisionConfig(params, grads))
+        )
         state = parts["parameters"] + parts["gradients"] + parts["optimizer"]
         assert state == pytest.approx(count * (shared[0] + shared[1] / dp), rel=0.01)
     assert sum(bytes_per_parameter(PrecisionConfig(params, grads))) == alone
@@ -56,28 +58,41 @@ def test_a_dense_layer_by_hand_with_tensor_and_context_parallelism():
     }
     for comm in CpComm:
         found = kept(run_of(parallel=ParallelConfig(cp=4, cp_comm_type=comm)), layer)
-        assert {phase: found.pop(phase) for phase in ("rotary", "mlp")} == {phase: one[phase] // 4 for phase in ("rotary", "mlp")}
+        assert {phase: found.pop(phase) for phase in ("rotary", "mlp")} == {
+            phase: one[phase] // 4 for phase in ("rotary", "mlp")
+        }
         input_and_norm, queries, keys, result = 2 * 256, 256, 2 * 256, 256  # per token
-        copies = keys * 4 if comm is CpComm.all_gather else keys  # those of the whole sequence, or 1/4 of them for all its tokens
-        # the kernels' results, of both pieces or of whole sequences, are brought together or home once more
-        expected = 2 * (tokens // 4) * (input_and_norm + queries + copies + 2 * result) + 4 * (tokens // 4) * (1 + 8)
+        # those of the whole sequence, or 1/4 of them for all its tokens
+        copies = keys * 4 if comm is CpComm.all_gather else keys
+        # the kernels' results, of both pieces or of whole sequences, are brought together or home
+        # once more
+        expected = 2 * (tokens // 4) * (input_and_norm + queries + copies + 2 * result) + 4 * (
+            tokens // 4
+        ) * (1 + 8)
         assert found == {"attn": expected}
 
 
 def test_a_document_mask_by_hand_with_context_parallelism():
-    """Bytes of a layer: queries × keys; of gathered keys each piece of the queries sees those up to its end alone."""
+    """Bytes of a layer: queries × keys; of gathered keys each piece of the queries sees those up
+    to its end alone.
+    """
     layer, masked = Stage((3,), False, False), DataConfig(document_mask=True)
     train = TrainConfig(seq_len=512, micro_batch=2, global_batch=64, deterministic=False)
     for comm, pairs in ((CpComm.all_gather, 64 * 64 * (1 + 8)), (CpComm.all_to_all, 512 * 512)):
         parallel = ParallelConfig(cp=4, cp_comm_type=comm)
-        plain, apart = (kept(run_of(parallel=parallel, train=train, data=data), layer) for data in (DataConfig(), masked))
+        plain, apart = (
+            kept(run_of(parallel=parallel, train=train, data=data), layer)
+            for data in (DataConfig(), masked)
+        )
         assert apart["attn"] - plain["attn"] == 2 * 2 * pairs
         full = kept(run_of(parallel=parallel, data=masked, recompute=RecomputeConfig(True)), layer)
         assert full["mask"] == 2 * 512 * (128 if comm is CpComm.all_gather else 512)
 
 
 def test_a_layer_of_experts_by_hand():
-    """16 experts of 128, 4 per token; ep 4 is planned for 1.5 times the mean rows; etp 2 sends each twice, halves the width."""
+    """16 experts of 128, 4 per token; ep 4 is planned for 1.5 times the mean rows; etp 2 sends
+    each twice, halves the width.
+    """
     layer, tokens, rows = Stage((0,), False, False), 1024, 6144
     for parallel in (ParallelConfig(dp=4, ep=4), ParallelConfig(dp=8, ep=4, etp=2)):
         etp = parallel.etp or 1
@@ -85,15 +100,22 @@ def test_a_layer_of_experts_by_hand():
         assert found["experts"] == 2 * etp * rows * (256 + 3 * 128 // etp) + 4 * 4
         assert found["dispatch"] == 8 * etp * (4 * tokens + rows)
         repeated = 4 * etp * 4 * tokens if etp > 1 else 0  # probabilities, one for each row
-        assert found["combine"] == 2 * etp * 4 * tokens * 256 + 8 * etp * (4 * tokens + rows) + repeated
+        assert (
+            found["combine"]
+            == 2 * etp * 4 * tokens * 256 + 8 * etp * (4 * tokens + rows) + repeated
+        )
         assert found["shared"] == 2 * tokens * (256 + 3 * 256)
-        assert found["route"] == 4 * tokens * (256 + 2 * 16 + 4) + 8 * tokens * 4 + 4 * 16 * 256 + 8 * 16
+        assert (
+            found["route"]
+            == 4 * tokens * (256 + 2 * 16 + 4) + 8 * tokens * 4 + 4 * 16 * 256 + 8 * 16
+        )
     local = kept(run_of(MOE), layer)
     assert local["experts"] == 2 * 4096 * (256 + 3 * 128) + 4 * 16 and local["dispatch"] == 8 * 4096
     two = kept(run_of(MOE, parallel=ParallelConfig(dp=2, ep=2)), layer)
     most = dataclasses.replace(MOE, moe=dataclasses.replace(EXPERTS, planned_imbalance=9.0))
     worst = kept(run_of(most, parallel=ParallelConfig(dp=2, ep=2)), layer)
-    assert worst["experts"] - 4 * 8 == (two["experts"] - 4 * 8) * 2 / 1.5  # all rows of both ranks, no more
+    # all rows of both ranks, no more
+    assert worst["experts"] - 4 * 8 == (two["experts"] - 4 * 8) * 2 / 1.5
     tensor = kept(run_of(MOE, parallel=ParallelConfig(tp=2, etp=1)), layer)
     assert tensor["combine"] * 2 == local["combine"] and tensor["norm"] * 2 == local["norm"]
 
@@ -102,51 +124,79 @@ HEAD, SPLIT = Stage((), False, True), ScheduleConfig(ScheduleName.zero_bubble_h1
 
 
 def rotary(tokens: int) -> int:
-    """Sines and cosines of heads of 32, fp32: without a layer nothing keeps them longer than the forward lasts."""
+    """Sines and cosines of heads of 32, fp32: without a layer nothing keeps them longer than the
+    forward lasts.
+    """
     return 2 * 4 * tokens * 32
 
 
 def test_the_head_by_hand():
-    """Logits in the parameters' type, which backward turns into their gradient; of each token three numbers in fp32, twice."""
+    """Logits in the parameters' type, which backward turns into their gradient; of each token
+    three numbers in fp32, twice.
+    """
     for micro_batch in (2, 8):
-        tokens, train = 512 * micro_batch, TrainConfig(seq_len=512, micro_batch=micro_batch, global_batch=64)
+        tokens, train = (
+            512 * micro_batch,
+            TrainConfig(seq_len=512, micro_batch=micro_batch, global_batch=64),
+        )
         for tp in (1, 4):
             run = run_of(parallel=ParallelConfig(tp=tp), train=train)
             memory = chunk_activations(run, HEAD, ParallelLayout(tp, tp=tp)).usual
             gathered = 2 * tokens * 256 if tp > 1 else 0
-            ends = 2 * 2 * tokens * 256 // tp + 4 * tokens // tp  # what the norm reads and makes, a number per row
+            # what the norm reads and makes, a number per row
+            ends = 2 * 2 * tokens * 256 // tp + 4 * tokens // tp
             assert memory.kept["head"] == ends + 2 * tokens * 1024 // tp + 13 * tokens
             assert memory.forward == rotary(tokens) + gathered + 24 * tokens + 4  # and the loss
-            # what is gathered again, and the gradient of the hidden states: whole, in the order of ranks and cut
+            # what is gathered again, and the gradient of the hidden states: whole, in the order of
+            # ranks and cut
             assert memory.backward == 3 * gathered + 2 * tokens * 256 // tp - 13 * tokens
-            split = chunk_activations(dataclasses.replace(run, schedule=SPLIT), HEAD, ParallelLayout(tp, tp=tp)).usual
-            assert split.waiting == (gathered or 2 * tokens * 256) + 2 * tokens * 1024 // tp  # for the weight's gradient
+            split = chunk_activations(
+                dataclasses.replace(run, schedule=SPLIT), HEAD, ParallelLayout(tp, tp=tp)
+            ).usual
+            # for the weight's gradient
+            assert split.waiting == (gathered or 2 * tokens * 256) + 2 * tokens * 1024 // tp
         single = run_of(precision=PrecisionConfig(), train=train)
         memory = chunk_activations(single, HEAD, ParallelLayout(1)).usual
-        assert memory.kept["head"] == 2 * 4 * tokens * 256 + 4 * tokens + 4 * tokens * 1024 + 13 * tokens
+        assert (
+            memory.kept["head"]
+            == 2 * 4 * tokens * 256 + 4 * tokens + 4 * tokens * 1024 + 13 * tokens
+        )
         assert memory.forward == rotary(tokens) + 24 * tokens + 4
-        assert memory.backward == 4 * (tokens + 1024) * 256 - 13 * tokens  # here the weight's gradient is stored as well
+        # here the weight's gradient is stored as well
+        assert memory.backward == 4 * (tokens + 1024) * 256 - 13 * tokens
 
 
 @pytest.mark.parametrize("tp", [1, 2])
 @pytest.mark.parametrize("chunk", [512, 1024, 4096, 8192])
 def test_the_head_by_chunks_by_hand(chunk: int, tp: int):
-    """No logits are kept. Backward has those of a chunk, and sums the gradient of 4096 / tp rows of the weight in fp32."""
+    """No logits are kept. Backward has those of a chunk, and sums the gradient of 4096 / tp rows
+    of the weight in fp32.
+    """
     tokens, vocab = 4096, dataclasses.replace(DENSE, vocab_size=4096)
     train = TrainConfig(seq_len=512, micro_batch=8, global_batch=64)
-    run = run_of(vocab, parallel=ParallelConfig(tp=tp), train=train, loss=LossConfig(chunk_tokens=chunk))
+    run = run_of(
+        vocab, parallel=ParallelConfig(tp=tp), train=train, loss=LossConfig(chunk_tokens=chunk)
+    )
     memory = chunk_activations(run, HEAD, ParallelLayout(tp, tp=tp)).usual
     count = min(chunk, tokens) * 4096 // tp
     assert memory.kept["head"] == 2 * 2 * tokens * 256 // tp + 4 * tokens // tp + 13 * tokens
-    gathered, gradient, weights = (2 * tokens * 256 if tp > 1 else 0), 2 * tokens * 256, 4096 // tp * 256
+    gathered, gradient, weights = (
+        (2 * tokens * 256 if tp > 1 else 0),
+        2 * tokens * 256,
+        4096 // tp * 256,
+    )
     following = 2 * count if chunk < tokens else 0
     assert memory.forward == rotary(tokens) + gathered + 2 * count + following + 4
-    assert memory.backward == gathered + gradient + 4 * weights + 2 * count + max(following, 2 * weights)
+    assert memory.backward == gathered + gradient + 4 * weights + 2 * count + max(
+        following, 2 * weights
+    )
     assert memory.waiting == 4 * weights
 
 
 def test_experts_with_a_capacity_by_hand():
-    """ceil(1024·4/16 · 1.2) = 308 rows for each of 16 experts from each rank: a bound, or filled up to."""
+    """ceil(1024·4/16 · 1.2) = 308 rows for each of 16 experts from each rank: a bound, or filled
+    up to.
+    """
     layer, tokens, most = Stage((0,), False, False), 1024, 16 * 308
     bounded = {"capacity_factor": 1.2, "planned_imbalance": 4.0}
 
@@ -159,18 +209,29 @@ def test_experts_with_a_capacity_by_hand():
 
     assert found(4, 4)["experts"] == experts(4 * tokens * 3 // 2, 4)
     assert found(4, 4, **bounded)["experts"] == experts(most, 4)
-    assert found(4, 4, **bounded | {"planned_imbalance": 1.1})["experts"] == experts(round(1.1 * 4 * tokens), 4)
+    assert found(4, 4, **bounded | {"planned_imbalance": 1.1})["experts"] == experts(
+        round(1.1 * 4 * tokens), 4
+    )
     for dp, ep in ((1, 1), (4, 4)):
-        assert found(dp, ep, capacity_factor=1.2, pad_to_capacity=True)["experts"] == experts(most, 16 // ep)
-    assert found(1, 1, **bounded)["experts"] == experts(4 * tokens, 16)  # nobody waits to learn how many are left
+        assert found(dp, ep, capacity_factor=1.2, pad_to_capacity=True)["experts"] == experts(
+            most, 16 // ep
+        )
+    # nobody waits to learn how many are left
+    assert found(1, 1, **bounded)["experts"] == experts(4 * tokens, 16)
     small = found(4, 4, **bounded | {"capacity_factor": 0.5})
-    assert small["experts"] == experts(16 * 128, 4) and small["combine"] - found(4, 4)["combine"] < 0
+    assert (
+        small["experts"] == experts(16 * 128, 4) and small["combine"] - found(4, 4)["combine"] < 0
+    )
 
 
 def test_experts_that_gather_all_tokens_by_hand():
-    """The tokens themselves are gone once rows are picked; of the choices of all ranks, places stay, and probabilities."""
+    """The tokens themselves are gone once rows are picked; of the choices of all ranks, places
+    stay, and probabilities.
+    """
     layer, tokens, rows = Stage((0,), False, False), 1024, 6144
-    gathers = dataclasses.replace(MOE, moe=dataclasses.replace(EXPERTS, dispatcher=DispatcherKind.all_gather))
+    gathers = dataclasses.replace(
+        MOE, moe=dataclasses.replace(EXPERTS, dispatcher=DispatcherKind.all_gather)
+    )
     for etp in (1, 2):
         found = kept(run_of(gathers, parallel=ParallelConfig(dp=4 * etp, ep=4, etp=etp)), layer)
         choices = 4 * etp * 4 * tokens
@@ -180,26 +241,53 @@ def test_experts_that_gather_all_tokens_by_hand():
 
 
 def test_the_second_part_of_a_split_backward_by_hand():
-    """The largest gradient of a matrix, made on its own only where sums have no more bits; with tp, tokens gathered for it."""
+    """The largest gradient of a matrix, made on its own only where sums have no more bits; with
+    tp, tokens gathered for it.
+    """
     for model, degrees in ((DENSE, {"tp": 2}), (DENSE, {}), (MOE, {"ep": 4, "etp": 2})):
-        layout, parallel = ParallelLayout(8 * degrees.get("tp", 1), **degrees), ParallelConfig(dp=8, **degrees)
-        gathered = 2 * 2 * 1024 * 256 if "tp" in degrees else 0  # bf16, in the order of ranks and in that of tokens
-        for stage in (Stage((0,), True, False), Stage((1, 2), False, False), Stage((3,), False, True)):
-            matrices = {spec.name.rpartition(".")[2]: 2 * spec.numel for spec in chunk_parameters(model, stage, layout)}
+        layout, parallel = (
+            ParallelLayout(8 * degrees.get("tp", 1), **degrees),
+            ParallelConfig(dp=8, **degrees),
+        )
+        # bf16, in the order of ranks and in that of tokens
+        gathered = 2 * 2 * 1024 * 256 if "tp" in degrees else 0
+        for stage in (
+            Stage((0,), True, False),
+            Stage((1, 2), False, False),
+            Stage((3,), False, True),
+        ):
+            matrices = {
+                spec.name.rpartition(".")[2]: 2 * spec.numel
+                for spec in chunk_parameters(model, stage, layout)
+            }
             alone = max(matrices[name] for name in ("wo", "w_down", "head") if name in matrices)
             widened = max(matrices["wqkv"], matrices["w_up"])
-            for grads, wanted in ((Dtype.float32, gathered), (Dtype.bfloat16, max(alone, widened + gathered))):
-                run = run_of(model, parallel=parallel, precision=PrecisionConfig(Dtype.bfloat16, grads), schedule=SPLIT)
+            for grads, wanted in (
+                (Dtype.float32, gathered),
+                (Dtype.bfloat16, max(alone, widened + gathered)),
+            ):
+                run = run_of(
+                    model,
+                    parallel=parallel,
+                    precision=PrecisionConfig(Dtype.bfloat16, grads),
+                    schedule=SPLIT,
+                )
                 assert chunk_activations(run, stage, layout).later == wanted
             assert chunk_activations(run_of(model, parallel=parallel), stage, layout).later == 0
 
 
 def test_working_memory_of_attention():
-    """Backward sums the gradient of queries in fp32, once or, in fixed order, for 132 / (2 · 32) parts."""
-    tokens, wide = 1024, dataclasses.replace(DENSE, num_heads=32, num_kv_heads=32, head_dim=32)  # attention has the layer's peak
+    """Backward sums the gradient of queries in fp32, once or, in fixed order, for 132 / (2 · 32)
+    parts.
+    """
+    # attention has the layer's peak
+    tokens, wide = 1024, dataclasses.replace(DENSE, num_heads=32, num_kv_heads=32, head_dim=32)
 
     def working(ordered: bool) -> int:
-        run = run_of(wide, train=TrainConfig(seq_len=512, micro_batch=2, global_batch=64, deterministic=ordered))
+        run = run_of(
+            wide,
+            train=TrainConfig(seq_len=512, micro_batch=2, global_batch=64, deterministic=ordered),
+        )
         return chunk_activations(run, Stage((0,), False, False), ParallelLayout(1)).usual.backward
 
     assert working(True) - working(False) == (-(-132 // 64) - 1) * 4 * tokens * 32 * 32
@@ -209,10 +297,21 @@ def test_attention_without_a_fused_kernel_stores_its_probabilities():
     grouped, layer = dataclasses.replace(DENSE, num_kv_heads=2), Stage((0,), False, False)
     scores = 4 * 1024 * 8 * 512
     fp32, bf16 = (
-        kept(run_of(grouped, precision=PrecisionConfig(dtype)), layer)["attn"] for dtype in (Dtype.float32, Dtype.bfloat16)
+        kept(run_of(grouped, precision=PrecisionConfig(dtype)), layer)["attn"]
+        for dtype in (Dtype.float32, Dtype.bfloat16)
     )
     assert fp32 > scores > bf16
-    masked = [kept(run_of(grouped, data=DataConfig(document_mask=True),
-                          train=TrainConfig(seq_len=512, micro_batch=2, global_batch=64, deterministic=ordered)), layer)["attn"]
-              for ordered in (True, False)]  # fmt: skip
+    masked = [
+        kept(
+            run_of(
+                grouped,
+                data=DataConfig(document_mask=True),
+                train=TrainConfig(
+                    seq_len=512, micro_batch=2, global_batch=64, deterministic=ordered
+                ),
+            ),
+            layer,
+        )["attn"]
+        for ordered in (True, False)
+    ]
     assert masked[0] > scores and masked[1] == bf16 + 2 * 1024 * 512

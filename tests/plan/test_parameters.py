@@ -1,4 +1,6 @@
-"""Parameters of a rank: those of the real modules, their parts under every kind of parallelism, and their buffers."""
+"""Parameters of a rank: those of the real modules, their parts under every kind of parallelism,
+and their buffers.
+"""
 
 from __future__ import annotations
 
@@ -10,20 +12,31 @@ import pytest
 
 from app.config import ModelConfig, MoEConfig, OptimConfig
 from app.engine.build import parameter_specs
-from app.plan.blocks import Place
-from app.plan.flops import parameter_count
+from app.plan.cost.flops import parameter_count
 from app.plan.layout import ParallelLayout
-from app.plan.parameters import ALIGN, Parameter, chunk_buffers, chunk_parameters
+from app.plan.sharding.blocks import Place
+from app.plan.sharding.parameters import ALIGN, Parameter, chunk_buffers, chunk_parameters
 from app.plan.stages import Stage, plan_stages
 from tests.tensors.models import make_chunks
 
-DENSE = ModelConfig(num_layers=4, hidden_size=64, ffn_hidden_size=96, num_heads=8, num_kv_heads=4, vocab_size=96)
-MOE = MoEConfig(num_experts=8, top_k=2, ffn_hidden_size=48, shared_ffn_hidden_size=32, shared_gate=True, first_k_dense=1)
+DENSE = ModelConfig(
+    num_layers=4, hidden_size=64, ffn_hidden_size=96, num_heads=8, num_kv_heads=4, vocab_size=96
+)
+MOE = MoEConfig(
+    num_experts=8,
+    top_k=2,
+    ffn_hidden_size=48,
+    shared_ffn_hidden_size=32,
+    shared_gate=True,
+    first_k_dense=1,
+)
 MODELS = {
     "dense": DENSE,
     "tied": dataclasses.replace(DENSE, tie_embeddings=True),
     "moe": dataclasses.replace(DENSE, moe=MOE, qk_norm=True),
-    "plain_moe": dataclasses.replace(DENSE, moe=MoEConfig(num_experts=4, top_k=2, ffn_hidden_size=32), head_dim=16),
+    "plain_moe": dataclasses.replace(
+        DENSE, moe=MoEConfig(num_experts=4, top_k=2, ffn_hidden_size=32), head_dim=16
+    ),
 }
 ONE = ParallelLayout(1)
 
@@ -33,7 +46,9 @@ def whole(model: ModelConfig, layout: ParallelLayout = ONE) -> dict[str, Paramet
     return {parameter.name: parameter for parameter in chunk_parameters(model, stage, layout)}
 
 
-@pytest.mark.parametrize(("name", "ep", "vpp"), [*product(MODELS, [1], [1, 2]), ("moe", 2, 1), ("plain_moe", 4, 1)])
+@pytest.mark.parametrize(
+    ("name", "ep", "vpp"), [*product(MODELS, [1], [1, 2]), ("moe", 2, 1), ("plain_moe", 4, 1)]
+)
 def test_names_shapes_and_order_are_the_engines(name: str, ep: int, vpp: int):
     model = MODELS[name]
     layout = ParallelLayout(ep, ep=ep, etp=1)
@@ -50,7 +65,10 @@ def test_names_shapes_and_order_are_the_engines(name: str, ep: int, vpp: int):
 def test_one_rank_has_all_parameters_of_the_model(model: ModelConfig):
     parameters = whole(model).values()
     assert sum(parameter.numel for parameter in parameters) == parameter_count(model).total
-    assert sum(parameter.numel for parameter in parameters if parameter.expert) == parameter_count(model).experts
+    assert (
+        sum(parameter.numel for parameter in parameters if parameter.expert)
+        == parameter_count(model).experts
+    )
 
 
 def test_tensor_parallel_ranks_share_matrices_by_rows_or_columns_and_repeat_the_rest():
@@ -90,9 +108,15 @@ def test_expert_grid_is_independent_of_tensor_parallelism():
 
 @pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
 @pytest.mark.parametrize(("pp", "vpp"), [(2, 1), (4, 1), (2, 2)])
-def test_stages_hold_every_parameter_once_and_the_tied_table_twice(model: ModelConfig, pp: int, vpp: int):
+def test_stages_hold_every_parameter_once_and_the_tied_table_twice(
+    model: ModelConfig, pp: int, vpp: int
+):
     stages = [stage for rank in plan_stages(model.num_layers, pp, vpp).stages for stage in rank]
-    held = [parameter for stage in stages for parameter in chunk_parameters(model, stage, ParallelLayout(pp, pp=pp))]
+    held = [
+        parameter
+        for stage in stages
+        for parameter in chunk_parameters(model, stage, ParallelLayout(pp, pp=pp))
+    ]
     untied = {parameter.name: dataclasses.replace(parameter, tied=False) for parameter in held}
     assert untied == whole(model)
     tied = [parameter.name for parameter in held if parameter.tied]
@@ -110,7 +134,10 @@ def test_buffers_are_shared_by_the_ranks_with_the_same_parameters():
     for buffer, expert in ((buffers.dense, False), (buffers.expert, True)):
         sizes = [prod(parameter.shape) for parameter in parameters if parameter.expert == expert]
         assert [end - start for start, end in buffer.params] == sizes
-        assert all(start % ALIGN == 0 for start, _ in buffer.params) and buffer.numel % lcm(ALIGN, buffer.world) == 0
+        assert (
+            all(start % ALIGN == 0 for start, _ in buffer.params)
+            and buffer.numel % lcm(ALIGN, buffer.world) == 0
+        )
         assert 0 <= buffer.numel - sum(sizes) < ALIGN * (len(sizes) + buffer.world)
 
 

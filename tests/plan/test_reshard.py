@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from app.plan.reshard import Block, Overlap, Slice, Transfer, overlaps, transfers
+from app.plan.sharding.reshard import Block, Overlap, Slice, Transfer, overlaps, transfers
 from app.plan.shards import BufferLayout, buffer_layout
 
 many = settings(max_examples=300, derandomize=True, deadline=None, database=None)
@@ -25,16 +25,25 @@ def laid_out(numels: list[int]) -> st.SearchStrategy[BufferLayout]:
     )
 
 
-pairs = st.lists(st.integers(0, 50), max_size=8).flatmap(lambda numels: st.tuples(laid_out(numels), laid_out(numels)))
+pairs = st.lists(st.integers(0, 50), max_size=8).flatmap(
+    lambda numels: st.tuples(laid_out(numels), laid_out(numels))
+)
 
 
 def rank_contents(layout: BufferLayout) -> list[list[object]]:
-    """Per rank its shards end to end, an element of a parameter being (parameter, position), padding None."""
+    """Per rank its shards end to end, an element of a parameter being (parameter, position),
+    padding None.
+    """
     buffer: list[object] = [None] * layout.numel
     for index, (start, end) in enumerate(layout.params):
         buffer[start:end] = [(index, position) for position in range(end - start)]
-    shards = [[layout.shard(bucket, rank) for bucket in range(len(layout.buckets))] for rank in range(layout.world)]
-    return [[element for start, end in of_rank for element in buffer[start:end]] for of_rank in shards]
+    shards = [
+        [layout.shard(bucket, rank) for bucket in range(len(layout.buckets))]
+        for rank in range(layout.world)
+    ]
+    return [
+        [element for start, end in of_rank for element in buffer[start:end]] for of_rank in shards
+    ]
 
 
 @many
@@ -64,21 +73,26 @@ def test_the_same_layout_keeps_everything_where_it_is(layout: BufferLayout):
 
 
 def test_worked_example_from_four_ranks_to_two():
-    """The four parameters of the shard picture, [0, 3) [3, 8) [8, 11) [11, 16) reversed, in shards of 4 and of 8."""
+    """The four parameters of the shard picture, [0, 3) [3, 8) [8, 11) [11, 16) reversed, in
+    shards of 4 and of 8.
+    """
     source, target = (buffer_layout([5, 3, 5, 3], world) for world in (4, 2))
     assert transfers(source, target, 0) == [
         [],
         [],
-        [Transfer(0, (3, 4), (3, 4), (0, 1)), Transfer(1, (0, 4), (4, 8), (1, 5))],
-        [Transfer(0, (0, 3), (0, 3), (0, 3))],
+        [Transfer(0, (3, 4), (3, 4), param=(0, 1)), Transfer(1, (0, 4), (4, 8), param=(1, 5))],
+        [Transfer(0, (0, 3), (0, 3), param=(0, 3))],
     ]
-    assert transfers(target, source, 3) == [[Transfer(1, (4, 8), (0, 4), (1, 5))], [], [], []]
+    assert transfers(target, source, 3) == [[Transfer(1, (4, 8), (0, 4), param=(1, 5))], [], [], []]
 
 
 def test_buckets_stand_end_to_end_on_a_rank():
     source, target = buffer_layout([4, 8], 2, bucket_numel=4), buffer_layout([4, 8], 1)
     assert source.buckets == ((0, 8), (8, 12))
-    assert transfers(source, target, 0)[0] == [Transfer(0, (4, 6), (8, 10), (0, 2)), Transfer(1, (4, 6), (10, 12), (2, 4))]
+    assert transfers(source, target, 0)[0] == [
+        Transfer(0, (4, 6), (8, 10), param=(0, 2)),
+        Transfer(1, (4, 6), (10, 12), param=(2, 4)),
+    ]
 
 
 def test_large_parameters_and_worlds_cost_nothing():
@@ -105,8 +119,13 @@ def test_refuses_other_parameters(have: list[int], want: list[int], message: str
 
 def contents(held: Slice) -> list[int]:
     """Positions in the flattened global tensor of what a slice holds, one loop per dimension."""
-    block, strides = held.block, [prod(held.block.shape[dim + 1 :]) for dim in range(len(held.block.shape))]
-    boxes = product(*(range(start, stop) for start, stop in zip(block.start, block.stop, strict=True)))
+    block, strides = (
+        held.block,
+        [prod(held.block.shape[dim + 1 :]) for dim in range(len(held.block.shape))],
+    )
+    boxes = product(
+        *(range(start, stop) for start, stop in zip(block.start, block.stop, strict=True))
+    )
     flat = [sum(at * stride for at, stride in zip(point, strides, strict=True)) for point in boxes]
     return flat[slice(*held.bounds)]
 
@@ -114,7 +133,11 @@ def contents(held: Slice) -> list[int]:
 @st.composite
 def blocks(draw: st.DrawFn, shape: tuple[int, ...]) -> Block:
     start = tuple(draw(st.integers(0, size - 1)) for size in shape)
-    return Block(shape, start, tuple(draw(st.integers(low + 1, size)) for low, size in zip(start, shape, strict=True)))
+    return Block(
+        shape,
+        start,
+        tuple(draw(st.integers(low + 1, size)) for low, size in zip(start, shape, strict=True)),
+    )
 
 
 @st.composite
@@ -127,12 +150,18 @@ def slices(draw: st.DrawFn, shape: tuple[int, ...]) -> Slice:
 
 
 @many
-@given(st.lists(st.integers(1, 5), max_size=4).flatmap(lambda shape: st.tuples(slices(tuple(shape)), slices(tuple(shape)))))
+@given(
+    st.lists(st.integers(1, 5), max_size=4).flatmap(
+        lambda shape: st.tuples(slices(tuple(shape)), slices(tuple(shape)))
+    )
+)
 def test_overlaps_are_what_both_hold(pair: tuple[Slice, Slice]):
     have, want = map(contents, pair)
     found = list(overlaps(*pair))
     assert [have[slice(*run.have)] for run in found] == [want[slice(*run.want)] for run in found]
-    assert [position for run in found for position in have[slice(*run.have)]] == sorted(set(have) & set(want))
+    assert [position for run in found for position in have[slice(*run.have)]] == sorted(
+        set(have) & set(want)
+    )
     assert all(run.have[0] < run.have[1] for run in found)
 
 
@@ -142,21 +171,34 @@ GATE_AND_UP, DOWN, STACKED = (2, 12, 5), (5, 12), (4, 3, 2, 12)  # [2F, D], [D, 
 def cut(shape: tuple[int, ...], tp: int, tp_rank: int, ep: int = 1, ep_rank: int = 0) -> Block:
     """What a rank holds of the matrices above: tp cuts the widths F, ep the experts E."""
     whole = Block.whole(*shape)
-    return whole.cut(shape.index(12), tp, tp_rank) if len(shape) < 4 else whole.cut(0, ep, ep_rank).cut(3, tp, tp_rank)
+    return (
+        whole.cut(shape.index(12), tp, tp_rank)
+        if len(shape) < 4
+        else whole.cut(0, ep, ep_rank).cut(3, tp, tp_rank)
+    )
 
 
 def state(shape: tuple[int, ...], tp: int, ep: int, dp: int, align: int) -> list[Slice]:
-    """Who holds which optimizer state of one parameter: every tensor- and expert-parallel block in dp shards."""
+    """Who holds which optimizer state of one parameter: every tensor- and expert-parallel block
+    in dp shards.
+    """
     held = []
     for tp_rank, ep_rank in product(range(tp), range(ep if len(shape) == 4 else 1)):
-        block = cut(shape, tp, tp_rank, ep, ep_rank)
+        block = cut(shape, tp, tp_rank, ep=ep, ep_rank=ep_rank)
         layout = buffer_layout([block.numel], dp, shard_align=align)
-        held += [Slice(block, part.param) for rank in range(dp) for parts in layout.ranges(rank) for part in parts]
+        held += [
+            Slice(block, part.param)
+            for rank in range(dp)
+            for parts in layout.ranges(rank)
+            for part in parts
+        ]
     return held
 
 
 @pytest.mark.parametrize("shape", [GATE_AND_UP, DOWN, STACKED, (12, 5)])
-@pytest.mark.parametrize(("before", "after"), [((4, 1, 2), (1, 4, 3)), ((2, 2, 5), (3, 1, 1)), ((1, 1, 1), (6, 2, 4))])
+@pytest.mark.parametrize(
+    ("before", "after"), [((4, 1, 2), (1, 4, 3)), ((2, 2, 5), (3, 1, 1)), ((1, 1, 1), (6, 2, 4))]
+)
 def test_state_moves_between_any_two_layouts(shape: tuple[int, ...], before: tuple, after: tuple):
     held, wanted = state(shape, *before, align=4), state(shape, *after, align=1)
     values = [contents(have) for have in held]
@@ -173,24 +215,39 @@ def test_state_moves_between_any_two_layouts(shape: tuple[int, ...], before: tup
 def test_gate_and_up_are_two_ranges_of_rows():
     first, second = (Block.whole(2, 8, 3).cut(1, 2, rank) for rank in (0, 1))
     whole = Slice(Block.whole(2, 8, 3))
-    assert list(overlaps(whole, Slice(first))) == [Overlap((0, 12), (0, 12)), Overlap((24, 36), (12, 24))]
-    assert list(overlaps(whole, Slice(second))) == [Overlap((12, 24), (0, 12)), Overlap((36, 48), (12, 24))]
+    assert list(overlaps(whole, Slice(first))) == [
+        Overlap((0, 12), (0, 12)),
+        Overlap((24, 36), (12, 24)),
+    ]
+    assert list(overlaps(whole, Slice(second))) == [
+        Overlap((12, 24), (0, 12)),
+        Overlap((36, 48), (12, 24)),
+    ]
     assert list(overlaps(Slice(first), Slice(second))) == []
 
 
 def test_rows_are_one_run_and_columns_one_per_row():
     whole = Block.whole(6, 4)
-    assert list(overlaps(Slice(whole.cut(0, 2, 1)), Slice(whole.cut(0, 3, 2)))) == [Overlap((4, 12), (0, 8))]
+    assert list(overlaps(Slice(whole.cut(0, 2, 1)), Slice(whole.cut(0, 3, 2)))) == [
+        Overlap((4, 12), (0, 8))
+    ]
     assert list(overlaps(Slice(whole), Slice(whole.cut(1, 2, 1)))) == [
         Overlap((4 * row + 2, 4 * row + 4), (2 * row, 2 * row + 2)) for row in range(6)
     ]
-    assert list(overlaps(Slice(whole, (7, 12)), Slice(whole.cut(1, 2, 1), (4, 5)))) == [Overlap((3, 4), (0, 1))]
+    assert list(overlaps(Slice(whole, (7, 12)), Slice(whole.cut(1, 2, 1), (4, 5)))) == [
+        Overlap((3, 4), (0, 1))
+    ]
 
 
 def test_a_small_part_of_a_huge_block_is_found_at_once():
     whole = Block.whole(10**7, 10**3)
     start = time.process_time()
-    found = list(overlaps(Slice(whole.cut(1, 2, 1), (10**9, 10**9 + 700)), Slice(whole, (2 * 10**9, 2 * 10**9 + 1800))))
+    found = list(
+        overlaps(
+            Slice(whole.cut(1, 2, 1), (10**9, 10**9 + 700)),
+            Slice(whole, (2 * 10**9, 2 * 10**9 + 1800)),
+        )
+    )
     assert time.process_time() - start < 0.1
     assert found == [Overlap((0, 500), (500, 1000)), Overlap((500, 700), (1500, 1700))]
 
@@ -198,7 +255,12 @@ def test_a_small_part_of_a_huge_block_is_found_at_once():
 def test_blocks_that_do_not_meet_share_nothing():
     whole = Block.whole(4, 4, 4)
     first, last = whole.cut(0, 4, 0).cut(1, 4, 0), whole.cut(0, 4, 3).cut(1, 4, 3)
-    for have, want in ((first, last), (last, first), (first, whole.cut(0, 2, 1)), (whole.cut(2, 4, 0), whole.cut(2, 4, 3))):
+    for have, want in (
+        (first, last),
+        (last, first),
+        (first, whole.cut(0, 2, 1)),
+        (whole.cut(2, 4, 0), whole.cut(2, 4, 3)),
+    ):
         assert have.intersection(want).numel == 0
         assert list(overlaps(Slice(have), Slice(want))) == []
 

@@ -7,10 +7,11 @@ from pathlib import Path
 import pytest
 
 from app.errors import ConfigError
-from app.plan.replay import Pipeline
+from app.plan.pipeline.replay import Pipeline
 from app.plan.stages import Stage, StagePlan, parse_layout, plan_stages
 
-GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "layers.json").read_text())  # Megatron-Core 0.16.1
+# Megatron-Core 0.16.1
+GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "layers.json").read_text())
 PLANNED = [case for case in GOLDEN["cases"] if not case["args"].get("mtp")]
 WITH_MTP = [case for case in GOLDEN["cases"] if case["args"].get("mtp")]
 
@@ -22,7 +23,9 @@ def name_of(case: dict) -> str:
 def planned(args: dict) -> StagePlan:
     counted = {"count_embedding": args.get("emb", False), "count_head": args.get("loss", False)}
     set_by_hand = {key: args[key] for key in ("first", "last", "layout") if key in args}
-    return plan_stages(args["num_layers"], args["pp"], args.get("vpp") or 1, **set_by_hand, **counted)
+    return plan_stages(
+        args["num_layers"], args["pp"], args.get("vpp") or 1, **set_by_hand, **counted
+    )
 
 
 def layers_of(plan: StagePlan) -> list[list[list[int]]]:
@@ -33,14 +36,21 @@ def layers_of(plan: StagePlan) -> list[list[list[int]]]:
 def test_stages_equal_the_golden_ones(case: dict):
     plan = planned(case["args"])
     numbers = zip(case["offset"], case["num_layers"], strict=True)
-    layers = [[list(range(at, at + number)) for at, number in zip(*rank, strict=True)] for rank in numbers]
+    layers = [
+        [list(range(at, at + number)) for at, number in zip(*rank, strict=True)] for rank in numbers
+    ]
     assert layers_of(plan) == case.get("layer_ids", layers)
     assert (plan.pp, plan.vpp) == (case["args"]["pp"], case["vpp_effective"] or 1)
     grid = case.get("layout_grid")
     for rank, chunk in product(range(plan.pp), range(plan.vpp)):
         first, last = (rank, chunk) == (0, 0), (rank, chunk) == (plan.pp - 1, plan.vpp - 1)
-        embedding, head = ("E" in grid[rank][chunk], "L" in grid[rank][chunk]) if grid else (first, last)
-        assert (plan.stages[rank][chunk].embedding, plan.stages[rank][chunk].head) == (embedding, head)
+        embedding, head = (
+            ("E" in grid[rank][chunk], "L" in grid[rank][chunk]) if grid else (first, last)
+        )
+        assert (plan.stages[rank][chunk].embedding, plan.stages[rank][chunk].head) == (
+            embedding,
+            head,
+        )
 
 
 @pytest.mark.parametrize("case", GOLDEN["invalid"], ids=name_of)
@@ -65,8 +75,17 @@ def test_layouts_parse_as_the_golden_ones(case: dict):
 
 
 def test_two_uneven_ranks_need_no_middle_ones():
-    assert GOLDEN["upstream_crash"][0]["args"] == {"num_layers": 12, "pp": 2, "vpp": 2, "first": 4, "last": 8}
-    assert layers_of(plan_stages(12, 2, 2, first=4, last=8)) == [[[0, 1], [6, 7]], [[2, 3, 4, 5], [8, 9, 10, 11]]]
+    assert GOLDEN["upstream_crash"][0]["args"] == {
+        "num_layers": 12,
+        "pp": 2,
+        "vpp": 2,
+        "first": 4,
+        "last": 8,
+    }
+    assert layers_of(plan_stages(12, 2, 2, first=4, last=8)) == [
+        [[0, 1], [6, 7]],
+        [[2, 3, 4, 5], [8, 9, 10, 11]],
+    ]
 
 
 def test_one_stage_holds_everything():
@@ -76,7 +95,9 @@ def test_one_stage_holds_everything():
 def test_a_layout_may_be_a_list_of_names():
     names = [["embedding", "decoder"], ["decoder"], ["decoder", "decoder"], ["loss"]]
     letters = plan_stages(4, 2, layout="Et|t|tt|L")
-    assert plan_stages(4, 2, layout=names) == letters == plan_stages(4, 2, vpp=2, layout="Et|t|tt|L")
+    assert (
+        plan_stages(4, 2, layout=names) == letters == plan_stages(4, 2, vpp=2, layout="Et|t|tt|L")
+    )
     with pytest.raises(ConfigError, match="foo: is no layer; layers are embedding"):
         plan_stages(1, 1, layout=[["embedding", "foo", "loss"]])
 
@@ -84,14 +105,28 @@ def test_a_layout_may_be_a_list_of_names():
 def test_a_v_goes_down_the_ranks_and_back_up():
     plan = plan_stages(8, 2, 2, v_shape=True)
     assert layers_of(plan) == [[[0, 1], [6, 7]], [[2, 3], [4, 5]]]
-    assert [[stage.embedding for stage in rank] for rank in plan.stages] == [[True, False], [False, False]]
-    assert [[stage.head for stage in rank] for rank in plan.stages] == [[False, True], [False, False]]
-    assert plan.pipeline == Pipeline(2, 2, v_shape=True) and plan_stages(8, 2, 2).pipeline == Pipeline(2, 2)
+    assert [[stage.embedding for stage in rank] for rank in plan.stages] == [
+        [True, False],
+        [False, False],
+    ]
+    assert [[stage.head for stage in rank] for rank in plan.stages] == [
+        [False, True],
+        [False, False],
+    ]
+    assert plan.pipeline == Pipeline(2, 2, v_shape=True) and plan_stages(
+        8, 2, 2
+    ).pipeline == Pipeline(2, 2)
     assert [stage.layers for stage in plan.in_order] == [(0, 1), (2, 3), (4, 5), (6, 7)]
     uneven = [[[0], [13]], [[1, 2, 3], [10, 11, 12]], [[4, 5, 6], [7, 8, 9]]]
     assert layers_of(plan_stages(14, 3, 2, first=2, v_shape=True)) == uneven
-    assert layers_of(plan_stages(6, 2, 2, count_embedding=True, count_head=True, v_shape=True)) == [[[0], [5]], [[1, 2], [3, 4]]]
-    assert layers_of(plan_stages(5, 2, layout="Ett|t|t|tL", v_shape=True)) == [[[0, 1], [4]], [[2], [3]]]
+    assert layers_of(plan_stages(6, 2, 2, count_embedding=True, count_head=True, v_shape=True)) == [
+        [[0], [5]],
+        [[1, 2], [3, 4]],
+    ]
+    assert layers_of(plan_stages(5, 2, layout="Ett|t|t|tL", v_shape=True)) == [
+        [[0, 1], [4]],
+        [[2], [3]],
+    ]
     assert layers_of(plan_stages(2, 1, 2, v_shape=True)) == [[[0], [1]]]
 
 
@@ -101,16 +136,25 @@ def test_stages_may_be_empty():
     assert layers_of(plan_stages(4, 4, layout="E|tttt||L")) == [[[]], [[0, 1, 2, 3]], [[]], [[]]]
 
 
-@pytest.mark.parametrize("wrong", [{}, {"vpp": 3}, {"vpp": 4, "layout": "Et|tt|tt|tL"}, {"layout": "Ettt|tttL"}])
+@pytest.mark.parametrize(
+    "wrong", [{}, {"vpp": 3}, {"vpp": 4, "layout": "Et|tt|tt|tL"}, {"layout": "Ettt|tttL"}]
+)
 def test_a_v_has_two_stages_per_rank(wrong: dict):
     with pytest.raises(ConfigError, match=r"two per pipeline rank; .* 2\?$|make vpp=1, not vpp=2"):
         plan_stages(6, 2, **wrong, v_shape=True)
 
 
-@pytest.mark.parametrize(("num_layers", "pp", "vpp"), list(product(range(1, 25), (1, 2, 3, 4), (1, 2, 3))))
+@pytest.mark.parametrize(
+    ("num_layers", "pp", "vpp"), list(product(range(1, 25), (1, 2, 3, 4), (1, 2, 3)))
+)
 def test_every_accepted_split_covers_each_layer_once(num_layers: int, pp: int, vpp: int):
-    choices = [{"first": first, "last": last} for first, last in product((None, 1, 2, 6), (None, 2, 3, 12))]
-    choices += [{"count_embedding": embedding, "count_head": head} for embedding, head in product((False, True), repeat=2)]
+    choices = [
+        {"first": first, "last": last} for first, last in product((None, 1, 2, 6), (None, 2, 3, 12))
+    ]
+    choices += [
+        {"count_embedding": embedding, "count_head": head}
+        for embedding, head in product((False, True), repeat=2)
+    ]
     for choice in choices:
         try:
             plan = plan_stages(num_layers, pp, vpp, **choice)
@@ -124,27 +168,57 @@ def test_every_accepted_split_covers_each_layer_once(num_layers: int, pp: int, v
             assert choice.get(key) in (None, sum(len(stage.layers) for stage in plan.stages[rank]))
 
 
-@pytest.mark.parametrize(("args", "parts"), [
-    ({"num_layers": 10, "pp": 4}, ["pp × vpp = 4 × 1 = 4 stages", "mean 8 or 12 or parallel.pp=2 or parallel.pp=5?"]),
-    ({"num_layers": 10, "pp": 4, "count_head": True}, ["10 layers + 1 for embedding", "mean 7 or 11 or parallel.pp=1 or"]),
-    ({"num_layers": 8, "pp": 4, "vpp": 2, "first": 3}, ["first=3", "multiple of vpp=2", "mean 2 or 4?"]),
-    ({"num_layers": 8, "pp": 2, "first": 0}, ["first=0", "mean 1 or 2?"]),
-    ({"num_layers": 9, "pp": 4, "first": 2}, ["leave 7 layers for 3 middle ranks", "mean 8?"]),
-    ({"num_layers": 8, "pp": 2, "first": 3, "last": 4}, ["leave 1 layers for 0 middle ranks", "mean 7?"]),
-    ({"num_layers": 8, "pp": 3, "first": 6, "last": 6}, ["leave -4 layers for 1 middle ranks"]),
-    ({"num_layers": 8, "pp": 1, "first": 4, "last": 4}, ["last=4: first=4 is set too, but pp=1 is only one rank"]),
-    ({"num_layers": 8, "pp": 2, "last": 3, "count_head": True}, ["last=3: cannot be combined"]),
-    ({"num_layers": 8, "pp": 0}, ["pp=0: must be at least 1"]),
-    ({"num_layers": 2, "pp": 2, "layout": "Et|tL", "first": 1}, ["first, last, count_embedding and count_head must be unset"]),
-    ({"num_layers": 2, "pp": 2, "layout": "Et|t|L"}, ["its 3 stages do not divide over pp=2"]),
-    ({"num_layers": 2, "pp": 2, "layout": "E|t|t|L", "vpp": 3}, ["make vpp=2, not vpp=3", "mean parallel.vpp=2?"]),
-    ({"num_layers": 2, "pp": 2, "layout": "tEt|L"}, ["one E, before all layers", "mean Ett|L?"]),
-    ({"num_layers": 3, "pp": 2, "layout": "Et|tL"}, ["has 2 t for model.num_layers=3", "mean model.num_layers=2?"]),
-    ({"num_layers": 2, "pp": 2, "layout": "E(tt)|L"}, ["cannot read '('"]),
-    ({"num_layers": 4, "pp": 4, "layout": "E|tttt|L|"}, ["E in its first", "mean E|tttt||L?"]),
-    ({"num_layers": 2, "pp": 3, "layout": "||EttL"}, ["L in its last one", "mean Ett||L?"]),
-    ({"num_layers": 2, "pp": 2, "layout": "EttL|"}, ["L in its last one", "mean Ett|L?"]),
-])
+@pytest.mark.parametrize(
+    ("args", "parts"),
+    [
+        (
+            {"num_layers": 10, "pp": 4},
+            ["pp × vpp = 4 × 1 = 4 stages", "mean 8 or 12 or parallel.pp=2 or parallel.pp=5?"],
+        ),
+        (
+            {"num_layers": 10, "pp": 4, "count_head": True},
+            ["10 layers + 1 for embedding", "mean 7 or 11 or parallel.pp=1 or"],
+        ),
+        (
+            {"num_layers": 8, "pp": 4, "vpp": 2, "first": 3},
+            ["first=3", "multiple of vpp=2", "mean 2 or 4?"],
+        ),
+        ({"num_layers": 8, "pp": 2, "first": 0}, ["first=0", "mean 1 or 2?"]),
+        ({"num_layers": 9, "pp": 4, "first": 2}, ["leave 7 layers for 3 middle ranks", "mean 8?"]),
+        (
+            {"num_layers": 8, "pp": 2, "first": 3, "last": 4},
+            ["leave 1 layers for 0 middle ranks", "mean 7?"],
+        ),
+        ({"num_layers": 8, "pp": 3, "first": 6, "last": 6}, ["leave -4 layers for 1 middle ranks"]),
+        (
+            {"num_layers": 8, "pp": 1, "first": 4, "last": 4},
+            ["last=4: first=4 is set too, but pp=1 is only one rank"],
+        ),
+        ({"num_layers": 8, "pp": 2, "last": 3, "count_head": True}, ["last=3: cannot be combined"]),
+        ({"num_layers": 8, "pp": 0}, ["pp=0: must be at least 1"]),
+        (
+            {"num_layers": 2, "pp": 2, "layout": "Et|tL", "first": 1},
+            ["first, last, count_embedding and count_head must be unset"],
+        ),
+        ({"num_layers": 2, "pp": 2, "layout": "Et|t|L"}, ["its 3 stages do not divide over pp=2"]),
+        (
+            {"num_layers": 2, "pp": 2, "layout": "E|t|t|L", "vpp": 3},
+            ["make vpp=2, not vpp=3", "mean parallel.vpp=2?"],
+        ),
+        (
+            {"num_layers": 2, "pp": 2, "layout": "tEt|L"},
+            ["one E, before all layers", "mean Ett|L?"],
+        ),
+        (
+            {"num_layers": 3, "pp": 2, "layout": "Et|tL"},
+            ["has 2 t for model.num_layers=3", "mean model.num_layers=2?"],
+        ),
+        ({"num_layers": 2, "pp": 2, "layout": "E(tt)|L"}, ["cannot read '('"]),
+        ({"num_layers": 4, "pp": 4, "layout": "E|tttt|L|"}, ["E in its first", "mean E|tttt||L?"]),
+        ({"num_layers": 2, "pp": 3, "layout": "||EttL"}, ["L in its last one", "mean Ett||L?"]),
+        ({"num_layers": 2, "pp": 2, "layout": "EttL|"}, ["L in its last one", "mean Ett|L?"]),
+    ],
+)
 def test_refusals_name_the_numbers_and_the_nearest_that_works(args: dict, parts: list[str]):
     with pytest.raises(ConfigError) as refusal:
         plan_stages(**args)

@@ -8,19 +8,41 @@ from typing import Any
 
 import pytest
 
+from app.advice.moves import with_values
+from app.advice.suggest import suggest
 from app.choices import CpComm, Recompute, ScheduleName
-from app.config import HardwareConfig, ModelConfig, MoEConfig, ParallelConfig, PrecisionConfig, Run, TrainConfig
+from app.config import (
+    HardwareConfig,
+    ModelConfig,
+    MoEConfig,
+    ParallelConfig,
+    PrecisionConfig,
+    Run,
+    TrainConfig,
+)
 from app.errors import ConfigError
-from app.plan.moves import with_values
 from app.plan.plan import GIB, Plan
-from app.plan.suggest import suggest
 from app.rules import check
 from tests.cases import chosen, sampled
 from tests.test_config import load
 
 SIZES = (
-    dict(num_layers=8, hidden_size=2048, ffn_hidden_size=8192, num_heads=16, num_kv_heads=8, vocab_size=32768),
-    dict(num_layers=16, hidden_size=4096, ffn_hidden_size=14336, num_heads=32, num_kv_heads=8, vocab_size=65536),
+    dict(
+        num_layers=8,
+        hidden_size=2048,
+        ffn_hidden_size=8192,
+        num_heads=16,
+        num_kv_heads=8,
+        vocab_size=32768,
+    ),
+    dict(
+        num_layers=16,
+        hidden_size=4096,
+        ffn_hidden_size=14336,
+        num_heads=32,
+        num_kv_heads=8,
+        vocab_size=65536,
+    ),
 )
 EXPERTS = (
     None,
@@ -33,7 +55,9 @@ SMALLEST_GIB = 6  # context and communicators alone take up to 4
 
 
 def random_run(seed: int) -> Run | None:
-    """A legal run that does not fit into a GPU of a third to nine tenths of what it needs; None for other draws."""
+    """A legal run that does not fit into a GPU of a third to nine tenths of what it needs; None
+    for other draws.
+    """
     draw = random.Random(seed)
     moe = draw.choice(EXPERTS)
     pp = draw.choice((1, 1, 2, 4))
@@ -42,14 +66,25 @@ def random_run(seed: int) -> Run | None:
     dp = draw.choice((1, 2, 4, 8))
     ep, etp = (draw.choice((1, 2, 4)), 1) if moe else (1, None)
     parallel = ParallelConfig(dp=dp, tp=tp, cp=cp, pp=pp, vpp=vpp, ep=ep, etp=etp)
-    train = TrainConfig(seq_len=draw.choice((2048, 4096)), micro_batch=draw.choice((1, 2, 4)), global_batch=64)
-    run = Run(ModelConfig(**draw.choice(SIZES), moe=moe), parallel, train=train, precision=PrecisionConfig())
+    train = TrainConfig(
+        seq_len=draw.choice((2048, 4096)), micro_batch=draw.choice((1, 2, 4)), global_batch=64
+    )
+    run = Run(
+        ModelConfig(**draw.choice(SIZES), moe=moe),
+        parallel,
+        train=train,
+        precision=PrecisionConfig(),
+    )
     try:
         check(run)
     except ConfigError:
         return None
     gpu = Plan(run).busiest.total / GIB * draw.uniform(0.35, 0.95)
-    return dataclasses.replace(run, hardware=HardwareConfig(gpu_memory_gib=gpu)) if gpu > SMALLEST_GIB else None
+    return (
+        dataclasses.replace(run, hardware=HardwareConfig(gpu_memory_gib=gpu))
+        if gpu > SMALLEST_GIB
+        else None
+    )
 
 
 def parsed(run: Run, overrides: tuple[str, ...]) -> Run:
@@ -70,7 +105,11 @@ def read(key: str, text: str) -> Any:
         return CpComm(text)
     if key == "precision.params":
         return type(PrecisionConfig().params)(text)
-    return {"true": True, "false": False, "null": None}.get(text) if text in ("true", "false", "null") else int(text)
+    return (
+        {"true": True, "false": False, "null": None}.get(text)
+        if text in ("true", "false", "null")
+        else int(text)
+    )
 
 
 def runs(count: int) -> list[Run]:
@@ -96,9 +135,11 @@ def test_every_suggestion_for_random_runs_fits_when_planned_again(count: int):
 
 TYPED = (
     "model=llama3_8b parallel.world_size=8 train.global_batch=64 hardware.gpu_memory_gib=70",
-    "model=mixtral_8x7b precision=bf16 parallel.world_size=64 parallel.ep=8 train.seq_len=4096 train.micro_batch=2 "
+    "model=mixtral_8x7b precision=bf16 parallel.world_size=64 parallel.ep=8 "
+    "train.seq_len=4096 train.micro_batch=2 "
     "train.global_batch=256 hardware=h100",
-    "model=qwen3_30b_a3b precision=bf16 parallel.dp=4 parallel.ep=4 train.seq_len=8192 train.global_batch=32 hardware=h100",
+    "model=qwen3_30b_a3b precision=bf16 parallel.dp=4 parallel.ep=4 train.seq_len=8192 "
+    "train.global_batch=32 hardware=h100",
 )
 
 
@@ -110,21 +151,43 @@ def test_suggestions_work_when_typed(line: str):
     assert suggestions
     for suggestion in suggestions:
         again = Plan(load(*overrides, *suggestion.overrides))
-        assert again.fits and again.busiest.total == suggestion.memory and again.run.world_size >= run.world_size
+        assert (
+            again.fits
+            and again.busiest.total == suggestion.memory
+            and again.run.world_size >= run.world_size
+        )
 
 
 def test_more_gpus_only_where_nothing_else_helps():
-    tight = load("model=llama3_8b", "precision=bf16", "hardware.gpu_memory_gib=40", "train.seq_len=4096", "train.micro_batch=1")
+    tight = load(
+        "model=llama3_8b",
+        "precision=bf16",
+        "hardware.gpu_memory_gib=40",
+        "train.seq_len=4096",
+        "train.micro_batch=1",
+    )
     (first, *_) = suggest(Plan(tight))
-    assert any(text.startswith(("parallel.dp=", "parallel.world_size=")) for text in first.overrides)
+    assert any(
+        text.startswith(("parallel.dp=", "parallel.world_size=")) for text in first.overrides
+    )
     roomy = load("+experiment=small", "hardware=h200")
     assert suggest(Plan(roomy)) == ()
 
 
 def test_a_large_vocabulary_is_cut_into_chunks():
     """All that it takes where logits are most of the memory, and quicker than anything else."""
-    run = load("model=dense_tiny", "precision=bf16", "model.vocab_size=1048576", "train.seq_len=8192", "train.micro_batch=1")
-    plan = Plan(dataclasses.replace(run, hardware=HardwareConfig(gpu_memory_gib=Plan(run).busiest.total / GIB - 8)))
+    run = load(
+        "model=dense_tiny",
+        "precision=bf16",
+        "model.vocab_size=1048576",
+        "train.seq_len=8192",
+        "train.micro_batch=1",
+    )
+    plan = Plan(
+        dataclasses.replace(
+            run, hardware=HardwareConfig(gpu_memory_gib=Plan(run).busiest.total / GIB - 8)
+        )
+    )
     assert any(s.overrides == ("loss.chunk_tokens=1024",) for s in suggest(plan))
 
 

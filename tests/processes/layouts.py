@@ -1,4 +1,5 @@
-"""Every way to lay a small model on a few ranks, and a small set of ways in which every two choices meet.
+"""Every way to lay a small model on a few ranks, and a small set of ways in which every two choices
+meet.
 
 The model and its sequences divide by all degrees up to 4.
 """
@@ -17,7 +18,14 @@ from tests.runs import STEADY, TINY_MOE, make_run
 
 MOE = dataclasses.replace(TINY_MOE, shared_gate=True)
 GRID = ModelConfig(
-    num_layers=4, hidden_size=32, ffn_hidden_size=48, num_heads=8, num_kv_heads=4, vocab_size=64, qk_norm=True, moe=MOE
+    num_layers=4,
+    hidden_size=32,
+    ffn_hidden_size=48,
+    num_heads=8,
+    num_kv_heads=4,
+    vocab_size=64,
+    qk_norm=True,
+    moe=MOE,
 )
 MODELS = {"moe": GRID, "dense": dataclasses.replace(GRID, moe=None, tie_embeddings=True)}
 SEQUENCES, SEQ_LEN = 4, 32  # of a step
@@ -44,20 +52,32 @@ def run_of(case: Case, **sections: Any) -> Run:
     chosen = dict(zip(CHOICES, case, strict=True))
     model = MODELS[chosen["model"]]
     if model.moe:
-        model = dataclasses.replace(model, moe=dataclasses.replace(model.moe, dispatcher=DispatcherKind(chosen["dispatcher"])))
+        model = dataclasses.replace(
+            model,
+            moe=dataclasses.replace(model.moe, dispatcher=DispatcherKind(chosen["dispatcher"])),
+        )
     degrees = {name: chosen[name] for name in ("tp", "cp", "pp", "ep", "vpp", "dp")}
     etp = chosen["etp"] if model.moe else None
     parallel = ParallelConfig(**degrees, etp=etp, cp_comm_type=CpComm(chosen["comm"]))
     train = TrainConfig(steps=20, seq_len=SEQ_LEN, micro_batch=1, global_batch=SEQUENCES)
     order = ScheduleConfig(ScheduleName(chosen["schedule"]))
     optim = dataclasses.replace(STEADY, bucket_numel=1500)  # several buckets per chunk
-    return make_run(model, **({"parallel": parallel, "schedule": order, "optim": optim, "train": train} | sections))
+    return make_run(
+        model,
+        **({"parallel": parallel, "schedule": order, "optim": optim, "train": train} | sections),
+    )
 
 
 def idle(case: Case) -> bool:
-    """Whether a choice is made that means nothing beside the others, so that the case says the same as another one."""
+    """Whether a choice is made that means nothing beside the others, so that the case says the
+    same as another one.
+    """
     chosen = dict(zip(CHOICES, case, strict=True))
-    dense = chosen["model"] == "dense" and (chosen["ep"], chosen["etp"], chosen["dispatcher"]) != (1, 1, "auto")
+    dense = chosen["model"] == "dense" and (chosen["ep"], chosen["etp"], chosen["dispatcher"]) != (
+        1,
+        1,
+        "auto",
+    )
     alone = chosen["dispatcher"] == "all_gather" and chosen["ep"] * chosen["etp"] == 1
     return dense or alone or (chosen["comm"] == "all_to_all" and chosen["cp"] == 1)
 
@@ -89,7 +109,9 @@ def pairs(case: Case) -> Iterator[Pair]:
 
 
 def covering(cases: Sequence[Case]) -> list[Case]:
-    """Few of the cases, in which any two values meet that meet in any: always the one with most new pairs, then least ranks."""
+    """Few of the cases, in which any two values meet that meet in any: always the one with most
+    new pairs, then least ranks.
+    """
     missing, chosen = {pair for case in cases for pair in pairs(case)}, []
     while missing:
         best = max(cases, key=lambda case: (len(missing.intersection(pairs(case))), -world(case)))

@@ -1,4 +1,6 @@
-"""Steps whose numbers are not finite: going on, ending, and going back, with one and with two processes."""
+"""Steps whose numbers are not finite: going on, ending, and going back, with one and with two
+processes.
+"""
 
 from __future__ import annotations
 
@@ -16,16 +18,16 @@ import torch
 from app.choices import BadStep
 from app.config import CheckpointConfig, PrecisionConfig, Run, TrainConfig
 from app.engine import trainer
-from app.engine.agreement import rank_zero_says
-from app.engine.attempt import Attempt
-from app.engine.bad_steps import DIVERGED, BadSteps, Diverged, is_bad
 from app.engine.build import Engine, build_engine
-from app.engine.checkpoint_folder import complete_checkpoints, newest_checkpoint, verify_checkpoint
-from app.engine.data_feed import StepInput
+from app.engine.checkpoint.folder import complete_checkpoints, newest_checkpoint, verify_checkpoint
 from app.engine.groups import create_groups
-from app.engine.report import StepReport
-from app.engine.run_folder import FolderLock, read_metrics
-from app.engine.start import find_start, load_all_data
+from app.engine.pipeline.data_feed import StepInput
+from app.engine.report.metrics import StepReport
+from app.engine.run.agreement import rank_zero_says
+from app.engine.run.attempt import Attempt
+from app.engine.run.bad_steps import DIVERGED, BadSteps, Diverged, is_bad
+from app.engine.run.run_folder import FolderLock, read_metrics
+from app.engine.run.start import find_start, load_all_data
 from app.errors import ConfigError
 from app.optim.scale import LossScale
 from app.plan.plan import Plan
@@ -44,7 +46,9 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
 
 
 def bad_data(*numbers: int, rank: int | None = None) -> Poison:
-    """The n-th batches since the process began give a loss that is not a number, on one rank or on all."""
+    """The n-th batches since the process began give a loss that is not a number, on one rank or
+    on all.
+    """
 
     def poison(training: trainer.Trainer) -> None:
         step, count = training.training_step.eager, [0]
@@ -52,7 +56,11 @@ def bad_data(*numbers: int, rank: int | None = None) -> Poison:
         def passes(batches: StepInput) -> Any:
             count[0] += 1
             bad = count[0] in numbers and rank in (None, training.engine.groups.rank)
-            return step(dataclasses.replace(batches, loss_weights_M=batches.loss_weights_M * math.nan) if bad else batches)
+            return step(
+                dataclasses.replace(batches, loss_weights_M=batches.loss_weights_M * math.nan)
+                if bad
+                else batches
+            )
 
         training.training_step.eager = training.training_step.captured = passes
 
@@ -60,13 +68,19 @@ def bad_data(*numbers: int, rank: int | None = None) -> Poison:
 
 
 def bad_parameter(step: int) -> Poison:
-    """After that step one element of one parameter, on the rank that owns it, is no number: what a broken memory does."""
+    """After that step one element of one parameter, on the rank that owns it, is no number: what
+    a broken memory does.
+    """
 
     def poison(training: trainer.Trainer) -> None:
         give = training.feed.next_step
 
         def next_step() -> Any:
-            if training.progress.step == step and not training.bad_steps.rollbacks and training.leads:
+            if (
+                training.progress.step == step
+                and not training.bad_steps.rollbacks
+                and training.leads
+            ):
                 spoil(training.engine)
             return give()
 
@@ -81,12 +95,16 @@ def spoil(engine: Engine) -> None:
     next(iter(engine.optimizer.pieces())).main[0] = math.nan
 
 
-def train_poisoned(rank: int, run: Run, poisons: Sequence[Poison]) -> tuple[str, list[list[int]], int]:
+def train_poisoned(
+    rank: int, run: Run, poisons: Sequence[Poison]
+) -> tuple[str, list[list[int]], int]:
     """How a run ends, "" for well; the first tokens of each batch; and its rollbacks."""
     plan = Plan(run)
     groups = create_groups(plan.layout, rank)
     start = rank_zero_says(groups, lambda: find_start(run))
-    training = trainer.Trainer(build_engine(plan, groups, torch.device("cpu")), load_all_data(run, groups, rank), start)
+    training = trainer.Trainer(
+        build_engine(plan, groups, torch.device("cpu")), load_all_data(run, groups, rank), start
+    )
     trainer.sum_up = lambda *facts: None  # this process is about to end
     for poison in poisons:
         poison(training)
@@ -106,12 +124,28 @@ def train_poisoned(rank: int, run: Run, poisons: Sequence[Poison]) -> tuple[str,
     return "", seen, training.bad_steps.rollbacks
 
 
-def poisoned(corpus: tuple[str, ...], folder: Path, layout: str, policy: str, *poisons: Poison, steps: int = 8) -> Any:
+def poisoned(
+    corpus: tuple[str, ...],
+    folder: Path,
+    layout: str,
+    policy: str,
+    *poisons: Poison,
+    steps: int = 8,
+) -> Any:
     """What rank 0 of a poisoned run saw; checkpoints every 3 steps."""
-    overrides = (*corpus, layout, f"train.steps={steps}", "checkpoint.interval=3", *policy.split(), f"run_dir={folder}/run")
+    overrides = (
+        *corpus,
+        layout,
+        f"train.steps={steps}",
+        "checkpoint.interval=3",
+        *policy.split(),
+        f"run_dir={folder}/run",
+    )
     world_size = int(layout[-1])
     results = run_distributed(train_poisoned, world_size, composed(overrides, world_size), poisons)
-    assert all((end, rollbacks) == (results[0][0], results[0][2]) for end, _, rollbacks in results), "the ranks agree"
+    assert all(
+        (end, rollbacks) == (results[0][0], results[0][2]) for end, _, rollbacks in results
+    ), "the ranks agree"
     return results[0]
 
 
@@ -123,13 +157,17 @@ def steps_of(folder: Path) -> dict[int, dict[str, Any]]:
 
 
 def saved_steps(folder: Path) -> list[int]:
-    return [verify_checkpoint(path)["step"] for path in complete_checkpoints(folder / "run/checkpoints")]
+    return [
+        verify_checkpoint(path)["step"] for path in complete_checkpoints(folder / "run/checkpoints")
+    ]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_bad_steps_are_skipped(corpus: tuple[str, ...], tmp_path: Path, layout: str):
     """Learning rate and updates stand still; two in a row are not three."""
-    end, seen, _ = poisoned(corpus, tmp_path, layout, "train.max_bad_steps=3", bad_data(2, 5, 6, rank=0))
+    end, seen, _ = poisoned(
+        corpus, tmp_path, layout, "train.max_bad_steps=3", bad_data(2, 5, 6, rank=0)
+    )
     assert end == "" and len(seen) == 8
     rows = steps_of(tmp_path)
     assert [row["skipped"] for row in rows.values()] == [0, 1, 0, 0, 1, 1, 0, 0]
@@ -139,7 +177,9 @@ def test_bad_steps_are_skipped(corpus: tuple[str, ...], tmp_path: Path, layout: 
 
 
 def test_a_skipped_step_might_as_well_not_have_been(corpus: tuple[str, ...], tmp_path: Path):
-    """Its data are gone, and nothing else: a run whose feed leaves them out has the same losses, to the bit."""
+    """Its data are gone, and nothing else: a run whose feed leaves them out has the same losses,
+    to the bit.
+    """
 
     def leave_out(training: trainer.Trainer) -> None:
         give, count = training.feed.next_step, [0]
@@ -154,7 +194,10 @@ def test_a_skipped_step_might_as_well_not_have_been(corpus: tuple[str, ...], tmp
 
     poisoned(corpus, tmp_path / "bad", "parallel.dp=1", "", bad_data(3), steps=8)
     poisoned(corpus, tmp_path / "whole", "parallel.dp=1", "", leave_out, steps=7)
-    losses = {name: [row["loss"] for row in steps_of(tmp_path / name).values()] for name in ("bad", "whole")}
+    losses = {
+        name: [row["loss"] for row in steps_of(tmp_path / name).values()]
+        for name in ("bad", "whole")
+    }
     assert losses["bad"][:2] + losses["bad"][3:] == losses["whole"]
 
 
@@ -172,7 +215,10 @@ def test_too_many_in_a_row_end_the_run(corpus: tuple[str, ...], tmp_path: Path, 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_stop_ends_at_the_first(corpus: tuple[str, ...], tmp_path: Path, layout: str):
     end, seen, _ = poisoned(corpus, tmp_path, layout, "train.on_bad_step=stop", bad_data(3, rank=0))
-    assert end == "step 3 has loss nan and gradient norm nan (train.on_bad_step=stop); nothing was saved"
+    assert (
+        end
+        == "step 3 has loss nan and gradient norm nan (train.on_bad_step=stop); nothing was saved"
+    )
     assert len(seen) == 3 and list(steps_of(tmp_path)) == [1, 2, 3] and saved_steps(tmp_path) == []
 
 
@@ -181,14 +227,23 @@ def test_a_spoiled_state_is_never_saved(corpus: tuple[str, ...], tmp_path: Path,
     """A parameter has gone bad before step 5, and step 6 is one that would be saved."""
     end, *_ = poisoned(corpus, tmp_path, layout, "", bad_parameter(4))
     newest = tmp_path / "run/checkpoints/step-00000003"
-    assert end == f"step 6 was to be saved, but parameters or moments are not finite; the newest checkpoint is {newest}"
+    assert end == (
+        "step 6 was to be saved, but parameters or moments are not finite; the newest "
+        f"checkpoint is {newest}"
+    )
     assert saved_steps(tmp_path) == [3]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("poison", sampled([bad_data(5, rank=0), bad_parameter(4)], 2), ids=["data", "parameter"])
-def test_rollback_goes_on_with_other_data(corpus: tuple[str, ...], tmp_path: Path, layout: str, poison: Poison):
-    """From step 3, behind the data of step 5; what follows is what a run would see whose feed leaves out those of 4 and 5."""
+@pytest.mark.parametrize(
+    "poison", sampled([bad_data(5, rank=0), bad_parameter(4)], 2), ids=["data", "parameter"]
+)
+def test_rollback_goes_on_with_other_data(
+    corpus: tuple[str, ...], tmp_path: Path, layout: str, poison: Poison
+):
+    """From step 3, behind the data of step 5; what follows is what a run would see whose feed
+    leaves out those of 4 and 5.
+    """
 
     def leave_out(training: trainer.Trainer) -> None:
         give = training.feed.next_step
@@ -200,12 +255,17 @@ def test_rollback_goes_on_with_other_data(corpus: tuple[str, ...], tmp_path: Pat
 
         training.feed.next_step = next_step
 
-    end, seen, rollbacks = poisoned(corpus, tmp_path / "bad", layout, "train.on_bad_step=rollback", poison)
+    end, seen, rollbacks = poisoned(
+        corpus, tmp_path / "bad", layout, "train.on_bad_step=rollback", poison
+    )
     assert (end, rollbacks, len(seen)) == ("", 1, 10)
     assert len({str(tokens) for tokens in seen}) == 10, "no data come twice"
     _, other, _ = poisoned(corpus, tmp_path / "whole", layout, "", leave_out)
     assert seen[:3] + seen[5:] == other
-    losses = {name: [row["loss"] for row in steps_of(tmp_path / name).values()] for name in ("bad", "whole")}
+    losses = {
+        name: [row["loss"] for row in steps_of(tmp_path / name).values()]
+        for name in ("bad", "whole")
+    }
     assert losses["bad"] == losses["whole"] and len(losses["bad"]) == 8
     assert [row for row in untimed(tmp_path / "bad/run") if "rollbacks" in row] == [
         {"step": 3, "rollback_from": 5, "rollbacks": 1}
@@ -219,26 +279,37 @@ def test_rollbacks_are_limited(corpus: tuple[str, ...], tmp_path: Path, layout: 
     end, seen, rollbacks = poisoned(corpus, tmp_path, layout, policy, bad_data(5, 7, 8))
     newest = tmp_path / "run/checkpoints/step-00000003"
     assert end == (
-        f"step 4 has loss nan and gradient norm nan, after 2 rollbacks (train.max_rollbacks); the newest checkpoint is {newest}"
+        "step 4 has loss nan and gradient norm nan, after 2 rollbacks (train.max_rollbacks); "
+        f"the newest checkpoint is {newest}"
     )
     assert (len(seen), rollbacks) == (8, 2)
 
 
 def test_rollback_without_a_checkpoint_ends(corpus: tuple[str, ...], tmp_path: Path):
     end, *_ = poisoned(corpus, tmp_path, "parallel.dp=1", "train.on_bad_step=rollback", bad_data(2))
-    assert end == "step 2 is not finite, and there is no checkpoint to go back to (train.on_bad_step=rollback); nothing was saved"
+    assert end == (
+        "step 2 is not finite, and there is no checkpoint to go back to "
+        "(train.on_bad_step=rollback); nothing was saved"
+    )
 
 
 def test_rollback_needs_checkpoints():
-    train = TrainConfig(steps=20, seq_len=16, micro_batch=2, global_batch=8, on_bad_step=BadStep.rollback)
-    with pytest.raises(ConfigError, match=r"train.on_bad_step=rollback: goes back to checkpoints, and checkpoint.interval=0"):
+    train = TrainConfig(
+        steps=20, seq_len=16, micro_batch=2, global_batch=8, on_bad_step=BadStep.rollback
+    )
+    with pytest.raises(
+        ConfigError,
+        match=r"train.on_bad_step=rollback: goes back to checkpoints, and checkpoint.interval=0",
+    ):
         make_run(train=train, checkpoint=CheckpointConfig(interval=0))
 
 
 def test_an_overflow_that_a_smaller_loss_scale_mends_is_not_bad():
     zeros = dict.fromkeys((field.name for field in dataclasses.fields(StepReport)), 0)
     fine, overflow, nan = (
-        dataclasses.replace(StepReport(**zeros), step=1, loss=loss, skipped=skipped, grad_norm=math.inf)
+        dataclasses.replace(
+            StepReport(**zeros), step=1, loss=loss, skipped=skipped, grad_norm=math.inf
+        )
         for loss, skipped in ((1.0, 0), (1.0, 1), (math.nan, 1))
     )
     assert [is_bad(report, None) for report in (fine, overflow, nan)] == [False, True, True]
@@ -258,7 +329,7 @@ def exit_code(run: Run) -> int:
 
     def child() -> None:
         begin_fork()
-        os._exit(trainer.train(Plan(run), 0, 0, Attempt()))
+        os._exit(trainer.train(Plan(run), 0, 0, attempt=Attempt()))
 
     process = multiprocessing.get_context("fork").Process(target=child)
     process.start()
@@ -267,8 +338,16 @@ def exit_code(run: Run) -> int:
     return process.exitcode
 
 
-def test_its_own_exit_code_and_one_line(corpus: tuple[str, ...], tmp_path: Path, capfd: pytest.CaptureFixture[str]):
-    overrides = ("optim.lr=1e15", "train.steps=20", "train.max_bad_steps=3", "checkpoint.interval=0", f"run_dir={tmp_path}/run")
+def test_its_own_exit_code_and_one_line(
+    corpus: tuple[str, ...], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+):
+    overrides = (
+        "optim.lr=1e15",
+        "train.steps=20",
+        "train.max_bad_steps=3",
+        "checkpoint.interval=0",
+        f"run_dir={tmp_path}/run",
+    )
     assert exit_code(composed((*corpus, *overrides), 1)) == DIVERGED == 65
     said = capfd.readouterr().err
     assert said.startswith("train.py: step ") and said.count("\n") == 1

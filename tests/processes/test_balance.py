@@ -1,4 +1,5 @@
-"""Router losses of tokens that are spread over ranks: the ranks' shares, and the gradients of these, add up to one process'.
+"""Router losses of tokens that are spread over ranks: the ranks' shares, and the gradients of
+these, add up to one process'.
 
 Shapes: B sequences of a replica, S tokens of each, D width, E experts.
 """
@@ -22,7 +23,14 @@ B, S, D, E, MICROBATCHES = 3, 8, 6, 5, 2
 
 
 def router_of(balance: Balance, peers: Peers) -> Router:
-    moe = MoEConfig(num_experts=E, top_k=2, score=Score.sigmoid, aux_loss_coeff=0.3, z_loss_coeff=0.2, balance=balance)
+    moe = MoEConfig(
+        num_experts=E,
+        top_k=2,
+        score=Score.sigmoid,
+        aux_loss_coeff=0.3,
+        z_loss_coeff=0.2,
+        balance=balance,
+    )
     router = Router(D, moe, peers)
     torch.nn.init.normal_(router.weight, generator=torch.Generator().manual_seed(0))
     return router.float()
@@ -37,17 +45,25 @@ def tokens_of(replica: int, mb: int) -> Tensor:
 
 
 def summed(router: Router, microbatches: list[Tensor]) -> dict[str, Tensor]:
-    """Sums over microbatches of losses and tokens per expert, and the gradient of the router's weight."""
+    """Sums over microbatches of losses and tokens per expert, and the gradient of the router's
+    weight.
+    """
     router.start_step()
     reports = [router(x_BSD)[2] for x_BSD in microbatches]
     sum(report.loss for report in reports).backward()
-    totals = {name: sum(getattr(report, name) for report in reports) for name in ("aux_loss", "z_loss", "counts_E")}
+    totals = {
+        name: sum(getattr(report, name) for report in reports)
+        for name in ("aux_loss", "z_loss", "counts_E")
+    }
     return totals | {"weight": router.weight.grad}
 
 
 def spread(rank: int, balance: Balance, parts: int, replicas: int) -> dict[str, list[float]]:
     """Sums over all ranks when `parts` ranks share the sequences of each of `replicas`."""
-    alike = [dist.new_group(list(range(first, first + parts))) for first in range(0, parts * replicas, parts)]
+    alike = [
+        dist.new_group(list(range(first, first + parts)))
+        for first in range(0, parts * replicas, parts)
+    ]
     peers = Peers(microbatch=alike[rank // parts], stage=dist.new_group())
     router, length = router_of(balance, peers), S // parts
     own = slice(rank % parts * length, (rank % parts + 1) * length)
@@ -60,15 +76,27 @@ def spread(rank: int, balance: Balance, parts: int, replicas: int) -> dict[str, 
 
 
 def alone(balance: Balance, replicas: int) -> dict[str, Tensor]:
-    """The same in one process, replica by replica; their loads meet where the global batch is evened."""
+    """The same in one process, replica by replica; their loads meet where the global batch is
+    evened.
+    """
     routers = [router_of(balance, Peers()) for _ in range(replicas)]
-    found = [summed(router, [tokens_of(replica, mb) for mb in range(MICROBATCHES)]) for replica, router in enumerate(routers)]
+    found = [
+        summed(router, [tokens_of(replica, mb) for mb in range(MICROBATCHES)])
+        for replica, router in enumerate(routers)
+    ]
     if balance is Balance.global_batch and replicas > 1:
-        # with the mean load of the replicas, each microbatch's loss is that of all replicas' tokens at once
+        # with the mean load of the replicas, each microbatch's loss is that of all replicas' tokens
+        # at once
         router = router_of(balance, Peers())
-        whole = [torch.cat([tokens_of(replica, mb) for replica in range(replicas)]) for mb in range(MICROBATCHES)]
+        whole = [
+            torch.cat([tokens_of(replica, mb) for replica in range(replicas)])
+            for mb in range(MICROBATCHES)
+        ]
         together = summed(router, whole)
-        return {name: value if name == "counts_E" else value * replicas for name, value in together.items()}
+        return {
+            name: value if name == "counts_E" else value * replicas
+            for name, value in together.items()
+        }
     return {name: sum(part[name] for part in found) for name in found[0]}
 
 

@@ -15,13 +15,14 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
-from app.cli import jobs, launch
-from app.cli.sweep_plan import check_host
-from app.cli.sweep_record import Sweep, left_to_sweep
+from app.cli.processes import launch
+from app.cli.sweeps import jobs
+from app.cli.sweeps.combinations import check_host
+from app.cli.sweeps.record import Sweep, left_to_sweep
 from app.config import Run
-from app.engine.boards import NAMES, PANELS, TENSORBOARD, TensorBoard, in_panels, tags
-from app.engine.report import RollbackReport, StepReport, ValidationReport
-from app.engine.run_folder import read_metrics
+from app.engine.report.boards import NAMES, PANELS, TENSORBOARD, TensorBoard, in_panels, tags
+from app.engine.report.metrics import RollbackReport, StepReport, ValidationReport
+from app.engine.run.run_folder import read_metrics
 from app.errors import ConfigError
 from app.plan.plan import Plan
 from tests.distributed import run_distributed
@@ -214,7 +215,7 @@ def test_a_missing_package_is_one_line_before_anything_is_written(
         "^log.tensorboard=true: the package tensorboard is not installed; pip install tensorboard$"
     )
     with pytest.raises(ConfigError, match=said):
-        launch.carry_out(run, alone, "train.py", {})
+        launch.carry_out(run, alone, "train.py", env={})
     with pytest.raises(ConfigError, match=said):
         check_host(run, ())
     check_host(run, None)  # jobs run elsewhere

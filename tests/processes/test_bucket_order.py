@@ -1,4 +1,6 @@
-"""Buckets travel in the order in which they are needed: parameters as forward reads them, gradients as backward ends them."""
+"""Buckets travel in the order in which they are needed: parameters as forward reads them,
+gradients as backward ends them.
+"""
 
 from __future__ import annotations
 
@@ -39,8 +41,13 @@ def orders_of(rank: int, run: Run) -> dict[str, Any]:
 
 
 def watch(rank: int, model: ModelConfig, bucket: int) -> dict[str, Any]:
-    """Parameters of each bucket: as they are fetched, as forward first waits for them, and, per buffer, as they are summed."""
-    parallel, optim = ParallelConfig(world_size=2, dp=2), OptimConfig(lr=1e-2, warmup_steps=2, bucket_numel=bucket)
+    """Parameters of each bucket: as they are fetched, as forward first waits for them, and, per
+    buffer, as they are summed.
+    """
+    parallel, optim = (
+        ParallelConfig(world_size=2, dp=2),
+        OptimConfig(lr=1e-2, warmup_steps=2, bucket_numel=bucket),
+    )
     run = make_run(model, parallel=parallel, optim=optim)
     engine = engine_of(run, rank)
     optimizer, (chunk,) = engine.optimizer, engine.chunks
@@ -50,7 +57,10 @@ def watch(rank: int, model: ModelConfig, bucket: int) -> dict[str, Any]:
     train_steps(run, engine, 1)
     fetched = [names(shard) for shard in optimizer._arriving]  # a dictionary remembers the order
     waited: list[list[str]] = []
-    optimizer._arrive = lambda shard: (waited.append(names(shard)) if shard in optimizer._arriving else None, arrive(shard))
+    optimizer._arrive = lambda shard: (
+        waited.append(names(shard)) if shard in optimizer._arriving else None,
+        arrive(shard),
+    )
     batch = batches_of(run, 1, rank)[0]
     context = chunk.context(batch.positions_BS, None)
     out = chunk(batch.tokens_BS, context)
@@ -64,9 +74,15 @@ def test_buckets_are_fetched_as_forward_needs_them(bucket: int):
     for found in run_distributed(watch, 2, TINY, bucket):
         fetched = found["fetched"]
         assert found["waited"] == fetched and len(fetched) > 6
-        assert found["before_head"] == fetched[:-1] and fetched[-1][-1] == "head" and "embedding" in fetched[0]
+        assert (
+            found["before_head"] == fetched[:-1]
+            and fetched[-1][-1] == "head"
+            and "embedding" in fetched[0]
+        )
         kinds = [".experts." in bucket[0] for bucket in fetched]
-        assert sum(before != after for before, after in pairwise(kinds)) >= 4, "dense and expert ones in turn"
+        assert sum(before != after for before, after in pairwise(kinds)) >= 4, (
+            "dense and expert ones in turn"
+        )
 
 
 def test_gradients_are_summed_in_the_order_of_backward():
@@ -78,7 +94,9 @@ def test_gradients_are_summed_in_the_order_of_backward():
         experts = [name for (name,) in found["summed"] if ".experts." in name]
         assert [name.rsplit(".", 1)[0] + "." for name in experts[::2]] == EXPERT_LAYERS[::-1]
         first = {name: number for number, (name,) in enumerate(found["summed"])}
-        assert first["head"] == 0 and first["layers.2.body.experts.w_up"] < first["layers.1.attn.wqkv"]
+        assert (
+            first["head"] == 0 and first["layers.2.body.experts.w_up"] < first["layers.1.attn.wqkv"]
+        )
 
 
 def test_a_tied_table_is_fetched_first_and_summed_last():

@@ -1,4 +1,6 @@
-"""Captured training equals eager training, on the stand-in that shares memory as pools of CUDA graphs do."""
+"""Captured training equals eager training, on the stand-in that shares memory as pools of CUDA
+graphs do.
+"""
 
 from __future__ import annotations
 
@@ -12,15 +14,23 @@ import pytest
 import torch
 
 from app.choices import DispatcherKind, GraphImpl, GraphKey, GraphScope, Recompute, Score
-from app.config import CudaGraphConfig, ModelConfig, OptimConfig, ParallelConfig, RecomputeConfig, Run, TrainConfig
+from app.config import (
+    CudaGraphConfig,
+    ModelConfig,
+    OptimConfig,
+    ParallelConfig,
+    RecomputeConfig,
+    Run,
+    TrainConfig,
+)
 from app.engine import trainer
 from app.engine.build import Engine
 from app.engine.capture.facts import GraphFacts
-from app.engine.executor import ForwardBackward
 from app.engine.groups import process_world
-from app.engine.report import Meter, StepTimes
-from app.engine.run_folder import read_metrics
-from app.engine.step import TrainingStep, Validation
+from app.engine.pipeline.executor import ForwardBackward
+from app.engine.pipeline.step import TrainingStep, Validation
+from app.engine.report.metrics import Meter, StepTimes
+from app.engine.run.run_folder import read_metrics
 from app.errors import ConfigError
 from app.moe.phases import Experts
 from app.plan.graphs import GraphPlan
@@ -34,7 +44,8 @@ BIASED = dataclasses.replace(FOUR.moe, score=Score.sigmoid, bias_update_rate=0.0
 MODELS = {
     "moe": FOUR,
     "dense": dataclasses.replace(FOUR, moe=None),
-    "biased": dataclasses.replace(FOUR, moe=BIASED),  # trains on the tokens per expert of the whole step
+    # trains on the tokens per expert of the whole step
+    "biased": dataclasses.replace(FOUR, moe=BIASED),
 }
 WARMUP, STEPS = 2, 5
 SCOPES: dict[str, tuple[str, ...]] = {
@@ -72,9 +83,12 @@ def trained(rank: int, run: Run, wrong: GraphPlan | None = None) -> dict[str, An
     step, seen = TrainingStep(engine), []
     meter = Meter(engine, first_step=1)
     if wrong is not None:
-        step.captured.args[1].args[1].graphs.plan = wrong  # of the executor that is bound to the captured step
+        # of the executor that is bound to the captured step
+        step.captured.args[1].args[1].graphs.plan = wrong
     for n in range(STEPS):
-        facts, totals = step(batches_of(run, n, engine.groups.dp_rank), run.optim.lr, run.optim.weight_decay)
+        facts, totals = step(
+            batches_of(run, n, engine.groups.dp_rank), run.optim.lr, run.optim.weight_decay
+        )
         meter.count(totals)
         counts = {place: counts_E.tolist() for place, counts_E in totals.counts.items()}
         seen.append((facts.loss, facts.norm_sq, facts.aux_loss, facts.z_loss, counts))
@@ -88,7 +102,13 @@ def trained(rank: int, run: Run, wrong: GraphPlan | None = None) -> dict[str, An
     facts = None if recorder is None else GraphFacts.of(recorder)
     engine.release()
     assert (report.graph_count is None) == (recorder is None)
-    return {"seen": seen, "biases": biases, "grads": grads, "facts": facts, "planned": plan and plan.num_graphs}
+    return {
+        "seen": seen,
+        "biases": biases,
+        "grads": grads,
+        "facts": facts,
+        "planned": plan and plan.num_graphs,
+    }
 
 
 def several(rank: int, runs: dict[str, Run]) -> dict[str, dict[str, Any]]:
@@ -96,11 +116,15 @@ def several(rank: int, runs: dict[str, Run]) -> dict[str, dict[str, Any]]:
 
 
 def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    equal = all(name in one["grads"] and (one["grads"][name] == grad).all() for name, grad in other["grads"].items())
+    equal = all(
+        name in one["grads"] and (one["grads"][name] == grad).all()
+        for name, grad in other["grads"].items()
+    )
     return equal and one["seen"] == other["seen"] and one["biases"] == other["biases"]
 
 
-WITH_EXCHANGE = ("moe", "attn and moe", "layer", "layer by slot", "whole step")  # of tokens, for whose sizes the host waits
+# of tokens, for whose sizes the host waits
+WITH_EXCHANGE = ("moe", "attn and moe", "layer", "layer by slot", "whole step")
 SELECTED = (Recompute.attn_core, Recompute.norm, Recompute.mlp_act, Recompute.experts_act)
 LAYOUTS = {
     "one rank": ParallelConfig(),
@@ -122,10 +146,17 @@ QUICK = [("one rank", "moe"), ("pp2", "biased"), ("ep2", "moe")]
 @pytest.mark.parametrize(("layout", "model"), chosen(CASES, QUICK))
 def test_captured_training_equals_eager_training_bit_for_bit(layout: str, model: str):
     parallel, runs = LAYOUTS[layout], {}
-    names = CHOICES if layout in ("one rank", "pp2", "pp2 vpp2") else ("partial", "layer", "whole step")
+    names = (
+        CHOICES if layout in ("one rank", "pp2", "pp2 vpp2") else ("partial", "layer", "whole step")
+    )
     for name, graph in {"eager": EAGER, **{name: CHOICES[name] for name in names}}.items():
         try:
-            runs[name] = run_of(MODELS[model], graph, parallel=parallel, optim=OptimConfig(lr=1e-2, bucket_numel=1500))
+            runs[name] = run_of(
+                MODELS[model],
+                graph,
+                parallel=parallel,
+                optim=OptimConfig(lr=1e-2, bucket_numel=1500),
+            )
         except ConfigError:  # an exchange of tokens is never captured
             if (model, name) == ("dense", "moe"):  # experts alone
                 continue
@@ -146,11 +177,15 @@ def broken(rank: int, run: Run, slots: bool) -> dict[str, Any]:
     return trained(rank, run, dataclasses.replace(plan, slots=shared, pool_per_slot=False))
 
 
-@pytest.mark.parametrize("slots", [True, False], ids=["two in flight in one slot", "slots in one pool"])
+@pytest.mark.parametrize(
+    "slots", [True, False], ids=["two in flight in one slot", "slots in one pool"]
+)
 def test_a_wrong_plan_gives_wrong_numbers(slots: bool):
     parallel, key = LAYOUTS["pp2"], GraphKey.microbatch if slots else GraphKey.slot
     eager = run_distributed(trained, 2, run_of(MODELS["dense"], EAGER, parallel=parallel))
-    wrong = run_distributed(broken, 2, run_of(MODELS["dense"], local("layer", key), parallel=parallel), slots)
+    wrong = run_distributed(
+        broken, 2, run_of(MODELS["dense"], local("layer", key), parallel=parallel), slots
+    )
     assert not same(wrong[0], eager[0])
     captured = next(n for n in range(STEPS) if wrong[0]["seen"][n] != eager[0]["seen"][n])
     assert captured >= WARMUP
@@ -169,7 +204,10 @@ def test_memory_does_not_grow_with_the_number_of_microbatches(layout: str):
     for facts in run_distributed(memory_of, runs[4].world_size, runs):
         sizes = [(found.static, found.cut, found.pool) for found in facts.values()]
         # The routers' reports of a step's microbatches stay until its end: a few numbers each.
-        assert all(static == sizes[0][0] and cut + pool <= 1.01 * sum(sizes[0][1:]) for static, cut, pool in sizes), sizes
+        assert all(
+            static == sizes[0][0] and cut + pool <= 1.01 * sum(sizes[0][1:])
+            for static, cut, pool in sizes
+        ), sizes
 
 
 @pytest.mark.parametrize("phases", [SELECTED, (Recompute.moe,)], ids=["several", "moe"])
@@ -181,7 +219,9 @@ def test_recomputation_within_captured_parts(graph: str, phases: tuple[Recompute
             run_of(FOUR, CHOICES[graph], recompute=again)
         return
     with process_world(0, 1, torch.device("cpu")):
-        eager, captured = (trained(0, run_of(FOUR, chosen, recompute=again)) for chosen in (EAGER, CHOICES[graph]))
+        eager, captured = (
+            trained(0, run_of(FOUR, chosen, recompute=again)) for chosen in (EAGER, CHOICES[graph])
+        )
     assert same(captured, eager)
 
 
@@ -196,22 +236,32 @@ def test_what_follows_a_captured_part_is_recomputed_as_before(monkeypatch: pytes
             calls.clear()
             step(batches_of(run, n, 0), 0.0, 0.0)
             per_step.append(len(calls))
-    assert per_step == [2 * 3 * 4] * STEPS  # twice for each of three MoE layers and four microbatches
+    # twice for each of three MoE layers and four microbatches
+    assert per_step == [2 * 3 * 4] * STEPS
 
 
 @pytest.mark.parametrize("dispatcher", [DispatcherKind.all_gather, DispatcherKind.all_to_all])
 def test_experts_filled_up_are_captured_over_ranks(dispatcher: DispatcherKind):
-    """Every size is known: no phase waits, also where the filled rows are as many as all choices."""
-    moe = dataclasses.replace(FOUR.moe, capacity_factor=2.0, pad_to_capacity=True, dispatcher=dispatcher)
+    """Every size is known: no phase waits, also where the filled rows are as many as all
+    choices.
+    """
+    moe = dataclasses.replace(
+        FOUR.moe, capacity_factor=2.0, pad_to_capacity=True, dispatcher=dispatcher
+    )
     model, parallel = dataclasses.replace(FOUR, moe=moe), LAYOUTS["ep2"]
-    runs = {name: run_of(model, graph, parallel=parallel) for name, graph in (("eager", EAGER), ("layer", local("layer")))}
+    runs = {
+        name: run_of(model, graph, parallel=parallel)
+        for name, graph in (("eager", EAGER), ("layer", local("layer")))
+    }
     for results in run_distributed(several, 2, runs):
         assert same(results["layer"], results["eager"])
 
 
 def test_a_whole_step_recomputes_whole_layers():
     with process_world(0, 1, torch.device("cpu")):
-        runs = [run_of(FOUR, chosen, recompute=RecomputeConfig(full=True)) for chosen in (EAGER, WHOLE)]
+        runs = [
+            run_of(FOUR, chosen, recompute=RecomputeConfig(full=True)) for chosen in (EAGER, WHOLE)
+        ]
         eager, captured = (trained(0, run) for run in runs)
     assert same(captured, eager)
 
@@ -238,7 +288,10 @@ def validated(rank: int, run: Run) -> list[str]:
     class Told(Validation):
         def __init__(self, engine: Engine, num_microbatches: int) -> None:
             super().__init__(engine, num_microbatches)
-            self.eager, self.captured = telling("eager", self.eager), telling("captured", self.captured)
+            self.eager, self.captured = (
+                telling("eager", self.eager),
+                telling("captured", self.captured),
+            )
 
     def telling(way: str, work: ForwardBackward) -> ForwardBackward:
         return lambda step: ways.append(way) or work(step)
@@ -250,13 +303,25 @@ def validated(rank: int, run: Run) -> list[str]:
 
 def test_a_resumed_run_validates_as_one_without_graphs(tmp_path: Path):
     settings = (*corpus_in(tmp_path), "checkpoint.interval=5")
-    graphs = (*settings, "cuda_graph=full_iteration", "cuda_graph.warmup_steps=2", f"run_dir={tmp_path}/graphs")
-    starts = ((*settings, "train.steps=20", f"run_dir={tmp_path}/eager"), (*graphs, "train.steps=5"),
-              (*graphs, "train.steps=20", "resume=auto"))  # fmt: skip
+    graphs = (
+        *settings,
+        "cuda_graph=full_iteration",
+        "cuda_graph.warmup_steps=2",
+        f"run_dir={tmp_path}/graphs",
+    )
+    starts = (
+        (*settings, "train.steps=20", f"run_dir={tmp_path}/eager"),
+        (*graphs, "train.steps=5"),
+        (*graphs, "train.steps=20", "resume=auto"),
+    )
     ways = [run_distributed(validated, 1, composed(overrides, 1))[0] for overrides in starts]
     assert ways == [["eager"] * 5, ["eager", "captured"], ["eager", "captured", "captured"]]
     eager, resumed = (
-        [(row["step"], row["val_loss"]) for row in read_metrics(tmp_path / name) if "val_loss" in row]
+        [
+            (row["step"], row["val_loss"])
+            for row in read_metrics(tmp_path / name)
+            if "val_loss" in row
+        ]
         for name in ("eager", "graphs")
     )
     assert resumed == eager and [step for step, _ in eager] == [0, 5, 10, 15, 20]

@@ -14,14 +14,14 @@ import pytest
 
 from app.config import Run
 from app.data import sources
-from app.engine.checkpoint_folder import (
+from app.engine.checkpoint.folder import (
     MANIFEST,
     manifest_digest,
     newest_checkpoint,
     parse_manifest,
 )
 from app.engine.groups import create_groups
-from app.engine.start import load_all_data
+from app.engine.run.start import load_all_data
 from app.errors import ConfigError
 from app.plan.plan import Plan
 from tests.distributed import run_distributed

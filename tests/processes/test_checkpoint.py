@@ -1,4 +1,6 @@
-"""Checkpoints: exact resume, other layouts, and what is left when a process dies in the middle or a file is damaged."""
+"""Checkpoints: exact resume, other layouts, and what is left when a process dies in the middle
+or a file is damaged.
+"""
 
 from __future__ import annotations
 
@@ -17,12 +19,12 @@ from safetensors.torch import load_file
 from app.choices import Dtype, Score, Source
 from app.config import CheckpointConfig, ModelConfig, ParallelConfig, PrecisionConfig, Run
 from app.engine.build import Engine
-from app.engine.checkpoint import Progress, load_checkpoint
-from app.engine.checkpoint_folder import CHECKPOINTS, LATEST, newest_checkpoint, verify_checkpoint
-from app.engine.checkpoint_save import save_checkpoint
-from app.engine.start import find_start
+from app.engine.checkpoint.folder import CHECKPOINTS, LATEST, newest_checkpoint, verify_checkpoint
+from app.engine.checkpoint.load import Progress, load_checkpoint
+from app.engine.checkpoint.save import save_checkpoint
+from app.engine.run.start import find_start
 from app.errors import ConfigError
-from app.plan.reshard import Block, Slice, overlaps
+from app.plan.sharding.reshard import Block, Slice, overlaps
 from tests.distributed import run_distributed
 from tests.parity import exact_engine
 from tests.rounding import expect_alike, numbered
@@ -38,13 +40,21 @@ STEPS = 3  # before and after the checkpoint
 Parameters = dict[str, Any]  # name -> numpy array of the whole parameter
 
 
-def run_of(model: ModelConfig, dp: int = 1, ep: int = 1, params: Dtype = Dtype.float32, seed: int = 1) -> Run:
-    run = make_run(model, parallel=ParallelConfig(world_size=dp, dp=dp, ep=ep), precision=PrecisionConfig(params))
+def run_of(
+    model: ModelConfig, dp: int = 1, ep: int = 1, params: Dtype = Dtype.float32, seed: int = 1
+) -> Run:
+    run = make_run(
+        model,
+        parallel=ParallelConfig(world_size=dp, dp=dp, ep=ep),
+        precision=PrecisionConfig(params),
+    )
     return dataclasses.replace(run, train=dataclasses.replace(run.train, seed=seed))
 
 
 def trained_engine(run: Run, rank: int) -> tuple[Engine, Progress]:
-    """An engine after STEPS updates, one skipped one, and with router biases that change the choice of experts."""
+    """An engine after STEPS updates, one skipped one, and with router biases that change the
+    choice of experts.
+    """
     engine = engine_of(run, rank)
     return engine, train_first(run, engine)
 
@@ -65,12 +75,14 @@ def train_first(run: Run, engine: Engine) -> Progress:
 def save(folder: Path, run: Run, engine: Engine, progress: Progress, keep_last: int = 2) -> Path:
     cursor = {"sequences": 8 * progress.step, "stream": {"rank": engine.groups.rank}}
     kept = dataclasses.replace(run, checkpoint=CheckpointConfig(keep_last=keep_last))
-    return save_checkpoint(folder, engine, kept, progress, cursor)
+    return save_checkpoint(folder, engine, kept, progress=progress, cursor=cursor)
 
 
 def load(path: Path, run: Run, rank: int) -> tuple[Engine, Progress, dict[str, Any]]:
     """A fresh engine with other initial weights, filled from the checkpoint."""
-    engine = engine_of(dataclasses.replace(run, train=dataclasses.replace(run.train, seed=99)), rank)
+    engine = engine_of(
+        dataclasses.replace(run, train=dataclasses.replace(run.train, seed=99)), rank
+    )
     return engine, *load_checkpoint(path, verify_checkpoint(path), engine)
 
 
@@ -78,11 +90,19 @@ def parameters(engine: Engine) -> Parameters:
     return {name: value.float().numpy() for name, value in whole_parameters(engine).items()}
 
 
-def follow(run: Run, engine: Engine) -> tuple[list[tuple[float, float]], list[torch.Tensor], torch.Tensor]:
-    """Losses and norms of the next steps, everything the optimizer then holds, and the next random numbers."""
+def follow(
+    run: Run, engine: Engine
+) -> tuple[list[tuple[float, float]], list[torch.Tensor], torch.Tensor]:
+    """Losses and norms of the next steps, everything the optimizer then holds, and the next
+    random numbers.
+    """
     seen, random = train_steps(run, engine, STEPS, first=STEPS), torch.rand(4)
     whole_parameters(engine)  # brings every rank's shards together
-    state = [value.clone() for piece in engine.optimizer.pieces() for value in (*piece.state.values(), piece.step)]
+    state = [
+        value.clone()
+        for piece in engine.optimizer.pieces()
+        for value in (*piece.state.values(), piece.step)
+    ]
     state += [param.detach().clone() for chunk in engine.chunks for param in chunk.parameters()]
     return seen, state, random
 
@@ -94,17 +114,21 @@ def loss_scale(engine: Engine) -> dict[str, Any] | None:
 def go_on_and_resume(rank: int, run: Run, folder: Path) -> dict[str, Any]:
     """Whether a run that goes on after a save and one that resumes from it stay bit-equal."""
     engine, progress = trained_engine(run, rank)
-    path, scale = save(folder, run, engine, progress), loss_scale(engine)
+    path, scale = save(folder, run, engine, progress=progress), loss_scale(engine)
     biases = [router.bias_E.clone() for _, _, router in engine.routers()]
     seen, state, random = follow(run, engine)
     fresh, loaded, cursor = load(path, run, rank)
     same_scale = loss_scale(fresh) == scale
-    same_bias = all(torch.equal(a, router.bias_E) for a, (_, _, router) in zip(biases, fresh.routers(), strict=True))
+    same_bias = all(
+        torch.equal(a, router.bias_E)
+        for a, (_, _, router) in zip(biases, fresh.routers(), strict=True)
+    )
     seen_again, state_again, random_again = follow(run, fresh)
     return {
         "progress": loaded == progress,
         "cursor": cursor == {"sequences": 8 * progress.step, "stream": {"rank": rank}},
-        "bias": same_bias and all(bool(bias.any()) == bool(run.model.moe.bias_update_rate) for bias in biases),
+        "bias": same_bias
+        and all(bool(bias.any()) == bool(run.model.moe.bias_update_rate) for bias in biases),
         "loss scale": same_scale,
         "losses": seen == seen_again,
         "state": all(torch.equal(a, b) for a, b in zip(state, state_again, strict=True)),
@@ -120,14 +144,18 @@ SAME_LAYOUT = [
 
 
 @pytest.mark.parametrize(("name", "dp", "ep", "params"), SAME_LAYOUT)
-def test_resume_at_the_same_layout_is_bit_identical(name: str, dp: int, ep: int, params: Dtype, tmp_path: Path):
-    for found in run_distributed(go_on_and_resume, dp, run_of(MODELS[name], dp, ep, params), tmp_path / CHECKPOINTS):
+def test_resume_at_the_same_layout_is_bit_identical(
+    name: str, dp: int, ep: int, params: Dtype, tmp_path: Path
+):
+    for found in run_distributed(
+        go_on_and_resume, dp, run_of(MODELS[name], dp, ep, params=params), tmp_path / CHECKPOINTS
+    ):
         assert found == dict.fromkeys(found, True)
 
 
 def save_parameters(rank: int, run: Run, folder: Path) -> Parameters:
     engine, progress = trained_engine(run, rank)
-    save(folder, run, engine, progress)
+    save(folder, run, engine, progress=progress)
     return parameters(engine)
 
 
@@ -140,14 +168,22 @@ def never_stop(rank: int, run: Run) -> list[list[tuple[float, float]]]:
     return [train_steps(run, engine, STEPS, first=STEPS), exact]
 
 
-def load_and_follow(rank: int, run: Run, path: Path) -> tuple[Parameters, list[tuple[float, float]], set[float], list[bool]]:
+def load_and_follow(
+    rank: int, run: Run, path: Path
+) -> tuple[Parameters, list[tuple[float, float]], set[float], list[bool]]:
     engine, *_ = load(path, run, rank)
     counts = {piece.step.item() for piece in engine.optimizer.pieces()}
     biased = [bool(router.bias_E.any()) for _, _, router in engine.routers()]
     return parameters(engine), train_steps(run, engine, STEPS, first=STEPS), counts, biased
 
 
-LAYOUTS = {(1, 1): [(2, 1), (2, 2)], (2, 1): [(4, 1)], (2, 2): [(1, 1), (4, 4)], (4, 2): [(1, 1), (4, 1), (2, 2)]}  # (dp, ep)
+# (dp, ep)
+LAYOUTS = {
+    (1, 1): [(2, 1), (2, 2)],
+    (2, 1): [(4, 1)],
+    (2, 2): [(1, 1), (4, 4)],
+    (4, 2): [(1, 1), (4, 1), (2, 2)],
+}
 
 
 def steady(dp: int, ep: int) -> Run:
@@ -155,7 +191,9 @@ def steady(dp: int, ep: int) -> Run:
 
 
 @pytest.fixture(scope="module", params=LAYOUTS, ids=lambda p: f"dp{p[0]}-ep{p[1]}")
-def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[tuple[int, int], Path, Any]:
+def saved(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[tuple[int, int], Path, Any]:
     """(layout, checkpoint, parameters of the run that saved it)."""
     folder = tmp_path_factory.mktemp("run") / CHECKPOINTS
     expected = run_distributed(save_parameters, request.param[0], steady(*request.param), folder)[0]
@@ -188,19 +226,30 @@ def test_every_element_is_in_exactly_one_file(saved: tuple[tuple[int, int], Path
     for name, entry in verify_checkpoint(path)["parts"].items():
         whole = Slice(Block.whole(*entry["shape"]))
         for rank, start, stop, part in entry["held"]:
-            tensors = [states[rank].pop(f"{name}.{key}") for key in ("main", "exp_avg", "exp_avg_sq")]
-            assert all(t.dtype == torch.float32 and t.shape == (part[1] - part[0],) for t in tensors)
-            for have, place in overlaps(Slice(Block(tuple(entry["shape"]), tuple(start), tuple(stop)), tuple(part)), whole):
+            tensors = [
+                states[rank].pop(f"{name}.{key}") for key in ("main", "exp_avg", "exp_avg_sq")
+            ]
+            assert all(
+                t.dtype == torch.float32 and t.shape == (part[1] - part[0],) for t in tensors
+            )
+            for have, place in overlaps(
+                Slice(Block(tuple(entry["shape"]), tuple(start), tuple(stop)), tuple(part)), whole
+            ):
                 counts[name][slice(*place)] += 1
-                assert torch.equal(tensors[0][slice(*have)], torch.from_numpy(wanted[name]).flatten()[slice(*place)])
+                assert torch.equal(
+                    tensors[0][slice(*have)],
+                    torch.from_numpy(wanted[name]).flatten()[slice(*place)],
+                )
     assert all(count.eq(1).all() for count in counts.values())
-    assert all(name.endswith(".bias_E") or name == "random.cpu" for state in states for name in state), "nothing else is saved"
+    assert all(
+        name.endswith(".bias_E") or name == "random.cpu" for state in states for name in state
+    ), "nothing else is saved"
 
 
 def precision_changes(rank: int, folder: Path) -> bool:
     narrow, wide = (run_of(TINY, params=params) for params in (Dtype.bfloat16, Dtype.float32))
     engine, progress = trained_engine(narrow, rank)
-    wide_engine, *_ = load(save(folder, narrow, engine, progress), wide, rank)
+    wide_engine, *_ = load(save(folder, narrow, engine, progress=progress), wide, rank)
     mains = ([piece.main for piece in e.optimizer.pieces()] for e in (engine, wide_engine))
     return all(torch.equal(a, b) for a, b in zip(*mains, strict=True))
 
@@ -209,11 +258,13 @@ def test_fp32_parameters_of_a_bf16_run_are_kept_when_it_goes_on_in_fp32(tmp_path
     assert run_distributed(precision_changes, 1, tmp_path / CHECKPOINTS) == [True]
 
 
-def save_many(rank: int, folder: Path, keep_last: int, steps: list[int]) -> list[tuple[list[str], str]]:
+def save_many(
+    rank: int, folder: Path, keep_last: int, steps: list[int]
+) -> list[tuple[list[str], str]]:
     run = run_of(MODELS["moe"])
     engine, found = engine_of(run, rank), []
     for step in steps:
-        path = save(folder, run, engine, Progress(step, step, step), keep_last)
+        path = save(folder, run, engine, progress=Progress(step, step, step), keep_last=keep_last)
         assert verify_checkpoint(path)["step"] == step
         found.append((sorted(p.name for p in folder.iterdir()), (folder / LATEST).read_text()))
     return found
@@ -240,7 +291,7 @@ def save_twice(rank: int, folder: Path) -> None:
     run = run_of(MODELS["moe"], 2, 2)
     engine = engine_of(run, rank)
     for step in (1, 2):
-        save(folder, run, engine, Progress(step, step, step))
+        save(folder, run, engine, progress=Progress(step, step, step))
 
 
 def edit_middle(path: Path) -> None:
@@ -262,52 +313,84 @@ def cut(path: Path) -> None:
     os.truncate(path, path.stat().st_size - 100)
 
 
-DAMAGES: dict[str, tuple[str, Callable[[Path], object], str]] = {  # file, what happens to it, what the error says
+# file, what happens to it, what the error says
+DAMAGES: dict[str, tuple[str, Callable[[Path], object], str]] = {
     "truncated": ("rank-00001.safetensors", cut, "bytes instead of"),
     "empty": ("rank-00000.safetensors", lambda path: path.write_bytes(b""), "has 0 bytes"),
-    "longer": ("rank-00000.safetensors", lambda path: path.write_bytes(path.read_bytes() + b"x"), "bytes instead of"),
+    "longer": (
+        "rank-00000.safetensors",
+        lambda path: path.write_bytes(path.read_bytes() + b"x"),
+        "bytes instead of",
+    ),
     "edited": ("rank-00001.safetensors", edit_middle, "changed"),
     "missing": ("rank-00001.safetensors", Path.unlink, "missing"),
     "no manifest": ("manifest.json", Path.unlink, "cannot be read"),
     "torn manifest": ("manifest.json", cut, "cannot be read"),
-    "binary manifest": ("manifest.json", lambda path: path.write_bytes(b"\xff\xfe\x00"), "cannot be read"),
+    "binary manifest": (
+        "manifest.json",
+        lambda path: path.write_bytes(b"\xff\xfe\x00"),
+        "cannot be read",
+    ),
     "newer format": ("manifest.json", edit_manifest(lambda m: m.update(format=4)), "format 4"),
-    "older format": ("manifest.json", edit_manifest(lambda m: m.update(format=2)), "has format 2, this version reads format 3"),
+    "older format": (
+        "manifest.json",
+        edit_manifest(lambda m: m.update(format=2)),
+        "has format 2, this version reads format 3",
+    ),
     "oldest format": ("manifest.json", edit_manifest(lambda m: m.update(format=1)), "has format 1"),
     "no format": ("manifest.json", lambda path: path.write_text("{}"), "format None"),
 }
 INCOMPLETE: dict[str, Callable[[Path], object]] = {
     "a list": lambda path: path.write_text("[]"),
-    **{f"no {key}": edit_manifest(lambda m, key=key: m.pop(key)) for key in ("files", "config", "step", "updates", "tokens")},
+    **{
+        f"no {key}": edit_manifest(lambda m, key=key: m.pop(key))
+        for key in ("files", "config", "step", "updates", "tokens")
+    },
     "no size": edit_manifest(lambda m: m["files"]["rank-00000.safetensors"].pop("bytes")),
     "no files at all": edit_manifest(lambda m: m["files"].clear()),
 }
 
 
-def refusal(folder: Path, tmp_path: Path, file: str, damage: Callable[[Path], object], step: int = 2) -> ConfigError:
+def refusal(
+    folder: Path, tmp_path: Path, file: str, damage: Callable[[Path], object], step: int = 2
+) -> ConfigError:
     """How the damaged checkpoint is refused."""
     path = shutil.copytree(folder, tmp_path / CHECKPOINTS) / f"step-{step:08d}"
     damage(path / file)
     with pytest.raises(ConfigError) as caught:
         verify_checkpoint(path)
-    assert caught.value.key == "resume" and str(path) in str(caught.value) and file in caught.value.rule
+    assert (
+        caught.value.key == "resume"
+        and str(path) in str(caught.value)
+        and file in caught.value.rule
+    )
     return caught.value
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_damage_is_named_and_the_checkpoint_before_offered(damage: str, two_checkpoints: Path, tmp_path: Path):
+def test_damage_is_named_and_the_checkpoint_before_offered(
+    damage: str, two_checkpoints: Path, tmp_path: Path
+):
     file, apply, says = DAMAGES[damage]
-    error = refusal(two_checkpoints, tmp_path, file, apply)
+    error = refusal(two_checkpoints, tmp_path, file, damage=apply)
     assert says in error.rule and error.nearest == tmp_path / CHECKPOINTS / "step-00000001"
 
 
 @pytest.mark.parametrize("damage", INCOMPLETE)
 def test_an_incomplete_manifest_is_refused(damage: str, two_checkpoints: Path, tmp_path: Path):
-    assert refusal(two_checkpoints, tmp_path, "manifest.json", INCOMPLETE[damage]).nearest is not None
+    assert (
+        refusal(two_checkpoints, tmp_path, "manifest.json", damage=INCOMPLETE[damage]).nearest
+        is not None
+    )
 
 
 def test_the_oldest_checkpoint_has_none_before_it(two_checkpoints: Path, tmp_path: Path):
-    assert refusal(two_checkpoints, tmp_path, "rank-00000.safetensors", Path.unlink, step=1).nearest is None
+    assert (
+        refusal(
+            two_checkpoints, tmp_path, "rank-00000.safetensors", damage=Path.unlink, step=1
+        ).nearest
+        is None
+    )
 
 
 def test_a_whole_checkpoint_is_not_refused(two_checkpoints: Path):
@@ -318,7 +401,11 @@ def test_a_whole_checkpoint_is_not_refused(two_checkpoints: Path):
 OTHER_MODELS = {
     "model.hidden_size": (dataclasses.replace(TINY, hidden_size=64), 64, 32),
     "model.qk_norm": (dataclasses.replace(TINY, qk_norm=True), True, False),
-    "model.moe.top_k": (dataclasses.replace(TINY, moe=dataclasses.replace(TINY_MOE, top_k=3)), 3, 2),
+    "model.moe.top_k": (
+        dataclasses.replace(TINY, moe=dataclasses.replace(TINY_MOE, top_k=3)),
+        3,
+        2,
+    ),
     "model.moe": (dataclasses.replace(TINY, moe=None), None, None),
 }
 
@@ -329,7 +416,9 @@ def test_another_model_is_refused_by_the_key_that_differs(key: str, two_checkpoi
     path = two_checkpoints / "step-00000002"
     with pytest.raises(ConfigError) as caught:
         find_start(dataclasses.replace(run_of(MODELS["moe"]), model=model, resume=str(path)))
-    assert caught.value.key == key and caught.value.value == current and str(path) in str(caught.value)
+    assert (
+        caught.value.key == key and caught.value.value == current and str(path) in str(caught.value)
+    )
     if saved_value is not None:
         assert [each.candidates for each in caught.value.alternatives] == [(saved_value,)]
 
@@ -345,7 +434,9 @@ OTHER_RUNS = {
 
 def other_run(changes: dict[str, dict[str, Any]], path: Path) -> Run:
     run = dataclasses.replace(run_of(MODELS["moe"]), resume=str(path))
-    sections = {name: dataclasses.replace(getattr(run, name), **fields) for name, fields in changes.items()}
+    sections = {
+        name: dataclasses.replace(getattr(run, name), **fields) for name, fields in changes.items()
+    }
     return dataclasses.replace(run, **sections)
 
 
@@ -357,11 +448,19 @@ def test_other_data_is_refused(key: str, two_checkpoints: Path):
 
 
 def test_other_settings_are_told(two_checkpoints: Path):
-    run = other_run({"optim": {"lr": 0.5}, "train": {"steps": 99}, "log": {"interval": 3}}, two_checkpoints / "step-00000002")
+    run = other_run(
+        {"optim": {"lr": 0.5}, "train": {"steps": 99}, "log": {"interval": 3}},
+        two_checkpoints / "step-00000002",
+    )
     assert find_start(run).changes == ("optim.lr: 0.01 -> 0.5", "train.steps: 20 -> 99")
 
 
 def test_an_older_checkpoint_branches_off(two_checkpoints: Path):
-    """What came after it stays: the newest one goes on in its folder, an older one in a new folder."""
-    assert find_start(other_run({}, two_checkpoints / "step-00000002")).run_dir == two_checkpoints.parent
+    """What came after it stays: the newest one goes on in its folder, an older one in a new
+    folder.
+    """
+    assert (
+        find_start(other_run({}, two_checkpoints / "step-00000002")).run_dir
+        == two_checkpoints.parent
+    )
     assert find_start(other_run({}, two_checkpoints / "step-00000001")).run_dir is None

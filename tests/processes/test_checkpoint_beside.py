@@ -1,4 +1,6 @@
-"""Saving beside training: what is saved, who waits for it, and what a full disk costs, there as where saving blocks."""
+"""Saving beside training: what is saved, who waits for it, and what a full disk costs, there as
+where saving blocks.
+"""
 
 from __future__ import annotations
 
@@ -14,18 +16,25 @@ import torch
 
 from app.choices import Score
 from app.config import CheckpointConfig, ParallelConfig, Run
-from app.engine import checkpoint_save
 from app.engine.build import Engine
-from app.engine.checkpoint import Progress, load_checkpoint
-from app.engine.checkpoint_folder import CHECKPOINTS, complete_checkpoints, newest_checkpoint, verify_checkpoint
-from app.engine.checkpoint_save import Saver
-from app.engine.run_folder import read_metrics
+from app.engine.checkpoint import save as checkpoint_save
+from app.engine.checkpoint.folder import (
+    CHECKPOINTS,
+    complete_checkpoints,
+    newest_checkpoint,
+    verify_checkpoint,
+)
+from app.engine.checkpoint.load import Progress, load_checkpoint
+from app.engine.checkpoint.saver import Saver
+from app.engine.run.run_folder import read_metrics
 from app.errors import ConfigError
 from tests.distributed import run_distributed
 from tests.runs import TINY, TINY_MOE, engine_of, make_run, train_steps
 from tests.training import composed, corpus_in, train_rank
 
-BIASED = dataclasses.replace(TINY, moe=dataclasses.replace(TINY_MOE, score=Score.sigmoid, bias_update_rate=0.01))
+BIASED = dataclasses.replace(
+    TINY, moe=dataclasses.replace(TINY_MOE, score=Score.sigmoid, bias_update_rate=0.01)
+)
 
 
 def run_of(asynchronous: bool = True, **options: Any) -> Run:
@@ -52,7 +61,11 @@ def held_up() -> tuple[threading.Event, list[str]]:
 def state_of(engine: Engine) -> list[torch.Tensor]:
     """All that training changes, the next random numbers among it."""
     random = torch.get_rng_state()
-    tensors = [value.clone() for piece in engine.optimizer.pieces() for value in (*piece.state.values(), piece.step)]
+    tensors = [
+        value.clone()
+        for piece in engine.optimizer.pieces()
+        for value in (*piece.state.values(), piece.step)
+    ]
     tensors += [router.bias_E.clone() for _, _, router in engine.routers()]
     return [*tensors, random]
 
@@ -78,7 +91,8 @@ def train_while_writing(rank: int, run: Run, folder: Path) -> dict[str, bool]:
         "training went on": unwritten,
         "and changed all": changed,
         "saved as it was": same,
-        "progress and cursor": loaded == (Progress(2, 2, 99), {"sequences": 16, "stream": {"rank": rank}}),
+        "progress and cursor": loaded
+        == (Progress(2, 2, 99), {"sequences": 16, "stream": {"rank": rank}}),
     }
 
 
@@ -88,7 +102,9 @@ def test_what_is_saved_is_the_state_of_that_step(tmp_path: Path):
 
 
 def save_in_a_row(rank: int, run: Run, folder: Path) -> list[tuple[bool, list[str]]]:
-    """Whether a second save came back before the first was written, then after; and what was written by then."""
+    """Whether a second save came back before the first was written, then after; and what was
+    written by then.
+    """
     goes, names = held_up()
     saver = Saver(engine_of(run, rank), lambda: None)
     saver.save(folder, Progress(1, 1, 1), {})
@@ -119,12 +135,16 @@ def blocked_times(rank: int, run: Run, folder: Path) -> list[float | None]:
 
 
 def test_the_time_that_saving_takes_from_training_is_told_once(tmp_path: Path):
-    for first, one, two, last in run_distributed(blocked_times, 2, run_of(), tmp_path / CHECKPOINTS):
+    for first, one, two, last in run_distributed(
+        blocked_times, 2, run_of(), tmp_path / CHECKPOINTS
+    ):
         assert first is None and last is None and one > 0 and two > 0
 
 
 def save_until_full(rank: int, run: Run, folder: Path, full: str) -> tuple[str, bool]:
-    """Save twice; for the second the disk has no room for a file. What is raised, and whether the others were asked to stop."""
+    """Save twice; for the second the disk has no room for a file. What is raised, and whether
+    the others were asked to stop.
+    """
     write, asked = checkpoint_save.write_synced, []
 
     def write_to_a_full_disk(path: Path, content: Callable[..., object]) -> dict[str, Any]:
@@ -144,18 +164,27 @@ def save_until_full(rank: int, run: Run, folder: Path, full: str) -> tuple[str, 
 
 @pytest.mark.parametrize("full", ["rank-00001.safetensors", "manifest.json", ".latest.tmp"])
 def test_a_full_disk_is_told_alike_on_all_ranks(full: str, tmp_path: Path):
-    """/dev/full has no room for anything. Saving beside training says what saving in between says, and asks for a stop."""
+    """/dev/full has no room for anything. Saving beside training says what saving in between
+    says, and asks for a stop.
+    """
     told = {}
     for asynchronous in (True, False):
         folder = tmp_path / str(asynchronous) / CHECKPOINTS
         results = run_distributed(save_until_full, 2, run_of(asynchronous), folder, full)
         assert results == [(results[0][0], asynchronous)] * 2
         told[asynchronous] = results[0][0].replace(str(asynchronous), "…")
-        assert verify_checkpoint(newest_checkpoint(folder.parent))["step"] == 1, "what was saved before is still there"
-        assert [path.name for path in folder.glob(".step*")] == [], "and the failed one takes no room"
+        assert verify_checkpoint(newest_checkpoint(folder.parent))["step"] == 1, (
+            "what was saved before is still there"
+        )
+        assert [path.name for path in folder.glob(".step*")] == [], (
+            "and the failed one takes no room"
+        )
     who = "rank 1: " if "rank" in full else ""
     newest = 2 if "latest" in full else 1  # complete, but never named
-    said = f"run_dir={tmp_path}/…: step-00000002 could not be saved, {who}[Errno 28] No space left on device"
+    said = (
+        f"run_dir={tmp_path}/…: step-00000002 could not be saved, {who}[Errno 28] No space left "
+        "on device"
+    )
     assert told[True] == told[False] and told[True].startswith(said)
     assert f"; step-{newest:08d} is the newest that was saved; make room there" in told[True]
 
@@ -183,15 +212,27 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
 
 
 @pytest.mark.parametrize(("step", "asynchronous"), [(4, True), (4, False), (8, True), (8, False)])
-def test_a_run_ends_with_the_first_step_after_a_full_disk(corpus: tuple[str, ...], tmp_path: Path, step: int, asynchronous: bool):
+def test_a_run_ends_with_the_first_step_after_a_full_disk(
+    corpus: tuple[str, ...], tmp_path: Path, step: int, asynchronous: bool
+):
     """All ranks at once, also where nothing comes after the save."""
-    overrides = ("parallel.dp=2", "train.steps=8", "checkpoint.interval=2", f"checkpoint.asynchronous={asynchronous}")
+    overrides = (
+        "parallel.dp=2",
+        "train.steps=8",
+        "checkpoint.interval=2",
+        f"checkpoint.asynchronous={asynchronous}",
+    )
     run = composed((*corpus, *overrides, f"run_dir={tmp_path}/run"), 2)
     results = run_distributed(train_until_full, 2, run, step)
-    assert results[0] == results[1] and f"step-{step:08d} could not be saved, rank 1: [Errno 28]" in results[0]
+    assert (
+        results[0] == results[1]
+        and f"step-{step:08d} could not be saved, rank 1: [Errno 28]" in results[0]
+    )
     assert verify_checkpoint(newest_checkpoint(tmp_path / "run"))["step"] == step - 2
     last = max(row["step"] for row in read_metrics(tmp_path / "run") if "loss" in row)
-    assert last == step if not asynchronous else step <= last <= step + 2, "at the latest where the next save would begin"
+    assert last == step if not asynchronous else step <= last <= step + 2, (
+        "at the latest where the next save would begin"
+    )
 
 
 def train_slowly_written(rank: int, run: Run, told_at: dict[int, int]) -> tuple[bool, str]:
@@ -208,9 +249,14 @@ def train_slowly_written(rank: int, run: Run, told_at: dict[int, int]) -> tuple[
 
 
 @pytest.mark.parametrize(("told_at", "step"), [({}, 4), ({1: 3}, 3)], ids=["end", "signal"])
-def test_the_last_one_is_waited_for(corpus: tuple[str, ...], tmp_path: Path, told_at: dict[int, int], step: int):
+def test_the_last_one_is_waited_for(
+    corpus: tuple[str, ...], tmp_path: Path, told_at: dict[int, int], step: int
+):
     run = composed((*corpus, "parallel.dp=2", "train.steps=4", f"run_dir={tmp_path}/run"), 2)
-    assert run_distributed(train_slowly_written, 2, run, told_at) == [(not told_at, f"step-{step:08d}")] * 2
+    assert (
+        run_distributed(train_slowly_written, 2, run, told_at)
+        == [(not told_at, f"step-{step:08d}")] * 2
+    )
 
 
 def keep_some(rank: int, run: Run, folder: Path) -> list[str]:
@@ -224,6 +270,11 @@ def keep_some(rank: int, run: Run, folder: Path) -> list[str]:
 def test_some_are_kept_for_ever(tmp_path: Path):
     """The multiples of `keep_every`, and the two newest; 45 is where a signal stopped the run."""
     run = make_run(TINY, checkpoint=CheckpointConfig(interval=10, keep_last=2, keep_every=20))
-    assert run_distributed(keep_some, 1, run, tmp_path / CHECKPOINTS) == [[f"step-{step:08d}" for step in (20, 40, 45, 50)]]
-    with pytest.raises(ConfigError, match=r"checkpoint.keep_every=25: must be a multiple of checkpoint.interval=10.*20 or 30"):
+    assert run_distributed(keep_some, 1, run, tmp_path / CHECKPOINTS) == [
+        [f"step-{step:08d}" for step in (20, 40, 45, 50)]
+    ]
+    with pytest.raises(
+        ConfigError,
+        match=r"checkpoint.keep_every=25: must be a multiple of checkpoint.interval=10.*20 or 30",
+    ):
         CheckpointConfig(interval=10, keep_every=25)

@@ -1,8 +1,10 @@
-"""A process that dies at any moment of a save loses nothing that was committed, and the next run goes on from there.
+"""A process that dies at any moment of a save loses nothing that was committed, and the next run
+goes on from there.
 
-The moments: before and after every operation on the disk and every copy of the state, and in the middle of those that take
-time, in the training thread as in the one that writes beside it. At first everything is one process with a tiny model; at the
-end one of two ranks dies. What a power cut may take away is not simulated; the order of the syncs is checked instead.
+The moments: before and after every operation on the disk and every copy of the state, and in the
+middle of those that take time, in the training thread as in the one that writes beside it. At first
+everything is one process with a tiny model; at the end one of two ranks dies. What a power cut may
+take away is not simulated; the order of the syncs is checked instead.
 """
 
 from __future__ import annotations
@@ -27,10 +29,16 @@ import torch
 import torch.distributed as dist
 
 from app.config import CheckpointConfig, ParallelConfig
-from app.engine import checkpoint_save
-from app.engine.checkpoint import Progress
-from app.engine.checkpoint_folder import CHECKPOINTS, LATEST, complete_checkpoints, newest_checkpoint, verify_checkpoint
-from app.engine.checkpoint_save import Saver
+from app.engine.checkpoint import save as checkpoint_save
+from app.engine.checkpoint.folder import (
+    CHECKPOINTS,
+    LATEST,
+    complete_checkpoints,
+    newest_checkpoint,
+    verify_checkpoint,
+)
+from app.engine.checkpoint.load import Progress
+from app.engine.checkpoint.saver import Saver
 from app.engine.groups import process_world
 from tests.cases import chosen
 from tests.distributed import begin_fork
@@ -52,8 +60,12 @@ class Reaper:
             os._exit(DEAD)
         self.passed += 1
 
-    def around(self, name: str, operation: Callable[..., Any], torn: Callable[..., None] | None = None) -> Callable[..., Any]:
-        """`operation` with a moment before and after it; `torn` leaves what an interrupted one would, with its own moments."""
+    def around(
+        self, name: str, operation: Callable[..., Any], torn: Callable[..., None] | None = None
+    ) -> Callable[..., Any]:
+        """`operation` with a moment before and after it; `torn` leaves what an interrupted one
+        would, with its own moments.
+        """
 
         def watched(*args: Any, **options: Any) -> Any:
             label = f"{name}({', '.join(arg.name for arg in args if isinstance(arg, Path))})"
@@ -79,7 +91,9 @@ class Reaper:
 
     def watch(self) -> None:
         """Patch what a save calls; this process is about to end anyway."""
-        checkpoint_save.write_synced = self.around("write", checkpoint_save.write_synced, self.half_written)
+        checkpoint_save.write_synced = self.around(
+            "write", checkpoint_save.write_synced, self.half_written
+        )
         checkpoint_save.sync_folder = self.around("sync", checkpoint_save.sync_folder)
         Saver._copied = self.around("copy", Saver._copied)
         shutil.rmtree = self.around("remove", shutil.rmtree, self.half_removed)
@@ -103,9 +117,9 @@ SCENARIOS = {
     "replaces the only other": Scenario((1,), 2, 1),
     "same step again": Scenario((1, 2), 2, 2),
     "same step again, the only one": Scenario((1,), 1, 1),
-    "first, beside training": Scenario((), 1, 2, True),
-    "replaces the only other, beside training": Scenario((1,), 2, 1, True),
-    "same step again, beside training": Scenario((1, 2), 2, 2, True),
+    "first, beside training": Scenario((), 1, 2, asynchronous=True),
+    "replaces the only other, beside training": Scenario((1,), 2, 1, asynchronous=True),
+    "same step again, beside training": Scenario((1, 2), 2, 2, asynchronous=True),
 }
 QUICK = (SCENARIOS["next"], SCENARIOS["replaces the only other, beside training"])
 
@@ -132,26 +146,38 @@ def save(folder: Path, step: int, tokens: int, keep_last: int, asynchronous: boo
 
 
 def interrupted(scenario: Scenario, folder: Path, deadline: int, log: Path) -> bool:
-    """Run the scenario's save up to a moment; whether there was such a moment. Old checkpoints have 1 token, the new one 2."""
+    """Run the scenario's save up to a moment; whether there was such a moment. Old checkpoints
+    have 1 token, the new one 2.
+    """
 
     def work() -> None:
         Reaper(deadline, log).watch()
-        save(folder, scenario.step, 2, scenario.keep_last, scenario.asynchronous)
+        save(
+            folder,
+            scenario.step,
+            2,
+            keep_last=scenario.keep_last,
+            asynchronous=scenario.asynchronous,
+        )
 
     return in_child(work) == DEAD
 
 
 @pytest.fixture(scope="module", params=chosen(SCENARIOS.values(), QUICK), ids=SCENARIOS)
-def deaths(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Scenario, dict[str, Path]]:
-    """The scenario and, for every moment of it, the run folder that a death at that moment leaves."""
+def deaths(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Scenario, dict[str, Path]]:
+    """The scenario and, for every moment of it, the run folder that a death at that moment
+    leaves.
+    """
     scenario, root, left = request.param, tmp_path_factory.mktemp("deaths"), {}
     start, log = root / "start" / CHECKPOINTS, root / "moment"
     start.mkdir(parents=True)
-    assert in_child(lambda: [save(start, step, 1, 9) for step in scenario.before]) == 0
+    assert in_child(lambda: [save(start, step, 1, keep_last=9) for step in scenario.before]) == 0
     for deadline in range(100):
         run_dir = root / f"run-{deadline}"
         shutil.copytree(start.parent, run_dir)
-        if not interrupted(scenario, run_dir / CHECKPOINTS, deadline, log):
+        if not interrupted(scenario, run_dir / CHECKPOINTS, deadline, log=log):
             break
         left[f"{deadline} {log.read_text()}"] = run_dir
     assert len(left) > 15
@@ -163,7 +189,9 @@ def tokens_of(path: Path) -> int:
 
 
 def faults(left: dict[str, Path], find: Callable[[Path], str | None]) -> list[str]:
-    """What `find` says about each folder that was left, with the moment; nothing where it is content."""
+    """What `find` says about each folder that was left, with the moment; nothing where it is
+    content.
+    """
     return [f"{moment}: {fault}" for moment, run_dir in left.items() if (fault := find(run_dir))]
 
 
@@ -182,7 +210,10 @@ def test_the_newest_checkpoint_is_whole(deaths: tuple[Scenario, dict[str, Path]]
 
 def test_latest_moves_once_and_last(deaths: tuple[Scenario, dict[str, Path]]):
     scenario, left = deaths
-    names = [pointer.read_text() if (pointer := run_dir / CHECKPOINTS / LATEST).is_file() else "" for run_dir in left.values()]
+    names = [
+        pointer.read_text() if (pointer := run_dir / CHECKPOINTS / LATEST).is_file() else ""
+        for run_dir in left.values()
+    ]
     old = f"step-{scenario.before[-1]:08d}" if scenario.before else ""
     new = f"step-{scenario.step:08d}"
     moved = names.index(new) if new in names else len(names)
@@ -218,7 +249,9 @@ def test_every_checkpoint_that_is_offered_is_whole(deaths: tuple[Scenario, dict[
 
 
 @pytest.mark.parametrize("later", [0, 1], ids=["same step", "next step"])
-def test_the_next_run_saves_again_and_tidies_up(deaths: tuple[Scenario, dict[str, Path]], later: int, tmp_path: Path):
+def test_the_next_run_saves_again_and_tidies_up(
+    deaths: tuple[Scenario, dict[str, Path]], later: int, tmp_path: Path
+):
     scenario, left = deaths
     log = tmp_path / "faults"
 
@@ -227,7 +260,7 @@ def test_the_next_run_saves_again_and_tidies_up(deaths: tuple[Scenario, dict[str
         for moment, run_dir in left.items():
             copy = shutil.copytree(run_dir, tmp_path / run_dir.name)
             try:
-                save(copy / CHECKPOINTS, scenario.step + later, 3, scenario.keep_last)
+                save(copy / CHECKPOINTS, scenario.step + later, 3, keep_last=scenario.keep_last)
                 if tokens_of(newest_checkpoint(copy)) != 3:
                     found[moment] = "is not the newest"
                 if hidden := [path.name for path in (copy / CHECKPOINTS).glob(".*")]:
@@ -250,10 +283,12 @@ def two_ranks(work: Callable[[int], None], folder: Path) -> list[int]:
         begin_fork()
         sys.stderr = open(os.devnull, "w")  # noqa: SIM115 - the survivor's traceback
         store = dist.FileStore(str(folder), 2)
-        with process_world(rank, 2, torch.device("cpu"), store):
+        with process_world(rank, 2, torch.device("cpu"), store=store):
             work(rank)
 
-    ranks = [multiprocessing.get_context("fork").Process(target=child, args=(rank,)) for rank in range(2)]
+    ranks = [
+        multiprocessing.get_context("fork").Process(target=child, args=(rank,)) for rank in range(2)
+    ]
     for process in ranks:
         process.start()
     for process in ranks:
@@ -262,7 +297,9 @@ def two_ranks(work: Callable[[int], None], folder: Path) -> list[int]:
 
 
 @pytest.mark.parametrize("dying", chosen([0, 1], [1]))
-def test_a_rank_that_dies_while_its_writer_works_leaves_whole_checkpoints(dying: int, tmp_path: Path):
+def test_a_rank_that_dies_while_its_writer_works_leaves_whole_checkpoints(
+    dying: int, tmp_path: Path
+):
     config = CheckpointConfig(keep_last=1)
     run = make_run(TINY, parallel=ParallelConfig(world_size=2, dp=2), checkpoint=config)
 
@@ -278,7 +315,9 @@ def test_a_rank_that_dies_while_its_writer_works_leaves_whole_checkpoints(dying:
     seen = []
     for deadline in range(100):
         folder, moment = tmp_path / str(deadline) / CHECKPOINTS, tmp_path / f"{deadline}.moment"
-        statuses = two_ranks(partial(save_twice, deadline, folder, moment), tmp_path / f"{deadline}.store")
+        statuses = two_ranks(
+            partial(save_twice, deadline, folder, moment), tmp_path / f"{deadline}.store"
+        )
         if statuses == [0, 0]:
             break
         assert statuses[dying] == DEAD and statuses[1 - dying] in (0, 1), "hangs"

@@ -1,6 +1,8 @@
-"""A checkpoint goes on at any layout: the losses after it are those of the layout that saved it, fp32.
+"""A checkpoint goes on at any layout: the losses after it are those of the layout that saved it,
+fp32.
 
-One set of processes per world size saves every layout of that size, and goes on with it; another one loads each at all of its.
+One set of processes per world size saves every layout of that size, and goes on with it; another
+one loads each at all of its.
 """
 
 from __future__ import annotations
@@ -18,12 +20,20 @@ import torch
 from safetensors import safe_open
 
 from app.choices import ScheduleName, Score
-from app.config import ModelConfig, MoEConfig, OptimConfig, ParallelConfig, Run, ScheduleConfig, TrainConfig
-from app.engine import checkpoint
+from app.config import (
+    ModelConfig,
+    MoEConfig,
+    OptimConfig,
+    ParallelConfig,
+    Run,
+    ScheduleConfig,
+    TrainConfig,
+)
 from app.engine.build import Engine, build_engine
-from app.engine.checkpoint import Progress, load_checkpoint
-from app.engine.checkpoint_folder import CHECKPOINTS, newest_checkpoint, read_manifest
-from app.engine.checkpoint_save import save_checkpoint
+from app.engine.checkpoint import load as checkpoint
+from app.engine.checkpoint.folder import CHECKPOINTS, newest_checkpoint, read_manifest
+from app.engine.checkpoint.load import Progress, load_checkpoint
+from app.engine.checkpoint.save import save_checkpoint
 from app.engine.groups import Groups, create_groups
 from app.plan.plan import Plan
 from tests.cases import chosen
@@ -32,10 +42,23 @@ from tests.parity import NUMBERS, OneProcess, Trained
 from tests.runs import make_run, train_steps, whole_parameters
 
 STEPS = 3  # before and after the checkpoint
-OPTIM = OptimConfig(lr=1e-3, eps=1e-4)  # a smaller eps would turn gradients that are nothing but rounding into whole updates
-MOE = MoEConfig(num_experts=8, top_k=2, ffn_hidden_size=16, shared_ffn_hidden_size=16, score=Score.sigmoid, bias_update_rate=0.01)
-SIZES = dict(num_layers=4, hidden_size=32, ffn_hidden_size=48, num_heads=4, num_kv_heads=4, vocab_size=64)
-MODELS = {"moe": ModelConfig(**SIZES, qk_norm=True, moe=MOE), "dense": ModelConfig(**SIZES, tie_embeddings=True)}
+# a smaller eps would turn gradients that are nothing but rounding into whole updates
+OPTIM = OptimConfig(lr=1e-3, eps=1e-4)
+MOE = MoEConfig(
+    num_experts=8,
+    top_k=2,
+    ffn_hidden_size=16,
+    shared_ffn_hidden_size=16,
+    score=Score.sigmoid,
+    bias_update_rate=0.01,
+)
+SIZES = dict(
+    num_layers=4, hidden_size=32, ffn_hidden_size=48, num_heads=4, num_kv_heads=4, vocab_size=64
+)
+MODELS = {
+    "moe": ModelConfig(**SIZES, qk_norm=True, moe=MOE),
+    "dense": ModelConfig(**SIZES, tie_embeddings=True),
+}
 SEQUENCES = {"moe": 4, "dense": 12}  # of a step
 
 DEGREES: dict[str, dict[str, Any]] = {
@@ -63,7 +86,8 @@ CASES: tuple[Case, ...] = (
     *(("dense", name) for name in ("single", "dp4", "dp2", "dp3", "tp2", "pp2·vpp2", "pp2 in a V")),
     ("dense", "pp4, rank without parameters"),
 )
-Found = tuple[str, list[tuple[float, float]], str]  # digest of the parameters, losses and norms, digest after them
+# digest of the parameters, losses and norms, digest after them
+Found = tuple[str, list[tuple[float, float]], str]
 
 
 def world(case: Case) -> int:
@@ -81,7 +105,13 @@ def run_of(model: str, layout: str) -> Run:
     chosen = dict(DEGREES[layout])
     schedule = ScheduleConfig(ScheduleName(chosen.pop("schedule", "auto")))
     train = TrainConfig(steps=20, seq_len=32, micro_batch=1, global_batch=SEQUENCES[model])
-    return make_run(MODELS[model], parallel=ParallelConfig(**{"dp": 1, **chosen}), schedule=schedule, train=train, optim=OPTIM)
+    return make_run(
+        MODELS[model],
+        parallel=ParallelConfig(**{"dp": 1, **chosen}),
+        schedule=schedule,
+        train=train,
+        optim=OPTIM,
+    )
 
 
 def engine_in(groups: dict[str, Groups], case: Case, rank: int, seed: int = 1) -> Engine:
@@ -102,12 +132,20 @@ def digest(engine: Engine) -> str:
 
 
 def save_all(rank: int, cases: list[Case], folder: Path) -> list[Found]:
-    """Train and save at every layout: the parameters in the checkpoint, what follows, and the parameters after that."""
+    """Train and save at every layout: the parameters in the checkpoint, what follows, and the
+    parameters after that.
+    """
     seen, groups = [], {}
     for case in cases:
         run, engine = run_of(*case), engine_in(groups, case, rank)
         train_steps(run, engine, STEPS)
-        save_checkpoint(folder / case[0] / case[1] / CHECKPOINTS, engine, run, Progress(STEPS, STEPS, 0), {"sequences": 7})
+        save_checkpoint(
+            folder / case[0] / case[1] / CHECKPOINTS,
+            engine,
+            run,
+            progress=Progress(STEPS, STEPS, 0),
+            cursor={"sequences": 7},
+        )
         saved = digest(engine)
         seen.append((saved, train_steps(run, engine, STEPS, first=STEPS), digest(engine)))
     return seen
@@ -119,7 +157,10 @@ def load_all(rank: int, pairs: list[tuple[Case, str]], folder: Path) -> list[Fou
     for case, source in pairs:
         path = newest_checkpoint(folder / case[0] / source)
         run, engine = run_of(*case), engine_in(groups, case, rank, seed=99)
-        assert load_checkpoint(path, read_manifest(path), engine) == (Progress(STEPS, STEPS, 0), {"sequences": 7})
+        assert load_checkpoint(path, read_manifest(path), engine) == (
+            Progress(STEPS, STEPS, 0),
+            {"sequences": 7},
+        )
         loaded = digest(engine)
         seen.append((loaded, train_steps(run, engine, STEPS, first=STEPS), digest(engine)))
     return seen
@@ -134,7 +175,9 @@ def by_world(cases: Iterable[Case]) -> Iterator[tuple[int, list[Case]]]:
     return ((ranks, list(found)) for ranks, found in groupby(listed, world))
 
 
-@pytest.fixture(scope="module", params=chosen([(QUICK,), (CASES,)], [(QUICK,)]), ids=["some", "all"])
+@pytest.fixture(
+    scope="module", params=chosen([(QUICK,), (CASES,)], [(QUICK,)]), ids=["some", "all"]
+)
 def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Saved:
     """Where the checkpoints of the cases are, and what their runs came to."""
     folder, found = tmp_path_factory.mktemp("saved"), {}
@@ -154,7 +197,9 @@ def never_stopped() -> dict[str, OneProcess]:
 
 
 def test_any_layout_loads_any_other(saved: Saved, never_stopped: dict[str, OneProcess]):
-    """Each its own, the single process's, and that of the layout before it; a single process loads all."""
+    """Each its own, the single process's, and that of the layout before it; a single process
+    loads all.
+    """
     folder, wanted = saved
     for ranks, cases in by_world(wanted):
         pairs = [(case, source) for case in cases for source in sources(case, wanted)]

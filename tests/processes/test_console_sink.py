@@ -7,8 +7,8 @@ import re
 
 import pytest
 
-from app.engine.report import StepReport, ValidationReport
-from app.engine.sinks import Console
+from app.engine.report.metrics import StepReport, ValidationReport
+from app.engine.report.sinks import Console
 from tests.training import composed
 
 STEPS = 20
@@ -21,9 +21,19 @@ class Terminal(io.StringIO):
 
 
 def report(step: int) -> StepReport:
-    zeros = dict.fromkeys(("aux_loss", "z_loss", "lr", "weight_decay", "grad_norm", "skipped", "tflops_per_gpu"), 0)
-    rates = {"time": 0.0, "data_wait_ms": 1.0, "step_ms": 1000.0, "tokens_per_s": 5120.0, "tokens_per_s_per_gpu": 5120.0}
-    return StepReport(step=step, loss=3.25, tokens=step * 5120, memory_peak_gib=1.5, **zeros, **rates)
+    zeros = dict.fromkeys(
+        ("aux_loss", "z_loss", "lr", "weight_decay", "grad_norm", "skipped", "tflops_per_gpu"), 0
+    )
+    rates = {
+        "time": 0.0,
+        "data_wait_ms": 1.0,
+        "step_ms": 1000.0,
+        "tokens_per_s": 5120.0,
+        "tokens_per_s_per_gpu": 5120.0,
+    }
+    return StepReport(
+        step=step, loss=3.25, tokens=step * 5120, memory_peak_gib=1.5, **zeros, **rates
+    )
 
 
 def told(stream: io.StringIO) -> str:
@@ -48,7 +58,12 @@ def plain_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_file_has_plain_lines(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("FORCE_COLOR", "1")
     lines = told(io.StringIO()).splitlines()
-    assert [line.split("  ")[0] for line in lines] == ["step 1/20", "step 10/20", "step 10/20", "step 20/20"]
+    assert [line.split("  ")[0] for line in lines] == [
+        "step 1/20",
+        "step 10/20",
+        "step 10/20",
+        "step 20/20",
+    ]
     assert lines[0] == "step 1/20  loss 3.250  5.1k tokens/s  1.5 GiB  0:19 left"
     assert all(line.isprintable() for line in lines)
 
@@ -60,11 +75,21 @@ def test_a_terminal_has_a_bar_that_fills_and_keeps_validations(monkeypatch: pyte
     kept = "step 10/20  validation loss 3.5000 nats per token\n"
     assert kept in drawn and said.count("\n") == 2 and said.endswith("left\n")
     bars = [part.split("  step")[0] for part in drawn if part != kept]
-    assert len(bars) == STEPS and {len(bar) for bar in bars} == {22} and set("".join(bars)) <= set("━╸╺")
+    assert (
+        len(bars) == STEPS
+        and {len(bar) for bar in bars} == {22}
+        and set("".join(bars)) <= set("━╸╺")
+    )
     assert "\x1b[" in said.replace("\x1b[K", ""), "the part that is done has a colour of its own"
-    ends = [len(re.split(r"\x1b\[0m", part.split("  step")[0])[0]) for part in said.split(CLEAR)[1:] if part != kept]
+    ends = [
+        len(re.split(r"\x1b\[0m", part.split("  step")[0])[0])
+        for part in said.split(CLEAR)[1:]
+        if part != kept
+    ]
     assert ends[0] < ends[10] < ends[-1]
-    assert drawn[-1].endswith("step 20/20  loss 3.250  val 3.500  5.1k tokens/s  1.5 GiB  0:00 left\n")
+    assert drawn[-1].endswith(
+        "step 20/20  loss 3.250  val 3.500  5.1k tokens/s  1.5 GiB  0:00 left\n"
+    )
 
 
 @pytest.mark.parametrize("columns", [20, 60, 90, 100, 200])
@@ -73,6 +98,8 @@ def test_a_line_stays_within_its_terminal(monkeypatch: pytest.MonkeyPatch, colum
     monkeypatch.setenv("NO_COLOR", "1")
     drawn = told(Terminal()).split(CLEAR)[1:]
     assert "step 10/20  validation loss 3.5000 nats per token\n" in drawn
-    lines = [re.sub(r"\x1b\[[\d;]*m", "", part).strip("\n") for part in drawn if "validation" not in part]
+    lines = [
+        re.sub(r"\x1b\[[\d;]*m", "", part).strip("\n") for part in drawn if "validation" not in part
+    ]
     assert all(len(line) < columns for line in lines)
     assert all(line.startswith("step " if columns < 95 else "━") for line in lines[10:])

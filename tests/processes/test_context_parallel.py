@@ -1,4 +1,5 @@
-"""Sequences cut over ranks: the cut of Megatron-Core, attention across it, documents, and the order of what moves.
+"""Sequences cut over ranks: the cut of Megatron-Core, attention across it, documents, and the order
+of what moves.
 
 Shapes: B sequences, S tokens per sequence.
 """
@@ -21,8 +22,14 @@ from app.config import DataConfig, ModelConfig, ParallelConfig, Run, TrainConfig
 from app.data.feed import Batch, make_batch
 from app.engine.build import Engine
 from app.engine.generate import sample_tokens
-from app.engine.step import TrainingStep
-from app.model.context_parallel import in_parts, in_sequence, own_tokens, trade_for_heads, trade_for_tokens
+from app.engine.pipeline.step import TrainingStep
+from app.model.context_parallel import (
+    in_parts,
+    in_sequence,
+    own_tokens,
+    trade_for_heads,
+    trade_for_tokens,
+)
 from tests.distributed import run_distributed
 from tests.parity import alone, here
 from tests.processes.layouts import GRID
@@ -36,7 +43,9 @@ END, LENGTH = 7, 32  # token that ends a document, tokens of a sequence
 
 @pytest.mark.parametrize("case", GOLDEN["cp_zigzag_positions"], ids=lambda case: f"cp{case['cp']}")
 def test_tokens_of_a_rank_equal_golden(case: dict[str, Any]):
-    assert [own_tokens(case["seq"], case["cp"], rank).tolist() for rank in range(case["cp"])] == case["positions"]
+    assert [
+        own_tokens(case["seq"], case["cp"], rank).tolist() for rank in range(case["cp"])
+    ] == case["positions"]
 
 
 @pytest.mark.parametrize("case", GOLDEN["batch_on_cp_rank"], ids=lambda case: f"cp{case['cp']}")
@@ -44,7 +53,10 @@ def test_a_batch_is_cut_like_golden(case: dict[str, Any]):
     for rank, wanted in enumerate(case["ranks"]):
         places, rows = own_tokens(case["seq"], case["cp"], rank), len(wanted["tokens"])
         tokens = torch.arange(rows * case["seq"]).view(rows, -1)
-        assert tokens[:, places].tolist() == wanted["tokens"] and places.tolist() == wanted["mask_rows"]
+        assert (
+            tokens[:, places].tolist() == wanted["tokens"]
+            and places.tolist() == wanted["mask_rows"]
+        )
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
@@ -57,12 +69,16 @@ def test_sequence_and_parts_undo_each_other(ranks: int):
 
 
 def trades(rank: int) -> tuple[Any, Any]:
-    """What a rank has once heads are traded, and what it gets back, from its part of counted numbers."""
+    """What a rank has once heads are traded, and what it gets back, from its part of counted
+    numbers.
+    """
     ranks = dist.get_world_size()
     whole = torch.arange(2 * 16 * ranks * 3.0).view(2, 16, ranks, 3)
     own = whole[:, own_tokens(16, ranks, rank)]
     mine = trade_for_heads(own, dist.group.WORLD)
-    return torch.equal(mine, whole[:, :, rank]), torch.equal(trade_for_tokens(mine, dist.group.WORLD), own)
+    return torch.equal(mine, whole[:, :, rank]), torch.equal(
+        trade_for_tokens(mine, dist.group.WORLD), own
+    )
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
@@ -71,7 +87,9 @@ def test_heads_are_traded_for_tokens_and_back(ranks: int):
 
 
 def documents(step: int, mb: int, size: int) -> Batch:
-    """Sequences with documents of all lengths, also ones that reach across the parts of several ranks."""
+    """Sequences with documents of all lengths, also ones that reach across the parts of several
+    ranks.
+    """
     generator = np.random.default_rng([step, mb])
     rows = generator.integers(0, DENSE.vocab_size, (size, LENGTH + 1))
     rows[rows == END] = 0
@@ -108,14 +126,21 @@ def test_documents_stay_apart_across_ranks(cp: int, tp: int, comm: CpComm):
 
 
 def sampled(rank: int, parallel: ParallelConfig, model: ModelConfig) -> list[int]:
-    run = make_run(model, parallel=parallel, train=TrainConfig(steps=20, seq_len=LENGTH, micro_batch=1, global_batch=4))
+    run = make_run(
+        model,
+        parallel=parallel,
+        train=TrainConfig(steps=20, seq_len=LENGTH, micro_batch=1, global_batch=4),
+    )
     facts = dict(window=10, vocab=model.vocab_size, seed=1)
     return list(sample_tokens(engine_of(run, rank), [1, 2, 3], 12, **facts))
 
 
-@pytest.mark.parametrize("degrees", [dict(tp=2), dict(cp=2), dict(tp=2, cp=2), dict(pp=2, tp=2)], ids=str)
+@pytest.mark.parametrize(
+    "degrees", [dict(tp=2), dict(cp=2), dict(tp=2, cp=2), dict(pp=2, tp=2)], ids=str
+)
 def test_every_layout_samples_the_same_text(degrees: dict[str, int]):
-    model = dataclasses.replace(DENSE, init_std=0.3)  # far from uniform, so that rounding does not decide
+    # far from uniform, so that rounding does not decide
+    model = dataclasses.replace(DENSE, init_std=0.3)
     (alone,) = run_distributed(sampled, 1, ParallelConfig(), model)
     parallel = ParallelConfig(**degrees, dp=1)
     found = run_distributed(sampled, math.prod(degrees.values()), parallel, model)

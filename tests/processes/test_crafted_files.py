@@ -18,9 +18,9 @@ import torch
 import yaml
 
 from app.data.sources import file_sum
-from app.engine.boards import recorded_id
-from app.engine.checkpoint_folder import CHECKPOINTS, MANIFEST, manifest_digest
-from app.engine.synced import write_synced
+from app.engine.checkpoint.folder import CHECKPOINTS, MANIFEST, manifest_digest
+from app.engine.checkpoint.synced import write_synced
+from app.engine.report.boards import recorded_id
 from tests.cases import chosen
 from tests.programs import run_forked
 from tests.training import ROOT, corpus_in

@@ -12,12 +12,13 @@ from pathlib import Path
 
 import pytest
 
-from app.engine import signals, trainer
-from app.engine.attempt import Attempt
-from app.engine.report import StepReport
-from app.engine.run_folder import newest_checkpoint
-from app.engine.signals import StopRequest
-from app.engine.sinks import Console
+from app.engine import trainer
+from app.engine.report.metrics import StepReport
+from app.engine.report.sinks import Console
+from app.engine.run import signals
+from app.engine.run.attempt import Attempt
+from app.engine.run.run_folder import newest_checkpoint
+from app.engine.run.signals import StopRequest
 from app.plan.plan import Plan
 from tests.distributed import begin_fork
 from tests.processes.test_stop import exit_code, launched
@@ -25,7 +26,12 @@ from tests.training import ROOT, composed, corpus_in, losses
 
 
 def test_a_run_saves_and_goes_on(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
-    settings = ("train.steps=9", "checkpoint.interval=100", "log.console=true", f"run_dir={tmp_path}/run")
+    settings = (
+        "train.steps=9",
+        "checkpoint.interval=100",
+        "log.console=true",
+        f"run_dir={tmp_path}/run",
+    )
     run = composed((*corpus_in(tmp_path / "corpus"), *settings), 1)
 
     def work() -> None:
@@ -38,7 +44,7 @@ def test_a_run_saves_and_goes_on(tmp_path: Path, capfd: pytest.CaptureFixture[st
                 os.kill(os.getpid(), signal.SIGINT)
 
         Console.step = step
-        os._exit(trainer.train(Plan(run), 0, 0, Attempt()))
+        os._exit(trainer.train(Plan(run), 0, 0, attempt=Attempt()))
 
     process = multiprocessing.get_context("fork").Process(target=work)
     process.start()

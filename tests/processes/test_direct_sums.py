@@ -1,4 +1,6 @@
-"""Gradients of weights that go straight into their sums are those that autograd would have added."""
+"""Gradients of weights that go straight into their sums are those that autograd would have
+added.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,12 @@ def trained(rank: int, run: Run) -> list[dict[str, Any]]:
             engine = engine_of(run, rank)
             assert (engine.optimizer.direct_sums() is not None) == direct
             seen = train_steps(run, engine, 3)
-            found.append({"seen": seen, **{name: grad.numpy() for name, grad in whole_gradients(engine).items()}})
+            found.append(
+                {
+                    "seen": seen,
+                    **{name: grad.numpy() for name, grad in whole_gradients(engine).items()},
+                }
+            )
     return found
 
 
@@ -44,8 +51,6 @@ def test_the_same_bits_as_autograd(model: str, parallel: ParallelConfig):
         assert direct.pop("seen") == plain.pop("seen")
         for name, grad in plain.items():
             assert torch.equal(torch.from_numpy(direct[name]), torch.from_numpy(grad)), name
-
-
 
 
 def test_gradients_of_the_type_of_the_weights_stay_with_autograd():

@@ -1,5 +1,5 @@
-"""The dispatchers that exchange tokens against the local one: rows, outputs and all gradients, with 64 experts, idle ranks,
-experts cut in parts, and a capacity.
+"""The dispatchers that exchange tokens against the local one: rows, outputs and all gradients, with
+64 experts, idle ranks, experts cut in parts, and a capacity.
 
 Shapes: T tokens of a rank, K experts per token, E experts, D width, F hidden width of an expert.
 """
@@ -19,14 +19,21 @@ from torch import Tensor
 
 from app.choices import DropPolicy
 from app.moe.capacity import capacity, within_capacity
-from app.moe.dispatch import AllGatherDispatcher, AllToAllDispatcher, LocalDispatcher, group_by_expert
+from app.moe.dispatch import (
+    AllGatherDispatcher,
+    AllToAllDispatcher,
+    LocalDispatcher,
+    group_by_expert,
+)
 from app.moe.experts import grouped_swiglu
 from app.moe.phases import Dispatcher
 from tests.cases import sampled
 from tests.distributed import run_distributed
 from tests.rounding import Values, expect_alike, in_fp64
 
-GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "router.json").read_text())["sort_chunks"]
+GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "router.json").read_text())[
+    "sort_chunks"
+]
 E, K, D, F = 64, 4, 8, 16
 KINDS: dict[str, type] = {"all_to_all": AllToAllDispatcher, "all_gather": AllGatherDispatcher}
 
@@ -44,7 +51,8 @@ def home(ep: int) -> Tensor:
     return torch.arange(E) // (E // ep)
 
 
-SCENARIOS: dict[str, Callable[[int, int], Tensor]] = {  # (ep rank, ep) -> the choices of a rank's tokens
+# (ep rank, ep) -> the choices of a rank's tokens
+SCENARIOS: dict[str, Callable[[int, int], Tensor]] = {
     "random": lambda rank, ep: pick(torch.ones(E), 29, rank),
     "the last rank receives nothing": lambda rank, ep: pick(home(ep) != ep - 1, 29, rank),
     "only rank 0 receives": lambda rank, ep: pick(home(ep) == 0, 29, rank),
@@ -73,36 +81,58 @@ def part(w1_ED2F: Tensor, w2_EFD: Tensor, etp_rank: int, etp: int) -> tuple[Tens
     return gate_up, w2_EFD.unflatten(1, (etp, -1))[:, etp_rank]
 
 
-def drop(experts_TK: Tensor, probs_TK: Tensor, drops: bool = False, padded: bool = False) -> tuple[Tensor, Tensor, Any]:
-    """Choices and probabilities as a router with half the mean load as capacity hands them on, and the dispatcher's options."""
+def drop(
+    experts_TK: Tensor, probs_TK: Tensor, drops: bool = False, padded: bool = False
+) -> tuple[Tensor, Tensor, Any]:
+    """Choices and probabilities as a router with half the mean load as capacity hands them on,
+    and the dispatcher's options.
+    """
     if not drops:
         return experts_TK, probs_TK, {}
     limit = capacity(experts_TK.numel(), E, 0.5)
-    kept_TK = within_capacity(probs_TK, experts_TK, E, limit, DropPolicy.probs)
+    kept_TK = within_capacity(probs_TK, experts_TK, E, limit=limit, policy=DropPolicy.probs)
     assert len(experts_TK) != 29 or 0 < kept_TK.sum() < kept_TK.numel()
     options = {"drops": True, "capacity": limit if padded else None}
     return experts_TK.masked_fill(~kept_TK, E), probs_TK * kept_TK, options
 
 
 def run_layer(
-    dispatcher: Dispatcher, experts_TK: Tensor, rank: int, share: slice, etp: tuple[int, int], limits: dict[str, bool]
+    dispatcher: Dispatcher,
+    experts_TK: Tensor,
+    rank: int,
+    share: slice,
+    etp: tuple[int, int],
+    limits: dict[str, bool],
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Dispatched rows, and output and gradients with part `etp` of the experts of `share` on this rank."""
+    """Dispatched rows, and output and gradients with part `etp` of the experts of `share` on
+    this rank.
+    """
     tokens = len(experts_TK)
-    x, probs = draw((tokens, D), 100 + rank), draw((tokens, K), 200 + rank).detach().sigmoid().requires_grad_()
+    x, probs = (
+        draw((tokens, D), 100 + rank),
+        draw((tokens, K), 200 + rank).detach().sigmoid().requires_grad_(),
+    )
     shapes = ((E, D, 2 * F), (E, F, D))
     whole = [draw(shape, seed).detach()[share] / 3 for seed, shape in enumerate(shapes)]
     w1, w2 = (weight.contiguous().requires_grad_() for weight in part(*whole, *etp))
     experts_TK, weights, options = drop(experts_TK, probs, **limits)
     record = dispatcher.preprocess(experts_TK, **options)
     rows, record = dispatcher.dispatch(x, record)
-    out = dispatcher.combine(grouped_swiglu(rows, w1, w2, record.ends_E), weights, record)
+    out = dispatcher.combine(grouped_swiglu(rows, w1, w2, ends_E=record.ends_E), weights, record)
     out.backward(draw((tokens, D), 300 + rank).detach())
-    return rows.detach(), {"out": out.detach(), "x": x.grad, "probs": probs.grad, "w1": w1.grad, "w2": w2.grad}
+    return rows.detach(), {
+        "out": out.detach(),
+        "x": x.grad,
+        "probs": probs.grad,
+        "w1": w1.grad,
+        "w2": w2.grad,
+    }
 
 
 def scenarios(kind: str, ep: int, limits: dict[str, bool]) -> list[str]:
-    """Those with a meaning: one rank with all experts cannot be idle, and some exchanges need equal token counts."""
+    """Those with a meaning: one rank with all experts cannot be idle, and some exchanges need
+    equal token counts.
+    """
     if limits:
         names = ["random", "only rank 0 receives", "no tokens anywhere"]
     else:
@@ -123,14 +153,18 @@ def both(rank: int, kind: str, ep: int, etp: int, limits: dict[str, bool]) -> di
     for scenario in scenarios(kind, ep, limits):
         choose = SCENARIOS[scenario]
         experts_TK = choose(rank, ep)
-        rows, ours = run_layer(exchange, experts_TK, rank, share, mine, limits)
-        again, repeated = run_layer(exchange, experts_TK, rank, share, mine, limits)
-        same = torch.equal(rows, again) and all(torch.equal(ours[key], repeated[key]) for key in ours)
+        rows, ours = run_layer(exchange, experts_TK, rank, share=share, etp=mine, limits=limits)
+        again, repeated = run_layer(
+            exchange, experts_TK, rank, share=share, etp=mine, limits=limits
+        )
+        same = torch.equal(rows, again) and all(
+            torch.equal(ours[key], repeated[key]) for key in ours
+        )
         here = functools.partial(all_here, experts_TK, rank, share, mine, limits)
         local = here(group)
         with in_fp64():
             exact = here(group)
-        in_order = bool(limits) or torch.equal(rows, expected_rows(choose, ep, etp, share))
+        in_order = bool(limits) or torch.equal(rows, expected_rows(choose, ep, etp, share=share))
         values = (
             {key: value.numpy() for key, value in part.items()} for part in (ours, local, exact)
         )
@@ -147,7 +181,9 @@ def all_here(
     group: dist.ProcessGroup,
 ) -> dict[str, Tensor]:
     """Output and gradients with all experts on this rank; of weights those of `share`'s part."""
-    _, local = run_layer(LocalDispatcher(E), experts_TK, rank, slice(None), (0, 1), limits)
+    _, local = run_layer(
+        LocalDispatcher(E), experts_TK, rank, share=slice(None), etp=(0, 1), limits=limits
+    )
     for name in ("w1", "w2"):  # every rank's tokens reach the one copy of an expert
         dist.all_reduce(local[name], group=group)
         local[name] = local[name][share]
@@ -158,7 +194,10 @@ def all_here(
 def expected_rows(choose: Callable[[int, int], Tensor], ep: int, etp: int, share: slice) -> Tensor:
     """By expert, then by the rank that sends, then by token."""
     choices = [choose(rank, ep) for rank in range(ep * etp)]
-    sent = [(experts, draw((len(experts), D), 100 + rank).detach()) for rank, experts in enumerate(choices)]
+    sent = [
+        (experts, draw((len(experts), D), 100 + rank).detach())
+        for rank, experts in enumerate(choices)
+    ]
     return torch.cat([x[(experts == e).any(dim=1)] for e in range(E)[share] for experts, x in sent])
 
 
@@ -176,19 +215,24 @@ def test_exchange_equals_local(kind: str, ep: int, etp: int, limits: str):
 
 
 def wide_sums(rank: int, kind: str) -> tuple[bool, bool]:
-    """Whether a token's sum over experts of both ranks, and its gradient, is rounded to bfloat16 once."""
+    """Whether a token's sum over experts of both ranks, and its gradient, is rounded to bfloat16
+    once.
+    """
     exchange = KINDS[kind](4, dist.new_group())
     experts, probs = torch.arange(4).expand(3, 4), torch.full((3, 4), 0.5)
     x = torch.randn(3, 8, generator=torch.Generator().manual_seed(rank)).bfloat16().requires_grad_()
     record = exchange.preprocess(experts)
-    factors = torch.tensor([1.0, 2**-8, 2**-8, 2**-8]).repeat_interleave(3 * 2)  # of rows; half a step of bfloat16 from 1
+    # of rows; half a step of bfloat16 from 1
+    factors = torch.tensor([1.0, 2**-8, 2**-8, 2**-8]).repeat_interleave(3 * 2)
     mine = factors.view(4, -1)[rank * 2 : rank * 2 + 2].flatten()[:, None].bfloat16()
     rows, record = exchange.dispatch(x, record)
     out = exchange.combine(rows * mine, probs, record)
     out.sum().backward()
     total = 0.5 * (1 + 3 * 2**-8)
     exact = (x.detach().float() * total).bfloat16()
-    return torch.equal(out.detach(), exact), torch.equal(x.grad, torch.full((3, 8), total).bfloat16())
+    return torch.equal(out.detach(), exact), torch.equal(
+        x.grad, torch.full((3, 8), total).bfloat16()
+    )
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -209,4 +253,7 @@ def test_grouping_is_stable_and_undone_by_its_inverse():
     order, inverse = group_by_expert(counts, 9)
     assert order.tolist() == [0, 1, 6, 7, 8, 2, 3, 4, 5]
     assert order[inverse].tolist() == list(range(9))
-    assert [part.tolist() for part in group_by_expert(torch.zeros(3, 4, dtype=torch.int64), 0)] == [[], []]
+    assert [part.tolist() for part in group_by_expert(torch.zeros(3, 4, dtype=torch.int64), 0)] == [
+        [],
+        [],
+    ]

@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 
 from app.config import ParallelConfig
-from app.engine import checkpoint_save, telling
+from app.engine.checkpoint import save as checkpoint_save
+from app.engine.checkpoint.tensor_file import Writable
 from app.engine.generate import sample_tokens
-from app.engine.tensor_file import Writable
+from app.engine.report import telling
 from tests.distributed import run_distributed
 from tests.runs import TINY, engine_of, make_run
 from tests.training import composed, corpus_in, train_rank
@@ -70,12 +71,19 @@ def slow_save(rank: int, beside: bool, run: object) -> None:
 def test_the_last_save_is_told(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], asynchronous: bool
 ):
-    settings = ("train.steps=2", "checkpoint.interval=1", "log.console=true", f"run_dir={tmp_path}/run",
-                f"checkpoint.asynchronous={str(asynchronous).lower()}")  # fmt: skip
+    settings = (
+        "train.steps=2",
+        "checkpoint.interval=1",
+        "log.console=true",
+        f"run_dir={tmp_path}/run",
+        f"checkpoint.asynchronous={str(asynchronous).lower()}",
+    )
     run = composed((*corpus_in(tmp_path / "corpus"), *settings), 1)
     run_distributed(slow_save, 1, asynchronous, run)
     said = capfd.readouterr().out
-    assert re.search(r"^saving step-00000002: 100% of the [\d.]+ .?B of rank 0, 0 s so far$", said, re.MULTILINE)
+    assert re.search(
+        r"^saving step-00000002: 100% of the [\d.]+ .?B of rank 0, 0 s so far$", said, re.MULTILINE
+    )
     assert re.search(r"^saving step-00000002: done in 0 s$", said, re.MULTILINE)
     assert "saving step-00000001" not in said, "training goes on, and is told of"
 

@@ -37,17 +37,30 @@ WHOLE = CudaGraphConfig(GraphImpl.full_iteration)
 
 
 def test_experts_in_other_types_are_not_captured():
-    for graph in (WHOLE, CudaGraphConfig(GraphImpl.local), CudaGraphConfig(GraphImpl.local, (GraphScope.moe,))):
+    for graph in (
+        WHOLE,
+        CudaGraphConfig(GraphImpl.local),
+        CudaGraphConfig(GraphImpl.local, (GraphScope.moe,)),
+    ):
         with pytest.raises(ConfigError, match="precision=bf16 or cuda_graph=partial"):
             check_capturable(make_run(cuda_graph=graph), GPU)
         check_capturable(make_run(cuda_graph=graph), CPU)
         check_capturable(make_run(cuda_graph=graph, precision=BF16), GPU)
-    check_capturable(make_run(cuda_graph=CudaGraphConfig(GraphImpl.local, (GraphScope.attn, GraphScope.moe_router))), GPU)
+    check_capturable(
+        make_run(
+            cuda_graph=CudaGraphConfig(GraphImpl.local, (GraphScope.attn, GraphScope.moe_router))
+        ),
+        GPU,
+    )
     check_capturable(make_run(dataclasses.replace(TINY, moe=None), cuda_graph=WHOLE), GPU)
 
 
 def test_what_is_captured_is_said():
-    attention = make_run(cuda_graph=CudaGraphConfig(GraphImpl.local, (GraphScope.attn,), warmup_steps=2))
+    attention = make_run(
+        cuda_graph=CudaGraphConfig(GraphImpl.local, (GraphScope.attn,), warmup_steps=2)
+    )
     assert graphs_line(attention, GPU) == "attn, captured in step 3 of this process"
-    assert graphs_line(make_run(cuda_graph=CudaGraphConfig(GraphImpl.local)), GPU).startswith("whole layers, captured in step 4")
+    assert graphs_line(make_run(cuda_graph=CudaGraphConfig(GraphImpl.local)), GPU).startswith(
+        "whole layers, captured in step 4"
+    )
     assert "stand-in" in graphs_line(make_run(cuda_graph=WHOLE), CPU)

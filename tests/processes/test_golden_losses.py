@@ -13,14 +13,16 @@ import torch
 
 from app.choices import Score
 from app.config import ModelConfig
-from app.engine.step import TrainingStep
+from app.engine.pipeline.step import TrainingStep
 from tests.distributed import run_distributed
 from tests.parity import OneProcess
 from tests.rounding import SPREAD, expect_sums
 from tests.runs import STEADY, TINY, TINY_MOE, batches_of, engine_of, make_run
 
 GOLDEN = Path(__file__).parent.parent / "golden"
-BIASED = dataclasses.replace(TINY, moe=dataclasses.replace(TINY_MOE, score=Score.sigmoid, bias_update_rate=0.01))
+BIASED = dataclasses.replace(
+    TINY, moe=dataclasses.replace(TINY_MOE, score=Score.sigmoid, bias_update_rate=0.01)
+)
 MODELS = {"moe": TINY, "dense": dataclasses.replace(TINY, moe=None), "biased": BIASED}
 
 

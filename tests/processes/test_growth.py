@@ -14,11 +14,11 @@ import torch
 
 from app.data.feed import Batch
 from app.engine import trainer
-from app.engine.attempt import Attempt
 from app.engine.build import build_engine
 from app.engine.groups import create_groups
-from app.engine.run_folder import FolderLock
-from app.engine.start import Start, load_all_data
+from app.engine.run.attempt import Attempt
+from app.engine.run.run_folder import FolderLock
+from app.engine.run.start import Start, load_all_data
 from app.plan.plan import Plan
 from tests.cases import chosen
 from tests.distributed import run_distributed

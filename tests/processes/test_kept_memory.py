@@ -1,4 +1,6 @@
-"""The memory plan against chunks that are cut over several ranks: what autograd keeps, and what is alive while they compute."""
+"""The memory plan against chunks that are cut over several ranks: what autograd keeps, and what
+is alive while they compute.
+"""
 
 from __future__ import annotations
 
@@ -14,12 +16,21 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from app.choices import Balance, CpComm, DispatcherKind, Dtype
-from app.config import DataConfig, LossConfig, ModelConfig, MoEConfig, ParallelConfig, PrecisionConfig, Run, TrainConfig
+from app.config import (
+    DataConfig,
+    LossConfig,
+    ModelConfig,
+    MoEConfig,
+    ParallelConfig,
+    PrecisionConfig,
+    Run,
+    TrainConfig,
+)
 from app.engine.build import build_chunks
 from app.engine.groups import create_groups
 from app.model.chunk import Chunk
 from app.model.context_parallel import own_tokens
-from app.plan.activations import MicrobatchMemory, chunk_activations
+from app.plan.memory.activations import MicrobatchMemory, chunk_activations
 from app.plan.select import select_layout, select_stages
 from app.rules import check
 from tests.cases import sampled
@@ -27,20 +38,28 @@ from tests.distributed import run_distributed
 from tests.tensors.test_activation_memory import Alive, attention_of, sums_of, with_kernels
 
 SEQUENCES, LENGTH = 2, 128
-DENSE = ModelConfig(num_layers=2, hidden_size=128, ffn_hidden_size=352, num_heads=8, num_kv_heads=8, vocab_size=1000)
+DENSE = ModelConfig(
+    num_layers=2, hidden_size=128, ffn_hidden_size=352, num_heads=8, num_kv_heads=8, vocab_size=1000
+)
 GROUPED = dataclasses.replace(DENSE, num_kv_heads=4, qk_norm=True)
-EXPERTS = MoEConfig(num_experts=8, top_k=2, ffn_hidden_size=64, force_balance=True, planned_imbalance=1.0)
+EXPERTS = MoEConfig(
+    num_experts=8, top_k=2, ffn_hidden_size=64, force_balance=True, planned_imbalance=1.0
+)
 
 
 kernels = pytest.fixture(autouse=True)(with_kernels)
 
 
-def run_of(model: ModelConfig, mask: bool = False, chunk_tokens: int | None = None, **parallel: Any) -> Run:
+def run_of(
+    model: ModelConfig, mask: bool = False, chunk_tokens: int | None = None, **parallel: Any
+) -> Run:
     return check(
         Run(
             model,
             ParallelConfig(**parallel),
-            train=TrainConfig(seq_len=LENGTH, micro_batch=SEQUENCES, global_batch=8, deterministic=mask),
+            train=TrainConfig(
+                seq_len=LENGTH, micro_batch=SEQUENCES, global_batch=8, deterministic=mask
+            ),
             precision=PrecisionConfig(Dtype.bfloat16),
             data=DataConfig(document_mask=mask),
             loss=LossConfig(chunk_tokens=chunk_tokens),
@@ -58,7 +77,9 @@ def measured(rank: int, run: Run) -> tuple[dict[str, int], int, int, int]:
     The least of three times: gloo's threads may hold what has been sent a moment longer.
     """
     layout = select_layout(run)
-    (chunk,) = build_chunks(run, select_stages(run), create_groups(layout, rank), torch.device("cpu"))
+    (chunk,) = build_chunks(
+        run, select_stages(run), create_groups(layout, rank), device=torch.device("cpu")
+    )
     torch.manual_seed(rank)
     for param in chunk.parameters():
         torch.nn.init.normal_(param, 0.0, 0.02)
@@ -66,13 +87,18 @@ def measured(rank: int, run: Run) -> tuple[dict[str, int], int, int, int]:
     places = own_tokens(LENGTH, layout.cp, layout.coords(rank)["cp"])
     tokens, labels = torch.randint(0, run.model.vocab_size, (2, SEQUENCES, LENGTH))[:, :, places]
     positions = places.expand(SEQUENCES, -1)
-    documents = torch.zeros(SEQUENCES, LENGTH, dtype=torch.int64) if run.data.document_mask else None
+    documents = (
+        torch.zeros(SEQUENCES, LENGTH, dtype=torch.int64) if run.data.document_mask else None
+    )
     inputs = [tokens, labels, positions] + ([] if documents is None else [documents])
 
     def loss() -> Tensor:
         context = chunk.context(positions, documents, sums_of(run))
         out = chunk(tokens, context)
-        return sum((r.loss for r in out.routing if r.loss.requires_grad), chunk.loss(out.x, labels, context))
+        return sum(
+            (r.loss for r in out.routing if r.loss.requires_grad),
+            chunk.loss(out.x, labels, context),
+        )
 
     with attention_of(run), kept_by_phase(chunk, [*chunk.parameters(), *inputs]) as kept:
         loss()
@@ -93,12 +119,18 @@ def measured(rank: int, run: Run) -> tuple[dict[str, int], int, int, int]:
 @contextmanager
 def kept_by_phase(chunk: Chunk, known: list[Tensor]) -> Iterator[Counter[str]]:
     """Bytes of the storages that a phase's operations are the first to save."""
-    found, seen, alive, place = Counter[str](), {address(tensor) for tensor in known}, list[Tensor](), ["head"]
+    found, seen, alive, place = (
+        Counter[str](),
+        {address(tensor) for tensor in known},
+        list[Tensor](),
+        ["head"],
+    )
 
     def pack(tensor: Tensor) -> Tensor:
         alive.append(tensor)  # else another tensor may get the same address
         if address(tensor) not in seen:
-            shared = tensor.shape[2:] == (1, chunk.model.head_width)  # cosines and sines of all heads
+            # cosines and sines of all heads
+            shared = tensor.shape[2:] == (1, chunk.model.head_width)
             found["rotary" if shared else place[-1]] += tensor.untyped_storage().nbytes()
         seen.add(address(tensor))
         return tensor
@@ -115,7 +147,10 @@ def kept_by_phase(chunk: Chunk, known: list[Tensor]) -> Iterator[Counter[str]]:
 
     for layer in chunk.layers.values():
         layer._attend = within("attn", layer._attend)
-        layer.phases = tuple(dataclasses.replace(phase, run=within(phase.name.value, phase.run)) for phase in layer.phases)
+        layer.phases = tuple(
+            dataclasses.replace(phase, run=within(phase.name.value, phase.run))
+            for phase in layer.phases
+        )
     with saved_tensors_hooks(pack, lambda tensor: tensor):
         yield found
 
@@ -137,7 +172,9 @@ CUT = {
 
 
 def cpu_masks(run: Run, rank: int) -> int:
-    """What a CPU keeps besides: causal attention of fewer queries than keys has no kernel there, but stores its mask."""
+    """What a CPU keeps besides: causal attention of fewer queries than keys has no kernel there,
+    but stores its mask.
+    """
     layout, gathered = select_layout(run), run.parallel.cp_comm_type is CpComm.all_gather
     if layout.cp == 1 or not gathered or run.data.document_mask:
         return 0
@@ -147,14 +184,18 @@ def cpu_masks(run: Run, rank: int) -> int:
 
 
 def compare(run: Run) -> None:
-    """Every rank keeps what is planned to the byte; what is alive is within 2 %, on the rank that is quickest to let go of it."""
+    """Every rank keeps what is planned to the byte; what is alive is within 2 %, on the rank
+    that is quickest to let go of it.
+    """
     memory = planned(run)
     expected = Counter({phase: size for phase, size in memory.kept.items() if size})
-    expected["head"] += expected.pop("embedding", 0)  # the first thing and the last outside of layers
+    # the first thing and the last outside of layers
+    expected["head"] += expected.pop("embedding", 0)
     found = run_distributed(measured, run.world_size, run)
     for rank, (kept, *_) in enumerate(found):
         assert Counter(kept) - Counter(attn=cpu_masks(run, rank)) == expected
-    if not cpu_masks(run, 0) and not run.data.document_mask:  # under a mask a CPU's attention needs other memory while it runs
+    # under a mask a CPU's attention needs other memory while it runs
+    if not cpu_masks(run, 0) and not run.data.document_mask:
         forward, left, backward = (min(sizes) for sizes in list(zip(*found, strict=True))[1:])
         assert left == pytest.approx(memory.total, rel=1e-3)
         assert forward == pytest.approx(memory.total + memory.forward, rel=0.02)
@@ -163,7 +204,9 @@ def compare(run: Run) -> None:
 
 @pytest.mark.parametrize(("model", "choices"), sampled(CUT.values(), 3), ids=CUT)
 @pytest.mark.parametrize("mask", [True, False], ids=["documents", "causal"])
-def test_dense_layers_and_the_ends_of_a_model_that_are_cut(model: ModelConfig, choices: dict[str, Any], mask: bool):
+def test_dense_layers_and_the_ends_of_a_model_that_are_cut(
+    model: ModelConfig, choices: dict[str, Any], mask: bool
+):
     compare(run_of(model, mask, **choices))
 
 

@@ -1,6 +1,8 @@
-"""Every layout trains like one process: losses, gradient norms, all gradients and all parameters after two steps, fp32.
+"""Every layout trains like one process: losses, gradient norms, all gradients and all parameters
+after two steps, fp32.
 
-The cases make any two choices meet that can; most of them, and others drawn at random, are behind the mark `full`.
+The cases make any two choices meet that can; most of them, and others drawn at random, are behind
+the mark `full`.
 """
 
 from __future__ import annotations
@@ -35,9 +37,18 @@ def steps_of_layout(rank: int, run: Run) -> Trained:
 
 
 def expect_same_bits(engine: Engine) -> None:
-    """All ranks that hold the same part of a parameter hold the same bits of it, tied copies too."""
-    specs = [spec for shards in engine.optimizer.shards for shard in shards for spec in shard.buffer.specs]
-    mine = {(spec.name, spec.block): zlib.crc32(spec.param.detach().numpy().tobytes()) for spec in specs}
+    """All ranks that hold the same part of a parameter hold the same bits of it, tied copies
+    too.
+    """
+    specs = [
+        spec
+        for shards in engine.optimizer.shards
+        for shard in shards
+        for spec in shard.buffer.specs
+    ]
+    mine = {
+        (spec.name, spec.block): zlib.crc32(spec.param.detach().numpy().tobytes()) for spec in specs
+    }
     ranks: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(ranks, mine)
     apart = {key for rank in ranks for key, bits in rank.items() if mine.get(key, bits) != bits}
@@ -58,7 +69,9 @@ def start_anew() -> None:
 
 
 def every(rank: int, cases: list[Case]) -> list[Trained]:
-    """What each case comes to, one after the other in the same processes; only rank 0 brings the tensors."""
+    """What each case comes to, one after the other in the same processes; only rank 0 brings the
+    tensors.
+    """
     seen = []
     for case in cases:
         found = steps_of_layout(rank, run_of(case))
@@ -91,8 +104,12 @@ def test_layouts_in_which_every_two_choices_meet(one_process, ranks: int):
 
 @pytest.mark.full
 def test_layouts_nobody_wrote_down(one_process):
-    """Six drawn anew every time the list of cases changes; each is a layout that the pairs do not hold."""
-    drawn = random.Random(len(CASES)).sample([case for case in legal() if case not in CASES and world(case) == 4], 6)
+    """Six drawn anew every time the list of cases changes; each is a layout that the pairs do
+    not hold.
+    """
+    drawn = random.Random(len(CASES)).sample(
+        [case for case in legal() if case not in CASES and world(case) == 4], 6
+    )
     expect_parity(drawn, one_process)
 
 

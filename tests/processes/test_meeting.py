@@ -19,12 +19,12 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from app.cli.scratch import PREFIX, scratch_folder
-from app.engine import attempt as attempts
-from app.engine import meeting
-from app.engine.attempt import Attempt
-from app.engine.meeting import join_store, keep_store, meet
-from app.engine.run_folder import holds_run
+from app.cli.processes.scratch import PREFIX, scratch_folder
+from app.engine.run import attempt as attempts
+from app.engine.run import meeting
+from app.engine.run.attempt import Attempt
+from app.engine.run.meeting import join_store, keep_store, meet
+from app.engine.run.run_folder import holds_run
 from app.errors import OwnError
 from tests.training import ROOT, composed, corpus_in, wait_for
 
@@ -45,9 +45,7 @@ def listening(pids: set[int]) -> dict[str, str]:
         for table in ("tcp", "tcp6")
         for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]
     ]
-    return {
-        row[9]: row[1].split(":")[0] for row in rows if row[3] == LISTENS and row[9] in mine
-    }
+    return {row[9]: row[1].split(":")[0] for row in rows if row[3] == LISTENS and row[9] in mine}
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "127.0.0.9"])
@@ -92,7 +90,7 @@ def program(request: pytest.FixtureRequest) -> Iterator[int]:
 
 JOIN = """
 import sys
-from app.engine import meeting
+from app.engine.run import meeting
 meeting.ANSWER_S = 1.0
 try:
     meeting.join_store("127.0.0.1", int(sys.argv[1]))
@@ -125,7 +123,7 @@ def test_nobody_at_the_address_of_a_store_is_named(monkeypatch: pytest.MonkeyPat
 def test_torchrun_names_another_program_where_launchers_meet(tmp_path: Path):
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-        code = "from app.engine import meeting; meeting.ANSWER_S = 1.0\n"
+        code = "from app.engine.run import meeting; meeting.ANSWER_S = 1.0\n"
         code += "import sys; from app.cli.torchrun import main; sys.exit(main(sys.argv[1:]))"
         options = ["--nnodes=2", "--node-rank=1", f"--master-port={port}", "train.py"]
         line = [sys.executable, "-c", code, *options]
@@ -140,7 +138,9 @@ def test_torchrun_names_another_program_where_launchers_meet(tmp_path: Path):
 
 @pytest.fixture
 def launch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Attempt, dist.Store]:
-    """A restarted attempt, and its launcher's store; the folders of two runs, of which one is its own."""
+    """A restarted attempt, and its launcher's store; the folders of two runs, of which one is
+    its own.
+    """
     monkeypatch.chdir(tmp_path)
     for folder in ("runs/mine", "runs/other"):
         Path(folder).mkdir(parents=True)
@@ -171,7 +171,15 @@ def test_a_folder_that_a_stranger_names_is_refused(launch: tuple[Attempt, dist.S
     word = (Path("runs/mine") / attempts.WORD).read_text()
     assert noted.get(attempts.FOLDER).decode() == f"{word} runs/mine"
     (Path("runs/other") / attempts.WORD).write_text("of another launch")
-    strange = ("runs/mine", " runs/mine", f"{word} runs/other", f"{word} /etc", f"{word}", "", "x runs/missing")
+    strange = (
+        "runs/mine",
+        " runs/mine",
+        f"{word} runs/other",
+        f"{word} /etc",
+        f"{word}",
+        "",
+        "x runs/missing",
+    )
     for text in (*map(str.encode, strange), b"\xff\x00 runs/mine"):
         noted.set(attempts.FOLDER, text)
         with pytest.raises(OwnError, match="in which no attempt of this launch has been"):
@@ -202,7 +210,9 @@ def test_what_a_killed_program_has_left_is_removed(tmp_path: Path, monkeypatch: 
     with scratch_folder() as one, scratch_folder() as two:
         assert one.is_dir() and two.is_dir() and one != two and not left.exists()
     names = {*foreign, f"{PREFIX}87654321", "other"}
-    assert {path.name for path in tmp_path.iterdir()} == names and list((tmp_path / "other").iterdir())
+    assert {path.name for path in tmp_path.iterdir()} == names and list(
+        (tmp_path / "other").iterdir()
+    )
 
 
 def family(pid: int) -> set[int]:
@@ -218,7 +228,9 @@ def test_a_run_of_one_host_listens_on_loopback_and_leaves_nothing(tmp_path: Path
     temporary.mkdir()
     line = [sys.executable, str(ROOT / "train.py"), *corpus, "parallel.dp=2"]
     about: dict[str, Any] = {"cwd": tmp_path, "env": {**os.environ, "TMPDIR": str(temporary)}}
-    long = subprocess.Popen([*line, "train.steps=2000", "run_dir=a"], stdout=subprocess.DEVNULL, **about)
+    long = subprocess.Popen(
+        [*line, "train.steps=2000", "run_dir=a"], stdout=subprocess.DEVNULL, **about
+    )
     wait_for(lambda: (tmp_path / "a/metrics.jsonl").exists())
     processes = family(long.pid)
     assert len(processes) >= 4 and set(listening(processes).values()) <= LOOPBACK

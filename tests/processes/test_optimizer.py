@@ -1,4 +1,6 @@
-"""The sharded AdamW against torch's on one process: values, clipping, skipped updates, fp32 main parameters, memory."""
+"""The sharded AdamW against torch's on one process: values, clipping, skipped updates, fp32 main
+parameters, memory.
+"""
 
 from __future__ import annotations
 
@@ -22,16 +24,20 @@ from app.engine.groups import Groups, create_groups
 from app.optim.buffers import ParamSpec
 from app.optim.distributed import DistributedOptimizer, OptimizerGroups
 from app.plan.layout import ParallelLayout
-from app.plan.parameters import ALIGN, ChunkBuffers, Parameter, chunk_buffers
-from app.plan.reshard import Block
+from app.plan.sharding.parameters import ALIGN, ChunkBuffers, Parameter, chunk_buffers
+from app.plan.sharding.reshard import Block
 from app.plan.shards import buffer_layout
 from tests.cases import sampled
 from tests.distributed import run_distributed
 from tests.rounding import expect_alike, expect_sums, numbered
 from tests.runs import TINY, engine_of, make_run
 
-# name -> shape of the whole parameter, in two chunks; odd sizes put borders of shards inside of parameters
-DENSE = ({"a": (7, 13), "norm.weight": (33,), "b": (50, 11)}, {"one": (1,), "c": (3, 64, 2), "bias": (130,)})
+# name -> shape of the whole parameter, in two chunks; odd sizes put borders of shards inside of
+# parameters
+DENSE = (
+    {"a": (7, 13), "norm.weight": (33,), "b": (50, 11)},
+    {"one": (1,), "c": (3, 64, 2), "bias": (130,)},
+)
 EXPERTS = ({"w_up": (4, 5, 9)}, {"w_down": (4, 30, 3)})
 NAMES = [(name, shape) for part in (*DENSE, *EXPERTS) for name, shape in part.items()]
 MICROBATCHES = 2
@@ -54,7 +60,9 @@ class Case:
     @property
     def config(self) -> OptimConfig:
         overlap = {"overlap_grads": self.overlap, "overlap_params": self.overlap}
-        return OptimConfig(clip_norm=self.clip, weight_decay=0.3, bucket_numel=self.bucket, **overlap)
+        return OptimConfig(
+            clip_norm=self.clip, weight_decay=0.3, bucket_numel=self.bucket, **overlap
+        )
 
     def layout(self) -> ParallelLayout:
         return ParallelLayout(self.world, ep=self.ep, etp=1)
@@ -63,7 +71,9 @@ class Case:
         return 1e-2 * (1 + step % 3)
 
     def scale(self, step: int) -> float:
-        """Of the gradients: AdamW forgets a factor that all steps share, so only the large ones are clipped."""
+        """Of the gradients: AdamW forgets a factor that all steps share, so only the large ones
+        are clipped.
+        """
         return (1.0, 0.001, 0.03)[step % 3]
 
 
@@ -80,7 +90,9 @@ def first_values(case: Case) -> dict[str, Tensor]:
 
 
 def grads(case: Case, step: int, rank: int, mb: int) -> dict[str, Tensor]:
-    """Whole gradients of one microbatch on one rank, in the parameters' type; zero for experts of other ranks."""
+    """Whole gradients of one microbatch on one rank, in the parameters' type; zero for experts
+    of other ranks.
+    """
     ep_rank, found = case.layout().coords(rank, expert=True)["ep"], {}
     for name, shape in NAMES:
         grad = normal(f"{name}{step}.{rank}.{mb}", shape) * case.scale(step)
@@ -97,53 +109,86 @@ def make_specs(case: Case, chunk: int, ep_rank: int) -> Iterator[ParamSpec]:
     whole = first_values(case)
     for name in DENSE[chunk]:
         block = Block.whole(*whole[name].shape)
-        yield ParamSpec(name, nn.Parameter(whole[name].clone()), False, whole[name].dim() > 1, block)
+        yield ParamSpec(
+            name, nn.Parameter(whole[name].clone()), False, decay=whole[name].dim() > 1, block=block
+        )
     for name in EXPERTS[chunk]:
         block = Block.whole(*whole[name].shape).cut(0, case.ep, ep_rank)
-        yield ParamSpec(name, nn.Parameter(whole[name].chunk(case.ep)[ep_rank].clone()), True, True, block)
+        yield ParamSpec(
+            name,
+            nn.Parameter(whole[name].chunk(case.ep)[ep_rank].clone()),
+            True,
+            decay=True,
+            block=block,
+        )
 
 
 def offset(spec: ParamSpec) -> int:
-    """First element of this rank's part of the flattened parameter, whose first dimension alone is cut."""
+    """First element of this rank's part of the flattened parameter, whose first dimension alone
+    is cut.
+    """
     return spec.block.start[0] * math.prod(spec.block.shape[1:])
 
 
 def backward(case: Case, specs: list[ParamSpec], whole: dict[str, Tensor]) -> None:
     """Accumulate the parts of `whole` gradients that belong to the parameters of this rank."""
-    parts = [whole[spec.name].flatten()[offset(spec) :][: spec.param.numel()].view_as(spec.param) for spec in specs]
-    sum((spec.param * part).sum(dtype=torch.float32) for spec, part in zip(specs, parts, strict=True)).backward()
+    parts = [
+        whole[spec.name].flatten()[offset(spec) :][: spec.param.numel()].view_as(spec.param)
+        for spec in specs
+    ]
+    sum(
+        (spec.param * part).sum(dtype=torch.float32)
+        for spec, part in zip(specs, parts, strict=True)
+    ).backward()
 
 
 def states_of(optimizer: DistributedOptimizer) -> list[Tensor]:
     """Copies of everything an update changes on this rank."""
-    return [value.clone() for piece in optimizer.pieces() for value in (*piece.state.values(), piece.step)]
+    return [
+        value.clone()
+        for piece in optimizer.pieces()
+        for value in (*piece.state.values(), piece.step)
+    ]
 
 
 def one_step(
-    case: Case, step: int, groups: Groups, optimizer: DistributedOptimizer, specs: list[list[ParamSpec]]
+    case: Case,
+    step: int,
+    groups: Groups,
+    optimizer: DistributedOptimizer,
+    specs: list[list[ParamSpec]],
 ) -> tuple[float, float]:
     """(gradient norm before clipping, 1.0 where the update was skipped)."""
     optimizer.zero_grad()
     for mb in range(MICROBATCHES):
         for index, chunk in enumerate(specs):
             optimizer.expect_grads(index, last=mb == MICROBATCHES - 1)
-            backward(case, chunk, grads(case, step, groups.rank, mb))
+            backward(case, chunk, grads(case, step, groups.rank, mb=mb))
     for chunk in range(2):
         optimizer.reduce_grads(chunk)
     optimizer.finish_grads()
     norm_sq = optimizer.local_norm_sq()
     all_reduce(norm_sq, groups.world)
-    return norm_sq.sqrt().item(), optimizer.step(case.lr(step), case.config.weight_decay, norm_sq.sqrt()).item()
+    return norm_sq.sqrt().item(), optimizer.step(
+        case.lr(step), case.config.weight_decay, norm_sq.sqrt()
+    ).item()
 
 
-def buffers_of(chunks: list[list[ParamSpec]], groups: Groups, config: OptimConfig) -> list[ChunkBuffers]:
+def buffers_of(
+    chunks: list[list[ParamSpec]], groups: Groups, config: OptimConfig
+) -> list[ChunkBuffers]:
     """Where the parameters of every chunk lie."""
-    listed = [[Parameter(s.name, tuple(s.param.shape), s.expert) for s in specs] for specs in chunks]
+    listed = [
+        [Parameter(s.name, tuple(s.param.shape), s.expert) for s in specs] for specs in chunks
+    ]
     return [chunk_buffers(parameters, groups.layout, config) for parameters in listed]
 
 
 def optimizer_of(
-    chunks: list[list[ParamSpec]], groups: Groups, config: OptimConfig, grads: torch.dtype = torch.float32
+    chunks: list[list[ParamSpec]],
+    groups: Groups,
+    config: OptimConfig,
+    grads: torch.dtype = torch.float32,
 ) -> DistributedOptimizer:
     shared_by = OptimizerGroups(groups.dp, groups.edp, groups.tp, embedding=groups.embedding)
     buffers, device = buffers_of(chunks, groups, config), torch.device("cpu")
@@ -160,14 +205,33 @@ def train(rank: int, case: Case) -> dict[str, Any]:
     said, changed = [], []
     for step in range(case.steps):
         before = states_of(optimizer)
-        said.append(one_step(case, step, groups, optimizer, specs))
+        said.append(one_step(case, step, groups, optimizer=optimizer, specs=specs))
         for chunk in range(2):
             optimizer.gather_params(chunk)
-        changed.append([not torch.equal(a, b) for a, b in zip(before, states_of(optimizer), strict=True)])
-    parameters = {spec.name: (offset(spec), spec.param.detach().float().numpy()) for chunk in specs for spec in chunk}
-    pieces = [(p.spec.name, offset(p.spec) + p.start, p.main.numpy(), p.step.item()) for p in optimizer.pieces()]
-    padding = [_padding(shard.buffer.params, shard.buffer.layout) for chunk in optimizer.shards for shard in chunk]
-    return {"params": parameters, "pieces": pieces, "said": said, "changed": changed, "padding": padding}
+        changed.append(
+            [not torch.equal(a, b) for a, b in zip(before, states_of(optimizer), strict=True)]
+        )
+    parameters = {
+        spec.name: (offset(spec), spec.param.detach().float().numpy())
+        for chunk in specs
+        for spec in chunk
+    }
+    pieces = [
+        (p.spec.name, offset(p.spec) + p.start, p.main.numpy(), p.step.item())
+        for p in optimizer.pieces()
+    ]
+    padding = [
+        _padding(shard.buffer.params, shard.buffer.layout)
+        for chunk in optimizer.shards
+        for shard in chunk
+    ]
+    return {
+        "params": parameters,
+        "pieces": pieces,
+        "said": said,
+        "changed": changed,
+        "padding": padding,
+    }
 
 
 def _padding(flat: Tensor, layout: Any) -> float:
@@ -185,11 +249,17 @@ def torch_adamw(
     kinds = [[p for p in params.values() if (p.dim() > 1) == decays] for decays in (True, False)]
     config, decays = case.config, (case.config.weight_decay, 0.0)
     options = {"betas": (config.beta1, config.beta2), "eps": config.eps, "foreach": False}
-    groups = [{"params": kind, "weight_decay": decay} for kind, decay in zip(kinds, decays, strict=True)]
+    groups = [
+        {"params": kind, "weight_decay": decay} for kind, decay in zip(kinds, decays, strict=True)
+    ]
     optimizer = torch.optim.AdamW(groups, **options)
     norms = []
     for step in range(case.steps):
-        parts = [grads(case, step, rank, mb) for rank in range(case.world) for mb in range(MICROBATCHES)]
+        parts = [
+            grads(case, step, rank, mb=mb)
+            for rank in range(case.world)
+            for mb in range(MICROBATCHES)
+        ]
         for name, param in params.items():
             param.grad = sum(part[name].to(dtype) for part in parts)
         norms.append(nn.utils.clip_grad_norm_(params.values(), case.clip or math.inf).item())
@@ -204,7 +274,9 @@ WORLDS = [(1, 1), (2, 1), (4, 1), (2, 2), (4, 2), (4, 4)]
 
 
 def check_against_torch(case: Case) -> list[dict[str, Any]]:
-    """Fp32 values of all ranks equal torch's; every element is owned exactly once; returns what the ranks said."""
+    """Fp32 values of all ranks equal torch's; every element is owned exactly once; returns what
+    the ranks said.
+    """
     (plain, norms), (exact, exact_norms) = torch_adamw(case), torch_adamw(case, torch.float64)
     ranks = run_distributed(train, case.world, case)
     owners = {name: torch.zeros(value.numel(), dtype=torch.int64) for name, value in plain.items()}
@@ -226,7 +298,11 @@ def check_against_torch(case: Case) -> list[dict[str, Any]]:
     return ranks
 
 
-MANY = [Case(*world, bucket=300) for world in WORLDS] + [Case(4, 2, bucket=1), Case(4, 2, overlap=False), Case(2, bucket=10**6)]
+MANY = [Case(*world, bucket=300) for world in WORLDS] + [
+    Case(4, 2, bucket=1),
+    Case(4, 2, overlap=False),
+    Case(2, bucket=10**6),
+]
 
 
 UPDATES = [*(Case(*world) for world in WORLDS), Case(clip=0), Case(4, 2, clip=0), *MANY]
@@ -266,23 +342,36 @@ def test_bf16_parameters_round_fp32_ones(world: int, ep: int):
 
 
 BAD = [
-    Case(1, bad=math.nan), Case(2, bad=math.nan), Case(4, 2, bad=math.nan), Case(4, 2, bad=math.inf), Case(4, 1, bad=-math.inf),
-    Case(1, 1, torch.bfloat16, bad=math.nan), Case(4, 2, torch.bfloat16, bad=math.nan),
-]  # fmt: skip
+    Case(1, bad=math.nan),
+    Case(2, bad=math.nan),
+    Case(4, 2, bad=math.nan),
+    Case(4, 2, bad=math.inf),
+    Case(4, 1, bad=-math.inf),
+    Case(1, 1, torch.bfloat16, bad=math.nan),
+    Case(4, 2, torch.bfloat16, bad=math.nan),
+]
 
 
 @pytest.mark.parametrize("case", sampled(BAD, 3), ids=str)
 def test_a_bad_gradient_on_one_rank_skips_the_update_on_all(case: Case):
     for rank in check_against_torch(case):
-        assert [skipped for _, skipped in rank["said"]] == [float(step == BAD_STEP) for step in range(case.steps)]
+        assert [skipped for _, skipped in rank["said"]] == [
+            float(step == BAD_STEP) for step in range(case.steps)
+        ]
         assert not any(rank["changed"][BAD_STEP]) and all(rank["changed"][BAD_STEP + 1])
         assert {count for *_, count in rank["pieces"]} == {case.steps - 1.0}
 
 
-def one_matrix(rank: int, dtype: torch.dtype, gradients: list[float], lr: float) -> tuple[list[float], float, float]:
-    """A matrix of ones after one update per gradient: (value after each, fp32 value, gradient sum of one more step)."""
+def one_matrix(
+    rank: int, dtype: torch.dtype, gradients: list[float], lr: float
+) -> tuple[list[float], float, float]:
+    """A matrix of ones after one update per gradient: (value after each, fp32 value, gradient
+    sum of one more step).
+    """
     groups = create_groups(ParallelLayout(1), rank)
-    spec = ParamSpec("w", nn.Parameter(torch.ones(2, 2, dtype=dtype)), False, True, Block.whole(2, 2))
+    spec = ParamSpec(
+        "w", nn.Parameter(torch.ones(2, 2, dtype=dtype)), False, decay=True, block=Block.whole(2, 2)
+    )
     optimizer, values = optimizer_of([[spec]], groups, OptimConfig()), []
     for gradient in gradients:
         optimizer.zero_grad()
@@ -301,14 +390,19 @@ def one_matrix(rank: int, dtype: torch.dtype, gradients: list[float], lr: float)
 def test_updates_and_gradients_below_bf16_resolution_accumulate(dtype: torch.dtype):
     (found,) = run_distributed(one_matrix, 1, dtype, [1.0] * 100, 1e-4)
     values, main, gradient = found
-    assert values[:2] == ([1.0, 1.0] if dtype == torch.bfloat16 else pytest.approx([1 - 1e-4, 1 - 2e-4], abs=1e-7))
-    assert main == pytest.approx(1 - 100e-4, abs=5e-6)  # a hundred roundings to fp32, all in one direction
+    assert values[:2] == (
+        [1.0, 1.0] if dtype == torch.bfloat16 else pytest.approx([1 - 1e-4, 1 - 2e-4], abs=1e-7)
+    )
+    # a hundred roundings to fp32, all in one direction
+    assert main == pytest.approx(1 - 100e-4, abs=5e-6)
     assert values[-1] == torch.tensor(main).to(dtype).item()
     assert gradient == 1.125
 
 
 def decay_only(rank: int, lr: float, decay: float) -> dict[str, tuple[int, bool, bool]]:
-    """For every parameter of a real model: its dimensions, whether an update without gradients scaled it, or left it alone."""
+    """For every parameter of a real model: its dimensions, whether an update without gradients
+    scaled it, or left it alone.
+    """
     model = replace(TINY, qk_norm=True, moe=replace(TINY.moe, shared_gate=True))
     engine = engine_of(make_run(model), rank)
     before = {name: param.detach().clone() for name, param in engine.chunks[0].named_parameters()}
@@ -316,7 +410,11 @@ def decay_only(rank: int, lr: float, decay: float) -> dict[str, tuple[int, bool,
     engine.optimizer.step(lr, decay, engine.optimizer.local_norm_sq().sqrt())
     after = dict(engine.chunks[0].named_parameters())
     return {
-        name: (value.dim(), torch.allclose(after[name], value * (1 - lr * decay), atol=0), torch.equal(after[name], value))
+        name: (
+            value.dim(),
+            torch.allclose(after[name], value * (1 - lr * decay), atol=0),
+            torch.equal(after[name], value),
+        )
         for name, value in before.items()
     }
 
@@ -324,18 +422,36 @@ def decay_only(rank: int, lr: float, decay: float) -> dict[str, tuple[int, bool,
 def test_weight_decay_only_on_matrices():
     (found,) = run_distributed(decay_only, 1, 0.5, 0.2)
     vectors = {name for name, (dims, _, same) in found.items() if same}
-    assert vectors == {name for name, (dims, *_) in found.items() if dims == 1} and len(vectors) == 3 * 4 + 1
+    assert (
+        vectors == {name for name, (dims, *_) in found.items() if dims == 1}
+        and len(vectors) == 3 * 4 + 1
+    )
     assert all(scaled for name, (_, scaled, _) in found.items() if name not in vectors)
     assert {name for name in vectors if not name.endswith("norm.weight")} == set()
 
 
 def memory(rank: int, run: Any) -> list[dict[str, Any]]:
-    """Per buffer: its parameters' sizes, ranks that share it, bytes of all its distinct storages, place of this rank's shard."""
+    """Per buffer: its parameters' sizes, ranks that share it, bytes of all its distinct
+    storages, place of this rank's shard.
+    """
     engine, found = engine_of(run, rank), []
-    train_storages = {t.untyped_storage().data_ptr() for chunk in engine.chunks for t in chunk.parameters()}
+    train_storages = {
+        t.untyped_storage().data_ptr() for chunk in engine.chunks for t in chunk.parameters()
+    }
     for shard in engine.optimizer.shards[0]:
-        tensors = [shard.buffer.params, shard.buffer.grads, shard.main, shard.grad, shard.exp_avg, shard.exp_avg_sq]
-        tensors += [part for piece in shard.pieces for part in (piece.main, piece.grad, piece.exp_avg, piece.exp_avg_sq)]
+        tensors = [
+            shard.buffer.params,
+            shard.buffer.grads,
+            shard.main,
+            shard.grad,
+            shard.exp_avg,
+            shard.exp_avg_sq,
+        ]
+        tensors += [
+            part
+            for piece in shard.pieces
+            for part in (piece.main, piece.grad, piece.exp_avg, piece.exp_avg_sq)
+        ]
         storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
         train_storages -= storages.keys()
         start = shard.own_params.storage_offset()
@@ -353,16 +469,24 @@ def memory(rank: int, run: Any) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("params", list(DTYPES), ids=lambda d: d.value)
 @pytest.mark.parametrize(("world", "ep"), sampled([(4, 2), (1, 1), (2, 1), (4, 1), (4, 4)], 5))
 def test_memory_is_that_of_the_plan(world: int, ep: int, params: Dtype):
-    run = make_run(parallel=ParallelConfig(world_size=world, dp=world, ep=ep), precision=PrecisionConfig(params))
+    run = make_run(
+        parallel=ParallelConfig(world_size=world, dp=world, ep=ep),
+        precision=PrecisionConfig(params),
+    )
     ranks = run_distributed(memory, world, run)
     for buffers in ranks:
-        for buffer, shared_by in zip(buffers, (world, world // ep), strict=True):  # dense, then experts
-            layout = buffer_layout(buffer["numels"], shared_by, param_align=ALIGN, shard_align=ALIGN)
+        # dense, then experts
+        for buffer, shared_by in zip(buffers, (world, world // ep), strict=True):
+            layout = buffer_layout(
+                buffer["numels"], shared_by, param_align=ALIGN, shard_align=ALIGN
+            )
             # parameter and gradient, then per shard two moments and, for bf16, the fp32 parameter
             whole, part = (8, 8) if params is Dtype.float32 else (6, 12)
             assert buffer["ranks"] == shared_by
             assert buffer["bytes"] == whole * layout.numel + part * layout.numel // shared_by
-            assert layout.numel - sum(buffer["numels"]) < ALIGN * (len(buffer["numels"]) + shared_by)
+            assert layout.numel - sum(buffer["numels"]) < ALIGN * (
+                len(buffer["numels"]) + shared_by
+            )
     for index, sharers in ((0, [range(world)]), (1, [range(k, world, ep) for k in range(ep)])):
         for group in sharers:
             places = [ranks[rank][index]["place"] for rank in group]
@@ -374,7 +498,9 @@ GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "optim.json").read_t
 
 def maps(case: dict[str, Any]) -> bool:
     """Ours are AdamW without loss scaling; SGD, fp16 and its skipped steps have no counterpart."""
-    adam = case["opt_class"] == ["AdamW"] and all(step["ok"] and step["loss_scale"] == 1 for step in case["steps"])
+    adam = case["opt_class"] == ["AdamW"] and all(
+        step["ok"] and step["loss_scale"] == 1 for step in case["steps"]
+    )
     return adam and case["spec"]["dtype"] in ("fp32", "bf16")
 
 
@@ -391,9 +517,15 @@ def golden_run(rank: int, case: dict[str, Any]) -> list[dict[str, Any]]:
     dtype = torch.bfloat16 if spec["dtype"] == "bf16" else torch.float32
     params = [nn.Parameter(torch.tensor(value).to(dtype)) for value in case["init"]]
     named = zip(case["param_names"], params, strict=True)
-    specs = [ParamSpec(name, p, False, p.dim() > 1, Block.whole(*p.shape)) for name, p in named]
-    if spec["dtype"] == "fp32" and not spec.get("distopt", True):  # elsewhere the groups hold copies without names
-        assert [[s.name for s in specs if s.decay == decays] for decays in (True, False)] == case["param_group_names"]
+    specs = [
+        ParamSpec(name, p, False, decay=p.dim() > 1, block=Block.whole(*p.shape))
+        for name, p in named
+    ]
+    # elsewhere the groups hold copies without names
+    if spec["dtype"] == "fp32" and not spec.get("distopt", True):
+        assert [[s.name for s in specs if s.decay == decays] for decays in (True, False)] == case[
+            "param_group_names"
+        ]
     groups = create_groups(ParallelLayout(world), rank)
     optimizer, seen = optimizer_of([specs], groups, OptimConfig(clip_norm=spec["clip"])), []
     for data in case["data"]:
@@ -413,7 +545,9 @@ def golden_run(rank: int, case: dict[str, Any]) -> list[dict[str, Any]]:
     return seen
 
 
-@pytest.mark.parametrize("case", [case for case in GOLDEN if maps(case)], ids=lambda case: str(case["spec"]))
+@pytest.mark.parametrize(
+    "case", [case for case in GOLDEN if maps(case)], ids=lambda case: str(case["spec"])
+)
 def test_training_equals_golden(case: dict[str, Any]):
     # Losses are means, and gradients sums, of a few dozen numbers, in both programs; parameters in
     # bf16 are rounded last.

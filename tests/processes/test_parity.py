@@ -1,4 +1,6 @@
-"""Every layout trains like one process: losses, gradient norms and all parameters after five steps, fp32."""
+"""Every layout trains like one process: losses, gradient norms and all parameters after five
+steps, fp32.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,13 @@ from tests.runs import STEADY, TINY, TINY_MOE, engine_of, make_run, whole_parame
 
 STEPS = 5
 SIGMOID = dataclasses.replace(
-    TINY_MOE, score=Score.sigmoid, groups=4, topk_groups=2, routed_scale=1.5, shared_gate=True, bias_update_rate=0.0
+    TINY_MOE,
+    score=Score.sigmoid,
+    groups=4,
+    topk_groups=2,
+    routed_scale=1.5,
+    shared_gate=True,
+    bias_update_rate=0.0,
 )
 MODELS = {
     "moe": TINY,
@@ -26,7 +34,11 @@ MODELS = {
 }
 LAYOUTS = {2: [(2, 1), (2, 2)], 4: [(4, 1), (4, 2), (4, 4)]}  # world -> (dp, ep)
 CASES = [
-    (name, dp, ep) for name, model in MODELS.items() for layouts in LAYOUTS.values() for dp, ep in layouts if ep == 1 or model.moe
+    (name, dp, ep)
+    for name, model in MODELS.items()
+    for layouts in LAYOUTS.values()
+    for dp, ep in layouts
+    if ep == 1 or model.moe
 ]
 
 
@@ -41,14 +53,20 @@ def run_of(model: ModelConfig, dp: int, ep: int, normalize: Normalize) -> Run:
 
 @pytest.fixture(scope="module")
 def one_process() -> dict[tuple[str, Normalize], OneProcess]:
-    runs = {(name, norm): run_of(model, 1, 1, norm) for name, model in MODELS.items() for norm in Normalize}
+    runs = {
+        (name, norm): run_of(model, 1, 1, normalize=norm)
+        for name, model in MODELS.items()
+        for norm in Normalize
+    }
     return {key: OneProcess.of(run, STEPS) for key, run in runs.items()}
 
 
 @pytest.mark.parametrize("normalize", list(Normalize), ids=lambda n: n.value)
 @pytest.mark.parametrize(("name", "dp", "ep"), sampled(CASES, 3))
 def test_layout_equals_one_process(one_process, name: str, dp: int, ep: int, normalize: Normalize):
-    for found in run_distributed(few_steps, dp, run_of(MODELS[name], dp, ep, normalize), STEPS):
+    for found in run_distributed(
+        few_steps, dp, run_of(MODELS[name], dp, ep, normalize=normalize), STEPS
+    ):
         one_process[name, normalize].expect(found)
 
 
@@ -57,6 +75,6 @@ def first_parameters(rank: int, run: Run) -> dict[str, Any]:
 
 
 def test_parameters_do_change(one_process):
-    before = run_distributed(first_parameters, 1, run_of(TINY, 1, 1, Normalize.token))[0]
+    before = run_distributed(first_parameters, 1, run_of(TINY, 1, 1, normalize=Normalize.token))[0]
     after = one_process["moe", Normalize.token].plain["parameters"]
     assert all(not np.allclose(before[key], after[key], atol=1e-3) for key in before)

@@ -1,4 +1,6 @@
-"""Every pipeline trains like one process: losses, gradient norms, all gradients and all parameters after three steps, fp32."""
+"""Every pipeline trains like one process: losses, gradient norms, all gradients and all
+parameters after three steps, fp32.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +11,16 @@ from typing import Any
 import pytest
 
 from app.choices import ScheduleName
-from app.config import ModelConfig, ParallelConfig, RecomputeConfig, Run, ScheduleConfig, TrainConfig
+from app.config import (
+    ModelConfig,
+    ParallelConfig,
+    RecomputeConfig,
+    Run,
+    ScheduleConfig,
+    TrainConfig,
+)
 from app.engine.build import Engine
-from app.engine.step import Validation
+from app.engine.pipeline.step import Validation
 from tests.cases import sampled
 from tests.distributed import run_distributed
 from tests.parity import OneProcess, alone, few_steps, here
@@ -19,8 +28,14 @@ from tests.rounding import expect_alike
 from tests.runs import STEADY, TINY, TINY_MOE, batches_of, make_run
 
 STEPS = 3
-DEEP = dataclasses.replace(TINY, num_layers=12, moe=dataclasses.replace(TINY_MOE, first_k_dense=3, every_n=2))
-MODELS = {"moe": DEEP, "dense": dataclasses.replace(DEEP, moe=None), "tied": dataclasses.replace(DEEP, tie_embeddings=True)}
+DEEP = dataclasses.replace(
+    TINY, num_layers=12, moe=dataclasses.replace(TINY_MOE, first_k_dense=3, every_n=2)
+)
+MODELS = {
+    "moe": DEEP,
+    "dense": dataclasses.replace(DEEP, moe=None),
+    "tied": dataclasses.replace(DEEP, tie_embeddings=True),
+}
 
 
 def run_of(
@@ -32,7 +47,10 @@ def run_of(
     timeout_s: float = 100.0,
     **parallel: Any,
 ) -> Run:
-    dp, recompute = parallel.get("dp", 1), RecomputeConfig(full=partial is not None, partial_microbatches=partial or 0)
+    dp, recompute = (
+        parallel.get("dp", 1),
+        RecomputeConfig(full=partial is not None, partial_microbatches=partial or 0),
+    )
     train = TrainConfig(steps=20, seq_len=16, micro_batch=2, global_batch=2 * mbs * dp)
     order = ScheduleConfig(ScheduleName(schedule), group, timeout_s=timeout_s)
     sections = {"parallel": ParallelConfig(**parallel), "schedule": order, "recompute": recompute}
@@ -85,11 +103,14 @@ def validated(engine: Engine, counts: list[int]) -> Validated:
     return {n: loss for n, (loss, _) in found.items()}, {n: told for n, (_, told) in found.items()}
 
 
-@pytest.mark.parametrize("choice", [
-    dict(mbs=6, pp=2, vpp=2),
-    dict(mbs=6, pp=4, vpp=3, group=6),
-    dict(mbs=6, pp=2, vpp=2, schedule="zero_bubble_v"),
-])
+@pytest.mark.parametrize(
+    "choice",
+    [
+        dict(mbs=6, pp=2, vpp=2),
+        dict(mbs=6, pp=4, vpp=3, group=6),
+        dict(mbs=6, pp=2, vpp=2, schedule="zero_bubble_v"),
+    ],
+)
 def test_a_validation_of_any_length_equals_that_of_one_process(choice: dict[str, Any]):
     compute = functools.partial(validated, counts=[1, 2, 3, 5])
     plain, exact = alone(run_of(MODELS["tied"], choice["mbs"]), compute)

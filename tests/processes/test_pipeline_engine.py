@@ -1,4 +1,6 @@
-"""What the pipeline engine promises besides numbers: memory, messages of what fails or hangs, and groups of large worlds."""
+"""What the pipeline engine promises besides numbers: memory, messages of what fails or hangs,
+and groups of large worlds.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +15,9 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from app.config import Run
-from app.engine.flight import Flight
 from app.engine.groups import create_groups
-from app.engine.watch import EXIT_STUCK, Watch
+from app.engine.pipeline.in_flight import Flight
+from app.engine.watchdog.watchdog import EXIT_STUCK, Watch
 from app.plan.layout import ParallelLayout
 from app.plan.schedule import peak_in_flight
 from tests.distributed import run_distributed
@@ -89,11 +91,17 @@ def failing(rank: int, run: Run) -> list[str]:
 
 def test_a_failing_action_is_pointed_at():
     notes = run_distributed(failing, 2, run_of(MODELS["dense"], mbs=4, pp=2))[1]
-    assert len(notes) == 1 and ">>> F2.0 <<<" in notes[0] and notes[0].startswith("while running this rank's actions: ")
+    assert (
+        len(notes) == 1
+        and ">>> F2.0 <<<" in notes[0]
+        and notes[0].startswith("while running this rank's actions: ")
+    )
 
 
 def held_up(rank: int, run: Run) -> tuple[str, list[int]]:
-    """What a rank says, and with which codes it would end, while rank 0 sleeps in its second forward."""
+    """What a rank says, and with which codes it would end, while rank 0 sleeps in its second
+    forward.
+    """
     engine, forward, codes, words = engine_of(run, rank), Flight.forward, [], io.StringIO()
 
     def slow(flight: Flight, mb: int, chunk: int) -> None:
@@ -111,7 +119,11 @@ def test_every_rank_says_where_it_is_stuck():
     run = run_of(MODELS["dense"], mbs=4, pp=2, timeout_s=0.8)
     (first, codes), (second, others) = run_distributed(held_up, 2, run)
     assert first.startswith("rank 0 is stuck in F1.0 for 1 s") and codes == [EXIT_STUCK]
-    assert second.startswith("rank 1 is stuck in ") and "from rank 0" in second and others == [EXIT_STUCK]
+    assert (
+        second.startswith("rank 1 is stuck in ")
+        and "from rank 0" in second
+        and others == [EXIT_STUCK]
+    )
 
 
 def test_a_resting_rank_is_never_stuck(capsys: pytest.CaptureFixture[str]):
@@ -131,7 +143,10 @@ def dry_run(_: int, layout: ParallelLayout, rank: int) -> dict[str, list[int]]:
     dist.destroy_process_group()
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=layout.world_size)
     groups = create_groups(layout, rank)
-    return {name: dist.get_process_group_ranks(getattr(groups, name)) for name in ("dp", "edp", "ep", "pp")}
+    return {
+        name: dist.get_process_group_ranks(getattr(groups, name))
+        for name in ("dp", "edp", "ep", "pp")
+    }
 
 
 @pytest.mark.parametrize("rank", [0, 1234, 4095])
@@ -139,4 +154,6 @@ def test_a_dry_run_of_4096_ranks(rank: int):
     layout = ParallelLayout(4096, pp=8, ep=64)
     (found,) = run_distributed(dry_run, 1, layout, rank)
     for name, expert in {"dp": False, "pp": False, "edp": True, "ep": True}.items():
-        assert found[name] == next(ranks for ranks in layout.groups(name, expert=expert) if rank in ranks)
+        assert found[name] == next(
+            ranks for ranks in layout.groups(name, expert=expert) if rank in ranks
+        )

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from app.engine.build import Engine
-from app.engine.checkpoint import Progress, load_checkpoint
-from app.engine.checkpoint_folder import read_manifest
-from app.engine.checkpoint_save import save_checkpoint
-from app.engine.run_folder import CHECKPOINTS, newest_checkpoint
+from app.engine.checkpoint.folder import read_manifest
+from app.engine.checkpoint.load import Progress, load_checkpoint
+from app.engine.checkpoint.save import save_checkpoint
+from app.engine.run.run_folder import CHECKPOINTS, newest_checkpoint
 from tests.distributed import run_distributed
 from tests.parity import NUMBERS, OneProcess, Trained, here
 from tests.random_runs import another_layout, random_run
@@ -37,7 +37,9 @@ def following(engine: Engine) -> Trained:
 
 def save_and_go_on(engine: Engine, folder: Path) -> Trained:
     train_steps(engine.plan.run, engine, STEPS)
-    save_checkpoint(folder / CHECKPOINTS, engine, engine.plan.run, AT, {"sequences": 7})
+    save_checkpoint(
+        folder / CHECKPOINTS, engine, engine.plan.run, progress=AT, cursor={"sequences": 7}
+    )
     return following(engine)
 
 

@@ -23,16 +23,16 @@ import pytest
 import torch
 
 from app.config import Run
-from app.engine import checkpoint_save
-from app.engine.checkpoint import Progress, load_checkpoint
-from app.engine.checkpoint_folder import (
+from app.engine.checkpoint import save as checkpoint_save
+from app.engine.checkpoint.folder import (
     CHECKPOINTS,
     complete_checkpoints,
     newest_checkpoint,
     verify_checkpoint,
 )
+from app.engine.checkpoint.load import Progress, load_checkpoint
 from app.engine.groups import process_world
-from app.engine.start import find_start
+from app.engine.run.start import find_start
 from app.errors import ConfigError
 from tests.cases import sampled
 from tests.distributed import begin_fork, run_distributed
@@ -135,7 +135,7 @@ def save_two(rank: int, folder: Path) -> None:
     for step in (1, 2):
         for piece in engine.optimizer.pieces():
             piece.main.fill_(step)
-        save(folder, run, engine, Progress(step, step, step))
+        save(folder, run, engine, progress=Progress(step, step, step))
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ import pytest
 
 from app.engine.build import Engine
 from app.engine.generate import sample_tokens
-from app.engine.step import Validation
+from app.engine.pipeline.step import Validation
 from tests.distributed import run_distributed
 from tests.parity import NUMBERS, OneProcess, Trained, alone, here, results
 from tests.random_runs import random_run
@@ -32,7 +32,11 @@ def trained(engine: Engine, validated: int) -> tuple[Trained, int, list[int]]:
     held_out = batches_of(run, 100, engine.groups.dp_rank)[: validated // run.dp]
     loss, tokens = Validation(engine, len(held_out))(held_out)
     facts = {"count": 4, "window": run.train.seq_len, "vocab": run.model.vocab_size, "seed": 5}
-    return found | {"validation": {1: loss}}, tokens, list(sample_tokens(engine, [1, 2, 3], **facts))
+    return (
+        found | {"validation": {1: loss}},
+        tokens,
+        list(sample_tokens(engine, [1, 2, 3], **facts)),
+    )
 
 
 @pytest.mark.parametrize(("seed", "ranks"), SEEDS)

@@ -17,44 +17,72 @@ from tests.runs import engine_of, make_run, train_steps, whole_gradients, whole_
 from tests.tensors.models import make_chunk
 
 PARTS = [(part,) for part in Recompute] + [tuple(Recompute)]
-JITTER = dataclasses.replace(MODELS["moe"], moe=dataclasses.replace(MODELS["moe"].moe, jitter_eps=0.2, balance=Balance.sequence))
+JITTER = dataclasses.replace(
+    MODELS["moe"],
+    moe=dataclasses.replace(MODELS["moe"].moe, jitter_eps=0.2, balance=Balance.sequence),
+)
 
 
 def steps(rank: int, run: Run) -> dict[str, Any]:
     torch.manual_seed(0)
     engine = engine_of(run, rank)
     losses = train_steps(run, engine, 2)
-    found = whole_gradients(engine) | {f"{name}.value": value for name, value in whole_parameters(engine).items()}
+    found = whole_gradients(engine) | {
+        f"{name}.value": value for name, value in whole_parameters(engine).items()
+    }
     return {"losses": losses} | {name: value.numpy().tobytes() for name, value in found.items()}
 
 
 def run_of(model: ModelConfig, phases: tuple[Recompute, ...], **options: Any) -> Run:
-    full, schedule = options.pop("full", False), ScheduleConfig(ScheduleName(options.pop("schedule", "auto")))
-    recompute = RecomputeConfig(full=full, phases=phases, partial_microbatches=int(full and bool(phases)))
-    return make_run(model, recompute=recompute, schedule=schedule, parallel=ParallelConfig(dp=1, **options))
+    full, schedule = (
+        options.pop("full", False),
+        ScheduleConfig(ScheduleName(options.pop("schedule", "auto"))),
+    )
+    recompute = RecomputeConfig(
+        full=full, phases=phases, partial_microbatches=int(full and bool(phases))
+    )
+    return make_run(
+        model, recompute=recompute, schedule=schedule, parallel=ParallelConfig(dp=1, **options)
+    )
 
 
-OPTIONS = [dict(), dict(tp=2), dict(cp=2), dict(pp=2, schedule="zero_bubble_h1"), dict(pp=2, full=True)]
+OPTIONS = [
+    dict(),
+    dict(tp=2),
+    dict(cp=2),
+    dict(pp=2, schedule="zero_bubble_h1"),
+    dict(pp=2, full=True),
+]
 
 
 @pytest.mark.parametrize("options", sampled(OPTIONS, 3), ids=str)
 @pytest.mark.parametrize("name", MODELS)
 def test_all_parts_change_nothing(name: str, options: dict[str, Any]):
     run = run_of(MODELS[name], tuple(Recompute), **options)
-    plain = run_of(MODELS[name], (), **{key: value for key, value in options.items() if key != "full"})
-    assert run_distributed(steps, run.world_size, run) == run_distributed(steps, run.world_size, plain)
+    plain = run_of(
+        MODELS[name], (), **{key: value for key, value in options.items() if key != "full"}
+    )
+    assert run_distributed(steps, run.world_size, run) == run_distributed(
+        steps, run.world_size, plain
+    )
 
 
 SINGLY = sampled([(phases,) for phases in PARTS], 4)
 
 
-@pytest.mark.parametrize("phases", SINGLY, ids=lambda phases: "+".join(part.value for part in phases))
+@pytest.mark.parametrize(
+    "phases", SINGLY, ids=lambda phases: "+".join(part.value for part in phases)
+)
 def test_each_part_changes_nothing(phases: tuple[Recompute, ...]):
     for model in (MODELS["moe"], JITTER):
-        assert run_distributed(steps, 1, run_of(model, phases)) == run_distributed(steps, 1, run_of(model, ()))
+        assert run_distributed(steps, 1, run_of(model, phases)) == run_distributed(
+            steps, 1, run_of(model, ())
+        )
 
 
-@pytest.mark.parametrize("phases", PARTS, ids=lambda phases: "+".join(part.value for part in phases))
+@pytest.mark.parametrize(
+    "phases", PARTS, ids=lambda phases: "+".join(part.value for part in phases)
+)
 def test_nothing_is_held_once_backward_is_over(phases: tuple[Recompute, ...]):
     """What a part inside of another one leaves behind would pile up from layer to layer."""
     chunk, tokens = make_chunk(MODELS["moe"]), torch.arange(32).view(2, 16)

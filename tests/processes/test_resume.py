@@ -1,4 +1,6 @@
-"""What a run continues from: which settings may differ, and which of several runs resume=auto takes."""
+"""What a run continues from: which settings may differ, and which of several runs resume=auto
+takes.
+"""
 
 from __future__ import annotations
 
@@ -18,12 +20,19 @@ import pytest
 
 import tests.runs
 from app.choices import Score
-from app.cli.compose import all_keys
+from app.cli.options.compose import all_keys
 from app.config import Run
-from app.engine import resume
-from app.engine.checkpoint_folder import CHECKPOINTS, FORMAT, LATEST, MANIFEST, manifest_digest, parse_manifest
-from app.engine.run_folder import CONFIG, describe_run, note_end, plain
-from app.engine.start import Start, find_start
+from app.engine.checkpoint import resume
+from app.engine.checkpoint.folder import (
+    CHECKPOINTS,
+    FORMAT,
+    LATEST,
+    MANIFEST,
+    manifest_digest,
+    parse_manifest,
+)
+from app.engine.run.run_folder import CONFIG, describe_run, note_end, plain
+from app.engine.run.start import Start, find_start
 from app.errors import ConfigError
 from app.plan.plan import Plan
 from app.version import Version
@@ -71,7 +80,9 @@ def saved(folder: Path, run: Run | Json = RUN, time: float | None = None, step: 
 
 
 def test_every_key_is_fixed_or_free():
-    """A new key is a decision: tests/golden/resume.txt changes with app/engine/resume.py."""
+    """A new key is a decision: tests/golden/resume.txt changes with
+    app/engine/checkpoint/resume.py.
+    """
     assert {key: "fixed" if resume.is_fixed(key) else "free" for key in leaves()} == DECISIONS
     decided = set(leaves())
     assert decided >= resume.FIXED and decided >= resume.FREE, "no key that has gone"
@@ -267,7 +278,9 @@ def told_by(rank: int, folder: Path, run: Run) -> dict[str, str]:
 
 
 def test_two_models_in_one_place(tmp_path: Path):
-    """Each goes on with its own run, and says what it has passed over; a third model starts anew."""
+    """Each goes on with its own run, and says what it has passed over; a third model starts
+    anew.
+    """
     settings = (*corpus_in(tmp_path / "corpus"), "resume=auto", "log.console=true")
     told, key = [], "model.moe.ffn_hidden_size"
     for width, steps in ((32, 2), (16, 2), (32, 4), (8, 2)):

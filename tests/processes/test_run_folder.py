@@ -1,4 +1,6 @@
-"""Run folders that somebody else has touched: what is found, what is refused, and that nothing foreign is removed."""
+"""Run folders that somebody else has touched: what is found, what is refused, and that nothing
+foreign is removed.
+"""
 
 from __future__ import annotations
 
@@ -17,9 +19,8 @@ from typing import Any
 import pytest
 
 from app.config import CheckpointConfig
-from app.engine import checkpoint_save
-from app.engine.checkpoint import Progress
-from app.engine.checkpoint_folder import (
+from app.engine.checkpoint import save as checkpoint_save
+from app.engine.checkpoint.folder import (
     CHECKPOINTS,
     LATEST,
     MANIFEST,
@@ -28,9 +29,11 @@ from app.engine.checkpoint_folder import (
     newest_checkpoint,
     verify_checkpoint,
 )
-from app.engine.checkpoint_save import Saver
-from app.engine.report import ValidationReport
-from app.engine.run_folder import (
+from app.engine.checkpoint.load import Progress
+from app.engine.checkpoint.saver import Saver
+from app.engine.report.metrics import ValidationReport
+from app.engine.report.sinks import Console, JsonLines
+from app.engine.run.run_folder import (
     CONFIG,
     METRICS,
     PLAN,
@@ -41,8 +44,7 @@ from app.engine.run_folder import (
     describe_run,
     read_metrics,
 )
-from app.engine.sinks import Console, JsonLines
-from app.engine.start import Start, claim_start, find_start, preflight
+from app.engine.run.start import Start, claim_start, find_start, preflight
 from app.errors import ConfigError
 from app.plan.plan import Plan
 from app.version import Version
@@ -157,9 +159,7 @@ def save_among_strays(rank: int, folder: Path) -> None:
 
 
 @pytest.mark.parametrize("name", STRAYS)
-def test_strays_do_not_hinder_saving(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str], name: str
-):
+def test_strays_do_not_hinder_saving(tmp_path: Path, capfd: pytest.CaptureFixture[str], name: str):
     folder, outside = tmp_path / "run" / CHECKPOINTS, tmp_path / OUTSIDE
     folder.mkdir(parents=True)
     outside.mkdir()
@@ -318,7 +318,9 @@ def test_rows_behind_a_broken_one_are_kept(
     assert capfd.readouterr().err == (
         f"train.py: {path}: left out, as it cannot be read: line 3\n"
     ), "and not the last one, as a killed process leaves it"
-    path.write_bytes(text_of(rows_of(1)).encode() + b'{"step": "\xff"}\n' + text_of(rows_of(2)).encode())
+    path.write_bytes(
+        text_of(rows_of(1)).encode() + b'{"step": "\xff"}\n' + text_of(rows_of(2)).encode()
+    )
     assert read_metrics(tmp_path) == rows_of(1, 2)
 
 

@@ -1,4 +1,6 @@
-"""Being told to stop, dying and going on: no token is lost or seen twice, and the numbers are those of a run left alone."""
+"""Being told to stop, dying and going on: no token is lost or seen twice, and the numbers are
+those of a run left alone.
+"""
 
 from __future__ import annotations
 
@@ -22,15 +24,15 @@ import torch.distributed as dist
 
 from app.cli import torchrun
 from app.config import Run
-from app.engine import attempt as attempts
-from app.engine import signals
-from app.engine.attempt import Attempt
-from app.engine.checkpoint_folder import complete_checkpoints, newest_checkpoint
-from app.engine.run_folder import FolderLock, create_run_folder, read_metrics
-from app.engine.signals import STOPPED, StopRequest
-from app.engine.start import find_start
+from app.engine.checkpoint.folder import complete_checkpoints, newest_checkpoint
+from app.engine.run import attempt as attempts
+from app.engine.run import signals
+from app.engine.run.attempt import Attempt
+from app.engine.run.run_folder import FolderLock, create_run_folder, read_metrics
+from app.engine.run.signals import STOPPED, StopRequest
+from app.engine.run.start import find_start
 from app.engine.trainer import Trainer
-from app.engine.watch import EXIT_STUCK
+from app.engine.watchdog.watchdog import EXIT_STUCK
 from app.errors import ConfigError
 from tests.cases import sampled
 from tests.distributed import begin_fork, run_distributed
@@ -57,13 +59,23 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
 @pytest.mark.parametrize(
     ("layout", "told_at"), sampled([("dp2", {1: 5}), ("single", {0: 3}), ("ep2", {0: 7, 1: 7})], 3)
 )
-def test_no_token_is_lost_or_repeated(corpus: tuple[str, ...], tmp_path: Path, layout: str, told_at: dict[int, int]):
-    """Step 5 is one with a validation, which the resumed run makes up for; in ep2 both ranks are told at once."""
+def test_no_token_is_lost_or_repeated(
+    corpus: tuple[str, ...], tmp_path: Path, layout: str, told_at: dict[int, int]
+):
+    """Step 5 is one with a validation, which the resumed run makes up for; in ep2 both ranks are
+    told at once.
+    """
     world_size, overrides = LAYOUTS[layout]
     stop = next(iter(told_at.values()))
 
     def ranks(folder: str, resume: str, told_at: dict[int, int]) -> list[tuple[bool, Seen]]:
-        settings = (*corpus, *overrides, "train.steps=12", f"run_dir={tmp_path}/{folder}", f"resume={resume}")
+        settings = (
+            *corpus,
+            *overrides,
+            "train.steps=12",
+            f"run_dir={tmp_path}/{folder}",
+            f"resume={resume}",
+        )
         return run_distributed(train_rank, world_size, composed(settings, world_size), told_at)
 
     whole = ranks("whole", "null", {})
@@ -72,17 +84,28 @@ def test_no_token_is_lost_or_repeated(corpus: tuple[str, ...], tmp_path: Path, l
         [True] * world_size + [False] * world_size + [True] * world_size
     )
     assert [len(seen) for _, seen in stopped] == [stop] * world_size, "the ranks agree on the step"
-    assert [seen for _, seen in whole] == [before + after for (_, before), (_, after) in zip(stopped, resumed, strict=True)]
+    assert [seen for _, seen in whole] == [
+        before + after for (_, before), (_, after) in zip(stopped, resumed, strict=True)
+    ]
     rows = sorted(untimed(tmp_path / "part"), key=lambda row: (row["step"], "val_loss" in row))
     assert rows == untimed(tmp_path / "whole")
-    assert len({str(tokens) for _, seen in whole for step in seen for tokens in step}) == 24, "every microbatch is another"
+    assert len({str(tokens) for _, seen in whole for step in seen for tokens in step}) == 24, (
+        "every microbatch is another"
+    )
 
 
-def test_a_stop_without_checkpoints_saves_nothing(corpus: tuple[str, ...], tmp_path: Path, capfd: pytest.CaptureFixture[str]):
-    run = composed((*corpus, "checkpoint.interval=0", "train.steps=9", f"run_dir={tmp_path}/run"), 1)
+def test_a_stop_without_checkpoints_saves_nothing(
+    corpus: tuple[str, ...], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+):
+    run = composed(
+        (*corpus, "checkpoint.interval=0", "train.steps=9", f"run_dir={tmp_path}/run"), 1
+    )
     assert run_distributed(train_rank, 1, run, {0: 2})[0][0] is False
     said = capfd.readouterr().err
-    assert said == "train.py: stopped by SIGTERM after step 2; nothing was saved (checkpoint.interval=0)\n"
+    assert (
+        said
+        == "train.py: stopped by SIGTERM after step 2; nothing was saved (checkpoint.interval=0)\n"
+    )
     assert not (tmp_path / "run/checkpoints").exists()
 
 
@@ -129,19 +152,25 @@ def test_two_runs_in_one_folder(corpus: tuple[str, ...], tmp_path: Path):
     with FolderLock() as lock:
         lock.take(create_run_folder(run, tmp_path / "run"))
         (said,) = run_distributed(hold_folder, 1, run)
-    assert said.startswith(f"run_dir={tmp_path}/run: another run is writing there; choose another folder")
+    assert said.startswith(
+        f"run_dir={tmp_path}/run: another run is writing there; choose another folder"
+    )
     assert run_distributed(hold_folder, 1, run) == ["trained"], "and not for longer than it trains"
 
 
 def test_an_attempt_before_this_one_is_continued(corpus: tuple[str, ...], tmp_path: Path):
-    """Whatever the run was given; and where that attempt had saved nothing, it starts as that one did."""
+    """Whatever the run was given; and where that attempt had saved nothing, it starts as that
+    one did.
+    """
     earlier, other = tmp_path / "earlier", tmp_path / "other"
     for folder, steps in ((earlier, 4), (other, 2)):
         settings = (*corpus, "checkpoint.interval=2", f"train.steps={steps}", f"run_dir={folder}")
         run_distributed(train_rank, 1, composed(settings, 1), {})
     again = composed((*corpus, "train.steps=4", f"resume={other}"), 1)
     start = find_start(again, earlier)
-    assert (start.run_dir, start.checkpoint) == (earlier, earlier / "checkpoints/step-00000004"), "also after its last step"
+    assert (start.run_dir, start.checkpoint) == (earlier, earlier / "checkpoints/step-00000004"), (
+        "also after its last step"
+    )
     with pytest.raises(ConfigError, match="has already taken 4"):
         find_start(composed((*corpus, "train.steps=4", f"run_dir={earlier}", "resume=auto"), 1))
     empty = tmp_path / "empty"
@@ -155,7 +184,9 @@ def test_an_attempt_before_this_one_is_continued(corpus: tuple[str, ...], tmp_pa
 
 
 def test_ranks_meet_apart_from_the_dead(monkeypatch: pytest.MonkeyPatch):
-    """In a store where ranks of an earlier attempt have announced themselves, and rank 0 has answered them."""
+    """In a store where ranks of an earlier attempt have announced themselves, and rank 0 has
+    answered them.
+    """
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     attempt = Attempt(master=("127.0.0.1", server.port), store_stays=True)
     left = dist.PrefixStore(attempts.PREFIX, server)
@@ -217,7 +248,10 @@ def test_outside_the_steps_a_signal_ends_the_process():
 
 def test_whoever_listened_before_is_told_afterwards():
     heard = []
-    before = {number: signal.signal(number, lambda number, frame: heard.append(number)) for number in signals.STOP_SIGNALS}
+    before = {
+        number: signal.signal(number, lambda number, frame: heard.append(number))
+        for number in signals.STOP_SIGNALS
+    }
     try:
         request = StopRequest()
         with request.listening():
@@ -225,7 +259,9 @@ def test_whoever_listened_before_is_told_afterwards():
         assert heard == []
         request.hand_on()
         assert heard == [signal.SIGUSR2]
-        assert "stopped by SIGUSR2 after step 7, saved x/checkpoints/y" in request.farewell(7, Path("x/checkpoints/y"))
+        assert "stopped by SIGUSR2 after step 7, saved x/checkpoints/y" in request.farewell(
+            7, Path("x/checkpoints/y")
+        )
         untold = StopRequest()
         with untold.listening():
             pass
@@ -266,8 +302,12 @@ sys.exit(int(end))
 """
 
 
-def launched(folder: Path, *arguments: str, ends: Sequence[str] = (), send: Sequence[int] = ()) -> tuple[int, str, list[str]]:
-    """Exit code and stderr of a torchrun of ours, and what began; `send` are signals that reach it when its ranks are up."""
+def launched(
+    folder: Path, *arguments: str, ends: Sequence[str] = (), send: Sequence[int] = ()
+) -> tuple[int, str, list[str]]:
+    """Exit code and stderr of a torchrun of ours, and what began; `send` are signals that reach
+    it when its ranks are up.
+    """
     script, said = folder / "script.py", folder / "said"
     script.write_text(SCRIPT)
 
@@ -295,44 +335,68 @@ def test_explained_ends_are_final_and_silent(tmp_path: Path, code: int):
 
 
 def test_ranks_that_die_are_started_again_and_named(tmp_path: Path):
-    code, said, began = launched(tmp_path, "--standalone", "--max-restarts=1", ends=["1/0:-9", "1/1:7", "0:sleep"])
+    code, said, began = launched(
+        tmp_path, "--standalone", "--max-restarts=1", ends=["1/0:-9", "1/1:7", "0:sleep"]
+    )
     assert code == 7 and began == ["began-0-0", "began-0-1", "began-1-0", "began-1-1"]
     first, second = said.splitlines()
-    assert first.startswith("torchrun: rank 1 (process ") and first.endswith("was ended by SIGKILL; starting the ranks again")
-    assert second.startswith("torchrun: rank 1 (process ") and second.endswith("ended with exit code 7")
+    assert first.startswith("torchrun: rank 1 (process ") and first.endswith(
+        "was ended by SIGKILL; starting the ranks again"
+    )
+    assert second.startswith("torchrun: rank 1 (process ") and second.endswith(
+        "ended with exit code 7"
+    )
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2])
 def test_signals_reach_the_ranks_which_have_time(tmp_path: Path, number: int):
     ends = ["0:sleep", "1:sleep"]
-    assert launched(tmp_path, "--standalone", "--max-restarts=2", ends=ends, send=[number])[:2] == (75, "")
+    assert launched(tmp_path, "--standalone", "--max-restarts=2", ends=ends, send=[number])[:2] == (
+        75,
+        "",
+    )
 
 
 @pytest.mark.parametrize("first", ["sleep", "idle"])
 def test_ranks_that_a_signal_ends_outside_of_their_steps_have_stopped(tmp_path: Path, first: str):
     """As one does that has saved and hears it late; the other still has the time it needs."""
     ends = [f"0:{first}", "1:idle"]
-    code, said, began = launched(tmp_path, "--standalone", "--max-restarts=2", ends=ends, send=[signal.SIGUSR1])
+    code, said, began = launched(
+        tmp_path, "--standalone", "--max-restarts=2", ends=ends, send=[signal.SIGUSR1]
+    )
     assert (code, began) == (75, ["began-0-0", "began-1-0"])
-    assert said == "" if first == "sleep" else said.endswith("was ended by SIGUSR1\n") and said.count("\n") == 1
+    assert (
+        said == ""
+        if first == "sleep"
+        else said.endswith("was ended by SIGUSR1\n") and said.count("\n") == 1
+    )
 
 
 @pytest.mark.parametrize(
-    "how", ["--master-port={port}", "--rdzv-backend=c10d --rdzv-conf=is_host=1 --rdzv-endpoint=127.0.0.1:{port}"]
+    "how",
+    [
+        "--master-port={port}",
+        "--rdzv-backend=c10d --rdzv-conf=is_host=1 --rdzv-endpoint=127.0.0.1:{port}",
+    ],
 )
 def test_a_port_that_is_taken(tmp_path: Path, how: str):
     with socket.create_server(("", 0)) as taken:
         port = taken.getsockname()[1]
         code, said, began = launched(tmp_path, "--nnodes=1", *how.format(port=port).split())
     assert (code, began) == (2, [])
-    assert said == f"torchrun: 127.0.0.1:{port}: another program has this port; choose another one, or --standalone on one host\n"
+    assert (
+        said
+        == f"torchrun: 127.0.0.1:{port}: another program has this port; choose another one, or --standalone on one host\n"
+    )
 
 
 # Whole programs.
 
 
 @pytest.fixture(scope="module")
-def undisturbed(corpus: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
+def undisturbed(
+    corpus: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory
+) -> dict[int, float]:
     """step -> loss of two ranks that share the experts."""
     folder = tmp_path_factory.mktemp("undisturbed")
     run_distributed(train_rank, 2, composed((*corpus, *LONG, f"run_dir={folder}/run"), 2), {})
@@ -342,20 +406,28 @@ def undisturbed(corpus: tuple[str, ...], tmp_path_factory: pytest.TempPathFactor
 def test_a_stop_while_ranks_are_started_again_is_not_lost(tmp_path: Path):
     """It comes when one has died and torchrun waits for the other's end."""
     ends, twice = ["1/0:-9", "0/0:slow"], [signal.SIGUSR1, signal.SIGUSR1]
-    code, said, began = launched(tmp_path, "--standalone", "--max-restarts=2", ends=ends, send=twice)
+    code, said, began = launched(
+        tmp_path, "--standalone", "--max-restarts=2", ends=ends, send=twice
+    )
     assert (code, began) == (128 + signal.SIGKILL, ["began-0-0", "began-1-0"])
     assert said.count("\n") == 1 and said.endswith("was ended by SIGKILL\n")
 
 
 def started(folder: Path, *command: str) -> subprocess.Popen[str]:
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
-    return subprocess.Popen([sys.executable, *command], cwd=folder, env=environment, stderr=subprocess.PIPE, text=True)
+    return subprocess.Popen(
+        [sys.executable, *command], cwd=folder, env=environment, stderr=subprocess.PIPE, text=True
+    )
 
 
 @pytest.mark.full
-def test_stopped_ranks_go_on_where_they_were(corpus: tuple[str, ...], tmp_path: Path, undisturbed: dict[int, float]):
+def test_stopped_ranks_go_on_where_they_were(
+    corpus: tuple[str, ...], tmp_path: Path, undisturbed: dict[int, float]
+):
     """`python train.py` that starts two ranks: SIGUSR1 to the starter, exit code 75, one line."""
-    process = started(tmp_path, str(ROOT / "train.py"), *corpus, *LONG, "parallel.dp=2", "run_dir=run")
+    process = started(
+        tmp_path, str(ROOT / "train.py"), *corpus, *LONG, "parallel.dp=2", "run_dir=run"
+    )
     wait_for(lambda: newest_checkpoint(tmp_path / "run") is not None)
     process.send_signal(signal.SIGUSR1)
     _, said = process.communicate(timeout=120)
@@ -372,8 +444,12 @@ def test_stopped_ranks_go_on_where_they_were(corpus: tuple[str, ...], tmp_path: 
 
 
 @pytest.mark.full
-def test_a_killed_rank_costs_no_step(corpus: tuple[str, ...], tmp_path: Path, undisturbed: dict[int, float]):
-    """`torchrun --max-restarts=2` as torch has it, in a folder where another run has the newest checkpoint."""
+def test_a_killed_rank_costs_no_step(
+    corpus: tuple[str, ...], tmp_path: Path, undisturbed: dict[int, float]
+):
+    """`torchrun --max-restarts=2` as torch has it, in a folder where another run has the newest
+    checkpoint.
+    """
     other = tmp_path / "runs/other/checkpoints/step-00000999"
     other.mkdir(parents=True)
     (other.parent / "latest").write_text(other.name)
@@ -402,7 +478,9 @@ def test_a_run_in_which_a_rank_stops_ends(corpus: tuple[str, ...], tmp_path: Pat
     os.kill(int(ranks[0]), signal.SIGSTOP)
     since = time.monotonic()
     _, said = process.communicate(timeout=120)
-    assert process.returncode == EXIT_STUCK and time.monotonic() - since < 1.5 * timeout_s + 20, said
+    assert process.returncode == EXIT_STUCK and time.monotonic() - since < 1.5 * timeout_s + 20, (
+        said
+    )
     first, second = said.splitlines()
     stuck = r"rank 1 is stuck in \w+ \d+ of \w+ \(.*\) for 3 s \(schedule.timeout_s=3\)"
     assert re.match(rf"{stuck}; rank 0 has ", first), said

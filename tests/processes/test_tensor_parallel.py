@@ -1,4 +1,5 @@
-"""Matrices and a vocabulary cut over ranks: values of Megatron-Core, and whole matrices on one rank.
+"""Matrices and a vocabulary cut over ranks: values of Megatron-Core, and whole matrices on one
+rank.
 
 Shapes: B sequences, S tokens per sequence, V vocabulary.
 """
@@ -23,19 +24,32 @@ from app.model.tensor_parallel import lookup
 from tests.distributed import run_distributed
 from tests.rounding import expect_alike, expect_sums, in_fp64
 
-GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "numerics.json").read_text())["cross_entropy_tp"]
+GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "numerics.json").read_text())[
+    "cross_entropy_tp"
+]
 PLAIN = [case for case in GOLDEN if not case["label_smoothing"]]
 
 
 def golden_loss(rank: int, case: dict[str, Any], chunk: int | None) -> tuple[float, torch.Tensor]:
-    """Loss and gradient of the logits, with the logits for hidden states and an identity for weights."""
+    """Loss and gradient of the logits, with the logits for hidden states and an identity for
+    weights.
+    """
     logits_BSV, labels_BS = torch.tensor(case["logits"]), torch.tensor(case["target"])
     ranks, (_, length, vocab) = case["tp"], logits_BSV.shape
     missing = -length % ranks  # sequences divide over the ranks
-    logits_BSV, labels_BS = F.pad(logits_BSV, (0, 0, 0, missing)), F.pad(labels_BS, (0, missing), value=-100)
+    logits_BSV, labels_BS = (
+        F.pad(logits_BSV, (0, 0, 0, missing)),
+        F.pad(labels_BS, (0, missing), value=-100),
+    )
     own = slice(rank * vocab // ranks, (rank + 1) * vocab // ranks)
     h = logits_BSV.chunk(ranks, dim=1)[rank].clone().requires_grad_()
-    loss = summed_loss(h, nn.Parameter(torch.eye(vocab)[own].clone()), labels_BS, dist.group.WORLD, chunk)
+    loss = summed_loss(
+        h,
+        nn.Parameter(torch.eye(vocab)[own].clone()),
+        labels_BS,
+        group=dist.group.WORLD,
+        chunk_tokens=chunk,
+    )
     loss.backward()
     return loss.item(), h.grad.numpy()
 
@@ -66,13 +80,22 @@ def embedded(rank: int, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tenso
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_lookup_equals_one_rank(ranks: int):
     tokens = torch.tensor([[0, 11, 3, 3], [5, 6, 7, 11]])
-    (whole, whole_grad), parts = run_distributed(embedded, 1, tokens)[0], run_distributed(embedded, ranks, tokens)
-    assert (torch.cat([torch.from_numpy(x) for x, _ in parts], dim=1) == torch.from_numpy(whole)).all()
-    assert (torch.cat([torch.from_numpy(grad) for _, grad in parts]) == torch.from_numpy(whole_grad)).all()
+    (whole, whole_grad), parts = (
+        run_distributed(embedded, 1, tokens)[0],
+        run_distributed(embedded, ranks, tokens),
+    )
+    assert (
+        torch.cat([torch.from_numpy(x) for x, _ in parts], dim=1) == torch.from_numpy(whole)
+    ).all()
+    assert (
+        torch.cat([torch.from_numpy(grad) for _, grad in parts]) == torch.from_numpy(whole_grad)
+    ).all()
 
 
 def feed_forward(rank: int) -> dict[str, Any]:
-    """Output and input gradient of this rank's tokens; the parts of the weights are those of one matrix."""
+    """Output and input gradient of this rank's tokens; the parts of the weights are those of one
+    matrix.
+    """
     ranks, generator = dist.get_world_size(), torch.Generator().manual_seed(0)
     mlp = Mlp(8, 12, Peers(tp=dist.group.WORLD))
     gate_up, down, x = (

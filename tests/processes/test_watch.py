@@ -22,25 +22,25 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import app.engine.step
+import app.engine.pipeline.step
 import app.model.context_parallel
 import app.model.tensor_parallel
 import app.moe.dispatch
 import app.optim.distributed
 from app.config import Run
-from app.engine import checkpoint_save
-from app.engine.agreement import rank_zero_says
 from app.engine.build import Engine, build_engine
-from app.engine.checkpoint import Progress
-from app.engine.checkpoint_save import Saver
-from app.engine.collectives import Collective, Recorded
+from app.engine.checkpoint import save as checkpoint_save
+from app.engine.checkpoint.load import Progress
+from app.engine.checkpoint.saver import Saver
 from app.engine.groups import create_groups
-from app.engine.heartbeats import Doing, Finding, Heartbeats, Record
-from app.engine.trainer import watch_over
-from app.engine.transport import Transport
-from app.engine.watch import EXIT_STUCK, Strand, Watch
+from app.engine.pipeline.transport import Transport
+from app.engine.run.agreement import rank_zero_says
+from app.engine.train import watch_over
+from app.engine.watchdog.collectives import Collective, Recorded
+from app.engine.watchdog.heartbeats import Doing, Finding, Heartbeats, Record
+from app.engine.watchdog.watchdog import EXIT_STUCK, Strand, Watch
+from app.plan.actions import Op
 from app.plan.plan import Plan
-from app.plan.schedule import Op
 from tests.distributed import begin_fork
 from tests.processes.test_pipeline import MODELS, run_of
 from tests.runs import train_steps
@@ -191,20 +191,29 @@ def training(module: Any, name: str, group: str, says: str, **more: Any) -> Case
 
 
 CASES = {
-    "tp": training(app.model.tensor_parallel, "all_gather", "tp", "all_gather", parallel={"tp": 2}),
-    "cp": training(
-        app.model.context_parallel, "all_gather", "cp", "all_gather", parallel={"cp": 2}
+    "tp": training(
+        app.model.tensor_parallel, "all_gather", "tp", says="all_gather", parallel={"tp": 2}
     ),
-    "dp": training(app.optim.distributed, "all_gather", "dp", "all_gather"),
+    "cp": training(
+        app.model.context_parallel, "all_gather", "cp", says="all_gather", parallel={"cp": 2}
+    ),
+    "dp": training(app.optim.distributed, "all_gather", "dp", says="all_gather"),
     "ep": training(
-        app.moe.dispatch, "_exchange", "ep", "all_to_all", parallel={"dp": 2, "ep": 2}, model="moe"
+        app.moe.dispatch,
+        "_exchange",
+        "ep",
+        says="all_to_all",
+        parallel={"dp": 2, "ep": 2},
+        model="moe",
     ),
     "edp": Case(
         in_training(app.optim.distributed, "all_gather", "edp"),
         r"all_gather \d+ of e?dp \(.+\)",  # both go on beside the rest
         model="moe",
     ),
-    "world": training(app.engine.step, "all_reduce", "world", "all_reduce", hang=sleep),
+    "world": training(
+        app.engine.pipeline.step, "all_reduce", "world", says="all_reduce", hang=sleep
+    ),
     "pp": Case(in_an_exchange, r"V\[.*\]", parallel={"pp": 2}),
     "host": Case(saving(beside=False), r"all_gather \d+ of host \(saving step-00000002\)"),
     "checkpoint": Case(
@@ -237,7 +246,7 @@ def rank_of(case: Case, rank: int, folder: Path, port: int) -> None:
     watch = watch_over(run, rank, store)
     with watch.running():
         dist.init_process_group("gloo", store=store, rank=rank, world_size=run.world_size)
-        case.body(World(rank, run, watch, folder, case.hang))
+        case.body(World(rank, run, watch, folder=folder, hang=case.hang))
     os._exit(0)
 
 
@@ -381,7 +390,7 @@ class Moving:
 
 
 def op(mb: int) -> Op:
-    return Op("F", mb, 0, 1, True)
+    return Op("F", mb, 0, peer=1, send=True)
 
 
 def test_what_is_under_way_may_change_while_it_is_told():
@@ -422,8 +431,8 @@ def test_records_of_ranks_that_are_there():
         Doing("F0.0", 1.5, False),
         Doing("saving", 0.0, True),
         {"dp": 7},
-        "all_reduce 8 of dp",
-        (1,),
+        waits="all_reduce 8 of dp",
+        missing=(1,),
         excuse=2,
     )
     first.publish(record)
@@ -457,7 +466,7 @@ def test_a_rank_rests_until_it_enters_a_collective():
     strand = Strand()
     strand.rest("preparing the corpus")
     before, after = (
-        Collective("dp", "all_gather", 3, strand.began + seconds) for seconds in (-1, 1)
+        Collective("dp", "all_gather", 3, since=strand.began + seconds) for seconds in (-1, 1)
     )
     assert strand.rests([]) and strand.rests([before]) and not strand.rests([before, after])
     strand.note("F0.0")

@@ -1,6 +1,8 @@
-"""A SLURM cluster of two nodes on this host, under one temporary folder: its own munge, ports, logs and state.
+"""A SLURM cluster of two nodes on this host, under one temporary folder: its own munge, ports, logs
+and state.
 
-Everything runs in the foreground as children of this process, so that ending them leaves nothing behind.
+Everything runs in the foreground as children of this process, so that ending them leaves nothing
+behind.
 """
 
 from __future__ import annotations
@@ -17,7 +19,8 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 NODES = ("n1", "n2")
-REQUEUE_S = 15  # seconds that a job put back into the queue waits, for the nodes to forget it; SLURM has 120
+# seconds that a job put back into the queue waits, for the nodes to forget it; SLURM has 120
+REQUEUE_S = 15
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol")
 CONF = """
 ClusterName=tests
@@ -52,7 +55,10 @@ MpiDefault=none
 PartitionName=main Nodes=ALL Default=YES PriorityTier=1 PreemptMode=REQUEUE GraceTime=120 MaxTime=60 State=UP
 PartitionName=urgent Nodes=ALL PriorityTier=2 PreemptMode=OFF MaxTime=60 State=UP
 """
-NODE = "NodeName={name} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs=8 Gres=gpu:8 State=UNKNOWN"
+NODE = (
+    "NodeName={name} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs=8 Gres=gpu:8 "
+    "State=UNKNOWN"
+)
 
 
 def missing_programs() -> list[str]:
@@ -68,11 +74,16 @@ def two_nodes() -> Iterator[Mapping[str, str]]:
     with ExitStack() as stack:
         stack.callback(shutil.rmtree, folder, ignore_errors=True)
         _start_munge(folder, stack)
-        # Both nodes' threads share the cores of this host: those that wait must leave them to the others.
-        settings = {"SLURM_CONF": str(_write_conf(folder)), "GLOO_SOCKET_IFNAME": "lo", "OMP_WAIT_POLICY": "PASSIVE"}
+        # Both nodes' threads share the cores of this host: those that wait must leave them to the
+        # others.
+        settings = {
+            "SLURM_CONF": str(_write_conf(folder)),
+            "GLOO_SOCKET_IFNAME": "lo",
+            "OMP_WAIT_POLICY": "PASSIVE",
+        }
         env = {**os.environ, **settings}
         for command in (["slurmctld", "-D"], *(["slurmd", "-D", "-N", name] for name in NODES)):
-            _start(command, env, folder / f"{'-'.join(command)}.out", stack)
+            _start(command, env, folder / f"{'-'.join(command)}.out", stack=stack)
         _wait(lambda: _idle_nodes(env) == len(NODES), "two idle nodes", folder)
         stack.callback(_cancel_all, env)
         yield env
@@ -85,7 +96,12 @@ def _start_munge(folder: Path, stack: ExitStack) -> None:
     key.write_bytes(secrets.token_bytes(128))
     key.chmod(0o600)
     files = [f"--{name}-file={home}/{name}" for name in ("key", "pid", "log", "seed")]
-    _start(["munged", "--foreground", f"--socket={home}/socket", *files], os.environ, home / "out", stack)
+    _start(
+        ["munged", "--foreground", f"--socket={home}/socket", *files],
+        os.environ,
+        home / "out",
+        stack=stack,
+    )
     _wait((home / "socket").exists, "munge's socket", folder)
 
 
@@ -93,12 +109,18 @@ def _write_conf(folder: Path) -> Path:
     (folder / "state").mkdir()
     host = socket.gethostname().split(".")[0]
     port, *ports = _free_ports(1 + len(NODES))
-    nodes = "\n".join(NODE.format(name=name, host=host, port=own) for name, own in zip(NODES, ports, strict=True))
+    nodes = "\n".join(
+        NODE.format(name=name, host=host, port=own) for name, own in zip(NODES, ports, strict=True)
+    )
     conf = folder / "slurm.conf"
-    conf.write_text(CONF.format(host=host, port=port, folder=folder, nodes=nodes, requeue_s=REQUEUE_S))
+    conf.write_text(
+        CONF.format(host=host, port=port, folder=folder, nodes=nodes, requeue_s=REQUEUE_S)
+    )
     for number in range(8):
         (folder / f"gpu{number}").touch()  # stands for a device
-    (folder / "gres.conf").write_text(f"NodeName={','.join(NODES)} Name=gpu File={folder}/gpu[0-7]\n")
+    (folder / "gres.conf").write_text(
+        f"NodeName={','.join(NODES)} Name=gpu File={folder}/gpu[0-7]\n"
+    )
     return conf
 
 
@@ -112,7 +134,9 @@ def _free_ports(count: int) -> list[int]:
 
 def _start(command: list[str], env: Mapping[str, str], output: Path, stack: ExitStack) -> None:
     with output.open("wb") as file:
-        process = subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT)
+        process = subprocess.Popen(
+            command, env=env, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT
+        )
     stack.callback(_end, process)
 
 
@@ -126,7 +150,9 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def _idle_nodes(env: Mapping[str, str]) -> int:
-    return _output(env, "sinfo", "--noheader", "--Node", "--partition=main", "--format=%T").count("idle")
+    return _output(env, "sinfo", "--noheader", "--Node", "--partition=main", "--format=%T").count(
+        "idle"
+    )
 
 
 def _cancel_all(env: Mapping[str, str]) -> None:
@@ -144,6 +170,8 @@ def _wait(condition: Callable[[], bool], what: str, folder: Path, seconds: float
     deadline = time.monotonic() + seconds
     while not condition():
         if time.monotonic() > deadline:
-            logs = "".join(f"--- {log}\n{log.read_text()[-2000:]}" for log in sorted(folder.rglob("*.log")))
+            logs = "".join(
+                f"--- {log}\n{log.read_text()[-2000:]}" for log in sorted(folder.rglob("*.log"))
+            )
             raise TimeoutError(f"waited {seconds:.0f} s for {what}\n{logs}")
         time.sleep(0.1)

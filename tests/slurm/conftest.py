@@ -1,4 +1,6 @@
-"""A SLURM cluster for the session, a checkout to submit from, and what an undisturbed run computes."""
+"""A SLURM cluster for the session, a checkout to submit from, and what an undisturbed run
+computes.
+"""
 
 from __future__ import annotations
 
@@ -28,13 +30,29 @@ class Cluster:
 
     def run(self, *command: str) -> str:
         """Output of a command; stderr too, where it fails."""
-        done = subprocess.run(command, cwd=self.folder, env=self.env, capture_output=True, text=True, timeout=2 * JOB_S)
+        done = subprocess.run(
+            command,
+            cwd=self.folder,
+            env=self.env,
+            capture_output=True,
+            text=True,
+            timeout=2 * JOB_S,
+        )
         assert done.returncode == 0, f"{command}\n{done.stdout}{done.stderr}"
         return done.stdout.strip()
 
-    def train(self, *overrides: str, options: tuple[str, ...] = ("--nodes=2", "--gpus-per-node=1")) -> str:
+    def train(
+        self, *overrides: str, options: tuple[str, ...] = ("--nodes=2", "--gpus-per-node=1")
+    ) -> str:
         """Submit scripts/train.sbatch; returns the job's id."""
-        return self.run("sbatch", "--parsable", "--cpus-per-task=1", *options, "scripts/train.sbatch", *overrides)
+        return self.run(
+            "sbatch",
+            "--parsable",
+            "--cpus-per-task=1",
+            *options,
+            "scripts/train.sbatch",
+            *overrides,
+        )
 
     def state(self, job: str) -> str:
         """PENDING, RUNNING, COMPLETED, …"""
@@ -42,7 +60,11 @@ class Cluster:
 
     def facts(self, job: str) -> dict[str, str]:
         """What SLURM knows about a job."""
-        return dict(word.split("=", 1) for word in self.run("scontrol", "show", "job", "-o", job).split() if "=" in word)
+        return dict(
+            word.split("=", 1)
+            for word in self.run("scontrol", "show", "job", "-o", job).split()
+            if "=" in word
+        )
 
     def ended(self, job: str) -> str:
         """Wait for the end of a job; returns its state."""
@@ -67,7 +89,9 @@ class Cluster:
 @pytest.fixture(scope="session")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     if os.getuid() or missing_programs():
-        pytest.fail(f"needs root, and {', '.join(missing_programs()) or 'nothing else'}: make test-slurm")
+        pytest.fail(
+            f"needs root, and {', '.join(missing_programs()) or 'nothing else'}: make test-slurm"
+        )
     folder = tmp_path_factory.mktemp("clone")
     for name in ("app", "conf", "docs", "scripts", "train.py", "README.md"):
         (folder / name).symlink_to(ROOT / name)
@@ -83,7 +107,9 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
 
 
 @pytest.fixture(scope="session")
-def undisturbed(corpus: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
+def undisturbed(
+    corpus: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory
+) -> dict[int, float]:
     """step -> loss of two ranks on this host that nobody disturbs."""
     folder = tmp_path_factory.mktemp("undisturbed") / "run"
     run_distributed(train_rank, 2, composed((*corpus, *LONG, f"run_dir={folder}"), 2), {})

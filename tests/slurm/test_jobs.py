@@ -1,4 +1,6 @@
-"""Jobs of a real SLURM: over two nodes, told to stop, preempted, cancelled, with a rank killed; and mistakes."""
+"""Jobs of a real SLURM: over two nodes, told to stop, preempted, cancelled, with a rank killed;
+and mistakes.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from app.engine.checkpoint_folder import complete_checkpoints, newest_checkpoint
+from app.engine.checkpoint.folder import complete_checkpoints, newest_checkpoint
 from tests.slurm.conftest import JOB_S, Cluster
 from tests.training import LONG, losses, wait_for
 
@@ -23,15 +25,25 @@ def ranks_of(job: str) -> list[int]:
     for process in Path("/proc").glob("[0-9]*"):
         try:
             command = (process / "cmdline").read_bytes().split(b"\0")
-            env = dict(line.split(b"=", 1) for line in (process / "environ").read_bytes().split(b"\0") if b"=" in line)
+            env = dict(
+                line.split(b"=", 1)
+                for line in (process / "environ").read_bytes().split(b"\0")
+                if b"=" in line
+            )
         except OSError:  # it has ended meanwhile
             continue
-        if b"train.py" in command and b"app.cli.torchrun" not in command and env.get(b"SLURM_JOB_ID") == job.encode():
+        if (
+            b"train.py" in command
+            and b"app.cli.torchrun" not in command
+            and env.get(b"SLURM_JOB_ID") == job.encode()
+        ):
             found[int(env[b"RANK"])] = int(process.name)
     return [found[rank] for rank in sorted(found)]
 
 
-def test_over_two_nodes_a_rank_killed_and_the_time_over(cluster: Cluster, corpus: tuple[str, ...], undisturbed: dict[int, float]):
+def test_over_two_nodes_a_rank_killed_and_the_time_over(
+    cluster: Cluster, corpus: tuple[str, ...], undisturbed: dict[int, float]
+):
     job = cluster.train(*corpus, *LONG, "log.console=true")
     run_dir = cluster.folder / f"runs/slurm-{job}"
     cluster.meanwhile(job, lambda: newest_checkpoint(run_dir))
@@ -44,8 +56,14 @@ def test_over_two_nodes_a_rank_killed_and_the_time_over(cluster: Cluster, corpus
     cluster.requeued(job)
     saved = complete_checkpoints(run_dir / "checkpoints")[-1]
     step, said = int(saved.name.removeprefix("step-")), cluster.log(job)
-    assert f"train.py: stopped by SIGUSR1 after step {step}, saved runs/slurm-{job}/checkpoints/{saved.name}" in said
-    assert f"torchrun: rank 1 (process {killed[1]}) was ended by SIGKILL; starting the ranks again" in said
+    assert (
+        f"train.py: stopped by SIGUSR1 after step {step}, saved "
+        f"runs/slurm-{job}/checkpoints/{saved.name}" in said
+    )
+    assert (
+        f"torchrun: rank 1 (process {killed[1]}) was ended by SIGKILL; starting the ranks again"
+        in said
+    )
     assert "the run ended with 75 before its last step: back into the queue" in said
     assert len(losses(run_dir)) == step, "no step after the checkpoint"
     assert cluster.ended(job) == "COMPLETED" and cluster.facts(job)["Restarts"] == "1"
@@ -53,42 +71,65 @@ def test_over_two_nodes_a_rank_killed_and_the_time_over(cluster: Cluster, corpus
     assert "2 processes: dp 2, ep 2" in cluster.log(job)
 
 
-def test_preempted_and_then_cancelled(cluster: Cluster, corpus: tuple[str, ...], undisturbed: dict[int, float]):
+def test_preempted_and_then_cancelled(
+    cluster: Cluster, corpus: tuple[str, ...], undisturbed: dict[int, float]
+):
     """A preempted job comes back and goes on; a cancelled one saves too, and stays cancelled."""
     job = cluster.train(*corpus, *LONG, "train.steps=100000", "log.wandb=true")
     run_dir = cluster.folder / f"runs/slurm-{job}"
     cluster.meanwhile(job, lambda: newest_checkpoint(run_dir))
     urgent = cluster.run(
-        "sbatch", "--parsable", "--partition=urgent", "--nodes=2", "--exclusive", "--output=urgent", "--wrap=true"
+        "sbatch",
+        "--parsable",
+        "--partition=urgent",
+        "--nodes=2",
+        "--exclusive",
+        "--output=urgent",
+        "--wrap=true",
     )
     cluster.requeued(job)
     step = int(newest_checkpoint(run_dir).name[5:])
-    # SLURM sends SIGTERM to the ranks and to the script, which sends them SIGUSR1: either may come first.
-    assert re.search("stopped by SIG(TERM|USR1) after step", cluster.log(job)) and len(losses(run_dir)) == step
+    # SLURM sends SIGTERM to the ranks and to the script, which sends them SIGUSR1: either may come
+    # first.
+    assert (
+        re.search("stopped by SIG(TERM|USR1) after step", cluster.log(job))
+        and len(losses(run_dir)) == step
+    )
     assert cluster.ended(urgent) == "COMPLETED"
     cluster.meanwhile(job, lambda: len(losses(run_dir)) > step + 20)
     cluster.run("scancel", job)
     assert cluster.ended(job) == "CANCELLED"
     wait_for(lambda: cluster.log(job).count("train.py: stopped by SIG") == 2, JOB_S)
-    wait_for(lambda: cluster.log(job).count("Exited with exit code 75") == 4, JOB_S)  # both nodes, twice
+    # both nodes, twice
+    wait_for(lambda: cluster.log(job).count("Exited with exit code 75") == 4, JOB_S)
     assert cluster.state(job) == "CANCELLED"
     seen = losses(run_dir)
     assert f"step-{len(seen):08d}" == newest_checkpoint(run_dir).name
     both = seen.keys() & undisturbed.keys()
-    assert len(both) > step and {key: seen[key] for key in both} == {key: undisturbed[key] for key in both}
+    assert len(both) > step and {key: seen[key] for key in both} == {
+        key: undisturbed[key] for key in both
+    }
 
 
 def test_mistakes_cost_a_line_and_are_not_tried_again(cluster: Cluster, corpus: tuple[str, ...]):
-    """A mistake in the run, and a folder in which another run is. A port that is taken costs nothing."""
+    """A mistake in the run, and a folder in which another run is. A port that is taken costs
+    nothing.
+    """
     other = cluster.folder / "runs/other"
     other.mkdir(parents=True)
     (other / "config.yaml").write_text("model: {}")
-    jobs = [cluster.train(*corpus, "data.path=[nowhere/*]"), cluster.train(*corpus, "run_dir=runs/other", "resume=null")]
+    jobs = [
+        cluster.train(*corpus, "data.path=[nowhere/*]"),
+        cluster.train(*corpus, "run_dir=runs/other", "resume=null"),
+    ]
     with socket.create_server(("", 20_000 + int(jobs[-1]) + 1)):
         jobs.append(cluster.train(*corpus, "train.steps=1"))
         assert [cluster.ended(job) for job in jobs] == ["FAILED", "FAILED", "COMPLETED"]
     assert [cluster.facts(job)["ExitCode"] for job in jobs] == ["2:0", "2:0", "0:0"]
-    said = [[line for line in cluster.log(job).splitlines() if not line.startswith("srun: ")] for job in jobs[:2]]
+    said = [
+        [line for line in cluster.log(job).splitlines() if not line.startswith("srun: ")]
+        for job in jobs[:2]
+    ]
     assert [len(lines) for lines in said] == [1, 1]
     assert said[0][0].startswith("train.py: data.path=nowhere/*: matches no file")
     assert said[1][0].startswith("train.py: run_dir=runs/other: holds another run")
@@ -97,7 +138,16 @@ def test_mistakes_cost_a_line_and_are_not_tried_again(cluster: Cluster, corpus: 
 def test_array_tasks_without_a_line(cluster: Cluster):
     (cluster.folder / "one.txt").write_text("train.steps=2\n")
     job = cluster.run(
-        "sbatch", "--parsable", "--array=2", "--gpus-per-node=0", "--cpus-per-task=1", "scripts/sweep.sbatch", "one.txt"
+        "sbatch",
+        "--parsable",
+        "--array=2",
+        "--gpus-per-node=0",
+        "--cpus-per-task=1",
+        "scripts/sweep.sbatch",
+        "one.txt",
     )
     assert cluster.ended(f"{job}_2") == "FAILED"
-    assert cluster.log(f"{job}_2") == "sweep.sbatch: line 2 of one.txt is missing or empty; it has 1 lines\n"
+    assert (
+        cluster.log(f"{job}_2")
+        == "sweep.sbatch: line 2 of one.txt is missing or empty; it has 1 lines\n"
+    )

@@ -2,8 +2,8 @@
 
 SLURM sees to the others that keep a step: srun has a second process that ends the step when the
 first is killed, and a batch script's end ends its job. There is no case for these. Every case here
-leaves processes training without app/cli/slurm_step.py, but for ranks that srun has started itself,
-which app/cli/parent.py ends as well.
+leaves processes training without app/cli/processes/slurm_step.py, but for ranks that srun has
+started itself, which app/cli/processes/parent.py ends as well.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 
-from app.engine.checkpoint_folder import LATEST
+from app.engine.checkpoint.folder import LATEST
 from tests.slurm.conftest import Cluster
 from tests.training import LONG, wait_for
 
@@ -46,10 +46,16 @@ CASES = {
     "ranks": Case((*TWO, "python", "train.py"), 2),
     "ranks below a shell": Case((*TWO, "bash", "-c", SHELL, "bash"), 2),
     "one task": Case(("srun", *ONE, "python", "train.py"), 4, overrides=("parallel.dp=2",)),
-    "train.sbatch": Case(("sbatch", "--nodes=2", "--gpus-per-node=1", "--cpus-per-task=1", "scripts/train.sbatch"), 4),
-    "a batch script": Case(("sbatch", *ONE, "job.sh"), 4, step="batch", overrides=("parallel.dp=2",)),
-    "submitit": Case(("python", "train.py", *SUBMIT), 1, overrides=("parallel.ep=1",), folder="hydra.sweep.dir"),
-}  # fmt: skip
+    "train.sbatch": Case(
+        ("sbatch", "--nodes=2", "--gpus-per-node=1", "--cpus-per-task=1", "scripts/train.sbatch"), 4
+    ),
+    "a batch script": Case(
+        ("sbatch", *ONE, "job.sh"), 4, step="batch", overrides=("parallel.dp=2",)
+    ),
+    "submitit": Case(
+        ("python", "train.py", *SUBMIT), 1, overrides=("parallel.ep=1",), folder="hydra.sweep.dir"
+    ),
+}
 
 
 def processes(cluster: Cluster, job: str, line: str) -> list[int]:

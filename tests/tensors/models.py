@@ -1,4 +1,6 @@
-"""Models for tests of tensors: chunks with their initial weights, built as the engine builds them, without process groups."""
+"""Models for tests of tensors: chunks with their initial weights, built as the engine builds
+them, without process groups.
+"""
 
 from __future__ import annotations
 
@@ -19,15 +21,37 @@ from tests.runs import make_run
 
 
 def make_chunks(
-    model: ModelConfig, *, ep: int = 1, rank: int = 0, vpp: int = 1, params: Dtype = Dtype.float32, seed: int = 1
+    model: ModelConfig,
+    *,
+    ep: int = 1,
+    rank: int = 0,
+    vpp: int = 1,
+    params: Dtype = Dtype.float32,
+    seed: int = 1,
 ) -> tuple[Chunk, ...]:
-    """The `vpp` chunks that `rank` of `ep` expert-parallel ranks holds; they compute without communication only for ep=1."""
-    run = make_run(model, parallel=ParallelConfig(world_size=ep, dp=ep, ep=ep), precision=PrecisionConfig(params))
-    nobody = {field.name: None for field in dataclasses.fields(Groups) if field.name not in ("layout", "rank")}
+    """The `vpp` chunks that `rank` of `ep` expert-parallel ranks holds; they compute without
+    communication only for ep=1.
+    """
+    run = make_run(
+        model,
+        parallel=ParallelConfig(world_size=ep, dp=ep, ep=ep),
+        precision=PrecisionConfig(params),
+    )
+    nobody = {
+        field.name: None
+        for field in dataclasses.fields(Groups)
+        if field.name not in ("layout", "rank")
+    }
     groups = Groups(layout=select_layout(run), rank=rank, **nobody)
-    chunks = build_chunks(run, plan_stages(model.num_layers, 1, vpp), groups, torch.device("cpu"))
+    chunks = build_chunks(
+        run, plan_stages(model.num_layers, 1, vpp), groups, device=torch.device("cpu")
+    )
     for chunk in chunks:
-        init_weights(((spec.name, spec.param, spec.block) for spec in parameter_specs(chunk, groups.place)), model, seed)
+        init_weights(
+            ((spec.name, spec.param, spec.block) for spec in parameter_specs(chunk, groups.place)),
+            model,
+            seed,
+        )
     return chunks
 
 
@@ -38,9 +62,14 @@ def make_chunk(model: ModelConfig, **options: int | Dtype) -> Chunk:
 
 
 def forward(
-    chunk: Chunk, tokens_BS: Tensor, positions_BS: Tensor | None = None, documents_BS: Tensor | None = None
+    chunk: Chunk,
+    tokens_BS: Tensor,
+    positions_BS: Tensor | None = None,
+    documents_BS: Tensor | None = None,
 ) -> ChunkOutput:
-    """Logits, or hidden states in front of the last stage, of tokens whose positions count from 0 unless given."""
+    """Logits, or hidden states in front of the last stage, of tokens whose positions count from
+    0 unless given.
+    """
     if positions_BS is None:
         positions_BS = torch.arange(tokens_BS.shape[1]).expand_as(tokens_BS)
     out = chunk(tokens_BS, chunk.context(positions_BS, documents_BS))

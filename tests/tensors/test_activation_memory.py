@@ -1,8 +1,10 @@
-"""The planned activations against real chunks: what autograd keeps, to the byte, and what is alive beside it.
+"""The planned activations against real chunks: what autograd keeps, to the byte, and what is alive
+beside it.
 
-The plan is one for GPUs. So the model takes its kernels here, of which all but the launch happens: memory is the same whatever
-they compute. Only the choice of experts must be one: every token takes the first. Torch's own kernels save the same on a CPU,
-but attention that stores its probabilities is chosen where a GPU would have to.
+The plan is one for GPUs. So the model takes its kernels here, of which all but the launch happens:
+memory is the same whatever they compute. Only the choice of experts must be one: every token takes
+the first. Torch's own kernels save the same on a CPU, but attention that stores its probabilities
+is chosen where a GPU would have to.
 """
 
 from __future__ import annotations
@@ -44,14 +46,16 @@ from app.model.peers import ALONE
 from app.moe import permute, router
 from app.moe.dispatch import LocalDispatcher
 from app.moe.phases import MoEBody
-from app.plan.activations import MicrobatchMemory, chunk_activations
-from app.plan.attention_tapes import attends_by_matrices
 from app.plan.layout import ParallelLayout
+from app.plan.memory.activations import MicrobatchMemory, chunk_activations
 from app.plan.stages import Stage
+from app.plan.trace.attention import attends_by_matrices
 
 pytest.importorskip("triton")
 SEQUENCES, LENGTH = 2, 128
-DENSE = ModelConfig(num_layers=3, hidden_size=128, ffn_hidden_size=352, num_heads=8, num_kv_heads=8, vocab_size=1000)
+DENSE = ModelConfig(
+    num_layers=3, hidden_size=128, ffn_hidden_size=352, num_heads=8, num_kv_heads=8, vocab_size=1000
+)
 GROUPED = dataclasses.replace(DENSE, num_kv_heads=2, qk_norm=True, tie_embeddings=True)
 SOFTMAX = MoEConfig(num_experts=16, top_k=4, ffn_hidden_size=64, first_k_dense=1, z_loss_coeff=0.1)
 SIGMOID = dataclasses.replace(
@@ -64,7 +68,9 @@ SIGMOID = dataclasses.replace(
     groups=4,
     topk_groups=2,
 )
-BEFORE = dataclasses.replace(SOFTMAX, pre_softmax=True, aux_loss_coeff=0.0, z_loss_coeff=0.0, shared_ffn_hidden_size=96)
+BEFORE = dataclasses.replace(
+    SOFTMAX, pre_softmax=True, aux_loss_coeff=0.0, z_loss_coeff=0.0, shared_ffn_hidden_size=96
+)
 MODELS = {
     "dense": DENSE,
     "qk_norm": dataclasses.replace(DENSE, qk_norm=True),
@@ -73,12 +79,15 @@ MODELS = {
     "softmax": dataclasses.replace(DENSE, moe=SOFTMAX),
     "softmax_before": dataclasses.replace(GROUPED, moe=BEFORE),
     "sigmoid_shared_gate": dataclasses.replace(DENSE, moe=SIGMOID),
-    "sigmoid_one": dataclasses.replace(DENSE, moe=MoEConfig(num_experts=4, top_k=1, ffn_hidden_size=32, score=Score.sigmoid)),
+    "sigmoid_one": dataclasses.replace(
+        DENSE, moe=MoEConfig(num_experts=4, top_k=1, ffn_hidden_size=32, score=Score.sigmoid)
+    ),
 }
 TORCH = {Dtype.float32: torch.float32, Dtype.bfloat16: torch.bfloat16}
 
 
-CALLERS = (attention, layers, loss, permute, router)  # modules that take kernels in place of plain torch
+# modules that take kernels in place of plain torch
+CALLERS = (attention, layers, loss, permute, router)
 LAUNCHED = {
     heads: ("_forward", "_backward"),
     rms_norm: ("_forward", "_backward"),
@@ -89,7 +98,9 @@ LAUNCHED = {
 
 
 class Launch:
-    """Takes the place of a kernel, and does nothing: what it would write stays as it was allocated."""
+    """Takes the place of a kernel, and does nothing: what it would write stays as it was
+    allocated.
+    """
 
     def __getitem__(self, grid: Any) -> Callable[..., None]:
         return lambda *arguments, **options: None
@@ -99,12 +110,18 @@ def with_kernels() -> Iterator[None]:
     """The model takes its kernels; for a fixture."""
     with pytest.MonkeyPatch.context() as patch:
         for module in CALLERS:
-            patch.setattr(module, "usable", lambda *tensors: all(tensor.dtype in DTYPES for tensor in tensors))
+            patch.setattr(
+                module, "usable", lambda *tensors: all(tensor.dtype in DTYPES for tensor in tensors)
+            )
         for module, names in LAUNCHED.items():
             for name in names:
                 assert hasattr(module, name), "kernels go by these names"
                 patch.setattr(module, name, Launch())
-        patch.setattr(router, "top_experts", lambda scores_TE, top_k: torch.arange(top_k).repeat(len(scores_TE), 1))
+        patch.setattr(
+            router,
+            "top_experts",
+            lambda scores_TE, top_k: torch.arange(top_k).repeat(len(scores_TE), 1),
+        )
         yield
 
 
@@ -116,7 +133,9 @@ def sums_of(run: Run) -> DirectSums | None:
     return DirectSums(lambda *_: None) if run.precision.params is not Dtype.float32 else None
 
 
-def run_of(model: ModelConfig, dtype: Dtype, mask: bool = False, ordered: bool = False, **recompute: Any) -> Run:
+def run_of(
+    model: ModelConfig, dtype: Dtype, mask: bool = False, ordered: bool = False, **recompute: Any
+) -> Run:
     return Run(
         model,
         train=TrainConfig(seq_len=LENGTH, micro_batch=SEQUENCES, deterministic=ordered),
@@ -132,13 +151,19 @@ def planned(run: Run, embedding: bool = True, head: bool = True) -> MicrobatchMe
 
 
 def chunk_of(run: Run, embedding: bool = True, head: bool = True) -> Chunk:
-    """A chunk of all layers whose gradients leave it at once, as the optimizer's buffers take them."""
+    """A chunk of all layers whose gradients leave it at once, as the optimizer's buffers take
+    them.
+    """
     model, layers = run.model, {}
     for index in range(model.num_layers):
         moe = model.moe if model.is_moe_layer(index) else None
-        body = MoEBody(model, moe, LocalDispatcher(moe.num_experts), ALONE) if moe else DenseBody(model)
+        body = (
+            MoEBody(model, moe, LocalDispatcher(moe.num_experts), peers=ALONE)
+            if moe
+            else DenseBody(model)
+        )
         layers[index] = Layer(model, body)
-    chunk = Chunk(model, layers, embedding, head).to(TORCH[run.precision.params])
+    chunk = Chunk(model, layers, embedding, head=head).to(TORCH[run.precision.params])
     for param in chunk.parameters():
         torch.nn.init.normal_(param, 0.0, 0.02)
         param.register_post_accumulate_grad_hook(lambda param: setattr(param, "grad", None))
@@ -158,7 +183,12 @@ class Batch:
 def batch_of(run: Run) -> Batch:
     tokens, labels = torch.randint(0, run.model.vocab_size, (2, SEQUENCES, LENGTH))
     positions = torch.arange(LENGTH).expand(SEQUENCES, LENGTH)
-    return Batch(tokens, labels, positions, torch.zeros_like(tokens) if run.data.document_mask else None)
+    return Batch(
+        tokens,
+        labels,
+        positions,
+        documents=torch.zeros_like(tokens) if run.data.document_mask else None,
+    )
 
 
 def attention_of(run: Run) -> AbstractContextManager[None]:
@@ -170,7 +200,9 @@ def address(tensor: Tensor) -> int:
 
 
 def measured(run: Run) -> dict[str, int]:
-    """Phase -> bytes of the storages that its operations are the first to save; parameters and inputs left out."""
+    """Phase -> bytes of the storages that its operations are the first to save; parameters and
+    inputs left out.
+    """
     chunk, batch = chunk_of(run), batch_of(run)
     context = chunk.context(batch.positions, batch.documents, sums_of(run))
     seen = {address(tensor) for tensor in (*chunk.parameters(), batch.tokens, batch.labels)}
@@ -211,14 +243,20 @@ def test_autograd_keeps_what_is_planned_to_the_byte(model: ModelConfig, dtype: D
 
 
 def test_both_kinds_of_attention_are_covered():
-    kinds = [attends_by_matrices(run_of(m, d, mask, True)) for m in MODELS.values() for d in TORCH for mask in (False, True)]
+    kinds = [
+        attends_by_matrices(run_of(m, d, mask, ordered=True))
+        for m in MODELS.values()
+        for d in TORCH
+        for mask in (False, True)
+    ]
     assert 5 < sum(kinds) < len(kinds) - 5
 
 
 class Alive(TorchDispatchMode):
     """Bytes of all storages made since it was entered that are still there, and their peak.
 
-    What an operation is given that none has made is not counted: gloo's own copies of what it sends, which NCCL has not.
+    What an operation is given that none has made is not counted: gloo's own copies of what it
+    sends, which NCCL has not.
     """
 
     def __init__(self, known: list[Tensor]) -> None:
@@ -252,14 +290,22 @@ class Alive(TorchDispatchMode):
 
 
 def forward_and_backward(run: Run, chunk: Chunk, whole: bool) -> tuple[int, int, int]:
-    """Bytes at forward's peak, kept after it, and at backward's peak; a chunk without ends gets hidden states and gradients."""
+    """Bytes at forward's peak, kept after it, and at backward's peak; a chunk without ends gets
+    hidden states and gradients.
+    """
     batch = batch_of(run)
-    hidden = torch.randn(2, SEQUENCES, LENGTH, run.model.hidden_size).to(TORCH[run.precision.params])
+    hidden = torch.randn(2, SEQUENCES, LENGTH, run.model.hidden_size).to(
+        TORCH[run.precision.params]
+    )
     x = batch.tokens if whole else hidden[0].clone().requires_grad_()
-    inputs = [tensor for tensor in (batch.tokens, batch.labels, batch.positions, batch.documents) if tensor is not None]
+    inputs = [
+        tensor
+        for tensor in (batch.tokens, batch.labels, batch.positions, batch.documents)
+        if tensor is not None
+    ]
     known = [*chunk.parameters(), *inputs, x, hidden]
     with Alive(known) as alive, attention_of(run):
-        roots = list(roots_of(run, chunk, batch, x, whole))
+        roots = list(roots_of(run, chunk, batch, x=x, whole=whole))
         forward, kept = alive.peak, alive.live
         alive.peak = alive.live
         torch.autograd.backward(roots, [None if root.dim() == 0 else hidden[1] for root in roots])
@@ -273,16 +319,22 @@ def roots_of(run: Run, chunk: Chunk, batch: Batch, x: Tensor, whole: bool) -> It
     yield chunk.loss(out.x, batch.labels, context) if whole else out.x
 
 
-WORKING = {name: MODELS[name] for name in ("dense", "grouped_tied", "softmax", "sigmoid_shared_gate", "softmax_before")}
+WORKING = {
+    name: MODELS[name]
+    for name in ("dense", "grouped_tied", "softmax", "sigmoid_shared_gate", "softmax_before")
+}
 
 
 @pytest.mark.parametrize("whole", [True, False], ids=["whole", "layers"])
 @pytest.mark.parametrize("dtype", TORCH, ids=lambda dtype: dtype.value)
 @pytest.mark.parametrize("model", WORKING.values(), ids=WORKING)
-def test_what_is_alive_while_it_computes_is_within_two_percent(model: ModelConfig, dtype: Dtype, whole: bool):
+def test_what_is_alive_while_it_computes_is_within_two_percent(
+    model: ModelConfig, dtype: Dtype, whole: bool
+):
     run = run_of(model, dtype)
     memory = planned(run, whole, whole)
-    came = 0 if whole else SEQUENCES * LENGTH * model.hidden_size * TORCH[dtype].itemsize  # counted as kept, not made here
+    # counted as kept, not made here
+    came = 0 if whole else SEQUENCES * LENGTH * model.hidden_size * TORCH[dtype].itemsize
     forward, kept, backward = forward_and_backward(run, chunk_of(run, whole, whole), whole)
     assert memory.total - came == pytest.approx(kept - (0 if whole else came), rel=1e-4)
     assert memory.total - came + memory.forward == pytest.approx(forward, rel=0.02)
@@ -290,7 +342,9 @@ def test_what_is_alive_while_it_computes_is_within_two_percent(model: ModelConfi
 
 
 @pytest.mark.parametrize("mask", [False, True], ids=["causal", "documents"])
-@pytest.mark.parametrize("model", [DENSE, dataclasses.replace(DENSE, moe=SIGMOID)], ids=["dense", "moe"])
+@pytest.mark.parametrize(
+    "model", [DENSE, dataclasses.replace(DENSE, moe=SIGMOID)], ids=["dense", "moe"]
+)
 def test_full_recomputation_keeps_inputs_of_layers(model: ModelConfig, mask: bool):
     """And the mask that all of them read; backward holds one layer at a time."""
     run = run_of(model, Dtype.bfloat16, mask, full=True)
@@ -302,18 +356,24 @@ def test_full_recomputation_keeps_inputs_of_layers(model: ModelConfig, mask: boo
 
 
 PARTS = {
-    Recompute.norm: {"attn": 3, "mlp": 2, "shared": 1},  # what norms make, by who saves it first: the fp32 copy of it stays
+    # what norms make, by who saves it first: the fp32 copy of it stays
+    Recompute.norm: {"attn": 3, "mlp": 2, "shared": 1},
     Recompute.mlp_act: {"mlp": 2 * 352 / 128},  # silu(gate) · up
     Recompute.experts_act: {"experts": 4 * 64 / 128},
-    Recompute.attn_core: {"attn": 3 * (3 - 3)},  # queries, keys and values; but the product that they come from stays
+    # queries, keys and values; but the product that they come from stays
+    Recompute.attn_core: {"attn": 3 * (3 - 3)},
 }
-ROWS = {Recompute.norm: {"attn": 3, "mlp": 2, "norm": 1}, Recompute.attn_core: {"attn": 3 * 8}}  # fp32 numbers per token
+# fp32 numbers per token
+ROWS = {Recompute.norm: {"attn": 3, "mlp": 2, "norm": 1}, Recompute.attn_core: {"attn": 3 * 8}}
 
 
 @pytest.mark.parametrize("part", PARTS, ids=lambda part: part.value)
 def test_recomputed_parts_keep_nothing_that_they_make(part: Recompute):
-    model = dataclasses.replace(DENSE, moe=dataclasses.replace(SIGMOID, every_n=2, first_k_dense=1))  # dense, MoE, dense
-    before, after = (planned(run_of(model, Dtype.bfloat16, phases=phases)) for phases in ((), (part,)))
+    # dense, MoE, dense
+    model = dataclasses.replace(DENSE, moe=dataclasses.replace(SIGMOID, every_n=2, first_k_dense=1))
+    before, after = (
+        planned(run_of(model, Dtype.bfloat16, phases=phases)) for phases in ((), (part,))
+    )
     tokens = SEQUENCES * LENGTH
     gone = Counter({phase: round(times * tokens * 128 * 2) for phase, times in PARTS[part].items()})
     gone.update({phase: count * tokens * 4 for phase, count in ROWS.get(part, {}).items()})
@@ -323,13 +383,18 @@ def test_recomputed_parts_keep_nothing_that_they_make(part: Recompute):
 
 
 def test_the_moe_part_keeps_its_input_only_and_the_shared_expert_nothing():
-    model = dataclasses.replace(DENSE, num_layers=1, moe=dataclasses.replace(SIGMOID, first_k_dense=0))
+    model = dataclasses.replace(
+        DENSE, num_layers=1, moe=dataclasses.replace(SIGMOID, first_k_dense=0)
+    )
     stream = SEQUENCES * LENGTH * 128 * 2
     moe = planned(run_of(model, Dtype.bfloat16, phases=(Recompute.moe,)))
-    assert {phase: size for phase, size in moe.kept.items() if phase not in ("attn", "rotary", "head")} == {"norm": stream}
+    assert {
+        phase: size for phase, size in moe.kept.items() if phase not in ("attn", "rotary", "head")
+    } == {"norm": stream}
     shared = planned(run_of(model, Dtype.bfloat16, phases=(Recompute.shared,)))
     nothing = planned(run_of(model, Dtype.bfloat16))
-    # its gate and up, their product, its result, the gate's number per token; what it reads goes to the router
+    # its gate and up, their product, its result, the gate's number per token; what it reads goes to
+    # the router
     widths = 2 * SEQUENCES * LENGTH * (3 * 96 + 128 + 1)
     assert sum(nothing.kept.values()) - sum(shared.kept.values()) == widths
 
@@ -337,11 +402,18 @@ def test_the_moe_part_keeps_its_input_only_and_the_shared_expert_nothing():
 @pytest.mark.parametrize("dtype", TORCH, ids=lambda dtype: dtype.value)
 @pytest.mark.parametrize("model", WORKING.values(), ids=WORKING)
 def test_a_split_backward_and_what_it_leaves(model: ModelConfig, dtype: Dtype):
-    """The queue of weight gradients holds the inputs of matrix products and the gradients of their outputs."""
-    run = dataclasses.replace(run_of(model, dtype), schedule=ScheduleConfig(ScheduleName.zero_bubble_h1))
+    """The queue of weight gradients holds the inputs of matrix products and the gradients of
+    their outputs.
+    """
+    run = dataclasses.replace(
+        run_of(model, dtype), schedule=ScheduleConfig(ScheduleName.zero_bubble_h1)
+    )
     memory = planned(run)
     chunk, batch, queue = chunk_of(run), batch_of(run), WeightQueue()
-    with Alive([*chunk.parameters(), batch.tokens, batch.labels, batch.positions]) as alive, attention_of(run):
+    with (
+        Alive([*chunk.parameters(), batch.tokens, batch.labels, batch.positions]) as alive,
+        attention_of(run),
+    ):
         context = chunk.context(batch.positions, None, queue)
         out = chunk(batch.tokens, context)
         loss = chunk.loss(out.x, batch.labels, context)
@@ -355,7 +427,9 @@ def test_a_split_backward_and_what_it_leaves(model: ModelConfig, dtype: Dtype):
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_tied_table_has_two_gradients_at_the_end(tied: bool, monkeypatch: pytest.MonkeyPatch):
-    """With few tokens and many rows the gradients of tables are most of a backward; a tied one's waits for its other half."""
+    """With few tokens and many rows the gradients of tables are most of a backward; a tied one's
+    waits for its other half.
+    """
     monkeypatch.setattr(sys.modules[__name__], "LENGTH", 4)
     run = run_of(dataclasses.replace(DENSE, vocab_size=20000, tie_embeddings=tied), Dtype.bfloat16)
     _, _, backward = forward_and_backward(run, chunk_of(run), True)

@@ -1,4 +1,6 @@
-"""Every expert of a small model gets tokens from the start, and the balancing losses keep the load even while it learns."""
+"""Every expert of a small model gets tokens from the start, and the balancing losses keep the
+load even while it learns.
+"""
 
 from __future__ import annotations
 
@@ -17,14 +19,18 @@ from tests.cases import sampled
 from tests.tensors.models import make_chunk, mean_loss
 
 MOE = MoEConfig(num_experts=8, top_k=2, ffn_hidden_size=32, aux_loss_coeff=0.01)
-MODEL = ModelConfig(num_layers=2, hidden_size=64, num_heads=4, num_kv_heads=2, vocab_size=264, moe=MOE)
+MODEL = ModelConfig(
+    num_layers=2, hidden_size=64, num_heads=4, num_kv_heads=2, vocab_size=264, moe=MOE
+)
 SIGMOID = dataclasses.replace(MOE, score=Score.sigmoid)
 MANY = dataclasses.replace(MOE, num_experts=32, top_k=4)
 STEPS = 40
 
 
 def text_like(step: int) -> Tensor:
-    """16 sequences of 65 bytes as skewed as text: Zipf's law over the ids, and every second byte follows from the one before."""
+    """16 sequences of 65 bytes as skewed as text: Zipf's law over the ids, and every second byte
+    follows from the one before.
+    """
     random = torch.Generator().manual_seed(step)
     weights = 1 / torch.arange(1, 257, dtype=torch.float64)
     tokens = weights.multinomial(16 * 65, replacement=True, generator=random).view(16, 65)
@@ -43,7 +49,9 @@ def loads(model: ModelConfig, steps: int, **options: int) -> Iterator[Tensor]:
         loss.backward()
         optimizer.step()
         for router, report in zip(routers, out.routing, strict=True):
-            router.bias_E.copy_(update_bias(router.bias_E, report.counts_E, model.moe.bias_update_rate))
+            router.bias_E.copy_(
+                update_bias(router.bias_E, report.counts_E, model.moe.bias_update_rate)
+            )
         yield torch.stack([report.counts_E for report in out.routing])
 
 
@@ -61,13 +69,16 @@ def test_every_expert_gets_tokens_at_the_start(moe: MoEConfig, seed: int):
 
 
 def late_imbalance(moe: MoEConfig) -> tuple[float, float]:
-    """Mean imbalance of the last quarter of a run, and the fewest tokens that an expert had over that quarter."""
+    """Mean imbalance of the last quarter of a run, and the fewest tokens that an expert had over
+    that quarter.
+    """
     late = list(loads(dataclasses.replace(MODEL, moe=moe), STEPS))[-STEPS // 4 :]
     return sum(map(imbalance, late)) / len(late), sum(late).min().item()
 
 
 def test_without_balancing_a_few_experts_take_all():
-    assert late_imbalance(dataclasses.replace(MOE, aux_loss_coeff=0))[0] > 3  # of at most num_experts / top_k = 4
+    # of at most num_experts / top_k = 4
+    assert late_imbalance(dataclasses.replace(MOE, aux_loss_coeff=0))[0] > 3
 
 
 BALANCED = {

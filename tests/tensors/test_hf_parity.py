@@ -1,7 +1,7 @@
 """Logits and gradients equal those of Hugging Face `transformers` on the same weights, fp32.
 
-Llama and Qwen3 (dense), Qwen3-MoE and Mixtral; Qwen2-MoE for the gated shared expert; GLM-4-MoE for sigmoid scores with
-a selection bias, groups, a scale and an ungated shared expert.
+Llama and Qwen3 (dense), Qwen3-MoE and Mixtral; Qwen2-MoE for the gated shared expert; GLM-4-MoE for
+sigmoid scores with a selection bias, groups, a scale and an ungated shared expert.
 """
 
 from __future__ import annotations
@@ -22,11 +22,25 @@ from tests.tensors.models import draw_tokens, forward, make_chunk
 transformers = pytest.importorskip("transformers")
 
 SIZES = {"hidden_size": 32, "vocab_size": 96}
-HF_SIZES = SIZES | {"attn_implementation": "eager", "experts_implementation": "eager", "max_position_embeddings": 64}
+HF_SIZES = SIZES | {
+    "attn_implementation": "eager",
+    "experts_implementation": "eager",
+    "max_position_embeddings": 64,
+}
 
 
-def dense(kind: str, heads: int, kv_heads: int, width: int, tied: bool, theta: float = 10000.0, eps: float = 1e-5) -> Any:
-    """(Hugging Face class, its configuration, our configuration) of a dense model of `kind`, Llama or Qwen3."""
+def dense(
+    kind: str,
+    heads: int,
+    kv_heads: int,
+    width: int,
+    tied: bool,
+    theta: float = 10000.0,
+    eps: float = 1e-5,
+) -> Any:
+    """(Hugging Face class, its configuration, our configuration) of a dense model of `kind`,
+    Llama or Qwen3.
+    """
     theirs = getattr(transformers, f"{kind}Config")(
         **HF_SIZES,
         num_hidden_layers=3,
@@ -54,7 +68,9 @@ def dense(kind: str, heads: int, kv_heads: int, width: int, tied: bool, theta: f
 
 
 def qwen3_moe(normalised: bool, tied: bool, sparse_step: int = 1) -> Any:
-    """As `dense`: 12 experts of which 3 are chosen; with a sparse step of 2 the layers 1 and 3 have experts."""
+    """As `dense`: 12 experts of which 3 are chosen; with a sparse step of 2 the layers 1 and 3
+    have experts.
+    """
     theirs = transformers.Qwen3MoeConfig(
         **HF_SIZES,
         num_hidden_layers=4,
@@ -72,7 +88,9 @@ def qwen3_moe(normalised: bool, tied: bool, sparse_step: int = 1) -> Any:
         rms_norm_eps=1e-6,
     )
     sparse = {"every_n": sparse_step, "first_k_dense": sparse_step - 1}
-    moe = MoEConfig(num_experts=12, top_k=3, ffn_hidden_size=24, pre_softmax=not normalised, **sparse)
+    moe = MoEConfig(
+        num_experts=12, top_k=3, ffn_hidden_size=24, pre_softmax=not normalised, **sparse
+    )
     ours = ModelConfig(
         **SIZES,
         num_layers=4,
@@ -128,13 +146,17 @@ def qwen2_moe() -> Any:
         qkv_bias=False,
         rms_norm_eps=1e-6,
     )
-    moe = MoEConfig(top_k=2, ffn_hidden_size=24, shared_ffn_hidden_size=40, shared_gate=True, pre_softmax=True)
+    moe = MoEConfig(
+        top_k=2, ffn_hidden_size=24, shared_ffn_hidden_size=40, shared_gate=True, pre_softmax=True
+    )
     ours = ModelConfig(**SIZES, num_layers=3, num_heads=4, num_kv_heads=2, norm_eps=1e-6, moe=moe)
     return transformers.Qwen2MoeForCausalLM, theirs, ours
 
 
 def glm4_moe() -> Any:
-    """As `dense`: 16 experts in 4 groups, of which 4 experts from 2 groups are chosen; the first layer is dense."""
+    """As `dense`: 16 experts in 4 groups, of which 4 experts from 2 groups are chosen; the first
+    layer is dense.
+    """
     theirs = transformers.Glm4MoeConfig(
         **HF_SIZES,
         num_hidden_layers=3,
@@ -165,17 +187,26 @@ def glm4_moe() -> Any:
         routed_scale=1.8,
         bias_update_rate=0.001,
     )
-    ours = ModelConfig(**SIZES, num_layers=3, ffn_hidden_size=56, num_heads=4, num_kv_heads=2, head_dim=8, qk_norm=True, moe=moe)
+    ours = ModelConfig(
+        **SIZES,
+        num_layers=3,
+        ffn_hidden_size=56,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=8,
+        qk_norm=True,
+        moe=moe,
+    )
     return transformers.Glm4MoeForCausalLM, theirs, ours
 
 
 CASES = {
-    "llama-gqa": lambda: dense("Llama", 4, 2, 8, tied=False),
-    "llama-gqa-tied": lambda: dense("Llama", 4, 2, 8, tied=True, theta=5e5),
-    "llama-mha": lambda: dense("Llama", 4, 4, 8, tied=False, eps=1e-2),
-    "llama-mqa-wide-heads": lambda: dense("Llama", 4, 1, 12, tied=False),
-    "qwen3-gqa": lambda: dense("Qwen3", 6, 3, 16, tied=False),
-    "qwen3-gqa-tied": lambda: dense("Qwen3", 8, 2, 16, tied=True),
+    "llama-gqa": lambda: dense("Llama", 4, 2, width=8, tied=False),
+    "llama-gqa-tied": lambda: dense("Llama", 4, 2, width=8, tied=True, theta=5e5),
+    "llama-mha": lambda: dense("Llama", 4, 4, width=8, tied=False, eps=1e-2),
+    "llama-mqa-wide-heads": lambda: dense("Llama", 4, 1, width=12, tied=False),
+    "qwen3-gqa": lambda: dense("Qwen3", 6, 3, width=16, tied=False),
+    "qwen3-gqa-tied": lambda: dense("Qwen3", 8, 2, width=16, tied=True),
     "qwen3-moe": lambda: qwen3_moe(normalised=True, tied=False),
     "qwen3-moe-tied": lambda: qwen3_moe(normalised=True, tied=True),
     "qwen3-moe-not-normalised": lambda: qwen3_moe(normalised=False, tied=False),
@@ -188,11 +219,15 @@ CASES = {
 
 
 def spread_weights(model: nn.Module) -> None:
-    """Random weights that make every one of them count: matrices keep the scale of what they multiply, norms are not 1."""
+    """Random weights that make every one of them count: matrices keep the scale of what they
+    multiply, norms are not 1.
+    """
     random = torch.Generator().manual_seed(3)
     for param in model.parameters():
         noise = torch.randn(param.shape, generator=random)
-        param.data.copy_(noise / math.sqrt(param.shape[-1]) * 1.5 if param.dim() > 1 else 1 + 0.3 * noise)
+        param.data.copy_(
+            noise / math.sqrt(param.shape[-1]) * 1.5 if param.dim() > 1 else 1 + 0.3 * noise
+        )
     for name, buffer in model.named_buffers():
         if name.endswith("e_score_correction_bias"):
             buffer.copy_(torch.randn(buffer.shape, generator=random) * 0.2)
@@ -221,9 +256,20 @@ def feed_forward(hf: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
         "experts.w_up": "experts.gate_up_proj",
         "experts.w_down": "experts.down_proj",
     }
-    weights = {ours: hf[f"{prefix}.{theirs}"] for ours, theirs in plain.items() if f"{prefix}.{theirs}" in hf}
-    weights = {name: value.transpose(1, 2) if name.startswith("experts") else value for name, value in weights.items()}
-    for ours, theirs in (("mlp", prefix), ("shared", f"{prefix}.shared_expert"), ("shared", f"{prefix}.shared_experts")):
+    weights = {
+        ours: hf[f"{prefix}.{theirs}"]
+        for ours, theirs in plain.items()
+        if f"{prefix}.{theirs}" in hf
+    }
+    weights = {
+        name: value.transpose(1, 2) if name.startswith("experts") else value
+        for name, value in weights.items()
+    }
+    for ours, theirs in (
+        ("mlp", prefix),
+        ("shared", f"{prefix}.shared_expert"),
+        ("shared", f"{prefix}.shared_experts"),
+    ):
         weights |= dense_mlp(hf, ours, theirs)
     return weights
 
@@ -241,14 +287,21 @@ def converted(hf: dict[str, Tensor], model: ModelConfig) -> dict[str, Tensor]:
         for norm in ("q_norm", "k_norm") if model.qk_norm else ():
             weights[f"{ours}.attn.{norm}.weight"] = hf[f"{theirs}.self_attn.{norm}.weight"]
         weights[f"{ours}.body.norm.weight"] = hf[f"{theirs}.post_attention_layernorm.weight"]
-        weights |= {f"{ours}.body.{name}": value for name, value in feed_forward(hf, f"{theirs}.mlp").items()}
+        weights |= {
+            f"{ours}.body.{name}": value
+            for name, value in feed_forward(hf, f"{theirs}.mlp").items()
+        }
     return weights
 
 
 @torch.no_grad()
 def copy_weights(weights: dict[str, Tensor], chunk: Chunk) -> None:
-    """Fill every parameter of the chunk, and the buffers that are given; a missing, superfluous or misshapen one fails."""
-    own = dict(chunk.named_parameters()) | {name: buffer for name, buffer in chunk.named_buffers() if name in weights}
+    """Fill every parameter of the chunk, and the buffers that are given; a missing, superfluous
+    or misshapen one fails.
+    """
+    own = dict(chunk.named_parameters()) | {
+        name: buffer for name, buffer in chunk.named_buffers() if name in weights
+    }
     assert own.keys() == weights.keys()
     for name, param in own.items():
         assert param.shape == weights[name].shape, name

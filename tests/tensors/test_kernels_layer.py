@@ -28,7 +28,8 @@ from tests.rounding import expect_alike, numbered, plain_and_exact
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = [torch.float32, torch.bfloat16]
-BF16_ROUNDING = 2**-8 if DEVICE == "cuda" else 2**-7  # of 8 bits, to the nearest; Triton's interpreter cuts the others off
+# of 8 bits, to the nearest; Triton's interpreter cuts the others off
+BF16_ROUNDING = 2**-8 if DEVICE == "cuda" else 2**-7
 EPS = 1e-5
 Outputs = tuple[Tensor, ...]
 MODEL = ModelConfig(num_layers=1, hidden_size=48, num_heads=6, num_kv_heads=2, ffn_hidden_size=40)
@@ -51,19 +52,33 @@ def results(function: Callable[..., Outputs], inputs: Outputs, grads: Outputs) -
     leaves = [tensor.clone().requires_grad_() for tensor in inputs]
     outs = function(*leaves)
     torch.autograd.backward(outs, grads)
-    return (*(out.detach() for out in outs), *(leaf.grad for leaf in leaves if leaf.grad is not None))
+    return (
+        *(out.detach() for out in outs),
+        *(leaf.grad for leaf in leaves if leaf.grad is not None),
+    )
 
 
-def check(kernel: Callable[..., Outputs], plain: Callable[..., Outputs], inputs: Outputs, strided: bool = False) -> None:
-    """The kernel as the plain version in fp64, in any order of the gradients' memory, and twice the same."""
+def check(
+    kernel: Callable[..., Outputs],
+    plain: Callable[..., Outputs],
+    inputs: Outputs,
+    strided: bool = False,
+) -> None:
+    """The kernel as the plain version in fp64, in any order of the gradients' memory, and twice
+    the same.
+    """
     with torch.no_grad():
         outs = kernel(*inputs)
     assert all(out.is_contiguous() and out.dtype is inputs[0].dtype for out in outs)
-    grads = tuple(normal(*out.shape, dtype=out.dtype, seed=number + 5) for number, out in enumerate(outs))
+    grads = tuple(
+        normal(*out.shape, dtype=out.dtype, seed=number + 5) for number, out in enumerate(outs)
+    )
     if strided:
         grads = tuple(grad.transpose(1, 2).contiguous().transpose(1, 2) for grad in grads)
     found, again = results(kernel, inputs, grads), results(kernel, inputs, grads)
-    exact = results(plain, tuple(tensor.double() for tensor in inputs), tuple(grad.double() for grad in grads))
+    exact = results(
+        plain, tuple(tensor.double() for tensor in inputs), tuple(grad.double() for grad in grads)
+    )
     for one, other, right in zip(found, again, exact, strict=True):
         assert torch.equal(one, other)
         close(one, right)
@@ -87,31 +102,57 @@ def test_swiglu(shape: tuple[int, ...], dtype: torch.dtype):
 def test_swiglu_of_large_gates_and_expanded_gradients():
     both = torch.tensor([[-80.0, 80.0, 2.0, 3.0], [0.0, -0.0, 5.0, 7.0]], device=DEVICE)
     one = torch.ones(1, 1, device=DEVICE).expand(2, 2)
-    found, exact = results(lambda x: (swiglu(x),), (both,), (one,)), results(plain_swiglu, (both.double(),), (one.double(),))
+    found, exact = (
+        results(lambda x: (swiglu(x),), (both,), (one,)),
+        results(plain_swiglu, (both.double(),), (one.double(),)),
+    )
     for mine, right in zip(found, exact, strict=True):
         close(mine, right)
 
 
 def head_cases(
-    batch: int, length: int, groups: int, queries: int, width: int, dtype: torch.dtype, tables: int, norms: bool
+    batch: int,
+    length: int,
+    groups: int,
+    queries: int,
+    width: int,
+    dtype: torch.dtype,
+    tables: int,
+    norms: bool,
 ) -> tuple[Callable[..., Outputs], Callable[..., Outputs], Outputs]:
     """The kernel, the plain version and arguments for both."""
-    positions = torch.randint(0, 4096, (tables, length), generator=torch.Generator().manual_seed(3)).to(DEVICE)
-    context = layer_context(positions, None, width, 10000.0)
+    positions = torch.randint(
+        0, 4096, (tables, length), generator=torch.Generator().manual_seed(3)
+    ).to(DEVICE)
+    context = layer_context(positions, None, width, theta=10000.0)
 
     def kernel(qkv: Tensor, *weights: Tensor) -> Outputs:
         given = HeadNorms(*weights, EPS) if norms else None
-        return split_and_rotate(qkv, context.cos_BS1H, context.sin_BS1H, groups, queries, given)
+        return split_and_rotate(
+            qkv,
+            context.cos_BS1H,
+            context.sin_BS1H,
+            num_kv_heads=groups,
+            queries_per_kv=queries,
+            norms=given,
+        )
 
     def plain(qkv: Tensor, *weights: Tensor) -> Outputs:
         q, k, v = qkv.unflatten(-1, (groups, queries + 2, width)).split((queries, 1, 1), dim=3)
         pair = (q.flatten(2, 3), k.squeeze(3))
         if norms:
-            pair = tuple(F.rms_norm(x, (width,), weight, EPS) for x, weight in zip(pair, weights, strict=True))
+            pair = tuple(
+                F.rms_norm(x, (width,), weight, EPS)
+                for x, weight in zip(pair, weights, strict=True)
+            )
         return (*(rotate(x, context) for x in pair), v.squeeze(3))
 
     qkv = normal(batch, length, groups * (queries + 2) * width, dtype=dtype)
-    return kernel, plain, (qkv, *(normal(width, dtype=dtype, seed=seed) for seed in (1, 2) if norms))
+    return (
+        kernel,
+        plain,
+        (qkv, *(normal(width, dtype=dtype, seed=seed) for seed in (1, 2) if norms)),
+    )
 
 
 @pytest.mark.parametrize("norms", [False, True], ids=["plain", "norms"])
@@ -128,13 +169,31 @@ def head_cases(
     ],
 )
 def test_heads(batch, length, groups, queries, width, tables, strided, dtype, norms):
-    check(*head_cases(batch, length, groups, queries, width, dtype, tables, norms), strided=strided)
+    check(
+        *head_cases(
+            batch,
+            length,
+            groups,
+            queries=queries,
+            width=width,
+            dtype=dtype,
+            tables=tables,
+            norms=norms,
+        ),
+        strided=strided,
+    )
 
 
 def test_heads_of_a_gradient_whose_values_lie_apart():
-    kernel, plain, inputs = head_cases(1, 5, 2, 1, 8, torch.float32, 1, True)
-    grads = tuple(normal(8, 1, 5, 2, dtype=torch.float32, seed=seed).permute(1, 2, 3, 0) for seed in range(3))
-    exact = results(plain, tuple(x.double() for x in inputs), tuple(grad.double() for grad in grads))
+    kernel, plain, inputs = head_cases(
+        1, 5, 2, queries=1, width=8, dtype=torch.float32, tables=1, norms=True
+    )
+    grads = tuple(
+        normal(8, 1, 5, 2, dtype=torch.float32, seed=seed).permute(1, 2, 3, 0) for seed in range(3)
+    )
+    exact = results(
+        plain, tuple(x.double() for x in inputs), tuple(grad.double() for grad in grads)
+    )
     for mine, right in zip(results(kernel, inputs, grads), exact, strict=True):
         close(mine, right)
 
@@ -142,7 +201,9 @@ def test_heads_of_a_gradient_whose_values_lie_apart():
 @pytest.mark.parametrize("programs", [132, 1], ids=["one tile each", "several tiles each"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", [(3, 5, 14), (2, 75, 64), (5, 1100), (2, 8192), (0, 8)], ids=str)
-def test_rms_norm(shape: tuple[int, ...], dtype: torch.dtype, programs: int, monkeypatch: pytest.MonkeyPatch):
+def test_rms_norm(
+    shape: tuple[int, ...], dtype: torch.dtype, programs: int, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setattr(rms_norm_module, "MULTIPROCESSORS", programs)
     check_rms_norm(*shape, dtype=dtype)
 
@@ -150,11 +211,16 @@ def test_rms_norm(shape: tuple[int, ...], dtype: torch.dtype, programs: int, mon
 def check_rms_norm(*shape: int, dtype: torch.dtype) -> None:
     width = shape[-1]
     inputs = normal(*shape, dtype=dtype), normal(width, dtype=dtype, seed=1)
-    check(lambda x, w: (rms_norm(x, w, EPS),), lambda x, w: (F.rms_norm(x, (width,), w, EPS),), inputs)
+    check(
+        lambda x, w: (rms_norm(x, w, EPS),), lambda x, w: (F.rms_norm(x, (width,), w, EPS),), inputs
+    )
 
 
 def test_rms_norm_of_a_strided_input():
-    x, weight = normal(3, 7, 2, 16, dtype=torch.float32)[:, :, 0], normal(16, dtype=torch.float32, seed=1)
+    x, weight = (
+        normal(3, 7, 2, 16, dtype=torch.float32)[:, :, 0],
+        normal(16, dtype=torch.float32, seed=1),
+    )
     close(rms_norm(x, weight, EPS), F.rms_norm(x.double(), (16,), weight.double(), EPS))
     turned = normal(16, 9, dtype=torch.float32).T
     close(rms_norm(turned, weight, EPS), F.rms_norm(turned.double(), (16,), weight.double(), EPS))
@@ -207,10 +273,14 @@ def switch(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], None]:
 
 @pytest.mark.parametrize("parts", [(), (Recompute.attn_core,)], ids=["kept", "again"])
 @pytest.mark.parametrize("qk_norm", [False, True], ids=["plain", "norms"])
-def test_attention_is_the_same_with_kernels(qk_norm: bool, parts: tuple[Recompute, ...], switch: Callable[[bool], None]):
+def test_attention_is_the_same_with_kernels(
+    qk_norm: bool, parts: tuple[Recompute, ...], switch: Callable[[bool], None]
+):
     module = Attention(dataclasses.replace(MODEL, qk_norm=qk_norm))
     set_parameters(module)
-    tables = layer_context(torch.arange(6, device=DEVICE).expand(2, 6), None, MODEL.head_width, 10000.0)
+    tables = layer_context(
+        torch.arange(6, device=DEVICE).expand(2, 6), None, MODEL.head_width, theta=10000.0
+    )
 
     def run(module: torch.nn.Module) -> Outputs:
         like = next(module.parameters()).dtype
@@ -222,8 +292,12 @@ def test_attention_is_the_same_with_kernels(qk_norm: bool, parts: tuple[Recomput
 
 
 @pytest.mark.parametrize("parts", [(), (Recompute.mlp_act,)], ids=["kept", "again"])
-def test_feed_forward_is_the_same_with_kernels(parts: tuple[Recompute, ...], switch: Callable[[bool], None]):
-    module = torch.nn.ModuleList([RMSNorm(MODEL.hidden_size, EPS), Mlp(MODEL.hidden_size, MODEL.ffn_hidden_size)])
+def test_feed_forward_is_the_same_with_kernels(
+    parts: tuple[Recompute, ...], switch: Callable[[bool], None]
+):
+    module = torch.nn.ModuleList(
+        [RMSNorm(MODEL.hidden_size, EPS), Mlp(MODEL.hidden_size, MODEL.ffn_hidden_size)]
+    )
     set_parameters(module)
 
     def run(module: torch.nn.Module) -> Outputs:

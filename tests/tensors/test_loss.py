@@ -20,7 +20,9 @@ from tests.rounding import expect_sums
 
 B, S, D, V = 2, 9, 8, 23
 TERMS = max(D, V, B * S)  # of the longest sum
-GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "numerics.json").read_text())["cross_entropy"]
+GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "numerics.json").read_text())[
+    "cross_entropy"
+]
 
 
 PLAIN = [case for case in GOLDEN if not case["label_smoothing"]]
@@ -28,7 +30,9 @@ PLAIN = [case for case in GOLDEN if not case["label_smoothing"]]
 
 def draw(dtype: torch.dtype) -> tuple[Tensor, nn.Parameter, Tensor]:
     generator = torch.Generator().manual_seed(0)
-    h, weight = (torch.randn(*shape, generator=generator).to(dtype) for shape in ((B, S, D), (V, D)))
+    h, weight = (
+        torch.randn(*shape, generator=generator).to(dtype) for shape in ((B, S, D), (V, D))
+    )
     labels = torch.randint(0, V, (B, S), generator=generator)
     labels[torch.rand(B, S, generator=generator) < 0.3] = -100
     return h.requires_grad_(), nn.Parameter(weight), labels
@@ -44,12 +48,14 @@ def exact(h: Tensor, weight: Tensor, labels: Tensor, scale: float) -> tuple[Tens
 @pytest.mark.parametrize("rows", [1024, 4], ids=["all rows at once", "blocks of 4 rows"])
 @pytest.mark.parametrize("chunk", [None, 1, 5, 18, 100])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_loss_and_gradients(dtype: torch.dtype, chunk: int | None, rows: int, monkeypatch: pytest.MonkeyPatch):
+def test_loss_and_gradients(
+    dtype: torch.dtype, chunk: int | None, rows: int, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setattr(app.model.loss, "ROWS", rows)
     h, weight, labels = draw(dtype)
     loss = summed_loss(h, weight, labels, chunk_tokens=chunk)
     (loss * 0.25).backward()
-    wanted, h_grad, weight_grad = exact(h, weight, labels, 0.25)
+    wanted, h_grad, weight_grad = exact(h, weight, labels, scale=0.25)
     terms = (
         TERMS if dtype == torch.float32 else 2
     )  # in bf16 the logits are rounded, and the results last
@@ -65,7 +71,7 @@ def test_the_weight_gradient_can_wait(chunk: int | None):
     summed_loss(h, weight, labels, chunk_tokens=chunk, later=queue).backward()
     assert weight.grad is None
     queue.run(lambda param, gradient: gradient.add_to(sums))
-    expect_sums({"weight": sums}, {"weight": exact(h, weight, labels, 1.0)[2]}, TERMS)
+    expect_sums({"weight": sums}, {"weight": exact(h, weight, labels, scale=1.0)[2]}, TERMS)
 
 
 def test_nothing_with_a_label_is_nothing():
@@ -88,7 +94,9 @@ def test_equals_golden(case: dict):
     for s in range(len(target)):
         for b in range(target.shape[1]):
             h = logits[s : s + 1, b : b + 1].clone().requires_grad_()
-            loss = summed_loss(h, nn.Parameter(torch.eye(logits.shape[2])), target[s : s + 1, b : b + 1])
+            loss = summed_loss(
+                h, nn.Parameter(torch.eye(logits.shape[2])), target[s : s + 1, b : b + 1]
+            )
             (loss * upstream[s, b]).backward()
             golden = {"loss": case["loss"][s][b], "logits": case["grad_logits"][s][b]}
             expect_sums({"loss": loss, "logits": h.grad[0, 0]}, golden, terms=2 * logits.shape[2])

@@ -15,12 +15,16 @@ from app.config import PrecisionConfig
 from app.errors import ConfigError
 from app.optim.scale import LossScale
 
-GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "optim.json").read_text())["grad_scaler"]
+GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "optim.json").read_text())[
+    "grad_scaler"
+]
 CPU = torch.device("cpu")
 
 
 def start(args: dict[str, Any]) -> LossScale:
-    assert (args["growth_factor"], args["backoff_factor"]) == (2.0, 0.5), "the only ones that keep numbers exact"
+    assert (args["growth_factor"], args["backoff_factor"]) == (2.0, 0.5), (
+        "the only ones that keep numbers exact"
+    )
     precision = PrecisionConfig(
         Dtype.float16,
         initial_loss_scale=args["initial_scale"],
@@ -57,7 +61,10 @@ def test_it_goes_on_from_its_state(case: dict[str, Any]):
 
 
 def test_who_has_one():
-    assert LossScale.start(PrecisionConfig(Dtype.bfloat16), CPU) is None and LossScale.start(PrecisionConfig(), CPU) is None
+    assert (
+        LossScale.start(PrecisionConfig(Dtype.bfloat16), CPU) is None
+        and LossScale.start(PrecisionConfig(), CPU) is None
+    )
     constant = LossScale.start(PrecisionConfig(loss_scale=128.0), CPU)
     for overflow in (True, True, True, False):
         constant.update(overflow)
@@ -104,9 +111,15 @@ def dynamic(**fields: Any) -> PrecisionConfig:
     ("wrong", "said"),
     [
         (dict(loss_scale=0.0), "precision.loss_scale=0.0: must be above 0"),
-        (dict(initial_loss_scale=0.5), "precision.min_loss_scale=1.0: above precision.initial_loss_scale=0.5"),
+        (
+            dict(initial_loss_scale=0.5),
+            "precision.min_loss_scale=1.0: above precision.initial_loss_scale=0.5",
+        ),
         (dict(loss_scale_window=0), "precision.loss_scale_window=0: must be at least 1"),
-        (dict(params=Dtype.bfloat16, grads=Dtype.float16), "precision.grads=float16: gradients are summed in float32 or in"),
+        (
+            dict(params=Dtype.bfloat16, grads=Dtype.float16),
+            "precision.grads=float16: gradients are summed in float32 or in",
+        ),
     ],
 )
 def test_mistakes(wrong: dict[str, Any], said: str):

@@ -1,4 +1,6 @@
-"""What every model must do whatever its weights: causality, documents apart, relative positions, initial weights, phases."""
+"""What every model must do whatever its weights: causality, documents apart, relative positions,
+initial weights, phases.
+"""
 
 from __future__ import annotations
 
@@ -18,16 +20,23 @@ from app.model.block import Layer, Phase, PhaseName, run_phases
 from app.model.init import init_weights
 from app.model.layers import document_mask, layer_context, rotate
 from app.moe.dispatch import AllToAllDispatcher
-from app.plan.blocks import Place
+from app.plan.sharding.blocks import Place
 from tests.rounding import expect_alike, expect_sums, in_fp64, numbered, plain_and_exact
 from tests.runs import TINY
 from tests.tensors.models import draw_tokens, forward, make_chunk, make_chunks, mean_loss
 
 MOE = MoEConfig(num_experts=8, top_k=3, ffn_hidden_size=16, z_loss_coeff=0.001)
 SHARED = dataclasses.replace(
-    MOE, shared_ffn_hidden_size=16, shared_gate=True, score=Score.sigmoid, groups=4, topk_groups=2, routed_scale=2.0
+    MOE,
+    shared_ffn_hidden_size=16,
+    shared_gate=True,
+    score=Score.sigmoid,
+    groups=4,
+    topk_groups=2,
+    routed_scale=2.0,
 )
-LOUD = dataclasses.replace(TINY, init_std=0.4)  # weights large enough that logits are of order 1 and depend on everything
+# weights large enough that logits are of order 1 and depend on everything
+LOUD = dataclasses.replace(TINY, init_std=0.4)
 MODELS = {
     "dense": dataclasses.replace(LOUD, moe=None),
     "dense-tied-qk-norm": dataclasses.replace(LOUD, moe=None, tie_embeddings=True, qk_norm=True),
@@ -60,13 +69,13 @@ def test_a_token_changes_nothing_before_it(model: ModelConfig, masked: bool):
     documents = draw_documents() if masked else None
     positions = positions_within(documents) if masked else None
     plain, exact = plain_and_exact(
-        lambda chunk: [forward(chunk, tokens, positions, documents).x], chunk
+        lambda chunk: [forward(chunk, tokens, positions, documents_BS=documents).x], chunk
     )
     before = plain["0"]
     for changed in (1, 9, LENGTH - 1):
         other = tokens.clone()
         other[:, changed] = (other[:, changed] + 1) % model.vocab_size
-        after = forward(chunk, other, positions, documents).x
+        after = forward(chunk, other, positions, documents_BS=documents).x
         # An expert's product has as many rows as tokens chose it, so its rounding may change.
         if model.moe:
             expect_alike(
@@ -83,7 +92,7 @@ def test_document_mask_equals_documents_apart(model: ModelConfig):
     chunk, tokens, documents = make_chunk(model), draw_tokens(model, 2, LENGTH), draw_documents()
     positions = positions_within(documents)
     plain, exact = plain_and_exact(
-        lambda chunk: forward(chunk, tokens, positions, documents).x, chunk
+        lambda chunk: forward(chunk, tokens, positions, documents_BS=documents).x, chunk
     )
     apart = [
         [forward(chunk, tokens[row : row + 1, owner == n]).x[0] for n in owner.unique()]
@@ -99,7 +108,10 @@ def test_document_mask_entry_by_entry():
     documents = draw_documents()
     mask = document_mask(documents, torch.arange(documents.shape[1]))
     for b, row in enumerate(documents.tolist()):
-        wanted = [[key <= query and row[key] == row[query] for key in range(LENGTH)] for query in range(LENGTH)]
+        wanted = [
+            [key <= query and row[key] == row[query] for key in range(LENGTH)]
+            for query in range(LENGTH)
+        ]
         assert mask[b, 0].tolist() == wanted
     assert mask.dtype == torch.bool and mask.shape == (2, 1, LENGTH, LENGTH)
 
@@ -107,7 +119,7 @@ def test_document_mask_entry_by_entry():
 def test_rotation_turns_pairs_by_position_times_frequency():
     width, theta, positions = 12, 500.0, torch.tensor([[0, 1, 7, 300]])
     x = torch.randn(1, 4, 2, width, generator=torch.Generator().manual_seed(0))
-    turned = rotate(x, layer_context(positions, None, width, theta))
+    turned = rotate(x, layer_context(positions, None, width, theta=theta))
     frequency = theta ** -(torch.arange(width // 2, dtype=torch.float64) * 2 / width)
     angle = positions[0, :, None, None] * frequency
     exact = torch.complex(*x.double().chunk(2, dim=-1)) * torch.polar(torch.ones_like(angle), angle)
@@ -128,7 +140,8 @@ def test_scores_depend_on_relative_positions_only():
     positions = torch.arange(40)[None]
     with in_fp64():
         turned = [
-            rotate(x, layer_context(positions, None, width, 100.0))[0, :, 0] for x in (query, key)
+            rotate(x, layer_context(positions, None, width, theta=100.0))[0, :, 0]
+            for x in (query, key)
         ]
     scores = torch.einsum("qh,kh->qk", *turned)
     distance = positions - positions.T
@@ -157,17 +170,36 @@ def test_shifted_positions_give_the_same_logits(model: ModelConfig):
 
 
 WIDE = ModelConfig(
-    num_layers=3, hidden_size=96, ffn_hidden_size=128, num_heads=4, num_kv_heads=2, vocab_size=128, qk_norm=True, init_std=0.05,
+    num_layers=3,
+    hidden_size=96,
+    ffn_hidden_size=128,
+    num_heads=4,
+    num_kv_heads=2,
+    vocab_size=128,
+    qk_norm=True,
+    init_std=0.05,
     moe=dataclasses.replace(SHARED, ffn_hidden_size=32, first_k_dense=1),
-)  # fmt: skip
+)
 RESIDUAL = WIDE.init_std / math.sqrt(2 * WIDE.num_layers)
-STD = {"embedding": 0.05, "head": 0.05, "wqkv": 0.05, "w_up": 0.05, "router.weight": 0.05, "shared_gate": 0.05,
-       "wo": RESIDUAL, "w_down": RESIDUAL}  # fmt: skip
+STD = {
+    "embedding": 0.05,
+    "head": 0.05,
+    "wqkv": 0.05,
+    "w_up": 0.05,
+    "router.weight": 0.05,
+    "shared_gate": 0.05,
+    "wo": RESIDUAL,
+    "w_down": RESIDUAL,
+}
 
 
 def weights_of(model: ModelConfig, **options: Any) -> dict[str, Tensor]:
     """Initial weights by global name, over all chunks."""
-    return {name: param.detach() for chunk in make_chunks(model, **options) for name, param in chunk.named_parameters()}
+    return {
+        name: param.detach()
+        for chunk in make_chunks(model, **options)
+        for name, param in chunk.named_parameters()
+    }
 
 
 def kind_of(name: str) -> str:
@@ -190,9 +222,16 @@ def test_initial_weights_follow_the_table():
 
 
 def test_different_names_and_seeds_have_different_values():
-    parts = [part for seed in (1, 2) for value in weights_of(WIDE, seed=seed).values() if value.dim() > 1
-             for part in (value if value.dim() == 3 else value[None])]  # fmt: skip
-    starts = {tuple(round(z, 3) for z in (part / part.std()).flatten()[:6].tolist()) for part in parts}
+    parts = [
+        part
+        for seed in (1, 2)
+        for value in weights_of(WIDE, seed=seed).values()
+        if value.dim() > 1
+        for part in (value if value.dim() == 3 else value[None])
+    ]
+    starts = {
+        tuple(round(z, 3) for z in (part / part.std()).flatten()[:6].tolist()) for part in parts
+    }
     assert len(starts) == len(parts)
 
 
@@ -211,9 +250,13 @@ def test_initial_weights_are_the_same_for_every_split_into_stages_order_and_dtyp
     whole = weights_of(WIDE)
     for other in (weights_of(WIDE, vpp=3), weights_of(WIDE, params=Dtype.bfloat16)):
         assert other.keys() == whole.keys()
-        assert all(torch.equal(other[name], value.to(other[name].dtype)) for name, value in whole.items())
+        assert all(
+            torch.equal(other[name], value.to(other[name].dtype)) for name, value in whole.items()
+        )
     again = {name: torch.full_like(value, math.nan) for name, value in reversed(whole.items())}
-    init_weights([(name, value, Place().block(name, value.shape)) for name, value in again.items()], WIDE, 1)
+    init_weights(
+        [(name, value, Place().block(name, value.shape)) for name, value in again.items()], WIDE, 1
+    )
     assert all(torch.equal(again[name], value) for name, value in whole.items())
 
 
@@ -266,7 +309,9 @@ def test_phases_are_in_order_and_read_only_what_is_there(model: ModelConfig, nam
 def test_a_layer_cut_anywhere_computes_the_same(model: ModelConfig, names: list[str]):
     layer = layers_of(dataclasses.replace(model, init_std=0.4))[-1]
     x = torch.randn(2, LENGTH, model.hidden_size, generator=torch.Generator().manual_seed(0))
-    context = layer_context(torch.arange(LENGTH)[None], None, model.head_width, model.rope_theta)
+    context = layer_context(
+        torch.arange(LENGTH)[None], None, model.head_width, theta=model.rope_theta
+    )
     whole, _ = layer(x, context)
     for cut in range(1, len(names)):
         first, second = layer.phases[:cut], layer.phases[cut:]
@@ -287,29 +332,36 @@ def test_values_are_dropped_after_their_last_reader():
         return (b,)
 
     phases = [
-        Phase(PhaseName.norm, make, ("x",), ("a",)),
-        Phase(PhaseName.route, lambda a: (a + 1,), ("a",), ("b",)),
-        Phase(PhaseName.finish, last, ("b",), ("x",)),
+        Phase(PhaseName.norm, make, ("x",), outputs=("a",)),
+        Phase(PhaseName.route, lambda a: (a + 1,), ("a",), outputs=("b",)),
+        Phase(PhaseName.finish, last, ("b",), outputs=("x",)),
     ]
     assert run_phases(phases, {"x": torch.ones(1)}, ("x", "routing"))["x"].item() == 2
 
 
 @each_list
 def test_phases_without_host_sync_never_look_at_values(model: ModelConfig, names: list[str]):
-    # Fake tensors have no values: reading one (item, nonzero, a boolean mask as index) raises. Grouped products: bf16 only.
+    # Fake tensors have no values: reading one (item, nonzero, a boolean mask as index) raises.
+    # Grouped products: bf16 only.
     with FakeTensorMode():
         chunk = make_chunk(model, params=Dtype.bfloat16)
         assert not any(phase.host_sync for layer in chunk.layers.values() for phase in layer.phases)
         tokens = torch.zeros(2, LENGTH + 1, dtype=torch.int64)
         loss, out = mean_loss(chunk, tokens)
-        masked = forward(chunk, tokens, torch.zeros_like(tokens), torch.zeros_like(tokens))
+        masked = forward(
+            chunk, tokens, torch.zeros_like(tokens), documents_BS=torch.zeros_like(tokens)
+        )
         (loss + masked.x.float().sum()).backward()
-        assert out.x.shape == (2, LENGTH, model.hidden_size) and masked.x.shape == (2, LENGTH + 1, model.vocab_size)
+        assert out.x.shape == (2, LENGTH, model.hidden_size) and masked.x.shape == (
+            2,
+            LENGTH + 1,
+            model.vocab_size,
+        )
         assert all(param.grad.shape == param.shape for param in chunk.parameters())
 
 
 def test_fake_tensors_do_catch_a_host_sync():
-    reads = Phase(PhaseName.route, lambda x: (x * x.sum().item(),), ("x",), ("x",))
+    reads = Phase(PhaseName.route, lambda x: (x * x.sum().item(),), ("x",), outputs=("x",))
     with FakeTensorMode(), pytest.raises(DataDependentOutputException):
         run_phases([reads], {"x": torch.ones(3)}, ("x",))
 

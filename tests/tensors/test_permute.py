@@ -1,4 +1,6 @@
-"""Permutation of token rows to experts and back: golden values, gradients by autograd on indexing, exact repetition."""
+"""Permutation of token rows to experts and back: golden values, gradients by autograd on
+indexing, exact repetition.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,11 @@ from app.moe.permute import combine, permute, reorder, sort_by_expert
 from tests.rounding import expect_sums, numbered
 
 CASES = json.loads((Path(__file__).parents[1] / "golden" / "router.json").read_text())["permute"]
-FIXED_K = [case for case in CASES if len({len(chosen) for chosen in case["routing"]}) == 1 and case["routing"][0]]
+FIXED_K = [
+    case
+    for case in CASES
+    if len({len(chosen) for chosen in case["routing"]}) == 1 and case["routing"][0]
+]
 
 
 @pytest.mark.parametrize("case", FIXED_K)
@@ -32,7 +38,9 @@ def test_permute_and_combine_equal_golden(case: dict[str, Any]):
 
 
 def draw(top_k: int = 3, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:
-    """33 tokens of width 6, their probabilities, and their choice among 8 experts, of which expert 5 gets no token."""
+    """33 tokens of width 6, their probabilities, and their choice among 8 experts, of which
+    expert 5 gets no token.
+    """
     torch.manual_seed(1)
     weights = torch.ones(33, 8)
     weights[:, 5] = 0
@@ -46,7 +54,9 @@ def test_rows_are_expert_major_with_tokens_ascending():
     record = sort_by_expert(experts, 8)
     wanted = [(e, t) for e in range(8) for t in range(len(experts)) if e in experts[t]]
     assert record.token_of_row_R.tolist() == [t for _, t in wanted]
-    assert record.row_of_TK.tolist() == [[wanted.index((e, t)) for e in chosen] for t, chosen in enumerate(experts.tolist())]
+    assert record.row_of_TK.tolist() == [
+        [wanted.index((e, t)) for e in chosen] for t, chosen in enumerate(experts.tolist())
+    ]
     assert record.ends_E.dtype == torch.int32
     assert record.ends_E.tolist() == experts.flatten().bincount(minlength=8).cumsum(0).tolist()
 
@@ -115,4 +125,8 @@ def test_no_tokens_give_no_rows():
     x, probs = torch.zeros(0, 6, requires_grad=True), torch.zeros(0, 2, requires_grad=True)
     out = combine(permute(x, record), probs, record)
     out.sum().backward()
-    assert out.shape == x.grad.shape == (0, 6) and probs.grad.shape == (0, 2) and record.ends_E.tolist() == [0, 0, 0, 0]
+    assert (
+        out.shape == x.grad.shape == (0, 6)
+        and probs.grad.shape == (0, 2)
+        and record.ends_E.tolist() == [0, 0, 0, 0]
+    )

@@ -8,9 +8,15 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from app.engine.capture.recorder import Recorder
-from app.plan.overheads import GIB, MIB
+from app.plan.memory.overheads import GIB, MIB
 
-PLANNED = {"static": "static inputs", "cut": "cut tensors", "pool": "graph pool", "objects": "graph objects"}  # parts of a plan
+# parts of a plan
+PLANNED = {
+    "static": "static inputs",
+    "cut": "cut tensors",
+    "pool": "graph pool",
+    "objects": "graph objects",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +25,8 @@ class GraphFacts:
 
     count: int
     seconds: float  # that capturing took
-    objects: int  # taken by the driver for the graphs themselves; 0 where nothing is captured on a GPU
+    # taken by the driver for the graphs themselves; 0 where nothing is captured on a GPU
+    objects: int
     static: int  # inputs and output gradients that are copied to a fixed place
     cut: int  # what leaves captured parts, in the pools; memory used by several in turn counts once
     pool: int  # the rest of the pools
@@ -29,12 +36,27 @@ class GraphFacts:
         """Of everything recorded so far."""
         cut = covered(output for recording in recorder.recordings for output in recording.outputs)
         rest = max(0, recorder.pool_bytes - cut)
-        return cls(len(recorder.recordings), recorder.seconds, recorder.object_bytes, recorder.static.bytes, cut, rest)
+        return cls(
+            len(recorder.recordings),
+            recorder.seconds,
+            recorder.object_bytes,
+            recorder.static.bytes,
+            cut,
+            rest,
+        )
 
     def beside(self, count: int, parts: Mapping[str, int]) -> str:
-        """One line: what was captured, and in brackets what was planned: `count` graphs, and bytes by names of `PLANNED`."""
-        sizes = (f"{name} {getattr(self, name) / MIB:.2f} ({parts.get(part, 0) / MIB:.2f})" for name, part in PLANNED.items())
-        return f"{self.count} ({count}) graphs captured in {self.seconds:.1f} s; MiB: {', '.join(sizes)}; in brackets: planned"
+        """One line: what was captured, and in brackets what was planned: `count` graphs, and
+        bytes by names of `PLANNED`.
+        """
+        sizes = (
+            f"{name} {getattr(self, name) / MIB:.2f} ({parts.get(part, 0) / MIB:.2f})"
+            for name, part in PLANNED.items()
+        )
+        return (
+            f"{self.count} ({count}) graphs captured in {self.seconds:.1f} s; MiB: "
+            f"{', '.join(sizes)}; in brackets: planned"
+        )
 
     def metrics(self) -> dict[str, float]:
         """As they are reported."""

@@ -1,4 +1,6 @@
-"""Graphs of parts of layers: which part of each layer is one, and the sets, slots and static inputs of a plan in memory."""
+"""Graphs of parts of layers: which part of each layer is one, and the sets, slots and static
+inputs of a plan in memory.
+"""
 
 from __future__ import annotations
 
@@ -34,18 +36,21 @@ class Cut:
         places = [place for place, phase in enumerate(phases) if phase.name.value in captured]
         if not places:
             return None
-        start, stop = places[0], places[-1] + 1
+        start = places[0]
+        stop = places[-1] + 1
         assert len(places) == stop - start, "the configuration's rules allow one part per layer"
-        assert not any(phase.host_sync for phase in phases[start:stop]), "nothing captured waits for the device"
+        assert not any(phase.host_sync for phase in phases[start:stop]), (
+            "nothing captured waits for the device"
+        )
         return cls(start, stop)
 
 
 class PartialGraphs:
     """The captured parts of a rank's layers.
 
-    A microbatch's forward through a chunk asks for `runs`, one per layer, and gives them to the chunk. The first microbatch of
-    a set records its graphs where the schedule comes to them, so what dies between two of them frees its memory for the
-    second one exactly as in every replay.
+    A microbatch's forward through a chunk asks for `runs`, one per layer, and gives them to the
+    chunk. The first microbatch of a set records its graphs where the schedule comes to them, so
+    what dies between two of them frees its memory for the second one exactly as in every replay.
     """
 
     def __init__(
@@ -57,7 +62,10 @@ class PartialGraphs:
         optimizer: DistributedOptimizer,
         recomputed: Collection[Recompute],
     ) -> None:
-        self.plan, self.recorder, self.optimizer, self.recomputed = plan, recorder, optimizer, frozenset(recomputed)
+        self.plan = plan
+        self.recorder = recorder
+        self.optimizer = optimizer
+        self.recomputed = frozenset(recomputed)
         self.layers = [list(chunk.layers.values()) for chunk in chunks]
         self.cuts = [[Cut.of(layer.phases, captured) for layer in layers] for layers in self.layers]
         self.pieces: dict[tuple[int, int, int], Piece] = {}  # chunk, set, layer
@@ -73,16 +81,23 @@ class PartialGraphs:
         ]
 
     def copies_sent(self, chunk: int) -> bool:
-        """Whether what a chunk sends, in either direction, must be copied out of the memory of graphs first."""
+        """Whether what a chunk sends, in either direction, must be copied out of the memory of
+        graphs first.
+        """
         cuts = self.cuts[chunk]
         at_border = bool(cuts) and (_starts(cuts[0]) or _ends(cuts[-1], self.layers[chunk][-1]))
         return self.plan.copy_sent and at_border
 
     def _static_context(self, slot: int, context: Context) -> Context:
-        """The microbatch's context in its slot's memory, with nothing in it that lives outside of a recording."""
+        """The microbatch's context in its slot's memory, with nothing in it that lives outside
+        of a recording.
+        """
         names = ("cos_BS1H", "sin_BS1H", "mask_B1SK")
         known = {name: value for name in names if (value := getattr(context, name)) is not None}
-        placed = {name: self.recorder.static.buffer("context", name, slot)(value).copy_(value) for name, value in known.items()}
+        placed = {
+            name: self.recorder.static.buffer("context", name, slot)(value).copy_(value)
+            for name, value in known.items()
+        }
         return replace(context, **placed)
 
     def _run(
@@ -99,30 +114,60 @@ class PartialGraphs:
         before = run_phases(phases[: cut.start], values, keep=("x",)) if cut.start else values
         key = chunk, self.plan.set_of(mb, chunk), nth
         if key not in self.pieces:
-            self.pieces[key] = self._piece(mb, chunk, nth, partial(self._inside, phases, cut, static, keep))
+            self.pieces[key] = self._piece(
+                mb, chunk, nth, function=partial(self._inside, phases, cut, static, keep)
+            )
         return run_layer(phases[cut.stop :], {**values, **self.pieces[key](before["x"])}, keep)
 
-    def _piece(self, mb: int, chunk: int, nth: int, function: Callable[[Tensor], dict[str, Any]]) -> Piece:
-        cuts, plan, static = self.cuts[chunk], self.plan, self.recorder.static
-        after_another = nth > 0 and _starts(cuts[nth]) and _ends(cuts[nth - 1], self.layers[chunk][nth - 1])
-        before_another = nth + 1 < len(cuts) and _starts(cuts[nth + 1]) and _ends(cuts[nth], self.layers[chunk][nth])
+    def _piece(
+        self, mb: int, chunk: int, nth: int, function: Callable[[Tensor], dict[str, Any]]
+    ) -> Piece:
+        cuts = self.cuts[chunk]
+        plan = self.plan
+        static = self.recorder.static
+        after_another = (
+            nth > 0 and _starts(cuts[nth]) and _ends(cuts[nth - 1], self.layers[chunk][nth - 1])
+        )
+        before_another = (
+            nth + 1 < len(cuts)
+            and _starts(cuts[nth + 1])
+            and _ends(cuts[nth], self.layers[chunk][nth])
+        )
 
         def grad_buffer(nth_output: int) -> Buffer | None:
-            return None if before_another and nth_output == 0 else static.buffer("gradient", nth_output)
+            return (
+                None
+                if before_another and nth_output == 0
+                else static.buffer("gradient", nth_output)
+            )
 
-        input_buffer = None if after_another else static.buffer("input", plan.slot_of(mb, chunk), nth)
-        return Piece(function, self.recorder, plan.pool_of(mb, chunk), self.optimizer, input_buffer, grad_buffer)
+        input_buffer = (
+            None if after_another else static.buffer("input", plan.slot_of(mb, chunk), nth)
+        )
+        return Piece(
+            function,
+            self.recorder,
+            plan.pool_of(mb, chunk),
+            optimizer=self.optimizer,
+            input_buffer=input_buffer,
+            grad_buffer=grad_buffer,
+        )
 
     def _inside(
         self, phases: Sequence[Phase], cut: Cut, static: Context, keep: Sequence[str], x_BsD: Tensor
     ) -> dict[str, Any]:
         """What leaves the captured part, hidden states first if they do."""
-        inside, after = phases[cut.start : cut.stop], phases[cut.stop :]
+        inside = phases[cut.start : cut.stop]
+        after = phases[cut.stop :]
         made = {name for phase in inside for name in phase.outputs}
         read = {name for phase in after for name in phase.inputs}.union(keep)
         context = replace(static, again=Again(self.recomputed, static.again.draws))
         with context.again.forward():
-            return run_layer(inside, {"x": x_BsD, "context": context}, sorted(made & read, key=lambda name: (name != "x", name)))
+            return run_layer(
+                inside,
+                {"x": x_BsD, "context": context},
+                sorted(made & read, key=lambda name: (name != "x", name)),
+            )
 
 
 def _starts(cut: Cut | None) -> bool:

@@ -1,4 +1,6 @@
-"""One captured part of one layer, for one set of graphs: a forward, its backward, and the memory that both read and write."""
+"""One captured part of one layer, for one set of graphs: a forward, its backward, and the memory
+that both read and write.
+"""
 
 from __future__ import annotations
 
@@ -17,12 +19,14 @@ from app.optim.distributed import Arrival, DistributedOptimizer
 
 
 class Piece:
-    """A differentiable function of hidden states, recorded when it is first called and replayed from then on.
+    """A differentiable function of hidden states, recorded when it is first called and replayed
+    from then on.
 
-    `function` takes hidden states and returns the values that leave the part, by name. What it is called with is copied to
-    static memory, unless that is chained, the output of a piece before it: that has a place of its own already. Gradients of
-    its parameters go straight into their sums, since that is where backward adds them under capture too; the optimizer is
-    told that they have arrived after every replay.
+    `function` takes hidden states and returns the values that leave the part, by name. What it is
+    called with is copied to static memory, unless that is chained, the output of a piece before it:
+    that has a place of its own already. Gradients of its parameters go straight into their sums,
+    since that is where backward adds them under capture too; the optimizer is told that they have
+    arrived after every replay.
     """
 
     def __init__(
@@ -34,7 +38,10 @@ class Piece:
         input_buffer: Buffer | None,
         grad_buffer: Callable[[int], Buffer | None],
     ) -> None:
-        self.function, self.recorder, self.pool, self.optimizer = function, recorder, pool, optimizer
+        self.function = function
+        self.recorder = recorder
+        self.pool = pool
+        self.optimizer = optimizer
         self.input_buffer = input_buffer  # None: chained
         self.grad_buffer = grad_buffer  # for the gradient of the n-th tensor that leaves
         self.forward_recording: Recording | None = None
@@ -43,7 +50,8 @@ class Piece:
         self.grads: list[Tensor | None] = []
         self.rebuild: Rebuild = tuple
         self.differentiable: list[bool] = []  # of the tensors that leave
-        self.live: tuple[Tensor, Sequence[Tensor]] | None = None  # what a forward has left for its backward
+        # what a forward has left for its backward
+        self.live: tuple[Tensor, Sequence[Tensor]] | None = None
         self.arrivals: list[Arrival] = []  # of gradients, in one backward
 
     def __call__(self, x_BsD: Tensor) -> dict[str, Any]:
@@ -74,7 +82,9 @@ class Piece:
         """From the gradients of what left the part to that of its input."""
         if self.backward_recording is not None:
             for static, grad in zip(self.grads, grads, strict=True):
-                assert (static is None) == (grad is None), "the same outputs have gradients in every microbatch"
+                assert (static is None) == (grad is None), (
+                    "the same outputs have gradients in every microbatch"
+                )
                 _put(static, grad)
             with self.optimizer.noting_arrivals():
                 grad_BsD = self.backward_recording.replay()[0]
@@ -85,16 +95,25 @@ class Piece:
 
     def _record_backward(self, grads: Sequence[Tensor | None]) -> Tensor:
         buffers = [self.grad_buffer(nth) for nth in range(len(grads))]
-        self.grads = [None if g is None else _place(g, buffer) for g, buffer in zip(grads, buffers, strict=True)]
+        self.grads = [
+            None if g is None else _place(g, buffer)
+            for g, buffer in zip(grads, buffers, strict=True)
+        ]
         with self.optimizer.noting_arrivals() as self.arrivals:
             self.backward_recording, (grad_BsD,) = self.recorder.record(self._backward, self.pool)
-        self.grads = [_without_owning(g, buffer) for g, buffer in zip(self.grads, buffers, strict=True)]
+        self.grads = [
+            _without_owning(g, buffer) for g, buffer in zip(self.grads, buffers, strict=True)
+        ]
         return grad_BsD
 
     def _backward(self) -> Sequence[Tensor]:
         assert self.live is not None, "a forward comes before its backward"
         (leaf, outputs), self.live = self.live, None
-        known = [(output, grad) for output, grad in zip(outputs, self.grads, strict=True) if grad is not None]
+        known = [
+            (output, grad)
+            for output, grad in zip(outputs, self.grads, strict=True)
+            if grad is not None
+        ]
         torch.autograd.backward([output for output, _ in known], [grad for _, grad in known])
         assert leaf.grad is not None, "what leaves a part depends on what enters it"
         return (leaf.grad,)
@@ -106,7 +125,9 @@ class _Replayed(torch.autograd.Function):
         ctx.piece = piece
         ctx.set_materialize_grads(False)
         outputs = tuple(output.detach() for output in piece.forward(x_BsD))
-        ctx.mark_non_differentiable(*(out for out, grad in zip(outputs, piece.differentiable, strict=True) if not grad))
+        ctx.mark_non_differentiable(
+            *(out for out, grad in zip(outputs, piece.differentiable, strict=True) if not grad)
+        )
         return outputs
 
     @staticmethod

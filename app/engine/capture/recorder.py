@@ -1,8 +1,9 @@
 """Recording work on the GPU as a CUDA graph, so that one launch repeats all of its kernels.
 
-What a recording allocates lies in a pool. Memory there is free for the recordings that follow as soon as its tensor is gone,
-as outside of graphs; so recordings that share a pool must replay in the order in which they were made. A recording itself
-keeps none of its outputs alive: it knows where they lie, and hands out tensors that do not own their memory.
+What a recording allocates lies in a pool. Memory there is free for the recordings that follow as
+soon as its tensor is gone, as outside of graphs; so recordings that share a pool must replay in the
+order in which they were made. A recording itself keeps none of its outputs alive: it knows where
+they lie, and hands out tensors that do not own their memory.
 """
 
 from __future__ import annotations
@@ -75,7 +76,9 @@ class CudaRecording:
 
 @dataclass(slots=True)
 class CudaRecorder:
-    """Records on the current stream, which must not be the default one, and on those that join it."""
+    """Records on the current stream, which must not be the default one, and on those that join
+    it.
+    """
 
     pools: dict[int, tuple[int, int]] = field(default_factory=dict)  # our number -> torch's handle
     recordings: list[CudaRecording] = field(default_factory=list)
@@ -84,7 +87,9 @@ class CudaRecorder:
     object_bytes: int = 0
 
     def record(self, work: Work, pool: int) -> tuple[Recording, Sequence[Tensor]]:
-        """Capture the work and launch it once. Raises what the work raises, with the capture ended."""
+        """Capture the work and launch it once. Raises what the work raises, with the capture
+        ended.
+        """
         since = time.perf_counter()
         if pool not in self.pools:
             self.pools[pool] = torch.cuda.graph_pool_handle()
@@ -93,7 +98,8 @@ class CudaRecorder:
         before = _taken_by_driver()
         graph = torch.cuda.CUDAGraph()
         with _no_garbage_collection():
-            # Other threads, such as those that watch over collectives, may go on with what a capture forbids.
+            # Other threads, such as those that watch over collectives, may go on with what a
+            # capture forbids.
             graph.capture_begin(pool=self.pools[pool], capture_error_mode="thread_local")
             try:
                 outputs = work()
@@ -113,7 +119,11 @@ class CudaRecorder:
     def pool_bytes(self) -> int:
         """Memory that the allocator has reserved for all pools."""
         ours = set(self.pools.values())
-        return sum(part["total_size"] for part in torch.cuda.memory_snapshot() if tuple(part["segment_pool_id"]) in ours)
+        return sum(
+            part["total_size"]
+            for part in torch.cuda.memory_snapshot()
+            if tuple(part["segment_pool_id"]) in ours
+        )
 
     def release(self) -> None:
         """Destroy every graph: before the process groups whose communicators they hold."""

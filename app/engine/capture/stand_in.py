@@ -1,9 +1,10 @@
 """Recording where there is no GPU: a replay does the work again, on the memory of the first time.
 
-Outputs, and what autograd keeps, lie in blocks of pools that behave as those of CUDA graphs do: a block is free as soon as
-its first tenant is gone, later recordings take it over, and a replay writes to the same blocks whoever lives there now. What
-is free when a recording begins may serve it as scratch memory, so every run of it fills that with NaN first. So a plan that
-lets two tensors share memory at the wrong time gives wrong numbers here as there.
+Outputs, and what autograd keeps, lie in blocks of pools that behave as those of CUDA graphs do: a
+block is free as soon as its first tenant is gone, later recordings take it over, and a replay
+writes to the same blocks whoever lives there now. What is free when a recording begins may serve it
+as scratch memory, so every run of it fills that with NaN first. So a plan that lets two tensors
+share memory at the wrong time gives wrong numbers here as there.
 """
 
 from __future__ import annotations
@@ -48,8 +49,13 @@ class Pool:
     def hold(self, value: Tensor) -> tuple[Block, Tensor]:
         """A copy of a value in a block that is free again when the copy is gone."""
         value = value.detach()
-        spread = any(step == 0 for step, length in zip(value.stride(), value.shape, strict=True) if length > 1)
-        stride = value.contiguous().stride() if spread else value.stride()  # products round by how their operands lie
+        spread = any(
+            step == 0
+            for step, length in zip(value.stride(), value.shape, strict=True)
+            if length > 1
+        )
+        # products round by how their operands lie
+        stride = value.contiguous().stride() if spread else value.stride()
         last = sum(step * (length - 1) for step, length in zip(stride, value.shape, strict=True))
         size = (last + 1) * value.element_size() if value.numel() else 0
         free = self.free[size]
@@ -59,13 +65,15 @@ class Pool:
         memory = free.pop()
         view = memory[:]
         weakref.finalize(view, free.append, memory).atexit = False
-        block = Block(memory, value.dtype, value.shape, stride)
+        block = Block(memory, value.dtype, value.shape, stride=stride)
         return block, block.tensor(view).copy_(value)
 
 
 @dataclass(slots=True)
 class Kept:
-    """Where autograd keeps what it needs of one piece of work: the n-th tensor in the n-th block."""
+    """Where autograd keeps what it needs of one piece of work: the n-th tensor in the n-th
+    block.
+    """
 
     pool: Pool
     blocks: list[Block | None] = field(default_factory=list)
@@ -79,7 +87,8 @@ class Kept:
     def pack(self, saved: Tensor) -> Tensor:
         """Put a tensor away; parameters stay where they are."""
         if saved.is_leaf and saved.requires_grad:
-            block, kept = None, saved
+            block = None
+            kept = saved
         elif self.learnt:
             block = self.blocks[self.place]
             assert block is not None, "the same work keeps the same tensors"
@@ -113,7 +122,9 @@ class HostRecording:
     def replay(self) -> Sequence[Tensor]:
         """Do the work again."""
         done = self.kept.run(self.work)
-        return [static.copy_(value.detach()) for static, value in zip(self.outputs, done, strict=True)]
+        return [
+            static.copy_(value.detach()) for static, value in zip(self.outputs, done, strict=True)
+        ]
 
     @property
     def outputs(self) -> Sequence[Tensor]:
@@ -146,7 +157,8 @@ class HostRecorder:
 
     def record(self, work: Work, pool: int) -> tuple[Recording, Sequence[Tensor]]:
         """Do the work; see the protocol."""
-        since, kept = time.perf_counter(), Kept(self.pools[pool])
+        since = time.perf_counter()
+        kept = Kept(self.pools[pool])
         held = [self.pools[pool].hold(value) for value in kept.run(work)]
         recording = HostRecording(work, kept, [block for block, _ in held])
         self.recordings.append(recording)

@@ -8,13 +8,15 @@ from typing import Any
 
 from torch import Tensor
 
-Rebuild = Callable[[Sequence[Tensor]], Any]  # from tensors in the order of `flatten` to a value like the first
+# from tensors in the order of `flatten` to a value like the first
+Rebuild = Callable[[Sequence[Tensor]], Any]
 
 
 def flatten(value: Any) -> tuple[list[Tensor], Rebuild]:
     """The tensors of a value, and how to put others in their places.
 
-    Looks into dictionaries, tuples and dataclasses; everything else is kept as it is. The second keeps no tensor alive.
+    Looks into dictionaries, tuples and dataclasses; everything else is kept as it is. The second
+    keeps no tensor alive.
     """
     if isinstance(value, Tensor):
         return [value], lambda tensors: tensors[0]
@@ -25,7 +27,9 @@ def flatten(value: Any) -> tuple[list[Tensor], Rebuild]:
         return _join(value, tuple)
     if is_dataclass(value) and not isinstance(value, type):
         kind = type(value)
-        return _join([getattr(value, field.name) for field in fields(value)], lambda parts: kind(*parts))
+        return _join(
+            [getattr(value, field.name) for field in fields(value)], lambda parts: kind(*parts)
+        )
     return [], lambda tensors: value
 
 
@@ -34,7 +38,8 @@ def _join(parts: Sequence[Any], whole: Callable[[list[Any]], Any]) -> tuple[list
     makers = [(len(tensors), make) for tensors, make in found]
 
     def rebuild(tensors: Sequence[Tensor]) -> Any:
-        rest, built = list(tensors), []
+        rest = list(tensors)
+        built = []
         for count, make in makers:
             built.append(make(rest[:count]))
             del rest[:count]

@@ -1,4 +1,6 @@
-"""One recording of a whole step: every forward, backward, exchange and reduction of all microbatches."""
+"""One recording of a whole step: every forward, backward, exchange and reduction of all
+microbatches.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,7 @@ from torch import Tensor
 
 from app.engine.capture.recorder import Recorder, Recording
 from app.engine.capture.tree import Rebuild, flatten
-from app.engine.data_feed import StepInput
+from app.engine.pipeline.data_feed import StepInput
 
 T = TypeVar("T")
 
@@ -20,8 +22,8 @@ T = TypeVar("T")
 class WholeStep(Generic[T]):
     """`work` on a step's input, recorded when it is first called.
 
-    `ready` makes parameters whole: what is under way from the step before cannot be waited for under capture. What the work
-    returns lies in memory that the next call writes to again.
+    `ready` makes parameters whole: what is under way from the step before cannot be waited for
+    under capture. What the work returns lies in memory that the next call writes to again.
     """
 
     work: Callable[[StepInput], T]
@@ -40,7 +42,9 @@ class WholeStep(Generic[T]):
             return self.rebuild(self.recording.replay())
         tensors, rebuild = flatten(step)
         buffers = (self.recorder.static.buffer(self.pool, nth) for nth in itertools.count())
-        self.input = rebuild([buffer(tensor).copy_(tensor) for buffer, tensor in zip(buffers, tensors, strict=False)])
+        self.input = rebuild(
+            [buffer(tensor).copy_(tensor) for buffer, tensor in zip(buffers, tensors, strict=False)]
+        )
         self.recording, outputs = self.recorder.record(self._run, self.pool)
         return self.rebuild(outputs)
 

@@ -1,0 +1,1 @@
+"""What to change so that a run fits: every suggestion is checked and planned again."""

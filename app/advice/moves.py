@@ -1,0 +1,227 @@
+"""Single changes of a run that may make it smaller, each with what is paid for it.
+
+A move looks at a run and yields changes; whether they are legal is for `app.rules` to say.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+from app.choices import CpComm, Dtype, GraphImpl, GraphKey, Recompute, ScheduleName
+from app.config import Run
+
+Value = int | str | bool | None | Enum | tuple[Enum, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """One step away from a run."""
+
+    values: dict[str, Value]  # dotted key -> new value
+    cost: str  # in words
+
+
+Move = Callable[[Run], Iterator[Change]]
+
+
+def with_values(run: Run, values: dict[str, Value]) -> Run:
+    """The run with some dotted keys changed, each section checked again."""
+    for key, value in values.items():
+        run = _replaced(run, key.split("."), value)
+    return run
+
+
+def _replaced(section: Any, path: list[str], value: Value) -> Any:
+    inner = value if len(path) == 1 else _replaced(getattr(section, path[0]), path[1:], value)
+    return dataclasses.replace(section, **{path[0]: inner})
+
+
+def recompute_more(run: Run) -> Iterator[Change]:
+    """The next rungs of the ladder from keeping everything to keeping only the inputs of layers."""
+    if run.recompute.full:
+        if run.recompute.partial_microbatches:
+            yield Change(
+                {"recompute.partial_microbatches": 0}, "every microbatch recomputes whole layers"
+            )
+        return
+    have = set(run.recompute.phases)
+    for wanted, cost in RUNGS:
+        phases = tuple(
+            phase for phase in Recompute if phase in have.union(wanted) and _has(run, phase)
+        )
+        if set(phases) > have:
+            yield Change({"recompute.phases": phases}, cost)
+    none: dict[str, Value] = {"recompute.phases": ()} if have else {}
+    yield Change({"recompute.full": True, **none}, "every forward twice")
+
+
+RUNGS = (
+    ({Recompute.norm, Recompute.mlp_act, Recompute.experts_act}, "norms and activations twice"),
+    ({Recompute.attn_core}, "attention's softmax twice"),
+    ({Recompute.shared}, "shared experts twice"),
+    ({Recompute.moe}, "MoE forwards twice, with their exchanges"),
+)
+
+
+def _has(run: Run, phase: Recompute) -> bool:
+    """Whether any layer has something to recompute under this name."""
+    moe = run.model.moe
+    layers = range(run.model.num_layers)
+    match phase:
+        case Recompute.mlp_act:
+            return any(not run.model.is_moe_layer(layer) for layer in layers)
+        case Recompute.experts_act | Recompute.moe:
+            return moe is not None
+        case Recompute.shared:
+            return bool(moe and moe.shared_ffn_hidden_size)
+        case _:
+            return True
+
+
+def smaller_microbatch(run: Run) -> Iterator[Change]:
+    """Half the sequences at a time."""
+    size = run.train.micro_batch
+    if size > 1:
+        yield Change(
+            {"train.micro_batch": size // 2}, "smaller matrix products, not in the estimate"
+        )
+
+
+def loss_by_chunks(run: Run) -> Iterator[Change]:
+    """Logits of some tokens at a time, or of fewer."""
+    tokens = run.train.micro_batch * run.train.seq_len // run.parallel.cp
+    if (run.loss.chunk_tokens or tokens) > CHUNK:
+        yield Change({"loss.chunk_tokens": CHUNK}, "the head's product twice")
+
+
+# tokens: the matrix products are still large, and the loss is in fp32 for as many at once anyway
+CHUNK = 1024
+
+
+def more_tensor_parallel(run: Run) -> Iterator[Change]:
+    """Twice the ranks per matrix, within a node: of experts too where these follow, or not."""
+    tp = 2 * run.parallel.tp
+    cost = "exchanges in every layer, narrower products"
+    if tp <= run.parallel.gpus_per_node:
+        yield Change(_with_dp(run, {"parallel.tp": tp}, 2), cost)
+        if run.model.moe and run.parallel.etp is None:
+            yield Change(
+                _with_dp(run, {"parallel.tp": tp, "parallel.etp": run.parallel.tp}, 2), cost
+            )
+
+
+def more_context_parallel(run: Run) -> Iterator[Change]:
+    """Twice the ranks per sequence; those that trade tokens for heads need twice the heads."""
+    cp = 2 * run.parallel.cp
+    trades = run.parallel.cp_comm_type is CpComm.all_to_all
+    gathers: dict[str, Value] = {}
+    if trades and run.model.num_kv_heads // run.parallel.tp % cp:
+        gathers["parallel.cp_comm_type"] = CpComm.all_gather
+    yield Change(
+        _with_dp(run, {"parallel.cp": cp, **gathers}, 2), "keys and values travel between ranks"
+    )
+    if run.parallel.cp > 1 and not trades:
+        yield Change(
+            {"parallel.cp_comm_type": CpComm.all_to_all},
+            "queries and results travel too, keys once",
+        )
+
+
+def more_pipeline(run: Run) -> Iterator[Change]:
+    """Twice the pipeline ranks, with as many stages each or with half of them."""
+    p = run.parallel
+    if p.layout is not None or p.first is not None or p.last is not None:
+        return
+    schedule: dict[str, Value] = (
+        {"schedule.name": ScheduleName.auto} if run.schedule.name is ScheduleName.none else {}
+    )
+    for vpp in {p.vpp, max(1, p.vpp // 2)}:
+        stages: dict[str, Value] = {"parallel.vpp": vpp} if vpp != p.vpp else {}
+        yield Change(
+            _with_dp(run, {"parallel.pp": 2 * p.pp, **stages, **schedule}, 2),
+            "a longer pipeline to fill and drain",
+        )
+
+
+def more_expert_parallel(run: Run) -> Iterator[Change]:
+    """Twice the ranks per layer of experts."""
+    if run.model.moe:
+        yield Change({"parallel.ep": 2 * run.parallel.ep}, "tokens travel to experts further away")
+
+
+def fewer_in_flight(run: Run) -> Iterator[Change]:
+    """A schedule that keeps fewer microbatches."""
+    p = run.parallel
+    if run.schedule.name is ScheduleName.gpipe:
+        yield Change({"schedule.name": ScheduleName("1f1b")}, "none: the same bubble")
+    if p.vpp > 1:
+        values: dict[str, Value] = {
+            "parallel.vpp": 1,
+            "schedule.name": ScheduleName.auto,
+            "schedule.group_size": None,
+        }
+        yield Change(values, f"{p.vpp} times the bubble")
+
+
+def smaller_elements(run: Run) -> Iterator[Change]:
+    """Two bytes instead of four."""
+    if run.precision.params is Dtype.float32:
+        yield Change(
+            {"precision.params": Dtype.bfloat16}, "8 bits of mantissa in parameters and activations"
+        )
+
+
+def fewer_graph_buffers(run: Run) -> Iterator[Change]:
+    """Graphs by place in flight instead of by microbatch, or none."""
+    graph = run.cuda_graph
+    if (
+        graph.impl in (GraphImpl.local, GraphImpl.transformer_engine)
+        and graph.key is GraphKey.microbatch
+    ):
+        yield Change({"cuda_graph.key": GraphKey.slot}, "sent tensors are copied out of graphs")
+    if graph.impl is not GraphImpl.none:
+        yield Change(
+            {"cuda_graph.impl": GraphImpl.none, "cuda_graph.scope": ()},
+            "every kernel launched by the host",
+        )
+
+
+def more_gpus(run: Run) -> Iterator[Change]:
+    """Twice the ranks, as data-parallel replicas that share the optimizer's state."""
+    values: dict[str, Value] = {}
+    if run.parallel.world_size:
+        values["parallel.world_size"] = 2 * run.parallel.world_size
+    if run.parallel.dp or not run.parallel.world_size:
+        values["parallel.dp"] = 2 * run.dp
+    per_step = run.train.micro_batch * 2 * run.dp
+    if run.train.global_batch % per_step:
+        values["train.global_batch"] = per_step * -(-run.train.global_batch // per_step)
+    yield Change(values, "twice the GPUs")
+
+
+def _with_dp(run: Run, values: dict[str, Value], factor: int) -> dict[str, Value]:
+    """The values, with data parallelism divided by `factor` so that the number of ranks stays."""
+    if run.dp % factor:
+        # for the rules to refuse
+        return {**values, "parallel.world_size": run.world_size, "parallel.dp": None}
+    dp: dict[str, Value] = {"parallel.dp": run.dp // factor} if run.parallel.dp else {}
+    return {**values, **dp}
+
+
+KEEP_GPUS: tuple[Move, ...] = (
+    recompute_more,
+    smaller_microbatch,
+    loss_by_chunks,
+    more_tensor_parallel,
+    more_context_parallel,
+    more_pipeline,
+    more_expert_parallel,
+    fewer_in_flight,
+    smaller_elements,
+    fewer_graph_buffers,
+)
+MORE_GPUS: tuple[Move, ...] = (more_gpus,)

@@ -1,0 +1,203 @@
+"""What to change so that a run fits into its GPUs: cheapest first, every suggestion planned again
+before it is made.
+
+A search over single changes and then over combinations of them: each round takes every legal change
+of the runs that do not fit yet, and goes on from those that have come nearest. The price is the
+estimated time of a step beside that of the run as it is. `moves` says which changes there are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from enum import Enum
+
+from app.advice.moves import KEEP_GPUS, MORE_GPUS, Change, Move, Value, with_values
+from app.config import Run
+from app.errors import ConfigError
+from app.plan.actions import Action
+from app.plan.memory.rank_memory import plan_memory
+from app.plan.pipeline.lowering import lower_all
+from app.plan.plan import Plan
+from app.plan.schedule import build_schedule
+from app.plan.select import select_graphs, select_layout, select_schedule, select_stages
+from app.rules import check
+
+ENOUGH = 5  # suggestions
+BEAM = 6  # runs that a round goes on from
+ROUNDS = 8  # changes in one suggestion at most
+MOST_WORK = 1_000_000  # actions that a search walks along, some seconds, before it has to do
+LOWERING = 4  # times as long as walking along a list takes making it
+SATURATED = 4  # times pp microbatches: with more, no list but gpipe's has more of them in flight
+
+
+@dataclass(frozen=True, slots=True)
+class Suggestion:
+    """Changes that make a run fit."""
+
+    overrides: tuple[str, ...]  # as typed on the command line
+    memory: int  # bytes of the busiest rank afterwards
+    slowdown: float  # estimated time of a step over that of the run as it is
+    cost: str  # what is paid for it
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A run some changes away from the one that does not fit."""
+
+    run: Run
+    changes: tuple[Change, ...] = ()
+
+    @property
+    def overrides(self) -> tuple[str, ...]:
+        """All changes together as typed on the command line; the last one of a key counts."""
+        values = {key: value for change in self.changes for key, value in change.values.items()}
+        return tuple(f"{key}={typed(value)}" for key, value in values.items())
+
+    def neighbours(self, moves: Sequence[Move]) -> Iterator[Candidate]:
+        """Every legal run one change further."""
+        for change in (change for move in moves for change in move(self.run)):
+            with suppress(ConfigError):  # an illegal one is no neighbour
+                yield Candidate(
+                    check(with_values(self.run, change.values)), (*self.changes, change)
+                )
+
+
+def suggest(plan: Plan) -> tuple[Suggestion, ...]:
+    """Changes that make a run fit, cheapest first; none for a run that fits.
+
+    More GPUs are asked for only where nothing else helps. Empty if that does not help either.
+    """
+    if plan.fits:
+        return ()
+    trials = Trials(plan.gpu_memory)
+    found = _search(plan.run, KEEP_GPUS, trials) or _search(
+        plan.run, (*KEEP_GPUS, *MORE_GPUS), trials
+    )
+    before = step_seconds(plan.run)
+    by_price = sorted(
+        found, key=lambda candidate: (step_seconds(candidate.run), len(candidate.changes))
+    )
+    return tuple(_suggestions(by_price, before, trials))
+
+
+def _suggestions(
+    candidates: Sequence[Candidate], before: float, trials: Trials
+) -> Iterator[Suggestion]:
+    """The first few that fit when planned in full, without those that only add to one that is
+    quicker.
+    """
+    given: list[set[str]] = []
+    for candidate in candidates:
+        overrides = set(candidate.overrides)
+        if len(given) == ENOUGH or any(fewer <= overrides for fewer in given):
+            continue
+        if given and trials.work > 2 * MOST_WORK:
+            return
+        memory = trials.memory(candidate.run, whole=True)
+        if memory <= trials.limit:
+            given.append(overrides)
+            cost = "; ".join(dict.fromkeys(change.cost for change in candidate.changes))
+            yield Suggestion(
+                candidate.overrides, memory, step_seconds(candidate.run) / before, cost=cost
+            )
+
+
+def step_seconds(run: Run) -> float:
+    """Estimated time of a step: its busiest pipeline rank's compute, the pipeline's ramp, and
+    traffic that compute waits for.
+
+    With t the time of one microbatch on that rank: M·t + (pp − 1)·t / vpp.
+    """
+    plan = Plan(run)
+    pp = plan.layout.pp
+    vpp = plan.stages.vpp
+    pipeline = plan.stages.pipeline
+    per_rank = [
+        [plan.stage_seconds[pipeline.stage(rank, chunk)] for chunk in range(vpp)]
+        for rank in range(pp)
+    ]
+    busiest = max(sum(stage.total for stage in stages) for stages in per_rank)
+    exposed = sum(traffic.seconds for traffic in plan.traffic if traffic.exposed)
+    return (run.num_microbatches + (pp - 1) / plan.stages.vpp) * busiest + exposed
+
+
+@dataclass
+class Trials:
+    """Memory of many runs, whose lists of actions are often the same."""
+
+    limit: int  # memory of one GPU, bytes
+    work: int = 0  # actions that have been walked along so far
+    lists: dict[tuple[object, ...], list[list[Action]]] = field(default_factory=dict)
+
+    def memory(self, run: Run, whole: bool = False) -> int:
+        """Bytes of the busiest rank: of the whole step, or with no more microbatches than it
+        takes to fill the pipeline.
+        """
+        stages = select_stages(run)
+        name = select_schedule(run, stages).value
+        count = run.num_microbatches
+        if not whole and name != "gpipe" and run.schedule.group_size is None:
+            count = min(count, SATURATED * stages.pp + count % stages.pp)
+        key = name, stages.pp, count, stages.vpp, run.schedule.group_size, run.schedule.overlap_p2p
+        if key not in self.lists:
+            schedule = build_schedule(
+                name, stages.pp, count, num_chunks=stages.vpp, group_size=run.schedule.group_size
+            )
+            self.lists[key] = lower_all(
+                schedule, run.schedule.overlap_p2p, v_shape=stages.pipeline.v_shape
+            )
+            self.work += LOWERING * _length(self.lists[key])
+        actions = self.lists[key]
+        self.work += _length(actions)
+        ranks = plan_memory(
+            run,
+            select_layout(run),
+            stages,
+            actions=actions,
+            graphs=select_graphs(run, stages, actions),
+        )
+        return max(rank.total for rank in ranks)
+
+
+def _length(lists: Sequence[Sequence[Action]]) -> int:
+    return sum(map(len, lists))
+
+
+def _search(run: Run, moves: Sequence[Move], trials: Trials) -> list[Candidate]:
+    """Candidates that fit, from the first round that has some and the one after it."""
+    frontier = [Candidate(run)]
+    found = list[Candidate]()
+    seen = {run}
+    for _ in range(ROUNDS):
+        last = bool(found)
+        nearest: list[tuple[int, Candidate]] = []
+        for candidate in (new for old in frontier for new in old.neighbours(moves)):
+            if candidate.run in seen:
+                continue
+            if trials.work > MOST_WORK:
+                return found
+            seen.add(candidate.run)
+            memory = trials.memory(candidate.run)
+            if memory <= trials.limit:
+                found.append(candidate)
+            else:
+                nearest.append((memory, candidate))
+        frontier = [candidate for _, candidate in sorted(nearest, key=lambda pair: pair[0])[:BEAM]]
+        if last or not frontier:
+            break
+    return found
+
+
+def typed(value: Value) -> str:
+    """A value as the command line takes it."""
+    match value:
+        case Enum():
+            return str(value.value)
+        case tuple():
+            return f"[{','.join(map(typed, value))}]"
+        case bool() | None:
+            return {True: "true", False: "false", None: "null"}[value]
+        case _:
+            return str(value)

@@ -1,0 +1,176 @@
+"""What is typed behind `train.py`: Hydra's flags, which also say where options are looked for,
+and overrides.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import re
+from argparse import ArgumentError, ArgumentParser, Namespace
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from hydra import version
+from hydra._internal.hydra import Hydra
+from hydra._internal.utils import create_config_search_path, get_args_parser
+from hydra.core.config_search_path import SearchPathQuery
+from hydra.core.global_hydra import GlobalHydra
+from omegaconf import DictConfig
+
+from app.cli.processes.home import BASE, CONF
+from app.errors import ConfigError, nearest
+from app.version import Version
+
+CONFIG_NAME = "train"
+SWEEPS = frozenset({"-m", "--multirun"})
+# What says how jobs are started is for the program that starts them.
+OF_SWEEPS = (
+    "hydra.mode=",
+    "hydra.sweep.",
+    "hydra.sweeper",
+    "hydra/sweeper",
+    "hydra.launcher",
+    "hydra/launcher",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Typed:
+    """Overrides, and where the configuration that they change is found."""
+
+    overrides: tuple[str, ...] = ()
+    config_dir: str | None = None  # more folders of options, beside conf/
+    config_path: str | None = None  # in the place of conf/
+    config_name: str | None = None  # in the place of conf/train.yaml
+
+    @classmethod
+    def parse(cls, arguments: Sequence[str]) -> Typed:
+        """Read the arguments as `hydra.main` does. Raises ConfigError for flags that it does not
+        know.
+        """
+        parser = get_args_parser()
+        parser.exit_on_error = False
+        for action in parser._actions:
+            asked = any(word.startswith("--v") for word in arguments)  # git takes some milliseconds
+            if asked and "--version" in action.option_strings:
+                action.version = f"graphfold {Version.of().short}"  # type: ignore[attr-defined]
+        args, unknown = _parsed(parser, arguments)
+        if unknown:
+            known = [name for action in parser._actions for name in action.option_strings]
+            rule = "there is no such option; python train.py --help"
+            raise ConfigError("option", unknown[0], rule, guess=nearest(unknown[0], known))
+        return cls(tuple(args.overrides), args.config_dir, args.config_path, args.config_name)
+
+    @classmethod
+    def of_config(cls, hydra: DictConfig) -> Typed:
+        """What a composed configuration says about itself in its part `hydra`.
+
+        Overrides are those of Hydra that jobs of a sweep need as well.
+        """
+        found = {source.provider: str(source.path) for source in hydra.runtime.config_sources}
+        main = found.get("main", "")
+        name = str(hydra.job.config_name)
+        return cls(
+            tuple(each for each in hydra.overrides.hydra if not each.startswith(OF_SWEEPS)),
+            found.get("command-line"),
+            main if main and Path(main) != CONF else None,
+            name if name != CONFIG_NAME else None,
+        )
+
+    @property
+    def folder(self) -> Path:
+        """Where the first YAML file lies; a relative path begins at train.py, installed at the
+        current folder.
+        """
+        return CONF if self.config_path is None else BASE / self.config_path
+
+    @property
+    def words(self) -> list[str]:
+        """Flags and overrides as typed."""
+        return [*self._flags(), *self.overrides]
+
+    def _flags(self) -> Iterator[str]:
+        for field in ("config_dir", "config_path", "config_name"):
+            if value := getattr(self, field):
+                yield from (f"--{field.replace('_', '-')}", value)
+
+    def with_overrides(self, overrides: Sequence[str]) -> Typed:
+        """The same with other overrides, each in the place of those of the same key."""
+        new = {key_of(override) for override in overrides}
+        kept = (override for override in self.overrides if key_of(override) not in new)
+        return dataclasses.replace(self, overrides=(*kept, *overrides))
+
+    @contextmanager
+    def looked_up(self) -> Iterator[None]:
+        """Let `hydra.compose` look where these flags say. Raises ConfigError for a folder that
+        is not there.
+        """
+        for flag, folder in (
+            ("--config-dir", self.config_dir),
+            ("--config-path", self.config_path and self.folder),
+        ):
+            if folder is not None and not Path(folder).is_dir():
+                raise ConfigError(flag, folder, "no such folder")
+        path = create_config_search_path(str(self.folder.absolute()))
+        if self.config_dir is not None:
+            own = f"file://{Path(self.config_dir).absolute()}"
+            path.prepend("command-line", own, anchor=SearchPathQuery(provider="schema"))
+        version.setbase("1.3")
+        state = GlobalHydra.instance()
+        running = state.hydra  # that of hydra.main
+        state.hydra = None  # where it runs
+        try:
+            Hydra.create_main_hydra2(task_name=CONFIG_NAME, config_search_path=path)
+            yield
+        finally:
+            state.hydra = running
+
+
+def _parsed(parser: ArgumentParser, arguments: Sequence[str]) -> tuple[Namespace, list[str]]:
+    try:
+        # Between flags, so that what stands behind an unknown one is not taken for its value.
+        return parser.parse_known_intermixed_args(list(arguments))
+    except ArgumentError as error:
+        name = error.argument_name or ""
+        raise ConfigError("option", name.partition("/")[0], error.message) from error
+
+
+def flags_first(arguments: Sequence[str], typed: Typed) -> list[str]:
+    """The arguments as hydra.main wants them: overrides behind flags, and no path relative to
+    where it is called.
+    """
+    flags = list(arguments)
+    for override in reversed(typed.overrides):
+        del flags[len(flags) - 1 - flags[::-1].index(override)]
+    found = ["--config-path", str(typed.folder.absolute())] if typed.config_path is not None else []
+    return [*flags, *found, *typed.overrides]
+
+
+def with_sweep_folder(arguments: Sequence[str]) -> list[str]:
+    """The arguments with a folder for the sweep of a sweeper that is not ours, which would take
+    conf/'s by the letter.
+
+    Like ours, it depends on what is typed, but not on its order.
+    """
+    sweepers = [each.partition("=")[2] for each in arguments if each.startswith("hydra/sweeper=")]
+    given = any(each.startswith("hydra.sweep.dir=") for each in arguments)
+    if not SWEEPS & set(arguments) or given or not sweepers or sweepers[-1] == "grid":
+        return list(arguments)
+    digest = hashlib.sha256("\n".join(sorted(arguments)).encode()).hexdigest()[:8]
+    return [*arguments, f"hydra.sweep.dir=sweeps/{sweepers[-1]}-{digest}"]
+
+
+def quoted(value: object) -> str:
+    """A value of an override that may hold commas, spaces and quotes; backslashes count in front
+    of a quote only.
+    """
+    escaped = re.sub(r"(\\+)('|$)", r"\1\1\2", str(value)).replace("'", "\\'")
+    return f"'{escaped}'"
+
+
+def key_of(override: str) -> str:
+    """What an override changes: "model" of +model=small."""
+    return override.lstrip("+~").partition("=")[0].partition("@")[0]

@@ -1,0 +1,56 @@
+"""Options that an experiment overlays: `+experiment=` is merged last, so what it has counts,
+whatever group was chosen.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+from hydra import compose
+from omegaconf import DictConfig, OmegaConf
+
+from app.cli.options.arguments import CONFIG_NAME, Typed, key_of
+from app.cli.run_report.facts import flat
+from app.errors import typed as as_typed
+
+SHOWN = 3  # keys of one group
+
+
+def overlaid(typed: Typed) -> list[str]:
+    """A line for each option typed of which the experiment typed beside it has changed keys."""
+    experiments = [each for each in typed.overrides if key_of(each) == "experiment"]
+    chosen = [each for each in typed.overrides if _is_choice(each)]
+    if not experiments or not chosen:
+        return []
+    others = tuple(each for each in typed.overrides if each not in experiments)
+    with typed.looked_up():
+        name = typed.config_name or CONFIG_NAME
+        whole = compose(name, list(typed.overrides))
+        alone = compose(name, list(dataclasses.replace(typed, overrides=others).overrides))
+    lines = []
+    for choice in chosen:
+        changed = list(_changed(alone, whole, key_of(choice)))
+        if changed:
+            more = " …" if len(changed) > SHOWN else ""
+            shown = " ".join(changed[:SHOWN])
+            lines.append(f"{choice}: {' '.join(experiments)} sets {shown}{more}, which count")
+    return lines
+
+
+def _is_choice(override: str) -> bool:
+    """Whether this chooses an option of a group that is a section of the configuration."""
+    key, _, value = override.partition("=")
+    return bool(value) and key.isidentifier() and key not in ("experiment", "run_dir", "resume")
+
+
+def _changed(alone: DictConfig, whole: DictConfig, section: str) -> Iterator[str]:
+    before, after = (
+        OmegaConf.to_container(config, resolve=False)[section] for config in (alone, whole)
+    )
+    if not isinstance(before, dict) or not isinstance(after, dict):
+        return
+    was = dict(flat(before, f"{section}."))
+    for key, value in flat(after, f"{section}."):
+        if key not in was or was[key] != value:
+            yield f"{key}={as_typed(value)}"

@@ -1,0 +1,1 @@
+"""A plan as tables and pictures."""

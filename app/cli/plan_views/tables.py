@@ -1,0 +1,346 @@
+"""A plan as tables for people, 100 columns wide unless a terminal has another width."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from typing import TextIO
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from app.advice.suggest import Suggestion
+from app.choices import GraphImpl
+from app.plan.actions import Compute
+from app.plan.cost.traffic import GroupTraffic
+from app.plan.export import (
+    SECTIONS,
+    Estimate,
+    StageRow,
+    assumed_peak,
+    parameters_per_rank,
+    rank_groups,
+    stage_rows,
+)
+from app.plan.formatting import (
+    amount,
+    compact,
+    count_of,
+    cut,
+    figures,
+    gib,
+    ranges,
+    short_list,
+    signed_percent,
+)
+from app.plan.memory.rank_memory import RankMemory
+from app.plan.plan import Plan
+from app.plan.summary import summary_lines
+
+WIDTH = 100  # columns where the output is no terminal
+MOST_ROWS = 16  # of a table; where there are more, the first and the last half of them
+MOST_COLUMNS = 4  # pipeline ranks side by side
+BESIDE = 32  # columns of the schedule's table before its actions
+LARGEST = 3  # parts of the memory that the verdict names
+
+
+def print_plan(
+    plan: Plan, what: str, suggestions: Sequence[Suggestion], stream: TextIO | None = None
+) -> None:
+    """Print the sections asked for (see `app.plan.export`); the verdict stands last, under the
+    memory.
+    """
+    stream = stream or sys.stdout
+    console = Console(
+        file=stream,
+        width=None if stream.isatty() else WIDTH,
+        highlight=False,
+        markup=False,
+        emoji=False,
+    )
+    _print_summary(plan, console)
+    for name in SECTIONS if what == "all" else (what,):
+        console.print()
+        PRINTERS[name](plan, console)
+    if what == "groups":
+        _print_ranks(plan, console)
+    if what in ("all", "memory"):
+        _print_verdict(plan, suggestions, console)
+
+
+def _heading(console: Console, name: str, remark: str = "") -> None:
+    console.print(Text.assemble((name, "bold"), (f": {remark}" if remark else "")))
+
+
+def _table(*columns: str) -> Table:
+    """Columns by name; one that starts with > is aligned to the right, so that digits stand
+    under each other.
+    """
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False, header_style="dim")
+    for name in columns:
+        right = name.startswith(">")
+        table.add_column(
+            name.removeprefix(">"), justify="right" if right else "left", no_wrap=right
+        )
+    return table
+
+
+def _fill(table: Table, rows: Sequence[Sequence[str]]) -> None:
+    """All rows, or the first and last of very many."""
+    half = MOST_ROWS // 2
+    shown = (
+        rows
+        if len(rows) <= MOST_ROWS
+        else [*rows[:half], ["…"] * len(table.columns), *rows[-half:]]
+    )
+    for row in shown:
+        table.add_row(*row)
+
+
+def _print_pairs(console: Console, pairs: Iterable[tuple[str, str]]) -> None:
+    grid = Table.grid(padding=(0, 2))
+    for pair in pairs:
+        grid.add_row(*pair)
+    console.print(grid)
+
+
+def _print_summary(plan: Plan, console: Console) -> None:
+    parallel = plan.run.parallel
+    held = parameters_per_rank(plan)
+    nodes = -(-plan.run.world_size // parallel.gpus_per_node)
+    each = " to ".join(dict.fromkeys((amount(min(held)), amount(max(held)))))
+    where = f"{nodes:,} of {parallel.gpus_per_node} GPUs, ranks in order {plan.layout.order}"
+    _print_pairs(console, [*summary_lines(plan), ("nodes", where), ("rank", f"{each} parameters")])
+
+
+def _print_groups(plan: Plan, console: Console) -> None:
+    _heading(console, "Groups", "what one rank sends in a step, and about how long that takes")
+    if not plan.traffic:
+        console.print("none: no group has more than one rank")
+        return
+    table = _table(
+        "kind",
+        ">groups",
+        ">ranks",
+        ">nodes",
+        ">inside GB",
+        ">across GB",
+        ">ms",
+        "compute",
+        "what moves",
+    )
+    for kind in plan.traffic:
+        across = figures(kind.bytes_across / 1e9) if kind.nodes > 1 else "—"
+        numbers = (
+            f"{kind.groups:,}",
+            f"{kind.ranks:,}",
+            f"{kind.nodes:,}",
+            figures(kind.bytes_inside / 1e9),
+            across,
+        )
+        waits = "waits" if kind.exposed else "goes on"
+        table.add_row(kind.name, *numbers, figures(kind.seconds * 1e3), waits, kind.collectives)
+    console.print(table)
+    for advice in plan.advice:
+        best = (
+            f"{advice.best_nodes if advice.best_nodes > 1 else 'one'} with "
+            f"parallel.order={advice.order}"
+        )
+        saved = f"{figures(advice.seconds * 1e3)} ms less per step"
+        console.print(
+            f"warning: {advice.axis} groups span {advice.nodes} nodes, but {best}: {saved}",
+            style="yellow",
+        )
+
+
+def _print_ranks(plan: Plan, console: Console) -> None:
+    console.print()
+    _heading(console, "Ranks")
+    width = console.width - 2 - max((len(kind.name) for kind in plan.traffic), default=0)
+    _print_pairs(console, [(kind.name, _ranks_line(plan, kind, width)) for kind in plan.traffic])
+
+
+def _ranks_line(plan: Plan, kind: GroupTraffic, width: int) -> str:
+    """As many groups as have room: "[0, 4] [1, 5] … 8 groups"."""
+    groups = rank_groups(plan.layout, kind.name)
+    return cut(map(short_list, groups), width, f"… {len(groups):,} groups")
+
+
+def _print_stages(plan: Plan, console: Console) -> None:
+    alike = plan.layout.world_size // plan.layout.pp
+    _heading(
+        console, "Stages", f"each pipeline rank stands for {alike:,} alike" if alike > 1 else ""
+    )
+    table = _table(
+        ">pp rank",
+        ">stage",
+        ">layers",
+        "which",
+        "besides",
+        ">parameters",
+        ">forward ms",
+        ">backward ms",
+    )
+    _fill(table, [_stage_cells(row) for row in stage_rows(plan)])
+    console.print(table)
+    console.print("Times are estimates, of one microbatch.", style="dim")
+
+
+def _stage_cells(row: StageRow) -> tuple[str, ...]:
+    besides = ", ".join(
+        name for name, has in (("embedding", row.embedding), ("head", row.head)) if has
+    )
+    experts = (
+        f" (MoE {ranges(row.moe_layers)})"
+        if row.moe_layers and row.moe_layers != row.layers
+        else ""
+    )
+    numbers = str(row.pp_rank), str(row.stage), str(len(row.layers))
+    seconds = row.forward_seconds, row.backward_seconds
+    return (
+        *numbers,
+        ranges(row.layers) + experts,
+        besides,
+        amount(row.parameters),
+        *(figures(s * 1e3) for s in seconds),
+    )
+
+
+def _print_schedule(plan: Plan, console: Console) -> None:
+    estimate = Estimate.of(plan)
+    vpp = plan.stages.vpp
+    counts = count_of(plan.run.num_microbatches, "microbatch", "microbatches") + (
+        f", {vpp} stages per rank" if vpp > 1 else ""
+    )
+    _heading(
+        console,
+        "Schedule",
+        f"{plan.schedule_name.value}, {counts}, bubble {estimate.bubble_fraction:.1%}",
+    )
+    table = _table(">pp rank", ">in flight", ">idle", "compute, as microbatch.chunk")
+    _fill(
+        table,
+        [_schedule_cells(plan, rank, console.width - BESIDE) for rank in range(plan.stages.pp)],
+    )
+    console.print(table)
+    rate = f"{figures(estimate.tokens_per_second_per_gpu)} tokens/s per GPU, MFU {estimate.mfu:.1%}"
+    console.print(f"Estimate: {figures(estimate.seconds * 1e3)} ms per step, {rate},")
+    peak = f"{estimate.efficiency:.0%} of {estimate.peak_tflops:,.0f} TFLOP/s"
+    console.print(
+        f"if matrix products reach {peak} (hardware.efficiency, hardware.peak_tflops).", style="dim"
+    )
+
+
+def _schedule_cells(plan: Plan, pp_rank: int, width: int) -> tuple[str, ...]:
+    timeline = plan.timeline
+    busy = sum(
+        event.end - event.start
+        for event in timeline.events[pp_rank]
+        if isinstance(event.action, Compute)
+    )
+    actions = cut(compact(plan.schedule[pp_rank]), width, "…")
+    return (
+        str(pp_rank),
+        str(timeline.peak_in_flight[pp_rank]),
+        f"{1 - busy / timeline.makespan:.1%}",
+        actions,
+    )
+
+
+def _print_graphs(plan: Plan, console: Console) -> None:
+    graph = plan.run.cuda_graph
+    match graph.impl:
+        case GraphImpl.none:
+            _heading(console, "CUDA graphs", "none captured")
+        case GraphImpl.full_iteration:
+            _heading(console, "CUDA graphs", "one per rank, forward and backward of a whole step")
+        case _:
+            parts = ", ".join(part.value for part in graph.scope) or "whole layers"
+            _heading(
+                console,
+                "CUDA graphs",
+                f"{parts}, by {graph.impl.value}, a set per {graph.key.value}",
+            )
+            table = _table(">pp rank", ">graphs", ">slots", ">static inputs")
+            found = [(r, g) for r, g in enumerate(plan.graphs) if g]
+            _fill(
+                table,
+                [
+                    (str(r), f"{g.num_graphs:,}", str(g.num_slots), f"{g.num_static_inputs:,}")
+                    for r, g in found
+                ],
+            )
+            console.print(table)
+
+
+def _print_memory(plan: Plan, console: Console) -> None:
+    _heading(console, "Memory", "GiB at the peak, by pipeline rank")
+    shown = _columns(plan)
+    names = list(dict.fromkeys(part.name for rank in plan.memory for part in rank.parts))
+    fullest = f", on rank {plan.busiest.pp_rank}" if len(shown) > 1 else ""
+    table = _table("part", *(f">rank {rank.pp_rank}" for rank in shown), f"how{fullest}")
+    notes = {part.name: part.note for part in plan.busiest.parts}
+    for name in names:
+        table.add_row(name, *(_held(rank, name) for rank in shown), notes.get(name, ""))
+    table.add_row("total", *(gib(rank.total) for rank in shown), style="bold")
+    console.print(table)
+    console.print()
+
+
+def _columns(plan: Plan) -> list[RankMemory]:
+    """All pipeline ranks, or of many the first, the fullest and the last."""
+    if len(plan.memory) <= MOST_COLUMNS:
+        return list(plan.memory)
+    return [plan.memory[rank] for rank in sorted({0, plan.busiest.pp_rank, len(plan.memory) - 1})]
+
+
+def _held(rank: RankMemory, name: str) -> str:
+    return next((gib(part.bytes) for part in rank.parts if part.name == name), "—")
+
+
+def _print_verdict(plan: Plan, suggestions: Sequence[Suggestion], console: Console) -> None:
+    busiest = plan.busiest
+    spare = plan.gpu_memory - plan.busiest.total
+    word, style = ("Fits", "bold green") if plan.fits else ("Does not fit", "bold red")
+    rest = f"{gib(abs(spare))} GiB {'to spare' if plan.fits else 'too much'}"
+    where = f" on pipeline rank {busiest.pp_rank}" if len(plan.memory) > 1 else ""
+    console.print(
+        Text.assemble(
+            (word, style), f": {gib(busiest.total)} of {gib(plan.gpu_memory)} GiB{where}, {rest}."
+        )
+    )
+    largest = sorted(busiest.parts, key=lambda part: -part.bytes)[:LARGEST]
+    console.print(f"Largest: {', '.join(f'{part.name} {gib(part.bytes)}' for part in largest)}.")
+    hardware = plan.run.hardware
+    stated = None not in (hardware.gpu_memory_gib, hardware.peak_tflops)
+    speed = f"{assumed_peak(plan.run):,.0f} TFLOP/s at {hardware.efficiency:.0%} efficiency"
+    source = "" if stated else " (an H100's, where hardware says nothing)"
+    console.print(f"GPU: {gib(plan.gpu_memory)} GiB, {speed}{source}.", style="dim")
+    if not plan.fits:
+        _print_suggestions(suggestions, console)
+
+
+def _print_suggestions(suggestions: Sequence[Suggestion], console: Console) -> None:
+    console.print()
+    if not suggestions:
+        console.print("Nothing was found that makes it fit, not even more GPUs.")
+        return
+    _heading(console, "What makes it fit", "each planned again, quickest first")
+    table = _table(">GiB", ">step", "overrides, and what is paid for them")
+    for suggestion in suggestions:
+        text = Text.assemble(
+            (" ".join(suggestion.overrides), "bold"), f"\n{suggestion.cost}", overflow="fold"
+        )
+        table.add_row(gib(suggestion.memory), signed_percent(suggestion.slowdown - 1), text)
+    console.print(table)
+
+
+PRINTERS: dict[str, Callable[[Plan, Console], None]] = {
+    "groups": _print_groups,
+    "stages": _print_stages,
+    "schedule": _print_schedule,
+    "graphs": _print_graphs,
+    "memory": _print_memory,
+}

@@ -1,0 +1,275 @@
+"""Carrying out a run: on this rank, or by starting the ranks of this host when nobody did."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import signal
+import subprocess
+import sys
+import traceback
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from types import FrameType
+
+from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
+from omegaconf import DictConfig
+
+from app.choices import Device
+from app.cli.options.arguments import SWEEPS, Typed, flags_first, with_sweep_folder
+from app.cli.options.completion import complete_values_as_typed
+from app.cli.options.compose import load_typed
+from app.cli.options.messages import RESUMABLE, readable_errors, trial_of
+from app.cli.options.overlaid import overlaid
+from app.cli.options.trial import Trial
+from app.cli.processes.home import child_paths
+from app.cli.processes.launcher import Launch, waiting_threads
+from app.cli.processes.parent import bound
+from app.cli.run_report.facts import run_facts
+from app.cli.sweeps.record import left_to_sweep
+from app.config import Run
+from app.engine.run.signals import STOP_SIGNALS, STOPPED, hand_on
+from app.errors import ConfigError, FirstOf, warn
+from app.plan.formatting import gib
+from app.plan.plan import Plan
+from app.rules import check_runnable
+
+GPU_DEVICES = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")  # where none is, torch need not be asked
+
+
+CPU_RANKS_PER_CORE = 4  # more gloo processes than that only wait for each other
+
+
+TORCHRUN = "leave it away, which is hydra/launcher=torchrun"  # advice
+
+
+SUBMITIT_REQUEUES = -1  # exit code with which it leaves once SLURM has the job back in its queue
+
+
+def check_room(run: Run, gpus: int) -> None:
+    """Raise ConfigError when this host is too small for the ranks, which may use so many GPUs
+    (0: CPU).
+    """
+    most = gpus or CPU_RANKS_PER_CORE * (os.cpu_count() or 1)
+    if run.world_size > most:
+        what = "GPUs" if gpus else "processes on its cores"
+        world = run.world_size
+        ranks = "" if world == run.parallel.dp else f" and these are {world} ranks;"
+        rule = f"this host has room for {most} {what};{ranks} torchrun joins several hosts"
+        degrees = {axis: getattr(run.parallel, axis) or 1 for axis in ("dp", "tp", "cp", "pp")}
+        axis = max(degrees, key=lambda axis: degrees[axis])
+        raise ConfigError(
+            f"parallel.{axis}",
+            degrees[axis],
+            rule,
+            nearest=_fewer(degrees[axis], run.world_size, most),
+        )
+
+
+def check_packages(run: Run) -> None:
+    """Raise ConfigError when a package is missing that comes with an extra only."""
+    if run.log.tensorboard and find_spec("tensorboard") is None:
+        rule = "the package tensorboard is not installed"
+        raise ConfigError("log.tensorboard", True, rule, advice="pip install tensorboard")
+
+
+def check_host_memory(plan: Plan) -> None:
+    """Raise ConfigError when a rank on the CPU keeps more between steps than this host has
+    memory.
+    """
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if plan.busiest.kept > memory:
+        rule = f"a rank keeps {gib(plan.busiest.kept)} GiB, and this host has {gib(memory)} GiB"
+        advice = "python -m app.cli.plan what=memory says what to change"
+        raise ConfigError("train.device", "cpu", rule, advice=advice)
+
+
+def _fewer(degree: int, world_size: int, most: int) -> FirstOf:
+    """Degrees that leave at most `most` ranks: as many as possible, then powers of two."""
+    largest = most * degree // world_size
+    halves = (2**power for power in reversed(range(largest.bit_length())))
+    return FirstOf(dict.fromkeys((largest, *halves)) if largest else ())
+
+
+def mistakes_told(launch: Launch, arguments: Sequence[str]) -> AbstractContextManager[None]:
+    """Within it rank 0 tells mistakes in one line, with advice that was tried."""
+    trial = partial(trial_start, arguments, launch)
+    return readable_errors("train.py", launch.rank == 0, RESUMABLE, trial=trial)
+
+
+def trial_start(arguments: Sequence[str], launch: Launch) -> Trial:
+    """The trial of the run that is asked for, as far as it came: with its data once they were
+    read.
+    """
+    typed = typed_of(arguments)
+    has_data = "app.engine.run.start" in sys.modules
+
+    def load(overrides: Sequence[str]) -> None:
+        run = check_runnable(load_typed(typed.with_overrides(overrides), launch.world_size))
+        gpus = _gpus_here(run)
+        if launch.world_size is None and run.world_size > 1:
+            check_room(run, gpus)
+        if not gpus:
+            check_host_memory(Plan(run))
+        if has_data:
+            from app.engine.run.start import check_data, usable_gpus
+
+            usable_gpus(run)
+            check_data(run)
+
+    return trial_of(load)
+
+
+def _gpus_here(run: Run) -> int:
+    """GPUs that the run may use; torch, slow to load, is asked only where there may be some."""
+    if run.train.device is Device.cpu or not any(Path(device).exists() for device in GPU_DEVICES):
+        return 0
+    from app.engine.run.start import usable_gpus
+
+    return usable_gpus(run)
+
+
+def carry_out(run: Run, launch: Launch, script: str, env: MutableMapping[str, str]) -> int:
+    """Train on this rank, or start the ranks that the layout asks for; returns the exit code.
+    Raises ConfigError.
+    """
+    for name, value in {**launch.network(), **waiting_threads(env)}.items():
+        env.setdefault(name, value)
+    if launch.rank == 0:
+        check_packages(run)
+    # torch is loaded here, after the first mistakes have been reported.
+    from app.engine.run.attempt import Attempt
+    from app.engine.run.start import preflight, usable_gpus
+    from app.engine.train import train
+
+    attempt = Attempt(launch.requeues, launch.master, store_stays=launch.agent_store)
+    plan = Plan(run)
+    gpus = usable_gpus(run)
+    if not gpus:
+        check_host_memory(plan)
+    if launch.world_size is not None or run.world_size == 1:
+        return train(plan, launch.rank, launch.local_rank, attempt=attempt)
+    check_room(run, gpus)
+    preflight(run, attempt.earlier(run))
+    return start_ranks(run.world_size, script, given_overrides(sys.argv[1:]), env=env)
+
+
+def start_ranks(
+    world_size: int, script: str, overrides: Sequence[str], env: Mapping[str, str]
+) -> int:
+    """Run `script` as `world_size` ranks of this host under torchrun and return the exit code of
+    the first rank to fail.
+
+    Being told to end, this process passes it on and waits, so that no rank is left behind; killed,
+    it takes them along.
+    """
+    threads = str(max(1, (os.cpu_count() or 1) // world_size))
+    torchrun = [sys.executable, "-m", "app.cli.torchrun", "--standalone"]
+    command = [*torchrun, f"--nproc-per-node={world_size}", script, *overrides]
+    settings = {"OMP_NUM_THREADS": threads, **env, **child_paths(env)}
+    process = subprocess.Popen(bound(command), env=settings)
+    told: list[int] = []
+
+    def pass_on(number: int, frame: FrameType | None) -> None:
+        told.append(number)
+        process.send_signal(number)
+
+    before = {number: signal.signal(number, pass_on) for number in STOP_SIGNALS}
+    code = process.wait()
+    if code == STOPPED and told:
+        hand_on(told[0], before[told[0]])
+    return code if code >= 0 else 128 - code
+
+
+def given_overrides(arguments: Sequence[str]) -> list[str]:
+    """The overrides of this run: the program's arguments, or those of this job of a sweep."""
+    return typed_of(arguments).words if _in_sweep() else list(arguments)
+
+
+def typed_of(arguments: Sequence[str]) -> Typed:
+    """What describes this run: arguments, or what Hydra has composed this job of a sweep from."""
+    if not _in_sweep():
+        return Typed.parse(arguments)
+    config = HydraConfig.instance().cfg
+    assert config is not None
+    typed = Typed.of_config(config.hydra)
+    return dataclasses.replace(typed, overrides=(*typed.overrides, *config.hydra.overrides.task))
+
+
+def _in_sweep() -> bool:
+    return HydraConfig.initialized() and HydraConfig.get().mode is RunMode.MULTIRUN
+
+
+@contextmanager
+def settled(launch: Launch) -> Iterator[None]:
+    """Let a job that submitit calls end even where it fails, having said so in its log.
+
+    An exception would travel to the process that submitted the sweep, which would then no longer
+    wait for the other jobs.
+    """
+    try:
+        yield
+    except SystemExit as ended:
+        if not launch.submitted or ended.code == SUBMITIT_REQUEUES:
+            raise
+    except Exception:
+        if not launch.submitted:
+            raise
+        traceback.print_exc()
+
+
+def prepare(arguments: Sequence[str], launch: Launch) -> list[str]:
+    """What hydra.main is to read: the arguments, once they are no mistake; says what an experiment
+    overlays.
+
+    Raises ConfigError for unknown flags, and sweeps that this process must not run.
+    """
+    if {"-sc", "--shell-completion"} & set(arguments):
+        complete_values_as_typed()
+        return list(arguments)
+    typed = Typed.parse(arguments)
+    if SWEEPS & set(arguments):
+        _refuse_sweep(arguments, launch)
+    elif launch.rank == 0 and (launch.world_size is None or not launch.launched):
+        for line in overlaid(typed):
+            warn(line)
+    return with_sweep_folder(flags_first(arguments, typed))
+
+
+def ended(run: Run, code: int) -> float | None:
+    """The lowest validation loss of a run in a folder of its own, for sweepers that search for it.
+
+    Raises SystemExit for any other exit code than 0.
+    """
+    if code:
+        sys.exit(code)
+    return run_facts(Path(run.run_dir)).best_loss if run.run_dir else None
+
+
+def placed(config: DictConfig) -> DictConfig:
+    """Give a job of another sweeper, which names no folder, one in the folder of its sweep."""
+    if _in_sweep() and config.run_dir is None:
+        hydra = HydraConfig.get()
+        folder = Path(hydra.sweep.dir)
+        config.run_dir = str(folder / str(hydra.job.num))
+        for name, value in left_to_sweep(config.log, folder.resolve().name).items():
+            config.log[name] = value
+    return config
+
+
+def _refuse_sweep(arguments: Sequence[str], launch: Launch) -> None:
+    """Raise ConfigError for jobs in this one process, and where several ranks would each start
+    every job.
+    """
+    if "hydra/launcher=basic" in arguments:
+        rule = "would train all jobs in this one process"
+        raise ConfigError("hydra/launcher", "basic", rule, advice=TORCHRUN)
+    if launch.world_size is not None:
+        rule = f"one of {launch.world_size} ranks, but a sweep starts the ranks of each job"
+        raise ConfigError(
+            "--multirun", f"rank {launch.rank}", rule, advice="start it as python train.py -m …"
+        )

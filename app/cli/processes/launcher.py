@@ -1,0 +1,166 @@
+"""What has launched this process, as torchrun, srun or nobody has said in its environment."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from app.cli.processes.parent import end_with_parent
+from app.cli.processes.slurm_step import end_with_daemon
+from app.engine.run.address import LOOPBACK, loopback_address
+from app.errors import ConfigError
+
+SPINS = "10000"  # rounds that a waiting OpenMP thread spins: under a millisecond
+
+
+# where the tasks of SLURM jobs meet, below the ports that systems hand out
+FIRST_PORT, PORTS = 20_000, 10_000
+
+
+MOST_PORT = 65_535
+
+
+def ask_slurm(*command: str) -> str:
+    """What a SLURM command prints."""
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """Place of this process among those that torchrun or SLURM started."""
+
+    rank: int  # global rank
+    local_rank: int  # rank on this host
+    world_size: int | None  # processes in all; None: started by hand, alone
+    master: tuple[str, int] | None = None  # host and port at which the processes meet
+    requeues: int = 0  # times that SLURM has started this job again
+    agent_store: bool = False  # at `master` is a key-value store that outlives restarts
+    one_host: bool = False  # the launcher has started all of them on this host
+    submitted: bool = False  # a function that submitit calls, not a program
+    launched: bool = False  # a program that torchrun, or srun as one of several tasks, has started
+
+    @classmethod
+    def from_environment(
+        cls, env: Mapping[str, str], ask: Callable[..., str] = ask_slurm
+    ) -> Launch:
+        """Read what torchrun has set, else what srun has set for one of several tasks; `ask` runs
+        scontrol.
+
+        Raises ConfigError for a variable that is missing, no number, or contradicts another.
+        """
+        job = {
+            "requeues": _number(env, "SLURM_RESTART_COUNT", 0),
+            "submitted": "SUBMITIT_EXECUTOR" in env,
+        }
+        if "RANK" in env and "WORLD_SIZE" in env:
+            place = *_, world_size = _place(env, "RANK", "LOCAL_RANK", ranks="WORLD_SIZE")
+            return cls(
+                *place,
+                master=_torchrun_master(env) if world_size > 1 or "MASTER_PORT" in env else None,
+                agent_store=env.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+                one_host=_on_one_host(env, world_size),
+                launched="TORCHELASTIC_RUN_ID" in env,
+                **job,
+            )
+        # A batch script has SLURM_NTASKS too; only srun's tasks have a step. One task alone may
+        # start ranks itself.
+        if "SLURM_STEP_ID" in env and _number(env, "SLURM_NTASKS") > 1:
+            place = _place(env, "SLURM_PROCID", "SLURM_LOCALID", ranks="SLURM_NTASKS")
+            one_host = env.get("SLURM_STEP_NUM_NODES") == "1"
+            master = _slurm_master(env, ask, one_host=one_host)
+            return cls(*place, master, one_host=one_host, launched=not job["submitted"], **job)
+        return cls(0, 0, None, one_host=True, **job)
+
+    def end_with_launcher(self, parent: int) -> None:
+        """Have this process end with its launcher, process `parent`, if it has one, and SLURM's
+        daemon.
+        """
+        if self.launched:
+            end_with_parent(parent)
+        end_with_daemon()
+
+    def network(self) -> dict[str, str]:
+        """Variables that keep gloo and NCCL from listening to other hosts, where all ranks are
+        on this one.
+        """
+        if not self.one_host:
+            return {}
+        loopback = "lo" if sys.platform.startswith("linux") else "lo0"
+        # NCCL takes a bare name for the beginning of one.
+        return {"GLOO_SOCKET_IFNAME": loopback, "NCCL_SOCKET_IFNAME": f"={loopback}"}
+
+
+def waiting_threads(env: Mapping[str, str]) -> dict[str, str]:
+    """How long OpenMP's threads spin when they wait for work, unless the user has chosen; read when
+    torch is loaded.
+
+    Longer than what lies between two operations, shorter than a scheduler's turn: with libgomp's
+    own 300,000 rounds they take the cores from other programs, and from each other. Measured by
+    bench/busy.py.
+    """
+    chosen = env.keys() & {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"}
+    return {} if chosen else {"GOMP_SPINCOUNT": SPINS}
+
+
+def _number(env: Mapping[str, str], name: str, default: int | None = None) -> int:
+    text = env.get(name, "" if default is None else str(default))
+    try:
+        return int(text)
+    except ValueError:
+        raise ConfigError(name, text, "must be a whole number; torchrun and srun set it") from None
+
+
+def _place(
+    env: Mapping[str, str], rank: str, local_rank: str, *, ranks: str
+) -> tuple[int, int, int]:
+    """Rank, local rank and number of ranks, from the variables of these names."""
+    world_size = _number(env, ranks)
+    for name in (rank, local_rank):
+        if not 0 <= (found := _number(env, name, 0)) < world_size:
+            rule = f"is none of the {world_size} ranks that {ranks} says there are, counted from 0"
+            raise ConfigError(name, found, rule)
+    return _number(env, rank), _number(env, local_rank, 0), world_size
+
+
+def _on_one_host(env: Mapping[str, str], world_size: int) -> bool:
+    """Whether all ranks are of this host, as their launcher or where they meet says."""
+    meet_here = loopback_address(env.get("MASTER_ADDR", "")) is not None
+    return meet_here or _number(env, "LOCAL_WORLD_SIZE", 0) == world_size
+
+
+def _torchrun_master(env: Mapping[str, str]) -> tuple[str, int]:
+    for name in ("MASTER_ADDR", "MASTER_PORT"):
+        if not env.get(name):
+            rule = "RANK and WORLD_SIZE are set, but not where the ranks meet"
+            raise ConfigError(name, "", rule, advice="start it by torchrun, which sets them all")
+    return env["MASTER_ADDR"], _port(env)
+
+
+def _port(env: Mapping[str, str], default: int | None = None) -> int:
+    port = _number(env, "MASTER_PORT", default)
+    if not 0 < port <= MOST_PORT:
+        raise ConfigError("MASTER_PORT", port, f"must be 1 to {MOST_PORT}")
+    return port
+
+
+def _slurm_master(
+    env: Mapping[str, str], ask: Callable[..., str], *, one_host: bool
+) -> tuple[str, int]:
+    """Host and port at which the tasks of a step meet: its first node, and a port of this job's
+    unless MASTER_PORT is set.
+    """
+    port = _port(env, FIRST_PORT + _number(env, "SLURM_JOB_ID") % PORTS)
+    if one_host:
+        return LOOPBACK, port
+    host = ask("scontrol", "show", "hostnames", env["SLURM_STEP_NODELIST"]).split()[0]
+    try:
+        socket.getaddrinfo(host, port)
+    except OSError:  # the name is known to SLURM only
+        fields = ask("scontrol", "show", "node", "--oneliner", host).split()
+        host = next(
+            field.removeprefix("NodeAddr=") for field in fields if field.startswith("NodeAddr=")
+        )
+    return host, port

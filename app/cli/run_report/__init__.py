@@ -1,0 +1,1 @@
+"""A report of runs: the facts of each, and one page."""

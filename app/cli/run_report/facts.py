@@ -1,0 +1,124 @@
+"""What the files of a run tell about it, whoever started it."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from app.engine.checkpoint.folder import newest_checkpoint
+from app.engine.run.run_folder import CONFIG, PLAN, read_metrics
+from app.plan.plan import GIB
+
+# where a run writes and how it was started, not what it does
+PLACE = ("run_dir", "resume", "log.", "parallel.world_size")
+
+
+@dataclass(frozen=True, slots=True)
+class RunFacts:
+    """One run; None where nothing was measured."""
+
+    finished: bool  # trained to its last step, validated and saved
+    step: int  # optimizer steps taken
+    steps: int | None  # that were asked for
+    tokens: int | None  # trained on
+    tokens_per_s: float | None  # all ranks; median over the second half of the steps
+    tflops_per_gpu: float | None  # model TFLOP/s per rank; likewise
+    memory_peak_gib: float | None  # of the rank that needed most
+    memory_planned_gib: float | None  # the same as plan.json has it, tensors on a GPU only
+    on_gpu: bool  # whether the peak is of tensors on a GPU; otherwise of the process's memory
+    loss: float | None  # of the last step, nats per token
+    val_loss: float | None  # of the last validation, nats per token
+    curve: tuple[tuple[int, float], ...]  # (step, loss) of every step
+    validations: tuple[tuple[int, float], ...]  # (step, val_loss)
+
+    @property
+    def best_loss(self) -> float | None:
+        """The lowest of all validations, nats per token; None without one."""
+        return min((loss for _, loss in self.validations), default=None)
+
+    @property
+    def final_loss(self) -> float | None:
+        """The last validation's, or else the last step's, nats per token."""
+        return self.loss if self.val_loss is None else self.val_loss
+
+
+def run_facts(run_dir: Path) -> RunFacts:
+    """Read a run folder, which may be empty or still grow."""
+    rows = read_metrics(run_dir)
+    asked = settings(run_dir)
+    trained = [row for row in rows if "loss" in row]
+    validations = tuple((row["step"], row["val_loss"]) for row in rows if "val_loss" in row)
+    last: dict[str, Any] = trained[-1] if trained else {}
+    return RunFacts(
+        finished=_finished(run_dir, asked, validations),
+        step=last.get("step", 0),
+        steps=asked.get("train.steps"),
+        tokens=last.get("tokens"),
+        tokens_per_s=_steady(trained, "tokens_per_s"),
+        tflops_per_gpu=_steady(trained, "tflops_per_gpu"),
+        memory_peak_gib=max(
+            (row["memory_peak_gib"] for row in trained if "memory_peak_gib" in row), default=None
+        ),
+        memory_planned_gib=_planned_gib(run_dir),
+        on_gpu=any("memory_reserved_gib" in row for row in trained),
+        loss=last.get("loss"),
+        val_loss=validations[-1][1] if validations else None,
+        curve=tuple((row["step"], row["loss"]) for row in trained),
+        validations=validations,
+    )
+
+
+def clock(seconds: float) -> str:
+    """Wall time as hours, minutes and seconds: 0:01:05."""
+    return str(timedelta(seconds=round(seconds)))
+
+
+def settings(run_dir: Path) -> dict[str, Any]:
+    """Dotted key -> value of a run's configuration; empty where none has been written."""
+    path = run_dir / CONFIG
+    return dict(flat(OmegaConf.to_container(OmegaConf.load(path)))) if path.is_file() else {}
+
+
+def flat(values: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Nested dictionaries as pairs of dotted key and value, without what only says where a run
+    writes.
+    """
+    for name, value in values.items():
+        key = f"{prefix}{name}"
+        if isinstance(value, dict):
+            yield from flat(value, f"{key}.")
+        elif not key.startswith(PLACE):
+            yield key, value
+
+
+def _finished(
+    run_dir: Path, asked: dict[str, Any], validations: tuple[tuple[int, float], ...]
+) -> bool:
+    steps = asked.get("train.steps")
+    saves = asked.get("checkpoint.interval")
+    if steps is None or not validations or validations[-1][0] < steps:
+        return False
+    newest = newest_checkpoint(run_dir)
+    return not saves or (newest is not None and int(re.sub(r"\D", "", newest.name)) >= steps)
+
+
+def _planned_gib(run_dir: Path) -> float | None:
+    try:
+        ranks = json.loads((run_dir / PLAN).read_text())["memory"]
+        return max(rank["allocated"] for rank in ranks) / GIB
+    except (OSError, ValueError, LookupError, TypeError):
+        return None  # a run that wrote no plan, or none of this form
+
+
+def _steady(trained: list[dict[str, Any]], key: str) -> float | None:
+    # The first steps also warm caches up.
+    values = [row[key] for row in trained[len(trained) // 2 :]]
+    return median(values) if values else None

@@ -1,0 +1,289 @@
+"""A report as one HTML file: a table, loss curves, throughput and memory.
+
+Pictures are inside, so it opens without a network.
+"""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from html import escape
+from io import BytesIO
+from math import isfinite
+from typing import Any
+
+import matplotlib
+from matplotlib.colors import to_hex
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.patches import Patch
+from matplotlib.ticker import MaxNLocator
+
+from app.cli.report import COLUMNS, Report, Row, cells
+from app.cli.sweeps.record import State
+from app.plan.formatting import figures
+
+POINTS = 500  # of a curve that are drawn at most
+FEW = 10  # runs that have colours of their own; more take theirs from a scale, best first
+BAR_IN, TOP_IN, WIDTH_IN = 0.28, 0.9, 10.0  # inches of a bar, of a picture's margins, of its width
+LABEL = 60  # characters of a run's label in a picture
+SAME = 0.004  # of the height of a plot: curves that are nowhere farther apart cannot be told apart
+DASH = 7.0  # points of one colour, where curves take turns
+SMALL, LINE_IN = 8, 0.19  # size of labels, points; inches of one line of them
+SKIPPED_COLOUR = "transparent"
+Curve = Sequence[tuple[int, float]]  # (step, loss)
+STYLE = """
+body { font: 15px/1.5 system-ui, sans-serif; color: #222; max-width: 1100px; margin: 2rem auto; padding: 0 1rem; }
+h1 { font-size: 1.5rem; margin-bottom: .2rem; }  h2 { font-size: 1.1rem; margin: 2rem 0 .5rem; }
+p { margin: .2rem 0; }  .quiet { color: #666; }  code { background: #f4f4f4; padding: .1em .3em; overflow-wrap: anywhere; }
+table { border-collapse: collapse; width: 100%; margin-top: 1rem; }
+th { text-align: left; color: #666; font-weight: normal; border-bottom: 1px solid #999; }
+th, td { padding: .3rem .6rem; vertical-align: top; }  tr + tr td { border-top: 1px solid #e5e5e5; }
+.number { text-align: right; white-space: nowrap; font-variant-numeric: tabular-nums; }
+.label { overflow-wrap: anywhere; min-width: 12rem; padding-left: 1.6rem; text-indent: -1.3em; }
+.colour { display: inline-block; width: .8em; height: .8em; border-radius: 2px; margin-right: .5em; text-indent: 0; }
+.failed, .interrupted { color: #a11; }  .skipped, .waiting, .unfinished { color: #666; }
+img { width: 100%; height: auto; }  .wide { overflow-x: auto; }
+"""
+
+
+def page(report: Report) -> str:
+    """The whole file."""
+    rows = report.rows
+    colours = _colours(report.rows)
+    body = [f"<h1>{escape(report.title)}</h1>", _quiet(_summary(rows))]
+    if report.command and report.began:
+        began = report.began.replace("T", " ")
+        body.append(f'<p class="quiet">Begun {began} by <code>{escape(report.command)}</code></p>')
+    body += [_table(rows, colours), _quiet(LEGEND)]
+    drawn = [(row, colour) for row, colour in zip(rows, colours, strict=True) if row.facts.curve]
+    if drawn:
+        body += ["<h2>Loss</h2>", _quiet(LOSSES)]
+        body.append(_picture(_losses(drawn), "Loss of every run by step"))
+        body += [
+            "<h2>Throughput</h2>",
+            _picture(_throughput(drawn), "Tokens per second of every run"),
+        ]
+    measured = [(row, colour) for row, colour in drawn if row.facts.memory_peak_gib is not None]
+    if measured:
+        body += ["<h2>Memory</h2>", _quiet(PLANNED)]
+        body.append(_picture(_memory(measured), "Peak memory of every run"))
+    head = f'<meta charset="utf-8"><title>{escape(report.title)}</title><style>{STYLE}</style>'
+    return (
+        f'<!DOCTYPE html>\n<html lang="en"><head>{head}</head>\n<body>\n'
+        + "\n".join(body)
+        + "\n</body></html>\n"
+    )
+
+
+LEGEND = (
+    "Best loss first. Loss in nats per token: the last validation's; * of the last step. "
+    "Tokens/s of all ranks and model TFLOP/s "
+    "per rank: median over the second half of the steps. Peak: memory of the rank that needed most."
+)
+LOSSES = (
+    "The first tenth of the steps may lie above the plot. Several runs have the same curve where "
+    "colours take turns along a line."
+)
+PLANNED = "Of the rank that needed most; planned is what its plan.json has for tensors."
+
+
+def _quiet(text: str) -> str:
+    return f'<p class="quiet">{escape(text)}</p>'
+
+
+def _summary(rows: Sequence[Row]) -> str:
+    counts = {state: sum(row.state is state for row in rows) for state in State}
+    told = [f"{count} {state.value}" for state, count in counts.items() if count]
+    return f"{len(rows)} run{'s' * (len(rows) != 1)}: {', '.join(told)}"
+
+
+def _table(rows: Sequence[Row], colours: Sequence[str]) -> str:
+    last = len(COLUMNS) - 1
+    head = "".join(
+        f"<th{_class('number') if 0 < n < last else ''}>{escape(name)}</th>"
+        for n, name in enumerate(COLUMNS)
+    )
+    lines = "\n".join(map(_line, rows, colours))
+    return f'<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>\n{lines}\n</tbody></table></div>'
+
+
+def _line(row: Row, colour: str) -> str:
+    label, *numbers, state = map(escape, cells(row))
+    square = f'<span class="colour" style="background:{colour}"></span>'
+    measured = "".join(f"<td{_class('number')}>{number}</td>" for number in numbers)
+    return f"<tr><td{_class('label')}>{square}{label}</td>{measured}<td{_class(row.state.value)}>{state}</td></tr>"
+
+
+def _class(name: str) -> str:
+    return f' class="{name}"'
+
+
+def _colours(rows: Sequence[Row]) -> list[str]:
+    """One per row; runs without a curve have none."""
+    drawn = [row for row in rows if row.facts.curve]
+    few = matplotlib.colormaps["tab10"]
+    scale = matplotlib.colormaps["viridis"]
+    found = [
+        to_hex(few(n) if len(drawn) <= FEW else scale(0.95 * n / (len(drawn) - 1)))
+        for n in range(len(drawn))
+    ]
+    of_row = dict(zip((row.name for row in drawn), found, strict=True))
+    return [of_row.get(row.name, SKIPPED_COLOUR) for row in rows]
+
+
+def _losses(drawn: Sequence[tuple[Row, str]]) -> Figure:
+    """Lines: training; marks: validation. Along the line of several runs they take turns."""
+    curves = [row.facts.curve for row, _ in drawn]
+    low, high = shown([*curves, *(row.facts.validations for row, _ in drawn)])
+    groups = alike(curves, least=SAME * (high - low))
+    named = list(_entries(groups, drawn))
+    lines = len(named) // 2 + 1  # of the legend
+    figure = Figure(figsize=(WIDTH_IN, 4.5 + LINE_IN * lines), layout="constrained")
+    axes = figure.subplots()
+    for group in reversed(groups):  # the best on top
+        for turn, number in reversed([*enumerate(group)]):
+            row, colour = drawn[number]
+            dashes = (turn * DASH, (DASH, DASH * (len(group) - 1))) if len(group) > 1 else "-"
+            steps, losses = _columns(thinned(row.facts.curve))
+            axes.plot(steps, losses, color=colour, linewidth=1.3, linestyle=dashes)
+            size = 3 + 2 * turn  # rings
+            axes.plot(*_columns(row.facts.validations), "o", color=colour, markersize=size)
+    margin = (high - low) / 20 or 1.0
+    axes.set(xlabel="step", ylabel="loss, nats per token", ylim=(low - margin, high + margin))
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    _plain(axes)
+    handles = [Line2D([], [], color=colour, linewidth=2) for colour, _ in named]
+    line = Line2D([], [], color="gray")
+    marks = Line2D([], [], color="gray", marker="o", linestyle="")
+    texts = [*(text for _, text in named), "training", "validation"]
+    figure.legend([*handles, line, marks], texts, loc="outside lower left", ncols=2, fontsize=SMALL)
+    return figure
+
+
+def shown(curves: Sequence[Curve]) -> tuple[float, float]:
+    """The least and greatest loss of a plot that tells the ends of curves apart.
+
+    The first tenth of each, where all fall alike, may lie above it.
+    """
+    late = [loss for curve in curves for step, loss in curve if step > curve[-1][0] / 10]
+    losses = [loss for loss in late if isfinite(loss)]
+    return min(losses, default=0.0), max(losses, default=0.0)
+
+
+def alike(curves: Sequence[Curve], least: float) -> list[list[int]]:
+    """Numbers of curves, those together that are nowhere farther apart than `least`.
+
+    Groups begin with their first member, in order.
+    """
+    groups: list[list[int]] = []
+    firsts: list[dict[int, float]] = []
+    for number, curve in enumerate(curves):
+        pairs = zip(groups, firsts, strict=True)
+        same = (group for group, first in pairs if _lies_over(curve, first, least))
+        found = next(same, None)
+        if found is None:
+            groups.append([number])
+            firsts.append(dict(curve))
+        else:
+            found.append(number)
+    return groups
+
+
+def _lies_over(curve: Curve, first: Mapping[int, float], least: float) -> bool:
+    common = 0
+    for step, loss in curve:
+        if step in first:
+            common += 1
+            if not abs(loss - first[step]) <= least:  # nor where one is not finite
+                return False
+    return common > 1
+
+
+def _entries(
+    groups: Sequence[Sequence[int]], drawn: Sequence[tuple[Row, str]]
+) -> Iterator[tuple[str, str]]:
+    """Colour and text of the lines of the legend.
+
+    Of many runs these are the best, the worst, and those that lie over each other.
+    """
+    few = len(drawn) <= FEW
+    ends = (0, len(drawn) - 1)
+    for group in groups:
+        listed = [number for number in group if few or len(group) > 1 or number in ends]
+        for number in listed:
+            row, colour = drawn[number]
+            lies = "" if number == group[0] else " (same curve)"
+            yield colour, f"{_cut(row.label)}{lies}"
+
+
+def _throughput(drawn: Sequence[tuple[Row, str]]) -> Figure:
+    rates = [row.facts.tokens_per_s or 0.0 for row, _ in drawn]
+    figure, axes = _bars(drawn, "tokens/s")
+    bars = axes.barh(range(len(drawn)), rates, color=[colour for _, colour in drawn], height=0.7)
+    axes.bar_label(bars, [figures(rate) for rate in rates], padding=3, fontsize=SMALL)
+    return figure
+
+
+def _memory(drawn: Sequence[tuple[Row, str]]) -> Figure:
+    """Two bars per run: filled, what was measured; empty, what was planned."""
+    on_cpu = not all(row.facts.on_gpu for row, _ in drawn)
+    beside = "; on the CPU all memory of the process, of which tensors alone are planned"
+    figure, axes = _bars(drawn, f"GiB at the peak{beside * on_cpu}", height=1.6)
+    for number, (row, colour) in enumerate(drawn):
+        for place, value, face in (
+            (-0.2, row.facts.memory_peak_gib, colour),
+            (0.2, row.facts.memory_planned_gib, "none"),
+        ):
+            if value is not None:
+                bar = axes.barh(number + place, value, color=face, edgecolor=colour, height=0.36)
+                axes.bar_label(bar, [figures(value)], padding=3, fontsize=SMALL)
+    kinds = [Patch(facecolor=face, edgecolor="gray") for face in ("gray", "none")]
+    names = ["measured", "planned"]
+    figure.legend(kinds, names, loc="outside upper right", ncols=2, fontsize=SMALL)
+    return figure
+
+
+def _bars(drawn: Sequence[tuple[Row, str]], unit: str, height: float = 1.0) -> tuple[Figure, Any]:
+    """An empty picture of bars, with a place per run, `height` times as high as a plain bar's."""
+    inches = TOP_IN + BAR_IN * height * len(drawn)
+    figure = Figure(figsize=(WIDTH_IN, inches), layout="constrained")
+    axes = figure.subplots()
+    axes.set_yticks(range(len(drawn)), [_cut(row.label) for row, _ in drawn], fontsize=SMALL)
+    axes.set(xlabel=unit, ylim=(len(drawn) - 0.5, -0.5))
+    axes.margins(x=0.08)  # room for numbers
+    axes.xaxis.set_major_formatter("{x:,g}")
+    _plain(axes)
+    return figure, axes
+
+
+def thinned(points: Curve) -> Curve:
+    """At most about POINTS of them, evenly, the last included."""
+    stride = -(-len(points) // POINTS)
+    return points if stride <= 1 else [*points[:-1:stride], points[-1]]
+
+
+def _columns(points: Iterable[tuple[int, float]]) -> tuple[list[int], list[float]]:
+    pairs = list(points)
+    return [step for step, _ in pairs], [loss for _, loss in pairs]
+
+
+def _cut(label: str) -> str:
+    return label if len(label) <= LABEL else f"{label[: LABEL - 1]}…"
+
+
+def _plain(axes: Any) -> None:
+    axes.set_axisbelow(True)
+    axes.grid(alpha=0.3)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def _picture(figure: Figure, what: str) -> str:
+    """An SVG inside an <img>: its names cannot meet those of another."""
+    file = BytesIO()
+    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "graphfold"}):
+        figure.savefig(file, format="svg", metadata={"Date": None})
+    return (
+        f'<img alt="{escape(what)}" '
+        f'src="data:image/svg+xml;base64,{base64.b64encode(file.getvalue()).decode()}">'
+    )

@@ -1,0 +1,1 @@
+"""Sweeps: their combinations, jobs and record."""

@@ -1,0 +1,192 @@
+"""What a sweep is going to do: its combinations, each composed, checked and planned, before
+anything is written or started.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+
+from hydra.core.override_parser.types import Override
+from omegaconf import DictConfig, open_dict, read_write
+
+from app.choices import Device
+from app.cli.options.arguments import Typed
+from app.cli.options.compose import all_keys, load_run
+from app.cli.options.messages import COMPOSING, explained, trial_of
+from app.cli.options.trial import Trial, tried
+from app.cli.processes.launch import GPU_DEVICES, check_packages, check_room
+from app.config import Run
+from app.errors import ConfigError
+from app.plan.formatting import gib
+from app.plan.plan import GIB, Plan
+from app.rules import check_runnable
+
+ASK_GPUS = """
+import torch
+print(*(torch.cuda.get_device_properties(gpu).total_memory for gpu in range(torch.cuda.device_count())))
+"""
+NAME_PART, NAME = 32, 120  # characters of one value and of all, in the name of a folder
+
+
+@dataclass(frozen=True, slots=True)
+class Combination:
+    """One job to be: a run, or why there is none."""
+
+    overrides: tuple[str, ...]  # all of them
+    swept: tuple[str, ...]  # those that differ between combinations
+    model: str  # name of the model
+    run: Run | None  # None: impossible or too big
+    reason: str | None  # why
+
+
+def combinations(
+    overrides: Sequence[Override],
+    compose: Callable[[list[str]], DictConfig],
+    gpus: Sequence[int] | None,
+) -> list[Combination]:
+    """Every combination of the values given, the last key varying fastest.
+
+    `gpus` are bytes of memory of this host's GPUs; None: the jobs run elsewhere. A mistake in the
+    overrides themselves, like an unknown key, raises what composing raises, or ConfigError.
+    """
+    choices = {override.get_key_element(): _values(override) for override in overrides}
+    places = [place for place, values in enumerate(choices.values()) if len(values) > 1]
+    found = []
+    for chosen in dict.fromkeys(product(*choices.values())):
+        config = _without_hydra(_composed(compose, chosen, gpus))
+        if config.run_dir:
+            raise ConfigError(
+                "run_dir",
+                config.run_dir,
+                "each job of a sweep has a folder of its own",
+                advice="give hydra.sweep.dir=…",
+            )
+        run, reason = _judge(config, gpus, _trial(compose, chosen, gpus))
+        found.append(
+            Combination(
+                chosen,
+                tuple(chosen[place] for place in places),
+                str(config.model.name),
+                run=run,
+                reason=reason,
+            )
+        )
+    return found
+
+
+def _values(override: Override) -> list[str]:
+    if not override.is_sweep_override():
+        return [str(override.input_line)]
+    key = override.get_key_element()
+    if not override.is_discrete_sweep():
+        raise ConfigError(
+            key,
+            str(override.input_line).partition("=")[2],
+            "a sweep goes over listed values",
+            advice=f"list them like {key}=1,2,3",
+        )
+    return [f"{key}={value}" for value in override.sweep_string_iterator()]
+
+
+def _without_hydra(config: DictConfig) -> DictConfig:
+    with read_write(config), open_dict(config):
+        del config["hydra"]
+    return config
+
+
+def _composed(
+    compose: Callable[[list[str]], DictConfig], chosen: Sequence[str], gpus: Sequence[int] | None
+) -> DictConfig:
+    try:
+        return compose(list(chosen))
+    except COMPOSING as error:
+        found = explained(error)
+        if not isinstance(found, ConfigError):
+            raise
+        raise tried(found, _trial(compose, chosen, gpus)) from error
+
+
+def _judge(
+    config: DictConfig, gpus: Sequence[int] | None, trial: Trial
+) -> tuple[Run | None, str | None]:
+    try:
+        return _possible(config, gpus), None
+    except ConfigError as error:
+        if error.key not in all_keys():
+            raise
+        return None, str(tried(error, trial))
+
+
+def _possible(config: DictConfig, gpus: Sequence[int] | None) -> Run:
+    run = check_runnable(load_run(config, None))
+    check_host(run, gpus)
+    return run
+
+
+def _trial(
+    compose: Callable[[list[str]], DictConfig], chosen: Sequence[str], gpus: Sequence[int] | None
+) -> Trial:
+    typed = Typed(tuple(chosen))
+
+    def load(overrides: Sequence[str]) -> Run:
+        asked = list(typed.with_overrides(overrides).overrides)
+        return _possible(_without_hydra(compose(asked)), gpus)
+
+    return trial_of(load)
+
+
+def check_host(run: Run, gpus: Sequence[int] | None) -> None:
+    """Raise ConfigError when this host lacks a package, room for the ranks, or memory for one.
+
+    `hardware.gpu_memory_gib` counts before what the GPUs have; a run on the CPU without it is not
+    held to any memory.
+    """
+    usable = () if gpus is None or run.train.device is Device.cpu else gpus
+    if gpus is not None:
+        check_packages(run)
+        check_room(run, len(usable))
+    memory = run.hardware.gpu_memory_gib or (min(usable) / GIB if usable else None)
+    if memory is None:
+        return
+    plan = Plan(
+        dataclasses.replace(run, hardware=dataclasses.replace(run.hardware, gpu_memory_gib=memory))
+    )
+    if not plan.fits:
+        rule = (
+            f"too small: a rank needs {gib(plan.busiest.total)} GiB (python -m app.cli.plan "
+            "what=memory says what to change)"
+        )
+        raise ConfigError("hardware.gpu_memory_gib", f"{memory:.1f}", rule)
+
+
+def host_gpus() -> tuple[int, ...]:
+    """Bytes of memory of each GPU that torch sees here; another process asks, since torch is not
+    for the parent of a sweep.
+    """
+    if not any(Path(device).exists() for device in GPU_DEVICES):
+        return ()
+    told = subprocess.run(
+        [sys.executable, "-c", ASK_GPUS], capture_output=True, text=True, stdin=subprocess.DEVNULL
+    )
+    return tuple(map(int, told.stdout.split())) if told.returncode == 0 else ()
+
+
+def folder_names(found: Sequence[Combination]) -> Iterator[str]:
+    """A readable name per job: its number, then what sets it apart."""
+    width = len(str(len(found) - 1))
+    for number, combination in enumerate(found):
+        yield "_".join((f"{number:0{width}}", *map(_name_part, combination.swept)))[:NAME].rstrip(
+            ".-_"
+        )
+
+
+def _name_part(override: str) -> str:
+    key, _, value = override.partition("=")
+    return re.sub(r"[^\w.-]+", "", f"{re.split(r'[./]', key)[-1]}-{value}")[:NAME_PART]

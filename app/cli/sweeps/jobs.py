@@ -1,0 +1,242 @@
+"""The launcher of sweeps on this host: one fresh process per job, one line of progress each.
+
+A job is what `python train.py …` would be: one process, or a torchrun with the ranks that its
+layout asks for, on a free port. What it prints goes to job.log in its run folder; how it stands, to
+the sweep's sweep.json.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+from statistics import median
+from typing import Any, TextIO
+
+from hydra.core.utils import JobReturn, JobStatus
+from omegaconf import DictConfig
+
+from app.cli.options.arguments import Typed, key_of, quoted
+from app.cli.processes.parent import bound
+from app.cli.run_report.facts import clock, run_facts, settings
+from app.cli.sweeps.record import JOB_LOG, Job, State, Sweep, left_to_sweep, locked
+from app.engine.run.run_folder import METRICS
+from app.errors import CLEAR, ConfigError
+from app.plan.formatting import amount
+
+POLL_S = 0.5  # seconds between looks at a job's metrics.jsonl
+TAIL = 1 << 14  # bytes of a file that are read from its end
+REASON = 300  # characters of a reason that are kept
+STOPPED = (75, 130, -signal.SIGTERM, -signal.SIGINT)  # exit codes of a job that was told to end
+# Lines that say what went wrong: ours, SLURM's, or the end of a stack trace. What torchrun adds
+# about a failed rank says nothing new, unless a signal has ended it.
+SAID = r"train\.py: |slurmstepd: error: |torchrun: (?!.*ended with exit code)|(?!.*ChildFailedError)[\w.]+(?:Error|Exception)\b"
+TOLD = re.compile(rf"^(?:\[rank\d+\]: ?)?((?:{SAID}).*)$", re.MULTILINE)
+
+
+def run_jobs(
+    script: str, folder: Path, job_overrides: Sequence[Sequence[str]], typed: Typed
+) -> list[JobReturn]:
+    """Run the jobs that the sweep in `folder` knows by these overrides, one after the other.
+
+    `typed` are the flags that all of them take. A job returns its best validation loss, nats per
+    token; one that fails is recorded, and the next begins. Raises KeyboardInterrupt when one was
+    interrupted.
+    """
+    command = [sys.executable, script, *typed.words]
+    return [_run(command, folder, list(overrides)) for overrides in job_overrides]
+
+
+def run_trials(
+    script: str,
+    folder: Path,
+    job_overrides: Sequence[Sequence[str]],
+    *,
+    typed: Typed,
+    fixed: Sequence[str],
+    log: DictConfig,
+) -> list[JobReturn]:
+    """As `run_jobs`, for jobs that another sweeper has chosen: they are put on record first.
+
+    `fixed` are keys that all of them have the same value of, and `log` is where they report to.
+    """
+    with locked(folder):
+        asked = shlex.join(["python", Path(script).name, *sys.argv[1:]])
+        began = time.strftime("%Y-%m-%dT%H:%M:%S")
+        sweep = Sweep.load(folder) or Sweep(folder, asked, began, jobs=())
+        taken = len(sweep.jobs)
+        jobs = [_job(folder, taken + n, each, fixed=fixed) for n, each in enumerate(job_overrides)]
+        dataclasses.replace(sweep, jobs=(*sweep.jobs, *jobs)).save()
+        left = left_to_sweep(log, sweep.name)
+        also = ["log.console=false", *(f"log.{key}={quoted(value)}" for key, value in left.items())]
+        arguments = [[*job.overrides, *also] for job in jobs]
+        return run_jobs(script, folder, arguments, typed=typed)
+
+
+def _job(folder: Path, number: int, overrides: Sequence[str], fixed: Sequence[str]) -> Job:
+    name = f"{number:03}"  # tells jobs apart: a sweeper may choose the same values twice
+    swept = tuple(override for override in overrides if key_of(override) not in fixed)
+    return Job(number, name, (*overrides, f"run_dir={quoted(folder / name)}"), swept=swept)
+
+
+def _run(command: Sequence[str], folder: Path, overrides: list[str]) -> JobReturn:
+    job, title = _note(folder, overrides, state=State.running)
+    run_dir = folder / job.folder
+    began = time.monotonic()
+    line = ProgressLine(title, run_dir)
+    code, told_to_end = run_process([*command, *overrides], run_dir, line)
+    state, reason = outcome(code, told_to_end, run_dir)
+    seconds = round(time.monotonic() - began, 1)
+    job, _ = _note(folder, overrides, state=state, reason=reason, exit_code=code, seconds=seconds)
+    line.end(closing(job, run_dir))
+    if told_to_end:
+        raise KeyboardInterrupt
+    if state is State.failed:
+        error = ConfigError("job", title, reason or f"ended with {code}")
+        return JobReturn(overrides, status=JobStatus.FAILED, _return_value=error)
+    return JobReturn(
+        overrides, status=JobStatus.COMPLETED, _return_value=run_facts(run_dir).best_loss
+    )
+
+
+def _note(folder: Path, overrides: Sequence[str], **changes: Any) -> tuple[Job, str]:
+    """Record a change of the job's state; returns the job and its title."""
+    sweep = Sweep.load(folder)
+    assert sweep is not None, "jobs are put on record before they run"
+    sweep = sweep.changed(sweep.job_of(overrides).number, **changes)
+    sweep.save()
+    job = sweep.job_of(overrides)
+    return job, sweep.title(job)
+
+
+def run_process(command: Sequence[str], run_dir: Path, line: ProgressLine) -> tuple[int, bool]:
+    """Run a job to its end; returns its exit code, and whether this process was interrupted
+    meanwhile.
+
+    Interrupted, it tells the job to end and waits; interrupted once more, it kills it. The job has
+    a session of its own, so that Ctrl-C reaches only us, and inherits the sweep's lock.
+    """
+    run_dir.mkdir(parents=True, exist_ok=True)
+    with (run_dir / JOB_LOG).open("wb") as log:
+        process = subprocess.Popen(
+            bound(command),
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+            close_fds=False,
+        )
+    try:
+        return line.follow(process), False
+    except KeyboardInterrupt:
+        process.terminate()
+        line.draw("ending the job; Ctrl-C again kills it")
+    try:
+        return process.wait(), True
+    except KeyboardInterrupt:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        return process.wait(), True
+
+
+def outcome(code: int, told_to_end: bool, run_dir: Path) -> tuple[State, str | None]:
+    """How a job ended, and why if it failed: the last line that it printed about that, or its
+    exit code.
+    """
+    if code == 0:
+        return State.done, None
+    if told_to_end or code in STOPPED:
+        return State.interrupted, None
+    ended = f"exit code {code}" if code > 0 else f"killed by {signal.Signals(-code).name}"
+    return State.failed, last_told(run_dir / JOB_LOG) or ended
+
+
+def last_told(log: Path) -> str | None:
+    """The last line of a log that says what went wrong, None without one."""
+    told = TOLD.findall(_tail(log))
+    return told[-1].removeprefix("train.py: ")[:REASON].rstrip() if told else None
+
+
+def closing(job: Job, run_dir: Path) -> str:
+    """The end of a job in a few words."""
+    took = clock(job.seconds or 0)
+    if job.state is State.done:
+        return f"done in {took}, loss {run_facts(run_dir).final_loss:.4f}"
+    return f"{job.state.value} after {took}" + (f": {job.reason}" if job.reason else "")
+
+
+class ProgressLine:
+    """A job's line: drawn anew on a terminal while the job runs; elsewhere printed when it
+    begins and when it ends.
+    """
+
+    def __init__(self, title: str, run_dir: Path, stream: TextIO | None = None) -> None:
+        self.title = title
+        self.run_dir = run_dir
+        self.stream = stream or sys.stdout
+        self.live = self.stream.isatty()
+
+    def follow(self, process: subprocess.Popen[bytes]) -> int:
+        """Wait for the job and show how far it has come; returns its exit code."""
+        if not self.live:
+            self.draw("started")
+            return process.wait()
+        while True:
+            self.draw(progress(self.run_dir))
+            with suppress(subprocess.TimeoutExpired):
+                return process.wait(POLL_S)
+
+    def draw(self, text: str) -> None:
+        """Show the line with this text."""
+        line = f"{self.title}  {text}"
+        if self.live:
+            width = shutil.get_terminal_size().columns - 1
+            line = f"\r{line[:width]:<{width}}"
+        print(line, end="" if self.live else "\n", file=self.stream, flush=True)
+
+    def end(self, text: str) -> None:
+        """Let the line stand with its last text, whole."""
+        start = CLEAR if self.live else ""
+        print(f"{start}{self.title}  {text}", file=self.stream, flush=True)
+
+
+def progress(run_dir: Path) -> str:
+    """How far a running job has come, from the end of its metrics.jsonl."""
+    rows = list(_last_steps(run_dir))
+    steps = settings(run_dir).get("train.steps")
+    if not rows or not steps:
+        return "starting"
+    last = rows[-1]
+    usual_ms = median(row["step_ms"] for row in rows)
+    left = usual_ms / 1e3 * (steps - last["step"])
+    rate = last["tokens_per_s"] * last["step_ms"] / usual_ms
+    return (
+        f"step {last['step']}/{steps}  loss {last['loss']:.3f}  {amount(round(rate))} tokens/s  "
+        f"{clock(left)} left"
+    )
+
+
+def _last_steps(run_dir: Path) -> Iterator[dict[str, Any]]:
+    for line in _tail(run_dir / METRICS).splitlines():
+        with suppress(ValueError):  # the first line is cut, and the last may be
+            row = json.loads(line)
+            if "loss" in row:
+                yield row
+
+
+def _tail(path: Path) -> str:
+    if not path.exists():
+        return ""
+    with path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - TAIL))
+        return file.read().decode(errors="replace")

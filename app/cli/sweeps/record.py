@@ -1,0 +1,150 @@
+"""What is on record about a sweep, so that the same command goes on and a report can be made later.
+
+sweeps/<name>/  sweep.json  report.{txt,csv,html}  0_…/ 1_…/ …: the run folder of each job, and in
+it job.log, what it printed
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import fcntl
+import json
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig
+
+from app.config import LogConfig
+from app.errors import ConfigError
+
+RECORD = "sweep.json"
+JOB_LOG = "job.log"
+
+
+class State(Enum):
+    """How a job stands."""
+
+    waiting = "waiting"
+    running = "running"
+    done = "done"
+    failed = "failed"
+    skipped = "skipped"  # impossible or too big, or too many ranks for this host
+    interrupted = "interrupted"
+    # of a run that no sweep has on record: it runs, or has ended before its last step
+    unfinished = "unfinished"
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One combination of a sweep."""
+
+    number: int  # from 0, in the order of the combinations
+    folder: str  # name of its run folder, in the sweep's folder
+    overrides: tuple[str, ...]  # all of them
+    swept: tuple[str, ...]  # those that differ between jobs
+    state: State = State.waiting
+    reason: str | None = None  # why it was skipped, or failed
+    # of its process; negative: the number of the signal that ended it; None: not known
+    exit_code: int | None = None
+    seconds: float | None = None  # wall time of its last start
+
+    @property
+    def label(self) -> str:
+        """What sets it apart, as text."""
+        return " ".join(self.swept or self.overrides) or "defaults"
+
+    @classmethod
+    def from_json(cls, values: dict[str, Any]) -> Job:
+        """Back from what `Sweep.save` wrote."""
+        lists = {"overrides": tuple(values["overrides"]), "swept": tuple(values["swept"])}
+        return cls(**values | lists | {"state": State(values["state"])})
+
+
+@dataclass(frozen=True, slots=True)
+class Sweep:
+    """A sweep and all its jobs."""
+
+    folder: Path  # of the sweep
+    command: str  # that began it
+    began: str  # local time of that, ISO 8601
+    jobs: tuple[Job, ...]
+
+    @property
+    def name(self) -> str:
+        """Name of the sweep, and of its group in Weights & Biases."""
+        return self.folder.resolve().name
+
+    def job_of(self, overrides: Sequence[str]) -> Job:
+        """The job that begins with these overrides; StopIteration without one."""
+        return next(
+            job for job in self.jobs if tuple(overrides[: len(job.overrides)]) == job.overrides
+        )
+
+    def title(self, job: Job) -> str:
+        """The beginning of a job's line."""
+        return f"[{job.number + 1}/{len(self.jobs)}] {job.label}"
+
+    def changed(self, number: int, **changes: Any) -> Sweep:
+        """The sweep with other values in one job."""
+        jobs = [
+            dataclasses.replace(job, **changes) if job.number == number else job
+            for job in self.jobs
+        ]
+        return dataclasses.replace(self, jobs=tuple(jobs))
+
+    def save(self) -> None:
+        """Write sweep.json, whole or not at all."""
+        values = dataclasses.asdict(self) | {"folder": self.name}
+        for job in values["jobs"]:
+            job["state"] = job["state"].value
+        draft = self.folder / f".{RECORD}.tmp"
+        draft.write_text(json.dumps(values, indent=1) + "\n")
+        draft.replace(self.folder / RECORD)
+
+    @classmethod
+    def load(cls, folder: Path) -> Sweep | None:
+        """The sweep of a folder, None where there is none."""
+        path = folder / RECORD
+        if not path.exists():
+            return None
+        values = json.loads(path.read_text())
+        return cls(
+            folder, values["command"], values["began"], tuple(map(Job.from_json, values["jobs"]))
+        )
+
+
+def left_to_sweep(log: LogConfig | DictConfig, sweep: str) -> dict[str, str]:
+    """What tells Weights & Biases that a run is of the sweep of this name; not what `log` sets."""
+    values = {"group": sweep, "job_type": "sweep"}
+    return {name: value for name, value in values.items() if getattr(log, name) is None}
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Keep a folder to one sweep at a time. Raises ConfigError.
+
+    Jobs inherit the lock: it outlasts a sweep that was killed and whose job still runs.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    lock = os.open(folder, os.O_RDONLY)
+    os.set_inheritable(lock, True)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise ConfigError(
+            "hydra.sweep.dir",
+            folder,
+            "a sweep is running there",
+            advice="wait for it, or choose another folder",
+        ) from None
+    except OSError:
+        pass  # a file system without locks
+    try:
+        yield
+    finally:
+        os.close(lock)

@@ -1,0 +1,275 @@
+"""Sweeps: `python train.py -m key=value,value …` trains every combination of the values given
+(docs/sweeps.md).
+
+All are planned before anything is written or started. What is impossible or too big is skipped with
+the reason; what an earlier start of the same sweep has finished stays. The rest goes to a Hydra
+launcher: ours (app.cli.sweeps.jobs), or one that submits to SLURM. At the end there is a report.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import inspect
+import shlex
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.plugins import Plugins
+from hydra.plugins.launcher import Launcher
+from hydra.types import HydraContext, TaskFunction
+from omegaconf import DictConfig
+
+from app.cli.options.arguments import Typed, quoted
+from app.cli.processes.launch import TORCHRUN
+from app.cli.report import report
+from app.cli.run_report.facts import flat, run_facts, settings
+from app.cli.sweeps.combinations import Combination, combinations, folder_names, host_gpus
+from app.cli.sweeps.record import Job, State, Sweep, left_to_sweep, locked
+from app.cli.sweeps.submitted import how_it_ended, missing, submit, taken_back
+from app.config import Run
+from app.engine.run.run_folder import CONFIG, holds_run, plain
+from app.errors import ConfigError
+from app.plan.formatting import count_of
+
+NAME = "{name}"  # in hydra.sweep.dir: model and digest of the overrides
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What Hydra hands to a sweeper."""
+
+    hydra_context: HydraContext  # composes
+    task_function: TaskFunction  # main of train.py
+    config: DictConfig  # composed without what is swept, Hydra's own part included
+    arguments: tuple[str, ...]  # overrides as typed
+
+    @property
+    def here(self) -> bool:
+        """Whether the jobs run on this host, by our launcher."""
+        return self.launcher_name == "torchrun"
+
+    @property
+    def launcher_name(self) -> str:
+        """The option chosen for hydra/launcher."""
+        return str(self.config.hydra.runtime.choices["hydra/launcher"])
+
+    @property
+    def command(self) -> str:
+        """What was typed, about."""
+        own = [
+            override
+            for override in self.config.hydra.overrides.hydra
+            if not override.startswith("hydra.mode=")
+        ]
+        program = Path(inspect.getfile(self.task_function)).name
+        return shlex.join(["python", program, "-m", *self.flags, *own, *self.arguments])
+
+    @property
+    def flags(self) -> list[str]:
+        """Where options are looked for, besides conf/, as typed."""
+        return dataclasses.replace(Typed.of_config(self.config.hydra), overrides=()).words
+
+    def combinations(self) -> list[Combination]:
+        """Every job to be. Raises what composing raises for a mistake, or ConfigError."""
+        loader = self.hydra_context.config_loader
+        overrides = OverridesParser.create(config_loader=loader).parse_overrides(
+            list(self.arguments)
+        )
+        gpus = host_gpus() if self.here else None
+        return combinations(
+            overrides, lambda chosen: loader.load_sweep_config(self.config, chosen), gpus
+        )
+
+    def launcher(self, folder: Path) -> Launcher:
+        """The launcher chosen, to work in the sweep's folder."""
+        self.config.hydra.sweep.dir = str(folder)
+        self.config.hydra.overrides.hydra.append(f"hydra.sweep.dir={quoted(folder)}")
+        return Plugins.instance().instantiate_launcher(
+            self.hydra_context, self.task_function, self.config
+        )
+
+
+def run_sweep(asked: Asked) -> None:
+    """Plan, launch, report. Raises ConfigError; SystemExit with 1 for a job that failed, with
+    130 when interrupted.
+    """
+    _check_launcher(asked.launcher_name)
+    found = asked.combinations()
+    folder = Path(
+        asked.config.hydra.sweep.dir.replace(
+            NAME, sweep_name(found, (*asked.flags, *asked.arguments))
+        )
+    )
+    made = missing(folder)
+    sweep = planned(folder, asked.command, found)
+    _print_opening(sweep)
+    if all(job.state is State.skipped for job in sweep.jobs):
+        print("train.py: nothing to train: every combination was skipped", file=sys.stderr)
+        sys.exit(1)
+    with locked(folder):
+        with taken_back(folder, made):
+            sweep.save()
+            interrupted = _launch(asked, sweep, found)
+        report(folder)
+    if interrupted:
+        print("stopped; the same command goes on", file=sys.stderr)
+        sys.exit(130)
+    if any(job.state not in (State.done, State.skipped) for job in _reloaded(folder).jobs):
+        sys.exit(1)
+
+
+def _launch(asked: Asked, sweep: Sweep, found: Sequence[Combination]) -> bool:
+    """Run what waits; returns whether that was interrupted. Raises NotSubmittedError."""
+    runs = {frozenset(combination.overrides): combination.run for combination in found}
+    waiting = [
+        (job, runs[frozenset(job.overrides)]) for job in sweep.jobs if job.state is State.waiting
+    ]
+    arguments = [job_arguments(sweep, job, run) for job, run in waiting if run is not None]
+
+    def start() -> None:
+        asked.launcher(sweep.folder).launch(arguments, initial_job_idx=0)
+
+    try:
+        with _told_to_end_is_ctrl_c():
+            if arguments and asked.here:
+                start()
+            elif arguments:
+                _submit(asked.launcher_name, start, sweep)
+    except KeyboardInterrupt:
+        return True
+    return False
+
+
+def _submit(name: str, start: Callable[[], object], sweep: Sweep) -> None:
+    """Have another launcher run what waits, and note how it ended. Raises NotSubmittedError."""
+    waiting = [(job, sweep.folder / job.folder) for job in sweep.jobs if job.state is State.waiting]
+    problem = submit(name, start, sweep.folder, run_dirs=[run_dir for _, run_dir in waiting])
+    for job, run_dir in waiting:
+        state, reason = how_it_ended(
+            sweep.folder, run_dir, f"run_dir={quoted(run_dir)}", problem=problem
+        )
+        sweep = sweep.changed(job.number, state=state, reason=reason)
+    sweep.save()
+
+
+def _check_launcher(name: str) -> None:
+    if name == "basic":
+        raise ConfigError(
+            "hydra/launcher", name, "would train all jobs in this one process", advice=TORCHRUN
+        )
+    if name == "submitit_slurm" and shutil.which("sbatch") is None:
+        raise ConfigError(
+            "hydra/launcher", name, "no SLURM on this machine: sbatch is missing", advice=TORCHRUN
+        )
+
+
+def sweep_name(found: Sequence[Combination], arguments: Sequence[str]) -> str:
+    """The model, and eight hexadecimal digits that depend on the overrides but not on their
+    order.
+    """
+    models = {combination.model for combination in found}
+    digest = hashlib.sha256("\n".join(sorted(arguments)).encode()).hexdigest()
+    return f"{models.pop() if len(models) == 1 else 'models'}-{digest[:8]}"
+
+
+def planned(folder: Path, command: str, found: Sequence[Combination]) -> Sweep:
+    """The sweep as it will begin or go on: every job done, skipped or waiting. Raises
+    ConfigError for what is in the way.
+    """
+    sweep = Sweep.load(folder)
+    if sweep is None:
+        if folder.exists() and any(folder.iterdir()):
+            raise ConfigError(
+                "hydra.sweep.dir", folder, "holds something else", advice="choose a new folder"
+            )
+        names = enumerate(zip(folder_names(found), found, strict=True))
+        jobs = tuple(
+            Job(number, name, one.overrides, swept=one.swept) for number, (name, one) in names
+        )
+        sweep = Sweep(folder, command, time.strftime("%Y-%m-%dT%H:%M:%S"), jobs=jobs)
+    by_overrides = {frozenset(combination.overrides): combination for combination in found}
+    if {frozenset(job.overrides) for job in sweep.jobs} != set(by_overrides):
+        raise ConfigError(
+            "hydra.sweep.dir",
+            folder,
+            f"holds another sweep ({sweep.command})",
+            advice="choose a new folder",
+        )
+    jobs = tuple(
+        _as_it_stands(folder, job, by_overrides[frozenset(job.overrides)]) for job in sweep.jobs
+    )
+    return dataclasses.replace(sweep, jobs=jobs)
+
+
+def _as_it_stands(folder: Path, job: Job, combination: Combination) -> Job:
+    run_dir = folder / job.folder
+    if combination.run is not None:
+        _check_settings(folder, job, combination.run)
+    if (job.state is State.done and (run_dir / CONFIG).exists()) or run_facts(run_dir).finished:
+        return dataclasses.replace(job, state=State.done, reason=None)
+    state = State.waiting if combination.run is not None else State.skipped
+    return dataclasses.replace(
+        job, state=state, reason=combination.reason, exit_code=None, seconds=None
+    )
+
+
+def _check_settings(folder: Path, job: Job, run: Run) -> None:
+    # The same overrides mean something else once a YAML file or a default has changed.
+    was = settings(folder / job.folder)
+    for key, now in flat(plain(dataclasses.asdict(run))):
+        if key in was and was[key] != now:
+            rule = f"{job.folder} was trained with {key}={was[key]}, which is {now} now"
+            raise ConfigError("hydra.sweep.dir", folder, rule, advice="choose a new folder")
+
+
+def job_arguments(sweep: Sweep, job: Job, run: Run) -> list[str]:
+    """The overrides that a job is started with: its own, where it writes, and how it goes on."""
+    run_dir = sweep.folder / job.folder
+    where = [f"run_dir={quoted(run_dir)}", "log.console=false"]
+    left = left_to_sweep(run.log, sweep.name)
+    told = (f"log.{key}={quoted(value)}" for key, value in left.items())
+    return [*job.overrides, *where, *told, *["resume=auto"] * holds_run(run_dir)]
+
+
+def _reloaded(folder: Path) -> Sweep:
+    sweep = Sweep.load(folder)
+    assert sweep is not None
+    return sweep
+
+
+def _print_opening(sweep: Sweep) -> None:
+    skipped = [job for job in sweep.jobs if job.state is State.skipped]
+    done = sum(job.state is State.done for job in sweep.jobs)
+    told = [f"{len(skipped)} skipped"] * bool(skipped) + [f"{done} done before"] * bool(done)
+    print(f"sweep {sweep.folder}: {', '.join([count_of(len(sweep.jobs), 'job'), *told])}")
+    for job in skipped:
+        print(f"{sweep.title(job)}  skipped: {job.reason}")
+    sys.stdout.flush()
+
+
+@contextmanager
+def _told_to_end_is_ctrl_c() -> Iterator[None]:
+    """Let being told to end and a closed terminal interrupt as Ctrl-C does, unless they are
+    ignored.
+    """
+    told = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
+    numbers = [number for number in told if signal.getsignal(number) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, _interrupt) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    raise KeyboardInterrupt

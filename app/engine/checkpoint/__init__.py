@@ -1,0 +1,1 @@
+"""Checkpoints: saved by all ranks, loaded at any layout, chosen when a run goes on."""

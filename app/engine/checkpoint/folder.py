@@ -1,0 +1,196 @@
+"""What lies in a run's `checkpoints` folder: what is a checkpoint, is whole, is the newest.
+
+    latest                                 name of the newest complete one
+    step-00000100/manifest.json            progress, layout, configuration, who holds which parts,
+                                           checksums
+    step-00000100/rank-00000.safetensors   one rank's parts of parameters and moments, its random
+                                           state and cursor
+    .step-00000200.tmp/                    one that is being written
+    .step-00000050.old/                    one that waits for its removal, or for the one that
+                                           replaces it
+
+Whatever else is there was made by somebody else: it is no checkpoint, and is neither counted nor
+removed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from app.errors import ConfigError
+
+CHECKPOINTS = "checkpoints"
+LATEST = "latest"
+MANIFEST = "manifest.json"
+FORMAT = 3  # of the files; another one is refused
+_CHECKPOINT = re.compile(r"step-(\d{8,})")
+_UNFINISHED = re.compile(r"\.step-\d{8,}\.(tmp|old)")
+_LIKE_OURS = re.compile(r"\.?(step-|latest)")
+
+
+def checkpoint_name(step: int) -> str:
+    """Name of the checkpoint of a step."""
+    return f"step-{step:08d}"
+
+
+def step_of(checkpoint: Path) -> int:
+    """The step of a checkpoint, by its name."""
+    found = _CHECKPOINT.search(checkpoint.name)
+    assert found is not None, f"{checkpoint} is not called as a checkpoint"
+    return int(found[1])
+
+
+def draft_of(checkpoint: Path) -> Path:
+    """Where a checkpoint is written."""
+    return checkpoint.with_name(f".{checkpoint.name}.tmp")
+
+
+def hidden(checkpoint: Path) -> Path:
+    """Where a checkpoint waits for its removal, or for the one that replaces it."""
+    return checkpoint.with_name(f".{checkpoint.name}.old")
+
+
+def complete_checkpoints(folder: Path) -> list[Path]:
+    """The complete checkpoints in a `checkpoints` folder, oldest first; links do not count."""
+    return [path for path in _called_so(folder) if not path.is_symlink()]
+
+
+def _called_so(folder: Path) -> list[Path]:
+    named = (path for path in folder.glob("step-*") if _CHECKPOINT.fullmatch(path.name))
+    return sorted((path for path in named if path.is_dir()), key=step_of)
+
+
+def unfinished(folder: Path) -> list[Path]:
+    """What processes that died have left half written or half removed."""
+    named = (path for path in folder.glob(".step-*") if _UNFINISHED.fullmatch(path.name))
+    return sorted(filter(is_own_folder, named), key=step_of)
+
+
+def strays(folder: Path) -> list[Path]:
+    """Entries that are called like what a save makes, but that no save has made."""
+    ours = {*complete_checkpoints(folder), *unfinished(folder), folder / LATEST}
+    like_ours = (path for path in folder.glob("*") if _LIKE_OURS.match(path.name))
+    return sorted(path for path in like_ours if path not in ours)
+
+
+def is_own_folder(path: Path) -> bool:
+    """Whether this is a folder itself, not a link to one."""
+    return path.is_dir() and not path.is_symlink()
+
+
+def newest_checkpoint(run_dir: Path) -> Path | None:
+    """The checkpoint that `latest` names, or else the newest whole one; None where there is none.
+
+    Where none is whole it is the newest that is broken: whoever loads it says what is wrong.
+    """
+    folder = run_dir / CHECKPOINTS
+    try:
+        return named_by_latest(folder)
+    except LookupError:
+        replaced = [path for path in unfinished(folder) if path.suffix == ".old"]
+    found = [*reversed(_called_so(folder)), *reversed(replaced)]
+    return next(filter(is_whole, found), found[0] if found else None)
+
+
+def named_by_latest(folder: Path) -> Path:
+    """The checkpoint that `latest` names. Raises LookupError that says what is wrong with it."""
+    pointer = folder / LATEST
+    if not pointer.is_file():
+        raise LookupError("is not a file" if pointer.exists() else "is missing")
+    try:
+        name = pointer.read_bytes().decode().strip()
+    except UnicodeDecodeError:
+        raise LookupError("is not text") from None
+    except OSError as error:
+        raise LookupError(f"cannot be read ({error.strerror})") from None
+    if not name:
+        raise LookupError("is empty")
+    if not _CHECKPOINT.fullmatch(name):
+        raise LookupError(f"names {name[:40]!r}, which is no checkpoint's name")
+    named = folder / name
+    # A process that died while replacing it has left it under its hidden name.
+    for path in (named, hidden(named)):
+        if path.is_dir():
+            return path
+    raise LookupError(f"names {name}, which is not there")
+
+
+def fault_of_latest(checkpoint: Path) -> str | None:
+    """Why `latest` does not name the newest of a checkpoint's folder, None where it does."""
+    try:
+        named_by_latest(checkpoint.parent)
+    except LookupError as fault:
+        return f"{checkpoint.parent / LATEST} {fault}"
+    return None
+
+
+def is_whole(checkpoint: Path) -> bool:
+    """Whether a checkpoint has a manifest, and all files in the sizes that it tells."""
+    try:
+        read_manifest(checkpoint)
+    except ConfigError:
+        return False
+    return True
+
+
+def manifest_digest(manifest: dict[str, Any]) -> str:
+    """sha256 over all of a manifest but this."""
+    rest = {key: value for key, value in manifest.items() if key != "sha256"}
+    return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
+
+
+def read_manifest(path: Path) -> dict[str, Any]:
+    """The manifest of a checkpoint, whose files are all there and as long as it says.
+
+    Their contents are not read. Raises ConfigError that names what is wrong, and the checkpoint
+    before it.
+    """
+    manifest = parse_manifest(path)
+    for name, expected in manifest["files"].items():
+        if not (path / name).is_file():
+            raise _broken(path, f"{name} is missing")
+        if (size := (path / name).stat().st_size) != expected["bytes"]:
+            raise _broken(path, f"{name} has {size} bytes instead of {expected['bytes']}")
+    return manifest
+
+
+def parse_manifest(path: Path) -> dict[str, Any]:
+    """The manifest of a checkpoint, without a look at its files. Raises ConfigError."""
+    try:
+        manifest = json.loads((path / MANIFEST).read_text())
+    except (OSError, ValueError) as error:
+        raise _broken(path, f"{MANIFEST} cannot be read: {error}") from error
+    found = manifest.get("format") if isinstance(manifest, dict) else None
+    if found != FORMAT:
+        raise _broken(path, f"{MANIFEST} has format {found}, this version reads format {FORMAT}")
+    if manifest.get("sha256") != manifest_digest(manifest):
+        raise _broken(path, f"{MANIFEST} was changed after it was saved (sha256 differs)")
+    return manifest
+
+
+def verify_checkpoint(path: Path) -> dict[str, Any]:
+    """The manifest of a checkpoint, all files of which have been read and are as they were saved.
+
+    Raises ConfigError.
+    """
+    manifest = read_manifest(path)
+    check_contents(path, manifest, manifest["files"])
+    return manifest
+
+
+def check_contents(path: Path, manifest: dict[str, Any], names: Iterable[str]) -> None:
+    """Compare the sha256 of files of a checkpoint with its manifest's. Raises ConfigError."""
+    for name in names:
+        with (path / name).open("rb") as file:
+            if hashlib.file_digest(file, "sha256").hexdigest() != manifest["files"][name]["sha256"]:
+                raise _broken(path, f"{name} was changed after it was saved (sha256 differs)")
+
+
+def _broken(path: Path, what: str) -> ConfigError:
+    earlier = [other for other in complete_checkpoints(path.parent) if other.name < path.name]
+    return ConfigError("resume", path, what, nearest=earlier[-1] if earlier else None)

@@ -1,0 +1,132 @@
+"""What a checkpoint holds of a run, and loading it at any layout.
+
+A part is a range of a block of a global parameter (`app.plan.sharding.reshard`). A rank finds in
+the manifest which files share elements with what it owns, and maps those only.
+`app.engine.checkpoint.save` writes all this, `app.engine.checkpoint.folder` says where it lies.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+
+from app.engine.build import Engine
+from app.engine.checkpoint.folder import check_contents
+from app.engine.groups import Groups
+from app.engine.run.agreement import all_succeed
+from app.optim.adam import Piece
+from app.plan.sharding.reshard import Block, Slice, overlaps
+
+CURSOR = "cursor"  # key of a rank file's metadata: position in the data, as JSON
+# names of the generators' states in a rank file
+RANDOM_CPU, RANDOM_CUDA = "random.cpu", "random.cuda"
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How far a run has come."""
+
+    step: int = 0  # steps taken
+    updates: int = 0  # of them, those that were not skipped
+    tokens: int = 0  # tokens trained on
+
+
+def rank_file(rank: int) -> str:
+    """Name of the file that a rank writes."""
+    return f"rank-{rank:05d}.safetensors"
+
+
+def part_name(parameter: str, key: str) -> str:
+    """Name, in a rank file, of a parameter's main values or of one of its moments."""
+    return f"{parameter}.{key}"
+
+
+def bias_name(router: str) -> str:
+    """Name, in a rank file, of a router's selection bias."""
+    return f"{router}.bias_E"
+
+
+def load_checkpoint(
+    path: Path, manifest: dict[str, Any], engine: Engine
+) -> tuple[Progress, dict[str, Any]]:
+    """Fill this rank's parameters, moments, router biases, loss scale and random state; all ranks
+    call it together.
+
+    `manifest` is what `read_manifest` returned. The ranks share the work of checking the files, and
+    each then reads its own parts. Returns the progress and this rank's data cursor. Raises
+    ConfigError, the same on every rank.
+    """
+    groups = engine.groups
+    files = manifest["files"]
+    engine.watch.rest(f"reading {path.name}")
+    share = list(files)[groups.rank :: groups.host.size()]
+    all_succeed(groups, lambda: check_contents(path, manifest, share))
+    for chunk in range(len(engine.chunks)):
+        # what is still on its way would arrive on top of what is loaded
+        engine.optimizer.gather_params(chunk)
+    opened = _Opened(path)
+    pieces = list(engine.optimizer.pieces())
+    found = sum(_fill(piece, manifest["parts"][piece.spec.name], opened) for piece in pieces)
+    missing = sum(piece.main.numel() for piece in pieces) - found
+    assert missing == 0, f"{missing} elements of this rank are in no file of {path}"
+    for name, _, router in engine.routers():
+        router.bias_E.copy_(opened[manifest["routers"][name]].get_tensor(bias_name(name)))
+    if engine.loss_scale is not None and manifest["loss_scale"] is not None:
+        engine.loss_scale.load(manifest["loss_scale"])
+    own = opened[_own_file(groups, [entry["dp_rank"] for entry in files.values()])]
+    _restore_random(own, engine.device)
+    engine.optimizer.restored(manifest["updates"])
+    progress = Progress(manifest["step"], manifest["updates"], manifest["tokens"])
+    return progress, json.loads(own.metadata()[CURSOR])
+
+
+class _Opened(dict[int, safe_open]):
+    """The rank files of a checkpoint, each mapped when it is first asked for."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.path = path
+
+    def __missing__(self, rank: int) -> safe_open:
+        self[rank] = safe_open(self.path / rank_file(rank), "pt")
+        return self[rank]
+
+
+def _fill(piece: Piece, entry: dict[str, Any], opened: _Opened) -> int:
+    """Copy what the files hold of a piece; returns how many elements that are."""
+    want = Slice(piece.spec.block, (piece.start, piece.start + piece.main.numel()))
+    shape = tuple(entry["shape"])
+    held = (
+        (rank, Slice(Block(shape, tuple(start), tuple(stop)), tuple(part)))
+        for rank, start, stop, part in entry["held"]
+    )
+    found = [(rank, runs) for rank, have in held if (runs := list(overlaps(have, want)))]
+    for key, tensor in piece.state.items():
+        # runs may be many and short, and a GPU is filled at once
+        filled = torch.empty_like(tensor, device="cpu")
+        for rank, runs in found:
+            saved = opened[rank].get_tensor(part_name(piece.spec.name, key))
+            for have, into in runs:
+                filled[slice(*into)] = saved[slice(*have)]
+        tensor.copy_(filled)
+    return sum(into[1] - into[0] for _, runs in found for _, into in runs)
+
+
+def _own_file(groups: Groups, dp_ranks: list[int]) -> int:
+    """The rank whose random state and position in the data this rank takes: at the same layout
+    its own.
+    """
+    if len(dp_ranks) == groups.layout.world_size and dp_ranks[groups.rank] == groups.dp_rank:
+        return groups.rank
+    return dp_ranks.index(groups.dp_rank) if groups.dp_rank in dp_ranks else 0
+
+
+def _restore_random(own: safe_open, device: torch.device) -> None:
+    torch.set_rng_state(own.get_tensor(RANDOM_CPU).clone())
+    if device.type == "cuda" and RANDOM_CUDA in own.keys():  # noqa: SIM118 - no mapping
+        torch.cuda.set_rng_state(own.get_tensor(RANDOM_CUDA).clone(), device)

@@ -1,0 +1,332 @@
+"""Saving checkpoints: every rank writes what it owns, rank 0 commits; beside training if wanted.
+
+A checkpoint is written under a hidden temporary name and renamed when all files are on disk;
+`latest` moves after that. Beside training: the state is copied to host memory, training goes on,
+and a thread of each rank writes the copy. The threads meet in a communicator of their own, so that
+neither they nor training ever wait for the other's exchanges. Hashing, writing and waiting leave
+Python's lock free.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from app.config import CheckpointConfig, Run
+from app.engine.build import Engine
+from app.engine.checkpoint import load as checkpoint
+from app.engine.checkpoint.folder import (
+    FORMAT,
+    LATEST,
+    MANIFEST,
+    checkpoint_name,
+    complete_checkpoints,
+    draft_of,
+    hidden,
+    is_own_folder,
+    manifest_digest,
+    step_of,
+    strays,
+    unfinished,
+)
+from app.engine.checkpoint.load import Progress, rank_file
+from app.engine.checkpoint.synced import sync_folder, write_synced
+from app.engine.checkpoint.tensor_file import write_tensors
+from app.engine.run.run_folder import plain
+from app.engine.watchdog.watchdog import Strand
+from app.errors import ConfigError, no_room, warn
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """What one rank saves of one moment."""
+
+    rank: int  # global rank
+    tensors: dict[str, Tensor]  # of its file
+    metadata: dict[str, str]  # of its file
+    # (parameter, [global shape, block's start, block's stop, part of the flattened block])
+    parts: list[tuple[str, Any]]
+    routers: list[str]  # names of those whose bias is in the file
+    dp_rank: int
+    manifest: dict[str, Any]  # what all ranks know
+    keep: CheckpointConfig
+
+
+def current_state(
+    engine: Engine,
+    run: Run,
+    progress: Progress,
+    cursor: dict[str, Any],
+    origin: Mapping[str, Any] | None = None,
+) -> State:
+    """What this rank would have to save now; the tensors are those that training goes on with."""
+    groups = engine.groups
+    parts = []
+    tensors: dict[str, Tensor] = {checkpoint.RANDOM_CPU: torch.get_rng_state()}
+    if engine.device.type == "cuda":
+        tensors[checkpoint.RANDOM_CUDA] = torch.cuda.get_rng_state(engine.device)
+    for piece in (piece for piece in engine.optimizer.pieces() if piece.spec.counted):
+        block = piece.spec.block
+        part = (piece.start, piece.start + piece.main.numel())
+        parts.append((piece.spec.name, [block.shape, block.start, block.stop, part]))
+        tensors |= {
+            checkpoint.part_name(piece.spec.name, key): value for key, value in piece.state.items()
+        }
+    routers = {name: router.bias_E for name, _, router in engine.routers()}
+    tensors |= {checkpoint.bias_name(name): bias_E for name, bias_E in routers.items()}
+    manifest = {
+        "format": FORMAT,
+        **dataclasses.asdict(progress),
+        "time": time.time(),  # seconds since 1970, UTC
+        "layout": {
+            "world_size": groups.layout.world_size,
+            **groups.layout.sizes(),
+            **groups.layout.sizes(expert=True),
+        },
+        "loss_scale": None if engine.loss_scale is None else engine.loss_scale.state(),
+        "config": plain(dataclasses.asdict(run)),
+        **(origin or {}),
+    }
+    metadata = {checkpoint.CURSOR: json.dumps(cursor)}
+    return State(
+        groups.rank,
+        tensors,
+        metadata,
+        parts=parts,
+        routers=list(routers),
+        dp_rank=groups.dp_rank,
+        manifest=manifest,
+        keep=run.checkpoint,
+    )
+
+
+def save_checkpoint(
+    folder: Path, engine: Engine, run: Run, progress: Progress, cursor: dict[str, Any]
+) -> Path:
+    """Write and commit a checkpoint; all ranks call it together. Returns its folder.
+
+    Raises ConfigError on every rank when one could not write; what was saved before is then still
+    there.
+    """
+    state = current_state(engine, run, progress, cursor=cursor)
+    strand = engine.watch.main
+    return write_checkpoint(folder, state, engine.groups.host, strand=strand, tell=warn)
+
+
+def write_checkpoint(
+    folder: Path,
+    state: State,
+    group: dist.ProcessGroup,
+    *,
+    strand: Strand,
+    tell: Callable[[str], None],
+) -> Path:
+    """Write and commit what the ranks of `group` hold of one moment; returns the folder.
+
+    `strand` is told what this thread does: its own work may take any time, meeting the others not.
+    `tell` is called on rank 0 with what is in `folder` and is not ours, or cannot be removed.
+    Raises ConfigError, the same on every rank.
+    """
+    final = folder / checkpoint_name(state.manifest["step"])
+    draft = draft_of(final)
+    _lead(group, final, lambda: _begin(draft), strand=strand)
+    written = None
+    failure = None
+    strand.rest(f"writing {final.name}")
+    try:
+        written = _write_rank(draft, state)
+    except Exception as error:  # the other ranks are waiting to hear of it
+        failure = Failure(f"rank {state.rank}: {error}", no_room(error))
+    found: list[Any] = [None] * group.size()
+    strand.note(f"saving {final.name}")
+    dist.gather_object((written, failure), found if state.rank == 0 else None, dst=0, group=group)
+    _lead(group, final, lambda: _finish(draft, final, state, found=found, tell=tell), strand=strand)
+    strand.rest()
+    return final
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """Why a checkpoint could not be saved."""
+
+    text: str
+    no_room: bool  # the disk is full, or a quota reached
+
+
+class SaveError(Exception):
+    """Carries the failure of another rank."""
+
+    def __init__(self, failure: Failure) -> None:
+        super().__init__(failure.text)
+        self.failure = failure
+
+
+def _lead(group: dist.ProcessGroup, final: Path, work: Callable[[], None], strand: Strand) -> None:
+    """Do something on rank 0 while the others wait; its failure is raised on all."""
+    said: list[Failure | None] = [None]
+    strand.rest(f"saving {final.name}")
+    if group.rank() == 0:
+        try:
+            work()
+        except SaveError as error:
+            said = [error.failure]
+        except Exception as error:
+            said = [Failure(str(error), no_room(error))]
+        if said[0] is not None:
+            shutil.rmtree(draft_of(final), ignore_errors=True)
+    strand.note(f"saving {final.name}")
+    if group.size() > 1:
+        dist.broadcast_object_list(said, src=0, group=group)
+    if said[0] is not None:
+        run_dir = final.parent.parent
+        saved = complete_checkpoints(final.parent)
+        kept = f"; {saved[-1].name} is the newest that was saved" if saved else ""
+        rule = f"{final.name} could not be saved, {said[0].text}{kept}"
+        advice = "make room there, then resume=auto" if said[0].no_room else None
+        raise ConfigError("run_dir", run_dir, rule, advice=advice)
+
+
+def _begin(draft: Path) -> None:
+    draft.parent.mkdir(parents=True, exist_ok=True)
+    _clear(draft)
+    draft.mkdir()
+
+
+def _clear(path: Path) -> None:
+    """Free a name: what a process that died has left there goes, what is not ours is renamed."""
+    if is_own_folder(path):
+        shutil.rmtree(path)
+    else:
+        _set_aside(path)
+
+
+def _set_aside(path: Path) -> None:
+    """Rename what is not ours and stands where a save writes: a link itself, not its target."""
+    if not os.path.lexists(path):
+        return
+    names = (path.with_name(f"{path.name}.stray{n}") for n in ("", *range(2, 1000)))
+    path.rename(next(name for name in names if not os.path.lexists(name)))
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """What a rank tells rank 0 about its file."""
+
+    entry: dict[str, Any]  # of the manifest
+    parts: list[tuple[str, Any]]
+    routers: list[str]
+
+
+def _write_rank(draft: Path, state: State) -> Written:
+    size_and_sum = write_synced(
+        draft / rank_file(state.rank),
+        lambda file: write_tensors(file, state.tensors, state.metadata),
+    )
+    return Written({**size_and_sum, "dp_rank": state.dp_rank}, state.parts, state.routers)
+
+
+def _finish(
+    draft: Path,
+    final: Path,
+    state: State,
+    found: list[tuple[Written, Failure | None]],
+    *,
+    tell: Callable[[str], None],
+) -> None:
+    for _, failure in found:
+        if failure is not None:
+            raise SaveError(failure)
+    manifest = {**state.manifest, **_contents([written for written, _ in found])}
+    manifest["sha256"] = manifest_digest(manifest)
+    lines = ",\n".join(f"{json.dumps(key)}: {json.dumps(value)}" for key, value in manifest.items())
+    write_synced(draft / MANIFEST, lambda file: file.write(f"{{\n{lines}\n}}\n".encode()))
+    _commit(draft, final)
+    _tidy(final, state.keep, tell)
+
+
+def _contents(written: list[Written]) -> dict[str, Any]:
+    """Where everything is: files by name; parts by parameter, each with the rank that has it;
+    routers likewise.
+    """
+    parts: dict[str, Any] = {}
+    routers: dict[str, int] = {}
+    for rank, each in enumerate(written):
+        for name, (shape, start, stop, part) in each.parts:
+            parts.setdefault(name, {"shape": shape, "held": []})["held"].append(
+                (rank, start, stop, part)
+            )
+        for name in each.routers:
+            routers.setdefault(name, rank)  # all ranks with this layer have the same bias
+    return {
+        "files": {rank_file(rank): each.entry for rank, each in enumerate(written)},
+        "parts": parts,
+        "routers": routers,
+    }
+
+
+def _commit(draft: Path, final: Path) -> None:
+    sync_folder(draft)
+    if is_own_folder(final):  # a resumed run may come to the same step again
+        _hide(final)
+    else:
+        _set_aside(final)
+    draft.rename(final)
+    sync_folder(final.parent)
+    pointer = final.with_name(f".{LATEST}.tmp")
+    latest = final.with_name(LATEST)
+    for path in (pointer, latest):
+        if path.is_symlink() or not path.is_file():
+            _set_aside(path)
+    write_synced(pointer, lambda file: file.write(final.name.encode()))
+    pointer.rename(latest)
+    sync_folder(final.parent)
+
+
+def _tidy(final: Path, keep: CheckpointConfig, tell: Callable[[str], None]) -> None:
+    """Remove what is ours and no longer wanted; the checkpoint is saved even if that fails."""
+    folder = final.parent
+    for old in outdated(complete_checkpoints(folder), keep):
+        if old != final:
+            with _telling(old, tell):
+                _hide(old)
+    for left in unfinished(folder):  # replaced, old, or of a process that died
+        with _telling(left, tell):
+            shutil.rmtree(left)
+    if others := strays(folder):
+        names = ", ".join(path.name for path in others)
+        tell(f"{folder}: not written by a run, and left as it is: {names}")
+
+
+@contextmanager
+def _telling(path: Path, tell: Callable[[str], None]) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        tell(f"{path} cannot be removed: {error}")
+
+
+def outdated(checkpoints: list[Path], keep: CheckpointConfig) -> Iterable[Path]:
+    """Those of the checkpoints, oldest first, that are no longer kept."""
+    for path in checkpoints[: -keep.keep_last]:
+        if keep.keep_every is None or step_of(path) % keep.keep_every:
+            yield path
+
+
+def _hide(path: Path) -> None:
+    """Take a checkpoint away in one operation, so that one that is half removed is never taken
+    for a complete one.
+    """
+    _clear(hidden(path))
+    path.rename(hidden(path))

@@ -1,0 +1,143 @@
+"""Saving beside training, or while it waits: one checkpoint at a time."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from app.engine.build import Engine
+from app.engine.checkpoint.folder import checkpoint_name, draft_of
+from app.engine.checkpoint.load import Progress, rank_file
+from app.engine.checkpoint.save import State, current_state, write_checkpoint
+from app.engine.groups import host_group
+from app.engine.watchdog.missing import SAVING
+from app.errors import warn
+from app.plan.formatting import amount
+
+
+class Saver:
+    """Saves a run's checkpoints in their order, beside training where `checkpoint.asynchronous` is
+    on.
+
+    One at most is under way: the next waits for it. `failed` is called, by the thread that writes,
+    when one could not be saved; `wait` then raises on every rank what a save that blocks would have
+    raised. `origin` has keys of the manifest that rank 0 knows: what the run is trained on, and by
+    which program.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        failed: Callable[[], None],
+        origin: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.engine = engine
+        self._failed = failed
+        self._origin = origin
+        self.run = engine.plan.run
+        self._beside = bool(self.run.checkpoint.interval) and self.run.checkpoint.asynchronous
+        self._group = self._own_group() if self._beside else engine.groups.host
+        self._held: dict[str, Tensor] = {}  # the copy on the host; used again by every save
+        self._thread: threading.Thread | None = None
+        self._error: Exception | None = None
+        self._told: set[str] = set()
+        self._file = Path()  # what this rank writes
+        self._bytes = 0  # and how much that will be
+        # seconds; None: nothing has been saved since it was last asked
+        self._blocked: float | None = None
+
+    def _own_group(self) -> dist.ProcessGroup:
+        watch = self.engine.watch
+        watch.meet("creating the process group of checkpoints")
+        group = host_group(list(range(dist.get_world_size())))
+        watch.follow({SAVING: group})
+        watch.rest("building the model")
+        return group
+
+    def save(self, folder: Path, progress: Progress, cursor: dict[str, Any]) -> Path:
+        """Save the state as it is now, and return where it will be; all ranks call it together.
+        Raises what `wait` does.
+        """
+        since = time.perf_counter()
+        self.wait()
+        state = current_state(self.engine, self.run, progress, cursor=cursor, origin=self._origin)
+        name = checkpoint_name(progress.step)
+        self._bytes = sum(tensor.nbytes for tensor in state.tensors.values())
+        self._file = draft_of(folder / name) / rank_file(state.rank)
+        if self._beside:
+            state = dataclasses.replace(state, tensors=self._copied(state.tensors))
+            self._thread = threading.Thread(
+                target=self._write, args=(folder, state), daemon=True, name="checkpoint"
+            )
+            self._thread.start()
+        else:
+            strand = self.engine.watch.main
+            write_checkpoint(folder, state, self._group, strand=strand, tell=self._tell)
+        self._blocked = time.perf_counter() - since
+        return folder / name
+
+    def wait(self) -> None:
+        """Until nothing is under way. Raises ConfigError, the same on every rank, when it could
+        not be saved.
+        """
+        if self._thread is not None:
+            self.engine.watch.rest("waiting for the checkpoint before")
+            self._thread.join()
+            self._thread = None
+        if self._error is not None:
+            error = self._error
+            self._error = None
+            raise error
+
+    def progress(self) -> str:
+        """How much of its file this rank has written, in words."""
+        with suppress(OSError):  # not begun yet, or all ranks are done
+            done = self._file.stat().st_size / self._bytes
+            return (
+                f"{min(done, 1.0):.0%} of the {amount(self._bytes)}B of rank "
+                f"{self.engine.groups.rank}"
+            )
+        return ""
+
+    def blocked(self) -> float | None:
+        """Seconds for which the save since the last call has held up training; None: there was
+        none.
+        """
+        seconds = self._blocked
+        self._blocked = None
+        return seconds
+
+    def _tell(self, text: str) -> None:
+        if text not in self._told:
+            self._told.add(text)
+            warn(text)
+
+    def _copied(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        pinned = self.engine.device.type == "cuda"
+        for name, tensor in tensors.items():
+            if name not in self._held:
+                self._held[name] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pinned)
+            self._held[name].copy_(tensor, non_blocking=True)
+        if pinned:
+            # the next update overwrites what is being copied
+            torch.cuda.current_stream(self.engine.device).synchronize()
+        return dict(self._held)
+
+    def _write(self, folder: Path, state: State) -> None:
+        try:
+            strand = self.engine.watch.saving
+            write_checkpoint(folder, state, self._group, strand=strand, tell=self._tell)
+        except Exception as error:  # raised again by `wait`
+            self._error = error
+            self._failed()
+        finally:
+            self.engine.watch.saving.rest()

@@ -1,0 +1,1 @@
+"""One step on this rank: its actions, the microbatches in flight, and what ranks exchange."""

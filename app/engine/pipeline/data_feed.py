@@ -1,0 +1,114 @@
+"""From the data's microbatches to what the executor runs on: tensors on the device and the weight
+of each loss.
+
+Shapes: B sequences, S tokens per sequence, M microbatches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from app.choices import Normalize
+from app.compat import all_reduce
+from app.data.feed import IGNORED, Batch
+from app.engine.groups import Groups
+from app.model.context_parallel import own_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class StepInput:
+    """Microbatches of one step on this rank, on the device."""
+
+    # this rank's tokens of every sequence, and the documents of all of them
+    batches: tuple[Batch, ...]
+    loss_weights_M: Tensor  # fp32: factor on each microbatch's summed token losses
+    routing_weight: float  # factor on each microbatch's router losses
+    scale: Tensor | None  # factor on all losses where backward starts; None: 1
+    valid: Tensor  # int64 scalar: tokens with a label in the whole step, all ranks
+
+
+# microbatches, and int64 [M]: tokens with a label in each
+Loaded = tuple[tuple[Batch, ...], Tensor]
+
+
+class Loader:
+    """Brings microbatches to the device, of every sequence this rank's part; on a GPU ahead of
+    time, beside what it computes.
+    """
+
+    def __init__(self, groups: Groups, device: torch.device) -> None:
+        self.groups = groups
+        self.device = device
+        self.side = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self.ahead: tuple[Sequence[Batch], Loaded, torch.cuda.Event | None] | None = None
+
+    def start(self, batches: Sequence[Batch]) -> None:
+        """Begin to load what `take` will be asked for next."""
+        if self.side is None:
+            self.ahead = batches, self._load(batches), None
+            return
+        with torch.cuda.stream(self.side):
+            loaded = self._load(batches)
+            there = torch.cuda.Event()
+            there.record()
+        self.ahead = batches, loaded, there
+
+    def take(self, batches: Sequence[Batch]) -> Loaded:
+        """The microbatches on the device, and how many tokens of each have a label."""
+        if self.ahead is None or self.ahead[0] is not batches:
+            self.start(batches)
+        assert self.ahead is not None
+        (_, loaded, there), self.ahead = self.ahead, None
+        if there is not None:
+            here = torch.cuda.current_stream()
+            here.wait_event(there)
+            for tensor in (tensor for batch in loaded[0] for tensor in _tensors(batch)):
+                tensor.record_stream(here)
+            loaded[1].record_stream(here)
+        return loaded
+
+    def _load(self, batches: Sequence[Batch]) -> Loaded:
+        own_S = own_tokens(
+            batches[0].tokens_BS.shape[1], self.groups.layout.cp, self.groups.cp_rank
+        )
+        counts_M = torch.stack([(batch.labels_BS != IGNORED).sum() for batch in batches])
+        return tuple(self._part(batch, own_S) for batch in batches), self._move(counts_M)
+
+    def _part(self, batch: Batch, own_S: Tensor) -> Batch:
+        cut = (batch.tokens_BS, batch.labels_BS, batch.positions_BS)
+        documents = None if batch.documents_BS is None else self._move(batch.documents_BS)
+        return Batch(*(self._move(tensor[:, own_S]) for tensor in cut), documents)
+
+    def _move(self, tensor: Tensor) -> Tensor:
+        # Only from pinned memory does a copy go on while the host does something else.
+        return (
+            tensor if self.side is None else tensor.pin_memory().to(self.device, non_blocking=True)
+        )
+
+
+def _tensors(batch: Batch) -> list[Tensor]:
+    documents = [] if batch.documents_BS is None else [batch.documents_BS]
+    return [batch.tokens_BS, batch.labels_BS, batch.positions_BS, *documents]
+
+
+def step_input(
+    loaded: Loaded, normalize: Normalize, dp: int, groups: Groups, scale: Tensor | None = None
+) -> StepInput:
+    """A step's microbatches with the divisors of their losses.
+
+    token: every microbatch by the valid tokens of the whole step, so that each token counts the
+    same; microbatch: each by its own valid tokens and the number of microbatches. The divisor stays
+    on the device.
+    """
+    batches, counts_M = loaded
+    valid = counts_M.sum()
+    all_reduce(valid, groups.data)
+    if normalize is Normalize.token:
+        weights_M = valid.clamp(min=1).float().reciprocal().expand(len(batches))
+    else:
+        weights_M = (counts_M.clamp(min=1) * (len(batches) * dp)).float().reciprocal()
+    return StepInput(batches, weights_M, 1.0 / (len(batches) * dp), scale=scale, valid=valid)

@@ -1,0 +1,117 @@
+"""Runs one step's list of actions on this rank: the only place where forwards, backwards and
+exchanges happen.
+
+What differs between schedules is the list, never this file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Protocol
+
+import torch
+from torch import nn
+from torch.profiler import record_function
+
+from app.engine.pipeline.data_feed import StepInput
+from app.engine.pipeline.in_flight import Flight, Stages, StepTotals
+from app.engine.pipeline.transport import Transport
+from app.engine.watchdog.watchdog import Watch
+from app.model.deferred import Gradient
+from app.plan.actions import (
+    Action,
+    Backward,
+    BackwardInput,
+    BackwardWeight,
+    Exchange,
+    Forward,
+    Free,
+    GatherParams,
+    ReduceGrads,
+    Wait,
+)
+from app.plan.schedule import last_backwards
+
+
+class Parameters(Protocol):
+    """What the executor asks of the optimizer."""
+
+    def start_gather(self, chunk: int) -> None:
+        """Make a chunk's parameters whole before their first use, or see to it that each of them
+        will be.
+        """
+
+    def add_grad(self, param: nn.Parameter, gradient: Gradient) -> None:
+        """Add to the gradient sum of a parameter."""
+
+    def expect_grads(self, chunk: int, last: bool) -> None:
+        """A backward of a chunk follows; whether it is the last one of the step, and leaves no
+        gradients for later.
+        """
+
+    def reduce_grads(self, chunk: int) -> None:
+        """Sum a chunk's gradients over the data-parallel ranks after their last microbatch."""
+
+
+ForwardBackward = Callable[[StepInput], StepTotals]
+
+
+def execute(
+    actions: Sequence[Action],
+    stages: Stages,
+    params: Parameters,
+    transport: Transport,
+    watch: Watch,
+    step: StepInput,
+) -> StepTotals:
+    """Run `actions` over the microbatches of `step`; a list without backwards runs without
+    autograd.
+    """
+    training = any(isinstance(action, Backward | BackwardInput) for action in actions)
+    last = last_backwards(actions)
+    flight = Flight(
+        stages, step, training, splits=any(isinstance(action, BackwardWeight) for action in actions)
+    )
+    with torch.set_grad_enabled(training):
+        for position, action in enumerate(actions):
+            watch.note(str(action))
+            with record_function(watch.doing), _blame(actions, position):
+                match action:
+                    case GatherParams(chunk):
+                        params.start_gather(chunk)
+                    case Forward(mb, chunk):
+                        flight.forward(mb, chunk)
+                    case Backward(mb, chunk) | BackwardInput(mb, chunk):
+                        params.expect_grads(chunk, last=position in last)
+                        flight.backward(mb, chunk)
+                    case BackwardWeight(mb, chunk):
+                        flight.weight_gradients(mb, chunk, params.add_grad)
+                    case Exchange(ops):
+                        transport.post({op: flight.moved(op) for op in ops})
+                    case Wait(ops):
+                        transport.wait(ops)
+                        flight.settle(ops)
+                    case Free(mb, chunk):
+                        flight.free(mb, chunk)
+                    case ReduceGrads(chunk):
+                        params.reduce_grads(chunk)
+                    case _:
+                        raise AssertionError(f"no way to run {action}")
+    flight.expect_landed()
+    transport.forget()
+    watch.note("the end of the step")
+    return flight.totals
+
+
+@contextmanager
+def _blame(actions: Sequence[Action], position: int) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        before = " ".join(map(str, actions[:position]))
+        after = " ".join(map(str, actions[position + 1 :]))
+        error.add_note(
+            f"while running this rank's actions: {before} >>> {actions[position]} <<< {after}"
+        )
+        raise

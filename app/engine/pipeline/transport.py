@@ -1,0 +1,67 @@
+"""Sends and receives between pipeline ranks: what an Exchange starts and a Wait ends."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch.distributed as dist
+from torch import Tensor
+
+from app.plan.actions import Op
+
+
+@dataclass(slots=True)
+class Transport:
+    """This rank's way to its neighbours in the pipeline; what moves has one shape, known
+    beforehand.
+    """
+
+    group: dist.ProcessGroup
+    ranks: Sequence[int]  # pipeline rank -> global rank
+    batched: bool = True  # all operations of an exchange as one; otherwise one by one
+    works: dict[Op, dist.Work] = field(default_factory=dict)  # not yet waited for
+    # of this step, waited for or not: NCCL's waits return early
+    moving: dict[Op, dist.Work] = field(default_factory=dict)
+
+    def post(self, tensors: Mapping[Op, Tensor]) -> None:
+        """Start moving: each operation's tensor is sent, or filled with what arrives, until it
+        has been waited for.
+        """
+        kinds = {True: dist.isend, False: dist.irecv}
+        p2p = [
+            dist.P2POp(kinds[op.send], tensor, self.ranks[op.peer], self.group)
+            for op, tensor in tensors.items()
+        ]
+        works = (
+            dist.batch_isend_irecv(p2p)
+            if self.batched
+            else [each.op(each.tensor, each.peer, self.group) for each in p2p]
+        )
+        if len(works) == 1:  # NCCL has one for the whole batch
+            works = works * len(p2p)
+        self.works.update(zip(tensors, works, strict=True))
+        self.moving.update(zip(tensors, works, strict=True))
+
+    def wait(self, ops: Sequence[Op]) -> None:
+        """Until these operations are done (NCCL: the current stream waits, not the host)."""
+        for op in ops:
+            self.works.pop(op).wait()
+            if dist.get_backend(self.group) != "nccl":
+                del self.moving[op]  # done, and it would keep its tensor
+
+    def unfinished(self) -> list[tuple[str, int]]:
+        """What the step has begun and is not done, oldest first: words, rank at the other end.
+
+        From any thread: it walks a copy, since the main thread goes on meanwhile.
+        """
+        left = [op for op, work in self.moving.copy().items() if not work.is_completed()]
+        ranks = [self.ranks[op.peer] for op in left]
+        ways = ["to" if op.send else "from" for op in left]
+        named = zip(left, ways, ranks, strict=True)
+        return [(f"{op} ({way} rank {rank})", rank) for op, way, rank in named]
+
+    def forget(self) -> None:
+        """A step is over."""
+        assert not self.works, f"never waited for: {', '.join(map(str, self.works))}"
+        self.moving.clear()

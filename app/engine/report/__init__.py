@@ -1,0 +1,1 @@
+"""What a run tells: metrics, their sinks, pictures, the live line, opening and closing words."""

@@ -1,0 +1,236 @@
+"""Weights & Biases and TensorBoard: metrics in panels, a sample, and what tells runs apart."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import shutil
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from app.choices import GraphImpl, WandbMode
+from app.engine.report.metrics import RollbackReport, StepReport, ValidationReport
+from app.engine.report.sinks import Sink
+from app.engine.run.run_folder import PLAN, plain
+from app.errors import warn
+from app.plan.plan import Plan
+from app.plan.summary import degree_sizes
+from app.version import VERSION, Version
+
+ID = re.compile(r"[A-Za-z0-9_.-]{1,64}")  # of a Weights & Biases run
+FLUSH_S = 10  # seconds after which TensorBoard can show what was recorded
+TENSORBOARD = "tensorboard"  # folder in the run folder
+# Panel -> the metrics in it; `step` is the axis of all.
+PANELS = {
+    "train": ("loss", "aux_loss", "z_loss", "lr", "weight_decay", "grad_norm", "grad_zeros",
+              "skipped", "loss_scale", "tokens", "rollback_from", "rollbacks"),
+    "val": ("val_loss", "val_tokens"),
+    "perf": ("time", "step_ms", "data_wait_ms", "checkpoint_blocked_ms", "tokens_per_s",
+             "tokens_per_s_per_gpu", "tflops_per_gpu", "mfu"),
+    "memory": ("memory_allocated_gib", "memory_reserved_gib", "memory_peak_gib"),
+    "moe": ("moe_load_mean", "moe_load_worst", "moe_dropped"),
+    "graphs": ("graph_count", "graph_capture_s", "graph_objects_gib", "graph_static_gib",
+               "graph_cut_gib", "graph_pool_gib"),
+}  # fmt: skip
+NAMES = {key: f"{panel}/{key}" for panel, keys in PANELS.items() for key in keys}
+Report = StepReport | ValidationReport | RollbackReport
+
+
+def in_panels(report: Report) -> dict[str, Any]:
+    """What a report has measured, under the names that boards know it by: "train/loss"."""
+    return {NAMES[key]: value for key, value in report.metrics().items() if key != "step"}
+
+
+def tags(plan: Plan) -> tuple[str, str, str]:
+    """What tells runs apart: layout=dp2-pp4, schedule=1f1b, graphs=none."""
+    graph = plan.run.cuda_graph
+    partial = graph.impl in (GraphImpl.local, GraphImpl.transformer_engine)
+    parts = "+".join(part.value for part in graph.scope) or "layer"
+    held = parts if partial else graph.impl.value
+    layout = "-".join(f"{axis}{size}" for axis, size in degree_sizes(plan).items())
+    return f"layout={layout}", f"schedule={plan.schedule_name.value}", f"graphs={held}"
+
+
+class Board(Sink, ABC):
+    """A sink with panels, which gets steps at the log interval; training goes on where it fails."""
+
+    def __init__(self, name: str, plan: Plan) -> None:
+        self._name = name
+        self._interval = plan.run.log.interval
+        self._total = plan.run.train.steps
+        self._lost = False
+
+    def step(self, report: StepReport) -> None:
+        """Record at the interval."""
+        if report.step % self._interval == 0 or report.step == self._total:
+            self._attempt(lambda: self.record(report.step, in_panels(report)))
+
+    def validation(self, report: ValidationReport) -> None:
+        """Record a validation."""
+        self._attempt(lambda: self.record(report.step, in_panels(report)))
+
+    def rollback(self, report: RollbackReport) -> None:
+        """Record that steps come again."""
+        self._attempt(lambda: self.go_back(report))
+
+    def sample(self, step: int, text: str) -> None:
+        """Record what the model writes."""
+        self._attempt(lambda: self.record_text(step, text))
+
+    def close(self) -> None:
+        """Finish the run and its files."""
+        self._attempt(self.finish)
+
+    @abstractmethod
+    def record(self, step: int, values: Mapping[str, float]) -> None:
+        """Take named values of a step."""
+
+    @abstractmethod
+    def record_text(self, step: int, text: str) -> None:
+        """Take a sample."""
+
+    @abstractmethod
+    def go_back(self, report: RollbackReport) -> None:
+        """Take it that the steps after a checkpoint come again."""
+
+    @abstractmethod
+    def finish(self) -> None:
+        """Let go of the run."""
+
+    @abstractmethod
+    def give_up(self) -> None:
+        """Clean up after a failure: nothing else is called then."""
+
+    def _attempt(self, tell: Callable[[], None]) -> None:
+        if self._lost:
+            return
+        try:
+            tell()
+        except Exception as error:
+            self._lost = True
+            warn(f"{self._name} has stopped recording ({error!r}); metrics.jsonl goes on")
+            with suppress(Exception):
+                self.give_up()
+
+
+class Wandb(Board):
+    """A Weights & Biases run in the run folder; a resumed run goes on under the same id.
+
+    Its service is a process of its own: SLURM ends it together with the ranks, which still have a
+    step to save.
+    """
+
+    def __init__(self, plan: Plan, run_dir: Path, version: Version) -> None:
+        import wandb  # half a second, and only where it is wanted
+
+        super().__init__("Weights & Biases", plan)
+        self._wandb = wandb
+        log = plan.run.log
+        id_file = run_dir / "wandb_id"
+        online = log.wandb_mode is WandbMode.online and _logged_in(wandb.login)
+        self._run = wandb.init(
+            project=log.project,
+            group=log.group,
+            job_type=log.job_type or "train",
+            tags=tags(plan),
+            name=run_dir.name,
+            dir=run_dir,
+            config={**plain(dataclasses.asdict(plan.run)), VERSION: version.record()},
+            id=recorded_id(id_file),
+            mode="online" if online else "offline",
+            resume="allow" if online else None,
+            settings=wandb.Settings(silent=True, console="off"),
+        )
+        # A resumed run may log a step again, which W&B's own counter refuses.
+        self._run.define_metric("*", step_metric="step")
+        files = self._run.dir  # a copy there can be synchronised wherever the run folder goes
+        self._run.save(shutil.copy(run_dir / PLAN, files), base_path=files, policy="now")
+        id_file.write_text(self._run.id)
+
+    def record(self, step: int, values: Mapping[str, float]) -> None:
+        """A row."""
+        self._run.log({"step": step, **values})
+
+    def record_text(self, step: int, text: str) -> None:
+        """As a page, which keeps lines as they are."""
+        page = f'<pre style="white-space: pre-wrap">{escape(text)}</pre>'
+        self._run.log({"step": step, "sample": self._wandb.Html(page)})
+
+    def go_back(self, report: RollbackReport) -> None:
+        """A row: the steps that come again are added."""
+        self.record(report.step, in_panels(report))
+
+    def finish(self) -> None:
+        """End the run and its service."""
+        self._run.finish()
+
+    def give_up(self) -> None:
+        """Or its library fails once more when this process ends."""
+        self._wandb.teardown()
+
+
+def recorded_id(file: Path) -> str | None:
+    """Id of the W&B run that goes on, None for a new one. Says so where the file holds no id."""
+    if not file.exists():
+        return None
+    text = file.read_bytes().decode(errors="replace")
+    if ID.fullmatch(text):
+        return text
+    warn(f"{file} holds no id of a Weights & Biases run, so a new one begins")
+    return None
+
+
+def _logged_in(login: Callable[..., bool]) -> bool:
+    """Whether the stored credentials work.
+
+    Says so when they do not, since the run is then recorded offline.
+    """
+    known = login(prompt=False)
+    if not known:
+        what = "log.wandb_mode=online, but nobody is logged in (`wandb login`)"
+        print(f"{what}: recording offline; `wandb sync` uploads it later.")
+    return known
+
+
+class TensorBoard(Board):
+    """Events in the run folder, where those of steps that come again are hidden."""
+
+    def __init__(self, plan: Plan, run_dir: Path, from_step: int) -> None:
+        from torch.utils.tensorboard import SummaryWriter  # looks for the package when imported
+
+        super().__init__("TensorBoard", plan)
+        self._make = SummaryWriter
+        self._folder = run_dir / TENSORBOARD
+        self._open(from_step)
+
+    def _open(self, from_step: int) -> None:
+        hidden = from_step + 1 if from_step else 0  # from this step on, of what is there
+        self._writer = self._make(self._folder, purge_step=hidden, flush_secs=FLUSH_S)
+
+    def record(self, step: int, values: Mapping[str, float]) -> None:
+        """A point in each of its plots."""
+        for name, value in values.items():
+            self._writer.add_scalar(name, value, step)
+
+    def record_text(self, step: int, text: str) -> None:
+        """As code, since TensorBoard reads Markdown."""
+        code = "\n".join(f"    {line}" for line in text.splitlines())
+        self._writer.add_text("sample", code, step)
+
+    def go_back(self, report: RollbackReport) -> None:
+        """Begin a file that hides what comes again."""
+        self._writer.close()
+        self._open(report.step)
+        self.record(report.step, in_panels(report))
+
+    def finish(self) -> None:
+        """Write what is left."""
+        self._writer.close()
+
+    def give_up(self) -> None:
+        """Close the file as it is."""
+        self._writer.close()

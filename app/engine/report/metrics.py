@@ -1,0 +1,271 @@
+"""What a step reports, and how it is measured.
+
+One small tensor crosses to the host per step; memory and expert load are read at the log interval
+only.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import resource
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from app.compat import all_reduce
+from app.engine.build import Engine
+from app.engine.capture.facts import GraphFacts
+from app.engine.pipeline.in_flight import StepTotals
+from app.plan.cost.flops import flops_per_token, peak_tflops
+
+GIB = 2**30
+
+
+@dataclass(frozen=True, slots=True)
+class StepReport:
+    """Everything said about one step; None where it does not apply or is not measured at this
+    step.
+    """
+
+    step: int  # optimizer steps so far
+    loss: float  # nats per token over the step
+    aux_loss: float  # weighted balancing loss, sum over MoE layers
+    z_loss: float  # weighted router z-loss, sum over MoE layers
+    lr: float  # learning rate of this update
+    weight_decay: float  # weight decay of this update
+    grad_norm: float  # global norm before clipping
+    skipped: int  # 1 when the update was skipped because the norm was not finite
+    tokens: int  # tokens trained on so far
+    time: float  # when this was reported, seconds since 1970
+    step_ms: float  # wall time of the step, ms; without validation and saving
+    data_wait_ms: float  # of it, until the batches of the step were there, ms; rank 0
+    tokens_per_s: float  # all ranks together
+    tokens_per_s_per_gpu: float  # per rank
+    tflops_per_gpu: float  # model TFLOP/s per rank (docs/flops.md)
+    mfu: float | None = None  # tflops_per_gpu over the GPU's peak
+    # largest over ranks; GPU tensors, or resident memory of the process on CPU
+    memory_allocated_gib: float | None = None
+    memory_reserved_gib: float | None = None  # largest over ranks; held by the GPU allocator
+    memory_peak_gib: float | None = None  # largest over ranks; peak of memory_allocated_gib so far
+    graph_count: int | None = None  # captured CUDA graphs, largest over ranks
+    graph_capture_s: float | None = None  # seconds that capturing them took, largest over ranks
+    graph_objects_gib: float | None = None  # largest over ranks; taken by the driver for graphs
+    # largest over ranks; inputs and gradients in fixed places
+    graph_static_gib: float | None = None
+    graph_cut_gib: float | None = None  # largest over ranks; what leaves captured parts
+    # largest over ranks; the rest of the memory that graphs compute in
+    graph_pool_gib: float | None = None
+    # max/mean tokens per expert since the last line, mean over MoE layers
+    moe_load_mean: float | None = None
+    moe_load_worst: float | None = None  # the same, worst MoE layer
+    # share of the choices of experts since the last line that were beyond capacity
+    moe_dropped: float | None = None
+    loss_scale: float | None = None  # factor on the loss in this step
+    grad_zeros: int | None = None  # zero elements of the gradient
+    # for which saving the step before has held up this one, ms
+    checkpoint_blocked_ms: float | None = None
+
+    def metrics(self) -> dict[str, Any]:
+        """Key -> value of everything that was measured."""
+        return {key: value for key, value in dataclasses.asdict(self).items() if value is not None}
+
+
+@dataclass(frozen=True, slots=True)
+class ValidationReport:
+    """One validation."""
+
+    step: int
+    val_loss: float  # nats per token
+    val_tokens: int  # tokens it was measured on
+    time: float = field(default_factory=time.time)  # when this was reported, seconds since 1970
+
+    def metrics(self) -> dict[str, Any]:
+        """Key -> value."""
+        return dataclasses.asdict(self)
+
+
+@dataclass(frozen=True, slots=True)
+class RollbackReport:
+    """Going back to a checkpoint after a step whose numbers were not finite."""
+
+    step: int  # of the checkpoint: training goes on behind it
+    rollback_from: int  # the bad step
+    rollbacks: int  # so far in this process
+    time: float = field(default_factory=time.time)  # when this was reported, seconds since 1970
+
+    def metrics(self) -> dict[str, Any]:
+        """Key -> value."""
+        return dataclasses.asdict(self)
+
+
+@dataclass(frozen=True, slots=True)
+class StepTimes:
+    """Where the time of a step has gone, on this rank's host."""
+
+    seconds: float  # in all
+    data_wait: float  # seconds until its batches were there
+    blocked: float | None  # seconds for a checkpoint, before it; None: nothing was saved
+
+
+@dataclass(frozen=True, slots=True)
+class StepFacts:
+    """What the host learns about a step by its one wait."""
+
+    norm_sq: float
+    loss: float
+    aux_loss: float
+    z_loss: float
+    zeros: float  # zero elements of the gradient, where they are counted
+    stop: float  # ranks that have been told to stop
+    skipped: float
+    scale: float | None = None  # factor on the loss
+
+
+class Meter:
+    """Turns what a step did into its report; keeps expert counts between log intervals."""
+
+    def __init__(self, engine: Engine, first_step: int) -> None:
+        self.run = engine.plan.run
+        self.engine = engine
+        self.first_step = first_step
+        run = self.run
+        self.tokens_per_step = run.train.global_batch * run.train.seq_len
+        self.flops_per_step = self.tokens_per_step * flops_per_token(run.model, run.train.seq_len)
+        self.peak = run.hardware.peak_tflops or _known_peak(engine.device)
+        self.counts: dict[tuple[int, int], Tensor] = {}
+        self.dropped: Tensor | int = 0
+
+    def count(self, totals: StepTotals) -> None:
+        """Add a step's tokens per expert, on the device."""
+        for place, counts_E in totals.counts.items():
+            self.counts[place] = counts_E + self.counts.get(place, 0)
+        self.dropped = self.dropped + totals.dropped
+
+    def report(
+        self,
+        step: int,
+        tokens: int,
+        facts: StepFacts,
+        *,
+        lr: float,
+        weight_decay: float,
+        times: StepTimes,
+    ) -> StepReport:
+        """The report of one step; at the log interval with memory and expert load, which all
+        ranks measure together.
+        """
+        world = self.engine.groups.layout.world_size
+        seconds = times.seconds
+        tflops = self.flops_per_step / seconds / world / 1e12
+        at_interval = step % self.run.log.interval == 0 or step == self.run.train.steps
+        measured = self._memory() if at_interval or step == self.first_step else {}
+        measured |= self._expert_load() if at_interval else {}
+        return StepReport(
+            step=step,
+            loss=facts.loss,
+            aux_loss=facts.aux_loss,
+            z_loss=facts.z_loss,
+            lr=lr,
+            weight_decay=weight_decay,
+            grad_norm=facts.norm_sq**0.5,
+            skipped=int(facts.skipped),
+            tokens=tokens,
+            time=time.time(),
+            step_ms=seconds * 1e3,
+            data_wait_ms=times.data_wait * 1e3,
+            tokens_per_s=self.tokens_per_step / seconds,
+            tokens_per_s_per_gpu=self.tokens_per_step / seconds / world,
+            tflops_per_gpu=tflops,
+            mfu=tflops / self.peak if self.peak else None,
+            loss_scale=facts.scale,
+            grad_zeros=int(facts.zeros) if self.run.optim.count_zeros else None,
+            checkpoint_blocked_ms=None if times.blocked is None else times.blocked * 1e3,
+            **measured,
+        )
+
+    def _memory(self) -> dict[str, Any]:
+        found = memory_gib(self.engine.device)
+        recorder = self.engine.recorder
+        if recorder is not None:  # on every rank alike, also on one with nothing to capture
+            found |= GraphFacts.of(recorder).metrics()
+        values = torch.tensor(list(found.values()), dtype=torch.float64, device=self.engine.device)
+        if self.engine.groups.world.size() > 1:
+            dist.all_reduce(values, dist.ReduceOp.MAX, self.engine.groups.world)
+        largest = dict(zip(found, values.tolist(), strict=True))
+        return largest | {
+            name: int(value) for name, value in largest.items() if name == "graph_count"
+        }
+
+    def _expert_load(self) -> dict[str, float]:
+        """Over the MoE layers of all pipeline ranks; every rank takes part, also one without
+        such layers.
+        """
+        if self.run.model.moe is None:
+            return {}
+        counts = [self.counts[place] for place in sorted(self.counts)]
+        self.counts = {}
+        dropped = self.dropped
+        self.dropped = 0
+        ratio_L = torch.zeros(1, dtype=torch.float64, device=self.engine.device)
+        pairs_2 = torch.zeros(2, dtype=torch.int64, device=self.engine.device)  # dropped and kept
+        if counts:
+            counts_LE = torch.stack(counts)
+            pairs_2[0] = dropped
+            all_reduce(counts_LE, self.engine.groups.tokens)
+            all_reduce(pairs_2, self.engine.groups.tokens)
+            pairs_2[1] = counts_LE.sum()
+            ratio_L = counts_LE.max(dim=1).values / counts_LE.double().mean(dim=1)
+        total = torch.stack((ratio_L.sum(), ratio_L.new_full((), len(counts)), *pairs_2.double()))
+        worst = ratio_L.max()
+        all_reduce(total, self.engine.groups.stages)
+        if self.engine.groups.stages.size() > 1:
+            dist.all_reduce(worst, dist.ReduceOp.MAX, self.engine.groups.stages)
+        ratios, layers, lost, kept = total.tolist()
+        share = (
+            {}
+            if self.run.model.moe.capacity_factor is None
+            else {"moe_dropped": lost / (lost + kept)}
+        )
+        return {"moe_load_mean": ratios / layers, "moe_load_worst": float(worst), **share}
+
+
+def _known_peak(device: torch.device) -> float | None:
+    return peak_tflops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+
+
+def memory_gib(device: torch.device) -> dict[str, float]:
+    """Memory of this rank: GPU tensors, or the process's resident memory on CPU; GiB."""
+    if device.type == "cuda":
+        return {
+            "memory_allocated_gib": torch.cuda.memory_allocated(device) / GIB,
+            "memory_reserved_gib": torch.cuda.memory_reserved(device) / GIB,
+            "memory_peak_gib": torch.cuda.max_memory_allocated(device) / GIB,
+        }
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _RSS_UNIT / GIB
+    return {"memory_allocated_gib": _resident_bytes() / GIB or peak, "memory_peak_gib": peak}
+
+
+_RSS_UNIT = 1 if Path("/System/Library").exists() else 1024  # macOS counts bytes, Linux KiB
+
+
+def _resident_bytes() -> int:
+    statm = Path("/proc/self/statm")
+    return int(statm.read_text().split()[1]) * resource.getpagesize() if statm.exists() else 0
+
+
+class Stopwatch:
+    """Wall time since it was made or last read."""
+
+    def __init__(self) -> None:
+        self._since = time.perf_counter()
+
+    def lap(self) -> float:
+        """Seconds since the last lap."""
+        before = self._since
+        self._since = time.perf_counter()
+        return self._since - before

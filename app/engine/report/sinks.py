@@ -1,0 +1,208 @@
+"""Where reports go: the console and metrics.jsonl here, and what draws plots in `boards`.
+
+Sinks get frozen reports and never the trainer.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from typing import Any, Protocol, TextIO
+
+from app.config import Run
+from app.engine.report.live_line import LiveLine
+from app.engine.report.metrics import RollbackReport, StepReport, ValidationReport
+from app.engine.run.run_folder import METRICS, identity
+from app.errors import ConfigError, warn, writing
+from app.plan.formatting import count_of
+
+REDRAW_S = 0.1  # seconds between redraws of the progress line
+
+
+class Sink(Protocol):
+    """Receives every report."""
+
+    def step(self, report: StepReport) -> None:
+        """After each step."""
+
+    def validation(self, report: ValidationReport) -> None:
+        """After each validation."""
+
+    def rollback(self, report: RollbackReport) -> None:
+        """After the run has gone back to a checkpoint: the steps behind it come again."""
+
+    def note(self, text: str) -> None:
+        """Something to be read once."""
+
+    def sample(self, step: int, text: str) -> None:
+        """What the model writes when it has been trained."""
+
+    def close(self) -> None:
+        """When the run ends."""
+
+
+class JsonLines:
+    """One JSON object per report in metrics.jsonl, which `begin_metrics` has made ready.
+
+    Training goes on where a line cannot be written; it is kept, and written when that works again.
+    `gone` is called once the file has been removed or replaced: nothing more is written then.
+    """
+
+    def __init__(self, run_dir: Path, gone: Callable[[], None]) -> None:
+        self.run_dir = run_dir
+        self._gone = gone
+        self._waiting = b""  # what could not be written yet; may begin within a line
+        self._error: OSError | None = None  # of the last attempt
+        self._is_gone = False
+        self._open()
+
+    def _open(self) -> None:
+        with writing(self.run_dir):
+            self._file = os.open(self.run_dir / METRICS, os.O_WRONLY | os.O_APPEND)
+
+    def step(self, report: StepReport) -> None:
+        """Append a line."""
+        self._write(report.metrics())
+
+    def validation(self, report: ValidationReport) -> None:
+        """Append a line."""
+        self._write(report.metrics())
+
+    def rollback(self, report: RollbackReport) -> None:
+        """Append a line to the file from which those of the steps that come again were dropped."""
+        os.close(self._file)
+        self._open()
+        self._write(report.metrics())
+
+    def note(self, text: str) -> None:
+        """Not kept: files have numbers."""
+
+    def sample(self, step: int, text: str) -> None:
+        """Not kept."""
+
+    def _write(self, metrics: dict[str, Any]) -> None:
+        self._waiting += f"{json.dumps(metrics)}\n".encode()
+        self._write_waiting()
+
+    def _write_waiting(self) -> None:
+        if not self._is_gone and identity(self._file) != identity(self.run_dir / METRICS):
+            self._is_gone = True
+            self._gone()
+        if self._is_gone:
+            return
+        failed_before = self._error
+        self._error = None
+        try:
+            while self._waiting:
+                self._waiting = self._waiting[os.write(self._file, self._waiting) :]
+        except OSError as error:
+            self._error = error
+            if failed_before is None:
+                text = "training goes on, and what cannot be written is kept for later"
+                warn(f"{self.run_dir / METRICS}: {error.strerror}; {text}")
+
+    def close(self) -> None:
+        """Close the file."""
+        self._write_waiting()
+        os.close(self._file)
+
+    def check(self) -> None:
+        """Raise ConfigError where lines are missing at the end."""
+        if self._is_gone:
+            rule = f"{METRICS} was removed or replaced while this run was writing it"
+            raise ConfigError("run_dir", self.run_dir, rule)
+        if self._error is not None:
+            lines = count_of(self._waiting.count(b"\n"), "line")
+            rule = f"{lines} of {METRICS} could not be written: {self._error.strerror}"
+            raise ConfigError("run_dir", self.run_dir, rule)
+
+
+class Console:
+    """A bar and a live line on a terminal; on anything else a line per log interval."""
+
+    def __init__(self, run: Run, from_step: int, stream: TextIO | None = None) -> None:
+        self.total = run.train.steps
+        self.interval = run.log.interval
+        self.stream = sys.stdout if stream is None else stream
+        self.live = LiveLine(self.stream, self.total) if self.stream.isatty() else None
+        self.from_step = from_step
+        self.recent: deque[float] = deque(maxlen=20)  # ms of the last steps
+        self.val_loss: float | None = None
+        self.memory = 0.0
+        self._drawn = 0.0
+
+    def step(self, report: StepReport) -> None:
+        """Draw the line anew, or print it at the log interval."""
+        self.recent.append(report.step_ms)
+        self.memory = report.memory_peak_gib or self.memory
+        text = self._text(report)
+        if self.live is None:
+            if report.step % self.interval == 0 or report.step in (self.from_step + 1, self.total):
+                print(text, file=self.stream, flush=True)
+        elif time.monotonic() - self._drawn > REDRAW_S or report.step == self.total:
+            self.live.draw(report.step, text)
+            self._drawn = time.monotonic()
+
+    def _text(self, report: StepReport) -> str:
+        left = median(self.recent) / 1e3 * (self.total - report.step)
+        val = f"  val {self.val_loss:.3f}" if self.val_loss is not None else ""
+        rate = _short(self._tokens_per_s(report))
+        return (
+            f"step {report.step}/{self.total}  loss {report.loss:.3f}{val}  {rate} tokens/s  "
+            f"{self.memory:.1f} GiB  {_clock(left)} "
+            f"left{'  (update skipped)' if report.skipped else ''}"
+        )
+
+    def _tokens_per_s(self, report: StepReport) -> float:
+        return report.tokens_per_s * report.step_ms / median(self.recent)
+
+    def validation(self, report: ValidationReport) -> None:
+        """Print a line that stays."""
+        self.val_loss = report.val_loss
+        self._keep(
+            f"step {report.step}/{self.total}  validation loss {report.val_loss:.4f} nats per token"
+        )
+
+    def rollback(self, report: RollbackReport) -> None:
+        """Print a line that stays."""
+        back = f"back to the checkpoint of step {report.step}, with other data"
+        self._keep(
+            f"step {report.rollback_from}/{self.total}  loss or gradient norm not finite: {back}"
+        )
+
+    def note(self, text: str) -> None:
+        """Print a line that stays."""
+        self._keep(text)
+
+    def sample(self, step: int, text: str) -> None:
+        """Told when all is done, beside the result."""
+
+    def _keep(self, line: str) -> None:
+        if self.live is None:
+            print(line, file=self.stream, flush=True)
+        else:
+            self.live.keep(line)
+
+    def close(self) -> None:
+        """End the live line."""
+        if self.live is not None:
+            self.live.end()
+
+
+def _short(value: float) -> str:
+    for limit, unit in ((1e6, "M"), (1e3, "k")):
+        if value >= limit:
+            return f"{value / limit:.1f}{unit}"
+    return f"{value:.0f}"
+
+
+def _clock(seconds: float) -> str:
+    minutes, rest = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"

@@ -1,0 +1,118 @@
+"""What a person reads before and after training: the plan in a few lines, the sample, the result
+and where it lies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from app.config import Run
+from app.data.baseline import ngram_loss
+from app.data.packing import PackedSequences
+from app.engine.build import Engine
+from app.engine.checkpoint.folder import fault_of_latest, newest_checkpoint
+from app.engine.fast_paths import graphs_line, slow_paths
+from app.engine.report.boards import TENSORBOARD
+from app.engine.report.metrics import ValidationReport
+from app.engine.report.plot import plot_run
+from app.engine.report.telling import telling
+from app.engine.run.start import Data, Start
+from app.errors import writing
+from app.plan.summary import memory_line, summary_lines
+from app.version import VERSION, Version
+
+FILES = ("config.yaml", "plan.json", "metrics.jsonl", "loss.png")  # that every run writes
+BASELINE_TOKENS = 20_000_000  # most training tokens that the n-gram models count
+BASELINE_VOCAB = 1024  # larger vocabularies make an n-gram table that says little
+
+
+def print_opening(engine: Engine, run_dir: Path, start: Start, version: Version) -> None:
+    """The plan of the run, its device, its folder, and what it continues."""
+    run = engine.plan.run
+    cpu = f"CPU, threads per process: {torch.get_num_threads()}"
+    device = torch.cuda.get_device_name(engine.device) if engine.device.type == "cuda" else cpu
+    rows = [*summary_lines(engine.plan), ("device", device), ("folder", str(run_dir))]
+    if engine.device.type == "cuda":
+        memory = torch.cuda.get_device_properties(engine.device).total_memory
+        rows.append(("memory", memory_line(engine.plan, memory)))
+    if engine.recorder is not None:
+        rows.append(("graphs", graphs_line(run, engine.device)))
+    rows += slow_paths(run, engine.device)
+    if run.model.moe and run.model.moe.force_balance:
+        rows.append(
+            ("WARNING", "model.moe.force_balance sends tokens to experts in turn: for timing only")
+        )
+    rows += _continued(run, start, version)
+    for name, text in rows:
+        print(f"{name:>12}  {text}")
+    print(flush=True)
+
+
+def _continued(run: Run, start: Start, version: Version) -> Iterator[tuple[str, str]]:
+    """What a run goes on from, and what has changed since."""
+    if start.checkpoint and start.manifest:
+        yield "resumed", f"{start.checkpoint}, after step {start.manifest['step']}"
+        if run.resume != str(start.checkpoint) and (fault := fault_of_latest(start.checkpoint)):
+            yield "", f"the newest whole one, as {fault}"
+        program = version.change_since(start.manifest.get(VERSION))
+        for change in (*start.changes, program):
+            if change is not None:
+                yield "changed", change
+        if not start.manifest.get("data"):
+            yield "data", "not compared: the checkpoint does not say what it was trained on"
+    elif run.resume == "auto":
+        why = "fits" if start.passed_over else "yet"
+        yield "resumed", f"nothing: no checkpoint {why}, so this run starts anew"
+    if start.passed_over:
+        yield "passed over", start.passed_over
+
+
+def sum_up(
+    run: Run, run_dir: Path, data: Data, report: ValidationReport | None, sample: str | None
+) -> None:
+    """Draw loss.png; on the console the sample, the loss beside what counting n-grams reaches,
+    and the files.
+    """
+    with telling("counting n-grams and drawing loss.png", aloud=run.log.console), writing(run_dir):
+        baselines = ngram_baselines(run, data)
+        plot_run(run_dir, baselines)
+    if not run.log.console:
+        return
+    if sample is not None:
+        print(f"\nSample (the model continues after ▶):\n{sample}")
+    print("\nResult, nats per token on the validation data:")
+    rows = {"this model": report.val_loss} if report else {}
+    for name, value in (rows | baselines).items():
+        print(f"  {name:<12}{value:7.3f}")
+    print("\nWritten:")
+    paths = [run_dir / name for name in (*FILES, "wandb", TENSORBOARD)]
+    for path in (*paths, newest_checkpoint(run_dir)):
+        if path is not None and path.exists():
+            print(f"  {path}")
+
+
+def ngram_baselines(run: Run, data: Data) -> dict[str, float]:
+    """Loss of a bigram and a trigram model counted on the training split, on the tokens that
+    validation sees.
+
+    Empty for streams and large vocabularies.
+    """
+    train = data.train.sequences
+    validation = data.validation.sequences
+    packed = isinstance(train, PackedSequences) and isinstance(validation, PackedSequences)
+    if not packed or data.tokenizer.vocab_size > BASELINE_VOCAB:
+        return {}
+    seen = train.tokens(BASELINE_TOKENS)
+    held_out = np.concatenate(
+        [
+            validation.sample(index)
+            for index in range(min(run.train.eval_sequences, validation.per_epoch))
+        ]
+    )
+    return {
+        name: ngram_loss(seen, held_out, order) for name, order in (("bigram", 2), ("trigram", 3))
+    }

@@ -1,0 +1,57 @@
+"""Saying what goes on while nothing else is said: what takes long is told, with how far it has
+come.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from app.errors import say
+
+FIRST_S = 1.0  # seconds of silence after which something is said
+EVERY_S = 10.0  # seconds between its lines
+
+
+@contextmanager
+def telling(
+    what: str, progress: Callable[[], str] = lambda: "", *, aloud: bool = True
+) -> Iterator[None]:
+    """Say on stdout, of a block that takes long, what it does and `progress()`, and when it is
+    over.
+
+    Nothing is said of a block that takes less than FIRST_S, or where it is not to be `aloud`.
+    """
+    if not aloud:
+        yield
+        return
+    began = time.monotonic()
+    over = threading.Event()
+    told = threading.Event()
+
+    def tell() -> None:
+        seconds = FIRST_S
+        while not over.wait(seconds):
+            told.set()
+            come = f"{text}, " if (text := progress()) else ""
+            say(f"{what}: {come}{_since(began)} so far", sys.stdout)
+            seconds = EVERY_S
+
+    thread = threading.Thread(target=tell, daemon=True, name="telling")
+    thread.start()
+    done = False
+    try:
+        yield
+        done = True
+    finally:
+        over.set()
+        thread.join()
+        if done and told.is_set():
+            say(f"{what}: done in {_since(began)}", sys.stdout)
+
+
+def _since(began: float) -> str:
+    return f"{time.monotonic() - began:.0f} s"

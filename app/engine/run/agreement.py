@@ -1,0 +1,44 @@
+"""What one rank finds out and the others go by: all go on, or end with the same line."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+from app.engine.groups import Groups
+from app.errors import ConfigError
+
+T = TypeVar("T")
+
+
+def rank_zero_says(groups: Groups, decide: Callable[[], T]) -> T:
+    """What `decide()` returns on rank 0, on every rank; its ConfigError likewise."""
+    said: list[Any] = [None]
+    if groups.rank == 0:
+        try:
+            said = [decide()]
+        except ConfigError as error:
+            said = [error]
+    if groups.host.size() > 1:
+        dist.broadcast_object_list(said, src=0, group=groups.host)
+    if isinstance(said[0], ConfigError):
+        raise said[0]
+    return said[0]
+
+
+def all_succeed(groups: Groups, work: Callable[[], T]) -> T:
+    """What `work()` returns on this rank; a ConfigError of one rank is raised on all."""
+    errors: list[Any] = [None] * groups.host.size()
+    mine = None
+    result = None
+    try:
+        result = work()
+    except ConfigError as error:
+        mine = error
+    dist.all_gather_object(errors, mine, group=groups.host)
+    for error in errors:
+        if error is not None:
+            raise error
+    return result  # type: ignore[return-value]

@@ -1,0 +1,273 @@
+"""Where a run writes, and what lies there.
+
+runs/<time>-<model>/  config.yaml  plan.json  metrics.jsonl  loss.png  ended.json  wandb/
+                      checkpoints/{latest, step-00000100/, …}
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import fcntl
+import json
+import os
+import time
+from enum import Enum
+from pathlib import Path
+from types import TracebackType
+from typing import Any, TextIO
+
+from omegaconf import OmegaConf
+
+from app.config import Run
+from app.engine.checkpoint.folder import CHECKPOINTS, newest_checkpoint
+from app.errors import ConfigError, warn, writing
+from app.plan.export import plan_json
+from app.plan.plan import Plan
+from app.version import VERSION, Version
+
+RUNS = Path("runs")
+CONFIG = "config.yaml"
+PLAN = "plan.json"
+METRICS = "metrics.jsonl"
+ENDED = "ended.json"
+
+
+def choose_folder(run: Run, checkpoint: Path | None, ours: bool = False) -> Path | None:
+    """The folder of a run that starts from `checkpoint` (None: anew); None: a new one.
+
+    `ours`: run.run_dir is this run's already. Writes nothing. A run goes on in the folder of its
+    checkpoint if that is the folder's newest; from an older one it branches off into a new folder,
+    so that what came later stays. Raises ConfigError.
+    """
+    home = (
+        checkpoint.parent.parent
+        if checkpoint is not None and checkpoint.parent.name == CHECKPOINTS
+        else None
+    )
+    goes_on = home is not None and newest_checkpoint(home) == checkpoint
+    if not run.run_dir:
+        return home if goes_on else None
+    wanted = Path(run.run_dir)
+    at_home = goes_on and home is not None and wanted.resolve() == home.resolve()
+    if holds_run(wanted) and not (ours or run.resume == "auto" or at_home):
+        advice = "continue it with resume=auto, or choose another run_dir"
+        raise ConfigError("run_dir", wanted, "holds another run", advice=advice)
+    return wanted
+
+
+def holds_run(folder: Path) -> bool:
+    """Whether a run has written there."""
+    config = folder / CONFIG
+    # A process that was killed when it had taken the folder, but not described itself there yet,
+    # leaves an empty file.
+    empty = config.is_file() and not config.stat().st_size
+    described = os.path.lexists(folder / METRICS) or (os.path.lexists(config) and not empty)
+    return described or any((folder / CHECKPOINTS).glob("*"))
+
+
+def check_place(folder: Path) -> None:
+    """Raise ConfigError for a run folder that could not be made or written. Writes nothing."""
+    with writing(folder):
+        place = folder
+        while not _exists(place):
+            place = place.parent
+        if not place.is_dir():
+            raise _refused(errno.ENOTDIR, place)
+        if os.statvfs(place).f_flag & os.ST_RDONLY:
+            raise _refused(errno.EROFS, place)
+        if not os.access(place, os.W_OK | os.X_OK):
+            raise _refused(errno.EACCES, place)
+
+
+def _exists(path: Path) -> bool:
+    try:
+        path.stat()
+    except FileNotFoundError:
+        return False
+    return True
+
+
+def _refused(number: int, path: Path) -> OSError:
+    return OSError(number, os.strerror(number), str(path))
+
+
+def create_run_folder(run: Run, chosen: Path | None) -> Path:
+    """Make the run folder; for None a new one that no other run has. Raises ConfigError."""
+    folder = chosen or RUNS / f"{time.strftime('%Y-%m-%d_%H-%M-%S')}-{run.model.name}"
+    with writing(folder):
+        if chosen is None:
+            return _new_folder(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        checkpoints = folder / CHECKPOINTS
+        if os.path.lexists(checkpoints) and not checkpoints.is_dir():
+            raise _refused(errno.ENOTDIR, checkpoints)
+    return folder
+
+
+class FolderLock:
+    """Keeps a run folder to one process, from `claim` or `take` to the end of the block."""
+
+    def __init__(self) -> None:
+        self._file: TextIO | None = None
+        self._folder = Path()
+        self._identity: tuple[int, int] | None = None
+
+    def __enter__(self) -> FolderLock:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._close()
+
+    def _close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def claim(self, folder: Path | None) -> None:
+        """Take a folder where a run has been; elsewhere there is nothing yet to keep apart."""
+        if folder is not None and os.path.lexists(folder / CONFIG):
+            self.take(folder)
+
+    def take(self, folder: Path) -> None:
+        """Take a folder. Raises ConfigError when another process has it."""
+        if self._file is not None:
+            return self.check()
+        with writing(folder):
+            self._file = (folder / CONFIG).open("a")
+            self._folder = folder
+            self._identity = identity(folder)
+        # A process that prepares data for a run that was killed must not hold its folder.
+        os.register_at_fork(after_in_child=self._close)
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            self._close()
+            rule = "another run is writing there"
+            advice = "choose another folder, or wait for it"
+            raise ConfigError("run_dir", folder, rule, advice=advice) from error
+        except OSError:
+            pass  # a file system without locks
+
+    def check(self) -> None:
+        """Raise ConfigError when the folder that was taken is no longer there."""
+        if self._identity != identity(self._folder):
+            rule = "was removed or replaced while this run was writing there"
+            raise ConfigError("run_dir", self._folder, rule)
+
+
+def identity(path: Path | int) -> tuple[int, int] | None:
+    """Which file or folder is behind a path or a handle, None where there is none."""
+    try:
+        found = os.stat(path)
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino
+
+
+def describe_run(plan: Plan, folder: Path, version: Version) -> None:
+    """Write config.yaml and plan.json, the program's version first. Raises ConfigError."""
+    config = OmegaConf.to_yaml(OmegaConf.create(plain(dataclasses.asdict(plan.run))))
+    planned = {VERSION: version.record(), **plan_json(plan)}
+    with writing(folder):
+        # A comment there, so that the file is a configuration and nothing else.
+        (folder / CONFIG).write_text(f"# Graphfold {version}\n{config}")
+        (folder / PLAN).write_text(json.dumps(planned) + "\n")
+
+
+def note_end(folder: Path, step: int) -> None:
+    """Record that a run has done all that it was asked for. Raises ConfigError."""
+    with writing(folder):
+        (folder / ENDED).write_text(json.dumps({"step": step}) + "\n")
+
+
+def forget_end(folder: Path) -> None:
+    """A run begins or goes on in this folder. Raises ConfigError."""
+    with writing(folder):
+        (folder / ENDED).unlink(missing_ok=True)
+
+
+def has_ended(folder: Path) -> bool:
+    """Whether the last run in this folder has done all that it was asked for."""
+    return os.path.lexists(folder / ENDED)
+
+
+def _new_folder(wanted: Path) -> Path:
+    for name in (wanted, *(wanted.with_name(f"{wanted.name}-{n}") for n in range(2, 1000))):
+        try:
+            name.mkdir(parents=True)
+        except FileExistsError:
+            continue
+        return name
+    raise ConfigError(
+        "run_dir", None, f"{wanted} and its successors exist", advice="choose another run_dir"
+    )
+
+
+def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
+    """The reports of a run, without lines that cannot be read. Raises ConfigError."""
+    return _metrics(run_dir)[0]
+
+
+def _metrics(run_dir: Path) -> tuple[list[dict[str, Any]], list[int]]:
+    """The reports of a run, and the numbers of lines that cannot be read, from 1."""
+    rows: list[dict[str, Any]] = []
+    broken: list[int] = []
+    with writing(run_dir):
+        lines = _bytes_of(run_dir / METRICS).splitlines()
+    for number, line in enumerate(lines, 1):
+        try:
+            row = json.loads(line)
+            int(row["step"])
+        except (ValueError, TypeError, KeyError):
+            broken.append(number)
+        else:
+            rows.append(row)
+    return rows, broken
+
+
+def _bytes_of(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except FileNotFoundError:
+        return b""
+
+
+def begin_metrics(run_dir: Path, from_step: int) -> None:
+    """Have metrics.jsonl hold what comes up to a step, which for 0 is nothing. Raises ConfigError.
+
+    Lines that cannot be read are left out, and what a run that starts anew finds there is kept
+    under another name: both are said.
+    """
+    path, (rows, broken) = run_dir / METRICS, _metrics(run_dir)
+    with writing(run_dir):
+        if not from_step and any(row["step"] for row in rows):
+            others = (path.with_stem(f"{path.stem}-{n}") for n in range(1, 1000))
+            kept = next(other for other in others if not os.path.lexists(other))
+            path.rename(kept)
+            warn(f"{run_dir}: this run starts anew; the metrics that were there are in {kept.name}")
+        elif number := [n for n in broken if n < len(rows) + len(broken)]:
+            # The last one is what a process that was killed may leave.
+            warn(f"{path}: left out, as it cannot be read: line {', '.join(map(str, number))}")
+        fresh = path.with_suffix(".tmp")
+        kept_rows = [row for row in rows if row["step"] <= from_step] if from_step else []
+        fresh.write_text("".join(f"{json.dumps(row)}\n" for row in kept_rows))
+        fresh.replace(path)  # a process that dies here leaves one of the two
+
+
+def plain(value: object) -> object:
+    """Dictionaries, lists, numbers and strings only: enums become what the user typed."""
+    match value:
+        case Enum():
+            return value.value
+        case dict():
+            return {key: plain(item) for key, item in value.items()}
+        case list() | tuple():
+            return [plain(item) for item in value]
+        case _:
+            return value

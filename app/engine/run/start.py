@@ -1,0 +1,207 @@
+"""Everything that is settled before a run writes anything: device, data, and what it continues
+from.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from app.choices import Device
+from app.config import Run
+from app.data.feed import DataSplit
+from app.data.load import load_data, prepare
+from app.data.sources import Record, Sources, difference, find_sources, identity, place
+from app.data.tokenizer import Tokenizer, load_tokenizer
+from app.engine.checkpoint.folder import newest_checkpoint, read_manifest
+from app.engine.checkpoint.resume import allowed_changes, checkpoint_to_resume
+from app.engine.groups import Groups
+from app.engine.run.agreement import all_succeed, rank_zero_says
+from app.engine.run.run_folder import RUNS, FolderLock, check_place, choose_folder, has_ended
+from app.errors import ConfigError, warn
+
+
+def usable_gpus(run: Run) -> int:
+    """GPUs of this host that the run may use; 0: it computes on the CPU. Raises ConfigError for
+    train.device=cuda without one.
+    """
+    found = torch.cuda.device_count() if run.train.device is not Device.cpu else 0
+    if run.train.device is Device.cuda and not found:
+        raise ConfigError(
+            "train.device", run.train.device, "this host has no usable GPU", nearest=("auto", "cpu")
+        )
+    return found
+
+
+def choose_device(run: Run, local_rank: int) -> torch.device:
+    """The device of the n-th process of this host. Raises ConfigError for more processes than
+    GPUs.
+    """
+    gpus = usable_gpus(run)
+    if gpus and local_rank >= gpus:
+        rule = f"process {local_rank} of a host with {gpus} GPUs"
+        advice = f"start {gpus} processes per host"
+        raise ConfigError("train.device", run.train.device, rule, advice=advice)
+    return torch.device("cuda", local_rank) if gpus else torch.device("cpu")
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """Where the run writes and what it continues from."""
+
+    run_dir: Path | None  # None: a new folder
+    checkpoint: Path | None = None
+    manifest: dict[str, Any] | None = None  # of the checkpoint
+    changes: tuple[str, ...] = ()  # settings and data that differ from the checkpoint's, as text
+    passed_over: str | None = None  # newer checkpoint that does not fit, and why
+
+
+def find_start(
+    run: Run, earlier: Path | None = None, sources: Callable[[], Sources] | None = None
+) -> Start:
+    """Folder and checkpoint of a run; writes nothing. `earlier` is the folder of an earlier attempt
+    at this run: it goes on there, from that attempt's newest checkpoint, or without one from where
+    that attempt started. `sources` looks at the data, which is done where a checkpoint says what it
+    was trained on.
+
+    Raises ConfigError for a folder that cannot be written, and for a checkpoint that is broken or
+    does not fit.
+    """
+    if earlier is not None:
+        resume = "auto" if newest_checkpoint(earlier) else run.resume
+        run = replace(run, run_dir=str(earlier), resume=resume)
+    check_place(Path(run.run_dir) if run.run_dir else RUNS)
+    look = sources or look_once(run)
+    record = cache(lambda: look().record())
+    checkpoint, passed_over = checkpoint_to_resume(run, record)
+    run_dir = choose_folder(run, checkpoint, ours=earlier is not None)
+    if checkpoint is None:
+        return Start(run_dir, passed_over=passed_over)
+    manifest = read_manifest(checkpoint)
+    changes = allowed_changes(checkpoint, manifest, run, record=record)
+    if earlier is None:
+        _check_steps_left(run, checkpoint, manifest["step"], run_dir=run_dir)
+    return Start(run_dir, checkpoint, manifest, changes=changes, passed_over=passed_over)
+
+
+def _check_steps_left(run: Run, checkpoint: Path, taken: int, run_dir: Path | None) -> None:
+    """Raise ConfigError where nothing is left to do after a checkpoint.
+
+    A run may have died between its last step and its end: then the end is left.
+    """
+    home = checkpoint.parent.parent
+    goes_on = run_dir is not None and run_dir.resolve() == home.resolve()
+    lacks_end = goes_on and taken == run.train.steps and not has_ended(home)
+    if taken >= run.train.steps and not lacks_end:
+        rule = f"the checkpoint {checkpoint} has already taken {taken}"
+        raise ConfigError("train.steps", run.train.steps, rule, nearest=taken + 100)
+
+
+def claim_start(
+    run: Run,
+    earlier: Path | None,
+    lock: FolderLock,
+    sources: Callable[[], Sources] | None = None,
+) -> Start:
+    """As `find_start`, and keeps other runs out of the folder before data and engine are loaded."""
+    start = find_start(run, earlier, sources)
+    lock.claim(start.run_dir)
+    return start
+
+
+@dataclass(frozen=True, slots=True)
+class Data:
+    """Everything read from the corpus."""
+
+    tokenizer: Tokenizer
+    train: DataSplit
+    validation: DataSplit
+    record: Record | None = None  # what checkpoints keep of it; None: this rank has not looked
+
+
+def check_tokenizer(run: Run) -> Tokenizer:
+    """The tokenizer, which must fit the model's vocabulary. Raises ConfigError."""
+    tokenizer = load_tokenizer(run.data.tokenizer)
+    if tokenizer.vocab_size > run.model.vocab_size:
+        rule = f"data.tokenizer={run.data.tokenizer} has {tokenizer.vocab_size} ids"
+        raise ConfigError(
+            "model.vocab_size",
+            run.model.vocab_size,
+            rule,
+            nearest=-(-tokenizer.vocab_size // 8) * 8,
+        )
+    return tokenizer
+
+
+def look_once(run: Run) -> Callable[[], Sources]:
+    """What looks at the data when it is first called."""
+    return cache(lambda: find_sources(run.data))
+
+
+def load_all_data(
+    run: Run, groups: Groups, local_rank: int, sources: Callable[[], Sources] | None = None
+) -> Data:
+    """Tokenizer and both splits; the first process of each host prepares the cache that the others
+    then only map.
+
+    Raises ConfigError, the same on every rank.
+    """
+    leads = local_rank == 0
+    look = sources or look_once(run)
+    tokenizer = all_succeed(groups, lambda: check_tokenizer(run))
+    folder = all_succeed(
+        groups, lambda: prepare(run.data, tokenizer, look(), say=warn) if leads else None
+    )
+    record = look().record() if leads else None
+    folder = _agreed(run, groups, record, folder=folder)
+    length = run.train.seq_len
+    seed = run.train.seed
+    train, validation = all_succeed(
+        groups, lambda: load_data(run.data, length, seed, tokenizer=tokenizer, prepared=folder)
+    )
+    return Data(tokenizer, train, validation, record=record)
+
+
+def _agreed(run: Run, groups: Groups, record: Record | None, *, folder: Path | None) -> Path | None:
+    """Where this host has its prepared corpus. Raises ConfigError when a host has other data."""
+    # Sums first, a list of files only where they differ: it may have thousands of names for each
+    # host.
+    mine = (socket.gethostname(), identity(record) if record else None, folder)
+    found: list[tuple[str, Any, Path | None]] = [("", None, None)] * groups.host.size()
+    dist.all_gather_object(found, mine, group=groups.host)
+    if any(other not in (None, found[0][1]) for _, other, _ in found):
+        first = rank_zero_says(groups, lambda: record)
+        all_succeed(groups, lambda: _check_same(run, groups.rank, first, record=record))
+    return folder or next((path for host, _, path in found if path and host == mine[0]), None)
+
+
+def _check_same(run: Run, rank: int, first: Record | None, *, record: Record | None) -> None:
+    """Raise ConfigError when the data of `record` are not those of rank 0."""
+    if first and record and (what := difference(first, record)):
+        rule = f"rank {rank} on {socket.gethostname()} finds other data than rank 0: {what}"
+        raise ConfigError(*place(run.data), rule)
+
+
+def preflight(run: Run, earlier: Path | None) -> None:
+    """Find every mistake that one process can find, before it starts others. Raises ConfigError."""
+    sources = look_once(run)
+    with FolderLock() as lock:
+        claim_start(run, earlier, lock, sources=sources)
+    check_data(run, sources)
+
+
+def check_data(run: Run, sources: Callable[[], Sources] | None = None) -> None:
+    """Read all that the run needs of its data, prepared where they are not yet. Raises
+    ConfigError.
+    """
+    look = sources or look_once(run)
+    tokenizer = check_tokenizer(run)
+    prepared = prepare(run.data, tokenizer, look(), say=warn)
+    load_data(run.data, run.train.seq_len, run.train.seed, tokenizer=tokenizer, prepared=prepared)

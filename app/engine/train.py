@@ -1,0 +1,110 @@
+"""From a plan to a trained model on this rank: groups, engine and data, then the trainer, under watch."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+
+import torch
+import torch.distributed as dist
+
+from app.config import Run
+from app.engine.build import Engine, build_engine
+from app.engine.groups import create_groups, process_world
+from app.engine.run.agreement import rank_zero_says
+from app.engine.run.attempt import Attempt
+from app.engine.run.bad_steps import DIVERGED, Diverged
+from app.engine.run.ready import StartTimes
+from app.engine.run.run_folder import FolderLock
+from app.engine.run.signals import exit_code
+from app.engine.run.start import choose_device, claim_start, load_all_data, look_once
+from app.engine.trainer import Trainer
+from app.engine.watchdog.heartbeats import Heartbeats
+from app.engine.watchdog.watchdog import Watch
+from app.plan.plan import Plan
+
+
+def train(plan: Plan, rank: int, local_rank: int, attempt: Attempt) -> int:
+    """Train on this rank from start to end; returns the exit code: that of the signal when one
+    ended it early, DIVERGED when its numbers were no longer finite.
+
+    Raises ConfigError for what only the host, data, a checkpoint or a full disk can reveal.
+    """
+    run = plan.run
+    times = StartTimes()
+    device = choose_device(run, local_rank)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+        # graphs captured later need gradients that were never on the default stream
+        torch.cuda.set_stream(torch.cuda.Stream())
+    times.end("device")
+    store = attempt.meeting_store(rank, run.world_size)
+    watch = watch_over(run, rank, store)
+    with FolderLock() as lock, ExitStack() as world, watch.running():  # the watch ends first
+        watch.meet("connecting the ranks")
+        world.enter_context(process_world(rank, run.world_size, device, store=store))
+        trainer = start_up(
+            plan, local_rank, device, attempt=attempt, lock=lock, watch=watch, times=times
+        )
+        with closing_graphs(trainer.engine):
+            try:
+                finished = trainer.fit(attempt, lock)
+            except Diverged as end:
+                if rank == 0:
+                    print(f"train.py: {end}", file=sys.stderr, flush=True)
+                trainer.engine.groups.barrier()
+                return DIVERGED
+    if not finished:
+        trainer.request.hand_on()
+    return 0 if finished else exit_code(trainer.request.signal)
+
+
+def watch_over(run: Run, rank: int, store: dist.Store) -> Watch:
+    """What will look at this rank, and ask after the others in the store where they meet."""
+    others = Heartbeats.over(store, rank, run.world_size) if run.world_size > 1 else None
+    return Watch(rank, run.schedule.timeout_s, others)
+
+
+def start_up(
+    plan: Plan,
+    local_rank: int,
+    device: torch.device,
+    attempt: Attempt,
+    lock: FolderLock,
+    watch: Watch,
+    times: StartTimes,
+) -> Trainer:
+    """Everything before the first step, in a world of processes; `times` hears how long it takes.
+
+    Raises ConfigError, the same on every rank.
+    """
+    run = plan.run
+    rank = watch.rank
+    watch.meet("creating the process groups")
+    groups = create_groups(plan.layout, rank)
+    watch.follow(groups.named())
+    times.end("ranks")
+    watch.rest("choosing the checkpoint to start from")
+    earlier = attempt.earlier
+    sources = look_once(run)
+    start = rank_zero_says(groups, lambda: claim_start(run, earlier(run), lock, sources=sources))
+    times.end("choice of a checkpoint")
+    watch.rest("preparing the corpus")
+    data = load_all_data(run, groups, local_rank, sources=sources)
+    times.end("data")
+    watch.rest("building the model")
+    # For noise, which differs from rank to rank.
+    torch.manual_seed(run.train.seed * run.world_size + rank)
+    engine = build_engine(plan, groups, device, watch=watch)
+    times.end("model")
+    return Trainer(engine, data, start, times=times)
+
+
+@contextmanager
+def closing_graphs(engine: Engine) -> Iterator[None]:
+    """CUDA graphs hold on to communicators: they go first, also after an error."""
+    try:
+        yield
+    finally:
+        engine.release()

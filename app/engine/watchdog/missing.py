@@ -1,0 +1,136 @@
+"""Which ranks are missing in an operation, and whether they are worth waiting for."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+
+from app.engine.watchdog.collectives import Collective
+from app.engine.watchdog.heartbeats import Doing, Finding, Heartbeats, Record, Seen
+
+SAYS = (
+    0.9  # part of a timeout in one operation after which a rank is stuck, unless it rightly waits
+)
+SILENT = 0.3  # part of a timeout without a sign of life after which a rank no longer takes part
+SHOWN = 4  # missing ranks described, and sends and receives named, at most
+SAVING = "checkpoint"  # the group of the thread that saves
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """An operation that this rank is in."""
+
+    name: str  # in words that all ranks have for it
+    seconds: float  # for how long
+    ranks: Sequence[
+        int
+    ] = ()  # global ranks that have a part in it; none: nothing says that it waits for others
+    collective: Collective | None = None  # None: it has no number
+    during: str = ""  # what this rank does meanwhile
+    under_way: str = ""  # sends and receives that are not done
+
+    @property
+    def key(self) -> str | None:
+        """The same on all ranks that are in it; None: it has no name that they share."""
+        each = self.collective
+        return each and f"{each.group}/{min(self.ranks)}/{each.number}"
+
+    def __str__(self) -> str:
+        return f"{self.name} ({self.during})" if self.during else self.name
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """One look at the other ranks of an operation."""
+
+    heartbeats: Heartbeats
+    wait: Wait
+    timeout_s: float
+
+    def find(self) -> Finding:
+        """Who is missing, and whether one of them is worth waiting for."""
+        others = self.heartbeats.read(
+            rank for rank in self.wait.ranks if rank != self.heartbeats.rank
+        )
+        missing = {
+            rank: seen
+            for rank, seen in others.items()
+            if not self._has_come(seen) or self._silent(seen)
+        }
+        if not missing:  # then for those that are elsewhere: devices may be behind their hosts
+            missing = {
+                rank: seen
+                for rank, seen in others.items()
+                if seen.record and not self._is_here(seen.record)
+            }
+        words = "; ".join(
+            self._describe(rank, seen) for rank, seen in islice(missing.items(), SHOWN)
+        )
+        if len(missing) > SHOWN:
+            words = f"missing: ranks {compact(missing)}; {words}; …"
+        excuse = None if any(map(self._silent, missing.values())) else self._excuse(missing)
+        return Finding(tuple(islice(missing, SHOWN)), excuse, words or "all its ranks are there")
+
+    def _has_come(self, seen: Seen) -> bool:
+        each = self.wait.collective
+        return (
+            each is not None
+            and seen.record is not None
+            and seen.record.counts.get(each.group, 0) >= each.number
+        )
+
+    def _is_here(self, record: Record) -> bool:
+        each = self.wait.collective
+        return each is not None and record.waits == self.wait.name
+
+    def _silent(self, seen: Seen) -> bool:
+        return seen.silent_s > SILENT * self.timeout_s
+
+    def _excuse(self, missing: Mapping[int, Seen]) -> int | None:
+        """A rank at work: of the missing, or one for which one of them says that it waits."""
+        for rank, seen in missing.items():
+            if self._works(seen):
+                return rank
+        named = {seen.record.excuse for seen in missing.values() if seen.record} - {
+            None,
+            self.heartbeats.rank,
+        }
+        behind = self.heartbeats.read(rank for rank in named if rank is not None)
+        return next((rank for rank, seen in behind.items() if self._works(seen)), None)
+
+    def _works(self, seen: Seen) -> bool:
+        """Whether a rank shows signs of life, and rests or has not been at one place for long."""
+        record = seen.record
+        if record is None or self._silent(seen):
+            return False
+        doing = self._doing(record)
+        return doing.rests or doing.still_s < SAYS * self.timeout_s
+
+    def _doing(self, record: Record) -> Doing:
+        """What that thread does which is to come here."""
+        each = self.wait.collective
+        saves = each is not None and each.group == SAVING
+        return record.saving if saves and record.saving else record.main
+
+    def _describe(self, rank: int, seen: Seen) -> str:
+        record = seen.record
+        each = self.wait.collective
+        if record is None:
+            return f"rank {rank} has not come, and has given no sign of life"
+        come = "" if each is None else " has come," if self._has_come(seen) else " has not come,"
+        if self._silent(seen):
+            ago = max(seen.silent_s, time.time() - record.at)
+            place = record.waits or self._doing(record).words
+            return f"rank {rank}{come} last sign of life {ago:.0f} s ago, in {place}"
+        if record.missing:
+            return f"rank {rank}{come} waits in {record.waits} for {compact(record.missing)}"
+        doing = self._doing(record)
+        return f"rank {rank}{come} is in {record.waits or doing.words} for {doing.still_s:.0f} s"
+
+
+def compact(ranks: Collection[int]) -> str:
+    """Ranks in words, the first few of many."""
+    shown = ", ".join(map(str, islice(ranks, 4 * SHOWN)))
+    return shown if len(ranks) <= 4 * SHOWN else f"{shown}, … ({len(ranks)} in all)"

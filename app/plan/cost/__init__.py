@@ -1,0 +1,1 @@
+"""Floating-point operations, and what groups of ranks send."""

@@ -1,0 +1,195 @@
+"""What every kind of group moves in a step, how much of that leaves its node, about how long it
+takes, and whether another order of axes would be quicker. docs/traffic.md derives the figures with
+an example.
+
+Not counted: latency, counts of tokens, norms and losses, and a vocabulary-parallel loss's three
+numbers per token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import cache
+from itertools import combinations, permutations, takewhile
+from math import ceil, prod
+
+from app.config import HardwareConfig, Run
+from app.plan.cost.nodes import NodeSpan, node_span
+from app.plan.cost.volumes import Volume, Way, step_volumes
+from app.plan.layout import AXES, DENSE_AXIS, EXPERT_AXIS, ParallelLayout
+from app.plan.select import select_stages
+from app.plan.stages import StagePlan
+
+Order = tuple[str, ...]  # axes from the fastest-varying one
+
+GB = 1e9  # bytes
+ADVISED = ("tp", "ep")  # kinds worth another order: they exchange in every layer, and compute waits
+
+
+@dataclass(frozen=True, slots=True)
+class GroupTraffic:
+    """What the groups of one kind move in a step."""
+
+    name: str  # tp, cp, ep, pp, dp, edp or embedding
+    collectives: str  # what runs, in words
+    groups: int  # how many there are
+    ranks: int  # ranks per group
+    nodes: int  # most nodes that one group spans
+    bytes_inside: int  # sent by one rank within its node
+    bytes_across: int  # sent by one rank to other nodes
+    seconds: float  # estimated: both run at the same time, the slower one counts
+    exposed: bool  # compute waits for it
+
+    @property
+    def bytes(self) -> int:
+        """Sent by one rank."""
+        return self.bytes_inside + self.bytes_across
+
+
+@dataclass(frozen=True, slots=True)
+class OrderAdvice:
+    """Another order of axes that brings the groups of one kind onto fewer nodes."""
+
+    axis: str  # tp, or ep, the groups over etp × ep
+    nodes: int  # most nodes that one of its groups spans now
+    order: str  # parallel.order with the least time that compute waits
+    best_nodes: int  # most nodes that one of its groups spans then
+    seconds: float  # saved per step by that order, for all axes together
+
+
+def plan_traffic(run: Run, layout: ParallelLayout, stages: StagePlan) -> tuple[GroupTraffic, ...]:
+    """The traffic of a step by kind of group; kinds whose groups have one rank or nothing to send
+    are left out.
+
+    Bytes are those of the pipeline rank that sends most, and of the rank in its group that has
+    fewest of the others in its node. dp stands for all ranks that share dense parameters, dp × cp,
+    edp for those that share the same experts, and ep for those that have all experts between them,
+    etp × ep.
+    """
+    dense = layout.sizes()
+    expert = layout.sizes(expert=True)
+    return tuple(
+        _placed(run, expert if volume.expert else dense, volume)
+        for volume in step_volumes(run, layout, stages)
+    )
+
+
+def _placed(run: Run, sizes: Mapping[str, int], volume: Volume) -> GroupTraffic:
+    span = node_span(sizes, volume.axes, run.parallel.gpus_per_node, ends_only=volume.ends_only)
+    together = prod(sizes[axis] for axis in volume.axes)
+    ranks = 2 if volume.ends_only else together
+    across = ceil(volume.bytes * _share_across(volume.way, span, ranks))
+    inside = volume.bytes - across
+    seconds = _seconds(run.hardware, inside, across)
+    groups = prod(sizes.values()) // together
+    return GroupTraffic(
+        volume.name,
+        volume.collectives,
+        groups,
+        ranks=ranks,
+        nodes=span.nodes,
+        bytes_inside=inside,
+        bytes_across=across,
+        seconds=seconds,
+        exposed=volume.exposed,
+    )
+
+
+def _share_across(way: Way, span: NodeSpan, ranks: int) -> Fraction:
+    """Share of a rank's bytes that leaves its node.
+
+    With `near` ranks of the group in every node, a ring is run as `near` rings, each with its part
+    of the bytes and each leaving the node from another rank.
+    """
+    if span.nodes == 1:
+        return Fraction(0)
+    match way:
+        case Way.ring:
+            return Fraction(1, span.near)
+        case Way.all_to_all:
+            return Fraction(ranks - span.near, ranks - 1)
+        case Way.neighbours:
+            return Fraction(1, min(span.near, 2))
+
+
+def _seconds(hardware: HardwareConfig, inside: int, across: int) -> float:
+    return max(inside / (hardware.node_gb_s * GB), across / (hardware.network_gb_s * GB))
+
+
+def order_advice(run: Run, layout: ParallelLayout) -> tuple[OrderAdvice, ...]:
+    """For each of tp and ep whose groups span fewer nodes in the order of axes with least exposed
+    traffic.
+
+    That order is searched among all that a run may have; of equally good ones it is the one nearest
+    to the present. Empty if no order saves time: the nearest of the best is then the present, or
+    differs in axes of one rank.
+    """
+    volumes = [volume for volume in step_volumes(run, layout, select_stages(run)) if volume.exposed]
+
+    @cache
+    def placed(volume: Volume, grid: tuple[tuple[str, int], ...]) -> GroupTraffic:
+        return _placed(run, dict(grid), volume)
+
+    def in_order(order: Order) -> list[GroupTraffic]:
+        return [placed(volume, _grid(layout, order, volume.expert)) for volume in volumes]
+
+    def seconds(order: Order) -> float:
+        return sum(traffic.seconds for traffic in in_order(order))
+
+    listed = layout.order.lower().split("-")
+    present = (*listed, *(axis for axis in AXES if axis not in listed))
+    allowed = (order for order in legal_orders(layout) if parts_side_by_side(layout, order))
+    best = min(allowed, key=lambda order: (seconds(order), _swaps(present, order)))
+    saved = seconds(present) - seconds(best)
+    pairs = zip(in_order(present), in_order(best), strict=True)
+    return tuple(
+        OrderAdvice(now.name, now.nodes, "-".join(best), best_nodes=then.nodes, seconds=saved)
+        for now, then in pairs
+        if now.name in ADVISED and then.nodes < now.nodes
+    )
+
+
+def legal_orders(layout: ParallelLayout) -> Iterator[Order]:
+    """The orders of all axes in which ParallelLayout accepts these degrees.
+
+    Pipelines that do not vary slowest must have the same ranks in both grids, so the same stride.
+    """
+    for order in permutations(AXES):
+        strides = [
+            prod(
+                size
+                for _, size in takewhile(lambda item: item[0] != "pp", _grid(layout, order, expert))
+            )
+            for expert in (False, True)
+        ]
+        if (
+            layout.pp == 1
+            or order[-1] == "pp"
+            or (layout.dp == layout.edp and strides[0] == strides[1])
+        ):
+            yield order
+
+
+def parts_side_by_side(layout: ParallelLayout, order: Sequence[str]) -> bool:
+    """Whether the parts of an expert follow each other in the group of etp × ep ranks, as the
+    exchange of rows counts them.
+    """
+    return 1 in (layout.expert_tp, layout.ep) or order.index("tp") < order.index("ep")
+
+
+def _grid(layout: ParallelLayout, order: Order, expert: bool) -> tuple[tuple[str, int], ...]:
+    """(axis, size) of the dense or the expert grid in another order, from the fastest-varying
+    axis.
+    """
+    names = EXPERT_AXIS if expert else DENSE_AXIS
+    sizes = layout.sizes(expert)
+    return tuple((names[axis], sizes[names[axis]]) for axis in order if axis in names)
+
+
+def _swaps(first: Order, second: Order) -> int:
+    """Pairs of axes that stand the other way round."""
+    return sum(
+        second.index(before) > second.index(after) for before, after in combinations(first, 2)
+    )

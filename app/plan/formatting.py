@@ -1,0 +1,88 @@
+"""Numbers as people read them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import groupby
+
+from app.plan.actions import OnMicrobatch
+from app.plan.plan import GIB
+
+MOST_RANKS = 8  # of a group that is listed in full
+
+
+def figures(value: float) -> str:
+    """Three significant digits, never an exponent: 0.0123, 1.23, 123, 12,345."""
+    if value == 0:
+        return "0"
+    digits = 0
+    while digits < 6 and abs(value) * 10**digits < 99.95:
+        digits += 1
+    return f"{value:,.{digits}f}"
+
+
+def gib(size: int) -> str:
+    """Bytes in GiB, two decimals."""
+    return f"{size / GIB:.2f}"
+
+
+def amount(number: int) -> str:
+    """A count in thousands, millions or billions: 6.74 B."""
+    for limit, unit in ((10**9, "B"), (10**6, "M"), (10**3, "k")):
+        if number >= limit:
+            return f"{number / limit:.2f} {unit}"
+    return str(number)
+
+
+def count_of(number: int, one: str, many: str | None = None) -> str:
+    """The number with its noun: 1 rank, 2,048 ranks."""
+    return f"{number:,} {one if number == 1 else many or one + 's'}"
+
+
+def signed_percent(share: float) -> str:
+    """A change with its sign, in whole per cent: +12 %."""
+    return f"{round(100 * share):+d} %"
+
+
+def ranges(numbers: Sequence[int]) -> str:
+    """Rising numbers with neighbours joined: "0–3, 6"."""
+    runs = [
+        [number for _, number in run]
+        for _, run in groupby(enumerate(numbers), lambda pair: pair[1] - pair[0])
+    ]
+    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}–{run[-1]}" for run in runs)
+
+
+def short_list(ranks: Sequence[int]) -> str:
+    """A group's ranks, of many the first two and the last: "[0, 8, …, 1016]"."""
+    shown = (
+        [*map(str, ranks)]
+        if len(ranks) <= MOST_RANKS
+        else [str(ranks[0]), str(ranks[1]), "…", str(ranks[-1])]
+    )
+    return f"[{', '.join(shown)}]"
+
+
+def compact(actions: Iterable[OnMicrobatch]) -> Iterator[str]:
+    """Actions as they print, those of microbatches in a row as one word: F0–3.0 B0.0 F4.0."""
+
+    def row(place: tuple[int, OnMicrobatch]) -> tuple[str, int, int]:
+        nth, action = place
+        return action.letter, action.chunk, action.mb - nth
+
+    for (letter, chunk, _), run in groupby(enumerate(actions), row):
+        yield f"{letter}{ranges([action.mb for _, action in run])}.{chunk}"
+
+
+def cut(words: Iterable[str], width: int, end: str) -> str:
+    """The words on one line of at most `width` columns, the last of them replaced by `end` where
+    there are too many.
+    """
+    line = whole = ""
+    for word in words:
+        whole = f"{whole} {word}" if whole else word
+        if len(whole) > width:
+            return f"{line} {end}"
+        if len(whole) + 1 + len(end) <= width:
+            line = whole
+    return whole

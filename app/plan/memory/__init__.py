@@ -1,0 +1,1 @@
+"""Bytes that a GPU needs at its peak, by part."""

@@ -1,0 +1,227 @@
+"""Activations of one microbatch in one stage, on one rank: what autograd keeps, and what else is
+alive while it computes.
+
+A stage is a row of tapes: embedding, layers, head. Forward adds what each keeps and backward takes
+it away from the other end, so the peak of a tape stands on what the tapes before it keep. All
+numbers are bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from app.choices import GraphImpl, GraphScope
+from app.config import CudaGraphConfig, Run
+from app.plan.layout import ParallelLayout
+from app.plan.stages import Stage
+from app.plan.trace.layers import embedding_tape, head_tape, layer_tape
+from app.plan.trace.parts import Sizes, sizes_of
+from app.plan.trace.replay import Inside, Replay, inside, replay
+from app.plan.trace.trace import Written
+
+ROUTER = ("norm", "shared", "route")
+EXPERTS = ("dispatch", "experts", "combine", "finish")
+# phases of layers
+DENSE = ("attn", "mlp")
+MOE = ("attn", *ROUTER, "preprocess", *EXPERTS)
+CAPTURED = {
+    GraphScope.attn: ("attn",),
+    GraphScope.mlp: ("mlp",),
+    GraphScope.moe_router: ROUTER,
+    GraphScope.moe_preprocess: ("preprocess",),
+    GraphScope.moe: (*ROUTER, "preprocess", *EXPERTS),
+}  # part of a layer -> the phases of it that a graph holds
+
+
+@dataclass(frozen=True, slots=True)
+class GraphShare:
+    """What the partial graphs of one microbatch hold, besides inputs of captured parts; zero
+    without such graphs.
+    """
+
+    kept: int  # by autograd, for their own backward alone
+    cut: int  # made inside and read outside
+    gradients: int  # of what one layer's graph hands on: all layers have them in one place
+    context: int  # what the layers share: cosines, sines, the mask
+    scratch: int  # alive only while one of them runs
+    kernels: int  # launches of all their forwards
+
+
+@dataclass(frozen=True, slots=True)
+class MicrobatchMemory:
+    """Memory of a microbatch from its forward to its backward, outside of partial graphs."""
+
+    kept: Mapping[str, int]  # phase -> what autograd keeps
+    forward: int  # most that is alive in forward beyond what is kept in the end
+    backward: int  # most that is alive in backward beyond what was kept at its start
+    waiting: int  # what gradients of weights need between the two parts of a split backward
+    graph: GraphShare
+    total: int = field(init=False)  # all that autograd keeps
+    pool: int = field(init=False)  # what its partial graphs hold until their backward
+
+    def __post_init__(self) -> None:
+        # Sums that a walk along a schedule asks for tens of thousands of times.
+        object.__setattr__(self, "total", sum(self.kept.values()))
+        object.__setattr__(self, "pool", self.graph.kept + self.graph.cut)
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkActivations:
+    """Memory of the microbatches of one chunk."""
+
+    usual: MicrobatchMemory  # under the run's recomputation
+    # of those that recompute.partial_microbatches lets recompute no whole layers
+    spared: MicrobatchMemory
+    border: int  # hidden states that a stage takes in or gives on; their gradients are as large
+    takes: bool  # whether hidden states come in; otherwise tokens
+    gives: bool  # whether hidden states go on; otherwise the loss ends here
+    later: int  # most that a gradient takes in the second part of a split backward
+    kernels: int  # launches of a forward
+
+
+@dataclass(frozen=True, slots=True)
+class _Link:
+    """One tape of the row, cut into what a partial graph of it holds and the rest."""
+
+    replay: Replay
+    graph: Inside
+    captured: Collection[str]  # phases that the graph holds
+    kernels: Mapping[str, int]  # phase -> launches
+
+    @property
+    def kept(self) -> int:
+        """What autograd keeps outside of the graph."""
+        return self.replay.total - self.graph.total
+
+    def peak(self, alive: Mapping[str, int]) -> int:
+        """Most that is alive in the other phases, without what the graph keeps."""
+        return max(
+            (
+                size - self.graph.total
+                for phase, size in alive.items()
+                if phase not in self.captured
+            ),
+            default=0,
+        )
+
+    def scratch(self) -> int:
+        """Most that is alive in the graph beyond what it leaves behind."""
+        both = (*self.replay.forward.items(), *self.replay.backward.items())
+        return max(
+            (size - self.graph.total for phase, size in both if phase in self.captured), default=0
+        )
+
+
+def chunk_activations(run: Run, stage: Stage, layout: ParallelLayout) -> ChunkActivations:
+    """Memory of one microbatch in a stage on one rank, at the planned imbalance of its experts."""
+    s = sizes_of(run, layout)
+    carried = s.table if _tied(s, stage) and not s.splits else 0
+    row = _row(s, stage, full=False)
+    rotary = {"rotary": s.rotary} if stage.layers else {}  # nothing else keeps the context
+    spared = _memory(s, row, carried, shared=rotary)
+    usual = spared
+    if run.recompute.full:
+        shared = {"rotary": s.rotary, "mask": s.mask} if stage.layers else {}
+        usual = _memory(s, _row(s, stage, full=True), carried, shared=shared)
+    later = max((link.replay.later for link in row), default=0)  # a stage may be empty
+    kernels = sum(sum(link.kernels.values()) for link in row)
+    return ChunkActivations(
+        usual,
+        spared,
+        s.stream,
+        takes=not stage.embedding,
+        gives=not stage.head,
+        later=later,
+        kernels=kernels,
+    )
+
+
+def captured_phases(choice: CudaGraphConfig) -> frozenset[str]:
+    """Phases of layers that partial graphs hold."""
+    if choice.impl not in (GraphImpl.local, GraphImpl.transformer_engine):
+        return frozenset()
+    return (
+        frozenset(phase for part in choice.scope for phase in CAPTURED[part])
+        if choice.scope
+        else frozenset((*DENSE, *MOE))
+    )
+
+
+def own_inputs(run: Run, layers: Sequence[int]) -> tuple[int, ...]:
+    """Places among these layers whose captured part does not go on where that of the layer
+    before it has ended.
+    """
+    captured = captured_phases(run.cuda_graph)
+    own = list[int]()
+    ended = False
+    for place, layer in enumerate(layers):
+        phases = MOE if run.model.is_moe_layer(layer) else DENSE
+        if not (captured.isdisjoint(phases) or (ended and phases[0] in captured)):
+            own.append(place)
+        ended = phases[-1] in captured
+    return tuple(own)
+
+
+def _row(s: Sizes, stage: Stage, full: bool) -> list[_Link]:
+    captured = captured_phases(s.run.cuda_graph)
+    is_moe = [s.model.is_moe_layer(layer) for layer in stage.layers]
+    kinds = {moe: _link(layer_tape(s, moe, full), captured) for moe in set(is_moe)}
+    first = [_link(embedding_tape(s), ())] if stage.embedding else []
+    last = [_link(head_tape(s, _tied(s, stage)), ())] if stage.head else []
+    return [*first, *(kinds[moe] for moe in is_moe), *last]
+
+
+def _tied(s: Sizes, stage: Stage) -> bool:
+    """Whether one table is embedding and head of this stage."""
+    return stage.embedding and stage.head and s.model.tie_embeddings
+
+
+def _link(written: Written, captured: Collection[str]) -> _Link:
+    return _Link(replay(written), inside(written, captured), captured, kernels=written.kernels())
+
+
+def _memory(
+    s: Sizes, row: Sequence[_Link], carried: int, shared: Mapping[str, int]
+) -> MicrobatchMemory:
+    """`carried`: gradient of a tied table, which waits from the head's backward for that of the
+    embedding.
+
+    `shared`: what autograd keeps of the microbatch's context. Captured attention reads it in static
+    memory; then it is gone after forward.
+    """
+    captured = {phase for link in row for phase in link.captured}
+    context = s.rotary + s.mask if captured else 0
+    copied = "attn" in captured
+    shared = {} if copied else shared
+    kept = dict(shared)
+    passing = s.mask + s.rotary - sum(shared.values())  # what is there until forward has ended
+    for link in row:
+        for phase, size in link.replay.kept.items():
+            kept[phase] = kept.get(phase, 0) + size - link.graph.kept.get(phase, 0)
+    total = sum(kept.values())
+    stands_on = sum(shared.values())
+    forward = backward = 0
+    waiting = queued = sum(link.replay.waiting for link in row)
+    for place, link in enumerate(row):
+        forward = max(forward, stands_on + link.peak(link.replay.forward) - total)
+        queued -= link.replay.waiting  # left: of those whose backward comes before this one's
+        waits = queued + (carried if place < len(row) - 1 else 0)
+        backward = max(backward, stands_on + link.peak(link.replay.backward) + waits - total)
+        stands_on += link.kept
+    return MicrobatchMemory(
+        kept, forward + passing, backward, waiting=waiting, graph=_graph_share(row, context)
+    )
+
+
+def _graph_share(row: Sequence[_Link], context: int) -> GraphShare:
+    return GraphShare(
+        kept=sum(link.graph.own for link in row),
+        cut=sum(link.graph.cut for link in row),
+        gradients=max((link.graph.gradients for link in row), default=0),
+        context=context,
+        scratch=max((link.scratch() for link in row), default=0),
+        kernels=sum(
+            count for link in row for phase, count in link.kernels.items() if phase in link.captured
+        ),
+    )

@@ -1,0 +1,90 @@
+"""Memory of CUDA graphs: the graphs themselves, static inputs, what crosses the border of captured
+parts, and pools.
+
+Graphs with a microbatch to themselves share one pool, and take over in it what dead microbatches
+leave: it is as large as the most that is alive at once. Graphs of a slot have a pool of their own,
+which holds all that one microbatch needs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from app.plan.graphs import GraphPlan
+from app.plan.memory.activations import ChunkActivations, GraphShare
+from app.plan.memory.overheads import BACKWARD_KERNELS, GRAPH, GRAPH_KERNEL, MIB
+from app.plan.memory.peak import Peak
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One line of a rank's memory."""
+
+    name: str
+    bytes: int
+    note: str  # how it comes about, with its numbers
+
+
+def partial_graph_parts(
+    plan: GraphPlan, chunks: Sequence[ChunkActivations], peak: Peak
+) -> tuple[Part, ...]:
+    """What the graphs of parts of layers add to what is outside of them."""
+    shares = [chunk.usual.graph for chunk in chunks]
+    border = chunks[0].border
+    sets = [
+        len({nth for (_, chunk), nth in plan.sets.items() if chunk == index})
+        for index in range(len(chunks))
+    ]
+    kernels = sum(count * share.kernels for count, share in zip(sets, shares, strict=True)) * (
+        1 + BACKWARD_KERNELS
+    )
+    kept, cut, how = _pools(plan, shares, sets, peak=peak)
+    return (
+        graph_objects(plan.num_graphs, kernels),
+        _static_inputs(plan, shares, border),
+        Part("cut tensors", cut, f"what graphs hand on, {how}"),
+        Part("graph pool", kept, f"kept in graphs and their scratch, {how}"),
+    )
+
+
+def _static_inputs(plan: GraphPlan, shares: Sequence[GraphShare], border: int) -> Part:
+    """What is copied to a fixed place: for each slot inputs and context, and for all together
+    gradients of outputs.
+    """
+    inputs = plan.num_static_inputs
+    context = max(share.context for share in shares)
+    gradients = max(share.gradients for share in shares)
+    size = inputs * border + plan.num_slots * context + gradients
+    parts = (
+        f"{inputs} inputs × {border / MIB:.1f} MiB, {plan.num_slots} contexts × "
+        f"{context / MIB:.1f} MiB"
+    )
+    return Part(
+        "static inputs",
+        size,
+        f"{parts}, gradients of one layer's outputs {gradients / MIB:.1f} MiB",
+    )
+
+
+def _pools(
+    plan: GraphPlan, shares: Sequence[GraphShare], sets: Sequence[int], peak: Peak
+) -> tuple[int, int, str]:
+    """Kept with scratch, cut tensors, and what they are counted over."""
+    if not plan.pool_per_slot:
+        scratch = max(share.scratch for share in shares)
+        return peak.pool_kept + scratch, peak.pool_cut, "at most at once in one pool"
+    kept = sum(
+        count * (share.kept + share.scratch) for count, share in zip(sets, shares, strict=True)
+    )
+    return (
+        kept,
+        sum(count * share.cut for count, share in zip(sets, shares, strict=True)),
+        f"in {sum(sets)} pools",
+    )
+
+
+def graph_objects(graphs: int, kernels: int) -> Part:
+    """Graphs ready to launch, which the driver holds."""
+    note = f"{graphs} × {GRAPH // 1024} KiB, {kernels:,} kernels × {GRAPH_KERNEL:,} bytes"
+    return Part("graph objects", graphs * GRAPH + kernels * GRAPH_KERNEL, note)

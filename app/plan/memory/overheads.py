@@ -1,0 +1,21 @@
+"""What the driver and libraries take of a GPU besides tensors; docs/memory.md says which figures
+are measured.
+
+`bench/memory.py` measures them.
+"""
+
+from __future__ import annotations
+
+MIB = 2**20
+GIB = 2**30
+
+CUDA_CONTEXT = 840 * MIB  # bytes of a process's CUDA context with the kernels that a step loads
+COMMUNICATOR = 670 * MIB  # bytes of an NCCL communicator of several ranks, once it has been used
+CONTROL_COMMUNICATOR = 24 * MIB  # bytes of one with a single channel, for sums of a few numbers
+NCCL_ITSELF = 370 * MIB  # bytes that it takes besides, at most: once the default communicator's
+FRAGMENTATION = 0.1  # reserved by torch's allocator beyond what it has handed out, over the latter
+# bytes of cuBLAS workspaces in torch's allocator: of the threads of forward and backward
+WORKSPACES = 2 * 32 * MIB
+GRAPH = 96 * 1024  # bytes of an instantiated CUDA graph
+GRAPH_KERNEL = 1500  # bytes per kernel in it; up to CUDA 12.3 it was 64 KiB
+BACKWARD_KERNELS = 3  # kernels of a backward per kernel of its forward

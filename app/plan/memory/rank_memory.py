@@ -1,0 +1,280 @@
+"""Bytes that a GPU needs at its peak, by part, for each pipeline rank; docs/memory.md explains the
+model with an example.
+
+Ranks that differ along other axes are alike, but for routed experts: `model.moe.planned_imbalance`
+says how much busier than the mean the rank is that is planned for. Only training is planned: a
+validation keeps nothing for a backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from app.choices import GraphImpl
+from app.config import PrecisionConfig, Run
+from app.plan.actions import Action, Forward
+from app.plan.graphs import GraphPlan
+from app.plan.layout import ParallelLayout
+from app.plan.memory.activations import ChunkActivations, chunk_activations
+from app.plan.memory.graph_memory import Part, graph_objects, partial_graph_parts
+from app.plan.memory.overheads import (
+    BACKWARD_KERNELS,
+    COMMUNICATOR,
+    CONTROL_COMMUNICATOR,
+    CUDA_CONTEXT,
+    FRAGMENTATION,
+    GIB,
+    MIB,
+    NCCL_ITSELF,
+    WORKSPACES,
+)
+from app.plan.memory.peak import Peak, find_peak
+from app.plan.schedule import full_recompute
+from app.plan.sharding.parameters import chunk_buffers, chunk_parameters
+from app.plan.stages import Stage, StagePlan
+from app.plan.trace.parts import BYTES
+
+# what torch's allocator does not hand out
+OUTSIDE = frozenset({"graph objects", "fragmentation", "CUDA context", "NCCL"})
+STATE = ("parameters", "gradients", "optimizer")  # parts of the memory that stay
+
+
+@dataclass(frozen=True, slots=True)
+class RankMemory:
+    """One rank at its peak."""
+
+    pp_rank: int
+    parts: tuple[Part, ...]
+
+    @property
+    def total(self) -> int:
+        """Bytes that the GPU must have."""
+        return sum(part.bytes for part in self.parts)
+
+    @property
+    def kept(self) -> int:
+        """Bytes that stay from step to step: parameters, gradients, the optimizer's state."""
+        return sum(part.bytes for part in self.parts if part.name in STATE)
+
+    @property
+    def allocated(self) -> int:
+        """Bytes of tensors at the peak, as `torch.cuda.max_memory_allocated` counts them."""
+        return sum(part.bytes for part in self.parts if part.name not in OUTSIDE)
+
+
+def plan_memory(
+    run: Run,
+    layout: ParallelLayout,
+    stages: StagePlan,
+    actions: Sequence[Sequence[Action]],
+    graphs: Sequence[GraphPlan | None],
+) -> tuple[RankMemory, ...]:
+    """Memory of each pipeline rank, which runs actions[pp_rank] in a training step with the
+    partial graphs[pp_rank].
+    """
+    planned = _Stages(run, layout)
+    ranks = enumerate(zip(stages.stages, actions, graphs, strict=True))
+    return tuple(
+        RankMemory(rank, tuple(_parts(run, layout, planned, *of_rank, rank)))
+        for rank, of_rank in ranks
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class StageState:
+    """Elements that a rank holds of a stage, padding included."""
+
+    dense: int  # shared by the ranks of dp and cp
+    expert: int  # shared by the ranks of edp
+    biases: int  # of routers, fp32, on every rank
+
+
+def stage_state(run: Run, stage: Stage, layout: ParallelLayout) -> StageState:
+    """The buffers of a stage, and what its routers hold besides."""
+    model = run.model
+    buffers = chunk_buffers(chunk_parameters(model, stage, layout), layout, run.optim)
+    dense, expert = (buffer.numel if buffer else 0 for buffer in (buffers.dense, buffers.expert))
+    routers = sum(model.is_moe_layer(layer) for layer in stage.layers)
+    return StageState(dense, expert, routers * model.moe.num_experts if model.moe else 0)
+
+
+def bytes_per_parameter(precision: PrecisionConfig) -> tuple[int, int, int]:
+    """Bytes of a parameter, of its gradient, and of what its owner among d ranks holds besides: P+G
+    + O/d.
+
+    Two moments in fp32, and an fp32 copy of the parameter where that has fewer bytes: 8+8/d for
+    fp32 throughout, 6+12/d for bf16 with gradients in fp32, 4+12/d for bf16 throughout. Gradients
+    of fewer bytes are widened for the update alone.
+    """
+    params = BYTES[precision.params]
+    grads = BYTES[precision.grads]
+    return params, grads, 8 + (4 if params < 4 else 0)
+
+
+@dataclass(frozen=True, slots=True)
+class _Stages:
+    """What has been planned of stages; those with like layers are alike."""
+
+    run: Run
+    layout: ParallelLayout
+    known: dict[object, tuple[StageState, ChunkActivations]] = field(default_factory=dict)
+
+    def plan(self, stage: Stage) -> tuple[StageState, ChunkActivations]:
+        key = stage.embedding, stage.head, tuple(map(self.run.model.is_moe_layer, stage.layers))
+        if key not in self.known:
+            state = stage_state(self.run, stage, self.layout)
+            self.known[key] = state, chunk_activations(self.run, stage, self.layout)
+        return self.known[key]
+
+
+def _parts(
+    run: Run,
+    layout: ParallelLayout,
+    planned: _Stages,
+    stages: Sequence[Stage],
+    actions: Sequence[Action],
+    graphs: GraphPlan | None,
+    rank: int,
+) -> Iterator[Part]:
+    found = [planned.plan(stage) for stage in stages]
+    chunks = [activations for _, activations in found]
+    full = (
+        full_recompute(actions, run.recompute.partial_microbatches)
+        if run.recompute.partial_microbatches
+        else {}
+    )
+    peak = find_peak(actions, chunks, full)
+    states = [state for state, _ in found]
+    step = list(_step_parts(run, layout, chunks, actions=actions, peak=peak))
+    tensors = [
+        *_state_parts(run, layout, states),
+        *step,
+        *_update_parts(run, layout, states, step=step),
+    ]
+    if graphs is not None:
+        tensors += partial_graph_parts(graphs, chunks, peak)
+    tensors.append(
+        Part("library workspaces", WORKSPACES, "cuBLAS, of the threads of forward and backward")
+    )
+    yield from tensors
+    allocated = sum(part.bytes for part in tensors if part.name not in OUTSIDE)
+    yield Part(
+        "fragmentation", int(FRAGMENTATION * allocated), f"{FRAGMENTATION:.0%} of what is allocated"
+    )
+    yield Part("CUDA context", CUDA_CONTEXT, "of the process")
+    if layout.world_size > 1:
+        groups = communicators(run, layout, rank)
+        large = [name for name in groups if name not in CONTROL]
+        control = len(groups) - len(large)
+        size = NCCL_ITSELF + len(large) * COMMUNICATOR + control * CONTROL_COMMUNICATOR
+        yield Part(
+            "NCCL",
+            size,
+            f"{COMMUNICATOR / MIB:.0f} MiB each for {', '.join(large) or 'nothing'}; small "
+            "ones for control",
+        )
+
+
+def _state_parts(run: Run, layout: ParallelLayout, states: Sequence[StageState]) -> Iterator[Part]:
+    """Parameters, gradients and the optimizer's state."""
+    params, grads, shard = bytes_per_parameter(run.precision)
+    dense, expert, biases = (
+        sum(getattr(state, name) for state in states) for name in ("dense", "expert", "biases")
+    )
+    shared_by = layout.dp * layout.cp
+    count = f"{(dense + expert) / 1e6:,.1f} M" + (
+        f", {expert / 1e6:,.1f} M of them experts" if expert else ""
+    )
+    yield Part("parameters", params * (dense + expert) + 4 * biases, f"{params} B × {count}")
+    yield Part("gradients", grads * (dense + expert), f"{grads} B × as many")
+    how = f"{params + grads + shard} → {params + grads}+{shard}/d, d = {shared_by}"
+    owned = dense // shared_by + expert // layout.edp
+    yield Part("optimizer", shard * owned, how + (f", experts {layout.edp}" if expert else ""))
+
+
+def _update_parts(
+    run: Run, layout: ParallelLayout, states: Sequence[StageState], step: Sequence[Part]
+) -> Iterator[Part]:
+    """What the update needs beyond what forward and backward have needed before it: its
+    gradients in fp32.
+    """
+    if BYTES[run.precision.grads] == 4:
+        return
+    dense, expert = (sum(getattr(state, name) for state in states) for name in ("dense", "expert"))
+    more = 4 * (dense // (layout.dp * layout.cp) + expert // layout.edp) - sum(
+        part.bytes for part in step
+    )
+    if more > 0:
+        yield Part("update", more, "gradients in fp32, beyond what the activations have left")
+
+
+def _step_parts(
+    run: Run,
+    layout: ParallelLayout,
+    chunks: Sequence[ChunkActivations],
+    actions: Sequence[Action],
+    peak: Peak,
+) -> Iterator[Part]:
+    """What lives within a step, outside of partial graphs or all of it in one graph."""
+    count = run.num_microbatches
+    each = batch_bytes(run, layout)
+    inputs = f"{count} microbatches × {each / MIB:.2f} MiB"
+    if run.cuda_graph.impl is GraphImpl.full_iteration:
+        forwards = sum(
+            chunks[action.chunk].kernels for action in actions if isinstance(action, Forward)
+        )
+        yield graph_objects(1, forwards * (1 + BACKWARD_KERNELS))
+        yield Part("static inputs", count * each, inputs)
+        yield Part("graph pool", peak.total, f"all of {peak.action}: {_by_phase(peak)}")
+        return
+    yield Part("inputs", count * each, inputs)
+    kept = sum(peak.kept.values()) + peak.waiting
+    yield Part("activations", kept, f"{peak.in_flight} in flight: {_by_phase(peak)}")
+    yield Part("working memory", peak.working, f"while {peak.action} runs")
+    if layout.pp > 1:
+        yield Part(
+            "pipeline buffers",
+            peak.buffers,
+            f"of {chunks[0].border / MIB:.1f} MiB each, hidden states or gradients",
+        )
+
+
+def _by_phase(peak: Peak) -> str:
+    waiting = {"waiting for weights": peak.waiting} if peak.waiting else {}
+    largest = sorted((dict(peak.kept) | waiting).items(), key=lambda item: -item[1])
+    shown = [f"{phase} {size / GIB:.2f}" for phase, size in largest if size >= GIB // 200]
+    return f"{', '.join(shown)} GiB" if shown else "next to nothing"
+
+
+def batch_bytes(run: Run, layout: ParallelLayout) -> int:
+    """Tokens, labels, positions and, where they are kept apart, documents of whole sequences: 8
+    bytes each.
+    """
+    tokens = run.train.micro_batch * run.train.seq_len
+    return 8 * (3 * tokens // layout.cp + (tokens if run.data.document_mask else 0))
+
+
+# groups that only sum a few numbers
+CONTROL = frozenset({"control", "data", "tokens", "microbatch", "stages"})
+
+
+def communicators(run: Run, layout: ParallelLayout, pp_rank: int) -> list[str]:
+    """Names of the groups of several ranks that a rank of this pipeline rank communicates in."""
+    moe = run.model.moe is not None
+    ends = pp_rank in (0, layout.pp - 1)
+    sizes = {
+        "control": layout.world_size,
+        "data": layout.dp,
+        "tokens": layout.tp * layout.cp * layout.dp,
+        "microbatch": layout.tp * layout.cp,
+        "gradients": layout.dp * layout.cp,
+        "expert gradients": layout.edp if moe else 1,
+        "experts": layout.expert_tp * layout.ep if moe else 1,
+        "tensor": layout.tp,
+        "context": layout.cp,
+        "pipeline": layout.pp,
+        "stages": layout.pp,
+        "tied embeddings": layout.pp if run.model.tie_embeddings and ends else 1,
+    }
+    return [name for name, size in sizes.items() if size > 1]

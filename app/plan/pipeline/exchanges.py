@@ -1,0 +1,174 @@
+"""Where tensors move between pipeline ranks: exchanges, put into the compute lists of all ranks at
+once.
+
+All ranks share one virtual clock. A tensor is moved in the moment in which it is made, on both
+sides, and on each side its exchange stands behind what has ended by then. So all lists are ordered
+by one clock and both sides of every edge agree on the order. Even if every exchange blocked until
+its other sides arrived, none could wait for one that waits for it.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+
+from app.plan.actions import Action, Backward, Compute, Exchange, Flow, Forward, Free, Op, Wait
+from app.plan.pipeline.replay import Made, Pipeline, expect_finished, pipeline_of
+from app.plan.pipeline.timeline import Times, compute_moments
+
+Moments = Mapping[Made, float]  # when, on the virtual clock
+# Times of the overlapped lists. Sending must take some: a receiver that computes when the tensor is
+# made then posts its side before that action; if both ended in the same moment, behind it, and the
+# tensor would be late by its own way. A microbatch comes back to a rank of a V after a few actions:
+# there, lists made for a longer way lose up to 6 % on a short one.
+OVERLAP_TIMES = Times(forward=1.0, backward=2.0, send=0.25)
+OVERLAP_TIMES_IN_V = Times(forward=1.0, backward=2.0, send=0.0625)
+
+
+def add_exchanges(
+    lists: Sequence[Sequence[Compute]], overlap: bool, v_shape: bool = False
+) -> list[list[Action]]:
+    """Each rank's compute actions, lists[rank], with its sends and receives and the waits for them.
+
+    overlap: an exchange is posted as soon as its tensors are ready and waited for where they are
+    needed; otherwise it is waited for at once. v_shape: see Pipeline. Raises ValueError if the
+    lists wait for each other in a circle.
+    """
+    pipeline = pipeline_of(lists, v_shape)
+    times = OVERLAP_TIMES_IN_V if v_shape else OVERLAP_TIMES
+    moments = compute_moments(lists, pipeline, times) if overlap else tick_moments(lists, pipeline)
+    exchanges = _exchanges(moments, pipeline)
+    merged = [
+        _merge(
+            actions, exchanges[rank], [moments[pipeline.makes(rank, action)] for action in actions]
+        )
+        for rank, actions in enumerate(lists)
+    ]
+    return [add_late_waits(actions) if overlap else add_waits(actions) for actions in merged]
+
+
+def tick_moments(lists: Sequence[Sequence[Compute]], pipeline: Pipeline) -> dict[Made, float]:
+    """The tick in which everything is made if every rank runs at most one action per tick.
+
+    With several chunks a forward and the whole backward behind it share a tick if both are ready.
+    All ranks then meet once per pair. They would meet a forward on one rank with a backward on the
+    other if each had its own tick, and the longer one would decide: 16 to 22 % of the step, where a
+    backward takes twice the time of a forward.
+    """
+    places = [0] * pipeline.pp
+    moments = dict[Made, float]()
+    tick = 0
+    while True:
+        made = dict[Made, float]()
+        for rank, actions in enumerate(lists):
+            ready = _ready(
+                rank, actions[places[rank] : places[rank] + 2], moments, pipeline=pipeline
+            )
+            made.update((action, tick) for action in ready)
+            places[rank] += len(ready)
+        if not made:
+            break
+        moments.update(made)
+        tick += 1
+    expect_finished(lists, places)
+    return moments
+
+
+def _ready(
+    rank: int, actions: Sequence[Compute], moments: Moments, pipeline: Pipeline
+) -> list[Made]:
+    """What a rank makes in a tick: its next action if that can run, and a whole backward right
+    behind a forward.
+    """
+    made: list[Made] = []
+    for action in actions:
+        paired = (
+            pipeline.num_chunks > 1
+            and isinstance(actions[0], Forward)
+            and isinstance(action, Backward)
+        )
+        if made and not paired:
+            break
+        if not all(need in moments or need in made for need in pipeline.needs(rank, action)):
+            break
+        made.append(pipeline.makes(rank, action))
+    return made
+
+
+def _exchanges(moments: Moments, pipeline: Pipeline) -> list[list[tuple[float, Exchange]]]:
+    """Per rank, in order of time: what it sends and receives in each moment; hidden states
+    first, then by microbatch.
+    """
+    ops: list[defaultdict[float, list[Op]]] = [defaultdict(list) for _ in range(pipeline.pp)]
+    for made in sorted(moments, key=lambda made: (made[0] != "F", made)):
+        for rank, op in pipeline.sides(made):
+            ops[rank][moments[made]].append(op)
+    return [
+        [(moment, Exchange(tuple(together))) for moment, together in sorted(by_moment.items())]
+        for by_moment in ops
+    ]
+
+
+def _merge(
+    actions: Sequence[Compute], exchanges: Sequence[tuple[float, Exchange]], ends: Sequence[float]
+) -> list[Action]:
+    """Every exchange behind the actions that have ended by its moment."""
+    timed: list[tuple[float, int, Action]] = [
+        (end, 0, action) for end, action in zip(ends, actions, strict=True)
+    ]
+    timed += [(moment, 1, exchange) for moment, exchange in exchanges]
+    return [action for _, _, action in sorted(timed, key=lambda entry: entry[:2])]
+
+
+def add_waits(actions: Sequence[Action]) -> list[Action]:
+    """A Wait right behind every Exchange."""
+    lowered: list[Action] = []
+    for action in actions:
+        lowered += [action, Wait(action.ops)] if isinstance(action, Exchange) else [action]
+    return lowered
+
+
+def add_late_waits(actions: Sequence[Action]) -> list[Action]:
+    """Waits as late as they may stand.
+
+    For what is received: before the action that needs it. For what is sent: before the next compute
+    action but one after it was posted (its memory is written again no earlier than that), before
+    the backward of the same microbatch, which ends the life of the forward's output, and at the end
+    of the list.
+    """
+    lowered: list[Action] = []
+    sends: dict[Op, int] = {}  # under way -> compute actions before them
+    # under way, by what needs them: flow, microbatch, chunk
+    receives: dict[tuple[Flow, int, int], Op] = {}
+    computed = 0
+    for action in actions:
+        if isinstance(action, Exchange):
+            sends.update((op, computed) for op in action.ops if op.send)
+            receives.update((op[:3], op) for op in action.ops if not op.send)
+        elif isinstance(action, Compute):
+            due = [
+                op
+                for op, since in sends.items()
+                if since < computed or op[:3] == ("F", action.mb, action.chunk)
+            ]
+            for op in due:
+                del sends[op]
+            needed = receives.pop(
+                ("F" if isinstance(action, Forward) else "B", action.mb, action.chunk), None
+            )
+            due += [] if needed is None else [needed]
+            lowered += [Wait(tuple(due))] if due else []
+            computed += 1
+        lowered.append(action)
+    left = *sends, *receives.values()
+    return [*lowered, Wait(left)] if left else lowered
+
+
+def add_frees(actions: Sequence[Action]) -> list[Action]:
+    """Free every forward's output right behind the Wait for its sending."""
+    lowered: list[Action] = []
+    for action in actions:
+        lowered.append(action)
+        if isinstance(action, Wait):
+            lowered += [Free(op.mb, op.chunk) for op in action.ops if op.send and op.flow == "F"]
+    return lowered

@@ -1,0 +1,101 @@
+"""From what every rank computes to everything it does: passes over the lists, each list -> list.
+
+A pass only inserts, so the compute order of `schedule` survives and `signed_order` of both lists is
+equal. Another way of moving tensors is another lowering of the same lists, never a branch in what
+runs them.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+
+from app.plan.actions import (
+    Action,
+    Backward,
+    BackwardWeight,
+    Compute,
+    Exchange,
+    Forward,
+    Free,
+    GatherParams,
+    ReduceGrads,
+    Wait,
+)
+from app.plan.pipeline.exchanges import add_exchanges, add_frees
+
+
+def add_reductions(actions: Sequence[Action], delay: int = 0) -> list[Action]:
+    """ReduceGrads of a chunk right after the action that completes its gradients over all
+    microbatches.
+
+    That is the chunk's last Backward, or its last BackwardWeight where backward is split, or the
+    `delay`-th of them after it, whatever its chunk, at most the last one. An exchange that stands
+    there goes first: another rank waits.
+    """
+    places = [
+        place
+        for place, action in enumerate(actions)
+        if isinstance(action, Backward | BackwardWeight)
+    ]
+    completes = {
+        action.chunk: nth
+        for nth, place in enumerate(places)
+        if isinstance(action := actions[place], Compute)
+    }
+    chunks: defaultdict[int, list[int]] = defaultdict(list)
+    for chunk, nth in sorted(completes.items()):
+        chunks[places[min(nth + delay, len(places) - 1)]].append(chunk)
+    lowered: list[Action] = []
+    due: list[int] = []
+    for place, action in enumerate(actions):
+        if not isinstance(action, Exchange):
+            lowered += map(ReduceGrads, due)
+            due = []
+        lowered.append(action)
+        due += chunks[place]
+    return [*lowered, *map(ReduceGrads, due)]
+
+
+def add_gathers(actions: Sequence[Action]) -> list[Action]:
+    """GatherParams of a chunk before its first Forward, and before the waits that stand there."""
+    gathered: set[int] = set()
+    lowered: list[Action] = []
+    for action in actions:
+        if isinstance(action, Forward) and action.chunk not in gathered:
+            gathered.add(action.chunk)
+            place = len(lowered)
+            while place and isinstance(lowered[place - 1], Wait | Free):
+                place -= 1
+            lowered.insert(place, GatherParams(action.chunk))
+        lowered.append(action)
+    return lowered
+
+
+def lower(actions: Sequence[Action], delay: int = 0) -> list[Action]:
+    """One rank's actions with what it does besides compute and exchanges: freeing, reduction,
+    gathering.
+    """
+    return add_gathers(add_reductions(add_frees(actions), delay))
+
+
+def lower_all(
+    schedule: Sequence[Sequence[Compute]],
+    overlap: bool = True,
+    align_reductions: bool = False,
+    v_shape: bool = False,
+) -> list[list[Action]]:
+    """Everything that every pipeline rank does in a step; schedule[rank] is what it computes (see
+    build_schedule).
+
+    overlap: exchanges run beside compute; otherwise each is waited for where it stands.
+    align_reductions: pipeline rank r starts a chunk's reduction r backwards later, when rank 0,
+    which gets there last, starts its own: data-parallel traffic of all stages then falls into the
+    same time. v_shape: how stages lie on ranks, see Pipeline.
+
+    Raises ValueError if the lists wait for each other in a circle. `check` proves the result.
+    """
+    exchanged = add_exchanges(schedule, overlap, v_shape)
+    return [
+        lower(actions, rank if align_reductions else 0) for rank, actions in enumerate(exchanged)
+    ]

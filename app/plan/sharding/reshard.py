@@ -1,0 +1,243 @@
+"""Which parts of what one layout holds fill what another one needs.
+
+A parameter is cut twice. Tensor and expert parallelism give a rank a *block* of the global tensor;
+data parallelism then gives it a contiguous *part* of that block, flattened row by row, for the
+optimizer's state. `overlaps` intersects two such slices of one global tensor. `transfers` is the
+case in which the blocks are the same and only the buffers differ: other numbers of data-parallel
+ranks, other buckets, other alignment. Everything here counts elements, not bytes.
+
+Cuts that are not one range of rows or columns become so in a global shape with one dimension more.
+A SwiGLU's first matrix of shape [2F, D] holds the gate's rows, then the up projection's, and each
+is cut for itself: (2, F, D) cut along 1. Those of stacked experts, [E, D, 2F], are cut along 0 by
+expert and along 3 by width as (E, D, 2, F).
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from math import prod
+from typing import NamedTuple
+
+from app.plan.shards import Bounds, BufferLayout, Range
+
+
+class Transfer(NamedTuple):
+    """A piece of one parameter on its way, as [start, end) in elements; the three ranges are
+    equally long.
+
+    Places on a rank count through its shards of all buckets laid end to end.
+    """
+
+    source_rank: int  # who owns it now
+    source: Bounds  # on that rank
+    target: Bounds  # on the rank that needs it
+    param: Bounds  # in the flattened parameter
+
+
+def transfers(source: BufferLayout, target: BufferLayout, rank: int) -> list[list[Transfer]]:
+    """What fills the shards of `rank` of `target` from the ranks of `source`: per parameter, in
+    order of its elements.
+
+    Both lay out the same parameters, in registration order; ValueError where their number or sizes
+    differ. Time and result grow with the parameters and with the source ranks that have a piece,
+    not with the worlds or the sizes.
+    """
+    _check_same(source, target)
+    needed = target.ranges(rank)
+    return [
+        [piece for part in parts for piece in _pieces(source, target, index, part=part)]
+        for index, parts in enumerate(needed)
+    ]
+
+
+def _pieces(
+    source: BufferLayout, target: BufferLayout, index: int, part: Range
+) -> Iterator[Transfer]:
+    """The pieces of `part` of parameter `index`: the source shards are equally long, so their
+    owners follow by division.
+    """
+    place = source.params[index][0]
+    bucket = source.bucket_of[index]
+    begin, end = source.buckets[bucket]
+    size = (end - begin) // source.world
+    first, last = (
+        (place + element - begin) // size for element in (part.param[0], part.param[1] - 1)
+    )
+    needed = part.local[0] + target.buckets[part.bucket][0] // target.world
+    for owner in range(first, last + 1):
+        low = begin + owner * size
+        high = begin + (owner + 1) * size
+        start = max(part.param[0], low - place)
+        stop = min(part.param[1], high - place)
+        held = place + start - low + begin // source.world
+        wanted = needed + start - part.param[0]
+        yield Transfer(
+            owner, (held, held + stop - start), (wanted, wanted + stop - start), param=(start, stop)
+        )
+
+
+def _check_same(source: BufferLayout, target: BufferLayout) -> None:
+    if len(source.params) != len(target.params):
+        raise ValueError(
+            f"the source holds {len(source.params)} parameters, the target {len(target.params)}"
+        )
+    for index, places in enumerate(zip(source.params, target.params, strict=True)):
+        have, want = (end - start for start, end in places)
+        if have != want:
+            raise ValueError(
+                f"parameter {index} has {have} elements in the source and {want} in the target"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """A box of a global tensor, [start, stop) along every dimension; held as a contiguous tensor
+    of its own.
+    """
+
+    shape: tuple[int, ...]  # of the global tensor
+    start: tuple[int, ...]
+    stop: tuple[int, ...]
+
+    @classmethod
+    def whole(cls, *shape: int) -> Block:
+        """All of a tensor."""
+        return cls(shape, (0,) * len(shape), shape)
+
+    def cut(self, dim: int, parts: int, index: int) -> Block:
+        """Part `index` of `parts` equal ones along `dim`; cuts along several dimensions follow each
+        other.
+
+        ValueError for a dimension that does not divide and for an index outside the parts.
+        """
+        if not 0 <= index < parts:
+            raise ValueError(f"part {index} is outside the {parts} parts")
+        extent = self.sizes[dim]
+        if extent % parts:
+            raise ValueError(
+                f"{extent} elements along dimension {dim} do not divide into {parts} parts"
+            )
+        low = self.start[dim] + extent // parts * index
+        return replace(
+            self, start=_put(self.start, dim, low), stop=_put(self.stop, dim, low + extent // parts)
+        )
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Shape of the box."""
+        return tuple(stop - start for start, stop in zip(self.start, self.stop, strict=True))
+
+    @property
+    def numel(self) -> int:
+        """Elements of the box."""
+        return prod(self.sizes)
+
+    def intersection(self, other: Block) -> Block:
+        """What both hold, without elements where they do not meet; ValueError if the global
+        tensors differ in shape.
+        """
+        if self.shape != other.shape:
+            raise ValueError(
+                f"blocks of a tensor of shape {self.shape} and of one of shape {other.shape}"
+            )
+        start = tuple(map(max, self.start, other.start))
+        stop = tuple(map(min, self.stop, other.stop))
+        return Block(self.shape, start, tuple(map(max, start, stop)))
+
+
+def _put(values: tuple[int, ...], dim: int, value: int) -> tuple[int, ...]:
+    return (*values[:dim], value, *values[dim + 1 :])
+
+
+@dataclass(frozen=True, slots=True)
+class Slice:
+    """What one rank holds of a parameter: a block, or a part of it."""
+
+    block: Block
+    part: Bounds | None = None  # of the flattened block; None: all of it
+
+    @property
+    def bounds(self) -> Bounds:
+        """The part, in the flattened block."""
+        return (0, self.block.numel) if self.part is None else self.part
+
+
+class Overlap(NamedTuple):
+    """A run of elements that two slices share, counted from the start of each; the two ranges
+    are equally long.
+    """
+
+    have: Bounds
+    want: Bounds
+
+
+def overlaps(have: Slice, want: Slice) -> Iterator[Overlap]:
+    """The runs of elements that both hold, ascending on both sides.
+
+    One run where both cut rows, one per row where a side cuts columns. Runs in front of the parts
+    are skipped by bisection, so that time grows with what is found. ValueError if the global
+    tensors differ in shape.
+    """
+    runs = _shared_runs(have.block, want.block)
+    (begin, end), (begin_want, end_want) = have.bounds, want.bounds
+
+    def reaches_both(run: int) -> bool:
+        at, at_want = runs.start(run)
+        return at + runs.length > begin and at_want + runs.length > begin_want
+
+    for run in range(bisect_left(range(runs.count), True, key=reaches_both), runs.count):
+        at, at_want = runs.start(run)
+        low = max(0, begin - at, begin_want - at_want)
+        high = min(runs.length, end - at, end_want - at_want)
+        if low >= high:  # one of the parts has ended, or nothing is shared
+            return
+        yield Overlap(
+            (at + low - begin, at + high - begin),
+            (at_want + low - begin_want, at_want + high - begin_want),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Runs:
+    """Where the elements that two blocks share lie in each, flattened: `count` runs of `length`
+    elements.
+    """
+
+    length: int
+    first: tuple[int, int]  # start of the first run on both sides
+    # dimensions that the runs are stacked along: runs, stride on both sides
+    outer: tuple[tuple[int, int, int], ...]
+
+    @property
+    def count(self) -> int:
+        """Runs."""
+        return prod(size for size, _, _ in self.outer)
+
+    def start(self, run: int) -> tuple[int, int]:
+        """First element of a run on both sides; ascending in `run`."""
+        have, want = self.first
+        for size, stride, stride_want in reversed(self.outer):
+            run, index = divmod(run, size)
+            have = have + index * stride
+            want = want + index * stride_want
+        return have, want
+
+
+def _shared_runs(have: Block, want: Block) -> _Runs:
+    shared = have.intersection(want)
+    # first dimension within a run: those behind it are whole on both sides
+    inner = max(len(shared.sizes) - 1, 0)
+    while inner > 0 and have.sizes[inner] == want.sizes[inner] == shared.sizes[inner]:
+        inner -= 1
+    (first, strides), (first_want, strides_want) = (_place(shared, block) for block in (have, want))
+    outer = tuple(zip(shared.sizes[:inner], strides[:inner], strides_want[:inner], strict=True))
+    return _Runs(prod(shared.sizes[inner:]), (first, first_want), outer)
+
+
+def _place(inside: Block, block: Block) -> tuple[int, list[int]]:
+    """First element of one block within a larger one, flattened, and the larger one's strides."""
+    strides = [prod(block.sizes[dim + 1 :]) for dim in range(len(block.sizes))]
+    offsets = (low - start for low, start in zip(inside.start, block.start, strict=True))
+    return sum(offset * stride for offset, stride in zip(offsets, strides, strict=True)), strides

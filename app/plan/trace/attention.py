@@ -1,0 +1,160 @@
+"""Softmax attention as a tape: heads, rotary positions, what context-parallel ranks exchange, and
+the kernels.
+
+Follows `app.model.attention` and `app.model.context_parallel`. What the kernels save and need
+depends on which one torch takes: `attends_by_matrices` says, and `_softmax_attention` and
+`_matrix_attention` hold all that follows. All sizes are bytes.
+
+Shapes: as in `tape_parts`, and S tokens of a whole sequence, P context-parallel ranks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from app.choices import CpComm, Dtype
+from app.config import Run
+from app.plan.trace.parts import MULTIPROCESSORS, Sizes, power_of_two
+from app.plan.trace.trace import Tape, Value
+
+# values of half a head, and heads, that a program of `app.kernels.heads` takes
+HEAD_TILE, FEWEST_HEADS = 1024, 6
+
+
+def attends_by_matrices(run: Run) -> bool:
+    """Whether no fused attention kernel takes the run, so that attention stores all its S × S
+    probabilities.
+
+    For fewer key/value heads than query heads there is none in fp32, and none under a document mask
+    with fixed order.
+    """
+    grouped = run.model.num_kv_heads < run.model.num_heads
+    ordered_mask = run.data.document_mask and run.train.deterministic
+    return grouped and (run.precision.params is Dtype.float32 or ordered_mask)
+
+
+@dataclass(frozen=True, slots=True)
+class _Reach:
+    """Queries that attend at once, and how far."""
+
+    queries: int  # tokens of all sequences
+    keys: int  # tokens of its sequence that the last query looks at
+    heads: int  # N here
+    kv_heads: int  # G here
+
+
+def attention_core(tape: Tape, s: Sizes, qkv: Value, keep: bool) -> Value:
+    """From projected queries, keys and values to what the output projection reads; `keep`:
+    backward runs it from `qkv` again.
+    """
+    per_head = s.tokens * s.model.head_width * s.size
+    norms = s.model.qk_norm
+    sizes = [heads * per_head for heads in (s.heads, s.kv_heads, s.kv_heads)]
+    scratch = 0, _head_norm_sums(s) if norms else 0
+    # and cosines and sines
+    q, k, v = tape.op([qkv], sizes, [qkv] if norms or keep else [], scratch=scratch)
+    if s.layout.cp == 1:
+        return _attend(
+            tape,
+            s,
+            q,
+            k=k,
+            v=v,
+            reach=_Reach(s.tokens, s.run.train.seq_len, s.heads, kv_heads=s.kv_heads),
+        )
+    by = (
+        _with_keys_gathered
+        if s.run.parallel.cp_comm_type is CpComm.all_gather
+        else _with_heads_traded
+    )
+    return by(tape, s, q, k, v)
+
+
+def _head_norm_sums(s: Sizes) -> int:
+    """fp32 sums of the gradients of both weights in backward, one per program
+    (`app.kernels.heads`).
+    """
+    width = s.model.head_width
+    wanted = -(-FEWEST_HEADS // (s.heads // s.kv_heads + 2))
+    taken = wanted if s.kv_heads % wanted == 0 else 1
+    height = max(1, HEAD_TILE // power_of_two(width // 2))
+    return 4 * 2 * width * -(-s.tokens // height) * (s.kv_heads // taken)
+
+
+def _with_keys_gathered(tape: Tape, s: Sizes, q: Value, k: Value, v: Value) -> Value:
+    """Both pieces of the queries, each against the keys up to its own end: on the first rank, one
+    piece and all 2P.
+
+    On rank r these are r + 1 and 2P - r pieces, so that masks, probabilities and time are alike on
+    all ranks.
+    """
+    ranks = s.layout.cp
+    seq_len = s.run.train.seq_len
+    (both,) = tape.op([k, v], [k.bytes + v.bytes])
+    # arrives in the order of ranks, and is copied into that of the sequence
+    whole = ranks * both.bytes
+    (gathered,) = tape.op([both], [whole], scratch=(whole, 2 * whole - both.bytes), kernels=2)
+    keys, values = tape.split(gathered, whole // 2, whole // 2)
+    pieces = tape.split(q, q.bytes // 2, q.bytes // 2)
+    ends = seq_len // (2 * ranks), seq_len
+    reaches = [_Reach(s.tokens // 2, end, s.heads, kv_heads=s.kv_heads) for end in ends]
+    outs = [
+        _attend(tape, s, piece, k=keys, v=values, reach=reach)
+        for piece, reach in zip(pieces, reaches, strict=True)
+    ]
+    return tape.op(outs, [q.bytes], holds=[k, v], passes=True)[0]
+
+
+def _with_heads_traded(tape: Tape, s: Sizes, q: Value, k: Value, v: Value) -> Value:
+    """Whole sequences of 1/P of the heads: as many bytes. Each trade puts its tokens into order
+    before it or behind it.
+    """
+    ranks = s.layout.cp
+    seq_len = s.run.train.seq_len
+    own = q, k, v
+    (packed,) = tape.op([q, k, v], [q.bytes + k.bytes + v.bytes])
+    (whole,) = tape.op([packed], [packed.bytes], scratch=(packed.bytes, 0), kernels=3)
+    q, k, v = tape.split(whole, q.bytes, k.bytes, v.bytes)
+    reach = _Reach(ranks * s.tokens, seq_len, s.heads // ranks, kv_heads=s.kv_heads // ranks)
+    out = _attend(tape, s, q, k=k, v=v, reach=reach)
+    return tape.op(
+        [out], [out.bytes], holds=own, scratch=(out.bytes, out.bytes), kernels=2 + ranks
+    )[0]
+
+
+def _attend(tape: Tape, s: Sizes, q: Value, k: Value, v: Value, reach: _Reach) -> Value:
+    attend = _matrix_attention if attends_by_matrices(s.run) else _softmax_attention
+    return attend(tape, s, q, k, v, reach)
+
+
+def _softmax_attention(tape: Tape, s: Sizes, q: Value, k: Value, v: Value, reach: _Reach) -> Value:
+    """A fused kernel: saves its arguments, its result and a number per row; sums the gradient of
+    queries in fp32.
+    """
+    batch = s.run.train.micro_batch
+    width = s.model.head_width
+    row = 4 * reach.queries * reach.heads
+    # as numbers to add, made anew in every layer
+    mask = reach.queries * reach.keys * s.size if s.run.data.document_mask else 0
+    parts = -(-MULTIPROCESSORS // (batch * reach.heads)) if s.run.train.deterministic else 1
+    sums = row + parts * row * width
+    # keys and values of a head; their gradients are made per query head
+    seen = 2 * batch * reach.keys * width * s.size
+    # before these are put among those of other keys
+    cut = seen * reach.kv_heads // 2 if reach.queries < s.tokens else 0
+    working = max(sums + seen * reach.heads - k.bytes - v.bytes, cut)
+    return tape.op([q, k, v], [q.bytes], [q, k, v, 0], keeps=row + mask, scratch=(0, working))[0]
+
+
+def _matrix_attention(tape: Tape, s: Sizes, q: Value, k: Value, v: Value, reach: _Reach) -> Value:
+    """Products and a softmax in fp32: saves scaled queries, keys and values per query head, and
+    all probabilities.
+    """
+    wide = q.bytes // s.size * 4
+    scores = 4 * reach.queries * reach.heads * reach.keys
+    keys = 4 * s.run.train.micro_batch * reach.keys * reach.heads * s.model.head_width
+    saved = wide + 2 * keys
+    (out,) = tape.op(
+        [q, k, v], [wide], keeps=saved + scores, scratch=(scores + saved, 2 * scores), kernels=12
+    )
+    return tape.op([out], [q.bytes])[0]

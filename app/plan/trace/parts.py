@@ -1,0 +1,216 @@
+"""What the tapes of a run have in common: sizes, and the pieces that layers are made of.
+
+With tp > 1 the residual stream, norms, router and dispatch have 1/tp of the tokens (sequence
+parallelism, Korthikanti et al. 2022); attention and feed-forward see all of them in 1/tp of the
+width. A widening product gathers the tokens first, keeps only its own part of them, and gathers
+again in backward for the gradient of its weights. Gathered parts of several sequences are copied
+once more, into the order of the tokens. All sizes are bytes.
+
+Shapes: T tokens of a microbatch on a context-parallel rank · D hidden · N query and G key/value
+heads of width H, F hidden width of a feed-forward, all of them this rank's · V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from app.choices import CpComm, Dtype, Recompute, ScheduleName
+from app.config import ModelConfig, Run
+from app.plan.layout import ParallelLayout
+from app.plan.trace.trace import Added, Tape, Value
+
+BYTES = {Dtype.float32: 4, Dtype.bfloat16: 2, Dtype.float16: 2}
+RMS_STATISTICS = 4  # per row, what RMSNorm saves besides its input: an fp32 number
+# of an H100 or H200: backward of norms, and attention in fixed order, have partial sums for as many
+MULTIPROCESSORS = 132
+# values of a program, of a warp of it, and warps of a multiprocessor
+NORM_TILE, NORM_PER_WARP, NORM_WARPS = 1024, 512, 16
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """What the tapes of a run have in common."""
+
+    run: Run
+    layout: ParallelLayout
+    size: int  # bytes of an element of parameters and activations
+    tokens: int  # T
+    local: int  # T / tp: tokens outside of attention and feed-forward
+    heads: int  # N
+    kv_heads: int  # G
+
+    @property
+    def model(self) -> ModelConfig:
+        """The architecture."""
+        return self.run.model
+
+    @property
+    def stream(self) -> int:
+        """The residual stream: T/tp × D."""
+        return self.local * self.model.hidden_size * self.size
+
+    @property
+    def rotary(self) -> int:
+        """Cosines and sines that all layers of a microbatch share, fp32: 2 × T × H."""
+        return 2 * 4 * self.tokens * self.model.head_width
+
+    @property
+    def mask(self) -> int:
+        """The document mask, where there is one: a byte for each query and token of its
+        sequence.
+        """
+        cut = self.layout.cp if self.run.parallel.cp_comm_type is CpComm.all_gather else 1
+        return (
+            self.tokens * self.layout.cp // cut * self.run.train.seq_len
+            if self.run.data.document_mask
+            else 0
+        )
+
+    @property
+    def copies(self) -> int:
+        """Of gathered tokens, alive while they are put into order."""
+        return min(self.run.train.micro_batch, 2)
+
+    @property
+    def columns(self) -> int:
+        """Logits of a token: V/tp."""
+        return self.model.vocab_size // self.layout.tp
+
+    @property
+    def table(self) -> int:
+        """Embedding or head: V/tp × D."""
+        return self.columns * self.model.hidden_size * self.size
+
+    def weight(self, width: int) -> int:
+        """A matrix between the residual stream and `width`."""
+        return self.model.hidden_size * width * self.size
+
+    @property
+    def splits(self) -> bool:
+        """Whether backward leaves gradients of matrices for later."""
+        return self.run.schedule.name in (ScheduleName.zero_bubble_h1, ScheduleName.zero_bubble_v)
+
+    @property
+    def fused(self) -> bool:
+        """Whether gradients of matrices are added to sums of more bits inside their products."""
+        return BYTES[self.run.precision.grads] > self.size
+
+    @property
+    def direct(self) -> bool:
+        """Whether backward does that at once."""
+        return self.fused and not self.splits
+
+    @property
+    def added(self) -> Added:
+        """How backward adds gradients of matrices."""
+        return Added.inside if self.direct or self.splits else Added.after
+
+    def later(self, weight: int, gathered: int = 0) -> int | None:
+        """What such a gradient takes when it is computed at last: itself, unless it is never
+        there, beside what is gathered.
+        """
+        return gathered + (0 if self.fused else weight) if self.splits else None
+
+    def recomputes(self, part: Recompute) -> bool:
+        """Whether backward computes part of a layer again."""
+        return part in self.run.recompute.phases
+
+
+def sizes_of(run: Run, layout: ParallelLayout) -> Sizes:
+    """Sizes of one microbatch on one rank."""
+    tokens = run.train.micro_batch * run.train.seq_len // layout.cp
+    heads = run.model.num_heads // layout.tp
+    kv_heads = run.model.num_kv_heads // layout.tp
+    return Sizes(
+        run,
+        layout,
+        BYTES[run.precision.params],
+        tokens=tokens,
+        local=tokens // layout.tp,
+        heads=heads,
+        kv_heads=kv_heads,
+    )
+
+
+def swiglu(tape: Tape, s: Sizes, x: Value, width: int, again: bool) -> Value:
+    """A feed-forward of hidden width `width` on this rank; `again`: backward computes its
+    activation again.
+    """
+    up = widen(tape, s, x, size=2 * s.tokens * width * s.size, weight=2 * s.weight(width))
+    return narrow(tape, s, activation(tape, up, again), weight=s.weight(width), holds=[x, up])
+
+
+def activation(tape: Tape, up: Value, again: bool) -> Value:
+    """silu(gate) · up, of the two halves of the widened rows, which alone are kept."""
+    half = up.bytes // 2
+    with tape.again(again, discards=True):
+        return tape.op([up], [half], [up])[0]
+
+
+def norm(tape: Tape, s: Sizes, x: Value) -> Value:
+    """RMSNorm of rows of the residual stream."""
+    sums = norm_sums(s.local, s.model.hidden_size)
+    return tape.op([x], [x.bytes], [x], keeps=RMS_STATISTICS * s.local, scratch=(0, sums))[0]
+
+
+def norm_sums(rows: int, width: int) -> int:
+    """fp32 sums of the weight's gradient in backward, one per program (`app.kernels.rms_norm`)."""
+    columns = power_of_two(width)
+    size = max(NORM_TILE, columns)
+    programs = MULTIPROCESSORS * max(1, NORM_WARPS // min(NORM_WARPS, size // NORM_PER_WARP))
+    return 4 * width * min(-(-rows * columns // size), programs)
+
+
+def power_of_two(width: int) -> int:
+    """The smallest that is not less than `width`."""
+    return 1 << (width - 1).bit_length()
+
+
+def cast(tape: Tape, x: Value, size: int) -> Value:
+    """In another element type, of `size` bytes in all."""
+    return x if size == x.bytes else tape.op([x], [size])[0]
+
+
+def widen(tape: Tape, s: Sizes, x: Value, size: int, weight: int) -> Value:
+    """A product with rows of the weight cut by tp, for all tokens."""
+    if s.layout.tp == 1:
+        return tape.op([x], [size], [x], weight=weight, added=s.added, later=s.later(weight))[0]
+    whole = s.layout.tp * x.bytes
+    ordered = s.copies * s.layout.tp * x.bytes
+    # backward: its gather under way, then put into order, beside what it scatters; a split one does
+    # not gather yet
+    scratch = max(whole, ordered - size), ordered + (0 if s.splits else whole)
+    later = s.later(weight, ordered)
+    return tape.op(
+        [x],
+        [size],
+        [x],
+        weight=weight,
+        added=s.added,
+        later=later,
+        scratch=scratch,
+        kernels=1 + s.copies,
+    )[0]
+
+
+def narrow(tape: Tape, s: Sizes, x: Value, weight: int, holds: Sequence[Value]) -> Value:
+    """A product with columns of the weight cut by tp, summed over the ranks, each of which gets its
+    tokens.
+
+    `holds`: what the caller still has.
+    """
+    size = s.layout.tp * s.stream
+    later = s.later(weight)
+    (whole,) = tape.op([x], [size], [x], holds=holds, weight=weight, added=s.added, later=later)
+    return scattered(tape, s, whole, holds=(x, *holds))
+
+
+def scattered(tape: Tape, s: Sizes, whole: Value, holds: Sequence[Value] = ()) -> Value:
+    """This rank's tokens of a sum over the tensor-parallel ranks."""
+    if s.layout.tp == 1:
+        return whole
+    ordered = (s.copies - 1) * whole.bytes
+    return tape.op([whole], [s.stream], holds=holds, scratch=(ordered, ordered), kernels=s.copies)[
+        0
+    ]

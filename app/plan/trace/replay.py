@@ -1,0 +1,277 @@
+"""Memory of a tape: what autograd keeps of it, and what is alive at every operation, forward and
+backward.
+
+A tensor's memory is free when nobody reads it any more and no operation has saved it; who saves a
+view saves all that it is a view of; a gradient that meets another of the same tensor is added to it
+in place. All numbers are bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from app.plan.trace.trace import Added, Op, Segment, Tape, Value, Written
+
+
+@dataclass(frozen=True, slots=True)
+class Replay:
+    """Memory of a tape; what is alive counts everything of the tape, its input and kept tensors
+    included.
+    """
+
+    kept: Mapping[str, int]  # phase -> what autograd keeps of it from forward to backward
+    forward: Mapping[str, int]  # phase -> most that is alive while it runs
+    backward: Mapping[str, int]  # phase -> the same in its backward
+    waiting: int  # what gradients of weights need between the two parts of a split backward
+    later: int  # most that one of them takes in the second part
+
+    @property
+    def total(self) -> int:
+        """All that is kept."""
+        return sum(self.kept.values())
+
+
+def replay(written: Written) -> Replay:
+    """Memory of forward and backward."""
+    tape = written.tape
+    saved_by = _saved_by(written.tape)
+    dropped = _dropped(tape, saved_by)
+    kept = _kept(tape, saved_by, dropped)
+    forward = _forward(written, saved_by.keys() - dropped)
+    backward = _backward(written, saved_by, dropped, kept=sum(kept.values()))
+    return Replay(
+        kept,
+        forward,
+        backward,
+        waiting=_waiting(tape),
+        later=max((op.later or 0 for op in tape.ops), default=0),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Inside:
+    """What some phases of a tape, run as one, leave behind."""
+
+    kept: Mapping[str, int]  # phase -> what autograd keeps of what these phases make or are given
+    own: int  # of that, what only they read
+    cut: int  # what they make and others read, kept or not
+    gradients: int  # of that
+
+    @property
+    def total(self) -> int:
+        """All that is kept."""
+        return sum(self.kept.values())
+
+
+def inside(written: Written, phases: Collection[str]) -> Inside:
+    """The memory of a part of a tape that is run as one."""
+    if not phases:
+        return Inside({}, 0, 0, gradients=0)
+    tape = written.tape
+    saved_by = _saved_by(written.tape)
+    mine = {storage for op in tape.ops if op.phase in phases for storage in op.new}
+    given = {
+        value.storage for op in tape.ops if op.phase in phases for value in (*op.reads, *op.saves)
+    } - mine
+    cut = {
+        value.storage
+        for op in tape.ops
+        if op.phase not in phases
+        for value in (*op.reads, *op.saves, *op.holds)
+    } & mine
+    if written.result is not None and written.result.storage in mine:
+        cut.add(written.result.storage)
+    dropped = _dropped(tape, saved_by)
+    kept = {storage: places for storage, places in saved_by.items() if storage in mine | given}
+    own = {storage: places for storage, places in kept.items() if storage in mine - cut}
+    total = _kept(tape, kept, dropped, phases=phases)
+    differentiable = {storage for op in tape.ops if op.reads for storage in op.new}
+    crossing, back = (
+        sum(tape.storages[storage] for storage in part) for part in (cut, cut & differentiable)
+    )
+    return Inside(
+        total, sum(_kept(tape, own, dropped, phases=phases).values()), crossing, gradients=back
+    )
+
+
+def _saved_by(tape: Tape) -> dict[int, list[int]]:
+    """Storage -> places of the operations that save it, in order."""
+    found: dict[int, list[int]] = {}
+    for place, op in enumerate(tape.ops):
+        for value in op.saves:
+            found.setdefault(value.storage, []).append(place)
+    return found
+
+
+def _dropped(tape: Tape, saved_by: Mapping[int, Sequence[int]]) -> dict[int, Segment]:
+    """Saved storages that are made again instead of kept -> the segment that makes them."""
+    found: dict[int, Segment] = {}
+    for op in (op for op in tape.ops if op.segment):
+        assert op.segment is not None
+        for storage in op.new:
+            inside = all(
+                tape.ops[place].segment == op.segment for place in saved_by.get(storage, ())
+            )
+            if storage in saved_by and (inside or op.segment.discards):
+                found[storage] = op.segment
+    return found
+
+
+def _kept(
+    tape: Tape,
+    saved_by: Mapping[int, Sequence[int]],
+    dropped: Mapping[int, Segment],
+    phases: Collection[str] | None = None,
+) -> dict[str, int]:
+    """Phase -> bytes of these storages, by who saves them first, and of statistics (of `phases`;
+    None: all).
+    """
+    kept: dict[str, int] = {}
+    for storage, places in saved_by.items():
+        if storage not in dropped:
+            phase = tape.ops[places[0]].phase
+            kept[phase] = kept.get(phase, 0) + tape.storages[storage]
+    for op in tape.ops:
+        if op.keeps and op.segment is None and (phases is None or op.phase in phases):
+            kept[op.phase] = kept.get(op.phase, 0) + op.keeps
+    return kept
+
+
+def _forward(written: Written, stays: set[int]) -> dict[str, int]:
+    """Phase -> most that is alive."""
+    tape = written.tape
+    given = written.given
+    result = written.result
+    ends = {given.storage: -1}
+    for place, op in enumerate(tape.ops):
+        for value in (*op.reads, *op.makes, *op.saves, *op.holds):
+            ends[value.storage] = place
+    if result is not None:
+        ends[result.storage] = len(tape.ops)
+    freed: dict[int, int] = {}
+    for storage, place in ends.items():
+        if storage not in stays:
+            freed[place] = freed.get(place, 0) + tape.storages[storage]
+    live = tape.storages[given.storage]
+    peaks = dict[str, int]()
+    for place, op in enumerate(tape.ops):
+        live += sum(tape.storages[storage] for storage in op.new) + op.keeps
+        peaks[op.phase] = max(peaks.get(op.phase, 0), live + op.scratch[0])
+        live -= freed.get(place, 0) + (op.keeps if op.segment else 0)
+    return peaks
+
+
+@dataclass(slots=True)
+class _Gradient:
+    bytes: int
+    owners: int = 0  # tensors whose gradient it is
+
+
+def _backward(
+    written: Written,
+    saved_by: Mapping[int, Sequence[int]],
+    dropped: Mapping[int, Segment],
+    kept: int,
+) -> dict[str, int]:
+    """Phase -> most that is alive."""
+    tape = written.tape
+    result = written.result
+    queued = {value.storage for op in tape.ops if op.later is not None for value in op.saves}
+    last_use: dict[int, int] = {}  # place -> bytes that nobody needs after it
+    for storage, places in saved_by.items():
+        if storage not in queued:
+            last_use[places[0]] = last_use.get(places[0], 0) + tape.storages[storage]
+    again = _made_again(tape, saved_by, dropped)
+    gradients = _Gradients()
+    if result is not None:
+        gradients.give(result, _Gradient(result.bytes))
+    live = kept
+    peaks = dict[str, int]()
+    for place, op in reversed(list(enumerate(tape.ops))):
+        live += again.get(place, 0)
+        incoming = [gradients.of.pop(value) for value in op.makes if value in gradients.of]
+        extra = gradients.spread(op, incoming)
+        during = (
+            gradients.live + extra + (op.weight if op.added is Added.after else 0) + op.scratch[1]
+        )
+        peaks[op.phase] = max(peaks.get(op.phase, 0), live + during)
+        if op.later is None:
+            gradients.release(incoming)
+        live -= last_use.get(place, 0) + op.keeps
+    return peaks
+
+
+def _made_again(
+    tape: Tape, saved_by: Mapping[int, Sequence[int]], dropped: Mapping[int, Segment]
+) -> dict[int, int]:
+    """Place of the first backward that needs something of a segment -> bytes that the segment
+    makes again.
+    """
+    first: dict[Segment, int] = {}
+    sizes: dict[Segment, int] = {}
+    for place, op in enumerate(tape.ops):
+        if op.segment:
+            first[op.segment] = place
+            sizes[op.segment] = sizes.get(op.segment, 0) + op.keeps
+    for storage, segment in dropped.items():
+        first[segment] = max(first[segment], saved_by[storage][-1])
+        sizes[segment] += tape.storages[storage]
+    found: dict[int, int] = {}
+    for segment, place in first.items():
+        found[place] = found.get(place, 0) + sizes[segment]
+    return found
+
+
+@dataclass(slots=True)
+class _Gradients:
+    """Gradients that are alive."""
+
+    of: dict[Value, _Gradient] = field(default_factory=dict)
+    live: int = 0  # bytes
+
+    def give(self, value: Value, gradient: _Gradient) -> int:
+        """Add to the gradient of a tensor; returns bytes that are needed only until that is
+        done.
+        """
+        if gradient.owners == 0:
+            self.live += gradient.bytes
+        have = self.of.get(value)
+        if have is None:
+            gradient.owners += 1
+            self.of[value] = gradient
+            return 0
+        if gradient.owners == 0:
+            self.live -= gradient.bytes
+            return gradient.bytes
+        return 0
+
+    def spread(self, op: Op, incoming: Sequence[_Gradient]) -> int:
+        """Gradients of what an operation reads; returns bytes that are needed only until they
+        are added up.
+        """
+        if not incoming:
+            incoming = [_Gradient(0)]
+        return sum(
+            self.give(value, incoming[0] if op.passes else _Gradient(value.bytes))
+            for value in op.reads
+        )
+
+    def release(self, incoming: Sequence[_Gradient]) -> None:
+        """Let go of the gradients of what an operation has made."""
+        for gradient in incoming:
+            gradient.owners -= 1
+            if gradient.owners == 0:
+                self.live -= gradient.bytes
+
+
+def _waiting(tape: Tape) -> int:
+    """What gradients that wait keep: what came in, and the gradient of what went out, in its
+    place where that is saved too.
+    """
+    products = [op for op in tape.ops if op.later is not None]
+    came = {value.storage for op in products for value in op.saves}
+    went = sum(value.bytes for op in products for value in op.makes if value not in op.saves)
+    return (
+        sum(tape.storages[storage] for storage in came) + went + sum(op.carries for op in tape.ops)
+    )

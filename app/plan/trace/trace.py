@@ -1,0 +1,138 @@
+"""A forward as a list of operations with sizes in place of tensors: what each reads, makes, and
+saves for its backward.
+
+`tape_replay` finds out what autograd keeps of it and what else is alive while it runs. All sizes
+are bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from enum import Enum
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Value:
+    """A tensor, equal only to itself."""
+
+    bytes: int  # of its elements
+    storage: int  # number of the memory it lies in, which views share
+
+
+class Added(Enum):
+    """How a backward adds the gradient of a weight to its sum."""
+
+    after = "after"  # the gradients of what it reads have been made: they are there together
+    inside = "inside"  # of the product that makes it: it is never there
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Operations that backward runs again, so that what they make need not be kept."""
+
+    number: int
+    discards: bool  # also what operations behind it have saved of it
+
+
+@dataclass(frozen=True, slots=True)
+class Op:
+    """One operation."""
+
+    phase: str
+    segment: Segment | None
+    reads: tuple[Value, ...]  # that have a gradient
+    makes: tuple[Value, ...]
+    new: tuple[int, ...]  # storages that it makes: its values that are no views
+    saves: tuple[Value, ...]  # for its backward
+    holds: tuple[Value, ...]  # alive until here for other reasons
+    keeps: int  # saved besides: statistics that only its backward reads
+    weight: int  # gradient of its parameter
+    added: Added  # that gradient to its sum
+    # what that gradient takes in the second part of a split backward; None: it does not wait
+    later: int | None
+    carries: int  # what a split backward holds of it besides until its second part
+    scratch: tuple[int, int]  # alive only while it runs, forward and backward
+    passes: bool  # the gradient of what it reads is that of what it makes, not a new tensor
+    kernels: int  # launches of its forward
+
+
+@dataclass(slots=True)
+class Tape:
+    """Operations being written down."""
+
+    ops: list[Op] = field(default_factory=list)
+    storages: list[int] = field(default_factory=list)  # bytes of each
+    phase: str = ""  # of the next operations
+    segment: Segment | None = None  # of the next operations
+    segments: int = 0  # begun so far
+
+    def value(self, size: int) -> Value:
+        """A tensor with memory of its own."""
+        self.storages.append(size)
+        return Value(size, len(self.storages) - 1)
+
+    def op(
+        self,
+        reads: Sequence[Value],
+        makes: Sequence[int | Value],
+        saves: Sequence[int | Value] = (),
+        *,
+        holds: Sequence[Value] = (),
+        keeps: int = 0,
+        weight: int = 0,
+        added: Added = Added.after,
+        later: int | None = None,
+        carries: int = 0,
+        scratch: tuple[int, int] = (0, 0),
+        passes: bool = False,
+        kernels: int = 1,
+    ) -> tuple[Value, ...]:
+        """Write down an operation. `makes` has sizes of new tensors, and views; a number in
+        `saves` is one of these.
+        """
+        before = len(self.storages)
+        made = tuple(self.value(item) if isinstance(item, int) else item for item in makes)
+        saved = tuple(made[item] if isinstance(item, int) else item for item in saves)
+        new = tuple(range(before, len(self.storages)))
+        kinds = self.phase, self.segment, tuple(reads), made, new, saved, tuple(holds)
+        self.ops.append(Op(*kinds, keeps, weight, added, later, carries, scratch, passes, kernels))
+        return made
+
+    def split(self, of: Value, *sizes: int) -> tuple[Value, ...]:
+        """Parts of a tensor as views; backward puts their gradients together in a new tensor."""
+        return self.op([of], [Value(size, of.storage) for size in sizes], kernels=0)
+
+    def add(self, left: Value, right: Value, holds: Sequence[Value] = ()) -> Value:
+        """Their sum, of the size of the left one."""
+        return self.op([left, right], [left.bytes], holds=holds, passes=True)[0]
+
+    @contextmanager
+    def again(self, chosen: bool, discards: bool = False) -> Iterator[bool]:
+        """Operations that backward runs again, where that is chosen and they are not part of a
+        larger such part: whether so.
+        """
+        outer = self.segment
+        begins = chosen and outer is None
+        if begins:
+            self.segment = Segment(self.segments, discards)
+            self.segments = self.segments + 1
+        yield begins
+        self.segment = outer
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """A finished tape."""
+
+    tape: Tape
+    given: Value  # what comes in
+    result: Value | None  # what goes on; None: a loss, which is summed up
+
+    def kernels(self) -> dict[str, int]:
+        """Phase -> launches of its forward."""
+        found: dict[str, int] = {}
+        for op in self.tape.ops:
+            found[op.phase] = found.get(op.phase, 0) + op.kernels
+        return found

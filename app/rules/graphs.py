@@ -1,0 +1,156 @@
+"""Rules on CUDA graphs and on what backward computes again."""
+
+from __future__ import annotations
+
+from app.choices import Balance, GraphImpl, GraphScope, Recompute
+from app.config import Run
+from app.errors import ConfigError, Instead
+from app.plan.memory.activations import captured_phases
+from app.plan.select import captured_layers, select_layout
+from app.rules.pipeline import one_stage
+
+
+def _whole() -> Instead:
+    return Instead("cuda_graph=full_iteration")
+
+
+def check_graphs_choice(run: Run) -> None:
+    """What is captured into CUDA graphs can be: no host wait inside, one contiguous part of a
+    layer.
+    """
+    graph = run.cuda_graph
+    moe = run.model.moe
+    scope = set(graph.scope)
+    partial = graph.impl in (GraphImpl.local, GraphImpl.transformer_engine)
+    named = "[" + ", ".join(part.value for part in graph.scope) + "]"
+    key = "cuda_graph.scope"
+    if scope and graph.impl in (GraphImpl.none, GraphImpl.full_iteration):
+        raise ConfigError(
+            key,
+            named,
+            f"impl={graph.impl.value} has no parts of layers",
+            nearest=("[]", Instead("cuda_graph.impl=local")),
+        )
+    if GraphScope.moe in scope and scope & {GraphScope.moe_router, GraphScope.moe_preprocess}:
+        raise ConfigError(
+            key, named, "moe holds moe_router and moe_preprocess already", nearest="[attn, moe]"
+        )
+    if GraphScope.moe_preprocess in scope and GraphScope.moe_router not in scope:
+        raise ConfigError(
+            key,
+            named,
+            "moe_preprocess follows moe_router, so it needs that",
+            nearest="[attn, moe_router, moe_preprocess]",
+        )
+    if GraphScope.moe_router in scope and GraphScope.attn not in scope:
+        raise ConfigError(
+            key,
+            named,
+            "moe_router goes on from attn, so it needs that",
+            nearest="[attn, moe_router]",
+        )
+    if partial and not captured_layers(run, range(run.model.num_layers)):
+        raise ConfigError(
+            key, named, f"model={run.model.name} has no such layers", nearest="[attn]"
+        )
+    whole = (
+        graph.impl is GraphImpl.full_iteration or (partial and not scope) or GraphScope.moe in scope
+    )
+    ep = select_layout(run).ep
+    etp = select_layout(run).expert_tp
+    if (
+        whole
+        and graph.impl is not GraphImpl.none
+        and moe
+        and ep * etp > 1
+        and not moe.pad_to_capacity
+    ):
+        degrees = f"ep={ep}" + (f" and etp={etp}" if etp > 1 else "")
+        rule = f"captures the exchange of tokens, for whose sizes the host waits with {degrees}"
+        what, value = (
+            ("cuda_graph.impl", graph.impl.value)
+            if graph.impl is GraphImpl.full_iteration
+            else (key, named)
+        )
+        near = Instead("cuda_graph.impl=local", "cuda_graph.scope=[attn,moe_router,moe_preprocess]")
+        raise ConfigError(what, value, rule, nearest=near)
+
+
+INSIDE = {
+    Recompute.attn_core: "attn",
+    Recompute.mlp_act: "mlp",
+    Recompute.experts_act: "experts",
+    Recompute.shared: "shared",
+    Recompute.moe: "finish",
+}  # what may be recomputed with its random numbers -> the phase that it ends in
+
+
+def check_graphs_beside(run: Run) -> None:
+    """What is captured runs once per microbatch, from its forward to its backward, and ends
+    before the rest of its layer.
+    """
+    graph = run.cuda_graph
+    moe = run.model.moe
+    again = run.recompute
+    if graph.impl is GraphImpl.none:
+        return
+    scope = set(graph.scope)
+    partial = graph.impl is not GraphImpl.full_iteration
+    cuts_experts = partial and GraphScope.moe_router in scope
+    if partial and run.schedule.name.value.startswith("zero_bubble"):
+        rule = f"captures whole backwards, which schedule {run.schedule.name.value} splits"
+        raise ConfigError(
+            "cuda_graph.impl",
+            graph.impl,
+            rule,
+            nearest=(_whole(), Instead("schedule=1f1b", *one_stage(run))),
+        )
+    if partial and again.full:
+        rule = (
+            f"runs every layer twice, and cuda_graph.impl={graph.impl.value} captures parts of "
+            "them that run once"
+        )
+        raise ConfigError("recompute.full", True, rule, nearest=(False, _whole()))
+    if cuts_experts and Recompute.moe in again.phases:
+        rule = "runs the router twice, and cuda_graph.scope=moe_router captures it to run once"
+        raise ConfigError(
+            "recompute.phases",
+            Recompute.moe,
+            rule,
+            nearest=("[experts_act]", Instead("cuda_graph.scope=[attn]")),
+        )
+    if cuts_experts and moe and moe.shared_overlap:
+        rule = "goes on beside the experts, where cuda_graph.scope=moe_router has ended"
+        raise ConfigError(
+            "model.moe.shared_overlap",
+            True,
+            rule,
+            nearest=(False, Instead("cuda_graph.scope=[attn]")),
+        )
+    held = captured_phases(graph) if partial else INSIDE.values()
+    if (
+        moe
+        and moe.jitter_eps
+        and (again.full or any(INSIDE.get(part) in held for part in again.phases))
+    ):
+        rule = "draws noise that recomputation has to draw again, which it cannot under capture"
+        raise ConfigError(
+            "model.moe.jitter_eps", moe.jitter_eps, rule, nearest=(0, Instead("recompute=none"))
+        )
+
+
+def check_recompute(run: Run) -> None:
+    """What is computed twice must not count twice."""
+    moe = run.model.moe
+    if (
+        moe
+        and moe.balance is Balance.global_batch
+        and (run.recompute.full or Recompute.moe in run.recompute.phases)
+    ):
+        rule = (
+            "adds up the load of every forward, and backward would run some again under "
+            "recompute.full or phases=[moe]"
+        )
+        raise ConfigError(
+            "model.moe.balance", moe.balance, rule, nearest=("microbatch", "sequence")
+        )

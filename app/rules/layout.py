@@ -1,0 +1,201 @@
+"""Rules on degrees of parallelism, and on what their ranks cut."""
+
+from __future__ import annotations
+
+from app.choices import CpComm, DispatcherKind, Dtype
+from app.config import Run
+from app.errors import ConfigError, FirstOf, Instead, nearest_divisors, nearest_multiples
+from app.plan.cost.traffic import parts_side_by_side
+from app.plan.layout import AXES
+from app.plan.select import select_layout
+
+
+def check_world(run: Run) -> None:
+    """The dense degrees fill the world."""
+    world = run.parallel.world_size
+    ranks = run.model_ranks
+    if world and run.parallel.dp is None and world % ranks:
+        rule = (
+            f"must be a multiple of tp × cp × pp = {run.parallel.tp} × {run.parallel.cp} × "
+            f"{run.parallel.pp} = {ranks}"
+        )
+        raise ConfigError(
+            "parallel.world_size", world, rule, nearest=nearest_multiples(world, ranks)
+        )
+    if world and run.dp * ranks != world:
+        rule = f"{world} processes over tp × cp × pp = {ranks} ranks"
+        whole = (world // ranks,) if world % ranks == 0 else ()
+        raise ConfigError(
+            "parallel.dp",
+            run.dp,
+            rule,
+            nearest=(*whole, Instead(f"parallel.world_size={run.dp * ranks}")),
+        )
+
+
+def check_expert_parallel(run: Run) -> None:
+    """The experts divide over ep ranks, and these over the ranks of a pipeline stage."""
+    ep = run.parallel.ep
+    moe = run.model.moe
+    if ep > 1 and moe is None:
+        raise ConfigError("parallel.ep", ep, f"model={run.model.name} has no experts", nearest=1)
+    if moe is None:
+        if run.parallel.etp is not None:
+            raise ConfigError(
+                "parallel.etp",
+                run.parallel.etp,
+                f"model={run.model.name} has no experts",
+                nearest="null",
+            )
+        return
+    if moe.num_experts % ep:
+        rule = f"must divide model.moe.num_experts={moe.num_experts}"
+        raise ConfigError("parallel.ep", ep, rule, nearest=_shares(ep, moe.num_experts))
+    etp = run.parallel.tp if run.parallel.etp is None else run.parallel.etp
+    stage = run.world_size // run.parallel.pp
+    if stage % etp:
+        rule = f"must divide the {stage} ranks of a pipeline stage"
+        raise ConfigError("parallel.etp", etp, rule, nearest=nearest_divisors(etp, stage))
+    if stage % (ep * etp):
+        whole = (Instead("parallel.etp=1"),) if etp > 1 and stage % ep == 0 else ()
+        more = Instead(f"parallel.dp={run.dp * ep * etp}")
+        near = (*nearest_divisors(ep, max(1, stage // etp)), *whole, more)
+        what = (
+            f"the {stage} ranks of a pipeline stage"
+            if run.parallel.pp > 1
+            else f"the world size {stage}"
+        )
+        raise ConfigError(
+            "parallel.ep",
+            ep,
+            f"must divide {what}" + (f" over etp={etp}" if etp > 1 else ""),
+            nearest=near,
+        )
+    if ep * etp > 1 and moe.dispatcher is DispatcherKind.local:
+        rule = f"parallel.{f'ep={ep}' if ep > 1 else f'etp={etp}'} needs an exchange between ranks"
+        raise ConfigError(
+            "model.moe.dispatcher",
+            moe.dispatcher,
+            rule,
+            nearest=("auto", "all_to_all", "all_gather"),
+        )
+    if moe.ffn_hidden_size % etp:
+        near = nearest_divisors(etp, moe.ffn_hidden_size)
+        raise ConfigError(
+            "parallel.etp",
+            etp,
+            f"must divide model.moe.ffn_hidden_size={moe.ffn_hidden_size}",
+            nearest=near,
+        )
+
+
+def _shares(ep: int, num_experts: int) -> tuple[FirstOf, ...]:
+    """Ranks that share the experts, in the world that there is or in one of as many ranks."""
+    found = nearest_divisors(ep, num_experts)
+    sides = ([n for n in each.candidates if isinstance(n, int)] for each in found)
+    return tuple(
+        FirstOf(one for n in side for one in (n, Instead(f"parallel.ep={n}", f"parallel.dp={n}")))
+        for side in sides
+    )
+
+
+def check_tensor_parallel(run: Run) -> None:
+    """Heads, widths and vocabulary divide over tp ranks."""
+    model = run.model
+    tp = run.parallel.tp
+    widths = {
+        "num_heads": model.num_heads,
+        "num_kv_heads": model.num_kv_heads,
+        "vocab_size": model.vocab_size,
+    }
+    if any(not model.is_moe_layer(layer) for layer in range(model.num_layers)):
+        widths["ffn_hidden_size"] = model.ffn_hidden_size
+    if model.moe and model.moe.shared_ffn_hidden_size:
+        widths["moe.shared_ffn_hidden_size"] = model.moe.shared_ffn_hidden_size
+    for name, width in widths.items():
+        if width % tp:
+            near = (
+                nearest_multiples(width, tp)
+                if name == "vocab_size"
+                else nearest_divisors(tp, width)
+            )
+            key, value = (f"model.{name}", width) if name == "vocab_size" else ("parallel.tp", tp)
+            rule = (
+                f"must be a multiple of parallel.tp={tp}"
+                if name == "vocab_size"
+                else f"must divide model.{name}={width}"
+            )
+            raise ConfigError(key, value, rule, nearest=near)
+
+
+def check_sequence(run: Run) -> None:
+    """Every context-parallel rank has two equal parts of a sequence, and every tensor-parallel
+    rank a share of them.
+    """
+    cp = run.parallel.cp
+    tp = run.parallel.tp
+    seq_len = run.train.seq_len
+    parts = (2 * cp if cp > 1 else 1) * tp
+    if seq_len % parts:
+        rule = (
+            "must be a multiple of "
+            f"{'2·cp' if cp > 1 else ''}{' × ' if cp > 1 and tp > 1 else ''}{'tp' if tp > 1 else ''}"
+        )
+        raise ConfigError(
+            "train.seq_len", seq_len, f"{rule} = {parts}", nearest=nearest_multiples(seq_len, parts)
+        )
+
+
+def check_context_parallel(run: Run) -> None:
+    """Ranks that trade tokens for heads get whole heads, of those that tensor parallelism leaves
+    them.
+    """
+    cp = run.parallel.cp
+    tp = run.parallel.tp
+    kind = run.parallel.cp_comm_type
+    here = run.model.num_kv_heads // tp  # divides the query heads
+    if cp > 1 and kind is CpComm.all_to_all and here % cp:
+        over = f" over parallel.tp={tp}" if tp > 1 else ""
+        rule = (
+            f"gives each of parallel.cp={cp} ranks whole heads, of "
+            f"model.num_kv_heads={run.model.num_kv_heads}{over}"
+        )
+        raise ConfigError(
+            "parallel.cp_comm_type",
+            kind,
+            rule,
+            nearest=("all_gather", *nearest_divisors(cp, here, "parallel.cp")),
+        )
+
+
+def check_layout(run: Run) -> None:
+    """Ranks form one grid for dense layers and one for experts, in the same pipelines, with an
+    expert's parts side by side.
+    """
+    layout = select_layout(run)
+    order = run.parallel.order.lower().split("-")
+    if run.model.moe and not parts_side_by_side(layout, order):
+        rule = (
+            f"parts of experts (parallel.etp={layout.expert_tp}) lie between their shares "
+            f"(parallel.ep={layout.ep})"
+        )
+        raise ConfigError("parallel.order", run.parallel.order, rule, nearest="-".join(AXES))
+
+
+def check_expert_widths(run: Run) -> None:
+    """Grouped products need rows of whole 16-byte units."""
+    if run.model.moe is None:
+        return
+    unit = 4 if run.precision.params is Dtype.float32 else 8
+    etp = select_layout(run).expert_tp
+    for key, width, of in (
+        ("model.hidden_size", run.model.hidden_size, unit),
+        ("model.moe.ffn_hidden_size", run.model.moe.ffn_hidden_size, unit * etp),
+    ):
+        if width % of:
+            raise ConfigError(
+                key,
+                width,
+                f"experts in {run.precision.params.value} need a multiple of {of}",
+                nearest=nearest_multiples(width, of),
+            )

@@ -1,0 +1,97 @@
+"""Rules on stages and on the order of forwards and backwards."""
+
+from __future__ import annotations
+
+from app.choices import ScheduleName
+from app.config import Run
+from app.errors import ConfigError, FirstOf, Instead
+from app.plan.select import select_schedule, select_stages
+
+
+def check_stages(run: Run) -> None:
+    """Layers divide over the pipeline's stages."""
+    stages = select_stages(run)
+    name = select_schedule(run, stages)
+    if name is ScheduleName.zero_bubble_v and stages.vpp != 2:
+        raise ConfigError(
+            "parallel.vpp", stages.vpp, "schedule zero_bubble_v has two stages per rank", nearest=2
+        )
+    if stages.vpp > 1 and name not in CHUNKED:
+        near = ("interleaved", *_fewer_stages(run))
+        raise ConfigError(
+            "schedule.name", name, f"has one stage per rank, not vpp={stages.vpp}", nearest=near
+        )
+    if stages.vpp == 1 and name is ScheduleName.interleaved:
+        rule = "schedule interleaved needs several stages per rank"
+        raise ConfigError("parallel.vpp", 1, rule, nearest=(2, Instead("schedule=auto")))
+
+
+def one_stage(run: Run) -> tuple[str, ...]:
+    """What gives every pipeline rank one stage."""
+    if run.parallel.layout is not None:
+        return ("parallel.layout=null", "parallel.vpp=1")
+    return ("parallel.vpp=1",) if run.parallel.vpp > 1 else ()
+
+
+def _fewer_stages(run: Run) -> tuple[Instead, ...]:
+    return (Instead(*one),) if (one := one_stage(run)) else ()
+
+
+def check_schedule_choice(run: Run) -> None:
+    """The schedule exists for this many pipeline ranks, stages and microbatches."""
+    name = select_schedule(run, select_stages(run))
+    pp = run.parallel.pp
+    group = run.schedule.group_size
+    if name is ScheduleName.none and pp > 1:
+        raise ConfigError(
+            "schedule.name",
+            name,
+            f"runs on one pipeline rank, not on pp={pp}",
+            nearest=("auto", "1f1b", "interleaved"),
+        )
+    if group is not None and name is not ScheduleName.interleaved:
+        raise ConfigError(
+            "schedule.group_size",
+            group,
+            f"schedule {name.value} has no groups",
+            nearest=("null", Instead("schedule=interleaved")),
+        )
+    if name is not ScheduleName.interleaved:
+        return
+    if pp == 1:
+        raise ConfigError(
+            "schedule.name",
+            name,
+            "needs pipeline ranks, and parallel.pp=1",
+            nearest=Instead("schedule=auto", *one_stage(run)),
+        )
+    count = run.num_microbatches
+    if count < pp:
+        least = pp * run.train.micro_batch * run.dp
+        rule = (
+            f"too few microbatches of {run.train.micro_batch} for dp={run.dp}: {count}, but "
+            f"interleaved needs pp={pp} or more"
+        )
+        raise ConfigError(
+            "train.global_batch",
+            run.train.global_batch,
+            rule,
+            nearest=(least, Instead("schedule=1f1b", *one_stage(run))),
+        )
+    size = pp if group is None else group
+    legal = [n for n in range(pp, count + 1) if not 0 < count % n < pp]
+    if size not in legal:
+        rule = (
+            f"groups of {size} (null: pp) out of {count} microbatches must be between pp={pp} and "
+            f"{count}, the last one too"
+        )
+        raise ConfigError(
+            "schedule.group_size",
+            group,
+            rule,
+            nearest=FirstOf(sorted(legal, key=lambda n: abs(n - size))[:8]),
+        )
+
+
+# schedules of several stages per rank
+CHUNKED = (ScheduleName.interleaved, ScheduleName.zero_bubble_v)

@@ -1,0 +1,70 @@
+"""Rules on batches, on the learning rate, and on going back after a bad step."""
+
+from __future__ import annotations
+
+from app.choices import BadStep, Decay
+from app.config import Run
+from app.errors import ConfigError, FirstOf, Instead, nearest_divisors, nearest_multiples
+
+
+def check_batch(run: Run) -> None:
+    """The global batch is a whole number of microbatches on every data-parallel rank."""
+    per_step = run.train.micro_batch * run.dp
+    if run.train.global_batch % per_step:
+        raise ConfigError(
+            "train.global_batch",
+            run.train.global_batch,
+            f"must be a multiple of micro_batch × dp = {run.train.micro_batch} × {run.dp} = "
+            f"{per_step}",
+            nearest=(*nearest_multiples(run.train.global_batch, per_step), *_batch_of(run)),
+        )
+
+
+def _batch_of(run: Run) -> tuple[FirstOf, ...]:
+    """Fewer replicas, which the batch can be cut over."""
+    whole, rest = divmod(run.train.global_batch, run.train.micro_batch)
+    return () if rest or not run.parallel.dp else nearest_divisors(run.dp, whole, "parallel.dp")[:1]
+
+
+def check_lr_schedule(run: Run) -> None:
+    """Warm-up and the last decay fit into the decay steps; all are counted in samples, which are
+    whole.
+    """
+    lengths = run.warmup_steps, run.wsd_decay_steps, run.decay_steps
+    warmup, last, whole = (round(steps * run.train.global_batch) for steps in lengths)
+    if warmup >= whole:
+        word, size = _unit(run, "warmup")
+        rule = f"must be below the {whole / size:.10g} decay {word}"
+        raise ConfigError(f"optim.warmup_{word}", warmup // size, rule, nearest=whole // size // 10)
+    if run.optim.decay is Decay.wsd and warmup + last > whole:
+        word, size = _unit(run, "wsd_decay")
+        rule = (
+            f"with {warmup / size:.10g} {word} of warm-up longer than the {whole / size:.10g} "
+            f"decay {word}"
+        )
+        room = (whole - warmup) // size
+        advice = None if room else "make the decay longer"
+        raise ConfigError(
+            f"optim.wsd_decay_{word}", last // size, rule, nearest=room or None, advice=advice
+        )
+
+
+def _unit(run: Run, name: str) -> tuple[str, int]:
+    """What a length of the schedule was given in, and samples in one."""
+    return (
+        ("steps", run.train.global_batch)
+        if getattr(run.optim, f"{name}_samples") is None
+        else ("samples", 1)
+    )
+
+
+def check_rollback(run: Run) -> None:
+    """Going back needs something to go back to."""
+    if run.train.on_bad_step is BadStep.rollback and not run.checkpoint.interval:
+        rule = "goes back to checkpoints, and checkpoint.interval=0 saves none"
+        raise ConfigError(
+            "train.on_bad_step",
+            run.train.on_bad_step,
+            rule,
+            nearest=("skip", Instead("checkpoint=default")),
+        )
