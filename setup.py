@@ -1,4 +1,7 @@
-"""What lies elsewhere in a wheel than here: conf/, which goes into the package. All else is in pyproject.toml."""
+"""What lies elsewhere in a wheel than here: conf/, which goes into the package.
+
+All else is in pyproject.toml.
+"""
 
 from setuptools import find_packages, setup
 

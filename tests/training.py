@@ -93,7 +93,7 @@ def train_rank(
     data = load_all_data(run, groups, rank)
     training = trainer.Trainer(build_engine(plan, groups, torch.device("cpu")), data, start)
     seen, give = [], training.feed.next_step
-    trainer.sum_up = lambda *facts: None  # this process is about to end
+    trainer.sum_up = lambda *facts, **named: None  # this process is about to end
 
     def next_step() -> list[Batch]:
         batches = give()

@@ -40,26 +40,28 @@ PLACES = ("--config-dir", "-cd", "--config-path", "-cp", "--config-name", "-cn")
 OWN = ("what=", "out=")
 HELP = """\
 == Graphfold: what a run will be, before any GPU is used ==
-Usage:  python -m app.cli.plan [what=…] [--json] [out=FOLDER] [gpu_memory_gib=N] [any override of train.py]
+Usage:  python -m app.cli.plan [what=…] [--json] [out=FOLDER] [gpu_memory_gib=N] [override …]
 
-  what=all             everything; also written to plan/: plan.json, pictures of ranks and of the step
+  what=all             everything; written to plan/ too: plan.json, pictures of ranks and step
   what=groups          ranks of every group, inside a node or across, bytes per step and time
   what=stages          layers, parameters and time of every pipeline stage
   what=schedule        order of forwards and backwards, bubble, estimated step
   what=graphs          CUDA graphs and their static buffers
   what=memory          memory per rank by part, whether it fits, and what to change if not
   --json               the same as JSON on stdout, and no files
-  out=FOLDER           where files go; given, they are written for every `what`; out=null writes none
-  gpu_memory_gib=N     short for hardware.gpu_memory_gib=N; hardware=h100, h200 or b200 sets the speed as well
-  --config-dir FOLDER  options of your own beside conf/, as for train.py; --config-path, --config-name too
+  out=FOLDER           where files go; given, they are written for every what=; null: none
+  gpu_memory_gib=N     short for hardware.gpu_memory_gib=N; hardware=h200 sets the speed as well
+  override             any override of train.py
+  --config-dir FOLDER  options of your own beside conf/; --config-path and --config-name too
 
 Examples:
   python -m app.cli.plan +experiment=small hardware=h200
   python -m app.cli.plan +experiment=deepseek_v3_2048 parallel.world_size=1024
-  python -m app.cli.plan what=groups model=llama3_8b parallel.world_size=16 parallel.tp=4 parallel.pp=2
+  python -m app.cli.plan what=groups model=llama3_8b parallel.world_size=16 parallel.tp=4
   python -m app.cli.plan what=memory --json model=dense_tiny gpu_memory_gib=1
 
-Exit code: 0; 1 when the memory is shown (what=all, what=memory) and the run does not fit; 2 for a mistake.
+Exit code: 0; 1 when memory is shown (what=all, what=memory) and the run does not fit; 2 for a
+mistake.
 Choices and keys: python train.py --help. How to read what is shown: docs/plan.md."""
 
 

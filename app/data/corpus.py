@@ -6,32 +6,25 @@ is used.
 
 from __future__ import annotations
 
-import errno
 import glob
 import os
-import re
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import datasets
 import numpy as np
 import pyarrow as pa
-from huggingface_hub import constants
-from huggingface_hub.utils.tqdm import disable_progress_bars as disable_hub_bars
 from pyarrow import parquet
 
 from app.choices import Source
 from app.config import DataConfig
 from app.data.faults import fault_in, no_utf8
-from app.data.reach import go_offline_without_network
-from app.data.sources import Sources, most_like, place
+from app.data.hub import Loaded, check_folder, explained, silence
+from app.data.paths import place
+from app.data.sources import Sources
 from app.data.tokenizer import Tokenizer
 from app.errors import ConfigError, nearest
-
-FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG})  # what a disk says
-MOST_TEXT = 300  # characters of what the library says
-Loaded = TypeVar("Loaded")
 
 
 def write_tokens(
@@ -42,7 +35,7 @@ def write_tokens(
     Each document ends with eod. Returns the names of the files. Raises ConfigError when the source
     cannot be read or holds no text.
     """
-    _silence()
+    silence()
     reader = _Reader(config, [file.path for file in sources.files], str(folder / "raw"))
     raw = reader.read()
     dtype = np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.int32
@@ -69,34 +62,18 @@ def default_cache() -> Path:
     return Path(datasets.config.HF_DATASETS_CACHE)
 
 
-def hub_files(config: DataConfig) -> tuple[list[str], str | None]:
-    """Files of the splits of a local folder, in order; for a dataset of the hub, its commit."""
-    _silence()
-    name = str(config.name)
-    _check_folder(name)
-    options = {"name": config.config_name, "cache_dir": config.cache_dir}
-    builder = _explained(config, lambda: datasets.load_dataset_builder(name, **options))
-    if not os.path.isdir(name):
-        return [], str(builder.hash)
-    splits = builder.config.data_files or {}
-    # "train[:10%]+test": train and test.
-    wanted = set(re.findall(r"(?:^|\+)\s*(\w+)", config.split))
-    read = [paths for split, paths in splits.items() if str(split) in wanted]
-    return [str(path) for paths in read for path in paths], None
-
-
 def streamed(config: DataConfig) -> datasets.IterableDataset:
     """The documents of a `data.streaming` source, read as they are asked for; its only column
     holds the text.
     """
-    _silence()
+    silence()
     return _only_text(_from_hub(config, config.cache_dir), config)
 
 
 def first_texts(stream: datasets.IterableDataset, config: DataConfig) -> list[str | None]:
     """The documents of a stream that are kept for validation. Raises ConfigError."""
     rows = stream.take(config.validation_documents)
-    return _explained(config, lambda: [text for row in rows for text in row.values()])
+    return explained(config, lambda: [text for row in rows for text in row.values()])
 
 
 def _encode_batch(batch: pa.Table, tokenizer: Tokenizer, dtype: str) -> pa.Table:
@@ -141,7 +118,7 @@ class _Reader:
     def explained(self, load: Callable[[], Loaded]) -> Loaded:
         """`load()`, with the file and the place named where one of the files is at fault."""
         try:
-            return _explained(self.config, load)
+            return explained(self.config, load)
         except ConfigError as error:
             if error.__cause__ is None:  # was found by us
                 raise
@@ -186,18 +163,10 @@ def _read_files(files: Sequence[str], strict: bool) -> Iterator[dict[str, str]]:
             ) from error
 
 
-def _check_folder(name: str) -> None:
-    if name.startswith(("/", ".")) and not os.path.isdir(name):
-        folders = [path for path in Path(name).parent.glob("*") if path.is_dir()]
-        raise ConfigError(
-            "data.name", name, "no such folder", guess=most_like(Path(name).name, folders)
-        )
-
-
 def _from_hub(config: DataConfig, cache: str | None) -> datasets.Dataset | datasets.IterableDataset:
     name = str(config.name)
-    _check_folder(name)
-    return _explained(
+    check_folder(name)
+    return explained(
         config,
         lambda: datasets.load_dataset(
             name,
@@ -211,7 +180,7 @@ def _from_hub(config: DataConfig, cache: str | None) -> datasets.Dataset | datas
 
 def _only_text(dataset: Any, config: DataConfig) -> Any:
     """A dataset of either kind with its text column only."""
-    columns = dataset.column_names or list(_explained(config, lambda: next(iter(dataset), {})))
+    columns = dataset.column_names or list(explained(config, lambda: next(iter(dataset), {})))
     if config.text_field not in columns:
         raise _no_column(config, columns)
     feature = (dataset.features or {}).get(config.text_field)
@@ -225,39 +194,3 @@ def _no_column(config: DataConfig, columns: Sequence[str]) -> ConfigError:
     return ConfigError(
         "data.text_field", config.text_field, rule, guess=nearest(config.text_field, columns)
     )
-
-
-def _explained(config: DataConfig, load: Callable[[], Loaded]) -> Loaded:
-    """`load()`, with whatever the library raises told as a ConfigError about the place that it
-    reads.
-    """
-    if config.source is Source.hub and not os.path.isdir(str(config.name)):
-        go_offline_without_network()
-    try:
-        return load()
-    except ConfigError:
-        raise
-    # network, file format, unknown split or configuration: the library has a type for each
-    except Exception as error:
-        reason = error.__cause__ or error
-        if isinstance(reason, ConfigError):  # raised by what the library has called
-            raise reason from None
-        if isinstance(reason, OSError) and reason.errno in FULL:
-            rule = f"cannot be written: {reason.strerror}"
-            raise ConfigError(
-                "data.cache_dir", config.cache_dir, rule, advice="make room there"
-            ) from None
-        if isinstance(reason, ConnectionError) and constants.HF_HUB_OFFLINE:
-            rule = f"is not in the cache, and {constants.ENDPOINT} cannot be reached"
-            raise ConfigError(*place(config), rule) from error
-        text = re.sub(r"\s+", " ", f"{type(reason).__name__}: {reason}")
-        raise ConfigError(*place(config), f"cannot be loaded: {text[:MOST_TEXT]}") from error
-
-
-def _silence() -> None:
-    """No progress bars, which every rank would draw, and no log lines: what goes wrong is
-    raised.
-    """
-    datasets.disable_progress_bars()
-    datasets.logging.set_verbosity(datasets.logging.CRITICAL)
-    disable_hub_bars()

@@ -8,9 +8,7 @@ the prepared corpus, but not of what checkpoints record: copies have other times
 
 from __future__ import annotations
 
-import glob
 import os
-import sysconfig
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -21,15 +19,24 @@ import xxhash
 
 from app.choices import Source
 from app.config import DataConfig
-from app.errors import ConfigError, nearest
+from app.data.paths import matching_files, place, stdlib_files
+from app.errors import ConfigError
 
-STDLIB_SUFFIXES = (".py", ".rst", ".txt")
-NOT_STDLIB = frozenset({"site-packages", "dist-packages", "__pycache__"})
 SUMMED_WHOLE = 16 * 2**20  # bytes; of larger files, blocks
+
+
 BLOCKS = 64  # how many
+
+
 BLOCK = 64 * 2**10  # and their bytes
+
+
 READERS = 8  # files that are read at once: file systems over a network need several
+
+
 LISTED = 10_000  # most files that a checkpoint lists by name
+
+
 Record = dict[str, Any]  # what a checkpoint keeps of its data
 
 
@@ -91,7 +98,7 @@ def source_files(config: DataConfig) -> tuple[list[str], str | None]:
         case Source.stdlib:
             return stdlib_files(), None
         case Source.hub:
-            from app.data.corpus import hub_files  # imports `datasets`
+            from app.data.hub import hub_files  # imports `datasets`
 
             return hub_files(config)
         case _:
@@ -186,60 +193,3 @@ def _content_sum(handle: int, size: int) -> str:
 def text_sum(text: str) -> str:
     """Sum of a text, as `file_sum` makes it of a file."""
     return xxhash.xxh3_128(text.encode()).hexdigest()
-
-
-def place(config: DataConfig) -> tuple[str, str]:
-    """Key and value of the option that says where the documents are."""
-    match config.source:
-        case Source.stdlib:
-            return "data.source", config.source.value
-        case Source.hub:
-            where = f"config_name={config.config_name}, split={config.split}"
-            return "data.name", f"{config.name} ({where})"
-        case _:
-            return "data.path", " ".join(config.path)
-
-
-def stdlib_files() -> list[str]:
-    """Paths of the Python and text files of the running interpreter's standard library, sorted."""
-    found = []
-    for folder, inner, names in os.walk(sysconfig.get_path("stdlib")):
-        inner[:] = [name for name in inner if name not in NOT_STDLIB]
-        found += [os.path.join(folder, name) for name in names if name.endswith(STDLIB_SUFFIXES)]
-    if not found:
-        rule = "this interpreter's standard library is not a folder of files"
-        raise ConfigError("data.source", Source.stdlib, rule, nearest="text")
-    return sorted(found)
-
-
-def matching_files(patterns: Sequence[str]) -> list[str]:
-    """Absolute paths of the files that match the patterns (`**` matches any folders), sorted, once.
-
-    Raises ConfigError for a pattern that matches nothing.
-    """
-    found = set()
-    for pattern in patterns:
-        listed = glob.glob(pattern, recursive=True)
-        files = [os.path.abspath(path) for path in listed if os.path.isfile(path)]
-        if not files:
-            raise _no_file(pattern)
-        found.update(files)
-    return sorted(found)
-
-
-def _no_file(pattern: str) -> ConfigError:
-    """What is wrong with a pattern that matches nothing: its folder, or the name in it."""
-    folder = Path(pattern).parent
-    rule = "matches no file"
-    if not folder.is_dir():
-        named = not glob.has_magic(str(folder))
-        rule += f": there is no folder {folder}" if named else ""
-        return ConfigError("data.path", pattern, rule)
-    files = [path for path in folder.iterdir() if path.is_file()]
-    return ConfigError("data.path", pattern, rule, guess=most_like(Path(pattern).name, files))
-
-
-def most_like(name: str, paths: list[Path]) -> str | None:
-    """The path whose name is most like `name`, None when nothing is close."""
-    close = nearest(name, sorted(path.name for path in paths))
-    return str(paths[0].parent / close) if close else None

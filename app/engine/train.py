@@ -1,4 +1,4 @@
-"""From a plan to a trained model on this rank: groups, engine and data, then the trainer, under watch."""
+"""From a plan to a trained model on this rank: groups, engine, data, trainer, watchdog."""
 
 from __future__ import annotations
 

@@ -102,6 +102,7 @@ def heads_forward(
     C: tl.constexpr,
     HALF: tl.constexpr,
 ) -> None:
+    """Queries, keys and values of some tokens and groups of heads, normed and turned."""
     first, token, sequence, place, column, exists = _place(
         tokens, length, G, H=H, TAKEN=TAKEN, C=C, HALF=HALF
     )

@@ -137,10 +137,8 @@ def check_sequence(run: Run) -> None:
     seq_len = run.train.seq_len
     parts = (2 * cp if cp > 1 else 1) * tp
     if seq_len % parts:
-        rule = (
-            "must be a multiple of "
-            f"{'2·cp' if cp > 1 else ''}{' × ' if cp > 1 and tp > 1 else ''}{'tp' if tp > 1 else ''}"
-        )
+        factors = [name for name, size in (("2·cp", cp), ("tp", tp)) if size > 1]
+        rule = f"must be a multiple of {' × '.join(factors)}"
         raise ConfigError(
             "train.seq_len", seq_len, f"{rule} = {parts}", nearest=nearest_multiples(seq_len, parts)
         )

@@ -21,8 +21,9 @@ from app.data.baseline import ngram_loss
 from app.data.feed import Cursor, TrainFeed
 from app.data.load import load_data, prepare
 from app.data.packing import Documents
+from app.data.paths import stdlib_files
 from app.data.prepared import map_tokens, prepare_tokens
-from app.data.sources import find_sources, stdlib_files
+from app.data.sources import find_sources
 from app.data.tokenizer import Tokenizer, load_tokenizer
 from app.errors import ConfigError
 

@@ -106,8 +106,9 @@ def test_equal_tokenizers_pickle_equally(tmp_path: Path):
     """The cache is found again only if they do, in another process too."""
     write_bpe(tmp_path / "bpe.json")
     code = (
-        f"import pickle; from app.data.tokenizer import load_tokenizer; import sys;"
-        f"sys.stdout.buffer.write(pickle.dumps(load_tokenizer({str(tmp_path / 'bpe.json')!r}), protocol=4))"
+        "import pickle; from app.data.tokenizer import load_tokenizer; import sys;"
+        f"tokenizer = load_tokenizer({str(tmp_path / 'bpe.json')!r});"
+        "sys.stdout.buffer.write(pickle.dumps(tokenizer, protocol=4))"
     )
     other = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, check=True, cwd=Path(__file__).parents[2]

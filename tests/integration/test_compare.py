@@ -32,7 +32,8 @@ import json, sys
 chosen = dict(zip(sys.argv[1::2], sys.argv[2::2]))
 if chosen["--graph"] == "full":
     raise RuntimeError("no such graph")
-said = {"step_ms": 50.0 if chosen["--graph"] == "none" else 40.0, "tok_s_gpu": 10**6, "tflops_gpu": FLOPS / 10**6,
+said = {"step_ms": 50.0 if chosen["--graph"] == "none" else 40.0,
+        "tok_s_gpu": 10**6, "tflops_gpu": FLOPS / 10**6,
         "alloc_gib": 1.5, "reserved_gib": 2.0, "loss": [5.0, 4.0]}
 print("started\\n" + json.dumps(said) + "\\n\\nended")
 """
@@ -42,7 +43,7 @@ W1121 13:00:00.000000 1 torch/distributed/run.py:800] Setting OMP_NUM_THREADS
 [rank1]:   File "peer.py", line 3, in main
 [rank1]: torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB.
 [rank1]:[W1121 ProcessGroupNCCL.cpp:1] Warning: destroy_process_group() was not called
-E1121 13:00:02.000000 1 torch/distributed/elastic/multiprocessing/api.py:900] failed (exitcode: 1) local_rank: 0
+E1121 13:00:02.000000 1 torch/distributed/elastic/api.py:900] failed (exitcode: 1) local_rank: 0
 Traceback (most recent call last):
 torch.distributed.elastic.multiprocessing.errors.ChildFailedError:
 """

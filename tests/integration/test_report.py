@@ -16,9 +16,10 @@ from typing import Any
 
 import pytest
 
-from app.cli.report import COLUMNS, main, read_report
+from app.cli.report import main
 from app.cli.run_report.facts import clock, run_facts
 from app.cli.run_report.page import POINTS, alike, shown, thinned
+from app.cli.run_report.table import COLUMNS, read_report
 from app.cli.sweeps.record import Job, State, Sweep
 
 CONFIG = """\

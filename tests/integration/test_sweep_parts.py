@@ -62,7 +62,8 @@ def test_all_combinations_the_last_key_fastest():
         and found[2].model == "moe_tiny"
     )
     assert [(one.run.model.name, one.run.train.steps, one.run.train.seed) for one in found] == [
-        ("dense_tiny", 2, 7), ("dense_tiny", 3, 7), ("moe_tiny", 2, 7), ("moe_tiny", 3, 7)]  # fmt: skip
+        (model, steps, 7) for model in ("dense_tiny", "moe_tiny") for steps in (2, 3)
+    ]
 
 
 def test_what_is_not_trained_yet_is_refused(monkeypatch: pytest.MonkeyPatch):
@@ -255,7 +256,8 @@ def test_quoted_values_come_back_whole(value: str):
             "RuntimeError: boom",
         ),
         (
-            "[rank1]: torch.OutOfMemoryError: CUDA out\ntorch.distributed.elastic.errors.ChildFailedError: \n=====\n",
+            "[rank1]: torch.OutOfMemoryError: CUDA out\n"
+            "torch.distributed.elastic.errors.ChildFailedError: \n=====\n",
             1,
             State.failed,
             "torch.OutOfMemoryError: CUDA out",
@@ -328,7 +330,8 @@ def test_on_a_terminal_one_line_is_drawn_again_and_stands_at_the_end(
     assert drawn.count("\n") == 1 and drawn.startswith("\r[1/2] parallel=dp2  starting ")
     assert all(len(part) <= 39 for part in drawn.split("\r")[1:-1])
     assert drawn.endswith(
-        "\r\x1b[K[1/2] parallel=dp2  failed after 0:00:01: a reason that is longer than the terminal is wide\n"
+        "\r\x1b[K[1/2] parallel=dp2  failed after 0:00:01: "
+        "a reason that is longer than the terminal is wide\n"
     )
 
 

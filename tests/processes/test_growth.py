@@ -59,7 +59,7 @@ def watched(rank: int, overrides: Sequence[str], ranks: int, every: int) -> list
     data = load_all_data(plan.run, groups, rank)
     start = Start(Path(plan.run.run_dir or ""))
     training = trainer.Trainer(build_engine(plan, groups, torch.device("cpu")), data, start)
-    trainer.sum_up = lambda *facts: None  # this process is about to end
+    trainer.sum_up = lambda *facts, **named: None  # this process is about to end
     give = training.feed.next_step
 
     def next_step() -> list[Batch]:

@@ -282,10 +282,12 @@ attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]
 (folder / f"began-{rank}-{attempt}").touch()
 while len(list(folder.glob(f"began-*-{attempt}"))) < 2:
     time.sleep(0.01)
-ends = dict(word.split(":") for word in sys.argv[2:])  # rank or rank/attempt: exit code, negative for a signal, sleep or idle
+# rank or rank/attempt: exit code, negative for a signal, sleep or idle
+ends = dict(word.split(":") for word in sys.argv[2:])
 end = ends.get(f"{rank}/{attempt}", ends.get(rank, "0"))
 if end == "sleep":
-    for number, code in ((signal.SIGTERM, 75), (signal.SIGUSR1, 75), (signal.SIGUSR2, 75), (signal.SIGINT, 130)):
+    codes = {signal.SIGTERM: 75, signal.SIGUSR1: 75, signal.SIGUSR2: 75, signal.SIGINT: 130}
+    for number, code in codes.items():
         signal.signal(number, lambda number, frame, code=code: (time.sleep(0.5), os._exit(code)))
 if end == "slow":
     signal.signal(signal.SIGTERM, lambda number, frame: (time.sleep(1.5), os._exit(75)))
@@ -385,8 +387,8 @@ def test_a_port_that_is_taken(tmp_path: Path, how: str):
         code, said, began = launched(tmp_path, "--nnodes=1", *how.format(port=port).split())
     assert (code, began) == (2, [])
     assert (
-        said
-        == f"torchrun: 127.0.0.1:{port}: another program has this port; choose another one, or --standalone on one host\n"
+        said == f"torchrun: 127.0.0.1:{port}: another program has this port; choose another one, "
+        "or --standalone on one host\n"
     )
 
 

@@ -52,7 +52,8 @@ MinJobAge=600
 MailProg=/bin/true
 MpiDefault=none
 {nodes}
-PartitionName=main Nodes=ALL Default=YES PriorityTier=1 PreemptMode=REQUEUE GraceTime=120 MaxTime=60 State=UP
+PartitionName=main Nodes=ALL Default=YES PriorityTier=1 PreemptMode=REQUEUE \\
+  GraceTime=120 MaxTime=60 State=UP
 PartitionName=urgent Nodes=ALL PriorityTier=2 PreemptMode=OFF MaxTime=60 State=UP
 """
 NODE = (

@@ -19,7 +19,7 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
-from app.cli.report import COLUMNS, Report, Row, cells
+from app.cli.run_report.table import COLUMNS, Report, Row, cells
 from app.cli.sweeps.record import State
 from app.plan.formatting import figures
 
@@ -33,15 +33,18 @@ SMALL, LINE_IN = 8, 0.19  # size of labels, points; inches of one line of them
 SKIPPED_COLOUR = "transparent"
 Curve = Sequence[tuple[int, float]]  # (step, loss)
 STYLE = """
-body { font: 15px/1.5 system-ui, sans-serif; color: #222; max-width: 1100px; margin: 2rem auto; padding: 0 1rem; }
+body { font: 15px/1.5 system-ui, sans-serif; color: #222; }
+body { max-width: 1100px; margin: 2rem auto; padding: 0 1rem; }
 h1 { font-size: 1.5rem; margin-bottom: .2rem; }  h2 { font-size: 1.1rem; margin: 2rem 0 .5rem; }
-p { margin: .2rem 0; }  .quiet { color: #666; }  code { background: #f4f4f4; padding: .1em .3em; overflow-wrap: anywhere; }
+p { margin: .2rem 0; }  .quiet { color: #666; }
+code { background: #f4f4f4; padding: .1em .3em; overflow-wrap: anywhere; }
 table { border-collapse: collapse; width: 100%; margin-top: 1rem; }
 th { text-align: left; color: #666; font-weight: normal; border-bottom: 1px solid #999; }
 th, td { padding: .3rem .6rem; vertical-align: top; }  tr + tr td { border-top: 1px solid #e5e5e5; }
 .number { text-align: right; white-space: nowrap; font-variant-numeric: tabular-nums; }
 .label { overflow-wrap: anywhere; min-width: 12rem; padding-left: 1.6rem; text-indent: -1.3em; }
-.colour { display: inline-block; width: .8em; height: .8em; border-radius: 2px; margin-right: .5em; text-indent: 0; }
+.colour { display: inline-block; width: .8em; height: .8em; border-radius: 2px; }
+.colour { margin-right: .5em; text-indent: 0; }
 .failed, .interrupted { color: #a11; }  .skipped, .waiting, .unfinished { color: #666; }
 img { width: 100%; height: auto; }  .wide { overflow-x: auto; }
 """
@@ -105,14 +108,16 @@ def _table(rows: Sequence[Row], colours: Sequence[str]) -> str:
         for n, name in enumerate(COLUMNS)
     )
     lines = "\n".join(map(_line, rows, colours))
-    return f'<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>\n{lines}\n</tbody></table></div>'
+    table = f"<table><thead><tr>{head}</tr></thead><tbody>\n{lines}\n</tbody></table>"
+    return f'<div class="wide">{table}</div>'
 
 
 def _line(row: Row, colour: str) -> str:
     label, *numbers, state = map(escape, cells(row))
     square = f'<span class="colour" style="background:{colour}"></span>'
     measured = "".join(f"<td{_class('number')}>{number}</td>" for number in numbers)
-    return f"<tr><td{_class('label')}>{square}{label}</td>{measured}<td{_class(row.state.value)}>{state}</td></tr>"
+    named = f"<td{_class('label')}>{square}{label}</td>"
+    return f"<tr>{named}{measured}<td{_class(row.state.value)}>{state}</td></tr>"
 
 
 def _class(name: str) -> str:

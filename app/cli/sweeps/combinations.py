@@ -30,7 +30,8 @@ from app.rules import check_runnable
 
 ASK_GPUS = """
 import torch
-print(*(torch.cuda.get_device_properties(gpu).total_memory for gpu in range(torch.cuda.device_count())))
+gpus = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
+print(*(gpu.total_memory for gpu in gpus))
 """
 NAME_PART, NAME = 32, 120  # characters of one value and of all, in the name of a folder
 

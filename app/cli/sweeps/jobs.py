@@ -40,7 +40,10 @@ REASON = 300  # characters of a reason that are kept
 STOPPED = (75, 130, -signal.SIGTERM, -signal.SIGINT)  # exit codes of a job that was told to end
 # Lines that say what went wrong: ours, SLURM's, or the end of a stack trace. What torchrun adds
 # about a failed rank says nothing new, unless a signal has ended it.
-SAID = r"train\.py: |slurmstepd: error: |torchrun: (?!.*ended with exit code)|(?!.*ChildFailedError)[\w.]+(?:Error|Exception)\b"
+SAID = (
+    r"train\.py: |slurmstepd: error: |torchrun: (?!.*ended with exit code)"
+    r"|(?!.*ChildFailedError)[\w.]+(?:Error|Exception)\b"
+)
 TOLD = re.compile(rf"^(?:\[rank\d+\]: ?)?((?:{SAID}).*)$", re.MULTILINE)
 
 

@@ -16,7 +16,8 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from app.config import Run
-from app.data.sources import Record, difference, place
+from app.data.paths import place
+from app.data.sources import Record, difference
 from app.engine.checkpoint.folder import CHECKPOINTS, MANIFEST, newest_checkpoint, parse_manifest
 from app.engine.run.run_folder import CONFIG, RUNS, plain
 from app.errors import ConfigError, FirstOf, nearest, typed

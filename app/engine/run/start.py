@@ -18,7 +18,8 @@ from app.choices import Device
 from app.config import Run
 from app.data.feed import DataSplit
 from app.data.load import load_data, prepare
-from app.data.sources import Record, Sources, difference, find_sources, identity, place
+from app.data.paths import place
+from app.data.sources import Record, Sources, difference, find_sources, identity
 from app.data.tokenizer import Tokenizer, load_tokenizer
 from app.engine.checkpoint.folder import newest_checkpoint, read_manifest
 from app.engine.checkpoint.resume import allowed_changes, checkpoint_to_resume

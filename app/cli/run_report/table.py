@@ -1,0 +1,157 @@
+"""The rows of a report: what every run of a folder has come to."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import isnan
+from pathlib import Path
+from typing import Any
+
+from app.cli.run_report.facts import RunFacts, run_facts, settings
+from app.cli.sweeps.record import State, Sweep
+from app.engine.run.run_folder import CONFIG, RUNS
+from app.errors import ConfigError, nearest
+from app.plan.formatting import figures
+
+COLUMNS = ("run", "tokens/s", "TFLOP/s", "peak GiB", "loss", "state")
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One run, or one that never was."""
+
+    name: str  # of its folder
+    label: str  # the overrides that set it apart
+    state: State
+    reason: str | None  # why it was skipped or failed
+    seconds: float | None  # wall time of its last start
+    facts: RunFacts
+
+    @property
+    def order(self) -> tuple[bool, float, str]:
+        """Finished runs by loss, then the others by name."""
+        loss = self.facts.final_loss
+        if self.state is not State.done or loss is None or isnan(loss):
+            return True, 0.0, self.name
+        return False, loss, self.name
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """A folder of runs."""
+
+    folder: Path
+    title: str
+    command: str | None  # that began the sweep
+    began: str | None  # when, ISO 8601
+    rows: tuple[Row, ...]  # best loss first
+
+
+def read_report(folder: Path) -> Report:
+    """What the folder's runs have come to. Raises ConfigError for a folder without any."""
+    sweep = Sweep.load(folder) if folder.is_dir() else None
+    rows = _rows_of_sweep(sweep) if sweep else _rows_of_runs(folder)
+    if not rows:
+        known = [
+            str(path)
+            for parent in (RUNS, Path("sweeps"))
+            for path in (parent, *parent.glob("*"))
+            if path.is_dir()
+        ]
+        rule = "holds no run" if folder.exists() else "does not exist"
+        raise ConfigError("folder", folder, rule, guess=nearest(str(folder), known))
+    command, began = (sweep.command, sweep.began) if sweep else (None, None)
+    return Report(
+        folder,
+        folder.resolve().name,
+        command,
+        began=began,
+        rows=tuple(sorted(rows, key=lambda row: row.order)),
+    )
+
+
+def _rows_of_sweep(sweep: Sweep) -> list[Row]:
+    rows = []
+    for job in sweep.jobs:
+        facts = run_facts(sweep.folder / job.folder)
+        # Jobs that another launcher submitted may end after the sweep's own process has.
+        ended = facts.finished and job.exit_code is None
+        state, reason = (State.done, None) if ended else (job.state, job.reason)
+        rows.append(
+            Row(job.folder, job.label, state, reason=reason, seconds=job.seconds, facts=facts)
+        )
+    return rows
+
+
+def _rows_of_runs(folder: Path) -> list[Row]:
+    found = (
+        [folder]
+        if (folder / CONFIG).exists()
+        else sorted(path.parent for path in folder.glob(f"*/{CONFIG}"))
+    )
+    asked = {path: settings(path) for path in found}
+    differing = sorted(
+        {
+            key
+            for values in asked.values()
+            for key in values
+            if len({str(v.get(key)) for v in asked.values()}) > 1
+        }
+    )
+    rows = []
+    for path, values in asked.items():
+        facts = run_facts(path)
+        label = (
+            " ".join(f"{key}={_typed(values.get(key))}" for key in differing) or path.resolve().name
+        )
+        rows.append(
+            Row(
+                path.name,
+                label,
+                State.done if facts.finished else State.unfinished,
+                reason=None,
+                seconds=None,
+                facts=facts,
+            )
+        )
+    return rows
+
+
+def _typed(value: Any) -> str:
+    """A value as one would type it."""
+    match value:
+        case None:
+            return "null"
+        case bool():
+            return str(value).lower()
+        case list():
+            return f"[{','.join(map(_typed, value))}]"
+        case _:
+            return str(value)
+
+
+def cells(row: Row) -> tuple[str, ...]:
+    """A row of the table, under COLUMNS."""
+    facts = row.facts
+    loss = (
+        ""
+        if facts.final_loss is None
+        else f"{facts.final_loss:.4f}" + ("*" if facts.val_loss is None else "")
+    )
+    measured = (facts.tokens_per_s, facts.tflops_per_gpu, facts.memory_peak_gib)
+    return (
+        row.label,
+        *("" if value is None else figures(value) for value in measured),
+        loss,
+        standing(row),
+    )
+
+
+def standing(row: Row) -> str:
+    """The state of a run, how far it came if not to its end, and why."""
+    part = (
+        f" at step {row.facts.step}/{row.facts.steps}"
+        if row.state is not State.done and row.facts.steps
+        else ""
+    )
+    return f"{row.state.value}{part}" + (f": {row.reason}" if row.reason else "")

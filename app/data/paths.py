@@ -1,0 +1,75 @@
+"""Which files the options of `data` stand for, and the nearest where there are none."""
+
+from __future__ import annotations
+
+import glob
+import os
+import sysconfig
+from collections.abc import Sequence
+from pathlib import Path
+
+from app.choices import Source
+from app.config import DataConfig
+from app.errors import ConfigError, nearest
+
+STDLIB_SUFFIXES = (".py", ".rst", ".txt")
+
+
+NOT_STDLIB = frozenset({"site-packages", "dist-packages", "__pycache__"})
+
+
+def place(config: DataConfig) -> tuple[str, str]:
+    """Key and value of the option that says where the documents are."""
+    match config.source:
+        case Source.stdlib:
+            return "data.source", config.source.value
+        case Source.hub:
+            where = f"config_name={config.config_name}, split={config.split}"
+            return "data.name", f"{config.name} ({where})"
+        case _:
+            return "data.path", " ".join(config.path)
+
+
+def stdlib_files() -> list[str]:
+    """Paths of the Python and text files of the running interpreter's standard library, sorted."""
+    found = []
+    for folder, inner, names in os.walk(sysconfig.get_path("stdlib")):
+        inner[:] = [name for name in inner if name not in NOT_STDLIB]
+        found += [os.path.join(folder, name) for name in names if name.endswith(STDLIB_SUFFIXES)]
+    if not found:
+        rule = "this interpreter's standard library is not a folder of files"
+        raise ConfigError("data.source", Source.stdlib, rule, nearest="text")
+    return sorted(found)
+
+
+def matching_files(patterns: Sequence[str]) -> list[str]:
+    """Absolute paths of the files that match the patterns (`**` matches any folders), sorted, once.
+
+    Raises ConfigError for a pattern that matches nothing.
+    """
+    found = set()
+    for pattern in patterns:
+        listed = glob.glob(pattern, recursive=True)
+        files = [os.path.abspath(path) for path in listed if os.path.isfile(path)]
+        if not files:
+            raise _no_file(pattern)
+        found.update(files)
+    return sorted(found)
+
+
+def _no_file(pattern: str) -> ConfigError:
+    """What is wrong with a pattern that matches nothing: its folder, or the name in it."""
+    folder = Path(pattern).parent
+    rule = "matches no file"
+    if not folder.is_dir():
+        named = not glob.has_magic(str(folder))
+        rule += f": there is no folder {folder}" if named else ""
+        return ConfigError("data.path", pattern, rule)
+    files = [path for path in folder.iterdir() if path.is_file()]
+    return ConfigError("data.path", pattern, rule, guess=most_like(Path(pattern).name, files))
+
+
+def most_like(name: str, paths: list[Path]) -> str | None:
+    """The path whose name is most like `name`, None when nothing is close."""
+    close = nearest(name, sorted(path.name for path in paths))
+    return str(paths[0].parent / close) if close else None
