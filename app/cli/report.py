@@ -25,12 +25,13 @@ from rich.table import Table
 
 from app.cli.options.messages import readable_errors
 from app.cli.run_report.table import COLUMNS, Report, cells, read_report
+from app.cli.width import table_width
 from app.errors import ConfigError
 
 TEXT, CSV, PAGE = "report.txt", "report.csv", "report.html"
 
 
-WIDTH = 160  # columns where the output is no terminal
+WIDTH = 160  # columns where nothing says otherwise
 
 
 HELP = """\
@@ -46,7 +47,7 @@ validation's; * of the last step."""
 
 
 def print_table(report: Report, stream: TextIO) -> None:
-    """The table as text, as wide as a terminal is."""
+    """The table as text, as wide as the terminal is or COLUMNS says."""
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False, header_style="dim")
     for number, name in enumerate(COLUMNS):
         numeric = 0 < number < len(COLUMNS) - 1
@@ -57,7 +58,7 @@ def print_table(report: Report, stream: TextIO) -> None:
         table.add_row(*cells(row))
     Console(
         file=stream,
-        width=None if stream.isatty() else WIDTH,
+        width=table_width(stream, WIDTH),
         highlight=False,
         markup=False,
         emoji=False,

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
 
 from app.plan.actions import OnMicrobatch
-from app.plan.plan import GIB
+from app.plan.memory.overheads import GIB
 
 MOST_RANKS = 8  # of a group that is listed in full
 
@@ -26,12 +26,21 @@ def gib(size: int) -> str:
     return f"{size / GIB:.2f}"
 
 
-def amount(number: int) -> str:
-    """A count in thousands, millions or billions: 6.74 B."""
-    for limit, unit in ((10**9, "B"), (10**6, "M"), (10**3, "k")):
-        if number >= limit:
-            return f"{number / limit:.2f} {unit}"
-    return str(number)
+def amount(number: float) -> str:
+    """A count, from a thousand on in k, M, B (10⁹) or T (10¹²): 999, 2.05 k, 44.04 B."""
+    text = f"{number:.0f}"
+    for unit in "kMBT":
+        if len(text.partition(".")[0]) <= 3:
+            break
+        number /= 1000
+        text = f"{number:.2f} {unit}"
+    return text
+
+
+def byte_count(number: float) -> str:
+    """A number of bytes, from a thousand on in kB, MB, GB or TB: 999 B, 1.44 MB."""
+    text = amount(number).replace("B", "G")
+    return f"{text}B" if text[-1].isalpha() else f"{text} B"
 
 
 def count_of(number: int, one: str, many: str | None = None) -> str:

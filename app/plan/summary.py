@@ -32,12 +32,11 @@ def summary_lines(plan: Plan) -> Iterator[tuple[str, str]]:
         f"{count_of(run.num_microbatches, 'microbatch', 'microbatches')} of {train.micro_batch} "
         "per rank"
     )
-    yield "step", f"{tokens:,} tokens: {train.global_batch} sequences of {train.seq_len}, {micro}"
+    sequences = f"{count_of(train.global_batch, 'sequence')} of {train.seq_len:,}"
+    yield "step", f"{tokens:,} tokens: {sequences}, {micro}"
     flops = train.steps * tokens * flops_per_token(model, train.seq_len)
-    yield (
-        "run",
-        f"{train.steps} steps, {train.steps * tokens / 1e6:.1f} M tokens, {flops:.2e} FLOPs",
-    )
+    seen = amount(train.steps * tokens)
+    yield "run", f"{count_of(train.steps, 'step')}, {seen} tokens, {flops:.2e} FLOPs"
 
 
 def degrees(plan: Plan) -> str:

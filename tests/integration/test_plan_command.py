@@ -19,10 +19,12 @@ from app.advice.suggest import Suggestion
 from app.cli.plan import main, parse
 from app.cli.plan_views.tables import MOST_ROWS, WIDTH, print_plan
 from app.cli.plan_views.timeline_picture import title
+from app.cli.width import table_width
 from app.errors import ConfigError
 from app.plan.export import SECTIONS, WHAT
 from app.plan.formatting import (
     amount,
+    byte_count,
     compact,
     count_of,
     cut,
@@ -33,6 +35,7 @@ from app.plan.formatting import (
 )
 from app.plan.plan import Plan
 from app.plan.schedule import build_schedule
+from app.plan.summary import summary_lines
 from app.version import VERSION, Version
 from scripts.plan_docs import CONSOLE, PICTURE, refreshed
 from tests.test_config import load
@@ -244,6 +247,35 @@ def test_tables_keep_to_their_width_without_colour(overrides: tuple[str, ...]):
     assert max(map(len, tables(plan, "groups").splitlines())) <= WIDTH
 
 
+@pytest.mark.parametrize(
+    ("columns", "most"), [("60", 60), ("150", 150), ("", WIDTH), ("wide", WIDTH)]
+)
+def test_piped_tables_follow_columns(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, columns: str, most: int
+):
+    monkeypatch.setattr(sys, "__stdout__", sys.stdout)  # what is captured is what a program has
+    monkeypatch.setenv("COLUMNS", columns)
+    _, out = shown(capsys, "what=schedule", "parallel.pp=4", "train.global_batch=512")
+    table = out.partition("Schedule: ")[2].partition("Estimate: ")[0]
+    assert most - 12 <= max(map(len, table.splitlines())) <= most
+
+
+def test_texts_for_files_keep_their_width(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("COLUMNS", "150")
+    assert table_width(io.StringIO(), 77) == 77
+
+
+def test_the_header_counts_in_natural_units():
+    def header(*overrides: str) -> dict[str, str]:
+        return dict(summary_lines(Plan(load(*overrides))))
+
+    large = header("+experiment=deepseek_v3_2048")
+    small = header("model=dense_tiny", "train.steps=1")
+    assert large["run"].startswith("700 steps, 44.04 B tokens, ")
+    assert large["step"].startswith("62,914,560 tokens: 15,360 sequences of 4,096, 480 micro")
+    assert small["run"].startswith("1 step, 2.05 k tokens, ")
+
+
 def test_the_largest_experiment_fits():
     """However many microbatches: no more are in flight than fill the pipeline."""
     plan = Plan(load(*LARGE, "train.global_batch=4096"))
@@ -353,7 +385,12 @@ def test_figures():
     assert [figures(value) for value in (0, 0.01234, 1.234, 12.34, 99.96, 123.4, 12345.6)] == [
         "0", "0.0123", "1.23", "12.3", "100", "123", "12,346"
     ]  # fmt: skip
-    assert (amount(999), amount(1_500), amount(8_030_000_000)) == ("999", "1.50 k", "8.03 B")
+    counts = (0, 999.4, 999.6, 1_500, 999_995, 8_030_000_000, 93_952_400_000, 1.5e13)
+    assert [amount(value) for value in counts] == [
+        "0", "999", "1.00 k", "1.50 k", "1.00 M", "8.03 B", "93.95 B", "15.00 T"
+    ]  # fmt: skip
+    sizes = {0: "0 B", 999: "999 B", 1_440_000: "1.44 MB", 12e9: "12.00 GB"}
+    assert {size: byte_count(size) for size in sizes} == sizes
     assert (signed_percent(0.125), signed_percent(-0.004)) == ("+12 %", "+0 %")
     assert (count_of(1, "rank"), count_of(2048, "rank"), count_of(2, "x", "xs")) == (
         "1 rank",

@@ -10,6 +10,7 @@ import html
 import json
 import re
 import statistics
+import sys
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -240,6 +241,17 @@ def test_a_sweep_with_all_that_became_of_its_jobs(sweep: Path):
         and "interrupted at step 2/6" in text
     )
     assert [row["seconds"] for row in table(sweep)] == ["65.2"] * 7 and clock(65.2) == "0:01:05"
+
+
+def test_a_piped_table_follows_columns_and_the_file_does_not(
+    sweep: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(sys, "__stdout__", sys.stdout)  # what is captured is what a program has
+    monkeypatch.setenv("COLUMNS", "50")
+    assert main([str(sweep)]) == 0
+    table = capsys.readouterr().out.partition("written: ")[0]
+    assert max(map(len, table.splitlines())) <= 50
+    assert max(map(len, (sweep / "report.txt").read_text().splitlines())) > 50
 
 
 def test_the_page_is_whole_and_needs_no_network(sweep: Path):

@@ -64,7 +64,7 @@ def test_a_file_has_plain_lines(monkeypatch: pytest.MonkeyPatch):
         "step 10/20",
         "step 20/20",
     ]
-    assert lines[0] == "step 1/20  loss 3.250  5.1k tokens/s  1.5 GiB  0:19 left"
+    assert lines[0] == "step 1/20  loss 3.250  5.12 k tokens/s  1.5 GiB  0:19 left"
     assert all(line.isprintable() for line in lines)
 
 
@@ -88,7 +88,7 @@ def test_a_terminal_has_a_bar_that_fills_and_keeps_validations(monkeypatch: pyte
     ]
     assert ends[0] < ends[10] < ends[-1]
     assert drawn[-1].endswith(
-        "step 20/20  loss 3.250  val 3.500  5.1k tokens/s  1.5 GiB  0:00 left\n"
+        "step 20/20  loss 3.250  val 3.500  5.12 k tokens/s  1.5 GiB  0:00 left\n"
     )
 
 

@@ -1,4 +1,4 @@
-"""A plan as tables for people, 100 columns wide unless a terminal has another width."""
+"""A plan as tables for people, as wide as the terminal is or COLUMNS says, or 100 columns."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from rich.text import Text
 
 from app.advice.suggest import Suggestion
 from app.choices import GraphImpl
+from app.cli.width import table_width
 from app.plan.actions import Compute
 from app.plan.cost.traffic import GroupTraffic
 from app.plan.export import (
@@ -39,7 +40,7 @@ from app.plan.memory.rank_memory import RankMemory
 from app.plan.plan import Plan
 from app.plan.summary import summary_lines
 
-WIDTH = 100  # columns where the output is no terminal
+WIDTH = 100  # columns where nothing says otherwise
 MOST_ROWS = 16  # of a table; where there are more, the first and the last half of them
 MOST_COLUMNS = 4  # pipeline ranks side by side
 BESIDE = 32  # columns of the schedule's table before its actions
@@ -55,7 +56,7 @@ def print_plan(
     stream = stream or sys.stdout
     console = Console(
         file=stream,
-        width=None if stream.isatty() else WIDTH,
+        width=table_width(stream, WIDTH),
         highlight=False,
         markup=False,
         emoji=False,

@@ -224,7 +224,7 @@ def progress(run_dir: Path) -> str:
     left = usual_ms / 1e3 * (steps - last["step"])
     rate = last["tokens_per_s"] * last["step_ms"] / usual_ms
     return (
-        f"step {last['step']}/{steps}  loss {last['loss']:.3f}  {amount(round(rate))} tokens/s  "
+        f"step {last['step']}/{steps}  loss {last['loss']:.3f}  {amount(rate)} tokens/s  "
         f"{clock(left)} left"
     )
 

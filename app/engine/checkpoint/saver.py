@@ -21,7 +21,7 @@ from app.engine.checkpoint.save import State, current_state, write_checkpoint
 from app.engine.groups import host_group
 from app.engine.watchdog.missing import SAVING
 from app.errors import warn
-from app.plan.formatting import amount
+from app.plan.formatting import byte_count
 
 
 class Saver:
@@ -103,7 +103,7 @@ class Saver:
         with suppress(OSError):  # not begun yet, or all ranks are done
             done = self._file.stat().st_size / self._bytes
             return (
-                f"{min(done, 1.0):.0%} of the {amount(self._bytes)}B of rank "
+                f"{min(done, 1.0):.0%} of the {byte_count(self._bytes)} of rank "
                 f"{self.engine.groups.rank}"
             )
         return ""

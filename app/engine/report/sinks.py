@@ -20,7 +20,7 @@ from app.engine.report.live_line import LiveLine
 from app.engine.report.metrics import RollbackReport, StepReport, ValidationReport
 from app.engine.run.run_folder import METRICS, identity
 from app.errors import ConfigError, warn, writing
-from app.plan.formatting import count_of
+from app.plan.formatting import amount, count_of
 
 REDRAW_S = 0.1  # seconds between redraws of the progress line
 
@@ -152,7 +152,7 @@ class Console:
     def _text(self, report: StepReport) -> str:
         left = median(self.recent) / 1e3 * (self.total - report.step)
         val = f"  val {self.val_loss:.3f}" if self.val_loss is not None else ""
-        rate = _short(self._tokens_per_s(report))
+        rate = amount(self._tokens_per_s(report))
         return (
             f"step {report.step}/{self.total}  loss {report.loss:.3f}{val}  {rate} tokens/s  "
             f"{self.memory:.1f} GiB  {_clock(left)} "
@@ -193,13 +193,6 @@ class Console:
         """End the live line."""
         if self.live is not None:
             self.live.end()
-
-
-def _short(value: float) -> str:
-    for limit, unit in ((1e6, "M"), (1e3, "k")):
-        if value >= limit:
-            return f"{value / limit:.1f}{unit}"
-    return f"{value:.0f}"
 
 
 def _clock(seconds: float) -> str:

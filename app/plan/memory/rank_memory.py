@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from app.choices import GraphImpl
 from app.config import PrecisionConfig, Run
 from app.plan.actions import Action, Forward
+from app.plan.formatting import amount
 from app.plan.graphs import GraphPlan
 from app.plan.layout import ParallelLayout
 from app.plan.memory.activations import ChunkActivations, chunk_activations
@@ -183,11 +184,9 @@ def _state_parts(run: Run, layout: ParallelLayout, states: Sequence[StageState])
         sum(getattr(state, name) for state in states) for name in ("dense", "expert", "biases")
     )
     shared_by = layout.dp * layout.cp
-    count = f"{(dense + expert) / 1e6:,.1f} M" + (
-        f", {expert / 1e6:,.1f} M of them experts" if expert else ""
-    )
-    yield Part("parameters", params * (dense + expert) + 4 * biases, f"{params} B × {count}")
-    yield Part("gradients", grads * (dense + expert), f"{grads} B × as many")
+    count = amount(dense + expert) + (f", {amount(expert)} of them experts" if expert else "")
+    yield Part("parameters", params * (dense + expert) + 4 * biases, f"{params} bytes × {count}")
+    yield Part("gradients", grads * (dense + expert), f"{grads} bytes × as many")
     how = f"{params + grads + shard} → {params + grads}+{shard}/d, d = {shared_by}"
     owned = dense // shared_by + expert // layout.edp
     yield Part("optimizer", shard * owned, how + (f", experts {layout.edp}" if expert else ""))
