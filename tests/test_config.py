@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import time
 from itertools import pairwise
 from pathlib import Path
 
@@ -94,6 +95,13 @@ def test_other_ranks_are_silent(capsys: pytest.CaptureFixture[str]):
     with pytest.raises(SystemExit), readable_errors("train.py", speak=False):
         load("train.steps=0")
     assert capsys.readouterr() == ("", "")
+
+
+def test_other_ranks_let_the_one_that_speaks_finish():
+    began = time.monotonic()
+    with pytest.raises(SystemExit), readable_errors("train.py", speak=False, silent_s=0.1):
+        load("train.steps=0")
+    assert time.monotonic() - began >= 0.1
 
 
 def test_every_key_has_its_unit_in_a_comment():

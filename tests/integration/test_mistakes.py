@@ -62,5 +62,17 @@ def test_a_mistake(tmp_path: Path, typed: str, said: str):
     assert time.monotonic() - began < SECONDS
 
 
+def test_ranks_that_a_launcher_has_started_tell_a_mistake_once(tmp_path: Path):
+    """Rank 0 does, which first tries what it advises; a launcher ends it as soon as another rank has ended."""
+    launcher = [sys.executable, "-m", "app.cli.torchrun", "--nproc-per-node=2"]
+    done = run_forked(
+        tmp_path,
+        [*launcher, str(ROOT / "train.py"), "parallel.ep=3"],
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)},
+    )
+    said = "train.py: parallel.ep=3: must divide model.moe.num_experts=8; nearest that works: 2\n"
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", said)
+
+
 def test_the_table_has_what_people_do():
     assert len(CASES) >= 80 and len(dict(CASES)) == len(CASES)

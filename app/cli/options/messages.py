@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
@@ -32,11 +33,13 @@ def readable_errors(
     speak: bool,
     when_stopped: str = "stopped",
     trial: Callable[[], Trial] | None = None,
+    silent_s: float = 0.0,
 ) -> Iterator[None]:
     """Turn a mistake in the configuration into one line on stderr (where `speak`) and exit code 2.
 
     Ctrl-C likewise, 130. `trial` makes a trial of the configuration: what the line advises is
-    tried.
+    tried. Who does not speak ends after `silent_s` seconds: launchers end all ranks once one has
+    ended, and the one that speaks must not be cut off.
     """
     try:
         yield
@@ -54,7 +57,9 @@ def readable_errors(
     if speak:
         if trial is not None and isinstance(found, ConfigError) and found.alternatives:
             found = tried(found, trial())
-        print(f"{program}: {found}", file=sys.stderr)
+        print(f"{program}: {found}", file=sys.stderr, flush=True)
+    else:
+        time.sleep(silent_s)
     sys.exit(2)
 
 

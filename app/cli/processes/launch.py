@@ -48,6 +48,7 @@ TORCHRUN = "leave it away, which is hydra/launcher=torchrun"  # advice
 
 
 SUBMITIT_REQUEUES = -1  # exit code with which it leaves once SLURM has the job back in its queue
+SPEAK_S = 10.0  # seconds that the others give rank 0 to tell a mistake, with what it tries
 
 
 def check_room(run: Run, gpus: int) -> None:
@@ -96,9 +97,17 @@ def _fewer(degree: int, world_size: int, most: int) -> FirstOf:
 
 
 def mistakes_told(launch: Launch, arguments: Sequence[str]) -> AbstractContextManager[None]:
-    """Within it rank 0 tells mistakes in one line, with advice that was tried."""
-    trial = partial(trial_start, arguments, launch)
-    return readable_errors("train.py", launch.rank == 0, RESUMABLE, trial=trial)
+    """Within it rank 0 tells mistakes in one line, with advice that was tried.
+
+    Ranks of other hosts wait for it too: their launcher may keep the meeting point of all.
+    """
+    return readable_errors(
+        "train.py",
+        speak=launch.rank == 0,
+        when_stopped=RESUMABLE,
+        trial=partial(trial_start, arguments, launch),
+        silent_s=SPEAK_S,
+    )
 
 
 def trial_start(arguments: Sequence[str], launch: Launch) -> Trial:
