@@ -32,13 +32,12 @@ def build_schedule(
           (PipeDream-Flush,
                             Narayanan et al. 2021a): at most pp − rank microbatches in flight
           "interleaved"     the same over num_chunks chunks per rank, `group_size` microbatches
-          (None: pp) at a time
-                            through each chunk (Narayanan et al. 2021b): the bubble divided by
-                            num_chunks
-          "zero_bubble_h1"  1F1B with split backward, weight gradients fill the bubble (Qi et al.
-          2023)
+                            (None: pp) at a time through each chunk (Narayanan et al. 2021b): the
+                            bubble's time divided by num_chunks
+          "zero_bubble_h1"  1F1B with split backward, weight gradients fill part of the bubble (Qi
+                            et al. 2023)
           "zero_bubble_v"   split backward, two chunks per rank in a V (see `zero_bubble`): half the
-          bubble of the one above
+                            bubble of the one above where F, I and W take equally long
     forward_only: forwards alone (validation), in the same order; in a V in the one in which no rank
     waits for them.
                   Any num_microbatches and group_size will do: what training refuses gives way to
