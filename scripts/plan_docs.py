@@ -1,10 +1,9 @@
-"""Run the commands of README.md, docs/plan.md and docs/parallelism.md again, and put in what they
-print and draw.
+"""Run the plans that README.md and some pages of docs/ show, and put in what they print and draw.
 
     python scripts/plan_docs.py
 
-A `console` block is a command and its output; a `bash` command with out=plan/<name> is followed by
-its picture, which is docs/<page>/<name>.svg.
+A `console` block that begins with the plan command is that and its output; a `bash` command with
+out=plan/<name> is followed by its picture, which is docs/<page>/<name>.svg.
 """
 
 from __future__ import annotations
@@ -21,8 +20,9 @@ from app.cli.plan import main
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS, README = ROOT / "docs", ROOT / "README.md"
+TEXTS = (README, DOCS / "tutorial.md")  # pages without pictures
 PAGES = {"plan": "timeline", "parallelism": "layout"}  # page -> the picture that it shows
-CONSOLE = re.compile(r"```console\n\$ (.*)\n(?:.*\n)*?```")
+CONSOLE = re.compile(r"```console\n\$ (python -m app\.cli\.plan .*)\n(?:.*\n)*?```")
 PICTURE = re.compile(r"^python -m app\.cli\.plan .*out=plan/(\w+).*$", re.MULTILINE)
 
 
@@ -54,6 +54,7 @@ def refresh(name: str, picture: str) -> None:
 
 
 if __name__ == "__main__":
-    README.write_text(refreshed(README.read_text()))
+    for text in TEXTS:
+        text.write_text(refreshed(text.read_text()))
     for name, picture in PAGES.items():
         refresh(name, picture)
