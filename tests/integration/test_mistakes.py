@@ -63,7 +63,7 @@ def test_a_mistake(tmp_path: Path, typed: str, said: str):
 
 
 def test_ranks_that_a_launcher_has_started_tell_a_mistake_once(tmp_path: Path):
-    """Rank 0 does, which first tries what it advises; a launcher ends it as soon as another rank has ended."""
+    """Rank 0 does, which first tries what it advises; launchers end it once another has ended."""
     launcher = [sys.executable, "-m", "app.cli.torchrun", "--nproc-per-node=2"]
     done = run_forked(
         tmp_path,
@@ -72,6 +72,7 @@ def test_ranks_that_a_launcher_has_started_tell_a_mistake_once(tmp_path: Path):
     )
     said = "train.py: parallel.ep=3: must divide model.moe.num_experts=8; nearest that works: 2\n"
     assert (done.returncode, done.stdout, done.stderr) == (2, "", said)
+    assert f"\n{said}```" in (ROOT / "docs/troubleshooting.md").read_text()
 
 
 def test_the_table_has_what_people_do():

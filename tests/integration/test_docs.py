@@ -1,0 +1,139 @@
+"""The pages as a whole: all are reachable, links lead somewhere, and what they quote is said."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+from functools import cache
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import pytest
+
+from tests.training import ROOT
+
+README = (ROOT / "README.md").read_text()
+TROUBLE = (ROOT / "docs/troubleshooting.md").read_text()
+PAGES = sorted((ROOT / "docs").glob("*.md"))
+LINK = re.compile(r"\]\((?!https?:)([^)\s]+)\)")
+CODE = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
+SAID = re.compile(r"`([^`]+)`")
+BETWEEN = re.compile(r"…|: |; |, |[()]|=…")  # fixed parts of a message
+SHORTEST = 10  # letters of a part that says which message is meant
+
+
+def anchors(page: Path) -> set[str]:
+    """What a link may name in a page, as GitHub makes it from headings."""
+    headings = re.findall(r"^#+ (.+)$", CODE.sub("", page.read_text()), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def test_every_page_is_in_the_index_and_the_index_in_the_readme():
+    index = ROOT / "docs/README.md"
+    listed = set(LINK.findall(index.read_text()))
+    assert {page.name for page in PAGES if page != index} <= listed
+    assert "docs/README.md" in LINK.findall(README)
+
+
+@pytest.mark.parametrize(
+    "name", ["README.md", "CONTRIBUTING.md", *(f"docs/{page.name}" for page in PAGES)]
+)
+def test_links_lead_somewhere(name: str):
+    page = ROOT / name
+    for link in LINK.findall(CODE.sub("", page.read_text())):
+        path, _, anchor = link.partition("#")
+        target = page.parent / path if path else page
+        assert target.exists(), link
+        assert not anchor or anchor in anchors(target), link
+
+
+def test_the_picture_of_a_run_can_be_drawn_again():
+    assert "![A terminal in which the default model trains, and its loss](docs/run.png)" in README
+    assert 'PICTURE = ROOT / "docs/run.png"' in (ROOT / "scripts/run_picture.py").read_text()
+
+
+@cache
+def strings() -> str:
+    """All that the program may say: its strings, with … for what is filled in."""
+    found = []
+    for path in sorted((ROOT / "app").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.JoinedStr):
+                found.append(
+                    "".join(
+                        str(part.value) if isinstance(part, ast.Constant) else "…"
+                        for part in node.values
+                    )
+                )
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                found.append(node.value)
+    return "\n".join(found)
+
+
+def quoted() -> list[str]:
+    """Messages in the second column of the tables, without those of torch, gloo and NCCL."""
+    cells = [
+        line.split(" | ")[1]
+        for line in TROUBLE.splitlines()
+        if line.startswith("| ") and line.count(" | ") == 2
+    ]
+    ours = [
+        re.sub(r"(?:torch's|gloo|NCCL)\b[^`]*`[^`]+`(?:, `[^`]+`)*", "", cell.replace("(`", "`"))
+        for cell in cells
+    ]
+    return [said for cell in ours for said in SAID.findall(cell) if " " in said]
+
+
+def test_there_are_messages():
+    assert len(quoted()) >= 30
+
+
+@pytest.mark.parametrize("said", quoted())
+def test_a_message_is_one_that_the_program_has(said: str):
+    text = re.sub(r"^(train\.py|plan|torchrun): (\S+=\S*: )?", "", said)
+    parts = [part.strip(" .") for part in BETWEEN.split(text)]
+    assert any(len(part) >= SHORTEST for part in parts), "too short to say which message is meant"
+    assert [part for part in parts if part not in strings()] == []
+
+
+def measured(name: str, who: str, graph: str) -> dict[str, float]:
+    """Medians over the rounds of one setting."""
+    settings: list[Any] = json.loads((ROOT / f"bench/results/{name}.json").read_text())["settings"]
+    (rounds,) = [
+        each["rounds"] for each in settings if (each["who"], each["graph"]) == (who, graph)
+    ]
+    return {
+        key: median(one[key] for one in rounds)
+        for key in ("step_ms", "tokens_per_s", "reserved_gib")
+    }
+
+
+@pytest.mark.parametrize(
+    ("model", "name", "ours", "peers"),
+    [
+        ("small", "compare_small", "layer", "full"),
+        ("smallmoe", "compare_smallmoe", "full_iteration", "partial"),
+    ],
+)
+def test_the_table_beside_the_peer_is_what_was_measured(
+    model: str, name: str, ours: str, peers: str
+):
+    (row,) = re.findall(rf"^\| `{model}`: .*$", README, re.MULTILINE)
+    found = json.loads((ROOT / f"bench/results/{name}.json").read_text())
+    per_token, versions = found["flops_per_token"], found["versions"]
+    assert (
+        versions["GPU"].endswith("H200") and f"Megatron-Core {versions['megatron-core']}" in README
+    )
+    cells = row.split(" | ")[1:3]
+    speeds = []
+    for cell, who, graph in ((cells[0], "ours", ours), (cells[1], "peer", peers)):
+        figures = measured(name, who, graph)
+        tflops, rate = re.match(r"\**(\d+)\** TFLOP/s, ([\d,]+) tokens/s, ", cell).groups()
+        assert abs(int(rate.replace(",", "")) - figures["tokens_per_s"]) <= 51
+        assert int(tflops) == round(figures["tokens_per_s"] * per_token / 1e12)
+        assert f"{figures['reserved_gib']:.1f} GiB" in cell
+        speeds.append(figures["tokens_per_s"])
+    ratio = float(row.split(" | ")[3].split()[0])
+    assert ratio == pytest.approx(speeds[0] / speeds[1], abs=0.05)
