@@ -60,7 +60,7 @@ KINDS = {  # of kernels, by a part of their names; the first that fits counts
         "scan",
     ),
     "activation": ("swiglu",),
-    "rotary": ("_split", "_merge", "rotate"),
+    "rotary": ("heads_", "_split", "_merge", "rotate"),
     "norm": ("rms", "layer_norm", "LayerNorm", "GammaBeta", "_norm"),
     "grouped products": ("group", "Group", "PtrArray"),
     "products": ("gemm", "nvjet", "cutlass", "xmma", "cublas", "splitK"),

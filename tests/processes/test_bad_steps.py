@@ -28,6 +28,7 @@ from app.engine.run.attempt import Attempt
 from app.engine.run.bad_steps import DIVERGED, BadSteps, Diverged, is_bad
 from app.engine.run.run_folder import FolderLock, read_metrics
 from app.engine.run.start import find_start, load_all_data
+from app.engine.train import train
 from app.errors import ConfigError
 from app.optim.scale import LossScale
 from app.plan.plan import Plan
@@ -329,7 +330,7 @@ def exit_code(run: Run) -> int:
 
     def child() -> None:
         begin_fork()
-        os._exit(trainer.train(Plan(run), 0, 0, attempt=Attempt()))
+        os._exit(train(Plan(run), 0, 0, attempt=Attempt()))
 
     process = multiprocessing.get_context("fork").Process(target=child)
     process.start()

@@ -12,13 +12,13 @@ from pathlib import Path
 
 import pytest
 
-from app.engine import trainer
 from app.engine.report.metrics import StepReport
 from app.engine.report.sinks import Console
 from app.engine.run import signals
 from app.engine.run.attempt import Attempt
 from app.engine.run.run_folder import newest_checkpoint
 from app.engine.run.signals import StopRequest
+from app.engine.train import train
 from app.plan.plan import Plan
 from tests.distributed import begin_fork
 from tests.processes.test_stop import exit_code, launched
@@ -44,7 +44,7 @@ def test_a_run_saves_and_goes_on(tmp_path: Path, capfd: pytest.CaptureFixture[st
                 os.kill(os.getpid(), signal.SIGINT)
 
         Console.step = step
-        os._exit(trainer.train(Plan(run), 0, 0, attempt=Attempt()))
+        os._exit(train(Plan(run), 0, 0, attempt=Attempt()))
 
     process = multiprocessing.get_context("fork").Process(target=work)
     process.start()

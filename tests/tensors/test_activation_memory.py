@@ -89,7 +89,7 @@ TORCH = {Dtype.float32: torch.float32, Dtype.bfloat16: torch.bfloat16}
 # modules that take kernels in place of plain torch
 CALLERS = (attention, layers, loss, permute, router)
 LAUNCHED = {
-    heads: ("_forward", "_backward"),
+    heads: ("heads_forward", "heads_backward"),
     rms_norm: ("_forward", "_backward"),
     swiglu: ("_forward", "_backward"),
     cross_entropy: ("_statistics", "_into_gradient"),
