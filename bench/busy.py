@@ -25,6 +25,7 @@ ROOT = Path(__file__).resolve().parent.parent
 THREADS_OWN = "GOMP_SPINCOUNT=300000"  # libgomp's default where threads do not outnumber cores
 OURS = ""  # nothing is set: what train.py chooses
 BESIDE = (0, 1, 4)  # busy processes per core
+LEAST_STEPS = 4  # of a run beside others, which takes its time
 VARIABLES = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "OMP_NUM_THREADS")
 
 
@@ -69,7 +70,7 @@ def rounds(settings: Sequence[str], steps: int, count: int) -> dict[int, dict[st
                 for setting in settings:
                     place = Path(folder) / f"{number}-{each}-{settings.index(setting)}"
                     with busy(each * cores):
-                        speed = measured(setting, steps, place)
+                        speed = measured(setting, max(LEAST_STEPS, steps // (1 + 2 * each)), place)
                     found.setdefault(each, {}).setdefault(setting, []).append(speed)
     return found
 

@@ -1,0 +1,89 @@
+"""Names that other programs call: they stay where they are, with the arguments they have."""
+
+from __future__ import annotations
+
+import inspect
+from importlib import import_module
+
+import pytest
+
+# module, name, arguments with their defaults as one writes them
+NAMES = [
+    (
+        "app.plan.layout",
+        "ParallelLayout",
+        "world_size, tp=1, cp=1, pp=1, ep=1, etp=None, order='tp-cp-ep-dp-pp'",
+    ),
+    (
+        "app.plan.stages",
+        "plan_stages",
+        "num_layers, pp, vpp=1, first=None, last=None, layout=None, count_embedding=False, "
+        "count_head=False",
+    ),
+    (
+        "app.plan.schedule",
+        "build_schedule",
+        "name, pp, num_microbatches, num_chunks=1, group_size=None, forward_only=False",
+    ),
+    (
+        "app.plan.schedule",
+        "warmup_count",
+        "pp, pp_rank, num_microbatches, num_chunks=1, group_size=None, forward_only=False, "
+        "moe_overlap=False",
+    ),
+    ("app.plan.schedule", "signed_order", "actions"),
+    ("app.plan.graphs", "plan_graphs", "actions, num_layers_per_chunk, key='microbatch'"),
+    (
+        "app.plan.shards",
+        "shard_map",
+        "numels, world, rank, *, bucket_numel=None, param_align=1, shard_align=1",
+    ),
+    (
+        "app.moe.router",
+        "route",
+        "logits_TE, top_k, score='softmax', pre_softmax=False, bias_E=None, groups=None, "
+        "topk_groups=None, scale=None",
+    ),
+]
+MEMBERS = [
+    ("app.plan.layout", "ParallelLayout", ("dp", "edp", "groups")),
+    ("app.plan.stages", "StagePlan", ("stages",)),
+    ("app.plan.stages", "Stage", ("layers", "embedding", "head")),
+    ("app.plan.graphs", "GraphPlan", ("num_graphs", "num_slots", "slot_of")),
+    ("app.plan.shards", "Range", ("bucket", "world", "local", "param")),
+]
+PROGRAMS = ("plan", "report", "torchrun", "train")
+
+
+def written(function: object) -> str:
+    """Arguments as in NAMES: without annotations, of enums their values."""
+    arguments = []
+    for argument in inspect.signature(function).parameters.values():
+        default = getattr(argument.default, "value", argument.default)
+        has = argument.default is not inspect.Parameter.empty
+        if argument.kind is argument.KEYWORD_ONLY and "*" not in arguments:
+            arguments.append("*")
+        arguments.append(f"{argument.name}={default!r}" if has else argument.name)
+    return ", ".join(arguments)
+
+
+@pytest.mark.parametrize(("module", "name", "arguments"), NAMES)
+def test_functions_stay(module: str, name: str, arguments: str):
+    """More arguments may follow, with defaults."""
+    found = written(getattr(import_module(module), name))
+    assert found.startswith(arguments)
+    assert all(
+        "=" in more for more in found.removeprefix(arguments).strip(", ").split(", ") if more
+    )
+
+
+@pytest.mark.parametrize(("module", "name", "members"), MEMBERS)
+def test_members_stay(module: str, name: str, members: tuple[str, ...]):
+    known = getattr(import_module(module), name)
+    fields = getattr(known, "__dataclass_fields__", getattr(known, "_fields", ()))
+    assert [each for each in members if not hasattr(known, each) and each not in fields] == []
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_programs_stay(name: str):
+    assert import_module("importlib.util").find_spec(f"app.cli.{name}") is not None
