@@ -22,7 +22,9 @@ TREE_MAX = 8 * 2**20  # bytes that git tracks
 # A module may import from its own layer and from those below it.
 LAYERS = (
     {"app", "app.errors", "app.choices", "app.config", "app.compat"},
-    {"app.plan", "app.rules", "app.advice", "app.kernels"},
+    {"app.plan", "app.kernels"},
+    {"app.rules"},
+    {"app.advice"},
     {"app.model", "app.moe", "app.optim"},  # tensors
     {"app.moe.dispatch", "app.optim.distributed", "app.data"},  # processes
     {"app.engine"},
