@@ -34,7 +34,7 @@ lint: $(VENV)/installed-test ## ruff
 	@$(BIN)/ruff check .
 
 types: $(VENV)/installed-test ## mypy, strict on the planning layer
-	@$(BIN)/mypy app/plan app/config app/rules app/errors.py app/choices.py
+	@$(BIN)/mypy app/plan app/config app/rules app/advice app/errors.py app/choices.py
 
 checks: lint types test ## what a change must pass before it is proposed
 

@@ -22,24 +22,25 @@ from app.plan.pipeline.lowering import lower_all
 from app.plan.plan import Plan
 from app.plan.schedule import build_schedule
 from app.plan.select import select_graphs, select_layout, select_schedule, select_stages
+from app.plan.suggestion import Suggestion
 from app.rules import check
 
 ENOUGH = 5  # suggestions
+
+
 BEAM = 6  # runs that a round goes on from
+
+
 ROUNDS = 8  # changes in one suggestion at most
+
+
 MOST_WORK = 1_000_000  # actions that a search walks along, some seconds, before it has to do
+
+
 LOWERING = 4  # times as long as walking along a list takes making it
+
+
 SATURATED = 4  # times pp microbatches: with more, no list but gpipe's has more of them in flight
-
-
-@dataclass(frozen=True, slots=True)
-class Suggestion:
-    """Changes that make a run fit."""
-
-    overrides: tuple[str, ...]  # as typed on the command line
-    memory: int  # bytes of the busiest rank afterwards
-    slowdown: float  # estimated time of a step over that of the run as it is
-    cost: str  # what is paid for it
 
 
 @dataclass(frozen=True)

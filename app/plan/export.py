@@ -8,11 +8,11 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from app.advice.suggest import Suggestion
 from app.config import Run
 from app.plan.cost.flops import PLANNED_PEAK, flops_per_token, parameter_count
 from app.plan.layout import ParallelLayout
 from app.plan.plan import Plan
+from app.plan.suggestion import Suggestion
 
 SECTIONS = ("groups", "stages", "schedule", "graphs", "memory")
 WHAT = (*SECTIONS, "all")

@@ -15,7 +15,6 @@ from pathlib import Path
 
 import pytest
 
-from app.advice.suggest import Suggestion
 from app.cli.plan import main, parse
 from app.cli.plan_views.tables import MOST_ROWS, WIDTH, print_plan
 from app.cli.plan_views.timeline_picture import title
@@ -35,6 +34,7 @@ from app.plan.formatting import (
 )
 from app.plan.plan import Plan
 from app.plan.schedule import build_schedule
+from app.plan.suggestion import Suggestion
 from app.plan.summary import summary_lines
 from app.version import VERSION, Version
 from scripts.plan_docs import CONSOLE, PICTURE, refreshed

@@ -11,7 +11,6 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from app.advice.suggest import Suggestion
 from app.choices import GraphImpl
 from app.cli.width import table_width
 from app.plan.actions import Compute
@@ -38,6 +37,7 @@ from app.plan.formatting import (
 )
 from app.plan.memory.rank_memory import RankMemory
 from app.plan.plan import Plan
+from app.plan.suggestion import Suggestion
 from app.plan.summary import summary_lines
 
 WIDTH = 100  # columns where nothing says otherwise

@@ -1,0 +1,15 @@
+"""A change by which a run fits, as a plan shows it; `app.advice` finds them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Suggestion:
+    """Changes that make a run fit."""
+
+    overrides: tuple[str, ...]  # as typed on the command line
+    memory: int  # bytes of the busiest rank afterwards
+    slowdown: float  # estimated time of a step over that of the run as it is
+    cost: str  # what is paid for it
