@@ -155,8 +155,15 @@ def build_chunks(
     for stage in stages.stages[groups.pp_rank]:
         with torch.device("meta"):
             layers = {index: build_layer(run.model, index, peers) for index in stage.layers}
-            options = run.train.deterministic, peers, run.loss.chunk_tokens
-            chunk = Chunk(run.model, layers, stage.embedding, stage.head, *options)
+            chunk = Chunk(
+                run.model,
+                layers,
+                stage.embedding,
+                head=stage.head,
+                repeatable=run.train.deterministic,
+                peers=peers,
+                chunk_tokens=run.loss.chunk_tokens,
+            )
         _materialise(chunk, device, DTYPES[run.precision.params])
         chunks.append(chunk)
     return tuple(chunks)
@@ -250,21 +257,18 @@ def select_forward_backward(
     tokens = run.train.seq_len // (groups.layout.cp * groups.layout.tp)
     hidden = torch.Size((run.train.micro_batch, tokens, run.model.hidden_size))
     rank = groups.pp_rank
-    dtype = DTYPES[run.precision.params]
-    recompute = (
-        full_recompute(lists[rank], run.recompute.partial_microbatches)
-        if run.recompute.full
-        else {}
-    )
-    phases = run.recompute.phases
-    placed = (
+    recompute = {}
+    if run.recompute.full:
+        recompute = full_recompute(lists[rank], run.recompute.partial_microbatches)
+    stages = Stages(
         engine.chunks,
         engine.plan.next_here(rank),
         recompute,
-        phases,
-        hidden,
-        dtype,
-        engine.device,
+        phases=run.recompute.phases,
+        hidden=hidden,
+        dtype=DTYPES[run.precision.params],
+        device=engine.device,
+        sums=engine.optimizer.direct_sums(),
+        graphs=graphs,
     )
-    stages = Stages(*placed, sums=engine.optimizer.direct_sums(), graphs=graphs)
     return partial(execute, lists[rank], stages, engine.optimizer, engine.transport, engine.watch)

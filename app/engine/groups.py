@@ -72,8 +72,18 @@ class Groups:
     def peers(self, cp_comm_type: CpComm) -> Peers:
         """The ranks that this one computes its layers with."""
         (ep_rank, ep), (etp_rank, etp) = self.place.ep, self.place.etp
-        groups = self.tp, self.cp, cp_comm_type, self.microbatch, self.tokens, self.ep
-        return Peers(*groups, ep=ep, ep_rank=ep_rank, etp=etp, etp_rank=etp_rank)
+        return Peers(
+            tp=self.tp,
+            cp=self.cp,
+            cp_comm_type=cp_comm_type,
+            microbatch=self.microbatch,
+            stage=self.tokens,
+            experts=self.ep,
+            ep=ep,
+            ep_rank=ep_rank,
+            etp=etp,
+            etp_rank=etp_rank,
+        )
 
     def named(self) -> dict[str, dist.ProcessGroup]:
         """This rank's communicators by the name that messages call them."""

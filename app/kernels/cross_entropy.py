@@ -32,9 +32,9 @@ def statistics(logits_CV: Tensor, row_C: Tensor) -> Tensor:
     out_3C = torch.empty(3, tokens, dtype=torch.float32, device=logits_CV.device)
     columns = min(COLUMNS, block_of(triton.cdiv(vocabulary, WIDTH)))
     _statistics[(tokens,)](
-        logits_CV,
-        row_C.contiguous(),
-        out_3C,
+        logits=logits_CV,
+        rows=row_C.contiguous(),
+        out=out_3C,
         tokens=tokens,
         vocabulary=vocabulary,
         stride=logits_CV.stride(0),
@@ -54,9 +54,17 @@ def into_gradient(logits_CV: Tensor, row_C: Tensor, lse_C: Tensor, weight_C: Ten
     tokens, vocabulary = logits_CV.shape
     assert logits_CV.stride(1) == 1, "the logits of a token lie side by side"
     block = min(BLOCK, block_of(vocabulary))
-    facts = row_C.contiguous(), lse_C.contiguous(), weight_C.contiguous()
     grid = tokens, triton.cdiv(vocabulary, block)
-    _into_gradient[grid](logits_CV, *facts, vocabulary, logits_CV.stride(0), block, num_warps=8)
+    _into_gradient[grid](
+        logits=logits_CV,
+        rows=row_C.contiguous(),
+        lses=lse_C.contiguous(),
+        weights=weight_C.contiguous(),
+        vocabulary=vocabulary,
+        stride=logits_CV.stride(0),
+        BLOCK=block,
+        num_warps=8,
+    )
 
 
 @jit

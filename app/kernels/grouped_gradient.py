@@ -36,7 +36,17 @@ def add_grouped_gradient(
     grad = TensorDescriptor.from_tensor(grad_TO.contiguous(), [STEP, COLUMNS])
     sums = TensorDescriptor.from_tensor(sums_EIO, [1, HEIGHT, COLUMNS])
     grid = (triton.cdiv(width, HEIGHT) * triton.cdiv(columns, COLUMNS), experts)
-    _grouped_gradient[grid](sums, rows, grad, ends_E, columns, HEIGHT, COLUMNS, STEP, **OPTIONS)
+    _grouped_gradient[grid](
+        sums_EIO=sums,
+        rows_TI=rows,
+        grad_TO=grad,
+        ends_E=ends_E,
+        columns=columns,
+        HEIGHT=HEIGHT,
+        COLUMNS=COLUMNS,
+        STEP=STEP,
+        **OPTIONS,
+    )
 
 
 @jit

@@ -52,9 +52,13 @@ def split_and_rotate(
     is even. Keeps the tables for backward, and `qkv_BSF` if there are norms. fp32, bf16 or fp16.
     """
     cut = _Cut(qkv_BSF.shape, num_kv_heads, queries_per_kv, norms=norms)
-    weights = (norms.query_H, norms.key_H) if norms else (None, None)
     return _SplitAndRotate.apply(
-        qkv_BSF.contiguous(), cos_BS1H.contiguous(), sin_BS1H.contiguous(), *weights, cut
+        qkv_BSF.contiguous(),
+        cos_BS1H.contiguous(),
+        sin_BS1H.contiguous(),
+        norms.query_H if norms else None,
+        norms.key_H if norms else None,
+        cut,
     )
 
 
@@ -77,8 +81,10 @@ class _Cut:
             "P": queries_per_kv,
             "H": width,
             "NORMS": norms is not None,
+            "TAKEN": taken,
+            "C": height,
+            "HALF": half,
         }
-        self.constants |= {"TAKEN": taken, "C": height, "HALF": half}
 
     def outputs(self, qkv_BSF: Tensor) -> tuple[Tensor, ...]:
         """Memory for queries, keys and values."""
@@ -88,12 +94,15 @@ class _Cut:
             for heads in (kv_heads * queries, kv_heads, kv_heads)
         )
 
-    def sizes(self, cos_BS1H: Tensor) -> tuple[float, ...]:
-        """Epsilon, numbers of tokens in all and per sequence, and how far apart the tables of
-        two sequences are.
-        """
+    def sizes(self, cos_BS1H: Tensor) -> dict[str, float]:
+        """Sizes that both kernels take; `table_stride` lies between the tables of two sequences."""
         batch, length, _ = self.shape
-        return self.eps, batch * length, length, 0 if cos_BS1H.shape[0] == 1 else cos_BS1H.stride(0)
+        return {
+            "eps": self.eps,
+            "tokens": batch * length,
+            "length": length,
+            "table_stride": 0 if cos_BS1H.shape[0] == 1 else cos_BS1H.stride(0),
+        }
 
 
 class _SplitAndRotate(torch.autograd.Function):
@@ -108,33 +117,56 @@ class _SplitAndRotate(torch.autograd.Function):
         cut: _Cut,
     ) -> tuple[Tensor, ...]:
         ctx.cut = cut
-        outs = cut.outputs(qkv_BSF)
-        ctx.save_for_backward(
-            cos_BS1H, sin_BS1H, *(() if query_H is None else (qkv_BSF, query_H, key_H))
-        )
+        q_BSNH, k_BSGH, v_BSGH = cut.outputs(qkv_BSF)
+        kept = () if query_H is None else (qkv_BSF, query_H, key_H)
+        ctx.save_for_backward(cos_BS1H, sin_BS1H, *kept)
         heads_forward[cut.grid](
-            qkv_BSF,
-            *outs,
-            cos_BS1H,
-            sin_BS1H,
-            query_H,
-            key_H,
-            *cut.sizes(cos_BS1H),
+            qkv_TF=qkv_BSF,
+            q_TNH=q_BSNH,
+            k_TGH=k_BSGH,
+            v_TGH=v_BSGH,
+            cos_TH=cos_BS1H,
+            sin_TH=sin_BS1H,
+            query_H=query_H,
+            key_H=key_H,
+            **cut.sizes(cos_BS1H),
             **cut.constants,
         )
-        return outs
+        return q_BSNH, k_BSGH, v_BSGH
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (cos_BS1H, sin_BS1H, *kept), cut = ctx.saved_tensors, ctx.cut
-        grads = tuple(grad if grad.stride(3) == 1 else grad.contiguous() for grad in grads)
-        strides = [stride for grad in grads for stride in grad.stride()[:3]]
-        grad_BSF = grads[0].new_empty(cut.shape)
+        cut = ctx.cut
+        cos_BS1H, sin_BS1H, *kept = ctx.saved_tensors
+        qkv_BSF, query_H, key_H = kept or (None, None, None)
+        dq, dk, dv = (grad if grad.stride(3) == 1 else grad.contiguous() for grad in grads)
+        grad_BSF = dq.new_empty(cut.shape)
         partial_J2H = None
         if kept:
             partial_J2H = grad_BSF.new_empty(*cut.grid, 2, cut.constants["H"], dtype=torch.float32)
-        tensors = grad_BSF, partial_J2H, cos_BS1H, sin_BS1H, *(kept or (None, None, None))
-        heads_backward[cut.grid](*grads, *strides, *tensors, *cut.sizes(cos_BS1H), **cut.constants)
-        grad_norms = (None, None) if partial_J2H is None else partial_J2H.sum(0).to(kept[1].dtype)
+        heads_backward[cut.grid](
+            dq=dq,
+            dk=dk,
+            dv=dv,
+            **_strides("q", dq),
+            **_strides("k", dk),
+            **_strides("v", dv),
+            grad_TF=grad_BSF,
+            partial_J2H=partial_J2H,
+            cos_TH=cos_BS1H,
+            sin_TH=sin_BS1H,
+            qkv_TF=qkv_BSF,
+            query_H=query_H,
+            key_H=key_H,
+            **cut.sizes(cos_BS1H),
+            **cut.constants,
+        )
+        grad_norms = (None, None) if partial_J2H is None else partial_J2H.sum(0).to(query_H.dtype)
         return grad_BSF, None, None, *grad_norms, None
+
+
+def _strides(name: str, grad_BSNH: Tensor) -> dict[str, int]:
+    """How far apart sequences, tokens and heads of a gradient lie, by the kernel's names."""
+    sequence, token, head, _ = grad_BSNH.stride()
+    return {f"{name}_of_sequence": sequence, f"{name}_of_token": token, f"{name}_of_head": head}

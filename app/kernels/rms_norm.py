@@ -38,7 +38,16 @@ class _RmsNorm(torch.autograd.Function):
         out = torch.empty_like(x)
         tile = _tile(x.shape[-1])
         grid = (triton.cdiv(len(inverse_R), tile["HEIGHT"]),)
-        _forward[grid](x, weight_W, out, inverse_R, len(inverse_R), x.shape[-1], eps, **tile)
+        _forward[grid](
+            x_RW=x,
+            weight_W=weight_W,
+            out_RW=out,
+            inverse_R=inverse_R,
+            rows=len(inverse_R),
+            width=x.shape[-1],
+            eps=eps,
+            **tile,
+        )
         return out
 
     @staticmethod
@@ -50,8 +59,18 @@ class _RmsNorm(torch.autograd.Function):
         most = MULTIPROCESSORS * max(1, WARPS // tile["num_warps"])
         tiles = triton.cdiv(len(inverse_R), tile["HEIGHT"])
         partial_JW = x.new_empty(min(tiles, most), x.shape[-1], dtype=torch.float32)
-        tensors = grad.contiguous(), x, weight_W, inverse_R, grad_x, partial_JW
-        _backward[(len(partial_JW),)](*tensors, len(inverse_R), x.shape[-1], tiles, **tile)
+        _backward[(len(partial_JW),)](
+            grad_RW=grad.contiguous(),
+            x_RW=x,
+            weight_W=weight_W,
+            inverse_R=inverse_R,
+            grad_x_RW=grad_x,
+            partial_JW=partial_JW,
+            rows=len(inverse_R),
+            width=x.shape[-1],
+            tiles=tiles,
+            **tile,
+        )
         return grad_x, partial_JW.sum(0).to(weight_W.dtype), None
 
 

@@ -27,9 +27,9 @@ def spread_rows(x_TD: Tensor, row_of_TK: Tensor, kept_TK: Tensor | None, num_row
     out_RD = (x_TD.new_empty if kept_TK is None else x_TD.new_zeros)(num_rows, width)
     grid, block, warps = _columns(tokens, width)
     _spread[grid](
-        x_TD.contiguous(),
-        row_of_TK.contiguous(),
-        _flat(kept_TK),
+        x=x_TD.contiguous(),
+        row_of=row_of_TK.contiguous(),
+        kept=_flat(kept_TK),
         out=out_RD,
         num_rows=num_rows,
         width=width,
@@ -55,18 +55,18 @@ def sum_rows(
     (tokens, top_k), (num_rows, width) = row_of_TK.shape, rows_RD.shape
     out_TD = rows_RD.new_empty(tokens, width, dtype=dtype)
     grid, block, warps = _columns(tokens, width)
-    choices = row_of_TK.contiguous(), _flat(weights_TK), _flat(kept_TK)
-    # products are rounded before they are added, as torch does it
     _sum[grid](
-        rows_RD.contiguous(),
-        *choices,
-        out_TD,
-        num_rows,
-        width,
-        top_k,
-        block,
+        rows=rows_RD.contiguous(),
+        row_of=row_of_TK.contiguous(),
+        weights=_flat(weights_TK),
+        kept=_flat(kept_TK),
+        out=out_TD,
+        num_rows=num_rows,
+        width=width,
+        K=top_k,
+        BLOCK=block,
         num_warps=warps,
-        enable_fp_fusion=False,
+        enable_fp_fusion=False,  # products are rounded before they are added, as torch does it
     )
     return out_TD
 
@@ -84,22 +84,19 @@ def combine_gradients(
     dots_TK = torch.empty_like(probs_TK, memory_format=torch.contiguous_format)
     places = block_of(top_k)
     block = min(block_of(width), max(PER_WARP, TILE // places))
-    values = (
-        grad_TD.contiguous(),
-        rows_RD.contiguous(),
-        probs_TK.contiguous(),
-        row_of_TK.contiguous(),
-        _flat(kept_TK),
-    )
     _gradients[(tokens,)](
-        *values,
-        grad_RD,
-        dots_TK,
-        num_rows,
-        width,
-        top_k,
-        places,
-        block,
+        grad=grad_TD.contiguous(),
+        rows=rows_RD.contiguous(),
+        probs=probs_TK.contiguous(),
+        row_of=row_of_TK.contiguous(),
+        kept=_flat(kept_TK),
+        grad_rows=grad_RD,
+        dots=dots_TK,
+        num_rows=num_rows,
+        width=width,
+        K=top_k,
+        PLACES=places,
+        BLOCK=block,
         num_warps=_warps(places * block // 4),
     )
     return grad_RD, dots_TK

@@ -41,10 +41,8 @@ class Attention(nn.Module):
         tp = size(peers.tp)
         self.peers = peers
         self.width = width
-        self.num_kv_heads, self.queries_per_kv = (
-            model.num_kv_heads // tp,
-            model.num_heads // model.num_kv_heads,
-        )
+        self.num_kv_heads = model.num_kv_heads // tp
+        self.queries_per_kv = model.num_heads // model.num_kv_heads
         rows = (model.num_heads + 2 * model.num_kv_heads) // tp * width
         self.wqkv = nn.Parameter(torch.empty(rows, model.hidden_size))
         self.wo = nn.Parameter(torch.empty(model.hidden_size, model.num_heads // tp * width))
@@ -66,9 +64,14 @@ class Attention(nn.Module):
         with rotary positions.
         """
         if usable(qkv):
-            tables = (context.cos_BS1H, context.sin_BS1H)
-            shape = (self.num_kv_heads, self.queries_per_kv)
-            return split_and_rotate(qkv, *tables, *shape, self._head_norms())
+            return split_and_rotate(
+                qkv,
+                context.cos_BS1H,
+                context.sin_BS1H,
+                num_kv_heads=self.num_kv_heads,
+                queries_per_kv=self.queries_per_kv,
+                norms=self._head_norms(),
+            )
         grouped = qkv.unflatten(-1, (self.num_kv_heads, self.queries_per_kv + 2, self.width))
         q, k, v = grouped.split((self.queries_per_kv, 1, 1), dim=3)
         q_BSNH = self.q_norm(q.flatten(2, 3))
@@ -92,7 +95,7 @@ def attend_all(
             q_BSNH, k_BSGH, v_BSGH, mask_B1SK=context.mask_B1SK, repeatable=context.repeatable
         )
     by = _with_keys_gathered if peers.cp_comm_type is CpComm.all_gather else _with_heads_traded
-    return by(q_BSNH, k_BSGH, v_BSGH, context, peers)
+    return by(q_BSNH, k_BSGH, v_BSGH, context=context, peers=peers)
 
 
 def _with_keys_gathered(

@@ -63,11 +63,12 @@ class Chunk(nn.Module):
         self.last = head
         # a last stage of its own has a copy of a tied table
         tied = embedding or (head and model.tie_embeddings)
-        rows = model.vocab_size // size(peers.tp), model.hidden_size
-        self.embedding = nn.Parameter(torch.empty(*rows)) if tied else None
+        table = (model.vocab_size // size(peers.tp), model.hidden_size)
+        self.embedding = nn.Parameter(torch.empty(table)) if tied else None
         self.layers = nn.ModuleDict({str(index): layer for index, layer in layers.items()})
         self.norm = RMSNorm(model.hidden_size, model.norm_eps) if head else None
-        self.head = nn.Parameter(torch.empty(*rows)) if head and not model.tie_embeddings else None
+        untied = head and not model.tie_embeddings
+        self.head = nn.Parameter(torch.empty(table)) if untied else None
         # until the head's table is whole, where it may still be on its way
         self.wait_for_head: Callable[[], None] = nothing
 
@@ -83,11 +84,9 @@ class Chunk(nn.Module):
         Backward leaves weight gradients in `later` if there is one, and computes the parts named in
         `again` once more.
         """
-        mask = (
-            None
-            if documents_BK is None
-            else document_mask(documents_BK, self._queries(documents_BK))
-        )
+        mask = None
+        if documents_BK is not None:
+            mask = document_mask(documents_BK, self._queries(documents_BK))
         width = self.model.head_width
         theta = self.model.rope_theta
         draws = self.model.moe is not None and self.model.moe.jitter_eps > 0

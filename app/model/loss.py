@@ -125,13 +125,15 @@ class _SummedLoss(torch.autograd.Function):
         h_BsD, row_T, lse_T, counts_T, *kept = ctx.saved_tensors
         weight_VD = ctx.weight_VD
         h_TD = gathered(h_BsD, ctx.group).flatten(0, 1)
-        facts = row_T, lse_T, counts_T * grad
-        back = (
-            _whole(kept[0], h_TD, weight_VD, *facts)
-            if kept
-            else _chunked(ctx.chunk, h_TD, weight_VD, *facts)
-        )
-        grad_TD, weight_gradient = back
+        weight_T = counts_T * grad
+        if kept:
+            grad_TD, weight_gradient = _whole(
+                kept[0], h_TD, weight_VD, row_T=row_T, lse_T=lse_T, weight_T=weight_T
+            )
+        else:
+            grad_TD, weight_gradient = _chunked(
+                ctx.chunk, h_TD, weight_VD, row_T=row_T, lse_T=lse_T, weight_T=weight_T
+            )
         grad_BsD = scattered(grad_TD.view(len(h_BsD), -1, h_TD.shape[1]), ctx.group)
         if ctx.later is None:
             return grad_BsD, weight_gradient().to(weight_VD.dtype), None, None, None, None
@@ -160,9 +162,9 @@ def _chunked(
     grad_TD = torch.empty_like(h_TD)
     sum_VD = torch.zeros_like(weight_VD, dtype=torch.float32)
     parts = (part.split(chunk) for part in (grad_TD, h_TD, row_T, lse_T, weight_T))
-    for grad_CD, h_CD, *facts in zip(*parts, strict=True):
+    for grad_CD, h_CD, row_C, lse_C, weight_C in zip(*parts, strict=True):
         logits_CV = h_CD @ weight_VD.T
-        _into_gradient(logits_CV, *facts)
+        _into_gradient(logits_CV, row_C, lse_C, weight_C=weight_C)
         torch.mm(logits_CV, weight_VD, out=grad_CD)
         sum_VD += logits_CV.T @ h_CD
     return grad_TD, Computed(sum_VD)

@@ -116,10 +116,16 @@ class Router(nn.Module):
         """
         moe = self.moe
         logits_TE = F.linear(self._jittered(x_BsD.flatten(0, -2).float()), self.weight.float())
-        bias_E = self.bias_E if moe.bias_update_rate else None
-        grouping = bias_E, moe.groups, moe.topk_groups, moe.routed_scale
         probs_TK, experts_TK = choose(
-            logits_TE, moe.top_k, moe.score, moe.pre_softmax, *grouping, self._forced(logits_TE)
+            logits_TE,
+            moe.top_k,
+            moe.score,
+            pre_softmax=moe.pre_softmax,
+            bias_E=self.bias_E if moe.bias_update_rate else None,
+            groups=moe.groups,
+            topk_groups=moe.topk_groups,
+            scale=moe.routed_scale,
+            forced_TK=self._forced(logits_TE),
         )
         if moe.capacity_factor is not None:
             limit = capacity(experts_TK.numel(), moe.num_experts, moe.capacity_factor)

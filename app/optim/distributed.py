@@ -277,13 +277,14 @@ class DistributedOptimizer:
         skip = (~norm.isfinite()).float()
         limit = self.config.clip_norm
         true_norm = norm if scale is None else norm / scale
-        divisor = (
-            ((true_norm + NORM_EPS) / limit).clamp(min=1.0) if limit else torch.ones_like(norm)
-        )
+        if limit:
+            divisor = ((true_norm + NORM_EPS) / limit).clamp(min=1.0)
+        else:
+            divisor = torch.ones_like(norm)
+        if scale is not None:
+            divisor = divisor * scale
         for shard in self._in_use_order:
-            shard.update(
-                self.config, lr, weight_decay, divisor if scale is None else divisor * scale, skip
-            )
+            shard.update(self.config, lr, weight_decay, grad_divisor=divisor, skip=skip)
             self._changed(shard)
         return skip
 

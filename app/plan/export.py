@@ -80,11 +80,17 @@ class Estimate:
         """From the timeline of a plan."""
         run = plan.run
         seconds = plan.timeline.makespan
-        hardware = plan.run.hardware
         peak = assumed_peak(run)
         rate = run.train.global_batch * run.train.seq_len / seconds / run.world_size
         mfu = rate * flops_per_token(run.model, run.train.seq_len) / (peak * 1e12)
-        return cls(seconds, rate, mfu, plan.timeline.bubble_fraction, peak, hardware.efficiency)
+        return cls(
+            seconds,
+            rate,
+            mfu,
+            bubble_fraction=plan.timeline.bubble_fraction,
+            peak_tflops=peak,
+            efficiency=run.hardware.efficiency,
+        )
 
 
 @dataclass(frozen=True, slots=True)

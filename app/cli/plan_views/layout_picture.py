@@ -163,10 +163,10 @@ def _layers(sheet: Sheet, plan: Plan) -> None:
                 x,
                 rank,
                 width,
-                (start / count, end / count),
-                ranges(range(start, end)),
-                fill,
-                len(spans) == 1,
+                span=(start / count, end / count),
+                text=ranges(range(start, end)),
+                fill=fill,
+                alone=len(spans) == 1,
             )
 
 
@@ -206,7 +206,7 @@ def _widths(sheet: Sheet, plan: Plan) -> None:
         span = holding(plan, rank).width
         sheet.bar(x, rank, WIDE, spans=[span], whole=1, fill=fill)
         heads = range(*(int(model.num_heads * end) for end in span))
-        sheet.label(x, rank, WIDE, span, f"heads {ranges(heads)}", fill)
+        sheet.label(x, rank, WIDE, span=span, text=f"heads {ranges(heads)}", fill=fill)
 
 
 def _experts(sheet: Sheet, plan: Plan) -> None:
@@ -233,7 +233,7 @@ def _experts(sheet: Sheet, plan: Plan) -> None:
         )
         under = fill if plan.layout.expert_tp == 1 else whitened(fill, TINT)
         numbers = ranges(range(int(first), int(end)))
-        sheet.label(x, rank, WIDE, (first / count, end / count), numbers, under)
+        sheet.label(x, rank, WIDE, span=(first / count, end / count), text=numbers, fill=under)
 
 
 def _replicas(sheet: Sheet, plan: Plan) -> None:
@@ -245,9 +245,10 @@ def _replicas(sheet: Sheet, plan: Plan) -> None:
     )
     sheet.others(x, REPLICA, cuts(dp))
     for rank in sheet.rows.middle:
-        span = share(1, holding(plan, rank).replica, dp)
+        replica = holding(plan, rank).replica
+        span = share(1, replica, dp)
         sheet.bar(x, rank, REPLICA, spans=[span], whole=1, fill=fill)
-        sheet.label(x, rank, REPLICA, span, str(holding(plan, rank).replica), fill)
+        sheet.label(x, rank, REPLICA, span=span, text=str(replica), fill=fill)
 
 
 def _groups(sheet: Sheet, plan: Plan) -> None:

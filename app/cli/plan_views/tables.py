@@ -134,26 +134,24 @@ def _print_groups(plan: Plan, console: Console) -> None:
     )
     for kind in plan.traffic:
         across = figures(kind.bytes_across / 1e9) if kind.nodes > 1 else "—"
-        numbers = (
+        table.add_row(
+            kind.name,
             f"{kind.groups:,}",
             f"{kind.ranks:,}",
             f"{kind.nodes:,}",
             figures(kind.bytes_inside / 1e9),
             across,
+            figures(kind.seconds * 1e3),
+            "waits" if kind.exposed else "goes on",
+            kind.collectives,
         )
-        waits = "waits" if kind.exposed else "goes on"
-        table.add_row(kind.name, *numbers, figures(kind.seconds * 1e3), waits, kind.collectives)
     console.print(table)
     for advice in plan.advice:
-        best = (
-            f"{advice.best_nodes if advice.best_nodes > 1 else 'one'} with "
-            f"parallel.order={advice.order}"
-        )
+        now = f"{advice.axis} groups span {advice.nodes} nodes"
+        nodes = advice.best_nodes if advice.best_nodes > 1 else "one"
+        best = f"{nodes} with parallel.order={advice.order}"
         saved = f"{figures(advice.seconds * 1e3)} ms less per step"
-        console.print(
-            f"warning: {advice.axis} groups span {advice.nodes} nodes, but {best}: {saved}",
-            style="yellow",
-        )
+        console.print(f"warning: {now}, but {best}: {saved}", style="yellow")
 
 
 def _print_ranks(plan: Plan, console: Console) -> None:

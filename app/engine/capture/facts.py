@@ -35,14 +35,13 @@ class GraphFacts:
     def of(cls, recorder: Recorder) -> GraphFacts:
         """Of everything recorded so far."""
         cut = covered(output for recording in recorder.recordings for output in recording.outputs)
-        rest = max(0, recorder.pool_bytes - cut)
         return cls(
-            len(recorder.recordings),
-            recorder.seconds,
-            recorder.object_bytes,
-            recorder.static.bytes,
-            cut,
-            rest,
+            count=len(recorder.recordings),
+            seconds=recorder.seconds,
+            objects=recorder.object_bytes,
+            static=recorder.static.bytes,
+            cut=cut,
+            pool=max(0, recorder.pool_bytes - cut),
         )
 
     def beside(self, count: int, parts: Mapping[str, int]) -> str:

@@ -170,5 +170,13 @@ class _Walk:
         for memory in live:
             kept.update(memory.kept)
         share = [memory.graph for memory in self.at_most_pool]
-        pool = sum(part.kept for part in share), sum(part.cut for part in share)
-        return Peak(dict(kept), waiting, buffers, working, action, len(live), *pool)
+        return Peak(
+            dict(kept),
+            waiting,
+            buffers,
+            working=working,
+            action=action,
+            in_flight=len(live),
+            pool_kept=sum(part.kept for part in share),
+            pool_cut=sum(part.cut for part in share),
+        )

@@ -75,11 +75,19 @@ def plan_memory(
     partial graphs[pp_rank].
     """
     planned = _Stages(run, layout)
-    ranks = enumerate(zip(stages.stages, actions, graphs, strict=True))
-    return tuple(
-        RankMemory(rank, tuple(_parts(run, layout, planned, *of_rank, rank)))
-        for rank, of_rank in ranks
-    )
+    memory = []
+    for rank, held in enumerate(stages.stages):
+        parts = _parts(
+            run,
+            layout,
+            planned,
+            stages=held,
+            actions=actions[rank],
+            graphs=graphs[rank],
+            rank=rank,
+        )
+        memory.append(RankMemory(rank, tuple(parts)))
+    return tuple(memory)
 
 
 @dataclass(frozen=True, slots=True)

@@ -62,12 +62,9 @@ def attention_core(tape: Tape, s: Sizes, qkv: Value, keep: bool) -> Value:
             v=v,
             reach=_Reach(s.tokens, s.run.train.seq_len, s.heads, kv_heads=s.kv_heads),
         )
-    by = (
-        _with_keys_gathered
-        if s.run.parallel.cp_comm_type is CpComm.all_gather
-        else _with_heads_traded
-    )
-    return by(tape, s, q, k, v)
+    gathers = s.run.parallel.cp_comm_type is CpComm.all_gather
+    by = _with_keys_gathered if gathers else _with_heads_traded
+    return by(tape, s, q, k=k, v=v)
 
 
 def _head_norm_sums(s: Sizes) -> int:
@@ -124,7 +121,7 @@ def _with_heads_traded(tape: Tape, s: Sizes, q: Value, k: Value, v: Value) -> Va
 
 def _attend(tape: Tape, s: Sizes, q: Value, k: Value, v: Value, reach: _Reach) -> Value:
     attend = _matrix_attention if attends_by_matrices(s.run) else _softmax_attention
-    return attend(tape, s, q, k, v, reach)
+    return attend(tape, s, q, k=k, v=v, reach=reach)
 
 
 def _softmax_attention(tape: Tape, s: Sizes, q: Value, k: Value, v: Value, reach: _Reach) -> Value:

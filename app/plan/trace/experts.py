@@ -95,12 +95,9 @@ def _routed(tape: Tape, s: Sizes, moe: MoEConfig, h: Value, probs: Value, chosen
     sizes = of_rows, 8 * r.choices, r.choices if r.drops else 0, 4 * r.experts
     token_of_row, row_of, kept, ends = tape.op([], sizes, holds=[chosen], kernels=8)
     places = token_of_row, row_of, kept
-    through = (
-        _through_gathered_tokens
-        if moe.dispatcher is DispatcherKind.all_gather
-        else _through_exchange
-    )
-    return through(tape, s, moe, r, h, probs, places, ends)
+    gathers = moe.dispatcher is DispatcherKind.all_gather
+    through = _through_gathered_tokens if gathers else _through_exchange
+    return through(tape, s, moe, r=r, h=h, probs=probs, places=places, ends=ends)
 
 
 @dataclass(frozen=True, slots=True)

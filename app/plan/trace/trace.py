@@ -95,9 +95,24 @@ class Tape:
         before = len(self.storages)
         made = tuple(self.value(item) if isinstance(item, int) else item for item in makes)
         saved = tuple(made[item] if isinstance(item, int) else item for item in saves)
-        new = tuple(range(before, len(self.storages)))
-        kinds = self.phase, self.segment, tuple(reads), made, new, saved, tuple(holds)
-        self.ops.append(Op(*kinds, keeps, weight, added, later, carries, scratch, passes, kernels))
+        op = Op(
+            self.phase,
+            self.segment,
+            tuple(reads),
+            makes=made,
+            new=tuple(range(before, len(self.storages))),
+            saves=saved,
+            holds=tuple(holds),
+            keeps=keeps,
+            weight=weight,
+            added=added,
+            later=later,
+            carries=carries,
+            scratch=scratch,
+            passes=passes,
+            kernels=kernels,
+        )
+        self.ops.append(op)
         return made
 
     def split(self, of: Value, *sizes: int) -> tuple[Value, ...]:
