@@ -19,16 +19,12 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def jit(kernel: Callable[..., None]) -> Any:
-    """A kernel that `[grid](...)` launches; without Triton the function itself, which nobody
-    calls.
-    """
+    """A kernel that `[grid](...)` launches; the function itself where Triton is missing."""
     return kernel if triton is None else triton.jit(kernel)
 
 
 def usable(*tensors: Tensor) -> bool:
-    """Whether kernels can take these tensors: on a GPU, in at most 32 bits per value, and Triton
-    is there.
-    """
+    """Whether kernels take these tensors: Triton is there, and they lie on a GPU in `DTYPES`."""
     return triton is not None and all(
         tensor.is_cuda and tensor.dtype in DTYPES for tensor in tensors
     )

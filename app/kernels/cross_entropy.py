@@ -1,5 +1,4 @@
-"""Cross-entropy over logits: each is read once for the statistics, and once to become its gradient
-in place.
+"""Cross-entropy over logits, read once for the statistics and once to become their gradient.
 
 One program per row keeps a running maximum and a sum relative to it (arXiv 1805.02867), in fp32, in
 columns of their own that are put together at the end: every sum has a fixed order.
@@ -46,8 +45,7 @@ def statistics(logits_CV: Tensor, row_C: Tensor) -> Tensor:
 
 
 def into_gradient(logits_CV: Tensor, row_C: Tensor, lse_C: Tensor, weight_C: Tensor) -> None:
-    """Replace logits by (exp(logit - lse) - one at `row_C`) · weight, computed in fp32 and rounded
-    once, in their own memory.
+    """Replace logits by (exp(logit - lse) - one at `row_C`) · weight: fp32, rounded once, in place.
 
     `lse_C` and `weight_C` are fp32. A `row_C` outside [0, V) takes nothing off.
     """

@@ -1,5 +1,4 @@
-"""Gradients of the experts' weights, added to sums of more bits: a grouped product that is never
-stored on its own.
+"""Gradients of the experts' weights, added to wider sums by the grouped product that makes them.
 
 For GPUs that move whole tiles by themselves (`moves_tiles`); on others registers overflow.
 
@@ -21,8 +20,7 @@ OPTIONS = {"num_warps": 4, "num_stages": 6}
 def add_grouped_gradient(
     sums_EIO: Tensor, rows_TI: Tensor, grad_TO: Tensor, ends_E: Tensor
 ) -> None:
-    """sums[e] += rows[e]ᵀ · grad[e]: products and their sums are fp32, and rounded once, to the
-    type of the sums.
+    """sums[e] += rows[e]ᵀ · grad[e]: in fp32, rounded once, to the type of the sums.
 
     Expert e owns rows ends[e-1] to ends[e] (int32, read on the device). Sums of an expert without
     rows stay as they are, and rows from ends[-1] on do not count. Rows are bf16 or fp16; matrices

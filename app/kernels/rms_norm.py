@@ -1,5 +1,4 @@
-"""x / rms(x) · weight over the last dimension (Zhang & Sennrich 2019), in one pass in either
-direction.
+"""x / rms(x) · weight over the last dimension (Zhang & Sennrich 2019): one pass per direction.
 
 Shapes: R rows, W width, J programs of backward. A program of backward takes every J-th tile of
 rows, sums the weight's gradient over them in this order, and torch sums the J sums.

@@ -1,5 +1,4 @@
-"""Token rows to their experts and back: one program per token reads and writes each of its rows
-once.
+"""Token rows to their experts and back: one program per token, each row read and written once.
 
 Shapes: T tokens · K experts per token · R rows · D width. In kernels: BLOCK columns of a row,
 PLACES ≥ K, a power of two. Sums are fp32, in the order of k or in that of a fixed tree, so equal

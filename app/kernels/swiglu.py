@@ -1,5 +1,4 @@
-"""silu(gate) · up in one pass in either direction (Shazeer 2020): what lies between the two
-products of a feed-forward.
+"""silu(gate) · up (Shazeer 2020), between the products of a feed-forward: one pass per direction.
 
 Shapes: R rows, F hidden width of the feed-forward; the gate is the first half of a row of `both`.
 """

@@ -1,5 +1,4 @@
-"""The experts with the largest scores: K rounds of finding the best in registers, instead of a sort
-of every row.
+"""The experts with the largest scores: K rounds of finding the best in registers, without a sort.
 
 Shapes: T tokens · E experts · K experts per token. In kernels: B tokens of a program, E padded to a
 power of two.

@@ -87,9 +87,7 @@ class Attention(nn.Module):
 def attend_all(
     q_BSNH: Tensor, k_BSGH: Tensor, v_BSGH: Tensor, context: Context, peers: Peers
 ) -> Tensor:
-    """Attention to all tokens of the sequence, also those of other context-parallel ranks: B × S
-    × N × H.
-    """
+    """Attention to the whole sequence, over all context-parallel ranks: B × S × N × H."""
     if size(peers.cp) == 1:
         return attend(
             q_BSNH, k_BSGH, v_BSGH, mask_B1SK=context.mask_B1SK, repeatable=context.repeatable
@@ -148,8 +146,7 @@ def _with_heads_traded(
 def attend(
     q_BSNH: Tensor, k_BKGH: Tensor, v_BKGH: Tensor, mask_B1SK: Tensor | None, repeatable: bool
 ) -> Tensor:
-    """Softmax attention of N query heads over G key/value heads, under a mask or causal: B × S × N
-    × H.
+    """Softmax attention of N query over G key/value heads, masked or causal: B × S × N × H.
 
     Causal queries are the last S of the K tokens. On a GPU the fastest kernel (cuDNN's) adds the
     gradient of the queries with atomics, so that two equal runs drift apart, and torch offers no

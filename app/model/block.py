@@ -96,8 +96,7 @@ def run_layer(
 
 
 class Layer(nn.Module):
-    """Residual decoder layer: an attention phase, then the phases of its `body` (dense or mixture
-    of experts).
+    """Residual decoder layer: an attention phase, then the phases of its dense or MoE `body`.
 
     `phases` read and write the values x (B × s × D), context (Context) and whatever they declare.
     """

@@ -28,17 +28,14 @@ from app.model.tensor_parallel import lookup, widen
 
 @dataclass(frozen=True, slots=True)
 class ChunkOutput:
-    """What a forward of a chunk returns: hidden states, normed behind the last layer, and one
-    router report per MoE layer.
-    """
+    """Hidden states of a chunk, normed behind the last layer, and a router report per MoE layer."""
 
     x: Tensor
     routing: tuple[Any, ...]
 
 
 class Chunk(nn.Module):
-    """Layers `layers` (global layer index -> layer) of a model, with its embedding and head where
-    asked for.
+    """Layers `layers` (global layer index -> layer) of a model, with embedding and head if asked.
 
     `repeatable` keeps to attention kernels whose gradients repeat bit for bit; `chunk_tokens` is
     how many tokens have logits at once.
@@ -114,8 +111,7 @@ class Chunk(nn.Module):
         recompute: bool = False,
         runs: Sequence[RunPhases] | None = None,
     ) -> ChunkOutput:
-        """Tokens B × S (first stage) or hidden states B × s × D -> hidden states B × s × D, s = S /
-        tp.
+        """Tokens B × S (first stage) or hidden states B × s × D -> B × s × D, s = S / tp.
 
         recompute: only the input of each layer is kept, and backward runs the layer's forward again
         (Chen et al. 2016). `runs`: how each layer runs its phases, if not the usual way.
@@ -133,9 +129,7 @@ class Chunk(nn.Module):
         return ChunkOutput(x if self.norm is None else self.norm(x), tuple(routing))
 
     def loss(self, x_BsD: Tensor, labels_BS: Tensor, context: Context) -> Tensor:
-        """Cross-entropy of the last stage's output, nats, summed over the positions with a
-        label; a scalar.
-        """
+        """The last stage's cross-entropy, nats, summed over positions with a label; a scalar."""
         later = context.later
         if self.first and self.head is None and later is not None and not later.waits:
             # a table with two gradients: autograd adds them up, and says once that they have

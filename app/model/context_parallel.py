@@ -53,9 +53,7 @@ def gather_sequence(x_BsF: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def trade_for_heads(x_BsPF: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """This rank's tokens of all shares of the heads for all tokens of its own share: B × s × P ×
-    F -> B × S × F.
-    """
+    """Own tokens of all heads -> all tokens of own heads: B × s × P × F -> B × S × F."""
     return in_sequence(_AllToAll.apply(x_BsPF.movedim(2, 0), group))
 
 

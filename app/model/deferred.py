@@ -146,9 +146,7 @@ class WeightQueue:
 
 
 def linear(x: Tensor, weight_OI: nn.Parameter, later: Later | None) -> Tensor:
-    """x · weightᵀ over the last dimension; with `later`, backward leaves the weight's gradient
-    there.
-    """
+    """x · weightᵀ over the last dimension; `later` takes the weight's gradient in backward."""
     return F.linear(x, weight_OI) if later is None else _Linear.apply(x, weight_OI, later)
 
 

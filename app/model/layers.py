@@ -23,9 +23,7 @@ from app.model.tensor_parallel import narrow, widen
 
 
 class RMSNorm(nn.Module):
-    """x / rms(x) · weight over the last dimension (Zhang & Sennrich 2019); computed in fp32
-    inside.
-    """
+    """x / rms(x) · weight over the last dimension (Zhang & Sennrich 2019), computed in fp32."""
 
     def __init__(self, width: int, eps: float) -> None:
         super().__init__()
@@ -79,9 +77,7 @@ def layer_context(
 
 
 def document_mask(documents_BK: Tensor, places_S: Tensor) -> Tensor:
-    """Causal mask that also keeps every query, at its place in the sequence, within its
-    document; bool, B × 1 × S × K.
-    """
+    """Mask of B × 1 × S × K, bool: causal, and every query stays within its document."""
     keys_K = torch.arange(documents_BK.shape[1], device=documents_BK.device)
     same_BSK = documents_BK[:, places_S, None] == documents_BK[:, None, :]
     return (same_BSK & (keys_K <= places_S[:, None]))[:, None]
@@ -95,8 +91,7 @@ def rotate(x_BSNH: Tensor, context: Context) -> Tensor:
 
 
 class Mlp(nn.Module):
-    """SwiGLU feed-forward of a dense layer, or a shared expert: silu(x·gate) · (x·up) · down
-    (Shazeer 2020).
+    """SwiGLU of a dense layer or shared expert: silu(x·gate) · (x·up) · down (Shazeer 2020).
 
     The first half of `w_up` is the gate. With tensor parallelism both halves and `w_down` are cut
     along `ffn`.

@@ -37,8 +37,7 @@ def summed_loss(
     chunk_tokens: int | None = None,
     later: Later | None = None,
 ) -> Tensor:
-    """Cross-entropy of h · weightᵀ, nats, summed over the positions whose label is not negative; an
-    fp32 scalar.
+    """Cross-entropy of h · weightᵀ, nats, summed over labels that are not negative; an fp32 scalar.
 
     The same on every rank of `group`. With `chunk_tokens`, logits of so many tokens exist at once;
     otherwise all, which are kept for backward in the type of the weights. `later` takes the
@@ -76,9 +75,7 @@ def _merge(statistics_3T: Tensor, group: Group) -> tuple[Tensor, Tensor]:
 
 
 def _into_gradient(logits_CV: Tensor, row_C: Tensor, lse_C: Tensor, weight_C: Tensor) -> None:
-    """Replace logits by the gradient of Σ weight · loss, (softmax - one at the label) · weight,
-    in their own memory.
-    """
+    """Replace logits by (softmax - one at the label) · weight, the loss's gradient, in place."""
     if usable(logits_CV):
         return cross_entropy.into_gradient(logits_CV, row_C, lse_C, weight_C=weight_C)
     parts = (part.split(ROWS) for part in (logits_CV, row_C, lse_C, weight_C))

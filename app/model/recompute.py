@@ -1,5 +1,4 @@
-"""Values that backward computes again instead of having them kept (Chen et al. 2016), by the names
-of `Recompute`.
+"""Values that backward recomputes instead of keeping (Chen et al. 2016), by names of `Recompute`.
 
 Two ways. `whole` keeps of a function only its arguments, and backward runs it once more for its own
 gradients. `output` lets a function keep what it needs, but drops its result: what later operations
@@ -97,9 +96,7 @@ class Again:
     def dropped(
         self, part: Recompute, function: Callable[[Tensor], Tensor], argument: Tensor
     ) -> Tensor:
-        """function(argument), of which nothing but the argument is kept if `part` is recomputed:
-        both ways at once.
-        """
+        """function(argument), of which only the argument is kept if `part` is recomputed."""
         return self.output(part, lambda given: self.whole(part, function, given), argument)
 
     @contextmanager

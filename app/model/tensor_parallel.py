@@ -73,9 +73,7 @@ def gathered(x_BsD: Tensor, group: Group) -> Tensor:
 
 
 def scattered(x_BSD: Tensor, group: Group) -> Tensor:
-    """The sum over the ranks, of which each keeps its tokens, without a gradient: B × S × D -> B
-    × s × D.
-    """
+    """Sum over the ranks, each keeping its tokens, without a gradient: B × S × D -> B × s × D."""
     return x_BSD if group is None or group.size() == 1 else _start_scatter(x_BSD, group)()
 
 

@@ -14,8 +14,7 @@ from app.choices import DropPolicy
 
 
 def capacity(choices: int, num_experts: int, factor: float) -> int:
-    """Most tokens that one expert takes of a rank's `choices` = T·K in a microbatch: ceil(T·K / E ·
-    factor).
+    """Rows of a microbatch that one expert takes at most: ceil(T·K / E · factor), `choices` = T·K.
 
     Source: GShard (arXiv 2006.16668), with the rounding of Megatron-Core.
     """

@@ -1,5 +1,4 @@
-"""Transport of tokens to experts: on this rank, or among the ranks that have the experts of a layer
-between them.
+"""Transport of tokens to experts: on this rank, or among the ranks that have a layer's experts.
 
 Those ranks are a grid of ep × etp: ep shares of the experts, and etp parts of the hidden width of
 each. A rank's place in their group is ep_rank · etp + etp_rank.
@@ -60,9 +59,7 @@ class LocalDispatcher:
 
 @dataclass(frozen=True, slots=True)
 class Counted:
-    """What preprocessing learned on the device: the exchange but for the numbers that only the
-    host can act on.
-    """
+    """An exchange laid out on the device, before the host has read its split sizes."""
 
     permutation: Permutation  # this rank's rows by expert of the whole layer, hence by destination
     sizes_2P: Tensor  # rows to each rank, and from each
@@ -83,8 +80,7 @@ class Exchange:
 
 
 class AllToAllDispatcher:
-    """Rows travel by all_to_all: counts are gathered and copied to the host once, or known when
-    experts are filled up.
+    """Rows travel by all_to_all; the host reads gathered counts, unless padded to capacity.
 
     Preprocessing stays on the device, so a graph may hold it. The copy starts behind it and is
     waited for just before the exchange, while the device sorts the rows.
@@ -203,8 +199,7 @@ class Uncounted:
 
 
 class AllGatherDispatcher:
-    """Every rank of the group gets all tokens, which must be equally many on each, and takes those
-    of its experts.
+    """Every rank gets all tokens, equally many of each, and takes those of its experts.
 
     What its experts add to a token is summed in fp32, and a reduce-scatter in fp32 brings the sums
     home. Backward mirrors it. Moves N·D elements whatever K is, so it suits a few ranks with many
@@ -222,8 +217,7 @@ class AllGatherDispatcher:
     def preprocess(
         self, experts_TK: Tensor, drops: bool = False, capacity: int | None = None
     ) -> Permutation | Uncounted:
-        """Gather the choices; the permutation leads from the tokens of all ranks to the rows of
-        this rank's experts.
+        """Gather the choices; the permutation leads from all ranks' tokens to rows of own experts.
 
         What others' experts do is dropped here, so `drops` changes nothing.
         """
@@ -274,9 +268,7 @@ def group_by_expert(counts_PL: Tensor, rows: int) -> tuple[Tensor, Tensor]:
 
 
 def start_to_host(values: Tensor) -> Callable[[], list[Any]]:
-    """Start to copy a small tensor to the host; returns what waits for it, and for nothing that
-    is launched later.
-    """
+    """Start to copy a small tensor to the host; returns what waits for this copy alone."""
     if not values.is_cuda:
         return values.tolist
     copy = values.to("cpu", non_blocking=True, memory_format=torch.contiguous_format)
@@ -341,9 +333,7 @@ class _GatherRows(torch.autograd.Function):
 
 
 class _BringHome(torch.autograd.Function):
-    """`combine` for the tokens of all ranks, each of which ends up with the sums over all ranks
-    for its own.
-    """
+    """`combine` for the tokens of all ranks; each rank ends up with the sums of its own."""
 
     @staticmethod
     def forward(

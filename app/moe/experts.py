@@ -1,5 +1,4 @@
-"""The experts of a layer as two grouped matrix products: one launch for all experts, group sizes
-read on the device.
+"""The experts of a layer as two grouped products, whose group sizes are read on the device.
 
 Shapes: R rows grouped by expert · E experts · D width · F hidden width of an expert.
 """
@@ -22,8 +21,7 @@ def grouped_swiglu(
     later: Later | None = None,
     again: Again | None = None,
 ) -> Tensor:
-    """Row r of expert e becomes (silu(r·w1ₑ[:, :F]) · (r·w1ₑ[:, F:]))·w2ₑ: [R, D] (SwiGLU, arXiv
-    2002.05202).
+    """Row r of expert e: (silu(r·w1ₑ[:, :F]) · (r·w1ₑ[:, F:]))·w2ₑ, [R, D] (arXiv 2002.05202).
 
     Expert e owns rows ends[e-1] to ends[e] (int32, on the rows' device). Rows from ends[-1] on are
     uninitialised in the result and in the gradient. `again` may have backward compute the

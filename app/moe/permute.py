@@ -1,5 +1,4 @@
-"""Moving token rows to their experts and back: gathers and ordered sums only, so every result
-repeats bit for bit.
+"""Token rows to their experts and back, by gathers and ordered sums: results repeat bit for bit.
 
 Shapes: T tokens · K experts per token · R rows, one per (token, expert), the choices · D width · E
 experts. No atomics and no wait for the device in either direction: backward never scatters with
@@ -69,17 +68,14 @@ def sort_by_expert(
 
 
 def permute(x_TD: Tensor, permutation: Permutation) -> Tensor:
-    """Copies of the token rows, grouped by expert: [R, D]. A token's gradient is the sum over
-    its K rows, in fp32.
-    """
+    """Token rows grouped by expert: [R, D]. A token's gradient sums its K rows in fp32."""
     return _Permute.apply(
         x_TD, permutation.token_of_row_R, permutation.row_of_TK, permutation.kept_TK
     )
 
 
 def combine(rows_RD: Tensor, probs_TK: Tensor, permutation: Permutation) -> Tensor:
-    """out[t] = Σ_k probs[t, k] · rows[row_of[t, k]], added in fp32 in the order of k: [T, D] in the
-    rows' dtype.
+    """out[t] = Σ_k probs[t, k] · rows[row_of[t, k]], in fp32 in order of k: [T, D], rows' dtype.
 
     Dropped choices count as 0, and so does their gradient, whatever the rows hold.
     """
@@ -89,9 +85,7 @@ def combine(rows_RD: Tensor, probs_TK: Tensor, permutation: Permutation) -> Tens
 
 
 def reorder(rows_RD: Tensor, index_R: Tensor, inverse_R: Tensor) -> Tensor:
-    """rows[index] for a bijection of the rows: [R, D]; `inverse_R` undoes it: index[inverse[r]]
-    == r.
-    """
+    """rows[index] for a bijection of the rows, which `inverse_R` undoes: [R, D]."""
     return _Reorder.apply(rows_RD, index_R, inverse_R)
 
 
@@ -102,8 +96,7 @@ def sum_rows(
     kept_TK: Tensor | None,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """Σ_k weights[t, k] · rows[row_of[t, k]] (weight 1 for None): one fp32 accumulator [T, D]
-    instead of [T, K, D].
+    """Σ_k weights[t, k] · rows[row_of[t, k]], weight 1 for None: one fp32 accumulator, [T, D].
 
     Without a gradient; fp64 for fp64 rows. Choices that `kept_TK` leaves out count as 0. In
     `dtype`, or that of the sums.
@@ -223,9 +216,7 @@ def _dot(a_TD: Tensor, b_TD: Tensor) -> Tensor:
 
 
 def _pick(rows_RD: Tensor, row_of_TK: Tensor, kept_TK: Tensor | None, k: int) -> Tensor:
-    """The rows of the tokens' k-th experts, zero where there is none: [T, D], in memory of its
-    own.
-    """
+    """The rows of the tokens' k-th experts, zero where there is none: [T, D], new memory."""
     if kept_TK is None:
         return rows_RD.index_select(0, row_of_TK[:, k])
     if not len(rows_RD):

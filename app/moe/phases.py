@@ -72,8 +72,7 @@ class RoutingReport:
 
 
 class Router(nn.Module):
-    """Scores tokens in fp32 and chooses `top_k` experts each, with the losses that keep experts in
-    use.
+    """Scores tokens in fp32 and chooses `top_k` experts each; its losses keep experts in use.
 
     The ranks of `peers.microbatch` have parts of the same sequences. The load that a balancing loss
     looks at is the sum over all of them, the scores are a rank's own: what the ranks report adds up
@@ -137,9 +136,7 @@ class Router(nn.Module):
         return probs_TK, experts_TK, self._report(logits_TE, experts_TK, len(x_BsD))
 
     def _jittered(self, x_TD: Tensor) -> Tensor:
-        """In training, times noise of the device's default generator (Switch Transformer, arXiv
-        2101.03961).
-        """
+        """In training, times noise of the device's generator (Switch, arXiv 2101.03961)."""
         eps = self.moe.jitter_eps
         return (
             x_TD * torch.empty_like(x_TD).uniform_(1 - eps, 1 + eps)
@@ -197,9 +194,7 @@ class Router(nn.Module):
 
     @torch.no_grad()
     def _mean_load(self, counts_E: Tensor) -> Tensor:
-        """Tokens per expert of a mean microbatch, over those of all data-parallel ranks in this
-        step so far.
-        """
+        """Tokens per expert of the step's mean microbatch so far, over data-parallel ranks."""
         self.load_E += _summed(counts_E, self.peers.stage)
         self.microbatches += size(self.peers.stage) // size(self.peers.microbatch)
         return self.load_E / self.microbatches
@@ -212,8 +207,7 @@ def _summed(counts: Tensor, group: dist.ProcessGroup | None) -> Tensor:
 
 
 class Experts(nn.Module):
-    """This rank's experts, stacked: weights `[expert, in, out]`, gate and up side by side in
-    `w_up`.
+    """This rank's experts: stacked weights `[expert, in, out]`, gate and up side by side in `w_up`.
 
     `ffn` is this rank's part of their hidden width; the sum over the parts' outputs is the experts'
     output.

@@ -1,5 +1,4 @@
-"""A mixture-of-experts layer written the slow, obvious way: the yardstick of the tests, in any
-dtype, for autograd to derive.
+"""A mixture-of-experts layer written the slow, obvious way, in any dtype: the tests' yardstick.
 
 Shapes: T tokens · E experts · D width · F hidden width of an expert.
 """
@@ -21,9 +20,7 @@ def route_token(
     topk_groups: int | None = None,
     scale: float = 1.0,
 ) -> Tensor:
-    """Probabilities of one token, zero for the experts not chosen: [E]. Arguments as in
-    `app.moe.router.route`.
-    """
+    """Probabilities of one token, [E], zero for experts not chosen. As `app.moe.router.route`."""
     if score == "sigmoid":
         scores_E = logits_E.sigmoid()
         ranked = (scores_E if bias_E is None else scores_E + bias_E).tolist()

@@ -1,5 +1,4 @@
-"""Which experts each token goes to and with what weight, and the losses and bias that keep the
-experts evenly used.
+"""Which experts each token goes to and with what weight; losses and bias that even their load.
 
 Shapes: T tokens · E experts · K experts per token (top_k) · G groups of X = E/G experts. Scores,
 probabilities and losses are computed in fp32 (fp64 for fp64 logits). Nothing here waits for the
@@ -58,8 +57,7 @@ def choose(
     scale: float | None = None,
     forced_TK: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The top_k experts of each token, ascending, and their probabilities: [T, K] fp32 and [T, K]
-    int64.
+    """Probabilities [T, K] fp32 and ids [T, K] int64 of each token's top_k experts, ids ascending.
 
     softmax: over the chosen logits, or with `pre_softmax` over all logits before choosing, not
     normalised again. sigmoid: of each logit, normalised over the chosen ones when top_k > 1.
@@ -97,9 +95,7 @@ def in_turn(like_TE: Tensor, top_k: int, first: int = 0) -> Tensor:
 
 
 def aux_scores(logits_TE: Tensor, score: Score | str) -> Tensor:
-    """Scores of the balancing loss: softmax over all experts, or sigmoids divided by their sum:
-    [T, E] fp32.
-    """
+    """Scores of the balancing loss, [T, E] fp32: softmax, or sigmoids over their sum."""
     score = _known(score)
     scores_TE = _plain_scores(logits_TE, score)
     return (
@@ -110,8 +106,7 @@ def aux_scores(logits_TE: Tensor, score: Score | str) -> Tensor:
 
 
 def aux_routing(logits_TE: Tensor, top_k: int, score: Score | str) -> tuple[Tensor, Tensor]:
-    """What the balancing loss looks at: `aux_scores` [T, E], and the top_k experts by them alone
-    [T, E] (bool).
+    """For the balancing loss: `aux_scores` [T, E] and their top_k experts [T, E] (bool).
 
     The map knows neither bias nor groups nor drops.
     """
@@ -127,8 +122,7 @@ def aux_loss(
     coeff: float,
     num_tokens: int | Tensor,
 ) -> Tensor:
-    """Load-balancing loss of one microbatch, coeff · E · Σ_e f_e · P_e: scalar, `coeff` when the
-    load is even.
+    """Load-balancing loss of a microbatch, coeff · E · Σ_e f_e · P_e; `coeff` at an even load.
 
     f_e is the share of the num_tokens · top_k assignments that expert e received (`map_TE.sum(0)`
     of `aux_routing`), and P_e its mean score over the tokens. `num_tokens` is at least 1; a device
@@ -159,8 +153,7 @@ def sequence_aux_loss(
 
 
 def z_loss(logits_TE: Tensor, coeff: float, num_tokens: int | None = None) -> Tensor:
-    """coeff · mean over tokens of logsumexp(logits)², which keeps logits small (ST-MoE, arXiv
-    2202.08906): scalar.
+    """coeff · mean over tokens of logsumexp(logits)² (ST-MoE, arXiv 2202.08906): scalar.
 
     `num_tokens` counts all tokens where these are a part of them: then the losses of the parts add
     up.
@@ -170,8 +163,7 @@ def z_loss(logits_TE: Tensor, coeff: float, num_tokens: int | None = None) -> Te
 
 
 def update_bias(bias_E: Tensor, counts_E: Tensor, rate: float) -> Tensor:
-    """The selection bias after a step: `rate` up for experts with fewer tokens than the mean, down
-    for those with more.
+    """The selection bias after a step: `rate` up where tokens are below the mean, down where above.
 
     `counts_E` holds the step's tokens per expert over all ranks that share the bias. Compares E ·
     count with the sum, so integer counts are exact. Source: arXiv 2408.15664.

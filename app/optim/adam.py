@@ -90,9 +90,7 @@ class AdamShard:
         grad_divisor: Tensor,
         skip: Tensor,
     ) -> None:
-        """One AdamW step with gradients divided by `grad_divisor`; nothing changes where `skip`
-        is 1 (fp32 scalars).
-        """
+        """One AdamW step on grad / `grad_divisor`; none where `skip` is 1 (fp32 scalars)."""
         for decays in (True, False):
             pieces = [piece for piece in self.pieces if piece.spec.decay == decays]
             if not pieces:

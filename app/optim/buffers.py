@@ -1,5 +1,4 @@
-"""Parameters and gradients of a chunk in contiguous buffers, cut into equal shards for data
-parallelism.
+"""A chunk's parameters and gradients in contiguous buffers, cut into equal shards over ranks.
 
 The layout is a value of `app.plan.shards`: parameters in reverse order of use (the order in which
 their gradients arrive), in buckets that are padded so that every rank owns an equal shard of each.

@@ -110,9 +110,7 @@ def sum_over(group: dist.ProcessGroup, grads: Sequence[Tensor]) -> None:
 
 
 def in_use_order(specs: Sequence[ParamSpec], shards: Sequence[AdamShard]) -> list[AdamShard]:
-    """The shards of a chunk, dense and expert, as its forward first reads a parameter of their
-    buckets.
-    """
+    """A chunk's shards, dense and expert, in the order in which forward first reads them."""
     place = {spec.name: number for number, spec in enumerate(specs)}
     return sorted(
         shards,
@@ -194,9 +192,7 @@ class DistributedOptimizer:
         row.arrived(bucket)
 
     def expect_grads(self, chunk: int, last: bool) -> None:
-        """A backward of a chunk follows; `last`: it is the last one of the step, and leaves
-        nothing for later.
-        """
+        """A backward of a chunk follows; `last`: no gradient of the step comes after it."""
         for row in self.rows[chunk] if last else ():
             row.begin()
 
@@ -289,9 +285,7 @@ class DistributedOptimizer:
         return skip
 
     def gather_params(self, chunk: int) -> None:
-        """Make all parameters of a chunk whole on every rank; nothing to do when that has been
-        done.
-        """
+        """Make all parameters of a chunk whole on every rank, where they are not yet."""
         for shard in self.shards[chunk]:
             self._arrive(shard)
 

@@ -31,9 +31,7 @@ def lr_at(step: int, run: Run) -> float:
 
 
 def weight_decay_at(step: int, run: Run) -> float:
-    """Weight decay at `step`, which reaches its last value with the end of the learning rate's
-    decay.
-    """
+    """Weight decay at `step`; reaches its last value when the learning rate's decay ends."""
     config = run.optim
     start = run.optim.weight_decay
     end = start if config.weight_decay_end is None else config.weight_decay_end

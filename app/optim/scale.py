@@ -1,6 +1,4 @@
-"""The factor on the loss that keeps small gradients above the smallest number of a narrow type
-(Micikevicius et al. 2018).
-"""
+"""The factor on the loss that keeps small gradients out of underflow (Micikevicius et al. 2018)."""
 
 from __future__ import annotations
 
@@ -73,9 +71,7 @@ class LossScale:
         return {"scale": self.scale, "clean": self.clean, "tolerated": self.tolerated}
 
     def load(self, state: dict[str, Any]) -> None:
-        """Go on from a checkpoint within this run's bounds; a constant scale stays as
-        configured.
-        """
+        """Go on from a checkpoint within this run's bounds; a constant scale stays."""
         if self.config.loss_scale is not None:
             return
         self.clean = state["clean"]
