@@ -124,9 +124,7 @@ def build_engine(
 
 
 def build_recorder(run: Run, device: torch.device) -> Recorder | None:
-    """What records CUDA graphs, or on a CPU what behaves like it. Raises ConfigError for what
-    this device cannot capture.
-    """
+    """Recorder of CUDA graphs, or its CPU stand-in. ConfigError for what cannot be captured."""
     check_capturable(run, device)
     if run.cuda_graph.impl is GraphImpl.none:
         return None
@@ -189,9 +187,7 @@ def _dispatcher(moe: MoEConfig, peers: Peers) -> Dispatcher:
 
 
 def _materialise(chunk: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
-    """Give every parameter memory (uninitialised, in `dtype`) and every buffer zeros in its own
-    dtype.
-    """
+    """Give parameters memory (uninitialised, in `dtype`), and buffers zeros in their own dtype."""
     for module in chunk.modules():
         for name, param in module.named_parameters(recurse=False):
             setattr(
@@ -202,8 +198,7 @@ def _materialise(chunk: nn.Module, device: torch.device, dtype: torch.dtype) -> 
 
 
 def parameter_specs(chunk: Chunk, place: Place) -> Iterator[ParamSpec]:
-    """Every parameter of a chunk in the order of use (`chunk_parameters`), with its place in the
-    whole model.
+    """Every parameter of a chunk in order of use (`chunk_parameters`), with its block of the whole.
 
     Of tied tables on two stages the first stage's counts, of what all tensor-parallel ranks hold
     the first one's.
@@ -230,9 +225,7 @@ def parameter_specs(chunk: Chunk, place: Place) -> Iterator[ParamSpec]:
 
 
 def build_partial_graphs(engine: Engine) -> PartialGraphs | None:
-    """The captured parts of this rank's layers, which nothing has recorded yet; None where there
-    are none.
-    """
+    """The captured parts of this rank's layers, not yet recorded; None where there are none."""
     run = engine.plan.run
     graphs = engine.plan.graphs[engine.groups.pp_rank]
     if graphs is None or engine.recorder is None:

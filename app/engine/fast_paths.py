@@ -1,6 +1,4 @@
-"""What is captured, what a run on a GPU does not do the fastest way, and what that costs: said
-when it starts.
-"""
+"""What is captured, and which fast paths a run on a GPU does not take, why, and at what cost."""
 
 from __future__ import annotations
 

@@ -26,8 +26,7 @@ SECONDS = 4.0  # that a sample may take
 
 
 def sample_text(engine: Engine, tokenizer: Tokenizer, prompt: list[int], aloud: bool) -> str | None:
-    """Text that continues a prompt, within seconds; None where the run asks for none. All ranks
-    call it.
+    """Text that continues a prompt; None where the run asks for none. All ranks call it.
 
     `aloud`: this rank says how far it has come, where that takes long.
     """
@@ -62,8 +61,7 @@ def sample_tokens(
     seed: int,
     seconds: float = math.inf,
 ) -> Iterator[int]:
-    """Tokens that continue `prompt`, drawn at a fixed temperature from the last `window` tokens'
-    prediction.
+    """Tokens that continue `prompt`, drawn at a fixed temperature given the last `window` tokens.
 
     There are `count` of them, or fewer where that would take longer than some `seconds`: each costs
     a forward. Only the first `vocab` ids are drawn: a padded embedding has more rows than the

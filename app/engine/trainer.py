@@ -1,6 +1,4 @@
-"""The training loop of one rank: batches -> forward and backward -> update -> report, with
-validations and checkpoints.
-"""
+"""The training loop of one rank: batches, passes, update, report; validations and checkpoints."""
 
 from __future__ import annotations
 
@@ -60,9 +58,7 @@ from app.version import VERSION, Version
 
 
 class Trainer:
-    """Owns what changes during a run: progress, data cursor and, through the engine, parameters
-    and moments.
-    """
+    """Owns what changes in a run: progress, data cursor; through the engine weights and moments."""
 
     def __init__(
         self, engine: Engine, data: Data, start: Start, times: StartTimes | None = None
@@ -211,9 +207,7 @@ class Trainer:
             sink.note(f"step {self.progress.step}/{self.run.train.steps}  {self.times}")
 
     def _tell_graphs(self, sinks: Sequence[Sink]) -> None:
-        """After the step that has captured them: what graphs are, beside what this rank's were
-        planned to be.
-        """
+        """After the step that has captured them: this rank's graphs beside what was planned."""
         engine = self.engine
         recorder = self.engine.recorder
         if (
@@ -281,9 +275,7 @@ class Trainer:
         return step == self.run.train.steps or bool(interval and step % interval == 0)
 
     def _owes_validation(self) -> bool:
-        """Whether a validation is due now: before the first step, or where the last process
-        stopped instead of validating.
-        """
+        """Whether validation is due: at the start, or where the last process left it out."""
         step = self.progress.step
         if not step or not self._validates_now():
             return not step
@@ -340,9 +332,7 @@ class Trainer:
         return not bad
 
     def _roll_back(self, sinks: Sequence[Sink]) -> None:
-        """Load the newest checkpoint; the data go on where they are. Raises Diverged where there
-        is none.
-        """
+        """Load the newest checkpoint; the data cursor stays. Raises Diverged without one."""
         bad = self.progress.step
         self.saver.wait()
         found = rank_zero_says(self.engine.groups, self._newest)

@@ -1,5 +1,4 @@
-"""From the product of `wqkv` to contiguous queries, keys and values: split, optional norms, rotary
-positions, in one pass.
+"""`wqkv`'s product -> contiguous queries, keys, values: split, norms, rotary positions in one pass.
 
 A program takes some tokens and some key/value heads with their query heads, and holds the two
 halves of one head at a time.

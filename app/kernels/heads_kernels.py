@@ -158,9 +158,7 @@ def _one_backward(
     H: tl.constexpr,
     NORMS: tl.constexpr,
 ) -> tuple[tl.tensor, ...]:
-    """The gradient of a query or a key into that of `qkv`; returns the sums for the weight's
-    gradient, C × h each.
-    """
+    """The gradient of a query or key into that of `qkv`; returns sums for the weight's: C × h."""
     left, right = _load(grad, exists, H)
     left, right = _turned(left, right, cos, sin=-sin)
     if NORMS:

@@ -60,9 +60,7 @@ class Attention(nn.Module):
         return attend_all(q_BSNH, k_BSGH, v_BSGH, context=context, peers=self.peers).flatten(2)
 
     def _heads(self, qkv: Tensor, context: Context) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries B × S × N × H, keys and values B × S × G × H: normed if the model asks for it,
-        with rotary positions.
-        """
+        """q B × S × N × H, k and v B × S × G × H, with q/k norms if any and rotary positions."""
         if usable(qkv):
             return split_and_rotate(
                 qkv,

@@ -39,9 +39,7 @@ class PhaseName(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """One element of a layer: `run` takes the values named in `inputs` and returns one per name
-    in `outputs`.
-    """
+    """One element of a layer: `run` takes values named in `inputs` and returns `outputs`."""
 
     name: PhaseName
     run: Callable[..., tuple[Any, ...]]

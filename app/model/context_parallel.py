@@ -23,9 +23,7 @@ from app.compat import all_gather, all_to_all, reduce_scatter
 
 
 def own_tokens(seq_len: int, ranks: int, rank: int, device: torch.device | None = None) -> Tensor:
-    """Places in the sequence of the tokens of one rank, int64 [seq_len / ranks]; `seq_len`
-    divides by 2 · ranks.
-    """
+    """Places of a rank's tokens in the sequence, int64 [seq_len / ranks]; 2 · ranks divides it."""
     places = torch.arange(seq_len, device=device)
     if ranks == 1:
         return places

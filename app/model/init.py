@@ -29,8 +29,7 @@ def _std(leaf: str, model: ModelConfig) -> float:
 
 @torch.no_grad()
 def init_weights(named: Iterable[tuple[str, Tensor, Block]], model: ModelConfig, seed: int) -> None:
-    """Fill materialised parameters in place; each entry is (global name, tensor, the block of the
-    global one that it is).
+    """Fill materialised parameters in place; entries are (global name, tensor, block of the whole).
 
     | parameter | distribution |
     |---|---|

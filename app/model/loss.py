@@ -1,5 +1,4 @@
-"""Cross-entropy of the next token straight from hidden states, with the vocabulary cut over
-tensor-parallel ranks.
+"""Cross-entropy straight from hidden states, the vocabulary cut over tensor-parallel ranks.
 
 No rank ever has all logits of a token, and with `chunk_tokens` none has those of all its tokens:
 backward computes them again, a chunk at a time (after arXiv 2411.09009). Statistics are fp32. Ranks

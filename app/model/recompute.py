@@ -82,9 +82,7 @@ class Again:
     def output(
         self, part: Recompute, function: Callable[..., Tensor], *arguments: Tensor
     ) -> Tensor:
-        """function(*arguments), which later operations do not keep if `part` is recomputed. Not
-        for views of arguments.
-        """
+        """function(*arguments), not a view; discarded after forward if `part` is recomputed."""
         out = function(*arguments)
         if part in self.phases and not self._inside and torch.is_grad_enabled():
             storage = out.untyped_storage()

@@ -29,9 +29,7 @@ Group = dist.ProcessGroup | None
 
 
 def widen(x_BsI: Tensor, weight_OI: nn.Parameter, group: Group, later: Later | None) -> Tensor:
-    """x · weightᵀ for the tokens of all ranks: B × s × I -> B × S × O; `weight_OI` holds this
-    rank's rows.
-    """
+    """x · weightᵀ for all ranks' tokens: B × s × I -> B × S × O; `weight_OI`: this rank's rows."""
     if size(group) == 1:
         return linear(x_BsI, weight_OI, later)
     return _Widen.apply(x_BsI, weight_OI, group, later)

@@ -255,9 +255,7 @@ class AllGatherDispatcher:
 
 
 def group_by_expert(counts_PL: Tensor, rows: int) -> tuple[Tensor, Tensor]:
-    """Order that turns rows sorted by (source, expert) into rows sorted by (expert, source), and
-    its inverse.
-    """
+    """Order from rows by (source, expert) to rows by (expert, source), and its inverse."""
     ranks, local = counts_PL.shape
     expert_PL = torch.arange(local, device=counts_PL.device).repeat(ranks)
     expert_R = expert_PL.repeat_interleave(counts_PL.flatten(), output_size=rows)

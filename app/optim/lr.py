@@ -83,9 +83,7 @@ def weight_decay(step: int, *, start: float, end: float, ramp_steps: float, ramp
 
 
 def _wsd_share(step: float, steps: float, shape: WsdDecay) -> float:
-    """Share of (peak - low) left `step` steps into a last part of `steps` (warm-up, stable,
-    decay: Hu et al. 2024).
-    """
+    """Share of (peak - low) left `step` steps into WSD's decay of `steps` (Hu et al. 2024)."""
     if step <= 0:
         return 1.0
     done = step / steps

@@ -9,9 +9,7 @@ from typing import ClassVar, Literal, NamedTuple
 
 @dataclass(frozen=True, slots=True)
 class OnMicrobatch:
-    """Work on one microbatch in one chunk of this rank; prints as letter, microbatch, dot,
-    chunk.
-    """
+    """Work on one microbatch in one chunk of this rank; prints as letter, microbatch.chunk."""
 
     letter: ClassVar[str]
     mb: int  # microbatch within the step, from 0
@@ -49,18 +47,14 @@ class BackwardInput(Compute):
 
 
 class BackwardWeight(Compute):
-    """The rest of a split backward, gradients of weights; any time after its BackwardInput:
-    W3.0.
-    """
+    """Weight gradients, the rest of a split backward; any time after its BackwardInput: W3.0."""
 
     __slots__ = ()
     letter: ClassVar[str] = "W"
 
 
 class Free(OnMicrobatch):
-    """Give back the memory of a forward's output, which has been sent; from here on only its
-    grad_fn is needed: D3.0.
-    """
+    """Give back the memory of a forward's sent output; only its grad_fn is still needed: D3.0."""
 
     __slots__ = ()
     letter: ClassVar[str] = "D"
@@ -97,8 +91,7 @@ Flow = Literal["F", "B"]
 
 # lists hold and look up tens of thousands: a tuple takes half the time of a dataclass
 class Op(NamedTuple):
-    """One tensor that this rank sends or receives; prints as F3.0>1 (to rank 1) or F3.0<0 (from
-    rank 0).
+    """A tensor that this rank sends or receives; prints as F3.0>1 (to rank 1) or F3.0<0 (from 0).
 
     `mb` and `chunk` name this rank's forward (flow F) or backward (flow B): the one that made what
     is sent, or the one that needs what is received. A BackwardInput counts as backward.
@@ -116,9 +109,7 @@ class Op(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class OnOps:
-    """Work on tensors that move between pipeline ranks; prints as letter and operations in
-    brackets.
-    """
+    """Work on tensors that move between pipeline ranks; prints as letter and [operations]."""
 
     letter: ClassVar[str]
     ops: tuple[Op, ...]
@@ -160,9 +151,7 @@ ON_OPS = {kind.letter: kind for kind in (Exchange, Wait)}
 
 
 def parse_action(text: str) -> Action:
-    """The action that prints as `text`: parse_action("F3.0") == Forward(3, 0). ValueError for
-    anything else.
-    """
+    """The action that prints as `text`: parse_action("F3.0") == Forward(3, 0); else ValueError."""
     letter = text[:1]
     rest = text[1:]
     if letter in ON_MICROBATCH and (numbers := re.fullmatch(r"(\d+)\.(\d+)", rest)):

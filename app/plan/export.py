@@ -1,6 +1,4 @@
-"""A plan as plain values, for tables, plan.json and scripts: sizes in bytes, times in seconds,
-pipeline ranks in order.
-"""
+"""A plan as plain values, for tables, plan.json and scripts: bytes, seconds, ranks in order."""
 
 from __future__ import annotations
 
@@ -64,9 +62,7 @@ def assumed_peak(run: Run) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """Speed of a step as the timeline has it: no better than hardware.efficiency, on which it
-    rests.
-    """
+    """Speed of a step by the timeline: no better than hardware.efficiency, which it assumes."""
 
     seconds: float  # of a step
     tokens_per_second_per_gpu: float

@@ -84,9 +84,7 @@ def compact(actions: Iterable[OnMicrobatch]) -> Iterator[str]:
 
 
 def cut(words: Iterable[str], width: int, end: str) -> str:
-    """The words on one line of at most `width` columns, the last of them replaced by `end` where
-    there are too many.
-    """
+    """Words on a line of at most `width` columns; `end` replaces the last of too many."""
     line = whole = ""
     for word in words:
         whole = f"{whole} {word}" if whole else word

@@ -1,5 +1,4 @@
-"""Which CUDA graphs and static buffers each forward and backward uses, and the proof that none
-overwrites another's.
+"""Which CUDA graphs and static buffers each action uses, and the proof that none is overwritten.
 
 One graph is captured per layer, per kind of compute, and per *set*: a set serves one microbatch of
 a chunk at a time. A *slot* is the static inputs that one microbatch in a chunk owns from its
@@ -76,9 +75,7 @@ class GraphPlan:
 
     @property
     def num_static_inputs(self) -> int:
-        """Static inputs of layers: a slot has one for each place that has one in any chunk that
-        it serves.
-        """
+        """Static inputs of layers: a slot has one per place that needs one in its chunks."""
         places: dict[int, frozenset[int]] = {}
         for (_, chunk), slot in self.slots.items():
             places[slot] = places.get(slot, frozenset()) | self.own_inputs[chunk]
@@ -89,9 +86,7 @@ class GraphPlan:
         return self.sets[mb, chunk]
 
     def slot_of(self, mb: int, chunk: int) -> int:
-        """The slot that the microbatch owns while it is in flight in the chunk; no two in flight
-        share one.
-        """
+        """The slot that a microbatch alone owns while it is in flight in the chunk."""
         return self.slots[mb, chunk]
 
     def pool_of(self, mb: int, chunk: int) -> int:
@@ -159,9 +154,7 @@ def plan_graphs(
 
 
 def _assign(computes: Sequence[Compute], chunks: Collection[int]) -> dict[Place, int]:
-    """Slots for the microbatches of `chunks`: the one that has been free for longest, or else a
-    new one.
-    """
+    """Slots for the microbatches of `chunks`: the one free for longest, or else a new one."""
     last = {(action.mb, action.chunk): position for position, action in enumerate(computes)}
     free: deque[int] = deque()
     slots: dict[Place, int] = {}

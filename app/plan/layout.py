@@ -27,8 +27,7 @@ EXPERT_AXIS = {"tp": "etp", "ep": "ep", "dp": "edp", "pp": "pp"}
 
 
 def axis_groups(sizes: Sequence[int], chosen: Collection[int]) -> list[list[int]]:
-    """Split range(prod(sizes)) into groups that differ only in the coordinates of the `chosen`
-    axes.
+    """Split range(prod(sizes)) into groups that differ only in coordinates of the `chosen` axes.
 
     `sizes` lists the axes from the fastest-varying one and `chosen` are positions in it. Groups are
     ordered by the other coordinates and ranks within a group by the chosen ones, both with the
@@ -49,8 +48,7 @@ def _corners(sizes: Sequence[int], axes: Sequence[int]) -> list[int]:
 
 
 def nested_groups(group: Sequence[int], sizes: Sequence[int]) -> list[list[list[int]]]:
-    """The levels of one group cut into a hierarchy: result[level] lists the subgroups of that
-    level.
+    """The levels of one group cut into a hierarchy: result[level] lists that level's subgroups.
 
     Level 0 holds neighbours, `sizes[0]` at a time; level l joins ranks Π sizes[:l] apart. [2, 4] of
     8 ranks are four pairs of neighbours and two groups of every second rank (hierarchical context
@@ -116,9 +114,7 @@ class ParallelLayout:
         return {names[axis]: values[axis] for axis in ordered if axis in names}
 
     def coords(self, rank: int, expert: bool = False) -> dict[str, int]:
-        """Index of `rank` along each axis of the dense or the expert grid; ValueError outside
-        the world.
-        """
+        """Index of `rank` on each axis of the dense or expert grid; ValueError: no such rank."""
         if not 0 <= rank < self.world_size:
             raise ValueError(f"rank {rank} is outside the world of {self.world_size} ranks")
         found = {}
@@ -143,9 +139,7 @@ class ParallelLayout:
         return axis_groups(list(sizes.values()), {list(sizes).index(axis) for axis in axes})
 
     def embedding_groups(self) -> list[list[int]]:
-        """First and last rank of each pipeline: those that hold the two copies of tied
-        embeddings.
-        """
+        """First and last rank of each pipeline: those with the two copies of tied embeddings."""
         return [
             [pipeline[0], pipeline[-1]] if len(pipeline) > 1 else pipeline
             for pipeline in self.groups("pp")

@@ -1,5 +1,4 @@
-"""Everything about a run that is known before anything runs: one value, which the plan command
-shows and training uses.
+"""Everything known about a run before it starts: one value for the plan command and training.
 
 Each part is computed when it is first asked for. Where something differs between pipeline ranks it
 is a sequence with one entry per pipeline rank; ranks that differ along other axes are alike.
@@ -68,9 +67,7 @@ class Plan:
 
     @cached_property
     def actions(self) -> list[list[Action]]:
-        """Everything that each pipeline rank does in a training step, proved to run without
-        waiting forever.
-        """
+        """Everything that each pipeline rank does in a training step, proved not to deadlock."""
         return self._lowered(self.schedule)
 
     def validation_actions(self, num_microbatches: int) -> list[list[Action]]:
@@ -130,9 +127,7 @@ class Plan:
 
     @cached_property
     def timeline(self) -> Timeline:
-        """The compute of a step in estimated seconds, with what exposed traffic and sends
-        between stages add.
-        """
+        """Estimated seconds of a step's compute, with exposed traffic and sends between stages."""
         return simulate(self.schedule, self._times(), self.stages.pipeline.v_shape)
 
     @property

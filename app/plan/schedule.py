@@ -75,18 +75,14 @@ def build_schedule(
 
 
 def v_shaped(name: str) -> bool:
-    """Whether the schedule's chunks lie in a V; whatever takes its lists then has to be told so
-    by v_shape=True.
-    """
+    """Whether the schedule's chunks lie in a V; users of its lists are told by v_shape=True."""
     return name == "zero_bubble_v"
 
 
 def check_schedule(
     name: str, pp: int, num_microbatches: int, num_chunks: int = 1, group_size: int | None = None
 ) -> None:
-    """Raise ValueError, with the numbers and the nearest that works, for what build_schedule
-    refuses.
-    """
+    """Raise ValueError, with numbers and the nearest that works, where build_schedule refuses."""
     _check_choice(name, pp, num_microbatches, num_chunks=num_chunks, group_size=group_size)
     if name == "interleaved":
         _check_groups(pp, num_microbatches, pp if group_size is None else group_size)
@@ -184,9 +180,7 @@ def warmup_count(
 
 
 def chunk_order(num_microbatches: int, num_chunks: int, group: int) -> list[tuple[int, int]]:
-    """(mb, chunk) in the order of forwards: each group of microbatches passes chunk 0, 1, …
-    before the next starts.
-    """
+    """(mb, chunk) in order of forwards: each group of microbatches passes chunk 0, 1, … in turn."""
     starts = range(0, num_microbatches, group)
     groups = [range(start, min(start + group, num_microbatches)) for start in starts]
     return [(mb, chunk) for mbs in groups for chunk in range(num_chunks) for mb in mbs]
@@ -203,8 +197,7 @@ def _weave(forwards: Sequence[Compute], backwards: Sequence[Compute], warmup: in
 
 
 def _zero_bubble_h1(pp: int, rank: int, num_microbatches: int) -> list[Compute]:
-    """ZB-H1 (Qi et al. 2023): 1F1B's forwards and input gradients, each weight gradient `rank`
-    microbatches late.
+    """ZB-H1 (Qi et al. 2023): 1F1B, each weight gradient `rank` microbatches late.
 
     Waiting weight gradients and microbatches in flight add up to pp on every rank, 1F1B's peak on
     its first rank. The bubble shrinks from (pp − 1)(F + I + W) to (pp − 1)(F + I − W), in times of
@@ -266,8 +259,7 @@ def signed_order(actions: Iterable[object]) -> list[int]:
 
 
 def peak_in_flight(actions: Iterable[object]) -> int:
-    """Most microbatches, counted once per chunk, that have been forwarded and still wait for their
-    backward.
+    """Most microbatches in flight, counted per chunk: forwarded, and waiting for their backward.
 
     A split backward is over with its BackwardWeight. Without backwards nothing is kept: then it is
     1, the one that runs.
@@ -284,8 +276,7 @@ def peak_in_flight(actions: Iterable[object]) -> int:
 
 
 def full_recompute(actions: Iterable[object], partial: int) -> dict[tuple[int, int], bool]:
-    """(mb, chunk) of each forward, in order -> whether it recomputes all of its layers (True) or
-    only some.
+    """(mb, chunk) of forwards, in order -> whether it recomputes all of its layers (True) or some.
 
     Of every window of as many forwards as are in flight at the peak, the first `partial` recompute
     only some layers: they use the memory that full recompute leaves over ("partial activation
@@ -298,9 +289,7 @@ def full_recompute(actions: Iterable[object], partial: int) -> dict[tuple[int, i
 
 
 def last_backwards(actions: Sequence[object]) -> frozenset[int]:
-    """Positions of each chunk's last backward, after which its gradients are whole; none where
-    backwards are split.
-    """
+    """Positions of each chunk's last backward, which completes its gradients; none if split."""
     if any(isinstance(action, BackwardWeight) for action in actions):
         return frozenset()
     return frozenset(

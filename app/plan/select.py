@@ -15,9 +15,7 @@ from app.plan.stages import StagePlan, plan_stages
 
 
 def select_layout(run: Run) -> ParallelLayout:
-    """The ranks' grids for dense layers and experts. Raises ConfigError where the degrees do not
-    fit together.
-    """
+    """The ranks' grids for dense layers and experts. Raises ConfigError for degrees that clash."""
     p = run.parallel
     return ParallelLayout(run.world_size, p.tp, p.cp, pp=p.pp, ep=p.ep, etp=p.etp, order=p.order)
 
@@ -53,9 +51,7 @@ def select_schedule(run: Run, stages: StagePlan) -> ScheduleName:
 def select_graphs(
     run: Run, stages: StagePlan, actions: Sequence[Sequence[Action]]
 ) -> tuple[GraphPlan | None, ...]:
-    """The partial CUDA graphs of each pipeline rank, which runs actions[pp_rank]; None where
-    there are none.
-    """
+    """The partial CUDA graphs of each pipeline rank, by its actions; None where there are none."""
     if run.cuda_graph.impl not in (GraphImpl.local, GraphImpl.transformer_engine):
         return (None,) * stages.pp
     layers = [[captured_layers(run, stage.layers) for stage in chunks] for chunks in stages.stages]

@@ -1,5 +1,4 @@
-"""Where each parameter lies in a contiguous buffer, and which part of it each data-parallel rank
-owns.
+"""Where each parameter lies in a contiguous buffer, and which data-parallel rank owns which part.
 
 Parameters are laid out in reverse registration order, roughly the order in which backward finishes
 their gradients, so that the first bucket fills first. A bucket is a contiguous part of the buffer
@@ -19,9 +18,7 @@ Bounds = tuple[int, int]  # [start, end)
 
 
 class Range(NamedTuple):
-    """The part of one parameter that one rank owns, as [start, end) in elements; the three
-    ranges are equally long.
-    """
+    """The part of a parameter that a rank owns: three ranges [start, end) of equal length."""
 
     bucket: int  # index of the bucket that holds the parameter
     world: Bounds  # in the whole buffer
@@ -59,9 +56,7 @@ class BufferLayout:
         return start + rank * size, start + (rank + 1) * size
 
     def ranges(self, rank: int) -> list[list[Range]]:
-        """What `rank` owns of each parameter, in registration order: no or one range, a shard
-        being contiguous.
-        """
+        """What `rank` owns of each parameter, in registration order: at most one range."""
         shards = [self.shard(bucket, rank) for bucket in range(len(self.buckets))]
         return [
             _overlap(place, bucket, shards[bucket])
@@ -136,9 +131,7 @@ def shard_map(
     param_align: int = 1,
     shard_align: int = 1,
 ) -> list[list[Range]]:
-    """What `rank` owns of each parameter, in registration order; arguments and errors as for
-    `buffer_layout`.
-    """
+    """What `rank` owns of each parameter, in registration order; otherwise as `buffer_layout`."""
     return buffer_layout(
         numels, world, bucket_numel=bucket_numel, param_align=param_align, shard_align=shard_align
     ).ranges(rank)

@@ -115,8 +115,7 @@ def plan_stages(
 
 
 def parse_layout(layout: str | Sequence[Sequence[str]]) -> list[str]:
-    """The stages of a layout as strings of letters: parse_layout("Et*3|(tt|)*2L") == ["Ettt", "tt",
-    "tt", "L"].
+    """Stages of a layout, as letters: parse_layout("Et*3|(tt|)*2L") == ["Ettt", "tt", "tt", "L"].
 
     E is the embedding, t a decoder layer, m a multi-token prediction layer, L the head with its
     loss; | ends a stage; x*n repeats a letter and (...)*n a part, which may hold |; commas are for
@@ -151,9 +150,7 @@ def _letter(name: str) -> str:
 def _even_sizes(
     num_layers: int, pp: int, vpp: int, count_embedding: bool, count_head: bool
 ) -> list[int]:
-    """Decoder layers of each stage, in stage order, where embedding and head may count as
-    layers.
-    """
+    """Decoder layers of each stage, in order; embedding and head may count as layers."""
     num_stages = pp * vpp
     extra = count_embedding + count_head
     if (num_layers + extra) % num_stages:

@@ -54,9 +54,7 @@ def degree_sizes(plan: Plan) -> dict[str, int]:
 
 
 def memory_line(plan: Plan, gpu_memory: int) -> str:
-    """What the busiest rank is expected to need of a GPU with `gpu_memory` bytes, with the
-    largest parts.
-    """
+    """What the busiest rank needs of a GPU with `gpu_memory` bytes, with the largest parts."""
     busiest = plan.busiest
     largest = sorted(busiest.parts, key=lambda part: -part.bytes)[:SHOWN_PARTS]
     parts = ", ".join(f"{part.name} {part.bytes / GIB:.1f}" for part in largest)

@@ -45,9 +45,7 @@ class GraphFacts:
         )
 
     def beside(self, count: int, parts: Mapping[str, int]) -> str:
-        """One line: what was captured, and in brackets what was planned: `count` graphs, and
-        bytes by names of `PLANNED`.
-        """
+        """One line: what was captured (and planned: `count` graphs, bytes by `PLANNED` names)."""
         sizes = (
             f"{name} {getattr(self, name) / MIB:.2f} ({parts.get(part, 0) / MIB:.2f})"
             for name, part in PLANNED.items()

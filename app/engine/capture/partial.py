@@ -1,6 +1,4 @@
-"""Graphs of parts of layers: which part of each layer is one, and the sets, slots and static
-inputs of a plan in memory.
-"""
+"""Graphs of parts of layers: the part of each layer, and a plan's sets, slots and static inputs."""
 
 from __future__ import annotations
 
@@ -81,17 +79,13 @@ class PartialGraphs:
         ]
 
     def copies_sent(self, chunk: int) -> bool:
-        """Whether what a chunk sends, in either direction, must be copied out of the memory of
-        graphs first.
-        """
+        """Whether what a chunk sends, either way, must first be copied out of graphs' memory."""
         cuts = self.cuts[chunk]
         at_border = bool(cuts) and (_starts(cuts[0]) or _ends(cuts[-1], self.layers[chunk][-1]))
         return self.plan.copy_sent and at_border
 
     def _static_context(self, slot: int, context: Context) -> Context:
-        """The microbatch's context in its slot's memory, with nothing in it that lives outside
-        of a recording.
-        """
+        """The microbatch's context in its slot's memory, which recordings can read."""
         names = ("cos_BS1H", "sin_BS1H", "mask_B1SK")
         known = {name: value for name in names if (value := getattr(context, name)) is not None}
         placed = {

@@ -1,6 +1,4 @@
-"""One captured part of one layer, for one set of graphs: a forward, its backward, and the memory
-that both read and write.
-"""
+"""One captured part of one layer, for one set of graphs: forward, backward and their memory."""
 
 from __future__ import annotations
 
@@ -19,8 +17,7 @@ from app.optim.distributed import Arrival, DistributedOptimizer
 
 
 class Piece:
-    """A differentiable function of hidden states, recorded when it is first called and replayed
-    from then on.
+    """A differentiable function of hidden states, recorded at its first call and then replayed.
 
     `function` takes hidden states and returns the values that leave the part, by name. What it is
     called with is copied to static memory, unless that is chained, the output of a piece before it:

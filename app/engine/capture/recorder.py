@@ -76,9 +76,7 @@ class CudaRecording:
 
 @dataclass(slots=True)
 class CudaRecorder:
-    """Records on the current stream, which must not be the default one, and on those that join
-    it.
-    """
+    """Records on the current stream, never the default one, and on those that join it."""
 
     pools: dict[int, tuple[int, int]] = field(default_factory=dict)  # our number -> torch's handle
     recordings: list[CudaRecording] = field(default_factory=list)
@@ -87,9 +85,7 @@ class CudaRecorder:
     object_bytes: int = 0
 
     def record(self, work: Work, pool: int) -> tuple[Recording, Sequence[Tensor]]:
-        """Capture the work and launch it once. Raises what the work raises, with the capture
-        ended.
-        """
+        """Capture and launch the work once. Raises what it raises, after ending the capture."""
         since = time.perf_counter()
         if pool not in self.pools:
             self.pools[pool] = torch.cuda.graph_pool_handle()

@@ -71,9 +71,7 @@ class Pool:
 
 @dataclass(slots=True)
 class Kept:
-    """Where autograd keeps what it needs of one piece of work: the n-th tensor in the n-th
-    block.
-    """
+    """Where autograd keeps what it needs of one piece of work: n-th tensor in the n-th block."""
 
     pool: Pool
     blocks: list[Block | None] = field(default_factory=list)

@@ -1,6 +1,4 @@
-"""One recording of a whole step: every forward, backward, exchange and reduction of all
-microbatches.
-"""
+"""One recording of a whole step: forwards, backwards, exchanges, reductions of all microbatches."""
 
 from __future__ import annotations
 

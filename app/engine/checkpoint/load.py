@@ -54,8 +54,7 @@ def bias_name(router: str) -> str:
 def load_checkpoint(
     path: Path, manifest: dict[str, Any], engine: Engine
 ) -> tuple[Progress, dict[str, Any]]:
-    """Fill this rank's parameters, moments, router biases, loss scale and random state; all ranks
-    call it together.
+    """Fill parameters, moments, router biases, loss scale, random state; all ranks call it.
 
     `manifest` is what `read_manifest` returned. The ranks share the work of checking the files, and
     each then reads its own parts. Returns the progress and this rank's data cursor. Raises
@@ -118,9 +117,7 @@ def _fill(piece: Piece, entry: dict[str, Any], opened: _Opened) -> int:
 
 
 def _own_file(groups: Groups, dp_ranks: list[int]) -> int:
-    """The rank whose random state and position in the data this rank takes: at the same layout
-    its own.
-    """
+    """The rank whose random state and data position this one takes: itself at the same layout."""
     if len(dp_ranks) == groups.layout.world_size and dp_ranks[groups.rank] == groups.dp_rank:
         return groups.rank
     return dp_ranks.index(groups.dp_rank) if groups.dp_rank in dp_ranks else 0

@@ -257,9 +257,7 @@ def _finish(
 
 
 def _contents(written: list[Written]) -> dict[str, Any]:
-    """Where everything is: files by name; parts by parameter, each with the rank that has it;
-    routers likewise.
-    """
+    """Where all is: files by name, parts by parameter with the rank that has each, and routers."""
     parts: dict[str, Any] = {}
     routers: dict[str, int] = {}
     for rank, each in enumerate(written):
@@ -325,8 +323,6 @@ def outdated(checkpoints: list[Path], keep: CheckpointConfig) -> Iterable[Path]:
 
 
 def _hide(path: Path) -> None:
-    """Take a checkpoint away in one operation, so that one that is half removed is never taken
-    for a complete one.
-    """
+    """Take a checkpoint away in one operation: half of it is never taken for a complete one."""
     _clear(hidden(path))
     path.rename(hidden(path))

@@ -25,8 +25,7 @@ from app.plan.formatting import byte_count
 
 
 class Saver:
-    """Saves a run's checkpoints in their order, beside training where `checkpoint.asynchronous` is
-    on.
+    """Saves a run's checkpoints in order, beside training with `checkpoint.asynchronous`.
 
     One at most is under way: the next waits for it. `failed` is called, by the thread that writes,
     when one could not be saved; `wait` then raises on every rank what a save that blocks would have
@@ -64,9 +63,7 @@ class Saver:
         return group
 
     def save(self, folder: Path, progress: Progress, cursor: dict[str, Any]) -> Path:
-        """Save the state as it is now, and return where it will be; all ranks call it together.
-        Raises what `wait` does.
-        """
+        """Save the state as it is now; returns where. All ranks call it. Raises as `wait`."""
         since = time.perf_counter()
         self.wait()
         state = current_state(self.engine, self.run, progress, cursor=cursor, origin=self._origin)
@@ -86,9 +83,7 @@ class Saver:
         return folder / name
 
     def wait(self) -> None:
-        """Until nothing is under way. Raises ConfigError, the same on every rank, when it could
-        not be saved.
-        """
+        """Until nothing is under way. ConfigError, the same on all ranks, where saving failed."""
         if self._thread is not None:
             self.engine.watch.rest("waiting for the checkpoint before")
             self._thread.join()
@@ -109,9 +104,7 @@ class Saver:
         return ""
 
     def blocked(self) -> float | None:
-        """Seconds for which the save since the last call has held up training; None: there was
-        none.
-        """
+        """Seconds for which saving has held up training since the last call; None: no save."""
         seconds = self._blocked
         self._blocked = None
         return seconds

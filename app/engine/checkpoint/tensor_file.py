@@ -1,5 +1,4 @@
-"""Writing named tensors to one file, in the safetensors format
-(https://github.com/huggingface/safetensors#format).
+"""Named tensors to one file in safetensors (https://github.com/huggingface/safetensors#format).
 
     8 bytes   length of the header, little-endian
     header    JSON: name -> {dtype, shape, data_offsets: [begin, end) behind the header};
@@ -41,9 +40,7 @@ class Writable(Protocol):
 def write_tensors(
     file: Writable, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]
 ) -> None:
-    """Write tensors of any device; the largest element type first, so that all of them are
-    aligned when mapped.
-    """
+    """Write tensors of any device, the largest element type first: all are aligned when mapped."""
     ordered = sorted(tensors.items(), key=lambda item: -item[1].element_size())
     header: dict[str, Any] = {METADATA: dict(metadata)}
     end = 0

@@ -1,5 +1,4 @@
-"""From the data's microbatches to what the executor runs on: tensors on the device and the weight
-of each loss.
+"""From the data's microbatches to the executor's: tensors on the device, a weight for each loss.
 
 Shapes: B sequences, S tokens per sequence, M microbatches.
 """

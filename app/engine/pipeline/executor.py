@@ -1,5 +1,4 @@
-"""Runs one step's list of actions on this rank: the only place where forwards, backwards and
-exchanges happen.
+"""Runs one step's list of actions on this rank: all forwards, backwards and exchanges happen here.
 
 What differs between schedules is the list, never this file.
 """
@@ -38,17 +37,13 @@ class Parameters(Protocol):
     """What the executor asks of the optimizer."""
 
     def start_gather(self, chunk: int) -> None:
-        """Make a chunk's parameters whole before their first use, or see to it that each of them
-        will be.
-        """
+        """Make a chunk's parameters whole, or have the first use of each wait for it."""
 
     def add_grad(self, param: nn.Parameter, gradient: Gradient) -> None:
         """Add to the gradient sum of a parameter."""
 
     def expect_grads(self, chunk: int, last: bool) -> None:
-        """A backward of a chunk follows; whether it is the last one of the step, and leaves no
-        gradients for later.
-        """
+        """A backward of a chunk follows; `last`: no gradient of the step comes after it."""
 
     def reduce_grads(self, chunk: int) -> None:
         """Sum a chunk's gradients over the data-parallel ranks after their last microbatch."""
@@ -65,9 +60,7 @@ def execute(
     watch: Watch,
     step: StepInput,
 ) -> StepTotals:
-    """Run `actions` over the microbatches of `step`; a list without backwards runs without
-    autograd.
-    """
+    """Run `actions` over the microbatches of `step`; without backwards, without autograd."""
     training = any(isinstance(action, Backward | BackwardInput) for action in actions)
     last = last_backwards(actions)
     flight = Flight(

@@ -52,9 +52,7 @@ class StepTotals:
     dropped: Tensor | int = 0  # choices of experts beyond their capacity
 
     def add(self, chunk: int, routing: Sequence[RoutingReport], weight: float) -> None:
-        """Count one microbatch's routing in one chunk; `weight` is its share of the routers'
-        losses.
-        """
+        """Count a microbatch's routing in a chunk; `weight`: its share of the routers' losses."""
         for layer, report in enumerate(routing):
             self.aux_loss = self.aux_loss + report.aux_loss * weight
             self.z_loss = self.z_loss + report.z_loss * weight
@@ -122,16 +120,12 @@ class Flight:
             self.outputs[place] = self._to_send(chunk, output_BSD)
 
     def _to_send(self, chunk: int, value: Tensor) -> Tensor:
-        """Where the memory of graphs serves the next microbatch while a send still reads it, a
-        copy.
-        """
+        """`value`, or a copy where graphs would overwrite it while a send still reads it."""
         graphs = self.stages.graphs if self.training else None
         return value.clone() if graphs is not None and graphs.copies_sent(chunk) else value
 
     def backward(self, mb: int, chunk: int) -> None:
-        """From the gradient of a chunk's output, or its loss, to that of its input and of its
-        weights.
-        """
+        """From the gradient of a chunk's output, or its loss, to those of input and weights."""
         place = (mb, chunk)
         module = self.stages.chunks[chunk]
         roots = self.roots.pop(place)

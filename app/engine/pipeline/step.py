@@ -1,6 +1,4 @@
-"""One optimizer step of one rank, and one validation: everything between microbatches in and
-numbers out.
-"""
+"""One optimizer step of one rank, and one validation: microbatches in, numbers out."""
 
 from __future__ import annotations
 
@@ -87,9 +85,7 @@ class TrainingStep:
         weight_decay: float,
         following: Callable[[], Sequence[Batch]] | None = None,
     ) -> tuple[StepFacts, StepTotals]:
-        """Train on this rank's microbatches of one step; while the device computes, load those
-        that are `following`.
-        """
+        """Train on a step's microbatches; while the device computes, load the `following` ones."""
         optimizer = self.engine.optimizer
         loss_scale = self.engine.loss_scale
         scale = None if loss_scale is None else loss_scale.value
@@ -127,9 +123,7 @@ class TrainingStep:
         return StepFacts(norm_sq / used**2, *others, skip, used), totals
 
     def _balance(self, totals: StepTotals, skipped: Tensor) -> None:
-        """Move the routers' selection bias against the load of the whole step, where that is on;
-        not on a skipped one.
-        """
+        """Move the routers' bias against the step's load, if it is on; not on a skipped step."""
         moe = self.run.model.moe
         if moe is None or not moe.bias_update_rate:
             return

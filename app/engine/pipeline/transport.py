@@ -13,9 +13,7 @@ from app.plan.actions import Op
 
 @dataclass(slots=True)
 class Transport:
-    """This rank's way to its neighbours in the pipeline; what moves has one shape, known
-    beforehand.
-    """
+    """Sends and receives between pipeline ranks; all tensors have one shape, known beforehand."""
 
     group: dist.ProcessGroup
     ranks: Sequence[int]  # pipeline rank -> global rank
@@ -25,9 +23,7 @@ class Transport:
     moving: dict[Op, dist.Work] = field(default_factory=dict)
 
     def post(self, tensors: Mapping[Op, Tensor]) -> None:
-        """Start moving: each operation's tensor is sent, or filled with what arrives, until it
-        has been waited for.
-        """
+        """Start to send, or to fill, each operation's tensor, which is in use until `wait`."""
         kinds = {True: dist.isend, False: dist.irecv}
         p2p = [
             dist.P2POp(kinds[op.send], tensor, self.ranks[op.peer], self.group)

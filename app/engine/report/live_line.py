@@ -1,5 +1,4 @@
-"""The line of a terminal that shows how far a run has come: a bar and what is known, drawn in
-place.
+"""The line of a terminal that shows how far a run has come: a bar and what is known, redrawn.
 
 rich draws the bar. Its live display would also hide the cursor until the program says otherwise,
 which one that is killed does not, run a thread, and take over stdout.

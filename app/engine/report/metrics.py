@@ -28,9 +28,7 @@ GIB = 2**30
 
 @dataclass(frozen=True, slots=True)
 class StepReport:
-    """Everything said about one step; None where it does not apply or is not measured at this
-    step.
-    """
+    """Everything said about one step; None where it does not apply or is not measured now."""
 
     step: int  # optimizer steps so far
     loss: float  # nats per token over the step
@@ -156,9 +154,7 @@ class Meter:
         weight_decay: float,
         times: StepTimes,
     ) -> StepReport:
-        """The report of one step; at the log interval with memory and expert load, which all
-        ranks measure together.
-        """
+        """The report of a step; at the log interval all ranks measure memory and expert load."""
         world = self.engine.groups.layout.world_size
         seconds = times.seconds
         tflops = self.flops_per_step / seconds / world / 1e12
@@ -202,9 +198,7 @@ class Meter:
         }
 
     def _expert_load(self) -> dict[str, float]:
-        """Over the MoE layers of all pipeline ranks; every rank takes part, also one without
-        such layers.
-        """
+        """Over the MoE layers of all pipeline ranks; ranks without such layers take part too."""
         if self.run.model.moe is None:
             return {}
         counts = [self.counts[place] for place in sorted(self.counts)]

@@ -9,9 +9,7 @@ from app.engine.run.run_folder import read_metrics
 
 
 def plot_run(run_dir: Path, baselines: dict[str, float]) -> Path | None:
-    """Draw a run folder's metrics; `baselines` (name -> nats per token) are shown as lines. None
-    without any step.
-    """
+    """Draw a run's metrics; `baselines` (name -> nats per token) are lines. None without a step."""
     rows = read_metrics(run_dir)
     steps = [row for row in rows if "loss" in row]
     if not steps:

@@ -1,6 +1,4 @@
-"""What a person reads before and after training: the plan in a few lines, the sample, the result
-and where it lies.
-"""
+"""What a person reads before and after training: the plan, the sample, the result and its files."""
 
 from __future__ import annotations
 
@@ -74,9 +72,7 @@ def _continued(run: Run, start: Start, version: Version) -> Iterator[tuple[str, 
 def sum_up(
     run: Run, run_dir: Path, data: Data, report: ValidationReport | None, sample: str | None
 ) -> None:
-    """Draw loss.png; on the console the sample, the loss beside what counting n-grams reaches,
-    and the files.
-    """
+    """Draw loss.png; on the console the sample, the loss beside that of n-grams, the files."""
     with telling("counting n-grams and drawing loss.png", aloud=run.log.console), writing(run_dir):
         baselines = ngram_baselines(run, data)
         plot_run(run_dir, baselines)
@@ -96,8 +92,7 @@ def sum_up(
 
 
 def ngram_baselines(run: Run, data: Data) -> dict[str, float]:
-    """Loss of a bigram and a trigram model counted on the training split, on the tokens that
-    validation sees.
+    """Loss of bigram and trigram counted on the training split, on the tokens that are validated.
 
     Empty for streams and large vocabularies.
     """

@@ -1,6 +1,4 @@
-"""Saying what goes on while nothing else is said: what takes long is told, with how far it has
-come.
-"""
+"""Progress of what takes long while nothing else is printed."""
 
 from __future__ import annotations
 
@@ -20,8 +18,7 @@ EVERY_S = 10.0  # seconds between its lines
 def telling(
     what: str, progress: Callable[[], str] = lambda: "", *, aloud: bool = True
 ) -> Iterator[None]:
-    """Say on stdout, of a block that takes long, what it does and `progress()`, and when it is
-    over.
+    """Say on stdout, of a block that takes long, what it does, `progress()`, and its end.
 
     Nothing is said of a block that takes less than FIRST_S, or where it is not to be `aloud`.
     """

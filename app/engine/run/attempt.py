@@ -1,6 +1,4 @@
-"""Going on after a restart: the processes of one launch are started again, and find the run
-folder they had before.
-"""
+"""Going on after a restart: processes of one launch that start again find their run folder."""
 
 from __future__ import annotations
 

@@ -20,9 +20,7 @@ DIVERGED = os.EX_DATAERR
 
 
 class Diverged(Exception):
-    """Training has ended because its numbers are not finite; the text says where and what is
-    left.
-    """
+    """Training has ended on numbers that are not finite; the text says where and what is left."""
 
 
 def is_bad(report: StepReport, loss_scale: LossScale | None) -> bool:
@@ -45,9 +43,7 @@ class BadSteps:
     rollbacks: int = 0
 
     def rolls_back(self, report: StepReport, loss_scale: LossScale | None) -> bool:
-        """Take note of a step: whether the run goes back to a checkpoint now. Raises Diverged
-        when it ends.
-        """
+        """Note a step; True: go back to a checkpoint. Raises Diverged where the run ends."""
         if not is_bad(report, loss_scale):
             self.in_a_row = 0
             return False

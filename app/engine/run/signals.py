@@ -47,8 +47,7 @@ class StopRequest:
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """Take the stop signals for the length of the block; outside they end the process, as there
-        is nothing to save.
+        """Take stop signals for the length of the block; outside they end the process at once.
 
         Processes forked within the block would listen too, instead of ending when they are told to.
         """
@@ -77,9 +76,7 @@ class StopRequest:
             os._exit(exit_code(number))  # told again: at once
 
     def hand_on(self) -> None:
-        """Call whoever took the signal before us: submitit's handler puts its job back into the
-        queue.
-        """
+        """Call whoever took the signal before: submitit's handler puts its job into the queue."""
         if self.signal:
             hand_on(self.signal, self._before[self.signal])
 

@@ -1,6 +1,4 @@
-"""Everything that is settled before a run writes anything: device, data, and what it continues
-from.
-"""
+"""Everything that is settled before a run writes anything: device, data, where it goes on from."""
 
 from __future__ import annotations
 
@@ -42,9 +40,7 @@ def usable_gpus(run: Run) -> int:
 
 
 def choose_device(run: Run, local_rank: int) -> torch.device:
-    """The device of the n-th process of this host. Raises ConfigError for more processes than
-    GPUs.
-    """
+    """The device of this host's n-th process. Raises ConfigError for more processes than GPUs."""
     gpus = usable_gpus(run)
     if gpus and local_rank >= gpus:
         rule = f"process {local_rank} of a host with {gpus} GPUs"
@@ -149,8 +145,7 @@ def look_once(run: Run) -> Callable[[], Sources]:
 def load_all_data(
     run: Run, groups: Groups, local_rank: int, sources: Callable[[], Sources] | None = None
 ) -> Data:
-    """Tokenizer and both splits; the first process of each host prepares the cache that the others
-    then only map.
+    """Tokenizer and both splits; each host's first process prepares the cache that all map.
 
     Raises ConfigError, the same on every rank.
     """
@@ -199,9 +194,7 @@ def preflight(run: Run, earlier: Path | None) -> None:
 
 
 def check_data(run: Run, sources: Callable[[], Sources] | None = None) -> None:
-    """Read all that the run needs of its data, prepared where they are not yet. Raises
-    ConfigError.
-    """
+    """Read all data that the run needs, prepared where they are not. Raises ConfigError."""
     look = sources or look_once(run)
     tokenizer = check_tokenizer(run)
     prepared = prepare(run.data, tokenizer, look(), say=warn)

@@ -62,9 +62,7 @@ class ParameterCount:
 
 
 def parameter_count(model: ModelConfig) -> ParameterCount:
-    """Parameters of a model; no layer has biases, every layer has two RMSNorm weights and the
-    model a final one.
-    """
+    """Parameters of a model: no biases, two RMSNorm weights per layer and a final one."""
     table = model.vocab_size * model.hidden_size
     head = 0 if model.tie_embeddings else table
     norms = 2 * model.hidden_size + (2 * model.head_width if model.qk_norm else 0)
@@ -80,8 +78,7 @@ def parameter_count(model: ModelConfig) -> ParameterCount:
 
 
 def flops_per_token(model: ModelConfig, seq_len: int) -> float:
-    """Operations of forward and backward per token at sequences of seq_len tokens; backward is
-    twice the forward.
+    """Operations of forward and backward (twice forward) per token, at sequences of seq_len tokens.
 
     Recomputed forwards are not counted: this is the numerator of model FLOPs utilisation.
     """
@@ -90,8 +87,7 @@ def flops_per_token(model: ModelConfig, seq_len: int) -> float:
 
 
 def peak_tflops(device_name: str) -> float | None:
-    """Dense bf16 peak of a GPU in TFLOP/s by the name its driver reports; None when the name is not
-    known.
+    """Dense bf16 peak of a GPU in TFLOP/s by the name its driver reports; None: not known.
 
     The peak of a card limited in power or clocks is lower: measured ceilings beat these.
     """
@@ -122,9 +118,7 @@ def feed_forward_weights(model: ModelConfig, only_active: bool = False) -> list[
 
 
 def _feed_forward(model: ModelConfig, layer: int, only_active: bool) -> tuple[int, int, int, int]:
-    """Matrix elements of a layer's SwiGLU, or of its router, routed experts and shared expert
-    with its gate.
-    """
+    """Matrix elements of a layer's SwiGLU, or its router, routed and gated shared experts."""
     moe = model.moe
     if moe is None or not model.is_moe_layer(layer):
         return 3 * model.hidden_size * model.ffn_hidden_size, 0, 0, 0
@@ -141,9 +135,7 @@ def _feed_forward(model: ModelConfig, layer: int, only_active: bool) -> tuple[in
 
 @dataclass(frozen=True, slots=True)
 class LayerForward:
-    """Operations of one layer's forward per token, by what recomputation and parallelism tell
-    apart.
-    """
+    """Operations of a layer's forward per token, by what recompute and parallelism tell apart."""
 
     projections: int  # queries, keys, values and output
     scores: int  # scores and weighted values: products of activations, half masked
@@ -158,9 +150,7 @@ class LayerForward:
         return self.projections + self.scores + self.dense + self.router + self.routed + self.shared
 
     def again(self, choice: RecomputeConfig) -> int:
-        """What backward computes again. Norms and activations hold no matrix products, so they
-        count nothing.
-        """
+        """What backward computes again. Norms and activations have no products: not counted."""
         if choice.full:
             return self.total
         scores = self.scores if Recompute.attn_core in choice.phases else 0
@@ -170,9 +160,7 @@ class LayerForward:
 
 
 def layer_forward(model: ModelConfig, layer: int, seq_len: int, load: float = 1.0) -> LayerForward:
-    """Operations of decoder layer `layer` per token; `load` multiplies those of the routed
-    experts.
-    """
+    """Operations of decoder layer `layer` per token; `load` multiplies its routed experts'."""
     dense, router, routed, shared = (
         2 * weights for weights in _feed_forward(model, layer, only_active=True)
     )
@@ -258,8 +246,7 @@ def busiest_load(run: Run) -> float:
 
 
 def capacity_load(run: Run) -> float | None:
-    """Most rows that experts take of a rank's tokens, over those that the tokens ask for; None: no
-    bound.
+    """Most rows that experts take of a rank's tokens, over those asked for; None: no bound.
 
     The capacity of an expert is ceil(T·K/E · factor) of the T tokens of each rank (GShard, arXiv
     2006.16668), at most T.
@@ -289,9 +276,7 @@ class StageSeconds:
 
 
 def stage_seconds(run: Run, stage: Stage, layout: ParallelLayout) -> StageSeconds:
-    """Operations of the busiest rank of a stage over peak_tflops · efficiency of the run's
-    hardware.
-    """
+    """Operations of a stage's busiest rank over the hardware's peak_tflops · efficiency."""
     flops = stage_flops(run, stage, layout, load=busiest_load(run))
     rate = (run.hardware.peak_tflops or PLANNED_PEAK) * 1e12 * run.hardware.efficiency
     return StageSeconds(

@@ -26,8 +26,7 @@ class NodeSpan:
 def node_span(
     sizes: Mapping[str, int], axes: Collection[str], per_node: int, ends_only: bool = False
 ) -> NodeSpan:
-    """The groups of ranks that differ only along `axes` of a grid; `sizes` lists its axes from the
-    fastest-varying one.
+    """Groups of ranks that differ only along `axes`; `sizes` lists the grid, fastest axis first.
 
     ends_only: of each group only its first and last rank.
     """

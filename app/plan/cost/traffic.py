@@ -60,8 +60,7 @@ class OrderAdvice:
 
 
 def plan_traffic(run: Run, layout: ParallelLayout, stages: StagePlan) -> tuple[GroupTraffic, ...]:
-    """The traffic of a step by kind of group; kinds whose groups have one rank or nothing to send
-    are left out.
+    """The traffic of a step by kind of group; none of groups of one rank or with nothing to send.
 
     Bytes are those of the pipeline rank that sends most, and of the rank in its group that has
     fewest of the others in its node. dp stands for all ranks that share dense parameters, dp × cp,
@@ -119,8 +118,7 @@ def _seconds(hardware: HardwareConfig, inside: int, across: int) -> float:
 
 
 def order_advice(run: Run, layout: ParallelLayout) -> tuple[OrderAdvice, ...]:
-    """For each of tp and ep whose groups span fewer nodes in the order of axes with least exposed
-    traffic.
+    """For tp and ep, if groups span fewer nodes in the order of axes with least exposed traffic.
 
     That order is searched among all that a run may have; of equally good ones it is the one nearest
     to the present. Empty if no order saves time: the nearest of the best is then the present, or
@@ -180,9 +178,7 @@ def parts_side_by_side(layout: ParallelLayout, order: Sequence[str]) -> bool:
 
 
 def _grid(layout: ParallelLayout, order: Order, expert: bool) -> tuple[tuple[str, int], ...]:
-    """(axis, size) of the dense or the expert grid in another order, from the fastest-varying
-    axis.
-    """
+    """(axis, size) of the dense or the expert grid in another order, fastest-varying first."""
     names = EXPERT_AXIS if expert else DENSE_AXIS
     sizes = layout.sizes(expert)
     return tuple((names[axis], sizes[names[axis]]) for axis in order if axis in names)

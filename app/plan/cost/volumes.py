@@ -121,9 +121,7 @@ class _Step:
 
     @property
     def tokens(self) -> int:
-        """Tokens of all microbatches of a step whose hidden states one rank holds: sequences are
-        cut by cp and by tp.
-        """
+        """Tokens of a step whose hidden states one rank holds, being cut by cp and by tp."""
         train = self.run.train
         return (
             self.run.num_microbatches
@@ -164,9 +162,7 @@ class _Step:
         return "all-to-all of rows", Way.all_to_all
 
     def tensor(self, stage: Stage) -> int:
-        """Blocks cut over tensor-parallel ranks, and the gradients of what each of them holds
-        whole.
-        """
+        """Blocks cut over tensor-parallel ranks, and gradients of what each holds whole."""
         model = self.run.model
         others = self.layout.tp - 1
         experts = self._moe_layers(stage)
@@ -205,9 +201,7 @@ class _Step:
         )
 
     def experts(self, stage: Stage) -> int:
-        """Rows to experts on other ranks and back, or all tokens to all ranks and their sums
-        back.
-        """
+        """Rows to experts on other ranks and back, or all tokens to all ranks and sums back."""
         moe = self.run.model.moe
         ranks = self.layout.ep * self.layout.expert_tp
         layers = self._moe_layers(stage)
@@ -223,9 +217,7 @@ class _Step:
         return layers * ((1 + again) * forward + backward) * (ranks - 1)
 
     def pipeline(self) -> int:
-        """Hidden states to the next stage and their gradients to the one before, where these are
-        on other ranks.
-        """
+        """Hidden states to the next stage, gradients to the one before, if on other ranks."""
         return most_sends(self.stages.pipeline) * self.hidden
 
     def embedding(self) -> int:
@@ -280,9 +272,7 @@ def most_sends(pipeline: Pipeline) -> int:
 
 
 def whole_elements(model: ModelConfig, stage: Stage) -> int:
-    """Elements of a stage that every tensor-parallel rank holds whole but uses on its own tokens
-    or heads only.
-    """
+    """Elements of a stage that all tp ranks hold whole but use on own tokens or heads only."""
     norms = 2 * model.hidden_size + (2 * model.head_width if model.qk_norm else 0)
     router = model.hidden_size * (model.moe.num_experts + model.moe.shared_gate) if model.moe else 0
     last_norm = model.hidden_size * stage.head

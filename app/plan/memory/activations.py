@@ -36,9 +36,7 @@ CAPTURED = {
 
 @dataclass(frozen=True, slots=True)
 class GraphShare:
-    """What the partial graphs of one microbatch hold, besides inputs of captured parts; zero
-    without such graphs.
-    """
+    """What a microbatch's partial graphs hold besides inputs of captured parts; 0 without them."""
 
     kept: int  # by autograd, for their own backward alone
     cut: int  # made inside and read outside
@@ -184,8 +182,7 @@ def _link(written: Written, captured: Collection[str]) -> _Link:
 def _memory(
     s: Sizes, row: Sequence[_Link], carried: int, shared: Mapping[str, int]
 ) -> MicrobatchMemory:
-    """`carried`: gradient of a tied table, which waits from the head's backward for that of the
-    embedding.
+    """`carried`: gradient of a tied table, from the head's backward to that of the embedding.
 
     `shared`: what autograd keeps of the microbatch's context. Captured attention reads it in static
     memory; then it is gone after forward.

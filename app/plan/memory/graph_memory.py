@@ -1,5 +1,4 @@
-"""Memory of CUDA graphs: the graphs themselves, static inputs, what crosses the border of captured
-parts, and pools.
+"""Memory of CUDA graphs: their own, static inputs, what leaves captured parts, and pools.
 
 Graphs with a microbatch to themselves share one pool, and take over in it what dead microbatches
 leave: it is as large as the most that is alive at once. Graphs of a slot have a pool of their own,
@@ -49,9 +48,7 @@ def partial_graph_parts(
 
 
 def _static_inputs(plan: GraphPlan, shares: Sequence[GraphShare], border: int) -> Part:
-    """What is copied to a fixed place: for each slot inputs and context, and for all together
-    gradients of outputs.
-    """
+    """What is copied to a fixed place: per slot inputs and context, and shared output gradients."""
     inputs = plan.num_static_inputs
     context = max(share.context for share in shares)
     gradients = max(share.gradients for share in shares)

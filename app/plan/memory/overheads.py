@@ -1,5 +1,4 @@
-"""What the driver and libraries take of a GPU besides tensors; docs/memory.md says which figures
-are measured.
+"""What driver and libraries take of a GPU besides tensors; docs/memory.md says what is measured.
 
 `bench/memory.py` measures them.
 """

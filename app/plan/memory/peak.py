@@ -1,5 +1,4 @@
-"""When a pipeline rank holds most memory within a step, and what it holds then: a walk along its
-list of actions.
+"""When a pipeline rank holds most memory in a step, and what: a walk along its list of actions.
 
 A forward leaves what autograd keeps, and an output that stays until it is freed, or until its
 backward where nothing sends it. Memory of a receive is there from the exchange that starts it:
@@ -96,9 +95,7 @@ class _Walk:
             self._move(action, waits=kind is Wait)
 
     def _move(self, action: Any, waits: bool) -> None:
-        """A receive takes memory when it starts; a gradient's send gives it back when it is
-        over.
-        """
+        """A receive takes memory when it starts; a gradient's send frees it when it is over."""
         for op in action.ops:
             if waits and op.send and op.flow == "B":
                 self._drop("gradient", op.mb, op.chunk)

@@ -1,5 +1,4 @@
-"""Bytes that a GPU needs at its peak, by part, for each pipeline rank; docs/memory.md explains the
-model with an example.
+"""Bytes that a GPU needs at its peak, by part, for each pipeline rank; explained in docs/memory.md.
 
 Ranks that differ along other axes are alike, but for routed experts: `model.moe.planned_imbalance`
 says how much busier than the mean the rank is that is planned for. Only training is planned: a
@@ -109,8 +108,7 @@ def stage_state(run: Run, stage: Stage, layout: ParallelLayout) -> StageState:
 
 
 def bytes_per_parameter(precision: PrecisionConfig) -> tuple[int, int, int]:
-    """Bytes of a parameter, of its gradient, and of what its owner among d ranks holds besides: P+G
-    + O/d.
+    """Bytes of a parameter, its gradient, and what its owner among d ranks holds besides: P+G+O/d.
 
     Two moments in fp32, and an fp32 copy of the parameter where that has fewer bytes: 8+8/d for
     fp32 throughout, 6+12/d for bf16 with gradients in fp32, 4+12/d for bf16 throughout. Gradients
@@ -203,9 +201,7 @@ def _state_parts(run: Run, layout: ParallelLayout, states: Sequence[StageState])
 def _update_parts(
     run: Run, layout: ParallelLayout, states: Sequence[StageState], step: Sequence[Part]
 ) -> Iterator[Part]:
-    """What the update needs beyond what forward and backward have needed before it: its
-    gradients in fp32.
-    """
+    """What the update needs beyond what forward and backward needed: its gradients in fp32."""
     if BYTES[run.precision.grads] == 4:
         return
     dense, expert = (sum(getattr(state, name) for state in states) for name in ("dense", "expert"))
@@ -255,9 +251,7 @@ def _by_phase(peak: Peak) -> str:
 
 
 def batch_bytes(run: Run, layout: ParallelLayout) -> int:
-    """Tokens, labels, positions and, where they are kept apart, documents of whole sequences: 8
-    bytes each.
-    """
+    """Tokens, labels, positions and documents, where kept apart: whole sequences, 8 bytes each."""
     tokens = run.train.micro_batch * run.train.seq_len
     return 8 * (3 * tokens // layout.cp + (tokens if run.data.document_mask else 0))
 

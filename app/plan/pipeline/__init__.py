@@ -1,3 +1,1 @@
-"""What pipeline ranks do within a step: from lists of computing to all that they do, proved and
-timed.
-"""
+"""What pipeline ranks do within a step: compute lists to full action lists, proved and timed."""

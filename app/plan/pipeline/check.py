@@ -1,6 +1,4 @@
-"""The proof, before any process starts, that lowered lists run: no rank waits forever, nothing
-is used before it is there.
-"""
+"""The proof, before any process starts, that lowered lists run: no deadlock, no use too early."""
 
 from __future__ import annotations
 
@@ -33,8 +31,7 @@ from app.plan.pipeline.replay import (
 def check(
     lists: Sequence[Sequence[Action]], schedule: Sequence[Sequence[Compute]], v_shape: bool = False
 ) -> None:
-    """Replay the lists of all ranks, each exchange blocking until all its operations have met their
-    other sides.
+    """Replay all ranks' lists; an exchange blocks until all its operations have met their peers.
 
     What passes also runs if exchanges do not block, since then every action only starts earlier.
     v_shape: see Pipeline.

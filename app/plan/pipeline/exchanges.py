@@ -1,5 +1,4 @@
-"""Where tensors move between pipeline ranks: exchanges, put into the compute lists of all ranks at
-once.
+"""Where tensors move between pipeline ranks: exchanges added to the compute lists of all ranks.
 
 All ranks share one virtual clock. A tensor is moved in the moment in which it is made, on both
 sides, and on each side its exchange stands behind what has ended by then. So all lists are ordered
@@ -77,9 +76,7 @@ def tick_moments(lists: Sequence[Sequence[Compute]], pipeline: Pipeline) -> dict
 def _ready(
     rank: int, actions: Sequence[Compute], moments: Moments, pipeline: Pipeline
 ) -> list[Made]:
-    """What a rank makes in a tick: its next action if that can run, and a whole backward right
-    behind a forward.
-    """
+    """A rank's tick: its next action if that can run, and a whole backward behind a forward."""
     made: list[Made] = []
     for action in actions:
         paired = (
@@ -96,9 +93,7 @@ def _ready(
 
 
 def _exchanges(moments: Moments, pipeline: Pipeline) -> list[list[tuple[float, Exchange]]]:
-    """Per rank, in order of time: what it sends and receives in each moment; hidden states
-    first, then by microbatch.
-    """
+    """Per rank and moment what it sends and receives; hidden states first, then by microbatch."""
     ops: list[defaultdict[float, list[Op]]] = [defaultdict(list) for _ in range(pipeline.pp)]
     for made in sorted(moments, key=lambda made: (made[0] != "F", made)):
         for rank, op in pipeline.sides(made):

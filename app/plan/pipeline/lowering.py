@@ -26,8 +26,7 @@ from app.plan.pipeline.exchanges import add_exchanges, add_frees
 
 
 def add_reductions(actions: Sequence[Action], delay: int = 0) -> list[Action]:
-    """ReduceGrads of a chunk right after the action that completes its gradients over all
-    microbatches.
+    """ReduceGrads of a chunk right after the action that completes its gradients of the step.
 
     That is the chunk's last Backward, or its last BackwardWeight where backward is split, or the
     `delay`-th of them after it, whatever its chunk, at most the last one. An exchange that stands
@@ -73,9 +72,7 @@ def add_gathers(actions: Sequence[Action]) -> list[Action]:
 
 
 def lower(actions: Sequence[Action], delay: int = 0) -> list[Action]:
-    """One rank's actions with what it does besides compute and exchanges: freeing, reduction,
-    gathering.
-    """
+    """One rank's actions with what it does besides: freeing, reducing, gathering."""
     return add_gathers(add_reductions(add_frees(actions), delay))
 
 
@@ -85,8 +82,7 @@ def lower_all(
     align_reductions: bool = False,
     v_shape: bool = False,
 ) -> list[list[Action]]:
-    """Everything that every pipeline rank does in a step; schedule[rank] is what it computes (see
-    build_schedule).
+    """Everything that every pipeline rank does in a step; schedule[rank] is from build_schedule.
 
     overlap: exchanges run beside compute; otherwise each is waited for where it stands.
     align_reductions: pipeline rank r starts a chunk's reduction r backwards later, when rank 0,

@@ -1,5 +1,4 @@
-"""Running the lists of all ranks side by side without computing: what an action makes and needs,
-and taking turns.
+"""All ranks' lists side by side without computing: what actions make and need, taking turns.
 
 What an action makes is named by letter, microbatch and stage: ("F", mb, s) is what stage s puts
 out, ("B", mb, s) the gradient of what went into it, ("W", mb, s) the gradients of its weights where
@@ -63,9 +62,7 @@ class Pipeline:
         return letter, action.mb, self.stage(rank, action.chunk)
 
     def needs(self, rank: int, action: Compute) -> list[Made]:
-        """What must have been made before: by the stage before or after, and by earlier actions
-        on this stage.
-        """
+        """What must exist before: from the stages beside it, and earlier actions of its own."""
         mb = action.mb
         stage = self.stage(rank, action.chunk)
         match action:
@@ -76,9 +73,7 @@ class Pipeline:
         return [("F", mb, stage), *([("B", mb, stage + 1)] if stage < self.last else [])]
 
     def sides(self, made: Made) -> Iterator[tuple[int, Op]]:
-        """(rank, operation) of the sender and of the receiver; nothing for what stays on its
-        rank.
-        """
+        """(rank, operation) of sender and receiver; nothing for what stays on its rank."""
         letter, mb, source = made
         target = {"F": source + 1, "B": source - 1}.get(letter, -1)
         if not 0 <= target <= self.last:
@@ -126,9 +121,7 @@ def take_turns(lists: Sequence[Sequence[Item]], advance: Callable[[int, Item], b
 
 
 def expect_finished(lists: Sequence[Sequence[Action]], places: Sequence[int]) -> None:
-    """Raise ValueError, with the action at which each rank waits, unless every list was run to
-    its end.
-    """
+    """Raise ValueError, with the action where each rank waits, if a list has not run to its end."""
     stops = enumerate(zip(lists, places, strict=True))
     waiting = [
         f"rank {rank} at {excerpt(actions, place)}"

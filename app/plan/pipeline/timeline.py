@@ -1,6 +1,4 @@
-"""When each action of each rank starts and ends, for given times of forward, backward and
-sending.
-"""
+"""Start and end of each action of each rank, for given times of forward, backward and sending."""
 
 from __future__ import annotations
 
@@ -18,9 +16,7 @@ PerStage = float | tuple[float, ...]
 
 @dataclass(frozen=True, slots=True)
 class Times:
-    """How long one action on one microbatch and one stage takes, in any unit, the same one for
-    all.
-    """
+    """How long one action takes on one microbatch and stage, in any unit, the same for all."""
 
     forward: PerStage = 1.0
     backward: PerStage = 2.0  # both parts
@@ -109,9 +105,7 @@ def simulate(
 def compute_moments(
     lists: Sequence[Sequence[Action]], pipeline: Pipeline, times: Times
 ) -> dict[Made, float]:
-    """When everything is made if every rank runs its list as early as it can. ValueError as in
-    `simulate`.
-    """
+    """When everything is made if each rank runs as early as it can. ValueError as in `simulate`."""
     return _run(lists, pipeline, times).made
 
 
@@ -158,9 +152,7 @@ class _Run:
         self.ended: list[dict[Op, float]] = [{} for _ in lists]  # per rank
 
     def advance(self, rank: int, item: tuple[int, Action]) -> bool:
-        """Run the action at this position, or return False if what it waits for has not happened
-        yet.
-        """
+        """Run the action at this position; False if what it waits for has not happened yet."""
         place, action = item
         start = end = self.now[rank]
         match action:

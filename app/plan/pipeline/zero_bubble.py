@@ -1,5 +1,4 @@
-"""ZB-V: split backward over two chunks per rank that lie in a V, so that no rank idles while
-microbatches flow.
+"""ZB-V: split backward, two chunks per rank in a V: no rank idles while microbatches flow.
 
 A microbatch goes down the ranks through their chunks 0 and back up through their chunks 1, so rank
 0 holds its loss and starts its backward without a hop (Qi et al. 2023, "Zero Bubble Pipeline

@@ -1,5 +1,4 @@
-"""Which part of every global parameter a rank holds: what checkpoints, initial weights and tests
-agree on.
+"""Which part of a global parameter a rank holds: for checkpoints, initial weights and tests.
 
 A cut is one range of rows or columns, where need be in a global shape with one dimension more (see
 `app.plan.sharding.reshard`).

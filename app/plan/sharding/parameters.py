@@ -1,5 +1,4 @@
-"""What one rank holds of a stage: its parameters in the engine's order, and where they lie in
-buffers.
+"""What a rank holds of a stage: its parameters in the engine's order, and their places in buffers.
 
 Tensor parallelism cuts the rows of what widens (`wqkv`, `w_up`, embedding, head) and the columns of
 what narrows again (`wo`, `w_down`); norms, the router and the gate of the shared expert are whole
@@ -49,8 +48,7 @@ class ChunkBuffers:
 def chunk_parameters(
     model: ModelConfig, stage: Stage, layout: ParallelLayout
 ) -> tuple[Parameter, ...]:
-    """Parameters of a stage on each of its ranks, in the order of use: embedding, layers, last
-    norm, head.
+    """Parameters of a stage on each of its ranks, in order of use: embedding, layers, norm, head.
 
     Within a layer a module's own come before its children's. A tied table is used as the head on a
     last stage of its own.

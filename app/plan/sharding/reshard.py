@@ -24,8 +24,7 @@ from app.plan.shards import Bounds, BufferLayout, Range
 
 
 class Transfer(NamedTuple):
-    """A piece of one parameter on its way, as [start, end) in elements; the three ranges are
-    equally long.
+    """A piece of one parameter on its way: three ranges [start, end) of equally many elements.
 
     Places on a rank count through its shards of all buckets laid end to end.
     """
@@ -37,8 +36,7 @@ class Transfer(NamedTuple):
 
 
 def transfers(source: BufferLayout, target: BufferLayout, rank: int) -> list[list[Transfer]]:
-    """What fills the shards of `rank` of `target` from the ranks of `source`: per parameter, in
-    order of its elements.
+    """What fills the target shards of `rank` from the ranks of `source`, per parameter, in order.
 
     Both lay out the same parameters, in registration order; ValueError where their number or sizes
     differ. Time and result grow with the parameters and with the source ranks that have a piece,
@@ -93,9 +91,7 @@ def _check_same(source: BufferLayout, target: BufferLayout) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """A box of a global tensor, [start, stop) along every dimension; held as a contiguous tensor
-    of its own.
-    """
+    """A box of a global tensor, [start, stop) along every dimension, held contiguous."""
 
     shape: tuple[int, ...]  # of the global tensor
     start: tuple[int, ...]
@@ -107,8 +103,7 @@ class Block:
         return cls(shape, (0,) * len(shape), shape)
 
     def cut(self, dim: int, parts: int, index: int) -> Block:
-        """Part `index` of `parts` equal ones along `dim`; cuts along several dimensions follow each
-        other.
+        """Part `index` of `parts` equal ones along `dim`; cuts along several dimensions can follow.
 
         ValueError for a dimension that does not divide and for an index outside the parts.
         """
@@ -135,9 +130,7 @@ class Block:
         return prod(self.sizes)
 
     def intersection(self, other: Block) -> Block:
-        """What both hold, without elements where they do not meet; ValueError if the global
-        tensors differ in shape.
-        """
+        """What both hold, maybe nothing; ValueError if the global tensors differ in shape."""
         if self.shape != other.shape:
             raise ValueError(
                 f"blocks of a tensor of shape {self.shape} and of one of shape {other.shape}"
@@ -165,9 +158,7 @@ class Slice:
 
 
 class Overlap(NamedTuple):
-    """A run of elements that two slices share, counted from the start of each; the two ranges
-    are equally long.
-    """
+    """Elements that two slices share, counted from the start of each; ranges equally long."""
 
     have: Bounds
     want: Bounds
@@ -201,9 +192,7 @@ def overlaps(have: Slice, want: Slice) -> Iterator[Overlap]:
 
 @dataclass(frozen=True, slots=True)
 class _Runs:
-    """Where the elements that two blocks share lie in each, flattened: `count` runs of `length`
-    elements.
-    """
+    """Where elements that two blocks share lie in each, flattened: `count` runs of `length`."""
 
     length: int
     first: tuple[int, int]  # start of the first run on both sides

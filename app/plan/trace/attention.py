@@ -1,5 +1,4 @@
-"""Softmax attention as a tape: heads, rotary positions, what context-parallel ranks exchange, and
-the kernels.
+"""Softmax attention as a tape: heads, rotary positions, context-parallel exchanges, the kernels.
 
 Follows `app.model.attention` and `app.model.context_parallel`. What the kernels save and need
 depends on which one torch takes: `attends_by_matrices` says, and `_softmax_attention` and
@@ -22,8 +21,7 @@ HEAD_TILE, FEWEST_HEADS = 1024, 6
 
 
 def attends_by_matrices(run: Run) -> bool:
-    """Whether no fused attention kernel takes the run, so that attention stores all its S × S
-    probabilities.
+    """Whether no fused attention takes the run, so that all S × S probabilities are stored.
 
     For fewer key/value heads than query heads there is none in fp32, and none under a document mask
     with fixed order.
@@ -68,9 +66,7 @@ def attention_core(tape: Tape, s: Sizes, qkv: Value, keep: bool) -> Value:
 
 
 def _head_norm_sums(s: Sizes) -> int:
-    """fp32 sums of the gradients of both weights in backward, one per program
-    (`app.kernels.heads`).
-    """
+    """fp32 sums of both weights' gradients, one per program of backward (`app.kernels.heads`)."""
     width = s.model.head_width
     wanted = -(-FEWEST_HEADS // (s.heads // s.kv_heads + 2))
     taken = wanted if s.kv_heads % wanted == 0 else 1
@@ -125,9 +121,7 @@ def _attend(tape: Tape, s: Sizes, q: Value, k: Value, v: Value, reach: _Reach) -
 
 
 def _softmax_attention(tape: Tape, s: Sizes, q: Value, k: Value, v: Value, reach: _Reach) -> Value:
-    """A fused kernel: saves its arguments, its result and a number per row; sums the gradient of
-    queries in fp32.
-    """
+    """A fused kernel: saves arguments, result, a number per row; sums queries' gradient in fp32."""
     batch = s.run.train.micro_batch
     width = s.model.head_width
     row = 4 * reach.queries * reach.heads
@@ -144,9 +138,7 @@ def _softmax_attention(tape: Tape, s: Sizes, q: Value, k: Value, v: Value, reach
 
 
 def _matrix_attention(tape: Tape, s: Sizes, q: Value, k: Value, v: Value, reach: _Reach) -> Value:
-    """Products and a softmax in fp32: saves scaled queries, keys and values per query head, and
-    all probabilities.
-    """
+    """Products and a softmax in fp32: saves q, k, v per query head and all probabilities."""
     wide = q.bytes // s.size * 4
     scores = 4 * reach.queries * reach.heads * reach.keys
     keys = 4 * s.run.train.micro_batch * reach.keys * reach.heads * s.model.head_width

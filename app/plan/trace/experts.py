@@ -1,5 +1,4 @@
-"""Mixture-of-experts bodies as tapes: what `app.moe` does on a GPU, phase by phase. All sizes are
-bytes.
+"""Mixture-of-experts bodies as tapes: what `app.moe` does on a GPU, phase by phase, in bytes.
 
 Shapes: as in `tape_parts`, and E experts, K per token · R rows of the experts of a rank · P = etp ·
 ep ranks.
@@ -102,9 +101,7 @@ def _routed(tape: Tape, s: Sizes, moe: MoEConfig, h: Value, probs: Value, chosen
 
 @dataclass(frozen=True, slots=True)
 class _Routed:
-    """Sizes of the routed part of a layer. A row travels to each of the etp ranks that share its
-    expert.
-    """
+    """Sizes of the routed part of a layer. A row travels to each etp rank of its expert."""
 
     ranks: int  # P, which have all experts between them; 0: nothing is exchanged
     # rows that the tokens seen here ask for, of their experts or of each part of these
@@ -143,9 +140,7 @@ def _through_exchange(
     places: Sequence[Value],
     ends: Value,
 ) -> Value:
-    """On this rank alone, or to the experts' ranks and back, where rows are put into the order
-    of experts.
-    """
+    """On this rank alone, or to the experts' ranks and back, with rows sorted by expert."""
     token_of_row, row_of, kept = places
     row = s.model.hidden_size * s.size
     orders = tape.op([], [8 * r.rows, 8 * r.rows]) if r.ranks else ()
@@ -199,9 +194,7 @@ def _through_gathered_tokens(
 
 
 def _sums_scattered(s: Sizes, ranks: int) -> int:
-    """fp32 sums for the tokens of so many ranks, and this rank's of them, before these are
-    narrowed.
-    """
+    """fp32 sums for tokens of so many ranks, and this rank's share before it is narrowed."""
     return (ranks + 1) * s.local * s.model.hidden_size * 4 - s.stream
 
 

@@ -1,5 +1,4 @@
-"""The transformer once more, with sizes in place of tensors: what `app.model` does on a GPU, as
-tapes.
+"""The transformer with sizes in place of tensors: what `app.model` does on a GPU, as tapes.
 
 Each function follows the code of the same name there. What an operation saves is what its CUDA
 kernel saves: torch's own, or those of `app.kernels`. All sizes are bytes.
@@ -31,9 +30,7 @@ def layer_tape(s: Sizes, moe: bool, full: bool) -> Written:
 
 
 def embedding_tape(s: Sizes) -> Written:
-    """The lookup; its tokens are the step's input, and with tp > 1 each rank's rows of the table
-    others.
-    """
+    """The lookup; tokens are the step's input, and with tp > 1 ranks have rows of their own."""
     tape = Tape(phase="embedding")
     whole = s.stream * s.layout.tp
     given = tape.value(0)
@@ -90,9 +87,7 @@ def _there(s: Sizes, added: Added) -> int:
 
 
 def _loss_by_chunks(tape: Tape, s: Sizes, h: Value, added: Added) -> None:
-    """Logits of some tokens at a time, made again in backward, where the weight's gradient is a
-    sum in fp32.
-    """
+    """Logits of some tokens at a time, remade in backward; the weight's gradient sums in fp32."""
     chunk = min(s.run.loss.chunk_tokens or s.tokens, s.tokens)
     parts = s.layout.tp
     logits = chunk * s.columns * s.size

@@ -57,9 +57,7 @@ class Sizes:
 
     @property
     def mask(self) -> int:
-        """The document mask, where there is one: a byte for each query and token of its
-        sequence.
-        """
+        """The document mask, if there is one: a byte per query and token of its sequence."""
         cut = self.layout.cp if self.run.parallel.cp_comm_type is CpComm.all_gather else 1
         return (
             self.tokens * self.layout.cp // cut * self.run.train.seq_len
@@ -134,9 +132,7 @@ def sizes_of(run: Run, layout: ParallelLayout) -> Sizes:
 
 
 def swiglu(tape: Tape, s: Sizes, x: Value, width: int, again: bool) -> Value:
-    """A feed-forward of hidden width `width` on this rank; `again`: backward computes its
-    activation again.
-    """
+    """A feed-forward of hidden `width` on this rank; `again`: backward redoes its activation."""
     up = widen(tape, s, x, size=2 * s.tokens * width * s.size, weight=2 * s.weight(width))
     return narrow(tape, s, activation(tape, up, again), weight=s.weight(width), holds=[x, up])
 
@@ -195,8 +191,7 @@ def widen(tape: Tape, s: Sizes, x: Value, size: int, weight: int) -> Value:
 
 
 def narrow(tape: Tape, s: Sizes, x: Value, weight: int, holds: Sequence[Value]) -> Value:
-    """A product with columns of the weight cut by tp, summed over the ranks, each of which gets its
-    tokens.
+    """A product with columns cut by tp, summed over the ranks, each of which gets its tokens.
 
     `holds`: what the caller still has.
     """

@@ -1,5 +1,4 @@
-"""Memory of a tape: what autograd keeps of it, and what is alive at every operation, forward and
-backward.
+"""Memory of a tape: what autograd keeps, and what is alive at every operation, either direction.
 
 A tensor's memory is free when nobody reads it any more and no operation has saved it; who saves a
 view saves all that it is a view of; a gradient that meets another of the same tensor is added to it
@@ -16,9 +15,7 @@ from app.plan.trace.trace import Added, Op, Segment, Tape, Value, Written
 
 @dataclass(frozen=True, slots=True)
 class Replay:
-    """Memory of a tape; what is alive counts everything of the tape, its input and kept tensors
-    included.
-    """
+    """Memory of a tape; what is alive includes the tape's input and kept tensors."""
 
     kept: Mapping[str, int]  # phase -> what autograd keeps of it from forward to backward
     forward: Mapping[str, int]  # phase -> most that is alive while it runs
@@ -124,9 +121,7 @@ def _kept(
     dropped: Mapping[int, Segment],
     phases: Collection[str] | None = None,
 ) -> dict[str, int]:
-    """Phase -> bytes of these storages, by who saves them first, and of statistics (of `phases`;
-    None: all).
-    """
+    """Phase -> bytes of these storages, by first saver, and statistics (`phases` None: all)."""
     kept: dict[str, int] = {}
     for storage, places in saved_by.items():
         if storage not in dropped:
@@ -205,9 +200,7 @@ def _backward(
 def _made_again(
     tape: Tape, saved_by: Mapping[int, Sequence[int]], dropped: Mapping[int, Segment]
 ) -> dict[int, int]:
-    """Place of the first backward that needs something of a segment -> bytes that the segment
-    makes again.
-    """
+    """Place of the first backward that needs a segment -> bytes that the segment remakes."""
     first: dict[Segment, int] = {}
     sizes: dict[Segment, int] = {}
     for place, op in enumerate(tape.ops):
@@ -231,9 +224,7 @@ class _Gradients:
     live: int = 0  # bytes
 
     def give(self, value: Value, gradient: _Gradient) -> int:
-        """Add to the gradient of a tensor; returns bytes that are needed only until that is
-        done.
-        """
+        """Add to the gradient of a tensor; returns bytes needed only until that is done."""
         if gradient.owners == 0:
             self.live += gradient.bytes
         have = self.of.get(value)
@@ -247,9 +238,7 @@ class _Gradients:
         return 0
 
     def spread(self, op: Op, incoming: Sequence[_Gradient]) -> int:
-        """Gradients of what an operation reads; returns bytes that are needed only until they
-        are added up.
-        """
+        """Gradients of an operation's reads; returns bytes needed only until they are added."""
         if not incoming:
             incoming = [_Gradient(0)]
         return sum(

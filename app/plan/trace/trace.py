@@ -1,5 +1,4 @@
-"""A forward as a list of operations with sizes in place of tensors: what each reads, makes, and
-saves for its backward.
+"""A forward as a list of operations on sizes: what each reads, makes, and saves for backward.
 
 `tape_replay` finds out what autograd keeps of it and what else is alive while it runs. All sizes
 are bytes.
@@ -89,9 +88,7 @@ class Tape:
         passes: bool = False,
         kernels: int = 1,
     ) -> tuple[Value, ...]:
-        """Write down an operation. `makes` has sizes of new tensors, and views; a number in
-        `saves` is one of these.
-        """
+        """Write down an operation. `makes`: new sizes, and views; `saves` may number these."""
         before = len(self.storages)
         made = tuple(self.value(item) if isinstance(item, int) else item for item in makes)
         saved = tuple(made[item] if isinstance(item, int) else item for item in saves)
