@@ -240,11 +240,9 @@ def _ended(error: ChildFailedError) -> str:
 
 
 def _how(failure: ProcessFailure) -> str:
-    return (
-        f"ended with exit code {failure.exitcode}"
-        if failure.exitcode > 0
-        else f"was ended by {failure.signal_name()}"
-    )
+    if failure.exitcode > 0:
+        return f"ended with exit code {failure.exitcode}"
+    return f"was ended by {failure.signal_name()}"
 
 
 def _explain(error: BaseException, endpoint: str) -> str:

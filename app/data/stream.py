@@ -170,11 +170,8 @@ class StreamReader:
         size = len(self._leftover_T)
         while size < self.seq_len + 1:
             ids = self.tokenizer.encode(next(self.texts))
-            parts += (
-                [np.asarray(ids, dtype=np.int64), np.array([self.tokenizer.eod])]
-                if len(ids)
-                else []
-            )
+            if len(ids):
+                parts += [np.asarray(ids, dtype=np.int64), np.array([self.tokenizer.eod])]
             size += len(ids) + 1 if len(ids) else 0
         tokens_T = np.concatenate(parts) if len(parts) > 1 else self._leftover_T
         self._leftover_T = tokens_T[self.seq_len :]

@@ -56,11 +56,9 @@ def graphs_line(run: Run, device: torch.device) -> str:
     graph = run.cuda_graph
     parts = ", ".join(part.value for part in graph.scope) or "whole layers"
     what = "whole steps and validations" if graph.impl is GraphImpl.full_iteration else parts
-    on_cpu = (
-        ""
-        if device.type == "cuda"
-        else "; on a CPU a stand-in does the work again instead, and nothing is faster for it"
-    )
+    on_cpu = ""
+    if device.type != "cuda":
+        on_cpu = "; on a CPU a stand-in does the work again instead, and nothing is faster for it"
     return f"{what}, captured in step {graph.warmup_steps + 1} of this process{on_cpu}"
 
 

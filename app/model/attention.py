@@ -154,11 +154,9 @@ def attend(
     square = q_BNSH.shape[2] == k_BGKH.shape[2]
     gqa = q_BNSH.shape[1] != k_BGKH.shape[1]
     causal = square and mask_B1SK is None
-    mask = (
-        mask_B1SK
-        if square or mask_B1SK is not None
-        else _last_rows(q_BNSH.shape[2], k_BGKH.shape[2])
-    )
+    mask = mask_B1SK
+    if mask is None and not square:
+        mask = _last_rows(q_BNSH.shape[2], k_BGKH.shape[2])
     ordered = repeatable and q_BNSH.is_cuda
     with sdpa_kernel(ORDERED) if ordered else nullcontext():
         out = F.scaled_dot_product_attention(

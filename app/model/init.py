@@ -20,11 +20,9 @@ def _generator(seed: int, name: str, device: torch.device) -> torch.Generator:
 
 
 def _std(leaf: str, model: ModelConfig) -> float:
-    return (
-        model.init_std / math.sqrt(2 * model.num_layers)
-        if leaf in ("wo", "w_down")
-        else model.init_std
-    )
+    if leaf in ("wo", "w_down"):
+        return model.init_std / math.sqrt(2 * model.num_layers)
+    return model.init_std
 
 
 @torch.no_grad()

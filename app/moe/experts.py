@@ -29,9 +29,8 @@ def grouped_swiglu(
     (RuntimeError).
     """
     both_R2F = grouped_linear(rows_RD, w1_ED2F, ends_E, later=later)
-    act_RF = (
-        swiglu(both_R2F)
-        if again is None
-        else again.dropped(Recompute.experts_act, swiglu, both_R2F)
-    )
+    if again is None:
+        act_RF = swiglu(both_R2F)
+    else:
+        act_RF = again.dropped(Recompute.experts_act, swiglu, both_R2F)
     return grouped_linear(act_RF, w2_EFD, ends_E, later=later)

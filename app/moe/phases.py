@@ -138,11 +138,9 @@ class Router(nn.Module):
     def _jittered(self, x_TD: Tensor) -> Tensor:
         """In training, times noise of the device's generator (Switch, arXiv 2101.03961)."""
         eps = self.moe.jitter_eps
-        return (
-            x_TD * torch.empty_like(x_TD).uniform_(1 - eps, 1 + eps)
-            if eps and torch.is_grad_enabled()
-            else x_TD
-        )
+        if not eps or not torch.is_grad_enabled():
+            return x_TD
+        return x_TD * torch.empty_like(x_TD).uniform_(1 - eps, 1 + eps)
 
     def _forced(self, logits_TE: Tensor) -> Tensor | None:
         """Experts in turn, going on from rank to rank; None: the router chooses."""
@@ -248,11 +246,8 @@ class MoEBody(nn.Module):
         self.norm = RMSNorm(model.hidden_size, model.norm_eps)
         self.router = Router(model.hidden_size, moe, peers)
         self.experts = Experts(model.hidden_size, ffn, peers.ep_rank * count, count=count)
-        self.shared = (
-            Mlp(model.hidden_size, moe.shared_ffn_hidden_size, peers)
-            if moe.shared_ffn_hidden_size
-            else None
-        )
+        width = moe.shared_ffn_hidden_size
+        self.shared = Mlp(model.hidden_size, width, peers) if width else None
         self.shared_gate = (
             nn.Parameter(torch.empty(1, model.hidden_size)) if moe.shared_gate else None
         )
@@ -266,12 +261,11 @@ class MoEBody(nn.Module):
         name = PhaseName
         dispatcher = self.dispatcher
         waits = dispatcher.host_sync and not self.moe.pad_to_capacity
-        shared = (
-            (Phase(name.shared, self._shared, ("h", "context"), outputs=("shared",)),)
-            if self.shared is not None
-            else ()
-        )
-        finish_inputs = ("x", "y", "shared") if shared else ("x", "y")
+        shared: tuple[Phase, ...] = ()
+        finish_inputs: tuple[str, ...] = ("x", "y")
+        if self.shared is not None:
+            shared = (Phase(name.shared, self._shared, ("h", "context"), outputs=("shared",)),)
+            finish_inputs = ("x", "y", "shared")
         return (
             Phase(name.norm, self._norm, ("x", "context"), outputs=("h",)),
             *shared,
@@ -302,11 +296,9 @@ class MoEBody(nn.Module):
         moe = self.moe
         if moe.capacity_factor is None:
             return (self.dispatcher.preprocess(experts_TK),)
-        limit = (
-            capacity(experts_TK.numel(), moe.num_experts, moe.capacity_factor)
-            if moe.pad_to_capacity
-            else None
-        )
+        limit = None
+        if moe.pad_to_capacity:
+            limit = capacity(experts_TK.numel(), moe.num_experts, moe.capacity_factor)
         return (self.dispatcher.preprocess(experts_TK, True, limit),)
 
     def _dispatch(self, h_BsD: Tensor, record: Any) -> tuple[Tensor, Any]:

@@ -98,11 +98,9 @@ def aux_scores(logits_TE: Tensor, score: Score | str) -> Tensor:
     """Scores of the balancing loss, [T, E] fp32: softmax, or sigmoids over their sum."""
     score = _known(score)
     scores_TE = _plain_scores(logits_TE, score)
-    return (
-        scores_TE
-        if score is Score.softmax
-        else scores_TE / (scores_TE.sum(dim=-1, keepdim=True) + TINY)
-    )
+    if score is Score.softmax:
+        return scores_TE
+    return scores_TE / (scores_TE.sum(dim=-1, keepdim=True) + TINY)
 
 
 def aux_routing(logits_TE: Tensor, top_k: int, score: Score | str) -> tuple[Tensor, Tensor]:
@@ -200,11 +198,9 @@ def _weigh(chosen_TK: Tensor, score: Score, pre_softmax: bool) -> Tensor:
     """Probabilities of the chosen experts from their scores."""
     if score is Score.softmax:
         return chosen_TK if pre_softmax else chosen_TK.softmax(dim=-1)
-    return (
-        chosen_TK / (chosen_TK.sum(dim=-1, keepdim=True) + TINY)
-        if chosen_TK.shape[1] > 1
-        else chosen_TK
-    )
+    if chosen_TK.shape[1] == 1:
+        return chosen_TK
+    return chosen_TK / (chosen_TK.sum(dim=-1, keepdim=True) + TINY)
 
 
 def _known(score: Score | str) -> Score:

@@ -322,15 +322,11 @@ class DistributedOptimizer:
             self._changed(shard)
 
     def _changed(self, shard: AdamShard) -> None:
-        """The parameters of a shard have changed, on all ranks: fetch those of the others, or
-        note that this must be done.
-        """
-        overlaps = self.config.overlap_params
-        self._arriving[shard] = (
-            all_gather(shard.params, shard.own_params, shard.group, wait=False)
-            if overlaps
-            else None
-        )
+        """All ranks' shards have changed: gather them now, or note that this must be done."""
+        work = None
+        if self.config.overlap_params:
+            work = all_gather(shard.params, shard.own_params, shard.group, wait=False)
+        self._arriving[shard] = work
 
     def _arrive(self, shard: AdamShard) -> None:
         if shard not in self._arriving:

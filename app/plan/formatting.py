@@ -64,12 +64,10 @@ def ranges(numbers: Sequence[int]) -> str:
 
 def short_list(ranks: Sequence[int]) -> str:
     """A group's ranks, of many the first two and the last: "[0, 8, …, 1016]"."""
-    shown = (
-        [*map(str, ranks)]
-        if len(ranks) <= MOST_RANKS
-        else [str(ranks[0]), str(ranks[1]), "…", str(ranks[-1])]
-    )
-    return f"[{', '.join(shown)}]"
+    shown: Sequence[object] = ranks
+    if len(ranks) > MOST_RANKS:
+        shown = [ranks[0], ranks[1], "…", ranks[-1]]
+    return f"[{', '.join(map(str, shown))}]"
 
 
 def compact(actions: Iterable[OnMicrobatch]) -> Iterator[str]:

@@ -218,11 +218,9 @@ def _touches(action: Action, plan: GraphPlan) -> Iterator[Block]:
 def _static(block: Block, plan: GraphPlan) -> Static:
     """What the block is to all microbatches that share the slot or set."""
     name, mb, chunk = block
-    return (
-        (name, -1, plan.slots[mb, chunk])
-        if name == "input"
-        else (name, chunk, plan.sets[mb, chunk])
-    )
+    if name == "input":
+        return name, -1, plan.slots[mb, chunk]
+    return name, chunk, plan.sets[mb, chunk]
 
 
 def _capture(

@@ -58,9 +58,8 @@ def memory_line(plan: Plan, gpu_memory: int) -> str:
     busiest = plan.busiest
     largest = sorted(busiest.parts, key=lambda part: -part.bytes)[:SHOWN_PARTS]
     parts = ", ".join(f"{part.name} {part.bytes / GIB:.1f}" for part in largest)
-    warning = (
-        ""
-        if busiest.total <= gpu_memory
-        else "; it will not fit: python -m app.cli.plan with the same overrides says what to change"
-    )
+    warning = ""
+    if busiest.total > gpu_memory:
+        how = "python -m app.cli.plan with the same overrides says what to change"
+        warning = f"; it will not fit: {how}"
     return f"{busiest.total / GIB:.1f} GiB of {gpu_memory / GIB:.1f} expected: {parts}{warning}"

@@ -65,11 +65,9 @@ def check_runnable(run: Run) -> Run:
         section, name = key.split(".")
         value = getattr(getattr(run, section), name)
         if value not in values:
-            shown = (
-                [getattr(part, "value", part) for part in value]
-                if isinstance(value, tuple)
-                else value
-            )
+            shown = value
+            if isinstance(value, tuple):
+                shown = [getattr(part, "value", part) for part in value]
             rule = "can be planned (python -m app.cli.plan), but training does not do it yet"
             raise ConfigError(key, shown, rule, nearest=values)
     return run

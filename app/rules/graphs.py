@@ -67,11 +67,9 @@ def check_graphs_choice(run: Run) -> None:
     ):
         degrees = f"ep={ep}" + (f" and etp={etp}" if etp > 1 else "")
         rule = f"captures the exchange of tokens, for whose sizes the host waits with {degrees}"
-        what, value = (
-            ("cuda_graph.impl", graph.impl.value)
-            if graph.impl is GraphImpl.full_iteration
-            else (key, named)
-        )
+        what, value = key, named
+        if graph.impl is GraphImpl.full_iteration:
+            what, value = "cuda_graph.impl", graph.impl.value
         near = Instead("cuda_graph.impl=local", "cuda_graph.scope=[attn,moe_router,moe_preprocess]")
         raise ConfigError(what, value, rule, nearest=near)
 

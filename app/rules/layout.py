@@ -60,11 +60,9 @@ def check_expert_parallel(run: Run) -> None:
         whole = (Instead("parallel.etp=1"),) if etp > 1 and stage % ep == 0 else ()
         more = Instead(f"parallel.dp={run.dp * ep * etp}")
         near = (*nearest_divisors(ep, max(1, stage // etp)), *whole, more)
-        what = (
-            f"the {stage} ranks of a pipeline stage"
-            if run.parallel.pp > 1
-            else f"the world size {stage}"
-        )
+        what = f"the world size {stage}"
+        if run.parallel.pp > 1:
+            what = f"the {stage} ranks of a pipeline stage"
         raise ConfigError(
             "parallel.ep",
             ep,
@@ -113,19 +111,14 @@ def check_tensor_parallel(run: Run) -> None:
     if model.moe and model.moe.shared_ffn_hidden_size:
         widths["moe.shared_ffn_hidden_size"] = model.moe.shared_ffn_hidden_size
     for name, width in widths.items():
-        if width % tp:
-            near = (
-                nearest_multiples(width, tp)
-                if name == "vocab_size"
-                else nearest_divisors(tp, width)
-            )
-            key, value = (f"model.{name}", width) if name == "vocab_size" else ("parallel.tp", tp)
-            rule = (
-                f"must be a multiple of parallel.tp={tp}"
-                if name == "vocab_size"
-                else f"must divide model.{name}={width}"
-            )
-            raise ConfigError(key, value, rule, nearest=near)
+        if width % tp == 0:
+            continue
+        if name == "vocab_size":
+            rule = f"must be a multiple of parallel.tp={tp}"
+            near = nearest_multiples(width, tp)
+            raise ConfigError("model.vocab_size", width, rule, nearest=near)
+        rule = f"must divide model.{name}={width}"
+        raise ConfigError("parallel.tp", tp, rule, nearest=nearest_divisors(tp, width))
 
 
 def check_sequence(run: Run) -> None:

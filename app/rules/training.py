@@ -51,11 +51,9 @@ def check_lr_schedule(run: Run) -> None:
 
 def _unit(run: Run, name: str) -> tuple[str, int]:
     """What a length of the schedule was given in, and samples in one."""
-    return (
-        ("steps", run.train.global_batch)
-        if getattr(run.optim, f"{name}_samples") is None
-        else ("samples", 1)
-    )
+    if getattr(run.optim, f"{name}_samples") is None:
+        return "steps", run.train.global_batch
+    return "samples", 1
 
 
 def check_rollback(run: Run) -> None:

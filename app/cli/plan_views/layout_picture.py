@@ -299,8 +299,6 @@ def _legend(plan: Plan) -> list[Patch | Line2D]:
         linewidth=1.8,
         label="a group: ranks that exchange",
     )
-    return (
-        [*found, Patch(color=ELSEWHERE, label="on other ranks"), line]
-        if layout.world_size > 1
-        else []
-    )
+    if layout.world_size == 1:
+        return []
+    return [*found, Patch(color=ELSEWHERE, label="on other ranks"), line]

@@ -35,8 +35,5 @@ def whitened(colour: str | Colour, white: float) -> Colour:
 
 def ink(fill: str | Colour) -> str:
     """Black or white, for words on a colour."""
-    return (
-        "white"
-        if sum(part * share for part, share in zip(to_rgb(fill), LUMA, strict=True)) < DARK
-        else "black"
-    )
+    light = sum(part * share for part, share in zip(to_rgb(fill), LUMA, strict=True))
+    return "white" if light < DARK else "black"

@@ -91,11 +91,9 @@ def _table(*columns: str) -> Table:
 def _fill(table: Table, rows: Sequence[Sequence[str]]) -> None:
     """All rows, or the first and last of very many."""
     half = MOST_ROWS // 2
-    shown = (
-        rows
-        if len(rows) <= MOST_ROWS
-        else [*rows[:half], ["…"] * len(table.columns), *rows[-half:]]
-    )
+    shown = rows
+    if len(rows) > MOST_ROWS:
+        shown = [*rows[:half], ["…"] * len(table.columns), *rows[-half:]]
     for row in shown:
         table.add_row(*row)
 
@@ -191,11 +189,8 @@ def _stage_cells(row: StageRow) -> tuple[str, ...]:
     besides = ", ".join(
         name for name, has in (("embedding", row.embedding), ("head", row.head)) if has
     )
-    experts = (
-        f" (MoE {ranges(row.moe_layers)})"
-        if row.moe_layers and row.moe_layers != row.layers
-        else ""
-    )
+    mixed = row.moe_layers and row.moe_layers != row.layers
+    experts = f" (MoE {ranges(row.moe_layers)})" if mixed else ""
     numbers = str(row.pp_rank), str(row.stage), str(len(row.layers))
     seconds = row.forward_seconds, row.backward_seconds
     return (

@@ -84,11 +84,9 @@ def _rows_of_sweep(sweep: Sweep) -> list[Row]:
 
 
 def _rows_of_runs(folder: Path) -> list[Row]:
-    found = (
-        [folder]
-        if (folder / CONFIG).exists()
-        else sorted(path.parent for path in folder.glob(f"*/{CONFIG}"))
-    )
+    found = [folder]
+    if not (folder / CONFIG).exists():
+        found = sorted(path.parent for path in folder.glob(f"*/{CONFIG}"))
     asked = {path: settings(path) for path in found}
     differing = sorted(
         {
@@ -133,11 +131,8 @@ def _typed(value: Any) -> str:
 def cells(row: Row) -> tuple[str, ...]:
     """A row of the table, under COLUMNS."""
     facts = row.facts
-    loss = (
-        ""
-        if facts.final_loss is None
-        else f"{facts.final_loss:.4f}" + ("*" if facts.val_loss is None else "")
-    )
+    star = "*" if facts.val_loss is None else ""
+    loss = "" if facts.final_loss is None else f"{facts.final_loss:.4f}{star}"
     measured = (facts.tokens_per_s, facts.tflops_per_gpu, facts.memory_peak_gib)
     return (
         row.label,
@@ -149,9 +144,7 @@ def cells(row: Row) -> tuple[str, ...]:
 
 def standing(row: Row) -> str:
     """The state of a run, how far it came if not to its end, and why."""
-    part = (
-        f" at step {row.facts.step}/{row.facts.steps}"
-        if row.state is not State.done and row.facts.steps
-        else ""
-    )
+    part = ""
+    if row.state is not State.done and row.facts.steps:
+        part = f" at step {row.facts.step}/{row.facts.steps}"
     return f"{row.state.value}{part}" + (f": {row.reason}" if row.reason else "")

@@ -129,15 +129,12 @@ class PartialGraphs:
         )
 
         def grad_buffer(nth_output: int) -> Buffer | None:
-            return (
-                None
-                if before_another and nth_output == 0
-                else static.buffer("gradient", nth_output)
-            )
+            if before_another and nth_output == 0:
+                return None
+            return static.buffer("gradient", nth_output)
 
-        input_buffer = (
-            None if after_another else static.buffer("input", plan.slot_of(mb, chunk), nth)
-        )
+        slot = plan.slot_of(mb, chunk)
+        input_buffer = None if after_another else static.buffer("input", slot, nth)
         return Piece(
             function,
             self.recorder,

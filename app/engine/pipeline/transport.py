@@ -29,11 +29,10 @@ class Transport:
             dist.P2POp(kinds[op.send], tensor, self.ranks[op.peer], self.group)
             for op, tensor in tensors.items()
         ]
-        works = (
-            dist.batch_isend_irecv(p2p)
-            if self.batched
-            else [each.op(each.tensor, each.peer, self.group) for each in p2p]
-        )
+        if self.batched:
+            works = dist.batch_isend_irecv(p2p)
+        else:
+            works = [each.op(each.tensor, each.peer, self.group) for each in p2p]
         if len(works) == 1:  # NCCL has one for the whole batch
             works = works * len(p2p)
         self.works.update(zip(tensors, works, strict=True))

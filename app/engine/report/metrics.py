@@ -220,11 +220,9 @@ class Meter:
         if self.engine.groups.stages.size() > 1:
             dist.all_reduce(worst, dist.ReduceOp.MAX, self.engine.groups.stages)
         ratios, layers, lost, kept = total.tolist()
-        share = (
-            {}
-            if self.run.model.moe.capacity_factor is None
-            else {"moe_dropped": lost / (lost + kept)}
-        )
+        share = {}
+        if self.run.model.moe.capacity_factor is not None:
+            share["moe_dropped"] = lost / (lost + kept)
         return {"moe_load_mean": ratios / layers, "moe_load_worst": float(worst), **share}
 
 

@@ -44,11 +44,9 @@ def keep_store(host: str, port: int) -> dist.TCPStore:
         listener = _listen(address, port)
     except OSError as error:
         taken = error.errno == errno.EADDRINUSE
-        rule = (
-            "another program on this host has this port"
-            if taken
-            else f"cannot be listened at: {error.strerror}"
-        )
+        rule = f"cannot be listened at: {error.strerror}"
+        if taken:
+            rule = "another program on this host has this port"
         raise OwnError("MASTER_PORT", port, rule, advice="choose a free one") from error
     return dist.TCPStore(
         address or LOOPBACK,  # for this process: others know it by its name

@@ -40,11 +40,9 @@ def choose_folder(run: Run, checkpoint: Path | None, ours: bool = False) -> Path
     checkpoint if that is the folder's newest; from an older one it branches off into a new folder,
     so that what came later stays. Raises ConfigError.
     """
-    home = (
-        checkpoint.parent.parent
-        if checkpoint is not None and checkpoint.parent.name == CHECKPOINTS
-        else None
-    )
+    home = None
+    if checkpoint is not None and checkpoint.parent.name == CHECKPOINTS:
+        home = checkpoint.parent.parent
     goes_on = home is not None and newest_checkpoint(home) == checkpoint
     if not run.run_dir:
         return home if goes_on else None

@@ -258,11 +258,9 @@ class Watch:
     def _ask(self, heartbeats: Heartbeats, wait: Wait) -> Finding | None:
         """Who is missing in an operation; None: not known yet."""
         look = Look(heartbeats, wait, self.timeout_s)
-        return (
-            look.find()
-            if wait.key is None
-            else heartbeats.share(wait.key, look.find, SILENT * self.timeout_s)
-        )
+        if wait.key is None:
+            return look.find()
+        return heartbeats.share(wait.key, look.find, SILENT * self.timeout_s)
 
     def verdict(self) -> str | None:
         """What to say when the rank is stuck, otherwise None."""

@@ -141,11 +141,9 @@ class _Step:
         more as the busiest rank has.
         """
         moe = self.run.model.moe
-        return (
-            round(busiest_load(self.run) * moe.top_k * self.hidden) * self.layout.expert_tp
-            if moe
-            else 0
-        )
+        if moe is None:
+            return 0
+        return round(busiest_load(self.run) * moe.top_k * self.hidden) * self.layout.expert_tp
 
     @property
     def attention_way(self) -> tuple[str, Way]:

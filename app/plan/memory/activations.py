@@ -139,11 +139,9 @@ def captured_phases(choice: CudaGraphConfig) -> frozenset[str]:
     """Phases of layers that partial graphs hold."""
     if choice.impl not in (GraphImpl.local, GraphImpl.transformer_engine):
         return frozenset()
-    return (
-        frozenset(phase for part in choice.scope for phase in CAPTURED[part])
-        if choice.scope
-        else frozenset((*DENSE, *MOE))
-    )
+    if not choice.scope:
+        return frozenset((*DENSE, *MOE))
+    return frozenset(phase for part in choice.scope for phase in CAPTURED[part])
 
 
 def own_inputs(run: Run, layers: Sequence[int]) -> tuple[int, ...]:

@@ -146,11 +146,8 @@ def _parts(
 ) -> Iterator[Part]:
     found = [planned.plan(stage) for stage in stages]
     chunks = [activations for _, activations in found]
-    full = (
-        full_recompute(actions, run.recompute.partial_microbatches)
-        if run.recompute.partial_microbatches
-        else {}
-    )
+    partial = run.recompute.partial_microbatches
+    full = full_recompute(actions, partial) if partial else {}
     peak = find_peak(actions, chunks, full)
     states = [state for state, _ in found]
     step = list(_step_parts(run, layout, chunks, actions=actions, peak=peak))

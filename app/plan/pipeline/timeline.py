@@ -30,11 +30,9 @@ class Times:
         """
         forward = _each(self.forward, num_stages)
         whole = _each(self.backward, num_stages)
-        weight = (
-            tuple(time / 2 for time in whole)
-            if self.weight is None
-            else _each(self.weight, num_stages)
-        )
+        weight = tuple(time / 2 for time in whole)
+        if self.weight is not None:
+            weight = _each(self.weight, num_stages)
         rest = tuple(both - part for both, part in zip(whole, weight, strict=True))
         return {"F": forward, "B": whole, "I": rest, "W": weight}
 

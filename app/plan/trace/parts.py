@@ -59,11 +59,9 @@ class Sizes:
     def mask(self) -> int:
         """The document mask, if there is one: a byte per query and token of its sequence."""
         cut = self.layout.cp if self.run.parallel.cp_comm_type is CpComm.all_gather else 1
-        return (
-            self.tokens * self.layout.cp // cut * self.run.train.seq_len
-            if self.run.data.document_mask
-            else 0
-        )
+        if not self.run.data.document_mask:
+            return 0
+        return self.tokens * self.layout.cp // cut * self.run.train.seq_len
 
     @property
     def copies(self) -> int:
