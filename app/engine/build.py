@@ -61,12 +61,9 @@ class Engine:
     def routers(self) -> Iterator[tuple[str, tuple[int, int], Router]]:
         """(global name, (chunk, n-th MoE layer), router) of every MoE layer of this rank."""
         for index, chunk in enumerate(self.chunks):
-            found = [
-                (name, module)
-                for name, module in chunk.named_modules()
-                if isinstance(module, Router)
-            ]
-            for layer, (name, router) in enumerate(found):
+            modules = chunk.named_modules()
+            routers = [(name, module) for name, module in modules if isinstance(module, Router)]
+            for layer, (name, router) in enumerate(routers):
                 yield name, (index, layer), router
 
     def make_parameters_whole(self) -> None:
@@ -91,9 +88,8 @@ def build_engine(
     chunks = build_chunks(run, plan.stages, groups, device=device)
     specs = [list(parameter_specs(chunk, groups.place)) for chunk in chunks]
     for chunk in specs:
-        init_weights(
-            ((spec.name, spec.param, spec.block) for spec in chunk), run.model, run.train.seed
-        )
+        entries = ((spec.name, spec.param, spec.block) for spec in chunk)
+        init_weights(entries, run.model, run.train.seed)
     buffers = plan.buffers[groups.pp_rank]
     shared_by = OptimizerGroups(groups.dp, groups.edp, groups.tp, embedding=groups.embedding)
     grads = DTYPES[run.precision.grads]
@@ -103,9 +99,8 @@ def build_engine(
     if run.optim.overlap_params:
         for chunk in chunks:
             _wait_for_parameters(chunk, optimizer)
-    transport = Transport(
-        groups.pp, dist.get_process_group_ranks(groups.pp), run.schedule.batch_p2p
-    )
+    pp_ranks = dist.get_process_group_ranks(groups.pp)
+    transport = Transport(groups.pp, pp_ranks, run.schedule.batch_p2p)
     watch = watch or Watch(groups.rank, run.schedule.timeout_s)
     watch.exchanges = transport.unfinished
     watch.replays = run.cuda_graph.impl is not GraphImpl.none and device.type == "cuda"
@@ -132,9 +127,7 @@ def build_recorder(run: Run, device: torch.device) -> Recorder | None:
 
 
 def _wait_for_parameters(chunk: Chunk, optimizer: DistributedOptimizer) -> None:
-    """Have the forward of a chunk, of each layer and of the last norm wait for what it reads
-    itself, and the head likewise.
-    """
+    """With optim.overlap_params, have each module's forward wait for its own parameters only."""
     inner = [*chunk.layers.values(), *([] if chunk.norm is None else [chunk.norm])]
     own = [chunk.embedding] if chunk.first else []
     for module, params in ((chunk, own), *((module, module.parameters()) for module in inner)):
@@ -172,17 +165,15 @@ def build_layer(model: ModelConfig, index: int, peers: Peers) -> Layer:
     if not model.is_moe_layer(index):
         return Layer(model, DenseBody(model, peers), peers)
     assert model.moe is not None
-    return Layer(
-        model, MoEBody(model, model.moe, _dispatcher(model.moe, peers), peers=peers), peers
-    )
+    dispatcher = _dispatcher(model.moe, peers)
+    return Layer(model, MoEBody(model, model.moe, dispatcher, peers=peers), peers)
 
 
 def _dispatcher(moe: MoEConfig, peers: Peers) -> Dispatcher:
     if peers.ep * peers.etp == 1:
         return LocalDispatcher(moe.num_experts)
-    kind = (
-        AllGatherDispatcher if moe.dispatcher is DispatcherKind.all_gather else AllToAllDispatcher
-    )
+    gathers = moe.dispatcher is DispatcherKind.all_gather
+    kind = AllGatherDispatcher if gathers else AllToAllDispatcher
     return kind(moe.num_experts, peers.experts, peers.etp)
 
 
@@ -190,9 +181,8 @@ def _materialise(chunk: nn.Module, device: torch.device, dtype: torch.dtype) -> 
     """Give parameters memory (uninitialised, in `dtype`), and buffers zeros in their own dtype."""
     for module in chunk.modules():
         for name, param in module.named_parameters(recurse=False):
-            setattr(
-                module, name, nn.Parameter(torch.empty(param.shape, dtype=dtype, device=device))
-            )
+            memory = torch.empty(param.shape, dtype=dtype, device=device)
+            setattr(module, name, nn.Parameter(memory))
         for name, buffer in module.named_buffers(recurse=False):
             setattr(module, name, torch.zeros(buffer.shape, dtype=buffer.dtype, device=device))
 
@@ -203,8 +193,7 @@ def parameter_specs(chunk: Chunk, place: Place) -> Iterator[ParamSpec]:
     Of tied tables on two stages the first stage's counts, of what all tensor-parallel ranks hold
     the first one's.
     """
-    # A chunk's own come before its children's: rightly for the embedding, but the head's table is
-    # used last.
+    # named_parameters has a chunk's own first, before its layers': but the head's table comes last
     used_last = chunk.table if chunk.last and (chunk.head is not None or not chunk.first) else None
     tied = chunk.model.tie_embeddings and chunk.first != chunk.last
     for name, param in sorted(chunk.named_parameters(), key=lambda named: named[1] is used_last):

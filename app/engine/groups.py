@@ -36,13 +36,10 @@ class Groups:
     world: dist.ProcessGroup  # control: norms, flags, losses
     data: dist.ProcessGroup  # counts over the ranks that see different sequences
     tokens: dist.ProcessGroup  # counts over the ranks that have different tokens of the same layers
-    # counts over those of them that have tokens of the same sequences
-    microbatch: dist.ProcessGroup
-    # hidden states between the parts of a matrix, and what these ranks hold whole
-    tp: dist.ProcessGroup
+    microbatch: dist.ProcessGroup  # counts over the ranks that share sequences: tp × cp
+    tp: dist.ProcessGroup  # hidden states between parts of a matrix, and replicated parameters
     cp: dist.ProcessGroup  # keys and values, or heads, of the parts of a sequence
-    # gradients and parameters of dense layers, over data- and context-parallel ranks
-    dp: dist.ProcessGroup
+    dp: dist.ProcessGroup  # gradients and parameters of dense layers, over dp × cp
     edp: dist.ProcessGroup  # gradients and parameters of experts
     ep: dist.ProcessGroup  # exchange of tokens with experts, and with all parts of each
     pp: dist.ProcessGroup  # hidden states and their gradients between pipeline ranks
@@ -180,7 +177,7 @@ def process_world(
     A single process meets itself in memory; several meet in `store`, for None at the address their
     launcher put into the environment.
     """
-    # one process has nothing to send
+    # one process has nothing to send: NCCL's communicator would only take GPU memory
     backend = "nccl" if device.type == "cuda" and world_size > 1 else "gloo"
     options: dict[str, Any] = {}  # no device: NCCL's default group, which nobody uses, stays apart
     if world_size == 1:

@@ -94,7 +94,7 @@ def start_up(
     data = load_all_data(run, groups, local_rank, sources=sources)
     times.end("data")
     watch.rest("building the model")
-    # For noise, which differs from rank to rank.
+    # seeds what must differ from rank to rank: the jitter of routers' inputs
     torch.manual_seed(run.train.seed * run.world_size + rank)
     engine = build_engine(plan, groups, device, watch=watch)
     times.end("model")

@@ -156,9 +156,8 @@ class Trainer:
         except Diverged as end:
             self.saver.wait()
             newest = newest_checkpoint(self.run_dir)
-            raise Diverged(
-                f"{end}; {f'the newest checkpoint is {newest}' if newest else 'nothing was saved'}"
-            ) from None
+            left = f"the newest checkpoint is {newest}" if newest else "nothing was saved"
+            raise Diverged(f"{end}; {left}") from None
         with self._telling_save():
             self.saver.wait()
         # torchrun ends the other ranks once one has left with an exit code
@@ -209,12 +208,9 @@ class Trainer:
     def _tell_graphs(self, sinks: Sequence[Sink]) -> None:
         """After the step that has captured them: this rank's graphs beside what was planned."""
         engine = self.engine
-        recorder = self.engine.recorder
-        if (
-            not sinks
-            or recorder is None
-            or self.training_step.taken != self.run.cuda_graph.warmup_steps + 1
-        ):
+        recorder = engine.recorder
+        captured_now = self.training_step.taken == self.run.cuda_graph.warmup_steps + 1
+        if not sinks or recorder is None or not captured_now:
             return
         plan = engine.plan.graphs[engine.groups.pp_rank]
         memory = engine.plan.memory[engine.groups.pp_rank]
@@ -225,9 +221,8 @@ class Trainer:
 
     def _say_farewell(self) -> None:
         if self.leads:
-            print(
-                self.request.farewell(self.progress.step, self.saved), file=sys.stderr, flush=True
-            )
+            farewell = self.request.farewell(self.progress.step, self.saved)
+            print(farewell, file=sys.stderr, flush=True)
 
     @contextmanager
     def _sinks(self) -> Iterator[Sequence[Sink]]:
@@ -315,18 +310,15 @@ class Trainer:
 
     def _save(self) -> Path:
         if self.bad_steps.in_a_row and not self._finite():
-            raise Diverged(
-                f"step {self.progress.step} was to be saved, but parameters or moments are "
-                "not finite"
-            )
+            bad = "parameters or moments are not finite"
+            raise Diverged(f"step {self.progress.step} was to be saved, but {bad}")
         rank_zero_says(self.engine.groups, self.lock.check)
         return self.saver.save(self.run_dir / CHECKPOINTS, self.progress, self.feed.cursor.state())
 
     def _finite(self) -> bool:
-        """Whether all that the optimizer holds is; the same on every rank."""
-        values = (
-            value for piece in self.engine.optimizer.pieces() for value in piece.state.values()
-        )
+        """Whether parameters and moments are finite; the same on every rank."""
+        pieces = self.engine.optimizer.pieces()
+        values = (value for piece in pieces for value in piece.state.values())
         bad = torch.stack([value.isfinite().logical_not().any() for value in values]).any().float()
         all_reduce(bad, self.engine.groups.world)
         return not bad
@@ -337,10 +329,8 @@ class Trainer:
         self.saver.wait()
         found = rank_zero_says(self.engine.groups, self._newest)
         if found is None:
-            raise Diverged(
-                f"step {bad} is not finite, and there is no checkpoint to go back to "
-                "(train.on_bad_step=rollback)"
-            )
+            nothing = "there is no checkpoint to go back to (train.on_bad_step=rollback)"
+            raise Diverged(f"step {bad} is not finite, and {nothing}")
         self.saved = found[0]
         self.progress, _ = load_checkpoint(*found, self.engine)
         at = self.progress.step
@@ -357,9 +347,8 @@ class Trainer:
         log = self.run.log
         if not (log.console or log.wandb or log.tensorboard):
             return None
-        prompt = (
-            next(iter(self.held_out)).tokens_BS[0, : max(1, self.run.train.seq_len // 2)].tolist()
-        )
+        length = max(1, self.run.train.seq_len // 2)
+        prompt = next(iter(self.held_out)).tokens_BS[0, :length].tolist()
         prompt = rank_zero_says(self.engine.groups, lambda: prompt)
         self.engine.watch.note("a sample")
         text = sample_text(self.engine, self.data.tokenizer, prompt, aloud=self.leads)

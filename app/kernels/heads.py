@@ -20,10 +20,7 @@ from app.kernels.common import block_of, triton
 from app.kernels.heads_kernels import heads_backward, heads_forward
 
 TILE = 1024  # values of half a head that a program holds: 8 per thread, so 16 bytes of bf16
-
-
-# that a program takes at least, where there are so many: the tables are read once for all
-HEADS = 6
+HEADS = 6  # of a program at least, where there are so many: they share one read of the tables
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from app.kernels.common import block_of, jit, tl, triton
 
 TILE = 1024  # values that a program holds at least
 PER_WARP = 512  # of them: 16 per thread
-# of an H100 or H200, and warps of backward on each: fixed, as they decide the order of sums
+# of an H100 or H200, and backward's warps on each: constants, since they fix the order of sums
 MULTIPROCESSORS, WARPS = 132, 16
 
 

@@ -23,7 +23,7 @@ from app.model.layers import Context, RMSNorm, rotate
 from app.model.peers import ALONE, Peers, rank, size
 from app.model.tensor_parallel import narrow, widen
 
-# can add in a fixed order
+# backends whose backward can add in a fixed order
 ORDERED = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 

@@ -66,7 +66,7 @@ class Chunk(nn.Module):
         self.norm = RMSNorm(model.hidden_size, model.norm_eps) if head else None
         untied = head and not model.tie_embeddings
         self.head = nn.Parameter(torch.empty(table)) if untied else None
-        # until the head's table is whole, where it may still be on its way
+        # replaced with optim.overlap_params, where the head's table may still be gathered
         self.wait_for_head: Callable[[], None] = nothing
 
     def context(

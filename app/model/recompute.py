@@ -60,7 +60,7 @@ class Again:
     phases: frozenset[Recompute] = frozenset()
     # whether functions under `whole` draw random numbers, which have to be the same again
     draws: bool = False
-    # by the identity of the result's memory
+    # id of a result's storage -> a weak reference to it, and what makes it again
     _sources: dict[int, tuple[StorageWeakRef, _Source]] = field(default_factory=dict)
     _inside: int = 0  # depth of functions under `whole`, of which nothing is kept anyway
 

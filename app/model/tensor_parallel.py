@@ -136,7 +136,7 @@ class _Widen(torch.autograd.Function):
         if ctx.later is not None and ctx.later.waits:
             ctx.later.push(weight_OI, Awaited(lambda: _product(grad_BSO, gathered(x_BsI, group))))
             return scattered(grad_BSO @ weight_OI, group), None, None, None
-        # beside the first product, and the scatter beside the second one
+        # the gather runs beside the first product, the scatter beside the second
         x_BSI = _start_gather(x_BsI, group)
         grad_BsI = _start_scatter(grad_BSO @ weight_OI, group)
         grad_OI = _product(grad_BSO, x_BSI())

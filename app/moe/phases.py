@@ -316,7 +316,7 @@ class MoEBody(nn.Module):
         # autograd runs its backward there too, and waits where gradients meet
         with torch.cuda.stream(self.side):
             out = self._shared_expert(h, context)
-        # whoever frees it, now or in backward, the side stream may not be done yet
+        # keeps the allocator from reusing h's memory before the side stream is done with it
         h.record_stream(self.side)
         return (out,)
 

@@ -43,19 +43,15 @@ class OptimizerGroups:
 
 @dataclass(slots=True)
 class BucketRow:
-    """The buckets of one buffer, whose gradients are summed in order: the same one on every rank
-    of the group.
-    """
+    """The buckets of one buffer; their gradients are reduced in one order on all its ranks."""
 
     shards: Sequence[AdamShard]
     overlaps: bool
-    # gradients that each bucket waits for; empty: not begun
-    missing: list[int] = field(default_factory=list)
-    started: int = 0
+    missing: list[int] = field(default_factory=list)  # gradients per bucket; empty: not begun
+    started: int = 0  # buckets whose reduction has begun
     works: list[dist.Work] = field(default_factory=list)
-    # on which gradients have been added
-    streams: set[torch.cuda.Stream] = field(default_factory=set)
-    # where arrivals are only noted; None: they count
+    streams: set[torch.cuda.Stream] = field(default_factory=set)  # that have added gradients
+    # takes arrivals while a graph is recorded; None: they count at once
     noted: list[tuple[BucketRow, int]] | None = None
 
     def begin(self) -> None:

@@ -49,12 +49,9 @@ class Pool:
     def hold(self, value: Tensor) -> tuple[Block, Tensor]:
         """A copy of a value in a block that is free again when the copy is gone."""
         value = value.detach()
-        spread = any(
-            step == 0
-            for step, length in zip(value.stride(), value.shape, strict=True)
-            if length > 1
-        )
-        # products round by how their operands lie
+        axes = zip(value.stride(), value.shape, strict=True)
+        spread = any(step == 0 for step, length in axes if length > 1)
+        # the same strides: how a matrix product rounds depends on its operands' layout
         stride = value.contiguous().stride() if spread else value.stride()
         last = sum(step * (length - 1) for step, length in zip(stride, value.shape, strict=True))
         size = (last + 1) * value.element_size() if value.numel() else 0

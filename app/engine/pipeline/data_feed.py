@@ -22,22 +22,18 @@ from app.model.context_parallel import own_tokens
 class StepInput:
     """Microbatches of one step on this rank, on the device."""
 
-    # this rank's tokens of every sequence, and the documents of all of them
-    batches: tuple[Batch, ...]
+    batches: tuple[Batch, ...]  # own tokens of every sequence; documents of whole sequences
     loss_weights_M: Tensor  # fp32: factor on each microbatch's summed token losses
     routing_weight: float  # factor on each microbatch's router losses
     scale: Tensor | None  # factor on all losses where backward starts; None: 1
     valid: Tensor  # int64 scalar: tokens with a label in the whole step, all ranks
 
 
-# microbatches, and int64 [M]: tokens with a label in each
-Loaded = tuple[tuple[Batch, ...], Tensor]
+Loaded = tuple[tuple[Batch, ...], Tensor]  # microbatches; int64 [M]: tokens with a label
 
 
 class Loader:
-    """Brings microbatches to the device, of every sequence this rank's part; on a GPU ahead of
-    time, beside what it computes.
-    """
+    """Brings this rank's part of microbatches to the device; to a GPU while it still computes."""
 
     def __init__(self, groups: Groups, device: torch.device) -> None:
         self.groups = groups
@@ -71,22 +67,25 @@ class Loader:
         return loaded
 
     def _load(self, batches: Sequence[Batch]) -> Loaded:
-        own_S = own_tokens(
-            batches[0].tokens_BS.shape[1], self.groups.layout.cp, self.groups.cp_rank
-        )
+        seq_len = batches[0].tokens_BS.shape[1]
+        own_S = own_tokens(seq_len, self.groups.layout.cp, self.groups.cp_rank)
         counts_M = torch.stack([(batch.labels_BS != IGNORED).sum() for batch in batches])
         return tuple(self._part(batch, own_S) for batch in batches), self._move(counts_M)
 
     def _part(self, batch: Batch, own_S: Tensor) -> Batch:
-        cut = (batch.tokens_BS, batch.labels_BS, batch.positions_BS)
-        documents = None if batch.documents_BS is None else self._move(batch.documents_BS)
-        return Batch(*(self._move(tensor[:, own_S]) for tensor in cut), documents)
+        documents = batch.documents_BS
+        return Batch(
+            self._move(batch.tokens_BS[:, own_S]),
+            self._move(batch.labels_BS[:, own_S]),
+            self._move(batch.positions_BS[:, own_S]),
+            documents_BS=None if documents is None else self._move(documents),
+        )
 
     def _move(self, tensor: Tensor) -> Tensor:
-        # Only from pinned memory does a copy go on while the host does something else.
-        return (
-            tensor if self.side is None else tensor.pin_memory().to(self.device, non_blocking=True)
-        )
+        if self.side is None:
+            return tensor
+        # only copies from pinned memory run while the host goes on
+        return tensor.pin_memory().to(self.device, non_blocking=True)
 
 
 def _tensors(batch: Batch) -> list[Tensor]:

@@ -63,9 +63,8 @@ def execute(
     """Run `actions` over the microbatches of `step`; without backwards, without autograd."""
     training = any(isinstance(action, Backward | BackwardInput) for action in actions)
     last = last_backwards(actions)
-    flight = Flight(
-        stages, step, training, splits=any(isinstance(action, BackwardWeight) for action in actions)
-    )
+    splits = any(isinstance(action, BackwardWeight) for action in actions)
+    flight = Flight(stages, step, training, splits=splits)
     with torch.set_grad_enabled(training):
         for position, action in enumerate(actions):
             watch.note(str(action))
@@ -104,7 +103,6 @@ def _blame(actions: Sequence[Action], position: int) -> Iterator[None]:
     except Exception as error:
         before = " ".join(map(str, actions[:position]))
         after = " ".join(map(str, actions[position + 1 :]))
-        error.add_note(
-            f"while running this rank's actions: {before} >>> {actions[position]} <<< {after}"
-        )
+        marked = f"{before} >>> {actions[position]} <<< {after}"
+        error.add_note(f"while running this rank's actions: {marked}")
         raise

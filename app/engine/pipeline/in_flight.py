@@ -28,15 +28,13 @@ class Stages:
     """This rank's chunks and what lies between them."""
 
     chunks: Sequence[Chunk]
-    # chunk -> chunk of this rank that holds the stage after it; the others send
-    next_here: Mapping[int, int]
+    next_here: Mapping[int, int]  # chunk -> own chunk with the stage after it; others send
     recompute: Mapping[Place, bool]  # microbatches in chunks that keep only the inputs of layers
     phases: Collection[Recompute]  # parts of layers that the others compute again
     hidden: torch.Size  # of what moves between stages: B, S / tp, D
     dtype: torch.dtype  # of what moves
     device: torch.device
-    # where gradients of weights go at once; None: autograd takes them
-    sums: DirectSums | None = None
+    sums: DirectSums | None = None  # takes gradients of weights at once; None: autograd does
     graphs: PartialGraphs | None = None  # captured parts of the chunks' layers in training
 
 
@@ -47,8 +45,7 @@ class StepTotals:
     loss: Tensor | float = 0.0  # weighted token losses, nats
     aux_loss: Tensor | float = 0.0  # weighted balancing losses of all MoE layers
     z_loss: Tensor | float = 0.0  # weighted router z-losses of all MoE layers
-    # (chunk, n-th MoE layer) -> tokens per expert
-    counts: dict[Place, Tensor] = field(default_factory=dict)
+    counts: dict[Place, Tensor] = field(default_factory=dict)  # chunk, n-th MoE layer -> [E]
     dropped: Tensor | int = 0  # choices of experts beyond their capacity
 
     def add(self, chunk: int, routing: Sequence[RoutingReport], weight: float) -> None:
@@ -57,8 +54,7 @@ class StepTotals:
             self.aux_loss = self.aux_loss + report.aux_loss * weight
             self.z_loss = self.z_loss + report.z_loss * weight
             self.dropped = self.dropped + report.dropped
-            # A sum in memory of its own, also of the first: the report may lie where a graph writes
-            # the next one.
+            # added to 0, the first is copied too: graphs may overwrite the report's memory
             self.counts[chunk, layer] = report.counts_E + self.counts.get((chunk, layer), 0)
 
 
@@ -71,15 +67,13 @@ class Flight:
         self.training = training
         self.splits = splits
         self.totals = StepTotals()
-        # hidden states from the stage before; leaves, so that they get a gradient
-        self.inputs: dict[Place, Tensor] = {}
+        self.inputs: dict[Place, Tensor] = {}  # from the stage before; leaves, to get a gradient
         self.outputs: dict[Place, Tensor] = {}  # hidden states for the stage after, detached
         # where backward starts: hidden states or the loss, and routers' losses
         self.roots: dict[Place, list[Tensor]] = {}
         self.output_grads: dict[Place, Tensor] = {}  # from the stage after
         self.input_grads: dict[Place, Tensor] = {}  # for the stage before
-        # gradients of weights that a split backward has left
-        self.weights: dict[Place, WeightQueue] = {}
+        self.weights: dict[Place, WeightQueue] = {}  # left by BackwardInput for BackwardWeight
 
     def forward(self, mb: int, chunk: int) -> None:
         """Forward of one microbatch through one chunk."""
@@ -89,11 +83,11 @@ class Flight:
         x = batch.tokens_BS if module.first else self.inputs[place]
         later = self.weights.setdefault(place, WeightQueue()) if self.splits else self.stages.sums
         full = self.training and self.stages.recompute.get(place, False)
-        context = module.context(
-            batch.positions_BS, batch.documents_BS, later, () if full else self.stages.phases
-        )
+        again = () if full else self.stages.phases
+        context = module.context(batch.positions_BS, batch.documents_BS, later, again=again)
         graphs = self.stages.graphs if self.training else None
-        out = module(x, context, full, graphs and graphs.runs(mb, chunk, context))
+        runs = graphs and graphs.runs(mb, chunk, context)
+        out = module(x, context, full, runs)
         self.totals.add(chunk, out.routing, self.step.routing_weight)
         root = out.x
         if module.last:
@@ -103,12 +97,8 @@ class Flight:
         else:
             self._pass_on(place, out.x.detach())
         if self.training:
-            routing = (
-                report.loss * self.step.routing_weight
-                for report in out.routing
-                if report.loss.requires_grad
-            )
-            self.roots[place] = [root, *routing]
+            losses = [report.loss for report in out.routing if report.loss.requires_grad]
+            self.roots[place] = [root, *(loss * self.step.routing_weight for loss in losses)]
         else:
             self.inputs.pop(place, None)
 
@@ -130,11 +120,8 @@ class Flight:
         module = self.stages.chunks[chunk]
         roots = self.roots.pop(place)
         scale = self.step.scale
-        grads = [
-            scale if module.last else self.output_grads.pop(place),
-            *(scale for _ in roots[1:]),
-        ]
-        torch.autograd.backward(roots, grads)
+        grad_out = scale if module.last else self.output_grads.pop(place)
+        torch.autograd.backward(roots, [grad_out, *(scale for _ in roots[1:])])
         if module.first:
             return
         grad = self.inputs.pop(place).grad
@@ -146,7 +133,7 @@ class Flight:
             self.input_grads[place] = self._to_send(chunk, grad)
 
     def weight_gradients(self, mb: int, chunk: int, add: AddGrad) -> None:
-        """The rest of a split backward."""
+        """The second part of a split backward: add what the first has left to the sums."""
         self.weights.pop((mb, chunk)).run(add)
 
     def moved(self, op: Op) -> Tensor:
@@ -156,9 +143,8 @@ class Flight:
             held = self.outputs if op.flow == "F" else self.input_grads
             held[place] = held[place].contiguous()
             return held[place]
-        arriving = torch.empty(
-            self.stages.hidden, dtype=self.stages.dtype, device=self.stages.device
-        )
+        stages = self.stages
+        arriving = torch.empty(stages.hidden, dtype=stages.dtype, device=stages.device)
         (self.inputs if op.flow == "F" else self.output_grads)[place] = arriving
         return arriving
 

@@ -61,9 +61,8 @@ class TrainingStep:
         self.request = request or StopRequest()
         self.taken = 0  # steps of this process
         self.loader = Loader(engine.groups, engine.device)
-        self.eager = partial(
-            run_passes, engine, select_forward_backward(engine, engine.plan.actions)
-        )
+        forward_backward = select_forward_backward(engine, engine.plan.actions)
+        self.eager = partial(run_passes, engine, forward_backward)
         self.captured = self._captured()
 
     def _captured(self) -> Callable[[StepInput], Passes]:
@@ -74,9 +73,8 @@ class TrainingStep:
         if self.run.cuda_graph.impl is GraphImpl.full_iteration:
             return WholeStep(self.eager, engine.make_parameters_whole, recorder)
         graphs = build_partial_graphs(engine)
-        return partial(
-            run_passes, engine, select_forward_backward(engine, engine.plan.actions, graphs)
-        )
+        forward_backward = select_forward_backward(engine, engine.plan.actions, graphs)
+        return partial(run_passes, engine, forward_backward)
 
     def __call__(
         self,
@@ -96,11 +94,10 @@ class TrainingStep:
             groups=self.engine.groups,
             scale=scale,
         )
-        # all that a replay says of itself
+        # for the watchdog: a replayed graph notes no actions
         self.engine.watch.note("forwards and backwards of a step")
-        passes = (self.captured if self.taken >= self.run.cuda_graph.warmup_steps else self.eager)(
-            step
-        )
+        captures = self.taken >= self.run.cuda_graph.warmup_steps
+        passes = self.captured(step) if captures else self.eager(step)
         self.taken += 1
         totals = passes.totals
         facts_6 = _pack(passes.norm_sq, totals, passes.zeros, request=self.request)
@@ -110,7 +107,7 @@ class TrainingStep:
         facts_7 = torch.cat((facts_6, skipped[None]))
         if following is not None:
             self.engine.watch.rest("reading the next batches")
-            # this step is to be told and saved first: who asks for the batches will hear of it
+            # an error comes up again when these batches are trained on: report and save first
             with suppress(Exception):
                 self.loader.start(following())
             self.engine.watch.note("the end of the step")
@@ -130,13 +127,8 @@ class TrainingStep:
         for _, place, router in self.engine.routers():
             counts_E = totals.counts[place].clone()
             all_reduce(counts_E, self.engine.groups.tokens)
-            router.bias_E.copy_(
-                torch.where(
-                    skipped > 0,
-                    router.bias_E,
-                    update_bias(router.bias_E, counts_E, moe.bias_update_rate),
-                )
-            )
+            moved_E = update_bias(router.bias_E, counts_E, moe.bias_update_rate)
+            router.bias_E.copy_(torch.where(skipped > 0, router.bias_E, moved_E))
 
 
 def _pack(
@@ -162,9 +154,8 @@ class Validation:
         self.run = engine.plan.run
         self.engine = engine
         self.taken = 0  # validations of this process
-        self.eager = select_forward_backward(
-            engine, engine.plan.validation_actions(num_microbatches)
-        )
+        actions = engine.plan.validation_actions(num_microbatches)
+        self.eager = select_forward_backward(engine, actions)
         self.loader = Loader(engine.groups, engine.device)
         self.captured = self.eager
         if self.run.cuda_graph.impl is GraphImpl.full_iteration and engine.recorder is not None:
@@ -180,8 +171,7 @@ class Validation:
         captures = recorder is not None and recorder.recordings and self.taken
         totals = (self.captured if captures else self.eager)(step)
         self.taken += 1
-        # A number on ranks without a loss of their own; on all it has to be where their group can
-        # sum it.
+        # ranks without the last stage have the number 0.0: a tensor, for the group to sum
         loss = torch.as_tensor(totals.loss, dtype=torch.float32, device=self.engine.device).clone()
         all_reduce(loss, self.engine.groups.world)
         found = float(loss), int(step.valid)

@@ -19,7 +19,7 @@ class Transport:
     ranks: Sequence[int]  # pipeline rank -> global rank
     batched: bool = True  # all operations of an exchange as one; otherwise one by one
     works: dict[Op, dist.Work] = field(default_factory=dict)  # not yet waited for
-    # of this step, waited for or not: NCCL's waits return early
+    # all of this step, also after their wait, which with NCCL returns before they are done
     moving: dict[Op, dist.Work] = field(default_factory=dict)
 
     def post(self, tensors: Mapping[Op, Tensor]) -> None:

@@ -164,7 +164,7 @@ def layer_forward(model: ModelConfig, layer: int, seq_len: int, load: float = 1.
     dense, router, routed, shared = (
         2 * weights for weights in _feed_forward(model, layer, only_active=True)
     )
-    # two products of twice that, half masked
+    # q·k and probabilities·v, each 2 · seq_len · N · H per token, half of it masked
     scores = 2 * seq_len * model.num_heads * model.head_width
     return LayerForward(
         2 * attention_weights(model),

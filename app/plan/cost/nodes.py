@@ -37,7 +37,7 @@ def node_span(
         if axis in axes:
             offsets = [index * stride + offset for index in range(size) for offset in offsets]
         else:
-            # multiples of the stride, modulo per_node
+            # places in a node repeat after so many multiples of the stride
             distinct = min(size, per_node // gcd(stride, per_node))
             places = {
                 (index * stride + place) % per_node for index in range(distinct) for place in places

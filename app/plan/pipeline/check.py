@@ -88,7 +88,7 @@ class _Wires:
         self.pipeline = pipeline
         # rank -> operations of its exchange that have not met their other side
         self.meeting: dict[int, int] = {}
-        # (from, to, by the sender)
+        # (sender, receiver, whether the sender lists it) -> tensors that have not met
         self.listed: defaultdict[tuple[int, int, bool], deque[Made]] = defaultdict(deque)
 
     def meet(self, rank: int, exchange: Exchange) -> bool:

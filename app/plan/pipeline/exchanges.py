@@ -133,7 +133,7 @@ def add_late_waits(actions: Sequence[Action]) -> list[Action]:
     """
     lowered: list[Action] = []
     sends: dict[Op, int] = {}  # under way -> compute actions before them
-    # under way, by what needs them: flow, microbatch, chunk
+    # receives under way, by what needs them: flow, microbatch, chunk
     receives: dict[tuple[Flow, int, int], Op] = {}
     computed = 0
     for action in actions:

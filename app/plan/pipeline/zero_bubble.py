@@ -34,7 +34,7 @@ def zero_bubble_v(pp: int, num_microbatches: int) -> list[list[Step]]:
     clock = _Clock(pp, num_microbatches)
     orders: list[list[Step]] = [[] for _ in range(pp)]
     while any(len(order) < 6 * num_microbatches for order in orders):
-        # of all ranks before any of them runs
+        # what all ranks can run, before any of them does
         ready = [list(clock.ready(rank)) for rank in range(pp)]
         assert any(ready), "stuck"
         for rank, steps in enumerate(ready):

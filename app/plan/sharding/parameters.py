@@ -79,7 +79,7 @@ def _aligned(
 ) -> BufferLayout | None:
     if not parameters:
         return None
-    # nothing would run beside anything
+    # without overlap, several buckets bring nothing
     together = world == 1 or not (optim.overlap_grads or optim.overlap_params)
     bucket = None if together else optim.bucket_numel or max(BUCKET, BUCKET_PER_RANK * world)
     numels = [parameter.numel for parameter in parameters]

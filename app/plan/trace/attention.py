@@ -49,7 +49,7 @@ def attention_core(tape: Tape, s: Sizes, qkv: Value, keep: bool) -> Value:
     norms = s.model.qk_norm
     sizes = [heads * per_head for heads in (s.heads, s.kv_heads, s.kv_heads)]
     scratch = 0, _head_norm_sums(s) if norms else 0
-    # and cosines and sines
+    # cosines and sines are saved too, but once for all layers
     q, k, v = tape.op([qkv], sizes, [qkv] if norms or keep else [], scratch=scratch)
     if s.layout.cp == 1:
         return _attend(
@@ -125,13 +125,13 @@ def _softmax_attention(tape: Tape, s: Sizes, q: Value, k: Value, v: Value, reach
     batch = s.run.train.micro_batch
     width = s.model.head_width
     row = 4 * reach.queries * reach.heads
-    # as numbers to add, made anew in every layer
+    # the mask as numbers to add to scores, which every layer makes anew
     mask = reach.queries * reach.keys * s.size if s.run.data.document_mask else 0
     parts = -(-MULTIPROCESSORS // (batch * reach.heads)) if s.run.train.deterministic else 1
     sums = row + parts * row * width
     # keys and values of a head; their gradients are made per query head
     seen = 2 * batch * reach.keys * width * s.size
-    # before these are put among those of other keys
+    # gradients of the keys seen, before they are put among those of the other keys
     cut = seen * reach.kv_heads // 2 if reach.queries < s.tokens else 0
     working = max(sums + seen * reach.heads - k.bytes - v.bytes, cut)
     return tape.op([q, k, v], [q.bytes], [q, k, v, 0], keeps=row + mask, scratch=(0, working))[0]

@@ -89,7 +89,7 @@ def _routed(tape: Tape, s: Sizes, moe: MoEConfig, h: Value, probs: Value, chosen
     """What the experts make of the tokens; a token's sums over its experts are in fp32."""
     r = _routed_sizes(s, moe)
     tape.phase = "preprocess"
-    # filled up: and one place for what has no row
+    # padded to capacity, one more place takes what has no row
     of_rows = 8 * (r.sent + 1 if moe.pad_to_capacity else r.choices)
     sizes = of_rows, 8 * r.choices, r.choices if r.drops else 0, 4 * r.experts
     token_of_row, row_of, kept, ends = tape.op([], sizes, holds=[chosen], kernels=8)

@@ -22,7 +22,7 @@ from app.plan.trace.trace import Added, Tape, Value
 
 BYTES = {Dtype.float32: 4, Dtype.bfloat16: 2, Dtype.float16: 2}
 RMS_STATISTICS = 4  # per row, what RMSNorm saves besides its input: an fp32 number
-# of an H100 or H200: backward of norms, and attention in fixed order, have partial sums for as many
+# of an H100 or H200: so many partial sums have backward of norms and attention in a fixed order
 MULTIPROCESSORS = 132
 # values of a program, of a warp of it, and warps of a multiprocessor
 NORM_TILE, NORM_PER_WARP, NORM_WARPS = 1024, 512, 16
