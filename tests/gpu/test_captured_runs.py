@@ -175,7 +175,7 @@ from app.config import CudaGraphConfig, ParallelConfig, PrecisionConfig
 from app.engine.build import build_engine
 from app.engine.groups import create_groups, process_world
 from app.engine.pipeline.step import TrainingStep
-from app.engine.trainer import closing_graphs
+from app.engine.train import closing_graphs
 from app.plan.plan import Plan
 from tests.runs import TINY, batches_of, make_run
 import dataclasses
