@@ -46,7 +46,7 @@ DTYPES = {
 
 @dataclass(frozen=True, slots=True)
 class Engine:
-    """What one rank trains with."""
+    """All that one rank trains with: chunks, optimizer, groups, transport, watchdog."""
 
     plan: Plan
     chunks: tuple[Chunk, ...]

@@ -52,7 +52,7 @@ def _stores_gradients(run: Run, device: torch.device) -> bool:
 
 
 def graphs_line(run: Run, device: torch.device) -> str:
-    """What is captured, and when."""
+    """What is captured and in which step, in words, for a run that captures."""
     graph = run.cuda_graph
     parts = ", ".join(part.value for part in graph.scope) or "whole layers"
     what = "whole steps and validations" if graph.impl is GraphImpl.full_iteration else parts

@@ -48,17 +48,17 @@ class Groups:
 
     @property
     def dp_rank(self) -> int:
-        """Which data-parallel replica this rank belongs to."""
+        """This rank's index along dp: its data-parallel replica."""
         return self.layout.coords(self.rank)["dp"]
 
     @property
     def pp_rank(self) -> int:
-        """Which pipeline rank this is."""
+        """This rank's index along pp."""
         return self.layout.coords(self.rank)["pp"]
 
     @property
     def cp_rank(self) -> int:
-        """Which part of every sequence this rank has."""
+        """This rank's index along cp: which part of every sequence it has."""
         return self.layout.coords(self.rank)["cp"]
 
     @property
@@ -89,7 +89,7 @@ class Groups:
         return {name: group for name, group in found.items() if isinstance(group, kind)}
 
     def barrier(self) -> None:
-        """Wait for every rank."""
+        """Wait for all ranks of the run, over gloo; nothing to do for one rank."""
         if self.host.size() > 1:
             dist.barrier(self.host)
 

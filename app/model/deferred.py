@@ -30,36 +30,36 @@ class Gradient(ABC):
 
     @abstractmethod
     def __call__(self) -> Tensor:
-        """The gradient on its own."""
+        """The gradient as a tensor of its own."""
 
     def add_to(self, total: Tensor) -> None:
-        """Add it to the sum of a weight's gradients."""
+        """total += the gradient; `total` may have more bits."""
         total.add_(self())
 
 
 @dataclass(frozen=True, slots=True)
 class Computed(Gradient):
-    """One that is there already."""
+    """A gradient that is computed already."""
 
     value: Tensor
 
     def __call__(self) -> Tensor:
-        """The value."""
+        """The gradient."""
         return self.value
 
 
 @dataclass(frozen=True, slots=True)
 class Awaited(Gradient):
-    """One that needs something first: what makes it fetches that."""
+    """A gradient whose operands must first be fetched from other ranks, by `make`."""
 
     make: Callable[[], Gradient]
 
     def __call__(self) -> Tensor:
-        """Fetch and compute."""
+        """Fetch the operands and compute."""
         return self.make()()
 
     def add_to(self, total: Tensor) -> None:
-        """Fetch and add."""
+        """Fetch the operands and add the gradient to `total`."""
         self.make().add_to(total)
 
 
@@ -71,7 +71,7 @@ class Product(Gradient):
     right: Tensor
 
     def __call__(self) -> Tensor:
-        """In the type of the matrices."""
+        """left · right, in the type of the matrices."""
         return self.left @ self.right
 
     def add_to(self, total: Tensor) -> None:
@@ -116,13 +116,13 @@ class Later(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class DirectSums:
-    """Computes them at once, into their sums."""
+    """Adds gradients of weights to their sums during backward, as soon as each is known."""
 
     add: AddGrad
     waits: ClassVar[bool] = False
 
     def push(self, weight: nn.Parameter, gradient: Gradient) -> None:
-        """Add a gradient."""
+        """Add the gradient to its parameter's sum now."""
         self.add(weight, gradient)
 
 
@@ -134,7 +134,7 @@ class WeightQueue:
     waits: ClassVar[bool] = True
 
     def push(self, weight: nn.Parameter, gradient: Gradient) -> None:
-        """Leave a gradient for later."""
+        """Keep the gradient until `run`."""
         self.waiting.append((weight, gradient))
 
     @torch.no_grad()

@@ -36,7 +36,7 @@ ALONE = Peers()
 
 
 def size(group: dist.ProcessGroup | None) -> int:
-    """Ranks of a group."""
+    """Ranks of a group; 1 for None."""
     return 1 if group is None else group.size()
 
 

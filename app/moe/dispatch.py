@@ -43,7 +43,7 @@ class LocalDispatcher:
     def preprocess(
         self, experts_TK: Tensor, drops: bool = False, capacity: int | None = None
     ) -> Permutation:
-        """Sort the rows by expert."""
+        """Sort the choices by expert; nothing is exchanged."""
         return sort_by_expert(
             experts_TK, self.num_experts, drops, rows_per_expert=_filled(experts_TK, capacity)
         )

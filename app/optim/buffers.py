@@ -65,7 +65,7 @@ class FlatBuffer:
         )
 
     def of_bucket(self, bucket: int) -> Iterator[tuple[ParamSpec, Tensor]]:
-        """The same for one bucket."""
+        """The parameters of one bucket, with their gradient sums."""
         return (
             view
             for view, number in zip(self.grad_views(), self.layout.bucket_of, strict=True)
@@ -95,4 +95,4 @@ class FlatBuffer:
 
 
 def ignore(bucket: int) -> None:
-    """Nobody waits for gradients."""
+    """The `arrived` of a buffer whose gradients nobody counts."""

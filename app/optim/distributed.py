@@ -55,12 +55,12 @@ class BucketRow:
     noted: list[tuple[BucketRow, int]] | None = None
 
     def begin(self) -> None:
-        """From here on every gradient that arrives is the step's last of its parameter."""
+        """The step's last backward follows: each arrival now completes a parameter's gradient."""
         if self.overlaps:
             self.missing = [shard.params_inside for shard in self.shards]
 
     def arrived(self, bucket: int) -> None:
-        """One more gradient of a bucket is whole on this rank."""
+        """Count a complete gradient; a bucket's last one starts its reduction, bucket by bucket."""
         if self.noted is not None:
             self.noted.append((self, bucket))
         elif self.missing:
@@ -71,12 +71,12 @@ class BucketRow:
                 self._start()
 
     def start_all(self) -> None:
-        """All gradients of this rank are there."""
+        """Start to reduce all buckets that are left, in order."""
         while self.started < len(self.shards):
             self._start()
 
     def finish(self) -> None:
-        """Start what is left, and wait for all."""
+        """Start the reductions that are left, and wait for all of them."""
         self.start_all()
         for work in self.works:
             work.wait()
@@ -98,7 +98,7 @@ Arrival = tuple[BucketRow, int]  # a gradient of one of its buckets
 
 
 def sum_over(group: dist.ProcessGroup, grads: Sequence[Tensor]) -> None:
-    """Sum small gradients over the ranks of a group as one."""
+    """All-reduce small gradients over a group in one buffer, in place."""
     total = torch.cat([grad.flatten() for grad in grads])
     all_reduce(total, group)
     for grad, part in zip(grads, total.split([grad.numel() for grad in grads]), strict=True):
@@ -156,9 +156,8 @@ class DistributedOptimizer:
             (True, buffers.expert, self.groups.edp),
         ):
             if layout is not None:
-                buffer = FlatBuffer(
-                    [spec for spec in specs if spec.expert == expert], layout, grads
-                )
+                inside = [spec for spec in specs if spec.expert == expert]
+                buffer = FlatBuffer(inside, layout, grads)
                 shards = [AdamShard(buffer, bucket, group) for bucket in range(len(layout.buckets))]
                 row = BucketRow(shards, self.config.overlap_grads)
                 buffer.arrived = row.arrived
@@ -174,9 +173,7 @@ class DistributedOptimizer:
         gradient.add_to(self._grads[param][2])
 
     def direct_sums(self) -> DirectSums | None:
-        """Where backward adds gradients of weights to sums of more bits; None where autograd
-        adds them in place.
-        """
+        """Takes gradients of weights into wider sums; None: same type, autograd adds in place."""
         first = next(self._all(), None)
         if first is None or first.grads.dtype == first.params.dtype:
             return None
@@ -194,8 +191,8 @@ class DistributedOptimizer:
 
     @contextmanager
     def noting_arrivals(self) -> Iterator[list[Arrival]]:
-        """Within the block gradients that arrive are only listed: they are recorded there, and
-        will be there after a replay.
+        """Within the block arriving gradients are listed, not counted: a graph is recorded or run,
+        and `tell_arrivals` counts them once their values are there.
         """
         noted: list[Arrival] = []
         for row in self._all_rows():
@@ -207,7 +204,7 @@ class DistributedOptimizer:
                 row.noted = None
 
     def tell_arrivals(self, noted: Sequence[Arrival]) -> None:
-        """The gradients listed have arrived."""
+        """Count the gradients listed by `noting_arrivals`, after a replay."""
         for row, bucket in noted:
             row.arrived(bucket)
 
@@ -238,22 +235,15 @@ class DistributedOptimizer:
                 second.copy_(first.add_(second))
 
     def local_norm_sq(self) -> Tensor:
-        """Squared norm of this rank's gradient shards; summed over all ranks it counts every
-        parameter once. fp32 scalar.
-        """
+        """fp32 scalar: this rank's share of the squared norm; a sum over all ranks makes it."""
         grads = [grad for shard in self._all() for grad in shard.counted_grads()]
         if not grads:  # of an empty stage, or where another tensor-parallel rank's count
             return torch.zeros((), device=self.device)
-        return (
-            torch.stack([torch.linalg.vector_norm(grad, dtype=torch.float32) for grad in grads])
-            .square()
-            .sum()
-        )
+        norms = [torch.linalg.vector_norm(grad, dtype=torch.float32) for grad in grads]
+        return torch.stack(norms).square().sum()
 
     def local_zeros(self) -> Tensor:
-        """Elements of this rank's gradient pieces that are zero; summed over all ranks each
-        element counts once. fp32 scalar.
-        """
+        """fp32 scalar: this rank's share of the gradient's zero elements; all ranks sum it."""
         counts = [(piece.grad == 0).sum() for piece in self.pieces() if piece.spec.counted]
         return torch.stack(counts).sum().float() if counts else torch.zeros((), device=self.device)
 
@@ -293,7 +283,7 @@ class DistributedOptimizer:
             self.gather_params(chunk)
 
     def gate(self, params: Iterable[nn.Parameter]) -> Callable[[], None]:
-        """What waits until these parameters are whole."""
+        """A function that waits until these parameters have been gathered."""
         rows = (self._grads[param] for param in params)
         shards = list(dict.fromkeys(row.shards[bucket] for row, bucket, _ in rows))
 

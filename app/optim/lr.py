@@ -15,7 +15,7 @@ from app.config import Run
 
 
 def lr_at(step: int, run: Run) -> float:
-    """Learning rate at `step`."""
+    """Learning rate at update `step`, counted from 1."""
     config = run.optim
     return learning_rate(
         step,

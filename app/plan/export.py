@@ -91,7 +91,7 @@ class Estimate:
 
 @dataclass(frozen=True, slots=True)
 class StageRow:
-    """One stage."""
+    """A row of the table of stages: what a stage holds, and its estimated times."""
 
     pp_rank: int
     chunk: int  # of this pipeline rank

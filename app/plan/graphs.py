@@ -49,7 +49,7 @@ TOUCHED: Mapping[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True, slots=True)
 class GraphPlan:
-    """Graphs and buffers of one rank."""
+    """Which graphs and static buffers the microbatches of one rank use."""
 
     layers: tuple[int, ...]  # captured layers of each chunk
     kinds: int  # graphs per layer and set
@@ -62,7 +62,7 @@ class GraphPlan:
 
     @property
     def num_graphs(self) -> int:
-        """Graphs of all layers."""
+        """Graphs that the rank captures: kinds · layers · sets, over its chunks."""
         return self.kinds * sum(
             self.layers[chunk]
             for chunk, _ in {(chunk, nth) for (_, chunk), nth in self.sets.items()}
@@ -70,7 +70,7 @@ class GraphPlan:
 
     @property
     def num_slots(self) -> int:
-        """Slots of all chunks."""
+        """Slots that the rank allocates, over all chunks."""
         return len(set(self.slots.values()))
 
     @property

@@ -88,17 +88,17 @@ class ParallelLayout:
 
     @property
     def expert_tp(self) -> int:
-        """Tensor-parallel ranks of one expert."""
+        """`etp`, or `tp` where that is None."""
         return self.tp if self.etp is None else self.etp
 
     @property
     def dp(self) -> int:
-        """Data-parallel replicas of dense parameters (context parallelism not counted)."""
+        """Data-parallel replicas of dense parameters: world_size / (tp · cp · pp)."""
         return self.world_size // (self.tp * self.cp * self.pp)
 
     @property
     def edp(self) -> int:
-        """Data-parallel replicas of expert parameters."""
+        """Data-parallel replicas of expert parameters: world_size / (etp · ep · pp)."""
         return self.world_size // (self.expert_tp * self.ep * self.pp)
 
     def sizes(self, expert: bool = False) -> dict[str, int]:

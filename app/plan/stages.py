@@ -20,7 +20,7 @@ LETTERS = {"embedding": "E", "decoder": "t", "mtp": "m", "loss": "L"}
 
 @dataclass(frozen=True)
 class Stage:
-    """What one stage holds."""
+    """The decoder layers of one pipeline stage, and whether it holds the ends."""
 
     layers: tuple[int, ...]  # decoder layers, from 0 over the whole model
     embedding: bool  # turns tokens into hidden states
@@ -35,7 +35,7 @@ class StagePlan:
 
     @property
     def pp(self) -> int:
-        """Pipeline ranks."""
+        """Pipeline ranks: `pp`."""
         return len(self.stages)
 
     @property
@@ -54,7 +54,7 @@ class StagePlan:
 
     @property
     def vpp(self) -> int:
-        """Stages per pipeline rank."""
+        """Stages per pipeline rank: its chunks."""
         return len(self.stages[0])
 
 

@@ -12,7 +12,7 @@ SHOWN_PARTS = 4  # largest parts of the memory
 
 
 def summary_lines(plan: Plan) -> Iterator[tuple[str, str]]:
-    """(heading, text) pairs."""
+    """The plan in a few lines, as (heading, text): model, layout, schedule, step, run."""
     run = plan.run
     model = plan.run.model
     train = plan.run.train
@@ -45,7 +45,7 @@ def degrees(plan: Plan) -> str:
 
 
 def degree_sizes(plan: Plan) -> dict[str, int]:
-    """The same by axis."""
+    """Axis -> degree of parallelism, where above 1; dp always."""
     layout = plan.layout
     moe = plan.run.model.moe
     dense = {"dp": layout.dp, "tp": layout.tp, "cp": layout.cp, "pp": layout.pp}

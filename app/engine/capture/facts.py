@@ -21,7 +21,7 @@ PLANNED = {
 
 @dataclass(frozen=True, slots=True)
 class GraphFacts:
-    """Graphs of one rank; bytes."""
+    """What capturing took on one rank; sizes in bytes."""
 
     count: int
     seconds: float  # that capturing took
@@ -33,7 +33,7 @@ class GraphFacts:
 
     @classmethod
     def of(cls, recorder: Recorder) -> GraphFacts:
-        """Of everything recorded so far."""
+        """Facts of all graphs that `recorder` holds."""
         cut = covered(output for recording in recorder.recordings for output in recording.outputs)
         return cls(
             count=len(recorder.recordings),
@@ -56,7 +56,7 @@ class GraphFacts:
         )
 
     def metrics(self) -> dict[str, float]:
-        """As they are reported."""
+        """Metric key -> value: graph_count, graph_capture_s and sizes in GiB."""
         sizes = {f"graph_{name}_gib": getattr(self, name) / GIB for name in PLANNED}
         return {"graph_count": self.count, "graph_capture_s": self.seconds, **sizes}
 

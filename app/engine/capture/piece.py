@@ -57,7 +57,7 @@ class Piece:
         return self.rebuild(outputs)
 
     def forward(self, x_BsD: Tensor) -> Sequence[Tensor]:
-        """Record or replay."""
+        """Hidden states -> tensors that leave: recorded at the first call, then replayed."""
         if self.forward_recording is not None:
             _put(self.input, x_BsD)
             return self.forward_recording.replay()

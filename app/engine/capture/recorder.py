@@ -39,7 +39,7 @@ class Recording(Protocol):
 
 
 class Recorder(Protocol):
-    """Makes recordings."""
+    """Captures work once, so that it can be replayed on the same memory."""
 
     recordings: Sequence[Recording]
     static: StaticMemory  # what recordings read that lies outside of the pools
@@ -48,7 +48,7 @@ class Recorder(Protocol):
 
     @property
     def pool_bytes(self) -> int:
-        """Memory of all pools."""
+        """Bytes of the memory pools in which recordings compute."""
 
     def record(self, work: Work, pool: int) -> tuple[Recording, Sequence[Tensor]]:
         """Do the work once, and keep how: the recording, and outputs that own their memory."""

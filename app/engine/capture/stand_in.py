@@ -96,7 +96,7 @@ class Kept:
         return kept
 
     def run(self, work: Work) -> Sequence[Tensor]:
-        """Do the work."""
+        """Run `work`, with what autograd saves of it copied to fixed blocks."""
         self.place = 0
         for memory in self.scratch:
             memory.fill(0xFF)  # NaN in every float type
@@ -115,7 +115,7 @@ class HostRecording:
     blocks: Sequence[Block]
 
     def replay(self) -> Sequence[Tensor]:
-        """Do the work again."""
+        """Run the work again; its results overwrite those of the last time."""
         done = self.kept.run(self.work)
         return [
             static.copy_(value.detach()) for static, value in zip(self.outputs, done, strict=True)
@@ -123,11 +123,11 @@ class HostRecording:
 
     @property
     def outputs(self) -> Sequence[Tensor]:
-        """Where the results lie."""
+        """Tensors in the blocks that hold the results."""
         return [block.tensor() for block in self.blocks]
 
     def release(self) -> None:
-        """Forget the work."""
+        """Drop the work; a replay from here on is an AssertionError."""
         self.work = _released
 
 
@@ -137,7 +137,7 @@ def _released() -> Sequence[Tensor]:
 
 @dataclass(slots=True)
 class HostRecorder:
-    """Records work of the CPU."""
+    """The recorder on a CPU: a replay runs the function again on the same memory."""
 
     pools: defaultdict[int, Pool] = field(default_factory=lambda: defaultdict(Pool))
     recordings: list[HostRecording] = field(default_factory=list)
@@ -147,7 +147,7 @@ class HostRecorder:
 
     @property
     def pool_bytes(self) -> int:
-        """Memory of all blocks."""
+        """Bytes of the blocks of all pools."""
         return sum(pool.bytes for pool in self.pools.values())
 
     def record(self, work: Work, pool: int) -> tuple[Recording, Sequence[Tensor]]:

@@ -31,5 +31,5 @@ class StaticMemory:
 
     @property
     def bytes(self) -> int:
-        """Of all of them."""
+        """Bytes of all buffers given out."""
         return sum(tensor.nbytes for tensor in self.held.values())

@@ -164,7 +164,7 @@ class Flight:
             memory.resize_(0)
 
     def expect_landed(self) -> None:
-        """Assert that nothing is left."""
+        """AssertionError where a tensor of the step was never used or freed."""
         left = {
             name: sorted(getattr(self, name))
             for name in ("inputs", "outputs", "roots", "output_grads", "input_grads", "weights")

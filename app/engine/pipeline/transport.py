@@ -57,6 +57,6 @@ class Transport:
         return [(f"{op} ({way} rank {rank})", rank) for op, way, rank in named]
 
     def forget(self) -> None:
-        """A step is over."""
+        """End a step: drop its works. AssertionError for one that was never waited for."""
         assert not self.works, f"never waited for: {', '.join(map(str, self.works))}"
         self.moving.clear()

@@ -65,7 +65,7 @@ class Board(Sink, ABC):
         self._lost = False
 
     def step(self, report: StepReport) -> None:
-        """Record at the interval."""
+        """Record a step at `log.interval`, and the last one."""
         if report.step % self._interval == 0 or report.step == self._total:
             self._attempt(lambda: self.record(report.step, in_panels(report)))
 
@@ -91,7 +91,7 @@ class Board(Sink, ABC):
 
     @abstractmethod
     def record_text(self, step: int, text: str) -> None:
-        """Take a sample."""
+        """Take the text that the model wrote after `step`."""
 
     @abstractmethod
     def go_back(self, report: RollbackReport) -> None:
@@ -152,7 +152,7 @@ class Wandb(Board):
         id_file.write_text(self._run.id)
 
     def record(self, step: int, values: Mapping[str, float]) -> None:
-        """A row."""
+        """Log the values as one row of `step`."""
         self._run.log({"step": step, **values})
 
     def record_text(self, step: int, text: str) -> None:

@@ -75,7 +75,7 @@ class StepReport:
 
 @dataclass(frozen=True, slots=True)
 class ValidationReport:
-    """One validation."""
+    """Mean loss over the held-out sequences after a step."""
 
     step: int
     val_loss: float  # nats per token
@@ -83,7 +83,7 @@ class ValidationReport:
     time: float = field(default_factory=time.time)  # when this was reported, seconds since 1970
 
     def metrics(self) -> dict[str, Any]:
-        """Key -> value."""
+        """Metric key -> value, for metrics.jsonl."""
         return dataclasses.asdict(self)
 
 
@@ -97,7 +97,7 @@ class RollbackReport:
     time: float = field(default_factory=time.time)  # when this was reported, seconds since 1970
 
     def metrics(self) -> dict[str, Any]:
-        """Key -> value."""
+        """Metric key -> value, for metrics.jsonl."""
         return dataclasses.asdict(self)
 
 

@@ -44,12 +44,12 @@ class Record:
     beat: int = 0  # another number in every record
 
     def text(self) -> str:
-        """As JSON."""
+        """The record as JSON, for the store."""
         return json.dumps(dataclasses.asdict(self))
 
     @classmethod
     def parse(cls, text: bytes) -> Record:
-        """From JSON."""
+        """The record that `text` made."""
         values = json.loads(text)
         main = Doing(**values.pop("main"))
         saving = values.pop("saving")
@@ -97,7 +97,7 @@ class Heartbeats:
         return cls(dist.PrefixStore(PREFIX, store.clone()), rank, world_size)
 
     def publish(self, record: Record) -> None:
-        """Tell the others."""
+        """Write this rank's record, with the time and the next beat, to the store."""
         self.beats += 1
         self.store.set(
             f"rank/{self.rank}", dataclasses.replace(record, at=time.time(), beat=self.beats).text()

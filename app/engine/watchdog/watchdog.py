@@ -87,7 +87,7 @@ class Watch:
 
     @property
     def doing(self) -> str:
-        """What the main thread does."""
+        """What the main thread does, in the words of its last note."""
         return self.main.doing
 
     def note(self, doing: str) -> None:

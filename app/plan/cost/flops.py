@@ -146,7 +146,7 @@ class LayerForward:
 
     @property
     def total(self) -> int:
-        """All of them."""
+        """FLOPs of a token in the layer's forward."""
         return self.projections + self.scores + self.dense + self.router + self.routed + self.shared
 
     def again(self, choice: RecomputeConfig) -> int:
@@ -271,7 +271,7 @@ class StageSeconds:
 
     @property
     def total(self) -> float:
-        """Forward and backward."""
+        """Seconds of forward and backward, recomputation included."""
         return self.forward + self.backward_input + self.backward_weight
 
 

@@ -44,7 +44,7 @@ class GroupTraffic:
 
     @property
     def bytes(self) -> int:
-        """Sent by one rank."""
+        """Bytes that one rank sends in a step."""
         return self.bytes_inside + self.bytes_across
 
 

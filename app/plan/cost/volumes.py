@@ -132,7 +132,7 @@ class _Step:
 
     @property
     def hidden(self) -> int:
-        """Bytes of these hidden states."""
+        """Bytes of the hidden states of `tokens`."""
         return self.tokens * self.run.model.hidden_size * item_bytes(self.run.precision.params)
 
     @property
@@ -147,14 +147,14 @@ class _Step:
 
     @property
     def attention_way(self) -> tuple[str, Way]:
-        """What context-parallel ranks exchange."""
+        """Collectives of context parallelism in words, and how their bytes travel."""
         if self.run.parallel.cp_comm_type is CpComm.all_gather:
             return "all-gather of keys and values, reduce-scatter of their gradients", Way.ring
         return "all-to-all of queries, keys, values and results", Way.all_to_all
 
     @property
     def experts_way(self) -> tuple[str, Way]:
-        """What the ranks that have all experts between them exchange."""
+        """Collectives of expert parallelism in words, and how their bytes travel."""
         if self._gathers_tokens:
             return "all-gather of tokens, reduce-scatter of sums", Way.ring
         return "all-to-all of rows", Way.all_to_all
@@ -228,11 +228,11 @@ class _Step:
         return model.vocab_size * model.hidden_size // shards * item_bytes(self.run.precision.grads)
 
     def dense_parameters(self, stage: Stage) -> int:
-        """Gradients and parameters outside experts."""
+        """Bytes of gradients reduced and parameters gathered over dp × cp, without experts'."""
         return self._reduced_and_gathered(self._buffers(stage).dense)
 
     def expert_parameters(self, stage: Stage) -> int:
-        """Gradients and parameters of experts."""
+        """Bytes of experts' gradients reduced and parameters gathered over edp."""
         return self._reduced_and_gathered(self._buffers(stage).expert)
 
     def _buffers(self, stage: Stage) -> ChunkBuffers:
@@ -278,5 +278,5 @@ def whole_elements(model: ModelConfig, stage: Stage) -> int:
 
 
 def item_bytes(dtype: Dtype) -> int:
-    """Bytes of one element."""
+    """Bytes of an element: 4 for float32, otherwise 2."""
     return 4 if dtype is Dtype.float32 else 2

@@ -81,7 +81,7 @@ class _Walk:
     at_most_pool: tuple[MicrobatchMemory, ...] = ()
 
     def take(self, action: Any) -> None:
-        """Go on by one action."""
+        """Add and free what one action does; actions that hold no memory change nothing."""
         kind = type(action)  # a match takes three times as long
         if kind is Forward:
             self._forward(action, action.mb, action.chunk)
@@ -161,7 +161,7 @@ class _Walk:
         return size > 0
 
     def peak(self) -> Peak:
-        """The largest so far."""
+        """The largest total that `take` has seen, by part."""
         action, working, buffers, live, waiting = self.at_most
         kept: Counter[str] = Counter()
         for memory in live:

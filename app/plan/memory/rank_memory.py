@@ -42,7 +42,7 @@ STATE = ("parameters", "gradients", "optimizer")  # parts of the memory that sta
 
 @dataclass(frozen=True, slots=True)
 class RankMemory:
-    """One rank at its peak."""
+    """Bytes of a pipeline rank's GPU at its peak, by part."""
 
     pp_rank: int
     parts: tuple[Part, ...]

@@ -41,7 +41,7 @@ class Pipeline:
 
     @property
     def last(self) -> int:
-        """The last stage."""
+        """Global number of the last stage."""
         return self.pp * self.num_chunks - 1
 
     def stage(self, rank: int, chunk: int) -> int:

@@ -27,7 +27,7 @@ class Place:
 
     @classmethod
     def of(cls, layout: ParallelLayout, rank: int) -> Place:
-        """That of a global rank."""
+        """The place of global rank `rank`."""
         dense = layout.coords(rank)
         expert = layout.coords(rank, expert=True)
         return cls(

@@ -33,7 +33,7 @@ class Parameter:
 
     @property
     def numel(self) -> int:
-        """Elements."""
+        """Elements of this rank's part."""
         return prod(self.shape)
 
 

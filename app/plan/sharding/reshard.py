@@ -99,7 +99,7 @@ class Block:
 
     @classmethod
     def whole(cls, *shape: int) -> Block:
-        """All of a tensor."""
+        """The block that is a whole tensor of this shape."""
         return cls(shape, (0,) * len(shape), shape)
 
     def cut(self, dim: int, parts: int, index: int) -> Block:
@@ -201,7 +201,7 @@ class _Runs:
 
     @property
     def count(self) -> int:
-        """Runs."""
+        """How many runs there are."""
         return prod(size for size, _, _ in self.outer)
 
     def start(self, run: int) -> tuple[int, int]:

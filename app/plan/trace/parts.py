@@ -42,7 +42,7 @@ class Sizes:
 
     @property
     def model(self) -> ModelConfig:
-        """The architecture."""
+        """The run's model."""
         return self.run.model
 
     @property
@@ -65,12 +65,12 @@ class Sizes:
 
     @property
     def copies(self) -> int:
-        """Of gathered tokens, alive while they are put into order."""
+        """Copies of gathered tokens that are alive while they are put into order: 1 or 2."""
         return min(self.run.train.micro_batch, 2)
 
     @property
     def columns(self) -> int:
-        """Logits of a token: V/tp."""
+        """Logits of a token on this rank: V / tp."""
         return self.model.vocab_size // self.layout.tp
 
     @property

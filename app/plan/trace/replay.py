@@ -30,7 +30,7 @@ class Replay:
 
 
 def replay(written: Written) -> Replay:
-    """Memory of forward and backward."""
+    """What `written` keeps, and bytes alive in its forward and backward, by phase."""
     tape = written.tape
     saved_by = _saved_by(written.tape)
     dropped = _dropped(tape, saved_by)

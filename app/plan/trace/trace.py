@@ -37,7 +37,7 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class Op:
-    """One operation."""
+    """One operation of a forward, and what its backward needs; sizes in bytes."""
 
     phase: str
     segment: Segment | None
@@ -59,7 +59,7 @@ class Op:
 
 @dataclass(slots=True)
 class Tape:
-    """Operations being written down."""
+    """The trace of a forward while it is being recorded."""
 
     ops: list[Op] = field(default_factory=list)
     storages: list[int] = field(default_factory=list)  # bytes of each
@@ -136,7 +136,7 @@ class Tape:
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """A finished tape."""
+    """A finished trace, with what comes in and what goes on."""
 
     tape: Tape
     given: Value  # what comes in
