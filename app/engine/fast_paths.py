@@ -70,9 +70,8 @@ def check_capturable(run: Run, device: torch.device) -> None:
     if device.type != "cuda" or graph.impl is GraphImpl.none or moe is None or cut:
         return
     if run.precision.params is not Dtype.bfloat16:
-        rule = (
-            f"captures the experts, for whose sizes the host waits in {run.precision.params.value}"
-        )
+        dtype = run.precision.params.value
+        rule = f"captures the experts, for whose sizes the host waits in {dtype}"
         what = "cuda_graph.impl"
         near = (Instead("precision=bf16"), Instead("cuda_graph=partial"))
         raise ConfigError(what, graph.impl, rule, nearest=near)

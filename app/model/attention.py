@@ -106,9 +106,8 @@ def _with_keys_gathered(
     outs = []
     piece = q_BSNH.shape[1] // 2
     masks = (None, None) if context.mask_B1SK is None else context.mask_B1SK.chunk(2, dim=2)
-    for q_BCNH, mask, number in zip(
-        q_BSNH.chunk(2, dim=1), masks, (here, 2 * ranks - 1 - here), strict=True
-    ):
+    numbers = (here, 2 * ranks - 1 - here)
+    for q_BCNH, mask, number in zip(q_BSNH.chunk(2, dim=1), masks, numbers, strict=True):
         end = (number + 1) * piece
         seen = None if mask is None else mask[..., :end]
         outs.append(
@@ -132,9 +131,8 @@ def _with_heads_traded(
     width = q_BSNH.shape[3]
     shares = [heads.unflatten(2, (ranks, -1)) for heads in (q_BSNH, k_BSGH, v_BSGH)]
     whole_BKF = trade_for_heads(torch.cat(shares, dim=3).flatten(3), peers.cp)
-    q_BKNH, k_BKGH, v_BKGH = whole_BKF.unflatten(2, (-1, width)).split(
-        [share.shape[3] for share in shares], dim=2
-    )
+    heads = [share.shape[3] for share in shares]
+    q_BKNH, k_BKGH, v_BKGH = whole_BKF.unflatten(2, (-1, width)).split(heads, dim=2)
     out_BKNH = attend(
         q_BKNH, k_BKGH, v_BKGH, mask_B1SK=context.mask_B1SK, repeatable=context.repeatable
     )

@@ -120,9 +120,8 @@ class Chunk(nn.Module):
             x = lookup(x, self.embedding, self.peers.tp)
         routing = []
         with context.again.forward():
-            for layer, run in zip(
-                self.layers.values(), runs or [run_layer] * len(self.layers), strict=True
-            ):
+            runs = runs or [run_layer] * len(self.layers)
+            for layer, run in zip(self.layers.values(), runs, strict=True):
                 x, report = recomputed(layer, x, context) if recompute else layer(x, context, run)
                 if report is not None:
                     routing.append(report)

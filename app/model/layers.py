@@ -62,9 +62,8 @@ def layer_context(
     """Rotary tables (Su et al. 2021, rotating the two halves of a head) for the tokens of a
     microbatch, and their mask.
     """
-    exponent = (
-        torch.arange(0, head_width, 2, device=positions_BS.device, dtype=torch.float32) / head_width
-    )
+    even = torch.arange(0, head_width, 2, device=positions_BS.device, dtype=torch.float32)
+    exponent = even / head_width
     angles_BSH = (positions_BS[..., None].float() * theta**-exponent).repeat(1, 1, 2)
     return Context(
         angles_BSH.cos()[:, :, None],

@@ -54,9 +54,8 @@ def lookup(tokens_BS: Tensor, table_VD: Tensor, group: Group) -> Tensor:
         return F.embedding(tokens_BS, table_VD)
     row_BS = tokens_BS - rank(group) * len(table_VD)
     elsewhere_BS = (row_BS < 0) | (row_BS >= len(table_VD))
-    rows_BSD = F.embedding(row_BS.masked_fill(elsewhere_BS, 0), table_VD).masked_fill(
-        elsewhere_BS[..., None], 0
-    )
+    rows_BSD = F.embedding(row_BS.masked_fill(elsewhere_BS, 0), table_VD)
+    rows_BSD = rows_BSD.masked_fill(elsewhere_BS[..., None], 0)
     return scatter_tokens(rows_BSD, group)
 
 

@@ -115,9 +115,8 @@ class AllToAllDispatcher:
         """
         if self.etp == 1:
             return experts_TK
-        rank_TKj = (experts_TK // self.local * self.etp)[..., None] + torch.arange(
-            self.etp, device=experts_TK.device
-        )
+        parts_j = torch.arange(self.etp, device=experts_TK.device)
+        rank_TKj = (experts_TK // self.local * self.etp)[..., None] + parts_j
         return (rank_TKj * self.local + (experts_TK % self.local)[..., None]).flatten(1)
 
     def _count(self, permutation: Permutation) -> Counted:
@@ -128,9 +127,8 @@ class AllToAllDispatcher:
         all_gather(counts_PPL, counts_E, self.group)
         here_PL = counts_PPL[:, self.group.rank()]
         sizes_2P = torch.stack((counts_E.view(ranks, -1).sum(1), here_PL.sum(1)))
-        return Counted(
-            permutation, sizes_2P, here_PL, ends_E=here_PL.sum(0).cumsum(0).to(torch.int32)
-        )
+        ends_E = here_PL.sum(0).cumsum(0).to(torch.int32)
+        return Counted(permutation, sizes_2P, here_PL, ends_E=ends_E)
 
     def _uneven(self, counted: Counted, sent: Sequence[int], received: Sequence[int]) -> Exchange:
         order_R, inverse_R = group_by_expert(counted.here_PL, sum(received))
@@ -173,9 +171,8 @@ class AllToAllDispatcher:
                 rows, (sent, received) = permute(x_TD, permutation), arrive()
             else:  # what is dropped stays
                 sent, received = arrive()
-                permutation = replace(
-                    permutation, token_of_row_R=permutation.token_of_row_R[: sum(sent)]
-                )
+                token_of_row_R = permutation.token_of_row_R[: sum(sent)]
+                permutation = replace(permutation, token_of_row_R=token_of_row_R)
                 rows = permute(x_TD, permutation)
             exchange = self._uneven(replace(record, permutation=permutation), sent, received)
         rows = _AllToAll.apply(rows, exchange.sent, exchange.received, self.group)
@@ -185,10 +182,9 @@ class AllToAllDispatcher:
         """R × D -> T × D."""
         rows = reorder(rows_RD, record.inverse_R, record.order_R)
         rows = _AllToAll.apply(rows, record.received, record.sent, self.group)
-        probs = (
-            probs_TK if self.etp == 1 else probs_TK[..., None].expand(-1, -1, self.etp).flatten(1)
-        )
-        return combine(rows, probs, record.permutation)
+        if self.etp > 1:  # a row came back from each part of its expert
+            probs_TK = probs_TK[..., None].expand(-1, -1, self.etp).flatten(1)
+        return combine(rows, probs_TK, record.permutation)
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,15 +222,12 @@ class AllGatherDispatcher:
         chosen_NK = _gathered(experts_TK, self.group) - self.first
         elsewhere_NK = (chosen_NK < 0) | (chosen_NK >= self.local)
         if rows is None:
-            return Uncounted(
-                sort_by_expert(chosen_NK.masked_fill(elsewhere_NK, self.local), self.local, True)
-            )
-        # C rows of each rank: fill up the rows of one expert and one rank, as if they were an
-        # expert
+            chosen_NK = chosen_NK.masked_fill(elsewhere_NK, self.local)
+            return Uncounted(sort_by_expert(chosen_NK, self.local, True))
+        # each rank's rows are padded to C per expert: every (expert, rank) is sorted as an expert
         rank_N = torch.arange(len(chosen_NK), device=chosen_NK.device) // max(1, len(experts_TK))
-        segments_NK = (chosen_NK * ranks + rank_N[:, None]).masked_fill(
-            elsewhere_NK, self.local * ranks
-        )
+        segments_NK = chosen_NK * ranks + rank_N[:, None]
+        segments_NK = segments_NK.masked_fill(elsewhere_NK, self.local * ranks)
         found = sort_by_expert(segments_NK, self.local * ranks, True, rows_per_expert=rows)
         return replace(found, ends_E=found.ends_E[ranks - 1 :: ranks].contiguous())
 
@@ -260,9 +253,8 @@ def group_by_expert(counts_PL: Tensor, rows: int) -> tuple[Tensor, Tensor]:
     expert_PL = torch.arange(local, device=counts_PL.device).repeat(ranks)
     expert_R = expert_PL.repeat_interleave(counts_PL.flatten(), output_size=rows)
     order_R = expert_R.argsort(stable=True)
-    return order_R, torch.empty_like(order_R).scatter_(
-        0, order_R, torch.arange(rows, device=order_R.device)
-    )
+    places_R = torch.arange(rows, device=order_R.device)
+    return order_R, torch.empty_like(order_R).scatter_(0, order_R, places_R)
 
 
 def start_to_host(values: Tensor) -> Callable[[], list[Any]]:
@@ -281,7 +273,7 @@ def start_to_host(values: Tensor) -> Callable[[], list[Any]]:
 
 
 def _filled(experts_TK: Tensor, capacity: int | None) -> int | None:
-    """Rows of each expert when it is filled up: no rank sends it more than all its tokens."""
+    """Rows that pad each expert to its capacity: at most one per token of this rank."""
     return None if capacity is None else min(capacity, len(experts_TK))
 
 
@@ -346,9 +338,8 @@ class _BringHome(torch.autograd.Function):
         probs_NK = _gathered(probs_TK, group)
         ctx.save_for_backward(rows_RD, probs_NK, token_of_row_R, row_of_NK, kept_NK)
         ctx.group = group
-        return _scattered(sum_rows(rows_RD, row_of_NK, probs_NK, kept_TK=kept_NK), group).to(
-            rows_RD.dtype
-        )
+        own_TD = _scattered(sum_rows(rows_RD, row_of_NK, probs_NK, kept_TK=kept_NK), group)
+        return own_TD.to(rows_RD.dtype)
 
     @staticmethod
     @once_differentiable

@@ -54,17 +54,14 @@ def sort_by_expert(
         starts_E = torch.searchsorted(sorted_R, ids_E)
         count = num_experts * rows_per_expert
         shift_E = ids_E * rows_per_expert - starts_E
-        rows_R = (rows_R + shift_E[sorted_R.clamp(max=num_experts - 1)]).masked_fill(
-            sorted_R >= num_experts, count
-        )
+        rows_R = rows_R + shift_E[sorted_R.clamp(max=num_experts - 1)]
+        rows_R = rows_R.masked_fill(sorted_R >= num_experts, count)  # the place of dropped choices
         tokens_R = tokens_R.new_zeros(count + 1).scatter_(0, rows_R, tokens_R)[:count]
         ends_E = ((ids_E + 1) * rows_per_expert).to(torch.int32)
     else:
         ends_E = torch.searchsorted(sorted_R, ids_E, right=True, out_int32=True)
-    row_of_TK = (
-        torch.empty_like(place_of_row_R).scatter_(0, place_of_row_R, rows_R).view_as(experts_TK)
-    )
-    return Permutation(tokens_R, row_of_TK, ends_E, kept_TK=kept_TK)
+    row_of_R = torch.empty_like(place_of_row_R).scatter_(0, place_of_row_R, rows_R)
+    return Permutation(tokens_R, row_of_R.view_as(experts_TK), ends_E, kept_TK=kept_TK)
 
 
 def permute(x_TD: Tensor, permutation: Permutation) -> Tensor:

@@ -90,12 +90,10 @@ class Router(nn.Module):
         self.weight = nn.Parameter(torch.empty(moe.num_experts, hidden))
         self.register_buffer("bias_E", torch.zeros(moe.num_experts, dtype=torch.float32))
         if moe.balance is Balance.global_batch:
-            self.register_buffer(
-                "load_E", torch.zeros(moe.num_experts, dtype=torch.int64), persistent=False
-            )
-            self.register_buffer(
-                "microbatches", torch.zeros((), dtype=torch.int64), persistent=False
-            )
+            load_E = torch.zeros(moe.num_experts, dtype=torch.int64)
+            self.register_buffer("load_E", load_E, persistent=False)
+            microbatches = torch.zeros((), dtype=torch.int64)
+            self.register_buffer("microbatches", microbatches, persistent=False)
 
     def start_step(self) -> None:
         """Forget the load of the step before; called before the first microbatch of each.
@@ -146,9 +144,8 @@ class Router(nn.Module):
         """Experts in turn, going on from rank to rank; None: the router chooses."""
         if not self.moe.force_balance:
             return None
-        return in_turn(
-            logits_TE, self.moe.top_k, rank(self.peers.stage) * len(logits_TE) * self.moe.top_k
-        )
+        top_k = self.moe.top_k
+        return in_turn(logits_TE, top_k, first=rank(self.peers.stage) * len(logits_TE) * top_k)
 
     def _report(self, logits_TE: Tensor, experts_TK: Tensor, sequences: int) -> RoutingReport:
         moe = self.moe
@@ -156,9 +153,8 @@ class Router(nn.Module):
         if moe.aux_loss_coeff:
             aux = self._aux_loss(logits_TE, sequences)
         if moe.z_loss_coeff:
-            z = z_loss(
-                logits_TE, moe.z_loss_coeff, num_tokens=len(logits_TE) * size(self.peers.microbatch)
-            )
+            num_tokens = len(logits_TE) * size(self.peers.microbatch)
+            z = z_loss(logits_TE, moe.z_loss_coeff, num_tokens=num_tokens)
         drops = moe.capacity_factor is not None
         chosen_TE = logits_TE.new_zeros(len(logits_TE), moe.num_experts + drops, dtype=torch.bool)
         counts_E = chosen_TE.scatter_(1, experts_TK, True)[:, : moe.num_experts].sum(0)
@@ -171,9 +167,8 @@ class Router(nn.Module):
         scores_TE, map_TE = aux_routing(logits_TE, moe.top_k, moe.score)
         num_tokens = len(logits_TE) * size(peers.microbatch)
         if moe.balance is Balance.sequence:
-            scores_BsE, map_BsE = (
-                part.unflatten(0, (sequences, -1)) for part in (scores_TE, map_TE)
-            )
+            scores_BsE = scores_TE.unflatten(0, (sequences, -1))
+            map_BsE = map_TE.unflatten(0, (sequences, -1))
             counts_BE = _summed(map_BsE.sum(1), peers.microbatch)
             return sequence_aux_loss(
                 scores_BsE,
@@ -248,9 +243,8 @@ class MoEBody(nn.Module):
         self.experts = Experts(model.hidden_size, ffn, peers.ep_rank * count, count=count)
         width = moe.shared_ffn_hidden_size
         self.shared = Mlp(model.hidden_size, width, peers) if width else None
-        self.shared_gate = (
-            nn.Parameter(torch.empty(1, model.hidden_size)) if moe.shared_gate else None
-        )
+        gate = nn.Parameter(torch.empty(1, model.hidden_size)) if moe.shared_gate else None
+        self.shared_gate = gate
         self.dispatcher = dispatcher
         self.moe = moe
         # where the shared expert computes; None: on the stream of everything else

@@ -174,9 +174,8 @@ def _wide(x: Tensor) -> Tensor:
 
 
 def _plain_scores(logits_TE: Tensor, score: Score) -> Tensor:
-    return (
-        _wide(logits_TE).softmax(dim=-1) if score is Score.softmax else _wide(logits_TE).sigmoid()
-    )
+    wide_TE = _wide(logits_TE)
+    return wide_TE.softmax(dim=-1) if score is Score.softmax else wide_TE.sigmoid()
 
 
 def _top_experts(scores_TE: Tensor, top_k: int) -> Tensor:

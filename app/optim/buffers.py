@@ -50,19 +50,15 @@ class FlatBuffer:
         first = specs[0].param
         self.params = torch.zeros(self.layout.numel, dtype=first.dtype, device=first.device)
         self.grads = torch.zeros(self.layout.numel, dtype=grads, device=first.device)
-        for (spec, grad), (start, stop), bucket in zip(
-            self.grad_views(), layout.params, layout.bucket_of, strict=True
-        ):
-            self._adopt(
-                spec.param, self.params[start:stop].view_as(spec.param), grad, bucket=bucket
-            )
+        places = zip(self.grad_views(), layout.params, layout.bucket_of, strict=True)
+        for (spec, grad), (start, stop), bucket in places:
+            value = self.params[start:stop].view_as(spec.param)
+            self._adopt(spec.param, value, grad, bucket=bucket)
 
     def grad_views(self) -> Iterator[tuple[ParamSpec, Tensor]]:
         """Every parameter with its gradient sum, in the parameter's shape."""
-        places = zip(self.specs, self.layout.params, strict=True)
-        return (
-            (spec, self.grads[start:stop].view_as(spec.param)) for spec, (start, stop) in places
-        )
+        for spec, (start, stop) in zip(self.specs, self.layout.params, strict=True):
+            yield spec, self.grads[start:stop].view_as(spec.param)
 
     def of_bucket(self, bucket: int) -> Iterator[tuple[ParamSpec, Tensor]]:
         """The parameters of one bucket, with their gradient sums."""

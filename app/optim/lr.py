@@ -67,9 +67,8 @@ def learning_rate(
     if decay is Decay.inverse_square_root:
         return max(low, peak * max(warmup_steps, 1) ** 0.5 / max(step, 1) ** 0.5)
     if decay is Decay.wsd:
-        return low + (peak - low) * _wsd_share(
-            step - (decay_steps - wsd_steps), wsd_steps, wsd_decay
-        )
+        into = step - (decay_steps - wsd_steps)
+        return low + (peak - low) * _wsd_share(into, wsd_steps, wsd_decay)
     done = (step - warmup_steps) / (decay_steps - warmup_steps)
     return low + (peak - low) * (_half_cosine(done) if decay is Decay.cosine else 1 - done)
 

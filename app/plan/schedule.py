@@ -265,9 +265,8 @@ def peak_in_flight(actions: Iterable[object]) -> int:
     1, the one that runs.
     """
     listed = list(actions)
-    ends = (
-        BackwardWeight if any(isinstance(action, BackwardWeight) for action in listed) else Backward
-    )
+    splits = any(isinstance(action, BackwardWeight) for action in listed)
+    ends = BackwardWeight if splits else Backward
     if not any(isinstance(action, ends) for action in listed):
         return int(any(isinstance(action, Forward) for action in listed))
     return max(

@@ -108,25 +108,17 @@ class PartialGraphs:
         before = run_phases(phases[: cut.start], values, keep=("x",)) if cut.start else values
         key = chunk, self.plan.set_of(mb, chunk), nth
         if key not in self.pieces:
-            self.pieces[key] = self._piece(
-                mb, chunk, nth, function=partial(self._inside, phases, cut, static, keep)
-            )
+            function = partial(self._inside, phases, cut, static, keep)
+            self.pieces[key] = self._piece(mb, chunk, nth, function=function)
         return run_layer(phases[cut.stop :], {**values, **self.pieces[key](before["x"])}, keep)
 
     def _piece(
         self, mb: int, chunk: int, nth: int, function: Callable[[Tensor], dict[str, Any]]
     ) -> Piece:
-        cuts = self.cuts[chunk]
         plan = self.plan
         static = self.recorder.static
-        after_another = (
-            nth > 0 and _starts(cuts[nth]) and _ends(cuts[nth - 1], self.layers[chunk][nth - 1])
-        )
-        before_another = (
-            nth + 1 < len(cuts)
-            and _starts(cuts[nth + 1])
-            and _ends(cuts[nth], self.layers[chunk][nth])
-        )
+        after_another = nth > 0 and self._chained(chunk, nth - 1)
+        before_another = nth + 1 < len(self.cuts[chunk]) and self._chained(chunk, nth)
 
         def grad_buffer(nth_output: int) -> Buffer | None:
             if before_another and nth_output == 0:
@@ -143,6 +135,11 @@ class PartialGraphs:
             input_buffer=input_buffer,
             grad_buffer=grad_buffer,
         )
+
+    def _chained(self, chunk: int, nth: int) -> bool:
+        """Whether the next layer's part begins where that of the n-th layer of a chunk ends."""
+        cuts = self.cuts[chunk]
+        return _starts(cuts[nth + 1]) and _ends(cuts[nth], self.layers[chunk][nth])
 
     def _inside(
         self, phases: Sequence[Phase], cut: Cut, static: Context, keep: Sequence[str], x_BsD: Tensor

@@ -27,9 +27,8 @@ def flatten(value: Any) -> tuple[list[Tensor], Rebuild]:
         return _join(value, tuple)
     if is_dataclass(value) and not isinstance(value, type):
         kind = type(value)
-        return _join(
-            [getattr(value, field.name) for field in fields(value)], lambda parts: kind(*parts)
-        )
+        parts = [getattr(value, field.name) for field in fields(value)]
+        return _join(parts, lambda parts: kind(*parts))
     return [], lambda tensors: value
 
 

@@ -40,9 +40,8 @@ class WholeStep(Generic[T]):
             return self.rebuild(self.recording.replay())
         tensors, rebuild = flatten(step)
         buffers = (self.recorder.static.buffer(self.pool, nth) for nth in itertools.count())
-        self.input = rebuild(
-            [buffer(tensor).copy_(tensor) for buffer, tensor in zip(buffers, tensors, strict=False)]
-        )
+        places = zip(buffers, tensors, strict=False)
+        self.input = rebuild([buffer(tensor).copy_(tensor) for buffer, tensor in places])
         self.recording, outputs = self.recorder.record(self._run, self.pool)
         return self.rebuild(outputs)
 

@@ -262,9 +262,8 @@ def _contents(written: list[Written]) -> dict[str, Any]:
     routers: dict[str, int] = {}
     for rank, each in enumerate(written):
         for name, (shape, start, stop, part) in each.parts:
-            parts.setdefault(name, {"shape": shape, "held": []})["held"].append(
-                (rank, start, stop, part)
-            )
+            entry = parts.setdefault(name, {"shape": shape, "held": []})
+            entry["held"].append((rank, start, stop, part))
         for name in each.routers:
             routers.setdefault(name, rank)  # all ranks with this layer have the same bias
     return {

@@ -135,11 +135,13 @@ def _pack(
     norm_sq: Tensor, totals: StepTotals, zeros: Tensor | float, request: StopRequest
 ) -> Tensor:
     """Sums of this rank that one all-reduce turns into sums over the step; fp32 [6]."""
+
+    def scalar(part: Tensor | float) -> Tensor:
+        # new_full is a kernel; a tensor made from a number of the host would wait for the device
+        return part.float() if isinstance(part, Tensor) else norm_sq.new_full((), part)
+
     parts = (norm_sq, totals.loss, totals.aux_loss, totals.z_loss, zeros, float(request.wanted))
-    # new_full is a kernel; a tensor made from a number of the host would wait for the device.
-    return torch.stack(
-        [part.float() if isinstance(part, Tensor) else norm_sq.new_full((), part) for part in parts]
-    )
+    return torch.stack([scalar(part) for part in parts])
 
 
 class Validation:
@@ -163,9 +165,8 @@ class Validation:
 
     def __call__(self, batches: Sequence[Batch]) -> tuple[float, int]:
         """(nats per token, tokens) over the microbatches of all ranks."""
-        step = step_input(
-            self.loader.take(batches), Normalize.token, self.run.dp, groups=self.engine.groups
-        )
+        loaded = self.loader.take(batches)
+        step = step_input(loaded, Normalize.token, self.run.dp, groups=self.engine.groups)
         self.engine.watch.note("forwards of a validation")
         recorder = self.engine.recorder
         captures = recorder is not None and recorder.recordings and self.taken

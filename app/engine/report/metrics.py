@@ -193,9 +193,8 @@ class Meter:
         if self.engine.groups.world.size() > 1:
             dist.all_reduce(values, dist.ReduceOp.MAX, self.engine.groups.world)
         largest = dict(zip(found, values.tolist(), strict=True))
-        return largest | {
-            name: int(value) for name, value in largest.items() if name == "graph_count"
-        }
+        counts = {name: int(value) for name, value in largest.items() if name == "graph_count"}
+        return largest | counts
 
     def _expert_load(self) -> dict[str, float]:
         """Over the MoE layers of all pipeline ranks; ranks without such layers take part too."""

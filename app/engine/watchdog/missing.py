@@ -10,9 +10,8 @@ from itertools import islice
 from app.engine.watchdog.collectives import Collective
 from app.engine.watchdog.heartbeats import Doing, Finding, Heartbeats, Record, Seen
 
-SAYS = (
-    0.9  # part of a timeout in one operation after which a rank is stuck, unless it rightly waits
-)
+# part of a timeout in one operation after which a rank is stuck, unless it rightly waits
+SAYS = 0.9
 SILENT = 0.3  # part of a timeout without a sign of life after which a rank no longer takes part
 SHOWN = 4  # missing ranks described, and sends and receives named, at most
 SAVING = "checkpoint"  # the group of the thread that saves
@@ -24,9 +23,7 @@ class Wait:
 
     name: str  # in words that all ranks have for it
     seconds: float  # for how long
-    ranks: Sequence[
-        int
-    ] = ()  # global ranks that have a part in it; none: nothing says that it waits for others
+    ranks: Sequence[int] = ()  # global ranks that take part; none: it may not wait for others
     collective: Collective | None = None  # None: it has no number
     during: str = ""  # what this rank does meanwhile
     under_way: str = ""  # sends and receives that are not done
@@ -51,9 +48,8 @@ class Look:
 
     def find(self) -> Finding:
         """Who is missing, and whether one of them is worth waiting for."""
-        others = self.heartbeats.read(
-            rank for rank in self.wait.ranks if rank != self.heartbeats.rank
-        )
+        own = self.heartbeats.rank
+        others = self.heartbeats.read(rank for rank in self.wait.ranks if rank != own)
         missing = {
             rank: seen
             for rank, seen in others.items()

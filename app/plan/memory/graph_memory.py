@@ -35,9 +35,8 @@ def partial_graph_parts(
         len({nth for (_, chunk), nth in plan.sets.items() if chunk == index})
         for index in range(len(chunks))
     ]
-    kernels = sum(count * share.kernels for count, share in zip(sets, shares, strict=True)) * (
-        1 + BACKWARD_KERNELS
-    )
+    forward = sum(count * share.kernels for count, share in zip(sets, shares, strict=True))
+    kernels = forward * (1 + BACKWARD_KERNELS)
     kept, cut, how = _pools(plan, shares, sets, peak=peak)
     return (
         graph_objects(plan.num_graphs, kernels),

@@ -187,7 +187,8 @@ def _state_parts(run: Run, layout: ParallelLayout, states: Sequence[StageState])
         sum(getattr(state, name) for state in states) for name in ("dense", "expert", "biases")
     )
     shared_by = layout.dp * layout.cp
-    count = amount(dense + expert) + (f", {amount(expert)} of them experts" if expert else "")
+    experts = f", {amount(expert)} of them experts" if expert else ""
+    count = amount(dense + expert) + experts
     yield Part("parameters", params * (dense + expert) + 4 * biases, f"{params} bytes × {count}")
     yield Part("gradients", grads * (dense + expert), f"{grads} bytes × as many")
     how = f"{params + grads + shard} → {params + grads}+{shard}/d, d = {shared_by}"
@@ -202,9 +203,8 @@ def _update_parts(
     if BYTES[run.precision.grads] == 4:
         return
     dense, expert = (sum(getattr(state, name) for state in states) for name in ("dense", "expert"))
-    more = 4 * (dense // (layout.dp * layout.cp) + expert // layout.edp) - sum(
-        part.bytes for part in step
-    )
+    wide = 4 * (dense // (layout.dp * layout.cp) + expert // layout.edp)
+    more = wide - sum(part.bytes for part in step)
     if more > 0:
         yield Part("update", more, "gradients in fp32, beyond what the activations have left")
 

@@ -60,9 +60,8 @@ def tick_moments(lists: Sequence[Sequence[Compute]], pipeline: Pipeline) -> dict
     while True:
         made = dict[Made, float]()
         for rank, actions in enumerate(lists):
-            ready = _ready(
-                rank, actions[places[rank] : places[rank] + 2], moments, pipeline=pipeline
-            )
+            following = actions[places[rank] : places[rank] + 2]
+            ready = _ready(rank, following, moments, pipeline=pipeline)
             made.update((action, tick) for action in ready)
             places[rank] += len(ready)
         if not made:
@@ -148,9 +147,8 @@ def add_late_waits(actions: Sequence[Action]) -> list[Action]:
             ]
             for op in due:
                 del sends[op]
-            needed = receives.pop(
-                ("F" if isinstance(action, Forward) else "B", action.mb, action.chunk), None
-            )
+            flow: Flow = "F" if isinstance(action, Forward) else "B"
+            needed = receives.pop((flow, action.mb, action.chunk), None)
             due += [] if needed is None else [needed]
             lowered += [Wait(tuple(due))] if due else []
             computed += 1

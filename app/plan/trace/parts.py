@@ -204,6 +204,5 @@ def scattered(tape: Tape, s: Sizes, whole: Value, holds: Sequence[Value] = ()) -
     if s.layout.tp == 1:
         return whole
     ordered = (s.copies - 1) * whole.bytes
-    return tape.op([whole], [s.stream], holds=holds, scratch=(ordered, ordered), kernels=s.copies)[
-        0
-    ]
+    scratch = (ordered, ordered)
+    return tape.op([whole], [s.stream], holds=holds, scratch=scratch, kernels=s.copies)[0]

@@ -187,9 +187,8 @@ def _backward(
         live += again.get(place, 0)
         incoming = [gradients.of.pop(value) for value in op.makes if value in gradients.of]
         extra = gradients.spread(op, incoming)
-        during = (
-            gradients.live + extra + (op.weight if op.added is Added.after else 0) + op.scratch[1]
-        )
+        weight = op.weight if op.added is Added.after else 0
+        during = gradients.live + extra + weight + op.scratch[1]
         peaks[op.phase] = max(peaks.get(op.phase, 0), live + during)
         if op.later is None:
             gradients.release(incoming)
