@@ -152,9 +152,7 @@ class Normalize(Enum):
 
 
 class BadStep(Enum):
-    """What follows a step whose loss or gradient norm is not finite; its update is skipped in
-    any case.
-    """
+    """What follows a step whose loss or gradient norm is not finite, besides a skipped update."""
 
     skip = "skip"  # go on with the next batches
     stop = "stop"  # end the run

@@ -19,8 +19,7 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 def all_gather(
     output: Tensor, shard: Tensor, group: dist.ProcessGroup, wait: bool = True
 ) -> dist.Work | None:
-    """Fill `output` with the equal `shard`s of all ranks of `group`, in rank order; both
-    contiguous.
+    """Fill `output` with the equal `shard`s of `group`'s ranks, in rank order; both contiguous.
 
     Without `wait` it goes on beside what follows, until the work that is returned has been waited
     for.
@@ -35,8 +34,7 @@ def all_gather(
 def reduce_scatter(
     shard: Tensor, buffer: Tensor, group: dist.ProcessGroup, wait: bool = True
 ) -> dist.Work | None:
-    """Sum `buffer` over all ranks of `group` and leave this rank's equal part in `shard`; both
-    contiguous.
+    """Sum `buffer` over `group`, leaving this rank's equal part in `shard`; both contiguous.
 
     `wait` as in `all_gather`.
     """

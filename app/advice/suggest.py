@@ -86,9 +86,7 @@ def suggest(plan: Plan) -> tuple[Suggestion, ...]:
 def _suggestions(
     candidates: Sequence[Candidate], before: float, trials: Trials
 ) -> Iterator[Suggestion]:
-    """The first few that fit when planned in full, without those that only add to one that is
-    quicker.
-    """
+    """The first few that fit when planned in full, none that only adds to a quicker one."""
     given: list[set[str]] = []
     for candidate in candidates:
         overrides = set(candidate.overrides)

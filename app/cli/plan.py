@@ -1,5 +1,4 @@
-"""What a run will be, before any GPU is used: `python -m app.cli.plan` and the overrides of
-train.py.
+"""What a run will be, before a GPU is used: `python -m app.cli.plan` with overrides of train.py.
 
 Exit codes: 0, 1 where the memory is shown and the run does not fit, 2 for a mistake, which costs
 one line.

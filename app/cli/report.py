@@ -81,9 +81,7 @@ def as_csv(report: Report) -> str:
 
 
 def report(folder: Path) -> None:
-    """Print the table and write report.txt, report.csv and report.html into the folder. Raises
-    ConfigError.
-    """
+    """Print the table, and write report.txt, .csv and .html into the folder. Raises ConfigError."""
     from app.cli.run_report.page import page  # matplotlib takes its time to load
 
     found = read_report(folder)

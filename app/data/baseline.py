@@ -51,9 +51,7 @@ def _without_last(table: Table, vocab: int) -> Table:
 
 
 def _probability(grams: np.ndarray, tables: list[Table], vocab: int) -> np.ndarray:
-    """Probability of the newest token of each run given the others; tables[n] counts the runs of
-    n tokens.
-    """
+    """Probability of each run's newest token given the others; tables[n] counts n-token runs."""
     probability = np.full(len(grams), 1 / vocab)
     for order in range(1, len(tables)):
         runs = grams % vocab**order

@@ -77,9 +77,7 @@ def first_texts(stream: datasets.IterableDataset, config: DataConfig) -> list[st
 
 
 def _encode_batch(batch: pa.Table, tokenizer: Tokenizer, dtype: str) -> pa.Table:
-    """Lists of ids, each followed by eod, for a batch of texts; documents without tokens are
-    left out.
-    """
+    """Lists of ids, each followed by eod, for a batch of texts; none for empty documents."""
     texts = [text or "" for text in batch.column(0).to_pylist()]
     documents = [np.asarray(ids, dtype=dtype) for ids in tokenizer.encode_batch(texts) if len(ids)]
     offsets = np.cumsum([0, *(len(ids) + 1 for ids in documents)])

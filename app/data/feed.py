@@ -22,9 +22,7 @@ class Reader(Protocol):
     """Where a data-parallel rank gets its sequences: `PackedSequences` or `StreamReader`."""
 
     def sample(self, index: int) -> np.ndarray:
-        """Tokens of global sequence `index`, int64 [S + 1]; a stream gives its next ones
-        instead.
-        """
+        """Tokens of global sequence `index`, int64 [S + 1]; a stream's next ones instead."""
 
     def state(self) -> dict[str, Any] | None:
         """Position beyond the count of used sequences, as plain values."""
@@ -52,9 +50,7 @@ class Batch:
 
 @dataclass(frozen=True)
 class Cursor:
-    """Position of a run in its training data; `stream` differs from rank to rank, `sequences`
-    does not.
-    """
+    """Position of a run in its training data; `stream` differs by rank, `sequences` does not."""
 
     sequences: int = 0  # used by all data-parallel ranks together
     stream: dict[str, Any] | None = None  # position of this rank's stream when streaming
@@ -158,9 +154,7 @@ class TrainFeed:
         return self._ahead[1]
 
     def next_step(self) -> list[Batch]:
-        """This rank's microbatches of one optimizer step; advances the cursor by the global
-        batch.
-        """
+        """This rank's microbatches of a step; advances the cursor by the global batch."""
         batches = self.look_ahead()
         self._ahead = None
         self._sequences += self.num_microbatches * self.dp * self.micro_batch
@@ -174,8 +168,7 @@ class TrainFeed:
 
 
 class ValidationFeed:
-    """The same leading sequences of the validation split at every pass; as many microbatches on
-    every rank.
+    """The same leading validation sequences at every pass; equally many microbatches per rank.
 
     A split too small for `eval_batches` microbatches on each rank gives fewer; one too small for a
     single microbatch on each rank is read more than once.

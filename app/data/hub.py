@@ -51,9 +51,7 @@ def check_folder(name: str) -> None:
 
 
 def explained(config: DataConfig, load: Callable[[], Loaded]) -> Loaded:
-    """`load()`, with whatever the library raises told as a ConfigError about the place that it
-    reads.
-    """
+    """`load()`; what the library raises becomes a ConfigError about the place that it reads."""
     if config.source is Source.hub and not os.path.isdir(str(config.name)):
         go_offline_without_network()
     try:
@@ -78,9 +76,7 @@ def explained(config: DataConfig, load: Callable[[], Loaded]) -> Loaded:
 
 
 def silence() -> None:
-    """No progress bars, which every rank would draw, and no log lines: what goes wrong is
-    raised.
-    """
+    """No progress bars, which all ranks would draw, and no log lines: errors are raised."""
     datasets.disable_progress_bars()
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)
     disable_hub_bars()

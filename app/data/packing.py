@@ -88,9 +88,7 @@ class Documents:
 
 @dataclass(frozen=True)
 class _Epoch:
-    """Order of one epoch: document `documents_D[d]` covers the epoch's tokens [bounds[d],
-    bounds[d + 1]).
-    """
+    """Order of one epoch: document `documents_D[d]` covers tokens [bounds[d], bounds[d + 1])."""
 
     index: int
     documents_D: np.ndarray
@@ -155,9 +153,7 @@ class PackedSequences:
     def reader(
         self, _dp_rank: int, _dp: int, _sequences: int, state: dict[str, Any] | None
     ) -> PackedSequences:
-        """Itself: any rank may read any sequence. Raises ConfigError for the saved state of a
-        stream.
-        """
+        """Itself: any rank may read any sequence. ConfigError for the state of a stream."""
         if state is not None:
             raise ConfigError(
                 "data.streaming", False, "the saved position is a stream's", nearest=True
@@ -168,9 +164,7 @@ class PackedSequences:
         """Nothing: the count of used sequences says it all."""
 
     def tokens(self, limit: int) -> np.ndarray:
-        """At most `limit` tokens, document by document in the order of epoch 0, [T] in the
-        stored type.
-        """
+        """At most `limit` tokens, in epoch 0's order of documents: [T], in the stored type."""
         return np.concatenate(self._pieces(self._order(0), 0, min(limit, self.num_tokens)))
 
     def _order(self, epoch: int) -> _Epoch:

@@ -15,8 +15,7 @@ REACH_S = 4.0  # seconds for a connection to the hub
 
 
 def go_offline_without_network() -> None:
-    """Where the hub cannot be reached, let the libraries take what their caches hold, and fail at
-    once.
+    """Without the hub, let the libraries take what their caches hold, and fail at once.
 
     Behind a proxy nothing is asked: only the library knows the way.
     """

@@ -1,5 +1,4 @@
-"""Documents that are read while training: shuffled, tokenized and packed on the fly, resumed
-exactly.
+"""Documents read while training: shuffled, tokenized and packed on the fly, resumed exactly.
 
 The shuffle buffer of the `datasets` library is not part of its state, so we shuffle ourselves,
 block by block: a block of documents is read, put in an order drawn from (seed, rank, epoch, block),

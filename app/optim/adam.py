@@ -67,14 +67,18 @@ class AdamShard:
     def _pieces(self, rank: int) -> Iterator[Piece]:
         for spec, ranges in zip(self.buffer.specs, self.buffer.layout.ranges(rank), strict=True):
             for part in ranges:
-                if part.bucket == self.bucket:
-                    views = (
-                        flat[slice(*part.local)]
-                        for flat in (self.main, self.grad, self.exp_avg, self.exp_avg_sq)
-                    )
-                    yield Piece(
-                        spec, part.param[0], *views, step=torch.zeros((), device=self.main.device)
-                    )
+                if part.bucket != self.bucket:
+                    continue
+                own = slice(*part.local)
+                yield Piece(
+                    spec,
+                    part.param[0],
+                    self.main[own],
+                    grad=self.grad[own],
+                    exp_avg=self.exp_avg[own],
+                    exp_avg_sq=self.exp_avg_sq[own],
+                    step=torch.zeros((), device=self.main.device),
+                )
 
     def counted_grads(self) -> list[Tensor]:
         """The gradient parts that count in norms, as few as there can be."""

@@ -1,6 +1,4 @@
-"""What is typed behind `train.py`: Hydra's flags, which also say where options are looked for,
-and overrides.
-"""
+"""What is typed behind `train.py`: overrides, and Hydra's flags, which say where options lie."""
 
 from __future__ import annotations
 
@@ -48,9 +46,7 @@ class Typed:
 
     @classmethod
     def parse(cls, arguments: Sequence[str]) -> Typed:
-        """Read the arguments as `hydra.main` does. Raises ConfigError for flags that it does not
-        know.
-        """
+        """Read the arguments as `hydra.main` does. Raises ConfigError for unknown flags."""
         parser = get_args_parser()
         parser.exit_on_error = False
         for action in parser._actions:
@@ -82,9 +78,7 @@ class Typed:
 
     @property
     def folder(self) -> Path:
-        """Where the first YAML file lies; a relative path begins at train.py, installed at the
-        current folder.
-        """
+        """Where the first YAML file lies; relative to train.py, installed to the current folder."""
         return CONF if self.config_path is None else BASE / self.config_path
 
     @property
@@ -105,9 +99,7 @@ class Typed:
 
     @contextmanager
     def looked_up(self) -> Iterator[None]:
-        """Let `hydra.compose` look where these flags say. Raises ConfigError for a folder that
-        is not there.
-        """
+        """Let `hydra.compose` look where these flags say. ConfigError for a missing folder."""
         for flag, folder in (
             ("--config-dir", self.config_dir),
             ("--config-path", self.config_path and self.folder),

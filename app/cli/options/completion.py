@@ -29,9 +29,7 @@ def _matches(config: Any, word: str) -> list[str]:
 
 
 def values_of(key: str) -> list[str]:
-    """What a key takes where that is a closed set, otherwise its default; nothing for what is no
-    key.
-    """
+    """What a key takes where that is a closed set, or its default; nothing for an unknown key."""
     kind = type_of(key)
     found = list[str]()
     for hint in (kind, *typing.get_args(kind)):

@@ -50,9 +50,7 @@ LARGEST = 3  # parts of the memory that the verdict names
 def print_plan(
     plan: Plan, what: str, suggestions: Sequence[Suggestion], stream: TextIO | None = None
 ) -> None:
-    """Print the sections asked for (see `app.plan.export`); the verdict stands last, under the
-    memory.
-    """
+    """Print the sections asked for (see `app.plan.export`); last, under the memory, the verdict."""
     stream = stream or sys.stdout
     console = Console(
         file=stream,

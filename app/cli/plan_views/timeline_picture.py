@@ -1,5 +1,4 @@
-"""timeline.svg and timeline.png: a row per pipeline rank, a bar per action, grey where the rank
-idles.
+"""timeline.svg and timeline.png: a row per pipeline rank, a bar per action, grey while it idles.
 
 A step with too many bars for the eye is shown by its beginning and its end, where the pipeline
 fills and drains.
@@ -139,9 +138,7 @@ def _corners(event: Event, rank: int) -> list[tuple[float, float]]:
 
 
 def colour(action: Compute, num_chunks: int) -> Colour:
-    """Hue by kind, lighter for later chunks, and a little lighter for microbatches of odd
-    number.
-    """
+    """Hue by kind, lighter for later chunks, and a little lighter for odd microbatches."""
     base = next(value for kind, _, value in KINDS if type(action) is kind)
     white = CHUNK_WHITE * action.chunk / max(1, num_chunks - 1) + ODD_WHITE * (action.mb % 2)
     return whitened(base, white)

@@ -1,6 +1,4 @@
-"""Where this program lies: a checkout with conf/ beside `app`, or an installed package with
-conf/ in it.
-"""
+"""Where this program lies: a checkout with conf/ beside `app`, or a package with conf/ inside."""
 
 from __future__ import annotations
 

@@ -52,9 +52,7 @@ SPEAK_S = 10.0  # seconds that the others give rank 0 to tell a mistake, with wh
 
 
 def check_room(run: Run, gpus: int) -> None:
-    """Raise ConfigError when this host is too small for the ranks, which may use so many GPUs
-    (0: CPU).
-    """
+    """ConfigError when this host is too small for the ranks, on so many GPUs (0: on the CPU)."""
     most = gpus or CPU_RANKS_PER_CORE * (os.cpu_count() or 1)
     if run.world_size > most:
         what = "GPUs" if gpus else "processes on its cores"
@@ -79,9 +77,7 @@ def check_packages(run: Run) -> None:
 
 
 def check_host_memory(plan: Plan) -> None:
-    """Raise ConfigError when a rank on the CPU keeps more between steps than this host has
-    memory.
-    """
+    """ConfigError when a CPU rank keeps more between steps than this host has memory."""
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if plan.busiest.kept > memory:
         rule = f"a rank keeps {gib(plan.busiest.kept)} GiB, and this host has {gib(memory)} GiB"

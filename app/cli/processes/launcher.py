@@ -46,8 +46,7 @@ class Launch:
     def from_environment(
         cls, env: Mapping[str, str], ask: Callable[..., str] = ask_slurm
     ) -> Launch:
-        """Read what torchrun has set, else what srun has set for one of several tasks; `ask` runs
-        scontrol.
+        """Read torchrun's variables, else srun's for one of several tasks; `ask` runs scontrol.
 
         Raises ConfigError for a variable that is missing, no number, or contradicts another.
         """
@@ -75,17 +74,13 @@ class Launch:
         return cls(0, 0, None, one_host=True, **job)
 
     def end_with_launcher(self, parent: int) -> None:
-        """Have this process end with its launcher, process `parent`, if it has one, and SLURM's
-        daemon.
-        """
+        """Have this process end with its launcher, process `parent`, or SLURM's daemon."""
         if self.launched:
             end_with_parent(parent)
         end_with_daemon()
 
     def network(self) -> dict[str, str]:
-        """Variables that keep gloo and NCCL from listening to other hosts, where all ranks are
-        on this one.
-        """
+        """Variables that keep gloo and NCCL off the network where all ranks are on this host."""
         if not self.one_host:
             return {}
         loopback = "lo" if sys.platform.startswith("linux") else "lo0"
@@ -94,8 +89,7 @@ class Launch:
 
 
 def waiting_threads(env: Mapping[str, str]) -> dict[str, str]:
-    """How long OpenMP's threads spin when they wait for work, unless the user has chosen; read when
-    torch is loaded.
+    """How long OpenMP's threads spin for work, unless the user says; read when torch is loaded.
 
     Longer than what lies between two operations, shorter than a scheduler's turn: with libgomp's
     own 300,000 rounds they take the cores from other programs, and from each other. Measured by

@@ -1,5 +1,4 @@
-"""torchrun's meeting point when there is one host only: a key-value store that other hosts cannot
-reach.
+"""torchrun's meeting point on one host: a key-value store that other hosts cannot reach.
 
 torch's own rendezvous listens on all networks and unpickles what it finds in its store, so whoever
 reaches it could run code as this user.

@@ -20,15 +20,12 @@ PR_SET_PDEATHSIG = 1
 
 
 def bound(command: Sequence[str]) -> list[str]:
-    """The command with which this process starts a program, given by its path, that is to end
-    with it.
-    """
+    """The command with which this process starts a program by path that is to end with it."""
     return [sys.executable, "-P", __file__, str(os.getpid()), *command]
 
 
 def end_with_parent(parent: int) -> None:
-    """Have this process killed when the one that started it, whose id was `parent`, dies or has
-    died.
+    """Have this process killed when its starter, process `parent`, dies or has died.
 
     What has been committed stays, as after any kill; nothing is saved.
     """

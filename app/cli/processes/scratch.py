@@ -34,9 +34,7 @@ def scratch_folder() -> Iterator[Path]:
 
 
 def _made() -> tuple[Path, int] | None:
-    """A folder and the handle that holds it; None where another start has taken it for left
-    meanwhile.
-    """
+    """A folder and the handle that holds it; None where another start has removed it meanwhile."""
     folder = Path(tempfile.mkdtemp(prefix=PREFIX))
     with suppress(FileNotFoundError):
         held = os.open(folder, os.O_RDONLY)

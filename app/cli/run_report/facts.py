@@ -88,9 +88,7 @@ def settings(run_dir: Path) -> dict[str, Any]:
 
 
 def flat(values: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Nested dictionaries as pairs of dotted key and value, without what only says where a run
-    writes.
-    """
+    """Nested dictionaries as (dotted key, value), without what only says where a run writes."""
     for name, value in values.items():
         key = f"{prefix}{name}"
         if isinstance(value, dict):

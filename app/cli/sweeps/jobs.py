@@ -123,8 +123,7 @@ def _note(folder: Path, overrides: Sequence[str], **changes: Any) -> tuple[Job, 
 
 
 def run_process(command: Sequence[str], run_dir: Path, line: ProgressLine) -> tuple[int, bool]:
-    """Run a job to its end; returns its exit code, and whether this process was interrupted
-    meanwhile.
+    """Run a job to its end; returns its exit code, and whether this process was interrupted.
 
     Interrupted, it tells the job to end and waits; interrupted once more, it kills it. The job has
     a session of its own, so that Ctrl-C reaches only us, and inherits the sweep's lock.
@@ -153,9 +152,7 @@ def run_process(command: Sequence[str], run_dir: Path, line: ProgressLine) -> tu
 
 
 def outcome(code: int, told_to_end: bool, run_dir: Path) -> tuple[State, str | None]:
-    """How a job ended, and why if it failed: the last line that it printed about that, or its
-    exit code.
-    """
+    """How a job ended, and if it failed why: the last line printed about it, or its exit code."""
     if code == 0:
         return State.done, None
     if told_to_end or code in STOPPED:

@@ -100,8 +100,7 @@ def _in_a_line(error: Exception) -> str:
 def how_it_ended(
     folder: Path, run_dir: Path, argument: str, problem: str | None
 ) -> tuple[State, str | None]:
-    """State and reason of a job that ran elsewhere and had `argument` among its own, from its
-    files.
+    """State and reason of a job that ran elsewhere with `argument` among its own, from its files.
 
     `problem` is what the launcher raised, which may be about another job.
     """
@@ -119,9 +118,7 @@ def how_it_ended(
 
 
 def _logs(folder: Path, argument: str) -> list[Path]:
-    """What the tasks of a job have printed, the one that ended first in front; of its newest
-    submission.
-    """
+    """What a job's tasks have printed, first the one that ended first; of the newest submission."""
     # Arguments are plain text in a pickle, whatever it takes to load the function.
     ours = [path for path in _submitted(folder) if argument.encode() in path.read_bytes()]
     newest = max(ours, key=lambda path: path.stat().st_mtime_ns, default=None)

@@ -173,9 +173,7 @@ def _check_launcher(name: str) -> None:
 
 
 def sweep_name(found: Sequence[Combination], arguments: Sequence[str]) -> str:
-    """The model, and eight hexadecimal digits that depend on the overrides but not on their
-    order.
-    """
+    """The model, and eight hexadecimal digits of the overrides in any order."""
     models = {combination.model for combination in found}
     digest = hashlib.sha256("\n".join(sorted(arguments)).encode()).hexdigest()
     return f"{models.pop() if len(models) == 1 else 'models'}-{digest[:8]}"
@@ -258,9 +256,7 @@ def _print_opening(sweep: Sweep) -> None:
 
 @contextmanager
 def _told_to_end_is_ctrl_c() -> Iterator[None]:
-    """Let being told to end and a closed terminal interrupt as Ctrl-C does, unless they are
-    ignored.
-    """
+    """Let being told to end, or a closed terminal, interrupt as Ctrl-C does, unless ignored."""
     told = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
     numbers = [number for number in told if signal.getsignal(number) is not signal.SIG_IGN]
     before = {number: signal.signal(number, _interrupt) for number in numbers}
