@@ -45,8 +45,7 @@ class Context:
     sin_BS1H: Tensor
     mask_B1SK: Tensor | None  # True where a query may look at a key; None: plain causal
     repeatable: bool = True  # only kernels whose gradients repeat bit for bit
-    # where backward leaves the gradients of weights; None: it computes them
-    later: Later | None = None
+    later: Later | None = None  # takes gradients of weights in backward; None: autograd does
     again: Again = field(default_factory=Again)  # what backward computes again
 
 
@@ -59,9 +58,7 @@ def layer_context(
     later: Later | None = None,
     again: Again | None = None,
 ) -> Context:
-    """Rotary tables (Su et al. 2021, rotating the two halves of a head) for the tokens of a
-    microbatch, and their mask.
-    """
+    """The mask and rotary tables (Su et al. 2021, two halves of a head) of a microbatch."""
     even = torch.arange(0, head_width, 2, device=positions_BS.device, dtype=torch.float32)
     exponent = even / head_width
     angles_BSH = (positions_BS[..., None].float() * theta**-exponent).repeat(1, 1, 2)

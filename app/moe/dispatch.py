@@ -200,7 +200,7 @@ class AllGatherDispatcher:
     What its experts add to a token is summed in fp32, and a reduce-scatter in fp32 brings the sums
     home. Backward mirrors it. Moves N·D elements whatever K is, so it suits a few ranks with many
     experts per token. The host waits once, before the gather, for the number of rows, unless
-    experts are filled up.
+    experts are padded to capacity.
     """
 
     host_sync = True

@@ -10,7 +10,7 @@ from torch import Tensor
 from app.engine.capture.recorder import Recorder
 from app.plan.memory.overheads import GIB, MIB
 
-# parts of a plan
+# field of GraphFacts -> the part of planned memory that it is compared with
 PLANNED = {
     "static": "static inputs",
     "cut": "cut tensors",
@@ -50,10 +50,8 @@ class GraphFacts:
             f"{name} {getattr(self, name) / MIB:.2f} ({parts.get(part, 0) / MIB:.2f})"
             for name, part in PLANNED.items()
         )
-        return (
-            f"{self.count} ({count}) graphs captured in {self.seconds:.1f} s; MiB: "
-            f"{', '.join(sizes)}; in brackets: planned"
-        )
+        graphs = f"{self.count} ({count}) graphs captured in {self.seconds:.1f} s"
+        return f"{graphs}; MiB: {', '.join(sizes)}; in brackets: planned"
 
     def metrics(self) -> dict[str, float]:
         """Metric key -> value: graph_count, graph_capture_s and sizes in GiB."""
