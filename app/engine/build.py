@@ -87,8 +87,8 @@ def build_engine(
     run = plan.run
     chunks = build_chunks(run, plan.stages, groups, device=device)
     specs = [list(parameter_specs(chunk, groups.place)) for chunk in chunks]
-    for chunk in specs:
-        entries = ((spec.name, spec.param, spec.block) for spec in chunk)
+    for of_chunk in specs:
+        entries = ((spec.name, spec.param, spec.block) for spec in of_chunk)
         init_weights(entries, run.model, run.train.seed)
     buffers = plan.buffers[groups.pp_rank]
     shared_by = OptimizerGroups(groups.dp, groups.edp, groups.tp, embedding=groups.embedding)
@@ -129,7 +129,7 @@ def build_recorder(run: Run, device: torch.device) -> Recorder | None:
 def _wait_for_parameters(chunk: Chunk, optimizer: DistributedOptimizer) -> None:
     """With optim.overlap_params, have each module's forward wait for its own parameters only."""
     inner = [*chunk.layers.values(), *([] if chunk.norm is None else [chunk.norm])]
-    own = [chunk.embedding] if chunk.first else []
+    own = [chunk.embedding] if chunk.first and chunk.embedding is not None else []
     for module, params in ((chunk, own), *((module, module.parameters()) for module in inner)):
         wait = optimizer.gate(params)
         module.register_forward_pre_hook(lambda *_, wait=wait: wait())
@@ -172,6 +172,7 @@ def build_layer(model: ModelConfig, index: int, peers: Peers) -> Layer:
 def _dispatcher(moe: MoEConfig, peers: Peers) -> Dispatcher:
     if peers.ep * peers.etp == 1:
         return LocalDispatcher(moe.num_experts)
+    assert peers.experts is not None, "experts on several ranks have a group"
     gathers = moe.dispatcher is DispatcherKind.all_gather
     kind = AllGatherDispatcher if gathers else AllToAllDispatcher
     return kind(moe.num_experts, peers.experts, peers.etp)
@@ -239,7 +240,7 @@ def select_forward_backward(
     tokens = run.train.seq_len // (groups.layout.cp * groups.layout.tp)
     hidden = torch.Size((run.train.micro_batch, tokens, run.model.hidden_size))
     rank = groups.pp_rank
-    recompute = {}
+    recompute: dict[tuple[int, int], bool] = {}
     if run.recompute.full:
         recompute = full_recompute(lists[rank], run.recompute.partial_microbatches)
     stages = Stages(

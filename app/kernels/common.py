@@ -15,10 +15,20 @@ try:
 except ImportError:  # torch for CPUs comes without it
     triton = tl = TensorDescriptor = None
 
+__all__ = [  # Triton's names too: kernels have them from here
+    "TensorDescriptor",
+    "block_of",
+    "jit",
+    "moves_tiles",
+    "tl",
+    "triton",
+    "usable",
+]
+
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def jit(kernel: Callable[..., None]) -> Any:
+def jit(kernel: Callable[..., object]) -> Any:
     """A kernel that `[grid](...)` launches; the function itself where Triton is missing."""
     return kernel if triton is None else triton.jit(kernel)
 

@@ -48,7 +48,7 @@ def split_and_rotate(
     is even. Keeps the tables for backward, and `qkv_BSF` if there are norms. fp32, bf16 or fp16.
     """
     cut = _Cut(qkv_BSF.shape, num_kv_heads, queries_per_kv, norms=norms)
-    return _SplitAndRotate.apply(
+    heads: tuple[Tensor, Tensor, Tensor] = _SplitAndRotate.apply(
         qkv_BSF.contiguous(),
         cos_BS1H.contiguous(),
         sin_BS1H.contiguous(),
@@ -56,6 +56,7 @@ def split_and_rotate(
         norms.key_H if norms else None,
         cut,
     )
+    return heads
 
 
 class _Cut:

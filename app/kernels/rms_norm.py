@@ -26,7 +26,8 @@ def rms_norm(x: Tensor, weight_W: Tensor, eps: float) -> Tensor:
     Keeps `x`, the weight and an fp32 number per row for backward. Made for W up to 8192; fp32, bf16
     or fp16.
     """
-    return _RmsNorm.apply(x.contiguous(), weight_W, eps)
+    out: Tensor = _RmsNorm.apply(x.contiguous(), weight_W, eps)
+    return out
 
 
 class _RmsNorm(torch.autograd.Function):

@@ -141,7 +141,8 @@ def _spread(
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     value = tl.load(x + token * width + column, mask=column < width)
-    places = ()
+    # (row, whether there is one) of each choice; Triton takes no annotation of a local variable
+    places = ()  # type: tuple[tuple[tl.tensor, tl.tensor], ...]
     for k in tl.static_range(K):  # a load after a store would wait for it
         places += (_owned(row_of, kept, token * K + k, real=True, num_rows=num_rows),)
     for k in tl.static_range(K):
@@ -163,7 +164,7 @@ def _sum(
 ) -> None:
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    parts = ()
+    parts = ()  # type: tuple[tl.tensor, ...]
     for k in tl.static_range(K):  # all on their way before the first is needed
         row, owned = _owned(row_of, kept, token * K + k, real=True, num_rows=num_rows)
         parts += (tl.load(rows + row * width + column, mask=(column < width) & owned, other=0.0),)

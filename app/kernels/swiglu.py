@@ -22,7 +22,8 @@ def swiglu(both: Tensor) -> Tensor:
 
     fp32, bf16 or fp16.
     """
-    return _Swiglu.apply(both.contiguous())
+    act: Tensor = _Swiglu.apply(both.contiguous())
+    return act
 
 
 class _Swiglu(torch.autograd.Function):

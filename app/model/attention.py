@@ -136,7 +136,9 @@ def _with_heads_traded(
     out_BKNH = attend(
         q_BKNH, k_BKGH, v_BKGH, mask_B1SK=context.mask_B1SK, repeatable=context.repeatable
     )
-    return trade_for_tokens(out_BKNH.flatten(2), peers.cp).flatten(2).unflatten(2, (-1, width))
+    own_BSF = trade_for_tokens(out_BKNH.flatten(2), peers.cp).flatten(2)
+    own_BSNH: Tensor = own_BSF.unflatten(2, (-1, width))
+    return own_BSNH
 
 
 def attend(

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, Protocol
+from typing import Protocol, TypeVar
 
 from torch import Tensor, nn
 
@@ -20,6 +20,8 @@ from app.config import ModelConfig
 from app.model.attention import Attention
 from app.model.layers import Context, Mlp, RMSNorm
 from app.model.peers import ALONE, Peers
+
+T = TypeVar("T")
 
 
 class PhaseName(Enum):
@@ -42,15 +44,34 @@ class Phase:
     """One element of a layer: `run` takes values named in `inputs` and returns `outputs`."""
 
     name: PhaseName
-    run: Callable[..., tuple[Any, ...]]
+    run: Callable[..., tuple[object, ...]]
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
     host_sync: bool = False  # whether it waits for the device
 
 
+@dataclass(frozen=True, slots=True)
+class RoutingReport:
+    """What one router says about one microbatch."""
+
+    # scalar with gradient: this rank's share of the auxiliary losses, with their weights
+    loss: Tensor
+    aux_loss: Tensor  # scalar, weighted, detached
+    z_loss: Tensor  # scalar, weighted, detached
+    counts_E: Tensor  # int64: tokens of this rank that each expert of the whole layer computes
+    dropped: Tensor  # int64 scalar: (token, expert) pairs of this rank beyond the experts' capacity
+
+
+def value_of(values: Mapping[str, object], name: str, kind: type[T]) -> T:
+    """The value of this name, which the phase that has made it made of this kind."""
+    value = values[name]
+    assert isinstance(value, kind), f"{name} is no {kind.__name__}"
+    return value
+
+
 def run_phases(
-    phases: Sequence[Phase], values: Mapping[str, Any], keep: Sequence[str]
-) -> dict[str, Any]:
+    phases: Sequence[Phase], values: Mapping[str, object], keep: Sequence[str]
+) -> dict[str, object]:
     """Run `phases` in order over `values` (name -> value) and return the values named in `keep`.
 
     A value is dropped after the last phase that reads it, so that what autograd does not save is
@@ -69,28 +90,35 @@ class RunPhases(Protocol):
     """A way to run the phases of a layer; `run_layer` is the usual one."""
 
     def __call__(
-        self, phases: Sequence[Phase], values: Mapping[str, Any], keep: Sequence[str]
-    ) -> dict[str, Any]:
+        self, phases: Sequence[Phase], values: Mapping[str, object], keep: Sequence[str]
+    ) -> dict[str, object]:
         """Values before -> the values named in `keep` behind."""
 
 
 def run_layer(
-    phases: Sequence[Phase], values: Mapping[str, Any], keep: Sequence[str]
-) -> dict[str, Any]:
+    phases: Sequence[Phase], values: Mapping[str, object], keep: Sequence[str]
+) -> dict[str, object]:
     """`run_phases` for a layer or a part of one, of which everything behind attention is
     recomputed where that is asked for.
     """
-    again = values["context"].again
+    again = value_of(values, "context", Context).again
     routes = any(phase.name is PhaseName.route for phase in phases)
     if not routes or Recompute.moe not in again.phases:
         return run_phases(phases, values, keep)
     start = int(phases[0].name is PhaseName.attn)
     before = run_phases(phases[:start], values, keep=("x", "context"))
 
-    def behind(x_BsD: Tensor, context: Context) -> dict[str, Any]:
+    def behind(x_BsD: Tensor, context: Context) -> dict[str, object]:
         return run_phases(phases[start:], {"x": x_BsD, "context": context}, keep)
 
-    return again.whole(Recompute.moe, behind, before["x"], before["context"])
+    x_BsD = value_of(before, "x", Tensor)
+    return again.whole(Recompute.moe, behind, x_BsD, value_of(before, "context", Context))
+
+
+class Body(nn.Module):
+    """What follows attention in a layer; has that as phases."""
+
+    phases: tuple[Phase, ...]
 
 
 class Layer(nn.Module):
@@ -99,7 +127,7 @@ class Layer(nn.Module):
     `phases` read and write the values x (B × s × D), context (Context) and whatever they declare.
     """
 
-    def __init__(self, model: ModelConfig, body: nn.Module, peers: Peers = ALONE) -> None:
+    def __init__(self, model: ModelConfig, body: Body, peers: Peers = ALONE) -> None:
         super().__init__()
         self.attn_norm = RMSNorm(model.hidden_size, model.norm_eps)
         self.attn = Attention(model, peers)
@@ -113,13 +141,14 @@ class Layer(nn.Module):
 
     def forward(
         self, x_BsD: Tensor, context: Context, run: RunPhases = run_layer
-    ) -> tuple[Tensor, Any]:
+    ) -> tuple[Tensor, RoutingReport | None]:
         """B × s × D -> (B × s × D, the router's report or None)."""
         out = run(self.phases, {"x": x_BsD, "context": context}, ("x", "routing"))
-        return out["x"], out["routing"]
+        report = None if out["routing"] is None else value_of(out, "routing", RoutingReport)
+        return value_of(out, "x", Tensor), report
 
 
-class DenseBody(nn.Module):
+class DenseBody(Body):
     """Feed-forward part of a dense layer: one phase."""
 
     def __init__(self, model: ModelConfig, peers: Peers = ALONE) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from app.choices import CpComm, Recompute
 from app.config import ModelConfig
-from app.model.block import Layer, RunPhases, run_layer
+from app.model.block import Layer, RoutingReport, RunPhases, run_layer
 from app.model.context_parallel import own_tokens
 from app.model.deferred import Later
 from app.model.layers import Context, RMSNorm, document_mask, layer_context
@@ -31,7 +30,7 @@ class ChunkOutput:
     """Hidden states of a chunk, normed behind the last layer, and a router report per MoE layer."""
 
     x: Tensor
-    routing: tuple[Any, ...]
+    routing: tuple[RoutingReport, ...]
 
 
 class Chunk(nn.Module):
@@ -68,6 +67,10 @@ class Chunk(nn.Module):
         self.head = nn.Parameter(torch.empty(table)) if untied else None
         # replaced with optim.overlap_params, where the head's table may still be gathered
         self.wait_for_head: Callable[[], None] = nothing
+
+    def in_order(self) -> list[Layer]:
+        """Its layers."""
+        return [_layer(module) for module in self.layers.values()]
 
     def context(
         self,
@@ -117,11 +120,12 @@ class Chunk(nn.Module):
         (Chen et al. 2016). `runs`: how each layer runs its phases, if not the usual way.
         """
         if self.first:
+            assert self.embedding is not None, "the first stage has the table"
             x = lookup(x, self.embedding, self.peers.tp)
         routing = []
         with context.again.forward():
             runs = runs or [run_layer] * len(self.layers)
-            for layer, run in zip(self.layers.values(), runs, strict=True):
+            for layer, run in zip(self.in_order(), runs, strict=True):
                 x, report = recomputed(layer, x, context) if recompute else layer(x, context, run)
                 if report is not None:
                     routing.append(report)
@@ -161,8 +165,16 @@ def nothing() -> None:
     """Return at once: the parameters are whole already."""
 
 
-def recomputed(layer: Layer, x_BsD: Tensor, context: Context) -> tuple[Tensor, Any]:
+def _layer(module: nn.Module) -> Layer:
+    assert isinstance(module, Layer), "nothing else is among a chunk's layers"
+    return module
+
+
+def recomputed(
+    layer: Layer, x_BsD: Tensor, context: Context
+) -> tuple[Tensor, RoutingReport | None]:
     """The layer, of whose forward nothing but the input is kept."""
-    return checkpoint(
+    out: tuple[Tensor, RoutingReport | None] = checkpoint(
         layer, x_BsD, context, use_reentrant=False, preserve_rng_state=context.again.draws
     )
+    return out

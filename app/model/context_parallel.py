@@ -47,7 +47,8 @@ def in_parts(whole_BSF: Tensor, ranks: int) -> Tensor:
 
 def gather_sequence(x_BsF: Tensor, group: dist.ProcessGroup) -> Tensor:
     """All tokens, in order: B × s × F -> B × S × F; gradients are summed over the ranks."""
-    return _GatherSequence.apply(x_BsF, group)
+    whole_BSF: Tensor = _GatherSequence.apply(x_BsF, group)
+    return whole_BSF
 
 
 def trade_for_heads(x_BsPF: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -57,7 +58,8 @@ def trade_for_heads(x_BsPF: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 def trade_for_tokens(x_BSF: Tensor, group: dist.ProcessGroup) -> Tensor:
     """The way back: B × S × F -> B × s × P × F."""
-    return _AllToAll.apply(in_parts(x_BSF, group.size()), group).movedim(0, 2)
+    parts_PBsF: Tensor = _AllToAll.apply(in_parts(x_BSF, group.size()), group)
+    return parts_PBsF.movedim(0, 2)
 
 
 class _GatherSequence(torch.autograd.Function):

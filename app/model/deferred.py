@@ -108,7 +108,9 @@ AddGrad = Callable[[nn.Parameter, Gradient], None]  # adds to the gradient sum o
 class Later(Protocol):
     """Where backward leaves gradients of weights."""
 
-    waits: bool  # whether they are computed later than the gradients of inputs
+    @property
+    def waits(self) -> bool:
+        """Whether they are computed later than the gradients of inputs."""
 
     def push(self, weight: nn.Parameter, gradient: Gradient) -> None:
         """Take a weight's gradient in one microbatch."""
@@ -147,15 +149,20 @@ class WeightQueue:
 
 def linear(x: Tensor, weight_OI: nn.Parameter, later: Later | None) -> Tensor:
     """x · weightᵀ over the last dimension; `later` takes the weight's gradient in backward."""
-    return F.linear(x, weight_OI) if later is None else _Linear.apply(x, weight_OI, later)
+    if later is None:
+        return F.linear(x, weight_OI)
+    out: Tensor = _Linear.apply(x, weight_OI, later)
+    return out
 
 
 def grouped_linear(
     rows_TI: Tensor, weight_EIO: nn.Parameter, ends_E: Tensor, later: Later | None
 ) -> Tensor:
     """Rows of expert e, up to its end offset, times weight[e]; with `later` as `linear`."""
+    out_TO: Tensor
     if later is not None:
-        return _GroupedLinear.apply(rows_TI, weight_EIO, ends_E, later)
+        out_TO = _GroupedLinear.apply(rows_TI, weight_EIO, ends_E, later)
+        return out_TO
     out_TO = F.grouped_mm(rows_TI, weight_EIO, offs=ends_E)
     if out_TO.requires_grad:
         # its backward refuses expanded gradients, such as a sum's

@@ -42,7 +42,10 @@ def summed_loss(
     otherwise all, which are kept for backward in the type of the weights. `later` takes the
     weight's gradient as in `linear`.
     """
-    return _SummedLoss.apply(h_BsD, weight_VD, labels_BS.flatten(), group, chunk_tokens, later)
+    loss: Tensor = _SummedLoss.apply(
+        h_BsD, weight_VD, labels_BS.flatten(), group, chunk_tokens, later
+    )
+    return loss
 
 
 def _statistics(logits_CV: Tensor, row_C: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TypeVar, TypeVarTuple
 
 import torch
 from torch import Tensor
@@ -20,6 +20,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
 from app.choices import Recompute
+
+T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
 
 
 @dataclass(slots=True)
@@ -50,7 +53,7 @@ class _View:
     source: _Source
     size: torch.Size
     stride: tuple[int, ...]
-    offset: int
+    offset: int | torch.SymInt
 
 
 @dataclass(slots=True)
@@ -64,15 +67,16 @@ class Again:
     _sources: dict[int, tuple[StorageWeakRef, _Source]] = field(default_factory=dict)
     _inside: int = 0  # depth of functions under `whole`, of which nothing is kept anyway
 
-    def whole(self, part: Recompute, function: Callable[..., Any], *arguments: Any) -> Any:
+    def whole(self, part: Recompute, function: Callable[[*Ts], T], *arguments: *Ts) -> T:
         """function(*arguments), of which only the arguments are kept if `part` is recomputed."""
         if part not in self.phases or self._inside or not torch.is_grad_enabled():
             return function(*arguments)
-        return checkpoint(
+        result: T = checkpoint(
             self._within, function, *arguments, use_reentrant=False, preserve_rng_state=self.draws
         )
+        return result
 
-    def _within(self, function: Callable[..., Any], *arguments: Any) -> Any:
+    def _within(self, function: Callable[[*Ts], T], *arguments: *Ts) -> T:
         self._inside += 1
         try:
             return function(*arguments)

@@ -32,7 +32,8 @@ def widen(x_BsI: Tensor, weight_OI: nn.Parameter, group: Group, later: Later | N
     """x · weightᵀ for all ranks' tokens: B × s × I -> B × S × O; `weight_OI`: this rank's rows."""
     if size(group) == 1:
         return linear(x_BsI, weight_OI, later)
-    return _Widen.apply(x_BsI, weight_OI, group, later)
+    out_BSO: Tensor = _Widen.apply(x_BsI, weight_OI, group, later)
+    return out_BSO
 
 
 def narrow(x_BSI: Tensor, weight_OI: nn.Parameter, group: Group, later: Later | None) -> Tensor:
@@ -81,6 +82,7 @@ def _start_gather(x_BsD: Tensor, group: dist.ProcessGroup) -> Arrival:
     own_BsD = x_BsD.contiguous()
     parts_PBsD = x_BsD.new_empty(group.size(), *x_BsD.shape)
     work = all_gather(parts_PBsD, own_BsD, group, wait=False)
+    assert work is not None, "another rank has a part"
 
     def arrive() -> Tensor:
         work.wait()
@@ -93,6 +95,7 @@ def _start_scatter(x_BSD: Tensor, group: dist.ProcessGroup) -> Arrival:
     parts_PBsD = x_BSD.unflatten(1, (group.size(), -1)).transpose(0, 1).contiguous()
     own_BsD = torch.empty_like(parts_PBsD[0])
     work = reduce_scatter(own_BsD, parts_PBsD, group, wait=False)
+    assert work is not None, "another rank has a part"
 
     def arrive(sent: Tensor = parts_PBsD) -> Tensor:  # held until it has been read
         work.wait()

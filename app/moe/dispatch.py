@@ -11,7 +11,7 @@ of them, C rows per expert and rank.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -30,6 +30,9 @@ from app.moe.permute import (
     sort_by_expert,
     sum_rows,
 )
+from app.moe.records import Counted, Dispatched, Exchange, Prepared, Uncounted
+
+OTHERS = "the record of another dispatcher"
 
 
 class LocalDispatcher:
@@ -48,35 +51,15 @@ class LocalDispatcher:
             experts_TK, self.num_experts, drops, rows_per_expert=_filled(experts_TK, capacity)
         )
 
-    def dispatch(self, x_TD: Tensor, record: Permutation) -> tuple[Tensor, Permutation]:
+    def dispatch(self, x_TD: Tensor, record: Prepared) -> tuple[Tensor, Permutation]:
         """T × D -> T·K × D, expert-major."""
+        assert isinstance(record, Permutation), OTHERS
         return permute(x_TD, record), record
 
-    def combine(self, rows_RD: Tensor, probs_TK: Tensor, record: Permutation) -> Tensor:
+    def combine(self, rows_RD: Tensor, probs_TK: Tensor, record: Dispatched) -> Tensor:
         """T·K × D -> T × D."""
+        assert isinstance(record, Permutation), OTHERS
         return combine(rows_RD, probs_TK, record)
-
-
-@dataclass(frozen=True, slots=True)
-class Counted:
-    """An exchange laid out on the device, before the host has read its split sizes."""
-
-    permutation: Permutation  # this rank's rows by expert of the whole layer, hence by destination
-    sizes_2P: Tensor  # rows to each rank, and from each
-    here_PL: Tensor  # rows from each rank for each of this rank's experts
-    ends_E: Tensor  # int32 end offset of each of this rank's experts
-
-
-@dataclass(frozen=True, slots=True)
-class Exchange:
-    """How this rank's rows leave, how foreign rows arrive and are grouped by expert."""
-
-    permutation: Permutation  # this rank's rows by expert of the whole layer, hence by destination
-    sent: tuple[int, ...]  # rows to each rank
-    received: tuple[int, ...]  # rows from each rank
-    order_R: Tensor  # received rows (source-major) in expert-major order
-    inverse_R: Tensor  # and back
-    ends_E: Tensor  # int32 end offset of each of this rank's experts
 
 
 class AllToAllDispatcher:
@@ -159,12 +142,13 @@ class AllToAllDispatcher:
             ends_E=permutation.ends_E[:local] * ranks,
         )
 
-    def dispatch(self, x_TD: Tensor, record: Counted | Exchange) -> tuple[Tensor, Exchange]:
+    def dispatch(self, x_TD: Tensor, record: Prepared) -> tuple[Tensor, Exchange]:
         """T × D -> R × D, expert-major; waits for the counts where there are any."""
         if isinstance(record, Exchange):
             rows = permute(x_TD, record.permutation)
             exchange = record
         else:
+            assert isinstance(record, Counted), OTHERS
             arrive = start_to_host(record.sizes_2P)
             permutation = record.permutation
             if permutation.kept_TK is None:
@@ -178,20 +162,14 @@ class AllToAllDispatcher:
         rows = _AllToAll.apply(rows, exchange.sent, exchange.received, self.group)
         return reorder(rows, exchange.order_R, exchange.inverse_R), exchange
 
-    def combine(self, rows_RD: Tensor, probs_TK: Tensor, record: Exchange) -> Tensor:
+    def combine(self, rows_RD: Tensor, probs_TK: Tensor, record: Dispatched) -> Tensor:
         """R × D -> T × D."""
+        assert isinstance(record, Exchange), OTHERS
         rows = reorder(rows_RD, record.inverse_R, record.order_R)
         rows = _AllToAll.apply(rows, record.received, record.sent, self.group)
         if self.etp > 1:  # a row came back from each part of its expert
             probs_TK = probs_TK[..., None].expand(-1, -1, self.etp).flatten(1)
         return combine(rows, probs_TK, record.permutation)
-
-
-@dataclass(frozen=True, slots=True)
-class Uncounted:
-    """A permutation of which only the device knows how many rows it has."""
-
-    permutation: Permutation
 
 
 class AllGatherDispatcher:
@@ -231,20 +209,23 @@ class AllGatherDispatcher:
         found = sort_by_expert(segments_NK, self.local * ranks, True, rows_per_expert=rows)
         return replace(found, ends_E=found.ends_E[ranks - 1 :: ranks].contiguous())
 
-    def dispatch(self, x_TD: Tensor, record: Permutation | Uncounted) -> tuple[Tensor, Permutation]:
+    def dispatch(self, x_TD: Tensor, record: Prepared) -> tuple[Tensor, Permutation]:
         """T × D -> R × D, expert-major; waits for the number of rows where it is not known."""
         if isinstance(record, Uncounted):
             found = record.permutation
             record = replace(found, token_of_row_R=found.token_of_row_R[: int(found.ends_E[-1])])
+        assert isinstance(record, Permutation), OTHERS
         return _GatherRows.apply(
             x_TD, record.token_of_row_R, record.row_of_TK, record.kept_TK, self.group
         ), record
 
-    def combine(self, rows_RD: Tensor, probs_TK: Tensor, record: Permutation) -> Tensor:
+    def combine(self, rows_RD: Tensor, probs_TK: Tensor, record: Dispatched) -> Tensor:
         """R × D -> T × D."""
-        return _BringHome.apply(
+        assert isinstance(record, Permutation), OTHERS
+        out_TD: Tensor = _BringHome.apply(
             rows_RD, probs_TK, record.token_of_row_R, record.row_of_TK, record.kept_TK, self.group
         )
+        return out_TD
 
 
 def group_by_expert(counts_PL: Tensor, rows: int) -> tuple[Tensor, Tensor]:
@@ -257,15 +238,15 @@ def group_by_expert(counts_PL: Tensor, rows: int) -> tuple[Tensor, Tensor]:
     return order_R, torch.empty_like(order_R).scatter_(0, order_R, places_R)
 
 
-def start_to_host(values: Tensor) -> Callable[[], list[Any]]:
-    """Start to copy a small tensor to the host; returns what waits for this copy alone."""
-    if not values.is_cuda:
-        return values.tolist
-    copy = values.to("cpu", non_blocking=True, memory_format=torch.contiguous_format)
+def start_to_host(values_AB: Tensor) -> Callable[[], list[list[int]]]:
+    """Start to copy a small matrix of integers to the host; returns what waits for this alone."""
+    if not values_AB.is_cuda:
+        return values_AB.tolist
+    copy = values_AB.to("cpu", non_blocking=True, memory_format=torch.contiguous_format)
     there = torch.cuda.Event()
     there.record()
 
-    def arrive() -> list[Any]:
+    def arrive() -> list[list[int]]:
         there.synchronize()
         return copy.tolist()
 
@@ -279,14 +260,20 @@ def _filled(experts_TK: Tensor, capacity: int | None) -> int | None:
 
 class _AllToAll(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, rows, sent, received, group):  # noqa: ANN001, ANN205
+    def forward(
+        ctx: Any,
+        rows: Tensor,
+        sent: tuple[int, ...],
+        received: tuple[int, ...],
+        group: dist.ProcessGroup,
+    ) -> Tensor:
         ctx.sent = sent
         ctx.received = received
         ctx.group = group
         return _exchange(rows, sent, received, group=group)
 
     @staticmethod
-    def backward(ctx, grad):  # noqa: ANN001, ANN205
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         return _exchange(grad, ctx.received, ctx.sent, group=ctx.group), None, None, None
 
 

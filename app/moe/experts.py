@@ -5,7 +5,7 @@ Shapes: R rows grouped by expert · E experts · D width · F hidden width of an
 
 from __future__ import annotations
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from app.choices import Recompute
 from app.model.deferred import Later, grouped_linear
@@ -15,8 +15,8 @@ from app.model.recompute import Again
 
 def grouped_swiglu(
     rows_RD: Tensor,
-    w1_ED2F: Tensor,
-    w2_EFD: Tensor,
+    w1_ED2F: nn.Parameter,
+    w2_EFD: nn.Parameter,
     ends_E: Tensor,
     later: Later | None = None,
     again: Again | None = None,

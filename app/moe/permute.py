@@ -66,9 +66,10 @@ def sort_by_expert(
 
 def permute(x_TD: Tensor, permutation: Permutation) -> Tensor:
     """Token rows grouped by expert: [R, D]. A token's gradient sums its K rows in fp32."""
-    return _Permute.apply(
+    rows_RD: Tensor = _Permute.apply(
         x_TD, permutation.token_of_row_R, permutation.row_of_TK, permutation.kept_TK
     )
+    return rows_RD
 
 
 def combine(rows_RD: Tensor, probs_TK: Tensor, permutation: Permutation) -> Tensor:
@@ -76,14 +77,16 @@ def combine(rows_RD: Tensor, probs_TK: Tensor, permutation: Permutation) -> Tens
 
     Dropped choices count as 0, and so does their gradient, whatever the rows hold.
     """
-    return _Combine.apply(
+    out_TD: Tensor = _Combine.apply(
         rows_RD, probs_TK, permutation.token_of_row_R, permutation.row_of_TK, permutation.kept_TK
     )
+    return out_TD
 
 
 def reorder(rows_RD: Tensor, index_R: Tensor, inverse_R: Tensor) -> Tensor:
     """rows[index] for a bijection of the rows, which `inverse_R` undoes: [R, D]."""
-    return _Reorder.apply(rows_RD, index_R, inverse_R)
+    out_RD: Tensor = _Reorder.apply(rows_RD, index_R, inverse_R)
+    return out_RD
 
 
 def sum_rows(

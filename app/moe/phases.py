@@ -10,8 +10,7 @@ hidden, E experts, K experts per token, R rows (a token once per expert it goes 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -21,13 +20,14 @@ from torch import Tensor, nn
 from app.choices import Balance, Recompute
 from app.compat import all_reduce
 from app.config import ModelConfig, MoEConfig
-from app.model.block import Phase, PhaseName
+from app.model.block import Body, Phase, PhaseName, RoutingReport
 from app.model.deferred import Later
 from app.model.layers import Context, Mlp, RMSNorm
 from app.model.peers import Peers, rank, size
 from app.model.recompute import Again
 from app.moe.capacity import capacity, within_capacity
 from app.moe.experts import grouped_swiglu
+from app.moe.records import Dispatched, Prepared
 from app.moe.router import aux_loss, aux_routing, choose, in_turn, sequence_aux_loss, z_loss
 
 
@@ -39,7 +39,7 @@ class Dispatcher(Protocol):
 
     def preprocess(
         self, experts_TK: Tensor, drops: bool = False, capacity: int | None = None
-    ) -> Any:
+    ) -> Prepared:
         """What the device can say of where rows go, as a frozen record; never waits.
 
         drops: some choices have the id E, and have no part in the rest. `capacity` fills every
@@ -48,27 +48,15 @@ class Dispatcher(Protocol):
         """
         ...
 
-    def dispatch(self, x_TD: Tensor, record: Any) -> tuple[Tensor, Any]:
+    def dispatch(self, x_TD: Tensor, record: Prepared) -> tuple[Tensor, Dispatched]:
         """Tokens -> rows R × D of this rank's experts, expert-major, and a record for `combine`
-        with their ends `ends_E`.
+        with their ends `ends_E`. `record` is what this dispatcher's `preprocess` has returned.
         """
         ...
 
-    def combine(self, rows_RD: Tensor, probs_TK: Tensor, record: Any) -> Tensor:
+    def combine(self, rows_RD: Tensor, probs_TK: Tensor, record: Dispatched) -> Tensor:
         """Expert outputs -> the probability-weighted sum per token, T × D."""
         ...
-
-
-@dataclass(frozen=True, slots=True)
-class RoutingReport:
-    """What one router says about one microbatch."""
-
-    # scalar with gradient: this rank's share of the auxiliary losses, with their weights
-    loss: Tensor
-    aux_loss: Tensor  # scalar, weighted, detached
-    z_loss: Tensor  # scalar, weighted, detached
-    counts_E: Tensor  # int64: tokens of this rank that each expert of the whole layer computes
-    dropped: Tensor  # int64 scalar: (token, expert) pairs of this rank beyond the experts' capacity
 
 
 class Router(nn.Module):
@@ -167,8 +155,8 @@ class Router(nn.Module):
         scores_TE, map_TE = aux_routing(logits_TE, moe.top_k, moe.score)
         num_tokens = len(logits_TE) * size(peers.microbatch)
         if moe.balance is Balance.sequence:
-            scores_BsE = scores_TE.unflatten(0, (sequences, -1))
-            map_BsE = map_TE.unflatten(0, (sequences, -1))
+            scores_BsE: Tensor = scores_TE.unflatten(0, (sequences, -1))
+            map_BsE: Tensor = map_TE.unflatten(0, (sequences, -1))
             counts_BE = _summed(map_BsE.sum(1), peers.microbatch)
             return sequence_aux_loss(
                 scores_BsE,
@@ -225,7 +213,7 @@ class Experts(nn.Module):
         )
 
 
-class MoEBody(nn.Module):
+class MoEBody(Body):
     """Norm, router, experts and optional shared expert of one layer.
 
     `peers.ep_rank` of `peers.ep` ranks holds experts [ep_rank·E/ep, (ep_rank+1)·E/ep), or a part of
@@ -269,14 +257,19 @@ class MoEBody(nn.Module):
                 name.dispatch,
                 self._dispatch,
                 ("h", "record"),
-                outputs=("rows", "record"),
+                outputs=("rows", "dispatched"),
                 host_sync=waits,
             ),
-            Phase(name.experts, self._experts, ("rows", "record", "context"), outputs=("rows",)),
+            Phase(
+                name.experts,
+                self._experts,
+                ("rows", "dispatched", "context"),
+                outputs=("expert_out",),
+            ),
             Phase(
                 name.combine,
-                lambda rows, p, r: (dispatcher.combine(rows, p, r),),
-                ("rows", "probs", "record"),
+                self._combine,
+                ("expert_out", "probs", "dispatched"),
                 outputs=("y",),
             ),
             Phase(name.finish, self._finish, finish_inputs, outputs=("x",)),
@@ -286,7 +279,7 @@ class MoEBody(nn.Module):
         return (context.again.output(Recompute.norm, self.norm, x_BsD),)
 
     @torch.no_grad()
-    def _preprocess(self, experts_TK: Tensor) -> tuple[Any]:
+    def _preprocess(self, experts_TK: Tensor) -> tuple[Prepared]:
         moe = self.moe
         if moe.capacity_factor is None:
             return (self.dispatcher.preprocess(experts_TK),)
@@ -295,11 +288,16 @@ class MoEBody(nn.Module):
             limit = capacity(experts_TK.numel(), moe.num_experts, moe.capacity_factor)
         return (self.dispatcher.preprocess(experts_TK, True, limit),)
 
-    def _dispatch(self, h_BsD: Tensor, record: Any) -> tuple[Tensor, Any]:
+    def _dispatch(self, h_BsD: Tensor, record: Prepared) -> tuple[Tensor, Dispatched]:
         return self.dispatcher.dispatch(h_BsD.flatten(0, -2), record)
 
-    def _experts(self, rows_RD: Tensor, record: Any, context: Context) -> tuple[Tensor]:
-        return (self.experts(rows_RD, record.ends_E, context.later, context.again),)
+    def _experts(self, rows_RD: Tensor, dispatched: Dispatched, context: Context) -> tuple[Tensor]:
+        return (self.experts(rows_RD, dispatched.ends_E, context.later, context.again),)
+
+    def _combine(
+        self, expert_out_RD: Tensor, probs_TK: Tensor, dispatched: Dispatched
+    ) -> tuple[Tensor]:
+        return (self.dispatcher.combine(expert_out_RD, probs_TK, dispatched),)
 
     def _shared(self, h: Tensor, context: Context) -> tuple[Tensor]:
         if not (self.moe.shared_overlap and h.is_cuda):
@@ -319,7 +317,7 @@ class MoEBody(nn.Module):
 
     def _gated(self, h: Tensor, later: Later | None) -> Tensor:
         assert self.shared is not None
-        out = self.shared(h, later)
+        out: Tensor = self.shared(h, later)
         return out if self.shared_gate is None else F.linear(h, self.shared_gate).sigmoid() * out
 
     def _finish(

@@ -186,7 +186,7 @@ def _top_experts(scores_TE: Tensor, top_k: int) -> Tensor:
 
 def _within_best_groups(scores_TE: Tensor, groups: int, topk_groups: int, per_group: int) -> Tensor:
     """The scores, -inf outside the best groups."""
-    scores_TGX = scores_TE.unflatten(1, (groups, -1))
+    scores_TGX: Tensor = scores_TE.unflatten(1, (groups, -1))
     group_TG = scores_TGX.topk(per_group, dim=-1).values.sum(dim=-1)
     best = group_TG.topk(topk_groups, dim=-1, sorted=False).indices
     outside_TG = torch.ones_like(group_TG, dtype=torch.bool).scatter(1, best, False)

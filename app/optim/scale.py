@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TypedDict
 
 import torch
 from torch import Tensor
 
 from app.choices import Dtype
 from app.config import PrecisionConfig
+
+
+class LossScaleState(TypedDict):
+    """What a checkpoint holds of a `LossScale`."""
+
+    scale: float
+    clean: int
+    tolerated: int
 
 
 @dataclass(slots=True)
@@ -66,11 +74,11 @@ class LossScale:
         self.scale = scale
         self.value.fill_(scale)
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> LossScaleState:
         """What a checkpoint holds."""
         return {"scale": self.scale, "clean": self.clean, "tolerated": self.tolerated}
 
-    def load(self, state: dict[str, Any]) -> None:
+    def load(self, state: LossScaleState) -> None:
         """Go on from a checkpoint within this run's bounds; a constant scale stays."""
         if self.config.loss_scale is not None:
             return

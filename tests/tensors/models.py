@@ -5,6 +5,7 @@ them, without process groups.
 from __future__ import annotations
 
 import dataclasses
+from types import SimpleNamespace
 
 import torch
 from torch import Tensor
@@ -42,6 +43,8 @@ def make_chunks(
         for field in dataclasses.fields(Groups)
         if field.name not in ("layout", "rank")
     }
+    if ep > 1:
+        nobody["ep"] = SimpleNamespace(size=lambda: ep, rank=lambda: rank)
     groups = Groups(layout=select_layout(run), rank=rank, **nobody)
     chunks = build_chunks(
         run, plan_stages(model.num_layers, 1, vpp), groups, device=torch.device("cpu")

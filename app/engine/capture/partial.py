@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 from torch import Tensor
 
@@ -13,7 +12,7 @@ from app.choices import Recompute
 from app.engine.capture.piece import Piece
 from app.engine.capture.recorder import Recorder
 from app.engine.capture.static import Buffer
-from app.model.block import Layer, Phase, RunPhases, run_layer, run_phases
+from app.model.block import Layer, Phase, RunPhases, run_layer, run_phases, value_of
 from app.model.chunk import Chunk
 from app.model.layers import Context
 from app.model.recompute import Again
@@ -64,7 +63,7 @@ class PartialGraphs:
         self.recorder = recorder
         self.optimizer = optimizer
         self.recomputed = frozenset(recomputed)
-        self.layers = [list(chunk.layers.values()) for chunk in chunks]
+        self.layers = [chunk.in_order() for chunk in chunks]
         self.cuts = [[Cut.of(layer.phases, captured) for layer in layers] for layers in self.layers]
         self.pieces: dict[tuple[int, int, int], Piece] = {}  # chunk, set, layer
 
@@ -86,13 +85,17 @@ class PartialGraphs:
 
     def _static_context(self, slot: int, context: Context) -> Context:
         """The microbatch's context in its slot's memory, which recordings can read."""
-        names = ("cos_BS1H", "sin_BS1H", "mask_B1SK")
-        known = {name: value for name in names if (value := getattr(context, name)) is not None}
-        placed = {
-            name: self.recorder.static.buffer("context", name, slot)(value).copy_(value)
-            for name, value in known.items()
-        }
-        return replace(context, **placed)
+
+        def placed(name: str, value: Tensor) -> Tensor:
+            return self.recorder.static.buffer("context", name, slot)(value).copy_(value)
+
+        mask = context.mask_B1SK
+        return replace(
+            context,
+            cos_BS1H=placed("cos_BS1H", context.cos_BS1H),
+            sin_BS1H=placed("sin_BS1H", context.sin_BS1H),
+            mask_B1SK=None if mask is None else placed("mask_B1SK", mask),
+        )
 
     def _run(
         self,
@@ -102,18 +105,19 @@ class PartialGraphs:
         cut: Cut,
         static: Context,
         phases: Sequence[Phase],
-        values: Mapping[str, Any],
+        values: Mapping[str, object],
         keep: Sequence[str],
-    ) -> dict[str, Any]:
+    ) -> dict[str, object]:
         before = run_phases(phases[: cut.start], values, keep=("x",)) if cut.start else values
         key = chunk, self.plan.set_of(mb, chunk), nth
         if key not in self.pieces:
             function = partial(self._inside, phases, cut, static, keep)
             self.pieces[key] = self._piece(mb, chunk, nth, function=function)
-        return run_layer(phases[cut.stop :], {**values, **self.pieces[key](before["x"])}, keep)
+        inside = self.pieces[key](value_of(before, "x", Tensor))
+        return run_layer(phases[cut.stop :], {**values, **inside}, keep)
 
     def _piece(
-        self, mb: int, chunk: int, nth: int, function: Callable[[Tensor], dict[str, Any]]
+        self, mb: int, chunk: int, nth: int, function: Callable[[Tensor], dict[str, object]]
     ) -> Piece:
         plan = self.plan
         static = self.recorder.static
@@ -143,7 +147,7 @@ class PartialGraphs:
 
     def _inside(
         self, phases: Sequence[Phase], cut: Cut, static: Context, keep: Sequence[str], x_BsD: Tensor
-    ) -> dict[str, Any]:
+    ) -> dict[str, object]:
         """What leaves the captured part, hidden states first if they do."""
         inside = phases[cut.start : cut.stop]
         after = phases[cut.stop :]

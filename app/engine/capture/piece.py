@@ -28,7 +28,7 @@ class Piece:
 
     def __init__(
         self,
-        function: Callable[[Tensor], dict[str, Any]],
+        function: Callable[[Tensor], dict[str, object]],
         recorder: Recorder,
         pool: int,
         optimizer: DistributedOptimizer,
@@ -45,15 +45,16 @@ class Piece:
         self.backward_recording: Recording | None = None
         self.input: Tensor | None = None
         self.grads: list[Tensor | None] = []
-        self.rebuild: Rebuild = tuple
+        self.rebuild: Rebuild[dict[str, object]] | None = None
         self.differentiable: list[bool] = []  # of the tensors that leave
         # what a forward has left for its backward
         self.live: tuple[Tensor, Sequence[Tensor]] | None = None
         self.arrivals: list[Arrival] = []  # of gradients, in one backward
 
-    def __call__(self, x_BsD: Tensor) -> dict[str, Any]:
+    def __call__(self, x_BsD: Tensor) -> dict[str, object]:
         """Hidden states -> what leaves the part."""
-        outputs = _Replayed.apply(self, x_BsD)  # settles how they are put together
+        outputs = _Replayed.apply(self, x_BsD)
+        assert self.rebuild is not None, "its forward has settled how they are put together"
         return self.rebuild(outputs)
 
     def forward(self, x_BsD: Tensor) -> Sequence[Tensor]:

@@ -13,13 +13,16 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
 
 from app.compat import unowned
 from app.engine.capture.static import StaticMemory
+
+if TYPE_CHECKING:
+    from torch.cuda import _POOL_HANDLE
 
 Work = Callable[[], Sequence[Tensor]]
 
@@ -41,10 +44,13 @@ class Recording(Protocol):
 class Recorder(Protocol):
     """Captures work once, so that it can be replayed on the same memory."""
 
-    recordings: Sequence[Recording]
     static: StaticMemory  # what recordings read that lies outside of the pools
     seconds: float  # that recording has taken
     object_bytes: int  # that the driver has taken for recordings
+
+    @property
+    def recordings(self) -> Sequence[Recording]:
+        """All of them, in the order in which they were made."""
 
     @property
     def pool_bytes(self) -> int:
@@ -78,7 +84,7 @@ class CudaRecording:
 class CudaRecorder:
     """Records on the current stream, never the default one, and on those that join it."""
 
-    pools: dict[int, tuple[int, int]] = field(default_factory=dict)  # our number -> torch's handle
+    pools: dict[int, _POOL_HANDLE] = field(default_factory=dict)  # our number -> torch's handle
     recordings: list[CudaRecording] = field(default_factory=list)
     static: StaticMemory = field(default_factory=StaticMemory)
     seconds: float = 0.0

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,13 +16,13 @@ Buffer = Callable[[Tensor], Tensor]  # gives memory for a tensor like this one
 class StaticMemory:
     """Static tensors by what they are for; outside of all pools."""
 
-    held: dict[tuple[Any, ...], Tensor] = field(default_factory=dict)
+    held: dict[tuple[Hashable, ...], Tensor] = field(default_factory=dict)
 
-    def buffer(self, *purpose: Any) -> Buffer:
+    def buffer(self, *purpose: Hashable) -> Buffer:
         """What gives memory for a purpose: the same for tensors of one shape and type."""
         return partial(self._take, purpose)
 
-    def _take(self, purpose: tuple[Any, ...], like: Tensor) -> Tensor:
+    def _take(self, purpose: tuple[Hashable, ...], like: Tensor) -> Tensor:
         key = (*purpose, like.shape, like.dtype)
         if key not in self.held:
             self.held[key] = torch.empty_like(like, memory_format=torch.contiguous_format)

@@ -4,20 +4,33 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import fields, is_dataclass
-from typing import Any
+from typing import TypeVar
 
 from torch import Tensor
 
+T = TypeVar("T")
 # from tensors in the order of `flatten` to a value like the first
-Rebuild = Callable[[Sequence[Tensor]], Any]
+Rebuild = Callable[[Sequence[Tensor]], T]
 
 
-def flatten(value: Any) -> tuple[list[Tensor], Rebuild]:
+def flatten(value: T) -> tuple[list[Tensor], Rebuild[T]]:
     """The tensors of a value, and how to put others in their places.
 
     Looks into dictionaries, tuples and dataclasses; everything else is kept as it is. The second
     keeps no tensor alive.
     """
+    kind = type(value)
+    tensors, make = _flatten(value)
+
+    def rebuild(tensors: Sequence[Tensor]) -> T:
+        built = make(tensors)
+        assert isinstance(built, kind), "put together as it was"
+        return built
+
+    return tensors, rebuild
+
+
+def _flatten(value: object) -> tuple[list[Tensor], Rebuild[object]]:
     if isinstance(value, Tensor):
         return [value], lambda tensors: tensors[0]
     if isinstance(value, dict):
@@ -32,11 +45,13 @@ def flatten(value: Any) -> tuple[list[Tensor], Rebuild]:
     return [], lambda tensors: value
 
 
-def _join(parts: Sequence[Any], whole: Callable[[list[Any]], Any]) -> tuple[list[Tensor], Rebuild]:
-    found = [flatten(part) for part in parts]
+def _join(
+    parts: Sequence[object], whole: Callable[[list[object]], object]
+) -> tuple[list[Tensor], Rebuild[object]]:
+    found = [_flatten(part) for part in parts]
     makers = [(len(tensors), make) for tensors, make in found]
 
-    def rebuild(tensors: Sequence[Tensor]) -> Any:
+    def rebuild(tensors: Sequence[Tensor]) -> object:
         rest = list(tensors)
         built = []
         for count, make in makers:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -30,19 +30,23 @@ class WholeStep(Generic[T]):
     pool: int = 0
     recording: Recording | None = None
     input: StepInput | None = None
-    rebuild: Rebuild = tuple
+    rebuild: Rebuild[T] | None = None
 
     def __call__(self, step: StepInput) -> T:
         """Take in a step's input, and do the work."""
         self.ready()
         if self.recording is not None:
             self._load(step)
-            return self.rebuild(self.recording.replay())
+            return self._whole(self.recording.replay())
         tensors, rebuild = flatten(step)
         buffers = (self.recorder.static.buffer(self.pool, nth) for nth in itertools.count())
         places = zip(buffers, tensors, strict=False)
         self.input = rebuild([buffer(tensor).copy_(tensor) for buffer, tensor in places])
         self.recording, outputs = self.recorder.record(self._run, self.pool)
+        return self._whole(outputs)
+
+    def _whole(self, outputs: Sequence[Tensor]) -> T:
+        assert self.rebuild is not None, "known since the recording"
         return self.rebuild(outputs)
 
     def _load(self, step: StepInput) -> None:

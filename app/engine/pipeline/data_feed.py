@@ -75,9 +75,9 @@ class Loader:
     def _part(self, batch: Batch, own_S: Tensor) -> Batch:
         documents = batch.documents_BS
         return Batch(
-            self._move(batch.tokens_BS[:, own_S]),
-            self._move(batch.labels_BS[:, own_S]),
-            self._move(batch.positions_BS[:, own_S]),
+            tokens_BS=self._move(batch.tokens_BS[:, own_S]),
+            labels_BS=self._move(batch.labels_BS[:, own_S]),
+            positions_BS=self._move(batch.positions_BS[:, own_S]),
             documents_BS=None if documents is None else self._move(documents),
         )
 

@@ -14,10 +14,10 @@ from torch import Tensor
 from app.choices import Recompute
 from app.engine.capture.partial import PartialGraphs
 from app.engine.pipeline.data_feed import StepInput
+from app.model.block import RoutingReport
 from app.model.chunk import Chunk
-from app.model.deferred import AddGrad, DirectSums, WeightQueue
+from app.model.deferred import AddGrad, DirectSums, Later, WeightQueue
 from app.model.peers import rank
-from app.moe.phases import RoutingReport
 from app.plan.actions import Op
 
 Place = tuple[int, int]  # microbatch, chunk
@@ -81,7 +81,9 @@ class Flight:
         module = self.stages.chunks[chunk]
         batch = self.step.batches[mb]
         x = batch.tokens_BS if module.first else self.inputs[place]
-        later = self.weights.setdefault(place, WeightQueue()) if self.splits else self.stages.sums
+        later: Later | None = self.stages.sums
+        if self.splits:
+            later = self.weights.setdefault(place, WeightQueue())
         full = self.training and self.stages.recompute.get(place, False)
         again = () if full else self.stages.phases
         context = module.context(batch.positions_BS, batch.documents_BS, later, again=again)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -111,13 +111,13 @@ class TrainingStep:
             with suppress(Exception):
                 self.loader.start(following())
             self.engine.watch.note("the end of the step")
-        norm_sq, *others, skip = facts_7.tolist()
+        facts = _unpack(facts_7)
         self.engine.watch.rest("between steps")
         if loss_scale is None:
-            return StepFacts(norm_sq, *others, skip), totals
+            return facts, totals
         used = loss_scale.scale
-        loss_scale.update(bool(skip))
-        return StepFacts(norm_sq / used**2, *others, skip, used), totals
+        loss_scale.update(bool(facts.skipped))
+        return replace(facts, norm_sq=facts.norm_sq / used**2, scale=used), totals
 
     def _balance(self, totals: StepTotals, skipped: Tensor) -> None:
         """Move the routers' bias against the step's load, if it is on; not on a skipped step."""
@@ -142,6 +142,20 @@ def _pack(
 
     parts = (norm_sq, totals.loss, totals.aux_loss, totals.z_loss, zeros, float(request.wanted))
     return torch.stack([scalar(part) for part in parts])
+
+
+def _unpack(facts_7: Tensor) -> StepFacts:
+    """Waits for what `_pack` has packed, and whether the update was skipped."""
+    norm_sq, loss, aux_loss, z_loss, zeros, stop, skipped = facts_7.tolist()
+    return StepFacts(
+        norm_sq=norm_sq,
+        loss=loss,
+        aux_loss=aux_loss,
+        z_loss=z_loss,
+        zeros=zeros,
+        stop=stop,
+        skipped=skipped,
+    )
 
 
 class Validation:
