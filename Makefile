@@ -33,8 +33,8 @@ test-slurm: $(VENV)/installed-slurm ## run the tests that need SLURM, on a clust
 lint: $(VENV)/installed-test ## ruff
 	@$(BIN)/ruff check .
 
-types: $(VENV)/installed-test ## mypy, strict on the planning layer
-	@$(BIN)/mypy app/plan app/config app/rules app/advice app/errors.py app/choices.py
+types: $(VENV)/installed-test ## mypy, strict
+	@$(BIN)/mypy app
 
 checks: lint types test ## what a change must pass before it is proposed
 

@@ -25,7 +25,10 @@ def all_gather(
     for.
     """
     if group.size() > 1:
-        return _all_gather(output.view(-1), shard.view(-1), group=group, async_op=not wait)
+        work: dist.Work | None = _all_gather(
+            output.view(-1), shard.view(-1), group=group, async_op=not wait
+        )
+        return work
     if output.data_ptr() != shard.data_ptr():
         output.copy_(shard.view_as(output))
     return None
@@ -39,7 +42,10 @@ def reduce_scatter(
     `wait` as in `all_gather`.
     """
     if group.size() > 1:
-        return _reduce_scatter(shard.view(-1), buffer.view(-1), group=group, async_op=not wait)
+        work: dist.Work | None = _reduce_scatter(
+            shard.view(-1), buffer.view(-1), group=group, async_op=not wait
+        )
+        return work
     if shard.data_ptr() != buffer.data_ptr():
         shard.copy_(buffer.view_as(shard))
     return None
@@ -62,7 +68,14 @@ def all_to_all(parts: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 def enqueued(group: dist.ProcessGroup) -> int:
     """Collectives that this process has enqueued in `group`; over gloo sends and receives too."""
-    return group._get_sequence_number_for_group()
+    number: int = group._get_sequence_number_for_group()  # type: ignore[attr-defined]  # private
+    return number
+
+
+def another_connection(store: dist.Store) -> dist.Store:
+    """The same store, for another thread: who waits on one connection holds up all who use it."""
+    again: dist.Store = store.clone()  # type: ignore[attr-defined]  # missing in torch's types
+    return again
 
 
 def flight_records() -> list[dict[str, Any]]:

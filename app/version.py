@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import subprocess
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -66,7 +66,7 @@ class Version:
         """
         if not isinstance(record, dict) or record == self.record():
             return None
-        before = Version(*(record.get(each.name) for each in fields(self)))
+        before = Version(str(record.get("version")), record.get("commit"), record.get("dirty"))
         return f"graphfold: {before.short} -> {self.short}"
 
 

@@ -25,7 +25,7 @@ import sys
 import time
 import uuid
 from argparse import Namespace
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
 from types import FrameType
 from typing import Any
@@ -81,8 +81,12 @@ class Agent(LocalElasticAgent):
         self._told = number
         self._tell_ranks(number)
 
+    def _pids(self) -> Collection[int]:
+        assert self._pcontext is not None, "it has started the ranks"
+        return self._pcontext.pids().values()
+
     def _tell_ranks(self, number: int) -> None:
-        for pid in self._pcontext.pids().values():
+        for pid in self._pids():
             with suppress(ProcessLookupError):
                 # Pressed again; a rank that waits for others would not hear of it.
                 os.kill(pid, signal.SIGKILL if len(self._presses) > 1 else number)
@@ -113,7 +117,7 @@ class Agent(LocalElasticAgent):
         if self._told is not None:
             self._let_all_end()
         self._kill_what_hangs()
-        result = super()._monitor_workers(worker_group)
+        result: RunResult = super()._monitor_workers(worker_group)
         if result.is_failed():
             failures = result.failures
             stuck = {rank: each for rank, each in failures.items() if each.exitcode == EXIT_STUCK}
@@ -133,7 +137,7 @@ class Agent(LocalElasticAgent):
 
     def _kill_what_hangs(self) -> None:
         # Where a rank has ended since others hang, torch would give these half a minute to end.
-        pids = self._pcontext.pids().values()
+        pids = self._pids()
         if any(_code(pid) == EXIT_STUCK for pid in pids):
             for pid in filter(_runs, pids):
                 os.kill(pid, signal.SIGKILL)
@@ -141,7 +145,7 @@ class Agent(LocalElasticAgent):
     def _let_all_end(self) -> None:
         # Once one has ended torch kills the others, which have stopped too, but may not have said
         # so yet.
-        pids = self._pcontext.pids().values()
+        pids = self._pids()
         deadline = time.monotonic() + FOLLOW_S
         while 0 < sum(map(_runs, pids)) < len(pids) and time.monotonic() < deadline:
             time.sleep(POLL_S)
@@ -152,7 +156,7 @@ def main(arguments: Sequence[str]) -> int:
     options = parse_args(list(arguments))
     options.signals_to_handle = "SIGHUP,SIGQUIT"  # the others are the agent's
     _bind_ranks(options)
-    launcher.LocalElasticAgent = Agent
+    launcher.LocalElasticAgent = Agent  # type: ignore[misc]  # no other way to have it used
     rendezvous_handler_registry.register(one_host.BACKEND, one_host.OneHost.create)
     logging.disable(logging.ERROR)  # what torchrun has to say about a rank that failed is said here
     try:

@@ -51,7 +51,8 @@ class Documents:
     def read(self, document: int, start: int, stop: int) -> np.ndarray:
         """Tokens [start, stop) of one document, a view [stop - start] in the stored type."""
         first = self.start_D[document]
-        return self.chunks[self.chunk_D[document]][first + start : first + stop]
+        chunk: np.ndarray = self.chunks[self.chunk_D[document]]
+        return chunk[first + start : first + stop]
 
     def select(self, chosen: np.ndarray) -> Documents:
         """The documents with these indices, or where this mask is true."""

@@ -127,9 +127,9 @@ def _other_files(was: Record, now: Record) -> str:
     if was["files"] is None or now["files"] is None:
         before = f"{was['count']} files of {was['bytes']} bytes"
         return f"{now['count']} files of {now['bytes']} bytes with other contents, were {before}"
-    before, after = ({name: facts for name, *facts in each["files"]} for each in (was, now))
-    told = [_other_file(name, before.get(name), after.get(name)) for name in before | after]
-    told = [text for text in told if text]
+    had, has = ({name: facts for name, *facts in each["files"]} for each in (was, now))
+    found = (_other_file(name, had.get(name), has.get(name)) for name in had | has)
+    told = [text for text in found if text]
     if not told:
         return "the files come in another order"
     return told[0] + (f"; and {len(told) - 1} more files" if len(told) > 1 else "")

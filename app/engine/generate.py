@@ -31,7 +31,7 @@ def sample_text(engine: Engine, tokenizer: Tokenizer, prompt: list[int], aloud: 
     `aloud`: this rank says how far it has come, where that takes long.
     """
     run = engine.plan.run
-    drawn = []
+    drawn: list[int] = []
     count = run.train.sample_tokens
     if not count:
         return None

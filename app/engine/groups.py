@@ -11,7 +11,6 @@ import datetime
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -138,24 +137,36 @@ def host_group(ranks: list[int]) -> dist.ProcessGroup:
     """A group of these ranks over gloo, which all of them create as their next one."""
     # Also for one rank: an NCCL communicator would take 390 MiB of its GPU, to send nothing.
     backend = "fake" if dist.get_backend() == "fake" else "gloo"
-    return dist.new_group(
-        ranks, timeout=HOST_TIMEOUT, backend=backend, use_local_synchronization=True
+    return _new_group(ranks, backend=backend)
+
+
+def _new_group(
+    ranks: list[int],
+    backend: str | None = None,
+    options: dist.ProcessGroupNCCL.Options | None = None,
+    device: torch.device | None = None,
+) -> dist.ProcessGroup:
+    group = dist.new_group(
+        ranks,
+        timeout=HOST_TIMEOUT,
+        backend=backend,
+        pg_options=options,
+        use_local_synchronization=True,
+        device_id=device,
     )
+    assert isinstance(group, dist.ProcessGroup), "this rank is one of them"
+    return group
 
 
-def _tensor_group(ranks: list[int], options: Any = None) -> dist.ProcessGroup:
+def _tensor_group(
+    ranks: list[int], options: dist.ProcessGroupNCCL.Options | None = None
+) -> dist.ProcessGroup:
     # NCCL connects a group with a device at once; otherwise it would do so at the first use, and
     # once more for every two ranks whose sends are not batched. From a default group with a device
     # it would split the new one off, which needs all ranks of the world.
     nccl = dist.get_backend() == "nccl"
     device = torch.device("cuda", torch.cuda.current_device()) if nccl else None
-    return dist.new_group(
-        ranks,
-        timeout=HOST_TIMEOUT,
-        pg_options=options,
-        use_local_synchronization=True,
-        device_id=device,
-    )
+    return _new_group(ranks, options=options, device=device)
 
 
 def _control_group(ranks: list[int]) -> dist.ProcessGroup:
@@ -179,12 +190,14 @@ def process_world(
     """
     # one process has nothing to send: NCCL's communicator would only take GPU memory
     backend = "nccl" if device.type == "cuda" and world_size > 1 else "gloo"
-    options: dict[str, Any] = {}  # no device: NCCL's default group, which nobody uses, stays apart
-    if world_size == 1:
-        options["store"] = dist.HashStore()
-    elif store is not None:
-        options["store"] = store
-    dist.init_process_group(backend, rank=rank, world_size=world_size, timeout=TIMEOUT, **options)
+    # no device: NCCL's default group, which nobody uses, stays apart
+    dist.init_process_group(
+        backend,
+        rank=rank,
+        world_size=world_size,
+        timeout=TIMEOUT,
+        store=dist.HashStore() if world_size == 1 else store,
+    )
     try:
         yield
     except BaseException:

@@ -112,6 +112,10 @@ class Trainer:
         """Whether this rank tells a person how the run goes."""
         return self.leads and self.run.log.console
 
+    def _program(self) -> Version:
+        assert self.version is not None, "only rank 0 has looked, and only it asks"
+        return self.version
+
     def _origin(self) -> dict[str, Any]:
         """What checkpoints say of where they come from; empty where this rank has not looked."""
         return {"data": self.data.record, VERSION: self.version.record()} if self.version else {}
@@ -126,7 +130,7 @@ class Trainer:
         self.engine.watch.rest("opening the run folder")
         self.run_dir = rank_zero_says(self.engine.groups, lambda: self._open_folder(attempt))
         if self.speaks:
-            print_opening(self.engine, self.run_dir, self.start, version=self.version)
+            print_opening(self.engine, self.run_dir, self.start, version=self._program())
         with self.request.listening(), self._all_saved(), self._sinks() as sinks:
             validated = self._train(sinks)
             text = None if self.stops else self._sample(sinks)
@@ -168,8 +172,7 @@ class Trainer:
         self.lock.take(folder)
         attempt.note(folder)  # before the first file: from here on the folder is known to be ours
         forget_end(folder)
-        assert self.version is not None, "rank 0 has one"
-        describe_run(self.engine.plan, folder, self.version)
+        describe_run(self.engine.plan, folder, self._program())
         begin_metrics(folder, self.progress.step)
         return folder
 
@@ -239,7 +242,7 @@ class Trainer:
             return
         yield lambda: JsonLines(self.run_dir, gone=self.request.ask)
         if self.run.log.wandb:
-            yield lambda: Wandb(self.engine.plan, self.run_dir, self.version)
+            yield lambda: Wandb(self.engine.plan, self.run_dir, self._program())
         if self.run.log.tensorboard:
             yield lambda: TensorBoard(self.engine.plan, self.run_dir, self.progress.step)
         if self.run.log.console:
@@ -340,7 +343,7 @@ class Trainer:
 
     def _newest(self) -> tuple[Path, dict[str, Any]] | None:
         path = newest_checkpoint(self.run_dir) or self.start.checkpoint
-        return path and (path, read_manifest(path))
+        return None if path is None else (path, read_manifest(path))
 
     def _sample(self, sinks: Sequence[Sink]) -> str | None:
         """Text that continues the first tokens of the validation data; None: nobody asks for it."""
@@ -353,6 +356,7 @@ class Trainer:
         self.engine.watch.note("a sample")
         text = sample_text(self.engine, self.data.tokenizer, prompt, aloud=self.leads)
         self.engine.watch.rest("the end of the run")
-        for sink in sinks if text is not None else ():
-            sink.sample(self.progress.step, text)
+        if text is not None:
+            for sink in sinks:
+                sink.sample(self.progress.step, text)
         return text

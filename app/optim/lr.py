@@ -65,7 +65,7 @@ def learning_rate(
     if step > decay_steps:
         return low
     if decay is Decay.inverse_square_root:
-        return max(low, peak * max(warmup_steps, 1) ** 0.5 / max(step, 1) ** 0.5)
+        return max(low, peak * math.pow(max(warmup_steps, 1), 0.5) / math.pow(max(step, 1), 0.5))
     if decay is Decay.wsd:
         into = step - (decay_steps - wsd_steps)
         return low + (peak - low) * _wsd_share(into, wsd_steps, wsd_decay)
@@ -92,7 +92,7 @@ def _wsd_share(step: float, steps: float, shape: WsdDecay) -> float:
         case WsdDecay.cosine:
             return _half_cosine(done)
         case WsdDecay.exponential:
-            return 2 * 0.5**done - 1
+            return 2 * math.pow(0.5, done) - 1
         case WsdDecay.minus_sqrt:
             return 1 - math.sqrt(done)
 

@@ -10,6 +10,7 @@ import shlex
 import shutil
 import subprocess
 import sysconfig
+import tomllib
 import venv
 from collections.abc import Iterator
 from pathlib import Path
@@ -110,3 +111,16 @@ def test_hooks_run_what_make_runs_and_load_nothing():
     ruff, mypy = made
     # the hook gets the changed files
     assert named == {"ruff": ruff[:-1], "mypy": mypy} and ruff[-1] == "."
+
+
+def test_types_are_checked_strictly_everywhere_but_where_libraries_have_none():
+    makefile = (ROOT / "Makefile").read_text()
+    assert re.search(r"^\t@\$\(BIN\)/mypy (.*)$", makefile, re.MULTILINE)[1] == "app"
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["mypy"]
+    assert settings["strict"] and not settings.keys() & {"ignore_missing_imports", "exclude"}
+    ours = [
+        part
+        for part in settings["overrides"]
+        if any(name.startswith("app") for name in part["module"])
+    ]
+    assert all(part.keys() == {"module", "disallow_untyped_calls"} for part in ours)

@@ -141,10 +141,11 @@ def _as_typed(values: object, key: str) -> Iterator[tuple[str, str]]:
 
 def _present(node: DictConfig, prefix: str) -> Iterator[str]:
     for key in node:
-        yield f"{prefix}{key}"
+        name = prefix + str(key)
+        yield name
         child = node._get_node(key)
         if isinstance(child, DictConfig) and not child._is_none():
-            yield from _present(child, f"{prefix}{key}.")
+            yield from _present(child, f"{name}.")
 
 
 def all_keys() -> list[str]:

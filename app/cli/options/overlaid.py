@@ -44,10 +44,14 @@ def _is_choice(override: str) -> bool:
     return bool(value) and key.isidentifier() and key not in ("experiment", "run_dir", "resume")
 
 
+def _section(config: DictConfig, name: str) -> object:
+    values = OmegaConf.to_container(config, resolve=False)
+    assert isinstance(values, dict), "a whole configuration has sections"
+    return values[name]
+
+
 def _changed(alone: DictConfig, whole: DictConfig, section: str) -> Iterator[str]:
-    before, after = (
-        OmegaConf.to_container(config, resolve=False)[section] for config in (alone, whole)
-    )
+    before, after = (_section(config, section) for config in (alone, whole))
     if not isinstance(before, dict) or not isinstance(after, dict):
         return
     was = dict(flat(before, f"{section}."))

@@ -38,7 +38,9 @@ def _in_pairs(error: ConfigError, trial: Trial) -> Iterator[Instead]:
     for alternative in error.alternatives:
         first = error.override(alternative.candidates[0])
         fault = trial(first)
-        for other in fault.alternatives if fault is not None else ():
+        if fault is None:
+            continue
+        for other in fault.alternatives:
             second = fault.override(other.candidates[0])
             apart = {key_of(each) for each in second}.isdisjoint(map(key_of, first))
             if apart and trial((*first, *second)) is None:

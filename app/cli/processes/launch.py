@@ -177,10 +177,10 @@ def start_ranks(
     command = [*torchrun, f"--nproc-per-node={world_size}", script, *overrides]
     settings = {"OMP_NUM_THREADS": threads, **env, **child_paths(env)}
     process = subprocess.Popen(bound(command), env=settings)
-    told: list[int] = []
+    told: list[signal.Signals] = []
 
     def pass_on(number: int, frame: FrameType | None) -> None:
-        told.append(number)
+        told.append(signal.Signals(number))
         process.send_signal(number)
 
     before = {number: signal.signal(number, pass_on) for number in STOP_SIGNALS}
@@ -199,10 +199,10 @@ def typed_of(arguments: Sequence[str]) -> Typed:
     """What describes this run: arguments, or what Hydra has composed this job of a sweep from."""
     if not _in_sweep():
         return Typed.parse(arguments)
-    config = HydraConfig.instance().cfg
-    assert config is not None
-    typed = Typed.of_config(config.hydra)
-    return dataclasses.replace(typed, overrides=(*typed.overrides, *config.hydra.overrides.task))
+    hydra = HydraConfig.get()
+    assert isinstance(hydra, DictConfig), "what Hydra composes, whatever its types say"
+    typed = Typed.of_config(hydra)
+    return dataclasses.replace(typed, overrides=(*typed.overrides, *hydra.overrides.task))
 
 
 def _in_sweep() -> bool:

@@ -50,28 +50,39 @@ class Launch:
 
         Raises ConfigError for a variable that is missing, no number, or contradicts another.
         """
-        job = {
-            "requeues": _number(env, "SLURM_RESTART_COUNT", 0),
-            "submitted": "SUBMITIT_EXECUTOR" in env,
-        }
+        requeues = _number(env, "SLURM_RESTART_COUNT", 0)
+        submitted = "SUBMITIT_EXECUTOR" in env
         if "RANK" in env and "WORLD_SIZE" in env:
-            place = *_, world_size = _place(env, "RANK", "LOCAL_RANK", ranks="WORLD_SIZE")
+            rank, local_rank, world_size = _place(env, "RANK", "LOCAL_RANK", ranks="WORLD_SIZE")
             return cls(
-                *place,
+                rank,
+                local_rank,
+                world_size,
                 master=_torchrun_master(env) if world_size > 1 or "MASTER_PORT" in env else None,
                 agent_store=env.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
                 one_host=_on_one_host(env, world_size),
                 launched="TORCHELASTIC_RUN_ID" in env,
-                **job,
+                requeues=requeues,
+                submitted=submitted,
             )
         # A batch script has SLURM_NTASKS too; only srun's tasks have a step. One task alone may
         # start ranks itself.
         if "SLURM_STEP_ID" in env and _number(env, "SLURM_NTASKS") > 1:
-            place = _place(env, "SLURM_PROCID", "SLURM_LOCALID", ranks="SLURM_NTASKS")
+            rank, local_rank, world_size = _place(
+                env, "SLURM_PROCID", "SLURM_LOCALID", ranks="SLURM_NTASKS"
+            )
             one_host = env.get("SLURM_STEP_NUM_NODES") == "1"
-            master = _slurm_master(env, ask, one_host=one_host)
-            return cls(*place, master, one_host=one_host, launched=not job["submitted"], **job)
-        return cls(0, 0, None, one_host=True, **job)
+            return cls(
+                rank,
+                local_rank,
+                world_size,
+                master=_slurm_master(env, ask, one_host=one_host),
+                one_host=one_host,
+                launched=not submitted,
+                requeues=requeues,
+                submitted=submitted,
+            )
+        return cls(0, 0, None, requeues=requeues, one_host=True, submitted=submitted)
 
     def end_with_launcher(self, parent: int) -> None:
         """Have this process end with its launcher, process `parent`, or SLURM's daemon."""

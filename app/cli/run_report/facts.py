@@ -111,7 +111,8 @@ def _finished(
 def _planned_gib(run_dir: Path) -> float | None:
     try:
         ranks = json.loads((run_dir / PLAN).read_text())["memory"]
-        return max(rank["allocated"] for rank in ranks) / GIB
+        most: float = max(rank["allocated"] for rank in ranks)
+        return most / GIB
     except (OSError, ValueError, LookupError, TypeError):
         return None  # a run that wrote no plan, or none of this form
 

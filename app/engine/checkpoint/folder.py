@@ -166,7 +166,7 @@ def parse_manifest(path: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise _broken(path, f"{MANIFEST} cannot be read: {error}") from error
     found = manifest.get("format") if isinstance(manifest, dict) else None
-    if found != FORMAT:
+    if not isinstance(manifest, dict) or found != FORMAT:
         raise _broken(path, f"{MANIFEST} has format {found}, this version reads format {FORMAT}")
     if manifest.get("sha256") != manifest_digest(manifest):
         raise _broken(path, f"{MANIFEST} was changed after it was saved (sha256 differs)")

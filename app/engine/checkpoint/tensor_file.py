@@ -56,6 +56,6 @@ def write_tensors(
     text += b" " * (-len(text) % ALIGNMENT)
     file.write(len(text).to_bytes(8, "little") + text)
     for _, tensor in ordered:
-        data = memoryview(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())
+        data = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data
         for begin in range(0, len(data), WRITE_BYTES):
             file.write(data[begin : begin + WRITE_BYTES])

@@ -77,6 +77,9 @@ class Board(Sink, ABC):
         """Record that steps come again."""
         self._attempt(lambda: self.go_back(report))
 
+    def note(self, text: str) -> None:
+        """Nothing: notes are for who watches the run."""
+
     def sample(self, step: int, text: str) -> None:
         """Record what the model writes."""
         self._attempt(lambda: self.record_text(step, text))

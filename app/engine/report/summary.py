@@ -98,8 +98,9 @@ def ngram_baselines(run: Run, data: Data) -> dict[str, float]:
     """
     train = data.train.sequences
     validation = data.validation.sequences
-    packed = isinstance(train, PackedSequences) and isinstance(validation, PackedSequences)
-    if not packed or data.tokenizer.vocab_size > BASELINE_VOCAB:
+    if not isinstance(train, PackedSequences) or not isinstance(validation, PackedSequences):
+        return {}
+    if data.tokenizer.vocab_size > BASELINE_VOCAB:
         return {}
     seen = train.tokens(BASELINE_TOKENS)
     held_out = np.concatenate(

@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 def rank_zero_says(groups: Groups, decide: Callable[[], T]) -> T:
     """What `decide()` returns on rank 0, on every rank; its ConfigError likewise."""
-    said: list[Any] = [None]
+    said: list[Any] = [None]  # what is pickled has no type
     if groups.rank == 0:
         try:
             said = [decide()]
@@ -25,20 +25,21 @@ def rank_zero_says(groups: Groups, decide: Callable[[], T]) -> T:
         dist.broadcast_object_list(said, src=0, group=groups.host)
     if isinstance(said[0], ConfigError):
         raise said[0]
-    return said[0]
+    answer: T = said[0]
+    return answer
 
 
 def all_succeed(groups: Groups, work: Callable[[], T]) -> T:
     """What `work()` returns on this rank; a ConfigError of one rank is raised on all."""
-    errors: list[Any] = [None] * groups.host.size()
+    errors: list[ConfigError | None] = [None] * groups.host.size()
     mine = None
-    result = None
+    results: list[T] = []  # one, unless there is an error
     try:
-        result = work()
+        results.append(work())
     except ConfigError as error:
         mine = error
     dist.all_gather_object(errors, mine, group=groups.host)
-    for error in errors:
-        if error is not None:
-            raise error
-    return result  # type: ignore[return-value]
+    for found in errors:
+        if found is not None:
+            raise found
+    return results[0]

@@ -15,7 +15,7 @@ import time
 from enum import Enum
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TextIO
+from typing import Any, TextIO, overload
 
 from omegaconf import OmegaConf
 
@@ -258,6 +258,10 @@ def begin_metrics(run_dir: Path, from_step: int) -> None:
         fresh.replace(path)  # a process that dies here leaves one of the two
 
 
+@overload
+def plain(value: dict[str, Any]) -> dict[str, object]: ...
+@overload
+def plain(value: object) -> object: ...
 def plain(value: object) -> object:
     """Dictionaries, lists, numbers and strings only: enums become what the user typed."""
     match value:

@@ -17,6 +17,8 @@ from dataclasses import dataclass, field
 
 import torch.distributed as dist
 
+from app.compat import another_connection
+
 PREFIX = "heartbeats"  # of our keys in a store that others use too
 JUDGES = 2  # ranks that look after all others of an operation; two, since one may die of it
 
@@ -94,7 +96,7 @@ class Heartbeats:
     @classmethod
     def over(cls, store: dist.Store, rank: int, world_size: int) -> Heartbeats:
         """With a connection of its own to the store in which the ranks meet."""
-        return cls(dist.PrefixStore(PREFIX, store.clone()), rank, world_size)
+        return cls(dist.PrefixStore(PREFIX, another_connection(store)), rank, world_size)
 
     def publish(self, record: Record) -> None:
         """Write this rank's record, with the time and the next beat, to the store."""

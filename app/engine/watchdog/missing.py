@@ -32,7 +32,7 @@ class Wait:
     def key(self) -> str | None:
         """The same on all ranks that are in it; None: it has no name that they share."""
         each = self.collective
-        return each and f"{each.group}/{min(self.ranks)}/{each.number}"
+        return None if each is None else f"{each.group}/{min(self.ranks)}/{each.number}"
 
     def __str__(self) -> str:
         return f"{self.name} ({self.during})" if self.during else self.name

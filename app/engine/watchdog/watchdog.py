@@ -117,7 +117,7 @@ class Watch:
         over = threading.Event()
         # Three, since two may block: the recorders where another thread holds CUDA's lock, and the
         # store with the process that keeps it.
-        loops = [partial(self._watch, end=end)]
+        loops: list[Callable[[threading.Event], None]] = [partial(self._watch, end=end)]
         if self.heartbeats is not None:
             loops += [self._read, self._beat]
         threads = [
