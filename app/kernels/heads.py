@@ -159,8 +159,10 @@ class _SplitAndRotate(torch.autograd.Function):
             **cut.sizes(cos_BS1H),
             **cut.constants,
         )
-        grad_norms = (None, None) if partial_J2H is None else partial_J2H.sum(0).to(query_H.dtype)
-        return grad_BSF, None, None, *grad_norms, None
+        if partial_J2H is None or query_H is None:
+            return grad_BSF, None, None, None, None, None
+        grad_query_H, grad_key_H = partial_J2H.sum(0).to(query_H.dtype)
+        return grad_BSF, None, None, grad_query_H, grad_key_H, None
 
 
 def _strides(name: str, grad_BSNH: Tensor) -> dict[str, int]:
