@@ -11,14 +11,15 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from app.cli.processes.launch import settled
+from app.cli.processes.launch import carry_out, settled, start_ranks
 from app.cli.processes.launcher import Launch, waiting_threads
 from app.errors import ConfigError
 from tests.programs import run_forked
-from tests.training import wait_for
+from tests.training import composed, wait_for
 
 ROOT = Path(__file__).parent.parent
 BY_HAND = Launch(0, 0, None, one_host=True)
@@ -116,6 +117,22 @@ def test_an_environment_that_cannot_be_true(changed: dict[str, str], said: str):
 @pytest.mark.parametrize("chosen", [{}, {"OMP_WAIT_POLICY": "passive"}, {"GOMP_SPINCOUNT": "7"}])
 def test_waiting_threads_spin_for_a_moment_unless_the_user_has_chosen(chosen: dict[str, str]):
     assert waiting_threads(chosen) == ({} if chosen else {"GOMP_SPINCOUNT": "10000"})
+
+
+def test_ranks_and_their_launcher_take_the_threads_policy(monkeypatch: pytest.MonkeyPatch):
+    """What `carry_out` sets is there when torch is loaded, and is handed on."""
+    from app.engine import train
+
+    run, env = composed(["log=none"], 1), dict[str, str]()
+    monkeypatch.setattr(train, "train", lambda *_, **__: int(env["GOMP_SPINCOUNT"]))
+    alone = Launch(0, 0, 1, one_host=True)
+    assert carry_out(run, alone, "train.py", env=env) == 10_000
+    started: list[dict[str, str]] = []
+    process = SimpleNamespace(wait=lambda: 0)
+    take = lambda *_, env: started.append(env) or process  # noqa: E731
+    monkeypatch.setattr(subprocess, "Popen", take)
+    assert start_ranks(2, "train.py", [], env=env) == 0
+    assert started[0]["GOMP_SPINCOUNT"] == "10000"
 
 
 def test_such_an_environment_costs_one_line(tmp_path: Path):

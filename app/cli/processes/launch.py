@@ -33,7 +33,7 @@ from app.cli.run_report.facts import run_facts
 from app.cli.sweeps.record import left_to_sweep
 from app.config import Run
 from app.engine.run.signals import STOP_SIGNALS, STOPPED, hand_on
-from app.errors import ConfigError, FirstOf, warn
+from app.errors import ConfigError, FirstOf, OwnError, warn
 from app.plan.formatting import gib
 from app.plan.plan import Plan
 from app.rules import check_runnable
@@ -69,11 +69,11 @@ def check_room(run: Run, gpus: int) -> None:
         )
 
 
-def check_packages(run: Run) -> None:
-    """Raise ConfigError when a package is missing that comes with an extra only."""
+def check_packages(run: Run, kind: type[ConfigError] = ConfigError) -> None:
+    """Raise an error of this kind when a package is missing that comes with an extra only."""
     if run.log.tensorboard and find_spec("tensorboard") is None:
         rule = "the package tensorboard is not installed"
-        raise ConfigError("log.tensorboard", True, rule, advice="pip install tensorboard")
+        raise kind("log.tensorboard", True, rule, advice="pip install tensorboard")
 
 
 def check_host_memory(plan: Plan) -> None:
@@ -144,8 +144,9 @@ def carry_out(run: Run, launch: Launch, script: str, env: MutableMapping[str, st
     """
     for name, value in {**launch.network(), **waiting_threads(env)}.items():
         env.setdefault(name, value)
-    if launch.rank == 0:
-        check_packages(run)
+    # All ranks look, so that those of other hosts do not wait for a rank that has ended.
+    speaks_for_its_host = launch.rank > 0 and launch.local_rank == 0
+    check_packages(run, OwnError if speaks_for_its_host else ConfigError)
     # torch is loaded here, after the first mistakes have been reported.
     from app.engine.run.attempt import Attempt
     from app.engine.run.start import preflight, usable_gpus

@@ -33,23 +33,34 @@ def end_with_daemon() -> None:
 
     A parent-death signal would not do: a shell may be between the two.
     """
-    daemon = _process(os.getppid())
-    while daemon is not None and daemon.name != DAEMON:
-        daemon = _process(daemon.parent)
+    try:
+        daemon = _process(os.getppid())
+        while daemon is not None and daemon.name != DAEMON:
+            daemon = _process(daemon.parent)
+    except OSError:  # processes of others may be hidden
+        return
     if daemon is not None:
         threading.Thread(target=_end_after, args=(daemon,), daemon=True, name=DAEMON).start()
 
 
 def _end_after(process: Process) -> None:
-    while _process(process.pid) == process:
+    while _lives(process):
         time.sleep(POLL_S)
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _lives(process: Process) -> bool:
+    """Whether it still runs, as far as can be told: this process may have no file handle left."""
+    try:
+        return _process(process.pid) == process
+    except OSError:
+        return True
 
 
 def _process(pid: int) -> Process | None:
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
+    except (FileNotFoundError, ProcessLookupError):
         return None
     before, _, after = text.rpartition(")")
     state, parent, *fields = after.split()
