@@ -62,7 +62,7 @@ class Version:
     def change_since(self, record: object) -> str | None:
         """How this differs from what `record` has once returned, as text.
 
-        None: not at all, or that is not known.
+        None: not at all, or `record` is none. A commit that is not known counts as another one.
         """
         if not isinstance(record, dict) or record == self.record():
             return None

@@ -12,6 +12,7 @@ import pytest
 from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 
+from app.cli.options import messages
 from app.cli.options.compose import all_keys, load_run, register_schema
 from app.cli.options.messages import readable_errors
 from app.config import Run
@@ -102,6 +103,19 @@ def test_other_ranks_let_the_one_that_speaks_finish():
     with pytest.raises(SystemExit), readable_errors("train.py", speak=False, silent_s=0.1):
         load("train.steps=0")
     assert time.monotonic() - began >= 0.1
+
+
+@pytest.mark.parametrize("speak", [True, False])
+def test_ctrl_c_while_a_mistake_is_told_ends_at_once(monkeypatch: pytest.MonkeyPatch, speak: bool):
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(messages, "tried", interrupted)
+    monkeypatch.setattr(messages.time, "sleep", interrupted)
+    trial = lambda: lambda overrides: None  # noqa: E731
+    with pytest.raises(SystemExit) as ended, readable_errors("train.py", speak, trial=trial):
+        load("parallel.ep=3")
+    assert ended.value.code == 130
 
 
 def test_every_key_has_its_unit_in_a_comment():

@@ -54,12 +54,15 @@ def readable_errors(
         sys.exit(130)  # as a shell reports an interrupt
     else:
         return
-    if speak:
-        if trial is not None and isinstance(found, ConfigError) and found.alternatives:
-            found = tried(found, trial())
-        print(f"{program}: {found}", file=sys.stderr, flush=True)
-    else:
-        time.sleep(silent_s)
+    try:
+        if speak:
+            if trial is not None and isinstance(found, ConfigError) and found.alternatives:
+                found = tried(found, trial())
+            print(f"{program}: {found}", file=sys.stderr, flush=True)
+        else:
+            time.sleep(silent_s)
+    except KeyboardInterrupt:
+        sys.exit(130)
     sys.exit(2)
 
 

@@ -148,11 +148,11 @@ class Wandb(Board):
             resume="allow" if online else None,
             settings=wandb.Settings(silent=True, console="off"),
         )
+        id_file.write_text(self._run.id)  # first: whatever fails behind it, a resumed run finds it
         # A resumed run may log a step again, which W&B's own counter refuses.
         self._run.define_metric("*", step_metric="step")
         files = self._run.dir  # a copy there can be synchronised wherever the run folder goes
         self._run.save(shutil.copy(run_dir / PLAN, files), base_path=files, policy="now")
-        id_file.write_text(self._run.id)
 
     def record(self, step: int, values: Mapping[str, float]) -> None:
         """Log the values as one row of `step`."""
