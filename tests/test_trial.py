@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 import pytest
 
+from app.cli.options import trial
 from app.cli.options.arguments import Typed
 from app.cli.options.compose import load_typed
 from app.cli.options.messages import trial_of
@@ -40,6 +41,15 @@ def test_a_trial_without_the_mistake_proves_nothing():
     assert tried(WRONG, lambda overrides: None) is WRONG
     other = ConfigError("x", 1, "comes first")
     assert tried(WRONG, lambda overrides: other) is WRONG
+
+
+def test_trying_ends_when_time_is_up(monkeypatch: pytest.MonkeyPatch):
+    """Every trial takes a second of this clock."""
+    asked: list[Sequence[str]] = []
+    monkeypatch.setattr(trial.time, "monotonic", lambda: float(len(asked)))
+    monkeypatch.setattr(trial, "TRYING_S", 1.0)
+    found = tried(WRONG, lambda overrides: asked.append(overrides) or WRONG)
+    assert found is WRONG and len(asked) == 2
 
 
 def test_few_candidates_are_tried():

@@ -4,6 +4,7 @@ that works.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 
@@ -11,6 +12,8 @@ from app.cli.options.arguments import key_of
 from app.errors import ConfigError, FirstOf, Instead
 
 MOST_TRIED = 8  # candidates of one alternative; composing takes a tenth of a second
+# seconds after which no further candidate is tried: launchers soon end a rank that says nothing
+TRYING_S = 5.0
 
 # What is wrong with the configuration once these overrides are in the place of those of the same
 # keys; None: nothing.
@@ -20,12 +23,25 @@ Trial = Callable[[Sequence[str]], ConfigError | None]
 def tried(error: ConfigError, trial: Trial) -> ConfigError:
     """The error with those of its candidates that work.
 
-    A trial that does not meet the error itself proves nothing, and the candidates stay guesses.
+    A trial that does not meet the error itself proves nothing, and the candidates stay guesses; so
+    do they when time is up.
     """
-    if error.tried or not _same(trial(()), error):
+    if error.tried:
         return error
-    found = list(dict.fromkeys(_working(error, trial)))
-    return error.after_trial(found or list(islice(_in_pairs(error, trial), 1)))
+    end = time.monotonic() + TRYING_S
+
+    def timely(overrides: Sequence[str]) -> ConfigError | None:
+        if time.monotonic() > end:
+            raise TimeoutError
+        return trial(overrides)
+
+    try:
+        if not _same(timely(()), error):
+            return error
+        found = list(dict.fromkeys(_working(error, timely)))
+        return error.after_trial(found or list(islice(_in_pairs(error, timely), 1)))
+    except TimeoutError:
+        return error
 
 
 def _working(error: ConfigError, trial: Trial) -> Iterator[object]:
