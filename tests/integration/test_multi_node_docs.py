@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import shlex
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -16,6 +15,7 @@ from app.cli.options.arguments import Typed
 from app.cli.options.compose import load_typed
 from app.cli.plan import main as plan
 from app.engine.checkpoint.folder import newest_checkpoint
+from tests.ports import free_port
 from tests.training import ROOT
 
 PAGE = (ROOT / "docs/multi-node.md").read_text()
@@ -50,8 +50,7 @@ def test_the_plan_says_how_many_nodes(capsys: pytest.CaptureFixture[str]):
 @pytest.mark.full
 @pytest.mark.parametrize("shared", [True, False])
 def test_two_launchers_on_one_host(tmp_path: Path, shared: bool):
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
+    port = free_port()
     folder = str(tmp_path) if shared else "."
     line = SMALL.replace("node1:29500", f"127.0.0.1:{port}").replace("/shared", folder)
     words = [sys.executable, *shlex.split(line)[1:]]

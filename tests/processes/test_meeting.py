@@ -26,6 +26,7 @@ from app.engine.run.attempt import Attempt
 from app.engine.run.meeting import join_store, keep_store, meet
 from app.engine.run.run_folder import holds_run
 from app.errors import OwnError
+from tests.ports import free_port
 from tests.training import ROOT, composed, corpus_in, wait_for
 
 LISTENS = "0A"  # in the kernel's table of connections
@@ -113,10 +114,26 @@ def test_another_program_at_the_address_of_a_store_is_named(program: int):
 
 
 def test_nobody_at_the_address_of_a_store_is_named(monkeypatch: pytest.MonkeyPatch):
-    with socket.create_server(("127.0.0.1", 0)) as program:
-        port = program.getsockname()[1]
     monkeypatch.setattr(meeting, "TIMEOUT", datetime.timedelta(seconds=0.2))
-    with pytest.raises(OwnError, match=f"^MASTER_PORT={port}: nobody listens there on 127.0.0.1"):
+    with socket.socket() as held:  # a port that no other program can take meanwhile
+        held.bind(("127.0.0.1", 0))
+        port = held.getsockname()[1]
+        said = f"^MASTER_PORT={port}: nobody listens there on 127.0.0.1"
+        with pytest.raises(OwnError, match=said):
+            join_store("127.0.0.1", port)
+
+
+def test_a_connection_that_meets_itself_is_nobody(monkeypatch: pytest.MonkeyPatch):
+    """The system may choose, for a connection to a free port, that port as its own end."""
+    port = free_port()
+    connect = socket.create_connection
+
+    def from_the_same_port(address: tuple[str, int], timeout: float) -> socket.socket:
+        return connect(address, timeout, source_address=address)
+
+    monkeypatch.setattr(meeting, "TIMEOUT", datetime.timedelta(seconds=0.2))
+    monkeypatch.setattr(socket, "create_connection", from_the_same_port)
+    with pytest.raises(OwnError, match=f"^MASTER_PORT={port}: nobody listens there"):
         join_store("127.0.0.1", port)
 
 

@@ -8,7 +8,6 @@ import multiprocessing
 import os
 import re
 import signal
-import socket
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -42,6 +41,7 @@ from app.engine.watchdog.watchdog import EXIT_STUCK, Strand, Watch
 from app.plan.actions import Op
 from app.plan.plan import Plan
 from tests.distributed import begin_fork
+from tests.ports import free_port
 from tests.processes.test_pipeline import MODELS, run_of
 from tests.runs import train_steps
 from tests.training import wait_for
@@ -257,11 +257,6 @@ class Outcome:
     code: int | None  # exit code of the first process to end
     seconds: float  # from where one hung to there
     said: list[str]  # by rank
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        return probe.getsockname()[1]
 
 
 def carried_out(cases: Sequence[str], folder: Path) -> dict[str, Outcome]:

@@ -18,6 +18,8 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
+from tests.ports import free_ports
+
 NODES = ("n1", "n2")
 # seconds that a job put back into the queue waits, for the nodes to forget it; SLURM has 120
 REQUEUE_S = 15
@@ -109,7 +111,7 @@ def _start_munge(folder: Path, stack: ExitStack) -> None:
 def _write_conf(folder: Path) -> Path:
     (folder / "state").mkdir()
     host = socket.gethostname().split(".")[0]
-    port, *ports = _free_ports(1 + len(NODES))
+    port, *ports = free_ports(1 + len(NODES))
     nodes = "\n".join(
         NODE.format(name=name, host=host, port=own) for name, own in zip(NODES, ports, strict=True)
     )
@@ -123,14 +125,6 @@ def _write_conf(folder: Path) -> Path:
         f"NodeName={','.join(NODES)} Name=gpu File={folder}/gpu[0-7]\n"
     )
     return conf
-
-
-def _free_ports(count: int) -> list[int]:
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [one.getsockname()[1] for one in sockets]
-    for one in sockets:
-        one.close()
-    return ports
 
 
 def _start(command: list[str], env: Mapping[str, str], output: Path, stack: ExitStack) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import datetime
 import errno
+import os
 import socket
 import threading
 import time
@@ -93,10 +94,18 @@ def _wait_for_listener(host: str, port: int) -> None:
     deadline = time.monotonic() + TIMEOUT.total_seconds()
     while True:
         try:
-            socket.create_connection((host, port), CONNECT_S).close()
+            _reach_listener(host, port)
             return
         except OSError as error:
             if time.monotonic() > deadline:
                 rule = f"nobody listens there on {host} within {TIMEOUT}: {error}"
                 raise OwnError("MASTER_PORT", port, rule) from error
         time.sleep(POLL_S)
+
+
+def _reach_listener(host: str, port: int) -> None:
+    """Raises OSError where nobody listens there."""
+    with socket.create_connection((host, port), CONNECT_S) as connection:
+        # From the very port that it asks for a connection meets itself (TCP's simultaneous open).
+        if connection.getsockname() == connection.getpeername():
+            raise ConnectionRefusedError(errno.ECONNREFUSED, os.strerror(errno.ECONNREFUSED))

@@ -1,0 +1,27 @@
+"""Ports for programs that a test starts."""
+
+from __future__ import annotations
+
+import random
+import socket
+
+ASKED_FOR = range(10_000, 20_000)  # no system hands these out, or connects from them, by itself
+
+
+def free_ports(count: int) -> list[int]:
+    """As many of this host on which nobody listens."""
+    found: list[int] = []
+    for port in random.SystemRandom().sample(ASKED_FOR, len(ASKED_FOR)):
+        if len(found) == count:
+            break
+        try:
+            socket.create_server(("", port)).close()
+        except OSError:  # taken
+            continue
+        found.append(port)
+    return found
+
+
+def free_port() -> int:
+    """One of them."""
+    return free_ports(1)[0]
