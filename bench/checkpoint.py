@@ -58,7 +58,7 @@ def measure(run: Run, saves: int, device: torch.device) -> dict[str, Any]:
     found: dict[str, Any] = {
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
     }
-    found["parameters"] = sum(piece.main.numel() for piece in engine.optimizer.pieces())
+    found["parameters"] = sum(piece.main.numel() for piece in engine.optimizer.param_shards())
     with tempfile.TemporaryDirectory() as folder:
         for name, asynchronous in (("beside", True), ("between", False)):
             config = dataclasses.replace(run.checkpoint, asynchronous=asynchronous)

@@ -27,10 +27,10 @@ from app.engine.pipeline.data_feed import StepInput
 from app.engine.pipeline.executor import execute
 from app.engine.pipeline.in_flight import Stages
 from app.engine.pipeline.transport import Transport
-from app.engine.watchdog.watchdog import Watch
+from app.engine.watchdog.watchdog import Watchdog
 from app.model.chunk import ChunkOutput
-from app.model.deferred import Gradient
 from app.model.peers import Peers
+from app.model.weight_grads import WeightGrad
 from app.plan.pipeline.lowering import lower_all
 from app.plan.schedule import build_schedule
 
@@ -72,7 +72,7 @@ class NoParameters:
     def reduce_grads(self, chunk: int) -> None:
         """Nothing."""
 
-    def add_grad(self, param: nn.Parameter, gradient: Gradient) -> None:
+    def add_grad(self, param: nn.Parameter, gradient: WeightGrad) -> None:
         """Nothing."""
 
 
@@ -96,8 +96,8 @@ def main() -> None:
         dtype=torch.float32,
         device=torch.device("cpu"),
     )
-    transport, watch = Transport(dist.group.WORLD, [0]), Watch(0, 60.0)
-    engine = partial(execute, actions, stages, NoParameters(), transport, watch, step)
+    transport, watchdog = Transport(dist.group.WORLD, [0]), Watchdog(0, 60.0)
+    engine = partial(execute, actions, stages, NoParameters(), transport, watchdog, step)
     plain = partial(by_hand, tiny, step)
     times = [(seconds(engine), seconds(plain)) for _ in range(rounds)]
     dist.destroy_process_group()

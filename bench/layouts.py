@@ -98,7 +98,7 @@ def train(
     plan = Plan(load_overrides(overrides, launch.world_size))
     groups = create_groups(plan.layout, launch.rank)
     engine = build_engine(plan, groups, device)
-    with engine.watch.running():
+    with engine.watchdog.running():
         result = measure(engine, steps, delay if launch.rank == 0 else 0.0)
     for chunk in range(len(engine.chunks)):
         engine.optimizer.gather_params(chunk)  # what is on its way holds memory

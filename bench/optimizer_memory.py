@@ -160,7 +160,7 @@ def held_by(shards: list[AdamShard]) -> Held:
         for tensor in tensors(shards)
     }
     counts = {
-        piece.step.data_ptr(): piece.step.nbytes for shard in shards for piece in shard.pieces
+        piece.step.data_ptr(): piece.step.nbytes for shard in shards for piece in shard.param_shards
     }
     padded = {id(shard.buffer): shard.buffer.layout.numel for shard in shards}
     return Held(
@@ -183,7 +183,7 @@ def tensors(shards: list[AdamShard]) -> Iterator[Tensor]:
             shard.grad,
         )
         yield from (shard.main, shard.exp_avg, shard.exp_avg_sq)
-        for piece in shard.pieces:
+        for piece in shard.param_shards:
             yield from (piece.grad, *piece.state.values())
         for spec in shard.buffer.specs:
             yield spec.param.detach()

@@ -35,7 +35,7 @@ from torch import Tensor
 import app.model.loss as loss
 import app.moe.permute as permute
 import app.moe.router as router
-from app.model.deferred import GroupedProduct, Product
+from app.model.weight_grads import GroupedLinearGrad, LinearGrad
 
 try:
     import transformer_engine.pytorch as te
@@ -456,7 +456,7 @@ def weight_gradients(table: Table, total: int, experts: int, width: int, wide: i
         torch.zeros(experts, width, wide, device="cuda"),
         torch.zeros(width, wide, device="cuda"),
     )
-    grouped, dense = GroupedProduct(rows_RD, grad_RN, ends_E), Product(rows_RD.T, grad_RN)
+    grouped, dense = GroupedLinearGrad(rows_RD, grad_RN, ends_E), LinearGrad(rows_RD.T, grad_RN)
     ways = {
         "ours": lambda: grouped.add_to(sums_EDN),
         "torch grouped_mm, add_": lambda: sums_EDN.add_(grouped()),

@@ -115,7 +115,7 @@ def whole_gradients(engine: Engine) -> dict[str, torch.Tensor]:
     """The last step's gradient of every parameter of the model, put together from all shards;
     the same on every rank.
     """
-    pieces = [piece for piece in engine.optimizer.pieces() if piece.spec.counted]
+    pieces = [piece for piece in engine.optimizer.param_shards() if piece.spec.counted]
     return _put_together(
         [
             (p.spec.name, Slice(p.spec.block, (p.start, p.start + p.grad.numel())), p.grad)

@@ -21,7 +21,7 @@ ROOM_MAX = 15  # files of a folder
 TREE_MAX = 8 * 2**20  # bytes that git tracks
 # A module may import from its own layer and from those below it.
 LAYERS = (
-    {"app", "app.errors", "app.choices", "app.config", "app.compat"},
+    {"app", "app.errors", "app.choices", "app.config", "app.collectives", "app.torch_versions"},
     {"app.plan", "app.kernels"},
     {"app.rules"},
     {"app.advice"},

@@ -65,7 +65,7 @@ Choices and keys: python train.py --help. How to read what is shown: docs/plan.m
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class PlanRequest:
     """The command line."""
 
     what: str  # one of WHAT
@@ -79,7 +79,7 @@ class Asked:
         return self.what in ("all", "memory")
 
 
-def parse(arguments: Sequence[str]) -> Asked:
+def parse(arguments: Sequence[str]) -> PlanRequest:
     """Tell this command's own options from overrides. Raises ConfigError."""
     words, places = _without_places(arguments)
     flags = [word for word in words if "=" not in word and not word.startswith("~")]
@@ -98,7 +98,7 @@ def parse(arguments: Sequence[str]) -> Asked:
     as_json = "--json" in flags
     out = own.get("out", FOLDER if what == "all" else "")
     folder = None if as_json or out in NOWHERE else Path(out)
-    return Asked(what, as_json, folder, typed=Typed.parse([*places, *overrides]))
+    return PlanRequest(what, as_json, folder, typed=Typed.parse([*places, *overrides]))
 
 
 def _without_places(arguments: Sequence[str]) -> tuple[list[str], list[str]]:

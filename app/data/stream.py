@@ -64,7 +64,7 @@ class StreamedSequences:
                 nearest=state["dp"],
             )
         own = split_dataset_by_node(self.documents, rank=dp_rank, world_size=dp)
-        place = Place() if state is None else Place(**state["place"])
+        place = StreamPosition() if state is None else StreamPosition(**state["place"])
         leftover = [] if state is None else state["leftover"]
         texts = _Shuffled(own, self.held_out, (self.seed, dp_rank), place=place)
         return StreamReader(
@@ -73,7 +73,7 @@ class StreamedSequences:
 
 
 @dataclass(frozen=True)
-class Place:
+class StreamPosition:
     """A position in the shuffled documents of one rank."""
 
     epoch: int = 0
@@ -89,7 +89,11 @@ class _Shuffled:
     """
 
     def __init__(
-        self, documents: IterableDataset, held_out: int, seed: tuple[int, ...], place: Place
+        self,
+        documents: IterableDataset,
+        held_out: int,
+        seed: tuple[int, ...],
+        place: StreamPosition,
     ) -> None:
         # Skipping after the split skips on every rank. A rank's part keeps the stream's order, so
         # whatever it has of the leading documents leads there too, and is skipped whichever way the
@@ -128,11 +132,11 @@ class _Shuffled:
     def _advance(self) -> None:
         """Read the next block, the first of another epoch when the stream has ended."""
         if self._block:
-            self.place = Place(
+            self.place = StreamPosition(
                 self.place.epoch, self.place.block + 1, 0, source=self.documents.state_dict()
             )
         elif self.place.block:
-            self.place = Place(self.place.epoch + 1)
+            self.place = StreamPosition(self.place.epoch + 1)
             self._rows = self._open()
         else:
             rule = f"leaves dp_rank={self.seed[1]} no document to train on"

@@ -20,7 +20,7 @@ from app.engine.groups import Groups
 from app.engine.pipeline.executor import ForwardBackward, execute
 from app.engine.pipeline.in_flight import Stages
 from app.engine.pipeline.transport import Transport
-from app.engine.watchdog.watchdog import Watch
+from app.engine.watchdog.watchdog import Watchdog
 from app.model.block import DenseBody, Layer
 from app.model.chunk import Chunk
 from app.model.init import init_weights
@@ -34,7 +34,7 @@ from app.plan.actions import Action
 from app.plan.memory.activations import captured_phases
 from app.plan.plan import Plan
 from app.plan.schedule import full_recompute
-from app.plan.sharding.blocks import EXPERTS, Place
+from app.plan.sharding.blocks import EXPERTS, ShardCoords
 from app.plan.stages import StagePlan
 
 DTYPES = {
@@ -54,7 +54,7 @@ class Engine:
     groups: Groups
     device: torch.device
     transport: Transport
-    watch: Watch
+    watchdog: Watchdog
     loss_scale: LossScale | None
     recorder: Recorder | None  # of CUDA graphs; None: nothing is captured
 
@@ -78,11 +78,11 @@ class Engine:
 
 
 def build_engine(
-    plan: Plan, groups: Groups, device: torch.device, watch: Watch | None = None
+    plan: Plan, groups: Groups, device: torch.device, watchdog: Watchdog | None = None
 ) -> Engine:
     """Chunks of this rank with their initial weights, and the optimizer over them.
 
-    `watch` looks at the rank; None: at most at its actions, and without asking other ranks.
+    `watchdog` looks at the rank; None: at most at its actions, and without asking other ranks.
     """
     run = plan.run
     chunks = build_chunks(run, plan.stages, groups, device=device)
@@ -101,9 +101,9 @@ def build_engine(
             _wait_for_parameters(chunk, optimizer)
     pp_ranks = dist.get_process_group_ranks(groups.pp)
     transport = Transport(groups.pp, pp_ranks, run.schedule.batch_p2p)
-    watch = watch or Watch(groups.rank, run.schedule.timeout_s)
-    watch.exchanges = transport.unfinished
-    watch.replays = run.cuda_graph.impl is not GraphImpl.none and device.type == "cuda"
+    watchdog = watchdog or Watchdog(groups.rank, run.schedule.timeout_s)
+    watchdog.exchanges = transport.unfinished
+    watchdog.replays = run.cuda_graph.impl is not GraphImpl.none and device.type == "cuda"
     loss_scale = LossScale.start(run.precision, device)
     return Engine(
         plan,
@@ -112,7 +112,7 @@ def build_engine(
         groups=groups,
         device=device,
         transport=transport,
-        watch=watch,
+        watchdog=watchdog,
         loss_scale=loss_scale,
         recorder=build_recorder(run, device),
     )
@@ -151,7 +151,7 @@ def build_chunks(
                 layers,
                 stage.embedding,
                 head=stage.head,
-                repeatable=run.train.deterministic,
+                deterministic=run.train.deterministic,
                 peers=peers,
                 chunk_tokens=run.loss.chunk_tokens,
             )
@@ -188,7 +188,7 @@ def _materialise(chunk: nn.Module, device: torch.device, dtype: torch.dtype) -> 
             setattr(module, name, torch.zeros(buffer.shape, dtype=buffer.dtype, device=device))
 
 
-def parameter_specs(chunk: Chunk, place: Place) -> Iterator[ParamSpec]:
+def parameter_specs(chunk: Chunk, place: ShardCoords) -> Iterator[ParamSpec]:
     """Every parameter of a chunk in order of use (`chunk_parameters`), with its block of the whole.
 
     Of tied tables on two stages the first stage's counts, of what all tensor-parallel ranks hold
@@ -251,7 +251,9 @@ def select_forward_backward(
         hidden=hidden,
         dtype=DTYPES[run.precision.params],
         device=engine.device,
-        sums=engine.optimizer.direct_sums(),
+        sink=engine.optimizer.main_grad_sink(),
         graphs=graphs,
     )
-    return partial(execute, lists[rank], stages, engine.optimizer, engine.transport, engine.watch)
+    return partial(
+        execute, lists[rank], stages, engine.optimizer, engine.transport, engine.watchdog
+    )

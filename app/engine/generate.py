@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from app.compat import all_reduce
+from app.collectives import all_reduce
 from app.data.tokenizer import Tokenizer
 from app.engine.build import DTYPES, Engine
 from app.engine.report.telling import telling

@@ -19,7 +19,7 @@ from app.choices import CpComm
 from app.engine.run.meeting import TIMEOUT
 from app.model.peers import Peers
 from app.plan.layout import ParallelLayout
-from app.plan.sharding.blocks import Place
+from app.plan.sharding.blocks import ShardCoords
 
 # Where torch ends a collective. The watch ends a hang long before, and knows who may take long.
 HOST_TIMEOUT = datetime.timedelta(hours=4)
@@ -61,9 +61,9 @@ class Groups:
         return self.layout.coords(self.rank)["cp"]
 
     @property
-    def place(self) -> Place:
+    def place(self) -> ShardCoords:
         """Where this rank is on the axes that cut parameters."""
-        return Place.of(self.layout, self.rank)
+        return ShardCoords.of(self.layout, self.rank)
 
     def peers(self, cp_comm_type: CpComm) -> Peers:
         """The ranks that this one computes its layers with."""

@@ -21,7 +21,7 @@ from app.engine.run.signals import exit_code
 from app.engine.run.start import choose_device, claim_start, load_all_data, look_once
 from app.engine.trainer import Trainer
 from app.engine.watchdog.heartbeats import Heartbeats
-from app.engine.watchdog.watchdog import Watch
+from app.engine.watchdog.watchdog import Watchdog
 from app.plan.plan import Plan
 
 
@@ -40,12 +40,12 @@ def train(plan: Plan, rank: int, local_rank: int, attempt: Attempt) -> int:
         torch.cuda.set_stream(torch.cuda.Stream())
     times.end("device")
     store = attempt.meeting_store(rank, run.world_size)
-    watch = watch_over(run, rank, store)
-    with FolderLock() as lock, ExitStack() as world, watch.running():  # the watch ends first
-        watch.meet("connecting the ranks")
+    watchdog = watch_over(run, rank, store)
+    with FolderLock() as lock, ExitStack() as world, watchdog.running():  # the watch ends first
+        watchdog.meet("connecting the ranks")
         world.enter_context(process_world(rank, run.world_size, device, store=store))
         trainer = start_up(
-            plan, local_rank, device, attempt=attempt, lock=lock, watch=watch, times=times
+            plan, local_rank, device, attempt=attempt, lock=lock, watchdog=watchdog, times=times
         )
         with closing_graphs(trainer.engine):
             try:
@@ -60,10 +60,10 @@ def train(plan: Plan, rank: int, local_rank: int, attempt: Attempt) -> int:
     return 0 if finished else exit_code(trainer.request.signal)
 
 
-def watch_over(run: Run, rank: int, store: dist.Store) -> Watch:
+def watch_over(run: Run, rank: int, store: dist.Store) -> Watchdog:
     """What will look at this rank, and ask after the others in the store where they meet."""
     others = Heartbeats.over(store, rank, run.world_size) if run.world_size > 1 else None
-    return Watch(rank, run.schedule.timeout_s, others)
+    return Watchdog(rank, run.schedule.timeout_s, others)
 
 
 def start_up(
@@ -72,7 +72,7 @@ def start_up(
     device: torch.device,
     attempt: Attempt,
     lock: FolderLock,
-    watch: Watch,
+    watchdog: Watchdog,
     times: StartTimes,
 ) -> Trainer:
     """Everything before the first step, in a world of processes; `times` hears how long it takes.
@@ -80,23 +80,23 @@ def start_up(
     Raises ConfigError, the same on every rank.
     """
     run = plan.run
-    rank = watch.rank
-    watch.meet("creating the process groups")
+    rank = watchdog.rank
+    watchdog.meet("creating the process groups")
     groups = create_groups(plan.layout, rank)
-    watch.follow(groups.named())
+    watchdog.follow(groups.named())
     times.end("ranks")
-    watch.rest("choosing the checkpoint to start from")
+    watchdog.rest("choosing the checkpoint to start from")
     earlier = attempt.earlier
     sources = look_once(run)
     start = rank_zero_says(groups, lambda: claim_start(run, earlier(run), lock, sources=sources))
     times.end("choice of a checkpoint")
-    watch.rest("preparing the corpus")
+    watchdog.rest("preparing the corpus")
     data = load_all_data(run, groups, local_rank, sources=sources)
     times.end("data")
-    watch.rest("building the model")
+    watchdog.rest("building the model")
     # seeds what must differ from rank to rank: the jitter of routers' inputs
     torch.manual_seed(run.train.seed * run.world_size + rank)
-    engine = build_engine(plan, groups, device, watch=watch)
+    engine = build_engine(plan, groups, device, watchdog=watchdog)
     times.end("model")
     return Trainer(engine, data, start, times=times)
 

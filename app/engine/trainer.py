@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from app.compat import all_reduce
+from app.collectives import all_reduce
 from app.data.feed import Cursor, TrainFeed, ValidationFeed
 from app.engine.build import Engine
 from app.engine.capture.facts import GraphFacts
@@ -127,7 +127,7 @@ class Trainer:
         ConfigError, the same on every rank.
         """
         self.lock = lock
-        self.engine.watch.rest("opening the run folder")
+        self.engine.watchdog.rest("opening the run folder")
         self.run_dir = rank_zero_says(self.engine.groups, lambda: self._open_folder(attempt))
         if self.speaks:
             print_opening(self.engine, self.run_dir, self.start, version=self._program())
@@ -182,22 +182,22 @@ class Trainer:
         validated = self._first_validation(sinks)
         if validated is not None:
             self.times.end("validation")
-        watch = Stopwatch()
+        stopwatch = Stopwatch()
         while self.progress.step < self.run.train.steps and not self.stops:
-            report = self.step(watch)
+            report = self.step(stopwatch)
             for sink in sinks:
                 sink.step(report)
             self._tell_ready(sinks)
             self._tell_graphs(sinks)
             if self.bad_steps.rolls_back(report, self.engine.loss_scale):
                 self._roll_back(sinks)
-                watch.lap()
+                stopwatch.lap()
                 continue
             if self._validates_now() and not self.stops:
                 validated = self._validate(sinks)
             self._save_if_due()
             if self._validates_now() or self.saved:
-                watch.lap()  # validation and saving are not part of the next step
+                stopwatch.lap()  # validation and saving are not part of the next step
         return validated
 
     def _tell_ready(self, sinks: Sequence[Sink]) -> None:
@@ -248,8 +248,8 @@ class Trainer:
         if self.run.log.console:
             yield lambda: Console(self.run, self.progress.step)
 
-    def step(self, watch: Stopwatch) -> StepReport:
-        """Train on the next batches; `watch` times what lies between two steps."""
+    def step(self, stopwatch: Stopwatch) -> StepReport:
+        """Train on the next batches; `stopwatch` times what lies between two steps."""
         run = self.run
         updates = self.progress.updates + 1
         lr = lr_at(updates, run)
@@ -264,7 +264,7 @@ class Trainer:
         taken = self.progress.step + 1
         tokens = self.progress.tokens + self.meter.tokens_per_step
         self.progress = Progress(taken, self.progress.updates + 1 - int(facts.skipped), tokens)
-        times = StepTimes(watch.lap(), data_wait, self.saver.blocked())
+        times = StepTimes(stopwatch.lap(), data_wait, self.saver.blocked())
         return self.meter.report(taken, tokens, facts, lr=lr, weight_decay=decay, times=times)
 
     def _validates_now(self) -> bool:
@@ -320,8 +320,8 @@ class Trainer:
 
     def _finite(self) -> bool:
         """Whether parameters and moments are finite; the same on every rank."""
-        pieces = self.engine.optimizer.pieces()
-        values = (value for piece in pieces for value in piece.state.values())
+        param_shards = self.engine.optimizer.param_shards()
+        values = (value for owned in param_shards for value in owned.state.values())
         bad = torch.stack([value.isfinite().logical_not().any() for value in values]).any().float()
         all_reduce(bad, self.engine.groups.world)
         return not bad
@@ -353,9 +353,9 @@ class Trainer:
         length = max(1, self.run.train.seq_len // 2)
         prompt = next(iter(self.held_out)).tokens_BS[0, :length].tolist()
         prompt = rank_zero_says(self.engine.groups, lambda: prompt)
-        self.engine.watch.note("a sample")
+        self.engine.watchdog.note("a sample")
         text = sample_text(self.engine, self.data.tokenizer, prompt, aloud=self.leads)
-        self.engine.watch.rest("the end of the run")
+        self.engine.watchdog.rest("the end of the run")
         if text is not None:
             for sink in sinks:
                 sink.sample(self.progress.step, text)

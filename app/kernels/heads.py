@@ -47,19 +47,19 @@ def split_and_rotate(
     with two equal halves (Su et al. 2021, rotating the two halves of a head); their B may be 1. H
     is even. Keeps the tables for backward, and `qkv_BSF` if there are norms. fp32, bf16 or fp16.
     """
-    cut = _Cut(qkv_BSF.shape, num_kv_heads, queries_per_kv, norms=norms)
+    tiling = _Tiling(qkv_BSF.shape, num_kv_heads, queries_per_kv, norms=norms)
     heads: tuple[Tensor, Tensor, Tensor] = _SplitAndRotate.apply(
         qkv_BSF.contiguous(),
         cos_BS1H.contiguous(),
         sin_BS1H.contiguous(),
         norms.query_H if norms else None,
         norms.key_H if norms else None,
-        cut,
+        tiling,
     )
     return heads
 
 
-class _Cut:
+class _Tiling:
     """How the work is cut: by shape alone, so that equal runs add in the same order."""
 
     def __init__(
@@ -111,13 +111,13 @@ class _SplitAndRotate(torch.autograd.Function):
         sin_BS1H: Tensor,
         query_H: Tensor | None,
         key_H: Tensor | None,
-        cut: _Cut,
+        tiling: _Tiling,
     ) -> tuple[Tensor, ...]:
-        ctx.cut = cut
-        q_BSNH, k_BSGH, v_BSGH = cut.outputs(qkv_BSF)
+        ctx.tiling = tiling
+        q_BSNH, k_BSGH, v_BSGH = tiling.outputs(qkv_BSF)
         kept = () if query_H is None else (qkv_BSF, query_H, key_H)
         ctx.save_for_backward(cos_BS1H, sin_BS1H, *kept)
-        heads_forward[cut.grid](
+        heads_forward[tiling.grid](
             qkv_TF=qkv_BSF,
             q_TNH=q_BSNH,
             k_TGH=k_BSGH,
@@ -126,23 +126,25 @@ class _SplitAndRotate(torch.autograd.Function):
             sin_TH=sin_BS1H,
             query_H=query_H,
             key_H=key_H,
-            **cut.sizes(cos_BS1H),
-            **cut.constants,
+            **tiling.sizes(cos_BS1H),
+            **tiling.constants,
         )
         return q_BSNH, k_BSGH, v_BSGH
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        cut = ctx.cut
+        tiling = ctx.tiling
         cos_BS1H, sin_BS1H, *kept = ctx.saved_tensors
         qkv_BSF, query_H, key_H = kept or (None, None, None)
         dq, dk, dv = (grad if grad.stride(3) == 1 else grad.contiguous() for grad in grads)
-        grad_BSF = dq.new_empty(cut.shape)
+        grad_BSF = dq.new_empty(tiling.shape)
         partial_J2H = None
         if kept:
-            partial_J2H = grad_BSF.new_empty(*cut.grid, 2, cut.constants["H"], dtype=torch.float32)
-        heads_backward[cut.grid](
+            partial_J2H = grad_BSF.new_empty(
+                *tiling.grid, 2, tiling.constants["H"], dtype=torch.float32
+            )
+        heads_backward[tiling.grid](
             dq=dq,
             dk=dk,
             dv=dv,
@@ -156,8 +158,8 @@ class _SplitAndRotate(torch.autograd.Function):
             qkv_TF=qkv_BSF,
             query_H=query_H,
             key_H=key_H,
-            **cut.sizes(cos_BS1H),
-            **cut.constants,
+            **tiling.sizes(cos_BS1H),
+            **tiling.constants,
         )
         if partial_J2H is None or query_H is None:
             return grad_BSF, None, None, None, None, None

@@ -18,13 +18,17 @@ from app.choices import CpComm, Recompute
 from app.config import ModelConfig
 from app.kernels.common import usable
 from app.kernels.heads import HeadNorms, split_and_rotate
-from app.model.context_parallel import gather_sequence, trade_for_heads, trade_for_tokens
+from app.model.context_parallel import gather_sequence, ulysses_to_heads, ulysses_to_tokens
 from app.model.layers import Context, RMSNorm, rotate
 from app.model.peers import ALONE, Peers, rank, size
-from app.model.tensor_parallel import narrow, widen
+from app.model.tensor_parallel import column_parallel_linear, row_parallel_linear
 
 # backends whose backward can add in a fixed order
-ORDERED = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+DETERMINISTIC_BACKENDS = [
+    SDPBackend.FLASH_ATTENTION,
+    SDPBackend.EFFICIENT_ATTENTION,
+    SDPBackend.MATH,
+]
 
 
 class Attention(nn.Module):
@@ -51,9 +55,9 @@ class Attention(nn.Module):
 
     def forward(self, x_BsD: Tensor, context: Context) -> Tensor:
         """B × s × D -> B × s × D; no residual."""
-        qkv = widen(x_BsD, self.wqkv, self.peers.tp, later=context.later)
-        out = context.again.whole(Recompute.attn_core, self._core, qkv, context)
-        return narrow(out, self.wo, self.peers.tp, later=context.later)
+        qkv = column_parallel_linear(x_BsD, self.wqkv, self.peers.tp, sink=context.sink)
+        out = context.recompute.checkpoint(Recompute.attn_core, self._core, qkv, context)
+        return row_parallel_linear(out, self.wo, self.peers.tp, sink=context.sink)
 
     def _core(self, qkv: Tensor, context: Context) -> Tensor:
         q_BSNH, k_BSGH, v_BSGH = self._heads(qkv, context)
@@ -88,13 +92,13 @@ def attend_all(
     """Attention to the whole sequence, over all context-parallel ranks: B × S × N × H."""
     if size(peers.cp) == 1:
         return attend(
-            q_BSNH, k_BSGH, v_BSGH, mask_B1SK=context.mask_B1SK, repeatable=context.repeatable
+            q_BSNH, k_BSGH, v_BSGH, mask_B1SK=context.mask_B1SK, deterministic=context.deterministic
         )
-    by = _with_keys_gathered if peers.cp_comm_type is CpComm.all_gather else _with_heads_traded
+    by = _attend_gathered_keys if peers.cp_comm_type is CpComm.all_gather else _attend_by_heads
     return by(q_BSNH, k_BSGH, v_BSGH, context=context, peers=peers)
 
 
-def _with_keys_gathered(
+def _attend_gathered_keys(
     q_BSNH: Tensor, k_BSGH: Tensor, v_BSGH: Tensor, context: Context, peers: Peers
 ) -> Tensor:
     """Both pieces of the queries, each against the keys up to its own end."""
@@ -116,13 +120,13 @@ def _with_keys_gathered(
                 k_BKGH[:, :end],
                 v_BKGH[:, :end],
                 mask_B1SK=seen,
-                repeatable=context.repeatable,
+                deterministic=context.deterministic,
             )
         )
     return torch.cat(outs, dim=1)
 
 
-def _with_heads_traded(
+def _attend_by_heads(
     q_BSNH: Tensor, k_BSGH: Tensor, v_BSGH: Tensor, context: Context, peers: Peers
 ) -> Tensor:
     """Whole sequences of this rank's share of the heads."""
@@ -130,25 +134,25 @@ def _with_heads_traded(
     ranks = size(peers.cp)
     width = q_BSNH.shape[3]
     shares = [heads.unflatten(2, (ranks, -1)) for heads in (q_BSNH, k_BSGH, v_BSGH)]
-    whole_BKF = trade_for_heads(torch.cat(shares, dim=3).flatten(3), peers.cp)
+    whole_BKF = ulysses_to_heads(torch.cat(shares, dim=3).flatten(3), peers.cp)
     heads = [share.shape[3] for share in shares]
     q_BKNH, k_BKGH, v_BKGH = whole_BKF.unflatten(2, (-1, width)).split(heads, dim=2)
     out_BKNH = attend(
-        q_BKNH, k_BKGH, v_BKGH, mask_B1SK=context.mask_B1SK, repeatable=context.repeatable
+        q_BKNH, k_BKGH, v_BKGH, mask_B1SK=context.mask_B1SK, deterministic=context.deterministic
     )
-    own_BSF = trade_for_tokens(out_BKNH.flatten(2), peers.cp).flatten(2)
+    own_BSF = ulysses_to_tokens(out_BKNH.flatten(2), peers.cp).flatten(2)
     own_BSNH: Tensor = own_BSF.unflatten(2, (-1, width))
     return own_BSNH
 
 
 def attend(
-    q_BSNH: Tensor, k_BKGH: Tensor, v_BKGH: Tensor, mask_B1SK: Tensor | None, repeatable: bool
+    q_BSNH: Tensor, k_BKGH: Tensor, v_BKGH: Tensor, mask_B1SK: Tensor | None, deterministic: bool
 ) -> Tensor:
     """Softmax attention of N query over G key/value heads, masked or causal: B × S × N × H.
 
     Causal queries are the last S of the K tokens. On a GPU the fastest kernel (cuDNN's) adds the
     gradient of the queries with atomics, so that two equal runs drift apart, and torch offers no
-    other order for it. `repeatable` takes kernels that add in a fixed order instead.
+    other order for it. `deterministic` takes kernels that add in a fixed order instead.
     """
     q_BNSH, k_BGKH, v_BGKH = (heads.transpose(1, 2) for heads in (q_BSNH, k_BKGH, v_BKGH))
     square = q_BNSH.shape[2] == k_BGKH.shape[2]
@@ -157,8 +161,8 @@ def attend(
     mask = mask_B1SK
     if mask is None and not square:
         mask = _last_rows(q_BNSH.shape[2], k_BGKH.shape[2])
-    ordered = repeatable and q_BNSH.is_cuda
-    with sdpa_kernel(ORDERED) if ordered else nullcontext():
+    ordered = deterministic and q_BNSH.is_cuda
+    with sdpa_kernel(DETERMINISTIC_BACKENDS) if ordered else nullcontext():
         out = F.scaled_dot_product_attention(
             q_BNSH, k_BGKH, v_BGKH, attn_mask=mask, is_causal=causal, enable_gqa=gqa
         )

@@ -101,9 +101,9 @@ def run_layer(
     """`run_phases` for a layer or a part of one, of which everything behind attention is
     recomputed where that is asked for.
     """
-    again = value_of(values, "context", Context).again
+    recompute = value_of(values, "context", Context).recompute
     routes = any(phase.name is PhaseName.route for phase in phases)
-    if not routes or Recompute.moe not in again.phases:
+    if not routes or Recompute.moe not in recompute.phases:
         return run_phases(phases, values, keep)
     start = int(phases[0].name is PhaseName.attn)
     before = run_phases(phases[:start], values, keep=("x", "context"))
@@ -112,7 +112,7 @@ def run_layer(
         return run_phases(phases[start:], {"x": x_BsD, "context": context}, keep)
 
     x_BsD = value_of(before, "x", Tensor)
-    return again.whole(Recompute.moe, behind, x_BsD, value_of(before, "context", Context))
+    return recompute.checkpoint(Recompute.moe, behind, x_BsD, value_of(before, "context", Context))
 
 
 class Body(nn.Module):
@@ -136,7 +136,7 @@ class Layer(nn.Module):
         self.phases: tuple[Phase, ...] = (attn, *body.phases)
 
     def _attend(self, x_BsD: Tensor, context: Context) -> tuple[Tensor]:
-        h_BsD = context.again.output(Recompute.norm, self.attn_norm, x_BsD)
+        h_BsD = context.recompute.discard_output(Recompute.norm, self.attn_norm, x_BsD)
         return (x_BsD + self.attn(h_BsD, context),)
 
     def forward(
@@ -158,5 +158,5 @@ class DenseBody(Body):
         self.phases = (Phase(PhaseName.mlp, self._feed_forward, ("x", "context"), outputs=("x",)),)
 
     def _feed_forward(self, x_BsD: Tensor, context: Context) -> tuple[Tensor]:
-        h_BsD = context.again.output(Recompute.norm, self.norm, x_BsD)
-        return (x_BsD + self.mlp(h_BsD, context.later, context.again),)
+        h_BsD = context.recompute.discard_output(Recompute.norm, self.norm, x_BsD)
+        return (x_BsD + self.mlp(h_BsD, context.sink, context.recompute),)

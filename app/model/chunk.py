@@ -17,12 +17,12 @@ from app.choices import CpComm, Recompute
 from app.config import ModelConfig
 from app.model.block import Layer, RoutingReport, RunPhases, run_layer
 from app.model.context_parallel import own_tokens
-from app.model.deferred import Later
 from app.model.layers import Context, RMSNorm, document_mask, layer_context
 from app.model.loss import summed_loss
 from app.model.peers import ALONE, Peers, rank, size
-from app.model.recompute import Again
-from app.model.tensor_parallel import lookup, widen
+from app.model.recompute import Recomputation
+from app.model.tensor_parallel import column_parallel_linear, lookup
+from app.model.weight_grads import WeightGradSink
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class ChunkOutput:
 class Chunk(nn.Module):
     """Layers `layers` (global layer index -> layer) of a model, with embedding and head if asked.
 
-    `repeatable` keeps to attention kernels whose gradients repeat bit for bit; `chunk_tokens` is
+    `deterministic` keeps to attention kernels whose gradients repeat bit for bit; `chunk_tokens` is
     how many tokens have logits at once.
     """
 
@@ -46,14 +46,14 @@ class Chunk(nn.Module):
         layers: Mapping[int, Layer],
         embedding: bool,
         head: bool,
-        repeatable: bool = True,
+        deterministic: bool = True,
         peers: Peers = ALONE,
         chunk_tokens: int | None = None,
     ) -> None:
         super().__init__()
         self.model = model
         self.peers = peers
-        self.repeatable = repeatable
+        self.deterministic = deterministic
         self.chunk_tokens = chunk_tokens
         self.first = embedding
         self.last = head
@@ -76,13 +76,13 @@ class Chunk(nn.Module):
         self,
         positions_BS: Tensor,
         documents_BK: Tensor | None,
-        later: Later | None = None,
-        again: Collection[Recompute] = (),
+        sink: WeightGradSink | None = None,
+        recompute: Collection[Recompute] = (),
     ) -> Context:
         """What the layers need besides the hidden states.
 
-        Backward leaves weight gradients in `later` if there is one, and computes the parts named in
-        `again` once more.
+        Backward leaves weight gradients in `sink` if there is one, and computes the parts named in
+        `recompute` once more.
         """
         mask = None
         if documents_BK is not None:
@@ -95,9 +95,9 @@ class Chunk(nn.Module):
             mask,
             width,
             theta=theta,
-            repeatable=self.repeatable,
-            later=later,
-            again=Again(frozenset(again), draws),
+            deterministic=self.deterministic,
+            sink=sink,
+            recompute=Recomputation(frozenset(recompute), draws),
         )
 
     def _queries(self, documents_BK: Tensor) -> Tensor:
@@ -123,7 +123,7 @@ class Chunk(nn.Module):
             assert self.embedding is not None, "the first stage has the table"
             x = lookup(x, self.embedding, self.peers.tp)
         routing = []
-        with context.again.forward():
+        with context.recompute.forward():
             runs = runs or [run_layer] * len(self.layers)
             for layer, run in zip(self.in_order(), runs, strict=True):
                 x, report = recomputed(layer, x, context) if recompute else layer(x, context, run)
@@ -133,11 +133,11 @@ class Chunk(nn.Module):
 
     def loss(self, x_BsD: Tensor, labels_BS: Tensor, context: Context) -> Tensor:
         """The last stage's cross-entropy, nats, summed over positions with a label; a scalar."""
-        later = context.later
-        if self.first and self.head is None and later is not None and not later.waits:
+        sink = context.sink
+        if self.first and self.head is None and sink is not None and not sink.deferred:
             # a table with two gradients: autograd adds them up, and says once that they have
             # arrived
-            later = None
+            sink = None
         self.wait_for_head()
         return summed_loss(
             x_BsD,
@@ -145,13 +145,13 @@ class Chunk(nn.Module):
             labels_BS,
             group=self.peers.tp,
             chunk_tokens=self.chunk_tokens,
-            later=later,
+            sink=sink,
         )
 
     def logits(self, x_BsD: Tensor) -> Tensor:
         """This rank's columns of the logits of the last stage's output: B × S × V / tp."""
         self.wait_for_head()
-        return widen(x_BsD, self.table, self.peers.tp, later=None)
+        return column_parallel_linear(x_BsD, self.table, self.peers.tp, sink=None)
 
     @property
     def table(self) -> nn.Parameter:
@@ -175,6 +175,6 @@ def recomputed(
 ) -> tuple[Tensor, RoutingReport | None]:
     """The layer, of whose forward nothing but the input is kept."""
     out: tuple[Tensor, RoutingReport | None] = checkpoint(
-        layer, x_BsD, context, use_reentrant=False, preserve_rng_state=context.again.draws
+        layer, x_BsD, context, use_reentrant=False, preserve_rng_state=context.recompute.draws
     )
     return out

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from app.compat import all_gather, all_to_all, reduce_scatter
+from app.collectives import all_gather, all_to_all, reduce_scatter
 
 
 def own_tokens(seq_len: int, ranks: int, rank: int, device: torch.device | None = None) -> Tensor:
@@ -51,12 +51,12 @@ def gather_sequence(x_BsF: Tensor, group: dist.ProcessGroup) -> Tensor:
     return whole_BSF
 
 
-def trade_for_heads(x_BsPF: Tensor, group: dist.ProcessGroup) -> Tensor:
+def ulysses_to_heads(x_BsPF: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Own tokens of all heads -> all tokens of own heads: B × s × P × F -> B × S × F."""
     return in_sequence(_AllToAll.apply(x_BsPF.movedim(2, 0), group))
 
 
-def trade_for_tokens(x_BSF: Tensor, group: dist.ProcessGroup) -> Tensor:
+def ulysses_to_tokens(x_BSF: Tensor, group: dist.ProcessGroup) -> Tensor:
     """The way back: B × S × F -> B × s × P × F."""
     parts_PBsF: Tensor = _AllToAll.apply(in_parts(x_BSF, group.size()), group)
     return parts_PBsF.movedim(0, 2)

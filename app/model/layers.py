@@ -16,10 +16,10 @@ from app.choices import Recompute
 from app.kernels.common import usable
 from app.kernels.rms_norm import rms_norm
 from app.kernels.swiglu import swiglu as swiglu_kernel
-from app.model.deferred import Later
 from app.model.peers import ALONE, Peers, size
-from app.model.recompute import Again
-from app.model.tensor_parallel import narrow, widen
+from app.model.recompute import Recomputation
+from app.model.tensor_parallel import column_parallel_linear, row_parallel_linear
+from app.model.weight_grads import WeightGradSink
 
 
 class RMSNorm(nn.Module):
@@ -44,9 +44,9 @@ class Context:
     cos_BS1H: Tensor  # fp32; B may be 1
     sin_BS1H: Tensor
     mask_B1SK: Tensor | None  # True where a query may look at a key; None: plain causal
-    repeatable: bool = True  # only kernels whose gradients repeat bit for bit
-    later: Later | None = None  # takes gradients of weights in backward; None: autograd does
-    again: Again = field(default_factory=Again)  # what backward computes again
+    deterministic: bool = True  # only kernels whose gradients repeat bit for bit
+    sink: WeightGradSink | None = None  # takes gradients of weights; None: autograd does
+    recompute: Recomputation = field(default_factory=Recomputation)  # what backward computes again
 
 
 def layer_context(
@@ -54,9 +54,9 @@ def layer_context(
     mask_B1SK: Tensor | None,
     head_width: int,
     theta: float,
-    repeatable: bool = True,
-    later: Later | None = None,
-    again: Again | None = None,
+    deterministic: bool = True,
+    sink: WeightGradSink | None = None,
+    recompute: Recomputation | None = None,
 ) -> Context:
     """The mask and rotary tables (Su et al. 2021, two halves of a head) of a microbatch."""
     even = torch.arange(0, head_width, 2, device=positions_BS.device, dtype=torch.float32)
@@ -66,9 +66,9 @@ def layer_context(
         angles_BSH.cos()[:, :, None],
         angles_BSH.sin()[:, :, None],
         mask_B1SK,
-        repeatable=repeatable,
-        later=later,
-        again=again or Again(),
+        deterministic=deterministic,
+        sink=sink,
+        recompute=recompute or Recomputation(),
     )
 
 
@@ -101,12 +101,19 @@ class Mlp(nn.Module):
         self.w_down = nn.Parameter(torch.empty(hidden, width))
 
     def forward(
-        self, x_BsD: Tensor, later: Later | None = None, again: Again | None = None
+        self,
+        x_BsD: Tensor,
+        sink: WeightGradSink | None = None,
+        recompute: Recomputation | None = None,
     ) -> Tensor:
-        """B × s × D -> B × s × D; `again` may have backward compute the activation again."""
-        both = widen(x_BsD, self.w_up, self.group, later=later)
-        act = swiglu(both) if again is None else again.dropped(Recompute.mlp_act, swiglu, both)
-        return narrow(act, self.w_down, self.group, later=later)
+        """B × s × D -> B × s × D; `recompute` may have backward compute the activation again."""
+        both = column_parallel_linear(x_BsD, self.w_up, self.group, sink=sink)
+        act = (
+            swiglu(both)
+            if recompute is None
+            else recompute.checkpoint_and_discard(Recompute.mlp_act, swiglu, both)
+        )
+        return row_parallel_linear(act, self.w_down, self.group, sink=sink)
 
 
 def swiglu(both: Tensor) -> Tensor:

@@ -18,12 +18,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from app.compat import all_reduce
+from app.collectives import all_reduce
 from app.kernels import cross_entropy
 from app.kernels.common import usable
-from app.model.deferred import Computed, Gradient, Later, Product
 from app.model.peers import rank, size
 from app.model.tensor_parallel import Group, gathered, scattered
+from app.model.weight_grads import ComputedGrad, LinearGrad, WeightGrad, WeightGradSink
 
 ROWS = 1024  # tokens whose logits are in fp32 at once, without kernels
 
@@ -34,16 +34,16 @@ def summed_loss(
     labels_BS: Tensor,
     group: Group = None,
     chunk_tokens: int | None = None,
-    later: Later | None = None,
+    sink: WeightGradSink | None = None,
 ) -> Tensor:
     """Cross-entropy of h · weightᵀ, nats, summed over labels that are not negative; an fp32 scalar.
 
     The same on every rank of `group`. With `chunk_tokens`, logits of so many tokens exist at once;
-    otherwise all, which are kept for backward in the type of the weights. `later` takes the
+    otherwise all, which are kept for backward in the type of the weights. `sink` takes the
     weight's gradient as in `linear`.
     """
     loss: Tensor = _SummedLoss.apply(
-        h_BsD, weight_VD, labels_BS.flatten(), group, chunk_tokens, later
+        h_BsD, weight_VD, labels_BS.flatten(), group, chunk_tokens, sink
     )
     return loss
 
@@ -98,7 +98,7 @@ class _SummedLoss(torch.autograd.Function):
         labels_T: Tensor,
         group: Group,
         chunk_tokens: int | None,
-        later: Later | None,
+        sink: WeightGradSink | None,
     ) -> Tensor:
         h_TD = gathered(h_BsD, group).flatten(0, 1)
         row_T = labels_T - rank(group) * len(weight_VD)
@@ -115,7 +115,7 @@ class _SummedLoss(torch.autograd.Function):
         ctx.weight_VD = weight_VD
         ctx.group = group
         ctx.chunk = chunk
-        ctx.later = later
+        ctx.sink = sink
         return torch.where(counts_T, lse_T - label_T, 0.0).sum()
 
     @staticmethod
@@ -134,13 +134,13 @@ class _SummedLoss(torch.autograd.Function):
                 ctx.chunk, h_TD, weight_VD, row_T=row_T, lse_T=lse_T, weight_T=weight_T
             )
         grad_BsD = scattered(grad_TD.view(len(h_BsD), -1, h_TD.shape[1]), ctx.group)
-        if ctx.later is None:
+        if ctx.sink is None:
             return grad_BsD, weight_gradient().to(weight_VD.dtype), None, None, None, None
-        ctx.later.push(weight_VD, weight_gradient)
+        ctx.sink.push(weight_VD, weight_gradient)
         return grad_BsD, None, None, None, None, None
 
 
-Gradients = tuple[Tensor, Gradient]  # of hidden states [T, D] and of the weights [V, D]
+Gradients = tuple[Tensor, WeightGrad]  # of hidden states [T, D] and of the weights [V, D]
 
 
 def _whole(
@@ -152,7 +152,7 @@ def _whole(
     weight_T: Tensor,
 ) -> Gradients:
     _into_gradient(logits_TV, row_T, lse_T, weight_C=weight_T)
-    return logits_TV @ weight_VD, Product(logits_TV.T, h_TD)
+    return logits_TV @ weight_VD, LinearGrad(logits_TV.T, h_TD)
 
 
 def _chunked(
@@ -166,4 +166,4 @@ def _chunked(
         _into_gradient(logits_CV, row_C, lse_C, weight_C=weight_C)
         torch.mm(logits_CV, weight_VD, out=grad_CD)
         sum_VD += logits_CV.T @ h_CD
-    return grad_TD, Computed(sum_VD)
+    return grad_TD, ComputedGrad(sum_VD)

@@ -1,9 +1,9 @@
 """Values that backward recomputes instead of keeping (Chen et al. 2016), by names of `Recompute`.
 
-Two ways. `whole` keeps of a function only its arguments, and backward runs it once more for its own
-gradients. `output` lets a function keep what it needs, but drops its result: what later operations
-would save of it is computed again from the function's arguments when their backward asks for it.
-That suits cheap functions in front of matrix products.
+Two ways. `checkpoint` keeps of a function only its arguments, and backward runs it once more for
+its own gradients. `discard_output` lets a function keep what it needs, but drops its result: what
+later operations would save of it is computed again from the function's arguments when their
+backward asks for it. That suits cheap functions in front of matrix products.
 """
 
 from __future__ import annotations
@@ -57,17 +57,17 @@ class _View:
 
 
 @dataclass(slots=True)
-class Again:
+class Recomputation:
     """What is recomputed of one microbatch in one chunk."""
 
     phases: frozenset[Recompute] = frozenset()
-    # whether functions under `whole` draw random numbers, which have to be the same again
+    # whether functions under `checkpoint` draw random numbers, which have to be the same again
     draws: bool = False
     # id of a result's storage -> a weak reference to it, and what makes it again
     _sources: dict[int, tuple[StorageWeakRef, _Source]] = field(default_factory=dict)
-    _inside: int = 0  # depth of functions under `whole`, of which nothing is kept anyway
+    _inside: int = 0  # depth of functions under `checkpoint`, of which nothing is kept anyway
 
-    def whole(self, part: Recompute, function: Callable[[*Ts], T], *arguments: *Ts) -> T:
+    def checkpoint(self, part: Recompute, function: Callable[[*Ts], T], *arguments: *Ts) -> T:
         """function(*arguments), of which only the arguments are kept if `part` is recomputed."""
         if part not in self.phases or self._inside or not torch.is_grad_enabled():
             return function(*arguments)
@@ -83,7 +83,7 @@ class Again:
         finally:
             self._inside -= 1
 
-    def output(
+    def discard_output(
         self, part: Recompute, function: Callable[..., Tensor], *arguments: Tensor
     ) -> Tensor:
         """function(*arguments), not a view; discarded after forward if `part` is recomputed."""
@@ -95,15 +95,17 @@ class Again:
             self._sources[storage._cdata] = StorageWeakRef(storage), source
         return out
 
-    def dropped(
+    def checkpoint_and_discard(
         self, part: Recompute, function: Callable[[Tensor], Tensor], argument: Tensor
     ) -> Tensor:
         """function(argument), of which only the argument is kept if `part` is recomputed."""
-        return self.output(part, lambda given: self.whole(part, function, given), argument)
+        return self.discard_output(
+            part, lambda given: self.checkpoint(part, function, given), argument
+        )
 
     @contextmanager
     def forward(self) -> Iterator[None]:
-        """Around a forward that calls `output`."""
+        """Around a forward that calls `discard_output`."""
         if not self.phases:
             yield
             return

@@ -21,27 +21,31 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from app.compat import all_gather, reduce_scatter
-from app.model.deferred import Awaited, Later, Product, linear
+from app.collectives import all_gather, reduce_scatter
 from app.model.peers import rank, size
+from app.model.weight_grads import GatheredGrad, LinearGrad, WeightGradSink, linear
 
 Group = dist.ProcessGroup | None
 
 
-def widen(x_BsI: Tensor, weight_OI: nn.Parameter, group: Group, later: Later | None) -> Tensor:
+def column_parallel_linear(
+    x_BsI: Tensor, weight_OI: nn.Parameter, group: Group, sink: WeightGradSink | None
+) -> Tensor:
     """x · weightᵀ for all ranks' tokens: B × s × I -> B × S × O; `weight_OI`: this rank's rows."""
     if size(group) == 1:
-        return linear(x_BsI, weight_OI, later)
-    out_BSO: Tensor = _Widen.apply(x_BsI, weight_OI, group, later)
+        return linear(x_BsI, weight_OI, sink)
+    out_BSO: Tensor = _ColumnParallelLinear.apply(x_BsI, weight_OI, group, sink)
     return out_BSO
 
 
-def narrow(x_BSI: Tensor, weight_OI: nn.Parameter, group: Group, later: Later | None) -> Tensor:
+def row_parallel_linear(
+    x_BSI: Tensor, weight_OI: nn.Parameter, group: Group, sink: WeightGradSink | None
+) -> Tensor:
     """x · weightᵀ summed over the ranks, each of which keeps its tokens: B × S × I -> B × s × O.
 
     `weight_OI` holds this rank's columns.
     """
-    return scatter_tokens(linear(x_BSI, weight_OI, later), group)
+    return scatter_tokens(linear(x_BSI, weight_OI, sink), group)
 
 
 def lookup(tokens_BS: Tensor, table_VD: Tensor, group: Group) -> Tensor:
@@ -116,37 +120,39 @@ class _ScatterTokens(torch.autograd.Function):
         return gathered(grad_BsD, ctx.group), None
 
 
-class _Widen(torch.autograd.Function):
+class _ColumnParallelLinear(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
         x_BsI: Tensor,
         weight_OI: nn.Parameter,
         group: dist.ProcessGroup,
-        later: Later | None,
+        sink: WeightGradSink | None,
     ) -> Tensor:
         ctx.save_for_backward(x_BsI)
         ctx.weight_OI = weight_OI
         ctx.group = group
-        ctx.later = later
+        ctx.sink = sink
         return F.linear(gathered(x_BsI, group), weight_OI)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_BSO: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
         (x_BsI,), weight_OI, group = ctx.saved_tensors, ctx.weight_OI, ctx.group
-        if ctx.later is not None and ctx.later.waits:
-            ctx.later.push(weight_OI, Awaited(lambda: _product(grad_BSO, gathered(x_BsI, group))))
+        if ctx.sink is not None and ctx.sink.deferred:
+            ctx.sink.push(
+                weight_OI, GatheredGrad(lambda: _product(grad_BSO, gathered(x_BsI, group)))
+            )
             return scattered(grad_BSO @ weight_OI, group), None, None, None
         # the gather runs beside the first product, the scatter beside the second
         x_BSI = _start_gather(x_BsI, group)
         grad_BsI = _start_scatter(grad_BSO @ weight_OI, group)
         grad_OI = _product(grad_BSO, x_BSI())
-        if ctx.later is None:
+        if ctx.sink is None:
             return grad_BsI(), grad_OI(), None, None
-        ctx.later.push(weight_OI, grad_OI)
+        ctx.sink.push(weight_OI, grad_OI)
         return grad_BsI(), None, None, None
 
 
-def _product(grad_BSO: Tensor, x_BSI: Tensor) -> Product:
-    return Product(grad_BSO.flatten(0, 1).T, x_BSI.flatten(0, 1))
+def _product(grad_BSO: Tensor, x_BSI: Tensor) -> LinearGrad:
+    return LinearGrad(grad_BSO.flatten(0, 1).T, x_BSI.flatten(0, 1))

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from app.compat import all_gather, reduce_scatter
+from app.collectives import all_gather, reduce_scatter
 from app.model.peers import size
 from app.moe.permute import (
     Permutation,
@@ -30,7 +30,7 @@ from app.moe.permute import (
     sort_by_expert,
     sum_rows,
 )
-from app.moe.records import Counted, Dispatched, Exchange, Prepared, Uncounted
+from app.moe.records import AllToAllCounts, AllToAllExchange, Dispatched, Prepared, Uncounted
 
 OTHERS = "the record of another dispatcher"
 
@@ -84,7 +84,7 @@ class AllToAllDispatcher:
 
     def preprocess(
         self, experts_TK: Tensor, drops: bool = False, capacity: int | None = None
-    ) -> Counted | Exchange:
+    ) -> AllToAllCounts | AllToAllExchange:
         """Lay out what leaves and what arrives, as far as the device can."""
         rows = _filled(experts_TK, capacity)
         permutation = sort_by_expert(
@@ -102,7 +102,7 @@ class AllToAllDispatcher:
         rank_TKj = (experts_TK // self.local * self.etp)[..., None] + parts_j
         return (rank_TKj * self.local + (experts_TK % self.local)[..., None]).flatten(1)
 
-    def _count(self, permutation: Permutation) -> Counted:
+    def _count(self, permutation: Permutation) -> AllToAllCounts:
         ranks = self.group.size()
         counts_E = permutation.ends_E.diff(prepend=permutation.ends_E.new_zeros(1))
         # source, destination, expert of the destination
@@ -111,11 +111,13 @@ class AllToAllDispatcher:
         here_PL = counts_PPL[:, self.group.rank()]
         sizes_2P = torch.stack((counts_E.view(ranks, -1).sum(1), here_PL.sum(1)))
         ends_E = here_PL.sum(0).cumsum(0).to(torch.int32)
-        return Counted(permutation, sizes_2P, here_PL, ends_E=ends_E)
+        return AllToAllCounts(permutation, sizes_2P, here_PL, ends_E=ends_E)
 
-    def _uneven(self, counted: Counted, sent: Sequence[int], received: Sequence[int]) -> Exchange:
+    def _uneven(
+        self, counted: AllToAllCounts, sent: Sequence[int], received: Sequence[int]
+    ) -> AllToAllExchange:
         order_R, inverse_R = group_by_expert(counted.here_PL, sum(received))
-        return Exchange(
+        return AllToAllExchange(
             counted.permutation,
             tuple(sent),
             tuple(received),
@@ -124,7 +126,7 @@ class AllToAllDispatcher:
             ends_E=counted.ends_E,
         )
 
-    def _even(self, permutation: Permutation, rows: int) -> Exchange:
+    def _even(self, permutation: Permutation, rows: int) -> AllToAllExchange:
         ranks = self.group.size()
         local = self.local
         split = (local * rows,) * ranks
@@ -133,7 +135,7 @@ class AllToAllDispatcher:
             rows_R.view(a, b, rows).transpose(0, 1).flatten()
             for a, b in ((ranks, local), (local, ranks))
         )
-        return Exchange(
+        return AllToAllExchange(
             permutation,
             split,
             split,
@@ -142,13 +144,13 @@ class AllToAllDispatcher:
             ends_E=permutation.ends_E[:local] * ranks,
         )
 
-    def dispatch(self, x_TD: Tensor, record: Prepared) -> tuple[Tensor, Exchange]:
+    def dispatch(self, x_TD: Tensor, record: Prepared) -> tuple[Tensor, AllToAllExchange]:
         """T × D -> R × D, expert-major; waits for the counts where there are any."""
-        if isinstance(record, Exchange):
+        if isinstance(record, AllToAllExchange):
             rows = permute(x_TD, record.permutation)
             exchange = record
         else:
-            assert isinstance(record, Counted), OTHERS
+            assert isinstance(record, AllToAllCounts), OTHERS
             arrive = start_to_host(record.sizes_2P)
             permutation = record.permutation
             if permutation.kept_TK is None:
@@ -164,7 +166,7 @@ class AllToAllDispatcher:
 
     def combine(self, rows_RD: Tensor, probs_TK: Tensor, record: Dispatched) -> Tensor:
         """R × D -> T × D."""
-        assert isinstance(record, Exchange), OTHERS
+        assert isinstance(record, AllToAllExchange), OTHERS
         rows = reorder(rows_RD, record.inverse_R, record.order_R)
         rows = _AllToAll.apply(rows, record.received, record.sent, self.group)
         if self.etp > 1:  # a row came back from each part of its expert

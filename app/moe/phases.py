@@ -18,13 +18,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from app.choices import Balance, Recompute
-from app.compat import all_reduce
+from app.collectives import all_reduce
 from app.config import ModelConfig, MoEConfig
 from app.model.block import Body, Phase, PhaseName, RoutingReport
-from app.model.deferred import Later
 from app.model.layers import Context, Mlp, RMSNorm
 from app.model.peers import Peers, rank, size
-from app.model.recompute import Again
+from app.model.recompute import Recomputation
+from app.model.weight_grads import WeightGradSink
 from app.moe.capacity import capacity, within_capacity
 from app.moe.experts import grouped_swiglu
 from app.moe.records import Dispatched, Prepared
@@ -204,12 +204,12 @@ class Experts(nn.Module):
         self,
         rows_RD: Tensor,
         ends_E: Tensor,
-        later: Later | None = None,
-        again: Again | None = None,
+        sink: WeightGradSink | None = None,
+        recompute: Recomputation | None = None,
     ) -> Tensor:
         """Rows grouped by expert -> R × D."""
         return grouped_swiglu(
-            rows_RD, self.w_up, self.w_down, ends_E=ends_E, later=later, again=again
+            rows_RD, self.w_up, self.w_down, ends_E=ends_E, sink=sink, recompute=recompute
         )
 
 
@@ -242,7 +242,7 @@ class MoEBody(Body):
     def _phase_list(self) -> tuple[Phase, ...]:
         name = PhaseName
         dispatcher = self.dispatcher
-        waits = dispatcher.host_sync and not self.moe.pad_to_capacity
+        deferred = dispatcher.host_sync and not self.moe.pad_to_capacity
         shared: tuple[Phase, ...] = ()
         finish_inputs: tuple[str, ...] = ("x", "y")
         if self.shared is not None:
@@ -258,7 +258,7 @@ class MoEBody(Body):
                 self._dispatch,
                 ("h", "record"),
                 outputs=("rows", "dispatched"),
-                host_sync=waits,
+                host_sync=deferred,
             ),
             Phase(
                 name.experts,
@@ -276,7 +276,7 @@ class MoEBody(Body):
         )
 
     def _norm(self, x_BsD: Tensor, context: Context) -> tuple[Tensor]:
-        return (context.again.output(Recompute.norm, self.norm, x_BsD),)
+        return (context.recompute.discard_output(Recompute.norm, self.norm, x_BsD),)
 
     @torch.no_grad()
     def _preprocess(self, experts_TK: Tensor) -> tuple[Prepared]:
@@ -292,7 +292,7 @@ class MoEBody(Body):
         return self.dispatcher.dispatch(h_BsD.flatten(0, -2), record)
 
     def _experts(self, rows_RD: Tensor, dispatched: Dispatched, context: Context) -> tuple[Tensor]:
-        return (self.experts(rows_RD, dispatched.ends_E, context.later, context.again),)
+        return (self.experts(rows_RD, dispatched.ends_E, context.sink, context.recompute),)
 
     def _combine(
         self, expert_out_RD: Tensor, probs_TK: Tensor, dispatched: Dispatched
@@ -313,11 +313,11 @@ class MoEBody(Body):
         return (out,)
 
     def _shared_expert(self, h: Tensor, context: Context) -> Tensor:
-        return context.again.whole(Recompute.shared, self._gated, h, context.later)
+        return context.recompute.checkpoint(Recompute.shared, self._gated, h, context.sink)
 
-    def _gated(self, h: Tensor, later: Later | None) -> Tensor:
+    def _gated(self, h: Tensor, sink: WeightGradSink | None) -> Tensor:
         assert self.shared is not None
-        out: Tensor = self.shared(h, later)
+        out: Tensor = self.shared(h, sink)
         return out if self.shared_gate is None else F.linear(h, self.shared_gate).sigmoid() * out
 
     def _finish(

@@ -14,7 +14,7 @@ from app.moe.permute import Permutation
 
 
 @dataclass(frozen=True, slots=True)
-class Counted:
+class AllToAllCounts:
     """What preprocessing learned on the device: the exchange but for the numbers that only the
     host can act on.
     """
@@ -26,7 +26,7 @@ class Counted:
 
 
 @dataclass(frozen=True, slots=True)
-class Exchange:
+class AllToAllExchange:
     """How this rank's rows leave, how foreign rows arrive and are grouped by expert."""
 
     permutation: Permutation  # this rank's rows by expert of the whole layer, hence by destination
@@ -45,6 +45,6 @@ class Uncounted:
 
 
 # What `preprocess` has found out, for the `dispatch` of the same dispatcher.
-Prepared = Permutation | Counted | Uncounted | Exchange
+Prepared = Permutation | AllToAllCounts | Uncounted | AllToAllExchange
 # What `dispatch` has found out besides, for the experts (`ends_E`) and for `combine`.
-Dispatched = Permutation | Exchange
+Dispatched = Permutation | AllToAllExchange

@@ -20,7 +20,7 @@ from app.optim.buffers import FlatBuffer, ParamSpec
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class ParamShard:
     """The part of one parameter that this rank owns, as views of the shard."""
 
     spec: ParamSpec
@@ -58,19 +58,19 @@ class AdamShard:
         self.main = self.own_params if fp32 else self.own_params.float()
         self.grad = buffer.grads[own]
         self.exp_avg, self.exp_avg_sq = torch.zeros_like(self.main), torch.zeros_like(self.main)
-        self.pieces = tuple(self._pieces(group.rank()))
+        self.param_shards = tuple(self._param_shards(group.rank()))
         specs = [spec for spec, _ in buffer.of_bucket(bucket)]
         self.params_inside = len(specs)
         self.tied = any(spec.tied for spec in specs)
         assert not self.tied or len(specs) == 1, "a tied parameter has a bucket of its own"
 
-    def _pieces(self, rank: int) -> Iterator[Piece]:
+    def _param_shards(self, rank: int) -> Iterator[ParamShard]:
         for spec, ranges in zip(self.buffer.specs, self.buffer.layout.ranges(rank), strict=True):
             for part in ranges:
                 if part.bucket != self.bucket:
                     continue
                 own = slice(*part.local)
-                yield Piece(
+                yield ParamShard(
                     spec,
                     part.param[0],
                     self.main[own],
@@ -82,9 +82,9 @@ class AdamShard:
 
     def counted_grads(self) -> list[Tensor]:
         """The gradient parts that count in norms, as few as there can be."""
-        if all(piece.spec.counted for piece in self.pieces):
+        if all(owned.spec.counted for owned in self.param_shards):
             return [self.grad]
-        return [piece.grad for piece in self.pieces if piece.spec.counted]
+        return [owned.grad for owned in self.param_shards if owned.spec.counted]
 
     def update(
         self,
@@ -96,16 +96,16 @@ class AdamShard:
     ) -> None:
         """One AdamW step on grad / `grad_divisor`; none where `skip` is 1 (fp32 scalars)."""
         for decays in (True, False):
-            pieces = [piece for piece in self.pieces if piece.spec.decay == decays]
-            if not pieces:
+            param_shards = [owned for owned in self.param_shards if owned.spec.decay == decays]
+            if not param_shards:
                 continue
             adamw(
-                [p.main for p in pieces],
-                [p.grad.float() for p in pieces],
-                [p.exp_avg for p in pieces],
-                [p.exp_avg_sq for p in pieces],
+                [p.main for p in param_shards],
+                [p.grad.float() for p in param_shards],
+                [p.exp_avg for p in param_shards],
+                [p.exp_avg_sq for p in param_shards],
                 [],
-                [p.step for p in pieces],
+                [p.step for p in param_shards],
                 fused=True,
                 grad_scale=grad_divisor,
                 found_inf=skip,

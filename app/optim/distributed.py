@@ -21,10 +21,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from app.compat import all_gather, all_reduce, reduce_scatter
+from app.collectives import all_gather, all_reduce, reduce_scatter
 from app.config import OptimConfig
-from app.model.deferred import DirectSums, Gradient
-from app.optim.adam import AdamShard, Piece
+from app.model.weight_grads import MainGradSink, WeightGrad
+from app.optim.adam import AdamShard, ParamShard
 from app.optim.buffers import FlatBuffer, ParamSpec
 from app.plan.sharding.parameters import ChunkBuffers
 
@@ -168,18 +168,18 @@ class DistributedOptimizer:
         for row in self._all_rows():
             row.shards[0].buffer.grads.zero_()
 
-    def add_grad(self, param: nn.Parameter, gradient: Gradient) -> None:
+    def add_grad(self, param: nn.Parameter, gradient: WeightGrad) -> None:
         """Add to the gradient sum of a parameter what its backward has left for later."""
         gradient.add_to(self._grads[param][2])
 
-    def direct_sums(self) -> DirectSums | None:
+    def main_grad_sink(self) -> MainGradSink | None:
         """Takes gradients of weights into wider sums; None: same type, autograd adds in place."""
         first = next(self._all(), None)
         if first is None or first.grads.dtype == first.params.dtype:
             return None
-        return DirectSums(self._add_now)
+        return MainGradSink(self._add_now)
 
-    def _add_now(self, param: nn.Parameter, gradient: Gradient) -> None:
+    def _add_now(self, param: nn.Parameter, gradient: WeightGrad) -> None:
         row, bucket, total = self._grads[param]
         gradient.add_to(total)
         row.arrived(bucket)
@@ -222,7 +222,7 @@ class DistributedOptimizer:
         for row in self._all_rows():
             row.finish()
         self._sum_tied()
-        shared = [piece.grad for piece in self.pieces() if piece.spec.shared]
+        shared = [owned.grad for owned in self.param_shards() if owned.spec.shared]
         if self.groups.tp.size() > 1 and shared:
             sum_over(self.groups.tp, shared)
 
@@ -244,7 +244,7 @@ class DistributedOptimizer:
 
     def local_zeros(self) -> Tensor:
         """fp32 scalar: this rank's share of the gradient's zero elements; all ranks sum it."""
-        counts = [(piece.grad == 0).sum() for piece in self.pieces() if piece.spec.counted]
+        counts = [(owned.grad == 0).sum() for owned in self.param_shards() if owned.spec.counted]
         return torch.stack(counts).sum().float() if counts else torch.zeros((), device=self.device)
 
     def step(
@@ -293,15 +293,15 @@ class DistributedOptimizer:
 
         return wait
 
-    def pieces(self) -> Iterator[Piece]:
+    def param_shards(self) -> Iterator[ParamShard]:
         """Every part of a parameter that this rank owns, with its optimizer state."""
         for shard in self._all():
-            yield from shard.pieces
+            yield from shard.param_shards
 
     def restored(self, updates: int) -> None:
         """Say that the pieces were filled from a checkpoint taken after `updates` updates."""
-        for piece in self.pieces():
-            piece.step.fill_(updates)
+        for owned in self.param_shards():
+            owned.step.fill_(updates)
         for shard in self._in_use_order:
             if shard.main is not shard.own_params:
                 shard.own_params.copy_(shard.main)

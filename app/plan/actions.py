@@ -6,6 +6,8 @@ import re
 from dataclasses import dataclass
 from typing import ClassVar, Literal, NamedTuple
 
+MicrobatchChunk = tuple[int, int]  # microbatch within the step, n-th stage of this rank
+
 
 @dataclass(frozen=True, slots=True)
 class OnMicrobatch:
@@ -90,7 +92,7 @@ Flow = Literal["F", "B"]
 
 
 # lists hold and look up tens of thousands: a tuple takes half the time of a dataclass
-class Op(NamedTuple):
+class P2POp(NamedTuple):
     """A tensor that this rank sends or receives; prints as F3.0>1 (to rank 1) or F3.0<0 (from 0).
 
     `mb` and `chunk` name this rank's forward (flow F) or backward (flow B): the one that made what
@@ -112,7 +114,7 @@ class OnOps:
     """Work on tensors that move between pipeline ranks; prints as letter and [operations]."""
 
     letter: ClassVar[str]
-    ops: tuple[Op, ...]
+    ops: tuple[P2POp, ...]
 
     def __str__(self) -> str:
         return f"{self.letter}[{','.join(map(str, self.ops))}]"
@@ -168,11 +170,11 @@ def parse_action(text: str) -> Action:
     raise ValueError(f"{text!r} is no action: {letters}")
 
 
-def _parse_op(text: str) -> Op:
+def _parse_op(text: str) -> P2POp:
     match = re.fullmatch(r"([FB])(\d+)\.(\d+)([<>])(\d+)", text)
     if match is None:
         raise ValueError(
             f"{text!r} is no action: operations are like F3.0>1 (send) and B2.0<1 (receive)"
         )
     flow: Flow = "F" if match[1] == "F" else "B"
-    return Op(flow, int(match[2]), int(match[3]), peer=int(match[5]), send=match[4] == ">")
+    return P2POp(flow, int(match[2]), int(match[3]), peer=int(match[5]), send=match[4] == ">")

@@ -30,11 +30,10 @@ from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from typing import Literal
 
-from app.plan.actions import Action, Compute, Wait
+from app.plan.actions import Action, Compute, MicrobatchChunk, Wait
 
 Key = Literal["microbatch", "slot"]
-Place = tuple[int, int]  # microbatch, chunk
-Block = tuple[str, int, int]  # what it holds, microbatch, chunk
+Held = tuple[str, int, int]  # what it holds, microbatch, chunk
 Static = tuple[str, int, int]  # what it holds; chunk and set, or for inputs -1 and slot
 Address = tuple[str, int, int]  # "slot" or "pool", its number, block in it
 
@@ -53,8 +52,8 @@ class GraphPlan:
 
     layers: tuple[int, ...]  # captured layers of each chunk
     kinds: int  # graphs per layer and set
-    sets: Mapping[Place, int]  # within the chunk
-    slots: Mapping[Place, int]  # over all chunks
+    sets: Mapping[MicrobatchChunk, int]  # within the chunk
+    slots: Mapping[MicrobatchChunk, int]  # over all chunks
     pool_per_slot: bool  # otherwise one pool for all graphs
     copy_sent: bool  # outputs and gradients are copied out of graph memory before they are sent
     # places in each chunk whose layers' captured parts have a static input
@@ -141,8 +140,8 @@ def plan_graphs(
             copy_sent=False,
             own_inputs=inputs,
         )
-    sets: dict[Place, int] = {}
-    slots: dict[Place, int] = {}
+    sets: dict[MicrobatchChunk, int] = {}
+    slots: dict[MicrobatchChunk, int] = {}
     for chunk in sorted(chunks):
         own = _assign(computes, [chunk])
         before = len(set(slots.values()))
@@ -153,11 +152,11 @@ def plan_graphs(
     )
 
 
-def _assign(computes: Sequence[Compute], chunks: Collection[int]) -> dict[Place, int]:
+def _assign(computes: Sequence[Compute], chunks: Collection[int]) -> dict[MicrobatchChunk, int]:
     """Slots for the microbatches of `chunks`: the one free for longest, or else a new one."""
     last = {(action.mb, action.chunk): position for position, action in enumerate(computes)}
     free: deque[int] = deque()
-    slots: dict[Place, int] = {}
+    slots: dict[MicrobatchChunk, int] = {}
     new = 0
     for position, action in enumerate(computes):
         place = action.mb, action.chunk
@@ -184,7 +183,7 @@ def check_graphs(actions: Sequence[Action], plan: GraphPlan) -> None:
     statics = {block: _static(block, plan) for block in ends}
     static_addresses = _capture(touched, ends, statics, plan=plan)
     addresses = {block: static_addresses[static] for block, static in statics.items()}
-    live: dict[Address, Block] = {}
+    live: dict[Address, Held] = {}
     for position, action in enumerate(actions):
         for block in touched[position]:
             address = addresses[block]
@@ -199,7 +198,7 @@ def check_graphs(actions: Sequence[Action], plan: GraphPlan) -> None:
                 del live[addresses[block]]
 
 
-def _touches(action: Action, plan: GraphPlan) -> Iterator[Block]:
+def _touches(action: Action, plan: GraphPlan) -> Iterator[Held]:
     """What an action reads and writes of a microbatch; a Wait ends the reading of the sends that
     it waits for.
     """
@@ -215,7 +214,7 @@ def _touches(action: Action, plan: GraphPlan) -> Iterator[Block]:
         yield name, action.mb, action.chunk
 
 
-def _static(block: Block, plan: GraphPlan) -> Static:
+def _static(block: Held, plan: GraphPlan) -> Static:
     """What the block is to all microbatches that share the slot or set."""
     name, mb, chunk = block
     if name == "input":
@@ -224,14 +223,14 @@ def _static(block: Block, plan: GraphPlan) -> Static:
 
 
 def _capture(
-    touched: Sequence[Sequence[Block]],
-    ends: Mapping[Block, int],
-    statics: Mapping[Block, Static],
+    touched: Sequence[Sequence[Held]],
+    ends: Mapping[Held, int],
+    statics: Mapping[Held, Static],
     plan: GraphPlan,
 ) -> dict[Static, Address]:
     """Where everything static lies; what a later microbatch finds captured stays where it is."""
     addresses: dict[Static, Address] = {}
-    tenants: dict[Address, Block] = {}  # whose memory it is under capture
+    tenants: dict[Address, Held] = {}  # whose memory it is under capture
     pools: defaultdict[int, _Pool] = defaultdict(_Pool)
     for position, blocks in enumerate(touched):
         for block in blocks:
@@ -267,5 +266,5 @@ class _Pool:
         return self.size - 1
 
 
-def _name(block: Block) -> str:
+def _name(block: Held) -> str:
     return f"{block[0]} of microbatch {block[1]} in chunk {block[2]}"

@@ -49,7 +49,7 @@ def engine_on(run: Run, device: str) -> Engine:
     plan = Plan(run)
     engine = build_engine(plan, create_groups(plan.layout, 0), torch.device(device))
     generator = torch.Generator().manual_seed(0)
-    for piece in engine.optimizer.pieces():
+    for piece in engine.optimizer.param_shards():
         piece.main.copy_(
             torch.randn(piece.main.shape, generator=generator) * 0.05 + (not piece.spec.decay)
         )

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from app.model.deferred import GroupedProduct
 from app.model.loss import summed_loss
+from app.model.weight_grads import GroupedLinearGrad
 from app.moe.permute import combine, permute, sort_by_expert
 from app.moe.router import choose
 from tests.moe_kernels import (
@@ -75,7 +75,7 @@ def test_sums_of_more_bits_take_the_grouped_gradient():
         torch.randn(500, 64, device="cuda").bfloat16(),
         torch.randn(500, 128, device="cuda").bfloat16(),
     )
-    gradient = GroupedProduct(rows_TI, grad_TO, torch.tensor([100, 500], device="cuda").int())
+    gradient = GroupedLinearGrad(rows_TI, grad_TO, torch.tensor([100, 500], device="cuda").int())
     sums_EIO = torch.zeros(2, 64, 128, device="cuda")
     gradient.add_to(sums_EIO)
     torch.testing.assert_close(sums_EIO, gradient().float(), rtol=2.0**-8, atol=1e-4)

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from app.choices import DropPolicy
 from app.config import ModelConfig, MoEConfig
-from app.model.deferred import WeightQueue
 from app.model.layers import layer_context
 from app.model.peers import Peers
+from app.model.weight_grads import WeightGradQueue
 from app.moe.dispatch import LocalDispatcher
 from app.moe.phases import MoEBody
 
@@ -51,7 +51,7 @@ def body_of(moe: MoEConfig) -> MoEBody:
     return body
 
 
-def forward(body: MoEBody, x: Tensor, later: WeightQueue | None = None) -> Tensor:
+def forward(body: MoEBody, x: Tensor, later: WeightGradQueue | None = None) -> Tensor:
     context = layer_context(torch.zeros(1, 1, device="cuda"), None, 4, theta=10.0, later=later)
     values: dict[str, Any] = {"x": x, "context": context}
     for index, phase in enumerate(body.phases):
@@ -82,7 +82,7 @@ def train(body: MoEBody, split: bool = False, sync: str = "default") -> Results:
         torch.cuda.set_sync_debug_mode(sync)
     try:
         for x in inputs:
-            later = WeightQueue() if split else None
+            later = WeightGradQueue() if split else None
             out = forward(body, forward(body, x.requires_grad_(), later), later)
             out.square().mean().backward()
             if later is not None:

@@ -26,7 +26,7 @@ from app.cli.plan_views.sheet import MOST_RANKS, Rows
 from app.model.context_parallel import own_tokens
 from app.plan.export import GROUP_AXES, rank_groups
 from app.plan.plan import Plan
-from app.plan.sharding.blocks import Place
+from app.plan.sharding.blocks import ShardCoords
 from tests.test_config import load
 
 MOE = ("model=mixtral_8x7b", "train.seq_len=4096", "train.micro_batch=1")
@@ -98,7 +98,7 @@ def test_widths_and_experts_are_those_of_the_parameters(name: str):
     plan = plan_of(name)
     model, layout = plan.run.model, plan.layout
     for rank in range(layout.world_size):
-        held, place = holding(plan, rank), Place.of(layout, rank)
+        held, place = holding(plan, rank), ShardCoords.of(layout, rank)
         block = place.block("embedding", (model.vocab_size // layout.tp, model.hidden_size))
         assert [end * model.vocab_size for end in held.width] == [block.start[0], block.stop[0]]
         if model.moe:

@@ -21,7 +21,7 @@ from app.cli.report import main
 from app.cli.run_report.facts import clock, run_facts
 from app.cli.run_report.page import POINTS, alike, shown, thinned
 from app.cli.run_report.table import COLUMNS, read_report
-from app.cli.sweeps.record import Job, State, Sweep
+from app.cli.sweeps.record import Job, JobState, Sweep
 
 CONFIG = """\
 model: {{name: moe_tiny, num_layers: {layers}}}
@@ -206,7 +206,7 @@ def sweep(tmp_path: Path) -> Path:
                 f"{number}_x",
                 (f"x={number}", "y=1"),
                 swept=(f"x={number}",),
-                state=State(state),
+                state=JobState(state),
                 reason=reason,
                 exit_code=code,
                 seconds=65.2,

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from app.cli.sweeps.record import State
+from app.cli.sweeps.record import JobState
 
 ROOT = Path(__file__).parent.parent.parent
 DOC = (ROOT / "docs/sweeps.md").read_text()
@@ -84,5 +84,11 @@ def test_what_is_written(told: tuple[Path, dict[str, str]]):
 
 
 def test_every_state_is_explained():
-    for state in (State.done, State.failed, State.skipped, State.interrupted, State.waiting):
+    for state in (
+        JobState.done,
+        JobState.failed,
+        JobState.skipped,
+        JobState.interrupted,
+        JobState.waiting,
+    ):
         assert f"`{state.value}`" in DOC

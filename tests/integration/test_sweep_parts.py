@@ -30,7 +30,7 @@ from app.cli.sweeps.combinations import (
     host_gpus,
 )
 from app.cli.sweeps.jobs import ProgressLine, outcome, progress
-from app.cli.sweeps.record import State, Sweep, locked
+from app.cli.sweeps.record import JobState, Sweep, locked
 from app.cli.sweeps.submitted import NotSubmittedError, how_it_ended, missing, submit, taken_back
 from app.cli.sweeps.sweep import job_arguments, planned, quoted, sweep_name
 from app.config import Run
@@ -130,7 +130,7 @@ def sweep_of(folder: Path, *steps: int) -> tuple[Sweep, list[Combination]]:
 
 def test_a_record_reads_back(tmp_path: Path):
     sweep, _ = sweep_of(tmp_path / "s", 2, 3)
-    sweep = sweep.changed(1, state=State.failed, reason="a «reason»", exit_code=-9, seconds=1.5)
+    sweep = sweep.changed(1, state=JobState.failed, reason="a «reason»", exit_code=-9, seconds=1.5)
     (tmp_path / "s").mkdir()
     sweep.save()
     assert Sweep.load(tmp_path / "s") == sweep and [
@@ -164,14 +164,14 @@ def finished_run(run_dir: Path, *overrides: str) -> None:
 def test_a_run_whose_files_say_so_is_done(tmp_path: Path):
     """As when the sweep was killed before it could note that."""
     sweep, found = sweep_of(tmp_path, 2, 3)
-    sweep.changed(1, state=State.running).save()
+    sweep.changed(1, state=JobState.running).save()
     finished_run(tmp_path / sweep.jobs[0].folder, "train.steps=2")
     finished_run(tmp_path / sweep.jobs[1].folder, "train.steps=3")
     (tmp_path / sweep.jobs[1].folder / "metrics.jsonl").write_text(
         json.dumps({"step": 2, "val_loss": 2.5}) + "\n"
     )
     again = planned(tmp_path, "", [combination(*one.overrides, checkpoint="none") for one in found])
-    assert [job.state for job in again.jobs] == [State.done, State.waiting]
+    assert [job.state for job in again.jobs] == [JobState.done, JobState.waiting]
 
 
 def test_other_settings_under_the_same_overrides_are_refused(tmp_path: Path):
@@ -247,40 +247,40 @@ def test_quoted_values_come_back_whole(value: str):
 @pytest.mark.parametrize(
     ("log", "code", "state", "reason"),
     [
-        ("", 0, State.done, None),
-        ("ValueError: old\ntrain.py: model.x=1: no\n", 2, State.failed, "model.x=1: no"),
+        ("", 0, JobState.done, None),
+        ("ValueError: old\ntrain.py: model.x=1: no\n", 2, JobState.failed, "model.x=1: no"),
         (
             "Traceback\n  File\nRuntimeError: boom\n\nUserWarning: later\n",
             1,
-            State.failed,
+            JobState.failed,
             "RuntimeError: boom",
         ),
         (
             "[rank1]: torch.OutOfMemoryError: CUDA out\n"
             "torch.distributed.elastic.errors.ChildFailedError: \n=====\n",
             1,
-            State.failed,
+            JobState.failed,
             "torch.OutOfMemoryError: CUDA out",
         ),
         (
             "RuntimeError: lost\ntorchrun: rank 1 (process 7) was ended by SIGKILL\n",
             137,
-            State.failed,
+            JobState.failed,
             "torchrun: rank 1 (process 7) was ended by SIGKILL",
         ),
         (
             "RuntimeError: boom\ntorchrun: rank 1 (process 7) ended with exit code 1\n",
             1,
-            State.failed,
+            JobState.failed,
             "RuntimeError: boom",
         ),
-        ("nothing to see\n", 3, State.failed, "exit code 3"),
-        ("", -signal.SIGKILL, State.failed, "killed by SIGKILL"),
-        ("train.py: stopped", 75, State.interrupted, None),
-        ("", 130, State.interrupted, None),
+        ("nothing to see\n", 3, JobState.failed, "exit code 3"),
+        ("", -signal.SIGKILL, JobState.failed, "killed by SIGKILL"),
+        ("train.py: stopped", 75, JobState.interrupted, None),
+        ("", 130, JobState.interrupted, None),
     ],
 )
-def test_outcome(tmp_path: Path, log: str, code: int, state: State, reason: str | None):
+def test_outcome(tmp_path: Path, log: str, code: int, state: JobState, reason: str | None):
     (tmp_path / "job.log").write_text(log)
     assert outcome(code, False, tmp_path) == (state, reason)
 
@@ -288,10 +288,10 @@ def test_outcome(tmp_path: Path, log: str, code: int, state: State, reason: str 
 def test_a_job_that_was_told_to_end_was_interrupted_however_it_ended(tmp_path: Path):
     assert (
         outcome(1, True, tmp_path)
-        == (State.interrupted, None)
+        == (JobState.interrupted, None)
         == outcome(-signal.SIGKILL, True, tmp_path)
     )
-    assert outcome(0, True, tmp_path) == (State.done, None)
+    assert outcome(0, True, tmp_path) == (JobState.done, None)
 
 
 def test_progress_is_read_from_the_end_of_the_metrics(tmp_path: Path):
@@ -362,19 +362,19 @@ BY_SLURM = (
 @pytest.mark.parametrize(
     ("logs", "state", "reason"),
     [
-        (["train.py: model.x=1: no\n", ""], State.failed, "model.x=1: no"),
-        ([LOST, BOOM], State.failed, "ValueError: boom"),
-        ([f"{BY_SLURM}\nsrun: error: n1: task 0: Killed\n", LOST], State.failed, BY_SLURM),
-        ([f"{BY_SLURM}\ntrain.py: model.x=1: no\n"], State.failed, "model.x=1: no"),
+        (["train.py: model.x=1: no\n", ""], JobState.failed, "model.x=1: no"),
+        ([LOST, BOOM], JobState.failed, "ValueError: boom"),
+        ([f"{BY_SLURM}\nsrun: error: n1: task 0: Killed\n", LOST], JobState.failed, BY_SLURM),
+        ([f"{BY_SLURM}\ntrain.py: model.x=1: no\n"], JobState.failed, "model.x=1: no"),
         (
             ["train.py: stopped by SIGTERM after step 7, saved a\n"],
-            State.interrupted,
+            JobState.interrupted,
             "stopped by SIGTERM after step 7, saved a",
         ),
-        (["nothing to see\n"], State.failed, "what the launcher said"),
+        (["nothing to see\n"], JobState.failed, "what the launcher said"),
     ],
 )
-def test_how_a_submitted_job_ended(tmp_path: Path, logs: list[str], state: State, reason: str):
+def test_how_a_submitted_job_ended(tmp_path: Path, logs: list[str], state: JobState, reason: str):
     run_dir = tmp_path / "it's"
     submitted(tmp_path, 2, tmp_path / "it's another", BOOM)
     submitted(tmp_path, 3, run_dir, "train.py: an earlier start\n")
@@ -385,7 +385,7 @@ def test_how_a_submitted_job_ended(tmp_path: Path, logs: list[str], state: State
     ) == (state, reason)
     finished_run(run_dir)
     assert how_it_ended(tmp_path, run_dir, f"run_dir={quoted(run_dir)}", problem=None) == (
-        State.done,
+        JobState.done,
         None,
     )
 
@@ -393,7 +393,7 @@ def test_how_a_submitted_job_ended(tmp_path: Path, logs: list[str], state: State
 def test_a_submitted_job_without_a_word(tmp_path: Path):
     state, reason = how_it_ended(tmp_path, tmp_path / "a", "run_dir='a'", problem=None)
     assert (
-        state is State.failed
+        state is JobState.failed
         and reason == f"ended before its last step; what it printed is in {tmp_path}/.submitit"
     )
 

@@ -20,7 +20,7 @@ from app.plan.actions import (
     Forward,
     Free,
     GatherParams,
-    Op,
+    P2POp,
     ReduceGrads,
     Wait,
 )
@@ -77,7 +77,7 @@ class Rank:
         self.came: dict[Key, Symbol] = {}
         self.going: dict[Key, Symbol] = {}  # to be sent, or on its way
         self.queued: dict[tuple[int, int], Symbol] = {}  # gradients that wait for their weight part
-        self.expected: dict[Op, int] = {}  # position on the wire from the peer
+        self.expected: dict[P2POp, int] = {}  # position on the wire from the peer
         self.listed: Counter[int] = Counter()  # operations expected from each peer so far
         self.sums: defaultdict[int, list[Symbol]] = defaultdict(list)
 
@@ -126,14 +126,14 @@ class Rank:
         elif 0 <= to <= self.last:
             self.going[flow, mb, chunk] = symbol
 
-    def start(self, op: Op) -> None:
+    def start(self, op: P2POp) -> None:
         if op.send:
             self.wires[self.rank, op.peer].append(self.going[op.flow, op.mb, op.chunk])
         else:
             self.expected[op] = self.listed[op.peer]
             self.listed[op.peer] += 1
 
-    def wait(self, ops: Sequence[Op]) -> bool:
+    def wait(self, ops: Sequence[P2POp]) -> bool:
         receives = [op for op in ops if not op.send]
         if any(len(self.wires[op.peer, self.rank]) <= self.expected[op] for op in receives):
             return False

@@ -18,7 +18,7 @@ from app.plan.actions import (
     Forward,
     Free,
     GatherParams,
-    Op,
+    P2POp,
     ReduceGrads,
     Wait,
     parse_action,
@@ -222,7 +222,7 @@ def lowered_trace(trace: dict, **options: bool) -> list[Action]:
     return lower_all(schedule, **options)[trace["rank"]]
 
 
-def received(actions: list[Action], flow: str) -> list[Op]:
+def received(actions: list[Action], flow: str) -> list[P2POp]:
     return [
         op
         for action in actions

@@ -14,7 +14,7 @@ from app.config import ModelConfig, MoEConfig, OptimConfig
 from app.engine.build import parameter_specs
 from app.plan.cost.flops import parameter_count
 from app.plan.layout import ParallelLayout
-from app.plan.sharding.blocks import Place
+from app.plan.sharding.blocks import ShardCoords
 from app.plan.sharding.parameters import ALIGN, Parameter, chunk_buffers, chunk_parameters
 from app.plan.stages import Stage, plan_stages
 from tests.tensors.models import make_chunks
@@ -56,7 +56,7 @@ def test_names_shapes_and_order_are_the_engines(name: str, ep: int, vpp: int):
     for chunk, stage in zip(chunks, plan_stages(model.num_layers, 1, vpp).stages[0], strict=True):
         engine = [
             Parameter(spec.name, tuple(spec.param.shape), expert=spec.expert, tied=spec.tied)
-            for spec in parameter_specs(chunk, Place())
+            for spec in parameter_specs(chunk, ShardCoords())
         ]
         assert list(chunk_parameters(model, stage, layout)) == engine
 

@@ -16,7 +16,7 @@ from app.plan.actions import (
     Forward,
     Free,
     GatherParams,
-    Op,
+    P2POp,
     ReduceGrads,
     Wait,
     parse_action,
@@ -334,7 +334,7 @@ def test_forwards_through_a_v_wait_for_nothing(pp: int, mbs: int):
 
 def test_actions_round_trip_through_text():
     compute = [Forward(3, 0), Backward(12, 1), BackwardInput(0, 10), BackwardWeight(7, 2)]
-    ops = Op("F", 3, 0, peer=1, send=True), Op("B", 12, 1, peer=10, send=False)
+    ops = P2POp("F", 3, 0, peer=1, send=True), P2POp("B", 12, 1, peer=10, send=False)
     actions = [*compute, Exchange(ops), Wait(ops[1:]), Free(3, 0), ReduceGrads(0), GatherParams(11)]
     assert texts(actions) == "F3.0 B12.1 I0.10 W7.2 X[F3.0>1,B12.1<10] V[B12.1<10] D3.0 R0 G11"
     assert [parse_action(text) for text in texts(actions).split()] == actions

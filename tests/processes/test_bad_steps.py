@@ -93,7 +93,7 @@ def bad_parameter(step: int) -> Poison:
 def spoil(engine: Engine) -> None:
     for chunk in range(len(engine.chunks)):
         engine.optimizer.gather_params(chunk)
-    next(iter(engine.optimizer.pieces())).main[0] = math.nan
+    next(iter(engine.optimizer.param_shards())).main[0] = math.nan
 
 
 def train_poisoned(

@@ -100,7 +100,7 @@ def follow(
     whole_parameters(engine)  # brings every rank's shards together
     state = [
         value.clone()
-        for piece in engine.optimizer.pieces()
+        for piece in engine.optimizer.param_shards()
         for value in (*piece.state.values(), piece.step)
     ]
     state += [param.detach().clone() for chunk in engine.chunks for param in chunk.parameters()]
@@ -172,7 +172,7 @@ def load_and_follow(
     rank: int, run: Run, path: Path
 ) -> tuple[Parameters, list[tuple[float, float]], set[float], list[bool]]:
     engine, *_ = load(path, run, rank)
-    counts = {piece.step.item() for piece in engine.optimizer.pieces()}
+    counts = {piece.step.item() for piece in engine.optimizer.param_shards()}
     biased = [bool(router.bias_E.any()) for _, _, router in engine.routers()]
     return parameters(engine), train_steps(run, engine, STEPS, first=STEPS), counts, biased
 
@@ -250,7 +250,7 @@ def precision_changes(rank: int, folder: Path) -> bool:
     narrow, wide = (run_of(TINY, params=params) for params in (Dtype.bfloat16, Dtype.float32))
     engine, progress = trained_engine(narrow, rank)
     wide_engine, *_ = load(save(folder, narrow, engine, progress=progress), wide, rank)
-    mains = ([piece.main for piece in e.optimizer.pieces()] for e in (engine, wide_engine))
+    mains = ([piece.main for piece in e.optimizer.param_shards()] for e in (engine, wide_engine))
     return all(torch.equal(a, b) for a, b in zip(*mains, strict=True))
 
 

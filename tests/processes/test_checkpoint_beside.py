@@ -63,7 +63,7 @@ def state_of(engine: Engine) -> list[torch.Tensor]:
     random = torch.get_rng_state()
     tensors = [
         value.clone()
-        for piece in engine.optimizer.pieces()
+        for piece in engine.optimizer.param_shards()
         for value in (*piece.state.values(), piece.step)
     ]
     tensors += [router.bias_E.clone() for _, _, router in engine.routers()]

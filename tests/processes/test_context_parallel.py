@@ -27,8 +27,8 @@ from app.model.context_parallel import (
     in_parts,
     in_sequence,
     own_tokens,
-    trade_for_heads,
-    trade_for_tokens,
+    ulysses_to_heads,
+    ulysses_to_tokens,
 )
 from tests.distributed import run_distributed
 from tests.parity import alone, here
@@ -75,9 +75,9 @@ def trades(rank: int) -> tuple[Any, Any]:
     ranks = dist.get_world_size()
     whole = torch.arange(2 * 16 * ranks * 3.0).view(2, 16, ranks, 3)
     own = whole[:, own_tokens(16, ranks, rank)]
-    mine = trade_for_heads(own, dist.group.WORLD)
+    mine = ulysses_to_heads(own, dist.group.WORLD)
     return torch.equal(mine, whole[:, :, rank]), torch.equal(
-        trade_for_tokens(mine, dist.group.WORLD), own
+        ulysses_to_tokens(mine, dist.group.WORLD), own
     )
 
 

@@ -31,7 +31,7 @@ def trained(rank: int, run: Run) -> list[dict[str, Any]]:
             if not direct:
                 patch.setattr(DistributedOptimizer, "direct_sums", lambda optimizer: None)
             engine = engine_of(run, rank)
-            assert (engine.optimizer.direct_sums() is not None) == direct
+            assert (engine.optimizer.main_grad_sink() is not None) == direct
             seen = train_steps(run, engine, 3)
             found.append(
                 {
@@ -55,6 +55,6 @@ def test_the_same_bits_as_autograd(model: str, parallel: ParallelConfig):
 
 def test_gradients_of_the_type_of_the_weights_stay_with_autograd():
     def alone(rank: int) -> bool:
-        return engine_of(make_run(TINY), rank).optimizer.direct_sums() is None
+        return engine_of(make_run(TINY), rank).optimizer.main_grad_sink() is None
 
     assert run_distributed(alone, 1) == [True]

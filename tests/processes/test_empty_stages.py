@@ -22,7 +22,7 @@ from app.config import (
 )
 from app.engine.build import Engine
 from app.engine.generate import sample_tokens
-from app.engine.pipeline.in_flight import Flight
+from app.engine.pipeline.in_flight import InFlight
 from app.engine.pipeline.step import Validation
 from tests.cases import chosen, sampled
 from tests.distributed import run_distributed
@@ -167,15 +167,15 @@ def test_captured_training_equals_eager_training_bit_for_bit(
 
 def memory_handed_on(rank: int, run: Run) -> list[tuple[int, int]]:
     """Of forwards of an empty stage: bytes that the output holds when made, and after the step."""
-    engine, outputs, pass_on = engine_of(run, rank), [], Flight._pass_on
+    engine, outputs, pass_on = engine_of(run, rank), [], InFlight._pass_on
 
-    def noted(flight: Flight, place: tuple[int, int], output: torch.Tensor) -> None:
+    def noted(in_flight: InFlight, place: tuple[int, int], output: torch.Tensor) -> None:
         if not engine.chunks[place[1]].layers:
-            assert output.data_ptr() == flight.inputs[place].data_ptr()
+            assert output.data_ptr() == in_flight.inputs[place].data_ptr()
             outputs.append((output, output.untyped_storage().nbytes()))
-        pass_on(flight, place, output)
+        pass_on(in_flight, place, output)
 
-    Flight._pass_on = noted  # this process is about to end
+    InFlight._pass_on = noted  # this process is about to end
     train_steps(run, engine, 1)
     return [(size, output.untyped_storage().nbytes()) for output, size in outputs]
 

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from app.compat import all_reduce
+from app.collectives import all_reduce
 from app.engine.groups import Groups, create_groups
 from app.plan.layout import ParallelLayout
 from app.plan.select import select_layout

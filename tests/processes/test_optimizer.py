@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from app.choices import Dtype
-from app.compat import all_reduce
+from app.collectives import all_reduce
 from app.config import OptimConfig, ParallelConfig, PrecisionConfig
 from app.engine.build import DTYPES
 from app.engine.groups import Groups, create_groups
@@ -146,7 +146,7 @@ def states_of(optimizer: DistributedOptimizer) -> list[Tensor]:
     """Copies of everything an update changes on this rank."""
     return [
         value.clone()
-        for piece in optimizer.pieces()
+        for piece in optimizer.param_shards()
         for value in (*piece.state.values(), piece.step)
     ]
 
@@ -218,7 +218,7 @@ def train(rank: int, case: Case) -> dict[str, Any]:
     }
     pieces = [
         (p.spec.name, offset(p.spec) + p.start, p.main.numpy(), p.step.item())
-        for p in optimizer.pieces()
+        for p in optimizer.param_shards()
     ]
     padding = [
         _padding(shard.buffer.params, shard.buffer.layout)
@@ -381,7 +381,7 @@ def one_matrix(
     optimizer.zero_grad()
     for gradient in (1.0, *[2**-9] * 64):  # every addition alone is below the resolution of bf16
         (spec.param * gradient).sum().backward()
-    (piece,) = optimizer.pieces()
+    (piece,) = optimizer.param_shards()
     assert dtype == torch.float32 or spec.param.grad is None
     return values, piece.main[0].item(), piece.grad[0].item()
 
@@ -449,7 +449,7 @@ def memory(rank: int, run: Any) -> list[dict[str, Any]]:
         ]
         tensors += [
             part
-            for piece in shard.pieces
+            for piece in shard.param_shards
             for part in (piece.main, piece.grad, piece.exp_avg, piece.exp_avg_sq)
         ]
         storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}

@@ -16,8 +16,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from app.config import Run
 from app.engine.groups import create_groups
-from app.engine.pipeline.in_flight import Flight
-from app.engine.watchdog.watchdog import EXIT_STUCK, Watch
+from app.engine.pipeline.in_flight import InFlight
+from app.engine.watchdog.watchdog import EXIT_STUCK, Watchdog
 from app.plan.layout import ParallelLayout
 from app.plan.schedule import peak_in_flight
 from tests.distributed import run_distributed
@@ -27,13 +27,13 @@ from tests.runs import engine_of, train_steps
 
 def most_alive(rank: int, run: Run) -> tuple[int, int]:
     """Most microbatches that wait for their backward, counted per chunk: measured and planned."""
-    engine, seen, forward = engine_of(run, rank), [], Flight.forward
+    engine, seen, forward = engine_of(run, rank), [], InFlight.forward
 
-    def counted(flight: Flight, mb: int, chunk: int) -> None:
-        forward(flight, mb, chunk)
-        seen.append(len(flight.roots.keys() | flight.weights.keys()))
+    def counted(in_flight: InFlight, mb: int, chunk: int) -> None:
+        forward(in_flight, mb, chunk)
+        seen.append(len(in_flight.roots.keys() | in_flight.weights.keys()))
 
-    Flight.forward = counted
+    InFlight.forward = counted
     train_steps(run, engine, 1)
     return max(seen), peak_in_flight(engine.plan.actions[engine.groups.pp_rank])
 
@@ -56,13 +56,13 @@ def test_no_more_microbatches_are_alive_than_planned(choice: dict[str, Any]):
 
 def sent_memory(rank: int, run: Run) -> list[int]:
     """Bytes that the outputs of this rank's forwards still hold after the step's last forward."""
-    engine, outputs, pass_on = engine_of(run, rank), [], Flight._pass_on
+    engine, outputs, pass_on = engine_of(run, rank), [], InFlight._pass_on
 
-    def kept(flight: Flight, place: tuple[int, int], output: torch.Tensor) -> None:
+    def kept(in_flight: InFlight, place: tuple[int, int], output: torch.Tensor) -> None:
         outputs.append(output)
-        pass_on(flight, place, output)
+        pass_on(in_flight, place, output)
 
-    Flight._pass_on = kept
+    InFlight._pass_on = kept
     train_steps(run, engine, 1)
     return [output.untyped_storage().nbytes() for output in outputs]
 
@@ -74,14 +74,14 @@ def test_outputs_give_their_memory_back_once_sent():
 
 def failing(rank: int, run: Run) -> list[str]:
     """What the error says when the forward of microbatch 2 on rank 1 fails; empty on rank 0."""
-    engine, forward = engine_of(run, rank), Flight.forward
+    engine, forward = engine_of(run, rank), InFlight.forward
 
-    def broken(flight: Flight, mb: int, chunk: int) -> None:
+    def broken(in_flight: InFlight, mb: int, chunk: int) -> None:
         if rank == 1 and mb == 2:
             raise RuntimeError("no such kernel")
-        forward(flight, mb, chunk)
+        forward(in_flight, mb, chunk)
 
-    Flight.forward = broken
+    InFlight.forward = broken
     try:
         train_steps(run, engine, 1)
     except RuntimeError as error:
@@ -102,15 +102,15 @@ def held_up(rank: int, run: Run) -> tuple[str, list[int]]:
     """What a rank says, and with which codes it would end, while rank 0 sleeps in its second
     forward.
     """
-    engine, forward, codes, words = engine_of(run, rank), Flight.forward, [], io.StringIO()
+    engine, forward, codes, words = engine_of(run, rank), InFlight.forward, [], io.StringIO()
 
-    def slow(flight: Flight, mb: int, chunk: int) -> None:
+    def slow(in_flight: InFlight, mb: int, chunk: int) -> None:
         if rank == 0 and mb == 1:
             time.sleep(3.0)
-        forward(flight, mb, chunk)
+        forward(in_flight, mb, chunk)
 
-    Flight.forward, sys.stderr = slow, words
-    with engine.watch.running(end=codes.append):
+    InFlight.forward, sys.stderr = slow, words
+    with engine.watchdog.running(end=codes.append):
         train_steps(run, engine, 1)
     return words.getvalue(), codes
 
@@ -127,13 +127,13 @@ def test_every_rank_says_where_it_is_stuck():
 
 
 def test_a_resting_rank_is_never_stuck(capsys: pytest.CaptureFixture[str]):
-    watch = Watch(3, 0.1)
-    with watch.running(end=pytest.fail):
+    watchdog = Watchdog(3, 0.1)
+    with watchdog.running(end=pytest.fail):
         time.sleep(0.3)
         for _ in range(20):
-            watch.note("F0.0")
+            watchdog.note("F0.0")
             time.sleep(0.02)
-        watch.rest()
+        watchdog.rest()
         time.sleep(0.3)
     assert capsys.readouterr().err == ""
 

@@ -84,7 +84,7 @@ def train(rank: int, run: Run) -> list[dict[str, Any]]:
             pieces = [
                 piece
                 for shard in shards
-                for piece in shard.pieces
+                for piece in shard.param_shards
                 if piece.spec.param is chunk.embedding
             ]
             state = [

@@ -37,8 +37,8 @@ from app.engine.run.agreement import rank_zero_says
 from app.engine.train import watch_over
 from app.engine.watchdog.collectives import Collective, Recorded
 from app.engine.watchdog.heartbeats import Doing, Finding, Heartbeats, Record
-from app.engine.watchdog.watchdog import EXIT_STUCK, Strand, Watch
-from app.plan.actions import Op
+from app.engine.watchdog.watchdog import EXIT_STUCK, Strand, Watchdog
+from app.plan.actions import P2POp
 from app.plan.plan import Plan
 from tests.distributed import begin_fork
 from tests.ports import free_port
@@ -66,7 +66,7 @@ class World:
 
     rank: int
     run: Run
-    watch: Watch
+    watchdog: Watchdog
     folder: Path
     hang: Hang
 
@@ -77,11 +77,11 @@ class World:
 
     def engine(self) -> Engine:
         plan = Plan(self.run)
-        self.watch.meet("creating the process groups")
+        self.watchdog.meet("creating the process groups")
         groups = create_groups(plan.layout, self.rank)
-        self.watch.follow(groups.named())
-        self.watch.rest("building the model")
-        return build_engine(plan, groups, torch.device("cpu"), watch=self.watch)
+        self.watchdog.follow(groups.named())
+        self.watchdog.rest("building the model")
+        return build_engine(plan, groups, torch.device("cpu"), watchdog=self.watchdog)
 
 
 Body = Callable[[World], object]
@@ -154,7 +154,7 @@ def at_the_start(world: World) -> None:
 def keeping_the_store(world: World) -> None:
     """Rank 0 hangs where it was to say something, and with it the store."""
     engine = world.engine()
-    world.watch.rest("choosing")
+    world.watchdog.rest("choosing")
     rank_zero_says(engine.groups, lambda: 1)
     rank_zero_says(engine.groups, world.stuck)
 
@@ -163,8 +163,8 @@ def preparing(world: World) -> None:
     """Rank 0 waits for rank 1, and that for rank 2, which takes long, alive, and then stops."""
     pairs = [dist.new_group(ranks) for ranks in ([0, 1], [1, 2])]
     of_ranks = [{"left": pairs[0]}, {"left": pairs[0], "right": pairs[1]}, {"right": pairs[1]}]
-    world.watch.follow(of_ranks[world.rank])
-    world.watch.rest("preparing the corpus")
+    world.watchdog.follow(of_ranks[world.rank])
+    world.watchdog.rest("preparing the corpus")
     if world.rank == 2:
         time.sleep(2 * TIMEOUT_S)
         world.stuck()
@@ -243,10 +243,10 @@ def rank_of(case: Case, rank: int, folder: Path, port: int) -> None:
         store = dist.TCPStore("127.0.0.1", port, run.world_size, is_master=rank == 0)
     else:
         store = dist.FileStore(str(folder / "store"), run.world_size)
-    watch = watch_over(run, rank, store)
-    with watch.running():
+    watchdog = watch_over(run, rank, store)
+    with watchdog.running():
         dist.init_process_group("gloo", store=store, rank=rank, world_size=run.world_size)
-        case.body(World(rank, run, watch, folder=folder, hang=case.hang))
+        case.body(World(rank, run, watchdog, folder=folder, hang=case.hang))
     os._exit(0)
 
 
@@ -339,12 +339,12 @@ def meeting(rank: int, folder: Path, timeout_s: float) -> None:
     """Meet the other rank for a while."""
     begin_fork()
     store = dist.FileStore(str(folder / "store"), 2)
-    watch = watch_over(run_of(MODELS["dense"], mbs=2, timeout_s=timeout_s, dp=2), rank, store)
-    with watch.running():
+    watchdog = watch_over(run_of(MODELS["dense"], mbs=2, timeout_s=timeout_s, dp=2), rank, store)
+    with watchdog.running():
         dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
-        watch.follow({"world": dist.group.WORLD})
+        watchdog.follow({"world": dist.group.WORLD})
         for _ in range(40):
-            watch.note("F0.0")
+            watchdog.note("F0.0")
             dist.barrier()
             (folder / f"met-{rank}").touch()
             time.sleep(0.05)
@@ -384,8 +384,8 @@ class Moving:
         return False
 
 
-def op(mb: int) -> Op:
-    return Op("F", mb, 0, peer=1, send=True)
+def op(mb: int) -> P2POp:
+    return P2POp("F", mb, 0, peer=1, send=True)
 
 
 def test_what_is_under_way_may_change_while_it_is_told():
@@ -441,16 +441,16 @@ def test_records_of_ranks_that_are_there():
 
 
 def test_a_thread_that_saves_is_in_a_collective_that_the_recorder_has_dropped():
-    watch = Watch(0, 100.0)
-    watch.rest("training on")
-    watch.saving.rest("writing")
-    assert watch.waits() == []
-    watch.saving.note("saving step-00000002")
-    watch._recorded = Recorded({"checkpoint": 5})
+    watchdog = Watchdog(0, 100.0)
+    watchdog.rest("training on")
+    watchdog.saving.rest("writing")
+    assert watchdog.waits() == []
+    watchdog.saving.note("saving step-00000002")
+    watchdog._recorded = Recorded({"checkpoint": 5})
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dist, "get_process_group_ranks", lambda group: [0, 1])
-        watch.groups = {"checkpoint": None}
-        (wait,) = watch.waits()
+        watchdog.groups = {"checkpoint": None}
+        (wait,) = watchdog.waits()
     assert (
         str(wait) == "exchange 5 of checkpoint (saving step-00000002)"
         and wait.key == "checkpoint/0/5"

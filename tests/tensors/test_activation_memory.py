@@ -41,8 +41,8 @@ from app.kernels.common import DTYPES
 from app.model import attention, layers, loss
 from app.model.block import DenseBody, Layer, Phase
 from app.model.chunk import Chunk
-from app.model.deferred import DirectSums, WeightQueue
 from app.model.peers import ALONE
+from app.model.weight_grads import MainGradSink, WeightGradQueue
 from app.moe import permute, router
 from app.moe.dispatch import LocalDispatcher
 from app.moe.phases import MoEBody
@@ -128,9 +128,9 @@ def with_kernels() -> Iterator[None]:
 kernels = pytest.fixture(autouse=True)(with_kernels)
 
 
-def sums_of(run: Run) -> DirectSums | None:
+def sums_of(run: Run) -> MainGradSink | None:
     """Sums of more bits than the parameters, in which gradients leave no trace."""
-    return DirectSums(lambda *_: None) if run.precision.params is not Dtype.float32 else None
+    return MainGradSink(lambda *_: None) if run.precision.params is not Dtype.float32 else None
 
 
 def run_of(
@@ -409,7 +409,7 @@ def test_a_split_backward_and_what_it_leaves(model: ModelConfig, dtype: Dtype):
         run_of(model, dtype), schedule=ScheduleConfig(ScheduleName.zero_bubble_h1)
     )
     memory = planned(run)
-    chunk, batch, queue = chunk_of(run), batch_of(run), WeightQueue()
+    chunk, batch, queue = chunk_of(run), batch_of(run), WeightGradQueue()
     with (
         Alive([*chunk.parameters(), batch.tokens, batch.labels, batch.positions]) as alive,
         attention_of(run),

@@ -23,7 +23,7 @@ from app.kernels.swiglu import swiglu
 from app.model import attention, layers
 from app.model.attention import Attention
 from app.model.layers import Context, Mlp, RMSNorm, layer_context, rotate
-from app.model.recompute import Again
+from app.model.recompute import Recomputation
 from tests.rounding import expect_alike, numbered, plain_and_exact
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -285,7 +285,7 @@ def test_attention_is_the_same_with_kernels(
     def run(module: torch.nn.Module) -> Outputs:
         like = next(module.parameters()).dtype
         cos_BS1H, sin_BS1H = (table.to(like) for table in (tables.cos_BS1H, tables.sin_BS1H))
-        context = Context(cos_BS1H, sin_BS1H, None, again=Again(frozenset(parts)))
+        context = Context(cos_BS1H, sin_BS1H, None, again=Recomputation(frozenset(parts)))
         return trained(module, lambda x: module(x, context))
 
     same_with_kernels(run, module, switch)
@@ -301,7 +301,7 @@ def test_feed_forward_is_the_same_with_kernels(
     set_parameters(module)
 
     def run(module: torch.nn.Module) -> Outputs:
-        again = Again(frozenset(parts))
+        again = Recomputation(frozenset(parts))
 
         def forward(x: Tensor) -> Tensor:
             with again.forward():

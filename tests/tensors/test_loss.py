@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import app.model.loss
-from app.model.deferred import WeightQueue
 from app.model.loss import summed_loss
+from app.model.weight_grads import WeightGradQueue
 from tests.rounding import expect_sums
 
 B, S, D, V = 2, 9, 8, 23
@@ -67,7 +67,7 @@ def test_loss_and_gradients(
 @pytest.mark.parametrize("chunk", [None, 5])
 def test_the_weight_gradient_can_wait(chunk: int | None):
     h, weight, labels = draw(torch.float32)
-    queue, sums = WeightQueue(), torch.zeros(V, D)
+    queue, sums = WeightGradQueue(), torch.zeros(V, D)
     summed_loss(h, weight, labels, chunk_tokens=chunk, later=queue).backward()
     assert weight.grad is None
     queue.run(lambda param, gradient: gradient.add_to(sums))

@@ -20,7 +20,7 @@ from app.model.block import Layer, Phase, PhaseName, run_phases
 from app.model.init import init_weights
 from app.model.layers import document_mask, layer_context, rotate
 from app.moe.dispatch import AllToAllDispatcher
-from app.plan.sharding.blocks import Place
+from app.plan.sharding.blocks import ShardCoords
 from tests.rounding import expect_alike, expect_sums, in_fp64, numbered, plain_and_exact
 from tests.runs import TINY
 from tests.tensors.models import draw_tokens, forward, make_chunk, make_chunks, mean_loss
@@ -255,7 +255,9 @@ def test_initial_weights_are_the_same_for_every_split_into_stages_order_and_dtyp
         )
     again = {name: torch.full_like(value, math.nan) for name, value in reversed(whole.items())}
     init_weights(
-        [(name, value, Place().block(name, value.shape)) for name, value in again.items()], WIDE, 1
+        [(name, value, ShardCoords().block(name, value.shape)) for name, value in again.items()],
+        WIDE,
+        1,
     )
     assert all(torch.equal(again[name], value) for name, value in whole.items())
 

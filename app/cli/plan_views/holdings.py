@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from app.plan.plan import Plan
-from app.plan.sharding.blocks import Place
+from app.plan.sharding.blocks import ShardCoords
 
 Span = tuple[float, float]  # where something begins and ends
 
@@ -31,7 +31,7 @@ def holding(plan: Plan, rank: int) -> Holding:
     layout = plan.layout
     model = plan.run.model
     seq_len = plan.run.train.seq_len
-    place = Place.of(layout, rank)
+    place = ShardCoords.of(layout, rank)
     coords = layout.coords(rank)
     stages = plan.stages.stages[coords["pp"]]
     inside = sequence_pieces(seq_len, layout.cp, coords["cp"])

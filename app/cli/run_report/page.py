@@ -20,7 +20,7 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
 from app.cli.run_report.table import COLUMNS, Report, Row, cells
-from app.cli.sweeps.record import State
+from app.cli.sweeps.record import JobState
 from app.plan.formatting import figures
 
 POINTS = 500  # of a curve that are drawn at most
@@ -96,7 +96,7 @@ def _quiet(text: str) -> str:
 
 
 def _summary(rows: Sequence[Row]) -> str:
-    counts = {state: sum(row.state is state for row in rows) for state in State}
+    counts = {state: sum(row.state is state for row in rows) for state in JobState}
     told = [f"{count} {state.value}" for state, count in counts.items() if count]
     return f"{len(rows)} run{'s' * (len(rows) != 1)}: {', '.join(told)}"
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from app.cli.run_report.facts import RunFacts, run_facts, settings
-from app.cli.sweeps.record import State, Sweep
+from app.cli.sweeps.record import JobState, Sweep
 from app.engine.run.run_folder import CONFIG, RUNS
 from app.errors import ConfigError, nearest
 from app.plan.formatting import figures
@@ -22,7 +22,7 @@ class Row:
 
     name: str  # of its folder
     label: str  # the overrides that set it apart
-    state: State
+    state: JobState
     reason: str | None  # why it was skipped or failed
     seconds: float | None  # wall time of its last start
     facts: RunFacts
@@ -31,7 +31,7 @@ class Row:
     def order(self) -> tuple[bool, float, str]:
         """Finished runs by loss, then the others by name."""
         loss = self.facts.final_loss
-        if self.state is not State.done or loss is None or isnan(loss):
+        if self.state is not JobState.done or loss is None or isnan(loss):
             return True, 0.0, self.name
         return False, loss, self.name
 
@@ -76,7 +76,7 @@ def _rows_of_sweep(sweep: Sweep) -> list[Row]:
         facts = run_facts(sweep.folder / job.folder)
         # Jobs that another launcher submitted may end after the sweep's own process has.
         ended = facts.finished and job.exit_code is None
-        state, reason = (State.done, None) if ended else (job.state, job.reason)
+        state, reason = (JobState.done, None) if ended else (job.state, job.reason)
         rows.append(
             Row(job.folder, job.label, state, reason=reason, seconds=job.seconds, facts=facts)
         )
@@ -106,7 +106,7 @@ def _rows_of_runs(folder: Path) -> list[Row]:
             Row(
                 path.name,
                 label,
-                State.done if facts.finished else State.unfinished,
+                JobState.done if facts.finished else JobState.unfinished,
                 reason=None,
                 seconds=None,
                 facts=facts,
@@ -145,6 +145,6 @@ def cells(row: Row) -> tuple[str, ...]:
 def standing(row: Row) -> str:
     """The state of a run, how far it came if not to its end, and why."""
     part = ""
-    if row.state is not State.done and row.facts.steps:
+    if row.state is not JobState.done and row.facts.steps:
         part = f" at step {row.facts.step}/{row.facts.steps}"
     return f"{row.state.value}{part}" + (f": {row.reason}" if row.reason else "")

@@ -29,7 +29,7 @@ from omegaconf import DictConfig
 from app.cli.options.arguments import Typed, key_of, quoted
 from app.cli.processes.parent import bound
 from app.cli.run_report.facts import clock, run_facts, settings
-from app.cli.sweeps.record import JOB_LOG, Job, State, Sweep, left_to_sweep, locked
+from app.cli.sweeps.record import JOB_LOG, Job, JobState, Sweep, left_to_sweep, locked
 from app.engine.run.run_folder import METRICS
 from app.errors import CLEAR, ConfigError
 from app.plan.formatting import amount
@@ -93,7 +93,7 @@ def _job(folder: Path, number: int, overrides: Sequence[str], fixed: Sequence[st
 
 
 def _run(command: Sequence[str], folder: Path, overrides: list[str]) -> JobReturn:
-    job, title = _note(folder, overrides, state=State.running)
+    job, title = _note(folder, overrides, state=JobState.running)
     run_dir = folder / job.folder
     began = time.monotonic()
     line = ProgressLine(title, run_dir)
@@ -104,7 +104,7 @@ def _run(command: Sequence[str], folder: Path, overrides: list[str]) -> JobRetur
     line.end(closing(job, run_dir))
     if told_to_end:
         raise KeyboardInterrupt
-    if state is State.failed:
+    if state is JobState.failed:
         error = ConfigError("job", title, reason or f"ended with {code}")
         return JobReturn(overrides, status=JobStatus.FAILED, _return_value=error)
     return JobReturn(
@@ -151,14 +151,14 @@ def run_process(command: Sequence[str], run_dir: Path, line: ProgressLine) -> tu
         return process.wait(), True
 
 
-def outcome(code: int, told_to_end: bool, run_dir: Path) -> tuple[State, str | None]:
+def outcome(code: int, told_to_end: bool, run_dir: Path) -> tuple[JobState, str | None]:
     """How a job ended, and if it failed why: the last line printed about it, or its exit code."""
     if code == 0:
-        return State.done, None
+        return JobState.done, None
     if told_to_end or code in STOPPED:
-        return State.interrupted, None
+        return JobState.interrupted, None
     ended = f"exit code {code}" if code > 0 else f"killed by {signal.Signals(-code).name}"
-    return State.failed, last_told(run_dir / JOB_LOG) or ended
+    return JobState.failed, last_told(run_dir / JOB_LOG) or ended
 
 
 def last_told(log: Path) -> str | None:
@@ -170,7 +170,7 @@ def last_told(log: Path) -> str | None:
 def closing(job: Job, run_dir: Path) -> str:
     """The end of a job in a few words."""
     took = clock(job.seconds or 0)
-    if job.state is State.done:
+    if job.state is JobState.done:
         return f"done in {took}, loss {run_facts(run_dir).final_loss:.4f}"
     return f"{job.state.value} after {took}" + (f": {job.reason}" if job.reason else "")
 

@@ -26,7 +26,7 @@ RECORD = "sweep.json"
 JOB_LOG = "job.log"
 
 
-class State(Enum):
+class JobState(Enum):
     """How a job stands."""
 
     waiting = "waiting"
@@ -47,7 +47,7 @@ class Job:
     folder: str  # name of its run folder, in the sweep's folder
     overrides: tuple[str, ...]  # all of them
     swept: tuple[str, ...]  # those that differ between jobs
-    state: State = State.waiting
+    state: JobState = JobState.waiting
     reason: str | None = None  # why it was skipped, or failed
     # of its process; negative: the number of the signal that ended it; None: not known
     exit_code: int | None = None
@@ -62,7 +62,7 @@ class Job:
     def from_json(cls, values: dict[str, Any]) -> Job:
         """Back from what `Sweep.save` wrote."""
         lists = {"overrides": tuple(values["overrides"]), "swept": tuple(values["swept"])}
-        return cls(**values | lists | {"state": State(values["state"])})
+        return cls(**values | lists | {"state": JobState(values["state"])})
 
 
 @dataclass(frozen=True, slots=True)

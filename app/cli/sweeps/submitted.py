@@ -17,7 +17,7 @@ from pathlib import Path
 
 from app.cli.run_report.facts import run_facts
 from app.cli.sweeps.jobs import REASON, last_told
-from app.cli.sweeps.record import RECORD, State
+from app.cli.sweeps.record import RECORD, JobState
 from app.errors import ConfigError
 
 SUBMITIT = ".submitit"  # in the sweep's folder
@@ -99,18 +99,18 @@ def _in_a_line(error: Exception) -> str:
 
 def how_it_ended(
     folder: Path, run_dir: Path, argument: str, problem: str | None
-) -> tuple[State, str | None]:
+) -> tuple[JobState, str | None]:
     """State and reason of a job that ran elsewhere with `argument` among its own, from its files.
 
     `problem` is what the launcher raised, which may be about another job.
     """
     if run_facts(run_dir).finished:
-        return State.done, None
+        return JobState.done, None
     reason = _last_told(_logs(folder, argument))
     if reason and reason.startswith(STOPPED):
-        return State.interrupted, reason
+        return JobState.interrupted, reason
     return (
-        State.failed,
+        JobState.failed,
         reason
         or problem
         or f"ended before its last step; what it printed is in {folder / SUBMITIT}",

@@ -33,7 +33,7 @@ from app.cli.processes.launch import TORCHRUN
 from app.cli.report import report
 from app.cli.run_report.facts import flat, run_facts, settings
 from app.cli.sweeps.combinations import Combination, combinations, folder_names, host_gpus
-from app.cli.sweeps.record import Job, State, Sweep, left_to_sweep, locked
+from app.cli.sweeps.record import Job, JobState, Sweep, left_to_sweep, locked
 from app.cli.sweeps.submitted import how_it_ended, missing, submit, taken_back
 from app.config import Run
 from app.engine.run.run_folder import CONFIG, holds_run, plain
@@ -44,7 +44,7 @@ NAME = "{name}"  # in hydra.sweep.dir: model and digest of the overrides
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class SweepRequest:
     """What Hydra hands to a sweeper."""
 
     hydra_context: HydraContext  # composes
@@ -98,7 +98,7 @@ class Asked:
         )
 
 
-def run_sweep(asked: Asked) -> None:
+def run_sweep(asked: SweepRequest) -> None:
     """Plan, launch, report. Raises ConfigError; SystemExit with 1 for a job that failed, with
     130 when interrupted.
     """
@@ -112,7 +112,7 @@ def run_sweep(asked: Asked) -> None:
     made = missing(folder)
     sweep = planned(folder, asked.command, found)
     _print_opening(sweep)
-    if all(job.state is State.skipped for job in sweep.jobs):
+    if all(job.state is JobState.skipped for job in sweep.jobs):
         print("train.py: nothing to train: every combination was skipped", file=sys.stderr)
         sys.exit(1)
     with locked(folder):
@@ -123,15 +123,15 @@ def run_sweep(asked: Asked) -> None:
     if interrupted:
         print("stopped; the same command goes on", file=sys.stderr)
         sys.exit(130)
-    if any(job.state not in (State.done, State.skipped) for job in _reloaded(folder).jobs):
+    if any(job.state not in (JobState.done, JobState.skipped) for job in _reloaded(folder).jobs):
         sys.exit(1)
 
 
-def _launch(asked: Asked, sweep: Sweep, found: Sequence[Combination]) -> bool:
+def _launch(asked: SweepRequest, sweep: Sweep, found: Sequence[Combination]) -> bool:
     """Run what waits; returns whether that was interrupted. Raises NotSubmittedError."""
     runs = {frozenset(combination.overrides): combination.run for combination in found}
     waiting = [
-        (job, runs[frozenset(job.overrides)]) for job in sweep.jobs if job.state is State.waiting
+        (job, runs[frozenset(job.overrides)]) for job in sweep.jobs if job.state is JobState.waiting
     ]
     arguments = [job_arguments(sweep, job, run) for job, run in waiting if run is not None]
 
@@ -151,7 +151,9 @@ def _launch(asked: Asked, sweep: Sweep, found: Sequence[Combination]) -> bool:
 
 def _submit(name: str, start: Callable[[], object], sweep: Sweep) -> None:
     """Have another launcher run what waits, and note how it ended. Raises NotSubmittedError."""
-    waiting = [(job, sweep.folder / job.folder) for job in sweep.jobs if job.state is State.waiting]
+    waiting = [
+        (job, sweep.folder / job.folder) for job in sweep.jobs if job.state is JobState.waiting
+    ]
     problem = submit(name, start, sweep.folder, run_dirs=[run_dir for _, run_dir in waiting])
     for job, run_dir in waiting:
         state, reason = how_it_ended(
@@ -212,9 +214,9 @@ def _as_it_stands(folder: Path, job: Job, combination: Combination) -> Job:
     run_dir = folder / job.folder
     if combination.run is not None:
         _check_settings(folder, job, combination.run)
-    if (job.state is State.done and (run_dir / CONFIG).exists()) or run_facts(run_dir).finished:
-        return dataclasses.replace(job, state=State.done, reason=None)
-    state = State.waiting if combination.run is not None else State.skipped
+    if (job.state is JobState.done and (run_dir / CONFIG).exists()) or run_facts(run_dir).finished:
+        return dataclasses.replace(job, state=JobState.done, reason=None)
+    state = JobState.waiting if combination.run is not None else JobState.skipped
     return dataclasses.replace(
         job, state=state, reason=combination.reason, exit_code=None, seconds=None
     )
@@ -245,8 +247,8 @@ def _reloaded(folder: Path) -> Sweep:
 
 
 def _print_opening(sweep: Sweep) -> None:
-    skipped = [job for job in sweep.jobs if job.state is State.skipped]
-    done = sum(job.state is State.done for job in sweep.jobs)
+    skipped = [job for job in sweep.jobs if job.state is JobState.skipped]
+    done = sum(job.state is JobState.done for job in sweep.jobs)
     told = [f"{len(skipped)} skipped"] * bool(skipped) + [f"{done} done before"] * bool(done)
     print(f"sweep {sweep.folder}: {', '.join([count_of(len(sweep.jobs), 'job'), *told])}")
     for job in skipped:

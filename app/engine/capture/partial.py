@@ -9,26 +9,26 @@ from functools import partial
 from torch import Tensor
 
 from app.choices import Recompute
-from app.engine.capture.piece import Piece
+from app.engine.capture.interval import CapturedInterval
 from app.engine.capture.recorder import Recorder
 from app.engine.capture.static import Buffer
 from app.model.block import Layer, Phase, RunPhases, run_layer, run_phases, value_of
 from app.model.chunk import Chunk
 from app.model.layers import Context
-from app.model.recompute import Again
+from app.model.recompute import Recomputation
 from app.optim.distributed import DistributedOptimizer
 from app.plan.graphs import GraphPlan
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
+class Interval:
     """The part of a layer that is captured: its phases from `start` to `stop`."""
 
     start: int
     stop: int
 
     @classmethod
-    def of(cls, phases: Sequence[Phase], captured: Collection[str]) -> Cut | None:
+    def of(cls, phases: Sequence[Phase], captured: Collection[str]) -> Interval | None:
         """The phases with these names, which follow one another; None where there are none."""
         places = [place for place, phase in enumerate(phases) if phase.name.value in captured]
         if not places:
@@ -64,23 +64,27 @@ class PartialGraphs:
         self.optimizer = optimizer
         self.recomputed = frozenset(recomputed)
         self.layers = [chunk.in_order() for chunk in chunks]
-        self.cuts = [[Cut.of(layer.phases, captured) for layer in layers] for layers in self.layers]
-        self.pieces: dict[tuple[int, int, int], Piece] = {}  # chunk, set, layer
+        self.intervals = [
+            [Interval.of(layer.phases, captured) for layer in layers] for layers in self.layers
+        ]
+        self.captured: dict[tuple[int, int, int], CapturedInterval] = {}  # chunk, set, layer
 
     def runs(self, mb: int, chunk: int, context: Context) -> list[RunPhases]:
         """How each layer of a chunk runs for a microbatch: captured where it is cut."""
-        if not any(self.cuts[chunk]):
-            return [run_layer] * len(self.cuts[chunk])
+        if not any(self.intervals[chunk]):
+            return [run_layer] * len(self.intervals[chunk])
         static = self._static_context(self.plan.slot_of(mb, chunk), context)
         return [
-            run_layer if cut is None else partial(self._run, mb, chunk, nth, cut, static)
-            for nth, cut in enumerate(self.cuts[chunk])
+            run_layer if interval is None else partial(self._run, mb, chunk, nth, interval, static)
+            for nth, interval in enumerate(self.intervals[chunk])
         ]
 
     def copies_sent(self, chunk: int) -> bool:
         """Whether what a chunk sends, either way, must first be copied out of graphs' memory."""
-        cuts = self.cuts[chunk]
-        at_border = bool(cuts) and (_starts(cuts[0]) or _ends(cuts[-1], self.layers[chunk][-1]))
+        intervals = self.intervals[chunk]
+        at_border = bool(intervals) and (
+            _starts(intervals[0]) or _ends(intervals[-1], self.layers[chunk][-1])
+        )
         return self.plan.copy_sent and at_border
 
     def _static_context(self, slot: int, context: Context) -> Context:
@@ -102,27 +106,29 @@ class PartialGraphs:
         mb: int,
         chunk: int,
         nth: int,
-        cut: Cut,
+        interval: Interval,
         static: Context,
         phases: Sequence[Phase],
         values: Mapping[str, object],
         keep: Sequence[str],
     ) -> dict[str, object]:
-        before = run_phases(phases[: cut.start], values, keep=("x",)) if cut.start else values
+        before = (
+            run_phases(phases[: interval.start], values, keep=("x",)) if interval.start else values
+        )
         key = chunk, self.plan.set_of(mb, chunk), nth
-        if key not in self.pieces:
-            function = partial(self._inside, phases, cut, static, keep)
-            self.pieces[key] = self._piece(mb, chunk, nth, function=function)
-        inside = self.pieces[key](value_of(before, "x", Tensor))
-        return run_layer(phases[cut.stop :], {**values, **inside}, keep)
+        if key not in self.captured:
+            function = partial(self._inside, phases, interval, static, keep)
+            self.captured[key] = self._new_interval(mb, chunk, nth, function=function)
+        inside = self.captured[key](value_of(before, "x", Tensor))
+        return run_layer(phases[interval.stop :], {**values, **inside}, keep)
 
-    def _piece(
+    def _new_interval(
         self, mb: int, chunk: int, nth: int, function: Callable[[Tensor], dict[str, object]]
-    ) -> Piece:
+    ) -> CapturedInterval:
         plan = self.plan
         static = self.recorder.static
         after_another = nth > 0 and self._chained(chunk, nth - 1)
-        before_another = nth + 1 < len(self.cuts[chunk]) and self._chained(chunk, nth)
+        before_another = nth + 1 < len(self.intervals[chunk]) and self._chained(chunk, nth)
 
         def grad_buffer(nth_output: int) -> Buffer | None:
             if before_another and nth_output == 0:
@@ -131,7 +137,7 @@ class PartialGraphs:
 
         slot = plan.slot_of(mb, chunk)
         input_buffer = None if after_another else static.buffer("input", slot, nth)
-        return Piece(
+        return CapturedInterval(
             function,
             self.recorder,
             plan.pool_of(mb, chunk),
@@ -142,19 +148,24 @@ class PartialGraphs:
 
     def _chained(self, chunk: int, nth: int) -> bool:
         """Whether the next layer's part begins where that of the n-th layer of a chunk ends."""
-        cuts = self.cuts[chunk]
-        return _starts(cuts[nth + 1]) and _ends(cuts[nth], self.layers[chunk][nth])
+        intervals = self.intervals[chunk]
+        return _starts(intervals[nth + 1]) and _ends(intervals[nth], self.layers[chunk][nth])
 
     def _inside(
-        self, phases: Sequence[Phase], cut: Cut, static: Context, keep: Sequence[str], x_BsD: Tensor
+        self,
+        phases: Sequence[Phase],
+        interval: Interval,
+        static: Context,
+        keep: Sequence[str],
+        x_BsD: Tensor,
     ) -> dict[str, object]:
         """What leaves the captured part, hidden states first if they do."""
-        inside = phases[cut.start : cut.stop]
-        after = phases[cut.stop :]
+        inside = phases[interval.start : interval.stop]
+        after = phases[interval.stop :]
         made = {name for phase in inside for name in phase.outputs}
         read = {name for phase in after for name in phase.inputs}.union(keep)
-        context = replace(static, again=Again(self.recomputed, static.again.draws))
-        with context.again.forward():
+        context = replace(static, recompute=Recomputation(self.recomputed, static.recompute.draws))
+        with context.recompute.forward():
             return run_layer(
                 inside,
                 {"x": x_BsD, "context": context},
@@ -162,11 +173,11 @@ class PartialGraphs:
             )
 
 
-def _starts(cut: Cut | None) -> bool:
+def _starts(interval: Interval | None) -> bool:
     """Whether a captured part begins with its layer."""
-    return cut is not None and cut.start == 0
+    return interval is not None and interval.start == 0
 
 
-def _ends(cut: Cut | None, layer: Layer) -> bool:
+def _ends(interval: Interval | None, layer: Layer) -> bool:
     """Whether a captured part goes on to the end of its layer."""
-    return cut is not None and cut.stop == len(layer.phases)
+    return interval is not None and interval.stop == len(layer.phases)

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import Tensor
 
-from app.compat import unowned
 from app.engine.capture.static import StaticMemory
+from app.torch_versions import unowned
 
 if TYPE_CHECKING:
     from torch.cuda import _POOL_HANDLE

@@ -25,7 +25,7 @@ from app.engine.capture.static import StaticMemory
 
 
 @dataclass(frozen=True, slots=True)
-class Block:
+class Allocation:
     """Memory of one tensor: its bytes, and how it is read."""
 
     memory: np.ndarray
@@ -46,7 +46,7 @@ class Pool:
     free: defaultdict[int, list[np.ndarray]] = field(default_factory=lambda: defaultdict(list))
     bytes: int = 0  # of all blocks, free or not
 
-    def hold(self, value: Tensor) -> tuple[Block, Tensor]:
+    def hold(self, value: Tensor) -> tuple[Allocation, Tensor]:
         """A copy of a value in a block that is free again when the copy is gone."""
         value = value.detach()
         axes = zip(value.stride(), value.shape, strict=True)
@@ -62,8 +62,8 @@ class Pool:
         memory = free.pop()
         view = memory[:]
         weakref.finalize(view, free.append, memory).atexit = False
-        block = Block(memory, value.dtype, value.shape, stride=stride)
-        return block, block.tensor(view).copy_(value)
+        allocation = Allocation(memory, value.dtype, value.shape, stride=stride)
+        return allocation, allocation.tensor(view).copy_(value)
 
 
 @dataclass(slots=True)
@@ -71,27 +71,27 @@ class Kept:
     """Where autograd keeps what it needs of one piece of work: n-th tensor in the n-th block."""
 
     pool: Pool
-    blocks: list[Block | None] = field(default_factory=list)
+    allocations: list[Allocation | None] = field(default_factory=list)
     scratch: list[np.ndarray] = field(default_factory=list)  # what the work may write to besides
     place: int = 0
     learnt: bool = False
 
     def __post_init__(self) -> None:
-        self.scratch = [memory for blocks in self.pool.free.values() for memory in blocks]
+        self.scratch = [memory for allocations in self.pool.free.values() for memory in allocations]
 
     def pack(self, saved: Tensor) -> Tensor:
         """Put a tensor away; parameters stay where they are."""
         if saved.is_leaf and saved.requires_grad:
-            block = None
+            allocation = None
             kept = saved
         elif self.learnt:
-            block = self.blocks[self.place]
-            assert block is not None, "the same work keeps the same tensors"
-            kept = block.tensor().copy_(saved.detach())
+            allocation = self.allocations[self.place]
+            assert allocation is not None, "the same work keeps the same tensors"
+            kept = allocation.tensor().copy_(saved.detach())
         else:
-            block, kept = self.pool.hold(saved)
+            allocation, kept = self.pool.hold(saved)
         if not self.learnt:
-            self.blocks.append(block)
+            self.allocations.append(allocation)
         self.place += 1
         return kept
 
@@ -112,7 +112,7 @@ class HostRecording:
 
     work: Work
     kept: Kept
-    blocks: Sequence[Block]
+    allocations: Sequence[Allocation]
 
     def replay(self) -> Sequence[Tensor]:
         """Run the work again; its results overwrite those of the last time."""
@@ -124,7 +124,7 @@ class HostRecording:
     @property
     def outputs(self) -> Sequence[Tensor]:
         """Tensors in the blocks that hold the results."""
-        return [block.tensor() for block in self.blocks]
+        return [allocation.tensor() for allocation in self.allocations]
 
     def release(self) -> None:
         """Drop the work; a replay from here on is an AssertionError."""
@@ -155,7 +155,7 @@ class HostRecorder:
         since = time.perf_counter()
         kept = Kept(self.pools[pool])
         held = [self.pools[pool].hold(value) for value in kept.run(work)]
-        recording = HostRecording(work, kept, [block for block, _ in held])
+        recording = HostRecording(work, kept, [allocation for allocation, _ in held])
         self.recordings.append(recording)
         self.seconds += time.perf_counter() - since
         return recording, [tensor for _, tensor in held]

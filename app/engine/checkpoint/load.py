@@ -19,7 +19,7 @@ from app.engine.build import Engine
 from app.engine.checkpoint.folder import check_contents
 from app.engine.groups import Groups
 from app.engine.run.agreement import all_succeed
-from app.optim.adam import Piece
+from app.optim.adam import ParamShard
 from app.plan.sharding.reshard import Block, Slice, overlaps
 
 CURSOR = "cursor"  # key of a rank file's metadata: position in the data, as JSON
@@ -62,16 +62,16 @@ def load_checkpoint(
     """
     groups = engine.groups
     files = manifest["files"]
-    engine.watch.rest(f"reading {path.name}")
+    engine.watchdog.rest(f"reading {path.name}")
     share = list(files)[groups.rank :: groups.host.size()]
     all_succeed(groups, lambda: check_contents(path, manifest, share))
     for chunk in range(len(engine.chunks)):
         # what is still on its way would arrive on top of what is loaded
         engine.optimizer.gather_params(chunk)
     opened = _Opened(path)
-    pieces = list(engine.optimizer.pieces())
-    found = sum(_fill(piece, manifest["parts"][piece.spec.name], opened) for piece in pieces)
-    missing = sum(piece.main.numel() for piece in pieces) - found
+    param_shards = list(engine.optimizer.param_shards())
+    found = sum(_fill(owned, manifest["parts"][owned.spec.name], opened) for owned in param_shards)
+    missing = sum(owned.main.numel() for owned in param_shards) - found
     assert missing == 0, f"{missing} elements of this rank are in no file of {path}"
     for name, _, router in engine.routers():
         router.bias_E.copy_(opened[manifest["routers"][name]].get_tensor(bias_name(name)))
@@ -96,20 +96,20 @@ class _Opened(dict[int, safe_open]):
         return self[rank]
 
 
-def _fill(piece: Piece, entry: dict[str, Any], opened: _Opened) -> int:
+def _fill(owned: ParamShard, entry: dict[str, Any], opened: _Opened) -> int:
     """Copy what the files hold of a piece; returns how many elements that are."""
-    want = Slice(piece.spec.block, (piece.start, piece.start + piece.main.numel()))
+    want = Slice(owned.spec.block, (owned.start, owned.start + owned.main.numel()))
     shape = tuple(entry["shape"])
     held = (
         (rank, Slice(Block(shape, tuple(start), tuple(stop)), tuple(part)))
         for rank, start, stop, part in entry["held"]
     )
     found = [(rank, runs) for rank, have in held if (runs := list(overlaps(have, want)))]
-    for key, tensor in piece.state.items():
+    for key, tensor in owned.state.items():
         # runs may be many and short, and a GPU is filled at once
         filled = torch.empty_like(tensor, device="cpu")
         for rank, runs in found:
-            saved = opened[rank].get_tensor(part_name(piece.spec.name, key))
+            saved = opened[rank].get_tensor(part_name(owned.spec.name, key))
             for have, into in runs:
                 filled[slice(*into)] = saved[slice(*have)]
         tensor.copy_(filled)

@@ -50,7 +50,7 @@ from app.errors import ConfigError, no_room, warn
 
 
 @dataclass(frozen=True, slots=True)
-class State:
+class RankState:
     """What one rank saves of one moment."""
 
     rank: int  # global rank
@@ -70,19 +70,19 @@ def current_state(
     progress: Progress,
     cursor: dict[str, Any],
     origin: Mapping[str, Any] | None = None,
-) -> State:
+) -> RankState:
     """What this rank would have to save now; the tensors are those that training goes on with."""
     groups = engine.groups
     parts = []
     tensors: dict[str, Tensor] = {checkpoint.RANDOM_CPU: torch.get_rng_state()}
     if engine.device.type == "cuda":
         tensors[checkpoint.RANDOM_CUDA] = torch.cuda.get_rng_state(engine.device)
-    for piece in (piece for piece in engine.optimizer.pieces() if piece.spec.counted):
-        block = piece.spec.block
-        part = (piece.start, piece.start + piece.main.numel())
-        parts.append((piece.spec.name, [block.shape, block.start, block.stop, part]))
+    for owned in (owned for owned in engine.optimizer.param_shards() if owned.spec.counted):
+        block = owned.spec.block
+        part = (owned.start, owned.start + owned.main.numel())
+        parts.append((owned.spec.name, [block.shape, block.start, block.stop, part]))
         tensors |= {
-            checkpoint.part_name(piece.spec.name, key): value for key, value in piece.state.items()
+            checkpoint.part_name(owned.spec.name, key): value for key, value in owned.state.items()
         }
     routers = {name: router.bias_E for name, _, router in engine.routers()}
     tensors |= {checkpoint.bias_name(name): bias_E for name, bias_E in routers.items()}
@@ -100,7 +100,7 @@ def current_state(
         **(origin or {}),
     }
     metadata = {checkpoint.CURSOR: json.dumps(cursor)}
-    return State(
+    return RankState(
         groups.rank,
         tensors,
         metadata,
@@ -121,13 +121,13 @@ def save_checkpoint(
     there.
     """
     state = current_state(engine, run, progress, cursor=cursor)
-    strand = engine.watch.main
+    strand = engine.watchdog.main
     return write_checkpoint(folder, state, engine.groups.host, strand=strand, tell=warn)
 
 
 def write_checkpoint(
     folder: Path,
-    state: State,
+    state: RankState,
     group: dist.ProcessGroup,
     *,
     strand: Strand,
@@ -221,7 +221,7 @@ def _set_aside(path: Path) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Written:
+class WrittenFile:
     """What a rank tells rank 0 about its file."""
 
     entry: dict[str, Any]  # of the manifest
@@ -229,19 +229,19 @@ class Written:
     routers: list[str]
 
 
-def _write_rank(draft: Path, state: State) -> Written:
+def _write_rank(draft: Path, state: RankState) -> WrittenFile:
     size_and_sum = write_synced(
         draft / rank_file(state.rank),
         lambda file: write_tensors(file, state.tensors, state.metadata),
     )
-    return Written({**size_and_sum, "dp_rank": state.dp_rank}, state.parts, state.routers)
+    return WrittenFile({**size_and_sum, "dp_rank": state.dp_rank}, state.parts, state.routers)
 
 
 def _finish(
     draft: Path,
     final: Path,
-    state: State,
-    found: list[tuple[Written, Failure | None]],
+    state: RankState,
+    found: list[tuple[WrittenFile, Failure | None]],
     *,
     tell: Callable[[str], None],
 ) -> None:
@@ -256,7 +256,7 @@ def _finish(
     _tidy(final, state.keep, tell)
 
 
-def _contents(written: list[Written]) -> dict[str, Any]:
+def _contents(written: list[WrittenFile]) -> dict[str, Any]:
     """Where all is: files by name, parts by parameter with the rank that has each, and routers."""
     parts: dict[str, Any] = {}
     routers: dict[str, int] = {}

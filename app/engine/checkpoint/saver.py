@@ -17,7 +17,7 @@ from torch import Tensor
 from app.engine.build import Engine
 from app.engine.checkpoint.folder import checkpoint_name, draft_of
 from app.engine.checkpoint.load import Progress, rank_file
-from app.engine.checkpoint.save import State, current_state, write_checkpoint
+from app.engine.checkpoint.save import RankState, current_state, write_checkpoint
 from app.engine.groups import host_group
 from app.engine.watchdog.missing import SAVING
 from app.errors import warn
@@ -55,11 +55,11 @@ class Saver:
         self._blocked: float | None = None
 
     def _own_group(self) -> dist.ProcessGroup:
-        watch = self.engine.watch
-        watch.meet("creating the process group of checkpoints")
+        watchdog = self.engine.watchdog
+        watchdog.meet("creating the process group of checkpoints")
         group = host_group(list(range(dist.get_world_size())))
-        watch.follow({SAVING: group})
-        watch.rest("building the model")
+        watchdog.follow({SAVING: group})
+        watchdog.rest("building the model")
         return group
 
     def save(self, folder: Path, progress: Progress, cursor: dict[str, Any]) -> Path:
@@ -77,7 +77,7 @@ class Saver:
             )
             self._thread.start()
         else:
-            strand = self.engine.watch.main
+            strand = self.engine.watchdog.main
             write_checkpoint(folder, state, self._group, strand=strand, tell=self._tell)
         self._blocked = time.perf_counter() - since
         return folder / name
@@ -85,7 +85,7 @@ class Saver:
     def wait(self) -> None:
         """Until nothing is under way. ConfigError, the same on all ranks, where saving failed."""
         if self._thread is not None:
-            self.engine.watch.rest("waiting for the checkpoint before")
+            self.engine.watchdog.rest("waiting for the checkpoint before")
             self._thread.join()
             self._thread = None
         if self._error is not None:
@@ -125,12 +125,12 @@ class Saver:
             torch.cuda.current_stream(self.engine.device).synchronize()
         return dict(self._held)
 
-    def _write(self, folder: Path, state: State) -> None:
+    def _write(self, folder: Path, state: RankState) -> None:
         try:
-            strand = self.engine.watch.saving
+            strand = self.engine.watchdog.saving
             write_checkpoint(folder, state, self._group, strand=strand, tell=self._tell)
         except Exception as error:  # raised again by `wait`
             self._error = error
             self._failed()
         finally:
-            self.engine.watch.saving.rest()
+            self.engine.watchdog.saving.rest()

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from app.choices import Normalize
-from app.compat import all_reduce
+from app.collectives import all_reduce
 from app.data.feed import IGNORED, Batch
 from app.engine.groups import Groups
 from app.model.context_parallel import own_tokens

@@ -14,10 +14,10 @@ from torch import nn
 from torch.profiler import record_function
 
 from app.engine.pipeline.data_feed import StepInput
-from app.engine.pipeline.in_flight import Flight, Stages, StepTotals
+from app.engine.pipeline.in_flight import InFlight, Stages, StepTotals
 from app.engine.pipeline.transport import Transport
-from app.engine.watchdog.watchdog import Watch
-from app.model.deferred import Gradient
+from app.engine.watchdog.watchdog import Watchdog
+from app.model.weight_grads import WeightGrad
 from app.plan.actions import (
     Action,
     Backward,
@@ -39,7 +39,7 @@ class Parameters(Protocol):
     def start_gather(self, chunk: int) -> None:
         """Make a chunk's parameters whole, or have the first use of each wait for it."""
 
-    def add_grad(self, param: nn.Parameter, gradient: Gradient) -> None:
+    def add_grad(self, param: nn.Parameter, gradient: WeightGrad) -> None:
         """Add to the gradient sum of a parameter."""
 
     def expect_grads(self, chunk: int, last: bool) -> None:
@@ -57,43 +57,43 @@ def execute(
     stages: Stages,
     params: Parameters,
     transport: Transport,
-    watch: Watch,
+    watchdog: Watchdog,
     step: StepInput,
 ) -> StepTotals:
     """Run `actions` over the microbatches of `step`; without backwards, without autograd."""
     training = any(isinstance(action, Backward | BackwardInput) for action in actions)
     last = last_backwards(actions)
     splits = any(isinstance(action, BackwardWeight) for action in actions)
-    flight = Flight(stages, step, training, splits=splits)
+    in_flight = InFlight(stages, step, training, splits=splits)
     with torch.set_grad_enabled(training):
         for position, action in enumerate(actions):
-            watch.note(str(action))
-            with record_function(watch.doing), _blame(actions, position):
+            watchdog.note(str(action))
+            with record_function(watchdog.doing), _blame(actions, position):
                 match action:
                     case GatherParams(chunk):
                         params.start_gather(chunk)
                     case Forward(mb, chunk):
-                        flight.forward(mb, chunk)
+                        in_flight.forward(mb, chunk)
                     case Backward(mb, chunk) | BackwardInput(mb, chunk):
                         params.expect_grads(chunk, last=position in last)
-                        flight.backward(mb, chunk)
+                        in_flight.backward(mb, chunk)
                     case BackwardWeight(mb, chunk):
-                        flight.weight_gradients(mb, chunk, params.add_grad)
+                        in_flight.weight_gradients(mb, chunk, params.add_grad)
                     case Exchange(ops):
-                        transport.post({op: flight.moved(op) for op in ops})
+                        transport.post({op: in_flight.moved(op) for op in ops})
                     case Wait(ops):
                         transport.wait(ops)
-                        flight.settle(ops)
+                        in_flight.complete(ops)
                     case Free(mb, chunk):
-                        flight.free(mb, chunk)
+                        in_flight.free(mb, chunk)
                     case ReduceGrads(chunk):
                         params.reduce_grads(chunk)
                     case _:
                         raise AssertionError(f"no way to run {action}")
-    flight.expect_landed()
+    in_flight.expect_empty()
     transport.forget()
-    watch.note("the end of the step")
-    return flight.totals
+    watchdog.note("the end of the step")
+    return in_flight.totals
 
 
 @contextmanager

@@ -16,11 +16,9 @@ from app.engine.capture.partial import PartialGraphs
 from app.engine.pipeline.data_feed import StepInput
 from app.model.block import RoutingReport
 from app.model.chunk import Chunk
-from app.model.deferred import AddGrad, DirectSums, Later, WeightQueue
 from app.model.peers import rank
-from app.plan.actions import Op
-
-Place = tuple[int, int]  # microbatch, chunk
+from app.model.weight_grads import AddGrad, MainGradSink, WeightGradQueue, WeightGradSink
+from app.plan.actions import MicrobatchChunk, P2POp
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,12 +27,14 @@ class Stages:
 
     chunks: Sequence[Chunk]
     next_here: Mapping[int, int]  # chunk -> own chunk with the stage after it; others send
-    recompute: Mapping[Place, bool]  # microbatches in chunks that keep only the inputs of layers
+    recompute: Mapping[
+        MicrobatchChunk, bool
+    ]  # microbatches in chunks that keep only the inputs of layers
     phases: Collection[Recompute]  # parts of layers that the others compute again
     hidden: torch.Size  # of what moves between stages: B, S / tp, D
     dtype: torch.dtype  # of what moves
     device: torch.device
-    sums: DirectSums | None = None  # takes gradients of weights at once; None: autograd does
+    sink: MainGradSink | None = None  # takes gradients of weights at once; None: autograd does
     graphs: PartialGraphs | None = None  # captured parts of the chunks' layers in training
 
 
@@ -45,7 +45,8 @@ class StepTotals:
     loss: Tensor | float = 0.0  # weighted token losses, nats
     aux_loss: Tensor | float = 0.0  # weighted balancing losses of all MoE layers
     z_loss: Tensor | float = 0.0  # weighted router z-losses of all MoE layers
-    counts: dict[Place, Tensor] = field(default_factory=dict)  # chunk, n-th MoE layer -> [E]
+    # chunk, n-th MoE layer -> tokens per expert [E]
+    counts: dict[tuple[int, int], Tensor] = field(default_factory=dict)
     dropped: Tensor | int = 0  # choices of experts beyond their capacity
 
     def add(self, chunk: int, routing: Sequence[RoutingReport], weight: float) -> None:
@@ -58,7 +59,7 @@ class StepTotals:
             self.counts[chunk, layer] = report.counts_E + self.counts.get((chunk, layer), 0)
 
 
-class Flight:
+class InFlight:
     """Everything that an action leaves for a later one; empty when the step is over."""
 
     def __init__(self, stages: Stages, step: StepInput, training: bool, splits: bool) -> None:
@@ -67,13 +68,19 @@ class Flight:
         self.training = training
         self.splits = splits
         self.totals = StepTotals()
-        self.inputs: dict[Place, Tensor] = {}  # from the stage before; leaves, to get a gradient
-        self.outputs: dict[Place, Tensor] = {}  # hidden states for the stage after, detached
+        self.inputs: dict[
+            MicrobatchChunk, Tensor
+        ] = {}  # from the stage before; leaves, to get a gradient
+        self.outputs: dict[
+            MicrobatchChunk, Tensor
+        ] = {}  # hidden states for the stage after, detached
         # where backward starts: hidden states or the loss, and routers' losses
-        self.roots: dict[Place, list[Tensor]] = {}
-        self.output_grads: dict[Place, Tensor] = {}  # from the stage after
-        self.input_grads: dict[Place, Tensor] = {}  # for the stage before
-        self.weights: dict[Place, WeightQueue] = {}  # left by BackwardInput for BackwardWeight
+        self.roots: dict[MicrobatchChunk, list[Tensor]] = {}
+        self.output_grads: dict[MicrobatchChunk, Tensor] = {}  # from the stage after
+        self.input_grads: dict[MicrobatchChunk, Tensor] = {}  # for the stage before
+        self.weights: dict[
+            MicrobatchChunk, WeightGradQueue
+        ] = {}  # left by BackwardInput for BackwardWeight
 
     def forward(self, mb: int, chunk: int) -> None:
         """Forward of one microbatch through one chunk."""
@@ -81,12 +88,12 @@ class Flight:
         module = self.stages.chunks[chunk]
         batch = self.step.batches[mb]
         x = batch.tokens_BS if module.first else self.inputs[place]
-        later: Later | None = self.stages.sums
+        sink: WeightGradSink | None = self.stages.sink
         if self.splits:
-            later = self.weights.setdefault(place, WeightQueue())
+            sink = self.weights.setdefault(place, WeightGradQueue())
         full = self.training and self.stages.recompute.get(place, False)
-        again = () if full else self.stages.phases
-        context = module.context(batch.positions_BS, batch.documents_BS, later, again=again)
+        recompute = () if full else self.stages.phases
+        context = module.context(batch.positions_BS, batch.documents_BS, sink, recompute=recompute)
         graphs = self.stages.graphs if self.training else None
         runs = graphs and graphs.runs(mb, chunk, context)
         out = module(x, context, full, runs)
@@ -104,7 +111,7 @@ class Flight:
         else:
             self.inputs.pop(place, None)
 
-    def _pass_on(self, place: Place, output_BSD: Tensor) -> None:
+    def _pass_on(self, place: MicrobatchChunk, output_BSD: Tensor) -> None:
         mb, chunk = place
         if chunk in self.stages.next_here:
             self.inputs[mb, self.stages.next_here[chunk]] = output_BSD.requires_grad_(self.training)
@@ -138,7 +145,7 @@ class Flight:
         """The second part of a split backward: add what the first has left to the sums."""
         self.weights.pop((mb, chunk)).run(add)
 
-    def moved(self, op: Op) -> Tensor:
+    def moved(self, op: P2POp) -> Tensor:
         """What an operation sends, or where it puts what it receives."""
         place = op.mb, op.chunk
         if op.send:
@@ -150,7 +157,7 @@ class Flight:
         (self.inputs if op.flow == "F" else self.output_grads)[place] = arriving
         return arriving
 
-    def settle(self, ops: Sequence[Op]) -> None:
+    def complete(self, ops: Sequence[P2POp]) -> None:
         """Operations are done: what arrived may be used, gradients that have left are dropped."""
         for op in ops:
             place = op.mb, op.chunk
@@ -165,7 +172,7 @@ class Flight:
         if memory.resizable():  # what a graph has written lies in memory of the graph
             memory.resize_(0)
 
-    def expect_landed(self) -> None:
+    def expect_empty(self) -> None:
         """AssertionError where a tensor of the step was never used or freed."""
         left = {
             name: sorted(getattr(self, name))

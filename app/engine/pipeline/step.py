@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from app.choices import GraphImpl, Normalize
-from app.compat import all_reduce
+from app.collectives import all_reduce
 from app.data.feed import Batch
 from app.engine.build import Engine, build_partial_graphs, select_forward_backward
 from app.engine.capture.whole import WholeStep
@@ -95,7 +95,7 @@ class TrainingStep:
             scale=scale,
         )
         # for the watchdog: a replayed graph notes no actions
-        self.engine.watch.note("forwards and backwards of a step")
+        self.engine.watchdog.note("forwards and backwards of a step")
         captures = self.taken >= self.run.cuda_graph.warmup_steps
         passes = self.captured(step) if captures else self.eager(step)
         self.taken += 1
@@ -106,13 +106,13 @@ class TrainingStep:
         self._balance(totals, skipped)
         facts_7 = torch.cat((facts_6, skipped[None]))
         if following is not None:
-            self.engine.watch.rest("reading the next batches")
+            self.engine.watchdog.rest("reading the next batches")
             # an error comes up again when these batches are trained on: report and save first
             with suppress(Exception):
                 self.loader.start(following())
-            self.engine.watch.note("the end of the step")
+            self.engine.watchdog.note("the end of the step")
         facts = _unpack(facts_7)
-        self.engine.watch.rest("between steps")
+        self.engine.watchdog.rest("between steps")
         if loss_scale is None:
             return facts, totals
         used = loss_scale.scale
@@ -181,7 +181,7 @@ class Validation:
         """(nats per token, tokens) over the microbatches of all ranks."""
         loaded = self.loader.take(batches)
         step = step_input(loaded, Normalize.token, self.run.dp, groups=self.engine.groups)
-        self.engine.watch.note("forwards of a validation")
+        self.engine.watchdog.note("forwards of a validation")
         recorder = self.engine.recorder
         captures = recorder is not None and recorder.recordings and self.taken
         totals = (self.captured if captures else self.eager)(step)
@@ -190,5 +190,5 @@ class Validation:
         loss = torch.as_tensor(totals.loss, dtype=torch.float32, device=self.engine.device).clone()
         all_reduce(loss, self.engine.groups.world)
         found = float(loss), int(step.valid)
-        self.engine.watch.rest("between steps")
+        self.engine.watchdog.rest("between steps")
         return found

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch.distributed as dist
 from torch import Tensor
 
-from app.plan.actions import Op
+from app.plan.actions import P2POp
 
 
 @dataclass(slots=True)
@@ -18,11 +18,11 @@ class Transport:
     group: dist.ProcessGroup
     ranks: Sequence[int]  # pipeline rank -> global rank
     batched: bool = True  # all operations of an exchange as one; otherwise one by one
-    works: dict[Op, dist.Work] = field(default_factory=dict)  # not yet waited for
+    works: dict[P2POp, dist.Work] = field(default_factory=dict)  # not yet waited for
     # all of this step, also after their wait, which with NCCL returns before they are done
-    moving: dict[Op, dist.Work] = field(default_factory=dict)
+    moving: dict[P2POp, dist.Work] = field(default_factory=dict)
 
-    def post(self, tensors: Mapping[Op, Tensor]) -> None:
+    def post(self, tensors: Mapping[P2POp, Tensor]) -> None:
         """Start to send, or to fill, each operation's tensor, which is in use until `wait`."""
         kinds = {True: dist.isend, False: dist.irecv}
         p2p = [
@@ -38,7 +38,7 @@ class Transport:
         self.works.update(zip(tensors, works, strict=True))
         self.moving.update(zip(tensors, works, strict=True))
 
-    def wait(self, ops: Sequence[Op]) -> None:
+    def wait(self, ops: Sequence[P2POp]) -> None:
         """Until these operations are done (NCCL: the current stream waits, not the host)."""
         for op in ops:
             self.works.pop(op).wait()

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from app.compat import all_reduce
+from app.collectives import all_reduce
 from app.engine.build import Engine
 from app.engine.capture.facts import GraphFacts
 from app.engine.pipeline.in_flight import StepTotals

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from app.compat import enqueued, flight_records
+from app.torch_versions import enqueued, flight_records
 
 PIPELINE = "pp"  # its sends and receives are the transport's to tell
 

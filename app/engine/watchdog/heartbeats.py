@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 
 import torch.distributed as dist
 
-from app.compat import another_connection
+from app.torch_versions import another_connection
 
 PREFIX = "heartbeats"  # of our keys in a store that others use too
 JUDGES = 2  # ranks that look after all others of an operation; two, since one may die of it

@@ -18,7 +18,7 @@ SAVING = "checkpoint"  # the group of the thread that saves
 
 
 @dataclass(frozen=True, slots=True)
-class Wait:
+class CollectiveWait:
     """An operation that this rank is in."""
 
     name: str  # in words that all ranks have for it
@@ -43,7 +43,7 @@ class Look:
     """One look at the other ranks of an operation."""
 
     heartbeats: Heartbeats
-    wait: Wait
+    wait: CollectiveWait
     timeout_s: float
 
     def find(self) -> Finding:

@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 from app.engine.watchdog.collectives import NOTHING, Collective, Recorded, read_recorders
 from app.engine.watchdog.heartbeats import Doing, Finding, Heartbeats, Record
-from app.engine.watchdog.missing import SAVING, SAYS, SHOWN, SILENT, Look, Wait
+from app.engine.watchdog.missing import SAVING, SAYS, SHOWN, SILENT, CollectiveWait, Look
 
 EXIT_STUCK = 124  # as `timeout` reports it
 LOOKS = 20  # per timeout
@@ -65,7 +65,7 @@ class Strand:
 
 
 @dataclass(slots=True)
-class Watch:
+class Watchdog:
     """What this rank does, and whether it is stuck."""
 
     rank: int  # global rank
@@ -171,7 +171,7 @@ class Watch:
                     end(EXIT_STUCK)
                 return
 
-    def waits(self) -> list[Wait]:
+    def waits(self) -> list[CollectiveWait]:
         """What this rank is in now, the longest first: collectives, or what its threads noted."""
         found = []
         for strand in (self.main, self.saving):
@@ -188,12 +188,12 @@ class Watch:
         saving = strand is self.saving
         return [each for each in self._recorded.under_way if (each.group == SAVING) == saving]
 
-    def _in_collective(self, each: Collective, seconds: float) -> Wait:
+    def _in_collective(self, each: Collective, seconds: float) -> CollectiveWait:
         doing = self.saving.doing if each.group == SAVING else self.main.doing
         ranks = dist.get_process_group_ranks(self.groups[each.group])
-        return Wait(str(each), seconds, ranks, collective=each, during=doing)
+        return CollectiveWait(str(each), seconds, ranks, collective=each, during=doing)
 
-    def _in_saving(self) -> Wait:
+    def _in_saving(self) -> CollectiveWait:
         """In a collective that the recorder has dropped, since training has had thousands."""
         number = self._recorded.counts.get(SAVING, 0)
         seconds = time.monotonic() - self.saving.since
@@ -201,15 +201,17 @@ class Watch:
             Collective(SAVING, "exchange", number, since=self.saving.began), seconds
         )
 
-    def _in_action(self) -> Wait:
+    def _in_action(self) -> CollectiveWait:
         doing = self.main.doing
         seconds = self._still_s()
         if exchanges := self.exchanges():
             words = ", ".join(words for words, _ in exchanges[:SHOWN])
-            return Wait(doing, seconds, sorted({rank for _, rank in exchanges}), under_way=words)
+            return CollectiveWait(
+                doing, seconds, sorted({rank for _, rank in exchanges}), under_way=words
+            )
         everybody = range(self.heartbeats.world_size) if self.heartbeats else ()
         if self.main.meeting:
-            return Wait(
+            return CollectiveWait(
                 doing,
                 seconds,
                 everybody,
@@ -217,20 +219,20 @@ class Watch:
             )
         if self.replays:
             steps = self._recorded.counts.get("world", 0)  # has one per step, behind the replay
-            return Wait(
+            return CollectiveWait(
                 doing,
                 seconds,
                 everybody,
                 collective=Collective(REPLAYS, doing, steps, since=self.main.began),
             )
-        return Wait(doing, seconds)
+        return CollectiveWait(doing, seconds)
 
     def _still_s(self) -> float:
         """Seconds for which the main thread has come to no other action or collective."""
         since = self.main.since if self.main.since < math.inf else 0.0
         return time.monotonic() - max(since, self._changed)
 
-    def _record(self, waits: Sequence[Wait]) -> Record:
+    def _record(self, waits: Sequence[CollectiveWait]) -> Record:
         rests = self.main.rests(self._under_way(self.main))
         main = Doing(self.main.doing, 0.0 if rests else self._still_s(), rests)
         saving = None
@@ -255,7 +257,7 @@ class Watch:
             excuse=finding.excuse,
         )
 
-    def _ask(self, heartbeats: Heartbeats, wait: Wait) -> Finding | None:
+    def _ask(self, heartbeats: Heartbeats, wait: CollectiveWait) -> Finding | None:
         """Who is missing in an operation; None: not known yet."""
         look = Look(heartbeats, wait, self.timeout_s)
         if wait.key is None:
@@ -274,7 +276,7 @@ class Watch:
                 return f"{stuck}{under_way}{whom}"
         return None
 
-    def _whom(self, wait: Wait) -> str | None:
+    def _whom(self, wait: CollectiveWait) -> str | None:
         """For whom it waits in vain, in words; None: it waits rightly."""
         if self.heartbeats is None or not wait.ranks:
             return ""

@@ -15,10 +15,10 @@ from app.choices import GraphImpl, GraphScope
 from app.config import CudaGraphConfig, Run
 from app.plan.layout import ParallelLayout
 from app.plan.stages import Stage
-from app.plan.trace.layers import embedding_tape, head_tape, layer_tape
+from app.plan.trace.layers import embedding_trace, head_trace, layer_trace
 from app.plan.trace.parts import Sizes, sizes_of
 from app.plan.trace.replay import Inside, Replay, inside, replay
-from app.plan.trace.trace import Written
+from app.plan.trace.trace import ForwardTrace
 
 ROUTER = ("norm", "shared", "route")
 EXPERTS = ("dispatch", "experts", "combine", "finish")
@@ -122,7 +122,7 @@ def chunk_activations(run: Run, stage: Stage, layout: ParallelLayout) -> ChunkAc
     if run.recompute.full:
         shared = {"rotary": s.rotary, "mask": s.mask} if stage.layers else {}
         usual = _memory(s, _row(s, stage, full=True), carried, shared=shared)
-    later = max((link.replay.later for link in row), default=0)  # a stage may be empty
+    later = max((link.replay.deferred for link in row), default=0)  # a stage may be empty
     kernels = sum(sum(link.kernels.values()) for link in row)
     return ChunkActivations(
         usual,
@@ -162,9 +162,9 @@ def own_inputs(run: Run, layers: Sequence[int]) -> tuple[int, ...]:
 def _row(s: Sizes, stage: Stage, full: bool) -> list[_Link]:
     captured = captured_phases(s.run.cuda_graph)
     is_moe = [s.model.is_moe_layer(layer) for layer in stage.layers]
-    kinds = {moe: _link(layer_tape(s, moe, full), captured) for moe in set(is_moe)}
-    first = [_link(embedding_tape(s), ())] if stage.embedding else []
-    last = [_link(head_tape(s, _tied(s, stage)), ())] if stage.head else []
+    kinds = {moe: _link(layer_trace(s, moe, full), captured) for moe in set(is_moe)}
+    first = [_link(embedding_trace(s), ())] if stage.embedding else []
+    last = [_link(head_trace(s, _tied(s, stage)), ())] if stage.head else []
     return [*first, *(kinds[moe] for moe in is_moe), *last]
 
 
@@ -173,7 +173,7 @@ def _tied(s: Sizes, stage: Stage) -> bool:
     return stage.embedding and stage.head and s.model.tie_embeddings
 
 
-def _link(written: Written, captured: Collection[str]) -> _Link:
+def _link(written: ForwardTrace, captured: Collection[str]) -> _Link:
     return _Link(replay(written), inside(written, captured), captured, kernels=written.kernels())
 
 

@@ -23,12 +23,11 @@ from app.plan.actions import (
     Exchange,
     Forward,
     Free,
+    MicrobatchChunk,
     OnMicrobatch,
     Wait,
 )
 from app.plan.memory.activations import ChunkActivations, MicrobatchMemory
-
-Place = tuple[int, int]  # microbatch, chunk
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +50,9 @@ class Peak:
 
 
 def find_peak(
-    actions: Sequence[Action], chunks: Sequence[ChunkActivations], full: Mapping[Place, bool]
+    actions: Sequence[Action],
+    chunks: Sequence[ChunkActivations],
+    full: Mapping[MicrobatchChunk, bool],
 ) -> Peak:
     """The peak of a training step's list; `full` says which microbatches recompute whole layers,
     all those it leaves out.
@@ -67,12 +68,12 @@ class _Walk:
     """What is alive at one action, and at the largest so far."""
 
     chunks: Sequence[ChunkActivations]
-    full: Mapping[Place, bool]
+    full: Mapping[MicrobatchChunk, bool]
     kept: int = 0  # by autograd and for gradients of weights
     buffers: int = 0
     pool: int = 0  # in partial graphs
-    live: dict[Place, MicrobatchMemory] = field(default_factory=dict)
-    waiting: dict[Place, MicrobatchMemory] = field(default_factory=dict)
+    live: dict[MicrobatchChunk, MicrobatchMemory] = field(default_factory=dict)
+    waiting: dict[MicrobatchChunk, MicrobatchMemory] = field(default_factory=dict)
     # buffers: what it is, microbatch, chunk
     border: dict[tuple[str, int, int], int] = field(default_factory=dict)
     most: int = -1

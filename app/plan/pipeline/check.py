@@ -13,7 +13,7 @@ from app.plan.actions import (
     Exchange,
     Free,
     GatherParams,
-    Op,
+    P2POp,
     ReduceGrads,
     Wait,
 )
@@ -66,9 +66,9 @@ def check(
         _refuse(ranks[rank].left(), rank, actions, place=len(actions))
 
 
-def _sides(schedule: Sequence[Sequence[Compute]], pipeline: Pipeline) -> list[set[Op]]:
+def _sides(schedule: Sequence[Sequence[Compute]], pipeline: Pipeline) -> list[set[P2POp]]:
     """Per rank, the operations that move what the schedule makes."""
-    sides: list[set[Op]] = [set() for _ in schedule]
+    sides: list[set[P2POp]] = [set() for _ in schedule]
     for rank, actions in enumerate(schedule):
         for action in actions:
             for side, op in pipeline.sides(pipeline.makes(rank, action)):
@@ -125,15 +125,15 @@ class _Rank:
     """What one rank has done so far, and what it must not do now."""
 
     def __init__(
-        self, rank: int, pipeline: Pipeline, schedule: Sequence[Compute], sides: set[Op]
+        self, rank: int, pipeline: Pipeline, schedule: Sequence[Compute], sides: set[P2POp]
     ) -> None:
         self.rank = rank
         self.pipeline = pipeline
         self.schedule = schedule
         self.sides = sides
         self.made: set[Made] = set()
-        self.started: set[Op] = set()
-        self.waited: set[Op] = set()
+        self.started: set[P2POp] = set()
+        self.waited: set[P2POp] = set()
         self.moved: set[Made] = set()  # received or sent, and waited for
         self.freed: set[tuple[int, int]] = set()
         self.gathered: set[int] = set()
@@ -188,7 +188,7 @@ class _Rank:
         if is_backward(action) and key in self.sent and key not in self.freed:
             yield "its output is not freed"
 
-    def _start_faults(self, op: Op) -> Iterator[str]:
+    def _start_faults(self, op: P2POp) -> Iterator[str]:
         if op not in self.sides:
             yield f"no other rank has a side of {op}"
         if op in self.started:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
-from app.plan.actions import Action, Backward, Compute, Exchange, Flow, Forward, Free, Op, Wait
+from app.plan.actions import Action, Backward, Compute, Exchange, Flow, Forward, Free, P2POp, Wait
 from app.plan.pipeline.replay import Made, Pipeline, expect_finished, pipeline_of
 from app.plan.pipeline.timeline import Times, compute_moments
 
@@ -93,7 +93,7 @@ def _ready(
 
 def _exchanges(moments: Moments, pipeline: Pipeline) -> list[list[tuple[float, Exchange]]]:
     """Per rank and moment what it sends and receives; hidden states first, then by microbatch."""
-    ops: list[defaultdict[float, list[Op]]] = [defaultdict(list) for _ in range(pipeline.pp)]
+    ops: list[defaultdict[float, list[P2POp]]] = [defaultdict(list) for _ in range(pipeline.pp)]
     for made in sorted(moments, key=lambda made: (made[0] != "F", made)):
         for rank, op in pipeline.sides(made):
             ops[rank][moments[made]].append(op)
@@ -131,9 +131,9 @@ def add_late_waits(actions: Sequence[Action]) -> list[Action]:
     of the list.
     """
     lowered: list[Action] = []
-    sends: dict[Op, int] = {}  # under way -> compute actions before them
+    sends: dict[P2POp, int] = {}  # under way -> compute actions before them
     # receives under way, by what needs them: flow, microbatch, chunk
-    receives: dict[tuple[Flow, int, int], Op] = {}
+    receives: dict[tuple[Flow, int, int], P2POp] = {}
     computed = 0
     for action in actions:
         if isinstance(action, Exchange):

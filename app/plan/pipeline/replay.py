@@ -19,7 +19,7 @@ from app.plan.actions import (
     Compute,
     Flow,
     Forward,
-    Op,
+    P2POp,
 )
 
 Made = tuple[str, int, int]  # letter, microbatch, stage
@@ -72,7 +72,7 @@ class Pipeline:
                 return [("B", mb, stage)]
         return [("F", mb, stage), *([("B", mb, stage + 1)] if stage < self.last else [])]
 
-    def sides(self, made: Made) -> Iterator[tuple[int, Op]]:
+    def sides(self, made: Made) -> Iterator[tuple[int, P2POp]]:
         """(rank, operation) of sender and receiver; nothing for what stays on its rank."""
         letter, mb, source = made
         target = {"F": source + 1, "B": source - 1}.get(letter, -1)
@@ -82,10 +82,10 @@ class Pipeline:
         receiver = self.rank(target)
         if sender != receiver:
             flow: Flow = "F" if letter == "F" else "B"
-            yield sender, Op(flow, mb, source // self.pp, peer=receiver, send=True)
-            yield receiver, Op(flow, mb, target // self.pp, peer=sender, send=False)
+            yield sender, P2POp(flow, mb, source // self.pp, peer=receiver, send=True)
+            yield receiver, P2POp(flow, mb, target // self.pp, peer=sender, send=False)
 
-    def moved(self, rank: int, op: Op) -> Made:
+    def moved(self, rank: int, op: P2POp) -> Made:
         """What an operation of `rank` moves."""
         stage = self.stage(rank, op.chunk)
         return op.flow, op.mb, stage if op.send else stage + (-1 if op.flow == "F" else 1)

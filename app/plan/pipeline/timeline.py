@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from app.plan.actions import Action, Compute, Exchange, Op, Wait
+from app.plan.actions import Action, Compute, Exchange, P2POp, Wait
 from app.plan.pipeline.replay import Made, Pipeline, expect_finished, pipeline_of, take_turns
 from app.plan.schedule import peak_in_flight
 
@@ -126,7 +126,7 @@ class _Posted:
 
     rank: int
     place: int  # in the rank's list
-    ops: tuple[Op, ...]
+    ops: tuple[P2POp, ...]
     start: float  # when it was posted; once it has started, when that was
     ready: float  # latest start of the other sides that it has met
     missing: int  # operations that have not met their other side
@@ -147,7 +147,7 @@ class _Run:
         self.free = [0.0] * pipeline.pp  # per rank: end of its last finished exchange
         # exchanges that have started, by what they wait to move
         self.unmet: dict[Made, _Posted] = {}
-        self.ended: list[dict[Op, float]] = [{} for _ in lists]  # per rank
+        self.ended: list[dict[P2POp, float]] = [{} for _ in lists]  # per rank
 
     def advance(self, rank: int, item: tuple[int, Action]) -> bool:
         """Run the action at this position; False if what it waits for has not happened yet."""

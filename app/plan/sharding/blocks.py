@@ -18,7 +18,7 @@ COLUMNS = ("wo", "w_down")
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class ShardCoords:
     """Where a rank is on the axes that cut parameters, as (index, ranks)."""
 
     tp: tuple[int, int] = (0, 1)
@@ -26,7 +26,7 @@ class Place:
     etp: tuple[int, int] = (0, 1)
 
     @classmethod
-    def of(cls, layout: ParallelLayout, rank: int) -> Place:
+    def of(cls, layout: ParallelLayout, rank: int) -> ShardCoords:
         """The place of global rank `rank`."""
         dense = layout.coords(rank)
         expert = layout.coords(rank, expert=True)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from app.choices import CpComm, Dtype
 from app.config import Run
 from app.plan.trace.parts import MULTIPROCESSORS, Sizes, power_of_two
-from app.plan.trace.trace import Tape, Value
+from app.plan.trace.trace import Trace, TracedTensor
 
 # values of half a head, and heads, that a program of `app.kernels.heads` takes
 HEAD_TILE, FEWEST_HEADS = 1024, 6
@@ -41,7 +41,7 @@ class _Reach:
     kv_heads: int  # G here
 
 
-def attention_core(tape: Tape, s: Sizes, qkv: Value, keep: bool) -> Value:
+def attention_core(trace: Trace, s: Sizes, qkv: TracedTensor, keep: bool) -> TracedTensor:
     """From projected queries, keys and values to what the output projection reads; `keep`:
     backward runs it from `qkv` again.
     """
@@ -50,10 +50,10 @@ def attention_core(tape: Tape, s: Sizes, qkv: Value, keep: bool) -> Value:
     sizes = [heads * per_head for heads in (s.heads, s.kv_heads, s.kv_heads)]
     scratch = 0, _head_norm_sums(s) if norms else 0
     # cosines and sines are saved too, but once for all layers
-    q, k, v = tape.op([qkv], sizes, [qkv] if norms or keep else [], scratch=scratch)
+    q, k, v = trace.op([qkv], sizes, [qkv] if norms or keep else [], scratch=scratch)
     if s.layout.cp == 1:
         return _attend(
-            tape,
+            trace,
             s,
             q,
             k=k,
@@ -61,8 +61,8 @@ def attention_core(tape: Tape, s: Sizes, qkv: Value, keep: bool) -> Value:
             reach=_Reach(s.tokens, s.run.train.seq_len, s.heads, kv_heads=s.kv_heads),
         )
     gathers = s.run.parallel.cp_comm_type is CpComm.all_gather
-    by = _with_keys_gathered if gathers else _with_heads_traded
-    return by(tape, s, q, k=k, v=v)
+    by = _attend_gathered_keys if gathers else _attend_by_heads
+    return by(trace, s, q, k=k, v=v)
 
 
 def _head_norm_sums(s: Sizes) -> int:
@@ -74,7 +74,9 @@ def _head_norm_sums(s: Sizes) -> int:
     return 4 * 2 * width * -(-s.tokens // height) * (s.kv_heads // taken)
 
 
-def _with_keys_gathered(tape: Tape, s: Sizes, q: Value, k: Value, v: Value) -> Value:
+def _attend_gathered_keys(
+    trace: Trace, s: Sizes, q: TracedTensor, k: TracedTensor, v: TracedTensor
+) -> TracedTensor:
     """Both pieces of the queries, each against the keys up to its own end: on the first rank, one
     piece and all 2P.
 
@@ -83,44 +85,50 @@ def _with_keys_gathered(tape: Tape, s: Sizes, q: Value, k: Value, v: Value) -> V
     """
     ranks = s.layout.cp
     seq_len = s.run.train.seq_len
-    (both,) = tape.op([k, v], [k.bytes + v.bytes])
+    (both,) = trace.op([k, v], [k.bytes + v.bytes])
     # arrives in the order of ranks, and is copied into that of the sequence
     whole = ranks * both.bytes
-    (gathered,) = tape.op([both], [whole], scratch=(whole, 2 * whole - both.bytes), kernels=2)
-    keys, values = tape.split(gathered, whole // 2, whole // 2)
-    pieces = tape.split(q, q.bytes // 2, q.bytes // 2)
+    (gathered,) = trace.op([both], [whole], scratch=(whole, 2 * whole - both.bytes), kernels=2)
+    keys, values = trace.split(gathered, whole // 2, whole // 2)
+    pieces = trace.split(q, q.bytes // 2, q.bytes // 2)
     ends = seq_len // (2 * ranks), seq_len
     reaches = [_Reach(s.tokens // 2, end, s.heads, kv_heads=s.kv_heads) for end in ends]
     outs = [
-        _attend(tape, s, piece, k=keys, v=values, reach=reach)
+        _attend(trace, s, piece, k=keys, v=values, reach=reach)
         for piece, reach in zip(pieces, reaches, strict=True)
     ]
-    return tape.op(outs, [q.bytes], holds=[k, v], passes=True)[0]
+    return trace.op(outs, [q.bytes], holds=[k, v], passes=True)[0]
 
 
-def _with_heads_traded(tape: Tape, s: Sizes, q: Value, k: Value, v: Value) -> Value:
+def _attend_by_heads(
+    trace: Trace, s: Sizes, q: TracedTensor, k: TracedTensor, v: TracedTensor
+) -> TracedTensor:
     """Whole sequences of 1/P of the heads: as many bytes. Each trade puts its tokens into order
     before it or behind it.
     """
     ranks = s.layout.cp
     seq_len = s.run.train.seq_len
     own = q, k, v
-    (packed,) = tape.op([q, k, v], [q.bytes + k.bytes + v.bytes])
-    (whole,) = tape.op([packed], [packed.bytes], scratch=(packed.bytes, 0), kernels=3)
-    q, k, v = tape.split(whole, q.bytes, k.bytes, v.bytes)
+    (packed,) = trace.op([q, k, v], [q.bytes + k.bytes + v.bytes])
+    (whole,) = trace.op([packed], [packed.bytes], scratch=(packed.bytes, 0), kernels=3)
+    q, k, v = trace.split(whole, q.bytes, k.bytes, v.bytes)
     reach = _Reach(ranks * s.tokens, seq_len, s.heads // ranks, kv_heads=s.kv_heads // ranks)
-    out = _attend(tape, s, q, k=k, v=v, reach=reach)
-    return tape.op(
+    out = _attend(trace, s, q, k=k, v=v, reach=reach)
+    return trace.op(
         [out], [out.bytes], holds=own, scratch=(out.bytes, out.bytes), kernels=2 + ranks
     )[0]
 
 
-def _attend(tape: Tape, s: Sizes, q: Value, k: Value, v: Value, reach: _Reach) -> Value:
+def _attend(
+    trace: Trace, s: Sizes, q: TracedTensor, k: TracedTensor, v: TracedTensor, reach: _Reach
+) -> TracedTensor:
     attend = _matrix_attention if attends_by_matrices(s.run) else _softmax_attention
-    return attend(tape, s, q, k=k, v=v, reach=reach)
+    return attend(trace, s, q, k=k, v=v, reach=reach)
 
 
-def _softmax_attention(tape: Tape, s: Sizes, q: Value, k: Value, v: Value, reach: _Reach) -> Value:
+def _softmax_attention(
+    trace: Trace, s: Sizes, q: TracedTensor, k: TracedTensor, v: TracedTensor, reach: _Reach
+) -> TracedTensor:
     """A fused kernel: saves arguments, result, a number per row; sums queries' gradient in fp32."""
     batch = s.run.train.micro_batch
     width = s.model.head_width
@@ -134,16 +142,18 @@ def _softmax_attention(tape: Tape, s: Sizes, q: Value, k: Value, v: Value, reach
     # gradients of the keys seen, before they are put among those of the other keys
     cut = seen * reach.kv_heads // 2 if reach.queries < s.tokens else 0
     working = max(sums + seen * reach.heads - k.bytes - v.bytes, cut)
-    return tape.op([q, k, v], [q.bytes], [q, k, v, 0], keeps=row + mask, scratch=(0, working))[0]
+    return trace.op([q, k, v], [q.bytes], [q, k, v, 0], keeps=row + mask, scratch=(0, working))[0]
 
 
-def _matrix_attention(tape: Tape, s: Sizes, q: Value, k: Value, v: Value, reach: _Reach) -> Value:
+def _matrix_attention(
+    trace: Trace, s: Sizes, q: TracedTensor, k: TracedTensor, v: TracedTensor, reach: _Reach
+) -> TracedTensor:
     """Products and a softmax in fp32: saves q, k, v per query head and all probabilities."""
     wide = q.bytes // s.size * 4
     scores = 4 * reach.queries * reach.heads * reach.keys
     keys = 4 * s.run.train.micro_batch * reach.keys * reach.heads * s.model.head_width
     saved = wide + 2 * keys
-    (out,) = tape.op(
+    (out,) = trace.op(
         [q, k, v], [wide], keeps=saved + scores, scratch=(scores + saved, 2 * scores), kernels=12
     )
-    return tape.op([out], [q.bytes])[0]
+    return trace.op([out], [q.bytes])[0]

@@ -9,8 +9,8 @@ from __future__ import annotations
 from app.choices import Recompute
 from app.plan.trace.attention import attention_core
 from app.plan.trace.experts import moe_body
-from app.plan.trace.parts import Sizes, narrow, norm, scattered, swiglu, widen
-from app.plan.trace.trace import Added, Tape, Value, Written
+from app.plan.trace.parts import Sizes, column_parallel, norm, row_parallel, scattered, swiglu
+from app.plan.trace.trace import ForwardTrace, GradAddition, Trace, TracedTensor
 
 # bytes that the loss keeps per token: row of its label, log-sum-exp, whether it counts
 PER_LABEL = 8 + 4 + 1
@@ -19,41 +19,45 @@ LOSS_KERNELS = 9  # behind the logits
 STATISTICS = 2 * 3 * 4
 
 
-def layer_tape(s: Sizes, moe: bool, full: bool) -> Written:
+def layer_trace(s: Sizes, moe: bool, full: bool) -> ForwardTrace:
     """A dense or an MoE layer; `full`: backward computes all of it again from its input."""
-    tape = Tape()
-    given = tape.value(s.stream)
-    with tape.again(full):
-        x = _attention(tape, s, given)
-        x = moe_body(tape, s, s.model.moe, x=x) if moe and s.model.moe else _dense_body(tape, s, x)
-    return Written(tape, given, x)
+    trace = Trace()
+    given = trace.value(s.stream)
+    with trace.again(full):
+        x = _attention(trace, s, given)
+        x = (
+            moe_body(trace, s, s.model.moe, x=x)
+            if moe and s.model.moe
+            else _dense_body(trace, s, x)
+        )
+    return ForwardTrace(trace, given, x)
 
 
-def embedding_tape(s: Sizes) -> Written:
+def embedding_trace(s: Sizes) -> ForwardTrace:
     """The lookup; tokens are the step's input, and with tp > 1 ranks have rows of their own."""
-    tape = Tape(phase="embedding")
+    trace = Trace(phase="embedding")
     whole = s.stream * s.layout.tp
-    given = tape.value(0)
+    given = trace.value(0)
     if s.layout.tp == 1:
-        return Written(tape, given, tape.op([], [whole], weight=s.table)[0])
-    (rows,) = tape.op([], [whole], weight=s.table, keeps=8 * s.tokens, kernels=4)
-    (own,) = tape.op([rows], [whole], keeps=s.tokens)  # zero for the tokens of other ranks
-    return Written(tape, given, scattered(tape, s, own))
+        return ForwardTrace(trace, given, trace.op([], [whole], weight=s.table)[0])
+    (rows,) = trace.op([], [whole], weight=s.table, keeps=8 * s.tokens, kernels=4)
+    (own,) = trace.op([rows], [whole], keeps=s.tokens)  # zero for the tokens of other ranks
+    return ForwardTrace(trace, given, scattered(trace, s, own))
 
 
-def head_tape(s: Sizes, tied: bool) -> Written:
+def head_trace(s: Sizes, tied: bool) -> ForwardTrace:
     """The last norm, and the loss straight from what it makes (`app.model.loss`); `tied` to an
     embedding on this rank.
     """
-    tape = Tape(phase="head")
-    given = tape.value(s.stream)
-    h = norm(tape, s, given)
+    trace = Trace(phase="head")
+    given = trace.value(s.stream)
+    h = norm(trace, s, given)
     by = _loss_of_kept_logits if s.run.loss.chunk_tokens is None else _loss_by_chunks
-    by(tape, s, h, Added.after if tied and s.direct else s.added)
-    return Written(tape, given, None)
+    by(trace, s, h, GradAddition.after if tied and s.direct else s.added)
+    return ForwardTrace(trace, given, None)
 
 
-def _loss_of_kept_logits(tape: Tape, s: Sizes, h: Value, added: Added) -> None:
+def _loss_of_kept_logits(trace: Trace, s: Sizes, h: TracedTensor, added: GradAddition) -> None:
     """Logits that backward turns into their gradient where they are; what it gathers waits for
     the weight's gradient.
     """
@@ -64,29 +68,29 @@ def _loss_of_kept_logits(tape: Tape, s: Sizes, h: Value, added: Added) -> None:
     ordered = s.copies * gathered
     scratch = max(gathered, ordered - logits), 2 * gathered + max(0, ordered - gathered - weight)
     carries = gathered - h.bytes if parts > 1 else 0
-    later = s.later(s.table)
-    (made,) = tape.op(
+    deferred = s.deferred(s.table)
+    (made,) = trace.op(
         [h],
         [logits],
         [h, 0],
         weight=s.table,
         added=added,
-        later=later,
+        deferred=deferred,
         carries=carries,
         scratch=scratch,
     )
     scratch = gathered + STATISTICS * s.tokens, ordered
-    tape.op(
+    trace.op(
         [made], [4], keeps=PER_LABEL * s.tokens, scratch=scratch, passes=True, kernels=LOSS_KERNELS
     )
 
 
-def _there(s: Sizes, added: Added) -> int:
+def _there(s: Sizes, added: GradAddition) -> int:
     """The weight's gradient, where it is stored beside that of the hidden states."""
-    return s.table if added is Added.after else 0
+    return s.table if added is GradAddition.after else 0
 
 
-def _loss_by_chunks(tape: Tape, s: Sizes, h: Value, added: Added) -> None:
+def _loss_by_chunks(trace: Trace, s: Sizes, h: TracedTensor, added: GradAddition) -> None:
     """Logits of some tokens at a time, remade in backward; the weight's gradient sums in fp32."""
     chunk = min(s.run.loss.chunk_tokens or s.tokens, s.tokens)
     parts = s.layout.tp
@@ -103,7 +107,7 @@ def _loss_by_chunks(tape: Tape, s: Sizes, h: Value, added: Added) -> None:
     scratch = max(ordered, gathered + logits + following), max(ordered, most) - h.bytes - weight
     keeps = PER_LABEL * s.tokens
     kernels = LOSS_KERNELS + 2 * -(-s.tokens // chunk)
-    tape.op(
+    trace.op(
         [h],
         [4],
         [h],
@@ -116,27 +120,31 @@ def _loss_by_chunks(tape: Tape, s: Sizes, h: Value, added: Added) -> None:
     )
 
 
-def _attention(tape: Tape, s: Sizes, x: Value) -> Value:
-    tape.phase = "attn"
+def _attention(trace: Trace, s: Sizes, x: TracedTensor) -> TracedTensor:
+    trace.phase = "attn"
     width = s.model.head_width
     heads = s.heads + 2 * s.kv_heads
-    with tape.again(s.recomputes(Recompute.norm), discards=True):
-        h = norm(tape, s, x)
-    qkv = widen(tape, s, h, size=s.tokens * heads * width * s.size, weight=s.weight(heads * width))
-    with tape.again(s.recomputes(Recompute.attn_core)) as again:
-        out = attention_core(tape, s, qkv, keep=again)
-    return tape.add(x, narrow(tape, s, out, weight=s.weight(s.heads * width), holds=[h, qkv]))
+    with trace.again(s.recomputes(Recompute.norm), discards=True):
+        h = norm(trace, s, x)
+    qkv = column_parallel(
+        trace, s, h, size=s.tokens * heads * width * s.size, weight=s.weight(heads * width)
+    )
+    with trace.again(s.recomputes(Recompute.attn_core)) as again:
+        out = attention_core(trace, s, qkv, keep=again)
+    return trace.add(
+        x, row_parallel(trace, s, out, weight=s.weight(s.heads * width), holds=[h, qkv])
+    )
 
 
-def _dense_body(tape: Tape, s: Sizes, x: Value) -> Value:
-    tape.phase = "mlp"
-    with tape.again(s.recomputes(Recompute.norm), discards=True):
-        h = norm(tape, s, x)
+def _dense_body(trace: Trace, s: Sizes, x: TracedTensor) -> TracedTensor:
+    trace.phase = "mlp"
+    with trace.again(s.recomputes(Recompute.norm), discards=True):
+        h = norm(trace, s, x)
     y = swiglu(
-        tape,
+        trace,
         s,
         h,
         width=s.model.ffn_hidden_size // s.layout.tp,
         again=s.recomputes(Recompute.mlp_act),
     )
-    return tape.add(x, y)
+    return trace.add(x, y)

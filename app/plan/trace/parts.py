@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from app.choices import CpComm, Dtype, Recompute, ScheduleName
 from app.config import ModelConfig, Run
 from app.plan.layout import ParallelLayout
-from app.plan.trace.trace import Added, Tape, Value
+from app.plan.trace.trace import GradAddition, Trace, TracedTensor
 
 BYTES = {Dtype.float32: 4, Dtype.bfloat16: 2, Dtype.float16: 2}
 RMS_STATISTICS = 4  # per row, what RMSNorm saves besides its input: an fp32 number
@@ -98,11 +98,11 @@ class Sizes:
         return self.fused and not self.splits
 
     @property
-    def added(self) -> Added:
+    def added(self) -> GradAddition:
         """How backward adds gradients of matrices."""
-        return Added.inside if self.direct or self.splits else Added.after
+        return GradAddition.inside if self.direct or self.splits else GradAddition.after
 
-    def later(self, weight: int, gathered: int = 0) -> int | None:
+    def deferred(self, weight: int, gathered: int = 0) -> int | None:
         """What such a gradient takes when it is computed at last: itself, unless it is never
         there, beside what is gathered.
         """
@@ -129,23 +129,27 @@ def sizes_of(run: Run, layout: ParallelLayout) -> Sizes:
     )
 
 
-def swiglu(tape: Tape, s: Sizes, x: Value, width: int, again: bool) -> Value:
+def swiglu(trace: Trace, s: Sizes, x: TracedTensor, width: int, again: bool) -> TracedTensor:
     """A feed-forward of hidden `width` on this rank; `again`: backward redoes its activation."""
-    up = widen(tape, s, x, size=2 * s.tokens * width * s.size, weight=2 * s.weight(width))
-    return narrow(tape, s, activation(tape, up, again), weight=s.weight(width), holds=[x, up])
+    up = column_parallel(
+        trace, s, x, size=2 * s.tokens * width * s.size, weight=2 * s.weight(width)
+    )
+    return row_parallel(
+        trace, s, activation(trace, up, again), weight=s.weight(width), holds=[x, up]
+    )
 
 
-def activation(tape: Tape, up: Value, again: bool) -> Value:
+def activation(trace: Trace, up: TracedTensor, again: bool) -> TracedTensor:
     """silu(gate) · up, of the two halves of the widened rows, which alone are kept."""
     half = up.bytes // 2
-    with tape.again(again, discards=True):
-        return tape.op([up], [half], [up])[0]
+    with trace.again(again, discards=True):
+        return trace.op([up], [half], [up])[0]
 
 
-def norm(tape: Tape, s: Sizes, x: Value) -> Value:
+def norm(trace: Trace, s: Sizes, x: TracedTensor) -> TracedTensor:
     """RMSNorm of rows of the residual stream."""
     sums = norm_sums(s.local, s.model.hidden_size)
-    return tape.op([x], [x.bytes], [x], keeps=RMS_STATISTICS * s.local, scratch=(0, sums))[0]
+    return trace.op([x], [x.bytes], [x], keeps=RMS_STATISTICS * s.local, scratch=(0, sums))[0]
 
 
 def norm_sums(rows: int, width: int) -> int:
@@ -161,48 +165,58 @@ def power_of_two(width: int) -> int:
     return 1 << (width - 1).bit_length()
 
 
-def cast(tape: Tape, x: Value, size: int) -> Value:
+def cast(trace: Trace, x: TracedTensor, size: int) -> TracedTensor:
     """In another element type, of `size` bytes in all."""
-    return x if size == x.bytes else tape.op([x], [size])[0]
+    return x if size == x.bytes else trace.op([x], [size])[0]
 
 
-def widen(tape: Tape, s: Sizes, x: Value, size: int, weight: int) -> Value:
+def column_parallel(
+    trace: Trace, s: Sizes, x: TracedTensor, size: int, weight: int
+) -> TracedTensor:
     """A product with rows of the weight cut by tp, for all tokens."""
     if s.layout.tp == 1:
-        return tape.op([x], [size], [x], weight=weight, added=s.added, later=s.later(weight))[0]
+        return trace.op(
+            [x], [size], [x], weight=weight, added=s.added, deferred=s.deferred(weight)
+        )[0]
     whole = s.layout.tp * x.bytes
     ordered = s.copies * s.layout.tp * x.bytes
     # backward: its gather under way, then put into order, beside what it scatters; a split one does
     # not gather yet
     scratch = max(whole, ordered - size), ordered + (0 if s.splits else whole)
-    later = s.later(weight, ordered)
-    return tape.op(
+    deferred = s.deferred(weight, ordered)
+    return trace.op(
         [x],
         [size],
         [x],
         weight=weight,
         added=s.added,
-        later=later,
+        deferred=deferred,
         scratch=scratch,
         kernels=1 + s.copies,
     )[0]
 
 
-def narrow(tape: Tape, s: Sizes, x: Value, weight: int, holds: Sequence[Value]) -> Value:
+def row_parallel(
+    trace: Trace, s: Sizes, x: TracedTensor, weight: int, holds: Sequence[TracedTensor]
+) -> TracedTensor:
     """A product with columns cut by tp, summed over the ranks, each of which gets its tokens.
 
     `holds`: what the caller still has.
     """
     size = s.layout.tp * s.stream
-    later = s.later(weight)
-    (whole,) = tape.op([x], [size], [x], holds=holds, weight=weight, added=s.added, later=later)
-    return scattered(tape, s, whole, holds=(x, *holds))
+    deferred = s.deferred(weight)
+    (whole,) = trace.op(
+        [x], [size], [x], holds=holds, weight=weight, added=s.added, deferred=deferred
+    )
+    return scattered(trace, s, whole, holds=(x, *holds))
 
 
-def scattered(tape: Tape, s: Sizes, whole: Value, holds: Sequence[Value] = ()) -> Value:
+def scattered(
+    trace: Trace, s: Sizes, whole: TracedTensor, holds: Sequence[TracedTensor] = ()
+) -> TracedTensor:
     """This rank's tokens of a sum over the tensor-parallel ranks."""
     if s.layout.tp == 1:
         return whole
     ordered = (s.copies - 1) * whole.bytes
     scratch = (ordered, ordered)
-    return tape.op([whole], [s.stream], holds=holds, scratch=scratch, kernels=s.copies)[0]
+    return trace.op([whole], [s.stream], holds=holds, scratch=scratch, kernels=s.copies)[0]

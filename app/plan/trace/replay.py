@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from app.plan.trace.trace import Added, Op, Segment, Tape, Value, Written
+from app.plan.trace.trace import ForwardTrace, GradAddition, Operation, Segment, Trace, TracedTensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +21,7 @@ class Replay:
     forward: Mapping[str, int]  # phase -> most that is alive while it runs
     backward: Mapping[str, int]  # phase -> the same in its backward
     waiting: int  # what gradients of weights need between the two parts of a split backward
-    later: int  # most that one of them takes in the second part
+    deferred: int  # most that one of them takes in the second part
 
     @property
     def total(self) -> int:
@@ -29,20 +29,20 @@ class Replay:
         return sum(self.kept.values())
 
 
-def replay(written: Written) -> Replay:
+def replay(written: ForwardTrace) -> Replay:
     """What `written` keeps, and bytes alive in its forward and backward, by phase."""
-    tape = written.tape
-    saved_by = _saved_by(written.tape)
-    dropped = _dropped(tape, saved_by)
-    kept = _kept(tape, saved_by, dropped)
+    trace = written.trace
+    saved_by = _saved_by(written.trace)
+    dropped = _dropped(trace, saved_by)
+    kept = _kept(trace, saved_by, dropped)
     forward = _forward(written, saved_by.keys() - dropped)
     backward = _backward(written, saved_by, dropped, kept=sum(kept.values()))
     return Replay(
         kept,
         forward,
         backward,
-        waiting=_waiting(tape),
-        later=max((op.later or 0 for op in tape.ops), default=0),
+        waiting=_waiting(trace),
+        deferred=max((op.deferred or 0 for op in trace.ops), default=0),
     )
 
 
@@ -61,54 +61,54 @@ class Inside:
         return sum(self.kept.values())
 
 
-def inside(written: Written, phases: Collection[str]) -> Inside:
+def inside(written: ForwardTrace, phases: Collection[str]) -> Inside:
     """The memory of a part of a tape that is run as one."""
     if not phases:
         return Inside({}, 0, 0, gradients=0)
-    tape = written.tape
-    saved_by = _saved_by(written.tape)
-    mine = {storage for op in tape.ops if op.phase in phases for storage in op.new}
+    trace = written.trace
+    saved_by = _saved_by(written.trace)
+    mine = {storage for op in trace.ops if op.phase in phases for storage in op.new}
     given = {
-        value.storage for op in tape.ops if op.phase in phases for value in (*op.reads, *op.saves)
+        value.storage for op in trace.ops if op.phase in phases for value in (*op.reads, *op.saves)
     } - mine
     cut = {
         value.storage
-        for op in tape.ops
+        for op in trace.ops
         if op.phase not in phases
         for value in (*op.reads, *op.saves, *op.holds)
     } & mine
     if written.result is not None and written.result.storage in mine:
         cut.add(written.result.storage)
-    dropped = _dropped(tape, saved_by)
+    dropped = _dropped(trace, saved_by)
     kept = {storage: places for storage, places in saved_by.items() if storage in mine | given}
     own = {storage: places for storage, places in kept.items() if storage in mine - cut}
-    total = _kept(tape, kept, dropped, phases=phases)
-    differentiable = {storage for op in tape.ops if op.reads for storage in op.new}
+    total = _kept(trace, kept, dropped, phases=phases)
+    differentiable = {storage for op in trace.ops if op.reads for storage in op.new}
     crossing, back = (
-        sum(tape.storages[storage] for storage in part) for part in (cut, cut & differentiable)
+        sum(trace.storages[storage] for storage in part) for part in (cut, cut & differentiable)
     )
     return Inside(
-        total, sum(_kept(tape, own, dropped, phases=phases).values()), crossing, gradients=back
+        total, sum(_kept(trace, own, dropped, phases=phases).values()), crossing, gradients=back
     )
 
 
-def _saved_by(tape: Tape) -> dict[int, list[int]]:
+def _saved_by(trace: Trace) -> dict[int, list[int]]:
     """Storage -> places of the operations that save it, in order."""
     found: dict[int, list[int]] = {}
-    for place, op in enumerate(tape.ops):
+    for place, op in enumerate(trace.ops):
         for value in op.saves:
             found.setdefault(value.storage, []).append(place)
     return found
 
 
-def _dropped(tape: Tape, saved_by: Mapping[int, Sequence[int]]) -> dict[int, Segment]:
+def _dropped(trace: Trace, saved_by: Mapping[int, Sequence[int]]) -> dict[int, Segment]:
     """Saved storages that are made again instead of kept -> the segment that makes them."""
     found: dict[int, Segment] = {}
-    for op in (op for op in tape.ops if op.segment):
+    for op in (op for op in trace.ops if op.segment):
         assert op.segment is not None
         for storage in op.new:
             inside = all(
-                tape.ops[place].segment == op.segment for place in saved_by.get(storage, ())
+                trace.ops[place].segment == op.segment for place in saved_by.get(storage, ())
             )
             if storage in saved_by and (inside or op.segment.discards):
                 found[storage] = op.segment
@@ -116,7 +116,7 @@ def _dropped(tape: Tape, saved_by: Mapping[int, Sequence[int]]) -> dict[int, Seg
 
 
 def _kept(
-    tape: Tape,
+    trace: Trace,
     saved_by: Mapping[int, Sequence[int]],
     dropped: Mapping[int, Segment],
     phases: Collection[str] | None = None,
@@ -125,33 +125,33 @@ def _kept(
     kept: dict[str, int] = {}
     for storage, places in saved_by.items():
         if storage not in dropped:
-            phase = tape.ops[places[0]].phase
-            kept[phase] = kept.get(phase, 0) + tape.storages[storage]
-    for op in tape.ops:
+            phase = trace.ops[places[0]].phase
+            kept[phase] = kept.get(phase, 0) + trace.storages[storage]
+    for op in trace.ops:
         if op.keeps and op.segment is None and (phases is None or op.phase in phases):
             kept[op.phase] = kept.get(op.phase, 0) + op.keeps
     return kept
 
 
-def _forward(written: Written, stays: set[int]) -> dict[str, int]:
+def _forward(written: ForwardTrace, stays: set[int]) -> dict[str, int]:
     """Phase -> most that is alive."""
-    tape = written.tape
+    trace = written.trace
     given = written.given
     result = written.result
     ends = {given.storage: -1}
-    for place, op in enumerate(tape.ops):
+    for place, op in enumerate(trace.ops):
         for value in (*op.reads, *op.makes, *op.saves, *op.holds):
             ends[value.storage] = place
     if result is not None:
-        ends[result.storage] = len(tape.ops)
+        ends[result.storage] = len(trace.ops)
     freed: dict[int, int] = {}
     for storage, place in ends.items():
         if storage not in stays:
-            freed[place] = freed.get(place, 0) + tape.storages[storage]
-    live = tape.storages[given.storage]
+            freed[place] = freed.get(place, 0) + trace.storages[storage]
+    live = trace.storages[given.storage]
     peaks = dict[str, int]()
-    for place, op in enumerate(tape.ops):
-        live += sum(tape.storages[storage] for storage in op.new) + op.keeps
+    for place, op in enumerate(trace.ops):
+        live += sum(trace.storages[storage] for storage in op.new) + op.keeps
         peaks[op.phase] = max(peaks.get(op.phase, 0), live + op.scratch[0])
         live -= freed.get(place, 0) + (op.keeps if op.segment else 0)
     return peaks
@@ -164,51 +164,51 @@ class _Gradient:
 
 
 def _backward(
-    written: Written,
+    written: ForwardTrace,
     saved_by: Mapping[int, Sequence[int]],
     dropped: Mapping[int, Segment],
     kept: int,
 ) -> dict[str, int]:
     """Phase -> most that is alive."""
-    tape = written.tape
+    trace = written.trace
     result = written.result
-    queued = {value.storage for op in tape.ops if op.later is not None for value in op.saves}
+    queued = {value.storage for op in trace.ops if op.deferred is not None for value in op.saves}
     last_use: dict[int, int] = {}  # place -> bytes that nobody needs after it
     for storage, places in saved_by.items():
         if storage not in queued:
-            last_use[places[0]] = last_use.get(places[0], 0) + tape.storages[storage]
-    again = _made_again(tape, saved_by, dropped)
+            last_use[places[0]] = last_use.get(places[0], 0) + trace.storages[storage]
+    again = _made_again(trace, saved_by, dropped)
     gradients = _Gradients()
     if result is not None:
         gradients.give(result, _Gradient(result.bytes))
     live = kept
     peaks = dict[str, int]()
-    for place, op in reversed(list(enumerate(tape.ops))):
+    for place, op in reversed(list(enumerate(trace.ops))):
         live += again.get(place, 0)
         incoming = [gradients.of.pop(value) for value in op.makes if value in gradients.of]
         extra = gradients.spread(op, incoming)
-        weight = op.weight if op.added is Added.after else 0
+        weight = op.weight if op.added is GradAddition.after else 0
         during = gradients.live + extra + weight + op.scratch[1]
         peaks[op.phase] = max(peaks.get(op.phase, 0), live + during)
-        if op.later is None:
+        if op.deferred is None:
             gradients.release(incoming)
         live -= last_use.get(place, 0) + op.keeps
     return peaks
 
 
 def _made_again(
-    tape: Tape, saved_by: Mapping[int, Sequence[int]], dropped: Mapping[int, Segment]
+    trace: Trace, saved_by: Mapping[int, Sequence[int]], dropped: Mapping[int, Segment]
 ) -> dict[int, int]:
     """Place of the first backward that needs a segment -> bytes that the segment remakes."""
     first: dict[Segment, int] = {}
     sizes: dict[Segment, int] = {}
-    for place, op in enumerate(tape.ops):
+    for place, op in enumerate(trace.ops):
         if op.segment:
             first[op.segment] = place
             sizes[op.segment] = sizes.get(op.segment, 0) + op.keeps
     for storage, segment in dropped.items():
         first[segment] = max(first[segment], saved_by[storage][-1])
-        sizes[segment] += tape.storages[storage]
+        sizes[segment] += trace.storages[storage]
     found: dict[int, int] = {}
     for segment, place in first.items():
         found[place] = found.get(place, 0) + sizes[segment]
@@ -219,10 +219,10 @@ def _made_again(
 class _Gradients:
     """Gradients that are alive."""
 
-    of: dict[Value, _Gradient] = field(default_factory=dict)
+    of: dict[TracedTensor, _Gradient] = field(default_factory=dict)
     live: int = 0  # bytes
 
-    def give(self, value: Value, gradient: _Gradient) -> int:
+    def give(self, value: TracedTensor, gradient: _Gradient) -> int:
         """Add to the gradient of a tensor; returns bytes needed only until that is done."""
         if gradient.owners == 0:
             self.live += gradient.bytes
@@ -236,7 +236,7 @@ class _Gradients:
             return gradient.bytes
         return 0
 
-    def spread(self, op: Op, incoming: Sequence[_Gradient]) -> int:
+    def spread(self, op: Operation, incoming: Sequence[_Gradient]) -> int:
         """Gradients of an operation's reads; returns bytes needed only until they are added."""
         if not incoming:
             incoming = [_Gradient(0)]
@@ -253,13 +253,15 @@ class _Gradients:
                 self.live -= gradient.bytes
 
 
-def _waiting(tape: Tape) -> int:
+def _waiting(trace: Trace) -> int:
     """What gradients that wait keep: what came in, and the gradient of what went out, in its
     place where that is saved too.
     """
-    products = [op for op in tape.ops if op.later is not None]
+    products = [op for op in trace.ops if op.deferred is not None]
     came = {value.storage for op in products for value in op.saves}
     went = sum(value.bytes for op in products for value in op.makes if value not in op.saves)
     return (
-        sum(tape.storages[storage] for storage in came) + went + sum(op.carries for op in tape.ops)
+        sum(trace.storages[storage] for storage in came)
+        + went
+        + sum(op.carries for op in trace.ops)
     )

@@ -13,14 +13,14 @@ from enum import Enum
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Value:
+class TracedTensor:
     """A tensor, equal only to itself."""
 
     bytes: int  # of its elements
     storage: int  # number of the memory it lies in, which views share
 
 
-class Added(Enum):
+class GradAddition(Enum):
     """How a backward adds the gradient of a weight to its sum."""
 
     after = "after"  # the gradients of what it reads have been made: they are there together
@@ -36,21 +36,21 @@ class Segment:
 
 
 @dataclass(frozen=True, slots=True)
-class Op:
+class Operation:
     """One operation of a forward, and what its backward needs; sizes in bytes."""
 
     phase: str
     segment: Segment | None
-    reads: tuple[Value, ...]  # that have a gradient
-    makes: tuple[Value, ...]
+    reads: tuple[TracedTensor, ...]  # that have a gradient
+    makes: tuple[TracedTensor, ...]
     new: tuple[int, ...]  # storages that it makes: its values that are no views
-    saves: tuple[Value, ...]  # for its backward
-    holds: tuple[Value, ...]  # alive until here for other reasons
+    saves: tuple[TracedTensor, ...]  # for its backward
+    holds: tuple[TracedTensor, ...]  # alive until here for other reasons
     keeps: int  # saved besides: statistics that only its backward reads
     weight: int  # gradient of its parameter
-    added: Added  # that gradient to its sum
+    added: GradAddition  # that gradient to its sum
     # what that gradient takes in the second part of a split backward; None: it does not wait
-    later: int | None
+    deferred: int | None
     carries: int  # what a split backward holds of it besides until its second part
     scratch: tuple[int, int]  # alive only while it runs, forward and backward
     passes: bool  # the gradient of what it reads is that of what it makes, not a new tensor
@@ -58,41 +58,41 @@ class Op:
 
 
 @dataclass(slots=True)
-class Tape:
+class Trace:
     """The trace of a forward while it is being recorded."""
 
-    ops: list[Op] = field(default_factory=list)
+    ops: list[Operation] = field(default_factory=list)
     storages: list[int] = field(default_factory=list)  # bytes of each
     phase: str = ""  # of the next operations
     segment: Segment | None = None  # of the next operations
     segments: int = 0  # begun so far
 
-    def value(self, size: int) -> Value:
+    def value(self, size: int) -> TracedTensor:
         """A tensor with memory of its own."""
         self.storages.append(size)
-        return Value(size, len(self.storages) - 1)
+        return TracedTensor(size, len(self.storages) - 1)
 
     def op(
         self,
-        reads: Sequence[Value],
-        makes: Sequence[int | Value],
-        saves: Sequence[int | Value] = (),
+        reads: Sequence[TracedTensor],
+        makes: Sequence[int | TracedTensor],
+        saves: Sequence[int | TracedTensor] = (),
         *,
-        holds: Sequence[Value] = (),
+        holds: Sequence[TracedTensor] = (),
         keeps: int = 0,
         weight: int = 0,
-        added: Added = Added.after,
-        later: int | None = None,
+        added: GradAddition = GradAddition.after,
+        deferred: int | None = None,
         carries: int = 0,
         scratch: tuple[int, int] = (0, 0),
         passes: bool = False,
         kernels: int = 1,
-    ) -> tuple[Value, ...]:
+    ) -> tuple[TracedTensor, ...]:
         """Write down an operation. `makes`: new sizes, and views; `saves` may number these."""
         before = len(self.storages)
         made = tuple(self.value(item) if isinstance(item, int) else item for item in makes)
         saved = tuple(made[item] if isinstance(item, int) else item for item in saves)
-        op = Op(
+        op = Operation(
             self.phase,
             self.segment,
             tuple(reads),
@@ -103,7 +103,7 @@ class Tape:
             keeps=keeps,
             weight=weight,
             added=added,
-            later=later,
+            deferred=deferred,
             carries=carries,
             scratch=scratch,
             passes=passes,
@@ -112,11 +112,13 @@ class Tape:
         self.ops.append(op)
         return made
 
-    def split(self, of: Value, *sizes: int) -> tuple[Value, ...]:
+    def split(self, of: TracedTensor, *sizes: int) -> tuple[TracedTensor, ...]:
         """Parts of a tensor as views; backward puts their gradients together in a new tensor."""
-        return self.op([of], [Value(size, of.storage) for size in sizes], kernels=0)
+        return self.op([of], [TracedTensor(size, of.storage) for size in sizes], kernels=0)
 
-    def add(self, left: Value, right: Value, holds: Sequence[Value] = ()) -> Value:
+    def add(
+        self, left: TracedTensor, right: TracedTensor, holds: Sequence[TracedTensor] = ()
+    ) -> TracedTensor:
         """Their sum, of the size of the left one."""
         return self.op([left, right], [left.bytes], holds=holds, passes=True)[0]
 
@@ -135,16 +137,16 @@ class Tape:
 
 
 @dataclass(frozen=True, slots=True)
-class Written:
+class ForwardTrace:
     """A finished trace, with what comes in and what goes on."""
 
-    tape: Tape
-    given: Value  # what comes in
-    result: Value | None  # what goes on; None: a loss, which is summed up
+    trace: Trace
+    given: TracedTensor  # what comes in
+    result: TracedTensor | None  # what goes on; None: a loss, which is summed up
 
     def kernels(self) -> dict[str, int]:
         """Phase -> launches of its forward."""
         found: dict[str, int] = {}
-        for op in self.tape.ops:
+        for op in self.trace.ops:
             found[op.phase] = found.get(op.phase, 0) + op.kernels
         return found

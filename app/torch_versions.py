@@ -12,58 +12,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 # torch 2.13 renamed both and warns about the old names.
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-
-
-def all_gather(
-    output: Tensor, shard: Tensor, group: dist.ProcessGroup, wait: bool = True
-) -> dist.Work | None:
-    """Fill `output` with the equal `shard`s of `group`'s ranks, in rank order; both contiguous.
-
-    Without `wait` it goes on beside what follows, until the work that is returned has been waited
-    for.
-    """
-    if group.size() > 1:
-        work: dist.Work | None = _all_gather(
-            output.view(-1), shard.view(-1), group=group, async_op=not wait
-        )
-        return work
-    if output.data_ptr() != shard.data_ptr():
-        output.copy_(shard.view_as(output))
-    return None
-
-
-def reduce_scatter(
-    shard: Tensor, buffer: Tensor, group: dist.ProcessGroup, wait: bool = True
-) -> dist.Work | None:
-    """Sum `buffer` over `group`, leaving this rank's equal part in `shard`; both contiguous.
-
-    `wait` as in `all_gather`.
-    """
-    if group.size() > 1:
-        work: dist.Work | None = _reduce_scatter(
-            shard.view(-1), buffer.view(-1), group=group, async_op=not wait
-        )
-        return work
-    if shard.data_ptr() != buffer.data_ptr():
-        shard.copy_(buffer.view_as(shard))
-    return None
-
-
-def all_reduce(tensor: Tensor, group: dist.ProcessGroup) -> None:
-    """Sum `tensor` in place over all ranks of `group`."""
-    if group.size() > 1:
-        dist.all_reduce(tensor, group=group)
-
-
-def all_to_all(parts: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Send part p of the first dimension, which has one per rank, to rank p of `group`; returns
-    what came, in rank order.
-    """
-    arrived = torch.empty_like(parts)
-    dist.all_to_all_single(arrived, parts, group=group)
-    return arrived
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 def enqueued(group: dist.ProcessGroup) -> int:

@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from app.compat import unowned
 from app.engine.capture.recorder import Recorder, Recording
 from app.engine.capture.static import Buffer
 from app.engine.capture.tree import Rebuild, flatten
 from app.optim.distributed import Arrival, DistributedOptimizer
+from app.torch_versions import unowned
 
 
-class Piece:
+class CapturedInterval:
     """A differentiable function of hidden states, recorded at its first call and then replayed.
 
     `function` takes hidden states and returns the values that leave the part, by name. What it is
@@ -119,19 +119,19 @@ class Piece:
 
 class _Replayed(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, piece: Piece, x_BsD: Tensor) -> tuple[Tensor, ...]:
-        ctx.piece = piece
+    def forward(ctx: Any, interval: CapturedInterval, x_BsD: Tensor) -> tuple[Tensor, ...]:
+        ctx.interval = interval
         ctx.set_materialize_grads(False)
-        outputs = tuple(output.detach() for output in piece.forward(x_BsD))
+        outputs = tuple(output.detach() for output in interval.forward(x_BsD))
         ctx.mark_non_differentiable(
-            *(out for out, grad in zip(outputs, piece.differentiable, strict=True) if not grad)
+            *(out for out, grad in zip(outputs, interval.differentiable, strict=True) if not grad)
         )
         return outputs
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[None, Tensor]:
-        return None, ctx.piece.backward(grads).detach()
+        return None, ctx.interval.backward(grads).detach()
 
 
 def _place(value: Tensor, buffer: Buffer | None) -> Tensor:

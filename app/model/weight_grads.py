@@ -20,12 +20,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from app.compat import add_product
 from app.kernels.common import moves_tiles, usable
 from app.kernels.grouped_gradient import add_grouped_gradient
+from app.torch_versions import add_product
 
 
-class Gradient(ABC):
+class WeightGrad(ABC):
     """Of a weight in one microbatch, computed when it is wanted."""
 
     @abstractmethod
@@ -38,7 +38,7 @@ class Gradient(ABC):
 
 
 @dataclass(frozen=True, slots=True)
-class Computed(Gradient):
+class ComputedGrad(WeightGrad):
     """A gradient that is computed already."""
 
     value: Tensor
@@ -49,10 +49,10 @@ class Computed(Gradient):
 
 
 @dataclass(frozen=True, slots=True)
-class Awaited(Gradient):
+class GatheredGrad(WeightGrad):
     """A gradient whose operands must first be fetched from other ranks, by `make`."""
 
-    make: Callable[[], Gradient]
+    make: Callable[[], WeightGrad]
 
     def __call__(self) -> Tensor:
         """Fetch the operands and compute."""
@@ -64,7 +64,7 @@ class Awaited(Gradient):
 
 
 @dataclass(frozen=True, slots=True)
-class Product(Gradient):
+class LinearGrad(WeightGrad):
     """A product of two matrices, left · right."""
 
     left: Tensor
@@ -80,7 +80,7 @@ class Product(Gradient):
 
 
 @dataclass(frozen=True, slots=True)
-class GroupedProduct(Gradient):
+class GroupedLinearGrad(WeightGrad):
     """rows[e]ᵀ · grad[e] for every expert e."""
 
     rows_TI: Tensor
@@ -102,40 +102,40 @@ class GroupedProduct(Gradient):
             total.add_(self())
 
 
-AddGrad = Callable[[nn.Parameter, Gradient], None]  # adds to the gradient sum of a parameter
+AddGrad = Callable[[nn.Parameter, WeightGrad], None]  # adds to the gradient sum of a parameter
 
 
-class Later(Protocol):
+class WeightGradSink(Protocol):
     """Where backward leaves gradients of weights."""
 
     @property
-    def waits(self) -> bool:
+    def deferred(self) -> bool:
         """Whether they are computed later than the gradients of inputs."""
 
-    def push(self, weight: nn.Parameter, gradient: Gradient) -> None:
+    def push(self, weight: nn.Parameter, gradient: WeightGrad) -> None:
         """Take a weight's gradient in one microbatch."""
 
 
 @dataclass(frozen=True, slots=True)
-class DirectSums:
+class MainGradSink:
     """Adds gradients of weights to their sums during backward, as soon as each is known."""
 
     add: AddGrad
-    waits: ClassVar[bool] = False
+    deferred: ClassVar[bool] = False
 
-    def push(self, weight: nn.Parameter, gradient: Gradient) -> None:
+    def push(self, weight: nn.Parameter, gradient: WeightGrad) -> None:
         """Add the gradient to its parameter's sum now."""
         self.add(weight, gradient)
 
 
 @dataclass(slots=True)
-class WeightQueue:
+class WeightGradQueue:
     """Weight gradients of one microbatch in one chunk, left over by the backward of its inputs."""
 
-    waiting: list[tuple[nn.Parameter, Gradient]] = field(default_factory=list)
-    waits: ClassVar[bool] = True
+    waiting: list[tuple[nn.Parameter, WeightGrad]] = field(default_factory=list)
+    deferred: ClassVar[bool] = True
 
-    def push(self, weight: nn.Parameter, gradient: Gradient) -> None:
+    def push(self, weight: nn.Parameter, gradient: WeightGrad) -> None:
         """Keep the gradient until `run`."""
         self.waiting.append((weight, gradient))
 
@@ -147,21 +147,21 @@ class WeightQueue:
             add(weight, gradient)
 
 
-def linear(x: Tensor, weight_OI: nn.Parameter, later: Later | None) -> Tensor:
-    """x · weightᵀ over the last dimension; `later` takes the weight's gradient in backward."""
-    if later is None:
+def linear(x: Tensor, weight_OI: nn.Parameter, sink: WeightGradSink | None) -> Tensor:
+    """x · weightᵀ over the last dimension; `sink` takes the weight's gradient in backward."""
+    if sink is None:
         return F.linear(x, weight_OI)
-    out: Tensor = _Linear.apply(x, weight_OI, later)
+    out: Tensor = _Linear.apply(x, weight_OI, sink)
     return out
 
 
 def grouped_linear(
-    rows_TI: Tensor, weight_EIO: nn.Parameter, ends_E: Tensor, later: Later | None
+    rows_TI: Tensor, weight_EIO: nn.Parameter, ends_E: Tensor, sink: WeightGradSink | None
 ) -> Tensor:
-    """Rows of expert e, up to its end offset, times weight[e]; with `later` as `linear`."""
+    """Rows of expert e, up to its end offset, times weight[e]; with `sink` as `linear`."""
     out_TO: Tensor
-    if later is not None:
-        out_TO = _GroupedLinear.apply(rows_TI, weight_EIO, ends_E, later)
+    if sink is not None:
+        out_TO = _GroupedLinear.apply(rows_TI, weight_EIO, ends_E, sink)
         return out_TO
     out_TO = F.grouped_mm(rows_TI, weight_EIO, offs=ends_E)
     if out_TO.requires_grad:
@@ -172,28 +172,28 @@ def grouped_linear(
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight_OI: nn.Parameter, later: Later) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight_OI: nn.Parameter, sink: WeightGradSink) -> Tensor:
         ctx.save_for_backward(x)
         ctx.weight_OI = weight_OI
-        ctx.later = later
+        ctx.sink = sink
         return F.linear(x, weight_OI)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         (x,) = ctx.saved_tensors
-        ctx.later.push(ctx.weight_OI, Product(grad.flatten(0, -2).T, x.flatten(0, -2)))
+        ctx.sink.push(ctx.weight_OI, LinearGrad(grad.flatten(0, -2).T, x.flatten(0, -2)))
         return grad @ ctx.weight_OI, None, None
 
 
 class _GroupedLinear(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, rows_TI: Tensor, weight_EIO: nn.Parameter, ends_E: Tensor, later: Later
+        ctx: Any, rows_TI: Tensor, weight_EIO: nn.Parameter, ends_E: Tensor, sink: WeightGradSink
     ) -> Tensor:
         ctx.save_for_backward(rows_TI, ends_E)
         ctx.weight_EIO = weight_EIO
-        ctx.later = later
+        ctx.sink = sink
         return F.grouped_mm(rows_TI, weight_EIO, offs=ends_E)
 
     @staticmethod
@@ -201,5 +201,5 @@ class _GroupedLinear(torch.autograd.Function):
     def backward(ctx: Any, grad_TO: Tensor) -> tuple[Tensor, None, None, None]:
         rows_TI, ends_E = ctx.saved_tensors
         grad_TO = grad_TO.contiguous()
-        ctx.later.push(ctx.weight_EIO, GroupedProduct(rows_TI, grad_TO, ends_E))
+        ctx.sink.push(ctx.weight_EIO, GroupedLinearGrad(rows_TI, grad_TO, ends_E))
         return F.grouped_mm(grad_TO, ctx.weight_EIO.transpose(1, 2), offs=ends_E), None, None, None

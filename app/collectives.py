@@ -1,0 +1,61 @@
+"""Collectives over a process group of which one rank, or none besides this one, is a special case
+of the same call: nothing is sent.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from app.torch_versions import all_gather_single, reduce_scatter_single
+
+
+def all_gather(
+    output: Tensor, shard: Tensor, group: dist.ProcessGroup, wait: bool = True
+) -> dist.Work | None:
+    """Fill `output` with the equal `shard`s of `group`'s ranks, in rank order; both contiguous.
+
+    Without `wait` it goes on beside what follows, until the work that is returned has been waited
+    for.
+    """
+    if group.size() > 1:
+        work: dist.Work | None = all_gather_single(
+            output.view(-1), shard.view(-1), group=group, async_op=not wait
+        )
+        return work
+    if output.data_ptr() != shard.data_ptr():
+        output.copy_(shard.view_as(output))
+    return None
+
+
+def reduce_scatter(
+    shard: Tensor, buffer: Tensor, group: dist.ProcessGroup, wait: bool = True
+) -> dist.Work | None:
+    """Sum `buffer` over `group`, leaving this rank's equal part in `shard`; both contiguous.
+
+    `wait` as in `all_gather`.
+    """
+    if group.size() > 1:
+        work: dist.Work | None = reduce_scatter_single(
+            shard.view(-1), buffer.view(-1), group=group, async_op=not wait
+        )
+        return work
+    if shard.data_ptr() != buffer.data_ptr():
+        shard.copy_(buffer.view_as(shard))
+    return None
+
+
+def all_reduce(tensor: Tensor, group: dist.ProcessGroup) -> None:
+    """Sum `tensor` in place over all ranks of `group`."""
+    if group.size() > 1:
+        dist.all_reduce(tensor, group=group)
+
+
+def all_to_all(parts: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Send part p of the first dimension, which has one per rank, to rank p of `group`; returns
+    what came, in rank order.
+    """
+    arrived = torch.empty_like(parts)
+    dist.all_to_all_single(arrived, parts, group=group)
+    return arrived
