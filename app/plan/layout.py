@@ -47,24 +47,6 @@ def _corners(sizes: Sequence[int], axes: Sequence[int]) -> list[int]:
     return ranks
 
 
-def nested_groups(group: Sequence[int], sizes: Sequence[int]) -> list[list[list[int]]]:
-    """The levels of one group cut into a hierarchy: result[level] lists that level's subgroups.
-
-    Level 0 holds neighbours, `sizes[0]` at a time; level l joins ranks Π sizes[:l] apart. [2, 4] of
-    8 ranks are four pairs of neighbours and two groups of every second rank (hierarchical context
-    parallelism; [shards, replicas] for optimizer state that is sharded within a part of the
-    data-parallel ranks). Raises ValueError if the sizes do not multiply to the group's.
-    """
-    if prod(sizes) != len(group):
-        raise ValueError(
-            f"sizes {list(sizes)} multiply to {prod(sizes)}, but the group has {len(group)} ranks"
-        )
-    return [
-        [[group[i] for i in part] for part in axis_groups(sizes, {level})]
-        for level in range(len(sizes))
-    ]
-
-
 @dataclass(frozen=True)
 class ParallelLayout:
     """Degrees of every parallel axis over `world_size` ranks, and the groups they form.
@@ -144,10 +126,6 @@ class ParallelLayout:
             [pipeline[0], pipeline[-1]] if len(pipeline) > 1 else pipeline
             for pipeline in self.groups("pp")
         ]
-
-    def position_embedding_groups(self) -> list[list[int]]:
-        """First rank of each pipeline: those that would hold learned position embeddings."""
-        return [pipeline[:1] for pipeline in self.groups("pp")]
 
     def _check_degrees(self) -> None:
         degrees = {

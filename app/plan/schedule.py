@@ -246,7 +246,7 @@ def signed_order(actions: Iterable[object]) -> list[int]:
     """The list in signed numbers: +(chunk + 1) for a forward, −(chunk + 1) for a backward.
 
     A split backward counts where its BackwardInput stands; BackwardWeight and whatever does not
-    compute is left out.
+    compute is left out. For other programs, and for tests that compare lists with theirs.
     """
     signs: list[int] = []
     for action in actions:

@@ -131,7 +131,10 @@ def shard_map(
     param_align: int = 1,
     shard_align: int = 1,
 ) -> list[list[Range]]:
-    """What `rank` owns of each parameter, in registration order; otherwise as `buffer_layout`."""
+    """What `rank` owns of each parameter, in registration order; otherwise as `buffer_layout`.
+
+    For other programs: this one asks a `BufferLayout` itself.
+    """
     return buffer_layout(
         numels, world, bucket_numel=bucket_numel, param_align=param_align, shard_align=shard_align
     ).ranges(rank)

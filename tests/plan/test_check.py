@@ -9,12 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from symbolic import run
 
-from app.plan.actions import Action, Compute, Exchange, parse_action
+from app.plan.actions import Action, Compute, Exchange
 from app.plan.pipeline.check import check
 from app.plan.pipeline.lowering import lower_all
 from app.plan.pipeline.timeline import simulate
 from app.plan.plan import Plan
 from app.plan.schedule import build_schedule, chunk_order, v_shaped
+from tests.actions import parse_action
 from tests.test_config import load
 
 NAMES = ("none", "gpipe", "1f1b", "interleaved", "zero_bubble_h1", "zero_bubble_v")

@@ -9,11 +9,11 @@ import json
 
 import pytest
 
-from app.plan.actions import parse_action
 from app.plan.cost.flops import parameter_count
 from app.plan.export import GROUP_AXES, SECTIONS, WHAT, Estimate, plan_json, rank_groups, stage_rows
 from app.plan.plan import GIB, Plan
 from app.plan.suggestion import Suggestion
+from tests.actions import parse_action
 from tests.test_config import load
 
 DENSE = ("model=llama3_8b", "parallel.world_size=16", "parallel.tp=4", "parallel.pp=2")

@@ -7,11 +7,12 @@ from itertools import product
 import pytest
 
 from app.plan import select
-from app.plan.actions import Action, Backward, BackwardWeight, Compute, Forward, parse_action
+from app.plan.actions import Action, Backward, BackwardWeight, Compute, Forward
 from app.plan.graphs import GraphPlan, check_graphs, plan_graphs
 from app.plan.pipeline.lowering import lower_all
 from app.plan.plan import Plan
 from app.plan.schedule import build_schedule, peak_in_flight, warmup_count
+from tests.actions import parse_action
 from tests.test_config import load
 
 LAYOUTS = [

@@ -21,12 +21,12 @@ from app.plan.actions import (
     P2POp,
     ReduceGrads,
     Wait,
-    parse_action,
 )
 from app.plan.pipeline.check import check
 from app.plan.pipeline.lowering import lower, lower_all
 from app.plan.pipeline.timeline import Times, simulate
 from app.plan.schedule import build_schedule, signed_order, v_shaped, warmup_count
+from tests.actions import parse_action
 
 # Megatron-Core 0.16.1
 GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "schedule.json").read_text())

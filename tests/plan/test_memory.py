@@ -28,7 +28,6 @@ from app.config import (
     ScheduleConfig,
     TrainConfig,
 )
-from app.plan.actions import parse_action
 from app.plan.layout import ParallelLayout
 from app.plan.memory.activations import (
     ChunkActivations,
@@ -43,6 +42,7 @@ from app.plan.plan import GIB, Plan
 from app.plan.schedule import build_schedule
 from app.plan.stages import Stage
 from app.rules import check
+from tests.actions import parse_action
 from tests.test_config import load
 
 DENSE = ModelConfig(

@@ -19,7 +19,6 @@ from app.plan.actions import (
     P2POp,
     ReduceGrads,
     Wait,
-    parse_action,
 )
 from app.plan.schedule import (
     build_schedule,
@@ -28,6 +27,7 @@ from app.plan.schedule import (
     signed_order,
     warmup_count,
 )
+from tests.actions import parse_action
 
 # Megatron-Core 0.16.1
 GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "schedule.json").read_text())

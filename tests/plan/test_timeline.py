@@ -4,11 +4,12 @@ from itertools import product
 
 import pytest
 
-from app.plan.actions import Compute, Exchange, Wait, parse_action
+from app.plan.actions import Compute, Exchange, Wait
 from app.plan.pipeline.lowering import lower_all
 from app.plan.pipeline.replay import Pipeline
 from app.plan.pipeline.timeline import Times, simulate
 from app.plan.schedule import build_schedule, v_shaped
+from tests.actions import parse_action
 
 SMALL = list(product(range(1, 6), range(1, 9)))  # pipeline ranks, microbatches
 CHUNKS = {"gpipe": 1, "1f1b": 1, "zero_bubble_h1": 1, "interleaved": 2, "zero_bubble_v": 2}

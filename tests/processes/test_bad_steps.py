@@ -19,7 +19,7 @@ from app.choices import BadStep
 from app.config import CheckpointConfig, PrecisionConfig, Run, TrainConfig
 from app.engine import trainer
 from app.engine.build import Engine, build_engine
-from app.engine.checkpoint.folder import complete_checkpoints, newest_checkpoint, verify_checkpoint
+from app.engine.checkpoint.folder import complete_checkpoints, newest_checkpoint
 from app.engine.groups import create_groups
 from app.engine.pipeline.data_feed import StepInput
 from app.engine.report.metrics import StepReport
@@ -33,6 +33,7 @@ from app.errors import ConfigError
 from app.optim.scale import LossScale
 from app.plan.plan import Plan
 from tests.cases import sampled
+from tests.checkpoints import verify_checkpoint
 from tests.distributed import begin_fork, run_distributed
 from tests.runs import make_run
 from tests.training import composed, corpus_in, untimed

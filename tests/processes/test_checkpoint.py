@@ -19,12 +19,12 @@ from safetensors.torch import load_file
 from app.choices import Dtype, Score, Source
 from app.config import CheckpointConfig, ModelConfig, ParallelConfig, PrecisionConfig, Run
 from app.engine.build import Engine
-from app.engine.checkpoint.folder import CHECKPOINTS, LATEST, newest_checkpoint, verify_checkpoint
+from app.engine.checkpoint.folder import CHECKPOINTS, LATEST, newest_checkpoint
 from app.engine.checkpoint.load import Progress, load_checkpoint
-from app.engine.checkpoint.save import save_checkpoint
 from app.engine.run.start import find_start
 from app.errors import ConfigError
 from app.plan.sharding.reshard import Block, Slice, overlaps
+from tests.checkpoints import save_checkpoint, verify_checkpoint
 from tests.distributed import run_distributed
 from tests.parity import exact_engine
 from tests.rounding import expect_alike, numbered

@@ -35,12 +35,12 @@ from app.engine.checkpoint.folder import (
     LATEST,
     complete_checkpoints,
     newest_checkpoint,
-    verify_checkpoint,
 )
 from app.engine.checkpoint.load import Progress
 from app.engine.checkpoint.saver import Saver
 from app.engine.groups import process_world
 from tests.cases import chosen
+from tests.checkpoints import verify_checkpoint
 from tests.distributed import begin_fork
 from tests.runs import TINY, engine_of, make_run
 

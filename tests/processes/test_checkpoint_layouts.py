@@ -33,10 +33,10 @@ from app.engine.build import Engine, build_engine
 from app.engine.checkpoint import load as checkpoint
 from app.engine.checkpoint.folder import CHECKPOINTS, newest_checkpoint, read_manifest
 from app.engine.checkpoint.load import Progress, load_checkpoint
-from app.engine.checkpoint.save import save_checkpoint
 from app.engine.groups import Groups, create_groups
 from app.plan.plan import Plan
 from tests.cases import chosen
+from tests.checkpoints import save_checkpoint
 from tests.distributed import run_distributed
 from tests.parity import NUMBERS, OneProcess, Trained
 from tests.runs import make_run, train_steps, whole_parameters

@@ -14,8 +14,8 @@ import pytest
 from app.engine.build import Engine
 from app.engine.checkpoint.folder import read_manifest
 from app.engine.checkpoint.load import Progress, load_checkpoint
-from app.engine.checkpoint.save import save_checkpoint
 from app.engine.run.run_folder import CHECKPOINTS, newest_checkpoint
+from tests.checkpoints import save_checkpoint
 from tests.distributed import run_distributed
 from tests.parity import NUMBERS, OneProcess, Trained, here
 from tests.random_runs import another_layout, random_run

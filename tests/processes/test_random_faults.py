@@ -24,17 +24,13 @@ import torch
 
 from app.config import Run
 from app.engine.checkpoint import save as checkpoint_save
-from app.engine.checkpoint.folder import (
-    CHECKPOINTS,
-    complete_checkpoints,
-    newest_checkpoint,
-    verify_checkpoint,
-)
+from app.engine.checkpoint.folder import CHECKPOINTS, complete_checkpoints, newest_checkpoint
 from app.engine.checkpoint.load import Progress, load_checkpoint
 from app.engine.groups import process_world
 from app.engine.run.start import find_start
 from app.errors import ConfigError
 from tests.cases import sampled
+from tests.checkpoints import verify_checkpoint
 from tests.distributed import begin_fork, run_distributed
 from tests.processes.test_checkpoint import MODELS, run_of, save
 from tests.processes.test_stop import untimed

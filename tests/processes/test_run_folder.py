@@ -27,7 +27,6 @@ from app.engine.checkpoint.folder import (
     complete_checkpoints,
     named_by_latest,
     newest_checkpoint,
-    verify_checkpoint,
 )
 from app.engine.checkpoint.load import Progress
 from app.engine.checkpoint.saver import Saver
@@ -49,6 +48,7 @@ from app.errors import ConfigError
 from app.plan.plan import Plan
 from app.version import Version
 from tests.cases import chosen
+from tests.checkpoints import verify_checkpoint
 from tests.distributed import run_distributed
 from tests.processes.test_resume import FILE, RUN, saved
 from tests.runs import TINY, engine_of, make_run

@@ -26,8 +26,8 @@ from app.moe.dispatch import LocalDispatcher
 from app.moe.experts import grouped_swiglu
 from app.moe.permute import combine, permute, sort_by_expert
 from app.moe.phases import MoEBody
-from app.moe.reference import moe_layer
 from app.moe.router import choose
+from tests.moe_reference import moe_layer
 from tests.rounding import expect_alike, expect_sums, in_fp64
 
 GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "router.json").read_text())

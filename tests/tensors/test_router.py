@@ -19,7 +19,6 @@ from app.choices import Balance, DropPolicy, Score
 from app.config import MoEConfig
 from app.model.peers import Peers
 from app.moe.phases import Router
-from app.moe.reference import route_token
 from app.moe.router import (
     aux_loss,
     aux_routing,
@@ -31,6 +30,7 @@ from app.moe.router import (
     update_bias,
     z_loss,
 )
+from tests.moe_reference import route_token
 from tests.rounding import expect_alike, expect_sums, numbered, plain_and_exact
 
 Json = dict[str, Any]

@@ -173,16 +173,6 @@ def parse_manifest(path: Path) -> dict[str, Any]:
     return manifest
 
 
-def verify_checkpoint(path: Path) -> dict[str, Any]:
-    """The manifest of a checkpoint, all files of which have been read and are as they were saved.
-
-    Raises ConfigError.
-    """
-    manifest = read_manifest(path)
-    check_contents(path, manifest, manifest["files"])
-    return manifest
-
-
 def check_contents(path: Path, manifest: dict[str, Any], names: Iterable[str]) -> None:
     """Compare the sha256 of files of a checkpoint with its manifest's. Raises ConfigError."""
     for name in names:

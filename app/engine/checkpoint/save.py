@@ -46,7 +46,7 @@ from app.engine.checkpoint.synced import sync_folder, write_synced
 from app.engine.checkpoint.tensor_file import write_tensors
 from app.engine.run.run_folder import plain
 from app.engine.watchdog.watchdog import Strand
-from app.errors import ConfigError, no_room, warn
+from app.errors import ConfigError, no_room
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,19 +110,6 @@ def current_state(
         manifest=manifest,
         keep=run.checkpoint,
     )
-
-
-def save_checkpoint(
-    folder: Path, engine: Engine, run: Run, progress: Progress, cursor: dict[str, Any]
-) -> Path:
-    """Write and commit a checkpoint; all ranks call it together. Returns its folder.
-
-    Raises ConfigError on every rank when one could not write; what was saved before is then still
-    there.
-    """
-    state = current_state(engine, run, progress, cursor=cursor)
-    strand = engine.watchdog.main
-    return write_checkpoint(folder, state, engine.groups.host, strand=strand, tell=warn)
 
 
 def write_checkpoint(

@@ -2,9 +2,8 @@
 
 A parameter is cut twice. Tensor and expert parallelism give a rank a *block* of the global tensor;
 data parallelism then gives it a contiguous *part* of that block, flattened row by row, for the
-optimizer's state. `overlaps` intersects two such slices of one global tensor. `transfers` is the
-case in which the blocks are the same and only the buffers differ: other numbers of data-parallel
-ranks, other buckets, other alignment. Everything here counts elements, not bytes.
+optimizer's state. `overlaps` intersects two such slices of one global tensor. Everything here
+counts elements, not bytes.
 
 Cuts that are not one range of rows or columns become so in a global shape with one dimension more.
 A SwiGLU's first matrix of shape [2F, D] holds the gate's rows, then the up projection's, and each
@@ -20,73 +19,7 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import NamedTuple
 
-from app.plan.shards import Bounds, BufferLayout, Range
-
-
-class Transfer(NamedTuple):
-    """A piece of one parameter on its way: three ranges [start, end) of equally many elements.
-
-    Places on a rank count through its shards of all buckets laid end to end.
-    """
-
-    source_rank: int  # who owns it now
-    source: Bounds  # on that rank
-    target: Bounds  # on the rank that needs it
-    param: Bounds  # in the flattened parameter
-
-
-def transfers(source: BufferLayout, target: BufferLayout, rank: int) -> list[list[Transfer]]:
-    """What fills the target shards of `rank` from the ranks of `source`, per parameter, in order.
-
-    Both lay out the same parameters, in registration order; ValueError where their number or sizes
-    differ. Time and result grow with the parameters and with the source ranks that have a piece,
-    not with the worlds or the sizes.
-    """
-    _check_same(source, target)
-    needed = target.ranges(rank)
-    return [
-        [piece for part in parts for piece in _pieces(source, target, index, part=part)]
-        for index, parts in enumerate(needed)
-    ]
-
-
-def _pieces(
-    source: BufferLayout, target: BufferLayout, index: int, part: Range
-) -> Iterator[Transfer]:
-    """The pieces of `part` of parameter `index`: the source shards are equally long, so their
-    owners follow by division.
-    """
-    place = source.params[index][0]
-    bucket = source.bucket_of[index]
-    begin, end = source.buckets[bucket]
-    size = (end - begin) // source.world
-    first, last = (
-        (place + element - begin) // size for element in (part.param[0], part.param[1] - 1)
-    )
-    needed = part.local[0] + target.buckets[part.bucket][0] // target.world
-    for owner in range(first, last + 1):
-        low = begin + owner * size
-        high = begin + (owner + 1) * size
-        start = max(part.param[0], low - place)
-        stop = min(part.param[1], high - place)
-        held = place + start - low + begin // source.world
-        wanted = needed + start - part.param[0]
-        yield Transfer(
-            owner, (held, held + stop - start), (wanted, wanted + stop - start), param=(start, stop)
-        )
-
-
-def _check_same(source: BufferLayout, target: BufferLayout) -> None:
-    if len(source.params) != len(target.params):
-        raise ValueError(
-            f"the source holds {len(source.params)} parameters, the target {len(target.params)}"
-        )
-    for index, places in enumerate(zip(source.params, target.params, strict=True)):
-        have, want = (end - start for start, end in places)
-        if have != want:
-            raise ValueError(
-                f"parameter {index} has {have} elements in the source and {want} in the target"
-            )
+from app.plan.shards import Bounds
 
 
 @dataclass(frozen=True, slots=True)
