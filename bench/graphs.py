@@ -139,7 +139,7 @@ def train(
     torch.manual_seed(launch.rank)
     plan = Plan(load_overrides(overrides, launch.world_size))
     engine = build_engine(plan, create_groups(plan.layout, launch.rank), device)
-    with engine.watch.running():
+    with engine.watchdog.running():
         try:
             return measure(engine, steps, mutation)
         finally:

@@ -105,7 +105,7 @@ def train(
     torch.cuda.reset_peak_memory_stats()
     plan = Plan(load_overrides(overrides, launch.world_size))
     engine = build_engine(plan, create_groups(plan.layout, launch.rank), device)
-    with engine.watch.running():
+    with engine.watchdog.running():
         try:
             return measure(engine, steps, top)
         finally:

@@ -93,7 +93,7 @@ def train(run: Run, launch: Launch) -> tuple[list[dict[str, Any]], dict[str, flo
     with process_world(launch.rank, run.world_size, device):
         groups = create_groups(plan.layout, launch.rank)
         engine = build_engine(plan, groups, device)
-        with closing_graphs(engine), engine.watch.running():
+        with closing_graphs(engine), engine.watchdog.running():
             trainer, watch = Trainer(engine, random_data(run), Start(None)), Stopwatch()
             rows = [trainer.step(watch).metrics() for _ in range(run.train.steps)]
             engine.make_parameters_whole()

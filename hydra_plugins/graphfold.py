@@ -30,9 +30,11 @@ class GridSweeper(Sweeper):
 
     def sweep(self, arguments: list[str]) -> None:
         """Run the sweep; SystemExit unless all went well."""
-        from app.cli.sweeps.sweep import Asked, run_sweep
+        from app.cli.sweeps.sweep import SweepRequest, run_sweep
 
-        run_sweep(Asked(self.hydra_context, self.task_function, self.config, tuple(arguments)))
+        run_sweep(
+            SweepRequest(self.hydra_context, self.task_function, self.config, tuple(arguments))
+        )
 
 
 class TorchrunLauncher(Launcher):

@@ -29,7 +29,7 @@ def trained(rank: int, run: Run) -> list[dict[str, Any]]:
     for direct in (True, False):
         with pytest.MonkeyPatch.context() as patch:
             if not direct:
-                patch.setattr(DistributedOptimizer, "direct_sums", lambda optimizer: None)
+                patch.setattr(DistributedOptimizer, "main_grad_sink", lambda optimizer: None)
             engine = engine_of(run, rank)
             assert (engine.optimizer.main_grad_sink() is not None) == direct
             seen = train_steps(run, engine, 3)

@@ -86,8 +86,8 @@ def test_each_part_changes_nothing(phases: tuple[Recompute, ...]):
 def test_nothing_is_held_once_backward_is_over(phases: tuple[Recompute, ...]):
     """What a part inside of another one leaves behind would pile up from layer to layer."""
     chunk, tokens = make_chunk(MODELS["moe"]), torch.arange(32).view(2, 16)
-    context = chunk.context(torch.arange(16).expand(2, 16), None, again=phases)
+    context = chunk.context(torch.arange(16).expand(2, 16), None, recompute=phases)
     loss = chunk.loss(chunk(tokens, context).x, tokens, context)
-    assert not context.again._sources
+    assert not context.recompute._sources
     loss.backward()
-    assert not context.again._sources
+    assert not context.recompute._sources

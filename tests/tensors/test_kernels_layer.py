@@ -285,7 +285,7 @@ def test_attention_is_the_same_with_kernels(
     def run(module: torch.nn.Module) -> Outputs:
         like = next(module.parameters()).dtype
         cos_BS1H, sin_BS1H = (table.to(like) for table in (tables.cos_BS1H, tables.sin_BS1H))
-        context = Context(cos_BS1H, sin_BS1H, None, again=Recomputation(frozenset(parts)))
+        context = Context(cos_BS1H, sin_BS1H, None, recompute=Recomputation(frozenset(parts)))
         return trained(module, lambda x: module(x, context))
 
     same_with_kernels(run, module, switch)
@@ -305,7 +305,7 @@ def test_feed_forward_is_the_same_with_kernels(
 
         def forward(x: Tensor) -> Tensor:
             with again.forward():
-                return module[1](module[0](x), again=again)
+                return module[1](module[0](x), recompute=again)
 
         return trained(module, forward)
 

@@ -68,7 +68,7 @@ def test_loss_and_gradients(
 def test_the_weight_gradient_can_wait(chunk: int | None):
     h, weight, labels = draw(torch.float32)
     queue, sums = WeightGradQueue(), torch.zeros(V, D)
-    summed_loss(h, weight, labels, chunk_tokens=chunk, later=queue).backward()
+    summed_loss(h, weight, labels, chunk_tokens=chunk, sink=queue).backward()
     assert weight.grad is None
     queue.run(lambda param, gradient: gradient.add_to(sums))
     expect_sums({"weight": sums}, {"weight": exact(h, weight, labels, scale=1.0)[2]}, TERMS)
