@@ -15,8 +15,10 @@ from types import SimpleNamespace
 
 import pytest
 
+from app.cli.processes import openmp
 from app.cli.processes.launch import carry_out, settled, start_ranks
-from app.cli.processes.launcher import Launch, waiting_threads
+from app.cli.processes.launcher import Launch
+from app.cli.processes.openmp import LOOKS, crowded, waiting_threads
 from app.errors import ConfigError
 from tests.programs import run_forked
 from tests.training import composed, wait_for
@@ -114,9 +116,38 @@ def test_an_environment_that_cannot_be_true(changed: dict[str, str], said: str):
     assert str(refused.value).startswith(said)
 
 
-@pytest.mark.parametrize("chosen", [{}, {"OMP_WAIT_POLICY": "passive"}, {"GOMP_SPINCOUNT": "7"}])
-def test_waiting_threads_spin_for_a_moment_unless_the_user_has_chosen(chosen: dict[str, str]):
-    assert waiting_threads(chosen) == ({} if chosen else {"GOMP_SPINCOUNT": "10000"})
+@pytest.mark.parametrize("crowd", [False, True])
+def test_waiting_threads_spin_for_a_moment(monkeypatch: pytest.MonkeyPatch, crowd: bool):
+    monkeypatch.setattr(openmp, "crowded", lambda: crowd)
+    assert waiting_threads({}) == {"GOMP_SPINCOUNT": "1000" if crowd else "2000"}
+    for chosen in ({"OMP_WAIT_POLICY": "passive"}, {"GOMP_SPINCOUNT": "7"}):
+        assert waiting_threads(chosen) == {}
+
+
+def test_a_crowd_wants_all_cores_at_every_look(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Of /proc/loadavg, in which this thread is one of those that run."""
+    monkeypatch.setattr(os, "cpu_count", lambda: 4)
+    load = tmp_path / "loadavg"
+    for running, found in ((1, False), (4, False), (5, True), (40, True)):
+        load.write_text(f"9.00 9.00 9.00 {running}/812 4711\n")
+        assert crowded(load) is found
+    for nothing in ("", "0.1 0.2 0.3\n", "0.1 0.2 0.3 many/few 7\n"):
+        load.write_text(nothing)
+        assert not crowded(load)
+    assert not crowded(tmp_path / "missing")
+    looks = iter([40] * (LOOKS - 1) + [1])
+    monkeypatch.setattr(openmp, "_others", lambda *_, **__: next(looks))
+    assert not crowded(load)
+
+
+def test_programs_that_compute_are_counted():
+    spin = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(4)]
+    try:
+        wait_for(lambda: openmp._others(openmp.LOAD, wait=False) >= len(spin))
+    finally:
+        for process in spin:
+            process.kill()
+            process.wait()
 
 
 def test_ranks_and_their_launcher_take_the_threads_policy(monkeypatch: pytest.MonkeyPatch):
@@ -124,15 +155,16 @@ def test_ranks_and_their_launcher_take_the_threads_policy(monkeypatch: pytest.Mo
     from app.engine import train
 
     run, env = composed(["log=none"], 1), dict[str, str]()
+    monkeypatch.setattr(openmp, "crowded", lambda: False)
     monkeypatch.setattr(train, "train", lambda *_, **__: int(env["GOMP_SPINCOUNT"]))
     alone = Launch(0, 0, 1, one_host=True)
-    assert carry_out(run, alone, "train.py", env=env) == 10_000
+    assert carry_out(run, alone, "train.py", env=env) == 2_000
     started: list[dict[str, str]] = []
     process = SimpleNamespace(wait=lambda: 0)
     take = lambda *_, env: started.append(env) or process  # noqa: E731
     monkeypatch.setattr(subprocess, "Popen", take)
     assert start_ranks(2, "train.py", [], env=env) == 0
-    assert started[0]["GOMP_SPINCOUNT"] == "10000"
+    assert started[0]["GOMP_SPINCOUNT"] == "2000"
 
 
 def test_such_an_environment_costs_one_line(tmp_path: Path):

@@ -27,7 +27,8 @@ from app.cli.options.messages import RESUMABLE, readable_errors, trial_of
 from app.cli.options.overlaid import overlaid
 from app.cli.options.trial import Trial
 from app.cli.processes.home import child_paths
-from app.cli.processes.launcher import Launch, waiting_threads
+from app.cli.processes.launcher import Launch
+from app.cli.processes.openmp import waiting_threads
 from app.cli.processes.parent import bound
 from app.cli.run_report.facts import run_facts
 from app.cli.sweeps.record import left_to_sweep

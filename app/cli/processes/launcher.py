@@ -13,9 +13,6 @@ from app.cli.processes.slurm_step import end_with_daemon
 from app.engine.run.address import LOOPBACK, loopback_address
 from app.errors import ConfigError
 
-SPINS = "10000"  # rounds that a waiting OpenMP thread spins: under a millisecond
-
-
 # where the tasks of SLURM jobs meet, below the ports that systems hand out
 FIRST_PORT, PORTS = 20_000, 10_000
 
@@ -97,17 +94,6 @@ class Launch:
         loopback = "lo" if sys.platform.startswith("linux") else "lo0"
         # NCCL takes a bare name for the beginning of one.
         return {"GLOO_SOCKET_IFNAME": loopback, "NCCL_SOCKET_IFNAME": f"={loopback}"}
-
-
-def waiting_threads(env: Mapping[str, str]) -> dict[str, str]:
-    """How long OpenMP's threads spin for work, unless the user says; read when torch is loaded.
-
-    Longer than what lies between two operations, shorter than a scheduler's turn: with libgomp's
-    own 300,000 rounds they take the cores from other programs, and from each other. Measured by
-    bench/busy.py.
-    """
-    chosen = env.keys() & {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"}
-    return {} if chosen else {"GOMP_SPINCOUNT": SPINS}
 
 
 def _number(env: Mapping[str, str], name: str, default: int | None = None) -> int:
