@@ -91,7 +91,9 @@ def build_engine(
         entries = ((spec.name, spec.param, spec.block) for spec in of_chunk)
         init_weights(entries, run.model, run.train.seed)
     buffers = plan.buffers[groups.pp_rank]
-    shared_by = OptimizerGroups(groups.dp, groups.edp, groups.tp, embedding=groups.embedding)
+    shared_by = OptimizerGroups(
+        dp_cp=groups.dp_cp, edp=groups.edp, tp=groups.tp, embedding=groups.embedding
+    )
     grads = DTYPES[run.precision.grads]
     optimizer = DistributedOptimizer(
         specs, buffers, run.optim, groups=shared_by, grads=grads, device=device
@@ -172,10 +174,10 @@ def build_layer(model: ModelConfig, index: int, peers: Peers) -> Layer:
 def _dispatcher(moe: MoEConfig, peers: Peers) -> Dispatcher:
     if peers.ep * peers.etp == 1:
         return LocalDispatcher(moe.num_experts)
-    assert peers.experts is not None, "experts on several ranks have a group"
+    assert peers.etp_ep is not None, "experts on several ranks have a group"
     gathers = moe.dispatcher is DispatcherKind.all_gather
     kind = AllGatherDispatcher if gathers else AllToAllDispatcher
-    return kind(moe.num_experts, peers.experts, peers.etp)
+    return kind(moe.num_experts, peers.etp_ep, peers.etp)
 
 
 def _materialise(chunk: nn.Module, device: torch.device, dtype: torch.dtype) -> None:

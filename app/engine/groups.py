@@ -1,14 +1,9 @@
-"""Process groups of a rank: the only side effect of a layout.
-
-One communicator per purpose, so that a gradient reduction never queues in front of an exchange of
-tokens.
-"""
+"""Process groups of a rank, created from the table of them: the only side effect of a layout."""
 
 from __future__ import annotations
 
-import dataclasses
 import datetime
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -18,6 +13,7 @@ import torch.distributed as dist
 from app.choices import CpComm
 from app.engine.run.meeting import TIMEOUT
 from app.model.peers import Peers
+from app.plan.groups import GROUPS, Group, GroupKind
 from app.plan.layout import ParallelLayout
 from app.plan.sharding.blocks import ShardCoords
 
@@ -27,23 +23,26 @@ HOST_TIMEOUT = datetime.timedelta(hours=4)
 
 @dataclass(frozen=True, slots=True)
 class Groups:
-    """This rank's communicators and its place in them."""
+    """This rank's communicators and its place in them.
+
+    They have the names of `app.plan.groups.GROUPS`, which says what each is for.
+    """
 
     layout: ParallelLayout
     rank: int  # global rank
-    host: dist.ProcessGroup  # agreement between hosts, over gloo: folders, files, errors
-    world: dist.ProcessGroup  # control: norms, flags, losses
-    data: dist.ProcessGroup  # counts over the ranks that see different sequences
-    tokens: dist.ProcessGroup  # counts over the ranks that have different tokens of the same layers
-    microbatch: dist.ProcessGroup  # counts over the ranks that share sequences: tp × cp
-    tp: dist.ProcessGroup  # hidden states between parts of a matrix, and replicated parameters
-    cp: dist.ProcessGroup  # keys and values, or heads, of the parts of a sequence
-    dp: dist.ProcessGroup  # gradients and parameters of dense layers, over dp × cp
-    edp: dist.ProcessGroup  # gradients and parameters of experts
-    ep: dist.ProcessGroup  # exchange of tokens with experts, and with all parts of each
-    pp: dist.ProcessGroup  # hidden states and their gradients between pipeline ranks
-    stages: dist.ProcessGroup  # small facts about all stages of a pipeline
-    embedding: dist.ProcessGroup  # both ends of a pipeline, for tied embeddings; others are alone
+    host: dist.ProcessGroup
+    world: dist.ProcessGroup
+    dp_control: dist.ProcessGroup
+    tp_cp_control: dist.ProcessGroup
+    tp_cp_dp_control: dist.ProcessGroup
+    pp_control: dist.ProcessGroup
+    tp: dist.ProcessGroup
+    cp: dist.ProcessGroup
+    pp: dist.ProcessGroup
+    dp_cp: dist.ProcessGroup
+    etp_ep: dist.ProcessGroup
+    edp: dist.ProcessGroup
+    embedding: dist.ProcessGroup
 
     @property
     def dp_rank(self) -> int:
@@ -72,9 +71,9 @@ class Groups:
             tp=self.tp,
             cp=self.cp,
             cp_comm_type=cp_comm_type,
-            microbatch=self.microbatch,
-            stage=self.tokens,
-            experts=self.ep,
+            tp_cp_control=self.tp_cp_control,
+            tp_cp_dp_control=self.tp_cp_dp_control,
+            etp_ep=self.etp_ep,
             ep=ep,
             ep_rank=ep_rank,
             etp=etp,
@@ -82,10 +81,8 @@ class Groups:
         )
 
     def named(self) -> dict[str, dist.ProcessGroup]:
-        """This rank's communicators by the name that messages call them."""
-        found = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        kind = dist.ProcessGroup
-        return {name: group for name, group in found.items() if isinstance(group, kind)}
+        """This rank's communicators by name."""
+        return {name: getattr(self, name) for name in GROUPS}
 
     def barrier(self) -> None:
         """Wait for all ranks of the run, over gloo; nothing to do for one rank."""
@@ -94,43 +91,33 @@ class Groups:
 
 
 def create_groups(layout: ParallelLayout, rank: int) -> Groups:
-    """Create the groups that `rank` is in: one for each purpose, whatever the size of the world.
+    """Create the groups that `rank` is in: one for each of the table, in its order.
 
     All ranks must call it, each in the world of its initialised default group. Groups that are
     destroyed cannot be created again in that world: torch would find what the first have left in
     its store. In a world of the "fake" backend this is a dry run of one rank: nothing is sent.
     """
     alone = host_group([rank])  # serves every purpose for which the layout has no second rank
+    created = {
+        name: _create(group, layout, rank) if group.size(layout) > 1 else alone
+        for name, group in GROUPS.items()
+    }
+    return Groups(layout=layout, rank=rank, **created)
 
-    def own(groups: list[list[int]], create: CreateGroup = _tensor_group) -> dist.ProcessGroup:
-        if len(groups[0]) == 1:
-            return alone
-        found = next((ranks for ranks in groups if rank in ranks), None)
+
+def _create(group: Group, layout: ParallelLayout, rank: int) -> dist.ProcessGroup:
+    ranks = next((ranks for ranks in group.members(layout) if rank in ranks), None)
+    if ranks is None:
         # torch names a group by its ranks and the number of groups that a rank has: a rank that is
         # in none makes one of its own, or its next group would have another name than elsewhere.
-        return host_group([rank]) if found is None else create(found)
-
-    everybody = [list(range(layout.world_size))]
-    return Groups(
-        layout=layout,
-        rank=rank,
-        host=own(everybody, host_group),
-        world=own(everybody, _control_group),
-        data=own(layout.groups("dp"), _control_group),
-        tokens=own(layout.groups("tp", "cp", "dp"), _control_group),
-        microbatch=own(layout.groups("tp", "cp"), _control_group),
-        tp=own(layout.groups("tp")),
-        cp=own(layout.groups("cp")),
-        dp=own(layout.groups("dp", "cp")),
-        edp=own(layout.groups("edp", expert=True)),
-        ep=own(layout.groups("etp", "ep", expert=True)),
-        pp=own(layout.groups("pp")),
-        stages=own(layout.groups("pp"), _control_group),
-        embedding=own(layout.embedding_groups()),
-    )
-
-
-CreateGroup = Callable[[list[int]], dist.ProcessGroup]
+        return host_group([rank])
+    match group.kind:
+        case GroupKind.host:
+            return host_group(ranks)
+        case GroupKind.control:
+            return _control_group(ranks)
+        case GroupKind.data:
+            return _data_group(ranks)
 
 
 def host_group(ranks: list[int]) -> dist.ProcessGroup:
@@ -158,7 +145,7 @@ def _new_group(
     return group
 
 
-def _tensor_group(
+def _data_group(
     ranks: list[int], options: dist.ProcessGroupNCCL.Options | None = None
 ) -> dist.ProcessGroup:
     # NCCL connects a group with a device at once; otherwise it would do so at the first use, and
@@ -171,12 +158,12 @@ def _tensor_group(
 
 def _control_group(ranks: list[int]) -> dist.ProcessGroup:
     if dist.get_backend() != "nccl":
-        return _tensor_group(ranks)
+        return _data_group(ranks)
     # Small sums need one channel: 24 MiB of GPU memory instead of 670 (H200, NCCL 2.28).
     options = dist.ProcessGroupNCCL.Options()
     options.config.min_ctas = options.config.max_ctas = 1
     options._timeout = HOST_TIMEOUT  # torch warns where it differs from the group's own
-    return _tensor_group(ranks, options)
+    return _data_group(ranks, options)
 
 
 @contextmanager

@@ -11,7 +11,8 @@ from app.choices import CpComm
 
 @dataclass(frozen=True, slots=True)
 class Peers:
-    """Groups over which the tensors of a layer are cut; None: there is nobody else.
+    """Groups over which the tensors of a layer are cut, by their names in `app.plan.groups`; None:
+    there is nobody else.
 
     Between its matrices a layer has its tokens cut along the sequence, by `cp` first and each part
     by `tp` (sequence parallelism, Korthikanti et al. 2022). Inside its matrices it has all tokens
@@ -23,9 +24,9 @@ class Peers:
     tp: dist.ProcessGroup | None = None  # parts of matrices
     cp: dist.ProcessGroup | None = None  # parts of sequences
     cp_comm_type: CpComm = CpComm.all_gather  # what these exchange for attention
-    microbatch: dist.ProcessGroup | None = None  # tp × cp: all parts of the same tokens
-    stage: dist.ProcessGroup | None = None  # tp × cp × dp: all tokens of a step
-    experts: dist.ProcessGroup | None = None  # etp × ep: together they have all experts of a layer
+    tp_cp_control: dist.ProcessGroup | None = None  # all parts of the same sequences
+    tp_cp_dp_control: dist.ProcessGroup | None = None  # all tokens of a step
+    etp_ep: dist.ProcessGroup | None = None  # together they have all experts of a layer
     ep: int = 1  # ranks with different experts
     ep_rank: int = 0  # which share of the experts this rank has
     etp: int = 1  # ranks that share each expert

@@ -62,9 +62,9 @@ class Dispatcher(Protocol):
 class Router(nn.Module):
     """Scores tokens in fp32 and chooses `top_k` experts each; its losses keep experts in use.
 
-    The ranks of `peers.microbatch` have parts of the same sequences. The load that a balancing loss
-    looks at is the sum over all of them, the scores are a rank's own: what the ranks report adds up
-    to the loss of the whole microbatch.
+    The ranks of `peers.tp_cp_control` have parts of the same sequences. The load that a balancing
+    loss looks at is the sum over all of them, the scores are a rank's own: what the ranks report
+    adds up to the loss of the whole microbatch.
     """
 
     bias_E: Tensor
@@ -133,7 +133,9 @@ class Router(nn.Module):
         if not self.moe.force_balance:
             return None
         top_k = self.moe.top_k
-        return in_turn(logits_TE, top_k, first=rank(self.peers.stage) * len(logits_TE) * top_k)
+        return in_turn(
+            logits_TE, top_k, first=rank(self.peers.tp_cp_dp_control) * len(logits_TE) * top_k
+        )
 
     def _report(self, logits_TE: Tensor, experts_TK: Tensor, sequences: int) -> RoutingReport:
         moe = self.moe
@@ -141,7 +143,7 @@ class Router(nn.Module):
         if moe.aux_loss_coeff:
             aux = self._aux_loss(logits_TE, sequences)
         if moe.z_loss_coeff:
-            num_tokens = len(logits_TE) * size(self.peers.microbatch)
+            num_tokens = len(logits_TE) * size(self.peers.tp_cp_control)
             z = z_loss(logits_TE, moe.z_loss_coeff, num_tokens=num_tokens)
         drops = moe.capacity_factor is not None
         chosen_TE = logits_TE.new_zeros(len(logits_TE), moe.num_experts + drops, dtype=torch.bool)
@@ -153,11 +155,11 @@ class Router(nn.Module):
         moe = self.moe
         peers = self.peers
         scores_TE, map_TE = aux_routing(logits_TE, moe.top_k, moe.score)
-        num_tokens = len(logits_TE) * size(peers.microbatch)
+        num_tokens = len(logits_TE) * size(peers.tp_cp_control)
         if moe.balance is Balance.sequence:
             scores_BsE: Tensor = scores_TE.unflatten(0, (sequences, -1))
             map_BsE: Tensor = map_TE.unflatten(0, (sequences, -1))
-            counts_BE = _summed(map_BsE.sum(1), peers.microbatch)
+            counts_BE = _summed(map_BsE.sum(1), peers.tp_cp_control)
             return sequence_aux_loss(
                 scores_BsE,
                 counts_BE,
@@ -166,7 +168,7 @@ class Router(nn.Module):
                 num_tokens=num_tokens // sequences,
             )
         if moe.balance is Balance.microbatch:
-            counts_E = _summed(map_TE.sum(0), peers.microbatch)
+            counts_E = _summed(map_TE.sum(0), peers.tp_cp_control)
         else:
             counts_E = self._mean_load(map_TE.sum(0))
         return aux_loss(
@@ -176,8 +178,8 @@ class Router(nn.Module):
     @torch.no_grad()
     def _mean_load(self, counts_E: Tensor) -> Tensor:
         """Tokens per expert of the step's mean microbatch so far, over data-parallel ranks."""
-        self.load_E += _summed(counts_E, self.peers.stage)
-        self.microbatches += size(self.peers.stage) // size(self.peers.microbatch)
+        self.load_E += _summed(counts_E, self.peers.tp_cp_dp_control)
+        self.microbatches += size(self.peers.tp_cp_dp_control) // size(self.peers.tp_cp_control)
         return self.load_E / self.microbatches
 
 

@@ -33,9 +33,9 @@ NORM_EPS = 1e-6  # keeps the clipping factor finite
 
 @dataclass(frozen=True, slots=True)
 class OptimizerGroups:
-    """Who shares what an optimizer updates."""
+    """Who shares what an optimizer updates, by the names in `app.plan.groups`."""
 
-    dp: dist.ProcessGroup  # ranks that hold the same dense parameters
+    dp_cp: dist.ProcessGroup  # ranks that hold the same dense parameters
     edp: dist.ProcessGroup  # ranks that hold the same experts
     tp: dist.ProcessGroup  # tensor-parallel ranks
     embedding: dist.ProcessGroup  # the two ranks that hold copies of tied embeddings
@@ -152,7 +152,7 @@ class DistributedOptimizer:
         self, specs: Sequence[ParamSpec], buffers: ChunkBuffers, grads: torch.dtype
     ) -> Iterator[BucketRow]:
         for expert, layout, group in (
-            (False, buffers.dense, self.groups.dp),
+            (False, buffers.dense, self.groups.dp_cp),
             (True, buffers.expert, self.groups.edp),
         ):
             if layout is not None:

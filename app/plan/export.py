@@ -8,23 +8,12 @@ from typing import Any
 
 from app.config import Run
 from app.plan.cost.flops import PLANNED_PEAK, flops_per_token, parameter_count
-from app.plan.layout import ParallelLayout
+from app.plan.groups import GROUPS
 from app.plan.plan import Plan
 from app.plan.suggestion import Suggestion
 
 SECTIONS = ("groups", "stages", "schedule", "graphs", "memory")
 WHAT = (*SECTIONS, "all")
-# Kind of group -> its axes, and whether they are of the expert grid. Gradients are shared over dp
-# and cp together, and rows travel among the ranks that have all experts and all parts of them
-# between them.
-GROUP_AXES: dict[str, tuple[tuple[str, ...], bool]] = {
-    "tp": (("tp",), False),
-    "cp": (("cp",), False),
-    "pp": (("pp",), False),
-    "dp": (("dp", "cp"), False),
-    "ep": (("etp", "ep"), True),
-    "edp": (("edp",), True),
-}
 
 
 def plan_json(
@@ -40,14 +29,6 @@ def plan_json(
     wanted = SECTIONS if what == "all" else (what,)
     found = {"layout": _layout(plan)} | {name: WRITERS[name](plan) for name in wanted}
     return found | ({"verdict": _verdict(plan, suggestions)} if "memory" in wanted else {})
-
-
-def rank_groups(layout: ParallelLayout, kind: str) -> list[list[int]]:
-    """Global ranks of every group of a kind: a key of GROUP_AXES, or embedding."""
-    if kind == "embedding":
-        return layout.embedding_groups()
-    axes, expert = GROUP_AXES[kind]
-    return layout.groups(*axes, expert=expert)
 
 
 def parameters_per_rank(plan: Plan) -> list[int]:
@@ -152,7 +133,7 @@ def _layout(plan: Plan) -> dict[str, Any]:
 
 def _groups(plan: Plan) -> dict[str, Any]:
     kinds = [
-        asdict(kind) | {"members": rank_groups(plan.layout, kind.name)} for kind in plan.traffic
+        asdict(kind) | {"members": GROUPS[kind.name].members(plan.layout)} for kind in plan.traffic
     ]
     return {"kinds": kinds, "advice": [asdict(advice) for advice in plan.advice]}
 

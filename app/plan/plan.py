@@ -17,6 +17,7 @@ from app.plan.cost.flops import StageSeconds, stage_seconds
 from app.plan.cost.traffic import GroupTraffic, OrderAdvice, order_advice, plan_traffic
 from app.plan.cost.volumes import most_sends
 from app.plan.graphs import GraphPlan, check_graphs
+from app.plan.groups import PP
 from app.plan.layout import ParallelLayout
 from app.plan.memory.rank_memory import RankMemory, plan_memory
 from app.plan.pipeline.check import check
@@ -170,7 +171,7 @@ class Plan:
         per_pass = exposed / (self.run.num_microbatches * self.stages.vpp) / 3
         sends = self.run.num_microbatches * most_sends(self.stages.pipeline)
         send = next(
-            (traffic.seconds / sends for traffic in self.traffic if traffic.name == "pp"), 0.0
+            (traffic.seconds / sends for traffic in self.traffic if traffic.name == PP.name), 0.0
         )
         return Times(
             forward=tuple(stage.forward + per_pass for stage in self.stage_seconds),

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from app.engine.groups import Groups, create_groups, process_world
+from app.plan.groups import GROUPS, GroupKind
 from app.plan.layout import ParallelLayout
 from app.plan.memory.overheads import COMMUNICATOR, CONTROL_COMMUNICATOR, MIB, NCCL_ITSELF
 
@@ -26,8 +27,9 @@ pytestmark = [
     pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices"),
 ]
 ROOT = Path(__file__).parents[2]
-CONTROL = ("world", "data", "tokens", "stages")  # one channel each
-LARGE = ("dp", "edp", "pp", "embedding")
+# one channel each
+CONTROL = [name for name, group in GROUPS.items() if group.kind is GroupKind.control]
+LARGE = [name for name, group in GROUPS.items() if group.kind is GroupKind.data]
 ELEMENTS = 1 << 24  # enough to use every channel
 
 

@@ -24,11 +24,13 @@ from app.cli.plan_views.layout_picture import (
 )
 from app.cli.plan_views.sheet import MOST_RANKS, Rows
 from app.model.context_parallel import own_tokens
-from app.plan.export import GROUP_AXES, rank_groups
+from app.plan.groups import GROUPS
 from app.plan.plan import Plan
 from app.plan.sharding.blocks import ShardCoords
 from tests.test_config import load
 
+# groups that are drawn, where they have several ranks
+SHOWN = ("tp", "cp", "pp", "dp_cp", "etp_ep", "edp")
 MOE = ("model=mixtral_8x7b", "train.seq_len=4096", "train.micro_batch=1")
 FOLDED = (
     "parallel.tp=2",
@@ -143,12 +145,12 @@ def test_a_line_per_group_with_a_dot_per_rank(name: str):
     plan = plan_of(name)
     rows = Rows.of(plan.layout.world_size)
     columns = group_columns(plan, rows)
-    several = {kind for kind in GROUP_AXES if len(rank_groups(plan.layout, kind)[0]) > 1}
-    assert set(columns) == (several if plan.run.model.moe else several - {"ep", "edp"})
+    several = {name for name in SHOWN if GROUPS[name].size(plan.layout) > 1}
+    assert set(columns) == (several if plan.run.model.moe else several - {"etp_ep", "edp"})
     for kind, lines in columns.items():
         shown = [
             [rows.middle[rank] for rank in group if rank in rows.middle]
-            for group in rank_groups(plan.layout, kind)
+            for group in GROUPS[kind].members(plan.layout)
         ]
         assert sorted(line.dots for line in lines) == sorted(tuple(ys) for ys in shown if ys)
         for first, second in combinations(lines, 2):
@@ -238,17 +240,17 @@ def test_headings_and_numbers():
         "experts of a layer",
         "replica",
         "tp",
-        "dp·cp",
+        "dp_cp",
         "edp",
     ):
         assert word in said
     assert said.count("0–15") == said.count("16–31") == 8 and said.count("heads 16–31") == 8
     assert said.count("2–3") == 4 and said.count("E") == said.count("H") == 16
-    assert "etp·ep" in words(figure_of("parts of experts")) and "node" not in words(
+    assert "etp_ep" in words(figure_of("parts of experts")) and "node" not in words(
         figure_of("tp cp")
     )
     assert "experts of a layer" not in words(figure_of("tp cp"))
-    assert words(figure_of("tp cp")).count("cp") == words(figure_of("tp cp")).count("dp·cp") == 1
+    assert words(figure_of("tp cp")).count("cp") == words(figure_of("tp cp")).count("dp_cp") == 1
     legend = [text.get_text() for text in figure_of("parts of experts").legends[0].get_texts()]
     assert legend == [
         "part of the experts' width",
@@ -264,8 +266,8 @@ def test_a_dot_for_every_place_in_a_group():
         for line in figure_of("folded").axes[0].lines
         if line.get_marker() == "o"
     ]
-    kinds = [kind for kind in GROUP_AXES if len(rank_groups(plan.layout, kind)[0]) > 1]
-    assert sum(dots) == 16 * len(kinds) and all(
+    several = [name for name in SHOWN if GROUPS[name].size(plan.layout) > 1]
+    assert sum(dots) == 16 * len(several) and all(
         isinstance(line, Line2D) for line in figure_of("folded").axes[0].lines
     )
 

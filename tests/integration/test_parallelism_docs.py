@@ -137,7 +137,7 @@ def test_bytes_of_what_runs_where():
     sent = microbatches * (32 * 5 + 2 + 3) * (tp - 1) * h
     assert found["tp"] == sent + 2 * (tp - 1) * whole * 4 // tp
     assert found["cp"] == microbatches * 32 * 2 * (cp - 1) * h * 2 * 8 * 128 // 4096
-    assert found["ep"] == pytest.approx(
+    assert found["etp_ep"] == pytest.approx(
         microbatches * 32 * 4 * (ranks - 1) / ranks * h * 2 * 2 * busiest
     )
     traded = volumes(*WIDE, *degrees, "parallel.cp_comm_type=all_to_all")["cp"]

@@ -10,7 +10,7 @@ import json
 import pytest
 
 from app.plan.cost.flops import parameter_count
-from app.plan.export import GROUP_AXES, SECTIONS, WHAT, Estimate, plan_json, rank_groups, stage_rows
+from app.plan.export import SECTIONS, WHAT, Estimate, plan_json, stage_rows
 from app.plan.plan import GIB, Plan
 from app.plan.suggestion import Suggestion
 from tests.actions import parse_action
@@ -39,9 +39,9 @@ def kinds(plan: Plan) -> dict[str, dict[str, object]]:
 
 def test_groups_of_16_ranks_with_tp_4_and_pp_2():
     found = kinds(plan_of(*DENSE))
-    assert set(found) == {"tp", "pp", "dp"}
+    assert set(found) == {"tp", "pp", "dp_cp"}
     assert found["tp"]["members"] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11], [12, 13, 14, 15]]
-    assert found["dp"]["members"] == [
+    assert found["dp_cp"]["members"] == [
         [0, 4],
         [1, 5],
         [2, 6],
@@ -56,7 +56,12 @@ def test_groups_of_16_ranks_with_tp_4_and_pp_2():
 
 def test_groups_of_the_same_with_etp_1_and_ep_4():
     found = kinds(plan_of(*EXPERTS))
-    assert found["ep"]["members"] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11], [12, 13, 14, 15]]
+    assert found["etp_ep"]["members"] == [
+        [0, 1, 2, 3],
+        [4, 5, 6, 7],
+        [8, 9, 10, 11],
+        [12, 13, 14, 15],
+    ]
     assert found["edp"]["members"] == [
         [0, 4],
         [1, 5],
@@ -67,25 +72,9 @@ def test_groups_of_the_same_with_etp_1_and_ep_4():
         [10, 14],
         [11, 15],
     ]
-    assert found["dp"]["members"] == found["edp"]["members"]
+    assert found["dp_cp"]["members"] == found["edp"]["members"]
     assert "etp" not in found
     assert (found["edp"]["groups"], found["edp"]["ranks"]) == (8, 2)
-
-
-def test_data_parallel_groups_hold_the_context_parallel_ranks():
-    layout = plan_of("model=dense_tiny", "parallel.cp=2", "parallel.dp=2").layout
-    assert rank_groups(layout, "dp") == [[0, 1, 2, 3]]
-
-
-def test_embedding_groups_are_the_ends_of_pipelines():
-    layout = plan_of("model=dense_tiny", "parallel.pp=4", "parallel.dp=2").layout
-    assert rank_groups(layout, "embedding") == [[0, 6], [1, 7]]
-
-
-@pytest.mark.parametrize("kind", GROUP_AXES)
-def test_every_kind_of_group_covers_the_world_once(kind: str):
-    layout = plan_of(*EXPERTS).layout
-    assert sorted(rank for group in rank_groups(layout, kind) for rank in group) == list(range(16))
 
 
 @pytest.mark.parametrize("what", WHAT)

@@ -28,6 +28,7 @@ from app.config import (
     ScheduleConfig,
     TrainConfig,
 )
+from app.plan.groups import EMBEDDING, ETP_EP
 from app.plan.layout import ParallelLayout
 from app.plan.memory.activations import (
     ChunkActivations,
@@ -185,16 +186,13 @@ def test_every_group_of_several_ranks_has_a_communicator():
         parallel=ParallelConfig(dp=4, tp=2, pp=4, ep=2, etp=1),
     )
     layout = Plan(run).layout
-    first, middle = communicators(run, layout, 0), communicators(run, layout, 1)
-    assert first == [*middle, "tied embeddings"] == communicators(run, layout, 3)
-    small, large = (
-        {"control", "data", "tokens", "microbatch", "stages"},
-        {"gradients", "expert gradients", "experts", "tensor"},
-    )
-    assert set(middle) == small | large | {"pipeline"}
+    first, middle = communicators(run.model, layout, 0), communicators(run.model, layout, 1)
+    assert first == [*middle, EMBEDDING] == communicators(run.model, layout, 3)
+    small = {"world", "dp_control", "tp_cp_control", "tp_cp_dp_control", "pp_control"}
+    assert {group.name for group in middle} == small | {"tp", "pp", "dp_cp", "etp_ep", "edp"}
     parts = run_of(MOE, parallel=ParallelConfig(dp=2, etp=2))
-    assert "experts" in communicators(parts, Plan(parts).layout, 0)  # those that share each
-    assert communicators(run_of(), ParallelLayout(1), 0) == [] and "NCCL" not in parts_of(run_of())
+    assert ETP_EP in communicators(parts.model, Plan(parts).layout, 0)  # those that share each
+    assert communicators(DENSE, ParallelLayout(1), 0) == [] and "NCCL" not in parts_of(run_of())
 
 
 def test_inputs_of_all_microbatches():

@@ -30,6 +30,7 @@ from app.plan.cost.traffic import (
     parts_side_by_side,
     plan_traffic,
 )
+from app.plan.groups import GROUPS
 from app.plan.layout import AXES, ParallelLayout
 from app.plan.pipeline.lowering import lower_all
 from app.plan.schedule import build_schedule
@@ -170,9 +171,9 @@ def worked_example() -> dict[str, tuple[int, int, int]]:
     return {
         "tp": (tensor, 1, 0),
         "cp": (2 * layers * (8 * 4096 // 4) * 2 * 4 * 128 * 2, 1, 0),
-        "ep": (4 * layers * rows * 7 // 8, 1, 0),
+        "etp_ep": (4 * layers * rows * 7 // 8, 1, 0),
         "pp": (hidden, 2, hidden),
-        "dp": (gradients, 4, gradients // 4),  # 4 of its 16 ranks in each node
+        "dp_cp": (gradients, 4, gradients // 4),  # 4 of its 16 ranks in each node
         "edp": (expert_gradients, 4, expert_gradients),
     }
 
@@ -191,9 +192,9 @@ def test_the_worked_example():
     assert {name: (t.groups, t.ranks) for name, t in found.items()} == {
         "tp": (32, 2),
         "cp": (32, 2),
-        "ep": (8, 8),
+        "etp_ep": (8, 8),
         "pp": (32, 2),
-        "dp": (4, 16),
+        "dp_cp": (4, 16),
         "edp": (16, 4),
     }
     for traffic in found.values():
@@ -216,7 +217,7 @@ def test_the_documentation_states_it():
     advice = order_advice(
         example(order="dp-tp-cp-ep-pp"), select_layout(example(order="dp-tp-cp-ep-pp"))
     )
-    assert [(a.axis, a.nodes, a.best_nodes) for a in advice] == [("tp", 2, 1), ("ep", 4, 1)]
+    assert [(a.axis, a.nodes, a.best_nodes) for a in advice] == [("tp", 2, 1), ("etp_ep", 4, 1)]
     assert f"`{advice[0].order}`" in text and f"{advice[0].seconds * 1e3:.0f} ms per step" in text
 
 
@@ -228,7 +229,7 @@ def test_an_all_to_all_crosses_for_every_rank_that_is_elsewhere(per_node: int):
         for group in select_layout(run).groups("ep", expert=True)
     ]
     worst = max(sum(other != node for other in nodes) for nodes in groups for node in nodes)
-    found = traffic_of(run)["ep"]
+    found = traffic_of(run)["etp_ep"]
     assert found.bytes_across == -(-found.bytes * worst // 7)
 
 
@@ -242,7 +243,7 @@ def test_rings_leave_a_node_once_each(per_node: int, order: str):
     """
     run = planned(DENSE, 32, tp=4, gpus_per_node=per_node, order=order)
     for name, found in traffic_of(run).items():
-        group = [rank // per_node for rank in select_layout(run).groups(name)[0]]
+        group = [rank // per_node for rank in GROUPS[name].members(select_layout(run))[0]]
         crossings = sum(group[place] != group[place - 1] for place in range(len(group)))
         assert found.bytes_across * found.ranks == found.bytes * crossings
 
@@ -284,18 +285,18 @@ def test_pipelines_send_what_their_lists_say(pp: int, vpp: int):
 
 def test_kinds_with_one_rank_or_nothing_to_send_are_left_out():
     assert traffic_of(planned(MOE, 1)) == {}
-    assert list(traffic_of(planned(DENSE, 2))) == ["dp"]
-    assert list(traffic_of(planned(MOE, 2))) == ["dp", "edp"]
-    assert list(traffic_of(planned(MOE, 2, ep=2))) == ["ep", "dp"]
+    assert list(traffic_of(planned(DENSE, 2))) == ["dp_cp"]
+    assert list(traffic_of(planned(MOE, 2))) == ["dp_cp", "edp"]
+    assert list(traffic_of(planned(MOE, 2, ep=2))) == ["etp_ep", "dp_cp"]
     # the two ranks that share every expert
-    assert list(traffic_of(planned(MOE, 2, tp=2))) == ["tp", "ep"]
-    assert list(traffic_of(planned(MOE, 2, etp=2))) == ["ep", "dp"]
+    assert list(traffic_of(planned(MOE, 2, tp=2))) == ["tp", "etp_ep"]
+    assert list(traffic_of(planned(MOE, 2, etp=2))) == ["etp_ep", "dp_cp"]
     assert list(traffic_of(planned(MOE, 8, tp=2, pp=2, ep=4, etp=1))) == [
         "tp",
-        "ep",
+        "etp_ep",
         "pp",
         "embedding",
-        "dp",
+        "dp_cp",
     ]
 
 
@@ -354,7 +355,9 @@ def test_recomputation_repeats_what_forward_sends(
     # as many key and value heads as query heads
     assert found["cp"].bytes == (2 * 4 + keys) * hidden * 2
     sent = 2 * 2 * hidden * 3 // 2  # two experts per token, each on two ranks, load 1.5
-    assert found["ep"].bytes == (4 * 2 + 2 * rows) * sent * 3 // 4 and found["ep"].ranks == 4
+    assert (
+        found["etp_ep"].bytes == (4 * 2 + 2 * rows) * sent * 3 // 4 and found["etp_ep"].ranks == 4
+    )
     traded = traffic_of(
         planned(MOE, 8, tp=2, cp=2, ep=2, cp_comm_type=CpComm.all_to_all, recompute=choice)
     )["cp"]
@@ -365,7 +368,7 @@ def test_recomputation_repeats_what_forward_sends(
     )
     tokens, gathered = (
         4 * 64 // 4,
-        traffic_of(planned(moe, 8, tp=2, cp=2, ep=2, recompute=choice))["ep"],
+        traffic_of(planned(moe, 8, tp=2, cp=2, ep=2, recompute=choice))["etp_ep"],
     )
     # sums are fp32
     forward, backward = tokens * (64 * (2 + 4) + 2 * (8 + 4)), tokens * (64 * (2 + 4) + 2 * 4)
@@ -380,36 +383,38 @@ def test_more_ranks_send_more_of_less():
         (5 * 8 + 5) * HIDDEN // 2,
         (5 * 8 + 5) * HIDDEN * 3 // 4,
     ]
-    rows = [traffic_of(planned(MOE, ep, ep=ep))["ep"].bytes for ep in (2, 4, 8)]
+    rows = [traffic_of(planned(MOE, ep, ep=ep))["etp_ep"].bytes for ep in (2, 4, 8)]
     assert rows == [4 * 2 * 2 * HIDDEN * 3 // 2 * (ep - 1) // ep for ep in (2, 4, 8)]
     # to every rank of an expert
-    shared = [traffic_of(planned(MOE, 4, ep=ep, etp=4 // ep))["ep"].bytes for ep in (1, 2)]
+    shared = [traffic_of(planned(MOE, 4, ep=ep, etp=4 // ep))["etp_ep"].bytes for ep in (1, 2)]
     assert shared == [4 * 2 * 2 * HIDDEN * 4 * 3 // 4, 4 * 2 * 2 * HIDDEN * 3 // 2 * 2 * 3 // 4]
     filled = dataclasses.replace(
         MOE, moe=dataclasses.replace(MOE.moe, capacity_factor=1.25, pad_to_capacity=True)
     )
     # 20 of 16 rows each
-    assert traffic_of(planned(filled, 4, ep=4))["ep"].bytes == 4 * 2 * 2 * HIDDEN * 5 // 4 * 3 // 4
+    assert (
+        traffic_of(planned(filled, 4, ep=4))["etp_ep"].bytes == 4 * 2 * 2 * HIDDEN * 5 // 4 * 3 // 4
+    )
     even = dataclasses.replace(MOE, moe=dataclasses.replace(MOE.moe, planned_imbalance=1.0))
-    assert traffic_of(planned(even, 4, ep=4))["ep"].bytes == 4 * 2 * 2 * HIDDEN * 3 // 4
+    assert traffic_of(planned(even, 4, ep=4))["etp_ep"].bytes == 4 * 2 * 2 * HIDDEN * 3 // 4
 
 
 def test_gradients_go_once_per_step_in_their_own_type():
-    dense = traffic_of(planned(DENSE, 4))["dp"]
+    dense = traffic_of(planned(DENSE, 4))["dp_cp"]
     elements = 2 * 256 * 64 + 4 * (4 * 64 * 64 + 3 * 64 * 128 + 2 * 64) + 64
     assert dense.bytes == elements * 3 // 4 * (4 + 2)
-    assert dense == traffic_of(planned(DENSE, 4, microbatches=32))["dp"]
+    assert dense == traffic_of(planned(DENSE, 4, microbatches=32))["dp_cp"]
     in_bf16 = dataclasses.replace(
         planned(DENSE, 4), precision=PrecisionConfig(Dtype.bfloat16, Dtype.bfloat16)
     )
-    assert traffic_of(in_bf16)["dp"].bytes == elements * 3 // 4 * 4
+    assert traffic_of(in_bf16)["dp_cp"].bytes == elements * 3 // 4 * 4
 
 
 def test_the_busiest_pipeline_rank_counts():
     run = planned(DENSE, 8, pp=2, tp=2, first=3)
     assert traffic_of(run)["tp"].bytes == (5 * 6 + 2) * HIDDEN // 2 + 2 * (3 * 2 * 64) * 4 // 2
     assert (
-        traffic_of(run)["dp"].bytes
+        traffic_of(run)["dp_cp"].bytes
         == (256 * 64 // 2 + 3 * ((4 * 64 * 64 + 3 * 64 * 128) // 2 + 2 * 64)) // 2 * 6
     )
 
@@ -466,7 +471,9 @@ def test_advice_is_the_best_of_all_orders(model: ModelConfig, world: int, degree
             and one.seconds > 0
         )
         assert (one.nodes, one.best_nodes) == (now[one.axis].nodes, then[one.axis].nodes)
-    fewer = [name for name in ("tp", "ep") if name in now and then[name].nodes < now[name].nodes]
+    fewer = [
+        name for name in ("tp", "etp_ep") if name in now and then[name].nodes < now[name].nodes
+    ]
     assert [one.axis for one in advice] == fewer
 
 
@@ -522,4 +529,4 @@ def test_a_large_world_is_planned_at_once():
         start = time.process_time()
         traffic, advice = plan_traffic(run, grids, stages), order_advice(run, grids)
         assert time.process_time() - start < 0.3
-        assert len(traffic) == 6 and [one.axis for one in advice] == ["tp", "ep"]
+        assert len(traffic) == 6 and [one.axis for one in advice] == ["tp", "etp_ep"]

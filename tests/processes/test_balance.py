@@ -64,7 +64,7 @@ def spread(rank: int, balance: Balance, parts: int, replicas: int) -> dict[str, 
         dist.new_group(list(range(first, first + parts)))
         for first in range(0, parts * replicas, parts)
     ]
-    peers = Peers(microbatch=alike[rank // parts], stage=dist.new_group())
+    peers = Peers(tp_cp_control=alike[rank // parts], tp_cp_dp_control=dist.new_group())
     router, length = router_of(balance, peers), S // parts
     own = slice(rank % parts * length, (rank % parts + 1) * length)
     for _ in range(2):  # the second step starts anew

@@ -7,20 +7,34 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from pathlib import Path
+from typing import Any, get_type_hints
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+import app.engine.groups
 from app.collectives import all_reduce
+from app.config import ModelConfig, MoEConfig
 from app.engine.groups import Groups, create_groups
+from app.model.peers import Peers
+from app.optim.distributed import OptimizerGroups
+from app.plan.groups import GROUPS, GroupKind
 from app.plan.layout import ParallelLayout
+from app.plan.memory.rank_memory import communicators
 from app.plan.select import select_layout
+from tests.cases import chosen
 from tests.distributed import run_distributed
+from tests.plan.test_group_table import small_layouts
 from tests.training import composed
 
+APP = Path(__file__).parents[2] / "app"
+# a model that uses every group
+EVERYTHING = ModelConfig(
+    tie_embeddings=True, moe=MoEConfig(num_experts=8, top_k=2, ffn_hidden_size=16)
+)
 ALLOWED_S = 5.0  # for one rank of any world
 LAYOUTS = [
     ParallelLayout(8, pp=4),
@@ -29,12 +43,6 @@ LAYOUTS = [
     ParallelLayout(8, tp=2, ep=4, etp=2),
     ParallelLayout(1),
 ]
-
-
-def groups_of(groups: Groups) -> dict[str, dist.ProcessGroup]:
-    """The groups by purpose."""
-    found = {field.name: getattr(groups, field.name) for field in dataclasses.fields(groups)}
-    return {name: group for name, group in found.items() if isinstance(group, dist.ProcessGroup)}
 
 
 @contextmanager
@@ -64,13 +72,13 @@ def test_a_large_world_starts_at_once(world: int, monkeypatch: pytest.MonkeyPatc
             since = time.perf_counter()
             groups = create_groups(layout, rank)
             assert time.perf_counter() - since < ALLOWED_S
-        assert len(calls) <= 1 + len(groups_of(groups))  # and the one of this rank alone
+        assert len(calls) <= 1 + len(groups.named())  # and the one of this rank alone
 
 
 def named(layout: ParallelLayout, rank: int) -> list[tuple[str, list[int], str]]:
     """Purpose, ranks and name of every group of a rank, of two sets at a time and of one more."""
     with fake_world(rank, layout.world_size):
-        sets = [groups_of(create_groups(layout, rank)) for _ in range(2)]
+        sets = [create_groups(layout, rank).named() for _ in range(2)]
         listed = [
             (f"{name} {n}", group)
             for n, groups in enumerate(sets)
@@ -96,22 +104,87 @@ def test_the_ranks_of_a_group_agree_on_its_name(layout: ParallelLayout):
     ("layout", "shared"),
     [
         (ParallelLayout(1), set()),
-        (ParallelLayout(2), {"host", "world", "data", "tokens", "dp", "edp"}),
-        (ParallelLayout(2, pp=2), {"host", "world", "pp", "stages", "embedding"}),
+        (
+            ParallelLayout(2),
+            {"host", "world", "dp_control", "tp_cp_dp_control", "dp_cp", "edp"},
+        ),
+        (ParallelLayout(2, pp=2), {"host", "world", "pp", "pp_control", "embedding"}),
     ],
     ids=["one rank", "dp", "pp"],  # a set has another text in every process
 )
 def test_purposes_without_a_second_rank_share_one_group(layout: ParallelLayout, shared: set[str]):
     with fake_world(0, layout.world_size):
-        groups = groups_of(create_groups(layout, 0))
+        groups = create_groups(layout, 0).named()
         assert {name for name, group in groups.items() if group.size() > 1} == shared
         assert len(set(groups.values())) == len(shared) + 1
+
+
+def test_records_of_groups_have_the_names_of_the_table():
+    """Nothing is created that the table does not list, and nothing is called otherwise."""
+
+    def names(record: type) -> list[str]:
+        hints = get_type_hints(record)
+        kinds = (dist.ProcessGroup, dist.ProcessGroup | None)
+        return [name for name, hint in hints.items() if hint in kinds]
+
+    assert names(Groups) == list(GROUPS)
+    for record in (Peers, OptimizerGroups):
+        assert set(names(record)) < set(GROUPS)
+    calls = [path.name for path in APP.rglob("*.py") if "new_group(" in path.read_text()]
+    assert calls == ["groups.py"]
+
+
+def check_created(layout: ParallelLayout, rank: int) -> None:
+    """The groups of one rank are those of the table, and those that are planned."""
+    with fake_world(rank, layout.world_size):
+        created = {
+            name: dist.get_process_group_ranks(group)
+            for name, group in create_groups(layout, rank).named().items()
+        }
+    wanted = {
+        name: next((ranks for ranks in group.members(layout) if rank in ranks), [rank])
+        for name, group in GROUPS.items()
+    }
+    assert created == wanted, (layout, rank)
+    several = [
+        name
+        for name, ranks in created.items()
+        if len(ranks) > 1 and GROUPS[name].kind is not GroupKind.host
+    ]
+    planned = communicators(EVERYTHING, layout, layout.coords(rank)["pp"])
+    assert several == [group.name for group in planned], (layout, rank)
+
+
+@pytest.mark.parametrize("world", chosen(range(1, 9), [3, 4]))
+def test_what_is_created_is_what_the_table_says_and_the_plan_counts(world: int):
+    for layout in small_layouts(range(world, world + 1)):
+        for rank in range(world):
+            check_created(layout, rank)
+
+
+def test_what_a_group_carries_says_how_it_is_created(monkeypatch: pytest.MonkeyPatch):
+    made: list[tuple[str, list[int]]] = []
+    for how in ("host_group", "_control_group", "_data_group"):
+
+        def create(ranks: list[int], how: str = how) -> dist.ProcessGroup:
+            made.append((how, ranks))
+            return dist.group.WORLD
+
+        monkeypatch.setattr(app.engine.groups, how, create)
+    layout = ParallelLayout(16, tp=2, cp=2, pp=2, ep=2, etp=2)
+    with fake_world(0, 16):
+        create_groups(layout, 0)
+    by_kind = {"host": "host_group", "control": "_control_group", "data": "_data_group"}
+    several = [group for group in GROUPS.values() if group.size(layout) > 1]
+    assert len(several) == len(GROUPS)
+    wanted = [(by_kind[group.kind.value], group.members(layout)[0]) for group in several]
+    assert made == [("host_group", [0]), *wanted]
 
 
 def sums(rank: int, layout: ParallelLayout) -> list[dict[str, float]]:
     """The sum of 2^rank over every group, of two sets of groups in turn."""
     found: list[dict[str, float]] = [{}, {}]
-    both = [groups_of(create_groups(layout, rank)) for _ in range(2)]
+    both = [create_groups(layout, rank).named() for _ in range(2)]
     for seen, groups in zip(found, both, strict=True):
         for name, group in groups.items():
             total = torch.tensor(2.0**rank)
@@ -126,9 +199,9 @@ def test_groups_over_gloo_join_the_right_ranks():
     everybody, alone = [list(range(6))], [[rank] for rank in range(6)]
     ends = [[0, 4], [1, 5], [2], [3]]
     joined: dict[str, Any] = {
-        "host": everybody, "world": everybody, "data": stages, "tokens": stages,
-        "microbatch": alone, "tp": alone, "cp": alone, "dp": stages, "edp": alone, "ep": stages,
-        "pp": pipelines, "stages": pipelines, "embedding": ends,
+        "host": everybody, "world": everybody, "dp_control": stages, "tp_cp_control": alone,
+        "tp_cp_dp_control": stages, "pp_control": pipelines, "tp": alone, "cp": alone,
+        "pp": pipelines, "dp_cp": stages, "etp_ep": stages, "edp": alone, "embedding": ends,
     }  # fmt: skip
     for rank, found in enumerate(run_distributed(sums, 6, layout)):
         wanted = {

@@ -190,7 +190,9 @@ def optimizer_of(
     config: OptimConfig,
     grads: torch.dtype = torch.float32,
 ) -> DistributedOptimizer:
-    shared_by = OptimizerGroups(groups.dp, groups.edp, groups.tp, embedding=groups.embedding)
+    shared_by = OptimizerGroups(
+        dp_cp=groups.dp_cp, edp=groups.edp, tp=groups.tp, embedding=groups.embedding
+    )
     buffers, device = buffers_of(chunks, groups, config), torch.device("cpu")
     return DistributedOptimizer(
         chunks, buffers, config, groups=shared_by, grads=grads, device=device

@@ -145,7 +145,7 @@ def dry_run(_: int, layout: ParallelLayout, rank: int) -> dict[str, list[int]]:
     groups = create_groups(layout, rank)
     return {
         name: dist.get_process_group_ranks(getattr(groups, name))
-        for name in ("dp", "edp", "ep", "pp")
+        for name in ("dp_cp", "edp", "etp_ep", "pp")
     }
 
 
@@ -153,7 +153,6 @@ def dry_run(_: int, layout: ParallelLayout, rank: int) -> dict[str, list[int]]:
 def test_a_dry_run_of_4096_ranks(rank: int):
     layout = ParallelLayout(4096, pp=8, ep=64)
     (found,) = run_distributed(dry_run, 1, layout, rank)
-    for name, expert in {"dp": False, "pp": False, "edp": True, "ep": True}.items():
-        assert found[name] == next(
-            ranks for ranks in layout.groups(name, expert=expert) if rank in ranks
-        )
+    for axis, name in {"dp": "dp_cp", "pp": "pp", "edp": "edp", "ep": "etp_ep"}.items():
+        groups = layout.groups(axis, expert=axis in ("edp", "ep"))
+        assert found[name] == next(ranks for ranks in groups if rank in ranks)

@@ -197,18 +197,18 @@ CASES = {
     "cp": training(
         app.model.context_parallel, "all_gather", "cp", says="all_gather", parallel={"cp": 2}
     ),
-    "dp": training(app.optim.distributed, "all_gather", "dp", says="all_gather"),
+    "dp": training(app.optim.distributed, "all_gather", "dp_cp", says="all_gather"),
     "ep": training(
         app.moe.dispatch,
         "_exchange",
-        "ep",
+        "etp_ep",
         says="all_to_all",
         parallel={"dp": 2, "ep": 2},
         model="moe",
     ),
     "edp": Case(
         in_training(app.optim.distributed, "all_gather", "edp"),
-        r"all_gather \d+ of e?dp \(.+\)",  # both go on beside the rest
+        r"all_gather \d+ of (edp|dp_cp) \(.+\)",  # both go on beside the rest
         model="moe",
     ),
     "world": training(
@@ -426,7 +426,7 @@ def test_records_of_ranks_that_are_there():
         Doing("F0.0", 1.5, False),
         Doing("saving", 0.0, True),
         {"dp": 7},
-        waits="all_reduce 8 of dp",
+        waits="all_reduce 8 of dp_cp",
         missing=(1,),
         excuse=2,
     )
@@ -461,7 +461,7 @@ def test_a_rank_rests_until_it_enters_a_collective():
     strand = Strand()
     strand.rest("preparing the corpus")
     before, after = (
-        Collective("dp", "all_gather", 3, since=strand.began + seconds) for seconds in (-1, 1)
+        Collective("dp_cp", "all_gather", 3, since=strand.began + seconds) for seconds in (-1, 1)
     )
     assert strand.rests([]) and strand.rests([before]) and not strand.rests([before, after])
     strand.note("F0.0")

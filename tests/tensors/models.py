@@ -44,7 +44,7 @@ def make_chunks(
         if field.name not in ("layout", "rank")
     }
     if ep > 1:
-        nobody["ep"] = SimpleNamespace(size=lambda: ep, rank=lambda: rank)
+        nobody["etp_ep"] = SimpleNamespace(size=lambda: ep, rank=lambda: rank)
     groups = Groups(layout=select_layout(run), rank=rank, **nobody)
     chunks = build_chunks(
         run, plan_stages(model.num_layers, 1, vpp), groups, device=torch.device("cpu")

@@ -30,9 +30,8 @@ from app.cli.plan_views.sheet import (
     Rows,
     Sheet,
 )
-from app.plan.export import GROUP_AXES, rank_groups
 from app.plan.formatting import count_of, ranges
-from app.plan.layout import ParallelLayout
+from app.plan.groups import GROUPS, Group, GroupKind
 from app.plan.plan import Plan
 from app.plan.summary import degrees
 
@@ -79,19 +78,23 @@ def group_lines(groups: Sequence[Sequence[int]], rows: Rows) -> list[Line]:
 
 
 def group_columns(plan: Plan, rows: Rows) -> dict[str, list[Line]]:
-    """Lines by kind of group, of those kinds whose groups have several ranks."""
-    kinds = [kind for kind, (_, expert) in GROUP_AXES.items() if plan.run.model.moe or not expert]
-    groups = {kind: rank_groups(plan.layout, kind) for kind in kinds}
-    return {kind: group_lines(found, rows) for kind, found in groups.items() if len(found[0]) > 1}
-
-
-def kind_name(layout: ParallelLayout, kind: str) -> str:
-    """The axes that a kind of group spans: dp·cp shares gradients of dense layers, etp·ep has
-    all of a layer's experts.
+    """Lines by name of group, of those of several ranks that exchange data in this model; those of
+    tied embeddings are the ends of the pipelines that are shown.
     """
-    axes, expert = GROUP_AXES[kind]
-    sizes = layout.sizes(expert)
-    return "·".join(axis for axis in axes if sizes[axis] > 1 or axis == kind)
+    shown = [
+        group
+        for group in GROUPS.values()
+        if group.kind is GroupKind.data
+        and group.used_by(plan.run.model)
+        and not group.ends_only
+        and group.size(plan.layout) > 1
+    ]
+    return {group.name: group_lines(group.members(plan.layout), rows) for group in shown}
+
+
+def group_colour(group: Group) -> str:
+    """The colour of the first of its axes that has one."""
+    return next(AXIS_COLOURS[axis] for axis in group.axes if axis in AXIS_COLOURS)
 
 
 def save_layout(plan: Plan, folder: Path) -> list[Path]:
@@ -252,12 +255,12 @@ def _replicas(sheet: Sheet, plan: Plan) -> None:
 
 
 def _groups(sheet: Sheet, plan: Plan) -> None:
-    """A column of lines for every kind of group."""
-    for kind, lines in group_columns(plan, sheet.rows).items():
-        fill = AXIS_COLOURS[kind]
+    """A column of lines for every purpose of groups."""
+    for name, lines in group_columns(plan, sheet.rows).items():
+        group = GROUPS[name]
+        fill = group_colour(group)
         lanes = 1 + max(line.lane for line in lines)
-        ranks = len(rank_groups(plan.layout, kind)[0])
-        left = sheet.column(kind_name(plan.layout, kind), f"{ranks} ranks", lanes * LANE)
+        left = sheet.column(name, f"{group.size(plan.layout)} ranks", lanes * LANE)
         for line in lines:
             x = left + LANE * (line.lane + 0.5)
             sheet.shapes.append(

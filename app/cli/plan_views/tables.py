@@ -21,7 +21,6 @@ from app.plan.export import (
     StageRow,
     assumed_peak,
     parameters_per_rank,
-    rank_groups,
     stage_rows,
 )
 from app.plan.formatting import (
@@ -35,6 +34,7 @@ from app.plan.formatting import (
     short_list,
     signed_percent,
 )
+from app.plan.groups import GROUPS
 from app.plan.memory.rank_memory import RankMemory
 from app.plan.plan import Plan
 from app.plan.suggestion import Suggestion
@@ -159,7 +159,7 @@ def _print_ranks(plan: Plan, console: Console) -> None:
 
 def _ranks_line(plan: Plan, kind: GroupTraffic, width: int) -> str:
     """As many groups as have room: "[0, 4] [1, 5] … 8 groups"."""
-    groups = rank_groups(plan.layout, kind.name)
+    groups = GROUPS[kind.name].members(plan.layout)
     return cut(map(short_list, groups), width, f"… {len(groups):,} groups")
 
 

@@ -104,7 +104,7 @@ def step_input(
     """
     batches, counts_M = loaded
     valid = counts_M.sum()
-    all_reduce(valid, groups.data)
+    all_reduce(valid, groups.dp_control)
     if normalize is Normalize.token:
         weights_M = valid.clamp(min=1).float().reciprocal().expand(len(batches))
     else:

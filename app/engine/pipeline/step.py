@@ -126,7 +126,7 @@ class TrainingStep:
             return
         for _, place, router in self.engine.routers():
             counts_E = totals.counts[place].clone()
-            all_reduce(counts_E, self.engine.groups.tokens)
+            all_reduce(counts_E, self.engine.groups.tp_cp_dp_control)
             moved_E = update_bias(router.bias_E, counts_E, moe.bias_update_rate)
             router.bias_E.copy_(torch.where(skipped > 0, router.bias_E, moved_E))
 

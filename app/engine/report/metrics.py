@@ -209,15 +209,15 @@ class Meter:
         if counts:
             counts_LE = torch.stack(counts)
             pairs_2[0] = dropped
-            all_reduce(counts_LE, self.engine.groups.tokens)
-            all_reduce(pairs_2, self.engine.groups.tokens)
+            all_reduce(counts_LE, self.engine.groups.tp_cp_dp_control)
+            all_reduce(pairs_2, self.engine.groups.tp_cp_dp_control)
             pairs_2[1] = counts_LE.sum()
             ratio_L = counts_LE.max(dim=1).values / counts_LE.double().mean(dim=1)
         total = torch.stack((ratio_L.sum(), ratio_L.new_full((), len(counts)), *pairs_2.double()))
         worst = ratio_L.max()
-        all_reduce(total, self.engine.groups.stages)
-        if self.engine.groups.stages.size() > 1:
-            dist.all_reduce(worst, dist.ReduceOp.MAX, self.engine.groups.stages)
+        all_reduce(total, self.engine.groups.pp_control)
+        if self.engine.groups.pp_control.size() > 1:
+            dist.all_reduce(worst, dist.ReduceOp.MAX, self.engine.groups.pp_control)
         ratios, layers, lost, kept = total.tolist()
         share = {}
         if self.run.model.moe.capacity_factor is not None:

@@ -14,9 +14,10 @@ from typing import Any
 
 import torch.distributed as dist
 
+from app.plan.groups import PP
 from app.torch_versions import enqueued, flight_records
 
-PIPELINE = "pp"  # its sends and receives are the transport's to tell
+PIPELINE = PP.name  # its sends and receives are the transport's to tell
 
 
 @dataclass(frozen=True, slots=True)

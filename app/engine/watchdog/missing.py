@@ -9,12 +9,13 @@ from itertools import islice
 
 from app.engine.watchdog.collectives import Collective
 from app.engine.watchdog.heartbeats import Doing, Finding, Heartbeats, Record, Seen
+from app.plan.groups import CHECKPOINT
 
 # part of a timeout in one operation after which a rank is stuck, unless it rightly waits
 SAYS = 0.9
 SILENT = 0.3  # part of a timeout without a sign of life after which a rank no longer takes part
 SHOWN = 4  # missing ranks described, and sends and receives named, at most
-SAVING = "checkpoint"  # the group of the thread that saves
+SAVING = CHECKPOINT.name  # the group of the thread that saves
 
 
 @dataclass(frozen=True, slots=True)

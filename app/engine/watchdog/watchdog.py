@@ -26,6 +26,7 @@ import torch.distributed as dist
 from app.engine.watchdog.collectives import NOTHING, Collective, Recorded, read_recorders
 from app.engine.watchdog.heartbeats import Doing, Finding, Heartbeats, Record
 from app.engine.watchdog.missing import SAVING, SAYS, SHOWN, SILENT, CollectiveWait, Look
+from app.plan.groups import WORLD
 
 EXIT_STUCK = 124  # as `timeout` reports it
 LOOKS = 20  # per timeout
@@ -218,7 +219,7 @@ class Watchdog:
                 collective=Collective(MEETINGS, doing, self.main.meeting, since=self.main.began),
             )
         if self.replays:
-            steps = self._recorded.counts.get("world", 0)  # has one per step, behind the replay
+            steps = self._recorded.counts.get(WORLD.name, 0)  # has one per step, behind the replay
             return CollectiveWait(
                 doing,
                 seconds,
@@ -243,7 +244,7 @@ class Watchdog:
         counts = {
             **self._recorded.counts,
             MEETINGS: self._meetings,
-            REPLAYS: self._recorded.counts.get("world", 0),
+            REPLAYS: self._recorded.counts.get(WORLD.name, 0),
         }
         if not waits:
             return Record(main, saving, counts)

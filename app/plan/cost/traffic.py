@@ -18,6 +18,7 @@ from math import ceil, prod
 from app.config import HardwareConfig, Run
 from app.plan.cost.nodes import NodeSpan, node_span
 from app.plan.cost.volumes import Volume, Way, step_volumes
+from app.plan.groups import ETP_EP, TP
 from app.plan.layout import AXES, DENSE_AXIS, EXPERT_AXIS, ParallelLayout
 from app.plan.select import select_stages
 from app.plan.stages import StagePlan
@@ -25,14 +26,15 @@ from app.plan.stages import StagePlan
 Order = tuple[str, ...]  # axes from the fastest-varying one
 
 GB = 1e9  # bytes
-ADVISED = ("tp", "ep")  # kinds worth another order: they exchange in every layer, and compute waits
+# worth another order: they exchange in every layer, and compute waits
+ADVISED = (TP.name, ETP_EP.name)
 
 
 @dataclass(frozen=True, slots=True)
 class GroupTraffic:
     """What the groups of one kind move in a step."""
 
-    name: str  # tp, cp, ep, pp, dp, edp or embedding
+    name: str  # of app.plan.groups
     collectives: str  # what runs, in words
     groups: int  # how many there are
     ranks: int  # ranks per group
@@ -52,7 +54,7 @@ class GroupTraffic:
 class OrderAdvice:
     """Another order of axes that brings the groups of one kind onto fewer nodes."""
 
-    axis: str  # tp, or ep, the groups over etp × ep
+    axis: str  # the groups: tp or etp_ep
     nodes: int  # most nodes that one of its groups spans now
     order: str  # parallel.order with the least time that compute waits
     best_nodes: int  # most nodes that one of its groups spans then
@@ -63,28 +65,27 @@ def plan_traffic(run: Run, layout: ParallelLayout, stages: StagePlan) -> tuple[G
     """The traffic of a step by kind of group; none of groups of one rank or with nothing to send.
 
     Bytes are those of the pipeline rank that sends most, and of the rank in its group that has
-    fewest of the others in its node. dp stands for all ranks that share dense parameters, dp × cp,
-    edp for those that share the same experts, and ep for those that have all experts between them,
-    etp × ep.
+    fewest of the others in its node.
     """
     dense = layout.sizes()
     expert = layout.sizes(expert=True)
     return tuple(
-        _placed(run, expert if volume.expert else dense, volume)
+        _placed(run, expert if volume.group.expert else dense, volume)
         for volume in step_volumes(run, layout, stages)
     )
 
 
 def _placed(run: Run, sizes: Mapping[str, int], volume: Volume) -> GroupTraffic:
-    span = node_span(sizes, volume.axes, run.parallel.gpus_per_node, ends_only=volume.ends_only)
-    together = prod(sizes[axis] for axis in volume.axes)
-    ranks = 2 if volume.ends_only else together
+    group = volume.group
+    span = node_span(sizes, group.axes, run.parallel.gpus_per_node, ends_only=group.ends_only)
+    together = prod(sizes[axis] for axis in group.axes)
+    ranks = 2 if group.ends_only else together
     across = ceil(volume.bytes * _share_across(volume.way, span, ranks))
     inside = volume.bytes - across
     seconds = _seconds(run.hardware, inside, across)
     groups = prod(sizes.values()) // together
     return GroupTraffic(
-        volume.name,
+        group.name,
         volume.collectives,
         groups,
         ranks=ranks,
@@ -118,7 +119,7 @@ def _seconds(hardware: HardwareConfig, inside: int, across: int) -> float:
 
 
 def order_advice(run: Run, layout: ParallelLayout) -> tuple[OrderAdvice, ...]:
-    """For tp and ep, if groups span fewer nodes in the order of axes with least exposed traffic.
+    """For tp and etp_ep, if groups span fewer nodes in the order with least exposed traffic.
 
     That order is searched among all that a run may have; of equally good ones it is the one nearest
     to the present. Empty if no order saves time: the nearest of the best is then the present, or
@@ -131,7 +132,7 @@ def order_advice(run: Run, layout: ParallelLayout) -> tuple[OrderAdvice, ...]:
         return _placed(run, dict(grid), volume)
 
     def in_order(order: Order) -> list[GroupTraffic]:
-        return [placed(volume, _grid(layout, order, volume.expert)) for volume in volumes]
+        return [placed(volume, _grid(layout, order, volume.group.expert)) for volume in volumes]
 
     def seconds(order: Order) -> float:
         return sum(traffic.seconds for traffic in in_order(order))

@@ -15,6 +15,7 @@ from enum import Enum
 from app.choices import CpComm, DispatcherKind, Dtype, Recompute
 from app.config import ModelConfig, Run
 from app.plan.cost.flops import busiest_load
+from app.plan.groups import CP, DP_CP, EDP, EMBEDDING, ETP_EP, PP, TP, Group
 from app.plan.layout import ParallelLayout
 from app.plan.pipeline.replay import Pipeline
 from app.plan.sharding.parameters import ChunkBuffers, chunk_buffers, chunk_parameters
@@ -46,16 +47,13 @@ class Way(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Volume:
-    """What one rank sends in a step within its group along some axes."""
+    """What one rank sends in a step within its groups of one purpose."""
 
-    name: str
+    group: Group
     collectives: str  # what runs, in words
     way: Way
-    axes: tuple[str, ...]
     bytes: int
-    expert: bool = False  # axes of the expert grid
     exposed: bool = True  # compute waits for it
-    ends_only: bool = False  # only the first and last rank of each group take part
 
 
 def step_volumes(run: Run, layout: ParallelLayout, stages: StagePlan) -> Iterator[Volume]:
@@ -64,47 +62,30 @@ def step_volumes(run: Run, layout: ParallelLayout, stages: StagePlan) -> Iterato
     gradients = "reduce-scatter of gradients, all-gather of parameters"
     volumes = (
         Volume(
-            "tp",
+            TP,
             "all-gather and reduce-scatter of hidden states",
             Way.ring,
-            axes=("tp",),
             bytes=step.busiest(step.tensor),
         ),
-        Volume("cp", *step.attention_way, ("cp",), step.busiest(step.context)),
-        Volume("ep", *step.experts_way, ("etp", "ep"), step.busiest(step.experts), expert=True),
+        Volume(CP, *step.attention_way, bytes=step.busiest(step.context)),
+        Volume(ETP_EP, *step.experts_way, bytes=step.busiest(step.experts)),
         Volume(
-            "pp",
+            PP,
             "send of hidden states and their gradients",
             Way.neighbours,
-            axes=("pp",),
             bytes=step.pipeline(),
             exposed=False,
         ),
         Volume(
-            "embedding",
+            EMBEDDING,
             "all-reduce of the tied embedding's gradient",
             Way.ring,
-            axes=("pp",),
             bytes=step.embedding(),
-            ends_only=True,
         ),
         Volume(
-            "dp",
-            gradients,
-            Way.ring,
-            axes=("dp", "cp"),
-            bytes=step.busiest(step.dense_parameters),
-            exposed=False,
+            DP_CP, gradients, Way.ring, bytes=step.busiest(step.dense_parameters), exposed=False
         ),
-        Volume(
-            "edp",
-            gradients,
-            Way.ring,
-            axes=("edp",),
-            bytes=step.busiest(step.expert_parameters),
-            expert=True,
-            exposed=False,
-        ),
+        Volume(EDP, gradients, Way.ring, bytes=step.busiest(step.expert_parameters), exposed=False),
     )
     return (volume for volume in volumes if volume.bytes)
 
@@ -228,7 +209,7 @@ class _Step:
         return model.vocab_size * model.hidden_size // shards * item_bytes(self.run.precision.grads)
 
     def dense_parameters(self, stage: Stage) -> int:
-        """Bytes of gradients reduced and parameters gathered over dp × cp, without experts'."""
+        """Bytes of gradients reduced and parameters gathered over dp_cp, without experts'."""
         return self._reduced_and_gathered(self._buffers(stage).dense)
 
     def expert_parameters(self, stage: Stage) -> int:

@@ -11,10 +11,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from app.choices import GraphImpl
-from app.config import PrecisionConfig, Run
+from app.config import ModelConfig, PrecisionConfig, Run
 from app.plan.actions import Action, Forward
 from app.plan.formatting import amount
 from app.plan.graphs import GraphPlan
+from app.plan.groups import GROUPS, Group, GroupKind
 from app.plan.layout import ParallelLayout
 from app.plan.memory.activations import ChunkActivations, chunk_activations
 from app.plan.memory.graph_memory import Part, graph_objects, partial_graph_parts
@@ -168,8 +169,8 @@ def _parts(
     )
     yield Part("CUDA context", CUDA_CONTEXT, "of the process")
     if layout.world_size > 1:
-        groups = communicators(run, layout, rank)
-        large = [name for name in groups if name not in CONTROL]
+        groups = communicators(run.model, layout, rank)
+        large = [group.name for group in groups if group.kind is GroupKind.data]
         control = len(groups) - len(large)
         size = NCCL_ITSELF + len(large) * COMMUNICATOR + control * CONTROL_COMMUNICATOR
         yield Part(
@@ -253,26 +254,12 @@ def batch_bytes(run: Run, layout: ParallelLayout) -> int:
     return 8 * (3 * tokens // layout.cp + (tokens if run.data.document_mask else 0))
 
 
-# groups that only sum a few numbers
-CONTROL = frozenset({"control", "data", "tokens", "microbatch", "stages"})
-
-
-def communicators(run: Run, layout: ParallelLayout, pp_rank: int) -> list[str]:
-    """Names of the groups of several ranks that a rank of this pipeline rank communicates in."""
-    moe = run.model.moe is not None
-    ends = pp_rank in (0, layout.pp - 1)
-    sizes = {
-        "control": layout.world_size,
-        "data": layout.dp,
-        "tokens": layout.tp * layout.cp * layout.dp,
-        "microbatch": layout.tp * layout.cp,
-        "gradients": layout.dp * layout.cp,
-        "expert gradients": layout.edp if moe else 1,
-        "experts": layout.expert_tp * layout.ep if moe else 1,
-        "tensor": layout.tp,
-        "context": layout.cp,
-        "pipeline": layout.pp,
-        "stages": layout.pp,
-        "tied embeddings": layout.pp if run.model.tie_embeddings and ends else 1,
-    }
-    return [name for name, size in sizes.items() if size > 1]
+def communicators(model: ModelConfig, layout: ParallelLayout, pp_rank: int) -> list[Group]:
+    """The groups of several ranks that a rank of this pipeline rank communicates in over NCCL."""
+    return [
+        group
+        for group in GROUPS.values()
+        if group.kind is not GroupKind.host
+        and group.used_by(model)
+        and group.joins(layout, pp_rank)
+    ]
