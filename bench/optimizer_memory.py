@@ -179,7 +179,6 @@ def tensors(shards: list[AdamShard]) -> Iterator[Tensor]:
             shard.buffer.grads,
             shard.params,
             shard.own_params,
-            shard.grads,
             shard.grad,
         )
         yield from (shard.main, shard.exp_avg, shard.exp_avg_sq)

@@ -26,7 +26,13 @@ LAYERS = (
     {"app.rules"},
     {"app.advice"},
     {"app.model", "app.moe", "app.optim"},  # tensors
-    {"app.moe.dispatch", "app.optim.distributed", "app.data"},  # processes
+    {  # processes
+        "app.moe.dispatch",
+        "app.optim.grad_buckets",
+        "app.optim.param_gather",
+        "app.optim.distributed",
+        "app.data",
+    },
     {"app.engine"},
     {"app.cli"},
 )

@@ -53,14 +53,12 @@ class AdamShard:
         whole = slice(*buffer.layout.buckets[bucket])
         self.own_params = buffer.params[own]
         self.params = buffer.params[whole]
-        self.grads = buffer.grads[whole]
         fp32 = self.own_params.dtype == torch.float32
         self.main = self.own_params if fp32 else self.own_params.float()
         self.grad = buffer.grads[own]
         self.exp_avg, self.exp_avg_sq = torch.zeros_like(self.main), torch.zeros_like(self.main)
         self.param_shards = tuple(self._param_shards(group.rank()))
         specs = [spec for spec, _ in buffer.of_bucket(bucket)]
-        self.params_inside = len(specs)
         self.tied = any(spec.tied for spec in specs)
         assert not self.tied or len(specs) == 1, "a tied parameter has a bucket of its own"
 

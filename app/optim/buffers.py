@@ -6,7 +6,6 @@ their gradients arrive), in buckets that are padded so that every rank owns an e
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -32,10 +31,8 @@ class ParamSpec:
 
 
 class FlatBuffer:
-    """One dtype's parameters of one kind (dense or expert), as views of one tensor; gradients
-    likewise, in `grads`.
-
-    `arrived(bucket)` is called whenever the gradient of one of its parameters has been added to.
+    """One dtype's parameters of one kind (dense or expert), as views of one tensor; gradient sums
+    likewise, in `grads`. Where both are of one type, autograd adds to the sums itself.
     """
 
     def __init__(
@@ -46,14 +43,19 @@ class FlatBuffer:
         ], "planned otherwise"
         self.specs = tuple(specs)
         self.layout = layout
-        self.arrived = ignore
         first = specs[0].param
         self.params = torch.zeros(self.layout.numel, dtype=first.dtype, device=first.device)
         self.grads = torch.zeros(self.layout.numel, dtype=grads, device=first.device)
-        places = zip(self.grad_views(), layout.params, layout.bucket_of, strict=True)
-        for (spec, grad), (start, stop), bucket in places:
+        for (spec, grad), (start, stop) in zip(self.grad_views(), layout.params, strict=True):
             value = self.params[start:stop].view_as(spec.param)
-            self._adopt(spec.param, value, grad, bucket=bucket)
+            spec.param.data = value.copy_(spec.param.detach())
+            if self.autograd_adds:
+                spec.param.grad = grad
+
+    @property
+    def autograd_adds(self) -> bool:
+        """Whether autograd adds to the gradient sums in place; otherwise they have more bits."""
+        return self.params.dtype == self.grads.dtype
 
     def grad_views(self) -> Iterator[tuple[ParamSpec, Tensor]]:
         """Every parameter with its gradient sum, in the parameter's shape."""
@@ -67,28 +69,3 @@ class FlatBuffer:
             for view, number in zip(self.grad_views(), self.layout.bucket_of, strict=True)
             if number == bucket
         )
-
-    def _adopt(self, param: nn.Parameter, value: Tensor, grad: Tensor, bucket: int) -> None:
-        value.copy_(param.detach())
-        param.data = value
-        in_place = param.dtype == grad.dtype
-        if in_place:
-            param.grad = grad  # autograd adds in place
-        # torch keeps hooks where the garbage collector does not see a cycle
-        here = weakref.ref(self)
-
-        def added(param: nn.Parameter) -> None:
-            buffer = here()
-            assert buffer is not None, "lives as long as its parameters are trained"
-            if not in_place:
-                if param.grad is None:  # backward has left it for later
-                    return
-                grad.add_(param.grad)
-                param.grad = None
-            buffer.arrived(bucket)
-
-        param.register_post_accumulate_grad_hook(added)
-
-
-def ignore(bucket: int) -> None:
-    """The `arrived` of a buffer whose gradients nobody counts."""

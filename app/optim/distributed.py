@@ -1,31 +1,34 @@
 """ZeRO-1: every data-parallel rank updates its shard of the parameters (Rajbhandari et al. 2020).
 
 A step: backward fills the gradient buffers. When a chunk's last backward begins (`expect_grads`),
-each bucket is summed over the data-parallel ranks as soon as its last gradient has been added,
-beside the rest of backward, and leaves each rank its shard; `finish_grads` waits. `local_norm_sq`
+each bucket is reduce-scattered over the data-parallel ranks as soon as its last gradient has been
+added, beside the rest of backward; `finish_grads` waits (`app.optim.grad_buckets`). `local_norm_sq`
 and one all-reduce elsewhere give the global norm; `step` clips and updates the shards in fp32 and
-starts to bring the updated parameters together, in the order in which the next forward reads them;
-`gather_params` waits for what a chunk reads first, and each layer for its own. World size 1 is the
-same code with nothing to send. Dense parameters are sharded over the data- and context-parallel
-ranks, experts over those that hold the same ones. What tensor-parallel ranks hold whole is summed
-over these as well, as each has seen other tokens.
+starts to all-gather the updated parameters, in the order in which the next forward reads them;
+`gather_params` waits for a chunk's, or each layer for its own (`app.optim.param_gather`). World
+size 1 is the same code with nothing to send. Dense parameters are sharded over the data- and
+context-parallel ranks, experts over those that hold the same ones. What tensor-parallel ranks hold
+whole is summed over these as well, as each has seen other tokens.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from itertools import chain
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from app.collectives import all_gather, all_reduce, reduce_scatter
+from app.collectives import all_reduce
 from app.config import OptimConfig
 from app.model.weight_grads import MainGradSink, WeightGrad
 from app.optim.adam import AdamShard, ParamShard
 from app.optim.buffers import FlatBuffer, ParamSpec
+from app.optim.grad_buckets import Arrival, GradBuckets
+from app.optim.param_gather import ParamGather
 from app.plan.sharding.parameters import ChunkBuffers
 
 NORM_EPS = 1e-6  # keeps the clipping factor finite
@@ -39,62 +42,6 @@ class OptimizerGroups:
     edp: dist.ProcessGroup  # ranks that hold the same experts
     tp: dist.ProcessGroup  # tensor-parallel ranks
     embedding: dist.ProcessGroup  # the two ranks that hold copies of tied embeddings
-
-
-@dataclass(slots=True)
-class BucketRow:
-    """The buckets of one buffer; their gradients are reduced in one order on all its ranks."""
-
-    shards: Sequence[AdamShard]
-    overlaps: bool
-    missing: list[int] = field(default_factory=list)  # gradients per bucket; empty: not begun
-    started: int = 0  # buckets whose reduction has begun
-    works: list[dist.Work] = field(default_factory=list)
-    streams: set[torch.cuda.Stream] = field(default_factory=set)  # that have added gradients
-    # takes arrivals while a graph is recorded; None: they count at once
-    noted: list[tuple[BucketRow, int]] | None = None
-
-    def begin(self) -> None:
-        """The step's last backward follows: each arrival now completes a parameter's gradient."""
-        if self.overlaps:
-            self.missing = [shard.params_inside for shard in self.shards]
-
-    def arrived(self, bucket: int) -> None:
-        """Count a complete gradient; a bucket's last one starts its reduction, bucket by bucket."""
-        if self.noted is not None:
-            self.noted.append((self, bucket))
-        elif self.missing:
-            self.missing[bucket] -= 1
-            if self.shards[bucket].grads.is_cuda:
-                self.streams.add(torch.cuda.current_stream())
-            while self.started < len(self.shards) and self.missing[self.started] <= 0:
-                self._start()
-
-    def start_all(self) -> None:
-        """Start to reduce all buckets that are left, in order."""
-        while self.started < len(self.shards):
-            self._start()
-
-    def finish(self) -> None:
-        """Start the reductions that are left, and wait for all of them."""
-        self.start_all()
-        for work in self.works:
-            work.wait()
-        self.works = []
-        self.missing = []
-        self.started = 0
-        self.streams.clear()
-
-    def _start(self) -> None:
-        shard = self.shards[self.started]
-        self.started += 1
-        for stream in self.streams:  # autograd adds a gradient on the stream of the forward
-            torch.cuda.current_stream().wait_stream(stream)
-        work = reduce_scatter(shard.grad, shard.grads, shard.group, wait=not self.overlaps)
-        self.works += [] if work is None else [work]
-
-
-Arrival = tuple[BucketRow, int]  # a gradient of one of its buckets
 
 
 def sum_over(group: dist.ProcessGroup, grads: Sequence[Tensor]) -> None:
@@ -112,6 +59,19 @@ def in_use_order(specs: Sequence[ParamSpec], shards: Sequence[AdamShard]) -> lis
         shards,
         key=lambda shard: min(place[spec.name] for spec, _ in shard.buffer.of_bucket(shard.bucket)),
     )
+
+
+def grad_divisor(norm: Tensor, clip_norm: float, scale: Tensor | None) -> Tensor:
+    """fp32 scalar by which an update divides gradients, given their global norm.
+
+    It takes out the loss `scale`, and clips to `clip_norm` the norm without it; 0: no clipping.
+    """
+    true_norm = norm if scale is None else norm / scale
+    if clip_norm:
+        divisor = ((true_norm + NORM_EPS) / clip_norm).clamp(min=1.0)
+    else:
+        divisor = torch.ones_like(norm)
+    return divisor if scale is None else divisor * scale
 
 
 class DistributedOptimizer:
@@ -135,83 +95,83 @@ class DistributedOptimizer:
         self.config = config
         self.groups = groups
         self.device = device
-        self.rows = [list(self._rows(*both, grads)) for both in zip(chunks, buffers, strict=True)]
-        self.shards = [[shard for row in rows for shard in row.shards] for rows in self.rows]
-        self._in_use_order = [
-            shard for both in zip(chunks, self.shards, strict=True) for shard in in_use_order(*both)
+        self.grad_buckets = [  # per chunk: of its dense parameters and of its experts
+            list(self._grad_buckets(specs, layouts, grads))
+            for specs, layouts in zip(chunks, buffers, strict=True)
         ]
-        self._grads = {
-            spec.param: (row, bucket, grad)
-            for row in self._all_rows()
-            for bucket, spec, grad in _places(row)
+        self._buckets_of = {
+            spec.param: buckets
+            for buckets in self._all_grad_buckets()
+            for spec in buckets.buffer.specs
         }
-        # parameters that are not whole; None: not on their way yet
-        self._arriving: dict[AdamShard, dist.Work | None] = {}
+        self.shards = [  # per chunk: those of all its buckets
+            [shard for buckets in of_chunk for shard in adam_shards(buckets)]
+            for of_chunk in self.grad_buckets
+        ]
+        self._in_use_order = [
+            shard
+            for specs, shards in zip(chunks, self.shards, strict=True)
+            for shard in in_use_order(specs, shards)
+        ]
+        self._param_gather = ParamGather(self._in_use_order, config.overlap_params)
 
-    def _rows(
-        self, specs: Sequence[ParamSpec], buffers: ChunkBuffers, grads: torch.dtype
-    ) -> Iterator[BucketRow]:
+    def _grad_buckets(
+        self, specs: Sequence[ParamSpec], layouts: ChunkBuffers, grads: torch.dtype
+    ) -> Iterator[GradBuckets]:
+        """Put a chunk's parameters into their buffers, dense ones and experts."""
         for expert, layout, group in (
-            (False, buffers.dense, self.groups.dp_cp),
-            (True, buffers.expert, self.groups.edp),
+            (False, layouts.dense, self.groups.dp_cp),
+            (True, layouts.expert, self.groups.edp),
         ):
             if layout is not None:
                 inside = [spec for spec in specs if spec.expert == expert]
                 buffer = FlatBuffer(inside, layout, grads)
-                shards = [AdamShard(buffer, bucket, group) for bucket in range(len(layout.buckets))]
-                row = BucketRow(shards, self.config.overlap_grads)
-                buffer.arrived = row.arrived
-                yield row
+                yield GradBuckets(buffer, group, self.config.overlap_grads)
 
     def zero_grad(self) -> None:
         """Clear the gradient sums before the first backward of a step."""
-        for row in self._all_rows():
-            row.shards[0].buffer.grads.zero_()
+        for buckets in self._all_grad_buckets():
+            buckets.zero()
 
     def add_grad(self, param: nn.Parameter, gradient: WeightGrad) -> None:
-        """Add to the gradient sum of a parameter what its backward has left for later."""
-        gradient.add_to(self._grads[param][2])
+        """Add to the gradient sum of a parameter what autograd does not."""
+        self._buckets_of[param].add(param, gradient)
 
     def main_grad_sink(self) -> MainGradSink | None:
         """Takes gradients of weights into wider sums; None: same type, autograd adds in place."""
-        first = next(self._all(), None)
-        if first is None or first.grads.dtype == first.params.dtype:
+        first = next(self._all_grad_buckets(), None)
+        if first is None or first.buffer.autograd_adds:
             return None
-        return MainGradSink(self._add_now)
-
-    def _add_now(self, param: nn.Parameter, gradient: WeightGrad) -> None:
-        row, bucket, total = self._grads[param]
-        gradient.add_to(total)
-        row.arrived(bucket)
+        return MainGradSink(self.add_grad)
 
     def expect_grads(self, chunk: int, last: bool) -> None:
         """A backward of a chunk follows; `last`: no gradient of the step comes after it."""
-        for row in self.rows[chunk] if last else ():
-            row.begin()
+        for buckets in self.grad_buckets[chunk] if last else ():
+            buckets.expect_last()
 
     @contextmanager
-    def noting_arrivals(self) -> Iterator[list[Arrival]]:
+    def listing_arrivals(self) -> Iterator[list[Arrival]]:
         """Within the block arriving gradients are listed, not counted: a graph is recorded or run,
-        and `tell_arrivals` counts them once their values are there.
+        and `count_listed` counts them once their values are there.
         """
-        noted: list[Arrival] = []
-        for row in self._all_rows():
-            row.noted = noted
+        listed: list[Arrival] = []
+        for buckets in self._all_grad_buckets():
+            buckets.list_arrivals(listed)
         try:
-            yield noted
+            yield listed
         finally:
-            for row in self._all_rows():
-                row.noted = None
+            for buckets in self._all_grad_buckets():
+                buckets.stop_listing()
 
-    def tell_arrivals(self, noted: Sequence[Arrival]) -> None:
-        """Count the gradients listed by `noting_arrivals`, after a replay."""
-        for row, bucket in noted:
-            row.arrived(bucket)
+    def count_listed(self, arrivals: Sequence[Arrival]) -> None:
+        """Count the gradients listed by `listing_arrivals`, after a replay."""
+        for buckets, bucket in arrivals:
+            buckets.arrive(bucket)
 
     def reduce_grads(self, chunk: int) -> None:
         """Start to sum what is left of a chunk's gradients over dp; each rank keeps its shard."""
-        for row in self.rows[chunk]:
-            row.start_all()
+        for buckets in self.grad_buckets[chunk]:
+            buckets.reduce()
 
     def finish_grads(self) -> None:
         """Wait until all gradients have been summed, then add up those of copies.
@@ -219,8 +179,8 @@ class DistributedOptimizer:
         What two stages or all tensor-parallel ranks hold is summed last, by shards: a sum over
         other ranks behind it could differ in its order, and copies in their bits.
         """
-        for row in self._all_rows():
-            row.finish()
+        for buckets in self._all_grad_buckets():
+            buckets.finish()
         self._sum_tied()
         shared = [owned.grad for owned in self.param_shards() if owned.spec.shared]
         if self.groups.tp.size() > 1 and shared:
@@ -228,7 +188,7 @@ class DistributedOptimizer:
 
     def _sum_tied(self) -> None:
         """Add up the two gradients of a tied parameter: a + b has the same bits on both sides."""
-        match [shard.grad for shard in self._all() if shard.tied]:
+        match [shard.grad for shard in self._all_shards() if shard.tied]:
             case [one]:
                 all_reduce(one, self.groups.embedding)
             case [first, second]:  # both on this rank
@@ -236,7 +196,7 @@ class DistributedOptimizer:
 
     def local_norm_sq(self) -> Tensor:
         """fp32 scalar: this rank's share of the squared norm; a sum over all ranks makes it."""
-        grads = [grad for shard in self._all() for grad in shard.counted_grads()]
+        grads = [grad for shard in self._all_shards() for grad in shard.counted_grads()]
         if not grads:  # of an empty stage, or where another tensor-parallel rank's count
             return torch.zeros((), device=self.device)
         norms = [torch.linalg.vector_norm(grad, dtype=torch.float32) for grad in grads]
@@ -250,30 +210,24 @@ class DistributedOptimizer:
     def step(
         self, lr: float, weight_decay: float, norm: Tensor, scale: Tensor | None = None
     ) -> Tensor:
-        """Clip to `clip_norm` given the global gradient norm and update; returns 1.0 where the
-        update was skipped.
+        """Clip to `clip_norm` and update this rank's shards; returns 1.0 where the update was
+        skipped, otherwise 0.0 (fp32 scalar).
 
-        `scale`: what gradients, and `norm`, have been multiplied with. A norm that is not finite
-        skips the update: parameters, moments and step counts stay as they are.
+        `norm`: of the whole gradient, over all ranks. `scale`: what gradients, and `norm`, have
+        been multiplied with. A norm that is not finite skips the update: parameters, moments and
+        step counts stay as they are.
         """
         skip = (~norm.isfinite()).float()
-        limit = self.config.clip_norm
-        true_norm = norm if scale is None else norm / scale
-        if limit:
-            divisor = ((true_norm + NORM_EPS) / limit).clamp(min=1.0)
-        else:
-            divisor = torch.ones_like(norm)
-        if scale is not None:
-            divisor = divisor * scale
+        divisor = grad_divisor(norm, self.config.clip_norm, scale)
         for shard in self._in_use_order:
             shard.update(self.config, lr, weight_decay, grad_divisor=divisor, skip=skip)
-            self._changed(shard)
+            self._param_gather.updated(shard)
         return skip
 
     def gather_params(self, chunk: int) -> None:
         """Make all parameters of a chunk whole on every rank, where they are not yet."""
         for shard in self.shards[chunk]:
-            self._arrive(shard)
+            self._param_gather.make_whole(shard)
 
     def start_gather(self, chunk: int) -> None:
         """Before a chunk's first forward: the same, unless its parameters are on their way and
@@ -284,55 +238,32 @@ class DistributedOptimizer:
 
     def gate(self, params: Iterable[nn.Parameter]) -> Callable[[], None]:
         """A function that waits until these parameters have been gathered."""
-        rows = (self._grads[param] for param in params)
-        shards = list(dict.fromkeys(row.shards[bucket] for row, bucket, _ in rows))
-
-        def wait() -> None:
-            for shard in shards if self._arriving else ():
-                self._arrive(shard)
-
-        return wait
+        return self._param_gather.gate(params)
 
     def param_shards(self) -> Iterator[ParamShard]:
         """Every part of a parameter that this rank owns, with its optimizer state."""
-        for shard in self._all():
+        for shard in self._all_shards():
             yield from shard.param_shards
 
     def restored(self, updates: int) -> None:
-        """Say that the pieces were filled from a checkpoint taken after `updates` updates."""
+        """The parts in `param_shards` were filled from a checkpoint taken after `updates`
+        updates: make the parameters those of the checkpoint on all ranks.
+        """
         for owned in self.param_shards():
             owned.step.fill_(updates)
         for shard in self._in_use_order:
             if shard.main is not shard.own_params:
                 shard.own_params.copy_(shard.main)
-            self._changed(shard)
+            self._param_gather.updated(shard)
 
-    def _changed(self, shard: AdamShard) -> None:
-        """All ranks' shards have changed: gather them now, or note that this must be done."""
-        work = None
-        if self.config.overlap_params:
-            work = all_gather(shard.params, shard.own_params, shard.group, wait=False)
-        self._arriving[shard] = work
+    def _all_grad_buckets(self) -> Iterator[GradBuckets]:
+        return chain.from_iterable(self.grad_buckets)
 
-    def _arrive(self, shard: AdamShard) -> None:
-        if shard not in self._arriving:
-            return
-        work = self._arriving.pop(shard)
-        if work is not None:
-            work.wait()
-        elif not self.config.overlap_params:
-            all_gather(shard.params, shard.own_params, shard.group)
-
-    def _all_rows(self) -> Iterator[BucketRow]:
-        for rows in self.rows:
-            yield from rows
-
-    def _all(self) -> Iterator[AdamShard]:
-        for shards in self.shards:
-            yield from shards
+    def _all_shards(self) -> Iterator[AdamShard]:
+        return chain.from_iterable(self.shards)
 
 
-def _places(row: BucketRow) -> Iterator[tuple[int, ParamSpec, Tensor]]:
-    for shard in row.shards:
-        for spec, grad in shard.buffer.of_bucket(shard.bucket):
-            yield shard.bucket, spec, grad
+def adam_shards(buckets: GradBuckets) -> Iterator[AdamShard]:
+    """This rank's shards of a buffer's buckets."""
+    for bucket in range(buckets.num_buckets):
+        yield AdamShard(buckets.buffer, bucket, buckets.group)

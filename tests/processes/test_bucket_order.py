@@ -13,28 +13,61 @@ import pytest
 from app.config import ModelConfig, OptimConfig, ParallelConfig, Run
 from app.model.chunk import nothing
 from app.optim.adam import AdamShard
-from app.optim.distributed import BucketRow
+from app.optim.buffers import FlatBuffer
+from app.optim.grad_buckets import GradBuckets
+from app.optim.param_gather import ParamGather
 from tests.distributed import run_distributed
 from tests.runs import TINY, batches_of, engine_of, make_run, train_steps
 
 EXPERT_LAYERS = [f"layers.{index}.body.experts." for index in (1, 2)]
 
 
-def names(shard: AdamShard) -> list[str]:
-    return [spec.name for spec, _ in shard.buffer.of_bucket(shard.bucket)]
+def names(buffer: FlatBuffer, bucket: int) -> list[str]:
+    return [spec.name for spec, _ in buffer.of_bucket(bucket)]
+
+
+class Watched:
+    """The names of each bucket, from here on in this process, which is about to end: as summed, as
+    fetched, and as first waited for.
+    """
+
+    def __init__(self) -> None:
+        self.summed: list[list[str]] = []
+        self.fetched: list[list[str]] = []
+        self.waited: list[list[str]] = []
+        start, updated, make_whole = (
+            GradBuckets._start_next,
+            ParamGather.updated,
+            ParamGather.make_whole,
+        )
+
+        def on_start(buckets: GradBuckets) -> None:
+            self.summed.append(names(buckets.buffer, buckets._started))
+            start(buckets)
+
+        def on_update(gather: ParamGather, shard: AdamShard) -> None:
+            self.fetched.append(names(shard.buffer, shard.bucket))
+            updated(gather, shard)
+
+        def on_need(gather: ParamGather, shard: AdamShard) -> None:
+            if shard in gather._on_its_way:
+                self.waited.append(names(shard.buffer, shard.bucket))
+            make_whole(gather, shard)
+
+        GradBuckets._start_next = on_start
+        ParamGather.updated = on_update
+        ParamGather.make_whole = on_need
 
 
 def orders_of(rank: int, run: Run) -> dict[str, Any]:
     """The names of each bucket of one of two stages, as fetched and as summed."""
     engine = engine_of(run, rank)
-    summed: list[list[str]] = []
-    start = BucketRow._start
-    BucketRow._start = lambda row: (summed.append(names(row.shards[row.started])), start(row))
+    watched = Watched()
     train_steps(run, engine, 1)
     (buffer,) = {shard.buffer for shard in engine.optimizer.shards[0]}
     return {
-        "fetched": [names(shard) for shard in engine.optimizer._arriving],
-        "summed": summed,
+        "fetched": watched.fetched,
+        "summed": watched.summed,
         "buckets": [end - start for start, end in buffer.layout.buckets],
         "gated": engine.chunks[0].wait_for_head is not nothing,
     }
@@ -50,23 +83,20 @@ def watch(rank: int, model: ModelConfig, bucket: int) -> dict[str, Any]:
     )
     run = make_run(model, parallel=parallel, optim=optim)
     engine = engine_of(run, rank)
-    optimizer, (chunk,) = engine.optimizer, engine.chunks
-    summed: list[list[str]] = []
-    start, arrive = BucketRow._start, optimizer._arrive
-    BucketRow._start = lambda row: (summed.append(names(row.shards[row.started])), start(row))
+    (chunk,) = engine.chunks
+    watched = Watched()
     train_steps(run, engine, 1)
-    fetched = [names(shard) for shard in optimizer._arriving]  # a dictionary remembers the order
-    waited: list[list[str]] = []
-    optimizer._arrive = lambda shard: (
-        waited.append(names(shard)) if shard in optimizer._arriving else None,
-        arrive(shard),
-    )
     batch = batches_of(run, 1, rank)[0]
     context = chunk.context(batch.positions_BS, None)
     out = chunk(batch.tokens_BS, context)
-    before_head = list(waited)
+    before_head = list(watched.waited)
     chunk.loss(out.x, batch.labels_BS, context)
-    return {"fetched": fetched, "waited": waited, "before_head": before_head, "summed": summed}
+    return {
+        "fetched": watched.fetched,
+        "waited": watched.waited,
+        "before_head": before_head,
+        "summed": watched.summed,
+    }
 
 
 @pytest.mark.parametrize("bucket", [1, 2000], ids=["a parameter each", "several parameters"])

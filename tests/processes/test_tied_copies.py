@@ -21,7 +21,7 @@ from app.config import (
     TrainConfig,
 )
 from app.engine.build import Engine
-from app.optim import distributed
+from app.optim import grad_buckets
 from tests.distributed import run_distributed
 from tests.runs import TINY, engine_of, make_run, train_steps
 
@@ -69,7 +69,7 @@ def add_in_another_order(engine: Engine) -> None:
             first += part
         shard.copy_(first.chunk(group.size())[group.rank()])
 
-    distributed.reduce_scatter = reduce_scatter  # this process is about to end
+    grad_buckets.reduce_scatter = reduce_scatter  # this process is about to end
 
 
 def train(rank: int, run: Run) -> list[dict[str, Any]]:

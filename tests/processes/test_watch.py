@@ -25,7 +25,7 @@ import app.engine.pipeline.step
 import app.model.context_parallel
 import app.model.tensor_parallel
 import app.moe.dispatch
-import app.optim.distributed
+import app.optim.param_gather
 from app.config import Run
 from app.engine.build import Engine, build_engine
 from app.engine.checkpoint import save as checkpoint_save
@@ -197,7 +197,7 @@ CASES = {
     "cp": training(
         app.model.context_parallel, "all_gather", "cp", says="all_gather", parallel={"cp": 2}
     ),
-    "dp": training(app.optim.distributed, "all_gather", "dp_cp", says="all_gather"),
+    "dp": training(app.optim.param_gather, "all_gather", "dp_cp", says="all_gather"),
     "ep": training(
         app.moe.dispatch,
         "_exchange",
@@ -207,7 +207,7 @@ CASES = {
         model="moe",
     ),
     "edp": Case(
-        in_training(app.optim.distributed, "all_gather", "edp"),
+        in_training(app.optim.param_gather, "all_gather", "edp"),
         r"all_gather \d+ of (edp|dp_cp) \(.+\)",  # both go on beside the rest
         model="moe",
     ),

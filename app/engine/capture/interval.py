@@ -12,7 +12,8 @@ from torch.autograd.function import once_differentiable
 from app.engine.capture.recorder import Recorder, Recording
 from app.engine.capture.static import Buffer
 from app.engine.capture.tree import Rebuild, flatten
-from app.optim.distributed import Arrival, DistributedOptimizer
+from app.optim.distributed import DistributedOptimizer
+from app.optim.grad_buckets import Arrival
 from app.torch_versions import unowned
 
 
@@ -22,8 +23,8 @@ class CapturedInterval:
     `function` takes hidden states and returns the values that leave the part, by name. What it is
     called with is copied to static memory, unless that is chained, the output of a piece before it:
     that has a place of its own already. Gradients of its parameters go straight into their sums,
-    since that is where backward adds them under capture too; the optimizer is told that they have
-    arrived after every replay.
+    since that is where backward adds them under capture too; the optimizer counts their arrivals
+    after every replay.
     """
 
     def __init__(
@@ -84,11 +85,11 @@ class CapturedInterval:
                     "the same outputs have gradients in every microbatch"
                 )
                 _put(static, grad)
-            with self.optimizer.noting_arrivals():
+            with self.optimizer.listing_arrivals():
                 grad_BsD = self.backward_recording.replay()[0]
         else:
             grad_BsD = self._record_backward(grads)
-        self.optimizer.tell_arrivals(self.arrivals)
+        self.optimizer.count_listed(self.arrivals)
         return grad_BsD
 
     def _record_backward(self, grads: Sequence[Tensor | None]) -> Tensor:
@@ -97,7 +98,7 @@ class CapturedInterval:
             None if g is None else _place(g, buffer)
             for g, buffer in zip(grads, buffers, strict=True)
         ]
-        with self.optimizer.noting_arrivals() as self.arrivals:
+        with self.optimizer.listing_arrivals() as self.arrivals:
             self.backward_recording, (grad_BsD,) = self.recorder.record(self._backward, self.pool)
         self.grads = [
             _without_owning(g, buffer) for g, buffer in zip(self.grads, buffers, strict=True)

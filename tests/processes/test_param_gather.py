@@ -1,0 +1,103 @@
+"""The table of `ParamGather`, cell by cell."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from app.optim import param_gather
+from app.optim.adam import AdamShard
+from app.optim.buffers import FlatBuffer, ParamSpec
+from app.optim.param_gather import ParamGather
+from app.plan.sharding.reshard import Block
+from app.plan.shards import buffer_layout
+from tests.distributed import run_distributed
+
+SIZE = 8
+WHOLE, STALE, ON_ITS_WAY = "whole", "stale", "on its way"
+EVENTS: dict[str, Callable[[ParamGather, AdamShard], None]] = {
+    "updated": ParamGather.updated,
+    "make_whole": ParamGather.make_whole,
+    "gate": lambda gather, shard: gather.gate([shard.buffer.specs[0].param])(),
+}
+# state, whether gathers overlap -> events that lead there
+WAYS: dict[tuple[str, bool], list[str]] = {
+    (WHOLE, True): [],
+    (WHOLE, False): [],
+    (STALE, False): ["updated"],
+    (ON_ITS_WAY, True): ["updated"],
+}
+# state, whether gathers overlap, event -> state after it, all-gathers it starts
+TABLE = {
+    (WHOLE, True, "updated"): (ON_ITS_WAY, 1),
+    (WHOLE, True, "make_whole"): (WHOLE, 0),
+    (WHOLE, False, "updated"): (STALE, 0),
+    (WHOLE, False, "make_whole"): (WHOLE, 0),
+    (STALE, False, "updated"): (STALE, 0),
+    (STALE, False, "make_whole"): (WHOLE, 1),
+    (ON_ITS_WAY, True, "updated"): (ON_ITS_WAY, 1),
+    (ON_ITS_WAY, True, "make_whole"): (WHOLE, 0),
+}
+
+
+def shard_of() -> AdamShard:
+    """A bucket with one parameter."""
+    param = nn.Parameter(torch.zeros(SIZE))
+    spec = ParamSpec("p", param, False, decay=False, block=Block.whole(SIZE))
+    layout = buffer_layout([SIZE], dist.get_world_size())
+    return AdamShard(FlatBuffer([spec], layout, torch.float32), 0, dist.group.WORLD)
+
+
+def state_of(gather: ParamGather, shard: AdamShard) -> str:
+    if shard in gather._stale:
+        return STALE
+    return ON_ITS_WAY if shard in gather._on_its_way else WHOLE
+
+
+def outcomes(rank: int) -> dict[tuple[str, bool, str], Any]:
+    """What every event does in every state; parameters that are called whole are checked."""
+    found: dict[tuple[str, bool, str], Any] = {}
+    gathered: list[int] = []
+    all_gather = param_gather.all_gather
+    # this process is about to end
+    param_gather.all_gather = lambda *given, **options: (
+        gathered.append(0) or all_gather(*given, **options)
+    )
+    for ((state, overlaps), way), event in itertools.product(WAYS.items(), EVENTS):
+        shard = shard_of()
+        gather = ParamGather([shard], overlaps)
+        shard.own_params.fill_(rank + 1)
+        for before in way:
+            EVENTS[before](gather, shard)
+        assert state_of(gather, shard) == state
+        gathered.clear()
+        if event == "updated":
+            shard.own_params.fill_(rank + 11)
+        EVENTS[event](gather, shard)
+        found[state, overlaps, event] = state_of(gather, shard), len(gathered)
+        gather.make_whole(shard)
+        if way or event == "updated":
+            first = 11 if event == "updated" else 1
+            values = shard.params.view(dist.get_world_size(), -1)
+            for other, part in enumerate(values):
+                assert set(part.tolist()) == {first + other}
+    return found
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_every_event_in_every_state(world: int, monkeypatch: pytest.MonkeyPatch):
+    if world == 1:  # nothing is on its way over a single rank
+        monkeypatch.delitem(WAYS, (ON_ITS_WAY, True))
+    for found in run_distributed(outcomes, world):
+        assert len(found) == len(WAYS) * len(EVENTS)
+        for (state, overlaps, event), outcome in found.items():
+            expected = TABLE[state, overlaps, "make_whole" if event == "gate" else event]
+            if world == 1 and expected == (ON_ITS_WAY, 1):
+                expected = (WHOLE, 1)
+            assert outcome == expected, (state, overlaps, event)
