@@ -40,6 +40,7 @@ from app.engine.watchdog.heartbeats import Doing, Finding, Heartbeats, Record
 from app.engine.watchdog.watchdog import EXIT_STUCK, Strand, Watchdog
 from app.plan.actions import P2POp
 from app.plan.plan import Plan
+from tests.checkpoints import save_checkpoint
 from tests.distributed import begin_fork
 from tests.ports import free_port
 from tests.processes.test_pipeline import MODELS, run_of
@@ -135,11 +136,11 @@ def saving(beside: bool) -> Body:
         checkpoint_save.write_synced = hanging
         saver = Saver(engine, lambda: None) if beside else None
         for step in (1, 2):
-            facts = world.folder / "checkpoints", Progress(step, step, 0), {}
+            folder, progress = world.folder / "checkpoints", Progress(step, step, 0)
             if saver is None:
-                checkpoint_save.save_checkpoint(facts[0], engine, world.run, *facts[1:])
+                save_checkpoint(folder, engine, world.run, progress=progress, cursor={})
             else:
-                saver.save(*facts)
+                saver.save(folder, progress, {})
                 saver.wait()
 
     return body
