@@ -170,7 +170,7 @@ def measure_graphs(plan: Plan, rank: int, device: torch.device, count: int) -> d
         context = chunk.context(batch.positions_BS.to(device), None)
         x = torch.randn(
             run.train.micro_batch, run.train.seq_len, run.model.hidden_size, device=device
-        ).to(layer.attn.wo.dtype)
+        ).to(layer.attn.wo.weight.dtype)
         found = [
             captured(lambda layers=layers: forwards(layer, x, context, layers=layers), count)
             for layers in LAYERS

@@ -28,6 +28,7 @@ from app.engine.groups import create_groups, process_world
 from app.engine.report.metrics import Stopwatch
 from app.engine.run.start import Start, load_all_data
 from app.engine.trainer import Trainer
+from app.model.linear import named_parameters
 from app.plan.plan import Plan
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -60,7 +61,7 @@ def measure(run: Run, rounds: int) -> dict[str, Any]:
         plan = Plan(run)
         groups = create_groups(plan.layout, 0)
         engine = build_engine(plan, groups, cpu)
-        plain = PlainLoop(run, PlainModel(run, dict(engine.chunks[0].named_parameters())))
+        plain = PlainLoop(run, PlainModel(run, dict(named_parameters(engine.chunks[0]))))
         data = load_all_data(run, groups, 0)
         trainer, watch = Trainer(engine, data, Start(None)), Stopwatch()
         feed = TrainFeed(

@@ -24,6 +24,7 @@ from app.engine.watchdog.watchdog import Watchdog
 from app.model.block import DenseBody, Layer
 from app.model.chunk import Chunk
 from app.model.init import init_weights
+from app.model.linear import named_parameters
 from app.model.peers import Peers
 from app.moe.dispatch import AllGatherDispatcher, AllToAllDispatcher, LocalDispatcher
 from app.moe.phases import Dispatcher, MoEBody, Router
@@ -131,12 +132,12 @@ def build_recorder(run: Run, device: torch.device) -> Recorder | None:
 def _wait_for_parameters(chunk: Chunk, optimizer: DistributedOptimizer) -> None:
     """With optim.overlap_params, have each module's forward wait for its own parameters only."""
     inner = [*chunk.layers.values(), *([] if chunk.norm is None else [chunk.norm])]
-    own = [chunk.embedding] if chunk.first and chunk.embedding is not None else []
+    own = [chunk.embedding.weight] if chunk.first and chunk.embedding is not None else []
     for module, params in ((chunk, own), *((module, module.parameters()) for module in inner)):
         wait = optimizer.gate(params)
         module.register_forward_pre_hook(lambda *_, wait=wait: wait())
     if chunk.last:
-        chunk.wait_for_head = optimizer.gate([chunk.table])
+        chunk.wait_for_head = optimizer.gate([chunk.table.weight])
 
 
 def build_chunks(
@@ -196,11 +197,10 @@ def parameter_specs(chunk: Chunk, place: ShardCoords) -> Iterator[ParamSpec]:
     Of tied tables on two stages the first stage's counts, of what all tensor-parallel ranks hold
     the first one's.
     """
-    # named_parameters has a chunk's own first, before its layers': but the head's table comes last
-    used_last = chunk.table if chunk.last and (chunk.head is not None or not chunk.first) else None
     tied = chunk.model.tie_embeddings and chunk.first != chunk.last
-    for name, param in sorted(chunk.named_parameters(), key=lambda named: named[1] is used_last):
-        copied = tied and param is chunk.embedding
+    copy = chunk.embedding.weight if tied and chunk.embedding is not None else None
+    for name, param in named_parameters(chunk):
+        copied = param is copy
         shared = place.shares(name) and place.tp[1] > 1
         counted = (chunk.first or not copied) and not (shared and place.tp[0])
         block = place.block(name, param.shape)

@@ -20,8 +20,8 @@ from app.kernels.common import usable
 from app.kernels.heads import HeadNorms, split_and_rotate
 from app.model.context_parallel import gather_sequence, ulysses_to_heads, ulysses_to_tokens
 from app.model.layers import Context, RMSNorm, rotate
+from app.model.linear import ColumnParallelLinear, RowParallelLinear
 from app.model.peers import ALONE, Peers, rank, size
-from app.model.tensor_parallel import column_parallel_linear, row_parallel_linear
 
 # backends whose backward can add in a fixed order
 DETERMINISTIC_BACKENDS = [
@@ -47,17 +47,19 @@ class Attention(nn.Module):
         self.width = width
         self.num_kv_heads = model.num_kv_heads // tp
         self.queries_per_kv = model.num_heads // model.num_kv_heads
-        rows = (model.num_heads + 2 * model.num_kv_heads) // tp * width
-        self.wqkv = nn.Parameter(torch.empty(rows, model.hidden_size))
-        self.wo = nn.Parameter(torch.empty(model.hidden_size, model.num_heads // tp * width))
+        hidden = model.hidden_size
+        all_heads = model.num_heads + 2 * model.num_kv_heads
+        self.wqkv = ColumnParallelLinear(hidden, all_heads * width, peers.tp)
+        self.wo = RowParallelLinear(model.num_heads * width, hidden, peers.tp)
         self.q_norm = RMSNorm(width, model.norm_eps) if model.qk_norm else nn.Identity()
         self.k_norm = RMSNorm(width, model.norm_eps) if model.qk_norm else nn.Identity()
 
     def forward(self, x_BsD: Tensor, context: Context) -> Tensor:
         """B × s × D -> B × s × D; no residual."""
-        qkv = column_parallel_linear(x_BsD, self.wqkv, self.peers.tp, sink=context.sink)
-        out = context.recompute.checkpoint(Recompute.attn_core, self._core, qkv, context)
-        return row_parallel_linear(out, self.wo, self.peers.tp, sink=context.sink)
+        qkv: Tensor = self.wqkv(x_BsD, context.sink)
+        heads = context.recompute.checkpoint(Recompute.attn_core, self._core, qkv, context)
+        out_BsD: Tensor = self.wo(heads, context.sink)
+        return out_BsD
 
     def _core(self, qkv: Tensor, context: Context) -> Tensor:
         q_BSNH, k_BSGH, v_BSGH = self._heads(qkv, context)

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -18,10 +17,10 @@ from app.config import ModelConfig
 from app.model.block import Layer, RoutingReport, RunPhases, run_layer
 from app.model.context_parallel import own_tokens
 from app.model.layers import Context, RMSNorm, document_mask, layer_context
+from app.model.linear import ColumnParallelLinear, VocabParallelEmbedding
 from app.model.loss import summed_loss
 from app.model.peers import ALONE, Peers, rank, size
 from app.model.recompute import Recomputation
-from app.model.tensor_parallel import column_parallel_linear, lookup
 from app.model.weight_grads import WeightGradSink
 
 
@@ -57,14 +56,16 @@ class Chunk(nn.Module):
         self.chunk_tokens = chunk_tokens
         self.first = embedding
         self.last = head
-        # a last stage of its own has a copy of a tied table
-        tied = embedding or (head and model.tie_embeddings)
-        table = (model.vocab_size // size(peers.tp), model.hidden_size)
-        self.embedding = nn.Parameter(torch.empty(table)) if tied else None
+        vocab, hidden = model.vocab_size, model.hidden_size
+        # registered in the order of use, which is that of the optimizer's buffers
+        self.embedding = VocabParallelEmbedding(hidden, vocab, peers.tp) if embedding else None
         self.layers = nn.ModuleDict({str(index): layer for index, layer in layers.items()})
-        self.norm = RMSNorm(model.hidden_size, model.norm_eps) if head else None
+        self.norm = RMSNorm(hidden, model.norm_eps) if head else None
+        if head and not embedding and model.tie_embeddings:
+            # a last stage of its own has a copy of the tied table
+            self.embedding = VocabParallelEmbedding(hidden, vocab, peers.tp)
         untied = head and not model.tie_embeddings
-        self.head = nn.Parameter(torch.empty(table)) if untied else None
+        self.head = ColumnParallelLinear(hidden, vocab, peers.tp) if untied else None
         # replaced with optim.overlap_params, where the head's table may still be gathered
         self.wait_for_head: Callable[[], None] = nothing
 
@@ -121,7 +122,7 @@ class Chunk(nn.Module):
         """
         if self.first:
             assert self.embedding is not None, "the first stage has the table"
-            x = lookup(x, self.embedding, self.peers.tp)
+            x = self.embedding.lookup(x)
         routing = []
         with context.recompute.forward():
             runs = runs or [run_layer] * len(self.layers)
@@ -141,7 +142,7 @@ class Chunk(nn.Module):
         self.wait_for_head()
         return summed_loss(
             x_BsD,
-            self.table,
+            self.table.weight,
             labels_BS,
             group=self.peers.tp,
             chunk_tokens=self.chunk_tokens,
@@ -151,14 +152,15 @@ class Chunk(nn.Module):
     def logits(self, x_BsD: Tensor) -> Tensor:
         """This rank's columns of the logits of the last stage's output: B × S × V / tp."""
         self.wait_for_head()
-        return column_parallel_linear(x_BsD, self.table, self.peers.tp, sink=None)
+        logits_BSV: Tensor = self.table(x_BsD)
+        return logits_BSV
 
     @property
-    def table(self) -> nn.Parameter:
-        """The head's rows, V / tp × D: its own, or those of the tied embedding."""
-        table_VD = self.embedding if self.head is None else self.head
-        assert self.last and table_VD is not None, "only the last stage has a head"
-        return table_VD
+    def table(self) -> ColumnParallelLinear:
+        """The head, with V / tp rows of D: its own, or the tied embedding."""
+        table = self.embedding if self.head is None else self.head
+        assert self.last and table is not None, "only the last stage has a head"
+        return table
 
 
 def nothing() -> None:

@@ -16,9 +16,9 @@ from app.choices import Recompute
 from app.kernels.common import usable
 from app.kernels.rms_norm import rms_norm
 from app.kernels.swiglu import swiglu as swiglu_kernel
-from app.model.peers import ALONE, Peers, size
+from app.model.linear import ColumnParallelLinear, RowParallelLinear
+from app.model.peers import ALONE, Peers
 from app.model.recompute import Recomputation
-from app.model.tensor_parallel import column_parallel_linear, row_parallel_linear
 from app.model.weight_grads import WeightGradSink
 
 
@@ -95,10 +95,8 @@ class Mlp(nn.Module):
 
     def __init__(self, hidden: int, ffn: int, peers: Peers = ALONE) -> None:
         super().__init__()
-        width = ffn // size(peers.tp)
-        self.group = peers.tp
-        self.w_up = nn.Parameter(torch.empty(2 * width, hidden))
-        self.w_down = nn.Parameter(torch.empty(hidden, width))
+        self.w_up = ColumnParallelLinear(hidden, 2 * ffn, peers.tp)
+        self.w_down = RowParallelLinear(ffn, hidden, peers.tp)
 
     def forward(
         self,
@@ -107,13 +105,14 @@ class Mlp(nn.Module):
         recompute: Recomputation | None = None,
     ) -> Tensor:
         """B × s × D -> B × s × D; `recompute` may have backward compute the activation again."""
-        both = column_parallel_linear(x_BsD, self.w_up, self.group, sink=sink)
+        both: Tensor = self.w_up(x_BsD, sink)
         act = (
             swiglu(both)
             if recompute is None
             else recompute.checkpoint_and_discard(Recompute.mlp_act, swiglu, both)
         )
-        return row_parallel_linear(act, self.w_down, self.group, sink=sink)
+        out_BsD: Tensor = self.w_down(act, sink)
+        return out_BsD
 
 
 def swiglu(both: Tensor) -> Tensor:

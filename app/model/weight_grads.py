@@ -1,4 +1,4 @@
-"""Matrix products whose weight gradients go elsewhere than to autograd.
+"""Gradients of weights that go elsewhere than to autograd: as operands, and where to.
 
 Into a queue, where they wait: what lets a pipeline send its input gradient first (Qi et al. 2023).
 Or straight into sums of more bits than the weights have: the product itself adds to them, and no
@@ -13,12 +13,11 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Protocol
+from typing import ClassVar, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from app.kernels.common import moves_tiles, usable
 from app.kernels.grouped_gradient import add_grouped_gradient
@@ -145,61 +144,3 @@ class WeightGradQueue:
         while self.waiting:
             weight, gradient = self.waiting.pop(0)
             add(weight, gradient)
-
-
-def linear(x: Tensor, weight_OI: nn.Parameter, sink: WeightGradSink | None) -> Tensor:
-    """x · weightᵀ over the last dimension; `sink` takes the weight's gradient in backward."""
-    if sink is None:
-        return F.linear(x, weight_OI)
-    out: Tensor = _Linear.apply(x, weight_OI, sink)
-    return out
-
-
-def grouped_linear(
-    rows_TI: Tensor, weight_EIO: nn.Parameter, ends_E: Tensor, sink: WeightGradSink | None
-) -> Tensor:
-    """Rows of expert e, up to its end offset, times weight[e]; with `sink` as `linear`."""
-    out_TO: Tensor
-    if sink is not None:
-        out_TO = _GroupedLinear.apply(rows_TI, weight_EIO, ends_E, sink)
-        return out_TO
-    out_TO = F.grouped_mm(rows_TI, weight_EIO, offs=ends_E)
-    if out_TO.requires_grad:
-        # its backward refuses expanded gradients, such as a sum's
-        out_TO.register_hook(torch.Tensor.contiguous)
-    return out_TO
-
-
-class _Linear(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight_OI: nn.Parameter, sink: WeightGradSink) -> Tensor:
-        ctx.save_for_backward(x)
-        ctx.weight_OI = weight_OI
-        ctx.sink = sink
-        return F.linear(x, weight_OI)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        (x,) = ctx.saved_tensors
-        ctx.sink.push(ctx.weight_OI, LinearGrad(grad.flatten(0, -2).T, x.flatten(0, -2)))
-        return grad @ ctx.weight_OI, None, None
-
-
-class _GroupedLinear(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, rows_TI: Tensor, weight_EIO: nn.Parameter, ends_E: Tensor, sink: WeightGradSink
-    ) -> Tensor:
-        ctx.save_for_backward(rows_TI, ends_E)
-        ctx.weight_EIO = weight_EIO
-        ctx.sink = sink
-        return F.grouped_mm(rows_TI, weight_EIO, offs=ends_E)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_TO: Tensor) -> tuple[Tensor, None, None, None]:
-        rows_TI, ends_E = ctx.saved_tensors
-        grad_TO = grad_TO.contiguous()
-        ctx.sink.push(ctx.weight_EIO, GroupedLinearGrad(rows_TI, grad_TO, ends_E))
-        return F.grouped_mm(grad_TO, ctx.weight_EIO.transpose(1, 2), offs=ends_E), None, None, None

@@ -1,6 +1,7 @@
-"""The experts of a layer as two grouped products, whose group sizes are read on the device.
+"""The experts of a rank as two grouped products, whose group sizes are read on the device.
 
-Shapes: R rows grouped by expert · E experts · D width · F hidden width of an expert.
+Shapes: R rows grouped by expert · E experts of this rank · D width · F this rank's part of the
+hidden width of an expert.
 """
 
 from __future__ import annotations
@@ -9,28 +10,39 @@ from torch import Tensor, nn
 
 from app.choices import Recompute
 from app.model.layers import swiglu
+from app.model.linear import GroupedLinear
 from app.model.recompute import Recomputation
-from app.model.weight_grads import WeightGradSink, grouped_linear
+from app.model.weight_grads import WeightGradSink
 
 
-def grouped_swiglu(
-    rows_RD: Tensor,
-    w1_ED2F: nn.Parameter,
-    w2_EFD: nn.Parameter,
-    ends_E: Tensor,
-    sink: WeightGradSink | None = None,
-    recompute: Recomputation | None = None,
-) -> Tensor:
-    """Row r of expert e: (silu(r·w1ₑ[:, :F]) · (r·w1ₑ[:, F:]))·w2ₑ, [R, D] (arXiv 2002.05202).
+class Experts(nn.Module):
+    """This rank's experts: stacked weights `[expert, in, out]`, gate and up side by side in `w_up`.
 
-    Expert e owns rows ends[e-1] to ends[e] (int32, on the rows' device). Rows from ends[-1] on are
-    uninitialised in the result and in the gradient. `recompute` may have backward compute the
-    activation again. fp32, bf16 and fp16; D·itemsize and F·itemsize must be multiples of 16 bytes
-    (RuntimeError).
+    `ffn` is this rank's part of their hidden width; the sum over the parts' outputs is the experts'
+    output.
     """
-    both_R2F = grouped_linear(rows_RD, w1_ED2F, ends_E, sink=sink)
-    if recompute is None:
-        act_RF = swiglu(both_R2F)
-    else:
-        act_RF = recompute.checkpoint_and_discard(Recompute.experts_act, swiglu, both_R2F)
-    return grouped_linear(act_RF, w2_EFD, ends_E, sink=sink)
+
+    def __init__(self, hidden: int, ffn: int, count: int) -> None:
+        super().__init__()
+        self.w_up = GroupedLinear(count, hidden, 2 * ffn)
+        self.w_down = GroupedLinear(count, ffn, hidden)
+
+    def forward(
+        self,
+        rows_RD: Tensor,
+        ends_E: Tensor,
+        sink: WeightGradSink | None = None,
+        recompute: Recomputation | None = None,
+    ) -> Tensor:
+        """(silu(r·up[:, :F]) · (r·up[:, F:]))·down of every row r, with the weights of its expert.
+
+        R × D -> R × D (SwiGLU, arXiv 2002.05202); rows and `ends_E` as in `GroupedLinear`.
+        `recompute` may have backward compute the activation again.
+        """
+        both_R2F: Tensor = self.w_up(rows_RD, ends_E, sink)
+        if recompute is None:
+            act_RF = swiglu(both_R2F)
+        else:
+            act_RF = recompute.checkpoint_and_discard(Recompute.experts_act, swiglu, both_R2F)
+        out_RD: Tensor = self.w_down(act_RF, ends_E, sink)
+        return out_RD

@@ -23,10 +23,9 @@ from app.config import ModelConfig, MoEConfig
 from app.model.block import Body, Phase, PhaseName, RoutingReport
 from app.model.layers import Context, Mlp, RMSNorm
 from app.model.peers import Peers, rank, size
-from app.model.recompute import Recomputation
 from app.model.weight_grads import WeightGradSink
 from app.moe.capacity import capacity, within_capacity
-from app.moe.experts import grouped_swiglu
+from app.moe.experts import Experts
 from app.moe.records import Dispatched, Prepared
 from app.moe.router import aux_loss, aux_routing, choose, in_turn, sequence_aux_loss, z_loss
 
@@ -189,32 +188,6 @@ def _summed(counts: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     return counts
 
 
-class Experts(nn.Module):
-    """This rank's experts: stacked weights `[expert, in, out]`, gate and up side by side in `w_up`.
-
-    `ffn` is this rank's part of their hidden width; the sum over the parts' outputs is the experts'
-    output.
-    """
-
-    def __init__(self, hidden: int, ffn: int, first: int, count: int) -> None:
-        super().__init__()
-        self.first = first  # global index of the first one
-        self.w_up = nn.Parameter(torch.empty(count, hidden, 2 * ffn))
-        self.w_down = nn.Parameter(torch.empty(count, ffn, hidden))
-
-    def forward(
-        self,
-        rows_RD: Tensor,
-        ends_E: Tensor,
-        sink: WeightGradSink | None = None,
-        recompute: Recomputation | None = None,
-    ) -> Tensor:
-        """Rows grouped by expert -> R × D."""
-        return grouped_swiglu(
-            rows_RD, self.w_up, self.w_down, ends_E=ends_E, sink=sink, recompute=recompute
-        )
-
-
 class MoEBody(Body):
     """Norm, router, experts and optional shared expert of one layer.
 
@@ -230,7 +203,7 @@ class MoEBody(Body):
         ffn = moe.ffn_hidden_size // peers.etp
         self.norm = RMSNorm(model.hidden_size, model.norm_eps)
         self.router = Router(model.hidden_size, moe, peers)
-        self.experts = Experts(model.hidden_size, ffn, peers.ep_rank * count, count=count)
+        self.experts = Experts(model.hidden_size, ffn, count)
         width = moe.shared_ffn_hidden_size
         self.shared = Mlp(model.hidden_size, width, peers) if width else None
         gate = nn.Parameter(torch.empty(1, model.hidden_size)) if moe.shared_gate else None

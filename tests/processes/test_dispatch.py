@@ -25,11 +25,11 @@ from app.moe.dispatch import (
     LocalDispatcher,
     group_by_expert,
 )
-from app.moe.experts import grouped_swiglu
 from app.moe.phases import Dispatcher
 from tests.cases import sampled
 from tests.distributed import run_distributed
 from tests.rounding import Values, expect_alike, in_fp64
+from tests.tensors.models import grouped_swiglu
 
 GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "router.json").read_text())[
     "sort_chunks"

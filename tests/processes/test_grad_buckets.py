@@ -15,7 +15,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from app.config import OptimConfig, ParallelConfig, Run
-from app.model.weight_grads import MainGradSink, WeightGradQueue, linear
+from app.model.linear import ColumnParallelLinear
+from app.model.weight_grads import MainGradSink, WeightGradQueue, WeightGradSink
 from app.optim import grad_buckets
 from app.optim.buffers import FlatBuffer, ParamSpec
 from app.optim.grad_buckets import Arrival, GradBuckets, GradState
@@ -47,6 +48,13 @@ def buckets_of(
     ]
     layout = buffer_layout([SIZE * SIZE] * PARAMS, dist.get_world_size(), bucket_numel=bucket)
     return GradBuckets(FlatBuffer(specs, layout, torch.float32), dist.group.WORLD, overlaps)
+
+
+def product(x: torch.Tensor, weight: nn.Parameter, sink: WeightGradSink | None) -> torch.Tensor:
+    """By a linear module with this weight."""
+    module = ColumnParallelLinear(SIZE, SIZE)
+    module.weight = weight
+    return module(x, sink)
 
 
 Event = Callable[[GradBuckets], None]
@@ -184,7 +192,7 @@ def backward(buckets: GradBuckets, rank: int, route: str) -> None:
         buckets.list_arrivals(listed)
     x = torch.ones(rank + 1, SIZE, dtype=buckets.buffer.params.dtype)
     state = buckets.state
-    sum(linear(x, spec.param, sink).sum() for spec in buckets.buffer.specs).backward()
+    sum(product(x, spec.param, sink).sum() for spec in buckets.buffer.specs).backward()
     if route in ("deferred", "replayed"):
         assert buckets.state is state, "nothing has arrived"
     buckets.stop_listing()

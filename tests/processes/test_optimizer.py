@@ -21,6 +21,7 @@ from app.collectives import all_reduce
 from app.config import OptimConfig, ParallelConfig, PrecisionConfig
 from app.engine.build import DTYPES
 from app.engine.groups import Groups, create_groups
+from app.model.linear import named_parameters
 from app.optim.buffers import ParamSpec
 from app.optim.distributed import DistributedOptimizer, OptimizerGroups
 from app.plan.layout import ParallelLayout
@@ -407,10 +408,10 @@ def decay_only(rank: int, lr: float, decay: float) -> dict[str, tuple[int, bool,
     """
     model = replace(TINY, qk_norm=True, moe=replace(TINY.moe, shared_gate=True))
     engine = engine_of(make_run(model), rank)
-    before = {name: param.detach().clone() for name, param in engine.chunks[0].named_parameters()}
+    before = {name: param.detach().clone() for name, param in named_parameters(engine.chunks[0])}
     engine.optimizer.zero_grad()
     engine.optimizer.step(lr, decay, engine.optimizer.local_norm_sq().sqrt())
-    after = dict(engine.chunks[0].named_parameters())
+    after = dict(named_parameters(engine.chunks[0]))
     return {
         name: (
             value.dim(),

@@ -18,9 +18,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from app.model.layers import Mlp
+from app.model.linear import VocabParallelEmbedding
 from app.model.loss import summed_loss
 from app.model.peers import Peers
-from app.model.tensor_parallel import lookup
 from tests.distributed import run_distributed
 from tests.rounding import expect_alike, expect_sums, in_fp64
 
@@ -70,11 +70,12 @@ def test_loss_equals_golden(case: dict[str, Any], chunk: int | None):
 
 def embedded(rank: int, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     table = torch.randn(12, 5, generator=torch.Generator().manual_seed(0))
-    own = table.chunk(dist.get_world_size())[rank].clone().requires_grad_()
-    x = lookup(tokens, own, dist.group.WORLD)
+    embedding = VocabParallelEmbedding(5, 12, dist.group.WORLD)
+    embedding.weight.data = table.chunk(dist.get_world_size())[rank].clone()
+    x = embedding.lookup(tokens)
     weights = torch.arange(40.0).view(2, 4, 5).chunk(dist.get_world_size(), dim=1)[rank]
     (x * weights).sum().backward()
-    return x.detach().numpy(), own.grad.numpy()
+    return x.detach().numpy(), embedding.weight.grad.numpy()
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
@@ -102,8 +103,8 @@ def feed_forward(rank: int) -> dict[str, Any]:
         torch.randn(*shape, generator=generator).float()
         for shape in ((2, 12, 8), (8, 12), (2, 4, 8))
     )
-    mlp.w_up.data = gate_up.chunk(ranks, dim=1)[rank].flatten(0, 1).clone()
-    mlp.w_down.data = down.chunk(ranks, dim=1)[rank].clone()
+    mlp.w_up.weight.data = gate_up.chunk(ranks, dim=1)[rank].flatten(0, 1).clone()
+    mlp.w_down.weight.data = down.chunk(ranks, dim=1)[rank].clone()
     own = x.chunk(ranks, dim=1)[rank].clone().requires_grad_()
     out = mlp(own)
     out.square().sum().backward()

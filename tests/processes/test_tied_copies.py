@@ -85,13 +85,13 @@ def train(rank: int, run: Run) -> list[dict[str, Any]]:
                 piece
                 for shard in shards
                 for piece in shard.param_shards
-                if piece.spec.param is chunk.embedding
+                if piece.spec.param is chunk.embedding.weight
             ]
             state = [
                 (piece.start, *(value.numpy() for value in piece.state.values()))
                 for piece in pieces
             ]
-            table = chunk.embedding.detach().float().numpy()
+            table = chunk.embedding.weight.detach().float().numpy()
             found.append(
                 {
                     "last": chunk.last,

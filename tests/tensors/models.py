@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import torch
 from torch import Tensor
+from torch.func import functional_call
 
 from app.choices import Dtype
 from app.config import ModelConfig, ParallelConfig, PrecisionConfig
@@ -16,6 +17,7 @@ from app.engine.build import build_chunks, parameter_specs
 from app.engine.groups import Groups
 from app.model.chunk import Chunk, ChunkOutput
 from app.model.init import init_weights
+from app.moe.experts import Experts
 from app.plan.select import select_layout
 from app.plan.stages import plan_stages
 from tests.runs import make_run
@@ -77,6 +79,14 @@ def forward(
         positions_BS = torch.arange(tokens_BS.shape[1]).expand_as(tokens_BS)
     out = chunk(tokens_BS, chunk.context(positions_BS, documents_BS))
     return dataclasses.replace(out, x=chunk.logits(out.x)) if chunk.last else out
+
+
+def grouped_swiglu(rows_RD: Tensor, w1_ED2F: Tensor, w2_EFD: Tensor, ends_E: Tensor) -> Tensor:
+    """The experts with these weights; expert e owns rows ends[e-1] to ends[e]."""
+    count, ffn, hidden = w2_EFD.shape
+    weights = {"w_up.weight": w1_ED2F, "w_down.weight": w2_EFD}
+    out_RD: Tensor = functional_call(Experts(hidden, ffn, count), weights, (rows_RD, ends_E))
+    return out_RD
 
 
 def draw_tokens(model: ModelConfig, *shape: int, seed: int = 0) -> Tensor:

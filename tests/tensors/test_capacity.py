@@ -23,12 +23,12 @@ from app.model.layers import layer_context
 from app.model.peers import Peers
 from app.moe.capacity import capacity, within_capacity
 from app.moe.dispatch import LocalDispatcher
-from app.moe.experts import grouped_swiglu
 from app.moe.permute import combine, permute, sort_by_expert
 from app.moe.phases import MoEBody
 from app.moe.router import choose
 from tests.moe_reference import moe_layer
 from tests.rounding import expect_alike, expect_sums, in_fp64
+from tests.tensors.models import grouped_swiglu
 
 GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "router.json").read_text())
 T, K, E, D, F = 23, 3, 6, 8, 16

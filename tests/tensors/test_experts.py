@@ -12,11 +12,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from app.moe.experts import grouped_swiglu
 from app.moe.permute import combine, permute, sort_by_expert
 from app.moe.router import aux_loss, aux_routing, choose, route, update_bias, z_loss
 from tests.moe_reference import expert, moe_layer, route_token
 from tests.rounding import expect_alike, numbered, plain_and_exact
+from tests.tensors.models import grouped_swiglu
 
 Values = dict[str, Tensor]
 T, D, FF, E, K = 40, 16, 24, 6, 2

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from app.choices import Score
 from app.config import ModelConfig, MoEConfig
 from app.model.chunk import Chunk
+from app.model.linear import named_parameters
 from tests.rounding import expect_alike, numbered, plain_and_exact
 from tests.tensors.models import draw_tokens, forward, make_chunk
 
@@ -299,7 +300,7 @@ def copy_weights(weights: dict[str, Tensor], chunk: Chunk) -> None:
     """Fill every parameter of the chunk, and the buffers that are given; a missing, superfluous
     or misshapen one fails.
     """
-    own = dict(chunk.named_parameters()) | {
+    own = dict(named_parameters(chunk)) | {
         name: buffer for name, buffer in chunk.named_buffers() if name in weights
     }
     assert own.keys() == weights.keys()
@@ -361,7 +362,7 @@ def test_gradients_equal_transformers(pair: tuple[nn.Module, Chunk]):
         found = converted(
             gradients(model, model(input_ids=tokens, use_cache=False).logits), chunk.model
         )
-        return [found[name] for name, _ in chunk.named_parameters()]
+        return [found[name] for name, _ in named_parameters(chunk)]
 
     ours = numbered(gradients(chunk, forward(chunk, tokens).x).values())
     expect_alike(ours, *plain_and_exact(theirs, hf))

@@ -19,6 +19,7 @@ from app.config import ModelConfig, MoEConfig
 from app.model.block import Layer, Phase, PhaseName, run_phases
 from app.model.init import init_weights
 from app.model.layers import document_mask, layer_context, rotate
+from app.model.linear import named_parameters
 from app.moe.dispatch import AllToAllDispatcher
 from app.plan.sharding.blocks import ShardCoords
 from tests.rounding import expect_alike, expect_sums, in_fp64, numbered, plain_and_exact
@@ -198,7 +199,7 @@ def weights_of(model: ModelConfig, **options: Any) -> dict[str, Tensor]:
     return {
         name: param.detach()
         for chunk in make_chunks(model, **options)
-        for name, param in chunk.named_parameters()
+        for name, param in named_parameters(chunk)
     }
 
 

@@ -1,0 +1,236 @@
+"""Linear modules: who owns a weight knows its shard, where its gradient goes and what computes it.
+
+| module | weight of a rank | tokens |
+|---|---|---|
+| `ColumnParallelLinear` | O / tp × I, some of the rows | gathered in front of the product |
+| `RowParallelLinear` | O × I / tp, some of the columns | summed and scattered behind it |
+| `VocabParallelEmbedding` | V / tp × D, some of the rows | summed and scattered behind a lookup |
+| `GroupedLinear` | E × I × O, some of the experts | moved by a dispatcher before and after |
+
+So a block of two matrices costs one all-gather in front of the first and one reduce-scatter behind
+the second, in either direction (Korthikanti et al. 2022). What is kept for backward is this rank's
+part of the tokens: the whole is gathered once more for the gradient of the weights. With one rank,
+nothing moves.
+
+Precision is that of the weight and of the back end (`app.model.linear_backend`) that computes the
+products. Gradients of weights go to a sink (`app.model.weight_grads`), or to autograd where there
+is none. The sink is an argument of every call, and comes down with the microbatch's context: each
+microbatch in each chunk may have its own, several are in flight at once, and a module keeps nothing
+that belongs to one of them.
+
+Shapes: B sequences, S tokens per sequence of a context-parallel rank, s = S / tp of them here, I
+and O widths, T rows, E experts of this rank, D hidden, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from app.model.linear_backend import (
+    GroupedLinearBackend,
+    LinearBackend,
+    grouped_linear_backend,
+    linear_backend,
+)
+from app.model.peers import rank, size
+from app.model.tensor_parallel import (
+    Group,
+    gathered,
+    scatter_tokens,
+    scattered,
+    start_gather,
+    start_scatter,
+)
+from app.model.weight_grads import GatheredGrad, WeightGrad, WeightGradSink
+
+
+class LinearModule(nn.Module):
+    """Owns the weight of a linear layer; the global name of the weight is that of the module."""
+
+    def __init__(self, *shape: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(shape))
+
+
+def named_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """Every parameter inside with its global name, in the order in which modules are registered.
+
+    The name that checkpoints, the plan and the seeds of initial weights have: the path of
+    attributes, of a linear module's weight its path (`attn.wqkv`), of others with theirs
+    (`attn_norm.weight`).
+    """
+    for path, inner in module.named_modules():
+        for name, param in inner.named_parameters(path, recurse=False):
+            yield path if path and isinstance(inner, LinearModule) else name, param
+
+
+class ColumnParallelLinear(LinearModule):
+    """x · weightᵀ for the tokens of all ranks; each rank of `group` has O / tp rows of the weight.
+
+    Written x · A, as papers do, these are columns of A.
+    """
+
+    def __init__(self, in_features: int, out_features: int, group: Group = None) -> None:
+        super().__init__(out_features // size(group), in_features)
+        self.group = group
+        self.backend = linear_backend()
+
+    def forward(self, x_BsI: Tensor, sink: WeightGradSink | None = None) -> Tensor:
+        """B × s × I -> B × S × O / tp."""
+        return _linear(x_BsI, self.weight, self.group, backend=self.backend, sink=sink)
+
+
+class RowParallelLinear(LinearModule):
+    """x · weightᵀ summed over the ranks of `group`, each of which has I / tp columns of the weight,
+    and keeps its tokens.
+    """
+
+    def __init__(self, in_features: int, out_features: int, group: Group = None) -> None:
+        super().__init__(out_features, in_features // size(group))
+        self.group = group
+        self.backend = linear_backend()
+
+    def forward(self, x_BSI: Tensor, sink: WeightGradSink | None = None) -> Tensor:
+        """B × S × I / tp -> B × s × O."""
+        out_BSO = _linear(x_BSI, self.weight, None, backend=self.backend, sink=sink)
+        return scatter_tokens(out_BSO, self.group)
+
+
+class VocabParallelEmbedding(ColumnParallelLinear):
+    """A table with a row per token of the vocabulary; each rank of `group` has V / tp of them.
+
+    Called, it is the linear layer from hidden states (`in_features`) to logits (`out_features`):
+    with tied embeddings, the head.
+    """
+
+    def lookup(self, tokens_BS: Tensor) -> Tensor:
+        """Rows of tokens: B × S -> B × s × D.
+
+        Every rank looks up the tokens that it has rows for and adds nothing for the others.
+        `F.embedding`'s backward sorts or owns rows instead of using atomics, so it repeats bit for
+        bit on CPU and GPU.
+        """
+        table_VD = self.weight
+        if size(self.group) == 1:
+            return F.embedding(tokens_BS, table_VD)
+        row_BS = tokens_BS - rank(self.group) * len(table_VD)
+        elsewhere_BS = (row_BS < 0) | (row_BS >= len(table_VD))
+        rows_BSD = F.embedding(row_BS.masked_fill(elsewhere_BS, 0), table_VD)
+        rows_BSD = rows_BSD.masked_fill(elsewhere_BS[..., None], 0)
+        return scatter_tokens(rows_BSD, self.group)
+
+
+class GroupedLinear(LinearModule):
+    """Rows of expert e times weight[e], for the experts of this rank.
+
+    Experts are cut over expert-parallel ranks, and the width that `in_features` or `out_features`
+    is this rank's part of over expert-tensor-parallel ones: whose outputs then have to be summed.
+    """
+
+    def __init__(self, experts: int, in_features: int, out_features: int) -> None:
+        super().__init__(experts, in_features, out_features)
+        self.backend = grouped_linear_backend()
+
+    def forward(
+        self, rows_TI: Tensor, ends_E: Tensor, sink: WeightGradSink | None = None
+    ) -> Tensor:
+        """T × I -> T × O; expert e owns rows ends[e-1] to ends[e] (int32, on the rows' device).
+
+        Rows from ends[-1] on are uninitialised in the result and in the gradient.
+        """
+        if sink is None:
+            return self.backend.output(rows_TI, self.weight, ends_E)
+        out_TO: Tensor = _GroupedLinear.apply(rows_TI, self.weight, ends_E, self.backend, sink)
+        return out_TO
+
+
+def _linear(
+    x_BsI: Tensor,
+    weight_OI: nn.Parameter,
+    group: Group,
+    backend: LinearBackend,
+    sink: WeightGradSink | None,
+) -> Tensor:
+    """x · weightᵀ for the tokens of all ranks of `group`."""
+    if sink is None and size(group) == 1:
+        return backend.output(x_BsI, weight_OI)
+    out_BSO: Tensor = _Linear.apply(x_BsI, weight_OI, group, backend, sink)
+    return out_BSO
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x_BsI: Tensor,
+        weight_OI: nn.Parameter,
+        group: Group,
+        backend: LinearBackend,
+        sink: WeightGradSink | None,
+    ) -> Tensor:
+        ctx.save_for_backward(x_BsI)
+        ctx.weight_OI = weight_OI
+        ctx.group = group
+        ctx.backend = backend
+        ctx.sink = sink
+        return backend.output(gathered(x_BsI, group), weight_OI)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_BSO: Tensor) -> tuple[Tensor | None, ...]:
+        (x_BsI,), weight_OI, group = ctx.saved_tensors, ctx.weight_OI, ctx.group
+        backend: LinearBackend = ctx.backend
+        sink: WeightGradSink | None = ctx.sink
+        if sink is not None and (sink.deferred or size(group) == 1):
+            sink.push(weight_OI, _weight_grad(backend, grad_BSO, x_BsI, group=group))
+            grad_BSI = backend.input_grad(grad_BSO, weight_OI)
+            return scattered(grad_BSI, group), None, None, None, None
+        # the gather runs beside the first product, the scatter beside the second
+        x_BSI = start_gather(x_BsI, group)
+        grad_BsI = start_scatter(backend.input_grad(grad_BSO, weight_OI), group)
+        weight_grad = backend.weight_grad(grad_BSO, x_BSI())
+        if sink is None:
+            return grad_BsI(), weight_grad(), None, None, None
+        sink.push(weight_OI, weight_grad)
+        return grad_BsI(), None, None, None, None
+
+
+def _weight_grad(
+    backend: LinearBackend, grad_BSO: Tensor, x_BsI: Tensor, group: Group
+) -> WeightGrad:
+    """That of all ranks' tokens, which are fetched when it is computed."""
+    if size(group) == 1:
+        return backend.weight_grad(grad_BSO, x_BsI)
+    return GatheredGrad(lambda: backend.weight_grad(grad_BSO, gathered(x_BsI, group)))
+
+
+class _GroupedLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        rows_TI: Tensor,
+        weight_EIO: nn.Parameter,
+        ends_E: Tensor,
+        backend: GroupedLinearBackend,
+        sink: WeightGradSink,
+    ) -> Tensor:
+        ctx.save_for_backward(rows_TI, ends_E)
+        ctx.weight_EIO = weight_EIO
+        ctx.backend = backend
+        ctx.sink = sink
+        return backend.output(rows_TI, weight_EIO, ends_E)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_TO: Tensor) -> tuple[Tensor | None, ...]:
+        rows_TI, ends_E = ctx.saved_tensors
+        backend: GroupedLinearBackend = ctx.backend
+        grad_TO = grad_TO.contiguous()
+        ctx.sink.push(ctx.weight_EIO, backend.weight_grad(grad_TO, rows_TI, ends_E))
+        return backend.input_grad(grad_TO, ctx.weight_EIO, ends_E), None, None, None, None

@@ -1,0 +1,95 @@
+"""What computes a linear layer: its output, and the gradients of its input and of its weight.
+
+A back end is the three products. Where tokens are gathered and scattered, what is kept for backward
+and where the weight's gradient goes is the modules' business (`app.model.linear`), and the same for
+all of them. `linear_backend` and `grouped_linear_backend` are the one place that chooses.
+
+Shapes: I input width, O output width, T rows, E experts; rows of an expert end at its offset in
+`ends_E` (int32, on the rows' device), rows behind the last one are not defined.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from app.model.weight_grads import GroupedLinearGrad, LinearGrad, WeightGrad
+
+
+class LinearBackend(Protocol):
+    """The products of a layer with one weight, over the last dimension of what comes in."""
+
+    def output(self, x: Tensor, weight_OI: Tensor) -> Tensor:
+        """x · weightᵀ; autograd differentiates it where nothing else is to be done in backward."""
+
+    def input_grad(self, grad: Tensor, weight_OI: Tensor) -> Tensor:
+        """grad · weight, of the output's gradient."""
+
+    def weight_grad(self, grad: Tensor, x: Tensor) -> WeightGrad:
+        """gradᵀ · x over all rows, O × I."""
+
+
+class GroupedLinearBackend(Protocol):
+    """The products of a layer with a weight per expert."""
+
+    def output(self, rows_TI: Tensor, weight_EIO: Tensor, ends_E: Tensor) -> Tensor:
+        """Rows of expert e times weight[e]; autograd differentiates it, as for one weight."""
+
+    def input_grad(self, grad_TO: Tensor, weight_EIO: Tensor, ends_E: Tensor) -> Tensor:
+        """Rows of expert e of the output's gradient, contiguous, times weight[e]ᵀ."""
+
+    def weight_grad(self, grad_TO: Tensor, rows_TI: Tensor, ends_E: Tensor) -> WeightGrad:
+        """rows[e]ᵀ · grad[e] of every expert e, E × I × O; `grad_TO` is contiguous."""
+
+
+class TorchLinear:
+    """torch's own products, in the type of the weight."""
+
+    def output(self, x: Tensor, weight_OI: Tensor) -> Tensor:
+        """See the protocol."""
+        return F.linear(x, weight_OI)
+
+    def input_grad(self, grad: Tensor, weight_OI: Tensor) -> Tensor:
+        """See the protocol."""
+        return grad @ weight_OI
+
+    def weight_grad(self, grad: Tensor, x: Tensor) -> WeightGrad:
+        """See the protocol."""
+        return LinearGrad(grad.flatten(0, -2).T, x.flatten(0, -2))
+
+
+class TorchGroupedLinear:
+    """torch's grouped products, whose group sizes are read on the device.
+
+    fp32, bf16 and fp16; I·itemsize and O·itemsize must be multiples of 16 bytes (RuntimeError).
+    """
+
+    def output(self, rows_TI: Tensor, weight_EIO: Tensor, ends_E: Tensor) -> Tensor:
+        """See the protocol."""
+        out_TO: Tensor = F.grouped_mm(rows_TI, weight_EIO, offs=ends_E)
+        if out_TO.requires_grad:
+            # its backward refuses expanded gradients, such as a sum's
+            out_TO.register_hook(torch.Tensor.contiguous)
+        return out_TO
+
+    def input_grad(self, grad_TO: Tensor, weight_EIO: Tensor, ends_E: Tensor) -> Tensor:
+        """See the protocol."""
+        grad_TI: Tensor = F.grouped_mm(grad_TO, weight_EIO.transpose(1, 2), offs=ends_E)
+        return grad_TI
+
+    def weight_grad(self, grad_TO: Tensor, rows_TI: Tensor, ends_E: Tensor) -> WeightGrad:
+        """See the protocol."""
+        return GroupedLinearGrad(rows_TI, grad_TO, ends_E)
+
+
+def linear_backend() -> LinearBackend:
+    """What a column- or row-parallel layer computes with."""
+    return TorchLinear()
+
+
+def grouped_linear_backend() -> GroupedLinearBackend:
+    """What a layer of experts computes with."""
+    return TorchGroupedLinear()
