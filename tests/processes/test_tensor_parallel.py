@@ -7,7 +7,9 @@ Shapes: B sequences, S tokens per sequence, V vocabulary.
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,10 +19,13 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
+import app.model.linear
 from app.model.layers import Mlp
-from app.model.linear import VocabParallelEmbedding
+from app.model.linear import ColumnParallelLinear, VocabParallelEmbedding
+from app.model.linear_backend import TorchLinear
 from app.model.loss import summed_loss
 from app.model.peers import Peers
+from app.model.weight_grads import MainGradSink, WeightGrad, WeightGradQueue
 from tests.distributed import run_distributed
 from tests.rounding import expect_alike, expect_sums, in_fp64
 
@@ -93,35 +98,103 @@ def test_lookup_equals_one_rank(ranks: int):
     ).all()
 
 
-def feed_forward(rank: int) -> dict[str, Any]:
-    """Output and input gradient of this rank's tokens; the parts of the weights are those of one
-    matrix.
+ROUTES = ("autograd", "at once", "deferred")
+
+
+def feed_forward(rank: int, routes: Sequence[str] = ROUTES) -> dict[str, dict[str, Any]]:
+    """By each route of the weights' gradients, for this rank's tokens and its parts of the same
+    matrices: output, and gradients of the input and of both weights, gate and up stacked.
     """
+    return {route: one_route(rank, route) for route in routes}
+
+
+def one_route(rank: int, route: str) -> dict[str, Any]:
     ranks, generator = dist.get_world_size(), torch.Generator().manual_seed(0)
     mlp = Mlp(8, 12, Peers(tp=dist.group.WORLD))
     gate_up, down, x = (
         torch.randn(*shape, generator=generator).float()
         for shape in ((2, 12, 8), (8, 12), (2, 4, 8))
     )
-    mlp.w_up.weight.data = gate_up.chunk(ranks, dim=1)[rank].flatten(0, 1).clone()
-    mlp.w_down.weight.data = down.chunk(ranks, dim=1)[rank].clone()
+    up, back = mlp.w_up.weight, mlp.w_down.weight
+    up.data = gate_up.chunk(ranks, dim=1)[rank].flatten(0, 1).clone()
+    back.data = down.chunk(ranks, dim=1)[rank].clone()
+    sums = {param: torch.zeros_like(param) for param in (up, back)}
+    queue = WeightGradQueue()
+
+    def add(param: nn.Parameter, gradient: WeightGrad) -> None:
+        gradient.add_to(sums[param])
+
     own = x.chunk(ranks, dim=1)[rank].clone().requires_grad_()
-    out = mlp(own)
+    out = mlp(own, {"autograd": None, "at once": MainGradSink(add), "deferred": queue}[route])
     out.square().sum().backward()
-    return {"out": out.detach().numpy(), "gradient": own.grad.numpy()}
+    assert route != "deferred" or not any(total.any() for total in sums.values())
+    queue.run(add)
+    if route == "autograd":
+        sums = {param: param.grad for param in sums}
+    found = {"out": out, "gradient": own.grad}
+    found |= {"w_up": sums[up].view(2, -1, 8), "w_down": sums[back]}
+    return {name: value.detach().numpy() for name, value in found.items()}
 
 
-def exact_feed_forward(rank: int) -> dict[str, Any]:
+def exact_feed_forward(rank: int) -> dict[str, dict[str, Any]]:
     with in_fp64():
-        return feed_forward(rank)
+        return feed_forward(rank, ["autograd"])
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_feed_forward_equals_one_rank(ranks: int):
-    plain, exact = (
-        run_distributed(compute, 1)[0] for compute in (feed_forward, exact_feed_forward)
+    one = run_distributed(feed_forward, 1)[0]
+    plain, exact = one["autograd"], run_distributed(exact_feed_forward, 1)[0]["autograd"]
+    several = run_distributed(feed_forward, ranks)
+    for route, parts in [
+        *((route, [one]) for route in ROUTES[1:]),
+        *((route, several) for route in ROUTES),
+    ]:
+        # tokens of a rank, and columns or rows of the hidden width of its matrices
+        found = {
+            name: np.concatenate([part[route][name] for part in parts], axis=1) for name in plain
+        }
+        for name in plain:
+            expect_alike(*({name: values[name]} for values in (found, plain, exact)), case=route)
+
+
+def order_of_backward(rank: int, route: str) -> list[str]:
+    """What a column-parallel backward computes, starts and waits for, in turn."""
+    seen: list[str] = []
+
+    def noted(function: Callable[..., Any], name: str, arrival: str = "") -> Callable[..., Any]:
+        def run(*args: Any) -> Any:
+            seen.append(name)
+            result = function(*args)
+            return noted(result, arrival) if arrival else result
+
+        return run
+
+    def add(param: nn.Parameter, gradient: WeightGrad) -> None:
+        gradient()
+
+    module, backend = ColumnParallelLinear(4, 6, dist.group.WORLD), TorchLinear()
+    nn.init.ones_(module.weight)
+    products = ("output", "input_grad", "weight_grad")
+    module.backend = SimpleNamespace(
+        **{name: noted(getattr(backend, name), name) for name in products}
     )
-    parts = run_distributed(feed_forward, ranks)
-    found = {name: np.concatenate([part[name] for part in parts], axis=1) for name in plain}
-    for name in plain:
-        expect_alike(*({name: values[name]} for values in (found, plain, exact)))
+    queue = WeightGradQueue()
+    sink = {"autograd": None, "at once": MainGradSink(add), "deferred": queue}[route]
+    out = module(torch.ones(1, 2, 4, requires_grad=True), sink)
+    with pytest.MonkeyPatch.context() as patch:
+        for name, arrival in (("start_gather", "gathered"), ("start_scatter", "scattered")):
+            start = noted(getattr(app.model.linear, name), name, arrival)
+            patch.setattr(app.model.linear, name, start)
+        out.sum().backward()
+    seen.append("later")
+    queue.run(add)
+    return seen
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_exchanges_of_a_backward_run_beside_its_products(route: str):
+    beside = ["start_gather", "input_grad", "start_scatter", "gathered", "weight_grad", "scattered"]
+    deferred = ["input_grad", "later", "weight_grad"]
+    expected = deferred if route == "deferred" else [*beside, "later"]
+    assert run_distributed(order_of_backward, 2, route) == [["output", *expected]] * 2
