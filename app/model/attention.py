@@ -56,10 +56,9 @@ class Attention(nn.Module):
 
     def forward(self, x_BsD: Tensor, context: Context) -> Tensor:
         """B × s × D -> B × s × D; no residual."""
-        qkv: Tensor = self.wqkv(x_BsD, context.sink)
+        qkv = self.wqkv.forward(x_BsD, context.sink)
         heads = context.recompute.checkpoint(Recompute.attn_core, self._core, qkv, context)
-        out_BsD: Tensor = self.wo(heads, context.sink)
-        return out_BsD
+        return self.wo.forward(heads, context.sink)
 
     def _core(self, qkv: Tensor, context: Context) -> Tensor:
         q_BSNH, k_BSGH, v_BSGH = self._heads(qkv, context)

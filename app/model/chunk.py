@@ -152,8 +152,7 @@ class Chunk(nn.Module):
     def logits(self, x_BsD: Tensor) -> Tensor:
         """This rank's columns of the logits of the last stage's output: B × S × V / tp."""
         self.wait_for_head()
-        logits_BSV: Tensor = self.table(x_BsD)
-        return logits_BSV
+        return self.table.forward(x_BsD)
 
     @property
     def table(self) -> ColumnParallelLinear:

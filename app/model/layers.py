@@ -105,14 +105,13 @@ class Mlp(nn.Module):
         recompute: Recomputation | None = None,
     ) -> Tensor:
         """B × s × D -> B × s × D; `recompute` may have backward compute the activation again."""
-        both: Tensor = self.w_up(x_BsD, sink)
+        both = self.w_up.forward(x_BsD, sink)
         act = (
             swiglu(both)
             if recompute is None
             else recompute.checkpoint_and_discard(Recompute.mlp_act, swiglu, both)
         )
-        out_BsD: Tensor = self.w_down(act, sink)
-        return out_BsD
+        return self.w_down.forward(act, sink)
 
 
 def swiglu(both: Tensor) -> Tensor:

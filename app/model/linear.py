@@ -47,11 +47,15 @@ from app.model.tensor_parallel import (
     start_gather,
     start_scatter,
 )
-from app.model.weight_grads import GatheredGrad, WeightGrad, WeightGradSink
+from app.model.weight_grads import GatheredGrad, WeightGradSink
 
 
 class LinearModule(nn.Module):
-    """Owns the weight of a linear layer; the global name of the weight is that of the module."""
+    """Owns the weight of a linear layer; the global name of the weight is that of the module.
+
+    Layers call `forward` itself: it says what it returns, and calling the module would spend a
+    microsecond of host time per product on looking for hooks, of which there are none.
+    """
 
     def __init__(self, *shape: int) -> None:
         super().__init__()
@@ -78,7 +82,7 @@ class ColumnParallelLinear(LinearModule):
 
     def __init__(self, in_features: int, out_features: int, group: Group = None) -> None:
         super().__init__(out_features // size(group), in_features)
-        self.group = group
+        self.group = _several(group)
         self.backend = linear_backend()
 
     def forward(self, x_BsI: Tensor, sink: WeightGradSink | None = None) -> Tensor:
@@ -93,7 +97,7 @@ class RowParallelLinear(LinearModule):
 
     def __init__(self, in_features: int, out_features: int, group: Group = None) -> None:
         super().__init__(out_features, in_features // size(group))
-        self.group = group
+        self.group = _several(group)
         self.backend = linear_backend()
 
     def forward(self, x_BSI: Tensor, sink: WeightGradSink | None = None) -> Tensor:
@@ -105,7 +109,7 @@ class RowParallelLinear(LinearModule):
 class VocabParallelEmbedding(ColumnParallelLinear):
     """A table with a row per token of the vocabulary; each rank of `group` has V / tp of them.
 
-    Called, it is the linear layer from hidden states (`in_features`) to logits (`out_features`):
+    Its `forward` is the linear layer from hidden states (`in_features`) to logits (`out_features`):
     with tied embeddings, the head.
     """
 
@@ -117,7 +121,7 @@ class VocabParallelEmbedding(ColumnParallelLinear):
         bit on CPU and GPU.
         """
         table_VD = self.weight
-        if size(self.group) == 1:
+        if self.group is None:
             return F.embedding(tokens_BS, table_VD)
         row_BS = tokens_BS - rank(self.group) * len(table_VD)
         elsewhere_BS = (row_BS < 0) | (row_BS >= len(table_VD))
@@ -150,6 +154,11 @@ class GroupedLinear(LinearModule):
         return out_TO
 
 
+def _several(group: Group) -> Group:
+    """The group if it has several ranks: asked once, and not again in every call."""
+    return group if size(group) > 1 else None
+
+
 def _linear(
     x_BsI: Tensor,
     weight_OI: nn.Parameter,
@@ -157,8 +166,8 @@ def _linear(
     backend: LinearBackend,
     sink: WeightGradSink | None,
 ) -> Tensor:
-    """x · weightᵀ for the tokens of all ranks of `group`."""
-    if sink is None and size(group) == 1:
+    """x · weightᵀ for the tokens of all ranks of `group`, or of this one."""
+    if sink is None and group is None:
         return backend.output(x_BsI, weight_OI)
     out_BSO: Tensor = _Linear.apply(x_BsI, weight_OI, group, backend, sink)
     return out_BSO
@@ -187,8 +196,12 @@ class _Linear(torch.autograd.Function):
         (x_BsI,), weight_OI, group = ctx.saved_tensors, ctx.weight_OI, ctx.group
         backend: LinearBackend = ctx.backend
         sink: WeightGradSink | None = ctx.sink
-        if sink is not None and (sink.deferred or size(group) == 1):
-            sink.push(weight_OI, _weight_grad(backend, grad_BSO, x_BsI, group=group))
+        if sink is not None and group is None:
+            sink.push(weight_OI, backend.weight_grad(grad_BSO, x_BsI))
+            return backend.input_grad(grad_BSO, weight_OI), None, None, None, None
+        if sink is not None and sink.deferred:
+            later = GatheredGrad(lambda: backend.weight_grad(grad_BSO, gathered(x_BsI, group)))
+            sink.push(weight_OI, later)
             grad_BSI = backend.input_grad(grad_BSO, weight_OI)
             return scattered(grad_BSI, group), None, None, None, None
         # the gather runs beside the first product, the scatter beside the second
@@ -199,15 +212,6 @@ class _Linear(torch.autograd.Function):
             return grad_BsI(), weight_grad(), None, None, None
         sink.push(weight_OI, weight_grad)
         return grad_BsI(), None, None, None, None
-
-
-def _weight_grad(
-    backend: LinearBackend, grad_BSO: Tensor, x_BsI: Tensor, group: Group
-) -> WeightGrad:
-    """That of all ranks' tokens, which are fetched when it is computed."""
-    if size(group) == 1:
-        return backend.weight_grad(grad_BSO, x_BsI)
-    return GatheredGrad(lambda: backend.weight_grad(grad_BSO, gathered(x_BsI, group)))
 
 
 class _GroupedLinear(torch.autograd.Function):

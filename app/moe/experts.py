@@ -39,10 +39,9 @@ class Experts(nn.Module):
         R × D -> R × D (SwiGLU, arXiv 2002.05202); rows and `ends_E` as in `GroupedLinear`.
         `recompute` may have backward compute the activation again.
         """
-        both_R2F: Tensor = self.w_up(rows_RD, ends_E, sink)
+        both_R2F = self.w_up.forward(rows_RD, ends_E, sink)
         if recompute is None:
             act_RF = swiglu(both_R2F)
         else:
             act_RF = recompute.checkpoint_and_discard(Recompute.experts_act, swiglu, both_R2F)
-        out_RD: Tensor = self.w_down(act_RF, ends_E, sink)
-        return out_RD
+        return self.w_down.forward(act_RF, ends_E, sink)
