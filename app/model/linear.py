@@ -65,9 +65,8 @@ class LinearModule(nn.Module):
 def named_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     """Every parameter inside with its global name, in the order in which modules are registered.
 
-    The name that checkpoints, the plan and the seeds of initial weights have: the path of
-    attributes, of a linear module's weight its path (`attn.wqkv`), of others with theirs
-    (`attn_norm.weight`).
+    Checkpoints, the plan and the seeds of initial weights use these names: a parameter's path of
+    attributes (`attn_norm.weight`), without the `weight` of a linear module (`attn.wqkv`).
     """
     for path, inner in module.named_modules():
         for name, param in inner.named_parameters(path, recurse=False):

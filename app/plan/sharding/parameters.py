@@ -1,9 +1,9 @@
 """What a rank holds of a stage: its parameters in the engine's order, and their places in buffers.
 
-Tensor parallelism cuts the rows of what widens (`wqkv`, `w_up`, embedding, head) and the columns of
-what narrows again (`wo`, `w_down`); norms, the router and the gate of the shared expert are whole
-on every rank. Expert parallelism gives a rank whole experts, expert tensor parallelism cuts their
-hidden width.
+Tensor parallelism cuts the rows of column-parallel weights (`wqkv`, `w_up`, embedding, head) and
+the columns of row-parallel ones (`wo`, `w_down`); norms, the router and the gate of the shared
+expert are whole on every rank. Expert parallelism gives a rank whole experts, expert tensor
+parallelism cuts their hidden width.
 """
 
 from __future__ import annotations
