@@ -24,7 +24,6 @@ from app.engine.watchdog.watchdog import Watchdog
 from app.model.block import DenseBody, Layer
 from app.model.chunk import Chunk
 from app.model.init import init_weights
-from app.model.linear import named_parameters
 from app.model.peers import Peers
 from app.moe.dispatch import AllGatherDispatcher, AllToAllDispatcher, LocalDispatcher
 from app.moe.phases import Dispatcher, MoEBody, Router
@@ -35,7 +34,7 @@ from app.plan.actions import Action
 from app.plan.memory.activations import captured_phases
 from app.plan.plan import Plan
 from app.plan.schedule import full_recompute
-from app.plan.sharding.blocks import EXPERTS, ShardCoords
+from app.plan.sharding.blocks import ShardCoords
 from app.plan.stages import StagePlan
 
 DTYPES = {
@@ -87,10 +86,9 @@ def build_engine(
     """
     run = plan.run
     chunks = build_chunks(run, plan.stages, groups, device=device)
+    for chunk in chunks:
+        init_weights(chunk.weights(), groups.place, run.model, seed=run.train.seed)
     specs = [list(parameter_specs(chunk, groups.place)) for chunk in chunks]
-    for of_chunk in specs:
-        entries = ((spec.name, spec.param, spec.block) for spec in of_chunk)
-        init_weights(entries, run.model, run.train.seed)
     buffers = plan.buffers[groups.pp_rank]
     shared_by = OptimizerGroups(
         dp_cp=groups.dp_cp, edp=groups.edp, tp=groups.tp, embedding=groups.embedding
@@ -197,22 +195,19 @@ def parameter_specs(chunk: Chunk, place: ShardCoords) -> Iterator[ParamSpec]:
     Of tied tables on two stages the first stage's counts, of what all tensor-parallel ranks hold
     the first one's.
     """
-    tied = chunk.model.tie_embeddings and chunk.first != chunk.last
-    copy = chunk.embedding.weight if tied and chunk.embedding is not None else None
-    for name, param in named_parameters(chunk):
-        copied = param is copy
-        shared = place.shares(name) and place.tp[1] > 1
-        counted = (chunk.first or not copied) and not (shared and place.tp[0])
-        block = place.block(name, param.shape)
+    index, ranks = place.tp
+    for named, param in chunk.weights():
+        weight = named.weight
+        shared = weight.replica and ranks > 1
         yield ParamSpec(
-            name,
+            named.name,
             param,
-            EXPERTS in name,
-            decay=param.dim() >= 2,
-            block=block,
-            tied=copied,
+            weight.expert,
+            decay=weight.decay,
+            block=place.block(weight),
+            tied=named.tied,
             shared=shared,
-            counted=counted,
+            counted=(chunk.first or not named.tied) and not (shared and index),
         )
 
 

@@ -6,7 +6,7 @@ matrices, K tokens of a whole sequence, D hidden, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor, nn
@@ -17,11 +17,13 @@ from app.config import ModelConfig
 from app.model.block import Layer, RoutingReport, RunPhases, run_layer
 from app.model.context_parallel import own_tokens
 from app.model.layers import Context, RMSNorm, document_mask, layer_context
-from app.model.linear import ColumnParallelLinear, VocabParallelEmbedding
+from app.model.linear import ColumnParallelLinear, VocabParallelEmbedding, named_parameters
 from app.model.loss import summed_loss
 from app.model.peers import ALONE, Peers, rank, size
 from app.model.recompute import Recomputation
 from app.model.weight_grads import WeightGradSink
+from app.plan.model.stage import NamedWeight, stage_weights
+from app.plan.stages import Stage
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +70,14 @@ class Chunk(nn.Module):
         self.head = ColumnParallelLinear(hidden, vocab, peers.tp) if untied else None
         # replaced with optim.overlap_params, where the head's table may still be gathered
         self.wait_for_head: Callable[[], None] = nothing
+
+    def weights(self) -> Iterator[tuple[NamedWeight, nn.Parameter]]:
+        """What is known of every weight, and this rank's part of it, in order of use."""
+        stage = Stage(tuple(map(int, self.layers)), embedding=self.first, head=self.last)
+        found = zip(stage_weights(self.model, stage), named_parameters(self), strict=True)
+        for named, (name, param) in found:
+            assert named.name == name, f"{name} is described as {named.name}"
+            yield named, param
 
     def in_order(self) -> list[Layer]:
         """Its layers."""

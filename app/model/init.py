@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from app.config import ModelConfig
-from app.plan.sharding.blocks import EXPERTS
-from app.plan.sharding.reshard import Block
+from app.plan.model.stage import NamedWeight
+from app.plan.model.weight import Initial
+from app.plan.sharding.blocks import ShardCoords
 
 
 def _generator(seed: int, name: str, device: torch.device) -> torch.Generator:
@@ -19,47 +20,40 @@ def _generator(seed: int, name: str, device: torch.device) -> torch.Generator:
     return torch.Generator(device).manual_seed(int.from_bytes(digest, "big"))
 
 
-def _std(leaf: str, model: ModelConfig) -> float:
-    if leaf in ("wo", "w_down"):
+def _std(initial: Initial, model: ModelConfig) -> float:
+    if initial is Initial.residual:
         return model.init_std / math.sqrt(2 * model.num_layers)
     return model.init_std
 
 
 @torch.no_grad()
-def init_weights(named: Iterable[tuple[str, Tensor, Block]], model: ModelConfig, seed: int) -> None:
-    """Fill materialised parameters in place; entries are (global name, tensor, block of the whole).
+def init_weights(
+    weights: Iterable[tuple[NamedWeight, Tensor]],
+    place: ShardCoords,
+    model: ModelConfig,
+    seed: int,
+) -> None:
+    """Fill this rank's materialised parts of weights in place, each as its `Initial` says.
 
-    | parameter | distribution |
-    |---|---|
-    | norm weights (1-D `weight`) | 1 |
-    | `wo`, `w_down`: what writes to the residual stream | N(0, init_std / √(2·num_layers)) (GPT-2)
-    |
-    | everything else: embedding, head, `wqkv`, `w_up`, router, gate | N(0, init_std) |
-
-    Every parameter, and every expert of a stacked one, has its own generator seeded by (seed,
-    global name), so that values depend neither on the order of creation nor on which rank holds
-    them. A rank that holds a part draws the whole and keeps its part.
+    Every weight, and every expert of a stacked one, has its own generator seeded by (seed, global
+    name), so that values depend neither on the order of creation nor on which rank holds them. A
+    rank that holds a part draws the whole and keeps its part.
     """
-    for name, tensor, block in named:
-        leaf = name.rsplit(".", 1)[-1]
+    for named, tensor in weights:
+        weight = named.weight
+        block = place.block(weight)
         own = tensor.view(block.sizes)
         held = tuple(map(slice, block.start, block.stop))
-        if leaf == "weight" and tensor.dim() == 1:
+        std = _std(weight.initial, model)
+        if weight.initial is Initial.ones:
             tensor.fill_(1.0)
-        elif EXPERTS not in name:
-            _normal(
-                own,
-                block.shape,
-                held,
-                std=_std(leaf, model),
-                generator=_generator(seed, name, tensor.device),
-            )
+        elif not weight.expert:
+            generator = _generator(seed, named.name, tensor.device)
+            _normal(own, block.shape, held, std=std, generator=generator)
         else:
             for number, expert in enumerate(own, start=block.start[0]):
-                generator = _generator(seed, f"{name}.{number}", tensor.device)
-                _normal(
-                    expert, block.shape[1:], held[1:], std=_std(leaf, model), generator=generator
-                )
+                generator = _generator(seed, f"{named.name}.{number}", tensor.device)
+                _normal(expert, block.shape[1:], held[1:], std=std, generator=generator)
 
 
 def _normal(

@@ -25,6 +25,8 @@ from app.cli.plan_views.layout_picture import (
 from app.cli.plan_views.sheet import MOST_RANKS, Rows
 from app.model.context_parallel import own_tokens
 from app.plan.groups import GROUPS
+from app.plan.model.experts import MoEBodyWeights
+from app.plan.model.vocabulary import table
 from app.plan.plan import Plan
 from app.plan.sharding.blocks import ShardCoords
 from tests.test_config import load
@@ -101,12 +103,11 @@ def test_widths_and_experts_are_those_of_the_parameters(name: str):
     model, layout = plan.run.model, plan.layout
     for rank in range(layout.world_size):
         held, place = holding(plan, rank), ShardCoords.of(layout, rank)
-        block = place.block("embedding", (model.vocab_size // layout.tp, model.hidden_size))
+        block = place.block(table(model))
         assert [end * model.vocab_size for end in held.width] == [block.start[0], block.stop[0]]
         if model.moe:
             whole = model.moe.ffn_hidden_size
-            sizes = model.moe.num_experts // layout.ep, whole // layout.expert_tp, model.hidden_size
-            block = place.block("layers.0.body.experts.w_down", sizes)
+            block = place.block(MoEBodyWeights.of(model, model.moe).experts.w_down)
             spans = held.experts, tuple(end * whole for end in held.part)
             assert spans == tuple(zip(block.start[:2], block.stop[:2], strict=True))
 

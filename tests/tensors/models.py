@@ -13,7 +13,7 @@ from torch.func import functional_call
 
 from app.choices import Dtype
 from app.config import ModelConfig, ParallelConfig, PrecisionConfig
-from app.engine.build import build_chunks, parameter_specs
+from app.engine.build import build_chunks
 from app.engine.groups import Groups
 from app.model.chunk import Chunk, ChunkOutput
 from app.model.init import init_weights
@@ -52,11 +52,7 @@ def make_chunks(
         run, plan_stages(model.num_layers, 1, vpp), groups, device=torch.device("cpu")
     )
     for chunk in chunks:
-        init_weights(
-            ((spec.name, spec.param, spec.block) for spec in parameter_specs(chunk, groups.place)),
-            model,
-            seed,
-        )
+        init_weights(chunk.weights(), groups.place, model, seed=seed)
     return chunks
 
 

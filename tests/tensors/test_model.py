@@ -21,6 +21,7 @@ from app.model.init import init_weights
 from app.model.layers import document_mask, layer_context, rotate
 from app.model.linear import named_parameters
 from app.moe.dispatch import AllToAllDispatcher
+from app.plan.model.stage import model_weights
 from app.plan.sharding.blocks import ShardCoords
 from tests.rounding import expect_alike, expect_sums, in_fp64, numbered, plain_and_exact
 from tests.runs import TINY
@@ -255,11 +256,9 @@ def test_initial_weights_are_the_same_for_every_split_into_stages_order_and_dtyp
             torch.equal(other[name], value.to(other[name].dtype)) for name, value in whole.items()
         )
     again = {name: torch.full_like(value, math.nan) for name, value in reversed(whole.items())}
-    init_weights(
-        [(name, value, ShardCoords().block(name, value.shape)) for name, value in again.items()],
-        WIDE,
-        1,
-    )
+    named = {each.name: each for each in model_weights(WIDE)}
+    weights = [(named[name], value) for name, value in again.items()]
+    init_weights(weights, ShardCoords(), WIDE, seed=1)
     assert all(torch.equal(again[name], value) for name, value in whole.items())
 
 

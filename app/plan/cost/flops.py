@@ -15,6 +15,11 @@ from math import ceil
 from app.choices import Recompute
 from app.config import ModelConfig, MoEConfig, RecomputeConfig, Run
 from app.plan.layout import ParallelLayout
+from app.plan.model.attention import AttentionWeights
+from app.plan.model.layer import DenseBodyWeights, LayerWeights
+from app.plan.model.stage import model_weights
+from app.plan.model.vocabulary import table
+from app.plan.model.weight import Weight
 from app.plan.stages import Stage
 
 # Dense bf16 tensor-core peaks without sparsity, TFLOP/s per GPU, from the vendors' data sheets:
@@ -62,19 +67,23 @@ class ParameterCount:
 
 
 def parameter_count(model: ModelConfig) -> ParameterCount:
-    """Parameters of a model: no biases, two RMSNorm weights per layer and a final one."""
-    table = model.vocab_size * model.hidden_size
-    head = 0 if model.tie_embeddings else table
-    norms = 2 * model.hidden_size + (2 * model.head_width if model.qk_norm else 0)
-    shared = (
-        table + head + model.num_layers * (attention_weights(model) + norms) + model.hidden_size
+    """Parameters of a model: all weights of its parts."""
+    weights = [each.weight for each in model_weights(model)]
+    rows = table(model).numel
+    return ParameterCount(
+        sum(weight.numel for weight in weights),
+        sum(_used(weight, model.moe) for weight in weights),
+        rows,
+        head=0 if model.tie_embeddings else rows,
+        experts=sum(weight.numel for weight in weights if weight.expert),
     )
-    total, active = (
-        shared + sum(feed_forward_weights(model, only_active)) for only_active in (False, True)
-    )
-    moe_layers = sum(model.is_moe_layer(layer) for layer in range(model.num_layers))
-    experts = moe_layers * routed_weights(model, model.moe) if model.moe else 0
-    return ParameterCount(total, active, table, head=head, experts=experts)
+
+
+def _used(weight: Weight, moe: MoEConfig | None) -> int:
+    """Elements that one token uses."""
+    if moe is None or not weight.expert:
+        return weight.numel
+    return weight.numel // moe.num_experts * moe.top_k
 
 
 def flops_per_token(model: ModelConfig, seq_len: int) -> float:
@@ -96,41 +105,22 @@ def peak_tflops(device_name: str) -> float | None:
 
 
 def attention_weights(model: ModelConfig) -> int:
-    """Matrix elements of one layer's attention: queries, keys and values, then the output."""
-    query = model.num_heads * model.head_width
-    return (
-        model.hidden_size * (query + 2 * model.num_kv_heads * model.head_width)
-        + query * model.hidden_size
-    )
+    """Matrix elements of one layer's attention."""
+    return AttentionWeights.of(model).matrix_elements
 
 
-def routed_weights(model: ModelConfig, moe: MoEConfig) -> int:
-    """Matrix elements of the routed experts of one layer: gate, up and down of each."""
-    return moe.num_experts * 3 * model.hidden_size * moe.ffn_hidden_size
-
-
-def feed_forward_weights(model: ModelConfig, only_active: bool = False) -> list[int]:
-    """Matrix elements of each layer's feed-forward: SwiGLU, or router, experts and shared expert.
-
-    only_active: of the routed experts the top_k that a token is sent to.
+def _feed_forward(model: ModelConfig, layer: int) -> tuple[int, int, int, int]:
+    """Matrix elements that a token uses of a layer's SwiGLU, or of its router, routed and gated
+    shared experts.
     """
-    return [sum(_feed_forward(model, layer, only_active)) for layer in range(model.num_layers)]
-
-
-def _feed_forward(model: ModelConfig, layer: int, only_active: bool) -> tuple[int, int, int, int]:
-    """Matrix elements of a layer's SwiGLU, or its router, routed and gated shared experts."""
-    moe = model.moe
-    if moe is None or not model.is_moe_layer(layer):
-        return 3 * model.hidden_size * model.ffn_hidden_size, 0, 0, 0
-    routed = (
-        routed_weights(model, moe)
-        // moe.num_experts
-        * (moe.top_k if only_active else moe.num_experts)
-    )
-    shared = 3 * model.hidden_size * moe.shared_ffn_hidden_size + (
-        model.hidden_size if moe.shared_gate else 0
-    )
-    return 0, model.hidden_size * moe.num_experts, routed, shared
+    body = LayerWeights.of(model, layer).body
+    if isinstance(body, DenseBodyWeights):
+        return body.matrix_elements, 0, 0, 0
+    assert model.moe is not None
+    router = body.router.matrix_elements
+    experts = body.experts.matrix_elements
+    shared = body.matrix_elements - router - experts
+    return 0, router, experts // model.moe.num_experts * model.moe.top_k, shared
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,9 +151,7 @@ class LayerForward:
 
 def layer_forward(model: ModelConfig, layer: int, seq_len: int, load: float = 1.0) -> LayerForward:
     """Operations of decoder layer `layer` per token; `load` multiplies its routed experts'."""
-    dense, router, routed, shared = (
-        2 * weights for weights in _feed_forward(model, layer, only_active=True)
-    )
+    dense, router, routed, shared = (2 * weights for weights in _feed_forward(model, layer))
     # q·k and probabilities·v, each 2 · seq_len · N · H per token, half of it masked
     scores = 2 * seq_len * model.num_heads * model.head_width
     return LayerForward(
@@ -178,7 +166,7 @@ def layer_forward(model: ModelConfig, layer: int, seq_len: int, load: float = 1.
 
 def head_forward(model: ModelConfig) -> int:
     """Operations of the head per token, tied to the embedding or not."""
-    return 2 * model.vocab_size * model.hidden_size
+    return 2 * table(model).numel
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,19 +1,15 @@
-"""What a rank holds of a stage: its parameters in the engine's order, and their places in buffers.
-
-Tensor parallelism cuts the rows of column-parallel weights (`wqkv`, `w_up`, embedding, head) and
-the columns of row-parallel ones (`wo`, `w_down`); norms, the router and the gate of the shared
-expert are whole on every rank. Expert parallelism gives a rank whole experts, expert tensor
-parallelism cuts their hidden width.
-"""
+"""What a rank holds of a stage: parameters in the engine's order, and their places in buffers."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 
-from app.config import ModelConfig, MoEConfig, OptimConfig
+from app.config import ModelConfig, OptimConfig
 from app.plan.layout import ParallelLayout
+from app.plan.model.stage import stage_weights
+from app.plan.sharding.blocks import ShardCoords
 from app.plan.shards import BufferLayout, buffer_layout
 from app.plan.stages import Stage
 
@@ -48,15 +44,11 @@ class ChunkBuffers:
 def chunk_parameters(
     model: ModelConfig, stage: Stage, layout: ParallelLayout
 ) -> tuple[Parameter, ...]:
-    """Parameters of a stage on each of its ranks, in order of use: embedding, layers, norm, head.
-
-    Within a layer a module's own come before its children's. A tied table is used as the head on a
-    last stage of its own.
-    """
-    copied = {"embedding"} if model.tie_embeddings and stage.embedding != stage.head else set()
+    """Parameters of a stage on each of its ranks, in order of use (`stage_weights`)."""
+    place = ShardCoords.of(layout, 0)  # shapes are those of every rank
     return tuple(
-        Parameter(name, shape, expert=".experts." in name, tied=name in copied)
-        for name, shape in _stage(model, stage, layout)
+        Parameter(each.name, place.shape(each.weight), expert=each.weight.expert, tied=each.tied)
+        for each in stage_weights(model, stage)
     )
 
 
@@ -87,55 +79,3 @@ def _aligned(
     return buffer_layout(
         numels, world, bucket_numel=bucket, param_align=ALIGN, shard_align=ALIGN, alone=tied
     )
-
-
-Named = tuple[str, tuple[int, ...]]  # name, shape
-
-
-def _stage(model: ModelConfig, stage: Stage, layout: ParallelLayout) -> Iterator[Named]:
-    table = model.vocab_size // layout.tp, model.hidden_size
-    if stage.embedding:
-        yield "embedding", table
-    for index in stage.layers:
-        for name, shape in _layer(model, index, layout):
-            yield f"layers.{index}.{name}", shape
-    if stage.head:
-        yield "norm.weight", (model.hidden_size,)
-    if stage.head and not model.tie_embeddings:
-        yield "head", table
-    elif stage.head and not stage.embedding:
-        yield "embedding", table  # a copy, which is this stage's head
-
-
-def _layer(model: ModelConfig, index: int, layout: ParallelLayout) -> Iterator[Named]:
-    hidden = model.hidden_size
-    width = model.head_width
-    yield "attn_norm.weight", (hidden,)
-    yield "attn.wqkv", ((model.num_heads + 2 * model.num_kv_heads) // layout.tp * width, hidden)
-    yield "attn.wo", (hidden, model.num_heads // layout.tp * width)
-    if model.qk_norm:
-        yield "attn.q_norm.weight", (width,)
-        yield "attn.k_norm.weight", (width,)
-    if model.moe and model.is_moe_layer(index):
-        yield from _experts(hidden, model.moe, layout)
-    else:
-        yield "body.norm.weight", (hidden,)
-        yield from _mlp("body.mlp", hidden, model.ffn_hidden_size // layout.tp)
-
-
-def _experts(hidden: int, moe: MoEConfig, layout: ParallelLayout) -> Iterator[Named]:
-    count = moe.num_experts // layout.ep
-    width = moe.ffn_hidden_size // layout.expert_tp
-    if moe.shared_gate:
-        yield "body.shared_gate", (1, hidden)
-    yield "body.norm.weight", (hidden,)
-    yield "body.router.weight", (moe.num_experts, hidden)
-    yield "body.experts.w_up", (count, hidden, 2 * width)
-    yield "body.experts.w_down", (count, width, hidden)
-    if moe.shared_ffn_hidden_size:
-        yield from _mlp("body.shared", hidden, moe.shared_ffn_hidden_size // layout.tp)
-
-
-def _mlp(name: str, hidden: int, width: int) -> Iterator[Named]:
-    yield f"{name}.w_up", (2 * width, hidden)
-    yield f"{name}.w_down", (hidden, width)

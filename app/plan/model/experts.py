@@ -1,0 +1,62 @@
+"""What follows attention in a mixture-of-experts layer: router, routed and shared experts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from app.config import ModelConfig, MoEConfig
+from app.plan.model.mlp import MlpWeights
+from app.plan.model.norm import NormWeights
+from app.plan.model.weight import Initial, Part, Weight
+
+
+@dataclass(frozen=True, slots=True)
+class RouterWeights(Part):
+    """A row of scores per expert."""
+
+    weight: Weight
+
+    @classmethod
+    def of(cls, hidden: int, num_experts: int) -> RouterWeights:
+        """Scores of so many experts."""
+        return cls(Weight((num_experts, hidden)))
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertWeights(Part):
+    """The SwiGLU of every routed expert, `[expert, in, out]`."""
+
+    w_up: Weight
+    w_down: Weight
+
+    @classmethod
+    def of(cls, hidden: int, ffn: int, num_experts: int) -> ExpertWeights:
+        """From `hidden` to `ffn` and back, for each of the experts."""
+        return cls(
+            w_up=Weight((num_experts, hidden, 2, ffn), ep=0, etp=3, gate_up=2),
+            w_down=Weight((num_experts, ffn, hidden), ep=0, etp=1, initial=Initial.residual),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class MoEBodyWeights(Part):
+    """Norm, router, experts; the shared expert, and its gate of one value per token."""
+
+    shared_gate: Weight | None  # in front: a module's own come before its children's
+    norm: NormWeights
+    router: RouterWeights
+    experts: ExpertWeights
+    shared: MlpWeights | None
+
+    @classmethod
+    def of(cls, model: ModelConfig, moe: MoEConfig) -> MoEBodyWeights:
+        """Those of one layer."""
+        hidden = model.hidden_size
+        width = moe.shared_ffn_hidden_size
+        return cls(
+            shared_gate=Weight((1, hidden)) if moe.shared_gate else None,
+            norm=NormWeights.of_hidden(model),
+            router=RouterWeights.of(hidden, moe.num_experts),
+            experts=ExpertWeights.of(hidden, moe.ffn_hidden_size, moe.num_experts),
+            shared=MlpWeights.of(hidden, width) if width else None,
+        )

@@ -1,0 +1,45 @@
+"""A decoder layer: attention behind a norm, then its dense or mixture-of-experts body."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from app.config import ModelConfig
+from app.plan.model.attention import AttentionWeights
+from app.plan.model.experts import MoEBodyWeights
+from app.plan.model.mlp import MlpWeights
+from app.plan.model.norm import NormWeights
+from app.plan.model.weight import Part
+
+
+@dataclass(frozen=True, slots=True)
+class DenseBodyWeights(Part):
+    """What follows attention in a dense layer."""
+
+    norm: NormWeights
+    mlp: MlpWeights
+
+    @classmethod
+    def of(cls, model: ModelConfig) -> DenseBodyWeights:
+        """Those of one layer."""
+        mlp = MlpWeights.of(model.hidden_size, model.ffn_hidden_size)
+        return cls(NormWeights.of_hidden(model), mlp)
+
+
+@dataclass(frozen=True, slots=True)
+class LayerWeights(Part):
+    """All of a layer."""
+
+    attn_norm: NormWeights
+    attn: AttentionWeights
+    body: DenseBodyWeights | MoEBodyWeights
+
+    @classmethod
+    def of(cls, model: ModelConfig, layer: int) -> LayerWeights:
+        """Those of decoder layer `layer` (from 0)."""
+        routed = model.moe if model.is_moe_layer(layer) else None
+        return cls(
+            NormWeights.of_hidden(model),
+            AttentionWeights.of(model),
+            DenseBodyWeights.of(model) if routed is None else MoEBodyWeights.of(model, routed),
+        )

@@ -1,0 +1,25 @@
+"""RMSNorm."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from app.config import ModelConfig
+from app.plan.model.weight import Initial, Part, Weight
+
+
+@dataclass(frozen=True, slots=True)
+class NormWeights(Part):
+    """A factor per value of the last dimension."""
+
+    weight: Weight
+
+    @classmethod
+    def of(cls, width: int) -> NormWeights:
+        """A norm over so many values."""
+        return cls(Weight((width,), initial=Initial.ones, decay=False))
+
+    @classmethod
+    def of_hidden(cls, model: ModelConfig) -> NormWeights:
+        """A norm over hidden states."""
+        return cls.of(model.hidden_size)

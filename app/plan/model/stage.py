@@ -1,0 +1,49 @@
+"""The weights of a pipeline stage, and of the whole model, in order of use."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from app.config import ModelConfig
+from app.plan.model.layer import LayerWeights
+from app.plan.model.norm import NormWeights
+from app.plan.model.vocabulary import table
+from app.plan.model.weight import Weight
+from app.plan.stages import Stage
+
+
+@dataclass(frozen=True, slots=True)
+class NamedWeight:
+    """A weight by its global name: the same in every layout, in checkpoints and in seeds."""
+
+    name: str
+    weight: Weight
+    tied: bool = False  # another stage holds a copy
+
+
+def stage_weights(model: ModelConfig, stage: Stage) -> Iterator[NamedWeight]:
+    """Weights of a stage in order of use: embedding, layers, norm, head.
+
+    A tied table is used as the head on a last stage of its own.
+    """
+    embedding = NamedWeight(
+        "embedding", table(model), tied=model.tie_embeddings and stage.embedding != stage.head
+    )
+    if stage.embedding:
+        yield embedding
+    for layer in stage.layers:
+        for name, weight in LayerWeights.of(model, layer).weights(f"layers.{layer}."):
+            yield NamedWeight(name, weight)
+    if stage.head:
+        for name, weight in NormWeights.of_hidden(model).weights("norm."):
+            yield NamedWeight(name, weight)
+    if stage.head and not model.tie_embeddings:
+        yield NamedWeight("head", table(model))
+    elif stage.head and not stage.embedding:
+        yield embedding  # a copy, which is this stage's head
+
+
+def model_weights(model: ModelConfig) -> Iterator[NamedWeight]:
+    """Weights of the whole model in order of use."""
+    return stage_weights(model, Stage(tuple(range(model.num_layers)), embedding=True, head=True))
