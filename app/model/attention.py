@@ -22,6 +22,8 @@ from app.model.context_parallel import gather_sequence, ulysses_to_heads, ulysse
 from app.model.layers import Context, RMSNorm, rotate
 from app.model.linear import ColumnParallelLinear, RowParallelLinear
 from app.model.peers import ALONE, Peers, rank, size
+from app.plan.model.attention import AttentionWeights
+from app.plan.model.norm import NormWeights
 
 # backends whose backward can add in a fixed order
 DETERMINISTIC_BACKENDS = [
@@ -47,12 +49,11 @@ class Attention(nn.Module):
         self.width = width
         self.num_kv_heads = model.num_kv_heads // tp
         self.queries_per_kv = model.num_heads // model.num_kv_heads
-        hidden = model.hidden_size
-        all_heads = model.num_heads + 2 * model.num_kv_heads
-        self.wqkv = ColumnParallelLinear(hidden, all_heads * width, peers.tp)
-        self.wo = RowParallelLinear(model.num_heads * width, hidden, peers.tp)
-        self.q_norm = RMSNorm(width, model.norm_eps) if model.qk_norm else nn.Identity()
-        self.k_norm = RMSNorm(width, model.norm_eps) if model.qk_norm else nn.Identity()
+        weights = AttentionWeights.of(model)
+        self.wqkv = ColumnParallelLinear(weights.wqkv, peers)
+        self.wo = RowParallelLinear(weights.wo, peers)
+        self.q_norm = _norm(weights.q_norm, model.norm_eps)
+        self.k_norm = _norm(weights.k_norm, model.norm_eps)
 
     def forward(self, x_BsD: Tensor, context: Context) -> Tensor:
         """B × s × D -> B × s × D; no residual."""
@@ -85,6 +86,10 @@ class Attention(nn.Module):
         if isinstance(self.q_norm, RMSNorm) and isinstance(self.k_norm, RMSNorm):
             return HeadNorms(self.q_norm.weight, self.k_norm.weight, self.q_norm.eps)
         return None
+
+
+def _norm(weights: NormWeights | None, eps: float) -> nn.Module:
+    return nn.Identity() if weights is None else RMSNorm(weights, eps)
 
 
 def attend_all(

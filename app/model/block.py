@@ -20,6 +20,8 @@ from app.config import ModelConfig
 from app.model.attention import Attention
 from app.model.layers import Context, Mlp, RMSNorm
 from app.model.peers import ALONE, Peers
+from app.plan.model.layer import DenseBodyWeights
+from app.plan.model.norm import NormWeights
 
 T = TypeVar("T")
 
@@ -129,7 +131,7 @@ class Layer(nn.Module):
 
     def __init__(self, model: ModelConfig, body: Body, peers: Peers = ALONE) -> None:
         super().__init__()
-        self.attn_norm = RMSNorm(model.hidden_size, model.norm_eps)
+        self.attn_norm = RMSNorm(NormWeights.of_hidden(model), model.norm_eps)
         self.attn = Attention(model, peers)
         self.body = body
         attn = Phase(PhaseName.attn, self._attend, ("x", "context"), outputs=("x",))
@@ -153,8 +155,9 @@ class DenseBody(Body):
 
     def __init__(self, model: ModelConfig, peers: Peers = ALONE) -> None:
         super().__init__()
-        self.norm = RMSNorm(model.hidden_size, model.norm_eps)
-        self.mlp = Mlp(model.hidden_size, model.ffn_hidden_size, peers)
+        weights = DenseBodyWeights.of(model)
+        self.norm = RMSNorm(weights.norm, model.norm_eps)
+        self.mlp = Mlp(weights.mlp, peers)
         self.phases = (Phase(PhaseName.mlp, self._feed_forward, ("x", "context"), outputs=("x",)),)
 
     def _feed_forward(self, x_BsD: Tensor, context: Context) -> tuple[Tensor]:

@@ -22,7 +22,9 @@ from app.model.loss import summed_loss
 from app.model.peers import ALONE, Peers, rank, size
 from app.model.recompute import Recomputation
 from app.model.weight_grads import WeightGradSink
+from app.plan.model.norm import NormWeights
 from app.plan.model.stage import NamedWeight, stage_weights
+from app.plan.model.vocabulary import table
 from app.plan.stages import Stage
 
 
@@ -58,16 +60,16 @@ class Chunk(nn.Module):
         self.chunk_tokens = chunk_tokens
         self.first = embedding
         self.last = head
-        vocab, hidden = model.vocab_size, model.hidden_size
+        rows = table(model)
         # registered in the order of use, which is that of the optimizer's buffers
-        self.embedding = VocabParallelEmbedding(hidden, vocab, peers.tp) if embedding else None
+        self.embedding = VocabParallelEmbedding(rows, peers) if embedding else None
         self.layers = nn.ModuleDict({str(index): layer for index, layer in layers.items()})
-        self.norm = RMSNorm(hidden, model.norm_eps) if head else None
+        self.norm = RMSNorm(NormWeights.of_hidden(model), model.norm_eps) if head else None
         if head and not embedding and model.tie_embeddings:
             # a last stage of its own has a copy of the tied table
-            self.embedding = VocabParallelEmbedding(hidden, vocab, peers.tp)
+            self.embedding = VocabParallelEmbedding(rows, peers)
         untied = head and not model.tie_embeddings
-        self.head = ColumnParallelLinear(hidden, vocab, peers.tp) if untied else None
+        self.head = ColumnParallelLinear(rows, peers) if untied else None
         # replaced with optim.overlap_params, where the head's table may still be gathered
         self.wait_for_head: Callable[[], None] = nothing
 

@@ -20,18 +20,20 @@ from app.model.linear import ColumnParallelLinear, RowParallelLinear
 from app.model.peers import ALONE, Peers
 from app.model.recompute import Recomputation
 from app.model.weight_grads import WeightGradSink
+from app.plan.model.mlp import MlpWeights
+from app.plan.model.norm import NormWeights
 
 
 class RMSNorm(nn.Module):
     """x / rms(x) · weight over the last dimension (Zhang & Sennrich 2019), computed in fp32."""
 
-    def __init__(self, width: int, eps: float) -> None:
+    def __init__(self, weights: NormWeights, eps: float) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(width))
+        self.weight = nn.Parameter(torch.empty(weights.weight.shape))
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        """Any shape ending in `width` -> the same shape and dtype."""
+        """Any shape ending in the weight's -> the same shape and dtype."""
         if usable(x, self.weight):
             return rms_norm(x, self.weight, self.eps)
         return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
@@ -89,14 +91,13 @@ def rotate(x_BSNH: Tensor, context: Context) -> Tensor:
 class Mlp(nn.Module):
     """SwiGLU of a dense layer or shared expert: silu(x·gate) · (x·up) · down (Shazeer 2020).
 
-    The first half of `w_up` is the gate. With tensor parallelism both halves and `w_down` are cut
-    along `ffn`.
+    The first half of `w_up` is the gate, with tensor parallelism this rank's part of it.
     """
 
-    def __init__(self, hidden: int, ffn: int, peers: Peers = ALONE) -> None:
+    def __init__(self, weights: MlpWeights, peers: Peers = ALONE) -> None:
         super().__init__()
-        self.w_up = ColumnParallelLinear(hidden, 2 * ffn, peers.tp)
-        self.w_down = RowParallelLinear(ffn, hidden, peers.tp)
+        self.w_up = ColumnParallelLinear(weights.w_up, peers)
+        self.w_down = RowParallelLinear(weights.w_down, peers)
 
     def forward(
         self,

@@ -38,7 +38,7 @@ from app.model.linear_backend import (
     grouped_linear_backend,
     linear_backend,
 )
-from app.model.peers import rank, size
+from app.model.peers import ALONE, Peers, rank, size
 from app.model.tensor_parallel import (
     Group,
     gathered,
@@ -48,6 +48,7 @@ from app.model.tensor_parallel import (
     start_scatter,
 )
 from app.model.weight_grads import GatheredGrad, WeightGradSink
+from app.plan.model.weight import Weight
 
 
 class LinearModule(nn.Module):
@@ -57,9 +58,9 @@ class LinearModule(nn.Module):
     microsecond of host time per product on looking for hooks, of which there are none.
     """
 
-    def __init__(self, *shape: int) -> None:
+    def __init__(self, weight: Weight, peers: Peers = ALONE) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(shape))
+        self.weight = nn.Parameter(torch.empty(peers.coords.shape(weight)))
 
 
 def named_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
@@ -74,14 +75,14 @@ def named_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 
 
 class ColumnParallelLinear(LinearModule):
-    """x · weightᵀ for the tokens of all ranks; each rank of `group` has O / tp rows of the weight.
+    """x · weightᵀ for the tokens of all ranks, each of which has O / tp rows of the weight.
 
     Written x · A, as papers do, these are columns of A.
     """
 
-    def __init__(self, in_features: int, out_features: int, group: Group = None) -> None:
-        super().__init__(out_features // size(group), in_features)
-        self.group = _several(group)
+    def __init__(self, weight: Weight, peers: Peers = ALONE) -> None:
+        super().__init__(weight, peers)
+        self.group = _shared_by(weight, peers)
         self.backend = linear_backend()
 
     def forward(self, x_BsI: Tensor, sink: WeightGradSink | None = None) -> Tensor:
@@ -90,13 +91,13 @@ class ColumnParallelLinear(LinearModule):
 
 
 class RowParallelLinear(LinearModule):
-    """x · weightᵀ summed over the ranks of `group`, each of which has I / tp columns of the weight,
-    and keeps its tokens.
+    """x · weightᵀ summed over the ranks, each of which has I / tp columns of the weight, and keeps
+    its tokens.
     """
 
-    def __init__(self, in_features: int, out_features: int, group: Group = None) -> None:
-        super().__init__(out_features, in_features // size(group))
-        self.group = _several(group)
+    def __init__(self, weight: Weight, peers: Peers = ALONE) -> None:
+        super().__init__(weight, peers)
+        self.group = _shared_by(weight, peers)
         self.backend = linear_backend()
 
     def forward(self, x_BSI: Tensor, sink: WeightGradSink | None = None) -> Tensor:
@@ -106,10 +107,10 @@ class RowParallelLinear(LinearModule):
 
 
 class VocabParallelEmbedding(ColumnParallelLinear):
-    """A table with a row per token of the vocabulary; each rank of `group` has V / tp of them.
+    """A table with a row per token of the vocabulary; each rank has V / tp of them.
 
-    Its `forward` is the linear layer from hidden states (`in_features`) to logits (`out_features`):
-    with tied embeddings, the head.
+    Its `forward` is the linear layer from hidden states to logits: with tied embeddings, the
+    head.
     """
 
     def lookup(self, tokens_BS: Tensor) -> Tensor:
@@ -132,12 +133,12 @@ class VocabParallelEmbedding(ColumnParallelLinear):
 class GroupedLinear(LinearModule):
     """Rows of expert e times weight[e], for the experts of this rank.
 
-    Experts are cut over expert-parallel ranks, and the width that `in_features` or `out_features`
-    is this rank's part of over expert-tensor-parallel ones: whose outputs then have to be summed.
+    Experts are cut over expert-parallel ranks, and one of the widths I and O over
+    expert-tensor-parallel ones: where that is I, their outputs have to be summed.
     """
 
-    def __init__(self, experts: int, in_features: int, out_features: int) -> None:
-        super().__init__(experts, in_features, out_features)
+    def __init__(self, weight: Weight, peers: Peers = ALONE) -> None:
+        super().__init__(weight, peers)
         self.backend = grouped_linear_backend()
 
     def forward(
@@ -153,9 +154,11 @@ class GroupedLinear(LinearModule):
         return out_TO
 
 
-def _several(group: Group) -> Group:
-    """The group if it has several ranks: asked once, and not again in every call."""
-    return group if size(group) > 1 else None
+def _shared_by(weight: Weight, peers: Peers) -> Group:
+    """The ranks that have a part each of the weight, if they are several: asked once, and not again
+    in every call.
+    """
+    return None if weight.tp is None or size(peers.tp) == 1 else peers.tp
 
 
 def _linear(

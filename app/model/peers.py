@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch.distributed as dist
 
 from app.choices import CpComm
+from app.plan.sharding.blocks import ShardCoords
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +32,13 @@ class Peers:
     ep_rank: int = 0  # which share of the experts this rank has
     etp: int = 1  # ranks that share each expert
     etp_rank: int = 0  # which part of its experts' hidden width this rank has
+
+    @property
+    def coords(self) -> ShardCoords:
+        """Where this rank is on the axes that cut weights."""
+        return ShardCoords(
+            (rank(self.tp), size(self.tp)), (self.ep_rank, self.ep), (self.etp_rank, self.etp)
+        )
 
 
 ALONE = Peers()

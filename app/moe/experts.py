@@ -11,21 +11,23 @@ from torch import Tensor, nn
 from app.choices import Recompute
 from app.model.layers import swiglu
 from app.model.linear import GroupedLinear
+from app.model.peers import ALONE, Peers
 from app.model.recompute import Recomputation
 from app.model.weight_grads import WeightGradSink
+from app.plan.model.experts import ExpertWeights
 
 
 class Experts(nn.Module):
     """This rank's experts: stacked weights `[expert, in, out]`, gate and up side by side in `w_up`.
 
-    `ffn` is this rank's part of their hidden width; the sum over the parts' outputs is the experts'
-    output.
+    With a part of their hidden width on each of several ranks, the sum over the parts' outputs is
+    the experts' output.
     """
 
-    def __init__(self, hidden: int, ffn: int, count: int) -> None:
+    def __init__(self, weights: ExpertWeights, peers: Peers = ALONE) -> None:
         super().__init__()
-        self.w_up = GroupedLinear(count, hidden, 2 * ffn)
-        self.w_down = GroupedLinear(count, ffn, hidden)
+        self.w_up = GroupedLinear(weights.w_up, peers)
+        self.w_down = GroupedLinear(weights.w_down, peers)
 
     def forward(
         self,

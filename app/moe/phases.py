@@ -28,6 +28,7 @@ from app.moe.capacity import capacity, within_capacity
 from app.moe.experts import Experts
 from app.moe.records import Dispatched, Prepared
 from app.moe.router import aux_loss, aux_routing, choose, in_turn, sequence_aux_loss, z_loss
+from app.plan.model.experts import MoEBodyWeights, RouterWeights
 
 
 class Dispatcher(Protocol):
@@ -70,11 +71,11 @@ class Router(nn.Module):
     load_E: Tensor
     microbatches: Tensor
 
-    def __init__(self, hidden: int, moe: MoEConfig, peers: Peers) -> None:
+    def __init__(self, weights: RouterWeights, moe: MoEConfig, peers: Peers) -> None:
         super().__init__()
         self.moe = moe
         self.peers = peers
-        self.weight = nn.Parameter(torch.empty(moe.num_experts, hidden))
+        self.weight = nn.Parameter(torch.empty(weights.weight.shape))
         self.register_buffer("bias_E", torch.zeros(moe.num_experts, dtype=torch.float32))
         if moe.balance is Balance.global_batch:
             load_E = torch.zeros(moe.num_experts, dtype=torch.int64)
@@ -199,15 +200,13 @@ class MoEBody(Body):
         self, model: ModelConfig, moe: MoEConfig, dispatcher: Dispatcher, peers: Peers
     ) -> None:
         super().__init__()
-        count = moe.num_experts // peers.ep
-        ffn = moe.ffn_hidden_size // peers.etp
-        self.norm = RMSNorm(model.hidden_size, model.norm_eps)
-        self.router = Router(model.hidden_size, moe, peers)
-        self.experts = Experts(model.hidden_size, ffn, count)
-        width = moe.shared_ffn_hidden_size
-        self.shared = Mlp(model.hidden_size, width, peers) if width else None
-        gate = nn.Parameter(torch.empty(1, model.hidden_size)) if moe.shared_gate else None
-        self.shared_gate = gate
+        weights = MoEBodyWeights.of(model, moe)
+        self.norm = RMSNorm(weights.norm, model.norm_eps)
+        self.router = Router(weights.router, moe, peers)
+        self.experts = Experts(weights.experts, peers)
+        self.shared = None if weights.shared is None else Mlp(weights.shared, peers)
+        gate = weights.shared_gate
+        self.shared_gate = None if gate is None else nn.Parameter(torch.empty(gate.shape))
         self.dispatcher = dispatcher
         self.moe = moe
         # where the shared expert computes; None: on the stream of everything else

@@ -15,6 +15,7 @@ from app.choices import Balance, Score
 from app.config import MoEConfig
 from app.model.peers import Peers
 from app.moe.phases import Router
+from app.plan.model.experts import RouterWeights
 from tests.cases import sampled
 from tests.distributed import run_distributed
 from tests.rounding import expect_alike, in_fp64
@@ -31,7 +32,7 @@ def router_of(balance: Balance, peers: Peers) -> Router:
         z_loss_coeff=0.2,
         balance=balance,
     )
-    router = Router(D, moe, peers)
+    router = Router(RouterWeights.of(D, E), moe, peers)
     torch.nn.init.normal_(router.weight, generator=torch.Generator().manual_seed(0))
     return router.float()
 

@@ -20,6 +20,7 @@ from app.model.weight_grads import MainGradSink, WeightGradQueue, WeightGradSink
 from app.optim import grad_buckets
 from app.optim.buffers import FlatBuffer, ParamSpec
 from app.optim.grad_buckets import Arrival, GradBuckets, GradState
+from app.plan.model.weight import Weight
 from app.plan.sharding.reshard import Block
 from app.plan.shards import buffer_layout
 from tests.cases import chosen
@@ -52,7 +53,7 @@ def buckets_of(
 
 def product(x: torch.Tensor, weight: nn.Parameter, sink: WeightGradSink | None) -> torch.Tensor:
     """By a linear module with this weight."""
-    module = ColumnParallelLinear(SIZE, SIZE)
+    module = ColumnParallelLinear(Weight((SIZE, SIZE)))
     module.weight = weight
     return module(x, sink)
 

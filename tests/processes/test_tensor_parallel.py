@@ -26,6 +26,8 @@ from app.model.linear_backend import TorchLinear
 from app.model.loss import summed_loss
 from app.model.peers import Peers
 from app.model.weight_grads import MainGradSink, WeightGrad, WeightGradQueue
+from app.plan.model.mlp import MlpWeights
+from app.plan.model.weight import Weight
 from tests.distributed import run_distributed
 from tests.rounding import expect_alike, expect_sums, in_fp64
 
@@ -75,7 +77,7 @@ def test_loss_equals_golden(case: dict[str, Any], chunk: int | None):
 
 def embedded(rank: int, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     table = torch.randn(12, 5, generator=torch.Generator().manual_seed(0))
-    embedding = VocabParallelEmbedding(5, 12, dist.group.WORLD)
+    embedding = VocabParallelEmbedding(Weight((12, 5), tp=0), Peers(tp=dist.group.WORLD))
     embedding.weight.data = table.chunk(dist.get_world_size())[rank].clone()
     x = embedding.lookup(tokens)
     weights = torch.arange(40.0).view(2, 4, 5).chunk(dist.get_world_size(), dim=1)[rank]
@@ -110,7 +112,7 @@ def feed_forward(rank: int, routes: Sequence[str] = ROUTES) -> dict[str, dict[st
 
 def one_route(rank: int, route: str) -> dict[str, Any]:
     ranks, generator = dist.get_world_size(), torch.Generator().manual_seed(0)
-    mlp = Mlp(8, 12, Peers(tp=dist.group.WORLD))
+    mlp = Mlp(MlpWeights.of(8, 12), Peers(tp=dist.group.WORLD))
     gate_up, down, x = (
         torch.randn(*shape, generator=generator).float()
         for shape in ((2, 12, 8), (8, 12), (2, 4, 8))
@@ -173,7 +175,10 @@ def order_of_backward(rank: int, route: str) -> list[str]:
     def add(param: nn.Parameter, gradient: WeightGrad) -> None:
         gradient()
 
-    module, backend = ColumnParallelLinear(4, 6, dist.group.WORLD), TorchLinear()
+    module, backend = (
+        ColumnParallelLinear(Weight((6, 4), tp=0), Peers(tp=dist.group.WORLD)),
+        TorchLinear(),
+    )
     nn.init.ones_(module.weight)
     products = ("output", "input_grad", "weight_grad")
     module.backend = SimpleNamespace(

@@ -18,6 +18,7 @@ from app.engine.groups import Groups
 from app.model.chunk import Chunk, ChunkOutput
 from app.model.init import init_weights
 from app.moe.experts import Experts
+from app.plan.model.experts import ExpertWeights
 from app.plan.select import select_layout
 from app.plan.stages import plan_stages
 from tests.runs import make_run
@@ -81,7 +82,9 @@ def grouped_swiglu(rows_RD: Tensor, w1_ED2F: Tensor, w2_EFD: Tensor, ends_E: Ten
     """The experts with these weights; expert e owns rows ends[e-1] to ends[e]."""
     count, ffn, hidden = w2_EFD.shape
     weights = {"w_up.weight": w1_ED2F, "w_down.weight": w2_EFD}
-    out_RD: Tensor = functional_call(Experts(hidden, ffn, count), weights, (rows_RD, ends_E))
+    out_RD: Tensor = functional_call(
+        Experts(ExpertWeights.of(hidden, ffn, count)), weights, (rows_RD, ends_E)
+    )
     return out_RD
 
 

@@ -24,6 +24,8 @@ from app.model import attention, layers
 from app.model.attention import Attention
 from app.model.layers import Context, Mlp, RMSNorm, layer_context, rotate
 from app.model.recompute import Recomputation
+from app.plan.model.mlp import MlpWeights
+from app.plan.model.norm import NormWeights
 from tests.rounding import expect_alike, numbered, plain_and_exact
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -296,7 +298,10 @@ def test_feed_forward_is_the_same_with_kernels(
     parts: tuple[Recompute, ...], switch: Callable[[bool], None]
 ):
     module = torch.nn.ModuleList(
-        [RMSNorm(MODEL.hidden_size, EPS), Mlp(MODEL.hidden_size, MODEL.ffn_hidden_size)]
+        [
+            RMSNorm(NormWeights.of_hidden(MODEL), EPS),
+            Mlp(MlpWeights.of(MODEL.hidden_size, MODEL.ffn_hidden_size)),
+        ]
     )
     set_parameters(module)
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,8 +16,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import app.model.linear
-from app.engine.build import build_layer
-from app.model.chunk import Chunk
 from app.model.linear import (
     ColumnParallelLinear,
     GroupedLinear,
@@ -28,21 +25,16 @@ from app.model.linear import (
     named_parameters,
 )
 from app.model.linear_backend import TorchGroupedLinear, TorchLinear
-from app.model.peers import Peers
 from app.model.weight_grads import MainGradSink, WeightGrad, WeightGradQueue
-from app.plan.layout import ParallelLayout
-from app.plan.sharding.parameters import chunk_parameters
-from app.plan.stages import Stage, plan_stages
+from app.plan.model.weight import Weight
 from tests.rounding import expect_alike, plain_and_exact
 from tests.runs import TINY, TINY_MOE
 from tests.tensors.models import draw_tokens, make_chunk
-from tests.training import ROOT, composed
 
 B, S, IN, OUT = 2, 5, 8, 12
 T, E = 20, 4
 ENDS = (5, 5, 12, 18)  # the second expert has no rows, and two rows belong to nobody
 ROUTES = ("autograd", "at once", "deferred")
-PRESETS = sorted(path.stem for path in (ROOT / "conf" / "model").glob("*.yaml"))
 NAMES = ("out", "input", "weight")
 
 
@@ -82,7 +74,7 @@ def named(values: Any) -> dict[str, Any]:
 @pytest.mark.parametrize("route", ROUTES)
 @pytest.mark.parametrize("kind", [ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding])
 def test_products_of_one_weight(kind: type[ColumnParallelLinear], route: str):
-    module, x, grad = kind(IN, OUT), normal(B, S, IN), normal(B, S, OUT, seed=1)
+    module, x, grad = kind(Weight((OUT, IN))), normal(B, S, IN), normal(B, S, OUT, seed=1)
     module.weight.data = normal(OUT, IN, seed=2)
 
     def by_hand(x: Tensor, weight: Tensor, grad: Tensor) -> list[Tensor]:
@@ -98,7 +90,7 @@ def test_products_of_one_weight(kind: type[ColumnParallelLinear], route: str):
 
 @pytest.mark.parametrize("route", ROUTES)
 def test_products_of_a_weight_per_expert(route: str):
-    module, rows, grad = GroupedLinear(E, IN, OUT), normal(T, IN), normal(T, OUT, seed=1)
+    module, rows, grad = GroupedLinear(Weight((E, IN, OUT))), normal(T, IN), normal(T, OUT, seed=1)
     module.weight.data = normal(E, IN, OUT, seed=2)
     last = ENDS[-1]
 
@@ -117,8 +109,8 @@ def test_products_of_a_weight_per_expert(route: str):
 
 def test_gradients_that_wait_are_those_added_at_once():
     given = {
-        ColumnParallelLinear(IN, OUT): (normal(B, S, OUT, seed=1), normal(B, S, IN)),
-        GroupedLinear(E, IN, OUT): (
+        ColumnParallelLinear(Weight((OUT, IN))): (normal(B, S, OUT, seed=1), normal(B, S, IN)),
+        GroupedLinear(Weight((E, IN, OUT))): (
             *(normal(T, OUT, seed=1), normal(T, IN)),
             torch.tensor((5, 5, 12, T), dtype=torch.int32),
         ),
@@ -165,33 +157,6 @@ def test_one_back_end_computes_every_product_of_the_layers(monkeypatch: pytest.M
     assert counts["linear", "output"] == kinds["linear"] + 1
 
 
-def meta_chunk(model: Any, stage: Stage, peers: Peers) -> Chunk:
-    """A stage without memory."""
-    with torch.device("meta"):
-        layers = {index: build_layer(model, index, peers) for index in stage.layers}
-        return Chunk(model, layers, stage.embedding, head=stage.head, peers=peers)
-
-
-@pytest.mark.parametrize("tied", [False, True], ids=["own head", "tied"])
-@pytest.mark.parametrize("preset", PRESETS)
-def test_names_shapes_and_order_of_every_preset_are_the_plans(preset: str, tied: bool):
-    model = composed([f"model={preset}", f"model.tie_embeddings={tied}"], 1).model
-    pair = SimpleNamespace(size=lambda: 2, rank=lambda: 0)
-    layouts = {
-        ParallelLayout(1): Peers(),
-        ParallelLayout(2, tp=2, etp=1): Peers(tp=pair),
-    }
-    stages = [*plan_stages(model.num_layers, 1).stages[0]]
-    stages += [stage for (stage,) in plan_stages(4, 2).stages]
-    for layout, peers in layouts.items():
-        for stage in stages:
-            found = named_parameters(meta_chunk(model, stage, peers))
-            planned = chunk_parameters(model, stage, layout)
-            assert [(name, tuple(param.shape)) for name, param in found] == [
-                (parameter.name, parameter.shape) for parameter in planned
-            ]
-
-
 def test_every_parameter_has_one_name():
     chunk = make_chunk(TINY)
     found = dict(named_parameters(chunk))
@@ -199,5 +164,5 @@ def test_every_parameter_has_one_name():
     assert {name.rsplit(".", 1)[-1] for name in found} == {
         *("wqkv", "wo", "w_up", "w_down", "embedding", "head", "weight"),
     }
-    lone = ColumnParallelLinear(IN, OUT)
+    lone = ColumnParallelLinear(Weight((OUT, IN)))
     assert [name for name, _ in named_parameters(lone)] == ["weight"]

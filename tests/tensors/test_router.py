@@ -30,6 +30,7 @@ from app.moe.router import (
     update_bias,
     z_loss,
 )
+from app.plan.model.experts import RouterWeights
 from tests.moe_reference import route_token
 from tests.rounding import expect_alike, expect_sums, numbered, plain_and_exact
 
@@ -248,7 +249,7 @@ def moe_of(config: Json) -> MoEConfig:
 def test_whole_router_equals_golden(case: Json):
     config, moe = case["config"], moe_of(case["config"])
     router, counts = (
-        Router(len(case["weight"][0]), moe, Peers()),
+        Router(RouterWeights.of(len(case["weight"][0]), moe.num_experts), moe, Peers()),
         torch.zeros(moe.num_experts, dtype=torch.int64),
     )
     router.bias_E.copy_(torch.tensor(case.get("expert_bias", [0.0] * moe.num_experts)))
@@ -308,7 +309,8 @@ def test_sequence_loss_is_the_mean_over_sequences():
 
 def router_of(**options: Any) -> Router:
     """A router of 8 experts for width 6 with drawn weights."""
-    router = Router(6, MoEConfig(num_experts=8, top_k=3, **options), Peers())
+    moe = MoEConfig(num_experts=8, top_k=3, **options)
+    router = Router(RouterWeights.of(6, moe.num_experts), moe, Peers())
     torch.nn.init.normal_(router.weight, generator=torch.Generator().manual_seed(0))
     return router
 
