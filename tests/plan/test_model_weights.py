@@ -1,0 +1,253 @@
+"""The model's descriptions of its weights: those of the real modules, for every preset and in every
+kind of layout; what follows from them, by rules written once more here; and the one place where
+names of weights stand.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import math
+import re
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from app.config import ModelConfig
+from app.engine.build import build_layer, parameter_specs
+from app.model.chunk import Chunk
+from app.model.linear import ColumnParallelLinear, named_parameters
+from app.model.peers import Peers
+from app.plan.layout import ParallelLayout
+from app.plan.model.norm import NormWeights
+from app.plan.model.stage import model_weights
+from app.plan.model.weight import Initial, Part, Weight
+from app.plan.sharding.blocks import ShardCoords
+from app.plan.sharding.parameters import chunk_parameters
+from app.plan.sharding.reshard import Block
+from app.plan.stages import Stage, plan_stages
+from tests.training import ROOT, composed
+
+PRESETS = sorted(path.stem for path in (ROOT / "conf" / "model").glob("*.yaml"))
+LAYOUTS = {
+    "one rank": ParallelLayout(1),
+    "tp": ParallelLayout(2, tp=2, etp=1),
+    "tp and parts of experts": ParallelLayout(2, tp=2, etp=2),
+    "ep": ParallelLayout(4, ep=4, etp=1),
+    "all": ParallelLayout(8, tp=2, ep=2, etp=2, pp=2),
+}
+DEEP = 4  # layers: both kinds, of every preset
+
+
+@cache
+def preset_model(preset: str) -> ModelConfig:
+    """A preset, cut to so many layers that it has both kinds of its own."""
+    return dataclasses.replace(composed([f"model={preset}"], 1).model, num_layers=DEEP)
+
+
+def peers_of(layout: ParallelLayout, rank: int) -> Peers:
+    place = ShardCoords.of(layout, rank)
+    index, ranks = place.tp
+    tp: Any = SimpleNamespace(size=lambda: ranks, rank=lambda: index)
+    (ep_rank, ep), (etp_rank, etp) = place.ep, place.etp
+    return Peers(tp=tp, etp_ep=tp, ep=ep, ep_rank=ep_rank, etp=etp, etp_rank=etp_rank)
+
+
+def meta_chunk(model: ModelConfig, stage: Stage, peers: Peers) -> Chunk:
+    """A stage without memory."""
+    with torch.device("meta"):
+        layers = {index: build_layer(model, index, peers) for index in stage.layers}
+        return Chunk(model, layers, stage.embedding, head=stage.head, peers=peers)
+
+
+def block_by_name(name: str, shape: tuple[int, ...], place: ShardCoords) -> Block:
+    """The block of which a rank's parameter has this shape, by the name's last part."""
+    leaf, (index, parts) = name.rsplit(".", 1)[-1], place.tp
+    if ".experts." in name:
+        (share, ep), (part, etp) = place.ep, place.etp
+        experts, rows, columns = shape
+        if leaf == "w_up":
+            whole = Block.whole(experts * ep, rows, 2, columns // 2 * etp)
+            return whole.cut(0, ep, share).cut(3, etp, part)
+        whole = Block.whole(experts * ep, rows * etp, columns)
+        return whole.cut(0, ep, share).cut(1, etp, part)
+    if leaf in ("wqkv", "embedding", "head"):
+        return Block.whole(shape[0] * parts, shape[1]).cut(0, parts, index)
+    if leaf in ("wo", "w_down"):
+        return Block.whole(shape[0], shape[1] * parts).cut(1, parts, index)
+    if leaf == "w_up":
+        return Block.whole(2, shape[0] // 2 * parts, shape[1]).cut(1, parts, index)
+    return Block.whole(*shape)
+
+
+def whole_by_name(name: str) -> bool:
+    """Whether all tensor-parallel ranks hold it whole, by the name's last part."""
+    cut = ("wqkv", "embedding", "head", "wo", "w_down", "w_up")
+    return ".experts." not in name and name.rsplit(".", 1)[-1] not in cut
+
+
+def initial_by_name(name: str, dims: int) -> Initial:
+    leaf = name.rsplit(".", 1)[-1]
+    if leaf == "weight" and dims == 1:
+        return Initial.ones
+    return Initial.residual if leaf in ("wo", "w_down") else Initial.normal
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+@pytest.mark.parametrize("preset", PRESETS)
+def test_modules_plan_blocks_and_flags_are_those_of_the_descriptions(
+    preset: str, layout: ParallelLayout
+):
+    ends = (0, layout.world_size - 1)
+    stages = [stage for (stage,) in plan_stages(DEEP, layout.pp).stages]
+    for tied in (False, True):
+        model = dataclasses.replace(preset_model(preset), tie_embeddings=tied)
+        kinds = {each.name: each.weight.initial for each in model_weights(model)}
+        for stage in stages:
+            planned = chunk_parameters(model, stage, layout)
+            for rank in ends:
+                chunk = meta_chunk(model, stage, peers_of(layout, rank))
+                assert [(name, tuple(param.shape)) for name, param in named_parameters(chunk)] == [
+                    (parameter.name, parameter.shape) for parameter in planned
+                ]
+                place = ShardCoords.of(layout, rank)
+                for spec, parameter in zip(parameter_specs(chunk, place), planned, strict=True):
+                    shape, whole = tuple(spec.param.shape), whole_by_name(spec.name)
+                    copy = spec.name == "embedding" and parameter.tied
+                    assert spec.block == block_by_name(spec.name, shape, place)
+                    assert spec.expert == parameter.expert == (".experts." in spec.name)
+                    assert spec.decay == (len(shape) > 1)
+                    assert spec.shared == (whole and layout.tp > 1)
+                    assert spec.tied == copy
+                    assert copy == (
+                        spec.name == "embedding"
+                        and model.tie_embeddings
+                        and stage.embedding != stage.head
+                    )
+                    repeated = spec.shared and place.tp[0] > 0
+                    assert spec.counted == (not repeated and (not copy or stage.embedding))
+                    assert kinds[spec.name] is initial_by_name(spec.name, len(shape))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+@pytest.mark.parametrize("preset", ["moe_tiny", "deepseek_v3_like"])
+def test_blocks_of_all_ranks_are_the_whole(preset: str, layout: ParallelLayout):
+    places = {ShardCoords.of(layout, rank) for rank in range(layout.world_size)}
+    for each in model_weights(preset_model(preset)):
+        blocks = {place.block(each.weight) for place in places}
+        assert sum(block.numel for block in blocks) == each.weight.numel
+        for place in places:
+            assert math.prod(place.shape(each.weight)) == place.block(each.weight).numel
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LatentWeights(Part):
+    """Multi-head latent attention (DeepSeek-V2), as a description would say it."""
+
+    q_a: Weight
+    q_a_norm: NormWeights
+    q_b: Weight
+    kv_a: Weight  # of the latent and of the rotary key that all heads share
+    kv_a_norm: NormWeights
+    kv_b: Weight
+    wo: Weight
+
+
+def test_a_description_can_say_what_ranks_hold_whole_between_matrices_that_they_cut():
+    hidden, heads, q_rank, kv_rank, plain, rotary, value = 32, 4, 24, 16, 8, 4, 6
+    weights = dict(
+        LatentWeights(
+            q_a=Weight((q_rank, hidden)),
+            q_a_norm=NormWeights.of(q_rank),
+            q_b=Weight((heads * (plain + rotary), q_rank), tp=0),
+            kv_a=Weight((kv_rank + rotary, hidden)),
+            kv_a_norm=NormWeights.of(kv_rank),
+            kv_b=Weight((heads * (plain + value), kv_rank), tp=0),
+            wo=Weight((hidden, heads * value), tp=1, initial=Initial.residual),
+        ).weights("attn.")
+    )
+    place = ShardCoords(tp=(1, 2))
+    assert {name.partition(".")[2]: place.shape(weight) for name, weight in weights.items()} == {
+        "q_a": (24, 32),
+        "q_a_norm.weight": (24,),
+        "q_b": (24, 24),
+        "kv_a": (20, 32),
+        "kv_a_norm.weight": (16,),
+        "kv_b": (28, 16),
+        "wo": (32, 12),
+    }
+    replicas = {name for name, weight in weights.items() if weight.replica}
+    assert replicas == {
+        "attn.q_a",
+        "attn.q_a_norm.weight",
+        "attn.kv_a",
+        "attn.kv_a_norm.weight",
+    }
+    # a product with a whole weight is of a rank's own tokens: nothing is gathered in front of it
+    two = peers_of(LAYOUTS["tp"], 1)
+    own, gathers = (ColumnParallelLinear(weights[f"attn.{name}"], two) for name in ("q_a", "q_b"))
+    assert own.group is None and gathers.group is two.tp
+
+
+SOURCES = sorted((ROOT / "app").rglob("*.py"))
+# words that are names of weights, and elsewhere mean a thing of their own
+OTHER_WORDS = {
+    "embedding": {"groups.py", "stages.py", "tables.py", "layers.py"},  # groups, layouts, phases
+    "head": {"tables.py", "layers.py"},
+    "shared_gate": {"model.py"},  # a key of the configuration
+}
+
+
+@cache
+def weight_names() -> tuple[set[str], set[str]]:
+    """Last parts of weights' names, and all parts of them but numbers."""
+    models = [preset_model("moe_tiny"), preset_model("dense_tiny"), preset_model("qwen3_30b_a3b")]
+    moe = models[0].moe
+    assert moe is not None
+    gated = dataclasses.replace(moe, shared_ffn_hidden_size=32, shared_gate=True)
+    models.append(dataclasses.replace(models[0], moe=gated))
+    paths = [each.name.split(".") for model in models for each in model_weights(model)]
+    leaves = {path[-1] for path in paths}
+    return leaves, {part for path in paths for part in path if not part.isdigit()}
+
+
+def names_in(source: str) -> Iterator[str]:
+    """Names of weights among the strings of a module: a leaf by itself, or a path with a part of
+    one, which is no key of the configuration.
+    """
+    leaves, parts = weight_names()
+    for node in ast.walk(ast.parse(source)):
+        if not isinstance(node, ast.Constant) or not isinstance(node.value, str):
+            continue
+        text = node.value
+        if text in leaves:
+            yield text
+        elif re.fullmatch(r"\w*(\.\w*)+", text) and not text.startswith("model."):
+            yield from {text} if parts & set(text.split(".")) else ()
+
+
+def test_names_of_weights_are_written_nowhere_else():
+    def elsewhere(path: Path) -> list[str]:
+        found = names_in(path.read_text())
+        return [name for name in found if path.name not in OTHER_WORDS.get(name, ())]
+
+    inside = ROOT / "app" / "plan" / "model"
+    outside = [path for path in SOURCES if inside not in path.parents]
+    assert len(outside) > 150
+    found = {str(path.relative_to(ROOT)): elsewhere(path) for path in outside}
+    assert {path: names for path, names in found.items() if names} == {}
+
+
+def test_the_rule_on_names_can_fail():
+    source = 'ROWS = ("wqkv", "rows")\ninside = ".experts." in name\nkey = "model.moe.shared_gate"'
+    assert list(names_in(source)) == ["wqkv", ".experts."]
+    leaves, parts = weight_names()
+    assert leaves == {
+        *("embedding", "wqkv", "wo", "weight", "w_up", "w_down", "shared_gate", "head")
+    }
+    assert parts >= {"experts", "router", "q_norm", "attn"}
