@@ -27,6 +27,14 @@ class GroupKind(Enum):
     data = "data"  # hidden states, gradients, parameters: NCCL with all channels
 
 
+class Way(Enum):
+    """Where a rank's bytes go within its group."""
+
+    ring = "ring"  # to the next rank
+    all_to_all = "all_to_all"  # to every other rank alike
+    neighbours = "neighbours"  # to the rank before and the rank behind
+
+
 @dataclass(frozen=True, slots=True)
 class Group:
     """A purpose for which ranks are joined, in as many groups as the other axes have places."""

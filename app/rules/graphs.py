@@ -5,8 +5,9 @@ from __future__ import annotations
 from app.choices import Balance, GraphImpl, GraphScope, Recompute
 from app.config import Run
 from app.errors import ConfigError, Instead
+from app.plan.dispatchers.choose import run_dispatcher
 from app.plan.memory.activations import captured_phases
-from app.plan.select import captured_layers, select_layout
+from app.plan.select import captured_layers
 from app.rules.pipeline import one_stage
 
 
@@ -19,7 +20,6 @@ def check_graphs_choice(run: Run) -> None:
     layer.
     """
     graph = run.cuda_graph
-    moe = run.model.moe
     scope = set(graph.scope)
     partial = graph.impl in (GraphImpl.local, GraphImpl.transformer_engine)
     named = "[" + ", ".join(part.value for part in graph.scope) + "]"
@@ -56,15 +56,10 @@ def check_graphs_choice(run: Run) -> None:
     whole = (
         graph.impl is GraphImpl.full_iteration or (partial and not scope) or GraphScope.moe in scope
     )
-    ep = select_layout(run).ep
-    etp = select_layout(run).expert_tp
-    if (
-        whole
-        and graph.impl is not GraphImpl.none
-        and moe
-        and ep * etp > 1
-        and not moe.pad_to_capacity
-    ):
+    dispatcher = run_dispatcher(run)
+    captures = whole and graph.impl is not GraphImpl.none
+    if captures and dispatcher and dispatcher.waits_for_host:
+        ep, etp = dispatcher.ep, dispatcher.etp
         degrees = f"ep={ep}" + (f" and etp={etp}" if etp > 1 else "")
         rule = f"captures the exchange of tokens, for whose sizes the host waits with {degrees}"
         what, value = key, named

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from app.choices import CpComm, DispatcherKind, Dtype
+from app.choices import CpComm, Dtype
 from app.config import Run
 from app.errors import ConfigError, FirstOf, Instead, nearest_divisors, nearest_multiples
 from app.plan.cost.traffic import parts_side_by_side
+from app.plan.dispatchers.choose import kinds_between_ranks, planned_dispatcher
 from app.plan.layout import AXES
 from app.plan.select import select_layout
 
@@ -69,13 +70,13 @@ def check_expert_parallel(run: Run) -> None:
             f"must divide {what}" + (f" over etp={etp}" if etp > 1 else ""),
             nearest=near,
         )
-    if ep * etp > 1 and moe.dispatcher is DispatcherKind.local:
+    if not planned_dispatcher(moe, ep, etp).legal:
         rule = f"parallel.{f'ep={ep}' if ep > 1 else f'etp={etp}'} needs an exchange between ranks"
         raise ConfigError(
             "model.moe.dispatcher",
             moe.dispatcher,
             rule,
-            nearest=("auto", "all_to_all", "all_gather"),
+            nearest=kinds_between_ranks(),
         )
     if moe.ffn_hidden_size % etp:
         near = nearest_divisors(etp, moe.ffn_hidden_size)

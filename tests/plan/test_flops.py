@@ -18,13 +18,13 @@ from app.config import (
     TrainConfig,
 )
 from app.plan.cost.flops import (
-    busiest_load,
     flops_per_token,
     parameter_count,
     peak_tflops,
     stage_flops,
     stage_seconds,
 )
+from app.plan.dispatchers.choose import busiest_load
 from app.plan.select import select_layout, select_stages
 from app.plan.stages import Stage
 from app.rules import check

@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from math import ceil
 
 from app.choices import Recompute
 from app.config import ModelConfig, MoEConfig, RecomputeConfig, Run
+from app.plan.dispatchers.choose import busiest_load
 from app.plan.layout import ParallelLayout
 from app.plan.model.attention import AttentionWeights
 from app.plan.model.layer import DenseBodyWeights, LayerWeights
@@ -213,40 +213,6 @@ def stage_flops(run: Run, stage: Stage, layout: ParallelLayout, load: float = 1.
         tokens * products,
         recompute=tokens * again,
     )
-
-
-def busiest_load(run: Run) -> float:
-    """Rows of the busiest expert-parallel rank over the mean without drops.
-
-    No more than the planned imbalance, than all rows of the ranks, than a token has on one rank
-    (its experts are all different), and than the experts' capacity; exactly that where they are
-    filled up to it.
-    """
-    ep = run.parallel.ep
-    moe = run.model.moe
-    bound = capacity_load(run)
-    if moe is None:
-        return 1.0
-    load = min(moe.planned_imbalance, ep, moe.num_experts / moe.top_k)
-    if bound is None:
-        return load
-    return bound if moe.pad_to_capacity else min(load, bound)
-
-
-def capacity_load(run: Run) -> float | None:
-    """Most rows that experts take of a rank's tokens, over those asked for; None: no bound.
-
-    The capacity of an expert is ceil(T·K/E · factor) of the T tokens of each rank (GShard, arXiv
-    2006.16668), at most T.
-    """
-    moe = run.model.moe
-    train = run.train
-    parallel = run.parallel
-    if moe is None or moe.capacity_factor is None:
-        return None
-    tokens = train.micro_batch * train.seq_len // (parallel.tp * parallel.cp)
-    capacity = min(ceil(tokens * moe.top_k / moe.num_experts * moe.capacity_factor), tokens)
-    return moe.num_experts * capacity / (tokens * moe.top_k)
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,12 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from enum import Enum
 
-from app.choices import CpComm, DispatcherKind, Dtype, Recompute
+from app.choices import CpComm, Dtype, Recompute
 from app.config import ModelConfig, Run
-from app.plan.cost.flops import busiest_load
-from app.plan.groups import CP, DP_CP, EDP, EMBEDDING, ETP_EP, PP, TP, Group
+from app.plan.dispatchers.choose import busiest_load, run_dispatcher
+from app.plan.dispatchers.record import Tokens, Wire
+from app.plan.groups import CP, DP_CP, EDP, EMBEDDING, ETP_EP, PP, TP, Group, Way
 from app.plan.layout import ParallelLayout
 from app.plan.pipeline.replay import Pipeline
 from app.plan.sharding.parameters import ChunkBuffers, chunk_buffers, chunk_parameters
@@ -32,17 +32,6 @@ EMBEDDING_PASSES = 2
 HEAD_PASSES = 3  # gathers the input; backward scatters its gradient and gathers the input once more
 # what attention exchanges over cp, and the gradients of it
 ATTENTION_FORWARD, ATTENTION_BACKWARD = 1, 1
-EXPERT_FORWARD, EXPERT_BACKWARD = 2, 2  # rows to experts, rows back
-SUMS = 4  # bytes of an element of a token's sum over its experts, scattered in fp32
-EXPERT, PROBABILITY = 8, 4  # bytes of each choice of a token: which expert, and how much of it
-
-
-class Way(Enum):
-    """Where a rank's bytes go within its group."""
-
-    ring = "ring"  # to the next rank
-    all_to_all = "all_to_all"  # to every other rank alike
-    neighbours = "neighbours"  # to the rank before and the rank behind
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +57,7 @@ def step_volumes(run: Run, layout: ParallelLayout, stages: StagePlan) -> Iterato
             bytes=step.busiest(step.tensor),
         ),
         Volume(CP, *step.attention_way, bytes=step.busiest(step.context)),
-        Volume(ETP_EP, *step.experts_way, bytes=step.busiest(step.experts)),
+        *step.expert_exchange(),
         Volume(
             PP,
             "send of hidden states and their gradients",
@@ -117,28 +106,21 @@ class _Step:
         return self.tokens * self.run.model.hidden_size * item_bytes(self.run.precision.params)
 
     @property
-    def rows(self) -> int:
-        """Bytes of what these tokens' experts read: a copy per expert and rank of it, as many
-        more as the busiest rank has.
-        """
-        moe = self.run.model.moe
-        if moe is None:
-            return 0
-        return round(busiest_load(self.run) * moe.top_k * self.hidden) * self.layout.expert_tp
-
-    @property
     def attention_way(self) -> tuple[str, Way]:
         """Collectives of context parallelism in words, and how their bytes travel."""
         if self.run.parallel.cp_comm_type is CpComm.all_gather:
             return "all-gather of keys and values, reduce-scatter of their gradients", Way.ring
         return "all-to-all of queries, keys, values and results", Way.all_to_all
 
-    @property
-    def experts_way(self) -> tuple[str, Way]:
-        """Collectives of expert parallelism in words, and how their bytes travel."""
-        if self._gathers_tokens:
-            return "all-gather of tokens, reduce-scatter of sums", Way.ring
-        return "all-to-all of rows", Way.all_to_all
+    def expert_exchange(self) -> Iterator[Volume]:
+        """What travels to experts on other ranks and back."""
+        dispatcher = run_dispatcher(self.run)
+        item = item_bytes(self.run.precision.params)
+        tokens = Tokens(self.tokens, self.run.model.hidden_size, item)
+        wire = dispatcher and dispatcher.wire(tokens, busiest_load(self.run))
+        if wire:
+            most = self.busiest(lambda stage: self.experts(stage, wire))
+            yield Volume(ETP_EP, wire.collectives, wire.way, bytes=most)
 
     def tensor(self, stage: Stage) -> int:
         """Blocks cut over tensor-parallel ranks, and gradients of what each holds whole."""
@@ -179,21 +161,11 @@ class _Step:
             // cp
         )
 
-    def experts(self, stage: Stage) -> int:
-        """Rows to experts on other ranks and back, or all tokens to all ranks and sums back."""
-        moe = self.run.model.moe
+    def experts(self, stage: Stage, wire: Wire) -> int:
+        """What the layers with experts exchange among the ranks that have these."""
         ranks = self.layout.ep * self.layout.expert_tp
-        layers = self._moe_layers(stage)
-        again = self._again(Recompute.moe)
-        if moe is None:
-            return 0
-        if not self._gathers_tokens:
-            passes = EXPERT_FORWARD + EXPERT_BACKWARD + EXPERT_FORWARD * again
-            return layers * passes * self.rows * (ranks - 1) // ranks
-        sums = self.tokens * self.run.model.hidden_size * SUMS
-        forward = self.hidden + sums + self.tokens * moe.top_k * (EXPERT + PROBABILITY)
-        backward = self.hidden + sums + self.tokens * moe.top_k * PROBABILITY
-        return layers * ((1 + again) * forward + backward) * (ranks - 1)
+        layer = (1 + self._again(Recompute.moe)) * wire.forward + wire.backward
+        return self._moe_layers(stage) * layer * (ranks - 1) // ranks
 
     def pipeline(self) -> int:
         """Hidden states to the next stage, gradients to the one before, if on other ranks."""
@@ -226,11 +198,6 @@ class _Step:
             return 0
         element = item_bytes(self.run.precision.grads) + item_bytes(self.run.precision.params)
         return buffer.numel // buffer.world * (buffer.world - 1) * element
-
-    @property
-    def _gathers_tokens(self) -> bool:
-        moe = self.run.model.moe
-        return moe is not None and moe.dispatcher is DispatcherKind.all_gather
 
     def _moe_layers(self, stage: Stage) -> int:
         return sum(map(self.run.model.is_moe_layer, stage.layers))

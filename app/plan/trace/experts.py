@@ -1,17 +1,14 @@
 """Mixture-of-experts bodies as tapes: what `app.moe` does on a GPU, phase by phase, in bytes.
 
-Shapes: as in `tape_parts`, and E experts, K per token · R rows of the experts of a rank · P = etp ·
-ep ranks.
+Shapes: as in `app.plan.trace.parts`, and E experts, K per token.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-
-from app.choices import Balance, DispatcherKind, Recompute, Score
+from app.choices import Balance, Recompute, Score
 from app.config import MoEConfig
-from app.plan.cost.flops import busiest_load, capacity_load
+from app.plan.dispatchers.choose import planned_dispatcher
+from app.plan.dispatchers.record import PlannedDispatcher, Tokens
 from app.plan.trace.parts import Sizes, activation, cast, norm, swiglu
 from app.plan.trace.trace import Trace, TracedTensor
 
@@ -95,128 +92,29 @@ def _routed(
     probs: TracedTensor,
     chosen: TracedTensor,
 ) -> TracedTensor:
-    """What the experts make of the tokens; a token's sums over its experts are in fp32."""
-    r = _routed_sizes(s, moe)
+    """What the experts make of the tokens, by way of the run's dispatcher."""
+    dispatcher = planned_dispatcher(moe, s.layout.ep, s.layout.expert_tp)
+    tokens = Tokens(s.local, s.model.hidden_size, s.size)
     trace.phase = "preprocess"
-    # padded to capacity, one more place takes what has no row
-    of_rows = 8 * (r.sent + 1 if moe.pad_to_capacity else r.choices)
-    sizes = of_rows, 8 * r.choices, r.choices if r.drops else 0, 4 * r.experts
-    token_of_row, row_of, kept, ends = trace.op([], sizes, holds=[chosen], kernels=8)
-    places = token_of_row, row_of, kept
-    gathers = moe.dispatcher is DispatcherKind.all_gather
-    through = _through_gathered_tokens if gathers else _through_exchange
-    return through(trace, s, moe, r=r, h=h, probs=probs, places=places, ends=ends)
-
-
-@dataclass(frozen=True, slots=True)
-class _Routed:
-    """Sizes of the routed part of a layer. A row travels to each etp rank of its expert."""
-
-    ranks: int  # P, which have all experts between them; 0: nothing is exchanged
-    # rows that the tokens seen here ask for, of their experts or of each part of these
-    choices: int
-    drops: bool  # some of them have no row here
-    sent: int  # rows that leave this rank, or are picked out of gathered tokens
-    rows: int  # of this rank's experts
-    experts: int  # on this rank
-
-
-def _routed_sizes(s: Sizes, moe: MoEConfig) -> _Routed:
-    ranks = s.layout.ep * s.layout.expert_tp
-    experts = moe.num_experts // s.layout.ep
-    exchanges = ranks > 1 or moe.dispatcher not in (DispatcherKind.auto, DispatcherKind.local)
-    mean = s.local * moe.top_k * s.layout.expert_tp
-    bound = capacity_load(s.run)
-    rows = round(mean * busiest_load(s.run)) if exchanges or moe.pad_to_capacity else mean
-    if moe.dispatcher is DispatcherKind.all_gather:
-        return _Routed(
-            ranks, ranks * s.local * moe.top_k, True, sent=rows, rows=rows, experts=experts
-        )
-    most = mean if bound is None else round(mean * bound)
-    sent = most if moe.pad_to_capacity else min(mean, most) if exchanges else mean
-    return _Routed(
-        ranks if exchanges else 0, mean, bound is not None, sent=sent, rows=rows, experts=experts
-    )
-
-
-def _through_exchange(
-    trace: Trace,
-    s: Sizes,
-    moe: MoEConfig,
-    r: _Routed,
-    h: TracedTensor,
-    probs: TracedTensor,
-    places: Sequence[TracedTensor],
-    ends: TracedTensor,
-) -> TracedTensor:
-    """On this rank alone, or to the experts' ranks and back, with rows sorted by expert."""
-    token_of_row, row_of, kept = places
-    row = s.model.hidden_size * s.size
-    orders = trace.op([], [8 * r.rows, 8 * r.rows]) if r.ranks else ()
+    rows = dispatcher.trace_preprocess(trace, tokens, chosen)
     trace.phase = "dispatch"
-    (x,) = trace.op([h], [r.sent * row], [row_of, kept])
-    if orders:
-        (x,) = trace.op([x], [r.rows * row])
-        (x,) = trace.op([x], [r.rows * row], [orders[1]])
-    y = made = _experts(trace, s, moe, r=r, x=x, ends=ends)
+    x = dispatcher.trace_dispatch(trace, tokens, h, rows=rows)
+    trace.phase = "experts"
+    expert_out = _experts(trace, s, dispatcher, x=x, ends=rows.ends)
     trace.phase = "combine"
-    if orders:
-        (y,) = trace.op([y], [r.rows * row], [orders[0]])
-        (y,) = trace.op([y], [r.sent * row])
-    etp = s.layout.expert_tp
-    if etp > 1:
-        (probs,) = trace.op([probs], [etp * probs.bytes])
-    saved = [y, probs, token_of_row, row_of, kept]
-    return trace.op([y, probs], [s.stream], saved, holds=[made])[0]
-
-
-def _through_gathered_tokens(
-    trace: Trace,
-    s: Sizes,
-    moe: MoEConfig,
-    r: _Routed,
-    h: TracedTensor,
-    probs: TracedTensor,
-    places: Sequence[TracedTensor],
-    ends: TracedTensor,
-) -> TracedTensor:
-    """Rows are picked out of the tokens of all ranks, and each rank's sums for all tokens are
-    scattered in fp32.
-    """
-    token_of_row, row_of, kept = places
-    gathered = r.ranks * s.stream
-    summing = _sums_scattered(s, r.ranks)
-    trace.phase = "dispatch"
-    (x,) = trace.op(
-        [h],
-        [r.rows * s.model.hidden_size * s.size],
-        [row_of, kept],
-        scratch=(gathered, summing),
-        kernels=2,
-    )
-    y = _experts(trace, s, moe, r=r, x=x, ends=ends)
-    trace.phase = "combine"
-    keeps = 4 * r.choices
-    scratch = (summing, gathered)
-    saved = [y, token_of_row, row_of, kept]
-    return trace.op([y, probs], [s.stream], saved, keeps=keeps, scratch=scratch, kernels=4)[0]
-
-
-def _sums_scattered(s: Sizes, ranks: int) -> int:
-    """fp32 sums for tokens of so many ranks, and this rank's share before it is narrowed."""
-    return (ranks + 1) * s.local * s.model.hidden_size * 4 - s.stream
+    return dispatcher.trace_combine(trace, tokens, expert_out, probs=probs, rows=rows)
 
 
 def _experts(
-    trace: Trace, s: Sizes, moe: MoEConfig, r: _Routed, x: TracedTensor, ends: TracedTensor
+    trace: Trace, s: Sizes, dispatcher: PlannedDispatcher, x: TracedTensor, ends: TracedTensor
 ) -> TracedTensor:
     """Grouped products, in 1/etp of the width."""
-    trace.phase = "experts"
-    width = moe.ffn_hidden_size // s.layout.expert_tp
-    weight = r.experts * s.weight(width)
+    width = dispatcher.moe.ffn_hidden_size // dispatcher.etp
+    weight = dispatcher.experts * s.weight(width)
+    rows = dispatcher.rows(s.local).computed
     (up,) = trace.op(
         [x],
-        [2 * r.rows * width * s.size],
+        [2 * rows * width * s.size],
         [x, ends],
         weight=2 * weight,
         added=s.added,

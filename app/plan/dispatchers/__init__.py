@@ -1,0 +1,1 @@
+"""What every transport of tokens to experts needs, one pure record each."""

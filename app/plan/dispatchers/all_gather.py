@@ -1,0 +1,72 @@
+"""Every rank gets all tokens and takes those of its experts (`app.moe.dispatch.all_gather`)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from app.choices import DispatcherKind
+from app.plan.dispatchers.record import PlannedDispatcher, Rows, Tokens, TracedRows, Wire
+from app.plan.groups import Way
+from app.plan.trace.trace import Trace, TracedTensor
+
+SUMS = 4  # bytes of an element of a token's sum over its experts, scattered in fp32
+EXPERT, PROBABILITY = 8, 4  # bytes of each choice of a token: which expert, and how much of it
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedAllGather(PlannedDispatcher):
+    """Moves tokens, whatever K is; each rank's sums for all of them are scattered in fp32."""
+
+    kind: ClassVar[DispatcherKind] = DispatcherKind.all_gather
+    between_ranks: ClassVar[bool] = True
+    uneven: ClassVar[bool] = True
+
+    def rows(self, tokens: int) -> Rows:
+        """Of the choices of all ranks' tokens, those of this rank's experts have a row."""
+        rows = round(self.mean_rows(tokens) * self.busiest_load(tokens))
+        return Rows(self.ranks * tokens * self.moe.top_k, True, sent=rows, computed=rows)
+
+    def wire(self, tokens: Tokens, load: float) -> Wire:
+        """Tokens with their choices and sums, and the gradients of these, at any load."""
+        both = tokens.bytes + tokens.count * tokens.width * SUMS
+        choices = tokens.count * self.moe.top_k
+        return Wire(
+            "all-gather of tokens, reduce-scatter of sums",
+            Way.ring,
+            forward=self.ranks * (both + choices * (EXPERT + PROBABILITY)),
+            backward=self.ranks * (both + choices * PROBABILITY),
+        )
+
+    def trace_dispatch(
+        self, trace: Trace, tokens: Tokens, h: TracedTensor, rows: TracedRows
+    ) -> TracedTensor:
+        """T × D -> R × D, picked out of all tokens."""
+        made = self.rows(tokens.count).computed * tokens.row
+        scratch = self._gathered(tokens), self._summed(tokens)
+        return trace.op([h], [made], [rows.row_of, rows.kept], scratch=scratch, kernels=2)[0]
+
+    def trace_combine(
+        self,
+        trace: Trace,
+        tokens: Tokens,
+        expert_out: TracedTensor,
+        probs: TracedTensor,
+        rows: TracedRows,
+    ) -> TracedTensor:
+        """R × D -> T × D, out of sums for all tokens."""
+        return trace.op(
+            [expert_out, probs],
+            [tokens.bytes],
+            [expert_out, *rows.places],
+            keeps=PROBABILITY * self.rows(tokens.count).asked,
+            scratch=(self._summed(tokens), self._gathered(tokens)),
+            kernels=4,
+        )[0]
+
+    def _gathered(self, tokens: Tokens) -> int:
+        return self.ranks * tokens.bytes
+
+    def _summed(self, tokens: Tokens) -> int:
+        """fp32 sums for tokens of all ranks, and this rank's share before it is narrowed."""
+        return (self.ranks + 1) * tokens.count * tokens.width * SUMS - tokens.bytes

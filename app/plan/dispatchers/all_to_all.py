@@ -1,0 +1,71 @@
+"""Rows travel to their experts' ranks and back (`app.moe.dispatch.all_to_all`)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+from app.choices import DispatcherKind
+from app.plan.dispatchers.record import PlannedDispatcher, Rows, Tokens, TracedRows, Wire
+from app.plan.groups import Way
+from app.plan.trace.trace import Trace, TracedTensor
+
+PASSES = 2  # over the rows, in forward and in backward: to the experts, and back
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedAllToAll(PlannedDispatcher):
+    """A row goes to each rank that has a part of its expert."""
+
+    kind: ClassVar[DispatcherKind] = DispatcherKind.all_to_all
+    between_ranks: ClassVar[bool] = True
+    uneven: ClassVar[bool] = True
+
+    def rows(self, tokens: int) -> Rows:
+        """What is dropped is not sent; what arrives is the busiest rank's share."""
+        asked = self.mean_rows(tokens)
+        most = self.padded_rows(tokens)
+        sent = asked if most is None else most if self.moe.pad_to_capacity else min(asked, most)
+        computed = round(asked * self.busiest_load(tokens))
+        return Rows(asked, most is not None, sent=sent, computed=computed)
+
+    def wire(self, tokens: Tokens, load: float) -> Wire:
+        """Rows and their gradients, as many as the busiest rank has."""
+        rows = round(load * self.moe.top_k * tokens.bytes) * self.etp
+        return Wire(
+            "all-to-all of rows", Way.all_to_all, forward=PASSES * rows, backward=PASSES * rows
+        )
+
+    def trace_preprocess(self, trace: Trace, tokens: Tokens, chosen: TracedTensor) -> TracedRows:
+        """Rows sorted by expert, and the orders of those that arrive."""
+        found = self._sorted(trace, tokens, chosen)
+        order = 8 * self.rows(tokens.count).computed
+        return replace(found, orders=trace.op([], [order, order]))
+
+    def trace_dispatch(
+        self, trace: Trace, tokens: Tokens, h: TracedTensor, rows: TracedRows
+    ) -> TracedTensor:
+        """T × D -> R × D: permuted, exchanged, and put in the experts' order."""
+        count = self.rows(tokens.count)
+        _, back = rows.orders
+        (x,) = trace.op([h], [count.sent * tokens.row], [rows.row_of, rows.kept])
+        (x,) = trace.op([x], [count.computed * tokens.row])
+        return trace.op([x], [count.computed * tokens.row], [back])[0]
+
+    def trace_combine(
+        self,
+        trace: Trace,
+        tokens: Tokens,
+        expert_out: TracedTensor,
+        probs: TracedTensor,
+        rows: TracedRows,
+    ) -> TracedTensor:
+        """R × D -> T × D: put in the order of ranks, exchanged, and added up."""
+        count = self.rows(tokens.count)
+        there, _ = rows.orders
+        (y,) = trace.op([expert_out], [count.computed * tokens.row], [there])
+        (y,) = trace.op([y], [count.sent * tokens.row])
+        if self.etp > 1:
+            (probs,) = trace.op([probs], [self.etp * probs.bytes])
+        saved = [y, probs, *rows.places]
+        return trace.op([y, probs], [tokens.bytes], saved, holds=[expert_out])[0]

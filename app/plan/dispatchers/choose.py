@@ -1,0 +1,54 @@
+"""Which dispatcher a run has: the one place that looks at `model.moe.dispatcher`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from app.choices import DispatcherKind
+from app.config import MoEConfig, Run
+from app.plan.dispatchers.all_gather import PlannedAllGather
+from app.plan.dispatchers.all_to_all import PlannedAllToAll
+from app.plan.dispatchers.local import PlannedLocal
+from app.plan.dispatchers.record import PlannedDispatcher
+
+DISPATCHERS: Mapping[DispatcherKind, type[PlannedDispatcher]] = MappingProxyType(
+    {each.kind: each for each in (PlannedLocal, PlannedAllToAll, PlannedAllGather)}
+)
+
+
+def planned_dispatcher(moe: MoEConfig, ep: int, etp: int) -> PlannedDispatcher:
+    """What serves these experts on ep · etp ranks; one rank exchanges nothing, whatever is asked
+    for. It need not be `legal`.
+    """
+    kind = moe.dispatcher
+    if ep * etp == 1:
+        kind = DispatcherKind.local
+    elif kind is DispatcherKind.auto:
+        kind = DispatcherKind.all_to_all
+    return DISPATCHERS[kind](moe, ep, etp)
+
+
+def kinds_between_ranks() -> tuple[str, ...]:
+    """Values of `model.moe.dispatcher` with which experts may lie on several ranks."""
+    return "auto", *(kind.value for kind, each in DISPATCHERS.items() if each.between_ranks)
+
+
+def run_dispatcher(run: Run) -> PlannedDispatcher | None:
+    """What serves a run's experts; None: its model has none."""
+    p = run.parallel
+    if run.model.moe is None:
+        return None
+    return planned_dispatcher(run.model.moe, p.ep, p.tp if p.etp is None else p.etp)
+
+
+def busiest_load(run: Run) -> float:
+    """Rows of the busiest expert-parallel rank of a run over the mean without drops; 1: no experts.
+
+    See `PlannedDispatcher.busiest_load`.
+    """
+    dispatcher = run_dispatcher(run)
+    train = run.train
+    parallel = run.parallel
+    tokens = train.micro_batch * train.seq_len // (parallel.tp * parallel.cp)
+    return 1.0 if dispatcher is None else dispatcher.busiest_load(tokens)

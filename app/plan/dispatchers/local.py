@@ -1,0 +1,50 @@
+"""Every expert on the rank itself: a permutation (`app.moe.dispatch.local`)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from app.choices import DispatcherKind
+from app.plan.dispatchers.record import PlannedDispatcher, Rows, Tokens, TracedRows
+from app.plan.trace.trace import Trace, TracedTensor
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedLocal(PlannedDispatcher):
+    """Rows are sorted by expert. What is dropped keeps its place, since nobody waits to learn how
+    many rows are left.
+    """
+
+    kind: ClassVar[DispatcherKind] = DispatcherKind.local
+    between_ranks: ClassVar[bool] = False
+    uneven: ClassVar[bool] = False
+
+    def rows(self, tokens: int) -> Rows:
+        """As many as are asked for, or as capacities have."""
+        asked = self.mean_rows(tokens)
+        padded = self.padded_rows(tokens)
+        rows = padded if padded is not None and self.moe.pad_to_capacity else asked
+        return Rows(asked, padded is not None, sent=rows, computed=rows)
+
+    def wire(self, tokens: Tokens, load: float) -> None:
+        """Nothing travels."""
+
+    def trace_dispatch(
+        self, trace: Trace, tokens: Tokens, h: TracedTensor, rows: TracedRows
+    ) -> TracedTensor:
+        """T × D -> R × D."""
+        sent = self.rows(tokens.count).sent
+        return trace.op([h], [sent * tokens.row], [rows.row_of, rows.kept])[0]
+
+    def trace_combine(
+        self,
+        trace: Trace,
+        tokens: Tokens,
+        expert_out: TracedTensor,
+        probs: TracedTensor,
+        rows: TracedRows,
+    ) -> TracedTensor:
+        """R × D -> T × D."""
+        saved = [expert_out, probs, *rows.places]
+        return trace.op([expert_out, probs], [tokens.bytes], saved)[0]

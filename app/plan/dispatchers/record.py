@@ -1,0 +1,192 @@
+"""What a dispatcher needs, as a pure record: rules, plan and `app.engine.build` read nothing else.
+
+A dispatcher is added in five files: its name in `app.choices.DispatcherKind`, its record in a
+module beside this one, a line for that in `app.plan.dispatchers.choose`, its module in
+`app.moe.dispatch`, which moves tensors, and a case in `app.engine.build`. Options of its own are
+keys of `app.config.model.MoEConfig` besides.
+
+Shapes: T tokens of a microbatch on one rank, D hidden, E experts, K per token. The experts lie on a
+grid of P = ep · etp ranks: ep shares of them, each expert in etp parts.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from math import ceil
+from typing import ClassVar
+
+from app.choices import DispatcherKind
+from app.config import MoEConfig
+from app.plan.groups import Way
+from app.plan.trace.trace import Trace, TracedTensor
+
+
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """Hidden states of tokens on one rank."""
+
+    count: int  # T
+    width: int  # D
+    size: int  # bytes of an element
+
+    @property
+    def row(self) -> int:
+        """Bytes of one."""
+        return self.width * self.size
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of all."""
+        return self.count * self.row
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """How many rows one rank handles of a microbatch; a row travels to each part of its expert."""
+
+    asked: int  # that the tokens seen here ask for, of their experts or of each part of these
+    drops: bool  # some of those have no row here
+    sent: int  # that leave this rank, or are picked out of gathered tokens
+    computed: int  # by this rank's experts, at the planned load
+
+
+@dataclass(frozen=True, slots=True)
+class Wire:
+    """What travels between the P ranks of one layer; of B bytes each sends B · (P − 1)/P."""
+
+    collectives: str  # in words
+    way: Way
+    forward: int
+    backward: int
+
+
+@dataclass(frozen=True, slots=True)
+class TracedRows:
+    """What preprocessing makes of a microbatch's choices, as an operation trace has it."""
+
+    token_of_row: TracedTensor
+    row_of: TracedTensor
+    kept: TracedTensor
+    ends: TracedTensor
+    # from the order in which rows arrive to the experts', and back
+    orders: tuple[TracedTensor, ...] = ()
+
+    @property
+    def places(self) -> tuple[TracedTensor, ...]:
+        """What the sum over a token's experts needs in backward."""
+        return self.token_of_row, self.row_of, self.kept
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedDispatcher(ABC):
+    """What one dispatcher needs for these experts on these ranks.
+
+    Its `trace_…` methods follow those of the class of the same kind in `app.moe.dispatch`, with
+    sizes in place of tensors.
+    """
+
+    kind: ClassVar[DispatcherKind]
+    between_ranks: ClassVar[bool]  # whether it can serve experts on several ranks
+    uneven: ClassVar[bool]  # whether how much it exchanges follows from what routers choose
+
+    moe: MoEConfig
+    ep: int
+    etp: int
+
+    @property
+    def ranks(self) -> int:
+        """P: ranks that have all experts between them."""
+        return self.ep * self.etp
+
+    @property
+    def experts(self) -> int:
+        """Experts on one rank, or parts of them."""
+        return self.moe.num_experts // self.ep
+
+    @property
+    def legal(self) -> bool:
+        """Whether it can serve these ranks."""
+        return self.between_ranks or self.ranks == 1
+
+    @property
+    def waits_for_host(self) -> bool:
+        """Whether `dispatch` waits until the host knows the sizes of the exchange.
+
+        Nothing that waits can be captured into a graph. Padded to capacity, all sizes are known.
+        """
+        return self.uneven and not self.moe.pad_to_capacity
+
+    def capacity_load(self, tokens: int) -> float | None:
+        """Most rows that experts take of a rank's tokens, over those asked for; None: no bound.
+
+        The capacity of an expert is ceil(T·K/E · factor) of the T tokens of each rank (GShard,
+        arXiv 2006.16668), at most T.
+        """
+        moe = self.moe
+        if moe.capacity_factor is None:
+            return None
+        capacity = min(ceil(tokens * moe.top_k / moe.num_experts * moe.capacity_factor), tokens)
+        return moe.num_experts * capacity / (tokens * moe.top_k)
+
+    def busiest_load(self, tokens: int) -> float:
+        """Rows of the busiest expert-parallel rank over the mean without drops.
+
+        No more than the planned imbalance, than all rows of the ranks, than a token has on one rank
+        (its experts are all different), and than the experts' capacity; exactly that where they are
+        padded to it.
+        """
+        moe = self.moe
+        bound = self.capacity_load(tokens)
+        load = min(moe.planned_imbalance, self.ep, moe.num_experts / moe.top_k)
+        if bound is None:
+            return load
+        return bound if moe.pad_to_capacity else min(load, bound)
+
+    def mean_rows(self, tokens: int) -> int:
+        """Rows that the experts of one rank compute at even load, nothing dropped."""
+        return tokens * self.moe.top_k * self.etp
+
+    def padded_rows(self, tokens: int) -> int | None:
+        """Rows of one rank's tokens at the experts' capacity; None: there is none."""
+        bound = self.capacity_load(tokens)
+        return None if bound is None else round(self.mean_rows(tokens) * bound)
+
+    @abstractmethod
+    def rows(self, tokens: int) -> Rows:
+        """Rows of a microbatch that has so many tokens on each rank."""
+
+    @abstractmethod
+    def wire(self, tokens: Tokens, load: float) -> Wire | None:
+        """What travels for these tokens of each rank, at a load of the busiest; None: nothing."""
+
+    def trace_preprocess(self, trace: Trace, tokens: Tokens, chosen: TracedTensor) -> TracedRows:
+        """Where rows come from and go."""
+        return self._sorted(trace, tokens, chosen)
+
+    def _sorted(self, trace: Trace, tokens: Tokens, chosen: TracedTensor) -> TracedRows:
+        """Rows sorted by expert."""
+        rows = self.rows(tokens.count)
+        # padded to capacity, one more place takes what has no row
+        of_rows = 8 * (rows.sent + 1 if self.moe.pad_to_capacity else rows.asked)
+        sizes = of_rows, 8 * rows.asked, rows.asked if rows.drops else 0, 4 * self.experts
+        made = trace.op([], sizes, holds=[chosen], kernels=8)
+        token_of_row, row_of, kept, ends = made
+        return TracedRows(token_of_row, row_of, kept, ends=ends)
+
+    @abstractmethod
+    def trace_dispatch(
+        self, trace: Trace, tokens: Tokens, h: TracedTensor, rows: TracedRows
+    ) -> TracedTensor:
+        """Rows of this rank's experts, expert-major."""
+
+    @abstractmethod
+    def trace_combine(
+        self,
+        trace: Trace,
+        tokens: Tokens,
+        expert_out: TracedTensor,
+        probs: TracedTensor,
+        rows: TracedRows,
+    ) -> TracedTensor:
+        """Each token's sum over its experts."""

@@ -1,0 +1,124 @@
+"""What dispatchers need, by hand, and that nothing but their records says so."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from app.choices import DispatcherKind, GraphImpl
+from app.config import CudaGraphConfig, ModelConfig, MoEConfig, ParallelConfig, Run, TrainConfig
+from app.errors import ConfigError
+from app.plan.dispatchers.choose import DISPATCHERS, kinds_between_ranks, planned_dispatcher
+from app.plan.dispatchers.record import Rows, Tokens
+from app.plan.plan import Plan
+from app.rules import check
+
+ROOT = Path(__file__).parents[2]
+EXPERTS = MoEConfig(num_experts=8, top_k=2, ffn_hidden_size=32, planned_imbalance=1.5)
+PADDED = dataclasses.replace(EXPERTS, capacity_factor=1.25, pad_to_capacity=True)
+DROPS = dataclasses.replace(EXPERTS, capacity_factor=0.5)
+ALL = list(DispatcherKind)
+
+
+def of(moe: MoEConfig, kind: DispatcherKind) -> MoEConfig:
+    return dataclasses.replace(moe, dispatcher=kind)
+
+
+def run_of(moe: MoEConfig, world: int, ep: int, graph: GraphImpl = GraphImpl.none) -> Run:
+    return Run(
+        model=ModelConfig(num_layers=2, hidden_size=64, moe=moe),
+        train=TrainConfig(seq_len=64, micro_batch=1, global_batch=2 * world),
+        parallel=ParallelConfig(dp=world, ep=ep, world_size=world),
+        cuda_graph=CudaGraphConfig(impl=graph),
+    )
+
+
+def test_auto_and_a_single_rank():
+    on_one = {planned_dispatcher(of(EXPERTS, kind), 1, 1).kind for kind in ALL}
+    assert on_one == {DispatcherKind.local}
+    on_four = [planned_dispatcher(of(EXPERTS, kind), 2, 2) for kind in ALL]
+    assert [each.kind.value for each in on_four] == [
+        *("all_to_all", "local", "all_to_all", "all_gather"),
+    ]
+    assert [each.legal for each in on_four] == [True, False, True, True]
+    assert kinds_between_ranks() == ("auto", "all_to_all", "all_gather")
+
+
+def test_every_kind_has_a_record():
+    assert {*DISPATCHERS, DispatcherKind.auto} == set(DispatcherKind)
+
+
+@pytest.mark.parametrize("kind", [DispatcherKind.all_to_all, DispatcherKind.all_gather])
+def test_one_rank_plans_what_it_runs(kind: DispatcherKind):
+    """The engine has experts on one rank by a permutation, whatever is asked for."""
+    asked, chosen = (Plan(run_of(of(EXPERTS, each), 1, 1)) for each in (kind, DispatcherKind.auto))
+    assert asked.memory == chosen.memory and asked.traffic == chosen.traffic
+
+
+@pytest.mark.parametrize("moe", [EXPERTS, DROPS, PADDED], ids=["dropless", "drops", "padded"])
+@pytest.mark.parametrize("ep", [1, 4])
+@pytest.mark.parametrize("kind", ALL, ids=lambda kind: kind.value)
+def test_what_waits_for_the_host_cannot_be_captured(moe: MoEConfig, ep: int, kind: DispatcherKind):
+    dispatcher = planned_dispatcher(of(moe, kind), ep, 1)
+    waits = ep > 1 and not moe.pad_to_capacity and kind is not DispatcherKind.local
+    assert dispatcher.waits_for_host == waits
+    run = run_of(of(moe, kind), 4, ep, graph=GraphImpl.full_iteration)
+    if dispatcher.legal and not waits:
+        check(run)
+        return
+    with pytest.raises(ConfigError, match=r"host waits" if waits else "exchange between ranks"):
+        check(run)
+
+
+def test_rows_by_hand():
+    """64 tokens of 2 experts each; 4 shares of the experts in 2 parts; capacity 64·2/8·1.25 = 20
+    or 8 rows per expert.
+    """
+
+    def rows(moe: MoEConfig, kind: DispatcherKind, ep: int = 4, etp: int = 2) -> Rows:
+        return planned_dispatcher(of(moe, kind), ep, etp).rows(64)
+
+    sends, gathers = DispatcherKind.all_to_all, DispatcherKind.all_gather
+    assert rows(EXPERTS, sends) == Rows(256, False, sent=256, computed=384)
+    assert rows(DROPS, sends) == Rows(256, True, sent=128, computed=128)
+    assert rows(PADDED, sends) == Rows(256, True, sent=320, computed=320)
+    assert rows(EXPERTS, gathers) == Rows(8 * 128, True, sent=384, computed=384)
+    assert rows(PADDED, gathers) == Rows(8 * 128, True, sent=320, computed=320)
+    assert rows(EXPERTS, sends, 1, 1) == Rows(128, False, sent=128, computed=128)
+    # nobody waits to learn how many are left
+    assert rows(DROPS, sends, 1, 1) == Rows(128, True, sent=128, computed=128)
+    assert rows(PADDED, sends, 1, 1) == Rows(128, True, sent=160, computed=160)
+
+
+def test_bytes_on_the_wire_by_hand():
+    """64 tokens × 16 wide in bf16 are 2048 bytes; on 4 ranks."""
+    tokens = Tokens(64, 16, 2)
+    sends, gathers, stays = (
+        planned_dispatcher(of(EXPERTS, kind), ep, 1).wire(tokens, 1.5)
+        for kind, ep in (
+            (DispatcherKind.all_to_all, 4),
+            (DispatcherKind.all_gather, 4),
+            (DispatcherKind.auto, 1),
+        )
+    )
+    assert stays is None and sends and gathers
+    assert sends.forward == sends.backward == 2 * 1.5 * 2 * 2048
+    # the tokens, their sums in fp32, and an id and a probability per choice
+    assert gathers.forward == 4 * (2048 + 2 * 2048 + 128 * (8 + 4))
+    assert gathers.backward == 4 * (2048 + 2 * 2048 + 128 * 4)
+
+
+def test_nothing_else_asks_which_dispatcher_it_is():
+    """A dispatcher is added in five files; `app.plan.dispatchers.record` lists them."""
+    asks = {
+        str(path.relative_to(ROOT / "app"))
+        for path in (ROOT / "app").rglob("*.py")
+        if "DispatcherKind" in path.read_text() or "moe.dispatcher" in path.read_text()
+    }
+    records = {f"plan/dispatchers/{name}.py" for name in ("record", "choose")}
+    records |= {f"plan/dispatchers/{kind.value}.py" for kind in DISPATCHERS}
+    others = {"choices.py", "config/model.py", "engine/build.py"}
+    keys = {"engine/checkpoint/resume.py", "rules/layout.py"}  # name the key in messages
+    assert asks - records - keys == others
