@@ -21,16 +21,19 @@ from app.engine.pipeline.executor import ForwardBackward, execute
 from app.engine.pipeline.in_flight import Stages
 from app.engine.pipeline.transport import Transport
 from app.engine.watchdog.watchdog import Watchdog
-from app.model.block import DenseBody, Layer
+from app.model.block import Body, DenseBody, Layer
 from app.model.chunk import Chunk
 from app.model.init import init_weights
 from app.model.peers import Peers
-from app.moe.dispatch import AllGatherDispatcher, AllToAllDispatcher, LocalDispatcher
-from app.moe.phases import Dispatcher, MoEBody, Router
+from app.moe.dispatch.all_gather import AllGatherDispatcher
+from app.moe.dispatch.all_to_all import AllToAllDispatcher
+from app.moe.dispatch.local import LocalDispatcher
+from app.moe.phases import MoEBody, Router
 from app.optim.buffers import ParamSpec
 from app.optim.distributed import DistributedOptimizer, OptimizerGroups
 from app.optim.scale import LossScale
 from app.plan.actions import Action
+from app.plan.dispatchers.choose import planned_dispatcher
 from app.plan.memory.activations import captured_phases
 from app.plan.plan import Plan
 from app.plan.schedule import full_recompute
@@ -166,17 +169,22 @@ def build_layer(model: ModelConfig, index: int, peers: Peers) -> Layer:
     if not model.is_moe_layer(index):
         return Layer(model, DenseBody(model, peers), peers)
     assert model.moe is not None
-    dispatcher = _dispatcher(model.moe, peers)
-    return Layer(model, MoEBody(model, model.moe, dispatcher, peers=peers), peers)
+    return Layer(model, _moe_body(model, model.moe, peers), peers)
 
 
-def _dispatcher(moe: MoEConfig, peers: Peers) -> Dispatcher:
-    if peers.ep * peers.etp == 1:
-        return LocalDispatcher(moe.num_experts)
-    assert peers.etp_ep is not None, "experts on several ranks have a group"
-    gathers = moe.dispatcher is DispatcherKind.all_gather
-    kind = AllGatherDispatcher if gathers else AllToAllDispatcher
-    return kind(moe.num_experts, peers.etp_ep, peers.etp)
+def _moe_body(model: ModelConfig, moe: MoEConfig, peers: Peers) -> Body:
+    """Routed experts with the dispatcher that is planned for them."""
+    kind = planned_dispatcher(moe, peers.ep, peers.etp).kind
+    if kind is DispatcherKind.local:
+        return MoEBody(model, moe, LocalDispatcher(moe.num_experts), peers=peers)
+    group = peers.etp_ep
+    assert group is not None, "experts on several ranks have a group"
+    if kind is DispatcherKind.all_gather:
+        gathers = AllGatherDispatcher(moe.num_experts, group, peers.etp)
+        return MoEBody(model, moe, gathers, peers=peers)
+    assert kind is DispatcherKind.all_to_all, f"{kind} has no module"
+    sends = AllToAllDispatcher(moe.num_experts, group, peers.etp)
+    return MoEBody(model, moe, sends, peers=peers)
 
 
 def _materialise(chunk: nn.Module, device: torch.device, dtype: torch.dtype) -> None:

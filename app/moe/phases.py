@@ -1,8 +1,8 @@
 """The feed-forward part of a mixture-of-experts layer as phases.
 
 `norm · shared · route · preprocess · dispatch · experts · combine · finish`: routing and the
-exchange of tokens are separate phases, and what preprocessing learned travels in the dispatcher's
-frozen record.
+exchange of tokens are separate phases, and what a dispatcher learns travels between them in frozen
+records of its own. `MoEBody` has them as a program.
 
 Shapes: B sequences, s tokens per sequence of this rank, T = B·s tokens, D hidden, F feed-forward
 hidden, E experts, K experts per token, R rows (a token once per expert it goes to).
@@ -10,7 +10,7 @@ hidden, E experts, K experts per token, R rows (a token once per expert it goes 
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Generic
 
 import torch
 import torch.distributed as dist
@@ -26,37 +26,10 @@ from app.model.peers import Peers, rank, size
 from app.model.weight_grads import WeightGradSink
 from app.moe.capacity import capacity, within_capacity
 from app.moe.experts import Experts
-from app.moe.records import Dispatched, Prepared
+from app.moe.protocol import Dispatched, Dispatcher, Origin, Prepared
 from app.moe.router import aux_loss, aux_routing, choose, in_turn, sequence_aux_loss, z_loss
+from app.plan.dispatchers.choose import planned_dispatcher
 from app.plan.model.experts import MoEBodyWeights, RouterWeights
-
-
-class Dispatcher(Protocol):
-    """Transport of tokens to the experts of this rank and back."""
-
-    # whether `dispatch` waits for the device, unless `preprocess` was told a capacity
-    host_sync: bool
-
-    def preprocess(
-        self, experts_TK: Tensor, drops: bool = False, capacity: int | None = None
-    ) -> Prepared:
-        """What the device can say of where rows go, as a frozen record; never waits.
-
-        drops: some choices have the id E, and have no part in the rest. `capacity` fills every
-        expert up to that many rows from this rank, or all its tokens if they are fewer; it must be
-        the same on all ranks, and so must T.
-        """
-        ...
-
-    def dispatch(self, x_TD: Tensor, record: Prepared) -> tuple[Tensor, Dispatched]:
-        """Tokens -> rows R × D of this rank's experts, expert-major, and a record for `combine`
-        with their ends `ends_E`. `record` is what this dispatcher's `preprocess` has returned.
-        """
-        ...
-
-    def combine(self, rows_RD: Tensor, probs_TK: Tensor, record: Dispatched) -> Tensor:
-        """Expert outputs -> the probability-weighted sum per token, T × D."""
-        ...
 
 
 class Router(nn.Module):
@@ -189,15 +162,39 @@ def _summed(counts: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     return counts
 
 
-class MoEBody(Body):
-    """Norm, router, experts and optional shared expert of one layer.
+class MoEBody(Body, Generic[Prepared, Origin]):
+    """Norm, router, experts and optional shared expert of one layer. Its phases, as they run:
+
+        h = norm(x, context)
+        shared = shared(h, context)                          # beside the rest, if there is one
+
+        # 1. Each token chooses K experts, with probabilities. This alone has learned weights.
+        probs, chosen, routing = route(h)
+        # 2. Where rows go and come from, as far as the device knows: sorted by expert, counted.
+        prepared = preprocess(chosen)
+        # 3. Tokens go to the ranks of their experts, and lie expert-major there.
+        dispatched, origin = dispatch(h, prepared)
+        # 4. Two grouped products, over rows of equal experts.
+        expert_out = experts(dispatched, context)
+        # 5. Rows come home; a token's K are added up, weighted, in a fixed order.
+        y = combine(expert_out, probs, origin)
+
+        x = finish(x, y, shared)
+
+    `prepared` and `origin` are records of the dispatcher alone, `dispatched` is of one type for
+    all (`app.moe.protocol`). Only `dispatch` may wait for the device. Captured parts, recomputation
+    and overlap cut this same list.
 
     `peers.ep_rank` of `peers.ep` ranks holds experts [ep_rank·E/ep, (ep_rank+1)·E/ep), or a part of
     each of them.
     """
 
     def __init__(
-        self, model: ModelConfig, moe: MoEConfig, dispatcher: Dispatcher, peers: Peers
+        self,
+        model: ModelConfig,
+        moe: MoEConfig,
+        dispatcher: Dispatcher[Prepared, Origin],
+        peers: Peers,
     ) -> None:
         super().__init__()
         weights = MoEBodyWeights.of(model, moe)
@@ -211,42 +208,31 @@ class MoEBody(Body):
         self.moe = moe
         # where the shared expert computes; None: on the stream of everything else
         self.side: torch.cuda.Stream | None = None
-        self.phases = self._phase_list()
+        waits = planned_dispatcher(moe, peers.ep, peers.etp).waits_for_host
+        self.phases = self._phase_list(waits)
 
-    def _phase_list(self) -> tuple[Phase, ...]:
+    def _phase_list(self, waits: bool) -> tuple[Phase, ...]:
         name = PhaseName
-        dispatcher = self.dispatcher
-        deferred = dispatcher.host_sync and not self.moe.pad_to_capacity
         shared: tuple[Phase, ...] = ()
-        finish_inputs: tuple[str, ...] = ("x", "y")
+        summed: tuple[str, ...] = ("x", "y")
         if self.shared is not None:
             shared = (Phase(name.shared, self._shared, ("h", "context"), outputs=("shared",)),)
-            finish_inputs = ("x", "y", "shared")
+            summed = ("x", "y", "shared")
         return (
             Phase(name.norm, self._norm, ("x", "context"), outputs=("h",)),
             *shared,
             Phase(name.route, self.router, ("h",), outputs=("probs", "chosen", "routing")),
-            Phase(name.preprocess, self._preprocess, ("chosen",), outputs=("record",)),
+            Phase(name.preprocess, self._preprocess, ("chosen",), outputs=("prepared",)),
             Phase(
                 name.dispatch,
                 self._dispatch,
-                ("h", "record"),
-                outputs=("rows", "dispatched"),
-                host_sync=deferred,
+                ("h", "prepared"),
+                outputs=("dispatched", "origin"),
+                host_sync=waits,
             ),
-            Phase(
-                name.experts,
-                self._experts,
-                ("rows", "dispatched", "context"),
-                outputs=("expert_out",),
-            ),
-            Phase(
-                name.combine,
-                self._combine,
-                ("expert_out", "probs", "dispatched"),
-                outputs=("y",),
-            ),
-            Phase(name.finish, self._finish, finish_inputs, outputs=("x",)),
+            Phase(name.experts, self._experts, ("dispatched", "context"), outputs=("expert_out",)),
+            Phase(name.combine, self._combine, ("expert_out", "probs", "origin"), outputs=("y",)),
+            Phase(name.finish, self._finish, summed, outputs=("x",)),
         )
 
     def _norm(self, x_BsD: Tensor, context: Context) -> tuple[Tensor]:
@@ -262,16 +248,15 @@ class MoEBody(Body):
             limit = capacity(experts_TK.numel(), moe.num_experts, moe.capacity_factor)
         return (self.dispatcher.preprocess(experts_TK, True, limit),)
 
-    def _dispatch(self, h_BsD: Tensor, record: Prepared) -> tuple[Tensor, Dispatched]:
-        return self.dispatcher.dispatch(h_BsD.flatten(0, -2), record)
+    def _dispatch(self, h_BsD: Tensor, prepared: Prepared) -> tuple[Dispatched, Origin]:
+        return self.dispatcher.dispatch(h_BsD.flatten(0, -2), prepared)
 
-    def _experts(self, rows_RD: Tensor, dispatched: Dispatched, context: Context) -> tuple[Tensor]:
-        return (self.experts(rows_RD, dispatched.ends_E, context.sink, context.recompute),)
+    def _experts(self, dispatched: Dispatched, context: Context) -> tuple[Tensor]:
+        rows_RD, ends_E = dispatched.rows_RD, dispatched.ends_E
+        return (self.experts(rows_RD, ends_E, context.sink, context.recompute),)
 
-    def _combine(
-        self, expert_out_RD: Tensor, probs_TK: Tensor, dispatched: Dispatched
-    ) -> tuple[Tensor]:
-        return (self.dispatcher.combine(expert_out_RD, probs_TK, dispatched),)
+    def _combine(self, expert_out_RD: Tensor, probs_TK: Tensor, origin: Origin) -> tuple[Tensor]:
+        return (self.dispatcher.combine(expert_out_RD, probs_TK, origin),)
 
     def _shared(self, h: Tensor, context: Context) -> tuple[Tensor]:
         if not (self.moe.shared_overlap and h.is_cuda):

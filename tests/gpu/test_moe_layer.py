@@ -17,7 +17,7 @@ from app.config import ModelConfig, MoEConfig
 from app.model.layers import layer_context
 from app.model.peers import Peers
 from app.model.weight_grads import WeightGradQueue
-from app.moe.dispatch import LocalDispatcher
+from app.moe.dispatch.local import LocalDispatcher
 from app.moe.phases import MoEBody
 
 pytestmark = [

@@ -19,13 +19,10 @@ from torch import Tensor
 
 from app.choices import DropPolicy
 from app.moe.capacity import capacity, within_capacity
-from app.moe.dispatch import (
-    AllGatherDispatcher,
-    AllToAllDispatcher,
-    LocalDispatcher,
-    group_by_expert,
-)
-from app.moe.phases import Dispatcher
+from app.moe.dispatch.all_gather import AllGatherDispatcher
+from app.moe.dispatch.all_to_all import AllToAllDispatcher, expert_major
+from app.moe.dispatch.local import LocalDispatcher
+from app.moe.protocol import Dispatched, Dispatcher
 from tests.cases import sampled
 from tests.distributed import run_distributed
 from tests.rounding import Values, expect_alike, in_fp64
@@ -97,7 +94,7 @@ def drop(
 
 
 def run_layer(
-    dispatcher: Dispatcher,
+    dispatcher: Dispatcher[Any, Any],
     experts_TK: Tensor,
     rank: int,
     share: slice,
@@ -116,9 +113,12 @@ def run_layer(
     whole = [draw(shape, seed).detach()[share] / 3 for seed, shape in enumerate(shapes)]
     w1, w2 = (weight.contiguous().requires_grad_() for weight in part(*whole, *etp))
     experts_TK, weights, options = drop(experts_TK, probs, **limits)
-    record = dispatcher.preprocess(experts_TK, **options)
-    rows, record = dispatcher.dispatch(x, record)
-    out = dispatcher.combine(grouped_swiglu(rows, w1, w2, ends_E=record.ends_E), weights, record)
+    prepared = dispatcher.preprocess(experts_TK, **options)
+    dispatched, origin = dispatcher.dispatch(x, prepared)
+    assert type(dispatched) is Dispatched
+    rows = dispatched.rows_RD
+    expert_out = grouped_swiglu(rows, w1, w2, ends_E=dispatched.ends_E)
+    out = dispatcher.combine(expert_out, weights, origin)
     out.backward(draw((tokens, D), 300 + rank).detach())
     return rows.detach(), {
         "out": out.detach(),
@@ -221,12 +221,12 @@ def wide_sums(rank: int, kind: str) -> tuple[bool, bool]:
     exchange = KINDS[kind](4, dist.new_group())
     experts, probs = torch.arange(4).expand(3, 4), torch.full((3, 4), 0.5)
     x = torch.randn(3, 8, generator=torch.Generator().manual_seed(rank)).bfloat16().requires_grad_()
-    record = exchange.preprocess(experts)
+    prepared = exchange.preprocess(experts)
     # of rows; half a step of bfloat16 from 1
     factors = torch.tensor([1.0, 2**-8, 2**-8, 2**-8]).repeat_interleave(3 * 2)
     mine = factors.view(4, -1)[rank * 2 : rank * 2 + 2].flatten()[:, None].bfloat16()
-    rows, record = exchange.dispatch(x, record)
-    out = exchange.combine(rows * mine, probs, record)
+    dispatched, origin = exchange.dispatch(x, prepared)
+    out = exchange.combine(dispatched.rows_RD * mine, probs, origin)
     out.sum().backward()
     total = 0.5 * (1 + 3 * 2**-8)
     exact = (x.detach().float() * total).bfloat16()
@@ -244,16 +244,16 @@ def test_sums_over_ranks_are_rounded_once(kind: str):
 def test_rows_by_source_and_expert_are_sorted_like_golden(case: dict[str, Any]):
     experts = case["order"][1]  # the first expert's second chunk is the next rank's first
     counts = torch.tensor(case["split_sizes"]).view(-1, experts)
-    order, _ = group_by_expert(counts, int(counts.sum()))
+    order, _ = expert_major(counts, int(counts.sum()))
     assert torch.tensor(case["input"])[order].tolist() == case["output"]
 
 
 def test_grouping_is_stable_and_undone_by_its_inverse():
     counts = torch.tensor([[2, 0, 1], [0, 0, 3], [1, 2, 0]])
-    order, inverse = group_by_expert(counts, 9)
+    order, inverse = expert_major(counts, 9)
     assert order.tolist() == [0, 1, 6, 7, 8, 2, 3, 4, 5]
     assert order[inverse].tolist() == list(range(9))
-    assert [part.tolist() for part in group_by_expert(torch.zeros(3, 4, dtype=torch.int64), 0)] == [
+    assert [part.tolist() for part in expert_major(torch.zeros(3, 4, dtype=torch.int64), 0)] == [
         [],
         [],
     ]

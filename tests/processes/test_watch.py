@@ -24,7 +24,7 @@ import torch.distributed as dist
 import app.engine.pipeline.step
 import app.model.context_parallel
 import app.model.tensor_parallel
-import app.moe.dispatch
+import app.moe.dispatch.collectives
 import app.optim.param_gather
 from app.config import Run
 from app.engine.build import Engine, build_engine
@@ -200,7 +200,7 @@ CASES = {
     ),
     "dp": training(app.optim.param_gather, "all_gather", "dp_cp", says="all_gather"),
     "ep": training(
-        app.moe.dispatch,
+        app.moe.dispatch.collectives,
         "_exchange",
         "etp_ep",
         says="all_to_all",

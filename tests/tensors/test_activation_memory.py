@@ -44,7 +44,7 @@ from app.model.chunk import Chunk
 from app.model.peers import ALONE
 from app.model.weight_grads import MainGradSink, WeightGradQueue
 from app.moe import permute, router
-from app.moe.dispatch import LocalDispatcher
+from app.moe.dispatch.local import LocalDispatcher
 from app.moe.phases import MoEBody
 from app.plan.layout import ParallelLayout
 from app.plan.memory.activations import MicrobatchMemory, chunk_activations

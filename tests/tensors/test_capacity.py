@@ -22,7 +22,7 @@ from app.errors import ConfigError
 from app.model.layers import layer_context
 from app.model.peers import Peers
 from app.moe.capacity import capacity, within_capacity
-from app.moe.dispatch import LocalDispatcher
+from app.moe.dispatch.local import LocalDispatcher
 from app.moe.permute import combine, permute, sort_by_expert
 from app.moe.phases import MoEBody
 from app.moe.router import choose
@@ -231,10 +231,10 @@ def test_nothing_waits_for_the_device(padded: bool):
             values.update(
                 zip(phase.outputs, phase.run(*(values[name] for name in phase.inputs)), strict=True)
             )
-        out = combine(values["rows"], values["probs"], values["record"])
+        out = combine(values["dispatched"].rows_RD, values["probs"], values["origin"])
         out.sum().backward()
     rows = E * capacity(2 * 20 * K, E, 0.7) if padded else 2 * 20 * K
-    assert values["rows"].shape == (rows, D) and out.shape == (40, D)
+    assert values["dispatched"].rows_RD.shape == (rows, D) and out.shape == (40, D)
 
 
 @pytest.mark.parametrize(

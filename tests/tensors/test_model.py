@@ -20,7 +20,8 @@ from app.model.block import Layer, Phase, PhaseName, run_phases
 from app.model.init import init_weights
 from app.model.layers import document_mask, layer_context, rotate
 from app.model.linear import named_parameters
-from app.moe.dispatch import AllToAllDispatcher
+from app.moe.dispatch.all_to_all import AllToAllDispatcher
+from app.moe.phases import MoEBody
 from app.plan.model.stage import model_weights
 from app.plan.sharding.blocks import ShardCoords
 from tests.rounding import expect_alike, expect_sums, in_fp64, numbered, plain_and_exact
@@ -372,6 +373,18 @@ def test_only_an_exchange_of_tokens_waits_for_the_device():
     layer = layers_of(dataclasses.replace(TINY, moe=SHARED), ep=2)[0]
     assert isinstance(layer.body.dispatcher, AllToAllDispatcher)
     assert [phase.name.value for phase in layer.phases if phase.host_sync] == ["dispatch"]
+    padded = dataclasses.replace(SHARED, capacity_factor=1.0, pad_to_capacity=True)
+    layer = layers_of(dataclasses.replace(TINY, moe=padded), ep=2)[0]
+    assert not any(phase.host_sync for phase in layer.phases)
+
+
+def test_the_phases_of_experts_are_the_program_that_their_docstring_shows():
+    body = layers_of(dataclasses.replace(TINY, moe=SHARED))[0].body
+    lines = [line.partition("  #")[0].strip() for line in MoEBody.__doc__.splitlines()]
+    assert [line for line in lines if " = " in line] == [
+        f"{', '.join(phase.outputs)} = {phase.name.value}({', '.join(phase.inputs)})"
+        for phase in body.phases
+    ]
 
 
 @each_model

@@ -1,0 +1,1 @@
+"""Transport of tokens to experts, one module per dispatcher."""

@@ -1,0 +1,164 @@
+"""Exchanges of rows with their gradients, and of what the host has to know.
+
+Shapes: T tokens of this rank, N of all ranks, D hidden, K experts per token, R rows of this rank's
+experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from app.collectives import all_gather, reduce_scatter
+from app.moe.permute import Permutation, combine_gradients, sum_rows
+
+
+def exchange_rows(
+    rows: Tensor,
+    input_splits: tuple[int, ...],
+    output_splits: tuple[int, ...],
+    group: dist.ProcessGroup,
+) -> Tensor:
+    """all_to_all of so many rows to each rank and from each; backward sends gradients back."""
+    out: Tensor = _AllToAll.apply(rows, input_splits, output_splits, group)
+    return out
+
+
+def gather_and_permute(x_TD: Tensor, permutation: Permutation, group: dist.ProcessGroup) -> Tensor:
+    """`permute` of the tokens of all ranks: R × D."""
+    rows_RD: Tensor = _GatherRows.apply(
+        x_TD, permutation.token_of_row_R, permutation.row_of_TK, permutation.kept_TK, group
+    )
+    return rows_RD
+
+
+def combine_and_scatter(
+    rows_RD: Tensor, probs_TK: Tensor, permutation: Permutation, group: dist.ProcessGroup
+) -> Tensor:
+    """`combine` for the tokens of all ranks; each rank ends up with the sums of its own: T × D."""
+    out_TD: Tensor = _BringHome.apply(
+        rows_RD,
+        probs_TK,
+        permutation.token_of_row_R,
+        permutation.row_of_TK,
+        permutation.kept_TK,
+        group,
+    )
+    return out_TD
+
+
+def gathered(own_T: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """The rows of all ranks, in rank order: [T, …] -> [N, …]."""
+    all_N = own_T.new_empty(group.size() * own_T.shape[0], *own_T.shape[1:])
+    all_gather(all_N, own_T.contiguous(), group)
+    return all_N
+
+
+def start_to_host(values_AB: Tensor) -> Callable[[], list[list[int]]]:
+    """Start to copy a small matrix of integers to the host; returns what waits for this alone."""
+    if not values_AB.is_cuda:
+        return values_AB.tolist
+    copy = values_AB.to("cpu", non_blocking=True, memory_format=torch.contiguous_format)
+    there = torch.cuda.Event()
+    there.record()
+
+    def arrive() -> list[list[int]]:
+        there.synchronize()
+        return copy.tolist()
+
+    return arrive
+
+
+class _AllToAll(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        rows: Tensor,
+        input_splits: tuple[int, ...],
+        output_splits: tuple[int, ...],
+        group: dist.ProcessGroup,
+    ) -> Tensor:
+        ctx.splits = input_splits, output_splits
+        ctx.group = group
+        return _exchange(rows, input_splits, output_splits, group=group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        input_splits, output_splits = ctx.splits
+        grad = _exchange(grad, output_splits, input_splits, group=ctx.group)
+        return grad, None, None, None
+
+
+def _exchange(
+    rows: Tensor,
+    input_splits: tuple[int, ...],
+    output_splits: tuple[int, ...],
+    group: dist.ProcessGroup,
+) -> Tensor:
+    out = rows.new_empty((sum(output_splits), *rows.shape[1:]))
+    dist.all_to_all_single(
+        out, rows.contiguous(), list(output_splits), list(input_splits), group=group
+    )
+    return out
+
+
+class _GatherRows(torch.autograd.Function):
+    """`permute` of the tokens of all ranks."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x_TD: Tensor,
+        token_of_row_R: Tensor,
+        row_of_NK: Tensor,
+        kept_NK: Tensor,
+        group: dist.ProcessGroup,
+    ) -> Tensor:
+        ctx.save_for_backward(row_of_NK, kept_NK)
+        ctx.group = group
+        return gathered(x_TD, group).index_select(0, token_of_row_R)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_RD: Tensor) -> tuple[Tensor | None, ...]:
+        row_of_NK, kept_NK = ctx.saved_tensors
+        grad_ND = sum_rows(grad_RD, row_of_NK, None, kept_TK=kept_NK)
+        return _scattered(grad_ND, ctx.group).to(grad_RD.dtype), None, None, None, None
+
+
+class _BringHome(torch.autograd.Function):
+    """`combine` for the tokens of all ranks; each rank ends up with the sums of its own."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        rows_RD: Tensor,
+        probs_TK: Tensor,
+        token_of_row_R: Tensor,
+        row_of_NK: Tensor,
+        kept_NK: Tensor,
+        group: dist.ProcessGroup,
+    ) -> Tensor:
+        probs_NK = gathered(probs_TK, group)
+        ctx.save_for_backward(rows_RD, probs_NK, token_of_row_R, row_of_NK, kept_NK)
+        ctx.group = group
+        own_TD = _scattered(sum_rows(rows_RD, row_of_NK, probs_NK, kept_TK=kept_NK), group)
+        return own_TD.to(rows_RD.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_TD: Tensor) -> tuple[Tensor | None, ...]:
+        grad_RD, grad_NK = combine_gradients(gathered(grad_TD, ctx.group), *ctx.saved_tensors)
+        return grad_RD, _scattered(grad_NK, ctx.group), None, None, None, None
+
+
+def _scattered(all_N: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """This rank's rows of the sum over the ranks: [N, …] -> [T, …]."""
+    own_T = all_N.new_empty(all_N.shape[0] // group.size(), *all_N.shape[1:])
+    reduce_scatter(own_T, all_N, group)
+    return own_T

@@ -1,0 +1,33 @@
+"""Every expert is on this rank: a permutation.
+
+Shapes: T tokens, K experts of each, D hidden, R = T·K rows, or those of all capacities.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from app.moe.permute import Permutation, combine, permute, sort_by_expert
+from app.moe.protocol import Dispatched, padded_rows
+
+
+class LocalDispatcher:
+    """Every expert is on this rank: nothing is exchanged."""
+
+    def __init__(self, num_experts: int) -> None:
+        self.num_experts = num_experts
+
+    def preprocess(
+        self, experts_TK: Tensor, drops: bool = False, capacity: int | None = None
+    ) -> Permutation:
+        """Sort the choices by expert."""
+        rows = padded_rows(experts_TK, capacity)
+        return sort_by_expert(experts_TK, self.num_experts, drops, rows_per_expert=rows)
+
+    def dispatch(self, x_TD: Tensor, prepared: Permutation) -> tuple[Dispatched, Permutation]:
+        """T × D -> R × D, expert-major."""
+        return Dispatched(permute(x_TD, prepared), prepared.ends_E), prepared
+
+    def combine(self, expert_out_RD: Tensor, probs_TK: Tensor, origin: Permutation) -> Tensor:
+        """R × D -> T × D."""
+        return combine(expert_out_RD, probs_TK, origin)

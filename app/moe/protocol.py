@@ -1,0 +1,59 @@
+"""What a dispatcher does, and what it leaves for the experts.
+
+What it needs of ranks, memory and links is said once, in `app.plan.dispatchers`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol, TypeVar
+
+from torch import Tensor
+
+# A dispatcher's own records, frozen dataclasses: what `preprocess` has found out for `dispatch`,
+# and what `combine` needs to know besides.
+Prepared = TypeVar("Prepared")
+Origin = TypeVar("Origin")
+
+
+@dataclass(frozen=True, slots=True)
+class Dispatched:
+    """Rows for the experts of this rank, of whatever dispatcher.
+
+    They are expert-major: those of the first expert here, then those of the second … Rows from
+    ends[-1] on are nobody's.
+    """
+
+    rows_RD: Tensor
+    ends_E: Tensor  # int32, on the device: the first row after each expert's
+
+
+class Dispatcher(Protocol[Prepared, Origin]):
+    """Transport of tokens to the experts of this rank and back."""
+
+    def preprocess(
+        self, experts_TK: Tensor, drops: bool = False, capacity: int | None = None
+    ) -> Prepared:
+        """What the device can say of where rows go; never waits.
+
+        drops: some choices have the id E, and have no part in the rest. `capacity` fills every
+        expert up to that many rows from this rank, or all its tokens if they are fewer; it must be
+        the same on all ranks, and so must T.
+        """
+        ...
+
+    def dispatch(self, x_TD: Tensor, prepared: Prepared) -> tuple[Dispatched, Origin]:
+        """Tokens T × D -> rows of this rank's experts, and where these came from.
+
+        Only this may wait for the device (`PlannedDispatcher.waits_for_host`).
+        """
+        ...
+
+    def combine(self, expert_out_RD: Tensor, probs_TK: Tensor, origin: Origin) -> Tensor:
+        """Expert outputs -> the probability-weighted sum per token, T × D."""
+        ...
+
+
+def padded_rows(experts_TK: Tensor, capacity: int | None) -> int | None:
+    """Rows of this rank that pad each expert to its capacity: at most one per token."""
+    return None if capacity is None else min(capacity, len(experts_TK))
