@@ -32,6 +32,7 @@ from app.model.chunk import ChunkOutput
 from app.model.peers import Peers
 from app.model.weight_grads import WeightGrad
 from app.plan.pipeline.lowering import lower_all
+from app.plan.recompute import RecomputePolicy
 from app.plan.schedule import build_schedule
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -51,7 +52,7 @@ class Tiny(nn.Module):
     def context(self, *_: Any) -> None:
         """None is needed."""
 
-    def forward(self, tokens_BS: Tensor, context: None, recompute: bool = False) -> ChunkOutput:
+    def forward(self, tokens_BS: Tensor, context: None, runs: None = None) -> ChunkOutput:
         """B × S -> logits B × S × V."""
         return ChunkOutput(tokens_BS[..., None].float() * self.weight, ())
 
@@ -90,8 +91,7 @@ def main() -> None:
     stages = Stages(
         (tiny,),
         {},
-        {},
-        phases=(),
+        RecomputePolicy(),
         hidden=torch.Size(()),
         dtype=torch.float32,
         device=torch.device("cpu"),

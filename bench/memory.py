@@ -33,6 +33,7 @@ from app.engine.pipeline.step import TrainingStep
 from app.plan.memory.overheads import MIB
 from app.plan.memory.rank_memory import OUTSIDE, RankMemory
 from app.plan.plan import Plan
+from app.plan.recompute import Recomputed
 
 STEPS = 3
 STATE = ("parameters", "gradients", "optimizer")
@@ -149,8 +150,9 @@ def kept_by_forward(engine: Engine, device: torch.device) -> int:
     kept = 0
     for _ in range(2):  # the first time, libraries allocate their workspaces
         before = torch.cuda.memory_allocated()
-        context = chunk.context(positions, None)
-        out = chunk(tokens, context, run.recompute.full)
+        again = Recomputed(whole_layers=run.recompute.full)
+        context = chunk.context(positions, None, recompute=again)
+        out = chunk(tokens, context)
         loss = chunk.loss(out.x, labels, context)
         root = sum((report.loss for report in out.routing if report.loss.requires_grad), loss)
         del out

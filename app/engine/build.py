@@ -36,7 +36,7 @@ from app.plan.actions import Action
 from app.plan.dispatchers.choose import planned_dispatcher
 from app.plan.memory.activations import captured_phases
 from app.plan.plan import Plan
-from app.plan.schedule import full_recompute
+from app.plan.recompute import recompute_policy
 from app.plan.sharding.blocks import ShardCoords
 from app.plan.stages import StagePlan
 
@@ -232,7 +232,6 @@ def build_partial_graphs(engine: Engine) -> PartialGraphs | None:
         captured,
         recorder=engine.recorder,
         optimizer=engine.optimizer,
-        recomputed=run.recompute.phases,
     )
 
 
@@ -245,14 +244,10 @@ def select_forward_backward(
     tokens = run.train.seq_len // (groups.layout.cp * groups.layout.tp)
     hidden = torch.Size((run.train.micro_batch, tokens, run.model.hidden_size))
     rank = groups.pp_rank
-    recompute: dict[tuple[int, int], bool] = {}
-    if run.recompute.full:
-        recompute = full_recompute(lists[rank], run.recompute.partial_microbatches)
     stages = Stages(
         engine.chunks,
         engine.plan.next_here(rank),
-        recompute,
-        phases=run.recompute.phases,
+        recompute_policy(run.recompute, lists[rank]),
         hidden=hidden,
         dtype=DTYPES[run.precision.params],
         device=engine.device,

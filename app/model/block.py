@@ -105,7 +105,7 @@ def run_layer(
     """
     recompute = value_of(values, "context", Context).recompute
     routes = any(phase.name is PhaseName.route for phase in phases)
-    if not routes or Recompute.moe not in recompute.phases:
+    if not routes or not recompute.recomputes(Recompute.moe):
         return run_phases(phases, values, keep)
     start = int(phases[0].name is PhaseName.attn)
     before = run_phases(phases[:start], values, keep=("x", "context"))

@@ -6,13 +6,12 @@ matrices, K tokens of a whole sequence, D hidden, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
-from app.choices import CpComm, Recompute
+from app.choices import CpComm
 from app.config import ModelConfig
 from app.model.block import Layer, RoutingReport, RunPhases, run_layer
 from app.model.context_parallel import own_tokens
@@ -25,6 +24,7 @@ from app.model.weight_grads import WeightGradSink
 from app.plan.model.norm import NormWeights
 from app.plan.model.stage import NamedWeight, stage_weights
 from app.plan.model.vocabulary import table
+from app.plan.recompute import NOTHING, Recomputed
 from app.plan.stages import Stage
 
 
@@ -90,12 +90,12 @@ class Chunk(nn.Module):
         positions_BS: Tensor,
         documents_BK: Tensor | None,
         sink: WeightGradSink | None = None,
-        recompute: Collection[Recompute] = (),
+        recompute: Recomputed = NOTHING,
     ) -> Context:
         """What the layers need besides the hidden states.
 
-        Backward leaves weight gradients in `sink` if there is one, and computes the parts named in
-        `recompute` once more.
+        Backward leaves weight gradients in `sink` if there is one, and computes what `recompute`
+        says once more.
         """
         mask = None
         if documents_BK is not None:
@@ -110,7 +110,7 @@ class Chunk(nn.Module):
             theta=theta,
             deterministic=self.deterministic,
             sink=sink,
-            recompute=Recomputation(frozenset(recompute), draws),
+            recompute=Recomputation(recompute, draws),
         )
 
     def _queries(self, documents_BK: Tensor) -> Tensor:
@@ -124,13 +124,11 @@ class Chunk(nn.Module):
         self,
         x: Tensor,
         context: Context,
-        recompute: bool = False,
         runs: Sequence[RunPhases] | None = None,
     ) -> ChunkOutput:
         """Tokens B × S (first stage) or hidden states B × s × D -> B × s × D, s = S / tp.
 
-        recompute: only the input of each layer is kept, and backward runs the layer's forward again
-        (Chen et al. 2016). `runs`: how each layer runs its phases, if not the usual way.
+        `runs`: how each layer runs its phases, if not the usual way.
         """
         if self.first:
             assert self.embedding is not None, "the first stage has the table"
@@ -139,7 +137,7 @@ class Chunk(nn.Module):
         with context.recompute.forward():
             runs = runs or [run_layer] * len(self.layers)
             for layer, run in zip(self.in_order(), runs, strict=True):
-                x, report = recomputed(layer, x, context) if recompute else layer(x, context, run)
+                x, report = context.recompute.whole_layer(layer, x, context, run)
                 if report is not None:
                     routing.append(report)
         return ChunkOutput(x if self.norm is None else self.norm(x), tuple(routing))
@@ -181,13 +179,3 @@ def nothing() -> None:
 def _layer(module: nn.Module) -> Layer:
     assert isinstance(module, Layer), "nothing else is among a chunk's layers"
     return module
-
-
-def recomputed(
-    layer: Layer, x_BsD: Tensor, context: Context
-) -> tuple[Tensor, RoutingReport | None]:
-    """The layer, of whose forward nothing but the input is kept."""
-    out: tuple[Tensor, RoutingReport | None] = checkpoint(
-        layer, x_BsD, context, use_reentrant=False, preserve_rng_state=context.recompute.draws
-    )
-    return out

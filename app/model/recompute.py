@@ -1,5 +1,8 @@
 """Values that backward recomputes instead of keeping (Chen et al. 2016), by names of `Recompute`.
 
+What is recomputed is said by `app.plan.recompute.RecomputePolicy`; a microbatch's context brings it
+to every layer.
+
 Two ways. `checkpoint` keeps of a function only its arguments, and backward runs it once more for
 its own gradients. `discard_output` lets a function keep what it needs, but drops its result: what
 later operations would save of it is computed again from the function's arguments when their
@@ -20,6 +23,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
 from app.choices import Recompute
+from app.plan.recompute import NOTHING, Recomputed
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
@@ -58,18 +62,37 @@ class _View:
 
 @dataclass(slots=True)
 class Recomputation:
-    """What is recomputed of one microbatch in one chunk."""
+    """Carries out what is to be recomputed of one microbatch in one chunk."""
 
-    phases: frozenset[Recompute] = frozenset()
+    chosen: Recomputed = NOTHING
     # whether functions under `checkpoint` draw random numbers, which have to be the same again
     draws: bool = False
     # id of a result's storage -> a weak reference to it, and what makes it again
     _sources: dict[int, tuple[StorageWeakRef, _Source]] = field(default_factory=dict)
     _inside: int = 0  # depth of functions under `checkpoint`, of which nothing is kept anyway
 
+    def afresh(self) -> Recomputation:
+        """The same choice, for a forward by itself."""
+        return Recomputation(self.chosen, self.draws)
+
+    def whole_layer(self, layer: Callable[[*Ts], T], *arguments: *Ts) -> T:
+        """layer(*arguments), of which only the arguments are kept if whole layers are recomputed
+        (Chen et al. 2016).
+        """
+        if not self.chosen.whole_layers or not torch.is_grad_enabled():
+            return layer(*arguments)
+        result: T = checkpoint(
+            layer, *arguments, use_reentrant=False, preserve_rng_state=self.draws
+        )
+        return result
+
+    def recomputes(self, part: Recompute) -> bool:
+        """Whether backward computes this part of a layer again."""
+        return part in self.chosen.parts
+
     def checkpoint(self, part: Recompute, function: Callable[[*Ts], T], *arguments: *Ts) -> T:
         """function(*arguments), of which only the arguments are kept if `part` is recomputed."""
-        if part not in self.phases or self._inside or not torch.is_grad_enabled():
+        if not self.recomputes(part) or self._inside or not torch.is_grad_enabled():
             return function(*arguments)
         result: T = checkpoint(
             self._within, function, *arguments, use_reentrant=False, preserve_rng_state=self.draws
@@ -88,7 +111,7 @@ class Recomputation:
     ) -> Tensor:
         """function(*arguments), not a view; discarded after forward if `part` is recomputed."""
         out = function(*arguments)
-        if part in self.phases and not self._inside and torch.is_grad_enabled():
+        if self.recomputes(part) and not self._inside and torch.is_grad_enabled():
             storage = out.untyped_storage()
             source = _Source(function, tuple(argument.detach() for argument in arguments))
             # the reference keeps its identity from another use
@@ -106,7 +129,7 @@ class Recomputation:
     @contextmanager
     def forward(self) -> Iterator[None]:
         """Around a forward that calls `discard_output`."""
-        if not self.phases:
+        if not self.chosen.parts:
             yield
             return
         with saved_tensors_hooks(self._pack, _unpack):

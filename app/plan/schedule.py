@@ -274,19 +274,6 @@ def peak_in_flight(actions: Iterable[object]) -> int:
     )
 
 
-def full_recompute(actions: Iterable[object], partial: int) -> dict[tuple[int, int], bool]:
-    """(mb, chunk) of forwards, in order -> whether it recomputes all of its layers (True) or some.
-
-    Of every window of as many forwards as are in flight at the peak, the first `partial` recompute
-    only some layers: they use the memory that full recompute leaves over ("partial activation
-    checkpointing").
-    """
-    listed = list(actions)
-    window = peak_in_flight(listed)
-    forwards = [(action.mb, action.chunk) for action in listed if isinstance(action, Forward)]
-    return {place: nth % window >= partial for nth, place in enumerate(forwards)}
-
-
 def last_backwards(actions: Sequence[object]) -> frozenset[int]:
     """Positions of each chunk's last backward, which completes its gradients; none if split."""
     if any(isinstance(action, BackwardWeight) for action in actions):

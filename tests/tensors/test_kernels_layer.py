@@ -26,6 +26,7 @@ from app.model.layers import Context, Mlp, RMSNorm, layer_context, rotate
 from app.model.recompute import Recomputation
 from app.plan.model.mlp import MlpWeights
 from app.plan.model.norm import NormWeights
+from app.plan.recompute import Recomputed
 from tests.rounding import expect_alike, numbered, plain_and_exact
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -287,7 +288,9 @@ def test_attention_is_the_same_with_kernels(
     def run(module: torch.nn.Module) -> Outputs:
         like = next(module.parameters()).dtype
         cos_BS1H, sin_BS1H = (table.to(like) for table in (tables.cos_BS1H, tables.sin_BS1H))
-        context = Context(cos_BS1H, sin_BS1H, None, recompute=Recomputation(frozenset(parts)))
+        context = Context(
+            cos_BS1H, sin_BS1H, None, recompute=Recomputation(Recomputed(frozenset(parts)))
+        )
         return trained(module, lambda x: module(x, context))
 
     same_with_kernels(run, module, switch)
@@ -306,7 +309,7 @@ def test_feed_forward_is_the_same_with_kernels(
     set_parameters(module)
 
     def run(module: torch.nn.Module) -> Outputs:
-        again = Recomputation(frozenset(parts))
+        again = Recomputation(Recomputed(frozenset(parts)))
 
         def forward(x: Tensor) -> Tensor:
             with again.forward():

@@ -8,14 +8,12 @@ from functools import partial
 
 from torch import Tensor
 
-from app.choices import Recompute
 from app.engine.capture.interval import CapturedInterval
 from app.engine.capture.recorder import Recorder
 from app.engine.capture.static import Buffer
 from app.model.block import Layer, Phase, RunPhases, run_layer, run_phases, value_of
 from app.model.chunk import Chunk
 from app.model.layers import Context
-from app.model.recompute import Recomputation
 from app.optim.distributed import DistributedOptimizer
 from app.plan.graphs import GraphPlan
 
@@ -57,12 +55,10 @@ class PartialGraphs:
         captured: Collection[str],
         recorder: Recorder,
         optimizer: DistributedOptimizer,
-        recomputed: Collection[Recompute],
     ) -> None:
         self.plan = plan
         self.recorder = recorder
         self.optimizer = optimizer
-        self.recomputed = frozenset(recomputed)
         self.layers = [chunk.in_order() for chunk in chunks]
         self.intervals = [
             [Interval.of(layer.phases, captured) for layer in layers] for layers in self.layers
@@ -164,7 +160,7 @@ class PartialGraphs:
         after = phases[interval.stop :]
         made = {name for phase in inside for name in phase.outputs}
         read = {name for phase in after for name in phase.inputs}.union(keep)
-        context = replace(static, recompute=Recomputation(self.recomputed, static.recompute.draws))
+        context = replace(static, recompute=static.recompute.afresh())
         with context.recompute.forward():
             return run_layer(
                 inside,

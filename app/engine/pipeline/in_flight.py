@@ -5,13 +5,12 @@ Shapes: B sequences, S tokens per sequence of a context-parallel rank, D hidden.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from app.choices import Recompute
 from app.engine.capture.partial import PartialGraphs
 from app.engine.pipeline.data_feed import StepInput
 from app.model.block import RoutingReport
@@ -19,6 +18,7 @@ from app.model.chunk import Chunk
 from app.model.peers import rank
 from app.model.weight_grads import AddGrad, MainGradSink, WeightGradQueue, WeightGradSink
 from app.plan.actions import MicrobatchChunk, P2POp
+from app.plan.recompute import RecomputePolicy
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,10 +27,7 @@ class Stages:
 
     chunks: Sequence[Chunk]
     next_here: Mapping[int, int]  # chunk -> own chunk with the stage after it; others send
-    recompute: Mapping[
-        MicrobatchChunk, bool
-    ]  # microbatches in chunks that keep only the inputs of layers
-    phases: Collection[Recompute]  # parts of layers that the others compute again
+    recompute: RecomputePolicy  # what backward computes again
     hidden: torch.Size  # of what moves between stages: B, S / tp, D
     dtype: torch.dtype  # of what moves
     device: torch.device
@@ -91,12 +88,11 @@ class InFlight:
         sink: WeightGradSink | None = self.stages.sink
         if self.splits:
             sink = self.weights.setdefault(place, WeightGradQueue())
-        full = self.training and self.stages.recompute.get(place, False)
-        recompute = () if full else self.stages.phases
+        recompute = self.stages.recompute.of(place)
         context = module.context(batch.positions_BS, batch.documents_BS, sink, recompute=recompute)
         graphs = self.stages.graphs if self.training else None
         runs = graphs and graphs.runs(mb, chunk, context)
-        out = module(x, context, full, runs)
+        out = module(x, context, runs)
         self.totals.add(chunk, out.routing, self.step.routing_weight)
         root = out.x
         if module.last:

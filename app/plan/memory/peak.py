@@ -28,6 +28,7 @@ from app.plan.actions import (
     Wait,
 )
 from app.plan.memory.activations import ChunkActivations, MicrobatchMemory
+from app.plan.recompute import RecomputePolicy
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,12 +53,10 @@ class Peak:
 def find_peak(
     actions: Sequence[Action],
     chunks: Sequence[ChunkActivations],
-    full: Mapping[MicrobatchChunk, bool],
+    policy: RecomputePolicy,
 ) -> Peak:
-    """The peak of a training step's list; `full` says which microbatches recompute whole layers,
-    all those it leaves out.
-    """
-    walk = _Walk(chunks, full)
+    """The peak of a training step's list under a policy of recomputation."""
+    walk = _Walk(chunks, policy)
     for action in actions:
         walk.take(action)
     return walk.peak()
@@ -68,7 +67,7 @@ class _Walk:
     """What is alive at one action, and at the largest so far."""
 
     chunks: Sequence[ChunkActivations]
-    full: Mapping[MicrobatchChunk, bool]
+    policy: RecomputePolicy
     kept: int = 0  # by autograd and for gradients of weights
     buffers: int = 0
     pool: int = 0  # in partial graphs
@@ -105,7 +104,7 @@ class _Walk:
 
     def _forward(self, action: OnMicrobatch, mb: int, chunk: int) -> None:
         here = self.chunks[chunk]
-        memory = here.usual if self.full.get((mb, chunk), True) else here.spared
+        memory = here.usual if self.policy.whole_layers((mb, chunk)) else here.spared
         if not self._drop("in F", mb, chunk) and here.takes:
             self._drop("output", mb, chunk - 1)  # of the stage before, which is on this rank too
         self.live[mb, chunk] = memory

@@ -31,7 +31,7 @@ from app.plan.memory.overheads import (
     WORKSPACES,
 )
 from app.plan.memory.peak import Peak, find_peak
-from app.plan.schedule import full_recompute
+from app.plan.recompute import recompute_policy
 from app.plan.sharding.parameters import chunk_buffers, chunk_parameters
 from app.plan.stages import Stage, StagePlan
 from app.plan.trace.parts import BYTES
@@ -147,9 +147,7 @@ def _parts(
 ) -> Iterator[Part]:
     found = [planned.plan(stage) for stage in stages]
     chunks = [activations for _, activations in found]
-    partial = run.recompute.partial_microbatches
-    full = full_recompute(actions, partial) if partial else {}
-    peak = find_peak(actions, chunks, full)
+    peak = find_peak(actions, chunks, recompute_policy(run.recompute, actions))
     states = [state for state, _ in found]
     step = list(_step_parts(run, layout, chunks, actions=actions, peak=peak))
     tensors = [
