@@ -1,24 +1,14 @@
-"""A bound on the tokens that an expert takes from one rank, and which of them it drops.
+"""Which tokens an expert drops beyond its capacity (`app.plan.dispatchers.record.capacity`).
 
 Shapes: T tokens of a rank, K experts per token, E experts, R = T·K choices.
 """
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
 from app.choices import DropPolicy
-
-
-def capacity(choices: int, num_experts: int, factor: float) -> int:
-    """Rows of a microbatch that one expert takes at most: ceil(T·K / E · factor), `choices` = T·K.
-
-    Source: GShard (arXiv 2006.16668), with the rounding of Megatron-Core.
-    """
-    return math.ceil(choices / num_experts * factor)
 
 
 def within_capacity(

@@ -24,11 +24,12 @@ from app.model.block import Body, Phase, PhaseName, RoutingReport
 from app.model.layers import Context, Mlp, RMSNorm
 from app.model.peers import Peers, rank, size
 from app.model.weight_grads import WeightGradSink
-from app.moe.capacity import capacity, within_capacity
+from app.moe.capacity import within_capacity
 from app.moe.experts import Experts
 from app.moe.protocol import Dispatched, Dispatcher, Origin, Prepared
 from app.moe.router import aux_loss, aux_routing, choose, in_turn, sequence_aux_loss, z_loss
 from app.plan.dispatchers.choose import planned_dispatcher
+from app.plan.dispatchers.record import capacity
 from app.plan.model.experts import MoEBodyWeights, RouterWeights
 
 

@@ -18,11 +18,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from app.choices import DropPolicy
-from app.moe.capacity import capacity, within_capacity
+from app.moe.capacity import within_capacity
 from app.moe.dispatch.all_gather import AllGatherDispatcher
 from app.moe.dispatch.all_to_all import AllToAllDispatcher, expert_major
 from app.moe.dispatch.local import LocalDispatcher
 from app.moe.protocol import Dispatched, Dispatcher
+from app.plan.dispatchers.record import capacity
 from tests.cases import sampled
 from tests.distributed import run_distributed
 from tests.rounding import Values, expect_alike, in_fp64

@@ -22,6 +22,14 @@ from app.plan.groups import Way
 from app.plan.trace.trace import Trace, TracedTensor
 
 
+def capacity(choices: int, num_experts: int, factor: float) -> int:
+    """Rows of a microbatch that one expert takes at most: ceil(T·K / E · factor), `choices` = T·K.
+
+    Source: GShard (arXiv 2006.16668), with the rounding of Megatron-Core.
+    """
+    return ceil(choices / num_experts * factor)
+
+
 @dataclass(frozen=True, slots=True)
 class Tokens:
     """Hidden states of tokens on one rank."""
@@ -120,14 +128,14 @@ class PlannedDispatcher(ABC):
     def capacity_load(self, tokens: int) -> float | None:
         """Most rows that experts take of a rank's tokens, over those asked for; None: no bound.
 
-        The capacity of an expert is ceil(T·K/E · factor) of the T tokens of each rank (GShard,
-        arXiv 2006.16668), at most T.
+        An expert takes its capacity of the T tokens of each rank, at most T.
         """
         moe = self.moe
         if moe.capacity_factor is None:
             return None
-        capacity = min(ceil(tokens * moe.top_k / moe.num_experts * moe.capacity_factor), tokens)
-        return moe.num_experts * capacity / (tokens * moe.top_k)
+        choices = tokens * moe.top_k
+        rows = min(capacity(choices, moe.num_experts, moe.capacity_factor), tokens)
+        return moe.num_experts * rows / choices
 
     def busiest_load(self, tokens: int) -> float:
         """Rows of the busiest expert-parallel rank over the mean without drops.
