@@ -220,6 +220,7 @@ class DistributedOptimizer:
         skip = (~norm.isfinite()).float()
         divisor = grad_divisor(norm, self.config.clip_norm, scale)
         for shard in self._in_use_order:
+            self._param_gather.settle(shard)
             shard.update(self.config, lr, weight_decay, grad_divisor=divisor, skip=skip)
             self._param_gather.updated(shard)
         return skip

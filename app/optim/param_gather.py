@@ -14,18 +14,19 @@ from app.optim.adam import AdamShard
 class ParamGather:
     """Which buckets of parameters are not whole on this rank, and their all-gathers.
 
-    ============  =========================================  ================
-    a bucket is   all ranks have updated their shards        its parameters
-                  (`updated`)                                are needed
-                                                             (`make_whole`)
-    ============  =========================================  ================
-    whole         `overlaps`: starts: on its way             nothing
-                  otherwise: stale
-    stale         stale                                      gathers: whole
-    on its way    waits, starts again: on its way            waits: whole
-    ============  =========================================  ================
+    ============  ===================  ============================  ================
+    a bucket is   its shards will      all ranks have updated their  its parameters
+                  change (`settle`)    shards (`updated`)            are needed
+                                                                     (`make_whole`)
+    ============  ===================  ============================  ================
+    whole         nothing              `overlaps`: starts: on its    nothing
+                                       way; otherwise: stale
+    stale         nothing              stale                         gathers: whole
+    on its way    waits: whole         bug                           waits: whole
+    ============  ===================  ============================  ================
 
-    Over a single rank nothing is on its way: a bucket is whole again at once.
+    A bug is an AssertionError. Over a single rank nothing is on its way: a bucket is whole again at
+    once.
     """
 
     def __init__(self, shards: Sequence[AdamShard], overlaps: bool) -> None:
@@ -38,13 +39,17 @@ class ParamGather:
         self._stale: set[AdamShard] = set()
         self._on_its_way: dict[AdamShard, dist.Work] = {}
 
+    def settle(self, shard: AdamShard) -> None:
+        """The shard will change: what still reads it, and writes it, has to end first."""
+        if shard in self._on_its_way:
+            self._on_its_way.pop(shard).wait()
+
     def updated(self, shard: AdamShard) -> None:
         """All ranks have updated their shards of a bucket."""
         if not self.overlaps:
             self._stale.add(shard)
             return
-        if shard in self._on_its_way:  # nothing has read the values of the update before
-            self._on_its_way.pop(shard).wait()
+        assert shard not in self._on_its_way, "its gather still reads and writes the shard"
         work = all_gather(shard.params, shard.own_params, shard.group, wait=False)
         if work is not None:
             self._on_its_way[shard] = work
@@ -54,8 +59,7 @@ class ParamGather:
         if shard in self._stale:
             self._stale.remove(shard)
             all_gather(shard.params, shard.own_params, shard.group)
-        elif shard in self._on_its_way:
-            self._on_its_way.pop(shard).wait()
+        self.settle(shard)
 
     def gate(self, params: Iterable[nn.Parameter]) -> Callable[[], None]:
         """A function that makes these parameters whole."""
