@@ -114,7 +114,7 @@ class Plan:
     @cached_property
     def stage_seconds(self) -> tuple[StageSeconds, ...]:
         """Compute time of one microbatch in each stage, in stage order."""
-        return tuple(stage_seconds(self.run, stage, self.layout) for stage in self.stages.in_order)
+        return stage_seconds(self.run, self.stages.in_order, self.layout)
 
     @cached_property
     def traffic(self) -> tuple[GroupTraffic, ...]:

@@ -18,6 +18,8 @@ from app.config import (
     TrainConfig,
 )
 from app.plan.cost.flops import (
+    Flops,
+    StageSeconds,
     flops_per_token,
     parameter_count,
     peak_tflops,
@@ -25,6 +27,7 @@ from app.plan.cost.flops import (
     stage_seconds,
 )
 from app.plan.dispatchers.choose import busiest_load
+from app.plan.layout import ParallelLayout
 from app.plan.select import select_layout, select_stages
 from app.plan.stages import Stage
 from app.rules import check
@@ -224,6 +227,16 @@ MIXED = ModelConfig(  # dense layers, MoE layers, a shared expert with a gate an
 )
 
 
+def flops_of(run: Run, stage: Stage, layout: ParallelLayout, load: float = 1.0) -> Flops:
+    (flops,) = stage_flops(run, [stage], layout, load=load)
+    return flops
+
+
+def seconds_of(run: Run, stage: Stage, layout: ParallelLayout) -> StageSeconds:
+    (seconds,) = stage_seconds(run, [stage], layout)
+    return seconds
+
+
 def test_a_rank_of_the_worked_example():
     run = planned(
         QWEN3_30B_A3B,
@@ -235,7 +248,7 @@ def test_a_rank_of_the_worked_example():
     )
     last = select_stages(run).stages[3][0]
     mean, busiest = (
-        stage_flops(run, last, select_layout(run), load=load) for load in (1.0, busiest_load(run))
+        flops_of(run, last, select_layout(run), load=load) for load in (1.0, busiest_load(run))
     )
     expected = list(worked_example_of_a_rank().values())
     assert [mean.forward, busiest.forward] == expected[:2]
@@ -268,7 +281,7 @@ def test_all_ranks_together_do_the_models_work_once(model: ModelConfig, chosen: 
     run = planned(model, **chosen)
     layout = select_layout(run)
     work = [
-        stage_flops(run, stage, layout) for chunks in select_stages(run).stages for stage in chunks
+        flops_of(run, stage, layout) for chunks in select_stages(run).stages for stage in chunks
     ]
     # each stage's work is done: by its ranks, per microbatch
     times = run.world_size // run.parallel.pp * run.num_microbatches
@@ -284,7 +297,7 @@ def test_all_ranks_together_do_the_models_work_once(model: ModelConfig, chosen: 
 
 def test_backward_of_scores_has_no_gradient_of_weights():
     short, long = (
-        stage_flops(run, Stage((3,), False, False), select_layout(run))
+        flops_of(run, Stage((3,), False, False), select_layout(run))
         for run in (planned(LLAMA3_8B, seq_len=2048), planned(LLAMA3_8B, seq_len=4096))
     )
     scores = 2 * 4096 * 2 * 4096 * 32 * 128  # tokens · two products, half masked
@@ -314,7 +327,7 @@ def test_recomputation_by_part(choice: dict, again: str):
     choice = choice | {"phases": tuple(map(Recompute, choice.get("phases", ())))}
     run = planned(MIXED, world=1, seq_len=32, recompute=RecomputeConfig(**choice))
     # a dense and an MoE layer, and the head
-    flops = stage_flops(run, Stage((1, 2), False, True), select_layout(run))
+    flops = flops_of(run, Stage((1, 2), False, True), select_layout(run))
     scores, shared = 2 * 2 * 32 * 64, 2 * (3 * 64 * 64 + 64)
     moe = 2 * 8 * 64 + 2 * 3 * 3 * 64 * 32 + shared
     layers = scores + 2 * 2 * 4 * 64 * 64 + 2 * 3 * 64 * 96 + moe
@@ -334,7 +347,7 @@ def test_an_unbalanced_rank_does_more_of_the_experts_work_alone():
     run = planned(MIXED, world=4, seq_len=64, ep=4)
     stage, layout = Stage((1, 2), True, False), select_layout(run)
     assert busiest_load(run) == 1.5
-    mean, busiest = (stage_flops(run, stage, layout, load=load) for load in (1.0, 1.5))
+    mean, busiest = (flops_of(run, stage, layout, load=load) for load in (1.0, 1.5))
     assert busiest.forward - mean.forward == 128 * 2 * 3 * 3 * 64 * 32 // 2
     assert busiest.backward - mean.backward == 2 * (busiest.forward - mean.forward)
     assert (
@@ -379,7 +392,7 @@ def test_a_loss_by_chunks_does_the_heads_product_twice():
     run = planned(MIXED, world=1, seq_len=32)
     chunked = dataclasses.replace(run, loss=LossConfig(chunk_tokens=16))
     for stage in (Stage((1,), False, False), Stage((1,), False, True)):
-        plain, again = (stage_flops(each, stage, select_layout(run)) for each in (run, chunked))
+        plain, again = (flops_of(each, stage, select_layout(run)) for each in (run, chunked))
         assert again.recompute - plain.recompute == stage.head * 64 * 2 * 128 * 64
         assert (again.forward, again.backward) == (plain.forward, plain.backward)
 
@@ -390,19 +403,19 @@ def test_seconds_are_operations_over_the_expected_rate():
         LLAMA3_8B, recompute=recompute, hardware=HardwareConfig(peak_tflops=500, efficiency=0.5)
     )
     flops, seconds = (
-        stage_flops(run, dense, select_layout(run)),
-        stage_seconds(run, dense, select_layout(run)),
+        flops_of(run, dense, select_layout(run)),
+        seconds_of(run, dense, select_layout(run)),
     )
     assert seconds.forward == pytest.approx(flops.forward / 250e12)
     assert seconds.backward_weight == pytest.approx(flops.backward_weight / 250e12)
     # the forward twice
     assert seconds.total == pytest.approx((2 * flops.forward + flops.backward) / 250e12)
     h100 = planned(LLAMA3_8B, recompute=recompute)
-    assert stage_seconds(h100, dense, select_layout(h100)).total == pytest.approx(
+    assert seconds_of(h100, dense, select_layout(h100)).total == pytest.approx(
         seconds.total * 250 / (989 * 0.4)
     )
     moe, experts = planned(MIXED, world=4, seq_len=64, ep=4), Stage((2,), False, False)
-    busiest = stage_flops(moe, experts, select_layout(moe), load=1.5)
-    assert stage_seconds(moe, experts, select_layout(moe)).forward == pytest.approx(
+    busiest = flops_of(moe, experts, select_layout(moe), load=1.5)
+    assert seconds_of(moe, experts, select_layout(moe)).forward == pytest.approx(
         busiest.forward / 395.6e12
     )

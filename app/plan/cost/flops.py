@@ -1,26 +1,27 @@
 """Parameters of a model and floating-point operations per token and per rank; docs/flops.md derives
 them with examples.
 
-A matrix product of [m, k] and [k, n] is 2·m·n·k operations, so each weight of a matrix costs 2 per
-token forward, and twice that backward. Norms, activations, rotary positions and the embedding
-lookup are not counted.
+Operations are sums over the traces of `app.plan.trace`, which say what each product costs: 2·m·n·k
+for one of [m, k] and [k, n], so that each weight of a matrix costs 2 per token forward, and twice
+that backward. Norms, activations, rotary positions and the embedding lookup are not counted.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from app.choices import Recompute
-from app.config import ModelConfig, MoEConfig, RecomputeConfig, Run
+from app.config import ModelConfig, MoEConfig, Run, TrainConfig
 from app.plan.dispatchers.choose import busiest_load
 from app.plan.layout import ParallelLayout
-from app.plan.model.attention import AttentionWeights
-from app.plan.model.layer import DenseBodyWeights, LayerWeights
 from app.plan.model.stage import model_weights
 from app.plan.model.vocabulary import table
 from app.plan.model.weight import Weight
 from app.plan.stages import Stage
+from app.plan.trace.parts import sizes_of
+from app.plan.trace.stage import fold_stages
+from app.plan.trace.trace import ForwardTrace
 
 # Dense bf16 tensor-core peaks without sparsity, TFLOP/s per GPU, from the vendors' data sheets:
 # words that the device name must contain, and the peak. The first match counts, so variants stand
@@ -91,8 +92,10 @@ def flops_per_token(model: ModelConfig, seq_len: int) -> float:
 
     Recomputed forwards are not counted: this is the numerator of model FLOPs utilisation.
     """
-    layers = sum(layer_forward(model, layer, seq_len).total for layer in range(model.num_layers))
-    return 3.0 * (layers + head_forward(model))
+    run = Run(model, train=TrainConfig(seq_len=seq_len, micro_batch=1))
+    whole = Stage(tuple(range(model.num_layers)), embedding=True, head=True)
+    (flops,) = stage_flops(run, [whole], ParallelLayout(1))
+    return float((flops.forward + flops.backward) // seq_len)
 
 
 def peak_tflops(device_name: str) -> float | None:
@@ -104,74 +107,9 @@ def peak_tflops(device_name: str) -> float | None:
     return next((peak for needed, peak in PEAKS if needed <= words), None)
 
 
-def attention_weights(model: ModelConfig) -> int:
-    """Matrix elements of one layer's attention."""
-    return AttentionWeights.of(model).matrix_elements
-
-
-def _feed_forward(model: ModelConfig, layer: int) -> tuple[int, int, int, int]:
-    """Matrix elements that a token uses of a layer's SwiGLU, or of its router, routed and gated
-    shared experts.
-    """
-    body = LayerWeights.of(model, layer).body
-    if isinstance(body, DenseBodyWeights):
-        return body.matrix_elements, 0, 0, 0
-    assert model.moe is not None
-    router = body.router.matrix_elements
-    experts = body.experts.matrix_elements
-    shared = body.matrix_elements - router - experts
-    return 0, router, experts // model.moe.num_experts * model.moe.top_k, shared
-
-
 @dataclass(frozen=True, slots=True)
-class LayerForward:
-    """Operations of a layer's forward per token, by what recompute and parallelism tell apart."""
-
-    projections: int  # queries, keys, values and output
-    scores: int  # scores and weighted values: products of activations, half masked
-    dense: int  # SwiGLU of a dense layer
-    router: int
-    routed: int  # the experts that a token is sent to
-    shared: int  # shared expert and its gate
-
-    @property
-    def total(self) -> int:
-        """FLOPs of a token in the layer's forward."""
-        return self.projections + self.scores + self.dense + self.router + self.routed + self.shared
-
-    def again(self, choice: RecomputeConfig) -> int:
-        """What backward computes again. Norms and activations have no products: not counted."""
-        if choice.full:
-            return self.total
-        scores = self.scores if Recompute.attn_core in choice.phases else 0
-        if Recompute.moe in choice.phases:
-            return scores + self.router + self.routed + self.shared
-        return scores + (self.shared if Recompute.shared in choice.phases else 0)
-
-
-def layer_forward(model: ModelConfig, layer: int, seq_len: int, load: float = 1.0) -> LayerForward:
-    """Operations of decoder layer `layer` per token; `load` multiplies its routed experts'."""
-    dense, router, routed, shared = (2 * weights for weights in _feed_forward(model, layer))
-    # q·k and probabilities·v, each 2 · seq_len · N · H per token, half of it masked
-    scores = 2 * seq_len * model.num_heads * model.head_width
-    return LayerForward(
-        2 * attention_weights(model),
-        scores,
-        dense,
-        router=router,
-        routed=round(load * routed),
-        shared=shared,
-    )
-
-
-def head_forward(model: ModelConfig) -> int:
-    """Operations of the head per token, tied to the embedding or not."""
-    return 2 * table(model).numel
-
-
-@dataclass(frozen=True, slots=True)
-class StageFlops:
-    """Operations of one stage on one rank for one microbatch."""
+class Flops:
+    """Operations of a part, a stage or a model on one rank for one microbatch."""
 
     forward: int
     # gradients of activations; all of attention's scores, which have no weights
@@ -185,33 +123,36 @@ class StageFlops:
         return self.backward_input + self.backward_weight
 
 
-def stage_flops(run: Run, stage: Stage, layout: ParallelLayout, load: float = 1.0) -> StageFlops:
-    """Operations of one rank of a stage for one microbatch.
+def stage_flops(
+    run: Run, stages: Sequence[Stage], layout: ParallelLayout, load: float = 1.0
+) -> list[Flops]:
+    """Operations of one rank of each stage for one microbatch.
 
     A rank does 1 / (tp·cp) of the work of its microbatch's tokens: by width, or by tokens where
     weights are replicated. For routed experts this is the mean: an expert-parallel group shares its
     rows, `load` times the mean of them on this rank (`busiest_load` has that of the rank that the
     others wait for). With recompute.partial_microbatches, this is a microbatch that is not spared.
     """
-    layers = [
-        layer_forward(run.model, layer, run.train.seq_len, load=load) for layer in stage.layers
-    ]
-    scores = sum(layer.scores for layer in layers)
-    products = (
-        sum(layer.total for layer in layers)
-        - scores
-        + (head_forward(run.model) if stage.head else 0)
-    )
-    again = sum(layer.again(run.recompute) for layer in layers)
-    if stage.head and run.loss.chunk_tokens is not None:
-        again += head_forward(run.model)
-    # seq_len is a multiple of tp·cp
-    tokens = run.train.micro_batch * run.train.seq_len // (layout.tp * layout.cp)
-    return StageFlops(
-        tokens * (products + scores),
-        tokens * (products + 2 * scores),
-        tokens * products,
-        recompute=tokens * again,
+    s = sizes_of(run, layout, load=load)
+    rows = fold_stages(s, stages, full=run.recompute.full, fold=_trace_flops)
+    return [_total(row) for row in rows]
+
+
+def _trace_flops(written: ForwardTrace) -> Flops:
+    """Sums over the operations of a trace."""
+    ops = [op for op in written.trace.ops if op.flops]
+    forward = sum(op.flops for op in ops)
+    weight = sum(op.flops for op in ops if op.weight)
+    recompute = sum(op.flops if op.segment else op.flops_again for op in ops)
+    return Flops(forward, 2 * forward - weight, weight, recompute=recompute)
+
+
+def _total(parts: Sequence[Flops]) -> Flops:
+    return Flops(
+        sum(part.forward for part in parts),
+        sum(part.backward_input for part in parts),
+        sum(part.backward_weight for part in parts),
+        recompute=sum(part.recompute for part in parts),
     )
 
 
@@ -229,12 +170,16 @@ class StageSeconds:
         return self.forward + self.backward_input + self.backward_weight
 
 
-def stage_seconds(run: Run, stage: Stage, layout: ParallelLayout) -> StageSeconds:
-    """Operations of a stage's busiest rank over the hardware's peak_tflops · efficiency."""
-    flops = stage_flops(run, stage, layout, load=busiest_load(run))
+def stage_seconds(
+    run: Run, stages: Sequence[Stage], layout: ParallelLayout
+) -> tuple[StageSeconds, ...]:
+    """Operations of each stage's busiest rank over the hardware's peak_tflops · efficiency."""
     rate = (run.hardware.peak_tflops or PLANNED_PEAK) * 1e12 * run.hardware.efficiency
-    return StageSeconds(
-        flops.forward / rate,
-        (flops.backward_input + flops.recompute) / rate,
-        flops.backward_weight / rate,
+    return tuple(
+        StageSeconds(
+            flops.forward / rate,
+            (flops.backward_input + flops.recompute) / rate,
+            flops.backward_weight / rate,
+        )
+        for flops in stage_flops(run, stages, layout, load=busiest_load(run))
     )

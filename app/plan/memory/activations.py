@@ -15,9 +15,9 @@ from app.choices import GraphImpl, GraphScope
 from app.config import CudaGraphConfig, Run
 from app.plan.layout import ParallelLayout
 from app.plan.stages import Stage
-from app.plan.trace.layers import embedding_trace, head_trace, layer_trace
 from app.plan.trace.parts import Sizes, sizes_of
 from app.plan.trace.replay import Inside, Replay, inside, replay
+from app.plan.trace.stage import StagePart, part_trace, stage_parts
 from app.plan.trace.trace import ForwardTrace
 
 ROUTER = ("norm", "shared", "route")
@@ -114,7 +114,8 @@ class _Link:
 def chunk_activations(run: Run, stage: Stage, layout: ParallelLayout) -> ChunkActivations:
     """Memory of one microbatch in a stage on one rank, at the planned imbalance of its experts."""
     s = sizes_of(run, layout)
-    carried = s.table if _tied(s, stage) and not s.splits else 0
+    tied = StagePart.tied_head in stage_parts(s.model, stage)
+    carried = s.table if tied and not s.splits else 0
     row = _row(s, stage, full=False)
     rotary = {"rotary": s.rotary} if stage.layers else {}  # nothing else keeps the context
     spared = _memory(s, row, carried, shared=rotary)
@@ -161,16 +162,12 @@ def own_inputs(run: Run, layers: Sequence[int]) -> tuple[int, ...]:
 
 def _row(s: Sizes, stage: Stage, full: bool) -> list[_Link]:
     captured = captured_phases(s.run.cuda_graph)
-    is_moe = [s.model.is_moe_layer(layer) for layer in stage.layers]
-    kinds = {moe: _link(layer_trace(s, moe, full), captured) for moe in set(is_moe)}
-    first = [_link(embedding_trace(s), ())] if stage.embedding else []
-    last = [_link(head_trace(s, _tied(s, stage)), ())] if stage.head else []
-    return [*first, *(kinds[moe] for moe in is_moe), *last]
-
-
-def _tied(s: Sizes, stage: Stage) -> bool:
-    """Whether one table is embedding and head of this stage."""
-    return stage.embedding and stage.head and s.model.tie_embeddings
+    parts = stage_parts(s.model, stage)
+    links = {
+        part: _link(part_trace(s, part, full), captured if part.is_layer else ())
+        for part in set(parts)
+    }
+    return [links[part] for part in parts]
 
 
 def _link(written: ForwardTrace, captured: Collection[str]) -> _Link:

@@ -70,8 +70,3 @@ class Part:
                 yield path + field.name, inner
             elif isinstance(inner, Part):
                 yield from inner.weights(f"{path}{field.name}.")
-
-    @property
-    def matrix_elements(self) -> int:
-        """Elements of its matrices: of each, 2 FLOPs per token that it is used for."""
-        return sum(weight.numel for _, weight in self.weights() if len(weight.shape) > 1)

@@ -40,6 +40,16 @@ class _Reach:
     heads: int  # N here
     kv_heads: int  # G here
 
+    def flops(self, s: Sizes) -> int:
+        """Of scores and weighted values: two products, each of a query with the keys before it.
+
+        A sequence's queries are the last ones of its keys, so that the first of n looks at all but
+        n - 1 of these. Documents packed into one sequence are counted as one.
+        """
+        own = self.queries // s.run.train.micro_batch
+        twice_seen = self.queries * (2 * self.keys - own)  # of pairs of query and key
+        return 2 * twice_seen * self.heads * s.model.head_width
+
 
 def attention_core(trace: Trace, s: Sizes, qkv: TracedTensor, keep: bool) -> TracedTensor:
     """From projected queries, keys and values to what the output projection reads; `keep`:
@@ -142,7 +152,14 @@ def _softmax_attention(
     # gradients of the keys seen, before they are put among those of the other keys
     cut = seen * reach.kv_heads // 2 if reach.queries < s.tokens else 0
     working = max(sums + seen * reach.heads - k.bytes - v.bytes, cut)
-    return trace.op([q, k, v], [q.bytes], [q, k, v, 0], keeps=row + mask, scratch=(0, working))[0]
+    return trace.op(
+        [q, k, v],
+        [q.bytes],
+        [q, k, v, 0],
+        keeps=row + mask,
+        scratch=(0, working),
+        flops=reach.flops(s),
+    )[0]
 
 
 def _matrix_attention(
@@ -154,6 +171,11 @@ def _matrix_attention(
     keys = 4 * s.run.train.micro_batch * reach.keys * reach.heads * s.model.head_width
     saved = wide + 2 * keys
     (out,) = trace.op(
-        [q, k, v], [wide], keeps=saved + scores, scratch=(scores + saved, 2 * scores), kernels=12
+        [q, k, v],
+        [wide],
+        keeps=saved + scores,
+        scratch=(scores + saved, 2 * scores),
+        kernels=12,
+        flops=reach.flops(s),
     )
     return trace.op([out], [q.bytes])[0]

@@ -36,7 +36,9 @@ def _shared(trace: Trace, s: Sizes, moe: MoEConfig, h: TracedTensor) -> TracedTe
         out = swiglu(trace, s, h, width=moe.shared_ffn_hidden_size // s.layout.tp, again=False)
         if not moe.shared_gate:
             return out
-        (gate,) = trace.op([h], [s.local * s.size], [h], weight=s.weight(1))
+        (gate,) = trace.op(
+            [h], [s.local * s.size], [h], weight=s.weight(1), flops=s.product(s.local, s.weight(1))
+        )
         (gate,) = trace.op([gate], [gate.bytes], [0])
         return trace.op([gate, out], [out.bytes], [gate, out])[0]
 
@@ -53,7 +55,13 @@ def _route(
     if moe.jitter_eps:
         (wide,) = trace.op([wide], [wide.bytes], keeps=wide.bytes, kernels=2)
     (logits,) = trace.op(
-        [wide], [scores], [wide], keeps=0 if s.size == 4 else weight, weight=weight, kernels=2
+        [wide],
+        [scores],
+        [wide],
+        keeps=0 if s.size == 4 else weight,
+        weight=weight,
+        kernels=2,
+        flops=2 * s.local * s.model.hidden_size * moe.num_experts,
     )
     after = moe.score is Score.softmax and not moe.pre_softmax
     ranked = logits if after else trace.op([logits], [scores], [0])[0]
@@ -112,6 +120,9 @@ def _experts(
     width = dispatcher.moe.ffn_hidden_size // dispatcher.etp
     weight = dispatcher.experts * s.weight(width)
     rows = dispatcher.rows(s.local).computed
+    # fewer than those where a capacity leaves some empty and nobody waits to learn how many
+    filled = round(dispatcher.mean_rows(s.local) * s.load)
+    flops = s.product(filled, s.weight(width))
     (up,) = trace.op(
         [x],
         [2 * rows * width * s.size],
@@ -119,6 +130,7 @@ def _experts(
         weight=2 * weight,
         added=s.added,
         deferred=s.deferred(2 * weight),
+        flops=2 * flops,
     )
     inner = activation(trace, up, s.recomputes(Recompute.experts_act))
     deferred = s.deferred(weight)
@@ -130,4 +142,5 @@ def _experts(
         weight=weight,
         added=s.added,
         deferred=deferred,
+        flops=flops,
     )[0]

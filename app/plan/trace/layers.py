@@ -78,6 +78,7 @@ def _loss_of_kept_logits(trace: Trace, s: Sizes, h: TracedTensor, added: GradAdd
         deferred=deferred,
         carries=carries,
         scratch=scratch,
+        flops=s.product(s.tokens, s.table),
     )
     scratch = gathered + STATISTICS * s.tokens, ordered
     trace.op(
@@ -107,6 +108,7 @@ def _loss_by_chunks(trace: Trace, s: Sizes, h: TracedTensor, added: GradAddition
     scratch = max(ordered, gathered + logits + following), max(ordered, most) - h.bytes - weight
     keeps = PER_LABEL * s.tokens
     kernels = LOSS_KERNELS + 2 * -(-s.tokens // chunk)
+    flops = s.product(s.tokens, s.table)
     trace.op(
         [h],
         [4],
@@ -117,6 +119,8 @@ def _loss_by_chunks(trace: Trace, s: Sizes, h: TracedTensor, added: GradAddition
         carries=table_sum,
         scratch=scratch,
         kernels=kernels,
+        flops=flops,
+        flops_again=flops,
     )
 
 

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 from app.choices import CpComm, Dtype, Recompute, ScheduleName
 from app.config import ModelConfig, Run
+from app.plan.dispatchers.choose import busiest_load
 from app.plan.layout import ParallelLayout
 from app.plan.trace.trace import GradAddition, Trace, TracedTensor
 
@@ -39,6 +40,7 @@ class Sizes:
     local: int  # T / tp: tokens outside of attention and feed-forward
     heads: int  # N
     kv_heads: int  # G
+    load: float  # rows of this rank's experts, over the mean of their expert-parallel group
 
     @property
     def model(self) -> ModelConfig:
@@ -82,6 +84,10 @@ class Sizes:
         """A matrix between the residual stream and `width`."""
         return self.model.hidden_size * width * self.size
 
+    def product(self, rows: int, weight: int) -> int:
+        """Floating-point operations of so many rows times a matrix of `weight` bytes."""
+        return 2 * rows * weight // self.size
+
     @property
     def splits(self) -> bool:
         """Whether backward leaves gradients of matrices for later."""
@@ -113,8 +119,8 @@ class Sizes:
         return part in self.run.recompute.phases
 
 
-def sizes_of(run: Run, layout: ParallelLayout) -> Sizes:
-    """Sizes of one microbatch on one rank."""
+def sizes_of(run: Run, layout: ParallelLayout, load: float | None = None) -> Sizes:
+    """Sizes of one microbatch on one rank; `load` None: that of the busiest."""
     tokens = run.train.micro_batch * run.train.seq_len // layout.cp
     heads = run.model.num_heads // layout.tp
     kv_heads = run.model.num_kv_heads // layout.tp
@@ -126,6 +132,7 @@ def sizes_of(run: Run, layout: ParallelLayout) -> Sizes:
         local=tokens // layout.tp,
         heads=heads,
         kv_heads=kv_heads,
+        load=busiest_load(run) if load is None else load,
     )
 
 
@@ -174,9 +181,16 @@ def column_parallel(
     trace: Trace, s: Sizes, x: TracedTensor, size: int, weight: int
 ) -> TracedTensor:
     """A product with rows of the weight cut by tp, for all tokens."""
+    flops = s.product(s.tokens, weight)
     if s.layout.tp == 1:
         return trace.op(
-            [x], [size], [x], weight=weight, added=s.added, deferred=s.deferred(weight)
+            [x],
+            [size],
+            [x],
+            weight=weight,
+            added=s.added,
+            deferred=s.deferred(weight),
+            flops=flops,
         )[0]
     whole = s.layout.tp * x.bytes
     ordered = s.copies * s.layout.tp * x.bytes
@@ -193,6 +207,7 @@ def column_parallel(
         deferred=deferred,
         scratch=scratch,
         kernels=1 + s.copies,
+        flops=flops,
     )[0]
 
 
@@ -206,7 +221,14 @@ def row_parallel(
     size = s.layout.tp * s.stream
     deferred = s.deferred(weight)
     (whole,) = trace.op(
-        [x], [size], [x], holds=holds, weight=weight, added=s.added, deferred=deferred
+        [x],
+        [size],
+        [x],
+        holds=holds,
+        weight=weight,
+        added=s.added,
+        deferred=deferred,
+        flops=s.product(s.tokens, weight),
     )
     return scattered(trace, s, whole, holds=(x, *holds))
 

@@ -1,7 +1,8 @@
-"""A forward as a list of operations on sizes: what each reads, makes, and saves for backward.
+"""A forward as a list of operations on sizes: what each reads, makes, saves for backward, computes.
 
-`tape_replay` finds out what autograd keeps of it and what else is alive while it runs. All sizes
-are bytes.
+`app.plan.trace.replay` finds out what autograd keeps of it and what else is alive while it runs;
+floating-point operations (`app.plan.cost.flops`) and launches are sums over it. All sizes are
+bytes.
 """
 
 from __future__ import annotations
@@ -55,6 +56,10 @@ class Operation:
     scratch: tuple[int, int]  # alive only while it runs, forward and backward
     passes: bool  # the gradient of what it reads is that of what it makes, not a new tensor
     kernels: int  # launches of its forward
+    # floating-point operations of its forward's products, 2·m·n·k each; its backward has twice as
+    # many, half of them for the gradient of its weight if it has one
+    flops: int
+    flops_again: int  # of these, what its own backward computes again
 
 
 @dataclass(slots=True)
@@ -87,6 +92,8 @@ class Trace:
         scratch: tuple[int, int] = (0, 0),
         passes: bool = False,
         kernels: int = 1,
+        flops: int = 0,
+        flops_again: int = 0,
     ) -> tuple[TracedTensor, ...]:
         """Write down an operation. `makes`: new sizes, and views; `saves` may number these."""
         before = len(self.storages)
@@ -108,6 +115,8 @@ class Trace:
             scratch=scratch,
             passes=passes,
             kernels=kernels,
+            flops=flops,
+            flops_again=flops_again,
         )
         self.ops.append(op)
         return made

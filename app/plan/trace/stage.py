@@ -1,0 +1,63 @@
+"""The parts that a stage is a row of, and the trace of each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from enum import Enum, auto
+from itertools import chain
+from typing import TypeVar
+
+from app.config import ModelConfig
+from app.plan.stages import Stage
+from app.plan.trace.layers import embedding_trace, head_trace, layer_trace
+from app.plan.trace.parts import Sizes
+from app.plan.trace.trace import ForwardTrace
+
+T = TypeVar("T")
+
+
+class StagePart(Enum):
+    """Parts of equal kind are alike."""
+
+    embedding = auto()
+    dense_layer = auto()
+    moe_layer = auto()
+    head = auto()
+    tied_head = auto()  # with the embedding on the same rank
+
+    @property
+    def is_layer(self) -> bool:
+        """Whether it is a decoder layer."""
+        return self in (StagePart.dense_layer, StagePart.moe_layer)
+
+
+def stage_parts(model: ModelConfig, stage: Stage) -> list[StagePart]:
+    """The parts of a stage, in the order of its forward."""
+    layers = [
+        StagePart.moe_layer if model.is_moe_layer(layer) else StagePart.dense_layer
+        for layer in stage.layers
+    ]
+    first = [StagePart.embedding] if stage.embedding else []
+    tied = stage.embedding and model.tie_embeddings
+    last = [StagePart.tied_head if tied else StagePart.head] if stage.head else []
+    return [*first, *layers, *last]
+
+
+def part_trace(s: Sizes, part: StagePart, full: bool) -> ForwardTrace:
+    """The trace of one part; `full`: backward computes all of a layer again from its input."""
+    match part:
+        case StagePart.embedding:
+            return embedding_trace(s)
+        case StagePart.dense_layer | StagePart.moe_layer:
+            return layer_trace(s, moe=part is StagePart.moe_layer, full=full)
+        case StagePart.head | StagePart.tied_head:
+            return head_trace(s, tied=part is StagePart.tied_head)
+
+
+def fold_stages(
+    s: Sizes, stages: Sequence[Stage], full: bool, fold: Callable[[ForwardTrace], T]
+) -> list[list[T]]:
+    """What `fold` makes of the traces of every stage's parts; each kind is recorded once."""
+    rows = [stage_parts(s.model, stage) for stage in stages]
+    folded = {part: fold(part_trace(s, part, full)) for part in set(chain.from_iterable(rows))}
+    return [[folded[part] for part in row] for row in rows]

@@ -1,0 +1,137 @@
+"""What each operation of the traces costs, against counts by hand."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from app.choices import CpComm, DispatcherKind
+from app.config import ModelConfig, MoEConfig, ParallelConfig, Run, TrainConfig
+from app.plan.cost.flops import stage_flops
+from app.plan.select import select_layout
+from app.plan.stages import Stage
+from app.plan.trace.parts import sizes_of
+from app.plan.trace.stage import StagePart, part_trace, stage_parts
+from app.plan.trace.trace import ForwardTrace
+from app.rules import check
+
+MODEL = ModelConfig(
+    num_layers=2,
+    hidden_size=64,
+    ffn_hidden_size=96,
+    num_heads=8,
+    num_kv_heads=4,
+    vocab_size=128,
+    tie_embeddings=True,
+    moe=MoEConfig(
+        num_experts=8,
+        top_k=2,
+        ffn_hidden_size=32,
+        first_k_dense=1,
+        shared_ffn_hidden_size=48,
+        shared_gate=True,
+    ),
+)
+WHOLE = Stage((0, 1), embedding=True, head=True)
+
+
+def planned(model: ModelConfig = MODEL, batch: int = 2, **parallel: object) -> Run:
+    world = parallel.pop("world", 8)
+    train = TrainConfig(seq_len=32, micro_batch=batch, global_batch=batch * 8)
+    return check(Run(model, ParallelConfig(world_size=world, **parallel), train=train))
+
+
+def trace_of(run: Run, part: StagePart) -> ForwardTrace:
+    return part_trace(sizes_of(run, select_layout(run)), part, full=False)
+
+
+def flops_by_phase(run: Run) -> dict[str, int]:
+    """Of every part once."""
+    found: dict[str, int] = {}
+    for part in stage_parts(run.model, WHOLE):
+        for op in trace_of(run, part).trace.ops:
+            found[op.phase] = found.get(op.phase, 0) + op.flops
+    return found
+
+
+def test_a_stage_is_a_row_of_parts():
+    assert stage_parts(MODEL, WHOLE) == [
+        StagePart.embedding,
+        StagePart.dense_layer,
+        StagePart.moe_layer,
+        StagePart.tied_head,
+    ]
+    assert stage_parts(MODEL, Stage((1,), False, True)) == [StagePart.moe_layer, StagePart.head]
+    assert stage_parts(MODEL, Stage((), False, False)) == []
+
+
+@pytest.mark.parametrize(
+    "parallel",
+    [
+        {"world": 1},
+        {"tp": 2},
+        {"tp": 2, "cp": 2, "ep": 2},
+        {"tp": 2, "cp": 2, "cp_comm_type": CpComm.all_to_all, "ep": 4, "etp": 1},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("dispatcher", [DispatcherKind.auto, DispatcherKind.all_gather], ids=str)
+def test_every_phase_costs_its_products(parallel: dict, dispatcher: DispatcherKind):
+    """A rank's tokens, or its part of the widths, through each matrix: 2 per element and token."""
+    moe = dataclasses.replace(MODEL.moe, dispatcher=dispatcher, planned_imbalance=1.0)
+    run = planned(dataclasses.replace(MODEL, moe=moe), **parallel)
+    tokens = 2 * 32 // (run.parallel.tp * run.parallel.cp)
+    projections = 64 * (8 + 2 * 4) * 8 + 64 * 64
+    scores = 2 * 32 * 8 * 8  # q·k and probabilities·v, half of either masked
+    expected = {
+        "attn": 2 * (2 * projections + scores),  # of both layers
+        "mlp": 2 * 3 * 64 * 96,
+        "shared": 2 * (3 * 64 * 48 + 64),
+        "route": 2 * 64 * 8,
+        "experts": 2 * 2 * 3 * 64 * 32,
+        "head": 2 * 128 * 64,
+    }
+    found = {phase: flops for phase, flops in flops_by_phase(run).items() if flops}
+    assert found == {phase: tokens * flops for phase, flops in expected.items()}
+
+
+@pytest.mark.parametrize("cp", [2, 4])
+def test_both_pieces_of_a_sequence_cost_the_queries_and_keys_they_pair(cp: int):
+    """The first rank has the first and the last of 2·cp pieces; a query pairs with itself half."""
+    run = planned(world=cp, cp=cp)
+    piece = 32 // (2 * cp)
+    pairs = [
+        sum(position + 0.5 for position in queries)
+        for queries in (range(piece), range(32 - piece, 32))
+    ]
+    ops = trace_of(run, StagePart.dense_layer).trace.ops
+    attends = [op.flops for op in ops if op.phase == "attn" and op.flops and not op.weight]
+    # two sequences, two products, 8 heads of width 8
+    assert attends == [2 * 2 * 2 * 8 * 8 * count for count in pairs]
+
+
+def test_only_what_has_a_weight_has_a_gradient_of_it():
+    ops = [
+        op
+        for part in stage_parts(MODEL, WHOLE)
+        for op in trace_of(planned(tp=2), part).trace.ops
+        if op.flops and not op.weight
+    ]
+    assert len(ops) == 2 and {op.phase for op in ops} == {"attn"}  # scores of both layers
+
+
+def test_experts_take_whole_rows():
+    """64 tokens with 2 experts each are 128 rows on the mean, and 1.37 times as many 175.36: 175."""
+    moe = dataclasses.replace(MODEL.moe, planned_imbalance=1.37)
+    run = planned(dataclasses.replace(MODEL, moe=moe), world=4, ep=4)
+    (flops,) = stage_flops(run, [Stage((1,), False, False)], select_layout(run), load=1.37)
+    (mean,) = stage_flops(run, [Stage((1,), False, False)], select_layout(run))
+    assert flops.forward - mean.forward == (175 - 128) * 2 * 3 * 64 * 32
+
+
+def test_rows_that_a_capacity_drops_are_not_computed():
+    """A factor of 0.5 leaves half of the rows, also where nobody waits to learn how many."""
+    moe = dataclasses.replace(MODEL.moe, capacity_factor=0.5)
+    run = planned(dataclasses.replace(MODEL, moe=moe), world=1)
+    assert flops_by_phase(run)["experts"] == flops_by_phase(planned(world=1))["experts"] // 2
