@@ -6,9 +6,17 @@ import dataclasses
 
 import pytest
 
-from app.choices import CpComm, DispatcherKind
-from app.config import ModelConfig, MoEConfig, ParallelConfig, Run, TrainConfig
+from app.choices import CpComm, DispatcherKind, Recompute
+from app.config import (
+    ModelConfig,
+    MoEConfig,
+    ParallelConfig,
+    RecomputeConfig,
+    Run,
+    TrainConfig,
+)
 from app.plan.cost.flops import stage_flops
+from app.plan.groups import CP, GROUPS, TP, Group, Way
 from app.plan.select import select_layout
 from app.plan.stages import Stage
 from app.plan.trace.parts import sizes_of
@@ -122,7 +130,7 @@ def test_only_what_has_a_weight_has_a_gradient_of_it():
 
 
 def test_experts_take_whole_rows():
-    """64 tokens with 2 experts each are 128 rows on the mean, and 1.37 times as many 175.36: 175."""
+    """64 tokens with 2 experts each are 128 rows on the mean; 1.37 times as many are 175.36."""
     moe = dataclasses.replace(MODEL.moe, planned_imbalance=1.37)
     run = planned(dataclasses.replace(MODEL, moe=moe), world=4, ep=4)
     (flops,) = stage_flops(run, [Stage((1,), False, False)], select_layout(run), load=1.37)
@@ -135,3 +143,57 @@ def test_rows_that_a_capacity_drops_are_not_computed():
     moe = dataclasses.replace(MODEL.moe, capacity_factor=0.5)
     run = planned(dataclasses.replace(MODEL, moe=moe), world=1)
     assert flops_by_phase(run)["experts"] == flops_by_phase(planned(world=1))["experts"] // 2
+
+
+def sent_by_phase(run: Run, group: Group) -> dict[str, tuple[int, int]]:
+    """Bytes forward and backward, of every part once."""
+    found: dict[str, tuple[int, int]] = {}
+    for part in stage_parts(run.model, WHOLE):
+        for op in trace_of(run, part).trace.ops:
+            if op.sends and op.sends.group is group and op.sends.forward:
+                forward, backward = found.get(op.phase, (0, 0))
+                found[op.phase] = forward + op.sends.forward, backward + op.sends.backward
+    return found
+
+
+@pytest.mark.parametrize("tp", [2, 4])
+def test_tensor_parallel_ranks_pass_hidden_states_round(tp: int):
+    """A block gathers its input and scatters its output; backward does the reverse of both and
+    gathers the input once more.
+    """
+    run = planned(tp=tp, world=tp)
+    own = 2 * 32 // tp * 64 * 4  # tokens of one rank, fp32
+    block = 2 * (tp - 1) * own, 3 * (tp - 1) * own
+    assert sent_by_phase(run, TP) == {
+        "embedding": ((tp - 1) * own, (tp - 1) * own),
+        "attn": (2 * block[0], 2 * block[1]),  # of both layers
+        "mlp": block,
+        "shared": block,
+        "head": ((tp - 1) * own, 2 * (tp - 1) * own),
+    }
+
+
+@pytest.mark.parametrize(
+    ("way", "comm", "sent"),
+    [
+        # keys and values of 4 heads to the three others, of 32 tokens of one rank and width 8
+        (Way.ring, CpComm.all_gather, 3 * 2 * 4),
+        # three quarters of queries, keys, values and results
+        (Way.all_to_all, CpComm.all_to_all, 3 * (8 + 2 * 4 + 8) // 4),
+    ],
+)
+def test_context_parallel_ranks_exchange_heads(way: Way, comm: CpComm, sent: int):
+    run = planned(cp=4, world=4, cp_comm_type=comm, batch=4)
+    both_layers = 2 * sent * 32 * 8 * 4
+    assert sent_by_phase(run, CP) == {"attn": (both_layers, both_layers)}
+    ops = trace_of(run, StagePart.dense_layer).trace.ops
+    assert {op.sends.way for op in ops if op.sends} == {way}
+    # what backward runs again is sent again
+    again = dataclasses.replace(run, recompute=RecomputeConfig(phases=(Recompute.attn_core,)))
+    ops = trace_of(again, StagePart.dense_layer).trace.ops
+    assert {op.segment is not None for op in ops if op.sends} == {True}
+
+
+def test_a_rank_alone_sends_nothing():
+    run = planned(world=1)
+    assert all(sent_by_phase(run, group) == {} for group in GROUPS.values())

@@ -147,12 +147,12 @@ def _trace_flops(written: ForwardTrace) -> Flops:
     return Flops(forward, 2 * forward - weight, weight, recompute=recompute)
 
 
-def _total(parts: Sequence[Flops]) -> Flops:
+def _total(parts: Sequence[tuple[Flops, int]]) -> Flops:
     return Flops(
-        sum(part.forward for part in parts),
-        sum(part.backward_input for part in parts),
-        sum(part.backward_weight for part in parts),
-        recompute=sum(part.recompute for part in parts),
+        sum(times * part.forward for part, times in parts),
+        sum(times * part.backward_input for part, times in parts),
+        sum(times * part.backward_weight for part, times in parts),
+        recompute=sum(times * part.recompute for part, times in parts),
     )
 
 

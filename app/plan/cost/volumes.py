@@ -8,10 +8,11 @@ forward sends.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
-from app.choices import CpComm, Dtype, Recompute
+from app.choices import Dtype, Recompute
 from app.config import ModelConfig, Run
 from app.plan.dispatchers.choose import busiest_load, run_dispatcher
 from app.plan.dispatchers.record import Tokens, Wire
@@ -21,17 +22,11 @@ from app.plan.pipeline.replay import Pipeline
 from app.plan.sharding.parameters import ChunkBuffers, chunk_buffers, chunk_parameters
 from app.plan.shards import BufferLayout
 from app.plan.stages import Stage, StagePlan
+from app.plan.trace.parts import sizes_of
+from app.plan.trace.stage import fold_stages
+from app.plan.trace.trace import ForwardTrace
 
-# Passes of a ring over the hidden states, for matrices cut by columns and then by rows. Forward
-# gathers the input and scatters the sum of the outputs; backward does the reverse of both, and
-# gathers the input once more for the gradients of weights, since each rank has kept only its share
-# of it.
-BLOCK_FORWARD, BLOCK_BACKWARD = 2, 3
-# scatters the sum of the rows that each rank has; backward gathers its gradient
-EMBEDDING_PASSES = 2
-HEAD_PASSES = 3  # gathers the input; backward scatters its gradient and gathers the input once more
-# what attention exchanges over cp, and the gradients of it
-ATTENTION_FORWARD, ATTENTION_BACKWARD = 1, 1
+Kind = tuple[Group, Way]
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +42,13 @@ class Volume:
 
 def step_volumes(run: Run, layout: ParallelLayout, stages: StagePlan) -> Iterator[Volume]:
     """The volume of every kind of group that has more than one rank and something to send."""
-    step = _Step(run, layout, stages)
+    step = _Step(
+        run,
+        layout,
+        stages,
+        sent=_sent(run, layout, stages),
+        buffers=_buffers(run, layout, stages),
+    )
     gradients = "reduce-scatter of gradients, all-gather of parameters"
     volumes = (
         Volume(
@@ -56,7 +57,18 @@ def step_volumes(run: Run, layout: ParallelLayout, stages: StagePlan) -> Iterato
             Way.ring,
             bytes=step.busiest(step.tensor),
         ),
-        Volume(CP, *step.attention_way, bytes=step.busiest(step.context)),
+        Volume(
+            CP,
+            "all-gather of keys and values, reduce-scatter of their gradients",
+            Way.ring,
+            bytes=step.busiest(step.gathered_keys),
+        ),
+        Volume(
+            CP,
+            "all-to-all of queries, keys, values and results",
+            Way.all_to_all,
+            bytes=step.busiest(step.traded_heads),
+        ),
         *step.expert_exchange(),
         Volume(
             PP,
@@ -84,6 +96,8 @@ class _Step:
     run: Run
     layout: ParallelLayout
     stages: StagePlan
+    sent: Mapping[Stage, Counter[Kind]]  # by its operations, bytes of a microbatch
+    buffers: Mapping[Stage, ChunkBuffers]
 
     def busiest(self, of: Callable[[Stage], int]) -> int:
         """The most that any pipeline rank has over its stages."""
@@ -105,12 +119,21 @@ class _Step:
         """Bytes of the hidden states of `tokens`."""
         return self.tokens * self.run.model.hidden_size * item_bytes(self.run.precision.params)
 
-    @property
-    def attention_way(self) -> tuple[str, Way]:
-        """Collectives of context parallelism in words, and how their bytes travel."""
-        if self.run.parallel.cp_comm_type is CpComm.all_gather:
-            return "all-gather of keys and values, reduce-scatter of their gradients", Way.ring
-        return "all-to-all of queries, keys, values and results", Way.all_to_all
+    def tensor(self, stage: Stage) -> int:
+        """Hidden states of what is cut over tp, and gradients of what each of its ranks holds
+        whole.
+        """
+        tp = self.layout.tp
+        whole = whole_elements(self.run.model, stage) * item_bytes(self.run.precision.grads)
+        return self._traced(stage, (TP, Way.ring)) + 2 * whole * (tp - 1) // tp
+
+    def gathered_keys(self, stage: Stage) -> int:
+        """Keys and values that all ranks of cp have for attention, and their gradients."""
+        return self._traced(stage, (CP, Way.ring))
+
+    def traded_heads(self, stage: Stage) -> int:
+        """Whole sequences of a part of the heads, and their results."""
+        return self._traced(stage, (CP, Way.all_to_all))
 
     def expert_exchange(self) -> Iterator[Volume]:
         """What travels to experts on other ranks and back."""
@@ -121,45 +144,6 @@ class _Step:
         if wire:
             most = self.busiest(lambda stage: self.experts(stage, wire))
             yield Volume(ETP_EP, wire.collectives, wire.way, bytes=most)
-
-    def tensor(self, stage: Stage) -> int:
-        """Blocks cut over tensor-parallel ranks, and gradients of what each holds whole."""
-        model = self.run.model
-        others = self.layout.tp - 1
-        experts = self._moe_layers(stage)
-        shared = experts if model.moe and model.moe.shared_ffn_hidden_size else 0
-        blocks = 2 * len(stage.layers) - experts
-        passes = (BLOCK_FORWARD + BLOCK_BACKWARD) * (blocks + shared)
-        passes += BLOCK_FORWARD * (
-            blocks * self._again() + shared * self._again(Recompute.shared, Recompute.moe)
-        )
-        passes += EMBEDDING_PASSES * stage.embedding + HEAD_PASSES * stage.head
-        whole = whole_elements(model, stage) * item_bytes(self.run.precision.grads)
-        return passes * self.hidden * others + 2 * whole * others // self.layout.tp
-
-    def context(self, stage: Stage) -> int:
-        """Keys and values of all ranks, kept for backward, or whole sequences of a part of the
-        heads and their results.
-        """
-        model = self.run.model
-        cp = self.layout.cp
-        head = self.tokens * model.head_width * item_bytes(self.run.precision.params)
-        passes = (
-            ATTENTION_FORWARD
-            + ATTENTION_BACKWARD
-            + ATTENTION_FORWARD * self._again(Recompute.attn_core)
-        )
-        if self.run.parallel.cp_comm_type is CpComm.all_gather:
-            return len(stage.layers) * passes * 2 * model.num_kv_heads * head * (cp - 1)
-        return (
-            len(stage.layers)
-            * passes
-            * 2
-            * (model.num_heads + model.num_kv_heads)
-            * head
-            * (cp - 1)
-            // cp
-        )
 
     def experts(self, stage: Stage, wire: Wire) -> int:
         """What the layers with experts exchange among the ranks that have these."""
@@ -182,16 +166,11 @@ class _Step:
 
     def dense_parameters(self, stage: Stage) -> int:
         """Bytes of gradients reduced and parameters gathered over dp_cp, without experts'."""
-        return self._reduced_and_gathered(self._buffers(stage).dense)
+        return self._reduced_and_gathered(self.buffers[stage].dense)
 
     def expert_parameters(self, stage: Stage) -> int:
         """Bytes of experts' gradients reduced and parameters gathered over edp."""
-        return self._reduced_and_gathered(self._buffers(stage).expert)
-
-    def _buffers(self, stage: Stage) -> ChunkBuffers:
-        return chunk_buffers(
-            chunk_parameters(self.run.model, stage, self.layout), self.layout, self.run.optim
-        )
+        return self._reduced_and_gathered(self.buffers[stage].expert)
 
     def _reduced_and_gathered(self, buffer: BufferLayout | None) -> int:
         if buffer is None:
@@ -199,12 +178,49 @@ class _Step:
         element = item_bytes(self.run.precision.grads) + item_bytes(self.run.precision.params)
         return buffer.numel // buffer.world * (buffer.world - 1) * element
 
+    def _traced(self, stage: Stage, kind: Kind) -> int:
+        return self.run.num_microbatches * self.sent[stage][kind]
+
     def _moe_layers(self, stage: Stage) -> int:
         return sum(map(self.run.model.is_moe_layer, stage.layers))
 
     def _again(self, *phases: Recompute) -> bool:
         """Whether backward runs a forward again that any of these, or full recomputation, holds."""
         return self.run.recompute.full or not set(phases).isdisjoint(self.run.recompute.phases)
+
+
+def _buffers(run: Run, layout: ParallelLayout, stages: StagePlan) -> dict[Stage, ChunkBuffers]:
+    return {
+        stage: chunk_buffers(chunk_parameters(run.model, stage, layout), layout, run.optim)
+        for chunks in stages.stages
+        for stage in chunks
+    }
+
+
+def _sent(run: Run, layout: ParallelLayout, stages: StagePlan) -> dict[Stage, Counter[Kind]]:
+    """Stage -> what its operations send for a microbatch, forward and backward."""
+    every = [stage for chunks in stages.stages for stage in chunks]
+    rows = fold_stages(
+        sizes_of(run, layout), every, full=run.recompute.full, fold=_sent_by_operations
+    )
+    found: dict[Stage, Counter[Kind]] = {}
+    for stage, row in zip(every, rows, strict=True):
+        found[stage] = Counter()
+        for sent, times in row:
+            for kind, size in sent.items():
+                found[stage][kind] += times * size
+    return found
+
+
+def _sent_by_operations(written: ForwardTrace) -> Counter[Kind]:
+    """A sum over a trace; what backward runs again is sent again."""
+    found: Counter[Kind] = Counter()
+    for op in written.trace.ops:
+        if op.sends:
+            passes = 2 if op.segment else 1
+            size = passes * op.sends.forward + op.sends.backward
+            found[op.sends.group, op.sends.way] += size
+    return found
 
 
 def most_sends(pipeline: Pipeline) -> int:

@@ -13,8 +13,9 @@ from dataclasses import dataclass
 
 from app.choices import CpComm, Dtype
 from app.config import Run
+from app.plan.groups import CP, Way
 from app.plan.trace.parts import MULTIPROCESSORS, Sizes, power_of_two
-from app.plan.trace.trace import Trace, TracedTensor
+from app.plan.trace.trace import Sends, Trace, TracedTensor
 
 # values of half a head, and heads, that a program of `app.kernels.heads` takes
 HEAD_TILE, FEWEST_HEADS = 1024, 6
@@ -98,7 +99,14 @@ def _attend_gathered_keys(
     (both,) = trace.op([k, v], [k.bytes + v.bytes])
     # arrives in the order of ranks, and is copied into that of the sequence
     whole = ranks * both.bytes
-    (gathered,) = trace.op([both], [whole], scratch=(whole, 2 * whole - both.bytes), kernels=2)
+    ring = (ranks - 1) * both.bytes  # backward scatters the sum of the gradients
+    (gathered,) = trace.op(
+        [both],
+        [whole],
+        scratch=(whole, 2 * whole - both.bytes),
+        kernels=2,
+        sends=Sends(CP, Way.ring, forward=ring, backward=ring),
+    )
     keys, values = trace.split(gathered, whole // 2, whole // 2)
     pieces = trace.split(q, q.bytes // 2, q.bytes // 2)
     ends = seq_len // (2 * ranks), seq_len
@@ -120,13 +128,30 @@ def _attend_by_heads(
     seq_len = s.run.train.seq_len
     own = q, k, v
     (packed,) = trace.op([q, k, v], [q.bytes + k.bytes + v.bytes])
-    (whole,) = trace.op([packed], [packed.bytes], scratch=(packed.bytes, 0), kernels=3)
+    (whole,) = trace.op(
+        [packed],
+        [packed.bytes],
+        scratch=(packed.bytes, 0),
+        kernels=3,
+        sends=_traded(packed, ranks),
+    )
     q, k, v = trace.split(whole, q.bytes, k.bytes, v.bytes)
     reach = _Reach(ranks * s.tokens, seq_len, s.heads // ranks, kv_heads=s.kv_heads // ranks)
     out = _attend(trace, s, q, k=k, v=v, reach=reach)
     return trace.op(
-        [out], [out.bytes], holds=own, scratch=(out.bytes, out.bytes), kernels=2 + ranks
+        [out],
+        [out.bytes],
+        holds=own,
+        scratch=(out.bytes, out.bytes),
+        kernels=2 + ranks,
+        sends=_traded(out, ranks),
     )[0]
+
+
+def _traded(x: TracedTensor, ranks: int) -> Sends:
+    """All of it but this rank's own part, and of its gradient."""
+    leaves = x.bytes * (ranks - 1) // ranks
+    return Sends(CP, Way.all_to_all, forward=leaves, backward=leaves)
 
 
 def _attend(

@@ -9,8 +9,16 @@ from __future__ import annotations
 from app.choices import Recompute
 from app.plan.trace.attention import attention_core
 from app.plan.trace.experts import moe_body
-from app.plan.trace.parts import Sizes, column_parallel, norm, row_parallel, scattered, swiglu
-from app.plan.trace.trace import ForwardTrace, GradAddition, Trace, TracedTensor
+from app.plan.trace.parts import (
+    Sizes,
+    column_parallel,
+    norm,
+    row_parallel,
+    scattered,
+    swiglu,
+    tp_sends,
+)
+from app.plan.trace.trace import ForwardTrace, GradAddition, Sends, Trace, TracedTensor
 
 # bytes that the loss keeps per token: row of its label, log-sum-exp, whether it counts
 PER_LABEL = 8 + 4 + 1
@@ -79,6 +87,7 @@ def _loss_of_kept_logits(trace: Trace, s: Sizes, h: TracedTensor, added: GradAdd
         carries=carries,
         scratch=scratch,
         flops=s.product(s.tokens, s.table),
+        sends=_gathers_twice(s),
     )
     scratch = gathered + STATISTICS * s.tokens, ordered
     trace.op(
@@ -121,7 +130,13 @@ def _loss_by_chunks(trace: Trace, s: Sizes, h: TracedTensor, added: GradAddition
         kernels=kernels,
         flops=flops,
         flops_again=flops,
+        sends=_gathers_twice(s),
     )
+
+
+def _gathers_twice(s: Sizes) -> Sends:
+    """The head's input, forward and for its weight's gradient; backward scatters its own."""
+    return tp_sends(s, forward=1, backward=2)
 
 
 def _attention(trace: Trace, s: Sizes, x: TracedTensor) -> TracedTensor:

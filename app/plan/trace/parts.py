@@ -18,8 +18,9 @@ from dataclasses import dataclass
 from app.choices import CpComm, Dtype, Recompute, ScheduleName
 from app.config import ModelConfig, Run
 from app.plan.dispatchers.choose import busiest_load
+from app.plan.groups import TP, Way
 from app.plan.layout import ParallelLayout
-from app.plan.trace.trace import GradAddition, Trace, TracedTensor
+from app.plan.trace.trace import GradAddition, Sends, Trace, TracedTensor
 
 BYTES = {Dtype.float32: 4, Dtype.bfloat16: 2, Dtype.float16: 2}
 RMS_STATISTICS = 4  # per row, what RMSNorm saves besides its input: an fp32 number
@@ -208,6 +209,7 @@ def column_parallel(
         scratch=scratch,
         kernels=1 + s.copies,
         flops=flops,
+        sends=tp_sends(s, forward=1, backward=2),
     )[0]
 
 
@@ -241,4 +243,15 @@ def scattered(
         return whole
     ordered = (s.copies - 1) * whole.bytes
     scratch = (ordered, ordered)
-    return trace.op([whole], [s.stream], holds=holds, scratch=scratch, kernels=s.copies)[0]
+    sends = tp_sends(s, forward=1, backward=1)
+    return trace.op(
+        [whole], [s.stream], holds=holds, scratch=scratch, kernels=s.copies, sends=sends
+    )[0]
+
+
+def tp_sends(s: Sizes, forward: int, backward: int) -> Sends:
+    """So many all-gathers and reduce-scatters of all tokens' hidden states by a ring of the
+    tensor-parallel ranks, each of which has its own tokens' in the end.
+    """
+    each = (s.layout.tp - 1) * s.stream
+    return Sends(TP, Way.ring, forward=forward * each, backward=backward * each)

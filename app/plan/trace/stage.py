@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from enum import Enum, auto
 from itertools import chain
@@ -56,8 +57,10 @@ def part_trace(s: Sizes, part: StagePart, full: bool) -> ForwardTrace:
 
 def fold_stages(
     s: Sizes, stages: Sequence[Stage], full: bool, fold: Callable[[ForwardTrace], T]
-) -> list[list[T]]:
-    """What `fold` makes of the traces of every stage's parts; each kind is recorded once."""
-    rows = [stage_parts(s.model, stage) for stage in stages]
-    folded = {part: fold(part_trace(s, part, full)) for part in set(chain.from_iterable(rows))}
-    return [[folded[part] for part in row] for row in rows]
+) -> list[list[tuple[T, int]]]:
+    """What `fold` makes of the trace of each kind of part that a stage has, and how many it has of
+    it. Each kind is recorded once for all stages.
+    """
+    counts = [Counter(stage_parts(s.model, stage)) for stage in stages]
+    folded = {part: fold(part_trace(s, part, full)) for part in set(chain.from_iterable(counts))}
+    return [[(folded[part], times) for part, times in count.items()] for count in counts]

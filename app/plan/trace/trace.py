@@ -1,8 +1,8 @@
 """A forward as a list of operations on sizes: what each reads, makes, saves for backward, computes.
 
 `app.plan.trace.replay` finds out what autograd keeps of it and what else is alive while it runs;
-floating-point operations (`app.plan.cost.flops`) and launches are sums over it. All sizes are
-bytes.
+floating-point operations (`app.plan.cost.flops`), bytes sent to other tensor- and context-parallel
+ranks (`app.plan.cost.volumes`) and launches are sums over it. All sizes are bytes.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
+
+from app.plan.groups import Group, Way
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -37,6 +39,16 @@ class Segment:
 
 
 @dataclass(frozen=True, slots=True)
+class Sends:
+    """Bytes that an operation sends from this rank to others of its group."""
+
+    group: Group
+    way: Way
+    forward: int
+    backward: int
+
+
+@dataclass(frozen=True, slots=True)
 class Operation:
     """One operation of a forward, and what its backward needs; sizes in bytes."""
 
@@ -60,6 +72,7 @@ class Operation:
     # many, half of them for the gradient of its weight if it has one
     flops: int
     flops_again: int  # of these, what its own backward computes again
+    sends: Sends | None  # None: nothing
 
 
 @dataclass(slots=True)
@@ -94,6 +107,7 @@ class Trace:
         kernels: int = 1,
         flops: int = 0,
         flops_again: int = 0,
+        sends: Sends | None = None,
     ) -> tuple[TracedTensor, ...]:
         """Write down an operation. `makes`: new sizes, and views; `saves` may number these."""
         before = len(self.storages)
@@ -117,6 +131,7 @@ class Trace:
             kernels=kernels,
             flops=flops,
             flops_again=flops_again,
+            sends=sends,
         )
         self.ops.append(op)
         return made
