@@ -17,7 +17,6 @@ except ImportError:  # torch for CPUs comes without it
 
 __all__ = [  # Triton's names too: kernels have them from here
     "TensorDescriptor",
-    "block_of",
     "jit",
     "moves_tiles",
     "tl",
@@ -43,8 +42,3 @@ def usable(*tensors: Tensor) -> bool:
 def moves_tiles(device: torch.device) -> bool:
     """Whether a GPU moves whole tiles of matrices by itself, as Hopper does (TMA)."""
     return torch.cuda.get_device_capability(device) >= (9, 0)
-
-
-def block_of(width: int) -> int:
-    """The power of two that holds `width` values."""
-    return 1 << max(0, width - 1).bit_length()

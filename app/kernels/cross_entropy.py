@@ -12,7 +12,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from app.kernels.common import block_of, jit, tl, triton
+from app.kernels.common import jit, tl, triton
+from app.kernels.tiling import block_of
 
 WIDTH = 8  # neighbouring logits: 16 bytes of bf16, one load of a thread
 COLUMNS = 512

@@ -16,11 +16,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from app.kernels.common import block_of, triton
 from app.kernels.heads_kernels import heads_backward, heads_forward
-
-TILE = 1024  # values of half a head that a program holds: 8 per thread, so 16 bytes of bf16
-HEADS = 6  # of a program at least, where there are so many: they share one read of the tables
+from app.kernels.tiling import head_tiling
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,20 +64,17 @@ class _Tiling:
     ) -> None:
         self.shape = shape
         self.eps = norms.eps if norms else 0.0
-        wanted = -(-HEADS // (queries_per_kv + 2))
-        taken = wanted if num_kv_heads % wanted == 0 else 1
         width = shape[2] // (num_kv_heads * (queries_per_kv + 2))
-        half = block_of(width // 2)
-        height = max(1, TILE // half)
-        self.grid = (triton.cdiv(shape[0] * shape[1], height) * (num_kv_heads // taken),)
+        tiling = head_tiling(num_kv_heads, queries_per_kv, width)
+        self.grid = (tiling.grid(shape[0] * shape[1], num_kv_heads),)
         self.constants = {
             "G": num_kv_heads,
             "P": queries_per_kv,
             "H": width,
             "NORMS": norms is not None,
-            "TAKEN": taken,
-            "C": height,
-            "HALF": half,
+            "TAKEN": tiling.taken,
+            "C": tiling.height,
+            "HALF": tiling.half,
         }
 
     def outputs(self, qkv_BSF: Tensor) -> tuple[Tensor, ...]:

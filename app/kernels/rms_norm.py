@@ -12,12 +12,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from app.kernels.common import block_of, jit, tl, triton
-
-TILE = 1024  # values that a program holds at least
-PER_WARP = 512  # of them: 16 per thread
-# of an H100 or H200, and backward's warps on each: constants, since they fix the order of sums
-MULTIPROCESSORS, WARPS = 132, 16
+from app.kernels.common import jit, tl
+from app.kernels.tiling import norm_tiling
 
 
 def rms_norm(x: Tensor, weight_W: Tensor, eps: float) -> Tensor:
@@ -36,9 +32,8 @@ class _RmsNorm(torch.autograd.Function):
         inverse_R = x.new_empty(x.numel() // x.shape[-1], dtype=torch.float32)
         ctx.save_for_backward(x, weight_W, inverse_R)
         out = torch.empty_like(x)
-        tile = _tile(x.shape[-1])
-        grid = (triton.cdiv(len(inverse_R), tile["HEIGHT"]),)
-        _forward[grid](
+        tiling = norm_tiling(x.shape[-1])
+        _forward[(tiling.tiles(len(inverse_R)),)](
             x_RW=x,
             weight_W=weight_W,
             out_RW=out,
@@ -46,7 +41,9 @@ class _RmsNorm(torch.autograd.Function):
             rows=len(inverse_R),
             width=x.shape[-1],
             eps=eps,
-            **tile,
+            HEIGHT=tiling.height,
+            COLUMNS=tiling.columns,
+            num_warps=tiling.warps,
         )
         return out
 
@@ -55,10 +52,9 @@ class _RmsNorm(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
         x, weight_W, inverse_R = ctx.saved_tensors
         grad_x = torch.empty_like(x)
-        tile = _tile(x.shape[-1])
-        most = MULTIPROCESSORS * max(1, WARPS // tile["num_warps"])
-        tiles = triton.cdiv(len(inverse_R), tile["HEIGHT"])
-        partial_JW = x.new_empty(min(tiles, most), x.shape[-1], dtype=torch.float32)
+        rows = len(inverse_R)
+        tiling = norm_tiling(x.shape[-1])
+        partial_JW = x.new_empty(tiling.programs(rows), x.shape[-1], dtype=torch.float32)
         _backward[(len(partial_JW),)](
             grad_RW=grad.contiguous(),
             x_RW=x,
@@ -66,19 +62,14 @@ class _RmsNorm(torch.autograd.Function):
             inverse_R=inverse_R,
             grad_x_RW=grad_x,
             partial_JW=partial_JW,
-            rows=len(inverse_R),
+            rows=rows,
             width=x.shape[-1],
-            tiles=tiles,
-            **tile,
+            tiles=tiling.tiles(rows),
+            HEIGHT=tiling.height,
+            COLUMNS=tiling.columns,
+            num_warps=tiling.warps,
         )
         return grad_x, partial_JW.sum(0).to(weight_W.dtype), None
-
-
-def _tile(width: int) -> dict[str, int]:
-    """Rows and columns that a program holds, and how many warps share them."""
-    columns = block_of(width)
-    size = max(TILE, columns)
-    return {"HEIGHT": size // columns, "COLUMNS": columns, "num_warps": min(16, size // PER_WARP)}
 
 
 @jit

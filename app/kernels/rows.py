@@ -10,7 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from app.kernels.common import block_of, jit, tl, triton
+from app.kernels.common import jit, tl, triton
+from app.kernels.tiling import block_of
 
 BLOCK = 2048  # columns of one program
 TILE = 8192  # values of one program that holds all rows of a token at once

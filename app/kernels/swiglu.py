@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from app.kernels.common import block_of, jit, tl, triton
+from app.kernels.common import jit, tl, triton
+from app.kernels.tiling import block_of
 
 TILE = 2048  # values of the result per program: 16 per thread
 COLUMNS = 512  # of a tile at most

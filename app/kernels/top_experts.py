@@ -9,7 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from app.kernels.common import block_of, jit, tl, triton
+from app.kernels.common import jit, tl, triton
+from app.kernels.tiling import block_of
 
 VALUES = 1024  # scores of one program
 

@@ -15,6 +15,7 @@ from app.config import (
     Run,
     TrainConfig,
 )
+from app.kernels import tiling
 from app.plan.cost.flops import stage_flops
 from app.plan.groups import CP, GROUPS, TP, Group, Way
 from app.plan.select import select_layout
@@ -197,3 +198,20 @@ def test_context_parallel_ranks_exchange_heads(way: Way, comm: CpComm, sent: int
 def test_a_rank_alone_sends_nothing():
     run = planned(world=1)
     assert all(sent_by_phase(run, group) == {} for group in GROUPS.values())
+
+
+def test_sums_of_norms_are_those_of_their_kernels(monkeypatch: pytest.MonkeyPatch):
+    """fp32 sums of a program each, as many programs as the kernels' own tiling says."""
+    norms = dataclasses.replace(MODEL, qk_norm=True, hidden_size=2048)
+    run = planned(norms, world=1, batch=512)
+
+    def sums() -> list[int]:
+        ops = trace_of(run, StagePart.dense_layer).trace.ops
+        return [op.scratch[1] for op in ops[:3]]  # norm, projection, norms of heads
+
+    # a row of 2048 is a tile of 4 warps, and a multiprocessor has 4 of these
+    assert sums()[0] == 4 * 2048 * 132 * 4
+    # two norms of width 256; a program takes 8 tokens and two of four key/value heads
+    assert sums()[2] == 4 * 2 * 256 * (512 * 32 // 8) * 2
+    monkeypatch.setattr(tiling, "MULTIPROCESSORS", 66)
+    assert sums()[0] == 4 * 2048 * 66 * 4

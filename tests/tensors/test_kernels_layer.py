@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from app.choices import Recompute
 from app.config import ModelConfig
-from app.kernels import rms_norm as rms_norm_module
+from app.kernels import tiling
 from app.kernels.heads import HeadNorms, split_and_rotate
 from app.kernels.rms_norm import rms_norm
 from app.kernels.swiglu import swiglu
@@ -207,7 +207,7 @@ def test_heads_of_a_gradient_whose_values_lie_apart():
 def test_rms_norm(
     shape: tuple[int, ...], dtype: torch.dtype, programs: int, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(rms_norm_module, "MULTIPROCESSORS", programs)
+    monkeypatch.setattr(tiling, "MULTIPROCESSORS", programs)
     check_rms_norm(*shape, dtype=dtype)
 
 

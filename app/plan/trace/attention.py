@@ -13,12 +13,10 @@ from dataclasses import dataclass
 
 from app.choices import CpComm, Dtype
 from app.config import Run
+from app.kernels.tiling import MULTIPROCESSORS, head_tiling
 from app.plan.groups import CP, Way
-from app.plan.trace.parts import MULTIPROCESSORS, Sizes, power_of_two
+from app.plan.trace.parts import Sizes
 from app.plan.trace.trace import Sends, Trace, TracedTensor
-
-# values of half a head, and heads, that a program of `app.kernels.heads` takes
-HEAD_TILE, FEWEST_HEADS = 1024, 6
 
 
 def attends_by_matrices(run: Run) -> bool:
@@ -79,10 +77,8 @@ def attention_core(trace: Trace, s: Sizes, qkv: TracedTensor, keep: bool) -> Tra
 def _head_norm_sums(s: Sizes) -> int:
     """fp32 sums of both weights' gradients, one per program of backward (`app.kernels.heads`)."""
     width = s.model.head_width
-    wanted = -(-FEWEST_HEADS // (s.heads // s.kv_heads + 2))
-    taken = wanted if s.kv_heads % wanted == 0 else 1
-    height = max(1, HEAD_TILE // power_of_two(width // 2))
-    return 4 * 2 * width * -(-s.tokens // height) * (s.kv_heads // taken)
+    tiling = head_tiling(s.kv_heads, s.heads // s.kv_heads, width)
+    return 4 * 2 * width * tiling.grid(s.tokens, s.kv_heads)
 
 
 def _attend_gathered_keys(
@@ -170,6 +166,7 @@ def _softmax_attention(
     row = 4 * reach.queries * reach.heads
     # the mask as numbers to add to scores, which every layer makes anew
     mask = reach.queries * reach.keys * s.size if s.run.data.document_mask else 0
+    # of the queries' gradient, where torch's kernel sums in a fixed order
     parts = -(-MULTIPROCESSORS // (batch * reach.heads)) if s.run.train.deterministic else 1
     sums = row + parts * row * width
     # keys and values of a head; their gradients are made per query head

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 from app.choices import CpComm, Dtype, Recompute, ScheduleName
 from app.config import ModelConfig, Run
+from app.kernels.tiling import norm_tiling
 from app.plan.dispatchers.choose import busiest_load
 from app.plan.groups import TP, Way
 from app.plan.layout import ParallelLayout
@@ -24,10 +25,6 @@ from app.plan.trace.trace import GradAddition, Sends, Trace, TracedTensor
 
 BYTES = {Dtype.float32: 4, Dtype.bfloat16: 2, Dtype.float16: 2}
 RMS_STATISTICS = 4  # per row, what RMSNorm saves besides its input: an fp32 number
-# of an H100 or H200: so many partial sums have backward of norms and attention in a fixed order
-MULTIPROCESSORS = 132
-# values of a program, of a warp of it, and warps of a multiprocessor
-NORM_TILE, NORM_PER_WARP, NORM_WARPS = 1024, 512, 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,21 +153,9 @@ def activation(trace: Trace, up: TracedTensor, again: bool) -> TracedTensor:
 
 def norm(trace: Trace, s: Sizes, x: TracedTensor) -> TracedTensor:
     """RMSNorm of rows of the residual stream."""
-    sums = norm_sums(s.local, s.model.hidden_size)
+    width = s.model.hidden_size
+    sums = 4 * width * norm_tiling(width).programs(s.local)  # of the weight's gradient, fp32
     return trace.op([x], [x.bytes], [x], keeps=RMS_STATISTICS * s.local, scratch=(0, sums))[0]
-
-
-def norm_sums(rows: int, width: int) -> int:
-    """fp32 sums of the weight's gradient in backward, one per program (`app.kernels.rms_norm`)."""
-    columns = power_of_two(width)
-    size = max(NORM_TILE, columns)
-    programs = MULTIPROCESSORS * max(1, NORM_WARPS // min(NORM_WARPS, size // NORM_PER_WARP))
-    return 4 * width * min(-(-rows * columns // size), programs)
-
-
-def power_of_two(width: int) -> int:
-    """The smallest that is not less than `width`."""
-    return 1 << (width - 1).bit_length()
 
 
 def cast(trace: Trace, x: TracedTensor, size: int) -> TracedTensor:
