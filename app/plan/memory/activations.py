@@ -94,21 +94,14 @@ class _Link:
 
     def peak(self, alive: Mapping[str, int]) -> int:
         """Most that is alive in the other phases, without what the graph keeps."""
-        return max(
-            (
-                size - self.graph.total
-                for phase, size in alive.items()
-                if phase not in self.captured
-            ),
-            default=0,
-        )
+        others = (size for phase, size in alive.items() if phase not in self.captured)
+        return max(others, default=self.graph.total) - self.graph.total
 
     def scratch(self) -> int:
         """Most that is alive in the graph beyond what it leaves behind."""
         both = (*self.replay.forward.items(), *self.replay.backward.items())
-        return max(
-            (size - self.graph.total for phase, size in both if phase in self.captured), default=0
-        )
+        mine = (size for phase, size in both if phase in self.captured)
+        return max(mine, default=self.graph.total) - self.graph.total
 
 
 def chunk_activations(run: Run, stage: Stage, layout: ParallelLayout) -> ChunkActivations:
