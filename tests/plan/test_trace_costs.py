@@ -19,6 +19,7 @@ from app.kernels import tiling
 from app.plan.cost.flops import stage_flops
 from app.plan.groups import CP, GROUPS, TP, Group, Way
 from app.plan.select import select_layout
+from app.plan.sharding.parameters import chunk_parameters
 from app.plan.stages import Stage
 from app.plan.trace.parts import sizes_of
 from app.plan.trace.stage import StagePart, part_trace, stage_parts
@@ -128,6 +129,28 @@ def test_only_what_has_a_weight_has_a_gradient_of_it():
         if op.flops and not op.weight
     ]
     assert len(ops) == 2 and {op.phase for op in ops} == {"attn"}  # scores of both layers
+
+
+@pytest.mark.parametrize(
+    "parallel", [{"world": 1}, {"tp": 2, "ep": 2}, {"tp": 4, "ep": 4, "etp": 2}], ids=str
+)
+def test_weights_of_the_traces_are_those_of_the_descriptions(parallel: dict):
+    """Every matrix of a stage is read by one operation; norms' gradients are next to nothing."""
+    run = planned(**parallel)
+    matrices = [
+        parameter.numel
+        for parameter in chunk_parameters(MODEL, WHOLE, select_layout(run))
+        if len(parameter.shape) > 1
+    ]
+    traced = [
+        op.weight // 4  # fp32
+        for part in stage_parts(MODEL, WHOLE)
+        for op in trace_of(run, part).trace.ops
+        if op.weight
+    ]
+    # the tied table is the embedding's and the head's
+    table = 128 * 64 // run.parallel.tp
+    assert sorted(traced) == sorted([*matrices, table])
 
 
 def test_experts_take_whole_rows():

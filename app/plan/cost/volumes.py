@@ -13,11 +13,12 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 from app.choices import Dtype, Recompute
-from app.config import ModelConfig, Run
+from app.config import Run
 from app.plan.dispatchers.choose import busiest_load, run_dispatcher
 from app.plan.dispatchers.record import Tokens, Wire
 from app.plan.groups import CP, DP_CP, EDP, EMBEDDING, ETP_EP, PP, TP, Group, Way
 from app.plan.layout import ParallelLayout
+from app.plan.model.stage import stage_weights
 from app.plan.pipeline.replay import Pipeline
 from app.plan.sharding.parameters import ChunkBuffers, chunk_buffers, chunk_parameters
 from app.plan.shards import BufferLayout
@@ -124,7 +125,11 @@ class _Step:
         whole.
         """
         tp = self.layout.tp
-        whole = whole_elements(self.run.model, stage) * item_bytes(self.run.precision.grads)
+        if tp == 1:
+            return 0
+        weights = (each.weight for each in stage_weights(self.run.model, stage))
+        elements = sum(weight.numel for weight in weights if weight.replica)
+        whole = elements * item_bytes(self.run.precision.grads)
         return self._traced(stage, (TP, Way.ring)) + 2 * whole * (tp - 1) // tp
 
     def gathered_keys(self, stage: Stage) -> int:
@@ -231,14 +236,6 @@ def most_sends(pipeline: Pipeline) -> int:
         for rank in ranks if ranks[0] != ranks[1] else ():
             sent[rank] += 1
     return max(sent)
-
-
-def whole_elements(model: ModelConfig, stage: Stage) -> int:
-    """Elements of a stage that all tp ranks hold whole but use on own tokens or heads only."""
-    norms = 2 * model.hidden_size + (2 * model.head_width if model.qk_norm else 0)
-    router = model.hidden_size * (model.moe.num_experts + model.moe.shared_gate) if model.moe else 0
-    last_norm = model.hidden_size * stage.head
-    return last_norm + sum(norms + router * model.is_moe_layer(layer) for layer in stage.layers)
 
 
 def item_bytes(dtype: Dtype) -> int:
