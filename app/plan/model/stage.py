@@ -32,9 +32,13 @@ def stage_weights(model: ModelConfig, stage: Stage) -> Iterator[NamedWeight]:
     )
     if stage.embedding:
         yield embedding
+    listed: dict[bool, list[tuple[str, Weight]]] = {}  # layers of a kind are alike
     for layer in stage.layers:
-        for name, weight in LayerWeights.of(model, layer).weights(f"layers.{layer}."):
-            yield NamedWeight(name, weight)
+        kind = model.is_moe_layer(layer)
+        if kind not in listed:
+            listed[kind] = list(LayerWeights.of(model, layer).weights())
+        for name, weight in listed[kind]:
+            yield NamedWeight(f"layers.{layer}.{name}", weight)
     if stage.head:
         for name, weight in NormWeights.of_hidden(model).weights("norm."):
             yield NamedWeight(name, weight)
