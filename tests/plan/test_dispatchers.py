@@ -13,6 +13,7 @@ from app.errors import ConfigError
 from app.plan.dispatchers.choose import DISPATCHERS, kinds_between_ranks, planned_dispatcher
 from app.plan.dispatchers.record import Rows, Tokens
 from app.plan.plan import Plan
+from app.plan.trace.trace import Trace
 from app.rules import check
 
 ROOT = Path(__file__).parents[2]
@@ -94,20 +95,26 @@ def test_rows_by_hand():
 
 def test_bytes_on_the_wire_by_hand():
     """64 tokens × 16 wide in bf16 are 2048 bytes; on 4 ranks."""
-    tokens = Tokens(64, 16, 2)
-    sends, gathers, stays = (
-        planned_dispatcher(of(EXPERTS, kind), ep, 1).wire(tokens, 1.5)
-        for kind, ep in (
-            (DispatcherKind.all_to_all, 4),
-            (DispatcherKind.all_gather, 4),
-            (DispatcherKind.auto, 1),
-        )
-    )
-    assert stays is None and sends and gathers
-    assert sends.forward == sends.backward == 2 * 1.5 * 2 * 2048
+
+    def sent(kind: DispatcherKind, ep: int) -> tuple[int, int]:
+        """Bytes to other ranks, forward and backward."""
+        trace, tokens = Trace(), Tokens(64, 16, 2)
+        dispatcher = planned_dispatcher(of(EXPERTS, kind), ep, 1)
+        h, probs, chosen = (trace.value(size) for size in (tokens.bytes, 128 * 4, 128 * 8))
+        rows = dispatcher.trace_preprocess(trace, tokens, chosen)
+        x = dispatcher.trace_dispatch(trace, tokens, h, rows=rows)
+        dispatcher.trace_combine(trace, tokens, x, probs=probs, rows=rows)
+        sends = [op.sends for op in trace.ops if op.sends]
+        return sum(each.forward for each in sends), sum(each.backward for each in sends)
+
+    assert sent(DispatcherKind.auto, 1) == (0, 0)
+    rows = 2 * 2048 * 3 // 2  # of two experts, at a load of 1.5
+    assert sent(DispatcherKind.all_to_all, 4) == (2 * rows * 3 // 4, 2 * rows * 3 // 4)
     # the tokens, their sums in fp32, and an id and a probability per choice
-    assert gathers.forward == 4 * (2048 + 2 * 2048 + 128 * (8 + 4))
-    assert gathers.backward == 4 * (2048 + 2 * 2048 + 128 * 4)
+    assert sent(DispatcherKind.all_gather, 4) == (
+        3 * (2048 + 2 * 2048 + 128 * (8 + 4)),
+        3 * (2048 + 2 * 2048 + 128 * 4),
+    )
 
 
 def test_nothing_else_asks_which_dispatcher_it_is():

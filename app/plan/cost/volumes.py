@@ -12,10 +12,8 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
-from app.choices import Dtype, Recompute
+from app.choices import Dtype
 from app.config import Run
-from app.plan.dispatchers.choose import busiest_load, run_dispatcher
-from app.plan.dispatchers.record import Tokens, Wire
 from app.plan.groups import CP, DP_CP, EDP, EMBEDDING, ETP_EP, PP, TP, Group, Way
 from app.plan.layout import ParallelLayout
 from app.plan.model.stage import stage_weights
@@ -70,7 +68,15 @@ def step_volumes(run: Run, layout: ParallelLayout, stages: StagePlan) -> Iterato
             Way.all_to_all,
             bytes=step.busiest(step.traded_heads),
         ),
-        *step.expert_exchange(),
+        Volume(
+            ETP_EP,
+            "all-gather of tokens, reduce-scatter of sums",
+            Way.ring,
+            bytes=step.busiest(step.gathered_tokens),
+        ),
+        Volume(
+            ETP_EP, "all-to-all of rows", Way.all_to_all, bytes=step.busiest(step.exchanged_rows)
+        ),
         Volume(
             PP,
             "send of hidden states and their gradients",
@@ -105,20 +111,9 @@ class _Step:
         return max(sum(map(of, chunks)) for chunks in self.stages.stages)
 
     @property
-    def tokens(self) -> int:
-        """Tokens of a step whose hidden states one rank holds, being cut by cp and by tp."""
-        train = self.run.train
-        return (
-            self.run.num_microbatches
-            * train.micro_batch
-            * train.seq_len
-            // (self.layout.tp * self.layout.cp)
-        )
-
-    @property
     def hidden(self) -> int:
-        """Bytes of the hidden states of `tokens`."""
-        return self.tokens * self.run.model.hidden_size * item_bytes(self.run.precision.params)
+        """Bytes of the hidden states of a step that one rank holds, cut by cp and by tp."""
+        return self.run.num_microbatches * sizes_of(self.run, self.layout).stream
 
     def tensor(self, stage: Stage) -> int:
         """Hidden states of what is cut over tp, and gradients of what each of its ranks holds
@@ -140,21 +135,13 @@ class _Step:
         """Whole sequences of a part of the heads, and their results."""
         return self._traced(stage, (CP, Way.all_to_all))
 
-    def expert_exchange(self) -> Iterator[Volume]:
-        """What travels to experts on other ranks and back."""
-        dispatcher = run_dispatcher(self.run)
-        item = item_bytes(self.run.precision.params)
-        tokens = Tokens(self.tokens, self.run.model.hidden_size, item)
-        wire = dispatcher and dispatcher.wire(tokens, busiest_load(self.run))
-        if wire:
-            most = self.busiest(lambda stage: self.experts(stage, wire))
-            yield Volume(ETP_EP, wire.collectives, wire.way, bytes=most)
+    def gathered_tokens(self, stage: Stage) -> int:
+        """All tokens to all ranks with experts, and sums for them back."""
+        return self._traced(stage, (ETP_EP, Way.ring))
 
-    def experts(self, stage: Stage, wire: Wire) -> int:
-        """What the layers with experts exchange among the ranks that have these."""
-        ranks = self.layout.ep * self.layout.expert_tp
-        layer = (1 + self._again(Recompute.moe)) * wire.forward + wire.backward
-        return self._moe_layers(stage) * layer * (ranks - 1) // ranks
+    def exchanged_rows(self, stage: Stage) -> int:
+        """Rows to experts on other ranks, and back."""
+        return self._traced(stage, (ETP_EP, Way.all_to_all))
 
     def pipeline(self) -> int:
         """Hidden states to the next stage, gradients to the one before, if on other ranks."""
@@ -185,13 +172,6 @@ class _Step:
 
     def _traced(self, stage: Stage, kind: Kind) -> int:
         return self.run.num_microbatches * self.sent[stage][kind]
-
-    def _moe_layers(self, stage: Stage) -> int:
-        return sum(map(self.run.model.is_moe_layer, stage.layers))
-
-    def _again(self, *phases: Recompute) -> bool:
-        """Whether backward runs a forward again that any of these, or full recomputation, holds."""
-        return self.run.recompute.full or not set(phases).isdisjoint(self.run.recompute.phases)
 
 
 def _buffers(run: Run, layout: ParallelLayout, stages: StagePlan) -> dict[Stage, ChunkBuffers]:

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from app.choices import DispatcherKind
-from app.plan.dispatchers.record import PlannedDispatcher, Rows, Tokens, TracedRows, Wire
-from app.plan.groups import Way
-from app.plan.trace.trace import Trace, TracedTensor
+from app.plan.dispatchers.record import PlannedDispatcher, Rows, Tokens, TracedRows
+from app.plan.groups import ETP_EP, Way
+from app.plan.trace.trace import Sends, Trace, TracedTensor
 
 SUMS = 4  # bytes of an element of a token's sum over its experts, scattered in fp32
 EXPERT, PROBABILITY = 8, 4  # bytes of each choice of a token: which expert, and how much of it
@@ -27,24 +27,22 @@ class PlannedAllGather(PlannedDispatcher):
         rows = round(self.mean_rows(tokens) * self.busiest_load(tokens))
         return Rows(self.ranks * tokens * self.moe.top_k, True, sent=rows, computed=rows)
 
-    def wire(self, tokens: Tokens, load: float) -> Wire:
-        """Tokens with their choices and sums, and the gradients of these, at any load."""
-        both = tokens.bytes + tokens.count * tokens.width * SUMS
-        choices = tokens.count * self.moe.top_k
-        return Wire(
-            "all-gather of tokens, reduce-scatter of sums",
-            Way.ring,
-            forward=self.ranks * (both + choices * (EXPERT + PROBABILITY)),
-            backward=self.ranks * (both + choices * PROBABILITY),
-        )
-
     def trace_dispatch(
         self, trace: Trace, tokens: Tokens, h: TracedTensor, rows: TracedRows
     ) -> TracedTensor:
         """T × D -> R × D, picked out of all tokens."""
         made = self.rows(tokens.count).computed * tokens.row
         scratch = self._gathered(tokens), self._summed(tokens)
-        return trace.op([h], [made], [rows.row_of, rows.kept], scratch=scratch, kernels=2)[0]
+        # tokens and their choices; backward scatters sums
+        here = tokens.bytes + tokens.count * self.moe.top_k * EXPERT
+        return trace.op(
+            [h],
+            [made],
+            [rows.row_of, rows.kept],
+            scratch=scratch,
+            kernels=2,
+            sends=self._ring(forward=here, backward=self._sums(tokens)),
+        )[0]
 
     def trace_combine(
         self,
@@ -55,6 +53,7 @@ class PlannedAllGather(PlannedDispatcher):
         rows: TracedRows,
     ) -> TracedTensor:
         """R × D -> T × D, out of sums for all tokens."""
+        shares = tokens.count * self.moe.top_k * PROBABILITY
         return trace.op(
             [expert_out, probs],
             [tokens.bytes],
@@ -62,11 +61,20 @@ class PlannedAllGather(PlannedDispatcher):
             keeps=PROBABILITY * self.rows(tokens.count).asked,
             scratch=(self._summed(tokens), self._gathered(tokens)),
             kernels=4,
+            sends=self._ring(forward=self._sums(tokens) + shares, backward=tokens.bytes + shares),
         )[0]
+
+    def _ring(self, forward: int, backward: int) -> Sends:
+        """This rank's share of what is gathered or scattered goes round to all others."""
+        others = self.ranks - 1
+        return Sends(ETP_EP, Way.ring, forward=others * forward, backward=others * backward)
+
+    def _sums(self, tokens: Tokens) -> int:
+        return tokens.count * tokens.width * SUMS
 
     def _gathered(self, tokens: Tokens) -> int:
         return self.ranks * tokens.bytes
 
     def _summed(self, tokens: Tokens) -> int:
         """fp32 sums for tokens of all ranks, and this rank's share before it is narrowed."""
-        return (self.ranks + 1) * tokens.count * tokens.width * SUMS - tokens.bytes
+        return (self.ranks + 1) * self._sums(tokens) - tokens.bytes

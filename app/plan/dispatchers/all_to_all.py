@@ -6,11 +6,9 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from app.choices import DispatcherKind
-from app.plan.dispatchers.record import PlannedDispatcher, Rows, Tokens, TracedRows, Wire
-from app.plan.groups import Way
-from app.plan.trace.trace import Trace, TracedTensor
-
-PASSES = 2  # over the rows, in forward and in backward: to the experts, and back
+from app.plan.dispatchers.record import PlannedDispatcher, Rows, Tokens, TracedRows
+from app.plan.groups import ETP_EP, Way
+from app.plan.trace.trace import Sends, Trace, TracedTensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,13 +27,6 @@ class PlannedAllToAll(PlannedDispatcher):
         computed = round(asked * self.busiest_load(tokens))
         return Rows(asked, most is not None, sent=sent, computed=computed)
 
-    def wire(self, tokens: Tokens, load: float) -> Wire:
-        """Rows and their gradients, as many as the busiest rank has."""
-        rows = round(load * self.moe.top_k * tokens.bytes) * self.etp
-        return Wire(
-            "all-to-all of rows", Way.all_to_all, forward=PASSES * rows, backward=PASSES * rows
-        )
-
     def trace_preprocess(self, trace: Trace, tokens: Tokens, chosen: TracedTensor) -> TracedRows:
         """Rows sorted by expert, and the orders of those that arrive."""
         found = self._sorted(trace, tokens, chosen)
@@ -49,7 +40,7 @@ class PlannedAllToAll(PlannedDispatcher):
         count = self.rows(tokens.count)
         _, back = rows.orders
         (x,) = trace.op([h], [count.sent * tokens.row], [rows.row_of, rows.kept])
-        (x,) = trace.op([x], [count.computed * tokens.row])
+        (x,) = trace.op([x], [count.computed * tokens.row], sends=self._exchange(tokens))
         return trace.op([x], [count.computed * tokens.row], [back])[0]
 
     def trace_combine(
@@ -64,8 +55,14 @@ class PlannedAllToAll(PlannedDispatcher):
         count = self.rows(tokens.count)
         there, _ = rows.orders
         (y,) = trace.op([expert_out], [count.computed * tokens.row], [there])
-        (y,) = trace.op([y], [count.sent * tokens.row])
+        (y,) = trace.op([y], [count.sent * tokens.row], sends=self._exchange(tokens))
         if self.etp > 1:
             (probs,) = trace.op([probs], [self.etp * probs.bytes])
         saved = [y, probs, *rows.places]
         return trace.op([y, probs], [tokens.bytes], saved, holds=[expert_out])[0]
+
+    def _exchange(self, tokens: Tokens) -> Sends:
+        """Rows in one direction, as many as the busiest rank has, and their gradients."""
+        rows = self.rows(tokens.count).computed * tokens.row
+        leaves = rows * (self.ranks - 1) // self.ranks
+        return Sends(ETP_EP, Way.all_to_all, forward=leaves, backward=leaves)

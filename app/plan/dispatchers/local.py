@@ -27,9 +27,6 @@ class PlannedLocal(PlannedDispatcher):
         rows = padded if padded is not None and self.moe.pad_to_capacity else asked
         return Rows(asked, padded is not None, sent=rows, computed=rows)
 
-    def wire(self, tokens: Tokens, load: float) -> None:
-        """Nothing travels."""
-
     def trace_dispatch(
         self, trace: Trace, tokens: Tokens, h: TracedTensor, rows: TracedRows
     ) -> TracedTensor:

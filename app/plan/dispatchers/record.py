@@ -18,7 +18,6 @@ from typing import ClassVar
 
 from app.choices import DispatcherKind
 from app.config import MoEConfig
-from app.plan.groups import Way
 from app.plan.trace.trace import Trace, TracedTensor
 
 
@@ -57,16 +56,6 @@ class Rows:
     drops: bool  # some of those have no row here
     sent: int  # that leave this rank, or are picked out of gathered tokens
     computed: int  # by this rank's experts, at the planned load
-
-
-@dataclass(frozen=True, slots=True)
-class Wire:
-    """What travels between the P ranks of one layer; of B bytes each sends B · (P − 1)/P."""
-
-    collectives: str  # in words
-    way: Way
-    forward: int
-    backward: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,10 +152,6 @@ class PlannedDispatcher(ABC):
     @abstractmethod
     def rows(self, tokens: int) -> Rows:
         """Rows of a microbatch that has so many tokens on each rank."""
-
-    @abstractmethod
-    def wire(self, tokens: Tokens, load: float) -> Wire | None:
-        """What travels for these tokens of each rank, at a load of the busiest; None: nothing."""
 
     def trace_preprocess(self, trace: Trace, tokens: Tokens, chosen: TracedTensor) -> TracedRows:
         """Where rows come from and go."""
