@@ -12,7 +12,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
-from app.choices import Dtype
 from app.config import Run
 from app.plan.groups import CP, DP_CP, EDP, EMBEDDING, ETP_EP, PP, TP, Group, Way
 from app.plan.layout import ParallelLayout
@@ -21,7 +20,7 @@ from app.plan.pipeline.replay import Pipeline
 from app.plan.sharding.parameters import ChunkBuffers, chunk_buffers, chunk_parameters
 from app.plan.shards import BufferLayout
 from app.plan.stages import Stage, StagePlan
-from app.plan.trace.parts import sizes_of
+from app.plan.trace.parts import BYTES, sizes_of
 from app.plan.trace.stage import fold_stages
 from app.plan.trace.trace import ForwardTrace
 
@@ -124,7 +123,7 @@ class _Step:
             return 0
         weights = (each.weight for each in stage_weights(self.run.model, stage))
         elements = sum(weight.numel for weight in weights if weight.replica)
-        whole = elements * item_bytes(self.run.precision.grads)
+        whole = elements * BYTES[self.run.precision.grads]
         return self._traced(stage, (TP, Way.ring)) + 2 * whole * (tp - 1) // tp
 
     def gathered_keys(self, stage: Stage) -> int:
@@ -154,7 +153,7 @@ class _Step:
         if not model.tie_embeddings or any(stage.head for stage in first):
             return 0
         shards = self.layout.tp * self.layout.dp * self.layout.cp
-        return model.vocab_size * model.hidden_size // shards * item_bytes(self.run.precision.grads)
+        return model.vocab_size * model.hidden_size // shards * BYTES[self.run.precision.grads]
 
     def dense_parameters(self, stage: Stage) -> int:
         """Bytes of gradients reduced and parameters gathered over dp_cp, without experts'."""
@@ -167,7 +166,7 @@ class _Step:
     def _reduced_and_gathered(self, buffer: BufferLayout | None) -> int:
         if buffer is None:
             return 0
-        element = item_bytes(self.run.precision.grads) + item_bytes(self.run.precision.params)
+        element = BYTES[self.run.precision.grads] + BYTES[self.run.precision.params]
         return buffer.numel // buffer.world * (buffer.world - 1) * element
 
     def _traced(self, stage: Stage, kind: Kind) -> int:
@@ -216,8 +215,3 @@ def most_sends(pipeline: Pipeline) -> int:
         for rank in ranks if ranks[0] != ranks[1] else ():
             sent[rank] += 1
     return max(sent)
-
-
-def item_bytes(dtype: Dtype) -> int:
-    """Bytes of an element: 4 for float32, otherwise 2."""
-    return 4 if dtype is Dtype.float32 else 2
