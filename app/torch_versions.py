@@ -24,8 +24,8 @@ def enqueued(group: dist.ProcessGroup) -> int:
 
 def another_connection(store: dist.Store) -> dist.Store:
     """The same store, for another thread: who waits on one connection holds up all who use it."""
-    again: dist.Store = store.clone()  # type: ignore[attr-defined]  # missing in torch's types
-    return again
+    copy: dist.Store = store.clone()  # type: ignore[attr-defined]  # missing in torch's types
+    return copy
 
 
 def flight_records() -> list[dict[str, Any]]:

@@ -38,7 +38,9 @@ class DataSplit:
 
 @dataclass(frozen=True)
 class Batch:
-    """One microbatch on the CPU, int64."""
+    """One microbatch, int64. The feed gives whole sequences on the CPU; `Loader` in
+    `app.engine.pipeline.data_feed` makes of them the tokens of this rank on its device.
+    """
 
     tokens_BS: torch.Tensor
     labels_BS: torch.Tensor  # the token that follows; -100: no target

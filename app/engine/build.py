@@ -93,12 +93,12 @@ def build_engine(
         init_weights(chunk.weights(), groups.place, run.model, seed=run.train.seed)
     specs = [list(parameter_specs(chunk, groups.place)) for chunk in chunks]
     buffers = plan.buffers[groups.pp_rank]
-    shared_by = OptimizerGroups(
+    optimizer_groups = OptimizerGroups(
         dp_cp=groups.dp_cp, edp=groups.edp, tp=groups.tp, embedding=groups.embedding
     )
     grads = DTYPES[run.precision.grads]
     optimizer = DistributedOptimizer(
-        specs, buffers, run.optim, groups=shared_by, grads=grads, device=device
+        specs, buffers, run.optim, groups=optimizer_groups, grads=grads, device=device
     )
     if run.optim.overlap_params:
         for chunk in chunks:
@@ -238,7 +238,9 @@ def build_partial_graphs(engine: Engine) -> PartialGraphs | None:
 def select_forward_backward(
     engine: Engine, lists: Sequence[Sequence[Action]], graphs: PartialGraphs | None = None
 ) -> ForwardBackward:
-    """This rank's list of actions, bound to the executor; `lists` has one per pipeline rank."""
+    """The executor, bound to this rank's list of actions and to what that works on; `lists` has one
+    list per pipeline rank. Without `graphs` everything runs eagerly.
+    """
     run = engine.plan.run
     groups = engine.groups
     tokens = run.train.seq_len // (groups.layout.cp * groups.layout.tp)

@@ -66,8 +66,8 @@ def check_capturable(run: Run, device: torch.device) -> None:
     """Nothing that is captured on this device waits for it. Raises ConfigError."""
     graph = run.cuda_graph
     moe = run.model.moe
-    cut = graph.impl is GraphImpl.local and graph.scope and GraphScope.moe not in graph.scope
-    if device.type != "cuda" or graph.impl is GraphImpl.none or moe is None or cut:
+    no_experts = graph.impl is GraphImpl.local and graph.scope and GraphScope.moe not in graph.scope
+    if device.type != "cuda" or graph.impl is GraphImpl.none or moe is None or no_experts:
         return
     if run.precision.params is not Dtype.bfloat16:
         dtype = run.precision.params.value

@@ -17,7 +17,7 @@ from app.plan.groups import GROUPS, Group, GroupKind
 from app.plan.layout import ParallelLayout
 from app.plan.sharding.blocks import ShardCoords
 
-# Where torch ends a collective. The watch ends a hang long before, and knows who may take long.
+# Where torch ends a collective. The watchdog ends a hang long before, and knows who may take long.
 HOST_TIMEOUT = datetime.timedelta(hours=4)
 
 

@@ -41,7 +41,8 @@ def train(plan: Plan, rank: int, local_rank: int, attempt: Attempt) -> int:
     times.end("device")
     store = attempt.meeting_store(rank, run.world_size)
     watchdog = watch_over(run, rank, store)
-    with FolderLock() as lock, ExitStack() as world, watchdog.running():  # the watch ends first
+    # ended in reverse order: the watchdog first
+    with FolderLock() as lock, ExitStack() as world, watchdog.running():
         watchdog.meet("connecting the ranks")
         world.enter_context(process_world(rank, run.world_size, device, store=store))
         trainer = start_up(

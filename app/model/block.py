@@ -1,7 +1,7 @@
 """A decoder layer is an ordered list of phases with declared inputs and outputs.
 
-The same list is run eagerly here and can be cut, recomputed or interleaved by name elsewhere,
-because a phase touches nothing but its declared values and its parameters.
+The same list is run eagerly here, captured in part (`app.engine.capture.partial`) and recomputed
+in part (`run_layer`), because a phase touches nothing but its declared values and its parameters.
 
 Shapes: B sequences, s tokens per sequence of this rank, D hidden.
 """
@@ -65,7 +65,7 @@ class RoutingReport:
 
 
 def value_of(values: Mapping[str, object], name: str, kind: type[T]) -> T:
-    """The value of this name, which the phase that has made it made of this kind."""
+    """The value of this name; AssertionError where it is not of this type."""
     value = values[name]
     assert isinstance(value, kind), f"{name} is no {kind.__name__}"
     return value
@@ -89,19 +89,19 @@ def run_phases(
 
 
 class RunPhases(Protocol):
-    """A way to run the phases of a layer; `run_layer` is the usual one."""
+    """A way to run the phases of a layer: `run_layer`, or partly captured (`PartialGraphs`)."""
 
     def __call__(
         self, phases: Sequence[Phase], values: Mapping[str, object], keep: Sequence[str]
     ) -> dict[str, object]:
-        """Values before -> the values named in `keep` behind."""
+        """From the values (name -> value) before the phases to those of `keep` after them."""
 
 
 def run_layer(
     phases: Sequence[Phase], values: Mapping[str, object], keep: Sequence[str]
 ) -> dict[str, object]:
-    """`run_phases` for a layer or a part of one, of which everything behind attention is
-    recomputed where that is asked for.
+    """`run_phases` for a layer or a part of one. With `Recompute.moe` backward computes everything
+    behind attention again.
     """
     recompute = value_of(values, "context", Context).recompute
     routes = any(phase.name is PhaseName.route for phase in phases)
@@ -118,7 +118,7 @@ def run_layer(
 
 
 class Body(nn.Module):
-    """What follows attention in a layer; has that as phases."""
+    """What follows attention in a layer, as phases."""
 
     phases: tuple[Phase, ...]
 

@@ -94,8 +94,8 @@ class Chunk(nn.Module):
     ) -> Context:
         """What the layers need besides the hidden states.
 
-        Backward leaves weight gradients in `sink` if there is one, and computes what `recompute`
-        says once more.
+        `documents_BK`: of whole sequences. Backward leaves weight gradients in `sink` if there is
+        one, and computes what `recompute` says once more.
         """
         mask = None
         if documents_BK is not None:
@@ -114,7 +114,7 @@ class Chunk(nn.Module):
         )
 
     def _queries(self, documents_BK: Tensor) -> Tensor:
-        """Places in the sequence of the tokens that attention has queries of."""
+        """Positions in the whole sequence of the queries that this rank attends with."""
         cp = 1 if self.peers.cp_comm_type is CpComm.all_to_all else size(self.peers.cp)
         return own_tokens(
             documents_BK.shape[1], cp, rank(self.peers.cp) % cp, device=documents_BK.device

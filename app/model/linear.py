@@ -202,8 +202,8 @@ class _Linear(torch.autograd.Function):
             sink.push(weight_OI, backend.weight_grad(grad_BSO, x_BsI))
             return backend.input_grad(grad_BSO, weight_OI), None, None, None, None
         if sink is not None and sink.deferred:
-            later = GatheredGrad(lambda: backend.weight_grad(grad_BSO, gathered(x_BsI, group)))
-            sink.push(weight_OI, later)
+            waits = GatheredGrad(lambda: backend.weight_grad(grad_BSO, gathered(x_BsI, group)))
+            sink.push(weight_OI, waits)
             grad_BSI = backend.input_grad(grad_BSO, weight_OI)
             return scattered(grad_BSI, group), None, None, None, None
         # the gather runs beside the first product, the scatter beside the second

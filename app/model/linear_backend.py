@@ -2,7 +2,8 @@
 
 A back end is the three products. Where tokens are gathered and scattered, what is kept for backward
 and where the weight's gradient goes is the modules' business (`app.model.linear`), and the same for
-all of them. `linear_backend` and `grouped_linear_backend` are the one place that chooses.
+all of them. `linear_backend` and `grouped_linear_backend` are the one place where a back end would
+be chosen; so far each has one, torch's products.
 
 Shapes: I input width, O output width, T rows, E experts; rows of an expert end at its offset in
 `ends_E` (int32, on the rows' device), rows behind the last one are not defined.
@@ -29,7 +30,7 @@ class LinearBackend(Protocol):
         """grad · weight, of the output's gradient."""
 
     def weight_grad(self, grad: Tensor, x: Tensor) -> WeightGrad:
-        """gradᵀ · x over all rows, O × I."""
+        """gradᵀ · x over all rows, O × I: its operands, nothing is computed yet."""
 
 
 class GroupedLinearBackend(Protocol):
@@ -42,7 +43,9 @@ class GroupedLinearBackend(Protocol):
         """Rows of expert e of the output's gradient, contiguous, times weight[e]ᵀ."""
 
     def weight_grad(self, grad_TO: Tensor, rows_TI: Tensor, ends_E: Tensor) -> WeightGrad:
-        """rows[e]ᵀ · grad[e] of every expert e, E × I × O; `grad_TO` is contiguous."""
+        """rows[e]ᵀ · grad[e] of every expert e, E × I × O: its operands, nothing is computed yet;
+        `grad_TO` is contiguous.
+        """
 
 
 class TorchLinear:

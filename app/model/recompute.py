@@ -72,7 +72,9 @@ class Recomputation:
     _inside: int = 0  # depth of functions under `checkpoint`, of which nothing is kept anyway
 
     def afresh(self) -> Recomputation:
-        """The same choice, for a forward by itself."""
+        """The same choice without what another forward has noted: for one with hooks of its own, as
+        a captured interval has.
+        """
         return Recomputation(self.chosen, self.draws)
 
     def whole_layer(self, layer: Callable[[*Ts], T], *arguments: *Ts) -> T:

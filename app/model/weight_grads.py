@@ -1,8 +1,9 @@
-"""Gradients of weights that go elsewhere than to autograd: as operands, and where to.
+"""Gradients of weights that backward does not hand to autograd: what they are, and where they go.
 
-Into a queue, where they wait: what lets a pipeline send its input gradient first (Qi et al. 2023).
-Or straight into sums of more bits than the weights have: the product itself adds to them, and no
-gradient of one microbatch is ever stored.
+A `WeightGrad` has the operands of a gradient and computes it when it is wanted; backward pushes it
+to a `WeightGradSink`. `WeightGradQueue` lets it wait, so that a pipeline sends its input gradient
+first (Qi et al. 2023). `MainGradSink` adds it at once to a sum of more bits than the weight has,
+where the kernels allow it inside the product, so that no gradient of one microbatch is stored.
 
 Shapes: T rows, I input width, O output width, E experts; rows of an expert end at its offset in
 `ends_E`.
@@ -25,7 +26,7 @@ from app.torch_versions import add_product
 
 
 class WeightGrad(ABC):
-    """Of a weight in one microbatch, computed when it is wanted."""
+    """The gradient of a weight in one microbatch, computed when it is wanted."""
 
     @abstractmethod
     def __call__(self) -> Tensor:

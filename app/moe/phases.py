@@ -183,8 +183,8 @@ class MoEBody(Body, Generic[Prepared, Origin]):
         x = finish(x, y, shared)
 
     `prepared` and `origin` are records of the dispatcher alone, `dispatched` is of one type for
-    all (`app.moe.protocol`). Only `dispatch` may wait for the device. Captured parts, recomputation
-    and overlap cut this same list.
+    all (`app.moe.protocol`). Only `dispatch` may wait for the device. Captured intervals and
+    recomputed parts are ranges of this same list.
 
     `peers.ep_rank` of `peers.ep` ranks holds experts [ep_rank·E/ep, (ep_rank+1)·E/ep), or a part of
     each of them.

@@ -1,8 +1,8 @@
 """AdamW on this rank's shard of one bucket, in fp32.
 
 The shard is a contiguous part of the buffer; a parameter that crosses a shard's border is updated
-in pieces, each on the rank that owns it. Decoupled weight decay differs per parameter, so pieces
-are updated in two groups.
+in parts, each on the rank that owns it (`ParamShard`). Decoupled weight decay differs per
+parameter, so those parts are updated in two groups.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class ParamShard:
 
     @property
     def state(self) -> dict[str, Tensor]:
-        """What a checkpoint holds of this piece."""
+        """What a checkpoint holds of this part."""
         return {"main": self.main, "exp_avg": self.exp_avg, "exp_avg_sq": self.exp_avg_sq}
 
 
@@ -105,7 +105,7 @@ class AdamShard:
                 [],
                 [p.step for p in param_shards],
                 fused=True,
-                grad_scale=grad_divisor,
+                grad_scale=grad_divisor,  # torch divides by it, and changes nothing if found_inf
                 found_inf=skip,
                 amsgrad=False,
                 maximize=False,

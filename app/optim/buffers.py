@@ -22,7 +22,7 @@ class ParamSpec:
 
     name: str  # global name, the same in every layout
     param: nn.Parameter
-    expert: bool  # lives on an expert-parallel rank
+    expert: bool  # belongs to routed experts
     decay: bool  # weight decay applies
     block: Block  # the part of the global parameter that this rank holds
     tied: bool = False  # other stages hold copies, whose gradients belong together

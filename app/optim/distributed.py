@@ -138,14 +138,18 @@ class DistributedOptimizer:
         self._buckets_of[param].add(param, gradient)
 
     def main_grad_sink(self) -> MainGradSink | None:
-        """Takes gradients of weights into wider sums; None: same type, autograd adds in place."""
+        """What adds gradients of weights to sums of more bits; None: the sums have the weights'
+        type, and autograd adds in place.
+        """
         first = next(self._all_grad_buckets(), None)
         if first is None or first.buffer.autograd_adds:
             return None
         return MainGradSink(self.add_grad)
 
     def expect_grads(self, chunk: int, last: bool) -> None:
-        """A backward of a chunk follows; `last`: no gradient of the step comes after it."""
+        """A backward of a chunk follows. Only the `last` one of a step changes anything: from then
+        on the last gradient of a bucket starts its reduce-scatter.
+        """
         for buckets in self.grad_buckets[chunk] if last else ():
             buckets.expect_last()
 
@@ -169,7 +173,9 @@ class DistributedOptimizer:
             buckets.arrive(bucket)
 
     def reduce_grads(self, chunk: int) -> None:
-        """Start to sum what is left of a chunk's gradients over dp; each rank keeps its shard."""
+        """Start to sum what is left of a chunk's gradients: dense ones over dp_cp, those of experts
+        over edp. Each rank keeps its shard.
+        """
         for buckets in self.grad_buckets[chunk]:
             buckets.reduce()
 

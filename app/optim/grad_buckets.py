@@ -81,7 +81,7 @@ class GradBuckets:
         self._started = 0  # buckets whose reduce-scatter has begun
         self._works: list[dist.Work] = []
         self._streams: set[torch.cuda.Stream] = set()  # on which expected gradients were added
-        self._listing = False  # for a graph's replay, instead of counting
+        self._listing = False  # arrivals are listed instead of counted, for a graph's replay
         self._listed: list[Arrival] = []
         self._sums: dict[nn.Parameter, tuple[int, Tensor]] = {}  # bucket, and sum of gradients
         for (spec, total), bucket in zip(buffer.grad_views(), layout.bucket_of, strict=True):
@@ -181,11 +181,13 @@ class GradBuckets:
         param.register_post_accumulate_grad_hook(accumulated)
 
     def _accumulated(self, param: nn.Parameter, bucket: int, total: Tensor) -> None:
-        """Autograd has added to the sum itself or, where that has another type, beside it.
+        """Count a gradient from autograd; where the sum has another type, first add it to the sum.
 
-        The hook is also called where a sink has taken the gradient. Only beside the sum does that
-        show, so beside it alone may gradients in sinks be expected (`last_backwards` says none of
-        a split backward, and `main_grad_sink` gives no sink where autograd adds to sums).
+        torch calls the hook also for a weight whose gradient a sink has taken. Where the sum has
+        another type, `param.grad` is None then, and nothing arrives. Where autograd adds to the sum
+        itself, `param.grad` is the sum in any case, and the call would count as one arrival too
+        many. It never does: where autograd adds, only a split backward has a sink
+        (`main_grad_sink`), and of that no arrivals are expected (`last_backwards`).
         """
         if not self.buffer.autograd_adds:
             if param.grad is None:  # a sink has taken it

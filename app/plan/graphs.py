@@ -5,12 +5,10 @@ a chunk at a time. A *slot* is the static inputs that one microbatch in a chunk 
 forward to the end of its backward (its BackwardWeight where that is split); slots are reused first
 in, first out.
 
-    in flight               sets of graphs             graphs                     slots
-    never more than one     one per chunk              2·layers                   1
-    key microbatch          one per microbatch         2·layers·microbatches      peak in flight,
-    over all chunks
-    key slot                one per slot               2·Σ layers·slots           the sum of each
-    chunk's own peak
+    in flight              sets of graphs        graphs                   slots
+    never more than one    one per chunk         2·layers                 1
+    key microbatch         one per microbatch    2·layers·microbatches    peak over all chunks
+    key slot               one per slot          2·Σ layers·slots         sum of the chunks' peaks
 
 Layers count over all chunks. It is 3 instead of 2 where backward is split, and 1 for forwards
 alone.
@@ -102,9 +100,9 @@ def plan_graphs(
     """The graphs of one rank; `actions` is its list, lowered or not, num_layers_per_chunk its
     captured layers.
 
-    `own_inputs` has the places in each chunk of layers whose captured part does not read what one
-    before it has put out, in its place; None: all of them. Raises ValueError for an unknown key and
-    for a list with more chunks than num_layers_per_chunk.
+    `own_inputs`: for each chunk, which of its layers (0 is its first) have a static input: those
+    whose captured part does not begin where that of the layer before ends; None: all. Raises
+    ValueError for an unknown key and for a list with more chunks than num_layers_per_chunk.
     """
     if key not in ("microbatch", "slot"):
         raise ValueError(f"key={key!r} is neither microbatch nor slot")

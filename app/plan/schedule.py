@@ -29,8 +29,8 @@ def build_schedule(
     name: "none"            one rank, forward and backward in turn: F0 B0 F1 B1 …
           "gpipe"           all forwards, then all backwards (Huang et al. 2019)
           "1f1b"            pp − rank − 1 forwards, then one forward and one backward in turn
-          (PipeDream-Flush,
-                            Narayanan et al. 2021a): at most pp − rank microbatches in flight
+                            (PipeDream-Flush, Narayanan et al. 2021a): at most pp − rank
+                            microbatches in flight
           "interleaved"     the same over num_chunks chunks per rank, `group_size` microbatches
                             (None: pp) at a time through each chunk (Narayanan et al. 2021b): the
                             bubble's time divided by num_chunks
@@ -38,10 +38,9 @@ def build_schedule(
                             et al. 2023)
           "zero_bubble_v"   split backward, two chunks per rank in a V (see `zero_bubble`): half the
                             bubble of the one above where F, I and W take equally long
-    forward_only: forwards alone (validation), in the same order; in a V in the one in which no rank
-    waits for them.
-                  Any num_microbatches and group_size will do: what training refuses gives way to
-                  the nearest group that it takes
+    forward_only: forwards alone (validation), in the same order; in a V in an order in which no
+                  rank waits for another. Any num_microbatches and group_size will do: instead of
+                  a group that training refuses, the nearest that it takes
 
     Raises ValueError for an unknown name, chunks or groups that a schedule does not have, and for
     interleaved with backwards if num_microbatches or group_size is below pp, group_size above
@@ -165,8 +164,8 @@ def warmup_count(
 
     1F1B: min(M, pp − rank − 1). Interleaved, which is meant when num_chunks > 1 or a group_size is
     given: min(M·chunks, 2·(pp − rank − 1) + (chunks − 1)·group), one more with moe_overlap so that
-    the forward and the backward of a pair are of different microbatches. All M·chunks with
-    forward_only, none without pipeline ranks.
+    the forward and the backward of a pair are of different microbatches (for programs that overlap
+    these; this one does not). All M·chunks with forward_only, none without pipeline ranks.
     """
     total = num_microbatches * num_chunks
     if forward_only:

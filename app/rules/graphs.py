@@ -84,7 +84,7 @@ def check_graphs_beside(run: Run) -> None:
     """
     graph = run.cuda_graph
     moe = run.model.moe
-    again = run.recompute
+    recompute = run.recompute
     if graph.impl is GraphImpl.none:
         return
     scope = set(graph.scope)
@@ -98,13 +98,13 @@ def check_graphs_beside(run: Run) -> None:
             rule,
             nearest=(_whole(), Instead("schedule=1f1b", *one_stage(run))),
         )
-    if partial and again.full:
+    if partial and recompute.full:
         rule = (
             f"runs every layer twice, and cuda_graph.impl={graph.impl.value} captures parts of "
             "them that run once"
         )
         raise ConfigError("recompute.full", True, rule, nearest=(False, _whole()))
-    if cuts_experts and Recompute.moe in again.phases:
+    if cuts_experts and Recompute.moe in recompute.phases:
         rule = "runs the router twice, and cuda_graph.scope=moe_router captures it to run once"
         raise ConfigError(
             "recompute.phases",
@@ -124,7 +124,7 @@ def check_graphs_beside(run: Run) -> None:
     if (
         moe
         and moe.jitter_eps
-        and (again.full or any(INSIDE.get(part) in held for part in again.phases))
+        and (recompute.full or any(INSIDE.get(part) in held for part in recompute.phases))
     ):
         rule = "draws noise that recomputation has to draw again, which it cannot under capture"
         raise ConfigError(

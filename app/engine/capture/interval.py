@@ -20,11 +20,11 @@ from app.torch_versions import unowned
 class CapturedInterval:
     """A differentiable function of hidden states, recorded at its first call and then replayed.
 
-    `function` takes hidden states and returns the values that leave the part, by name. What it is
-    called with is copied to static memory, unless that is chained, the output of a piece before it:
-    that has a place of its own already. Gradients of its parameters go straight into their sums,
-    since that is where backward adds them under capture too; the optimizer counts their arrivals
-    after every replay.
+    `function` takes hidden states and returns the values that leave the interval, by name. What it
+    is called with is copied to static memory, unless the interval is chained: then it is called
+    with what the captured interval before it has put out, which lies where it always does.
+    Gradients of parameters go straight into their sums, since that is where backward adds them
+    under capture too; the optimizer counts their arrivals after every replay.
     """
 
     def __init__(
@@ -49,11 +49,11 @@ class CapturedInterval:
         self.rebuild: Rebuild[dict[str, object]] | None = None
         self.differentiable: list[bool] = []  # of the tensors that leave
         # what a forward has left for its backward
-        self.live: tuple[Tensor, Sequence[Tensor]] | None = None
+        self.live: tuple[Tensor, Sequence[Tensor]] | None = None  # input, tensors that leave
         self.arrivals: list[Arrival] = []  # of gradients, in one backward
 
     def __call__(self, x_BsD: Tensor) -> dict[str, object]:
-        """Hidden states -> what leaves the part."""
+        """Hidden states -> the values that leave the interval, by name."""
         outputs = _Replayed.apply(self, x_BsD)
         assert self.rebuild is not None, "its forward has settled how they are put together"
         return self.rebuild(outputs)
@@ -78,13 +78,14 @@ class CapturedInterval:
         return outputs
 
     def backward(self, grads: Sequence[Tensor | None]) -> Tensor:
-        """From the gradients of what left the part to that of its input."""
+        """From the gradients of the tensors that have left to that of the input."""
         if self.backward_recording is not None:
             for static, grad in zip(self.grads, grads, strict=True):
                 assert (static is None) == (grad is None), (
                     "the same outputs have gradients in every microbatch"
                 )
                 _put(static, grad)
+            # not counted here: the stand-in on a CPU runs the hooks again, a CUDA graph none
             with self.optimizer.listing_arrivals():
                 grad_BsD = self.backward_recording.replay()[0]
         else:
@@ -114,7 +115,7 @@ class CapturedInterval:
             if grad is not None
         ]
         torch.autograd.backward([output for output, _ in known], [grad for _, grad in known])
-        assert leaf.grad is not None, "what leaves a part depends on what enters it"
+        assert leaf.grad is not None, "what leaves depends on what enters"
         return (leaf.grad,)
 
 
@@ -136,15 +137,18 @@ class _Replayed(torch.autograd.Function):
 
 
 def _place(value: Tensor, buffer: Buffer | None) -> Tensor:
-    """Where the value is to be read: in a buffer, or where it lies."""
+    """The tensor that recordings read: a copy in the buffer, or without one the value itself."""
     return value if buffer is None else buffer(value).copy_(value)
 
 
 def _put(static: Tensor | None, value: Tensor | None) -> None:
+    """Bring this microbatch's value to where recordings read it, if it is not there already."""
     if static is not None and value is not None and static.data_ptr() != value.data_ptr():
         static.copy_(value)
 
 
 def _without_owning(static: Tensor | None, buffer: Buffer | None) -> Tensor | None:
-    """What lies in the memory of another piece is not kept from being freed there."""
+    """Without a buffer the tensor lies in the memory of another interval: to hold on to it here
+    must not keep that memory from being freed.
+    """
     return unowned(static) if static is not None and buffer is None else static

@@ -1,4 +1,6 @@
-"""Graphs of parts of layers: the part of each layer, and a plan's sets, slots and static inputs."""
+"""Graphs of parts of layers: the interval of phases captured of each, by the sets and slots of a
+plan (`app.plan.graphs`).
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,7 @@ from app.plan.graphs import GraphPlan
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """The part of a layer that is captured: its phases from `start` to `stop`."""
+    """Which phases of a layer are captured: those from `start` up to `stop`."""
 
     start: int
     stop: int
@@ -66,7 +68,7 @@ class PartialGraphs:
         self.captured: dict[tuple[int, int, int], CapturedInterval] = {}  # chunk, set, layer
 
     def runs(self, mb: int, chunk: int, context: Context) -> list[RunPhases]:
-        """How each layer of a chunk runs for a microbatch: captured where it is cut."""
+        """How each layer of a chunk runs for a microbatch: captured where it has an interval."""
         if not any(self.intervals[chunk]):
             return [run_layer] * len(self.intervals[chunk])
         static = self._static_context(self.plan.slot_of(mb, chunk), context)
@@ -84,7 +86,12 @@ class PartialGraphs:
         return self.plan.copy_sent and at_border
 
     def _static_context(self, slot: int, context: Context) -> Context:
-        """The microbatch's context in its slot's memory, which recordings can read."""
+        """The microbatch's context in its slot's memory, which recordings can read.
+
+        A recording keeps the context of the microbatch that it was made with, so the rest of it is
+        the same for all: the rules refuse a split backward, with a sink per microbatch, and whole
+        layers recomputed for some of them.
+        """
 
         def placed(name: str, value: Tensor) -> Tensor:
             return self.recorder.static.buffer("context", name, slot)(value).copy_(value)
@@ -127,7 +134,7 @@ class PartialGraphs:
         before_another = nth + 1 < len(self.intervals[chunk]) and self._chained(chunk, nth)
 
         def grad_buffer(nth_output: int) -> Buffer | None:
-            if before_another and nth_output == 0:
+            if before_another and nth_output == 0:  # made by the one behind, in its memory
                 return None
             return static.buffer("gradient", nth_output)
 
@@ -155,7 +162,10 @@ class PartialGraphs:
         keep: Sequence[str],
         x_BsD: Tensor,
     ) -> dict[str, object]:
-        """What leaves the captured part, hidden states first if they do."""
+        """The values that leave the captured interval, by name: those that later phases read.
+
+        Hidden states come first, as `_new_interval` expects of what a chained interval reads.
+        """
         inside = phases[interval.start : interval.stop]
         after = phases[interval.stop :]
         made = {name for phase in inside for name in phase.outputs}

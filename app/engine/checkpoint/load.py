@@ -97,7 +97,7 @@ class _Opened(dict[int, safe_open]):
 
 
 def _fill(owned: ParamShard, entry: dict[str, Any], opened: _Opened) -> int:
-    """Copy what the files hold of a piece; returns how many elements that are."""
+    """Copy what the files hold of an owned part; returns how many elements that are."""
     want = Slice(owned.spec.block, (owned.start, owned.start + owned.main.numel()))
     shape = tuple(entry["shape"])
     held = (

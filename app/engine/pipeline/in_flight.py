@@ -23,7 +23,7 @@ from app.plan.recompute import RecomputePolicy
 
 @dataclass(frozen=True, slots=True)
 class Stages:
-    """This rank's chunks and what lies between them."""
+    """What actions work on: this rank's chunks, and what lies between them."""
 
     chunks: Sequence[Chunk]
     next_here: Mapping[int, int]  # chunk -> own chunk with the stage after it; others send
@@ -65,19 +65,16 @@ class InFlight:
         self.training = training
         self.splits = splits
         self.totals = StepTotals()
-        self.inputs: dict[
-            MicrobatchChunk, Tensor
-        ] = {}  # from the stage before; leaves, to get a gradient
-        self.outputs: dict[
-            MicrobatchChunk, Tensor
-        ] = {}  # hidden states for the stage after, detached
+        # hidden states from the stage before; leaves of autograd, to get a gradient
+        self.inputs: dict[MicrobatchChunk, Tensor] = {}
+        # hidden states for the stage after, detached
+        self.outputs: dict[MicrobatchChunk, Tensor] = {}
         # where backward starts: hidden states or the loss, and routers' losses
         self.roots: dict[MicrobatchChunk, list[Tensor]] = {}
         self.output_grads: dict[MicrobatchChunk, Tensor] = {}  # from the stage after
         self.input_grads: dict[MicrobatchChunk, Tensor] = {}  # for the stage before
-        self.weights: dict[
-            MicrobatchChunk, WeightGradQueue
-        ] = {}  # left by BackwardInput for BackwardWeight
+        # gradients of weights that BackwardInput leaves for BackwardWeight
+        self.weights: dict[MicrobatchChunk, WeightGradQueue] = {}
 
     def forward(self, mb: int, chunk: int) -> None:
         """Forward of one microbatch through one chunk."""
@@ -142,7 +139,7 @@ class InFlight:
         self.weights.pop((mb, chunk)).run(add)
 
     def moved(self, op: P2POp) -> Tensor:
-        """What an operation sends, or where it puts what it receives."""
+        """The tensor that an operation sends, or a new one that it receives into."""
         place = op.mb, op.chunk
         if op.send:
             held = self.outputs if op.flow == "F" else self.input_grads

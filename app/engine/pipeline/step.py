@@ -124,8 +124,8 @@ class TrainingStep:
         moe = self.run.model.moe
         if moe is None or not moe.bias_update_rate:
             return
-        for _, place, router in self.engine.routers():
-            counts_E = totals.counts[place].clone()
+        for _, key, router in self.engine.routers():
+            counts_E = totals.counts[key].clone()
             all_reduce(counts_E, self.engine.groups.tp_cp_dp_control)
             moved_E = update_bias(router.bias_E, counts_E, moe.bias_update_rate)
             router.bias_E.copy_(torch.where(skipped > 0, router.bias_E, moved_E))

@@ -140,8 +140,8 @@ class Meter:
 
     def count(self, totals: StepTotals) -> None:
         """Add a step's tokens per expert, on the device."""
-        for place, counts_E in totals.counts.items():
-            self.counts[place] = counts_E + self.counts.get(place, 0)
+        for key, counts_E in totals.counts.items():
+            self.counts[key] = counts_E + self.counts.get(key, 0)
         self.dropped = self.dropped + totals.dropped
 
     def report(
@@ -200,7 +200,7 @@ class Meter:
         """Over the MoE layers of all pipeline ranks; ranks without such layers take part too."""
         if self.run.model.moe is None:
             return {}
-        counts = [self.counts[place] for place in sorted(self.counts)]
+        counts = [self.counts[key] for key in sorted(self.counts)]
         self.counts = {}
         dropped = self.dropped
         self.dropped = 0

@@ -85,7 +85,7 @@ class PlannedDispatcher(ABC):
 
     kind: ClassVar[DispatcherKind]
     between_ranks: ClassVar[bool]  # whether it can serve experts on several ranks
-    uneven: ClassVar[bool]  # whether how much it exchanges follows from what routers choose
+    uneven: ClassVar[bool]  # whether sizes of its exchange depend on what routers choose
 
     moe: MoEConfig
     ep: int

@@ -1,8 +1,8 @@
 """Activations of one microbatch in one stage, on one rank: what autograd keeps, and what else is
 alive while it computes.
 
-A stage is a row of tapes: embedding, layers, head. Forward adds what each keeps and backward takes
-it away from the other end, so the peak of a tape stands on what the tapes before it keep. All
+A stage is a row of traces: embedding, layers, head. Forward adds what each keeps and backward takes
+it away from the other end, so the peak of a trace stands on what the traces before it keep. All
 numbers are bytes.
 """
 
@@ -80,7 +80,7 @@ class ChunkActivations:
 
 @dataclass(frozen=True, slots=True)
 class _Link:
-    """One tape of the row, cut into what a partial graph of it holds and the rest."""
+    """The memory of one trace of the row: what a partial graph of it holds, and the rest."""
 
     replay: Replay
     graph: Inside

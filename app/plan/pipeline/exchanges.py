@@ -16,10 +16,11 @@ from app.plan.pipeline.replay import Made, Pipeline, expect_finished, pipeline_o
 from app.plan.pipeline.timeline import Times, compute_moments
 
 Moments = Mapping[Made, float]  # when, on the virtual clock
-# Times of the overlapped lists. Sending must take some: a receiver that computes when the tensor is
-# made then posts its side before that action; if both ended in the same moment, behind it, and the
-# tensor would be late by its own way. A microbatch comes back to a rank of a V after a few actions:
-# there, lists made for a longer way lose up to 6 % on a short one.
+# Times of the overlapped lists. A send must take some time: then what the receiver computes while a
+# tensor is made ends after that, its side of the exchange stands before that action, and the tensor
+# moves beside it. Otherwise both would end in the same moment, the receive would be posted behind
+# the action, and the next one would wait for the whole transfer. In a V a microbatch comes back to
+# a rank after a few actions: there, lists made for slow sends lose up to 6 % where sends are fast.
 OVERLAP_TIMES = Times(forward=1.0, backward=2.0, send=0.25)
 OVERLAP_TIMES_IN_V = Times(forward=1.0, backward=2.0, send=0.0625)
 

@@ -25,7 +25,7 @@ class ShardCoords:
 
     @classmethod
     def of(cls, layout: ParallelLayout, rank: int) -> ShardCoords:
-        """The place of global rank `rank`."""
+        """Those of global rank `rank`."""
         dense = layout.coords(rank)
         expert = layout.coords(rank, expert=True)
         return cls(

@@ -45,9 +45,9 @@ def chunk_parameters(
     model: ModelConfig, stage: Stage, layout: ParallelLayout
 ) -> tuple[Parameter, ...]:
     """Parameters of a stage on each of its ranks, in order of use (`stage_weights`)."""
-    place = ShardCoords.of(layout, 0)  # shapes are those of every rank
+    coords = ShardCoords.of(layout, 0)  # shapes are those of every rank
     return tuple(
-        Parameter(each.name, place.shape(each.weight), expert=each.weight.expert, tied=each.tied)
+        Parameter(each.name, coords.shape(each.weight), expert=each.weight.expert, tied=each.tied)
         for each in stage_weights(model, stage)
     )
 

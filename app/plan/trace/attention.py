@@ -1,10 +1,10 @@
-"""Softmax attention as a tape: heads, rotary positions, context-parallel exchanges, the kernels.
+"""Softmax attention as a trace: heads, rotary positions, context-parallel exchanges, the kernels.
 
 Follows `app.model.attention` and `app.model.context_parallel`. What the kernels save and need
 depends on which one torch takes: `attends_by_matrices` says, and `_softmax_attention` and
 `_matrix_attention` hold all that follows. All sizes are bytes.
 
-Shapes: as in `tape_parts`, and S tokens of a whole sequence, P context-parallel ranks.
+Shapes: as in `app.plan.trace.parts`, and S tokens of a whole sequence, P context-parallel ranks.
 """
 
 from __future__ import annotations

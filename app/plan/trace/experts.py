@@ -1,4 +1,4 @@
-"""Mixture-of-experts bodies as tapes: what `app.moe` does on a GPU, phase by phase, in bytes.
+"""Mixture-of-experts bodies as traces: what `app.moe` does on a GPU, phase by phase, in bytes.
 
 Shapes: as in `app.plan.trace.parts`, and E experts, K per token.
 """

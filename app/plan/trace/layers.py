@@ -1,4 +1,4 @@
-"""The transformer with sizes in place of tensors: what `app.model` does on a GPU, as tapes.
+"""The transformer with sizes in place of tensors: what `app.model` does on a GPU, as traces.
 
 Each function follows the code of the same name there. What an operation saves is what its CUDA
 kernel saves: torch's own, or those of `app.kernels`. All sizes are bytes.

@@ -1,4 +1,4 @@
-"""What the tapes of a run have in common: sizes, and the pieces that layers are made of.
+"""What the traces of a run have in common: sizes, and the parts that layers are made of.
 
 With tp > 1 the residual stream, norms, router and dispatch have 1/tp of the tokens (sequence
 parallelism, Korthikanti et al. 2022); attention and feed-forward see all of them in 1/tp of the
@@ -29,7 +29,7 @@ RMS_STATISTICS = 4  # per row, what RMSNorm saves besides its input: an fp32 num
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """What the tapes of a run have in common."""
+    """What the traces of a run have in common; sizes are bytes, of one microbatch on one rank."""
 
     run: Run
     layout: ParallelLayout

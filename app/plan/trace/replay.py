@@ -1,4 +1,4 @@
-"""Memory of a tape: what autograd keeps, and what is alive at every operation, either direction.
+"""Memory of a trace: what autograd keeps, and what is alive at every operation, either direction.
 
 A tensor's memory is free when nobody reads it any more and no operation has saved it; who saves a
 view saves all that it is a view of; a gradient that meets another of the same tensor is added to it
@@ -15,7 +15,7 @@ from app.plan.trace.trace import ForwardTrace, GradAddition, Operation, Segment,
 
 @dataclass(frozen=True, slots=True)
 class Replay:
-    """Memory of a tape; what is alive includes the tape's input and kept tensors."""
+    """Memory of a trace; what is alive includes the trace's input and kept tensors."""
 
     kept: Mapping[str, int]  # phase -> what autograd keeps of it from forward to backward
     forward: Mapping[str, int]  # phase -> most that is alive while it runs
@@ -48,12 +48,12 @@ def replay(written: ForwardTrace) -> Replay:
 
 @dataclass(frozen=True, slots=True)
 class Inside:
-    """What some phases of a tape, run as one, leave behind."""
+    """What some phases of a trace, captured as one graph, leave behind."""
 
     kept: Mapping[str, int]  # phase -> what autograd keeps of what these phases make or are given
     own: int  # of that, what only they read
-    cut: int  # what they make and others read, kept or not
-    gradients: int  # of that
+    cut: int  # what they make and other phases read, kept or not
+    gradients: int  # of what is `cut`
 
     @property
     def total(self) -> int:
@@ -62,7 +62,7 @@ class Inside:
 
 
 def inside(written: ForwardTrace, phases: Collection[str]) -> Inside:
-    """The memory of a part of a tape that is run as one."""
+    """The memory of the phases of a trace that one graph holds; all 0 without phases."""
     if not phases:
         return Inside({}, 0, 0, gradients=0)
     trace = written.trace
@@ -177,14 +177,14 @@ def _backward(
     for storage, places in saved_by.items():
         if storage not in queued:
             last_use[places[0]] = last_use.get(places[0], 0) + trace.storages[storage]
-    again = _made_again(trace, saved_by, dropped)
+    remade = _made_again(trace, saved_by, dropped)
     gradients = _Gradients()
     if result is not None:
         gradients.give(result, _Gradient(result.bytes))
     live = kept
     peaks = dict[str, int]()
     for place, op in reversed(list(enumerate(trace.ops))):
-        live += again.get(place, 0)
+        live += remade.get(place, 0)
         incoming = [gradients.of.pop(value) for value in op.makes if value in gradients.of]
         extra = gradients.spread(op, incoming)
         weight = op.weight if op.added is GradAddition.after else 0

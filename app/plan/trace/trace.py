@@ -109,7 +109,11 @@ class Trace:
         flops_again: int = 0,
         sends: Sends | None = None,
     ) -> tuple[TracedTensor, ...]:
-        """Write down an operation. `makes`: new sizes, and views; `saves` may number these."""
+        """Write down an operation; returns what it makes.
+
+        `makes`: the size of each new tensor, or a view of another one. `saves`: tensors, or indices
+        into `makes`. The rest is as in `Operation`.
+        """
         before = len(self.storages)
         made = tuple(self.value(item) if isinstance(item, int) else item for item in makes)
         saved = tuple(made[item] if isinstance(item, int) else item for item in saves)
@@ -148,8 +152,8 @@ class Trace:
 
     @contextmanager
     def again(self, chosen: bool, discards: bool = False) -> Iterator[bool]:
-        """Operations that backward runs again, where that is chosen and they are not part of a
-        larger such part: whether so.
+        """If `chosen`, backward runs again what is written down within the block. Yields whether it
+        does so for this block: not inside of a larger one that it runs again already.
         """
         outer = self.segment
         begins = chosen and outer is None
