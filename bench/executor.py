@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from app.data.feed import Batch
 from app.engine.pipeline.data_feed import StepInput
 from app.engine.pipeline.executor import execute
-from app.engine.pipeline.in_flight import Stages
+from app.engine.pipeline.in_flight import RankStages
 from app.engine.pipeline.transport import Transport
 from app.engine.watchdog.watchdog import Watchdog
 from app.model.chunk import ChunkOutput
@@ -88,7 +88,7 @@ def main() -> None:
     dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
     (actions,) = lower_all(build_schedule("none", 1, MICROBATCHES))
     tiny, step = Tiny(), step_input()
-    stages = Stages(
+    stages = RankStages(
         (tiny,),
         {},
         RecomputePolicy(),

@@ -33,7 +33,7 @@ from app.engine.pipeline.step import TrainingStep
 from app.plan.memory.overheads import MIB
 from app.plan.memory.rank_memory import OUTSIDE, RankMemory
 from app.plan.plan import Plan
-from app.plan.recompute import Recomputed
+from app.plan.recompute import RecomputeChoice
 
 STEPS = 3
 STATE = ("parameters", "gradients", "optimizer")
@@ -150,7 +150,7 @@ def kept_by_forward(engine: Engine, device: torch.device) -> int:
     kept = 0
     for _ in range(2):  # the first time, libraries allocate their workspaces
         before = torch.cuda.memory_allocated()
-        again = Recomputed(whole_layers=run.recompute.full)
+        again = RecomputeChoice(whole_layers=run.recompute.full)
         context = chunk.context(positions, None, recompute=again)
         out = chunk(tokens, context)
         loss = chunk.loss(out.x, labels, context)

@@ -16,7 +16,7 @@ from types import SimpleNamespace
 import pytest
 
 from app.cli.processes import openmp
-from app.cli.processes.launch import carry_out, settled, start_ranks
+from app.cli.processes.launch import carry_out, start_ranks, submitted_job_ends_quietly
 from app.cli.processes.launcher import Launch
 from app.cli.processes.openmp import LOOKS, crowded, waiting_threads
 from app.errors import ConfigError
@@ -269,12 +269,12 @@ def test_ranks_stop_before_submitit_hears_of_its_signal(tmp_path: Path):
 def test_a_submitted_job_ends_where_a_program_fails(capsys: pytest.CaptureFixture[str]):
     job, program = Launch(0, 0, None, submitted=True), Launch(0, 0, None)
     for error in (SystemExit(2), SystemExit(75), ValueError("said in the log")):
-        with settled(job):
+        with submitted_job_ends_quietly(job):
             raise error
-        with pytest.raises(type(error)), settled(program):
+        with pytest.raises(type(error)), submitted_job_ends_quietly(program):
             raise error
     assert capsys.readouterr().err.count("ValueError: said in the log") == 1
-    with pytest.raises(SystemExit), settled(job):
+    with pytest.raises(SystemExit), submitted_job_ends_quietly(job):
         raise SystemExit(-1)  # submitit's own: the job is back in the queue, and not over
 
 

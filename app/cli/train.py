@@ -19,7 +19,14 @@ from app.cli.options.arguments import CONFIG_NAME
 from app.cli.options.compose import load_run, register_schema
 from app.cli.options.messages import readable_errors
 from app.cli.processes.home import CONF, child_paths
-from app.cli.processes.launch import carry_out, ended, mistakes_told, placed, prepare, settled
+from app.cli.processes.launch import (
+    best_loss_or_exit,
+    carry_out,
+    checked_arguments,
+    mistakes_in_one_line,
+    submitted_job_ends_quietly,
+    with_sweep_run_dir,
+)
 from app.cli.processes.launcher import Launch
 from app.rules import check_runnable
 
@@ -33,9 +40,9 @@ def main(config: DictConfig) -> float | None:
     launch = Launch.from_environment(os.environ)
     if launch.submitted:
         launch.end_with_launcher(os.getppid())
-    with settled(launch), mistakes_told(launch, sys.argv[1:]):
-        run = check_runnable(load_run(placed(config), launch.world_size))
-        return ended(run, carry_out(run, launch, __file__, env=os.environ))
+    with submitted_job_ends_quietly(launch), mistakes_in_one_line(launch, sys.argv[1:]):
+        run = check_runnable(load_run(with_sweep_run_dir(config), launch.world_size))
+        return best_loss_or_exit(run, carry_out(run, launch, __file__, env=os.environ))
 
 
 def command(parent: int) -> None:
@@ -49,8 +56,8 @@ def command(parent: int) -> None:
     with readable_errors("train.py", speak=True):
         launch = Launch.from_environment(os.environ)
     launch.end_with_launcher(parent)
-    with mistakes_told(launch, sys.argv[1:]):
-        sys.argv[1:] = prepare(sys.argv[1:], launch)
+    with mistakes_in_one_line(launch, sys.argv[1:]):
+        sys.argv[1:] = checked_arguments(sys.argv[1:], launch)
         interrupt_again()  # not before: argparse loses its way when it is interrupted
         main()
 

@@ -21,7 +21,7 @@ from app.choices import Source
 from app.config import DataConfig
 from app.data.faults import fault_in, no_utf8
 from app.data.hub import Loaded, check_folder, explained, silence
-from app.data.paths import place
+from app.data.paths import source_option
 from app.data.sources import Sources
 from app.data.tokenizer import Tokenizer
 from app.errors import ConfigError, nearest
@@ -53,7 +53,7 @@ def write_tokens(
         )
     )
     if not len(tokens):
-        raise ConfigError(*place(config), f"no text in any of its {len(raw)} documents")
+        raise ConfigError(*source_option(config), f"no text in any of its {len(raw)} documents")
     return [os.path.basename(file["filename"]) for file in tokens.cache_files]
 
 
@@ -122,7 +122,7 @@ class _Reader:
                 raise
             for file in self.files:
                 if fault := fault_in(file, self.config):
-                    raise ConfigError(place(self.config)[0], file, fault) from error
+                    raise ConfigError(source_option(self.config)[0], file, fault) from error
             raise
 
     def _one_per_file(self) -> datasets.Dataset:
@@ -137,7 +137,7 @@ class _Reader:
 
     def _from_json(self) -> datasets.Dataset:
         if not any(os.path.getsize(file) for file in self.files):
-            raise ConfigError(*place(self.config), "no text: every file has 0 bytes")
+            raise ConfigError(*source_option(self.config), "no text: every file has 0 bytes")
         files = [glob.escape(file) for file in self.files]
         return datasets.Dataset.from_json(files, cache_dir=self.cache)
 

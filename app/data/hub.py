@@ -15,7 +15,7 @@ from huggingface_hub.utils.tqdm import disable_progress_bars as disable_hub_bars
 
 from app.choices import Source
 from app.config import DataConfig
-from app.data.paths import most_like, place
+from app.data.paths import most_like, source_option
 from app.data.reach import go_offline_without_network
 from app.errors import ConfigError
 
@@ -70,9 +70,11 @@ def explained(config: DataConfig, load: Callable[[], Loaded]) -> Loaded:
             ) from None
         if isinstance(reason, ConnectionError) and constants.HF_HUB_OFFLINE:
             rule = f"is not in the cache, and {constants.ENDPOINT} cannot be reached"
-            raise ConfigError(*place(config), rule) from error
+            raise ConfigError(*source_option(config), rule) from error
         text = re.sub(r"\s+", " ", f"{type(reason).__name__}: {reason}")
-        raise ConfigError(*place(config), f"cannot be loaded: {text[:MOST_TEXT]}") from error
+        raise ConfigError(
+            *source_option(config), f"cannot be loaded: {text[:MOST_TEXT]}"
+        ) from error
 
 
 def silence() -> None:

@@ -18,7 +18,7 @@ STDLIB_SUFFIXES = (".py", ".rst", ".txt")
 NOT_STDLIB = frozenset({"site-packages", "dist-packages", "__pycache__"})
 
 
-def place(config: DataConfig) -> tuple[str, str]:
+def source_option(config: DataConfig) -> tuple[str, str]:
     """Key and value of the option that says where the documents are."""
     match config.source:
         case Source.stdlib:

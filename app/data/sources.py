@@ -19,7 +19,7 @@ import xxhash
 
 from app.choices import Source
 from app.config import DataConfig
-from app.data.paths import matching_files, place, stdlib_files
+from app.data.paths import matching_files, source_option, stdlib_files
 from app.errors import ConfigError
 
 SUMMED_WHOLE = 16 * 2**20  # bytes; of larger files, blocks
@@ -87,7 +87,7 @@ def find_sources(config: DataConfig) -> Sources:
         tokenizer = _look_at("data.tokenizer", config.tokenizer, "").sum
     folder = os.path.commonpath([os.path.dirname(path) for path in paths]) if paths else ""
     with ThreadPoolExecutor(READERS) as readers:
-        key = place(config)[0]
+        key = source_option(config)[0]
         files = readers.map(lambda path: _look_at(key, path, folder), paths)
         return Sources(tuple(files), revision, tokenizer)
 
@@ -151,9 +151,9 @@ def check_unchanged(config: DataConfig, sources: Sources) -> None:
         try:
             facts = os.stat(file.path)
         except OSError as error:
-            raise _unreadable(place(config)[0], file.path, error) from error
+            raise _unreadable(source_option(config)[0], file.path, error) from error
         if (facts.st_size, facts.st_mtime_ns) != (file.bytes, file.mtime_ns):
-            raise ConfigError(place(config)[0], file.path, "was changed while it was read")
+            raise ConfigError(source_option(config)[0], file.path, "was changed while it was read")
 
 
 def _look_at(key: str, path: str, folder: str) -> SourceFile:

@@ -18,7 +18,7 @@ from app.engine.capture.stand_in import HostRecorder
 from app.engine.fast_paths import check_capturable
 from app.engine.groups import Groups
 from app.engine.pipeline.executor import ForwardBackward, execute
-from app.engine.pipeline.in_flight import Stages
+from app.engine.pipeline.in_flight import RankStages
 from app.engine.pipeline.transport import Transport
 from app.engine.watchdog.watchdog import Watchdog
 from app.model.block import Body, DenseBody, Layer
@@ -90,8 +90,8 @@ def build_engine(
     run = plan.run
     chunks = build_chunks(run, plan.stages, groups, device=device)
     for chunk in chunks:
-        init_weights(chunk.weights(), groups.place, run.model, seed=run.train.seed)
-    specs = [list(parameter_specs(chunk, groups.place)) for chunk in chunks]
+        init_weights(chunk.weights(), groups.coords, run.model, seed=run.train.seed)
+    specs = [list(parameter_specs(chunk, groups.coords)) for chunk in chunks]
     buffers = plan.buffers[groups.pp_rank]
     optimizer_groups = OptimizerGroups(
         dp_cp=groups.dp_cp, edp=groups.edp, tp=groups.tp, embedding=groups.embedding
@@ -197,25 +197,25 @@ def _materialise(chunk: nn.Module, device: torch.device, dtype: torch.dtype) -> 
             setattr(module, name, torch.zeros(buffer.shape, dtype=buffer.dtype, device=device))
 
 
-def parameter_specs(chunk: Chunk, place: ShardCoords) -> Iterator[ParamSpec]:
+def parameter_specs(chunk: Chunk, coords: ShardCoords) -> Iterator[ParamSpec]:
     """Every parameter of a chunk in order of use (`chunk_parameters`), with its block of the whole.
 
     Of tied tables on two stages the first stage's counts, of what all tensor-parallel ranks hold
     the first one's.
     """
-    index, ranks = place.tp
+    index, ranks = coords.tp
     for named, param in chunk.weights():
         weight = named.weight
-        shared = weight.replica and ranks > 1
+        replica = weight.replica and ranks > 1
         yield ParamSpec(
             named.name,
             param,
             weight.expert,
             decay=weight.decay,
-            block=place.block(weight),
+            block=coords.block(weight),
             tied=named.tied,
-            shared=shared,
-            counted=(chunk.first or not named.tied) and not (shared and index),
+            replica=replica,
+            counted=(chunk.first or not named.tied) and not (replica and index),
         )
 
 
@@ -246,7 +246,7 @@ def select_forward_backward(
     tokens = run.train.seq_len // (groups.layout.cp * groups.layout.tp)
     hidden = torch.Size((run.train.micro_batch, tokens, run.model.hidden_size))
     rank = groups.pp_rank
-    stages = Stages(
+    stages = RankStages(
         engine.chunks,
         engine.plan.next_here(rank),
         recompute_policy(run.recompute, lists[rank]),

@@ -131,7 +131,7 @@ def _of_place(engine: Engine, x_1sD: Tensor, own_S: Tensor, place: int) -> Tenso
     if pipeline.rank(pipeline.last) == groups.pp_rank:
         columns_SV = engine.chunks[-1].logits(x_1sD)[0].float()
         found_V = (columns_SV * (own_S == place)[:, None]).sum(0)
-        logits_V.view(groups.layout.tp, -1)[groups.place.tp[0]] = found_V
+        logits_V.view(groups.layout.tp, -1)[groups.coords.tp[0]] = found_V
     # every number is on one rank, and zero on the others
     for group in (groups.tp, groups.cp, groups.pp):
         all_reduce(logits_V, group)

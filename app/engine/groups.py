@@ -60,13 +60,13 @@ class Groups:
         return self.layout.coords(self.rank)["cp"]
 
     @property
-    def place(self) -> ShardCoords:
+    def coords(self) -> ShardCoords:
         """Where this rank is on the axes that cut parameters."""
         return ShardCoords.of(self.layout, self.rank)
 
     def peers(self, cp_comm_type: CpComm) -> Peers:
         """The ranks that this one computes its layers with."""
-        (ep_rank, ep), (etp_rank, etp) = self.place.ep, self.place.etp
+        (ep_rank, ep), (etp_rank, etp) = self.coords.ep, self.coords.etp
         return Peers(
             tp=self.tp,
             cp=self.cp,

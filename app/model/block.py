@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from enum import Enum
 from typing import Protocol, TypeVar
 
 from torch import Tensor, nn
@@ -22,23 +21,9 @@ from app.model.layers import Context, Mlp, RMSNorm
 from app.model.peers import ALONE, Peers
 from app.plan.model.layer import DenseBodyWeights
 from app.plan.model.norm import NormWeights
+from app.plan.phases import PhaseName
 
 T = TypeVar("T")
-
-
-class PhaseName(Enum):
-    """Every phase a layer may have, in order."""
-
-    attn = "attn"
-    mlp = "mlp"
-    norm = "norm"
-    shared = "shared"
-    route = "route"
-    preprocess = "preprocess"
-    dispatch = "dispatch"
-    experts = "experts"
-    combine = "combine"
-    finish = "finish"
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,7 +24,7 @@ from app.model.weight_grads import WeightGradSink
 from app.plan.model.norm import NormWeights
 from app.plan.model.stage import NamedWeight, stage_weights
 from app.plan.model.vocabulary import table
-from app.plan.recompute import NOTHING, Recomputed
+from app.plan.recompute import NOTHING, RecomputeChoice
 from app.plan.stages import Stage
 
 
@@ -90,7 +90,7 @@ class Chunk(nn.Module):
         positions_BS: Tensor,
         documents_BK: Tensor | None,
         sink: WeightGradSink | None = None,
-        recompute: Recomputed = NOTHING,
+        recompute: RecomputeChoice = NOTHING,
     ) -> Context:
         """What the layers need besides the hidden states.
 

@@ -29,7 +29,7 @@ def _std(initial: Initial, model: ModelConfig) -> float:
 @torch.no_grad()
 def init_weights(
     weights: Iterable[tuple[NamedWeight, Tensor]],
-    place: ShardCoords,
+    coords: ShardCoords,
     model: ModelConfig,
     seed: int,
 ) -> None:
@@ -41,7 +41,7 @@ def init_weights(
     """
     for named, tensor in weights:
         weight = named.weight
-        block = place.block(weight)
+        block = coords.block(weight)
         own = tensor.view(block.sizes)
         held = tuple(map(slice, block.start, block.stop))
         std = _std(weight.initial, model)

@@ -23,7 +23,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
 from app.choices import Recompute
-from app.plan.recompute import NOTHING, Recomputed
+from app.plan.recompute import NOTHING, RecomputeChoice
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
@@ -64,7 +64,7 @@ class _View:
 class Recomputation:
     """Carries out what is to be recomputed of one microbatch in one chunk."""
 
-    chosen: Recomputed = NOTHING
+    chosen: RecomputeChoice = NOTHING
     # whether functions under `checkpoint` draw random numbers, which have to be the same again
     draws: bool = False
     # id of a result's storage -> a weak reference to it, and what makes it again

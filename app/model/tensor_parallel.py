@@ -38,10 +38,10 @@ def scattered(x_BSD: Tensor, group: Group) -> Tensor:
     return x_BSD if group is None or group.size() == 1 else start_scatter(x_BSD, group)()
 
 
-Arrival = Callable[[], Tensor]  # waits for what is on its way, and returns it
+Pending = Callable[[], Tensor]  # waits for what is on its way, and returns it
 
 
-def start_gather(x_BsD: Tensor, group: dist.ProcessGroup) -> Arrival:
+def start_gather(x_BsD: Tensor, group: dist.ProcessGroup) -> Pending:
     """Start what `gathered` does; `group` has several ranks."""
     own_BsD = x_BsD.contiguous()
     parts_PBsD = x_BsD.new_empty(group.size(), *x_BsD.shape)
@@ -55,7 +55,7 @@ def start_gather(x_BsD: Tensor, group: dist.ProcessGroup) -> Arrival:
     return arrive
 
 
-def start_scatter(x_BSD: Tensor, group: dist.ProcessGroup) -> Arrival:
+def start_scatter(x_BSD: Tensor, group: dist.ProcessGroup) -> Pending:
     """Start what `scattered` does; `group` has several ranks."""
     parts_PBsD = x_BSD.unflatten(1, (group.size(), -1)).transpose(0, 1).contiguous()
     own_BsD = torch.empty_like(parts_PBsD[0])

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from app.choices import Balance, Recompute
 from app.collectives import all_reduce
 from app.config import ModelConfig, MoEConfig
-from app.model.block import Body, Phase, PhaseName, RoutingReport
+from app.model.block import Body, Phase, RoutingReport
 from app.model.layers import Context, Mlp, RMSNorm
 from app.model.peers import Peers, rank, size
 from app.model.weight_grads import WeightGradSink
@@ -31,6 +31,7 @@ from app.moe.router import aux_loss, aux_routing, choose, in_turn, sequence_aux_
 from app.plan.dispatchers.choose import planned_dispatcher
 from app.plan.dispatchers.record import capacity
 from app.plan.model.experts import MoEBodyWeights, RouterWeights
+from app.plan.phases import PhaseName
 
 
 class Router(nn.Module):

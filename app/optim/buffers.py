@@ -26,7 +26,8 @@ class ParamSpec:
     decay: bool  # weight decay applies
     block: Block  # the part of the global parameter that this rank holds
     tied: bool = False  # other stages hold copies, whose gradients belong together
-    shared: bool = False  # tensor-parallel ranks hold it whole, and their gradients belong together
+    # tensor-parallel ranks hold it whole, and their gradients belong together
+    replica: bool = False
     counted: bool = True  # the copy that counts in norms and is saved
 
 

@@ -147,11 +147,10 @@ class DistributedOptimizer:
         return MainGradSink(self.add_grad)
 
     def expect_grads(self, chunk: int, last: bool) -> None:
-        """A backward of a chunk follows. Only the `last` one of a step changes anything: from then
-        on the last gradient of a bucket starts its reduce-scatter.
-        """
-        for buckets in self.grad_buckets[chunk] if last else ():
-            buckets.expect_last()
+        """A backward of a chunk follows; the `last` one of a step completes sums of gradients."""
+        if last:
+            for buckets in self.grad_buckets[chunk]:
+                buckets.expect_last()
 
     @contextmanager
     def listing_arrivals(self) -> Iterator[list[Arrival]]:
@@ -188,7 +187,7 @@ class DistributedOptimizer:
         for buckets in self._all_grad_buckets():
             buckets.finish()
         self._sum_tied()
-        shared = [owned.grad for owned in self.param_shards() if owned.spec.shared]
+        shared = [owned.grad for owned in self.param_shards() if owned.spec.replica]
         if self.groups.tp.size() > 1 and shared:
             sum_over(self.groups.tp, shared)
 

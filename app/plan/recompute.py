@@ -1,8 +1,8 @@
 """What backward computes again instead of keeping it: the one value that says so.
 
 `RecomputePolicy` is built once, from a run and a rank's list. The plan of memory asks it which
-microbatches keep more, the engine asks it for each microbatch in a chunk (`Recomputed`) and hands
-that to the chunk, where `app.model.recompute.Recomputation` carries it out.
+microbatches keep more, the engine asks it for each microbatch in a chunk (`RecomputeChoice`) and
+hands that to the chunk, where `app.model.recompute.Recomputation` carries it out.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from app.plan.schedule import peak_in_flight
 
 
 @dataclass(frozen=True, slots=True)
-class Recomputed:
+class RecomputeChoice:
     """What backward computes again of one microbatch in one chunk."""
 
     parts: frozenset[Recompute] = frozenset()  # of each layer
     whole_layers: bool = False  # all of a layer from its input, the parts with it
 
 
-NOTHING = Recomputed()
+NOTHING = RecomputeChoice()
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,14 +35,14 @@ class RecomputePolicy:
     full: bool = False  # whole layers, of microbatches that are not spared
     spared: frozenset[MicrobatchChunk] = frozenset()
 
-    def whole_layers(self, place: MicrobatchChunk) -> bool:
+    def whole_layers(self, key: MicrobatchChunk) -> bool:
         """Whether a microbatch in a chunk keeps nothing of a layer but its input."""
-        return self.full and place not in self.spared
+        return self.full and key not in self.spared
 
-    def of(self, place: MicrobatchChunk) -> Recomputed:
+    def of(self, key: MicrobatchChunk) -> RecomputeChoice:
         """What is computed again of a microbatch in a chunk."""
-        whole = self.whole_layers(place)
-        return Recomputed(frozenset() if whole else self.parts, whole)
+        whole = self.whole_layers(key)
+        return RecomputeChoice(frozenset() if whole else self.parts, whole)
 
 
 def recompute_policy(choice: RecomputeConfig, actions: Iterable[object]) -> RecomputePolicy:
@@ -62,4 +62,4 @@ def spared_microbatches(actions: Iterable[object], partial: int) -> frozenset[Mi
     listed = list(actions)
     window = peak_in_flight(listed)
     forwards = [(action.mb, action.chunk) for action in listed if isinstance(action, Forward)]
-    return frozenset(place for nth, place in enumerate(forwards) if nth % window < partial)
+    return frozenset(key for nth, key in enumerate(forwards) if nth % window < partial)

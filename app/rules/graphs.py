@@ -7,6 +7,7 @@ from app.config import Run
 from app.errors import ConfigError, Instead
 from app.plan.dispatchers.choose import run_dispatcher
 from app.plan.memory.activations import captured_phases
+from app.plan.phases import PhaseName
 from app.plan.select import captured_layers
 from app.rules.pipeline import one_stage
 
@@ -70,11 +71,11 @@ def check_graphs_choice(run: Run) -> None:
 
 
 INSIDE = {
-    Recompute.attn_core: "attn",
-    Recompute.mlp_act: "mlp",
-    Recompute.experts_act: "experts",
-    Recompute.shared: "shared",
-    Recompute.moe: "finish",
+    Recompute.attn_core: PhaseName.attn,
+    Recompute.mlp_act: PhaseName.mlp,
+    Recompute.experts_act: PhaseName.experts,
+    Recompute.shared: PhaseName.shared,
+    Recompute.moe: PhaseName.finish,
 }  # what may be recomputed with its random numbers -> the phase that it ends in
 
 

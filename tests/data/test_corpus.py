@@ -253,18 +253,18 @@ def test_a_pattern_without_files(source: str, tmp_path: Path):
 @pytest.mark.parametrize("kind", ["jsonl", "parquet", "hub"])
 def test_a_missing_or_wrong_column(kind: str, tmp_path: Path, texts: list[str]):
     config = write(kind, tmp_path / "data", texts)
-    place = {
+    source_option = {
         "source": config.source,
         "path": config.path,
         "name": config.name,
         "cache_dir": config.cache_dir,
     }
     for streaming in (False, True) if kind == "hub" else (False,):
-        error = load_error(**place, streaming=streaming, text_field="txt")
+        error = load_error(**source_option, streaming=streaming, text_field="txt")
         assert "data.text_field=txt: no such column; there are id, text; did you mean text?" in str(
             error
         )
-        error = load_error(**place, streaming=streaming, text_field="id")
+        error = load_error(**source_option, streaming=streaming, text_field="id")
         assert "data.text_field=id: holds Value('int64'), not text" in str(error)
 
 

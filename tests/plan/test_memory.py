@@ -220,7 +220,7 @@ def chunk_of(
     spared: MicrobatchMemory | None = None,
 ) -> ChunkActivations:
     return ChunkActivations(
-        usual, spared or usual, border=10, takes=takes, gives=gives, later=7, kernels=0
+        usual, spared or usual, border=10, takes=takes, gives=gives, deferred=7, kernels=0
     )
 
 

@@ -272,8 +272,8 @@ def test_the_second_part_of_a_split_backward_by_hand():
                     precision=PrecisionConfig(Dtype.bfloat16, grads),
                     schedule=SPLIT,
                 )
-                assert chunk_activations(run, stage, layout).later == wanted
-            assert chunk_activations(run_of(model, parallel=parallel), stage, layout).later == 0
+                assert chunk_activations(run, stage, layout).deferred == wanted
+            assert chunk_activations(run_of(model, parallel=parallel), stage, layout).deferred == 0
 
 
 def test_working_memory_of_attention():

@@ -122,14 +122,14 @@ def test_modules_plan_blocks_and_flags_are_those_of_the_descriptions(
                     assert spec.block == block_by_name(spec.name, shape, place)
                     assert spec.expert == parameter.expert == (".experts." in spec.name)
                     assert spec.decay == (len(shape) > 1)
-                    assert spec.shared == (whole and layout.tp > 1)
+                    assert spec.replica == (whole and layout.tp > 1)
                     assert spec.tied == copy
                     assert copy == (
                         spec.name == "embedding"
                         and model.tie_embeddings
                         and stage.embedding != stage.head
                     )
-                    repeated = spec.shared and place.tp[0] > 0
+                    repeated = spec.replica and place.tp[0] > 0
                     assert spec.counted == (not repeated and (not copy or stage.embedding))
                     assert kinds[spec.name] is initial_by_name(spec.name, len(shape))
 

@@ -22,7 +22,7 @@ from app.plan.actions import (
     ReduceGrads,
     Wait,
 )
-from app.plan.recompute import NOTHING, Recomputed, recompute_policy, spared_microbatches
+from app.plan.recompute import NOTHING, RecomputeChoice, recompute_policy, spared_microbatches
 from app.plan.schedule import (
     build_schedule,
     peak_in_flight,
@@ -399,10 +399,10 @@ def test_the_policy_says_parts_or_whole_layers():
     actions = build_schedule("gpipe", 2, 3)[0]
     parts = frozenset({Recompute.norm, Recompute.moe})
     some = recompute_policy(RecomputeConfig(phases=tuple(parts)), actions)
-    assert {some.of((mb, 0)) for mb in range(3)} == {Recomputed(parts)}
+    assert {some.of((mb, 0)) for mb in range(3)} == {RecomputeChoice(parts)}
     both = RecomputeConfig(full=True, phases=tuple(parts), partial_microbatches=1)
     found = [recompute_policy(both, actions).of((mb, 0)) for mb in range(3)]
-    assert found == [Recomputed(parts), *[Recomputed(whole_layers=True)] * 2]
+    assert found == [RecomputeChoice(parts), *[RecomputeChoice(whole_layers=True)] * 2]
     assert recompute_policy(RecomputeConfig(), actions).of((0, 0)) == NOTHING
 
 

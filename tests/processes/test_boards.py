@@ -257,8 +257,8 @@ def test_submitted_jobs_of_other_sweepers_are_of_their_sweep(
     monkeypatch.setattr(launch, "_in_sweep", lambda: True)
     monkeypatch.setattr(launch, "HydraConfig", SimpleNamespace(get=lambda: hydra))
     config = OmegaConf.create({"run_dir": None, "log": {"group": None, "job_type": None}})
-    placed = launch.placed(config)
-    assert placed.run_dir == str(tmp_path / "s/7")
-    assert placed.log == {"group": "s", "job_type": "sweep"}
+    with_sweep_run_dir = launch.with_sweep_run_dir(config)
+    assert with_sweep_run_dir.run_dir == str(tmp_path / "s/7")
+    assert with_sweep_run_dir.log == {"group": "s", "job_type": "sweep"}
     given = OmegaConf.create({"run_dir": "x", "log": {"group": None, "job_type": None}})
-    assert launch.placed(given).log.group is None, "our sweeper has said all"
+    assert launch.with_sweep_run_dir(given).log.group is None, "our sweeper has said all"

@@ -203,7 +203,7 @@ def optimizer_of(
 def train(rank: int, case: Case) -> dict[str, Any]:
     """Parameters of this rank by name, its pieces of the fp32 ones, and what every step said."""
     groups = create_groups(case.layout(), rank)
-    specs = [list(make_specs(case, chunk, groups.place.ep[0])) for chunk in range(2)]
+    specs = [list(make_specs(case, chunk, groups.coords.ep[0])) for chunk in range(2)]
     optimizer = optimizer_of(specs, groups, case.config)
     said, changed = [], []
     for step in range(case.steps):

@@ -31,7 +31,7 @@ def most_alive(rank: int, run: Run) -> tuple[int, int]:
 
     def counted(in_flight: InFlight, mb: int, chunk: int) -> None:
         forward(in_flight, mb, chunk)
-        seen.append(len(in_flight.roots.keys() | in_flight.weights.keys()))
+        seen.append(len(in_flight.roots.keys() | in_flight.weight_grads.keys()))
 
     InFlight.forward = counted
     train_steps(run, engine, 1)

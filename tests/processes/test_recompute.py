@@ -10,7 +10,7 @@ import torch
 
 from app.choices import Balance, Recompute, ScheduleName
 from app.config import ModelConfig, ParallelConfig, RecomputeConfig, Run, ScheduleConfig
-from app.plan.recompute import Recomputed
+from app.plan.recompute import RecomputeChoice
 from tests.cases import sampled
 from tests.distributed import run_distributed
 from tests.processes.layouts import MODELS
@@ -88,7 +88,7 @@ def test_nothing_is_held_once_backward_is_over(phases: tuple[Recompute, ...]):
     """What a part inside of another one leaves behind would pile up from layer to layer."""
     chunk, tokens = make_chunk(MODELS["moe"]), torch.arange(32).view(2, 16)
     context = chunk.context(
-        torch.arange(16).expand(2, 16), None, recompute=Recomputed(frozenset(phases))
+        torch.arange(16).expand(2, 16), None, recompute=RecomputeChoice(frozenset(phases))
     )
     loss = chunk.loss(chunk(tokens, context).x, tokens, context)
     assert not context.recompute._sources

@@ -95,7 +95,7 @@ def train(rank: int, run: Run) -> list[dict[str, Any]]:
             found.append(
                 {
                     "last": chunk.last,
-                    "tp": engine.groups.place.tp[0],
+                    "tp": engine.groups.coords.tp[0],
                     "table": table,
                     "pieces": state,
                 }

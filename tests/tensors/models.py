@@ -53,7 +53,7 @@ def make_chunks(
         run, plan_stages(model.num_layers, 1, vpp), groups, device=torch.device("cpu")
     )
     for chunk in chunks:
-        init_weights(chunk.weights(), groups.place, model, seed=seed)
+        init_weights(chunk.weights(), groups.coords, model, seed=seed)
     return chunks
 
 

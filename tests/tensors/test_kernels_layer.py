@@ -26,7 +26,7 @@ from app.model.layers import Context, Mlp, RMSNorm, layer_context, rotate
 from app.model.recompute import Recomputation
 from app.plan.model.mlp import MlpWeights
 from app.plan.model.norm import NormWeights
-from app.plan.recompute import Recomputed
+from app.plan.recompute import RecomputeChoice
 from tests.rounding import expect_alike, numbered, plain_and_exact
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -289,7 +289,7 @@ def test_attention_is_the_same_with_kernels(
         like = next(module.parameters()).dtype
         cos_BS1H, sin_BS1H = (table.to(like) for table in (tables.cos_BS1H, tables.sin_BS1H))
         context = Context(
-            cos_BS1H, sin_BS1H, None, recompute=Recomputation(Recomputed(frozenset(parts)))
+            cos_BS1H, sin_BS1H, None, recompute=Recomputation(RecomputeChoice(frozenset(parts)))
         )
         return trained(module, lambda x: module(x, context))
 
@@ -309,7 +309,7 @@ def test_feed_forward_is_the_same_with_kernels(
     set_parameters(module)
 
     def run(module: torch.nn.Module) -> Outputs:
-        again = Recomputation(Recomputed(frozenset(parts)))
+        again = Recomputation(RecomputeChoice(frozenset(parts)))
 
         def forward(x: Tensor) -> Tensor:
             with again.forward():

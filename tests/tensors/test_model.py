@@ -16,13 +16,14 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 
 from app.choices import Dtype, Score
 from app.config import ModelConfig, MoEConfig
-from app.model.block import Layer, Phase, PhaseName, run_phases
+from app.model.block import Layer, Phase, run_phases
 from app.model.init import init_weights
 from app.model.layers import document_mask, layer_context, rotate
 from app.model.linear import named_parameters
 from app.moe.dispatch.all_to_all import AllToAllDispatcher
 from app.moe.phases import MoEBody
 from app.plan.model.stage import model_weights
+from app.plan.phases import PhaseName
 from app.plan.sharding.blocks import ShardCoords
 from tests.rounding import expect_alike, expect_sums, in_fp64, numbered, plain_and_exact
 from tests.runs import TINY

@@ -93,7 +93,7 @@ def _fewer(degree: int, world_size: int, most: int) -> FirstOf:
     return FirstOf(dict.fromkeys((largest, *halves)) if largest else ())
 
 
-def mistakes_told(launch: Launch, arguments: Sequence[str]) -> AbstractContextManager[None]:
+def mistakes_in_one_line(launch: Launch, arguments: Sequence[str]) -> AbstractContextManager[None]:
     """Within it rank 0 tells mistakes in one line, with advice that was tried.
 
     Ranks of other hosts wait for it too: their launcher may keep the meeting point of all.
@@ -212,7 +212,7 @@ def _in_sweep() -> bool:
 
 
 @contextmanager
-def settled(launch: Launch) -> Iterator[None]:
+def submitted_job_ends_quietly(launch: Launch) -> Iterator[None]:
     """Let a job that submitit calls end even where it fails, having said so in its log.
 
     An exception would travel to the process that submitted the sweep, which would then no longer
@@ -220,8 +220,8 @@ def settled(launch: Launch) -> Iterator[None]:
     """
     try:
         yield
-    except SystemExit as ended:
-        if not launch.submitted or ended.code == SUBMITIT_REQUEUES:
+    except SystemExit as end:
+        if not launch.submitted or end.code == SUBMITIT_REQUEUES:
             raise
     except Exception:
         if not launch.submitted:
@@ -229,7 +229,7 @@ def settled(launch: Launch) -> Iterator[None]:
         traceback.print_exc()
 
 
-def prepare(arguments: Sequence[str], launch: Launch) -> list[str]:
+def checked_arguments(arguments: Sequence[str], launch: Launch) -> list[str]:
     """What hydra.main is to read: the arguments, once they are no mistake; says what an experiment
     overlays.
 
@@ -247,7 +247,7 @@ def prepare(arguments: Sequence[str], launch: Launch) -> list[str]:
     return with_sweep_folder(flags_first(arguments, typed))
 
 
-def ended(run: Run, code: int) -> float | None:
+def best_loss_or_exit(run: Run, code: int) -> float | None:
     """The lowest validation loss of a run in a folder of its own, for sweepers that search for it.
 
     Raises SystemExit for any other exit code than 0.
@@ -257,7 +257,7 @@ def ended(run: Run, code: int) -> float | None:
     return run_facts(Path(run.run_dir)).best_loss if run.run_dir else None
 
 
-def placed(config: DictConfig) -> DictConfig:
+def with_sweep_run_dir(config: DictConfig) -> DictConfig:
     """Give a job of another sweeper, which names no folder, one in the folder of its sweep."""
     if _in_sweep() and config.run_dir is None:
         hydra = HydraConfig.get()

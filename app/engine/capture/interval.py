@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,9 +13,32 @@ from torch.autograd.function import once_differentiable
 from app.engine.capture.recorder import Recorder, Recording
 from app.engine.capture.static import Buffer
 from app.engine.capture.tree import Rebuild, flatten
+from app.model.block import Phase
 from app.optim.distributed import DistributedOptimizer
 from app.optim.grad_buckets import Arrival
 from app.torch_versions import unowned
+
+
+@dataclass(frozen=True, slots=True)
+class PhaseRange:
+    """Which phases of a layer are captured: those from `start` up to `stop`."""
+
+    start: int
+    stop: int
+
+    @classmethod
+    def of(cls, phases: Sequence[Phase], names: Collection[str]) -> PhaseRange | None:
+        """The phases with these names, which follow one another; None where there are none."""
+        places = [place for place, phase in enumerate(phases) if phase.name in names]
+        if not places:
+            return None
+        start = places[0]
+        stop = places[-1] + 1
+        assert len(places) == stop - start, "the configuration's rules allow one part per layer"
+        assert not any(phase.host_sync for phase in phases[start:stop]), (
+            "nothing captured waits for the device"
+        )
+        return cls(start, stop)
 
 
 class CapturedInterval:
@@ -48,8 +72,8 @@ class CapturedInterval:
         self.grads: list[Tensor | None] = []
         self.rebuild: Rebuild[dict[str, object]] | None = None
         self.differentiable: list[bool] = []  # of the tensors that leave
-        # what a forward has left for its backward
-        self.live: tuple[Tensor, Sequence[Tensor]] | None = None  # input, tensors that leave
+        # by a forward: its input, and the tensors that leave
+        self.left_for_backward: tuple[Tensor, Sequence[Tensor]] | None = None
         self.arrivals: list[Arrival] = []  # of gradients, in one backward
 
     def __call__(self, x_BsD: Tensor) -> dict[str, object]:
@@ -73,7 +97,7 @@ class CapturedInterval:
         with torch.enable_grad():
             leaf = self.input.detach().requires_grad_()
             outputs, self.rebuild = flatten(self.function(leaf))
-        self.live = leaf, outputs
+        self.left_for_backward = leaf, outputs
         self.differentiable = [output.requires_grad for output in outputs]
         return outputs
 
@@ -107,8 +131,8 @@ class CapturedInterval:
         return grad_BsD
 
     def _backward(self) -> Sequence[Tensor]:
-        assert self.live is not None, "a forward comes before its backward"
-        (leaf, outputs), self.live = self.live, None
+        assert self.left_for_backward is not None, "a forward comes before its backward"
+        (leaf, outputs), self.left_for_backward = self.left_for_backward, None
         known = [
             (output, grad)
             for output, grad in zip(outputs, self.grads, strict=True)

@@ -5,12 +5,12 @@ plan (`app.plan.graphs`).
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 
 from torch import Tensor
 
-from app.engine.capture.interval import CapturedInterval
+from app.engine.capture.interval import CapturedInterval, PhaseRange
 from app.engine.capture.recorder import Recorder
 from app.engine.capture.static import Buffer
 from app.model.block import Layer, Phase, RunPhases, run_layer, run_phases, value_of
@@ -20,41 +20,19 @@ from app.optim.distributed import DistributedOptimizer
 from app.plan.graphs import GraphPlan
 
 
-@dataclass(frozen=True, slots=True)
-class Interval:
-    """Which phases of a layer are captured: those from `start` up to `stop`."""
-
-    start: int
-    stop: int
-
-    @classmethod
-    def of(cls, phases: Sequence[Phase], captured: Collection[str]) -> Interval | None:
-        """The phases with these names, which follow one another; None where there are none."""
-        places = [place for place, phase in enumerate(phases) if phase.name.value in captured]
-        if not places:
-            return None
-        start = places[0]
-        stop = places[-1] + 1
-        assert len(places) == stop - start, "the configuration's rules allow one part per layer"
-        assert not any(phase.host_sync for phase in phases[start:stop]), (
-            "nothing captured waits for the device"
-        )
-        return cls(start, stop)
-
-
 class PartialGraphs:
     """The captured parts of a rank's layers.
 
-    A microbatch's forward through a chunk asks for `runs`, one per layer, and gives them to the
-    chunk. The first microbatch of a set records its graphs where the schedule comes to them, so
-    what dies between two of them frees its memory for the second one exactly as in every replay.
+    A microbatch's forward through a chunk asks for `layer_runners`, one per layer, and gives them
+    to the chunk. The first microbatch of a set records its graphs where the schedule comes to them,
+    so what dies between two of them frees its memory for the second one exactly as in every replay.
     """
 
     def __init__(
         self,
         chunks: Sequence[Chunk],
         plan: GraphPlan,
-        captured: Collection[str],
+        phase_names: Collection[str],
         recorder: Recorder,
         optimizer: DistributedOptimizer,
     ) -> None:
@@ -62,26 +40,28 @@ class PartialGraphs:
         self.recorder = recorder
         self.optimizer = optimizer
         self.layers = [chunk.in_order() for chunk in chunks]
-        self.intervals = [
-            [Interval.of(layer.phases, captured) for layer in layers] for layers in self.layers
+        self.ranges = [
+            [PhaseRange.of(layer.phases, phase_names) for layer in layers] for layers in self.layers
         ]
-        self.captured: dict[tuple[int, int, int], CapturedInterval] = {}  # chunk, set, layer
+        self.by_set: dict[tuple[int, int, int], CapturedInterval] = {}  # chunk, set, layer
 
-    def runs(self, mb: int, chunk: int, context: Context) -> list[RunPhases]:
+    def layer_runners(self, mb: int, chunk: int, context: Context) -> list[RunPhases]:
         """How each layer of a chunk runs for a microbatch: captured where it has an interval."""
-        if not any(self.intervals[chunk]):
-            return [run_layer] * len(self.intervals[chunk])
+        if not any(self.ranges[chunk]):
+            return [run_layer] * len(self.ranges[chunk])
         static = self._static_context(self.plan.slot_of(mb, chunk), context)
         return [
-            run_layer if interval is None else partial(self._run, mb, chunk, nth, interval, static)
-            for nth, interval in enumerate(self.intervals[chunk])
+            run_layer
+            if phase_range is None
+            else partial(self._run, mb, chunk, nth, phase_range, static)
+            for nth, phase_range in enumerate(self.ranges[chunk])
         ]
 
     def copies_sent(self, chunk: int) -> bool:
         """Whether what a chunk sends, either way, must first be copied out of graphs' memory."""
-        intervals = self.intervals[chunk]
-        at_border = bool(intervals) and (
-            _starts(intervals[0]) or _ends(intervals[-1], self.layers[chunk][-1])
+        ranges = self.ranges[chunk]
+        at_border = bool(ranges) and (
+            _starts(ranges[0]) or _ends(ranges[-1], self.layers[chunk][-1])
         )
         return self.plan.copy_sent and at_border
 
@@ -109,21 +89,23 @@ class PartialGraphs:
         mb: int,
         chunk: int,
         nth: int,
-        interval: Interval,
+        phase_range: PhaseRange,
         static: Context,
         phases: Sequence[Phase],
         values: Mapping[str, object],
         keep: Sequence[str],
     ) -> dict[str, object]:
         before = (
-            run_phases(phases[: interval.start], values, keep=("x",)) if interval.start else values
+            run_phases(phases[: phase_range.start], values, keep=("x",))
+            if phase_range.start
+            else values
         )
         key = chunk, self.plan.set_of(mb, chunk), nth
-        if key not in self.captured:
-            function = partial(self._inside, phases, interval, static, keep)
-            self.captured[key] = self._new_interval(mb, chunk, nth, function=function)
-        inside = self.captured[key](value_of(before, "x", Tensor))
-        return run_layer(phases[interval.stop :], {**values, **inside}, keep)
+        if key not in self.by_set:
+            function = partial(self._inside, phases, phase_range, static, keep)
+            self.by_set[key] = self._new_interval(mb, chunk, nth, function=function)
+        inside = self.by_set[key](value_of(before, "x", Tensor))
+        return run_layer(phases[phase_range.stop :], {**values, **inside}, keep)
 
     def _new_interval(
         self, mb: int, chunk: int, nth: int, function: Callable[[Tensor], dict[str, object]]
@@ -131,7 +113,7 @@ class PartialGraphs:
         plan = self.plan
         static = self.recorder.static
         after_another = nth > 0 and self._chained(chunk, nth - 1)
-        before_another = nth + 1 < len(self.intervals[chunk]) and self._chained(chunk, nth)
+        before_another = nth + 1 < len(self.ranges[chunk]) and self._chained(chunk, nth)
 
         def grad_buffer(nth_output: int) -> Buffer | None:
             if before_another and nth_output == 0:  # made by the one behind, in its memory
@@ -151,13 +133,13 @@ class PartialGraphs:
 
     def _chained(self, chunk: int, nth: int) -> bool:
         """Whether the next layer's part begins where that of the n-th layer of a chunk ends."""
-        intervals = self.intervals[chunk]
-        return _starts(intervals[nth + 1]) and _ends(intervals[nth], self.layers[chunk][nth])
+        ranges = self.ranges[chunk]
+        return _starts(ranges[nth + 1]) and _ends(ranges[nth], self.layers[chunk][nth])
 
     def _inside(
         self,
         phases: Sequence[Phase],
-        interval: Interval,
+        phase_range: PhaseRange,
         static: Context,
         keep: Sequence[str],
         x_BsD: Tensor,
@@ -166,8 +148,8 @@ class PartialGraphs:
 
         Hidden states come first, as `_new_interval` expects of what a chained interval reads.
         """
-        inside = phases[interval.start : interval.stop]
-        after = phases[interval.stop :]
+        inside = phases[phase_range.start : phase_range.stop]
+        after = phases[phase_range.stop :]
         made = {name for phase in inside for name in phase.outputs}
         read = {name for phase in after for name in phase.inputs}.union(keep)
         context = replace(static, recompute=static.recompute.afresh())
@@ -179,11 +161,11 @@ class PartialGraphs:
             )
 
 
-def _starts(interval: Interval | None) -> bool:
+def _starts(phase_range: PhaseRange | None) -> bool:
     """Whether a captured part begins with its layer."""
-    return interval is not None and interval.start == 0
+    return phase_range is not None and phase_range.start == 0
 
 
-def _ends(interval: Interval | None, layer: Layer) -> bool:
+def _ends(phase_range: PhaseRange | None, layer: Layer) -> bool:
     """Whether a captured part goes on to the end of its layer."""
-    return interval is not None and interval.stop == len(layer.phases)
+    return phase_range is not None and phase_range.stop == len(layer.phases)

@@ -16,7 +16,7 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from app.config import Run
-from app.data.paths import place
+from app.data.paths import source_option
 from app.data.sources import Record, difference
 from app.engine.checkpoint.folder import CHECKPOINTS, MANIFEST, newest_checkpoint, parse_manifest
 from app.engine.run.run_folder import CONFIG, RUNS, plain
@@ -142,7 +142,7 @@ class _DataThen:
         if not config.accept_changed:
             rule = f"the data have changed since {checkpoint} was saved: {change}"
             advice = "bring them back, or go on with data.accept_changed=true"
-            raise ConfigError(*place(config), rule, advice=advice)
+            raise ConfigError(*source_option(config), rule, advice=advice)
 
 
 def _differences(prefix: str, saved: Any, current: Any) -> Iterator[Difference]:

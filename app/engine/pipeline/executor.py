@@ -14,7 +14,7 @@ from torch import nn
 from torch.profiler import record_function
 
 from app.engine.pipeline.data_feed import StepInput
-from app.engine.pipeline.in_flight import InFlight, Stages, StepTotals
+from app.engine.pipeline.in_flight import InFlight, RankStages, StepTotals
 from app.engine.pipeline.transport import Transport
 from app.engine.watchdog.watchdog import Watchdog
 from app.model.weight_grads import WeightGrad
@@ -54,7 +54,7 @@ ForwardBackward = Callable[[StepInput], StepTotals]
 
 def execute(
     actions: Sequence[Action],
-    stages: Stages,
+    stages: RankStages,
     params: Parameters,
     transport: Transport,
     watchdog: Watchdog,
@@ -80,7 +80,7 @@ def execute(
                     case BackwardWeight(mb, chunk):
                         in_flight.weight_gradients(mb, chunk, params.add_grad)
                     case Exchange(ops):
-                        transport.post({op: in_flight.moved(op) for op in ops})
+                        transport.post({op: in_flight.tensor_of(op) for op in ops})
                     case Wait(ops):
                         transport.wait(ops)
                         in_flight.complete(ops)

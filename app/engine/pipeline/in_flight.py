@@ -22,7 +22,7 @@ from app.plan.recompute import RecomputePolicy
 
 
 @dataclass(frozen=True, slots=True)
-class Stages:
+class RankStages:
     """What actions work on: this rank's chunks, and what lies between them."""
 
     chunks: Sequence[Chunk]
@@ -59,7 +59,7 @@ class StepTotals:
 class InFlight:
     """Everything that an action leaves for a later one; empty when the step is over."""
 
-    def __init__(self, stages: Stages, step: StepInput, training: bool, splits: bool) -> None:
+    def __init__(self, stages: RankStages, step: StepInput, training: bool, splits: bool) -> None:
         self.stages = stages
         self.step = step
         self.training = training
@@ -74,22 +74,22 @@ class InFlight:
         self.output_grads: dict[MicrobatchChunk, Tensor] = {}  # from the stage after
         self.input_grads: dict[MicrobatchChunk, Tensor] = {}  # for the stage before
         # gradients of weights that BackwardInput leaves for BackwardWeight
-        self.weights: dict[MicrobatchChunk, WeightGradQueue] = {}
+        self.weight_grads: dict[MicrobatchChunk, WeightGradQueue] = {}
 
     def forward(self, mb: int, chunk: int) -> None:
         """Forward of one microbatch through one chunk."""
-        place = (mb, chunk)
+        key = (mb, chunk)
         module = self.stages.chunks[chunk]
         batch = self.step.batches[mb]
-        x = batch.tokens_BS if module.first else self.inputs[place]
+        x = batch.tokens_BS if module.first else self.inputs[key]
         sink: WeightGradSink | None = self.stages.sink
         if self.splits:
-            sink = self.weights.setdefault(place, WeightGradQueue())
-        recompute = self.stages.recompute.of(place)
+            sink = self.weight_grads.setdefault(key, WeightGradQueue())
+        recompute = self.stages.recompute.of(key)
         context = module.context(batch.positions_BS, batch.documents_BS, sink, recompute=recompute)
         graphs = self.stages.graphs if self.training else None
-        runs = graphs and graphs.runs(mb, chunk, context)
-        out = module(x, context, runs)
+        runners = graphs and graphs.layer_runners(mb, chunk, context)
+        out = module(x, context, runners)
         self.totals.add(chunk, out.routing, self.step.routing_weight)
         root = out.x
         if module.last:
@@ -97,19 +97,19 @@ class InFlight:
             if rank(module.peers.tp) == 0:  # all tensor-parallel ranks have the same loss
                 self.totals.loss = self.totals.loss + root.detach()
         else:
-            self._pass_on(place, out.x.detach())
+            self._pass_on(key, out.x.detach())
         if self.training:
             losses = [report.loss for report in out.routing if report.loss.requires_grad]
-            self.roots[place] = [root, *(loss * self.step.routing_weight for loss in losses)]
+            self.roots[key] = [root, *(loss * self.step.routing_weight for loss in losses)]
         else:
-            self.inputs.pop(place, None)
+            self.inputs.pop(key, None)
 
-    def _pass_on(self, place: MicrobatchChunk, output_BSD: Tensor) -> None:
-        mb, chunk = place
+    def _pass_on(self, key: MicrobatchChunk, output_BSD: Tensor) -> None:
+        mb, chunk = key
         if chunk in self.stages.next_here:
             self.inputs[mb, self.stages.next_here[chunk]] = output_BSD.requires_grad_(self.training)
         else:
-            self.outputs[place] = self._to_send(chunk, output_BSD)
+            self.outputs[key] = self._to_send(chunk, output_BSD)
 
     def _to_send(self, chunk: int, value: Tensor) -> Tensor:
         """`value`, or a copy where graphs would overwrite it while a send still reads it."""
@@ -118,46 +118,46 @@ class InFlight:
 
     def backward(self, mb: int, chunk: int) -> None:
         """From the gradient of a chunk's output, or its loss, to those of input and weights."""
-        place = (mb, chunk)
+        key = (mb, chunk)
         module = self.stages.chunks[chunk]
-        roots = self.roots.pop(place)
+        roots = self.roots.pop(key)
         scale = self.step.scale
-        grad_out = scale if module.last else self.output_grads.pop(place)
+        grad_out = scale if module.last else self.output_grads.pop(key)
         torch.autograd.backward(roots, [grad_out, *(scale for _ in roots[1:])])
         if module.first:
             return
-        grad = self.inputs.pop(place).grad
+        grad = self.inputs.pop(key).grad
         assert grad is not None, "a chunk's output depends on its input"
         before = {after: chunk for chunk, after in self.stages.next_here.items()}
         if chunk in before:
             self.output_grads[mb, before[chunk]] = grad
         else:
-            self.input_grads[place] = self._to_send(chunk, grad)
+            self.input_grads[key] = self._to_send(chunk, grad)
 
     def weight_gradients(self, mb: int, chunk: int, add: AddGrad) -> None:
         """The second part of a split backward: add what the first has left to the sums."""
-        self.weights.pop((mb, chunk)).run(add)
+        self.weight_grads.pop((mb, chunk)).run(add)
 
-    def moved(self, op: P2POp) -> Tensor:
+    def tensor_of(self, op: P2POp) -> Tensor:
         """The tensor that an operation sends, or a new one that it receives into."""
-        place = op.mb, op.chunk
+        key = op.mb, op.chunk
         if op.send:
             held = self.outputs if op.flow == "F" else self.input_grads
-            held[place] = held[place].contiguous()
-            return held[place]
+            held[key] = held[key].contiguous()
+            return held[key]
         stages = self.stages
         arriving = torch.empty(stages.hidden, dtype=stages.dtype, device=stages.device)
-        (self.inputs if op.flow == "F" else self.output_grads)[place] = arriving
+        (self.inputs if op.flow == "F" else self.output_grads)[key] = arriving
         return arriving
 
     def complete(self, ops: Sequence[P2POp]) -> None:
         """Operations are done: what arrived may be used, gradients that have left are dropped."""
         for op in ops:
-            place = op.mb, op.chunk
+            key = op.mb, op.chunk
             if not op.send and op.flow == "F":
-                self.inputs[place].requires_grad_(self.training)
+                self.inputs[key].requires_grad_(self.training)
             elif op.send and op.flow == "B":
-                del self.input_grads[place]
+                del self.input_grads[key]
 
     def free(self, mb: int, chunk: int) -> None:
         """Give back the memory of an output that has been sent; backward needs its history only."""
@@ -169,6 +169,13 @@ class InFlight:
         """AssertionError where a tensor of the step was never used or freed."""
         left = {
             name: sorted(getattr(self, name))
-            for name in ("inputs", "outputs", "roots", "output_grads", "input_grads", "weights")
+            for name in (
+                "inputs",
+                "outputs",
+                "roots",
+                "output_grads",
+                "input_grads",
+                "weight_grads",
+            )
         }
         assert not any(left.values()), f"left at the end of the step: {left}"

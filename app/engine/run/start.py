@@ -16,7 +16,7 @@ from app.choices import Device
 from app.config import Run
 from app.data.feed import DataSplit
 from app.data.load import load_data, prepare
-from app.data.paths import place
+from app.data.paths import source_option
 from app.data.sources import Record, Sources, difference, find_sources, identity
 from app.data.tokenizer import Tokenizer, load_tokenizer
 from app.engine.checkpoint.folder import newest_checkpoint, read_manifest
@@ -182,7 +182,7 @@ def _check_same(run: Run, rank: int, first: Record | None, *, record: Record | N
     """Raise ConfigError when the data of `record` are not those of rank 0."""
     if first and record and (what := difference(first, record)):
         rule = f"rank {rank} on {socket.gethostname()} finds other data than rank 0: {what}"
-        raise ConfigError(*place(run.data), rule)
+        raise ConfigError(*source_option(run.data), rule)
 
 
 def preflight(run: Run, earlier: Path | None) -> None:

@@ -24,7 +24,7 @@ from app.moe.protocol import Dispatched, padded_rows
 
 
 @dataclass(frozen=True, slots=True)
-class Counted:
+class CountedRows:
     """The exchange, but for splits that only the device knows yet."""
 
     permutation: Permutation  # this rank's rows by expert of the whole layer, hence by destination
@@ -34,7 +34,7 @@ class Counted:
 
 
 @dataclass(frozen=True, slots=True)
-class Exchange:
+class RowExchange:
     """How this rank's rows leave, how foreign rows arrive and are grouped by expert."""
 
     permutation: Permutation  # this rank's rows by expert of the whole layer, hence by destination
@@ -72,7 +72,7 @@ class AllToAllDispatcher:
 
     def preprocess(
         self, experts_TK: Tensor, drops: bool = False, capacity: int | None = None
-    ) -> Counted | Exchange:
+    ) -> CountedRows | RowExchange:
         """Lay out what leaves and what arrives, as far as the device can."""
         rows = padded_rows(experts_TK, capacity)
         permutation = sort_by_expert(
@@ -90,7 +90,7 @@ class AllToAllDispatcher:
         rank_TKj = (experts_TK // self.local * self.etp)[..., None] + parts_j
         return (rank_TKj * self.local + (experts_TK % self.local)[..., None]).flatten(1)
 
-    def _count(self, permutation: Permutation) -> Counted:
+    def _count(self, permutation: Permutation) -> CountedRows:
         """Every rank's counts, of which this rank's row and column are its splits."""
         ranks = self.group.size()
         counts_E = permutation.ends_E.diff(prepend=permutation.ends_E.new_zeros(1))
@@ -100,9 +100,9 @@ class AllToAllDispatcher:
         here_PL = counts_PPL[:, self.group.rank()]
         splits_2P = torch.stack((counts_E.view(ranks, -1).sum(1), here_PL.sum(1)))
         ends_E = here_PL.sum(0).cumsum(0).to(torch.int32)
-        return Counted(permutation, splits_2P, here_PL, ends_E=ends_E)
+        return CountedRows(permutation, splits_2P, here_PL, ends_E=ends_E)
 
-    def _even(self, permutation: Permutation, rows: int) -> Exchange:
+    def _even(self, permutation: Permutation, rows: int) -> RowExchange:
         """So many rows of every expert from every rank: nobody has to count."""
         ranks = self.group.size()
         local = self.local
@@ -112,7 +112,7 @@ class AllToAllDispatcher:
             rows_R.view(a, b, rows).transpose(0, 1).flatten()
             for a, b in ((ranks, local), (local, ranks))
         )
-        return Exchange(
+        return RowExchange(
             permutation,
             split,
             split,
@@ -121,9 +121,11 @@ class AllToAllDispatcher:
             ends_E=permutation.ends_E[:local] * ranks,
         )
 
-    def dispatch(self, x_TD: Tensor, prepared: Counted | Exchange) -> tuple[Dispatched, Exchange]:
+    def dispatch(
+        self, x_TD: Tensor, prepared: CountedRows | RowExchange
+    ) -> tuple[Dispatched, RowExchange]:
         """T × D -> R × D, expert-major; waits for the splits where the device alone knows them."""
-        if isinstance(prepared, Exchange):
+        if isinstance(prepared, RowExchange):
             rows, exchange = permute(x_TD, prepared.permutation), prepared
         else:
             rows, exchange = _permute_and_wait(x_TD, prepared)
@@ -131,7 +133,7 @@ class AllToAllDispatcher:
         rows = reorder(rows, exchange.to_expert_major_R, exchange.to_rank_major_R)
         return Dispatched(rows, exchange.ends_E), exchange
 
-    def combine(self, expert_out_RD: Tensor, probs_TK: Tensor, origin: Exchange) -> Tensor:
+    def combine(self, expert_out_RD: Tensor, probs_TK: Tensor, origin: RowExchange) -> Tensor:
         """R × D -> T × D."""
         rows = reorder(expert_out_RD, origin.to_rank_major_R, origin.to_expert_major_R)
         rows = exchange_rows(rows, origin.output_splits, origin.input_splits, group=self.group)
@@ -140,7 +142,7 @@ class AllToAllDispatcher:
         return combine(rows, probs_TK, origin.permutation)
 
 
-def _permute_and_wait(x_TD: Tensor, counted: Counted) -> tuple[Tensor, Exchange]:
+def _permute_and_wait(x_TD: Tensor, counted: CountedRows) -> tuple[Tensor, RowExchange]:
     """Rows by destination, and the exchange with the splits that have come to the host."""
     arrive = start_to_host(counted.splits_2P)
     permutation = counted.permutation
@@ -156,10 +158,10 @@ def _permute_and_wait(x_TD: Tensor, counted: Counted) -> tuple[Tensor, Exchange]
 
 
 def _uneven(
-    counted: Counted, input_splits: Sequence[int], output_splits: Sequence[int]
-) -> Exchange:
+    counted: CountedRows, input_splits: Sequence[int], output_splits: Sequence[int]
+) -> RowExchange:
     to_expert_major_R, to_rank_major_R = expert_major(counted.counts_PL, sum(output_splits))
-    return Exchange(
+    return RowExchange(
         counted.permutation,
         tuple(input_splits),
         tuple(output_splits),

@@ -143,7 +143,7 @@ def _trace_flops(written: ForwardTrace) -> Flops:
     ops = [op for op in written.trace.ops if op.flops]
     forward = sum(op.flops for op in ops)
     weight = sum(op.flops for op in ops if op.weight)
-    recompute = sum(op.flops if op.segment else op.flops_again for op in ops)
+    recompute = sum(op.flops if op.segment else op.flops_recomputed for op in ops)
     return Flops(forward, 2 * forward - weight, weight, recompute=recompute)
 
 

@@ -14,23 +14,24 @@ from dataclasses import dataclass, field
 from app.choices import GraphImpl, GraphScope
 from app.config import CudaGraphConfig, Run
 from app.plan.layout import ParallelLayout
+from app.plan.phases import PhaseName
 from app.plan.stages import Stage
 from app.plan.trace.parts import Sizes, sizes_of
 from app.plan.trace.replay import Inside, Replay, inside, replay
 from app.plan.trace.stage import StagePart, part_trace, stage_parts
 from app.plan.trace.trace import ForwardTrace
 
-ROUTER = ("norm", "shared", "route")
-EXPERTS = ("dispatch", "experts", "combine", "finish")
+ROUTER = (PhaseName.norm, PhaseName.shared, PhaseName.route)
+EXPERTS = (PhaseName.dispatch, PhaseName.experts, PhaseName.combine, PhaseName.finish)
 # phases of layers
-DENSE = ("attn", "mlp")
-MOE = ("attn", *ROUTER, "preprocess", *EXPERTS)
+DENSE = (PhaseName.attn, PhaseName.mlp)
+MOE = (PhaseName.attn, *ROUTER, PhaseName.preprocess, *EXPERTS)
 CAPTURED = {
-    GraphScope.attn: ("attn",),
-    GraphScope.mlp: ("mlp",),
+    GraphScope.attn: (PhaseName.attn,),
+    GraphScope.mlp: (PhaseName.mlp,),
     GraphScope.moe_router: ROUTER,
-    GraphScope.moe_preprocess: ("preprocess",),
-    GraphScope.moe: (*ROUTER, "preprocess", *EXPERTS),
+    GraphScope.moe_preprocess: (PhaseName.preprocess,),
+    GraphScope.moe: (*ROUTER, PhaseName.preprocess, *EXPERTS),
 }  # part of a layer -> the phases of it that a graph holds
 
 
@@ -74,7 +75,7 @@ class ChunkActivations:
     border: int  # hidden states that a stage takes in or gives on; their gradients are as large
     takes: bool  # whether hidden states come in; otherwise tokens
     gives: bool  # whether hidden states go on; otherwise the loss ends here
-    later: int  # most that a gradient takes in the second part of a split backward
+    deferred: int  # most that a gradient takes in the second part of a split backward
     kernels: int  # launches of a forward
 
 
@@ -116,7 +117,7 @@ def chunk_activations(run: Run, stage: Stage, layout: ParallelLayout) -> ChunkAc
     if run.recompute.full:
         shared = {"rotary": s.rotary, "mask": s.mask} if stage.layers else {}
         usual = _memory(s, _row(s, stage, full=True), carried, shared=shared)
-    later = max((link.replay.deferred for link in row), default=0)  # a stage may be empty
+    deferred = max((link.replay.deferred for link in row), default=0)  # a stage may be empty
     kernels = sum(sum(link.kernels.values()) for link in row)
     return ChunkActivations(
         usual,
@@ -124,7 +125,7 @@ def chunk_activations(run: Run, stage: Stage, layout: ParallelLayout) -> ChunkAc
         s.stream,
         takes=not stage.embedding,
         gives=not stage.head,
-        later=later,
+        deferred=deferred,
         kernels=kernels,
     )
 

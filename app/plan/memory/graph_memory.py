@@ -17,7 +17,7 @@ from app.plan.memory.peak import Peak
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class MemoryPart:
     """One line of a rank's memory."""
 
     name: str
@@ -27,7 +27,7 @@ class Part:
 
 def partial_graph_parts(
     plan: GraphPlan, chunks: Sequence[ChunkActivations], peak: Peak
-) -> tuple[Part, ...]:
+) -> tuple[MemoryPart, ...]:
     """What the graphs of parts of layers add to what is outside of them."""
     shares = [chunk.usual.graph for chunk in chunks]
     border = chunks[0].border
@@ -41,12 +41,12 @@ def partial_graph_parts(
     return (
         graph_objects(plan.num_graphs, kernels),
         _static_inputs(plan, shares, border),
-        Part("cut tensors", cut, f"what graphs hand on, {how}"),
-        Part("graph pool", kept, f"kept in graphs and their scratch, {how}"),
+        MemoryPart("cut tensors", cut, f"what graphs hand on, {how}"),
+        MemoryPart("graph pool", kept, f"kept in graphs and their scratch, {how}"),
     )
 
 
-def _static_inputs(plan: GraphPlan, shares: Sequence[GraphShare], border: int) -> Part:
+def _static_inputs(plan: GraphPlan, shares: Sequence[GraphShare], border: int) -> MemoryPart:
     """What is copied to a fixed place: per slot inputs and context, and shared output gradients."""
     inputs = plan.num_static_inputs
     context = max(share.context for share in shares)
@@ -56,7 +56,7 @@ def _static_inputs(plan: GraphPlan, shares: Sequence[GraphShare], border: int) -
         f"{inputs} inputs × {border / MIB:.1f} MiB, {plan.num_slots} contexts × "
         f"{context / MIB:.1f} MiB"
     )
-    return Part(
+    return MemoryPart(
         "static inputs",
         size,
         f"{parts}, gradients of one layer's outputs {gradients / MIB:.1f} MiB",
@@ -80,7 +80,7 @@ def _pools(
     )
 
 
-def graph_objects(graphs: int, kernels: int) -> Part:
+def graph_objects(graphs: int, kernels: int) -> MemoryPart:
     """Graphs ready to launch, which the driver holds."""
     note = f"{graphs} × {GRAPH // 1024} KiB, {kernels:,} kernels × {GRAPH_KERNEL:,} bytes"
-    return Part("graph objects", graphs * GRAPH + kernels * GRAPH_KERNEL, note)
+    return MemoryPart("graph objects", graphs * GRAPH + kernels * GRAPH_KERNEL, note)

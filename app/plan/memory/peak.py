@@ -137,7 +137,7 @@ class _Walk:
             self._hold("gradient", mb, chunk)
 
     def _weight(self, action: OnMicrobatch, mb: int, chunk: int) -> None:
-        self._see(action, self.chunks[chunk].later)
+        self._see(action, self.chunks[chunk].deferred)
         memory = self.waiting.pop((mb, chunk))
         self.kept -= memory.waiting
         self.pool -= memory.pool

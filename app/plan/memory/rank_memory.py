@@ -18,7 +18,7 @@ from app.plan.graphs import GraphPlan
 from app.plan.groups import GROUPS, Group, GroupKind
 from app.plan.layout import ParallelLayout
 from app.plan.memory.activations import ChunkActivations, chunk_activations
-from app.plan.memory.graph_memory import Part, graph_objects, partial_graph_parts
+from app.plan.memory.graph_memory import MemoryPart, graph_objects, partial_graph_parts
 from app.plan.memory.overheads import (
     BACKWARD_KERNELS,
     COMMUNICATOR,
@@ -46,7 +46,7 @@ class RankMemory:
     """Bytes of a pipeline rank's GPU at its peak, by part."""
 
     pp_rank: int
-    parts: tuple[Part, ...]
+    parts: tuple[MemoryPart, ...]
 
     @property
     def total(self) -> int:
@@ -144,7 +144,7 @@ def _parts(
     actions: Sequence[Action],
     graphs: GraphPlan | None,
     rank: int,
-) -> Iterator[Part]:
+) -> Iterator[MemoryPart]:
     found = [planned.plan(stage) for stage in stages]
     chunks = [activations for _, activations in found]
     peak = find_peak(actions, chunks, recompute_policy(run.recompute, actions))
@@ -158,20 +158,22 @@ def _parts(
     if graphs is not None:
         tensors += partial_graph_parts(graphs, chunks, peak)
     tensors.append(
-        Part("library workspaces", WORKSPACES, "cuBLAS, of the threads of forward and backward")
+        MemoryPart(
+            "library workspaces", WORKSPACES, "cuBLAS, of the threads of forward and backward"
+        )
     )
     yield from tensors
     allocated = sum(part.bytes for part in tensors if part.name not in OUTSIDE)
-    yield Part(
+    yield MemoryPart(
         "fragmentation", int(FRAGMENTATION * allocated), f"{FRAGMENTATION:.0%} of what is allocated"
     )
-    yield Part("CUDA context", CUDA_CONTEXT, "of the process")
+    yield MemoryPart("CUDA context", CUDA_CONTEXT, "of the process")
     if layout.world_size > 1:
         groups = communicators(run.model, layout, rank)
         large = [group.name for group in groups if group.kind is GroupKind.data]
         control = len(groups) - len(large)
         size = NCCL_ITSELF + len(large) * COMMUNICATOR + control * CONTROL_COMMUNICATOR
-        yield Part(
+        yield MemoryPart(
             "NCCL",
             size,
             f"{COMMUNICATOR / MIB:.0f} MiB each for {', '.join(large) or 'nothing'}; small "
@@ -179,7 +181,9 @@ def _parts(
         )
 
 
-def _state_parts(run: Run, layout: ParallelLayout, states: Sequence[StageState]) -> Iterator[Part]:
+def _state_parts(
+    run: Run, layout: ParallelLayout, states: Sequence[StageState]
+) -> Iterator[MemoryPart]:
     """Parameters, gradients and the optimizer's state."""
     params, grads, shard = bytes_per_parameter(run.precision)
     dense, expert, biases = (
@@ -188,16 +192,20 @@ def _state_parts(run: Run, layout: ParallelLayout, states: Sequence[StageState])
     shared_by = layout.dp * layout.cp
     experts = f", {amount(expert)} of them experts" if expert else ""
     count = amount(dense + expert) + experts
-    yield Part("parameters", params * (dense + expert) + 4 * biases, f"{params} bytes × {count}")
-    yield Part("gradients", grads * (dense + expert), f"{grads} bytes × as many")
+    yield MemoryPart(
+        "parameters", params * (dense + expert) + 4 * biases, f"{params} bytes × {count}"
+    )
+    yield MemoryPart("gradients", grads * (dense + expert), f"{grads} bytes × as many")
     how = f"{params + grads + shard} → {params + grads}+{shard}/d, d = {shared_by}"
     owned = dense // shared_by + expert // layout.edp
-    yield Part("optimizer", shard * owned, how + (f", experts {layout.edp}" if expert else ""))
+    yield MemoryPart(
+        "optimizer", shard * owned, how + (f", experts {layout.edp}" if expert else "")
+    )
 
 
 def _update_parts(
-    run: Run, layout: ParallelLayout, states: Sequence[StageState], step: Sequence[Part]
-) -> Iterator[Part]:
+    run: Run, layout: ParallelLayout, states: Sequence[StageState], step: Sequence[MemoryPart]
+) -> Iterator[MemoryPart]:
     """What the update needs beyond what forward and backward needed: its gradients in fp32."""
     if BYTES[run.precision.grads] == 4:
         return
@@ -205,7 +213,7 @@ def _update_parts(
     wide = 4 * (dense // (layout.dp * layout.cp) + expert // layout.edp)
     more = wide - sum(part.bytes for part in step)
     if more > 0:
-        yield Part("update", more, "gradients in fp32, beyond what the activations have left")
+        yield MemoryPart("update", more, "gradients in fp32, beyond what the activations have left")
 
 
 def _step_parts(
@@ -214,7 +222,7 @@ def _step_parts(
     chunks: Sequence[ChunkActivations],
     actions: Sequence[Action],
     peak: Peak,
-) -> Iterator[Part]:
+) -> Iterator[MemoryPart]:
     """What lives within a step, outside of partial graphs or all of it in one graph."""
     count = run.num_microbatches
     each = batch_bytes(run, layout)
@@ -224,15 +232,15 @@ def _step_parts(
             chunks[action.chunk].kernels for action in actions if isinstance(action, Forward)
         )
         yield graph_objects(1, forwards * (1 + BACKWARD_KERNELS))
-        yield Part("static inputs", count * each, inputs)
-        yield Part("graph pool", peak.total, f"all of {peak.action}: {_by_phase(peak)}")
+        yield MemoryPart("static inputs", count * each, inputs)
+        yield MemoryPart("graph pool", peak.total, f"all of {peak.action}: {_by_phase(peak)}")
         return
-    yield Part("inputs", count * each, inputs)
+    yield MemoryPart("inputs", count * each, inputs)
     kept = sum(peak.kept.values()) + peak.waiting
-    yield Part("activations", kept, f"{peak.in_flight} in flight: {_by_phase(peak)}")
-    yield Part("working memory", peak.working, f"while {peak.action} runs")
+    yield MemoryPart("activations", kept, f"{peak.in_flight} in flight: {_by_phase(peak)}")
+    yield MemoryPart("working memory", peak.working, f"while {peak.action} runs")
     if layout.pp > 1:
-        yield Part(
+        yield MemoryPart(
             "pipeline buffers",
             peak.buffers,
             f"of {chunks[0].border / MIB:.1f} MiB each, hidden states or gradients",

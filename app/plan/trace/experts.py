@@ -9,6 +9,7 @@ from app.choices import Balance, Recompute, Score
 from app.config import MoEConfig
 from app.plan.dispatchers.choose import planned_dispatcher
 from app.plan.dispatchers.record import PlannedDispatcher, Tokens
+from app.plan.phases import PhaseName
 from app.plan.trace.parts import Sizes, activation, cast, norm, swiglu
 from app.plan.trace.trace import Trace, TracedTensor
 
@@ -18,22 +19,22 @@ LOAD = {Balance.microbatch: 8, Balance.sequence: 8, Balance.global_batch: 4}
 
 def moe_body(trace: Trace, s: Sizes, moe: MoEConfig, x: TracedTensor) -> TracedTensor:
     """Everything in an MoE layer behind attention (`MoEBody`)."""
-    with trace.again(s.recomputes(Recompute.moe)):
-        trace.phase = "norm"
-        with trace.again(s.recomputes(Recompute.norm), discards=True):
+    with trace.recomputed(s.recomputes(Recompute.moe)):
+        trace.phase = PhaseName.norm
+        with trace.recomputed(s.recomputes(Recompute.norm), discards=True):
             h = norm(trace, s, x)
         shared = _shared(trace, s, moe, h=h) if moe.shared_ffn_hidden_size else None
         probs, chosen = _route(trace, s, moe, h=h)
         y = _routed(trace, s, moe, h=h, probs=probs, chosen=chosen)
-        trace.phase = "finish"
+        trace.phase = PhaseName.finish
         both = trace.add(x, y)
         return both if shared is None else trace.add(both, shared, holds=[x, y])
 
 
 def _shared(trace: Trace, s: Sizes, moe: MoEConfig, h: TracedTensor) -> TracedTensor:
-    trace.phase = "shared"
-    with trace.again(s.recomputes(Recompute.shared)):
-        out = swiglu(trace, s, h, width=moe.shared_ffn_hidden_size // s.layout.tp, again=False)
+    trace.phase = PhaseName.shared
+    with trace.recomputed(s.recomputes(Recompute.shared)):
+        out = swiglu(trace, s, h, width=moe.shared_ffn_hidden_size // s.layout.tp, recomputed=False)
         if not moe.shared_gate:
             return out
         (gate,) = trace.op(
@@ -47,7 +48,7 @@ def _route(
     trace: Trace, s: Sizes, moe: MoEConfig, h: TracedTensor
 ) -> tuple[TracedTensor, TracedTensor]:
     """Probabilities and the experts they belong to: 4 and 8 bytes per token and expert of it."""
-    trace.phase = "route"
+    trace.phase = PhaseName.route
     scores = 4 * s.local * moe.num_experts
     picked = 4 * s.local * moe.top_k
     weight = 4 * s.model.hidden_size * moe.num_experts
@@ -103,13 +104,13 @@ def _routed(
     """What the experts make of the tokens, by way of the run's dispatcher."""
     dispatcher = planned_dispatcher(moe, s.layout.ep, s.layout.expert_tp)
     tokens = Tokens(s.local, s.model.hidden_size, s.size)
-    trace.phase = "preprocess"
+    trace.phase = PhaseName.preprocess
     rows = dispatcher.trace_preprocess(trace, tokens, chosen)
-    trace.phase = "dispatch"
+    trace.phase = PhaseName.dispatch
     x = dispatcher.trace_dispatch(trace, tokens, h, rows=rows)
-    trace.phase = "experts"
+    trace.phase = PhaseName.experts
     expert_out = _experts(trace, s, dispatcher, x=x, ends=rows.ends)
-    trace.phase = "combine"
+    trace.phase = PhaseName.combine
     return dispatcher.trace_combine(trace, tokens, expert_out, probs=probs, rows=rows)
 
 

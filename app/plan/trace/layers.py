@@ -7,6 +7,7 @@ kernel saves: torch's own, or those of `app.kernels`. All sizes are bytes.
 from __future__ import annotations
 
 from app.choices import Recompute
+from app.plan.phases import PhaseName
 from app.plan.trace.attention import attention_core
 from app.plan.trace.experts import moe_body
 from app.plan.trace.parts import (
@@ -31,7 +32,7 @@ def layer_trace(s: Sizes, moe: bool, full: bool) -> ForwardTrace:
     """A dense or an MoE layer; `full`: backward computes all of it again from its input."""
     trace = Trace()
     given = trace.value(s.stream)
-    with trace.again(full):
+    with trace.recomputed(full):
         x = _attention(trace, s, given)
         x = (
             moe_body(trace, s, s.model.moe, x=x)
@@ -129,7 +130,7 @@ def _loss_by_chunks(trace: Trace, s: Sizes, h: TracedTensor, added: GradAddition
         scratch=scratch,
         kernels=kernels,
         flops=flops,
-        flops_again=flops,
+        flops_recomputed=flops,
         sends=_gathers_twice(s),
     )
 
@@ -140,30 +141,30 @@ def _gathers_twice(s: Sizes) -> Sends:
 
 
 def _attention(trace: Trace, s: Sizes, x: TracedTensor) -> TracedTensor:
-    trace.phase = "attn"
+    trace.phase = PhaseName.attn
     width = s.model.head_width
     heads = s.heads + 2 * s.kv_heads
-    with trace.again(s.recomputes(Recompute.norm), discards=True):
+    with trace.recomputed(s.recomputes(Recompute.norm), discards=True):
         h = norm(trace, s, x)
     qkv = column_parallel(
         trace, s, h, size=s.tokens * heads * width * s.size, weight=s.weight(heads * width)
     )
-    with trace.again(s.recomputes(Recompute.attn_core)) as again:
-        out = attention_core(trace, s, qkv, keep=again)
+    with trace.recomputed(s.recomputes(Recompute.attn_core)) as recomputed:
+        out = attention_core(trace, s, qkv, keep=recomputed)
     return trace.add(
         x, row_parallel(trace, s, out, weight=s.weight(s.heads * width), holds=[h, qkv])
     )
 
 
 def _dense_body(trace: Trace, s: Sizes, x: TracedTensor) -> TracedTensor:
-    trace.phase = "mlp"
-    with trace.again(s.recomputes(Recompute.norm), discards=True):
+    trace.phase = PhaseName.mlp
+    with trace.recomputed(s.recomputes(Recompute.norm), discards=True):
         h = norm(trace, s, x)
     y = swiglu(
         trace,
         s,
         h,
         width=s.model.ffn_hidden_size // s.layout.tp,
-        again=s.recomputes(Recompute.mlp_act),
+        recomputed=s.recomputes(Recompute.mlp_act),
     )
     return trace.add(x, y)

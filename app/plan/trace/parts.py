@@ -134,20 +134,20 @@ def sizes_of(run: Run, layout: ParallelLayout, load: float | None = None) -> Siz
     )
 
 
-def swiglu(trace: Trace, s: Sizes, x: TracedTensor, width: int, again: bool) -> TracedTensor:
-    """A feed-forward of hidden `width` on this rank; `again`: backward redoes its activation."""
+def swiglu(trace: Trace, s: Sizes, x: TracedTensor, width: int, recomputed: bool) -> TracedTensor:
+    """A feed-forward of hidden `width` on this rank, its activation `recomputed` or kept."""
     up = column_parallel(
         trace, s, x, size=2 * s.tokens * width * s.size, weight=2 * s.weight(width)
     )
     return row_parallel(
-        trace, s, activation(trace, up, again), weight=s.weight(width), holds=[x, up]
+        trace, s, activation(trace, up, recomputed), weight=s.weight(width), holds=[x, up]
     )
 
 
-def activation(trace: Trace, up: TracedTensor, again: bool) -> TracedTensor:
+def activation(trace: Trace, up: TracedTensor, recomputed: bool) -> TracedTensor:
     """silu(gate) · up, of the two halves of the widened rows, which alone are kept."""
     half = up.bytes // 2
-    with trace.again(again, discards=True):
+    with trace.recomputed(recomputed, discards=True):
         return trace.op([up], [half], [up])[0]
 
 

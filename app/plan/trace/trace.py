@@ -71,7 +71,7 @@ class Operation:
     # floating-point operations of its forward's products, 2·m·n·k each; its backward has twice as
     # many, half of them for the gradient of its weight if it has one
     flops: int
-    flops_again: int  # of these, what its own backward computes again
+    flops_recomputed: int  # of these, what its own backward computes again
     sends: Sends | None  # None: nothing
 
 
@@ -106,7 +106,7 @@ class Trace:
         passes: bool = False,
         kernels: int = 1,
         flops: int = 0,
-        flops_again: int = 0,
+        flops_recomputed: int = 0,
         sends: Sends | None = None,
     ) -> tuple[TracedTensor, ...]:
         """Write down an operation; returns what it makes.
@@ -134,7 +134,7 @@ class Trace:
             passes=passes,
             kernels=kernels,
             flops=flops,
-            flops_again=flops_again,
+            flops_recomputed=flops_recomputed,
             sends=sends,
         )
         self.ops.append(op)
@@ -151,7 +151,7 @@ class Trace:
         return self.op([left, right], [left.bytes], holds=holds, passes=True)[0]
 
     @contextmanager
-    def again(self, chosen: bool, discards: bool = False) -> Iterator[bool]:
+    def recomputed(self, chosen: bool, discards: bool = False) -> Iterator[bool]:
         """If `chosen`, backward runs again what is written down within the block. Yields whether it
         does so for this block: not inside of a larger one that it runs again already.
         """
