@@ -18,15 +18,8 @@ from omegaconf import DictConfig
 from app.cli.options.arguments import CONFIG_NAME
 from app.cli.options.compose import load_run, register_schema
 from app.cli.options.messages import readable_errors
+from app.cli.processes import launch as start
 from app.cli.processes.home import CONF, child_paths
-from app.cli.processes.launch import (
-    best_loss_or_exit,
-    carry_out,
-    checked_arguments,
-    mistakes_in_one_line,
-    submitted_job_ends_quietly,
-    with_sweep_run_dir,
-)
 from app.cli.processes.launcher import Launch
 from app.rules import check_runnable
 
@@ -40,9 +33,10 @@ def main(config: DictConfig) -> float | None:
     launch = Launch.from_environment(os.environ)
     if launch.submitted:
         launch.end_with_launcher(os.getppid())
-    with submitted_job_ends_quietly(launch), mistakes_in_one_line(launch, sys.argv[1:]):
-        run = check_runnable(load_run(with_sweep_run_dir(config), launch.world_size))
-        return best_loss_or_exit(run, carry_out(run, launch, __file__, env=os.environ))
+    with start.submitted_job_ends_quietly(launch), start.mistakes_in_one_line(launch, sys.argv[1:]):
+        run = check_runnable(load_run(start.with_sweep_run_dir(config), launch.world_size))
+        code = start.carry_out(run, launch, __file__, env=os.environ)
+        return start.best_loss_or_exit(run, code)
 
 
 def command(parent: int) -> None:
@@ -56,8 +50,8 @@ def command(parent: int) -> None:
     with readable_errors("train.py", speak=True):
         launch = Launch.from_environment(os.environ)
     launch.end_with_launcher(parent)
-    with mistakes_in_one_line(launch, sys.argv[1:]):
-        sys.argv[1:] = checked_arguments(sys.argv[1:], launch)
+    with start.mistakes_in_one_line(launch, sys.argv[1:]):
+        sys.argv[1:] = start.checked_arguments(sys.argv[1:], launch)
         interrupt_again()  # not before: argparse loses its way when it is interrupted
         main()
 

@@ -21,7 +21,7 @@ from app.model.layers import Context, Mlp, RMSNorm
 from app.model.peers import ALONE, Peers
 from app.plan.model.layer import DenseBodyWeights
 from app.plan.model.norm import NormWeights
-from app.plan.phases import PhaseName
+from app.plan.model.phases import PhaseName
 
 T = TypeVar("T")
 

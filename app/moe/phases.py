@@ -31,7 +31,7 @@ from app.moe.router import aux_loss, aux_routing, choose, in_turn, sequence_aux_
 from app.plan.dispatchers.choose import planned_dispatcher
 from app.plan.dispatchers.record import capacity
 from app.plan.model.experts import MoEBodyWeights, RouterWeights
-from app.plan.phases import PhaseName
+from app.plan.model.phases import PhaseName
 
 
 class Router(nn.Module):

@@ -289,8 +289,13 @@ if end == "sleep":
     codes = {signal.SIGTERM: 75, signal.SIGUSR1: 75, signal.SIGUSR2: 75, signal.SIGINT: 130}
     for number, code in codes.items():
         signal.signal(number, lambda number, frame, code=code: (time.sleep(0.5), os._exit(code)))
+def wait_until_sent(number, frame):
+    (folder / "ending").touch()
+    while not (folder / "sent").exists():
+        time.sleep(0.01)
+    os._exit(75)
 if end == "slow":
-    signal.signal(signal.SIGTERM, lambda number, frame: (time.sleep(1.5), os._exit(75)))
+    signal.signal(signal.SIGTERM, wait_until_sent)
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     time.sleep(60)
 if end == "deaf":
@@ -308,7 +313,7 @@ def launched(
     folder: Path, *arguments: str, ends: Sequence[str] = (), send: Sequence[int] = ()
 ) -> tuple[int, str, list[str]]:
     """Exit code and stderr of a torchrun of ours, and what began; `send` are signals that reach
-    it when its ranks are up.
+    it when its ranks are up, or when one that ends slowly has been told to.
     """
     script, said = folder / "script.py", folder / "said"
     script.write_text(SCRIPT)
@@ -321,11 +326,13 @@ def launched(
 
     process = multiprocessing.get_context("fork").Process(target=lambda: os._exit(work()))
     process.start()
+    up = "ending" if any(end.endswith(":slow") for end in ends) else "began-*"
     if send:
-        wait_for(lambda: len(list(folder.glob("began-*"))) == 2)
+        wait_for(lambda: len(list(folder.glob(up))) == (1 if up == "ending" else 2))
     for number in send:
         time.sleep(0.2)
         os.kill(process.pid, number)
+    (folder / "sent").touch()
     process.join(60)
     return process.exitcode, said.read_text(), sorted(path.name for path in folder.glob("began-*"))
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from app.choices import GraphImpl, GraphScope
 from app.config import CudaGraphConfig, Run
 from app.plan.layout import ParallelLayout
-from app.plan.phases import PhaseName
+from app.plan.model.phases import PhaseName
 from app.plan.stages import Stage
 from app.plan.trace.parts import Sizes, sizes_of
 from app.plan.trace.replay import Inside, Replay, inside, replay

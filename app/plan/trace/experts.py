@@ -9,7 +9,7 @@ from app.choices import Balance, Recompute, Score
 from app.config import MoEConfig
 from app.plan.dispatchers.choose import planned_dispatcher
 from app.plan.dispatchers.record import PlannedDispatcher, Tokens
-from app.plan.phases import PhaseName
+from app.plan.model.phases import PhaseName
 from app.plan.trace.parts import Sizes, activation, cast, norm, swiglu
 from app.plan.trace.trace import Trace, TracedTensor
 

@@ -7,7 +7,7 @@ kernel saves: torch's own, or those of `app.kernels`. All sizes are bytes.
 from __future__ import annotations
 
 from app.choices import Recompute
-from app.plan.phases import PhaseName
+from app.plan.model.phases import PhaseName
 from app.plan.trace.attention import attention_core
 from app.plan.trace.experts import moe_body
 from app.plan.trace.parts import (
