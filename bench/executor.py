@@ -49,7 +49,7 @@ class Tiny(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.zeros(VOCAB))
 
-    def context(self, *_: Any) -> None:
+    def context(self, *_: Any, **__: Any) -> None:
         """None is needed."""
 
     def forward(self, tokens_BS: Tensor, context: None, runs: None = None) -> ChunkOutput:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import socket
 
-ASKED_FOR = range(10_000, 20_000)  # no system hands these out, or connects from them, by itself
+ASKED_FOR = range(10_000, 20_000)  # Linux does not connect from these by itself, as it is set up
 
 
 def free_ports(count: int) -> list[int]:

@@ -22,7 +22,8 @@ TREE_MAX = 8 * 2**20  # bytes that git tracks
 # A module may import from its own layer and from those below it.
 LAYERS = (
     {"app", "app.errors", "app.choices", "app.config", "app.collectives", "app.torch_versions"},
-    {"app.plan", "app.kernels"},
+    {"app.kernels"},
+    {"app.plan"},
     {"app.rules"},
     {"app.advice"},
     {"app.model", "app.moe", "app.optim"},  # tensors

@@ -3,7 +3,8 @@
 A back end is the three products. Where tokens are gathered and scattered, what is kept for backward
 and where the weight's gradient goes is the modules' business (`app.model.linear`), and the same for
 all of them. `linear_backend` and `grouped_linear_backend` are the one place where a back end would
-be chosen; so far each has one, torch's products.
+be chosen; so far each has one, torch's products. The loss computes the head's products itself
+(`app.model.loss`), chunk by chunk where no rank is to have all logits.
 
 Shapes: I input width, O output width, T rows, E experts; rows of an expert end at its offset in
 `ends_E` (int32, on the rows' device), rows behind the last one are not defined.

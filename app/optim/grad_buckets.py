@@ -40,10 +40,11 @@ class Arrival(NamedTuple):
 class GradBuckets:
     """The buckets of a flat buffer, which gradients each still misses, and their reduce-scatters.
 
-    A gradient arrives, once for each parameter and microbatch, by one of three routes, and all end
-    in `arrive`: autograd has accumulated it (a hook on every parameter); a weight-gradient sink
-    hands it over during backward, or a deferred `BackwardWeight` after it (`add`); or a graph has
-    been replayed whose arrivals had been listed (`list_arrivals`) when it was recorded.
+    A gradient arrives, once for each parameter and microbatch (of a table that is looked up and is
+    the head, twice where backward is split), by one of three routes, and all end in `arrive`:
+    autograd has accumulated it (a hook on every parameter); a weight-gradient sink hands it over
+    during backward, or a deferred `BackwardWeight` after it (`add`); or a graph has been replayed
+    whose arrivals had been listed (`list_arrivals`) when it was recorded.
 
     ============  ============  ===============  ===============  ===============  ================
     state         zero          expect_last      arrive           reduce           finish

@@ -1,4 +1,5 @@
-"""What backward computes again instead of keeping it: the one value that says so.
+"""What backward computes again instead of keeping it, microbatch by microbatch: the one value that
+says so.
 
 `RecomputePolicy` is built once, from a run and a rank's list. The plan of memory asks it which
 microbatches keep more, the engine asks it for each microbatch in a chunk (`RecomputeChoice`) and

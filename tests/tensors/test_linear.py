@@ -1,5 +1,5 @@
 """Linear modules by themselves: values, every way that a weight's gradient can go, one back end for
-all products, and global names.
+all products of layers, and global names.
 
 Shapes: B sequences, S tokens, IN and OUT widths, T rows, E experts.
 """

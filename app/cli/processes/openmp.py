@@ -2,7 +2,8 @@
 
 Longer than what lies between two operations, shorter than a scheduler's turn: with libgomp's own
 300,000 rounds they take the cores from other programs, and from each other. Where others wait for
-the cores already, half as long. Measured by bench/busy.py.
+the cores already, half as long. Measured by bench/busy.py. Linux counts programs and cores of the
+whole host: who shares a few of its cores with others, in a container, is not seen as crowded.
 """
 
 from __future__ import annotations

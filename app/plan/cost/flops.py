@@ -138,9 +138,9 @@ def stage_flops(
     return [_total(row) for row in rows]
 
 
-def _trace_flops(written: ForwardTrace) -> Flops:
+def _trace_flops(traced: ForwardTrace) -> Flops:
     """Sums over the operations of a trace."""
-    ops = [op for op in written.trace.ops if op.flops]
+    ops = [op for op in traced.trace.ops if op.flops]
     forward = sum(op.flops for op in ops)
     weight = sum(op.flops for op in ops if op.weight)
     recompute = sum(op.flops if op.segment else op.flops_recomputed for op in ops)

@@ -196,10 +196,10 @@ def _sent(run: Run, layout: ParallelLayout, stages: StagePlan) -> dict[Stage, Co
     return found
 
 
-def _sent_by_operations(written: ForwardTrace) -> Counter[Kind]:
+def _sent_by_operations(traced: ForwardTrace) -> Counter[Kind]:
     """A sum over a trace; what backward runs again is sent again."""
     found: Counter[Kind] = Counter()
-    for op in written.trace.ops:
+    for op in traced.trace.ops:
         if op.sends:
             passes = 2 if op.segment else 1
             size = passes * op.sends.forward + op.sends.backward

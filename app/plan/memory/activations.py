@@ -164,8 +164,8 @@ def _row(s: Sizes, stage: Stage, full: bool) -> list[_Link]:
     return [links[part] for part in parts]
 
 
-def _link(written: ForwardTrace, captured: Collection[str]) -> _Link:
-    return _Link(replay(written), inside(written, captured), captured, kernels=written.kernels())
+def _link(traced: ForwardTrace, captured: Collection[str]) -> _Link:
+    return _Link(replay(traced), inside(traced, captured), captured, kernels=traced.kernels())
 
 
 def _memory(

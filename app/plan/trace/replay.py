@@ -29,14 +29,14 @@ class Replay:
         return sum(self.kept.values())
 
 
-def replay(written: ForwardTrace) -> Replay:
-    """What `written` keeps, and bytes alive in its forward and backward, by phase."""
-    trace = written.trace
-    saved_by = _saved_by(written.trace)
+def replay(traced: ForwardTrace) -> Replay:
+    """What `traced` keeps, and bytes alive in its forward and backward, by phase."""
+    trace = traced.trace
+    saved_by = _saved_by(traced.trace)
     dropped = _dropped(trace, saved_by)
     kept = _kept(trace, saved_by, dropped)
-    forward = _forward(written, saved_by.keys() - dropped)
-    backward = _backward(written, saved_by, dropped, kept=sum(kept.values()))
+    forward = _forward(traced, saved_by.keys() - dropped)
+    backward = _backward(traced, saved_by, dropped, kept=sum(kept.values()))
     return Replay(
         kept,
         forward,
@@ -61,12 +61,12 @@ class Inside:
         return sum(self.kept.values())
 
 
-def inside(written: ForwardTrace, phases: Collection[str]) -> Inside:
+def inside(traced: ForwardTrace, phases: Collection[str]) -> Inside:
     """The memory of the phases of a trace that one graph holds; all 0 without phases."""
     if not phases:
         return Inside({}, 0, 0, gradients=0)
-    trace = written.trace
-    saved_by = _saved_by(written.trace)
+    trace = traced.trace
+    saved_by = _saved_by(traced.trace)
     mine = {storage for op in trace.ops if op.phase in phases for storage in op.new}
     given = {
         value.storage for op in trace.ops if op.phase in phases for value in (*op.reads, *op.saves)
@@ -77,8 +77,8 @@ def inside(written: ForwardTrace, phases: Collection[str]) -> Inside:
         if op.phase not in phases
         for value in (*op.reads, *op.saves, *op.holds)
     } & mine
-    if written.result is not None and written.result.storage in mine:
-        cut.add(written.result.storage)
+    if traced.result is not None and traced.result.storage in mine:
+        cut.add(traced.result.storage)
     dropped = _dropped(trace, saved_by)
     kept = {storage: places for storage, places in saved_by.items() if storage in mine | given}
     own = {storage: places for storage, places in kept.items() if storage in mine - cut}
@@ -133,11 +133,11 @@ def _kept(
     return kept
 
 
-def _forward(written: ForwardTrace, stays: set[int]) -> dict[str, int]:
+def _forward(traced: ForwardTrace, stays: set[int]) -> dict[str, int]:
     """Phase -> most that is alive."""
-    trace = written.trace
-    given = written.given
-    result = written.result
+    trace = traced.trace
+    given = traced.given
+    result = traced.result
     ends = {given.storage: -1}
     for place, op in enumerate(trace.ops):
         for value in (*op.reads, *op.makes, *op.saves, *op.holds):
@@ -164,14 +164,14 @@ class _Gradient:
 
 
 def _backward(
-    written: ForwardTrace,
+    traced: ForwardTrace,
     saved_by: Mapping[int, Sequence[int]],
     dropped: Mapping[int, Segment],
     kept: int,
 ) -> dict[str, int]:
     """Phase -> most that is alive."""
-    trace = written.trace
-    result = written.result
+    trace = traced.trace
+    result = traced.result
     queued = {value.storage for op in trace.ops if op.deferred is not None for value in op.saves}
     last_use: dict[int, int] = {}  # place -> bytes that nobody needs after it
     for storage, places in saved_by.items():
