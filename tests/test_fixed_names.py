@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
+from collections.abc import Iterator
 from importlib import import_module
+from pathlib import Path
 
 import pytest
+
+from app.cli.options.compose import all_keys, load_overrides
+from app.engine.report.metrics import RollbackReport, StepReport, ValidationReport
+from app.plan.export import plan_json
+from app.plan.plan import Plan
 
 # module, name, arguments with their defaults as one writes them
 NAMES = [
@@ -52,6 +60,17 @@ MEMBERS = [
     ("app.plan.graphs", "GraphPlan", ("num_graphs", "num_slots", "slot_of")),
     ("app.plan.shards", "Range", ("bucket", "world", "local", "param")),
 ]
+# a plan that has all that plans may have
+PLANNED = (
+    "model=moe_tiny",
+    "model.tie_embeddings=true",
+    "parallel.world_size=16",
+    "parallel.tp=2",
+    "parallel.cp=2",
+    "parallel.pp=2",
+    "parallel.ep=2",
+    "cuda_graph=partial",
+)
 PROGRAMS = ("plan", "report", "torchrun", "train")
 
 
@@ -87,3 +106,35 @@ def test_members_stay(module: str, name: str, members: tuple[str, ...]):
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_programs_stay(name: str):
     assert import_module("importlib.util").find_spec(f"app.cli.{name}") is not None
+
+
+def key_paths(value: object, above: str = "") -> Iterator[str]:
+    """Dotted keys of nested JSON; those of a list's elements behind []."""
+    if isinstance(value, dict):
+        for key, inside in value.items():
+            yield from key_paths(inside, f"{above}.{key}".removeprefix("."))
+    elif isinstance(value, list | tuple) and value and isinstance(value[0], dict):
+        for each in value:
+            yield from key_paths(each, f"{above}[]")
+    else:
+        yield above
+
+
+def keys_now() -> set[str]:
+    """Every key that users type, or that programs read in what a run writes."""
+    plan = Plan(load_overrides(PLANNED))
+    reports = (StepReport, ValidationReport, RollbackReport)
+    metrics = {field.name for report in reports for field in dataclasses.fields(report)}
+    return {
+        *(f"config {key}" for key in all_keys()),
+        *(f"metrics.jsonl {key}" for key in metrics),
+        *(f"plan.json {key}" for key in key_paths(plan_json(plan))),
+        *(f"plan.json group {kind.name}" for kind in plan.traffic),
+    }
+
+
+def test_keys_stay():
+    """New ones may come; tests/golden/checkpoint stands for those of checkpoints."""
+    known = (Path(__file__).parent / "golden" / "keys.txt").read_text().splitlines()
+    assert len(known) > 200
+    assert sorted(set(known) - keys_now()) == []
