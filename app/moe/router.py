@@ -30,7 +30,7 @@ def route(
     scale: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Dense form of `choose`: probabilities [T, E] in the logits' dtype, zero elsewhere, and the
-    chosen map [T, E] (bool).
+    chosen map [T, E] (bool). For other programs, and for tests that compare with theirs.
     """
     probs_TK, experts_TK = choose(
         logits_TE,
