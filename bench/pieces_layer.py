@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from timing import gpu_time
 from torch import Tensor
 
+from app.config.attention import Rope
 from app.kernels.heads import HeadNorms, split_and_rotate
 from app.kernels.rms_norm import rms_norm
 from app.kernels.swiglu import swiglu
@@ -180,7 +181,7 @@ def heads_piece(heads: int, groups: int, width: int, norms: bool) -> Piece:
     """Queries, keys and values with rotary positions."""
     queries, context = (
         heads // groups,
-        layer_context(torch.arange(LENGTH, device="cuda")[None], None, width, theta=THETA),
+        layer_context(torch.arange(LENGTH, device="cuda")[None], None, Rope(width, THETA)),
     )
 
     def split(qkv: Tensor) -> Outputs:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from app.choices import Balance, DispatcherKind, DropPolicy, Score
+from app.config.attention import Rope
 from app.config.bounds import above_zero, at_least, finite
 from app.errors import ConfigError, Instead, nearest_divisors
 
@@ -217,6 +218,11 @@ class ModelConfig:
     def head_width(self) -> int:
         """Width of one attention head."""
         return self.head_dim or self.hidden_size // self.num_heads
+
+    @property
+    def rope(self) -> Rope:
+        """What its attention turns by the positions of tokens."""
+        return Rope(self.head_width, self.rope_theta)
 
     def is_moe_layer(self, layer: int) -> bool:
         """Whether decoder layer `layer` (from 0) has routed experts."""

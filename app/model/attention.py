@@ -33,6 +33,13 @@ DETERMINISTIC_BACKENDS = [
 ]
 
 
+def attention(model: ModelConfig, peers: Peers = ALONE) -> nn.Module:
+    """The attention of one layer, of the kind that the model has: a module from B × s × D and a
+    context to B × s × D; no residual.
+    """
+    return Attention(model, peers)
+
+
 class Attention(nn.Module):
     """Multi-head attention where N/G query heads share a key/value head (Ainslie et al. 2023).
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from app.choices import Recompute
 from app.config import ModelConfig
-from app.model.attention import Attention
+from app.model.attention import attention
 from app.model.layers import Context, Mlp, RMSNorm
 from app.model.peers import ALONE, Peers
 from app.plan.model.layer import DenseBodyWeights
@@ -117,7 +117,7 @@ class Layer(nn.Module):
     def __init__(self, model: ModelConfig, body: Body, peers: Peers = ALONE) -> None:
         super().__init__()
         self.attn_norm = RMSNorm(NormWeights.of_hidden(model), model.norm_eps)
-        self.attn = Attention(model, peers)
+        self.attn = attention(model, peers)
         self.body = body
         attn = Phase(PhaseName.attn, self._attend, ("x", "context"), outputs=("x",))
         self.phases: tuple[Phase, ...] = (attn, *body.phases)

@@ -100,14 +100,11 @@ class Chunk(nn.Module):
         mask = None
         if documents_BK is not None:
             mask = document_mask(documents_BK, self._queries(documents_BK))
-        width = self.model.head_width
-        theta = self.model.rope_theta
         draws = self.model.moe is not None and self.model.moe.jitter_eps > 0
         return layer_context(
             positions_BS,
             mask,
-            width,
-            theta=theta,
+            self.model.rope,
             deterministic=self.deterministic,
             sink=sink,
             recompute=Recomputation(recompute, draws),

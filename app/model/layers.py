@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from app.choices import Recompute
+from app.config.attention import Rope
 from app.kernels.common import usable
 from app.kernels.rms_norm import rms_norm
 from app.kernels.swiglu import swiglu as swiglu_kernel
@@ -54,16 +55,15 @@ class Context:
 def layer_context(
     positions_BS: Tensor,
     mask_B1SK: Tensor | None,
-    head_width: int,
-    theta: float,
+    rope: Rope,
     deterministic: bool = True,
     sink: WeightGradSink | None = None,
     recompute: Recomputation | None = None,
 ) -> Context:
     """The mask and rotary tables (Su et al. 2021, two halves of a head) of a microbatch."""
-    even = torch.arange(0, head_width, 2, device=positions_BS.device, dtype=torch.float32)
-    exponent = even / head_width
-    angles_BSH = (positions_BS[..., None].float() * theta**-exponent).repeat(1, 1, 2)
+    even = torch.arange(0, rope.width, 2, device=positions_BS.device, dtype=torch.float32)
+    exponent = even / rope.width
+    angles_BSH = (positions_BS[..., None].float() * rope.theta**-exponent).repeat(1, 1, 2)
     return Context(
         angles_BSH.cos()[:, :, None],
         angles_BSH.sin()[:, :, None],

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from app.choices import DropPolicy
 from app.config import ModelConfig, MoEConfig
+from app.config.attention import Rope
 from app.model.layers import layer_context
 from app.model.peers import Peers
 from app.model.weight_grads import WeightGradQueue
@@ -52,7 +53,7 @@ def body_of(moe: MoEConfig) -> MoEBody:
 
 
 def forward(body: MoEBody, x: Tensor, later: WeightGradQueue | None = None) -> Tensor:
-    context = layer_context(torch.zeros(1, 1, device="cuda"), None, 4, theta=10.0, sink=later)
+    context = layer_context(torch.zeros(1, 1, device="cuda"), None, Rope(4, 10.0), sink=later)
     values: dict[str, Any] = {"x": x, "context": context}
     for index, phase in enumerate(body.phases):
         values.update(

@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from app.choices import Recompute
 from app.config import ModelConfig
+from app.config.attention import Rope
 from app.kernels import tiling
 from app.kernels.heads import HeadNorms, split_and_rotate
 from app.kernels.rms_norm import rms_norm
@@ -127,7 +128,7 @@ def head_cases(
     positions = torch.randint(
         0, 4096, (tables, length), generator=torch.Generator().manual_seed(3)
     ).to(DEVICE)
-    context = layer_context(positions, None, width, theta=10000.0)
+    context = layer_context(positions, None, Rope(width, 10000.0))
 
     def kernel(qkv: Tensor, *weights: Tensor) -> Outputs:
         given = HeadNorms(*weights, EPS) if norms else None
@@ -282,7 +283,7 @@ def test_attention_is_the_same_with_kernels(
     module = Attention(dataclasses.replace(MODEL, qk_norm=qk_norm))
     set_parameters(module)
     tables = layer_context(
-        torch.arange(6, device=DEVICE).expand(2, 6), None, MODEL.head_width, theta=10000.0
+        torch.arange(6, device=DEVICE).expand(2, 6), None, Rope(MODEL.head_width, 10000.0)
     )
 
     def run(module: torch.nn.Module) -> Outputs:

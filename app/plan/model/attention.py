@@ -9,6 +9,11 @@ from app.plan.model.norm import NormWeights
 from app.plan.model.weight import Initial, Part, Weight
 
 
+def attention_weights(model: ModelConfig) -> Part:
+    """Those of the attention of one layer, of the kind that the model has."""
+    return AttentionWeights.of(model)
+
+
 @dataclass(frozen=True, slots=True)
 class AttentionWeights(Part):
     """Projections in and out; norms of query and key heads, which are the same for every head."""

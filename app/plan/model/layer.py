@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from app.config import ModelConfig
-from app.plan.model.attention import AttentionWeights
+from app.plan.model.attention import attention_weights
 from app.plan.model.experts import MoEBodyWeights
 from app.plan.model.mlp import MlpWeights
 from app.plan.model.norm import NormWeights
@@ -31,7 +31,7 @@ class LayerWeights(Part):
     """All of a layer."""
 
     attn_norm: NormWeights
-    attn: AttentionWeights
+    attn: Part
     body: DenseBodyWeights | MoEBodyWeights
 
     @classmethod
@@ -40,6 +40,6 @@ class LayerWeights(Part):
         routed = model.moe if model.is_moe_layer(layer) else None
         return cls(
             NormWeights.of_hidden(model),
-            AttentionWeights.of(model),
+            attention_weights(model),
             DenseBodyWeights.of(model) if routed is None else MoEBodyWeights.of(model, routed),
         )

@@ -11,11 +11,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from app.choices import CpComm, Dtype
+from app.choices import CpComm, Dtype, Recompute
 from app.config import Run
 from app.kernels.tiling import MULTIPROCESSORS, head_tiling
 from app.plan.groups import CP, Way
-from app.plan.trace.parts import Sizes
+from app.plan.trace.parts import Sizes, column_parallel, row_parallel
 from app.plan.trace.trace import Sends, Trace, TracedTensor
 
 
@@ -50,7 +50,19 @@ class _Reach:
         return 2 * twice_seen * self.heads * s.model.head_width
 
 
-def attention_core(trace: Trace, s: Sizes, qkv: TracedTensor, keep: bool) -> TracedTensor:
+def attention(trace: Trace, s: Sizes, h: TracedTensor) -> TracedTensor:
+    """All of a layer's attention, of the kind that the model has, from its normed input `h`."""
+    width = s.model.head_width
+    heads = s.heads + 2 * s.kv_heads
+    qkv = column_parallel(
+        trace, s, h, size=s.tokens * heads * width * s.size, weight=s.weight(heads * width)
+    )
+    with trace.recomputed(s.recomputes(Recompute.attn_core)) as recomputed:
+        out = _core(trace, s, qkv, keep=recomputed)
+    return row_parallel(trace, s, out, weight=s.weight(s.heads * width), holds=[h, qkv])
+
+
+def _core(trace: Trace, s: Sizes, qkv: TracedTensor, keep: bool) -> TracedTensor:
     """From projected queries, keys and values to what the output projection reads; `keep`:
     backward runs it from `qkv` again.
     """

@@ -8,13 +8,11 @@ from __future__ import annotations
 
 from app.choices import Recompute
 from app.plan.model.phases import PhaseName
-from app.plan.trace.attention import attention_core
+from app.plan.trace.attention import attention
 from app.plan.trace.experts import moe_body
 from app.plan.trace.parts import (
     Sizes,
-    column_parallel,
     norm,
-    row_parallel,
     scattered,
     swiglu,
     tp_sends,
@@ -142,18 +140,9 @@ def _gathers_twice(s: Sizes) -> Sends:
 
 def _attention(trace: Trace, s: Sizes, x: TracedTensor) -> TracedTensor:
     trace.phase = PhaseName.attn
-    width = s.model.head_width
-    heads = s.heads + 2 * s.kv_heads
     with trace.recomputed(s.recomputes(Recompute.norm), discards=True):
         h = norm(trace, s, x)
-    qkv = column_parallel(
-        trace, s, h, size=s.tokens * heads * width * s.size, weight=s.weight(heads * width)
-    )
-    with trace.recomputed(s.recomputes(Recompute.attn_core)) as recomputed:
-        out = attention_core(trace, s, qkv, keep=recomputed)
-    return trace.add(
-        x, row_parallel(trace, s, out, weight=s.weight(s.heads * width), holds=[h, qkv])
-    )
+    return trace.add(x, attention(trace, s, h))
 
 
 def _dense_body(trace: Trace, s: Sizes, x: TracedTensor) -> TracedTensor:

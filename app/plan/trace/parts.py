@@ -52,8 +52,8 @@ class Sizes:
 
     @property
     def rotary(self) -> int:
-        """Cosines and sines that all layers of a microbatch share, fp32: 2 × T × H."""
-        return 2 * 4 * self.tokens * self.model.head_width
+        """Cosines and sines that all layers of a microbatch share, fp32: 2 × T × what they turn."""
+        return 2 * 4 * self.tokens * self.model.rope.width
 
     @property
     def mask(self) -> int:
