@@ -135,7 +135,7 @@ def _loss_by_chunks(trace: Trace, s: Sizes, h: TracedTensor, added: GradAddition
 
 def _gathers_twice(s: Sizes) -> Sends:
     """The head's input, forward and for its weight's gradient; backward scatters its own."""
-    return tp_sends(s, forward=1, backward=2)
+    return tp_sends(s, s.stream, forward=1, backward=2)
 
 
 def _attention(trace: Trace, s: Sizes, x: TracedTensor) -> TracedTensor:

@@ -152,8 +152,8 @@ def activation(trace: Trace, up: TracedTensor, recomputed: bool) -> TracedTensor
 
 
 def norm(trace: Trace, s: Sizes, x: TracedTensor) -> TracedTensor:
-    """RMSNorm of rows of the residual stream."""
-    width = s.model.hidden_size
+    """RMSNorm of this rank's tokens, of any width."""
+    width = x.bytes // (s.local * s.size)
     sums = 4 * width * norm_tiling(width).programs(s.local)  # of the weight's gradient, fp32
     return trace.op([x], [x.bytes], [x], keeps=RMS_STATISTICS * s.local, scratch=(0, sums))[0]
 
@@ -163,21 +163,25 @@ def cast(trace: Trace, x: TracedTensor, size: int) -> TracedTensor:
     return x if size == x.bytes else trace.op([x], [size])[0]
 
 
+def whole_product(trace: Trace, s: Sizes, x: TracedTensor, size: int, weight: int) -> TracedTensor:
+    """A product with a weight that every rank holds whole, for its own tokens."""
+    return trace.op(
+        [x],
+        [size],
+        [x],
+        weight=weight,
+        added=s.added,
+        deferred=s.deferred(weight),
+        flops=s.product(s.local, weight),
+    )[0]
+
+
 def column_parallel(
     trace: Trace, s: Sizes, x: TracedTensor, size: int, weight: int
 ) -> TracedTensor:
     """A product with rows of the weight cut by tp, for all tokens."""
-    flops = s.product(s.tokens, weight)
     if s.layout.tp == 1:
-        return trace.op(
-            [x],
-            [size],
-            [x],
-            weight=weight,
-            added=s.added,
-            deferred=s.deferred(weight),
-            flops=flops,
-        )[0]
+        return whole_product(trace, s, x, size=size, weight=weight)
     whole = s.layout.tp * x.bytes
     ordered = s.copies * s.layout.tp * x.bytes
     # backward: its gather under way, then put into order, beside what it scatters; a split one does
@@ -193,8 +197,8 @@ def column_parallel(
         deferred=deferred,
         scratch=scratch,
         kernels=1 + s.copies,
-        flops=flops,
-        sends=tp_sends(s, forward=1, backward=2),
+        flops=s.product(s.tokens, weight),
+        sends=tp_sends(s, x.bytes, forward=1, backward=2),
     )[0]
 
 
@@ -228,15 +232,15 @@ def scattered(
         return whole
     ordered = (s.copies - 1) * whole.bytes
     scratch = (ordered, ordered)
-    sends = tp_sends(s, forward=1, backward=1)
+    sends = tp_sends(s, s.stream, forward=1, backward=1)
     return trace.op(
         [whole], [s.stream], holds=holds, scratch=scratch, kernels=s.copies, sends=sends
     )[0]
 
 
-def tp_sends(s: Sizes, forward: int, backward: int) -> Sends:
-    """So many all-gathers and reduce-scatters of all tokens' hidden states by a ring of the
-    tensor-parallel ranks, each of which has its own tokens' in the end.
+def tp_sends(s: Sizes, own: int, forward: int, backward: int) -> Sends:
+    """So many all-gathers and reduce-scatters by a ring of the tensor-parallel ranks, each of which
+    has `own` bytes of its own tokens in the end.
     """
-    each = (s.layout.tp - 1) * s.stream
+    each = (s.layout.tp - 1) * own
     return Sends(TP, Way.ring, forward=forward * each, backward=backward * each)
