@@ -48,11 +48,11 @@ def register_schema() -> None:
 
 
 def _make_writable(node: DictConfig) -> None:
-    # Frozen dataclasses become read-only nodes, which refuse every merge.
+    # Frozen dataclasses become read-only nodes, which refuse every merge; null sections do as well.
     OmegaConf.set_readonly(node, None)
-    for key in node:
+    for key in () if node._is_none() else node:
         child = node._get_node(key)
-        if isinstance(child, DictConfig) and not child._is_none():
+        if isinstance(child, DictConfig):
             _make_writable(child)
 
 
