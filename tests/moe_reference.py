@@ -18,6 +18,7 @@ def route_token(
     bias_E: Tensor | None = None,
     groups: int | None = None,
     topk_groups: int | None = None,
+    group_best: int | None = None,
     scale: float = 1.0,
 ) -> Tensor:
     """Probabilities of one token, [E], zero for experts not chosen. As `app.moe.router.route`."""
@@ -30,7 +31,7 @@ def route_token(
     allowed = set(range(len(ranked)))
     if groups is not None and topk_groups is not None:
         size = len(ranked) // groups
-        best = top_k // topk_groups
+        best = group_best or top_k // topk_groups
         value = [sum(sorted(ranked[g * size : (g + 1) * size])[-best:]) for g in range(groups)]
         kept = sorted(range(groups), key=value.__getitem__)[-topk_groups:]
         allowed = {g * size + i for g in kept for i in range(size)}

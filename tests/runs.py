@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from app.config import ModelConfig, MoEConfig, OptimConfig, Run, TrainConfig
+from app.config import MLAConfig, ModelConfig, MoEConfig, OptimConfig, Run, TrainConfig, YarnConfig
 from app.data.feed import Batch
 from app.engine.build import Engine, build_engine
 from app.engine.groups import create_groups
@@ -36,6 +36,19 @@ TINY = ModelConfig(
     num_kv_heads=2,
     vocab_size=64,
     moe=TINY_MOE,
+)
+# with multi-head latent attention
+LATENT = dataclasses.replace(
+    TINY,
+    num_kv_heads=TINY.num_heads,
+    mla=MLAConfig(
+        q_lora_rank=24,
+        kv_lora_rank=16,
+        qk_nope_head_dim=8,
+        qk_rope_head_dim=4,
+        v_head_dim=6,
+    ),
+    yarn=YarnConfig(factor=4.0, original_length=8, mscale_all_dim=0.7),
 )
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from app.config.attention import MLAConfig, YarnConfig
 from app.config.layout import (
     CudaGraphConfig,
     HardwareConfig,
@@ -35,6 +36,7 @@ __all__ = [
     "HardwareConfig",
     "LogConfig",
     "LossConfig",
+    "MLAConfig",
     "MoEConfig",
     "ModelConfig",
     "OptimConfig",
@@ -44,6 +46,7 @@ __all__ = [
     "Run",
     "ScheduleConfig",
     "TrainConfig",
+    "YarnConfig",
 ]
 
 

@@ -2,7 +2,79 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+
+from app.config.bounds import above_zero, at_least
+from app.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class YarnConfig:
+    """Rotary positions for longer sequences than a model was first trained on (YaRN, Peng et al.
+    2023, arXiv 2309.00071), with DeepSeek's factor on the softmax.
+    """
+
+    factor: float = 40.0  # how many times longer
+    original_length: int = 4096  # tokens of a sequence at first
+    beta_fast: float = 32.0  # frequencies that turn more often than this within them stay
+    beta_slow: float = 1.0  # those that turn less often are divided by the factor
+    mscale: float = 1.0  # how much queries and keys grow with the factor's logarithm
+    mscale_all_dim: float = 1.0  # the same for what positions do not turn either: the softmax
+
+    def __post_init__(self) -> None:
+        section = "model.yarn"
+        at_least(section, self, 1, "factor", "original_length")
+        above_zero(section, self, "beta_fast", "beta_slow")
+        at_least(section, self, 0, "mscale", "mscale_all_dim")
+        if self.beta_fast <= self.beta_slow:
+            rule = f"must be above beta_slow={self.beta_slow}"
+            raise ConfigError(
+                f"{section}.beta_fast", self.beta_fast, rule, nearest=2 * self.beta_slow
+            )
+
+    def growth(self, mscale: float) -> float:
+        """0.1 · mscale · ln(factor) + 1."""
+        return 0.1 * mscale * math.log(self.factor) + 1
+
+
+@dataclass(frozen=True)
+class MLAConfig:
+    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434): keys and values of all heads are
+    made from one narrow latent per token, and positions turn values of their own.
+    """
+
+    q_lora_rank: int | None = None  # width of the queries' latent; null: made from hidden states
+    kv_lora_rank: int = 512  # width of the latent of keys and values
+    qk_nope_head_dim: int = 128  # values of a query or key head that positions do not turn
+    # values of a query head that they turn, and of the one rotary key that all heads share
+    qk_rope_head_dim: int = 64
+    v_head_dim: int = 128  # width of a value head; at most that of a key head
+
+    def __post_init__(self) -> None:
+        section = "model.mla"
+        at_least(section, self, 1, "q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "v_head_dim")
+        at_least(section, self, 2, "qk_rope_head_dim")
+        if self.qk_rope_head_dim % 2:
+            raise ConfigError(
+                f"{section}.qk_rope_head_dim",
+                self.qk_rope_head_dim,
+                "rotary positions need an even width",
+                nearest=self.qk_rope_head_dim + 1,
+            )
+        if self.v_head_dim > self.key_width:
+            raise ConfigError(
+                f"{section}.v_head_dim",
+                self.v_head_dim,
+                f"at most qk_nope_head_dim + qk_rope_head_dim = {self.key_width}, as kernels take "
+                "values padded to the width of keys",
+                nearest=self.key_width,
+            )
+
+    @property
+    def key_width(self) -> int:
+        """Width of a query or key head."""
+        return self.qk_nope_head_dim + self.qk_rope_head_dim
 
 
 @dataclass(frozen=True, slots=True)
@@ -11,3 +83,4 @@ class Rope:
 
     width: int
     theta: float  # base of the frequencies
+    yarn: YarnConfig | None = None  # null: frequencies as they are

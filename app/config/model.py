@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from app.choices import Balance, DispatcherKind, DropPolicy, Score
-from app.config.attention import Rope
+from app.config.attention import MLAConfig, Rope, YarnConfig
 from app.config.bounds import above_zero, at_least, finite
 from app.errors import ConfigError, Instead, nearest_divisors
 
@@ -26,6 +27,9 @@ class MoEConfig:
     pre_softmax: bool = False
     groups: int | None = None  # expert groups for group-limited routing
     topk_groups: int | None = None  # groups kept per token
+    # how many of a group's best scores are added up for its own: 1 as in DeepSeek-V2; null: top_k /
+    # topk_groups, which is 2 in DeepSeek-V3
+    group_best: int | None = None
     routed_scale: float | None = None  # factor on the chosen probabilities
     # most tokens of an expert from one rank, over the mean; null: none are dropped
     capacity_factor: float | None = None
@@ -59,6 +63,7 @@ class MoEConfig:
             "every_n",
             "groups",
             "topk_groups",
+            "group_best",
         )
         at_least("model.moe", self, 0, "first_k_dense", "shared_ffn_hidden_size")
         at_least("model.moe", self, 0, "aux_loss_coeff", "z_loss_coeff", "bias_update_rate")
@@ -129,6 +134,9 @@ class MoEConfig:
             both = (None if self.groups is None else 1,)
             raise ConfigError("model.moe.topk_groups", self.topk_groups, rule, nearest=both)
         if self.groups is None or self.topk_groups is None:
+            if self.group_best is not None:
+                rule = "there are no groups to score"
+                raise ConfigError("model.moe.group_best", self.group_best, rule, nearest=("null",))
             return
         if self.num_experts % self.groups:
             near = nearest_divisors(self.groups, self.num_experts)
@@ -137,6 +145,13 @@ class MoEConfig:
                 self.groups,
                 f"must divide num_experts={self.num_experts}",
                 nearest=near,
+            )
+        if self.group_best is not None and self.group_best > self.num_experts // self.groups:
+            raise ConfigError(
+                "model.moe.group_best",
+                self.group_best,
+                "more than the experts of a group",
+                nearest=self.num_experts // self.groups,
             )
         if self.topk_groups > min(self.groups, self.top_k):
             raise ConfigError(
@@ -156,7 +171,9 @@ class MoEConfig:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """A decoder-only transformer: RMSNorm, rotary positions, grouped-query attention, SwiGLU."""
+    """A decoder-only transformer: RMSNorm, rotary positions, grouped-query or latent attention,
+    SwiGLU.
+    """
 
     name: str = "model"  # shown in logs and run folders
     num_layers: int = 4  # decoder layers
@@ -167,10 +184,12 @@ class ModelConfig:
     head_dim: int | None = None  # width of a head; null: hidden_size / num_heads
     vocab_size: int = 264  # rows of the embedding; at least the tokenizer's
     rope_theta: float = 10000.0  # base of the rotary frequencies
+    yarn: YarnConfig | None = None  # null: rotary frequencies as they are
     norm_eps: float = 1e-5  # added to the mean square in RMSNorm
     qk_norm: bool = False  # RMSNorm on each query and key head before the rotation
     tie_embeddings: bool = False  # one matrix for embedding and head
     init_std: float = 0.02  # standard deviation of the initial weights
+    mla: MLAConfig | None = None  # null: grouped-query attention
     moe: MoEConfig | None = None  # null: every layer is dense
 
     def __post_init__(self) -> None:
@@ -192,7 +211,9 @@ class ModelConfig:
             raise ConfigError(
                 "model.moe.first_k_dense", self.moe.first_k_dense, rule, nearest=self.num_layers - 1
             )
-        if self.head_dim is None and self.hidden_size % self.num_heads:
+        if self.mla is not None:
+            self._check_latent()
+        elif self.head_dim is None and self.hidden_size % self.num_heads:
             raise ConfigError(
                 "model.num_heads",
                 self.num_heads,
@@ -206,7 +227,7 @@ class ModelConfig:
                 f"must divide num_heads={self.num_heads}",
                 nearest=nearest_divisors(self.num_kv_heads, self.num_heads),
             )
-        if self.head_width % 2:
+        if self.mla is None and self.head_width % 2:
             raise ConfigError(
                 "model.head_dim",
                 self.head_width,
@@ -214,15 +235,46 @@ class ModelConfig:
                 nearest=self.head_width + 1,
             )
 
+    def _check_latent(self) -> None:
+        needs = "multi-head latent attention has widths of its own, model.mla.*"
+        if self.head_dim is not None:
+            raise ConfigError("model.head_dim", self.head_dim, needs, nearest=("null",))
+        if self.qk_norm:
+            rule = "multi-head latent attention has norms on its latents"
+            raise ConfigError("model.qk_norm", True, rule, nearest=False)
+        if self.num_kv_heads != self.num_heads:
+            raise ConfigError(
+                "model.num_kv_heads",
+                self.num_kv_heads,
+                f"multi-head latent attention makes keys and values of all num_heads="
+                f"{self.num_heads} heads",
+                nearest=self.num_heads,
+            )
+
     @property
     def head_width(self) -> int:
-        """Width of one attention head."""
+        """Width of one query or key head."""
+        if self.mla is not None:
+            return self.mla.key_width
         return self.head_dim or self.hidden_size // self.num_heads
+
+    @property
+    def value_width(self) -> int:
+        """Width of one value head."""
+        return self.head_width if self.mla is None else self.mla.v_head_dim
 
     @property
     def rope(self) -> Rope:
         """What its attention turns by the positions of tokens."""
-        return Rope(self.head_width, self.rope_theta)
+        width = self.head_width if self.mla is None else self.mla.qk_rope_head_dim
+        return Rope(width, self.rope_theta, self.yarn)
+
+    @property
+    def softmax_scale(self) -> float | None:
+        """Factor on the scores of attention; None: 1 / √(width of a key head)."""
+        if self.yarn is None:
+            return None
+        return self.yarn.growth(self.yarn.mscale_all_dim) ** 2 / math.sqrt(self.head_width)
 
     def is_moe_layer(self, layer: int) -> bool:
         """Whether decoder layer `layer` (from 0) has routed experts."""

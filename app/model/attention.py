@@ -1,8 +1,9 @@
-"""Grouped-query causal self-attention with rotary positions and optional query/key norms.
+"""Causal self-attention with rotary positions: grouped-query with optional query/key norms, or
+multi-head latent.
 
 Shapes: B sequences, S tokens per sequence of a context-parallel rank, s = S / tp of them between
 matrices, K tokens of a whole sequence, D hidden; N query heads, G key/value heads of this rank, H
-head width.
+head width; L width of the latent of keys and values, R of what positions turn.
 """
 
 from __future__ import annotations
@@ -15,14 +16,15 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from app.choices import CpComm, Recompute
-from app.config import ModelConfig
+from app.config import MLAConfig, ModelConfig
 from app.kernels.common import usable
 from app.kernels.heads import HeadNorms, split_and_rotate
 from app.model.context_parallel import gather_sequence, ulysses_to_heads, ulysses_to_tokens
-from app.model.layers import Context, RMSNorm, rotate
+from app.model.layers import Context, RMSNorm, interleaved_to_halves, rotate
 from app.model.linear import ColumnParallelLinear, RowParallelLinear
 from app.model.peers import ALONE, Peers, rank, size
-from app.plan.model.attention import AttentionWeights
+from app.model.tensor_parallel import gather_tokens
+from app.plan.model.attention import AttentionWeights, LatentAttentionWeights
 from app.plan.model.norm import NormWeights
 
 # backends whose backward can add in a fixed order
@@ -37,6 +39,8 @@ def attention(model: ModelConfig, peers: Peers = ALONE) -> nn.Module:
     """The attention of one layer, of the kind that the model has: a module from B × s × D and a
     context to B × s × D; no residual.
     """
+    if model.mla is not None:
+        return LatentAttention(model, model.mla, peers)
     return Attention(model, peers)
 
 
@@ -54,6 +58,7 @@ class Attention(nn.Module):
         tp = size(peers.tp)
         self.peers = peers
         self.width = width
+        self.scale = model.softmax_scale
         self.num_kv_heads = model.num_kv_heads // tp
         self.queries_per_kv = model.num_heads // model.num_kv_heads
         weights = AttentionWeights.of(model)
@@ -70,7 +75,9 @@ class Attention(nn.Module):
 
     def _core(self, qkv: Tensor, context: Context) -> Tensor:
         q_BSNH, k_BSGH, v_BSGH = self._heads(qkv, context)
-        return attend_all(q_BSNH, k_BSGH, v_BSGH, context=context, peers=self.peers).flatten(2)
+        return attend_all(
+            q_BSNH, k_BSGH, v_BSGH, context=context, peers=self.peers, scale=self.scale
+        ).flatten(2)
 
     def _heads(self, qkv: Tensor, context: Context) -> tuple[Tensor, Tensor, Tensor]:
         """q B × S × N × H, k and v B × S × G × H, with q/k norms if any and rotary positions."""
@@ -99,20 +106,103 @@ def _norm(weights: NormWeights | None, eps: float) -> nn.Module:
     return nn.Identity() if weights is None else RMSNorm(weights, eps)
 
 
+class LatentAttention(nn.Module):
+    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434), computed with whole heads.
+
+    Every rank makes the latents of its own tokens; what makes heads of them is cut by heads, and
+    gathers the tokens in front of it. Positions turn the last R values of a query head, and one
+    rotary key that all heads share; these lie in pairs of neighbours. Values are padded to the
+    width of keys, as the kernels with a fixed order of sums, and exchanges, take one width.
+    """
+
+    def __init__(self, model: ModelConfig, mla: MLAConfig, peers: Peers = ALONE) -> None:
+        super().__init__()
+        self.mla = mla
+        self.peers = peers
+        self.scale = model.softmax_scale
+        weights = LatentAttentionWeights.of(model, mla)
+        self.q_a = None if weights.q_a is None else ColumnParallelLinear(weights.q_a, peers)
+        self.q_a_norm = _norm(weights.q_a_norm, model.norm_eps)
+        self.q_b = ColumnParallelLinear(weights.q_b, peers)
+        self.kv_a = ColumnParallelLinear(weights.kv_a, peers)
+        self.kv_a_norm = RMSNorm(weights.kv_a_norm, model.norm_eps)
+        self.kv_b = ColumnParallelLinear(weights.kv_b, peers)
+        self.wo = RowParallelLinear(weights.wo, peers)
+
+    def forward(self, x_BsD: Tensor, context: Context) -> Tensor:
+        """B × s × D -> B × s × D; no residual."""
+        sink = context.sink
+        latent = x_BsD if self.q_a is None else self.q_a_norm(self.q_a.forward(x_BsD, sink))
+        q = self.q_b.forward(latent, sink)
+        latent_BsL, key_BsR = self.kv_a.forward(x_BsD, sink).split(
+            (self.mla.kv_lora_rank, self.mla.qk_rope_head_dim), dim=-1
+        )
+        kv = self.kv_b.forward(self.kv_a_norm(latent_BsL), sink)
+        key_BSR = gather_tokens(key_BsR, self.peers.tp)
+        heads = context.recompute.checkpoint(
+            Recompute.attn_core, self._core, q, kv, key_BSR, context
+        )
+        return self.wo.forward(heads, sink)
+
+    def _core(self, q: Tensor, kv: Tensor, key_BSR: Tensor, context: Context) -> Tensor:
+        mla = self.mla
+        q_BSNH = q.unflatten(-1, (-1, mla.key_width))
+        plain, turned = q_BSNH.split((mla.qk_nope_head_dim, mla.qk_rope_head_dim), dim=-1)
+        q_BSNH = torch.cat((plain, _turn(turned, context)), dim=-1)
+        both = kv.unflatten(-1, (-1, mla.qk_nope_head_dim + mla.v_head_dim))
+        plain, v_BSNV = both.split((mla.qk_nope_head_dim, mla.v_head_dim), dim=-1)
+        shared_BS1R = _turn(key_BSR[:, :, None], context)
+        k_BSNH = torch.cat((plain, shared_BS1R.expand(-1, -1, plain.shape[2], -1)), dim=-1)
+        out_BSNH = attend_all(
+            q_BSNH,
+            k_BSNH,
+            F.pad(v_BSNV, (0, mla.key_width - mla.v_head_dim)),
+            context=context,
+            peers=self.peers,
+            scale=self.scale,
+        )
+        return out_BSNH[..., : mla.v_head_dim].flatten(2)
+
+
+def _turn(x_BSNR: Tensor, context: Context) -> Tensor:
+    """Rotary positions for pairs of neighbours, which end up in two halves: queries and keys alike,
+    so that their products are the same.
+    """
+    return rotate(interleaved_to_halves(x_BSNR), context)
+
+
 def attend_all(
-    q_BSNH: Tensor, k_BSGH: Tensor, v_BSGH: Tensor, context: Context, peers: Peers
+    q_BSNH: Tensor,
+    k_BSGH: Tensor,
+    v_BSGH: Tensor,
+    context: Context,
+    peers: Peers,
+    scale: float | None = None,
 ) -> Tensor:
-    """Attention to the whole sequence, over all context-parallel ranks: B × S × N × H."""
+    """Attention to the whole sequence, over all context-parallel ranks: B × S × N × H.
+
+    `scale`: factor on the scores; None: 1 / √H.
+    """
     if size(peers.cp) == 1:
         return attend(
-            q_BSNH, k_BSGH, v_BSGH, mask_B1SK=context.mask_B1SK, deterministic=context.deterministic
+            q_BSNH,
+            k_BSGH,
+            v_BSGH,
+            mask_B1SK=context.mask_B1SK,
+            deterministic=context.deterministic,
+            scale=scale,
         )
     by = _attend_gathered_keys if peers.cp_comm_type is CpComm.all_gather else _attend_by_heads
-    return by(q_BSNH, k_BSGH, v_BSGH, context=context, peers=peers)
+    return by(q_BSNH, k_BSGH, v_BSGH, context=context, peers=peers, scale=scale)
 
 
 def _attend_gathered_keys(
-    q_BSNH: Tensor, k_BSGH: Tensor, v_BSGH: Tensor, context: Context, peers: Peers
+    q_BSNH: Tensor,
+    k_BSGH: Tensor,
+    v_BSGH: Tensor,
+    context: Context,
+    peers: Peers,
+    scale: float | None,
 ) -> Tensor:
     """Both pieces of the queries, each against the keys up to its own end."""
     assert peers.cp is not None
@@ -134,13 +224,19 @@ def _attend_gathered_keys(
                 v_BKGH[:, :end],
                 mask_B1SK=seen,
                 deterministic=context.deterministic,
+                scale=scale,
             )
         )
     return torch.cat(outs, dim=1)
 
 
 def _attend_by_heads(
-    q_BSNH: Tensor, k_BSGH: Tensor, v_BSGH: Tensor, context: Context, peers: Peers
+    q_BSNH: Tensor,
+    k_BSGH: Tensor,
+    v_BSGH: Tensor,
+    context: Context,
+    peers: Peers,
+    scale: float | None,
 ) -> Tensor:
     """Whole sequences of this rank's share of the heads."""
     assert peers.cp is not None
@@ -151,7 +247,12 @@ def _attend_by_heads(
     heads = [share.shape[3] for share in shares]
     q_BKNH, k_BKGH, v_BKGH = whole_BKF.unflatten(2, (-1, width)).split(heads, dim=2)
     out_BKNH = attend(
-        q_BKNH, k_BKGH, v_BKGH, mask_B1SK=context.mask_B1SK, deterministic=context.deterministic
+        q_BKNH,
+        k_BKGH,
+        v_BKGH,
+        mask_B1SK=context.mask_B1SK,
+        deterministic=context.deterministic,
+        scale=scale,
     )
     own_BSF = ulysses_to_tokens(out_BKNH.flatten(2), peers.cp).flatten(2)
     own_BSNH: Tensor = own_BSF.unflatten(2, (-1, width))
@@ -159,7 +260,12 @@ def _attend_by_heads(
 
 
 def attend(
-    q_BSNH: Tensor, k_BKGH: Tensor, v_BKGH: Tensor, mask_B1SK: Tensor | None, deterministic: bool
+    q_BSNH: Tensor,
+    k_BKGH: Tensor,
+    v_BKGH: Tensor,
+    mask_B1SK: Tensor | None,
+    deterministic: bool,
+    scale: float | None = None,
 ) -> Tensor:
     """Softmax attention of N query over G key/value heads, masked or causal: B × S × N × H.
 
@@ -177,7 +283,7 @@ def attend(
     ordered = deterministic and q_BNSH.is_cuda
     with sdpa_kernel(DETERMINISTIC_BACKENDS) if ordered else nullcontext():
         out = F.scaled_dot_product_attention(
-            q_BNSH, k_BGKH, v_BGKH, attn_mask=mask, is_causal=causal, enable_gqa=gqa
+            q_BNSH, k_BGKH, v_BGKH, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=gqa
         )
     if ordered and out.grad_fn is not None:
         # The order is a global switch, which would slow other operations: it is on for this node

@@ -6,6 +6,7 @@ matrices, K tokens of a whole sequence, N heads, H head width, D hidden.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 import torch
@@ -61,17 +62,53 @@ def layer_context(
     recompute: Recomputation | None = None,
 ) -> Context:
     """The mask and rotary tables (Su et al. 2021, two halves of a head) of a microbatch."""
-    even = torch.arange(0, rope.width, 2, device=positions_BS.device, dtype=torch.float32)
-    exponent = even / rope.width
-    angles_BSH = (positions_BS[..., None].float() * rope.theta**-exponent).repeat(1, 1, 2)
+    frequencies_H = _frequencies(rope, positions_BS.device)
+    angles_BSH = (positions_BS[..., None].float() * frequencies_H).repeat(1, 1, 2)
+    cos_BSH, sin_BSH = angles_BSH.cos(), angles_BSH.sin()
+    if rope.yarn is not None:
+        growth = rope.yarn.growth(rope.yarn.mscale) / rope.yarn.growth(rope.yarn.mscale_all_dim)
+        cos_BSH, sin_BSH = cos_BSH * growth, sin_BSH * growth
     return Context(
-        angles_BSH.cos()[:, :, None],
-        angles_BSH.sin()[:, :, None],
+        cos_BSH[:, :, None],
+        sin_BSH[:, :, None],
         mask_B1SK,
         deterministic=deterministic,
         sink=sink,
         recompute=recompute or Recomputation(),
     )
+
+
+def _frequencies(rope: Rope, device: torch.device) -> Tensor:
+    """Of each pair of values that turn together, in radians per token: fp32 [width / 2].
+
+    YaRN divides slow ones by its factor, leaves fast ones as they are, and goes over from one to
+    the other between the pairs that turn `beta_fast` and `beta_slow` times in the original length.
+    """
+    even = torch.arange(0, rope.width, 2, device=device, dtype=torch.float32)
+    exponent = even / rope.width
+    plain_H: Tensor = rope.theta**-exponent
+    yarn = rope.yarn
+    if yarn is None:
+        return plain_H
+
+    def pair(turns: float) -> float:
+        """Which pair turns so often, counted from the fastest."""
+        length = yarn.original_length / (2 * math.pi * turns)
+        return rope.width * math.log(length) / (2 * math.log(rope.theta))
+
+    first = max(math.floor(pair(yarn.beta_fast)), 0)
+    last = min(math.ceil(pair(yarn.beta_slow)), rope.width - 1)
+    slow_H = ((even / 2 - first) / max(last - first, 0.001)).clamp(0, 1)
+    mixed_H: Tensor = plain_H * (1 - slow_H) + plain_H / yarn.factor * slow_H
+    return mixed_H
+
+
+def interleaved_to_halves(x: Tensor) -> Tensor:
+    """Values 0, 2, 4, … of the last dimension, then 1, 3, 5, …: neighbours that turn together
+    become places of two halves, as `rotate` takes them.
+    """
+    halves: Tensor = x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
+    return halves
 
 
 def document_mask(documents_BK: Tensor, places_S: Tensor) -> Tensor:

@@ -28,6 +28,13 @@ def scatter_tokens(x_BSD: Tensor, group: Group) -> Tensor:
     return x_BSD if size(group) == 1 else _ScatterTokens.apply(x_BSD, group)
 
 
+def gather_tokens(x_BsD: Tensor, group: Group) -> Tensor:
+    """The tokens of all ranks, for each to use in its own way: B × s × D -> B × S × D; gradients
+    are summed over the ranks.
+    """
+    return x_BsD if size(group) == 1 else _GatherTokens.apply(x_BsD, group)
+
+
 def gathered(x_BsD: Tensor, group: Group) -> Tensor:
     """The tokens of all ranks, without a gradient: B × s × D -> B × S × D."""
     return x_BsD if group is None or group.size() == 1 else start_gather(x_BsD, group)()
@@ -67,6 +74,18 @@ def start_scatter(x_BSD: Tensor, group: dist.ProcessGroup) -> Pending:
         return own_BsD
 
     return arrive
+
+
+class _GatherTokens(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_BsD: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return gathered(x_BsD, group)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_BSD: Tensor) -> tuple[Tensor, None]:
+        return scattered(grad_BSD, ctx.group), None
 
 
 class _ScatterTokens(torch.autograd.Function):

@@ -84,6 +84,7 @@ class Router(nn.Module):
             bias_E=self.bias_E if moe.bias_update_rate else None,
             groups=moe.groups,
             topk_groups=moe.topk_groups,
+            group_best=moe.group_best,
             scale=moe.routed_scale,
             forced_TK=self._forced(logits_TE),
         )

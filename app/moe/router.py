@@ -28,6 +28,7 @@ def route(
     groups: int | None = None,
     topk_groups: int | None = None,
     scale: float | None = None,
+    group_best: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Dense form of `choose`: probabilities [T, E] in the logits' dtype, zero elsewhere, and the
     chosen map [T, E] (bool). For other programs, and for tests that compare with theirs.
@@ -41,6 +42,7 @@ def route(
         groups=groups,
         topk_groups=topk_groups,
         scale=scale,
+        group_best=group_best,
     )
     probs_TE = torch.zeros_like(logits_TE).scatter(1, experts_TK, probs_TK.to(logits_TE.dtype))
     return probs_TE, torch.zeros_like(logits_TE, dtype=torch.bool).scatter(1, experts_TK, True)
@@ -56,6 +58,7 @@ def choose(
     topk_groups: int | None = None,
     scale: float | None = None,
     forced_TK: Tensor | None = None,
+    group_best: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Probabilities [T, K] fp32 and ids [T, K] int64 of each token's top_k experts, ids ascending.
 
@@ -63,9 +66,10 @@ def choose(
     normalised again. sigmoid: of each logit, normalised over the chosen ones when top_k > 1.
     `bias_E` is added to sigmoid scores for the choice only (loss-free balancing, arXiv 2408.15664);
     softmax ignores it. With `groups`, only the `topk_groups` groups with the largest sum of their
-    top (top_k // topk_groups) scores stay eligible (DeepSeek-V3, arXiv 2412.19437). `scale`
-    multiplies the probabilities. `forced_TK` takes the place of the choice. Raises ValueError for
-    an unknown score or sizes that do not fit together.
+    `group_best` best scores stay eligible: top_k // topk_groups of them unless given (DeepSeek-V3,
+    arXiv 2412.19437), 1 in DeepSeek-V2 (arXiv 2405.04434). `scale` multiplies the probabilities.
+    `forced_TK` takes the place of the choice. Raises ValueError for an unknown score or sizes that
+    do not fit together.
     """
     score = _known(score)
     _check_sizes(logits_TE.shape[1], top_k, groups, topk_groups=topk_groups)
@@ -75,9 +79,8 @@ def choose(
     if bias_E is not None and score is Score.sigmoid:
         ranked_TE = ranked_TE + bias_E
     if groups is not None and topk_groups is not None:
-        ranked_TE = _within_best_groups(
-            ranked_TE, groups, topk_groups, per_group=top_k // topk_groups
-        )
+        per_group = group_best or top_k // topk_groups
+        ranked_TE = _within_best_groups(ranked_TE, groups, topk_groups, per_group=per_group)
     experts_TK = _top_experts(ranked_TE, top_k) if forced_TK is None else forced_TK
     probs_TK = _weigh(scores_TE.gather(1, experts_TK), score, pre_softmax)
     return (probs_TK if scale is None else probs_TK * scale), experts_TK

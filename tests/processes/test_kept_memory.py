@@ -19,12 +19,14 @@ from app.choices import Balance, CpComm, DispatcherKind, Dtype
 from app.config import (
     DataConfig,
     LossConfig,
+    MLAConfig,
     ModelConfig,
     MoEConfig,
     ParallelConfig,
     PrecisionConfig,
     Run,
     TrainConfig,
+    YarnConfig,
 )
 from app.engine.build import build_chunks
 from app.engine.groups import create_groups
@@ -130,7 +132,7 @@ def kept_by_phase(chunk: Chunk, known: list[Tensor]) -> Iterator[Counter[str]]:
         alive.append(tensor)  # else another tensor may get the same address
         if address(tensor) not in seen:
             # cosines and sines of all heads
-            shared = tensor.shape[2:] == (1, chunk.model.head_width)
+            shared = tensor.shape[2:] == (1, chunk.model.rope.width)
             found["rotary" if shared else place[-1]] += tensor.untyped_storage().nbytes()
         seen.add(address(tensor))
         return tensor
@@ -159,6 +161,9 @@ def address(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
+LATENT = dataclasses.replace(
+    DENSE, mla=MLAConfig(96, 64, 8, qk_rope_head_dim=8, v_head_dim=12), yarn=YarnConfig()
+)
 CUT = {
     "tp 2": (DENSE, {"tp": 2}),
     "tp 4": (GROUPED, {"tp": 4}),
@@ -166,6 +171,9 @@ CUT = {
     "cp 4": (GROUPED, {"cp": 4}),
     "cp 2 heads": (DENSE, {"cp": 2, "cp_comm_type": CpComm.all_to_all}),
     "cp 4 heads": (GROUPED, {"cp": 4, "cp_comm_type": CpComm.all_to_all}),
+    "latent tp 2": (LATENT, {"tp": 2}),
+    "latent cp 2": (LATENT, {"cp": 2}),
+    "latent tp 2 cp 2 heads": (LATENT, {"tp": 2, "cp": 2, "cp_comm_type": CpComm.all_to_all}),
     "tp 2 cp 2": (GROUPED, {"tp": 2, "cp": 2}),
     "tp 2 cp 2 heads": (GROUPED, {"tp": 2, "cp": 2, "cp_comm_type": CpComm.all_to_all}),
 }

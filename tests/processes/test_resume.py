@@ -21,7 +21,7 @@ import pytest
 import tests.runs
 from app.choices import Score
 from app.cli.options.compose import all_keys
-from app.config import Run
+from app.config import MLAConfig, Run, YarnConfig
 from app.engine.checkpoint import resume
 from app.engine.checkpoint.folder import (
     CHECKPOINTS,
@@ -53,13 +53,16 @@ WIDER = replace(RUN, model=replace(TINY, hidden_size=64))
 FILE = "rank-00000.safetensors"
 
 
+NULLABLE = ("model.mla", "model.moe", "model.yarn")  # sections that a model may do without
+
+
 def leaves() -> list[str]:
-    """Every key that has a value, and model.moe, which is null where a model has no experts."""
+    """Every key that has a value, and the sections that may be null."""
     keys = all_keys()
     return [
         key
         for key in keys
-        if key == "model.moe" or not any(other.startswith(f"{key}.") for other in keys)
+        if key in NULLABLE or not any(other.startswith(f"{key}.") for other in keys)
     ]
 
 
@@ -94,16 +97,17 @@ def with_other(config: Json, key: str) -> Json:
     other = section = copy.deepcopy(config)
     for each in sections:
         section = section[each]
-    section[name] = None if key == "model.moe" else "other"
+    section[name] = None if key in NULLABLE else "other"
     return other
 
 
 def test_fixed_keys_are_refused_and_free_ones_told(tmp_path: Path):
     """A run whose configuration differs from the checkpoint's in one key, for every key."""
-    config = plain(asdict(RUN))
+    latent = replace(TINY, num_kv_heads=TINY.num_heads, mla=MLAConfig(), yarn=YarnConfig())
+    config = plain(asdict(replace(RUN, model=latent)))
     for number, key in enumerate(leaves()):
         checkpoint = saved(tmp_path / str(number), with_other(config, key))
-        run = replace(RUN, resume=str(checkpoint))
+        run = replace(RUN, model=latent, resume=str(checkpoint))
         if DECISIONS[key] == "fixed":
             with pytest.raises(ConfigError, match="was trained with") as refused:
                 find_start(run)

@@ -28,6 +28,7 @@ from torch.utils._pytree import tree_leaves
 from app.choices import Dtype, Recompute, ScheduleName, Score
 from app.config import (
     DataConfig,
+    MLAConfig,
     ModelConfig,
     MoEConfig,
     PrecisionConfig,
@@ -35,6 +36,7 @@ from app.config import (
     Run,
     ScheduleConfig,
     TrainConfig,
+    YarnConfig,
 )
 from app.kernels import cross_entropy, heads, rms_norm, rows, swiglu
 from app.kernels.common import DTYPES
@@ -72,6 +74,9 @@ SIGMOID = dataclasses.replace(
 BEFORE = dataclasses.replace(
     SOFTMAX, pre_softmax=True, aux_loss_coeff=0.0, z_loss_coeff=0.0, shared_ffn_hidden_size=96
 )
+LATENT = dataclasses.replace(
+    DENSE, mla=MLAConfig(96, 64, 8, qk_rope_head_dim=8, v_head_dim=12), yarn=YarnConfig()
+)
 MODELS = {
     "dense": DENSE,
     "qk_norm": dataclasses.replace(DENSE, qk_norm=True),
@@ -80,6 +85,10 @@ MODELS = {
     "softmax": dataclasses.replace(DENSE, moe=SOFTMAX),
     "softmax_before": dataclasses.replace(GROUPED, moe=BEFORE),
     "sigmoid_shared_gate": dataclasses.replace(DENSE, moe=SIGMOID),
+    "latent": LATENT,
+    "latent_queries_as_they_are": dataclasses.replace(
+        LATENT, mla=MLAConfig(None, 48, 10, qk_rope_head_dim=6, v_head_dim=16)
+    ),
     "sigmoid_one": dataclasses.replace(
         DENSE, moe=MoEConfig(num_experts=4, top_k=1, ffn_hidden_size=32, score=Score.sigmoid)
     ),
@@ -323,7 +332,10 @@ def roots_of(run: Run, chunk: Chunk, batch: Batch, x: Tensor, whole: bool) -> It
 
 WORKING = {
     name: MODELS[name]
-    for name in ("dense", "grouped_tied", "softmax", "sigmoid_shared_gate", "softmax_before")
+    for name in (
+        *("dense", "grouped_tied", "softmax", "sigmoid_shared_gate", "softmax_before"),
+        *("latent", "latent_queries_as_they_are"),
+    )
 }
 
 

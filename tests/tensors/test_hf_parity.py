@@ -1,7 +1,8 @@
 """Logits and gradients equal those of Hugging Face `transformers` on the same weights, fp32.
 
 Llama and Qwen3 (dense), Qwen3-MoE and Mixtral; Qwen2-MoE for the gated shared expert; GLM-4-MoE for
-sigmoid scores with a selection bias, groups, a scale and an ungated shared expert.
+sigmoid scores with a selection bias, groups, a scale and an ungated shared expert;
+DeepSeek-V2 and -V3 for multi-head latent attention with YaRN.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from app.choices import Score
-from app.config import ModelConfig, MoEConfig
+from app.config import MLAConfig, ModelConfig, MoEConfig, YarnConfig
 from app.model.chunk import Chunk
 from app.model.linear import named_parameters
 from tests.rounding import expect_alike, numbered, plain_and_exact
@@ -30,6 +31,10 @@ HF_SIZES = SIZES | {
 }
 
 
+# between them YaRN goes over from frequencies as they are to slower ones
+TURNS = {"beta_fast": 1.5, "beta_slow": 0.2}
+
+
 def dense(
     kind: str,
     heads: int,
@@ -38,10 +43,12 @@ def dense(
     tied: bool,
     theta: float = 10000.0,
     eps: float = 1e-5,
+    yarn: dict[str, float] | None = None,
 ) -> Any:
     """(Hugging Face class, its configuration, our configuration) of a dense model of `kind`,
     Llama or Qwen3.
     """
+    scaled = {"rope_type": "yarn", "original_max_position_embeddings": 32, **(yarn or {})}
     theirs = getattr(transformers, f"{kind}Config")(
         **HF_SIZES,
         num_hidden_layers=3,
@@ -50,7 +57,10 @@ def dense(
         num_key_value_heads=kv_heads,
         head_dim=width,
         tie_word_embeddings=tied,
-        rope_parameters={"rope_type": "default", "rope_theta": theta},
+        rope_parameters={
+            "rope_theta": theta,
+            **({"rope_type": "default"} if yarn is None else scaled),
+        },
         rms_norm_eps=eps,
     )
     ours = ModelConfig(
@@ -64,6 +74,7 @@ def dense(
         rope_theta=theta,
         norm_eps=eps,
         qk_norm=kind == "Qwen3",
+        yarn=None if yarn is None else YarnConfig(original_length=32, mscale_all_dim=0, **yarn),
     )
     return getattr(transformers, f"{kind}ForCausalLM"), theirs, ours
 
@@ -201,11 +212,84 @@ def glm4_moe() -> Any:
     return transformers.Glm4MoeForCausalLM, theirs, ours
 
 
+def deepseek(version: int, q_rank: int | None, groups: bool, mscale: float = 1.0) -> Any:
+    """As `dense`: multi-head latent attention with YaRN; the first layer is dense, then 16 experts,
+    maybe in 4 groups, of which 4 experts from 2 groups are chosen.
+    """
+    yarn = {"factor": 8.0, "mscale": mscale, **TURNS}
+    limited = {"n_group": 4, "topk_group": 2}
+    if version == 2:
+        limited = limited | {"topk_method": "group_limited_greedy"} if groups else {}
+    theirs = getattr(transformers, f"DeepseekV{version}Config")(
+        **HF_SIZES | {"max_position_embeddings": 256},
+        **limited,
+        num_hidden_layers=3,
+        intermediate_size=56,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        q_lora_rank=q_rank,
+        kv_lora_rank=20,
+        qk_nope_head_dim=12,
+        qk_rope_head_dim=16,
+        v_head_dim=10,
+        n_routed_experts=16,
+        num_experts_per_tok=4,
+        moe_intermediate_size=24,
+        n_shared_experts=2,
+        routed_scaling_factor=1.8,
+        first_k_dense_replace=1,
+        rms_norm_eps=1e-6,
+        rope_parameters={
+            "rope_type": "yarn",
+            "rope_theta": 1e3,
+            "original_max_position_embeddings": 32,
+            "mscale_all_dim": 0.7,
+            **yarn,
+        },
+    )
+    limits = {"groups": 4, "topk_groups": 2} if groups else {}
+    kind: dict[str, Any] = {"score": Score.sigmoid, "bias_update_rate": 0.001}
+    if version == 2:
+        kind = {"pre_softmax": True, "group_best": 1 if groups else None}
+    moe = MoEConfig(
+        num_experts=16,
+        top_k=4,
+        ffn_hidden_size=24,
+        first_k_dense=1,
+        shared_ffn_hidden_size=48,
+        routed_scale=1.8,
+        **limits,
+        **kind,
+    )
+    ours = ModelConfig(
+        **SIZES,
+        num_layers=3,
+        ffn_hidden_size=56,
+        num_heads=4,
+        num_kv_heads=4,
+        rope_theta=1e3,
+        norm_eps=1e-6,
+        moe=moe,
+        mla=MLAConfig(
+            q_lora_rank=q_rank,
+            kv_lora_rank=20,
+            qk_nope_head_dim=12,
+            qk_rope_head_dim=16,
+            v_head_dim=10,
+        ),
+        yarn=YarnConfig(original_length=32, mscale_all_dim=0.7, **yarn),
+    )
+    return getattr(transformers, f"DeepseekV{version}ForCausalLM"), theirs, ours
+
+
 CASES = {
     "llama-gqa": lambda: dense("Llama", 4, 2, width=8, tied=False),
     "llama-gqa-tied": lambda: dense("Llama", 4, 2, width=8, tied=True, theta=5e5),
     "llama-mha": lambda: dense("Llama", 4, 4, width=8, tied=False, eps=1e-2),
     "llama-mqa-wide-heads": lambda: dense("Llama", 4, 1, width=12, tied=False),
+    "llama-yarn": lambda: dense(
+        "Llama", 4, 2, width=16, tied=False, theta=1e3, yarn={"factor": 2.0, **TURNS}
+    ),
     "qwen3-gqa": lambda: dense("Qwen3", 6, 3, width=16, tied=False),
     "qwen3-gqa-tied": lambda: dense("Qwen3", 8, 2, width=16, tied=True),
     "qwen3-moe": lambda: qwen3_moe(normalised=True, tied=False),
@@ -216,6 +300,9 @@ CASES = {
     "mixtral-mha-tied": lambda: mixtral(kv_heads=4, tied=True),
     "qwen2-moe-shared-gate": qwen2_moe,
     "glm4-moe-sigmoid-groups-bias": glm4_moe,
+    "deepseek-v2": lambda: deepseek(2, q_rank=24, groups=True),
+    "deepseek-v2-lite": lambda: deepseek(2, q_rank=None, groups=False, mscale=0.7),
+    "deepseek-v3": lambda: deepseek(3, q_rank=24, groups=True),
 }
 
 
@@ -238,6 +325,20 @@ def fused_qkv(hf: dict[str, Tensor], prefix: str, kv_heads: int) -> Tensor:
     """Per key/value head: its queries, its key, its value."""
     q, k, v = (hf[f"{prefix}.{name}_proj.weight"].unflatten(0, (kv_heads, -1)) for name in "qkv")
     return torch.cat((q, k, v), dim=1).flatten(0, 1)
+
+
+def latents(hf: dict[str, Tensor], ours: str, theirs: str) -> dict[str, Tensor]:
+    """What makes queries, keys and values with multi-head latent attention."""
+    names = {
+        "q_a": "q_a_proj",
+        "q_a_norm.weight": "q_a_layernorm",
+        "q_b": "q_b_proj" if f"{theirs}.q_b_proj.weight" in hf else "q_proj",
+        "kv_a": "kv_a_proj_with_mqa",
+        "kv_a_norm.weight": "kv_a_layernorm",
+        "kv_b": "kv_b_proj",
+    }
+    found = {own: f"{theirs}.{name}.weight" for own, name in names.items()}
+    return {f"{ours}.{own}": hf[name] for own, name in found.items() if name in hf}
 
 
 def dense_mlp(hf: dict[str, Tensor], ours: str, theirs: str) -> dict[str, Tensor]:
@@ -283,7 +384,10 @@ def converted(hf: dict[str, Tensor], model: ModelConfig) -> dict[str, Tensor]:
     for index in range(model.num_layers):
         ours, theirs = f"layers.{index}", f"model.layers.{index}"
         weights[f"{ours}.attn_norm.weight"] = hf[f"{theirs}.input_layernorm.weight"]
-        weights[f"{ours}.attn.wqkv"] = fused_qkv(hf, f"{theirs}.self_attn", model.num_kv_heads)
+        if model.mla is None:
+            weights[f"{ours}.attn.wqkv"] = fused_qkv(hf, f"{theirs}.self_attn", model.num_kv_heads)
+        else:
+            weights |= latents(hf, f"{ours}.attn", f"{theirs}.self_attn")
         weights[f"{ours}.attn.wo"] = hf[f"{theirs}.self_attn.o_proj.weight"]
         for norm in ("q_norm", "k_norm") if model.qk_norm else ():
             weights[f"{ours}.attn.{norm}.weight"] = hf[f"{theirs}.self_attn.{norm}.weight"]

@@ -413,6 +413,7 @@ def test_impossible_groups_are_refused_by_config_and_function(case: Json):
         {"top_k": 3, "scale": 2.5},
         {"top_k": 3, "pre_softmax": True},
         {"top_k": 4, "groups": 3, "topk_groups": 2},
+        {"top_k": 4, "groups": 3, "topk_groups": 2, "group_best": 1},
         {"top_k": 2, "groups": 6, "topk_groups": 1, "pre_softmax": True},
         {"top_k": 5, "groups": 4, "topk_groups": 2, "scale": 0.5},
     ],

@@ -26,13 +26,17 @@ FIXED = frozenset((
     # Shapes of weights, and what is computed with them.
     "model.num_layers", "model.hidden_size", "model.ffn_hidden_size", "model.num_heads",
     "model.num_kv_heads", "model.head_dim", "model.vocab_size", "model.rope_theta",
-    "model.norm_eps", "model.qk_norm", "model.tie_embeddings", "model.moe", "model.moe.num_experts",
+    "model.norm_eps", "model.qk_norm", "model.tie_embeddings", "model.mla", "model.mla.q_lora_rank",
+    "model.mla.kv_lora_rank", "model.mla.qk_nope_head_dim", "model.mla.qk_rope_head_dim",
+    "model.mla.v_head_dim", "model.yarn", "model.yarn.factor", "model.yarn.original_length",
+    "model.yarn.beta_fast", "model.yarn.beta_slow", "model.yarn.mscale",
+    "model.yarn.mscale_all_dim", "model.moe", "model.moe.num_experts",
     "model.moe.ffn_hidden_size", "model.moe.every_n", "model.moe.first_k_dense",
     "model.moe.shared_ffn_hidden_size", "model.moe.shared_gate",
     # Which experts compute a token, and with what weight.
     "model.moe.top_k", "model.moe.score", "model.moe.pre_softmax", "model.moe.groups",
-    "model.moe.topk_groups", "model.moe.routed_scale", "model.moe.capacity_factor",
-    "model.moe.drop_policy", "model.moe.force_balance",
+    "model.moe.topk_groups", "model.moe.group_best", "model.moe.routed_scale",
+    "model.moe.capacity_factor", "model.moe.drop_policy", "model.moe.force_balance",
     # What values and sums are rounded to.
     "precision.params", "precision.grads",
     # Documents, their split, their tokens, and what a token sees of them.

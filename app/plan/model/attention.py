@@ -1,16 +1,18 @@
-"""Grouped-query attention."""
+"""Grouped-query attention, and multi-head latent attention."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from app.config import ModelConfig
+from app.config import MLAConfig, ModelConfig
 from app.plan.model.norm import NormWeights
 from app.plan.model.weight import Initial, Part, Weight
 
 
 def attention_weights(model: ModelConfig) -> Part:
     """Those of the attention of one layer, of the kind that the model has."""
+    if model.mla is not None:
+        return LatentAttentionWeights.of(model, model.mla)
     return AttentionWeights.of(model)
 
 
@@ -34,4 +36,33 @@ class AttentionWeights(Part):
             wo=Weight((hidden, model.num_heads * width), tp=1, initial=Initial.residual),
             q_norm=norm,
             k_norm=norm,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class LatentAttentionWeights(Part):
+    """Multi-head latent attention (DeepSeek-V2). What makes the latents, all tensor-parallel ranks
+    hold whole; what makes heads of them is cut.
+    """
+
+    q_a: Weight | None  # the queries' latent; None: queries are made from hidden states
+    q_a_norm: NormWeights | None
+    q_b: Weight  # per head: what positions do not turn, what they turn
+    kv_a: Weight  # the latent of keys and values, then the rotary key that all heads share
+    kv_a_norm: NormWeights  # of the latent
+    kv_b: Weight  # per head: its key but for the rotary part, its value
+    wo: Weight
+
+    @classmethod
+    def of(cls, model: ModelConfig, mla: MLAConfig) -> LatentAttentionWeights:
+        """Those of one layer."""
+        hidden, heads, rank = model.hidden_size, model.num_heads, mla.q_lora_rank
+        return cls(
+            q_a=None if rank is None else Weight((rank, hidden)),
+            q_a_norm=None if rank is None else NormWeights.of(rank),
+            q_b=Weight((heads * mla.key_width, rank or hidden), tp=0),
+            kv_a=Weight((mla.kv_lora_rank + mla.qk_rope_head_dim, hidden)),
+            kv_a_norm=NormWeights.of(mla.kv_lora_rank),
+            kv_b=Weight((heads * (mla.qk_nope_head_dim + mla.v_head_dim), mla.kv_lora_rank), tp=0),
+            wo=Weight((hidden, heads * mla.v_head_dim), tp=1, initial=Initial.residual),
         )

@@ -9,13 +9,21 @@ Shapes: as in `app.plan.trace.parts`, and S tokens of a whole sequence, P contex
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from app.choices import CpComm, Dtype, Recompute
-from app.config import Run
+from app.config import MLAConfig, Run
 from app.kernels.tiling import MULTIPROCESSORS, head_tiling
 from app.plan.groups import CP, Way
-from app.plan.trace.parts import Sizes, column_parallel, row_parallel
+from app.plan.trace.parts import (
+    Sizes,
+    column_parallel,
+    norm,
+    row_parallel,
+    tp_sends,
+    whole_product,
+)
 from app.plan.trace.trace import Sends, Trace, TracedTensor
 
 
@@ -40,18 +48,25 @@ class _Reach:
     kv_heads: int  # G here
 
     def flops(self, s: Sizes) -> int:
-        """Of scores and weighted values: two products, each of a query with the keys before it.
+        """Of scores and weighted values: two products, each of a query with the keys before it,
+        as wide as keys and values are without padding.
 
         A sequence's queries are the last ones of its keys, so that the first of n looks at all but
         n - 1 of these. Documents packed into one sequence are counted as one.
         """
         own = self.queries // s.run.train.micro_batch
         twice_seen = self.queries * (2 * self.keys - own)  # of pairs of query and key
-        return 2 * twice_seen * self.heads * s.model.head_width
+        return twice_seen * self.heads * (s.model.head_width + s.model.value_width)
 
 
 def attention(trace: Trace, s: Sizes, h: TracedTensor) -> TracedTensor:
     """All of a layer's attention, of the kind that the model has, from its normed input `h`."""
+    if s.model.mla is not None:
+        return _latent_attention(trace, s, s.model.mla, h=h)
+    return _grouped_attention(trace, s, h)
+
+
+def _grouped_attention(trace: Trace, s: Sizes, h: TracedTensor) -> TracedTensor:
     width = s.model.head_width
     heads = s.heads + 2 * s.kv_heads
     qkv = column_parallel(
@@ -72,6 +87,87 @@ def _core(trace: Trace, s: Sizes, qkv: TracedTensor, keep: bool) -> TracedTensor
     scratch = 0, _head_norm_sums(s) if norms else 0
     # cosines and sines are saved too, but once for all layers
     q, k, v = trace.op([qkv], sizes, [qkv] if norms or keep else [], scratch=scratch)
+    return _attend_all(trace, s, q, k=k, v=v)
+
+
+def _latent_attention(trace: Trace, s: Sizes, mla: MLAConfig, h: TracedTensor) -> TracedTensor:
+    """Multi-head latent attention: latents of a rank's own tokens, heads of all tokens."""
+    rank = mla.q_lora_rank
+    latent = h
+    if rank is not None:
+        own = s.local * rank * s.size
+        latent = norm(trace, s, whole_product(trace, s, h, size=own, weight=s.weight(rank)))
+    q = _heads(trace, s, latent, width=mla.key_width)
+    width = mla.kv_lora_rank + mla.qk_rope_head_dim
+    made = whole_product(trace, s, h, size=s.local * width * s.size, weight=s.weight(width))
+    per_value = s.local * s.size
+    narrow, key = trace.split(made, per_value * mla.kv_lora_rank, per_value * mla.qk_rope_head_dim)
+    (own_latent,) = trace.op([narrow], [narrow.bytes])  # the norm's kernel takes no strides
+    kv_latent = norm(trace, s, own_latent)
+    kv = _heads(trace, s, kv_latent, width=mla.qk_nope_head_dim + mla.v_head_dim)
+    shared = _gathered_key(trace, s, key)
+    with trace.recomputed(s.recomputes(Recompute.attn_core)) as recomputed:
+        out = _latent_core(trace, s, mla, q=q, kv=kv, shared=shared, keep=recomputed)
+    weight = s.weight(s.heads * mla.v_head_dim)
+    return row_parallel(trace, s, out, weight=weight, holds=[h, latent, q, made, kv, shared])
+
+
+def _heads(trace: Trace, s: Sizes, latent: TracedTensor, width: int) -> TracedTensor:
+    """Heads of so many values of all tokens, made from a rank's own latents or hidden states."""
+    per_token = s.heads * width * s.size
+    weight = latent.bytes // (s.local * s.size) * per_token
+    return column_parallel(trace, s, latent, size=s.tokens * per_token, weight=weight)
+
+
+def _gathered_key(trace: Trace, s: Sizes, key: TracedTensor) -> TracedTensor:
+    """The rotary key of all tokens, which all heads share; backward sums its gradients."""
+    if s.layout.tp == 1:
+        return key
+    whole = s.layout.tp * key.bytes
+    scratch = key.bytes + (s.copies - 1) * whole, key.bytes + s.copies * whole
+    sends = tp_sends(s, key.bytes, forward=1, backward=1)
+    return trace.op([key], [whole], scratch=scratch, kernels=1 + s.copies, sends=sends)[0]
+
+
+def _latent_core(
+    trace: Trace,
+    s: Sizes,
+    mla: MLAConfig,
+    q: TracedTensor,
+    kv: TracedTensor,
+    shared: TracedTensor,
+    keep: bool,
+) -> TracedTensor:
+    """Queries, keys and padded values, and what attention makes of them; `keep`: backward runs it
+    from its arguments again.
+    """
+    per_value = s.tokens * s.heads * s.size
+    plain, turning = trace.split(
+        q, per_value * mla.qk_nope_head_dim, per_value * mla.qk_rope_head_dim
+    )
+    turned = _turned(trace, s, turning, saves=[q, kv, shared] if keep else [])
+    (queries,) = trace.op([plain, turned], [q.bytes], passes=True)
+    plain, narrow = trace.split(kv, per_value * mla.qk_nope_head_dim, per_value * mla.v_head_dim)
+    turned = _turned(trace, s, shared, saves=[])
+    (keys,) = trace.op([plain, turned], [q.bytes], passes=True)
+    (values,) = trace.op([narrow], [q.bytes], passes=True)
+    out = _attend_all(trace, s, queries, k=keys, v=values)
+    if narrow.bytes == out.bytes:
+        return out  # nothing to cut off
+    return trace.op([out], [narrow.bytes], holds=[turned])[0]
+
+
+def _turned(trace: Trace, s: Sizes, x: TracedTensor, saves: Sequence[TracedTensor]) -> TracedTensor:
+    """Rotary positions in plain torch: two orders of `x`, each times a table in fp32, their sum."""
+    wide = x.bytes // s.size * 4
+    scratch = x.bytes + 3 * wide, 2 * wide
+    return trace.op([x], [x.bytes], saves, scratch=scratch, kernels=8)[0]
+
+
+def _attend_all(
+    trace: Trace, s: Sizes, q: TracedTensor, k: TracedTensor, v: TracedTensor
+) -> TracedTensor:
+    """Over all context-parallel ranks."""
     if s.layout.cp == 1:
         return _attend(
             trace,
