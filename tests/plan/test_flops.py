@@ -31,6 +31,7 @@ from app.plan.layout import ParallelLayout
 from app.plan.select import select_layout, select_stages
 from app.plan.stages import Stage
 from app.rules import check
+from tests.training import composed
 
 QWEN3_30B_A3B = ModelConfig(
     num_layers=48,
@@ -84,6 +85,47 @@ QWEN15_MOE_A27B = ModelConfig(
 def test_published_models_have_their_published_sizes(model: ModelConfig, total: int, active: int):
     count = parameter_count(model)
     assert (count.total, count.active) == (total, active)
+
+
+@pytest.mark.parametrize(
+    ("preset", "total", "active"),
+    [
+        # published with the biases of 58 layers' 256 experts; 37 B
+        ("deepseek_v3_like", 671_026_419_200 - 58 * 256, 37_552_282_624),
+        # 2.4 B, which do not count the embedding
+        ("deepseek_v2_lite", 15_706_484_224, 2_451_435_008 + 102400 * 2048),
+    ],
+)
+def test_published_presets_have_their_published_sizes(preset: str, total: int, active: int):
+    count = parameter_count(composed([f"model={preset}"], 1).model)
+    assert (count.total, count.active) == (total, active)
+
+
+def test_latent_attention_of_the_documentation():
+    """DeepSeek-V2-Lite at 4096: weights of projections, norms left out, and two products of 192
+    and 128 a head and pair of tokens, of which causality leaves half.
+    """
+    model = composed(["model=deepseek_v2_lite"], 1).model
+    weights, norms, scores = 371_602_944, 27 * 512, 566_231_040
+    count = parameter_count(model)
+    assert stated_figures(latent=True) == {
+        "V2-Lite, attention weights": weights,
+        "V2-Lite, scores and values": scores,
+        "V2-Lite, total": count.total,
+        "V2-Lite, active": count.active,
+    }
+    router, experts = 26 * 64 * 2048, 26 * 3 * 2048 * (6 * 1408 + 2816)
+    others = 3 * 2048 * 10944 + router + experts + 102400 * 2048
+    assert flops_per_token(model, 4096) == 3 * (2 * (weights - norms + others) + scores)
+    # one rank of several does its part of it
+    assert sum(
+        flops.forward
+        for flops in stage_flops(
+            Run(model, ParallelConfig(tp=2, cp=2), train=TrainConfig(seq_len=4096, micro_batch=1)),
+            [Stage(tuple(range(27)), embedding=True, head=True)],
+            ParallelLayout(4, tp=2, cp=2, etp=1),
+        )
+    ) * 4 * 3 == 4096 * flops_per_token(model, 4096)
 
 
 def test_parts_of_the_count():
@@ -147,10 +189,16 @@ def worked_example_of_a_rank() -> dict[str, int]:
     }
 
 
-def test_the_worked_example_of_the_documentation():
+def stated_figures(latent: bool) -> dict[str, float]:
+    """What docs/flops.md says of DeepSeek-V2-Lite, or of Qwen3."""
     text = (Path(__file__).parents[2] / "docs" / "flops.md").read_text()
     row = re.compile(r"^\| (.+?) \|.*\| ([\d,.]+) \|$", re.MULTILINE)
-    stated = {name: float(number.replace(",", "")) for name, number in row.findall(text)}
+    figures = {name: float(number.replace(",", "")) for name, number in row.findall(text)}
+    return {name: figure for name, figure in figures.items() if ("V2-Lite" in name) == latent}
+
+
+def test_the_worked_example_of_the_documentation():
+    stated = stated_figures(latent=False)
     count = parameter_count(QWEN3_30B_A3B)
     assert stated == {
         "parameters, total": count.total,

@@ -18,15 +18,15 @@ from typing import Any
 import pytest
 import torch
 
-from app.config import ModelConfig
+from app.config import MLAConfig, ModelConfig
 from app.engine.build import build_layer, parameter_specs
 from app.model.chunk import Chunk
 from app.model.linear import ColumnParallelLinear, named_parameters
 from app.model.peers import Peers
 from app.plan.layout import ParallelLayout
-from app.plan.model.norm import NormWeights
+from app.plan.model.attention import attention_weights
 from app.plan.model.stage import model_weights
-from app.plan.model.weight import Initial, Part, Weight
+from app.plan.model.weight import Initial
 from app.plan.sharding.blocks import ShardCoords
 from app.plan.sharding.parameters import chunk_parameters
 from app.plan.sharding.reshard import Block
@@ -76,7 +76,7 @@ def block_by_name(name: str, shape: tuple[int, ...], place: ShardCoords) -> Bloc
             return whole.cut(0, ep, share).cut(3, etp, part)
         whole = Block.whole(experts * ep, rows * etp, columns)
         return whole.cut(0, ep, share).cut(1, etp, part)
-    if leaf in ("wqkv", "embedding", "head"):
+    if leaf in ("wqkv", "q_b", "kv_b", "embedding", "head"):
         return Block.whole(shape[0] * parts, shape[1]).cut(0, parts, index)
     if leaf in ("wo", "w_down"):
         return Block.whole(shape[0], shape[1] * parts).cut(1, parts, index)
@@ -87,7 +87,7 @@ def block_by_name(name: str, shape: tuple[int, ...], place: ShardCoords) -> Bloc
 
 def whole_by_name(name: str) -> bool:
     """Whether all tensor-parallel ranks hold it whole, by the name's last part."""
-    cut = ("wqkv", "embedding", "head", "wo", "w_down", "w_up")
+    cut = ("wqkv", "q_b", "kv_b", "embedding", "head", "wo", "w_down", "w_up")
     return ".experts." not in name and name.rsplit(".", 1)[-1] not in cut
 
 
@@ -135,7 +135,7 @@ def test_modules_plan_blocks_and_flags_are_those_of_the_descriptions(
 
 
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
-@pytest.mark.parametrize("preset", ["moe_tiny", "deepseek_v3_like"])
+@pytest.mark.parametrize("preset", ["moe_tiny", "deepseek_v2_lite", "deepseek_v3_like"])
 def test_blocks_of_all_ranks_are_the_whole(preset: str, layout: ParallelLayout):
     places = {ShardCoords.of(layout, rank) for rank in range(layout.world_size)}
     for each in model_weights(preset_model(preset)):
@@ -145,32 +145,14 @@ def test_blocks_of_all_ranks_are_the_whole(preset: str, layout: ParallelLayout):
             assert math.prod(place.shape(each.weight)) == place.block(each.weight).numel
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class LatentWeights(Part):
-    """Multi-head latent attention (DeepSeek-V2), as a description would say it."""
-
-    q_a: Weight
-    q_a_norm: NormWeights
-    q_b: Weight
-    kv_a: Weight  # of the latent and of the rotary key that all heads share
-    kv_a_norm: NormWeights
-    kv_b: Weight
-    wo: Weight
-
-
 def test_a_description_can_say_what_ranks_hold_whole_between_matrices_that_they_cut():
-    hidden, heads, q_rank, kv_rank, plain, rotary, value = 32, 4, 24, 16, 8, 4, 6
-    weights = dict(
-        LatentWeights(
-            q_a=Weight((q_rank, hidden)),
-            q_a_norm=NormWeights.of(q_rank),
-            q_b=Weight((heads * (plain + rotary), q_rank), tp=0),
-            kv_a=Weight((kv_rank + rotary, hidden)),
-            kv_a_norm=NormWeights.of(kv_rank),
-            kv_b=Weight((heads * (plain + value), kv_rank), tp=0),
-            wo=Weight((hidden, heads * value), tp=1, initial=Initial.residual),
-        ).weights("attn.")
+    model = ModelConfig(
+        hidden_size=32,
+        num_heads=4,
+        num_kv_heads=4,
+        mla=MLAConfig(24, 16, qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=6),
     )
+    weights = dict(attention_weights(model).weights("attn."))
     place = ShardCoords(tp=(1, 2))
     assert {name.partition(".")[2]: place.shape(weight) for name, weight in weights.items()} == {
         "q_a": (24, 32),
@@ -211,7 +193,8 @@ OTHER_WORDS = {
 @cache
 def weight_names() -> tuple[set[str], set[str]]:
     """Last parts of weights' names, and all parts of them but numbers."""
-    models = [preset_model("moe_tiny"), preset_model("dense_tiny"), preset_model("qwen3_30b_a3b")]
+    names = ("moe_tiny", "dense_tiny", "qwen3_30b_a3b", "deepseek_v3_like")
+    models = [preset_model(name) for name in names]
     moe = models[0].moe
     assert moe is not None
     gated = dataclasses.replace(moe, shared_ffn_hidden_size=32, shared_gate=True)
@@ -253,6 +236,7 @@ def test_the_rule_on_names_can_fail():
     assert list(names_in(source)) == ["wqkv", ".experts."]
     leaves, parts = weight_names()
     assert leaves == {
-        *("embedding", "wqkv", "wo", "weight", "w_up", "w_down", "shared_gate", "head")
+        *("embedding", "wqkv", "wo", "weight", "w_up", "w_down", "shared_gate", "head"),
+        *("q_a", "q_b", "kv_a", "kv_b"),
     }
     assert parts >= {"experts", "router", "q_norm", "attn"}
