@@ -283,7 +283,15 @@ def test_the_largest_experiment_fits():
 
 
 def test_long_tables_show_their_ends():
-    plan = Plan(load(*LARGE, "parallel.pp=32", "parallel.layout=null", "model.num_layers=64"))
+    plan = Plan(
+        load(
+            *LARGE,
+            "parallel.pp=32",
+            "parallel.ep=64",
+            "parallel.layout=null",
+            "model.num_layers=64",
+        )
+    )
     out = tables(plan, "schedule")
     rows = re.findall(r"^ +(\d+|…) .*(?:F|…)", out, re.MULTILINE)
     assert rows == [
