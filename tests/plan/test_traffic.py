@@ -12,6 +12,7 @@ import pytest
 from app.choices import CpComm, DispatcherKind, Dtype, Recompute, Score
 from app.config import (
     HardwareConfig,
+    MLAConfig,
     ModelConfig,
     MoEConfig,
     ParallelConfig,
@@ -530,3 +531,21 @@ def test_a_large_world_is_planned_at_once():
         traffic, advice = plan_traffic(run, grids, stages), order_advice(run, grids)
         assert time.process_time() - start < 0.3
         assert len(traffic) == 6 and [one.axis for one in advice] == ["tp", "etp_ep"]
+
+
+@pytest.mark.parametrize("rank", [24, None])
+def test_latent_attention_gathers_latents_and_the_rotary_key(rank: int | None):
+    """And over cp all heads, values as wide as keys: what docs/traffic.md says, in 4 layers of 4
+    heads of 8 + 4, 4 microbatches of 64 tokens.
+    """
+    mla = MLAConfig(rank, 16, qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=6)
+    model = dataclasses.replace(DENSE, mla=mla)
+    tokens = 4 * 64 // 2
+    queries = 3 * (rank or 64)
+    attention = tokens * 2 * (queries + 3 * 16 + 2 * 4 + 2 * 64)
+    others = tokens * 2 * 64 * 5
+    whole = 4 * (2 * 64 + (rank or 0) * 65 + 20 * 64 + 16) + 64  # elements, of gradients in fp32
+    found = traffic_of(planned(model, 2, tp=2))["tp"]
+    assert found.bytes == 4 * (attention + others) + others + whole * 4
+    cp = traffic_of(planned(model, 2, cp=2))["cp"]
+    assert cp.bytes == 4 * 2 * tokens * 2 * 4 * 12 * 2
