@@ -8,6 +8,7 @@ import pytest
 
 from app.choices import CpComm, DispatcherKind, Recompute
 from app.config import (
+    MLAConfig,
     ModelConfig,
     MoEConfig,
     ParallelConfig,
@@ -18,9 +19,13 @@ from app.config import (
 from app.kernels import tiling
 from app.plan.cost.flops import stage_flops
 from app.plan.groups import CP, GROUPS, TP, Group, Way
+from app.plan.model.layer import LayerWeights
+from app.plan.model.norm import NormWeights
+from app.plan.model.vocabulary import table
 from app.plan.select import select_layout
 from app.plan.sharding.parameters import chunk_parameters
 from app.plan.stages import Stage
+from app.plan.trace.layers import embedding_trace, head_trace, layer_trace
 from app.plan.trace.parts import sizes_of
 from app.plan.trace.stage import StagePart, part_trace, stage_parts
 from app.plan.trace.trace import ForwardTrace
@@ -151,6 +156,51 @@ def test_weights_of_the_traces_are_those_of_the_descriptions(parallel: dict):
     # the tied table is the embedding's and the head's
     table = 128 * 64 // run.parallel.tp
     assert sorted(traced) == sorted([*matrices, table])
+
+
+WIDER = dataclasses.replace(
+    MODEL,
+    ffn_hidden_size=160,
+    head_dim=16,
+    vocab_size=256,
+    moe=dataclasses.replace(
+        MODEL.moe, num_experts=16, ffn_hidden_size=48, shared_ffn_hidden_size=80
+    ),
+)
+LATENT = dataclasses.replace(
+    MODEL,
+    num_kv_heads=8,
+    mla=MLAConfig(16, 32, qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=8),
+)
+LONGER = dataclasses.replace(LATENT, mla=dataclasses.replace(LATENT.mla, q_lora_rank=24))
+
+
+@pytest.mark.parametrize(
+    "parallel", [{"world": 1}, {"tp": 2, "ep": 2}, {"tp": 4, "ep": 4, "etp": 2}], ids=str
+)
+@pytest.mark.parametrize("routed", [False, True], ids=["dense", "routed"])
+@pytest.mark.parametrize(
+    ("model", "wider"), [(MODEL, WIDER), (LATENT, LONGER)], ids=["grouped", "latent"]
+)
+def test_products_have_the_shapes_of_the_weights_given(
+    model: ModelConfig, wider: ModelConfig, routed: bool, parallel: dict
+):
+    """Traces compute no shape from the run's model: with weights of a wider one, all products are
+    that one's.
+    """
+
+    def products(of: ModelConfig, weights: ModelConfig) -> list[tuple[int, ...]]:
+        run = planned(of, **parallel)
+        s = sizes_of(run, select_layout(run))
+        traces = (
+            layer_trace(s, LayerWeights.of(weights, routed), full=False),
+            embedding_trace(s, table(weights)),
+            head_trace(s, NormWeights.of_hidden(weights), table(weights), tied=False),
+        )
+        ops = [op for traced in traces for op in traced.trace.ops if op.weight]
+        return [(op.weight, op.flops, *(value.bytes for value in op.makes)) for op in ops]
+
+    assert products(model, wider) == products(wider, wider) != products(model, model)
 
 
 def test_experts_take_whole_rows():

@@ -16,6 +16,7 @@ from app.config import Run
 from app.plan.groups import CP, DP_CP, EDP, EMBEDDING, ETP_EP, PP, TP, Group, Way
 from app.plan.layout import ParallelLayout
 from app.plan.model.stage import stage_weights
+from app.plan.model.vocabulary import table
 from app.plan.pipeline.replay import Pipeline
 from app.plan.sharding.parameters import ChunkBuffers, chunk_buffers, chunk_parameters
 from app.plan.shards import BufferLayout
@@ -153,7 +154,7 @@ class _Step:
         if not model.tie_embeddings or any(stage.head for stage in first):
             return 0
         shards = self.layout.tp * self.layout.dp * self.layout.cp
-        return model.vocab_size * model.hidden_size // shards * BYTES[self.run.precision.grads]
+        return table(model).numel // shards * BYTES[self.run.precision.grads]
 
     def dense_parameters(self, stage: Stage) -> int:
         """Bytes of gradients reduced and parameters gathered over dp_cp, without experts'."""

@@ -15,6 +15,7 @@ from app.choices import GraphImpl, GraphScope
 from app.config import CudaGraphConfig, Run
 from app.plan.layout import ParallelLayout
 from app.plan.model.phases import PhaseName
+from app.plan.model.vocabulary import table
 from app.plan.stages import Stage
 from app.plan.trace.parts import Sizes, sizes_of
 from app.plan.trace.replay import Inside, Replay, inside, replay
@@ -109,7 +110,7 @@ def chunk_activations(run: Run, stage: Stage, layout: ParallelLayout) -> ChunkAc
     """Memory of one microbatch in a stage on one rank, at the planned imbalance of its experts."""
     s = sizes_of(run, layout)
     tied = StagePart.tied_head in stage_parts(s.model, stage)
-    carried = s.table if tied and not s.splits else 0
+    carried = s.weight(table(s.model)) if tied and not s.splits else 0
     row = _row(s, stage, full=False)
     rotary = {"rotary": s.rotary} if stage.layers else {}  # nothing else keeps the context
     spared = _memory(s, row, carried, shared=rotary)

@@ -9,7 +9,7 @@ from app.plan.model.norm import NormWeights
 from app.plan.model.weight import Initial, Part, Weight
 
 
-def attention_weights(model: ModelConfig) -> Part:
+def attention_weights(model: ModelConfig) -> AttentionWeights | LatentAttentionWeights:
     """Those of the attention of one layer, of the kind that the model has."""
     if model.mla is not None:
         return LatentAttentionWeights.of(model, model.mla)

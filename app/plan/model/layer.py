@@ -5,7 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from app.config import ModelConfig
-from app.plan.model.attention import attention_weights
+from app.plan.model.attention import (
+    AttentionWeights,
+    LatentAttentionWeights,
+    attention_weights,
+)
 from app.plan.model.experts import MoEBodyWeights
 from app.plan.model.mlp import MlpWeights
 from app.plan.model.norm import NormWeights
@@ -31,15 +35,15 @@ class LayerWeights(Part):
     """All of a layer."""
 
     attn_norm: NormWeights
-    attn: Part
+    attn: AttentionWeights | LatentAttentionWeights
     body: DenseBodyWeights | MoEBodyWeights
 
     @classmethod
-    def of(cls, model: ModelConfig, layer: int) -> LayerWeights:
-        """Those of decoder layer `layer` (from 0)."""
-        routed = model.moe if model.is_moe_layer(layer) else None
+    def of(cls, model: ModelConfig, routed: bool) -> LayerWeights:
+        """Those of a decoder layer, dense or `routed` to experts (`ModelConfig.is_moe_layer`)."""
+        moe = model.moe if routed else None
         return cls(
             NormWeights.of_hidden(model),
             attention_weights(model),
-            DenseBodyWeights.of(model) if routed is None else MoEBodyWeights.of(model, routed),
+            DenseBodyWeights.of(model) if moe is None else MoEBodyWeights.of(model, moe),
         )

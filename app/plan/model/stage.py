@@ -34,10 +34,10 @@ def stage_weights(model: ModelConfig, stage: Stage) -> Iterator[NamedWeight]:
         yield embedding
     listed: dict[bool, list[tuple[str, Weight]]] = {}  # layers of a kind are alike
     for layer in stage.layers:
-        kind = model.is_moe_layer(layer)
-        if kind not in listed:
-            listed[kind] = list(LayerWeights.of(model, layer).weights())
-        for name, weight in listed[kind]:
+        routed = model.is_moe_layer(layer)
+        if routed not in listed:
+            listed[routed] = list(LayerWeights.of(model, routed).weights())
+        for name, weight in listed[routed]:
             yield NamedWeight(f"layers.{layer}.{name}", weight)
     if stage.head:
         for name, weight in NormWeights.of_hidden(model).weights("norm."):

@@ -16,14 +16,9 @@ from app.choices import CpComm, Dtype, Recompute
 from app.config import MLAConfig, Run
 from app.kernels.tiling import MULTIPROCESSORS, head_tiling
 from app.plan.groups import CP, Way
-from app.plan.trace.parts import (
-    Sizes,
-    column_parallel,
-    norm,
-    row_parallel,
-    tp_sends,
-    whole_product,
-)
+from app.plan.model.attention import AttentionWeights, LatentAttentionWeights
+from app.plan.model.norm import NormWeights
+from app.plan.trace.parts import Sizes, column_parallel, norm, row_parallel, tp_sends
 from app.plan.trace.trace import Sends, Trace, TracedTensor
 
 
@@ -59,64 +54,60 @@ class _Reach:
         return twice_seen * self.heads * (s.model.head_width + s.model.value_width)
 
 
-def attention(trace: Trace, s: Sizes, h: TracedTensor) -> TracedTensor:
-    """All of a layer's attention, of the kind that the model has, from its normed input `h`."""
-    if s.model.mla is not None:
-        return _latent_attention(trace, s, s.model.mla, h=h)
-    return _grouped_attention(trace, s, h)
+def attention(
+    trace: Trace, s: Sizes, h: TracedTensor, weights: AttentionWeights | LatentAttentionWeights
+) -> TracedTensor:
+    """All of a layer's attention, of the kind that has these weights, from its normed input `h`."""
+    if isinstance(weights, LatentAttentionWeights):
+        return _latent_attention(trace, s, h, weights=weights)
+    return _grouped_attention(trace, s, h, weights=weights)
 
 
-def _grouped_attention(trace: Trace, s: Sizes, h: TracedTensor) -> TracedTensor:
-    width = s.model.head_width
-    heads = s.heads + 2 * s.kv_heads
-    qkv = column_parallel(
-        trace, s, h, size=s.tokens * heads * width * s.size, weight=s.weight(heads * width)
-    )
+def _grouped_attention(
+    trace: Trace, s: Sizes, h: TracedTensor, weights: AttentionWeights
+) -> TracedTensor:
+    qkv = column_parallel(trace, s, h, weight=weights.wqkv)
     with trace.recomputed(s.recomputes(Recompute.attn_core)) as recomputed:
-        out = _core(trace, s, qkv, keep=recomputed)
-    return row_parallel(trace, s, out, weight=s.weight(s.heads * width), holds=[h, qkv])
+        out = _core(trace, s, qkv, weights=weights, keep=recomputed)
+    return row_parallel(trace, s, out, weight=weights.wo, holds=[h, qkv])
 
 
-def _core(trace: Trace, s: Sizes, qkv: TracedTensor, keep: bool) -> TracedTensor:
+def _core(
+    trace: Trace, s: Sizes, qkv: TracedTensor, weights: AttentionWeights, keep: bool
+) -> TracedTensor:
     """From projected queries, keys and values to what the output projection reads; `keep`:
     backward runs it from `qkv` again.
     """
-    per_head = s.tokens * s.model.head_width * s.size
-    norms = s.model.qk_norm
+    per_head = qkv.bytes // (s.heads + 2 * s.kv_heads)
     sizes = [heads * per_head for heads in (s.heads, s.kv_heads, s.kv_heads)]
-    scratch = 0, _head_norm_sums(s) if norms else 0
+    norms = [each for each in (weights.q_norm, weights.k_norm) if each is not None]
+    scratch = 0, sum(_head_norm_sums(s, each) for each in norms)
     # cosines and sines are saved too, but once for all layers
     q, k, v = trace.op([qkv], sizes, [qkv] if norms or keep else [], scratch=scratch)
     return _attend_all(trace, s, q, k=k, v=v)
 
 
-def _latent_attention(trace: Trace, s: Sizes, mla: MLAConfig, h: TracedTensor) -> TracedTensor:
+def _latent_attention(
+    trace: Trace, s: Sizes, h: TracedTensor, weights: LatentAttentionWeights
+) -> TracedTensor:
     """Multi-head latent attention: latents of a rank's own tokens, heads of all tokens."""
-    rank = mla.q_lora_rank
+    mla = s.model.mla
+    assert mla is not None
     latent = h
-    if rank is not None:
-        own = s.local * rank * s.size
-        latent = norm(trace, s, whole_product(trace, s, h, size=own, weight=s.weight(rank)))
-    q = _heads(trace, s, latent, width=mla.key_width)
-    width = mla.kv_lora_rank + mla.qk_rope_head_dim
-    made = whole_product(trace, s, h, size=s.local * width * s.size, weight=s.weight(width))
+    if weights.q_a is not None and weights.q_a_norm is not None:
+        latent = column_parallel(trace, s, h, weight=weights.q_a)
+        latent = norm(trace, s, latent, weights=weights.q_a_norm)
+    q = column_parallel(trace, s, latent, weight=weights.q_b)
+    made = column_parallel(trace, s, h, weight=weights.kv_a)
     per_value = s.local * s.size
     narrow, key = trace.split(made, per_value * mla.kv_lora_rank, per_value * mla.qk_rope_head_dim)
     (own_latent,) = trace.op([narrow], [narrow.bytes])  # the norm's kernel takes no strides
-    kv_latent = norm(trace, s, own_latent)
-    kv = _heads(trace, s, kv_latent, width=mla.qk_nope_head_dim + mla.v_head_dim)
+    kv_latent = norm(trace, s, own_latent, weights=weights.kv_a_norm)
+    kv = column_parallel(trace, s, kv_latent, weight=weights.kv_b)
     shared = _gathered_key(trace, s, key)
     with trace.recomputed(s.recomputes(Recompute.attn_core)) as recomputed:
         out = _latent_core(trace, s, mla, q=q, kv=kv, shared=shared, keep=recomputed)
-    weight = s.weight(s.heads * mla.v_head_dim)
-    return row_parallel(trace, s, out, weight=weight, holds=[h, latent, q, made, kv, shared])
-
-
-def _heads(trace: Trace, s: Sizes, latent: TracedTensor, width: int) -> TracedTensor:
-    """Heads of so many values of all tokens, made from a rank's own latents or hidden states."""
-    per_token = s.heads * width * s.size
-    weight = latent.bytes // (s.local * s.size) * per_token
-    return column_parallel(trace, s, latent, size=s.tokens * per_token, weight=weight)
+    return row_parallel(trace, s, out, weight=weights.wo, holds=[h, latent, q, made, kv, shared])
 
 
 def _gathered_key(trace: Trace, s: Sizes, key: TracedTensor) -> TracedTensor:
@@ -182,11 +173,11 @@ def _attend_all(
     return by(trace, s, q, k=k, v=v)
 
 
-def _head_norm_sums(s: Sizes) -> int:
-    """fp32 sums of both weights' gradients, one per program of backward (`app.kernels.heads`)."""
-    width = s.model.head_width
+def _head_norm_sums(s: Sizes, weights: NormWeights) -> int:
+    """fp32 sums of a weight's gradient, one per program of backward (`app.kernels.heads`)."""
+    (width,) = s.shape(weights.weight)
     tiling = head_tiling(s.kv_heads, s.heads // s.kv_heads, width)
-    return 4 * 2 * width * tiling.grid(s.tokens, s.kv_heads)
+    return 4 * width * tiling.grid(s.tokens, s.kv_heads)
 
 
 def _attend_gathered_keys(

@@ -5,53 +5,65 @@ Shapes: as in `app.plan.trace.parts`, and E experts, K per token.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from app.choices import Balance, Recompute, Score
 from app.config import MoEConfig
 from app.plan.dispatchers.choose import planned_dispatcher
 from app.plan.dispatchers.record import PlannedDispatcher, Tokens
+from app.plan.model.experts import ExpertWeights, MoEBodyWeights, RouterWeights
 from app.plan.model.phases import PhaseName
-from app.plan.trace.parts import Sizes, activation, cast, norm, swiglu
+from app.plan.model.weight import Weight
+from app.plan.trace.parts import Product, Sizes, activation, cast, norm, swiglu
 from app.plan.trace.trace import Trace, TracedTensor
 
 # bytes of an expert's load in its loss
 LOAD = {Balance.microbatch: 8, Balance.sequence: 8, Balance.global_batch: 4}
 
 
-def moe_body(trace: Trace, s: Sizes, moe: MoEConfig, x: TracedTensor) -> TracedTensor:
+def moe_body(trace: Trace, s: Sizes, x: TracedTensor, weights: MoEBodyWeights) -> TracedTensor:
     """Everything in an MoE layer behind attention (`MoEBody`)."""
+    moe = s.model.moe
+    assert moe is not None
     with trace.recomputed(s.recomputes(Recompute.moe)):
         trace.phase = PhaseName.norm
         with trace.recomputed(s.recomputes(Recompute.norm), discards=True):
-            h = norm(trace, s, x)
-        shared = _shared(trace, s, moe, h=h) if moe.shared_ffn_hidden_size else None
-        probs, chosen = _route(trace, s, moe, h=h)
-        y = _routed(trace, s, moe, h=h, probs=probs, chosen=chosen)
+            h = norm(trace, s, x, weights=weights.norm)
+        shared = _shared(trace, s, h, weights=weights)
+        probs, chosen = _route(trace, s, moe, h=h, weights=weights.router)
+        dispatcher = planned_dispatcher(moe, s.layout.ep, s.layout.expert_tp)
+        y = _routed(trace, s, dispatcher, h=h, weights=weights.experts, probs=probs, chosen=chosen)
         trace.phase = PhaseName.finish
         both = trace.add(x, y)
         return both if shared is None else trace.add(both, shared, holds=[x, y])
 
 
-def _shared(trace: Trace, s: Sizes, moe: MoEConfig, h: TracedTensor) -> TracedTensor:
+def _shared(
+    trace: Trace, s: Sizes, h: TracedTensor, weights: MoEBodyWeights
+) -> TracedTensor | None:
+    """None: there is no shared expert."""
+    if weights.shared is None:
+        return None
     trace.phase = PhaseName.shared
     with trace.recomputed(s.recomputes(Recompute.shared)):
-        out = swiglu(trace, s, h, width=moe.shared_ffn_hidden_size // s.layout.tp, recomputed=False)
-        if not moe.shared_gate:
+        out = swiglu(trace, s, h, weights=weights.shared, recomputed=False)
+        if weights.shared_gate is None:
             return out
-        (gate,) = trace.op(
-            [h], [s.local * s.size], [h], weight=s.weight(1), flops=s.product(s.local, s.weight(1))
-        )
+        product = Product.of(s, weights.shared_gate, h.bytes)
+        (gate,) = trace.op([h], [product.made], [h], weight=product.weight, flops=product.flops)
         (gate,) = trace.op([gate], [gate.bytes], [0])
         return trace.op([gate, out], [out.bytes], [gate, out])[0]
 
 
 def _route(
-    trace: Trace, s: Sizes, moe: MoEConfig, h: TracedTensor
+    trace: Trace, s: Sizes, moe: MoEConfig, h: TracedTensor, weights: RouterWeights
 ) -> tuple[TracedTensor, TracedTensor]:
     """Probabilities and the experts they belong to: 4 and 8 bytes per token and expert of it."""
     trace.phase = PhaseName.route
-    scores = 4 * s.local * moe.num_experts
+    product = Product.of(s, weights.weight, h.bytes)
+    scores = product.made // s.size * 4  # fp32, as the weight in this product
+    weight = product.weight // s.size * 4
     picked = 4 * s.local * moe.top_k
-    weight = 4 * s.model.hidden_size * moe.num_experts
     wide = cast(trace, h, h.bytes // s.size * 4)
     if moe.jitter_eps:
         (wide,) = trace.op([wide], [wide.bytes], keeps=wide.bytes, kernels=2)
@@ -62,7 +74,7 @@ def _route(
         keeps=0 if s.size == 4 else weight,
         weight=weight,
         kernels=2,
-        flops=2 * s.local * s.model.hidden_size * moe.num_experts,
+        flops=product.flops,
     )
     after = moe.score is Score.softmax and not moe.pre_softmax
     ranked = logits if after else trace.op([logits], [scores], [0])[0]
@@ -96,52 +108,59 @@ def _router_losses(trace: Trace, s: Sizes, moe: MoEConfig, logits: TracedTensor)
 def _routed(
     trace: Trace,
     s: Sizes,
-    moe: MoEConfig,
+    dispatcher: PlannedDispatcher,
     h: TracedTensor,
+    weights: ExpertWeights,
     probs: TracedTensor,
     chosen: TracedTensor,
 ) -> TracedTensor:
     """What the experts make of the tokens, by way of the run's dispatcher."""
-    dispatcher = planned_dispatcher(moe, s.layout.ep, s.layout.expert_tp)
     tokens = Tokens(s.local, s.model.hidden_size, s.size)
     trace.phase = PhaseName.preprocess
     rows = dispatcher.trace_preprocess(trace, tokens, chosen)
     trace.phase = PhaseName.dispatch
     x = dispatcher.trace_dispatch(trace, tokens, h, rows=rows)
     trace.phase = PhaseName.experts
-    expert_out = _experts(trace, s, dispatcher, x=x, ends=rows.ends)
+    # fewer than come where a capacity leaves some empty and nobody waits to learn how many
+    filled = round(dispatcher.mean_rows(s.local) * s.load)
+    expert_out = _experts(trace, s, x, weights=weights, ends=rows.ends, filled=filled)
     trace.phase = PhaseName.combine
     return dispatcher.trace_combine(trace, tokens, expert_out, probs=probs, rows=rows)
 
 
 def _experts(
-    trace: Trace, s: Sizes, dispatcher: PlannedDispatcher, x: TracedTensor, ends: TracedTensor
+    trace: Trace,
+    s: Sizes,
+    x: TracedTensor,
+    weights: ExpertWeights,
+    ends: TracedTensor,
+    filled: int,
 ) -> TracedTensor:
-    """Grouped products, in 1/etp of the width."""
-    width = dispatcher.moe.ffn_hidden_size // dispatcher.etp
-    weight = dispatcher.experts * s.weight(width)
-    rows = dispatcher.rows(s.local).computed
-    # fewer than those where a capacity leaves some empty and nobody waits to learn how many
-    filled = round(dispatcher.mean_rows(s.local) * s.load)
-    flops = s.product(filled, s.weight(width))
-    (up,) = trace.op(
-        [x],
-        [2 * rows * width * s.size],
-        [x, ends],
-        weight=2 * weight,
-        added=s.added,
-        deferred=s.deferred(2 * weight),
-        flops=2 * flops,
-    )
+    """Grouped products; `filled`: rows that are somebody's."""
+    up = _grouped(trace, s, x, weight=weights.w_up, ends=ends, filled=filled)
     inner = activation(trace, up, s.recomputes(Recompute.experts_act))
-    deferred = s.deferred(weight)
+    return _grouped(trace, s, inner, weight=weights.w_down, ends=ends, filled=filled, holds=[x, up])
+
+
+def _grouped(
+    trace: Trace,
+    s: Sizes,
+    x: TracedTensor,
+    weight: Weight,
+    ends: TracedTensor,
+    filled: int,
+    holds: Sequence[TracedTensor] = (),
+) -> TracedTensor:
+    """Rows times the weight of their expert, of which a rank has a part in each of its experts."""
+    _, taken, made = s.shape(weight)
+    size = s.weight(weight)
     return trace.op(
-        [inner],
-        [x.bytes],
-        [inner, ends],
-        holds=[x, up],
-        weight=weight,
+        [x],
+        [x.bytes // taken * made],
+        [x, ends],
+        holds=holds,
+        weight=size,
         added=s.added,
-        deferred=deferred,
-        flops=flops,
+        deferred=s.deferred(size),
+        flops=2 * filled * taken * made,
     )[0]

@@ -7,16 +7,14 @@ kernel saves: torch's own, or those of `app.kernels`. All sizes are bytes.
 from __future__ import annotations
 
 from app.choices import Recompute
+from app.plan.model.experts import MoEBodyWeights
+from app.plan.model.layer import DenseBodyWeights, LayerWeights
+from app.plan.model.norm import NormWeights
 from app.plan.model.phases import PhaseName
+from app.plan.model.weight import Weight
 from app.plan.trace.attention import attention
 from app.plan.trace.experts import moe_body
-from app.plan.trace.parts import (
-    Sizes,
-    norm,
-    scattered,
-    swiglu,
-    tp_sends,
-)
+from app.plan.trace.parts import Product, Sizes, norm, scattered, swiglu, tp_sends
 from app.plan.trace.trace import ForwardTrace, GradAddition, Sends, Trace, TracedTensor
 
 # bytes that the loss keeps per token: row of its label, log-sum-exp, whether it counts
@@ -26,134 +24,128 @@ LOSS_KERNELS = 9  # behind the logits
 STATISTICS = 2 * 3 * 4
 
 
-def layer_trace(s: Sizes, moe: bool, full: bool) -> ForwardTrace:
+def layer_trace(s: Sizes, weights: LayerWeights, full: bool) -> ForwardTrace:
     """A dense or an MoE layer; `full`: backward computes all of it again from its input."""
     trace = Trace()
     given = trace.value(s.stream)
     with trace.recomputed(full):
-        x = _attention(trace, s, given)
-        x = (
-            moe_body(trace, s, s.model.moe, x=x)
-            if moe and s.model.moe
-            else _dense_body(trace, s, x)
-        )
+        x = _attention(trace, s, given, weights=weights)
+        if isinstance(weights.body, MoEBodyWeights):
+            x = moe_body(trace, s, x, weights=weights.body)
+        else:
+            x = _dense_body(trace, s, x, weights=weights.body)
     return ForwardTrace(trace, given, x)
 
 
-def embedding_trace(s: Sizes) -> ForwardTrace:
+def embedding_trace(s: Sizes, table: Weight) -> ForwardTrace:
     """The lookup; tokens are the step's input, and with tp > 1 ranks have rows of their own."""
     trace = Trace(phase="embedding")
-    whole = s.stream * s.layout.tp
+    _, width = s.shape(table)
+    whole = s.tokens * width * s.size
+    weight = s.weight(table)
     given = trace.value(0)
     if s.layout.tp == 1:
-        return ForwardTrace(trace, given, trace.op([], [whole], weight=s.table)[0])
-    (rows,) = trace.op([], [whole], weight=s.table, keeps=8 * s.tokens, kernels=4)
+        return ForwardTrace(trace, given, trace.op([], [whole], weight=weight)[0])
+    (rows,) = trace.op([], [whole], weight=weight, keeps=8 * s.tokens, kernels=4)
     (own,) = trace.op([rows], [whole], keeps=s.tokens)  # zero for the tokens of other ranks
     return ForwardTrace(trace, given, scattered(trace, s, own))
 
 
-def head_trace(s: Sizes, tied: bool) -> ForwardTrace:
+def head_trace(s: Sizes, norm_weights: NormWeights, table: Weight, tied: bool) -> ForwardTrace:
     """The last norm, and the loss straight from what it makes (`app.model.loss`); `tied` to an
     embedding on this rank.
     """
     trace = Trace(phase="head")
     given = trace.value(s.stream)
-    h = norm(trace, s, given)
+    h = norm(trace, s, given, weights=norm_weights)
     by = _loss_of_kept_logits if s.run.loss.chunk_tokens is None else _loss_by_chunks
-    by(trace, s, h, GradAddition.after if tied and s.direct else s.added)
+    by(trace, s, h, table=table, added=GradAddition.after if tied and s.direct else s.added)
     return ForwardTrace(trace, given, None)
 
 
-def _loss_of_kept_logits(trace: Trace, s: Sizes, h: TracedTensor, added: GradAddition) -> None:
+def _loss_of_kept_logits(
+    trace: Trace, s: Sizes, h: TracedTensor, table: Weight, added: GradAddition
+) -> None:
     """Logits that backward turns into their gradient where they are; what it gathers waits for
     the weight's gradient.
     """
     parts = s.layout.tp
-    logits = s.tokens * s.columns * s.size
-    weight = _there(s, added)
+    product = Product.of(s, table, parts * h.bytes)
+    there = product.weight if added is GradAddition.after else 0
     gathered = parts * h.bytes if parts > 1 else 0
     ordered = s.copies * gathered
-    scratch = max(gathered, ordered - logits), 2 * gathered + max(0, ordered - gathered - weight)
+    # backward: beside the weight's gradient, where that is stored
+    put = 2 * gathered + max(0, ordered - gathered - there)
     carries = gathered - h.bytes if parts > 1 else 0
-    deferred = s.deferred(s.table)
-    (made,) = trace.op(
+    (logits,) = trace.op(
         [h],
-        [logits],
+        [product.made],
         [h, 0],
-        weight=s.table,
+        weight=product.weight,
         added=added,
-        deferred=deferred,
+        deferred=s.deferred(product.weight),
         carries=carries,
-        scratch=scratch,
-        flops=s.product(s.tokens, s.table),
-        sends=_gathers_twice(s),
+        scratch=(max(gathered, ordered - product.made), put),
+        flops=product.flops,
+        sends=_gathers_twice(s, h),
     )
     scratch = gathered + STATISTICS * s.tokens, ordered
-    trace.op(
-        [made], [4], keeps=PER_LABEL * s.tokens, scratch=scratch, passes=True, kernels=LOSS_KERNELS
-    )
+    keeps = PER_LABEL * s.tokens
+    trace.op([logits], [4], keeps=keeps, scratch=scratch, passes=True, kernels=LOSS_KERNELS)
 
 
-def _there(s: Sizes, added: GradAddition) -> int:
-    """The weight's gradient, where it is stored beside that of the hidden states."""
-    return s.table if added is GradAddition.after else 0
-
-
-def _loss_by_chunks(trace: Trace, s: Sizes, h: TracedTensor, added: GradAddition) -> None:
+def _loss_by_chunks(
+    trace: Trace, s: Sizes, h: TracedTensor, table: Weight, added: GradAddition
+) -> None:
     """Logits of some tokens at a time, remade in backward; the weight's gradient sums in fp32."""
     chunk = min(s.run.loss.chunk_tokens or s.tokens, s.tokens)
     parts = s.layout.tp
-    logits = chunk * s.columns * s.size
+    product = Product.of(s, table, parts * h.bytes)
+    logits = product.made // s.tokens * chunk
     gathered = parts * h.bytes if parts > 1 else 0
     following = logits if chunk < s.tokens else 0  # the next chunk's, before this one's are gone
     ordered = s.copies * gathered
     gradient = parts * h.bytes
-    table_sum = s.table // s.size * 4
-    loop = logits + max(following, s.table)
-    weight = _there(s, added)
-    end = (h.bytes if parts > 1 else 0) + max(ordered - gathered, 0 if s.size == 4 else weight)
+    table_sum = product.weight // s.size * 4
+    loop = logits + max(following, product.weight)
+    # the weight's gradient, where it is stored beside that of the hidden states
+    there = product.weight if added is GradAddition.after else 0
+    end = (h.bytes if parts > 1 else 0) + max(ordered - gathered, 0 if s.size == 4 else there)
     most = gathered + gradient + table_sum + max(loop, end)
-    scratch = max(ordered, gathered + logits + following), max(ordered, most) - h.bytes - weight
+    scratch = max(ordered, gathered + logits + following), max(ordered, most) - h.bytes - there
     keeps = PER_LABEL * s.tokens
     kernels = LOSS_KERNELS + 2 * -(-s.tokens // chunk)
-    flops = s.product(s.tokens, s.table)
     trace.op(
         [h],
         [4],
         [h],
         keeps=keeps,
-        weight=s.table,
+        weight=product.weight,
         added=added,
         carries=table_sum,
         scratch=scratch,
         kernels=kernels,
-        flops=flops,
-        flops_recomputed=flops,
-        sends=_gathers_twice(s),
+        flops=product.flops,
+        flops_recomputed=product.flops,
+        sends=_gathers_twice(s, h),
     )
 
 
-def _gathers_twice(s: Sizes) -> Sends:
+def _gathers_twice(s: Sizes, h: TracedTensor) -> Sends:
     """The head's input, forward and for its weight's gradient; backward scatters its own."""
-    return tp_sends(s, s.stream, forward=1, backward=2)
+    return tp_sends(s, h.bytes, forward=1, backward=2)
 
 
-def _attention(trace: Trace, s: Sizes, x: TracedTensor) -> TracedTensor:
+def _attention(trace: Trace, s: Sizes, x: TracedTensor, weights: LayerWeights) -> TracedTensor:
     trace.phase = PhaseName.attn
     with trace.recomputed(s.recomputes(Recompute.norm), discards=True):
-        h = norm(trace, s, x)
-    return trace.add(x, attention(trace, s, h))
+        h = norm(trace, s, x, weights=weights.attn_norm)
+    return trace.add(x, attention(trace, s, h, weights=weights.attn))
 
 
-def _dense_body(trace: Trace, s: Sizes, x: TracedTensor) -> TracedTensor:
+def _dense_body(trace: Trace, s: Sizes, x: TracedTensor, weights: DenseBodyWeights) -> TracedTensor:
     trace.phase = PhaseName.mlp
     with trace.recomputed(s.recomputes(Recompute.norm), discards=True):
-        h = norm(trace, s, x)
-    y = swiglu(
-        trace,
-        s,
-        h,
-        width=s.model.ffn_hidden_size // s.layout.tp,
-        recomputed=s.recomputes(Recompute.mlp_act),
-    )
+        h = norm(trace, s, x, weights=weights.norm)
+    y = swiglu(trace, s, h, weights=weights.mlp, recomputed=s.recomputes(Recompute.mlp_act))
     return trace.add(x, y)

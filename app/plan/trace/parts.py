@@ -4,7 +4,8 @@ With tp > 1 the residual stream, norms, router and dispatch have 1/tp of the tok
 parallelism, Korthikanti et al. 2022); attention and feed-forward see all of them in 1/tp of the
 width. A widening product gathers the tokens first, keeps only its own part of them, and gathers
 again in backward for the gradient of its weights. Gathered parts of several sequences are copied
-once more, into the order of the tokens. All sizes are bytes.
+once more, into the order of the tokens. Sizes of weights, and of what products make, come from the
+descriptions of `app.plan.model` alone. All sizes are bytes.
 
 Shapes: T tokens of a microbatch on a context-parallel rank · D hidden · N query and G key/value
 heads of width H, F hidden width of a feed-forward, all of them this rank's · V vocabulary.
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import prod
 
 from app.choices import CpComm, Dtype, Recompute, ScheduleName
 from app.config import ModelConfig, Run
@@ -21,6 +23,10 @@ from app.kernels.tiling import norm_tiling
 from app.plan.dispatchers.choose import busiest_load
 from app.plan.groups import TP, Way
 from app.plan.layout import ParallelLayout
+from app.plan.model.mlp import MlpWeights
+from app.plan.model.norm import NormWeights
+from app.plan.model.weight import Weight
+from app.plan.sharding.blocks import ShardCoords
 from app.plan.trace.trace import GradAddition, Sends, Trace, TracedTensor
 
 BYTES = {Dtype.float32: 4, Dtype.bfloat16: 2, Dtype.float16: 2}
@@ -33,6 +39,7 @@ class Sizes:
 
     run: Run
     layout: ParallelLayout
+    coords: ShardCoords  # of one rank; parts of weights are of equal shapes on all
     size: int  # bytes of an element of parameters and activations
     tokens: int  # T
     local: int  # T / tp: tokens outside of attention and feed-forward
@@ -68,23 +75,13 @@ class Sizes:
         """Copies of gathered tokens that are alive while they are put into order: 1 or 2."""
         return min(self.run.train.micro_batch, 2)
 
-    @property
-    def columns(self) -> int:
-        """Logits of a token on this rank: V / tp."""
-        return self.model.vocab_size // self.layout.tp
+    def shape(self, weight: Weight) -> tuple[int, ...]:
+        """Of this rank's part of a weight."""
+        return self.coords.shape(weight)
 
-    @property
-    def table(self) -> int:
-        """Embedding or head: V/tp × D."""
-        return self.columns * self.model.hidden_size * self.size
-
-    def weight(self, width: int) -> int:
-        """A matrix between the residual stream and `width`."""
-        return self.model.hidden_size * width * self.size
-
-    def product(self, rows: int, weight: int) -> int:
-        """Floating-point operations of so many rows times a matrix of `weight` bytes."""
-        return 2 * rows * weight // self.size
+    def weight(self, weight: Weight) -> int:
+        """This rank's part of it."""
+        return prod(self.shape(weight)) * self.size
 
     @property
     def splits(self) -> bool:
@@ -125,7 +122,8 @@ def sizes_of(run: Run, layout: ParallelLayout, load: float | None = None) -> Siz
     return Sizes(
         run,
         layout,
-        BYTES[run.precision.params],
+        ShardCoords.of(layout, 0),
+        size=BYTES[run.precision.params],
         tokens=tokens,
         local=tokens // layout.tp,
         heads=heads,
@@ -134,14 +132,13 @@ def sizes_of(run: Run, layout: ParallelLayout, load: float | None = None) -> Siz
     )
 
 
-def swiglu(trace: Trace, s: Sizes, x: TracedTensor, width: int, recomputed: bool) -> TracedTensor:
-    """A feed-forward of hidden `width` on this rank, its activation `recomputed` or kept."""
-    up = column_parallel(
-        trace, s, x, size=2 * s.tokens * width * s.size, weight=2 * s.weight(width)
-    )
-    return row_parallel(
-        trace, s, activation(trace, up, recomputed), weight=s.weight(width), holds=[x, up]
-    )
+def swiglu(
+    trace: Trace, s: Sizes, x: TracedTensor, weights: MlpWeights, recomputed: bool
+) -> TracedTensor:
+    """A feed-forward, its activation `recomputed` or kept."""
+    up = column_parallel(trace, s, x, weight=weights.w_up)
+    inner = activation(trace, up, recomputed)
+    return row_parallel(trace, s, inner, weight=weights.w_down, holds=[x, up])
 
 
 def activation(trace: Trace, up: TracedTensor, recomputed: bool) -> TracedTensor:
@@ -151,11 +148,12 @@ def activation(trace: Trace, up: TracedTensor, recomputed: bool) -> TracedTensor
         return trace.op([up], [half], [up])[0]
 
 
-def norm(trace: Trace, s: Sizes, x: TracedTensor) -> TracedTensor:
-    """RMSNorm of this rank's tokens, of any width."""
-    width = x.bytes // (s.local * s.size)
-    sums = 4 * width * norm_tiling(width).programs(s.local)  # of the weight's gradient, fp32
-    return trace.op([x], [x.bytes], [x], keeps=RMS_STATISTICS * s.local, scratch=(0, sums))[0]
+def norm(trace: Trace, s: Sizes, x: TracedTensor, weights: NormWeights) -> TracedTensor:
+    """RMSNorm of this rank's tokens."""
+    (width,) = s.shape(weights.weight)
+    rows = x.bytes // (width * s.size)
+    sums = 4 * width * norm_tiling(width).programs(rows)  # of the weight's gradient, fp32
+    return trace.op([x], [x.bytes], [x], keeps=RMS_STATISTICS * rows, scratch=(0, sums))[0]
 
 
 def cast(trace: Trace, x: TracedTensor, size: int) -> TracedTensor:
@@ -163,65 +161,75 @@ def cast(trace: Trace, x: TracedTensor, size: int) -> TracedTensor:
     return x if size == x.bytes else trace.op([x], [size])[0]
 
 
-def whole_product(trace: Trace, s: Sizes, x: TracedTensor, size: int, weight: int) -> TracedTensor:
-    """A product with a weight that every rank holds whole, for its own tokens."""
-    return trace.op(
-        [x],
-        [size],
-        [x],
-        weight=weight,
-        added=s.added,
-        deferred=s.deferred(weight),
-        flops=s.product(s.local, weight),
-    )[0]
+@dataclass(frozen=True, slots=True)
+class Product:
+    """A matrix O × I of this rank, and rows of width I that it is multiplied with."""
+
+    weight: int  # the matrix
+    made: int  # the rows of width O
+    flops: int
+
+    @classmethod
+    def of(cls, s: Sizes, weight: Weight, x: int) -> Product:
+        """For rows of `x` bytes in all."""
+        made, taken = s.shape(weight)
+        rows = x // (taken * s.size)
+        return cls(s.weight(weight), rows * made * s.size, flops=2 * rows * made * taken)
 
 
-def column_parallel(
-    trace: Trace, s: Sizes, x: TracedTensor, size: int, weight: int
-) -> TracedTensor:
-    """A product with rows of the weight cut by tp, for all tokens."""
-    if s.layout.tp == 1:
-        return whole_product(trace, s, x, size=size, weight=weight)
+def column_parallel(trace: Trace, s: Sizes, x: TracedTensor, weight: Weight) -> TracedTensor:
+    """A product with rows of the weight cut by tp, for all tokens; with a weight that every rank
+    holds whole, for its own tokens.
+    """
+    if s.layout.tp == 1 or weight.tp is None:
+        return _product(trace, s, x, weight=weight)
     whole = s.layout.tp * x.bytes
     ordered = s.copies * s.layout.tp * x.bytes
+    product = Product.of(s, weight, whole)
     # backward: its gather under way, then put into order, beside what it scatters; a split one does
     # not gather yet
-    scratch = max(whole, ordered - size), ordered + (0 if s.splits else whole)
-    deferred = s.deferred(weight, ordered)
+    scratch = max(whole, ordered - product.made), ordered + (0 if s.splits else whole)
+    deferred = s.deferred(product.weight, ordered)
     return trace.op(
         [x],
-        [size],
+        [product.made],
         [x],
-        weight=weight,
+        weight=product.weight,
         added=s.added,
         deferred=deferred,
         scratch=scratch,
         kernels=1 + s.copies,
-        flops=s.product(s.tokens, weight),
+        flops=product.flops,
         sends=tp_sends(s, x.bytes, forward=1, backward=2),
     )[0]
 
 
 def row_parallel(
-    trace: Trace, s: Sizes, x: TracedTensor, weight: int, holds: Sequence[TracedTensor]
+    trace: Trace, s: Sizes, x: TracedTensor, weight: Weight, holds: Sequence[TracedTensor]
 ) -> TracedTensor:
     """A product with columns cut by tp, summed over the ranks, each of which gets its tokens.
 
     `holds`: what the caller still has.
     """
-    size = s.layout.tp * s.stream
-    deferred = s.deferred(weight)
-    (whole,) = trace.op(
+    whole = _product(trace, s, x, weight=weight, holds=holds)
+    return scattered(trace, s, whole, holds=(x, *holds))
+
+
+def _product(
+    trace: Trace, s: Sizes, x: TracedTensor, weight: Weight, holds: Sequence[TracedTensor] = ()
+) -> TracedTensor:
+    """Of the tokens that a rank has and its part of the weight."""
+    product = Product.of(s, weight, x.bytes)
+    return trace.op(
         [x],
-        [size],
+        [product.made],
         [x],
         holds=holds,
-        weight=weight,
+        weight=product.weight,
         added=s.added,
-        deferred=deferred,
-        flops=s.product(s.tokens, weight),
-    )
-    return scattered(trace, s, whole, holds=(x, *holds))
+        deferred=s.deferred(product.weight),
+        flops=product.flops,
+    )[0]
 
 
 def scattered(
@@ -230,12 +238,11 @@ def scattered(
     """This rank's tokens of a sum over the tensor-parallel ranks."""
     if s.layout.tp == 1:
         return whole
+    own = whole.bytes // s.layout.tp
     ordered = (s.copies - 1) * whole.bytes
     scratch = (ordered, ordered)
-    sends = tp_sends(s, s.stream, forward=1, backward=1)
-    return trace.op(
-        [whole], [s.stream], holds=holds, scratch=scratch, kernels=s.copies, sends=sends
-    )[0]
+    sends = tp_sends(s, own, forward=1, backward=1)
+    return trace.op([whole], [own], holds=holds, scratch=scratch, kernels=s.copies, sends=sends)[0]
 
 
 def tp_sends(s: Sizes, own: int, forward: int, backward: int) -> Sends:

@@ -9,6 +9,9 @@ from itertools import chain
 from typing import TypeVar
 
 from app.config import ModelConfig
+from app.plan.model.layer import LayerWeights
+from app.plan.model.norm import NormWeights
+from app.plan.model.vocabulary import table
 from app.plan.stages import Stage
 from app.plan.trace.layers import embedding_trace, head_trace, layer_trace
 from app.plan.trace.parts import Sizes
@@ -48,11 +51,12 @@ def part_trace(s: Sizes, part: StagePart, full: bool) -> ForwardTrace:
     """The trace of one part; `full`: backward computes all of a layer again from its input."""
     match part:
         case StagePart.embedding:
-            return embedding_trace(s)
+            return embedding_trace(s, table(s.model))
         case StagePart.dense_layer | StagePart.moe_layer:
-            return layer_trace(s, moe=part is StagePart.moe_layer, full=full)
+            return layer_trace(s, LayerWeights.of(s.model, part is StagePart.moe_layer), full)
         case StagePart.head | StagePart.tied_head:
-            return head_trace(s, tied=part is StagePart.tied_head)
+            tied = part is StagePart.tied_head
+            return head_trace(s, NormWeights.of_hidden(s.model), table(s.model), tied=tied)
 
 
 def fold_stages(
