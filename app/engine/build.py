@@ -249,7 +249,7 @@ def select_forward_backward(
     stages = RankStages(
         engine.chunks,
         engine.plan.next_here(rank),
-        recompute_policy(run.recompute, lists[rank]),
+        recompute_policy(run).on_rank(lists[rank]),
         hidden=hidden,
         dtype=DTYPES[run.precision.params],
         device=engine.device,

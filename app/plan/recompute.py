@@ -1,9 +1,10 @@
-"""What backward computes again instead of keeping it, microbatch by microbatch: the one value that
-says so.
+"""What backward computes again instead of keeping it: the one value that says so.
 
-`RecomputePolicy` is built once, from a run and a rank's list. The plan of memory asks it which
-microbatches keep more, the engine asks it for each microbatch in a chunk (`RecomputeChoice`) and
-hands that to the chunk, where `app.model.recompute.Recomputation` carries it out.
+`recompute_policy` alone reads `Run.recompute` for plan and engine; rules and advice look at its
+keys. Traces are recorded under one of the two choices of a `RecomputePolicy`; for a rank with a
+list, `RankRecompute` says which microbatch has which. The plan of memory asks it, and so does the
+engine, which hands the `RecomputeChoice` of each microbatch in a chunk to the chunk, where
+`app.model.recompute.Recomputation` carries it out.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from app.choices import Recompute
-from app.config import RecomputeConfig
+from app.config import Run
 from app.plan.actions import Forward, MicrobatchChunk
 from app.plan.schedule import peak_in_flight
 
@@ -30,28 +31,36 @@ NOTHING = RecomputeChoice()
 
 @dataclass(frozen=True, slots=True)
 class RecomputePolicy:
-    """What backward computes again of every microbatch."""
+    """What backward computes again, on all ranks of a run."""
 
-    parts: frozenset[Recompute] = frozenset()  # of layers that are not recomputed whole
-    full: bool = False  # whole layers, of microbatches that are not spared
+    usual: RecomputeChoice = NOTHING
+    spared: RecomputeChoice = NOTHING  # of microbatches that may keep more than is usual
+    partial: int = 0  # how many of those in flight on a rank these are
+
+    def on_rank(self, actions: Iterable[object]) -> RankRecompute:
+        """What a rank with this list computes again."""
+        if not self.partial:
+            return RankRecompute(self)
+        return RankRecompute(self, spared_microbatches(actions, self.partial))
+
+
+@dataclass(frozen=True, slots=True)
+class RankRecompute:
+    """What backward computes again of every microbatch on one rank."""
+
+    policy: RecomputePolicy
     spared: frozenset[MicrobatchChunk] = frozenset()
-
-    def whole_layers(self, key: MicrobatchChunk) -> bool:
-        """Whether a microbatch in a chunk keeps nothing of a layer but its input."""
-        return self.full and key not in self.spared
 
     def of(self, key: MicrobatchChunk) -> RecomputeChoice:
         """What is computed again of a microbatch in a chunk."""
-        whole = self.whole_layers(key)
-        return RecomputeChoice(frozenset() if whole else self.parts, whole)
+        return self.policy.spared if key in self.spared else self.policy.usual
 
 
-def recompute_policy(choice: RecomputeConfig, actions: Iterable[object]) -> RecomputePolicy:
-    """What a rank with this list computes again."""
-    spared = frozenset[MicrobatchChunk]()
-    if choice.full and choice.partial_microbatches:
-        spared = spared_microbatches(actions, choice.partial_microbatches)
-    return RecomputePolicy(frozenset(choice.phases), choice.full, spared)
+def recompute_policy(run: Run) -> RecomputePolicy:
+    """What a run computes again."""
+    parts = RecomputeChoice(frozenset(run.recompute.phases))
+    usual = RecomputeChoice(whole_layers=True) if run.recompute.full else parts
+    return RecomputePolicy(usual, spared=parts, partial=run.recompute.partial_microbatches)
 
 
 def spared_microbatches(actions: Iterable[object], partial: int) -> frozenset[MicrobatchChunk]:

@@ -27,6 +27,7 @@ from app.config import (
     ScheduleConfig,
     TrainConfig,
 )
+from app.plan.actions import MicrobatchChunk
 from app.plan.groups import EMBEDDING, ETP_EP
 from app.plan.layout import ParallelLayout
 from app.plan.memory.activations import (
@@ -39,7 +40,7 @@ from app.plan.memory.overheads import CUDA_CONTEXT, FRAGMENTATION, GRAPH, GRAPH_
 from app.plan.memory.peak import find_peak
 from app.plan.memory.rank_memory import OUTSIDE, RankMemory, communicators, plan_memory
 from app.plan.plan import GIB, Plan
-from app.plan.recompute import RecomputePolicy
+from app.plan.recompute import RankRecompute, RecomputePolicy
 from app.plan.schedule import build_schedule
 from app.plan.stages import Stage
 from app.rules import check
@@ -225,10 +226,11 @@ def chunk_of(
 
 
 def peak_of(
-    text: str, *chunks: ChunkActivations, policy: RecomputePolicy = RecomputePolicy(full=True)
+    text: str, *chunks: ChunkActivations, spared: frozenset[MicrobatchChunk] = frozenset()
 ) -> tuple[str, dict[str, int]]:
     """(action, what is held) at the peak."""
-    peak = find_peak([parse_action(word) for word in text.split()], chunks, policy)
+    recompute = RankRecompute(RecomputePolicy(), spared)
+    peak = find_peak([parse_action(word) for word in text.split()], chunks, recompute)
     held = {
         "kept": sum(peak.kept.values()),
         "waiting": peak.waiting,
@@ -338,8 +340,8 @@ def test_gradients_handed_over_on_one_rank_are_gone_after_their_use():
 
 def test_spared_microbatches_keep_more():
     chunk = chunk_of(memory_of(10, 0, 90), False, False, spared=memory_of(100, 0, 5))
-    first = RecomputePolicy(full=True, spared=frozenset({(0, 0)}))
-    assert peak_of("F0.0 F1.0 B0.0 B1.0", chunk, policy=first)[1]["kept"] == 110
+    first = frozenset({(0, 0)})
+    assert peak_of("F0.0 F1.0 B0.0 B1.0", chunk, spared=first)[1]["kept"] == 110
     assert peak_of("F0.0 F1.0 B0.0 B1.0", chunk)[1]["kept"] == 20
 
 

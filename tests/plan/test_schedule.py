@@ -7,8 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from app.choices import Recompute
-from app.config import RecomputeConfig
 from app.plan.actions import (
     Action,
     Backward,
@@ -22,7 +20,6 @@ from app.plan.actions import (
     ReduceGrads,
     Wait,
 )
-from app.plan.recompute import NOTHING, RecomputeChoice, recompute_policy, spared_microbatches
 from app.plan.schedule import (
     build_schedule,
     peak_in_flight,
@@ -360,50 +357,6 @@ def test_signed_order_leaves_out_weight_gradients_and_what_does_not_compute():
         build_schedule("zero_bubble_h1", 4, 6), build_schedule("1f1b", 4, 6), strict=True
     ):
         assert signed_order(split) == signed_order(plain)
-
-
-@pytest.mark.parametrize(
-    "trace", [trace for trace in GOLDEN["full_traces"] if "ckpt_flag" in trace], ids=name_of
-)
-def test_recomputes_in_full_what_the_golden_traces_flag(trace: dict):
-    chunks, group = (trace["vpp"], trace["N"]) if trace["vpp"] else (1, None)
-    actions = build_schedule(
-        "interleaved" if group else "1f1b",
-        trace["pp"],
-        trace["M"],
-        num_chunks=chunks,
-        group_size=group,
-    )[trace["rank"]]
-    choice = RecomputeConfig(full=True, partial_microbatches=trace["opts"]["partial_ckpt"])
-    policy = recompute_policy(choice, actions)
-    forwards = [(action.mb, action.chunk) for action in actions if isinstance(action, Forward)]
-    assert [policy.of(place).whole_layers for place in forwards] == [
-        bool(flag) for flag in trace["ckpt_flag"]
-    ]
-
-
-def test_full_recompute_spares_part_of_every_window_in_flight():
-    def full(name: str, pp: int, mbs: int, rank: int, partial: int) -> list[int]:
-        choice = RecomputeConfig(full=True, partial_microbatches=partial)
-        policy = recompute_policy(choice, build_schedule(name, pp, mbs)[rank])
-        return [mb for mb in range(mbs) if policy.whole_layers((mb, 0))]
-
-    assert full("gpipe", 4, 5, rank=0, partial=2) == [2, 3, 4]
-    assert full("1f1b", 4, 5, rank=3, partial=1) == []
-    assert full("zero_bubble_h1", 2, 4, rank=1, partial=1) == [1, 3]
-    assert full("1f1b", 4, 8, rank=1, partial=0) == list(range(8))
-    assert spared_microbatches([], 1) == frozenset()
-
-
-def test_the_policy_says_parts_or_whole_layers():
-    actions = build_schedule("gpipe", 2, 3)[0]
-    parts = frozenset({Recompute.norm, Recompute.moe})
-    some = recompute_policy(RecomputeConfig(phases=tuple(parts)), actions)
-    assert {some.of((mb, 0)) for mb in range(3)} == {RecomputeChoice(parts)}
-    both = RecomputeConfig(full=True, phases=tuple(parts), partial_microbatches=1)
-    found = [recompute_policy(both, actions).of((mb, 0)) for mb in range(3)]
-    assert found == [RecomputeChoice(parts), *[RecomputeChoice(whole_layers=True)] * 2]
-    assert recompute_policy(RecomputeConfig(), actions).of((0, 0)) == NOTHING
 
 
 def test_forwards_alone_keep_one_in_flight():

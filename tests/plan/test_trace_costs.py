@@ -22,6 +22,7 @@ from app.plan.groups import CP, GROUPS, TP, Group, Way
 from app.plan.model.layer import LayerWeights
 from app.plan.model.norm import NormWeights
 from app.plan.model.vocabulary import table
+from app.plan.recompute import NOTHING
 from app.plan.select import select_layout
 from app.plan.sharding.parameters import chunk_parameters
 from app.plan.stages import Stage
@@ -58,7 +59,8 @@ def planned(model: ModelConfig = MODEL, batch: int = 2, **parallel: object) -> R
 
 
 def trace_of(run: Run, part: StagePart) -> ForwardTrace:
-    return part_trace(sizes_of(run, select_layout(run)), part, full=False)
+    s = sizes_of(run, select_layout(run))
+    return part_trace(s, part, s.recompute.usual)
 
 
 def flops_by_phase(run: Run) -> dict[str, int]:
@@ -193,7 +195,7 @@ def test_products_have_the_shapes_of_the_weights_given(
         run = planned(of, **parallel)
         s = sizes_of(run, select_layout(run))
         traces = (
-            layer_trace(s, LayerWeights.of(weights, routed), full=False),
+            layer_trace(s, LayerWeights.of(weights, routed), NOTHING),
             embedding_trace(s, table(weights)),
             head_trace(s, NormWeights.of_hidden(weights), table(weights), tied=False),
         )

@@ -50,7 +50,7 @@ from app.moe.dispatch.local import LocalDispatcher
 from app.moe.phases import MoEBody
 from app.plan.layout import ParallelLayout
 from app.plan.memory.activations import MicrobatchMemory, chunk_activations
-from app.plan.recompute import RecomputeChoice
+from app.plan.recompute import recompute_policy
 from app.plan.stages import Stage
 from app.plan.trace.attention import attends_by_matrices
 
@@ -323,7 +323,7 @@ def forward_and_backward(run: Run, chunk: Chunk, whole: bool) -> tuple[int, int,
 
 
 def roots_of(run: Run, chunk: Chunk, batch: Batch, x: Tensor, whole: bool) -> Iterator[Tensor]:
-    again = RecomputeChoice(whole_layers=run.recompute.full)
+    again = recompute_policy(run).usual
     context = chunk.context(batch.positions, batch.documents, sums_of(run), recompute=again)
     out = chunk(x, context)
     yield from (report.loss for report in out.routing if report.loss.requires_grad)

@@ -18,7 +18,7 @@ from app.model.chunk import Chunk
 from app.model.peers import rank
 from app.model.weight_grads import AddGrad, MainGradSink, WeightGradQueue, WeightGradSink
 from app.plan.actions import MicrobatchChunk, P2POp
-from app.plan.recompute import RecomputePolicy
+from app.plan.recompute import RankRecompute
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +27,7 @@ class RankStages:
 
     chunks: Sequence[Chunk]
     next_here: Mapping[int, int]  # chunk -> own chunk with the stage after it; others send
-    recompute: RecomputePolicy  # what backward computes again
+    recompute: RankRecompute  # what backward computes again
     hidden: torch.Size  # of what moves between stages: B, S / tp, D
     dtype: torch.dtype  # of what moves
     device: torch.device

@@ -134,7 +134,7 @@ def stage_flops(
     others wait for). With recompute.partial_microbatches, this is a microbatch that is not spared.
     """
     s = sizes_of(run, layout, load=load)
-    rows = fold_stages(s, stages, full=run.recompute.full, fold=_trace_flops)
+    rows = fold_stages(s, stages, _trace_flops)
     return [_total(row) for row in rows]
 
 

@@ -185,9 +185,7 @@ def _buffers(run: Run, layout: ParallelLayout, stages: StagePlan) -> dict[Stage,
 def _sent(run: Run, layout: ParallelLayout, stages: StagePlan) -> dict[Stage, Counter[Kind]]:
     """Stage -> what its operations send for a microbatch, forward and backward."""
     every = [stage for chunks in stages.stages for stage in chunks]
-    rows = fold_stages(
-        sizes_of(run, layout), every, full=run.recompute.full, fold=_sent_by_operations
-    )
+    rows = fold_stages(sizes_of(run, layout), every, _sent_by_operations)
     found: dict[Stage, Counter[Kind]] = {}
     for stage, row in zip(every, rows, strict=True):
         found[stage] = Counter()

@@ -16,6 +16,7 @@ from app.config import CudaGraphConfig, Run
 from app.plan.layout import ParallelLayout
 from app.plan.model.phases import PhaseName
 from app.plan.model.vocabulary import table
+from app.plan.recompute import RecomputeChoice
 from app.plan.stages import Stage
 from app.plan.trace.parts import Sizes, sizes_of
 from app.plan.trace.replay import Inside, Replay, inside, replay
@@ -70,9 +71,8 @@ class MicrobatchMemory:
 class ChunkActivations:
     """Memory of the microbatches of one chunk."""
 
-    usual: MicrobatchMemory  # under the run's recomputation
-    # of those that recompute.partial_microbatches lets recompute no whole layers
-    spared: MicrobatchMemory
+    usual: MicrobatchMemory  # as most are recomputed
+    spared: MicrobatchMemory  # as those that keep more (`RecomputePolicy.spared`)
     border: int  # hidden states that a stage takes in or gives on; their gradients are as large
     takes: bool  # whether hidden states come in; otherwise tokens
     gives: bool  # whether hidden states go on; otherwise the loss ends here
@@ -111,13 +111,13 @@ def chunk_activations(run: Run, stage: Stage, layout: ParallelLayout) -> ChunkAc
     s = sizes_of(run, layout)
     tied = StagePart.tied_head in stage_parts(s.model, stage)
     carried = s.weight(table(s.model)) if tied and not s.splits else 0
-    row = _row(s, stage, full=False)
-    rotary = {"rotary": s.rotary} if stage.layers else {}  # nothing else keeps the context
-    spared = _memory(s, row, carried, shared=rotary)
+    recompute = s.recompute
+    row = _row(s, stage, recompute.spared)
+    spared = _memory(s, row, carried, shared=_shared(s, stage, recompute.spared))
     usual = spared
-    if run.recompute.full:
-        shared = {"rotary": s.rotary, "mask": s.mask} if stage.layers else {}
-        usual = _memory(s, _row(s, stage, full=True), carried, shared=shared)
+    if recompute.usual != recompute.spared:
+        shared = _shared(s, stage, recompute.usual)
+        usual = _memory(s, _row(s, stage, recompute.usual), carried, shared=shared)
     deferred = max((link.replay.deferred for link in row), default=0)  # a stage may be empty
     kernels = sum(sum(link.kernels.values()) for link in row)
     return ChunkActivations(
@@ -155,11 +155,20 @@ def own_inputs(run: Run, layers: Sequence[int]) -> tuple[int, ...]:
     return tuple(own)
 
 
-def _row(s: Sizes, stage: Stage, full: bool) -> list[_Link]:
+def _shared(s: Sizes, stage: Stage, recompute: RecomputeChoice) -> dict[str, int]:
+    """What autograd keeps of a microbatch's context: layers alone read it, and whole ones are
+    called again with all of it.
+    """
+    if not stage.layers:
+        return {}
+    return {"rotary": s.rotary, **({"mask": s.mask} if recompute.whole_layers else {})}
+
+
+def _row(s: Sizes, stage: Stage, recompute: RecomputeChoice) -> list[_Link]:
     captured = captured_phases(s.run.cuda_graph)
     parts = stage_parts(s.model, stage)
     links = {
-        part: _link(part_trace(s, part, full), captured if part.is_layer else ())
+        part: _link(part_trace(s, part, recompute), captured if part.is_layer else ())
         for part in set(parts)
     }
     return [links[part] for part in parts]

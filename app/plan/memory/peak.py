@@ -28,7 +28,7 @@ from app.plan.actions import (
     Wait,
 )
 from app.plan.memory.activations import ChunkActivations, MicrobatchMemory
-from app.plan.recompute import RecomputePolicy
+from app.plan.recompute import RankRecompute
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,10 +53,10 @@ class Peak:
 def find_peak(
     actions: Sequence[Action],
     chunks: Sequence[ChunkActivations],
-    policy: RecomputePolicy,
+    recompute: RankRecompute,
 ) -> Peak:
-    """The peak of a training step's list under a policy of recomputation."""
-    walk = _Walk(chunks, policy)
+    """The peak of a training step's list, some of which backward computes again."""
+    walk = _Walk(chunks, recompute)
     for action in actions:
         walk.take(action)
     return walk.peak()
@@ -67,7 +67,7 @@ class _Walk:
     """What is alive at one action, and at the largest so far."""
 
     chunks: Sequence[ChunkActivations]
-    policy: RecomputePolicy
+    recompute: RankRecompute
     kept: int = 0  # by autograd and for gradients of weights
     buffers: int = 0
     pool: int = 0  # in partial graphs
@@ -104,7 +104,7 @@ class _Walk:
 
     def _forward(self, action: OnMicrobatch, mb: int, chunk: int) -> None:
         here = self.chunks[chunk]
-        memory = here.usual if self.policy.whole_layers((mb, chunk)) else here.spared
+        memory = here.spared if (mb, chunk) in self.recompute.spared else here.usual
         if not self._drop("in F", mb, chunk) and here.takes:
             self._drop("output", mb, chunk - 1)  # of the stage before, which is on this rank too
         self.live[mb, chunk] = memory

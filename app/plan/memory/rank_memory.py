@@ -147,7 +147,7 @@ def _parts(
 ) -> Iterator[MemoryPart]:
     found = [planned.plan(stage) for stage in stages]
     chunks = [activations for _, activations in found]
-    peak = find_peak(actions, chunks, recompute_policy(run.recompute, actions))
+    peak = find_peak(actions, chunks, recompute_policy(run).on_rank(actions))
     states = [state for state, _ in found]
     step = list(_step_parts(run, layout, chunks, actions=actions, peak=peak))
     tensors = [

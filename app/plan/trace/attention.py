@@ -67,7 +67,7 @@ def _grouped_attention(
     trace: Trace, s: Sizes, h: TracedTensor, weights: AttentionWeights
 ) -> TracedTensor:
     qkv = column_parallel(trace, s, h, weight=weights.wqkv)
-    with trace.recomputed(s.recomputes(Recompute.attn_core)) as recomputed:
+    with trace.recomputed(Recompute.attn_core) as recomputed:
         out = _core(trace, s, qkv, weights=weights, keep=recomputed)
     return row_parallel(trace, s, out, weight=weights.wo, holds=[h, qkv])
 
@@ -105,7 +105,7 @@ def _latent_attention(
     kv_latent = norm(trace, s, own_latent, weights=weights.kv_a_norm)
     kv = column_parallel(trace, s, kv_latent, weight=weights.kv_b)
     shared = _gathered_key(trace, s, key)
-    with trace.recomputed(s.recomputes(Recompute.attn_core)) as recomputed:
+    with trace.recomputed(Recompute.attn_core) as recomputed:
         out = _latent_core(trace, s, mla, q=q, kv=kv, shared=shared, keep=recomputed)
     return row_parallel(trace, s, out, weight=weights.wo, holds=[h, latent, q, made, kv, shared])
 

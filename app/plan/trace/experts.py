@@ -25,9 +25,9 @@ def moe_body(trace: Trace, s: Sizes, x: TracedTensor, weights: MoEBodyWeights) -
     """Everything in an MoE layer behind attention (`MoEBody`)."""
     moe = s.model.moe
     assert moe is not None
-    with trace.recomputed(s.recomputes(Recompute.moe)):
+    with trace.recomputed(Recompute.moe):
         trace.phase = PhaseName.norm
-        with trace.recomputed(s.recomputes(Recompute.norm), discards=True):
+        with trace.recomputed(Recompute.norm, discards=True):
             h = norm(trace, s, x, weights=weights.norm)
         shared = _shared(trace, s, h, weights=weights)
         probs, chosen = _route(trace, s, moe, h=h, weights=weights.router)
@@ -45,8 +45,8 @@ def _shared(
     if weights.shared is None:
         return None
     trace.phase = PhaseName.shared
-    with trace.recomputed(s.recomputes(Recompute.shared)):
-        out = swiglu(trace, s, h, weights=weights.shared, recomputed=False)
+    with trace.recomputed(Recompute.shared):
+        out = swiglu(trace, s, h, weights=weights.shared)
         if weights.shared_gate is None:
             return out
         product = Product.of(s, weights.shared_gate, h.bytes)
@@ -138,7 +138,7 @@ def _experts(
 ) -> TracedTensor:
     """Grouped products; `filled`: rows that are somebody's."""
     up = _grouped(trace, s, x, weight=weights.w_up, ends=ends, filled=filled)
-    inner = activation(trace, up, s.recomputes(Recompute.experts_act))
+    inner = activation(trace, up, Recompute.experts_act)
     return _grouped(trace, s, inner, weight=weights.w_down, ends=ends, filled=filled, holds=[x, up])
 
 

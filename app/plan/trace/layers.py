@@ -12,6 +12,7 @@ from app.plan.model.layer import DenseBodyWeights, LayerWeights
 from app.plan.model.norm import NormWeights
 from app.plan.model.phases import PhaseName
 from app.plan.model.weight import Weight
+from app.plan.recompute import RecomputeChoice
 from app.plan.trace.attention import attention
 from app.plan.trace.experts import moe_body
 from app.plan.trace.parts import Product, Sizes, norm, scattered, swiglu, tp_sends
@@ -24,11 +25,11 @@ LOSS_KERNELS = 9  # behind the logits
 STATISTICS = 2 * 3 * 4
 
 
-def layer_trace(s: Sizes, weights: LayerWeights, full: bool) -> ForwardTrace:
-    """A dense or an MoE layer; `full`: backward computes all of it again from its input."""
-    trace = Trace()
+def layer_trace(s: Sizes, weights: LayerWeights, recompute: RecomputeChoice) -> ForwardTrace:
+    """A dense or an MoE layer, of which backward computes some again."""
+    trace = Trace(recompute)
     given = trace.value(s.stream)
-    with trace.recomputed(full):
+    with trace.whole_layer():
         x = _attention(trace, s, given, weights=weights)
         if isinstance(weights.body, MoEBodyWeights):
             x = moe_body(trace, s, x, weights=weights.body)
@@ -138,14 +139,14 @@ def _gathers_twice(s: Sizes, h: TracedTensor) -> Sends:
 
 def _attention(trace: Trace, s: Sizes, x: TracedTensor, weights: LayerWeights) -> TracedTensor:
     trace.phase = PhaseName.attn
-    with trace.recomputed(s.recomputes(Recompute.norm), discards=True):
+    with trace.recomputed(Recompute.norm, discards=True):
         h = norm(trace, s, x, weights=weights.attn_norm)
     return trace.add(x, attention(trace, s, h, weights=weights.attn))
 
 
 def _dense_body(trace: Trace, s: Sizes, x: TracedTensor, weights: DenseBodyWeights) -> TracedTensor:
     trace.phase = PhaseName.mlp
-    with trace.recomputed(s.recomputes(Recompute.norm), discards=True):
+    with trace.recomputed(Recompute.norm, discards=True):
         h = norm(trace, s, x, weights=weights.norm)
-    y = swiglu(trace, s, h, weights=weights.mlp, recomputed=s.recomputes(Recompute.mlp_act))
+    y = swiglu(trace, s, h, weights=weights.mlp, part=Recompute.mlp_act)
     return trace.add(x, y)

@@ -26,6 +26,7 @@ from app.plan.layout import ParallelLayout
 from app.plan.model.mlp import MlpWeights
 from app.plan.model.norm import NormWeights
 from app.plan.model.weight import Weight
+from app.plan.recompute import RecomputePolicy, recompute_policy
 from app.plan.sharding.blocks import ShardCoords
 from app.plan.trace.trace import GradAddition, Sends, Trace, TracedTensor
 
@@ -45,6 +46,7 @@ class Sizes:
     local: int  # T / tp: tokens outside of attention and feed-forward
     heads: int  # N
     kv_heads: int  # G
+    recompute: RecomputePolicy
     load: float  # rows of this rank's experts, over the mean of their expert-parallel group
 
     @property
@@ -109,10 +111,6 @@ class Sizes:
         """
         return gathered + (0 if self.fused else weight) if self.splits else None
 
-    def recomputes(self, part: Recompute) -> bool:
-        """Whether backward computes part of a layer again."""
-        return part in self.run.recompute.phases
-
 
 def sizes_of(run: Run, layout: ParallelLayout, load: float | None = None) -> Sizes:
     """Sizes of one microbatch on one rank; `load` None: that of the busiest."""
@@ -128,23 +126,24 @@ def sizes_of(run: Run, layout: ParallelLayout, load: float | None = None) -> Siz
         local=tokens // layout.tp,
         heads=heads,
         kv_heads=kv_heads,
+        recompute=recompute_policy(run),
         load=busiest_load(run) if load is None else load,
     )
 
 
 def swiglu(
-    trace: Trace, s: Sizes, x: TracedTensor, weights: MlpWeights, recomputed: bool
+    trace: Trace, s: Sizes, x: TracedTensor, weights: MlpWeights, part: Recompute | None = None
 ) -> TracedTensor:
-    """A feed-forward, its activation `recomputed` or kept."""
+    """A feed-forward; `part`: what recomputes its activation."""
     up = column_parallel(trace, s, x, weight=weights.w_up)
-    inner = activation(trace, up, recomputed)
+    inner = activation(trace, up, part)
     return row_parallel(trace, s, inner, weight=weights.w_down, holds=[x, up])
 
 
-def activation(trace: Trace, up: TracedTensor, recomputed: bool) -> TracedTensor:
+def activation(trace: Trace, up: TracedTensor, part: Recompute | None) -> TracedTensor:
     """silu(gate) · up, of the two halves of the widened rows, which alone are kept."""
     half = up.bytes // 2
-    with trace.recomputed(recomputed, discards=True):
+    with trace.recomputed(part, discards=True):
         return trace.op([up], [half], [up])[0]
 
 

@@ -12,6 +12,7 @@ from app.config import ModelConfig
 from app.plan.model.layer import LayerWeights
 from app.plan.model.norm import NormWeights
 from app.plan.model.vocabulary import table
+from app.plan.recompute import RecomputeChoice
 from app.plan.stages import Stage
 from app.plan.trace.layers import embedding_trace, head_trace, layer_trace
 from app.plan.trace.parts import Sizes
@@ -47,24 +48,26 @@ def stage_parts(model: ModelConfig, stage: Stage) -> list[StagePart]:
     return [*first, *layers, *last]
 
 
-def part_trace(s: Sizes, part: StagePart, full: bool) -> ForwardTrace:
-    """The trace of one part; `full`: backward computes all of a layer again from its input."""
+def part_trace(s: Sizes, part: StagePart, recompute: RecomputeChoice) -> ForwardTrace:
+    """The trace of one part; layers are computed again in part or whole."""
     match part:
         case StagePart.embedding:
             return embedding_trace(s, table(s.model))
         case StagePart.dense_layer | StagePart.moe_layer:
-            return layer_trace(s, LayerWeights.of(s.model, part is StagePart.moe_layer), full)
+            weights = LayerWeights.of(s.model, part is StagePart.moe_layer)
+            return layer_trace(s, weights, recompute)
         case StagePart.head | StagePart.tied_head:
             tied = part is StagePart.tied_head
             return head_trace(s, NormWeights.of_hidden(s.model), table(s.model), tied=tied)
 
 
 def fold_stages(
-    s: Sizes, stages: Sequence[Stage], full: bool, fold: Callable[[ForwardTrace], T]
+    s: Sizes, stages: Sequence[Stage], fold: Callable[[ForwardTrace], T]
 ) -> list[list[tuple[T, int]]]:
     """What `fold` makes of the trace of each kind of part that a stage has, and how many it has of
-    it. Each kind is recorded once for all stages.
+    it, of microbatches that are not spared. Each kind is recorded once for all stages.
     """
     counts = [Counter(stage_parts(s.model, stage)) for stage in stages]
-    folded = {part: fold(part_trace(s, part, full)) for part in set(chain.from_iterable(counts))}
+    kinds = set(chain.from_iterable(counts))
+    folded = {part: fold(part_trace(s, part, s.recompute.usual)) for part in kinds}
     return [[(folded[part], times) for part, times in count.items()] for count in counts]

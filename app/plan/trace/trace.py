@@ -8,11 +8,13 @@ floating-point operations (`app.plan.cost.flops`), bytes sent to other ranks for
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
 
+from app.choices import Recompute
 from app.plan.groups import Group, Way
+from app.plan.recompute import NOTHING, RecomputeChoice
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -79,6 +81,7 @@ class Operation:
 class Trace:
     """The trace of a forward while it is being recorded."""
 
+    recompute: RecomputeChoice = NOTHING  # what backward runs again
     ops: list[Operation] = field(default_factory=list)
     storages: list[int] = field(default_factory=list)  # bytes of each
     phase: str = ""  # of the next operations
@@ -150,11 +153,21 @@ class Trace:
         """Their sum, of the size of the left one."""
         return self.op([left, right], [left.bytes], holds=holds, passes=True)[0]
 
-    @contextmanager
-    def recomputed(self, chosen: bool, discards: bool = False) -> Iterator[bool]:
-        """If `chosen`, backward runs again what is written down within the block. Yields whether it
-        does so for this block: not inside of a larger one that it runs again already.
+    def whole_layer(self) -> AbstractContextManager[bool]:
+        """A block with all of a layer, which backward runs again where it recomputes whole ones."""
+        return self._segment(self.recompute.whole_layers, discards=False)
+
+    def recomputed(
+        self, part: Recompute | None, discards: bool = False
+    ) -> AbstractContextManager[bool]:
+        """A block that backward runs again where it recomputes `part` of a layer; None: never.
+
+        Yields whether it does so for this block: not inside of a larger one that it runs again.
         """
+        return self._segment(part in self.recompute.parts, discards)
+
+    @contextmanager
+    def _segment(self, chosen: bool, discards: bool) -> Iterator[bool]:
         outer = self.segment
         begins = chosen and outer is None
         if begins:
