@@ -211,8 +211,8 @@ class MoEBody(Body, Generic[Prepared, Origin]):
         self.moe = moe
         # where the shared expert computes; None: on the stream of everything else
         self.side: torch.cuda.Stream | None = None
-        waits = planned_dispatcher(moe, peers.ep, peers.etp).waits_for_host
-        self.phases = self._phase_list(waits)
+        self.planned = planned_dispatcher(moe, peers.ep, peers.etp)
+        self.phases = self._phase_list(self.planned.waits_for_host)
 
     def _phase_list(self, waits: bool) -> tuple[Phase, ...]:
         name = PhaseName
@@ -243,13 +243,9 @@ class MoEBody(Body, Generic[Prepared, Origin]):
 
     @torch.no_grad()
     def _preprocess(self, experts_TK: Tensor) -> tuple[Prepared]:
-        moe = self.moe
-        if moe.capacity_factor is None:
-            return (self.dispatcher.preprocess(experts_TK),)
-        limit = None
-        if moe.pad_to_capacity:
-            limit = capacity(experts_TK.numel(), moe.num_experts, moe.capacity_factor)
-        return (self.dispatcher.preprocess(experts_TK, True, limit),)
+        drops = self.moe.capacity_factor is not None
+        rows = self.planned.rows_per_expert(len(experts_TK))
+        return (self.dispatcher.preprocess(experts_TK, drops, rows),)
 
     def _dispatch(self, h_BsD: Tensor, prepared: Prepared) -> tuple[Dispatched, Origin]:
         return self.dispatcher.dispatch(h_BsD.flatten(0, -2), prepared)

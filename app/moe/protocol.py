@@ -32,13 +32,13 @@ class Dispatcher(Protocol[Prepared, Origin]):
     """Transport of tokens to the experts of this rank and back."""
 
     def preprocess(
-        self, experts_TK: Tensor, drops: bool = False, capacity: int | None = None
+        self, experts_TK: Tensor, drops: bool = False, rows_per_expert: int | None = None
     ) -> Prepared:
         """What the device can say of where rows go; never waits.
 
-        drops: some choices have the id E, and have no part in the rest. `capacity` fills every
-        expert up to that many rows from this rank, or all its tokens if they are fewer; it must be
-        the same on all ranks, and so must T.
+        drops: some choices have the id E, and have no part in the rest. `rows_per_expert`: every
+        expert is filled up to so many rows from this rank (`PlannedDispatcher.rows_per_expert`); no
+        expert may be chosen more often, and they must be as many on all ranks, as T must.
         """
         ...
 
@@ -52,8 +52,3 @@ class Dispatcher(Protocol[Prepared, Origin]):
     def combine(self, expert_out_RD: Tensor, probs_TK: Tensor, origin: Origin) -> Tensor:
         """Expert outputs -> the probability-weighted sum per token, T × D."""
         ...
-
-
-def padded_rows(experts_TK: Tensor, capacity: int | None) -> int | None:
-    """Rows of this rank that pad each expert to its capacity: at most one per token."""
-    return None if capacity is None else min(capacity, len(experts_TK))

@@ -11,7 +11,8 @@ from app.choices import DispatcherKind, GraphImpl
 from app.config import CudaGraphConfig, ModelConfig, MoEConfig, ParallelConfig, Run, TrainConfig
 from app.errors import ConfigError
 from app.plan.dispatchers.choose import DISPATCHERS, kinds_between_ranks, planned_dispatcher
-from app.plan.dispatchers.record import Rows, Tokens
+from app.plan.dispatchers.record import Rows, TokenExchange, Tokens
+from app.plan.groups import ETP_EP, Way
 from app.plan.plan import Plan
 from app.plan.trace.trace import Trace
 from app.rules import check
@@ -91,6 +92,32 @@ def test_rows_by_hand():
     # nobody waits to learn how many are left
     assert rows(DROPS, sends, 1, 1) == Rows(128, True, sent=128, computed=128)
     assert rows(PADDED, sends, 1, 1) == Rows(128, True, sent=160, computed=160)
+
+
+def test_a_capacity_is_a_bound_and_padding_fills_up_to_it():
+    """64 tokens of 2 experts each, of 8: no expert has more than one row of a token."""
+
+    def bounds(factor: float | None, padded: bool = False) -> tuple[int | None, int | None]:
+        moe = dataclasses.replace(EXPERTS, capacity_factor=factor, pad_to_capacity=padded)
+        planned = planned_dispatcher(moe, 1, 1)
+        return planned.most_per_expert(64), planned.rows_per_expert(64)
+
+    assert bounds(None) == (None, None)
+    assert bounds(1.25) == (20, None) and bounds(1.25, padded=True) == (20, 20)
+    assert bounds(9.0) == (64, None) and bounds(9.0, padded=True) == (64, 64)
+
+
+def test_what_runs_between_ranks_is_said_by_the_record(monkeypatch: pytest.MonkeyPatch):
+    def words(kind: DispatcherKind) -> list[str]:
+        traffic = Plan(run_of(of(EXPERTS, kind), 4, 4)).traffic
+        return [each.collectives for each in traffic if each.name == ETP_EP.name]
+
+    for kind in (DispatcherKind.all_to_all, DispatcherKind.all_gather):
+        exchange = DISPATCHERS[kind].exchange
+        assert exchange is not None and words(kind) == [exchange.collectives]
+        other = TokenExchange("writes to peers", Way.neighbours)
+        monkeypatch.setattr(DISPATCHERS[kind], "exchange", other)
+        assert words(kind) == [other.collectives]
 
 
 def test_bytes_on_the_wire_by_hand():

@@ -90,7 +90,7 @@ def drop(
     limit = capacity(experts_TK.numel(), E, 0.5)
     kept_TK = within_capacity(probs_TK, experts_TK, E, limit=limit, policy=DropPolicy.probs)
     assert len(experts_TK) != 29 or 0 < kept_TK.sum() < kept_TK.numel()
-    options = {"drops": True, "capacity": limit if padded else None}
+    options = {"drops": True, "rows_per_expert": min(limit, len(experts_TK)) if padded else None}
     return experts_TK.masked_fill(~kept_TK, E), probs_TK * kept_TK, options
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from app.moe.dispatch.collectives import combine_and_scatter, gather_and_permute, gathered
 from app.moe.permute import Permutation, sort_by_expert
-from app.moe.protocol import Dispatched, padded_rows
+from app.moe.protocol import Dispatched
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,24 +45,25 @@ class AllGatherDispatcher:
         self.first = group.rank() // etp * self.local  # global index of this rank's first expert
 
     def preprocess(
-        self, experts_TK: Tensor, drops: bool = False, capacity: int | None = None
+        self, experts_TK: Tensor, drops: bool = False, rows_per_expert: int | None = None
     ) -> Selected:
         """Gather the choices; the permutation leads from all ranks' tokens to rows of own experts.
 
         What others' experts do is dropped here, so `drops` changes nothing.
         """
-        rows = padded_rows(experts_TK, capacity)
         ranks = self.group.size()
         chosen_NK = gathered(experts_TK, self.group) - self.first
         elsewhere_NK = (chosen_NK < 0) | (chosen_NK >= self.local)
-        if rows is None:
+        if rows_per_expert is None:
             chosen_NK = chosen_NK.masked_fill(elsewhere_NK, self.local)
             return Selected(sort_by_expert(chosen_NK, self.local, True), counted=False)
-        # each rank's rows are padded to C per expert: every (expert, rank) is sorted as an expert
+        # C rows per expert from each rank: every (expert, rank) is sorted as an expert
         rank_N = torch.arange(len(chosen_NK), device=chosen_NK.device) // max(1, len(experts_TK))
         segments_NK = chosen_NK * ranks + rank_N[:, None]
         segments_NK = segments_NK.masked_fill(elsewhere_NK, self.local * ranks)
-        found = sort_by_expert(segments_NK, self.local * ranks, True, rows_per_expert=rows)
+        found = sort_by_expert(
+            segments_NK, self.local * ranks, True, rows_per_expert=rows_per_expert
+        )
         ends_E = found.ends_E[ranks - 1 :: ranks].contiguous()
         return Selected(replace(found, ends_E=ends_E), counted=True)
 

@@ -20,7 +20,7 @@ from app.collectives import all_gather
 from app.model.peers import size
 from app.moe.dispatch.collectives import exchange_rows, start_to_host
 from app.moe.permute import Permutation, combine, permute, reorder, sort_by_expert
-from app.moe.protocol import Dispatched, padded_rows
+from app.moe.protocol import Dispatched
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,14 +71,15 @@ class AllToAllDispatcher:
         self.local = self.parts // size(group)
 
     def preprocess(
-        self, experts_TK: Tensor, drops: bool = False, capacity: int | None = None
+        self, experts_TK: Tensor, drops: bool = False, rows_per_expert: int | None = None
     ) -> CountedRows | RowExchange:
         """Lay out what leaves and what arrives, as far as the device can."""
-        rows = padded_rows(experts_TK, capacity)
         permutation = sort_by_expert(
-            self._parts_of(experts_TK), self.parts, drops, rows_per_expert=rows
+            self._parts_of(experts_TK), self.parts, drops, rows_per_expert=rows_per_expert
         )
-        return self._count(permutation) if rows is None else self._even(permutation, rows)
+        if rows_per_expert is None:
+            return self._count(permutation)
+        return self._even(permutation, rows_per_expert)
 
     def _parts_of(self, experts_TK: Tensor) -> Tensor:
         """T × K·etp: part j of expert e is on rank (e // L)·etp + j, which has parts rank·L to
@@ -102,14 +103,14 @@ class AllToAllDispatcher:
         ends_E = here_PL.sum(0).cumsum(0).to(torch.int32)
         return CountedRows(permutation, splits_2P, here_PL, ends_E=ends_E)
 
-    def _even(self, permutation: Permutation, rows: int) -> RowExchange:
+    def _even(self, permutation: Permutation, rows_per_expert: int) -> RowExchange:
         """So many rows of every expert from every rank: nobody has to count."""
         ranks = self.group.size()
         local = self.local
-        split = (local * rows,) * ranks
+        split = (local * rows_per_expert,) * ranks
         rows_R = torch.arange(sum(split), device=permutation.ends_E.device)
         to_expert_major_R, to_rank_major_R = (
-            rows_R.view(a, b, rows).transpose(0, 1).flatten()
+            rows_R.view(a, b, rows_per_expert).transpose(0, 1).flatten()
             for a, b in ((ranks, local), (local, ranks))
         )
         return RowExchange(

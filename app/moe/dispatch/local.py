@@ -8,7 +8,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from app.moe.permute import Permutation, combine, permute, sort_by_expert
-from app.moe.protocol import Dispatched, padded_rows
+from app.moe.protocol import Dispatched
 
 
 class LocalDispatcher:
@@ -18,11 +18,10 @@ class LocalDispatcher:
         self.num_experts = num_experts
 
     def preprocess(
-        self, experts_TK: Tensor, drops: bool = False, capacity: int | None = None
+        self, experts_TK: Tensor, drops: bool = False, rows_per_expert: int | None = None
     ) -> Permutation:
         """Sort the choices by expert."""
-        rows = padded_rows(experts_TK, capacity)
-        return sort_by_expert(experts_TK, self.num_experts, drops, rows_per_expert=rows)
+        return sort_by_expert(experts_TK, self.num_experts, drops, rows_per_expert=rows_per_expert)
 
     def dispatch(self, x_TD: Tensor, prepared: Permutation) -> tuple[Dispatched, Permutation]:
         """T × D -> R × D, expert-major."""

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 from app.config import Run
+from app.plan.dispatchers.choose import run_dispatcher
 from app.plan.groups import CP, DP_CP, EDP, EMBEDDING, ETP_EP, PP, TP, Group, Way
 from app.plan.layout import ParallelLayout
 from app.plan.model.stage import stage_weights
@@ -60,23 +61,15 @@ def step_volumes(run: Run, layout: ParallelLayout, stages: StagePlan) -> Iterato
             CP,
             "all-gather of keys and values, reduce-scatter of their gradients",
             Way.ring,
-            bytes=step.busiest(step.gathered_keys),
+            bytes=step.traced(CP, Way.ring),
         ),
         Volume(
             CP,
             "all-to-all of queries, keys, values and results",
             Way.all_to_all,
-            bytes=step.busiest(step.traded_heads),
+            bytes=step.traced(CP, Way.all_to_all),
         ),
-        Volume(
-            ETP_EP,
-            "all-gather of tokens, reduce-scatter of sums",
-            Way.ring,
-            bytes=step.busiest(step.gathered_tokens),
-        ),
-        Volume(
-            ETP_EP, "all-to-all of rows", Way.all_to_all, bytes=step.busiest(step.exchanged_rows)
-        ),
+        *_token_exchange(step),
         Volume(
             PP,
             "send of hidden states and their gradients",
@@ -96,6 +89,15 @@ def step_volumes(run: Run, layout: ParallelLayout, stages: StagePlan) -> Iterato
         Volume(EDP, gradients, Way.ring, bytes=step.busiest(step.expert_parameters), exposed=False),
     )
     return (volume for volume in volumes if volume.bytes)
+
+
+def _token_exchange(step: _Step) -> Iterator[Volume]:
+    """Of the run's dispatcher, if it has one that exchanges anything."""
+    dispatcher = run_dispatcher(step.run)
+    exchange = None if dispatcher is None else dispatcher.exchange
+    if exchange is not None:
+        size = step.traced(ETP_EP, exchange.way)
+        yield Volume(ETP_EP, exchange.collectives, exchange.way, bytes=size)
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,23 +127,11 @@ class _Step:
         weights = (each.weight for each in stage_weights(self.run.model, stage))
         elements = sum(weight.numel for weight in weights if weight.replica)
         whole = elements * BYTES[self.run.precision.grads]
-        return self._traced(stage, (TP, Way.ring)) + 2 * whole * (tp - 1) // tp
+        return self._traced(stage, TP, Way.ring) + 2 * whole * (tp - 1) // tp
 
-    def gathered_keys(self, stage: Stage) -> int:
-        """Keys and values that all ranks of cp have for attention, and their gradients."""
-        return self._traced(stage, (CP, Way.ring))
-
-    def traded_heads(self, stage: Stage) -> int:
-        """Whole sequences of a part of the heads, and their results."""
-        return self._traced(stage, (CP, Way.all_to_all))
-
-    def gathered_tokens(self, stage: Stage) -> int:
-        """All tokens to all ranks with experts, and sums for them back."""
-        return self._traced(stage, (ETP_EP, Way.ring))
-
-    def exchanged_rows(self, stage: Stage) -> int:
-        """Rows to experts on other ranks, and back."""
-        return self._traced(stage, (ETP_EP, Way.all_to_all))
+    def traced(self, group: Group, way: Way) -> int:
+        """What the model's operations send in a group, on the rank that has most."""
+        return self.busiest(lambda stage: self._traced(stage, group, way))
 
     def pipeline(self) -> int:
         """Hidden states to the next stage, gradients to the one before, if on other ranks."""
@@ -170,8 +160,8 @@ class _Step:
         element = BYTES[self.run.precision.grads] + BYTES[self.run.precision.params]
         return buffer.numel // buffer.world * (buffer.world - 1) * element
 
-    def _traced(self, stage: Stage, kind: Kind) -> int:
-        return self.run.num_microbatches * self.sent[stage][kind]
+    def _traced(self, stage: Stage, group: Group, way: Way) -> int:
+        return self.run.num_microbatches * self.sent[stage][group, way]
 
 
 def _buffers(run: Run, layout: ParallelLayout, stages: StagePlan) -> dict[Stage, ChunkBuffers]:

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from app.choices import DispatcherKind
-from app.plan.dispatchers.record import PlannedDispatcher, Rows, Tokens, TracedRows
-from app.plan.groups import ETP_EP, Way
+from app.plan.dispatchers.record import PlannedDispatcher, Rows, TokenExchange, Tokens, TracedRows
+from app.plan.groups import Way
 from app.plan.trace.trace import Sends, Trace, TracedTensor
 
 SUMS = 4  # bytes of an element of a token's sum over its experts, scattered in fp32
@@ -19,7 +19,9 @@ class PlannedAllGather(PlannedDispatcher):
     """Moves tokens, whatever K is; each rank's sums for all of them are scattered in fp32."""
 
     kind: ClassVar[DispatcherKind] = DispatcherKind.all_gather
-    between_ranks: ClassVar[bool] = True
+    exchange: ClassVar[TokenExchange | None] = TokenExchange(
+        "all-gather of tokens, reduce-scatter of sums", Way.ring
+    )
     uneven: ClassVar[bool] = True
 
     def rows(self, tokens: int) -> Rows:
@@ -67,7 +69,7 @@ class PlannedAllGather(PlannedDispatcher):
     def _ring(self, forward: int, backward: int) -> Sends:
         """This rank's share of what is gathered or scattered goes round to all others."""
         others = self.ranks - 1
-        return Sends(ETP_EP, Way.ring, forward=others * forward, backward=others * backward)
+        return self.sends(forward=others * forward, backward=others * backward)
 
     def _sums(self, tokens: Tokens) -> int:
         return tokens.count * tokens.width * SUMS

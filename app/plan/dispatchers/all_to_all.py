@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from app.choices import DispatcherKind
-from app.plan.dispatchers.record import PlannedDispatcher, Rows, Tokens, TracedRows
-from app.plan.groups import ETP_EP, Way
+from app.plan.dispatchers.record import PlannedDispatcher, Rows, TokenExchange, Tokens, TracedRows
+from app.plan.groups import Way
 from app.plan.trace.trace import Sends, Trace, TracedTensor
 
 
@@ -16,13 +16,13 @@ class PlannedAllToAll(PlannedDispatcher):
     """A row goes to each rank that has a part of its expert."""
 
     kind: ClassVar[DispatcherKind] = DispatcherKind.all_to_all
-    between_ranks: ClassVar[bool] = True
+    exchange: ClassVar[TokenExchange | None] = TokenExchange("all-to-all of rows", Way.all_to_all)
     uneven: ClassVar[bool] = True
 
     def rows(self, tokens: int) -> Rows:
         """What is dropped is not sent; what arrives is the busiest rank's share."""
         asked = self.mean_rows(tokens)
-        most = self.padded_rows(tokens)
+        most = self.most_rows(tokens)
         sent = asked if most is None else most if self.moe.pad_to_capacity else min(asked, most)
         computed = round(asked * self.busiest_load(tokens))
         return Rows(asked, most is not None, sent=sent, computed=computed)
@@ -65,4 +65,4 @@ class PlannedAllToAll(PlannedDispatcher):
         """Rows in one direction, as many as the busiest rank has, and their gradients."""
         rows = self.rows(tokens.count).computed * tokens.row
         leaves = rows * (self.ranks - 1) // self.ranks
-        return Sends(ETP_EP, Way.all_to_all, forward=leaves, backward=leaves)
+        return self.sends(forward=leaves, backward=leaves)

@@ -31,7 +31,7 @@ def planned_dispatcher(moe: MoEConfig, ep: int, etp: int) -> PlannedDispatcher:
 
 def kinds_between_ranks() -> tuple[str, ...]:
     """Values of `model.moe.dispatcher` with which experts may lie on several ranks."""
-    return "auto", *(kind.value for kind, each in DISPATCHERS.items() if each.between_ranks)
+    return "auto", *(kind.value for kind, each in DISPATCHERS.items() if each.exchange)
 
 
 def run_dispatcher(run: Run) -> PlannedDispatcher | None:

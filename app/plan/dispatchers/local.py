@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from app.choices import DispatcherKind
-from app.plan.dispatchers.record import PlannedDispatcher, Rows, Tokens, TracedRows
+from app.plan.dispatchers.record import PlannedDispatcher, Rows, TokenExchange, Tokens, TracedRows
 from app.plan.trace.trace import Trace, TracedTensor
 
 
@@ -17,15 +17,15 @@ class PlannedLocal(PlannedDispatcher):
     """
 
     kind: ClassVar[DispatcherKind] = DispatcherKind.local
-    between_ranks: ClassVar[bool] = False
+    exchange: ClassVar[TokenExchange | None] = None
     uneven: ClassVar[bool] = False
 
     def rows(self, tokens: int) -> Rows:
         """As many as are asked for, or as capacities have."""
         asked = self.mean_rows(tokens)
-        padded = self.padded_rows(tokens)
-        rows = padded if padded is not None and self.moe.pad_to_capacity else asked
-        return Rows(asked, padded is not None, sent=rows, computed=rows)
+        most = self.most_rows(tokens)
+        rows = most if most is not None and self.moe.pad_to_capacity else asked
+        return Rows(asked, most is not None, sent=rows, computed=rows)
 
     def trace_dispatch(
         self, trace: Trace, tokens: Tokens, h: TracedTensor, rows: TracedRows

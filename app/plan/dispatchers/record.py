@@ -18,7 +18,8 @@ from typing import ClassVar
 
 from app.choices import DispatcherKind
 from app.config import MoEConfig
-from app.plan.trace.trace import Trace, TracedTensor
+from app.plan.groups import ETP_EP, Way
+from app.plan.trace.trace import Sends, Trace, TracedTensor
 
 
 def capacity(choices: int, num_experts: int, factor: float) -> int:
@@ -59,6 +60,14 @@ class Rows:
 
 
 @dataclass(frozen=True, slots=True)
+class TokenExchange:
+    """How tokens get to experts on other ranks, and back."""
+
+    collectives: str  # what runs, in words
+    way: Way  # in which bytes go
+
+
+@dataclass(frozen=True, slots=True)
 class TracedRows:
     """What preprocessing makes of a microbatch's choices, as an operation trace has it."""
 
@@ -84,7 +93,7 @@ class PlannedDispatcher(ABC):
     """
 
     kind: ClassVar[DispatcherKind]
-    between_ranks: ClassVar[bool]  # whether it can serve experts on several ranks
+    exchange: ClassVar[TokenExchange | None]  # None: it cannot serve experts on several ranks
     uneven: ClassVar[bool]  # whether sizes of its exchange depend on what routers choose
 
     moe: MoEConfig
@@ -104,7 +113,7 @@ class PlannedDispatcher(ABC):
     @property
     def legal(self) -> bool:
         """Whether it can serve these ranks."""
-        return self.between_ranks or self.ranks == 1
+        return self.exchange is not None or self.ranks == 1
 
     @property
     def waits_for_host(self) -> bool:
@@ -114,17 +123,25 @@ class PlannedDispatcher(ABC):
         """
         return self.uneven and not self.moe.pad_to_capacity
 
-    def capacity_load(self, tokens: int) -> float | None:
-        """Most rows that experts take of a rank's tokens, over those asked for; None: no bound.
-
-        An expert takes its capacity of the T tokens of each rank, at most T.
+    def most_per_expert(self, tokens: int) -> int | None:
+        """Most rows that an expert takes of a rank's T tokens: its capacity, at most T; None: no
+        bound.
         """
         moe = self.moe
         if moe.capacity_factor is None:
             return None
-        choices = tokens * moe.top_k
-        rows = min(capacity(choices, moe.num_experts, moe.capacity_factor), tokens)
-        return moe.num_experts * rows / choices
+        return min(capacity(tokens * moe.top_k, moe.num_experts, moe.capacity_factor), tokens)
+
+    def rows_per_expert(self, tokens: int) -> int | None:
+        """Rows of a rank's tokens that every expert is filled up to; None: it is not."""
+        return self.most_per_expert(tokens) if self.moe.pad_to_capacity else None
+
+    def capacity_load(self, tokens: int) -> float | None:
+        """Most rows that experts take of a rank's tokens, over those asked for; None: no bound."""
+        most = self.most_per_expert(tokens)
+        if most is None:
+            return None
+        return self.moe.num_experts * most / (tokens * self.moe.top_k)
 
     def busiest_load(self, tokens: int) -> float:
         """Rows of the busiest expert-parallel rank over the mean without drops.
@@ -144,10 +161,15 @@ class PlannedDispatcher(ABC):
         """Rows that the experts of one rank compute at even load, nothing dropped."""
         return tokens * self.moe.top_k * self.etp
 
-    def padded_rows(self, tokens: int) -> int | None:
-        """Rows of one rank's tokens at the experts' capacity; None: there is none."""
+    def most_rows(self, tokens: int) -> int | None:
+        """Most rows that all experts take of a rank's tokens; None: no bound."""
         bound = self.capacity_load(tokens)
         return None if bound is None else round(self.mean_rows(tokens) * bound)
+
+    def sends(self, forward: int, backward: int) -> Sends:
+        """So many bytes to the other ranks, by its exchange."""
+        assert self.exchange is not None
+        return Sends(ETP_EP, self.exchange.way, forward=forward, backward=backward)
 
     @abstractmethod
     def rows(self, tokens: int) -> Rows:
