@@ -151,6 +151,7 @@ class Chunk(nn.Module):
             x_BsD,
             self.table.weight,
             labels_BS,
+            backend=self.table.backend,
             group=self.peers.tp,
             chunk_tokens=self.chunk_tokens,
             sink=sink,

@@ -3,7 +3,7 @@
 A back end is the three products. Where tokens are gathered and scattered, what is kept for backward
 and where the weight's gradient goes is the modules' business (`app.model.linear`), and the same for
 all of them. `linear_backend` and `grouped_linear_backend` are the one place where a back end would
-be chosen; so far each has one, torch's products. The loss computes the head's products itself
+be chosen; so far each has one, torch's products. The loss asks the head's back end for its products
 (`app.model.loss`), chunk by chunk where no rank is to have all logits.
 
 Shapes: I input width, O output width, T rows, E experts; rows of an expert end at its offset in
@@ -27,8 +27,8 @@ class LinearBackend(Protocol):
     def output(self, x: Tensor, weight_OI: Tensor) -> Tensor:
         """x · weightᵀ; autograd differentiates it where nothing else is to be done in backward."""
 
-    def input_grad(self, grad: Tensor, weight_OI: Tensor) -> Tensor:
-        """grad · weight, of the output's gradient."""
+    def input_grad(self, grad: Tensor, weight_OI: Tensor, out: Tensor | None = None) -> Tensor:
+        """grad · weight, of the output's gradient; in the memory of `out` if there is one."""
 
     def weight_grad(self, grad: Tensor, x: Tensor) -> WeightGrad:
         """gradᵀ · x over all rows, O × I: its operands, nothing is computed yet."""
@@ -56,9 +56,9 @@ class TorchLinear:
         """See the protocol."""
         return F.linear(x, weight_OI)
 
-    def input_grad(self, grad: Tensor, weight_OI: Tensor) -> Tensor:
+    def input_grad(self, grad: Tensor, weight_OI: Tensor, out: Tensor | None = None) -> Tensor:
         """See the protocol."""
-        return grad @ weight_OI
+        return torch.matmul(grad, weight_OI, out=out)
 
     def weight_grad(self, grad: Tensor, x: Tensor) -> WeightGrad:
         """See the protocol."""

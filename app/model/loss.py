@@ -1,9 +1,10 @@
 """Cross-entropy straight from hidden states, the vocabulary cut over tensor-parallel ranks.
 
 No rank ever has all logits of a token, and with `chunk_tokens` none has those of all its tokens:
-backward computes them again, a chunk at a time (after arXiv 2411.09009). Statistics are fp32. Ranks
-exchange three numbers per token: the largest logit, the sum of exponentials and the logit of the
-label.
+backward computes them again, a chunk at a time (after arXiv 2411.09009). The head's products are
+those of its back end (`app.model.linear_backend`), as of every linear layer; here is when they are
+computed, and what becomes of the logits in between. Statistics are fp32. Ranks exchange three
+numbers per token: the largest logit, the sum of exponentials and the logit of the label.
 
 Shapes: B sequences, S tokens per sequence of a context-parallel rank, s = S / tp of them here, T =
 B · S, C tokens of a chunk, D hidden, V rows of this rank of the vocabulary.
@@ -21,9 +22,10 @@ from torch.autograd.function import once_differentiable
 from app.collectives import all_reduce
 from app.kernels import cross_entropy
 from app.kernels.common import usable
+from app.model.linear_backend import LinearBackend
 from app.model.peers import rank, size
 from app.model.tensor_parallel import Group, gathered, scattered
-from app.model.weight_grads import ComputedGrad, LinearGrad, WeightGrad, WeightGradSink
+from app.model.weight_grads import ComputedGrad, WeightGrad, WeightGradSink
 
 ROWS = 1024  # tokens whose logits are in fp32 at once, without kernels
 
@@ -32,18 +34,19 @@ def summed_loss(
     h_BsD: Tensor,
     weight_VD: nn.Parameter,
     labels_BS: Tensor,
+    backend: LinearBackend,
     group: Group = None,
     chunk_tokens: int | None = None,
     sink: WeightGradSink | None = None,
 ) -> Tensor:
     """Cross-entropy of h · weightᵀ, nats, summed over labels that are not negative; an fp32 scalar.
 
-    The same on every rank of `group`. With `chunk_tokens`, logits of so many tokens exist at once;
-    otherwise all, which are kept for backward in the type of the weights. `sink` takes the
-    weight's gradient as in `linear`.
+    The same on every rank of `group`. `backend` computes the products. With `chunk_tokens`, logits
+    of so many tokens exist at once; otherwise all, which are kept for backward in the type of the
+    weights. `sink` takes the weight's gradient as in `app.model.linear`.
     """
     loss: Tensor = _SummedLoss.apply(
-        h_BsD, weight_VD, labels_BS.flatten(), group, chunk_tokens, sink
+        h_BsD, weight_VD, labels_BS.flatten(), backend, group, chunk_tokens, sink
     )
     return loss
 
@@ -96,6 +99,7 @@ class _SummedLoss(torch.autograd.Function):
         h_BsD: Tensor,
         weight_VD: nn.Parameter,
         labels_T: Tensor,
+        backend: LinearBackend,
         group: Group,
         chunk_tokens: int | None,
         sink: WeightGradSink | None,
@@ -106,13 +110,14 @@ class _SummedLoss(torch.autograd.Function):
         kept = []
         found = []
         for h_CD, row_C in zip(h_TD.split(chunk), row_T.split(chunk), strict=True):
-            logits_CV = h_CD @ weight_VD.T
+            logits_CV = backend.output(h_CD, weight_VD)
             found.append(_statistics(logits_CV, row_C))
             kept += [logits_CV] if chunk_tokens is None else []
         lse_T, label_T = _merge(torch.cat(found, dim=1), group)
         counts_T = labels_T >= 0
         ctx.save_for_backward(h_BsD, row_T, lse_T, counts_T, *kept)
         ctx.weight_VD = weight_VD
+        ctx.backend = backend
         ctx.group = group
         ctx.chunk = chunk
         ctx.sink = sink
@@ -126,44 +131,42 @@ class _SummedLoss(torch.autograd.Function):
         h_TD = gathered(h_BsD, ctx.group).flatten(0, 1)
         weight_T = counts_T * grad
         if kept:
-            grad_TD, weight_gradient = _whole(
-                kept[0], h_TD, weight_VD, row_T=row_T, lse_T=lse_T, weight_T=weight_T
-            )
+            _into_gradient(kept[0], row_T, lse_T, weight_C=weight_T)
+            grad_TD = ctx.backend.input_grad(kept[0], weight_VD)
+            weight_gradient = ctx.backend.weight_grad(kept[0], h_TD)
         else:
             grad_TD, weight_gradient = _chunked(
-                ctx.chunk, h_TD, weight_VD, row_T=row_T, lse_T=lse_T, weight_T=weight_T
+                ctx.backend,
+                ctx.chunk,
+                h_TD,
+                weight_VD=weight_VD,
+                row_T=row_T,
+                lse_T=lse_T,
+                weight_T=weight_T,
             )
         grad_BsD = scattered(grad_TD.view(len(h_BsD), -1, h_TD.shape[1]), ctx.group)
         if ctx.sink is None:
-            return grad_BsD, weight_gradient().to(weight_VD.dtype), None, None, None, None
+            return grad_BsD, weight_gradient().to(weight_VD.dtype), None, None, None, None, None
         ctx.sink.push(weight_VD, weight_gradient)
-        return grad_BsD, None, None, None, None, None
+        return grad_BsD, None, None, None, None, None, None
 
 
-Gradients = tuple[Tensor, WeightGrad]  # of hidden states [T, D] and of the weights [V, D]
-
-
-def _whole(
-    logits_TV: Tensor,
+def _chunked(
+    backend: LinearBackend,
+    chunk: int,
     h_TD: Tensor,
     weight_VD: Tensor,
     row_T: Tensor,
     lse_T: Tensor,
     weight_T: Tensor,
-) -> Gradients:
-    _into_gradient(logits_TV, row_T, lse_T, weight_C=weight_T)
-    return logits_TV @ weight_VD, LinearGrad(logits_TV.T, h_TD)
-
-
-def _chunked(
-    chunk: int, h_TD: Tensor, weight_VD: Tensor, row_T: Tensor, lse_T: Tensor, weight_T: Tensor
-) -> Gradients:
+) -> tuple[Tensor, WeightGrad]:
+    """Gradients of hidden states [T, D] and of the weights [V, D], these summed up in fp32."""
     grad_TD = torch.empty_like(h_TD)
     sum_VD = torch.zeros_like(weight_VD, dtype=torch.float32)
     parts = (part.split(chunk) for part in (grad_TD, h_TD, row_T, lse_T, weight_T))
     for grad_CD, h_CD, row_C, lse_C, weight_C in zip(*parts, strict=True):
-        logits_CV = h_CD @ weight_VD.T
+        logits_CV = backend.output(h_CD, weight_VD)
         _into_gradient(logits_CV, row_C, lse_C, weight_C=weight_C)
-        torch.mm(logits_CV, weight_VD, out=grad_CD)
-        sum_VD += logits_CV.T @ h_CD
+        backend.input_grad(logits_CV, weight_VD, out=grad_CD)
+        sum_VD += backend.weight_grad(logits_CV, h_CD)()
     return grad_TD, ComputedGrad(sum_VD)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from app.model.linear_backend import TorchLinear
 from app.model.loss import summed_loss
 from app.model.weight_grads import GroupedLinearGrad
 from app.moe.permute import combine, permute, sort_by_expert
@@ -97,7 +98,10 @@ def layer(leaves: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     # unequal experts: probabilities matter
     factors_R = (1 + torch.arange(probs_TK.numel(), device="cuda") % 5).bfloat16()
     out_TD = combine(permute(x_TD, record) * factors_R[:, None], probs_TK, record)
-    loss = summed_loss(out_TD.view(*labels_BS.shape, -1), weight_VD, labels_BS) / 1024
+    loss = (
+        summed_loss(out_TD.view(*labels_BS.shape, -1), weight_VD, labels_BS, backend=TorchLinear())
+        / 1024
+    )
     return loss.detach(), *torch.autograd.grad(loss, (x_TD, logits_TE, weight_VD))
 
 

@@ -54,6 +54,7 @@ def golden_loss(rank: int, case: dict[str, Any], chunk: int | None) -> tuple[flo
         h,
         nn.Parameter(torch.eye(vocab)[own].clone()),
         labels_BS,
+        backend=TorchLinear(),
         group=dist.group.WORLD,
         chunk_tokens=chunk,
     )

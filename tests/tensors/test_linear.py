@@ -132,12 +132,17 @@ class Counted:
         return getattr(self.inner, product)
 
 
-def test_one_back_end_computes_every_product_of_the_layers(monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize("chunk_tokens", [None, 6])
+def test_one_back_end_computes_every_product(
+    chunk_tokens: int | None, monkeypatch: pytest.MonkeyPatch
+):
+    """Those of the layers, and of the head in the loss: 16 tokens are 3 chunks."""
     counts: Counter[tuple[str, str]] = Counter()
     for name, inner in (("linear", TorchLinear()), ("grouped_linear", TorchGroupedLinear())):
         counted = Counted(name, inner, counts)
         monkeypatch.setattr(app.model.linear, f"{name}_backend", lambda counted=counted: counted)
     chunk = make_chunk(dataclasses.replace(TINY, moe=TINY_MOE))
+    chunk.chunk_tokens = chunk_tokens
     inside = [module for module in chunk.layers.modules() if isinstance(module, LinearModule)]
     grouped = sum(isinstance(module, GroupedLinear) for module in inside)
     kinds = {"linear": len(inside) - grouped, "grouped_linear": grouped}
@@ -147,14 +152,19 @@ def test_one_back_end_computes_every_product_of_the_layers(monkeypatch: pytest.M
     tokens = draw_tokens(TINY, 2, 9)
     context = chunk.context(torch.arange(8).expand(2, 8), None, sink)
     chunk.loss(chunk(tokens[:, :-1], context).x, tokens[:, 1:], context).backward()
-    for kind, modules in kinds.items():
-        assert {counts[kind, name] for name in ("output", "input_grad", "weight_grad")} == {modules}
+    products = ("output", "input_grad", "weight_grad")
+    grouped_counts, linear_counts = (
+        [counts[kind, name] for name in products] for kind in ("grouped_linear", "linear")
+    )
+    assert grouped_counts == [grouped] * 3
+    head = [1, 1, 1] if chunk_tokens is None else [2 * 3, 3, 3]  # backward makes logits again
+    assert linear_counts == [kinds["linear"] + of_head for of_head in head]
     # one gradient of each weight; that of the looked up table is autograd's
     assert chunk.head is not None and chunk.embedding is not None
     assert arrived == Counter(module.weight for module in [*inside, chunk.head])
     assert chunk.embedding.weight.grad is not None
     chunk.logits(torch.zeros(1, 1, TINY.hidden_size))
-    assert counts["linear", "output"] == kinds["linear"] + 1
+    assert counts["linear", "output"] == linear_counts[0] + 1
 
 
 def test_every_parameter_has_one_name():

@@ -14,11 +14,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import app.model.loss
+from app.model.linear_backend import TorchLinear
 from app.model.loss import summed_loss
 from app.model.weight_grads import WeightGradQueue
 from tests.rounding import expect_sums
 
 B, S, D, V = 2, 9, 8, 23
+BACKEND = TorchLinear()
 TERMS = max(D, V, B * S)  # of the longest sum
 GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "numerics.json").read_text())[
     "cross_entropy"
@@ -53,7 +55,7 @@ def test_loss_and_gradients(
 ):
     monkeypatch.setattr(app.model.loss, "ROWS", rows)
     h, weight, labels = draw(dtype)
-    loss = summed_loss(h, weight, labels, chunk_tokens=chunk)
+    loss = summed_loss(h, weight, labels, backend=BACKEND, chunk_tokens=chunk)
     (loss * 0.25).backward()
     wanted, h_grad, weight_grad = exact(h, weight, labels, scale=0.25)
     terms = (
@@ -68,7 +70,7 @@ def test_loss_and_gradients(
 def test_the_weight_gradient_can_wait(chunk: int | None):
     h, weight, labels = draw(torch.float32)
     queue, sums = WeightGradQueue(), torch.zeros(V, D)
-    summed_loss(h, weight, labels, chunk_tokens=chunk, sink=queue).backward()
+    summed_loss(h, weight, labels, backend=BACKEND, chunk_tokens=chunk, sink=queue).backward()
     assert weight.grad is None
     queue.run(lambda param, gradient: gradient.add_to(sums))
     expect_sums({"weight": sums}, {"weight": exact(h, weight, labels, scale=1.0)[2]}, TERMS)
@@ -76,14 +78,14 @@ def test_the_weight_gradient_can_wait(chunk: int | None):
 
 def test_nothing_with_a_label_is_nothing():
     h, weight, labels = draw(torch.float32)
-    loss = summed_loss(h, weight, torch.full_like(labels, -100))
+    loss = summed_loss(h, weight, torch.full_like(labels, -100), backend=BACKEND)
     loss.backward()
     assert loss == 0 and h.grad.eq(0).all() and weight.grad.eq(0).all()
 
 
 def test_large_logits_stay_finite():
     h, weight, labels = draw(torch.float32)
-    loss = summed_loss(h * 1e4, weight, labels)
+    loss = summed_loss(h * 1e4, weight, labels, backend=BACKEND)
     loss.backward()
     assert loss.isfinite() and h.grad.isfinite().all()
 
@@ -95,7 +97,10 @@ def test_equals_golden(case: dict):
         for b in range(target.shape[1]):
             h = logits[s : s + 1, b : b + 1].clone().requires_grad_()
             loss = summed_loss(
-                h, nn.Parameter(torch.eye(logits.shape[2])), target[s : s + 1, b : b + 1]
+                h,
+                nn.Parameter(torch.eye(logits.shape[2])),
+                target[s : s + 1, b : b + 1],
+                backend=BACKEND,
             )
             (loss * upstream[s, b]).backward()
             golden = {"loss": case["loss"][s][b], "logits": case["grad_logits"][s][b]}
