@@ -7,6 +7,7 @@ import re
 import statistics
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
@@ -55,6 +56,17 @@ def layer_of(module: str) -> int:
         if f"{module}.".startswith(f"{name}.")
     ]
     return max(matches)[1]
+
+
+def test_every_public_class_has_a_name_of_its_own():
+    named = Counter(
+        node.name
+        for path in SOURCES
+        for node in ast.parse(path.read_text()).body
+        if isinstance(node, ast.ClassDef) and not node.name.startswith("_")
+    )
+    assert len(named) > 200
+    assert [name for name, times in named.items() if times > 1] == []
 
 
 def imported(tree: ast.AST) -> Iterator[str]:

@@ -40,7 +40,7 @@ from app.model.linear_backend import (
 )
 from app.model.peers import ALONE, Peers, rank, size
 from app.model.tensor_parallel import (
-    Group,
+    OptionalGroup,
     gathered,
     scatter_tokens,
     scattered,
@@ -154,7 +154,7 @@ class GroupedLinear(LinearModule):
         return out_TO
 
 
-def _shared_by(weight: Weight, peers: Peers) -> Group:
+def _shared_by(weight: Weight, peers: Peers) -> OptionalGroup:
     """The ranks that have a part each of the weight, if they are several: asked once, and not again
     in every call.
     """
@@ -164,7 +164,7 @@ def _shared_by(weight: Weight, peers: Peers) -> Group:
 def _linear(
     x_BsI: Tensor,
     weight_OI: nn.Parameter,
-    group: Group,
+    group: OptionalGroup,
     backend: LinearBackend,
     sink: WeightGradSink | None,
 ) -> Tensor:
@@ -181,7 +181,7 @@ class _Linear(torch.autograd.Function):
         ctx: Any,
         x_BsI: Tensor,
         weight_OI: nn.Parameter,
-        group: Group,
+        group: OptionalGroup,
         backend: LinearBackend,
         sink: WeightGradSink | None,
     ) -> Tensor:

@@ -24,7 +24,7 @@ from app.kernels import cross_entropy
 from app.kernels.common import usable
 from app.model.linear_backend import LinearBackend
 from app.model.peers import rank, size
-from app.model.tensor_parallel import Group, gathered, scattered
+from app.model.tensor_parallel import OptionalGroup, gathered, scattered
 from app.model.weight_grads import ComputedGrad, WeightGrad, WeightGradSink
 
 ROWS = 1024  # tokens whose logits are in fp32 at once, without kernels
@@ -35,7 +35,7 @@ def summed_loss(
     weight_VD: nn.Parameter,
     labels_BS: Tensor,
     backend: LinearBackend,
-    group: Group = None,
+    group: OptionalGroup = None,
     chunk_tokens: int | None = None,
     sink: WeightGradSink | None = None,
 ) -> Tensor:
@@ -67,7 +67,7 @@ def _statistics(logits_CV: Tensor, row_C: Tensor) -> Tensor:
     return torch.cat(found, dim=1)
 
 
-def _merge(statistics_3T: Tensor, group: Group) -> tuple[Tensor, Tensor]:
+def _merge(statistics_3T: Tensor, group: OptionalGroup) -> tuple[Tensor, Tensor]:
     """(log-sum-exp, label's logit) of every token over all ranks: [T] and [T]."""
     largest_T, sums_T, label_T = statistics_3T.unbind(0)
     if group is not None and size(group) > 1:
@@ -100,7 +100,7 @@ class _SummedLoss(torch.autograd.Function):
         weight_VD: nn.Parameter,
         labels_T: Tensor,
         backend: LinearBackend,
-        group: Group,
+        group: OptionalGroup,
         chunk_tokens: int | None,
         sink: WeightGradSink | None,
     ) -> Tensor:

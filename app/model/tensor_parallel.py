@@ -20,27 +20,27 @@ from torch.autograd.function import once_differentiable
 from app.collectives import all_gather, reduce_scatter
 from app.model.peers import size
 
-Group = dist.ProcessGroup | None
+OptionalGroup = dist.ProcessGroup | None  # None: a rank alone
 
 
-def scatter_tokens(x_BSD: Tensor, group: Group) -> Tensor:
+def scatter_tokens(x_BSD: Tensor, group: OptionalGroup) -> Tensor:
     """The sum over the ranks, of which each keeps its tokens: B × S × D -> B × s × D."""
     return x_BSD if size(group) == 1 else _ScatterTokens.apply(x_BSD, group)
 
 
-def gather_tokens(x_BsD: Tensor, group: Group) -> Tensor:
+def gather_tokens(x_BsD: Tensor, group: OptionalGroup) -> Tensor:
     """The tokens of all ranks, for each to use in its own way: B × s × D -> B × S × D; gradients
     are summed over the ranks.
     """
     return x_BsD if size(group) == 1 else _GatherTokens.apply(x_BsD, group)
 
 
-def gathered(x_BsD: Tensor, group: Group) -> Tensor:
+def gathered(x_BsD: Tensor, group: OptionalGroup) -> Tensor:
     """The tokens of all ranks, without a gradient: B × s × D -> B × S × D."""
     return x_BsD if group is None or group.size() == 1 else start_gather(x_BsD, group)()
 
 
-def scattered(x_BSD: Tensor, group: Group) -> Tensor:
+def scattered(x_BSD: Tensor, group: OptionalGroup) -> Tensor:
     """Sum over the ranks, each keeping its tokens, without a gradient: B × S × D -> B × s × D."""
     return x_BSD if group is None or group.size() == 1 else start_scatter(x_BSD, group)()
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from app.errors import ConfigError, FirstOf, Instead, nearest_divisors, nearest_multiples
-from app.plan.pipeline.replay import Pipeline
+from app.plan.pipeline.dependencies import Pipeline
 
 # names of layers -> letters of a layout
 LETTERS = {"embedding": "E", "decoder": "t", "mtp": "m", "loss": "L"}

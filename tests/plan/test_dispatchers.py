@@ -11,7 +11,7 @@ from app.choices import DispatcherKind, GraphImpl
 from app.config import CudaGraphConfig, ModelConfig, MoEConfig, ParallelConfig, Run, TrainConfig
 from app.errors import ConfigError
 from app.plan.dispatchers.choose import DISPATCHERS, kinds_between_ranks, planned_dispatcher
-from app.plan.dispatchers.record import Rows, TokenExchange, Tokens
+from app.plan.dispatchers.record import RowCounts, TokenExchange, Tokens
 from app.plan.groups import ETP_EP, Way
 from app.plan.plan import Plan
 from app.plan.trace.trace import Trace
@@ -79,19 +79,19 @@ def test_rows_by_hand():
     or 8 rows per expert.
     """
 
-    def rows(moe: MoEConfig, kind: DispatcherKind, ep: int = 4, etp: int = 2) -> Rows:
+    def rows(moe: MoEConfig, kind: DispatcherKind, ep: int = 4, etp: int = 2) -> RowCounts:
         return planned_dispatcher(of(moe, kind), ep, etp).rows(64)
 
     sends, gathers = DispatcherKind.all_to_all, DispatcherKind.all_gather
-    assert rows(EXPERTS, sends) == Rows(256, False, sent=256, computed=384)
-    assert rows(DROPS, sends) == Rows(256, True, sent=128, computed=128)
-    assert rows(PADDED, sends) == Rows(256, True, sent=320, computed=320)
-    assert rows(EXPERTS, gathers) == Rows(8 * 128, True, sent=384, computed=384)
-    assert rows(PADDED, gathers) == Rows(8 * 128, True, sent=320, computed=320)
-    assert rows(EXPERTS, sends, 1, 1) == Rows(128, False, sent=128, computed=128)
+    assert rows(EXPERTS, sends) == RowCounts(256, False, sent=256, computed=384)
+    assert rows(DROPS, sends) == RowCounts(256, True, sent=128, computed=128)
+    assert rows(PADDED, sends) == RowCounts(256, True, sent=320, computed=320)
+    assert rows(EXPERTS, gathers) == RowCounts(8 * 128, True, sent=384, computed=384)
+    assert rows(PADDED, gathers) == RowCounts(8 * 128, True, sent=320, computed=320)
+    assert rows(EXPERTS, sends, 1, 1) == RowCounts(128, False, sent=128, computed=128)
     # nobody waits to learn how many are left
-    assert rows(DROPS, sends, 1, 1) == Rows(128, True, sent=128, computed=128)
-    assert rows(PADDED, sends, 1, 1) == Rows(128, True, sent=160, computed=160)
+    assert rows(DROPS, sends, 1, 1) == RowCounts(128, True, sent=128, computed=128)
+    assert rows(PADDED, sends, 1, 1) == RowCounts(128, True, sent=160, computed=160)
 
 
 def test_a_capacity_is_a_bound_and_padding_fills_up_to_it():

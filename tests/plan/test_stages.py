@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from app.errors import ConfigError
-from app.plan.pipeline.replay import Pipeline
+from app.plan.pipeline.dependencies import Pipeline
 from app.plan.stages import Stage, StagePlan, parse_layout, plan_stages
 
 # Megatron-Core 0.16.1

@@ -5,8 +5,8 @@ from itertools import product
 import pytest
 
 from app.plan.actions import Compute, Exchange, Wait
+from app.plan.pipeline.dependencies import Pipeline
 from app.plan.pipeline.lowering import lower_all
-from app.plan.pipeline.replay import Pipeline
 from app.plan.pipeline.timeline import Times, simulate
 from app.plan.schedule import build_schedule, v_shaped
 from tests.actions import parse_action

@@ -29,7 +29,7 @@ class StepInput:
     valid: Tensor  # int64 scalar: tokens with a label in the whole step, all ranks
 
 
-Loaded = tuple[tuple[Batch, ...], Tensor]  # microbatches; int64 [M]: tokens with a label
+LoadedBatches = tuple[tuple[Batch, ...], Tensor]  # microbatches; int64 [M]: tokens with a label
 
 
 class Loader:
@@ -39,7 +39,7 @@ class Loader:
         self.groups = groups
         self.device = device
         self.side = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self.ahead: tuple[Sequence[Batch], Loaded, torch.cuda.Event | None] | None = None
+        self.ahead: tuple[Sequence[Batch], LoadedBatches, torch.cuda.Event | None] | None = None
 
     def start(self, batches: Sequence[Batch]) -> None:
         """Begin to load what `take` will be asked for next."""
@@ -52,7 +52,7 @@ class Loader:
             there.record()
         self.ahead = batches, loaded, there
 
-    def take(self, batches: Sequence[Batch]) -> Loaded:
+    def take(self, batches: Sequence[Batch]) -> LoadedBatches:
         """The microbatches on the device, and how many tokens of each have a label."""
         if self.ahead is None or self.ahead[0] is not batches:
             self.start(batches)
@@ -66,7 +66,7 @@ class Loader:
             loaded[1].record_stream(here)
         return loaded
 
-    def _load(self, batches: Sequence[Batch]) -> Loaded:
+    def _load(self, batches: Sequence[Batch]) -> LoadedBatches:
         seq_len = batches[0].tokens_BS.shape[1]
         own_S = own_tokens(seq_len, self.groups.layout.cp, self.groups.cp_rank)
         counts_M = torch.stack([(batch.labels_BS != IGNORED).sum() for batch in batches])
@@ -94,7 +94,11 @@ def _tensors(batch: Batch) -> list[Tensor]:
 
 
 def step_input(
-    loaded: Loaded, normalize: Normalize, dp: int, groups: Groups, scale: Tensor | None = None
+    loaded: LoadedBatches,
+    normalize: Normalize,
+    dp: int,
+    groups: Groups,
+    scale: Tensor | None = None,
 ) -> StepInput:
     """A step's microbatches with the divisors of their losses.
 

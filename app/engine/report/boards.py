@@ -37,10 +37,10 @@ PANELS = {
                "graph_cut_gib", "graph_pool_gib"),
 }  # fmt: skip
 NAMES = {key: f"{panel}/{key}" for panel, keys in PANELS.items() for key in keys}
-Report = StepReport | ValidationReport | RollbackReport
+AnyReport = StepReport | ValidationReport | RollbackReport
 
 
-def in_panels(report: Report) -> dict[str, Any]:
+def in_panels(report: AnyReport) -> dict[str, Any]:
     """What a report has measured, under the names that boards know it by: "train/loss"."""
     return {NAMES[key]: value for key, value in report.metrics().items() if key != "step"}
 

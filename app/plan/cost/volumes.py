@@ -18,7 +18,7 @@ from app.plan.groups import CP, DP_CP, EDP, EMBEDDING, ETP_EP, PP, TP, Group, Wa
 from app.plan.layout import ParallelLayout
 from app.plan.model.stage import stage_weights
 from app.plan.model.vocabulary import table
-from app.plan.pipeline.replay import Pipeline
+from app.plan.pipeline.dependencies import Pipeline
 from app.plan.sharding.parameters import ChunkBuffers, chunk_buffers, chunk_parameters
 from app.plan.shards import BufferLayout
 from app.plan.stages import Stage, StagePlan

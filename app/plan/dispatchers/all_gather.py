@@ -6,7 +6,13 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from app.choices import DispatcherKind
-from app.plan.dispatchers.record import PlannedDispatcher, Rows, TokenExchange, Tokens, TracedRows
+from app.plan.dispatchers.record import (
+    PlannedDispatcher,
+    RowCounts,
+    TokenExchange,
+    Tokens,
+    TracedRows,
+)
 from app.plan.groups import Way
 from app.plan.trace.trace import Sends, Trace, TracedTensor
 
@@ -24,10 +30,10 @@ class PlannedAllGather(PlannedDispatcher):
     )
     uneven: ClassVar[bool] = True
 
-    def rows(self, tokens: int) -> Rows:
+    def rows(self, tokens: int) -> RowCounts:
         """Of the choices of all ranks' tokens, those of this rank's experts have a row."""
         rows = round(self.mean_rows(tokens) * self.busiest_load(tokens))
-        return Rows(self.ranks * tokens * self.moe.top_k, True, sent=rows, computed=rows)
+        return RowCounts(self.ranks * tokens * self.moe.top_k, True, sent=rows, computed=rows)
 
     def trace_dispatch(
         self, trace: Trace, tokens: Tokens, h: TracedTensor, rows: TracedRows

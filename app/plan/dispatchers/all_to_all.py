@@ -6,7 +6,13 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from app.choices import DispatcherKind
-from app.plan.dispatchers.record import PlannedDispatcher, Rows, TokenExchange, Tokens, TracedRows
+from app.plan.dispatchers.record import (
+    PlannedDispatcher,
+    RowCounts,
+    TokenExchange,
+    Tokens,
+    TracedRows,
+)
 from app.plan.groups import Way
 from app.plan.trace.trace import Sends, Trace, TracedTensor
 
@@ -19,13 +25,13 @@ class PlannedAllToAll(PlannedDispatcher):
     exchange: ClassVar[TokenExchange | None] = TokenExchange("all-to-all of rows", Way.all_to_all)
     uneven: ClassVar[bool] = True
 
-    def rows(self, tokens: int) -> Rows:
+    def rows(self, tokens: int) -> RowCounts:
         """What is dropped is not sent; what arrives is the busiest rank's share."""
         asked = self.mean_rows(tokens)
         most = self.most_rows(tokens)
         sent = asked if most is None else most if self.moe.pad_to_capacity else min(asked, most)
         computed = round(asked * self.busiest_load(tokens))
-        return Rows(asked, most is not None, sent=sent, computed=computed)
+        return RowCounts(asked, most is not None, sent=sent, computed=computed)
 
     def trace_preprocess(self, trace: Trace, tokens: Tokens, chosen: TracedTensor) -> TracedRows:
         """Rows sorted by expert, and the orders of those that arrive."""

@@ -6,7 +6,13 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from app.choices import DispatcherKind
-from app.plan.dispatchers.record import PlannedDispatcher, Rows, TokenExchange, Tokens, TracedRows
+from app.plan.dispatchers.record import (
+    PlannedDispatcher,
+    RowCounts,
+    TokenExchange,
+    Tokens,
+    TracedRows,
+)
 from app.plan.trace.trace import Trace, TracedTensor
 
 
@@ -20,12 +26,12 @@ class PlannedLocal(PlannedDispatcher):
     exchange: ClassVar[TokenExchange | None] = None
     uneven: ClassVar[bool] = False
 
-    def rows(self, tokens: int) -> Rows:
+    def rows(self, tokens: int) -> RowCounts:
         """As many as are asked for, or as capacities have."""
         asked = self.mean_rows(tokens)
         most = self.most_rows(tokens)
         rows = most if most is not None and self.moe.pad_to_capacity else asked
-        return Rows(asked, most is not None, sent=rows, computed=rows)
+        return RowCounts(asked, most is not None, sent=rows, computed=rows)
 
     def trace_dispatch(
         self, trace: Trace, tokens: Tokens, h: TracedTensor, rows: TracedRows

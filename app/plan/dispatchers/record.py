@@ -50,7 +50,7 @@ class Tokens:
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
+class RowCounts:
     """How many rows one rank handles of a microbatch; a row travels to each part of its expert."""
 
     asked: int  # that the tokens seen here ask for, of their experts or of each part of these
@@ -172,7 +172,7 @@ class PlannedDispatcher(ABC):
         return Sends(ETP_EP, self.exchange.way, forward=forward, backward=backward)
 
     @abstractmethod
-    def rows(self, tokens: int) -> Rows:
+    def rows(self, tokens: int) -> RowCounts:
         """Rows of a microbatch that has so many tokens on each rank."""
 
     def trace_preprocess(self, trace: Trace, tokens: Tokens, chosen: TracedTensor) -> TracedRows:

@@ -18,8 +18,13 @@ from app.plan.model.phases import PhaseName
 from app.plan.model.vocabulary import table
 from app.plan.recompute import RecomputeChoice
 from app.plan.stages import Stage
+from app.plan.trace.lifetimes import (
+    CapturedMemory,
+    TraceMemory,
+    captured_memory,
+    trace_memory,
+)
 from app.plan.trace.parts import Sizes, sizes_of
-from app.plan.trace.replay import Inside, Replay, inside, replay
 from app.plan.trace.stage import StagePart, part_trace, stage_parts
 from app.plan.trace.trace import ForwardTrace
 
@@ -84,15 +89,15 @@ class ChunkActivations:
 class _Link:
     """The memory of one trace of the row: what a partial graph of it holds, and the rest."""
 
-    replay: Replay
-    graph: Inside
+    memory: TraceMemory
+    graph: CapturedMemory
     captured: Collection[str]  # phases that the graph holds
     kernels: Mapping[str, int]  # phase -> launches
 
     @property
     def kept(self) -> int:
         """What autograd keeps outside of the graph."""
-        return self.replay.total - self.graph.total
+        return self.memory.total - self.graph.total
 
     def peak(self, alive: Mapping[str, int]) -> int:
         """Most that is alive in the other phases, without what the graph keeps."""
@@ -101,7 +106,7 @@ class _Link:
 
     def scratch(self) -> int:
         """Most that is alive in the graph beyond what it leaves behind."""
-        both = (*self.replay.forward.items(), *self.replay.backward.items())
+        both = (*self.memory.forward.items(), *self.memory.backward.items())
         mine = (size for phase, size in both if phase in self.captured)
         return max(mine, default=self.graph.total) - self.graph.total
 
@@ -118,7 +123,7 @@ def chunk_activations(run: Run, stage: Stage, layout: ParallelLayout) -> ChunkAc
     if recompute.usual != recompute.spared:
         shared = _shared(s, stage, recompute.usual)
         usual = _memory(s, _row(s, stage, recompute.usual), carried, shared=shared)
-    deferred = max((link.replay.deferred for link in row), default=0)  # a stage may be empty
+    deferred = max((link.memory.deferred for link in row), default=0)  # a stage may be empty
     kernels = sum(sum(link.kernels.values()) for link in row)
     return ChunkActivations(
         usual,
@@ -175,7 +180,9 @@ def _row(s: Sizes, stage: Stage, recompute: RecomputeChoice) -> list[_Link]:
 
 
 def _link(traced: ForwardTrace, captured: Collection[str]) -> _Link:
-    return _Link(replay(traced), inside(traced, captured), captured, kernels=traced.kernels())
+    return _Link(
+        trace_memory(traced), captured_memory(traced, captured), captured, kernels=traced.kernels()
+    )
 
 
 def _memory(
@@ -193,17 +200,17 @@ def _memory(
     kept = dict(shared)
     passing = s.mask + s.rotary - sum(shared.values())  # what is there until forward has ended
     for link in row:
-        for phase, size in link.replay.kept.items():
+        for phase, size in link.memory.kept.items():
             kept[phase] = kept.get(phase, 0) + size - link.graph.kept.get(phase, 0)
     total = sum(kept.values())
     stands_on = sum(shared.values())
     forward = backward = 0
-    waiting = queued = sum(link.replay.waiting for link in row)
+    waiting = queued = sum(link.memory.waiting for link in row)
     for place, link in enumerate(row):
-        forward = max(forward, stands_on + link.peak(link.replay.forward) - total)
-        queued -= link.replay.waiting  # left: of those whose backward comes before this one's
+        forward = max(forward, stands_on + link.peak(link.memory.forward) - total)
+        queued -= link.memory.waiting  # left: of those whose backward comes before this one's
         waits = queued + (carried if place < len(row) - 1 else 0)
-        backward = max(backward, stands_on + link.peak(link.replay.backward) + waits - total)
+        backward = max(backward, stands_on + link.peak(link.memory.backward) + waits - total)
         stands_on += link.kept
     return MicrobatchMemory(
         kept, forward + passing, backward, waiting=waiting, graph=_graph_share(row, context)

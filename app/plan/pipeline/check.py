@@ -17,7 +17,7 @@ from app.plan.actions import (
     ReduceGrads,
     Wait,
 )
-from app.plan.pipeline.replay import (
+from app.plan.pipeline.dependencies import (
     Made,
     Pipeline,
     excerpt,

@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
 from app.plan.actions import Action, Backward, Compute, Exchange, Flow, Forward, Free, P2POp, Wait
-from app.plan.pipeline.replay import Made, Pipeline, expect_finished, pipeline_of
+from app.plan.pipeline.dependencies import Made, Pipeline, expect_finished, pipeline_of
 from app.plan.pipeline.timeline import Times, compute_moments
 
 Moments = Mapping[Made, float]  # when, on the virtual clock

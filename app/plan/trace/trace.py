@@ -1,6 +1,6 @@
 """A forward as a list of operations on sizes: what each reads, makes, saves for backward, computes.
 
-`app.plan.trace.replay` finds out what autograd keeps of it and what else is alive while it runs;
+`app.plan.trace.lifetimes` finds out what autograd keeps of it and what else is alive while it runs;
 floating-point operations (`app.plan.cost.flops`), bytes sent to other ranks for it
 (`app.plan.cost.volumes`) and launches are sums over it. All sizes are bytes.
 """

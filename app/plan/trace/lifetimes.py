@@ -14,7 +14,7 @@ from app.plan.trace.trace import ForwardTrace, GradAddition, Operation, Segment,
 
 
 @dataclass(frozen=True, slots=True)
-class Replay:
+class TraceMemory:
     """Memory of a trace; what is alive includes the trace's input and kept tensors."""
 
     kept: Mapping[str, int]  # phase -> what autograd keeps of it from forward to backward
@@ -29,7 +29,7 @@ class Replay:
         return sum(self.kept.values())
 
 
-def replay(traced: ForwardTrace) -> Replay:
+def trace_memory(traced: ForwardTrace) -> TraceMemory:
     """What `traced` keeps, and bytes alive in its forward and backward, by phase."""
     trace = traced.trace
     saved_by = _saved_by(traced.trace)
@@ -37,7 +37,7 @@ def replay(traced: ForwardTrace) -> Replay:
     kept = _kept(trace, saved_by, dropped)
     forward = _forward(traced, saved_by.keys() - dropped)
     backward = _backward(traced, saved_by, dropped, kept=sum(kept.values()))
-    return Replay(
+    return TraceMemory(
         kept,
         forward,
         backward,
@@ -47,7 +47,7 @@ def replay(traced: ForwardTrace) -> Replay:
 
 
 @dataclass(frozen=True, slots=True)
-class Inside:
+class CapturedMemory:
     """What some phases of a trace, captured as one graph, leave behind."""
 
     kept: Mapping[str, int]  # phase -> what autograd keeps of what these phases make or are given
@@ -61,10 +61,10 @@ class Inside:
         return sum(self.kept.values())
 
 
-def inside(traced: ForwardTrace, phases: Collection[str]) -> Inside:
+def captured_memory(traced: ForwardTrace, phases: Collection[str]) -> CapturedMemory:
     """The memory of the phases of a trace that one graph holds; all 0 without phases."""
     if not phases:
-        return Inside({}, 0, 0, gradients=0)
+        return CapturedMemory({}, 0, 0, gradients=0)
     trace = traced.trace
     saved_by = _saved_by(traced.trace)
     mine = {storage for op in trace.ops if op.phase in phases for storage in op.new}
@@ -87,7 +87,7 @@ def inside(traced: ForwardTrace, phases: Collection[str]) -> Inside:
     crossing, back = (
         sum(trace.storages[storage] for storage in part) for part in (cut, cut & differentiable)
     )
-    return Inside(
+    return CapturedMemory(
         total, sum(_kept(trace, own, dropped, phases=phases).values()), crossing, gradients=back
     )
 

@@ -1,4 +1,4 @@
-"""All ranks' lists side by side without computing: what actions make and need, taking turns.
+"""What actions make and need, and all ranks' lists side by side on that, taking turns.
 
 What an action makes is named by letter, microbatch and stage: ("F", mb, s) is what stage s puts
 out, ("B", mb, s) the gradient of what went into it, ("W", mb, s) the gradients of its weights where
