@@ -12,8 +12,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from app.kernels.common import jit, tl, triton
-from app.kernels.tiling import block_of
+from app.kernels.common import jit, tl
+from app.kernels.tiling import block_of, cdiv
 
 WIDTH = 8  # neighbouring logits: 16 bytes of bf16, one load of a thread
 COLUMNS = 512
@@ -30,7 +30,7 @@ def statistics(logits_CV: Tensor, row_C: Tensor) -> Tensor:
     tokens, vocabulary = logits_CV.shape
     assert logits_CV.stride(1) == 1, "the logits of a token lie side by side"
     out_3C = torch.empty(3, tokens, dtype=torch.float32, device=logits_CV.device)
-    columns = min(COLUMNS, block_of(triton.cdiv(vocabulary, WIDTH)))
+    columns = min(COLUMNS, block_of(cdiv(vocabulary, WIDTH)))
     _statistics[(tokens,)](
         logits=logits_CV,
         rows=row_C.contiguous(),
@@ -53,7 +53,7 @@ def into_gradient(logits_CV: Tensor, row_C: Tensor, lse_C: Tensor, weight_C: Ten
     tokens, vocabulary = logits_CV.shape
     assert logits_CV.stride(1) == 1, "the logits of a token lie side by side"
     block = min(BLOCK, block_of(vocabulary))
-    grid = tokens, triton.cdiv(vocabulary, block)
+    grid = tokens, cdiv(vocabulary, block)
     _into_gradient[grid](
         logits=logits_CV,
         rows=row_C.contiguous(),

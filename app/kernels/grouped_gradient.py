@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from app.kernels.common import TensorDescriptor, jit, tl, triton
+from app.kernels.common import TensorDescriptor, jit, tl
+from app.kernels.tiling import cdiv
 
 HEIGHT, COLUMNS = 128, 128  # of an expert's I × O, per program
 STEP = 32  # rows at a time
@@ -33,7 +34,7 @@ def add_grouped_gradient(
     rows = TensorDescriptor.from_tensor(rows_TI.contiguous(), [STEP, HEIGHT])
     grad = TensorDescriptor.from_tensor(grad_TO.contiguous(), [STEP, COLUMNS])
     sums = TensorDescriptor.from_tensor(sums_EIO, [1, HEIGHT, COLUMNS])
-    grid = (triton.cdiv(width, HEIGHT) * triton.cdiv(columns, COLUMNS), experts)
+    grid = (cdiv(width, HEIGHT) * cdiv(columns, COLUMNS), experts)
     _grouped_gradient[grid](
         sums_EIO=sums,
         rows_TI=rows,

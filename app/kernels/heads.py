@@ -142,9 +142,15 @@ class _SplitAndRotate(torch.autograd.Function):
             dq=dq,
             dk=dk,
             dv=dv,
-            **_strides("q", dq),
-            **_strides("k", dk),
-            **_strides("v", dv),
+            q_of_sequence=dq.stride(0),
+            q_of_token=dq.stride(1),
+            q_of_head=dq.stride(2),
+            k_of_sequence=dk.stride(0),
+            k_of_token=dk.stride(1),
+            k_of_head=dk.stride(2),
+            v_of_sequence=dv.stride(0),
+            v_of_token=dv.stride(1),
+            v_of_head=dv.stride(2),
             grad_TF=grad_BSF,
             partial_J2H=partial_J2H,
             cos_TH=cos_BS1H,
@@ -159,9 +165,3 @@ class _SplitAndRotate(torch.autograd.Function):
             return grad_BSF, None, None, None, None, None
         grad_query_H, grad_key_H = partial_J2H.sum(0).to(query_H.dtype)
         return grad_BSF, None, None, grad_query_H, grad_key_H, None
-
-
-def _strides(name: str, grad_BSNH: Tensor) -> dict[str, int]:
-    """How far apart sequences, tokens and heads of a gradient lie, by the kernel's names."""
-    sequence, token, head, _ = grad_BSNH.stride()
-    return {f"{name}_of_sequence": sequence, f"{name}_of_token": token, f"{name}_of_head": head}

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from app.kernels.common import jit, tl
-from app.kernels.tiling import norm_tiling
+from app.kernels.tiling import NormTiling, norm_tiling
 
 
 def rms_norm(x: Tensor, weight_W: Tensor, eps: float) -> Tensor:
@@ -29,17 +29,19 @@ def rms_norm(x: Tensor, weight_W: Tensor, eps: float) -> Tensor:
 class _RmsNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight_W: Tensor, eps: float) -> Tensor:
-        inverse_R = x.new_empty(x.numel() // x.shape[-1], dtype=torch.float32)
+        width = x.shape[-1]
+        rows = x.numel() // width
+        inverse_R = x.new_empty(rows, dtype=torch.float32)
         ctx.save_for_backward(x, weight_W, inverse_R)
         out = torch.empty_like(x)
-        tiling = norm_tiling(x.shape[-1])
-        _forward[(tiling.tiles(len(inverse_R)),)](
+        ctx.tiling = tiling = norm_tiling(width)
+        _forward[(tiling.tiles(rows),)](
             x_RW=x,
             weight_W=weight_W,
             out_RW=out,
             inverse_R=inverse_R,
-            rows=len(inverse_R),
-            width=x.shape[-1],
+            rows=rows,
+            width=width,
             eps=eps,
             HEIGHT=tiling.height,
             COLUMNS=tiling.columns,
@@ -52,10 +54,12 @@ class _RmsNorm(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
         x, weight_W, inverse_R = ctx.saved_tensors
         grad_x = torch.empty_like(x)
-        rows = len(inverse_R)
-        tiling = norm_tiling(x.shape[-1])
-        partial_JW = x.new_empty(tiling.programs(rows), x.shape[-1], dtype=torch.float32)
-        _backward[(len(partial_JW),)](
+        width = x.shape[-1]
+        rows = x.numel() // width
+        tiling: NormTiling = ctx.tiling
+        programs = tiling.programs(rows)
+        partial_JW = x.new_empty(programs, width, dtype=torch.float32)
+        _backward[(programs,)](
             grad_RW=grad.contiguous(),
             x_RW=x,
             weight_W=weight_W,
@@ -63,7 +67,7 @@ class _RmsNorm(torch.autograd.Function):
             grad_x_RW=grad_x,
             partial_JW=partial_JW,
             rows=rows,
-            width=x.shape[-1],
+            width=width,
             tiles=tiling.tiles(rows),
             HEIGHT=tiling.height,
             COLUMNS=tiling.columns,

@@ -10,8 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from app.kernels.common import jit, tl, triton
-from app.kernels.tiling import block_of
+from app.kernels.common import jit, tl
+from app.kernels.tiling import block_of, cdiv
 
 BLOCK = 2048  # columns of one program
 TILE = 8192  # values of one program that holds all rows of a token at once
@@ -109,7 +109,7 @@ def _flat(choices_TK: Tensor | None) -> Tensor | None:
 def _columns(tokens: int, width: int) -> tuple[tuple[int, int], int, int]:
     """Grid, columns of a program and its warps, when each program has some columns of one token."""
     block = min(block_of(width), BLOCK)
-    return (tokens, triton.cdiv(width, block)), block, _warps(block)
+    return (tokens, cdiv(width, block)), block, _warps(block)
 
 
 def _warps(values: int) -> int:

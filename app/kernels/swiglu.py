@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from app.kernels.common import jit, tl, triton
-from app.kernels.tiling import block_of
+from app.kernels.common import jit, tl
+from app.kernels.tiling import block_of, cdiv
 
 TILE = 2048  # values of the result per program: 16 per thread
 COLUMNS = 512  # of a tile at most
@@ -50,7 +50,7 @@ def _launch(kernel: Any, act: Tensor, *tensors: Tensor) -> None:
     rows = act.numel() // max(1, width)
     columns = min(block_of(width), COLUMNS)
     height = TILE // columns
-    grid = (triton.cdiv(rows, height), triton.cdiv(width, columns))
+    grid = (cdiv(rows, height), cdiv(width, columns))
     kernel[grid](*tensors, rows, width, HEIGHT=height, COLUMNS=columns)
 
 

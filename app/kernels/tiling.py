@@ -17,6 +17,11 @@ HEAD_TILE = 1024
 HEADS = 6  # of a program at least, where there are so many: they share one read of the tables
 
 
+def cdiv(count: int, size: int) -> int:
+    """Parts of at most `size` that hold `count`. Triton's own takes 2 µs: it serves kernels too."""
+    return -(-count // size)
+
+
 def block_of(width: int) -> int:
     """The power of two that holds `width` values."""
     return 1 << max(0, width - 1).bit_length()

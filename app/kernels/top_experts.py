@@ -9,8 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from app.kernels.common import jit, tl, triton
-from app.kernels.tiling import block_of
+from app.kernels.common import jit, tl
+from app.kernels.tiling import block_of, cdiv
 
 VALUES = 1024  # scores of one program
 
@@ -26,7 +26,7 @@ def top_experts(scores_TE: Tensor, top_k: int) -> Tensor:
     found_TK = torch.empty(tokens, top_k, dtype=torch.int64, device=scores_TE.device)
     padded = block_of(experts)
     block = max(1, VALUES // padded)
-    _top[(triton.cdiv(tokens, block),)](
+    _top[(cdiv(tokens, block),)](
         scores_TE.contiguous(),
         found_TK,
         tokens,
