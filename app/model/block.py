@@ -64,12 +64,15 @@ def run_phases(
     A value is dropped after the last phase that reads it, so that what autograd does not save is
     freed.
     """
+    last_reader = {name: index for index, phase in enumerate(phases) for name in phase.inputs}
+    last_reader.update(dict.fromkeys(keep, len(phases)))
     known = dict(values)
     for index, phase in enumerate(phases):
-        outputs = phase.run(*(known[name] for name in phase.inputs))
+        outputs = phase.run(*[known[name] for name in phase.inputs])
         known.update(zip(phase.outputs, outputs, strict=True))
-        needed = {name for later in phases[index + 1 :] for name in later.inputs}.union(keep)
-        known = {name: value for name, value in known.items() if name in needed}
+        for name in phase.inputs:
+            if last_reader[name] == index:
+                del known[name]
     return {name: known.get(name) for name in keep}
 
 
@@ -89,8 +92,7 @@ def run_layer(
     behind attention again.
     """
     recompute = value_of(values, "context", Context).recompute
-    routes = any(phase.name is PhaseName.route for phase in phases)
-    if not routes or not recompute.recomputes(Recompute.moe):
+    if not recompute.recomputes(Recompute.moe) or not _routes(phases):
         return run_phases(phases, values, keep)
     start = int(phases[0].name is PhaseName.attn)
     before = run_phases(phases[:start], values, keep=("x", "context"))
@@ -100,6 +102,10 @@ def run_layer(
 
     x_BsD = value_of(before, "x", Tensor)
     return recompute.checkpoint(Recompute.moe, behind, x_BsD, value_of(before, "context", Context))
+
+
+def _routes(phases: Sequence[Phase]) -> bool:
+    return any(phase.name is PhaseName.route for phase in phases)
 
 
 class Body(nn.Module):

@@ -64,6 +64,7 @@ class Chunk(nn.Module):
         # registered in the order of use, which is that of the optimizer's buffers
         self.embedding = VocabParallelEmbedding(rows, peers) if embedding else None
         self.layers = nn.ModuleDict({str(index): layer for index, layer in layers.items()})
+        self.in_order = tuple(layers.values())
         self.norm = RMSNorm(NormWeights.of_hidden(model), model.norm_eps) if head else None
         if head and not embedding and model.tie_embeddings:
             # a last stage of its own has a copy of the tied table
@@ -80,10 +81,6 @@ class Chunk(nn.Module):
         for named, (name, param) in found:
             assert named.name == name, f"{name} is described as {named.name}"
             yield named, param
-
-    def in_order(self) -> list[Layer]:
-        """Its layers."""
-        return [_layer(module) for module in self.layers.values()]
 
     def context(
         self,
@@ -132,8 +129,8 @@ class Chunk(nn.Module):
             x = self.embedding.lookup(x)
         routing = []
         with context.recompute.forward():
-            runs = runs or [run_layer] * len(self.layers)
-            for layer, run in zip(self.in_order(), runs, strict=True):
+            runs = runs or [run_layer] * len(self.in_order)
+            for layer, run in zip(self.in_order, runs, strict=True):
                 x, report = context.recompute.whole_layer(layer, x, context, run)
                 if report is not None:
                     routing.append(report)
@@ -172,8 +169,3 @@ class Chunk(nn.Module):
 
 def nothing() -> None:
     """Return at once: the parameters are whole already."""
-
-
-def _layer(module: nn.Module) -> Layer:
-    assert isinstance(module, Layer), "nothing else is among a chunk's layers"
-    return module

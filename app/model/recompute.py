@@ -94,7 +94,7 @@ class Recomputation:
 
     def checkpoint(self, part: Recompute, function: Callable[[*Ts], T], *arguments: *Ts) -> T:
         """function(*arguments), of which only the arguments are kept if `part` is recomputed."""
-        if not self.recomputes(part) or self._inside or not torch.is_grad_enabled():
+        if part not in self.chosen.parts or self._inside or not torch.is_grad_enabled():
             return function(*arguments)
         result: T = checkpoint(
             self._within, function, *arguments, use_reentrant=False, preserve_rng_state=self.draws
@@ -113,7 +113,7 @@ class Recomputation:
     ) -> Tensor:
         """function(*arguments), not a view; discarded after forward if `part` is recomputed."""
         out = function(*arguments)
-        if self.recomputes(part) and not self._inside and torch.is_grad_enabled():
+        if part in self.chosen.parts and not self._inside and torch.is_grad_enabled():
             storage = out.untyped_storage()
             source = _Source(function, tuple(argument.detach() for argument in arguments))
             # the reference keeps its identity from another use
@@ -124,6 +124,8 @@ class Recomputation:
         self, part: Recompute, function: Callable[[Tensor], Tensor], argument: Tensor
     ) -> Tensor:
         """function(argument), of which only the argument is kept if `part` is recomputed."""
+        if part not in self.chosen.parts:
+            return function(argument)
         return self.discard_output(
             part, lambda given: self.checkpoint(part, function, given), argument
         )

@@ -39,7 +39,7 @@ class PartialGraphs:
         self.plan = plan
         self.recorder = recorder
         self.optimizer = optimizer
-        self.layers = [chunk.in_order() for chunk in chunks]
+        self.layers = [chunk.in_order for chunk in chunks]
         self.ranges = [
             [PhaseRange.of(layer.phases, phase_names) for layer in layers] for layers in self.layers
         ]
