@@ -87,7 +87,10 @@ class ColumnParallelLinear(LinearModule):
 
     def forward(self, x_BsI: Tensor, sink: WeightGradSink | None = None) -> Tensor:
         """B × s × I -> B × S × O / tp."""
-        return _linear(x_BsI, self.weight, self.group, backend=self.backend, sink=sink)
+        if sink is None and self.group is None:
+            return self.backend.output(x_BsI, self.weight)
+        out_BSO: Tensor = _Linear.apply(x_BsI, self.weight, self.group, self.backend, sink)
+        return out_BSO
 
 
 class RowParallelLinear(LinearModule):
@@ -102,8 +105,11 @@ class RowParallelLinear(LinearModule):
 
     def forward(self, x_BSI: Tensor, sink: WeightGradSink | None = None) -> Tensor:
         """B × S × I / tp -> B × s × O."""
-        out_BSO = _linear(x_BSI, self.weight, None, backend=self.backend, sink=sink)
-        return scatter_tokens(out_BSO, self.group)
+        if sink is None:
+            out_BSO = self.backend.output(x_BSI, self.weight)
+        else:
+            out_BSO = _Linear.apply(x_BSI, self.weight, None, self.backend, sink)
+        return out_BSO if self.group is None else scatter_tokens(out_BSO, self.group)
 
 
 class VocabParallelEmbedding(ColumnParallelLinear):
@@ -161,21 +167,9 @@ def _shared_by(weight: Weight, peers: Peers) -> OptionalGroup:
     return None if weight.tp is None or size(peers.tp) == 1 else peers.tp
 
 
-def _linear(
-    x_BsI: Tensor,
-    weight_OI: nn.Parameter,
-    group: OptionalGroup,
-    backend: LinearBackend,
-    sink: WeightGradSink | None,
-) -> Tensor:
-    """x · weightᵀ for the tokens of all ranks of `group`, or of this one."""
-    if sink is None and group is None:
-        return backend.output(x_BsI, weight_OI)
-    out_BSO: Tensor = _Linear.apply(x_BsI, weight_OI, group, backend, sink)
-    return out_BSO
-
-
 class _Linear(torch.autograd.Function):
+    """x · weightᵀ for the tokens of all ranks of `group`, or of this one."""
+
     @staticmethod
     def forward(
         ctx: Any,
@@ -190,7 +184,7 @@ class _Linear(torch.autograd.Function):
         ctx.group = group
         ctx.backend = backend
         ctx.sink = sink
-        return backend.output(gathered(x_BsI, group), weight_OI)
+        return backend.output(x_BsI if group is None else gathered(x_BsI, group), weight_OI)
 
     @staticmethod
     @once_differentiable

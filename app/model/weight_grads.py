@@ -120,12 +120,8 @@ class WeightGradSink(Protocol):
 class MainGradSink:
     """Adds gradients of weights to their sums during backward, as soon as each is known."""
 
-    add: AddGrad
+    push: AddGrad
     deferred: ClassVar[bool] = False
-
-    def push(self, weight: nn.Parameter, gradient: WeightGrad) -> None:
-        """Add the gradient to its parameter's sum now."""
-        self.add(weight, gradient)
 
 
 @dataclass(slots=True)

@@ -47,16 +47,13 @@ class FlatBuffer:
         first = specs[0].param
         self.params = torch.zeros(self.layout.numel, dtype=first.dtype, device=first.device)
         self.grads = torch.zeros(self.layout.numel, dtype=grads, device=first.device)
+        # autograd adds to the gradient sums in place; otherwise they have more bits
+        self.autograd_adds = self.params.dtype == self.grads.dtype
         for (spec, grad), (start, stop) in zip(self.grad_views(), layout.params, strict=True):
             value = self.params[start:stop].view_as(spec.param)
             spec.param.data = value.copy_(spec.param.detach())
             if self.autograd_adds:
                 spec.param.grad = grad
-
-    @property
-    def autograd_adds(self) -> bool:
-        """Whether autograd adds to the gradient sums in place; otherwise they have more bits."""
-        return self.params.dtype == self.grads.dtype
 
     def grad_views(self) -> Iterator[tuple[ParamSpec, Tensor]]:
         """Every parameter with its gradient sum, in the parameter's shape."""

@@ -170,19 +170,8 @@ class GradBuckets:
             self.state = GradState.reducing
 
     def _hook(self, param: nn.Parameter, bucket: int, total: Tensor) -> None:
-        """Have autograd say when it has accumulated a gradient of the parameter."""
-        # weak: torch keeps hooks where the garbage collector does not see a cycle
-        here = weakref.ref(self)
-
-        def accumulated(param: nn.Parameter) -> None:
-            buckets = here()
-            assert buckets is not None, "lives as long as its parameters are trained"
-            buckets._accumulated(param, bucket, total)
-
-        param.register_post_accumulate_grad_hook(accumulated)
-
-    def _accumulated(self, param: nn.Parameter, bucket: int, total: Tensor) -> None:
-        """Count a gradient from autograd; where the sum has another type, first add it to the sum.
+        """Count each gradient that autograd has accumulated for the parameter; where the sum has
+        another type, first add it to the sum.
 
         torch calls the hook also for a weight whose gradient a sink has taken. Where the sum has
         another type, `param.grad` is None then, and nothing arrives. Where autograd adds to the sum
@@ -190,9 +179,18 @@ class GradBuckets:
         many. It never does: where autograd adds, only a split backward has a sink
         (`main_grad_sink`), and of that no arrivals are expected (`last_backwards`).
         """
-        if not self.buffer.autograd_adds:
-            if param.grad is None:  # a sink has taken it
-                return
-            total.add_(param.grad)
-            param.grad = None
-        self.arrive(bucket)
+        # weak: torch keeps hooks where the garbage collector does not see a cycle
+        here = weakref.ref(self)
+        autograd_adds = self.buffer.autograd_adds
+
+        def accumulated(param: nn.Parameter) -> None:
+            if not autograd_adds:
+                if param.grad is None:  # a sink has taken it
+                    return
+                total.add_(param.grad)
+                param.grad = None
+            buckets = here()
+            assert buckets is not None, "lives as long as its parameters are trained"
+            buckets.arrive(bucket)
+
+        param.register_post_accumulate_grad_hook(accumulated)
