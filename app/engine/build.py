@@ -64,10 +64,10 @@ class Engine:
     def routers(self) -> Iterator[tuple[str, tuple[int, int], Router]]:
         """(global name, (chunk, n-th MoE layer), router) of every MoE layer of this rank."""
         for index, chunk in enumerate(self.chunks):
-            modules = chunk.named_modules()
-            routers = [(name, module) for name, module in modules if isinstance(module, Router)]
-            for layer, (name, router) in enumerate(routers):
-                yield name, (index, layer), router
+            bodies = zip(chunk.layers, (layer.body for layer in chunk.in_order), strict=True)
+            routed = [(name, body) for name, body in bodies if isinstance(body, MoEBody)]
+            for nth, (name, body) in enumerate(routed):
+                yield f"layers.{name}.body.router", (index, nth), body.router
 
     def make_parameters_whole(self) -> None:
         """Wait for all parameters that are still on their way from other ranks."""
