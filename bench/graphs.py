@@ -67,6 +67,8 @@ MODELS: dict[str, tuple[str, ...]] = {
     "dense": ("model=dense_tiny", "model.ffn_hidden_size=512"),
     "moe": ("model=moe_tiny", *MOE),
     "jitter": ("model=moe_tiny", *MOE, "model.moe.jitter_eps=0.01"),
+    # multi-head latent attention of DeepSeek-V2's widths
+    "latent": ("model=moe_tiny", *MOE, "model.num_kv_heads=4", "model.mla.kv_lora_rank=128"),
 }
 LAYOUTS: dict[str, tuple[str, ...]] = {
     "": (),
@@ -123,7 +125,7 @@ def overrides_of(case: str) -> tuple[tuple[str, ...], list[str]]:
     layout, _, model = model.rpartition("-")
     ours = [one for one in more if one.startswith("cuda_graph")]
     others = tuple(one for one in more if not one.startswith("cuda_graph"))
-    return (*MODELS[model], *COMMON, *LAYOUTS[layout], *others), [f"cuda_graph={graphs}", *ours]
+    return (*COMMON, *MODELS[model], *LAYOUTS[layout], *others), [f"cuda_graph={graphs}", *ours]
 
 
 def train(

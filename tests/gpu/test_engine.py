@@ -17,13 +17,13 @@ from app.engine.build import Engine, build_engine
 from app.engine.groups import create_groups, process_world
 from app.engine.pipeline.step import TrainingStep
 from app.plan.plan import Plan
-from tests.runs import TINY, batches_of, make_run
+from tests.runs import LATENT, TINY, batches_of, make_run
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
-MODELS = {"moe": TINY, "dense": dataclasses.replace(TINY, moe=None)}
+MODELS = {"moe": TINY, "dense": dataclasses.replace(TINY, moe=None), "latent": LATENT}
 
 
 @pytest.fixture
