@@ -68,7 +68,13 @@ MODELS: dict[str, tuple[str, ...]] = {
     "moe": ("model=moe_tiny", *MOE),
     "jitter": ("model=moe_tiny", *MOE, "model.moe.jitter_eps=0.01"),
     # multi-head latent attention of DeepSeek-V2's widths
-    "latent": ("model=moe_tiny", *MOE, "model.num_kv_heads=4", "model.mla.kv_lora_rank=128"),
+    "latent": (
+        "model=deepseek_v2_lite",
+        *MOE,
+        "model.num_kv_heads=4",
+        "model.ffn_hidden_size=512",
+        "model.mla.kv_lora_rank=128",
+    ),
 }
 LAYOUTS: dict[str, tuple[str, ...]] = {
     "": (),

@@ -61,13 +61,20 @@ class Engine:
     loss_scale: LossScale | None
     recorder: Recorder | None  # of CUDA graphs; None: nothing is captured
 
-    def routers(self) -> Iterator[tuple[str, tuple[int, int], Router]]:
-        """(global name, (chunk, n-th MoE layer), router) of every MoE layer of this rank."""
+    def routers(self) -> Iterator[tuple[tuple[int, int], Router]]:
+        """(chunk, n-th MoE layer) and router of every MoE layer of this rank."""
         for index, chunk in enumerate(self.chunks):
-            bodies = zip(chunk.layers, (layer.body for layer in chunk.in_order), strict=True)
-            routed = [(name, body) for name, body in bodies if isinstance(body, MoEBody)]
-            for nth, (name, body) in enumerate(routed):
-                yield f"layers.{name}.body.router", (index, nth), body.router
+            bodies = (layer.body for layer in chunk.in_order)
+            routed = (body for body in bodies if isinstance(body, MoEBody))
+            for nth, body in enumerate(routed):
+                yield (index, nth), body.router
+
+    def named_routers(self) -> Iterator[tuple[str, Router]]:
+        """Global name and router of every MoE layer of this rank."""
+        for chunk in self.chunks:
+            for name, module in chunk.named_modules():
+                if isinstance(module, Router):
+                    yield name, module
 
     def make_parameters_whole(self) -> None:
         """Wait for all parameters that are still on their way from other ranks."""

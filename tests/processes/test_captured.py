@@ -96,7 +96,7 @@ def trained(rank: int, run: Run, wrong: GraphPlan | None = None) -> dict[str, An
     # All ranks measure together.
     report = meter.report(run.train.steps, 0, facts, lr=0.0, weight_decay=0.0, times=times)
     finite = all(map(math.isfinite, seen[-1][:2]))
-    biases = [router.bias_E.tolist() for _, _, router in engine.routers()]
+    biases = [router.bias_E.tolist() for _, router in engine.routers()]
     grads = {name: grad.numpy() for name, grad in whole_gradients(engine).items()} if finite else {}
     recorder, plan = engine.recorder, engine.plan.graphs[engine.groups.pp_rank]
     facts = None if recorder is None else GraphFacts.of(recorder)

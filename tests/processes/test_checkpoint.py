@@ -66,7 +66,7 @@ def train_first(run: Run, engine: Engine) -> Progress:
     if engine.loss_scale is not None:
         engine.loss_scale.update(overflow=True)
     random = torch.Generator().manual_seed(0)
-    for _, _, router in engine.routers():
+    for _, router in engine.routers():
         if router.moe.bias_update_rate:
             router.bias_E.copy_(torch.randn(router.bias_E.shape, generator=random) * 0.1)
     return Progress(STEPS + 1, STEPS, 640)
@@ -115,13 +115,13 @@ def go_on_and_resume(rank: int, run: Run, folder: Path) -> dict[str, Any]:
     """Whether a run that goes on after a save and one that resumes from it stay bit-equal."""
     engine, progress = trained_engine(run, rank)
     path, scale = save(folder, run, engine, progress=progress), loss_scale(engine)
-    biases = [router.bias_E.clone() for _, _, router in engine.routers()]
+    biases = [router.bias_E.clone() for _, router in engine.routers()]
     seen, state, random = follow(run, engine)
     fresh, loaded, cursor = load(path, run, rank)
     same_scale = loss_scale(fresh) == scale
     same_bias = all(
         torch.equal(a, router.bias_E)
-        for a, (_, _, router) in zip(biases, fresh.routers(), strict=True)
+        for a, (_, router) in zip(biases, fresh.routers(), strict=True)
     )
     seen_again, state_again, random_again = follow(run, fresh)
     return {
@@ -173,7 +173,7 @@ def load_and_follow(
 ) -> tuple[Parameters, list[tuple[float, float]], set[float], list[bool]]:
     engine, *_ = load(path, run, rank)
     counts = {piece.step.item() for piece in engine.optimizer.param_shards()}
-    biased = [bool(router.bias_E.any()) for _, _, router in engine.routers()]
+    biased = [bool(router.bias_E.any()) for _, router in engine.routers()]
     return parameters(engine), train_steps(run, engine, STEPS, first=STEPS), counts, biased
 
 

@@ -62,7 +62,7 @@ def state_of(engine: Engine) -> list[torch.Tensor]:
         for piece in engine.optimizer.param_shards()
         for value in (*piece.state.values(), piece.step)
     ]
-    tensors += [router.bias_E.clone() for _, _, router in engine.routers()]
+    tensors += [router.bias_E.clone() for _, router in engine.routers()]
     return [*tensors, random]
 
 

@@ -56,7 +56,9 @@ def go_on(rank: int) -> tuple[Progress, dict[str, Any], list[float]]:
         for piece in engine.optimizer.param_shards()
         for key, value in piece.state.items()
     }
-    state |= {bias_name(name): router.bias_E.numpy().copy() for name, _, router in engine.routers()}
+    state |= {
+        bias_name(name): router.bias_E.numpy().copy() for name, router in engine.named_routers()
+    }
     losses = [loss for loss, _ in train_steps(run, engine, len(LOSSES), first=progress.step)]
     return progress, state, losses
 

@@ -45,7 +45,7 @@ def biases_around_a_skipped_step(rank: int, model: ModelConfig) -> list[torch.Te
     for poison in (0.0, float("nan"), 0.0):
         engine.chunks[0].norm.weight.data[0] += poison
         step(batches_of(run, 0, 0), run.optim.lr, 0.1)
-        seen.append(torch.stack([router.bias_E.clone() for _, _, router in engine.routers()]))
+        seen.append(torch.stack([router.bias_E.clone() for _, router in engine.routers()]))
         engine.chunks[0].norm.weight.data.nan_to_num_(1.0)
     return [bias.numpy() for bias in seen]
 

@@ -19,8 +19,8 @@ from app.errors import ConfigError, FirstOf, Instead, OwnError, nearest
 # OmegaConf's assertion when an override reaches below a null section
 _NULL_SECTION = "Unexpected type for root"
 _NO_SECTION = (
-    "an override reaches into a section that is null; "
-    "a dense model has no model.moe: choose a model with experts"
+    "an override reaches into a section that is null: a dense model has no model.moe, and few have "
+    "model.mla or model.yarn; choose a model that has it"
 )
 # What a mistake raises while a configuration is composed.
 COMPOSING = (ConfigError, HydraException, OmegaConfBaseException, YAMLError, AssertionError)

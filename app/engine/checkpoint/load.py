@@ -73,7 +73,7 @@ def load_checkpoint(
     found = sum(_fill(owned, manifest["parts"][owned.spec.name], opened) for owned in param_shards)
     missing = sum(owned.main.numel() for owned in param_shards) - found
     assert missing == 0, f"{missing} elements of this rank are in no file of {path}"
-    for name, _, router in engine.routers():
+    for name, router in engine.named_routers():
         router.bias_E.copy_(opened[manifest["routers"][name]].get_tensor(bias_name(name)))
     if engine.loss_scale is not None and manifest["loss_scale"] is not None:
         engine.loss_scale.load(manifest["loss_scale"])

@@ -84,7 +84,7 @@ def current_state(
         tensors |= {
             checkpoint.part_name(owned.spec.name, key): value for key, value in owned.state.items()
         }
-    routers = {name: router.bias_E for name, _, router in engine.routers()}
+    routers = {name: router.bias_E for name, router in engine.named_routers()}
     tensors |= {checkpoint.bias_name(name): bias_E for name, bias_E in routers.items()}
     manifest = {
         "format": FORMAT,

@@ -36,7 +36,7 @@ def run_passes(engine: Engine, forward_backward: ForwardBackward, step: StepInpu
     """From cleared gradient sums to their norm: everything of a step that one graph can hold."""
     optimizer = engine.optimizer
     optimizer.zero_grad()
-    for _, _, router in engine.routers():
+    for _, router in engine.routers():
         router.start_step()
     totals = forward_backward(step)
     optimizer.finish_grads()
@@ -124,7 +124,7 @@ class TrainingStep:
         moe = self.run.model.moe
         if moe is None or not moe.bias_update_rate:
             return
-        for _, key, router in self.engine.routers():
+        for key, router in self.engine.routers():
             counts_E = totals.counts[key].clone()
             all_reduce(counts_E, self.engine.groups.tp_cp_dp_control)
             moved_E = update_bias(router.bias_E, counts_E, moe.bias_update_rate)
