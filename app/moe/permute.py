@@ -107,7 +107,7 @@ def sum_rows(
         )
     total_TD: Tensor | None = None
     for k in range(row_of_TK.shape[1]):
-        part_TD = _wide(_pick(rows_RD, row_of_TK, kept_TK, k=k))
+        part_TD = widened(pick_rows(rows_RD, row_of_TK, kept_TK, k=k))
         part_TD = part_TD if weights_TK is None else part_TD.mul_(weights_TK[:, k, None])
         total_TD = part_TD if total_TD is None else total_TD.add_(part_TD)
     assert total_TD is not None, "every token has at least one expert"
@@ -136,7 +136,8 @@ def combine_gradients(
     # in place, so that the product with fp32 probabilities is rounded once and never stored in fp32
     grad_RD = grad_TD.index_select(0, token_of_row_R).mul_(probs_R[:, None])
     dots_KT = [
-        _dot(_pick(rows_RD, row_of_TK, kept_TK, k=k), grad_TD) for k in range(row_of_TK.shape[1])
+        dot_rows(pick_rows(rows_RD, row_of_TK, kept_TK, k=k), grad_TD)
+        for k in range(row_of_TK.shape[1])
     ]
     return grad_RD, torch.stack(dots_KT, dim=1).to(probs_TK.dtype)
 
@@ -206,16 +207,17 @@ def _narrow(experts_R: Tensor, num_experts: int) -> Tensor:
     return experts_R
 
 
-def _wide(x: Tensor) -> Tensor:
+def widened(x: Tensor) -> Tensor:
+    """In fp32, or what has more bits as it is."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
-def _dot(a_TD: Tensor, b_TD: Tensor) -> Tensor:
+def dot_rows(a_TD: Tensor, b_TD: Tensor) -> Tensor:
     """Row-wise dot products in fp32: [T]."""
-    return (_wide(a_TD) * b_TD).sum(dim=-1)
+    return (widened(a_TD) * b_TD).sum(dim=-1)
 
 
-def _pick(rows_RD: Tensor, row_of_TK: Tensor, kept_TK: Tensor | None, k: int) -> Tensor:
+def pick_rows(rows_RD: Tensor, row_of_TK: Tensor, kept_TK: Tensor | None, k: int) -> Tensor:
     """The rows of the tokens' k-th experts, zero where there is none: [T, D], new memory."""
     if kept_TK is None:
         return rows_RD.index_select(0, row_of_TK[:, k])

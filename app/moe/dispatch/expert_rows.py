@@ -1,0 +1,122 @@
+"""Where the tokens of all ranks lie among the rows of this rank's experts, and what is done with
+rows that lie there: kernels on a GPU, plain torch elsewhere, with equal bits.
+
+Nothing waits for the device, and there are no atomics: sums are in fp32 in a fixed order.
+
+Shapes: P ranks · T tokens of each · N = P·T tokens of all, in rank order · K choices of each · D
+width · L experts of this rank · R rows, of which those that no choice has are neither written nor
+read. A choice without a row here has the row R.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from app.moe.permute import dot_rows, pick_rows, sort_by_expert, sum_rows, widened
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertRows:
+    """Rows of this rank's experts, on the device as int32: expert-major, tokens ascending within
+    an expert.
+    """
+
+    row_of_NK: Tensor  # R: no row here
+    ends_E: Tensor  # L: the first row after each expert's, as `grouped_mm` takes it; at most R
+    filled_E: Tensor  # L: the first row of each expert that has no token, up to ends_E
+    needed: Tensor  # one: rows that all choices would need; more than R is an overflow
+
+
+def place_rows(
+    chosen_NK: Tensor, first: int, local: int, num_rows: int, multiple: int = 1
+) -> ExpertRows:
+    """Give a row to every choice among the `local` experts from id `first` on.
+
+    Every expert's rows start at a multiple of `multiple`, and so does what follows the last; those
+    that would lie behind `num_rows`, a multiple too, get none. A token's ids differ from each
+    other; what is no expert's id has no row.
+    """
+    assert num_rows % multiple == 0, (num_rows, multiple)
+    expert_NK = chosen_NK.long() - first
+    here_NK = (expert_NK >= 0) & (expert_NK < local)
+    expert_NK = expert_NK.masked_fill(~here_NK, local)
+    found = sort_by_expert(expert_NK, local, drops=True)
+    counts_E = found.ends_E.diff(prepend=found.ends_E.new_zeros(1))
+    space_E = (counts_E + multiple - 1) // multiple * multiple
+    ends_E = space_E.cumsum(0)
+    starts_E = ends_E - space_E
+    shift_E = starts_E - (found.ends_E - counts_E)
+    row_NK = found.row_of_TK + torch.cat((shift_E, shift_E.new_zeros(1)))[expert_NK]
+    row_NK = row_NK.masked_fill(~here_NK, num_rows).clamp(max=num_rows)
+    return ExpertRows(
+        row_NK.to(torch.int32),
+        ends_E.clamp(max=num_rows).to(torch.int32),
+        (starts_E + counts_E).clamp(max=num_rows).to(torch.int32),
+        ends_E[-1:].to(torch.int32),
+    )
+
+
+def spread_rows(x_ND: Tensor, row_of_NK: Tensor, num_rows: int) -> Tensor:
+    """rows[row_of[n, k]] = x[n]: [R, D]."""
+    rows_RD = x_ND.new_empty(num_rows + 1, x_ND.shape[1])  # the last one for what has no row
+    for k in range(row_of_NK.shape[1]):
+        rows_RD.index_copy_(0, row_of_NK[:, k].long(), x_ND)
+    return rows_RD[:num_rows]
+
+
+def partial_sums(rows_RD: Tensor, probs_NK: Tensor | None, row_of_NK: Tensor) -> Tensor:
+    """Σ_k probs[n, k] · rows[row_of[n, k]] over the choices with a row here, in fp32 in order of k,
+    rounded to the rows' type: [N, D], undefined for a token that has none.
+    """
+    kept_NK = row_of_NK < len(rows_RD)
+    return sum_rows(rows_RD, row_of_NK, probs_NK, kept_TK=kept_NK, dtype=rows_RD.dtype)
+
+
+def sum_partials(partial_PTD: Tensor, experts_TK: Tensor, local: int, etp: int) -> Tensor:
+    """Σ_p partial[p, t] over the ranks p that have an expert of token t, in fp32 in rank order:
+    [T, D], rounded once.
+    """
+    share_TK = experts_TK // local
+    total_TD = partial_PTD.new_zeros((), dtype=widened(partial_PTD[:0]).dtype)
+    for rank, partial_TD in enumerate(partial_PTD):
+        sent_T1 = (share_TK == rank // etp).any(dim=1, keepdim=True)
+        total_TD = total_TD + widened(partial_TD).masked_fill(~sent_T1, 0)
+    return total_TD.to(partial_PTD.dtype)
+
+
+def row_gradients(
+    grad_ND: Tensor, rows_RD: Tensor, probs_NK: Tensor, row_of_NK: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The gradients of `partial_sums`: of the rows, rounded once, [R, D]; of the probabilities,
+    [N, K] in their type, undefined for a choice without a row here.
+    """
+    kept_NK = row_of_NK < len(rows_RD)
+    grad_RD = rows_RD.new_empty(len(rows_RD) + 1, rows_RD.shape[1])
+    dots = []
+    for k in range(row_of_NK.shape[1]):
+        product_ND = widened(grad_ND) * probs_NK[:, k, None]
+        grad_RD.index_copy_(0, row_of_NK[:, k].long(), product_ND.to(rows_RD.dtype))
+        dots.append(dot_rows(pick_rows(rows_RD, row_of_NK, kept_NK, k=k), grad_ND))
+    return grad_RD[: len(rows_RD)], torch.stack(dots, dim=1).to(probs_NK.dtype)
+
+
+def sum_dots(dots_PTK: Tensor, experts_TK: Tensor, local: int, etp: int) -> Tensor:
+    """Σ_p dots[p, t, k] over the ranks p that have a part of choice k's expert, in rank order:
+    [T, K]; 0 where there is none.
+    """
+    share_TK = experts_TK // local
+    total_TK = torch.zeros_like(dots_PTK[0])
+    for rank, dots_TK in enumerate(dots_PTK):
+        total_TK = total_TK + dots_TK.masked_fill(share_TK != rank // etp, 0)
+    return total_TK
+
+
+def zero_gaps(rows_RD: Tensor, filled_E: Tensor, ends_E: Tensor) -> Tensor:
+    """Zero the rows of each expert that have no token, in place; returns the rows."""
+    place_R = torch.arange(len(rows_RD), device=rows_RD.device)
+    expert_R = torch.searchsorted(ends_E, place_R, right=True)
+    after_R = torch.cat((filled_E, filled_E.new_full((1,), len(rows_RD))))[expert_R]
+    return rows_RD.masked_fill_((place_R >= after_R)[:, None], 0)
