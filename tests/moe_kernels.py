@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 import app.model.loss
+import app.moe.dispatch.expert_rows
 import app.moe.permute
 import app.moe.router
 from app.kernels import cross_entropy, rows
@@ -32,7 +33,12 @@ ROUNDING = {torch.float32: 1e-6, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-1
 def without_kernels() -> Iterator[None]:
     """Everything takes the plain path; for a fixture."""
     with pytest.MonkeyPatch.context() as patch:
-        for module in (app.model.loss, app.moe.permute, app.moe.router):
+        for module in (
+            app.model.loss,
+            app.moe.dispatch.expert_rows,
+            app.moe.permute,
+            app.moe.router,
+        ):
             patch.setattr(module, "usable", lambda *_: False)
         yield
 

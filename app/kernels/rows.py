@@ -11,11 +11,9 @@ import torch
 from torch import Tensor
 
 from app.kernels.common import jit, tl
-from app.kernels.tiling import block_of, cdiv
+from app.kernels.tiling import ROW_PER_WARP, block_of, row_columns, row_warps
 
-BLOCK = 2048  # columns of one program
 TILE = 8192  # values of one program that holds all rows of a token at once
-PER_WARP = 256  # 8 values, 16 bytes of bf16, for each of 32 threads
 
 
 def spread_rows(x_TD: Tensor, row_of_TK: Tensor, kept_TK: Tensor | None, num_rows: int) -> Tensor:
@@ -25,7 +23,7 @@ def spread_rows(x_TD: Tensor, row_of_TK: Tensor, kept_TK: Tensor | None, num_row
     """
     (tokens, top_k), width = row_of_TK.shape, x_TD.shape[1]
     out_RD = (x_TD.new_empty if kept_TK is None else x_TD.new_zeros)(num_rows, width)
-    grid, block, warps = _columns(tokens, width)
+    grid, block, warps = row_columns(tokens, width)
     _spread[grid](
         x=x_TD.contiguous(),
         row_of=row_of_TK.contiguous(),
@@ -54,7 +52,7 @@ def sum_rows(
     """
     (tokens, top_k), (num_rows, width) = row_of_TK.shape, rows_RD.shape
     out_TD = rows_RD.new_empty(tokens, width, dtype=dtype)
-    grid, block, warps = _columns(tokens, width)
+    grid, block, warps = row_columns(tokens, width)
     _sum[grid](
         rows=rows_RD.contiguous(),
         row_of=row_of_TK.contiguous(),
@@ -83,7 +81,7 @@ def combine_gradients(
     grad_RD = (grad_TD.new_empty if kept_TK is None else grad_TD.new_zeros)(num_rows, width)
     dots_TK = torch.empty_like(probs_TK, memory_format=torch.contiguous_format)
     places = block_of(top_k)
-    block = min(block_of(width), max(PER_WARP, TILE // places))
+    block = min(block_of(width), max(ROW_PER_WARP, TILE // places))
     _gradients[(tokens,)](
         grad=grad_TD.contiguous(),
         rows=rows_RD.contiguous(),
@@ -97,23 +95,13 @@ def combine_gradients(
         K=top_k,
         PLACES=places,
         BLOCK=block,
-        num_warps=_warps(places * block // 4),
+        num_warps=row_warps(places * block // 4),
     )
     return grad_RD, dots_TK
 
 
 def _flat(choices_TK: Tensor | None) -> Tensor | None:
     return None if choices_TK is None else choices_TK.contiguous()
-
-
-def _columns(tokens: int, width: int) -> tuple[tuple[int, int], int, int]:
-    """Grid, columns of a program and its warps, when each program has some columns of one token."""
-    block = min(block_of(width), BLOCK)
-    return (tokens, cdiv(width, block)), block, _warps(block)
-
-
-def _warps(values: int) -> int:
-    return min(8, max(1, values // PER_WARP))
 
 
 @jit

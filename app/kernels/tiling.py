@@ -16,6 +16,9 @@ NORM_PER_WARP = 512  # of them: 16 per thread
 HEAD_TILE = 1024
 HEADS = 6  # of a program at least, where there are so many: they share one read of the tables
 
+ROW_BLOCK = 2048  # columns of a token's rows that a program has
+ROW_PER_WARP = 256  # 8 values, 16 bytes of bf16, for each of 32 threads
+
 
 def cdiv(count: int, size: int) -> int:
     """Parts of at most `size` that hold `count`. Triton's own takes 2 µs: it serves kernels too."""
@@ -25,6 +28,17 @@ def cdiv(count: int, size: int) -> int:
 def block_of(width: int) -> int:
     """The power of two that holds `width` values."""
     return 1 << max(0, width - 1).bit_length()
+
+
+def row_columns(tokens: int, width: int) -> tuple[tuple[int, int], int, int]:
+    """Grid, columns of a program and its warps, when each program has some columns of one token."""
+    block = min(block_of(width), ROW_BLOCK)
+    return (tokens, cdiv(width, block)), block, row_warps(block)
+
+
+def row_warps(values: int) -> int:
+    """Warps of a program for so many values of rows."""
+    return min(8, max(1, values // ROW_PER_WARP))
 
 
 @dataclass(frozen=True, slots=True)

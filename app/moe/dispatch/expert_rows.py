@@ -15,6 +15,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from app.kernels import peer_rows as kernels
+from app.kernels.common import usable
+from app.kernels.expert_rows import expert_rows
 from app.moe.permute import dot_rows, pick_rows, sort_by_expert, sum_rows, widened
 
 
@@ -40,6 +43,10 @@ def place_rows(
     other; what is no expert's id has no row.
     """
     assert num_rows % multiple == 0, (num_rows, multiple)
+    if chosen_NK.is_cuda and usable():
+        rows = expert_rows(chosen_NK, first, local, num_rows=num_rows, multiple=multiple)
+        row_of_NK, ends_E, filled_E, needed = rows
+        return ExpertRows(row_of_NK, ends_E, filled_E, needed=needed)
     expert_NK = chosen_NK.long() - first
     here_NK = (expert_NK >= 0) & (expert_NK < local)
     expert_NK = expert_NK.masked_fill(~here_NK, local)
@@ -60,7 +67,12 @@ def place_rows(
 
 
 def spread_rows(x_ND: Tensor, row_of_NK: Tensor, num_rows: int) -> Tensor:
-    """rows[row_of[n, k]] = x[n]: [R, D]."""
+    """rows[row_of[n, k]] = x[n]: [R, D]; x is contiguous."""
+    if usable(x_ND):
+        addresses = kernels.addresses_in(x_ND)
+        return kernels.pull_rows(
+            addresses, row_of_NK, num_rows, width=x_ND.shape[1], dtype=x_ND.dtype
+        )
     rows_RD = x_ND.new_empty(num_rows + 1, x_ND.shape[1])  # the last one for what has no row
     for k in range(row_of_NK.shape[1]):
         rows_RD.index_copy_(0, row_of_NK[:, k].long(), x_ND)
@@ -71,6 +83,11 @@ def partial_sums(rows_RD: Tensor, probs_NK: Tensor | None, row_of_NK: Tensor) ->
     """Σ_k probs[n, k] · rows[row_of[n, k]] over the choices with a row here, in fp32 in order of k,
     rounded to the rows' type: [N, D], undefined for a token that has none.
     """
+    if usable(rows_RD):
+        partial_ND = rows_RD.new_empty(len(row_of_NK), rows_RD.shape[1])
+        addresses = kernels.addresses_in(partial_ND)
+        kernels.push_sums(rows_RD, probs_NK, row_of_NK, addresses_P=addresses)
+        return partial_ND
     kept_NK = row_of_NK < len(rows_RD)
     return sum_rows(rows_RD, row_of_NK, probs_NK, kept_TK=kept_NK, dtype=rows_RD.dtype)
 
@@ -79,6 +96,8 @@ def sum_partials(partial_PTD: Tensor, experts_TK: Tensor, local: int, etp: int) 
     """Σ_p partial[p, t] over the ranks p that have an expert of token t, in fp32 in rank order:
     [T, D], rounded once.
     """
+    if usable(partial_PTD):
+        return kernels.sum_partials(partial_PTD, experts_TK, local, etp=etp)
     share_TK = experts_TK // local
     total_TD = partial_PTD.new_zeros((), dtype=widened(partial_PTD[:0]).dtype)
     for rank, partial_TD in enumerate(partial_PTD):
@@ -91,8 +110,19 @@ def row_gradients(
     grad_ND: Tensor, rows_RD: Tensor, probs_NK: Tensor, row_of_NK: Tensor
 ) -> tuple[Tensor, Tensor]:
     """The gradients of `partial_sums`: of the rows, rounded once, [R, D]; of the probabilities,
-    [N, K] in their type, undefined for a choice without a row here.
+    [N, K] in their type, undefined for a choice without a row here. Both g and the probabilities
+    are contiguous.
     """
+    if usable(rows_RD, probs_NK):
+        dots_NK = torch.empty_like(probs_NK)
+        grad_RD = kernels.pull_gradients(
+            kernels.addresses_in(grad_ND),
+            rows_RD,
+            probs_NK,
+            row_of_NK=row_of_NK,
+            dots_addresses_P=kernels.addresses_in(dots_NK),
+        )
+        return grad_RD, dots_NK
     kept_NK = row_of_NK < len(rows_RD)
     grad_RD = rows_RD.new_empty(len(rows_RD) + 1, rows_RD.shape[1])
     dots = []
@@ -107,6 +137,8 @@ def sum_dots(dots_PTK: Tensor, experts_TK: Tensor, local: int, etp: int) -> Tens
     """Σ_p dots[p, t, k] over the ranks p that have a part of choice k's expert, in rank order:
     [T, K]; 0 where there is none.
     """
+    if usable(dots_PTK):
+        return kernels.sum_dots(dots_PTK, experts_TK, local, etp=etp)
     share_TK = experts_TK // local
     total_TK = torch.zeros_like(dots_PTK[0])
     for rank, dots_TK in enumerate(dots_PTK):
@@ -116,6 +148,9 @@ def sum_dots(dots_PTK: Tensor, experts_TK: Tensor, local: int, etp: int) -> Tens
 
 def zero_gaps(rows_RD: Tensor, filled_E: Tensor, ends_E: Tensor) -> Tensor:
     """Zero the rows of each expert that have no token, in place; returns the rows."""
+    if usable(rows_RD):
+        kernels.zero_gaps(rows_RD, filled_E, ends_E)
+        return rows_RD
     place_R = torch.arange(len(rows_RD), device=rows_RD.device)
     expert_R = torch.searchsorted(ends_E, place_R, right=True)
     after_R = torch.cat((filled_E, filled_E.new_full((1,), len(rows_RD))))[expert_R]

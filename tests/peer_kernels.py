@@ -1,0 +1,226 @@
+"""Kernels that move rows between ranks against plain torch, at any size, on any device that runs
+them; the memory of the ranks is as many tensors here.
+
+Shapes: P ranks, T tokens of each, N of all, K experts per token, E experts, L of a rank, D width, R
+rows. Plain versions must be in place where these run (`tests.moe_kernels.without_kernels`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from app.kernels import peer_rows as kernels
+from app.kernels.expert_rows import expert_rows
+from app.moe.dispatch import expert_rows as plain
+from tests.moe_kernels import DEVICE, FACTS, assert_same, twice
+from tests.rounding import expect_alike, in_fp64
+
+UNTOUCHED = 7.0  # what lies where nothing may be written
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """All ranks' tokens, and where they lie on a rank with a part of half of the experts."""
+
+    ranks: int
+    etp: int
+    local: int
+    experts_NK: Tensor
+    x_ND: Tensor
+    probs_NK: Tensor
+    placed: plain.ExpertRows
+    rows_RD: Tensor  # not a number where no choice has the row
+
+    @property
+    def row_of_NK(self) -> Tensor:
+        """Where a choice's row is."""
+        return self.placed.row_of_NK
+
+    @property
+    def here_N(self) -> Tensor:
+        """Tokens with a row."""
+        return (self.row_of_NK < len(self.rows_RD)).any(dim=1)
+
+    @property
+    def owned_R(self) -> Tensor:
+        """Rows that a choice has."""
+        owned = torch.zeros(len(self.rows_RD) + 1, dtype=torch.bool, device=DEVICE)
+        owned[self.row_of_NK.flatten().long()] = True
+        return owned[:-1]
+
+
+def draw_choices(tokens: int, experts: int, top_k: int) -> Tensor:
+    """K of the experts for each token, ascending; three of eight are dropped."""
+    found = torch.rand(tokens, experts, **FACTS).topk(top_k, dim=1).indices.sort(dim=1).values
+    return found.masked_fill(torch.rand(tokens, top_k, **FACTS) < 3 / 8, experts)
+
+
+def draw_peers(
+    ranks: int,
+    tokens: int,
+    experts: int,
+    top_k: int,
+    width: int,
+    dtype: torch.dtype,
+    etp: int = 1,
+    spare: int = 16,
+) -> Drawn:
+    """This is the last rank; `spare` rows beyond those that are needed, at a multiple of 16."""
+    torch.manual_seed(3)
+    experts_NK = draw_choices(ranks * tokens, experts, top_k)
+    local = experts * etp // ranks
+    first = experts - local
+    needed = int(plain.place_rows(experts_NK, first, local, 1 << 24, multiple=16).needed)
+    placed = plain.place_rows(experts_NK, first, local, needed + spare, multiple=16)
+    drawn = Drawn(
+        ranks,
+        etp,
+        local,
+        experts_NK,
+        torch.randn(ranks * tokens, width, **FACTS).to(dtype),
+        torch.rand(ranks * tokens, top_k, **FACTS),
+        placed,
+        torch.randn(needed + spare, width, **FACTS).to(dtype),
+    )
+    drawn.rows_RD[~drawn.owned_R] = float("nan")
+    return drawn
+
+
+def memory(values_N: Tensor, ranks: int) -> tuple[list[Tensor], Tensor]:
+    """The ranks' parts in a tensor each, and their addresses."""
+    parts = [part.clone() for part in values_N.unflatten(0, (ranks, -1))]
+    return parts, torch.tensor([part.data_ptr() for part in parts], device=DEVICE)
+
+
+def check_expert_rows(
+    tokens: int,
+    experts: int,
+    top_k: int,
+    local: int,
+    multiple: int,
+    dtype: torch.dtype = torch.int64,
+) -> None:
+    """Every integer is the same, with enough rows and without."""
+    torch.manual_seed(6)
+    chosen_NK = draw_choices(tokens, experts, top_k).to(dtype)
+    for first in (0, experts - local):
+        needed = int(plain.place_rows(chosen_NK, first, local, 1 << 24, multiple).needed)
+        for num_rows in (needed + multiple, needed // 2 // multiple * multiple):
+            found = expert_rows(chosen_NK, first, local, num_rows=num_rows, multiple=multiple)
+            wanted = plain.place_rows(chosen_NK, first, local, num_rows, multiple)
+            names = ("row_of_NK", "ends_E", "filled_E", "needed")
+            for name, ours in zip(names, found, strict=True):
+                theirs = getattr(wanted, name)
+                assert ours.dtype == theirs.dtype and torch.equal(ours, theirs), name
+
+
+def check_pull(drawn: Drawn) -> None:
+    """Copies, wherever the tokens lie."""
+    num_rows, width = drawn.rows_RD.shape
+    given = {"width": width, "dtype": drawn.x_ND.dtype}
+    _parts, addresses_P = memory(drawn.x_ND, drawn.ranks)
+    wanted = plain.spread_rows(drawn.x_ND, drawn.row_of_NK, num_rows)[drawn.owned_R]
+    for rank in {0, drawn.ranks - 1}:
+        found = kernels.pull_rows(addresses_P, drawn.row_of_NK, num_rows, **given, rank=rank)
+        assert torch.equal(found[drawn.owned_R], wanted)
+    alone = kernels.addresses_in(drawn.x_ND)
+    found = kernels.pull_rows(alone, drawn.row_of_NK, num_rows, **given)
+    assert torch.equal(found[drawn.owned_R], wanted)
+
+
+def check_push(drawn: Drawn) -> None:
+    """Bit for bit what torch adds up; nothing is written for tokens without a row."""
+    untouched_ND = torch.full_like(drawn.x_ND, UNTOUCHED)
+    for probs_NK in (None, drawn.probs_NK):
+        given = drawn.rows_RD, probs_NK, drawn.row_of_NK
+
+        def run(given: tuple[Tensor, Tensor | None, Tensor] = given) -> tuple[Tensor, ...]:
+            parts, addresses_P = memory(untouched_ND, drawn.ranks)
+            kernels.push_sums(*given, addresses_P, rank=drawn.ranks - 1)
+            return (torch.cat(parts),)
+
+        (found,) = twice(run)
+        whole_ND = untouched_ND.clone()
+        kernels.push_sums(*given, kernels.addresses_in(whole_ND))
+        assert torch.equal(whole_ND, found)
+        assert_same(found[drawn.here_N], plain.partial_sums(*given)[drawn.here_N])
+        assert found[~drawn.here_N].eq(UNTOUCHED).all()
+
+
+def check_sums_at_home(drawn: Drawn) -> None:
+    """Of partial sums and of parts of dot products; what nobody sent is not read."""
+    tokens = len(drawn.x_ND) // drawn.ranks
+    experts_TK = drawn.experts_NK[:tokens]
+    rank_PTK = torch.arange(drawn.ranks, device=DEVICE)[:, None, None] // drawn.etp
+    sent_PTK = rank_PTK == experts_TK // drawn.local
+    shape = (drawn.ranks, tokens, drawn.x_ND.shape[1])
+    partial_PTD = torch.randn(shape, **FACTS).to(drawn.x_ND.dtype)
+    partial_PTD[~sent_PTK.any(dim=2)] = float("nan")
+    given = experts_TK, drawn.local, drawn.etp
+    (found,) = twice(lambda: (kernels.sum_partials(partial_PTD, *given),))
+    assert_same(found, plain.sum_partials(partial_PTD, *given))
+    dots_PTK = torch.randn(sent_PTK.shape, **FACTS).masked_fill(~sent_PTK, float("nan"))
+    (found,) = twice(lambda: (kernels.sum_dots(dots_PTK, *given),))
+    assert_same(found, plain.sum_dots(dots_PTK, *given))
+
+
+def check_pull_gradients(drawn: Drawn) -> None:
+    """Of rows to the bit; of probabilities to the rounding of sums of D terms in another order, but
+    to the bit wherever the tokens lie.
+    """
+    untouched_NK = torch.full_like(drawn.probs_NK, UNTOUCHED)
+    _parts, addresses_P = memory(drawn.x_ND, drawn.ranks)
+    given = drawn.rows_RD, drawn.probs_NK, drawn.row_of_NK
+
+    def run() -> tuple[Tensor, ...]:
+        dots, dots_addresses_P = memory(untouched_NK, drawn.ranks)
+        grad_RD = kernels.pull_gradients(
+            addresses_P, *given, dots_addresses_P, rank=drawn.ranks - 1
+        )
+        return grad_RD[drawn.owned_R], torch.cat(dots)
+
+    grad_RD, dots_NK = twice(run)
+    alone_NK = untouched_NK.clone()
+    addresses = (kernels.addresses_in(values) for values in (drawn.x_ND, alone_NK))
+    alone_RD = kernels.pull_gradients(next(addresses), *given, next(addresses))[drawn.owned_R]
+    assert torch.equal(alone_RD, grad_RD) and torch.equal(alone_NK, dots_NK)
+    wanted_RD, wanted_NK = plain.row_gradients(drawn.x_ND, *given)
+    assert_same(grad_RD, wanted_RD[drawn.owned_R])
+    kept_NK = drawn.row_of_NK < len(drawn.rows_RD)
+    assert dots_NK[~kept_NK].eq(UNTOUCHED).all()
+    if kept_NK.any():
+        wide = drawn.x_ND.double(), drawn.rows_RD.double(), drawn.probs_NK.double()
+        with in_fp64():
+            _, exact_NK = plain.row_gradients(*wide, drawn.row_of_NK)
+        found, wanted, exact = ({"dots": v[kept_NK]} for v in (dots_NK, wanted_NK, exact_NK))
+        expect_alike(found, wanted, exact)
+
+
+def check_gaps(drawn: Drawn) -> None:
+    """Zero in the gaps, the same as before elsewhere."""
+    filled_E, ends_E = drawn.placed.filled_E, drawn.placed.ends_E
+    found = drawn.rows_RD.clone()
+    kernels.zero_gaps(found, filled_E, ends_E)
+    wanted = plain.zero_gaps(drawn.rows_RD.clone(), filled_E, ends_E)
+    assert torch.equal(found.nan_to_num(UNTOUCHED), wanted.nan_to_num(UNTOUCHED))
+
+
+def check_push_values(drawn: Drawn) -> None:
+    """The same in every rank's memory."""
+    parts, addresses_P = memory(torch.full_like(drawn.experts_NK, 9).short(), drawn.ranks)
+    experts_TK = drawn.experts_NK[: len(parts[0])]
+    kernels.push_values(experts_TK, addresses_P, torch.int16)
+    assert all(torch.equal(part, experts_TK.short()) for part in parts)
+
+
+CHECKS = (
+    check_pull,
+    check_push,
+    check_sums_at_home,
+    check_pull_gradients,
+    check_gaps,
+    check_push_values,
+)
