@@ -45,10 +45,14 @@ class Given:
     grad_TD: Tensor
     probs_TK: Tensor
 
+    def clone(self) -> Given:
+        """The same values in other memory."""
+        return Given(*(value.clone() for value in vars(self).values()))
+
     def copy_(self, other: Given) -> None:
         """Take another's values."""
-        for name in ("experts_TK", "x_TD", "grad_TD", "probs_TK"):
-            getattr(self, name).copy_(getattr(other, name))
+        for name, value in vars(self).items():
+            value.copy_(getattr(other, name))
 
 
 def draw(sizes: Sizes, rank: int, seed: int, device: str = "cpu") -> Given:
@@ -98,5 +102,15 @@ def all_exchanges(
 
 def different(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> list[str]:
     """Names of the results that are not equal bit for bit, or not numbers."""
+    return named(ours, unequal(ours, theirs))
+
+
+def unequal(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> Tensor:
+    """Whether each of the results is not the same, on their device."""
     assert ours.keys() == theirs.keys()
-    return [name for name, value in ours.items() if not torch.equal(value, theirs[name])]
+    return torch.stack([(value != theirs[name]).any() for name, value in ours.items()])
+
+
+def named(results: dict[str, Tensor], flags: Tensor) -> list[str]:
+    """Names of the results that have a flag."""
+    return [name for name, flag in zip(results, flags.tolist(), strict=True) if flag]

@@ -12,55 +12,69 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from app.kernels.common import jit, tl
-from app.kernels.tiling import block_of, cdiv
+from app.kernels.tiling import MULTIPROCESSORS, block_of, cdiv
 
 TILE = 2048  # values of the result per program: 16 per thread
 COLUMNS = 512  # of a tile at most
+PROGRAMS = 16  # that a multiprocessor runs at once
 
 
-def swiglu(both: Tensor) -> Tensor:
+def swiglu(both: Tensor, used: Tensor | None = None) -> Tensor:
     """[..., 2F] -> [..., F], computed in fp32 and rounded once; keeps `both` alone for backward.
 
-    fp32, bf16 or fp16.
+    fp32, bf16 or fp16. `used`, of one int32 on the device, is how many of the rows count: those
+    behind them are neither read nor written, in backward too.
     """
-    act: Tensor = _Swiglu.apply(both.contiguous())
+    act: Tensor = _Swiglu.apply(both.contiguous(), used)
     return act
 
 
 class _Swiglu(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, both: Tensor) -> Tensor:
-        ctx.save_for_backward(both)
+    def forward(ctx: Any, both: Tensor, used: Tensor | None) -> Tensor:
+        ctx.save_for_backward(both, used)
         act = both.new_empty(*both.shape[:-1], both.shape[-1] // 2)
-        _launch(_forward, act, both, act)
+        _launch(_forward, act, used, both, act)
         return act
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        (both,) = ctx.saved_tensors
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        both, used = ctx.saved_tensors
         grad_both = torch.empty_like(both)
-        _launch(_backward, grad, grad.contiguous(), both, grad_both)
-        return grad_both
+        _launch(_backward, grad, used, grad.contiguous(), both, grad_both)
+        return grad_both, None
 
 
-def _launch(kernel: Any, act: Tensor, *tensors: Tensor) -> None:
-    """Run over tiles of the result's shape."""
+def _launch(kernel: Any, act: Tensor, used: Tensor | None, *tensors: Tensor) -> None:
+    """Run over tiles of the result's shape; where only the device knows how many of them there are,
+    as many programs as run at once go through them.
+    """
     width = act.shape[-1]
     rows = act.numel() // max(1, width)
     columns = min(block_of(width), COLUMNS)
     height = TILE // columns
-    grid = (cdiv(rows, height), cdiv(width, columns))
-    kernel[grid](*tensors, rows, width, HEIGHT=height, COLUMNS=columns)
+    down, across = cdiv(rows, height), cdiv(width, columns)
+    if used is not None:
+        down = min(down, cdiv(MULTIPROCESSORS * PROGRAMS, across))
+    kernel[(down, across)](*tensors, used, rows, width, HEIGHT=height, COLUMNS=columns)
+
+
+@jit
+def _tiles(rows: int, used: tl.tensor, HEIGHT: tl.constexpr) -> tl.tensor:
+    """How many rows count, and the end of the tiles that have them: the first is this program's."""
+    if used is not None:
+        rows = tl.minimum(rows, tl.load(used))
+    return rows, tl.cdiv(rows, HEIGHT)
 
 
 @jit
 def _tile(
-    rows: int, width: int, HEIGHT: tl.constexpr, COLUMNS: tl.constexpr
+    tile: int, rows: int, width: int, HEIGHT: tl.constexpr, COLUMNS: tl.constexpr
 ) -> tuple[tl.tensor, ...]:
-    """Offsets of this program's values in [R, F] and [R, 2F], and which of them exist."""
+    """Offsets of a tile's values in [R, F] and [R, 2F], and which of them exist."""
     # R·2F may exceed 32 bits
-    row = tl.program_id(0).to(tl.int64) * HEIGHT + tl.arange(0, HEIGHT)[:, None]
+    row = (tile * HEIGHT + tl.arange(0, HEIGHT)[:, None]).to(tl.int64)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
     return row * width + column, row * (2 * width) + column, (row < rows) & (column < width)
 
@@ -69,15 +83,18 @@ def _tile(
 def _forward(
     both_R2F: tl.tensor,
     act_RF: tl.tensor,
+    used: tl.tensor,
     rows: int,
     width: int,
     HEIGHT: tl.constexpr,
     COLUMNS: tl.constexpr,
 ) -> None:
-    single, double, exists = _tile(rows, width, HEIGHT, COLUMNS=COLUMNS)
-    gate = tl.load(both_R2F + double, mask=exists, other=0.0).to(tl.float32)
-    up = tl.load(both_R2F + double + width, mask=exists, other=0.0).to(tl.float32)
-    tl.store(act_RF + single, gate * tl.sigmoid(gate) * up, mask=exists)
+    rows, tiles = _tiles(rows, used, HEIGHT)
+    for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
+        single, double, exists = _tile(tile, rows, width, HEIGHT=HEIGHT, COLUMNS=COLUMNS)
+        gate = tl.load(both_R2F + double, mask=exists, other=0.0).to(tl.float32)
+        up = tl.load(both_R2F + double + width, mask=exists, other=0.0).to(tl.float32)
+        tl.store(act_RF + single, gate * tl.sigmoid(gate) * up, mask=exists)
 
 
 @jit
@@ -85,16 +102,19 @@ def _backward(
     grad_RF: tl.tensor,
     both_R2F: tl.tensor,
     grad_both_R2F: tl.tensor,
+    used: tl.tensor,
     rows: int,
     width: int,
     HEIGHT: tl.constexpr,
     COLUMNS: tl.constexpr,
 ) -> None:
-    single, double, exists = _tile(rows, width, HEIGHT, COLUMNS=COLUMNS)
-    grad = tl.load(grad_RF + single, mask=exists, other=0.0).to(tl.float32)
-    gate = tl.load(both_R2F + double, mask=exists, other=0.0).to(tl.float32)
-    up = tl.load(both_R2F + double + width, mask=exists, other=0.0).to(tl.float32)
-    passed = tl.sigmoid(gate)
-    slope = passed * (1.0 + gate * (1.0 - passed))
-    tl.store(grad_both_R2F + double, grad * up * slope, mask=exists)
-    tl.store(grad_both_R2F + double + width, grad * gate * passed, mask=exists)
+    rows, tiles = _tiles(rows, used, HEIGHT)
+    for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
+        single, double, exists = _tile(tile, rows, width, HEIGHT=HEIGHT, COLUMNS=COLUMNS)
+        grad = tl.load(grad_RF + single, mask=exists, other=0.0).to(tl.float32)
+        gate = tl.load(both_R2F + double, mask=exists, other=0.0).to(tl.float32)
+        up = tl.load(both_R2F + double + width, mask=exists, other=0.0).to(tl.float32)
+        passed = tl.sigmoid(gate)
+        slope = passed * (1.0 + gate * (1.0 - passed))
+        tl.store(grad_both_R2F + double, grad * up * slope, mask=exists)
+        tl.store(grad_both_R2F + double + width, grad * gate * passed, mask=exists)

@@ -152,9 +152,11 @@ class Mlp(nn.Module):
         return self.w_down.forward(act, sink)
 
 
-def swiglu(both: Tensor) -> Tensor:
-    """silu(gate) · up of the two halves of the last dimension."""
+def swiglu(both: Tensor, used: Tensor | None = None) -> Tensor:
+    """silu(gate) · up of the two halves of the last dimension; of the rows only as many as `used`
+    says (int32 [1], on the device) need be computed.
+    """
     if usable(both):
-        return swiglu_kernel(both)
+        return swiglu_kernel(both, used)
     gate, up = both.chunk(2, dim=-1)
     return F.silu(gate) * up

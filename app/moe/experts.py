@@ -6,6 +6,8 @@ hidden width of an expert.
 
 from __future__ import annotations
 
+from functools import partial
+
 from torch import Tensor, nn
 
 from app.choices import Recompute
@@ -42,8 +44,10 @@ class Experts(nn.Module):
         `recompute` may have backward compute the activation again.
         """
         both_R2F = self.w_up.forward(rows_RD, ends_E, sink)
+        # there may be several times as many rows as tokens, and only the device knows
+        activation = partial(swiglu, used=ends_E[-1:])
         if recompute is None:
-            act_RF = swiglu(both_R2F)
+            act_RF = activation(both_R2F)
         else:
-            act_RF = recompute.checkpoint_and_discard(Recompute.experts_act, swiglu, both_R2F)
+            act_RF = recompute.checkpoint_and_discard(Recompute.experts_act, activation, both_R2F)
         return self.w_down.forward(act_RF, ends_E, sink)

@@ -197,3 +197,20 @@ def test_layer_on_a_gpu_needs_no_sync_repeats_and_is_captured():
     ):
         assert torch.equal(one, two) and torch.equal(one, three)
         torch.testing.assert_close(one.cpu(), cpu, rtol=2e-2, atol=2e-2 * cpu.abs().max().item())
+
+
+def test_only_rows_that_count_are_activated(monkeypatch: pytest.MonkeyPatch):
+    """The kernel hears from the device how many these are."""
+    counts = []
+
+    def activate(both: Tensor, used: Tensor) -> Tensor:
+        counts.append(used.tolist())
+        gate, up = both.chunk(2, dim=-1)
+        return F.silu(gate) * up
+
+    monkeypatch.setattr("app.model.layers.usable", lambda *_: True)
+    monkeypatch.setattr("app.model.layers.swiglu_kernel", activate)
+    x, _, w1, w2 = draw().values()
+    ends = torch.tensor([3, 3, 7, 9, 9, 12], dtype=torch.int32)
+    out = grouped_swiglu(x, w1, w2, ends_E=ends)
+    assert counts == [[12]] and len(out) == T

@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from app.choices import Recompute
 from app.config import ModelConfig
 from app.config.attention import Rope
+from app.kernels import swiglu as kernels
 from app.kernels import tiling
 from app.kernels.heads import HeadNorms, split_and_rotate
 from app.kernels.rms_norm import rms_norm
@@ -101,6 +102,25 @@ def check_swiglu(*shape: int, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("shape", [(3, 5, 14), (9, 1024), (7, 2 * 1100), (0, 8)], ids=str)
 def test_swiglu(shape: tuple[int, ...], dtype: torch.dtype):
     check_swiglu(*shape, dtype=dtype)
+
+
+@pytest.mark.parametrize("used", [0, 5, 9, 20])
+def test_swiglu_of_the_rows_that_count(used: int, monkeypatch: pytest.MonkeyPatch):
+    """Two programs for more tiles; what lies behind is no number, and is left as it was."""
+    for name, value in (("MULTIPROCESSORS", 1), ("PROGRAMS", 2), ("TILE", 32)):
+        monkeypatch.setattr(f"app.kernels.swiglu.{name}", value)
+    rows = 14
+    both, grad = (normal(rows, width, dtype=torch.float32, seed=width) for width in (24, 12))
+    exact = results(lambda x: (swiglu(x),), (both[:used],), (grad[:used],))
+    both[used:], grad[used:] = float("nan"), float("nan")
+    count = torch.tensor([used], dtype=torch.int32, device=DEVICE)
+    found = results(lambda x: (swiglu(x, count),), (both,), (grad,))
+    for ours, wanted in zip(found, exact, strict=True):
+        assert torch.equal(ours[:used], wanted)
+    act, grad_both = torch.full_like(grad, 7.0), torch.full_like(both, 7.0)
+    kernels._launch(kernels._forward, act, count, both, act)
+    kernels._launch(kernels._backward, act, count, grad, both, grad_both)
+    assert act[used:].eq(7).all() and grad_both[used:].eq(7).all()
 
 
 def test_swiglu_of_large_gates_and_expanded_gradients():

@@ -1,0 +1,178 @@
+"""Transports of static shapes on GPUs: the one by other ranks' memory brings what the one by
+collectives brings, bit for bit, eagerly, captured, and every time; kernels at the sizes of
+training.
+
+torchrun --nproc-per-node 2 tests/gpu/test_peer_transport.py    prints what differs
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from app.engine.groups import process_world
+from app.moe.dispatch.collective import CollectiveTransport
+from app.moe.dispatch.peer import PeerTransport
+from app.moe.dispatch.transport import Transport
+from tests.exchanges import Given, Sizes, all_exchanges, different, draw, named, unequal
+from tests.moe_kernels import without_kernels
+from tests.peer_kernels import CHECKS, Drawn, check_expert_rows, draw_peers
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+ROOT = Path(__file__).parents[2]
+BF16 = torch.bfloat16
+SIZES = (
+    Sizes(4096, 128, 8, 2048, dtype=BF16),
+    Sizes(1000, 16, 3, 320, multiple=16, dtype=BF16),
+    Sizes(513, 8, 2, 264, etp=2, multiple=16),
+    Sizes(300, 12, 4, 7168, dtype=BF16),
+    Sizes(64, 4, 1, 8, dtype=BF16),
+)
+REPEATS = 50
+Run = Callable[[], dict[str, Tensor]]
+plain = pytest.fixture(without_kernels)
+
+
+def main() -> None:
+    """Rank 0 prints a line of JSON for each size: names of what differs, by comparison."""
+    rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    device = torch.device("cuda", rank)
+    torch.cuda.set_device(device)
+    with process_world(rank, ranks, device):
+        group = dist.new_group()
+        torch.cuda.set_stream(torch.cuda.Stream())
+        for sizes in SIZES:
+            found = compared(sizes, group, device)
+            everyones: list[dict[str, list[str]]] = [{} for _ in range(ranks)]
+            dist.all_gather_object(everyones, found)
+            if rank == 0:
+                print(json.dumps(everyones), flush=True)
+
+
+def compared(sizes: Sizes, group: dist.ProcessGroup, device: torch.device) -> dict[str, list[str]]:
+    """What differs between the transports, and between one run and another of the same values."""
+    rank, ranks = group.rank(), group.size()
+    local = sizes.local(ranks)
+    transports: dict[str, Transport] = {
+        "collective": CollectiveTransport(group, local, sizes.etp),
+        "peer": PeerTransport(
+            group,
+            local,
+            sizes.etp,
+            tokens=sizes.tokens,
+            width=sizes.width,
+            top_k=sizes.top_k,
+            dtype=sizes.dtype,
+            device=device,
+        ),
+    }
+    given = draw(sizes, rank, 0, "cuda")
+    another = draw(sizes, rank, 1, "cuda")
+    runs: dict[str, Run] = {
+        name: lambda t=transport: all_exchanges(t, sizes, given, rank=rank, ranks=ranks)
+        for name, transport in transports.items()
+    }
+    exact = runs["collective"]()  # compiles kernels and makes connections, as the next one does
+    found = {"eager": different(runs["peer"](), exact)}
+    with no_waits():
+        flags = [unequal(runs["peer"](), exact) for _ in range(REPEATS)]
+    found["eager repeats"] = named(exact, torch.stack(flags).any(dim=0))
+    for name, run in runs.items():
+        found |= replayed(name, run, given, another=another)
+    return found
+
+
+def replayed(name: str, run: Run, given: Given, another: Given) -> dict[str, list[str]]:
+    """What differs between a captured run and an eager one, with two sets of values in turn."""
+    before = given.clone()
+    exact = run()
+    given.copy_(another)
+    exact_other = run()
+    torch.cuda.synchronize()
+    dist.barrier()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(
+        graph, stream=torch.cuda.current_stream(), capture_error_mode="thread_local"
+    ):
+        captured = run()
+    flags = []
+    with no_waits():
+        for nth in range(REPEATS):
+            given.copy_(another if nth % 2 else before)
+            graph.replay()
+            flags.append(unequal(captured, exact_other if nth % 2 else exact))
+    found = named(exact, torch.stack(flags).any(dim=0))
+    given.copy_(before)
+    eager = different(run(), exact)  # behind replays, whatever halves are due
+    torch.cuda.synchronize()
+    dist.barrier()
+    return {f"{name} replayed": found, f"{name} behind replays": eager}
+
+
+@contextmanager
+def no_waits() -> Iterator[None]:
+    """An operation that waits for the device raises."""
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def test_peers_bring_what_collectives_bring():
+    ranks = min(4, torch.cuda.device_count())
+    ranks -= ranks % 2
+    line = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    line += [f"--nproc-per-node={ranks}", __file__]
+    paths = f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"
+    done = subprocess.run(
+        line, capture_output=True, text=True, timeout=300, env={**os.environ, "PYTHONPATH": paths}
+    )
+    assert done.returncode == 0, done.stderr
+    rows = [json.loads(row) for row in done.stdout.splitlines() if row.startswith("[")]
+    assert len(rows) == len(SIZES)
+    for sizes, everyones in zip(SIZES, rows, strict=True):
+        for rank, found in enumerate(everyones):
+            assert len(found) == 6
+            assert {name: names for name, names in found.items() if names} == {}, (sizes, rank)
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+@pytest.mark.parametrize(
+    "size",
+    [(2, 4096, 128, 8, 2048, 1), (4, 1000, 16, 3, 5120, 2), (8, 2048, 128, 8, 2048, 1)],
+    ids=str,
+)
+def test_kernels(
+    size: tuple[int, int, int, int, int, int], check: Callable[[Drawn], None], plain: None
+):
+    ranks, tokens, experts, top_k, width, etp = size
+    check(draw_peers(ranks, tokens, experts, top_k=top_k, width=width, dtype=BF16, etp=etp))
+
+
+@pytest.mark.parametrize(
+    ("tokens", "experts", "top_k", "local"),
+    [(8192, 128, 8, 64), (32768, 128, 8, 16), (8192, 512, 10, 256), (4096, 60, 4, 60)],
+)
+@pytest.mark.parametrize("multiple", [1, 16])
+def test_offsets(tokens: int, experts: int, top_k: int, local: int, multiple: int, plain: None):
+    check_expert_rows(tokens, experts, top_k, local=local, multiple=multiple, dtype=torch.int16)
+
+
+if __name__ == "__main__":
+    main()
