@@ -35,7 +35,7 @@ from app.moe.dispatch.all_to_all import AllToAllDispatcher
 from app.moe.dispatch.collective import CollectiveTransport
 from app.moe.dispatch.expert_rows import place_rows
 from app.moe.dispatch.peer import PeerTransport
-from app.moe.dispatch.transport import Transport
+from app.moe.dispatch.transport import TokenTransport
 
 # Calls in one graph: an even number, so that both halves of buffers take turns from one replay to
 # the next.
@@ -107,7 +107,7 @@ def measured(args: argparse.Namespace, group: dist.ProcessGroup, device: torch.d
         grad_TD,
     )
     size = {"tokens": args.tokens, "width": args.width, "top_k": args.top_k}
-    transports: dict[str, Transport] = {
+    transports: dict[str, TokenTransport] = {
         "peer": PeerTransport(group, local, args.etp, **size, dtype=x_TD.dtype, device=device),
         "collective": CollectiveTransport(group, local, args.etp),
     }
@@ -139,7 +139,7 @@ def show(row: Row) -> None:
 
 
 def static_pieces(
-    transport: Transport, given: Given, group: dist.ProcessGroup, local: int, etp: int
+    transport: TokenTransport, given: Given, group: dist.ProcessGroup, local: int, etp: int
 ) -> Pieces:
     """Those of a transport, with as many rows as any choice could need."""
     first = group.rank() // etp * local

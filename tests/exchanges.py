@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from app.moe.dispatch.expert_rows import place_rows, zero_gaps
-from app.moe.dispatch.transport import Transport
+from app.moe.dispatch.transport import TokenTransport
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ def draw(sizes: Sizes, rank: int, seed: int, device: str = "cpu") -> Given:
 
 
 def all_exchanges(
-    transport: Transport, sizes: Sizes, given: Given, rank: int, ranks: int
+    transport: TokenTransport, sizes: Sizes, given: Given, rank: int, ranks: int
 ) -> dict[str, Tensor]:
     """What arrives, zero where it is undefined; never waits for the device."""
     local, num_rows = sizes.local(ranks), sizes.rows(ranks)

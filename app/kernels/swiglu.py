@@ -61,8 +61,8 @@ def _launch(kernel: Any, act: Tensor, used: Tensor | None, *tensors: Tensor) -> 
 
 
 @jit
-def _tiles(rows: int, used: tl.tensor, HEIGHT: tl.constexpr) -> tl.tensor:
-    """How many rows count, and the end of the tiles that have them: the first is this program's."""
+def _tiles(rows: int, used: tl.tensor, HEIGHT: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
+    """How many rows count, and how many tiles down have any of them."""
     if used is not None:
         rows = tl.minimum(rows, tl.load(used))
     return rows, tl.cdiv(rows, HEIGHT)

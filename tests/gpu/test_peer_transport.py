@@ -23,7 +23,7 @@ from torch import Tensor
 from app.engine.groups import process_world
 from app.moe.dispatch.collective import CollectiveTransport
 from app.moe.dispatch.peer import PeerTransport
-from app.moe.dispatch.transport import Transport
+from app.moe.dispatch.transport import TokenTransport
 from tests.exchanges import Given, Sizes, all_exchanges, different, draw, named, unequal
 from tests.moe_kernels import without_kernels
 from tests.peer_kernels import CHECKS, Drawn, check_expert_rows, draw_peers
@@ -66,7 +66,7 @@ def compared(sizes: Sizes, group: dist.ProcessGroup, device: torch.device) -> di
     """What differs between the transports, and between one run and another of the same values."""
     rank, ranks = group.rank(), group.size()
     local = sizes.local(ranks)
-    transports: dict[str, Transport] = {
+    transports: dict[str, TokenTransport] = {
         "collective": CollectiveTransport(group, local, sizes.etp),
         "peer": PeerTransport(
             group,

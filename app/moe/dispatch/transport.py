@@ -13,7 +13,7 @@ from typing import Protocol
 from torch import Tensor
 
 
-class Transport(Protocol):
+class TokenTransport(Protocol):
     """Exchanges that never wait for the device, so they can be captured; all ranks of the group
     call the same ones in the same order.
 
