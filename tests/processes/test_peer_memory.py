@@ -1,5 +1,6 @@
 """The transport by other ranks' memory against the one by collectives, bit for bit: forked
-processes share memory at equal addresses, kernels are interpreted, half of the ranks are late.
+processes share memory at equal addresses, kernels are interpreted, half of the ranks are as late as
+they can be.
 """
 
 from __future__ import annotations
@@ -20,34 +21,44 @@ import app.moe.dispatch.expert_rows
 import app.moe.dispatch.peer
 from app.moe.dispatch.collective import CollectiveTransport
 from app.moe.dispatch.peer import PeerTransport
+from app.moe.dispatch.transport import TokenTransport
 from tests.cases import chosen
 from tests.distributed import run_distributed
 from tests.exchanges import Sizes, all_exchanges, different, draw
 
 pytest.importorskip("triton")
 SIZE = 1 << 20  # bytes of each rank
-LATE_S = 0.03
+DONE = 1 << 30  # barriers to which a rank that has left will have come
 
 
 @dataclass(frozen=True)
 class Handle:
-    """What a rendezvous returns: everybody's memory, and a barrier behind which odd ranks are late,
-    when the others go on.
+    """What a rendezvous returns: everybody's memory, and a barrier behind which odd ranks wait
+    until the even ones have done all that they do before the next.
     """
 
     buffer_ptrs: list[int]
     rank: int
+    arrivals_P: Tensor  # how often each rank has come to a barrier, shared
 
     def barrier(self, channel: int) -> None:
         """Of all ranks."""
         assert channel == 0
+        self.arrivals_P[self.rank] += 1
         dist.barrier()
-        time.sleep(LATE_S if self.rank % 2 else 0)
+        while self.rank % 2 and self.arrivals_P[::2].min() <= self.arrivals_P[self.rank]:
+            time.sleep(0.001)
+
+    def leave(self) -> None:
+        """Nobody waits for this rank any more."""
+        self.arrivals_P[self.rank] = DONE
 
 
-def share_memory(memory: Tensor, rank: int, ranks: int) -> None:
+def share_memory(memory: Tensor, rank: int, ranks: int) -> Handle:
     """Symmetric memory is taken from what this process and its siblings were forked with."""
     own = memory[rank * SIZE : (rank + 1) * SIZE]
+    bases = [memory.data_ptr() + r * SIZE for r in range(ranks)]
+    handle = Handle(bases, rank, memory[ranks * SIZE :].view(torch.int64))
 
     def empty(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         assert size <= SIZE and dtype == torch.uint8 and device.type == "cpu"
@@ -55,62 +66,49 @@ def share_memory(memory: Tensor, rank: int, ranks: int) -> None:
 
     def rendezvous(tensor: Tensor, _group: dist.ProcessGroup) -> Handle:
         assert tensor.data_ptr() == own.data_ptr()
-        bases = [memory.data_ptr() + r * SIZE for r in range(ranks)]
-        return Handle(bases, rank)
+        return handle
 
     symmetric.empty, symmetric.rendezvous = empty, rendezvous  # in this process, which ends soon
     app.moe.dispatch.expert_rows.usable = lambda *_: True
+    return handle
 
 
 def both(rank: int, memory: Tensor, sizes: Sizes, rounds: int, halves: int = 2) -> list[str]:
-    """What differs between the transports, in a layer's exchanges and in one after its equal."""
+    """What differs between the transports, in a layer's exchanges and in equal ones in a row."""
     group = dist.new_group()
     ranks, local = group.size(), sizes.local(group.size())
-    share_memory(memory, rank, ranks)
+    handle = share_memory(memory, rank, ranks)
     if halves == 1:
         app.moe.dispatch.peer.cycle = lambda buffers: itertools.repeat(buffers[0])
     size = {"tokens": sizes.tokens, "width": sizes.width, "top_k": sizes.top_k}
     kind = {"dtype": sizes.dtype, "device": torch.device("cpu")}
     peer = PeerTransport(group, local, sizes.etp, **size, **kind)
+    ours = [exchanged(peer, sizes, rank, ranks=ranks, seed=seed) for seed in range(rounds)]
+    handle.leave()
     collective = CollectiveTransport(group, local, sizes.etp)
-    found = []
-    for seed in range(rounds):
-        given = draw(sizes, rank, seed)
-        ours, theirs = (
-            all_exchanges(transport, sizes, given, rank=rank, ranks=ranks)
-            for transport in (peer, collective)
-        )
-        found += different(ours, theirs)
-        found += spread_often(peer, collective, ours["row_of"], rank=rank, ranks=ranks, sizes=sizes)
+    theirs = [exchanged(collective, sizes, rank, ranks=ranks, seed=seed) for seed in range(rounds)]
+    return [name for one, other in zip(ours, theirs, strict=True) for name in different(one, other)]
+
+
+def exchanged(
+    transport: TokenTransport, sizes: Sizes, rank: int, ranks: int, seed: int
+) -> dict[str, Tensor]:
+    """A layer's exchanges; then three in a row that all pull, and three that all push."""
+    given = draw(sizes, rank, seed)
+    found = all_exchanges(transport, sizes, given, rank=rank, ranks=ranks)
+    row_of_NK, num_rows = found["row_of"], sizes.rows(ranks)
+    owned = row_of_NK[row_of_NK < num_rows].unique().long()
+    several = [draw(sizes, rank, seed + nth).x_TD for nth in range(3)]
+    rows = [transport.spread(x_TD, row_of_NK, num_rows) for x_TD in several]
+    sums = [transport.sum_home(each, None, row_of_NK, given.experts_TK) for each in rows]
+    for nth in range(3):
+        found |= {f"rows {nth}": rows[nth][owned], f"sums {nth}": sums[nth]}
     return found
 
 
-def spread_often(
-    peer: PeerTransport,
-    collective: CollectiveTransport,
-    row_of_NK: Tensor,
-    rank: int,
-    ranks: int,
-    sizes: Sizes,
-) -> list[str]:
-    """Which of three exchanges of the same kind differ."""
-    num_rows = sizes.rows(ranks)
-    tokens = [draw(sizes, rank, seed).x_TD for seed in range(3)]
-    owned = row_of_NK[row_of_NK < num_rows].unique().long()
-    pairs = [
-        [transport.spread(x_TD, row_of_NK, num_rows)[owned] for x_TD in tokens]
-        for transport in (peer, collective)
-    ]
-    return [
-        f"spread {nth}"
-        for nth, (a, b) in enumerate(zip(*pairs, strict=True))
-        if not torch.equal(a, b)
-    ]
-
-
 def shared(ranks: int) -> Tensor:
-    """Zeros that forked processes write to together."""
-    return torch.frombuffer(mmap.mmap(-1, ranks * SIZE), dtype=torch.uint8)
+    """Zeros that forked processes write to together: each rank's memory, and its arrivals."""
+    return torch.frombuffer(mmap.mmap(-1, ranks * (SIZE + 8)), dtype=torch.uint8)
 
 
 SIZES = [
@@ -129,4 +127,5 @@ def test_peers_bring_what_collectives_bring(ranks: int, rounds: int, sizes: Size
 def test_one_half_would_not_be_enough():
     compare = functools.partial(both, memory=shared(2), sizes=SIZES[0][2], rounds=1, halves=1)
     late = run_distributed(compare, 2)[1]
-    assert "spread 0" in late and "spread 2" not in late
+    assert "rows 0" in late and "rows 2" not in late
+    assert "sums 0" in late and "sums 2" not in late
