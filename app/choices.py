@@ -20,6 +20,23 @@ class DispatcherKind(Enum):
     all_to_all = "all_to_all"  # exchange of uneven parts among the expert-parallel ranks
     # every expert-parallel rank sees all tokens and takes those of its experts
     all_gather = "all_gather"
+    # a token goes once to each rank that it needs; no size depends on what routers choose
+    static = "static"
+
+
+class StaticTransport(Enum):
+    """What moves tokens between ranks for `DispatcherKind.static`."""
+
+    auto = "auto"  # peer where all ranks can reach each other's memory, otherwise collective
+    peer = "peer"  # reads and writes of each other's memory, over NVLink
+    collective = "collective"  # collectives of equal parts, on any device
+
+
+class StaticCapacity(Enum):
+    """Rows that a rank's experts have memory for, with `DispatcherKind.static`."""
+
+    worst = "worst"  # all that tokens could ask for
+    factor = "factor"  # so many times the mean; a step that needs more is taken again, eagerly
 
 
 class DropPolicy(Enum):

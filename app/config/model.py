@@ -3,12 +3,31 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from app.choices import Balance, DispatcherKind, DropPolicy, Score
+from app.choices import (
+    Balance,
+    DispatcherKind,
+    DropPolicy,
+    Score,
+    StaticCapacity,
+    StaticTransport,
+)
 from app.config.attention import MLAConfig, Rope, YarnConfig
 from app.config.bounds import above_zero, at_least, finite
 from app.errors import ConfigError, Instead, nearest_divisors
+
+
+@dataclass(frozen=True)
+class StaticConfig:
+    """Options of `dispatcher=static`."""
+
+    transport: StaticTransport = StaticTransport.auto  # what moves tokens between ranks
+    capacity: StaticCapacity = StaticCapacity.worst  # rows that a rank's experts have memory for
+    factor: float = 1.5  # those of capacity=factor, over the mean
+
+    def __post_init__(self) -> None:
+        at_least("model.moe.static", self, 1, "factor")
 
 
 @dataclass(frozen=True)
@@ -47,6 +66,7 @@ class MoEConfig:
     # for benchmarks only: tokens go to the experts in turn, whatever the router says
     force_balance: bool = False
     dispatcher: DispatcherKind = DispatcherKind.auto  # transport of tokens to experts
+    static: StaticConfig = field(default_factory=StaticConfig)  # options of dispatcher=static
     # on a GPU the shared expert computes while tokens travel to the routed ones
     shared_overlap: bool = False
     # rows of the busiest expert-parallel rank over the mean that memory is planned for
@@ -108,6 +128,9 @@ class MoEConfig:
         self._check_groups()
 
     def _check_capacity(self) -> None:
+        if self.pad_to_capacity and self.dispatcher is DispatcherKind.static:
+            rule = "dispatcher=static waits for no sizes already"
+            raise ConfigError("model.moe.pad_to_capacity", True, rule, nearest=False)
         if self.capacity_factor is not None:
             if self.capacity_factor <= 0:
                 raise ConfigError(

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from app.choices import DispatcherKind, Dtype, GraphImpl
-from app.config import ModelConfig, MoEConfig, Run
+from app.choices import Dtype, GraphImpl
+from app.config import ModelConfig, Run
 from app.engine.capture.partial import PartialGraphs
 from app.engine.capture.recorder import CudaRecorder, Recorder
 from app.engine.capture.stand_in import HostRecorder
@@ -21,19 +22,26 @@ from app.engine.pipeline.executor import ForwardBackward, execute
 from app.engine.pipeline.in_flight import RankStages
 from app.engine.pipeline.transport import Transport
 from app.engine.watchdog.watchdog import Watchdog
-from app.model.block import Body, DenseBody, Layer
+from app.model.block import DenseBody, Layer
 from app.model.chunk import Chunk
 from app.model.init import init_weights
 from app.model.peers import Peers
 from app.moe.dispatch.all_gather import AllGatherDispatcher
 from app.moe.dispatch.all_to_all import AllToAllDispatcher
+from app.moe.dispatch.collective import CollectiveTransport
 from app.moe.dispatch.local import LocalDispatcher
+from app.moe.dispatch.static import StaticDispatcher
 from app.moe.phases import MoEBody, Router
+from app.moe.protocol import Dispatcher
 from app.optim.buffers import ParamSpec
 from app.optim.distributed import DistributedOptimizer, OptimizerGroups
 from app.optim.scale import LossScale
 from app.plan.actions import Action
-from app.plan.dispatchers.choose import planned_dispatcher
+from app.plan.dispatchers.all_gather import PlannedAllGather
+from app.plan.dispatchers.all_to_all import PlannedAllToAll
+from app.plan.dispatchers.choose import run_dispatcher
+from app.plan.dispatchers.local import PlannedLocal
+from app.plan.dispatchers.static import PlannedStatic
 from app.plan.memory.activations import captured_phases
 from app.plan.plan import Plan
 from app.plan.recompute import recompute_policy
@@ -154,9 +162,12 @@ def build_chunks(
     """Chunks of this rank, built without memory and then materialised; weights are not yet set."""
     chunks = []
     peers = groups.peers(run.parallel.cp_comm_type)
+    dispatcher = build_dispatcher(run, peers, device)
     for stage in stages.stages[groups.pp_rank]:
         with torch.device("meta"):
-            layers = {index: build_layer(run.model, index, peers) for index in stage.layers}
+            layers = {
+                index: build_layer(run.model, index, peers, dispatcher) for index in stage.layers
+            }
             chunk = Chunk(
                 run.model,
                 layers,
@@ -171,27 +182,34 @@ def build_chunks(
     return tuple(chunks)
 
 
-def build_layer(model: ModelConfig, index: int, peers: Peers) -> Layer:
-    """Decoder layer `index`, dense or with routed experts."""
+def build_layer(
+    model: ModelConfig, index: int, peers: Peers, dispatcher: Dispatcher[Any, Any] | None
+) -> Layer:
+    """Decoder layer `index`, dense or with routed experts, which `dispatcher` serves."""
     if not model.is_moe_layer(index):
         return Layer(model, DenseBody(model, peers), peers)
-    assert model.moe is not None
-    return Layer(model, _moe_body(model, model.moe, peers), peers)
+    assert model.moe is not None and dispatcher is not None
+    return Layer(model, MoEBody(model, model.moe, dispatcher, peers=peers), peers)
 
 
-def _moe_body(model: ModelConfig, moe: MoEConfig, peers: Peers) -> Body:
-    """Routed experts with the dispatcher that is planned for them."""
-    kind = planned_dispatcher(moe, peers.ep, peers.etp).kind
-    if kind is DispatcherKind.local:
-        return MoEBody(model, moe, LocalDispatcher(moe.num_experts), peers=peers)
-    group = peers.etp_ep
+def build_dispatcher(run: Run, peers: Peers, device: torch.device) -> Dispatcher[Any, Any] | None:
+    """What serves the experts of all layers of a rank, as planned; None: there are none."""
+    planned = run_dispatcher(run)
+    if planned is None:
+        return None
+    experts, group = planned.moe.num_experts, peers.etp_ep
+    if isinstance(planned, PlannedLocal):
+        return LocalDispatcher(experts)
     assert group is not None, "experts on several ranks have a group"
-    if kind is DispatcherKind.all_gather:
-        gathers = AllGatherDispatcher(moe.num_experts, group, peers.etp)
-        return MoEBody(model, moe, gathers, peers=peers)
-    assert kind is DispatcherKind.all_to_all, f"{kind} has no module"
-    sends = AllToAllDispatcher(moe.num_experts, group, peers.etp)
-    return MoEBody(model, moe, sends, peers=peers)
+    match planned:
+        case PlannedAllGather():
+            return AllGatherDispatcher(experts, group, planned.etp)
+        case PlannedAllToAll():
+            return AllToAllDispatcher(experts, group, planned.etp)
+        case PlannedStatic():
+            transport = CollectiveTransport(group, planned.experts, planned.etp)
+            return StaticDispatcher(planned, transport, peers.ep_rank, device=device)
+    raise AssertionError(f"{planned.kind} has no module")
 
 
 def _materialise(chunk: nn.Module, device: torch.device, dtype: torch.dtype) -> None:

@@ -61,7 +61,9 @@ def peers_of(layout: ParallelLayout, rank: int) -> Peers:
 def meta_chunk(model: ModelConfig, stage: Stage, peers: Peers) -> Chunk:
     """A stage without memory."""
     with torch.device("meta"):
-        layers = {index: build_layer(model, index, peers) for index in stage.layers}
+        layers = {
+            index: build_layer(model, index, peers, LocalDispatcher(8)) for index in stage.layers
+        }
         return Chunk(model, layers, stage.embedding, head=stage.head, peers=peers)
 
 

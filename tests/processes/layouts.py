@@ -42,7 +42,7 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "dp": (1, 2, 4),
     "schedule": ("none", "gpipe", "1f1b", "interleaved", "zero_bubble_h1", "zero_bubble_v"),
     "comm": ("all_gather", "all_to_all"),
-    "dispatcher": ("auto", "all_gather"),
+    "dispatcher": ("auto", "all_gather", "static"),
 }
 Case = tuple[Any, ...]  # a value for each of the choices
 
@@ -78,7 +78,7 @@ def idle(case: Case) -> bool:
         1,
         "auto",
     )
-    alone = chosen["dispatcher"] == "all_gather" and chosen["ep"] * chosen["etp"] == 1
+    alone = chosen["dispatcher"] != "auto" and chosen["ep"] * chosen["etp"] == 1
     return dense or alone or (chosen["comm"] == "all_to_all" and chosen["cp"] == 1)
 
 

@@ -229,6 +229,7 @@ def moe(**choices: Any) -> ModelConfig:
 
 
 EVEN, GATHERS = {"capacity_factor": 1.0}, {"dispatcher": DispatcherKind.all_gather}
+STATIC = {"dispatcher": DispatcherKind.static}
 FILLED = {"capacity_factor": 1.5, "pad_to_capacity": True}
 SENT = {
     "ep 2": (moe(), {"ep": 2, "dp": 2}),
@@ -238,6 +239,9 @@ SENT = {
     "cp 2 ep 2": (moe(), {"cp": 2, "ep": 2}),
     "gathered": (moe(**GATHERS), {"ep": 2, "dp": 2}),
     "gathered parts": (moe(**GATHERS), {"ep": 2, "etp": 2, "dp": 4}),
+    "static": (moe(**STATIC), {"ep": 2, "dp": 2}),
+    "static parts": (moe(**STATIC), {"ep": 2, "etp": 2, "dp": 4}),
+    "static capacity": (moe(**STATIC, **EVEN), {"ep": 2, "dp": 2}),
     "capacity": (moe(**EVEN), {"ep": 2, "dp": 2}),
     "capacity here": (moe(**EVEN), {}),
     "filled": (moe(**FILLED), {"ep": 2, "etp": 2, "dp": 4}),

@@ -11,9 +11,10 @@ from app.plan.dispatchers.all_gather import PlannedAllGather
 from app.plan.dispatchers.all_to_all import PlannedAllToAll
 from app.plan.dispatchers.local import PlannedLocal
 from app.plan.dispatchers.record import PlannedDispatcher
+from app.plan.dispatchers.static import PlannedStatic
 
 DISPATCHERS: Mapping[DispatcherKind, type[PlannedDispatcher]] = MappingProxyType(
-    {each.kind: each for each in (PlannedLocal, PlannedAllToAll, PlannedAllGather)}
+    {each.kind: each for each in (PlannedLocal, PlannedAllToAll, PlannedAllGather, PlannedStatic)}
 )
 
 

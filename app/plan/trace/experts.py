@@ -89,6 +89,7 @@ def _route(
     if moe.capacity_factor is not None:
         # zero for what is dropped
         (probs,) = trace.op([probs], [picked], keeps=picked // 4, kernels=12)
+        (chosen,) = trace.op([], [2 * picked], holds=[chosen], kernels=0)
     _router_losses(trace, s, moe, logits=logits)
     return probs, chosen
 

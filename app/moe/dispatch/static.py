@@ -1,0 +1,112 @@
+"""A token goes once to each rank that has any of its experts, in buffers of fixed sizes: nothing
+waits for the host, so a graph may hold all of it.
+
+Shapes: T tokens of this rank, D hidden, K experts per token, L experts of this rank, P ranks, N =
+P·T tokens of all of them in rank order, R rows that this rank has memory for.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from app.moe.dispatch.expert_rows import place_rows
+from app.moe.dispatch.transport import Transport
+from app.moe.protocol import Dispatched
+from app.plan.dispatchers.static import PlannedStatic
+
+
+@dataclass(frozen=True, slots=True)
+class Places:
+    """Where the rows of this rank's experts come from."""
+
+    row_of_NK: Tensor  # int32: the row of each choice of all ranks' tokens; R: it has none here
+    ends_E: Tensor  # int32: the first row after each expert's
+    experts_TK: Tensor  # what this rank's own tokens have chosen
+    num_rows: int  # R
+
+
+class StaticDispatcher:
+    """Tokens travel in parts of equal size; where rows lie, the device alone finds out.
+
+    1. `preprocess` gathers the choices of all ranks, and gives each choice of an expert here its
+       row, by (expert, rank, token): expert-major from the start.
+    2. `dispatch` has every token of all ranks that has an expert here put into its rows.
+    3. `combine` adds up what the experts here make of each token, weighted, in fp32; these sums,
+       rounded once, go home, where those of all ranks are added in fp32.
+
+    Backward mirrors it. Rows are as many as `planned` says, whatever routers choose; those from
+    ends[-1] on are neither read nor written. Where choices need more, those beyond have no row,
+    and `missing` remembers how many.
+    """
+
+    def __init__(
+        self, planned: PlannedStatic, transport: Transport, ep_rank: int, device: torch.device
+    ) -> None:
+        self.planned = planned
+        self.transport = transport
+        self.first = ep_rank * planned.experts  # global index of this rank's first expert
+        # int32 [1]: most rows that a microbatch has lacked since this was cleared; 0: none
+        self.missing = torch.zeros(1, dtype=torch.int32, device=device)
+
+    def preprocess(
+        self, experts_TK: Tensor, drops: bool = False, capacity: int | None = None
+    ) -> Places:
+        """Gather the choices and place those of this rank's experts.
+
+        What is dropped has no expert here, so `drops` changes nothing; experts are not filled up.
+        """
+        assert capacity is None, "model.moe.pad_to_capacity is refused"
+        num_rows = self.planned.rows(len(experts_TK)).computed
+        rows = place_rows(
+            self.transport.gather_choices(experts_TK),
+            self.first,
+            self.planned.experts,
+            num_rows=num_rows,
+        )
+        torch.maximum(self.missing, rows.needed - num_rows, out=self.missing)
+        return Places(rows.row_of_NK, rows.ends_E, experts_TK, num_rows=num_rows)
+
+    def dispatch(self, x_TD: Tensor, prepared: Places) -> tuple[Dispatched, Places]:
+        """T × D -> R × D, expert-major."""
+        rows_RD: Tensor = _Dispatch.apply(x_TD, self.transport, prepared)
+        return Dispatched(rows_RD, prepared.ends_E), prepared
+
+    def combine(self, expert_out_RD: Tensor, probs_TK: Tensor, origin: Places) -> Tensor:
+        """R × D -> T × D."""
+        out_TD: Tensor = _Combine.apply(expert_out_RD, probs_TK, self.transport, origin)
+        return out_TD
+
+
+class _Dispatch(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_TD: Tensor, transport: Transport, places: Places) -> Tensor:
+        ctx.save_for_backward(places.row_of_NK, places.experts_TK)
+        ctx.transport = transport
+        return transport.spread(x_TD, places.row_of_NK, places.num_rows)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_RD: Tensor) -> tuple[Tensor, None, None]:
+        row_of_NK, experts_TK = ctx.saved_tensors
+        return ctx.transport.sum_home(grad_RD, None, row_of_NK, experts_TK), None, None
+
+
+class _Combine(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, rows_RD: Tensor, probs_TK: Tensor, transport: Transport, places: Places
+    ) -> Tensor:
+        ctx.save_for_backward(rows_RD, probs_TK, places.row_of_NK, places.experts_TK)
+        ctx.transport = transport
+        return transport.sum_home(rows_RD, probs_TK, places.row_of_NK, places.experts_TK)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_TD: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        grad_RD, dots_TK = ctx.transport.spread_gradients(grad_TD, *ctx.saved_tensors)
+        return grad_RD, dots_TK, None, None

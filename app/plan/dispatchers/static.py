@@ -1,0 +1,95 @@
+"""A token goes once to each rank, into buffers of sizes that nobody waits for
+(`app.moe.dispatch.static`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import ceil
+from typing import ClassVar
+
+from app.choices import DispatcherKind, StaticCapacity
+from app.plan.dispatchers.record import PlannedDispatcher, Rows, Tokens, TracedRows, capacity
+from app.plan.groups import ETP_EP, Way
+from app.plan.trace.trace import Sends, Trace, TracedTensor
+
+CHOICE, PLACE, PROBABILITY = 2, 4, 4  # bytes for each choice of a token: expert, row, share
+ROUNDED = 128  # rows that a capacity is a multiple of
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedStatic(PlannedDispatcher):
+    """Every rank learns all choices; rows are made where their experts are, and sums of a token's
+    experts there go home.
+    """
+
+    kind: ClassVar[DispatcherKind] = DispatcherKind.static
+    between_ranks: ClassVar[bool] = True
+    uneven: ClassVar[bool] = False
+
+    def rows(self, tokens: int) -> Rows:
+        """As many as there is memory for, on every rank."""
+        rows = self._most_rows(tokens)
+        if self.moe.static.capacity is StaticCapacity.factor:
+            wanted = self.moe.static.factor * self.mean_rows(tokens)
+            rows = min(rows, ceil(wanted / ROUNDED) * ROUNDED)
+        return Rows(self.ranks * tokens * self.moe.top_k, True, sent=rows, computed=rows)
+
+    def _most_rows(self, tokens: int) -> int:
+        """That the experts of a rank could be asked for: a token's experts are all different."""
+        most = min(self.moe.top_k, self.experts)
+        if self.moe.capacity_factor is None:
+            return self.ranks * tokens * most
+        taken = capacity(tokens * self.moe.top_k, self.moe.num_experts, self.moe.capacity_factor)
+        return self.ranks * min(tokens * most, self.experts * min(taken, tokens))
+
+    def trace_preprocess(self, trace: Trace, tokens: Tokens, chosen: TracedTensor) -> TracedRows:
+        """All ranks' choices, and the rows of those that are of this rank's experts."""
+        choices = tokens.count * self.moe.top_k
+        everywhere = self.ranks * choices
+        sends = self._ring(CHOICE * choices, 0)
+        (gathered,) = trace.op([], [CHOICE * everywhere], holds=[chosen], kernels=2, sends=sends)
+        sizes = PLACE * everywhere, 4 * self.experts, 4
+        row_of, ends, _ = trace.op([], sizes, holds=[gathered], kernels=2)
+        return TracedRows(chosen, row_of, trace.value(0), ends=ends)
+
+    def trace_dispatch(
+        self, trace: Trace, tokens: Tokens, h: TracedTensor, rows: TracedRows
+    ) -> TracedTensor:
+        """T × D -> R × D, picked out of all tokens; backward brings sums of gradients home."""
+        made = self.rows(tokens.count).computed * tokens.row
+        return trace.op(
+            [h],
+            [made],
+            [rows.row_of, rows.token_of_row],
+            scratch=(self._gathered(tokens), 2 * self._gathered(tokens)),
+            kernels=2,
+            sends=self._ring(tokens.bytes, tokens.bytes),
+        )[0]
+
+    def trace_combine(
+        self,
+        trace: Trace,
+        tokens: Tokens,
+        expert_out: TracedTensor,
+        probs: TracedTensor,
+        rows: TracedRows,
+    ) -> TracedTensor:
+        """R × D -> T × D, sums of each rank brought home and added."""
+        shares = tokens.count * self.moe.top_k * PROBABILITY
+        return trace.op(
+            [expert_out, probs],
+            [tokens.bytes],
+            [expert_out, probs, rows.row_of, rows.token_of_row],
+            scratch=(2 * self._gathered(tokens), self._gathered(tokens)),
+            kernels=4,
+            sends=self._ring(tokens.bytes + shares, tokens.bytes + shares),
+        )[0]
+
+    def _ring(self, forward: int, backward: int) -> Sends:
+        """This rank's share of what is gathered goes to all others, as does what goes home."""
+        others = self.ranks - 1
+        return Sends(ETP_EP, Way.ring, forward=others * forward, backward=others * backward)
+
+    def _gathered(self, tokens: Tokens) -> int:
+        return self.ranks * tokens.bytes
