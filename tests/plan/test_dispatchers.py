@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from app.choices import DispatcherKind, GraphImpl
+from app.choices import DispatcherKind, GraphImpl, StaticCapacity
 from app.config import CudaGraphConfig, ModelConfig, MoEConfig, ParallelConfig, Run, TrainConfig
+from app.config.model import StaticConfig
 from app.errors import ConfigError
 from app.plan.dispatchers.choose import DISPATCHERS, kinds_between_ranks, planned_dispatcher
 from app.plan.dispatchers.record import RowCounts, TokenExchange, Tokens
@@ -42,10 +43,10 @@ def test_auto_and_a_single_rank():
     assert on_one == {DispatcherKind.local}
     on_four = [planned_dispatcher(of(EXPERTS, kind), 2, 2) for kind in ALL]
     assert [each.kind.value for each in on_four] == [
-        *("all_to_all", "local", "all_to_all", "all_gather"),
+        *("all_to_all", "local", "all_to_all", "all_gather", "static"),
     ]
-    assert [each.legal for each in on_four] == [True, False, True, True]
-    assert kinds_between_ranks() == ("auto", "all_to_all", "all_gather")
+    assert [each.legal for each in on_four] == [True, False, True, True, True]
+    assert kinds_between_ranks() == ("auto", "all_to_all", "all_gather", "static")
 
 
 def test_every_kind_has_a_record():
@@ -63,8 +64,13 @@ def test_one_rank_plans_what_it_runs(kind: DispatcherKind):
 @pytest.mark.parametrize("ep", [1, 4])
 @pytest.mark.parametrize("kind", ALL, ids=lambda kind: kind.value)
 def test_what_waits_for_the_host_cannot_be_captured(moe: MoEConfig, ep: int, kind: DispatcherKind):
+    static = kind is DispatcherKind.static
+    if static and moe.pad_to_capacity:
+        with pytest.raises(ConfigError, match="waits for no sizes already"):
+            of(moe, kind)
+        return
     dispatcher = planned_dispatcher(of(moe, kind), ep, 1)
-    waits = ep > 1 and not moe.pad_to_capacity and kind is not DispatcherKind.local
+    waits = ep > 1 and not moe.pad_to_capacity and kind is not DispatcherKind.local and not static
     assert dispatcher.waits_for_host == waits
     run = run_of(of(moe, kind), 4, ep, graph=GraphImpl.full_iteration)
     if dispatcher.legal and not waits:
@@ -88,6 +94,15 @@ def test_rows_by_hand():
     assert rows(PADDED, sends) == RowCounts(256, True, sent=320, computed=320)
     assert rows(EXPERTS, gathers) == RowCounts(8 * 128, True, sent=384, computed=384)
     assert rows(PADDED, gathers) == RowCounts(8 * 128, True, sent=320, computed=320)
+    static = DispatcherKind.static
+    # 8 ranks' tokens, each for the two experts of a share at most, and as many as a capacity lets
+    assert rows(EXPERTS, static) == RowCounts(8 * 128, True, sent=1024, computed=1024)
+    assert rows(DROPS, static) == RowCounts(8 * 128, True, sent=128, computed=128)
+    # twice the mean of 256, rounded up to 128; never more than all there can be
+    for factor, found in ((2.0, 512), (2.1, 640), (9.0, 1024)):
+        options = StaticConfig(capacity=StaticCapacity.factor, factor=factor)
+        limited = dataclasses.replace(EXPERTS, static=options)
+        assert rows(limited, static) == RowCounts(8 * 128, True, sent=found, computed=found)
     assert rows(EXPERTS, sends, 1, 1) == RowCounts(128, False, sent=128, computed=128)
     # nobody waits to learn how many are left
     assert rows(DROPS, sends, 1, 1) == RowCounts(128, True, sent=128, computed=128)
@@ -142,6 +157,11 @@ def test_bytes_on_the_wire_by_hand():
         3 * (2048 + 2 * 2048 + 128 * (8 + 4)),
         3 * (2048 + 2 * 2048 + 128 * 4),
     )
+    # the tokens and their sums, and an id and a probability per choice
+    assert sent(DispatcherKind.static, 4) == (
+        3 * (2048 + 2048 + 128 * (2 + 4)),
+        3 * (2048 + 2048 + 128 * 4),
+    )
 
 
 def test_nothing_else_asks_which_dispatcher_it_is():
@@ -153,6 +173,6 @@ def test_nothing_else_asks_which_dispatcher_it_is():
     }
     records = {f"plan/dispatchers/{name}.py" for name in ("record", "choose")}
     records |= {f"plan/dispatchers/{kind.value}.py" for kind in DISPATCHERS}
-    others = {"choices.py", "config/model.py", "engine/build.py"}
+    others = {"choices.py", "config/model.py"}
     keys = {"engine/checkpoint/resume.py", "rules/layout.py"}  # name the key in messages
     assert asks - records - keys == others

@@ -23,6 +23,7 @@ from app.engine.build import build_layer, parameter_specs
 from app.model.chunk import Chunk
 from app.model.linear import ColumnParallelLinear, named_parameters
 from app.model.peers import Peers
+from app.moe.dispatch.local import LocalDispatcher
 from app.plan.layout import ParallelLayout
 from app.plan.model.attention import attention_weights
 from app.plan.model.stage import model_weights
