@@ -54,13 +54,13 @@ class StaticDispatcher:
         self.missing = torch.zeros(1, dtype=torch.int32, device=device)
 
     def preprocess(
-        self, experts_TK: Tensor, drops: bool = False, capacity: int | None = None
+        self, experts_TK: Tensor, drops: bool = False, rows_per_expert: int | None = None
     ) -> Places:
         """Gather the choices and place those of this rank's experts.
 
         What is dropped has no expert here, so `drops` changes nothing; experts are not filled up.
         """
-        assert capacity is None, "model.moe.pad_to_capacity is refused"
+        assert rows_per_expert is None, "model.moe.pad_to_capacity is refused"
         num_rows = self.planned.rows(len(experts_TK)).computed
         rows = place_rows(
             self.transport.gather_choices(experts_TK),

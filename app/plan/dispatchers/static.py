@@ -9,8 +9,14 @@ from math import ceil
 from typing import ClassVar
 
 from app.choices import DispatcherKind, StaticCapacity
-from app.plan.dispatchers.record import PlannedDispatcher, Rows, Tokens, TracedRows, capacity
-from app.plan.groups import ETP_EP, Way
+from app.plan.dispatchers.record import (
+    PlannedDispatcher,
+    Rows,
+    TokenExchange,
+    Tokens,
+    TracedRows,
+)
+from app.plan.groups import Way
 from app.plan.trace.trace import Sends, Trace, TracedTensor
 
 CHOICE, PLACE, PROBABILITY = 2, 4, 4  # bytes for each choice of a token: expert, row, share
@@ -24,7 +30,9 @@ class PlannedStatic(PlannedDispatcher):
     """
 
     kind: ClassVar[DispatcherKind] = DispatcherKind.static
-    between_ranks: ClassVar[bool] = True
+    exchange: ClassVar[TokenExchange | None] = TokenExchange(
+        "all-gather of tokens, sums sent home", Way.ring
+    )
     uneven: ClassVar[bool] = False
 
     def rows(self, tokens: int) -> Rows:
@@ -37,17 +45,15 @@ class PlannedStatic(PlannedDispatcher):
 
     def _most_rows(self, tokens: int) -> int:
         """That the experts of a rank could be asked for: a token's experts are all different."""
-        most = min(self.moe.top_k, self.experts)
-        if self.moe.capacity_factor is None:
-            return self.ranks * tokens * most
-        taken = capacity(tokens * self.moe.top_k, self.moe.num_experts, self.moe.capacity_factor)
-        return self.ranks * min(tokens * most, self.experts * min(taken, tokens))
+        most = tokens * min(self.moe.top_k, self.experts)
+        taken = self.most_per_expert(tokens)
+        return self.ranks * (most if taken is None else min(most, self.experts * taken))
 
     def trace_preprocess(self, trace: Trace, tokens: Tokens, chosen: TracedTensor) -> TracedRows:
         """All ranks' choices, and the rows of those that are of this rank's experts."""
         choices = tokens.count * self.moe.top_k
         everywhere = self.ranks * choices
-        sends = self._ring(CHOICE * choices, 0)
+        sends = self._to_all(CHOICE * choices, 0)
         (gathered,) = trace.op([], [CHOICE * everywhere], holds=[chosen], kernels=2, sends=sends)
         sizes = PLACE * everywhere, 4 * self.experts, 4
         row_of, ends, _ = trace.op([], sizes, holds=[gathered], kernels=2)
@@ -64,7 +70,7 @@ class PlannedStatic(PlannedDispatcher):
             [rows.row_of, rows.token_of_row],
             scratch=(self._gathered(tokens), 2 * self._gathered(tokens)),
             kernels=2,
-            sends=self._ring(tokens.bytes, tokens.bytes),
+            sends=self._to_all(tokens.bytes, tokens.bytes),
         )[0]
 
     def trace_combine(
@@ -83,13 +89,13 @@ class PlannedStatic(PlannedDispatcher):
             [expert_out, probs, rows.row_of, rows.token_of_row],
             scratch=(2 * self._gathered(tokens), self._gathered(tokens)),
             kernels=4,
-            sends=self._ring(tokens.bytes + shares, tokens.bytes + shares),
+            sends=self._to_all(tokens.bytes + shares, tokens.bytes + shares),
         )[0]
 
-    def _ring(self, forward: int, backward: int) -> Sends:
-        """This rank's share of what is gathered goes to all others, as does what goes home."""
+    def _to_all(self, forward: int, backward: int) -> Sends:
+        """So many bytes for each of the other ranks."""
         others = self.ranks - 1
-        return Sends(ETP_EP, Way.ring, forward=others * forward, backward=others * backward)
+        return self.sends(others * forward, others * backward)
 
     def _gathered(self, tokens: Tokens) -> int:
         return self.ranks * tokens.bytes
