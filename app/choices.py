@@ -39,6 +39,13 @@ class StaticCapacity(Enum):
     factor = "factor"  # so many times the mean; a step that needs more is taken again, eagerly
 
 
+class StaticOverflow(Enum):
+    """What follows two steps in a row that needed more rows than `StaticCapacity.factor` has."""
+
+    grow = "grow"  # memory for more, and graphs are captured anew; the run ends if there is none
+    stop = "stop"  # the run ends
+
+
 class DropPolicy(Enum):
     """Which of an expert's tokens stay when they are more than its capacity."""
 

@@ -11,6 +11,7 @@ from app.choices import (
     DropPolicy,
     Score,
     StaticCapacity,
+    StaticOverflow,
     StaticTransport,
 )
 from app.config.attention import MLAConfig, Rope, YarnConfig
@@ -25,6 +26,8 @@ class StaticConfig:
     transport: StaticTransport = StaticTransport.auto  # what moves tokens between ranks
     capacity: StaticCapacity = StaticCapacity.worst  # rows that a rank's experts have memory for
     factor: float = 1.5  # those of capacity=factor, over the mean
+    # what follows two steps in a row that needed more than those
+    on_overflow: StaticOverflow = StaticOverflow.grow
 
     def __post_init__(self) -> None:
         at_least("model.moe.static", self, 1, "factor")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -44,7 +45,7 @@ from app.plan.dispatchers.local import PlannedLocal
 from app.plan.dispatchers.static import PlannedStatic
 from app.plan.memory.activations import captured_phases
 from app.plan.plan import Plan
-from app.plan.recompute import recompute_policy
+from app.plan.recompute import RecomputePolicy, recompute_policy
 from app.plan.sharding.blocks import ShardCoords
 from app.plan.stages import StagePlan
 
@@ -67,6 +68,7 @@ class Engine:
     transport: Transport
     watchdog: Watchdog
     loss_scale: LossScale | None
+    dispatcher: Dispatcher[Any, Any] | None  # of all MoE layers; None: there are no experts
     recorder: Recorder | None  # of CUDA graphs; None: nothing is captured
 
     def routers(self) -> Iterator[tuple[tuple[int, int], Router]]:
@@ -83,6 +85,12 @@ class Engine:
             for name, module in chunk.named_modules():
                 if isinstance(module, Router):
                     yield name, module
+
+    def all_rows(self) -> AbstractContextManager[None]:
+        """Within the block experts have memory for all their rows; nothing can be captured."""
+        if isinstance(self.dispatcher, StaticDispatcher):
+            return self.dispatcher.all_rows()
+        return nullcontext()
 
     def make_parameters_whole(self) -> None:
         """Wait for all parameters that are still on their way from other ranks."""
@@ -103,7 +111,8 @@ def build_engine(
     `watchdog` looks at the rank; None: at most at its actions, and without asking other ranks.
     """
     run = plan.run
-    chunks = build_chunks(run, plan.stages, groups, device=device)
+    dispatcher = build_dispatcher(run, groups.peers(run.parallel.cp_comm_type), device)
+    chunks = build_chunks(run, plan.stages, groups, device=device, dispatcher=dispatcher)
     for chunk in chunks:
         init_weights(chunk.weights(), groups.coords, run.model, seed=run.train.seed)
     specs = [list(parameter_specs(chunk, groups.coords)) for chunk in chunks]
@@ -133,6 +142,7 @@ def build_engine(
         transport=transport,
         watchdog=watchdog,
         loss_scale=loss_scale,
+        dispatcher=dispatcher,
         recorder=build_recorder(run, device),
     )
 
@@ -157,12 +167,16 @@ def _wait_for_parameters(chunk: Chunk, optimizer: DistributedOptimizer) -> None:
 
 
 def build_chunks(
-    run: Run, stages: StagePlan, groups: Groups, device: torch.device
+    run: Run,
+    stages: StagePlan,
+    groups: Groups,
+    *,
+    dispatcher: Dispatcher[Any, Any] | None,
+    device: torch.device,
 ) -> tuple[Chunk, ...]:
     """Chunks of this rank, built without memory and then materialised; weights are not yet set."""
     chunks = []
     peers = groups.peers(run.parallel.cp_comm_type)
-    dispatcher = build_dispatcher(run, peers, device)
     for stage in stages.stages[groups.pp_rank]:
         with torch.device("meta"):
             layers = {
@@ -261,10 +275,14 @@ def build_partial_graphs(engine: Engine) -> PartialGraphs | None:
 
 
 def select_forward_backward(
-    engine: Engine, lists: Sequence[Sequence[Action]], graphs: PartialGraphs | None = None
+    engine: Engine,
+    lists: Sequence[Sequence[Action]],
+    graphs: PartialGraphs | None = None,
+    policy: RecomputePolicy | None = None,
 ) -> ForwardBackward:
     """The executor, bound to this rank's list of actions and to what that works on; `lists` has one
-    list per pipeline rank. Without `graphs` everything runs eagerly.
+    list per pipeline rank. Without `graphs` everything runs eagerly. `policy`: what backward
+    computes again; None: as the run says.
     """
     run = engine.plan.run
     groups = engine.groups
@@ -274,7 +292,7 @@ def select_forward_backward(
     stages = RankStages(
         engine.chunks,
         engine.plan.next_here(rank),
-        recompute_policy(run).on_rank(lists[rank]),
+        (policy or recompute_policy(run)).on_rank(lists[rank]),
         hidden=hidden,
         dtype=DTYPES[run.precision.params],
         device=engine.device,

@@ -73,7 +73,9 @@ def sample_tokens(
     generator = torch.Generator().manual_seed(seed)
     tokens = list(prompt)
     while len(tokens) - len(prompt) < count and _in_time(engine, until):
-        tokens.append(_draw(_last_logits(engine, tokens[-window:])[:vocab], generator))
+        with engine.all_rows():
+            logits_V = _last_logits(engine, tokens[-window:])
+        tokens.append(_draw(logits_V[:vocab], generator))
         yield tokens[-1]
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from app.choices import Recompute
+from app.choices import Balance, Recompute
 from app.config import Run
 from app.plan.actions import Forward, MicrobatchChunk
 from app.plan.schedule import peak_in_flight
@@ -61,6 +61,16 @@ def recompute_policy(run: Run) -> RecomputePolicy:
     parts = RecomputeChoice(frozenset(run.recompute.phases))
     usual = RecomputeChoice(whole_layers=True) if run.recompute.full else parts
     return RecomputePolicy(usual, spared=parts, partial=run.recompute.partial_microbatches)
+
+
+def thriftiest_policy(run: Run) -> RecomputePolicy:
+    """What keeps least: whole layers are computed again, unless their routers count every forward
+    (balance=global_batch), so that a run computes what it always does.
+    """
+    moe = run.model.moe
+    if moe is not None and moe.balance is Balance.global_batch:
+        return recompute_policy(run)
+    return RecomputePolicy(RecomputeChoice(whole_layers=True))
 
 
 def spared_microbatches(actions: Iterable[object], partial: int) -> frozenset[MicrobatchChunk]:

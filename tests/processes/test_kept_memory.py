@@ -28,7 +28,7 @@ from app.config import (
     TrainConfig,
     YarnConfig,
 )
-from app.engine.build import build_chunks
+from app.engine.build import build_chunks, build_dispatcher
 from app.engine.groups import create_groups
 from app.model.chunk import Chunk
 from app.model.context_parallel import own_tokens
@@ -79,9 +79,9 @@ def measured(rank: int, run: Run) -> tuple[dict[str, int], int, int, int]:
     The least of three times: gloo's threads may hold what has been sent a moment longer.
     """
     layout = select_layout(run)
-    (chunk,) = build_chunks(
-        run, select_stages(run), create_groups(layout, rank), device=torch.device("cpu")
-    )
+    groups, cpu = create_groups(layout, rank), torch.device("cpu")
+    dispatcher = build_dispatcher(run, groups.peers(run.parallel.cp_comm_type), cpu)
+    (chunk,) = build_chunks(run, select_stages(run), groups, dispatcher=dispatcher, device=cpu)
     torch.manual_seed(rank)
     for param in chunk.parameters():
         torch.nn.init.normal_(param, 0.0, 0.02)

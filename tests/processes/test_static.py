@@ -8,8 +8,9 @@ import dataclasses
 from typing import Any
 
 import pytest
+import torch
 
-from app.choices import DispatcherKind, Recompute, ScheduleName
+from app.choices import DispatcherKind, Recompute, ScheduleName, StaticCapacity, StaticOverflow
 from app.config import (
     CudaGraphConfig,
     ModelConfig,
@@ -17,12 +18,20 @@ from app.config import (
     RecomputeConfig,
     Run,
     ScheduleConfig,
+    TrainConfig,
 )
+from app.config.model import StaticConfig
+from app.engine.pipeline import shortage
+from app.engine.pipeline.shortage import with_factor
+from app.engine.pipeline.step import TrainingStep, Validation
+from app.moe.dispatch import static
+from app.moe.dispatch.expert_rows import ExpertRows
 from tests.cases import chosen
 from tests.distributed import run_distributed
 from tests.processes.test_captured import CHOICES, EAGER, FOUR, same, several
-from tests.runs import make_run
+from tests.runs import batches_of, engine_of, make_run
 
+NEVER = 10**9  # steps in a row
 EP2, EP4 = ParallelConfig(ep=2, dp=2), ParallelConfig(ep=4, dp=4)
 SPLITS = ScheduleConfig(ScheduleName.zero_bubble_h1)
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -73,3 +82,82 @@ def test_with_what_else_an_moe_layer_may_have(options: dict[str, Any]):
     runs["eager"] = run_of("ep2", **options)
     for results in run_distributed(several, 2, runs):
         assert same(results["whole step"], results["eager"])
+
+
+TOKENS, STEPS = 512, 6  # of a rank in a microbatch
+
+
+def short_run(graph: CudaGraphConfig, capacity: StaticCapacity, **options: Any) -> Run:
+    """Experts that have memory for little more than the mean number of rows, or for all."""
+    limits = StaticConfig(capacity=capacity, factor=1.1, **options)
+    train = TrainConfig(steps=20, seq_len=TOKENS // 2, micro_batch=2, global_batch=8)
+    model = with_static(static=limits, jitter_eps=0.01)
+    return make_run(model, cuda_graph=graph, parallel=EP2, train=train)
+
+
+def steps_of(rank: int, run: Run, in_a_row: int) -> dict[str, Any]:
+    """What the steps compute, which of them were taken again, and most rows that experts needed."""
+    shortage.IN_A_ROW = in_a_row
+    torch.manual_seed(rank)
+    engine = engine_of(run, rank)
+    dispatcher, needed, place = engine.dispatcher, [0], static.place_rows
+
+    def placed(*given: Any, **named: Any) -> ExpertRows:
+        rows = place(*given, **named)
+        needed[-1] = max(needed[-1], int(rows.needed))
+        return rows
+
+    static.place_rows = placed
+    step, validation = TrainingStep(engine), Validation(engine, 2)
+    found: dict[str, Any] = {"seen": [], "again": [], "needed": [], "validated": []}
+    for n in range(STEPS):
+        facts, totals = step(batches_of(run, n, engine.groups.dp_rank), 1e-3, 0.1)
+        counts = [counts_E.tolist() for counts_E in totals.counts.values()]
+        found["seen"].append((facts.loss, facts.norm_sq, facts.aux_loss, counts))
+        found["again"].append(facts.reruns)
+        found["needed"].append(needed[-1])
+        held_out = batches_of(run, 100 + n, engine.groups.dp_rank)[:2]
+        found["validated"].append(validation(held_out))
+        needed.append(0)
+    found["rows"] = dispatcher.planned.rows(TOKENS).computed
+    found["params"] = [
+        param.detach().numpy() for chunk in engine.chunks for param in chunk.parameters()
+    ]
+    engine.release()
+    return found
+
+
+@pytest.mark.parametrize("graph", ["whole step", "partial", "eager"])
+def test_a_step_that_lacks_rows_is_taken_again(graph: str):
+    """It computes what memory for all rows computes, to the last bit: random numbers, counts of
+    tokens and validations too; and no other step is taken again.
+    """
+    chosen_graph = CHOICES.get(graph, EAGER)
+    worst = run_distributed(steps_of, 2, short_run(EAGER, StaticCapacity.worst), NEVER)
+    found = run_distributed(steps_of, 2, short_run(chosen_graph, StaticCapacity.factor), NEVER)
+    needed = [max(rows) for rows in zip(*(each["needed"] for each in worst), strict=True)]
+    lacked = [int(rows > found[0]["rows"]) for rows in needed]
+    assert 0 < sum(lacked) < STEPS, needed
+    for ours, exact in zip(found, worst, strict=True):
+        assert ours["again"] == lacked and exact["again"] == [None] * STEPS
+        assert ours["seen"] == exact["seen"] and ours["validated"] == exact["validated"]
+        for param, other in zip(ours["params"], exact["params"], strict=True):
+            assert (param == other).all()
+
+
+def test_after_two_such_steps_there_is_memory_for_more():
+    """Graphs are captured anew, training and validation, and compute what they did."""
+    run = short_run(CHOICES["whole step"], StaticCapacity.factor)
+    short = with_factor(run, 1.0)  # what a rank needs is above the mean in every step
+    worst = run_distributed(steps_of, 2, short_run(EAGER, StaticCapacity.worst), 2)
+    found = run_distributed(steps_of, 2, short, 2)
+    for ours, exact in zip(found, worst, strict=True):
+        assert ours["seen"] == exact["seen"] and ours["validated"] == exact["validated"]
+        assert ours["again"][:2] == [1, 1] and sum(ours["again"]) < STEPS
+        assert 1024 < ours["rows"] < 2048, "of those that all tokens could need"
+
+
+def test_or_the_run_ends():
+    run = short_run(EAGER, StaticCapacity.factor, on_overflow=StaticOverflow.stop)
+    with pytest.raises(Exception, match=r"model\.moe\.static\.factor=1.0: 2 steps in a row needed"):
+        run_distributed(steps_of, 2, with_factor(run, 1.0), 2)

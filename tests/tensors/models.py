@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 from torch.func import functional_call
 
-from app.choices import Dtype
+from app.choices import CpComm, Dtype
 from app.config import ModelConfig, ParallelConfig, PrecisionConfig
-from app.engine.build import build_chunks
+from app.engine.build import build_chunks, build_dispatcher
 from app.engine.groups import Groups
 from app.model.chunk import Chunk, ChunkOutput
 from app.model.init import init_weights
@@ -49,8 +49,13 @@ def make_chunks(
     if ep > 1:
         nobody["etp_ep"] = SimpleNamespace(size=lambda: ep, rank=lambda: rank)
     groups = Groups(layout=select_layout(run), rank=rank, **nobody)
+    cpu = torch.device("cpu")
     chunks = build_chunks(
-        run, plan_stages(model.num_layers, 1, vpp), groups, device=torch.device("cpu")
+        run,
+        plan_stages(model.num_layers, 1, vpp),
+        groups,
+        dispatcher=build_dispatcher(run, groups.peers(CpComm.all_gather), cpu),
+        device=cpu,
     )
     for chunk in chunks:
         init_weights(chunk.weights(), groups.coords, model, seed=seed)

@@ -132,6 +132,7 @@ class CudaRecorder:
         for recording in self.recordings:
             recording.release()
         self.recordings.clear()
+        self.pools.clear()
 
 
 def _taken_by_driver() -> int:

@@ -35,7 +35,8 @@ class WholeStep(Generic[T]):
     def __call__(self, step: StepInput) -> T:
         """Take in a step's input, and do the work."""
         self.ready()
-        if self.recording is not None:
+        if any(known is self.recording for known in self.recorder.recordings):
+            assert self.recording is not None
             self._load(step)
             return self._whole(self.recording.replay())
         tensors, rebuild = flatten(step)

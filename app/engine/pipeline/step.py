@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -18,9 +19,11 @@ from app.engine.capture.whole import WholeStep
 from app.engine.pipeline.data_feed import Loader, StepInput, step_input
 from app.engine.pipeline.executor import ForwardBackward
 from app.engine.pipeline.in_flight import StepTotals
+from app.engine.pipeline.shortage import RowShortage
 from app.engine.report.metrics import StepFacts
 from app.engine.run.signals import StopRequest
 from app.moe.router import update_bias
+from app.plan.recompute import thriftiest_policy
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +67,12 @@ class TrainingStep:
         forward_backward = select_forward_backward(engine, engine.plan.actions)
         self.eager = partial(run_passes, engine, forward_backward)
         self.captured = self._captured()
+        self.shortage = RowShortage.of(engine)
+        # for rows that nothing is planned for, there is least left if nothing else is kept
+        whole_layers = select_forward_backward(
+            engine, engine.plan.actions, policy=thriftiest_policy(self.run)
+        )
+        self.with_all_rows = partial(run_passes, engine, whole_layers)
 
     def _captured(self) -> Callable[[StepInput], Passes]:
         engine = self.engine
@@ -76,6 +85,12 @@ class TrainingStep:
         forward_backward = select_forward_backward(engine, engine.plan.actions, graphs)
         return partial(run_passes, engine, forward_backward)
 
+    def _capture_anew(self) -> None:
+        recorder = self.engine.recorder
+        if recorder is not None:
+            recorder.release()
+            self.captured = self._captured()
+
     def __call__(
         self,
         batches: Sequence[Batch],
@@ -84,7 +99,6 @@ class TrainingStep:
         following: Callable[[], Sequence[Batch]] | None = None,
     ) -> tuple[StepFacts, StepTotals]:
         """Train on a step's microbatches; while the device computes, load the `following` ones."""
-        optimizer = self.engine.optimizer
         loss_scale = self.engine.loss_scale
         scale = None if loss_scale is None else loss_scale.value
         step = step_input(
@@ -97,27 +111,56 @@ class TrainingStep:
         # for the watchdog: a replayed graph notes no actions
         self.engine.watchdog.note("forwards and backwards of a step")
         captures = self.taken >= self.run.cuda_graph.warmup_steps
-        passes = self.captured(step) if captures else self.eager(step)
+        attempt = partial(self._attempt, step, lr=lr, weight_decay=weight_decay)
+        if self.shortage is not None:
+            self.shortage.begin()
+        totals, facts_8 = attempt(self.captured if captures else self.eager)
         self.taken += 1
-        totals = passes.totals
-        facts_6 = _pack(passes.norm_sq, totals, passes.zeros, request=self.request)
-        all_reduce(facts_6, self.engine.groups.world)
-        skipped = optimizer.step(lr, weight_decay, facts_6[0].sqrt(), scale)
-        self._balance(totals, skipped)
-        facts_7 = torch.cat((facts_6, skipped[None]))
         if following is not None:
             self.engine.watchdog.rest("reading the next batches")
             # an error comes up again when these batches are trained on: report and save first
             with suppress(Exception):
                 self.loader.start(following())
             self.engine.watchdog.note("the end of the step")
-        facts = _unpack(facts_7)
+        facts = _unpack(facts_8)
+        if self.shortage is not None:
+            lacked = facts.missing > 0
+            if lacked:
+                with self.shortage.again():
+                    totals, facts_8 = attempt(self.with_all_rows)
+                facts = _unpack(facts_8)
+            facts = replace(facts, reruns=int(lacked))
+            if self.shortage.grows(lacked):
+                self._capture_anew()
         self.engine.watchdog.rest("between steps")
         if loss_scale is None:
             return facts, totals
         used = loss_scale.scale
         loss_scale.update(bool(facts.skipped))
         return replace(facts, norm_sq=facts.norm_sq / used**2, scale=used), totals
+
+    def _attempt(
+        self,
+        step: StepInput,
+        run: Callable[[StepInput], Passes],
+        *,
+        lr: float,
+        weight_decay: float,
+    ) -> tuple[StepTotals, Tensor]:
+        """Passes, and the update that follows unless it is skipped; totals, and what `_unpack`
+        takes.
+        """
+        passes = run(step)
+        totals = passes.totals
+        missing = 0.0 if self.shortage is None else (self.shortage.missing[0] > 0)
+        facts_7 = _pack(passes.norm_sq, totals, passes.zeros, missing=missing, request=self.request)
+        all_reduce(facts_7, self.engine.groups.world)
+        norm = facts_7[0].sqrt()
+        if self.shortage is not None:  # no update from numbers that lack rows
+            norm = norm.masked_fill(facts_7[5] > 0, math.inf)
+        skipped = self.engine.optimizer.step(lr, weight_decay, norm, step.scale)
+        self._balance(totals, skipped)
+        return totals, torch.cat((facts_7, skipped[None]))
 
     def _balance(self, totals: StepTotals, skipped: Tensor) -> None:
         """Move the routers' bias against the step's load, if it is on; not on a skipped step."""
@@ -132,27 +175,33 @@ class TrainingStep:
 
 
 def _pack(
-    norm_sq: Tensor, totals: StepTotals, zeros: Tensor | float, request: StopRequest
+    norm_sq: Tensor,
+    totals: StepTotals,
+    zeros: Tensor | float,
+    *,
+    missing: Tensor | float,
+    request: StopRequest,
 ) -> Tensor:
-    """Sums of this rank that one all-reduce turns into sums over the step; fp32 [6]."""
+    """Sums of this rank that one all-reduce turns into sums over the step; fp32 [7]."""
 
     def scalar(part: Tensor | float) -> Tensor:
         # new_full is a kernel; a tensor made from a number of the host would wait for the device
         return part.float() if isinstance(part, Tensor) else norm_sq.new_full((), part)
 
-    parts = (norm_sq, totals.loss, totals.aux_loss, totals.z_loss, zeros, float(request.wanted))
-    return torch.stack([scalar(part) for part in parts])
+    parts = (norm_sq, totals.loss, totals.aux_loss, totals.z_loss, zeros, missing)
+    return torch.stack([scalar(part) for part in (*parts, float(request.wanted))])
 
 
-def _unpack(facts_7: Tensor) -> StepFacts:
+def _unpack(facts_8: Tensor) -> StepFacts:
     """Waits for what `_pack` has packed, and whether the update was skipped."""
-    norm_sq, loss, aux_loss, z_loss, zeros, stop, skipped = facts_7.tolist()
+    norm_sq, loss, aux_loss, z_loss, zeros, missing, stop, skipped = facts_8.tolist()
     return StepFacts(
         norm_sq=norm_sq,
         loss=loss,
         aux_loss=aux_loss,
         z_loss=z_loss,
         zeros=zeros,
+        missing=missing,
         stop=stop,
         skipped=skipped,
     )
@@ -174,6 +223,7 @@ class Validation:
         self.eager = select_forward_backward(engine, actions)
         self.loader = Loader(engine.groups, engine.device)
         self.captured = self.eager
+        self.shortage = RowShortage.of(engine)
         if self.run.cuda_graph.impl is GraphImpl.full_iteration and engine.recorder is not None:
             self.captured = WholeStep(self.eager, engine.make_parameters_whole, engine.recorder)
 
@@ -184,11 +234,28 @@ class Validation:
         self.engine.watchdog.note("forwards of a validation")
         recorder = self.engine.recorder
         captures = recorder is not None and recorder.recordings and self.taken
-        totals = (self.captured if captures else self.eager)(step)
+        if self.shortage is not None:
+            self.shortage.begin()
+        loss, missing = self._sums(self.captured if captures else self.eager, step)
         self.taken += 1
-        # ranks without the last stage have the number 0.0: a tensor, for the group to sum
-        loss = torch.as_tensor(totals.loss, dtype=torch.float32, device=self.engine.device).clone()
-        all_reduce(loss, self.engine.groups.world)
-        found = float(loss), int(step.valid)
+        if self.shortage is not None and missing:
+            with self.shortage.again():
+                loss, _ = self._sums(self.eager, step)
+        found = loss, int(step.valid)
         self.engine.watchdog.rest("between steps")
         return found
+
+    def _sums(self, run: ForwardBackward, step: StepInput) -> tuple[float, float]:
+        """Over all ranks: the loss, and ranks whose experts had no memory for all their rows."""
+        totals = run(step)
+        missing = 0.0 if self.shortage is None else self.shortage.missing[0] > 0
+        # ranks without the last stage have the number 0.0: a tensor, for the group to sum
+        sums_2 = torch.stack(
+            [
+                torch.as_tensor(each, dtype=torch.float32, device=self.engine.device)
+                for each in (totals.loss, missing)
+            ]
+        )
+        all_reduce(sums_2, self.engine.groups.world)
+        loss, lacking = sums_2.tolist()
+        return loss, lacking

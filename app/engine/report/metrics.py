@@ -63,6 +63,8 @@ class StepReport:
     moe_load_worst: float | None = None  # the same, worst MoE layer
     # share of the choices of experts since the last line that were beyond capacity
     moe_dropped: float | None = None
+    # 1 when the step was taken again, as experts had no memory for all their rows
+    reruns: int | None = None
     loss_scale: float | None = None  # factor on the loss in this step
     grad_zeros: int | None = None  # zero elements of the gradient
     # for which saving the step before has held up this one, ms
@@ -119,9 +121,12 @@ class StepFacts:
     aux_loss: float
     z_loss: float
     zeros: float  # zero elements of the gradient, where they are counted
+    missing: float  # ranks whose experts had no memory for all their rows
     stop: float  # ranks that have been told to stop
     skipped: float
     scale: float | None = None  # factor on the loss
+    # 1 when the step was taken again, with memory for all rows; None: there always is
+    reruns: int | None = None
 
 
 class Meter:
@@ -178,6 +183,7 @@ class Meter:
             tokens_per_s_per_gpu=self.tokens_per_step / seconds / world,
             tflops_per_gpu=tflops,
             mfu=tflops / self.peak if self.peak else None,
+            reruns=facts.reruns,
             loss_scale=facts.scale,
             grad_zeros=int(facts.zeros) if self.run.optim.count_zeros else None,
             checkpoint_blocked_ms=None if times.blocked is None else times.blocked * 1e3,

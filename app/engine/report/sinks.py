@@ -157,6 +157,7 @@ class Console:
             f"step {report.step}/{self.total}  loss {report.loss:.3f}{val}  {rate} tokens/s  "
             f"{self.memory:.1f} GiB  {_clock(left)} "
             f"left{'  (update skipped)' if report.skipped else ''}"
+            f"{'  (taken again)' if report.reruns else ''}"
         )
 
     def _tokens_per_s(self, report: StepReport) -> float:

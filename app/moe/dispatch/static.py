@@ -7,6 +7,8 @@ P·T tokens of all of them in rank order, R rows that this rank has memory for.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,6 +54,18 @@ class StaticDispatcher:
         self.first = ep_rank * planned.experts  # global index of this rank's first expert
         # int32 [1]: most rows that a microbatch has lacked since this was cleared; 0: none
         self.missing = torch.zeros(1, dtype=torch.int32, device=device)
+        self._counts_rows = False
+
+    @contextmanager
+    def all_rows(self) -> Iterator[None]:
+        """Within the block the host waits to learn how many rows are needed, and there are as many:
+        nothing is missing, and nothing can be captured.
+        """
+        self._counts_rows = True
+        try:
+            yield
+        finally:
+            self._counts_rows = False
 
     def preprocess(
         self, experts_TK: Tensor, drops: bool = False, rows_per_expert: int | None = None
@@ -61,15 +75,22 @@ class StaticDispatcher:
         What is dropped has no expert here, so `drops` changes nothing; experts are not filled up.
         """
         assert rows_per_expert is None, "model.moe.pad_to_capacity is refused"
-        num_rows = self.planned.rows(len(experts_TK)).computed
+        tokens = len(experts_TK)
+        num_rows = self.planned.rows(tokens).computed
+        if self._counts_rows:
+            num_rows = self.planned.worst_rows(tokens)
         rows = place_rows(
             self.transport.gather_choices(experts_TK),
             self.first,
             self.planned.experts,
             num_rows=num_rows,
         )
-        torch.maximum(self.missing, rows.needed - num_rows, out=self.missing)
-        return Places(rows.row_of_NK, rows.ends_E, experts_TK, num_rows=num_rows)
+        if not self._counts_rows:
+            torch.maximum(self.missing, rows.needed - num_rows, out=self.missing)
+            return Places(rows.row_of_NK, rows.ends_E, experts_TK, num_rows=num_rows)
+        needed = int(rows.needed)
+        row_of_NK = rows.row_of_NK.clamp(max=needed)  # what has no row has the first after all
+        return Places(row_of_NK, rows.ends_E, experts_TK, num_rows=needed)
 
     def dispatch(self, x_TD: Tensor, prepared: Places) -> tuple[Dispatched, Places]:
         """T × D -> R × D, expert-major."""

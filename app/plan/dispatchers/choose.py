@@ -49,7 +49,10 @@ def busiest_load(run: Run) -> float:
     See `PlannedDispatcher.busiest_load`.
     """
     dispatcher = run_dispatcher(run)
-    train = run.train
+    return 1.0 if dispatcher is None else dispatcher.busiest_load(tokens_per_rank(run))
+
+
+def tokens_per_rank(run: Run) -> int:
+    """Tokens of a microbatch that a rank has between matrices."""
     parallel = run.parallel
-    tokens = train.micro_batch * train.seq_len // (parallel.tp * parallel.cp)
-    return 1.0 if dispatcher is None else dispatcher.busiest_load(tokens)
+    return run.train.micro_batch * run.train.seq_len // (parallel.tp * parallel.cp)

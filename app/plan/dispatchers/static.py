@@ -37,13 +37,17 @@ class PlannedStatic(PlannedDispatcher):
 
     def rows(self, tokens: int) -> Rows:
         """As many as there is memory for, on every rank."""
-        rows = self._most_rows(tokens)
+        rows = self.worst_rows(tokens)
         if self.moe.static.capacity is StaticCapacity.factor:
             wanted = self.moe.static.factor * self.mean_rows(tokens)
             rows = min(rows, ceil(wanted / ROUNDED) * ROUNDED)
         return Rows(self.ranks * tokens * self.moe.top_k, True, sent=rows, computed=rows)
 
-    def _most_rows(self, tokens: int) -> int:
+    def may_lack_rows(self, tokens: int) -> bool:
+        """Whether choices could need more rows than there is memory for."""
+        return self.rows(tokens).computed < self.worst_rows(tokens)
+
+    def worst_rows(self, tokens: int) -> int:
         """That the experts of a rank could be asked for: a token's experts are all different."""
         most = tokens * min(self.moe.top_k, self.experts)
         taken = self.most_per_expert(tokens)
