@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from app.moe.dispatch.expert_rows import place_rows
-from app.moe.dispatch.transport import Transport
+from app.moe.dispatch.transport import TokenTransport
 from app.moe.protocol import Dispatched
 from app.plan.dispatchers.static import PlannedStatic
 
@@ -47,7 +47,7 @@ class StaticDispatcher:
     """
 
     def __init__(
-        self, planned: PlannedStatic, transport: Transport, ep_rank: int, device: torch.device
+        self, planned: PlannedStatic, transport: TokenTransport, ep_rank: int, device: torch.device
     ) -> None:
         self.planned = planned
         self.transport = transport
@@ -105,7 +105,7 @@ class StaticDispatcher:
 
 class _Dispatch(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x_TD: Tensor, transport: Transport, places: Places) -> Tensor:
+    def forward(ctx: Any, x_TD: Tensor, transport: TokenTransport, places: Places) -> Tensor:
         ctx.save_for_backward(places.row_of_NK, places.experts_TK)
         ctx.transport = transport
         return transport.spread(x_TD, places.row_of_NK, places.num_rows)
@@ -120,7 +120,7 @@ class _Dispatch(torch.autograd.Function):
 class _Combine(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, rows_RD: Tensor, probs_TK: Tensor, transport: Transport, places: Places
+        ctx: Any, rows_RD: Tensor, probs_TK: Tensor, transport: TokenTransport, places: Places
     ) -> Tensor:
         ctx.save_for_backward(rows_RD, probs_TK, places.row_of_NK, places.experts_TK)
         ctx.transport = transport

@@ -11,7 +11,7 @@ from typing import ClassVar
 from app.choices import DispatcherKind, StaticCapacity
 from app.plan.dispatchers.record import (
     PlannedDispatcher,
-    Rows,
+    RowCounts,
     TokenExchange,
     Tokens,
     TracedRows,
@@ -35,13 +35,13 @@ class PlannedStatic(PlannedDispatcher):
     )
     uneven: ClassVar[bool] = False
 
-    def rows(self, tokens: int) -> Rows:
+    def rows(self, tokens: int) -> RowCounts:
         """As many as there is memory for, on every rank."""
         rows = self.worst_rows(tokens)
         if self.moe.static.capacity is StaticCapacity.factor:
             wanted = self.moe.static.factor * self.mean_rows(tokens)
             rows = min(rows, ceil(wanted / ROUNDED) * ROUNDED)
-        return Rows(self.ranks * tokens * self.moe.top_k, True, sent=rows, computed=rows)
+        return RowCounts(self.ranks * tokens * self.moe.top_k, True, sent=rows, computed=rows)
 
     def may_lack_rows(self, tokens: int) -> bool:
         """Whether choices could need more rows than there is memory for."""
