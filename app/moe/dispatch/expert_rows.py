@@ -73,10 +73,7 @@ def spread_rows(x_ND: Tensor, row_of_NK: Tensor, num_rows: int) -> Tensor:
         return kernels.pull_rows(
             addresses, row_of_NK, num_rows, width=x_ND.shape[1], dtype=x_ND.dtype
         )
-    rows_RD = x_ND.new_empty(num_rows + 1, x_ND.shape[1])  # the last one for what has no row
-    for k in range(row_of_NK.shape[1]):
-        rows_RD.index_copy_(0, row_of_NK[:, k].long(), x_ND)
-    return rows_RD[:num_rows]
+    return x_ND.index_select(0, _choice_of_rows(row_of_NK, num_rows) // row_of_NK.shape[1])
 
 
 def partial_sums(rows_RD: Tensor, probs_NK: Tensor | None, row_of_NK: Tensor) -> Tensor:
@@ -124,13 +121,22 @@ def row_gradients(
         )
         return grad_RD, dots_NK
     kept_NK = row_of_NK < len(rows_RD)
-    grad_RD = rows_RD.new_empty(len(rows_RD) + 1, rows_RD.shape[1])
-    dots = []
-    for k in range(row_of_NK.shape[1]):
-        product_ND = widened(grad_ND) * probs_NK[:, k, None]
-        grad_RD.index_copy_(0, row_of_NK[:, k].long(), product_ND.to(rows_RD.dtype))
-        dots.append(dot_rows(pick_rows(rows_RD, row_of_NK, kept_NK, k=k), grad_ND))
-    return grad_RD[: len(rows_RD)], torch.stack(dots, dim=1).to(probs_NK.dtype)
+    choice_R = _choice_of_rows(row_of_NK, len(rows_RD))
+    grad_RD = grad_ND.index_select(0, choice_R // row_of_NK.shape[1])
+    # in place, so that the product with fp32 probabilities is rounded once and never stored in fp32
+    grad_RD.mul_(probs_NK.flatten()[choice_R][:, None])
+    dots = [
+        dot_rows(pick_rows(rows_RD, row_of_NK, kept_NK, k=k), grad_ND)
+        for k in range(row_of_NK.shape[1])
+    ]
+    return grad_RD, torch.stack(dots, dim=1).to(probs_NK.dtype)
+
+
+def _choice_of_rows(row_of_NK: Tensor, num_rows: int) -> Tensor:
+    """Which choice, of N·K, has a row; 0 where none has: int64 [R]."""
+    choices = torch.arange(row_of_NK.numel(), device=row_of_NK.device)
+    choice_R = choices.new_zeros(num_rows + 1)  # the last one for what has no row
+    return choice_R.scatter_(0, row_of_NK.flatten().long(), choices)[:num_rows]
 
 
 def sum_dots(dots_PTK: Tensor, experts_TK: Tensor, local: int, etp: int) -> Tensor:
