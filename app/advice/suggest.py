@@ -17,11 +17,12 @@ from app.advice.moves import KEEP_GPUS, MORE_GPUS, Change, Move, Value, with_val
 from app.config import Run
 from app.errors import ConfigError
 from app.plan.actions import Action
+from app.plan.layout import select_layout
 from app.plan.memory.rank_memory import plan_memory
 from app.plan.pipeline.lowering import lower_all
 from app.plan.plan import Plan
 from app.plan.schedule import build_schedule
-from app.plan.select import select_graphs, select_layout, select_schedule, select_stages
+from app.plan.select import select_graphs, select_schedule, select_stages
 from app.plan.suggestion import Suggestion
 from app.rules import check
 

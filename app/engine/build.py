@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from app.choices import Dtype, GraphImpl
+from app.choices import Dtype, GraphImpl, StaticTransport
 from app.config import ModelConfig, Run
 from app.engine.capture.partial import PartialGraphs
 from app.engine.capture.recorder import CudaRecorder, Recorder
@@ -23,6 +23,8 @@ from app.engine.pipeline.executor import ForwardBackward, execute
 from app.engine.pipeline.in_flight import RankStages
 from app.engine.pipeline.transport import Transport
 from app.engine.watchdog.watchdog import Watchdog
+from app.errors import ConfigError
+from app.kernels.common import triton
 from app.model.block import DenseBody, Layer
 from app.model.chunk import Chunk
 from app.model.init import init_weights
@@ -31,6 +33,7 @@ from app.moe.dispatch.all_gather import AllGatherDispatcher
 from app.moe.dispatch.all_to_all import AllToAllDispatcher
 from app.moe.dispatch.collective import CollectiveTransport
 from app.moe.dispatch.local import LocalDispatcher
+from app.moe.dispatch.peer import PeerTransport
 from app.moe.dispatch.static import StaticDispatcher
 from app.moe.phases import MoEBody, Router
 from app.moe.protocol import Dispatcher
@@ -40,7 +43,7 @@ from app.optim.scale import LossScale
 from app.plan.actions import Action
 from app.plan.dispatchers.all_gather import PlannedAllGather
 from app.plan.dispatchers.all_to_all import PlannedAllToAll
-from app.plan.dispatchers.choose import run_dispatcher
+from app.plan.dispatchers.choose import run_dispatcher, tokens_per_rank
 from app.plan.dispatchers.local import PlannedLocal
 from app.plan.dispatchers.static import PlannedStatic
 from app.plan.memory.activations import captured_phases
@@ -221,9 +224,41 @@ def build_dispatcher(run: Run, peers: Peers, device: torch.device) -> Dispatcher
         case PlannedAllToAll():
             return AllToAllDispatcher(experts, group, planned.etp)
         case PlannedStatic():
-            transport = CollectiveTransport(group, planned.experts, planned.etp)
-            return StaticDispatcher(planned, transport, peers.ep_rank, device=device)
+            collective = CollectiveTransport(group, planned.experts, planned.etp)
+            peer = build_peer_transport(run, planned, group, device=device)
+            return StaticDispatcher(planned, collective, peer, ep_rank=peers.ep_rank, device=device)
     raise AssertionError(f"{planned.kind} has no module")
+
+
+def build_peer_transport(
+    run: Run, planned: PlannedStatic, group: dist.ProcessGroup, *, device: torch.device
+) -> PeerTransport | None:
+    """The memory that the ranks of `group` reach in each other's GPU; None: collectives carry
+    tokens. Raises ConfigError where it is asked for and cannot be had.
+    """
+    asked = planned.moe.static.transport is StaticTransport.peer
+    key, near = "model.moe.static.transport", ("collective",)
+    if not planned.peer or (device.type == "cpu" and not asked):
+        return None
+    if device.type == "cpu" or triton is None:
+        what = "there are none" if device.type == "cpu" else "Triton is not installed"
+        raise ConfigError(
+            key, "peer", f"is for GPUs, by Triton's kernels, and {what}", nearest=near
+        )
+    try:
+        return PeerTransport(
+            group,
+            planned.experts,
+            planned.etp,
+            tokens=tokens_per_rank(run),
+            width=run.model.hidden_size,
+            top_k=planned.moe.top_k,
+            dtype=DTYPES[run.precision.params],
+            device=device,
+        )
+    except RuntimeError as error:
+        rule = f"these GPUs do not reach each other's memory: {error}"
+        raise ConfigError(key, planned.moe.static.transport, rule, nearest=near) from error
 
 
 def _materialise(chunk: nn.Module, device: torch.device, dtype: torch.dtype) -> None:

@@ -17,6 +17,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from math import prod
 
+from app.config import Run
 from app.errors import ConfigError, nearest_multiples
 
 AXES = ("tp", "cp", "ep", "dp", "pp")
@@ -191,3 +192,9 @@ class ParallelLayout:
                 f"dense and expert layers get different pipelines: {grids}",
                 nearest=pp_last,
             )
+
+
+def select_layout(run: Run) -> ParallelLayout:
+    """The ranks' grids for dense layers and experts. Raises ConfigError for degrees that clash."""
+    p = run.parallel
+    return ParallelLayout(run.world_size, p.tp, p.cp, pp=p.pp, ep=p.ep, etp=p.etp, order=p.order)

@@ -18,13 +18,13 @@ from app.plan.cost.traffic import GroupTraffic, OrderAdvice, order_advice, plan_
 from app.plan.cost.volumes import most_sends
 from app.plan.graphs import GraphPlan, check_graphs
 from app.plan.groups import PP
-from app.plan.layout import ParallelLayout
+from app.plan.layout import ParallelLayout, select_layout
 from app.plan.memory.rank_memory import RankMemory, plan_memory
 from app.plan.pipeline.check import check
 from app.plan.pipeline.lowering import lower_all
 from app.plan.pipeline.timeline import Timeline, Times, simulate
 from app.plan.schedule import build_schedule
-from app.plan.select import select_graphs, select_layout, select_schedule, select_stages
+from app.plan.select import select_graphs, select_schedule, select_stages
 from app.plan.sharding.parameters import ChunkBuffers, Parameter, chunk_buffers, chunk_parameters
 from app.plan.stages import StagePlan
 

@@ -10,10 +10,10 @@ engine, which hands the `RecomputeChoice` of each microbatch in a chunk to the c
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from app.choices import Balance, Recompute
-from app.config import Run
+from app.config import RecomputeConfig, Run
 from app.plan.actions import Forward, MicrobatchChunk
 from app.plan.schedule import peak_in_flight
 
@@ -63,14 +63,14 @@ def recompute_policy(run: Run) -> RecomputePolicy:
     return RecomputePolicy(usual, spared=parts, partial=run.recompute.partial_microbatches)
 
 
-def thriftiest_policy(run: Run) -> RecomputePolicy:
-    """What keeps least: whole layers are computed again, unless their routers count every forward
-    (balance=global_batch), so that a run computes what it always does.
+def thriftiest(run: Run) -> Run:
+    """The run that keeps least and computes the same: whole layers are computed again, unless
+    their routers count every forward (balance=global_batch).
     """
     moe = run.model.moe
     if moe is not None and moe.balance is Balance.global_batch:
-        return recompute_policy(run)
-    return RecomputePolicy(RecomputeChoice(whole_layers=True))
+        return run
+    return replace(run, recompute=RecomputeConfig(full=True))
 
 
 def spared_microbatches(actions: Iterable[object], partial: int) -> frozenset[MicrobatchChunk]:

@@ -8,16 +8,9 @@ from app.choices import GraphImpl, GraphKey, GraphScope, ScheduleName
 from app.config import Run
 from app.plan.actions import Action
 from app.plan.graphs import GraphPlan, Key, plan_graphs
-from app.plan.layout import ParallelLayout
 from app.plan.memory.activations import own_inputs
 from app.plan.schedule import v_shaped
 from app.plan.stages import StagePlan, plan_stages
-
-
-def select_layout(run: Run) -> ParallelLayout:
-    """The ranks' grids for dense layers and experts. Raises ConfigError for degrees that clash."""
-    p = run.parallel
-    return ParallelLayout(run.world_size, p.tp, p.cp, pp=p.pp, ep=p.ep, etp=p.etp, order=p.order)
 
 
 def select_stages(run: Run) -> StagePlan:

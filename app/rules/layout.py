@@ -7,8 +7,7 @@ from app.config import Run
 from app.errors import ConfigError, FirstOf, Instead, nearest_divisors, nearest_multiples
 from app.plan.cost.traffic import parts_side_by_side
 from app.plan.dispatchers.choose import kinds_between_ranks, planned_dispatcher
-from app.plan.layout import AXES
-from app.plan.select import select_layout
+from app.plan.layout import AXES, select_layout
 
 
 def check_world(run: Run) -> None:

@@ -27,8 +27,8 @@ from app.plan.cost.flops import (
     stage_seconds,
 )
 from app.plan.dispatchers.choose import busiest_load
-from app.plan.layout import ParallelLayout
-from app.plan.select import select_layout, select_stages
+from app.plan.layout import ParallelLayout, select_layout
+from app.plan.select import select_stages
 from app.plan.stages import Stage
 from app.rules import check
 from tests.training import composed

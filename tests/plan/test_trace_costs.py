@@ -19,11 +19,11 @@ from app.config import (
 from app.kernels import tiling
 from app.plan.cost.flops import stage_flops
 from app.plan.groups import CP, GROUPS, TP, Group, Way
+from app.plan.layout import select_layout
 from app.plan.model.layer import LayerWeights
 from app.plan.model.norm import NormWeights
 from app.plan.model.vocabulary import table
 from app.plan.recompute import NOTHING
-from app.plan.select import select_layout
 from app.plan.sharding.parameters import chunk_parameters
 from app.plan.stages import Stage
 from app.plan.trace.layers import embedding_trace, head_trace, layer_trace

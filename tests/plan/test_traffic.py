@@ -32,10 +32,10 @@ from app.plan.cost.traffic import (
     plan_traffic,
 )
 from app.plan.groups import GROUPS
-from app.plan.layout import AXES, ParallelLayout
+from app.plan.layout import AXES, ParallelLayout, select_layout
 from app.plan.pipeline.lowering import lower_all
 from app.plan.schedule import build_schedule
-from app.plan.select import select_layout, select_stages
+from app.plan.select import select_stages
 from app.plan.stages import Stage, StagePlan
 from app.rules import check
 

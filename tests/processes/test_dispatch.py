@@ -43,8 +43,9 @@ def static(num_experts: int, group: dist.ProcessGroup, etp: int = 1) -> StaticDi
     """By collectives, with room for all that could be asked for."""
     moe = MoEConfig(num_experts=num_experts, top_k=K, dispatcher=DispatcherKind.static)
     planned = PlannedStatic(moe, ep=group.size() // etp, etp=etp)
-    transport = CollectiveTransport(group, planned.experts, etp)
-    return StaticDispatcher(planned, transport, group.rank() // etp, device=torch.device("cpu"))
+    collective = CollectiveTransport(group, planned.experts, etp)
+    rank = group.rank() // etp
+    return StaticDispatcher(planned, collective, None, ep_rank=rank, device=torch.device("cpu"))
 
 
 KINDS: dict[str, Callable[..., Dispatcher[Any, Any]]] = {

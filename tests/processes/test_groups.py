@@ -22,9 +22,8 @@ from app.engine.groups import Groups, create_groups
 from app.model.peers import Peers
 from app.optim.distributed import OptimizerGroups
 from app.plan.groups import GROUPS, GroupKind
-from app.plan.layout import ParallelLayout
+from app.plan.layout import ParallelLayout, select_layout
 from app.plan.memory.rank_memory import communicators
-from app.plan.select import select_layout
 from tests.cases import chosen
 from tests.distributed import run_distributed
 from tests.plan.test_group_table import small_layouts

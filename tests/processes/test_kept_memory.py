@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from app.choices import Balance, CpComm, DispatcherKind, Dtype
+from app.choices import Balance, CpComm, DispatcherKind, Dtype, StaticTransport
 from app.config import (
     DataConfig,
     LossConfig,
@@ -28,12 +28,14 @@ from app.config import (
     TrainConfig,
     YarnConfig,
 )
+from app.config.model import StaticConfig
 from app.engine.build import build_chunks, build_dispatcher
 from app.engine.groups import create_groups
 from app.model.chunk import Chunk
 from app.model.context_parallel import own_tokens
+from app.plan.layout import select_layout
 from app.plan.memory.activations import MicrobatchMemory, chunk_activations
-from app.plan.select import select_layout, select_stages
+from app.plan.select import select_stages
 from app.rules import check
 from tests.cases import sampled
 from tests.distributed import run_distributed
@@ -229,7 +231,10 @@ def moe(**choices: Any) -> ModelConfig:
 
 
 EVEN, GATHERS = {"capacity_factor": 1.0}, {"dispatcher": DispatcherKind.all_gather}
-STATIC = {"dispatcher": DispatcherKind.static}
+STATIC = {
+    "dispatcher": DispatcherKind.static,
+    "static": StaticConfig(StaticTransport.collective),
+}
 FILLED = {"capacity_factor": 1.5, "pad_to_capacity": True}
 SENT = {
     "ep 2": (moe(), {"ep": 2, "dp": 2}),

@@ -22,10 +22,10 @@ from app.config import (
 )
 from app.config.model import StaticConfig
 from app.engine.pipeline import shortage
-from app.engine.pipeline.shortage import with_factor
 from app.engine.pipeline.step import TrainingStep, Validation
 from app.moe.dispatch import static
 from app.moe.dispatch.expert_rows import ExpertRows
+from app.plan.dispatchers.choose import with_rows
 from tests.cases import chosen
 from tests.distributed import run_distributed
 from tests.processes.test_captured import CHOICES, EAGER, FOUR, same, several
@@ -148,7 +148,7 @@ def test_a_step_that_lacks_rows_is_taken_again(graph: str):
 def test_after_two_such_steps_there_is_memory_for_more():
     """Graphs are captured anew, training and validation, and compute what they did."""
     run = short_run(CHOICES["whole step"], StaticCapacity.factor)
-    short = with_factor(run, 1.0)  # what a rank needs is above the mean in every step
+    short = with_rows(run, 1.0)  # what a rank needs is above the mean in every step
     worst = run_distributed(steps_of, 2, short_run(EAGER, StaticCapacity.worst), 2)
     found = run_distributed(steps_of, 2, short, 2)
     for ours, exact in zip(found, worst, strict=True):
@@ -160,4 +160,4 @@ def test_after_two_such_steps_there_is_memory_for_more():
 def test_or_the_run_ends():
     run = short_run(EAGER, StaticCapacity.factor, on_overflow=StaticOverflow.stop)
     with pytest.raises(Exception, match=r"model\.moe\.static\.factor=1.0: 2 steps in a row needed"):
-        run_distributed(steps_of, 2, with_factor(run, 1.0), 2)
+        run_distributed(steps_of, 2, with_rows(run, 1.0), 2)

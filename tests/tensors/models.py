@@ -18,8 +18,8 @@ from app.engine.groups import Groups
 from app.model.chunk import Chunk, ChunkOutput
 from app.model.init import init_weights
 from app.moe.experts import Experts
+from app.plan.layout import select_layout
 from app.plan.model.experts import ExpertWeights
-from app.plan.select import select_layout
 from app.plan.stages import plan_stages
 from tests.runs import make_run
 

@@ -8,7 +8,6 @@ memory for all rows, bit for bit.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,11 +17,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from app.choices import StaticOverflow
-from app.config import Run
 from app.engine.build import Engine
 from app.errors import ConfigError
 from app.moe.dispatch.static import StaticDispatcher
-from app.plan.dispatchers.choose import run_dispatcher, tokens_per_rank
+from app.plan.dispatchers.choose import run_dispatcher, tokens_per_rank, with_rows
 from app.plan.dispatchers.static import PlannedStatic
 from app.plan.plan import Plan
 
@@ -92,7 +90,7 @@ class RowShortage:
         if self.dispatcher.planned.moe.static.on_overflow is StaticOverflow.stop:
             rule = f"{rule} (model.moe.static.on_overflow=stop)"
             raise ConfigError(key, now, rule, nearest=factor)
-        grown = with_factor(self.run, factor)
+        grown = with_rows(self.run, factor)
         if self.device.type == "cuda" and not Plan(grown).fits:
             raise ConfigError(key, now, f"{rule}, and there is no memory for factor={factor}")
         planned = run_dispatcher(grown)
@@ -107,12 +105,3 @@ class RowShortage:
         if self.world.size() > 1:
             dist.all_reduce(share, dist.ReduceOp.MAX, self.world)
         return math.ceil(100 * HEADROOM * (now + float(share))) / 100
-
-
-def with_factor(run: Run, factor: float) -> Run:
-    """The run with memory for other rows of its experts."""
-    moe = run.model.moe
-    assert moe is not None
-    static = dataclasses.replace(moe.static, factor=factor)
-    moe = dataclasses.replace(moe, static=static)
-    return dataclasses.replace(run, model=dataclasses.replace(run.model, moe=moe))

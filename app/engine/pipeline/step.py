@@ -23,7 +23,7 @@ from app.engine.pipeline.shortage import RowShortage
 from app.engine.report.metrics import StepFacts
 from app.engine.run.signals import StopRequest
 from app.moe.router import update_bias
-from app.plan.recompute import thriftiest_policy
+from app.plan.recompute import recompute_policy, thriftiest
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +70,7 @@ class TrainingStep:
         self.shortage = RowShortage.of(engine)
         # for rows that nothing is planned for, there is least left if nothing else is kept
         whole_layers = select_forward_backward(
-            engine, engine.plan.actions, policy=thriftiest_policy(self.run)
+            engine, engine.plan.actions, policy=recompute_policy(thriftiest(self.run))
         )
         self.with_all_rows = partial(run_passes, engine, whole_layers)
 

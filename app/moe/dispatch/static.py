@@ -16,7 +16,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from app.moe.dispatch.collective import CollectiveTransport
 from app.moe.dispatch.expert_rows import place_rows
+from app.moe.dispatch.peer import PeerTransport
 from app.moe.dispatch.transport import TokenTransport
 from app.moe.protocol import Dispatched
 from app.plan.dispatchers.static import PlannedStatic
@@ -47,14 +49,29 @@ class StaticDispatcher:
     """
 
     def __init__(
-        self, planned: PlannedStatic, transport: TokenTransport, ep_rank: int, device: torch.device
+        self,
+        planned: PlannedStatic,
+        collective: CollectiveTransport,
+        peer: PeerTransport | None,
+        *,
+        ep_rank: int,
+        device: torch.device,
     ) -> None:
+        """`peer` carries as many tokens as it has memory for, `collective` other numbers of them,
+        with equal bits.
+        """
         self.planned = planned
-        self.transport = transport
+        self.collective = collective
+        self.peer = peer
         self.first = ep_rank * planned.experts  # global index of this rank's first expert
         # int32 [1]: most rows that a microbatch has lacked since this was cleared; 0: none
         self.missing = torch.zeros(1, dtype=torch.int32, device=device)
         self._counts_rows = False
+
+    def _transport(self, tokens: int) -> TokenTransport:
+        if self.peer is not None and self.peer.tokens == tokens:
+            return self.peer
+        return self.collective
 
     @contextmanager
     def all_rows(self) -> Iterator[None]:
@@ -80,7 +97,7 @@ class StaticDispatcher:
         if self._counts_rows:
             num_rows = self.planned.worst_rows(tokens)
         rows = place_rows(
-            self.transport.gather_choices(experts_TK),
+            self._transport(tokens).gather_choices(experts_TK),
             self.first,
             self.planned.experts,
             num_rows=num_rows,
@@ -94,12 +111,13 @@ class StaticDispatcher:
 
     def dispatch(self, x_TD: Tensor, prepared: Places) -> tuple[Dispatched, Places]:
         """T × D -> R × D, expert-major."""
-        rows_RD: Tensor = _Dispatch.apply(x_TD, self.transport, prepared)
+        rows_RD: Tensor = _Dispatch.apply(x_TD, self._transport(len(x_TD)), prepared)
         return Dispatched(rows_RD, prepared.ends_E), prepared
 
     def combine(self, expert_out_RD: Tensor, probs_TK: Tensor, origin: Places) -> Tensor:
         """R × D -> T × D."""
-        out_TD: Tensor = _Combine.apply(expert_out_RD, probs_TK, self.transport, origin)
+        transport = self._transport(len(probs_TK))
+        out_TD: Tensor = _Combine.apply(expert_out_RD, probs_TK, transport, origin)
         return out_TD
 
 

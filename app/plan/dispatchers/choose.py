@@ -3,31 +3,37 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from types import MappingProxyType
 
-from app.choices import DispatcherKind
+from app.choices import DispatcherKind, StaticCapacity
 from app.config import MoEConfig, Run
+from app.plan.cost.nodes import node_span
 from app.plan.dispatchers.all_gather import PlannedAllGather
 from app.plan.dispatchers.all_to_all import PlannedAllToAll
 from app.plan.dispatchers.local import PlannedLocal
 from app.plan.dispatchers.record import PlannedDispatcher
 from app.plan.dispatchers.static import PlannedStatic
+from app.plan.groups import ETP_EP
+from app.plan.layout import select_layout
 
 DISPATCHERS: Mapping[DispatcherKind, type[PlannedDispatcher]] = MappingProxyType(
     {each.kind: each for each in (PlannedLocal, PlannedAllToAll, PlannedAllGather, PlannedStatic)}
 )
 
 
-def planned_dispatcher(moe: MoEConfig, ep: int, etp: int) -> PlannedDispatcher:
-    """What serves these experts on ep · etp ranks; one rank exchanges nothing, whatever is asked
-    for. It need not be `legal`.
+def planned_dispatcher(
+    moe: MoEConfig, ep: int, etp: int, one_node: bool = True
+) -> PlannedDispatcher:
+    """What serves these experts on ep · etp ranks, which lie in one node or in several; one rank
+    exchanges nothing, whatever is asked for. It need not be `legal`.
     """
     kind = moe.dispatcher
     if ep * etp == 1:
         kind = DispatcherKind.local
     elif kind is DispatcherKind.auto:
         kind = DispatcherKind.all_to_all
-    return DISPATCHERS[kind](moe, ep, etp)
+    return DISPATCHERS[kind](moe, ep, etp, one_node=one_node)
 
 
 def kinds_between_ranks() -> tuple[str, ...]:
@@ -37,10 +43,12 @@ def kinds_between_ranks() -> tuple[str, ...]:
 
 def run_dispatcher(run: Run) -> PlannedDispatcher | None:
     """What serves a run's experts; None: its model has none."""
-    p = run.parallel
     if run.model.moe is None:
         return None
-    return planned_dispatcher(run.model.moe, p.ep, p.tp if p.etp is None else p.etp)
+    layout = select_layout(run)
+    sizes = layout.sizes(expert=True)
+    span = node_span(sizes, ETP_EP.axes, run.parallel.gpus_per_node)
+    return planned_dispatcher(run.model.moe, layout.ep, layout.expert_tp, one_node=span.nodes == 1)
 
 
 def busiest_load(run: Run) -> float:
@@ -56,3 +64,13 @@ def tokens_per_rank(run: Run) -> int:
     """Tokens of a microbatch that a rank has between matrices."""
     parallel = run.parallel
     return run.train.micro_batch * run.train.seq_len // (parallel.tp * parallel.cp)
+
+
+def with_rows(run: Run, factor: float) -> Run:
+    """The run with memory for so many times the mean number of its experts' rows, for
+    dispatcher=static.
+    """
+    moe = run.model.moe
+    assert moe is not None
+    static = replace(moe.static, capacity=StaticCapacity.factor, factor=factor)
+    return replace(run, model=replace(run.model, moe=replace(moe, static=static)))

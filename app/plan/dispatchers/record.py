@@ -99,6 +99,7 @@ class PlannedDispatcher(ABC):
     moe: MoEConfig
     ep: int
     etp: int
+    one_node: bool = True  # whether its ranks reach each other over the fast links of a node
 
     @property
     def ranks(self) -> int:
@@ -170,6 +171,10 @@ class PlannedDispatcher(ABC):
         """So many bytes to the other ranks, by its exchange."""
         assert self.exchange is not None
         return Sends(ETP_EP, self.exchange.way, forward=forward, backward=backward)
+
+    def held(self, tokens: Tokens) -> int:
+        """Bytes that a rank holds for its exchange from the start to the end of a run."""
+        return 0
 
     @abstractmethod
     def rows(self, tokens: int) -> RowCounts:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from math import ceil
 from typing import ClassVar
 
-from app.choices import DispatcherKind, StaticCapacity
+from app.choices import DispatcherKind, StaticCapacity, StaticTransport
 from app.plan.dispatchers.record import (
     PlannedDispatcher,
     RowCounts,
@@ -19,7 +19,7 @@ from app.plan.dispatchers.record import (
 from app.plan.groups import Way
 from app.plan.trace.trace import Sends, Trace, TracedTensor
 
-CHOICE, PLACE, PROBABILITY = 2, 4, 4  # bytes for each choice of a token: expert, row, share
+EXPERT_ID, PLACE, PROBABILITY = 2, 4, 4  # bytes for each choice of a token: expert, row, share
 ROUNDED = 128  # rows that a capacity is a multiple of
 
 
@@ -34,6 +34,24 @@ class PlannedStatic(PlannedDispatcher):
         "all-gather of tokens, sums sent home", Way.ring
     )
     uneven: ClassVar[bool] = False
+
+    @property
+    def peer(self) -> bool:
+        """Whether ranks read and write each other's memory."""
+        transport = self.moe.static.transport
+        if transport is StaticTransport.auto:
+            return self.one_node
+        return transport is StaticTransport.peer
+
+    def held(self, tokens: Tokens) -> int:
+        """Twice, as exchanges take turns: tokens, sums of every rank's experts, and for each choice
+        of all ranks its expert, its share and the gradient of that.
+        """
+        if not self.peer:
+            return 0
+        choices = self.ranks * tokens.count * self.moe.top_k
+        values = (1 + self.ranks) * tokens.bytes
+        return 2 * (values + (EXPERT_ID + 2 * PROBABILITY) * choices)
 
     def rows(self, tokens: int) -> RowCounts:
         """As many as there is memory for, on every rank."""
@@ -57,8 +75,9 @@ class PlannedStatic(PlannedDispatcher):
         """All ranks' choices, and the rows of those that are of this rank's experts."""
         choices = tokens.count * self.moe.top_k
         everywhere = self.ranks * choices
-        sends = self._to_all(CHOICE * choices, 0)
-        (gathered,) = trace.op([], [CHOICE * everywhere], holds=[chosen], kernels=2, sends=sends)
+        sends = self._to_all(EXPERT_ID * choices, 0)
+        made = 0 if self.peer else EXPERT_ID * everywhere
+        (gathered,) = trace.op([], [made], holds=[chosen], kernels=2, sends=sends)
         sizes = PLACE * everywhere, 4 * self.experts, 4
         row_of, ends, _ = trace.op([], sizes, holds=[gathered], kernels=2)
         return TracedRows(chosen, row_of, trace.value(0), ends=ends)
@@ -102,4 +121,5 @@ class PlannedStatic(PlannedDispatcher):
         return self.sends(others * forward, others * backward)
 
     def _gathered(self, tokens: Tokens) -> int:
-        return self.ranks * tokens.bytes
+        """Values for tokens of all ranks, which peers read and write where they are held."""
+        return 0 if self.peer else self.ranks * tokens.bytes

@@ -8,11 +8,14 @@ validation keeps nothing for a backward.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from app.choices import GraphImpl
-from app.config import ModelConfig, PrecisionConfig, Run
+from app.config import CudaGraphConfig, ModelConfig, PrecisionConfig, Run
 from app.plan.actions import Action, Forward
+from app.plan.dispatchers.choose import run_dispatcher, tokens_per_rank, with_rows
+from app.plan.dispatchers.record import Tokens
+from app.plan.dispatchers.static import PlannedStatic
 from app.plan.formatting import amount
 from app.plan.graphs import GraphPlan
 from app.plan.groups import GROUPS, Group, GroupKind
@@ -31,13 +34,13 @@ from app.plan.memory.overheads import (
     WORKSPACES,
 )
 from app.plan.memory.peak import Peak, find_peak
-from app.plan.recompute import recompute_policy
+from app.plan.recompute import recompute_policy, thriftiest
 from app.plan.sharding.parameters import chunk_buffers, chunk_parameters
 from app.plan.stages import Stage, StagePlan
 from app.plan.trace.parts import BYTES
 
 # what torch's allocator does not hand out
-OUTSIDE = frozenset({"graph objects", "fragmentation", "CUDA context", "NCCL"})
+OUTSIDE = frozenset({"exchange buffers", "graph objects", "fragmentation", "CUDA context", "NCCL"})
 STATE = ("parameters", "gradients", "optimizer")  # parts of the memory that stay
 
 
@@ -157,6 +160,7 @@ def _parts(
     ]
     if graphs is not None:
         tensors += partial_graph_parts(graphs, chunks, peak)
+    tensors += _dispatch_parts(run, layout, stages, actions=actions, peak=peak)
     tensors.append(
         MemoryPart(
             "library workspaces", WORKSPACES, "cuBLAS, of the threads of forward and backward"
@@ -244,6 +248,36 @@ def _step_parts(
             "pipeline buffers",
             peak.buffers,
             f"of {chunks[0].border / MIB:.1f} MiB each, hidden states or gradients",
+        )
+
+
+def _dispatch_parts(
+    run: Run,
+    layout: ParallelLayout,
+    stages: Sequence[Stage],
+    *,
+    actions: Sequence[Action],
+    peak: Peak,
+) -> Iterator[MemoryPart]:
+    """What a static dispatcher holds, and what a step needs beyond others when it is taken again
+    with memory for more rows (docs/moe-dispatch.md).
+    """
+    dispatcher = run_dispatcher(run)
+    if not isinstance(dispatcher, PlannedStatic):
+        return
+    tokens = Tokens(tokens_per_rank(run), run.model.hidden_size, BYTES[run.precision.params])
+    if held := dispatcher.held(tokens):
+        yield MemoryPart("exchange buffers", held, "which ranks read and write in each other's GPU")
+    if not dispatcher.may_lack_rows(tokens.count):
+        return
+    more = with_rows(thriftiest(run), max(dispatcher.busiest_load(tokens.count), 1.0))
+    again = replace(more, cuda_graph=CudaGraphConfig())
+    chunks = [chunk_activations(again, stage, layout) for stage in stages]
+    needed = find_peak(actions, chunks, recompute_policy(again).on_rank(actions)).total
+    beside = 0 if run.cuda_graph.impl is GraphImpl.full_iteration else peak.total
+    if needed > beside:
+        yield MemoryPart(
+            "steps taken again", needed - beside, "eagerly, where experts lacked memory for rows"
         )
 
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from app.choices import Balance, Recompute, Score
 from app.config import MoEConfig
-from app.plan.dispatchers.choose import planned_dispatcher
+from app.plan.dispatchers.choose import run_dispatcher
 from app.plan.dispatchers.record import PlannedDispatcher, Tokens
 from app.plan.model.experts import ExpertWeights, MoEBodyWeights, RouterWeights
 from app.plan.model.phases import PhaseName
@@ -31,7 +31,8 @@ def moe_body(trace: Trace, s: Sizes, x: TracedTensor, weights: MoEBodyWeights) -
             h = norm(trace, s, x, weights=weights.norm)
         shared = _shared(trace, s, h, weights=weights)
         probs, chosen = _route(trace, s, moe, h=h, weights=weights.router)
-        dispatcher = planned_dispatcher(moe, s.layout.ep, s.layout.expert_tp)
+        dispatcher = run_dispatcher(s.run)
+        assert dispatcher is not None
         y = _routed(trace, s, dispatcher, h=h, weights=weights.experts, probs=probs, chosen=chosen)
         trace.phase = PhaseName.finish
         both = trace.add(x, y)
