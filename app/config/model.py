@@ -18,6 +18,8 @@ from app.config.attention import MLAConfig, Rope, YarnConfig
 from app.config.bounds import above_zero, at_least, finite
 from app.errors import ConfigError, Instead, nearest_divisors
 
+ROUNDED_ROWS = 128  # that a capacity of StaticConfig is a multiple of
+
 
 @dataclass(frozen=True)
 class StaticConfig:
@@ -26,11 +28,16 @@ class StaticConfig:
     transport: StaticTransport = StaticTransport.auto  # what moves tokens between ranks
     capacity: StaticCapacity = StaticCapacity.worst  # rows that a rank's experts have memory for
     factor: float = 1.5  # those of capacity=factor, over the mean
+    multiple: int = 1  # rows of every expert are filled up with zeros to a multiple of this
     # what follows two steps in a row that needed more than those
     on_overflow: StaticOverflow = StaticOverflow.grow
 
     def __post_init__(self) -> None:
-        at_least("model.moe.static", self, 1, "factor")
+        at_least("model.moe.static", self, 1, "factor", "multiple")
+        if ROUNDED_ROWS % self.multiple:
+            rule = f"must divide {ROUNDED_ROWS}, to which capacities are rounded"
+            near = nearest_divisors(self.multiple, ROUNDED_ROWS)
+            raise ConfigError("model.moe.static.multiple", self.multiple, rule, nearest=near)
 
 
 @dataclass(frozen=True)

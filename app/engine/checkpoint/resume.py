@@ -56,8 +56,8 @@ FREE = frozenset((
     "model.moe.jitter_eps", "model.moe.bias_update_rate", "loss.normalize",
     # Speed and memory: the same sums in another order at most.
     "model.moe.dispatcher", "model.moe.static.transport", "model.moe.static.capacity",
-    "model.moe.static.factor", "model.moe.static.on_overflow", "model.moe.shared_overlap",
-    "model.moe.pad_to_capacity",
+    "model.moe.static.factor", "model.moe.static.multiple", "model.moe.static.on_overflow",
+    "model.moe.shared_overlap", "model.moe.pad_to_capacity",
     "loss.chunk_tokens", "train.device", "train.deterministic",
     # Plans only.
     "model.moe.planned_imbalance",

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from app.moe.dispatch.collective import CollectiveTransport
-from app.moe.dispatch.expert_rows import place_rows
+from app.moe.dispatch.expert_rows import ExpertRows, place_rows, zero_gaps
 from app.moe.dispatch.peer import PeerTransport
 from app.moe.dispatch.transport import TokenTransport
 from app.moe.protocol import Dispatched
@@ -28,8 +28,7 @@ from app.plan.dispatchers.static import PlannedStatic
 class Places:
     """Where the rows of this rank's experts come from."""
 
-    row_of_NK: Tensor  # int32: the row of each choice of all ranks' tokens; R: it has none here
-    ends_E: Tensor  # int32: the first row after each expert's
+    rows: ExpertRows
     experts_TK: Tensor  # what this rank's own tokens have chosen
     num_rows: int  # R
 
@@ -68,6 +67,11 @@ class StaticDispatcher:
         self.missing = torch.zeros(1, dtype=torch.int32, device=device)
         self._counts_rows = False
 
+    @property
+    def _gaps(self) -> bool:
+        """Whether experts' rows may be followed by others up to a multiple."""
+        return self.planned.moe.static.multiple > 1
+
     def _transport(self, tokens: int) -> TokenTransport:
         if self.peer is not None and self.peer.tokens == tokens:
             return self.peer
@@ -101,51 +105,65 @@ class StaticDispatcher:
             self.first,
             self.planned.experts,
             num_rows=num_rows,
+            multiple=self.planned.moe.static.multiple,
         )
         if not self._counts_rows:
             torch.maximum(self.missing, rows.needed - num_rows, out=self.missing)
-            return Places(rows.row_of_NK, rows.ends_E, experts_TK, num_rows=num_rows)
+            return Places(rows, experts_TK, num_rows)
         needed = int(rows.needed)
         row_of_NK = rows.row_of_NK.clamp(max=needed)  # what has no row has the first after all
-        return Places(row_of_NK, rows.ends_E, experts_TK, num_rows=needed)
+        return Places(replace(rows, row_of_NK=row_of_NK), experts_TK, needed)
 
     def dispatch(self, x_TD: Tensor, prepared: Places) -> tuple[Dispatched, Places]:
         """T × D -> R × D, expert-major."""
-        rows_RD: Tensor = _Dispatch.apply(x_TD, self._transport(len(x_TD)), prepared)
-        return Dispatched(rows_RD, prepared.ends_E), prepared
+        rows_RD: Tensor = _Dispatch.apply(x_TD, self._transport(len(x_TD)), prepared, self._gaps)
+        return Dispatched(rows_RD, prepared.rows.ends_E), prepared
 
     def combine(self, expert_out_RD: Tensor, probs_TK: Tensor, origin: Places) -> Tensor:
         """R × D -> T × D."""
         transport = self._transport(len(probs_TK))
-        out_TD: Tensor = _Combine.apply(expert_out_RD, probs_TK, transport, origin)
+        out_TD: Tensor = _Combine.apply(expert_out_RD, probs_TK, transport, origin, self._gaps)
         return out_TD
 
 
 class _Dispatch(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x_TD: Tensor, transport: TokenTransport, places: Places) -> Tensor:
-        ctx.save_for_backward(places.row_of_NK, places.experts_TK)
+    def forward(
+        ctx: Any, x_TD: Tensor, transport: TokenTransport, places: Places, gaps: bool
+    ) -> Tensor:
+        rows = places.rows
+        ctx.save_for_backward(rows.row_of_NK, places.experts_TK)
         ctx.transport = transport
-        return transport.spread(x_TD, places.row_of_NK, places.num_rows)
+        rows_RD = transport.spread(x_TD, rows.row_of_NK, places.num_rows)
+        return zero_gaps(rows_RD, rows.filled_E, rows.ends_E) if gaps else rows_RD
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_RD: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, grad_RD: Tensor) -> tuple[Tensor, None, None, None]:
         row_of_NK, experts_TK = ctx.saved_tensors
-        return ctx.transport.sum_home(grad_RD, None, row_of_NK, experts_TK), None, None
+        return ctx.transport.sum_home(grad_RD, None, row_of_NK, experts_TK), None, None, None
 
 
 class _Combine(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, rows_RD: Tensor, probs_TK: Tensor, transport: TokenTransport, places: Places
+        ctx: Any,
+        rows_RD: Tensor,
+        probs_TK: Tensor,
+        transport: TokenTransport,
+        places: Places,
+        gaps: bool,
     ) -> Tensor:
-        ctx.save_for_backward(rows_RD, probs_TK, places.row_of_NK, places.experts_TK)
+        rows = places.rows
+        ctx.save_for_backward(rows_RD, probs_TK, rows.row_of_NK, places.experts_TK)
+        ctx.gaps = (rows.filled_E, rows.ends_E) if gaps else None
         ctx.transport = transport
-        return transport.sum_home(rows_RD, probs_TK, places.row_of_NK, places.experts_TK)
+        return transport.sum_home(rows_RD, probs_TK, rows.row_of_NK, places.experts_TK)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_TD: Tensor) -> tuple[Tensor, Tensor, None, None]:
+    def backward(ctx: Any, grad_TD: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
         grad_RD, dots_TK = ctx.transport.spread_gradients(grad_TD, *ctx.saved_tensors)
-        return grad_RD, dots_TK, None, None
+        if ctx.gaps is not None:
+            grad_RD = zero_gaps(grad_RD, *ctx.gaps)
+        return grad_RD, dots_TK, None, None, None

@@ -9,6 +9,7 @@ from math import ceil
 from typing import ClassVar
 
 from app.choices import DispatcherKind, StaticCapacity, StaticTransport
+from app.config.model import ROUNDED_ROWS
 from app.plan.dispatchers.record import (
     PlannedDispatcher,
     RowCounts,
@@ -20,7 +21,6 @@ from app.plan.groups import Way
 from app.plan.trace.trace import Sends, Trace, TracedTensor
 
 EXPERT_ID, PLACE, PROBABILITY = 2, 4, 4  # bytes for each choice of a token: expert, row, share
-ROUNDED = 128  # rows that a capacity is a multiple of
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +58,7 @@ class PlannedStatic(PlannedDispatcher):
         rows = self.worst_rows(tokens)
         if self.moe.static.capacity is StaticCapacity.factor:
             wanted = self.moe.static.factor * self.mean_rows(tokens)
-            rows = min(rows, ceil(wanted / ROUNDED) * ROUNDED)
+            rows = min(rows, ceil(wanted / ROUNDED_ROWS) * ROUNDED_ROWS)
         return RowCounts(self.ranks * tokens * self.moe.top_k, True, sent=rows, computed=rows)
 
     def may_lack_rows(self, tokens: int) -> bool:
@@ -66,10 +66,15 @@ class PlannedStatic(PlannedDispatcher):
         return self.rows(tokens).computed < self.worst_rows(tokens)
 
     def worst_rows(self, tokens: int) -> int:
-        """That the experts of a rank could be asked for: a token's experts are all different."""
+        """That the experts of a rank could be asked for, filled up to multiples: a token's experts
+        are all different.
+        """
         most = tokens * min(self.moe.top_k, self.experts)
         taken = self.most_per_expert(tokens)
-        return self.ranks * (most if taken is None else min(most, self.experts * taken))
+        asked = self.ranks * (most if taken is None else min(most, self.experts * taken))
+        multiple = self.moe.static.multiple
+        filled = asked + min(self.experts, asked) * (multiple - 1)
+        return ceil(filled / multiple) * multiple
 
     def trace_preprocess(self, trace: Trace, tokens: Tokens, chosen: TracedTensor) -> TracedRows:
         """All ranks' choices, and the rows of those that are of this rank's experts."""
