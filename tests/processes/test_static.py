@@ -10,7 +10,14 @@ from typing import Any
 import pytest
 import torch
 
-from app.choices import DispatcherKind, Recompute, ScheduleName, StaticCapacity, StaticOverflow
+from app.choices import (
+    DispatcherKind,
+    Recompute,
+    ScheduleName,
+    Score,
+    StaticCapacity,
+    StaticOverflow,
+)
 from app.config import (
     CudaGraphConfig,
     ModelConfig,
@@ -31,6 +38,7 @@ from tests.distributed import run_distributed
 from tests.processes.test_captured import CHOICES, EAGER, FOUR, same, several
 from tests.runs import batches_of, engine_of, make_run
 
+FACTOR = StaticCapacity.factor
 NEVER = 10**9  # steps in a row
 EP2, EP4 = ParallelConfig(ep=2, dp=2), ParallelConfig(ep=4, dp=4)
 SPLITS = ScheduleConfig(ScheduleName.zero_bubble_h1)
@@ -95,11 +103,16 @@ def short_run(graph: CudaGraphConfig, capacity: StaticCapacity, **options: Any) 
     return make_run(model, cuda_graph=graph, parallel=EP2, train=train)
 
 
-def steps_of(rank: int, run: Run, in_a_row: int) -> dict[str, Any]:
-    """What the steps compute, which of them were taken again, and most rows that experts needed."""
+def steps_of(rank: int, run: Run, in_a_row: int, favour: int = 0) -> dict[str, Any]:
+    """What the steps compute, which of them were taken again, and most rows that experts needed.
+
+    `favour`: of experts, which routers are made to choose.
+    """
     shortage.IN_A_ROW = in_a_row
     torch.manual_seed(rank)
     engine = engine_of(run, rank)
+    for _, router in engine.routers():
+        router.bias_E[:favour] = 10.0
     dispatcher, needed, place = engine.dispatcher, [0], static.place_rows
 
     def placed(*given: Any, **named: Any) -> ExpertRows:
@@ -143,6 +156,21 @@ def test_a_step_that_lacks_rows_is_taken_again(graph: str):
         assert ours["seen"] == exact["seen"] and ours["validated"] == exact["validated"]
         for param, other in zip(ours["params"], exact["params"], strict=True):
             assert (param == other).all()
+
+
+def test_routers_that_favour_few_experts_lack_rows_in_every_step():
+    """Two experts of eight get all tokens, four times the mean, all of them on one rank."""
+    runs = []
+    for graph, capacity in ((EAGER, StaticCapacity.worst), (CHOICES["whole step"], FACTOR)):
+        run = short_run(graph, capacity)
+        moe = dataclasses.replace(run.model.moe, score=Score.sigmoid, bias_update_rate=1e-3)
+        model = dataclasses.replace(run.model, moe=moe)
+        runs.append(dataclasses.replace(run, model=model))
+    worst, found = (run_distributed(steps_of, 2, run, NEVER, 2) for run in runs)
+    assert [max(each["needed"]) for each in worst] == [2 * 2 * TOKENS, 0]
+    for ours, exact in zip(found, worst, strict=True):
+        assert ours["again"] == [1] * STEPS
+        assert ours["seen"] == exact["seen"] and ours["validated"] == exact["validated"]
 
 
 def test_after_two_such_steps_there_is_memory_for_more():
