@@ -15,7 +15,7 @@ from app.plan.dispatchers.local import PlannedLocal
 from app.plan.dispatchers.record import PlannedDispatcher
 from app.plan.dispatchers.static import PlannedStatic
 from app.plan.groups import ETP_EP
-from app.plan.layout import select_layout
+from app.plan.layout import ParallelLayout, select_layout
 
 DISPATCHERS: Mapping[DispatcherKind, type[PlannedDispatcher]] = MappingProxyType(
     {each.kind: each for each in (PlannedLocal, PlannedAllToAll, PlannedAllGather, PlannedStatic)}
@@ -41,14 +41,13 @@ def kinds_between_ranks() -> tuple[str, ...]:
     return "auto", *(kind.value for kind, each in DISPATCHERS.items() if each.exchange)
 
 
-def run_dispatcher(run: Run) -> PlannedDispatcher | None:
-    """What serves a run's experts; None: its model has none."""
+def run_dispatcher(run: Run, layout: ParallelLayout | None = None) -> PlannedDispatcher | None:
+    """What serves a run's experts, in its own layout or another; None: its model has none."""
     if run.model.moe is None:
         return None
-    layout = select_layout(run)
-    sizes = layout.sizes(expert=True)
-    span = node_span(sizes, ETP_EP.axes, run.parallel.gpus_per_node)
-    return planned_dispatcher(run.model.moe, layout.ep, layout.expert_tp, one_node=span.nodes == 1)
+    grid = layout or select_layout(run)
+    span = node_span(grid.sizes(expert=True), ETP_EP.axes, run.parallel.gpus_per_node)
+    return planned_dispatcher(run.model.moe, grid.ep, grid.expert_tp, one_node=span.nodes == 1)
 
 
 def busiest_load(run: Run) -> float:

@@ -262,7 +262,7 @@ def _dispatch_parts(
     """What a static dispatcher holds, and what a step needs beyond others when it is taken again
     with memory for more rows (docs/moe-dispatch.md).
     """
-    dispatcher = run_dispatcher(run)
+    dispatcher = run_dispatcher(run, layout)
     if not isinstance(dispatcher, PlannedStatic):
         return
     tokens = Tokens(tokens_per_rank(run), run.model.hidden_size, BYTES[run.precision.params])

@@ -31,7 +31,7 @@ def moe_body(trace: Trace, s: Sizes, x: TracedTensor, weights: MoEBodyWeights) -
             h = norm(trace, s, x, weights=weights.norm)
         shared = _shared(trace, s, h, weights=weights)
         probs, chosen = _route(trace, s, moe, h=h, weights=weights.router)
-        dispatcher = run_dispatcher(s.run)
+        dispatcher = run_dispatcher(s.run, s.layout)
         assert dispatcher is not None
         y = _routed(trace, s, dispatcher, h=h, weights=weights.experts, probs=probs, chosen=chosen)
         trace.phase = PhaseName.finish
