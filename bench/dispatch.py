@@ -32,10 +32,9 @@ from torch import Tensor
 
 from app.engine.groups import process_world
 from app.moe.dispatch.all_to_all import AllToAllDispatcher
-from app.moe.dispatch.collective import CollectiveTransport
 from app.moe.dispatch.expert_rows import place_rows
 from app.moe.dispatch.peer import PeerTransport
-from app.moe.dispatch.transport import TokenTransport
+from app.moe.dispatch.transport import CollectiveTransport, TokenTransport
 
 # Calls in one graph: an even number, so that both halves of buffers take turns from one replay to
 # the next.

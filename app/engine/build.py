@@ -31,10 +31,10 @@ from app.model.init import init_weights
 from app.model.peers import Peers
 from app.moe.dispatch.all_gather import AllGatherDispatcher
 from app.moe.dispatch.all_to_all import AllToAllDispatcher
-from app.moe.dispatch.collective import CollectiveTransport
 from app.moe.dispatch.local import LocalDispatcher
 from app.moe.dispatch.peer import PeerTransport
 from app.moe.dispatch.static import StaticDispatcher
+from app.moe.dispatch.transport import CollectiveTransport
 from app.moe.phases import MoEBody, Router
 from app.moe.protocol import Dispatcher
 from app.optim.buffers import ParamSpec

@@ -21,9 +21,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from app.engine.groups import process_world
-from app.moe.dispatch.collective import CollectiveTransport
 from app.moe.dispatch.peer import PeerTransport
-from app.moe.dispatch.transport import TokenTransport
+from app.moe.dispatch.transport import CollectiveTransport, TokenTransport
 from tests.exchanges import Given, Sizes, all_exchanges, different, draw, named, unequal
 from tests.moe_kernels import without_kernels
 from tests.peer_kernels import CHECKS, Drawn, check_expert_rows, draw_peers

@@ -23,9 +23,9 @@ from app.config.model import StaticConfig
 from app.moe.capacity import within_capacity
 from app.moe.dispatch.all_gather import AllGatherDispatcher
 from app.moe.dispatch.all_to_all import AllToAllDispatcher, expert_major
-from app.moe.dispatch.collective import CollectiveTransport
 from app.moe.dispatch.local import LocalDispatcher
 from app.moe.dispatch.static import StaticDispatcher
+from app.moe.dispatch.transport import CollectiveTransport
 from app.moe.protocol import Dispatched, Dispatcher
 from app.plan.dispatchers.record import capacity
 from app.plan.dispatchers.static import PlannedStatic

@@ -19,9 +19,8 @@ from torch import Tensor
 
 import app.moe.dispatch.expert_rows
 import app.moe.dispatch.peer
-from app.moe.dispatch.collective import CollectiveTransport
 from app.moe.dispatch.peer import PeerTransport
-from app.moe.dispatch.transport import TokenTransport
+from app.moe.dispatch.transport import CollectiveTransport, TokenTransport
 from tests.cases import chosen
 from tests.distributed import run_distributed
 from tests.exchanges import Sizes, all_exchanges, different, draw

@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from app.moe.dispatch.collective import CollectiveTransport
 from app.moe.dispatch.expert_rows import ExpertRows, place_rows, zero_gaps
+from app.moe.dispatch.transport import CollectiveTransport
 from tests.cases import sampled
 from tests.distributed import run_distributed
 from tests.rounding import expect_sums

@@ -16,10 +16,11 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from app.moe.dispatch.collective import CollectiveTransport
 from app.moe.dispatch.expert_rows import ExpertRows, place_rows, zero_gaps
 from app.moe.dispatch.peer import PeerTransport
-from app.moe.dispatch.transport import TokenTransport
+from app.moe.dispatch.transport import CollectiveTransport, TokenTransport
+from app.moe.dispatch.peer import PeerTransport
+from app.moe.dispatch.transport import CollectiveTransport, TokenTransport
 from app.moe.protocol import Dispatched
 from app.plan.dispatchers.static import PlannedStatic
 
