@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from app.plan.cost.flops import flops_per_token, parameter_count
+from app.plan.dispatchers.choose import run_dispatcher, tokens_per_rank
 from app.plan.formatting import amount, count_of
 from app.plan.plan import GIB, Plan
 
@@ -12,7 +13,7 @@ SHOWN_PARTS = 4  # largest parts of the memory
 
 
 def summary_lines(plan: Plan) -> Iterator[tuple[str, str]]:
-    """The plan in a few lines, as (heading, text): model, layout, schedule, step, run."""
+    """The plan in a few lines, as (heading, text): model, layout, schedule, dispatch, step, run."""
     run = plan.run
     model = plan.run.model
     train = plan.run.train
@@ -27,6 +28,9 @@ def summary_lines(plan: Plan) -> Iterator[tuple[str, str]]:
             "schedule",
             f"{plan.schedule_name.value}, {count_of(plan.stages.vpp, 'stage')} per rank, {bubble}",
         )
+    dispatcher = run_dispatcher(run)
+    if dispatcher and (told := dispatcher.summary(tokens_per_rank(run))):
+        yield "dispatch", told
     tokens = train.global_batch * train.seq_len
     micro = (
         f"{count_of(run.num_microbatches, 'microbatch', 'microbatches')} of {train.micro_batch} "

@@ -66,7 +66,8 @@ def check_graphs_choice(run: Run) -> None:
         what, value = key, named
         if graph.impl is GraphImpl.full_iteration:
             what, value = "cuda_graph.impl", graph.impl.value
-        near = Instead("cuda_graph.impl=local", "cuda_graph.scope=[attn,moe_router,moe_preprocess]")
+        part = Instead("cuda_graph.impl=local", "cuda_graph.scope=[attn,moe_router,moe_preprocess]")
+        near = (Instead("model.moe.dispatcher=static"), part)
         raise ConfigError(what, value, rule, nearest=near)
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from app.choices import DispatcherKind, GraphImpl, StaticCapacity
+from app.choices import DispatcherKind, GraphImpl, StaticCapacity, StaticTransport
 from app.config import CudaGraphConfig, ModelConfig, MoEConfig, ParallelConfig, Run, TrainConfig
 from app.config.model import StaticConfig
 from app.errors import ConfigError
@@ -15,6 +15,7 @@ from app.plan.dispatchers.choose import DISPATCHERS, kinds_between_ranks, planne
 from app.plan.dispatchers.record import RowCounts, TokenExchange, Tokens
 from app.plan.groups import ETP_EP, Way
 from app.plan.plan import Plan
+from app.plan.summary import summary_lines
 from app.plan.trace.trace import Trace
 from app.rules import check
 
@@ -109,6 +110,23 @@ def test_rows_by_hand():
     assert rows(PADDED, sends, 1, 1) == RowCounts(128, True, sent=160, computed=160)
 
 
+def test_static_rows_are_told_when_a_run_starts():
+    """64 tokens of 2 experts on each of 4 ranks; rows are multiples of 128."""
+
+    def told(**options: object) -> str | None:
+        moe = dataclasses.replace(EXPERTS, static=StaticConfig(**options))
+        run = run_of(of(moe, DispatcherKind.static), 4, 4)
+        return dict(summary_lines(Plan(run))).get("dispatch")
+
+    of_rows = "memory for 512 rows of experts per rank, all that tokens can ask for"
+    assert told() == f"static, between GPUs through each other's memory; {of_rows}"
+    assert told(transport=StaticTransport.collective) == f"static, by collectives; {of_rows}"
+    limited = told(capacity=StaticCapacity.factor, factor=1.5)
+    few = "256 rows of experts per rank, 2.00 times the mean; a step that needs more is taken again"
+    assert limited == f"static, between GPUs through each other's memory; memory for {few}"
+    assert "dispatch" not in dict(summary_lines(Plan(run_of(EXPERTS, 4, 4))))
+
+
 def test_a_capacity_is_a_bound_and_padding_fills_up_to_it():
     """64 tokens of 2 experts each, of 8: no expert has more than one row of a token."""
 
@@ -174,5 +192,5 @@ def test_nothing_else_asks_which_dispatcher_it_is():
     records = {f"plan/dispatchers/{name}.py" for name in ("record", "choose")}
     records |= {f"plan/dispatchers/{kind.value}.py" for kind in DISPATCHERS}
     others = {"choices.py", "config/model.py"}
-    keys = {"engine/checkpoint/resume.py", "rules/layout.py"}  # name the key in messages
+    keys = {"engine/checkpoint/resume.py", "rules/layout.py", "rules/graphs.py"}  # in messages
     assert asks - records - keys == others

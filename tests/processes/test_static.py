@@ -5,6 +5,7 @@ like the other dispatchers.
 from __future__ import annotations
 
 import dataclasses
+import re
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from app.choices import (
     Score,
     StaticCapacity,
     StaticOverflow,
+    StaticTransport,
 )
 from app.config import (
     CudaGraphConfig,
@@ -28,11 +30,13 @@ from app.config import (
     TrainConfig,
 )
 from app.config.model import StaticConfig
+from app.engine.build import build_peer_transport
 from app.engine.pipeline import shortage
 from app.engine.pipeline.step import TrainingStep, Validation
+from app.errors import ConfigError
 from app.moe.dispatch import static
 from app.moe.dispatch.expert_rows import ExpertRows
-from app.plan.dispatchers.choose import with_rows
+from app.plan.dispatchers.choose import run_dispatcher, with_rows
 from tests.cases import chosen
 from tests.distributed import run_distributed
 from tests.processes.test_captured import CHOICES, EAGER, FOUR, same, several
@@ -183,6 +187,21 @@ def test_after_two_such_steps_there_is_memory_for_more():
         assert ours["seen"] == exact["seen"] and ours["validated"] == exact["validated"]
         assert ours["again"][:2] == [1, 1] and sum(ours["again"]) < STEPS
         assert 1024 < ours["rows"] < 2048, "of those that all tokens could need"
+
+
+def test_growing_memory_is_told_once(capfd: pytest.CaptureFixture[str]):
+    run = with_rows(short_run(EAGER, StaticCapacity.factor), 1.0)
+    run_distributed(steps_of, 2, run, 2)
+    (line,) = [each for each in capfd.readouterr().err.splitlines() if "from now on" in each]
+    begin = r"train\.py: model\.moe\.static\.factor=1\.0: 2 steps in a row needed up to"
+    assert re.fullmatch(begin + r" 1\.\d+ times the mean; from now on .* for 1\.\d+ times", line)
+
+
+def test_peers_memory_is_for_gpus():
+    run = run_of("ep2", static=StaticConfig(transport=StaticTransport.peer))
+    planned = run_dispatcher(run)
+    with pytest.raises(ConfigError, match=r"transport=peer: is for GPUs.* mean collective\?"):
+        build_peer_transport(run, planned, None, device=torch.device("cpu"))
 
 
 def test_or_the_run_ends():

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from app.choices import StaticOverflow
 from app.engine.build import Engine
-from app.errors import ConfigError
+from app.errors import ConfigError, warn
 from app.moe.dispatch.static import StaticDispatcher
 from app.plan.dispatchers.choose import run_dispatcher, tokens_per_rank, with_rows
 from app.plan.dispatchers.static import PlannedStatic
@@ -96,6 +96,8 @@ class RowShortage:
         planned = run_dispatcher(grown)
         assert isinstance(planned, PlannedStatic)
         self.dispatcher.planned = planned
+        if self.world.rank() == 0:
+            warn(f"{key}={now}: {rule}; from now on there is memory for {factor} times")
         return True
 
     def _factor_needed(self, now: float) -> float:

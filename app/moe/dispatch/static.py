@@ -19,8 +19,6 @@ from torch.autograd.function import once_differentiable
 from app.moe.dispatch.expert_rows import ExpertRows, place_rows, zero_gaps
 from app.moe.dispatch.peer import PeerTransport
 from app.moe.dispatch.transport import CollectiveTransport, TokenTransport
-from app.moe.dispatch.peer import PeerTransport
-from app.moe.dispatch.transport import CollectiveTransport, TokenTransport
 from app.moe.protocol import Dispatched
 from app.plan.dispatchers.static import PlannedStatic
 

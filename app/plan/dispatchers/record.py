@@ -172,6 +172,10 @@ class PlannedDispatcher(ABC):
         assert self.exchange is not None
         return Sends(ETP_EP, self.exchange.way, forward=forward, backward=backward)
 
+    def summary(self, tokens: int) -> str | None:
+        """What a person should know of it when a run starts; None: nothing beyond its name."""
+        return None
+
     def held(self, tokens: Tokens) -> int:
         """Bytes that a rank holds for its exchange from the start to the end of a run."""
         return 0

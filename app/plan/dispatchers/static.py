@@ -43,6 +43,16 @@ class PlannedStatic(PlannedDispatcher):
             return self.one_node
         return transport is StaticTransport.peer
 
+    def summary(self, tokens: int) -> str:
+        """How tokens travel, and how many rows of experts there is memory for."""
+        how = "between GPUs through each other's memory" if self.peer else "by collectives"
+        rows = self.rows(tokens).computed
+        limit = "all that tokens can ask for"
+        if self.may_lack_rows(tokens):
+            times = f"{rows / self.mean_rows(tokens):.2f} times the mean"
+            limit = f"{times}; a step that needs more is taken again"
+        return f"static, {how}; memory for {rows:,} rows of experts per rank, {limit}"
+
     def held(self, tokens: Tokens) -> int:
         """Twice, as exchanges take turns: tokens, sums of every rank's experts, and for each choice
         of all ranks its expert, its share and the gradient of that.
