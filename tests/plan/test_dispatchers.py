@@ -175,10 +175,11 @@ def test_bytes_on_the_wire_by_hand():
         3 * (2048 + 2 * 2048 + 128 * (8 + 4)),
         3 * (2048 + 2 * 2048 + 128 * 4),
     )
-    # the tokens and their sums, and an id and a probability per choice
+    # the tokens and their sums, and an id and a probability per choice; the probability again, and
+    # its gradient
     assert sent(DispatcherKind.static, 4) == (
         3 * (2048 + 2048 + 128 * (2 + 4)),
-        3 * (2048 + 2048 + 128 * 4),
+        3 * (2048 + 2048 + 128 * (4 + 4)),
     )
 
 

@@ -364,16 +364,19 @@ def test_recomputation_repeats_what_forward_sends(
     )["cp"]
     # queries, keys, values out and results back, a half of each
     assert traded.bytes == (2 * 4 + keys) * 4 * hidden // 2
-    moe = dataclasses.replace(
-        MOE, moe=dataclasses.replace(MOE.moe, dispatcher=DispatcherKind.all_gather)
-    )
-    tokens, gathered = (
-        4 * 64 // 4,
-        traffic_of(planned(moe, 8, tp=2, cp=2, ep=2, recompute=choice))["etp_ep"],
-    )
+
+    def exchanged(kind: DispatcherKind) -> GroupTraffic:
+        moe = dataclasses.replace(MOE, moe=dataclasses.replace(MOE.moe, dispatcher=kind))
+        return traffic_of(planned(moe, 8, tp=2, cp=2, ep=2, recompute=choice))["etp_ep"]
+
+    tokens, gathered = 4 * 64 // 4, exchanged(DispatcherKind.all_gather)
     # sums are fp32
     forward, backward = tokens * (64 * (2 + 4) + 2 * (8 + 4)), tokens * (64 * (2 + 4) + 2 * 4)
     assert gathered.bytes == ((2 + rows) * forward + 2 * backward) * 3 and gathered.ranks == 4
+    # tokens and their sums; ids and probabilities, and these again with their gradients
+    forward, backward = tokens * (2 * 64 * 2 + 2 * (2 + 4)), tokens * (2 * 64 * 2 + 2 * (4 + 4))
+    sent = exchanged(DispatcherKind.static)
+    assert sent.bytes == ((2 + rows) * forward + 2 * backward) * 3 and sent.ranks == 4
 
 
 def test_more_ranks_send_more_of_less():

@@ -119,7 +119,9 @@ class PlannedStatic(PlannedDispatcher):
         probs: TracedTensor,
         rows: TracedRows,
     ) -> TracedTensor:
-        """R × D -> T × D, sums of each rank brought home and added."""
+        """R × D -> T × D, sums of each rank brought home and added; backward needs all tokens'
+        shares once more, and brings their gradients home.
+        """
         shares = tokens.count * self.moe.top_k * PROBABILITY
         return trace.op(
             [expert_out, probs],
@@ -127,7 +129,7 @@ class PlannedStatic(PlannedDispatcher):
             [expert_out, probs, rows.row_of, rows.token_of_row],
             scratch=(2 * self._gathered(tokens), self._gathered(tokens)),
             kernels=4,
-            sends=self._to_all(tokens.bytes + shares, tokens.bytes + shares),
+            sends=self._to_all(tokens.bytes + shares, tokens.bytes + 2 * shares),
         )[0]
 
     def _to_all(self, forward: int, backward: int) -> Sends:
