@@ -177,8 +177,10 @@ def test_routers_that_favour_few_experts_lack_rows_in_every_step():
         assert ours["seen"] == exact["seen"] and ours["validated"] == exact["validated"]
 
 
-def test_after_two_such_steps_there_is_memory_for_more():
-    """Graphs are captured anew, training and validation, and compute what they did."""
+def test_after_two_such_steps_there_is_memory_for_more(capfd: pytest.CaptureFixture[str]):
+    """Graphs are captured anew, training and validation, and compute what they did; one line says
+    so.
+    """
     run = short_run(CHOICES["whole step"], StaticCapacity.factor)
     short = with_rows(run, 1.0)  # what a rank needs is above the mean in every step
     worst = run_distributed(steps_of, 2, short_run(EAGER, StaticCapacity.worst), 2)
@@ -187,11 +189,6 @@ def test_after_two_such_steps_there_is_memory_for_more():
         assert ours["seen"] == exact["seen"] and ours["validated"] == exact["validated"]
         assert ours["again"][:2] == [1, 1] and sum(ours["again"]) < STEPS
         assert 1024 < ours["rows"] < 2048, "of those that all tokens could need"
-
-
-def test_growing_memory_is_told_once(capfd: pytest.CaptureFixture[str]):
-    run = with_rows(short_run(EAGER, StaticCapacity.factor), 1.0)
-    run_distributed(steps_of, 2, run, 2)
     (line,) = [each for each in capfd.readouterr().err.splitlines() if "from now on" in each]
     begin = r"train\.py: model\.moe\.static\.factor=1\.0: 2 steps in a row needed up to"
     assert re.fullmatch(begin + r" 1\.\d+ times the mean; from now on .* for 1\.\d+ times", line)
