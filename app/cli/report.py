@@ -69,7 +69,7 @@ def as_csv(report: Report) -> str:
     """Every figure at full precision, one line per run."""
     text = StringIO()
     measured = ("step", "steps", "tokens", "tokens_per_s", "tflops_per_gpu", "memory_peak_gib",
-                "memory_planned_gib", "loss", "val_loss")  # fmt: skip
+                "memory_planned_gib", "loss", "val_loss", "reruns")  # fmt: skip
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(("run", "overrides", "state", "reason", "seconds", *measured))
     for row in report.rows:

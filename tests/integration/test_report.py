@@ -176,6 +176,14 @@ def test_before_its_first_validation_a_run_shows_its_last_step(tmp_path: Path):
     assert re.search(r" 5\.0000\* +unfinished at step 3/6", (tmp_path / "report.txt").read_text())
 
 
+def test_steps_that_were_taken_again_are_counted(tmp_path: Path):
+    lines = (write_run(tmp_path / "a", loss=2.0) / "metrics.jsonl").read_text().splitlines()
+    counted = [lines[0], *(f'{row[:-1]}, "reruns": {n % 2}}}' for n, row in enumerate(lines[1:]))]
+    (tmp_path / "a/metrics.jsonl").write_text("\n".join(counted) + "\n")
+    assert main([str(tmp_path)]) == 0 and table(tmp_path)[0]["reruns"] == "3"
+    assert "done, 3 steps taken again" in (tmp_path / "report.txt").read_text()
+
+
 def test_a_run_without_its_last_checkpoint_has_not_ended(tmp_path: Path):
     run_dir = write_run(tmp_path / "a", loss=2.0, saves=3)
     assert not run_facts(run_dir).finished

@@ -133,7 +133,7 @@ def test_metrics_are_the_documented_ones(whole: tuple[Path, str]):
     assert documented == {field for report in reports for field in report.__dataclass_fields__}
     written = {key for row in metrics(whole[0]) for key in row}
     graphs = {key for key in documented if key.startswith("graph_")}
-    asked_for = {"moe_dropped", "loss_scale", "grad_zeros", *graphs}
+    asked_for = {"moe_dropped", "reruns", "loss_scale", "grad_zeros", *graphs}
     assert len(graphs) == 6
     assert documented - written == {
         "mfu",

@@ -28,6 +28,7 @@ class RunFacts:
     finished: bool  # trained to its last step, validated and saved
     step: int  # optimizer steps taken
     steps: int | None  # that were asked for
+    reruns: int  # steps taken again, as experts had no memory for all their rows
     tokens: int | None  # trained on
     tokens_per_s: float | None  # all ranks; median over the second half of the steps
     tflops_per_gpu: float | None  # model TFLOP/s per rank; likewise
@@ -61,6 +62,7 @@ def run_facts(run_dir: Path) -> RunFacts:
         finished=_finished(run_dir, asked, validations),
         step=last.get("step", 0),
         steps=asked.get("train.steps"),
+        reruns=sum(row.get("reruns", 0) for row in trained),
         tokens=last.get("tokens"),
         tokens_per_s=_steady(trained, "tokens_per_s"),
         tflops_per_gpu=_steady(trained, "tflops_per_gpu"),

@@ -11,7 +11,7 @@ from app.cli.run_report.facts import RunFacts, run_facts, settings
 from app.cli.sweeps.record import JobState, Sweep
 from app.engine.run.run_folder import CONFIG, RUNS
 from app.errors import ConfigError, nearest
-from app.plan.formatting import figures
+from app.plan.formatting import count_of, figures
 
 COLUMNS = ("run", "tokens/s", "TFLOP/s", "peak GiB", "loss", "state")
 
@@ -143,8 +143,10 @@ def cells(row: Row) -> tuple[str, ...]:
 
 
 def standing(row: Row) -> str:
-    """The state of a run, how far it came if not to its end, and why."""
+    """The state of a run, how far it came if not to its end, why, and steps taken again."""
     part = ""
     if row.state is not JobState.done and row.facts.steps:
         part = f" at step {row.facts.step}/{row.facts.steps}"
+    again = row.facts.reruns
+    part += f", {count_of(again, 'step')} taken again" if again else ""
     return f"{row.state.value}{part}" + (f": {row.reason}" if row.reason else "")
