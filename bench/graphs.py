@@ -2,7 +2,12 @@
 what a wrong plan does.
 
     python bench/graphs.py [--steps 120] [--json FILE] dense/layer moe/partial …
-    torchrun --nproc-per-node 2 bench/graphs.py pp2/layer pp2vpp2/full_iteration …
+    torchrun --nproc-per-node 2 bench/graphs.py pp2-moe/layer pp2vpp2-dense/full_iteration …
+
+    # many buckets of parameters, gathered beside the first forwards, or before them
+    torchrun --nproc-per-node 2 bench/graphs.py \\
+        dp2-dense/full_iteration,optim.bucket_numel=100000 \\
+        dp2-moe/full_iteration,optim.bucket_numel=100000,optim.overlap_params=false
 
 A case is MODEL/GRAPHS, with more overrides behind a comma: moe/partial,train.global_batch=32. Each
 trains the same steps twice eagerly and once with graphs, on sequences that can be learnt. Printed,

@@ -96,7 +96,7 @@ class Engine:
         return nullcontext()
 
     def make_parameters_whole(self) -> None:
-        """Wait for all parameters that are still on their way from other ranks."""
+        """Gather all parameters that other ranks have updated, or wait where that is under way."""
         for chunk in range(len(self.chunks)):
             self.optimizer.gather_params(chunk)
 
@@ -125,7 +125,13 @@ def build_engine(
     )
     grads = DTYPES[run.precision.grads]
     optimizer = DistributedOptimizer(
-        specs, buffers, run.optim, groups=optimizer_groups, grads=grads, device=device
+        specs,
+        buffers,
+        run.optim,
+        groups=optimizer_groups,
+        grads=grads,
+        device=device,
+        whole_steps=run.cuda_graph.impl is GraphImpl.full_iteration,
     )
     if run.optim.overlap_params:
         for chunk in chunks:

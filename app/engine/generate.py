@@ -68,8 +68,7 @@ def sample_tokens(
     tokenizer has ids.
     """
     until = time.monotonic() + seconds
-    for chunk in range(len(engine.chunks)):
-        engine.optimizer.gather_params(chunk)
+    engine.make_parameters_whole()
     generator = torch.Generator().manual_seed(seed)
     tokens = list(prompt)
     while len(tokens) - len(prompt) < count and _in_time(engine, until):

@@ -3,18 +3,19 @@
 A step: backward fills the gradient buffers. When a chunk's last backward begins (`expect_grads`),
 each bucket is reduce-scattered over the data-parallel ranks as soon as its last gradient has been
 added, beside the rest of backward; `finish_grads` waits (`app.optim.grad_buckets`). `local_norm_sq`
-and one all-reduce elsewhere give the global norm; `step` clips and updates the shards in fp32 and
-starts to all-gather the updated parameters, in the order in which the next forward reads them;
-`gather_params` waits for a chunk's, or each layer for its own (`app.optim.param_gather`). World
-size 1 is the same code with nothing to send. Dense parameters are sharded over the data- and
-context-parallel ranks, experts over those that hold the same ones. What tensor-parallel ranks hold
-whole is summed over these as well, as each has seen other tokens.
+and one all-reduce elsewhere give the global norm; `step` clips and updates the shards in fp32. The
+updated parameters are all-gathered in the order in which forward reads them, from the update on, or
+from the beginning of the next step where that is recorded as one graph (`begin`); `gather_params`
+waits for a chunk's, or each layer for its own (`app.optim.param_gather`). World size 1 is the same
+code with nothing to send. Dense parameters are sharded over the data- and context-parallel ranks,
+experts over those that hold the same ones. What tensor-parallel ranks hold whole is summed over
+these as well, as each has seen other tokens.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from itertools import chain
 
@@ -79,7 +80,8 @@ class DistributedOptimizer:
 
     `chunks[c]` lists the parameters of chunk c in the order of use, and `buffers[c]` says where
     they lie; `grads` is the type in which gradients are summed. A chunk, or all of them, may have
-    none: what is summed over ranks is then zero, on `device`.
+    none: what is summed over ranks is then zero, on `device`. With `whole_steps`, a step is one
+    graph, and gathers updated parameters itself (`in_graph`).
     """
 
     def __init__(
@@ -91,6 +93,7 @@ class DistributedOptimizer:
         grads: torch.dtype = torch.float32,
         *,
         device: torch.device,
+        whole_steps: bool = False,
     ) -> None:
         self.config = config
         self.groups = groups
@@ -113,7 +116,11 @@ class DistributedOptimizer:
             for specs, shards in zip(chunks, self.shards, strict=True)
             for shard in in_use_order(specs, shards)
         ]
-        self._param_gather = ParamGather(self._in_use_order, config.overlap_params)
+        at_update = config.overlap_params and not whole_steps
+        self._param_gather = ParamGather(self._in_use_order, at_update)
+        if whole_steps:  # the first eager step connects what recorded gathers will go through
+            for shard in self._in_use_order:
+                self._param_gather.updated(shard)
 
     def _grad_buckets(
         self, specs: Sequence[ParamSpec], layouts: ChunkBuffers, grads: torch.dtype
@@ -235,9 +242,21 @@ class DistributedOptimizer:
         for shard in self.shards[chunk]:
             self._param_gather.make_whole(shard)
 
+    def begin(self) -> None:
+        """Work on all chunks begins: with `overlap_params`, bring the parameters on their way that
+        are neither whole nor on it, in the order of use.
+        """
+        if self.config.overlap_params:
+            for shard in self._in_use_order:
+                self._param_gather.start(shard)
+
+    def in_graph(self) -> AbstractContextManager[None]:
+        """Within the block such work is recorded or replayed, and makes all parameters whole."""
+        return self._param_gather.in_graph()
+
     def start_gather(self, chunk: int) -> None:
-        """Before a chunk's first forward: the same, unless its parameters are on their way and
-        `gate`s wait for them.
+        """Before a chunk's first forward: make its parameters whole, unless they are on their way
+        and `gate`s wait for them.
         """
         if not self.config.overlap_params:
             self.gather_params(chunk)

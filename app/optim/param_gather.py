@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch.distributed as dist
 from torch import nn
@@ -14,23 +15,31 @@ from app.optim.adam import AdamShard
 class ParamGather:
     """Which buckets of parameters are not whole on this rank, and their all-gathers.
 
-    ============  ===================  ============================  ================
-    a bucket is   its shards will      all ranks have updated their  its parameters
-                  change (`settle`)    shards (`updated`)            are needed
-                                                                     (`make_whole`)
-    ============  ===================  ============================  ================
-    whole         nothing              `overlaps`: starts: on its    nothing
+    ============  ===================  ============================  ================  ============
+    a bucket is   its shards will      all ranks have updated their  work that reads   its
+                  change (`settle`)    shards (`updated`)            it has begun      parameters
+                                                                     (`start`)         are needed
+                                                                                       (`make_whole`)
+    ============  ===================  ============================  ================  ============
+    whole         nothing              `at_update`: starts: on its   nothing           nothing
                                        way; otherwise: stale
-    stale         nothing              stale                         gathers: whole
-    on its way    waits: whole         bug                           waits: whole
-    ============  ===================  ============================  ================
+    stale         nothing              stale                         starts: on its    gathers:
+                                                                     way               whole
+    on its way    waits: whole         bug                           nothing           waits: whole
+    ============  ===================  ============================  ================  ============
+
+    Work that is recorded and replayed (`in_graph`) finds every bucket stale, and leaves it whole:
+    a recording has to gather what a later update will have changed, whatever was whole when it was
+    made, and its kernels gather in a replay, where none of this is called. What is on its way
+    before such work cannot be waited for in it, nor behind it what has started in it: bugs.
 
     A bug is an AssertionError. Over a single rank nothing is on its way: a bucket is whole again at
     once.
     """
 
-    def __init__(self, shards: Sequence[AdamShard], overlaps: bool) -> None:
-        self.overlaps = overlaps  # all-gathers run beside what follows an update
+    def __init__(self, shards: Sequence[AdamShard], at_update: bool) -> None:
+        self.at_update = at_update  # all-gathers start there, and run beside what follows
+        self._shards = tuple(shards)
         self._shard_of = {
             spec.param: shard
             for shard in shards
@@ -46,10 +55,16 @@ class ParamGather:
 
     def updated(self, shard: AdamShard) -> None:
         """All ranks have updated their shards of a bucket."""
-        if not self.overlaps:
-            self._stale.add(shard)
-            return
         assert shard not in self._on_its_way, "its gather still reads and writes the shard"
+        self._stale.add(shard)
+        if self.at_update:
+            self.start(shard)
+
+    def start(self, shard: AdamShard) -> None:
+        """Work has begun that reads the parameters of a bucket."""
+        if shard not in self._stale:
+            return
+        self._stale.remove(shard)
         work = all_gather(shard.params, shard.own_params, shard.group, wait=False)
         if work is not None:
             self._on_its_way[shard] = work
@@ -60,6 +75,15 @@ class ParamGather:
             self._stale.remove(shard)
             all_gather(shard.params, shard.own_params, shard.group)
         self.settle(shard)
+
+    @contextmanager
+    def in_graph(self) -> Iterator[None]:
+        """Within the block work is recorded or replayed that gathers all buckets."""
+        assert not self._on_its_way, "a recording cannot wait for what has started before it"
+        self._stale.update(self._shards)
+        yield
+        assert not self._on_its_way, "a recording has to wait for what it starts"
+        self._stale.clear()
 
     def gate(self, params: Iterable[nn.Parameter]) -> Callable[[], None]:
         """A function that makes these parameters whole."""

@@ -85,6 +85,32 @@ def test_a_resumed_run_validates_as_one_without_graphs(tmp_path: Path, model: st
     ]
 
 
+@pytest.mark.skipif(GPUS < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("overlap", ["true", "false"])
+@pytest.mark.parametrize("layout", ["parallel.dp=2", "parallel.tp=2", "parallel.pp=2"])
+def test_a_whole_step_gathers_its_parameters(tmp_path: Path, layout: str, overlap: str):
+    """After every step a validation, whose graph leaves everything whole, and a new process."""
+    fixed = (
+        "model=dense_tiny",
+        "precision=bf16",
+        layout,
+        "train.eval_interval=1",
+        "optim.bucket_numel=20000",
+        "optim.decay_steps=12",
+    )
+    graphs = (
+        *fixed,
+        f"optim.overlap_params={overlap}",
+        "cuda_graph=full_iteration",
+        "cuda_graph.warmup_steps=1",
+        "checkpoint=default",
+    )
+    eager = losses(tmp_path / "eager", *fixed, "train.steps=12", first=7)
+    losses(tmp_path / "graphs", *graphs, "train.steps=6")
+    assert losses(tmp_path / "graphs", *graphs, "train.steps=12", "resume=auto", first=7) == eager
+    assert validations(tmp_path / "graphs") == validations(tmp_path / "eager")
+
+
 def validations(folder: Path) -> list[tuple[int, float]]:
     """(step, loss) of every validation of a run."""
     return [(row["step"], row["val_loss"]) for row in read_metrics(folder) if "val_loss" in row]

@@ -21,22 +21,43 @@ from tests.distributed import run_distributed
 
 SIZE = 8
 WHOLE, STALE, ON_ITS_WAY = "whole", "stale", "on its way"
+
+
+def recorded(gather: ParamGather, shard: AdamShard) -> None:
+    """Work that a recording is made of."""
+    with gather.in_graph():
+        gather.start(shard)
+        gather.make_whole(shard)
+
+
 EVENTS: dict[str, Callable[[ParamGather, AdamShard], None]] = {
     "settle": ParamGather.settle,
     "updated": ParamGather.updated,
+    "start": ParamGather.start,
     "make_whole": ParamGather.make_whole,
     "gate": lambda gather, shard: gather.gate([shard.buffer.specs[0].param])(),
+    "recorded": recorded,
 }
 BUG = "bug"
-# state, whether gathers overlap -> events that lead there
+# state, whether gathers start at the update -> events that lead there
 WAYS: dict[tuple[str, bool], list[str]] = {
     (WHOLE, True): [],
     (WHOLE, False): [],
     (STALE, False): ["updated"],
     (ON_ITS_WAY, True): ["updated"],
+    (ON_ITS_WAY, False): ["updated", "start"],
 }
-# state, whether gathers overlap, event -> state after it, all-gathers it starts
+# state, whether gathers start at the update, event -> state after it, all-gathers it starts
 TABLE = {
+    **{(WHOLE, early, "start"): (WHOLE, 0) for early in (True, False)},
+    **{(WHOLE, early, "recorded"): (WHOLE, 1) for early in (True, False)},
+    **{(ON_ITS_WAY, early, "start"): (ON_ITS_WAY, 0) for early in (True, False)},
+    **{(ON_ITS_WAY, early, "recorded"): BUG for early in (True, False)},
+    (STALE, False, "start"): (ON_ITS_WAY, 1),
+    (STALE, False, "recorded"): (WHOLE, 1),
+    (ON_ITS_WAY, False, "settle"): (WHOLE, 0),
+    (ON_ITS_WAY, False, "updated"): BUG,
+    (ON_ITS_WAY, False, "make_whole"): (WHOLE, 0),
     (WHOLE, True, "settle"): (WHOLE, 0),
     (WHOLE, False, "settle"): (WHOLE, 0),
     (STALE, False, "settle"): (STALE, 0),
@@ -75,9 +96,9 @@ def outcomes(rank: int) -> dict[tuple[str, bool, str], Any]:
     param_gather.all_gather = lambda *given, **options: (
         gathered.append(0) or all_gather(*given, **options)
     )
-    for ((state, overlaps), way), event in itertools.product(WAYS.items(), EVENTS):
+    for ((state, at_update), way), event in itertools.product(WAYS.items(), EVENTS):
         shard = shard_of()
-        gather = ParamGather([shard], overlaps)
+        gather = ParamGather([shard], at_update)
         shard.own_params.fill_(rank + 1)
         for before in way:
             EVENTS[before](gather, shard)
@@ -88,9 +109,9 @@ def outcomes(rank: int) -> dict[tuple[str, bool, str], Any]:
             shard.own_params.fill_(rank + 11)
         try:
             EVENTS[event](gather, shard)
-            found[state, overlaps, event] = state_of(gather, shard), len(gathered)
+            found[state, at_update, event] = state_of(gather, shard), len(gathered)
         except AssertionError:
-            found[state, overlaps, event] = BUG
+            found[state, at_update, event] = BUG
         gather.make_whole(shard)
         if way or changes:
             first = 11 if changes else 1
@@ -103,11 +124,26 @@ def outcomes(rank: int) -> dict[tuple[str, bool, str], Any]:
 @pytest.mark.parametrize("world", [1, 2])
 def test_every_event_in_every_state(world: int, monkeypatch: pytest.MonkeyPatch):
     if world == 1:  # nothing is on its way over a single rank
-        monkeypatch.delitem(WAYS, (ON_ITS_WAY, True))
+        for early in (True, False):
+            monkeypatch.delitem(WAYS, (ON_ITS_WAY, early))
     for found in run_distributed(outcomes, world):
         assert len(found) == len(WAYS) * len(EVENTS)
-        for (state, overlaps, event), outcome in found.items():
-            expected = TABLE[state, overlaps, "make_whole" if event == "gate" else event]
+        for (state, at_update, event), outcome in found.items():
+            expected = TABLE[state, at_update, "make_whole" if event == "gate" else event]
             if world == 1 and expected == (ON_ITS_WAY, 1):
                 expected = (WHOLE, 1)
-            assert outcome == expected, (state, overlaps, event)
+            assert outcome == expected, (state, at_update, event)
+
+
+def unwaited(rank: int) -> str:
+    gather = ParamGather([shard := shard_of()], at_update=False)
+    with pytest.raises(AssertionError, match="wait for what it starts"), gather.in_graph():
+        gather.start(shard)
+    gather.make_whole(shard)
+    with gather.in_graph():  # a replay: its kernels gather, and nothing here does
+        pass
+    return state_of(gather, shard)
+
+
+def test_what_a_recording_starts_it_waits_for():
+    assert run_distributed(unwaited, 2) == [WHOLE, WHOLE]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -20,12 +21,13 @@ T = TypeVar("T")
 class WholeStep(Generic[T]):
     """`work` on a step's input, recorded when it is first called.
 
-    `ready` makes parameters whole: what is under way from the step before cannot be waited for
-    under capture. What the work returns lies in memory that the next call writes to again.
+    `in_graph` is entered around a recording and around every replay: what it does on the host
+    holds for both, while the work itself runs on the host only when it is recorded. What the work
+    returns lies in memory that the next call writes to again.
     """
 
     work: Callable[[StepInput], T]
-    ready: Callable[[], None]
+    in_graph: Callable[[], AbstractContextManager[None]]
     recorder: Recorder
     pool: int = 0
     recording: Recording | None = None
@@ -34,7 +36,10 @@ class WholeStep(Generic[T]):
 
     def __call__(self, step: StepInput) -> T:
         """Take in a step's input, and do the work."""
-        self.ready()
+        with self.in_graph():
+            return self._record_or_replay(step)
+
+    def _record_or_replay(self, step: StepInput) -> T:
         if any(known is self.recording for known in self.recorder.recordings):
             assert self.recording is not None
             self._load(step)

@@ -65,9 +65,8 @@ def load_checkpoint(
     engine.watchdog.rest(f"reading {path.name}")
     share = list(files)[groups.rank :: groups.host.size()]
     all_succeed(groups, lambda: check_contents(path, manifest, share))
-    for chunk in range(len(engine.chunks)):
-        # what is still on its way would arrive on top of what is loaded
-        engine.optimizer.gather_params(chunk)
+    # what is still on its way would arrive on top of what is loaded
+    engine.make_parameters_whole()
     opened = _Opened(path)
     param_shards = list(engine.optimizer.param_shards())
     found = sum(_fill(owned, manifest["parts"][owned.spec.name], opened) for owned in param_shards)

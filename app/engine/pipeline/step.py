@@ -38,6 +38,7 @@ class Passes:
 def run_passes(engine: Engine, forward_backward: ForwardBackward, step: StepInput) -> Passes:
     """From cleared gradient sums to their norm: everything of a step that one graph can hold."""
     optimizer = engine.optimizer
+    optimizer.begin()
     optimizer.zero_grad()
     for _, router in engine.routers():
         router.start_step()
@@ -48,6 +49,12 @@ def run_passes(engine: Engine, forward_backward: ForwardBackward, step: StepInpu
         optimizer.local_norm_sq(),
         optimizer.local_zeros() if engine.plan.run.optim.count_zeros else 0.0,
     )
+
+
+def run_forwards(engine: Engine, forwards: ForwardBackward, step: StepInput) -> StepTotals:
+    """The same of a validation."""
+    engine.optimizer.begin()
+    return forwards(step)
 
 
 class TrainingStep:
@@ -80,7 +87,7 @@ class TrainingStep:
         if recorder is None:
             return self.eager
         if self.run.cuda_graph.impl is GraphImpl.full_iteration:
-            return WholeStep(self.eager, engine.make_parameters_whole, recorder)
+            return WholeStep(self.eager, engine.optimizer.in_graph, recorder)
         graphs = build_partial_graphs(engine)
         forward_backward = select_forward_backward(engine, engine.plan.actions, graphs)
         return partial(run_passes, engine, forward_backward)
@@ -220,12 +227,13 @@ class Validation:
         self.engine = engine
         self.taken = 0  # validations of this process
         actions = engine.plan.validation_actions(num_microbatches)
-        self.eager = select_forward_backward(engine, actions)
+        forwards = select_forward_backward(engine, actions)
+        self.eager = partial(run_forwards, engine, forwards)
         self.loader = Loader(engine.groups, engine.device)
-        self.captured = self.eager
+        self.captured: ForwardBackward = self.eager
         self.shortage = RowShortage.of(engine)
         if self.run.cuda_graph.impl is GraphImpl.full_iteration and engine.recorder is not None:
-            self.captured = WholeStep(self.eager, engine.make_parameters_whole, engine.recorder)
+            self.captured = WholeStep(self.eager, engine.optimizer.in_graph, engine.recorder)
 
     def __call__(self, batches: Sequence[Batch]) -> tuple[float, int]:
         """(nats per token, tokens) over the microbatches of all ranks."""
