@@ -27,7 +27,7 @@ class DispatcherKind(Enum):
 class StaticTransport(Enum):
     """What moves tokens between ranks for `DispatcherKind.static`."""
 
-    auto = "auto"  # peer where all ranks can reach each other's memory, otherwise collective
+    auto = "auto"  # peer between GPUs of one node that have Triton, otherwise collective
     peer = "peer"  # reads and writes of each other's memory, over NVLink
     collective = "collective"  # collectives of equal parts, on any device
 

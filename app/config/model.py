@@ -244,6 +244,9 @@ class ModelConfig:
             raise ConfigError(
                 "model.moe.first_k_dense", self.moe.first_k_dense, rule, nearest=self.num_layers - 1
             )
+        if self.yarn is not None and self.rope_theta <= 1:
+            rule = "YaRN needs frequencies that fall from pair to pair, so a base above 1"
+            raise ConfigError("model.rope_theta", self.rope_theta, rule, nearest=10000.0)
         if self.mla is not None:
             self._check_latent()
         elif self.head_dim is None and self.hidden_size % self.num_heads:

@@ -140,7 +140,10 @@ def build_engine(
     transport = Transport(groups.pp, pp_ranks, run.schedule.batch_p2p)
     watchdog = watchdog or Watchdog(groups.rank, run.schedule.timeout_s)
     watchdog.exchanges = transport.unfinished
-    watchdog.replays = run.cuda_graph.impl is not GraphImpl.none and device.type == "cuda"
+    # what peers wait for in each other's memory is no collective that could be asked about either
+    peers = isinstance(dispatcher, StaticDispatcher) and dispatcher.peer is not None
+    captures = run.cuda_graph.impl is not GraphImpl.none and device.type == "cuda"
+    watchdog.replays = captures or peers
     loss_scale = LossScale.start(run.precision, device)
     return Engine(
         plan,
@@ -242,15 +245,16 @@ def build_peer_transport(
     """The memory that the ranks of `group` reach in each other's GPU; None: collectives carry
     tokens. Raises ConfigError where it is asked for and cannot be had.
     """
-    asked = planned.moe.static.transport is StaticTransport.peer
+    transport = planned.moe.static.transport
     key, near = "model.moe.static.transport", ("collective",)
-    if not planned.peer or (device.type == "cpu" and not asked):
+    if not planned.peer:
         return None
     if device.type == "cpu" or triton is None:
+        if transport is StaticTransport.auto:
+            return None
         what = "there are none" if device.type == "cpu" else "Triton is not installed"
-        raise ConfigError(
-            key, "peer", f"is for GPUs, by Triton's kernels, and {what}", nearest=near
-        )
+        rule = f"is for GPUs, by Triton's kernels, and {what}"
+        raise ConfigError(key, transport, rule, nearest=near)
     try:
         return PeerTransport(
             group,
@@ -264,7 +268,7 @@ def build_peer_transport(
         )
     except RuntimeError as error:
         rule = f"these GPUs do not reach each other's memory: {error}"
-        raise ConfigError(key, planned.moe.static.transport, rule, nearest=near) from error
+        raise ConfigError(key, transport, rule, nearest=near) from error
 
 
 def _materialise(chunk: nn.Module, device: torch.device, dtype: torch.dtype) -> None:

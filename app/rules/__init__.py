@@ -16,6 +16,7 @@ from app.rules.layout import (
     check_expert_widths,
     check_layout,
     check_sequence,
+    check_static_dispatch,
     check_tensor_parallel,
     check_world,
 )
@@ -31,6 +32,7 @@ RULES: tuple[Callable[[Run], None], ...] = (
     check_sequence,
     check_context_parallel,
     check_layout,
+    check_static_dispatch,
     check_recompute,
     check_expert_widths,
     check_batch,

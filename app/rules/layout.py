@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
-from app.choices import CpComm, Dtype
+from dataclasses import fields
+
+from app.choices import CpComm, Device, DispatcherKind, Dtype, StaticCapacity
 from app.config import Run
+from app.config.model import StaticConfig
 from app.errors import ConfigError, FirstOf, Instead, nearest_divisors, nearest_multiples
 from app.plan.cost.traffic import parts_side_by_side
-from app.plan.dispatchers.choose import kinds_between_ranks, planned_dispatcher
+from app.plan.dispatchers.choose import (
+    kinds_between_ranks,
+    planned_dispatcher,
+    run_dispatcher,
+)
+from app.plan.dispatchers.static import MOST_IDS, PlannedStatic
 from app.plan.layout import AXES, select_layout
 
 
@@ -85,6 +93,37 @@ def check_expert_parallel(run: Run) -> None:
             f"must divide model.moe.ffn_hidden_size={moe.ffn_hidden_size}",
             nearest=near,
         )
+
+
+def check_static_dispatch(run: Run) -> None:
+    """Options of dispatcher=static have an effect, and its ranks can have what they ask for."""
+    moe = run.model.moe
+    if moe is None:
+        return
+    static = moe.static
+    section = "model.moe.static"
+    for field in fields(StaticConfig):
+        value = getattr(static, field.name)
+        if moe.dispatcher is not DispatcherKind.static and value != field.default:
+            rule = f"is for dispatcher=static, not {moe.dispatcher.value}"
+            near = (field.default, Instead("model.moe.dispatcher=static"))
+            raise ConfigError(f"{section}.{field.name}", value, rule, nearest=near)
+    limited = static.capacity is StaticCapacity.factor
+    if not limited and static.factor != StaticConfig.factor:
+        rule = f"is for capacity=factor, not {static.capacity.value}"
+        near = (StaticConfig.factor, Instead(f"{section}.capacity=factor"))
+        raise ConfigError(f"{section}.factor", static.factor, rule, nearest=near)
+    dispatcher = run_dispatcher(run)
+    if not isinstance(dispatcher, PlannedStatic) or not dispatcher.peer:
+        return
+    key = f"{section}.transport"
+    if not dispatcher.one_node:
+        cpu = run.train.device is Device.cpu
+        rule = "is for GPUs" if cpu else f"the {dispatcher.ranks} ranks lie in several nodes"
+        raise ConfigError(key, static.transport, rule, nearest="collective")
+    if moe.num_experts > MOST_IDS:
+        rule = f"takes at most {MOST_IDS} experts"
+        raise ConfigError(key, static.transport, rule, nearest="collective")
 
 
 def _shares(ep: int, num_experts: int) -> tuple[FirstOf, ...]:

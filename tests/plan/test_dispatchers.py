@@ -18,6 +18,7 @@ from app.plan.plan import Plan
 from app.plan.summary import summary_lines
 from app.plan.trace.trace import Trace
 from app.rules import check
+from tests.test_config import load
 
 ROOT = Path(__file__).parents[2]
 EXPERTS = MoEConfig(num_experts=8, top_k=2, ffn_hidden_size=32, planned_imbalance=1.5)
@@ -195,3 +196,36 @@ def test_nothing_else_asks_which_dispatcher_it_is():
     others = {"choices.py", "config/model.py"}
     keys = {"engine/checkpoint/resume.py", "rules/layout.py", "rules/graphs.py"}  # in messages
     assert asks - records - keys == others
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key"),
+    [
+        (("model.moe.static.transport=peer", "parallel.gpus_per_node=2"), "transport"),
+        (("model.moe.static.transport=peer", "train.device=cpu"), "transport"),
+        (("model.moe.static.factor=2",), "factor"),
+        (("model.moe.dispatcher=auto", "model.moe.static.capacity=factor"), "capacity"),
+    ],
+    ids=str,
+)
+def test_options_of_static_dispatch_have_an_effect(overrides: tuple[str, ...], key: str):
+    static = ("model=moe_tiny", "parallel.dp=4", "parallel.ep=4", "train.global_batch=32")
+    static = (*static, "model.moe.dispatcher=static")
+    load(*static)
+    with pytest.raises(ConfigError, match=rf"model\.moe\.static\.{key}"):
+        load(*static, *overrides)
+
+
+def test_what_a_step_taken_again_needs_grows_with_the_memory_that_was_too_small():
+    """It needs more rows than there is memory for, whatever imbalance is planned."""
+
+    def again(factor: float) -> int:
+        options = StaticConfig(capacity=StaticCapacity.factor, factor=factor)
+        wide = dataclasses.replace(EXPERTS, ffn_hidden_size=2048, static=options)
+        run = run_of(of(wide, DispatcherKind.static), 4, 4, graph=GraphImpl.full_iteration)
+        longer = dataclasses.replace(run.train, seq_len=1024)
+        plan = Plan(dataclasses.replace(run, train=longer))
+        return sum(part.bytes for part in plan.busiest.parts if part.name == "steps taken again")
+
+    assert 0 < again(1.5) < again(2.0) < again(3.0)
+    assert again(8.0) == 0, "more than all tokens can ask for"

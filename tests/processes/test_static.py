@@ -37,6 +37,7 @@ from app.errors import ConfigError
 from app.moe.dispatch import static
 from app.moe.dispatch.expert_rows import ExpertRows
 from app.plan.dispatchers.choose import run_dispatcher, with_rows
+from app.rules import check
 from tests.cases import chosen
 from tests.distributed import run_distributed
 from tests.processes.test_captured import CHOICES, EAGER, FOUR, same, several
@@ -101,7 +102,9 @@ TOKENS, STEPS = 512, 6  # of a rank in a microbatch
 
 def short_run(graph: CudaGraphConfig, capacity: StaticCapacity, **options: Any) -> Run:
     """Experts that have memory for little more than the mean number of rows, or for all."""
-    limits = StaticConfig(capacity=capacity, factor=1.1, **options)
+    limits = StaticConfig(capacity=capacity, **options)
+    if capacity is FACTOR:
+        limits = dataclasses.replace(limits, factor=1.1)
     train = TrainConfig(steps=20, seq_len=TOKENS // 2, micro_batch=2, global_batch=8)
     model = with_static(static=limits, jitter_eps=0.01)
     return make_run(model, cuda_graph=graph, parallel=EP2, train=train)
@@ -162,6 +165,27 @@ def test_a_step_that_lacks_rows_is_taken_again(graph: str):
             assert (param == other).all()
 
 
+AGAIN: dict[str, dict[str, Any]] = {
+    "pp2 ep2": {"parallel": ParallelConfig(pp=2, ep=2, dp=2)},
+    "zero bubble": {"parallel": ParallelConfig(pp=2, ep=2, dp=2), "schedule": SPLITS},
+    "etp2": {"parallel": ParallelConfig(tp=2, etp=2, ep=2, dp=2)},
+}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("layout", AGAIN)
+def test_all_ranks_take_a_step_again(layout: str):
+    """Also those whose own experts lack nothing, and stages of a pipeline."""
+    runs = [
+        check(dataclasses.replace(short_run(graph, capacity), **AGAIN[layout]))
+        for graph, capacity in ((EAGER, StaticCapacity.worst), (CHOICES["whole step"], FACTOR))
+    ]
+    worst, found = (run_distributed(steps_of, 4, run, 2) for run in runs)
+    for ours, exact in zip(found, worst, strict=True):
+        assert sum(ours["again"]) > 0
+        assert ours["seen"] == exact["seen"] and ours["validated"] == exact["validated"]
+
+
 def test_routers_that_favour_few_experts_lack_rows_in_every_step():
     """Two experts of eight get all tokens, four times the mean, all of them on one rank."""
     runs = []
@@ -191,7 +215,9 @@ def test_after_two_such_steps_there_is_memory_for_more(capfd: pytest.CaptureFixt
         assert 1024 < ours["rows"] < 2048, "of those that all tokens could need"
     (line,) = [each for each in capfd.readouterr().err.splitlines() if "from now on" in each]
     begin = r"train\.py: model\.moe\.static\.factor=1\.0: 2 steps in a row needed up to"
-    assert re.fullmatch(begin + r" 1\.\d+ times the mean; from now on .* for 1\.\d+ times", line)
+    assert re.fullmatch(
+        begin + r" 1\.\d+ times the mean number of rows; from now on .* for 1\.\d+ times", line
+    )
 
 
 def test_peers_memory_is_for_gpus():

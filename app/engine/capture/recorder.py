@@ -133,6 +133,7 @@ class CudaRecorder:
             recording.release()
         self.recordings.clear()
         self.pools.clear()
+        self.object_bytes = 0
 
 
 def _taken_by_driver() -> int:

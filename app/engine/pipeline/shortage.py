@@ -17,14 +17,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from app.choices import StaticOverflow
+from app.config import Run
 from app.engine.build import Engine
-from app.errors import ConfigError, warn
+from app.engine.run.bad_steps import Diverged
+from app.errors import warn
 from app.moe.dispatch.static import StaticDispatcher
 from app.plan.dispatchers.choose import run_dispatcher, tokens_per_rank, with_rows
-from app.plan.dispatchers.static import PlannedStatic
+from app.plan.dispatchers.static import HEADROOM, PlannedStatic
 from app.plan.plan import Plan
 
-HEADROOM = 1.1  # of memory that grows, over what was needed
 IN_A_ROW = 2  # steps that lacked rows, after which it grows
 
 
@@ -36,7 +37,8 @@ class RowShortage:
         self.dispatcher = dispatcher
         self.world = engine.groups.world
         self.device = engine.device
-        self.in_a_row = 0  # steps so far
+        self.in_a_row = 0  # steps so far that lacked rows
+        self._needed = 0.0  # by those, over the mean
         self._random: list[Tensor] = []  # states of the generators before the work
         self._lacked = self.missing.clone()  # when work was done again last
 
@@ -77,33 +79,54 @@ class RowShortage:
         """Note a step, and whether it lacked rows on any rank. True: rows of all ranks' experts are
         more from now on, and what was captured has to be captured anew.
 
-        Raises ConfigError where the run is to end, or has no memory for more.
+        Raises Diverged where the run is to end.
         """
-        self.in_a_row = self.in_a_row + 1 if lacked else 0
+        if not lacked:
+            self.in_a_row = 0
+            self._needed = 0.0
+            return False
+        self.in_a_row += 1
+        self._needed = max(self._needed, self._rows_needed())
         if self.in_a_row < IN_A_ROW:
             return False
+        factor = math.ceil(100 * HEADROOM * self._needed) / 100
+        static = self.dispatcher.planned.moe.static
+        what = (
+            f"model.moe.static.factor={static.factor}: {IN_A_ROW} steps in a row needed up to "
+            f"{self._needed:.2f} times the mean number of rows"
+        )
         self.in_a_row = 0
-        now = self.dispatcher.planned.moe.static.factor
-        factor = self._factor_needed(now)
-        rule = f"{IN_A_ROW} steps in a row needed up to {factor / HEADROOM:.2f} times the mean"
-        key = "model.moe.static.factor"
-        if self.dispatcher.planned.moe.static.on_overflow is StaticOverflow.stop:
-            rule = f"{rule} (model.moe.static.on_overflow=stop)"
-            raise ConfigError(key, now, rule, nearest=factor)
+        self._needed = 0.0
+        if static.on_overflow is StaticOverflow.stop:
+            raise Diverged(f"{what} (model.moe.static.on_overflow=stop)")
         grown = with_rows(self.run, factor)
-        if self.device.type == "cuda" and not Plan(grown).fits:
-            raise ConfigError(key, now, f"{rule}, and there is no memory for factor={factor}")
+        if not self._fits(grown):
+            self._tell(f"{what}, and there is no memory for {factor} times: steps are taken again")
+            return False
         planned = run_dispatcher(grown)
         assert isinstance(planned, PlannedStatic)
         self.dispatcher.planned = planned
-        if self.world.rank() == 0:
-            warn(f"{key}={now}: {rule}; from now on there is memory for {factor} times")
+        self._tell(f"{what}; from now on there is memory for {factor} times")
         return True
 
-    def _factor_needed(self, now: float) -> float:
-        """Rows over the mean that would have been enough on every rank, and some more."""
+    def _rows_needed(self) -> float:
+        """By the work that was done again last, over the mean, on the rank that needed most."""
+        planned = self.dispatcher.planned
         tokens = tokens_per_rank(self.run)
-        share = self._lacked.double() / self.dispatcher.planned.mean_rows(tokens)
+        rows = self._lacked.clamp(min=0).double() + planned.rows(tokens).computed
         if self.world.size() > 1:
-            dist.all_reduce(share, dist.ReduceOp.MAX, self.world)
-        return math.ceil(100 * HEADROOM * (now + float(share))) / 100
+            dist.all_reduce(rows, dist.ReduceOp.MAX, self.world)
+        return float(rows) / planned.mean_rows(tokens)
+
+    def _fits(self, grown: Run) -> bool:
+        """Whether the GPU has memory for it, by its plan."""
+        if self.device.type != "cuda":
+            return True
+        plan = Plan(grown)
+        if grown.hardware.gpu_memory_gib is not None:
+            return plan.fits
+        return plan.busiest.total <= torch.cuda.get_device_properties(self.device).total_memory
+
+    def _tell(self, text: str) -> None:
+        if self.world.rank() == 0:
+            warn(text)

@@ -20,7 +20,9 @@ DIVERGED = os.EX_DATAERR
 
 
 class Diverged(Exception):
-    """Training has ended on numbers that are not finite; the text says where and what is left."""
+    """Training has ended by itself, as on numbers that are not finite; the text says where and what
+    is left.
+    """
 
 
 def is_bad(report: StepReport, loss_scale: LossScale | None) -> bool:

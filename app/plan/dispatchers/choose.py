@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from types import MappingProxyType
 
-from app.choices import DispatcherKind, StaticCapacity
+from app.choices import Device, DispatcherKind, StaticCapacity
 from app.config import MoEConfig, Run
 from app.plan.cost.nodes import node_span
 from app.plan.dispatchers.all_gather import PlannedAllGather
@@ -47,7 +47,8 @@ def run_dispatcher(run: Run, layout: ParallelLayout | None = None) -> PlannedDis
         return None
     grid = layout or select_layout(run)
     span = node_span(grid.sizes(expert=True), ETP_EP.axes, run.parallel.gpus_per_node)
-    return planned_dispatcher(run.model.moe, grid.ep, grid.expert_tp, one_node=span.nodes == 1)
+    reach = span.nodes == 1 and run.train.device is not Device.cpu
+    return planned_dispatcher(run.model.moe, grid.ep, grid.expert_tp, one_node=reach)
 
 
 def busiest_load(run: Run) -> float:

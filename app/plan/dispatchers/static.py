@@ -21,6 +21,8 @@ from app.plan.groups import Way
 from app.plan.trace.trace import Sends, Trace, TracedTensor
 
 EXPERT_ID, PLACE, PROBABILITY = 2, 4, 4  # bytes for each choice of a token: expert, row, share
+MOST_IDS = 2**15 - 1  # of experts, for EXPERT_ID bytes
+HEADROOM = 1.1  # of rows that there is memory for once more, over what was needed
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +42,7 @@ class PlannedStatic(PlannedDispatcher):
         """Whether ranks read and write each other's memory."""
         transport = self.moe.static.transport
         if transport is StaticTransport.auto:
-            return self.one_node
+            return self.one_node and self.moe.num_experts <= MOST_IDS
         return transport is StaticTransport.peer
 
     def summary(self, tokens: int) -> str:

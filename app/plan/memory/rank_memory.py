@@ -15,7 +15,7 @@ from app.config import CudaGraphConfig, ModelConfig, PrecisionConfig, Run
 from app.plan.actions import Action, Forward
 from app.plan.dispatchers.choose import run_dispatcher, tokens_per_rank, with_rows
 from app.plan.dispatchers.record import Tokens
-from app.plan.dispatchers.static import PlannedStatic
+from app.plan.dispatchers.static import HEADROOM, PlannedStatic
 from app.plan.formatting import amount
 from app.plan.graphs import GraphPlan
 from app.plan.groups import GROUPS, Group, GroupKind
@@ -270,7 +270,10 @@ def _dispatch_parts(
         yield MemoryPart("exchange buffers", held, "which ranks read and write in each other's GPU")
     if not dispatcher.may_lack_rows(tokens.count):
         return
-    more = with_rows(thriftiest(run), max(dispatcher.busiest_load(tokens.count), 1.0))
+    # more than there is memory for, or it would not be taken again
+    held_rows = dispatcher.rows(tokens.count).computed / dispatcher.mean_rows(tokens.count)
+    needed_rows = max(dispatcher.busiest_load(tokens.count), HEADROOM * held_rows)
+    more = with_rows(thriftiest(run), needed_rows)
     again = replace(more, cuda_graph=CudaGraphConfig())
     chunks = [chunk_activations(again, stage, layout) for stage in stages]
     needed = find_peak(actions, chunks, recompute_policy(again).on_rank(actions)).total
