@@ -33,6 +33,7 @@ from app.moe.dispatch.all_gather import AllGatherDispatcher
 from app.moe.dispatch.all_to_all import AllToAllDispatcher
 from app.moe.dispatch.local import LocalDispatcher
 from app.moe.dispatch.peer import PeerTransport
+from app.moe.dispatch.stash import Stash
 from app.moe.dispatch.static import StaticDispatcher
 from app.moe.dispatch.transport import CollectiveTransport
 from app.moe.phases import MoEBody, Router
@@ -45,6 +46,7 @@ from app.plan.dispatchers.all_gather import PlannedAllGather
 from app.plan.dispatchers.all_to_all import PlannedAllToAll
 from app.plan.dispatchers.choose import run_dispatcher, tokens_per_rank
 from app.plan.dispatchers.local import PlannedLocal
+from app.plan.dispatchers.stash import planned_stash
 from app.plan.dispatchers.static import PlannedStatic
 from app.plan.memory.activations import captured_phases
 from app.plan.plan import Plan
@@ -114,7 +116,8 @@ def build_engine(
     `watchdog` looks at the rank; None: at most at its actions, and without asking other ranks.
     """
     run = plan.run
-    dispatcher = build_dispatcher(run, groups.peers(run.parallel.cp_comm_type), device)
+    stash = build_stash(plan, run, groups.pp_rank, device=device)
+    dispatcher = build_dispatcher(run, groups.peers(run.parallel.cp_comm_type), device, stash=stash)
     chunks = build_chunks(run, plan.stages, groups, device=device, dispatcher=dispatcher)
     for chunk in chunks:
         init_weights(chunk.weights(), groups.coords, run.model, seed=run.train.seed)
@@ -218,7 +221,17 @@ def build_layer(
     return Layer(model, MoEBody(model, model.moe, dispatcher, peers=peers), peers)
 
 
-def build_dispatcher(run: Run, peers: Peers, device: torch.device) -> Dispatcher[Any, Any] | None:
+def build_stash(plan: Plan, run: Run, pp_rank: int, *, device: torch.device) -> Stash | None:
+    """What keeps rows of experts on a rank for backward, of a `run` that is else as planned; None:
+    autograd does.
+    """
+    planned = planned_stash(run, plan.stages.stages[pp_rank], plan.actions[pp_rank])
+    return None if planned is None else Stash(planned, device)
+
+
+def build_dispatcher(
+    run: Run, peers: Peers, device: torch.device, stash: Stash | None = None
+) -> Dispatcher[Any, Any] | None:
     """What serves the experts of all layers of a rank, as planned; None: there are none."""
     planned = run_dispatcher(run)
     if planned is None:
@@ -235,7 +248,9 @@ def build_dispatcher(run: Run, peers: Peers, device: torch.device) -> Dispatcher
         case PlannedStatic():
             collective = CollectiveTransport(group, planned.experts, planned.etp)
             peer = build_peer_transport(run, planned, group, device=device)
-            return StaticDispatcher(planned, collective, peer, ep_rank=peers.ep_rank, device=device)
+            return StaticDispatcher(
+                planned, collective, peer, ep_rank=peers.ep_rank, device=device, stash=stash
+            )
     raise AssertionError(f"{planned.kind} has no module")
 
 

@@ -97,14 +97,16 @@ class Chunk(nn.Module):
         mask = None
         if documents_BK is not None:
             mask = document_mask(documents_BK, self._queries(documents_BK))
-        draws = self.model.moe is not None and self.model.moe.jitter_eps > 0
+        moe = self.model.moe
+        draws = moe is not None and moe.jitter_eps > 0
+        stashes = moe is not None and moe.static.stash is not None
         return layer_context(
             positions_BS,
             mask,
             self.model.rope,
             deterministic=self.deterministic,
             sink=sink,
-            recompute=Recomputation(recompute, draws),
+            recompute=Recomputation(recompute, draws, replaces=stashes),
         )
 
     def _queries(self, documents_BK: Tensor) -> Tensor:

@@ -39,6 +39,7 @@ from app.model.linear_backend import (
     linear_backend,
 )
 from app.model.peers import ALONE, Peers, rank, size
+from app.model.recompute import Keep
 from app.model.tensor_parallel import (
     OptionalGroup,
     gathered,
@@ -47,7 +48,7 @@ from app.model.tensor_parallel import (
     start_gather,
     start_scatter,
 )
-from app.model.weight_grads import GatheredGrad, WeightGradSink
+from app.model.weight_grads import FetchedGrad, WeightGrad, WeightGradSink
 from app.plan.model.weight import Weight
 
 
@@ -148,15 +149,22 @@ class GroupedLinear(LinearModule):
         self.backend = grouped_linear_backend()
 
     def forward(
-        self, rows_TI: Tensor, ends_E: Tensor, sink: WeightGradSink | None = None
+        self,
+        rows_TI: Tensor,
+        ends_E: Tensor,
+        sink: WeightGradSink | None = None,
+        keep: Keep | None = None,
     ) -> Tensor:
         """T × I -> T × O; expert e owns rows ends[e-1] to ends[e] (int32, on the rows' device).
 
-        Rows from ends[-1] on are uninitialised in the result and in the gradient.
+        Rows from ends[-1] on are uninitialised in the result and in the gradient. What the gradient
+        of the weight is made of waits in memory that `keep` finds for it, if it has to wait.
         """
         if sink is None:
             return self.backend.output(rows_TI, self.weight, ends_E)
-        out_TO: Tensor = _GroupedLinear.apply(rows_TI, self.weight, ends_E, self.backend, sink)
+        out_TO: Tensor = _GroupedLinear.apply(
+            rows_TI, self.weight, ends_E, self.backend, sink, keep
+        )
         return out_TO
 
 
@@ -196,7 +204,7 @@ class _Linear(torch.autograd.Function):
             sink.push(weight_OI, backend.weight_grad(grad_BSO, x_BsI))
             return backend.input_grad(grad_BSO, weight_OI), None, None, None, None
         if sink is not None and sink.deferred:
-            waits = GatheredGrad(lambda: backend.weight_grad(grad_BSO, gathered(x_BsI, group)))
+            waits = FetchedGrad(lambda: backend.weight_grad(grad_BSO, gathered(x_BsI, group)))
             sink.push(weight_OI, waits)
             grad_BSI = backend.input_grad(grad_BSO, weight_OI)
             return scattered(grad_BSI, group), None, None, None, None
@@ -219,8 +227,10 @@ class _GroupedLinear(torch.autograd.Function):
         ends_E: Tensor,
         backend: GroupedLinearBackend,
         sink: WeightGradSink,
+        keep: Keep | None,
     ) -> Tensor:
         ctx.save_for_backward(rows_TI, ends_E)
+        ctx.keep = keep
         ctx.weight_EIO = weight_EIO
         ctx.backend = backend
         ctx.sink = sink
@@ -232,5 +242,18 @@ class _GroupedLinear(torch.autograd.Function):
         rows_TI, ends_E = ctx.saved_tensors
         backend: GroupedLinearBackend = ctx.backend
         grad_TO = grad_TO.contiguous()
-        ctx.sink.push(ctx.weight_EIO, backend.weight_grad(grad_TO, rows_TI, ends_E))
-        return backend.input_grad(grad_TO, ctx.weight_EIO, ends_E), None, None, None, None
+        gradient = backend.weight_grad(grad_TO, rows_TI, ends_E)
+        if ctx.keep is not None and ctx.sink.deferred:
+            gradient = _kept(backend, ctx.keep, grad_TO, rows_TI=rows_TI, ends_E=ends_E)
+        ctx.sink.push(ctx.weight_EIO, gradient)
+        return backend.input_grad(grad_TO, ctx.weight_EIO, ends_E), None, None, None, None, None
+
+
+def _kept(
+    backend: GroupedLinearBackend, keep: Keep, grad_TO: Tensor, *, rows_TI: Tensor, ends_E: Tensor
+) -> WeightGrad:
+    """The gradient of a weight, whose operands are put away until it is wanted."""
+    operands = keep(grad_TO), keep(rows_TI)
+    for source, operand in zip(operands, (grad_TO, rows_TI), strict=True):
+        source.add_reader(operand)
+    return FetchedGrad(lambda: backend.weight_grad(operands[0].read(), operands[1].read(), ends_E))

@@ -7,10 +7,13 @@ Two ways. `checkpoint` keeps of a function only its arguments, and backward runs
 its own gradients. `discard_output` lets a function keep what it needs, but drops its result: what
 later operations would save of it is computed again from the function's arguments when their
 backward asks for it. That suits cheap functions in front of matrix products.
+
+By the same hooks `replace` has backward read a tensor from another place than its memory.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -29,20 +32,39 @@ T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
 
 
+class BackwardSource(ABC):
+    """Where backward has a tensor from that is not kept as it is."""
+
+    @abstractmethod
+    def add_reader(self, saved: Tensor) -> None:
+        """One more operation has saved a tensor in this memory, whose values are still there."""
+
+    @abstractmethod
+    def read(self) -> Tensor:
+        """The tensor in new memory; once for every reader."""
+
+
+Keep = Callable[[Tensor], BackwardSource]  # for a tensor whose values are there later
+
+
 @dataclass(slots=True)
-class _Source:
+class _Function(BackwardSource):
     """How to compute a result again, and for how many operations."""
 
     function: Callable[..., Tensor]
-    arguments: tuple[Tensor, ...]
+    arguments: tuple[Tensor | _View, ...]
     readers: int = 0  # saved references that have not been read yet
     value: Tensor | None = None
+
+    def add_reader(self, saved: Tensor) -> None:
+        """Count it."""
+        self.readers += 1
 
     def read(self) -> Tensor:
         """The result; kept until the last reader has it."""
         if self.value is None:
             with torch.no_grad():
-                self.value = self.function(*self.arguments)
+                self.value = self.function(*map(_unpack, self.arguments))
         value = self.value
         self.readers = self.readers - 1
         if not self.readers:
@@ -54,7 +76,7 @@ class _Source:
 class _View:
     """A saved tensor in the memory of a result that is not kept."""
 
-    source: _Source
+    source: BackwardSource
     size: torch.Size
     stride: tuple[int, ...]
     offset: int | torch.SymInt
@@ -67,15 +89,17 @@ class Recomputation:
     chosen: RecomputeChoice = NOTHING
     # whether functions under `checkpoint` draw random numbers, which have to be the same again
     draws: bool = False
-    # id of a result's storage -> a weak reference to it, and what makes it again
-    _sources: dict[int, tuple[StorageWeakRef, _Source]] = field(default_factory=dict)
+    replaces: bool = False  # whether `replace` may be called
+    # id of a result's storage -> a weak reference to it, and where backward has it from
+    _sources: dict[int, tuple[StorageWeakRef, BackwardSource]] = field(default_factory=dict)
     _inside: int = 0  # depth of functions under `checkpoint`, of which nothing is kept anyway
+    _running: bool = False  # within `forward`, and not in what backward computes again
 
     def afresh(self) -> Recomputation:
         """The same choice without what another forward has noted: for one with hooks of its own, as
         a captured interval has.
         """
-        return Recomputation(self.chosen, self.draws)
+        return Recomputation(self.chosen, self.draws, self.replaces)
 
     def whole_layer(self, layer: Callable[[*Ts], T], *arguments: *Ts) -> T:
         """layer(*arguments), of which only the arguments are kept if whole layers are recomputed
@@ -114,11 +138,19 @@ class Recomputation:
         """function(*arguments), not a view; discarded after forward if `part` is recomputed."""
         out = function(*arguments)
         if part in self.chosen.parts and not self._inside and torch.is_grad_enabled():
-            storage = out.untyped_storage()
-            source = _Source(function, tuple(argument.detach() for argument in arguments))
-            # the reference keeps its identity from another use
-            self._sources[storage._cdata] = StorageWeakRef(storage), source
+            self._note(out, _Function(function, tuple(map(self._pack, arguments))))
         return out
+
+    def replace(self, value: Tensor, source: BackwardSource) -> None:
+        """Operations that save `value`, or a part of it, have it from `source` in backward."""
+        assert self.replaces, "hooks are there for it"
+        if self._running:
+            self._note(value, source)
+
+    def _note(self, value: Tensor, source: BackwardSource) -> None:
+        storage = value.untyped_storage()
+        # the reference keeps its identity from another use
+        self._sources[storage._cdata] = StorageWeakRef(storage), source
 
     def checkpoint_and_discard(
         self, part: Recompute, function: Callable[[Tensor], Tensor], argument: Tensor
@@ -132,19 +164,21 @@ class Recomputation:
 
     @contextmanager
     def forward(self) -> Iterator[None]:
-        """Around a forward that calls `discard_output`."""
-        if not self.chosen.parts:
+        """Around a forward that calls `discard_output` or `replace`."""
+        if not (self.chosen.parts or self.replaces):
             yield
             return
+        self._running = True
         with saved_tensors_hooks(self._pack, _unpack):
             yield
+        self._running = False
         self._sources.clear()
 
     def _pack(self, saved: Tensor) -> Tensor | _View:
         _, source = self._sources.get(saved.untyped_storage()._cdata, (None, None))
         if source is None:
             return saved.detach()  # itself would be a cycle where an operation saves its own result
-        source.readers += 1
+        source.add_reader(saved)
         return _View(source, saved.size(), saved.stride(), offset=saved.storage_offset())
 
 

@@ -49,8 +49,8 @@ class ComputedGrad(WeightGrad):
 
 
 @dataclass(frozen=True, slots=True)
-class GatheredGrad(WeightGrad):
-    """A gradient whose operands must first be fetched from other ranks, by `make`."""
+class FetchedGrad(WeightGrad):
+    """A gradient whose operands `make` has to fetch first, from other ranks or other memory."""
 
     make: Callable[[], WeightGrad]
 

@@ -14,7 +14,7 @@ from app.choices import Recompute
 from app.model.layers import swiglu
 from app.model.linear import GroupedLinear
 from app.model.peers import ALONE, Peers
-from app.model.recompute import Recomputation
+from app.model.recompute import Keep, Recomputation
 from app.model.weight_grads import WeightGradSink
 from app.plan.model.experts import ExpertWeights
 
@@ -37,17 +37,25 @@ class Experts(nn.Module):
         ends_E: Tensor,
         sink: WeightGradSink | None = None,
         recompute: Recomputation | None = None,
+        keep: Keep | None = None,
     ) -> Tensor:
         """(silu(r·up[:, :F]) · (r·up[:, F:]))·down of every row r, with the weights of its expert.
 
         R × D -> R × D (SwiGLU, arXiv 2002.05202); rows and `ends_E` as in `GroupedLinear`.
-        `recompute` may have backward compute the activation again.
+        `recompute` may have backward compute the activation again. `keep` says where backward has
+        rows from: those that came, those between the products, and the result for who reads that.
         """
-        both_R2F = self.w_up.forward(rows_RD, ends_E, sink)
+
+        def kept(rows: Tensor) -> Tensor:
+            if keep is not None and recompute is not None:
+                recompute.replace(rows, keep(rows))
+            return rows
+
+        both_R2F = kept(self.w_up.forward(kept(rows_RD), ends_E, sink, keep))
         # there may be several times as many rows as tokens, and only the device knows
         activation = partial(swiglu, used=ends_E[-1:])
-        if recompute is None:
-            act_RF = activation(both_R2F)
-        else:
+        if recompute is not None and recompute.recomputes(Recompute.experts_act):
             act_RF = recompute.checkpoint_and_discard(Recompute.experts_act, activation, both_R2F)
-        return self.w_down.forward(act_RF, ends_E, sink)
+        else:
+            act_RF = kept(activation(both_R2F))
+        return kept(self.w_down.forward(act_RF, ends_E, sink, keep))

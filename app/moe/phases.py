@@ -251,8 +251,15 @@ class MoEBody(Body, Generic[Prepared, Origin]):
         return self.dispatcher.dispatch(h_BsD.flatten(0, -2), prepared)
 
     def _experts(self, dispatched: Dispatched, context: Context) -> tuple[Tensor]:
-        rows_RD, ends_E = dispatched.rows_RD, dispatched.ends_E
-        return (self.experts(rows_RD, ends_E, context.sink, context.recompute),)
+        return (
+            self.experts(
+                dispatched.rows_RD,
+                dispatched.ends_E,
+                context.sink,
+                recompute=context.recompute,
+                keep=dispatched.keep,
+            ),
+        )
 
     def _combine(self, expert_out_RD: Tensor, probs_TK: Tensor, origin: Origin) -> tuple[Tensor]:
         return (self.dispatcher.combine(expert_out_RD, probs_TK, origin),)

@@ -10,6 +10,8 @@ from typing import Protocol, TypeVar
 
 from torch import Tensor
 
+from app.model.recompute import Keep
+
 # A dispatcher's own records, frozen dataclasses: what `preprocess` has found out for `dispatch`,
 # and what `combine` needs to know besides.
 Prepared = TypeVar("Prepared")
@@ -26,6 +28,8 @@ class Dispatched:
 
     rows_RD: Tensor
     ends_E: Tensor  # int32, on the device: the first row after each expert's
+    # where backward has a tensor of as many rows from; None: they are kept as they are
+    keep: Keep | None = None
 
 
 class Dispatcher(Protocol[Prepared, Origin]):

@@ -7,12 +7,21 @@ from pathlib import Path
 
 import pytest
 
-from app.choices import DispatcherKind, GraphImpl, StaticCapacity, StaticTransport
-from app.config import CudaGraphConfig, ModelConfig, MoEConfig, ParallelConfig, Run, TrainConfig
+from app.choices import DispatcherKind, GraphImpl, Recompute, StaticCapacity, StaticTransport
+from app.config import (
+    CudaGraphConfig,
+    ModelConfig,
+    MoEConfig,
+    ParallelConfig,
+    RecomputeConfig,
+    Run,
+    TrainConfig,
+)
 from app.config.model import StaticConfig
 from app.errors import ConfigError
 from app.plan.dispatchers.choose import DISPATCHERS, kinds_between_ranks, planned_dispatcher
 from app.plan.dispatchers.record import RowCounts, TokenExchange, Tokens
+from app.plan.dispatchers.stash import planned_stash, with_stash
 from app.plan.groups import ETP_EP, Way
 from app.plan.plan import Plan
 from app.plan.summary import summary_lines
@@ -229,3 +238,39 @@ def test_what_a_step_taken_again_needs_grows_with_the_memory_that_was_too_small(
 
     assert 0 < again(1.5) < again(2.0) < again(3.0)
     assert again(8.0) == 0, "more than all tokens can ask for"
+
+
+@pytest.mark.parametrize(
+    ("recompute", "row"),
+    [
+        (RecomputeConfig(), 2 * 64 + 3 * 32),
+        (RecomputeConfig(phases=(Recompute.experts_act,)), 2 * 64 + 2 * 32),
+        (RecomputeConfig(phases=(Recompute.moe,)), 0),
+        (RecomputeConfig(full=True), 0),
+    ],
+    ids=lambda value: str(value) if isinstance(value, int) else None,
+)
+def test_pages_are_for_what_is_kept_at_once(recompute: RecomputeConfig, row: int):
+    """Of 1F1B's microbatches in flight, as many as stages are left, and two layers of each."""
+    moe = dataclasses.replace(of(EXPERTS, DispatcherKind.static), static=StaticConfig(stash=1.1))
+    parallel = ParallelConfig(pp=4, dp=2, ep=2)
+    run = Run(
+        model=ModelConfig(num_layers=8, hidden_size=64, moe=moe),
+        train=TrainConfig(seq_len=8192, micro_batch=1, global_batch=16),
+        parallel=parallel,
+        recompute=recompute,
+    )
+    plan = Plan(run)
+    again = Plan(with_stash(run, None))
+    mean = 2 * 8192
+    page = mean * 32 * 4 // 32  # of the smallest tensor, a 32nd
+    for rank, in_flight in enumerate((4, 3, 2, 1)):
+        stash = planned_stash(run, plan.stages.stages[rank], plan.actions[rank])
+        wanted = 1.1 * mean * 4 * row * 2 * in_flight / stash.page
+        assert stash.page == page and max(1, wanted) <= stash.pages < wanted + 9 * in_flight
+        parts = {part.name: part.bytes for part in plan.memory[rank].parts}
+        without = {part.name: part.bytes for part in again.memory[rank].parts}
+        assert parts["stash"] == (stash.pages + 1) * (stash.page + 4) and "stash" not in without
+        gone = without["activations"] - parts["activations"]
+        # two ranks could be asked for twice the mean
+        assert gone == pytest.approx(2 * mean * 4 * row * 2 * in_flight, rel=1e-3)

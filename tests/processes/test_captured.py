@@ -227,7 +227,12 @@ def test_recomputation_within_captured_parts(graph: str, phases: tuple[Recompute
 
 def test_what_follows_a_captured_part_is_recomputed_as_before(monkeypatch: pytest.MonkeyPatch):
     calls, forward = [], Experts.forward
-    monkeypatch.setattr(Experts, "forward", lambda *given: calls.append(0) or forward(*given))
+
+    def counted(*given: Any, **named: Any) -> Any:
+        calls.append(0)
+        return forward(*given, **named)
+
+    monkeypatch.setattr(Experts, "forward", counted)
     run = run_of(FOUR, local("attn"), recompute=RecomputeConfig(phases=(Recompute.moe,)))
     with process_world(0, 1, torch.device("cpu")):
         engine, per_step = engine_of(run), []

@@ -15,7 +15,15 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from app.choices import Balance, CpComm, DispatcherKind, Dtype, StaticTransport
+from app.choices import (
+    Balance,
+    CpComm,
+    DispatcherKind,
+    Dtype,
+    Recompute,
+    ScheduleName,
+    StaticTransport,
+)
 from app.config import (
     DataConfig,
     LossConfig,
@@ -24,7 +32,9 @@ from app.config import (
     MoEConfig,
     ParallelConfig,
     PrecisionConfig,
+    RecomputeConfig,
     Run,
+    ScheduleConfig,
     TrainConfig,
     YarnConfig,
 )
@@ -33,11 +43,16 @@ from app.engine.build import build_chunks, build_dispatcher
 from app.engine.groups import create_groups
 from app.model.chunk import Chunk
 from app.model.context_parallel import own_tokens
+from app.model.weight_grads import WeightGradQueue, WeightGradSink
+from app.moe.dispatch.stash import Stash
+from app.plan.actions import Backward, Forward
+from app.plan.dispatchers.stash import PlannedStash, planned_stash
 from app.plan.layout import select_layout
 from app.plan.memory.activations import MicrobatchMemory, chunk_activations
+from app.plan.recompute import recompute_policy
 from app.plan.select import select_stages
 from app.rules import check
-from tests.cases import sampled
+from tests.cases import chosen, sampled
 from tests.distributed import run_distributed
 from tests.tensors.test_activation_memory import Alive, attention_of, sums_of, with_kernels
 
@@ -75,14 +90,24 @@ def planned(run: Run) -> MicrobatchMemory:
     return chunk_activations(run, select_stages(run).stages[0][0], select_layout(run)).usual
 
 
-def measured(rank: int, run: Run) -> tuple[dict[str, int], int, int, int]:
-    """Phase -> bytes kept; and alive at most in forward, in the end, and at most in backward.
+def pool_of(run: Run) -> PlannedStash | None:
+    """Of one microbatch."""
+    stages = select_stages(run).stages[0]
+    return planned_stash(run, stages, [Forward(0, 0), Backward(0, 0)])
+
+
+def measured(rank: int, run: Run) -> tuple[dict[str, int], int, int, int, int]:
+    """Phase -> bytes kept; and alive at most in forward, in the end, at most in backward, and in
+    the end of that.
 
     The least of three times: gloo's threads may hold what has been sent a moment longer.
     """
     layout = select_layout(run)
     groups, cpu = create_groups(layout, rank), torch.device("cpu")
-    dispatcher = build_dispatcher(run, groups.peers(run.parallel.cp_comm_type), cpu)
+    stash = pool_of(run)
+    dispatcher = build_dispatcher(
+        run, groups.peers(run.parallel.cp_comm_type), cpu, stash=stash and Stash(stash, cpu)
+    )
     (chunk,) = build_chunks(run, select_stages(run), groups, dispatcher=dispatcher, device=cpu)
     torch.manual_seed(rank)
     for param in chunk.parameters():
@@ -96,8 +121,10 @@ def measured(rank: int, run: Run) -> tuple[dict[str, int], int, int, int]:
     )
     inputs = [tokens, labels, positions] + ([] if documents is None else [documents])
 
-    def loss() -> Tensor:
-        context = chunk.context(positions, documents, sums_of(run))
+    splits = run.schedule.name is ScheduleName.zero_bubble_h1
+
+    def loss(sink: WeightGradSink | None) -> Tensor:
+        context = chunk.context(positions, documents, sink, recompute_policy(run).usual)
         out = chunk(tokens, context)
         return sum(
             (r.loss for r in out.routing if r.loss.requires_grad),
@@ -105,17 +132,18 @@ def measured(rank: int, run: Run) -> tuple[dict[str, int], int, int, int]:
         )
 
     with attention_of(run), kept_by_phase(chunk, [*chunk.parameters(), *inputs]) as kept:
-        loss()
+        loss(sums_of(run))
     if cpu_masks(run, rank):  # nor can a mode see how that mask is made
-        return dict(kept), 0, 0, 0
+        return dict(kept), 0, 0, 0, 0
 
-    def alive() -> tuple[int, int, int]:
+    def alive() -> tuple[int, int, int, int]:
+        sink = WeightGradQueue() if splits else sums_of(run)
         with attention_of(run), Alive([*chunk.parameters(), *inputs]) as seen:
-            root = loss()
+            root = loss(sink)
             forward, left = seen.peak, seen.live
             seen.peak = seen.live
             root.backward()
-            return forward, left, seen.peak
+            return forward, left, seen.peak, seen.live
 
     return dict(kept), *map(min, *(alive() for _ in range(3)))
 
@@ -206,7 +234,7 @@ def compare(run: Run) -> None:
         assert Counter(kept) - Counter(attn=cpu_masks(run, rank)) == expected
     # under a mask a CPU's attention needs other memory while it runs
     if not cpu_masks(run, 0) and not run.data.document_mask:
-        forward, left, backward = (min(sizes) for sizes in list(zip(*found, strict=True))[1:])
+        forward, left, backward = (min(sizes) for sizes in list(zip(*found, strict=True))[1:4])
         assert left == pytest.approx(memory.total, rel=1e-3)
         assert forward == pytest.approx(memory.total + memory.forward, rel=0.02)
         assert backward == pytest.approx(memory.total + memory.backward, rel=0.02)
@@ -231,10 +259,8 @@ def moe(**choices: Any) -> ModelConfig:
 
 
 EVEN, GATHERS = {"capacity_factor": 1.0}, {"dispatcher": DispatcherKind.all_gather}
-STATIC = {
-    "dispatcher": DispatcherKind.static,
-    "static": StaticConfig(StaticTransport.collective),
-}
+COLLECTIVE = StaticConfig(StaticTransport.collective)
+STATIC = {"dispatcher": DispatcherKind.static, "static": COLLECTIVE}
 FILLED = {"capacity_factor": 1.5, "pad_to_capacity": True}
 SENT = {
     "ep 2": (moe(), {"ep": 2, "dp": 2}),
@@ -255,6 +281,41 @@ SENT = {
     "jitter": (moe(jitter_eps=0.1, balance=Balance.sequence), {"tp": 2, "etp": 1}),
     "global": (moe(balance=Balance.global_batch), {"cp": 2}),
 }
+
+
+RECOMPUTED: dict[str, tuple[Recompute, ...]] = {
+    "nothing": (),
+    "activations": (Recompute.experts_act,),
+    "experts": (Recompute.moe,),
+}
+
+
+@pytest.mark.parametrize("name", ["none", "zero_bubble_h1"])
+@pytest.mark.parametrize("phases", RECOMPUTED.values(), ids=RECOMPUTED)
+@pytest.mark.parametrize(
+    "parallel", chosen([{"ep": 4, "dp": 4}, {"ep": 2, "etp": 2, "dp": 4}], [{"ep": 4, "dp": 4}])
+)
+def test_rows_in_pages(parallel: dict[str, Any], phases: tuple[Recompute, ...], name: str):
+    """What is kept beside the pool, and is alive when backward copies rows out of it."""
+    whole, run = (
+        dataclasses.replace(
+            run_of(moe(**STATIC | {"static": static}), **parallel),
+            recompute=RecomputeConfig(phases=phases),
+            schedule=ScheduleConfig(ScheduleName(name)),
+        )
+        for static in (COLLECTIVE, dataclasses.replace(COLLECTIVE, stash=1.1))
+    )
+    memory, before = planned(run), planned(whole)
+    found = run_distributed(measured, run.world_size, run)
+    forward, left, backward, end = (min(sizes) for sizes in list(zip(*found, strict=True))[1:])
+    assert left == pytest.approx(memory.total, rel=1e-3)
+    assert forward == pytest.approx(memory.total + memory.forward, rel=0.02)
+    assert backward == pytest.approx(memory.total + memory.backward, rel=0.02)
+    if name == "zero_bubble_h1":
+        assert end == pytest.approx(memory.waiting, rel=0.01)
+    gone, pool = before.total - memory.total, pool_of(run)
+    ratio = 4 if parallel["ep"] == 4 else 2  # rows that there is memory for, over their mean
+    assert pool.bytes == pytest.approx(1.1 / ratio * gone, rel=0.05) if gone else pool.pages == 1
 
 
 @pytest.mark.parametrize(("model", "parallel"), sampled(SENT.values(), 3), ids=SENT)

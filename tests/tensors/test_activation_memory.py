@@ -38,7 +38,7 @@ from app.config import (
     TrainConfig,
     YarnConfig,
 )
-from app.kernels import cross_entropy, heads, peer_rows, rms_norm, rows, swiglu
+from app.kernels import cross_entropy, heads, pages, peer_rows, rms_norm, rows, swiglu
 from app.kernels.common import DTYPES
 from app.model import attention, layers, loss
 from app.model.block import DenseBody, Layer, Phase
@@ -46,7 +46,7 @@ from app.model.chunk import Chunk
 from app.model.peers import ALONE
 from app.model.weight_grads import MainGradSink, WeightGradQueue
 from app.moe import permute, router
-from app.moe.dispatch import expert_rows
+from app.moe.dispatch import expert_rows, stash
 from app.moe.dispatch.local import LocalDispatcher
 from app.moe.phases import MoEBody
 from app.plan.layout import ParallelLayout
@@ -98,13 +98,14 @@ TORCH = {Dtype.float32: torch.float32, Dtype.bfloat16: torch.bfloat16}
 
 
 # modules that take kernels in place of plain torch
-CALLERS = (attention, expert_rows, layers, loss, permute, router)
+CALLERS = (attention, expert_rows, layers, loss, permute, router, stash)
 LAUNCHED = {
     heads: ("heads_forward", "heads_backward"),
     rms_norm: ("_forward", "_backward"),
     swiglu: ("_forward", "_backward"),
     cross_entropy: ("_statistics", "_into_gradient"),
     rows: ("_spread", "_sum", "_gradients"),
+    pages: ("_take", "_put_back", "_copy"),
     peer_rows: ("_pull", "_push", "_sum_partials", "_pull_gradients", "_sum_dots"),
 }
 

@@ -57,6 +57,7 @@ FREE = frozenset((
     # Speed and memory: the same sums in another order at most.
     "model.moe.dispatcher", "model.moe.static.transport", "model.moe.static.capacity",
     "model.moe.static.factor", "model.moe.static.multiple", "model.moe.static.on_overflow",
+    "model.moe.static.stash",
     "model.moe.shared_overlap", "model.moe.pad_to_capacity",
     "loss.chunk_tokens", "train.device", "train.deterministic",
     # Plans only.

@@ -1,5 +1,6 @@
 """What follows when a rank's experts had no memory for all rows that routers chose
-(`model.moe.static.capacity=factor`): the work is done again, and memory grows.
+(`model.moe.static.capacity=factor`), or none to keep them for backward (`static.stash`): the work
+is done again, and memory grows.
 
 Work that lacked rows has computed nothing that may be used: its update is left out, or its loss
 not looked at. It is done again eagerly, with as many rows as it takes; the results are those of
@@ -11,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -18,11 +20,12 @@ from torch import Tensor
 
 from app.choices import StaticOverflow
 from app.config import Run
-from app.engine.build import Engine
+from app.engine.build import Engine, build_stash
 from app.engine.run.bad_steps import Diverged
 from app.errors import warn
 from app.moe.dispatch.static import StaticDispatcher
 from app.plan.dispatchers.choose import run_dispatcher, tokens_per_rank, with_rows
+from app.plan.dispatchers.stash import with_stash
 from app.plan.dispatchers.static import HEADROOM, PlannedStatic
 from app.plan.plan import Plan
 
@@ -34,13 +37,14 @@ class RowShortage:
 
     def __init__(self, engine: Engine, dispatcher: StaticDispatcher) -> None:
         self.run = engine.plan.run
+        self.engine = engine
         self.dispatcher = dispatcher
         self.world = engine.groups.world
         self.device = engine.device
         self.in_a_row = 0  # steps so far that lacked rows
-        self._needed = 0.0  # by those, over the mean
+        self._needed = 0.0, 0.0  # by those: rows over the mean, pages over those there are
         self._random: list[Tensor] = []  # states of the generators before the work
-        self._lacked = self.missing.clone()  # when work was done again last
+        self._demand_2 = self._measure()  # when work was done again last
 
     @classmethod
     def of(cls, engine: Engine) -> RowShortage | None:
@@ -51,14 +55,15 @@ class RowShortage:
         tokens = tokens_per_rank(engine.plan.run)
         return cls(engine, dispatcher) if dispatcher.planned.may_lack_rows(tokens) else None
 
-    @property
-    def missing(self) -> Tensor:
-        """int32 [1]: most rows that a microbatch lacks here, of the work that is being done."""
-        return self.dispatcher.missing
+    def lacks(self) -> Tensor:
+        """Whether rows, or memory to keep them, are missing here, of the work that is being done:
+        bool, a scalar.
+        """
+        return self.dispatcher.lacks()[0]
 
     def begin(self) -> None:
         """Work begins, which might have to be done again."""
-        self.missing.zero_()
+        self.dispatcher.clear()
         self._random = [torch.get_rng_state()]
         if self.device.type == "cuda":
             self._random.append(torch.cuda.get_rng_state(self.device))
@@ -66,8 +71,8 @@ class RowShortage:
     @contextmanager
     def again(self) -> Iterator[None]:
         """Within the block the work that has begun last is done again, with all rows."""
-        self._lacked = self.missing.clone()
-        self.missing.zero_()
+        self._demand_2 = self._measure()
+        self.dispatcher.clear()
         cpu, *cuda = self._random
         torch.set_rng_state(cpu)
         for state in cuda:
@@ -83,40 +88,82 @@ class RowShortage:
         """
         if not lacked:
             self.in_a_row = 0
-            self._needed = 0.0
+            self._needed = 0.0, 0.0
             return False
         self.in_a_row += 1
-        self._needed = max(self._needed, self._rows_needed())
+        rows, pages = self._demand()
+        self._needed = max(rows, self._needed[0]), max(pages, self._needed[1])
         if self.in_a_row < IN_A_ROW:
             return False
-        factor = math.ceil(100 * HEADROOM * self._needed) / 100
-        static = self.dispatcher.planned.moe.static
-        what = (
-            f"model.moe.static.factor={static.factor}: {IN_A_ROW} steps in a row needed up to "
-            f"{self._needed:.2f} times the mean number of rows"
-        )
         self.in_a_row = 0
-        self._needed = 0.0
-        if static.on_overflow is StaticOverflow.stop:
+        more = self._enough()
+        what = (
+            f"{more.key}={more.now}: {IN_A_ROW} steps in a row needed up to "
+            f"{more.needed:.2f} times the mean"
+        )
+        if self.dispatcher.planned.moe.static.on_overflow is StaticOverflow.stop:
             raise Diverged(f"{what} (model.moe.static.on_overflow=stop)")
-        grown = with_rows(self.run, factor)
-        if not self._fits(grown):
-            self._tell(f"{what}, and there is no memory for {factor} times: steps are taken again")
+        if not self._fits(more.run):
+            self._tell(f"{what}, and there is no memory for {more.wanted}: such steps go on so")
             return False
-        planned = run_dispatcher(grown)
-        assert isinstance(planned, PlannedStatic)
-        self.dispatcher.planned = planned
-        self._tell(f"{what}; from now on there is memory for {factor} times")
+        self._grow(more.run)
+        self._tell(f"{what}; from now on there is memory for {more.wanted} times")
         return True
 
-    def _rows_needed(self) -> float:
-        """By the work that was done again last, over the mean, on the rank that needed most."""
-        planned = self.dispatcher.planned
-        tokens = tokens_per_rank(self.run)
-        rows = self._lacked.clamp(min=0).double() + planned.rows(tokens).computed
+    def _grow(self, run: Run) -> None:
+        planned = run_dispatcher(run)
+        assert isinstance(planned, PlannedStatic)
+        self.run = run
+        self.dispatcher.planned = planned
+        if self.dispatcher.stash is not None:
+            self.dispatcher.stash = None  # its memory may serve the next one
+            engine = self.engine
+            self.dispatcher.stash = build_stash(
+                engine.plan, run, engine.groups.pp_rank, device=self.device
+            )
+
+    def _demand(self) -> tuple[float, float]:
+        """Of the work that was done again last, on the rank that needed most: rows over the mean,
+        and pages over those there are.
+        """
         if self.world.size() > 1:
-            dist.all_reduce(rows, dist.ReduceOp.MAX, self.world)
-        return float(rows) / planned.mean_rows(tokens)
+            dist.all_reduce(self._demand_2, dist.ReduceOp.MAX, self.world)
+        rows, pages = self._demand_2.tolist()
+        return rows, pages
+
+    def _measure(self) -> Tensor:
+        """What `_demand` tells, of this rank: fp64 [2]."""
+        dispatcher = self.dispatcher
+        tokens = tokens_per_rank(self.run)
+        held = dispatcher.planned.rows(tokens).computed
+        rows = (dispatcher.missing.clamp(min=0).double() + held) / (
+            dispatcher.planned.mean_rows(tokens)
+        )
+        if dispatcher.stash is None:
+            return torch.cat((rows, torch.zeros_like(rows)))
+        pages = dispatcher.stash.needed().double() / dispatcher.stash.planned.pages
+        return torch.cat((rows, pages))
+
+    def _enough(self) -> _More:
+        """Memory that would have been enough, and some more."""
+        static = self.dispatcher.planned.moe.static
+        tokens = tokens_per_rank(self.run)
+        planned = self.dispatcher.planned
+        held = planned.rows(tokens).computed / planned.mean_rows(tokens)
+        rows, pages = self._needed
+        self._needed = 0.0, 0.0
+        run, found = self.run, None
+        if static.stash is not None and pages > 1:
+            needed = static.stash * pages
+            run = with_stash(run, _with_headroom(needed))
+            key = "model.moe.static.stash"
+            found = _More(run, key, static.stash, needed=needed, wanted=_with_headroom(needed))
+        if rows > held:
+            run = with_rows(run, _with_headroom(rows))
+            key = "model.moe.static.factor"
+            found = _More(run, key, static.factor, needed=rows, wanted=_with_headroom(rows))
+        assert found is not None, "something was lacking"
+        return found
 
     def _fits(self, grown: Run) -> bool:
         """Whether the GPU has memory for it, by its plan."""
@@ -130,3 +177,19 @@ class RowShortage:
     def _tell(self, text: str) -> None:
         if self.world.rank() == 0:
             warn(text)
+
+
+@dataclass(frozen=True, slots=True)
+class _More:
+    """A run with more memory, and which key says so."""
+
+    run: Run
+    key: str
+    now: float
+    needed: float  # over the mean
+    wanted: float  # the key's value in this run
+
+
+def _with_headroom(needed: float) -> float:
+    """To two digits."""
+    return math.ceil(100 * HEADROOM * needed) / 100

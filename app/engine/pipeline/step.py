@@ -159,7 +159,7 @@ class TrainingStep:
         """
         passes = run(step)
         totals = passes.totals
-        missing = 0.0 if self.shortage is None else (self.shortage.missing[0] > 0)
+        missing = 0.0 if self.shortage is None else self.shortage.lacks()
         facts_7 = _pack(passes.norm_sq, totals, passes.zeros, missing=missing, request=self.request)
         all_reduce(facts_7, self.engine.groups.world)
         norm = facts_7[0].sqrt()
@@ -256,7 +256,7 @@ class Validation:
     def _sums(self, run: ForwardBackward, step: StepInput) -> tuple[float, float]:
         """Over all ranks: the loss, and ranks whose experts had no memory for all their rows."""
         totals = run(step)
-        missing = 0.0 if self.shortage is None else self.shortage.missing[0] > 0
+        missing = 0.0 if self.shortage is None else self.shortage.lacks()
         # ranks without the last stage have the number 0.0: a tensor, for the group to sum
         sums_2 = torch.stack(
             [

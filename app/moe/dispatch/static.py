@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from torch.autograd.function import once_differentiable
 
 from app.moe.dispatch.expert_rows import ExpertRows, place_rows, zero_gaps
 from app.moe.dispatch.peer import PeerTransport
+from app.moe.dispatch.stash import Stash, StashedRows
 from app.moe.dispatch.transport import CollectiveTransport, TokenTransport
 from app.moe.protocol import Dispatched
 from app.plan.dispatchers.static import PlannedStatic
@@ -54,9 +56,10 @@ class StaticDispatcher:
         *,
         ep_rank: int,
         device: torch.device,
+        stash: Stash | None = None,
     ) -> None:
         """`peer` carries as many tokens as it has memory for, `collective` other numbers of them,
-        with equal bits.
+        with equal bits. `stash` keeps what backward needs of rows; None: autograd, all of them.
         """
         self.planned = planned
         self.collective = collective
@@ -64,7 +67,19 @@ class StaticDispatcher:
         self.first = ep_rank * planned.experts  # global index of this rank's first expert
         # int32 [1]: most rows that a microbatch has lacked since this was cleared; 0: none
         self.missing = torch.zeros(1, dtype=torch.int32, device=device)
+        self.stash = stash
         self._counts_rows = False
+
+    def clear(self) -> None:
+        """Work begins: no rows have been missing yet, and nothing is kept."""
+        self.missing.zero_()
+        if self.stash is not None:
+            self.stash.clear()
+
+    def lacks(self) -> Tensor:
+        """Whether rows have been missing since, or memory to keep them: bool [1]."""
+        lacking = self.missing > 0
+        return lacking if self.stash is None else lacking | self.stash.lacks()
 
     @property
     def _gaps(self) -> bool:
@@ -116,7 +131,11 @@ class StaticDispatcher:
     def dispatch(self, x_TD: Tensor, prepared: Places) -> tuple[Dispatched, Places]:
         """T × D -> R × D, expert-major."""
         rows_RD: Tensor = _Dispatch.apply(x_TD, self._transport(len(x_TD)), prepared, self._gaps)
-        return Dispatched(rows_RD, prepared.rows.ends_E), prepared
+        ends_E = prepared.rows.ends_E
+        keep = None
+        if self.stash is not None and not self._counts_rows:
+            keep = partial(StashedRows.of, self.stash, ends_E)
+        return Dispatched(rows_RD, ends_E, keep), prepared
 
     def combine(self, expert_out_RD: Tensor, probs_TK: Tensor, origin: Places) -> Tensor:
         """R × D -> T × D."""

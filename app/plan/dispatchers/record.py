@@ -117,6 +117,11 @@ class PlannedDispatcher(ABC):
         return self.exchange is not None or self.ranks == 1
 
     @property
+    def stashes(self) -> bool:
+        """Whether rows that backward needs are kept in pages of one pool."""
+        return False
+
+    @property
     def waits_for_host(self) -> bool:
         """Whether `dispatch` waits until the host knows the sizes of the exchange.
 

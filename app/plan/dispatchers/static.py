@@ -45,12 +45,17 @@ class PlannedStatic(PlannedDispatcher):
             return self.one_node and self.moe.num_experts <= MOST_IDS
         return transport is StaticTransport.peer
 
+    @property
+    def stashes(self) -> bool:
+        """If it is asked for."""
+        return self.moe.static.stash is not None
+
     def summary(self, tokens: int) -> str:
         """How tokens travel, and how many rows of experts there is memory for."""
         how = "between GPUs through each other's memory" if self.peer else "by collectives"
         rows = self.rows(tokens).computed
         limit = "all that tokens can ask for"
-        if self.may_lack_rows(tokens):
+        if rows < self.worst_rows(tokens):
             times = f"{rows / self.mean_rows(tokens):.2f} times the mean"
             limit = f"{times}; a step that needs more is taken again"
         return f"static, {how}; memory for {rows:,} rows of experts per rank, {limit}"
@@ -74,8 +79,9 @@ class PlannedStatic(PlannedDispatcher):
         return RowCounts(self.ranks * tokens * self.moe.top_k, True, sent=rows, computed=rows)
 
     def may_lack_rows(self, tokens: int) -> bool:
-        """Whether choices could need more rows than there is memory for."""
-        return self.rows(tokens).computed < self.worst_rows(tokens)
+        """Whether choices could need more rows than there is memory for, or memory to keep."""
+        short = self.rows(tokens).computed < self.worst_rows(tokens)
+        return short or self.stashes
 
     def worst_rows(self, tokens: int) -> int:
         """That the experts of a rank could be asked for, filled up to multiples: a token's experts

@@ -15,6 +15,7 @@ from app.config import CudaGraphConfig, ModelConfig, PrecisionConfig, Run
 from app.plan.actions import Action, Forward
 from app.plan.dispatchers.choose import run_dispatcher, tokens_per_rank, with_rows
 from app.plan.dispatchers.record import Tokens
+from app.plan.dispatchers.stash import planned_stash, with_stash
 from app.plan.dispatchers.static import HEADROOM, PlannedStatic
 from app.plan.formatting import amount
 from app.plan.graphs import GraphPlan
@@ -268,12 +269,17 @@ def _dispatch_parts(
     tokens = Tokens(tokens_per_rank(run), run.model.hidden_size, BYTES[run.precision.params])
     if held := dispatcher.held(tokens):
         yield MemoryPart("exchange buffers", held, "which ranks read and write in each other's GPU")
+    if stash := planned_stash(run, stages, actions):
+        times = f"{dispatcher.moe.static.stash:g} × the mean of rows that backward needs"
+        yield MemoryPart(
+            "stash", stash.bytes, f"{stash.pages:,} pages × {stash.page:,} bytes: {times}"
+        )
     if not dispatcher.may_lack_rows(tokens.count):
         return
     # more than there is memory for, or it would not be taken again
     held_rows = dispatcher.rows(tokens.count).computed / dispatcher.mean_rows(tokens.count)
     needed_rows = max(dispatcher.busiest_load(tokens.count), HEADROOM * held_rows)
-    more = with_rows(thriftiest(run), needed_rows)
+    more = with_rows(with_stash(thriftiest(run), None), needed_rows)
     again = replace(more, cuda_graph=CudaGraphConfig())
     chunks = [chunk_activations(again, stage, layout) for stage in stages]
     needed = find_peak(actions, chunks, recompute_policy(again).on_rank(actions)).total

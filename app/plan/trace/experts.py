@@ -6,11 +6,13 @@ Shapes: as in `app.plan.trace.parts`, and E experts, K per token.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 from app.choices import Balance, Recompute, Score
 from app.config import MoEConfig
 from app.plan.dispatchers.choose import run_dispatcher
 from app.plan.dispatchers.record import PlannedDispatcher, Tokens
+from app.plan.dispatchers.stash import page_numbers
 from app.plan.model.experts import ExpertWeights, MoEBodyWeights, RouterWeights
 from app.plan.model.phases import PhaseName
 from app.plan.model.weight import Weight
@@ -125,7 +127,7 @@ def _routed(
     trace.phase = PhaseName.experts
     # fewer than come where a capacity leaves some empty and nobody waits to learn how many
     filled = round(dispatcher.mean_rows(s.local) * s.load)
-    expert_out = _experts(trace, s, x, weights=weights, ends=rows.ends, filled=filled)
+    expert_out = _experts(trace, s, dispatcher, x=x, weights=weights, ends=rows.ends, filled=filled)
     trace.phase = PhaseName.combine
     return dispatcher.trace_combine(trace, tokens, expert_out, probs=probs, rows=rows)
 
@@ -133,15 +135,24 @@ def _routed(
 def _experts(
     trace: Trace,
     s: Sizes,
+    dispatcher: PlannedDispatcher,
     x: TracedTensor,
     weights: ExpertWeights,
     ends: TracedTensor,
     filled: int,
 ) -> TracedTensor:
     """Grouped products; `filled`: rows that are somebody's."""
-    up = _grouped(trace, s, x, weight=weights.w_up, ends=ends, filled=filled)
+    product = partial(_grouped, trace, s, ends=ends, filled=filled, stashes=dispatcher.stashes)
+    up = product(x, weights.w_up)
     inner = activation(trace, up, Recompute.experts_act)
-    return _grouped(trace, s, inner, weight=weights.w_down, ends=ends, filled=filled, holds=[x, up])
+    out = product(inner, weights.w_down, holds=[x, up])
+    if dispatcher.stashes and trace.segment is None:
+        act = () if Recompute.experts_act in trace.recompute.parts else (inner,)
+        stashed = (x, up, *act, out)
+        trace.stashed.update(each.storage for each in stashed)
+        numbers = page_numbers(s.run, dispatcher, trace.recompute)
+        trace.op([], [], holds=stashed[:2], keeps=numbers, kernels=2 * len(stashed))
+    return out
 
 
 def _grouped(
@@ -151,18 +162,24 @@ def _grouped(
     weight: Weight,
     ends: TracedTensor,
     filled: int,
+    stashes: bool,
     holds: Sequence[TracedTensor] = (),
 ) -> TracedTensor:
-    """Rows times the weight of their expert, of which a rank has a part in each of its experts."""
+    """Rows times the weight of their expert, of which a rank has a part in each of its experts.
+
+    `stashes`: what a gradient of the weight that waits is made of, is copied back for it.
+    """
     _, taken, made = s.shape(weight)
     size = s.weight(weight)
+    out = x.bytes // taken * made
     return trace.op(
         [x],
-        [x.bytes // taken * made],
+        [out],
         [x, ends],
         holds=holds,
         weight=size,
         added=s.added,
-        deferred=s.deferred(size),
+        deferred=s.deferred(size, x.bytes + out if stashes else 0),
+        waits=not stashes,
         flops=2 * filled * taken * made,
     )[0]

@@ -102,8 +102,14 @@ def _saved_by(trace: Trace) -> dict[int, list[int]]:
 
 
 def _dropped(trace: Trace, saved_by: Mapping[int, Sequence[int]]) -> dict[int, Segment]:
-    """Saved storages that are made again instead of kept -> the segment that makes them."""
-    found: dict[int, Segment] = {}
+    """Saved storages that are made again instead of kept -> the segment that makes them; those that
+    are stashed are copied back, each by itself.
+    """
+    found = {
+        storage: Segment(-1 - storage, discards=True)
+        for storage in trace.stashed
+        if storage in saved_by
+    }
     for op in (op for op in trace.ops if op.segment):
         assert op.segment is not None
         for storage in op.new:
@@ -172,7 +178,7 @@ def _backward(
     """Phase -> most that is alive."""
     trace = traced.trace
     result = traced.result
-    queued = {value.storage for op in trace.ops if op.deferred is not None for value in op.saves}
+    queued = {value.storage for op in trace.ops if op.waits for value in op.saves}
     last_use: dict[int, int] = {}  # place -> bytes that nobody needs after it
     for storage, places in saved_by.items():
         if storage not in queued:
@@ -190,7 +196,7 @@ def _backward(
         weight = op.weight if op.added is GradAddition.after else 0
         during = gradients.live + extra + weight + op.scratch[1]
         peaks[op.phase] = max(peaks.get(op.phase, 0), live + during)
-        if op.deferred is None:
+        if not op.waits:
             gradients.release(incoming)
         live -= last_use.get(place, 0) + op.keeps
     return peaks
@@ -207,8 +213,13 @@ def _made_again(
             first[op.segment] = place
             sizes[op.segment] = sizes.get(op.segment, 0) + op.keeps
     for storage, segment in dropped.items():
-        first[segment] = max(first[segment], saved_by[storage][-1])
-        sizes[segment] += trace.storages[storage]
+        first[segment] = max(first.get(segment, -1), saved_by[storage][-1])
+        sizes[segment] = sizes.get(segment, 0) + trace.storages[storage]
+    for op in trace.ops:  # what is made again of a stashed tensor needs that first
+        for value in op.saves:
+            if op.segment and value.storage in trace.stashed:
+                stashed = dropped[value.storage]
+                first[stashed] = max(first[stashed], first[op.segment])
     found: dict[int, int] = {}
     for segment, place in first.items():
         found[place] = found.get(place, 0) + sizes[segment]
@@ -257,7 +268,7 @@ def _waiting(trace: Trace) -> int:
     """What gradients that wait keep: what came in, and the gradient of what went out, in its
     place where that is saved too.
     """
-    products = [op for op in trace.ops if op.deferred is not None]
+    products = [op for op in trace.ops if op.waits]
     came = {value.storage for op in products for value in op.saves}
     went = sum(value.bytes for op in products for value in op.makes if value not in op.saves)
     return (

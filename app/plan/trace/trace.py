@@ -66,6 +66,7 @@ class Operation:
     added: GradAddition  # that gradient to its sum
     # what that gradient takes in the second part of a split backward; None: it does not wait
     deferred: int | None
+    waits: bool  # whether what it is made of is there until then, and not kept elsewhere
     carries: int  # what a split backward holds of it besides until its second part
     scratch: tuple[int, int]  # alive only while it runs, forward and backward
     passes: bool  # the gradient of what it reads is that of what it makes, not a new tensor
@@ -84,6 +85,8 @@ class Trace:
     recompute: RecomputeChoice = NOTHING  # what backward runs again
     ops: list[Operation] = field(default_factory=list)
     storages: list[int] = field(default_factory=list)  # bytes of each
+    # those that are kept elsewhere, in fewer bytes, and copied back for backward
+    stashed: set[int] = field(default_factory=set)
     phase: str = ""  # of the next operations
     segment: Segment | None = None  # of the next operations
     segments: int = 0  # begun so far
@@ -104,6 +107,7 @@ class Trace:
         weight: int = 0,
         added: GradAddition = GradAddition.after,
         deferred: int | None = None,
+        waits: bool = True,
         carries: int = 0,
         scratch: tuple[int, int] = (0, 0),
         passes: bool = False,
@@ -132,6 +136,7 @@ class Trace:
             weight=weight,
             added=added,
             deferred=deferred,
+            waits=waits and deferred is not None,
             carries=carries,
             scratch=scratch,
             passes=passes,

@@ -1,0 +1,149 @@
+"""What backward needs of experts' rows, kept in one pool of pages for all layers and microbatches.
+
+Tensors have as many rows as experts could be asked for; how many are used, the device alone knows.
+Those are copied to as many pages as they take, and for backward into a new tensor, whose other rows
+are uninitialised. Pages are handed out on the device (`app.kernels.pages`): nothing waits, so a
+graph may hold all of it, and replays may follow one another in any order.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from app.kernels import pages as kernels
+from app.kernels.common import usable
+from app.kernels.tiling import cdiv
+from app.model.recompute import BackwardSource
+from app.plan.dispatchers.stash import PlannedStash
+
+WORD = 4  # bytes of what is copied
+
+
+class Stash:
+    """The pool of one rank. Where it has too few pages, a tensor gets none, and is not to be used:
+    `lacks` says so.
+    """
+
+    def __init__(self, planned: PlannedStash, device: torch.device) -> None:
+        self.planned = planned
+        words = planned.page // WORD
+        # the last page, and the last place in the ring, take what plain torch must write somewhere
+        self.pool_NW = torch.empty(planned.pages + 1, words, dtype=torch.int32, device=device)
+        self.ring_N = torch.arange(planned.pages + 1, dtype=torch.int32, device=device)
+        self.state = torch.zeros(4, dtype=torch.int64, device=device)  # as in `app.kernels.pages`
+        self.clear()
+
+    def clear(self) -> None:
+        """All pages are free."""
+        torch.arange(len(self.ring_N), out=self.ring_N)
+        self.state.zero_()
+        self.state[1:2].fill_(self.planned.pages)
+
+    def needed(self) -> Tensor:
+        """Most pages that have been wanted at once since it was cleared: int64 [1]."""
+        return self.state[3:]
+
+    def lacks(self) -> Tensor:
+        """Whether those are more than there are: bool [1]."""
+        return self.needed() > self.planned.pages
+
+    def put(self, rows: Tensor, used: Tensor) -> Tensor:
+        """Copy the first `used` rows (int32 [1]) to pages: which, as in `app.kernels.pages`."""
+        row = rows[0].numel() * rows.element_size() // WORD
+        page = self.pool_NW.shape[1]
+        most = cdiv(rows.shape[0] * row, page)
+        if usable(rows):
+            ring_N = self.ring_N[:-1]
+            pages_M2 = kernels.take(ring_N, self.state, used, most, row=row, page=page)
+            kernels.copy_in(rows, self.pool_NW, pages_M2)
+            return pages_M2
+        pages_M2 = self._take(used, most, row)
+        padded = rows.new_empty(most * page, dtype=torch.int32)
+        words = rows.view(-1).view(torch.int32)
+        padded[: len(words)] = words
+        places = torch.where(_there(pages_M2), pages_M2[2:].long(), self.planned.pages)
+        self.pool_NW.index_copy_(0, places, padded.view(most, page))
+        return pages_M2
+
+    def get(self, pages_M2: Tensor, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+        """The rows, contiguous, in a new tensor, as many as were put there; the pages are free."""
+        rows = torch.empty(shape, dtype=dtype, device=self.state.device)
+        if usable(rows):
+            kernels.copy_out(rows, self.pool_NW, pages_M2)
+            kernels.put_back(self.ring_N[:-1], self.state, pages_M2)
+            return rows
+        places = torch.where(_there(pages_M2), pages_M2[2:].long(), self.planned.pages)
+        words = rows.view(-1).view(torch.int32)
+        words.copy_(self.pool_NW.index_select(0, places).view(-1)[: len(words)])
+        self._put_back(pages_M2)
+        return rows
+
+    def _take(self, used: Tensor, most: int, row: int) -> Tensor:
+        head, tail, in_use, largest = self.state.unbind()
+        page = self.pool_NW.shape[1]
+        wanted = (used[0].long() * row + page - 1) // page
+        count = wanted * (wanted <= tail - head)
+        places = (head + torch.arange(most, device=head.device)) % self.planned.pages
+        numbers = self.ring_N[places]
+        head.add_(count)
+        in_use.add_(wanted)
+        torch.maximum(largest, in_use, out=largest)
+        return torch.cat((torch.stack((count, wanted)).int(), numbers))
+
+    def _put_back(self, pages_M2: Tensor) -> None:
+        _, tail, in_use, _ = self.state.unbind()
+        pages = self.planned.pages
+        there_M = _there(pages_M2)
+        places = (tail + torch.arange(len(there_M), device=tail.device)) % pages
+        self.ring_N.scatter_(0, torch.where(there_M, places, pages), pages_M2[2:])
+        tail.add_(pages_M2[0])
+        in_use.sub_(pages_M2[1])
+
+
+def _there(pages_M2: Tensor) -> Tensor:
+    """Which of its pages a tensor has."""
+    return torch.arange(len(pages_M2) - 2, device=pages_M2.device) < pages_M2[0]
+
+
+@dataclass(slots=True)
+class StashedRows(BackwardSource):
+    """Rows of one tensor, in pages from when the first operation saves them until backward reads
+    them; then in memory of their own until its last reader has them.
+    """
+
+    stash: Stash
+    used: Tensor  # int32 [1]
+    shape: torch.Size
+    dtype: torch.dtype
+    pages_M2: Tensor | None = None
+    rows: Tensor | None = None
+    readers: int = 0
+
+    @classmethod
+    def of(cls, stash: Stash, ends_E: Tensor, rows: Tensor) -> StashedRows:
+        """For rows that have all of their memory, of which ends[-1] are used."""
+        assert rows.is_contiguous() and not rows.storage_offset()
+        return cls(stash, ends_E[-1:], rows.shape, dtype=rows.dtype)
+
+    def add_reader(self, saved: Tensor) -> None:
+        """The first one has the rows copied; `saved` may be a part of every row."""
+        if not self.readers:
+            width = self.shape[1]
+            rows = saved.detach().as_strided(self.shape, (width, 1), 0)
+            self.pages_M2 = self.stash.put(rows, self.used)
+        self.readers += 1
+
+    def read(self) -> Tensor:
+        """The rows, the same tensor for all readers."""
+        if self.pages_M2 is not None:
+            self.rows = self.stash.get(self.pages_M2, self.shape, self.dtype)
+            self.pages_M2 = None
+        rows = self.rows
+        assert rows is not None, "it is read once for every operation that has saved it"
+        self.readers -= 1
+        if not self.readers:
+            self.rows = None
+        return rows

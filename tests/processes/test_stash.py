@@ -1,0 +1,100 @@
+"""Training that keeps experts' rows for backward in pages: with equal bits, eager and captured."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from app.choices import Recompute, StaticCapacity, StaticOverflow
+from app.config import CudaGraphConfig, RecomputeConfig, Run
+from app.engine.pipeline.shortage import RowShortage
+from app.moe.dispatch.stash import Stash
+from app.plan.dispatchers.stash import with_stash
+from tests.cases import chosen
+from tests.distributed import run_distributed
+from tests.processes.test_captured import CHOICES, EAGER, same, several
+from tests.processes.test_static import EP2, LAYOUTS, NEVER, STEPS, short_run, steps_of, with_static
+from tests.runs import make_run
+
+ACT = RecomputeConfig(phases=(Recompute.experts_act,))
+CASES: dict[str, dict[str, Any]] = {
+    **{
+        name: LAYOUTS[name]
+        for name in (
+            "ep2",
+            "pp2 ep2",
+            "pp2 vpp2 ep2",
+            "zero bubble ep2",
+            "experts recomputed",
+            "layers recomputed",
+            "ep2 etp2",
+        )
+    },
+    "activations recomputed": {"parallel": EP2, "recompute": ACT},
+}
+WHOLE, PARTS = ("whole step",), ("partial", "moe", "layer", "whole step")
+GRAPHS = {
+    "ep2": PARTS,
+    "pp2 ep2": PARTS,
+    "activations recomputed": PARTS,
+    "experts recomputed": ("layer", "whole step"),
+    "pp2 vpp2 ep2": ("layer", "whole step"),
+}
+ENOUGH = 1.9  # of two ranks all rows are twice the mean
+
+
+def in_pages(rank: int, runs: dict[str, Run]) -> dict[str, dict[str, Any]]:
+    """What `several` finds, where no step may be taken again and every page comes back."""
+    pools, clear = list[Stash](), Stash.clear
+
+    def cleared(pool: Stash) -> None:
+        if pools.count(pool) > 1:  # a step has been taken
+            assert (pool.needed() > 0) == (pool.planned.pages > 1) and not pool.lacks()
+            head, tail, in_use, _ = pool.state.tolist()
+            assert in_use == 0 and tail - head == pool.planned.pages
+        pools.append(pool)
+        clear(pool)
+
+    Stash.clear = cleared
+    RowShortage.again = None
+    return several(rank, runs)
+
+
+def run_with(layout: str, stash: float | None, graph: CudaGraphConfig = EAGER) -> Run:
+    run = make_run(with_static(), cuda_graph=graph, **CASES[layout])
+    return with_stash(run, stash)
+
+
+@pytest.mark.parametrize("layout", chosen(list(CASES), ["pp2 ep2", "activations recomputed"]))
+def test_rows_in_pages_are_the_rows(layout: str):
+    names = GRAPHS.get(layout, WHOLE)
+    runs = {name: run_with(layout, ENOUGH, CHOICES[name]) for name in names}
+    runs |= {"eager": run_with(layout, ENOUGH), "as they are": run_with(layout, None)}
+    for results in run_distributed(in_pages, runs["eager"].world_size, runs):
+        kept = results.pop("as they are")
+        for name, result in results.items():
+            assert same(result, kept), name
+
+
+@pytest.mark.parametrize("graph", chosen(["whole step", "partial", "eager"], ["whole step"]))
+def test_a_step_that_lacks_pages_is_taken_again(graph: str):
+    """It computes what it does without a pool; no other step is taken again, and in the end there
+    are more pages.
+    """
+    run = short_run(CHOICES.get(graph, EAGER), StaticCapacity.worst)
+    exact = run_distributed(steps_of, 2, run, NEVER)
+    short = with_stash(run, 1.0)
+    found = run_distributed(steps_of, 2, short, NEVER)
+    grown = run_distributed(steps_of, 2, short, 2)
+    for ours, more, wanted in zip(found, grown, exact, strict=True):
+        for each in (ours, more):
+            assert each["seen"] == wanted["seen"] and each["validated"] == wanted["validated"]
+        assert all(ours["again"]) and more["again"][:2] == [1, 1]
+        assert sum(more["again"]) < STEPS
+
+
+def test_or_the_run_ends():
+    run = short_run(EAGER, StaticCapacity.worst, on_overflow=StaticOverflow.stop, stash=1.0)
+    with pytest.raises(Exception, match=r"model\.moe\.static\.stash=1.0: 2 steps in a row needed"):
+        run_distributed(steps_of, 2, run, 2)

@@ -1,0 +1,98 @@
+"""Pages of the stash: what comes back, in any order, by kernels and by plain torch alike."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections import deque
+
+import pytest
+import torch
+from torch import Tensor
+
+from app.moe.dispatch import stash
+from app.moe.dispatch.stash import Stash, StashedRows
+from app.plan.dispatchers.stash import PlannedStash
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+ROWS = 40
+WIDTHS = ((4, torch.float32), (24, torch.bfloat16), (100, torch.bfloat16))
+
+
+def small(pages: int) -> Stash:
+    return Stash(PlannedStash(512, pages), DEVICE)
+
+
+def kept(pool: Stash, rows: Tensor, used: int) -> StashedRows:
+    """As many rows are somebody's."""
+    ends_E = torch.tensor([0, used], dtype=torch.int32, device=DEVICE)
+    source = StashedRows.of(pool, ends_E, rows)
+    source.add_reader(rows)
+    return source
+
+
+def a_while(pool: Stash, seed: int) -> list[list[list[int]]]:
+    """Tensors come and go in random order; what the pool's numbers and pages are after each."""
+    random.seed(seed)
+    torch.manual_seed(seed)
+    alive, seen = deque[tuple[StashedRows, Tensor, int]](), []
+    for _ in range(50):
+        if alive and random.random() < 0.5:
+            alive.rotate(random.randrange(len(alive)))
+            source, rows, used = alive.popleft()
+            wanted, had = source.pages_M2[1].item(), source.pages_M2[0].item()
+            found = source.read()
+            assert had in (0, wanted) and found.shape == rows.shape
+            assert not had or torch.equal(found[:used], rows[:used])
+        else:
+            width, dtype = random.choice(WIDTHS)
+            rows, used = torch.randn(ROWS, width, device=DEVICE).to(dtype), random.randint(0, ROWS)
+            alive.append((kept(pool, rows.clone(), used), rows, used))
+        held = [source.pages_M2[2 : 2 + source.pages_M2[0]].tolist() for source, *_ in alive]
+        numbers = sorted(itertools.chain(*held))
+        assert len(set(numbers)) == len(numbers) and all(n < pool.planned.pages for n in numbers)
+        seen.append([pool.state.tolist(), pool.ring_N[:-1].tolist(), *held])
+    for source, *_ in alive:
+        source.read()
+    head, tail, in_use, _ = pool.state.tolist()
+    assert tail - head == pool.planned.pages < head and in_use == 0, "more than once around"
+    assert sorted(pool.ring_N[:-1].tolist()) == list(range(pool.planned.pages))
+    return seen
+
+
+@pytest.mark.parametrize("pages", [20, 60])
+def test_tensors_in_any_order(pages: int, monkeypatch: pytest.MonkeyPatch):
+    """Whether there are enough pages or not, and with kernels as without, to the last page."""
+    monkeypatch.setattr(stash, "usable", lambda *_: False)
+    pool = small(pages)
+    plain = a_while(pool, 1)
+    assert bool(pool.lacks()) == (pages == 20)
+    pytest.importorskip("triton")
+    if DEVICE.type == "cpu":  # in several blocks
+        monkeypatch.setattr("app.kernels.pages.IDS", 16)
+        monkeypatch.setattr("app.kernels.pages.WORDS", 64)
+        monkeypatch.setattr("app.kernels.pages.MULTIPROCESSORS", 1)
+    monkeypatch.setattr(stash, "usable", lambda *_: True)
+    assert a_while(small(pages), 1) == plain
+
+
+def test_one_tensor_that_several_operations_save():
+    pool = small(100)
+    rows = torch.randn(ROWS, 300, device=DEVICE)
+    source = kept(pool, rows, 30)
+    source.add_reader(rows[:, 150:])
+    first, second = source.read(), source.read()
+    assert first is second and torch.equal(first[:30], rows[:30])
+    assert pool.state[2] == 0 and pool.needed() == 71
+    with pytest.raises(AssertionError, match="once for every operation"):
+        source.read()
+
+
+def test_what_was_asked_for_in_vain_is_counted():
+    pool = small(10)
+    rows = torch.randn(ROWS, 128, device=DEVICE)  # a page each
+    sources = [kept(pool, rows, 8), kept(pool, rows, 4), kept(pool, rows, 2)]
+    assert [source.pages_M2[0].item() for source in sources] == [8, 0, 2]
+    assert bool(pool.lacks()) and pool.needed() == 14
+    pool.clear()
+    assert not pool.lacks() and torch.equal(kept(pool, rows, 10).read()[:10], rows[:10])
