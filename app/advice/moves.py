@@ -11,10 +11,19 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-from app.choices import CpComm, Dtype, GraphImpl, GraphKey, Recompute, ScheduleName
+from app.choices import (
+    CpComm,
+    DispatcherKind,
+    Dtype,
+    GraphImpl,
+    GraphKey,
+    Recompute,
+    ScheduleName,
+    StaticCapacity,
+)
 from app.config import Run
 
-Value = int | str | bool | None | Enum | tuple[Enum, ...]
+Value = int | float | str | bool | None | Enum | tuple[Enum, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,6 +162,23 @@ def more_expert_parallel(run: Run) -> Iterator[Change]:
         yield Change({"parallel.ep": 2 * run.parallel.ep}, "tokens travel to experts further away")
 
 
+def fewer_rows(run: Run) -> Iterator[Change]:
+    """Static dispatch that keeps rows of experts compactly, or has memory for fewer of them."""
+    moe = run.model.moe
+    if moe is None or moe.dispatcher is not DispatcherKind.static:
+        return
+    if moe.static.stash is None:
+        yield Change(
+            {"model.moe.static.stash": 1.1},
+            "experts' rows copied to pages and back, not in the estimate",
+        )
+    if moe.static.capacity is StaticCapacity.worst:
+        yield Change(
+            {"model.moe.static.capacity": StaticCapacity.factor},
+            "steps that need more rows are taken again, not in the estimate",
+        )
+
+
 def fewer_in_flight(run: Run) -> Iterator[Change]:
     """A schedule that keeps fewer microbatches."""
     p = run.parallel
@@ -220,6 +246,7 @@ KEEP_GPUS: tuple[Move, ...] = (
     more_context_parallel,
     more_pipeline,
     more_expert_parallel,
+    fewer_rows,
     fewer_in_flight,
     smaller_elements,
     fewer_graph_buffers,

@@ -193,3 +193,19 @@ def test_a_large_vocabulary_is_cut_into_chunks():
 
 def test_nothing_helps_a_gpu_without_room():
     assert suggest(Plan(load("hardware.gpu_memory_gib=0.01"))) == ()
+
+
+def test_rows_of_experts_are_kept_compactly_where_they_do_not_fit():
+    """Eight ranks could ask the experts of each for eight times the mean."""
+    line = (
+        "+experiment=smallmoe model=qwen3_30b_a3b model.num_layers=12 parallel.dp=8 parallel.ep=8 "
+        "train.micro_batch=1 train.global_batch=16 cuda_graph=full_iteration "
+        "model.moe.dispatcher=static hardware.gpu_memory_gib=62"
+    )
+    plan = Plan(load(*line.split()))
+    assert not plan.fits
+    found = suggest(plan)
+    keys = {override.partition("=")[0] for each in found for override in each.overrides}
+    assert keys & {"model.moe.static.stash", "model.moe.static.capacity"}
+    for each in found:
+        assert Plan(load(*line.split(), *each.overrides)).fits

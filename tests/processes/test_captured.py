@@ -171,7 +171,8 @@ def test_captured_training_equals_eager_training_bit_for_bit(layout: str, model:
 
 def broken(rank: int, run: Run, slots: bool) -> dict[str, Any]:
     """Trained with a plan that is wrong on the first rank, where two microbatches are in flight."""
-    plan = engine_of(run, rank).plan.graphs[rank]
+    engine = engine_of(run, rank)
+    plan = engine.plan.graphs[engine.groups.pp_rank]
     assert plan is not None
     shared = dict.fromkeys(plan.slots, 0) if slots else plan.slots
     return trained(rank, run, dataclasses.replace(plan, slots=shared, pool_per_slot=False))

@@ -40,7 +40,16 @@ from app.plan.dispatchers.choose import run_dispatcher, with_rows
 from app.rules import check
 from tests.cases import chosen
 from tests.distributed import run_distributed
-from tests.processes.test_captured import CHOICES, EAGER, FOUR, same, several
+from tests.processes.test_captured import (
+    CHOICES,
+    EAGER,
+    FOUR,
+    broken,
+    local,
+    same,
+    several,
+    trained,
+)
 from tests.runs import batches_of, engine_of, make_run
 
 FACTOR = StaticCapacity.factor
@@ -87,6 +96,13 @@ def test_experts_on_several_ranks_are_captured(layout: str):
         for name, result in results.items():
             assert same(result, eager), name
             assert result["facts"].count == (1 if name == "whole step" else result["planned"]), name
+
+
+@pytest.mark.full
+def test_two_microbatches_in_one_slot_give_wrong_numbers():
+    eager = run_distributed(trained, 4, run_of("pp2 ep2"))
+    wrong = run_distributed(broken, 4, run_of("pp2 ep2", local("layer")), True)
+    assert not same(wrong[0], eager[0])
 
 
 @pytest.mark.parametrize("options", [{"shared_overlap": True}, {"capacity_factor": 1.0}], ids=str)
