@@ -42,7 +42,8 @@ class StaticCapacity(Enum):
 class StaticOverflow(Enum):
     """What follows two steps in a row that needed more rows than `StaticCapacity.factor` has."""
 
-    grow = "grow"  # memory for more, and graphs are captured anew; the run ends if there is none
+    # memory for more, and graphs are captured anew; if there is none, such steps are taken again
+    grow = "grow"
     stop = "stop"  # the run ends
 
 

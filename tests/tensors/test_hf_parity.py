@@ -212,15 +212,15 @@ def glm4_moe() -> Any:
     return transformers.Glm4MoeForCausalLM, theirs, ours
 
 
-def deepseek(version: int, q_rank: int | None, groups: bool, mscale: float = 1.0) -> Any:
-    """As `dense`: multi-head latent attention with YaRN; the first layer is dense, then 16 experts,
-    maybe in 4 groups, of which 4 experts from 2 groups are chosen.
-    """
-    yarn = {"factor": 8.0, "mscale": mscale, **TURNS}
+HEADS = {"kv_lora_rank": 20, "qk_nope_head_dim": 12, "qk_rope_head_dim": 16, "v_head_dim": 10}
+
+
+def their_deepseek(version: int, q_rank: int | None, groups: bool, yarn: dict[str, float]) -> Any:
+    """The configuration of `transformers` that `deepseek` compares with."""
     limited = {"n_group": 4, "topk_group": 2}
     if version == 2:
         limited = limited | {"topk_method": "group_limited_greedy"} if groups else {}
-    theirs = getattr(transformers, f"DeepseekV{version}Config")(
+    return getattr(transformers, f"DeepseekV{version}Config")(
         **HF_SIZES | {"max_position_embeddings": 256},
         **limited,
         num_hidden_layers=3,
@@ -228,10 +228,7 @@ def deepseek(version: int, q_rank: int | None, groups: bool, mscale: float = 1.0
         num_attention_heads=4,
         num_key_value_heads=4,
         q_lora_rank=q_rank,
-        kv_lora_rank=20,
-        qk_nope_head_dim=12,
-        qk_rope_head_dim=16,
-        v_head_dim=10,
+        **HEADS,
         n_routed_experts=16,
         num_experts_per_tok=4,
         moe_intermediate_size=24,
@@ -247,6 +244,13 @@ def deepseek(version: int, q_rank: int | None, groups: bool, mscale: float = 1.0
             **yarn,
         },
     )
+
+
+def deepseek(version: int, q_rank: int | None, groups: bool, mscale: float = 1.0) -> Any:
+    """As `dense`: multi-head latent attention with YaRN; the first layer is dense, then 16 experts,
+    maybe in 4 groups, of which 4 experts from 2 groups are chosen.
+    """
+    yarn = {"factor": 8.0, "mscale": mscale, **TURNS}
     limits = {"groups": 4, "topk_groups": 2} if groups else {}
     kind: dict[str, Any] = {"score": Score.sigmoid, "bias_update_rate": 0.001}
     if version == 2:
@@ -270,15 +274,10 @@ def deepseek(version: int, q_rank: int | None, groups: bool, mscale: float = 1.0
         rope_theta=1e3,
         norm_eps=1e-6,
         moe=moe,
-        mla=MLAConfig(
-            q_lora_rank=q_rank,
-            kv_lora_rank=20,
-            qk_nope_head_dim=12,
-            qk_rope_head_dim=16,
-            v_head_dim=10,
-        ),
+        mla=MLAConfig(q_lora_rank=q_rank, **HEADS),
         yarn=YarnConfig(original_length=32, mscale_all_dim=0.7, **yarn),
     )
+    theirs = their_deepseek(version, q_rank, groups, yarn=yarn)
     return getattr(transformers, f"DeepseekV{version}ForCausalLM"), theirs, ours
 
 

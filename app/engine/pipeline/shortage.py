@@ -104,7 +104,10 @@ class RowShortage:
         if self.dispatcher.planned.moe.static.on_overflow is StaticOverflow.stop:
             raise Diverged(f"{what} (model.moe.static.on_overflow=stop)")
         if not self._fits(more.run):
-            self._tell(f"{what}, and there is no memory for {more.wanted}: such steps go on so")
+            self._tell(
+                f"{what}, and there is no memory for {more.wanted} times: steps that need more are "
+                "taken again as before"
+            )
             return False
         self._grow(more.run)
         self._tell(f"{what}; from now on there is memory for {more.wanted} times")

@@ -61,8 +61,9 @@ class TrainingStep:
     """Forward, backward, clipping and update over the schedule's action list.
 
     The host waits once, at the end; an all-to-all dispatcher adds a wait per MoE layer and
-    microbatch. From step `cuda_graph.warmup_steps` + 1 of this process on, what the run captures is
-    recorded and then replayed.
+    microbatch, and so does a step that is taken again (`RowShortage`). From step
+    `cuda_graph.warmup_steps` + 1 of this process on, what the run captures is recorded and then
+    replayed.
     """
 
     def __init__(self, engine: Engine, request: StopRequest | None = None) -> None:
@@ -75,11 +76,12 @@ class TrainingStep:
         self.eager = partial(run_passes, engine, forward_backward)
         self.captured = self._captured()
         self.shortage = RowShortage.of(engine)
-        # for rows that nothing is planned for, there is least left if nothing else is kept
-        whole_layers = select_forward_backward(
-            engine, engine.plan.actions, policy=recompute_policy(thriftiest(self.run))
-        )
-        self.with_all_rows = partial(run_passes, engine, whole_layers)
+        self.with_all_rows = self.eager
+        if self.shortage is not None:
+            # more rows need more memory: recomputing whole layers makes room for them
+            whole_layers = recompute_policy(thriftiest(self.run))
+            again = select_forward_backward(engine, engine.plan.actions, policy=whole_layers)
+            self.with_all_rows = partial(run_passes, engine, again)
 
     def _captured(self) -> Callable[[StepInput], Passes]:
         engine = self.engine
@@ -149,7 +151,7 @@ class TrainingStep:
     def _attempt(
         self,
         step: StepInput,
-        run: Callable[[StepInput], Passes],
+        run_all: Callable[[StepInput], Passes],
         *,
         lr: float,
         weight_decay: float,
@@ -157,14 +159,14 @@ class TrainingStep:
         """Passes, and the update that follows unless it is skipped; totals, and what `_unpack`
         takes.
         """
-        passes = run(step)
+        passes = run_all(step)
         totals = passes.totals
         missing = 0.0 if self.shortage is None else self.shortage.lacks()
         facts_7 = _pack(passes.norm_sq, totals, passes.zeros, missing=missing, request=self.request)
         all_reduce(facts_7, self.engine.groups.world)
-        norm = facts_7[0].sqrt()
+        norm = facts_7[NORM_SQ].sqrt()
         if self.shortage is not None:  # no update from numbers that lack rows
-            norm = norm.masked_fill(facts_7[5] > 0, math.inf)
+            norm = norm.masked_fill(facts_7[MISSING] > 0, math.inf)
         skipped = self.engine.optimizer.step(lr, weight_decay, norm, step.scale)
         self._balance(totals, skipped)
         return totals, torch.cat((facts_7, skipped[None]))
@@ -179,6 +181,9 @@ class TrainingStep:
             all_reduce(counts_E, self.engine.groups.tp_cp_dp_control)
             moved_E = update_bias(router.bias_E, counts_E, moe.bias_update_rate)
             router.bias_E.copy_(torch.where(skipped > 0, router.bias_E, moved_E))
+
+
+NORM_SQ, MISSING = 0, 5  # places of what `_pack` packs that the device reads too
 
 
 def _pack(

@@ -93,8 +93,8 @@ class StaticDispatcher:
 
     @contextmanager
     def all_rows(self) -> Iterator[None]:
-        """Within the block the host waits to learn how many rows are needed, and there are as many:
-        nothing is missing, and nothing can be captured.
+        """Within the block the host waits to learn how many rows are needed, and there is memory
+        for as many. None are missing then; but what waits cannot be captured.
         """
         self._counts_rows = True
         try:
@@ -125,7 +125,7 @@ class StaticDispatcher:
             torch.maximum(self.missing, rows.needed - num_rows, out=self.missing)
             return Places(rows, experts_TK, num_rows)
         needed = int(rows.needed)
-        row_of_NK = rows.row_of_NK.clamp(max=needed)  # what has no row has the first after all
+        row_of_NK = rows.row_of_NK.clamp(max=needed)  # R, which means no row here, is `needed` now
         return Places(replace(rows, row_of_NK=row_of_NK), experts_TK, needed)
 
     def dispatch(self, x_TD: Tensor, prepared: Places) -> tuple[Dispatched, Places]:

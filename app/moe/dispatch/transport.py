@@ -65,7 +65,8 @@ class TokenTransport(Protocol):
     ) -> tuple[Tensor, Tensor]:
         """Gradients of the rows, R × D, and of the probabilities, T × K in fp32, in `sum_home`.
 
-        Choices that have no row on any rank have a gradient of 0.
+        Choices that were dropped have a gradient of 0; those whose rows are missing an undefined
+        one.
         """
         ...
 
