@@ -13,15 +13,14 @@ from typing import Any
 
 from app.choices import (
     CpComm,
-    DispatcherKind,
     Dtype,
     GraphImpl,
     GraphKey,
     Recompute,
     ScheduleName,
-    StaticCapacity,
 )
 from app.config import Run
+from app.plan.dispatchers.choose import run_dispatcher
 
 Value = int | float | str | bool | None | Enum | tuple[Enum, ...]
 
@@ -162,21 +161,12 @@ def more_expert_parallel(run: Run) -> Iterator[Change]:
         yield Change({"parallel.ep": 2 * run.parallel.ep}, "tokens travel to experts further away")
 
 
-def fewer_rows(run: Run) -> Iterator[Change]:
-    """Static dispatch that keeps rows of experts compactly, or has memory for fewer of them."""
-    moe = run.model.moe
-    if moe is None or moe.dispatcher is not DispatcherKind.static:
-        return
-    if moe.static.stash is None:
-        yield Change(
-            {"model.moe.static.stash": 1.1},
-            "experts' rows copied to pages and back, not in the estimate",
-        )
-    if moe.static.capacity is StaticCapacity.worst:
-        yield Change(
-            {"model.moe.static.capacity": StaticCapacity.factor},
-            "steps that need more rows are taken again, not in the estimate",
-        )
+def dispatcher_options(run: Run) -> Iterator[Change]:
+    """What the dispatcher itself can do with less memory for."""
+    dispatcher = run_dispatcher(run)
+    if dispatcher is not None:
+        for option in dispatcher.smaller():
+            yield Change({f"model.moe.{option.key}": option.value}, option.cost)
 
 
 def fewer_in_flight(run: Run) -> Iterator[Change]:
@@ -246,7 +236,7 @@ KEEP_GPUS: tuple[Move, ...] = (
     more_context_parallel,
     more_pipeline,
     more_expert_parallel,
-    fewer_rows,
+    dispatcher_options,
     fewer_in_flight,
     smaller_elements,
     fewer_graph_buffers,

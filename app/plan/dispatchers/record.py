@@ -12,7 +12,9 @@ grid of P = ep · etp ranks: ep shares of them, each expert in etp parts.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
 from dataclasses import dataclass
+from enum import Enum
 from math import ceil
 from typing import ClassVar
 
@@ -65,6 +67,15 @@ class TokenExchange:
 
     collectives: str  # what runs, in words
     way: Way  # in which bytes go
+
+
+@dataclass(frozen=True, slots=True)
+class SmallerOption:
+    """A key of `model.moe` with which a dispatcher needs less memory."""
+
+    key: str
+    value: float | Enum
+    cost: str  # what is paid for it, in words
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,6 +195,10 @@ class PlannedDispatcher(ABC):
     def held(self, tokens: Tokens) -> int:
         """Bytes that a rank holds for its exchange from the start to the end of a run."""
         return 0
+
+    def smaller(self) -> Iterator[SmallerOption]:
+        """Options of its own that are not set and would make a run smaller."""
+        return iter(())
 
     @abstractmethod
     def rows(self, tokens: int) -> RowCounts:

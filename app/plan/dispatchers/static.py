@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from math import ceil
 from typing import ClassVar
@@ -13,6 +14,7 @@ from app.config.model import ROUNDED_ROWS
 from app.plan.dispatchers.record import (
     PlannedDispatcher,
     RowCounts,
+    SmallerOption,
     TokenExchange,
     Tokens,
     TracedRows,
@@ -59,6 +61,15 @@ class PlannedStatic(PlannedDispatcher):
             times = f"{rows / self.mean_rows(tokens):.2f} times the mean"
             limit = f"{times}; a step that needs more is taken again"
         return f"static, {how}; memory for {rows:,} rows of experts per rank, {limit}"
+
+    def smaller(self) -> Iterator[SmallerOption]:
+        """Rows kept compactly, or memory for fewer of them."""
+        if self.moe.static.stash is None:
+            cost = "experts' rows copied to pages and back, not in the estimate"
+            yield SmallerOption("static.stash", 1.1, cost)
+        if self.moe.static.capacity is StaticCapacity.worst:
+            cost = "steps that need more rows are taken again, not in the estimate"
+            yield SmallerOption("static.capacity", StaticCapacity.factor, cost)
 
     def held(self, tokens: Tokens) -> int:
         """Twice, as exchanges take turns: tokens, sums of every rank's experts, and for each choice
