@@ -12,6 +12,13 @@ class Score(Enum):
     sigmoid = "sigmoid"
 
 
+class CloneAlgorithm(Enum):
+    """Which experts' tokens go to which rank's spare slots (`app.moe.echo`)."""
+
+    one_shot_greedy = "one_shot_greedy"
+    approx_bin_packing = "approx_bin_packing"
+
+
 class DispatcherKind(Enum):
     """How tokens reach their experts."""
 

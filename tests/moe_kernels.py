@@ -16,6 +16,7 @@ from torch import Tensor
 
 import app.model.loss
 import app.moe.dispatch.expert_rows
+import app.moe.echo
 import app.moe.permute
 import app.moe.router
 from app.kernels import cross_entropy, rows
@@ -36,6 +37,7 @@ def without_kernels() -> Iterator[None]:
         for module in (
             app.model.loss,
             app.moe.dispatch.expert_rows,
+            app.moe.echo,
             app.moe.permute,
             app.moe.router,
         ):

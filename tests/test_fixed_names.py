@@ -52,6 +52,11 @@ NAMES = [
         "logits_TE, top_k, score='softmax', pre_softmax=False, bias_E=None, groups=None, "
         "topk_groups=None, scale=None",
     ),
+    (
+        "app.moe.echo",
+        "plan_clones",
+        "counts_RE, spares_per_rank, algorithm='one_shot_greedy', threshold=0.0",
+    ),
 ]
 MEMBERS = [
     ("app.plan.layout", "ParallelLayout", ("dp", "edp", "groups")),

@@ -1,0 +1,197 @@
+"""Elastic cloning of hot experts (ECHO): which experts get a clone on which rank, how many tokens
+go to each, and which ones.
+
+Every rank makes the same plan from the counts of all ranks, and nothing waits for the device.
+Source: Megatron-LM pull request 2368; where that divides by zero or leaves ties open, see
+`plan_clones`.
+
+Shapes: R ranks · E experts, of which rank r has the L = E/R from r·L on · S = R·spares slots for
+clones, of which slot j is on rank j // spares · T tokens of this rank, K experts of each.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from app.choices import CloneAlgorithm
+from app.kernels import echo as kernels
+from app.kernels.common import usable
+from app.kernels.echo import PRIORITIES
+from app.kernels.expert_rows import expert_rows
+from app.moe.permute import sort_by_expert
+
+
+def plan_clones(
+    counts_RE: Tensor,
+    spares_per_rank: int,
+    algorithm: CloneAlgorithm | str = CloneAlgorithm.one_shot_greedy,
+    threshold: float = 0.0,
+) -> tuple[Tensor, Tensor]:
+    """How many of the tokens that `counts_RE` (int64) says each rank has for each expert go to
+    clones: by expert and slot, and by rank that has the tokens and slot; int64 [E, S], [R, S].
+
+    1. Experts of a rank, those with few tokens first, keep what fits below the average (rounded
+       down) of all ranks; the rest spills. Ranks below it have room.
+    2. `one_shot_greedy` lays spills and rooms, both from the largest on, along one line each: what
+       overlaps may move. A rank takes its `spares_per_rank` largest pieces.
+       `approx_bin_packing` (one spare) gives each room, from the largest on, the spill that is
+       largest by sevenths of the average, first come first served within a seventh.
+    3. With a `threshold`, ranks move only what would leave them above (1 + threshold) times the
+       average: a slot whose tokens may stay at home, with those of the rank's smaller pieces, is
+       empty. While a rank is above that after all its pieces have moved, none is left out.
+    4. A slot takes from every rank in proportion to its tokens, rounded down, and then what is
+       still missing from the first ranks on.
+
+    Equals are taken in order of their index. No slot holds several experts. ValueError for an
+    unknown algorithm or a number of slots that it cannot fill.
+    """
+    ranks, experts = counts_RE.shape
+    known = _known(algorithm)
+    _check_sizes(ranks, experts, spares_per_rank, algorithm=known)
+    packs = known is CloneAlgorithm.approx_bin_packing
+    if counts_RE.is_cuda and usable():
+        return kernels.plan_clones(counts_RE, spares_per_rank, packs, threshold=threshold)
+    load_RL = counts_RE.sum(dim=0).view(ranks, -1)
+    load_R = load_RL.sum(dim=1)
+    average = load_R.sum() // ranks
+    room_R = (average - load_R).clamp(min=0)
+    spill_E = _spill(load_RL, average)
+    if packs:
+        expert_S, moved_S = _packed(spill_E, room_R, average)
+    else:
+        expert_S, moved_S = _greedy(spill_E, room_R, spares_per_rank)
+    if threshold > 0:
+        limit = average + (average.float() * threshold).floor().long()
+        moved_S = moved_S * _needed(expert_S // load_RL.shape[1], moved_S, load_R, limit=limit)
+    moved_ES = moved_S.new_zeros(experts, len(moved_S)).scatter(0, expert_S[None], moved_S[None])
+    return moved_ES, _sources(counts_RE, expert_S, moved_S)
+
+
+def reroute(experts_TK: Tensor, moved_ES: Tensor, moved_RS: Tensor, rank: int) -> Tensor:
+    """Send this rank's tokens to clones, as `plan_clones` says: where each choice goes, [T, K].
+
+    Ids count what every rank computes, its own experts and then its slots: expert e has the id
+    e // L · (L + spares) + e % L, slot j the id j // spares · (L + spares) + L + j % spares. So
+    slots are further experts of their rank, and dispatchers need not know of them. Of an expert's
+    tokens the first go to its clones, in order of slots, and the others stay.
+
+    A choice keeps its place in its token's K, and with that its probability; a token's ids differ
+    from each other, but need not ascend. Choices that are dropped (id E) get R·(L + spares).
+    """
+    experts, slots = moved_ES.shape
+    ranks = len(moved_RS)
+    row_TK, ends_E = _places(experts_TK, experts)
+    counts_E = ends_E.diff(prepend=ends_E.new_zeros(1))
+    gone_ES = torch.where(moved_ES > 0, moved_RS[rank], 0)
+    stays_E = counts_E - gone_ES.sum(dim=1)
+    # rows of one expert: for its first slot, its second …, its own
+    ends_P = torch.cat((gone_ES, stays_E[:, None]), dim=1).flatten().cumsum(0)
+    part_TK = torch.searchsorted(ends_P, row_TK, right=True)
+    slot_TK = part_TK % (slots + 1)
+    home_TK = experts_TK.long()
+    local, spares = experts // ranks, slots // ranks
+    own_TK = home_TK // local * (local + spares) + home_TK % local
+    clone_TK = slot_TK // spares * (local + spares) + local + slot_TK % spares
+    all_TK = torch.where(slot_TK < slots, clone_TK, own_TK)
+    return all_TK.masked_fill(home_TK >= experts, ranks * (local + spares))
+
+
+def _places(experts_TK: Tensor, experts: int) -> tuple[Tensor, Tensor]:
+    """Each choice's place by (expert, token), and the first place after each expert's: int64."""
+    if experts_TK.is_cuda and usable():
+        count = experts_TK.numel()
+        row_TK, ends_E, *_ = expert_rows(experts_TK, 0, experts, num_rows=count, multiple=1)
+    else:
+        rows = sort_by_expert(experts_TK, experts, drops=True)
+        row_TK, ends_E = rows.row_of_TK, rows.ends_E
+    return row_TK.long(), ends_E.long()
+
+
+def _spill(load_RL: Tensor, average: Tensor) -> Tensor:
+    """Tokens of each expert beyond the average of its rank, where small experts come first: [E]."""
+    sorted_RL, local_RL = load_RL.sort(dim=1, stable=True)
+    end_RL = sorted_RL.cumsum(dim=1)
+    spill_RL = (end_RL - average).clamp(min=0) - (end_RL - sorted_RL - average).clamp(min=0)
+    return torch.empty_like(spill_RL).scatter_(1, local_RL, spill_RL).flatten()
+
+
+def _greedy(spill_E: Tensor, room_R: Tensor, spares: int) -> tuple[Tensor, Tensor]:
+    """Expert and tokens of each slot: [S]; any expert where there are no tokens."""
+    spill_E, expert_E = spill_E.sort(descending=True, stable=True)
+    room_R, rank_R = room_R.sort(descending=True, stable=True)
+    spill_end_E1, room_end_R = spill_E.cumsum(0)[:, None], room_R.cumsum(0)
+    first_ER = torch.maximum(spill_end_E1 - spill_E[:, None], room_end_R - room_R)
+    overlap_ER = (torch.minimum(spill_end_E1, room_end_R) - first_ER).clamp(min=0)
+    overlap_ER, nth_ER = overlap_ER.sort(dim=0, descending=True, stable=True)
+    place_R = rank_R.argsort()
+    moved_RN, nth_RN = (value[:spares].t()[place_R] for value in (overlap_ER, nth_ER))
+    return expert_E[nth_RN].flatten(), moved_RN.flatten()
+
+
+def _packed(spill_E: Tensor, room_R: Tensor, average: Tensor) -> tuple[Tensor, Tensor]:
+    """Expert and tokens of each slot: [R], as there is one to a rank."""
+    left_E, expert_E = spill_E.sort(descending=True, stable=True)
+    room_R, rank_R = room_R.sort(descending=True, stable=True)
+    step = (average // (PRIORITIES - 1)).clamp(min=1)
+    # who has been given something queues up again behind all others
+    turn_E = torch.arange(len(left_E), device=left_E.device)
+    turns = len(left_E) + len(room_R)
+    nth_R, moved_R = torch.empty_like(rank_R), torch.empty_like(room_R)
+    for place in range(len(room_R)):
+        below_E = ((average - left_E) // step + 1).clamp(0, PRIORITIES - 1)
+        priority_E = torch.where(left_E >= average, 0, below_E)
+        priority_E = priority_E.masked_fill(left_E <= 0, PRIORITIES)
+        nth = (priority_E * turns + turn_E).argmin(dim=0, keepdim=True)
+        moved = torch.minimum(left_E[nth], room_R[place])
+        left_E = left_E.scatter_add(0, nth, -moved)
+        turn_E = turn_E.scatter(0, nth, len(left_E) + place)
+        nth_R[place], moved_R[place] = nth[0], moved[0]
+    place_R = rank_R.argsort()
+    return expert_E[nth_R][place_R], moved_R[place_R]
+
+
+def _needed(home_S: Tensor, moved_S: Tensor, load_R: Tensor, limit: Tensor) -> Tensor:
+    """Which slots must be filled so that no rank has more than `limit`: bool [S]."""
+    slots = torch.arange(len(moved_S), device=moved_S.device)
+    before_SS = (moved_S[:, None] < moved_S) | (
+        (moved_S[:, None] == moved_S) & (slots[:, None] <= slots)
+    )
+    same_SS = home_S[:, None] == home_S
+    stays_S = (moved_S[:, None] * (before_SS & same_SS)).sum(dim=0)
+    left_R = load_R.scatter_add(0, home_S, -moved_S)
+    return (left_R[home_S] + stays_S > limit) | (left_R > limit).any()
+
+
+def _sources(counts_RE: Tensor, expert_S: Tensor, moved_S: Tensor) -> Tensor:
+    """How many of each slot's tokens come from which rank: [R, S]."""
+    counts_RS = counts_RE[:, expert_S]
+    total_S = counts_RS.sum(dim=0).clamp(min=1)
+    share_RS = counts_RS * moved_S // total_S
+    missing_S = moved_S - share_RS.sum(dim=0)
+    same_SS = expert_S[:, None] == expert_S
+    left_RS = counts_RS - (share_RS[:, :, None] * same_SS).sum(dim=1)
+    end_RS = left_RS.cumsum(dim=0)
+    missing_end_S = (missing_S[:, None] * same_SS.triu()).sum(dim=0)
+    first_RS = torch.maximum(end_RS - left_RS, missing_end_S - missing_S)
+    return share_RS + (torch.minimum(end_RS, missing_end_S) - first_RS).clamp(min=0)
+
+
+def _known(algorithm: CloneAlgorithm | str) -> CloneAlgorithm:
+    try:
+        return CloneAlgorithm(algorithm)
+    except ValueError:
+        raise ValueError(
+            f"algorithm={algorithm!r}: must be one of {', '.join(a.value for a in CloneAlgorithm)}"
+        ) from None
+
+
+def _check_sizes(ranks: int, experts: int, spares: int, algorithm: CloneAlgorithm) -> None:
+    if experts % ranks:
+        raise ValueError(f"{experts} experts cannot be divided among {ranks} ranks")
+    most = 1 if algorithm is CloneAlgorithm.approx_bin_packing else experts
+    if not 1 <= spares <= most:
+        raise ValueError(
+            f"spares_per_rank={spares}: must be 1 to {most} with {experts} experts and "
+            f"algorithm={algorithm.value}; nearest that works: {min(max(spares, 1), most)}"
+        )

@@ -1,0 +1,73 @@
+"""Counts of routed tokens, and what holds of every plan of clones that is made of them.
+
+Shapes: R ranks, E experts, S slots.
+"""
+
+from __future__ import annotations
+
+import random
+
+import torch
+from torch import Tensor
+
+import app.moe.echo
+from app.choices import CloneAlgorithm
+from app.kernels import echo as kernels
+from tests.moe_kernels import DEVICE, twice
+
+PACKS = CloneAlgorithm.approx_bin_packing
+
+
+def draw_counts(ranks: int, local: int, most: int, seed: int) -> Tensor:
+    """Counts of which a few experts have most: int64 [R, E]. Small ones have many equals."""
+    drawn = torch.Generator().manual_seed(seed)
+    experts = ranks * local
+    popular_E = torch.rand(experts, generator=drawn) ** 3
+    shares_RE = torch.rand(ranks, experts, generator=drawn) * popular_E
+    return (shares_RE * (most + 1)).long().to(DEVICE)
+
+
+def draw_options(ranks: int, local: int, seed: int) -> tuple[int, CloneAlgorithm, float]:
+    """Spares per rank, algorithm and threshold."""
+    drawn = random.Random(seed)
+    algorithm = drawn.choice(list(CloneAlgorithm))
+    spares = 1 if algorithm is PACKS else drawn.randint(1, min(4, ranks * local))
+    return spares, algorithm, drawn.choice([0.0, 0.0, 0.1, 0.3, 1.0])
+
+
+def check_kernel(
+    counts_RE: Tensor, spares: int, algorithm: CloneAlgorithm, threshold: float
+) -> None:
+    """The kernel's plan is that of plain torch, which must be in place, and repeats."""
+    packs = algorithm is PACKS
+    found = twice(lambda: kernels.plan_clones(counts_RE, spares, packs, threshold=threshold))
+    wanted = app.moe.echo.plan_clones(counts_RE, spares, algorithm, threshold)
+    for one, other in zip(found, wanted, strict=True):
+        assert one.dtype == other.dtype == torch.int64 and torch.equal(one, other)
+
+
+def loads_after(counts_RE: Tensor, moved_ES: Tensor) -> Tensor:
+    """Tokens that each rank computes when those of the plan have moved: [R]."""
+    ranks = len(counts_RE)
+    stay_R = (counts_RE.sum(dim=0) - moved_ES.sum(dim=1)).view(ranks, -1).sum(dim=1)
+    return stay_R + moved_ES.sum(dim=0).view(ranks, -1).sum(dim=1)
+
+
+def check_plan(counts_RE: Tensor, moved_ES: Tensor, moved_RS: Tensor) -> None:
+    """Nobody gives what it has not; a slot has one expert, of another rank; no rank ends up with
+    more than before or the average, and totals agree.
+    """
+    ranks, experts = counts_RE.shape
+    assert (moved_ES >= 0).all() and (moved_RS >= 0).all()
+    assert torch.equal(moved_ES.sum(dim=0), moved_RS.sum(dim=0))
+    assert ((moved_ES > 0).sum(dim=0) <= 1).all()
+    given_RE = (moved_RS[:, None] * (moved_ES > 0)).sum(dim=2)
+    assert (given_RE <= counts_RE).all()
+    assert torch.equal(given_RE.sum(dim=0), moved_ES.sum(dim=1))
+    expert_of, slot_of = moved_ES.nonzero(as_tuple=True)
+    home, host = expert_of // (experts // ranks), slot_of // (moved_ES.shape[1] // ranks)
+    assert (home != host).all()
+    load_R = counts_RE.sum(dim=0).view(ranks, -1).sum(dim=1)
+    after_R = loads_after(counts_RE, moved_ES)
+    assert after_R.sum() == load_R.sum()
+    assert (after_R <= load_R.clamp(min=int(load_R.sum()) // ranks)).all()

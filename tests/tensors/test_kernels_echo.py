@@ -1,0 +1,39 @@
+"""The kernel of the plan of clones at small, odd sizes, interpreted where there is no GPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from app.choices import CloneAlgorithm
+from tests.cases import sampled
+from tests.echo_plans import check_kernel, draw_counts, draw_options
+from tests.moe_kernels import DEVICE, without_kernels
+
+pytest.importorskip("triton")
+plain = pytest.fixture(autouse=True)(without_kernels)
+
+# ranks, experts of each, tokens of a rank for an expert at most
+SIZES = [(1, 4, 9), (2, 1, 50), (3, 5, 2), (4, 2, 1), (5, 3, 1500), (6, 1, 30), (8, 8, 300)]
+
+
+@pytest.mark.parametrize(
+    ("size", "seed"), sampled([(s, n) for n in range(12) for s in SIZES], every=3)
+)
+def test_plan(size: tuple[int, int, int], seed: int):
+    ranks, local, most = size
+    spares, algorithm, threshold = draw_options(ranks, local, seed)
+    check_kernel(draw_counts(ranks, local, most, seed=seed), spares, algorithm, threshold)
+
+
+@pytest.mark.parametrize("algorithm", CloneAlgorithm)
+def test_vectors_are_compared_in_several_turns(
+    algorithm: CloneAlgorithm, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("app.kernels.echo.PAIRS", 64)
+    check_kernel(draw_counts(4, 6, 200, seed=1), 1, algorithm, threshold=0.05)
+
+
+def test_counts_beyond_32_bits():
+    counts_RE = torch.tensor([[2**40, 0, 3, 1], [5, 2**33 + 1, 7, 0]], device=DEVICE)
+    check_kernel(counts_RE, 2, CloneAlgorithm.one_shot_greedy, threshold=0.0)
