@@ -6,6 +6,7 @@ Shapes: R ranks, E experts, S slots.
 from __future__ import annotations
 
 import random
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -13,9 +14,12 @@ from torch import Tensor
 import app.moe.echo
 from app.choices import CloneAlgorithm
 from app.kernels import echo as kernels
+from app.kernels.expert_rows import expert_rows
 from tests.moe_kernels import DEVICE, twice
 
 PACKS = CloneAlgorithm.approx_bin_packing
+# tokens for three experts of each of five ranks: what the first rank gives away is not enough
+STAYS_ABOVE = (150, 160, 170, 50, 50, 90, 0, 0, 0, 0, 0, 0, 80, 0, 0)
 
 
 def draw_counts(ranks: int, local: int, most: int, seed: int) -> Tensor:
@@ -44,6 +48,38 @@ def check_kernel(
     wanted = app.moe.echo.plan_clones(counts_RE, spares, algorithm, threshold)
     for one, other in zip(found, wanted, strict=True):
         assert one.dtype == other.dtype == torch.int64 and torch.equal(one, other)
+
+
+def check_reroute_kernel(ranks: int, local: int, top_k: int, most: int, seed: int) -> None:
+    """The kernel sends the choices of every rank where plain torch does, which must be in place;
+    some are dropped.
+    """
+    experts = ranks * local
+    drawn = torch.Generator().manual_seed(seed)
+    scores = torch.rand(ranks, most, experts, generator=drawn)
+    scores *= torch.rand(experts, generator=drawn)
+    chosen_RTK = scores.topk(top_k).indices
+    chosen_RTK[torch.rand(chosen_RTK.shape, generator=drawn) < 1 / 8] = experts
+    chosen_RTK = chosen_RTK.to(DEVICE)
+    counts_RE = torch.stack(
+        [each.flatten().bincount(minlength=experts + 1)[:experts] for each in chosen_RTK]
+    )
+    spares, algorithm, threshold = draw_options(ranks, local, seed)
+    moved_ES, moved_RS = app.moe.echo.plan_clones(counts_RE, spares, algorithm, threshold)
+    for rank, experts_TK in enumerate(chosen_RTK):
+        count = experts_TK.numel()
+        row_TK, ends_E, *_ = expert_rows(experts_TK, 0, experts, num_rows=count, multiple=1)
+        run = partial(
+            kernels.reroute,
+            experts_TK,
+            row_TK,
+            ends_E,
+            moved_ES=moved_ES,
+            moved_RS=moved_RS,
+            rank=rank,
+        )
+        (found,) = twice(lambda run=run: (run(),))
+        assert torch.equal(found, app.moe.echo.reroute(experts_TK, moved_ES, moved_RS, rank))
 
 
 def loads_after(counts_RE: Tensor, moved_ES: Tensor) -> Tensor:

@@ -1,23 +1,25 @@
-"""The whole plan of which experts are cloned where (`app.moe.echo.plan_clones`), by one program:
-integers, sums in any order, no atomics.
+"""The whole plan of which experts are cloned where (`app.moe.echo.plan_clones`), by one program,
+and where tokens go by it: integers, sums in any order, no atomics.
 
-What would be sorted is compared with everything else instead: the sum of all that comes before is
-what a place in the sorted order is needed for. Vectors that are compared with themselves go through
-memory, behind a barrier, so that no size needs all pairs in registers at once.
+Planning compares what would be sorted with everything else instead: the sum of all that comes
+before is what a place in the sorted order is needed for. Vectors that are compared with themselves
+go through memory, behind a barrier, so that no size needs all pairs in registers at once.
 
-Shapes: R ranks · E experts, L of each rank · S slots. In kernels R, E, LOCAL and S are powers of
-two that hold these.
+Shapes: R ranks · E experts, L of each rank · S slots · T tokens, K experts of each. In kernels R,
+E, LOCAL and S are powers of two that hold these, and B choices are those of one program.
 """
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from app.kernels.common import jit, tl
-from app.kernels.tiling import block_of
+from app.kernels.tiling import block_of, cdiv
 
 PRIORITIES = 8  # of `approx_bin_packing`
 PAIRS = 8192  # values that are compared at once
+CHOICES = 4096  # (choice, slot) pairs of one program
 
 
 def plan_clones(
@@ -57,6 +59,43 @@ def plan_clones(
         num_warps=8,
     )
     return moved_ES, moved_RS
+
+
+def reroute(
+    experts_TK: Tensor,
+    row_TK: Tensor,
+    ends_E: Tensor,
+    moved_ES: Tensor,
+    moved_RS: Tensor,
+    rank: int,
+) -> Tensor:
+    """Where each choice goes, int64 [T, K], ids as in `app.moe.echo.reroute`.
+
+    `row_TK` and `ends_E` are those of `app.kernels.expert_rows` for all experts, `rank` is the one
+    that has these tokens.
+    """
+    experts, slots = moved_ES.shape
+    ranks = len(moved_RS)
+    all_TK = torch.empty(experts_TK.shape, dtype=torch.int64, device=experts_TK.device)
+    padded = block_of(slots)
+    block = max(1, CHOICES // padded)
+    _reroute[(cdiv(experts_TK.numel(), block),)](
+        experts_TK.contiguous(),
+        row_TK,
+        ends_E,
+        moved_ES,
+        moved_RS[rank],
+        all_TK,
+        experts_TK.numel(),
+        experts=experts,
+        slots=slots,
+        local=experts // ranks,
+        spares=slots // ranks,
+        B=block,
+        S=padded,
+        num_warps=4,
+    )
+    return all_TK
 
 
 @jit
@@ -321,3 +360,39 @@ def _sources(
         more = tl.maximum(last - tl.maximum(start, missing_start), 0)
         tl.store(moved_of_rank + source * slots + slot, share + more, mask=slot < slots)
         start += left
+
+
+@jit
+def _reroute(
+    chosen: tl.tensor,
+    rows: tl.tensor,
+    ends: tl.tensor,
+    moved_of_expert: tl.tensor,
+    moved: tl.tensor,
+    found: tl.tensor,
+    choices: int,
+    experts: tl.constexpr,
+    slots: tl.constexpr,
+    local: tl.constexpr,
+    spares: tl.constexpr,
+    B: tl.constexpr,
+    S: tl.constexpr,
+) -> None:
+    choice = tl.program_id(0) * B + tl.arange(0, B)
+    real = choice < choices
+    expert = tl.load(chosen + choice, mask=real, other=experts).to(tl.int64)
+    known = real & (expert < experts)
+    begin = tl.load(ends + expert - 1, mask=known & (expert > 0), other=0)
+    place = tl.load(rows + choice, mask=known, other=0) - begin
+    slot = tl.arange(0, S)
+    inside = slot < slots
+    of_slot = tl.load(moved + slot, mask=inside, other=0)
+    at = moved_of_expert + expert[:, None] * slots + slot[None, :]
+    cloned = tl.load(at, mask=known[:, None] & inside[None, :], other=0) > 0
+    end = tl.cumsum(tl.where(cloned, of_slot[None, :], 0), axis=1)
+    nth = tl.sum(((end <= place[:, None]) & inside[None, :]).to(tl.int64), axis=1)
+    home = expert // local * (local + spares) + expert % local
+    clone = nth // spares * (local + spares) + local + nth % spares
+    goes = tl.where(nth < slots, clone, home)
+    goes = tl.where(known, goes, experts // local * (local + spares))
+    tl.store(found + choice, goes, mask=real)

@@ -80,32 +80,26 @@ def reroute(experts_TK: Tensor, moved_ES: Tensor, moved_RS: Tensor, rank: int) -
     from each other, but need not ascend. Choices that are dropped (id E) get R·(L + spares).
     """
     experts, slots = moved_ES.shape
+    if experts_TK.is_cuda and usable():
+        count = experts_TK.numel()
+        row_TK, ends_E, *_ = expert_rows(experts_TK, 0, experts, num_rows=count, multiple=1)
+        return kernels.reroute(
+            experts_TK, row_TK, ends_E, moved_ES=moved_ES, moved_RS=moved_RS, rank=rank
+        )
     ranks = len(moved_RS)
-    row_TK, ends_E = _places(experts_TK, experts)
-    counts_E = ends_E.diff(prepend=ends_E.new_zeros(1))
+    rows = sort_by_expert(experts_TK, experts, drops=True)
+    counts_E = rows.ends_E.diff(prepend=rows.ends_E.new_zeros(1))
     gone_ES = torch.where(moved_ES > 0, moved_RS[rank], 0)
     stays_E = counts_E - gone_ES.sum(dim=1)
     # rows of one expert: for its first slot, its second …, its own
     ends_P = torch.cat((gone_ES, stays_E[:, None]), dim=1).flatten().cumsum(0)
-    part_TK = torch.searchsorted(ends_P, row_TK, right=True)
-    slot_TK = part_TK % (slots + 1)
+    slot_TK = torch.searchsorted(ends_P, rows.row_of_TK, right=True) % (slots + 1)
     home_TK = experts_TK.long()
     local, spares = experts // ranks, slots // ranks
     own_TK = home_TK // local * (local + spares) + home_TK % local
     clone_TK = slot_TK // spares * (local + spares) + local + slot_TK % spares
     all_TK = torch.where(slot_TK < slots, clone_TK, own_TK)
     return all_TK.masked_fill(home_TK >= experts, ranks * (local + spares))
-
-
-def _places(experts_TK: Tensor, experts: int) -> tuple[Tensor, Tensor]:
-    """Each choice's place by (expert, token), and the first place after each expert's: int64."""
-    if experts_TK.is_cuda and usable():
-        count = experts_TK.numel()
-        row_TK, ends_E, *_ = expert_rows(experts_TK, 0, experts, num_rows=count, multiple=1)
-    else:
-        rows = sort_by_expert(experts_TK, experts, drops=True)
-        row_TK, ends_E = rows.row_of_TK, rows.ends_E
-    return row_TK.long(), ends_E.long()
 
 
 def _spill(load_RL: Tensor, average: Tensor) -> Tensor:

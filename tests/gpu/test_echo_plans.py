@@ -10,7 +10,7 @@ from torch import Tensor
 
 from app.choices import CloneAlgorithm
 from app.moe.echo import plan_clones, reroute
-from tests.echo_plans import PACKS, check_kernel, draw_counts
+from tests.echo_plans import PACKS, check_kernel, check_reroute_kernel, draw_counts
 from tests.moe_kernels import without_kernels
 
 pytestmark = [
@@ -30,6 +30,11 @@ def test_plans(ranks: int, local: int, algorithm: CloneAlgorithm, plain: None):
             counts_RE = draw_counts(ranks, local, most, seed=seed)
             for spares in (1,) if algorithm is PACKS else (1, 2, 3):
                 check_kernel(counts_RE, spares, algorithm, threshold)
+
+
+@pytest.mark.parametrize(("ranks", "local", "top_k"), [(8, 32, 8), (2, 64, 6), (3, 5, 2)])
+def test_tokens(ranks: int, local: int, top_k: int, plain: None):
+    check_reroute_kernel(ranks, local, top_k, 3000, seed=ranks)
 
 
 def test_a_graph_replays_plans_and_what_follows_them():

@@ -14,7 +14,14 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from app.choices import CloneAlgorithm
 from app.moe.echo import plan_clones, reroute
 from tests.cases import sampled
-from tests.echo_plans import PACKS, check_plan, draw_counts, draw_options, loads_after
+from tests.echo_plans import (
+    PACKS,
+    STAYS_ABOVE,
+    check_plan,
+    draw_counts,
+    draw_options,
+    loads_after,
+)
 
 Json = dict[str, Any]
 GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "echo.json").read_text())
@@ -50,6 +57,16 @@ def test_worked_examples_of_the_source():
     counts_RE = torch.tensor([[30, 66, 0, 0, 83, 0], [50, 0, 0, 0, 0, 0], [20, 0, 0, 0, 0, 0]])
     _, moved_RS = plan_clones(counts_RE, 1)
     assert moved_RS.tolist() == [[0, 26, 0], [0, 41, 0], [0, 16, 0]]
+
+
+def test_a_threshold_leaves_slots_empty_unless_a_rank_stays_above_it():
+    counts_RE = torch.zeros(5, 15, dtype=torch.int64)
+    counts_RE[0] = torch.tensor(STAYS_ABOVE)
+    assert plan_clones(counts_RE, 1)[0].sum(dim=0).tolist() == [0, 0, 150, 130, 40]
+    # at most 195: 200 stay on the first rank, so the 40 of the second, with 190, move too
+    assert plan_clones(counts_RE, 1, threshold=0.3)[0].sum(dim=0).tolist() == [0, 0, 150, 130, 40]
+    # at most 202
+    assert plan_clones(counts_RE, 1, threshold=0.35)[0].sum(dim=0).tolist() == [0, 0, 150, 130, 0]
 
 
 @pytest.mark.parametrize("case", GOLDEN["upstream_failures_on_cpu"], ids=["none", "small"])

@@ -7,7 +7,13 @@ import torch
 
 from app.choices import CloneAlgorithm
 from tests.cases import sampled
-from tests.echo_plans import check_kernel, draw_counts, draw_options
+from tests.echo_plans import (
+    STAYS_ABOVE,
+    check_kernel,
+    check_reroute_kernel,
+    draw_counts,
+    draw_options,
+)
 from tests.moe_kernels import DEVICE, without_kernels
 
 pytest.importorskip("triton")
@@ -34,6 +40,23 @@ def test_vectors_are_compared_in_several_turns(
     check_kernel(draw_counts(4, 6, 200, seed=1), 1, algorithm, threshold=0.05)
 
 
+@pytest.mark.parametrize("threshold", [0.3, 0.35])
+def test_a_threshold_that_a_rank_stays_above(threshold: float):
+    counts_RE = torch.zeros(5, 15, dtype=torch.int64, device=DEVICE)
+    counts_RE[0] = torch.tensor(STAYS_ABOVE)
+    check_kernel(counts_RE, 1, CloneAlgorithm.one_shot_greedy, threshold)
+
+
 def test_counts_beyond_32_bits():
     counts_RE = torch.tensor([[2**40, 0, 3, 1], [5, 2**33 + 1, 7, 0]], device=DEVICE)
     check_kernel(counts_RE, 2, CloneAlgorithm.one_shot_greedy, threshold=0.0)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "local", "top_k", "most"),
+    [(2, 3, 2, 12), (4, 1, 1, 9), (8, 2, 3, 5), (1, 4, 2, 3), (2, 2, 4, 0)],
+)
+def test_reroute(ranks: int, local: int, top_k: int, most: int, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("app.kernels.echo.CHOICES", 32)
+    for seed in range(2):
+        check_reroute_kernel(ranks, local, top_k, most, seed=seed)
