@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from app.choices import (
     Balance,
+    CloneAlgorithm,
     DispatcherKind,
     DropPolicy,
     Score,
@@ -40,6 +41,21 @@ class StaticConfig:
             rule = f"must divide {ROUNDED_ROWS}, to which capacities are rounded"
             near = nearest_divisors(self.multiple, ROUNDED_ROWS)
             raise ConfigError("model.moe.static.multiple", self.multiple, rule, nearest=near)
+
+
+@dataclass(frozen=True)
+class EchoConfig:
+    """Elastic cloning of hot experts (docs/echo.md), for dispatcher=static."""
+
+    spares: int = 0  # slots of a rank for experts of others; 0: off
+    # which experts get clones, and where
+    algorithm: CloneAlgorithm = CloneAlgorithm.one_shot_greedy
+    # a rank may have so much more than the mean number of rows before its experts are cloned
+    threshold: float = 0.0
+    check: bool = False  # stop if a token's choices or a plan's sums do not add up; costs time
+
+    def __post_init__(self) -> None:
+        at_least("model.moe.echo", self, 0, "spares", "threshold")
 
 
 @dataclass(frozen=True)
@@ -79,6 +95,7 @@ class MoEConfig:
     force_balance: bool = False
     dispatcher: DispatcherKind = DispatcherKind.auto  # transport of tokens to experts
     static: StaticConfig = field(default_factory=StaticConfig)  # options of dispatcher=static
+    echo: EchoConfig = field(default_factory=EchoConfig)  # clones of experts that get many tokens
     # on a GPU the shared expert computes while tokens travel to the routed ones
     shared_overlap: bool = False
     # rows of the busiest expert-parallel rank over the mean that memory is planned for

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from app.choices import Dtype, GraphImpl, StaticTransport
 from app.config import ModelConfig, Run
@@ -29,6 +29,8 @@ from app.model.block import DenseBody, Layer
 from app.model.chunk import Chunk
 from app.model.init import init_weights
 from app.model.peers import Peers
+from app.moe.clones.cloning import CLONE_SUMS, Cloning
+from app.moe.clones.transport import CollectiveClones
 from app.moe.dispatch.all_gather import AllGatherDispatcher
 from app.moe.dispatch.all_to_all import AllToAllDispatcher
 from app.moe.dispatch.local import LocalDispatcher
@@ -49,6 +51,7 @@ from app.plan.dispatchers.local import PlannedLocal
 from app.plan.dispatchers.stash import planned_stash
 from app.plan.dispatchers.static import PlannedStatic
 from app.plan.memory.activations import captured_phases
+from app.plan.model.experts import ExpertWeights
 from app.plan.plan import Plan
 from app.plan.recompute import RecomputePolicy, recompute_policy
 from app.plan.sharding.blocks import ShardCoords
@@ -90,6 +93,24 @@ class Engine:
             for name, module in chunk.named_modules():
                 if isinstance(module, Router):
                     yield name, module
+
+    @property
+    def cloning(self) -> Cloning | None:
+        """What has hot experts cloned; None: nothing does."""
+        return self.dispatcher.cloning if isinstance(self.dispatcher, StaticDispatcher) else None
+
+    def start_step(self) -> None:
+        """Forget what routers and clones have counted of the step before."""
+        for _, router in self.routers():
+            router.start_step()
+        if self.cloning is not None:
+            self.cloning.start_step()
+
+    def clone_sums(self) -> dict[str, Tensor]:
+        """What clones of this rank's group have counted since `start_step`, scalars."""
+        if self.cloning is None:
+            return {}
+        return dict(zip(CLONE_SUMS, self.cloning.sums_4.unbind(), strict=True))
 
     def all_rows(self) -> AbstractContextManager[None]:
         """Within the block experts have memory for all their rows; nothing can be captured."""
@@ -248,10 +269,31 @@ def build_dispatcher(
         case PlannedStatic():
             collective = CollectiveTransport(group, planned.experts, planned.etp)
             peer = build_peer_transport(run, planned, group, device=device)
+            cloning = build_cloning(run, planned, group, device=device)
             return StaticDispatcher(
-                planned, collective, peer, ep_rank=peers.ep_rank, device=device, stash=stash
+                planned,
+                collective,
+                peer,
+                ep_rank=peers.ep_rank,
+                device=device,
+                stash=stash,
+                cloning=cloning,
             )
     raise AssertionError(f"{planned.kind} has no module")
+
+
+def build_cloning(
+    run: Run, planned: PlannedStatic, group: dist.ProcessGroup, *, device: torch.device
+) -> Cloning | None:
+    """What has hot experts cloned between the ranks of `group`; None: nothing does."""
+    echo = planned.moe.echo
+    if not echo.spares:
+        return None
+    weights = ExpertWeights.of(run.model.hidden_size, planned.moe.ffn_hidden_size, planned.own)
+    both = weights.w_up, weights.w_down
+    shapes = [torch.Size(ShardCoords().shape(weight)[1:]) for weight in both]
+    transport = CollectiveClones(group, planned.own, echo.spares, shapes=shapes, device=device)
+    return Cloning(echo, transport, rank=group.rank(), device=device)
 
 
 def build_peer_transport(

@@ -24,7 +24,8 @@ and O widths, T rows, E experts of this rank, D hidden, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -32,6 +33,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from app.model.clones import LentWeight
 from app.model.linear_backend import (
     GroupedLinearBackend,
     LinearBackend,
@@ -48,7 +50,7 @@ from app.model.tensor_parallel import (
     start_gather,
     start_scatter,
 )
-from app.model.weight_grads import FetchedGrad, WeightGrad, WeightGradSink
+from app.model.weight_grads import FetchedGrad, GradWithLent, WeightGrad, WeightGradSink
 from app.plan.model.weight import Weight
 
 
@@ -154,16 +156,18 @@ class GroupedLinear(LinearModule):
         ends_E: Tensor,
         sink: WeightGradSink | None = None,
         keep: Keep | None = None,
+        lent: LentWeight | None = None,
     ) -> Tensor:
         """T × I -> T × O; expert e owns rows ends[e-1] to ends[e] (int32, on the rows' device).
 
         Rows from ends[-1] on are uninitialised in the result and in the gradient. What the gradient
-        of the weight is made of waits in memory that `keep` finds for it, if it has to wait.
+        of the weight is made of waits in memory that `keep` finds for it, if it has to wait. The
+        last experts may be `lent` by other ranks.
         """
-        if sink is None:
+        if sink is None and lent is None:
             return self.backend.output(rows_TI, self.weight, ends_E)
         out_TO: Tensor = _GroupedLinear.apply(
-            rows_TI, self.weight, ends_E, self.backend, sink, keep
+            rows_TI, self.weight, ends_E, self.backend, sink, keep, lent
         )
         return out_TO
 
@@ -226,34 +230,68 @@ class _GroupedLinear(torch.autograd.Function):
         weight_EIO: nn.Parameter,
         ends_E: Tensor,
         backend: GroupedLinearBackend,
-        sink: WeightGradSink,
+        sink: WeightGradSink | None,
         keep: Keep | None,
+        lent: LentWeight | None,
     ) -> Tensor:
         ctx.save_for_backward(rows_TI, ends_E)
         ctx.keep = keep
         ctx.weight_EIO = weight_EIO
         ctx.backend = backend
         ctx.sink = sink
-        return backend.output(rows_TI, weight_EIO, ends_E)
+        ctx.lent = lent
+        own_E = ends_E[: len(weight_EIO)]
+        out_TO = backend.output(rows_TI, weight_EIO, own_E)
+        if lent is not None:
+            backend.add_groups(out_TO, rows_TI, lent.fetch(weight_EIO), ends_E=ends_E)
+        return out_TO
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_TO: Tensor) -> tuple[Tensor | None, ...]:
         rows_TI, ends_E = ctx.saved_tensors
+        weight_EIO, sink, lent = ctx.weight_EIO, ctx.sink, ctx.lent
         backend: GroupedLinearBackend = ctx.backend
         grad_TO = grad_TO.contiguous()
-        gradient = backend.weight_grad(grad_TO, rows_TI, ends_E)
-        if ctx.keep is not None and ctx.sink.deferred:
-            gradient = _kept(backend, ctx.keep, grad_TO, rows_TI=rows_TI, ends_E=ends_E)
-        ctx.sink.push(ctx.weight_EIO, gradient)
-        return backend.input_grad(grad_TO, ctx.weight_EIO, ends_E), None, None, None, None, None
+        gradient_of = partial(_gradient, backend, ends_E, len(weight_EIO), lent=lent)
+        gradient = gradient_of(grad_TO, rows_TI)
+        if ctx.keep is not None and sink is not None and sink.deferred:
+            gradient = _kept(gradient_of, ctx.keep, grad_TO, rows_TI=rows_TI)
+        if sink is not None:
+            sink.push(weight_EIO, gradient)
+        grad_TI = backend.input_grad(grad_TO, weight_EIO, ends_E[: len(weight_EIO)])
+        if lent is not None:
+            lent_GIO = lent.fetch(weight_EIO)
+            backend.add_groups(grad_TI, grad_TO, lent_GIO, ends_E=ends_E, transposed=True)
+        weight_grad = gradient() if sink is None else None
+        return grad_TI, weight_grad, None, None, None, None, None
+
+
+def _gradient(
+    backend: GroupedLinearBackend,
+    ends_E: Tensor,
+    own: int,
+    grad_TO: Tensor,
+    rows_TI: Tensor,
+    *,
+    lent: LentWeight | None,
+) -> WeightGrad:
+    """Of this rank's `own` experts, the first ones, wherever their rows are."""
+    gradient = backend.weight_grad(grad_TO, rows_TI, ends_E[:own])
+    if lent is None:
+        return gradient
+    return GradWithLent(gradient, backend.weight_grad(grad_TO, rows_TI, ends_E, first=own), lent)
 
 
 def _kept(
-    backend: GroupedLinearBackend, keep: Keep, grad_TO: Tensor, *, rows_TI: Tensor, ends_E: Tensor
+    gradient_of: Callable[[Tensor, Tensor], WeightGrad],
+    keep: Keep,
+    grad_TO: Tensor,
+    *,
+    rows_TI: Tensor,
 ) -> WeightGrad:
     """The gradient of a weight, whose operands are put away until it is wanted."""
     operands = keep(grad_TO), keep(rows_TI)
     for source, operand in zip(operands, (grad_TO, rows_TI), strict=True):
         source.add_reader(operand)
-    return FetchedGrad(lambda: backend.weight_grad(operands[0].read(), operands[1].read(), ends_E))
+    return FetchedGrad(lambda: gradient_of(operands[0].read(), operands[1].read()))

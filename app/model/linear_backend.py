@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from app.model.weight_grads import GroupedLinearGrad, LinearGrad, WeightGrad
+from app.model.weight_grads import GroupedLinearGrad, LinearGrad, WeightGrad, first_row
 
 
 class LinearBackend(Protocol):
@@ -43,9 +43,24 @@ class GroupedLinearBackend(Protocol):
     def input_grad(self, grad_TO: Tensor, weight_EIO: Tensor, ends_E: Tensor) -> Tensor:
         """Rows of expert e of the output's gradient, contiguous, times weight[e]ᵀ."""
 
-    def weight_grad(self, grad_TO: Tensor, rows_TI: Tensor, ends_E: Tensor) -> WeightGrad:
-        """rows[e]ᵀ · grad[e] of every expert e, E × I × O: its operands, nothing is computed yet;
-        `grad_TO` is contiguous.
+    def weight_grad(
+        self, grad_TO: Tensor, rows_TI: Tensor, ends_E: Tensor, first: int = 0
+    ) -> GroupedLinearGrad:
+        """rows[e]ᵀ · grad[e] of every expert e from `first` on, E × I × O: its operands, nothing is
+        computed yet; `grad_TO` is contiguous.
+        """
+
+    def add_groups(
+        self,
+        out_TO: Tensor,
+        rows_TI: Tensor,
+        weight_GIO: Tensor,
+        *,
+        ends_E: Tensor,
+        transposed: bool = False,
+    ) -> None:
+        """Put into `out` what the last G experts make of their rows, whose weights lie elsewhere
+        than those of the others; `transposed`: with weight[g]ᵀ.
         """
 
 
@@ -84,9 +99,26 @@ class TorchGroupedLinear:
         grad_TI: Tensor = F.grouped_mm(grad_TO, weight_EIO.transpose(1, 2), offs=ends_E)
         return grad_TI
 
-    def weight_grad(self, grad_TO: Tensor, rows_TI: Tensor, ends_E: Tensor) -> WeightGrad:
+    def weight_grad(
+        self, grad_TO: Tensor, rows_TI: Tensor, ends_E: Tensor, first: int = 0
+    ) -> GroupedLinearGrad:
         """See the protocol."""
-        return GroupedLinearGrad(rows_TI, grad_TO, ends_E)
+        return GroupedLinearGrad(rows_TI, grad_TO, ends_E, first=first)
+
+    def add_groups(
+        self,
+        out_TO: Tensor,
+        rows_TI: Tensor,
+        weight_GIO: Tensor,
+        *,
+        ends_E: Tensor,
+        transposed: bool = False,
+    ) -> None:
+        """See the protocol; on a GPU by a kernel that reads on the device where the rows begin."""
+        first = len(ends_E) - len(weight_GIO)
+        matrix_GIO = weight_GIO.transpose(1, 2) if transposed else weight_GIO
+        begin = first_row(ends_E, first)
+        out_TO[begin:] = F.grouped_mm(rows_TI[begin:], matrix_GIO, offs=ends_E[first:] - begin)
 
 
 def linear_backend() -> LinearBackend:

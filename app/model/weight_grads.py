@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from app.kernels.common import moves_tiles, usable
 from app.kernels.grouped_gradient import add_grouped_gradient
+from app.model.clones import LentWeight
 from app.torch_versions import add_product
 
 
@@ -81,11 +82,12 @@ class LinearGrad(WeightGrad):
 
 @dataclass(frozen=True, slots=True)
 class GroupedLinearGrad(WeightGrad):
-    """rows[e]ᵀ · grad[e] for every expert e."""
+    """rows[e]ᵀ · grad[e] for every expert e from `first` on."""
 
     rows_TI: Tensor
     grad_TO: Tensor
     ends_E: Tensor
+    first: int = 0
 
     def __call__(self) -> Tensor:
         """[E, I, O] in the type of the rows."""
@@ -100,6 +102,42 @@ class GroupedLinearGrad(WeightGrad):
             add_grouped_gradient(total, self.rows_TI, self.grad_TO, ends_E=self.ends_E)
         else:
             total.add_(self())
+
+    def write_to(self, out_GIO: Tensor) -> None:
+        """Into fp32 memory, rounded once; undefined for experts without rows."""
+        begin = first_row(self.ends_E, self.first)
+        ends_G = self.ends_E[self.first :] - begin
+        rows_TI, grad_TO = (each[begin:].float() for each in (self.rows_TI, self.grad_TO))
+        out_GIO.copy_(F.grouped_mm(rows_TI.T, grad_TO, offs=ends_G))
+
+
+@dataclass(frozen=True, slots=True)
+class GradWithLent(WeightGrad):
+    """The gradient of this rank's experts, some of whose rows other ranks have."""
+
+    own: WeightGrad
+    lent: GroupedLinearGrad  # of experts that other ranks have lent to this one
+    weight: LentWeight
+
+    def __call__(self) -> Tensor:
+        """Compute both, exchange what is lent."""
+        total = self.own()
+        self._exchange(total)
+        return total
+
+    def add_to(self, total: Tensor) -> None:
+        """Add this rank's part, then what comes home."""
+        self.own.add_to(total)
+        self._exchange(total)
+
+    def _exchange(self, total: Tensor) -> None:
+        self.lent.write_to(self.weight.grads())
+        self.weight.add_home(total)
+
+
+def first_row(ends_E: Tensor, expert: int) -> int:
+    """Where the rows of an expert begin; waits for the device."""
+    return int(ends_E[expert - 1]) if expert else 0
 
 
 AddGrad = Callable[[nn.Parameter, WeightGrad], None]  # adds to the gradient sum of a parameter

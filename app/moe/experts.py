@@ -6,17 +6,27 @@ hidden width of an expert.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import partial
 
 from torch import Tensor, nn
 
 from app.choices import Recompute
+from app.model.clones import LentWeight
 from app.model.layers import swiglu
 from app.model.linear import GroupedLinear
 from app.model.peers import ALONE, Peers
 from app.model.recompute import Keep, Recomputation
 from app.model.weight_grads import WeightGradSink
 from app.plan.model.experts import ExpertWeights
+
+
+@dataclass(frozen=True, slots=True)
+class LentExperts:
+    """Experts of other ranks that compute rows here, behind those of this rank's own."""
+
+    up: LentWeight
+    down: LentWeight
 
 
 class Experts(nn.Module):
@@ -38,24 +48,27 @@ class Experts(nn.Module):
         sink: WeightGradSink | None = None,
         recompute: Recomputation | None = None,
         keep: Keep | None = None,
+        lent: LentExperts | None = None,
     ) -> Tensor:
         """(silu(r·up[:, :F]) · (r·up[:, F:]))·down of every row r, with the weights of its expert.
 
         R × D -> R × D (SwiGLU, arXiv 2002.05202); rows and `ends_E` as in `GroupedLinear`.
         `recompute` may have backward compute the activation again. `keep` says where backward has
         rows from: those that came, those between the products, and the result for who reads that.
+        The last rows may be of experts that are `lent` by other ranks.
         """
+        up, down = (None, None) if lent is None else (lent.up, lent.down)
 
         def kept(rows: Tensor) -> Tensor:
             if keep is not None and recompute is not None:
                 recompute.replace(rows, keep(rows))
             return rows
 
-        both_R2F = kept(self.w_up.forward(kept(rows_RD), ends_E, sink, keep))
+        both_R2F = kept(self.w_up.forward(kept(rows_RD), ends_E, sink, keep=keep, lent=up))
         # there may be several times as many rows as tokens, and only the device knows
         activation = partial(swiglu, used=ends_E[-1:])
         if recompute is not None and recompute.recomputes(Recompute.experts_act):
             act_RF = recompute.checkpoint_and_discard(Recompute.experts_act, activation, both_R2F)
         else:
             act_RF = kept(activation(both_R2F))
-        return kept(self.w_down.forward(act_RF, ends_E, sink, keep))
+        return kept(self.w_down.forward(act_RF, ends_E, sink, keep=keep, lent=down))

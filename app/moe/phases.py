@@ -258,6 +258,7 @@ class MoEBody(Body, Generic[Prepared, Origin]):
                 context.sink,
                 recompute=context.recompute,
                 keep=dispatched.keep,
+                lent=dispatched.lent,
             ),
         )
 

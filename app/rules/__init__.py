@@ -11,6 +11,7 @@ from app.config import Run
 from app.errors import ConfigError
 from app.rules.graphs import check_graphs_beside, check_graphs_choice, check_recompute
 from app.rules.layout import (
+    check_clones,
     check_context_parallel,
     check_expert_parallel,
     check_expert_widths,
@@ -33,6 +34,7 @@ RULES: tuple[Callable[[Run], None], ...] = (
     check_context_parallel,
     check_layout,
     check_static_dispatch,
+    check_clones,
     check_recompute,
     check_expert_widths,
     check_batch,

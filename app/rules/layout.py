@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import fields
 
-from app.choices import CpComm, Device, DispatcherKind, Dtype, StaticCapacity
+from app.choices import CloneAlgorithm, CpComm, Device, DispatcherKind, Dtype, StaticCapacity
 from app.config import Run
-from app.config.model import StaticConfig
+from app.config.model import EchoConfig, StaticConfig
 from app.errors import ConfigError, FirstOf, Instead, nearest_divisors, nearest_multiples
 from app.plan.cost.traffic import parts_side_by_side
 from app.plan.dispatchers.choose import (
@@ -121,9 +121,45 @@ def check_static_dispatch(run: Run) -> None:
         cpu = run.train.device is Device.cpu
         rule = "is for GPUs" if cpu else f"the {dispatcher.ranks} ranks lie in several nodes"
         raise ConfigError(key, static.transport, rule, nearest="collective")
-    if moe.num_experts > MOST_IDS:
-        rule = f"takes at most {MOST_IDS} experts"
+    if dispatcher.ranks * dispatcher.experts > MOST_IDS:
+        rule = f"takes at most {MOST_IDS} experts and slots for clones"
         raise ConfigError(key, static.transport, rule, nearest="collective")
+
+
+def check_clones(run: Run) -> None:
+    """Clones of hot experts have ranks to go to, and a dispatcher that takes tokens there."""
+    moe = run.model.moe
+    if moe is None:
+        return
+    echo, section = moe.echo, "model.moe.echo"
+    if not echo.spares:
+        for field in fields(EchoConfig):
+            if getattr(echo, field.name) != field.default:
+                rule = "there are no slots for clones, spares=0"
+                near = (Instead(f"{section}.spares=1"), field.default)
+                key = f"{section}.{field.name}"
+                raise ConfigError(key, getattr(echo, field.name), rule, nearest=near)
+        return
+    key = f"{section}.spares"
+    dispatcher = run_dispatcher(run)
+    if run.parallel.ep == 1:
+        rule = "parallel.ep=1: no other rank has experts to be cloned"
+        raise ConfigError(key, echo.spares, rule, nearest=0)
+    if not isinstance(dispatcher, PlannedStatic):
+        rule = f"is for dispatcher=static, not {moe.dispatcher.value}"
+        near = (Instead("model.moe.dispatcher=static"), 0)
+        raise ConfigError(key, echo.spares, rule, nearest=near)
+    if dispatcher.etp > 1:
+        rule = f"clones are of whole experts, and these lie in {dispatcher.etp} parts"
+        raise ConfigError(key, echo.spares, rule, nearest=(Instead("parallel.etp=1"), 0))
+    most = moe.num_experts - dispatcher.own
+    if echo.spares > most:
+        rule = f"only {most} experts are on other ranks"
+        raise ConfigError(key, echo.spares, rule, nearest=most)
+    if echo.spares > 1 and echo.algorithm is CloneAlgorithm.approx_bin_packing:
+        rule = "algorithm=approx_bin_packing fills one slot of a rank"
+        near = (Instead(f"{section}.algorithm=one_shot_greedy"), 1)
+        raise ConfigError(key, echo.spares, rule, nearest=near)
 
 
 def _shares(ep: int, num_experts: int) -> tuple[FirstOf, ...]:

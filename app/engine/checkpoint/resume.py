@@ -58,6 +58,8 @@ FREE = frozenset((
     "model.moe.dispatcher", "model.moe.static.transport", "model.moe.static.capacity",
     "model.moe.static.factor", "model.moe.static.multiple", "model.moe.static.on_overflow",
     "model.moe.static.stash",
+    "model.moe.echo.spares", "model.moe.echo.algorithm", "model.moe.echo.threshold",
+    "model.moe.echo.check",
     "model.moe.shared_overlap", "model.moe.pad_to_capacity",
     "loss.chunk_tokens", "train.device", "train.deterministic",
     # Plans only.

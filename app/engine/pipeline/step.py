@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -40,8 +40,7 @@ def run_passes(engine: Engine, forward_backward: ForwardBackward, step: StepInpu
     optimizer = engine.optimizer
     optimizer.begin()
     optimizer.zero_grad()
-    for _, router in engine.routers():
-        router.start_step()
+    engine.start_step()
     totals = forward_backward(step)
     optimizer.finish_grads()
     return Passes(
@@ -123,7 +122,7 @@ class TrainingStep:
         attempt = partial(self._attempt, step, lr=lr, weight_decay=weight_decay)
         if self.shortage is not None:
             self.shortage.begin()
-        totals, facts_8 = attempt(self.captured if captures else self.eager)
+        totals, sums = attempt(self.captured if captures else self.eager)
         self.taken += 1
         if following is not None:
             self.engine.watchdog.rest("reading the next batches")
@@ -131,13 +130,13 @@ class TrainingStep:
             with suppress(Exception):
                 self.loader.start(following())
             self.engine.watchdog.note("the end of the step")
-        facts = _unpack(facts_8)
+        facts = sums.read()
         if self.shortage is not None:
             lacked = facts.missing > 0
             if lacked:
                 with self.shortage.again():
-                    totals, facts_8 = attempt(self.with_all_rows)
-                facts = _unpack(facts_8)
+                    totals, sums = attempt(self.with_all_rows)
+                facts = sums.read()
             facts = replace(facts, reruns=int(lacked))
             if self.shortage.grows(lacked):
                 self._capture_anew()
@@ -155,21 +154,32 @@ class TrainingStep:
         *,
         lr: float,
         weight_decay: float,
-    ) -> tuple[StepTotals, Tensor]:
-        """Passes, and the update that follows unless it is skipped; totals, and what `_unpack`
-        takes.
+    ) -> tuple[StepTotals, StepSums]:
+        """Passes, and the update that follows unless it is skipped; totals, and what the host
+        learns.
         """
         passes = run_all(step)
         totals = passes.totals
-        missing = 0.0 if self.shortage is None else self.shortage.lacks()
-        facts_7 = _pack(passes.norm_sq, totals, passes.zeros, missing=missing, request=self.request)
-        all_reduce(facts_7, self.engine.groups.world)
-        norm = facts_7[NORM_SQ].sqrt()
+        sums = StepSums.of(
+            {
+                "norm_sq": passes.norm_sq,
+                "loss": totals.loss,
+                "aux_loss": totals.aux_loss,
+                "z_loss": totals.z_loss,
+                "zeros": passes.zeros,
+                "missing": 0.0 if self.shortage is None else self.shortage.lacks(),
+                "stop": float(self.request.wanted),
+                **self.engine.clone_sums(),
+            },
+            passes.norm_sq,
+        )
+        all_reduce(sums.values_N, self.engine.groups.world)
+        norm = sums["norm_sq"].sqrt()
         if self.shortage is not None:  # no update from numbers that lack rows
-            norm = norm.masked_fill(facts_7[MISSING] > 0, math.inf)
+            norm = norm.masked_fill(sums["missing"] > 0, math.inf)
         skipped = self.engine.optimizer.step(lr, weight_decay, norm, step.scale)
         self._balance(totals, skipped)
-        return totals, torch.cat((facts_7, skipped[None]))
+        return totals, sums.with_value("skipped", skipped)
 
     def _balance(self, totals: StepTotals, skipped: Tensor) -> None:
         """Move the routers' bias against the step's load, if it is on; not on a skipped step."""
@@ -183,40 +193,34 @@ class TrainingStep:
             router.bias_E.copy_(torch.where(skipped > 0, router.bias_E, moved_E))
 
 
-NORM_SQ, MISSING = 0, 5  # places of what `_pack` packs that the device reads too
+@dataclass(frozen=True, slots=True)
+class StepSums:
+    """Numbers of a step on the device, which one all-reduce turns into sums over all ranks."""
 
+    names: tuple[str, ...]  # fields of `StepFacts`
+    values_N: Tensor  # fp32
 
-def _pack(
-    norm_sq: Tensor,
-    totals: StepTotals,
-    zeros: Tensor | float,
-    *,
-    missing: Tensor | float,
-    request: StopRequest,
-) -> Tensor:
-    """Sums of this rank that one all-reduce turns into sums over the step; fp32 [7]."""
+    @classmethod
+    def of(cls, parts: Mapping[str, Tensor | float], like: Tensor) -> StepSums:
+        """Of this rank; `like`: any tensor on the device."""
 
-    def scalar(part: Tensor | float) -> Tensor:
-        # new_full is a kernel; a tensor made from a number of the host would wait for the device
-        return part.float() if isinstance(part, Tensor) else norm_sq.new_full((), part)
+        def scalar(part: Tensor | float) -> Tensor:
+            # new_full is a kernel; a tensor made from a number of the host waits for the device
+            return part.float() if isinstance(part, Tensor) else like.new_full((), part)
 
-    parts = (norm_sq, totals.loss, totals.aux_loss, totals.z_loss, zeros, missing)
-    return torch.stack([scalar(part) for part in (*parts, float(request.wanted))])
+        return cls(tuple(parts), torch.stack([scalar(part) for part in parts.values()]))
 
+    def __getitem__(self, name: str) -> Tensor:
+        """One of them, a scalar."""
+        return self.values_N[self.names.index(name)]
 
-def _unpack(facts_8: Tensor) -> StepFacts:
-    """Waits for what `_pack` has packed, and whether the update was skipped."""
-    norm_sq, loss, aux_loss, z_loss, zeros, missing, stop, skipped = facts_8.tolist()
-    return StepFacts(
-        norm_sq=norm_sq,
-        loss=loss,
-        aux_loss=aux_loss,
-        z_loss=z_loss,
-        zeros=zeros,
-        missing=missing,
-        stop=stop,
-        skipped=skipped,
-    )
+    def with_value(self, name: str, value: Tensor) -> StepSums:
+        """These and one more, which is the same on all ranks."""
+        return StepSums((*self.names, name), torch.cat((self.values_N, value[None])))
+
+    def read(self) -> StepFacts:
+        """On the host, which waits for them."""
+        return StepFacts(**dict(zip(self.names, self.values_N.tolist(), strict=True)))
 
 
 class Validation:

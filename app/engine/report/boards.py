@@ -32,7 +32,8 @@ PANELS = {
     "perf": ("time", "step_ms", "data_wait_ms", "checkpoint_blocked_ms", "tokens_per_s",
              "tokens_per_s_per_gpu", "tflops_per_gpu", "mfu"),
     "memory": ("memory_allocated_gib", "memory_reserved_gib", "memory_peak_gib"),
-    "moe": ("moe_load_mean", "moe_load_worst", "moe_dropped", "reruns"),
+    "moe": ("moe_load_mean", "moe_load_worst", "moe_dropped", "reruns", "moe_rank_load_before",
+            "moe_rank_load_after", "moe_clones"),
     "graphs": ("graph_count", "graph_capture_s", "graph_objects_gib", "graph_static_gib",
                "graph_cut_gib", "graph_pool_gib"),
 }  # fmt: skip

@@ -65,6 +65,11 @@ class StepReport:
     moe_dropped: float | None = None
     # 1 when the step was taken again, as experts had no memory for all their rows
     reruns: int | None = None
+    # rows of the busiest expert-parallel rank over the mean: by what routers chose, without clones
+    moe_rank_load_before: float | None = None
+    moe_rank_load_after: float | None = None  # the same as the ranks computed it, with clones
+    # experts whose weights went to another rank, of all layers and microbatches
+    moe_clones: int | None = None
     loss_scale: float | None = None  # factor on the loss in this step
     grad_zeros: int | None = None  # zero elements of the gradient
     # for which saving the step before has held up this one, ms
@@ -127,6 +132,11 @@ class StepFacts:
     scale: float | None = None  # factor on the loss
     # 1 when the step was taken again, with memory for all rows; None: there always is
     reruns: int | None = None
+    # sums over all ranks of what their groups count (`app.moe.clones.cloning`)
+    busiest_before: float = 0.0
+    busiest_after: float = 0.0
+    routed_rows: float = 0.0
+    clones: float = 0.0
 
 
 class Meter:
@@ -187,8 +197,20 @@ class Meter:
             loss_scale=facts.scale,
             grad_zeros=int(facts.zeros) if self.run.optim.count_zeros else None,
             checkpoint_blocked_ms=None if times.blocked is None else times.blocked * 1e3,
+            **self._clones(facts),
             **measured,
         )
+
+    def _clones(self, facts: StepFacts) -> dict[str, Any]:
+        """What cloning did to loads in this step, where there is any."""
+        if self.engine.cloning is None:
+            return {}
+        ranks = self.engine.groups.layout.ep
+        return {
+            "moe_rank_load_before": facts.busiest_before * ranks / facts.routed_rows,
+            "moe_rank_load_after": facts.busiest_after * ranks / facts.routed_rows,
+            "moe_clones": round(facts.clones / ranks),
+        }
 
     def _memory(self) -> dict[str, Any]:
         found = memory_gib(self.engine.device)

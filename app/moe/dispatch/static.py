@@ -17,6 +17,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from app.moe.clones.cloning import Cloning
+from app.moe.clones.record import Clones
 from app.moe.dispatch.expert_rows import ExpertRows, place_rows, zero_gaps
 from app.moe.dispatch.peer import PeerTransport
 from app.moe.dispatch.stash import Stash, StashedRows
@@ -32,6 +34,7 @@ class Places:
     rows: ExpertRows
     experts_TK: Tensor  # what this rank's own tokens have chosen
     num_rows: int  # R
+    clones: Clones | None = None  # of experts that have rows here or there; None: nothing is cloned
 
 
 class StaticDispatcher:
@@ -57,9 +60,11 @@ class StaticDispatcher:
         ep_rank: int,
         device: torch.device,
         stash: Stash | None = None,
+        cloning: Cloning | None = None,
     ) -> None:
         """`peer` carries as many tokens as it has memory for, `collective` other numbers of them,
         with equal bits. `stash` keeps what backward needs of rows; None: autograd, all of them.
+        `cloning` sends choices of hot experts to clones; None: each goes to its expert.
         """
         self.planned = planned
         self.collective = collective
@@ -68,6 +73,7 @@ class StaticDispatcher:
         # int32 [1]: most rows that a microbatch has lacked since this was cleared; 0: none
         self.missing = torch.zeros(1, dtype=torch.int32, device=device)
         self.stash = stash
+        self.cloning = cloning
         self._counts_rows = False
 
     def clear(self) -> None:
@@ -111,6 +117,9 @@ class StaticDispatcher:
         """
         assert rows_per_expert is None, "model.moe.pad_to_capacity is refused"
         tokens = len(experts_TK)
+        clones = None
+        if self.cloning is not None:
+            experts_TK, clones = self.cloning.plan(experts_TK, self.planned.moe.num_experts)
         num_rows = self.planned.rows(tokens).computed
         if self._counts_rows:
             num_rows = self.planned.worst_rows(tokens)
@@ -123,10 +132,10 @@ class StaticDispatcher:
         )
         if not self._counts_rows:
             torch.maximum(self.missing, rows.needed - num_rows, out=self.missing)
-            return Places(rows, experts_TK, num_rows)
+            return Places(rows, experts_TK, num_rows, clones=clones)
         needed = int(rows.needed)
         row_of_NK = rows.row_of_NK.clamp(max=needed)  # R, which means no row here, is `needed` now
-        return Places(replace(rows, row_of_NK=row_of_NK), experts_TK, needed)
+        return Places(replace(rows, row_of_NK=row_of_NK), experts_TK, needed, clones=clones)
 
     def dispatch(self, x_TD: Tensor, prepared: Places) -> tuple[Dispatched, Places]:
         """T × D -> R × D, expert-major."""
@@ -135,7 +144,10 @@ class StaticDispatcher:
         keep = None
         if self.stash is not None and not self._counts_rows:
             keep = partial(StashedRows.of, self.stash, ends_E)
-        return Dispatched(rows_RD, ends_E, keep), prepared
+        lent = None
+        if self.cloning is not None and prepared.clones is not None:
+            lent = self.cloning.lent(prepared.clones)
+        return Dispatched(rows_RD, ends_E, keep, lent=lent), prepared
 
     def combine(self, expert_out_RD: Tensor, probs_TK: Tensor, origin: Places) -> Tensor:
         """R × D -> T × D."""

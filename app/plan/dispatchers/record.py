@@ -70,6 +70,15 @@ class TokenExchange:
 
 
 @dataclass(frozen=True, slots=True)
+class LentMatrices:
+    """What exchanging the matrices of lent experts, of one kind, adds to their grouped product."""
+
+    scratch: tuple[int, int]  # bytes alive meanwhile, forward and backward
+    sends: Sends  # at most: where as many experts are lent as there are slots
+    kernels: int  # launches of its forward
+
+
+@dataclass(frozen=True, slots=True)
 class SmallerOption:
     """A key of `model.moe` with which a dispatcher needs less memory."""
 
@@ -195,6 +204,12 @@ class PlannedDispatcher(ABC):
     def held(self, tokens: Tokens) -> int:
         """Bytes that a rank holds for its exchange from the start to the end of a run."""
         return 0
+
+    def lent(self, matrix: int, size: int) -> LentMatrices | None:
+        """Exchanges of a kind of matrices with so many elements of so many bytes; None: ranks lend
+        each other no experts.
+        """
+        return None
 
     def smaller(self) -> Iterator[SmallerOption]:
         """Options of its own that are not set and would make a run smaller."""

@@ -12,6 +12,7 @@ from typing import ClassVar
 from app.choices import DispatcherKind, StaticCapacity, StaticTransport
 from app.config.model import ROUNDED_ROWS
 from app.plan.dispatchers.record import (
+    LentMatrices,
     PlannedDispatcher,
     RowCounts,
     SmallerOption,
@@ -24,6 +25,10 @@ from app.plan.trace.trace import Sends, Trace, TracedTensor
 
 EXPERT_ID, PLACE, PROBABILITY = 2, 4, 4  # bytes for each choice of a token: expert, row, share
 MOST_IDS = 2**15 - 1  # of experts, for EXPERT_ID bytes
+COUNT = 8  # bytes of a number of tokens, in plans of clones
+GRADIENT = 4  # bytes of an element of a clone's gradients
+# launches: of a plan of clones and of what counts for it; of sending a kind of matrices
+PLAN_KERNELS, PEER_KERNELS, COLLECTIVE_KERNELS = 12, 3, 8
 HEADROOM = 1.1  # of rows that there is memory for once more, over what was needed
 
 
@@ -44,13 +49,23 @@ class PlannedStatic(PlannedDispatcher):
         """Whether ranks read and write each other's memory."""
         transport = self.moe.static.transport
         if transport is StaticTransport.auto:
-            return self.one_node and self.moe.num_experts <= MOST_IDS
+            return self.one_node and self.ep * self.experts <= MOST_IDS
         return transport is StaticTransport.peer
 
     @property
     def stashes(self) -> bool:
         """If it is asked for."""
         return self.moe.static.stash is not None
+
+    @property
+    def own(self) -> int:
+        """Experts of one rank without clones of others."""
+        return self.moe.num_experts // self.ep
+
+    @property
+    def experts(self) -> int:
+        """Experts that may have rows on one rank: its own, and in slots those of others."""
+        return self.own + self.moe.echo.spares
 
     def summary(self, tokens: int) -> str:
         """How tokens travel, and how many rows of experts there is memory for."""
@@ -60,7 +75,31 @@ class PlannedStatic(PlannedDispatcher):
         if rows < self.worst_rows(tokens):
             times = f"{rows / self.mean_rows(tokens):.2f} times the mean"
             limit = f"{times}; a step that needs more is taken again"
-        return f"static, {how}; memory for {rows:,} rows of experts per rank, {limit}"
+        told = f"static, {how}; memory for {rows:,} rows of experts per rank, {limit}"
+        echo = self.moe.echo
+        if not echo.spares:
+            return told
+        slots = f"{echo.spares} slot{'s' if echo.spares > 1 else ''}"
+        return f"{told}; {slots} per rank for clones of hot experts, by {echo.algorithm.value}"
+
+    def held_by_slots(self, expert: int, size: int) -> int:
+        """Bytes that slots for clones take, of experts with so many elements of so many bytes: the
+        weights, and gradients of them.
+        """
+        return self.moe.echo.spares * expert * (size + GRADIENT)
+
+    def lent(self, matrix: int, size: int) -> LentMatrices | None:
+        """By peers in place; by collectives all slots of all ranks, and gradients of all."""
+        spares = self.moe.echo.spares
+        if not spares:
+            return None
+        each, others = spares * matrix, 1 if self.peer else self.ranks - 1
+        sends = self.sends(others * each * size, others * each * (size + GRADIENT))
+        if self.peer:
+            return LentMatrices((0, 0), sends, kernels=PEER_KERNELS)
+        forward = (2 * self.ranks + 1) * each * size
+        backward = max(forward, self.ranks * each * GRADIENT)
+        return LentMatrices((forward, backward), sends, kernels=COLLECTIVE_KERNELS)
 
     def smaller(self) -> Iterator[SmallerOption]:
         """Rows kept compactly, or memory for fewer of them."""
@@ -109,12 +148,28 @@ class PlannedStatic(PlannedDispatcher):
         """All ranks' choices, and the rows of those that are of this rank's experts."""
         choices = tokens.count * self.moe.top_k
         everywhere = self.ranks * choices
+        if self.moe.echo.spares:
+            chosen = self._trace_clones(trace, chosen)
         sends = self._to_all(EXPERT_ID * choices, 0)
         made = 0 if self.peer else EXPERT_ID * everywhere
         (gathered,) = trace.op([], [made], holds=[chosen], kernels=2, sends=sends)
         sizes = PLACE * everywhere, 4 * self.experts, 4
         row_of, ends, _ = trace.op([], sizes, holds=[gathered], kernels=2)
         return TracedRows(chosen, row_of, trace.value(0), ends=ends)
+
+    def _trace_clones(self, trace: Trace, chosen: TracedTensor) -> TracedTensor:
+        """Where choices go once hot experts have clones."""
+        slots = self.ranks * self.moe.echo.spares
+        counts = COUNT * self.ranks * self.moe.num_experts
+        plan = COUNT * slots * (self.moe.num_experts + self.ranks)
+        return trace.op(
+            [],
+            [chosen.bytes],
+            holds=[chosen],
+            scratch=(counts + plan, 0),
+            kernels=PLAN_KERNELS,
+            sends=self._to_all(COUNT * self.moe.num_experts, 0),
+        )[0]
 
     def trace_dispatch(
         self, trace: Trace, tokens: Tokens, h: TracedTensor, rows: TracedRows

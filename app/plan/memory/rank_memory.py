@@ -35,6 +35,7 @@ from app.plan.memory.overheads import (
     WORKSPACES,
 )
 from app.plan.memory.peak import Peak, find_peak
+from app.plan.model.experts import ExpertWeights
 from app.plan.recompute import recompute_policy, thriftiest
 from app.plan.sharding.parameters import chunk_buffers, chunk_parameters
 from app.plan.stages import Stage, StagePlan
@@ -269,6 +270,11 @@ def _dispatch_parts(
     tokens = Tokens(tokens_per_rank(run), run.model.hidden_size, BYTES[run.precision.params])
     if held := dispatcher.held(tokens):
         yield MemoryPart("exchange buffers", held, "which ranks read and write in each other's GPU")
+    one = ExpertWeights.of(tokens.width, dispatcher.moe.ffn_hidden_size, 1)
+    expert = sum(weight.numel for _, weight in one.weights())
+    if slots := dispatcher.held_by_slots(expert, tokens.size):
+        spares = dispatcher.moe.echo.spares
+        yield MemoryPart("clones", slots, f"{spares} of hot experts: weights and fp32 gradients")
     if stash := planned_stash(run, stages, actions):
         times = f"{dispatcher.moe.static.stash:g} × the mean of rows that backward needs"
         yield MemoryPart(

@@ -142,7 +142,7 @@ def _experts(
     filled: int,
 ) -> TracedTensor:
     """Grouped products; `filled`: rows that are somebody's."""
-    product = partial(_grouped, trace, s, ends=ends, filled=filled, stashes=dispatcher.stashes)
+    product = partial(_grouped, trace, s, dispatcher, ends=ends, filled=filled)
     up = product(x, weights.w_up)
     inner = activation(trace, up, Recompute.experts_act)
     out = product(inner, weights.w_down, holds=[x, up])
@@ -158,20 +158,20 @@ def _experts(
 def _grouped(
     trace: Trace,
     s: Sizes,
+    dispatcher: PlannedDispatcher,
     x: TracedTensor,
     weight: Weight,
+    *,
     ends: TracedTensor,
     filled: int,
-    stashes: bool,
     holds: Sequence[TracedTensor] = (),
 ) -> TracedTensor:
-    """Rows times the weight of their expert, of which a rank has a part in each of its experts.
-
-    `stashes`: what a gradient of the weight that waits is made of, is copied back for it.
-    """
+    """Rows times the weight of their expert, of which a rank has a part in each of its experts."""
     _, taken, made = s.shape(weight)
     size = s.weight(weight)
     out = x.bytes // taken * made
+    stashes = dispatcher.stashes  # what a gradient that waits is made of, is copied back for it
+    lent = dispatcher.lent(taken * made, s.size)
     return trace.op(
         [x],
         [out],
@@ -181,5 +181,8 @@ def _grouped(
         added=s.added,
         deferred=s.deferred(size, x.bytes + out if stashes else 0),
         waits=not stashes,
+        scratch=(0, 0) if lent is None else lent.scratch,
+        kernels=1 if lent is None else 1 + lent.kernels,
         flops=2 * filled * taken * made,
+        sends=None if lent is None else lent.sends,
     )[0]

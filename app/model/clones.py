@@ -1,0 +1,26 @@
+"""What a grouped linear layer needs to know of experts that other ranks have lent to this one."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from torch import Tensor
+
+
+class LentWeight(Protocol):
+    """Matrices of s experts of other ranks, whose rows lie behind those of the L experts here.
+
+    All its methods are exchanges between the ranks of the expert group but `grads`: all of them
+    call the same ones in the same order. Nothing waits for the device.
+    """
+
+    def fetch(self, own_LIO: Tensor) -> Tensor:
+        """The matrices that are lent, s × I × O, and those of this rank to who borrows them; valid
+        until the next call for a layer's weight of this kind.
+        """
+
+    def grads(self) -> Tensor:
+        """Where the gradients of what is lent are left: fp32, s × I × O."""
+
+    def add_home(self, total_LIO: Tensor) -> None:
+        """Bring them home, and add what comes for experts of this rank to their sum."""

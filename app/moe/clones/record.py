@@ -1,0 +1,15 @@
+"""Which clones a microbatch has in one layer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Clones:
+    """What the S = R·s slots of R ranks have, on the device; slot j is on rank j // s."""
+
+    expert_S: Tensor  # int64: whose clone a slot has; any where it is empty
+    filled_S: Tensor  # bool

@@ -1,0 +1,102 @@
+"""What carries weights of cloned experts to the ranks with spare slots, and gradients home.
+
+Shapes: R ranks of the expert group, L experts of each, E = R·L · s slots of each, S = R·s, of which
+slot j is on rank j // s · weights of one kind I × O.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from app.collectives import all_to_all
+from app.moe.clones.record import Clones
+from app.moe.dispatch.collectives import gathered
+
+
+class CloneTransport(Protocol):
+    """Exchanges that never wait for the device, so they can be captured; all ranks of the group
+    call the same ones in the same order.
+
+    `kind` counts the matrices of an expert. What lies in slots is valid until the next exchange of
+    the same kind.
+    """
+
+    def gather_counts(self, counts_E: Tensor) -> Tensor:
+        """This rank's tokens for each expert -> those of all ranks, int64 R × E."""
+        ...
+
+    def send(self, kind: int, weight_LIO: Tensor, clones: Clones) -> Tensor:
+        """The matrices of the experts of this rank -> those of its slots, s × I × O; undefined in
+        empty ones.
+        """
+        ...
+
+    def grads(self, kind: int) -> Tensor:
+        """Where this rank leaves the gradients of its slots: fp32, s × I × O."""
+        ...
+
+    def add_home(self, kind: int, total_LIO: Tensor, clones: Clones) -> None:
+        """Add the gradients that all ranks' slots have for experts of this rank, one by one in fp32
+        in order of slots, to `total`, which is rounded once.
+        """
+        ...
+
+
+class CollectiveClones:
+    """By collectives of equal sizes, on any back end and device.
+
+    Every rank sends R·s matrices forward, and its s gradients to all ranks backward, however many
+    slots are filled.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        local: int,
+        spares: int,
+        shapes: Sequence[torch.Size],
+        device: torch.device,
+    ) -> None:
+        """`local`: L. `shapes`: I and O of each kind."""
+        self.group = group
+        self.local = local
+        self.spares = spares
+        self.first = group.rank() * local
+        self._grads = [
+            torch.zeros(spares, *shape, dtype=torch.float32, device=device) for shape in shapes
+        ]
+
+    def gather_counts(self, counts_E: Tensor) -> Tensor:
+        """See the protocol."""
+        return gathered(counts_E[None], self.group)
+
+    def send(self, kind: int, weight_LIO: Tensor, clones: Clones) -> Tensor:
+        """See the protocol."""
+        ranks = self.group.size()
+        # what others have not asked for travels too, and is not looked at
+        local_S = (clones.expert_S - self.first).clamp(0, self.local - 1)
+        parts_RsIO = weight_LIO.index_select(0, local_S).unflatten(0, (ranks, self.spares))
+        arrived_SIO = all_to_all(parts_RsIO, self.group).flatten(0, 1)
+        mine = slice(self.group.rank() * self.spares, (self.group.rank() + 1) * self.spares)
+        home_s = clones.expert_S[mine] // self.local
+        nth_s = torch.arange(self.spares, device=home_s.device)
+        return arrived_SIO.index_select(0, home_s * self.spares + nth_s)
+
+    def grads(self, kind: int) -> Tensor:
+        """See the protocol."""
+        return self._grads[kind]
+
+    def add_home(self, kind: int, total_LIO: Tensor, clones: Clones) -> None:
+        """See the protocol."""
+        grads_SIO = gathered(self._grads[kind], self.group)
+        sums_LIO = total_LIO.float()
+        for slot in clones.filled_S.nonzero().flatten().tolist():
+            expert = int(clones.expert_S[slot]) - self.first
+            if 0 <= expert < self.local:
+                sums_LIO[expert] += grads_SIO[slot]
+        total_LIO.copy_(sums_LIO)
