@@ -38,7 +38,7 @@ from app.config import (
     TrainConfig,
     YarnConfig,
 )
-from app.config.model import StaticConfig
+from app.config.model import EchoConfig, StaticConfig
 from app.engine.build import build_chunks, build_dispatcher
 from app.engine.groups import create_groups
 from app.model.chunk import Chunk
@@ -272,6 +272,7 @@ SENT = {
     "gathered parts": (moe(**GATHERS), {"ep": 2, "etp": 2, "dp": 4}),
     "static": (moe(**STATIC), {"ep": 2, "dp": 2}),
     "static parts": (moe(**STATIC), {"ep": 2, "etp": 2, "dp": 4}),
+    "clones": (moe(**STATIC, echo=EchoConfig(spares=2)), {"ep": 4, "dp": 4}),
     "static capacity": (moe(**STATIC, **EVEN), {"ep": 2, "dp": 2}),
     "capacity": (moe(**EVEN), {"ep": 2, "dp": 2}),
     "capacity here": (moe(**EVEN), {}),

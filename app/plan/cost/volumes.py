@@ -94,10 +94,9 @@ def step_volumes(run: Run, layout: ParallelLayout, stages: StagePlan) -> Iterato
 def _token_exchange(step: _Step) -> Iterator[Volume]:
     """Of the run's dispatcher, if it has one that exchanges anything."""
     dispatcher = run_dispatcher(step.run)
-    exchange = None if dispatcher is None else dispatcher.exchange
-    if exchange is not None:
-        size = step.traced(ETP_EP, exchange.way)
-        yield Volume(ETP_EP, exchange.collectives, exchange.way, bytes=size)
+    if dispatcher is not None and dispatcher.exchange is not None:
+        way = dispatcher.exchange.way
+        yield Volume(ETP_EP, dispatcher.moves, way, bytes=step.traced(ETP_EP, way))
 
 
 @dataclass(frozen=True, slots=True)

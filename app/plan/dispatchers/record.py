@@ -197,6 +197,12 @@ class PlannedDispatcher(ABC):
         assert self.exchange is not None
         return Sends(ETP_EP, self.exchange.way, forward=forward, backward=backward)
 
+    @property
+    def moves(self) -> str:
+        """What travels between its ranks, in words."""
+        assert self.exchange is not None
+        return self.exchange.collectives
+
     def summary(self, tokens: int) -> str | None:
         """What a person should know of it when a run starts; None: nothing beyond its name."""
         return None

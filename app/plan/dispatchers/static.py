@@ -39,7 +39,7 @@ class PlannedStatic(PlannedDispatcher):
     """
 
     kind: ClassVar[DispatcherKind] = DispatcherKind.static
-    exchange: ClassVar[TokenExchange | None] = TokenExchange(
+    exchange: ClassVar[TokenExchange] = TokenExchange(
         "all-gather of tokens, sums sent home", Way.ring
     )
     uneven: ClassVar[bool] = False
@@ -66,6 +66,12 @@ class PlannedStatic(PlannedDispatcher):
     def experts(self) -> int:
         """Experts that may have rows on one rank: its own, and in slots those of others."""
         return self.own + self.moe.echo.spares
+
+    @property
+    def moves(self) -> str:
+        """Tokens, and weights of clones."""
+        tokens = self.exchange.collectives
+        return f"{tokens}, clones and their gradients" if self.moe.echo.spares else tokens
 
     def summary(self, tokens: int) -> str:
         """How tokens travel, and how many rows of experts there is memory for."""
