@@ -209,9 +209,16 @@ def spoiled(rows_RD: Tensor, drawn: Rows) -> Tensor:
 
 
 def check_grouped_gradient(
-    counts: list[int], width: int, columns: int, dtype: torch.dtype, spare: int
+    counts: list[int],
+    width: int,
+    columns: int,
+    dtype: torch.dtype,
+    spare: int,
+    first: int = 0,
+    adds: bool = True,
 ) -> None:
-    """Within the rounding of sums; nothing else is touched, and rows that nobody owns do not count.
+    """Within the rounding of sums; nothing else is touched, and rows that nobody owns do not count,
+    nor do those of the experts before the first, and what is not added to.
 
     fp32 sums of n products of normals, of size √n, are rounded at each of them. Tensor cores cut
     digits off instead, every 16 rows and always towards zero: n/16 · √n · 2⁻²⁴ on average, twice
@@ -221,23 +228,28 @@ def check_grouped_gradient(
     total, used = sum(counts) + spare, sum(counts)
     rows_TI, grad_TO = (torch.randn(total, wide, **FACTS).to(dtype) for wide in (width, columns))
     rows_TI[used:], grad_TO[used:] = float("nan"), float("nan")
-    before_EIO = torch.randn(len(counts), width, columns, **FACTS)
+    before_EIO = torch.randn(len(counts) - first, width, columns, **FACTS)
     ends_E = torch.tensor(counts, device=DEVICE).cumsum(0).int()
+    rows_TI[: sum(counts[:first])] = float("nan")
+    replaced_E = torch.tensor([count > 0 and not adds for count in counts[first:]], device=DEVICE)
+    before_EIO[replaced_E] = float("nan")
 
     def run() -> tuple[Tensor]:
         sums_EIO = before_EIO.clone()
-        add_grouped_gradient(sums_EIO, rows_TI, grad_TO, ends_E=ends_E)
+        add_grouped_gradient(sums_EIO, rows_TI, grad_TO, ends_E=ends_E, first=first, adds=adds)
         return (sums_EIO,)
 
     (found,) = twice(run)
+    base_EIO = before_EIO.masked_fill(replaced_E[:, None, None], 0)
     owned = zip(
         rows_TI[:used].double().split(counts), grad_TO[:used].double().split(counts), strict=True
     )
-    for expert, (mine_TI, grads_TO) in enumerate(owned):
-        wanted_IO = before_EIO[expert] + mine_TI.T @ grads_TO
-        rounding = 2e-6 * (1 + counts[expert]) ** 0.5 + 2.0**-27 * counts[expert] ** 1.5
+    for expert, (mine_TI, grads_TO) in enumerate(list(owned)[first:]):
+        count = counts[first + expert]
+        wanted_IO = base_EIO[expert] + mine_TI.T @ grads_TO
+        rounding = 2e-6 * (1 + count) ** 0.5 + 2.0**-27 * count**1.5
         torch.testing.assert_close(found[expert].double(), wanted_IO, rtol=1e-5, atol=rounding)
-        assert counts[expert] or torch.equal(found[expert], before_EIO[expert])
+        assert count or torch.equal(found[expert], before_EIO[expert])
 
 
 def check_top_experts(

@@ -19,14 +19,20 @@ OPTIONS = {"num_warps": 4, "num_stages": 6}
 
 
 def add_grouped_gradient(
-    sums_EIO: Tensor, rows_TI: Tensor, grad_TO: Tensor, ends_E: Tensor
+    sums_EIO: Tensor,
+    rows_TI: Tensor,
+    grad_TO: Tensor,
+    ends_E: Tensor,
+    first: int = 0,
+    adds: bool = True,
 ) -> None:
     """sums[e] += rows[e]ᵀ · grad[e]: in fp32, rounded once, to the type of the sums.
 
-    Expert e owns rows ends[e-1] to ends[e] (int32, read on the device). Sums of an expert without
-    rows stay as they are, and rows from ends[-1] on do not count. Rows are bf16 or fp16; matrices
-    and each of their rows start at a multiple of 16 bytes (AssertionError). Equal calls give equal
-    bits.
+    Expert e owns rows ends[first+e-1] to ends[first+e] (int32, read on the device), rows from 0 on
+    where there is no expert before it. Sums of an expert without rows stay as they are, and rows of
+    no expert do not count. Not `adds`: what sums held before does not count either, and experts
+    with rows get the product alone. Rows are bf16 or fp16; matrices and each of their rows start at
+    a multiple of 16 bytes (AssertionError). Equal calls give equal bits.
     """
     experts, width, columns = sums_EIO.shape
     if not len(rows_TI):  # nothing to describe
@@ -40,7 +46,9 @@ def add_grouped_gradient(
         rows_TI=rows,
         grad_TO=grad,
         ends_E=ends_E,
+        first=first,
         columns=columns,
+        ADDS=adds,
         HEIGHT=HEIGHT,
         COLUMNS=COLUMNS,
         STEP=STEP,
@@ -54,7 +62,9 @@ def _grouped_gradient(
     rows_TI: tl.tensor_descriptor,
     grad_TO: tl.tensor_descriptor,
     ends_E: tl.tensor,
+    first: int,
     columns: int,
+    ADDS: tl.constexpr,
     HEIGHT: tl.constexpr,
     COLUMNS: tl.constexpr,
     STEP: tl.constexpr,
@@ -63,8 +73,9 @@ def _grouped_gradient(
     across = tl.cdiv(columns, COLUMNS)
     i = tl.program_id(0) // across * HEIGHT
     o = tl.program_id(0) % across * COLUMNS
-    begin = tl.load(ends_E + expert - 1, mask=expert > 0, other=0)
-    end = tl.load(ends_E + expert)
+    group = first + expert
+    begin = tl.load(ends_E + group - 1, mask=group > 0, other=0)
+    end = tl.load(ends_E + group)
     if end > begin:
         total = tl.zeros((HEIGHT, COLUMNS), tl.float32)
         rest = begin + (end - begin) // STEP * STEP
@@ -77,7 +88,7 @@ def _grouped_gradient(
             left = tl.where(own, rows_TI.load([rest, i]), 0.0)
             right = tl.where(own, grad_TO.load([rest, o]), 0.0)
             total = tl.dot(left.T, right, total, input_precision="ieee")
-        before = sums_EIO.load([expert, i, o]).reshape(HEIGHT, COLUMNS).to(tl.float32)
-        sums_EIO.store(
-            [expert, i, o], (before + total).to(sums_EIO.dtype).reshape(1, HEIGHT, COLUMNS)
-        )
+        if ADDS:
+            before = sums_EIO.load([expert, i, o]).reshape(HEIGHT, COLUMNS).to(tl.float32)
+            total = before + total
+        sums_EIO.store([expert, i, o], total.to(sums_EIO.dtype).reshape(1, HEIGHT, COLUMNS))

@@ -66,6 +66,12 @@ def test_grouped_gradient(counts: list[int], width: int, columns: int, dtype: to
         check_grouped_gradient(counts, width, columns, dtype=dtype, spare=spare)
 
 
+@pytest.mark.parametrize(("first", "adds"), [(2, True), (0, False), (3, False)])
+def test_grouped_gradient_of_some_experts(first: int, adds: bool):
+    given = {"width": 768, "columns": 2048, "dtype": torch.bfloat16}
+    check_grouped_gradient([700, 0, 33, 1500, 64, 0], spare=3, first=first, adds=adds, **given)
+
+
 def test_grouped_gradient_beyond_32_bits():
     check_grouped_gradient([70_000, 300_000, 9, 230_000], 4096, 128, dtype=torch.bfloat16, spare=3)
 

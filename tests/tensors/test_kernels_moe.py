@@ -144,6 +144,12 @@ def test_grouped_gradient(counts: list[int], width: int, columns: int):
         check_grouped_gradient(counts, width, columns, dtype=torch.float16, spare=spare)
 
 
+@pytest.mark.parametrize(("first", "adds"), [(2, True), (0, False), (1, False), (4, False)])
+def test_grouped_gradient_of_some_experts(first: int, adds: bool):
+    given = {"width": 40, "columns": 136, "dtype": torch.float16}
+    check_grouped_gradient([5, 0, 70, 32, 3], spare=3, first=first, adds=adds, **given)
+
+
 @pytest.mark.parametrize(
     ("tokens", "experts", "top_k"),
     [(9, 5, 2), (33, 64, 6), (3, 12, 12), (2, 512, 8), (1, 1, 1), (0, 8, 2)],
