@@ -1,0 +1,136 @@
+"""Weights of experts to the slots of their clones, and the clones' gradients back, through
+addresses: of memory of other ranks that this one can read and write, or of parts of a tensor of its
+own.
+
+Sums are fp32 in order of slots, without atomics. Nothing here waits for other ranks: what is read
+has to be there.
+
+Shapes: R ranks · L experts of this rank, from `first` on · s slots of a rank, S = R·s of all: slot
+j is number j % s on rank j // s · I × O a matrix. `expert_S` (int64) says whose clone a slot has,
+`filled_S` (bool) whether it has one. `addresses_R` (int64, on the device): where each rank's s
+matrices begin, at 16 bytes. In kernels: BLOCK values of a matrix at a time, PLACES ≥ S, a power
+of two.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from app.kernels.common import jit, tl
+from app.kernels.tiling import MULTIPROCESSORS, block_of, cdiv
+
+BLOCK = 4096
+WARPS = 8  # 16 values of each thread: two accesses of 16 bytes in bf16, four in fp32
+PROGRAMS = 2 * MULTIPROCESSORS  # of a slot at most, so that one alone keeps its link busy
+
+
+def push_clones(
+    weight_LIO: Tensor, expert_S: Tensor, filled_S: Tensor, addresses_R: Tensor, first: int
+) -> None:
+    """Write weight[e - first] to every filled slot whose expert e is one of this rank's.
+
+    Slots hold the weights' type. Nothing is read or written for others.
+    """
+    assert weight_LIO.is_contiguous()
+    count = weight_LIO[0].numel()
+    _push[_grid(count, expert_S)](
+        weights=weight_LIO,
+        experts=expert_S,
+        filled=filled_S,
+        addresses=addresses_R,
+        spares=len(expert_S) // len(addresses_R),
+        first=first,
+        local=len(weight_LIO),
+        count=count,
+        BLOCK=BLOCK,
+        num_warps=WARPS,
+    )
+
+
+def add_clones(
+    total_LIO: Tensor, expert_S: Tensor, filled_S: Tensor, addresses_R: Tensor, first: int
+) -> None:
+    """total[e - first] += the fp32 matrices of all filled slots with expert e, one after another in
+    order of slots; in fp32, rounded once, to the type of the total.
+
+    Experts without a clone are neither read nor written. Equal calls give equal bits.
+    """
+    assert total_LIO.is_contiguous()
+    count = total_LIO[0].numel()
+    _add[_grid(count, expert_S)](
+        totals=total_LIO,
+        experts=expert_S,
+        filled=filled_S,
+        addresses=addresses_R,
+        slots=len(expert_S),
+        spares=len(expert_S) // len(addresses_R),
+        first=first,
+        local=len(total_LIO),
+        count=count,
+        PLACES=block_of(len(expert_S)),
+        BLOCK=BLOCK,
+        num_warps=WARPS,
+    )
+
+
+def _grid(count: int, expert_S: Tensor) -> tuple[int, int]:
+    """Neighbouring programs have different slots, so that all links are in use."""
+    return len(expert_S), min(PROGRAMS, cdiv(count, BLOCK))
+
+
+@jit
+def _push(
+    weights: tl.tensor,
+    experts: tl.tensor,
+    filled: tl.tensor,
+    addresses: tl.tensor,
+    spares: int,
+    first: int,
+    local: int,
+    count: int,
+    BLOCK: tl.constexpr,
+) -> None:
+    slot = tl.program_id(0)
+    expert = tl.load(experts + slot)
+    if tl.load(filled + slot) & (expert >= first) & (expert < first + local):
+        out = tl.load(addresses + slot // spares).to(tl.pointer_type(weights.dtype.element_ty))
+        out = tl.multiple_of(out, 16) + (slot % spares).to(tl.int64) * count
+        weight = weights + (expert - first) * count
+        for start in range(tl.program_id(1) * BLOCK, count, tl.num_programs(1) * BLOCK):
+            place = start + tl.arange(0, BLOCK)
+            value = tl.load(weight + place, mask=place < count)
+            tl.store(out + place, value, mask=place < count)
+
+
+@jit
+def _add(
+    totals: tl.tensor,
+    experts: tl.tensor,
+    filled: tl.tensor,
+    addresses: tl.tensor,
+    slots: int,
+    spares: int,
+    first: int,
+    local: int,
+    count: int,
+    PLACES: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    slot = tl.program_id(0)
+    expert = tl.load(experts + slot)
+    if tl.load(filled + slot) & (expert >= first) & (expert < first + local):
+        nth = tl.arange(0, PLACES)
+        has_one = tl.load(filled + nth, mask=nth < slots, other=0) > 0
+        same = has_one & (tl.load(experts + nth, mask=nth < slots, other=-1) == expert)
+        if tl.min(tl.where(same, nth, slots)) == slot:  # the expert's first slot adds all
+            total = totals + (expert - first) * count
+            for start in range(tl.program_id(1) * BLOCK, count, tl.num_programs(1) * BLOCK):
+                place = start + tl.arange(0, BLOCK)
+                value = tl.load(total + place, mask=place < count).to(tl.float32)
+                at = slot
+                while at < slots:
+                    grad = tl.load(addresses + at // spares).to(tl.pointer_type(tl.float32))
+                    grad = tl.multiple_of(grad, 16) + (at % spares).to(tl.int64) * count
+                    value += tl.load(grad + place, mask=place < count)
+                    at = tl.min(tl.where(same & (nth > at), nth, slots))
+                tl.store(total + place, value.to(totals.dtype.element_ty), mask=place < count)

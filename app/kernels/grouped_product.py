@@ -1,0 +1,107 @@
+"""Rows times the matrix of their group, where the device alone knows where a group's rows begin.
+
+For GPUs that move whole tiles by themselves (`moves_tiles`).
+
+Shapes: T rows, grouped · E groups · G of them with a matrix here, from group `first` on · I and O:
+height and width of a matrix.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from app.kernels.common import TensorDescriptor, jit, tl
+from app.kernels.tiling import MULTIPROCESSORS, cdiv
+
+# of the product, per tile: height, columns, and values of a row at a time
+TILE = (128, 128, 64)
+TILE_FP32 = (64, 64, 16)  # without tensor cores, what is multiplied lies in registers too
+OPTIONS = {"num_warps": 4, "num_stages": 3}
+# two on a multiprocessor: one stores its tile while the other multiplies
+PROGRAMS = 2 * MULTIPROCESSORS
+
+
+def grouped_product(
+    out_TO: Tensor,
+    rows_TI: Tensor,
+    weight_GIO: Tensor,
+    ends_E: Tensor,
+    first: int,
+    transposed: bool = False,
+) -> None:
+    """out[t] = rows[t] · weight[g] for all rows t of groups first + g; no other row is written.
+
+    Group e has rows ends[e-1] to ends[e] (int32, read on the device), from 0 on where e is 0.
+    `transposed`: times weight[g]ᵀ, so that rows are [T, O] and `out` is [T, I]. All are of one
+    type, bf16, fp16 or fp32; sums are fp32, rounded once. Rows and matrices, and each of their
+    rows, start at a multiple of 16 bytes (AssertionError). A row's bits depend on that row and its
+    matrix alone.
+    """
+    groups = len(weight_GIO)
+    width, columns = (weight_GIO.mT if transposed else weight_GIO).shape[1:]
+    assert rows_TI.shape[1] == width and out_TO.shape == (len(rows_TI), columns)
+    assert rows_TI.dtype == weight_GIO.dtype == out_TO.dtype and out_TO.is_contiguous()
+    if not len(rows_TI):  # nothing to describe
+        return
+    height, across, step = TILE_FP32 if rows_TI.dtype == torch.float32 else TILE
+    block = [1, across, step] if transposed else [1, step, across]
+    most = (len(rows_TI) // height + groups) * cdiv(columns, across)  # tiles, wherever groups end
+    _grouped_product[(min(PROGRAMS, most),)](
+        out_TO=out_TO,
+        rows_TI=TensorDescriptor.from_tensor(rows_TI.contiguous(), [height, step]),
+        weight_GIO=TensorDescriptor.from_tensor(weight_GIO, block),
+        ends_E=ends_E,
+        first=first,
+        groups=groups,
+        width=width,
+        columns=columns,
+        TRANSPOSED=transposed,
+        HEIGHT=height,
+        COLUMNS=across,
+        STEP=step,
+        **OPTIONS,
+    )
+
+
+@jit
+def _grouped_product(
+    out_TO: tl.tensor,
+    rows_TI: tl.tensor_descriptor,
+    weight_GIO: tl.tensor_descriptor,
+    ends_E: tl.tensor,
+    first: int,
+    groups: int,
+    width: int,
+    columns: int,
+    TRANSPOSED: tl.constexpr,
+    HEIGHT: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    STEP: tl.constexpr,
+) -> None:
+    across = tl.cdiv(columns, COLUMNS)
+    tile = tl.program_id(0)  # counted from the first of this group on
+    for group in range(groups):
+        begin = tl.load(ends_E + first + group - 1, mask=first + group > 0, other=0)
+        end = tl.load(ends_E + first + group)
+        down = tl.cdiv(end - begin, HEIGHT)
+        while tile < down * across:
+            t = begin + tile % down * HEIGHT
+            o = tile // down * COLUMNS
+            total = tl.zeros((HEIGHT, COLUMNS), tl.float32)
+            for i in range(0, width, STEP):  # beyond `width`, loads give zeros
+                left = rows_TI.load([t, i])
+                if TRANSPOSED:
+                    right = weight_GIO.load([group, o, i]).reshape(COLUMNS, STEP).T
+                else:
+                    right = weight_GIO.load([group, i, o]).reshape(STEP, COLUMNS)
+                total = tl.dot(left, right, total, input_precision="ieee")
+            row = t + tl.arange(0, HEIGHT)[:, None]
+            column = o + tl.arange(0, COLUMNS)[None, :]
+            tl.store(  # rows from `end` on are others'
+                out_TO + row.to(tl.int64) * columns + column,
+                total.to(out_TO.dtype.element_ty),
+                mask=(row < end) & (column < columns),
+            )
+            tile += tl.num_programs(0)
+        tile -= down * across
