@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -50,3 +53,26 @@ def losses(folder: Path, *overrides: str, first: int = 1) -> list[tuple[float, f
     )
     assert done.returncode == 0, done.stderr
     return [(row["loss"], row["grad_norm"]) for row in rows_of(folder) if row["step"] >= first]
+
+
+def printed_by_ranks(program: str, ranks: int) -> list[Any]:
+    """What as many processes of a file of tests print as lines of JSON, each a list."""
+    line = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    line += [f"--nproc-per-node={ranks}", program]
+    paths = f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"
+    done = subprocess.run(
+        line, capture_output=True, text=True, timeout=300, env={**os.environ, "PYTHONPATH": paths}
+    )
+    assert done.returncode == 0, done.stderr
+    return [json.loads(row) for row in done.stdout.splitlines() if row.startswith("[")]
+
+
+@contextmanager
+def no_waits() -> Iterator[None]:
+    """An operation that waits for the device raises."""
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")

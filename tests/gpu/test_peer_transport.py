@@ -9,11 +9,7 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from pathlib import Path
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -24,6 +20,7 @@ from app.engine.groups import process_world
 from app.moe.dispatch.peer import PeerTransport
 from app.moe.dispatch.transport import CollectiveTransport, TokenTransport
 from tests.exchanges import Given, Sizes, all_exchanges, different, draw, named, unequal
+from tests.gpu.programs import no_waits, printed_by_ranks
 from tests.moe_kernels import without_kernels
 from tests.peer_kernels import CHECKS, Drawn, check_expert_rows, draw_peers
 
@@ -31,7 +28,6 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
-ROOT = Path(__file__).parents[2]
 BF16 = torch.bfloat16
 SIZES = (
     Sizes(4096, 128, 8, 2048, dtype=BF16),
@@ -121,29 +117,11 @@ def replayed(name: str, run: Run, given: Given, another: Given) -> dict[str, lis
     return {f"{name} replayed": found, f"{name} behind replays": eager}
 
 
-@contextmanager
-def no_waits() -> Iterator[None]:
-    """An operation that waits for the device raises."""
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-
-
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 def test_peers_bring_what_collectives_bring():
     ranks = min(4, torch.cuda.device_count())
     ranks -= ranks % 2
-    line = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    line += [f"--nproc-per-node={ranks}", __file__]
-    paths = f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"
-    done = subprocess.run(
-        line, capture_output=True, text=True, timeout=300, env={**os.environ, "PYTHONPATH": paths}
-    )
-    assert done.returncode == 0, done.stderr
-    rows = [json.loads(row) for row in done.stdout.splitlines() if row.startswith("[")]
+    rows = printed_by_ranks(__file__, ranks)
     assert len(rows) == len(SIZES)
     for sizes, everyones in zip(SIZES, rows, strict=True):
         for rank, found in enumerate(everyones):

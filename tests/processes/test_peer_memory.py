@@ -7,14 +7,10 @@ from __future__ import annotations
 
 import functools
 import itertools
-import mmap
-import time
-from dataclasses import dataclass
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed._symmetric_memory as symmetric
 from torch import Tensor
 
 import app.moe.dispatch.expert_rows
@@ -24,52 +20,9 @@ from app.moe.dispatch.transport import CollectiveTransport, TokenTransport
 from tests.cases import chosen
 from tests.distributed import run_distributed
 from tests.exchanges import Sizes, all_exchanges, different, draw
+from tests.peer_memory import share_memory, shared
 
 pytest.importorskip("triton")
-SIZE = 1 << 20  # bytes of each rank
-DONE = 1 << 30  # barriers to which a rank that has left will have come
-
-
-@dataclass(frozen=True)
-class Handle:
-    """What a rendezvous returns: everybody's memory, and a barrier behind which odd ranks wait
-    until the even ones have done all that they do before the next.
-    """
-
-    buffer_ptrs: list[int]
-    rank: int
-    arrivals_P: Tensor  # how often each rank has come to a barrier, shared
-
-    def barrier(self, channel: int) -> None:
-        """Of all ranks."""
-        assert channel == 0
-        self.arrivals_P[self.rank] += 1
-        dist.barrier()
-        while self.rank % 2 and self.arrivals_P[::2].min() <= self.arrivals_P[self.rank]:
-            time.sleep(0.001)
-
-    def leave(self) -> None:
-        """Nobody waits for this rank any more."""
-        self.arrivals_P[self.rank] = DONE
-
-
-def share_memory(memory: Tensor, rank: int, ranks: int) -> Handle:
-    """Symmetric memory is taken from what this process and its siblings were forked with."""
-    own = memory[rank * SIZE : (rank + 1) * SIZE]
-    bases = [memory.data_ptr() + r * SIZE for r in range(ranks)]
-    handle = Handle(bases, rank, memory[ranks * SIZE :].view(torch.int64))
-
-    def empty(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        assert size <= SIZE and dtype == torch.uint8 and device.type == "cpu"
-        return own[:size]
-
-    def rendezvous(tensor: Tensor, _group: dist.ProcessGroup) -> Handle:
-        assert tensor.data_ptr() == own.data_ptr()
-        return handle
-
-    symmetric.empty, symmetric.rendezvous = empty, rendezvous  # in this process, which ends soon
-    app.moe.dispatch.expert_rows.usable = lambda *_: True
-    return handle
 
 
 def both(rank: int, memory: Tensor, sizes: Sizes, rounds: int, halves: int = 2) -> list[str]:
@@ -77,6 +30,7 @@ def both(rank: int, memory: Tensor, sizes: Sizes, rounds: int, halves: int = 2) 
     group = dist.new_group()
     ranks, local = group.size(), sizes.local(group.size())
     handle = share_memory(memory, rank, ranks)
+    app.moe.dispatch.expert_rows.usable = lambda *_: True  # in this process, which ends soon
     if halves == 1:
         app.moe.dispatch.peer.cycle = lambda buffers: itertools.repeat(buffers[0])
     size = {"tokens": sizes.tokens, "width": sizes.width, "top_k": sizes.top_k}
@@ -103,11 +57,6 @@ def exchanged(
     for nth in range(3):
         found |= {f"rows {nth}": rows[nth][owned], f"sums {nth}": sums[nth]}
     return found
-
-
-def shared(ranks: int) -> Tensor:
-    """Zeros that forked processes write to together: each rank's memory, and its arrivals."""
-    return torch.frombuffer(mmap.mmap(-1, ranks * (SIZE + 8)), dtype=torch.uint8)
 
 
 SIZES = [

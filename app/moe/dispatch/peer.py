@@ -19,9 +19,7 @@ exchanges choices, tokens, probabilities and sums, backward gradients, dot produ
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from itertools import cycle
-from math import prod
 
 import torch
 import torch.distributed as dist
@@ -29,16 +27,7 @@ from torch import Tensor
 
 from app.kernels.peer_rows import pull_gradients, pull_rows, push_sums, push_values
 from app.moe.dispatch.expert_rows import sum_dots, sum_partials
-
-ALIGNMENT = 256  # bytes at which buffers begin
-
-
-@dataclass(frozen=True, slots=True)
-class Buffer:
-    """Memory that every rank of the group has, and can reach on the others."""
-
-    own: Tensor
-    addresses_P: Tensor  # int64, on the device: of each rank's; or of this rank's part of each
+from app.moe.peer_memory import Buffer, Layout, PeerMemory
 
 
 class PeerTransport:
@@ -61,8 +50,6 @@ class PeerTransport:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        import torch.distributed._symmetric_memory as symmetric  # not in every build of torch
-
         ranks = group.size()
         self.local = local  # experts of this rank
         self.etp = etp
@@ -71,34 +58,18 @@ class PeerTransport:
         assert local * ranks // etp <= torch.iinfo(torch.int16).max, "ids travel in two bytes"
         lists = (ranks, tokens, top_k)
         layouts = [
-            Layout((tokens, width), dtype, pushed=False),
-            Layout((ranks, tokens, width), dtype, pushed=True),
-            Layout(lists, torch.float32, pushed=True),
-            Layout(lists, torch.float32, pushed=True),
-            Layout(lists, torch.int16, pushed=True),
+            Layout((tokens, width), dtype, parted=False),
+            Layout((ranks, tokens, width), dtype, parted=True),
+            Layout(lists, torch.float32, parted=True),
+            Layout(lists, torch.float32, parted=True),
+            Layout(lists, torch.int16, parted=True),
         ]
-        total = 2 * sum(layout.space for layout in layouts)
-        self._memory = symmetric.empty(total, dtype=torch.uint8, device=device)
-        self._handle = symmetric.rendezvous(self._memory, group)
-        bases = self._handle.buffer_ptrs
-        assert bases[self.rank] == self._memory.data_ptr()
-        start = 0
-        pairs: list[Iterator[Buffer]] = []
-        for layout in layouts:
-            starts = (start, start + layout.space)
-            pairs.append(cycle([self._buffer(layout, bases, place) for place in starts]))
-            start += 2 * layout.space
+        self._memory = PeerMemory(group, [each for each in layouts for _ in range(2)], device)
+        halves = self._memory.buffers
+        pairs: list[Iterator[Buffer]] = [
+            cycle(halves[2 * nth : 2 * nth + 2]) for nth in range(len(layouts))
+        ]
         self._rows, self._partials, self._probs, self._dots, self._choices = pairs
-
-    def _buffer(self, layout: Layout, bases: list[int], start: int) -> Buffer:
-        own = self._memory[start : start + layout.bytes].view(layout.dtype).view(layout.shape)
-        mine = self.rank * layout.bytes // layout.shape[0] if layout.pushed else 0
-        addresses = [base + start + mine for base in bases]
-        return Buffer(own, torch.tensor(addresses, dtype=torch.int64, device=own.device))
-
-    def _barrier(self) -> None:
-        """What ranks have written before it can be read behind it."""
-        self._handle.barrier(channel=0)
 
     def gather_choices(self, experts_TK: Tensor) -> Tensor:
         """See the protocol; int16."""
@@ -107,7 +78,7 @@ class PeerTransport:
     def spread(self, x_TD: Tensor, row_of_NK: Tensor, num_rows: int) -> Tensor:
         """See the protocol."""
         tokens = self._offered(x_TD)
-        self._barrier()
+        self._memory.barrier()
         return pull_rows(
             tokens.addresses_P,
             row_of_NK,
@@ -125,7 +96,7 @@ class PeerTransport:
         partials = next(self._partials)
         assert rows_RD.dtype == partials.own.dtype
         push_sums(rows_RD, probs_NK, row_of_NK, partials.addresses_P, rank=self.rank)
-        self._barrier()
+        self._memory.barrier()
         return sum_partials(partials.own, experts_TK, self.local, etp=self.etp)
 
     def spread_gradients(
@@ -148,7 +119,7 @@ class PeerTransport:
             dots_addresses_P=dots.addresses_P,
             rank=self.rank,
         )
-        self._barrier()
+        self._memory.barrier()
         return grad_RD, sum_dots(dots.own, experts_TK, self.local, etp=self.etp)
 
     def _offered(self, x_TD: Tensor) -> Buffer:
@@ -163,24 +134,5 @@ class PeerTransport:
         buffer = next(pair)
         assert values_TK.shape == buffer.own.shape[1:]
         push_values(values_TK, buffer.addresses_P, buffer.own.dtype)
-        self._barrier()
+        self._memory.barrier()
         return buffer.own.flatten(0, 1)
-
-
-@dataclass(frozen=True, slots=True)
-class Layout:
-    """Values that a rank keeps for others to read, or for others to write their part of."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    pushed: bool  # the first dimension has a part for each rank
-
-    @property
-    def bytes(self) -> int:
-        """Of the values."""
-        return prod(self.shape) * self.dtype.itemsize
-
-    @property
-    def space(self) -> int:
-        """Bytes with what is left free behind them."""
-        return -(-self.bytes // ALIGNMENT) * ALIGNMENT

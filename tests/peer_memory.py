@@ -1,0 +1,63 @@
+"""Symmetric memory without GPUs: forked processes share memory at equal addresses, and half of the
+ranks are as late as they can be.
+"""
+
+from __future__ import annotations
+
+import mmap
+import time
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+import torch.distributed._symmetric_memory as symmetric
+from torch import Tensor
+
+SIZE = 1 << 20  # bytes of each rank
+DONE = 1 << 30  # barriers to which a rank that has left will have come
+
+
+@dataclass(frozen=True)
+class Handle:
+    """What a rendezvous returns: everybody's memory, and a barrier behind which odd ranks wait
+    until the even ones have done all that they do before the next.
+    """
+
+    buffer_ptrs: list[int]
+    rank: int
+    arrivals_P: Tensor  # how often each rank has come to a barrier, shared
+
+    def barrier(self, channel: int) -> None:
+        """Of all ranks."""
+        assert channel == 0
+        self.arrivals_P[self.rank] += 1
+        dist.barrier()
+        while self.rank % 2 and self.arrivals_P[::2].min() <= self.arrivals_P[self.rank]:
+            time.sleep(0.001)
+
+    def leave(self) -> None:
+        """Nobody waits for this rank any more."""
+        self.arrivals_P[self.rank] = DONE
+
+
+def share_memory(memory: Tensor, rank: int, ranks: int) -> Handle:
+    """Symmetric memory is taken from what this process and its siblings were forked with."""
+    own = memory[rank * SIZE : (rank + 1) * SIZE]
+    bases = [memory.data_ptr() + r * SIZE for r in range(ranks)]
+    handle = Handle(bases, rank, memory[ranks * SIZE :].view(torch.int64))
+
+    def empty(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        assert size <= SIZE and dtype == torch.uint8 and device.type == "cpu"
+        return own[:size]
+
+    def rendezvous(tensor: Tensor, _group: dist.ProcessGroup) -> Handle:
+        assert tensor.data_ptr() == own.data_ptr()
+        return handle
+
+    symmetric.empty, symmetric.rendezvous = empty, rendezvous  # in this process, which ends soon
+    return handle
+
+
+def shared(ranks: int) -> Tensor:
+    """Zeros that forked processes write to together: each rank's memory, and its arrivals."""
+    return torch.frombuffer(mmap.mmap(-1, ranks * (SIZE + 8)), dtype=torch.uint8)
