@@ -21,7 +21,7 @@ from timing import gpu_time
 from torch import Tensor
 
 from app.config.attention import Rope
-from app.kernels.heads import HeadNorms, split_and_rotate
+from app.kernels.attention.heads import HeadNorms, split_and_rotate
 from app.kernels.rms_norm import rms_norm
 from app.kernels.swiglu import swiglu
 from app.model.layers import layer_context, rotate

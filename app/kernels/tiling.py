@@ -67,7 +67,7 @@ def norm_tiling(width: int) -> NormTiling:
 
 @dataclass(frozen=True, slots=True)
 class HeadTiling:
-    """What a program of `app.kernels.heads` holds."""
+    """What a program of `app.kernels.attention.heads` holds."""
 
     height: int  # tokens
     taken: int  # key/value heads, each with its query heads

@@ -17,8 +17,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from app.choices import CpComm, Recompute
 from app.config import MLAConfig, ModelConfig
+from app.kernels.attention.heads import HeadNorms, split_and_rotate
 from app.kernels.common import usable
-from app.kernels.heads import HeadNorms, split_and_rotate
 from app.model.context_parallel import gather_sequence, ulysses_to_heads, ulysses_to_tokens
 from app.model.layers import Context, RMSNorm, interleaved_to_halves, rotate
 from app.model.linear import ColumnParallelLinear, RowParallelLinear

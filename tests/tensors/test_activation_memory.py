@@ -38,7 +38,8 @@ from app.config import (
     TrainConfig,
     YarnConfig,
 )
-from app.kernels import cross_entropy, heads, pages, peer_rows, rms_norm, rows, swiglu
+from app.kernels import cross_entropy, pages, peer_rows, rms_norm, rows, swiglu
+from app.kernels.attention import heads
 from app.kernels.common import DTYPES
 from app.model import attention, layers, loss
 from app.model.block import DenseBody, Layer, Phase

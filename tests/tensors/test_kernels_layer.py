@@ -19,7 +19,7 @@ from app.config import ModelConfig
 from app.config.attention import Rope
 from app.kernels import swiglu as kernels
 from app.kernels import tiling
-from app.kernels.heads import HeadNorms, split_and_rotate
+from app.kernels.attention.heads import HeadNorms, split_and_rotate
 from app.kernels.rms_norm import rms_norm
 from app.kernels.swiglu import swiglu
 from app.model import attention, layers

@@ -174,7 +174,7 @@ def _attend_all(
 
 
 def _head_norm_sums(s: Sizes, weights: NormWeights) -> int:
-    """fp32 sums of a weight's gradient, one per program of backward (`app.kernels.heads`)."""
+    """fp32 sums of a weight's gradient, one per program of backward (`heads_backward`)."""
     (width,) = s.shape(weights.weight)
     tiling = head_tiling(s.kv_heads, s.heads // s.kv_heads, width)
     return 4 * width * tiling.grid(s.tokens, s.kv_heads)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from app.kernels.heads_kernels import heads_backward, heads_forward
+from app.kernels.attention.heads_kernels import heads_backward, heads_forward
 from app.kernels.tiling import head_tiling
 
 
