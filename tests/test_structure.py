@@ -30,6 +30,7 @@ LAYERS = (
     {"app.model", "app.moe", "app.optim"},  # tensors
     {  # processes
         "app.moe.dispatch",
+        "app.moe.clones",
         "app.optim.grad_buckets",
         "app.optim.param_gather",
         "app.optim.distributed",

@@ -12,56 +12,36 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from app.choices import Dtype, GraphImpl, StaticTransport
+from app.choices import GraphImpl
 from app.config import ModelConfig, Run
 from app.engine.capture.partial import PartialGraphs
 from app.engine.capture.recorder import CudaRecorder, Recorder
 from app.engine.capture.stand_in import HostRecorder
+from app.engine.dispatchers import build_dispatcher, build_stash
+from app.engine.dtypes import DTYPES
 from app.engine.fast_paths import check_capturable
 from app.engine.groups import Groups
 from app.engine.pipeline.executor import ForwardBackward, execute
 from app.engine.pipeline.in_flight import RankStages
 from app.engine.pipeline.transport import Transport
 from app.engine.watchdog.watchdog import Watchdog
-from app.errors import ConfigError
-from app.kernels.common import triton
 from app.model.block import DenseBody, Layer
 from app.model.chunk import Chunk
 from app.model.init import init_weights
 from app.model.peers import Peers
 from app.moe.clones.cloning import CLONE_SUMS, Cloning
-from app.moe.clones.transport import CollectiveClones
-from app.moe.dispatch.all_gather import AllGatherDispatcher
-from app.moe.dispatch.all_to_all import AllToAllDispatcher
-from app.moe.dispatch.local import LocalDispatcher
-from app.moe.dispatch.peer import PeerTransport
-from app.moe.dispatch.stash import Stash
 from app.moe.dispatch.static import StaticDispatcher
-from app.moe.dispatch.transport import CollectiveTransport
 from app.moe.phases import MoEBody, Router
 from app.moe.protocol import Dispatcher
 from app.optim.buffers import ParamSpec
 from app.optim.distributed import DistributedOptimizer, OptimizerGroups
 from app.optim.scale import LossScale
 from app.plan.actions import Action
-from app.plan.dispatchers.all_gather import PlannedAllGather
-from app.plan.dispatchers.all_to_all import PlannedAllToAll
-from app.plan.dispatchers.choose import run_dispatcher, tokens_per_rank
-from app.plan.dispatchers.local import PlannedLocal
-from app.plan.dispatchers.stash import planned_stash
-from app.plan.dispatchers.static import PlannedStatic
 from app.plan.memory.activations import captured_phases
-from app.plan.model.experts import ExpertWeights
 from app.plan.plan import Plan
 from app.plan.recompute import RecomputePolicy, recompute_policy
 from app.plan.sharding.blocks import ShardCoords
 from app.plan.stages import StagePlan
-
-DTYPES = {
-    Dtype.float32: torch.float32,
-    Dtype.bfloat16: torch.bfloat16,
-    Dtype.float16: torch.float16,
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,92 +220,6 @@ def build_layer(
         return Layer(model, DenseBody(model, peers), peers)
     assert model.moe is not None and dispatcher is not None
     return Layer(model, MoEBody(model, model.moe, dispatcher, peers=peers), peers)
-
-
-def build_stash(plan: Plan, run: Run, pp_rank: int, *, device: torch.device) -> Stash | None:
-    """What keeps rows of experts on a rank for backward, of a `run` that is else as planned; None:
-    autograd does.
-    """
-    planned = planned_stash(run, plan.stages.stages[pp_rank], plan.actions[pp_rank])
-    return None if planned is None else Stash(planned, device)
-
-
-def build_dispatcher(
-    run: Run, peers: Peers, device: torch.device, stash: Stash | None = None
-) -> Dispatcher[Any, Any] | None:
-    """What serves the experts of all layers of a rank, as planned; None: there are none."""
-    planned = run_dispatcher(run)
-    if planned is None:
-        return None
-    experts, group = planned.moe.num_experts, peers.etp_ep
-    if isinstance(planned, PlannedLocal):
-        return LocalDispatcher(experts)
-    assert group is not None, "experts on several ranks have a group"
-    match planned:
-        case PlannedAllGather():
-            return AllGatherDispatcher(experts, group, planned.etp)
-        case PlannedAllToAll():
-            return AllToAllDispatcher(experts, group, planned.etp)
-        case PlannedStatic():
-            collective = CollectiveTransport(group, planned.experts, planned.etp)
-            peer = build_peer_transport(run, planned, group, device=device)
-            cloning = build_cloning(run, planned, group, device=device)
-            return StaticDispatcher(
-                planned,
-                collective,
-                peer,
-                ep_rank=peers.ep_rank,
-                device=device,
-                stash=stash,
-                cloning=cloning,
-            )
-    raise AssertionError(f"{planned.kind} has no module")
-
-
-def build_cloning(
-    run: Run, planned: PlannedStatic, group: dist.ProcessGroup, *, device: torch.device
-) -> Cloning | None:
-    """What has hot experts cloned between the ranks of `group`; None: nothing does."""
-    echo = planned.moe.echo
-    if not echo.spares:
-        return None
-    weights = ExpertWeights.of(run.model.hidden_size, planned.moe.ffn_hidden_size, planned.own)
-    both = weights.w_up, weights.w_down
-    shapes = [torch.Size(ShardCoords().shape(weight)[1:]) for weight in both]
-    transport = CollectiveClones(group, planned.own, echo.spares, shapes=shapes, device=device)
-    return Cloning(echo, transport, rank=group.rank(), device=device)
-
-
-def build_peer_transport(
-    run: Run, planned: PlannedStatic, group: dist.ProcessGroup, *, device: torch.device
-) -> PeerTransport | None:
-    """The memory that the ranks of `group` reach in each other's GPU; None: collectives carry
-    tokens. Raises ConfigError where it is asked for and cannot be had.
-    """
-    transport = planned.moe.static.transport
-    key, near = "model.moe.static.transport", ("collective",)
-    if not planned.peer:
-        return None
-    if device.type == "cpu" or triton is None:
-        if transport is StaticTransport.auto:
-            return None
-        what = "there are none" if device.type == "cpu" else "Triton is not installed"
-        rule = f"is for GPUs, by Triton's kernels, and {what}"
-        raise ConfigError(key, transport, rule, nearest=near)
-    try:
-        return PeerTransport(
-            group,
-            planned.experts,
-            planned.etp,
-            tokens=tokens_per_rank(run),
-            width=run.model.hidden_size,
-            top_k=planned.moe.top_k,
-            dtype=DTYPES[run.precision.params],
-            device=device,
-        )
-    except RuntimeError as error:
-        rule = f"these GPUs do not reach each other's memory: {error}"
-        raise ConfigError(key, transport, rule, nearest=near) from error
 
 
 def _materialise(chunk: nn.Module, device: torch.device, dtype: torch.dtype) -> None:

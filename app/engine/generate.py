@@ -17,7 +17,8 @@ from torch import Tensor
 
 from app.collectives import all_reduce
 from app.data.tokenizer import Tokenizer
-from app.engine.build import DTYPES, Engine
+from app.engine.build import Engine
+from app.engine.dtypes import DTYPES
 from app.engine.report.telling import telling
 from app.model.context_parallel import own_tokens
 

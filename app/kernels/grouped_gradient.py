@@ -7,13 +7,14 @@ Shapes: T rows grouped by expert, E experts, I input width, O output width.
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from app.kernels.common import TensorDescriptor, jit, tl
 from app.kernels.tiling import cdiv
 
-HEIGHT, COLUMNS = 128, 128  # of an expert's I × O, per program
-STEP = 32  # rows at a time
+TILE = (128, 128, 32)  # height and columns of an expert's I × O, per program; rows at a time
+TILE_FP32 = (64, 64, 16)  # without tensor cores, what is multiplied lies in registers too
 # two programs on a multiprocessor: one loads sums while the other multiplies
 OPTIONS = {"num_warps": 4, "num_stages": 6}
 
@@ -31,27 +32,25 @@ def add_grouped_gradient(
     Expert e owns rows ends[first+e-1] to ends[first+e] (int32, read on the device), rows from 0 on
     where there is no expert before it. Sums of an expert without rows stay as they are, and rows of
     no expert do not count. Not `adds`: what sums held before does not count either, and experts
-    with rows get the product alone. Rows are bf16 or fp16; matrices and each of their rows start at
-    a multiple of 16 bytes (AssertionError). Equal calls give equal bits.
+    with rows get the product alone. Rows are bf16, fp16 or fp32; matrices and each of their rows
+    start at a multiple of 16 bytes (AssertionError). Equal calls give equal bits.
     """
     experts, width, columns = sums_EIO.shape
     if not len(rows_TI):  # nothing to describe
         return
-    rows = TensorDescriptor.from_tensor(rows_TI.contiguous(), [STEP, HEIGHT])
-    grad = TensorDescriptor.from_tensor(grad_TO.contiguous(), [STEP, COLUMNS])
-    sums = TensorDescriptor.from_tensor(sums_EIO, [1, HEIGHT, COLUMNS])
-    grid = (cdiv(width, HEIGHT) * cdiv(columns, COLUMNS), experts)
+    height, across, step = TILE_FP32 if rows_TI.dtype == torch.float32 else TILE
+    grid = (cdiv(width, height) * cdiv(columns, across), experts)
     _grouped_gradient[grid](
-        sums_EIO=sums,
-        rows_TI=rows,
-        grad_TO=grad,
+        sums_EIO=TensorDescriptor.from_tensor(sums_EIO, [1, height, across]),
+        rows_TI=TensorDescriptor.from_tensor(rows_TI.contiguous(), [step, height]),
+        grad_TO=TensorDescriptor.from_tensor(grad_TO.contiguous(), [step, across]),
         ends_E=ends_E,
         first=first,
         columns=columns,
         ADDS=adds,
-        HEIGHT=HEIGHT,
-        COLUMNS=COLUMNS,
-        STEP=STEP,
+        HEIGHT=height,
+        COLUMNS=across,
+        STEP=step,
         **OPTIONS,
     )
 

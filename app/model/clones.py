@@ -10,8 +10,8 @@ from torch import Tensor
 class LentWeight(Protocol):
     """Matrices of s experts of other ranks, whose rows lie behind those of the L experts here.
 
-    All its methods are exchanges between the ranks of the expert group but `grads`: all of them
-    call the same ones in the same order. Nothing waits for the device.
+    Its methods are exchanges between the ranks of the expert group: all of them call the same ones
+    in the same order. Nothing waits for the device.
     """
 
     def fetch(self, own_LIO: Tensor) -> Tensor:
@@ -20,7 +20,7 @@ class LentWeight(Protocol):
         """
 
     def grads(self) -> Tensor:
-        """Where the gradients of what is lent are left: fp32, s × I × O."""
+        """Where the gradients of what is lent are to be written next: fp32, s × I × O."""
 
     def add_home(self, total_LIO: Tensor) -> None:
         """Bring them home, and add what comes for experts of this rank to their sum."""

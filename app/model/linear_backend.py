@@ -18,6 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from app.kernels.common import usable
+from app.kernels.grouped_product import grouped_product
 from app.model.weight_grads import GroupedLinearGrad, LinearGrad, WeightGrad, first_row
 
 
@@ -114,8 +116,13 @@ class TorchGroupedLinear:
         ends_E: Tensor,
         transposed: bool = False,
     ) -> None:
-        """See the protocol; on a GPU by a kernel that reads on the device where the rows begin."""
+        """See the protocol; on a GPU like Hopper by a kernel that reads where the rows begin."""
         first = len(ends_E) - len(weight_GIO)
+        if usable(out_TO):
+            grouped_product(
+                out_TO, rows_TI, weight_GIO, ends_E=ends_E, first=first, transposed=transposed
+            )
+            return
         matrix_GIO = weight_GIO.transpose(1, 2) if transposed else weight_GIO
         begin = first_row(ends_E, first)
         out_TO[begin:] = F.grouped_mm(rows_TI[begin:], matrix_GIO, offs=ends_E[first:] - begin)

@@ -105,6 +105,16 @@ class GroupedLinearGrad(WeightGrad):
 
     def write_to(self, out_GIO: Tensor) -> None:
         """Into fp32 memory, rounded once; undefined for experts without rows."""
+        if usable(out_GIO):
+            add_grouped_gradient(
+                out_GIO,
+                self.rows_TI,
+                self.grad_TO,
+                ends_E=self.ends_E,
+                first=self.first,
+                adds=False,
+            )
+            return
         begin = first_row(self.ends_E, self.first)
         ends_G = self.ends_E[self.first :] - begin
         rows_TI, grad_TO = (each[begin:].float() for each in (self.rows_TI, self.grad_TO))

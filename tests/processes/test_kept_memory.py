@@ -39,7 +39,8 @@ from app.config import (
     YarnConfig,
 )
 from app.config.model import EchoConfig, StaticConfig
-from app.engine.build import build_chunks, build_dispatcher
+from app.engine.build import build_chunks
+from app.engine.dispatchers import build_dispatcher
 from app.engine.groups import create_groups
 from app.model.chunk import Chunk
 from app.model.context_parallel import own_tokens

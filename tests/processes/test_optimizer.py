@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from app.choices import Dtype
 from app.collectives import all_reduce
 from app.config import OptimConfig, ParallelConfig, PrecisionConfig
-from app.engine.build import DTYPES
+from app.engine.dtypes import DTYPES
 from app.engine.groups import Groups, create_groups
 from app.model.linear import named_parameters
 from app.optim.buffers import ParamSpec

@@ -30,7 +30,7 @@ from app.config import (
     TrainConfig,
 )
 from app.config.model import StaticConfig
-from app.engine.build import build_peer_transport
+from app.engine.dispatchers import build_peer_transport
 from app.engine.pipeline import shortage
 from app.engine.pipeline.step import TrainingStep, Validation
 from app.errors import ConfigError

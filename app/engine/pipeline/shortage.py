@@ -20,7 +20,8 @@ from torch import Tensor
 
 from app.choices import StaticOverflow
 from app.config import Run
-from app.engine.build import Engine, build_stash
+from app.engine.build import Engine
+from app.engine.dispatchers import build_stash
 from app.engine.run.bad_steps import Diverged
 from app.errors import warn
 from app.moe.dispatch.static import StaticDispatcher

@@ -55,7 +55,7 @@ class PeerClones:
         group: dist.ProcessGroup,
         local: int,
         spares: int,
-        shapes: Sequence[tuple[int, int]],
+        shapes: Sequence[torch.Size],
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
@@ -84,12 +84,12 @@ class PeerClones:
         self._barrier()
         return buffer.own
 
-    def send(self, which: int, weight_LIO: Tensor, clones: Clones) -> Tensor:
-        """Weights of kind `which` of this rank's experts -> [s, I, O], those in this rank's slots.
+    def send(self, kind: int, weight_LIO: Tensor, clones: Clones) -> Tensor:
+        """Weights of this kind of this rank's experts -> [s, I, O], those in this rank's slots.
 
         Undefined where a slot is empty, and everywhere from the next call for this kind on.
         """
-        slots = self._slots[which]
+        slots = self._slots[kind]
         assert weight_LIO.dtype == slots.own.dtype and weight_LIO.shape[1:] == slots.own.shape[1:]
         self._make_free(slots)
         push_clones(
@@ -99,19 +99,19 @@ class PeerClones:
         self._read.append(slots)
         return slots.own
 
-    def grads(self, which: int) -> Tensor:
+    def grads(self, kind: int) -> Tensor:
         """[s, I, O] fp32, where this rank writes the gradients of its slots for `add_home`; what
         lies there is undefined. To be called for every time that it is written.
         """
-        grads = self._grads[which]
+        grads = self._grads[kind]
         self._make_free(grads)
         return grads.own
 
-    def add_home(self, which: int, total_LIO: Tensor, clones: Clones) -> None:
+    def add_home(self, kind: int, total_LIO: Tensor, clones: Clones) -> None:
         """total[l] += the gradients of all ranks' slots with this rank's expert l, in order of
         slots: in fp32, rounded once to the type of the total.
         """
-        grads = self._grads[which]
+        grads = self._grads[kind]
         assert total_LIO.shape[1:] == grads.own.shape[1:]
         self._barrier()
         add_clones(total_LIO, clones.expert_S, clones.filled_S, grads.addresses_P, first=self.first)

@@ -14,6 +14,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from app.collectives import all_to_all
+from app.kernels.clone_weights import add_clones
+from app.kernels.common import usable
 from app.moe.clones.record import Clones
 from app.moe.dispatch.collectives import gathered
 
@@ -37,7 +39,9 @@ class CloneTransport(Protocol):
         ...
 
     def grads(self, kind: int) -> Tensor:
-        """Where this rank leaves the gradients of its slots: fp32, s × I × O."""
+        """Where this rank is to write the gradients of its slots: fp32, s × I × O. To be called for
+        every time that it is written.
+        """
         ...
 
     def add_home(self, kind: int, total_LIO: Tensor, clones: Clones) -> None:
@@ -94,9 +98,20 @@ class CollectiveClones:
     def add_home(self, kind: int, total_LIO: Tensor, clones: Clones) -> None:
         """See the protocol."""
         grads_SIO = gathered(self._grads[kind], self.group)
+        if usable(total_LIO):
+            addresses_R = _addresses_of_parts(grads_SIO, self.group.size())
+            add_clones(total_LIO, clones.expert_S, clones.filled_S, addresses_R, first=self.first)
+            return
         sums_LIO = total_LIO.float()
         for slot in clones.filled_S.nonzero().flatten().tolist():
             expert = int(clones.expert_S[slot]) - self.first
             if 0 <= expert < self.local:
                 sums_LIO[expert] += grads_SIO[slot]
         total_LIO.copy_(sums_LIO)
+
+
+def _addresses_of_parts(values: Tensor, parts: int) -> Tensor:
+    """Where each of so many equal parts of the first dimension begins: int64, on the device."""
+    step = values.nbytes // parts
+    start = values.data_ptr()
+    return torch.arange(start, start + values.nbytes, step, device=values.device)

@@ -2,8 +2,8 @@
 
 A dispatcher is added in five files: its name in `app.choices.DispatcherKind`, its record in a
 module beside this one, a line for that in `app.plan.dispatchers.choose`, its module in
-`app.moe.dispatch`, which moves tensors, and a case in `app.engine.build`. Options of its own are
-keys of `app.config.model.MoEConfig` besides.
+`app.moe.dispatch`, which moves tensors, and a case in `app.engine.dispatchers`. Options of its own
+are keys of `app.config.model.MoEConfig` besides.
 
 Shapes: T tokens of a microbatch on one rank, D hidden, E experts, K per token. The experts lie on a
 grid of P = ep · etp ranks: ep shares of them, each expert in etp parts.

@@ -1,0 +1,13 @@
+"""Element types of the configuration as torch has them."""
+
+from __future__ import annotations
+
+import torch
+
+from app.choices import Dtype
+
+DTYPES = {
+    Dtype.float32: torch.float32,
+    Dtype.bfloat16: torch.bfloat16,
+    Dtype.float16: torch.float16,
+}
