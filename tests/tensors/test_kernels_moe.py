@@ -145,8 +145,9 @@ def test_grouped_gradient(counts: list[int], width: int, columns: int):
 
 
 @pytest.mark.parametrize(("first", "adds"), [(2, True), (0, False), (1, False), (4, False)])
-def test_grouped_gradient_of_some_experts(first: int, adds: bool):
-    given = {"width": 40, "columns": 136, "dtype": torch.float16}
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+def test_grouped_gradient_of_some_experts(first: int, adds: bool, dtype: torch.dtype):
+    given = {"width": 40, "columns": 136, "dtype": dtype}
     check_grouped_gradient([5, 0, 70, 32, 3], spare=3, first=first, adds=adds, **given)
 
 
