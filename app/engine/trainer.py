@@ -138,8 +138,9 @@ class Trainer:
         if self.stops:
             self._say_farewell()
             return False
+        advice = self.meter.clones_would_pay()
         if self.leads:
-            sum_up(self.run, self.run_dir, self.data, report=validated, sample=text)
+            sum_up(self.run, self.run_dir, self.data, report=validated, sample=text, advice=advice)
             note_end(self.run_dir, self.progress.step)
         return True
 

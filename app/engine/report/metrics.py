@@ -21,6 +21,7 @@ from app.collectives import all_reduce
 from app.engine.build import Engine
 from app.engine.capture.facts import GraphFacts
 from app.engine.pipeline.in_flight import StepTotals
+from app.engine.report.clones import clones_would_pay
 from app.plan.cost.flops import flops_per_token, peak_tflops
 
 GIB = 2**30
@@ -152,6 +153,8 @@ class Meter:
         self.peak = run.hardware.peak_tflops or _known_peak(engine.device)
         self.counts: dict[tuple[int, int], Tensor] = {}
         self.dropped: Tensor | int = 0
+        # of all ranks, by MoE layer of this stage, at the last log interval
+        self.counts_LE = torch.zeros(0, dtype=torch.int64, device=engine.device)
 
     def count(self, totals: StepTotals) -> None:
         """Add a step's tokens per expert, on the device."""
@@ -201,6 +204,11 @@ class Meter:
             **measured,
         )
 
+    def clones_would_pay(self) -> str | None:
+        """Whether clones of hot experts would have, by the last log interval; all ranks ask."""
+        groups = self.engine.groups
+        return clones_would_pay(self.run, self.counts_LE, groups.pp_control, peak=self.peak)
+
     def _clones(self, facts: StepFacts) -> dict[str, Any]:
         """What cloning did to loads in this step, where there is any."""
         if self.engine.cloning is None:
@@ -239,6 +247,7 @@ class Meter:
             pairs_2[0] = dropped
             all_reduce(counts_LE, self.engine.groups.tp_cp_dp_control)
             all_reduce(pairs_2, self.engine.groups.tp_cp_dp_control)
+            self.counts_LE = counts_LE
             pairs_2[1] = counts_LE.sum()
             ratio_L = counts_LE.max(dim=1).values / counts_LE.double().mean(dim=1)
         total = torch.stack((ratio_L.sum(), ratio_L.new_full((), len(counts)), *pairs_2.double()))

@@ -70,9 +70,17 @@ def _continued(run: Run, start: Start, version: Version) -> Iterator[tuple[str, 
 
 
 def sum_up(
-    run: Run, run_dir: Path, data: Data, report: ValidationReport | None, sample: str | None
+    run: Run,
+    run_dir: Path,
+    data: Data,
+    *,
+    report: ValidationReport | None,
+    sample: str | None,
+    advice: str | None,
 ) -> None:
-    """Draw loss.png; on the console the sample, the loss beside that of n-grams, the files."""
+    """Draw loss.png; on the console the sample, the loss beside that of n-grams, `advice` for the
+    next run, the files.
+    """
     with telling("counting n-grams and drawing loss.png", aloud=run.log.console), writing(run_dir):
         baselines = ngram_baselines(run, data)
         plot_run(run_dir, baselines)
@@ -84,6 +92,8 @@ def sum_up(
     rows = {"this model": report.val_loss} if report else {}
     for name, value in (rows | baselines).items():
         print(f"  {name:<12}{value:7.3f}")
+    if advice is not None:
+        print(f"\nNext time: {advice}")
     print("\nWritten:")
     paths = [run_dir / name for name in (*FILES, "wandb", TENSORBOARD)]
     for path in (*paths, newest_checkpoint(run_dir)):

@@ -74,3 +74,20 @@ def with_rows(run: Run, factor: float) -> Run:
     assert moe is not None
     static = replace(moe.static, capacity=StaticCapacity.factor, factor=factor)
     return replace(run, model=replace(run.model, moe=replace(moe, static=static)))
+
+
+def with_clones(run: Run, spares: int) -> Run:
+    """The run with so many slots per rank for clones of hot experts."""
+    moe = run.model.moe
+    assert moe is not None
+    echo = replace(moe.echo, spares=spares)
+    cloning = replace(moe, dispatcher=DispatcherKind.static, echo=echo)
+    return replace(run, model=replace(run.model, moe=cloning))
+
+
+def clones_overrides(run: Run, spares: int) -> tuple[str, ...]:
+    """What is typed for that."""
+    slots = f"model.moe.echo.spares={spares}"
+    dispatcher = run_dispatcher(run)
+    static = isinstance(dispatcher, PlannedStatic)
+    return (slots,) if static else ("model.moe.dispatcher=static", slots)

@@ -1,0 +1,44 @@
+"""What clones of hot experts are worth, by estimate."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from app.config import Run
+from app.plan.cost.flops import PLANNED_PEAK
+from app.plan.dispatchers.choose import run_dispatcher, tokens_per_rank
+from app.plan.dispatchers.static import GRADIENT
+from app.plan.model.experts import ExpertWeights
+from app.plan.trace.parts import BYTES
+
+# seconds of a layer and microbatch that planning, barriers and launches take, forward and backward:
+# assumed
+OVERHEAD = 100e-6
+
+
+@dataclass(frozen=True, slots=True)
+class CloneCosts:
+    """Seconds of one rank, for one MoE layer and microbatch, forward and backward."""
+
+    mean: float  # that its experts compute at even load
+    clone: float  # until the weights of an expert have come twice and their gradient has gone home
+
+    @classmethod
+    def of(cls, run: Run, peak: float | None = None) -> CloneCosts:
+        """By the run's hardware, on GPUs of `peak` TFLOP/s where it does not say."""
+        dispatcher = run_dispatcher(run)
+        assert dispatcher is not None
+        moe, hardware = dispatcher.moe, run.hardware
+        weights = ExpertWeights.of(run.model.hidden_size, moe.ffn_hidden_size, 1).weights()
+        expert = sum(weight.numel for _, weight in weights)
+        rate = (hardware.peak_tflops or peak or PLANNED_PEAK) * 1e12 * hardware.efficiency
+        rows = dispatcher.mean_rows(tokens_per_rank(run))
+        sent = expert * (2 * BYTES[run.precision.params] + GRADIENT)
+        link = hardware.node_gb_s if dispatcher.one_node else hardware.network_gb_s
+        return cls(mean=6 * expert * rows / rate, clone=sent / (link * 1e9))
+
+    def saved(self, before: float, after: float, clones: float) -> float:
+        """Seconds less with the busiest rank at `after` times the mean rows instead of `before`,
+        for `clones` that one rank gets.
+        """
+        return (before - after) * self.mean - clones * self.clone - OVERHEAD
