@@ -5,6 +5,11 @@
 `/` separates runs. Each trains on random tokens; the last step is traced. Printed per run: the
 step's time without the trace, the share of each kind of kernel in the traced step, the largest
 kernels by name, and the time in which none ran.
+
+`hot=4:2.8` among the overrides adds 2.8 to the routers' scores of the first 4 experts of each MoE
+layer, which all lie on the first expert-parallel rank: tokens then go there as they do where a
+router has come to prefer few experts. Printed besides, as in metrics.jsonl: how many rows the
+busiest rank has, and with clones of hot experts how many it computes.
 """
 
 from __future__ import annotations
@@ -17,19 +22,27 @@ import os
 import statistics
 import time
 from collections import Counter
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from layouts import batches_of, merged
+from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from app.cli.options.compose import load_overrides
 from app.cli.processes.launcher import Launch
+from app.collectives import all_reduce
+from app.config import Run
 from app.engine.build import Engine, build_engine
 from app.engine.capture.facts import GraphFacts
 from app.engine.groups import create_groups, process_world
 from app.engine.pipeline.step import TrainingStep
+from app.engine.report.metrics import StepFacts
+from app.moe import phases
 from app.plan.cost.flops import flops_per_token
 from app.plan.plan import Plan
 
@@ -103,9 +116,11 @@ def train(
     """One run, from nothing to nothing."""
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
-    plan = Plan(load_overrides(overrides, launch.world_size))
+    (hot,) = [word[4:] for word in overrides if word.startswith("hot=")] or [None]
+    words = [word for word in overrides if not word.startswith("hot=")]
+    plan = Plan(load_overrides(words, launch.world_size))
     engine = build_engine(plan, create_groups(plan.layout, launch.rank), device)
-    with engine.watchdog.running():
+    with engine.watchdog.running(), routers_prefer(hot, plan.run, device):
         try:
             return measure(engine, steps, top)
         finally:
@@ -113,6 +128,46 @@ def train(
             engine.make_parameters_whole()
             del engine
             gc.collect()
+
+
+@contextmanager
+def routers_prefer(hot: str | None, run: Run, device: torch.device) -> Iterator[None]:
+    """Within the block routers add an offset to the scores of the first experts: COUNT:OFFSET."""
+    if hot is None:
+        yield
+        return
+    assert run.model.moe is not None
+    count, offset = hot.split(":")
+    bias_E = torch.zeros(run.model.moe.num_experts, device=device)
+    bias_E[: int(count)] = float(offset)
+    choose = phases.choose
+
+    def biased(logits_TE: Tensor, *given: Any, **named: Any) -> tuple[Tensor, Tensor]:
+        return choose(logits_TE + bias_E, *given, **named)
+
+    with patch.object(phases, "choose", biased):
+        yield
+
+
+def rank_load(engine: Engine, facts: StepFacts, counts: Iterable[Tensor]) -> dict[str, float]:
+    """Rows of the busiest expert-parallel rank over the mean: of a layer in a step; with clones of
+    single microbatches, and what these computed.
+    """
+    ranks = engine.groups.layout.ep
+    loads = []
+    for counts_E in counts:
+        total_E = counts_E.clone()
+        all_reduce(total_E, engine.groups.tp_cp_dp_control)
+        load_R = total_E.view(ranks, -1).sum(dim=1)
+        loads.append(float(load_R.max() / load_R.double().mean()))
+    found = {"rank_load": round(statistics.mean(loads), 3)} if loads else {}
+    if facts.routed_rows:
+        found |= {
+            "rank_load_before": round(facts.busiest_before * ranks / facts.routed_rows, 3),
+            "rank_load_after": round(facts.busiest_after * ranks / facts.routed_rows, 3),
+            "clones": round(facts.clones / ranks),
+        }
+    return found
 
 
 def measure(engine: Engine, steps: int, top: int) -> dict[str, Any]:
@@ -141,6 +196,7 @@ def measure(engine: Engine, steps: int, top: int) -> dict[str, Any]:
         "peak_gib": round(peak[0] / 2**30, 3),
         "planned_gib": round(planned.allocated / 2**30, 3),
         "reserved_gib": round(peak[1] / 2**30, 3),
+        **rank_load(engine, facts, totals.counts.values()),
         "load_max_over_mean": round(statistics.mean(load), 2) if load else None,
         "loss": facts.loss,
         **{name: round(value, 4) for name, value in graphs.items()},
