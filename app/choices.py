@@ -17,6 +17,7 @@ class CloneAlgorithm(Enum):
 
     one_shot_greedy = "one_shot_greedy"
     approx_bin_packing = "approx_bin_packing"
+    exact = "exact"  # ranks as even as slots allow, with few clones
 
 
 class DispatcherKind(Enum):

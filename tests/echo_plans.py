@@ -14,10 +14,12 @@ from torch import Tensor
 import app.moe.echo
 from app.choices import CloneAlgorithm
 from app.kernels import echo as kernels
+from app.kernels.clones.exact import exact_clones
 from app.kernels.expert_rows import expert_rows
 from tests.moe_kernels import DEVICE, twice
 
 PACKS = CloneAlgorithm.approx_bin_packing
+EXACT = CloneAlgorithm.exact
 # tokens for three experts of each of five ranks: what the first rank gives away is not enough
 STAYS_ABOVE = (150, 160, 170, 50, 50, 90, 0, 0, 0, 0, 0, 0, 80, 0, 0)
 
@@ -43,8 +45,13 @@ def check_kernel(
     counts_RE: Tensor, spares: int, algorithm: CloneAlgorithm, threshold: float
 ) -> None:
     """The kernel's plan is that of plain torch, which must be in place, and repeats."""
-    packs = algorithm is PACKS
-    found = twice(lambda: kernels.plan_clones(counts_RE, spares, packs, threshold=threshold))
+
+    def plan() -> tuple[Tensor, Tensor]:
+        if algorithm is EXACT:
+            return exact_clones(counts_RE, spares, threshold)
+        return kernels.plan_clones(counts_RE, spares, algorithm is PACKS, threshold=threshold)
+
+    found = twice(plan)
     wanted = app.moe.echo.plan_clones(counts_RE, spares, algorithm, threshold)
     for one, other in zip(found, wanted, strict=True):
         assert one.dtype == other.dtype == torch.int64 and torch.equal(one, other)
@@ -89,9 +96,14 @@ def loads_after(counts_RE: Tensor, moved_ES: Tensor) -> Tensor:
     return stay_R + moved_ES.sum(dim=0).view(ranks, -1).sum(dim=1)
 
 
-def check_plan(counts_RE: Tensor, moved_ES: Tensor, moved_RS: Tensor) -> None:
+def check_plan(
+    counts_RE: Tensor,
+    moved_ES: Tensor,
+    moved_RS: Tensor,
+    algorithm: CloneAlgorithm = CloneAlgorithm.one_shot_greedy,
+) -> None:
     """Nobody gives what it has not; a slot has one expert, of another rank; no rank ends up with
-    more than before or the average, and totals agree.
+    more than before or the average, or by `exact` than the fullest had, and totals agree.
     """
     ranks, experts = counts_RE.shape
     assert (moved_ES >= 0).all() and (moved_RS >= 0).all()
@@ -106,4 +118,5 @@ def check_plan(counts_RE: Tensor, moved_ES: Tensor, moved_RS: Tensor) -> None:
     load_R = counts_RE.sum(dim=0).view(ranks, -1).sum(dim=1)
     after_R = loads_after(counts_RE, moved_ES)
     assert after_R.sum() == load_R.sum()
-    assert (after_R <= load_R.clamp(min=int(load_R.sum()) // ranks)).all()
+    filled = load_R.max() if algorithm is EXACT else load_R.sum() // ranks
+    assert (after_R <= torch.maximum(load_R, filled)).all()

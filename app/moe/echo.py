@@ -16,9 +16,11 @@ from torch import Tensor
 
 from app.choices import CloneAlgorithm
 from app.kernels import echo as kernels
+from app.kernels.clones.exact import exact_clones
+from app.kernels.clones.slots import PRIORITIES
 from app.kernels.common import usable
-from app.kernels.echo import PRIORITIES
 from app.kernels.expert_rows import expert_rows
+from app.moe.exact_clones import exact_slots
 from app.moe.permute import sort_by_expert
 
 
@@ -37,9 +39,12 @@ def plan_clones(
        overlaps may move. A rank takes its `spares_per_rank` largest pieces.
        `approx_bin_packing` (one spare) gives each room, from the largest on, the spill that is
        largest by sevenths of the average, first come first served within a seventh.
+       `exact` fills rooms from the ranks that are most above the average, which may get some back
+       for it, until all are even or slots are full: see `app.moe.exact_clones`.
     3. With a `threshold`, ranks move only what would leave them above (1 + threshold) times the
        average: a slot whose tokens may stay at home, with those of the rank's smaller pieces, is
        empty. While a rank is above that after all its pieces have moved, none is left out.
+       `exact` fills ranks up to that only, and takes the plan with the fewest clones.
     4. A slot takes from every rank in proportion to its tokens, rounded down, and then what is
        still missing from the first ranks on.
 
@@ -49,21 +54,29 @@ def plan_clones(
     ranks, experts = counts_RE.shape
     known = _known(algorithm)
     _check_sizes(ranks, experts, spares_per_rank, algorithm=known)
-    packs = known is CloneAlgorithm.approx_bin_packing
     if counts_RE.is_cuda and usable():
+        if known is CloneAlgorithm.exact:
+            return exact_clones(counts_RE, spares_per_rank, threshold)
+        packs = known is CloneAlgorithm.approx_bin_packing
         return kernels.plan_clones(counts_RE, spares_per_rank, packs, threshold=threshold)
     load_RL = counts_RE.sum(dim=0).view(ranks, -1)
     load_R = load_RL.sum(dim=1)
     average = load_R.sum() // ranks
     room_R = (average - load_R).clamp(min=0)
     spill_E = _spill(load_RL, average)
-    if packs:
-        expert_S, moved_S = _packed(spill_E, room_R, average)
+    limit = average + (average.float() * threshold).floor().long()
+    if known is CloneAlgorithm.exact:
+        others = [_greedy(spill_E, room_R, spares_per_rank)]
+        if spares_per_rank == 1:
+            others.append(_packed(spill_E, room_R, average))
+        expert_S, moved_S = exact_slots(load_RL, spares_per_rank, limit, others=others)
     else:
-        expert_S, moved_S = _greedy(spill_E, room_R, spares_per_rank)
-    if threshold > 0:
-        limit = average + (average.float() * threshold).floor().long()
-        moved_S = moved_S * _needed(expert_S // load_RL.shape[1], moved_S, load_R, limit=limit)
+        if known is CloneAlgorithm.approx_bin_packing:
+            expert_S, moved_S = _packed(spill_E, room_R, average)
+        else:
+            expert_S, moved_S = _greedy(spill_E, room_R, spares_per_rank)
+        if threshold > 0:
+            moved_S = moved_S * _needed(expert_S // load_RL.shape[1], moved_S, load_R, limit=limit)
     moved_ES = moved_S.new_zeros(experts, len(moved_S)).scatter(0, expert_S[None], moved_S[None])
     return moved_ES, _sources(counts_RE, expert_S, moved_S)
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from app.choices import CloneAlgorithm
 from app.moe.echo import plan_clones, reroute
-from tests.echo_plans import PACKS, check_kernel, check_reroute_kernel, draw_counts
+from tests.echo_plans import EXACT, PACKS, check_kernel, check_reroute_kernel, draw_counts
 from tests.moe_kernels import without_kernels
 
 pytestmark = [
@@ -37,7 +37,8 @@ def test_tokens(ranks: int, local: int, top_k: int, plain: None):
     check_reroute_kernel(ranks, local, top_k, 3000, seed=ranks)
 
 
-def test_a_graph_replays_plans_and_what_follows_them():
+@pytest.mark.parametrize("algorithm", [CloneAlgorithm.one_shot_greedy, EXACT])
+def test_a_graph_replays_plans_and_what_follows_them(algorithm: CloneAlgorithm):
     ranks, experts, top_k = 8, 256, 8
 
     def draw(seed: int) -> tuple[Tensor, Tensor]:
@@ -49,7 +50,7 @@ def test_a_graph_replays_plans_and_what_follows_them():
         return torch.stack(counts), chosen_RTK[3]
 
     def work() -> tuple[Tensor, ...]:
-        plan = plan_clones(counts_RE, 2, threshold=0.02)
+        plan = plan_clones(counts_RE, 2, algorithm, 0.02)
         return *plan, reroute(experts_TK, *plan, rank=3)
 
     counts_RE, experts_TK = draw(0)
@@ -64,7 +65,7 @@ def test_a_graph_replays_plans_and_what_follows_them():
             buffer.copy_(values)
         graph.replay()
         torch.cuda.synchronize()
-        on_cpu = plan_clones(counts_RE.cpu(), 2, threshold=0.02)
+        on_cpu = plan_clones(counts_RE.cpu(), 2, algorithm, 0.02)
         wanted = (*on_cpu, reroute(experts_TK.cpu(), *on_cpu, rank=3))
         assert on_cpu[1].sum() > 0
         assert all(torch.equal(a.cpu(), b) for a, b in zip(replayed, wanted, strict=True))

@@ -8,6 +8,7 @@ import torch
 from app.choices import CloneAlgorithm
 from tests.cases import sampled
 from tests.echo_plans import (
+    EXACT,
     STAYS_ABOVE,
     check_kernel,
     check_reroute_kernel,
@@ -18,6 +19,13 @@ from tests.moe_kernels import DEVICE, without_kernels
 
 pytest.importorskip("triton")
 plain = pytest.fixture(autouse=True)(without_kernels)
+
+
+@pytest.fixture(autouse=True)
+def few_targets(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of `exact`: interpreted, each program takes 30 ms."""
+    monkeypatch.setattr("app.kernels.clones.exact.TARGETS", 3)
+
 
 # ranks, experts of each, tokens of a rank for an expert at most
 SIZES = [(1, 4, 9), (2, 1, 50), (3, 5, 2), (4, 2, 1), (5, 3, 1500), (6, 1, 30), (8, 8, 300)]
@@ -36,7 +44,8 @@ def test_plan(size: tuple[int, int, int], seed: int):
 def test_vectors_are_compared_in_several_turns(
     algorithm: CloneAlgorithm, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr("app.kernels.echo.PAIRS", 64)
+    for kernels in ("echo", "clones.exact"):
+        monkeypatch.setattr(f"app.kernels.{kernels}.PAIRS", 64)
     check_kernel(draw_counts(4, 6, 200, seed=1), 1, algorithm, threshold=0.05)
 
 
@@ -47,9 +56,15 @@ def test_a_threshold_that_a_rank_stays_above(threshold: float):
     check_kernel(counts_RE, 1, CloneAlgorithm.one_shot_greedy, threshold)
 
 
-def test_counts_beyond_32_bits():
+@pytest.mark.parametrize("algorithm", [CloneAlgorithm.one_shot_greedy, EXACT])
+def test_counts_beyond_32_bits(algorithm: CloneAlgorithm):
     counts_RE = torch.tensor([[2**40, 0, 3, 1], [5, 2**33 + 1, 7, 0]], device=DEVICE)
-    check_kernel(counts_RE, 2, CloneAlgorithm.one_shot_greedy, threshold=0.0)
+    check_kernel(counts_RE, 2, algorithm, threshold=0.0)
+
+
+@pytest.mark.parametrize("spares", [1, 2])
+def test_exact(spares: int):
+    check_kernel(draw_counts(5, 3, 300, seed=spares), spares, EXACT, threshold=0.02 * spares)
 
 
 @pytest.mark.parametrize(

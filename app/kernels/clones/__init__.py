@@ -1,0 +1,1 @@
+"""Kernels of plans of clones, and what they share."""

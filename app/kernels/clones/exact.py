@@ -1,0 +1,302 @@
+"""The plan of clones `exact` in two launches: one program to each candidate, then one that takes
+the best and writes its plan. `app.moe.exact_clones` says what candidates there are, in this order.
+
+Shapes: R ranks · E experts, L of each rank · S slots · C candidates. In kernels R, E, LOCAL, S and
+C are powers of two that hold these.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from app.kernels.clones.slots import (
+    PRIORITIES,
+    overlap_slots,
+    pack_slots,
+    spilled,
+    spills_before,
+    write_plan,
+)
+from app.kernels.common import jit, tl
+from app.kernels.tiling import block_of
+
+TARGETS = 32  # from the smallest load that can be hoped for to the largest there is
+WAYS = 4  # of choosing what moves, for each of them
+FIRST = 2**62  # more than any count
+PAIRS = 2048  # values that are compared at once: what 128 threads have registers for
+
+
+def exact_clones(counts_RE: Tensor, spares: int, threshold: float) -> tuple[Tensor, Tensor]:
+    """Tokens that move, by expert and slot and by rank and slot: int64 [E, S], [R, S]."""
+    ranks, experts = counts_RE.shape
+    slots, filled = ranks * spares, WAYS * TARGETS
+    candidates = filled + (2 if spares == 1 else 1)
+    counts_RE = counts_RE.contiguous()
+    costs_C = counts_RE.new_empty(candidates)
+    expert_CS, moved_CS = counts_RE.new_empty(2, candidates, slots).unbind()
+    padded, local = block_of(experts), block_of(experts // ranks)
+    others = max(1, PAIRS // padded)
+    _try[(candidates,)](
+        counts_RE,
+        counts_RE.new_empty(candidates - filled, 2, experts),
+        expert_CS,
+        moved_CS,
+        costs_C,
+        float(threshold),
+        ranks=ranks,
+        experts=experts,
+        spares=spares,
+        TARGETS=TARGETS,
+        FILLED=filled,
+        FIRST=FIRST,
+        NEAR=min(local, others),
+        FAR=min(padded, others),
+        PRIORITIES=PRIORITIES,
+        R=block_of(ranks),
+        E=padded,
+        S=block_of(slots),
+        num_warps=4,
+    )
+    moved_ES, moved_RS = (counts_RE.new_empty(rows, slots) for rows in (experts, ranks))
+    _take_best[(1,)](
+        counts_RE,
+        expert_CS,
+        moved_CS,
+        costs_C,
+        moved_ES,
+        moved_RS,
+        candidates=candidates,
+        ranks=ranks,
+        experts=experts,
+        slots=slots,
+        FIRST=FIRST,
+        ROWS=max(1, 4 * PAIRS // block_of(slots)),
+        C=block_of(candidates),
+        R=block_of(ranks),
+        S=block_of(slots),
+        num_warps=8,
+    )
+    return moved_ES, moved_RS
+
+
+@jit
+def _try(
+    counts: tl.tensor,
+    scratch: tl.tensor,
+    slot_experts: tl.tensor,
+    slot_tokens: tl.tensor,
+    costs: tl.tensor,
+    threshold: float,
+    ranks: tl.constexpr,
+    experts: tl.constexpr,
+    spares: tl.constexpr,
+    TARGETS: tl.constexpr,
+    FILLED: tl.constexpr,
+    FIRST: tl.constexpr,
+    NEAR: tl.constexpr,
+    FAR: tl.constexpr,
+    PRIORITIES: tl.constexpr,
+    R: tl.constexpr,
+    E: tl.constexpr,
+    S: tl.constexpr,
+) -> None:
+    local: tl.constexpr = experts // ranks
+    slots: tl.constexpr = ranks * spares
+    candidate = tl.program_id(0)
+    rank, expert, slot = tl.arange(0, R), tl.arange(0, E), tl.arange(0, S)
+    at = rank[:, None] * experts + expert[None, :]
+    there = (rank < ranks)[:, None] & (expert < experts)[None, :]
+    load = tl.sum(tl.load(counts + at, mask=there, other=0), axis=0)
+    at_home = rank[:, None] == (expert // local)[None, :]
+    rank_load = tl.sum(tl.where(at_home, load[None, :], 0), axis=1)
+    total = tl.sum(load, axis=0)
+    average = total // ranks
+    limit = average + (average.to(tl.float32) * threshold).to(tl.int64)
+    limit = tl.maximum(limit, (total + ranks - 1) // ranks)
+    slot_experts += candidate * slots
+    slot_tokens += candidate * slots
+    if candidate < FILLED:
+        step = (candidate % TARGETS).to(tl.int64)
+        gap = tl.maximum(tl.max(rank_load, axis=0) - limit, 0)
+        _fill(
+            slot_experts,
+            slot_tokens,
+            load,
+            rank_load,
+            limit + gap * (step * step) // ((TARGETS - 1) * (TARGETS - 1)),
+            candidate // TARGETS,
+            ranks=ranks,
+            experts=experts,
+            spares=spares,
+            FIRST=FIRST,
+            R=R,
+            E=E,
+            S=S,
+        )
+    else:
+        _spill_over(
+            slot_experts,
+            slot_tokens,
+            scratch + (candidate - FILLED) * 2 * experts,
+            load,
+            tl.where(rank < ranks, tl.maximum(average - rank_load, 0), 0),
+            average,
+            candidate > FILLED,
+            ranks=ranks,
+            experts=experts,
+            spares=spares,
+            NEAR=NEAR,
+            FAR=FAR,
+            PRIORITIES=PRIORITIES,
+            R=R,
+            E=E,
+        )
+    tl.debug_barrier()
+    giver = tl.load(slot_experts + slot, mask=slot < slots, other=0) // local
+    moved = tl.load(slot_tokens + slot, mask=slot < slots, other=0)
+    gone = tl.where(rank[:, None] == giver[None, :], moved[None, :], 0)
+    come = tl.where(rank[:, None] == (slot // spares)[None, :], moved[None, :], 0)
+    largest = tl.max(rank_load + tl.sum(come - gone, axis=1), axis=0)
+    clones = tl.sum((moved > 0).to(tl.int64), axis=0)
+    tl.store(costs + candidate, tl.maximum(largest, limit) * (slots + 1) + clones)
+
+
+@jit
+def _fill(
+    slot_experts: tl.tensor,
+    slot_tokens: tl.tensor,
+    left: tl.tensor,
+    rank_load: tl.tensor,
+    target: tl.tensor,
+    way: tl.tensor,
+    ranks: tl.constexpr,
+    experts: tl.constexpr,
+    spares: tl.constexpr,
+    FIRST: tl.constexpr,
+    R: tl.constexpr,
+    E: tl.constexpr,
+    S: tl.constexpr,
+) -> None:
+    """Slots that bring ranks to the target: bits of `way` say whether givers pass on, and whether
+    the smallest expert that fits is taken.
+    """
+    rank, expert, slot = tl.arange(0, R), tl.arange(0, E), tl.arange(0, S)
+    free = tl.where(rank < ranks, spares, 0)
+    experts_of_slots = tl.zeros((S,), tl.int32)
+    tokens_of_slots = tl.zeros((S,), tl.int64)
+    moved = tl.max(rank_load, axis=0)
+    while moved > 0:
+        room = tl.where(free > 0, tl.maximum(target - rank_load, 0), 0)
+        over = tl.maximum(rank_load - target, 0)
+        most_room, most_over = tl.max(room, axis=0), tl.max(over, axis=0)
+        host = tl.min(tl.where(room == most_room, rank, R), axis=0)
+        giver = tl.min(tl.where(over == most_over, rank, R), axis=0)
+        passes_on = (way % 2 == 1) & (tl.sum(over, axis=0) > most_over)
+        wanted = tl.where(passes_on, most_room, tl.minimum(most_room, most_over))
+        mine = (expert // (experts // ranks) == giver) & (expert < experts)
+        own = tl.where(mine, left, -1)
+        order = tl.where((way >= 2) & (own >= wanted), FIRST - own, own)
+        first = tl.max(order, axis=0)
+        best = tl.min(tl.where(order == first, expert, E), axis=0)
+        moved = tl.minimum(wanted, tl.where(first > FIRST // 2, FIRST - first, first))
+        left -= tl.where(expert == best, moved, 0)
+        place = host * spares + spares - tl.sum(tl.where(rank == host, free, 0), axis=0)
+        taken = (slot == place) & (moved > 0)
+        experts_of_slots = tl.where(taken, best, experts_of_slots)
+        tokens_of_slots = tl.where(taken, moved, tokens_of_slots)
+        rank_load += tl.where(rank == host, moved, 0) - tl.where(rank == giver, moved, 0)
+        free -= ((rank == host) & (moved > 0)).to(tl.int32)
+    tl.store(slot_experts + slot, experts_of_slots, mask=slot < ranks * spares)
+    tl.store(slot_tokens + slot, tokens_of_slots, mask=slot < ranks * spares)
+
+
+@jit
+def _spill_over(
+    slot_experts: tl.tensor,
+    slot_tokens: tl.tensor,
+    scratch: tl.tensor,
+    load: tl.tensor,
+    room: tl.tensor,
+    average: tl.tensor,
+    packs: tl.tensor,
+    ranks: tl.constexpr,
+    experts: tl.constexpr,
+    spares: tl.constexpr,
+    NEAR: tl.constexpr,
+    FAR: tl.constexpr,
+    PRIORITIES: tl.constexpr,
+    R: tl.constexpr,
+    E: tl.constexpr,
+) -> None:
+    """Slots by the other algorithms, without a threshold."""
+    local: tl.constexpr = experts // ranks
+    expert = tl.arange(0, E)
+    tl.store(scratch + expert, load, mask=expert < experts)
+    tl.debug_barrier()
+    spill = spilled(scratch, load, average, experts=experts, local=local, E=E, C=NEAR)
+    spills = scratch + experts
+    tl.store(spills + expert, spill, mask=expert < experts)
+    tl.debug_barrier()
+    if packs:
+        pack_slots(
+            slot_experts,
+            slot_tokens,
+            spill,
+            spills_before(spills, spill, experts=experts, COUNTS=True, E=E, C=FAR),
+            room,
+            average,
+            ranks=ranks,
+            experts=experts,
+            PRIORITIES=PRIORITIES,
+            R=R,
+            E=E,
+        )
+    else:
+        overlap_slots(
+            slot_experts,
+            slot_tokens,
+            spill,
+            spills_before(spills, spill, experts=experts, COUNTS=False, E=E, C=FAR),
+            room,
+            ranks=ranks,
+            spares=spares,
+            R=R,
+            E=E,
+        )
+
+
+@jit
+def _take_best(
+    counts: tl.tensor,
+    slot_experts: tl.tensor,
+    slot_tokens: tl.tensor,
+    costs: tl.tensor,
+    moved_of_expert: tl.tensor,
+    moved_of_rank: tl.tensor,
+    candidates: tl.constexpr,
+    ranks: tl.constexpr,
+    experts: tl.constexpr,
+    slots: tl.constexpr,
+    FIRST: tl.constexpr,
+    ROWS: tl.constexpr,
+    C: tl.constexpr,
+    R: tl.constexpr,
+    S: tl.constexpr,
+) -> None:
+    candidate, slot = tl.arange(0, C), tl.arange(0, S)
+    cost = tl.load(costs + candidate, mask=candidate < candidates, other=FIRST)
+    best = tl.min(tl.where(cost == tl.min(cost, axis=0), candidate, C), axis=0)
+    at = best * slots + slot
+    write_plan(
+        counts,
+        moved_of_expert,
+        moved_of_rank,
+        tl.load(slot_experts + at, mask=slot < slots, other=0),
+        tl.load(slot_tokens + at, mask=slot < slots, other=0),
+        ranks=ranks,
+        experts=experts,
+        slots=slots,
+        ROWS=ROWS,
+        R=R,
+        S=S,
+    )

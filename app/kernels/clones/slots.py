@@ -1,0 +1,194 @@
+"""How slots are filled by the simpler algorithms of `app.moe.echo.plan_clones`, and how a plan is
+written: parts of kernels, each done by one program with all of its threads.
+
+Shapes: R ranks · E experts, L of each rank · S slots. R, E and S are powers of two that hold these.
+"""
+
+from __future__ import annotations
+
+from app.kernels.common import jit, tl
+
+PRIORITIES = 8  # of `approx_bin_packing`
+
+
+@jit
+def spilled(
+    loads: tl.tensor,
+    load: tl.tensor,
+    average: tl.tensor,
+    experts: tl.constexpr,
+    local: tl.constexpr,
+    E: tl.constexpr,
+    C: tl.constexpr,
+) -> tl.tensor:
+    """Tokens of each expert beyond the average of its rank, where small experts come first: [E]."""
+    expert = tl.arange(0, E)[:, None]
+    sums = tl.zeros((E, C), tl.int64)
+    for first in range(0, local, C):
+        place = first + tl.arange(0, C)[None, :]
+        other = expert // local * local + place
+        inside = (place < local) & (expert < experts)
+        load_there = tl.load(loads + other, mask=inside, other=0)
+        smaller = load_there < load[:, None]
+        earlier = (load_there == load[:, None]) & (other < expert)
+        sums += tl.where(smaller | earlier, load_there, 0)
+    start = tl.sum(sums, axis=1)
+    return tl.maximum(start + load - average, 0) - tl.maximum(start - average, 0)
+
+
+@jit
+def spills_before(
+    spills: tl.tensor,
+    spill: tl.tensor,
+    experts: tl.constexpr,
+    COUNTS: tl.constexpr,
+    E: tl.constexpr,
+    C: tl.constexpr,
+) -> tl.tensor:
+    """Tokens, or with COUNTS the number, of the spills before each, the largest first: [E]."""
+    expert = tl.arange(0, E)[:, None]
+    sums = tl.zeros((E, C), tl.int64)
+    for first in range(0, experts, C):
+        other = first + tl.arange(0, C)
+        spill_there = tl.load(spills + other, mask=other < experts, other=-1)[None, :]
+        larger = spill_there > spill[:, None]
+        before = larger | ((spill_there == spill[:, None]) & (other[None, :] < expert))
+        if COUNTS:
+            sums += before.to(tl.int64)
+        else:
+            sums += tl.where(before, spill_there, 0)
+    return tl.sum(sums, axis=1)
+
+
+@jit
+def _rooms_before(room: tl.tensor, R: tl.constexpr) -> tl.tensor:
+    """Whether the room of one rank, [:, None], comes before that of another: [R, R]."""
+    rank = tl.arange(0, R)
+    larger = room[:, None] > room[None, :]
+    return larger | ((room[:, None] == room[None, :]) & (rank[:, None] < rank[None, :]))
+
+
+@jit
+def overlap_slots(
+    slot_experts: tl.tensor,
+    slot_tokens: tl.tensor,
+    spill: tl.tensor,
+    spill_start: tl.tensor,
+    room: tl.tensor,
+    ranks: tl.constexpr,
+    spares: tl.constexpr,
+    R: tl.constexpr,
+    E: tl.constexpr,
+) -> None:
+    """Slots by `one_shot_greedy`."""
+    rank = tl.arange(0, R)
+    expert = tl.arange(0, E)[None, :].to(tl.int64)
+    room_start = tl.sum(tl.where(_rooms_before(room, R=R), room[:, None], 0), axis=0)
+    end = tl.minimum((spill_start + spill)[None, :], (room_start + room)[:, None])
+    overlap = tl.maximum(end - tl.maximum(spill_start[None, :], room_start[:, None]), 0)
+    for nth in range(spares):
+        most = tl.max(overlap, axis=1)
+        # of spills that are not empty no two start at the same place
+        largest = (overlap == most[:, None]) & (overlap > 0)
+        first = tl.min(tl.where(largest, spill_start[None, :], 2**62), axis=1)
+        taken = largest & (spill_start[None, :] == first[:, None])
+        place = rank * spares + nth
+        supplier = tl.sum(tl.where(taken, expert, 0), axis=1)
+        tl.store(slot_experts + place, supplier, mask=rank < ranks)
+        tl.store(slot_tokens + place, most, mask=rank < ranks)
+        overlap = tl.where(taken, 0, overlap)
+
+
+@jit
+def pack_slots(
+    slot_experts: tl.tensor,
+    slot_tokens: tl.tensor,
+    spill: tl.tensor,
+    turn: tl.tensor,
+    room: tl.tensor,
+    average: tl.tensor,
+    ranks: tl.constexpr,
+    experts: tl.constexpr,
+    PRIORITIES: tl.constexpr,
+    R: tl.constexpr,
+    E: tl.constexpr,
+) -> None:
+    """Slots by `approx_bin_packing`."""
+    rank = tl.arange(0, R).to(tl.int64)
+    expert = tl.arange(0, E).to(tl.int64)
+    room_nth = tl.sum(_rooms_before(room, R=R).to(tl.int32), axis=0)
+    step = tl.maximum(average // (PRIORITIES - 1), 1)
+    left = spill
+    for place in range(ranks):
+        here = room_nth == place
+        below = tl.minimum((average - left) // step + 1, PRIORITIES - 1)
+        priority = tl.where(left >= average, 0, below)
+        priority = tl.where(left <= 0, PRIORITIES, priority)
+        key = tl.where(expert < experts, priority * (E + R) + turn, 2**62)
+        taken = key == tl.min(key, axis=0)
+        room_here = tl.sum(tl.where(here, room, 0), axis=0)
+        moved = tl.minimum(tl.sum(tl.where(taken, left, 0), axis=0), room_here)
+        slot = tl.sum(tl.where(here, rank, 0), axis=0)
+        tl.store(slot_experts + slot, tl.sum(tl.where(taken, expert, 0), axis=0))
+        tl.store(slot_tokens + slot, moved)
+        left = tl.where(taken, left - moved, left)
+        turn = tl.where(taken, E + place, turn)
+
+
+@jit
+def write_plan(
+    counts: tl.tensor,
+    moved_of_expert: tl.tensor,
+    moved_of_rank: tl.tensor,
+    supplier: tl.tensor,
+    moved: tl.tensor,
+    ranks: tl.constexpr,
+    experts: tl.constexpr,
+    slots: tl.constexpr,
+    ROWS: tl.constexpr,
+    R: tl.constexpr,
+    S: tl.constexpr,
+) -> None:
+    """The plan that slots are filled by: by expert and slot, ROWS at once, and by rank and slot."""
+    slot = tl.arange(0, S)
+    for first in range(0, experts, ROWS):
+        row = first + tl.arange(0, ROWS)[:, None]
+        value = tl.where(row == supplier[None, :], moved[None, :], 0)
+        inside = (row < experts) & (slot < slots)[None, :]
+        tl.store(moved_of_expert + row * slots + slot[None, :], value, mask=inside)
+    _sources(
+        counts, moved_of_rank, supplier, moved, ranks=ranks, experts=experts, slots=slots, R=R, S=S
+    )
+
+
+@jit
+def _sources(
+    counts: tl.tensor,
+    moved_of_rank: tl.tensor,
+    supplier: tl.tensor,
+    moved: tl.tensor,
+    ranks: tl.constexpr,
+    experts: tl.constexpr,
+    slots: tl.constexpr,
+    R: tl.constexpr,
+    S: tl.constexpr,
+) -> None:
+    """What each rank gives to each slot: in proportion, then from the first ranks on."""
+    rank = tl.arange(0, R)[:, None]
+    slot = tl.arange(0, S)
+    of_supplier = counts + rank * experts + supplier[None, :]
+    count = tl.load(of_supplier, mask=(rank < ranks) & (slot < slots)[None, :], other=0)
+    total = tl.maximum(tl.sum(count, axis=0), 1)
+    missing = moved - tl.sum(count * moved[None, :] // total[None, :], axis=0)
+    same = supplier[:, None] == supplier[None, :]
+    earlier = same & (slot[:, None] < slot[None, :])
+    missing_start = tl.sum(tl.where(earlier, missing[:, None], 0), axis=0)
+    start = tl.zeros((S,), tl.int64)
+    for source in range(ranks):
+        own = tl.load(counts + source * experts + supplier, mask=slot < slots, other=0)
+        share = own * moved // total
+        left = own - tl.sum(tl.where(same, share[:, None], 0), axis=0)
+        last = tl.minimum(start + left, missing_start + missing)
+        more = tl.maximum(last - tl.maximum(start, missing_start), 0)
+        tl.store(moved_of_rank + source * slots + slot, share + more, mask=slot < slots)
+        start += left

@@ -1,0 +1,105 @@
+"""Clones that balance ranks as evenly as their slots allow: the algorithm `exact` of
+`app.moe.echo.plan_clones`.
+
+With one slot to a rank and one expert of each, this is the alias method (Walker 1977, Vose 1991):
+a rank that has too little is filled up to the target from one that has too much, and where that
+brings the giver below the target, its own slot fills it up again. So the loads of R ranks even out
+with R - 1 clones at most. Experts of which a rank has several can be too small to fill a room at
+once; then a few targets and ways of choosing are tried, and the best found is taken. The smallest
+possible load is NP-hard to find (3-partition: rooms of one slot each, filled from experts whose
+tokens all have to go).
+
+What is certain, where the target is the average rounded up, or what a threshold allows:
+
+- no larger load than either of the other algorithms leaves, nor than before;
+- no load above the target, if none was below (1 - s/L) of it, so always with s >= L: a rank above
+  the target has an expert with more than 1/L of it, and s of those fill any room there is. What a
+  giver lacks then is less than the room that it filled.
+
+Against the smallest possible load see docs/echo.md.
+
+Shapes: R ranks · E experts, L of each rank · S slots, s of each rank · C candidates.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from app.kernels.clones import exact as kernels
+
+
+def exact_slots(
+    load_RL: Tensor, spares: int, limit: Tensor, others: list[tuple[Tensor, Tensor]]
+) -> tuple[Tensor, Tensor]:
+    """Expert and tokens of each slot, [S]; any expert where there are no tokens: the best of all
+    candidates, to which `others` belong.
+
+    The best leaves the fullest rank the smallest load, where all are alike that do not exceed
+    `limit` or the average rounded up; then has the fewest clones; then is the first.
+    """
+    steps, ways = kernels.TARGETS, kernels.WAYS
+    load_R = load_RL.sum(dim=1)
+    limit = torch.maximum(limit, (load_R.sum() + len(load_R) - 1) // len(load_R))
+    step = torch.arange(steps, device=load_RL.device)
+    target_C = limit + (load_R.max() - limit).clamp(min=0) * step**2 // (steps - 1) ** 2
+    way_C = torch.arange(ways, device=load_RL.device).repeat_interleave(steps)
+    filled = _filled(load_RL, spares, target_C.repeat(ways), way_C % 2 == 1, fits_C=way_C >= 2)
+    expert_CS, moved_CS = (
+        torch.cat((first_CS, *(each_S[None] for each_S in others_S)))
+        for first_CS, others_S in zip(filled, zip(*others, strict=True), strict=True)
+    )
+    clones_C = (moved_CS > 0).sum(dim=1)
+    largest_C = _loads(load_RL, spares, expert_CS, moved_CS=moved_CS).amax(dim=1)
+    cost_C = torch.maximum(largest_C, limit) * (moved_CS.shape[1] + 1) + clones_C
+    best = cost_C.argmin(dim=0, keepdim=True)
+    return expert_CS[best][0], moved_CS[best][0]
+
+
+def _filled(
+    load_RL: Tensor, spares: int, target_C: Tensor, passes_on_C: Tensor, fits_C: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Expert and tokens of each slot, [C, S]: ranks are filled up to each candidate's target, until
+    none is above it or no slot is of use.
+
+    Each time the rank with the largest room that has a slot left gets tokens of one expert of the
+    rank that is most above the target: of its largest, or with `fits` of the smallest that is large
+    enough. It gets what the other has too much; with `passes_on` as much as there is room for,
+    where other ranks are above the target too. A rank above it was never filled: its slots are
+    free for what it then lacks.
+    """
+    ranks, local = load_RL.shape
+    count, slots = len(target_C), ranks * spares
+    target_C1, passes_on_C1, fits_C1 = target_C[:, None], passes_on_C[:, None], fits_C[:, None]
+    home_E = torch.arange(ranks * local, device=load_RL.device) // local
+    left_CE = load_RL.flatten().repeat(count, 1)
+    load_CR = load_RL.sum(dim=1).repeat(count, 1)
+    free_CR = torch.full_like(load_CR, spares)
+    expert_CS, moved_CS = left_CE.new_zeros(2, count, slots).unbind()
+    for _ in range(slots):
+        room_CR = (target_C1 - load_CR).clamp(min=0) * (free_CR > 0)
+        over_CR = (load_CR - target_C1).clamp(min=0)
+        host_C1, giver_C1 = (value.argmax(dim=1, keepdim=True) for value in (room_CR, over_CR))
+        room_C1, over_C1 = room_CR.gather(1, host_C1), over_CR.gather(1, giver_C1)
+        more_C1 = passes_on_C1 & (over_CR.sum(dim=1, keepdim=True) > over_C1)
+        wanted_C1 = torch.where(more_C1, room_C1, torch.minimum(room_C1, over_C1))
+        own_CE = torch.where(home_E == giver_C1, left_CE, -1)
+        order_CE = torch.where(fits_C1 & (own_CE >= wanted_C1), kernels.FIRST - own_CE, own_CE)
+        expert_C1 = order_CE.argmax(dim=1, keepdim=True)
+        moved_C1 = torch.minimum(wanted_C1, left_CE.gather(1, expert_C1))
+        slot_C1 = host_C1 * spares + (spares - free_CR.gather(1, host_C1)).clamp(max=spares - 1)
+        # once nothing moves, nothing will: what is in the slot stays
+        expert_CS.scatter_add_(1, slot_C1, expert_C1 * (moved_C1 > 0))
+        moved_CS.scatter_add_(1, slot_C1, moved_C1)
+        left_CE.scatter_add_(1, expert_C1, -moved_C1)
+        load_CR.scatter_add_(1, giver_C1, -moved_C1).scatter_add_(1, host_C1, moved_C1)
+        free_CR.scatter_add_(1, host_C1, -(moved_C1 > 0).long())
+    return expert_CS, moved_CS
+
+
+def _loads(load_RL: Tensor, spares: int, expert_CS: Tensor, moved_CS: Tensor) -> Tensor:
+    """Tokens of each rank when those in slots have moved: [C, R]."""
+    ranks, local = load_RL.shape
+    load_CR = load_RL.sum(dim=1).repeat(len(moved_CS), 1)
+    load_CR.scatter_add_(1, expert_CS // local, -moved_CS)
+    return load_CR + moved_CS.view(-1, ranks, spares).sum(dim=2)
