@@ -12,6 +12,7 @@ tokens all have to go).
 What is certain, where the target is the average rounded up, or what a threshold allows:
 
 - no larger load than either of the other algorithms leaves, nor than before;
+- with a threshold, no load above both the target and what `exact` leaves without one;
 - no load above the target, if none was below (1 - s/L) of it, so always with s >= L: a rank above
   the target has an expert with more than 1/L of it, and s of those fill any room there is. What a
   giver lacks then is less than the room that it filled.
@@ -40,9 +41,12 @@ def exact_slots(
     """
     steps, ways = kernels.TARGETS, kernels.WAYS
     load_R = load_RL.sum(dim=1)
-    limit = torch.maximum(limit, (load_R.sum() + len(load_R) - 1) // len(load_R))
-    step = torch.arange(steps, device=load_RL.device)
-    target_C = limit + (load_R.max() - limit).clamp(min=0) * step**2 // (steps - 1) ** 2
+    even = (load_R.sum() + len(load_R) - 1) // len(load_R)
+    limit = torch.maximum(limit, even)
+    # those without a threshold are among them
+    step = torch.arange(steps - 1, device=load_RL.device)
+    target_C = even + (load_R.max() - even) * step**2 // (steps - 2) ** 2
+    target_C = torch.cat((limit[None], target_C))
     way_C = torch.arange(ways, device=load_RL.device).repeat_interleave(steps)
     filled = _filled(load_RL, spares, target_C.repeat(ways), way_C % 2 == 1, fits_C=way_C >= 2)
     expert_CS, moved_CS = (

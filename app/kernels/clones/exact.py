@@ -20,7 +20,7 @@ from app.kernels.clones.slots import (
 from app.kernels.common import jit, tl
 from app.kernels.tiling import block_of
 
-TARGETS = 32  # from the smallest load that can be hoped for to the largest there is
+TARGETS = 32  # what a threshold allows, then from the average to the largest load
 WAYS = 4  # of choosing what moves, for each of them
 FIRST = 2**62  # more than any count
 PAIRS = 2048  # values that are compared at once: what 128 threads have registers for
@@ -112,18 +112,20 @@ def _try(
     total = tl.sum(load, axis=0)
     average = total // ranks
     limit = average + (average.to(tl.float32) * threshold).to(tl.int64)
-    limit = tl.maximum(limit, (total + ranks - 1) // ranks)
+    even = (total + ranks - 1) // ranks
+    limit = tl.maximum(limit, even)
     slot_experts += candidate * slots
     slot_tokens += candidate * slots
     if candidate < FILLED:
-        step = (candidate % TARGETS).to(tl.int64)
-        gap = tl.maximum(tl.max(rank_load, axis=0) - limit, 0)
+        step = (candidate % TARGETS).to(tl.int64) - 1
+        gap = tl.max(rank_load, axis=0) - even
+        target = even + gap * (step * step) // ((TARGETS - 2) * (TARGETS - 2))
         _fill(
             slot_experts,
             slot_tokens,
             load,
             rank_load,
-            limit + gap * (step * step) // ((TARGETS - 1) * (TARGETS - 1)),
+            tl.where(step < 0, limit, target),
             candidate // TARGETS,
             ranks=ranks,
             experts=experts,
