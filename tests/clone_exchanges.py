@@ -51,7 +51,7 @@ class CloneValues:
     def tensors(self) -> list[Tensor]:
         """All of them, in one order."""
         kinds = *self.weights_EIO, *self.grads_SIO, *self.totals_EIO
-        return [self.clones.expert_S, self.clones.filled_S, self.counts_RE, *kinds]
+        return [self.clones.expert_S, self.clones.moved_S, self.counts_RE, *kinds]
 
     def copy_(self, other: CloneValues) -> None:
         """Take another's values."""
@@ -80,7 +80,7 @@ def draw_values(sizes: CloneSizes, ranks: int, seed: int, device: str = "cpu") -
     filled_S[:: sizes.spares] = True
     counts_RE = torch.randint(0, 1 << 40, (ranks, experts), generator=generator)
     return CloneValues(
-        Clones(expert_S.to(device), filled_S.to(device)),
+        Clones(expert_S.to(device), (7 * filled_S).to(device)),
         counts_RE.to(device),
         weights_EIO=normal(experts, sizes.dtype),
         grads_SIO=normal(slots, torch.float32),
@@ -117,7 +117,7 @@ def all_clone_exchanges(
     clones = values.clones
     home = slice(rank * sizes.local, (rank + 1) * sizes.local)
     here = slice(rank * sizes.spares, (rank + 1) * sizes.spares)
-    empty_S11 = ~clones.filled_S[here, None, None]
+    empty_S11 = clones.moved_S[here, None, None] == 0
     for nth, (what, which, factor) in enumerate(steps(len(sizes.shapes))):
         if what == "counts":
             brought = transport.gather_counts(values.counts_RE[rank] * factor).clone()
@@ -135,7 +135,7 @@ def all_clone_exchanges(
 def wanted_of_clones(sizes: CloneSizes, values: CloneValues, rank: int) -> dict[str, Tensor]:
     """The same by loops over the values of all ranks."""
     wanted: dict[str, Tensor] = {}
-    experts, filled = values.clones.expert_S.tolist(), values.clones.filled_S.tolist()
+    experts, filled = values.clones.expert_S.tolist(), (values.clones.moved_S > 0).tolist()
     for nth, (what, which, factor) in enumerate(steps(len(sizes.shapes))):
         if what == "counts":
             brought = values.counts_RE

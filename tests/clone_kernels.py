@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from app.kernels.clone_weights import add_clones, push_clones
+from app.kernels.clones.weights import add_clones, push_clones
 from app.kernels.grouped_product import grouped_product
 from tests.moe_kernels import DEVICE, FACTS, assert_same, twice
 from tests.peer_kernels import UNTOUCHED, memory
@@ -69,6 +69,11 @@ class DrawnClones:
     weight_EIO: Tensor
     grads_SIO: Tensor  # fp32; not a number where a slot is empty
 
+    @property
+    def moved_S(self) -> Tensor:
+        """Tokens that go to a slot."""
+        return 3 * self.filled_S.long()
+
     def slots_of(self, expert: int) -> list[int]:
         """Those with a clone of it, in order."""
         return (self.filled_S & (self.expert_S == expert)).nonzero().flatten().tolist()
@@ -115,7 +120,7 @@ def check_push_clones(drawn: DrawnClones) -> None:
     parts, addresses_R = memory(untouched_SIO, drawn.ranks)
     for rank in range(drawn.ranks):
         own_LIO = drawn.of_rank(drawn.weight_EIO, rank)
-        push_clones(own_LIO, drawn.expert_S, drawn.filled_S, addresses_R, first=rank * drawn.local)
+        push_clones(own_LIO, drawn.expert_S, drawn.moved_S, addresses_R, first=rank * drawn.local)
     assert torch.equal(torch.cat(parts), wanted_SIO)
 
 
@@ -129,7 +134,7 @@ def check_add_clones(drawn: DrawnClones, dtype: torch.dtype = torch.float32) -> 
 
         def run(before_LIO: Tensor = before_LIO, first: int = first) -> tuple[Tensor]:
             total_LIO = before_LIO.clone()
-            add_clones(total_LIO, drawn.expert_S, drawn.filled_S, addresses_R, first=first)
+            add_clones(total_LIO, drawn.expert_S, drawn.moved_S, addresses_R, first=first)
             return (total_LIO,)
 
         (found_LIO,) = twice(run)

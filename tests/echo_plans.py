@@ -13,7 +13,7 @@ from torch import Tensor
 
 import app.moe.echo
 from app.choices import CloneAlgorithm
-from app.kernels import echo as kernels
+from app.kernels.clones import plan as kernels
 from app.kernels.clones.exact import exact_clones
 from app.kernels.expert_rows import expert_rows
 from tests.moe_kernels import DEVICE, twice
@@ -44,15 +44,26 @@ def draw_options(ranks: int, local: int, seed: int) -> tuple[int, CloneAlgorithm
 def check_kernel(
     counts_RE: Tensor, spares: int, algorithm: CloneAlgorithm, threshold: float
 ) -> None:
-    """The kernel's plan is that of plain torch, which must be in place, and repeats."""
+    """The kernel's plan is that of plain torch, which must be in place, and so is what it counts;
+    both repeat.
+    """
 
-    def plan() -> tuple[Tensor, Tensor]:
+    def plan() -> tuple[Tensor, ...]:
+        sums_4 = torch.arange(4, device=DEVICE)
         if algorithm is EXACT:
-            return exact_clones(counts_RE, spares, threshold)
-        return kernels.plan_clones(counts_RE, spares, algorithm is PACKS, threshold=threshold)
+            return *exact_clones(counts_RE, spares, threshold, sums_4=sums_4), sums_4
+        packs = algorithm is PACKS
+        found = kernels.plan_clones(counts_RE, spares, packs, threshold=threshold, sums_4=sums_4)
+        return *found, sums_4
 
-    found = twice(plan)
-    wanted = app.moe.echo.plan_clones(counts_RE, spares, algorithm, threshold)
+    expert_S, *found = twice(plan)
+    sums_4 = torch.arange(4, device=DEVICE)
+    plain = app.moe.echo.plan_slots(
+        counts_RE, spares, algorithm, threshold=threshold, sums_4=sums_4
+    )
+    wanted = plain.moved_S, plain.moved_ES, plain.moved_RS, sums_4
+    filled_S = plain.moved_S > 0
+    assert torch.equal(expert_S[filled_S], plain.expert_S[filled_S])
     for one, other in zip(found, wanted, strict=True):
         assert one.dtype == other.dtype == torch.int64 and torch.equal(one, other)
 

@@ -49,7 +49,7 @@ class EchoConfig:
 
     spares: int = 0  # slots of a rank for experts of others; 0: off
     # which experts get clones, and where
-    algorithm: CloneAlgorithm = CloneAlgorithm.one_shot_greedy
+    algorithm: CloneAlgorithm = CloneAlgorithm.exact
     # a rank may have so much more than the mean number of rows before its experts are cloned
     threshold: float = 0.0
     check: bool = False  # stop if a token's choices or a plan's sums do not add up; costs time

@@ -11,17 +11,54 @@ clones, of which slot j is on rank j // spares · T tokens of this rank, K exper
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
 from app.choices import CloneAlgorithm
-from app.kernels import echo as kernels
+from app.kernels.clones import plan as kernels
 from app.kernels.clones.exact import exact_clones
 from app.kernels.clones.slots import PRIORITIES
 from app.kernels.common import usable
 from app.kernels.expert_rows import expert_rows
 from app.moe.exact_clones import exact_slots
 from app.moe.permute import sort_by_expert
+
+
+@dataclass(frozen=True, slots=True)
+class ClonePlan:
+    """Which expert each slot has, and whose tokens go there: int64, on the device."""
+
+    expert_S: Tensor  # any where no tokens go
+    moved_S: Tensor  # tokens that go to a slot
+    moved_ES: Tensor  # the same by expert
+    moved_RS: Tensor  # by the rank that has the tokens
+
+
+@dataclass(frozen=True, slots=True)
+class ChoiceOrder:
+    """This rank's choices by expert, tokens ascending within one; dropped ones (id E) have none."""
+
+    row_of_TK: Tensor
+    ends_E: Tensor  # the first row after each expert's
+
+    @classmethod
+    def of(cls, experts_TK: Tensor, experts: int) -> ChoiceOrder:
+        """Of ids that differ within a token."""
+        if experts_TK.is_cuda and usable():
+            count = experts_TK.numel()
+            found = expert_rows(experts_TK, 0, experts, num_rows=count, multiple=1)
+            return cls(found[0], found[1])
+        rows = sort_by_expert(experts_TK, experts, drops=True)
+        return cls(rows.row_of_TK, rows.ends_E)
+
+    @property
+    def counts_E(self) -> Tensor:
+        """Tokens of each expert."""
+        counts_E = self.ends_E.long()
+        counts_E[1:] -= self.ends_E[:-1]
+        return counts_E
 
 
 def plan_clones(
@@ -51,37 +88,51 @@ def plan_clones(
     Equals are taken in order of their index. No slot holds several experts. ValueError for an
     unknown algorithm or a number of slots that it cannot fill.
     """
+    plan = plan_slots(counts_RE, spares_per_rank, algorithm, threshold=threshold)
+    return plan.moved_ES, plan.moved_RS
+
+
+def plan_slots(
+    counts_RE: Tensor,
+    spares_per_rank: int,
+    algorithm: CloneAlgorithm | str,
+    *,
+    threshold: float,
+    sums_4: Tensor | None = None,
+) -> ClonePlan:
+    """`plan_clones` by slot as well.
+
+    To `sums_4` (int64) are added: tokens of the fullest rank without clones, and with them, tokens
+    of all ranks, slots that are filled.
+    """
     ranks, experts = counts_RE.shape
     known = _known(algorithm)
     _check_sizes(ranks, experts, spares_per_rank, algorithm=known)
     if counts_RE.is_cuda and usable():
         if known is CloneAlgorithm.exact:
-            return exact_clones(counts_RE, spares_per_rank, threshold)
+            return ClonePlan(*exact_clones(counts_RE, spares_per_rank, threshold, sums_4=sums_4))
         packs = known is CloneAlgorithm.approx_bin_packing
-        return kernels.plan_clones(counts_RE, spares_per_rank, packs, threshold=threshold)
+        return ClonePlan(
+            *kernels.plan_clones(
+                counts_RE, spares_per_rank, packs, threshold=threshold, sums_4=sums_4
+            )
+        )
     load_RL = counts_RE.sum(dim=0).view(ranks, -1)
-    load_R = load_RL.sum(dim=1)
-    average = load_R.sum() // ranks
-    room_R = (average - load_R).clamp(min=0)
-    spill_E = _spill(load_RL, average)
-    limit = average + (average.float() * threshold).floor().long()
-    if known is CloneAlgorithm.exact:
-        others = [_greedy(spill_E, room_R, spares_per_rank)]
-        if spares_per_rank == 1:
-            others.append(_packed(spill_E, room_R, average))
-        expert_S, moved_S = exact_slots(load_RL, spares_per_rank, limit, others=others)
-    else:
-        if known is CloneAlgorithm.approx_bin_packing:
-            expert_S, moved_S = _packed(spill_E, room_R, average)
-        else:
-            expert_S, moved_S = _greedy(spill_E, room_R, spares_per_rank)
-        if threshold > 0:
-            moved_S = moved_S * _needed(expert_S // load_RL.shape[1], moved_S, load_R, limit=limit)
+    expert_S, moved_S = _slots(load_RL, spares_per_rank, known, threshold=threshold)
+    if sums_4 is not None:
+        sums_4 += _loads(load_RL, expert_S, moved_S)
     moved_ES = moved_S.new_zeros(experts, len(moved_S)).scatter(0, expert_S[None], moved_S[None])
-    return moved_ES, _sources(counts_RE, expert_S, moved_S)
+    moved_RS = _sources(counts_RE, expert_S, moved_S)
+    return ClonePlan(expert_S, moved_S, moved_ES, moved_RS=moved_RS)
 
 
-def reroute(experts_TK: Tensor, moved_ES: Tensor, moved_RS: Tensor, rank: int) -> Tensor:
+def reroute(
+    experts_TK: Tensor,
+    moved_ES: Tensor,
+    moved_RS: Tensor,
+    rank: int,
+    order: ChoiceOrder | None = None,
+) -> Tensor:
     """Send this rank's tokens to clones, as `plan_clones` says: where each choice goes, [T, K].
 
     Ids count what every rank computes, its own experts and then its slots: expert e has the id
@@ -91,28 +142,63 @@ def reroute(experts_TK: Tensor, moved_ES: Tensor, moved_RS: Tensor, rank: int) -
 
     A choice keeps its place in its token's K, and with that its probability; a token's ids differ
     from each other, but need not ascend. Choices that are dropped (id E) get R·(L + spares).
+    `order`: that of these choices, where it is known.
     """
     experts, slots = moved_ES.shape
+    order = order or ChoiceOrder.of(experts_TK, experts)
     if experts_TK.is_cuda and usable():
-        count = experts_TK.numel()
-        row_TK, ends_E, *_ = expert_rows(experts_TK, 0, experts, num_rows=count, multiple=1)
         return kernels.reroute(
-            experts_TK, row_TK, ends_E, moved_ES=moved_ES, moved_RS=moved_RS, rank=rank
+            experts_TK,
+            order.row_of_TK,
+            order.ends_E,
+            moved_ES=moved_ES,
+            moved_RS=moved_RS,
+            rank=rank,
         )
     ranks = len(moved_RS)
-    rows = sort_by_expert(experts_TK, experts, drops=True)
-    counts_E = rows.ends_E.diff(prepend=rows.ends_E.new_zeros(1))
     gone_ES = torch.where(moved_ES > 0, moved_RS[rank], 0)
-    stays_E = counts_E - gone_ES.sum(dim=1)
+    stays_E = order.counts_E - gone_ES.sum(dim=1)
     # rows of one expert: for its first slot, its second …, its own
     ends_P = torch.cat((gone_ES, stays_E[:, None]), dim=1).flatten().cumsum(0)
-    slot_TK = torch.searchsorted(ends_P, rows.row_of_TK, right=True) % (slots + 1)
+    slot_TK = torch.searchsorted(ends_P, order.row_of_TK, right=True) % (slots + 1)
     home_TK = experts_TK.long()
     local, spares = experts // ranks, slots // ranks
     own_TK = home_TK // local * (local + spares) + home_TK % local
     clone_TK = slot_TK // spares * (local + spares) + local + slot_TK % spares
     all_TK = torch.where(slot_TK < slots, clone_TK, own_TK)
     return all_TK.masked_fill(home_TK >= experts, ranks * (local + spares))
+
+
+def _slots(
+    load_RL: Tensor, spares: int, algorithm: CloneAlgorithm, *, threshold: float
+) -> tuple[Tensor, Tensor]:
+    """Expert and tokens of each slot: [S]; any expert where there are no tokens."""
+    load_R = load_RL.sum(dim=1)
+    average = load_R.sum() // len(load_R)
+    room_R = (average - load_R).clamp(min=0)
+    spill_E = _spill(load_RL, average)
+    limit = average + (average.float() * threshold).floor().long()
+    if algorithm is CloneAlgorithm.exact:
+        others = [_greedy(spill_E, room_R, spares)]
+        if spares == 1:
+            others.append(_packed(spill_E, room_R, average))
+        return exact_slots(load_RL, spares, limit, others=others)
+    if algorithm is CloneAlgorithm.approx_bin_packing:
+        expert_S, moved_S = _packed(spill_E, room_R, average)
+    else:
+        expert_S, moved_S = _greedy(spill_E, room_R, spares)
+    if threshold > 0:
+        moved_S = moved_S * _needed(expert_S // load_RL.shape[1], moved_S, load_R, limit=limit)
+    return expert_S, moved_S
+
+
+def _loads(load_RL: Tensor, expert_S: Tensor, moved_S: Tensor) -> Tensor:
+    """What `plan_slots` adds to sums."""
+    before_R = load_RL.sum(dim=1)
+    given_R = torch.zeros_like(before_R).scatter_add(0, expert_S // load_RL.shape[1], moved_S)
+    after_R = before_R - given_R + moved_S.view(len(before_R), -1).sum(dim=1)
+    filled = (moved_S > 0).sum()
+    return torch.stack((before_R.max(), after_R.max(), before_R.sum(), filled))
 
 
 def _spill(load_RL: Tensor, average: Tensor) -> Tensor:

@@ -133,7 +133,8 @@ def test_metrics_are_the_documented_ones(whole: tuple[Path, str]):
     assert documented == {field for report in reports for field in report.__dataclass_fields__}
     written = {key for row in metrics(whole[0]) for key in row}
     graphs = {key for key in documented if key.startswith("graph_")}
-    asked_for = {"moe_dropped", "reruns", "loss_scale", "grad_zeros", *graphs}
+    clones = {"moe_rank_load_before", "moe_rank_load_after", "moe_clones"}
+    asked_for = {"moe_dropped", "reruns", "loss_scale", "grad_zeros", *clones, *graphs}
     assert len(graphs) == 6
     assert documented - written == {
         "mfu",

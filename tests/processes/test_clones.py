@@ -270,7 +270,7 @@ def exchanged(rank: int, ranks: int, spares: int) -> None:
     for turn in range(3):
         expert_S = torch.randint(0, ranks * local, (slots,), generator=generator)
         filled_S = torch.rand(slots, generator=generator) < 0.7
-        clones = Clones(expert_S, filled_S)
+        clones = Clones(expert_S, 7 * filled_S.long())
         mine = range(rank * spares, (rank + 1) * spares)
         for kind, shape in enumerate(shapes):
             ids_LIO = torch.arange(rank * local, (rank + 1) * local)[:, None, None].expand(
@@ -300,8 +300,8 @@ def test_weights_go_out_and_gradients_home(ranks: int, spares: int):
 def wrong_reroute(rank: int, run: Run, how: str) -> str:
     right = cloning.reroute
 
-    def wrong(experts_TK: Tensor, moved_ES: Tensor, moved_RS: Tensor, rank: int) -> Tensor:
-        found = right(experts_TK, moved_ES, moved_RS, rank=rank).clone()
+    def wrong(experts_TK: Tensor, moved_ES: Tensor, moved_RS: Tensor, **given: Any) -> Tensor:
+        found = right(experts_TK, moved_ES, moved_RS, **given).clone()
         ids = len(moved_RS) * (len(moved_ES) // len(moved_RS) + CLONED.spares)
         found[0, 0] = {"lost": ids, "twice": found[0, 1], "elsewhere": (found[0, 0] + 1) % 4}[how]
         return found

@@ -59,8 +59,8 @@ def test_clones(
     programs: int,
     monkeypatch: pytest.MonkeyPatch,
 ):
-    monkeypatch.setattr("app.kernels.clone_weights.BLOCK", block)
-    monkeypatch.setattr("app.kernels.clone_weights.PROGRAMS", programs)
+    monkeypatch.setattr("app.kernels.clones.weights.BLOCK", block)
+    monkeypatch.setattr("app.kernels.clones.weights.PROGRAMS", programs)
     for seed, full in enumerate((2 / 3, 1.0, 0.0)):
         drawn = draw_clones(*size, dtype=dtype, seed=seed, full=full)
         check_push_clones(drawn)

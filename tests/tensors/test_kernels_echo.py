@@ -44,8 +44,8 @@ def test_plan(size: tuple[int, int, int], seed: int):
 def test_vectors_are_compared_in_several_turns(
     algorithm: CloneAlgorithm, monkeypatch: pytest.MonkeyPatch
 ):
-    for kernels in ("echo", "clones.exact"):
-        monkeypatch.setattr(f"app.kernels.{kernels}.PAIRS", 64)
+    for kernels in ("plan", "exact"):
+        monkeypatch.setattr(f"app.kernels.clones.{kernels}.PAIRS", 64)
     check_kernel(draw_counts(4, 6, 200, seed=1), 1, algorithm, threshold=0.05)
 
 
@@ -72,6 +72,6 @@ def test_exact(spares: int):
     [(2, 3, 2, 12), (4, 1, 1, 9), (8, 2, 3, 5), (1, 4, 2, 3), (2, 2, 4, 0)],
 )
 def test_reroute(ranks: int, local: int, top_k: int, most: int, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("app.kernels.echo.CHOICES", 32)
+    monkeypatch.setattr("app.kernels.clones.plan.CHOICES", 32)
     for seed in range(2):
         check_reroute_kernel(ranks, local, top_k, most, seed=seed)

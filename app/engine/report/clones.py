@@ -9,7 +9,7 @@ from torch import Tensor
 from app.collectives import all_reduce
 from app.config import Run
 from app.errors import ConfigError
-from app.moe.echo import plan_clones
+from app.moe.echo import plan_slots
 from app.plan.cost.clones import CloneCosts
 from app.plan.dispatchers.choose import clones_overrides, with_clones
 from app.rules import check
@@ -39,32 +39,32 @@ def clones_would_pay(
     cloning = cloning_run(run)
     if cloning is None or peak is None:
         return None
-    ranks = run.parallel.ep
+    assert cloning.model.moe is not None
+    ranks, echo = run.parallel.ep, cloning.model.moe.echo
     sums_4 = torch.zeros(4, dtype=torch.float64, device=counts_LE.device)
     for counts_E in counts_LE:
         # who has the tokens changes nothing about loads
         counts_RE = torch.zeros_like(counts_E.expand(ranks, -1))
         counts_RE[0] = counts_E
-        moved_ES, _ = plan_clones(counts_RE, SPARES)
-        load_R = counts_E.view(ranks, -1).sum(dim=1)
-        left_R = (counts_E - moved_ES.sum(dim=1)).view(ranks, -1).sum(dim=1)
-        after_R = left_R + moved_ES.sum(dim=0).view(ranks, -1).sum(dim=1)
-        filled_R = (moved_ES.sum(dim=0) > 0).view(ranks, -1).sum(dim=1)
-        mean = load_R.sum() / ranks
-        sums_4 += torch.stack(
-            (load_R.max() / mean, after_R.max() / mean, filled_R.max(), torch.ones_like(mean))
+        found_4 = counts_E.new_zeros(4)
+        plan = plan_slots(
+            counts_RE, SPARES, echo.algorithm, threshold=echo.threshold, sums_4=found_4
         )
+        before, after, rows, _ = found_4
+        clones = (plan.moved_S > 0).view(ranks, -1).sum(dim=1).max()
+        mean = rows.clamp(min=1) / ranks
+        sums_4 += torch.stack((before / mean, after / mean, clones, torch.ones_like(mean)))
     all_reduce(sums_4, stages)
-    before, after, clones, layers = sums_4.tolist()
+    *loads, layers = sums_4.tolist()
     if not layers:
         return None
-    before, after, clones = before / layers, after / layers, clones / layers
-    saved = CloneCosts.of(cloning, peak).saved(before, after, clones)
+    before_mean, after_mean, clones_mean = (load / layers for load in loads)
+    saved = CloneCosts.of(cloning, peak).saved(before_mean, after_mean, clones_mean)
     per_step = saved * run.num_microbatches * layers / run.parallel.pp
     if per_step <= 0:
         return None
     return (
-        f"the busiest rank had {before:.2f} times the mean rows of experts; with "
-        f"{' '.join(clones_overrides(run, SPARES))} it would have had {after:.2f} times, and a "
-        f"step would have been {1e3 * per_step:,.3g} ms shorter by estimate (docs/echo.md)"
+        f"the busiest rank had {before_mean:.2f} times the mean rows of experts; with "
+        f"{' '.join(clones_overrides(run, SPARES))} it would have had {after_mean:.2f} times, and "
+        f"a step would have been {1e3 * per_step:,.3g} ms shorter by estimate (docs/echo.md)"
     )

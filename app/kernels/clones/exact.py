@@ -26,8 +26,10 @@ FIRST = 2**62  # more than any count
 PAIRS = 2048  # values that are compared at once: what 128 threads have registers for
 
 
-def exact_clones(counts_RE: Tensor, spares: int, threshold: float) -> tuple[Tensor, Tensor]:
-    """Tokens that move, by expert and slot and by rank and slot: int64 [E, S], [R, S]."""
+def exact_clones(
+    counts_RE: Tensor, spares: int, threshold: float, sums_4: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """As `app.kernels.clones.plan.plan_clones`."""
     ranks, experts = counts_RE.shape
     slots, filled = ranks * spares, WAYS * TARGETS
     candidates = filled + (2 if spares == 1 else 1)
@@ -57,14 +59,18 @@ def exact_clones(counts_RE: Tensor, spares: int, threshold: float) -> tuple[Tens
         S=block_of(slots),
         num_warps=4,
     )
+    expert_S, moved_S = counts_RE.new_empty(2, slots).unbind()
     moved_ES, moved_RS = (counts_RE.new_empty(rows, slots) for rows in (experts, ranks))
     _take_best[(1,)](
         counts_RE,
         expert_CS,
         moved_CS,
         costs_C,
+        expert_S,
+        moved_S,
         moved_ES,
         moved_RS,
+        sums_4,
         candidates=candidates,
         ranks=ranks,
         experts=experts,
@@ -73,10 +79,11 @@ def exact_clones(counts_RE: Tensor, spares: int, threshold: float) -> tuple[Tens
         ROWS=max(1, 4 * PAIRS // block_of(slots)),
         C=block_of(candidates),
         R=block_of(ranks),
+        E=padded,
         S=block_of(slots),
         num_warps=8,
     )
-    return moved_ES, moved_RS
+    return expert_S, moved_S, moved_ES, moved_RS
 
 
 @jit
@@ -273,8 +280,11 @@ def _take_best(
     slot_experts: tl.tensor,
     slot_tokens: tl.tensor,
     costs: tl.tensor,
+    best_experts: tl.tensor,
+    best_tokens: tl.tensor,
     moved_of_expert: tl.tensor,
     moved_of_rank: tl.tensor,
+    sums: tl.tensor,
     candidates: tl.constexpr,
     ranks: tl.constexpr,
     experts: tl.constexpr,
@@ -283,6 +293,7 @@ def _take_best(
     ROWS: tl.constexpr,
     C: tl.constexpr,
     R: tl.constexpr,
+    E: tl.constexpr,
     S: tl.constexpr,
 ) -> None:
     candidate, slot = tl.arange(0, C), tl.arange(0, S)
@@ -291,8 +302,11 @@ def _take_best(
     at = best * slots + slot
     write_plan(
         counts,
+        best_experts,
+        best_tokens,
         moved_of_expert,
         moved_of_rank,
+        sums,
         tl.load(slot_experts + at, mask=slot < slots, other=0),
         tl.load(slot_tokens + at, mask=slot < slots, other=0),
         ranks=ranks,
@@ -300,5 +314,6 @@ def _take_best(
         slots=slots,
         ROWS=ROWS,
         R=R,
+        E=E,
         S=S,
     )

@@ -138,8 +138,11 @@ def pack_slots(
 @jit
 def write_plan(
     counts: tl.tensor,
+    slot_experts: tl.tensor,
+    slot_tokens: tl.tensor,
     moved_of_expert: tl.tensor,
     moved_of_rank: tl.tensor,
+    sums: tl.tensor,
     supplier: tl.tensor,
     moved: tl.tensor,
     ranks: tl.constexpr,
@@ -147,10 +150,19 @@ def write_plan(
     slots: tl.constexpr,
     ROWS: tl.constexpr,
     R: tl.constexpr,
+    E: tl.constexpr,
     S: tl.constexpr,
 ) -> None:
-    """The plan that slots are filled by: by expert and slot, ROWS at once, and by rank and slot."""
+    """The plan that slots are filled by: by slot, by expert and slot, ROWS at once, and by rank and
+    slot. What it does to loads is added to `sums`, if there are any.
+    """
     slot = tl.arange(0, S)
+    tl.store(slot_experts + slot, supplier, mask=slot < slots)
+    tl.store(slot_tokens + slot, moved, mask=slot < slots)
+    if sums is not None:
+        _add_loads(
+            counts, sums, supplier, moved, ranks=ranks, experts=experts, slots=slots, R=R, E=E, S=S
+        )
     for first in range(0, experts, ROWS):
         row = first + tl.arange(0, ROWS)[:, None]
         value = tl.where(row == supplier[None, :], moved[None, :], 0)
@@ -159,6 +171,34 @@ def write_plan(
     _sources(
         counts, moved_of_rank, supplier, moved, ranks=ranks, experts=experts, slots=slots, R=R, S=S
     )
+
+
+@jit
+def _add_loads(
+    counts: tl.tensor,
+    sums: tl.tensor,
+    supplier: tl.tensor,
+    moved: tl.tensor,
+    ranks: tl.constexpr,
+    experts: tl.constexpr,
+    slots: tl.constexpr,
+    R: tl.constexpr,
+    E: tl.constexpr,
+    S: tl.constexpr,
+) -> None:
+    """Tokens of the fullest rank before and after, of all ranks, and slots filled."""
+    rank, expert, slot = tl.arange(0, R)[:, None], tl.arange(0, E), tl.arange(0, S)
+    there = (rank < ranks) & (expert < experts)[None, :]
+    load = tl.sum(tl.load(counts + rank * experts + expert[None, :], mask=there, other=0), axis=0)
+    local: tl.constexpr = experts // ranks
+    before = tl.sum(tl.where(rank == (expert // local)[None, :], load[None, :], 0), axis=1)
+    given = tl.sum(tl.where(rank == (supplier // local)[None, :], moved[None, :], 0), axis=1)
+    host = slot // (slots // ranks)
+    got = tl.sum(tl.where(rank == host[None, :], moved[None, :], 0), axis=1)
+    tl.store(sums, tl.load(sums) + tl.max(before, axis=0))
+    tl.store(sums + 1, tl.load(sums + 1) + tl.max(before - given + got, axis=0))
+    tl.store(sums + 2, tl.load(sums + 2) + tl.sum(load, axis=0))
+    tl.store(sums + 3, tl.load(sums + 3) + tl.sum((moved > 0).to(tl.int64), axis=0))
 
 
 @jit

@@ -15,7 +15,7 @@ from torch import Tensor
 from app.config.model import EchoConfig
 from app.moe.clones.record import Clones
 from app.moe.clones.transport import CloneTransport
-from app.moe.echo import plan_clones, reroute
+from app.moe.echo import ChoiceOrder, ClonePlan, plan_slots, reroute
 from app.moe.experts import LentExperts
 
 UP, DOWN = 0, 1  # kinds of matrices
@@ -70,63 +70,48 @@ class Cloning:
 
         Dropped choices have the id E, and then R·(L + s).
         """
-        counts_E = experts_TK.new_zeros(num_experts + 1)
-        counts_E.scatter_add_(0, experts_TK.flatten(), torch.ones_like(experts_TK).flatten())
-        counts_RE = self.transport.gather_counts(counts_E[:num_experts])
+        order = ChoiceOrder.of(experts_TK, num_experts)
         echo = self.echo
-        moved_ES, moved_RS = plan_clones(
-            counts_RE, echo.spares, echo.algorithm, threshold=echo.threshold
+        plan = plan_slots(
+            self.transport.gather_counts(order.counts_E),
+            echo.spares,
+            echo.algorithm,
+            threshold=echo.threshold,
+            sums_4=self.sums_4,
         )
-        goes_TK = reroute(experts_TK, moved_ES, moved_RS, rank=self.rank)
+        goes_TK = reroute(experts_TK, plan.moved_ES, plan.moved_RS, rank=self.rank, order=order)
         if echo.check:
-            self._check(experts_TK, goes_TK, moved_ES, moved_RS=moved_RS)
-        moved_S, expert_S = moved_ES.max(dim=0)
-        self._count(counts_RE, expert_S, moved_S)
-        return goes_TK, Clones(expert_S, moved_S > 0)
+            self._check(experts_TK, goes_TK, plan)
+        return goes_TK, Clones(plan.expert_S, plan.moved_S)
 
     def lent(self, clones: Clones) -> LentExperts:
         """What the experts of this rank's slots compute with."""
         return LentExperts(Lent(self.transport, UP, clones), Lent(self.transport, DOWN, clones))
 
-    def _count(self, counts_RE: Tensor, expert_S: Tensor, moved_S: Tensor) -> None:
-        ranks = len(counts_RE)
-        before_R = counts_RE.sum(dim=0).view(ranks, -1).sum(dim=1)
-        given_R = before_R.new_zeros(ranks).scatter_add(
-            0, expert_S // (counts_RE.shape[1] // ranks), moved_S
-        )
-        after_R = before_R - given_R + moved_S.view(ranks, -1).sum(dim=1)
-        filled = (moved_S > 0).sum()
-        self.sums_4 += torch.stack((before_R.max(), after_R.max(), before_R.sum(), filled))
-
-    def _check(
-        self, experts_TK: Tensor, goes_TK: Tensor, moved_ES: Tensor, *, moved_RS: Tensor
-    ) -> None:
+    def _check(self, experts_TK: Tensor, goes_TK: Tensor, plan: ClonePlan) -> None:
         """AssertionError or its like on a GPU, where no host can say more."""
-        ranks, slots = len(moved_RS), moved_ES.shape[1]
-        local, spares = len(moved_ES) // ranks, slots // ranks
+        experts, slots = plan.moved_ES.shape
+        ranks = len(plan.moved_RS)
+        local, spares = experts // ranks, slots // ranks
         dropped = ranks * (local + spares)
-        sums_up = (moved_ES.sum(0) == moved_RS.sum(0)).all() & ((moved_ES > 0).sum(0) <= 1).all()
-        _expect(sums_up, "a plan of clones does not add up")
-        kept_TK = experts_TK < len(moved_ES)
+        sums_up = (plan.moved_ES.sum(0) == plan.moved_RS.sum(0)).all()
+        _expect(sums_up & ((plan.moved_ES > 0).sum(0) <= 1).all(), "a plan does not add up")
+        kept_TK = experts_TK < experts
         _expect(((goes_TK < dropped) == kept_TK).all(), "a token lost or gained an expert")
         sorted_TK = goes_TK.sort(dim=1).values
         again_TK = (sorted_TK[:, 1:] == sorted_TK[:, :-1]) & (sorted_TK[:, 1:] < dropped)
         _expect(~again_TK.any(), "a token goes to the same place twice")
-        place_TK = goes_TK % (local + spares)
-        slot_TK = goes_TK // (local + spares) * spares + place_TK - local
+        share_TK, place_TK = goes_TK // (local + spares), goes_TK % (local + spares)
+        slot_TK = (share_TK * spares + place_TK - local).clamp(0, slots - 1)
         cloned_TK = kept_TK & (place_TK >= local)
-        home_TK = goes_TK // (local + spares) * local + place_TK
-        expert_TK = torch.where(cloned_TK, moved_ES.argmax(0)[slot_TK.clamp(0, slots - 1)], home_TK)
-        same = (expert_TK == experts_TK) | ~kept_TK
-        _expect(same.all(), "a token goes to another expert than it chose")
-        taken_S = goes_TK.new_zeros(slots + 1).scatter_add(
-            0,
-            torch.where(cloned_TK, slot_TK, slots).flatten(),
-            torch.ones_like(slot_TK).flatten(),
+        found_TK = torch.where(cloned_TK, plan.expert_S[slot_TK], share_TK * local + place_TK)
+        same = ((found_TK == experts_TK) | ~kept_TK).all()
+        _expect(same, "a token goes to another expert than it chose")
+        taken_S = goes_TK.new_zeros(slots).scatter_add_(
+            0, slot_TK.flatten(), cloned_TK.long().flatten()
         )
-        _expect(
-            (taken_S[:slots] == moved_RS[self.rank]).all(), "clones get other tokens than planned"
-        )
+        as_planned = (taken_S == plan.moved_RS[self.rank]).all()
+        _expect(as_planned, "clones get other tokens than planned")
 
 
 def _expect(condition: Tensor, what: str) -> None:

@@ -36,7 +36,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from app.kernels.clone_weights import add_clones, push_clones
+from app.kernels.clones.weights import add_clones, push_clones
 from app.kernels.peer_rows import push_values
 from app.moe.clones.record import Clones
 from app.moe.peer_memory import Buffer, Layout, PeerMemory
@@ -93,7 +93,7 @@ class PeerClones:
         assert weight_LIO.dtype == slots.own.dtype and weight_LIO.shape[1:] == slots.own.shape[1:]
         self._make_free(slots)
         push_clones(
-            weight_LIO, clones.expert_S, clones.filled_S, slots.addresses_P, first=self.first
+            weight_LIO, clones.expert_S, clones.moved_S, slots.addresses_P, first=self.first
         )
         self._barrier()
         self._read.append(slots)
@@ -114,7 +114,7 @@ class PeerClones:
         grads = self._grads[kind]
         assert total_LIO.shape[1:] == grads.own.shape[1:]
         self._barrier()
-        add_clones(total_LIO, clones.expert_S, clones.filled_S, grads.addresses_P, first=self.first)
+        add_clones(total_LIO, clones.expert_S, clones.moved_S, grads.addresses_P, first=self.first)
         self._read.append(grads)
 
     def _make_free(self, buffer: Buffer) -> None:

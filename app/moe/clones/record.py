@@ -12,4 +12,4 @@ class Clones:
     """What the S = R·s slots of R ranks have, on the device; slot j is on rank j // s."""
 
     expert_S: Tensor  # int64: whose clone a slot has; any where it is empty
-    filled_S: Tensor  # bool
+    moved_S: Tensor  # int64: tokens that go there; 0: it is empty

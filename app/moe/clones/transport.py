@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from app.collectives import all_to_all
-from app.kernels.clone_weights import add_clones
+from app.kernels.clones.weights import add_clones
 from app.kernels.common import usable
 from app.moe.clones.record import Clones
 from app.moe.dispatch.collectives import gathered
@@ -100,10 +100,10 @@ class CollectiveClones:
         grads_SIO = gathered(self._grads[kind], self.group)
         if usable(total_LIO):
             addresses_R = _addresses_of_parts(grads_SIO, self.group.size())
-            add_clones(total_LIO, clones.expert_S, clones.filled_S, addresses_R, first=self.first)
+            add_clones(total_LIO, clones.expert_S, clones.moved_S, addresses_R, first=self.first)
             return
         sums_LIO = total_LIO.float()
-        for slot in clones.filled_S.nonzero().flatten().tolist():
+        for slot in clones.moved_S.nonzero().flatten().tolist():
             expert = int(clones.expert_S[slot]) - self.first
             if 0 <= expert < self.local:
                 sums_LIO[expert] += grads_SIO[slot]

@@ -7,7 +7,7 @@ has to be there.
 
 Shapes: R ranks · L experts of this rank, from `first` on · s slots of a rank, S = R·s of all: slot
 j is number j % s on rank j // s · I × O a matrix. `expert_S` (int64) says whose clone a slot has,
-`filled_S` (bool) whether it has one. `addresses_R` (int64, on the device): where each rank's s
+`moved_S` (bool) whether it has one. `addresses_R` (int64, on the device): where each rank's s
 matrices begin, at 16 bytes. In kernels: BLOCK values of a matrix at a time, PLACES ≥ S, a power
 of two.
 """
@@ -25,7 +25,7 @@ PROGRAMS = 2 * MULTIPROCESSORS  # of a slot at most, so that one alone keeps its
 
 
 def push_clones(
-    weight_LIO: Tensor, expert_S: Tensor, filled_S: Tensor, addresses_R: Tensor, first: int
+    weight_LIO: Tensor, expert_S: Tensor, moved_S: Tensor, addresses_R: Tensor, first: int
 ) -> None:
     """Write weight[e - first] to every filled slot whose expert e is one of this rank's.
 
@@ -36,7 +36,7 @@ def push_clones(
     _push[_grid(count, expert_S)](
         weights=weight_LIO,
         experts=expert_S,
-        filled=filled_S,
+        moved=moved_S,
         addresses=addresses_R,
         spares=len(expert_S) // len(addresses_R),
         first=first,
@@ -48,7 +48,7 @@ def push_clones(
 
 
 def add_clones(
-    total_LIO: Tensor, expert_S: Tensor, filled_S: Tensor, addresses_R: Tensor, first: int
+    total_LIO: Tensor, expert_S: Tensor, moved_S: Tensor, addresses_R: Tensor, first: int
 ) -> None:
     """total[e - first] += the fp32 matrices of all filled slots with expert e, one after another in
     order of slots; in fp32, rounded once, to the type of the total.
@@ -60,7 +60,7 @@ def add_clones(
     _add[_grid(count, expert_S)](
         totals=total_LIO,
         experts=expert_S,
-        filled=filled_S,
+        moved=moved_S,
         addresses=addresses_R,
         slots=len(expert_S),
         spares=len(expert_S) // len(addresses_R),
@@ -82,7 +82,7 @@ def _grid(count: int, expert_S: Tensor) -> tuple[int, int]:
 def _push(
     weights: tl.tensor,
     experts: tl.tensor,
-    filled: tl.tensor,
+    moved: tl.tensor,
     addresses: tl.tensor,
     spares: int,
     first: int,
@@ -92,7 +92,7 @@ def _push(
 ) -> None:
     slot = tl.program_id(0)
     expert = tl.load(experts + slot)
-    if tl.load(filled + slot) & (expert >= first) & (expert < first + local):
+    if (tl.load(moved + slot) > 0) & (expert >= first) & (expert < first + local):
         out = tl.load(addresses + slot // spares).to(tl.pointer_type(weights.dtype.element_ty))
         out = tl.multiple_of(out, 16) + (slot % spares).to(tl.int64) * count
         weight = weights + (expert - first) * count
@@ -106,7 +106,7 @@ def _push(
 def _add(
     totals: tl.tensor,
     experts: tl.tensor,
-    filled: tl.tensor,
+    moved: tl.tensor,
     addresses: tl.tensor,
     slots: int,
     spares: int,
@@ -118,9 +118,9 @@ def _add(
 ) -> None:
     slot = tl.program_id(0)
     expert = tl.load(experts + slot)
-    if tl.load(filled + slot) & (expert >= first) & (expert < first + local):
+    if (tl.load(moved + slot) > 0) & (expert >= first) & (expert < first + local):
         nth = tl.arange(0, PLACES)
-        has_one = tl.load(filled + nth, mask=nth < slots, other=0) > 0
+        has_one = tl.load(moved + nth, mask=nth < slots, other=0) > 0
         same = has_one & (tl.load(experts + nth, mask=nth < slots, other=-1) == expert)
         if tl.min(tl.where(same, nth, slots)) == slot:  # the expert's first slot adds all
             total = totals + (expert - first) * count

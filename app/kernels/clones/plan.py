@@ -30,14 +30,17 @@ CHOICES = 4096  # (choice, slot) pairs of one program
 
 
 def plan_clones(
-    counts_RE: Tensor, spares: int, packs: bool, threshold: float
-) -> tuple[Tensor, Tensor]:
-    """Tokens that move, by expert and slot and by rank and slot: int64 [E, S], [R, S].
+    counts_RE: Tensor, spares: int, packs: bool, *, threshold: float, sums_4: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Expert of each slot, and tokens that move: by slot, by expert and slot, and by rank and slot;
+    int64 [S], [S], [E, S], [R, S].
 
-    packs: by `approx_bin_packing`, not `one_shot_greedy`.
+    packs: by `approx_bin_packing`, not `one_shot_greedy`. What the plan does to loads is added to
+    `sums_4` (`app.moe.echo.plan_slots`).
     """
     ranks, experts = counts_RE.shape
     slots = ranks * spares
+    expert_S, moved_S = counts_RE.new_empty(2, slots).unbind()
     moved_ES, moved_RS = (counts_RE.new_empty(rows, slots) for rows in (experts, ranks))
     padded = block_of(experts)
     local, others = block_of(experts // ranks), max(1, PAIRS // padded)
@@ -45,10 +48,11 @@ def plan_clones(
         counts_RE.contiguous(),
         counts_RE.new_empty(experts),
         counts_RE.new_empty(experts),
-        counts_RE.new_empty(slots),
-        counts_RE.new_empty(slots),
+        expert_S,
+        moved_S,
         moved_ES,
         moved_RS,
+        sums_4,
         float(threshold),
         ranks=ranks,
         experts=experts,
@@ -65,7 +69,7 @@ def plan_clones(
         S=block_of(slots),
         num_warps=8,
     )
-    return moved_ES, moved_RS
+    return expert_S, moved_S, moved_ES, moved_RS
 
 
 def reroute(
@@ -114,6 +118,7 @@ def _plan(
     slot_tokens: tl.tensor,
     moved_of_expert: tl.tensor,
     moved_of_rank: tl.tensor,
+    sums: tl.tensor,
     threshold: float,
     ranks: tl.constexpr,
     experts: tl.constexpr,
@@ -180,10 +185,14 @@ def _plan(
     if LIMITS:
         limit = average + (average.to(tl.float32) * threshold).to(tl.int64)
         moved = _needed(supplier // local, moved, rank_load, limit, R=R, S=S)
+    tl.debug_barrier()
     write_plan(
         counts,
+        slot_experts,
+        slot_tokens,
         moved_of_expert,
         moved_of_rank,
+        sums,
         supplier,
         moved,
         ranks=ranks,
@@ -191,6 +200,7 @@ def _plan(
         slots=slots,
         ROWS=ROWS,
         R=R,
+        E=E,
         S=S,
     )
 
