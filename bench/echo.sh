@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# What clones of hot experts (docs/echo.md) cost and bring on two GPUs of one host: graphs equal to
-# eager first, then steps at even loads, at four skews, and at forced balance.
+# What clones of hot experts (docs/echo.md) cost and bring on two GPUs of one host: a layer piece by
+# piece, graphs equal to eager, then steps at even loads, at three skews, and at forced balance.
 #   bash bench/echo.sh [FOLDER for results, default bench/results]
 set -u
 out=${1:-bench/results}
@@ -8,6 +8,7 @@ run() { timeout "$1" python3 -m torch.distributed.run --nproc-per-node 2 "$2" --
 static=model.moe.dispatcher=static
 clones() { echo "model.moe.echo.spares=$1,model.moe.echo.algorithm=$2"; }
 
+run 200 bench/clones.py echo_pieces.json
 run 300 bench/graphs.py echo_graphs.jsonl --steps 120 \
   "ep2-moe/full_iteration,$static,$(clones 2 one_shot_greedy)" \
   "ep2-moe/full_iteration,$static,$(clones 2 exact),model.moe.static.transport=collective" \

@@ -1,0 +1,185 @@
+"""What clones of hot experts cost in a layer, piece by piece, on several GPUs.
+
+    torchrun --nproc-per-node 2 bench/clones.py [--tokens 4096 --experts 128 --top-k 8 --width 2048
+        --ffn 768 --spares 2 --hot 4] [--json FILE]
+
+One row per piece and transport: median µs of the slowest rank, replayed from a CUDA graph; `+-` is
+half the spread of the repeats. Routers prefer the first `hot` experts of the first rank. `even` in
+place of a piece's name: the same where loads are even and nothing is moved.
+
+Pieces: `counts` of a rank's choices and of all ranks · `plan` by each algorithm · `reroute` ·
+`send` and `home` of both kinds of matrices · `product` of the rows that go to clones, both
+matrices, and as many rows by torch's grouped product · `gradient` of both matrices.
+
+Shapes: T tokens of a rank, K experts per token, E experts, D width, F hidden width of an expert, S
+slots, s of each rank.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from dispatch import Call, timed
+from torch import Tensor
+
+from app.choices import CloneAlgorithm
+from app.engine.groups import process_world
+from app.kernels.grouped_gradient import add_grouped_gradient
+from app.kernels.grouped_product import grouped_product
+from app.moe.clones.peer import PeerClones
+from app.moe.clones.record import Clones
+from app.moe.clones.transport import CloneTransport, CollectiveClones
+from app.moe.echo import ChoiceOrder, ClonePlan, plan_slots, reroute
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the table."""
+
+    piece: str
+    way: str  # transport, algorithm or kernel
+    micros: float
+    spread: float
+
+
+def main() -> None:
+    """Measure; rank 0 prints and saves."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    for name, value in (("tokens", 4096), ("experts", 128), ("top-k", 8), ("width", 2048)):
+        parser.add_argument(f"--{name}", type=int, default=value)
+    for name, value in (("ffn", 768), ("spares", 2), ("hot", 4)):
+        parser.add_argument(f"--{name}", type=int, default=value)
+    parser.add_argument("--json", type=Path, help="write the rows there")
+    args = parser.parse_args()
+    rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    device = torch.device("cuda", rank)
+    torch.cuda.set_device(device)
+    with process_world(rank, ranks, device):
+        group = dist.new_group()
+        torch.cuda.set_stream(torch.cuda.Stream())
+        torch.manual_seed(rank)
+        if rank == 0:
+            print(f"{torch.cuda.get_device_name()} x {ranks}, torch {torch.__version__}")
+            print(vars(args), flush=True)
+        rows = []
+        for piece, way, call in pieces(args, group, device):
+            rows.append(Row(piece, way, *timed(call, group)))
+            if rank == 0:
+                row = rows[-1]
+                print(f"{piece:14} {way:20} {row.micros:8.1f} +-{row.spread:6.1f} us", flush=True)
+        if rank == 0 and args.json is not None:
+            args.json.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
+
+
+def choices(args: argparse.Namespace, hot: int, device: torch.device) -> Tensor:
+    """K ids of each token, ascending; 2.8 more for the scores of the first `hot` experts."""
+    scores_TE = torch.randn(args.tokens, args.experts, device=device)
+    scores_TE[:, :hot] += 2.8
+    return scores_TE.topk(args.top_k, dim=1).indices.sort(dim=1).values
+
+
+def pieces(
+    args: argparse.Namespace, group: dist.ProcessGroup, device: torch.device
+) -> Iterator[tuple[str, str, Call]]:
+    """Name, way and call of each."""
+    ranks, rank = group.size(), group.rank()
+    local = args.experts // ranks
+    shapes = [torch.Size((args.width, 2 * args.ffn)), torch.Size((args.ffn, args.width))]
+    given = {"shapes": shapes, "device": device}
+    transports: dict[str, CloneTransport] = {
+        "peer": PeerClones(group, local, args.spares, **given, dtype=torch.bfloat16),
+        "collective": CollectiveClones(group, local, args.spares, **given),
+    }
+    experts_TK = choices(args, args.hot, device)
+    order = ChoiceOrder.of(experts_TK, args.experts)
+    yield "counts", "own", lambda: ChoiceOrder.of(experts_TK, args.experts).counts_E
+    for name, transport in transports.items():
+        yield "counts", name, partial(transport.gather_counts, order.counts_E)
+    counts_RE = transports["collective"].gather_counts(order.counts_E).clone()
+    plan = plan_slots(counts_RE, args.spares, CloneAlgorithm.exact, threshold=0.0)
+    sums_4 = torch.zeros(4, dtype=torch.int64, device=device)
+    for algorithm in CloneAlgorithm:
+        spares = 1 if algorithm is CloneAlgorithm.approx_bin_packing else args.spares
+        call = partial(plan_slots, counts_RE, spares, algorithm, threshold=0.05, sums_4=sums_4)
+        yield "plan", algorithm.value, call
+    where = plan.moved_ES, plan.moved_RS, rank
+    yield "reroute", "", lambda: reroute(experts_TK, *where, order=order)
+    yield from exchanges(transports, plan, shapes, local=local, device=device)
+    yield from products(plan, shapes, args.spares, device=device)
+
+
+def exchanges(
+    transports: dict[str, CloneTransport],
+    plan: ClonePlan,
+    shapes: list[torch.Size],
+    *,
+    local: int,
+    device: torch.device,
+) -> Iterator[tuple[str, str, Call]]:
+    """Matrices out, gradients home, of both kinds as a layer does it."""
+    weights = [torch.randn(local, *shape, device=device).bfloat16() for shape in shapes]
+    totals = [torch.zeros(local, *shape, device=device) for shape in shapes]
+    for even in (False, True):
+        moved_S = plan.moved_S * 0 if even else plan.moved_S
+        clones = Clones(plan.expert_S, moved_S)
+        suffix = " even" if even else ""
+        for name, transport in transports.items():
+
+            def send(transport: CloneTransport = transport, clones: Clones = clones) -> None:
+                for kind, weight in enumerate(weights):
+                    transport.send(kind, weight, clones)
+
+            def home(transport: CloneTransport = transport, clones: Clones = clones) -> None:
+                for kind in (1, 0):
+                    transport.grads(kind)
+                    transport.add_home(kind, totals[kind], clones)
+
+            yield f"send{suffix}", name, send
+            yield f"home{suffix}", name, home
+
+
+def products(
+    plan: ClonePlan, shapes: list[torch.Size], spares: int, *, device: torch.device
+) -> Iterator[tuple[str, str, Call]]:
+    """Of the rows that the rank with most of them gets, and as many by torch."""
+    moved_Rs = plan.moved_S.view(-1, spares)
+    rows_s = moved_Rs[int(moved_Rs.sum(dim=1).argmax())]
+    ends_E = torch.cat((rows_s.new_full((1,), 4096), rows_s)).cumsum(0).int()
+    count = int(ends_E[-1])
+    slots = [torch.randn(spares, *shape, device=device).bfloat16() for shape in shapes]
+    rows = [torch.randn(count, shape[0], device=device).bfloat16() for shape in shapes]
+    grads = [torch.randn(count, shape[1], device=device).bfloat16() for shape in shapes]
+    outs = [torch.empty_like(grad) for grad in grads]
+    sums = [torch.zeros(spares, *shape, device=device) for shape in shapes]
+    ends_s = ends_E[1:] - 4096
+
+    def ours() -> None:
+        for out, row, slot in zip(outs, rows, slots, strict=True):
+            grouped_product(out, row, slot, ends_E=ends_E, first=1)
+
+    def torchs() -> None:
+        for row, slot in zip(rows, slots, strict=True):
+            F.grouped_mm(row[4096:], slot, offs=ends_s)
+
+    def gradient() -> None:
+        for total, row, grad in zip(sums, rows, grads, strict=True):
+            add_grouped_gradient(total, row, grad, ends_E=ends_E, first=1, adds=False)
+
+    yield f"product {count - 4096}", "ours", ours
+    yield f"product {count - 4096}", "torch", torchs
+    yield f"gradient {count - 4096}", "ours", gradient
+
+
+if __name__ == "__main__":
+    main()
