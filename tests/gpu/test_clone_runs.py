@@ -1,0 +1,50 @@
+"""Runs with clones of hot experts on two GPUs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.gpu.programs import GPUS, losses, rows_of
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(GPUS < 2, reason="needs two GPUs")]
+FIXED = (
+    "model=moe_tiny",
+    "precision=bf16",
+    "parallel.dp=2",
+    "parallel.ep=2",
+    "model.moe.dispatcher=static",
+    "optim.decay_steps=12",
+)
+CLONES = ("model.moe.echo.spares=2", "model.moe.echo.check=true")
+PEER, COLLECTIVE = (f"model.moe.static.transport={name}" for name in ("peer", "collective"))
+
+
+def test_transports_and_graphs_give_the_same_bits(tmp_path: Path):
+    eager = losses(tmp_path / "eager", *FIXED, *CLONES, PEER, "train.steps=12")
+    for name, graph, transport in (
+        ("whole", "full_iteration", PEER),
+        ("layer", "layer", PEER),
+        ("partial", "partial", PEER),
+        ("collective", "none", COLLECTIVE),
+        ("collective whole", "full_iteration", COLLECTIVE),
+    ):
+        folder = tmp_path / name.replace(" ", "_")
+        words = (*FIXED, *CLONES, transport, f"cuda_graph={graph}", "train.steps=12")
+        assert losses(folder, *words) == eager, name
+    rows = rows_of(tmp_path / "eager")
+    assert all(row["moe_rank_load_after"] <= row["moe_rank_load_before"] for row in rows)
+    assert sum(row["moe_clones"] for row in rows) > 0
+
+
+def test_like_without_clones_and_across_a_checkpoint(tmp_path: Path):
+    """Losses are those of fp32 without clones to five digits, also behind a checkpoint that was
+    written with them and goes on without.
+    """
+    fp32 = (*FIXED, "precision=fp32", "checkpoint=default")
+    plain = losses(tmp_path / "plain", *fp32, "train.steps=12")
+    losses(tmp_path / "cloned", *fp32, *CLONES, "train.steps=6")
+    goes_on = losses(tmp_path / "cloned", *fp32, "train.steps=12", "resume=auto")
+    for found, wanted in zip(goes_on, plain, strict=True):
+        assert found == pytest.approx(wanted, rel=1e-4)
