@@ -39,7 +39,7 @@ def test_transports_and_graphs_give_the_same_bits(tmp_path: Path):
 
 
 def test_like_without_clones_and_across_a_checkpoint(tmp_path: Path):
-    """Losses are those of fp32 without clones to five digits, also behind a checkpoint that was
+    """In fp32 losses are those without clones to four digits, also behind a checkpoint that was
     written with them and goes on without.
     """
     fp32 = (*FIXED, "precision=fp32", "checkpoint=default")
