@@ -10,12 +10,19 @@ from app.choices import Dtype, GraphImpl, GraphScope
 from app.config import Run
 from app.errors import ConfigError, Instead
 from app.kernels.common import moves_tiles, triton
+from app.moe.dispatch.static import StaticDispatcher
 
 
-def slow_paths(run: Run, device: torch.device) -> Iterator[tuple[str, str]]:
+def slow_paths(
+    run: Run, device: torch.device, dispatcher: object = None
+) -> Iterator[tuple[str, str]]:
     """(part, what it does instead, why, and what that costs), one line each; the figures are
-    those of docs/benchmarks.md.
+    those of docs/benchmarks.md. `dispatcher`: what serves the run's experts.
     """
+    static = dispatcher if isinstance(dispatcher, StaticDispatcher) else None
+    if static is not None and static.planned.peer and static.peer is None:
+        why = "this is a CPU" if device.type == "cpu" else "Triton is not installed"
+        yield "dispatch", f"by collectives, since {why}: the same results"
     if device.type != "cuda":
         return
     if triton is None:

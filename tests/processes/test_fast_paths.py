@@ -7,12 +7,14 @@ import dataclasses
 import pytest
 import torch
 
-from app.choices import Dtype, GraphImpl, GraphScope
-from app.config import CudaGraphConfig, PrecisionConfig, TrainConfig
+from app.choices import DispatcherKind, Dtype, GraphImpl, GraphScope, StaticTransport
+from app.config import CudaGraphConfig, ParallelConfig, PrecisionConfig, TrainConfig
+from app.config.model import StaticConfig
 from app.engine import fast_paths
 from app.engine.fast_paths import check_capturable, graphs_line, slow_paths
 from app.errors import ConfigError
-from tests.runs import TINY, make_run
+from tests.distributed import run_distributed
+from tests.runs import TINY, engine_of, make_run
 
 GPU, CPU = torch.device("cuda"), torch.device("cpu")
 FAST = TrainConfig(seq_len=16, micro_batch=2, global_batch=8, deterministic=False)
@@ -31,6 +33,21 @@ def test_a_line_for_each_slow_path(monkeypatch: pytest.MonkeyPatch):
     dense = dataclasses.replace(TINY, moe=None)
     assert list(dict(slow_paths(make_run(dense), GPU))) == ["kernels", "attention"]
     assert "gradients" not in dict(slow_paths(make_run(), GPU))  # fp32 is added to fp32
+
+
+def said_of_static(rank: int, transport: StaticTransport) -> list[tuple[str, str]]:
+    moe = dataclasses.replace(
+        TINY.moe, dispatcher=DispatcherKind.static, static=StaticConfig(transport)
+    )
+    model = dataclasses.replace(TINY, moe=moe)
+    run = make_run(model, parallel=ParallelConfig(ep=2, dp=2))
+    return list(slow_paths(run, CPU, engine_of(run, rank).dispatcher))
+
+
+def test_collectives_in_place_of_peers_are_told_of():
+    (line,) = run_distributed(said_of_static, 2, StaticTransport.auto)[0]
+    assert line == ("dispatch", "by collectives, since this is a CPU: the same results")
+    assert run_distributed(said_of_static, 2, StaticTransport.collective)[0] == []
 
 
 WHOLE = CudaGraphConfig(GraphImpl.full_iteration)

@@ -39,7 +39,7 @@ def print_opening(engine: Engine, run_dir: Path, start: Start, version: Version)
         rows.append(("memory", memory_line(engine.plan, memory)))
     if engine.recorder is not None:
         rows.append(("graphs", graphs_line(run, engine.device)))
-    rows += slow_paths(run, engine.device)
+    rows += slow_paths(run, engine.device, engine.dispatcher)
     if run.model.moe and run.model.moe.force_balance:
         rows.append(
             ("WARNING", "model.moe.force_balance sends tokens to experts in turn: for timing only")
