@@ -9,14 +9,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from app.kernels.clones.slots import (
-    PRIORITIES,
-    overlap_slots,
-    pack_slots,
-    spilled,
-    spills_before,
-    write_plan,
-)
+from app.kernels.clones.slots import PRIORITIES, spread_spills, write_plan
 from app.kernels.common import jit, tl
 from app.kernels.tiling import block_of
 
@@ -238,37 +231,44 @@ def _spill_over(
     E: tl.constexpr,
 ) -> None:
     """Slots by the other algorithms, without a threshold."""
-    local: tl.constexpr = experts // ranks
     expert = tl.arange(0, E)
     tl.store(scratch + expert, load, mask=expert < experts)
     tl.debug_barrier()
-    spill = spilled(scratch, load, average, experts=experts, local=local, E=E, C=NEAR)
-    spills = scratch + experts
-    tl.store(spills + expert, spill, mask=expert < experts)
-    tl.debug_barrier()
     if packs:
-        pack_slots(
+        spread_spills(
             slot_experts,
             slot_tokens,
-            spill,
-            spills_before(spills, spill, experts=experts, COUNTS=True, E=E, C=FAR),
+            scratch,
+            scratch + experts,
+            load,
             room,
             average,
             ranks=ranks,
             experts=experts,
+            spares=spares,
+            PACKS=True,
+            NEAR=NEAR,
+            FAR=FAR,
             PRIORITIES=PRIORITIES,
             R=R,
             E=E,
         )
     else:
-        overlap_slots(
+        spread_spills(
             slot_experts,
             slot_tokens,
-            spill,
-            spills_before(spills, spill, experts=experts, COUNTS=False, E=E, C=FAR),
+            scratch,
+            scratch + experts,
+            load,
             room,
+            average,
             ranks=ranks,
+            experts=experts,
             spares=spares,
+            PACKS=False,
+            NEAR=NEAR,
+            FAR=FAR,
+            PRIORITIES=PRIORITIES,
             R=R,
             E=E,
         )

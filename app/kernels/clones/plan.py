@@ -14,14 +14,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from app.kernels.clones.slots import (
-    PRIORITIES,
-    overlap_slots,
-    pack_slots,
-    spilled,
-    spills_before,
-    write_plan,
-)
+from app.kernels.clones.slots import PRIORITIES, spread_spills, write_plan
 from app.kernels.common import jit, tl
 from app.kernels.tiling import block_of, cdiv
 
@@ -148,36 +141,24 @@ def _plan(
     own = (rank < ranks)[:, None] & (near < local)
     rank_load = tl.sum(tl.load(loads + rank[:, None] * local + near, mask=own, other=0), axis=1)
     room = tl.where(rank < ranks, tl.maximum(average - rank_load, 0), 0)
-    spill = spilled(loads, load, average, experts=experts, local=local, E=E, C=NEAR)
-    tl.store(spills + expert, spill, mask=expert < experts)
-    tl.debug_barrier()
-    before = spills_before(spills, spill, experts=experts, COUNTS=PACKS, E=E, C=FAR)
-    if PACKS:
-        pack_slots(
-            slot_experts,
-            slot_tokens,
-            spill,
-            before,
-            room,
-            average,
-            ranks=ranks,
-            experts=experts,
-            PRIORITIES=PRIORITIES,
-            R=R,
-            E=E,
-        )
-    else:
-        overlap_slots(
-            slot_experts,
-            slot_tokens,
-            spill,
-            before,
-            room,
-            ranks=ranks,
-            spares=spares,
-            R=R,
-            E=E,
-        )
+    spread_spills(
+        slot_experts,
+        slot_tokens,
+        loads,
+        spills,
+        load,
+        room,
+        average,
+        ranks=ranks,
+        experts=experts,
+        spares=spares,
+        PACKS=PACKS,
+        NEAR=NEAR,
+        FAR=FAR,
+        PRIORITIES=PRIORITIES,
+        R=R,
+        E=E,
+    )
     tl.debug_barrier()
     slot = tl.arange(0, S)
     supplier = tl.load(slot_experts + slot, mask=slot < slots, other=0)

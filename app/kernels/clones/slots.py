@@ -12,7 +12,7 @@ PRIORITIES = 8  # of `approx_bin_packing`
 
 
 @jit
-def spilled(
+def _spilled(
     loads: tl.tensor,
     load: tl.tensor,
     average: tl.tensor,
@@ -37,7 +37,7 @@ def spilled(
 
 
 @jit
-def spills_before(
+def _spills_before(
     spills: tl.tensor,
     spill: tl.tensor,
     experts: tl.constexpr,
@@ -69,7 +69,7 @@ def _rooms_before(room: tl.tensor, R: tl.constexpr) -> tl.tensor:
 
 
 @jit
-def overlap_slots(
+def _overlap_slots(
     slot_experts: tl.tensor,
     slot_tokens: tl.tensor,
     spill: tl.tensor,
@@ -100,7 +100,7 @@ def overlap_slots(
 
 
 @jit
-def pack_slots(
+def _pack_slots(
     slot_experts: tl.tensor,
     slot_tokens: tl.tensor,
     spill: tl.tensor,
@@ -133,6 +133,62 @@ def pack_slots(
         tl.store(slot_tokens + slot, moved)
         left = tl.where(taken, left - moved, left)
         turn = tl.where(taken, E + place, turn)
+
+
+@jit
+def spread_spills(
+    slot_experts: tl.tensor,
+    slot_tokens: tl.tensor,
+    loads: tl.tensor,
+    spills: tl.tensor,
+    load: tl.tensor,
+    room: tl.tensor,
+    average: tl.tensor,
+    ranks: tl.constexpr,
+    experts: tl.constexpr,
+    spares: tl.constexpr,
+    PACKS: tl.constexpr,
+    NEAR: tl.constexpr,
+    FAR: tl.constexpr,
+    PRIORITIES: tl.constexpr,
+    R: tl.constexpr,
+    E: tl.constexpr,
+) -> None:
+    """Slots by `approx_bin_packing`, if it PACKS, or by `one_shot_greedy`. All threads can read the
+    load at `loads`; spills are written to `spills`.
+    """
+    local: tl.constexpr = experts // ranks
+    expert = tl.arange(0, E)
+    spill = _spilled(loads, load, average, experts=experts, local=local, E=E, C=NEAR)
+    tl.store(spills + expert, spill, mask=expert < experts)
+    tl.debug_barrier()
+    before = _spills_before(spills, spill, experts=experts, COUNTS=PACKS, E=E, C=FAR)
+    if PACKS:
+        _pack_slots(
+            slot_experts,
+            slot_tokens,
+            spill,
+            before,
+            room,
+            average,
+            ranks=ranks,
+            experts=experts,
+            PRIORITIES=PRIORITIES,
+            R=R,
+            E=E,
+        )
+    else:
+        _overlap_slots(
+            slot_experts,
+            slot_tokens,
+            spill,
+            before,
+            room,
+            ranks=ranks,
+            spares=spares,
+            R=R,
+            E=E,
+        )
 
 
 @jit
