@@ -21,7 +21,7 @@ import argparse
 import json
 import statistics
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -60,8 +60,13 @@ def main() -> None:
     """Draw, train, simulate; print and save."""
     args = parsed()
     torch.manual_seed(0)
-    found: dict[str, list[Json]] = {"synthetic": synthetic(args.draws), "trained": trained(args)}
-    found |= {"assumed": [assumed(args)], "simulated": simulated(args)}
+    found: dict[str, list[Json]] = {"synthetic": synthetic(args.draws)}
+    recorded = {
+        coefficient: routed(args.experts, args.steps, coefficient, cache=args.cache)
+        for coefficient in (0.01, 0.0)
+    }
+    found |= {"trained": trained(recorded, args.experts)}
+    found |= {"assumed": [assumed(args)], "simulated": simulated(args, recorded)}
     args.json.write_text(written(found))
 
 
@@ -177,14 +182,13 @@ def spread(values: Iterable[float]) -> list[float]:
     return [round(value, 4) for value in found]
 
 
-def trained(args: argparse.Namespace) -> list[Json]:
+def trained(recorded: Mapping[float, list[Tensor]], experts: int) -> list[Json]:
     """One row per model and virtual ranks, over its layers and microbatches."""
     rows = []
-    for coefficient in (0.01, 0.0):
-        chosen = routed(args.experts, args.steps, coefficient, cache=args.cache)
+    for coefficient, chosen in recorded.items():
         for ranks in (2, 4, 8):
-            cases = [split(experts_TK, ranks, args.experts) for experts_TK in chosen]
-            facts = {"aux_loss_coeff": coefficient, "ranks": ranks, "experts": args.experts}
+            cases = [split(experts_TK, ranks, experts) for experts_TK in chosen]
+            facts = {"aux_loss_coeff": coefficient, "ranks": ranks, "experts": experts}
             rows.append({**facts, "cases": len(cases), **summary(cases)})
             show(rows[-1])
     return rows
@@ -250,30 +254,41 @@ def assumed(args: argparse.Namespace) -> Json:
     return {**{name: getattr(args, name) for name in sizes}, **costs}
 
 
-def simulated(args: argparse.Namespace, experts: int = 128) -> list[Json]:
+def simulated(
+    args: argparse.Namespace, recorded: Mapping[float, list[Tensor]], experts: int = 128
+) -> list[Json]:
     """µs of a layer by skew and ranks: even, without clones, and with them, by threshold.
 
-    The rank with most clones out or in holds up the others; nothing overlaps.
+    The rank with most clones out or in holds up the others; nothing overlaps. Of what was recorded
+    the counts are multiplied, so that ranks have as many rows as the synthetic ones.
     """
-    costs = assumed(args)
-    per_row = (costs["rows_us"] + costs["wire_us"]) / 1000
     rows = []
     for kind, value in SKEWS:
         for ranks in (2, 4, 8, 16):
             cases = [drawn(kind, value, ranks, experts) for _ in range(args.draws)]
-            even = TOKENS * TOP_K * per_row
-            before = statistics.fmean(fullest(rank_loads(counts_RE)) for counts_RE in cases)
-            row = {"skew": f"{kind} {value:g}", "ranks": ranks, "before": round(before, 3)}
-            row |= {"even": round(even), "without": round(before * even)}
-            for spares, threshold in ((1, 0.0), (2, 0.0), (2, 0.05), (2, 0.1)):
-                took = [
-                    layer_time(counts_RE, spares, threshold, even=even, costs=costs)
-                    for counts_RE in cases
-                ]
-                row[f"exact {spares}, threshold {threshold:g}"] = round(statistics.fmean(took))
-            rows.append(row)
-            print(row, flush=True)
+            rows.append(simulated_row(f"{kind} {value:g}", cases, assumed(args)))
+    for coefficient, chosen in recorded.items():
+        for ranks in (2, 4, 8):
+            cases = [split(experts_TK, ranks, args.experts) for experts_TK in chosen]
+            wanted = ranks * TOKENS * TOP_K
+            scaled = [counts_RE * (wanted // int(counts_RE.sum())) for counts_RE in cases]
+            rows.append(simulated_row(f"learned {coefficient:g}", scaled, assumed(args)))
     return rows
+
+
+def simulated_row(skew: str, cases: list[Tensor], costs: Json) -> Json:
+    """Means over the cases."""
+    even = TOKENS * TOP_K * (costs["rows_us"] + costs["wire_us"]) / 1000
+    before = statistics.fmean(fullest(rank_loads(counts_RE)) for counts_RE in cases)
+    row = {"skew": skew, "ranks": len(cases[0]), "before": round(before, 3)}
+    row |= {"even": round(even), "without": round(before * even)}
+    for spares, threshold in ((1, 0.0), (2, 0.0), (2, 0.05), (2, 0.1)):
+        took = [
+            layer_time(counts_RE, spares, threshold, even=even, costs=costs) for counts_RE in cases
+        ]
+        row[f"exact {spares}, threshold {threshold:g}"] = round(statistics.fmean(took))
+    print(row, flush=True)
+    return row
 
 
 def layer_time(counts_RE: Tensor, spares: int, threshold: float, even: float, costs: Json) -> float:

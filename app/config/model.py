@@ -51,7 +51,7 @@ class EchoConfig:
     # which experts get clones, and where
     algorithm: CloneAlgorithm = CloneAlgorithm.exact
     # a rank may have so much more than the mean number of rows before its experts are cloned
-    threshold: float = 0.0
+    threshold: float = 0.05
     check: bool = False  # stop if a token's choices or a plan's sums do not add up; costs time
 
     def __post_init__(self) -> None:

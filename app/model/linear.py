@@ -280,7 +280,7 @@ def _gradient(
     gradient = backend.weight_grad(grad_TO, rows_TI, ends_E[:own])
     if lent is None:
         return gradient
-    return GradWithLent(gradient, backend.weight_grad(grad_TO, rows_TI, ends_E, first=own), lent)
+    return GradWithLent(gradient, backend.lent_grad(grad_TO, rows_TI, ends_E, first=own), lent)
 
 
 def _kept(

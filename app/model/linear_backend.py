@@ -20,7 +20,13 @@ from torch import Tensor
 
 from app.kernels.common import usable
 from app.kernels.grouped_product import grouped_product
-from app.model.weight_grads import GroupedLinearGrad, LinearGrad, WeightGrad, first_row
+from app.model.weight_grads import (
+    GroupedLinearGrad,
+    LentGrad,
+    LinearGrad,
+    WeightGrad,
+    first_row,
+)
 
 
 class LinearBackend(Protocol):
@@ -45,12 +51,13 @@ class GroupedLinearBackend(Protocol):
     def input_grad(self, grad_TO: Tensor, weight_EIO: Tensor, ends_E: Tensor) -> Tensor:
         """Rows of expert e of the output's gradient, contiguous, times weight[e]ᵀ."""
 
-    def weight_grad(
-        self, grad_TO: Tensor, rows_TI: Tensor, ends_E: Tensor, first: int = 0
-    ) -> GroupedLinearGrad:
-        """rows[e]ᵀ · grad[e] of every expert e from `first` on, E × I × O: its operands, nothing is
-        computed yet; `grad_TO` is contiguous.
+    def weight_grad(self, grad_TO: Tensor, rows_TI: Tensor, ends_E: Tensor) -> WeightGrad:
+        """rows[e]ᵀ · grad[e] of every expert e, E × I × O: its operands, nothing is computed yet;
+        `grad_TO` is contiguous.
         """
+
+    def lent_grad(self, grad_TO: Tensor, rows_TI: Tensor, ends_E: Tensor, first: int) -> LentGrad:
+        """The same of the experts from `first` on."""
 
     def add_groups(
         self,
@@ -101,11 +108,13 @@ class TorchGroupedLinear:
         grad_TI: Tensor = F.grouped_mm(grad_TO, weight_EIO.transpose(1, 2), offs=ends_E)
         return grad_TI
 
-    def weight_grad(
-        self, grad_TO: Tensor, rows_TI: Tensor, ends_E: Tensor, first: int = 0
-    ) -> GroupedLinearGrad:
+    def weight_grad(self, grad_TO: Tensor, rows_TI: Tensor, ends_E: Tensor) -> WeightGrad:
         """See the protocol."""
-        return GroupedLinearGrad(rows_TI, grad_TO, ends_E, first=first)
+        return GroupedLinearGrad(rows_TI, grad_TO, ends_E)
+
+    def lent_grad(self, grad_TO: Tensor, rows_TI: Tensor, ends_E: Tensor, first: int) -> LentGrad:
+        """See the protocol."""
+        return LentGrad(rows_TI, grad_TO, ends_E, first=first)
 
     def add_groups(
         self,

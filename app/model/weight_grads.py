@@ -82,12 +82,11 @@ class LinearGrad(WeightGrad):
 
 @dataclass(frozen=True, slots=True)
 class GroupedLinearGrad(WeightGrad):
-    """rows[e]ᵀ · grad[e] for every expert e from `first` on."""
+    """rows[e]ᵀ · grad[e] for every expert e."""
 
     rows_TI: Tensor
     grad_TO: Tensor
     ends_E: Tensor
-    first: int = 0
 
     def __call__(self) -> Tensor:
         """[E, I, O] in the type of the rows."""
@@ -102,6 +101,16 @@ class GroupedLinearGrad(WeightGrad):
             add_grouped_gradient(total, self.rows_TI, self.grad_TO, ends_E=self.ends_E)
         else:
             total.add_(self())
+
+
+@dataclass(frozen=True, slots=True)
+class LentGrad:
+    """rows[e]ᵀ · grad[e] for every expert e from `first` on, which other ranks have lent."""
+
+    rows_TI: Tensor
+    grad_TO: Tensor
+    ends_E: Tensor
+    first: int
 
     def write_to(self, out_GIO: Tensor) -> None:
         """Into fp32 memory, rounded once; undefined for experts without rows."""
@@ -126,7 +135,7 @@ class GradWithLent(WeightGrad):
     """The gradient of this rank's experts, some of whose rows other ranks have."""
 
     own: WeightGrad
-    lent: GroupedLinearGrad  # of experts that other ranks have lent to this one
+    lent: LentGrad
     weight: LentWeight
 
     def __call__(self) -> Tensor:

@@ -81,7 +81,7 @@ def plan_clones(
     3. With a `threshold`, ranks move only what would leave them above (1 + threshold) times the
        average: a slot whose tokens may stay at home, with those of the rank's smaller pieces, is
        empty. While a rank is above that after all its pieces have moved, none is left out.
-       `exact` fills ranks up to that only, and takes the plan with the fewest clones.
+       `exact` moves nothing while no rank is above that, and else as without a threshold.
     4. A slot takes from every rank in proportion to its tokens, rounded down, and then what is
        still missing from the first ranks on.
 
@@ -108,6 +108,7 @@ def plan_slots(
     ranks, experts = counts_RE.shape
     known = _known(algorithm)
     _check_sizes(ranks, experts, spares_per_rank, algorithm=known)
+    threshold = min(threshold, ranks)  # no rank can have more, and integers end somewhere
     if counts_RE.is_cuda and usable():
         if known is CloneAlgorithm.exact:
             return ClonePlan(*exact_clones(counts_RE, spares_per_rank, threshold, sums_4=sums_4))

@@ -9,10 +9,11 @@ once; then a few targets and ways of choosing are tried, and the best found is t
 possible load is NP-hard to find (3-partition: rooms of one slot each, filled from experts whose
 tokens all have to go).
 
-What is certain, where the target is the average rounded up, or what a threshold allows:
+With a threshold nothing moves while no rank exceeds it; where one does, ranks are evened out as
+without one, since the first clone already costs a plan and the wait for weights. What is certain
+then, where the target is the average rounded up:
 
 - no larger load than either of the other algorithms leaves, nor than before;
-- with a threshold, no load above both the target and what `exact` leaves without one;
 - no load above the target, if none was below (1 - s/L) of it, so always with s >= L: a rank above
   the target has an expert with more than 1/L of it, and s of those fill any room there is. What a
   giver lacks then is less than the room that it filled.
@@ -36,13 +37,14 @@ def exact_slots(
     """Expert and tokens of each slot, [S]; any expert where there are no tokens: the best of all
     candidates, to which `others` belong.
 
-    The best leaves the fullest rank the smallest load, where all are alike that do not exceed
-    `limit` or the average rounded up; then has the fewest clones; then is the first.
+    The best leaves the fullest rank the smallest load, where all are alike that do not exceed the
+    average rounded up, or `limit` if no rank exceeds that to begin with; then has the fewest
+    clones; then is the first.
     """
     steps, ways = kernels.TARGETS, kernels.WAYS
     load_R = load_RL.sum(dim=1)
     even = (load_R.sum() + len(load_R) - 1) // len(load_R)
-    limit = torch.maximum(limit, even)
+    limit = torch.where(load_R.max() <= limit, limit, even)
     # those without a threshold are among them
     step = torch.arange(steps - 1, device=load_RL.device)
     target_C = even + (load_R.max() - even) * step**2 // (steps - 2) ** 2

@@ -133,18 +133,13 @@ def check_clones(run: Run) -> None:
         return
     echo, section = moe.echo, "model.moe.echo"
     if not echo.spares:
-        for field in fields(EchoConfig):
-            if getattr(echo, field.name) != field.default:
-                rule = "there are no slots for clones, spares=0"
-                near = (Instead(f"{section}.spares=1"), field.default)
-                key = f"{section}.{field.name}"
-                raise ConfigError(key, getattr(echo, field.name), rule, nearest=near)
+        _check_unused(echo, section)
         return
     key = f"{section}.spares"
     dispatcher = run_dispatcher(run)
     if run.parallel.ep == 1:
         rule = "parallel.ep=1: no other rank has experts to be cloned"
-        raise ConfigError(key, echo.spares, rule, nearest=0)
+        raise ConfigError(key, echo.spares, rule, nearest=(Instead("parallel.ep=2"), 0))
     if not isinstance(dispatcher, PlannedStatic):
         rule = f"is for dispatcher=static, not {moe.dispatcher.value}"
         near = (Instead("model.moe.dispatcher=static"), 0)
@@ -152,14 +147,28 @@ def check_clones(run: Run) -> None:
     if dispatcher.etp > 1:
         rule = f"clones are of whole experts, and these lie in {dispatcher.etp} parts"
         raise ConfigError(key, echo.spares, rule, nearest=(Instead("parallel.etp=1"), 0))
+    if echo.threshold > dispatcher.ep - 1:
+        key, most_above = f"{section}.threshold", dispatcher.ep - 1
+        rule = f"with parallel.ep={dispatcher.ep} no rank has more than that above the mean"
+        raise ConfigError(key, echo.threshold, rule, nearest=most_above)
     most = moe.num_experts - dispatcher.own
     if echo.spares > most:
         rule = f"only {most} experts are on other ranks"
         raise ConfigError(key, echo.spares, rule, nearest=most)
     if echo.spares > 1 and echo.algorithm is CloneAlgorithm.approx_bin_packing:
         rule = "algorithm=approx_bin_packing fills one slot of a rank"
-        near = (Instead(f"{section}.algorithm=one_shot_greedy"), 1)
+        near = (Instead(f"{section}.algorithm=exact"), 1)
         raise ConfigError(key, echo.spares, rule, nearest=near)
+
+
+def _check_unused(echo: EchoConfig, section: str) -> None:
+    """Without slots the other options have no effect."""
+    for field in fields(EchoConfig):
+        if getattr(echo, field.name) != field.default:
+            rule = "there are no slots for clones, spares=0"
+            near = (Instead(f"{section}.spares=1"), field.default)
+            key = f"{section}.{field.name}"
+            raise ConfigError(key, getattr(echo, field.name), rule, nearest=near)
 
 
 def _shares(ep: int, num_experts: int) -> tuple[FirstOf, ...]:

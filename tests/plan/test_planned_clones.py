@@ -56,19 +56,23 @@ def test_slots_are_further_experts_of_their_rank():
     assert without.worst_rows(TOKENS) == dispatcher.worst_rows(TOKENS) == 2 * tokens
 
 
-def test_they_take_weights_and_gradients_once():
-    parts = [
-        {part.name: part.bytes for part in Plan(run_of(spares)).busiest.parts} for spares in (0, 3)
-    ]
+@pytest.mark.parametrize("transport", [StaticTransport.peer, StaticTransport.collective])
+def test_they_take_weights_and_gradients_once(transport: StaticTransport):
+    """Weights that come by collectives are working memory."""
+    runs = [run_of(spares, transport) for spares in (0, 3)]
+    parts = [{part.name: part.bytes for part in Plan(run).busiest.parts} for run in runs]
+    weights = 4 if transport is StaticTransport.peer else 0
     assert "clones" not in parts[0]
-    assert parts[1]["clones"] == 3 * sum(MATRICES.values()) * (4 + 4)
+    assert parts[1]["clones"] == 3 * sum(MATRICES.values()) * (4 + weights)
     assert parts[1]["parameters"] == parts[0]["parameters"]
     assert parts[1]["optimizer"] == parts[0]["optimizer"]
 
 
 @pytest.mark.parametrize("kind", MATRICES)
 def test_what_travels(kind: str):
-    """By peers what slots get and give back; by collectives what all slots could get."""
+    """By peers what the slots of a rank get and give back, as much as it sends in the mean; by
+    collectives what all slots could get.
+    """
     assert static_of(run_of(0)).lent(MATRICES[kind], 2) is None
     elements = 3 * MATRICES[kind]
     for transport, ranks in ((StaticTransport.peer, 1), (StaticTransport.collective, 3)):
@@ -127,6 +131,10 @@ CLONES = (*FOUR, "model.moe.dispatcher=static", "model.moe.echo.spares=1")
         ),
         (("model.moe.echo.spares=-1",), r"echo\.spares=-1: must be at least 0"),
         (("model.moe.echo.threshold=-1",), r"echo\.threshold=-1.*: must be at least 0"),
+        (
+            ("model.moe.echo.threshold=3.5",),
+            r"echo\.threshold=3\.5: with parallel\.ep=4 no rank has more.* mean 3\?",
+        ),
     ],
     ids=str,
 )

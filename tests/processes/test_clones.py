@@ -25,6 +25,7 @@ from app.engine.build import Engine
 from app.engine.checkpoint.folder import read_manifest
 from app.engine.checkpoint.load import Progress, load_checkpoint
 from app.engine.pipeline.step import TrainingStep
+from app.engine.report.metrics import Meter, StepTimes
 from app.model.weight_grads import MainGradSink, WeightGrad
 from app.moe.clones import cloning
 from app.moe.clones.cloning import Cloning
@@ -32,6 +33,7 @@ from app.moe.clones.record import Clones
 from app.moe.clones.transport import CollectiveClones
 from app.moe.dispatch.static import StaticDispatcher
 from app.moe.dispatch.transport import CollectiveTransport
+from app.moe.echo import plan_clones
 from app.moe.experts import Experts
 from app.plan.dispatchers.static import PlannedStatic
 from app.plan.model.experts import ExpertWeights
@@ -39,6 +41,7 @@ from app.rules import check
 from tests.cases import chosen, sampled
 from tests.checkpoints import save_checkpoint
 from tests.distributed import run_distributed
+from tests.echo_plans import draw_counts, loads_after
 from tests.parity import exactly, here
 from tests.processes.test_captured import CHOICES, EAGER, same, several
 from tests.processes.test_static import (
@@ -55,7 +58,7 @@ from tests.processes.test_static import (
 from tests.rounding import expect_alike, in_fp64
 from tests.runs import batches_of, engine_of, make_run, whole_gradients, whole_parameters
 
-CLONED = EchoConfig(spares=1, check=True)
+CLONED = EchoConfig(spares=1, threshold=0.0, check=True)
 TRAINED = [name for name in LAYOUTS if "etp" not in name]
 
 
@@ -256,8 +259,10 @@ def test_in_bf16_gradients_are_as_near_to_fp64_as_without():
         assert errors[2][name] <= 1.1 * error, (name, errors)
 
 
-def exchanged(rank: int, ranks: int, spares: int) -> None:
-    """Matrices that tell where they come from; gradients that tell the order of their sum."""
+def exchanged(rank: int, ranks: int, spares: int) -> int:
+    """Matrices that tell where they come from; gradients that tell the order of their sum. Returns
+    how often they do.
+    """
     local = 2
     shapes = [torch.Size((4, 8)), torch.Size((8, 4))]
     group = dist.new_group()
@@ -266,8 +271,8 @@ def exchanged(rank: int, ranks: int, spares: int) -> None:
     counts_RE = transport.gather_counts(counts_E)
     assert (counts_RE == torch.arange(ranks * local) + 100 * torch.arange(ranks)[:, None]).all()
     generator = torch.Generator().manual_seed(1)
-    slots = ranks * spares
-    for turn in range(3):
+    slots, told_apart = ranks * spares, 0
+    for turn in range(6):
         expert_S = torch.randint(0, ranks * local, (slots,), generator=generator)
         filled_S = torch.rand(slots, generator=generator) < 0.7
         clones = Clones(expert_S, 7 * filled_S.long())
@@ -280,21 +285,85 @@ def exchanged(rank: int, ranks: int, spares: int) -> None:
             for nth, slot in enumerate(mine):
                 if filled_S[slot]:
                     assert (came[nth] == expert_S[slot] + 0.5 * turn).all()
-            terms_S = torch.randn(slots, generator=generator)
-            for nth, slot in enumerate(mine):
-                transport.grads(kind)[nth] = terms_S[slot]
-            total = torch.full((local, *shape), 1e4, dtype=torch.float32)
-            wanted = total.clone()
+            terms_SIO = torch.randn(slots, *shape, generator=generator)
+            transport.grads(kind).copy_(terms_SIO[mine.start : mine.stop])
+            total = torch.randn(local, *shape, generator=generator)
+            wanted, backward = total.clone(), total.clone()
             transport.add_home(kind, total, clones)
-            for slot in range(slots):
-                if filled_S[slot] and expert_S[slot] // local == rank:
-                    wanted[expert_S[slot] % local] += terms_S[slot]
+            order = [s for s in range(slots) if filled_S[s] and expert_S[s] // local == rank]
+            for slot, last in zip(order, reversed(order), strict=True):
+                wanted[expert_S[slot] % local] += terms_SIO[slot]
+                backward[expert_S[last] % local] += terms_SIO[last]
             assert torch.equal(total, wanted)
+            told_apart += not torch.equal(wanted, backward)
+    return told_apart
 
 
 @pytest.mark.parametrize(("ranks", "spares"), sampled([(2, 1), (4, 2), (3, 3), (8, 1)], 2))
 def test_weights_go_out_and_gradients_home(ranks: int, spares: int):
-    run_distributed(exchanged, ranks, ranks, spares)
+    assert sum(run_distributed(exchanged, ranks, ranks, spares)) or ranks * spares < 4
+
+
+class Alone:
+    """The transport of one rank that knows the counts of all."""
+
+    def __init__(self, counts_RE: Tensor) -> None:
+        self.counts_RE = counts_RE
+
+    def gather_counts(self, counts_E: Tensor) -> Tensor:
+        """Those that it was given."""
+        return self.counts_RE
+
+
+@pytest.mark.parametrize("algorithm", CloneAlgorithm, ids=lambda each: each.value)
+def test_a_plan_is_made_as_configured(algorithm: CloneAlgorithm):
+    """For these counts each algorithm has another plan, and so has each threshold."""
+    counts_RE = draw_counts(4, 3, 400, seed=0)
+    experts_TK = torch.arange(12).repeat_interleave(counts_RE[0])[:, None]
+    found = {}
+    for threshold in (0.0, 0.4):
+        echo = EchoConfig(spares=1, algorithm=algorithm, threshold=threshold)
+        planner = Cloning(echo, Alone(counts_RE), rank=0, device=torch.device("cpu"))
+        _, clones = planner.plan(experts_TK, 12)
+        moved_ES, _ = plan_clones(counts_RE, 1, algorithm, threshold)
+        assert torch.equal(clones.moved_S, moved_ES.sum(dim=0))
+        assert torch.equal(planner.sums_4[1], loads_after(counts_RE, moved_ES).max())
+        found[threshold] = clones.moved_S.tolist()
+        others = [plan_clones(counts_RE, 1, a)[0].sum(0) for a in CloneAlgorithm if a != algorithm]
+        assert threshold or all((each != clones.moved_S).any() for each in others)
+    assert found[0.0] != found[0.4] or algorithm is CloneAlgorithm.exact
+    planner.start_step()
+    assert planner.sums_4.tolist() == [0, 0, 0, 0]
+
+
+def reports(rank: int, run: Run) -> list[dict[str, Any]]:
+    """What two steps say of loads, and what by hand their routers' choices come to."""
+    engine = engine_of(run, rank)
+    for _, router in engine.routers():
+        router.weight.data[:2] += 0.3
+    step, meter, found = TrainingStep(engine), Meter(engine, first_step=1), []
+    times = StepTimes(seconds=1.0, data_wait=0.0, blocked=None)
+    for n in range(2):
+        facts, totals = step(batches_of(run, n, engine.groups.dp_rank), 1e-3, 0.1)
+        counts_LE = torch.stack(list(totals.counts.values()))
+        dist.all_reduce(counts_LE)
+        load_LR = counts_LE.view(len(counts_LE), 2, -1).sum(dim=2)
+        meter.count(totals)
+        report = meter.report(n + 1, 0, facts, lr=0.0, weight_decay=0.0, times=times).metrics()
+        wanted = 2 * load_LR.max(dim=1).values.sum() / load_LR.sum()
+        found.append(report | {"wanted": float(wanted)})
+    return found
+
+
+def test_loads_are_reported_step_by_step():
+    """One microbatch and one group of ranks, so that a layer's counts are those of a plan."""
+    train = TrainConfig(steps=20, seq_len=16, micro_batch=2, global_batch=4)
+    run = make_run(with_static(echo=CLONED), parallel=ParallelConfig(ep=2, dp=2), train=train)
+    for found in run_distributed(reports, 2, run):
+        for report in found:
+            assert report["moe_rank_load_before"] == pytest.approx(report["wanted"], rel=1e-6)
+            assert 1 <= report["moe_rank_load_after"] < report["wanted"]
+            assert report["moe_clones"] == 3  # a slot of the other rank in each of the layers
 
 
 def wrong_reroute(rank: int, run: Run, how: str) -> str:

@@ -22,13 +22,13 @@ from app.choices import StaticOverflow
 from app.config import Run
 from app.engine.build import Engine
 from app.engine.dispatchers import build_stash
+from app.engine.memory import fits
 from app.engine.run.bad_steps import Diverged
 from app.errors import warn
 from app.moe.dispatch.static import StaticDispatcher
 from app.plan.dispatchers.choose import run_dispatcher, tokens_per_rank, with_rows
 from app.plan.dispatchers.stash import with_stash
 from app.plan.dispatchers.static import HEADROOM, PlannedStatic
-from app.plan.plan import Plan
 
 IN_A_ROW = 2  # steps that lacked rows, after which it grows
 
@@ -104,7 +104,7 @@ class RowShortage:
         )
         if self.dispatcher.planned.moe.static.on_overflow is StaticOverflow.stop:
             raise Diverged(f"{what} (model.moe.static.on_overflow=stop)")
-        if not self._fits(more.run):
+        if not fits(more.run, self.device):
             self._tell(
                 f"{what}, and there is no memory for {more.wanted} times: steps that need more are "
                 "taken again as before"
@@ -168,15 +168,6 @@ class RowShortage:
             found = _More(run, key, static.factor, needed=rows, wanted=_with_headroom(rows))
         assert found is not None, "something was lacking"
         return found
-
-    def _fits(self, grown: Run) -> bool:
-        """Whether the GPU has memory for it, by its plan."""
-        if self.device.type != "cuda":
-            return True
-        plan = Plan(grown)
-        if grown.hardware.gpu_memory_gib is not None:
-            return plan.fits
-        return plan.busiest.total <= torch.cuda.get_device_properties(self.device).total_memory
 
     def _tell(self, text: str) -> None:
         if self.world.rank() == 0:

@@ -8,7 +8,10 @@ from torch import Tensor
 
 from app.collectives import all_reduce
 from app.config import Run
+from app.config.model import EchoConfig
+from app.engine.memory import fits
 from app.errors import ConfigError
+from app.kernels.common import moves_tiles, triton
 from app.moe.echo import plan_slots
 from app.plan.cost.clones import CloneCosts
 from app.plan.dispatchers.choose import clones_overrides, with_clones
@@ -28,13 +31,16 @@ def cloning_run(run: Run) -> Run | None:
 
 
 def clones_would_pay(
-    run: Run, counts_LE: Tensor, stages: dist.ProcessGroup, peak: float | None
+    run: Run,
+    counts_LE: Tensor,
+    stages: dist.ProcessGroup,
+    *,
+    peak: float | None,
+    device: torch.device,
 ) -> str | None:
     """One sentence, the same on all ranks, by the tokens that experts of this stage's L layers had
     lately, on GPUs of `peak` TFLOP/s; None: clones would not have paid, or are not to be had, or
     the peak is not known.
-
-    Loads of single microbatches are less even than their sum, so this is the least that they save.
     """
     cloning = cloning_run(run)
     if cloning is None or peak is None:
@@ -43,28 +49,41 @@ def clones_would_pay(
     ranks, echo = run.parallel.ep, cloning.model.moe.echo
     sums_4 = torch.zeros(4, dtype=torch.float64, device=counts_LE.device)
     for counts_E in counts_LE:
-        # who has the tokens changes nothing about loads
-        counts_RE = torch.zeros_like(counts_E.expand(ranks, -1))
-        counts_RE[0] = counts_E
-        found_4 = counts_E.new_zeros(4)
-        plan = plan_slots(
-            counts_RE, SPARES, echo.algorithm, threshold=echo.threshold, sums_4=found_4
-        )
-        before, after, rows, _ = found_4
-        clones = (plan.moved_S > 0).view(ranks, -1).sum(dim=1).max()
-        mean = rows.clamp(min=1) / ranks
-        sums_4 += torch.stack((before / mean, after / mean, clones, torch.ones_like(mean)))
+        sums_4[:3] += _loads(counts_E, ranks, echo)
+        sums_4[3] += 1
     all_reduce(sums_4, stages)
     *loads, layers = sums_4.tolist()
     if not layers:
         return None
-    before_mean, after_mean, clones_mean = (load / layers for load in loads)
-    saved = CloneCosts.of(cloning, peak).saved(before_mean, after_mean, clones_mean)
+    before, after, clones = (load / layers for load in loads)
+    saved = CloneCosts.of(cloning, peak).saved(before, after, clones)
     per_step = saved * run.num_microbatches * layers / run.parallel.pp
-    if per_step <= 0:
+    available = device.type != "cuda" or (triton is not None and moves_tiles(device))
+    if per_step <= 0 or not available or not fits(cloning, device):
         return None
     return (
-        f"the busiest rank had {before_mean:.2f} times the mean rows of experts; with "
-        f"{' '.join(clones_overrides(run, SPARES))} it would have had {after_mean:.2f} times, and "
+        f"the busiest rank had {before:.2f} times the mean rows of experts; with "
+        f"{' '.join(clones_overrides(run, SPARES))} it would have had {after:.2f} times, and "
         f"a step would have been {1e3 * per_step:,.3g} ms shorter by estimate (docs/echo.md)"
     )
+
+
+def _loads(counts_E: Tensor, ranks: int, echo: EchoConfig) -> Tensor:
+    """Rows of the busiest rank over the mean, without clones and with them, and most clones that
+    leave one rank or arrive there; fp64.
+    """
+    # who has the tokens changes nothing about loads
+    counts_RE = torch.zeros_like(counts_E.expand(ranks, -1))
+    counts_RE[0] = counts_E
+    sums_4 = counts_E.new_zeros(4)
+    plan = plan_slots(
+        counts_RE, echo.spares, echo.algorithm, threshold=echo.threshold, sums_4=sums_4
+    )
+    before, after, rows, _ = sums_4
+    filled_S = (plan.moved_S > 0).long()
+    home_S = plan.expert_S // (len(counts_E) // ranks)
+    leave_R = filled_S.new_zeros(ranks).scatter_add_(0, home_S, filled_S)
+    arrive_R = filled_S.view(ranks, -1).sum(dim=1)
+    mean = rows.clamp(min=1).double() / ranks
+    most = torch.maximum(leave_R.max(), arrive_R.max()).double()
+    return torch.stack((before / mean, after / mean, most))

@@ -206,8 +206,11 @@ class Meter:
 
     def clones_would_pay(self) -> str | None:
         """Whether clones of hot experts would have, by the last log interval; all ranks ask."""
-        groups = self.engine.groups
-        return clones_would_pay(self.run, self.counts_LE, groups.pp_control, peak=self.peak)
+        engine = self.engine
+        stages = engine.groups.pp_control
+        return clones_would_pay(
+            self.run, self.counts_LE, stages, peak=self.peak, device=engine.device
+        )
 
     def _clones(self, facts: StepFacts) -> dict[str, Any]:
         """What cloning did to loads in this step, where there is any."""

@@ -113,7 +113,7 @@ def _try(
     average = total // ranks
     limit = average + (average.to(tl.float32) * threshold).to(tl.int64)
     even = (total + ranks - 1) // ranks
-    limit = tl.maximum(limit, even)
+    limit = tl.where(tl.max(rank_load, axis=0) <= limit, limit, even)
     slot_experts += candidate * slots
     slot_tokens += candidate * slots
     if candidate < FILLED:

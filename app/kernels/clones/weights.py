@@ -7,9 +7,9 @@ has to be there.
 
 Shapes: R ranks · L experts of this rank, from `first` on · s slots of a rank, S = R·s of all: slot
 j is number j % s on rank j // s · I × O a matrix. `expert_S` (int64) says whose clone a slot has,
-`moved_S` (bool) whether it has one. `addresses_R` (int64, on the device): where each rank's s
-matrices begin, at 16 bytes. In kernels: BLOCK values of a matrix at a time, PLACES ≥ S, a power
-of two.
+`moved_S` (int64) how many tokens go there; without any it is empty. `addresses_R` (int64, on the
+device): where each rank's s matrices begin, at 16 bytes. In kernels: BLOCK values of a matrix at a
+time, PLACES ≥ S, a power of two.
 """
 
 from __future__ import annotations

@@ -19,9 +19,7 @@ A captured graph has the barriers that were due at its capture, and replays may 
 another order. Then something else has to be between its first use of a kind and the last one before
 it: for slots that is `gather_counts` in forward, and in backward the exchange of tokens' gradients,
 in which every rank waits for all others; for gradients, that each graph of a layer's backward has
-both kinds, always in the same order. A layer's experts that are computed again for backward, alone,
-may be sent without any of that: with the same weights and clones, what is written is what lies
-there.
+both kinds, always in the same order.
 
 Shapes: R ranks · L experts of each, E = R·L of all · s slots of a rank, S = R·s of all · I × O a
 matrix.

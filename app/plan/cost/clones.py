@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from app.config import Run
 from app.plan.cost.flops import PLANNED_PEAK
 from app.plan.dispatchers.choose import run_dispatcher, tokens_per_rank
-from app.plan.dispatchers.static import GRADIENT
+from app.plan.dispatchers.static import GRADIENT, PlannedStatic
 from app.plan.model.experts import ExpertWeights
 from app.plan.trace.parts import BYTES
 
@@ -21,24 +21,30 @@ class CloneCosts:
     """Seconds of one rank, for one MoE layer and microbatch, forward and backward."""
 
     mean: float  # that its experts compute at even load
-    clone: float  # until the weights of an expert have come twice and their gradient has gone home
+    clone: float  # until an expert's weights have gone out twice and their gradient has come home
+    always: float  # whether anything is cloned or not
 
     @classmethod
     def of(cls, run: Run, peak: float | None = None) -> CloneCosts:
         """By the run's hardware, on GPUs of `peak` TFLOP/s where it does not say."""
         dispatcher = run_dispatcher(run)
-        assert dispatcher is not None
+        assert isinstance(dispatcher, PlannedStatic)
         moe, hardware = dispatcher.moe, run.hardware
         weights = ExpertWeights.of(run.model.hidden_size, moe.ffn_hidden_size, 1).weights()
         expert = sum(weight.numel for _, weight in weights)
         rate = (hardware.peak_tflops or peak or PLANNED_PEAK) * 1e12 * hardware.efficiency
         rows = dispatcher.mean_rows(tokens_per_rank(run))
-        sent = expert * (2 * BYTES[run.precision.params] + GRADIENT)
         link = hardware.node_gb_s if dispatcher.one_node else hardware.network_gb_s
-        return cls(mean=6 * expert * rows / rate, clone=sent / (link * 1e9))
+        clone = expert * (2 * BYTES[run.precision.params] + GRADIENT) / (link * 1e9)
+        mean = 6 * expert * rows / rate
+        if dispatcher.peer:
+            return cls(mean, clone, OVERHEAD)
+        # collectives carry all slots of all ranks, filled or not
+        slots = (dispatcher.ranks - 1) * moe.echo.spares
+        return cls(mean, 0.0, OVERHEAD + slots * clone)
 
     def saved(self, before: float, after: float, clones: float) -> float:
         """Seconds less with the busiest rank at `after` times the mean rows instead of `before`,
-        for `clones` that one rank gets.
+        for `clones` that leave one rank, or arrive there.
         """
-        return (before - after) * self.mean - clones * self.clone - OVERHEAD
+        return (before - after) * self.mean - clones * self.clone - self.always

@@ -74,7 +74,7 @@ class LentMatrices:
     """What exchanging the matrices of lent experts, of one kind, adds to their grouped product."""
 
     scratch: tuple[int, int]  # bytes alive meanwhile, forward and backward
-    sends: Sends  # at most: where as many experts are lent as there are slots
+    sends: Sends  # of a mean rank, where as many experts are lent as there are slots
     kernels: int  # launches of its forward
 
 

@@ -89,10 +89,10 @@ class PlannedStatic(PlannedDispatcher):
         return f"{told}; {slots} per rank for clones of hot experts, by {echo.algorithm.value}"
 
     def held_by_slots(self, expert: int, size: int) -> int:
-        """Bytes that slots for clones take, of experts with so many elements of so many bytes: the
-        weights, and gradients of them.
+        """Bytes that slots for clones take, of experts with so many elements of so many bytes:
+        gradients, and where peers write them there, weights.
         """
-        return self.moe.echo.spares * expert * (size + GRADIENT)
+        return self.moe.echo.spares * expert * (GRADIENT + (size if self.peer else 0))
 
     def lent(self, matrix: int, size: int) -> LentMatrices | None:
         """By peers in place; by collectives all slots of all ranks, and gradients of all."""

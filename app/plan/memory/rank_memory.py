@@ -274,7 +274,8 @@ def _dispatch_parts(
     expert = sum(weight.numel for _, weight in one.weights())
     if slots := dispatcher.held_by_slots(expert, tokens.size):
         spares = dispatcher.moe.echo.spares
-        yield MemoryPart("clones", slots, f"{spares} of hot experts: weights and fp32 gradients")
+        what = "weights and fp32 gradients" if dispatcher.peer else "fp32 gradients"
+        yield MemoryPart("clones", slots, f"{spares} of hot experts: {what}")
     if stash := planned_stash(run, stages, actions):
         times = f"{dispatcher.moe.static.stash:g} × the mean of rows that backward needs"
         yield MemoryPart(
