@@ -263,6 +263,7 @@ def simulated(
     the counts are multiplied, so that ranks have as many rows as the synthetic ones.
     """
     rows = []
+    torch.manual_seed(1)
     for kind, value in SKEWS:
         for ranks in (2, 4, 8, 16):
             cases = [drawn(kind, value, ranks, experts) for _ in range(args.draws)]
