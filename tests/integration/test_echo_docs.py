@@ -75,7 +75,9 @@ def test_learned_routing_is_as_computed():
 
 def test_the_simulation_is_as_computed():
     plain = DOCS.replace("**", "")
-    shown = re.findall(r"^\| ((?:zipf|dirichlet|learned) [\d.]+), (\d+) \| (.*) \|$", plain, re.MULTILINE)
+    shown = re.findall(
+        r"^\| ((?:zipf|dirichlet|learned) [\d.]+), (\d+) \| (.*) \|$", plain, re.MULTILINE
+    )
     assert len(shown) == 18
     rows = {(row.pop("skew"), row.pop("ranks")): row for row in FOUND["simulated"]}
     for skew, ranks, cells in shown:
