@@ -30,8 +30,7 @@ class CloneCosts:
         dispatcher = run_dispatcher(run)
         assert isinstance(dispatcher, PlannedStatic)
         moe, hardware = dispatcher.moe, run.hardware
-        weights = ExpertWeights.of(run.model.hidden_size, moe.ffn_hidden_size, 1).weights()
-        expert = sum(weight.numel for _, weight in weights)
+        expert = ExpertWeights.of(run.model.hidden_size, moe.ffn_hidden_size, 1).numel()
         rate = (hardware.peak_tflops or peak or PLANNED_PEAK) * 1e12 * hardware.efficiency
         rows = dispatcher.mean_rows(tokens_per_rank(run))
         link = hardware.node_gb_s if dispatcher.one_node else hardware.network_gb_s

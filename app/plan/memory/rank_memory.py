@@ -270,8 +270,7 @@ def _dispatch_parts(
     tokens = Tokens(tokens_per_rank(run), run.model.hidden_size, BYTES[run.precision.params])
     if held := dispatcher.held(tokens):
         yield MemoryPart("exchange buffers", held, "which ranks read and write in each other's GPU")
-    one = ExpertWeights.of(tokens.width, dispatcher.moe.ffn_hidden_size, 1)
-    expert = sum(weight.numel for _, weight in one.weights())
+    expert = ExpertWeights.of(tokens.width, dispatcher.moe.ffn_hidden_size, 1).numel()
     if slots := dispatcher.held_by_slots(expert, tokens.size):
         spares = dispatcher.moe.echo.spares
         what = "weights and fp32 gradients" if dispatcher.peer else "fp32 gradients"

@@ -62,6 +62,10 @@ class Part:
     which the module of the part registers them and by the same names; None: this model has none.
     """
 
+    def numel(self) -> int:
+        """Elements of all its weights."""
+        return sum(weight.numel for _, weight in self.weights())
+
     def weights(self, path: str = "") -> Iterator[tuple[str, Weight]]:
         """Every weight with its name: `path`, then the path of fields."""
         for field in fields(self):
