@@ -7,9 +7,10 @@ One row per piece and transport: median µs of the slowest rank, replayed from a
 half the spread of the repeats. Routers prefer the first `hot` experts of the first rank. `even` in
 place of a piece's name: the same where loads are even and nothing is moved.
 
-Pieces: `counts` of a rank's choices and of all ranks · `plan` by each algorithm · `reroute` ·
-`send` and `home` of both kinds of matrices · `product` of the rows that go to clones, both
-matrices, and as many rows by torch's grouped product · `gradient` of both matrices.
+Pieces: `counts` of a rank's choices and of all ranks · `plan` by each algorithm, also of 8 ranks
+with 256 experts in all · `reroute` · `send` and `home` of both kinds of matrices · `product` of the
+rows that go to clones, both matrices, and as many rows by torch's grouped product · `gradient` of
+both matrices.
 
 Shapes: T tokens of a rank, K experts per token, E experts, D width, F hidden width of an expert, S
 slots, s of each rank.
@@ -89,6 +90,13 @@ def choices(args: argparse.Namespace, hot: int, device: torch.device) -> Tensor:
     return scores_TE.topk(args.top_k, dim=1).indices.sort(dim=1).values
 
 
+def wide_counts(device: torch.device) -> Tensor:
+    """Tokens of 8 ranks for 256 experts by Zipf's law, 0.7, in a random order."""
+    drawn = torch.Generator().manual_seed(0)
+    share_E = (1 + torch.randperm(256, generator=drawn)) ** -0.7
+    return (share_E / share_E.sum() * 32768).long().repeat(8, 1).to(device)
+
+
 def pieces(
     args: argparse.Namespace, group: dist.ProcessGroup, device: torch.device
 ) -> Iterator[tuple[str, str, Call]]:
@@ -111,8 +119,9 @@ def pieces(
     sums_4 = torch.zeros(4, dtype=torch.int64, device=device)
     for algorithm in CloneAlgorithm:
         spares = 1 if algorithm is CloneAlgorithm.approx_bin_packing else args.spares
-        call = partial(plan_slots, counts_RE, spares, algorithm, threshold=0.05, sums_4=sums_4)
-        yield "plan", algorithm.value, call
+        for name, counts in (("plan", counts_RE), ("plan 8 x 256", wide_counts(device))):
+            call = partial(plan_slots, counts, spares, algorithm, threshold=0.1, sums_4=sums_4)
+            yield name, algorithm.value, call
     where = plan.moved_ES, plan.moved_RS, rank
     yield "reroute", "", lambda: reroute(experts_TK, *where, order=order)
     yield from exchanges(transports, plan, shapes, local=local, device=device)

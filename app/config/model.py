@@ -50,8 +50,9 @@ class EchoConfig:
     spares: int = 0  # slots of a rank for experts of others; 0: off
     # which experts get clones, and where
     algorithm: CloneAlgorithm = CloneAlgorithm.exact
-    # a rank may have so much more than the mean number of rows before its experts are cloned
-    threshold: float = 0.05
+    # what a clone has to take off the fullest rank, over the mean number of rows; with the other
+    # algorithms: a rank may have so much more than the mean before its experts are cloned
+    threshold: float = 0.1
     check: bool = False  # stop if a token's choices or a plan's sums do not add up; costs time
 
     def __post_init__(self) -> None:

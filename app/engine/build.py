@@ -193,10 +193,14 @@ def build_chunks(
     """Chunks of this rank, built without memory and then materialised; weights are not yet set."""
     chunks = []
     peers = groups.peers(run.parallel.cp_comm_type)
+    # one for all layers: libraries keep memory for each stream that they have computed on
+    overlaps = run.model.moe is not None and run.model.moe.shared_overlap
+    side = torch.cuda.Stream(device) if overlaps and device.type == "cuda" else None
     for stage in stages.stages[groups.pp_rank]:
         with torch.device("meta"):
             layers = {
-                index: build_layer(run.model, index, peers, dispatcher) for index in stage.layers
+                index: build_layer(run.model, index, peers, dispatcher=dispatcher, side=side)
+                for index in stage.layers
             }
             chunk = Chunk(
                 run.model,
@@ -213,13 +217,20 @@ def build_chunks(
 
 
 def build_layer(
-    model: ModelConfig, index: int, peers: Peers, dispatcher: Dispatcher[Any, Any] | None
+    model: ModelConfig,
+    index: int,
+    peers: Peers,
+    *,
+    dispatcher: Dispatcher[Any, Any] | None,
+    side: torch.cuda.Stream | None = None,
 ) -> Layer:
-    """Decoder layer `index`, dense or with routed experts, which `dispatcher` serves."""
+    """Decoder layer `index`, dense or with routed experts, which `dispatcher` serves; `side`: the
+    stream of its shared expert.
+    """
     if not model.is_moe_layer(index):
         return Layer(model, DenseBody(model, peers), peers)
     assert model.moe is not None and dispatcher is not None
-    return Layer(model, MoEBody(model, model.moe, dispatcher, peers=peers), peers)
+    return Layer(model, MoEBody(model, model.moe, dispatcher, peers=peers, side=side), peers)
 
 
 def _materialise(chunk: nn.Module, device: torch.device, dtype: torch.dtype) -> None:

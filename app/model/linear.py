@@ -240,11 +240,10 @@ class _GroupedLinear(torch.autograd.Function):
         ctx.backend = backend
         ctx.sink = sink
         ctx.lent = lent
-        own_E = ends_E[: len(weight_EIO)]
-        out_TO = backend.output(rows_TI, weight_EIO, own_E)
-        if lent is not None:
-            backend.add_groups(out_TO, rows_TI, lent.fetch(weight_EIO), ends_E=ends_E)
-        return out_TO
+        if lent is None:
+            return backend.output(rows_TI, weight_EIO, ends_E)
+        product = partial(backend.output, rows_TI)
+        return _with_lent(product, backend, rows_TI, weight_EIO, ends_E=ends_E, lent=lent)
 
     @staticmethod
     @once_differentiable
@@ -257,14 +256,38 @@ class _GroupedLinear(torch.autograd.Function):
         gradient = gradient_of(grad_TO, rows_TI)
         if ctx.keep is not None and sink is not None and sink.deferred:
             gradient = _kept(gradient_of, ctx.keep, grad_TO, rows_TI=rows_TI)
+        if lent is not None:  # between its exchange and that of gradients, ranks have equal work
+            product = partial(backend.input_grad, grad_TO)
+            grad_TI = _with_lent(
+                product, backend, grad_TO, weight_EIO, ends_E=ends_E, lent=lent, transposed=True
+            )
         if sink is not None:
             sink.push(weight_EIO, gradient)
-        grad_TI = backend.input_grad(grad_TO, weight_EIO, ends_E[: len(weight_EIO)])
-        if lent is not None:
-            lent_GIO = lent.fetch(weight_EIO)
-            backend.add_groups(grad_TI, grad_TO, lent_GIO, ends_E=ends_E, transposed=True)
+        if lent is None:
+            grad_TI = backend.input_grad(grad_TO, weight_EIO, ends_E)
         weight_grad = gradient() if sink is None else None
         return grad_TI, weight_grad, None, None, None, None, None
+
+
+def _with_lent(
+    product: Callable[[Tensor, Tensor], Tensor],
+    backend: GroupedLinearBackend,
+    rows: Tensor,
+    weight_EIO: Tensor,
+    *,
+    ends_E: Tensor,
+    lent: LentWeight,
+    transposed: bool = False,
+) -> Tensor:
+    """What experts make of their rows, `product` of this rank's own and then those that are lent.
+
+    The exchange comes first: a rank that lends has more rows of its own, and one that borrows would
+    wait until they are computed.
+    """
+    lent_GIO = lent.fetch(weight_EIO)
+    out = product(weight_EIO, ends_E[: len(weight_EIO)])
+    backend.add_groups(out, rows, lent_GIO, ends_E=ends_E, transposed=transposed)
+    return out
 
 
 def _gradient(

@@ -81,7 +81,8 @@ def plan_clones(
     3. With a `threshold`, ranks move only what would leave them above (1 + threshold) times the
        average: a slot whose tokens may stay at home, with those of the rank's smaller pieces, is
        empty. While a rank is above that after all its pieces have moved, none is left out.
-       `exact` moves nothing while no rank is above that, and else as without a threshold.
+       With `exact` a clone has to relieve the fullest rank by `threshold` times the average, or it
+       is not made; so nothing moves while no rank is above that either.
     4. A slot takes from every rank in proportion to its tokens, rounded down, and then what is
        still missing from the first ranks on.
 
@@ -183,7 +184,7 @@ def _slots(
         others = [_greedy(spill_E, room_R, spares)]
         if spares == 1:
             others.append(_packed(spill_E, room_R, average))
-        return exact_slots(load_RL, spares, limit, others=others)
+        return exact_slots(load_RL, spares, limit - average, others=others)
     if algorithm is CloneAlgorithm.approx_bin_packing:
         expert_S, moved_S = _packed(spill_E, room_R, average)
     else:

@@ -9,9 +9,10 @@ once; then a few targets and ways of choosing are tried, and the best found is t
 possible load is NP-hard to find (3-partition: rooms of one slot each, filled from experts whose
 tokens all have to go).
 
-With a threshold nothing moves while no rank exceeds it; where one does, ranks are evened out as
-without one, since the first clone already costs a plan and the wait for weights. What is certain
-then, where the target is the average rounded up:
+A clone has a price in tokens: what the fullest rank could compute while the clone's weights and
+gradients travel. Links work side by side, so it is to be paid for those of the rank that gives or
+gets the most. A clone that relieves the fullest rank by less is not worth it. What is certain where
+the price is 0, and the target the average rounded up:
 
 - no larger load than either of the other algorithms leaves, nor than before;
 - no load above the target, if none was below (1 - s/L) of it, so always with s >= L: a rank above
@@ -32,23 +33,22 @@ from app.kernels.clones import exact as kernels
 
 
 def exact_slots(
-    load_RL: Tensor, spares: int, limit: Tensor, others: list[tuple[Tensor, Tensor]]
+    load_RL: Tensor, spares: int, price: Tensor, others: list[tuple[Tensor, Tensor]]
 ) -> tuple[Tensor, Tensor]:
     """Expert and tokens of each slot, [S]; any expert where there are no tokens: the best of all
     candidates, to which `others` belong.
 
-    The best leaves the fullest rank the smallest load, where all are alike that do not exceed the
-    average rounded up, or `limit` if no rank exceeds that to begin with; then has the fewest
-    clones; then is the first.
+    The best leaves the smallest load of the fullest rank, and not less than the average rounded up,
+    with `price` tokens more for each clone of the rank that gives or gets most of them; then has
+    the fewest clones; then is the first. So nothing moves while no rank has more than `price` above
+    the average.
     """
     steps, ways = kernels.TARGETS, kernels.WAYS
     load_R = load_RL.sum(dim=1)
     even = (load_R.sum() + len(load_R) - 1) // len(load_R)
-    limit = torch.where(load_R.max() <= limit, limit, even)
-    # those without a threshold are among them
     step = torch.arange(steps - 1, device=load_RL.device)
     target_C = even + (load_R.max() - even) * step**2 // (steps - 2) ** 2
-    target_C = torch.cat((limit[None], target_C))
+    target_C = torch.cat(((even + price)[None], target_C))
     way_C = torch.arange(ways, device=load_RL.device).repeat_interleave(steps)
     filled = _filled(load_RL, spares, target_C.repeat(ways), way_C % 2 == 1, fits_C=way_C >= 2)
     expert_CS, moved_CS = (
@@ -57,7 +57,8 @@ def exact_slots(
     )
     clones_C = (moved_CS > 0).sum(dim=1)
     largest_C = _loads(load_RL, spares, expert_CS, moved_CS=moved_CS).amax(dim=1)
-    cost_C = torch.maximum(largest_C, limit) * (moved_CS.shape[1] + 1) + clones_C
+    paid_C = price * _busiest(load_RL, spares, expert_CS, moved_CS=moved_CS)
+    cost_C = (torch.maximum(largest_C, even) + paid_C) * (moved_CS.shape[1] + 1) + clones_C
     best = cost_C.argmin(dim=0, keepdim=True)
     return expert_CS[best][0], moved_CS[best][0]
 
@@ -109,3 +110,13 @@ def _loads(load_RL: Tensor, spares: int, expert_CS: Tensor, moved_CS: Tensor) ->
     load_CR = load_RL.sum(dim=1).repeat(len(moved_CS), 1)
     load_CR.scatter_add_(1, expert_CS // local, -moved_CS)
     return load_CR + moved_CS.view(-1, ranks, spares).sum(dim=2)
+
+
+def _busiest(load_RL: Tensor, spares: int, expert_CS: Tensor, moved_CS: Tensor) -> Tensor:
+    """Clones of the rank that gives or gets the most: [C]."""
+    ranks, local = load_RL.shape
+    filled_CS = (moved_CS > 0).long()
+    given_CR = filled_CS.new_zeros(len(moved_CS), ranks)
+    given_CR.scatter_add_(1, expert_CS // local, filled_CS)
+    gotten_CR = filled_CS.view(-1, ranks, spares).sum(dim=2)
+    return torch.maximum(given_CR, gotten_CR).amax(dim=1)

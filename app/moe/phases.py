@@ -198,7 +198,9 @@ class MoEBody(Body, Generic[Prepared, Origin]):
         moe: MoEConfig,
         dispatcher: Dispatcher[Prepared, Origin],
         peers: Peers,
+        side: torch.cuda.Stream | None = None,
     ) -> None:
+        """`side`: where the shared expert computes, beside the rest; None: with the rest."""
         super().__init__()
         weights = MoEBodyWeights.of(model, moe)
         self.norm = RMSNorm(weights.norm, model.norm_eps)
@@ -209,8 +211,7 @@ class MoEBody(Body, Generic[Prepared, Origin]):
         self.shared_gate = None if gate is None else nn.Parameter(torch.empty(gate.shape))
         self.dispatcher = dispatcher
         self.moe = moe
-        # where the shared expert computes; None: on the stream of everything else
-        self.side: torch.cuda.Stream | None = None
+        self.side = side
         self.planned = planned_dispatcher(moe, peers.ep, peers.etp)
         self.phases = self._phase_list(self.planned.waits_for_host)
 
@@ -266,10 +267,8 @@ class MoEBody(Body, Generic[Prepared, Origin]):
         return (self.dispatcher.combine(expert_out_RD, probs_TK, origin),)
 
     def _shared(self, h: Tensor, context: Context) -> tuple[Tensor]:
-        if not (self.moe.shared_overlap and h.is_cuda):
-            return (self._shared_expert(h, context),)
         if self.side is None:
-            self.side = torch.cuda.Stream(h.device)
+            return (self._shared_expert(h, context),)
         self.side.wait_stream(torch.cuda.current_stream())
         # autograd runs its backward there too, and waits where gradients meet
         with torch.cuda.stream(self.side):
@@ -292,7 +291,7 @@ class MoEBody(Body, Generic[Prepared, Origin]):
         out_BsD = x_BsD + y_TD.view_as(x_BsD)
         if shared_BsD is None:
             return (out_BsD,)
-        if self.side is not None and shared_BsD.is_cuda:
+        if self.side is not None:
             main = torch.cuda.current_stream()
             main.wait_stream(self.side)
             shared_BsD.record_stream(main)

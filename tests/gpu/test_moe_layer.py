@@ -39,7 +39,8 @@ Results = tuple[list[Tensor], dict[str, Tensor]]
 
 
 def body_of(moe: MoEConfig) -> MoEBody:
-    body = MoEBody(MODEL, moe, LocalDispatcher(moe.num_experts), peers=Peers())
+    side = torch.cuda.Stream() if moe.shared_overlap else None
+    body = MoEBody(MODEL, moe, LocalDispatcher(moe.num_experts), peers=Peers(), side=side)
     random = torch.Generator().manual_seed(0)
     for param in body.parameters():
         torch.nn.init.normal_(param, std=0.05, generator=random)

@@ -181,6 +181,12 @@ def test_parts_add_up_and_are_named_once():
             assert all(part.note and part.bytes >= 0 for part in memory.parts)
 
 
+def test_a_stream_of_its_own_has_workspaces_of_its_own():
+    moe = dataclasses.replace(MOE.moe, shared_ffn_hidden_size=64, shared_overlap=True)
+    (memory, *_) = Plan(run_of(dataclasses.replace(MOE, moe=moe))).memory
+    assert sizes(memory)["library workspaces"] == 2 * WORKSPACES
+
+
 def test_every_group_of_several_ranks_has_a_communicator():
     run = run_of(
         dataclasses.replace(MOE, tie_embeddings=True),

@@ -63,7 +63,8 @@ def meta_chunk(model: ModelConfig, stage: Stage, peers: Peers) -> Chunk:
     """A stage without memory."""
     with torch.device("meta"):
         layers = {
-            index: build_layer(model, index, peers, LocalDispatcher(8)) for index in stage.layers
+            index: build_layer(model, index, peers, dispatcher=LocalDispatcher(8))
+            for index in stage.layers
         }
         return Chunk(model, layers, stage.embedding, head=stage.head, peers=peers)
 

@@ -112,8 +112,8 @@ CLONES = (*FOUR, "model.moe.dispatcher=static", "model.moe.echo.spares=1")
     ("overrides", "said"),
     [
         (
-            ("model.moe.echo.spares=0", "model.moe.echo.threshold=0.1"),
-            r"echo\.threshold=0\.1: there are no slots .* mean model\.moe\.echo\.spares=1",
+            ("model.moe.echo.spares=0", "model.moe.echo.threshold=0.2"),
+            r"echo\.threshold=0\.2: there are no slots .* mean model\.moe\.echo\.spares=1",
         ),
         (("parallel.ep=1",), r"echo\.spares=1: parallel\.ep=1: no other rank has experts"),
         (

@@ -133,20 +133,58 @@ def test_never_worse_than_other_algorithms(size: tuple[int, int, int], seed: int
             assert largest_load(counts_RE, spares) <= max(others, even_load(counts_RE))
 
 
+def busiest(moved_ES: Tensor, ranks: int) -> int:
+    """Clones of the rank that gives or gets the most."""
+    experts, slots = moved_ES.shape
+    expert_N, slot_N = moved_ES.nonzero(as_tuple=True)
+    given_R = torch.bincount(expert_N // (experts // ranks), minlength=ranks)
+    gotten_R = torch.bincount(slot_N // (slots // ranks), minlength=ranks)
+    return int(torch.maximum(given_R, gotten_R).max())
+
+
 @pytest.mark.parametrize("threshold", [0.02, 0.1, 0.3, 10.0])
-def test_below_a_threshold_nothing_moves_and_above_it_all_that_would(threshold: float):
-    kept = 0
+def test_clones_are_worth_their_price(threshold: float):
+    """Nothing moves within the bound; beyond it what is left to the fullest rank and what clones
+    cost is less than with other plans.
+    """
+    kept = fewer = 0
     for seed in range(10):
         counts_RE = draw_counts(8, 8, 500 if seed % 2 else 5000, seed=seed)
         counts_RE += 40 * seed  # the more even
         average = int(counts_RE.sum()) // 8
+        price = int(average * threshold)
+
+        def cost(moved_ES: Tensor, counts_RE: Tensor = counts_RE, price: int = price) -> int:
+            return int(loads_after(counts_RE, moved_ES).max()) + price * busiest(moved_ES, 8)
+
         moved_ES, moved_RS = plan_clones(counts_RE, 2, EXACT, threshold)
-        within = counts_RE.sum(dim=0).view(8, -1).sum(dim=1).max() <= int(average * (1 + threshold))
-        wanted_ES, wanted_RS = plan_clones(counts_RE, 2, EXACT)
+        check_plan(counts_RE, moved_ES, moved_RS, algorithm=EXACT)
+        within = rank_loads(counts_RE).max() <= average + price
         kept += bool(within)
-        assert torch.equal(moved_ES, wanted_ES * (not within))
-        assert torch.equal(moved_RS, wanted_RS * (not within))
+        assert moved_ES.sum() == 0 or not within
+        every_ES, _ = plan_clones(counts_RE, 2, EXACT)
+        fewer += busiest(moved_ES, 8) < busiest(every_ES, 8)
+        greedy_ES, _ = plan_clones(counts_RE, 2, CloneAlgorithm.one_shot_greedy)
+        assert cost(moved_ES) <= min(map(cost, (every_ES, greedy_ES, torch.zeros_like(every_ES))))
     assert 0 < kept < 10 or threshold in (0.02, 10.0)
+    assert fewer > 0
+
+
+def test_a_clone_that_brings_little_is_not_made():
+    """With 30 above the average of 100, one clone takes 25 and a second one 5."""
+    counts_RE = torch.zeros(2, 16, dtype=torch.int64)
+    counts_RE[0] = torch.tensor([25, 25, 20, 15, 15, 10, 10, 10] + [10] * 6 + [5, 5])
+    for threshold, left in ((0.0, 100), (0.04, 100), (0.06, 105), (0.24, 105), (0.25, 130)):
+        moved_ES, _ = plan_clones(counts_RE, 2, EXACT, threshold)
+        assert loads_after(counts_RE, moved_ES).max() == left, threshold
+
+
+def test_clones_of_several_ranks_are_paid_once():
+    """Two pairs of ranks even out side by side, for what one of them would pay."""
+    counts_RE = torch.tensor([[13, 0, 7, 0, 13, 0, 7, 0]]).repeat(4, 1)
+    for threshold, clones in ((0.2, 2), (0.3, 0)):
+        moved_ES, _ = plan_clones(counts_RE, 1, EXACT, threshold)
+        assert (moved_ES > 0).sum() == clones
 
 
 @pytest.mark.parametrize("threshold", [0.0, 0.5])

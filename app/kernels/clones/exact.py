@@ -13,7 +13,7 @@ from app.kernels.clones.slots import PRIORITIES, spread_spills, write_plan
 from app.kernels.common import jit, tl
 from app.kernels.tiling import block_of
 
-TARGETS = 32  # what a threshold allows, then from the average to the largest load
+TARGETS = 32  # a clone's price above the average, then from the average to the largest load
 WAYS = 4  # of choosing what moves, for each of them
 FIRST = 2**62  # more than any count
 PAIRS = 2048  # values that are compared at once: what 128 threads have registers for
@@ -111,9 +111,8 @@ def _try(
     rank_load = tl.sum(tl.where(at_home, load[None, :], 0), axis=1)
     total = tl.sum(load, axis=0)
     average = total // ranks
-    limit = average + (average.to(tl.float32) * threshold).to(tl.int64)
+    price = (average.to(tl.float32) * threshold).to(tl.int64)
     even = (total + ranks - 1) // ranks
-    limit = tl.where(tl.max(rank_load, axis=0) <= limit, limit, even)
     slot_experts += candidate * slots
     slot_tokens += candidate * slots
     if candidate < FILLED:
@@ -125,7 +124,7 @@ def _try(
             slot_tokens,
             load,
             rank_load,
-            tl.where(step < 0, limit, target),
+            tl.where(step < 0, even + price, target),
             candidate // TARGETS,
             ranks=ranks,
             experts=experts,
@@ -156,11 +155,16 @@ def _try(
     tl.debug_barrier()
     giver = tl.load(slot_experts + slot, mask=slot < slots, other=0) // local
     moved = tl.load(slot_tokens + slot, mask=slot < slots, other=0)
-    gone = tl.where(rank[:, None] == giver[None, :], moved[None, :], 0)
-    come = tl.where(rank[:, None] == (slot // spares)[None, :], moved[None, :], 0)
-    largest = tl.max(rank_load + tl.sum(come - gone, axis=1), axis=0)
-    clones = tl.sum((moved > 0).to(tl.int64), axis=0)
-    tl.store(costs + candidate, tl.maximum(largest, limit) * (slots + 1) + clones)
+    gives = rank[:, None] == giver[None, :]
+    gets = rank[:, None] == (slot // spares)[None, :]
+    change = tl.where(gets, moved[None, :], 0) - tl.where(gives, moved[None, :], 0)
+    largest = tl.max(rank_load + tl.sum(change, axis=1), axis=0)
+    filled = (moved > 0).to(tl.int64)
+    given = tl.sum(tl.where(gives, filled[None, :], 0), axis=1)
+    gotten = tl.sum(tl.where(gets, filled[None, :], 0), axis=1)
+    paid = price * tl.max(tl.maximum(given, gotten), axis=0)
+    clones = tl.sum(filled, axis=0)
+    tl.store(costs + candidate, (tl.maximum(largest, even) + paid) * (slots + 1) + clones)
 
 
 @jit

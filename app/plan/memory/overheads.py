@@ -13,7 +13,7 @@ COMMUNICATOR = 670 * MIB  # bytes of an NCCL communicator of several ranks, once
 CONTROL_COMMUNICATOR = 24 * MIB  # bytes of one with a single channel, for sums of a few numbers
 NCCL_ITSELF = 370 * MIB  # bytes that it takes besides, at most: once the default communicator's
 FRAGMENTATION = 0.1  # reserved by torch's allocator beyond what it has handed out, over the latter
-# bytes of cuBLAS workspaces in torch's allocator: of the threads of forward and backward
+# bytes of a stream's cuBLAS workspaces in torch's allocator: of threads of forward and backward
 WORKSPACES = 2 * 32 * MIB
 GRAPH = 96 * 1024  # bytes of an instantiated CUDA graph
 GRAPH_KERNEL = 1500  # bytes per kernel in it; up to CUDA 12.3 it was 64 KiB

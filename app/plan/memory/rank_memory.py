@@ -163,9 +163,12 @@ def _parts(
     if graphs is not None:
         tensors += partial_graph_parts(graphs, chunks, peak)
     tensors += _dispatch_parts(run, layout, stages, actions=actions, peak=peak)
+    streams = 2 if run.model.moe is not None and run.model.moe.shared_overlap else 1
     tensors.append(
         MemoryPart(
-            "library workspaces", WORKSPACES, "cuBLAS, of the threads of forward and backward"
+            "library workspaces",
+            streams * WORKSPACES,
+            "cuBLAS, of the threads of forward and backward",
         )
     )
     yield from tensors
