@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from app.kernels.clones.slots import PRIORITIES, spread_spills, write_plan
+from app.kernels.clones.slots import PRIORITIES, sources_at_once, spread_spills, write_plan
 from app.kernels.common import jit, tl
 from app.kernels.tiling import block_of
 
@@ -70,6 +70,7 @@ def exact_clones(
         slots=slots,
         FIRST=FIRST,
         ROWS=max(1, 4 * PAIRS // block_of(slots)),
+        SOURCES=sources_at_once(ranks, slots),
         C=block_of(candidates),
         R=block_of(ranks),
         E=padded,
@@ -295,6 +296,7 @@ def _take_best(
     slots: tl.constexpr,
     FIRST: tl.constexpr,
     ROWS: tl.constexpr,
+    SOURCES: tl.constexpr,
     C: tl.constexpr,
     R: tl.constexpr,
     E: tl.constexpr,
@@ -304,6 +306,10 @@ def _take_best(
     cost = tl.load(costs + candidate, mask=candidate < candidates, other=FIRST)
     best = tl.min(tl.where(cost == tl.min(cost, axis=0), candidate, C), axis=0)
     at = best * slots + slot
+    rank, expert = tl.arange(0, R)[:, None], tl.arange(0, E)
+    there = (rank < ranks) & (expert < experts)[None, :]
+    load = tl.sum(tl.load(counts + rank * experts + expert[None, :], mask=there, other=0), axis=0)
+    at_home = rank == (expert // (experts // ranks))[None, :]
     write_plan(
         counts,
         best_experts,
@@ -313,11 +319,12 @@ def _take_best(
         sums,
         tl.load(slot_experts + at, mask=slot < slots, other=0),
         tl.load(slot_tokens + at, mask=slot < slots, other=0),
+        tl.sum(tl.where(at_home, load[None, :], 0), axis=1),
         ranks=ranks,
         experts=experts,
         slots=slots,
         ROWS=ROWS,
+        SOURCES=SOURCES,
         R=R,
-        E=E,
         S=S,
     )

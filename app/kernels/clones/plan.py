@@ -14,7 +14,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from app.kernels.clones.slots import PRIORITIES, spread_spills, write_plan
+from app.kernels.clones.slots import PRIORITIES, sources_at_once, spread_spills, write_plan
 from app.kernels.common import jit, tl
 from app.kernels.tiling import block_of, cdiv
 
@@ -55,6 +55,7 @@ def plan_clones(
         NEAR=min(local, others),
         FAR=min(padded, others),
         ROWS=max(1, PAIRS // block_of(slots)),
+        SOURCES=sources_at_once(ranks, slots),
         PRIORITIES=PRIORITIES,
         R=block_of(ranks),
         E=padded,
@@ -121,6 +122,7 @@ def _plan(
     NEAR: tl.constexpr,
     FAR: tl.constexpr,
     ROWS: tl.constexpr,
+    SOURCES: tl.constexpr,
     PRIORITIES: tl.constexpr,
     R: tl.constexpr,
     E: tl.constexpr,
@@ -176,12 +178,13 @@ def _plan(
         sums,
         supplier,
         moved,
+        rank_load,
         ranks=ranks,
         experts=experts,
         slots=slots,
         ROWS=ROWS,
+        SOURCES=SOURCES,
         R=R,
-        E=E,
         S=S,
     )
 

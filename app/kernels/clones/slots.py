@@ -7,8 +7,15 @@ Shapes: R ranks · E experts, L of each rank · S slots. R, E and S are powers o
 from __future__ import annotations
 
 from app.kernels.common import jit, tl
+from app.kernels.tiling import block_of
 
 PRIORITIES = 8  # of `approx_bin_packing`
+SOURCES = 4096  # (rank, slot, slot) triples that are looked at together
+
+
+def sources_at_once(ranks: int, slots: int) -> int:
+    """Ranks whose share of all slots a plan finds at once."""
+    return min(block_of(ranks), max(1, SOURCES // block_of(slots) ** 2))
 
 
 @jit
@@ -121,15 +128,17 @@ def _pack_slots(
     left = spill
     for place in range(ranks):
         here = room_nth == place
-        below = tl.minimum((average - left) // step + 1, PRIORITIES - 1)
-        priority = tl.where(left >= average, 0, below)
+        priority = (left < average).to(tl.int64)
+        for below in tl.static_range(1, PRIORITIES - 1):  # a division would take longer
+            priority += (average - left >= below * step).to(tl.int64)
         priority = tl.where(left <= 0, PRIORITIES, priority)
-        key = tl.where(expert < experts, priority * (E + R) + turn, 2**62)
-        taken = key == tl.min(key, axis=0)
+        key = tl.where(expert < experts, (priority * (E + R) + turn) * E + expert, 2**62)
+        first = tl.min(key, axis=0)
+        taken = key == first
         room_here = tl.sum(tl.where(here, room, 0), axis=0)
         moved = tl.minimum(tl.sum(tl.where(taken, left, 0), axis=0), room_here)
         slot = tl.sum(tl.where(here, rank, 0), axis=0)
-        tl.store(slot_experts + slot, tl.sum(tl.where(taken, expert, 0), axis=0))
+        tl.store(slot_experts + slot, first % E)
         tl.store(slot_tokens + slot, moved)
         left = tl.where(taken, left - moved, left)
         turn = tl.where(taken, E + place, turn)
@@ -201,23 +210,24 @@ def write_plan(
     sums: tl.tensor,
     supplier: tl.tensor,
     moved: tl.tensor,
+    rank_load: tl.tensor,
     ranks: tl.constexpr,
     experts: tl.constexpr,
     slots: tl.constexpr,
     ROWS: tl.constexpr,
+    SOURCES: tl.constexpr,
     R: tl.constexpr,
-    E: tl.constexpr,
     S: tl.constexpr,
 ) -> None:
     """The plan that slots are filled by: by slot, by expert and slot, ROWS at once, and by rank and
-    slot. What it does to loads is added to `sums`, if there are any.
+    slot, SOURCES ranks at once. What it does to `rank_load` is added to `sums`, if there are any.
     """
     slot = tl.arange(0, S)
     tl.store(slot_experts + slot, supplier, mask=slot < slots)
     tl.store(slot_tokens + slot, moved, mask=slot < slots)
     if sums is not None:
         _add_loads(
-            counts, sums, supplier, moved, ranks=ranks, experts=experts, slots=slots, R=R, E=E, S=S
+            sums, supplier, moved, rank_load, ranks=ranks, experts=experts, slots=slots, R=R, S=S
         )
     for first in range(0, experts, ROWS):
         row = first + tl.arange(0, ROWS)[:, None]
@@ -225,35 +235,40 @@ def write_plan(
         inside = (row < experts) & (slot < slots)[None, :]
         tl.store(moved_of_expert + row * slots + slot[None, :], value, mask=inside)
     _sources(
-        counts, moved_of_rank, supplier, moved, ranks=ranks, experts=experts, slots=slots, R=R, S=S
+        counts,
+        moved_of_rank,
+        supplier,
+        moved,
+        ranks=ranks,
+        experts=experts,
+        slots=slots,
+        SOURCES=SOURCES,
+        R=R,
+        S=S,
     )
 
 
 @jit
 def _add_loads(
-    counts: tl.tensor,
     sums: tl.tensor,
     supplier: tl.tensor,
     moved: tl.tensor,
+    before: tl.tensor,
     ranks: tl.constexpr,
     experts: tl.constexpr,
     slots: tl.constexpr,
     R: tl.constexpr,
-    E: tl.constexpr,
     S: tl.constexpr,
 ) -> None:
     """Tokens of the fullest rank before and after, of all ranks, and slots filled."""
-    rank, expert, slot = tl.arange(0, R)[:, None], tl.arange(0, E), tl.arange(0, S)
-    there = (rank < ranks) & (expert < experts)[None, :]
-    load = tl.sum(tl.load(counts + rank * experts + expert[None, :], mask=there, other=0), axis=0)
+    rank, slot = tl.arange(0, R)[:, None], tl.arange(0, S)
     local: tl.constexpr = experts // ranks
-    before = tl.sum(tl.where(rank == (expert // local)[None, :], load[None, :], 0), axis=1)
     given = tl.sum(tl.where(rank == (supplier // local)[None, :], moved[None, :], 0), axis=1)
     host = slot // (slots // ranks)
     got = tl.sum(tl.where(rank == host[None, :], moved[None, :], 0), axis=1)
     tl.store(sums, tl.load(sums) + tl.max(before, axis=0))
     tl.store(sums + 1, tl.load(sums + 1) + tl.max(before - given + got, axis=0))
-    tl.store(sums + 2, tl.load(sums + 2) + tl.sum(load, axis=0))
+    tl.store(sums + 2, tl.load(sums + 2) + tl.sum(before, axis=0))
     tl.store(sums + 3, tl.load(sums + 3) + tl.sum((moved > 0).to(tl.int64), axis=0))
 
 
@@ -266,10 +281,13 @@ def _sources(
     ranks: tl.constexpr,
     experts: tl.constexpr,
     slots: tl.constexpr,
+    SOURCES: tl.constexpr,
     R: tl.constexpr,
     S: tl.constexpr,
 ) -> None:
-    """What each rank gives to each slot: in proportion, then from the first ranks on."""
+    """What each rank gives to each slot, SOURCES ranks at once: in proportion, then from the first
+    ranks on.
+    """
     rank = tl.arange(0, R)[:, None]
     slot = tl.arange(0, S)
     of_supplier = counts + rank * experts + supplier[None, :]
@@ -279,12 +297,16 @@ def _sources(
     same = supplier[:, None] == supplier[None, :]
     earlier = same & (slot[:, None] < slot[None, :])
     missing_start = tl.sum(tl.where(earlier, missing[:, None], 0), axis=0)
-    start = tl.zeros((S,), tl.int64)
-    for source in range(ranks):
-        own = tl.load(counts + source * experts + supplier, mask=slot < slots, other=0)
-        share = own * moved // total
-        left = own - tl.sum(tl.where(same, share[:, None], 0), axis=0)
-        last = tl.minimum(start + left, missing_start + missing)
-        more = tl.maximum(last - tl.maximum(start, missing_start), 0)
-        tl.store(moved_of_rank + source * slots + slot, share + more, mask=slot < slots)
-        start += left
+    before = tl.zeros((S,), tl.int64)
+    for first in range(0, ranks, SOURCES):
+        source = first + tl.arange(0, SOURCES)[:, None]
+        inside = (source < ranks) & (slot < slots)[None, :]
+        own = tl.load(counts + source * experts + supplier[None, :], mask=inside, other=0)
+        share = own * moved[None, :] // total[None, :]
+        given = tl.sum(tl.where(same[None, :, :], share[:, :, None], 0), axis=1)
+        left = own - given
+        end = before[None, :] + tl.cumsum(left, axis=0)
+        begin = tl.maximum(end - left, missing_start[None, :])
+        more = tl.maximum(tl.minimum(end, (missing_start + missing)[None, :]) - begin, 0)
+        tl.store(moved_of_rank + source * slots + slot[None, :], share + more, mask=inside)
+        before += tl.sum(left, axis=0)
