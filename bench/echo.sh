@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # What clones of hot experts (docs/echo.md) cost and bring on two GPUs of one host: a layer piece by
-# piece, graphs equal to eager, then steps at even loads, at three skews, and at forced balance.
+# piece, graphs equal to eager, then steps at forced balance, at even loads and at four skews.
 #   bash bench/echo.sh [FOLDER for results, default bench/results]
 set -u
 out=${1:-bench/results}
@@ -23,8 +23,9 @@ echo2="model.moe.echo.spares=2 model.moe.echo.algorithm=exact"
 echo4="model.moe.echo.spares=4 model.moe.echo.algorithm=exact"
 # shellcheck disable=SC2086
 run 580 bench/step_profile.py echo_steps.jsonl --steps 8 \
+  $model model.moe.force_balance=true / $model model.moe.force_balance=true $echo2 / \
   $model / $model $echo2 / \
   $model hot=2:2.8 / $model hot=2:2.8 $echo2 / \
-  $model hot=4:2.8 / $model hot=4:2.8 $echo2 / $model hot=4:2.8 $echo4 / \
+  $model hot=4:2.8 / $model hot=4:2.8 $echo4 / \
   $model hot=6:2.8 / $model hot=6:2.8 $echo4 / \
-  $model model.moe.force_balance=true
+  $model hot=8:2.8 / $model hot=8:2.8 $echo4

@@ -6,7 +6,8 @@
 rank, 8 experts each. `trained`: models of `--experts` experts, 4 per token, trained here on the
 standard library's text with a balancing loss and without; every layer and microbatch of held-out
 text, its tokens split among virtual ranks. `simulated`: what a layer's forward and backward would
-take, from the costs given: nothing of it is measured. About four minutes on two cores.
+take by the costs given, which bench/clones.py and bench/step_profile.py measured on two H200s.
+About four minutes on two cores.
 
 Loads are those of the fullest rank over the mean of ranks: median, mean and worst over the draws.
 The worst is also the capacity factor that suffices for static dispatch. `clones` are mean experts'
@@ -90,9 +91,9 @@ def parsed() -> argparse.Namespace:
         ("experts", 64, "of the model that is trained"),
         ("width", 2048, "simulated: of the model"),
         ("ffn", 768, "simulated: of an expert"),
-        ("tflops", 400, "simulated: of experts' matrix products, 10^12/s"),
-        ("link", 350, "simulated: what leaves a GPU, GB/s"),
-        ("plan-us", 60, "simulated: planning, and tokens' new places, per layer"),
+        ("tflops", 607, "simulated: of experts' matrix products, 10^12/s"),
+        ("link", 362, "simulated: what leaves a GPU, GB/s"),
+        ("plan-us", 113, "simulated: what clones cost a layer where none is made"),
     ):
         parser.add_argument(f"--{name}", type=int, default=value, help=what)
     cache = Path(tempfile.gettempdir()) / "graphfold_echo_loads"

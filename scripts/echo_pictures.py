@@ -1,12 +1,11 @@
 """Draw the pictures of docs/echo.md: the plans of one example, as `app.moe.echo` makes them, and
-loads as bench/results/echo_loads.json has them.
+the charts of scripts/echo_charts.py.
 
     python scripts/echo_pictures.py
 """
 
 from __future__ import annotations
 
-import json
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -18,23 +17,15 @@ from matplotlib.patches import Patch, Rectangle
 from app.choices import CloneAlgorithm
 from app.cli.plan_views.pictures import ink, save_picture, whitened
 from app.moe.echo import plan_clones
+from scripts.echo_charts import charts
 
 ROOT = Path(__file__).resolve().parent.parent
-RESULTS = ROOT / "bench/results/echo_loads.json"
 LOADS = ((50, 100, 150, 200), (20, 40, 60, 170), (30, 20, 40, 50), (10, 25, 15, 20))
 AVERAGE = sum(map(sum, LOADS)) // len(LOADS)
 SPILLS = ((3, 200), (2, 50), (7, 40))  # expert, tokens: the largest first
 ROOMS = ((3, 180), (2, 110))  # rank, tokens
 COLOURS = ("#E69F00", "#0072B2", "#009E73", "#CC79A7")  # of ranks (Okabe and Ito)
 EDGE, FREE = "#666666", "#F4F4F4"
-LINES = {  # of algorithms
-    "one_shot_greedy": ("#E69F00", "o"),
-    "approx_bin_packing": ("#009E73", "s"),
-    "exact": ("#0072B2", "D"),
-}
-DASHES = {"1": "-", "2": "--", "4": ":"}  # of spares
-EVEN = 0.01  # %: what is less is drawn here
-Json = dict[str, Any]
 
 
 def main() -> None:
@@ -47,21 +38,7 @@ def main() -> None:
 
 def pictures() -> dict[str, Figure]:
     """By the name of their file."""
-    found = json.loads(RESULTS.read_text())
-    laws: list[dict[str, Json]] = [{}, {}]
-    for row in found["synthetic"]:
-        if row["ranks"] == 8 and row["experts"] == 128:
-            law, value = row["skew"].split()
-            laws[law == "dirichlet"][f"{law.capitalize()}\n{value}"] = row
-    models: dict[float, dict[str, Json]] = {}
-    for row in found["trained"]:
-        coefficient = row["aux_loss_coeff"]
-        models.setdefault(coefficient, {})[f"{row['ranks']} ranks\naux {coefficient:g}"] = row
-    return {
-        "echo-plan": plan_picture(),
-        "echo-loads": loads_picture(laws),
-        "echo-routing": loads_picture(list(models.values())),
-    }
+    return {"echo-plan": plan_picture(), **charts()}
 
 
 def plan_picture() -> Figure:
@@ -82,43 +59,6 @@ def plan_picture() -> Figure:
     kinds.append(Patch(facecolor="white", edgecolor=EDGE, hatch="////", label="in a slot"))
     figure.legend(handles=kinds, loc="lower center", ncols=5, frameon=False, fontsize=8)
     return figure
-
-
-def loads_picture(groups: list[dict[str, Json]]) -> Figure:
-    """What the fullest rank has above the mean, in percent, before and by each algorithm; a line
-    for each group.
-    """
-    figure = Figure(figsize=(9.8, 4.2))
-    axes = figure.add_axes((0.09, 0.13, 0.66, 0.84))
-    first = 0
-    for group in groups:
-        _draw_group(axes, first, list(group.values()), labelled=first == 0)
-        first += len(group)
-    axes.set_yscale("log")
-    axes.set_yticks([0.01, 0.1, 1, 10, 100], ["≤ 0.01", "0.1", "1", "10", "100"])
-    axes.set_ylabel("the fullest rank above the mean, %", fontsize=9)
-    axes.set_xticks(range(first), [name for group in groups for name in group], fontsize=8)
-    axes.grid(axis="y", color="#DDDDDD", linewidth=0.6)
-    figure.legend(loc="center right", frameon=False, fontsize=8)
-    return figure
-
-
-def _draw_group(axes: Any, first: int, rows: list[Json], labelled: bool) -> None:
-    places = range(first, first + len(rows))
-    before = [_excess(row["before"][1]) for row in rows]
-    label = "no clones" if labelled else None
-    axes.plot(places, before, color="black", marker="x", label=label)
-    for name in rows[0]["after"]:
-        algorithm, spares = name.split()
-        colour, mark = LINES[algorithm]
-        loads = [_excess(row["after"][name]["load"][1]) for row in rows]
-        label = f"{algorithm}, {spares} spare{'s' * (spares != '1')}" if labelled else None
-        style = {"color": colour, "marker": mark, "linestyle": DASHES[spares], "markersize": 4}
-        axes.plot(places, loads, label=label, **style)
-
-
-def _excess(load: float) -> float:
-    return max(100 * (load - 1), EVEN)
 
 
 def _bare(figure: Figure, place: tuple[float, float, float, float]) -> Any:

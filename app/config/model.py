@@ -52,7 +52,7 @@ class EchoConfig:
     algorithm: CloneAlgorithm = CloneAlgorithm.exact
     # what a clone has to take off the fullest rank, over the mean number of rows; with the other
     # algorithms: a rank may have so much more than the mean before its experts are cloned
-    threshold: float = 0.1
+    threshold: float = 0.05
     check: bool = False  # stop if a token's choices or a plan's sums do not add up; costs time
 
     def __post_init__(self) -> None:

@@ -5,16 +5,16 @@ from __future__ import annotations
 import json
 import re
 
-import pytest
 import torch
 
 from app.cli.plan_views.pictures import save_picture
 from app.moe.echo import plan_clones
-from scripts.echo_pictures import AVERAGE, LOADS, RESULTS, ROOMS, ROOT, SPILLS, pictures
+from scripts.echo_charts import RESULTS, measured_steps
+from scripts.echo_pictures import AVERAGE, LOADS, ROOMS, ROOT, SPILLS, pictures
 from tests.integration.test_parallelism_docs import drawn
 
 DOCS = (ROOT / "docs/echo.md").read_text()
-FOUND = json.loads(RESULTS.read_text())
+FOUND = json.loads((RESULTS / "echo_loads.json").read_text())
 COLUMNS = (
     *("one_shot_greedy 1", "approx_bin_packing 1", "exact 1", "one_shot_greedy 2", "exact 2"),
     *("one_shot_greedy 4", "exact 4"),
@@ -25,12 +25,13 @@ def line(*cells: str) -> str:
     return f"| {' | '.join(cells)} |"
 
 
-@pytest.mark.parametrize("name", ["echo-plan", "echo-loads", "echo-routing"])
-def test_pictures_are_of_today(name: str, tmp_path):
-    """scripts/echo_pictures.py draws them anew."""
-    svg = save_picture(pictures()[name], tmp_path, name)[0].read_text()
-    assert drawn(svg) == drawn((ROOT / f"docs/{name}.svg").read_text())
-    assert f"]({name}.svg)" in DOCS
+def test_pictures_are_of_today(tmp_path):
+    """scripts/echo_pictures.py draws them anew, and the page shows each."""
+    today = pictures()
+    assert set(today) == set(re.findall(r"\]\(([\w-]+)\.svg\)", DOCS))
+    for name, picture in today.items():
+        svg = save_picture(picture, tmp_path, name)[0].read_text()
+        assert drawn(svg) == drawn((ROOT / f"docs/{name}.svg").read_text()), name
 
 
 def test_the_example_is_what_is_planned():
@@ -85,3 +86,23 @@ def test_the_simulation_is_as_computed():
         assert cells == " | ".join((f"{before:.3f}", *map(str, micros)))
     for name in ("rows_us", "wire_us", "clone_us"):
         assert f"{FOUND['assumed'][0][name]} µs" in DOCS
+
+
+def test_steps_are_as_measured():
+    cases = measured_steps()
+    forced = cases["forced"]["without"]
+    assert len(cases) == 6
+    for name, case in cases.items():
+        times = case["without"], case["with"]
+        shares = [f"{100 * forced / time:.1f}" for time in times]
+        hot = {"forced": "forced balance", "none": "0"}.get(name, name[4:5])
+        after = f"{case['after']:.3f}", f"{case['clones'] / (12 * 8):.1f}"
+        ms = [f"{time:.1f}" for time in times]
+        assert line(hot, f"{case['load']:.3f}", *ms, *shares, *after) in DOCS
+
+
+def test_pieces_are_as_measured():
+    rows = json.loads((RESULTS / "echo_pieces.json").read_text())
+    table = DOCS.split("replayed from a graph:")[1]
+    shown = re.findall(r"^\|.*\| ([\d.]+) \|$", table, re.MULTILINE)
+    assert sorted(map(float, shown)) == sorted(row["micros"] for row in rows)
