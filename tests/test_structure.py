@@ -35,6 +35,7 @@ LAYERS = (
         "app.optim.param_gather",
         "app.optim.distributed",
         "app.data",
+        "app.hf",
     },
     {"app.engine"},
     {"app.cli"},

@@ -1,0 +1,1 @@
+"""Hugging Face checkpoints: read at any layout, written from ours."""

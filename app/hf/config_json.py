@@ -1,0 +1,334 @@
+"""config.json of a Hugging Face model as a `ModelConfig`, and the other way.
+
+Both spellings of rotary positions are read: `rope_theta` and `rope_scaling` of `transformers` 4,
+`rope_parameters` of version 5. The first are written, which both versions and other programs read.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from app.choices import Balance, Score
+from app.config import MLAConfig, ModelConfig, MoEConfig, YarnConfig
+from app.errors import ConfigError
+
+CONFIG_JSON = "config.json"
+# our field -> theirs
+SIZES = {
+    "num_layers": "num_hidden_layers",
+    "hidden_size": "hidden_size",
+    "num_heads": "num_attention_heads",
+    "vocab_size": "vocab_size",
+    "norm_eps": "rms_norm_eps",
+}
+LATENT = {
+    "q_lora_rank": "q_lora_rank",
+    "kv_lora_rank": "kv_lora_rank",
+    "qk_nope_head_dim": "qk_nope_head_dim",
+    "qk_rope_head_dim": "qk_rope_head_dim",
+    "v_head_dim": "v_head_dim",
+}
+YARN = {
+    "factor": "factor",
+    "original_length": "original_max_position_embeddings",
+    "beta_fast": "beta_fast",
+    "beta_slow": "beta_slow",
+    "mscale": "mscale",
+    "mscale_all_dim": "mscale_all_dim",
+}
+THETA = 10000.0  # where nothing is said
+NOWHERE = Path("config.json")  # of one that was never written
+
+
+@dataclass(frozen=True, slots=True)
+class TheirConfig:
+    """What a config.json says; whoever asks for what it lacks gets a ConfigError."""
+
+    values: Mapping[str, Any]
+    path: Path
+    key: str  # that led here, for messages
+
+    @classmethod
+    def read(cls, folder: Path, key: str) -> TheirConfig:
+        """That of a model's folder. Raises ConfigError where there is none that can be read."""
+        path = folder / CONFIG_JSON
+        try:
+            values = json.loads(path.read_text())
+        except FileNotFoundError:
+            raise ConfigError(key, folder, f"has no {CONFIG_JSON}") from None
+        except (OSError, ValueError) as error:
+            raise ConfigError(key, folder, f"{CONFIG_JSON} cannot be read: {error}") from None
+        if not isinstance(values, dict):
+            raise ConfigError(key, folder, f"{CONFIG_JSON} is no JSON object")
+        return cls(values, path, key)
+
+    def refusal(self, what: str) -> ConfigError:
+        """The error that says what is wrong with it."""
+        return ConfigError(self.key, self.path.parent, f"{CONFIG_JSON}: {what}")
+
+    def need(self, name: str) -> Any:
+        """A value that has to be there."""
+        if self.values.get(name) is None:
+            raise self.refusal(f"{name} is missing")
+        return self.values[name]
+
+    def either(self, *spellings: str) -> Any:
+        """A value that has to be there under one of several names."""
+        found = (self.values.get(name) for name in spellings)
+        value = next((each for each in found if each is not None), None)
+        return self.need(spellings[0]) if value is None else value
+
+    def get(self, name: str, default: Any) -> Any:
+        """A value, or what holds where it is missing or null."""
+        found = self.values.get(name)
+        return default if found is None else found
+
+    def only(self, name: str, *allowed: Any) -> None:
+        """Refuse a value that our models cannot have; missing and null pass."""
+        found = self.values.get(name)
+        if found is not None and found not in allowed:
+            raise self.refusal(f"{name}={json.dumps(found)} is not supported")
+
+    def renamed(self, names: Mapping[str, str]) -> dict[str, Any]:
+        """Our fields of values that have to be there."""
+        return {ours: self.need(theirs) for ours, theirs in names.items()}
+
+
+def common(config: TheirConfig) -> dict[str, Any]:
+    """Fields that all families have."""
+    config.only("hidden_act", "silu", "swish")
+    for name in ("mlp_bias", "attention_bias", "use_sliding_window"):
+        config.only(name, False)
+    config.only("partial_rotary_factor", 1, 1.0)
+    if set(config.get("layer_types", ())) - {"full_attention"}:
+        raise config.refusal("layer_types has others than full_attention")
+    fields = config.renamed(SIZES)
+    fields["num_kv_heads"] = config.get("num_key_value_heads", fields["num_heads"])
+    fields["tie_embeddings"] = bool(config.get("tie_word_embeddings", False))
+    return fields | rotary(config)
+
+
+def grouped(config: TheirConfig) -> dict[str, Any]:
+    """Fields of a model with grouped-query attention."""
+    fields = common(config)
+    usual, rest = divmod(fields["hidden_size"], fields["num_heads"])
+    width = config.get("head_dim", usual)
+    fields["head_dim"] = None if width == usual and not rest else width
+    return fields
+
+
+def dense(config: TheirConfig) -> dict[str, Any]:
+    """Fields of a model without experts."""
+    return {**grouped(config), "ffn_hidden_size": config.need("intermediate_size"), "moe": None}
+
+
+def llama(config: TheirConfig) -> dict[str, Any]:
+    """Llama 2 and 3."""
+    return dense(config)
+
+
+def qwen3(config: TheirConfig) -> dict[str, Any]:
+    """Qwen3, dense."""
+    return {**dense(config), "qk_norm": True}
+
+
+def mixtral(config: TheirConfig) -> dict[str, Any]:
+    """Mixtral."""
+    if config.get("sliding_window", None) is not None:
+        raise config.refusal(f"sliding_window={config.values['sliding_window']} is not supported")
+    moe = {
+        "num_experts": config.need("num_local_experts"),
+        "top_k": config.need("num_experts_per_tok"),
+        "ffn_hidden_size": config.need("intermediate_size"),
+        "aux_loss_coeff": config.get("router_aux_loss_coef", 0.0),
+    }
+    return {**grouped(config), "moe": moe}
+
+
+def qwen3_moe(config: TheirConfig) -> dict[str, Any]:
+    """Qwen3 with experts."""
+    step = config.get("decoder_sparse_step", 1)
+    without = sorted(config.get("mlp_only_layers", ()))
+    if without and (step != 1 or without != list(range(len(without)))):
+        raise config.refusal("mlp_only_layers are not the first layers")
+    moe = {
+        "num_experts": config.either("num_experts", "num_local_experts"),
+        "top_k": config.need("num_experts_per_tok"),
+        "ffn_hidden_size": config.need("moe_intermediate_size"),
+        "every_n": step,
+        "first_k_dense": len(without) or step - 1,
+        "pre_softmax": not config.get("norm_topk_prob", False),
+        "aux_loss_coeff": config.get("router_aux_loss_coef", 0.0),
+    }
+    ffn = config.need("intermediate_size")
+    return {**grouped(config), "qk_norm": True, "ffn_hidden_size": ffn, "moe": moe}
+
+
+def deepseek_v2(config: TheirConfig) -> dict[str, Any]:
+    """DeepSeek-V2: probabilities are not normalised, groups are scored by their best expert."""
+    config.only("scoring_func", "softmax")
+    config.only("norm_topk_prob", False)
+    config.only("topk_method", "greedy", "group_limited_greedy")
+    limited = config.get("topk_method", "greedy") == "group_limited_greedy"
+    moe: dict[str, Any] = {"pre_softmax": True, "score": Score.softmax}
+    if limited:
+        moe |= {**_groups(config), "group_best": 1}
+    return _deepseek(config, moe)
+
+
+def deepseek_v3(config: TheirConfig) -> dict[str, Any]:
+    """DeepSeek-V3: sigmoid scores, with a bias for the choice."""
+    config.only("scoring_func", "sigmoid")
+    config.only("norm_topk_prob", True)
+    config.only("topk_method", "noaux_tc")
+    moe: dict[str, Any] = {"score": Score.sigmoid, "bias_update_rate": 0.001}
+    if config.get("n_group", 1) > 1:
+        moe |= {**_groups(config), "group_best": 2}
+    return _deepseek(config, moe)
+
+
+def _groups(config: TheirConfig) -> dict[str, Any]:
+    return {"groups": config.need("n_group"), "topk_groups": config.need("topk_group")}
+
+
+def _deepseek(config: TheirConfig, moe: dict[str, Any]) -> dict[str, Any]:
+    config.only("moe_layer_freq", 1)
+    config.only("rope_interleave", True)
+    ffn = config.need("moe_intermediate_size")
+    moe |= {
+        "num_experts": config.need("n_routed_experts"),
+        "top_k": config.need("num_experts_per_tok"),
+        "ffn_hidden_size": ffn,
+        "first_k_dense": config.get("first_k_dense_replace", 0),
+        "shared_ffn_hidden_size": ffn * config.get("n_shared_experts", 0),
+        "routed_scale": config.get("routed_scaling_factor", 1.0),
+        "aux_loss_coeff": config.get("aux_loss_alpha", 0.0001),
+        "balance": Balance.sequence,
+    }
+    latent = {**config.renamed({k: v for k, v in LATENT.items() if k != "q_lora_rank"})}
+    latent["q_lora_rank"] = config.get("q_lora_rank", None)
+    dense_ffn = config.need("intermediate_size")
+    return {**common(config), "ffn_hidden_size": dense_ffn, "mla": latent, "moe": moe}
+
+
+def rotary(config: TheirConfig) -> dict[str, Any]:
+    """Base and scaling of rotary frequencies."""
+    new = config.get("rope_parameters", {})
+    scaling = new or config.get("rope_scaling", {})
+    theta = float(new.get("rope_theta", config.get("rope_theta", THETA)))
+    kind = scaling.get("rope_type", scaling.get("type", "default"))
+    if kind == "default":
+        return {"rope_theta": theta, "yarn": None}
+    if kind != "yarn":
+        raise config.refusal(f"rotary positions of type {kind} are not supported")
+    return {"rope_theta": theta, "yarn": _yarn(config, scaling)}
+
+
+def _yarn(config: TheirConfig, scaling: Mapping[str, Any]) -> dict[str, Any]:
+    usual = {"beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 0.0}
+    found = {ours: scaling.get(theirs, usual.get(ours)) for ours, theirs in YARN.items()}
+    if None in (found["factor"], found["original_length"]):
+        raise config.refusal("YaRN without factor or original_max_position_embeddings")
+    if scaling.get("attention_factor") is not None or scaling.get("truncate") is False:
+        raise config.refusal("YaRN with attention_factor or truncate=false is not supported")
+    if found["mscale_all_dim"] and "kv_lora_rank" not in config.values:
+        raise config.refusal(
+            "YaRN with mscale_all_dim, which this family leaves out of its softmax"
+        )
+    return found
+
+
+def written(model: ModelConfig, family: str, architecture: str) -> dict[str, Any]:
+    """The config.json of a model, without what is said of texts: lengths and special tokens."""
+    found: dict[str, Any] = {
+        "architectures": [architecture],
+        "model_type": family,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "initializer_range": model.init_std,
+        "use_cache": True,
+        **{theirs: getattr(model, ours) for ours, theirs in SIZES.items()},
+        "intermediate_size": model.ffn_hidden_size,
+        "num_key_value_heads": model.num_kv_heads,
+        "tie_word_embeddings": model.tie_embeddings,
+        "rope_theta": model.rope_theta,
+        "rope_scaling": _written_scaling(model),
+    }
+    if model.mla is None:
+        found["head_dim"] = model.head_width
+    else:
+        found |= {theirs: getattr(model.mla, ours) for ours, theirs in LATENT.items()}
+    return found
+
+
+def _written_scaling(model: ModelConfig) -> dict[str, Any] | None:
+    if model.yarn is None:
+        return None
+    return {
+        "rope_type": "yarn",
+        **{theirs: getattr(model.yarn, ours) for ours, theirs in YARN.items()},
+    }
+
+
+def written_mixtral(moe: MoEConfig) -> dict[str, Any]:
+    """What Mixtral's config.json says of experts."""
+    return {
+        "intermediate_size": moe.ffn_hidden_size,
+        "num_local_experts": moe.num_experts,
+        "num_experts_per_tok": moe.top_k,
+        "router_aux_loss_coef": moe.aux_loss_coeff,
+        "sliding_window": None,
+    }
+
+
+def written_qwen3_moe(moe: MoEConfig) -> dict[str, Any]:
+    """What that of Qwen3 with experts says of them."""
+    every = moe.every_n == 1
+    return {
+        "num_experts": moe.num_experts,
+        "num_experts_per_tok": moe.top_k,
+        "moe_intermediate_size": moe.ffn_hidden_size,
+        "norm_topk_prob": not moe.pre_softmax,
+        "decoder_sparse_step": moe.every_n,
+        "mlp_only_layers": list(range(moe.first_k_dense)) if every else [],
+        "router_aux_loss_coef": moe.aux_loss_coeff,
+    }
+
+
+def written_deepseek(moe: MoEConfig) -> dict[str, Any]:
+    """What that of DeepSeek-V2 or -V3 says of experts."""
+    sigmoid = moe.score is Score.sigmoid
+    limited = "group_limited_greedy" if moe.groups else "greedy"
+    return {
+        "moe_intermediate_size": moe.ffn_hidden_size,
+        "n_routed_experts": moe.num_experts,
+        "n_shared_experts": moe.shared_ffn_hidden_size // moe.ffn_hidden_size,
+        "num_experts_per_tok": moe.top_k,
+        "first_k_dense_replace": moe.first_k_dense,
+        "moe_layer_freq": 1,
+        "n_group": moe.groups or 1,
+        "topk_group": moe.topk_groups or 1,
+        "topk_method": "noaux_tc" if sigmoid else limited,
+        "scoring_func": moe.score.value,
+        "norm_topk_prob": sigmoid,
+        "routed_scaling_factor": 1.0 if moe.routed_scale is None else moe.routed_scale,
+        "aux_loss_alpha": moe.aux_loss_coeff,
+        "seq_aux": moe.balance is Balance.sequence,
+    }
+
+
+SECTIONS = {"moe": MoEConfig, "mla": MLAConfig, "yarn": YarnConfig}
+
+
+def as_model(fields: Mapping[str, Any], name: str) -> ModelConfig:
+    """The model of these fields, whose sections are fields of their own. Raises ConfigError."""
+    made = {
+        key: SECTIONS[key](**value) if isinstance(value, dict) else value
+        for key, value in fields.items()
+    }
+    return ModelConfig(**{"name": name, "moe": None, **made})

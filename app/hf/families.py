@@ -1,0 +1,192 @@
+"""Families of Hugging Face models that ours can be: their names, tensors and configurations.
+
+Which family a model of ours is written as follows from what it has: the first one whose config.json
+of the model is read as the same model again.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+from app.choices import Score
+from app.config import ModelConfig, MoEConfig
+from app.errors import ConfigError, nearest, typed
+from app.hf import config_json as config
+from app.hf import tables
+from app.hf.config_json import TheirConfig
+from app.hf.tables import NameLine
+from app.plan.model.stage import NamedWeight, model_weights
+from app.plan.model.weight import Weight
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """Models that are alike but for their sizes."""
+
+    model_type: str  # in config.json
+    architecture: str  # class in `transformers`
+    read: Callable[[TheirConfig], dict[str, Any]]  # fields of our configuration
+    lines: tuple[NameLine, ...]  # of weights
+    written_moe: Callable[[MoEConfig], dict[str, Any]] | None = None  # None: without experts
+
+    def table(self, model: ModelConfig) -> Sequence[NameLine]:
+        """The lines that one of its models uses."""
+        direct = model.mla is not None and model.mla.q_lora_rank is None
+        if not direct:
+            return self.lines
+        kept = (line for line in self.lines if not line.ours.startswith("attn.q_"))
+        return (*kept, tables.QUERIES_OF_HIDDEN)
+
+    def weights(self, model: ModelConfig) -> Iterator[NamedWeight]:
+        """All that its files hold of a model: weights, and biases of routers."""
+        yield from model_weights(model)
+        for layer in filter(model.is_moe_layer, range(model.num_layers)):
+            yield from router_bias(model, f"layers.{layer}.body.router")
+
+    def written(self, model: ModelConfig) -> dict[str, Any]:
+        """The config.json of a model, as far as our configuration says."""
+        found = config.written(model, self.model_type, self.architecture)
+        if self.written_moe is not None and model.moe is not None:
+            found |= self.written_moe(model.moe)
+        return found
+
+
+def router_bias(model: ModelConfig, router: str) -> Iterator[NamedWeight]:
+    """The bias of a router, if it has one: no weight, but kept and read as one."""
+    if model.moe is not None and model.moe.score is Score.sigmoid:
+        yield NamedWeight(f"{router}.bias_E", Weight((model.moe.num_experts,)))
+
+
+_GROUPED = (*tables.WHOLE_MODEL, *tables.EVERY_LAYER, *tables.GROUPED_ATTENTION)
+_DEEPSEEK = (
+    *tables.WHOLE_MODEL,
+    *tables.EVERY_LAYER,
+    *tables.LATENT_ATTENTION,
+    *tables.EXPERTS,
+    *tables.SHARED_EXPERTS,
+)
+FAMILIES = (
+    Family("llama", "LlamaForCausalLM", config.llama, _GROUPED),
+    Family("qwen3", "Qwen3ForCausalLM", config.qwen3, _GROUPED),
+    Family(
+        "mixtral",
+        "MixtralForCausalLM",
+        config.mixtral,
+        (*_GROUPED, *tables.MIXTRAL_EXPERTS),
+        config.written_mixtral,
+    ),
+    Family(
+        "qwen3_moe",
+        "Qwen3MoeForCausalLM",
+        config.qwen3_moe,
+        (*_GROUPED, *tables.EXPERTS),
+        config.written_qwen3_moe,
+    ),
+    Family(
+        "deepseek_v2",
+        "DeepseekV2ForCausalLM",
+        config.deepseek_v2,
+        _DEEPSEEK,
+        config.written_deepseek,
+    ),
+    Family(
+        "deepseek_v3",
+        "DeepseekV3ForCausalLM",
+        config.deepseek_v3,
+        _DEEPSEEK,
+        config.written_deepseek,
+    ),
+)
+
+
+def family_named(found: TheirConfig) -> Family:
+    """The family that a config.json names. Raises ConfigError for one that is not known."""
+    kind = str(found.need("model_type"))
+    for family in FAMILIES:
+        if family.model_type == kind:
+            return family
+    known = [family.model_type for family in FAMILIES]
+    guess = nearest(kind, known)
+    raise ConfigError(
+        found.key,
+        found.path.parent,
+        f"{config.CONFIG_JSON}: models of type {kind} are not supported; {', '.join(known)} are",
+        guess=None if guess is None else f"model_type={guess}",
+    )
+
+
+def family_of(model: ModelConfig, key: str, value: object) -> Family:
+    """The family that a model of ours belongs to. Raises ConfigError, with `key` and `value` for
+    where the model comes from, if there is none.
+    """
+    closest: tuple[int, str] | None = None
+    for family in FAMILIES:
+        if (family.written_moe is None) != (model.moe is None):
+            continue
+        try:
+            fields = family.read(TheirConfig(family.written(model), config.NOWHERE, key))
+            again = config.as_model(fields, model.name)
+        except ConfigError:
+            continue  # what it lacks, this family cannot do without
+        unlike = list(differences(model, again))
+        if not unlike:
+            return family
+        if closest is None or len(unlike) < closest[0]:
+            said = ", ".join(f"{field}={typed(mine)}" for field, mine, _ in unlike)
+            closest = len(unlike), f"; {family.model_type}, the closest, has no {said}"
+    rule = "no Hugging Face model that is supported computes the same as this one"
+    raise ConfigError(key, value, rule + (closest[1] if closest else ""))
+
+
+# What weights are made for. What they are trained with may differ.
+ARCHITECTURE = ("num_layers", "hidden_size", "ffn_hidden_size", "num_heads", "num_kv_heads",
+                "head_dim", "vocab_size", "rope_theta", "norm_eps", "qk_norm", "tie_embeddings",
+                "yarn", "mla")  # fmt: skip
+OF_EXPERTS = ("num_experts", "top_k", "ffn_hidden_size", "every_n", "first_k_dense",
+              "shared_ffn_hidden_size", "shared_gate", "score", "pre_softmax", "groups",
+              "topk_groups", "group_best", "routed_scale")  # fmt: skip
+Difference = tuple[str, Any, Any]  # dotted field, of one, of the other
+
+
+def differences(one: ModelConfig, other: ModelConfig) -> Iterator[Difference]:
+    """Fields by which two models compute differently, or have other weights."""
+    yield from _unlike("", _essence(one), _essence(other))
+
+
+def _unlike(prefix: str, one: dict[str, Any], other: dict[str, Any]) -> Iterator[Difference]:
+    for name, mine in one.items():
+        theirs = other.get(name)
+        if isinstance(mine, dict) and isinstance(theirs, dict):
+            yield from _unlike(f"{prefix}{name}.", mine, theirs)
+        elif mine != theirs:
+            yield f"{prefix}{name}", *(_told(each) for each in (mine, theirs))
+
+
+def _told(value: Any) -> Any:
+    """A section as a word."""
+    return "{…}" if isinstance(value, dict) else value
+
+
+def _essence(model: ModelConfig) -> dict[str, Any]:
+    """What counts, each in one way of saying it."""
+    found = {name: _plain(getattr(model, name)) for name in ARCHITECTURE}
+    found["head_dim"] = None if model.mla else model.head_width
+    if all(map(model.is_moe_layer, range(model.num_layers))):
+        del found["ffn_hidden_size"]  # nobody uses it
+    if model.moe is None:
+        return found | {"moe": None}
+    moe = {name: _plain(getattr(model.moe, name)) for name in OF_EXPERTS}
+    moe["routed_scale"] = 1.0 if model.moe.routed_scale is None else model.moe.routed_scale
+    if model.moe.groups and model.moe.topk_groups:
+        moe["group_best"] = model.moe.group_best or model.moe.top_k // model.moe.topk_groups
+    return found | {"moe": moe}
+
+
+def _plain(value: Any) -> Any:
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return dataclasses.asdict(value)
+    return value.value if isinstance(value, Enum) else value

@@ -1,0 +1,145 @@
+"""The tensors of a folder of safetensors files, read by regions.
+
+No file is ever read as a pickle. A region is copied from the mapped file alone, so that a rank
+holds no more beside its own weights than the part that it is reading. FP8 weights with a scale per
+block (DeepSeek-V3's) come as the numbers that they stand for.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from app.errors import ConfigError
+
+ONE_FILE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json", "consolidated.00.pth")
+FP8 = "F8_E4M3"
+READABLE = ("F32", "BF16", "F16", FP8)
+SCALES = "_scale_inv"  # behind the name of an FP8 weight: its scales
+Region = tuple[tuple[int, int], ...]  # from and to, for each dimension
+
+
+class TensorFiles:
+    """The tensors of a model's folder by name; `key` led to it, and messages name it.
+
+    Every method raises ConfigError for what is missing, broken, or of another type or shape.
+    """
+
+    def __init__(self, folder: Path, key: str, block: tuple[int, int] | None = None) -> None:
+        self.folder = folder
+        self.key = key
+        self.block = block  # rows and columns that share a scale of FP8 weights
+        self._opened: dict[str, safe_open] = {}
+        self._known: dict[str, frozenset[str]] = {}  # tensors of an opened file
+        self.file_of = self._listed()
+
+    def refusal(self, what: str) -> ConfigError:
+        """The error that says what is wrong with the files."""
+        return ConfigError(self.key, self.folder, what)
+
+    def names(self) -> Iterator[str]:
+        """All tensors but the scales of others."""
+        return (name for name in self.file_of if not self._is_scale(name))
+
+    def _is_scale(self, name: str) -> bool:
+        return name.endswith(SCALES) and name.removesuffix(SCALES) in self.file_of
+
+    def check(self, name: str, shape: tuple[int, ...]) -> None:
+        """Refuse a tensor that has another shape, or a type that is not for weights."""
+        found = self._slice(name)
+        if tuple(found.get_shape()) != shape:
+            have, want = (list(each) for each in (found.get_shape(), shape))
+            raise self._refused(name, f"has the shape {have} instead of {want}")
+        if found.get_dtype() not in READABLE:
+            raise self._refused(name, f"is of type {found.get_dtype()}, not {', '.join(READABLE)}")
+        if found.get_dtype() == FP8:
+            self._check_scales(name, shape)
+
+    def read(self, name: str, region: Region) -> Tensor:
+        """A region of a tensor that has been checked, on the host: as in the file, FP8 as fp32."""
+        found = self._slice(name)
+        try:
+            part = found[tuple(slice(*bounds) for bounds in region)]
+        except (SafetensorError, OSError, ValueError) as error:
+            raise self._refused(name, f"cannot be read: {error}") from None
+        assert isinstance(part, Tensor)
+        return part if found.get_dtype() != FP8 else part.float() * self._scales(name, region)
+
+    def _listed(self) -> dict[str, str]:
+        """Tensor -> file, of the index or else of the one file."""
+        if (self.folder / INDEX).is_file():
+            return self._indexed()
+        if (self.folder / ONE_FILE).is_file():
+            return dict.fromkeys(sorted(self._tensors(ONE_FILE)), ONE_FILE)
+        pickles = [name for name in PICKLES if (self.folder / name).exists()]
+        if pickles:
+            what = f"has {pickles[0]} but no safetensors, and pickles are not read"
+            raise self.refusal(what)
+        raise self.refusal(f"has neither {ONE_FILE} nor {INDEX}")
+
+    def _indexed(self) -> dict[str, str]:
+        try:
+            index = json.loads((self.folder / INDEX).read_text())
+            listed = index["weight_map"]
+            assert isinstance(listed, dict)
+        except (OSError, ValueError, KeyError, TypeError, AssertionError):
+            raise self.refusal(f"{INDEX} cannot be read, or has no weight_map") from None
+        for name, file in listed.items():
+            if not isinstance(file, str) or Path(file).name != file:
+                raise self.refusal(f"{INDEX}: {name} is said to be in {file!r}, no file beside it")
+        for file in sorted(set(listed.values())):
+            if not (self.folder / file).is_file():
+                first = next(name for name, place in listed.items() if place == file)
+                raise self.refusal(f"{file} is missing, which has {first}")
+        return listed
+
+    def _open(self, file: str) -> safe_open:
+        if file not in self._opened:
+            try:
+                self._opened[file] = safe_open(self.folder / file, "pt")
+            except (SafetensorError, OSError) as error:
+                raise self.refusal(f"{file} is truncated or no safetensors file: {error}") from None
+        return self._opened[file]
+
+    def _tensors(self, file: str) -> frozenset[str]:
+        if file not in self._known:
+            self._known[file] = frozenset(self._open(file).keys())
+        return self._known[file]
+
+    def _slice(self, name: str) -> Any:
+        file = self.file_of[name]
+        if name not in self._tensors(file):
+            raise self.refusal(f"{INDEX} names {file} for {name}, which is not in it")
+        return self._open(file).get_slice(name)
+
+    def _refused(self, name: str, what: str) -> ConfigError:
+        return self.refusal(f"{self.file_of[name]}: {name} {what}")
+
+    def _check_scales(self, name: str, shape: tuple[int, ...]) -> None:
+        if name + SCALES not in self.file_of:
+            raise self._refused(name, f"is of type {FP8} without {name.split('.')[-1]}{SCALES}")
+        if self.block is None or len(shape) != 2:
+            raise self._refused(name, f"is of type {FP8} without a block size in config.json")
+        want = [-(-size // block) for size, block in zip(shape, self.block, strict=True)]
+        have = self._slice(name + SCALES).get_shape()
+        if list(have) != want:
+            raise self._refused(name + SCALES, f"has the shape {have} instead of {want}")
+
+    def _scales(self, name: str, region: Region) -> Tensor:
+        """The scale of every element of a region."""
+        assert self.block is not None
+        blocks = zip(region, self.block, strict=True)
+        around = [(low // size, -(-high // size)) for (low, high), size in blocks]
+        scales: Tensor = self._slice(name + SCALES)[tuple(slice(*each) for each in around)]
+        scales = scales.float()
+        for dim, ((low, high), size) in enumerate(zip(region, self.block, strict=True)):
+            first = low // size * size
+            scales = scales.repeat_interleave(size, dim).narrow(dim, low - first, high - low)
+        return scales

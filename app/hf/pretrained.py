@@ -1,0 +1,132 @@
+"""A Hugging Face model in a folder: what it is, and its weights for who holds a part of them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from app.config import ModelConfig
+from app.errors import ConfigError
+from app.hf.config_json import TheirConfig, as_model
+from app.hf.families import Family, family_named
+from app.hf.files import TensorFiles
+from app.hf.piece import Piece, names
+from app.hf.tables import mapping
+from app.plan.model.stage import NamedWeight
+from app.plan.sharding.blocks import ShardCoords
+
+# Tensors that say nothing: `transformers` saved tables of frequencies until version 4.31.
+SAID_ELSEWHERE = re.compile(r"\.rotary_emb\.inv_freq$")
+LAYER = re.compile(r"^model\.layers\.(\d+)\.")
+MOST_NAMED = 3  # tensors that a message names
+
+
+@dataclass(frozen=True, slots=True)
+class TheirModel:
+    """What a model's config.json says."""
+
+    config: TheirConfig
+    family: Family
+    model: ModelConfig
+
+    @classmethod
+    def read(cls, folder: Path, key: str) -> TheirModel:
+        """That of a folder. Raises ConfigError for what our models cannot be."""
+        config = TheirConfig.read(folder, key)
+        family = family_named(config)
+        try:
+            model = as_model(family.read(config), folder.resolve().name)
+        except ConfigError as error:
+            if error.key == key:
+                raise
+            raise config.refusal(f"as {error}") from None
+        return cls(config, family, model)
+
+    @property
+    def predicted(self) -> range:
+        """Layers behind the last one that predict further tokens, which we do not have."""
+        layers = self.model.num_layers
+        return range(layers, layers + int(self.config.get("num_nextn_predict_layers", 0)))
+
+
+class Pretrained:
+    """The weights of a model, all there and none too many; opened by every rank for itself.
+
+    Raises ConfigError, with file and tensor.
+    """
+
+    def __init__(self, folder: Path, key: str) -> None:
+        self.their = TheirModel.read(folder, key)
+        self.files = TensorFiles(folder, key, _block(self.their.config))
+        self._table = self.their.family.table(self.their.model)
+        self._check_names()
+
+    @property
+    def model(self) -> ModelConfig:
+        """The model as its config.json has it."""
+        return self.their.model
+
+    def pieces(self, weight: NamedWeight) -> Sequence[Piece]:
+        """Where a weight lies in the files, in the spelling that these have."""
+        spellings = mapping(self._table, self.model, weight).spellings
+        for pieces in spellings:
+            if all(name in self.files.file_of for name in names(pieces)):
+                return pieces
+        missing = [name for name in names(spellings[0]) if name not in self.files.file_of]
+        raise self.files.refusal(f"{_some(missing)} missing from the files")
+
+    @torch.no_grad()
+    def fill(self, weights: Iterable[tuple[NamedWeight, Tensor]], coords: ShardCoords) -> None:
+        """Fill this rank's parts of weights in place, reading no more than these."""
+        for named, tensor in weights:
+            block = coords.block(named.weight)
+            for piece in self.pieces(named):
+                cut = piece.within(block)
+                if cut is None:
+                    continue
+                self.files.check(piece.name, piece.shape)
+                values = self.files.read(piece.name, cut.region).view(cut.their_sizes)
+                tensor.view(cut.held.sizes)[cut.box].copy_(values.permute(piece.order))
+
+    def _check_names(self) -> None:
+        used = {
+            name
+            for weight in self.their.family.weights(self.model)
+            for name in names(self.pieces(weight))
+        }
+        if self.model.tie_embeddings:
+            used.add("lm_head.weight")  # a copy, which some have
+        unknown = [
+            name for name in self.files.names() if name not in used and not self._left_out(name)
+        ]
+        if unknown:
+            kind = self.their.family.model_type
+            raise self.files.refusal(f"{_some(unknown)} unknown in models of type {kind}")
+
+    def _left_out(self, name: str) -> bool:
+        layer = LAYER.match(name)
+        extra = layer is not None and int(layer[1]) in self.their.predicted
+        return extra or SAID_ELSEWHERE.search(name) is not None
+
+
+def _some(listed: Sequence[str]) -> str:
+    more = len(listed) - MOST_NAMED
+    told = ", ".join(listed[:MOST_NAMED]) + (f" and {more} more" if more > 0 else "")
+    return f"{told} {'is' if len(listed) == 1 else 'are'}"
+
+
+def _block(config: TheirConfig) -> tuple[int, int] | None:
+    """Rows and columns that share a scale of FP8 weights; None: there are none."""
+    how = config.get("quantization_config", {})
+    if not how:
+        return None
+    size = how.get("weight_block_size")
+    if how.get("quant_method") != "fp8" or not isinstance(size, list) or len(size) != 2:
+        method = how.get("quant_method")
+        raise config.refusal(f"weights quantised by {method} are not supported, but fp8 in blocks")
+    return int(size[0]), int(size[1])

@@ -1,0 +1,100 @@
+"""Folders of small random Hugging Face models, saved by `transformers`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from app.config import ModelConfig
+from app.hf.families import router_bias
+from app.hf.pretrained import Pretrained
+from app.model.chunk import Chunk
+from app.moe.phases import Router
+from app.plan.sharding.blocks import ShardCoords
+from tests.tensors.models import make_chunk
+from tests.tensors.test_hf_parity import CASES, spread_weights
+
+transformers = pytest.importorskip("transformers")
+
+KEY = "model.init_from"
+# a case of each family, of those that tests/tensors/test_hf_parity.py compares
+FAMILIES = {
+    "llama": "llama-gqa",
+    "llama-tied": "llama-gqa-tied",
+    "qwen3": "qwen3-gqa",
+    "mixtral": "mixtral-gqa",
+    "qwen3_moe": "qwen3-moe-every-second-layer",
+    "deepseek_v2": "deepseek-v2",
+    "deepseek_v2-lite": "deepseek-v2-lite",
+    "deepseek_v3": "deepseek-v3",
+}
+
+
+def save_random(name: str, folder: Path, *, per_expert: bool = True) -> tuple[Any, ModelConfig]:
+    """Save a model of a family; returns it, and what we call its architecture.
+
+    `per_expert`: a tensor for each expert, as published models have; else one for all of a layer.
+    """
+    build, theirs, ours = CASES[FAMILIES[name]]()
+    model = build(theirs).eval()
+    spread_weights(model)
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    model.save_pretrained(folder, save_original_format=per_expert)
+    return model, ours
+
+
+def loaded(folder: Path) -> Chunk:
+    """The whole model of a folder as one of ours."""
+    found = Pretrained(folder, KEY)
+    chunk = make_chunk(found.model)
+    found.fill(chunk.weights(), ShardCoords())
+    for name, module in chunk.named_modules():
+        if isinstance(module, Router):
+            biases = ((weight, module.bias_E) for weight in router_bias(found.model, name))
+            found.fill(biases, ShardCoords())
+    return chunk
+
+
+@torch.no_grad()
+def their_logits(model: nn.Module, tokens_BS: Tensor) -> Tensor:
+    """Logits of `transformers`."""
+    logits: Tensor = model(input_ids=tokens_BS, use_cache=False).logits
+    return logits
+
+
+def edit_config(folder: Path, **changes: Any) -> None:
+    """Change values of its config.json; ... takes one out."""
+    path = folder / "config.json"
+    values = json.loads(path.read_text()) | changes
+    path.write_text(json.dumps({key: value for key, value in values.items() if value is not ...}))
+
+
+def edit_tensors(folder: Path, edit: Callable[[dict[str, Tensor]], object]) -> None:
+    """Change the tensors of its one file."""
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    edit(tensors)
+    save_file(tensors, path, {"format": "pt"})
+
+
+def split_into_two(folder: Path) -> None:
+    """Have two files and an index in the place of its one file."""
+    tensors = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    names = sorted(tensors)
+    half = len(names) // 2
+    index: dict[str, str] = {}
+    for number, part in enumerate((names[:half], names[half:]), start=1):
+        file = f"model-{number:05d}-of-00002.safetensors"
+        save_file({name: tensors[name] for name in part}, folder / file, {"format": "pt"})
+        index |= dict.fromkeys(part, file)
+    listed = {"metadata": {}, "weight_map": index}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(listed))

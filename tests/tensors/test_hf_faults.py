@@ -1,0 +1,138 @@
+"""What is wrong with a folder of a Hugging Face model is said in one line, with file and tensor."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from app.errors import ConfigError
+from tests.hf_folders import KEY, edit_config, edit_tensors, loaded, save_random, split_into_two
+
+FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
+    "no config": (
+        lambda folder: (folder / "config.json").unlink(),
+        "has no config.json",
+    ),
+    "config cut": (
+        lambda folder: (folder / "config.json").write_text('{"model_type":'),
+        "config.json cannot be read: Expecting value: line 1 column 15 (char 14)",
+    ),
+    "another family": (
+        lambda folder: edit_config(folder, model_type="gemma3"),
+        "config.json: models of type gemma3 are not supported; llama, qwen3, mixtral, qwen3_moe, "
+        "deepseek_v2, deepseek_v3 are",
+    ),
+    "no layers": (
+        lambda folder: edit_config(folder, num_hidden_layers=...),
+        "config.json: num_hidden_layers is missing",
+    ),
+    "impossible": (
+        lambda folder: edit_config(folder, num_key_value_heads=5),
+        "config.json: as model.num_kv_heads=5: must divide num_heads=6; did you mean 3 or 6?",
+    ),
+    "another activation": (
+        lambda folder: edit_config(folder, hidden_act="gelu"),
+        'config.json: hidden_act="gelu" is not supported',
+    ),
+    "other positions": (
+        lambda folder: edit_config(folder, rope_parameters={"rope_type": "longrope"}),
+        "config.json: rotary positions of type longrope are not supported",
+    ),
+    "other quantisation": (
+        lambda folder: edit_config(folder, quantization_config={"quant_method": "gptq"}),
+        "config.json: weights quantised by gptq are not supported, but fp8 in blocks",
+    ),
+    "truncated": (
+        lambda folder: shorten(folder / "model.safetensors"),
+        "model.safetensors is truncated or no safetensors file: Error while deserializing header: "
+        "incomplete metadata, file not fully covered",
+    ),
+    "pickles": (
+        lambda folder: (folder / "model.safetensors").rename(folder / "pytorch_model.bin"),
+        "has pytorch_model.bin but no safetensors, and pickles are not read",
+    ),
+    "nothing": (
+        lambda folder: (folder / "model.safetensors").unlink(),
+        "has neither model.safetensors nor model.safetensors.index.json",
+    ),
+    "a missing tensor": (
+        lambda folder: edit_tensors(
+            folder, lambda tensors: tensors.pop("model.layers.1.self_attn.k_norm.weight")
+        ),
+        "model.layers.1.self_attn.k_norm.weight is missing from the files",
+    ),
+    "an unknown tensor": (
+        lambda folder: edit_tensors(
+            folder, lambda tensors: tensors.update({"model.layers.1.lora_A": torch.ones(3)})
+        ),
+        "model.layers.1.lora_A is unknown in models of type qwen3",
+    ),
+    "another shape": (
+        lambda folder: edit_config(folder, vocab_size=80),
+        "model.safetensors: model.embed_tokens.weight has the shape [96, 32] instead of [80, 32]",
+    ),
+    "another type": (
+        lambda folder: edit_tensors(
+            folder, lambda t: t.update({"model.norm.weight": t["model.norm.weight"].long()})
+        ),
+        "model.safetensors: model.norm.weight is of type I64, not F32, BF16, F16, F8_E4M3",
+    ),
+    "fp8 without scales": (
+        lambda folder: edit_tensors(
+            folder,
+            lambda t: t.update({"lm_head.weight": t["lm_head.weight"].to(torch.float8_e4m3fn)}),
+        ),
+        "model.safetensors: lm_head.weight is of type F8_E4M3 without weight_scale_inv",
+    ),
+    "a missing shard": (
+        lambda folder: (split_into_two(folder), second(folder).unlink()),
+        "model-00002-of-00002.safetensors is missing, which has "
+        "model.layers.1.self_attn.k_norm.weight",
+    ),
+    "an index that names another file": (
+        lambda folder: (split_into_two(folder), exchange(folder)),
+        "model.safetensors.index.json names model-00001-of-00002.safetensors for "
+        "model.norm.weight, which is not in it",
+    ),
+    "an index that names a path": (
+        lambda folder: (split_into_two(folder), exchange(folder, "../model.safetensors")),
+        "model.safetensors.index.json: model.norm.weight is said to be in '../model.safetensors', "
+        "no file beside it",
+    ),
+    "an index without a map": (
+        lambda folder: (folder / "model.safetensors.index.json").write_text("{}"),
+        "model.safetensors.index.json cannot be read, or has no weight_map",
+    ),
+}
+
+
+def shorten(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+def second(folder: Path) -> Path:
+    return folder / "model-00002-of-00002.safetensors"
+
+
+def exchange(folder: Path, file: str = "model-00001-of-00002.safetensors") -> None:
+    """Have the index say that the last norm is in this file."""
+    path = folder / "model.safetensors.index.json"
+    index = json.loads(path.read_text())
+    index["weight_map"]["model.norm.weight"] = file
+    path.write_text(json.dumps(index))
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_what_is_wrong_with_a_folder_is_one_line(fault: str, tmp_path: Path):
+    save_random("qwen3", tmp_path)
+    loaded(tmp_path)
+    break_it, expected = FAULTS[fault]
+    break_it(tmp_path)
+    with pytest.raises(ConfigError) as refused:
+        loaded(tmp_path)
+    assert str(refused.value) == f"{KEY}={tmp_path}: {expected}"
+    assert "\n" not in str(refused.value)

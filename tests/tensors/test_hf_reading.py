@@ -1,0 +1,240 @@
+"""Folders of Hugging Face models become ours: the same logits, and of a rank's part no more."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from app.engine.checkpoint.resume import FIXED
+from app.errors import ConfigError
+from app.hf.config_json import CONFIG_JSON, TheirConfig
+from app.hf.families import (
+    ARCHITECTURE,
+    FAMILIES,
+    OF_EXPERTS,
+    differences,
+    family_named,
+    family_of,
+)
+from app.hf.pretrained import Pretrained, TheirModel
+from app.plan.sharding.blocks import ShardCoords
+from tests import hf_folders
+from tests.hf_folders import (
+    KEY,
+    edit_config,
+    edit_tensors,
+    loaded,
+    save_random,
+    split_into_two,
+    their_logits,
+)
+from tests.tensors.models import draw_tokens, forward
+from tests.test_config import load
+
+
+@pytest.mark.parametrize("name", hf_folders.FAMILIES)
+@torch.no_grad()
+def test_a_folder_is_read_as_the_model_that_it_is(name: str, tmp_path: Path):
+    theirs, ours = save_random(name, tmp_path)
+    chunk = loaded(tmp_path)
+    assert list(differences(chunk.model, ours)) == []
+    tokens = draw_tokens(ours, 2, 17)
+    expected = their_logits(theirs, tokens)
+    assert expected.std() > 0.5
+    torch.testing.assert_close(forward(chunk, tokens).x, expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe", "deepseek_v3"])
+def test_experts_in_one_tensor_are_the_same_experts(name: str, tmp_path: Path):
+    save_random(name, tmp_path / "per_expert")
+    save_random(name, tmp_path / "stacked", per_expert=False)
+    one, other = loaded(tmp_path / "per_expert"), loaded(tmp_path / "stacked")
+    assert_same(one.state_dict(), other.state_dict())
+
+
+def assert_same(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
+    assert one.keys() == other.keys()
+    assert [name for name, value in one.items() if not torch.equal(value, other[name])] == []
+
+
+def test_several_files_are_read_by_their_index(tmp_path: Path):
+    save_random("qwen3", tmp_path)
+    before = loaded(tmp_path).state_dict()
+    split_into_two(tmp_path)
+    assert_same(before, loaded(tmp_path).state_dict())
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.model_type)
+def test_a_config_that_we_write_is_read_as_the_same_model(family: Any, tmp_path: Path):
+    _, ours = save_random(family.model_type, tmp_path)
+    assert family_of(ours, "resume", "runs/x") is family
+    config = TheirConfig(family.written(ours), tmp_path / CONFIG_JSON, KEY)
+    assert family_named(config) is family
+    (tmp_path / CONFIG_JSON).write_text(json.dumps(config.values))
+    assert list(differences(TheirModel.read(tmp_path, KEY).model, ours)) == []
+
+
+def test_what_makes_two_models_the_same_is_what_runs_hold_on_to():
+    """A new key of the model that a run cannot change counts here too, or says why it does not."""
+    counted = {f"model.{name}" for name in ARCHITECTURE} | {f"model.moe.{n}" for n in OF_EXPERTS}
+    # how tokens are dropped in training, which no config.json says
+    left = {"model.moe.capacity_factor", "model.moe.drop_policy", "model.moe.force_balance"}
+    fixed = {key for key in FIXED if key.startswith("model.")}
+    inside = {key for key in fixed if key.startswith(("model.mla.", "model.yarn."))}
+    assert fixed - inside - {"model.moe"} - left == counted
+
+
+def test_a_model_of_no_family_is_refused_with_what_is_special():
+    model = load("model=smallmoe").model
+    with pytest.raises(ConfigError) as refused:
+        family_of(model, "resume", "runs/x")
+    assert str(refused.value) == (
+        "resume=runs/x: no Hugging Face model that is supported computes the same as this one; "
+        "mixtral, the closest, has no moe.shared_ffn_hidden_size=1024"
+    )
+
+
+PUBLISHED = {  # config.json of the repositories named, as published, without what is not read
+    # meta-llama/Meta-Llama-3-8B
+    "llama3_8b": {
+        "model_type": "llama", "hidden_act": "silu", "hidden_size": 4096,
+        "intermediate_size": 14336, "num_attention_heads": 32, "num_hidden_layers": 32,
+        "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_scaling": None,
+        "rope_theta": 500000.0, "tie_word_embeddings": False, "vocab_size": 128256,
+        "attention_bias": False, "pretraining_tp": 1,
+    },
+    # mistralai/Mixtral-8x7B-v0.1
+    "mixtral_8x7b": {
+        "model_type": "mixtral", "hidden_act": "silu", "hidden_size": 4096,
+        "intermediate_size": 14336, "num_attention_heads": 32, "num_experts_per_tok": 2,
+        "num_hidden_layers": 32, "num_key_value_heads": 8, "num_local_experts": 8,
+        "rms_norm_eps": 1e-5, "rope_theta": 1000000.0, "router_aux_loss_coef": 0.02,
+        "sliding_window": None, "tie_word_embeddings": False, "vocab_size": 32000,
+    },
+    # Qwen/Qwen3-30B-A3B
+    "qwen3_30b_a3b": {
+        "model_type": "qwen3_moe", "attention_bias": False, "decoder_sparse_step": 1,
+        "head_dim": 128, "hidden_act": "silu", "hidden_size": 2048, "intermediate_size": 6144,
+        "max_window_layers": 48, "mlp_only_layers": [], "moe_intermediate_size": 768,
+        "norm_topk_prob": True, "num_attention_heads": 32, "num_experts": 128,
+        "num_experts_per_tok": 8, "num_hidden_layers": 48, "num_key_value_heads": 4,
+        "rms_norm_eps": 1e-6, "rope_scaling": None, "rope_theta": 1000000.0,
+        "router_aux_loss_coef": 0.001, "sliding_window": None, "tie_word_embeddings": False,
+        "use_sliding_window": False, "vocab_size": 151936,
+    },
+    # deepseek-ai/DeepSeek-V2-Lite
+    "deepseek_v2_lite": {
+        "model_type": "deepseek_v2", "attention_bias": False, "aux_loss_alpha": 0.001,
+        "first_k_dense_replace": 1, "hidden_act": "silu", "hidden_size": 2048,
+        "intermediate_size": 10944, "kv_lora_rank": 512, "moe_intermediate_size": 1408,
+        "moe_layer_freq": 1, "n_group": 1, "n_routed_experts": 64, "n_shared_experts": 2,
+        "norm_topk_prob": False, "num_attention_heads": 16, "num_experts_per_tok": 6,
+        "num_hidden_layers": 27, "num_key_value_heads": 16, "q_lora_rank": None,
+        "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "rms_norm_eps": 1e-6,
+        "rope_scaling": {"beta_fast": 32, "beta_slow": 1, "factor": 40, "mscale": 0.707,
+                         "mscale_all_dim": 0.707, "original_max_position_embeddings": 4096,
+                         "type": "yarn"},
+        "rope_theta": 10000, "routed_scaling_factor": 1.0, "scoring_func": "softmax",
+        "seq_aux": True, "tie_word_embeddings": False, "topk_group": 1, "topk_method": "greedy",
+        "v_head_dim": 128, "vocab_size": 102400,
+    },
+    # deepseek-ai/DeepSeek-V3
+    "deepseek_v3_like": {
+        "model_type": "deepseek_v3", "attention_bias": False, "first_k_dense_replace": 3,
+        "hidden_act": "silu", "hidden_size": 7168, "intermediate_size": 18432,
+        "kv_lora_rank": 512, "moe_intermediate_size": 2048, "moe_layer_freq": 1, "n_group": 8,
+        "n_routed_experts": 256, "n_shared_experts": 1, "norm_topk_prob": True,
+        "num_attention_heads": 128, "num_experts_per_tok": 8, "num_hidden_layers": 61,
+        "num_key_value_heads": 128, "num_nextn_predict_layers": 1, "q_lora_rank": 1536,
+        "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "rms_norm_eps": 1e-6,
+        "rope_scaling": {"beta_fast": 32, "beta_slow": 1, "factor": 40, "mscale": 1.0,
+                         "mscale_all_dim": 1.0, "original_max_position_embeddings": 4096,
+                         "type": "yarn"},
+        "rope_theta": 10000, "routed_scaling_factor": 2.5, "scoring_func": "sigmoid",
+        "tie_word_embeddings": False, "topk_group": 4, "topk_method": "noaux_tc",
+        "v_head_dim": 128, "vocab_size": 129280,
+        "quantization_config": {"activation_scheme": "dynamic", "fmt": "e4m3",
+                                "quant_method": "fp8", "weight_block_size": [128, 128]},
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("preset", PUBLISHED)
+def test_presets_have_the_published_numbers(preset: str, tmp_path: Path):
+    (tmp_path / CONFIG_JSON).write_text(json.dumps(PUBLISHED[preset]))
+    ours = load(f"model={preset}").model
+    assert list(differences(ours, TheirModel.read(tmp_path, KEY).model)) == []
+
+
+def quantised(tensors: dict[str, Tensor]) -> None:
+    """Experts and projections as DeepSeek-V3 has them: FP8 with a scale per block of 16 × 16."""
+    for name in [name for name in tensors if "proj" in name]:
+        rows, columns = tensors[name].shape
+        scales = torch.rand(-(-rows // 16), -(-columns // 16)) + 0.5
+        tensors[name] = tensors[name].to(torch.float8_e4m3fn)
+        tensors[f"{name}_scale_inv"] = scales
+
+
+def test_fp8_weights_stand_for_numbers_times_the_scale_of_their_block(tmp_path: Path):
+    save_random("deepseek_v3", tmp_path)
+    edit_tensors(tmp_path, quantised)
+    how = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [16, 16]}
+    edit_config(tmp_path, quantization_config=how)
+    files = Pretrained(tmp_path, KEY).files
+    name = "model.layers.1.self_attn.kv_a_proj_with_mqa.weight"
+    whole = files.read(name, ((0, 36), (0, 32)))
+    plain, scales = (files._slice(each)[:] for each in (name, f"{name}_scale_inv"))
+    for row, column in ((0, 0), (15, 16), (16, 15), (35, 31)):
+        expected = float(plain[row, column]) * float(scales[row // 16, column // 16])
+        assert float(whole[row, column]) == pytest.approx(expected, rel=1e-6)
+    assert torch.equal(files.read(name, ((5, 35), (3, 20))), whole[5:35, 3:20])
+    # and as weights of a model
+    own = loaded(tmp_path).state_dict()
+    assert torch.equal(own["layers.1.attn.kv_a.weight"], whole)
+
+
+def test_layers_that_predict_further_tokens_are_left_out(tmp_path: Path):
+    _, ours = save_random("deepseek_v3", tmp_path)
+    edit_tensors(tmp_path, lambda t: t.update({"model.layers.3.eh_proj.weight": torch.ones(2)}))
+    edit_config(tmp_path, num_nextn_predict_layers=0)
+    with pytest.raises(ConfigError, match=r"model\.layers\.3\.eh_proj\.weight is unknown"):
+        loaded(tmp_path)
+    edit_config(tmp_path, num_nextn_predict_layers=1)
+    assert list(differences(loaded(tmp_path).model, ours)) == []
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_moe", "deepseek_v3"])
+@pytest.mark.parametrize(("tp", "ep", "etp"), [(2, 1, 1), (1, 4, 1), (1, 2, 2), (2, 2, 2)])
+def test_a_rank_reads_its_part_and_no_more(
+    name: str, tp: int, ep: int, etp: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    if name == "qwen3" and tp == 2:
+        name = "llama"  # an even number of heads
+    save_random(name, tmp_path)
+    whole = loaded(tmp_path)
+    found = Pretrained(tmp_path, KEY)
+    read = 0
+    plain = found.files.read
+
+    def counting(tensor: str, region: Any) -> Tensor:
+        nonlocal read
+        part = plain(tensor, region)
+        read += part.numel()
+        return part
+
+    monkeypatch.setattr(found.files, "read", counting)
+    coords = ShardCoords((tp - 1, tp), (ep // 2, ep), (etp - 1, etp))
+    for named, values in whole.weights():
+        part = torch.full(coords.shape(named.weight), torch.nan)
+        found.fill([(named, part)], coords)
+        block = coords.block(named.weight)
+        box = tuple(map(slice, block.start, block.stop))
+        expected = values.detach().view(named.weight.shape)[box].reshape(part.shape)
+        assert torch.equal(part, expected), named.name
+        assert read == part.numel()
+        read = 0
