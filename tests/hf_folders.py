@@ -13,10 +13,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from app.config import ModelConfig
-from app.hf.families import router_bias
+from app.hf.chunks import fill_chunks
 from app.hf.pretrained import Pretrained
 from app.model.chunk import Chunk
-from app.moe.phases import Router
 from app.plan.sharding.blocks import ShardCoords
 from tests.tensors.models import make_chunk
 from tests.tensors.test_hf_parity import CASES, spread_weights
@@ -55,11 +54,7 @@ def loaded(folder: Path) -> Chunk:
     """The whole model of a folder as one of ours."""
     found = Pretrained(folder, KEY)
     chunk = make_chunk(found.model)
-    found.fill(chunk.weights(), ShardCoords())
-    for name, module in chunk.named_modules():
-        if isinstance(module, Router):
-            biases = ((weight, module.bias_E) for weight in router_bias(found.model, name))
-            found.fill(biases, ShardCoords())
+    fill_chunks([chunk], found, ShardCoords())
     return chunk
 
 

@@ -242,6 +242,9 @@ class ModelConfig:
     qk_norm: bool = False  # RMSNorm on each query and key head before the rotation
     tie_embeddings: bool = False  # one matrix for embedding and head
     init_std: float = 0.02  # standard deviation of the initial weights
+    # Hugging Face model whose weights a new run starts from: a folder, or a name on the hub; null:
+    # from random ones
+    init_from: str | None = None
     mla: MLAConfig | None = None  # null: grouped-query attention
     moe: MoEConfig | None = None  # null: every layer is dense
 

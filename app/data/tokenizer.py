@@ -16,6 +16,7 @@ from app.errors import ConfigError, nearest
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as Backend
 
+BYTES = "bytes"  # data.tokenizer of `ByteTokenizer`
 # How published tokenizers write "the document ends here", in the order in which we look.
 END_OF_DOCUMENT = (
     "<|endoftext|>",
@@ -102,7 +103,7 @@ def load_tokenizer(spec: str) -> Tokenizer:
 
     Raises ConfigError when the file is missing or unreadable, or has no token that ends a document.
     """
-    return ByteTokenizer() if spec == "bytes" else _from_json(Path(spec))
+    return ByteTokenizer() if spec == BYTES else _from_json(Path(spec))
 
 
 def _from_json(path: Path) -> JsonTokenizer:

@@ -24,7 +24,10 @@ from app.engine.groups import Groups
 from app.engine.pipeline.executor import ForwardBackward, execute
 from app.engine.pipeline.in_flight import RankStages
 from app.engine.pipeline.transport import Transport
+from app.engine.run.agreement import all_succeed
 from app.engine.watchdog.watchdog import Watchdog
+from app.hf.chunks import fill_chunks
+from app.hf.pretrained import Pretrained
 from app.model.block import DenseBody, Layer
 from app.model.chunk import Chunk
 from app.model.init import init_weights
@@ -110,18 +113,27 @@ class Engine:
 
 
 def build_engine(
-    plan: Plan, groups: Groups, device: torch.device, watchdog: Watchdog | None = None
+    plan: Plan,
+    groups: Groups,
+    device: torch.device,
+    watchdog: Watchdog | None = None,
+    pretrained: Pretrained | None = None,
 ) -> Engine:
     """Chunks of this rank with their initial weights, and the optimizer over them.
 
     `watchdog` looks at the rank; None: at most at its actions, and without asking other ranks.
+    Weights are those of `pretrained`, or random without it. Raises ConfigError, the same on every
+    rank, where they cannot be read.
     """
     run = plan.run
     stash = build_stash(plan, run, groups.pp_rank, device=device)
     dispatcher = build_dispatcher(run, groups.peers(run.parallel.cp_comm_type), device, stash=stash)
     chunks = build_chunks(run, plan.stages, groups, device=device, dispatcher=dispatcher)
-    for chunk in chunks:
-        init_weights(chunk.weights(), groups.coords, run.model, seed=run.train.seed)
+    if pretrained is None:
+        for chunk in chunks:
+            init_weights(chunk.weights(), groups.coords, run.model, seed=run.train.seed)
+    else:
+        all_succeed(groups, lambda: fill_chunks(chunks, pretrained, groups.coords))
     specs = [list(parameter_specs(chunk, groups.coords)) for chunk in chunks]
     buffers = plan.buffers[groups.pp_rank]
     optimizer_groups = OptimizerGroups(

@@ -18,7 +18,13 @@ from app.engine.run.bad_steps import DIVERGED, Diverged
 from app.engine.run.ready import StartTimes
 from app.engine.run.run_folder import FolderLock
 from app.engine.run.signals import exit_code
-from app.engine.run.start import choose_device, claim_start, load_all_data, look_once
+from app.engine.run.start import (
+    choose_device,
+    claim_start,
+    load_all_data,
+    look_once,
+    open_pretrained,
+)
 from app.engine.trainer import Trainer
 from app.engine.watchdog.heartbeats import Heartbeats
 from app.engine.watchdog.watchdog import Watchdog
@@ -97,7 +103,11 @@ def start_up(
     watchdog.rest("building the model")
     # seeds what must differ from rank to rank: the jitter of routers' inputs
     torch.manual_seed(run.train.seed * run.world_size + rank)
-    engine = build_engine(plan, groups, device, watchdog=watchdog)
+    pretrained = None
+    if run.model.init_from is not None and start.checkpoint is None:
+        watchdog.rest("reading the pretrained model")
+        pretrained = open_pretrained(run, groups, local_rank)
+    engine = build_engine(plan, groups, device, watchdog=watchdog, pretrained=pretrained)
     times.end("model")
     return Trainer(engine, data, start, times=times)
 

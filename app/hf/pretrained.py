@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from app.config import ModelConfig
-from app.errors import ConfigError
-from app.hf.config_json import TheirConfig, as_model
-from app.hf.families import Family, family_named
+from app.hf.config_json import TheirConfig
 from app.hf.files import TensorFiles
 from app.hf.piece import Piece, names
 from app.hf.tables import mapping
+from app.hf.their_model import TheirModel
 from app.plan.model.stage import NamedWeight
 from app.plan.sharding.blocks import ShardCoords
 
@@ -24,34 +22,6 @@ from app.plan.sharding.blocks import ShardCoords
 SAID_ELSEWHERE = re.compile(r"\.rotary_emb\.inv_freq$")
 LAYER = re.compile(r"^model\.layers\.(\d+)\.")
 MOST_NAMED = 3  # tensors that a message names
-
-
-@dataclass(frozen=True, slots=True)
-class TheirModel:
-    """What a model's config.json says."""
-
-    config: TheirConfig
-    family: Family
-    model: ModelConfig
-
-    @classmethod
-    def read(cls, folder: Path, key: str) -> TheirModel:
-        """That of a folder. Raises ConfigError for what our models cannot be."""
-        config = TheirConfig.read(folder, key)
-        family = family_named(config)
-        try:
-            model = as_model(family.read(config), folder.resolve().name)
-        except ConfigError as error:
-            if error.key == key:
-                raise
-            raise config.refusal(f"as {error}") from None
-        return cls(config, family, model)
-
-    @property
-    def predicted(self) -> range:
-        """Layers behind the last one that predict further tokens, which we do not have."""
-        layers = self.model.num_layers
-        return range(layers, layers + int(self.config.get("num_nextn_predict_layers", 0)))
 
 
 class Pretrained:

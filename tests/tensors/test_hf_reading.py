@@ -21,7 +21,8 @@ from app.hf.families import (
     family_named,
     family_of,
 )
-from app.hf.pretrained import Pretrained, TheirModel
+from app.hf.pretrained import Pretrained
+from app.hf.their_model import TheirModel
 from app.plan.sharding.blocks import ShardCoords
 from tests import hf_folders
 from tests.hf_folders import (

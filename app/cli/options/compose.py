@@ -15,6 +15,7 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf
 
 from app.cli.options.arguments import CONFIG_NAME, Typed
+from app.cli.options.pretrained import adopt, check_agreement, of_config_json
 from app.config import ModelConfig, MoEConfig, Run
 from app.errors import ConfigError, nearest
 from app.rules import check
@@ -36,11 +37,12 @@ def _defaults() -> Run:
 
 def register_schema() -> None:
     """Make the types of `Run` the schema that every YAML file and override is checked against,
-    and name our plugins.
+    and name our plugins, and what presets refer to.
     """
     schema = OmegaConf.structured(_defaults())
     _make_writable(schema)
     ConfigStore.instance().store(name="run_schema", node=schema)
+    OmegaConf.register_new_resolver("config_json", of_config_json, replace=True)
     for group, (option, plugin) in PLUGINS.items():
         ConfigStore.instance().store(
             group=group, name=option, node={"_target_": f"hydra_plugins.graphfold.{plugin}"}
@@ -74,8 +76,11 @@ def load_run(config: DictConfig, world_size: int | None) -> Run:
         config.parallel.world_size = world_size
     _refuse_unknown(config)
     _refuse_secrets(config)
+    pretrained = adopt(config.model)
     run = OmegaConf.to_object(config)
     assert isinstance(run, Run)
+    if pretrained is not None:
+        check_agreement(run, pretrained)
     return check(run)
 
 

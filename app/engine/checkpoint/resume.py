@@ -50,7 +50,7 @@ FREE = frozenset((
     # Says nothing about training.
     "model.name", "run_dir", "resume",
     # Has been used before the first step.
-    "model.init_std",
+    "model.init_std", "model.init_from",
     # Losses, noise and bias updates of training, as the learning rate; see also `_misfit`.
     "model.moe.aux_loss_coeff", "model.moe.balance", "model.moe.z_loss_coeff",
     "model.moe.jitter_eps", "model.moe.bias_update_rate", "loss.normalize",

@@ -65,6 +65,8 @@ def _continued(run: Run, start: Start, version: Version) -> Iterator[tuple[str, 
     elif run.resume == "auto":
         why = "fits" if start.passed_over else "yet"
         yield "resumed", f"nothing: no checkpoint {why}, so this run starts anew"
+    if run.model.init_from is not None and start.checkpoint is None:
+        yield "weights", f"of {run.model.init_from}, a new optimizer"
     if start.passed_over:
         yield "passed over", start.passed_over
 

@@ -18,13 +18,18 @@ from app.data.feed import DataSplit
 from app.data.load import load_data, prepare
 from app.data.paths import source_option
 from app.data.sources import Record, Sources, difference, find_sources, identity
-from app.data.tokenizer import Tokenizer, load_tokenizer
+from app.data.tokenizer import BYTES, Tokenizer, load_tokenizer
 from app.engine.checkpoint.folder import newest_checkpoint, read_manifest
 from app.engine.checkpoint.resume import allowed_changes, checkpoint_to_resume
 from app.engine.groups import Groups
 from app.engine.run.agreement import all_succeed, rank_zero_says
 from app.engine.run.run_folder import RUNS, FolderLock, check_place, choose_folder, has_ended
 from app.errors import ConfigError, warn
+from app.hf.hub import model_folder
+from app.hf.pretrained import Pretrained
+
+INIT_FROM = "model.init_from"
+TOKENIZER = "tokenizer.json"
 
 
 def usable_gpus(run: Run) -> int:
@@ -185,11 +190,33 @@ def _check_same(run: Run, rank: int, first: Record | None, *, record: Record | N
         raise ConfigError(*source_option(run.data), rule)
 
 
+def open_pretrained(run: Run, groups: Groups, local_rank: int) -> Pretrained:
+    """The model that a new run starts from; each host's first process brings it from the hub.
+
+    Raises ConfigError, the same on every rank.
+    """
+    first = all_succeed(groups, lambda: None if local_rank else find_pretrained(run))
+    return all_succeed(groups, lambda: first or find_pretrained(run))
+
+
+def find_pretrained(run: Run) -> Pretrained:
+    """The model that a run starts from, all of whose files are here. Raises ConfigError."""
+    assert run.model.init_from is not None
+    folder = model_folder(run.model.init_from, INIT_FROM)
+    own = folder / TOKENIZER
+    if run.data.tokenizer == BYTES and own.exists():
+        rule = f"{run.model.init_from} has a tokenizer of its own, which its ids are of"
+        raise ConfigError("data.tokenizer", BYTES, rule, nearest=str(own))
+    return Pretrained(folder, INIT_FROM)
+
+
 def preflight(run: Run, earlier: Path | None) -> None:
     """Find every mistake that one process can find, before it starts others. Raises ConfigError."""
     sources = look_once(run)
     with FolderLock() as lock:
-        claim_start(run, earlier, lock, sources=sources)
+        start = claim_start(run, earlier, lock, sources=sources)
+    if run.model.init_from is not None and start.checkpoint is None:
+        find_pretrained(run)
     check_data(run, sources)
 
 

@@ -1,0 +1,79 @@
+"""Sizes of a model that starts from Hugging Face weights: as in config.json, or equal to them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from app.config import ModelConfig, MoEConfig, Run
+from app.errors import ConfigError, Instead, typed
+from app.hf.families import OF_EXPERTS, differences
+from app.hf.hub import config_folder
+from app.hf.their_model import TheirModel
+
+KEY = "model.init_from"
+PRESET = "model=pretrained"
+OF_KINDS = ("mla", "yarn")  # sections that few models have
+
+
+def of_config_json(field: str, _root_: DictConfig) -> object:
+    """What `${config_json:num_layers}` stands for where a composed configuration is shown."""
+    found = _their_model(_root_.model)
+    for name in field.split("."):
+        found = getattr(found, name, None)
+    return found
+
+
+def _their_model(model: DictConfig) -> Any:
+    if model.init_from is None:
+        rule = f"{PRESET} leaves sizes to the config.json of a Hugging Face model"
+        raise ConfigError(KEY, None, rule, advice="name its folder, or its name on the hub")
+    return TheirModel.read(config_folder(model.init_from, KEY), KEY).model
+
+
+def adopt(model: DictConfig) -> ModelConfig | None:
+    """Give a composed section `model` what it leaves to config.json; returns the model that this
+    describes, None where nobody names one.
+
+    Raises ConfigError.
+    """
+    left = _left(model)
+    if model.init_from is None and not left:
+        return None
+    found: ModelConfig = _their_model(model)
+    # a section that is null has no key that could be left to a file
+    kinds = [name for name in OF_KINDS if left and model[name] is None]
+    for name in (*left, *kinds):
+        model[name] = getattr(found, name)
+    if found.moe is None and model.moe is not None and _asks_for_none(model.moe):
+        model.moe = None
+    elif model.moe is not None:
+        usual = found.moe or MoEConfig()
+        for name in _left(model.moe):
+            model.moe[name] = getattr(usual, name)
+    return found
+
+
+def _left(section: DictConfig) -> list[str]:
+    """Keys of a section that are config.json's."""
+    keys = map(str, section)
+    return [key for key in keys if OmegaConf.is_interpolation(section, key)]
+
+
+def _asks_for_none(moe: DictConfig) -> bool:
+    """Whether nothing in a section for experts asks for any."""
+    return set(OF_EXPERTS) <= set(_left(moe))
+
+
+def check_agreement(run: Run, found: ModelConfig) -> None:
+    """Raise ConfigError where a run's model is not the one of its config.json."""
+    for field, ours, theirs in differences(run.model, found):
+        rule = f"{run.model.init_from} has {typed(theirs)} in its config.json"
+        raise ConfigError(f"model.{field}", ours, rule, nearest=(theirs, Instead(PRESET)))
+    ours_moe, theirs_moe = run.model.moe, found.moe
+    if ours_moe and theirs_moe and theirs_moe.bias_update_rate and not ours_moe.bias_update_rate:
+        rule = f"would leave out the biases that the routers of {run.model.init_from} have learnt"
+        raise ConfigError(
+            "model.moe.bias_update_rate", 0.0, rule, nearest=theirs_moe.bias_update_rate
+        )

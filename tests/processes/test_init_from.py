@@ -1,0 +1,169 @@
+"""A run starts from a Hugging Face model, at any layout: its first loss is `transformers`'."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+import torch
+
+from app.config import ModelConfig, ParallelConfig, Run, TrainConfig
+from app.engine.build import build_engine
+from app.engine.groups import create_groups
+from app.engine.run.start import open_pretrained
+from app.errors import ConfigError
+from app.hf.families import differences
+from app.hf.their_model import TheirModel
+from app.plan.plan import Plan
+from tests.distributed import run_distributed
+from tests.hf_folders import KEY, edit_tensors, save_random, their_logits
+from tests.runs import batches_of, make_run, train_steps
+from tests.test_config import load
+
+LAYOUTS = {
+    "tp2": {"tp": 2},
+    "ep4": {"ep": 4, "dp": 4},
+    "pp2·vpp2": {"pp": 2, "vpp": 2},
+    "etp2": {"tp": 2, "etp": 2, "ep": 2, "dp": 2},
+    "tp2·pp2·ep2": {"tp": 2, "pp": 2, "ep": 2, "etp": 1},
+}
+
+# of models with 3 and with 4 layers, for so many stages per rank
+STAGES = {1: {3: "Ett|tL", 4: "Ett|ttL"}, 2: {3: "Et|t|t|L", 4: "Et|t|t|tL"}}
+
+
+def run_from(folder: Path, layout: dict[str, int]) -> Run:
+    model = dataclasses.replace(TheirModel.read(folder, KEY).model, init_from=str(folder))
+    if model.moe:  # routers' losses are none of `transformers`' here
+        model = dataclasses.replace(model, moe=dataclasses.replace(model.moe, aux_loss_coeff=0.0))
+    if layout.get("pp") == 2:
+        layout = {**layout, "layout": STAGES[layout.get("vpp", 1)][model.num_layers]}
+    train = TrainConfig(steps=4, seq_len=16, micro_batch=1, global_batch=8)
+    return make_run(model, parallel=ParallelConfig(**layout), train=train)
+
+
+def first_losses(rank: int, run: Run) -> list[tuple[float, float]]:
+    plan = Plan(run)
+    groups = create_groups(plan.layout, rank)
+    pretrained = open_pretrained(run, groups, rank)
+    engine = build_engine(plan, groups, torch.device("cpu"), pretrained=pretrained)
+    return train_steps(run, engine, 2)
+
+
+def their_loss(model: torch.nn.Module, run: Run) -> float:
+    """Mean over all tokens of the first step."""
+    batches = [each for rank in range(run.dp) for each in batches_of(run, 0, rank)]
+    tokens = torch.cat([batch.tokens_BS for batch in batches])
+    labels = torch.cat([batch.labels_BS for batch in batches])
+    logits = their_logits(model, tokens)
+    return float(torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten()))
+
+
+def check_layout(name: str, layout: dict[str, int], folder: Path) -> None:
+    theirs, _ = save_random(name, folder)
+    run = run_from(folder, layout)
+    found = run_distributed(first_losses, run.world_size, run)
+    assert all(losses == found[0] for losses in found)
+    assert found[0][0][0] == pytest.approx(their_loss(theirs, run), abs=1e-4)
+    assert found[0][1][0] < found[0][0][0] + 1  # a step was taken from there
+
+
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [("llama", "tp2"), ("deepseek_v3", "etp2"), ("qwen3_moe", "tp2·pp2·ep2")],
+)
+def test_the_first_loss_is_that_of_transformers(name: str, layout: str, tmp_path: Path):
+    check_layout(name, LAYOUTS[layout], tmp_path)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe", "deepseek_v2", "deepseek_v3"])
+def test_the_first_loss_at_every_layout(name: str, layout: str, tmp_path: Path):
+    check_layout(name, LAYOUTS[layout], tmp_path)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", ["llama", "llama-tied", "qwen3"])
+@pytest.mark.parametrize("layout", [{}, {"pp": 2, "vpp": 2}, {"cp": 2}], ids=str)
+def test_the_first_loss_of_dense_models(name: str, layout: dict[str, int], tmp_path: Path):
+    check_layout(name, layout, tmp_path)
+
+
+def broken_start(rank: int, run: Run) -> str:
+    try:
+        first_losses(rank, run)
+    except ConfigError as error:
+        return str(error)
+    return "started"
+
+
+def test_a_fault_that_one_rank_finds_ends_all_with_its_line(tmp_path: Path):
+    save_random("llama", tmp_path)
+    run = run_from(tmp_path, {"pp": 2})
+
+    def cut(tensors: dict[str, torch.Tensor]) -> None:
+        name = "model.layers.2.mlp.up_proj.weight"
+        tensors[name] = tensors[name][:-1].clone()
+
+    edit_tensors(tmp_path, cut)
+    fault = "model.safetensors: model.layers.2.mlp.up_proj.weight has the shape [55, 32]"
+    expected = f"{KEY}={tmp_path}: {fault} instead of [56, 32]"
+    assert run_distributed(broken_start, 2, run) == [expected] * 2
+
+
+@pytest.mark.parametrize("name", ["llama", "deepseek_v3"])
+def test_the_preset_takes_all_sizes_from_the_file(name: str, tmp_path: Path):
+    _, ours = save_random(name, tmp_path)
+    run = load("model=pretrained", f"model.init_from={tmp_path}", "model.init_std=0.5")
+    assert list(differences(run.model, ours)) == []
+    assert (run.model.init_std, run.model.init_from) == (0.5, str(tmp_path))
+
+
+MISTAKES = {
+    ("model=pretrained",): "model.init_from=null: model=pretrained leaves sizes to the config.json "
+    "of a Hugging Face model; name its folder, or its name on the hub",
+    ("model.init_from={}",): "model.num_layers=4: {} has 3 in its config.json; did you mean 3 or "
+    "model=pretrained?",
+    ("model=pretrained", "model.init_from={}", "model.rope_theta=7"): "model.rope_theta=7.0: {} "
+    "has 1000.0 in its config.json; did you mean 1000.0 or model=pretrained?",
+    ("model=pretrained", "model.init_from={}", "model.moe.bias_update_rate=0"): "model.moe."
+    "bias_update_rate=0.0: would leave out the biases that the routers of {} have learnt; did you "
+    "mean 0.001?",
+    ("model=pretrained", "model.init_from={}x"): "model.init_from={}x: no such folder; did you "
+    "mean {}?",
+}
+
+
+@pytest.mark.parametrize("typed", MISTAKES, ids=" ".join)
+def test_what_contradicts_the_file_is_named(typed: tuple[str, ...], tmp_path: Path):
+    folder = tmp_path / "model"
+    save_random("deepseek_v3", folder)
+    with pytest.raises(ConfigError) as refused:
+        load(*(each.format(folder) for each in typed))
+    assert str(refused.value) == MISTAKES[typed].format(*[folder] * 2)
+
+
+def test_bytes_are_refused_where_the_model_has_a_tokenizer(tmp_path: Path):
+    save_random("llama", tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{}")
+    run = run_from(tmp_path, {})
+    (line,) = run_distributed(broken_start, 1, run)
+    assert line == (
+        f"data.tokenizer=bytes: {tmp_path} has a tokenizer of its own, which its ids are of; "
+        f"did you mean {tmp_path}/tokenizer.json?"
+    )
+
+
+def test_every_size_is_left_to_the_file():
+    """A new key of the architecture is in the preset too, or has no place there."""
+    from app.cli.options.pretrained import OF_KINDS
+    from app.hf.families import ARCHITECTURE, OF_EXPERTS
+    from tests.test_config import CONF
+
+    left = (CONF / "model/pretrained.yaml").read_text()
+    missing = {name for name in ARCHITECTURE if f"{name}: ${{config_json:{name}}}" not in left}
+    assert missing == set(OF_KINDS)
+    assert [n for n in OF_EXPERTS if f"  {n}: ${{config_json:moe.{n}}}" not in left] == []
+    assert isinstance(ModelConfig().num_layers, int)
