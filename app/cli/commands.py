@@ -25,6 +25,11 @@ def report() -> None:
     _loaded("report", "report").command()
 
 
+def convert() -> None:
+    """Convert models from and to Hugging Face's files (`python -m app.cli.convert`)."""
+    _loaded("convert", "convert").command()
+
+
 def _loaded(module: str, called: str) -> ModuleType:
     stop_quietly(called)  # the imports take seconds
     return import_module(f"app.cli.{module}")

@@ -180,9 +180,17 @@ class CheckpointConfig:
     # steps whose multiples' checkpoints are never removed; null: none
     keep_every: int | None = None
     asynchronous: bool = True  # written beside training, from a copy in host memory
+    # when the run ends, its model is written into its folder as Hugging Face's programs load it
+    export_hf: bool = False
 
     def __post_init__(self) -> None:
         at_least("checkpoint", self, 0, "interval")
+        if self.export_hf and not self.interval:
+            rule = (
+                "is made from the checkpoint of the last step, and checkpoint.interval=0 saves none"
+            )
+            near = (False, Instead("checkpoint.interval=100"))
+            raise ConfigError("checkpoint.export_hf", True, rule, nearest=near)
         at_least("checkpoint", self, 1, "keep_last", "keep_every")
         if self.interval and self.keep_every and self.keep_every % self.interval:
             rule = (

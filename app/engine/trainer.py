@@ -23,6 +23,7 @@ from app.engine.checkpoint.folder import (
 )
 from app.engine.checkpoint.load import Progress, load_checkpoint
 from app.engine.checkpoint.saver import Saver
+from app.engine.export import EXPORTED, export_together, keep_texts
 from app.engine.generate import sample_text
 from app.engine.pipeline.step import TrainingStep, Validation
 from app.engine.report.boards import TensorBoard, Wandb
@@ -139,10 +140,20 @@ class Trainer:
             self._say_farewell()
             return False
         advice = self.meter.clones_would_pay()
+        if self.run.checkpoint.export_hf:
+            self._export()
         if self.leads:
             sum_up(self.run, self.run_dir, self.data, report=validated, sample=text, advice=advice)
             note_end(self.run_dir, self.progress.step)
         return True
+
+    def _export(self) -> None:
+        """Write the model as transformers loads it, from the checkpoint of the last step."""
+        newest = rank_zero_says(self.engine.groups, lambda: newest_checkpoint(self.run_dir))
+        assert newest is not None, "runs that export save their last step"
+        with telling("exporting the model", aloud=self.speaks):
+            strand = self.engine.watchdog.main
+            export_together(newest, self.run_dir / EXPORTED, self.engine.groups, strand)
 
     def _check_files(self, sinks: Sequence[Sink]) -> None:
         """Raise ConfigError where the run folder has gone, or metrics.jsonl lacks lines."""
@@ -175,6 +186,8 @@ class Trainer:
         forget_end(folder)
         describe_run(self.engine.plan, folder, self._program())
         begin_metrics(folder, self.progress.step)
+        if self.start.checkpoint is None:
+            keep_texts(self.run, folder)
         return folder
 
     def _train(self, sinks: Sequence[Sink]) -> ValidationReport | None:

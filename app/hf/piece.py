@@ -72,11 +72,6 @@ class Cut:
             sizes[other] = self.shared.sizes[mine]
         return tuple(sizes)
 
-    @property
-    def to_theirs(self) -> tuple[int, ...]:
-        """For each dimension of theirs, which of ours it is."""
-        return tuple(self.piece.order.index(dim) for dim in range(len(self.piece.order)))
-
 
 def refined(block: Block, shape: tuple[int, ...]) -> Block:
     """The same block of a tensor whose dimensions are taken apart so that it has this shape.
@@ -123,11 +118,6 @@ def _range(parts: list[tuple[tuple[int, int], int]]) -> tuple[int, int]:
 def _slices(block: Block, origin: tuple[int, ...]) -> tuple[slice, ...]:
     bounds = zip(block.start, block.stop, origin, strict=True)
     return tuple(slice(low - at, high - at) for low, high, at in bounds)
-
-
-def covers(pieces: Sequence[Piece]) -> bool:
-    """Whether pieces of a weight hold as many elements as it has."""
-    return sum(piece.ours.numel for piece in pieces) == prod(pieces[0].ours.shape)
 
 
 def names(pieces: Sequence[Piece]) -> Iterator[str]:

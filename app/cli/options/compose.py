@@ -18,6 +18,7 @@ from app.cli.options.arguments import CONFIG_NAME, Typed
 from app.cli.options.pretrained import adopt, check_agreement, of_config_json
 from app.config import ModelConfig, MoEConfig, Run
 from app.errors import ConfigError, nearest
+from app.hf.families import family_of
 from app.rules import check
 
 # hydra_plugins/
@@ -81,6 +82,8 @@ def load_run(config: DictConfig, world_size: int | None) -> Run:
     assert isinstance(run, Run)
     if pretrained is not None:
         check_agreement(run, pretrained)
+    if run.checkpoint.export_hf:
+        family_of(run.model, "checkpoint.export_hf", True)
     return check(run)
 
 

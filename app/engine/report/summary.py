@@ -13,6 +13,7 @@ from app.data.baseline import ngram_loss
 from app.data.packing import PackedSequences
 from app.engine.build import Engine
 from app.engine.checkpoint.folder import fault_of_latest, newest_checkpoint
+from app.engine.export import EXPORTED
 from app.engine.fast_paths import graphs_line, slow_paths
 from app.engine.report.boards import TENSORBOARD
 from app.engine.report.metrics import ValidationReport
@@ -97,7 +98,7 @@ def sum_up(
     if advice is not None:
         print(f"\nNext time: {advice}")
     print("\nWritten:")
-    paths = [run_dir / name for name in (*FILES, "wandb", TENSORBOARD)]
+    paths = [run_dir / name for name in (*FILES, "wandb", TENSORBOARD, EXPORTED)]
     for path in (*paths, newest_checkpoint(run_dir)):
         if path is not None and path.exists():
             print(f"  {path}")

@@ -12,6 +12,8 @@ import fcntl
 import json
 import os
 import time
+import types
+import typing
 from enum import Enum
 from pathlib import Path
 from types import TracebackType
@@ -273,3 +275,18 @@ def plain(value: object) -> object:
             return [plain(item) for item in value]
         case _:
             return value
+
+
+def from_plain(kind: Any, value: Any) -> Any:
+    """What `plain` has made of a value of this type; of a section, keys that it lacks have their
+    defaults, and keys that are no longer known are left out.
+    """
+    if typing.get_origin(kind) in (types.UnionType, typing.Union):
+        (kind,) = (each for each in typing.get_args(kind) if each is not types.NoneType)
+        return None if value is None else from_plain(kind, value)
+    if isinstance(kind, type) and dataclasses.is_dataclass(kind):
+        hints = typing.get_type_hints(kind)
+        return kind(**{name: from_plain(hints[name], value[name]) for name in hints.keys() & value})
+    if isinstance(kind, type) and issubclass(kind, Enum):
+        return kind(value)
+    return tuple(value) if isinstance(value, list) else value

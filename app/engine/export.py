@@ -1,0 +1,191 @@
+"""A checkpoint of ours as a Hugging Face model, whatever layout it was saved at.
+
+Weights are read from the checkpoint's files, so that neither the ranks that wrote them nor memory
+for the whole model are needed; several processes write a file each at a time.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from app.choices import Dtype
+from app.config import ModelConfig, Run
+from app.data.tokenizer import BYTES, load_tokenizer
+from app.engine.checkpoint.folder import CHECKPOINTS, newest_checkpoint, read_manifest
+from app.engine.checkpoint.weights import SavedWeights
+from app.engine.dtypes import DTYPES
+from app.engine.groups import Groups
+from app.engine.run.agreement import all_succeed, rank_zero_says
+from app.engine.run.run_folder import from_plain
+from app.engine.watchdog.watchdog import Strand
+from app.errors import ConfigError, warn
+from app.hf.config_json import CONFIG_JSON
+from app.hf.families import Family, family_of
+from app.hf.hub import TEXTS, model_folder
+from app.hf.write import Export
+
+PRETRAINED = "pretrained"  # in a run folder: what came with the model that it started from
+EXPORTED = "hugging_face"  # in a run folder: the model that it ended with
+NAMES = {Dtype.float32: "float32", Dtype.bfloat16: "bfloat16", Dtype.float16: "float16"}
+WRITTEN = (CONFIG_JSON, "model.safetensors.index.json")  # by us, not copied
+
+
+@dataclass(frozen=True, slots=True)
+class Exported:
+    """A checkpoint, and what becomes of it."""
+
+    checkpoint: Path
+    manifest: Mapping[str, Any]
+    key: str  # that named it, for messages
+    folder: Path  # that is written
+    replaces: bool = False  # an earlier export there
+
+    @property
+    def config(self) -> Mapping[str, Any]:
+        """Of the run that saved it, as in config.yaml."""
+        found: Mapping[str, Any] = self.manifest["config"]
+        return found
+
+    @property
+    def model(self) -> ModelConfig:
+        """Its model."""
+        found = from_plain(ModelConfig, self.config["model"])
+        assert isinstance(found, ModelConfig)
+        return found
+
+    @property
+    def dtype(self) -> Dtype:
+        """That of its parameters."""
+        return Dtype(self.config["precision"]["params"])
+
+    def family(self) -> Family:
+        """Raises ConfigError where Hugging Face has no such model."""
+        return family_of(self.model, self.key, self.checkpoint)
+
+    def export(self) -> Export:
+        """The files to write. Raises ConfigError as `family`."""
+        return Export(
+            self.model,
+            self.family(),
+            self.folder,
+            DTYPES[self.dtype],
+            replaces=self.replaces,
+        )
+
+    def texts(self) -> Path | None:
+        """The folder of the model that the run started from; None: there is none any more."""
+        run_dir = self.checkpoint.parent.parent
+        if (run_dir / PRETRAINED / CONFIG_JSON).exists():
+            return run_dir / PRETRAINED
+        source = self.model.init_from
+        if source is None:
+            return None
+        try:
+            return model_folder(source, self.key)
+        except ConfigError as error:
+            warn(f"config.json is written anew, and no tokenizer is copied: {error}")
+            return None
+
+    def finish(self, export: Export) -> None:
+        """Write what is no weight, and rename the folder."""
+        texts = self.texts()
+        if texts is None:
+            tokenizer = self.config["data"]["tokenizer"]
+            export.finish(self._new_config(tokenizer), [])
+            return
+        beside = [path for path in text_files(texts) if path.name not in WRITTEN]
+        export.finish(self._their_config(texts), beside)
+
+    def _their_config(self, texts: Path) -> dict[str, Any]:
+        """That of the model at the start, of which all stays but how weights are stored."""
+        found: dict[str, Any] = json.loads((texts / CONFIG_JSON).read_text())
+        for name in ("quantization_config", "dtype"):
+            found.pop(name, None)
+        if "num_nextn_predict_layers" in found:
+            found["num_nextn_predict_layers"] = 0  # we have none of these layers
+        return {**found, "torch_dtype": NAMES[self.dtype]}
+
+    def _new_config(self, tokenizer: str) -> dict[str, Any]:
+        known = tokenizer == BYTES or Path(tokenizer).is_file()
+        return {
+            **self.family().written(self.model),
+            "max_position_embeddings": self.config["train"]["seq_len"],
+            "bos_token_id": None,
+            "eos_token_id": load_tokenizer(tokenizer).eod if known else None,
+            "torch_dtype": NAMES[self.dtype],
+        }
+
+
+def text_files(folder: Path) -> list[Path]:
+    """What lies beside the weights of a model: configurations, tokenizer, no code."""
+    return sorted({path for pattern in TEXTS for path in folder.glob(pattern) if path.is_file()})
+
+
+def keep_texts(run: Run, run_dir: Path) -> None:
+    """Copy what came with the model that a run starts from into its folder."""
+    if run.model.init_from is None:
+        return
+    source = model_folder(run.model.init_from, "model.init_from")
+    (run_dir / PRETRAINED).mkdir(exist_ok=True)
+    for path in text_files(source):
+        shutil.copyfile(path, run_dir / PRETRAINED / path.name)
+
+
+def saved_at(path: Path, key: str) -> Path:
+    """The checkpoint that a path names: itself, or the newest of a run. Raises ConfigError."""
+    if path.name.startswith("step-") and path.is_dir():
+        return path
+    found = newest_checkpoint(path.parent if path.name == CHECKPOINTS else path)
+    if found is None:
+        rule = "holds no complete checkpoint" if path.exists() else "does not exist"
+        raise ConfigError(key, path, rule)
+    return found
+
+
+def export_checkpoint(path: Path, folder: Path, key: str) -> Exported:
+    """Write the model of a checkpoint into a new folder, in this process alone.
+
+    Raises ConfigError.
+    """
+    exported = Exported(path, read_manifest(path), key, folder)
+    export = exported.export()
+    export.begin()
+    try:
+        _write(export, export.files(), exported)
+        exported.finish(export)
+    except BaseException:
+        export.give_up()
+        raise
+    return exported
+
+
+def export_together(path: Path, folder: Path, groups: Groups, strand: Strand) -> None:
+    """Write the model of a checkpoint that all ranks have saved, a file each at a time.
+
+    An export of an earlier end of the run gives way. Raises ConfigError, the same on every rank.
+    """
+    key = "checkpoint.export_hf"
+    strand.rest(f"exporting {path.name}")
+    manifest = rank_zero_says(groups, lambda: read_manifest(path))
+    exported = Exported(path, manifest, key, folder, replaces=True)
+    export = exported.export()
+    rank_zero_says(groups, export.begin)
+    own = list(export.files())[groups.rank :: groups.host.size()]
+    all_succeed(groups, lambda: _write(export, own, exported))
+    rank_zero_says(groups, lambda: exported.finish(export))
+    strand.note("the end of the run")
+
+
+def _write(export: Export, names: Iterable[str], exported: Exported) -> None:
+    source = SavedWeights(exported.checkpoint, dict(exported.manifest))
+    for name in names:
+        try:
+            export.write(name, source)
+        except OSError as error:
+            rule = f"cannot be written: {error.strerror}"
+            raise ConfigError("folder", export.draft / name, rule) from error

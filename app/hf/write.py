@@ -1,0 +1,187 @@
+"""Our weights as a folder that `transformers` loads: files of safetensors, an index, config.json.
+
+The folder is written under another name, and renamed when it is complete. Several processes may
+share the work, a file each at a time; none holds more than a part of one tensor.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import prod
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from app.config import ModelConfig
+from app.errors import ConfigError
+from app.hf.config_json import CONFIG_JSON
+from app.hf.families import Family
+from app.hf.files import INDEX, ONE_FILE
+from app.hf.piece import Piece
+from app.hf.tables import mapping
+from app.plan.sharding.reshard import Block
+
+FILE_BYTES = 5 * 10**9  # most of a file, unless one tensor has more
+PART_NUMEL = 2**26  # elements that are read and written at once
+DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+BIAS_DTYPE = torch.float32  # of routers, in all families
+
+
+class WeightReader(Protocol):
+    """Where weights come from."""
+
+    def read(self, name: str, box: Block) -> Tensor:
+        """A box of the weight of this name, of the box's sizes, on the host."""
+
+
+@dataclass(frozen=True, slots=True)
+class WrittenTensor:
+    """One of their tensors, and where its elements are in one of our weights."""
+
+    weight: str
+    piece: Piece
+    dtype: torch.dtype
+
+    @property
+    def bytes(self) -> int:
+        """Of the tensor in its file."""
+        return prod(self.piece.shape) * self.dtype.itemsize
+
+    def data(self, source: WeightReader) -> Iterator[memoryview]:
+        """The tensor's bytes in order, a part at a time."""
+        for part in _parts(self.piece):
+            values = source.read(self.weight, part.ours).permute(_to_theirs(part.order))
+            flat = values.to(self.dtype).contiguous().view(-1).view(torch.uint8)
+            yield flat.numpy().data
+
+
+def _to_theirs(order: Sequence[int]) -> tuple[int, ...]:
+    """For each dimension of theirs, which of ours it is."""
+    return tuple(order.index(dim) for dim in range(len(order)))
+
+
+def _parts(piece: Piece) -> Iterator[Piece]:
+    """A whole tensor in parts of consecutive rows, none much larger than PART_NUMEL."""
+    sizes = piece.theirs.sizes
+    dim = next((dim for dim, size in enumerate(sizes) if size > 1), 0)
+    rows = max(1, PART_NUMEL * sizes[dim] // prod(sizes))
+    mine = piece.order.index(dim)
+    for low in range(0, sizes[dim], rows):
+        high = min(low + rows, sizes[dim])
+        yield replace(
+            piece, ours=_cut(piece.ours, mine, low, high), theirs=_cut(piece.theirs, dim, low, high)
+        )
+
+
+def _cut(block: Block, dim: int, low: int, high: int) -> Block:
+    """From `low` to `high` of a block along a dimension."""
+    first = block.start[dim]
+    start = (*block.start[:dim], first + low, *block.start[dim + 1 :])
+    stop = (*block.stop[:dim], first + high, *block.stop[dim + 1 :])
+    return Block(block.shape, start, stop)
+
+
+@dataclass(frozen=True, slots=True)
+class Export:
+    """A model on its way to a folder. `begin` and `finish` are one process's, `write` any's."""
+
+    model: ModelConfig
+    family: Family
+    folder: Path
+    dtype: torch.dtype
+    replaces: bool = False  # an earlier one of the same name, when this one is complete
+
+    @property
+    def draft(self) -> Path:
+        """Where it is written."""
+        return self.folder.with_name(f".{self.folder.name}.tmp")
+
+    def files(self) -> dict[str, list[WrittenTensor]]:
+        """What each file holds, in order."""
+        shares: list[list[WrittenTensor]] = [[]]
+        room = FILE_BYTES
+        for tensor in self._tensors():
+            if shares[-1] and tensor.bytes > room:
+                shares.append([])
+                room = FILE_BYTES
+            shares[-1].append(tensor)
+            room -= tensor.bytes
+        if len(shares) == 1:
+            return {ONE_FILE: shares[0]}
+        count = len(shares)
+        return {
+            f"model-{number:05d}-of-{count:05d}.safetensors": share
+            for number, share in enumerate(shares, start=1)
+        }
+
+    def _tensors(self) -> Iterator[WrittenTensor]:
+        table = self.family.table(self.model)
+        for weight in self.family.weights(self.model):
+            biased = weight.name.endswith(".bias_E")
+            for piece in mapping(table, self.model, weight).spellings[0]:
+                dtype = BIAS_DTYPE if biased else self.dtype
+                yield WrittenTensor(weight.name, piece, dtype)
+
+    def begin(self) -> None:
+        """Make the folder to write in. Raises ConfigError where something stands at its place."""
+        if os.path.lexists(self.folder) and not self.replaces:
+            raise ConfigError("folder", self.folder, "is there already", advice="name a new folder")
+        shutil.rmtree(self.draft, ignore_errors=True)
+        self.draft.mkdir(parents=True)
+
+    def write(self, name: str, source: WeightReader) -> None:
+        """Write one of the files, and wait until it is on the disk."""
+        tensors = self.files()[name]
+        with (self.draft / name).open("wb") as file:
+            file.write(_header(tensors))
+            for tensor in tensors:
+                for data in tensor.data(source):
+                    file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+
+    def finish(self, config: Mapping[str, Any], beside: Sequence[Path]) -> None:
+        """Write index and config.json, copy the files `beside`, and rename the folder."""
+        files = self.files()
+        if list(files) != [ONE_FILE]:
+            index = {
+                "metadata": {"total_size": sum(t.bytes for held in files.values() for t in held)},
+                "weight_map": {t.piece.name: file for file, held in files.items() for t in held},
+            }
+            _write_json(self.draft / INDEX, index)
+        for path in beside:
+            shutil.copyfile(path, self.draft / path.name)
+        _write_json(self.draft / CONFIG_JSON, config)
+        if self.replaces:
+            shutil.rmtree(self.folder, ignore_errors=True)
+        self.draft.rename(self.folder)
+
+    def give_up(self) -> None:
+        """Remove what was written of it."""
+        shutil.rmtree(self.draft, ignore_errors=True)
+
+
+def _header(tensors: Sequence[WrittenTensor]) -> bytes:
+    """Length and contents of the header of a file with these tensors, one behind the other."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for tensor in tensors:
+        begin, end = end, end + tensor.bytes
+        header[tensor.piece.name] = {
+            "dtype": DTYPES[tensor.dtype],
+            "shape": list(tensor.piece.shape),
+            "data_offsets": [begin, end],
+        }
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def _write_json(path: Path, value: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(value, indent=2) + "\n")
