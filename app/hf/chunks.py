@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from app.hf.families import router_bias
 from app.hf.pretrained import Pretrained
+from app.hf.tables import router_bias
 from app.model.chunk import Chunk
 from app.moe.phases import Router
 from app.plan.sharding.blocks import ShardCoords

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-from app.choices import Score
 from app.config import ModelConfig, MoEConfig
 from app.errors import ConfigError, nearest, typed
 from app.hf import config_json as config
@@ -20,7 +19,6 @@ from app.hf import tables
 from app.hf.config_json import TheirConfig
 from app.hf.tables import NameLine
 from app.plan.model.stage import NamedWeight, model_weights
-from app.plan.model.weight import Weight
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,17 +33,14 @@ class Family:
 
     def table(self, model: ModelConfig) -> Sequence[NameLine]:
         """The lines that one of its models uses."""
-        direct = model.mla is not None and model.mla.q_lora_rank is None
-        if not direct:
-            return self.lines
-        kept = (line for line in self.lines if not line.ours.startswith("attn.q_"))
-        return (*kept, tables.QUERIES_OF_HIDDEN)
+        if model.mla is not None and model.mla.q_lora_rank is None:
+            return tables.without_query_latent(self.lines)
+        return self.lines
 
     def weights(self, model: ModelConfig) -> Iterator[NamedWeight]:
         """All that its files hold of a model: weights, and biases of routers."""
         yield from model_weights(model)
-        for layer in filter(model.is_moe_layer, range(model.num_layers)):
-            yield from router_bias(model, f"layers.{layer}.body.router")
+        yield from tables.router_biases(model)
 
     def written(self, model: ModelConfig) -> dict[str, Any]:
         """The config.json of a model, as far as our configuration says."""
@@ -53,12 +48,6 @@ class Family:
         if self.written_moe is not None and model.moe is not None:
             found |= self.written_moe(model.moe)
         return found
-
-
-def router_bias(model: ModelConfig, router: str) -> Iterator[NamedWeight]:
-    """The bias of a router, if it has one: no weight, but kept and read as one."""
-    if model.moe is not None and model.moe.score is Score.sigmoid:
-        yield NamedWeight(f"{router}.bias_E", Weight((model.moe.num_experts,)))
 
 
 _GROUPED = (*tables.WHOLE_MODEL, *tables.EVERY_LAYER, *tables.GROUPED_ATTENTION)

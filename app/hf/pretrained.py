@@ -13,7 +13,7 @@ from app.config import ModelConfig
 from app.hf.config_json import TheirConfig
 from app.hf.files import TensorFiles
 from app.hf.piece import Piece, names
-from app.hf.tables import mapping
+from app.hf.tables import HEAD, mapping
 from app.hf.their_model import TheirModel
 from app.plan.model.stage import NamedWeight
 from app.plan.sharding.blocks import ShardCoords
@@ -70,7 +70,7 @@ class Pretrained:
             for name in names(self.pieces(weight))
         }
         if self.model.tie_embeddings:
-            used.add("lm_head.weight")  # a copy, which some have
+            used.add(HEAD)
         unknown = [
             name for name in self.files.names() if name not in used and not self._left_out(name)
         ]

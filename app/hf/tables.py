@@ -13,15 +13,18 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from app.config import ModelConfig, MoEConfig
+from app.choices import Score
+from app.config import ModelConfig
 from app.hf.piece import Piece
-from app.plan.model.stage import NamedWeight, model_weights
+from app.plan.model.stage import NamedWeight
+from app.plan.model.weight import Weight
 from app.plan.sharding.reshard import Block
 
 Shape = tuple[int, ...]
 # The pieces of a weight of this shape, of these tensors.
 Fit = Callable[[ModelConfig, Shape, Sequence[str]], Iterator[Piece]]
 BIAS = "body.router.bias_E"  # of routers: no weight, but kept and written as one
+HEAD = "lm_head.weight"  # of which some files have a copy where it is the embedding
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +116,7 @@ def _stacked_down(model: ModelConfig, shape: Shape, theirs: Sequence[str]) -> It
 WHOLE_MODEL = (
     NameLine("embedding", ("model.embed_tokens.weight",), _whole),
     NameLine("norm.weight", ("model.norm.weight",), _whole),
-    NameLine("head", ("lm_head.weight",), _whole),
+    NameLine("head", (HEAD,), _whole),
 )
 GROUPED_ATTENTION = (
     NameLine("attn.bqkv", tuple(f"self_attn.{name}_proj.bias" for name in "qkv"), _heads),
@@ -184,20 +187,22 @@ class Mapping:
     spellings: tuple[tuple[Piece, ...], ...]
 
 
-def bias_shape(moe: MoEConfig) -> Shape:
-    """Shape of a router's bias."""
-    return (moe.num_experts,)
+def router_bias(model: ModelConfig, router: str) -> Iterator[NamedWeight]:
+    """The bias of a router, if it has one: no weight, but kept and read as one."""
+    if model.moe is not None and model.moe.score is Score.sigmoid:
+        yield NamedWeight(f"{router}.bias_E", Weight((model.moe.num_experts,)))
 
 
-def mappings(
-    lines: Sequence[NameLine], model: ModelConfig, named: Iterator[NamedWeight] | None = None
-) -> Iterator[Mapping]:
-    """Where each of the model's weights, or of those `named`, lies in files, in order of use.
+def router_biases(model: ModelConfig) -> Iterator[NamedWeight]:
+    """Those of all routers."""
+    for layer in filter(model.is_moe_layer, range(model.num_layers)):
+        yield from router_bias(model, f"layers.{layer}.body.router")
 
-    KeyError for a weight that the table has no line for.
-    """
-    for weight in model_weights(model) if named is None else named:
-        yield mapping(lines, model, weight)
+
+def without_query_latent(lines: Sequence[NameLine]) -> Sequence[NameLine]:
+    """A table of latent attention for models whose queries are made from hidden states."""
+    kept = (line for line in lines if not line.ours.startswith("attn.q_"))
+    return (*kept, QUERIES_OF_HIDDEN)
 
 
 def mapping(lines: Sequence[NameLine], model: ModelConfig, weight: NamedWeight) -> Mapping:

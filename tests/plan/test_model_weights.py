@@ -34,7 +34,8 @@ from app.plan.sharding.reshard import Block
 from app.plan.stages import Stage, plan_stages
 from tests.training import ROOT, composed
 
-PRESETS = sorted(path.stem for path in (ROOT / "conf" / "model").glob("*.yaml"))
+SIZELESS = "pretrained"  # has the sizes of the model that it is given
+PRESETS = sorted({path.stem for path in (ROOT / "conf" / "model").glob("*.yaml")} - {SIZELESS})
 LAYOUTS = {
     "one rank": ParallelLayout(1),
     "tp": ParallelLayout(2, tp=2, etp=1),
@@ -190,7 +191,7 @@ OTHER_WORDS = {
         "app/plan/trace/layers.py",
     },
     "head": {"app/cli/plan_views/tables.py", "app/plan/trace/layers.py"},
-    "shared_gate": {"app/config/model.py"},  # a key of the configuration
+    "shared_gate": {"app/config/model.py", "app/hf/families.py"},  # a key of the configuration
 }
 
 
@@ -229,7 +230,8 @@ def test_names_of_weights_are_written_nowhere_else():
         return [name for name in found if place not in OTHER_WORDS.get(name, ())]
 
     inside = ROOT / "app" / "plan" / "model"
-    outside = [path for path in SOURCES if inside not in path.parents]
+    theirs = ROOT / "app/hf/tables.py"  # what others call them
+    outside = [path for path in SOURCES if inside not in path.parents and path != theirs]
     assert len(outside) > 150
     found = {str(path.relative_to(ROOT)): elsewhere(path) for path in outside}
     assert {path: names for path, names in found.items() if names} == {}
