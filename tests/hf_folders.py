@@ -26,7 +26,9 @@ KEY = "model.init_from"
 # a case of each family, of those that tests/tensors/test_hf_parity.py compares
 FAMILIES = {
     "llama": "llama-gqa",
+    "llama3.1": "llama-3.1",
     "llama-tied": "llama-gqa-tied",
+    "qwen2": "qwen2-gqa",
     "qwen3": "qwen3-gqa",
     "mixtral": "mixtral-gqa",
     "qwen3_moe": "qwen3-moe-every-second-layer",

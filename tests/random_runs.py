@@ -155,6 +155,7 @@ def _model(draw: random.Random) -> Values:
         "model.tie_embeddings": draw.random() < 0.5,
         "model.qk_norm": draw.random() < 0.5,
         "model.head_dim": draw.choice((None, None, 8)),
+        "model.qkv_bias": draw.random() < 0.3,
     }
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from app.config.attention import MLAConfig, YarnConfig
+from app.config.attention import Llama3RopeConfig, MLAConfig, YarnConfig
 from app.config.layout import (
     CudaGraphConfig,
     HardwareConfig,
@@ -34,6 +34,7 @@ __all__ = [
     "CudaGraphConfig",
     "DataConfig",
     "HardwareConfig",
+    "Llama3RopeConfig",
     "LogConfig",
     "LossConfig",
     "MLAConfig",

@@ -39,6 +39,27 @@ class YarnConfig:
 
 
 @dataclass(frozen=True)
+class Llama3RopeConfig:
+    """Rotary positions for longer sequences than a model was first trained on, as Llama 3.1 has
+    them: slow frequencies are divided by a factor, fast ones stay (arXiv 2407.21783).
+    """
+
+    factor: float = 8.0  # by which frequencies are divided
+    original_length: int = 8192  # tokens of a sequence at first
+    low_turns: float = 1.0  # frequencies that turn less often than this within them are divided
+    high_turns: float = 4.0  # those that turn more often stay; between them both are mixed
+
+    def __post_init__(self) -> None:
+        section = "model.llama3_rope"
+        at_least(section, self, 1, "factor", "original_length")
+        above_zero(section, self, "low_turns", "high_turns")
+        if self.high_turns <= self.low_turns:
+            rule = f"must be above low_turns={self.low_turns}"
+            near = 4 * self.low_turns
+            raise ConfigError(f"{section}.high_turns", self.high_turns, rule, nearest=near)
+
+
+@dataclass(frozen=True)
 class MLAConfig:
     """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434): keys and values of all heads are
     made from one narrow latent per token, and positions turn values of their own.
@@ -83,4 +104,5 @@ class Rope:
 
     width: int
     theta: float  # base of the frequencies
-    yarn: YarnConfig | None = None  # null: frequencies as they are
+    yarn: YarnConfig | None = None  # null: frequencies as they are, or as in llama3
+    llama3: Llama3RopeConfig | None = None  # null: as they are, or as in yarn

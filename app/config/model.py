@@ -15,7 +15,7 @@ from app.choices import (
     StaticOverflow,
     StaticTransport,
 )
-from app.config.attention import MLAConfig, Rope, YarnConfig
+from app.config.attention import Llama3RopeConfig, MLAConfig, Rope, YarnConfig
 from app.config.bounds import above_zero, at_least, finite
 from app.errors import ConfigError, Instead, nearest_divisors
 
@@ -237,9 +237,11 @@ class ModelConfig:
     head_dim: int | None = None  # width of a head; null: hidden_size / num_heads
     vocab_size: int = 264  # rows of the embedding; at least the tokenizer's
     rope_theta: float = 10000.0  # base of the rotary frequencies
-    yarn: YarnConfig | None = None  # null: rotary frequencies as they are
+    yarn: YarnConfig | None = None  # null: rotary frequencies as they are, or as in llama3_rope
+    llama3_rope: Llama3RopeConfig | None = None  # null: as they are, or as in yarn
     norm_eps: float = 1e-5  # added to the mean square in RMSNorm
     qk_norm: bool = False  # RMSNorm on each query and key head before the rotation
+    qkv_bias: bool = False  # a bias on queries, keys and values (Qwen2)
     tie_embeddings: bool = False  # one matrix for embedding and head
     init_std: float = 0.02  # standard deviation of the initial weights
     # Hugging Face model whose weights a new run starts from: a folder, or a name on the hub; null:
@@ -270,6 +272,9 @@ class ModelConfig:
         if self.yarn is not None and self.rope_theta <= 1:
             rule = "YaRN needs frequencies that fall from pair to pair, so a base above 1"
             raise ConfigError("model.rope_theta", self.rope_theta, rule, nearest=10000.0)
+        if self.yarn is not None and self.llama3_rope is not None:
+            rule = "rotary frequencies are scaled in one way, and model.yarn is another"
+            raise ConfigError("model.llama3_rope", "{…}", rule, nearest=("null",))
         if self.mla is not None:
             self._check_latent()
         elif self.head_dim is None and self.hidden_size % self.num_heads:
@@ -301,6 +306,9 @@ class ModelConfig:
         if self.qk_norm:
             rule = "multi-head latent attention has norms on its latents"
             raise ConfigError("model.qk_norm", True, rule, nearest=False)
+        if self.qkv_bias:
+            rule = "multi-head latent attention has no biases"
+            raise ConfigError("model.qkv_bias", True, rule, nearest=False)
         if self.num_kv_heads != self.num_heads:
             raise ConfigError(
                 "model.num_kv_heads",
@@ -326,7 +334,7 @@ class ModelConfig:
     def rope(self) -> Rope:
         """What its attention turns by the positions of tokens."""
         width = self.head_width if self.mla is None else self.mla.qk_rope_head_dim
-        return Rope(width, self.rope_theta, self.yarn)
+        return Rope(width, self.rope_theta, self.yarn, self.llama3_rope)
 
     @property
     def softmax_scale(self) -> float | None:

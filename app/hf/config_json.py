@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from app.choices import Balance, Score
-from app.config import MLAConfig, ModelConfig, MoEConfig, YarnConfig
+from app.config import Llama3RopeConfig, MLAConfig, ModelConfig, MoEConfig, YarnConfig
 from app.errors import ConfigError
 
 CONFIG_JSON = "config.json"
@@ -39,6 +39,12 @@ YARN = {
     "beta_slow": "beta_slow",
     "mscale": "mscale",
     "mscale_all_dim": "mscale_all_dim",
+}
+LLAMA3 = {
+    "factor": "factor",
+    "original_length": "original_max_position_embeddings",
+    "low_turns": "low_freq_factor",
+    "high_turns": "high_freq_factor",
 }
 THETA = 10000.0  # where nothing is said
 NOWHERE = Path("config.json")  # of one that was never written
@@ -131,6 +137,11 @@ def llama(config: TheirConfig) -> dict[str, Any]:
     return dense(config)
 
 
+def qwen2(config: TheirConfig) -> dict[str, Any]:
+    """Qwen2 and Qwen2.5, dense."""
+    return {**dense(config), "qkv_bias": True}
+
+
 def qwen3(config: TheirConfig) -> dict[str, Any]:
     """Qwen3, dense."""
     return {**dense(config), "qk_norm": True}
@@ -221,11 +232,16 @@ def rotary(config: TheirConfig) -> dict[str, Any]:
     scaling = new or config.get("rope_scaling", {})
     theta = float(new.get("rope_theta", config.get("rope_theta", THETA)))
     kind = scaling.get("rope_type", scaling.get("type", "default"))
-    if kind == "default":
-        return {"rope_theta": theta, "yarn": None}
-    if kind != "yarn":
-        raise config.refusal(f"rotary positions of type {kind} are not supported")
-    return {"rope_theta": theta, "yarn": _yarn(config, scaling)}
+    found: dict[str, Any] = {"rope_theta": theta, "yarn": None, "llama3_rope": None}
+    match kind:
+        case "default":
+            return found
+        case "llama3":
+            said = TheirConfig(scaling, config.path, config.key)
+            return {**found, "llama3_rope": said.renamed(LLAMA3)}
+        case "yarn":
+            return {**found, "yarn": _yarn(config, scaling)}
+    raise config.refusal(f"rotary positions of type {kind} are not supported")
 
 
 def _yarn(config: TheirConfig, scaling: Mapping[str, Any]) -> dict[str, Any]:
@@ -267,6 +283,9 @@ def written(model: ModelConfig, family: str, architecture: str) -> dict[str, Any
 
 
 def _written_scaling(model: ModelConfig) -> dict[str, Any] | None:
+    if model.llama3_rope is not None:
+        values = {theirs: getattr(model.llama3_rope, ours) for ours, theirs in LLAMA3.items()}
+        return {"rope_type": "llama3", **values}
     if model.yarn is None:
         return None
     return {
@@ -322,7 +341,12 @@ def written_deepseek(moe: MoEConfig) -> dict[str, Any]:
     }
 
 
-SECTIONS = {"moe": MoEConfig, "mla": MLAConfig, "yarn": YarnConfig}
+SECTIONS = {
+    "moe": MoEConfig,
+    "mla": MLAConfig,
+    "yarn": YarnConfig,
+    "llama3_rope": Llama3RopeConfig,
+}
 
 
 def as_model(fields: Mapping[str, Any], name: str) -> ModelConfig:

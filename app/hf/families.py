@@ -60,6 +60,7 @@ _DEEPSEEK = (
 )
 FAMILIES = (
     Family("llama", "LlamaForCausalLM", config.llama, _GROUPED),
+    Family("qwen2", "Qwen2ForCausalLM", config.qwen2, _GROUPED),
     Family("qwen3", "Qwen3ForCausalLM", config.qwen3, _GROUPED),
     Family(
         "mixtral",
@@ -133,8 +134,8 @@ def family_of(model: ModelConfig, key: str, value: object) -> Family:
 
 # What weights are made for. What they are trained with may differ.
 ARCHITECTURE = ("num_layers", "hidden_size", "ffn_hidden_size", "num_heads", "num_kv_heads",
-                "head_dim", "vocab_size", "rope_theta", "norm_eps", "qk_norm", "tie_embeddings",
-                "yarn", "mla")  # fmt: skip
+                "head_dim", "vocab_size", "rope_theta", "norm_eps", "qk_norm", "qkv_bias",
+                "tie_embeddings", "yarn", "llama3_rope", "mla")  # fmt: skip
 OF_EXPERTS = ("num_experts", "top_k", "ffn_hidden_size", "every_n", "first_k_dense",
               "shared_ffn_hidden_size", "shared_gate", "score", "pre_softmax", "groups",
               "topk_groups", "group_best", "routed_scale")  # fmt: skip

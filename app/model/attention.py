@@ -62,6 +62,8 @@ class Attention(nn.Module):
         self.num_kv_heads = model.num_kv_heads // tp
         self.queries_per_kv = model.num_heads // model.num_kv_heads
         weights = AttentionWeights.of(model)
+        bias = weights.bqkv
+        self.bqkv = None if bias is None else nn.Parameter(torch.empty(peers.coords.shape(bias)))
         self.wqkv = ColumnParallelLinear(weights.wqkv, peers)
         self.wo = RowParallelLinear(weights.wo, peers)
         self.q_norm = _norm(weights.q_norm, model.norm_eps)
@@ -70,6 +72,8 @@ class Attention(nn.Module):
     def forward(self, x_BsD: Tensor, context: Context) -> Tensor:
         """B × s × D -> B × s × D; no residual."""
         qkv = self.wqkv.forward(x_BsD, context.sink)
+        if self.bqkv is not None:
+            qkv = qkv.add_(self.bqkv)  # nobody has kept it
         heads = context.recompute.checkpoint(Recompute.attn_core, self._core, qkv, context)
         return self.wo.forward(heads, context.sink)
 

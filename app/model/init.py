@@ -47,6 +47,8 @@ def init_weights(
         std = _std(weight.initial, model)
         if weight.initial is Initial.ones:
             tensor.fill_(1.0)
+        elif weight.initial is Initial.zeros:
+            tensor.zero_()
         elif not weight.expert:
             generator = _generator(seed, named.name, tensor.device)
             _normal(own, block.shape, held, std=std, generator=generator)

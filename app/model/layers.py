@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from app.choices import Recompute
-from app.config.attention import Rope
+from app.config.attention import Llama3RopeConfig, Rope
 from app.kernels.common import usable
 from app.kernels.rms_norm import rms_norm
 from app.kernels.swiglu import swiglu as swiglu_kernel
@@ -83,11 +83,14 @@ def _frequencies(rope: Rope, device: torch.device) -> Tensor:
 
     YaRN divides slow ones by its factor, leaves fast ones as they are, and goes over from one to
     the other between the pairs that turn `beta_fast` and `beta_slow` times in the original length.
+    Llama 3.1 does likewise, and goes over by how often a pair turns.
     """
     even = torch.arange(0, rope.width, 2, device=device, dtype=torch.float32)
     exponent = even / rope.width
     plain_H: Tensor = rope.theta**-exponent
     yarn = rope.yarn
+    if rope.llama3 is not None:
+        return _mixed(plain_H, rope.llama3)
     if yarn is None:
         return plain_H
 
@@ -100,6 +103,15 @@ def _frequencies(rope: Rope, device: torch.device) -> Tensor:
     last = min(math.ceil(pair(yarn.beta_slow)), rope.width - 1)
     slow_H = ((even / 2 - first) / max(last - first, 0.001)).clamp(0, 1)
     mixed_H: Tensor = plain_H * (1 - slow_H) + plain_H / yarn.factor * slow_H
+    return mixed_H
+
+
+def _mixed(plain_H: Tensor, llama3: Llama3RopeConfig) -> Tensor:
+    """Frequencies as in Llama 3.1."""
+    turns_H = plain_H * (llama3.original_length / (2 * math.pi))
+    kept_H = (turns_H - llama3.low_turns) / (llama3.high_turns - llama3.low_turns)
+    kept_H = kept_H.clamp(0, 1)
+    mixed_H: Tensor = plain_H * kept_H + plain_H / llama3.factor * (1 - kept_H)
     return mixed_H
 
 

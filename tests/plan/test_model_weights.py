@@ -36,6 +36,7 @@ from tests.training import ROOT, composed
 
 SIZELESS = "pretrained"  # has the sizes of the model that it is given
 PRESETS = sorted({path.stem for path in (ROOT / "conf" / "model").glob("*.yaml")} - {SIZELESS})
+PRESETS.append("dense_tiny+qkv_bias")
 LAYOUTS = {
     "one rank": ParallelLayout(1),
     "tp": ParallelLayout(2, tp=2, etp=1),
@@ -48,8 +49,10 @@ DEEP = 4  # layers: both kinds, of every preset
 
 @cache
 def preset_model(preset: str) -> ModelConfig:
-    """A preset, cut to so many layers that it has both kinds of its own."""
-    return dataclasses.replace(composed([f"model={preset}"], 1).model, num_layers=DEEP)
+    """A preset, and keys that are on, cut to so many layers that it has both kinds of its own."""
+    name, *keys = preset.split("+")
+    words = [f"model={name}", *(f"model.{key}=true" for key in keys)]
+    return dataclasses.replace(composed(words, 1).model, num_layers=DEEP)
 
 
 def peers_of(layout: ParallelLayout, rank: int) -> Peers:
@@ -81,6 +84,8 @@ def block_by_name(name: str, shape: tuple[int, ...], place: ShardCoords) -> Bloc
             return whole.cut(0, ep, share).cut(3, etp, part)
         whole = Block.whole(experts * ep, rows * etp, columns)
         return whole.cut(0, ep, share).cut(1, etp, part)
+    if leaf == "bqkv":
+        return Block.whole(shape[0] * parts).cut(0, parts, index)
     if leaf in ("wqkv", "q_b", "kv_b", "embedding", "head"):
         return Block.whole(shape[0] * parts, shape[1]).cut(0, parts, index)
     if leaf in ("wo", "w_down"):
@@ -92,14 +97,14 @@ def block_by_name(name: str, shape: tuple[int, ...], place: ShardCoords) -> Bloc
 
 def whole_by_name(name: str) -> bool:
     """Whether all tensor-parallel ranks hold it whole, by the name's last part."""
-    cut = ("wqkv", "q_b", "kv_b", "embedding", "head", "wo", "w_down", "w_up")
+    cut = ("bqkv", "wqkv", "q_b", "kv_b", "embedding", "head", "wo", "w_down", "w_up")
     return ".experts." not in name and name.rsplit(".", 1)[-1] not in cut
 
 
 def initial_by_name(name: str, dims: int) -> Initial:
     leaf = name.rsplit(".", 1)[-1]
-    if leaf == "weight" and dims == 1:
-        return Initial.ones
+    if dims == 1:
+        return Initial.zeros if leaf == "bqkv" else Initial.ones
     return Initial.residual if leaf in ("wo", "w_down") else Initial.normal
 
 
@@ -203,7 +208,7 @@ def weight_names() -> tuple[set[str], set[str]]:
     moe = models[0].moe
     assert moe is not None
     gated = dataclasses.replace(moe, shared_ffn_hidden_size=32, shared_gate=True)
-    models.append(dataclasses.replace(models[0], moe=gated))
+    models.append(dataclasses.replace(models[0], moe=gated, qkv_bias=True))
     paths = [each.name.split(".") for model in models for each in model_weights(model)]
     leaves = {path[-1] for path in paths}
     return leaves, {part for path in paths for part in path if not part.isdigit()}
@@ -243,6 +248,6 @@ def test_the_rule_on_names_can_fail():
     leaves, parts = weight_names()
     assert leaves == {
         *("embedding", "wqkv", "wo", "weight", "w_up", "w_down", "shared_gate", "head"),
-        *("q_a", "q_b", "kv_a", "kv_b"),
+        *("q_a", "q_b", "kv_a", "kv_b", "bqkv"),
     }
     assert parts >= {"experts", "router", "q_norm", "attn"}

@@ -27,7 +27,8 @@ GRID = ModelConfig(
     qk_norm=True,
     moe=MOE,
 )
-MODELS = {"moe": GRID, "dense": dataclasses.replace(GRID, moe=None, tie_embeddings=True)}
+PLAIN = dataclasses.replace(GRID, moe=None, tie_embeddings=True, qkv_bias=True)
+MODELS = {"moe": GRID, "dense": PLAIN}
 SEQUENCES, SEQ_LEN = 4, 32  # of a step
 LARGEST = 8  # world
 

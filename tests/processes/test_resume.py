@@ -21,7 +21,7 @@ import pytest
 import tests.runs
 from app.choices import Score
 from app.cli.options.compose import all_keys
-from app.config import MLAConfig, Run, YarnConfig
+from app.config import Llama3RopeConfig, MLAConfig, Run, YarnConfig
 from app.engine.checkpoint import resume
 from app.engine.checkpoint.folder import (
     CHECKPOINTS,
@@ -53,7 +53,12 @@ WIDER = replace(RUN, model=replace(TINY, hidden_size=64))
 FILE = "rank-00000.safetensors"
 
 
-NULLABLE = ("model.mla", "model.moe", "model.yarn")  # sections that a model may do without
+NULLABLE = (
+    "model.mla",
+    "model.moe",
+    "model.yarn",
+    "model.llama3_rope",
+)  # sections that a model may do without
 
 
 def leaves() -> list[str]:
@@ -104,10 +109,12 @@ def with_other(config: Json, key: str) -> Json:
 def test_fixed_keys_are_refused_and_free_ones_told(tmp_path: Path):
     """A run whose configuration differs from the checkpoint's in one key, for every key."""
     latent = replace(TINY, num_kv_heads=TINY.num_heads, mla=MLAConfig(), yarn=YarnConfig())
-    config = plain(asdict(replace(RUN, model=latent)))
+    llama = replace(latent, yarn=None, llama3_rope=Llama3RopeConfig())
     for number, key in enumerate(leaves()):
+        model = llama if key.startswith("model.llama3_rope") else latent
+        config = plain(asdict(replace(RUN, model=model)))
         checkpoint = saved(tmp_path / str(number), with_other(config, key))
-        run = replace(RUN, model=latent, resume=str(checkpoint))
+        run = replace(RUN, model=model, resume=str(checkpoint))
         if DECISIONS[key] == "fixed":
             with pytest.raises(ConfigError, match="was trained with") as refused:
                 find_start(run)
@@ -115,6 +122,17 @@ def test_fixed_keys_are_refused_and_free_ones_told(tmp_path: Path):
         else:
             told = [change.split(":")[0] for change in find_start(run).changes]
             assert told == ([] if key.startswith(resume.UNREPORTED) else [key])
+
+
+def test_a_key_that_the_checkpoint_does_not_know_had_its_default(tmp_path: Path):
+    config = plain(asdict(RUN))
+    for name in ("qkv_bias", "llama3_rope", "init_from"):
+        del config["model"][name]
+    path = str(saved(tmp_path, config))
+    assert find_start(replace(RUN, resume=path)).changes == ()
+    biased = replace(RUN, model=replace(RUN.model, qkv_bias=True), resume=path)
+    with pytest.raises(ConfigError, match="was trained with false"):
+        find_start(biased)
 
 
 def test_a_section_that_the_checkpoint_does_not_know_is_free(tmp_path: Path):

@@ -1,7 +1,7 @@
 """Logits and gradients equal those of Hugging Face `transformers` on the same weights, fp32.
 
-Llama and Qwen3 (dense), Qwen3-MoE and Mixtral; Qwen2-MoE for the gated shared expert; GLM-4-MoE for
-sigmoid scores with a selection bias, groups, a scale and an ungated shared expert;
+Llama, Qwen2 and Qwen3 (dense), Qwen3-MoE and Mixtral; Qwen2-MoE for the gated shared expert;
+GLM-4-MoE for sigmoid scores with a selection bias, groups, a scale and an ungated shared expert;
 DeepSeek-V2 and -V3 for multi-head latent attention with YaRN.
 """
 
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from app.choices import Score
-from app.config import MLAConfig, ModelConfig, MoEConfig, YarnConfig
+from app.config import Llama3RopeConfig, MLAConfig, ModelConfig, MoEConfig, YarnConfig
 from app.model.chunk import Chunk
 from app.model.linear import named_parameters
 from tests.rounding import expect_alike, numbered, plain_and_exact
@@ -39,27 +39,34 @@ def dense(
     kind: str,
     heads: int,
     kv_heads: int,
-    width: int,
+    width: int | None,
     tied: bool,
     theta: float = 10000.0,
     eps: float = 1e-5,
     yarn: dict[str, float] | None = None,
+    llama3: dict[str, float] | None = None,
 ) -> Any:
     """(Hugging Face class, its configuration, our configuration) of a dense model of `kind`,
-    Llama or Qwen3.
+    Llama, Qwen2 or Qwen3.
     """
-    scaled = {"rope_type": "yarn", "original_max_position_embeddings": 32, **(yarn or {})}
+    scaled: dict[str, Any] = {"rope_type": "default"}
+    if yarn is not None:
+        scaled = {"rope_type": "yarn", "original_max_position_embeddings": 32, **yarn}
+    if llama3 is not None:
+        # between turning once and four times in 32 tokens, frequencies go over to slower ones
+        turns = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
+        scaled = {"rope_type": "llama3", "original_max_position_embeddings": 32, **turns, **llama3}
     theirs = getattr(transformers, f"{kind}Config")(
         **HF_SIZES,
         num_hidden_layers=3,
         intermediate_size=56,
         num_attention_heads=heads,
         num_key_value_heads=kv_heads,
-        head_dim=width,
+        **({} if width is None else {"head_dim": width}),
         tie_word_embeddings=tied,
         rope_parameters={
             "rope_theta": theta,
-            **({"rope_type": "default"} if yarn is None else scaled),
+            **scaled,
         },
         rms_norm_eps=eps,
     )
@@ -74,7 +81,9 @@ def dense(
         rope_theta=theta,
         norm_eps=eps,
         qk_norm=kind == "Qwen3",
+        qkv_bias=kind == "Qwen2",
         yarn=None if yarn is None else YarnConfig(original_length=32, mscale_all_dim=0, **yarn),
+        llama3_rope=None if llama3 is None else Llama3RopeConfig(original_length=32, **llama3),
     )
     return getattr(transformers, f"{kind}ForCausalLM"), theirs, ours
 
@@ -289,6 +298,10 @@ CASES = {
     "llama-yarn": lambda: dense(
         "Llama", 4, 2, width=16, tied=False, theta=1e3, yarn={"factor": 2.0, **TURNS}
     ),
+    "llama-3.1": lambda: dense(
+        "Llama", 4, 2, width=16, tied=True, theta=1e3, llama3={"factor": 8.0}
+    ),
+    "qwen2-gqa": lambda: dense("Qwen2", 4, 2, width=None, tied=False),
     "qwen3-gqa": lambda: dense("Qwen3", 6, 3, width=16, tied=False),
     "qwen3-gqa-tied": lambda: dense("Qwen3", 8, 2, width=16, tied=True),
     "qwen3-moe": lambda: qwen3_moe(normalised=True, tied=False),
@@ -320,9 +333,9 @@ def spread_weights(model: nn.Module) -> None:
             buffer.copy_(torch.randn(buffer.shape, generator=random) * 0.2)
 
 
-def fused_qkv(hf: dict[str, Tensor], prefix: str, kv_heads: int) -> Tensor:
+def fused_qkv(hf: dict[str, Tensor], prefix: str, kv_heads: int, kind: str = "weight") -> Tensor:
     """Per key/value head: its queries, its key, its value."""
-    q, k, v = (hf[f"{prefix}.{name}_proj.weight"].unflatten(0, (kv_heads, -1)) for name in "qkv")
+    q, k, v = (hf[f"{prefix}.{name}_proj.{kind}"].unflatten(0, (kv_heads, -1)) for name in "qkv")
     return torch.cat((q, k, v), dim=1).flatten(0, 1)
 
 
@@ -384,7 +397,10 @@ def converted(hf: dict[str, Tensor], model: ModelConfig) -> dict[str, Tensor]:
         ours, theirs = f"layers.{index}", f"model.layers.{index}"
         weights[f"{ours}.attn_norm.weight"] = hf[f"{theirs}.input_layernorm.weight"]
         if model.mla is None:
-            weights[f"{ours}.attn.wqkv"] = fused_qkv(hf, f"{theirs}.self_attn", model.num_kv_heads)
+            of_heads = f"{theirs}.self_attn", model.num_kv_heads
+            weights[f"{ours}.attn.wqkv"] = fused_qkv(hf, *of_heads)
+            if model.qkv_bias:
+                weights[f"{ours}.attn.bqkv"] = fused_qkv(hf, *of_heads, kind="bias")
         else:
             weights |= latents(hf, f"{ours}.attn", f"{theirs}.self_attn")
         weights[f"{ours}.attn.wo"] = hf[f"{theirs}.self_attn.o_proj.weight"]

@@ -20,7 +20,7 @@ from app.errors import ConfigError, FirstOf, Instead, OwnError, nearest
 _NULL_SECTION = "Unexpected type for root"
 _NO_SECTION = (
     "an override reaches into a section that is null: a dense model has no model.moe, and few have "
-    "model.mla or model.yarn; choose a model that has it"
+    "model.mla, model.yarn or model.llama3_rope; choose a model that has it"
 )
 # What a mistake raises while a configuration is composed.
 COMPOSING = (ConfigError, HydraException, OmegaConfBaseException, YAMLError, AssertionError)

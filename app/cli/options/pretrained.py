@@ -14,7 +14,7 @@ from app.hf.their_model import TheirModel
 
 KEY = "model.init_from"
 PRESET = "model=pretrained"
-OF_KINDS = ("mla", "yarn")  # sections that few models have
+OF_KINDS = ("mla", "yarn", "llama3_rope")  # sections that few models have
 
 
 def of_config_json(field: str, _root_: DictConfig) -> object:

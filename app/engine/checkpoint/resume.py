@@ -15,7 +15,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from app.config import Run
+from app.config import ModelConfig, MoEConfig, Run
 from app.data.paths import source_option
 from app.data.sources import Record, difference
 from app.engine.checkpoint.folder import CHECKPOINTS, MANIFEST, newest_checkpoint, parse_manifest
@@ -26,11 +26,14 @@ FIXED = frozenset((
     # Shapes of weights, and what is computed with them.
     "model.num_layers", "model.hidden_size", "model.ffn_hidden_size", "model.num_heads",
     "model.num_kv_heads", "model.head_dim", "model.vocab_size", "model.rope_theta",
-    "model.norm_eps", "model.qk_norm", "model.tie_embeddings", "model.mla", "model.mla.q_lora_rank",
+    "model.norm_eps", "model.qk_norm", "model.qkv_bias", "model.tie_embeddings", "model.mla",
+    "model.mla.q_lora_rank",
     "model.mla.kv_lora_rank", "model.mla.qk_nope_head_dim", "model.mla.qk_rope_head_dim",
     "model.mla.v_head_dim", "model.yarn", "model.yarn.factor", "model.yarn.original_length",
     "model.yarn.beta_fast", "model.yarn.beta_slow", "model.yarn.mscale",
-    "model.yarn.mscale_all_dim", "model.moe", "model.moe.num_experts",
+    "model.yarn.mscale_all_dim", "model.llama3_rope", "model.llama3_rope.factor",
+    "model.llama3_rope.original_length", "model.llama3_rope.low_turns",
+    "model.llama3_rope.high_turns", "model.moe", "model.moe.num_experts",
     "model.moe.ffn_hidden_size", "model.moe.every_n", "model.moe.first_k_dense",
     "model.moe.shared_ffn_hidden_size", "model.moe.shared_gate",
     # Which experts compute a token, and with what weight.
@@ -103,7 +106,7 @@ def allowed_changes(
     checkpoint cannot be continued.
     """
     data = _DataThen(manifest.get("data"), run, record)
-    differences = list(_differences("", manifest["config"], plain(asdict(run))))
+    differences = list(_differences(manifest["config"], plain(asdict(run))))
     misfit = _misfit(differences, data)
     if misfit is not None:
         key, was, now = misfit
@@ -154,13 +157,24 @@ class _DataThen:
             raise ConfigError(*source_option(config), rule, advice=advice)
 
 
-def _differences(prefix: str, saved: Any, current: Any) -> Iterator[Difference]:
+def _differences(saved: dict[str, Any], current: dict[str, Any]) -> Iterator[Difference]:
+    """Keys that differ. One that a section of the checkpoint does not know yet had what is its
+    default now.
+    """
+    usual = plain(asdict(Run(ModelConfig(moe=MoEConfig()))))
+    for name, value in current.items():
+        yield from _unlike(name, saved.get(name), value, usual.get(name))
+
+
+def _unlike(key: str, saved: Any, current: Any, usual: Any) -> Iterator[Difference]:
     if not (isinstance(saved, dict) and isinstance(current, dict)):
         if saved != current:
-            yield prefix, saved, current
+            yield key, saved, current
         return
+    known = usual if isinstance(usual, dict) else {}
     for name, value in current.items():
-        yield from _differences(f"{prefix}.{name}" if prefix else name, saved.get(name), value)
+        was = saved[name] if name in saved else known.get(name)
+        yield from _unlike(f"{key}.{name}", was, value, known.get(name))
 
 
 def _misfit(differences: Iterable[Difference], data: _DataThen) -> Difference | None:
@@ -231,7 +245,7 @@ def _newest_that_fits(run: Run, record: Callable[[], Record]) -> tuple[Path | No
     current = plain(asdict(run))
     for saved in sorted(map(_recorded, newest), key=lambda saved: saved.time, reverse=True):
         data = _DataThen(saved.data, run, record)
-        misfit = saved.config and _misfit(_differences("", saved.config, current), data)
+        misfit = saved.config and _misfit(_differences(saved.config, current), data)
         if not misfit:
             return saved.checkpoint, _passed_over(passed)
         passed.append((saved.checkpoint, misfit))

@@ -18,8 +18,12 @@ def attention_weights(model: ModelConfig) -> AttentionWeights | LatentAttentionW
 
 @dataclass(frozen=True, slots=True)
 class AttentionWeights(Part):
-    """Projections in and out; norms of query and key heads, which are the same for every head."""
+    """Projections in and out, the first maybe with a bias; norms of query and key heads, which are
+    the same for every head.
+    """
 
+    # of what wqkv makes; in front: a module's own come before its children's
+    bqkv: Weight | None
     wqkv: Weight  # per key/value head: its query heads, its key, its value
     wo: Weight
     q_norm: NormWeights | None
@@ -31,8 +35,11 @@ class AttentionWeights(Part):
         hidden = model.hidden_size
         width = model.head_width
         norm = NormWeights.of(width) if model.qk_norm else None
+        rows = (model.num_heads + 2 * model.num_kv_heads) * width
+        bias = Weight((rows,), tp=0, initial=Initial.zeros, decay=False)
         return cls(
-            wqkv=Weight(((model.num_heads + 2 * model.num_kv_heads) * width, hidden), tp=0),
+            bqkv=bias if model.qkv_bias else None,
+            wqkv=Weight((rows, hidden), tp=0),
             wo=Weight((hidden, model.num_heads * width), tp=1, initial=Initial.residual),
             q_norm=norm,
             k_norm=norm,

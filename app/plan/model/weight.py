@@ -17,6 +17,7 @@ class Initial(Enum):
     """Kind of initial values."""
 
     ones = "ones"  # norms
+    zeros = "zeros"  # biases
     normal = "normal"  # N(0, model.init_std)
     # N(0, model.init_std / √(2·num_layers)): what writes to the residual stream (GPT-2)
     residual = "residual"

@@ -67,6 +67,10 @@ def _grouped_attention(
     trace: Trace, s: Sizes, h: TracedTensor, weights: AttentionWeights
 ) -> TracedTensor:
     qkv = column_parallel(trace, s, h, weight=weights.wqkv)
+    if weights.bqkv is not None:
+        (width,) = s.shape(weights.bqkv)
+        # in place; backward sums the gradient over tokens
+        (qkv,) = trace.op([qkv], [qkv], passes=True, scratch=(0, width * s.size))
     with trace.recomputed(Recompute.attn_core) as recomputed:
         out = _core(trace, s, qkv, weights=weights, keep=recomputed)
     return row_parallel(trace, s, out, weight=weights.wo, holds=[h, qkv])
