@@ -31,6 +31,7 @@ FAMILIES = {
     "qwen2": "qwen2-gqa",
     "qwen3": "qwen3-gqa",
     "mixtral": "mixtral-gqa",
+    "olmoe": "olmoe-gqa",
     "qwen3_moe": "qwen3-moe-every-second-layer",
     "deepseek_v2": "deepseek-v2",
     "deepseek_v2-lite": "deepseek-v2-lite",

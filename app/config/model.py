@@ -241,6 +241,7 @@ class ModelConfig:
     llama3_rope: Llama3RopeConfig | None = None  # null: as they are, or as in yarn
     norm_eps: float = 1e-5  # added to the mean square in RMSNorm
     qk_norm: bool = False  # RMSNorm on each query and key head before the rotation
+    qk_norm_whole: bool = False  # over all query or key heads together (OLMoE), not over each
     qkv_bias: bool = False  # a bias on queries, keys and values (Qwen2)
     tie_embeddings: bool = False  # one matrix for embedding and head
     init_std: float = 0.02  # standard deviation of the initial weights
@@ -275,6 +276,10 @@ class ModelConfig:
         if self.yarn is not None and self.llama3_rope is not None:
             rule = "rotary frequencies are scaled in one way, and model.yarn is another"
             raise ConfigError("model.llama3_rope", "{…}", rule, nearest=("null",))
+        if self.qk_norm_whole and not self.qk_norm:
+            rule = "there are no norms of queries and keys"
+            near = (False, Instead("model.qk_norm=true"))
+            raise ConfigError("model.qk_norm_whole", True, rule, nearest=near)
         if self.mla is not None:
             self._check_latent()
         elif self.head_dim is None and self.hidden_size % self.num_heads:

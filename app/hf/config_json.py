@@ -179,6 +179,20 @@ def qwen3_moe(config: TheirConfig) -> dict[str, Any]:
     return {**grouped(config), "qk_norm": True, "ffn_hidden_size": ffn, "moe": moe}
 
 
+def olmoe(config: TheirConfig) -> dict[str, Any]:
+    """OLMoE: norms over all query and all key heads."""
+    if config.get("clip_qkv", None) is not None:
+        raise config.refusal(f"clip_qkv={config.values['clip_qkv']} is not supported")
+    moe = {
+        "num_experts": config.either("num_experts", "num_local_experts"),
+        "top_k": config.need("num_experts_per_tok"),
+        "ffn_hidden_size": config.need("intermediate_size"),
+        "pre_softmax": not config.get("norm_topk_prob", False),
+        "aux_loss_coeff": config.get("router_aux_loss_coef", 0.0),
+    }
+    return {**grouped(config), "qk_norm": True, "qk_norm_whole": True, "moe": moe}
+
+
 def deepseek_v2(config: TheirConfig) -> dict[str, Any]:
     """DeepSeek-V2: probabilities are not normalised, groups are scored by their best expert."""
     config.only("scoring_func", "softmax")
@@ -302,6 +316,18 @@ def written_mixtral(moe: MoEConfig) -> dict[str, Any]:
         "num_experts_per_tok": moe.top_k,
         "router_aux_loss_coef": moe.aux_loss_coeff,
         "sliding_window": None,
+    }
+
+
+def written_olmoe(moe: MoEConfig) -> dict[str, Any]:
+    """What OLMoE's config.json says of experts."""
+    return {
+        "intermediate_size": moe.ffn_hidden_size,
+        "num_experts": moe.num_experts,
+        "num_experts_per_tok": moe.top_k,
+        "norm_topk_prob": not moe.pre_softmax,
+        "router_aux_loss_coef": moe.aux_loss_coeff,
+        "clip_qkv": None,
     }
 
 

@@ -70,6 +70,13 @@ FAMILIES = (
         config.written_mixtral,
     ),
     Family(
+        "olmoe",
+        "OlmoeForCausalLM",
+        config.olmoe,
+        (*_GROUPED, *tables.EXPERTS),
+        config.written_olmoe,
+    ),
+    Family(
         "qwen3_moe",
         "Qwen3MoeForCausalLM",
         config.qwen3_moe,
@@ -134,7 +141,8 @@ def family_of(model: ModelConfig, key: str, value: object) -> Family:
 
 # What weights are made for. What they are trained with may differ.
 ARCHITECTURE = ("num_layers", "hidden_size", "ffn_hidden_size", "num_heads", "num_kv_heads",
-                "head_dim", "vocab_size", "rope_theta", "norm_eps", "qk_norm", "qkv_bias",
+                "head_dim", "vocab_size", "rope_theta", "norm_eps", "qk_norm",
+                "qk_norm_whole", "qkv_bias",
                 "tie_embeddings", "yarn", "llama3_rope", "mla")  # fmt: skip
 OF_EXPERTS = ("num_experts", "top_k", "ffn_hidden_size", "every_n", "first_k_dense",
               "shared_ffn_hidden_size", "shared_gate", "score", "pre_softmax", "groups",

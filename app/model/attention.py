@@ -20,7 +20,14 @@ from app.config import MLAConfig, ModelConfig
 from app.kernels.attention.heads import HeadNorms, split_and_rotate
 from app.kernels.common import usable
 from app.model.context_parallel import gather_sequence, ulysses_to_heads, ulysses_to_tokens
-from app.model.layers import Context, RMSNorm, interleaved_to_halves, rotate
+from app.model.layers import (
+    Context,
+    RMSNorm,
+    WholeNorm,
+    interleaved_to_halves,
+    norm_all_heads,
+    rotate,
+)
 from app.model.linear import ColumnParallelLinear, RowParallelLinear
 from app.model.peers import ALONE, Peers, rank, size
 from app.model.tensor_parallel import gather_tokens
@@ -66,8 +73,13 @@ class Attention(nn.Module):
         self.bqkv = None if bias is None else nn.Parameter(torch.empty(peers.coords.shape(bias)))
         self.wqkv = ColumnParallelLinear(weights.wqkv, peers)
         self.wo = RowParallelLinear(weights.wo, peers)
-        self.q_norm = _norm(weights.q_norm, model.norm_eps)
-        self.k_norm = _norm(weights.k_norm, model.norm_eps)
+        self.eps = model.norm_eps
+        if model.qk_norm_whole and weights.q_norm is not None and weights.k_norm is not None:
+            self.q_norm: nn.Module = WholeNorm(weights.q_norm, peers)
+            self.k_norm: nn.Module = WholeNorm(weights.k_norm, peers)
+        else:
+            self.q_norm = _norm(weights.q_norm, model.norm_eps)
+            self.k_norm = _norm(weights.k_norm, model.norm_eps)
 
     def forward(self, x_BsD: Tensor, context: Context) -> Tensor:
         """B × s × D -> B × s × D; no residual."""
@@ -85,6 +97,7 @@ class Attention(nn.Module):
 
     def _heads(self, qkv: Tensor, context: Context) -> tuple[Tensor, Tensor, Tensor]:
         """q B × S × N × H, k and v B × S × G × H, with q/k norms if any and rotary positions."""
+        qkv = self._all_normed(qkv)
         if usable(qkv):
             return split_and_rotate(
                 qkv,
@@ -96,9 +109,23 @@ class Attention(nn.Module):
             )
         grouped = qkv.unflatten(-1, (self.num_kv_heads, self.queries_per_kv + 2, self.width))
         q, k, v = grouped.split((self.queries_per_kv, 1, 1), dim=3)
-        q_BSNH = self.q_norm(q.flatten(2, 3))
-        k_BSGH = self.k_norm(k.squeeze(3))
+        q_BSNH, k_BSGH = q.flatten(2, 3), k.squeeze(3)
+        if self._head_norms() is not None:
+            q_BSNH, k_BSGH = self.q_norm(q_BSNH), self.k_norm(k_BSGH)
         return rotate(q_BSNH, context), rotate(k_BSGH, context), v.squeeze(3)
+
+    def _all_normed(self, qkv: Tensor) -> Tensor:
+        """With norms over all heads together, if the model has such."""
+        if not isinstance(self.q_norm, WholeNorm) or not isinstance(self.k_norm, WholeNorm):
+            return qkv
+        return norm_all_heads(
+            qkv,
+            self.q_norm,
+            self.k_norm,
+            num_kv_heads=self.num_kv_heads,
+            eps=self.eps,
+            group=self.peers.tp,
+        )
 
     def _head_norms(self) -> HeadNorms | None:
         if isinstance(self.q_norm, RMSNorm) and isinstance(self.k_norm, RMSNorm):

@@ -1,19 +1,24 @@
 """Small pieces of the transformer: RMSNorm, rotary positions, SwiGLU.
 
 Shapes: B sequences, S tokens per sequence of a context-parallel rank, s = S / tp of them between
-matrices, K tokens of a whole sequence, N heads, H head width, D hidden.
+matrices, K tokens of a whole sequence, N heads, H head width, D hidden; G key/value heads of this
+rank, P query heads for each, F = G·(P + 2)·H; R = B × S numbers.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from app.choices import Recompute
+from app.collectives import all_reduce
 from app.config.attention import Llama3RopeConfig, Rope
 from app.kernels.common import usable
 from app.kernels.rms_norm import rms_norm
@@ -24,6 +29,8 @@ from app.model.recompute import Recomputation
 from app.model.weight_grads import WeightGradSink
 from app.plan.model.mlp import MlpWeights
 from app.plan.model.norm import NormWeights
+
+HEADS = (-3, -2, -1)  # dimensions of a token's heads, in queries and keys
 
 
 class RMSNorm(nn.Module):
@@ -39,6 +46,108 @@ class RMSNorm(nn.Module):
         if usable(x, self.weight):
             return rms_norm(x, self.weight, self.eps)
         return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+
+
+class WholeNorm(nn.Module):
+    """The factors of a norm over all heads of one kind, of which a rank has those of its own."""
+
+    def __init__(self, weights: NormWeights, peers: Peers) -> None:
+        super().__init__()
+        self.width = weights.weight.numel  # over all ranks
+        self.weight = nn.Parameter(torch.empty(peers.coords.shape(weights.weight)))
+
+
+def norm_all_heads(
+    qkv_BSF: Tensor,
+    query: WholeNorm,
+    key: WholeNorm,
+    *,
+    num_kv_heads: int,
+    eps: float,
+    group: dist.ProcessGroup | None,
+) -> Tensor:
+    """B × S × F -> the same with normed queries and keys, and values as they are.
+
+    RMSNorm of all query heads together, and of all key heads (OLMoE). `qkv_BSF` holds, per
+    key/value head, its query heads, its key, its value. `group` has the ranks with the other heads,
+    which add up a token's squares, two numbers in fp32, and two more in backward. Keeps `qkv_BSF`
+    for backward.
+    """
+    queries, keys = query.weight.numel(), key.weight.numel()
+    shape = (num_kv_heads, queries // keys, keys // num_kv_heads)
+    out_BSF: Tensor = _NormAllHeads.apply(
+        qkv_BSF, query.weight, key.weight, shape, (query.width, key.width), eps, group
+    )
+    return out_BSF
+
+
+def _parts(qkv_BSF: Tensor, shape: tuple[int, int, int]) -> tuple[Tensor, Tensor, Tensor]:
+    """Views of queries B × S × G × P × H, keys and values B × S × G × 1 × H."""
+    groups, queries, width = shape
+    grouped = qkv_BSF.unflatten(-1, (groups, queries + 2, width))
+    q, k, v = grouped.split((queries, 1, 1), dim=3)
+    return q, k, v
+
+
+class _NormAllHeads(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        qkv_BSF: Tensor,
+        query_F: Tensor,
+        key_F: Tensor,
+        shape: tuple[int, int, int],
+        widths: tuple[int, int],
+        eps: float,
+        group: dist.ProcessGroup | None,
+    ) -> Tensor:
+        q, k, v = _parts(qkv_BSF, shape)
+        squares_2R = torch.stack(
+            [torch.linalg.vector_norm(x, dim=HEADS, dtype=torch.float32).square() for x in (q, k)]
+        )
+        if group is not None:
+            all_reduce(squares_2R, group)
+        for squares_R, width in zip(squares_2R, widths, strict=True):
+            squares_R.div_(width).add_(eps).rsqrt_()
+        ctx.save_for_backward(qkv_BSF, query_F, key_F, squares_2R)
+        ctx.shape, ctx.widths, ctx.group = shape, widths, group
+        out_BSF = torch.empty_like(qkv_BSF)
+        *normed, same = _parts(out_BSF, shape)
+        same.copy_(v)
+        for x, weight, factor_R, out in zip(
+            (q, k), (query_F, key_F), squares_2R, normed, strict=True
+        ):
+            out.copy_(x * factor_R[..., None, None, None])
+            out.mul_(weight.view(x.shape[2:]))
+        return out_BSF
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_BSF: Tensor) -> tuple[Tensor | None, ...]:
+        qkv_BSF, query_F, key_F, factors_2R = ctx.saved_tensors
+        parts, grads = _parts(qkv_BSF, ctx.shape), _parts(grad_BSF, ctx.shape)
+        made_BSF = torch.empty_like(qkv_BSF)
+        made = _parts(made_BSF, ctx.shape)
+        made[2].copy_(grads[2])
+        dots_2R = torch.empty_like(factors_2R)
+        weight_grads = []
+        for number, weight in enumerate((query_F, key_F)):
+            x, grad = parts[number], grads[number]
+            product = grad.float() * x
+            heads = weight.view(x.shape[2:]).float()
+            torch.sum(product * heads, dim=HEADS, out=dots_2R[number])
+            product *= factors_2R[number][..., None, None, None]
+            weight_grads.append(product.sum((0, 1)).flatten().to(weight.dtype))
+        if ctx.group is not None:
+            all_reduce(dots_2R, ctx.group)
+        for number, weight in enumerate((query_F, key_F)):
+            x, grad, factor_R = parts[number], grads[number], factors_2R[number]
+            found = grad.float() * weight.view(x.shape[2:])
+            slope_R = factor_R.square() * dots_2R[number] / ctx.widths[number]
+            found -= x * slope_R[..., None, None, None]
+            found *= factor_R[..., None, None, None]
+            made[number].copy_(found)
+        return made_BSF, *weight_grads, None, None, None, None
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,7 +36,7 @@ from tests.training import ROOT, composed
 
 SIZELESS = "pretrained"  # has the sizes of the model that it is given
 PRESETS = sorted({path.stem for path in (ROOT / "conf" / "model").glob("*.yaml")} - {SIZELESS})
-PRESETS.append("dense_tiny+qkv_bias")
+PRESETS += ["dense_tiny+qkv_bias", "dense_tiny+qk_norm+qk_norm_whole"]
 LAYOUTS = {
     "one rank": ParallelLayout(1),
     "tp": ParallelLayout(2, tp=2, etp=1),
@@ -128,8 +128,11 @@ def test_modules_plan_blocks_and_flags_are_those_of_the_descriptions(
                 place = ShardCoords.of(layout, rank)
                 for spec, parameter in zip(parameter_specs(chunk, place), planned, strict=True):
                     shape, whole = tuple(spec.param.shape), whole_by_name(spec.name)
+                    name = spec.name
+                    if model.qk_norm_whole and re.search(r"\.[qk]_norm\.", name):
+                        name, whole = "bqkv", False  # cut as that is
                     copy = spec.name == "embedding" and parameter.tied
-                    assert spec.block == block_by_name(spec.name, shape, place)
+                    assert spec.block == block_by_name(f"attn.{name}", shape, place)
                     assert spec.expert == parameter.expert == (".experts." in spec.name)
                     assert spec.decay == (len(shape) > 1)
                     assert spec.replica == (whole and layout.tp > 1)

@@ -198,6 +198,10 @@ LATENT = dataclasses.replace(
 CUT = {
     "tp 2": (DENSE, {"tp": 2}),
     "tp 4": (GROUPED, {"tp": 4}),
+    "tp 2 norms of all heads, biases": (
+        dataclasses.replace(GROUPED, qk_norm_whole=True, qkv_bias=True),
+        {"tp": 2},
+    ),
     "cp 2": (DENSE, {"cp": 2}),
     "cp 4": (GROUPED, {"cp": 4}),
     "cp 2 heads": (DENSE, {"cp": 2, "cp_comm_type": CpComm.all_to_all}),

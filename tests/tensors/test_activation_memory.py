@@ -83,6 +83,9 @@ MODELS = {
     "dense": DENSE,
     "qk_norm": dataclasses.replace(DENSE, qk_norm=True),
     "qkv_bias": dataclasses.replace(DENSE, num_kv_heads=4, qkv_bias=True),
+    "norms_of_all_heads": dataclasses.replace(
+        DENSE, num_kv_heads=4, qk_norm=True, qk_norm_whole=True
+    ),
     "grouped_tied": GROUPED,
     "one_kv_head": dataclasses.replace(DENSE, num_kv_heads=1, head_dim=32),
     "softmax": dataclasses.replace(DENSE, moe=SOFTMAX),

@@ -24,7 +24,7 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
     "another family": (
         lambda folder: edit_config(folder, model_type="gemma3"),
         "config.json: models of type gemma3 are not supported; llama, qwen2, qwen3, mixtral, "
-        "qwen3_moe, deepseek_v2, deepseek_v3 are",
+        "olmoe, qwen3_moe, deepseek_v2, deepseek_v3 are",
     ),
     "no layers": (
         lambda folder: edit_config(folder, num_hidden_layers=...),

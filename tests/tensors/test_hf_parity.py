@@ -153,6 +153,32 @@ def mixtral(kv_heads: int, tied: bool) -> Any:
     return transformers.MixtralForCausalLM, theirs, ours
 
 
+def olmoe(kv_heads: int, normalised: bool) -> Any:
+    """As `dense`: 8 experts of which 3 are chosen, norms over all heads."""
+    theirs = transformers.OlmoeConfig(
+        **HF_SIZES,
+        num_hidden_layers=3,
+        intermediate_size=24,
+        num_attention_heads=4,
+        num_key_value_heads=kv_heads,
+        num_experts=8,
+        num_experts_per_tok=3,
+        norm_topk_prob=normalised,
+        pad_token_id=None,
+        eos_token_id=None,
+    )
+    ours = ModelConfig(
+        **SIZES,
+        num_layers=3,
+        num_heads=4,
+        num_kv_heads=kv_heads,
+        qk_norm=True,
+        qk_norm_whole=True,
+        moe=MoEConfig(num_experts=8, top_k=3, ffn_hidden_size=24, pre_softmax=not normalised),
+    )
+    return transformers.OlmoeForCausalLM, theirs, ours
+
+
 def qwen2_moe() -> Any:
     """As `dense`: a shared expert behind a gate."""
     theirs = transformers.Qwen2MoeConfig(
@@ -310,6 +336,8 @@ CASES = {
     "qwen3-moe-every-second-layer": lambda: qwen3_moe(normalised=True, tied=False, sparse_step=2),
     "mixtral-gqa": lambda: mixtral(kv_heads=2, tied=False),
     "mixtral-mha-tied": lambda: mixtral(kv_heads=4, tied=True),
+    "olmoe": lambda: olmoe(kv_heads=4, normalised=False),
+    "olmoe-gqa": lambda: olmoe(kv_heads=2, normalised=True),
     "qwen2-moe-shared-gate": qwen2_moe,
     "glm4-moe-sigmoid-groups-bias": glm4_moe,
     "deepseek-v2": lambda: deepseek(2, q_rank=24, groups=True),

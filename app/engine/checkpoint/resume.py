@@ -26,7 +26,8 @@ FIXED = frozenset((
     # Shapes of weights, and what is computed with them.
     "model.num_layers", "model.hidden_size", "model.ffn_hidden_size", "model.num_heads",
     "model.num_kv_heads", "model.head_dim", "model.vocab_size", "model.rope_theta",
-    "model.norm_eps", "model.qk_norm", "model.qkv_bias", "model.tie_embeddings", "model.mla",
+    "model.norm_eps", "model.qk_norm", "model.qk_norm_whole", "model.qkv_bias",
+    "model.tie_embeddings", "model.mla",
     "model.mla.q_lora_rank",
     "model.mla.kv_lora_rank", "model.mla.qk_nope_head_dim", "model.mla.qk_rope_head_dim",
     "model.mla.v_head_dim", "model.yarn", "model.yarn.factor", "model.yarn.original_length",

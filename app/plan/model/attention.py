@@ -18,8 +18,8 @@ def attention_weights(model: ModelConfig) -> AttentionWeights | LatentAttentionW
 
 @dataclass(frozen=True, slots=True)
 class AttentionWeights(Part):
-    """Projections in and out, the first maybe with a bias; norms of query and key heads, which are
-    the same for every head.
+    """Projections in and out, the first maybe with a bias; norms of query and key heads, the
+    same for every head, or over all of them together.
     """
 
     # of what wqkv makes; in front: a module's own come before its children's
@@ -34,15 +34,18 @@ class AttentionWeights(Part):
         """Those of one layer."""
         hidden = model.hidden_size
         width = model.head_width
-        norm = NormWeights.of(width) if model.qk_norm else None
+        q_norm = k_norm = NormWeights.of(width) if model.qk_norm else None
+        if model.qk_norm_whole:
+            q_norm = NormWeights.of(model.num_heads * width, tp=0)
+            k_norm = NormWeights.of(model.num_kv_heads * width, tp=0)
         rows = (model.num_heads + 2 * model.num_kv_heads) * width
         bias = Weight((rows,), tp=0, initial=Initial.zeros, decay=False)
         return cls(
             bqkv=bias if model.qkv_bias else None,
             wqkv=Weight((rows, hidden), tp=0),
             wo=Weight((hidden, model.num_heads * width), tp=1, initial=Initial.residual),
-            q_norm=norm,
-            k_norm=norm,
+            q_norm=q_norm,
+            k_norm=k_norm,
         )
 
 

@@ -15,9 +15,9 @@ class NormWeights(Part):
     weight: Weight
 
     @classmethod
-    def of(cls, width: int) -> NormWeights:
-        """A norm over so many values."""
-        return cls(Weight((width,), initial=Initial.ones, decay=False))
+    def of(cls, width: int, tp: int | None = None) -> NormWeights:
+        """A norm over so many values, cut over tensor-parallel ranks along `tp`: 0, or not."""
+        return cls(Weight((width,), tp=tp, initial=Initial.ones, decay=False))
 
     @classmethod
     def of_hidden(cls, model: ModelConfig) -> NormWeights:

@@ -82,13 +82,35 @@ def _core(
     """From projected queries, keys and values to what the output projection reads; `keep`:
     backward runs it from `qkv` again.
     """
+    if s.model.qk_norm_whole:
+        qkv = _all_normed(trace, s, qkv)
     per_head = qkv.bytes // (s.heads + 2 * s.kv_heads)
     sizes = [heads * per_head for heads in (s.heads, s.kv_heads, s.kv_heads)]
-    norms = [each for each in (weights.q_norm, weights.k_norm) if each is not None]
+    each_head = [] if s.model.qk_norm_whole else [weights.q_norm, weights.k_norm]
+    norms = [each for each in each_head if each is not None]
     scratch = 0, sum(_head_norm_sums(s, each) for each in norms)
     # cosines and sines are saved too, but once for all layers
     q, k, v = trace.op([qkv], sizes, [qkv] if norms or keep else [], scratch=scratch)
     return _attend_all(trace, s, q, k=k, v=v)
+
+
+def _all_normed(trace: Trace, s: Sizes, qkv: TracedTensor) -> TracedTensor:
+    """Queries and keys normed over all heads: two numbers per token are kept, and summed over
+    tensor-parallel ranks in either direction.
+    """
+    factors = 2 * 4 * s.tokens
+    queries = qkv.bytes * s.heads // (s.heads + 2 * s.kv_heads)
+    wide = queries // s.size * 4  # two such are there at a time
+    sends = tp_sends(s, factors // s.layout.tp, forward=2, backward=2)
+    return trace.op(
+        [qkv],
+        [qkv.bytes],
+        [qkv],
+        keeps=factors,
+        scratch=(wide, 2 * wide),
+        kernels=14,
+        sends=sends if s.layout.tp > 1 else None,
+    )[0]
 
 
 def _latent_attention(
