@@ -1,4 +1,4 @@
-"""Checkpoints of ours as Hugging Face models: `python -m app.cli.convert to-hf RUN FOLDER`.
+"""Hugging Face models to checkpoints of ours and back: `python -m app.cli.convert`.
 
 Needs no GPU, no network, and no memory for the whole model.
 """
@@ -16,19 +16,32 @@ if __name__ == "__main__":
 
 from app.cli.options.messages import readable_errors
 from app.engine.export import export_checkpoint, saved_at
+from app.engine.imported import import_model
 from app.engine.report.telling import telling
 from app.errors import ConfigError, nearest
+from app.hf.hub import model_folder
 
-TO = "to-hf"
-WAYS = (TO,)
+FROM, TO = WAYS = ("from-hf", "to-hf")
 HELP = """\
 == Graphfold: models from and to Hugging Face's files ==
-Usage:  python -m app.cli.convert to-hf RUN_OR_CHECKPOINT FOLDER
+Usage:  python -m app.cli.convert from-hf MODEL RUN_FOLDER
+        python -m app.cli.convert to-hf RUN_OR_CHECKPOINT FOLDER
 
+  from-hf a model, a folder or a name on the hub, as the checkpoint of step 0 of a new run folder,
+          from which a run goes on at any layout:
+          python train.py model=pretrained model.init_from=RUN_FOLDER resume=RUN_FOLDER
   to-hf   the model of a checkpoint, or of a run's newest one, saved at any layout, as a new folder
           that transformers, vLLM and SGLang load: safetensors, config.json, tokenizer
 
-A run starts from a Hugging Face model with model=pretrained model.init_from=FOLDER_OR_NAME."""
+Without conversion, a run starts from model=pretrained model.init_from=MODEL."""
+
+
+def from_hf(name: str, run_dir: Path) -> None:
+    """Write a Hugging Face model as the first checkpoint of a new run. Raises ConfigError."""
+    folder = model_folder(name, FROM)
+    with telling(f"reading {folder}"):
+        found = import_model(folder, name, run_dir, FROM)
+    print(f"{name}: a model of type {found.their.family.model_type} is now in {run_dir}")
 
 
 def to_hf(source: Path, folder: Path) -> None:
@@ -52,7 +65,11 @@ def main(arguments: Sequence[str]) -> int:
         if len(paths) != 2:
             rule = f"{way} takes two folders, from and to; {len(paths)} given"
             raise ConfigError("arguments", " ".join(arguments), rule)
-        to_hf(*map(Path, paths))
+        source, target = paths
+        if way == FROM:
+            from_hf(source, Path(target))
+        else:
+            to_hf(Path(source), Path(target))
     return 0
 
 

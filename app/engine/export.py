@@ -17,6 +17,7 @@ from app.choices import Dtype
 from app.config import ModelConfig, Run
 from app.data.tokenizer import BYTES, load_tokenizer
 from app.engine.checkpoint.folder import CHECKPOINTS, newest_checkpoint, read_manifest
+from app.engine.checkpoint.load import IMPORTED
 from app.engine.checkpoint.weights import SavedWeights
 from app.engine.dtypes import DTYPES
 from app.engine.groups import Groups
@@ -26,10 +27,9 @@ from app.engine.watchdog.watchdog import Strand
 from app.errors import ConfigError, warn
 from app.hf.config_json import CONFIG_JSON
 from app.hf.families import Family, family_of
-from app.hf.hub import TEXTS, model_folder
+from app.hf.hub import PRETRAINED, TEXTS, model_folder
 from app.hf.write import Export
 
-PRETRAINED = "pretrained"  # in a run folder: what came with the model that it started from
 EXPORTED = "hugging_face"  # in a run folder: the model that it ended with
 NAMES = {Dtype.float32: "float32", Dtype.bfloat16: "bfloat16", Dtype.float16: "float16"}
 WRITTEN = (CONFIG_JSON, "model.safetensors.index.json")  # by us, not copied
@@ -61,7 +61,8 @@ class Exported:
     @property
     def dtype(self) -> Dtype:
         """That of its parameters."""
-        return Dtype(self.config["precision"]["params"])
+        imported = self.manifest.get(IMPORTED)
+        return Dtype(imported or self.config["precision"]["params"])
 
     def family(self) -> Family:
         """Raises ConfigError where Hugging Face has no such model."""

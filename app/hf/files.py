@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
@@ -21,7 +22,8 @@ ONE_FILE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json", "consolidated.00.pth")
 FP8 = "F8_E4M3"
-READABLE = ("F32", "BF16", "F16", FP8)
+DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+READABLE = (*DTYPES, FP8)
 SCALES = "_scale_inv"  # behind the name of an FP8 weight: its scales
 Region = tuple[tuple[int, int], ...]  # from and to, for each dimension
 
@@ -61,6 +63,10 @@ class TensorFiles:
             raise self._refused(name, f"is of type {found.get_dtype()}, not {', '.join(READABLE)}")
         if found.get_dtype() == FP8:
             self._check_scales(name, shape)
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Type of a tensor; of an FP8 one bfloat16, which is what others convert these to."""
+        return DTYPES.get(self._slice(name).get_dtype(), torch.bfloat16)
 
     def read(self, name: str, region: Region) -> Tensor:
         """A region of a tensor that has been checked, on the host: as in the file, FP8 as fp32."""

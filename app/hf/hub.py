@@ -27,6 +27,7 @@ TEXTS = (
     "added_tokens.json",
     "chat_template*",
 )
+PRETRAINED = "pretrained"  # in a run folder: what came with the model that it started from
 NAME = re.compile(r"[\w.-]+/[\w.-]+|[\w-]+")  # of a model on the hub
 MOST_TEXT = 300  # characters of what the library says
 
@@ -57,7 +58,8 @@ def _local(name: str, key: str) -> Path | None:
     """The folder of this name; None: it may be on the hub."""
     path = Path(name).expanduser()
     if path.is_dir():
-        return path
+        # a run that started from a model has what came with it
+        return path / PRETRAINED if (path / PRETRAINED / CONFIG_JSON).is_file() else path
     if NAME.fullmatch(name) and not name.startswith("."):
         return None
     folders = [each for each in path.parent.glob("*") if each.is_dir()]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -13,10 +13,11 @@ from app.config import ModelConfig
 from app.hf.config_json import TheirConfig
 from app.hf.files import TensorFiles
 from app.hf.piece import Piece, names
-from app.hf.tables import HEAD, mapping
+from app.hf.tables import HEAD, mapping, router_biases
 from app.hf.their_model import TheirModel
-from app.plan.model.stage import NamedWeight
+from app.plan.model.stage import NamedWeight, model_weights
 from app.plan.sharding.blocks import ShardCoords
+from app.plan.sharding.reshard import Block
 
 # Tensors that say nothing: `transformers` saved tables of frequencies until version 4.31.
 SAID_ELSEWHERE = re.compile(r"\.rotary_emb\.inv_freq$")
@@ -54,14 +55,26 @@ class Pretrained:
     def fill(self, weights: Iterable[tuple[NamedWeight, Tensor]], coords: ShardCoords) -> None:
         """Fill this rank's parts of weights in place, reading no more than these."""
         for named, tensor in weights:
-            block = coords.block(named.weight)
-            for piece in self.pieces(named):
-                cut = piece.within(block)
-                if cut is None:
-                    continue
+            self.fill_block(named, coords.block(named.weight), tensor)
+
+    def fill_block(self, named: NamedWeight, block: Block, tensor: Tensor) -> None:
+        """Fill a contiguous tensor with the elements of a block of a weight."""
+        for piece in self.pieces(named):
+            cut = piece.within(block)
+            if cut is not None:
                 self.files.check(piece.name, piece.shape)
                 values = self.files.read(piece.name, cut.region).view(cut.their_sizes)
                 tensor.view(cut.held.sizes)[cut.box].copy_(values.permute(piece.order))
+
+    def biases(self) -> Iterator[NamedWeight]:
+        """Those of all routers."""
+        return router_biases(self.model)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """That of the embedding, in which all weights but FP8 ones usually are."""
+        first = next(model_weights(self.model))
+        return self.files.dtype(self.pieces(first)[0].name)
 
     def _check_names(self) -> None:
         used = {

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
@@ -139,7 +139,8 @@ class Export:
         """Write one of the files, and wait until it is on the disk."""
         tensors = self.files()[name]
         with (self.draft / name).open("wb") as file:
-            file.write(_header(tensors))
+            entries = [(each.piece.name, each.dtype, each.piece.shape) for each in tensors]
+            file.write(file_header(entries, {"format": "pt"}))
             for tensor in tensors:
                 for data in tensor.data(source):
                     file.write(data)
@@ -167,15 +168,19 @@ class Export:
         shutil.rmtree(self.draft, ignore_errors=True)
 
 
-def _header(tensors: Sequence[WrittenTensor]) -> bytes:
-    """Length and contents of the header of a file with these tensors, one behind the other."""
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+def file_header(
+    entries: Iterable[tuple[str, torch.dtype, Sequence[int]]], metadata: Mapping[str, str]
+) -> bytes:
+    """Length and contents of the header of a file with these tensors, one behind the other: the
+    name of each, its type and shape.
+    """
+    header: dict[str, Any] = {"__metadata__": dict(metadata)}
     end = 0
-    for tensor in tensors:
-        begin, end = end, end + tensor.bytes
-        header[tensor.piece.name] = {
-            "dtype": DTYPES[tensor.dtype],
-            "shape": list(tensor.piece.shape),
+    for name, dtype, shape in entries:
+        begin, end = end, end + prod(shape) * dtype.itemsize
+        header[name] = {
+            "dtype": DTYPES[dtype],
+            "shape": list(shape),
             "data_offsets": [begin, end],
         }
     text = json.dumps(header).encode()

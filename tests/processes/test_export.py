@@ -202,7 +202,10 @@ def a_checkpoint(folder: Path, run: Run) -> Path:
 
 
 MISTAKES: dict[str, tuple[list[str], str]] = {
-    "unknown command": (["to_hf", "a", "b"], "command=to_hf: must be to-hf; did you mean to-hf?"),
+    "unknown command": (
+        ["to_hf", "a", "b"],
+        "command=to_hf: must be from-hf or to-hf; did you mean to-hf?",
+    ),
     "one folder": (["to-hf", "a"], "arguments=to-hf a: to-hf takes two folders, from and to; 1 "),
     "no run": (["to-hf", "{}/none", "{}/out"], "to-hf={}/none: does not exist"),
     "no checkpoint": (["to-hf", "{}", "{}/out"], "to-hf={}: holds no complete checkpoint"),
@@ -246,7 +249,7 @@ def fail_to_finish(monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(write, "_header", full)
+    monkeypatch.setattr(write, "file_header", full)
 
 
 BREAKS: dict[str, tuple[Callable[[Path, pytest.MonkeyPatch], object], str]] = {

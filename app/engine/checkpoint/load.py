@@ -23,6 +23,10 @@ from app.optim.adam import ParamShard
 from app.plan.sharding.reshard import Block, Slice, overlaps
 
 CURSOR = "cursor"  # key of a rank file's metadata: position in the data, as JSON
+MAIN = "main"  # key of parameters in rank files; the others are moments
+# key of the manifest of a model that no run has trained yet: the type of its weights. There are no
+# moments and no random states, and nothing is known of data, lengths and precision.
+IMPORTED = "imported"
 # names of the generators' states in a rank file
 RANDOM_CPU, RANDOM_CUDA = "random.cpu", "random.cuda"
 
@@ -69,15 +73,21 @@ def load_checkpoint(
     engine.make_parameters_whole()
     opened = _Opened(path)
     param_shards = list(engine.optimizer.param_shards())
-    found = sum(_fill(owned, manifest["parts"][owned.spec.name], opened) for owned in param_shards)
+    keys = (MAIN,) if IMPORTED in manifest else None
+    found = sum(
+        _fill(owned, manifest["parts"][owned.spec.name], opened, keys) for owned in param_shards
+    )
     missing = sum(owned.main.numel() for owned in param_shards) - found
     assert missing == 0, f"{missing} elements of this rank are in no file of {path}"
     for name, router in engine.named_routers():
+        if IMPORTED in manifest and name not in manifest["routers"]:
+            continue  # its family has none
         router.bias_E.copy_(opened[manifest["routers"][name]].get_tensor(bias_name(name)))
     if engine.loss_scale is not None and manifest["loss_scale"] is not None:
         engine.loss_scale.load(manifest["loss_scale"])
     own = opened[_own_file(groups, [entry["dp_rank"] for entry in files.values()])]
-    _restore_random(own, engine.device)
+    if IMPORTED not in manifest:
+        _restore_random(own, engine.device)
     engine.optimizer.restored(manifest["updates"])
     progress = Progress(manifest["step"], manifest["updates"], manifest["tokens"])
     return progress, json.loads(own.metadata()[CURSOR])
@@ -95,8 +105,13 @@ class _Opened(dict[int, safe_open]):
         return self[rank]
 
 
-def _fill(owned: ParamShard, entry: dict[str, Any], opened: _Opened) -> int:
-    """Copy what the files hold of an owned part; returns how many elements that are."""
+def _fill(
+    owned: ParamShard, entry: dict[str, Any], opened: _Opened, keys: tuple[str, ...] | None
+) -> int:
+    """Copy what the files hold of an owned part; returns how many elements that are.
+
+    `keys`: what they hold of a parameter, and the rest is zero; None: all.
+    """
     want = Slice(owned.spec.block, (owned.start, owned.start + owned.main.numel()))
     shape = tuple(entry["shape"])
     held = (
@@ -105,6 +120,9 @@ def _fill(owned: ParamShard, entry: dict[str, Any], opened: _Opened) -> int:
     )
     found = [(rank, runs) for rank, have in held if (runs := list(overlaps(have, want)))]
     for key, tensor in owned.state.items():
+        if keys is not None and key not in keys:
+            tensor.zero_()
+            continue
         # runs may be many and short, and a GPU is filled at once
         filled = torch.empty_like(tensor, device="cpu")
         for rank, runs in found:

@@ -163,8 +163,9 @@ def _differences(saved: dict[str, Any], current: dict[str, Any]) -> Iterator[Dif
     default now.
     """
     usual = plain(asdict(Run(ModelConfig(moe=MoEConfig()))))
-    for name, value in current.items():
-        yield from _unlike(name, saved.get(name), value, usual.get(name))
+    known = ("model",) if saved.keys() == {"model"} else current  # imported: no run has had it yet
+    for name in known:
+        yield from _unlike(name, saved.get(name), current[name], usual.get(name))
 
 
 def _unlike(key: str, saved: Any, current: Any, usual: Any) -> Iterator[Difference]:

@@ -15,12 +15,10 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from app.engine.checkpoint.load import bias_name, part_name, rank_file
+from app.engine.checkpoint.load import MAIN, bias_name, part_name, rank_file
 from app.hf.piece import refined
 from app.plan.sharding.reshard import Block
 from app.plan.shards import Bounds
-
-MAIN = "main"  # key of parameters in rank files; the others are moments
 
 
 class SavedWeights:

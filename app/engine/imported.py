@@ -1,0 +1,126 @@
+"""A Hugging Face model as a checkpoint of ours, before the first step of a run.
+
+It holds the weights alone, in the types that they came in: moments begin at zero, and data, lengths
+and precision are those of the run that goes on from it, at any layout.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from app.data.feed import Cursor
+from app.engine.checkpoint.folder import (
+    CHECKPOINTS,
+    FORMAT,
+    LATEST,
+    MANIFEST,
+    checkpoint_name,
+    manifest_digest,
+)
+from app.engine.checkpoint.load import CURSOR, IMPORTED, MAIN, Progress, part_name, rank_file
+from app.engine.checkpoint.synced import write_synced
+from app.engine.checkpoint.tensor_file import Writable
+from app.engine.export import text_files
+from app.engine.run.run_folder import plain
+from app.errors import ConfigError
+from app.hf.hub import PRETRAINED
+from app.hf.piece import grouped
+from app.hf.pretrained import Pretrained
+from app.hf.write import PART_NUMEL, file_header
+from app.plan.model.stage import NamedWeight, model_weights
+from app.plan.sharding.reshard import Block
+
+
+def import_model(folder: Path, name: str, run_dir: Path, key: str) -> Pretrained:
+    """Write the model of a Hugging Face folder as the checkpoint of step 0 of a new run folder.
+
+    `name` is what the user called it. Raises ConfigError. Nothing is left where that fails.
+    """
+    if os.path.lexists(run_dir):
+        raise ConfigError("folder", run_dir, "is there already", advice="name a new folder")
+    pretrained = Pretrained(folder, key)
+    draft = run_dir.with_name(f".{run_dir.name}.tmp")
+    shutil.rmtree(draft, ignore_errors=True)
+    try:
+        _write(draft, pretrained, name)
+        (draft / PRETRAINED).mkdir()
+        for path in text_files(folder):
+            shutil.copyfile(path, draft / PRETRAINED / path.name)
+        draft.rename(run_dir)
+    except OSError as error:
+        rule = f"cannot be written: {error.strerror}"
+        raise ConfigError("folder", run_dir, rule) from error
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+    return pretrained
+
+
+def _write(draft: Path, pretrained: Pretrained, name: str) -> None:
+    checkpoint = draft / CHECKPOINTS / checkpoint_name(0)
+    checkpoint.mkdir(parents=True)
+    file = rank_file(0)
+    written = write_synced(checkpoint / file, lambda file: _write_weights(file, pretrained))
+    model = dataclasses.replace(pretrained.model, init_from=name)
+    manifest: dict[str, Any] = {
+        "format": FORMAT,
+        **dataclasses.asdict(Progress()),
+        "layout": {"world_size": 1},
+        "loss_scale": None,
+        "config": {"model": plain(dataclasses.asdict(model))},
+        IMPORTED: str(pretrained.dtype).removeprefix("torch."),
+        "files": {file: {**written, "dp_rank": 0}},
+        "parts": dict(map(_part, model_weights(pretrained.model))),
+        "routers": {each.name.rpartition(".")[0]: 0 for each in pretrained.biases()},
+    }
+    manifest["sha256"] = manifest_digest(manifest)
+    (checkpoint / MANIFEST).write_text(json.dumps(manifest))
+    (checkpoint.parent / LATEST).write_text(checkpoint.name)
+
+
+def _part(named: NamedWeight) -> tuple[str, dict[str, Any]]:
+    """Of the one file: all of a weight."""
+    whole = Block.whole(*named.weight.shape)
+    held = (0, whole.start, whole.stop, (0, whole.numel))
+    return named.name, {"shape": whole.shape, "held": [held]}
+
+
+def _write_weights(file: Writable, pretrained: Pretrained) -> None:
+    weights = list(model_weights(pretrained.model))
+    biases = list(pretrained.biases())
+    entries = [
+        *((part_name(each.name, MAIN), pretrained.dtype, (each.weight.numel,)) for each in weights),
+        *((each.name, torch.float32, each.weight.shape) for each in biases),
+    ]
+    file.write(file_header(entries, {CURSOR: json.dumps(Cursor().state())}))
+    for named in weights:
+        for values in _in_order(pretrained, named, pretrained.dtype):
+            file.write(values.view(-1).view(torch.uint8).numpy().data)
+    for named in biases:
+        for values in _in_order(pretrained, named, torch.float32):
+            file.write(values.view(-1).view(torch.uint8).numpy().data)
+
+
+def _in_order(pretrained: Pretrained, named: NamedWeight, dtype: torch.dtype) -> Iterator[Tensor]:
+    """A weight in parts of consecutive rows, none much larger than PART_NUMEL."""
+    shape = named.weight.shape
+    apart = pretrained.pieces(named)[0].ours.shape
+    first, *inner = (apart[dim] for dim in grouped(shape, apart)[0])
+    unit = prod(inner) if first > 1 else shape[0]  # rows that stay together
+    rows = max(1, PART_NUMEL * shape[0] // prod(shape) // unit) * unit
+    for low in range(0, shape[0], rows):
+        high = min(low + rows, shape[0])
+        rest = tuple(0 for _ in shape[1:])
+        block = Block(shape, (low, *rest), (high, *shape[1:]))
+        values = torch.empty(block.sizes, dtype=dtype)
+        pretrained.fill_block(named, block, values)
+        yield values

@@ -1,0 +1,102 @@
+"""`convert from-hf`: a model as a checkpoint that a run goes on from, at any layout, and back."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from app.cli import convert
+from app.config import Run
+from app.engine import imported
+from app.engine.build import build_engine
+from app.engine.checkpoint.folder import CHECKPOINTS
+from app.engine.checkpoint.load import load_checkpoint
+from app.engine.groups import create_groups
+from app.engine.run.start import find_start
+from app.plan.plan import Plan
+from tests.checkpoints import verify_checkpoint
+from tests.distributed import run_distributed
+from tests.hf_folders import save_random, transformers
+from tests.processes.test_export import tensors_of
+from tests.processes.test_init_from import LAYOUTS, first_losses, run_from
+from tests.programs import run_forked
+from tests.runs import train_steps
+from tests.test_config import load
+from tests.training import ROOT, corpus_in
+
+
+def losses_after_loading(rank: int, run: Run, path: str) -> list[tuple[float, float]]:
+    plan = Plan(run)
+    engine = build_engine(plan, create_groups(plan.layout, rank), torch.device("cpu"))
+    load_checkpoint(Path(path), verify_checkpoint(Path(path)), engine)
+    return train_steps(run, engine, 2)
+
+
+@pytest.mark.parametrize(
+    ("name", "layout"), [("deepseek_v3", "etp2"), ("qwen2", "tp2"), ("mixtral", "ep4")]
+)
+def test_a_run_that_goes_on_from_it_is_one_that_starts_from_the_model(
+    name: str, layout: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(imported, "PART_NUMEL", 500)
+    save_random(name, tmp_path / "theirs")
+    assert convert.main(["from-hf", str(tmp_path / "theirs"), str(tmp_path / "run")]) == 0
+    run = run_from(tmp_path / "theirs", LAYOUTS[layout])
+    path = tmp_path / "run" / CHECKPOINTS / "step-00000000"
+    resumed = run_distributed(losses_after_loading, run.world_size, run, str(path))
+    assert resumed == run_distributed(first_losses, run.world_size, run)
+    # any data, lengths and precisions go with it, but no other model
+    start = find_start(dataclasses.replace(run, resume=str(path), run_dir=str(tmp_path / "run")))
+    told = [change.partition(":")[0] for change in start.changes]
+    assert start.checkpoint == path
+    assert told == (["model.moe.aux_loss_coeff"] if run.model.moe else [])  # as run_from has it
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "deepseek_v3", "llama-tied"])
+def test_there_and_back_is_the_same(name: str, tmp_path: Path):
+    model, _ = save_random(name, tmp_path / "theirs")
+    model.to(torch.bfloat16).save_pretrained(tmp_path / "theirs")
+    for line in (["from-hf", "theirs", "run"], ["to-hf", "run", "out"]):
+        assert convert.main([line[0], *(str(tmp_path / each) for each in line[1:])]) == 0
+    before, after = tensors_of(tmp_path / "theirs"), tensors_of(tmp_path / "out")
+    assert before.keys() == after.keys()
+    assert [key for key, value in before.items() if not torch.equal(value, after[key])] == []
+
+
+def test_nothing_is_left_of_what_fails(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    save_random("qwen3", tmp_path / "theirs")
+    path = tmp_path / "theirs/model.safetensors"
+    path.write_bytes(path.read_bytes()[:-8])
+    with pytest.raises(SystemExit):
+        convert.main(["from-hf", str(tmp_path / "theirs"), str(tmp_path / "run")])
+    said = capsys.readouterr().err
+    assert said.startswith(f"convert: from-hf={tmp_path}/theirs: model.safetensors is truncated")
+    assert said.count("\n") == 1
+    assert [each.name for each in tmp_path.iterdir()] == ["theirs"]
+    (tmp_path / "run").mkdir()
+    with pytest.raises(SystemExit):
+        convert.main(["from-hf", str(tmp_path / "theirs"), str(tmp_path / "run")])
+    assert "run: is there already; name a new folder" in capsys.readouterr().err
+
+
+def test_a_run_folder_says_what_its_model_is(tmp_path: Path):
+    """Three commands: in, trained, out."""
+    save_random("mixtral", tmp_path / "theirs")
+    config = transformers.AutoConfig.from_pretrained(tmp_path / "theirs")
+    config.vocab_size = 264
+    transformers.MixtralForCausalLM(config).save_pretrained(tmp_path / "theirs")
+    assert convert.main(["from-hf", str(tmp_path / "theirs"), str(tmp_path / "run")]) == 0
+    data = [word for word in corpus_in(tmp_path / "corpus") if not word.startswith("model")]
+    words = ["model=pretrained", "model.init_from=run", "resume=run", "train.steps=2"]
+    ended = run_forked(tmp_path, [sys.executable, str(ROOT / "train.py"), *data, *words])
+    assert ended.returncode == 0, ended.stderr
+    assert (tmp_path / "run/checkpoints/step-00000002").is_dir()
+    assert convert.main(["to-hf", str(tmp_path / "run"), str(tmp_path / "out")]) == 0
+    before, after = tensors_of(tmp_path / "theirs"), tensors_of(tmp_path / "out")
+    changed = [key for key in before if not torch.equal(before[key], after[key])]
+    assert changed and all((before[key] - after[key]).abs().max() < 0.02 for key in changed)
+    assert load("model=pretrained", f"model.init_from={tmp_path}/run").model.num_layers == 3
