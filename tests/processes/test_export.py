@@ -105,7 +105,7 @@ def test_bf16_comes_out_as_it_came_in(tmp_path: Path):
 
 @pytest.mark.full
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe", "deepseek_v2", "deepseek_v3"])
+@pytest.mark.parametrize("name", ["mixtral", "olmoe", "qwen3_moe", "deepseek_v2", "deepseek_v3"])
 def test_every_layout_gives_out_what_came_in(name: str, layout: str, tmp_path: Path):
     names = list(LAYOUTS)
     other = names[(names.index(layout) + 1) % len(names)]
@@ -113,7 +113,7 @@ def test_every_layout_gives_out_what_came_in(name: str, layout: str, tmp_path: P
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("name", ["llama", "llama-tied", "qwen3", "deepseek_v2-lite"])
+@pytest.mark.parametrize("name", ["llama", "llama-tied", "qwen2", "qwen3", "deepseek_v2-lite"])
 def test_every_family_gives_out_what_came_in(name: str, tmp_path: Path):
     check_round_trip(name, {"pp": 2}, {"pp": 2, "vpp": 2}, tmp_path)
 

@@ -71,7 +71,13 @@ def check_layout(name: str, layout: dict[str, int], folder: Path) -> None:
 
 @pytest.mark.parametrize(
     ("name", "layout"),
-    [("llama", "tp2"), ("deepseek_v3", "etp2"), ("qwen3_moe", "tp2·pp2·ep2")],
+    [
+        ("llama", "tp2"),
+        ("qwen2", "tp2"),
+        ("olmoe", "etp2"),
+        ("deepseek_v3", "etp2"),
+        ("qwen3_moe", "tp2·pp2·ep2"),
+    ],
 )
 def test_the_first_loss_is_that_of_transformers(name: str, layout: str, tmp_path: Path):
     check_layout(name, LAYOUTS[layout], tmp_path)
@@ -79,13 +85,13 @@ def test_the_first_loss_is_that_of_transformers(name: str, layout: str, tmp_path
 
 @pytest.mark.full
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe", "deepseek_v2", "deepseek_v3"])
+@pytest.mark.parametrize("name", ["mixtral", "olmoe", "qwen3_moe", "deepseek_v2", "deepseek_v3"])
 def test_the_first_loss_at_every_layout(name: str, layout: str, tmp_path: Path):
     check_layout(name, LAYOUTS[layout], tmp_path)
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("name", ["llama", "llama-tied", "qwen3"])
+@pytest.mark.parametrize("name", ["llama", "llama3.1", "llama-tied", "qwen2", "qwen3"])
 @pytest.mark.parametrize("layout", [{}, {"pp": 2, "vpp": 2}, {"cp": 2}], ids=str)
 def test_the_first_loss_of_dense_models(name: str, layout: dict[str, int], tmp_path: Path):
     check_layout(name, layout, tmp_path)
