@@ -83,11 +83,17 @@ class Attention(nn.Module):
 
     def forward(self, x_BsD: Tensor, context: Context) -> Tensor:
         """B × s × D -> B × s × D; no residual."""
-        qkv = self.wqkv.forward(x_BsD, context.sink)
-        if self.bqkv is not None:
-            qkv = qkv.add_(self.bqkv)  # nobody has kept it
+        qkv = self._product(x_BsD, context)
         heads = context.recompute.checkpoint(Recompute.attn_core, self._core, qkv, context)
         return self.wo.forward(heads, context.sink)
+
+    def heads(self, x_BsD: Tensor, context: Context) -> tuple[Tensor, Tensor, Tensor]:
+        """What a cache is made of: q B × S × N × H, k and v B × S × G × H, positions turned."""
+        return self._heads(self._product(x_BsD, context), context)
+
+    def _product(self, x_BsD: Tensor, context: Context) -> Tensor:
+        qkv = self.wqkv.forward(x_BsD, context.sink)
+        return qkv if self.bqkv is None else qkv.add_(self.bqkv)  # nobody has kept it
 
     def _core(self, qkv: Tensor, context: Context) -> Tensor:
         q_BSNH, k_BSGH, v_BSGH = self._heads(qkv, context)
@@ -162,37 +168,53 @@ class LatentAttention(nn.Module):
 
     def forward(self, x_BsD: Tensor, context: Context) -> Tensor:
         """B × s × D -> B × s × D; no residual."""
+        q, latent_BsL, key_BSR = self.projected(x_BsD, context)
+        kv = self.kv_b.forward(latent_BsL, context.sink)
+        heads = context.recompute.checkpoint(
+            Recompute.attn_core, self._core, q, kv, key_BSR, context
+        )
+        return self.wo.forward(heads, context.sink)
+
+    def projected(self, x_BsD: Tensor, context: Context) -> tuple[Tensor, Tensor, Tensor]:
+        """What comes in front of positions: queries B × S × N·H, the normed latent of this rank's
+        own tokens B × s × L, the rotary key B × S × R.
+        """
         sink = context.sink
         latent = x_BsD if self.q_a is None else self.q_a_norm(self.q_a.forward(x_BsD, sink))
         q = self.q_b.forward(latent, sink)
         latent_BsL, key_BsR = self.kv_a.forward(x_BsD, sink).split(
             (self.mla.kv_lora_rank, self.mla.qk_rope_head_dim), dim=-1
         )
-        kv = self.kv_b.forward(self.kv_a_norm(latent_BsL), sink)
-        key_BSR = gather_tokens(key_BsR, self.peers.tp)
-        heads = context.recompute.checkpoint(
-            Recompute.attn_core, self._core, q, kv, key_BSR, context
-        )
-        return self.wo.forward(heads, sink)
+        return q, self.kv_a_norm(latent_BsL), gather_tokens(key_BsR, self.peers.tp)
 
-    def _core(self, q: Tensor, kv: Tensor, key_BSR: Tensor, context: Context) -> Tensor:
+    def queries(self, q: Tensor, context: Context) -> tuple[Tensor, Tensor]:
+        """Of each head what positions do not turn, and what they have turned: B × S × N × …"""
+        q_BSNH = q.unflatten(-1, (-1, self.mla.key_width))
+        plain, turned = q_BSNH.split((self.mla.qk_nope_head_dim, self.mla.qk_rope_head_dim), dim=-1)
+        return plain, _turn(turned, context)
+
+    def shared_key(self, key_BSR: Tensor, context: Context) -> Tensor:
+        """The rotary key that all heads share, turned: B × S × 1 × R."""
+        return _turn(key_BSR[:, :, None], context)
+
+    def heads(
+        self, q: Tensor, kv: Tensor, key_BSR: Tensor, context: Context
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values of every head, B × S × N × H each: values are padded."""
         mla = self.mla
-        q_BSNH = q.unflatten(-1, (-1, mla.key_width))
-        plain, turned = q_BSNH.split((mla.qk_nope_head_dim, mla.qk_rope_head_dim), dim=-1)
-        q_BSNH = torch.cat((plain, _turn(turned, context)), dim=-1)
+        q_BSNH = torch.cat(self.queries(q, context), dim=-1)
         both = kv.unflatten(-1, (-1, mla.qk_nope_head_dim + mla.v_head_dim))
         plain, v_BSNV = both.split((mla.qk_nope_head_dim, mla.v_head_dim), dim=-1)
-        shared_BS1R = _turn(key_BSR[:, :, None], context)
+        shared_BS1R = self.shared_key(key_BSR, context)
         k_BSNH = torch.cat((plain, shared_BS1R.expand(-1, -1, plain.shape[2], -1)), dim=-1)
+        return q_BSNH, k_BSNH, F.pad(v_BSNV, (0, mla.key_width - mla.v_head_dim))
+
+    def _core(self, q: Tensor, kv: Tensor, key_BSR: Tensor, context: Context) -> Tensor:
+        q_BSNH, k_BSNH, v_BSNH = self.heads(q, kv, key_BSR, context)
         out_BSNH = attend_all(
-            q_BSNH,
-            k_BSNH,
-            F.pad(v_BSNV, (0, mla.key_width - mla.v_head_dim)),
-            context=context,
-            peers=self.peers,
-            scale=self.scale,
+            q_BSNH, k_BSNH, v_BSNH, context=context, peers=self.peers, scale=self.scale
         )
-        return out_BSNH[..., : mla.v_head_dim].flatten(2)
+        return out_BSNH[..., : self.mla.v_head_dim].flatten(2)
 
 
 def _turn(x_BSNR: Tensor, context: Context) -> Tensor:

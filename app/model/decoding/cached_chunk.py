@@ -1,0 +1,65 @@
+"""The layers of a chunk with a memory each.
+
+Shapes: B sequences, P tokens of the longest prompt, T rows of a step, D hidden.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+from torch import Tensor
+
+from app.model.block import Layer, Phase, RunPhases, run_phases, value_of
+from app.model.chunk import Chunk
+from app.model.decoding.layer_caches import CacheSizes, LayerCache, NextToken, layer_cache
+from app.model.layers import Context
+from app.plan.model.phases import PhaseName
+
+Attend = Callable[[Tensor, Context], Tensor]  # normed hidden states -> what is added to them
+
+
+class CachedChunk:
+    """A chunk that is asked for prompts first, and then token by token; never with gradients."""
+
+    def __init__(self, chunk: Chunk, sizes: CacheSizes) -> None:
+        self.chunk = chunk
+        self.sizes = sizes
+        self.caches: list[LayerCache] = [layer_cache(layer.attn, sizes) for layer in chunk.in_order]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the memory of all layers."""
+        return sum(cache.nbytes for cache in self.caches)
+
+    def prompts(self, x: Tensor, place_1P: Tensor) -> Tensor:
+        """Tokens B × P (first stage) or hidden states B × s × D -> B × s × D, s = P / tp."""
+        return self._forward(x, place_1P, [cache.prompt for cache in self.caches])
+
+    def step(self, x: Tensor, place_1T: Tensor, following: NextToken) -> Tensor:
+        """Tokens 1 × T (first stage) or hidden states 1 × t × D -> 1 × t × D, t = T / tp."""
+
+        def attend_with(cache: LayerCache) -> Attend:
+            return lambda h_1tD, context: cache.step(h_1tD, context, following)
+
+        return self._forward(x, place_1T, [attend_with(cache) for cache in self.caches])
+
+    def _forward(self, x: Tensor, places: Tensor, attends: Sequence[Attend]) -> Tensor:
+        both = zip(self.chunk.in_order, attends, strict=True)
+        runs = [_with_memory(layer, attend) for layer, attend in both]
+        out: Tensor = self.chunk(x, self.chunk.context(places, None), runs).x
+        return out
+
+
+def _with_memory(layer: Layer, attend: Attend) -> RunPhases:
+    """The phases of a layer, with another attention in place of its own."""
+    assert layer.phases[0].name is PhaseName.attn, "a layer begins with attention"
+
+    def run(
+        phases: Sequence[Phase], values: Mapping[str, object], keep: Sequence[str]
+    ) -> dict[str, object]:
+        x_BsD = value_of(values, "x", Tensor)
+        context = value_of(values, "context", Context)
+        x_BsD = x_BsD + attend(layer.attn_norm(x_BsD), context)
+        return run_phases(phases[1:], {"x": x_BsD, "context": context}, keep)
+
+    return run
