@@ -7,6 +7,7 @@ from __future__ import annotations
 import dataclasses
 from functools import cache
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from app.choices import CpComm, DispatcherKind
 from app.config import ModelConfig, ParallelConfig, Run
 from app.engine.build import Engine
 from app.engine.decoding.decoder import Decoder
+from app.engine.generate import sample_tokens
 from tests.cases import chosen
 from tests.distributed import run_distributed
 from tests.parity import exact_engine, here
@@ -157,3 +159,30 @@ def test_neighbours_and_earlier_prompts_change_nothing():
         )
     mla = MODELS["latent"].mla
     assert nbytes == 4 * PLACES * (mla.kv_lora_rank + mla.qk_rope_head_dim) * 4
+
+
+def forwards_of_sample(engine: Engine) -> tuple[list[int], list[int], list[int]]:
+    """A sample, and the tokens that the model was given by and by: in steps, in prompts."""
+    steps, prompts = [], []
+    with (
+        patch.object(Decoder, "step", noting(steps, Decoder.step)),
+        patch.object(Decoder, "prompts", noting(prompts, Decoder.prompts)),
+    ):
+        drawn = list(sample_tokens(engine, [3, 1, 4], 9, window=8, vocab=64, seed=2))
+    return drawn, steps, [prompt for (prompt,) in prompts]
+
+
+def noting(notes: list[Any], method: Any) -> Any:
+    def call(self: Decoder, given: Any) -> torch.Tensor:
+        notes.append(given)
+        return method(self, given)
+
+    return call
+
+
+def test_a_sample_takes_a_step_per_token_until_its_window_is_full():
+    ((drawn, steps, prompts),) = run_distributed(here, 1, run_of("moe"), forwards_of_sample)
+    tokens = [3, 1, 4, *drawn]
+    assert len(drawn) == 9
+    assert steps == [[token] for token in drawn[:5]]
+    assert prompts == [[3, 1, 4], *(tokens[end - 8 : end] for end in range(9, 12))]

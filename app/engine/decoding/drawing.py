@@ -1,0 +1,70 @@
+"""Which token comes next, by its logits: on rank 0, for all ranks.
+
+Shapes: B sequences, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from app.engine.groups import Groups
+from app.errors import ConfigError
+
+NOBODY = -1  # in place of a token: nothing is drawn any more
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How tokens are drawn: of the `top_k` likeliest, of these the fewest that have `top_p` of the
+    probability together.
+    """
+
+    temperature: float = 1.0  # divides logits; 0: always the likeliest token
+    top_k: int | None = None  # None: all
+    top_p: float | None = None  # None: all
+
+    def __post_init__(self) -> None:
+        if not self.temperature >= 0:
+            raise ConfigError("temperature", self.temperature, "must be at least 0")
+        if self.top_k is not None and self.top_k < 1:
+            raise ConfigError("top_k", self.top_k, "must be at least 1", nearest=1)
+        if self.top_p is not None and not 0 < self.top_p <= 1:
+            raise ConfigError("top_p", self.top_p, "must be above 0 and at most 1", nearest=0.9)
+
+    def draw(self, logits_BV: Tensor, generator: torch.Generator) -> Tensor:
+        """A token of each sequence, int64 [B], on the generator's device."""
+        logits_BV = logits_BV.to(generator.device)
+        if self.temperature == 0:
+            return logits_BV.argmax(-1)
+        probs_BV = self.probabilities(logits_BV)
+        return torch.multinomial(probs_BV, 1, generator=generator)[:, 0]
+
+    def probabilities(self, logits_BV: Tensor) -> Tensor:
+        """With which it draws each token: B × V, rows add up to 1. Not of temperature 0."""
+        scaled_BV = logits_BV / self.temperature
+        if self.top_k is not None and self.top_k < scaled_BV.shape[1]:
+            least_B1 = scaled_BV.topk(self.top_k).values[:, -1:]
+            scaled_BV = scaled_BV.masked_fill(scaled_BV < least_B1, -torch.inf)
+        probs_BV = scaled_BV.softmax(-1)
+        if self.top_p is None:
+            return probs_BV
+        falling_BV, token_BV = probs_BV.sort(descending=True, stable=True)
+        # a token is taken as long as those before it are not enough
+        enough_BV = falling_BV.cumsum(-1) - falling_BV >= self.top_p
+        kept_BV = torch.zeros_like(probs_BV).scatter(
+            1, token_BV, falling_BV.masked_fill(enough_BV, 0)
+        )
+        return kept_BV / kept_BV.sum(-1, keepdim=True)
+
+
+def agreed(groups: Groups, tokens_B: Tensor, ended: bool) -> list[int] | None:
+    """Rank 0's tokens on every rank; None where it says that it has `ended`."""
+    said_B = torch.full_like(tokens_B, NOBODY, device="cpu") if ended else tokens_B.cpu()
+    if groups.host.size() > 1:
+        dist.broadcast(said_B, src=0, group=groups.host)
+    tokens: list[int] = said_B.tolist()
+    return None if NOBODY in tokens else tokens
