@@ -30,6 +30,12 @@ def convert() -> None:
     _loaded("convert", "convert").command()
 
 
+def generate() -> None:
+    """Have a trained model write (`python -m app.cli.generate`)."""
+    parent = os.getppid()  # as above
+    _loaded("generate", "generate").command(parent)
+
+
 def _loaded(module: str, called: str) -> ModuleType:
     stop_quietly(called)  # the imports take seconds
     return import_module(f"app.cli.{module}")

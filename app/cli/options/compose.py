@@ -40,14 +40,20 @@ def register_schema() -> None:
     """Make the types of `Run` the schema that every YAML file and override is checked against,
     and name our plugins, and what presets refer to.
     """
-    schema = OmegaConf.structured(_defaults())
-    _make_writable(schema)
-    ConfigStore.instance().store(name="run_schema", node=schema)
+    ConfigStore.instance().store(name="run_schema", node=run_schema())
     OmegaConf.register_new_resolver("config_json", of_config_json, replace=True)
     for group, (option, plugin) in PLUGINS.items():
         ConfigStore.instance().store(
             group=group, name=option, node={"_target_": f"hydra_plugins.graphfold.{plugin}"}
         )
+
+
+def run_schema() -> DictConfig:
+    """The types of `Run`, with its defaults, as what others merge into."""
+    schema = OmegaConf.structured(_defaults())
+    assert isinstance(schema, DictConfig)
+    _make_writable(schema)
+    return schema
 
 
 def _make_writable(node: DictConfig) -> None:

@@ -8,22 +8,27 @@ the manifest which files share elements with what it owns, and maps those only.
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import safe_open
+from torch import Tensor
 
 from app.engine.build import Engine
 from app.engine.checkpoint.folder import check_contents
 from app.engine.groups import Groups
 from app.engine.run.agreement import all_succeed
+from app.model.chunk import Chunk
+from app.moe.phases import Router
 from app.optim.adam import ParamShard
 from app.plan.sharding.reshard import Block, Slice, overlaps
+from app.plan.shards import Bounds
 
+MAIN = "main"  # key, among those of a parameter's state, of its values in fp32
 CURSOR = "cursor"  # key of a rank file's metadata: position in the data, as JSON
-MAIN = "main"  # key of parameters in rank files; the others are moments
 # key of the manifest of a model that no run has trained yet: the type of its weights. There are no
 # moments and no random states, and nothing is known of data, lengths and precision.
 IMPORTED = "imported"
@@ -105,6 +110,30 @@ class _Opened(dict[int, safe_open]):
         return self[rank]
 
 
+@torch.no_grad()
+def load_weights(
+    path: Path, manifest: dict[str, Any], chunks: Sequence[Chunk], groups: Groups
+) -> None:
+    """Fill weights and routers' biases of this rank's chunks, without what only training needs; all
+    ranks call it.
+
+    As `load_checkpoint` otherwise.
+    """
+    share = list(manifest["files"])[groups.rank :: groups.host.size()]
+    all_succeed(groups, lambda: check_contents(path, manifest, share))
+    opened = _Opened(path)
+    for chunk in chunks:
+        for named, param in chunk.weights():
+            want = Slice(groups.coords.block(named.weight))
+            found = _Found.of(want, manifest["parts"][named.name])
+            assert found.elements == param.numel(), f"{named.name} is in no file of {path}"
+            param.copy_(found.read(named.name, MAIN, opened).view_as(param))
+        for name, module in chunk.named_modules():
+            if isinstance(module, Router):
+                saved = opened[manifest["routers"][name]]
+                module.bias_E.copy_(saved.get_tensor(bias_name(name)))
+
+
 def _fill(
     owned: ParamShard, entry: dict[str, Any], opened: _Opened, keys: tuple[str, ...] | None
 ) -> int:
@@ -113,24 +142,48 @@ def _fill(
     `keys`: what they hold of a parameter, and the rest is zero; None: all.
     """
     want = Slice(owned.spec.block, (owned.start, owned.start + owned.main.numel()))
-    shape = tuple(entry["shape"])
-    held = (
-        (rank, Slice(Block(shape, tuple(start), tuple(stop)), tuple(part)))
-        for rank, start, stop, part in entry["held"]
-    )
-    found = [(rank, runs) for rank, have in held if (runs := list(overlaps(have, want)))]
+    found = _Found.of(want, entry)
     for key, tensor in owned.state.items():
         if keys is not None and key not in keys:
             tensor.zero_()
             continue
         # runs may be many and short, and a GPU is filled at once
-        filled = torch.empty_like(tensor, device="cpu")
-        for rank, runs in found:
-            saved = opened[rank].get_tensor(part_name(owned.spec.name, key))
+        tensor.copy_(found.read(owned.spec.name, key, opened))
+    return found.elements
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """Where the elements of a wanted part of a parameter are."""
+
+    wanted: int  # elements
+    runs: Sequence[tuple[int, Sequence[tuple[Bounds, Bounds]]]]  # rank: ranges there, and here
+
+    @classmethod
+    def of(cls, want: Slice, entry: dict[str, Any]) -> _Found:
+        """In the files that a parameter's entry in the manifest names."""
+        shape = tuple(entry["shape"])
+        held = (
+            (rank, Slice(Block(shape, tuple(start), tuple(stop)), tuple(part)))
+            for rank, start, stop, part in entry["held"]
+        )
+        runs = [(rank, runs) for rank, have in held if (runs := list(overlaps(have, want)))]
+        first, end = want.bounds
+        return cls(end - first, runs)
+
+    @property
+    def elements(self) -> int:
+        """How many have been found."""
+        return sum(into[1] - into[0] for _, runs in self.runs for _, into in runs)
+
+    def read(self, name: str, key: str, opened: _Opened) -> Tensor:
+        """Main values or a moment of them: fp32, on the CPU, flat."""
+        filled = torch.empty(self.wanted, dtype=torch.float32)
+        for rank, runs in self.runs:
+            saved = opened[rank].get_tensor(part_name(name, key))
             for have, into in runs:
                 filled[slice(*into)] = saved[slice(*have)]
-        tensor.copy_(filled)
-    return sum(into[1] - into[0] for _, runs in found for _, into in runs)
+        return filled
 
 
 def _own_file(groups: Groups, dp_ranks: list[int]) -> int:

@@ -201,17 +201,20 @@ def checkpoint_to_resume(run: Run, record: Callable[[], Record]) -> tuple[Path |
     if run.resume is None:
         return None, None
     if run.resume != "auto":
-        return _checkpoint_at(Path(run.resume)), None
+        return checkpoint_at(Path(run.resume), "resume"), None
     if run.run_dir:
         return newest_checkpoint(Path(run.run_dir)), None
     return _newest_that_fits(run, record)
 
 
-def _checkpoint_at(path: Path) -> Path:
+def checkpoint_at(path: Path, key: str) -> Path:
+    """The checkpoint that a path names: itself, or the newest of a run. Raises ConfigError, about
+    this key.
+    """
     try:
         exists = (path / MANIFEST).exists() or path.exists()
     except OSError as error:
-        raise ConfigError("resume", path, f"cannot be read: {error.strerror}") from error
+        raise ConfigError(key, path, f"cannot be read: {error.strerror}") from error
     if path.name.startswith("step-") and path.is_dir():
         return path
     newest = newest_checkpoint(path.parent if path.name == CHECKPOINTS else path)
@@ -222,7 +225,7 @@ def _checkpoint_at(path: Path) -> Path:
             rule = "is a file, and a checkpoint is a folder"
             known = [str(path.parent)] if (path.parent / MANIFEST).exists() else known
         guess = nearest(str(path), known) or (known[-1] if known else None)
-        raise ConfigError("resume", path, rule, guess=guess)
+        raise ConfigError(key, path, rule, guess=guess)
     return newest
 
 

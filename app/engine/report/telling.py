@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import TextIO
 
 from app.errors import say
 
@@ -16,9 +17,14 @@ EVERY_S = 10.0  # seconds between its lines
 
 @contextmanager
 def telling(
-    what: str, progress: Callable[[], str] = lambda: "", *, aloud: bool = True
+    what: str,
+    progress: Callable[[], str] = lambda: "",
+    *,
+    aloud: bool = True,
+    stream: TextIO | None = None,
 ) -> Iterator[None]:
-    """Say on stdout, of a block that takes long, what it does, `progress()`, and its end.
+    """Say of a block that takes long what it does, `progress()`, and its end; on stdout, or on
+    another stream.
 
     Nothing is said of a block that takes less than FIRST_S, or where it is not to be `aloud`.
     """
@@ -34,7 +40,7 @@ def telling(
         while not over.wait(seconds):
             told.set()
             come = f"{text}, " if (text := progress()) else ""
-            say(f"{what}: {come}{_since(began)} so far", sys.stdout)
+            say(f"{what}: {come}{_since(began)} so far", stream or sys.stdout)
             seconds = EVERY_S
 
     thread = threading.Thread(target=tell, daemon=True, name="telling")
@@ -47,7 +53,7 @@ def telling(
         over.set()
         thread.join()
         if done and told.is_set():
-            say(f"{what}: done in {_since(began)}", sys.stdout)
+            say(f"{what}: done in {_since(began)}", stream or sys.stdout)
 
 
 def _since(began: float) -> str:

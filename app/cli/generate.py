@@ -1,0 +1,275 @@
+"""A trained model writes: `python -m app.cli.generate RUN_OR_CHECKPOINT prompt=…`.
+
+Texts go to stdout, all else to stderr. Exit codes: 0, 2 for a mistake, which costs one line.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from app.cli.processes.ctrl_c import interrupt_again, stop_quietly
+from app.cli.processes.environment import environment, joined_launch
+
+if __name__ == "__main__":
+    # the imports take seconds
+    stop_quietly("generate", speak=environment().get("RANK", "0") == "0")
+
+import torch.distributed as dist
+
+from app.cli.options.messages import readable_errors
+from app.cli.options.request import Words
+from app.cli.options.saved import saved_run
+from app.cli.processes.launch import SPEAK_S, check_room, start_ranks
+from app.cli.processes.launcher import Launch
+from app.config import Run
+from app.data.tokenizer import Tokenizer
+from app.engine.decoding.decoder import Decoder
+from app.engine.decoding.drawing import Sampling
+from app.engine.decoding.texts import Continuation, drawn_tokens
+from app.engine.decoding.trained import Saved, TrainedModel, trained_model
+from app.engine.run.attempt import Attempt
+from app.engine.run.start import check_tokenizer, usable_gpus
+from app.errors import ConfigError, say
+from app.plan.formatting import byte_count
+
+OWN = ("prompt", "file", "max_new_tokens", "temperature", "top_k", "top_p", "seed", "stop", "batch")
+HELP = """\
+== Graphfold: text from a trained model ==
+Usage:  python -m app.cli.generate RUN_OR_CHECKPOINT prompt=TEXT [option …] [override …]
+
+  RUN_OR_CHECKPOINT     a run folder, of which the newest checkpoint is taken, or a checkpoint,
+                        saved at any layout
+  prompt=TEXT           what the text begins with; may be given several times
+  file=PATH             prompts: one per line, or of .jsonl the field "prompt" of every line
+  max_new_tokens=200    tokens that follow at most; less where the model's context ends before
+  temperature=0.7       0: always the likeliest token
+  top_k=N  top_p=P      draw from the N likeliest tokens, from the fewest that have P together
+  seed=1                of what is drawn
+  stop=TEXT             where a text ends, without it; may be given several times
+  batch=16              prompts that are computed together
+  override              any key of the configuration: train.device=cpu, parallel.tp=2,
+                        precision.params=bfloat16, data.tokenizer=PATH, train.seq_len=N (context)
+
+One process by default; parallel.tp=2 and the like start as many as they need, torchrun several
+hosts' (python -m app.cli.torchrun … -m app.cli.generate …). Texts go to stdout.
+
+Example:
+  python -m app.cli.generate runs/<time>-<model> prompt='def ' temperature=0.5 stop='def '"""
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """The command line."""
+
+    words: Words
+    prompts: tuple[str, ...]
+    count: int  # new tokens per prompt
+    sampling: Sampling
+    seed: int
+    stop: tuple[str, ...]
+    batch: int
+
+    @classmethod
+    def parse(cls, arguments: Sequence[str]) -> Request:
+        """Raises ConfigError for what cannot be meant, and files that cannot be read."""
+        words = Words.parse(arguments, OWN)
+        prompts = [*words.all("prompt")]
+        for name in words.all("file"):
+            prompts += read_prompts(Path(name))
+        if not prompts:
+            advice = "give prompt=TEXT or file=PATH"
+            raise ConfigError("prompt", "", "there is nothing to continue", advice=advice)
+        if "" in prompts:
+            raise ConfigError("prompt", "", "is empty: there is nothing to continue")
+        if "" in words.all("stop"):
+            raise ConfigError("stop", "", "is empty: every text would end where it begins")
+        sampling = Sampling(
+            words.number("temperature", 0.7),
+            words.whole("top_k", 1) if words.text("top_k") else None,
+            words.number("top_p", 1.0) if words.text("top_p") else None,
+        )
+        return cls(
+            words,
+            tuple(prompts),
+            count=words.whole("max_new_tokens", 200),
+            sampling=sampling,
+            seed=words.whole("seed", 1, least=0),
+            stop=words.all("stop"),
+            batch=words.whole("batch", 16),
+        )
+
+
+def read_prompts(path: Path) -> list[str]:
+    """The prompts of a file. Raises ConfigError."""
+    try:
+        lines = path.read_text().splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else "it is no UTF-8"
+        raise ConfigError("file", path, f"cannot be read: {why}") from error
+    found = [(number, line) for number, line in enumerate(lines, 1) if line.strip()]
+    if not found:
+        raise ConfigError("file", path, "holds no prompt")
+    if path.suffix != ".jsonl":
+        return [line for _, line in found]
+    return [_field(path, number, line) for number, line in found]
+
+
+def _field(path: Path, number: int, line: str) -> str:
+    try:
+        row = json.loads(line)
+    except ValueError:
+        row = None
+    prompt = row.get("prompt") if isinstance(row, dict) else None
+    if not isinstance(prompt, str):
+        rule = f'line {number} is no JSON object with a text as its field "prompt"'
+        raise ConfigError("file", path, rule)
+    return prompt
+
+
+def encoded(request: Request, run: Run, tokenizer: Tokenizer) -> list[list[int]]:
+    """The prompts' tokens. Raises ConfigError for a prompt that leaves no room for a token."""
+    context = run.train.seq_len
+    found = [list(map(int, ids)) for ids in tokenizer.encode_batch(request.prompts)]
+    for text, ids in zip(request.prompts, found, strict=True):
+        if len(ids) >= context:
+            rule = f"has {len(ids)} tokens, and the model was trained on sequences of {context}"
+            advice = f"give at most {context - 1}, or a longer train.seq_len"
+            raise ConfigError("prompt", f"{text[:30]}…", rule, advice=advice)
+        if not ids:
+            raise ConfigError("prompt", text, "has no tokens")
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Writer:
+    """Continues prompts in batches; rank 0 prints."""
+
+    model: TrainedModel
+    tokenizer: Tokenizer
+    request: Request
+
+    @property
+    def speaks(self) -> bool:
+        """Whether this rank prints."""
+        return self.model.groups.rank == 0
+
+    def write(self, prompts: Sequence[list[int]]) -> None:
+        """All of them, batch by batch. All ranks call it."""
+        size = self.request.batch
+        for first in range(0, len(prompts), size):
+            self._batch(first, prompts[first : first + size])
+
+    def _batch(self, first: int, prompts: Sequence[list[int]]) -> None:
+        request = self.request
+        longest = max(map(len, prompts))
+        room = self.model.plan.run.train.seq_len - longest
+        count = min(request.count, room)
+        decoder = Decoder(self.model, len(prompts), longest + count)
+        limit = " (there the context ends)" if count < request.count else ""
+        self._tell(
+            f"{len(prompts)} of {len(request.prompts)} prompts, of up to {longest} tokens; up to "
+            f"{count} new tokens each{limit}; {byte_count(decoder.nbytes)} of keys and values"
+        )
+        texts = [Continuation(self.tokenizer, request.stop) for _ in prompts]
+        page = _Page(request.prompts, first, texts) if self.speaks else None
+        since = time.perf_counter()
+        for tokens in drawn_tokens(
+            decoder,
+            prompts,
+            count,
+            sampling=request.sampling,
+            seed=request.seed + first,
+            vocab=self.tokenizer.vocab_size,
+            ended=lambda: all(text.ended for text in texts),
+        ):
+            for text, token in zip(texts, tokens, strict=True):
+                text.add(token)
+            if page is not None:
+                page.show()
+        if page is not None:
+            page.show(last=True)
+        seconds = time.perf_counter() - since
+        drawn = sum(len(text.tokens) for text in texts)
+        self._tell(f"{drawn} tokens in {seconds:.1f} s: {drawn / seconds:,.0f} tokens/s")
+
+    def _tell(self, line: str) -> None:
+        if self.speaks:
+            say(line, sys.stderr)
+
+
+class _Page:
+    """Shows texts one below the other: each as it comes, once those above it are complete."""
+
+    def __init__(self, prompts: Sequence[str], first: int, texts: Sequence[Continuation]) -> None:
+        self.prompts = prompts
+        self.first = first
+        self.texts = texts
+        self.at = 0
+        self._begin()
+
+    def _begin(self) -> None:
+        number = self.first + self.at
+        if len(self.prompts) > 1:
+            print(f"== {number + 1} of {len(self.prompts)} ==")
+        print(self.prompts[number], end="", flush=True)
+
+    def show(self, last: bool = False) -> None:
+        """Print what is new."""
+        while self.at < len(self.texts):
+            text = self.texts[self.at]
+            print(text.fresh(last), end="", flush=True)
+            if not (text.ended or last):
+                return
+            print(flush=True)
+            self.at += 1
+            if self.at < len(self.texts):
+                self._begin()
+
+
+def generate(arguments: Sequence[str], launch: Launch) -> int:
+    """Write on this rank, or start the ranks that the layout asks for; returns the exit code."""
+    request = Request.parse(arguments)
+    saved = Saved.at(request.words.source)
+    run = saved_run(saved.config, request.words.overrides, launch.world_size)
+    tokenizer = check_tokenizer(run)
+    prompts = encoded(request, run, tokenizer)
+    if launch.world_size is None and run.world_size > 1:
+        check_room(run, usable_gpus(run))
+        return start_ranks(run.world_size, __file__, arguments, env=environment())
+    attempt = Attempt(launch.requeues, launch.master, store_stays=launch.agent_store)
+    store = attempt.meeting_store(launch.rank, run.world_size)
+    with trained_model(
+        saved, run, rank=launch.rank, local_rank=launch.local_rank, store=store
+    ) as model:
+        if launch.rank == 0:
+            say(f"{saved.path}: {model.described}", sys.stderr)
+        Writer(model, tokenizer, request).write(prompts)
+        dist.barrier(model.groups.host)
+    return 0
+
+
+def main(arguments: Sequence[str], parent: int) -> int:
+    """Run the command line of a process that process `parent` has started; the exit code."""
+    if not arguments or {"--help", "-h"} & set(arguments):
+        print(HELP)
+        return 0
+    with readable_errors("generate", speak=True):
+        launch = joined_launch(parent)
+    with readable_errors("generate", speak=launch.rank == 0, silent_s=SPEAK_S):
+        interrupt_again()
+        return generate(arguments, launch)
+
+
+def command(parent: int) -> None:
+    """Run the command line; SystemExit with the exit code."""
+    sys.exit(main(sys.argv[1:], parent))
+
+
+if __name__ == "__main__":
+    command(os.getppid())

@@ -1,0 +1,70 @@
+"""Command lines of the programs that use a trained model: where it is, options, overrides."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from app.cli.options.compose import like_key
+from app.errors import ConfigError, nearest
+
+
+@dataclass(frozen=True, slots=True)
+class Words:
+    """What is typed behind a program's name."""
+
+    source: Path  # a run or a checkpoint
+    options: tuple[tuple[str, str], ...]  # of the program itself, as typed
+    overrides: tuple[str, ...]  # of the configuration
+
+    @classmethod
+    def parse(cls, arguments: Sequence[str], own: Collection[str]) -> Words:
+        """Tell a program's own options from overrides. Raises ConfigError."""
+        if not arguments or arguments[0].startswith("-") or arguments[0].partition("=")[0] in own:
+            first = arguments[0] if arguments else ""
+            rule = "the first argument is the folder of a run or a checkpoint"
+            raise ConfigError("arguments", first, rule)
+        source, *words = arguments
+        options, overrides = [], []
+        for word in words:
+            key, separator, value = word.partition("=")
+            if separator and key in own:
+                options.append((key, value))
+            elif separator and "." in key:
+                overrides.append(word)
+            else:
+                rule = f"the options are {', '.join(f'{name}=' for name in own)}; all else is an "
+                rule += "override of a key of the configuration"
+                guess = nearest(key, list(own)) or like_key(key)
+                raise ConfigError("arguments", word, rule, guess=guess)
+        return cls(Path(source), tuple(options), tuple(overrides))
+
+    def all(self, key: str) -> tuple[str, ...]:
+        """Every value that an option has been given."""
+        return tuple(value for name, value in self.options if name == key)
+
+    def text(self, key: str) -> str | None:
+        """The last value of an option; None: it is not given."""
+        return next(reversed(self.all(key)), None)
+
+    def whole(self, key: str, default: int, least: int = 1) -> int:
+        """The last value of an option, a whole number. Raises ConfigError."""
+        text = self.text(key)
+        if text is None:
+            return default
+        if not text.isdecimal() or int(text) < least:
+            raise ConfigError(key, text, f"must be a whole number from {least} on", nearest=default)
+        return int(text)
+
+    def number(self, key: str, default: float) -> float:
+        """The last value of an option, a finite number. Raises ConfigError."""
+        text = self.text(key)
+        try:
+            found = default if text is None else float(text)
+        except ValueError:
+            found = math.nan
+        if not math.isfinite(found):
+            raise ConfigError(key, text, "must be a number", nearest=default)
+        return found

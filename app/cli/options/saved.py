@@ -1,0 +1,44 @@
+"""The run in which a trained model is used: what its checkpoint says it is, laid out anew."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from app.cli.options.compose import load_run, run_schema
+from app.config import Run
+
+# how experts are reached, and what limits them in training
+OF_TRAINING = ("dispatcher", "static", "echo", "pad_to_capacity", "capacity_factor",
+               "force_balance", "shared_overlap")  # fmt: skip
+
+
+def saved_run(config: dict[str, Any], overrides: Sequence[str], world_size: int | None) -> Run:
+    """The run that a checkpoint's configuration and overrides of its keys describe.
+
+    Of the configuration it takes the model, its data and number types, and the length of sequences;
+    all else is as by default: one process, dropless experts. `world_size`: processes that a
+    launcher has started; None: none has. Raises ConfigError, and what OmegaConf raises.
+    """
+    model = dict(config["model"])
+    if model["moe"] is not None:
+        model["moe"] = {
+            name: value for name, value in model["moe"].items() if name not in OF_TRAINING
+        }
+    kept = {
+        "model": model,
+        "data": config["data"],
+        "precision": {"params": config["precision"]["params"]},
+        "train": {"seq_len": config["train"]["seq_len"], "micro_batch": 1},
+    }
+    asked = OmegaConf.from_dotlist(list(overrides))
+    merged = OmegaConf.merge(run_schema(), kept, asked)
+    assert isinstance(merged, DictConfig)
+    parallel = merged.parallel
+    ranks = world_size or parallel.world_size or parallel.tp * parallel.cp * parallel.pp
+    replicas = parallel.dp or 1
+    # a batch of training that every layout of so many ranks divides
+    merged.train.global_batch = ranks**2 * replicas
+    return load_run(merged, world_size)

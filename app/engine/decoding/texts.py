@@ -1,0 +1,91 @@
+"""What follows a batch of prompts: tokens of all of them together, and the text of each.
+
+Shapes: B sequences, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from app.data.tokenizer import Tokenizer
+from app.engine.decoding.decoder import Decoder
+from app.engine.decoding.drawing import Sampling, agreed
+
+UNFINISHED = "�"  # what a character is read as of which not all bytes are there yet
+
+
+def drawn_tokens(
+    decoder: Decoder,
+    prompts: Sequence[Sequence[int]],
+    count: int,
+    *,
+    sampling: Sampling,
+    seed: int,
+    vocab: int,
+    ended: Callable[[], bool],
+) -> Iterator[list[int]]:
+    """A token of each of B sequences, by and by: `count` times, or until rank 0 says that all have
+    `ended`. All ranks call it; each yields the same.
+
+    Only the first `vocab` ids are drawn: a padded embedding has more rows than the tokenizer has
+    ids. Equal seeds give equal tokens on devices of one kind.
+    """
+    model = decoder.model
+    generator = torch.Generator(device=model.device).manual_seed(seed)
+    logits_BV = decoder.prompts(prompts)
+    for nth in range(count):
+        drawn_B = sampling.draw(logits_BV[:, :vocab], generator)
+        tokens = agreed(model.groups, drawn_B, ended=ended())
+        if tokens is None:
+            return
+        yield tokens
+        if nth + 1 < count:
+            logits_BV = decoder.step(tokens)
+
+
+@dataclass(slots=True)
+class Continuation:
+    """The text that follows one prompt, as far as it has come."""
+
+    tokenizer: Tokenizer
+    stop: Sequence[str] = ()  # texts before which it ends
+    tokens: list[int] = field(default_factory=list)
+    text: str = ""
+    ended: bool = False  # by a stop text, or as the document ends
+    shown: int = 0  # characters that `fresh` has given out
+
+    def add(self, token: int) -> None:
+        """Take the next token; nothing once the text has ended."""
+        if self.ended:
+            return
+        if token == self.tokenizer.eod:
+            self.ended = True
+            return
+        self.tokens.append(token)
+        self.text = self.tokenizer.decode(self.tokens)
+        ends = [at for stop in self.stop if (at := self.text.find(stop)) >= 0]
+        if ends:
+            self.text = self.text[: min(ends)]
+            self.ended = True
+
+    def fresh(self, last: bool = False) -> str:
+        """What can be shown that has not been: without what a stop text may begin with, and
+        without a character that is not complete, unless this is the `last` call.
+        """
+        sure = self.text
+        if not (last or self.ended):
+            sure = self._before_stop(self.text.rstrip(UNFINISHED))
+        begin = self.shown
+        self.shown = max(len(sure), begin)
+        return sure[begin:]
+
+    def _before_stop(self, text: str) -> str:
+        """A text without an end that may be the beginning of a stop text."""
+        longest = max((len(stop) for stop in self.stop), default=0)
+        for begin in range(max(0, len(text) - longest + 1), len(text)):
+            if any(stop.startswith(text[begin:]) for stop in self.stop):
+                return text[:begin]
+        return text

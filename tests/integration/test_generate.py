@@ -1,0 +1,102 @@
+"""`python -m app.cli.generate`: a checkpoint of any layout writes, and mistakes cost one line."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from pathlib import Path
+
+import pytest
+
+from app.config import ParallelConfig, TrainConfig
+from app.engine.checkpoint.load import Progress
+from tests.checkpoints import save_checkpoint
+from tests.distributed import run_distributed
+from tests.programs import run_forked
+from tests.runs import TINY, engine_of, make_run
+
+MODEL = dataclasses.replace(TINY, num_layers=2, vocab_size=264, init_std=0.3)
+
+
+def saved(rank: int, folder: Path) -> None:
+    train = TrainConfig(steps=20, seq_len=32, micro_batch=1, global_batch=4)
+    run = make_run(MODEL, parallel=ParallelConfig(tp=2), train=train)
+    save_checkpoint(folder, engine_of(run, rank), run, Progress(3), cursor={})
+
+
+@pytest.fixture(scope="module")
+def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("runs") / "tiny"
+    run_distributed(saved, 2, folder / "checkpoints")
+    return folder
+
+
+def generated(folder: Path, *words: str) -> tuple[int, str, str]:
+    """Exit code, stdout and stderr."""
+    line = [sys.executable, "-m", "app.cli.generate", str(folder), *words]
+    done = run_forked(folder.parent, line)
+    return done.returncode, done.stdout, done.stderr
+
+
+def test_texts_go_to_stdout_and_facts_to_stderr(run_dir: Path):
+    code, out, err = generated(run_dir, "prompt=abc", "max_new_tokens=9", "temperature=0")
+    assert code == 0 and out.startswith("abc") and out.endswith("\n") and len(out) > len("abc\n")
+    lines = err.splitlines()
+    assert len(lines) == 3 and "step-00000003" in lines[0] and "1 process on cpu" in lines[0]
+    assert "up to 9 new tokens" in lines[1] and lines[1].endswith("kB of keys and values")
+    assert lines[2].endswith("tokens/s")
+    checkpoint = run_dir / "checkpoints" / "step-00000003"
+    again = generated(checkpoint, "prompt=abc", "max_new_tokens=9", "top_k=1", "seed=7")
+    assert again[:2] == (0, out), "the likeliest of one"
+
+
+def test_prompts_of_a_file_are_continued_as_alone(run_dir: Path):
+    prompts = run_dir.parent / "prompts.txt"
+    prompts.write_text("first\n\nno 2\n")
+    rows = run_dir.parent / "prompts.jsonl"
+    rows.write_text('{"prompt": "first"}\n{"prompt": "no 2"}\n')
+    words = ("max_new_tokens=30", "temperature=0")
+    code, both, err = generated(run_dir, f"file={prompts}", *words)
+    assert code == 0 and both.count("== ") == 2 and "(there the context ends)" in err
+    assert generated(run_dir, f"file={rows}", "batch=1", *words)[1].startswith(both[:20])
+    first, second = both.split("== 2 of 2 ==\n")
+    assert first.startswith("== 1 of 2 ==\nfirst") and second.startswith("no 2")
+    alone = generated(run_dir, "prompt=no 2", "max_new_tokens=27", "temperature=0")[1]
+    assert second == alone and len(alone) > 10
+
+
+MISTAKES = {
+    (): "prompt=: there is nothing to continue",
+    ("prompt=",): "prompt=: is empty",
+    ("file=missing.txt",): "file=missing.txt: cannot be read: No such file or directory",
+    ("file=empty.txt",): "file=empty.txt: holds no prompt",
+    ("file=rows.jsonl",): "file=rows.jsonl: line 2 is no JSON object",
+    ("prompt=" + 32 * "a",): "has 32 tokens, and the model was trained on sequences of 32",
+    ("prompt=a", "temprature=1"): "did you mean temperature?",
+    ("prompt=a", "top_k=0"): "top_k=0: must be a whole number from 1 on",
+    ("prompt=a", "model.num_layer=2"): "did you mean model.num_layers?",
+    ("prompt=a", "parallel.tp=3"): "tp=3: must divide",
+}
+
+
+@pytest.mark.parametrize("words", MISTAKES, ids=lambda words: " ".join(words)[:30])
+def test_a_mistake_costs_one_line(run_dir: Path, words: tuple[str, ...]):
+    (run_dir.parent / "empty.txt").write_text("\n \n")
+    (run_dir.parent / "rows.jsonl").write_text('{"prompt": "a"}\n{"text": "a"}\n')
+    code, out, err = generated(run_dir, *words)
+    assert (code, out, err.count("\n")) == (2, "", 1), err
+    assert err.startswith("generate: ") and MISTAKES[words] in err
+
+
+def test_what_is_no_checkpoint_is_said(run_dir: Path):
+    for place, rule in ((run_dir / "nowhere", "does not exist"), (run_dir.parent, "holds no")):
+        code, _, err = generated(place, "prompt=a")
+        assert code == 2 and f"checkpoint={place}: {rule}" in err and err.count("\n") == 1
+
+
+@pytest.mark.full
+def test_it_starts_the_ranks_that_a_layout_needs(run_dir: Path):
+    words = ("prompt=abc", "max_new_tokens=9", "temperature=0")
+    alone = generated(run_dir, *words)
+    code, out, err = generated(run_dir, *words, "parallel.pp=2")
+    assert (code, out) == alone[:2] and "2 processes on cpu" in err
