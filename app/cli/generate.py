@@ -29,6 +29,7 @@ from app.cli.processes.launch import SPEAK_S, check_room, start_ranks
 from app.cli.processes.launcher import Launch
 from app.config import Run
 from app.data.tokenizer import Tokenizer
+from app.engine.capture.recorder import CudaRecorder
 from app.engine.decoding.decoder import Decoder
 from app.engine.decoding.drawing import Sampling
 from app.engine.decoding.texts import Continuation, drawn_tokens
@@ -36,9 +37,20 @@ from app.engine.decoding.trained import Saved, TrainedModel, trained_model
 from app.engine.run.attempt import Attempt
 from app.engine.run.start import check_tokenizer, usable_gpus
 from app.errors import ConfigError, say
-from app.plan.formatting import byte_count
+from app.plan.formatting import byte_count, count_of
 
-OWN = ("prompt", "file", "max_new_tokens", "temperature", "top_k", "top_p", "seed", "stop", "batch")
+OWN = (
+    "prompt",
+    "file",
+    "max_new_tokens",
+    "temperature",
+    "top_k",
+    "top_p",
+    "seed",
+    "stop",
+    "batch",
+    "graph",
+)
 HELP = """\
 == Graphfold: text from a trained model ==
 Usage:  python -m app.cli.generate RUN_OR_CHECKPOINT prompt=TEXT [option …] [override …]
@@ -53,6 +65,7 @@ Usage:  python -m app.cli.generate RUN_OR_CHECKPOINT prompt=TEXT [option …] [o
   seed=1                of what is drawn
   stop=TEXT             where a text ends, without it; may be given several times
   batch=16              prompts that are computed together
+  graph=auto            on GPUs a step is one CUDA graph, where it can be; none: it never is
   override              any key of the configuration: train.device=cpu, parallel.tp=2,
                         precision.params=bfloat16, data.tokenizer=PATH, train.seq_len=N (context)
 
@@ -74,6 +87,7 @@ class Request:
     seed: int
     stop: tuple[str, ...]
     batch: int
+    graphs: bool  # whether steps are captured where they can be
 
     @classmethod
     def parse(cls, arguments: Sequence[str]) -> Request:
@@ -102,6 +116,7 @@ class Request:
             seed=words.whole("seed", 1, least=0),
             stop=words.all("stop"),
             batch=words.whole("batch", 16),
+            graphs=words.choice("graph", ("auto", "none")) == "auto",
         )
 
 
@@ -160,43 +175,64 @@ class Writer:
         return self.model.groups.rank == 0
 
     def write(self, prompts: Sequence[list[int]]) -> None:
-        """All of them, batch by batch. All ranks call it."""
-        size = self.request.batch
-        for first in range(0, len(prompts), size):
-            self._batch(first, prompts[first : first + size])
-
-    def _batch(self, first: int, prompts: Sequence[list[int]]) -> None:
+        """All of them, batch by batch, with memory for the longest. All ranks call it."""
         request = self.request
         longest = max(map(len, prompts))
-        room = self.model.plan.run.train.seq_len - longest
-        count = min(request.count, room)
-        decoder = Decoder(self.model, len(prompts), longest + count)
-        limit = " (there the context ends)" if count < request.count else ""
-        self._tell(
-            f"{len(prompts)} of {len(request.prompts)} prompts, of up to {longest} tokens; up to "
-            f"{count} new tokens each{limit}; {byte_count(decoder.nbytes)} of keys and values"
+        count = min(request.count, self.model.plan.run.train.seq_len - longest)
+        size = min(request.batch, len(prompts))
+        captures = request.graphs and self.model.device.type == "cuda"
+        recorder = CudaRecorder() if captures else None
+        decoder = Decoder(self.model, size, longest + count, recorder)
+        self._tell(self._outlook(decoder, len(prompts), longest, count=count))
+        since = time.perf_counter()
+        drawn = 0
+        try:
+            for first in range(0, len(prompts), size):
+                drawn += self._batch(decoder, first, prompts[first : first + size], count=count)
+        finally:
+            if recorder is not None:  # before the process groups, whose communicators graphs hold
+                recorder.release()
+        seconds = time.perf_counter() - since
+        self._tell(f"{drawn} tokens in {seconds:.1f} s: {drawn / seconds:,.0f} tokens/s")
+
+    def _outlook(self, decoder: Decoder, prompts: int, longest: int, *, count: int) -> str:
+        """What is going to be done, and the memory for it."""
+        together = f", {decoder.sequences} together" if decoder.sequences < prompts else ""
+        limit = ", where the context ends" if count < self.request.count else ""
+        steps = ""
+        if self.model.device.type == "cuda" and self.request.graphs:
+            how = "a CUDA graph" if decoder.eager is None else f"not captured, as {decoder.eager}"
+            steps = f"; a step is {how}"
+        return (
+            f"{count_of(prompts, 'prompt')}{together}, of up to {count_of(longest, 'token')}; up "
+            f"to {count_of(count, 'new token')} each{limit}; keys and values take "
+            f"{byte_count(decoder.nbytes)} per rank{steps}"
         )
+
+    def _batch(
+        self, decoder: Decoder, first: int, prompts: Sequence[list[int]], *, count: int
+    ) -> int:
+        """Continue the prompts from number `first` on; the number of new tokens."""
+        request = self.request
         texts = [Continuation(self.tokenizer, request.stop) for _ in prompts]
         page = _Page(request.prompts, first, texts) if self.speaks else None
-        since = time.perf_counter()
+        nobody = [[0]] * (decoder.sequences - len(prompts))  # of the last batch
         for tokens in drawn_tokens(
             decoder,
-            prompts,
+            [*prompts, *nobody],
             count,
             sampling=request.sampling,
             seed=request.seed + first,
             vocab=self.tokenizer.vocab_size,
             ended=lambda: all(text.ended for text in texts),
         ):
-            for text, token in zip(texts, tokens, strict=True):
+            for text, token in zip(texts, tokens, strict=False):
                 text.add(token)
             if page is not None:
                 page.show()
         if page is not None:
             page.show(last=True)
-        seconds = time.perf_counter() - since
-        drawn = sum(len(text.tokens) for text in texts)
-        self._tell(f"{drawn} tokens in {seconds:.1f} s: {drawn / seconds:,.0f} tokens/s")
+        return sum(len(text.tokens) for text in texts)
 
     def _tell(self, line: str) -> None:
         if self.speaks:

@@ -15,7 +15,9 @@ import torch
 from app.choices import CpComm, DispatcherKind
 from app.config import ModelConfig, ParallelConfig, Run
 from app.engine.build import Engine
-from app.engine.decoding.decoder import Decoder
+from app.engine.capture.recorder import Recorder
+from app.engine.capture.stand_in import HostRecorder
+from app.engine.decoding.decoder import Decoder, Model
 from app.engine.generate import sample_tokens
 from tests.cases import chosen
 from tests.distributed import run_distributed
@@ -62,15 +64,16 @@ def run_of(name: str, **parallel: Any) -> Run:
     return make_run(MODELS[name], parallel=ParallelConfig(**({"dp": 1} | parallel)))
 
 
-def greedy(engine: Engine) -> tuple[list[list[int]], Values]:
+def greedy(engine: Model, recorder: Recorder | None = None) -> tuple[list[list[int]], Values]:
     """The prompts with what follows, and the logits that said so."""
-    decoder = Decoder(engine, len(PROMPTS), PLACES)
+    decoder = Decoder(engine, len(PROMPTS), PLACES, recorder)
     found = [decoder.prompts(PROMPTS)]
     sequences = [list(prompt) for prompt in PROMPTS]
     for _ in range(STEPS):
         for sequence, token in zip(sequences, found[-1].argmax(-1).tolist(), strict=True):
             sequence.append(token)
         found.append(decoder.step([sequence[-1] for sequence in sequences]))
+    assert len({logits.data_ptr() for logits in found}) == len(found), "none is overwritten"
     return sequences, numbered(logits.numpy() for logits in found)
 
 
@@ -134,6 +137,43 @@ def test_every_layout_says_the_same(name: str, layout: str):
     for said, found in run_distributed(here, run.world_size, run, greedy):
         assert said == sequences
         expect_alike(found, plain, exact, case=layout)
+
+
+def captured(engine: Engine) -> tuple[bool, int]:
+    """Whether replayed steps say the same, bit for bit; how many recordings there are."""
+    eager = greedy(engine)
+    recorder = HostRecorder()
+    replayed = greedy(engine, recorder)
+    same = replayed[0] == eager[0] and all(
+        (replayed[1][step] == logits).all() for step, logits in eager[1].items()
+    )
+    count = len(recorder.recordings)
+    recorder.release()
+    return same, count
+
+
+CAPTURED = [
+    *(("moe", degrees) for degrees in ("pp 2 vpp 2", "cp 2")),
+    *((name, "tp 2") for name in ("dense", "plain queries")),
+    ("latent", "pp 2"),
+    ("static", "ep 2"),
+    *((name, "") for name in MODELS),
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "layout"), chosen(CAPTURED, [("latent", ""), ("moe", ""), ("static", "ep 2")])
+)
+def test_captured_steps_say_the_same(name: str, layout: str):
+    degrees = LAYOUTS.get(layout, {})
+    run = run_of(name, **degrees)
+    for same, recordings in run_distributed(here, run.world_size, run, captured):
+        assert same and recordings == degrees.get("vpp", 1)
+
+
+def test_what_waits_for_the_host_is_not_captured():
+    run = run_of("moe", ep=2, dp=2)
+    assert run_distributed(here, 2, run, captured) == [(True, 0)] * 2
 
 
 def one_by_one(engine: Engine) -> tuple[list[Values], int]:

@@ -68,3 +68,13 @@ class Words:
         if not math.isfinite(found):
             raise ConfigError(key, text, "must be a number", nearest=default)
         return found
+
+    def choice(self, key: str, choices: Sequence[str]) -> str:
+        """The last value of an option, one of these; the first where it is not given. Raises
+        ConfigError.
+        """
+        text = self.text(key)
+        if text is not None and text not in choices:
+            rule = f"must be {' or '.join(choices)}"
+            raise ConfigError(key, text, rule, guess=nearest(text, choices))
+        return text or choices[0]

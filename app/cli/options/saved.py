@@ -10,9 +10,10 @@ from omegaconf import DictConfig, OmegaConf
 from app.cli.options.compose import load_run, run_schema
 from app.config import Run
 
-# how experts are reached, and what limits them in training
+# how experts are reached, what limits them in training, and losses of routers
 OF_TRAINING = ("dispatcher", "static", "echo", "pad_to_capacity", "capacity_factor",
-               "force_balance", "shared_overlap")  # fmt: skip
+               "force_balance", "shared_overlap", "aux_loss_coeff", "z_loss_coeff")  # fmt: skip
+NO_LOSSES = {"aux_loss_coeff": 0.0, "z_loss_coeff": 0.0}
 
 
 def saved_run(config: dict[str, Any], overrides: Sequence[str], world_size: int | None) -> Run:
@@ -24,7 +25,7 @@ def saved_run(config: dict[str, Any], overrides: Sequence[str], world_size: int 
     """
     model = dict(config["model"])
     if model["moe"] is not None:
-        model["moe"] = {
+        model["moe"] = NO_LOSSES | {
             name: value for name, value in model["moe"].items() if name not in OF_TRAINING
         }
     kept = {

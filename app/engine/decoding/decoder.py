@@ -18,6 +18,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from app.collectives import all_reduce
+from app.engine.capture.recorder import Recorder
+from app.engine.decoding.captured import CapturedStep, why_eager
 from app.engine.dtypes import DTYPES
 from app.engine.groups import Groups
 from app.model.chunk import Chunk
@@ -54,10 +56,12 @@ class Model(Protocol):
 
 class Decoder:
     """Memory for B sequences of at most M tokens, and what fills it. All ranks call its methods
-    together, with the same tokens.
+    together, with the same tokens. With a `recorder` steps are captured where they can be.
     """
 
-    def __init__(self, model: Model, sequences: int, places: int) -> None:
+    def __init__(
+        self, model: Model, sequences: int, places: int, recorder: Recorder | None = None
+    ) -> None:
         self.model = model
         self.run = model.plan.run
         self.sequences = sequences
@@ -68,6 +72,10 @@ class Decoder:
         self.sizes = sizes
         self.cached = [CachedChunk(chunk, sizes) for chunk in model.chunks]
         self.rows = _filled_up(sequences, self.tp)  # T
+        self.eager = why_eager(self.run, model.chunks, self.rows // self.tp, model.device)
+        self.steps: list[Callable[[Tensor], Tensor]] = [
+            self._step_of(cached, recorder) for cached in self.cached
+        ]
         # of the next token of each sequence; of rows that are none: 0
         self.place_T = torch.zeros(self.rows, dtype=torch.int64, device=model.device)
 
@@ -93,7 +101,9 @@ class Decoder:
             x_BsD = self._stages(
                 tokens_BP, hidden, lambda nth, x: self.cached[nth].prompts(x, place_1P)
             )
-        return self._logits(lambda: self._last_tokens(x_BsD, length_B))
+        return self._logits(
+            lambda: self.model.chunks[-1].logits(self._last_tokens(x_BsD, length_B))
+        )
 
     @torch.no_grad()
     def step(self, tokens: Sequence[int] | Tensor) -> Tensor:
@@ -101,14 +111,28 @@ class Decoder:
         tokens_1T = torch.full((1, self.rows), FILLING, device=self.model.device)
         tokens_1T[0, : self.sequences] = torch.as_tensor(tokens)
         hidden = torch.Size((1, self.rows // self.tp, self.run.model.hidden_size))
-        with self.model.all_rows():
-            x_1tD = self._stages(tokens_1T, hidden, self._step)
+        columns_1TV = self._stages(tokens_1T, hidden, lambda nth, x: self.steps[nth](x))
+        logits_BV = self._logits(lambda: columns_1TV)
         self.place_T[: self.sequences] += 1
-        return self._logits(lambda: x_1tD)
+        return logits_BV
 
-    def _step(self, nth: int, x: Tensor) -> Tensor:
+    def _step_of(
+        self, cached: CachedChunk, recorder: Recorder | None
+    ) -> Callable[[Tensor], Tensor]:
+        """The step of a chunk: behind the last stage's, logits."""
+        if recorder is not None and self.eager is None:
+            return CapturedStep(lambda x: self._step(cached, x), recorder)
+
+        def eagerly(x: Tensor) -> Tensor:
+            with self.model.all_rows():
+                return self._step(cached, x)
+
+        return eagerly
+
+    def _step(self, cached: CachedChunk, x: Tensor) -> Tensor:
         following = NextToken.at(self.place_T[: self.sequences], self.sizes.places)
-        return self.cached[nth].step(x, self.place_T[None], following)
+        x_1tD = cached.step(x, self.place_T[None], following)
+        return cached.chunk.logits(x_1tD) if cached.chunk.last else x_1tD
 
     def _stages(
         self, tokens: Tensor, hidden: torch.Size, compute: Callable[[int, Tensor], Tensor]
@@ -142,15 +166,14 @@ class Decoder:
         last_TD[: self.sequences] = x_BPD[sequence_B, length_B - 1]
         return last_TD.chunk(self.tp)[groups.coords.tp[0]][None]
 
-    def _logits(self, rows: Callable[[], Tensor]) -> Tensor:
-        """Logits of B tokens on every rank; `rows` are the last stage's, 1 × t × D."""
+    def _logits(self, columns: Callable[[], Tensor]) -> Tensor:
+        """Logits of B tokens on every rank; `columns`: the last stage's, 1 × T × V / tp."""
         groups = self.model.groups
         pipeline = self.model.plan.stages.pipeline
         shape = self.sequences, self.tp, self.run.model.vocab_size // self.tp
         logits = torch.zeros(shape, dtype=torch.float32, device=self.model.device)
         if pipeline.rank(pipeline.last) == groups.pp_rank:
-            columns_TV = self.model.chunks[-1].logits(rows())[0]
-            logits[:, groups.coords.tp[0]] = columns_TV[: self.sequences].float()
+            logits[:, groups.coords.tp[0]] = columns()[0, : self.sequences].float()
         # every number is on one rank of these, and zero on the others
         for group in (groups.tp, groups.pp):
             all_reduce(logits, group)
