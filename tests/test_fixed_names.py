@@ -76,7 +76,7 @@ PLANNED = (
     "parallel.ep=2",
     "cuda_graph=partial",
 )
-PROGRAMS = ("convert", "generate", "plan", "report", "torchrun", "train")
+PROGRAMS = ("convert", "evaluate", "generate", "plan", "report", "torchrun", "train")
 
 
 def written(function: object) -> str:

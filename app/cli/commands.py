@@ -36,6 +36,12 @@ def generate() -> None:
     _loaded("generate", "generate").command(parent)
 
 
+def evaluate() -> None:
+    """Score texts by a trained model (`python -m app.cli.evaluate`)."""
+    parent = os.getppid()  # as above
+    _loaded("evaluate", "evaluate").command(parent)
+
+
 def _loaded(module: str, called: str) -> ModuleType:
     stop_quietly(called)  # the imports take seconds
     return import_module(f"app.cli.{module}")

@@ -17,7 +17,7 @@ from app.model.block import Layer, RoutingReport, RunPhases, run_layer
 from app.model.context_parallel import own_tokens
 from app.model.layers import Context, RMSNorm, document_mask, layer_context
 from app.model.linear import ColumnParallelLinear, VocabParallelEmbedding, named_parameters
-from app.model.loss import summed_loss
+from app.model.loss import summed_loss, token_losses
 from app.model.peers import ALONE, Peers, rank, size
 from app.model.recompute import Recomputation
 from app.model.weight_grads import WeightGradSink
@@ -160,6 +160,12 @@ class Chunk(nn.Module):
         """This rank's columns of the logits of the last stage's output: B × S × V / tp."""
         self.wait_for_head()
         return self.table.forward(x_BsD)
+
+    def losses(self, x_BsD: Tensor, labels_BS: Tensor) -> Tensor:
+        """The last stage's cross-entropy of every label, nats, without gradients: fp32 B × S."""
+        self.wait_for_head()
+        table = self.table
+        return token_losses(x_BsD, table.weight, labels_BS, table.backend, group=self.peers.tp)
 
     @property
     def table(self) -> ColumnParallelLinear:

@@ -51,6 +51,26 @@ def summed_loss(
     return loss
 
 
+@torch.no_grad()
+def token_losses(
+    h_BsD: Tensor,
+    weight_VD: nn.Parameter,
+    labels_BS: Tensor,
+    backend: LinearBackend,
+    group: OptionalGroup = None,
+) -> Tensor:
+    """Cross-entropy of each label, nats, 0 where it is negative: fp32 B × S, never with gradients.
+
+    The same on every rank of `group`. Logits of ROWS tokens exist at once.
+    """
+    h_TD = gathered(h_BsD, group).flatten(0, 1)
+    row_T = labels_BS.flatten() - rank(group) * len(weight_VD)
+    parts = zip(h_TD.split(ROWS), row_T.split(ROWS), strict=True)
+    found = [_statistics(backend.output(h_CD, weight_VD), row_C) for h_CD, row_C in parts]
+    lse_T, label_T = _merge(torch.cat(found, dim=1), group)
+    return torch.where(labels_BS >= 0, (lse_T - label_T).view_as(labels_BS), 0.0)
+
+
 def _statistics(logits_CV: Tensor, row_C: Tensor) -> Tensor:
     """Largest logit, sum of exponentials relative to it, and the label's logit where this rank
     has it, otherwise 0: [3, C].

@@ -28,6 +28,7 @@ from app.model.decoding.layer_caches import CacheSizes, NextToken
 from app.model.tensor_parallel import gather_tokens
 from app.plan.plan import Plan
 
+NO_LABEL = -1
 FILLING = 0  # the token that fills up prompts and steps: any will do
 
 
@@ -56,7 +57,8 @@ class Model(Protocol):
 
 class Decoder:
     """Memory for B sequences of at most M tokens, and what fills it. All ranks call its methods
-    together, with the same tokens. With a `recorder` steps are captured where they can be.
+    together, with the same tokens. With a `recorder` steps are captured where they can be. Without
+    places nothing is remembered, and only `losses` can be asked for.
     """
 
     def __init__(
@@ -87,23 +89,49 @@ class Decoder:
     @torch.no_grad()
     def prompts(self, prompts: Sequence[Sequence[int]]) -> Tensor:
         """Begin anew with B prompts: the logits behind each, fp32 B × V, on every rank."""
-        assert len(prompts) == self.sequences, "memory is for this many"
-        lengths = [len(prompt) for prompt in prompts]
-        width = _filled_up(max(lengths), self.tp)
-        assert min(lengths) > 0 and width <= self.sizes.places, "prompts fit the memory"
-        filled = [[*prompt, *[FILLING] * (width - len(prompt))] for prompt in prompts]
-        tokens_BP = torch.tensor(filled, device=self.model.device)
-        place_1P = torch.arange(width, device=self.model.device)[None]
-        length_B = torch.tensor(lengths, device=self.model.device)
+        length_B = torch.tensor([len(prompt) for prompt in prompts], device=self.model.device)
+        tokens_BP = self._filled(prompts)
+        assert tokens_BP.shape[1] <= self.sizes.places, "prompts fit the memory"
         self.place_T[: self.sequences] = length_B
-        hidden = torch.Size((self.sequences, width // self.tp, self.run.model.hidden_size))
-        with self.model.all_rows():
-            x_BsD = self._stages(
-                tokens_BP, hidden, lambda nth, x: self.cached[nth].prompts(x, place_1P)
-            )
+        x_BsD = self._prompts(tokens_BP)
         return self._logits(
             lambda: self.model.chunks[-1].logits(self._last_tokens(x_BsD, length_B))
         )
+
+    @torch.no_grad()
+    def losses(self, texts: Sequence[Sequence[int]]) -> Tensor:
+        """What B texts lack: nats of each token given all before it, fp32 B × P, 0 for the first
+        and behind the end; on every rank. Forgets prompts.
+        """
+        tokens_BP = self._filled(texts)
+        labels_BP = torch.full_like(tokens_BP, NO_LABEL)
+        for sequence, text in enumerate(texts):
+            labels_BP[sequence, : len(text) - 1] = tokens_BP[sequence, 1 : len(text)]
+        x_BsD = self._prompts(tokens_BP)
+        pipeline = self.model.plan.stages.pipeline
+        nats_BP = torch.zeros(tokens_BP.shape, dtype=torch.float32, device=self.model.device)
+        if pipeline.rank(pipeline.last) == self.model.groups.pp_rank:
+            nats_BP[:, 1:] = self.model.chunks[-1].losses(x_BsD, labels_BP)[:, :-1]
+        all_reduce(nats_BP, self.model.groups.pp)  # zero but for the last stage
+        return nats_BP
+
+    def _filled(self, texts: Sequence[Sequence[int]]) -> Tensor:
+        """B texts behind each other, filled up to P: int64 B × P."""
+        assert len(texts) == self.sequences, "memory is for this many"
+        assert all(texts), "each has a token"
+        width = _filled_up(max(map(len, texts)), self.tp)
+        filled = [[*text, *[FILLING] * (width - len(text))] for text in texts]
+        return torch.tensor(filled, device=self.model.device)
+
+    def _prompts(self, tokens_BP: Tensor) -> Tensor:
+        """What comes out of the last stage, on its ranks: B × s × D, s = P / tp."""
+        width = tokens_BP.shape[1]
+        place_1P = torch.arange(width, device=self.model.device)[None]
+        hidden = torch.Size((self.sequences, width // self.tp, self.run.model.hidden_size))
+        with self.model.all_rows():
+            return self._stages(
+                tokens_BP, hidden, lambda nth, x: self.cached[nth].prompts(x, place_1P)
+            )
 
     @torch.no_grad()
     def step(self, tokens: Sequence[int] | Tensor) -> Tensor:

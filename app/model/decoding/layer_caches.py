@@ -31,7 +31,7 @@ class CacheSizes:
     """Of the memory of every layer."""
 
     sequences: int  # B
-    places: int  # M
+    places: int  # M; 0: nothing is remembered
     dtype: torch.dtype
     device: torch.device
 
@@ -109,8 +109,9 @@ class HeadsCache:
     def prompt(self, x_BsD: Tensor, context: Context) -> Tensor:
         """See `LayerCache`."""
         q_BPNH, k_BPGH, v_BPGH = self.attn.heads(x_BsD, context)
-        self.k_BGMH[:, :, : k_BPGH.shape[1]] = k_BPGH.transpose(1, 2)
-        self.v_BGMH[:, :, : v_BPGH.shape[1]] = v_BPGH.transpose(1, 2)
+        if self.k_BGMH.shape[2]:
+            self.k_BGMH[:, :, : k_BPGH.shape[1]] = k_BPGH.transpose(1, 2)
+            self.v_BGMH[:, :, : v_BPGH.shape[1]] = v_BPGH.transpose(1, 2)
         out_BPNH = attend(
             q_BPNH,
             k_BPGH,
@@ -154,8 +155,9 @@ class LatentCache:
         """See `LayerCache`."""
         attn = self.attn
         q, latent_BsL, key_BPR = attn.projected(x_BsD, context)
-        both_BPF = self._both(latent_BsL, key_BPR, context)
-        self.both_B1MF[:, 0, : both_BPF.shape[1]] = both_BPF
+        if self.both_B1MF.shape[2]:
+            both_BPF = self._both(latent_BsL, key_BPR, context)
+            self.both_B1MF[:, 0, : both_BPF.shape[1]] = both_BPF
         kv = attn.kv_b.forward(latent_BsL)
         out_BPNH = attend(
             *attn.heads(q, kv, key_BPR, context),

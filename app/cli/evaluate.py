@@ -1,0 +1,222 @@
+"""How well a trained model knows texts: `python -m app.cli.evaluate RUN_OR_CHECKPOINT data.path=…`.
+
+Results go to stdout, all else to stderr. Exit codes: 0, 2 for a mistake, which costs one line.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from app.cli.processes.ctrl_c import interrupt_again, stop_quietly
+from app.cli.processes.environment import environment, joined_launch
+
+if __name__ == "__main__":
+    # the imports take seconds
+    stop_quietly("evaluate", speak=environment().get("RANK", "0") == "0")
+
+import torch.distributed as dist
+
+from app.cli.options.messages import readable_errors
+from app.cli.options.request import Words
+from app.cli.options.saved import saved_run
+from app.cli.processes.launch import SPEAK_S, check_room, start_ranks
+from app.cli.processes.launcher import Launch
+from app.config import Run
+from app.data.load import prepare
+from app.data.prepared import map_tokens
+from app.data.tokenizer import Tokenizer
+from app.engine.decoding.decoder import Decoder
+from app.engine.decoding.scoring import Question, ScoredWindow, accuracy, perplexity, windows
+from app.engine.decoding.trained import Saved, TrainedModel, trained_model
+from app.engine.report.telling import telling
+from app.engine.run.attempt import Attempt
+from app.engine.run.start import check_tokenizer, usable_gpus
+from app.errors import ConfigError, say
+from app.plan.formatting import count_of
+
+OWN = ("choices", "stride", "batch")
+SOURCES = {".jsonl": "jsonl", ".parquet": "parquet"}  # of files that are not texts
+HELP = """\
+== Graphfold: how well a trained model knows texts ==
+Usage:  python -m app.cli.evaluate RUN_OR_CHECKPOINT data.path=PATH [option …] [override …]
+        python -m app.cli.evaluate RUN_OR_CHECKPOINT choices=PATH [option …] [override …]
+
+  RUN_OR_CHECKPOINT  a run folder, of which the newest checkpoint is taken, or a checkpoint,
+                     saved at any layout
+  data.path=PATH     perplexity of documents: text files, .jsonl or .parquet (data.text_field);
+                     a list and globs as in training
+  stride=N           documents longer than the context (train.seq_len) are cut into windows that
+                     begin so many tokens apart, and every token counts once; default: half of it
+  choices=PATH       multiple choice: a JSON object per line, with "prompt", "choices" (texts that
+                     may follow it) and "answer" (place of the right one, from 0)
+  batch=8            windows that are computed together
+  override           any key of the configuration: train.device=cpu, parallel.tp=2,
+                     precision.params=bfloat16, train.seq_len=N
+
+One process by default; parallel.tp=2 and the like start as many as they need."""
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """What is asked, checked as far as it can be before the model is loaded."""
+
+    run: Run
+    tokenizer: Tokenizer
+    stride: int
+    batch: int
+    questions: tuple[Question, ...] | None  # None: perplexity of the run's documents
+
+    @classmethod
+    def of(cls, words: Words, saved: Saved, world_size: int | None) -> Task:
+        """Raises ConfigError."""
+        named = [word for word in words.overrides if word.startswith("data.path=")]
+        path = words.text("choices")
+        if bool(named) == bool(path):
+            rule = "either texts are scored or questions"
+            raise ConfigError("data.path", "", rule, advice="give data.path=PATH or choices=PATH")
+        run = saved_run(saved.config, [*_source(named), *words.overrides], world_size)
+        tokenizer = check_tokenizer(run)
+        context = run.train.seq_len
+        stride = words.whole("stride", max(1, context // 2))
+        if stride >= context:
+            rule = f"must be below the context, train.seq_len={context}"
+            raise ConfigError("stride", stride, rule, nearest=max(1, context // 2))
+        questions = read_questions(Path(path), tokenizer, context) if path else None
+        return cls(run, tokenizer, stride, words.whole("batch", 8), questions=questions)
+
+    def documents(self) -> Iterator[ScoredWindow]:
+        """Windows of all documents, without the markers at their ends. Raises ConfigError."""
+        folder = prepare(self.run.data, self.tokenizer, say=_note)
+        assert folder is not None, "files are prepared, not streamed"
+        found = map_tokens(folder)
+        for number, length in enumerate(found.lengths_D):
+            tokens = found.read(number, 0, int(length) - 1).tolist()
+            yield from windows(tokens, self.run.train.seq_len, self.stride)
+
+
+def _source(named: Sequence[str]) -> list[str]:
+    """The kind of corpus, by the name of its files."""
+    if not named:
+        return []
+    ending = Path(named[-1].rstrip("]'\"")).suffix
+    return [f"data.source={SOURCES.get(ending, 'text')}", "data.streaming=false"]
+
+
+def read_questions(path: Path, tokenizer: Tokenizer, context: int) -> tuple[Question, ...]:
+    """The questions of a file. Raises ConfigError for a line that holds none, or one too long."""
+    try:
+        lines = path.read_text().splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else "it is no UTF-8"
+        raise ConfigError("choices", path, f"cannot be read: {why}") from error
+    numbered = [(number, line) for number, line in enumerate(lines, 1) if line.strip()]
+    if not numbered:
+        raise ConfigError("choices", path, "holds no question")
+    found = []
+    for number, line in numbered:
+        question = _question(path, number, line)
+        for window in question.windows(tokenizer):
+            if len(window.tokens) > context:
+                rule = f"line {number} has {len(window.tokens)} tokens with a choice, and the "
+                raise ConfigError("choices", path, f"{rule}context is train.seq_len={context}")
+            if window.counted < 1:
+                rule = f"line {number} has a choice without a token of its own"
+                raise ConfigError("choices", path, rule)
+        found.append(question)
+    return tuple(found)
+
+
+def _question(path: Path, number: int, line: str) -> Question:
+    try:
+        row: Any = json.loads(line)
+    except ValueError:
+        row = None
+    row = row if isinstance(row, dict) else {}
+    match row.get("prompt"), row.get("choices"), row.get("answer"):
+        case str() as prompt, [str(), str(), *_] as choices, int() as answer if all(
+            isinstance(choice, str) and choice for choice in choices
+        ) and 0 <= answer < len(choices):
+            return Question(prompt, tuple(choices), answer)
+    rule = f'line {number} has no "prompt", at least two "choices", and the place of the "answer"'
+    raise ConfigError("choices", path, rule)
+
+
+def _note(line: str) -> None:
+    say(f"evaluate: {line}", sys.stderr)
+
+
+def score(model: TrainedModel, task: Task) -> str:
+    """What is found out, in words. All ranks call it."""
+    decoder = Decoder(model, task.batch, 0)
+    done = [0]
+    aloud = model.groups.rank == 0
+    if task.questions is not None:
+        of = sum(len(question.choices) for question in task.questions)
+        with telling(
+            "scoring", lambda: f"{done[-1]:,} of {of:,} choices", aloud=aloud, stream=sys.stderr
+        ):
+            found = accuracy(decoder, task.questions, task.tokenizer, done.append)
+        return (
+            f"accuracy {found.plain:.4f}, length-normalised {found.normalised:.4f}, of "
+            f"{count_of(found.questions, 'question')}"
+        )
+    with telling("scoring", lambda: f"{done[-1]:,} tokens", aloud=aloud, stream=sys.stderr):
+        known = perplexity(decoder, task.documents(), done.append)
+    if not known.tokens:
+        rule = "no document has a token behind its first"
+        raise ConfigError("data.path", " ".join(task.run.data.path), rule)
+    return (
+        f"perplexity {known.perplexity:.4f}, {known.per_token:.5f} nats per token, of "
+        f"{count_of(known.tokens, 'token')}; context {task.run.train.seq_len:,}, stride "
+        f"{task.stride:,}"
+    )
+
+
+def evaluate(arguments: Sequence[str], launch: Launch) -> int:
+    """Score on this rank, or start the ranks that the layout asks for; returns the exit code."""
+    words = Words.parse(arguments, OWN)
+    saved = Saved.at(words.source)
+    task = Task.of(words, saved, launch.world_size)
+    run = task.run
+    if launch.world_size is None and run.world_size > 1:
+        check_room(run, usable_gpus(run))
+        return start_ranks(run.world_size, __file__, arguments, env=environment())
+    attempt = Attempt(launch.requeues, launch.master, store_stays=launch.agent_store)
+    store = attempt.meeting_store(launch.rank, run.world_size)
+    with trained_model(
+        saved, run, rank=launch.rank, local_rank=launch.local_rank, store=store
+    ) as model:
+        if launch.rank == 0:
+            say(f"{saved.path}: {model.described}", sys.stderr)
+        said = score(model, task)
+        if launch.rank == 0:
+            print(said, flush=True)
+        dist.barrier(model.groups.host)
+    return 0
+
+
+def main(arguments: Sequence[str], parent: int) -> int:
+    """Run the command line of a process that process `parent` has started; the exit code."""
+    if not arguments or {"--help", "-h"} & set(arguments):
+        print(HELP)
+        return 0
+    with readable_errors("evaluate", speak=True):
+        launch = joined_launch(parent)
+    with readable_errors("evaluate", speak=launch.rank == 0, silent_s=SPEAK_S):
+        interrupt_again()
+        return evaluate(arguments, launch)
+
+
+def command(parent: int) -> None:
+    """Run the command line; SystemExit with the exit code."""
+    sys.exit(main(sys.argv[1:], parent))
+
+
+if __name__ == "__main__":
+    command(os.getppid())

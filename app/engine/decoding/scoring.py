@@ -1,0 +1,148 @@
+"""How well a model knows texts: losses of tokens in windows, perplexity, multiple choice."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+
+from app.data.tokenizer import Tokenizer
+from app.engine.decoding.decoder import Decoder
+from app.engine.run.agreement import rank_zero_says
+
+
+@dataclass(frozen=True, slots=True)
+class ScoredWindow:
+    """Tokens that a model is given, of which those from number `first` on count."""
+
+    tokens: tuple[int, ...]
+    first: int  # at least 1: the first token follows nothing
+
+    @property
+    def counted(self) -> int:
+        """Tokens that count."""
+        return len(self.tokens) - self.first
+
+
+def windows(tokens: Sequence[int], context: int, stride: int) -> Iterator[ScoredWindow]:
+    """Windows of at most `context` tokens in which each token but the first counts once: every
+    window begins `stride` tokens behind the one before, and what that has counted, it only sees.
+    """
+    counted = 1
+    for begin in range(0, len(tokens), stride):
+        end = min(begin + context, len(tokens))
+        if counted < end:
+            yield ScoredWindow(tuple(tokens[begin:end]), counted - begin)
+        counted = max(counted, end)
+        if end == len(tokens):
+            return
+
+
+def window_losses(
+    decoder: Decoder, told: Iterable[ScoredWindow]
+) -> Iterator[tuple[ScoredWindow, float]]:
+    """Nats of all that counts in each window. All ranks call it; those that rank 0 is told of."""
+    groups = decoder.model.groups
+    size = decoder.sequences
+    source = iter(told)
+
+    def batch() -> list[ScoredWindow]:
+        return list(islice(source, size))
+
+    while found := rank_zero_says(groups, batch):
+        texts = [window.tokens for window in found]
+        nats_BP = decoder.losses([*texts, *[(0,)] * (size - len(found))])
+        for window, nats_P in zip(found, nats_BP.double().cpu(), strict=False):
+            yield window, float(nats_P[window.first : len(window.tokens)].sum())
+
+
+@dataclass(frozen=True, slots=True)
+class Perplexity:
+    """Of all tokens that count."""
+
+    nats: float
+    tokens: int
+
+    @property
+    def per_token(self) -> float:
+        """Nats per token."""
+        return self.nats / self.tokens
+
+    @property
+    def perplexity(self) -> float:
+        """Their exponential."""
+        return math.exp(self.per_token)
+
+
+def perplexity(
+    decoder: Decoder, told: Iterable[ScoredWindow], progress: Callable[[int], None]
+) -> Perplexity:
+    """Of the windows that rank 0 is told of; `progress` hears of tokens so far. All ranks call
+    it.
+    """
+    nats: list[float] = []
+    tokens = 0
+    for window, lost in window_losses(decoder, told):
+        nats.append(lost)
+        tokens += window.counted
+        progress(tokens)
+    return Perplexity(math.fsum(nats), tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """A text and several that may follow it, of which one is right."""
+
+    prompt: str
+    choices: tuple[str, ...]
+    answer: int  # place of the right one
+
+    def windows(self, tokenizer: Tokenizer) -> list[ScoredWindow]:
+        """One per choice, whose tokens count. Blanks at the end of the prompt belong to the
+        choices: tokenizers join them to the word behind.
+        """
+        prompt = self.prompt.rstrip()
+        blank = self.prompt[len(prompt) :]
+        given = len(tokenizer.encode(prompt))
+        found = []
+        for choice in self.choices:
+            tokens = tuple(map(int, tokenizer.encode(prompt + blank + choice)))
+            found.append(ScoredWindow(tokens, max(1, given)))
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class Accuracy:
+    """Shares of questions whose right choice has the least loss."""
+
+    questions: int
+    plain: float  # loss of the whole choice
+    normalised: float  # loss per character of the choice
+
+
+def accuracy(
+    decoder: Decoder,
+    told: Sequence[Question],
+    tokenizer: Tokenizer,
+    progress: Callable[[int], None],
+) -> Accuracy:
+    """Of questions; `progress` hears of choices so far. All ranks call it, with the same ones."""
+    all_windows = [window for question in told for window in question.windows(tokenizer)]
+    nats = []
+    for _, lost in window_losses(decoder, all_windows):
+        nats.append(lost)
+        progress(len(nats))
+    plain = normalised = at = 0
+    for question in told:
+        lost_C = nats[at : at + len(question.choices)]
+        at += len(question.choices)
+        lengths = [len(choice) for choice in question.choices]
+        shares = [lost / length for lost, length in zip(lost_C, lengths, strict=True)]
+        plain += _least(lost_C) == question.answer
+        normalised += _least(shares) == question.answer
+    return Accuracy(len(told), plain / len(told), normalised / len(told))
+
+
+def _least(values: Sequence[float]) -> int:
+    return min(range(len(values)), key=values.__getitem__)

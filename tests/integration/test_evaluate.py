@@ -1,0 +1,84 @@
+"""`python -m app.cli.evaluate`: perplexity and multiple choice of a checkpoint; mistakes."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.distributed import run_distributed
+from tests.integration.test_generate import saved
+from tests.programs import run_forked
+
+QUESTIONS = [
+    {"prompt": "a b", "choices": [" c", " d", "xyz"], "answer": 0},
+    {"prompt": "1 2 ", "choices": ["3", "x"], "answer": 1},
+]
+
+
+@pytest.fixture(scope="module")
+def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("runs") / "tiny"
+    run_distributed(saved, 2, folder / "checkpoints")
+    (folder.parent / "text.txt").write_text("A text of more than one window, which has 50 bytes")
+    (folder.parent / "rows.jsonl").write_text(
+        '{"text": "A text of more than one window, which has 50 bytes"}\n{"text": "x"}\n'
+    )
+    lines = [json.dumps(question) + "\n" for question in QUESTIONS]
+    (folder.parent / "questions.jsonl").write_text("".join(lines))
+    (folder.parent / "empty.jsonl").write_text("\n")
+    (folder.parent / "letter.txt").write_text("a")
+    (folder.parent / "no_answer.jsonl").write_text(lines[0] + '{"prompt": "a", "choices": ["b"]}')
+    (folder.parent / "far.jsonl").write_text(json.dumps({**QUESTIONS[0], "answer": 3}))
+    (folder.parent / "long.jsonl").write_text(json.dumps({**QUESTIONS[0], "prompt": "a" * 40}))
+    return folder
+
+
+def evaluated(folder: Path, *words: str) -> tuple[int, str, str]:
+    """Exit code, stdout and stderr."""
+    line = [sys.executable, "-m", "app.cli.evaluate", str(folder), *words]
+    cache = f"data.cache_dir={folder.parent}/cache"
+    done = run_forked(folder.parent, [*line, cache])
+    return done.returncode, done.stdout, done.stderr
+
+
+def test_perplexity_of_files(run_dir: Path):
+    code, out, err = evaluated(run_dir, "data.path=text.txt", "stride=8")
+    pattern = r"perplexity ([\d.]+), [\d.]+ nats per token, of 49 tokens; context 32, stride 8\n"
+    assert code == 0 and re.fullmatch(pattern, out) and "1 process on cpu" in err, err
+    rows = evaluated(run_dir, "data.path=rows.jsonl", "stride=8", "batch=3")
+    assert rows[:2] == (0, out), "a document of one token has none that counts"
+    other = evaluated(run_dir, "data.path=text.txt", "stride=31")[1]
+    assert other.endswith("stride 31\n") and other.split(",")[0] != out.split(",")[0]
+
+
+def test_multiple_choice(run_dir: Path):
+    code, out, _ = evaluated(run_dir, "choices=questions.jsonl")
+    assert code == 0
+    assert re.fullmatch(r"accuracy [01]\.\d+, length-normalised [01]\.\d+, of 2 questions\n", out)
+
+
+MISTAKES = {
+    (): "either texts are scored or questions",
+    ("choices=questions.jsonl", "data.path=text.txt"): "either texts are scored or questions",
+    ("data.path=nothing.txt",): "data.path=nothing.txt: matches no file",
+    ("data.path=letter.txt",): "no document has a token behind its first",
+    ("choices=nothing.jsonl",): "choices=nothing.jsonl: cannot be read",
+    ("choices=empty.jsonl",): "choices=empty.jsonl: holds no question",
+    ("choices=no_answer.jsonl",): "line 2 has no",
+    ("choices=far.jsonl",): "line 1 has no",
+    ("choices=long.jsonl",): "line 1 has 42 tokens with a choice",
+    ("data.path=text.txt", "stride=32"): "stride=32: must be below the context",
+    ("data.path=text.txt", "strid=3"): "did you mean stride?",
+}
+
+
+@pytest.mark.parametrize("words", MISTAKES, ids=lambda words: " ".join(words)[:40])
+def test_a_mistake_costs_one_line(run_dir: Path, words: tuple[str, ...]):
+    code, out, err = evaluated(run_dir, *words)
+    said = [line for line in err.splitlines() if "context 32" not in line]
+    assert code == 2 and out == "" and len(said) == 1, err
+    assert said[0].startswith("evaluate: ") and MISTAKES[words] in said[0]
