@@ -158,7 +158,7 @@ class Decoder:
         return eagerly
 
     def _step(self, cached: CachedChunk, x: Tensor) -> Tensor:
-        following = NextToken.at(self.place_T[: self.sequences], self.sizes.places)
+        following = NextToken.at(self.place_T[: self.sequences], self.sizes)
         x_1tD = cached.step(x, self.place_T[None], following)
         return cached.chunk.logits(x_1tD) if cached.chunk.last else x_1tD
 

@@ -42,28 +42,31 @@ class CacheSizes:
 
 @dataclass(frozen=True, slots=True)
 class NextToken:
-    """Where the next token of every sequence belongs."""
+    """Where the next token of every sequence belongs: found out once for all layers."""
 
+    sequence_B: Tensor  # 0 to B - 1, int64, on the device
     place_B: Tensor  # int64, on the device
-    mask_B11M: Tensor  # bool: the places that it looks at
+    bias_B11M: Tensor  # 0 for the places that it looks at, -∞ for others
 
     @classmethod
-    def at(cls, place_B: Tensor, places: int) -> NextToken:
+    def at(cls, place_B: Tensor, sizes: CacheSizes) -> NextToken:
         """Behind all tokens before it."""
-        before_BM = torch.arange(places, device=place_B.device) <= place_B[:, None]
-        return cls(place_B, before_BM[:, None, None])
+        later_BM = torch.arange(sizes.places, device=place_B.device) > place_B[:, None]
+        bias_BM = torch.zeros(later_BM.shape, dtype=sizes.dtype, device=place_B.device)
+        bias_BM.masked_fill_(later_BM, -torch.inf)
+        sequence_B = torch.arange(len(place_B), device=place_B.device)
+        return cls(sequence_B, place_B, bias_BM[:, None, None])
 
     def put(self, memory_BGMH: Tensor, value_BGH: Tensor) -> None:
         """Remember one token of every sequence."""
-        sequence_B = torch.arange(len(self.place_B), device=self.place_B.device)
-        memory_BGMH[sequence_B, :, self.place_B] = value_BGH
+        memory_BGMH[self.sequence_B, :, self.place_B] = value_BGH
 
     def look(self, q_BGQH: Tensor, k_BGMH: Tensor, v_BGMH: Tensor, scale: float | None) -> Tensor:
         """Attention of the queries of one token, of which those with one key/value head stand one
         below the other: B × G × Q × H.
         """
         return F.scaled_dot_product_attention(
-            q_BGQH, k_BGMH, v_BGMH, attn_mask=self.mask_B11M, scale=scale
+            q_BGQH, k_BGMH, v_BGMH, attn_mask=self.bias_B11M, scale=scale
         )
 
     def own(self, rows_1TF: Tensor) -> Tensor:
@@ -72,7 +75,8 @@ class NextToken:
 
     def as_rows(self, out_BF: Tensor, rows_1TF: Tensor) -> Tensor:
         """Tokens as rows of a step, as many as these are: 1 × T × F."""
-        return F.pad(out_BF, (0, 0, 0, rows_1TF.shape[1] - len(out_BF)))[None]
+        lacking = rows_1TF.shape[1] - len(out_BF)
+        return (F.pad(out_BF, (0, 0, 0, lacking)) if lacking else out_BF)[None]
 
 
 class LayerCache(Protocol):
