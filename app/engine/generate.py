@@ -62,7 +62,7 @@ def sample_tokens(
     """
     until = time.monotonic() + seconds
     engine.make_parameters_whole()
-    decoder = Decoder(engine, 1, window)
+    decoder = Decoder(engine, 1, min(window, len(prompt) + count))
     generator = torch.Generator().manual_seed(seed)
     tokens = list(prompt)
     for nth in range(count):

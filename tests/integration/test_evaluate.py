@@ -51,6 +51,8 @@ def test_perplexity_of_files(run_dir: Path):
     assert code == 0 and re.fullmatch(pattern, out) and "1 process on cpu" in err, err
     rows = evaluated(run_dir, "data.path=rows.jsonl", "stride=8", "batch=3")
     assert rows[:2] == (0, out), "a document of one token has none that counts"
+    listed = evaluated(run_dir, "data.path=[te*.txt]", "data.tokenizer=bytes", "stride=8")
+    assert listed[:2] == (0, out), "lists and globs as in training"
     other = evaluated(run_dir, "data.path=text.txt", "stride=31")[1]
     assert other.endswith("stride 31\n") and other.split(",")[0] != out.split(",")[0]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf
 
 from app.cli.options.compose import load_run, run_schema
@@ -21,7 +22,8 @@ def saved_run(config: dict[str, Any], overrides: Sequence[str], world_size: int 
 
     Of the configuration it takes the model, its data and number types, and the length of sequences;
     all else is as by default: one process, dropless experts. `world_size`: processes that a
-    launcher has started; None: none has. Raises ConfigError, and what OmegaConf raises.
+    launcher has started; None: none has. Raises ConfigError, and what Hydra and OmegaConf
+    raise.
     """
     model = dict(config["model"])
     if model["moe"] is not None:
@@ -34,9 +36,10 @@ def saved_run(config: dict[str, Any], overrides: Sequence[str], world_size: int 
         "precision": {"params": config["precision"]["params"]},
         "train": {"seq_len": config["train"]["seq_len"], "micro_batch": 1},
     }
-    asked = OmegaConf.from_dotlist(list(overrides))
-    merged = OmegaConf.merge(run_schema(), kept, asked)
+    merged = OmegaConf.merge(run_schema(), kept)
     assert isinstance(merged, DictConfig)
+    for override in OverridesParser.create().parse_overrides(list(overrides)):
+        OmegaConf.update(merged, override.key_or_group, override.value())
     parallel = merged.parallel
     ranks = world_size or parallel.world_size or parallel.tp * parallel.cp * parallel.pp
     replicas = parallel.dp or 1
