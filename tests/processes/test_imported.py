@@ -21,7 +21,7 @@ from app.plan.plan import Plan
 from tests.checkpoints import verify_checkpoint
 from tests.distributed import run_distributed
 from tests.hf_folders import save_random, transformers
-from tests.processes.test_export import tensors_of
+from tests.processes.test_hf_export import tensors_of
 from tests.processes.test_init_from import LAYOUTS, first_losses, run_from
 from tests.programs import run_forked
 from tests.runs import train_steps
