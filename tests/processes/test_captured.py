@@ -181,12 +181,23 @@ def broken(rank: int, run: Run, slots: bool) -> dict[str, Any]:
 @pytest.mark.parametrize(
     "slots", [True, False], ids=["two in flight in one slot", "slots in one pool"]
 )
-def test_a_wrong_plan_gives_wrong_numbers(slots: bool):
-    parallel, key = LAYOUTS["pp2"], GraphKey.microbatch if slots else GraphKey.slot
-    eager = run_distributed(trained, 2, run_of(MODELS["dense"], EAGER, parallel=parallel))
-    wrong = run_distributed(
-        broken, 2, run_of(MODELS["dense"], local("layer", key), parallel=parallel), slots
-    )
+@pytest.mark.parametrize("experts", [False, True], ids=["dense", "experts on several ranks"])
+def test_a_wrong_plan_gives_wrong_numbers(slots: bool, experts: bool):
+    key = GraphKey.microbatch if slots else GraphKey.slot
+    parallel = ParallelConfig(pp=2, ep=2, dp=2) if experts else LAYOUTS["pp2"]
+    moe = dataclasses.replace(FOUR.moe, dispatcher=DispatcherKind.static) if experts else None
+    # four microbatches: with two, parts would be replayed in the order of their capture
+    train = TrainConfig(steps=20, seq_len=16, micro_batch=2, global_batch=16 if experts else 8)
+    runs = [
+        run_of(dataclasses.replace(FOUR, moe=moe), graph, parallel=parallel, train=train)
+        for graph in (EAGER, local("layer", key))
+    ]
+    eager = run_distributed(trained, runs[0].world_size, runs[0])
+    if experts and not slots:  # what is read as rows of tokens lies outside of them
+        with pytest.raises(AssertionError, match="out of bounds"):
+            run_distributed(broken, runs[1].world_size, runs[1], slots)
+        return
+    wrong = run_distributed(broken, runs[1].world_size, runs[1], slots)
     assert not same(wrong[0], eager[0])
     captured = next(n for n in range(STEPS) if wrong[0]["seen"][n] != eager[0]["seen"][n])
     assert captured >= WARMUP
