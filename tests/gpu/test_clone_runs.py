@@ -23,11 +23,9 @@ PEER, COLLECTIVE = (f"model.moe.static.transport={name}" for name in ("peer", "c
 
 def test_transports_and_graphs_give_the_same_bits(tmp_path: Path):
     eager = losses(tmp_path / "eager", *FIXED, *CLONES, PEER, "train.steps=12")
+    # other scopes and algorithms: bench/echo.sh
     for name, graph, transport in (
         ("whole", "full_iteration", PEER),
-        ("layer", "layer", PEER),
-        ("partial", "partial", PEER),
-        ("collective", "none", COLLECTIVE),
         ("collective whole", "full_iteration", COLLECTIVE),
     ):
         folder = tmp_path / name.replace(" ", "_")
