@@ -84,7 +84,7 @@ def test_the_last_save_is_told(
     assert re.search(
         r"^saving step-00000002: 100% of the [\d.]+ .?B of rank 0, 0 s so far$", said, re.MULTILINE
     )
-    assert re.search(r"^saving step-00000002: done in 0 s$", said, re.MULTILINE)
+    assert re.search(r"^saving step-00000002: done in \d s$", said, re.MULTILINE)
     assert "saving step-00000001" not in said, "training goes on, and is told of"
 
 

@@ -279,29 +279,28 @@ import os, signal, sys, time
 from pathlib import Path
 rank, folder = os.environ["RANK"], Path(sys.argv[1])
 attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]
-(folder / f"began-{rank}-{attempt}").touch()
-while len(list(folder.glob(f"began-*-{attempt}"))) < 2:
-    time.sleep(0.01)
-# rank or rank/attempt: exit code, negative for a signal, sleep or idle
+# rank or rank/attempt: exit code, negative for a signal, or a word
 ends = dict(word.split(":") for word in sys.argv[2:])
 end = ends.get(f"{rank}/{attempt}", ends.get(rank, "0"))
-if end == "sleep":
-    codes = {signal.SIGTERM: 75, signal.SIGUSR1: 75, signal.SIGUSR2: 75, signal.SIGINT: 130}
-    for number, code in codes.items():
-        signal.signal(number, lambda number, frame, code=code: (time.sleep(0.5), os._exit(code)))
 def wait_until_sent(number, frame):
     (folder / "ending").touch()
     while not (folder / "sent").exists():
         time.sleep(0.01)
     os._exit(75)
+if end == "sleep":
+    codes = {signal.SIGTERM: 75, signal.SIGUSR1: 75, signal.SIGUSR2: 75, signal.SIGINT: 130}
+    for number, code in codes.items():
+        signal.signal(number, lambda number, frame, code=code: (time.sleep(0.5), os._exit(code)))
 if end == "slow":
     signal.signal(signal.SIGTERM, wait_until_sent)
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
-    time.sleep(60)
 if end == "deaf":
     signal.signal(signal.SIGINT, lambda number, frame: None)
-    time.sleep(60)
-if end in ("sleep", "idle"):
+# what stops it may come from now on
+(folder / f"began-{rank}-{attempt}").touch()
+while len(list(folder.glob(f"began-*-{attempt}"))) < 2:
+    time.sleep(0.01)
+if end in ("sleep", "slow", "deaf", "idle"):
     time.sleep(60)
 if int(end) < 0:
     os.kill(os.getpid(), -int(end))
