@@ -38,7 +38,7 @@ def test_what_takes_long_is_told_with_its_progress(
         return f"counting: {done} of 3" in "".join(said)
 
     with telling.telling("counting", lambda: f"{done} of 3"):
-        for done in range(4):
+        for done in range(4):  # noqa: B007
             wait_for(told)
     with telling.telling("other", aloud=False):
         time.sleep(0.05)
