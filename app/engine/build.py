@@ -26,7 +26,7 @@ from app.engine.pipeline.in_flight import RankStages
 from app.engine.pipeline.transport import Transport
 from app.engine.run.agreement import all_succeed
 from app.engine.watchdog.watchdog import Watchdog
-from app.hf.chunks import fill_chunks
+from app.hf.chunks import fill_chunks, fill_main_params
 from app.hf.pretrained import Pretrained
 from app.model.block import DenseBody, Layer
 from app.model.chunk import Chunk
@@ -149,6 +149,8 @@ def build_engine(
         device=device,
         whole_steps=run.cuda_graph.impl is GraphImpl.full_iteration,
     )
+    if pretrained is not None:
+        all_succeed(groups, lambda: fill_main_params(optimizer.param_shards(), pretrained))
     if run.optim.overlap_params:
         for chunk in chunks:
             _wait_for_parameters(chunk, optimizer)

@@ -11,7 +11,6 @@ import json
 import os
 import shutil
 from collections.abc import Iterator
-from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -34,9 +33,8 @@ from app.engine.export import text_files
 from app.engine.run.run_folder import plain
 from app.errors import ConfigError
 from app.hf.hub import PRETRAINED
-from app.hf.piece import grouped
 from app.hf.pretrained import Pretrained
-from app.hf.write import PART_NUMEL, file_header
+from app.hf.write import file_header
 from app.plan.model.stage import NamedWeight, model_weights
 from app.plan.sharding.reshard import Block
 
@@ -95,32 +93,24 @@ def _part(named: NamedWeight) -> tuple[str, dict[str, Any]]:
 
 
 def _write_weights(file: Writable, pretrained: Pretrained) -> None:
-    weights = list(model_weights(pretrained.model))
-    biases = list(pretrained.biases())
+    weights = {each: pretrained.dtype_of(each) for each in model_weights(pretrained.model)}
+    biases = dict.fromkeys(pretrained.biases(), torch.float32)
     entries = [
-        *((part_name(each.name, MAIN), pretrained.dtype, (each.weight.numel,)) for each in weights),
-        *((each.name, torch.float32, each.weight.shape) for each in biases),
+        *(
+            (part_name(each.name, MAIN), dtype, (each.weight.numel,))
+            for each, dtype in weights.items()
+        ),
+        *((each.name, dtype, each.weight.shape) for each, dtype in biases.items()),
     ]
     file.write(file_header(entries, {CURSOR: json.dumps(Cursor().state())}))
-    for named in weights:
-        for values in _in_order(pretrained, named, pretrained.dtype):
-            file.write(values.view(-1).view(torch.uint8).numpy().data)
-    for named in biases:
-        for values in _in_order(pretrained, named, torch.float32):
+    for named, dtype in (*weights.items(), *biases.items()):
+        for values in _in_order(pretrained, named, dtype):
             file.write(values.view(-1).view(torch.uint8).numpy().data)
 
 
 def _in_order(pretrained: Pretrained, named: NamedWeight, dtype: torch.dtype) -> Iterator[Tensor]:
-    """A weight in parts of consecutive rows, none much larger than PART_NUMEL."""
-    shape = named.weight.shape
-    apart = pretrained.pieces(named)[0].ours.shape
-    first, *inner = (apart[dim] for dim in grouped(shape, apart)[0])
-    unit = prod(inner) if first > 1 else shape[0]  # rows that stay together
-    rows = max(1, PART_NUMEL * shape[0] // prod(shape) // unit) * unit
-    for low in range(0, shape[0], rows):
-        high = min(low + rows, shape[0])
-        rest = tuple(0 for _ in shape[1:])
-        block = Block(shape, (low, *rest), (high, *shape[1:]))
+    """A weight in parts of consecutive rows."""
+    for block in pretrained.row_blocks(named, Block.whole(*named.weight.shape)):
         values = torch.empty(block.sizes, dtype=dtype)
         pretrained.fill_block(named, block, values)
         yield values

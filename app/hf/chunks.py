@@ -1,13 +1,17 @@
-"""Hugging Face weights into the chunks of a rank."""
+"""Hugging Face weights into the chunks of a rank, and into what its optimizer updates."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
+import torch
+
 from app.hf.pretrained import Pretrained
 from app.hf.tables import router_bias
 from app.model.chunk import Chunk
 from app.moe.phases import Router
+from app.optim.adam import ParamShard
+from app.plan.model.stage import model_weights
 from app.plan.sharding.blocks import ShardCoords
 
 
@@ -19,3 +23,16 @@ def fill_chunks(chunks: Iterable[Chunk], pretrained: Pretrained, coords: ShardCo
             if isinstance(module, Router):
                 biases = router_bias(chunk.model, name)
                 pretrained.fill(((weight, module.bias_E) for weight in biases), coords)
+
+
+@torch.no_grad()
+def fill_main_params(param_shards: Iterable[ParamShard], pretrained: Pretrained) -> None:
+    """Give the optimizer's fp32 parameters the files' values, where these have bits that the
+    model's parameters have rounded away. Raises ConfigError.
+    """
+    weights = {each.name: each for each in model_weights(pretrained.model)}
+    for owned in param_shards:
+        named, held = weights[owned.spec.name], owned.spec.param.dtype
+        if torch.promote_types(pretrained.dtype_of(named), held) != held:
+            part = owned.start, owned.start + owned.main.numel()
+            pretrained.fill_part(named, owned.spec.block, part, tensor=owned.main)

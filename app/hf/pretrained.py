@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Sequence
+from functools import reduce
+from math import prod
 from pathlib import Path
 
 import torch
@@ -12,12 +14,14 @@ from torch import Tensor
 from app.config import ModelConfig
 from app.hf.config_json import TheirConfig
 from app.hf.files import TensorFiles
-from app.hf.piece import Piece, names
+from app.hf.piece import Piece, grouped, names
 from app.hf.tables import HEAD, mapping, router_biases
 from app.hf.their_model import TheirModel
+from app.hf.write import PART_NUMEL
 from app.plan.model.stage import NamedWeight, model_weights
 from app.plan.sharding.blocks import ShardCoords
 from app.plan.sharding.reshard import Block
+from app.plan.shards import Bounds
 
 # Tensors that say nothing: `transformers` saved tables of frequencies until version 4.31.
 SAID_ELSEWHERE = re.compile(r"\.rotary_emb\.inv_freq$")
@@ -66,15 +70,43 @@ class Pretrained:
                 values = self.files.read(piece.name, cut.region).view(cut.their_sizes)
                 tensor.view(cut.held.sizes)[cut.box].copy_(values.permute(piece.order))
 
+    def fill_part(self, named: NamedWeight, block: Block, part: Bounds, tensor: Tensor) -> None:
+        """Fill a flat tensor with a part of a flattened block of a weight."""
+        low, high = part
+        first = 0  # element of the block that a row block begins with
+        for rows in self.row_blocks(named, block):
+            begin, end = max(low, first), min(high, first + rows.numel)
+            if begin < end:
+                values = torch.empty(rows.sizes, dtype=tensor.dtype)
+                self.fill_block(named, rows, values)
+                own = values.view(-1)[begin - first : end - first]
+                tensor[begin - low : end - low].copy_(own)
+            first += rows.numel
+
+    def row_blocks(self, named: NamedWeight, block: Block) -> Iterator[Block]:
+        """A block of a weight in blocks of consecutive rows, none much larger than PART_NUMEL."""
+        shape = block.shape
+        apart = self.pieces(named)[0].ours.shape
+        first, *inner = (apart[dim] for dim in grouped(shape, apart)[0])
+        unit = prod(inner) if first > 1 else shape[0]  # rows that stay together
+        rows = max(1, PART_NUMEL // prod(block.sizes[1:]) // unit) * unit
+        for low in range(block.start[0], block.stop[0], rows):
+            high = min(low + rows, block.stop[0])
+            yield Block(shape, (low, *block.start[1:]), (high, *block.stop[1:]))
+
     def biases(self) -> Iterator[NamedWeight]:
         """Those of all routers."""
         return router_biases(self.model)
 
     @property
     def dtype(self) -> torch.dtype:
-        """That of the embedding, in which all weights but FP8 ones usually are."""
-        first = next(model_weights(self.model))
-        return self.files.dtype(self.pieces(first)[0].name)
+        """That of the embedding, in which most weights usually are."""
+        return self.dtype_of(next(model_weights(self.model)))
+
+    def dtype_of(self, named: NamedWeight) -> torch.dtype:
+        """The type that holds a weight as it is in the files; of FP8 bfloat16."""
+        kinds = (self.files.dtype(name) for name in names(self.pieces(named)))
+        return reduce(torch.promote_types, kinds)
 
     def _check_names(self) -> None:
         used = {

@@ -9,18 +9,19 @@ from pathlib import Path
 import pytest
 import torch
 
+from app.choices import Dtype
 from app.cli import convert
-from app.config import Run
-from app.engine import imported
+from app.config import PrecisionConfig, Run
 from app.engine.build import build_engine
 from app.engine.checkpoint.folder import CHECKPOINTS
 from app.engine.checkpoint.load import load_checkpoint
 from app.engine.groups import create_groups
 from app.engine.run.start import find_start
+from app.hf import pretrained
 from app.plan.plan import Plan
 from tests.checkpoints import verify_checkpoint
 from tests.distributed import run_distributed
-from tests.hf_folders import save_random, transformers
+from tests.hf_folders import edit_tensors, save_random, transformers
 from tests.processes.test_hf_export import tensors_of
 from tests.processes.test_init_from import LAYOUTS, first_losses, run_from
 from tests.programs import run_forked
@@ -37,15 +38,21 @@ def losses_after_loading(rank: int, run: Run, path: str) -> list[tuple[float, fl
 
 
 @pytest.mark.parametrize(
-    ("name", "layout"), [("deepseek_v3", "etp2"), ("qwen2", "tp2"), ("mixtral", "ep4")]
+    ("name", "layout", "params"),
+    [
+        ("deepseek_v3", "etp2", "float32"),
+        ("qwen2", "tp2", "float32"),
+        ("mixtral", "ep4", "bfloat16"),
+    ],
 )
 def test_a_run_that_goes_on_from_it_is_one_that_starts_from_the_model(
-    name: str, layout: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, layout: str, params: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(imported, "PART_NUMEL", 500)
+    monkeypatch.setattr(pretrained, "PART_NUMEL", 500)
     save_random(name, tmp_path / "theirs")
     assert convert.main(["from-hf", str(tmp_path / "theirs"), str(tmp_path / "run")]) == 0
     run = run_from(tmp_path / "theirs", LAYOUTS[layout])
+    run = dataclasses.replace(run, precision=PrecisionConfig(Dtype(params)))
     path = tmp_path / "run" / CHECKPOINTS / "step-00000000"
     resumed = run_distributed(losses_after_loading, run.world_size, run, str(path))
     assert resumed == run_distributed(first_losses, run.world_size, run)
@@ -100,3 +107,20 @@ def test_a_run_folder_says_what_its_model_is(tmp_path: Path):
     changed = [key for key in before if not torch.equal(before[key], after[key])]
     assert changed and all((before[key] - after[key]).abs().max() < 0.02 for key in changed)
     assert load("model=pretrained", f"model.init_from={tmp_path}/run").model.num_layers == 3
+
+
+def test_every_weight_keeps_the_type_that_it_has(tmp_path: Path):
+    """Norms in fp32 beside projections in bf16, in a file that begins with the latter."""
+    model, _ = save_random("deepseek_v3", tmp_path / "theirs")
+    model.to(torch.bfloat16).save_pretrained(tmp_path / "theirs")
+    name = "model.layers.1.input_layernorm.weight"
+    norm = torch.rand(32)
+
+    def refined(tensors: dict[str, torch.Tensor]) -> None:
+        tensors[name] = norm
+
+    edit_tensors(tmp_path / "theirs", refined)
+    assert convert.main(["from-hf", str(tmp_path / "theirs"), str(tmp_path / "run")]) == 0
+    saved = tensors_of(tmp_path / "run" / CHECKPOINTS / "step-00000000")
+    assert torch.equal(saved["layers.1.attn_norm.weight.main"], norm)
+    assert saved["embedding.main"].dtype == torch.bfloat16

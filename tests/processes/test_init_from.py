@@ -8,16 +8,19 @@ from pathlib import Path
 import pytest
 import torch
 
-from app.config import ModelConfig, ParallelConfig, Run, TrainConfig
-from app.engine.build import build_engine
+from app.choices import Dtype
+from app.config import ModelConfig, ParallelConfig, PrecisionConfig, Run, TrainConfig
+from app.engine.build import Engine, build_engine
 from app.engine.groups import create_groups
 from app.engine.run.start import open_pretrained
 from app.errors import ConfigError
+from app.hf import pretrained as hf_pretrained
 from app.hf.families import differences
 from app.hf.their_model import TheirModel
 from app.plan.plan import Plan
+from app.plan.sharding.reshard import Block
 from tests.distributed import run_distributed
-from tests.hf_folders import KEY, edit_tensors, save_random, their_logits
+from tests.hf_folders import KEY, edit_tensors, loaded, save_random, their_logits
 from tests.runs import batches_of, make_run, train_steps
 from tests.test_config import load
 
@@ -43,12 +46,15 @@ def run_from(folder: Path, layout: dict[str, int]) -> Run:
     return make_run(model, parallel=ParallelConfig(**layout), train=train)
 
 
-def first_losses(rank: int, run: Run) -> list[tuple[float, float]]:
+def engine_from(rank: int, run: Run) -> Engine:
     plan = Plan(run)
     groups = create_groups(plan.layout, rank)
     pretrained = open_pretrained(run, groups, rank)
-    engine = build_engine(plan, groups, torch.device("cpu"), pretrained=pretrained)
-    return train_steps(run, engine, 2)
+    return build_engine(plan, groups, torch.device("cpu"), pretrained=pretrained)
+
+
+def first_losses(rank: int, run: Run) -> list[tuple[float, float]]:
+    return train_steps(run, engine_from(rank, run), 2)
 
 
 def their_loss(model: torch.nn.Module, run: Run) -> float:
@@ -95,6 +101,36 @@ def test_the_first_loss_at_every_layout(name: str, layout: str, tmp_path: Path):
 @pytest.mark.parametrize("layout", [{}, {"pp": 2, "vpp": 2}, {"cp": 2}], ids=str)
 def test_the_first_loss_of_dense_models(name: str, layout: dict[str, int], tmp_path: Path):
     check_layout(name, layout, tmp_path)
+
+
+def main_params(rank: int, run: Run) -> list[tuple[str, Block, int, list[float]]]:
+    """What a rank's optimizer owns: weight, this rank's block, first element of it, values."""
+    owned = engine_from(rank, run).optimizer.param_shards()
+    return [(each.spec.name, each.spec.block, each.start, each.main.tolist()) for each in owned]
+
+
+@pytest.mark.parametrize(
+    ("name", "layout"), [("deepseek_v3", LAYOUTS["etp2"]), ("llama-tied", {"pp": 2, "dp": 2})]
+)
+def test_the_optimizer_begins_with_the_bits_of_the_file(
+    name: str, layout: dict[str, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """fp32 values that bf16 parameters round: each rank's shard has all their bits."""
+    monkeypatch.setattr(hf_pretrained, "PART_NUMEL", 500)
+    save_random(name, tmp_path)
+    run = dataclasses.replace(run_from(tmp_path, layout), precision=PrecisionConfig(Dtype.bfloat16))
+    whole = {
+        named.name: values.detach().view(named.weight.shape)
+        for named, values in loaded(tmp_path).weights()
+    }
+    seen = dict.fromkeys(whole, 0)
+    for owned in run_distributed(main_params, run.world_size, run):
+        for weight, block, first, values in owned:
+            box = tuple(map(slice, block.start, block.stop))
+            expected = whole[weight][box].flatten()[first : first + len(values)]
+            assert torch.equal(torch.tensor(values), expected), weight
+            seen[weight] += len(values)
+    assert [weight for weight, values in whole.items() if seen[weight] < values.numel()] == []
 
 
 def broken_start(rank: int, run: Run) -> str:
