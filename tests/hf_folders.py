@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -39,12 +40,18 @@ FAMILIES = {
 }
 
 
-def save_random(name: str, folder: Path, *, per_expert: bool = True) -> tuple[Any, ModelConfig]:
+def save_random(
+    name: str, folder: Path, *, per_expert: bool = True, vocab_size: int | None = None
+) -> tuple[Any, ModelConfig]:
     """Save a model of a family; returns it, and what we call its architecture.
 
     `per_expert`: a tensor for each expert, as published models have; else one for all of a layer.
+    `vocab_size`: another one than the case has.
     """
     build, theirs, ours = CASES[FAMILIES[name]]()
+    if vocab_size is not None:
+        theirs.vocab_size = vocab_size
+        ours = dataclasses.replace(ours, vocab_size=vocab_size)
     model = build(theirs).eval()
     spread_weights(model)
     transformers.logging.set_verbosity_error()
