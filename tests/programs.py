@@ -34,15 +34,20 @@ POLL_S = 0.005  # seconds between looks at a program that is waited for
 
 
 def run_forked(
-    folder: Path, line: Sequence[str], env: Mapping[str, str] | None = None
+    folder: Path,
+    line: Sequence[str],
+    env: Mapping[str, str] | None = None,
+    *,
+    tree: bool = False,
 ) -> subprocess.CompletedProcess[str]:
     """What `subprocess.run(line, cwd=folder, …)` returns, for a line of interpreter, script and its
     arguments.
 
-    Processes that the program itself starts are fresh ones.
+    Processes that the program itself starts are fresh ones, or with `tree` forked ones too.
     """
     files = [os.memfd_create(name) for name in ("stdout", "stderr")]
-    program = Forked(line, cwd=folder, env=env, stdout=files[0], stderr=files[1])
+    kind = ForkedTree if tree else Forked
+    program = kind(line, cwd=folder, env=env, stdout=files[0], stderr=files[1])
     try:
         code = program.wait(TIMEOUT_S)
     except subprocess.TimeoutExpired:

@@ -16,12 +16,11 @@ import hydra
 from omegaconf import DictConfig
 
 from app.cli.options.arguments import CONFIG_NAME
-from app.cli.options.compose import load_run, register_schema
+from app.cli.options.compose import register_schema
 from app.cli.options.messages import readable_errors
 from app.cli.processes import launch as start
 from app.cli.processes.home import CONF, child_paths
 from app.cli.processes.launcher import Launch
-from app.rules import check_runnable
 
 
 @hydra.main(version_base="1.3", config_path=str(CONF), config_name=CONFIG_NAME)
@@ -34,7 +33,7 @@ def main(config: DictConfig) -> float | None:
     if launch.submitted:
         launch.end_with_launcher(os.getppid())
     with start.submitted_job_ends_quietly(launch), start.mistakes_in_one_line(launch, sys.argv[1:]):
-        run = check_runnable(load_run(start.with_sweep_run_dir(config), launch.world_size))
+        run = start.runnable(start.with_sweep_run_dir(config), launch)
         code = start.carry_out(run, launch, __file__, env=os.environ)
         return start.best_loss_or_exit(run, code)
 

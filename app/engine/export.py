@@ -131,7 +131,7 @@ def keep_texts(run: Run, run_dir: Path) -> None:
     """Copy what came with the model that a run starts from into its folder."""
     if run.model.init_from is None:
         return
-    source = model_folder(run.model.init_from, "model.init_from")
+    source = model_folder(run.model.init_from, "model.init_from", asks=False)
     (run_dir / PRETRAINED).mkdir(exist_ok=True)
     for path in text_files(source):
         shutil.copyfile(path, run_dir / PRETRAINED / path.name)

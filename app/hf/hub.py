@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -30,28 +32,54 @@ TEXTS = (
 PRETRAINED = "pretrained"  # in a run folder: what came with the model that it started from
 NAME = re.compile(r"[\w.-]+/[\w.-]+|[\w-]+")  # of a model on the hub
 MOST_TEXT = 300  # characters of what the library says
+SNAPSHOTS = "snapshots"  # in the library's cache: folders that are called after commits
+WAIT_S = 60.0  # that one process waits for a small file that another one brings
+POLL_S = 0.05
 
 Found = TypeVar("Found")
 
 
-def config_folder(name: str, key: str) -> Path:
-    """A folder with the model's config.json. Raises ConfigError, with `key` for who has asked."""
+def config_folder(name: str, key: str, asks: bool = True) -> Path:
+    """A folder with the model's config.json. Raises ConfigError, with `key` for who has asked.
+
+    `asks`: whether this process asks the hub; otherwise it waits until another one of this host has
+    brought the file.
+    """
     if (folder := _local(name, key)) is not None:
         return folder
+    if not asks:
+        return _cached_config(name, key).parent
     path = _explained(name, key, lambda: huggingface_hub.hf_hub_download(name, CONFIG_JSON))
     return Path(path).parent
 
 
-def model_folder(name: str, key: str) -> Path:
+def model_folder(name: str, key: str, commit: str | None = None, asks: bool = True) -> Path:
     """A folder with all of the model, brought from the hub where it is not here. Raises as above.
 
-    One process of each host may ask at first; the others find what it has brought.
+    `commit`: which one of the hub's; None: the newest. With `asks` false it has to be here.
     """
     if (folder := _local(name, key)) is not None:
         return folder
-    wanted = [*WEIGHTS, *TEXTS]
-    bring = huggingface_hub.snapshot_download
-    return Path(_explained(name, key, lambda: bring(name, allow_patterns=wanted)))
+    options = {"revision": commit, "local_files_only": not asks}
+    bring = partial(huggingface_hub.snapshot_download, allow_patterns=[*WEIGHTS, *TEXTS])
+    return Path(_explained(name, key, lambda: bring(name, **options)))
+
+
+def commit_of(folder: Path) -> str | None:
+    """The commit of the hub that a folder of its cache holds; None for other folders."""
+    return folder.name if folder.parent.name == SNAPSHOTS else None
+
+
+def _cached_config(name: str, key: str) -> Path:
+    end = time.monotonic() + WAIT_S
+    while True:
+        found = huggingface_hub.try_to_load_from_cache(name, CONFIG_JSON)
+        if isinstance(found, str):
+            return Path(found)
+        if time.monotonic() > end:
+            rule = f"the first process of this host has not brought {CONFIG_JSON} in {WAIT_S:g} s"
+            raise ConfigError(key, name, rule)
+        time.sleep(POLL_S)
 
 
 def _local(name: str, key: str) -> Path | None:

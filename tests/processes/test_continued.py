@@ -22,7 +22,7 @@ from app.engine.checkpoint.weights import SavedWeights
 from app.engine.run.run_folder import read_metrics
 from app.plan.sharding.reshard import Block
 from tests.hf_folders import loaded, save_random, their_logits
-from tests.programs import TIMEOUT_S, ForkedTree
+from tests.programs import run_forked
 from tests.training import ROOT, composed, corpus_in
 
 LR = 1e-3
@@ -40,16 +40,8 @@ NORM = "layers.0.attn_norm.weight"
 
 def trained(folder: Path, typed: Sequence[str]) -> list[dict[str, Any]]:
     """The reports of `train.py` with these arguments, whose ranks it starts itself."""
-    said = folder / "said"
-    with said.open("wb") as file:
-        program = ForkedTree(
-            [sys.executable, str(ROOT / "train.py"), *typed],
-            cwd=folder,
-            stdout=file.fileno(),
-            stderr=file.fileno(),
-        )
-        code = program.wait(TIMEOUT_S)
-    assert code == 0, said.read_text()
+    ended = run_forked(folder, [sys.executable, str(ROOT / "train.py"), *typed], tree=True)
+    assert ended.returncode == 0, ended.stderr
     return [row for row in read_metrics(folder / "run") if "loss" in row]
 
 

@@ -2,19 +2,39 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import sys
 import threading
+import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
+import torch
 from huggingface_hub import constants
+from hydra import compose, initialize_config_dir
+from hydra.core.global_hydra import GlobalHydra
 
-from app.errors import ConfigError
+from app.cli.options.compose import register_schema
+from app.cli.processes.launch import runnable
+from app.cli.processes.launcher import Launch
+from app.config import ParallelConfig, Run
+from app.engine.groups import create_groups
+from app.engine.run.start import open_pretrained
+from app.errors import ConfigError, OwnError
 from app.hf.hub import config_folder, model_folder
-from tests.hf_folders import KEY, loaded, save_random
+from app.hf.their_model import TheirModel
+from app.plan.model.stage import model_weights
+from app.plan.plan import Plan
+from app.plan.sharding.reshard import Block
+from tests.distributed import run_distributed
+from tests.hf_folders import KEY, edit_config, loaded, save_random
+from tests.programs import run_forked
+from tests.runs import make_run
 from tests.test_config import load
+from tests.training import ROOT, corpus_in
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 NAME = "somebody/some-model"
@@ -155,3 +175,112 @@ def test_what_is_no_name_is_no_folder(tmp_path: Path):
     (tmp_path / "llama-3").mkdir()
     expected = f"no such folder; did you mean {tmp_path}/llama-3?"
     assert refused(f"{tmp_path}/lama-3") == f"{KEY}={tmp_path}/lama-3: {expected}"
+
+
+def first_weight(rank: int, run: Run, caches: list[Path]) -> float | str:
+    """Of the model that the ranks of two hosts begin with; a host has two ranks and a cache."""
+    constants.HF_HUB_CACHE = str(caches[rank // 2])
+    groups = create_groups(Plan(run).layout, rank)
+    try:
+        pretrained = open_pretrained(run, groups, local_rank=rank % 2)
+    except ConfigError as error:
+        return str(error)
+    named = next(model_weights(pretrained.model))
+    part = torch.empty(1)
+    pretrained.fill_part(named, Block.whole(*named.weight.shape), (0, 1), tensor=part)
+    return part.item()
+
+
+def run_by_name(hub: Hub) -> Run:
+    save_random("llama", hub.folder)
+    model = dataclasses.replace(TheirModel.read(hub.folder, KEY).model, init_from=NAME)
+    return make_run(model, parallel=ParallelConfig(dp=4))
+
+
+def test_one_process_of_each_host_asks_the_hub(hub: Hub, tmp_path: Path):
+    run = run_by_name(hub)
+    model_folder(NAME, KEY)
+    alone = len(hub.asked)
+    hub.asked.clear()
+    caches = [tmp_path / "one", tmp_path / "two"]
+    found = run_distributed(first_weight, 4, run, caches)
+    expected = loaded(hub.folder).embedding.weight.flatten()[0].item()
+    assert found == [expected] * 4
+    assert len(hub.asked) <= 2 * alone
+    # the second host asks for the commit that the first has found, not for the newest
+    assert hub.asked.count(f"/api/models/{NAME}/revision/main") == 1
+
+
+def test_what_the_hub_says_reaches_every_rank(hub: Hub, tmp_path: Path):
+    run = run_by_name(hub)
+    hub.fault = (403, "GatedRepo")
+    line = refused()
+    alone = len(hub.asked)
+    hub.asked.clear()
+    caches = [tmp_path / "one", tmp_path / "two"]
+    assert run_distributed(first_weight, 4, run, caches) == [line] * 4
+    assert len(hub.asked) == alone
+
+
+def test_a_model_that_changes_while_ranks_start_is_refused(hub: Hub, tmp_path: Path):
+    run = run_by_name(hub)
+    edit_config(hub.folder, rms_norm_eps=0.5)
+    (line, *others) = run_distributed(first_weight, 4, run, [tmp_path / "one", tmp_path / "two"])
+    assert line == (
+        f"{KEY}={NAME}: has model.norm_eps=0.5 now, and had 1e-05 when the run began; start it "
+        "again"
+    )
+    assert others == [line] * 3
+
+
+def test_other_processes_of_a_host_wait_for_the_first(hub: Hub, monkeypatch: pytest.MonkeyPatch):
+    save_random("llama", hub.folder)
+    found: list[Path] = []
+    waiting = threading.Thread(target=lambda: found.append(config_folder(NAME, KEY, asks=False)))
+    waiting.start()
+    time.sleep(0.1)
+    assert hub.asked == []
+    folder = config_folder(NAME, KEY)
+    waiting.join(10)
+    assert found == [folder]
+    monkeypatch.setattr("app.hf.hub.WAIT_S", 0.0)
+    with pytest.raises(ConfigError) as late:
+        config_folder("somebody/another", KEY, asks=False)
+    expected = "the first process of this host has not brought config.json in 0 s"
+    assert str(late.value) == f"{KEY}=somebody/another: {expected}"
+
+
+def test_the_first_process_of_each_host_says_what_it_was_told(hub: Hub):
+    hub.fault = (403, "GatedRepo")
+    register_schema()
+    GlobalHydra.instance().clear()
+    kinds = []
+    for rank in (0, 2):
+        with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+            config = compose("train", ["model=pretrained", f"model.init_from={NAME}"])
+        with pytest.raises(ConfigError, match="is gated on") as refusal:
+            runnable(config, Launch(rank, local_rank=0, world_size=4))
+        kinds.append(type(refusal.value))
+    assert kinds == [ConfigError, OwnError]
+
+
+def asked_by_a_run(hub: Hub, folder: Path, ranks: int) -> list[str]:
+    """What a run on this many ranks, whose launcher asks nothing, asks of the hub."""
+    hub.asked.clear()
+    constants.HF_HUB_CACHE = str(folder / f"cache{ranks}")
+    words = [
+        *(word for word in corpus_in(folder / "corpus") if not word.startswith("model")),
+        *("model=pretrained", f"model.init_from={NAME}", "train.steps=1", "checkpoint=none"),
+        *(f"run_dir={folder}/run{ranks}", f"parallel.dp={ranks}"),
+    ]
+    torchrun = ["-m", "app.cli.torchrun", "--standalone", f"--nproc-per-node={ranks}"]
+    line = [sys.executable, *torchrun, str(ROOT / "train.py"), *words]
+    ended = run_forked(folder, line, tree=True)
+    assert ended.returncode == 0, ended.stderr
+    return sorted(hub.asked)
+
+
+def test_a_run_asks_the_hub_as_often_on_several_ranks_as_on_one(hub: Hub, tmp_path: Path):
+    save_random("llama", hub.folder, vocab_size=264)
+    alone = asked_by_a_run(hub, tmp_path, ranks=1)
+    assert alone and asked_by_a_run(hub, tmp_path, ranks=2) == alone

@@ -65,10 +65,11 @@ def _make_writable(node: DictConfig) -> None:
             _make_writable(child)
 
 
-def load_run(config: DictConfig, world_size: int | None) -> Run:
+def load_run(config: DictConfig, world_size: int | None, asks_hub: bool = True) -> Run:
     """Type, freeze and check a composed configuration.
 
-    `world_size` is the number of processes the launcher started, None without one. Raises
+    `world_size` is the number of processes the launcher started, None without one. `asks_hub`:
+    whether this process asks the hub for a model that is named, as one of each host does. Raises
     ConfigError.
     """
     asked = config.parallel.world_size
@@ -83,7 +84,7 @@ def load_run(config: DictConfig, world_size: int | None) -> Run:
         config.parallel.world_size = world_size
     _refuse_unknown(config)
     _refuse_secrets(config)
-    pretrained = adopt(config.model)
+    pretrained = adopt(config.model, asks_hub)
     run = OmegaConf.to_object(config)
     assert isinstance(run, Run)
     if pretrained is not None:

@@ -25,23 +25,23 @@ def of_config_json(field: str, _root_: DictConfig) -> object:
     return found
 
 
-def _their_model(model: DictConfig) -> Any:
+def _their_model(model: DictConfig, asks_hub: bool = True) -> Any:
     if model.init_from is None:
         rule = f"{PRESET} leaves sizes to the config.json of a Hugging Face model"
         raise ConfigError(KEY, None, rule, advice="name its folder, or its name on the hub")
-    return TheirModel.read(config_folder(model.init_from, KEY), KEY).model
+    return TheirModel.read(config_folder(model.init_from, KEY, asks=asks_hub), KEY).model
 
 
-def adopt(model: DictConfig) -> ModelConfig | None:
+def adopt(model: DictConfig, asks_hub: bool) -> ModelConfig | None:
     """Give a composed section `model` what it leaves to config.json; returns the model that this
     describes, None where nobody names one.
 
-    Raises ConfigError.
+    `asks_hub`: as `load_run`. Raises ConfigError.
     """
     left = _left(model)
     if model.init_from is None and not left:
         return None
-    found: ModelConfig = _their_model(model)
+    found: ModelConfig = _their_model(model, asks_hub)
     # a section that is null has no key that could be left to a file
     kinds = [name for name in OF_KINDS if left and model[name] is None]
     for name in (*left, *kinds):

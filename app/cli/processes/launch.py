@@ -22,9 +22,10 @@ from omegaconf import DictConfig
 from app.choices import Device
 from app.cli.options.arguments import SWEEPS, Typed, flags_first, with_sweep_folder
 from app.cli.options.completion import complete_values_as_typed
-from app.cli.options.compose import load_typed
+from app.cli.options.compose import load_run, load_typed
 from app.cli.options.messages import RESUMABLE, readable_errors, trial_of
 from app.cli.options.overlaid import overlaid
+from app.cli.options.pretrained import KEY as INIT_FROM
 from app.cli.options.trial import Trial
 from app.cli.processes.home import child_paths
 from app.cli.processes.launcher import Launch
@@ -128,6 +129,23 @@ def trial_start(arguments: Sequence[str], launch: Launch) -> Trial:
             check_data(run)
 
     return trial_of(load)
+
+
+def runnable(config: DictConfig, launch: Launch) -> Run:
+    """The checked run of a composed configuration, in one of the processes of a launch.
+
+    The first process of each host looks for the Hugging Face model that the run starts from.
+    Raises ConfigError; that process says itself what is wrong with the model there.
+    """
+    leads = launch.local_rank == 0
+    try:
+        return check_runnable(load_run(config, launch.world_size, asks_hub=leads))
+    except ConfigError as error:
+        if leads and launch.rank and error.key == INIT_FROM:
+            raise OwnError(
+                error.key, error.value, error.rule, guess=error.guess, advice=error.advice
+            ) from None
+        raise
 
 
 def _gpus_here(run: Run) -> int:

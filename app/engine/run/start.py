@@ -24,8 +24,9 @@ from app.engine.checkpoint.resume import allowed_changes, checkpoint_to_resume
 from app.engine.groups import Groups
 from app.engine.run.agreement import all_succeed, rank_zero_says
 from app.engine.run.run_folder import RUNS, FolderLock, check_place, choose_folder, has_ended
-from app.errors import ConfigError, warn
-from app.hf.hub import model_folder
+from app.errors import ConfigError, typed, warn
+from app.hf.families import differences
+from app.hf.hub import commit_of, model_folder
 from app.hf.pretrained import Pretrained
 
 INIT_FROM = "model.init_from"
@@ -191,23 +192,34 @@ def _check_same(run: Run, rank: int, first: Record | None, *, record: Record | N
 
 
 def open_pretrained(run: Run, groups: Groups, local_rank: int) -> Pretrained:
-    """The model that a new run starts from; each host's first process brings it from the hub.
+    """The model that a new run starts from. Rank 0 brings it from the hub, each other host's first
+    process the same commit; all read what is then on their host.
 
     Raises ConfigError, the same on every rank.
     """
-    first = all_succeed(groups, lambda: None if local_rank else find_pretrained(run))
-    return all_succeed(groups, lambda: first or find_pretrained(run))
+    name = str(run.model.init_from)
+    commit = rank_zero_says(groups, lambda: commit_of(model_folder(name, INIT_FROM)))
+    if commit is not None:
+        asks = local_rank == 0 and groups.rank > 0
+        all_succeed(groups, lambda: model_folder(name, INIT_FROM, commit) if asks else None)
+    return all_succeed(groups, lambda: find_pretrained(run, commit, asks=False))
 
 
-def find_pretrained(run: Run) -> Pretrained:
-    """The model that a run starts from, all of whose files are here. Raises ConfigError."""
-    assert run.model.init_from is not None
-    folder = model_folder(run.model.init_from, INIT_FROM)
+def find_pretrained(run: Run, commit: str | None = None, asks: bool = True) -> Pretrained:
+    """The model that a run starts from, all of whose files are here; `commit` and `asks` as of
+    `model_folder`. Raises ConfigError.
+    """
+    name = str(run.model.init_from)
+    folder = model_folder(name, INIT_FROM, commit, asks=asks)
     own = folder / TOKENIZER
     if run.data.tokenizer == BYTES and own.exists():
-        rule = f"{run.model.init_from} has a tokenizer of its own, which its ids are of"
+        rule = f"{name} has a tokenizer of its own, which its ids are of"
         raise ConfigError("data.tokenizer", BYTES, rule, nearest=str(own))
-    return Pretrained(folder, INIT_FROM)
+    found = Pretrained(folder, INIT_FROM)
+    for field, ours, theirs in differences(run.model, found.model):
+        rule = f"has model.{field}={typed(theirs)} now, and had {typed(ours)} when the run began"
+        raise ConfigError(INIT_FROM, name, rule, advice="start it again")
+    return found
 
 
 def preflight(run: Run, earlier: Path | None) -> None:
