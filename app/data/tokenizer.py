@@ -106,7 +106,24 @@ def load_tokenizer(spec: str) -> Tokenizer:
     return ByteTokenizer() if spec == BYTES else _from_json(Path(spec))
 
 
+def vocabulary(path: Path) -> dict[str, int]:
+    """Token -> id of a `tokenizers` JSON file, with what was added to it. Raises as above."""
+    found: dict[str, int] = _backend(path).get_vocab()
+    return found
+
+
 def _from_json(path: Path) -> JsonTokenizer:
+    backend = _backend(path)
+    backend.no_truncation()  # a file saved with either set would cut or fill every document
+    backend.no_padding()
+    return JsonTokenizer(
+        backend,
+        vocab_size=max(backend.get_vocab().values()) + 1,
+        eod=_end_of_document(backend, path),
+    )
+
+
+def _backend(path: Path) -> Backend:
     from tokenizers import Tokenizer as Backend
 
     if not path.is_file():
@@ -117,17 +134,10 @@ def _from_json(path: Path) -> JsonTokenizer:
             guess=_nearest_json(path),
         )
     try:
-        backend = Backend.from_file(str(path))
+        return Backend.from_file(str(path))
     # the library raises bare Exception for whatever is wrong with the file
     except Exception as error:
         raise ConfigError("data.tokenizer", path, f"not a tokenizers JSON file: {error}") from error
-    backend.no_truncation()  # a file saved with either set would cut or fill every document
-    backend.no_padding()
-    return JsonTokenizer(
-        backend,
-        vocab_size=max(backend.get_vocab().values()) + 1,
-        eod=_end_of_document(backend, path),
-    )
 
 
 def _end_of_document(backend: Backend, path: Path) -> int:

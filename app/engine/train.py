@@ -97,16 +97,17 @@ def start_up(
     sources = look_once(run)
     start = rank_zero_says(groups, lambda: claim_start(run, earlier(run), lock, sources=sources))
     times.end("choice of a checkpoint")
+    pretrained = None
+    if run.model.init_from is not None and start.checkpoint is None:
+        watchdog.rest("reading the pretrained model")
+        pretrained = open_pretrained(run, groups, local_rank)
+        times.end("pretrained model")
     watchdog.rest("preparing the corpus")
     data = load_all_data(run, groups, local_rank, sources=sources)
     times.end("data")
     watchdog.rest("building the model")
     # seeds what must differ from rank to rank: the jitter of routers' inputs
     torch.manual_seed(run.train.seed * run.world_size + rank)
-    pretrained = None
-    if run.model.init_from is not None and start.checkpoint is None:
-        watchdog.rest("reading the pretrained model")
-        pretrained = open_pretrained(run, groups, local_rank)
     engine = build_engine(plan, groups, device, watchdog=watchdog, pretrained=pretrained)
     times.end("model")
     return Trainer(engine, data, start, times=times)

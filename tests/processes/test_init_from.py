@@ -187,17 +187,6 @@ def test_what_contradicts_the_file_is_named(typed: tuple[str, ...], tmp_path: Pa
     assert str(refused.value) == MISTAKES[typed].format(*[folder] * 2)
 
 
-def test_bytes_are_refused_where_the_model_has_a_tokenizer(tmp_path: Path):
-    save_random("llama", tmp_path)
-    (tmp_path / "tokenizer.json").write_text("{}")
-    run = run_from(tmp_path, {})
-    (line,) = run_distributed(broken_start, 1, run)
-    assert line == (
-        f"data.tokenizer=bytes: {tmp_path} has a tokenizer of its own, which its ids are of; "
-        f"did you mean {tmp_path}/tokenizer.json?"
-    )
-
-
 def test_every_size_is_left_to_the_file():
     """A new key of the architecture is in the preset too, or has no place there."""
     from app.cli.options.pretrained import OF_KINDS

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import filecmp
 import socket
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -18,19 +19,21 @@ from app.data.feed import DataSplit
 from app.data.load import load_data, prepare
 from app.data.paths import source_option
 from app.data.sources import Record, Sources, difference, find_sources, identity
-from app.data.tokenizer import BYTES, Tokenizer, load_tokenizer
+from app.data.tokenizer import BYTES, Tokenizer, load_tokenizer, vocabulary
 from app.engine.checkpoint.folder import newest_checkpoint, read_manifest
+from app.engine.checkpoint.load import IMPORTED
 from app.engine.checkpoint.resume import allowed_changes, checkpoint_to_resume
 from app.engine.groups import Groups
 from app.engine.run.agreement import all_succeed, rank_zero_says
 from app.engine.run.run_folder import RUNS, FolderLock, check_place, choose_folder, has_ended
 from app.errors import ConfigError, typed, warn
 from app.hf.families import differences
-from app.hf.hub import commit_of, model_folder
+from app.hf.hub import PRETRAINED, commit_of, config_folder, model_folder
 from app.hf.pretrained import Pretrained
 
 INIT_FROM = "model.init_from"
 TOKENIZER = "tokenizer.json"
+SENTENCEPIECE = "tokenizer.model"
 
 
 def usable_gpus(run: Run) -> int:
@@ -89,6 +92,9 @@ def find_start(
         return Start(run_dir, passed_over=passed_over)
     manifest = read_manifest(checkpoint)
     changes = allowed_changes(checkpoint, manifest, run, record=record)
+    if IMPORTED in manifest:
+        folder = checkpoint.parent.parent
+        check_own_tokenizer(run, folder / PRETRAINED, name=str(folder))
     if earlier is None:
         _check_steps_left(run, checkpoint, manifest["step"], run_dir=run_dir)
     return Start(run_dir, checkpoint, manifest, changes=changes, passed_over=passed_over)
@@ -129,8 +135,42 @@ class Data:
     record: Record | None = None  # what checkpoints keep of it; None: this rank has not looked
 
 
+def check_own_tokenizer(run: Run, folder: Path, name: str) -> None:
+    """Raise ConfigError where the run's tokens are not those of the Hugging Face model that it
+    starts from, `name`, whose tokenizer is in `folder`.
+
+    Tokens may have been added, up to the size of the embedding.
+    """
+    own, typed_in = folder / TOKENIZER, run.data.tokenizer
+
+    def refusal(rule: str) -> ConfigError:
+        return ConfigError("data.tokenizer", typed_in, rule, nearest=str(own))
+
+    if not own.is_file():
+        if typed_in == BYTES and (folder / SENTENCEPIECE).is_file():
+            rule = f"{name} has a tokenizer of its own, without the {TOKENIZER} that is read here"
+            advice = "AutoTokenizer of transformers saves one"
+            raise ConfigError("data.tokenizer", typed_in, rule, advice=advice)
+        return
+    if typed_in == BYTES:
+        raise refusal(f"{name} has a tokenizer of its own, which its ids are of")
+    if not Path(typed_in).is_file() or filecmp.cmp(typed_in, own, shallow=False):
+        return
+    ids = vocabulary(Path(typed_in))
+    for token, number in sorted(vocabulary(own).items(), key=lambda entry: entry[1]):
+        if ids.get(token) != number:
+            rule = f"{name} has been trained with {number} for {token!r}, which is {ids.get(token)}"
+            raise refusal(rule)
+    if max(ids.values()) >= run.model.vocab_size:
+        raise refusal(f"has {max(ids.values()) + 1} ids, and {name} has {run.model.vocab_size}")
+
+
 def check_tokenizer(run: Run) -> Tokenizer:
-    """The tokenizer, which must fit the model's vocabulary. Raises ConfigError."""
+    """The tokenizer, which must fit the model's vocabulary, and be the one of a Hugging Face model
+    that the run starts from, whose files are here. Raises ConfigError.
+    """
+    if (name := run.model.init_from) is not None:
+        check_own_tokenizer(run, config_folder(name, INIT_FROM, asks=False), name)
     tokenizer = load_tokenizer(run.data.tokenizer)
     if tokenizer.vocab_size > run.model.vocab_size:
         rule = f"data.tokenizer={run.data.tokenizer} has {tokenizer.vocab_size} ids"
@@ -211,10 +251,6 @@ def find_pretrained(run: Run, commit: str | None = None, asks: bool = True) -> P
     """
     name = str(run.model.init_from)
     folder = model_folder(name, INIT_FROM, commit, asks=asks)
-    own = folder / TOKENIZER
-    if run.data.tokenizer == BYTES and own.exists():
-        rule = f"{name} has a tokenizer of its own, which its ids are of"
-        raise ConfigError("data.tokenizer", BYTES, rule, nearest=str(own))
     found = Pretrained(folder, INIT_FROM)
     for field, ours, theirs in differences(run.model, found.model):
         rule = f"has model.{field}={typed(theirs)} now, and had {typed(ours)} when the run began"

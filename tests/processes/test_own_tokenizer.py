@@ -1,0 +1,142 @@
+"""Data for a Hugging Face model have to be in its own tokens, in a run that starts from its files
+and in one that goes on from their conversion.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from tokenizers import Tokenizer, pre_tokenizers
+from tokenizers.models import BPE, WordLevel
+
+from app.cli import convert
+from app.config import Run
+from app.engine.checkpoint.folder import CHECKPOINTS
+from app.engine.run.start import check_tokenizer, find_start
+from app.errors import ConfigError
+from tests.hf_folders import save_random
+from tests.processes.test_init_from import run_from
+from tests.programs import run_forked
+from tests.training import ROOT, corpus_in
+
+WORDS = ("<|endoftext|>", "the", "of", "and")
+VOCABULARY = 96  # of the models
+
+
+def save_tokenizer(path: Path, *words: str, **added: int) -> Path:
+    ids = {word: number for number, word in enumerate(words)} | added
+    path.parent.mkdir(exist_ok=True)
+    Tokenizer(WordLevel(ids, unk_token=words[0])).save(str(path))
+    return path
+
+
+def save_byte_level(path: Path) -> None:
+    """A tokenizer of all bytes, whose ids are not those of `bytes`."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    ids = {token: number for number, token in enumerate(["<|endoftext|>", *alphabet])}
+    tokenizer = Tokenizer(BPE(ids, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.save(str(path))
+
+
+Begin = Callable[[Run, Path], object]
+
+
+def start(run: Run, theirs: Path) -> object:
+    return check_tokenizer(run)
+
+
+def go_on(run: Run, theirs: Path) -> object:
+    """From a conversion of the model, whose files are no longer there."""
+    folder = theirs.with_name("run")
+    assert convert.main(["from-hf", str(theirs), str(folder)]) == 0
+    theirs.rename(theirs.with_name("gone"))
+    path = folder / CHECKPOINTS / "step-00000000"
+    found = find_start(dataclasses.replace(run, resume=str(path), run_dir=str(folder)))
+    assert found.checkpoint == path
+    return found
+
+
+def named(begin: Begin, theirs: Path) -> tuple[str, str]:
+    """What messages call the model, and its tokenizer."""
+    folder = theirs if begin is start else theirs.with_name("run")
+    inside = "" if begin is start else "/pretrained"
+    return str(folder), f"{folder}{inside}/tokenizer.json"
+
+
+def with_tokenizer(run: Run, spec: Path | str) -> Run:
+    return dataclasses.replace(run, data=dataclasses.replace(run.data, tokenizer=str(spec)))
+
+
+MISFITS: dict[str, tuple[Callable[[Path], Path | str], str]] = {
+    "bytes": (lambda _: "bytes", "{} has a tokenizer of its own, which its ids are of"),
+    "another order": (
+        lambda folder: save_tokenizer(folder / "own.json", *WORDS[:2], *WORDS[:1:-1]),
+        "{} has been trained with 2 for 'of', which is 3",
+    ),
+    "fewer": (
+        lambda folder: save_tokenizer(folder / "own.json", *WORDS[:3]),
+        "{} has been trained with 3 for 'and', which is None",
+    ),
+    "too many": (
+        lambda folder: save_tokenizer(folder / "own.json", *WORDS, outside=VOCABULARY),
+        "has 97 ids, and {} has 96",
+    ),
+}
+
+
+@pytest.mark.parametrize("begin", [start, go_on])
+@pytest.mark.parametrize("misfit", MISFITS)
+def test_other_tokens_are_refused(misfit: str, begin: Begin, tmp_path: Path):
+    theirs = tmp_path / "theirs"
+    save_random("llama", theirs)
+    save_tokenizer(theirs / "tokenizer.json", *WORDS)
+    make, rule = MISFITS[misfit]
+    spec = make(tmp_path / "mine")
+    with pytest.raises(ConfigError) as refused:
+        begin(with_tokenizer(run_from(theirs, {}), spec), theirs)
+    name, own = named(begin, theirs)
+    expected = f"data.tokenizer={spec}: {rule.format(name)}; did you mean {own}?"
+    assert str(refused.value) == expected
+
+
+@pytest.mark.parametrize("begin", [start, go_on])
+def test_tokens_may_be_added(begin: Begin, tmp_path: Path):
+    theirs = tmp_path / "theirs"
+    save_random("llama", theirs)
+    save_tokenizer(theirs / "tokenizer.json", *WORDS)
+    spec = save_tokenizer(tmp_path / "mine/own.json", *WORDS, added=VOCABULARY - 1)
+    assert begin(with_tokenizer(run_from(theirs, {}), spec), theirs)
+
+
+@pytest.mark.parametrize("begin", [start, go_on])
+def test_a_tokenizer_that_is_not_read_here_is_told(begin: Begin, tmp_path: Path):
+    theirs = tmp_path / "theirs"
+    save_random("llama", theirs)
+    (theirs / "tokenizer.model").write_bytes(b"pieces")
+    run = run_from(theirs, {})
+    with pytest.raises(ConfigError) as refused:
+        begin(run, theirs)
+    assert str(refused.value) == (
+        f"data.tokenizer=bytes: {named(begin, theirs)[0]} has a tokenizer of its own, without the "
+        "tokenizer.json that is read here; AutoTokenizer of transformers saves one"
+    )
+
+
+def test_the_command_line_says_what_works(tmp_path: Path):
+    theirs = tmp_path / "theirs"
+    save_random("llama", theirs, vocab_size=264)
+    save_byte_level(theirs / "tokenizer.json")
+    assert convert.main(["from-hf", str(theirs), str(tmp_path / "run")]) == 0
+    words = [word for word in corpus_in(tmp_path / "corpus") if not word.startswith("model")]
+    words += ["model=pretrained", "model.init_from=run", "resume=run", "train.steps=1"]
+    ended = run_forked(tmp_path, [sys.executable, str(ROOT / "train.py"), *words])
+    assert (ended.returncode, ended.stderr) == (
+        2,
+        "train.py: data.tokenizer=bytes: run has a tokenizer of its own, which its ids are of; "
+        "nearest that works: run/pretrained/tokenizer.json\n",
+    )
