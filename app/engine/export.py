@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,12 @@ from typing import Any
 from app.choices import Dtype
 from app.config import ModelConfig, Run
 from app.data.tokenizer import BYTES, load_tokenizer
-from app.engine.checkpoint.folder import CHECKPOINTS, newest_checkpoint, read_manifest
+from app.engine.checkpoint.folder import (
+    CHECKPOINTS,
+    check_contents,
+    newest_checkpoint,
+    read_manifest,
+)
 from app.engine.checkpoint.load import IMPORTED
 from app.engine.checkpoint.weights import SavedWeights
 from app.engine.dtypes import DTYPES
@@ -151,18 +158,41 @@ def saved_at(path: Path, key: str) -> Path:
 def export_checkpoint(path: Path, folder: Path, key: str) -> Exported:
     """Write the model of a checkpoint into a new folder, in this process alone.
 
-    Raises ConfigError.
+    The checkpoint's files are compared with their checksums first. Raises ConfigError.
     """
-    exported = Exported(path, read_manifest(path), key, folder)
+    with _about(key):
+        manifest = read_manifest(path)
+    exported = Exported(path, manifest, key, folder)
     export = exported.export()
     export.begin()
     try:
+        with _about(key):
+            _check_all(path, manifest)
         _write(export, export.files(), exported)
         exported.finish(export)
     except BaseException:
         export.give_up()
         raise
     return exported
+
+
+def _check_all(path: Path, manifest: dict[str, Any]) -> None:
+    """`check_contents` of all files of a checkpoint, several at a time."""
+
+    def check(name: str) -> None:
+        check_contents(path, manifest, [name])
+
+    with ThreadPoolExecutor() as threads:
+        list(threads.map(check, manifest["files"]))  # raises what one has raised
+
+
+@contextmanager
+def _about(key: str) -> Iterator[None]:
+    """Name what the user has given where something is wrong with a checkpoint."""
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError(key, error.value, error.rule, error.nearest) from error
 
 
 def export_together(path: Path, folder: Path, groups: Groups, strand: Strand) -> None:

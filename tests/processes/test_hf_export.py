@@ -241,8 +241,23 @@ def test_a_model_that_hugging_face_lacks_is_refused_before_anything_is_written(t
     assert sorted(each.name for each in tmp_path.iterdir()) == ["run"]
 
 
+RANK_FILE = "rank-00000.safetensors"
+
+
 def cut_file(path: Path) -> None:
-    (path / "rank-00000.safetensors").write_bytes(b"short")
+    (path / RANK_FILE).write_bytes(b"short")
+
+
+def flip_bit(path: Path) -> None:
+    """The last one of the file, in a moment: nothing that is exported."""
+    data = bytearray((path / RANK_FILE).read_bytes())
+    data[-1] ^= 1
+    (path / RANK_FILE).write_bytes(data)
+
+
+def edit_manifest(path: Path) -> None:
+    found = path / "manifest.json"
+    found.write_text(found.read_text().replace('"step": 1', '"step": 2'))
 
 
 def fail_to_finish(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -252,19 +267,36 @@ def fail_to_finish(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(write, "file_header", full)
 
 
+CHANGED = "was changed after it was saved (sha256 differs)"
 BREAKS: dict[str, tuple[Callable[[Path, pytest.MonkeyPatch], object], str]] = {
-    "a short file": (lambda path, _: cut_file(path), "rank-00000.safetensors has 5 bytes instead"),
-    "a full disk": (lambda _, patch: fail_to_finish(patch), "No space left on device"),
+    "a short file": (
+        lambda path, _: cut_file(path),
+        f"to-hf={{}}: {RANK_FILE} has 5 bytes instead",
+    ),
+    "a flipped bit": (lambda path, _: flip_bit(path), f"to-hf={{}}: {RANK_FILE} {CHANGED}"),
+    "a manifest": (lambda path, _: edit_manifest(path), f"to-hf={{}}: manifest.json {CHANGED}"),
+    "a full disk": (
+        lambda _, patch: fail_to_finish(patch),
+        "folder={.parent.parent.parent}/.out.tmp/model.safetensors: cannot be written: No space "
+        "left on device",
+    ),
 }
 
 
 @pytest.mark.parametrize("what", BREAKS)
-def test_a_folder_is_whole_or_not_there(what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_folder_is_whole_or_not_there(
+    what: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+):
     path = a_checkpoint(tmp_path / "run", DENSE)
     break_it, expected = BREAKS[what]
     break_it(path, monkeypatch)
-    with pytest.raises(ConfigError, match=expected):
-        export_checkpoint(path, tmp_path / "out", "to-hf")
+    with pytest.raises(SystemExit):
+        convert.main(["to-hf", str(path), str(tmp_path / "out")])
+    said = capsys.readouterr().err
+    assert said.startswith(f"convert: {expected.format(path)}") and said.count("\n") == 1
     assert sorted(each.name for each in tmp_path.iterdir()) == ["run"]
 
 
