@@ -211,14 +211,15 @@ def test_layers_that_predict_further_tokens_are_left_out(tmp_path: Path):
     assert list(differences(loaded(tmp_path).model, ours)) == []
 
 
-@pytest.mark.parametrize("name", ["qwen3", "qwen3_moe", "deepseek_v3"])
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_moe", "deepseek_v3", "mixtral stacked"])
 @pytest.mark.parametrize(("tp", "ep", "etp"), [(2, 1, 1), (1, 4, 1), (1, 2, 2), (2, 2, 2)])
 def test_a_rank_reads_its_part_and_no_more(
     name: str, tp: int, ep: int, etp: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     if name == "qwen3" and tp == 2:
         name = "llama"  # an even number of heads
-    save_random(name, tmp_path)
+    family, _, stacked = name.partition(" ")
+    save_random(family, tmp_path, per_expert=not stacked)
     whole = loaded(tmp_path)
     found = Pretrained(tmp_path, KEY)
     read = 0

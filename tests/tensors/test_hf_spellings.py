@@ -1,0 +1,102 @@
+"""Tensors and config.json as `transformers` 4 and as version 5 spells them are the same model.
+
+Both are written here by hand, so that no version's own conversions take part.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from tests.hf_folders import FAMILIES, loaded, their_logits
+from tests.tensors.models import draw_tokens, forward
+from tests.tensors.test_hf_parity import CASES, spread_weights
+
+PER_EXPERT = "{prefix}.mlp.experts.{expert}.{part}_proj.weight"
+OF_MIXTRAL = "{prefix}.block_sparse_moe.experts.{expert}.{part}.weight"
+MIXTRAL_PARTS = {"gate": "w1", "up": "w3", "down": "w2"}
+STACKED = re.compile(r"(model\.layers\.\d+)\.mlp\.experts\.(gate_up|down)_proj")
+
+Named = Iterator[tuple[str, Tensor]]
+
+
+def as_version_5(name: str, value: Tensor, family: str) -> Named:
+    """All experts of a layer in one tensor, gate and up one below the other."""
+    yield name, value
+
+
+def as_version_4(name: str, value: Tensor, family: str) -> Named:
+    """A tensor for each expert, and other names in Mixtral."""
+    if family == "mixtral" and name.endswith(".mlp.gate.weight"):
+        yield name.replace(".mlp.", ".block_sparse_moe."), value
+        return
+    stacked = STACKED.fullmatch(name)
+    if stacked is None:
+        yield name, value
+        return
+    names = ("gate", "up") if stacked[2] == "gate_up" else ("down",)
+    for expert, both in enumerate(value):
+        for part, matrix in zip(names, both.chunk(len(names)), strict=True):
+            spelling, word = PER_EXPERT, part
+            if family == "mixtral":
+                spelling, word = OF_MIXTRAL, MIXTRAL_PARTS[part]
+            yield spelling.format(prefix=stacked[1], expert=expert, part=word), matrix
+
+
+def config_of_4(config: dict[str, Any]) -> dict[str, Any]:
+    """Rotary positions as two keys, and the older name of the type."""
+    rotary = dict(config.pop("rope_parameters"))
+    kind = rotary.pop("rope_type")
+    theta = rotary.pop("rope_theta")
+    config.pop("dtype", None)
+    scaling = None if kind == "default" else {"type": kind, **rotary}
+    return {**config, "rope_theta": theta, "rope_scaling": scaling, "torch_dtype": "float32"}
+
+
+def write_by_hand(
+    folder: Path, model: Any, spell: Callable[[str, Tensor, str], Named], config: dict[str, Any]
+) -> set[str]:
+    """A folder with these names; returns them."""
+    folder.mkdir()
+    family = config["model_type"]
+    tensors = {
+        spelling: part.clone()
+        for name, value in model.state_dict().items()
+        if not (model.config.tie_word_embeddings and name == "lm_head.weight")
+        for spelling, part in spell(name, value, family)
+    }
+    if spell is as_version_4:  # what older versions have saved besides
+        tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(4)
+        tensors["lm_head.weight"] = model.state_dict()["lm_head.weight"].clone()
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(config))
+    return set(tensors)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_both_spellings_are_the_same_model(name: str, tmp_path: Path):
+    build, theirs, _ = CASES[FAMILIES[name]]()
+    model = build(theirs).eval()
+    spread_weights(model)
+    config = {**theirs.to_dict(), "architectures": [build.__name__]}
+    new = write_by_hand(tmp_path / "new", model, as_version_5, config)
+    old = write_by_hand(tmp_path / "old", model, as_version_4, config_of_4(dict(config)))
+    stacked = {each for each in new if STACKED.fullmatch(each)}
+    assert bool(stacked) == any(".experts.0." in each for each in old) and not stacked & old
+    one, other = loaded(tmp_path / "old"), loaded(tmp_path / "new")
+    assert dataclasses.replace(one.model, name="new") == other.model
+    for key, value in one.state_dict().items():
+        assert value.equal(other.state_dict()[key]), key
+    tokens = draw_tokens(one.model, 2, 9)
+    with torch.no_grad():
+        found = forward(one, tokens).x
+    torch.testing.assert_close(found, their_logits(model, tokens), atol=1e-4, rtol=1e-4)
