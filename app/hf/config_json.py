@@ -15,6 +15,7 @@ from typing import Any
 from app.choices import Balance, Score
 from app.config import Llama3RopeConfig, MLAConfig, ModelConfig, MoEConfig, YarnConfig
 from app.errors import ConfigError
+from app.hf.config_kinds import misfits
 
 CONFIG_JSON = "config.json"
 # our field -> theirs
@@ -57,6 +58,10 @@ class TheirConfig:
     values: Mapping[str, Any]
     path: Path
     key: str  # that led here, for messages
+
+    def __post_init__(self) -> None:
+        for name, told in misfits(self.values):
+            raise self.refusal(f"{name}={json.dumps(self.values[name])} is {told}")
 
     @classmethod
     def read(cls, folder: Path, key: str) -> TheirConfig:
@@ -121,7 +126,7 @@ def common(config: TheirConfig) -> dict[str, Any]:
 def grouped(config: TheirConfig) -> dict[str, Any]:
     """Fields of a model with grouped-query attention."""
     fields = common(config)
-    usual, rest = divmod(fields["hidden_size"], fields["num_heads"])
+    usual, rest = divmod(fields["hidden_size"], fields["num_heads"] or 1)  # 0 is refused later
     width = config.get("head_dim", usual)
     fields["head_dim"] = None if width == usual and not rest else width
     return fields
@@ -243,27 +248,26 @@ def _deepseek(config: TheirConfig, moe: dict[str, Any]) -> dict[str, Any]:
 def rotary(config: TheirConfig) -> dict[str, Any]:
     """Base and scaling of rotary frequencies."""
     new = config.get("rope_parameters", {})
-    scaling = new or config.get("rope_scaling", {})
-    theta = float(new.get("rope_theta", config.get("rope_theta", THETA)))
-    kind = scaling.get("rope_type", scaling.get("type", "default"))
+    said = TheirConfig(new or config.get("rope_scaling", {}), config.path, config.key)
+    theta = float(said.get("rope_theta", config.get("rope_theta", THETA)))
+    kind = said.get("rope_type", said.get("type", "default"))
     found: dict[str, Any] = {"rope_theta": theta, "yarn": None, "llama3_rope": None}
     match kind:
         case "default":
             return found
         case "llama3":
-            said = TheirConfig(scaling, config.path, config.key)
             return {**found, "llama3_rope": said.renamed(LLAMA3)}
         case "yarn":
-            return {**found, "yarn": _yarn(config, scaling)}
+            return {**found, "yarn": _yarn(config, said)}
     raise config.refusal(f"rotary positions of type {kind} are not supported")
 
 
-def _yarn(config: TheirConfig, scaling: Mapping[str, Any]) -> dict[str, Any]:
+def _yarn(config: TheirConfig, scaling: TheirConfig) -> dict[str, Any]:
     usual = {"beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 0.0}
     found = {ours: scaling.get(theirs, usual.get(ours)) for ours, theirs in YARN.items()}
     if None in (found["factor"], found["original_length"]):
         raise config.refusal("YaRN without factor or original_max_position_embeddings")
-    if scaling.get("attention_factor") is not None or scaling.get("truncate") is False:
+    if scaling.get("attention_factor", None) is not None or scaling.get("truncate", True) is False:
         raise config.refusal("YaRN with attention_factor or truncate=false is not supported")
     if found["mscale_all_dim"] and "kv_lora_rank" not in config.values:
         raise config.refusal(

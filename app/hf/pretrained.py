@@ -137,11 +137,12 @@ def _some(listed: Sequence[str]) -> str:
 
 def _block(config: TheirConfig) -> tuple[int, int] | None:
     """Rows and columns that share a scale of FP8 weights; None: there are none."""
-    how = config.get("quantization_config", {})
-    if not how:
+    how = TheirConfig(config.get("quantization_config", {}), config.path, config.key)
+    if not how.values:
         return None
-    size = how.get("weight_block_size")
-    if how.get("quant_method") != "fp8" or not isinstance(size, list) or len(size) != 2:
-        method = how.get("quant_method")
+    size = how.get("weight_block_size", [])
+    if how.get("quant_method", None) != "fp8" or len(size) != 2 or 0 in size:
+        method = how.get("quant_method", None)
         raise config.refusal(f"weights quantised by {method} are not supported, but fp8 in blocks")
-    return int(size[0]), int(size[1])
+    rows, columns = size
+    return rows, columns

@@ -3,14 +3,26 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from random import Random
+from typing import Any
 
 import pytest
 import torch
 
 from app.errors import ConfigError
-from tests.hf_folders import KEY, edit_config, edit_tensors, loaded, save_random, split_into_two
+from app.hf.their_model import TheirModel
+from tests.hf_folders import (
+    FAMILIES,
+    KEY,
+    edit_config,
+    edit_tensors,
+    loaded,
+    save_random,
+    split_into_two,
+)
 
 FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
     "no config": (
@@ -41,6 +53,14 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
     "other positions": (
         lambda folder: edit_config(folder, rope_parameters={"rope_type": "longrope"}),
         "config.json: rotary positions of type longrope are not supported",
+    ),
+    "a word for a number": (
+        lambda folder: edit_config(folder, num_hidden_layers="3"),
+        'config.json: num_hidden_layers="3" is no whole number',
+    ),
+    "a number for a section": (
+        lambda folder: edit_config(folder, rope_parameters=1e6),
+        "config.json: rope_parameters=1000000.0 is no section",
     ),
     "other quantisation": (
         lambda folder: edit_config(folder, quantization_config={"quant_method": "gptq"}),
@@ -136,3 +156,67 @@ def test_what_is_wrong_with_a_folder_is_one_line(fault: str, tmp_path: Path):
         loaded(tmp_path)
     assert str(refused.value) == f"{KEY}={tmp_path}: {expected}"
     assert "\n" not in str(refused.value)
+
+
+JUNK = ("x", "3", "", -1, 0, 1.5, 10**400, math.inf, math.nan, True, [], [1], {}, {"a": 1}, None)
+
+
+def keys_of(section: dict[str, Any], before: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    for name, value in section.items():
+        yield (*before, name)
+        if isinstance(value, dict):
+            yield from keys_of(value, (*before, name))
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_whatever_config_json_has_in_place_of_a_value_is_one_line(name: str, tmp_path: Path):
+    save_random(name, tmp_path)
+    path = tmp_path / "config.json"
+    plain = path.read_text()
+    lines = []
+    for *outer, last in keys_of(json.loads(plain)):
+        for junk in JUNK:
+            config = json.loads(plain)
+            section = config
+            for key in outer:
+                section = section[key]
+            section[last] = junk
+            path.write_text(json.dumps(config))
+            try:
+                TheirModel.read(tmp_path, KEY)
+            except ConfigError as error:
+                lines.append(str(error))
+    assert len(lines) > 100 and not [line for line in lines if "\n" in line]
+
+
+def bend(data: bytearray, random: Random) -> None:
+    """Change a bit of a header, a digit of it, its length, or the file's."""
+    end = 8 + int.from_bytes(data[:8], "little")
+    match random.choice(("bit", "digit", "length", "end")):
+        case "bit":
+            data[random.randrange(8, end)] ^= 1 << random.randrange(8)
+        case "digit":
+            at = random.choice([at for at in range(8, end) if data[at : at + 1].isdigit()])
+            data[at] ^= 1
+        case "length":
+            data[random.randrange(8)] ^= 1 << random.randrange(8)
+        case "end":
+            del data[random.randrange(len(data)) :]
+
+
+def test_whatever_is_wrong_with_a_header_is_one_line(tmp_path: Path):
+    """Or says nothing of the model."""
+    save_random("llama", tmp_path)
+    before = loaded(tmp_path).state_dict()
+    path, random = tmp_path / "model.safetensors", Random(5)
+    plain, lines = path.read_bytes(), []
+    for _ in range(60):
+        data = bytearray(plain)
+        bend(data, random)
+        path.write_bytes(data)
+        try:
+            after = loaded(tmp_path).state_dict()
+            assert all(after[name].equal(value) for name, value in before.items())
+        except ConfigError as error:
+            lines.append(str(error))
+    assert len(lines) > 50 and all("\n" not in line and len(line) < 500 for line in lines)
