@@ -112,7 +112,7 @@ class Exported:
     def _their_config(self, texts: Path) -> dict[str, Any]:
         """That of the model at the start, of which all stays but how weights are stored."""
         found: dict[str, Any] = json.loads((texts / CONFIG_JSON).read_text())
-        for name in ("quantization_config", "dtype"):
+        for name in ("quantization_config", "dtype", "auto_map"):  # of the last: code, not copied
             found.pop(name, None)
         if "num_nextn_predict_layers" in found:
             found["num_nextn_predict_layers"] = 0  # we have none of these layers
@@ -207,16 +207,17 @@ def export_together(path: Path, folder: Path, groups: Groups, strand: Strand) ->
     export = exported.export()
     rank_zero_says(groups, export.begin)
     own = list(export.files())[groups.rank :: groups.host.size()]
-    all_succeed(groups, lambda: _write(export, own, exported))
-    rank_zero_says(groups, lambda: exported.finish(export))
+    try:
+        all_succeed(groups, lambda: _write(export, own, exported))
+        rank_zero_says(groups, lambda: exported.finish(export))
+    except ConfigError:
+        if groups.rank == 0:
+            export.give_up()
+        raise
     strand.note("the end of the run")
 
 
 def _write(export: Export, names: Iterable[str], exported: Exported) -> None:
     source = SavedWeights(exported.checkpoint, dict(exported.manifest))
     for name in names:
-        try:
-            export.write(name, source)
-        except OSError as error:
-            rule = f"cannot be written: {error.strerror}"
-            raise ConfigError("folder", export.draft / name, rule) from error
+        export.write(name, source)

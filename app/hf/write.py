@@ -10,6 +10,7 @@ import json
 import os
 import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
@@ -133,12 +134,13 @@ class Export:
         if os.path.lexists(self.folder) and not self.replaces:
             raise ConfigError("folder", self.folder, "is there already", advice="name a new folder")
         shutil.rmtree(self.draft, ignore_errors=True)
-        self.draft.mkdir(parents=True)
+        with _writing(self.folder):
+            self.draft.mkdir(parents=True)
 
     def write(self, name: str, source: WeightReader) -> None:
-        """Write one of the files, and wait until it is on the disk."""
+        """Write one of the files, and wait until it is on the disk. Raises ConfigError."""
         tensors = self.files()[name]
-        with (self.draft / name).open("wb") as file:
+        with _writing(self.draft / name), (self.draft / name).open("wb") as file:
             entries = [(each.piece.name, each.dtype, each.piece.shape) for each in tensors]
             file.write(file_header(entries, {"format": "pt"}))
             for tensor in tensors:
@@ -148,24 +150,36 @@ class Export:
             os.fsync(file.fileno())
 
     def finish(self, config: Mapping[str, Any], beside: Sequence[Path]) -> None:
-        """Write index and config.json, copy the files `beside`, and rename the folder."""
+        """Write index and config.json, copy the files `beside`, and rename the folder. Raises
+        ConfigError.
+        """
         files = self.files()
-        if list(files) != [ONE_FILE]:
-            index = {
-                "metadata": {"total_size": sum(t.bytes for held in files.values() for t in held)},
-                "weight_map": {t.piece.name: file for file, held in files.items() for t in held},
-            }
-            _write_json(self.draft / INDEX, index)
-        for path in beside:
-            shutil.copyfile(path, self.draft / path.name)
-        _write_json(self.draft / CONFIG_JSON, config)
-        if self.replaces:
-            shutil.rmtree(self.folder, ignore_errors=True)
-        self.draft.rename(self.folder)
+        with _writing(self.folder):
+            if list(files) != [ONE_FILE]:
+                size = sum(tensor.bytes for held in files.values() for tensor in held)
+                places = {each.piece.name: file for file, held in files.items() for each in held}
+                index = {"metadata": {"total_size": size}, "weight_map": places}
+                _write_json(self.draft / INDEX, index)
+            for path in beside:
+                shutil.copyfile(path, self.draft / path.name)
+            _write_json(self.draft / CONFIG_JSON, config)
+            if self.replaces:
+                shutil.rmtree(self.folder, ignore_errors=True)
+            self.draft.rename(self.folder)
 
     def give_up(self) -> None:
         """Remove what was written of it."""
         shutil.rmtree(self.draft, ignore_errors=True)
+
+
+@contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    """Make what the system refuses a ConfigError about this path."""
+    try:
+        yield
+    except OSError as error:
+        rule = f"cannot be written: {error.strerror}"
+        raise ConfigError("folder", path, rule) from error
 
 
 def file_header(

@@ -28,7 +28,7 @@ from app.hf import write
 from app.plan.plan import Plan
 from tests.checkpoints import save_checkpoint
 from tests.distributed import run_distributed
-from tests.hf_folders import loaded, save_random, their_logits, transformers
+from tests.hf_folders import edit_config, loaded, save_random, their_logits, transformers
 from tests.processes.test_init_from import LAYOUTS, run_from
 from tests.programs import run_forked
 from tests.runs import TINY, make_run, train_steps, with_model
@@ -181,6 +181,7 @@ def test_parts_of_tensors_are_written_in_order(tmp_path: Path, monkeypatch: pyte
 def test_what_came_with_the_model_goes_with_it(tmp_path: Path):
     theirs = tmp_path / "theirs"
     save_random("llama", theirs)
+    edit_config(theirs, auto_map={"AutoModelForCausalLM": "modeling.Evil"})
     texts = {"tokenizer_config.json": "{}", "merges.txt": "a b", "chat_template.jinja": "{{ x }}"}
     for name, text in {**texts, "modeling.py": "boom()", "notes.bin": "x"}.items():
         (theirs / name).write_text(text)
@@ -192,6 +193,7 @@ def test_what_came_with_the_model_goes_with_it(tmp_path: Path):
     before, after = (
         json.loads((f / "config.json").read_text()) for f in (theirs, tmp_path / "out")
     )
+    assert before.pop("auto_map")  # to code, which is not copied
     assert before.pop("dtype") == after.pop("torch_dtype") == "float32"
     assert before == after
 
@@ -209,13 +211,17 @@ MISTAKES: dict[str, tuple[list[str], str]] = {
     "one folder": (["to-hf", "a"], "arguments=to-hf a: to-hf takes two folders, from and to; 1 "),
     "no run": (["to-hf", "{}/none", "{}/out"], "to-hf={}/none: does not exist"),
     "no checkpoint": (["to-hf", "{}", "{}/out"], "to-hf={}: holds no complete checkpoint"),
+    "below a file": (
+        ["to-hf", "{}/run", "{}/run/checkpoints/latest/out"],
+        "folder={}/run/checkpoints/latest/out: cannot be written: Not a directory",
+    ),
     "there already": (["to-hf", "{}/run", "{}/run"], "folder={}/run: is there already; name a new"),
 }
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_a_mistake_costs_one_line(mistake: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    if mistake == "there already":
+    if mistake in ("below a file", "there already"):
         a_checkpoint(tmp_path / "run", DENSE)
     words, expected = MISTAKES[mistake]
     with pytest.raises(SystemExit) as ended:
@@ -260,11 +266,8 @@ def edit_manifest(path: Path) -> None:
     found.write_text(found.read_text().replace('"step": 1', '"step": 2'))
 
 
-def fail_to_finish(monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(write, "file_header", full)
+def raise_full(*_: object) -> None:
+    raise OSError(28, "No space left on device")
 
 
 CHANGED = "was changed after it was saved (sha256 differs)"
@@ -276,7 +279,7 @@ BREAKS: dict[str, tuple[Callable[[Path, pytest.MonkeyPatch], object], str]] = {
     "a flipped bit": (lambda path, _: flip_bit(path), f"to-hf={{}}: {RANK_FILE} {CHANGED}"),
     "a manifest": (lambda path, _: edit_manifest(path), f"to-hf={{}}: manifest.json {CHANGED}"),
     "a full disk": (
-        lambda _, patch: fail_to_finish(patch),
+        lambda _, patch: patch.setattr(write, "file_header", raise_full),
         "folder={.parent.parent.parent}/.out.tmp/model.safetensors: cannot be written: No space "
         "left on device",
     ),
@@ -298,6 +301,42 @@ def test_a_folder_is_whole_or_not_there(
     said = capsys.readouterr().err
     assert said.startswith(f"convert: {expected.format(path)}") and said.count("\n") == 1
     assert sorted(each.name for each in tmp_path.iterdir()) == ["run"]
+
+
+def refused_together(rank: int, run: Run, folder: Path) -> str:
+    try:
+        return exported_together(rank, run, folder)
+    except ConfigError as error:
+        return str(error)
+
+
+Fault = Callable[[Path, pytest.MonkeyPatch], object]
+FAULTS: dict[str, tuple[Fault, str]] = {
+    "begin": (
+        lambda folder, _: (folder / ".out.tmp").write_text("in the way"),
+        "out: cannot be written: File exists",
+    ),
+    "write": (
+        lambda _, patch: patch.setattr(write, "file_header", raise_full),
+        ".out.tmp/model.safetensors: cannot be written: No space left on device",
+    ),
+    "finish": (
+        lambda _, patch: patch.setattr(write, "_write_json", raise_full),
+        "out: cannot be written: No space left on device",
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_what_the_system_refuses_one_rank_ends_all(
+    fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    break_it, expected = FAULTS[fault]
+    break_it(tmp_path, monkeypatch)
+    run = dataclasses.replace(DENSE, parallel=dataclasses.replace(DENSE.parallel, dp=2))
+    found = run_distributed(refused_together, 2, run, tmp_path)
+    assert found == [f"folder={tmp_path}/{expected}"] * 2
+    assert not (tmp_path / ".out.tmp").is_dir() and not (tmp_path / "out").exists()
 
 
 def test_the_model_of_a_manifest_is_the_run_s(tmp_path: Path):
