@@ -1,0 +1,72 @@
+"""A model of each family that began here is written as one that `transformers` loads."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from app.choices import Score
+from app.hf.families import family_of
+from app.hf.write import Export
+from app.model.chunk import Chunk
+from app.moe.phases import Router
+from app.plan.sharding.reshard import Block
+from tests.hf_folders import FAMILIES, transformers
+from tests.tensors.models import draw_tokens, forward, make_chunk
+from tests.tensors.test_hf_parity import CASES, spread_weights
+
+
+class Held:
+    """The weights and routers' biases of a whole model."""
+
+    def __init__(self, chunk: Chunk) -> None:
+        self.values = {named.name: param for named, param in chunk.weights()}
+        self.biases = {
+            f"{name}.bias_E": module.bias_E
+            for name, module in chunk.named_modules()
+            if isinstance(module, Router)
+        }
+
+    def read(self, name: str, box: Block) -> Tensor:
+        """A box of a weight, whose dimensions may be taken apart."""
+        whole = (self.values | self.biases)[name].detach().view(box.shape)
+        return whole[tuple(map(slice, box.start, box.stop))]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@torch.no_grad()
+def test_transformers_loads_what_we_write(name: str, tmp_path: Path):
+    """With the config.json that we make up for it: all tensors used, none missing, the same
+    logits, and the same greedy text.
+    """
+    _, _, model = CASES[FAMILIES[name]]()
+    chunk = make_chunk(model)
+    spread_weights(chunk)
+    held = Held(chunk)
+    if model.moe is not None and model.moe.score is Score.sigmoid:
+        for bias_E in held.biases.values():
+            bias_E.uniform_(-0.2, 0.2, generator=torch.Generator().manual_seed(1))
+    family = family_of(model, "test", name)
+    export = Export(model, family, tmp_path / "out", torch.float32)
+    export.begin()
+    for file in export.files():
+        export.write(file, held)
+    export.finish({**family.written(model), "max_position_embeddings": 64}, [])
+    theirs, info = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "out", output_loading_info=True
+    )
+    assert not any(info.values()), info
+    assert type(theirs).__name__ == family.architecture
+    tokens = draw_tokens(model, 2, 9)
+    ours, expected = forward(chunk, tokens).x, theirs.eval()(tokens, use_cache=False).logits
+    assert expected.std() > 0.5
+    torch.testing.assert_close(ours, expected, atol=1e-4, rtol=1e-4)
+    text = tokens[:1]
+    for _ in range(6):
+        text = torch.cat((text, forward(chunk, text).x[:, -1:].argmax(-1)), dim=1)
+    given = {"attention_mask": torch.ones_like(tokens[:1]), "pad_token_id": 0, "eos_token_id": -1}
+    greedy = theirs.generate(tokens[:1], max_new_tokens=6, do_sample=False, **given)
+    assert greedy.tolist() == text.tolist()
