@@ -31,7 +31,7 @@ from app.engine.groups import Groups
 from app.engine.run.agreement import all_succeed, rank_zero_says
 from app.engine.run.run_folder import from_plain
 from app.engine.watchdog.watchdog import Strand
-from app.errors import ConfigError, warn
+from app.errors import ConfigError, warn, writing
 from app.hf.config_json import CONFIG_JSON
 from app.hf.families import Family, family_of
 from app.hf.hub import PRETRAINED, TEXTS, model_folder
@@ -135,13 +135,14 @@ def text_files(folder: Path) -> list[Path]:
 
 
 def keep_texts(run: Run, run_dir: Path) -> None:
-    """Copy what came with the model that a run starts from into its folder."""
+    """Copy what came with the model that a run starts from into its folder. Raises ConfigError."""
     if run.model.init_from is None:
         return
     source = model_folder(run.model.init_from, "model.init_from", asks=False)
-    (run_dir / PRETRAINED).mkdir(exist_ok=True)
-    for path in text_files(source):
-        shutil.copyfile(path, run_dir / PRETRAINED / path.name)
+    with writing(run_dir):
+        (run_dir / PRETRAINED).mkdir(exist_ok=True)
+        for path in text_files(source):
+            shutil.copyfile(path, run_dir / PRETRAINED / path.name)
 
 
 def saved_at(path: Path, key: str) -> Path:

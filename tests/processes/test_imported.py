@@ -15,8 +15,10 @@ from app.config import PrecisionConfig, Run
 from app.engine.build import build_engine
 from app.engine.checkpoint.folder import CHECKPOINTS
 from app.engine.checkpoint.load import load_checkpoint
+from app.engine.export import keep_texts
 from app.engine.groups import create_groups
 from app.engine.run.start import find_start
+from app.errors import ConfigError
 from app.hf import pretrained
 from app.plan.plan import Plan
 from tests.checkpoints import verify_checkpoint
@@ -124,3 +126,11 @@ def test_every_weight_keeps_the_type_that_it_has(tmp_path: Path):
     saved = tensors_of(tmp_path / "run" / CHECKPOINTS / "step-00000000")
     assert torch.equal(saved["layers.1.attn_norm.weight.main"], norm)
     assert saved["embedding.main"].dtype == torch.bfloat16
+
+
+def test_what_came_with_a_model_cannot_be_kept_in_one_line(tmp_path: Path):
+    save_random("llama", tmp_path / "theirs")
+    (tmp_path / "run").write_text("in the way")
+    with pytest.raises(ConfigError) as refused:
+        keep_texts(run_from(tmp_path / "theirs", {}), tmp_path / "run")
+    assert str(refused.value).startswith(f"run_dir={tmp_path}/run: cannot be used: Not a directory")
