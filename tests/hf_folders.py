@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer, decoders, pre_tokenizers
+from tokenizers.models import BPE
 from torch import Tensor, nn
 
 from app.config import ModelConfig
@@ -58,6 +60,16 @@ def save_random(
     transformers.logging.disable_progress_bar()
     model.save_pretrained(folder, save_original_format=per_expert)
     return model, ours
+
+
+def save_byte_level(path: Path) -> None:
+    """A tokenizer of all bytes, whose ids are not those of `bytes`."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    ids = {token: number for number, token in enumerate(["<|endoftext|>", *alphabet])}
+    tokenizer = Tokenizer(BPE(ids, []))
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.save(str(path))
 
 
 def loaded(folder: Path) -> Chunk:

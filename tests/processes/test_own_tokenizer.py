@@ -10,15 +10,15 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from tokenizers import Tokenizer, pre_tokenizers
-from tokenizers.models import BPE, WordLevel
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 
 from app.cli import convert
 from app.config import Run
 from app.engine.checkpoint.folder import CHECKPOINTS
 from app.engine.run.start import check_tokenizer, find_start
 from app.errors import ConfigError
-from tests.hf_folders import save_random
+from tests.hf_folders import save_byte_level, save_random
 from tests.processes.test_init_from import run_from
 from tests.programs import run_forked
 from tests.training import ROOT, corpus_in
@@ -32,15 +32,6 @@ def save_tokenizer(path: Path, *words: str, **added: int) -> Path:
     path.parent.mkdir(exist_ok=True)
     Tokenizer(WordLevel(ids, unk_token=words[0])).save(str(path))
     return path
-
-
-def save_byte_level(path: Path) -> None:
-    """A tokenizer of all bytes, whose ids are not those of `bytes`."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    ids = {token: number for number, token in enumerate(["<|endoftext|>", *alphabet])}
-    tokenizer = Tokenizer(BPE(ids, []))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.save(str(path))
 
 
 Begin = Callable[[Run, Path], object]
