@@ -117,6 +117,9 @@ def _explained(name: str, key: str, bring: Callable[[], Found]) -> Found:
         rule = f"no such folder, and no name of a model: {_short(error)}"
     except (errors.HfHubHTTPError, OSError) as error:
         rule = f"cannot be brought from {hub}: {_short(error)}"
+    # a connection that breaks, an answer that is none: the library has others' types for each
+    except Exception as error:
+        rule = f"cannot be brought from {hub}: {type(error).__name__}: {_short(error)}"
     raise ConfigError(key, name, rule) from None
 
 

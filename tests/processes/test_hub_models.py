@@ -50,6 +50,7 @@ class Hub(ThreadingHTTPServer):
         self.folder = folder
         self.asked: list[str] = []
         self.fault: tuple[int, str] | None = None  # status and code of every answer
+        self.hangs_up = False  # instead of answering
 
     @property
     def url(self) -> str:
@@ -65,7 +66,9 @@ class Answers(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         self.server.asked.append(self.path)
         file = self.server.folder / self.path.rpartition("/")[2]
-        if self.server.fault is not None:
+        if self.server.hangs_up:
+            self.close_connection = True
+        elif self.server.fault is not None:
             status, code = self.server.fault
             self._answer(status, b"{}", {"X-Error-Code": code, "X-Error-Message": "no"})
         elif self.path.startswith(f"/api/models/{NAME}/tree"):
@@ -154,6 +157,15 @@ def test_a_gated_model_is_one_line(hub: Hub):
     assert refused() == (
         f"{KEY}={NAME}: is gated on {hub.url}: accept its terms there, then log in (hf auth login)"
     )
+
+
+def test_a_hub_that_hangs_up_is_one_line(hub: Hub, tmp_path: Path):
+    run = run_by_name(hub)
+    hub.hangs_up = True
+    line = refused()
+    assert line.startswith(f"{KEY}={NAME}: cannot be brought from {hub.url}: ")
+    caches = [tmp_path / "one", tmp_path / "two"]
+    assert run_distributed(first_weight, 4, run, caches) == [line] * 4
 
 
 def test_a_repository_without_a_model_is_one_line(hub: Hub):
