@@ -33,7 +33,7 @@ from app.data.prepared import map_tokens
 from app.data.tokenizer import Tokenizer
 from app.engine.decoding.decoder import Decoder
 from app.engine.decoding.scoring import Question, ScoredWindow, accuracy, perplexity, windows
-from app.engine.decoding.trained import Saved, TrainedModel, trained_model
+from app.engine.decoding.trained import TrainedModel, WeightSource, trained_model, weights_at
 from app.engine.report.telling import telling
 from app.engine.run.attempt import Attempt
 from app.engine.run.start import check_tokenizer, usable_gpus
@@ -48,7 +48,7 @@ Usage:  python -m app.cli.evaluate RUN_OR_CHECKPOINT data.path=PATH [option …]
         python -m app.cli.evaluate RUN_OR_CHECKPOINT choices=PATH [option …] [override …]
 
   RUN_OR_CHECKPOINT  a run folder, of which the newest checkpoint is taken, or a checkpoint,
-                     saved at any layout
+                     saved at any layout; or a folder of a Hugging Face model
   data.path=PATH     perplexity of documents: text files, .jsonl or .parquet (data.text_field);
                      a list and globs as in training
   stride=N           documents longer than the context (train.seq_len) are cut into windows that
@@ -73,14 +73,14 @@ class Task:
     questions: tuple[Question, ...] | None  # None: perplexity of the run's documents
 
     @classmethod
-    def of(cls, words: Words, saved: Saved, world_size: int | None) -> Task:
+    def of(cls, words: Words, source: WeightSource, world_size: int | None) -> Task:
         """Raises ConfigError."""
         named = [word for word in words.overrides if word.startswith("data.path=")]
         path = words.text("choices")
         if bool(named) == bool(path):
             rule = "either texts are scored or questions"
             raise ConfigError("data.path", "", rule, advice="give data.path=PATH or choices=PATH")
-        run = saved_run(saved.config, [*_source(named), *words.overrides], world_size)
+        run = saved_run(source.config, [*_source(named), *words.overrides], world_size)
         tokenizer = check_tokenizer(run)
         context = run.train.seq_len
         stride = words.whole("stride", max(1, context // 2))
@@ -181,8 +181,8 @@ def score(model: TrainedModel, task: Task) -> str:
 def evaluate(arguments: Sequence[str], launch: Launch) -> int:
     """Score on this rank, or start the ranks that the layout asks for; returns the exit code."""
     words = Words.parse(arguments, OWN)
-    saved = Saved.at(words.source)
-    task = Task.of(words, saved, launch.world_size)
+    source = weights_at(words.source)
+    task = Task.of(words, source, launch.world_size)
     run = task.run
     if launch.world_size is None and run.world_size > 1:
         check_room(run, usable_gpus(run))
@@ -190,10 +190,10 @@ def evaluate(arguments: Sequence[str], launch: Launch) -> int:
     attempt = Attempt(launch.requeues, launch.master, store_stays=launch.agent_store)
     store = attempt.meeting_store(launch.rank, run.world_size)
     with trained_model(
-        saved, run, rank=launch.rank, local_rank=launch.local_rank, store=store
+        source, run, rank=launch.rank, local_rank=launch.local_rank, store=store
     ) as model:
         if launch.rank == 0:
-            say(f"{saved.path}: {model.described}", sys.stderr)
+            say(f"{source.path}: {model.described}", sys.stderr)
         said = score(model, task)
         if launch.rank == 0:
             print(said, flush=True)

@@ -33,7 +33,7 @@ from app.engine.capture.recorder import CudaRecorder
 from app.engine.decoding.decoder import Decoder
 from app.engine.decoding.drawing import Sampling
 from app.engine.decoding.texts import Continuation, drawn_tokens
-from app.engine.decoding.trained import Saved, TrainedModel, trained_model
+from app.engine.decoding.trained import TrainedModel, trained_model, weights_at
 from app.engine.run.attempt import Attempt
 from app.engine.run.start import check_tokenizer, usable_gpus
 from app.errors import ConfigError, say
@@ -56,7 +56,7 @@ HELP = """\
 Usage:  python -m app.cli.generate RUN_OR_CHECKPOINT prompt=TEXT [option …] [override …]
 
   RUN_OR_CHECKPOINT     a run folder, of which the newest checkpoint is taken, or a checkpoint,
-                        saved at any layout
+                        saved at any layout; or a folder of a Hugging Face model
   prompt=TEXT           what the text begins with; may be given several times
   file=PATH             prompts: one per line, or of .jsonl the field "prompt" of every line
   max_new_tokens=200    tokens that follow at most; less where the model's context ends before
@@ -271,8 +271,8 @@ class _Page:
 def generate(arguments: Sequence[str], launch: Launch) -> int:
     """Write on this rank, or start the ranks that the layout asks for; returns the exit code."""
     request = Request.parse(arguments)
-    saved = Saved.at(request.words.source)
-    run = saved_run(saved.config, request.words.overrides, launch.world_size)
+    source = weights_at(request.words.source)
+    run = saved_run(source.config, request.words.overrides, launch.world_size)
     tokenizer = check_tokenizer(run)
     prompts = encoded(request, run, tokenizer)
     if launch.world_size is None and run.world_size > 1:
@@ -281,10 +281,10 @@ def generate(arguments: Sequence[str], launch: Launch) -> int:
     attempt = Attempt(launch.requeues, launch.master, store_stays=launch.agent_store)
     store = attempt.meeting_store(launch.rank, run.world_size)
     with trained_model(
-        saved, run, rank=launch.rank, local_rank=launch.local_rank, store=store
+        source, run, rank=launch.rank, local_rank=launch.local_rank, store=store
     ) as model:
         if launch.rank == 0:
-            say(f"{saved.path}: {model.described}", sys.stderr)
+            say(f"{source.path}: {model.described}", sys.stderr)
         Writer(model, tokenizer, request).write(prompts)
         dist.barrier(model.groups.host)
     return 0

@@ -9,7 +9,9 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf
 
 from app.cli.options.compose import load_run, run_schema
-from app.config import Run
+from app.config import ModelConfig, Run
+from app.errors import ConfigError, FirstOf, typed
+from app.plan.model.stage import model_weights
 
 # how experts are reached, what limits them in training, and losses of routers
 OF_TRAINING = ("dispatcher", "static", "echo", "pad_to_capacity", "capacity_factor",
@@ -22,10 +24,10 @@ def saved_run(config: dict[str, Any], overrides: Sequence[str], world_size: int 
 
     Of the configuration it takes the model, its data and number types, and the length of sequences;
     all else is as by default: one process, dropless experts. `world_size`: processes that a
-    launcher has started; None: none has. Raises ConfigError, and what Hydra and OmegaConf
-    raise.
+    launcher has started; None: none has. Raises ConfigError, also for overrides with which the
+    weights would have other shapes, and what Hydra and OmegaConf raise.
     """
-    model = dict(config["model"])
+    model = dict(config["model"], init_from=None)  # where its training began matters no more
     if model["moe"] is not None:
         model["moe"] = NO_LOSSES | {
             name: value for name, value in model["moe"].items() if name not in OF_TRAINING
@@ -38,11 +40,24 @@ def saved_run(config: dict[str, Any], overrides: Sequence[str], world_size: int 
     }
     merged = OmegaConf.merge(run_schema(), kept)
     assert isinstance(merged, DictConfig)
+    shapes = _shapes(merged)
     for override in OverridesParser.create().parse_overrides(list(overrides)):
-        OmegaConf.update(merged, override.key_or_group, override.value())
+        key, value = override.key_or_group, override.value()
+        was = OmegaConf.select(merged, key)
+        OmegaConf.update(merged, key, value)
+        if key.startswith("model.") and _shapes(merged) != shapes:
+            rule = f"the weights are of a model with {typed(was)}"
+            raise ConfigError(key, value, rule, nearest=FirstOf([was]))
     parallel = merged.parallel
     ranks = world_size or parallel.world_size or parallel.tp * parallel.cp * parallel.pp
     replicas = parallel.dp or 1
     # a batch of training that every layout of so many ranks divides
     merged.train.global_batch = ranks**2 * replicas
     return load_run(merged, world_size)
+
+
+def _shapes(config: DictConfig) -> dict[str, tuple[int, ...]]:
+    """Those of all weights of the model that a configuration describes."""
+    model = OmegaConf.to_object(config.model)
+    assert isinstance(model, ModelConfig)
+    return {each.name: each.weight.shape for each in model_weights(model)}

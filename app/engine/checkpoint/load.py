@@ -85,8 +85,8 @@ def load_checkpoint(
     missing = sum(owned.main.numel() for owned in param_shards) - found
     assert missing == 0, f"{missing} elements of this rank are in no file of {path}"
     for name, router in engine.named_routers():
-        if IMPORTED in manifest and name not in manifest["routers"]:
-            continue  # its family has none
+        if _lacks_bias(manifest, name):
+            continue
         router.bias_E.copy_(opened[manifest["routers"][name]].get_tensor(bias_name(name)))
     if engine.loss_scale is not None and manifest["loss_scale"] is not None:
         engine.loss_scale.load(manifest["loss_scale"])
@@ -110,6 +110,11 @@ class _Opened(dict[int, safe_open]):
         return self[rank]
 
 
+def _lacks_bias(manifest: dict[str, Any], router: str) -> bool:
+    """Whether a checkpoint has no bias for a router: many families' models have none."""
+    return IMPORTED in manifest and router not in manifest["routers"]
+
+
 @torch.no_grad()
 def load_weights(
     path: Path, manifest: dict[str, Any], chunks: Sequence[Chunk], groups: Groups
@@ -129,7 +134,7 @@ def load_weights(
             assert found.elements == param.numel(), f"{named.name} is in no file of {path}"
             param.copy_(found.read(named.name, MAIN, opened).view_as(param))
         for name, module in chunk.named_modules():
-            if isinstance(module, Router):
+            if isinstance(module, Router) and not _lacks_bias(manifest, name):
                 saved = opened[manifest["routers"][name]]
                 module.bias_E.copy_(saved.get_tensor(bias_name(name)))
 

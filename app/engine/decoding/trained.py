@@ -3,25 +3,32 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
 from app.config import Run
+from app.data.tokenizer import BYTES
 from app.engine.build import build_chunks
 from app.engine.checkpoint.folder import read_manifest
-from app.engine.checkpoint.load import load_weights
+from app.engine.checkpoint.load import IMPORTED, load_weights
 from app.engine.checkpoint.resume import checkpoint_at
 from app.engine.dispatchers import build_dispatcher
 from app.engine.groups import Groups, create_groups, process_world
 from app.engine.report.telling import telling
-from app.engine.run.start import choose_device
+from app.engine.run.agreement import all_succeed
+from app.engine.run.run_folder import plain
+from app.engine.run.start import TOKENIZER, choose_device
 from app.errors import ConfigError
+from app.hf.chunks import fill_chunks
+from app.hf.config_json import CONFIG_JSON, TheirConfig
+from app.hf.hub import PRETRAINED
+from app.hf.pretrained import Pretrained
 from app.model.chunk import Chunk
 from app.moe.dispatch.static import StaticDispatcher
 from app.moe.protocol import Dispatcher
@@ -30,6 +37,23 @@ from app.plan.formatting import amount
 from app.plan.plan import Plan
 
 KEY = "checkpoint"  # what messages call the argument
+
+
+class WeightSource(Protocol):
+    """Where the weights of a model lie."""
+
+    @property
+    def path(self) -> Path:
+        """A folder."""
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """Sections of config.yaml: the model, its tokenizer, type of weights, context. Raises
+        ConfigError.
+        """
+
+    def fill(self, chunks: Sequence[Chunk], groups: Groups) -> None:
+        """Fill this rank's chunks; all ranks call it. Raises ConfigError, the same on all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,9 +72,54 @@ class Saved:
 
     @property
     def config(self) -> dict[str, Any]:
-        """Of the run that saved it, as in config.yaml."""
+        """That of the run that saved it; what no run has trained yet is as its config.json says."""
         config: dict[str, Any] = self.manifest["config"]
-        return config
+        if IMPORTED not in self.manifest:
+            return config
+        texts = self.path.parent.parent / PRETRAINED
+        return _their_sections(texts, self.manifest[IMPORTED]) | config
+
+    def fill(self, chunks: Sequence[Chunk], groups: Groups) -> None:
+        """See `WeightSource`."""
+        with _about_checkpoint():
+            load_weights(self.path, self.manifest, chunks, groups)
+
+
+@dataclass(frozen=True, slots=True)
+class PretrainedFolder:
+    """A Hugging Face model in a folder, for example one that has been exported."""
+
+    path: Path
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """See `WeightSource`."""
+        found = Pretrained(self.path, KEY)
+        dtype = str(found.dtype).removeprefix("torch.")
+        return _their_sections(self.path, dtype) | {"model": plain(asdict(found.model))}
+
+    def fill(self, chunks: Sequence[Chunk], groups: Groups) -> None:
+        """See `WeightSource`."""
+
+        def fill() -> None:
+            fill_chunks(chunks, Pretrained(self.path, KEY), groups.coords)
+
+        all_succeed(groups, fill)
+
+
+def weights_at(path: Path) -> WeightSource:
+    """A checkpoint, the newest of a run, or a Hugging Face model's folder. Raises ConfigError."""
+    return PretrainedFolder(path) if (path / CONFIG_JSON).is_file() else Saved.at(path)
+
+
+def _their_sections(folder: Path, dtype: str) -> dict[str, Any]:
+    """What a config.json and the tokenizer beside it say of texts."""
+    tokenizer = folder / TOKENIZER
+    return {
+        "data": {"tokenizer": str(tokenizer) if tokenizer.is_file() else BYTES},
+        "precision": {"params": dtype},
+        "train": {"seq_len": TheirConfig.read(folder, KEY).need("max_position_embeddings")},
+    }
 
 
 @contextmanager
@@ -73,15 +142,16 @@ class TrainedModel:
     dispatcher: Dispatcher[Any, Any] | None  # of all MoE layers; None: there are no experts
 
     @classmethod
-    def load(cls, saved: Saved, plan: Plan, groups: Groups, device: torch.device) -> TrainedModel:
+    def load(
+        cls, source: WeightSource, plan: Plan, groups: Groups, device: torch.device
+    ) -> TrainedModel:
         """Its weights at the plan's layout; all ranks call it. Raises ConfigError, the same on
         every rank.
         """
         run = plan.run
         dispatcher = build_dispatcher(run, groups.peers(run.parallel.cp_comm_type), device)
         chunks = build_chunks(run, plan.stages, groups, dispatcher=dispatcher, device=device)
-        with _about_checkpoint():
-            load_weights(saved.path, saved.manifest, chunks, groups)
+        source.fill(chunks, groups)
         return cls(plan, chunks, groups, device, dispatcher=dispatcher)
 
     @property
@@ -103,7 +173,7 @@ class TrainedModel:
 
 @contextmanager
 def trained_model(
-    saved: Saved, run: Run, *, rank: int, local_rank: int, store: dist.Store
+    source: WeightSource, run: Run, *, rank: int, local_rank: int, store: dist.Store
 ) -> Iterator[TrainedModel]:
     """The model on this rank, for the length of the block; the ranks of `run` meet in `store`.
 
@@ -116,6 +186,6 @@ def trained_model(
     with process_world(rank, run.world_size, device, store=store):
         plan = Plan(run)
         groups = create_groups(plan.layout, rank)
-        with telling(f"reading {saved.path}", stream=sys.stderr, aloud=rank == 0):
-            model = TrainedModel.load(saved, plan, groups, device)
+        with telling(f"reading {source.path}", stream=sys.stderr, aloud=rank == 0):
+            model = TrainedModel.load(source, plan, groups, device)
         yield model
