@@ -20,7 +20,7 @@ train: $(VENV)/installed ## train the default model, about two minutes on two co
 test: $(VENV)/installed-test ## run the tests (CPU), minutes; ARGS="tests/plan -k layout" selects, ARGS="-n0 …" runs them in one process
 	@$(PYTEST) $(ARGS)
 
-test-all: $(VENV)/installed-optuna $(VENV)/installed-slurm test ## then the exhaustive grids and the seeded random runs, up to half an hour
+test-all: $(VENV)/installed-optuna $(VENV)/installed-slurm $(VENV)/installed-eval test ## then the exhaustive grids and the seeded random runs, up to half an hour
 	@$(PYTEST) -m full $(ARGS)
 
 test-gpu: $(VENV)/installed-test ## run the tests that need a CUDA device
@@ -62,6 +62,10 @@ $(VENV)/installed-test: $(VENV)/installed
 
 $(VENV)/installed-optuna: $(VENV)/installed-test
 	@$(PIP) --editable '.[test,optuna]'
+	@touch $@
+
+$(VENV)/installed-eval: $(VENV)/installed-test
+	@$(PIP) --editable '.[test,eval]'
 	@touch $@
 
 $(VENV)/installed-slurm: $(VENV)/installed-test

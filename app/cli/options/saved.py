@@ -44,10 +44,13 @@ def saved_run(config: dict[str, Any], overrides: Sequence[str], world_size: int 
     for override in OverridesParser.create().parse_overrides(list(overrides)):
         key, value = override.key_or_group, override.value()
         was = OmegaConf.select(merged, key)
+        nearest = None if isinstance(was, DictConfig) else FirstOf([was])
+        said = "such a section" if nearest is None else typed(was)
         OmegaConf.update(merged, key, value)
         if key.startswith("model.") and _shapes(merged) != shapes:
-            rule = f"the weights are of a model with {typed(was)}"
-            raise ConfigError(key, value, rule, nearest=FirstOf([was]))
+            raise ConfigError(
+                key, value, f"the weights are of a model with {said}", nearest=nearest
+            )
     parallel = merged.parallel
     ranks = world_size or parallel.world_size or parallel.tp * parallel.cp * parallel.pp
     replicas = parallel.dp or 1
