@@ -34,10 +34,13 @@ from app.engine.decoding.decoder import Decoder
 from app.engine.decoding.drawing import Sampling
 from app.engine.decoding.texts import Continuation, drawn_tokens
 from app.engine.decoding.trained import TrainedModel, trained_model, weights_at
+from app.engine.memory import memory_of
 from app.engine.run.attempt import Attempt
-from app.engine.run.start import check_tokenizer, usable_gpus
+from app.engine.run.start import check_tokenizer, choose_device, usable_gpus
 from app.errors import ConfigError, say
 from app.plan.formatting import byte_count, count_of
+from app.plan.memory.decoding import DecodingSizes, check_decoding_memory, decoding_memory
+from app.plan.plan import Plan
 
 OWN = (
     "prompt",
@@ -161,6 +164,13 @@ def encoded(request: Request, run: Run, tokenizer: Tokenizer) -> list[list[int]]
     return found
 
 
+def sizes_of(request: Request, prompts: Sequence[list[int]], run: Run) -> DecodingSizes:
+    """Memory for a batch of the longest prompt, and what may follow within the context."""
+    longest = max(map(len, prompts))
+    count = min(request.count, run.train.seq_len - longest)
+    return DecodingSizes(min(request.batch, len(prompts)), longest, count)
+
+
 @dataclass(frozen=True, slots=True)
 class Writer:
     """Continues prompts in batches; rank 0 prints."""
@@ -174,39 +184,37 @@ class Writer:
         """Whether this rank prints."""
         return self.model.groups.rank == 0
 
-    def write(self, prompts: Sequence[list[int]]) -> None:
-        """All of them, batch by batch, with memory for the longest. All ranks call it."""
-        request = self.request
-        longest = max(map(len, prompts))
-        count = min(request.count, self.model.plan.run.train.seq_len - longest)
-        size = min(request.batch, len(prompts))
-        captures = request.graphs and self.model.device.type == "cuda"
+    def write(self, prompts: Sequence[list[int]], sizes: DecodingSizes) -> None:
+        """All of them, batch by batch. All ranks call it."""
+        captures = self.request.graphs and self.model.device.type == "cuda"
         recorder = CudaRecorder() if captures else None
-        decoder = Decoder(self.model, size, longest + count, recorder)
-        self._tell(self._outlook(decoder, len(prompts), longest, count=count))
+        decoder = Decoder(self.model, sizes.sequences, sizes.tokens, recorder)
+        self._tell(self._outlook(decoder, len(prompts), sizes))
         since = time.perf_counter()
         drawn = 0
         try:
-            for first in range(0, len(prompts), size):
-                drawn += self._batch(decoder, first, prompts[first : first + size], count=count)
+            for first in range(0, len(prompts), sizes.sequences):
+                batch = prompts[first : first + sizes.sequences]
+                drawn += self._batch(decoder, first, batch, count=sizes.new)
         finally:
             if recorder is not None:  # before the process groups, whose communicators graphs hold
                 recorder.release()
         seconds = time.perf_counter() - since
         self._tell(f"{drawn} tokens in {seconds:.1f} s: {drawn / seconds:,.0f} tokens/s")
 
-    def _outlook(self, decoder: Decoder, prompts: int, longest: int, *, count: int) -> str:
+    def _outlook(self, decoder: Decoder, prompts: int, sizes: DecodingSizes) -> str:
         """What is going to be done, and the memory for it."""
-        together = f", {decoder.sequences} together" if decoder.sequences < prompts else ""
-        limit = ", where the context ends" if count < self.request.count else ""
+        together = f", {sizes.sequences} together" if sizes.sequences < prompts else ""
+        limit = ", where the context ends" if sizes.new < self.request.count else ""
         steps = ""
         if self.model.device.type == "cuda" and self.request.graphs:
             how = "a CUDA graph" if decoder.eager is None else f"not captured, as {decoder.eager}"
             steps = f"; a step is {how}"
+        memory = decoding_memory(self.model.plan, 0, sizes.sequences, tokens=sizes.tokens)
         return (
-            f"{count_of(prompts, 'prompt')}{together}, of up to {count_of(longest, 'token')}; up "
-            f"to {count_of(count, 'new token')} each{limit}; keys and values take "
-            f"{byte_count(decoder.nbytes)} per rank{steps}"
+            f"{count_of(prompts, 'prompt')}{together}, of up to {count_of(sizes.prompt, 'token')}; "
+            f"up to {count_of(sizes.new, 'new token')} each{limit}; keys and values take "
+            f"{byte_count(memory.layer)} per layer, {byte_count(decoder.nbytes)} per rank{steps}"
         )
 
     def _batch(
@@ -278,6 +286,9 @@ def generate(arguments: Sequence[str], launch: Launch) -> int:
     if launch.world_size is None and run.world_size > 1:
         check_room(run, usable_gpus(run))
         return start_ranks(run.world_size, __file__, arguments, env=environment())
+    sizes = sizes_of(request, prompts, run)
+    device = choose_device(run, launch.local_rank)
+    check_decoding_memory(Plan(run), sizes, memory_of(run, device), gpu=device.type == "cuda")
     attempt = Attempt(launch.requeues, launch.master, store_stays=launch.agent_store)
     store = attempt.meeting_store(launch.rank, run.world_size)
     with trained_model(
@@ -285,7 +296,7 @@ def generate(arguments: Sequence[str], launch: Launch) -> int:
     ) as model:
         if launch.rank == 0:
             say(f"{source.path}: {model.described}", sys.stderr)
-        Writer(model, tokenizer, request).write(prompts)
+        Writer(model, tokenizer, request).write(prompts, sizes)
         dist.barrier(model.groups.host)
     return 0
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
+
 import torch
 
 from app.config import Run
-from app.plan.plan import Plan
+from app.plan.plan import GIB, Plan
 
 
 def fits(run: Run, device: torch.device) -> bool:
@@ -17,4 +19,13 @@ def fits(run: Run, device: torch.device) -> bool:
     plan = Plan(run)
     if run.hardware.gpu_memory_gib is not None:
         return plan.fits
-    return plan.busiest.total <= torch.cuda.get_device_properties(device).total_memory
+    return plan.busiest.total <= memory_of(run, device)
+
+
+def memory_of(run: Run, device: torch.device) -> int:
+    """Bytes that a GPU has, of what the run says of it or else of this one; on a CPU the host's."""
+    if device.type != "cuda":
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if run.hardware.gpu_memory_gib is not None:
+        return int(run.hardware.gpu_memory_gib * GIB)
+    return int(torch.cuda.get_device_properties(device).total_memory)

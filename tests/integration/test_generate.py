@@ -43,7 +43,9 @@ def test_texts_go_to_stdout_and_facts_to_stderr(run_dir: Path):
     assert code == 0 and out.startswith("abc") and out.endswith("\n") and len(out) > len("abc\n")
     lines = err.splitlines()
     assert len(lines) == 3 and "step-00000003" in lines[0] and "1 process on cpu" in lines[0]
-    assert "up to 9 new tokens" in lines[1] and lines[1].endswith("kB per rank")
+    assert "up to 9 new tokens" in lines[1]
+    # 12 tokens, 2 layers, keys and values of 2 heads of 8 numbers, 4 bytes
+    assert lines[1].endswith("keys and values take 1.54 kB per layer, 3.07 kB per rank")
     assert lines[2].endswith("tokens/s")
     checkpoint = run_dir / "checkpoints" / "step-00000003"
     again = generated(checkpoint, "prompt=abc", "max_new_tokens=9", "top_k=1", "seed=7")
@@ -76,6 +78,9 @@ MISTAKES = {
     ("prompt=a", "top_k=0"): "top_k=0: must be a whole number from 1 on",
     ("prompt=a", "model.num_layer=2"): "did you mean model.num_layers?",
     ("prompt=a", "parallel.tp=3"): "tp=3: must divide",
+    (*16 * ["prompt=a"], f"max_new_tokens={2**30}", f"train.seq_len={2**30}"): (
+        "batch=16: keys and values of 16 texts of 1,073,741,824 tokens take 4.40 TB per rank"
+    ),
 }
 
 

@@ -19,6 +19,7 @@ from app.engine.capture.recorder import Recorder
 from app.engine.capture.stand_in import HostRecorder
 from app.engine.decoding.decoder import Decoder, Model
 from app.engine.generate import sample_tokens
+from app.plan.memory.decoding import decoding_memory
 from tests.cases import chosen
 from tests.distributed import run_distributed
 from tests.parity import exact_engine, here
@@ -226,3 +227,31 @@ def test_a_sample_takes_a_step_per_token_until_its_window_is_full():
     assert len(drawn) == 9
     assert steps == [[token] for token in drawn[:5]]
     assert prompts == [[3, 1, 4], *(tokens[end - 8 : end] for end in range(9, 12))]
+
+
+def held_and_planned(engine: Engine) -> tuple[list[int], list[int]]:
+    """Bytes of weights, and of keys and values of a layer and of all."""
+    decoder = Decoder(engine, len(PROMPTS), PLACES)
+    caches = [cache for cached in decoder.cached for cache in cached.caches]
+    tensors = [[each for each in vars(cache).values() if torch.is_tensor(each)] for cache in caches]
+    layers = [sum(each.untyped_storage().nbytes() for each in own) for own in tensors]
+    weights = sum(param.nbytes for chunk in engine.chunks for _, param in chunk.named_parameters())
+    assert sum(layers) == decoder.nbytes and len(set(layers)) == 1
+    rank = engine.groups.pp_rank
+    planned = decoding_memory(engine.plan, rank, len(PROMPTS), tokens=PLACES)
+    found = [weights, layers[0], decoder.nbytes]
+    return found, [planned.weights, planned.layer, planned.keys_values]
+
+
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    chosen(
+        [*PAIRS, *((name, "") for name in MODELS)],
+        [("dense", ""), ("dense", "pp 2 tp 2"), ("latent", "tp 2"), ("latent", "cp 2"),
+         ("moe", "ep 2")],
+    ),
+)  # fmt: skip
+def test_as_much_memory_is_taken_as_planned(name: str, layout: str):
+    run = run_of(name, **LAYOUTS.get(layout, {}))
+    for found, planned in run_distributed(here, run.world_size, run, held_and_planned):
+        assert found == planned

@@ -26,6 +26,7 @@ from app.model.chunk import Chunk
 from app.model.decoding.cached_chunk import CachedChunk
 from app.model.decoding.layer_caches import CacheSizes, NextToken
 from app.model.tensor_parallel import gather_tokens
+from app.plan.memory.decoding import filled_up
 from app.plan.plan import Plan
 
 NO_LABEL = -1
@@ -69,11 +70,11 @@ class Decoder:
         self.sequences = sequences
         self.tp = model.groups.layout.tp
         self.dtype = DTYPES[self.run.precision.params]
-        places = _filled_up(places, self.tp)
+        places = filled_up(places, self.tp)
         sizes = CacheSizes(sequences, places, self.dtype, device=model.device)
         self.sizes = sizes
         self.cached = [CachedChunk(chunk, sizes) for chunk in model.chunks]
-        self.rows = _filled_up(sequences, self.tp)  # T
+        self.rows = filled_up(sequences, self.tp)  # T
         self.eager = why_eager(self.run, model.chunks, self.rows // self.tp, model.device)
         self.steps: list[Callable[[Tensor], Tensor]] = [
             self._step_of(cached, recorder) for cached in self.cached
@@ -119,7 +120,7 @@ class Decoder:
         """B texts behind each other, filled up to P: int64 B × P."""
         assert len(texts) == self.sequences, "memory is for this many"
         assert all(texts), "each has a token"
-        width = _filled_up(max(map(len, texts)), self.tp)
+        width = filled_up(max(map(len, texts)), self.tp)
         filled = [[*text, *[FILLING] * (width - len(text))] for text in texts]
         return torch.tensor(filled, device=self.model.device)
 
@@ -206,10 +207,6 @@ class Decoder:
         for group in (groups.tp, groups.pp):
             all_reduce(logits, group)
         return logits.flatten(1)
-
-
-def _filled_up(count: int, ranks: int) -> int:
-    return -(-count // ranks) * ranks
 
 
 def _exchange(

@@ -1,0 +1,99 @@
+"""Bytes that a rank needs to continue sequences: its weights, and keys and values of all layers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from app.config import ModelConfig
+from app.errors import ConfigError
+from app.plan.formatting import byte_count, count_of
+from app.plan.memory.overheads import CUDA_CONTEXT, WORKSPACES
+from app.plan.plan import Plan
+from app.plan.sharding.parameters import chunk_parameters
+from app.plan.trace.parts import BYTES
+
+
+@dataclass(frozen=True, slots=True)
+class DecodingSizes:
+    """What is asked of the memory of keys and values."""
+
+    sequences: int  # that are continued together
+    prompt: int  # tokens of the longest prompt
+    new: int  # tokens that may follow each
+
+    @property
+    def tokens(self) -> int:
+        """Most tokens of a sequence, prompt included."""
+        return self.prompt + self.new
+
+
+@dataclass(frozen=True, slots=True)
+class DecodingMemory:
+    """Bytes on the ranks of one pipeline rank, which are alike."""
+
+    weights: int
+    layer: int  # keys and values of one layer, of all sequences
+    layers: int
+
+    @property
+    def keys_values(self) -> int:
+        """Of all layers."""
+        return self.layer * self.layers
+
+
+def remembered_numel(model: ModelConfig, tp: int) -> int:
+    """Numbers that a rank remembers of a token in one layer: keys and values of its heads, or with
+    latent attention the latent and the rotary key, which every tensor-parallel rank has.
+    """
+    if model.mla is not None:
+        return model.mla.kv_lora_rank + model.mla.qk_rope_head_dim
+    return 2 * (model.num_kv_heads // tp) * model.head_width
+
+
+def decoding_memory(plan: Plan, pp_rank: int, sequences: int, *, tokens: int) -> DecodingMemory:
+    """Of a rank that continues so many sequences of at most so many tokens. Context-parallel ranks
+    and replicas have whole sequences.
+    """
+    model, layout = plan.run.model, plan.layout
+    size = BYTES[plan.run.precision.params]
+    stages = plan.stages.stages[pp_rank]
+    numel = sum(
+        parameter.numel for stage in stages for parameter in chunk_parameters(model, stage, layout)
+    )
+    places = filled_up(tokens, layout.tp)
+    layer = sequences * places * remembered_numel(model, layout.tp) * size
+    return DecodingMemory(numel * size, layer, sum(len(stage.layers) for stage in stages))
+
+
+def filled_up(count: int, ranks: int) -> int:
+    """So many, or a few more that the ranks divide."""
+    return -(-count // ranks) * ranks
+
+
+def check_decoding_memory(plan: Plan, sizes: DecodingSizes, have: int, *, gpu: bool) -> None:
+    """Raise ConfigError where weights, keys and values are more than the bytes that a GPU, or else
+    a host, has. What prompts need while they are computed comes on top.
+    """
+    fixed = CUDA_CONTEXT + WORKSPACES if gpu else 0
+    ranks = range(plan.layout.pp)
+    needed = [decoding_memory(plan, rank, sizes.sequences, tokens=sizes.tokens) for rank in ranks]
+    busiest = max(needed, key=lambda each: each.weights + each.keys_values)
+    if busiest.weights + busiest.keys_values + fixed <= have:
+        return
+    where = "a GPU" if gpu else "this host"
+    rule = (
+        f"keys and values of {count_of(sizes.sequences, 'text')} of {sizes.tokens:,} tokens take "
+        f"{byte_count(busiest.keys_values)} per rank beside {byte_count(busiest.weights)} of "
+        f"weights, and {where} has {byte_count(have)}"
+    )
+    ones = [decoding_memory(plan, rank, 1, tokens=plan.layout.tp) for rank in ranks]
+    # of so many tokens that tensor-parallel ranks divide them: how many fit on all ranks
+    units = min(max(0, have - fixed - each.weights) // max(1, each.keys_values) for each in ones)
+    places = filled_up(sizes.tokens, plan.layout.tp) // plan.layout.tp
+    if not units:
+        advice = "parallel.pp spreads it over more GPUs" if gpu else None
+        raise ConfigError("batch", sizes.sequences, rule, advice=advice)
+    if sizes.sequences > 1:
+        raise ConfigError("batch", sizes.sequences, rule, nearest=max(1, units // places))
+    fewer = units * plan.layout.tp - sizes.prompt
+    raise ConfigError("max_new_tokens", sizes.new, rule, nearest=fewer if fewer > 0 else None)
