@@ -153,7 +153,7 @@ def _note(line: str) -> None:
 
 def score(model: TrainedModel, task: Task) -> str:
     """What is found out, in words. All ranks call it."""
-    decoder = Decoder(model, task.batch, 0)
+    decoder = Decoder(model, -(-task.batch // model.groups.layout.dp), 0)
     done = [0]
     aloud = model.groups.rank == 0
     if task.questions is not None:

@@ -32,6 +32,7 @@ from app.data.tokenizer import Tokenizer
 from app.engine.capture.recorder import CudaRecorder
 from app.engine.decoding.decoder import Decoder
 from app.engine.decoding.drawing import Sampling
+from app.engine.decoding.replicas import Replicas
 from app.engine.decoding.texts import Continuation, drawn_tokens
 from app.engine.decoding.trained import TrainedModel, trained_model, weights_at
 from app.engine.memory import memory_of
@@ -165,10 +166,13 @@ def encoded(request: Request, run: Run, tokenizer: Tokenizer) -> list[list[int]]
 
 
 def sizes_of(request: Request, prompts: Sequence[list[int]], run: Run) -> DecodingSizes:
-    """Memory for a batch of the longest prompt, and what may follow within the context."""
+    """A replica's share of a batch, as long as the longest prompt and what may follow within the
+    context.
+    """
     longest = max(map(len, prompts))
     count = min(request.count, run.train.seq_len - longest)
-    return DecodingSizes(min(request.batch, len(prompts)), longest, count)
+    own = -(-min(request.batch, len(prompts)) // run.dp)
+    return DecodingSizes(own, longest, count)
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,12 +193,13 @@ class Writer:
         captures = self.request.graphs and self.model.device.type == "cuda"
         recorder = CudaRecorder() if captures else None
         decoder = Decoder(self.model, sizes.sequences, sizes.tokens, recorder)
+        together = Replicas(self.model.groups, sizes.sequences).together
         self._tell(self._outlook(decoder, len(prompts), sizes))
         since = time.perf_counter()
         drawn = 0
         try:
-            for first in range(0, len(prompts), sizes.sequences):
-                batch = prompts[first : first + sizes.sequences]
+            for first in range(0, len(prompts), together):
+                batch = prompts[first : first + together]
                 drawn += self._batch(decoder, first, batch, count=sizes.new)
         finally:
             if recorder is not None:  # before the process groups, whose communicators graphs hold
@@ -204,7 +209,11 @@ class Writer:
 
     def _outlook(self, decoder: Decoder, prompts: int, sizes: DecodingSizes) -> str:
         """What is going to be done, and the memory for it."""
-        together = f", {sizes.sequences} together" if sizes.sequences < prompts else ""
+        replicas = Replicas(self.model.groups, sizes.sequences)
+        several = self.model.groups.layout.dp
+        on = f" on {several} replicas" if several > 1 else ""
+        less = replicas.together < prompts
+        together = f", {min(replicas.together, prompts)} together{on}" if less or on else ""
         limit = ", where the context ends" if sizes.new < self.request.count else ""
         steps = ""
         if self.model.device.type == "cuda" and self.request.graphs:
@@ -224,7 +233,8 @@ class Writer:
         request = self.request
         texts = [Continuation(self.tokenizer, request.stop) for _ in prompts]
         page = _Page(request.prompts, first, texts) if self.speaks else None
-        nobody = [[0]] * (decoder.sequences - len(prompts))  # of the last batch
+        together = Replicas(self.model.groups, decoder.sequences).together
+        nobody = [[0]] * (together - len(prompts))  # of the last batch
         for tokens in drawn_tokens(
             decoder,
             [*prompts, *nobody],

@@ -84,3 +84,10 @@ def test_a_mistake_costs_one_line(run_dir: Path, words: tuple[str, ...]):
     said = [line for line in err.splitlines() if "context 32" not in line]
     assert code == 2 and out == "" and len(said) == 1, err
     assert said[0].startswith("evaluate: ") and MISTAKES[words] in said[0]
+
+
+@pytest.mark.full
+def test_replicas_share_windows(run_dir: Path):
+    words = ("data.path=text.txt", "stride=8", "batch=3")
+    alone = evaluated(run_dir, *words)
+    assert evaluated(run_dir, *words, "parallel.dp=2")[:2] == alone[:2]

@@ -105,3 +105,11 @@ def test_it_starts_the_ranks_that_a_layout_needs(run_dir: Path):
     alone = generated(run_dir, *words)
     code, out, err = generated(run_dir, *words, "parallel.pp=2")
     assert (code, out) == alone[:2] and "2 processes on cpu" in err
+
+
+@pytest.mark.full
+def test_replicas_share_what_is_asked(run_dir: Path):
+    words = ("prompt=abc", "prompt=d", "prompt=ef", "max_new_tokens=9", "seed=3", "batch=2")
+    alone = generated(run_dir, *words)
+    code, out, err = generated(run_dir, *words, "parallel.dp=2")
+    assert (code, out) == alone[:2] and ", 2 together on 2 replicas, " in err, err

@@ -5,7 +5,7 @@ position, for prompts of different lengths, at every layout.
 from __future__ import annotations
 
 import dataclasses
-from functools import cache
+from functools import cache, partial
 from typing import Any
 from unittest.mock import patch
 
@@ -18,6 +18,8 @@ from app.engine.build import Engine
 from app.engine.capture.recorder import Recorder
 from app.engine.capture.stand_in import HostRecorder
 from app.engine.decoding.decoder import Decoder, Model
+from app.engine.decoding.drawing import Sampling
+from app.engine.decoding.texts import drawn_tokens
 from app.engine.generate import sample_tokens
 from app.plan.memory.decoding import decoding_memory
 from tests.cases import chosen
@@ -255,3 +257,36 @@ def test_as_much_memory_is_taken_as_planned(name: str, layout: str):
     run = run_of(name, **LAYOUTS.get(layout, {}))
     for found, planned in run_distributed(here, run.world_size, run, held_and_planned):
         assert found == planned
+
+
+MANY = [*PROMPTS, [8, 8], [2, 4, 6, 8], [1]]
+
+
+def shared(engine: Engine, temperature: float) -> tuple[list[list[int]], int]:
+    """What follows prompts that replicas share; how many this one continued."""
+    own = len(MANY) // engine.groups.layout.dp
+    decoder = Decoder(engine, own, PLACES)
+    sampling = Sampling(temperature)
+    given: list[Any] = []
+    with patch.object(Decoder, "step", noting(given, Decoder.step)):
+        tokens = drawn_tokens(
+            decoder, MANY, STEPS, sampling=sampling, seed=4, vocab=60, ended=lambda: False
+        )
+        found = list(tokens)
+    assert all(len(each) == own for each in given) and len(given) == STEPS - 1
+    return found, own
+
+
+SHARED = [("dense", {"dp": 2}), ("latent", {"dp": 2, "tp": 2}), ("moe", {"dp": 2, "ep": 2}),
+          ("static", {"dp": 2, "ep": 2}), ("moe", {"dp": 2, "pp": 2}),
+          ("dense", {"dp": 2, "cp": 2})]  # fmt: skip
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+@pytest.mark.parametrize(("name", "degrees"), chosen(SHARED, SHARED[:3]), ids=str)
+def test_replicas_share_prompts(name: str, degrees: dict[str, int], temperature: float):
+    continued = partial(shared, temperature=temperature)
+    ((alone_said, _),) = run_distributed(here, 1, run_of(name), continued)
+    run = run_of(name, **degrees)
+    for said, own in run_distributed(here, run.world_size, run, continued):
+        assert said == alone_said and own == len(MANY) // degrees["dp"]

@@ -57,7 +57,7 @@ def exactly(rank: int, run: Run) -> Values:
         return by_hand(engine)
 
 
-QUICK = [("moe", "tp 2 ep 2"), ("latent", "pp 2"), ("dense", "cp 2")]
+QUICK = [("moe", "tp 2 ep 2"), ("latent", "pp 2"), ("dense", "cp 2"), ("moe", "ep 2")]
 
 
 @pytest.mark.parametrize(("name", "layout"), chosen([*PAIRS, ("moe", "")], [*QUICK, ("moe", "")]))

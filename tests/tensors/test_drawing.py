@@ -44,6 +44,19 @@ def test_draws_follow_them_and_repeat_with_the_seed():
     assert shares.tolist() == pytest.approx([0, 4 / 9, 2 / 9, 3 / 9], abs=6 * 0.5 / 2000**0.5)
 
 
+def test_parts_are_drawn_as_the_whole_is():
+    sampling = Sampling(top_k=3)
+    logits = LOGITS.repeat(50, 1)
+    whole = sampling.draw(logits, torch.Generator().manual_seed(1))
+    parts = [
+        sampling.draw(
+            logits[first : first + 25], torch.Generator().manual_seed(1), first, together=100
+        )
+        for first in range(0, 100, 25)
+    ]
+    assert torch.cat(parts).equal(whole)
+
+
 def test_without_temperature_it_is_the_likeliest():
     generator = torch.Generator().manual_seed(3)
     assert Sampling(temperature=0).draw(LOGITS, generator).tolist() == [1, 2]

@@ -1,7 +1,8 @@
 """A model that continues token sequences, over all ranks that hold parts of it.
 
 Stages take their turns: for prompts, and for every token. Ranks of one sequence (context
-parallelism) and replicas do the same work, each with whole sequences.
+parallelism) do the same work, each with whole sequences; replicas may have other sequences, but as
+many, of the same width (`app.engine.decoding.replicas`).
 
 Shapes: B sequences, P tokens of the longest prompt, so many that tensor-parallel ranks divide them,
 M places of the memory, T rows of a step: B, and more for the same reason; D hidden, V vocabulary.
@@ -58,8 +59,8 @@ class Model(Protocol):
 
 class Decoder:
     """Memory for B sequences of at most M tokens, and what fills it. All ranks call its methods
-    together, with the same tokens. With a `recorder` steps are captured where they can be. Without
-    places nothing is remembered, and only `losses` can be asked for.
+    together, those of a replica with the same tokens. With a `recorder` steps are captured where
+    they can be. Without places nothing is remembered, and only `losses` can be asked for.
     """
 
     def __init__(
@@ -88,10 +89,12 @@ class Decoder:
         return sum(cached.nbytes for cached in self.cached)
 
     @torch.no_grad()
-    def prompts(self, prompts: Sequence[Sequence[int]]) -> Tensor:
-        """Begin anew with B prompts: the logits behind each, fp32 B × V, on every rank."""
+    def prompts(self, prompts: Sequence[Sequence[int]], width: int = 0) -> Tensor:
+        """Begin anew with B prompts: the logits behind each, fp32 B × V, on every rank of the
+        replica. They are filled up to the longest, and to `width`.
+        """
         length_B = torch.tensor([len(prompt) for prompt in prompts], device=self.model.device)
-        tokens_BP = self._filled(prompts)
+        tokens_BP = self._filled(prompts, width)
         assert tokens_BP.shape[1] <= self.sizes.places, "prompts fit the memory"
         self.place_T[: self.sequences] = length_B
         x_BsD = self._prompts(tokens_BP)
@@ -100,11 +103,11 @@ class Decoder:
         )
 
     @torch.no_grad()
-    def losses(self, texts: Sequence[Sequence[int]]) -> Tensor:
+    def losses(self, texts: Sequence[Sequence[int]], width: int = 0) -> Tensor:
         """What B texts lack: nats of each token given all before it, fp32 B × P, 0 for the first
-        and behind the end; on every rank. Forgets prompts.
+        and behind the end; on every rank of the replica. Forgets prompts. Filled up as prompts.
         """
-        tokens_BP = self._filled(texts)
+        tokens_BP = self._filled(texts, width)
         labels_BP = torch.full_like(tokens_BP, NO_LABEL)
         for sequence, text in enumerate(texts):
             labels_BP[sequence, : len(text) - 1] = tokens_BP[sequence, 1 : len(text)]
@@ -116,11 +119,11 @@ class Decoder:
         all_reduce(nats_BP, self.model.groups.pp)  # zero but for the last stage
         return nats_BP
 
-    def _filled(self, texts: Sequence[Sequence[int]]) -> Tensor:
+    def _filled(self, texts: Sequence[Sequence[int]], width: int) -> Tensor:
         """B texts behind each other, filled up to P: int64 B × P."""
         assert len(texts) == self.sequences, "memory is for this many"
         assert all(texts), "each has a token"
-        width = filled_up(max(map(len, texts)), self.tp)
+        width = filled_up(max(width, *map(len, texts)), self.tp)
         filled = [[*text, *[FILLING] * (width - len(text))] for text in texts]
         return torch.tensor(filled, device=self.model.device)
 

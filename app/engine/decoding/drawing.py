@@ -35,13 +35,31 @@ class Sampling:
         if self.top_p is not None and not 0 < self.top_p <= 1:
             raise ConfigError("top_p", self.top_p, "must be above 0 and at most 1", nearest=0.9)
 
-    def draw(self, logits_BV: Tensor, generator: torch.Generator) -> Tensor:
-        """A token of each sequence, int64 [B], on the generator's device."""
+    def draw(
+        self,
+        logits_BV: Tensor,
+        generator: torch.Generator,
+        first: int = 0,
+        *,
+        together: int | None = None,
+    ) -> Tensor:
+        """A token of each sequence, int64 [B], on the generator's device.
+
+        Of sequences `first` to first + B - 1 among so many that are drawn `together` (None: B), who
+        draws for another part of them with an equal generator draws as if it drew for all.
+        """
         logits_BV = logits_BV.to(generator.device)
         if self.temperature == 0:
             return logits_BV.argmax(-1)
-        probs_BV = self.probabilities(logits_BV)
-        return torch.multinomial(probs_BV, 1, generator=generator)[:, 0]
+        count, device = len(logits_BV), generator.device
+        shares = torch.rand(
+            together or count, generator=generator, dtype=torch.float64, device=device
+        )
+        below_BV = self.probabilities(logits_BV).double().cumsum(-1)
+        wanted_B1 = shares[first : first + count, None] * below_BV[:, -1:]
+        # the first token below which there is more, so none without probability
+        drawn_B1 = torch.searchsorted(below_BV, wanted_B1, right=True)
+        return drawn_B1[:, 0].clamp(max=logits_BV.shape[1] - 1)
 
     def probabilities(self, logits_BV: Tensor) -> Tensor:
         """With which it draws each token: B × V, rows add up to 1. Not of temperature 0."""
@@ -61,10 +79,20 @@ class Sampling:
         return kept_BV / kept_BV.sum(-1, keepdim=True)
 
 
-def agreed(groups: Groups, tokens_B: Tensor, ended: bool) -> list[int] | None:
-    """Rank 0's tokens on every rank; None where it says that it has `ended`."""
-    said_B = torch.full_like(tokens_B, NOBODY, device="cpu") if ended else tokens_B.cpu()
-    if groups.host.size() > 1:
-        dist.broadcast(said_B, src=0, group=groups.host)
+def or_nobody(tokens_B: Tensor, ended: bool) -> Tensor:
+    """Tokens, or what says in their place that all has `ended`."""
+    return torch.full_like(tokens_B, NOBODY) if ended else tokens_B
+
+
+def unless_nobody(said_B: Tensor) -> list[int] | None:
+    """The tokens of `or_nobody`; None where all has ended."""
     tokens: list[int] = said_B.tolist()
     return None if NOBODY in tokens else tokens
+
+
+def agreed(groups: Groups, tokens_B: Tensor, ended: bool) -> list[int] | None:
+    """Rank 0's tokens on every rank; None where it says that it has `ended`."""
+    said_B = or_nobody(tokens_B, ended).cpu()
+    if groups.host.size() > 1:
+        dist.broadcast(said_B, src=0, group=groups.host)
+    return unless_nobody(said_B)

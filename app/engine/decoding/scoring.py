@@ -7,8 +7,11 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
+import torch
+
 from app.data.tokenizer import Tokenizer
 from app.engine.decoding.decoder import Decoder
+from app.engine.decoding.replicas import Replicas
 from app.engine.run.agreement import rank_zero_says
 
 
@@ -43,18 +46,22 @@ def window_losses(
     decoder: Decoder, told: Iterable[ScoredWindow]
 ) -> Iterator[tuple[ScoredWindow, float]]:
     """Nats of all that counts in each window. All ranks call it; those that rank 0 is told of."""
-    groups = decoder.model.groups
-    size = decoder.sequences
+    replicas = Replicas(decoder.model.groups, decoder.sequences)
     source = iter(told)
+    nobody = ScoredWindow((0,), 1)
 
     def batch() -> list[ScoredWindow]:
-        return list(islice(source, size))
+        return list(islice(source, replicas.together))
 
-    while found := rank_zero_says(groups, batch):
-        texts = [window.tokens for window in found]
-        nats_BP = decoder.losses([*texts, *[(0,)] * (size - len(found))])
-        for window, nats_P in zip(found, nats_BP.double().cpu(), strict=False):
-            yield window, float(nats_P[window.first : len(window.tokens)].sum())
+    while found := rank_zero_says(replicas.groups, batch):
+        width = max(len(window.tokens) for window in found)
+        own = replicas.own([*found, *[nobody] * (replicas.together - len(found))])
+        nats_BP = decoder.losses([window.tokens for window in own], width).double().cpu()
+        lost_B = torch.stack([
+            nats_P[window.first : len(window.tokens)].sum()
+            for window, nats_P in zip(own, nats_BP, strict=True)
+        ])  # fmt: skip
+        yield from zip(found, replicas.gathered(lost_B).tolist(), strict=False)
 
 
 @dataclass(frozen=True, slots=True)

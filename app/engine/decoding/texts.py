@@ -12,7 +12,8 @@ import torch
 
 from app.data.tokenizer import Tokenizer
 from app.engine.decoding.decoder import Decoder
-from app.engine.decoding.drawing import Sampling, agreed
+from app.engine.decoding.drawing import Sampling, or_nobody, unless_nobody
+from app.engine.decoding.replicas import Replicas
 
 UNFINISHED = "�"  # what a character is read as of which not all bytes are there yet
 
@@ -27,23 +28,25 @@ def drawn_tokens(
     vocab: int,
     ended: Callable[[], bool],
 ) -> Iterator[list[int]]:
-    """A token of each of B sequences, by and by: `count` times, or until rank 0 says that all have
-    `ended`. All ranks call it; each yields the same.
+    """A token of each sequence, by and by: `count` times, or until all have `ended`. All ranks call
+    it with the same prompts, B for each replica; each yields the same.
 
     Only the first `vocab` ids are drawn: a padded embedding has more rows than the tokenizer has
     ids. Equal seeds give equal tokens on devices of one kind.
     """
-    model = decoder.model
-    generator = torch.Generator(device=model.device).manual_seed(seed)
-    logits_BV = decoder.prompts(prompts)
+    replicas = Replicas(decoder.model.groups, decoder.sequences)
+    generator = torch.Generator(device=decoder.model.device).manual_seed(seed)
+    logits_BV = decoder.prompts(replicas.own(prompts), max(map(len, prompts)))
     for nth in range(count):
-        drawn_B = sampling.draw(logits_BV[:, :vocab], generator)
-        tokens = agreed(model.groups, drawn_B, ended=ended())
+        drawn_B = sampling.draw(
+            logits_BV[:, :vocab], generator, replicas.first, together=replicas.together
+        )
+        tokens = unless_nobody(replicas.gathered(or_nobody(drawn_B, ended())))
         if tokens is None:
             return
         yield tokens
         if nth + 1 < count:
-            logits_BV = decoder.step(tokens)
+            logits_BV = decoder.step(replicas.own(tokens))
 
 
 @dataclass(slots=True)
