@@ -4,8 +4,9 @@
 
 The model is that of overrides of train.py (dense, or with experts as Qwen3's): the same sizes, with
 random weights of each program's own, greedy. Times are whole calls, prompts and all new tokens;
-median of the repeats, behind one call that warms up. Columns: with a cache (eager, and on GPUs with
-a CUDA graph per step), without one as samples were drawn before, and theirs, also compiled on GPUs.
+median of the repeats, in turns, behind one call of each that warms up. Columns: with a cache
+(eager, and on GPUs with a CUDA graph per step), without one as samples were drawn before, and
+theirs, also compiled on GPUs.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 
 import torch
 from transformers import (
@@ -29,6 +31,7 @@ from app.config import ModelConfig, Run
 from app.engine.build import Engine, build_engine
 from app.engine.capture.recorder import CudaRecorder, Recorder
 from app.engine.decoding.decoder import Decoder
+from app.engine.decoding.trained import without_gradients
 from app.engine.dtypes import DTYPES
 from app.engine.groups import create_groups, process_world
 from app.plan.plan import Plan
@@ -42,11 +45,12 @@ def cached(engine: Engine, prompts: torch.Tensor, new: int, recorder: Recorder |
     decoder = Decoder(engine, count, width + new, recorder)
 
     def call() -> None:
-        logits_BV = decoder.prompts(prompts.tolist())
-        for nth in range(new):
-            drawn = logits_BV.argmax(-1).tolist()  # a program shows tokens as they come
-            if nth + 1 < new:
-                logits_BV = decoder.step(drawn)
+        with without_gradients(engine.device):
+            logits_BV = decoder.prompts(prompts.tolist())
+            for nth in range(new):
+                drawn = logits_BV.argmax(-1).tolist()  # a program shows tokens as they come
+                if nth + 1 < new:
+                    logits_BV = decoder.step(drawn)
 
     return call
 
@@ -122,16 +126,27 @@ def rows(
         yield "transformers, compiled", theirs(hf, prompts, given.new, compiled=True)
 
 
-def seconds(call: Call, repeats: int, cuda: bool) -> float:
-    """Median of the repeats, behind a call that warms up."""
-    times = []
+def without_losses(run: Run) -> Run:
+    """Without those of routers, which only training looks at: neither program computes them."""
+    if run.model.moe is None:
+        return run
+    moe = replace(run.model.moe, aux_loss_coeff=0.0, z_loss_coeff=0.0)
+    return replace(run, model=replace(run.model, moe=moe))
+
+
+def seconds(calls: Sequence[Call], repeats: int, cuda: bool) -> list[float]:
+    """Median of the repeats of each, behind a call that warms up; they take turns, so that what
+    else the machine does falls on all of them.
+    """
+    times: list[list[float]] = [[] for _ in calls]
     for _ in range(repeats + 1):
-        since = time.perf_counter()
-        call()
-        if cuda:
-            torch.cuda.synchronize()
-        times.append(time.perf_counter() - since)
-    return statistics.median(times[1:])
+        for call, taken in zip(calls, times, strict=True):
+            since = time.perf_counter()
+            call()
+            if cuda:
+                torch.cuda.synchronize()
+            taken.append(time.perf_counter() - since)
+    return [statistics.median(taken[1:]) for taken in times]
 
 
 def main() -> None:
@@ -142,7 +157,7 @@ def main() -> None:
     parser.add_argument("--new", type=int, default=128)
     parser.add_argument("--repeats", type=int, default=3)
     given, overrides = parser.parse_known_args()
-    run = load_overrides(overrides)
+    run = without_losses(load_overrides(overrides))
     cuda = torch.cuda.is_available()
     device = torch.device("cuda", 0) if cuda else torch.device("cpu")
     if cuda:
@@ -154,8 +169,8 @@ def main() -> None:
         prompts = torch.randint(0, run.model.vocab_size, shape, device=device)
         print(f"{run.model.name}, {run.precision.params.value}, {device.type}; "
               f"{given.sequences} of {given.prompt} tokens, {given.new} new")  # fmt: skip
-        for name, call in rows(run, engine, prompts, given):
-            took = seconds(call, given.repeats, cuda)
+        named = dict(rows(run, engine, prompts, given))
+        for name, took in zip(named, seconds([*named.values()], given.repeats, cuda), strict=True):
             print(f"{name:24}{given.sequences * given.new / took:10,.1f} tokens/s", flush=True)
 
 

@@ -11,7 +11,7 @@ import torch
 from app.config import Run
 from app.engine.checkpoint.folder import complete_checkpoints
 from app.engine.checkpoint.load import Progress
-from app.engine.decoding.trained import Saved, TrainedModel
+from app.engine.decoding.trained import Saved, TrainedModel, without_gradients
 from app.engine.groups import create_groups
 from app.errors import ConfigError
 from app.plan.plan import Plan
@@ -47,15 +47,18 @@ def load(rank: int, run: Run, folder: Path) -> tuple[Any, set[float]]:
     plan = Plan(run)
     saved = Saved.at(complete_checkpoints(folder)[-1])
     groups = create_groups(plan.layout, rank)
-    model = TrainedModel.load(saved, plan, groups, torch.device("cpu"))
-    biases = {
-        float(value)
-        for chunk in model.chunks
-        for name, buffer in chunk.named_buffers()
-        if name.endswith("bias_E")
-        for value in buffer
-    }
-    return greedy(model), biases
+    with without_gradients(torch.device("cpu")):
+        model = TrainedModel.load(saved, plan, groups, torch.device("cpu"))
+        biases = {
+            float(value)
+            for chunk in model.chunks
+            for name, buffer in chunk.named_buffers()
+            if name.endswith("bias_E")
+            for value in buffer
+        }
+        said = greedy(model)
+        assert all(weight.is_inference() for chunk in model.chunks for weight in chunk.parameters())
+    return said, biases
 
 
 @pytest.mark.parametrize(("name", "first", "then"), chosen(CASES, QUICK))

@@ -171,6 +171,15 @@ class TrainedModel:
         return nullcontext()
 
 
+def without_gradients(device: torch.device) -> AbstractContextManager[None]:
+    """Within the block nothing is noted for a backward that never comes. That takes a CPU 5 % of
+    the time of a step of few tokens, even without gradients; GPUs replay recorded steps.
+    """
+    if device.type == "cpu":
+        return torch.inference_mode()
+    return torch.no_grad()
+
+
 @contextmanager
 def trained_model(
     source: WeightSource, run: Run, *, rank: int, local_rank: int, store: dist.Store
@@ -188,4 +197,5 @@ def trained_model(
         groups = create_groups(plan.layout, rank)
         with telling(f"reading {source.path}", stream=sys.stderr, aloud=rank == 0):
             model = TrainedModel.load(source, plan, groups, device)
-        yield model
+        with without_gradients(device):
+            yield model
