@@ -23,7 +23,7 @@ if __name__ == "__main__":
 import torch.distributed as dist
 
 from app.cli.options.messages import readable_errors
-from app.cli.options.request import Words
+from app.cli.options.request import Words, check_characters
 from app.cli.options.saved import saved_run
 from app.cli.processes.launch import SPEAK_S, check_room, start_ranks
 from app.cli.processes.launcher import Launch
@@ -90,11 +90,15 @@ class Task:
         questions = read_questions(Path(path), tokenizer, context) if path else None
         return cls(run, tokenizer, stride, words.whole("batch", 8), questions=questions)
 
-    def documents(self) -> Iterator[ScoredWindow]:
-        """Windows of all documents, without the markers at their ends. Raises ConfigError."""
+    def prepared(self) -> Path:
+        """Where all documents lie tokenized, now or since an earlier call. Raises ConfigError."""
         folder = prepare(self.run.data, self.tokenizer, say=_note)
         assert folder is not None, "files are prepared, not streamed"
-        found = map_tokens(folder)
+        return folder
+
+    def documents(self) -> Iterator[ScoredWindow]:
+        """Windows of all documents, without the markers at their ends. Raises ConfigError."""
+        found = map_tokens(self.prepared())
         for number, length in enumerate(found.lengths_D):
             tokens = found.read(number, 0, int(length) - 1).tolist()
             yield from windows(tokens, self.run.train.seq_len, self.stride)
@@ -139,9 +143,13 @@ def _question(path: Path, number: int, line: str) -> Question:
         row = None
     row = row if isinstance(row, dict) else {}
     match row.get("prompt"), row.get("choices"), row.get("answer"):
+        case _, _, bool():
+            pass
         case str() as prompt, [str(), str(), *_] as choices, int() as answer if all(
             isinstance(choice, str) and choice for choice in choices
         ) and 0 <= answer < len(choices):
+            for text in (prompt, *choices):
+                check_characters("choices", path, text, f"line {number} ")
             return Question(prompt, tuple(choices), answer)
     rule = f'line {number} has no "prompt", at least two "choices", and the place of the "answer"'
     raise ConfigError("choices", path, rule)
@@ -184,6 +192,8 @@ def evaluate(arguments: Sequence[str], launch: Launch) -> int:
     source = weights_at(words.source)
     task = Task.of(words, source, launch.world_size)
     run = task.run
+    if launch.world_size is None and task.questions is None:
+        task.prepared()  # what is wrong with them shall not wait for the model
     if launch.world_size is None and run.world_size > 1:
         check_room(run, usable_gpus(run))
         return start_ranks(run.world_size, __file__, arguments, env=environment())

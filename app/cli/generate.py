@@ -23,7 +23,7 @@ if __name__ == "__main__":
 import torch.distributed as dist
 
 from app.cli.options.messages import readable_errors
-from app.cli.options.request import Words
+from app.cli.options.request import Words, check_characters
 from app.cli.options.saved import saved_run
 from app.cli.processes.launch import SPEAK_S, check_room, start_ranks
 from app.cli.processes.launcher import Launch
@@ -105,6 +105,8 @@ class Request:
             raise ConfigError("prompt", "", "there is nothing to continue", advice=advice)
         if "" in prompts:
             raise ConfigError("prompt", "", "is empty: there is nothing to continue")
+        for prompt in words.all("prompt"):
+            check_characters("prompt", prompt.encode(errors="replace").decode(), prompt)
         if "" in words.all("stop"):
             raise ConfigError("stop", "", "is empty: every text would end where it begins")
         sampling = Sampling(
@@ -148,6 +150,7 @@ def _field(path: Path, number: int, line: str) -> str:
     if not isinstance(prompt, str):
         rule = f'line {number} is no JSON object with a text as its field "prompt"'
         raise ConfigError("file", path, rule)
+    check_characters("file", path, prompt, f"line {number} ")
     return prompt
 
 

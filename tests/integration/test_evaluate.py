@@ -33,6 +33,9 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder.parent / "letter.txt").write_text("a")
     (folder.parent / "no_answer.jsonl").write_text(lines[0] + '{"prompt": "a", "choices": ["b"]}')
     (folder.parent / "far.jsonl").write_text(json.dumps({**QUESTIONS[0], "answer": 3}))
+    (folder.parent / "yes.jsonl").write_text(json.dumps({**QUESTIONS[0], "answer": True}))
+    (folder.parent / "half.jsonl").write_text(json.dumps({**QUESTIONS[0], "prompt": "\ud800"}))
+    (folder.parent / "nothing_in_it.txt").write_text("")
     (folder.parent / "long.jsonl").write_text(json.dumps({**QUESTIONS[0], "prompt": "a" * 40}))
     return folder
 
@@ -72,6 +75,9 @@ MISTAKES = {
     ("choices=empty.jsonl",): "choices=empty.jsonl: holds no question",
     ("choices=no_answer.jsonl",): "line 2 has no",
     ("choices=far.jsonl",): "line 1 has no",
+    ("choices=yes.jsonl",): "line 1 has no",
+    ("choices=half.jsonl",): "choices=half.jsonl: line 1 is no UTF-8",
+    ("data.path=nothing_in_it.txt",): "data.path=nothing_in_it.txt: no text in any of its",
     ("choices=long.jsonl",): "line 1 has 42 tokens with a choice",
     ("data.path=text.txt", "stride=32"): "stride=32: must be below the context",
     ("data.path=text.txt", "strid=3"): "did you mean stride?",
@@ -84,6 +90,8 @@ def test_a_mistake_costs_one_line(run_dir: Path, words: tuple[str, ...]):
     said = [line for line in err.splitlines() if "context 32" not in line]
     assert code == 2 and out == "" and len(said) == 1, err
     assert said[0].startswith("evaluate: ") and MISTAKES[words] in said[0]
+    read = "context 32" in err
+    assert read == (words == ("data.path=letter.txt",)), "the model is not read before"
 
 
 @pytest.mark.full

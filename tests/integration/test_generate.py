@@ -74,6 +74,8 @@ MISTAKES = {
     ("file=empty.txt",): "file=empty.txt: holds no prompt",
     ("file=rows.jsonl",): "file=rows.jsonl: line 2 is no JSON object",
     ("prompt=" + 32 * "a",): "has 32 tokens, and the model was trained on sequences of 32",
+    ("prompt=a\udcff",): "prompt=a?: is no UTF-8: it holds half of a character",
+    ("file=half.jsonl",): "file=half.jsonl: line 1 is no UTF-8",
     ("prompt=a", "temprature=1"): "did you mean temperature?",
     ("prompt=a", "top_k=0"): "top_k=0: must be a whole number from 1 on",
     ("prompt=a", "model.num_layer=2"): "did you mean model.num_layers?",
@@ -88,6 +90,7 @@ MISTAKES = {
 def test_a_mistake_costs_one_line(run_dir: Path, words: tuple[str, ...]):
     (run_dir.parent / "empty.txt").write_text("\n \n")
     (run_dir.parent / "rows.jsonl").write_text('{"prompt": "a"}\n{"text": "a"}\n')
+    (run_dir.parent / "half.jsonl").write_text('{"prompt": "\\ud800"}')
     code, out, err = generated(run_dir, *words)
     assert (code, out, err.count("\n")) == (2, "", 1), err
     assert err.startswith("generate: ") and MISTAKES[words] in err

@@ -78,3 +78,14 @@ class Words:
             rule = f"must be {' or '.join(choices)}"
             raise ConfigError(key, text, rule, guess=nearest(text, choices))
         return text or choices[0]
+
+
+def check_characters(key: str, value: object, text: str, where: str = "") -> None:
+    """Raise ConfigError for halves of characters: of arguments that are no UTF-8, or as JSON can
+    spell them. Tokenizers take none.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        rule = f"{where}is no UTF-8: it holds half of a character"
+        raise ConfigError(key, value, rule) from None
