@@ -109,7 +109,18 @@ def check_expert_rows(
     for first in (0, experts - local):
         needed = int(plain.place_rows(chosen_NK, first, local, 1 << 24, multiple).needed)
         for num_rows in (needed + multiple, needed // 2 // multiple * multiple):
-            found = expert_rows(chosen_NK, first, local, num_rows=num_rows, multiple=multiple)
+            counts_L = torch.empty(local, dtype=torch.int64, device=chosen_NK.device)
+            found = expert_rows(
+                chosen_NK,
+                first,
+                local,
+                num_rows=num_rows,
+                multiple=multiple,
+                counts_L=counts_L,
+            )
+            assert counts_L.tolist() == [
+                int((chosen_NK == first + nth).sum()) for nth in range(local)
+            ]
             wanted = plain.place_rows(chosen_NK, first, local, num_rows, multiple)
             names = ("row_of_NK", "ends_E", "filled_E", "needed")
             for name, ours in zip(names, found, strict=True):

@@ -22,13 +22,19 @@ PER_WARP = 256  # pairs: 8 per thread
 
 
 def expert_rows(
-    chosen_NK: Tensor, first: int, local: int, num_rows: int, multiple: int
+    chosen_NK: Tensor,
+    first: int,
+    local: int,
+    num_rows: int,
+    multiple: int,
+    counts_L: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Row of each choice, end and first unfilled row of each of the `local` experts from id `first`
     on, and how many rows would be needed: int32 [N, K], [L], [L], [1].
 
     Expert-major, tokens ascending; an expert's rows start at a multiple of `multiple`. `num_rows`
-    for a choice of no expert here, or beyond; ends are at most that. A token's ids must differ.
+    for a choice of no expert here, or beyond; ends are at most that. A token's ids must differ. How
+    many choices each expert has is written to `counts_L`, if there is one.
     """
     tokens, top_k = chosen_NK.shape
     padded = block_of(local)
@@ -50,6 +56,7 @@ def expert_rows(
         ends_L,
         filled_L,
         needed,
+        counts_L,
         tokens,
         first,
         num_rows,
@@ -111,6 +118,7 @@ def _place(
     ends: tl.tensor,
     filled: tl.tensor,
     needed: tl.tensor,
+    totals: tl.tensor,
     tokens: int,
     first: int,
     num_rows: int,
@@ -142,6 +150,8 @@ def _place(
         tl.store(ends + expert, tl.minimum(end, num_rows), mask=own)
         tl.store(filled + expert, tl.minimum(begin + total, num_rows), mask=own)
         tl.store(needed, tl.sum(space, axis=0))
+        if totals is not None:
+            tl.store(totals + expert, total, mask=own)
     found = _chosen(chosen, tokens, first, local=local, K=K, B=B, E=E)
     own = (found > 0).to(tl.int32)
     row = (begin + tl.sum(before, axis=0))[:, None] + tl.cumsum(own, axis=1) - own

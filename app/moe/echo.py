@@ -42,23 +42,21 @@ class ChoiceOrder:
 
     row_of_TK: Tensor
     ends_E: Tensor  # the first row after each expert's
+    counts_E: Tensor  # int64: tokens of each expert
 
     @classmethod
     def of(cls, experts_TK: Tensor, experts: int) -> ChoiceOrder:
         """Of ids that differ within a token."""
         if experts_TK.is_cuda and usable():
-            count = experts_TK.numel()
-            found = expert_rows(experts_TK, 0, experts, num_rows=count, multiple=1)
-            return cls(found[0], found[1])
+            counts_E = torch.empty(experts, dtype=torch.int64, device=experts_TK.device)
+            num_rows = experts_TK.numel()
+            row_of_TK, ends_E, _, _ = expert_rows(
+                experts_TK, 0, experts, num_rows=num_rows, multiple=1, counts_L=counts_E
+            )
+            return cls(row_of_TK, ends_E, counts_E)
         rows = sort_by_expert(experts_TK, experts, drops=True)
-        return cls(rows.row_of_TK, rows.ends_E)
-
-    @property
-    def counts_E(self) -> Tensor:
-        """Tokens of each expert."""
-        counts_E = self.ends_E.long()
-        counts_E[1:] -= self.ends_E[:-1]
-        return counts_E
+        counts_E = rows.ends_E.long().diff(prepend=rows.ends_E.new_zeros(1))
+        return cls(rows.row_of_TK, rows.ends_E, counts_E)
 
 
 def plan_clones(
