@@ -28,7 +28,7 @@ MOST_IDS = 2**15 - 1  # of experts, for EXPERT_ID bytes
 COUNT = 8  # bytes of a number of tokens, in plans of clones
 GRADIENT = 4  # bytes of an element of a clone's gradients
 # launches: of a plan of clones and of what counts for it; of sending a kind of matrices
-PLAN_KERNELS, PEER_KERNELS, COLLECTIVE_KERNELS = 9, 3, 8
+PLAN_KERNELS, PEER_KERNELS, COLLECTIVE_KERNELS = 7, 3, 8
 HEADROOM = 1.1  # of rows that there is memory for once more, over what was needed
 
 
