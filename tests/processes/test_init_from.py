@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 from pathlib import Path
 
 import pytest
 import torch
+from omegaconf import OmegaConf
 
 from app.choices import Dtype
-from app.config import ModelConfig, ParallelConfig, PrecisionConfig, Run, TrainConfig
+from app.config import ModelConfig, MoEConfig, ParallelConfig, PrecisionConfig, Run, TrainConfig
 from app.engine.build import Engine, build_engine
 from app.engine.groups import create_groups
 from app.engine.run.start import open_pretrained
@@ -21,8 +23,10 @@ from app.plan.plan import Plan
 from app.plan.sharding.reshard import Block
 from tests.distributed import run_distributed
 from tests.hf_folders import KEY, edit_tensors, loaded, save_random, their_logits
+from tests.programs import run_forked
 from tests.runs import batches_of, make_run, train_steps
 from tests.test_config import load
+from tests.training import ROOT
 
 LAYOUTS = {
     "tp2": {"tp": 2},
@@ -198,3 +202,16 @@ def test_every_size_is_left_to_the_file():
     assert missing == set(OF_KINDS)
     assert [n for n in OF_EXPERTS if f"  {n}: ${{config_json:moe.{n}}}" not in left] == []
     assert isinstance(ModelConfig().num_layers, int)
+
+
+@pytest.mark.parametrize("name", ["llama", "deepseek_v3"])
+def test_a_configuration_is_shown_with_the_sizes_of_the_file(name: str, tmp_path: Path):
+    _, ours = save_random(name, tmp_path / "theirs")
+    line = [sys.executable, str(ROOT / "train.py"), "--cfg", "job", "--resolve", "model=pretrained"]
+    shown = run_forked(tmp_path, [*line, "model.init_from=theirs"])
+    assert (shown.returncode, shown.stderr) == (0, "")
+    model = OmegaConf.to_container(OmegaConf.create(shown.stdout))["model"]
+    assert model["num_layers"] == ours.num_layers and model["rope_theta"] == ours.rope_theta
+    assert model["moe"]["num_experts"] == (ours.moe or MoEConfig()).num_experts
+    told = run_forked(tmp_path, line)
+    assert (told.returncode, told.stderr) == (2, f"train.py: {MISTAKES[('model=pretrained',)]}\n")

@@ -22,6 +22,8 @@ _NO_SECTION = (
     "an override reaches into a section that is null: a dense model has no model.moe, and few have "
     "model.mla, model.yarn or model.llama3_rope; choose a model that has it"
 )
+# what OmegaConf puts before what one of our resolvers raises
+IN_RESOLVER = "ConfigError raised while resolving interpolation: "
 # What a mistake raises while a configuration is composed.
 COMPOSING = (ConfigError, HydraException, OmegaConfBaseException, YAMLError, AssertionError)
 RESUMABLE = "stopped; resume=auto continues from the newest checkpoint, if one was saved"
@@ -97,7 +99,7 @@ def explained(error: Exception) -> Exception:
     key = getattr(cause, "full_key", None) or key
     reason = re.sub(r"\s+", " ", str(cause).split("\n    full_key")[0]).strip()
     if key is None:
-        return ValueError(reason)
+        return ValueError(reason.removeprefix(IN_RESOLVER))
     key = re.sub(r"\[\d+\]$", "", key)  # an element of a list
     if key not in all_keys():
         return _explained_key(key, value, reason)

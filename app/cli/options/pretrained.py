@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from omegaconf import DictConfig, OmegaConf
 
 from app.config import ModelConfig, MoEConfig, Run
@@ -18,14 +16,19 @@ OF_KINDS = ("mla", "yarn", "llama3_rope")  # sections that few models have
 
 
 def of_config_json(field: str, _root_: DictConfig) -> object:
-    """What `${config_json:num_layers}` stands for where a composed configuration is shown."""
+    """What `${config_json:num_layers}` stands for where a composed configuration is shown.
+
+    What is said of experts that a model lacks is the default: a reference cannot be left out.
+    """
     found = _their_model(_root_.model)
-    for name in field.split("."):
-        found = getattr(found, name, None)
-    return found
+    section, _, name = field.rpartition(".")
+    if section:
+        assert section == "moe", f"{field} is in no preset"
+        return getattr(found.moe or MoEConfig(), name)
+    return getattr(found, name)
 
 
-def _their_model(model: DictConfig, asks_hub: bool = True) -> Any:
+def _their_model(model: DictConfig, asks_hub: bool = True) -> ModelConfig:
     if model.init_from is None:
         rule = f"{PRESET} leaves sizes to the config.json of a Hugging Face model"
         raise ConfigError(KEY, None, rule, advice="name its folder, or its name on the hub")
@@ -41,7 +44,7 @@ def adopt(model: DictConfig, asks_hub: bool) -> ModelConfig | None:
     left = _left(model)
     if model.init_from is None and not left:
         return None
-    found: ModelConfig = _their_model(model, asks_hub)
+    found = _their_model(model, asks_hub)
     # a section that is null has no key that could be left to a file
     kinds = [name for name in OF_KINDS if left and model[name] is None]
     for name in (*left, *kinds):
