@@ -35,6 +35,7 @@ from app.engine.decoding.decoder import Decoder
 from app.engine.decoding.scoring import Question, ScoredWindow, accuracy, perplexity, windows
 from app.engine.decoding.trained import TrainedModel, WeightSource, trained_model, weights_at
 from app.engine.report.telling import telling
+from app.engine.run.agreement import rank_zero_says
 from app.engine.run.attempt import Attempt
 from app.engine.run.start import check_tokenizer, usable_gpus
 from app.errors import ConfigError, say
@@ -95,6 +96,13 @@ class Task:
         folder = prepare(self.run.data, self.tokenizer, say=_note)
         assert folder is not None, "files are prepared, not streamed"
         return folder
+
+    def counted(self) -> int:
+        """Tokens of all documents that count: but for the first and the marker of each. Raises
+        ConfigError.
+        """
+        lengths_D = map_tokens(self.prepared()).lengths_D
+        return sum(max(0, int(length) - 2) for length in lengths_D)
 
     def documents(self) -> Iterator[ScoredWindow]:
         """Windows of all documents, without the markers at their ends. Raises ConfigError."""
@@ -174,7 +182,10 @@ def score(model: TrainedModel, task: Task) -> str:
             f"accuracy {found.plain:.4f}, length-normalised {found.normalised:.4f}, of "
             f"{count_of(found.questions, 'question')}"
         )
-    with telling("scoring", lambda: f"{done[-1]:,} tokens", aloud=aloud, stream=sys.stderr):
+    of = rank_zero_says(model.groups, task.counted)
+    with telling(
+        "scoring", lambda: f"{done[-1]:,} of {of:,} tokens", aloud=aloud, stream=sys.stderr
+    ):
         known = perplexity(decoder, task.documents(), done.append)
     if not known.tokens:
         rule = "no document has a token behind its first"

@@ -9,6 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from app.cli.evaluate import OWN, Task
+from app.cli.options.request import Words
+from app.engine.decoding.trained import weights_at
 from tests.distributed import run_distributed
 from tests.integration.test_generate import saved
 from tests.programs import run_forked
@@ -58,6 +61,13 @@ def test_perplexity_of_files(run_dir: Path):
     assert listed[:2] == (0, out), "lists and globs as in training"
     other = evaluated(run_dir, "data.path=text.txt", "stride=31")[1]
     assert other.endswith("stride 31\n") and other.split(",")[0] != out.split(",")[0]
+
+
+def test_progress_is_of_all_tokens_that_count(run_dir: Path):
+    data = [f"data.path=[{run_dir.parent}/*.txt]", f"data.cache_dir={run_dir.parent}/cache"]
+    words = Words.parse([str(run_dir), *data], OWN)
+    task = Task.of(words, weights_at(run_dir), None)
+    assert task.counted() == sum(window.counted for window in task.documents()) == 49
 
 
 def test_multiple_choice(run_dir: Path):
