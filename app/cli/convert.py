@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from app.cli.processes.ctrl_c import stop_quietly
+from app.cli.processes.ctrl_c import interrupt_again, stop_quietly
 
 if __name__ == "__main__":
     stop_quietly("convert")  # the imports take seconds
@@ -58,6 +58,7 @@ def main(arguments: Sequence[str]) -> int:
         print(HELP)
         return 0
     with readable_errors("convert", speak=True):
+        interrupt_again()  # what is written so far has to go
         way, *paths = arguments
         if way not in WAYS:
             rule = f"must be {' or '.join(WAYS)}"

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+import signal
 import sys
 from pathlib import Path
 
@@ -90,6 +92,27 @@ def test_nothing_is_left_of_what_fails(tmp_path: Path, capsys: pytest.CaptureFix
     with pytest.raises(SystemExit):
         convert.main(["from-hf", str(tmp_path / "theirs"), str(tmp_path / "run")])
     assert "run: is there already; name a new folder" in capsys.readouterr().err
+
+
+def stopped(rank: int, arguments: list[str]) -> int:
+    """The exit code of a conversion that is interrupted while it reads weights, as from a shell."""
+    signal.signal(signal.SIGINT, lambda number, frame: os._exit(1))
+
+    def interrupted(*given: object) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pretrained.Pretrained, "fill_block", interrupted)
+        with pytest.raises(SystemExit) as ended:
+            convert.main(arguments)
+    return int(str(ended.value.code))
+
+
+def test_ctrl_c_leaves_nothing(tmp_path: Path):
+    save_random("llama", tmp_path / "theirs")
+    command = ["from-hf", str(tmp_path / "theirs"), str(tmp_path / "run")]
+    assert run_distributed(stopped, 1, command) == [130]
+    assert [path.name for path in tmp_path.iterdir()] == ["theirs"]
 
 
 def test_a_run_folder_says_what_its_model_is(tmp_path: Path):
