@@ -269,6 +269,11 @@ def _yarn(config: TheirConfig, scaling: TheirConfig) -> dict[str, Any]:
         raise config.refusal("YaRN without factor or original_max_position_embeddings")
     if scaling.get("attention_factor", None) is not None or scaling.get("truncate", True) is False:
         raise config.refusal("YaRN with attention_factor or truncate=false is not supported")
+    both = scaling.get("mscale", None) and scaling.get("mscale_all_dim", None)
+    if not both and (found["mscale"], found["mscale_all_dim"]) != (1.0, 0.0):
+        raise config.refusal(
+            "YaRN with one of mscale and mscale_all_dim, of which both count or none"
+        )
     if found["mscale_all_dim"] and "kv_lora_rank" not in config.values:
         raise config.refusal(
             "YaRN with mscale_all_dim, which this family leaves out of its softmax"

@@ -54,6 +54,18 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda folder: edit_config(folder, rope_parameters={"rope_type": "longrope"}),
         "config.json: rotary positions of type longrope are not supported",
     ),
+    "half a softmax scale": (
+        lambda folder: edit_config(
+            folder,
+            rope_parameters={
+                "rope_type": "yarn",
+                "factor": 4.0,
+                "original_max_position_embeddings": 32,
+                "mscale": 0.5,
+            },
+        ),
+        "config.json: YaRN with one of mscale and mscale_all_dim, of which both count or none",
+    ),
     "a word for a number": (
         lambda folder: edit_config(folder, num_hidden_layers="3"),
         'config.json: num_hidden_layers="3" is no whole number',
