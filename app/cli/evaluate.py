@@ -13,30 +13,27 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from app.cli.processes.ctrl_c import interrupt_again, stop_quietly
-from app.cli.processes.environment import environment, joined_launch
+from app.cli.processes.ctrl_c import stop_quietly
+from app.cli.processes.environment import environment
 
 if __name__ == "__main__":
     # the imports take seconds
     stop_quietly("evaluate", speak=environment().get("RANK", "0") == "0")
 
-import torch.distributed as dist
-
-from app.cli.options.messages import readable_errors
 from app.cli.options.request import Words, check_characters
 from app.cli.options.saved import saved_run
-from app.cli.processes.launch import SPEAK_S, check_room, start_ranks
+from app.cli.processes.launch import check_room, start_ranks
 from app.cli.processes.launcher import Launch
+from app.cli.processes.use_model import loaded_model, run_program
 from app.config import Run
 from app.data.load import prepare
 from app.data.prepared import map_tokens
 from app.data.tokenizer import Tokenizer
 from app.engine.decoding.decoder import Decoder
 from app.engine.decoding.scoring import Question, ScoredWindow, accuracy, perplexity, windows
-from app.engine.decoding.trained import TrainedModel, WeightSource, trained_model, weights_at
+from app.engine.decoding.trained import TrainedModel, WeightSource, weights_at
 from app.engine.report.telling import telling
 from app.engine.run.agreement import rank_zero_says
-from app.engine.run.attempt import Attempt
 from app.engine.run.start import check_tokenizer, usable_gpus
 from app.errors import ConfigError, say
 from app.plan.formatting import count_of
@@ -208,30 +205,16 @@ def evaluate(arguments: Sequence[str], launch: Launch) -> int:
     if launch.world_size is None and run.world_size > 1:
         check_room(run, usable_gpus(run))
         return start_ranks(run.world_size, __file__, arguments, env=environment())
-    attempt = Attempt(launch.requeues, launch.master, store_stays=launch.agent_store)
-    store = attempt.meeting_store(launch.rank, run.world_size)
-    with trained_model(
-        source, run, rank=launch.rank, local_rank=launch.local_rank, store=store
-    ) as model:
-        if launch.rank == 0:
-            say(f"{source.path}: {model.described}", sys.stderr)
+    with loaded_model(source, run, launch) as model:
         said = score(model, task)
         if launch.rank == 0:
             print(said, flush=True)
-        dist.barrier(model.groups.host)
     return 0
 
 
 def main(arguments: Sequence[str], parent: int) -> int:
     """Run the command line of a process that process `parent` has started; the exit code."""
-    if not arguments or {"--help", "-h"} & set(arguments):
-        print(HELP)
-        return 0
-    with readable_errors("evaluate", speak=True):
-        launch = joined_launch(parent)
-    with readable_errors("evaluate", speak=launch.rank == 0, silent_s=SPEAK_S):
-        interrupt_again()
-        return evaluate(arguments, launch)
+    return run_program("evaluate", HELP, arguments, parent=parent, work=evaluate)
 
 
 def command(parent: int) -> None:

@@ -13,20 +13,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from app.cli.processes.ctrl_c import interrupt_again, stop_quietly
-from app.cli.processes.environment import environment, joined_launch
+from app.cli.processes.ctrl_c import stop_quietly
+from app.cli.processes.environment import environment
 
 if __name__ == "__main__":
     # the imports take seconds
     stop_quietly("generate", speak=environment().get("RANK", "0") == "0")
 
-import torch.distributed as dist
-
-from app.cli.options.messages import readable_errors
 from app.cli.options.request import Words, check_characters
 from app.cli.options.saved import saved_run
-from app.cli.processes.launch import SPEAK_S, check_room, start_ranks
+from app.cli.processes.launch import check_room, start_ranks
 from app.cli.processes.launcher import Launch
+from app.cli.processes.use_model import loaded_model, run_program
 from app.config import Run
 from app.data.tokenizer import Tokenizer
 from app.engine.capture.recorder import CudaRecorder
@@ -34,9 +32,8 @@ from app.engine.decoding.decoder import Decoder
 from app.engine.decoding.drawing import Sampling
 from app.engine.decoding.replicas import Replicas
 from app.engine.decoding.texts import Continuation, drawn_tokens
-from app.engine.decoding.trained import TrainedModel, trained_model, weights_at
+from app.engine.decoding.trained import TrainedModel, weights_at
 from app.engine.memory import memory_of
-from app.engine.run.attempt import Attempt
 from app.engine.run.start import check_tokenizer, choose_device, usable_gpus
 from app.errors import ConfigError, say
 from app.plan.formatting import byte_count, count_of
@@ -302,28 +299,14 @@ def generate(arguments: Sequence[str], launch: Launch) -> int:
     sizes = sizes_of(request, prompts, run)
     device = choose_device(run, launch.local_rank)
     check_decoding_memory(Plan(run), sizes, memory_of(run, device), gpu=device.type == "cuda")
-    attempt = Attempt(launch.requeues, launch.master, store_stays=launch.agent_store)
-    store = attempt.meeting_store(launch.rank, run.world_size)
-    with trained_model(
-        source, run, rank=launch.rank, local_rank=launch.local_rank, store=store
-    ) as model:
-        if launch.rank == 0:
-            say(f"{source.path}: {model.described}", sys.stderr)
+    with loaded_model(source, run, launch) as model:
         Writer(model, tokenizer, request).write(prompts, sizes)
-        dist.barrier(model.groups.host)
     return 0
 
 
 def main(arguments: Sequence[str], parent: int) -> int:
     """Run the command line of a process that process `parent` has started; the exit code."""
-    if not arguments or {"--help", "-h"} & set(arguments):
-        print(HELP)
-        return 0
-    with readable_errors("generate", speak=True):
-        launch = joined_launch(parent)
-    with readable_errors("generate", speak=launch.rank == 0, silent_s=SPEAK_S):
-        interrupt_again()
-        return generate(arguments, launch)
+    return run_program("generate", HELP, arguments, parent=parent, work=generate)
 
 
 def command(parent: int) -> None:

@@ -129,11 +129,7 @@ def build_engine(
     stash = build_stash(plan, run, groups.pp_rank, device=device)
     dispatcher = build_dispatcher(run, groups.peers(run.parallel.cp_comm_type), device, stash=stash)
     chunks = build_chunks(run, plan.stages, groups, device=device, dispatcher=dispatcher)
-    if pretrained is None:
-        for chunk in chunks:
-            init_weights(chunk.weights(), groups.coords, run.model, seed=run.train.seed)
-    else:
-        all_succeed(groups, lambda: fill_chunks(chunks, pretrained, groups.coords))
+    _set_weights(run, chunks, groups, pretrained=pretrained)
     specs = [list(parameter_specs(chunk, groups.coords)) for chunk in chunks]
     buffers = plan.buffers[groups.pp_rank]
     optimizer_groups = OptimizerGroups(
@@ -175,6 +171,17 @@ def build_engine(
         dispatcher=dispatcher,
         recorder=build_recorder(run, device),
     )
+
+
+def _set_weights(
+    run: Run, chunks: Sequence[Chunk], groups: Groups, *, pretrained: Pretrained | None
+) -> None:
+    """Those of a pretrained model, or random ones; ConfigError as `build_engine`."""
+    if pretrained is not None:
+        all_succeed(groups, lambda: fill_chunks(chunks, pretrained, groups.coords))
+        return
+    for chunk in chunks:
+        init_weights(chunk.weights(), groups.coords, run.model, seed=run.train.seed)
 
 
 def build_recorder(run: Run, device: torch.device) -> Recorder | None:
