@@ -147,6 +147,8 @@ def train(
     mutation: str | None = None,
 ) -> dict[str, Any]:
     """One run, from nothing to nothing: what it computed, and what it took."""
+    # of streams of runs before this one; no graph lives that would read them
+    torch._C._cuda_clearCublasWorkspaces()
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     torch.manual_seed(launch.rank)

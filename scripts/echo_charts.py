@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable
 from math import isnan, nan
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from matplotlib.axes import Axes
@@ -118,19 +119,25 @@ def pieces_chart(rows: list[Json]) -> Figure:
 
 
 def measured_steps() -> dict[str, Json]:
-    """By skew: max/mean of ranks, and milliseconds of a step without clones and with them."""
+    """By skew: max/mean of ranks, and milliseconds of a step without clones and with them; medians
+    where a case was repeated.
+    """
     found: dict[str, Json] = {}
+    times: dict[tuple[str, str], list[float]] = {}
     for text in (RESULTS / "echo_steps.jsonl").read_text().splitlines():
         row = json.loads(text)
         words = row["overrides"]
         forced = "model.moe.force_balance=true" in words
         (skew,) = [w for w in words if w.startswith("hot=")] or ["forced" if forced else "none"]
         case = found.setdefault(skew, {})
-        if any("echo" in word for word in words):
-            case |= {"with": row["step_ms"], "clones": row["clones"]}
+        kind = "with" if any("echo" in word for word in words) else "without"
+        times.setdefault((skew, kind), []).append(row["step_ms"])
+        case[kind] = median(times[skew, kind])
+        if kind == "with":
+            case |= {"clones": row["clones"]}
             case |= {"before": row["rank_load_before"], "after": row["rank_load_after"]}
         else:
-            case |= {"without": row["step_ms"], "load": row["rank_load"]}
+            case["load"] = row["rank_load"]
     return {skew: found[skew] for skew in sorted(found)}
 
 

@@ -91,7 +91,7 @@ def test_the_simulation_is_as_computed():
 def test_steps_are_as_measured():
     cases = measured_steps()
     forced = cases["forced"]["without"]
-    assert len(cases) == 6
+    assert len(cases) == 5
     for name, case in cases.items():
         times = case["without"], case["with"]
         shares = [f"{100 * forced / time:.1f}" for time in times]
