@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +76,11 @@ class TheirConfig:
         if not isinstance(values, dict):
             raise ConfigError(key, folder, f"{CONFIG_JSON} is no JSON object")
         return cls(values, path, key)
+
+    def completed(self, defaults: Mapping[str, Any]) -> TheirConfig:
+        """With values for what it lacks; null stays null, but as the base of rotary positions."""
+        said = {k: v for k, v in self.values.items() if v is not None or k != "rope_theta"}
+        return replace(self, values={**defaults, **said})
 
     def refusal(self, what: str) -> ConfigError:
         """The error that says what is wrong with it."""

@@ -7,8 +7,8 @@ of the model is read as the same model again.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
@@ -30,6 +30,8 @@ class Family:
     read: Callable[[TheirConfig], dict[str, Any]]  # fields of our configuration
     lines: tuple[NameLine, ...]  # of weights
     written_moe: Callable[[MoEConfig], dict[str, Any]] | None = None  # None: without experts
+    # of keys that config.json lacks, those of the class in `transformers`
+    defaults: Mapping[str, Any] = field(default_factory=dict)
 
     def table(self, model: ModelConfig) -> Sequence[NameLine]:
         """The lines that one of its models uses."""
@@ -60,14 +62,27 @@ _DEEPSEEK = (
 )
 FAMILIES = (
     Family("llama", "LlamaForCausalLM", config.llama, _GROUPED),
-    Family("qwen2", "Qwen2ForCausalLM", config.qwen2, _GROUPED),
-    Family("qwen3", "Qwen3ForCausalLM", config.qwen3, _GROUPED),
+    Family(
+        "qwen2",
+        "Qwen2ForCausalLM",
+        config.qwen2,
+        _GROUPED,
+        defaults={"num_key_value_heads": 32},
+    ),
+    Family(
+        "qwen3",
+        "Qwen3ForCausalLM",
+        config.qwen3,
+        _GROUPED,
+        defaults={"num_key_value_heads": 32, "head_dim": 128},
+    ),
     Family(
         "mixtral",
         "MixtralForCausalLM",
         config.mixtral,
         (*_GROUPED, *tables.MIXTRAL_EXPERTS),
         config.written_mixtral,
+        defaults={"num_key_value_heads": 8, "rope_theta": 1e6, "router_aux_loss_coef": 0.001},
     ),
     Family(
         "olmoe",
@@ -75,6 +90,7 @@ FAMILIES = (
         config.olmoe,
         (*_GROUPED, *tables.EXPERTS),
         config.written_olmoe,
+        defaults={"router_aux_loss_coef": 0.01},
     ),
     Family(
         "qwen3_moe",
@@ -82,6 +98,7 @@ FAMILIES = (
         config.qwen3_moe,
         (*_GROUPED, *tables.EXPERTS),
         config.written_qwen3_moe,
+        defaults={"num_key_value_heads": 4, "router_aux_loss_coef": 0.001},
     ),
     Family(
         "deepseek_v2",
@@ -89,6 +106,7 @@ FAMILIES = (
         config.deepseek_v2,
         _DEEPSEEK,
         config.written_deepseek,
+        defaults={"q_lora_rank": 1536, "n_shared_experts": 2},
     ),
     Family(
         "deepseek_v3",
@@ -96,6 +114,16 @@ FAMILIES = (
         config.deepseek_v3,
         _DEEPSEEK,
         config.written_deepseek,
+        defaults={
+            "num_key_value_heads": 128,
+            "q_lora_rank": 1536,
+            "n_shared_experts": 1,
+            "first_k_dense_replace": 3,
+            "n_group": 8,
+            "topk_group": 4,
+            "routed_scaling_factor": 2.5,
+            "num_nextn_predict_layers": 1,
+        },
     ),
 )
 

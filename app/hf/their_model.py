@@ -24,6 +24,7 @@ class TheirModel:
         """That of a folder. Raises ConfigError for what our models cannot be."""
         config = TheirConfig.read(folder, key)
         family = family_named(config)
+        config = config.completed(family.defaults)
         try:
             model = as_model(family.read(config), folder.resolve().name)
         except ConfigError as error:

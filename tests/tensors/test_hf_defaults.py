@@ -1,0 +1,82 @@
+"""What a config.json lacks is what the configuration class of `transformers` has there."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from app.config import ModelConfig
+from app.errors import ConfigError
+from app.hf.config_json import CONFIG_JSON
+from app.hf.families import FAMILIES, differences
+from app.hf.their_model import TheirModel
+from tests import hf_folders
+from tests.hf_folders import KEY, transformers
+from tests.tensors.test_hf_parity import CASES
+from tests.tensors.test_hf_spellings import config_of_4
+
+# their configuration, without which the rest says nothing
+KIND = "model_type"
+
+
+def read(values: dict[str, Any], folder: Path) -> ModelConfig | str:
+    """The model of a config.json, or what is said of it."""
+    (folder / CONFIG_JSON).write_text(json.dumps(values))
+    try:
+        return TheirModel.read(folder, KEY).model
+    except ConfigError as error:
+        return str(error)
+
+
+def lacking(values: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Without a key, and with null for it, each key in turn."""
+    for key in values.keys() - {KIND}:
+        yield f"no {key}", {name: value for name, value in values.items() if name != key}
+        yield f"{key}=null", {**values, key: None}
+
+
+def unlike(one: ModelConfig, other: ModelConfig) -> list[Any]:
+    found: list[Any] = list(differences(one, other))
+    losses = [model.moe and model.moe.aux_loss_coeff for model in (one, other)]
+    return found + ([losses] if losses[0] != losses[1] else [])
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", hf_folders.FAMILIES)
+def test_a_missing_key_is_what_transformers_takes(name: str, tmp_path: Path):
+    """Or it is refused; so is what `transformers` completes to a model that is none of ours."""
+    transformers.logging.set_verbosity_error()
+    _, theirs, _ = CASES[hf_folders.FAMILIES[name]]()
+    new = theirs.to_dict()
+    same = 0
+    for values in (new, config_of_4(copy.deepcopy(new))):
+        for what, some in lacking(values):
+            found = read(some, tmp_path)
+            try:
+                whole = type(theirs).from_dict(copy.deepcopy(some)).to_dict()
+            except Exception as error:  # of several libraries
+                assert "Validation" in type(error).__name__, what  # they refuse it, and we may
+                continue
+            expected = read(whole, tmp_path)
+            if isinstance(found, ModelConfig):
+                assert isinstance(expected, ModelConfig), (what, expected)
+                assert unlike(found, expected) == [], what
+                same += 1
+            elif isinstance(expected, ModelConfig):
+                assert found.endswith(" is missing"), found
+    assert same > 50
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.model_type)
+def test_defaults_are_those_of_the_class(family: Any):
+    """The numbers one by one, too: above, several could stand for the same model."""
+    theirs = transformers.models.auto.configuration_auto.CONFIG_MAPPING[family.model_type]()
+    values = {**theirs.to_dict(), "rope_theta": theirs.rope_parameters["rope_theta"]}
+    usual = {"rope_theta": 10000.0}
+    assert {name: values[name] for name in family.defaults} == dict(family.defaults)
+    assert {**usual, **family.defaults}["rope_theta"] == values["rope_theta"]
