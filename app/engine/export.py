@@ -39,7 +39,6 @@ from app.hf.write import Export
 
 EXPORTED = "hugging_face"  # in a run folder: the model that it ended with
 NAMES = {Dtype.float32: "float32", Dtype.bfloat16: "bfloat16", Dtype.float16: "float16"}
-WRITTEN = (CONFIG_JSON, "model.safetensors.index.json")  # by us, not copied
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +105,7 @@ class Exported:
             tokenizer = self.config["data"]["tokenizer"]
             export.finish(self._new_config(tokenizer), [])
             return
-        beside = [path for path in text_files(texts) if path.name not in WRITTEN]
+        beside = [path for path in text_files(texts) if path.name != CONFIG_JSON]
         export.finish(self._their_config(texts), beside)
 
     def _their_config(self, texts: Path) -> dict[str, Any]:

@@ -17,10 +17,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from app.errors import ConfigError
+from app.hf.file_names import INDEX, ONE_FILE, PICKLES
 
-ONE_FILE = "model.safetensors"
-INDEX = "model.safetensors.index.json"
-PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json", "consolidated.00.pth")
 FP8 = "F8_E4M3"
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 READABLE = (*DTYPES, FP8)
@@ -79,11 +77,11 @@ class TensorFiles:
         return part if found.get_dtype() != FP8 else part.float() * self._scales(name, region)
 
     def _listed(self) -> dict[str, str]:
-        """Tensor -> file, of the index or else of the one file."""
-        if (self.folder / INDEX).is_file():
-            return self._indexed()
+        """Tensor -> file, of the one file or else of the index, as `transformers` chooses."""
         if (self.folder / ONE_FILE).is_file():
             return dict.fromkeys(sorted(self._tensors(ONE_FILE)), ONE_FILE)
+        if (self.folder / INDEX).is_file():
+            return self._indexed()
         pickles = [name for name in PICKLES if (self.folder / name).exists()]
         if pickles:
             what = f"has {pickles[0]} but no safetensors, and pickles are not read"

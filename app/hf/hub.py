@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import re
 import time
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -16,9 +16,9 @@ from huggingface_hub.utils.tqdm import disable_progress_bars
 from app.data.paths import most_like
 from app.errors import ConfigError
 from app.hf.config_json import CONFIG_JSON
+from app.hf.file_names import INDEX, ONE_FILE
 
-# What is needed of a model, and no code.
-WEIGHTS = ("*.safetensors", "*.safetensors.index.json")
+# What is needed of a model besides its weights, and no code.
 TEXTS = (
     "config.json",
     "generation_config.json",
@@ -60,14 +60,51 @@ def model_folder(name: str, key: str, commit: str | None = None, asks: bool = Tr
     """
     if (folder := _local(name, key)) is not None:
         return folder
-    options = {"revision": commit, "local_files_only": not asks}
-    bring = partial(huggingface_hub.snapshot_download, allow_patterns=[*WEIGHTS, *TEXTS])
-    return Path(_explained(name, key, lambda: bring(name, **options)))
+    return _explained(name, key, lambda: _model(name, commit, asks=asks))
+
+
+def texts_folder(name: str, key: str) -> Path:
+    """A folder with configurations and tokenizer of the model, as `model_folder`."""
+    if (folder := _local(name, key)) is not None:
+        return folder
+    return _explained(name, key, lambda: _snapshot(name, None, TEXTS, asks=True))
 
 
 def commit_of(folder: Path) -> str | None:
     """The commit of the hub that a folder of its cache holds; None for other folders."""
     return folder.name if folder.parent.name == SNAPSHOTS else None
+
+
+def _model(name: str, commit: str | None, *, asks: bool) -> Path:
+    """Texts and weights. Of these the one file, or else those of the index, and no others, which
+    some repositories have in further formats; `app.hf.files` and `transformers` choose alike.
+    """
+    folder = _snapshot(name, commit, (*TEXTS, INDEX), asks=asks)
+    at = folder.name
+    try:
+        huggingface_hub.hf_hub_download(name, ONE_FILE, revision=at, local_files_only=not asks)
+    except errors.EntryNotFoundError as error:
+        if files := _indexed(folder / INDEX):
+            _snapshot(name, at, files, asks=asks)
+        elif isinstance(error, errors.LocalEntryNotFoundError):
+            raise  # it may be on the hub
+    return folder
+
+
+def _snapshot(name: str, commit: str | None, patterns: Sequence[str], *, asks: bool) -> Path:
+    found = huggingface_hub.snapshot_download(
+        name, revision=commit, allow_patterns=[*patterns], local_files_only=not asks
+    )
+    return Path(found)
+
+
+def _indexed(path: Path) -> list[str]:
+    """The files that an index names; none where it is broken, as who reads it will say."""
+    try:
+        files = json.loads(path.read_text())["weight_map"].values()
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+        return []
+    return sorted({file for file in files if isinstance(file, str)})
 
 
 def _cached_config(name: str, key: str) -> Path:

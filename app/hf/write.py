@@ -23,7 +23,7 @@ from app.config import ModelConfig
 from app.errors import ConfigError
 from app.hf.config_json import CONFIG_JSON
 from app.hf.families import Family
-from app.hf.files import INDEX, ONE_FILE
+from app.hf.file_names import INDEX, ONE_FILE
 from app.hf.piece import Piece
 from app.hf.tables import mapping
 from app.plan.sharding.reshard import Block

@@ -24,13 +24,13 @@ from app.config import ParallelConfig, Run
 from app.engine.groups import create_groups
 from app.engine.run.start import open_pretrained
 from app.errors import ConfigError, OwnError
-from app.hf.hub import config_folder, model_folder
+from app.hf.hub import commit_of, config_folder, model_folder, texts_folder
 from app.hf.their_model import TheirModel
 from app.plan.model.stage import model_weights
 from app.plan.plan import Plan
 from app.plan.sharding.reshard import Block
 from tests.distributed import run_distributed
-from tests.hf_folders import KEY, edit_config, loaded, save_random
+from tests.hf_folders import KEY, edit_config, loaded, save_random, split_into_two
 from tests.programs import run_forked
 from tests.runs import make_run
 from tests.test_config import load
@@ -139,6 +139,32 @@ def test_a_model_comes_from_the_hub_once_and_then_from_the_cache(
     hub.shutdown()
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
     assert model_folder(NAME, KEY) == folder and config_folder(NAME, KEY) == folder
+
+
+@pytest.mark.parametrize("both", [True, False])
+def test_weights_come_in_one_format(hub: Hub, both: bool):
+    """Of one file and an index the file, as it is read; else what the index names, and no more."""
+    save_random("qwen3", hub.folder)
+    one = (hub.folder / "model.safetensors").read_bytes()
+    split_into_two(hub.folder)
+    (hub.folder / "consolidated.safetensors").write_bytes(one)
+    if both:
+        (hub.folder / "model.safetensors").write_bytes(one)
+    folder = model_folder(NAME, KEY)
+    brought = {path.name for path in folder.glob("*.safetensors")}
+    parts = {f"model-{number:05d}-of-00002.safetensors" for number in (1, 2)}
+    assert brought == ({"model.safetensors"} if both else parts)
+    assert_same_weights(folder, hub.folder)
+    hub.shutdown()
+    assert model_folder(NAME, KEY, commit_of(folder), asks=False) == folder
+
+
+def test_weights_that_the_cache_lacks_are_asked_for(hub: Hub, monkeypatch: pytest.MonkeyPatch):
+    save_random("qwen3", hub.folder)
+    texts = texts_folder(NAME, KEY)
+    assert {path.name for path in texts.iterdir()} == {"config.json", "generation_config.json"}
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    assert "is not in the cache either, and http://127.0.0.1:9 cannot be reached" in refused()
 
 
 def assert_same_weights(one: Path, other: Path) -> None:

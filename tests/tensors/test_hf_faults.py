@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from app.errors import ConfigError
+from app.hf.file_names import INDEX
 from app.hf.their_model import TheirModel
 from tests.hf_folders import (
     FAMILIES,
@@ -136,7 +137,7 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
         "no file beside it",
     ),
     "an index without a map": (
-        lambda folder: (folder / "model.safetensors.index.json").write_text("{}"),
+        lambda folder: (split_into_two(folder), (folder / INDEX).write_text("{}")),
         "model.safetensors.index.json cannot be read, or has no weight_map",
     ),
 }

@@ -21,6 +21,7 @@ from app.hf.families import (
     family_named,
     family_of,
 )
+from app.hf.file_names import INDEX, ONE_FILE
 from app.hf.pretrained import Pretrained
 from app.hf.their_model import TheirModel
 from app.plan.sharding.blocks import ShardCoords
@@ -33,6 +34,7 @@ from tests.hf_folders import (
     save_random,
     split_into_two,
     their_logits,
+    transformers,
 )
 from tests.tensors.models import draw_tokens, forward
 from tests.test_config import load
@@ -68,6 +70,24 @@ def test_several_files_are_read_by_their_index(tmp_path: Path):
     before = loaded(tmp_path).state_dict()
     split_into_two(tmp_path)
     assert_same(before, loaded(tmp_path).state_dict())
+
+
+@pytest.mark.parametrize("index", ["{}", None])
+@torch.no_grad()
+def test_of_one_file_and_an_index_the_file_counts(index: str | None, tmp_path: Path):
+    """As in `transformers`; the other weights are twice as large, or the index is broken."""
+    save_random("qwen3", tmp_path)
+    one = (tmp_path / ONE_FILE).read_bytes()
+    edit_tensors(tmp_path, lambda tensors: [value.mul_(2) for value in tensors.values()])
+    split_into_two(tmp_path)
+    (tmp_path / ONE_FILE).write_bytes(one)
+    if index is not None:
+        (tmp_path / INDEX).write_text(index)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    chunk = loaded(tmp_path)
+    tokens = draw_tokens(chunk.model, 2, 9)
+    ours, expected = forward(chunk, tokens).x, their_logits(theirs, tokens)
+    torch.testing.assert_close(ours, expected, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.model_type)
