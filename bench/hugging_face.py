@@ -31,9 +31,10 @@ from app.config import ModelConfig, MoEConfig
 from app.engine.export import export_checkpoint, saved_at
 from app.engine.imported import import_model
 from app.hf import write
+from app.hf.config_json import CONFIG_JSON
 from app.hf.families import family_of
 from app.hf.pretrained import Pretrained
-from app.hf.write import Export
+from app.hf.write import Export, as_json
 from app.plan.model.stage import model_weights
 from app.plan.sharding.blocks import ShardCoords
 from app.plan.sharding.reshard import Block
@@ -100,7 +101,8 @@ def make(folder: Path) -> dict[str, Any]:
     for name in export.files():
         export.write(name, Noise())
     config = export.family.written(MODEL)
-    export.finish({**config, "max_position_embeddings": 4096, "torch_dtype": "bfloat16"}, [])
+    config |= {"max_position_embeddings": 4096, "torch_dtype": "bfloat16"}
+    export.finish({CONFIG_JSON: as_json(config)})
     weights = sum(each.weight.numel for each in model_weights(MODEL))
     return {"parameters": weights}
 

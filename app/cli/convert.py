@@ -18,7 +18,7 @@ from app.cli.options.messages import readable_errors
 from app.engine.export import export_checkpoint, saved_at
 from app.engine.imported import import_model
 from app.engine.report.telling import telling
-from app.errors import ConfigError, nearest
+from app.errors import ConfigError, nearest, say
 from app.hf.hub import model_folder
 
 FROM, TO = WAYS = ("from-hf", "to-hf")
@@ -48,8 +48,12 @@ def to_hf(source: Path, folder: Path) -> None:
     """Write the model of a run or checkpoint into a new folder. Raises ConfigError."""
     checkpoint = saved_at(source, TO)
     with telling(f"reading {checkpoint}"):
-        exported = export_checkpoint(checkpoint, folder, TO)
+        exported = export_checkpoint(checkpoint, folder, TO, say=_warn)
     print(f"{checkpoint}: a model of type {exported.family().model_type} is now in {folder}")
+
+
+def _warn(text: str) -> None:
+    say(f"convert: {text}", sys.stderr)
 
 
 def main(arguments: Sequence[str]) -> int:

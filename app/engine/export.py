@@ -6,9 +6,7 @@ for the whole model are needed; several processes write a file each at a time.
 
 from __future__ import annotations
 
-import json
-import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,8 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from app.choices import Dtype
-from app.config import ModelConfig, Run
-from app.data.tokenizer import BYTES, load_tokenizer
+from app.config import ModelConfig
 from app.engine.checkpoint.folder import (
     CHECKPOINTS,
     check_contents,
@@ -27,14 +24,13 @@ from app.engine.checkpoint.folder import (
 from app.engine.checkpoint.load import IMPORTED
 from app.engine.checkpoint.weights import SavedWeights
 from app.engine.dtypes import DTYPES
+from app.engine.export_texts import ExportTexts
 from app.engine.groups import Groups
 from app.engine.run.agreement import all_succeed, rank_zero_says
 from app.engine.run.run_folder import from_plain
 from app.engine.watchdog.watchdog import Strand
-from app.errors import ConfigError, warn, writing
-from app.hf.config_json import CONFIG_JSON
+from app.errors import ConfigError, warn
 from app.hf.families import Family, family_of
-from app.hf.hub import PRETRAINED, TEXTS, model_folder
 from app.hf.write import Export
 
 EXPORTED = "hugging_face"  # in a run folder: the model that it ended with
@@ -84,64 +80,14 @@ class Exported:
             replaces=self.replaces,
         )
 
-    def texts(self) -> Path | None:
-        """The folder of the model that the run started from; None: there is none any more."""
+    def texts(self, say: Callable[[str], object]) -> dict[str, bytes]:
+        """What is no weight, by name of file; `say` hears what is left out. Raises ConfigError."""
         run_dir = self.checkpoint.parent.parent
-        if (run_dir / PRETRAINED / CONFIG_JSON).exists():
-            return run_dir / PRETRAINED
-        source = self.model.init_from
-        if source is None:
-            return None
-        try:
-            return model_folder(source, self.key)
-        except ConfigError as error:
-            warn(f"config.json is written anew, and no tokenizer is copied: {error}")
-            return None
-
-    def finish(self, export: Export) -> None:
-        """Write what is no weight, and rename the folder."""
-        texts = self.texts()
-        if texts is None:
-            tokenizer = self.config["data"]["tokenizer"]
-            export.finish(self._new_config(tokenizer), [])
-            return
-        beside = [path for path in text_files(texts) if path.name != CONFIG_JSON]
-        export.finish(self._their_config(texts), beside)
-
-    def _their_config(self, texts: Path) -> dict[str, Any]:
-        """That of the model at the start, of which all stays but how weights are stored."""
-        found: dict[str, Any] = json.loads((texts / CONFIG_JSON).read_text())
-        for name in ("quantization_config", "dtype", "auto_map"):  # of the last: code, not copied
-            found.pop(name, None)
-        if "num_nextn_predict_layers" in found:
-            found["num_nextn_predict_layers"] = 0  # we have none of these layers
-        return {**found, "torch_dtype": NAMES[self.dtype]}
-
-    def _new_config(self, tokenizer: str) -> dict[str, Any]:
-        known = tokenizer == BYTES or Path(tokenizer).is_file()
-        return {
-            **self.family().written(self.model),
-            "max_position_embeddings": self.config["train"]["seq_len"],
-            "bos_token_id": None,
-            "eos_token_id": load_tokenizer(tokenizer).eod if known else None,
-            "torch_dtype": NAMES[self.dtype],
-        }
-
-
-def text_files(folder: Path) -> list[Path]:
-    """What lies beside the weights of a model: configurations, tokenizer, no code."""
-    return sorted({path for pattern in TEXTS for path in folder.glob(pattern) if path.is_file()})
-
-
-def keep_texts(run: Run, run_dir: Path) -> None:
-    """Copy what came with the model that a run starts from into its folder. Raises ConfigError."""
-    if run.model.init_from is None:
-        return
-    source = model_folder(run.model.init_from, "model.init_from", asks=False)
-    with writing(run_dir):
-        (run_dir / PRETRAINED).mkdir(exist_ok=True)
-        for path in text_files(source):
-            shutil.copyfile(path, run_dir / PRETRAINED / path.name)
+        dtype = NAMES[self.dtype]
+        found = ExportTexts(
+            run_dir, self.config, self.model, self.family(), dtype=dtype, key=self.key, say=say
+        )
+        return found.files()
 
 
 def saved_at(path: Path, key: str) -> Path:
@@ -155,8 +101,11 @@ def saved_at(path: Path, key: str) -> Path:
     return found
 
 
-def export_checkpoint(path: Path, folder: Path, key: str) -> Exported:
-    """Write the model of a checkpoint into a new folder, in this process alone.
+def export_checkpoint(
+    path: Path, folder: Path, key: str, *, say: Callable[[str], object] = warn
+) -> Exported:
+    """Write the model of a checkpoint into a new folder, in this process alone; `say` hears what is
+    left out.
 
     The checkpoint's files are compared with their checksums first. Raises ConfigError.
     """
@@ -166,10 +115,11 @@ def export_checkpoint(path: Path, folder: Path, key: str) -> Exported:
     export = exported.export()
     export.begin()
     try:
+        texts = exported.texts(say)
         with _about(key):
             _check_all(path, manifest)
         _write(export, export.files(), exported)
-        exported.finish(export)
+        export.finish(texts)
     except BaseException:
         export.give_up()
         raise
@@ -205,13 +155,15 @@ def export_together(path: Path, folder: Path, groups: Groups, strand: Strand) ->
     manifest = rank_zero_says(groups, lambda: read_manifest(path))
     exported = Exported(path, manifest, key, folder, replaces=True)
     export = exported.export()
+    leads = groups.rank == 0
     rank_zero_says(groups, export.begin)
     own = list(export.files())[groups.rank :: groups.host.size()]
     try:
+        texts = all_succeed(groups, lambda: exported.texts(warn) if leads else {})
         all_succeed(groups, lambda: _write(export, own, exported))
-        rank_zero_says(groups, lambda: exported.finish(export))
-    except ConfigError:
-        if groups.rank == 0:
+        rank_zero_says(groups, lambda: export.finish(texts))
+    except BaseException:
+        if leads:
             export.give_up()
         raise
     strand.note("the end of the run")

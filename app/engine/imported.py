@@ -29,10 +29,9 @@ from app.engine.checkpoint.folder import (
 from app.engine.checkpoint.load import CURSOR, IMPORTED, MAIN, Progress, part_name, rank_file
 from app.engine.checkpoint.synced import write_synced
 from app.engine.checkpoint.tensor_file import Writable
-from app.engine.export import text_files
+from app.engine.export_texts import read_texts, write_texts
 from app.engine.run.run_folder import plain
 from app.errors import ConfigError
-from app.hf.hub import PRETRAINED
 from app.hf.pretrained import Pretrained
 from app.hf.write import file_header
 from app.plan.model.stage import NamedWeight, model_weights
@@ -47,13 +46,12 @@ def import_model(folder: Path, name: str, run_dir: Path, key: str) -> Pretrained
     if os.path.lexists(run_dir):
         raise ConfigError("folder", run_dir, "is there already", advice="name a new folder")
     pretrained = Pretrained(folder, key)
+    texts = read_texts(folder, key)
     draft = run_dir.with_name(f".{run_dir.name}.tmp")
     shutil.rmtree(draft, ignore_errors=True)
     try:
         _write(draft, pretrained, name)
-        (draft / PRETRAINED).mkdir()
-        for path in text_files(folder):
-            shutil.copyfile(path, draft / PRETRAINED / path.name)
+        write_texts(draft, texts)
         draft.rename(run_dir)
     except OSError as error:
         rule = f"cannot be written: {error.strerror}"

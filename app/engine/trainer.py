@@ -23,7 +23,8 @@ from app.engine.checkpoint.folder import (
 )
 from app.engine.checkpoint.load import Progress, load_checkpoint
 from app.engine.checkpoint.saver import Saver
-from app.engine.export import EXPORTED, export_together, keep_texts
+from app.engine.export import EXPORTED, export_together
+from app.engine.export_texts import keep_texts
 from app.engine.generate import sample_text
 from app.engine.pipeline.step import TrainingStep, Validation
 from app.engine.report.boards import TensorBoard, Wandb

@@ -21,7 +21,6 @@ from torch import Tensor
 
 from app.config import ModelConfig
 from app.errors import ConfigError
-from app.hf.config_json import CONFIG_JSON
 from app.hf.families import Family
 from app.hf.file_names import INDEX, ONE_FILE
 from app.hf.piece import Piece
@@ -149,23 +148,35 @@ class Export:
             file.flush()
             os.fsync(file.fileno())
 
-    def finish(self, config: Mapping[str, Any], beside: Sequence[Path]) -> None:
-        """Write index and config.json, copy the files `beside`, and rename the folder. Raises
+    def finish(self, texts: Mapping[str, bytes]) -> None:
+        """Write the index, and files with these contents, and rename the folder. Raises
         ConfigError.
         """
         files = self.files()
+        index = {}
+        if list(files) != [ONE_FILE]:
+            size = sum(tensor.bytes for held in files.values() for tensor in held)
+            places = {each.piece.name: file for file, held in files.items() for each in held}
+            index = {INDEX: as_json({"metadata": {"total_size": size}, "weight_map": places})}
         with _writing(self.folder):
-            if list(files) != [ONE_FILE]:
-                size = sum(tensor.bytes for held in files.values() for tensor in held)
-                places = {each.piece.name: file for file, held in files.items() for each in held}
-                index = {"metadata": {"total_size": size}, "weight_map": places}
-                _write_json(self.draft / INDEX, index)
-            for path in beside:
-                shutil.copyfile(path, self.draft / path.name)
-            _write_json(self.draft / CONFIG_JSON, config)
-            if self.replaces:
-                shutil.rmtree(self.folder, ignore_errors=True)
+            for name, contents in {**index, **texts}.items():
+                (self.draft / name).write_bytes(contents)
+            self._take_place()
+
+    def _take_place(self) -> None:
+        """Rename the folder; an earlier one is removed after that, or comes back."""
+        earlier = self.folder.with_name(f".{self.folder.name}.old")
+        if not self.replaces or not os.path.lexists(self.folder):
             self.draft.rename(self.folder)
+            return
+        shutil.rmtree(earlier, ignore_errors=True)
+        self.folder.rename(earlier)
+        try:
+            self.draft.rename(self.folder)
+        except OSError:
+            earlier.rename(self.folder)
+            raise
+        shutil.rmtree(earlier, ignore_errors=True)
 
     def give_up(self) -> None:
         """Remove what was written of it."""
@@ -178,7 +189,7 @@ def _writing(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        rule = f"cannot be written: {error.strerror}"
+        rule = f"cannot be written: {error.strerror or error}"
         raise ConfigError("folder", path, rule) from error
 
 
@@ -202,5 +213,6 @@ def file_header(
     return len(text).to_bytes(8, "little") + text
 
 
-def _write_json(path: Path, value: Mapping[str, Any]) -> None:
-    path.write_text(json.dumps(value, indent=2) + "\n")
+def as_json(value: Mapping[str, Any]) -> bytes:
+    """The contents of a JSON file that people may read."""
+    return (json.dumps(value, indent=2) + "\n").encode()

@@ -6,8 +6,9 @@ import dataclasses
 import json
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 import torch
@@ -21,10 +22,13 @@ from app.engine.build import build_engine
 from app.engine.checkpoint.folder import CHECKPOINTS, read_manifest
 from app.engine.checkpoint.load import Progress, load_checkpoint
 from app.engine.export import Exported, export_checkpoint, export_together
+from app.engine.export_texts import keep_texts
 from app.engine.groups import create_groups
 from app.engine.run.start import find_pretrained
 from app.errors import ConfigError
 from app.hf import write
+from app.hf.families import family_of
+from app.hf.write import Export
 from app.plan.plan import Plan
 from tests.checkpoints import save_checkpoint
 from tests.distributed import run_distributed
@@ -266,7 +270,7 @@ def edit_manifest(path: Path) -> None:
     found.write_text(found.read_text().replace('"step": 1', '"step": 2'))
 
 
-def raise_full(*_: object) -> None:
+def raise_full(*_: object) -> NoReturn:
     raise OSError(28, "No space left on device")
 
 
@@ -303,6 +307,70 @@ def test_a_folder_is_whole_or_not_there(
     assert sorted(each.name for each in tmp_path.iterdir()) == ["run"]
 
 
+def dangle(folder: Path) -> None:
+    (folder / "merges.txt").symlink_to("nowhere")
+
+
+LOST: dict[str, tuple[Callable[[Path], object], str]] = {
+    "a link to nothing": (dangle, "merges.txt cannot be read: No such file or directory"),
+    "no JSON": (
+        lambda folder: (folder / "config.json").write_text("{"),
+        "config.json cannot be read: Expecting property name enclosed in double quotes: "
+        "line 1 column 2 (char 1)",
+    ),
+    "another model": (
+        lambda folder: edit_config(folder, rms_norm_eps=0.5),
+        "config.json has model.norm_eps=0.5, and the checkpoint 1e-05",
+    ),
+}
+
+
+@pytest.mark.parametrize("lost", LOST)
+def test_texts_that_cannot_be_read_are_one_line_before_weights_are_written(
+    lost: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    save_random("llama", tmp_path / "theirs")
+    run = run_from(tmp_path / "theirs", {})
+    path = a_checkpoint(tmp_path / "run", run)
+    keep_texts(run, tmp_path / "run")
+    break_it, rule = LOST[lost]
+    break_it(tmp_path / "run/pretrained")
+    monkeypatch.setattr(write.Export, "write", None)
+    with pytest.raises(SystemExit):
+        convert.main(["to-hf", str(path), str(tmp_path / "out")])
+    expected = f"convert: to-hf={tmp_path}/run/pretrained: {rule}\n"
+    assert capsys.readouterr().err == expected
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["run", "theirs"]
+
+
+def test_an_earlier_export_stays_until_the_next_one_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out/config.json").write_text("earlier")
+    export = Export(DENSE.model, family_of(DENSE.model, "", ""), tmp_path / "out", torch.float32)
+    export = dataclasses.replace(export, replaces=True)
+    rename = Path.rename
+
+    def refused(path: Path, target: Path) -> Path:
+        return raise_full() if path == export.draft else rename(path, target)
+
+    for broken in (True, False):
+        export.begin()
+        with monkeypatch.context() as patch, nullcontext() if not broken else raises_full():
+            if broken:
+                patch.setattr(Path, "rename", refused)
+            export.finish({"config.json": b"later"})
+        export.give_up()
+        assert [path.name for path in tmp_path.iterdir()] == ["out"]
+        expected = "earlier" if broken else "later"
+        assert (tmp_path / "out/config.json").read_text() == expected
+
+
+def raises_full() -> Any:
+    return pytest.raises(ConfigError, match="out: cannot be written: No space left on device")
+
+
 def refused_together(rank: int, run: Run, folder: Path) -> str:
     try:
         return exported_together(rank, run, folder)
@@ -321,7 +389,7 @@ FAULTS: dict[str, tuple[Fault, str]] = {
         ".out.tmp/model.safetensors: cannot be written: No space left on device",
     ),
     "finish": (
-        lambda _, patch: patch.setattr(write, "_write_json", raise_full),
+        lambda _, patch: patch.setattr(write.Export, "_take_place", raise_full),
         "out: cannot be written: No space left on device",
     ),
 }

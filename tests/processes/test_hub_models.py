@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
 import sys
 import threading
 import time
@@ -17,6 +18,7 @@ from huggingface_hub import constants
 from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 
+from app.cli import convert
 from app.cli.options.compose import register_schema
 from app.cli.processes.launch import runnable
 from app.cli.processes.launcher import Launch
@@ -165,6 +167,33 @@ def test_weights_that_the_cache_lacks_are_asked_for(hub: Hub, monkeypatch: pytes
     assert {path.name for path in texts.iterdir()} == {"config.json", "generation_config.json"}
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
     assert "is not in the cache either, and http://127.0.0.1:9 cannot be reached" in refused()
+
+
+def test_an_export_asks_the_hub_for_texts_alone(
+    hub: Hub, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    """Where the run folder has lost what came with its model; a model that the hub has changed
+    since then is no longer the one that was trained.
+    """
+    save_random("qwen3", hub.folder)
+    (hub.folder / "tokenizer.json").write_text("{}")
+    run = tmp_path / "run"
+    assert convert.main(["from-hf", NAME, str(run)]) == 0
+    for folder in (run / "pretrained", tmp_path / "cache"):
+        shutil.rmtree(folder)
+    hub.asked.clear()
+    assert convert.main(["to-hf", str(run), str(tmp_path / "out")]) == 0
+    assert (tmp_path / "out/tokenizer.json").read_text() == "{}"
+    assert hub.asked and not any("safetensors" in path for path in hub.asked)
+    edit_config(hub.folder, rms_norm_eps=0.5)
+    shutil.rmtree(tmp_path / "cache")
+    capsys.readouterr()
+    with pytest.raises(SystemExit):
+        convert.main(["to-hf", str(run), str(tmp_path / "other")])
+    said = capsys.readouterr().err
+    rule = "config.json has model.norm_eps=0.5, and the checkpoint 1e-05"
+    assert said.startswith("convert: to-hf=") and said.endswith(f"{COMMIT}: {rule}\n")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["cache", "out", "run", "theirs"]
 
 
 def assert_same_weights(one: Path, other: Path) -> None:

@@ -17,7 +17,7 @@ from app.config import PrecisionConfig, Run
 from app.engine.build import build_engine
 from app.engine.checkpoint.folder import CHECKPOINTS
 from app.engine.checkpoint.load import load_checkpoint
-from app.engine.export import keep_texts
+from app.engine.export_texts import keep_texts
 from app.engine.groups import create_groups
 from app.engine.run.start import find_start
 from app.errors import ConfigError

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from app.choices import Score
+from app.hf.config_json import CONFIG_JSON
 from app.hf.families import family_of
-from app.hf.write import Export
+from app.hf.write import Export, as_json
 from app.model.chunk import Chunk
 from app.moe.phases import Router
 from app.plan.sharding.reshard import Block
@@ -54,7 +55,8 @@ def test_transformers_loads_what_we_write(name: str, tmp_path: Path):
     export.begin()
     for file in export.files():
         export.write(file, held)
-    export.finish({**family.written(model), "max_position_embeddings": 64}, [])
+    config = {**family.written(model), "max_position_embeddings": 64}
+    export.finish({CONFIG_JSON: as_json(config)})
     theirs, info = transformers.AutoModelForCausalLM.from_pretrained(
         tmp_path / "out", output_loading_info=True
     )

@@ -1,0 +1,125 @@
+"""What lies beside the weights of an exported model: config.json, generation config, tokenizer.
+
+All of it is read before weights are written, so that nothing can vanish or be wrong half-way.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any
+
+from app.config import ModelConfig, Run
+from app.data.tokenizer import BYTES, load_tokenizer
+from app.errors import ConfigError, typed, writing
+from app.hf.config_json import CONFIG_JSON
+from app.hf.families import Family, differences
+from app.hf.hub import PRETRAINED, TEXTS, model_folder, texts_folder
+from app.hf.their_model import TheirModel
+from app.hf.write import as_json
+
+# of weights as they were stored, or of code, which is not copied
+NOT_KEPT = ("quantization_config", "dtype", "auto_map")
+
+
+@dataclass(frozen=True, slots=True)
+class ExportTexts:
+    """Texts for the model of a checkpoint in `run_dir`, saved with the sections `config`."""
+
+    run_dir: Path
+    config: Mapping[str, Any]
+    model: ModelConfig
+    family: Family
+    dtype: str  # of weights, as config.json calls it
+    key: str  # that named the checkpoint, for messages
+    say: Callable[[str], object]  # hears what is left out
+
+    def files(self) -> dict[str, bytes]:
+        """Name and contents of each file, config.json last. Raises ConfigError for one that cannot
+        be read.
+        """
+        source = self._source()
+        if source is None:
+            return {CONFIG_JSON: as_json(self._new_config())}
+        found = read_texts(source, self.key)
+        theirs = json.loads(found.pop(CONFIG_JSON))  # has been read as that of the model
+        return {**found, CONFIG_JSON: as_json(self._their_config(theirs))}
+
+    def _source(self) -> Path | None:
+        """The folder of the model that the run started from; None: there is none any more."""
+        kept = self.run_dir / PRETRAINED
+        if (kept / CONFIG_JSON).exists():
+            self._check_model(kept)
+            return kept
+        if self.model.init_from is None:
+            return None
+        try:
+            found = texts_folder(self.model.init_from, self.key)
+            self._check_model(found)
+        except ConfigError as error:
+            if "train" not in self.config:
+                raise  # no run has trained it yet, so that nothing says what else to write
+            self.say(f"config.json is written anew, and no tokenizer is copied: {error}")
+            return None
+        return found
+
+    def _check_model(self, folder: Path) -> None:
+        """Raise ConfigError where a folder's config.json is that of another model."""
+        found = TheirModel.read(folder, self.key).model
+        for field, ours, theirs in differences(self.model, found):
+            rule = f"has model.{field}={typed(theirs)}, and the checkpoint {typed(ours)}"
+            raise ConfigError(self.key, folder, f"{CONFIG_JSON} {rule}")
+
+    def _their_config(self, found: dict[str, Any]) -> dict[str, Any]:
+        """That of the model at the start, of which all stays but how weights are stored."""
+        kept = {name: value for name, value in found.items() if name not in NOT_KEPT}
+        if "num_nextn_predict_layers" in kept:
+            kept["num_nextn_predict_layers"] = 0  # we have none of these layers
+        return {**kept, "torch_dtype": self.dtype}
+
+    def _new_config(self) -> dict[str, Any]:
+        tokenizer = self.config["data"]["tokenizer"]
+        known = tokenizer == BYTES or Path(tokenizer).is_file()
+        return {
+            **self.family.written(self.model),
+            "max_position_embeddings": self.config["train"]["seq_len"],
+            "bos_token_id": None,
+            "eos_token_id": load_tokenizer(tokenizer).eod if known else None,
+            "torch_dtype": self.dtype,
+        }
+
+
+def read_texts(folder: Path, key: str) -> dict[str, bytes]:
+    """What lies beside the weights of a model: configurations, tokenizer, no code; by name, in
+    order. Raises ConfigError for what cannot be read, as a link to nothing in the hub's cache.
+    """
+    read = {}
+    for path in sorted(folder.iterdir()):
+        if path.is_dir() or not any(fnmatch(path.name, pattern) for pattern in TEXTS):
+            continue
+        try:
+            read[path.name] = path.read_bytes()
+        except OSError as error:
+            rule = f"{path.name} cannot be read: {error.strerror}"
+            raise ConfigError(key, folder, rule) from error
+    return read
+
+
+def keep_texts(run: Run, run_dir: Path) -> None:
+    """Copy what came with the model that a run starts from into its folder. Raises ConfigError."""
+    if run.model.init_from is None:
+        return
+    key = "model.init_from"
+    texts = read_texts(model_folder(run.model.init_from, key, asks=False), key)
+    with writing(run_dir):
+        write_texts(run_dir, texts)
+
+
+def write_texts(run_dir: Path, texts: Mapping[str, bytes]) -> None:
+    """Put what came with a model into a run folder. Raises OSError."""
+    (run_dir / PRETRAINED).mkdir(exist_ok=True)
+    for name, contents in texts.items():
+        (run_dir / PRETRAINED / name).write_bytes(contents)
