@@ -29,6 +29,7 @@ END_OF_DOCUMENT = (
     "<|im_end|>",
     "[SEP]",
 )
+BYTES_END = END_OF_DOCUMENT[0]  # of bytes, where tokens have to have names
 
 
 class Tokenizer(Protocol):
@@ -74,6 +75,26 @@ class ByteTokenizer:
         return bytes(i for i in map(int, ids) if i < 256).decode("utf-8", errors="replace")
 
 
+def bytes_as_json() -> str:
+    """The tokenizer of bytes as a JSON file of the `tokenizers` library: the same ids of all text
+    but that of its marker, which becomes the end of a document.
+    """
+    from tokenizers import Tokenizer as Backend
+    from tokenizers import decoders, models, pre_tokenizers
+
+    # How `ByteLevel` writes bytes: as these characters where they print, else from 256 on.
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    letters = {byte: chr(byte) for byte in printable}
+    letters |= {byte: chr(256 + number) for number, byte in enumerate(others)}
+    ids = {letter: byte for byte, letter in letters.items()} | {BYTES_END: ByteTokenizer.eod}
+    found = Backend(models.BPE(ids, []))
+    found.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    found.decoder = decoders.ByteLevel()
+    found.add_special_tokens([BYTES_END])
+    return found.to_str()
+
+
 @dataclass(frozen=True)
 class JsonTokenizer:
     """A tokenizer read from the JSON file of the `tokenizers` library."""
@@ -93,6 +114,11 @@ class JsonTokenizer:
             for encoding in self.backend.encode_batch_fast(list(texts), add_special_tokens=False)
         ]
 
+    @property
+    def end(self) -> str:
+        """The token that ends a document."""
+        return self.backend.id_to_token(self.eod) or ""
+
     def decode(self, ids: Iterable[int]) -> str:
         """Text of `ids` without special tokens."""
         return self.backend.decode([int(i) for i in ids], skip_special_tokens=True)
@@ -103,7 +129,7 @@ def load_tokenizer(spec: str) -> Tokenizer:
 
     Raises ConfigError when the file is missing or unreadable, or has no token that ends a document.
     """
-    return ByteTokenizer() if spec == BYTES else _from_json(Path(spec))
+    return ByteTokenizer() if spec == BYTES else json_tokenizer(Path(spec))
 
 
 def vocabulary(path: Path) -> dict[str, int]:
@@ -112,7 +138,8 @@ def vocabulary(path: Path) -> dict[str, int]:
     return found
 
 
-def _from_json(path: Path) -> JsonTokenizer:
+def json_tokenizer(path: Path) -> JsonTokenizer:
+    """That of a `tokenizers` JSON file. Raises as above."""
     backend = _backend(path)
     backend.no_truncation()  # a file saved with either set would cut or fill every document
     backend.no_padding()

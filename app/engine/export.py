@@ -83,11 +83,18 @@ class Exported:
     def texts(self, say: Callable[[str], object]) -> dict[str, bytes]:
         """What is no weight, by name of file; `say` hears what is left out. Raises ConfigError."""
         run_dir = self.checkpoint.parent.parent
-        dtype = NAMES[self.dtype]
-        found = ExportTexts(
-            run_dir, self.config, self.model, self.family(), dtype=dtype, key=self.key, say=say
+        data = self.manifest.get("data")  # what they were, not where
+        texts = ExportTexts(
+            run_dir=run_dir,
+            config=self.config,
+            model=self.model,
+            family=self.family(),
+            dtype=NAMES[self.dtype],
+            tokenizer_sum=None if data is None else data["tokenizer"],
+            key=self.key,
+            say=say,
         )
-        return found.files()
+        return texts.files()
 
 
 def saved_at(path: Path, key: str) -> Path:

@@ -13,12 +13,15 @@ from pathlib import Path
 from typing import Any
 
 from app.config import ModelConfig, Run
-from app.data.tokenizer import BYTES, load_tokenizer
+from app.data.sources import file_sum
+from app.data.tokenizer import BYTES, BYTES_END, ByteTokenizer, bytes_as_json, json_tokenizer
 from app.errors import ConfigError, typed, writing
 from app.hf.config_json import CONFIG_JSON
 from app.hf.families import Family, differences
+from app.hf.file_names import TOKENIZER
 from app.hf.hub import PRETRAINED, TEXTS, model_folder, texts_folder
 from app.hf.their_model import TheirModel
+from app.hf.tokenizer_files import SETTINGS, TrainedTokenizer, with_tokenizer
 from app.hf.write import as_json
 
 # of weights as they were stored, or of code, which is not copied
@@ -34,6 +37,7 @@ class ExportTexts:
     model: ModelConfig
     family: Family
     dtype: str  # of weights, as config.json calls it
+    tokenizer_sum: str | None  # of the contents of the tokenizer's file; None: not known
     key: str  # that named the checkpoint, for messages
     say: Callable[[str], object]  # hears what is left out
 
@@ -43,10 +47,23 @@ class ExportTexts:
         """
         source = self._source()
         if source is None:
-            return {CONFIG_JSON: as_json(self._new_config())}
-        found = read_texts(source, self.key)
-        theirs = json.loads(found.pop(CONFIG_JSON))  # has been read as that of the model
-        return {**found, CONFIG_JSON: as_json(self._their_config(theirs))}
+            tokenizer = self._tokenizer(None)
+            texts = with_tokenizer({}, tokenizer)
+            return {**texts, CONFIG_JSON: as_json(self._new_config(tokenizer))}
+        texts = read_texts(source, self.key)
+        theirs = json.loads(texts.pop(CONFIG_JSON))  # has been read as that of the model
+        if not self._untrained:
+            try:
+                texts = with_tokenizer(texts, self._tokenizer(source))
+            except ValueError as error:
+                rule = f"{SETTINGS} cannot be read: {error}"
+                raise ConfigError(self.key, source, rule) from error
+        return {**texts, CONFIG_JSON: as_json(self._their_config(theirs))}
+
+    @property
+    def _untrained(self) -> bool:
+        """Whether no run has trained it yet, so that nothing says on what."""
+        return "data" not in self.config
 
     def _source(self) -> Path | None:
         """The folder of the model that the run started from; None: there is none any more."""
@@ -60,9 +77,9 @@ class ExportTexts:
             found = texts_folder(self.model.init_from, self.key)
             self._check_model(found)
         except ConfigError as error:
-            if "train" not in self.config:
-                raise  # no run has trained it yet, so that nothing says what else to write
-            self.say(f"config.json is written anew, and no tokenizer is copied: {error}")
+            if self._untrained:
+                raise
+            self.say(f"config.json is written anew: {error}")
             return None
         return found
 
@@ -80,16 +97,31 @@ class ExportTexts:
             kept["num_nextn_predict_layers"] = 0  # we have none of these layers
         return {**kept, "torch_dtype": self.dtype}
 
-    def _new_config(self) -> dict[str, Any]:
-        tokenizer = self.config["data"]["tokenizer"]
-        known = tokenizer == BYTES or Path(tokenizer).is_file()
+    def _new_config(self, tokenizer: TrainedTokenizer | None) -> dict[str, Any]:
         return {
             **self.family.written(self.model),
             "max_position_embeddings": self.config["train"]["seq_len"],
             "bos_token_id": None,
-            "eos_token_id": load_tokenizer(tokenizer).eod if known else None,
+            "eos_token_id": None if tokenizer is None else tokenizer.end_id,
             "torch_dtype": self.dtype,
         }
+
+    def _tokenizer(self, source: Path | None) -> TrainedTokenizer | None:
+        """What the model was trained with; None: it is no longer there, which has been said."""
+        name = self.config["data"]["tokenizer"]
+        if name == BYTES:
+            return TrainedTokenizer(bytes_as_json().encode(), BYTES_END, ByteTokenizer.eod)
+        kept = self.run_dir / TOKENIZER
+        places = [kept, Path(name)] + ([] if source is None else [source / TOKENIZER])
+        found = [path for path in places if path.is_file()]
+        for path in found:
+            if self.tokenizer_sum in (None, file_sum(path)):
+                read = json_tokenizer(path)
+                return TrainedTokenizer(path.read_bytes(), read.end, read.eod)
+        state = "has other contents now" if found else "is not there"
+        what = f"no tokenizer is written: {name}, which the model was trained with, {state}"
+        self.say(f"{what}; as {kept} it would be found")
+        return None
 
 
 def read_texts(folder: Path, key: str) -> dict[str, bytes]:
@@ -116,6 +148,18 @@ def keep_texts(run: Run, run_dir: Path) -> None:
     texts = read_texts(model_folder(run.model.init_from, key, asks=False), key)
     with writing(run_dir):
         write_texts(run_dir, texts)
+
+
+def keep_tokenizer(run: Run, run_dir: Path) -> None:
+    """Copy the tokenizer's file into the run folder: what is trained is of no use without it.
+    Raises ConfigError.
+    """
+    if run.data.tokenizer == BYTES:
+        return
+    with writing(run_dir):
+        contents, kept = Path(run.data.tokenizer).read_bytes(), run_dir / TOKENIZER
+        if not kept.is_file() or kept.read_bytes() != contents:
+            kept.write_bytes(contents)
 
 
 def write_texts(run_dir: Path, texts: Mapping[str, bytes]) -> None:

@@ -24,7 +24,7 @@ from app.engine.checkpoint.folder import (
 from app.engine.checkpoint.load import Progress, load_checkpoint
 from app.engine.checkpoint.saver import Saver
 from app.engine.export import EXPORTED, export_together
-from app.engine.export_texts import keep_texts
+from app.engine.export_texts import keep_texts, keep_tokenizer
 from app.engine.generate import sample_text
 from app.engine.pipeline.step import TrainingStep, Validation
 from app.engine.report.boards import TensorBoard, Wandb
@@ -189,6 +189,7 @@ class Trainer:
         begin_metrics(folder, self.progress.step)
         if self.start.checkpoint is None:
             keep_texts(self.run, folder)
+        keep_tokenizer(self.run, folder)
         return folder
 
     def _train(self, sinks: Sequence[Sink]) -> ValidationReport | None:

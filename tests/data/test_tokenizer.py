@@ -7,13 +7,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from app.data.tokenizer import ByteTokenizer, load_tokenizer
+from app.data.tokenizer import ByteTokenizer, bytes_as_json, load_tokenizer
 from app.errors import ConfigError
+
+BYTES_FILE = Backend.from_str(bytes_as_json())
 
 
 def write_bpe(path: Path, special: tuple[str, ...] = ("<|endoftext|>",)) -> Backend:
@@ -39,6 +41,14 @@ def test_bytes_there_and_back(text: str):
     assert (
         tokenizer.decode([*ids, tokenizer.eod]) == text.encode("utf-8", errors="replace").decode()
     )
+
+
+@given(st.text())
+def test_bytes_in_a_file_are_the_same_bytes(text: str):
+    assume("<|endoftext|>" not in text)
+    text = text.encode("utf-8", errors="replace").decode()
+    ids = BYTES_FILE.encode(text).ids
+    assert ids == list(text.encode()) and BYTES_FILE.decode([*ids, 256]) == text
 
 
 def test_bytes_numbers():

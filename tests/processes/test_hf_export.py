@@ -32,7 +32,14 @@ from app.hf.write import Export
 from app.plan.plan import Plan
 from tests.checkpoints import save_checkpoint
 from tests.distributed import run_distributed
-from tests.hf_folders import edit_config, loaded, save_random, their_logits, transformers
+from tests.hf_folders import (
+    edit_config,
+    loaded,
+    save_byte_level,
+    save_random,
+    their_logits,
+    transformers,
+)
 from tests.processes.test_init_from import LAYOUTS, run_from
 from tests.programs import run_forked
 from tests.runs import TINY, make_run, train_steps, with_model
@@ -187,13 +194,19 @@ def test_what_came_with_the_model_goes_with_it(tmp_path: Path):
     save_random("llama", theirs)
     edit_config(theirs, auto_map={"AutoModelForCausalLM": "modeling.Evil"})
     texts = {"tokenizer_config.json": "{}", "merges.txt": "a b", "chat_template.jinja": "{{ x }}"}
+    save_byte_level(theirs / "tokenizer.json")
     for name, text in {**texts, "modeling.py": "boom()", "notes.bin": "x"}.items():
         (theirs / name).write_text(text)
     run = run_from(theirs, {})
+    data = dataclasses.replace(run.data, tokenizer=str(theirs / "tokenizer.json"))
+    run = dataclasses.replace(run, data=data)
     (path,) = run_distributed(saved, 1, run, tmp_path / "run")
     export_checkpoint(Path(path), tmp_path / "out", "to-hf")
     written = {path.name for path in (tmp_path / "out").iterdir()}
-    assert written == {*texts, "config.json", "generation_config.json", "model.safetensors"}
+    ours = {"config.json", "model.safetensors"}
+    assert written == {*texts, *ours, "generation_config.json", "tokenizer.json"}
+    for name, text in texts.items():
+        assert (tmp_path / "out" / name).read_text() == text
     before, after = (
         json.loads((f / "config.json").read_text()) for f in (theirs, tmp_path / "out")
     )

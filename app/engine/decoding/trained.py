@@ -23,10 +23,11 @@ from app.engine.groups import Groups, create_groups, process_world
 from app.engine.report.telling import telling
 from app.engine.run.agreement import all_succeed
 from app.engine.run.run_folder import plain
-from app.engine.run.start import TOKENIZER, choose_device
+from app.engine.run.start import choose_device
 from app.errors import ConfigError
 from app.hf.chunks import fill_chunks
 from app.hf.config_json import CONFIG_JSON, TheirConfig
+from app.hf.file_names import TOKENIZER
 from app.hf.hub import PRETRAINED
 from app.hf.pretrained import Pretrained
 from app.model.chunk import Chunk

@@ -1,7 +1,7 @@
 """Where a run writes, and what lies there.
 
 runs/<time>-<model>/  config.yaml  plan.json  metrics.jsonl  loss.png  ended.json  wandb/
-                      checkpoints/{latest, step-00000100/, …}
+                      checkpoints/{latest, step-00000100/, …}  tokenizer.json  pretrained/
 """
 
 from __future__ import annotations

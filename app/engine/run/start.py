@@ -28,12 +28,11 @@ from app.engine.run.agreement import all_succeed, rank_zero_says
 from app.engine.run.run_folder import RUNS, FolderLock, check_place, choose_folder, has_ended
 from app.errors import ConfigError, typed, warn
 from app.hf.families import differences
+from app.hf.file_names import SENTENCEPIECE, TOKENIZER
 from app.hf.hub import PRETRAINED, commit_of, config_folder, model_folder
 from app.hf.pretrained import Pretrained
 
 INIT_FROM = "model.init_from"
-TOKENIZER = "tokenizer.json"
-SENTENCEPIECE = "tokenizer.model"
 
 
 def usable_gpus(run: Run) -> int:

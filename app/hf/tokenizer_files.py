@@ -1,0 +1,66 @@
+"""The files of a tokenizer beside an exported model: always of the one that it was trained with."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatch
+from typing import Any
+
+from app.hf.file_names import TOKENIZER
+
+SETTINGS = "tokenizer_config.json"
+# What says how texts become tokens, in whatever format, besides TOKENIZER and SETTINGS.
+VOCABULARIES = ("tokenizer*", "vocab*", "merges.txt", "added_tokens.json")
+ABOUT_TOKENS = ("special_tokens_map.json", "chat_template*")
+# The class of `transformers` that takes TOKENIZER as it is. Those of models build another one from
+# its vocabulary, in version 5, and leave out tokens that were added to it.
+AS_IT_IS = "PreTrainedTokenizerFast"
+
+
+@dataclass(frozen=True, slots=True)
+class TrainedTokenizer:
+    """What a model was trained with: contents of a tokenizers JSON file."""
+
+    contents: bytes
+    end: str  # the token that ends a document
+    end_id: int
+
+
+def with_tokenizer(
+    texts: Mapping[str, bytes], tokenizer: TrainedTokenizer | None
+) -> dict[str, bytes]:
+    """The texts of a model at its start, with the tokenizer that it was trained with; None: with
+    none. Raises ValueError where SETTINGS are no JSON object.
+    """
+    if tokenizer is not None and texts.get(TOKENIZER) == tokenizer.contents:
+        return dict(texts)
+    gone = VOCABULARIES if tokenizer is not None else (*VOCABULARIES, *ABOUT_TOKENS)
+    kept = {
+        name: contents
+        for name, contents in texts.items()
+        if not any(fnmatch(name, pattern) for pattern in gone)
+    }
+    if tokenizer is None:
+        return kept
+    settings = json.loads(texts.get(SETTINGS, b"{}"))
+    if not isinstance(settings, dict):
+        raise ValueError("no JSON object")
+    made = json.dumps(_settings(settings, tokenizer), indent=2, ensure_ascii=False) + "\n"
+    return {**kept, TOKENIZER: tokenizer.contents, SETTINGS: made.encode()}
+
+
+def _settings(theirs: dict[str, Any], tokenizer: TrainedTokenizer) -> dict[str, Any]:
+    """Theirs, of the tokens that there are now."""
+    added = {
+        str(token["id"]): {name: value for name, value in token.items() if name != "id"}
+        for token in json.loads(tokenizer.contents).get("added_tokens", ())
+    }
+    kept = {name: value for name, value in theirs.items() if name != "auto_map"}
+    return {
+        "eos_token": tokenizer.end,
+        **kept,
+        "added_tokens_decoder": added,
+        "tokenizer_class": AS_IT_IS,
+    }
