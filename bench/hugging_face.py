@@ -31,8 +31,8 @@ from app.config import ModelConfig, MoEConfig
 from app.engine.export import export_checkpoint, saved_at
 from app.engine.imported import import_model
 from app.hf import write
-from app.hf.config_json import CONFIG_JSON
 from app.hf.families import family_of
+from app.hf.file_names import CONFIG_JSON
 from app.hf.pretrained import Pretrained
 from app.hf.write import Export, as_json
 from app.plan.model.stage import model_weights

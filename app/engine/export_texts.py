@@ -16,9 +16,8 @@ from app.config import ModelConfig, Run
 from app.data.sources import file_sum
 from app.data.tokenizer import BYTES, BYTES_END, ByteTokenizer, bytes_as_json, json_tokenizer
 from app.errors import ConfigError, typed, writing
-from app.hf.config_json import CONFIG_JSON
 from app.hf.families import Family, differences
-from app.hf.file_names import TOKENIZER
+from app.hf.file_names import CONFIG_JSON, TOKENIZER
 from app.hf.hub import PRETRAINED, TEXTS, model_folder, texts_folder
 from app.hf.their_model import TheirModel
 from app.hf.tokenizer_files import SETTINGS, TrainedTokenizer, with_tokenizer

@@ -6,18 +6,13 @@ Both spellings of rotary positions are read: `rope_theta` and `rope_scaling` of 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from app.choices import Balance, Score
 from app.config import Llama3RopeConfig, MLAConfig, ModelConfig, MoEConfig, YarnConfig
-from app.errors import ConfigError
-from app.hf.config_kinds import misfits
+from app.hf.their_config import TheirConfig, shortened
 
-CONFIG_JSON = "config.json"
 # our field -> theirs
 SIZES = {
     "num_layers": "num_hidden_layers",
@@ -48,70 +43,6 @@ LLAMA3 = {
     "high_turns": "high_freq_factor",
 }
 THETA = 10000.0  # where nothing is said
-NOWHERE = Path("config.json")  # of one that was never written
-
-
-@dataclass(frozen=True, slots=True)
-class TheirConfig:
-    """What a config.json says; whoever asks for what it lacks gets a ConfigError."""
-
-    values: Mapping[str, Any]
-    path: Path
-    key: str  # that led here, for messages
-
-    def __post_init__(self) -> None:
-        for name, told in misfits(self.values):
-            raise self.refusal(f"{name}={json.dumps(self.values[name])} is {told}")
-
-    @classmethod
-    def read(cls, folder: Path, key: str) -> TheirConfig:
-        """That of a model's folder. Raises ConfigError where there is none that can be read."""
-        path = folder / CONFIG_JSON
-        try:
-            values = json.loads(path.read_text())
-        except FileNotFoundError:
-            raise ConfigError(key, folder, f"has no {CONFIG_JSON}") from None
-        except (OSError, ValueError) as error:
-            raise ConfigError(key, folder, f"{CONFIG_JSON} cannot be read: {error}") from None
-        if not isinstance(values, dict):
-            raise ConfigError(key, folder, f"{CONFIG_JSON} is no JSON object")
-        return cls(values, path, key)
-
-    def completed(self, defaults: Mapping[str, Any]) -> TheirConfig:
-        """With values for what it lacks; null stays null, but as the base of rotary positions."""
-        said = {k: v for k, v in self.values.items() if v is not None or k != "rope_theta"}
-        return replace(self, values={**defaults, **said})
-
-    def refusal(self, what: str) -> ConfigError:
-        """The error that says what is wrong with it."""
-        return ConfigError(self.key, self.path.parent, f"{CONFIG_JSON}: {what}")
-
-    def need(self, name: str) -> Any:
-        """A value that has to be there."""
-        if self.values.get(name) is None:
-            raise self.refusal(f"{name} is missing")
-        return self.values[name]
-
-    def either(self, *spellings: str) -> Any:
-        """A value that has to be there under one of several names."""
-        found = (self.values.get(name) for name in spellings)
-        value = next((each for each in found if each is not None), None)
-        return self.need(spellings[0]) if value is None else value
-
-    def get(self, name: str, default: Any) -> Any:
-        """A value, or what holds where it is missing or null."""
-        found = self.values.get(name)
-        return default if found is None else found
-
-    def only(self, name: str, *allowed: Any) -> None:
-        """Refuse a value that our models cannot have; missing and null pass."""
-        found = self.values.get(name)
-        if found is not None and found not in allowed:
-            raise self.refusal(f"{name}={json.dumps(found)} is not supported")
-
-    def renamed(self, names: Mapping[str, str]) -> dict[str, Any]:
-        """Our fields of values that have to be there."""
-        return {ours: self.need(theirs) for ours, theirs in names.items()}
 
 
 def common(config: TheirConfig) -> dict[str, Any]:
@@ -160,7 +91,7 @@ def qwen3(config: TheirConfig) -> dict[str, Any]:
 def mixtral(config: TheirConfig) -> dict[str, Any]:
     """Mixtral."""
     if config.get("sliding_window", None) is not None:
-        raise config.refusal(f"sliding_window={config.values['sliding_window']} is not supported")
+        raise config.unsupported("sliding_window")
     moe = {
         "num_experts": config.need("num_local_experts"),
         "top_k": config.need("num_experts_per_tok"),
@@ -192,7 +123,7 @@ def qwen3_moe(config: TheirConfig) -> dict[str, Any]:
 def olmoe(config: TheirConfig) -> dict[str, Any]:
     """OLMoE: norms over all query and all key heads."""
     if config.get("clip_qkv", None) is not None:
-        raise config.refusal(f"clip_qkv={config.values['clip_qkv']} is not supported")
+        raise config.unsupported("clip_qkv")
     moe = {
         "num_experts": config.either("num_experts", "num_local_experts"),
         "top_k": config.need("num_experts_per_tok"),
@@ -252,8 +183,11 @@ def _deepseek(config: TheirConfig, moe: dict[str, Any]) -> dict[str, Any]:
 
 def rotary(config: TheirConfig) -> dict[str, Any]:
     """Base and scaling of rotary frequencies."""
-    new = config.get("rope_parameters", {})
-    said = TheirConfig(new or config.get("rope_scaling", {}), config.path, config.key)
+    both = "rope_scaling", "rope_parameters"  # where it has both, the first counts there
+    said = config.section(next((name for name in both if config.values.get(name)), both[0]))
+    if sections := [name for name, value in said.values.items() if isinstance(value, dict)]:
+        raise said.refusal(f"{said.name(sections[0])} is a section: other positions in some layers")
+    said.only("partial_rotary_factor", 1, 1.0)
     theta = float(said.get("rope_theta", config.get("rope_theta", THETA)))
     kind = said.get("rope_type", said.get("type", "default"))
     found: dict[str, Any] = {"rope_theta": theta, "yarn": None, "llama3_rope": None}
@@ -264,7 +198,7 @@ def rotary(config: TheirConfig) -> dict[str, Any]:
             return {**found, "llama3_rope": said.renamed(LLAMA3)}
         case "yarn":
             return {**found, "yarn": _yarn(config, said)}
-    raise config.refusal(f"rotary positions of type {kind} are not supported")
+    raise config.refusal(f"rotary positions of type {shortened(str(kind))} are not supported")
 
 
 def _yarn(config: TheirConfig, scaling: TheirConfig) -> dict[str, Any]:

@@ -16,8 +16,9 @@ from app.config import ModelConfig, MoEConfig
 from app.errors import ConfigError, nearest, typed
 from app.hf import config_json as config
 from app.hf import tables
-from app.hf.config_json import TheirConfig
+from app.hf.file_names import CONFIG_JSON
 from app.hf.tables import NameLine
+from app.hf.their_config import NOWHERE, TheirConfig, shortened
 from app.plan.model.stage import NamedWeight, model_weights
 
 
@@ -130,7 +131,7 @@ FAMILIES = (
 
 def family_named(found: TheirConfig) -> Family:
     """The family that a config.json names. Raises ConfigError for one that is not known."""
-    kind = str(found.need("model_type"))
+    kind = shortened(str(found.need("model_type")))
     for family in FAMILIES:
         if family.model_type == kind:
             return family
@@ -139,7 +140,7 @@ def family_named(found: TheirConfig) -> Family:
     raise ConfigError(
         found.key,
         found.path.parent,
-        f"{config.CONFIG_JSON}: models of type {kind} are not supported; {', '.join(known)} are",
+        f"{CONFIG_JSON}: models of type {kind} are not supported; {', '.join(known)} are",
         guess=None if guess is None else f"model_type={guess}",
     )
 
@@ -153,7 +154,7 @@ def family_of(model: ModelConfig, key: str, value: object) -> Family:
         if (family.written_moe is None) != (model.moe is None):
             continue
         try:
-            fields = family.read(TheirConfig(family.written(model), config.NOWHERE, key))
+            fields = family.read(TheirConfig(family.written(model), NOWHERE, key))
             again = config.as_model(fields, model.name)
         except ConfigError:
             continue  # what it lacks, this family cannot do without

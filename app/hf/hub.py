@@ -15,8 +15,7 @@ from huggingface_hub.utils.tqdm import disable_progress_bars
 
 from app.data.paths import most_like
 from app.errors import ConfigError
-from app.hf.config_json import CONFIG_JSON
-from app.hf.file_names import INDEX, ONE_FILE
+from app.hf.file_names import CONFIG_JSON, INDEX, ONE_FILE
 
 # What is needed of a model besides its weights, and no code.
 TEXTS = (

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from app.config import ModelConfig
-from app.hf.config_json import TheirConfig
 from app.hf.files import TensorFiles
 from app.hf.piece import Piece, grouped, names
 from app.hf.tables import HEAD, mapping, router_biases
+from app.hf.their_config import TheirConfig, shortened
 from app.hf.their_model import TheirModel
 from app.hf.write import PART_NUMEL
 from app.plan.model.stage import NamedWeight, model_weights
@@ -137,12 +137,15 @@ def _some(listed: Sequence[str]) -> str:
 
 def _block(config: TheirConfig) -> tuple[int, int] | None:
     """Rows and columns that share a scale of FP8 weights; None: there are none."""
-    how = TheirConfig(config.get("quantization_config", {}), config.path, config.key)
+    how = config.section("quantization_config")
     if not how.values:
         return None
-    size = how.get("weight_block_size", [])
-    if how.get("quant_method", None) != "fp8" or len(size) != 2 or 0 in size:
-        method = how.get("quant_method", None)
-        raise config.refusal(f"weights quantised by {method} are not supported, but fp8 in blocks")
+    method = how.need("quant_method")
+    if method != "fp8":
+        what = f"weights quantised by {shortened(str(method))} are not supported, but fp8 in blocks"
+        raise config.refusal(what)
+    size = how.need("weight_block_size")
+    if len(size) != 2 or 0 in size:
+        raise how.unsupported("weight_block_size")
     rows, columns = size
     return rows, columns

@@ -7,8 +7,9 @@ from pathlib import Path
 
 from app.config import ModelConfig
 from app.errors import ConfigError
-from app.hf.config_json import TheirConfig, as_model
+from app.hf.config_json import as_model
 from app.hf.families import Family, family_named
+from app.hf.their_config import TheirConfig
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,8 +12,8 @@ import pytest
 
 from app.config import ModelConfig
 from app.errors import ConfigError
-from app.hf.config_json import CONFIG_JSON
 from app.hf.families import FAMILIES, differences
+from app.hf.file_names import CONFIG_JSON
 from app.hf.their_model import TheirModel
 from tests import hf_folders
 from tests.hf_folders import KEY, transformers
@@ -22,6 +22,7 @@ from tests.tensors.test_hf_spellings import config_of_4
 
 # their configuration, without which the rest says nothing
 KIND = "model_type"
+YARN = {"original_max_position_embeddings": 32, "rope_theta": 5e4}
 
 
 def read(values: dict[str, Any], folder: Path) -> ModelConfig | str:
@@ -70,6 +71,16 @@ def test_a_missing_key_is_what_transformers_takes(name: str, tmp_path: Path):
             elif isinstance(expected, ModelConfig):
                 assert found.endswith(" is missing"), found
     assert same > 50
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_of_two_sections_of_positions_the_same_one_counts(tmp_path: Path):
+    _, theirs, _ = CASES["llama-3.1"]()
+    both = {**theirs.to_dict(), "rope_scaling": {"type": "yarn", "factor": 2.0, **YARN}}
+    whole = type(theirs).from_dict(copy.deepcopy(both)).to_dict()
+    found, expected = read(both, tmp_path), read(whole, tmp_path)
+    assert isinstance(found, ModelConfig) and isinstance(expected, ModelConfig)
+    assert found.yarn is not None and unlike(found, expected) == []
 
 
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.model_type)

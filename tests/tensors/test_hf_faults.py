@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from collections.abc import Callable, Iterator
@@ -14,6 +15,7 @@ import torch
 
 from app.errors import ConfigError
 from app.hf.file_names import INDEX
+from app.hf.pretrained import Pretrained
 from app.hf.their_model import TheirModel
 from tests.hf_folders import (
     FAMILIES,
@@ -78,6 +80,49 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
     "other quantisation": (
         lambda folder: edit_config(folder, quantization_config={"quant_method": "gptq"}),
         "config.json: weights quantised by gptq are not supported, but fp8 in blocks",
+    ),
+    "a word in a section": (
+        lambda folder: edit_config(folder, rope_scaling={"rope_type": "yarn", "factor": "8"}),
+        'config.json: rope_scaling.factor="8" is no number',
+    ),
+    "a list in a section": (
+        lambda folder: edit_config(
+            folder, rope_parameters={"rope_type": "llama3", "low_freq_factor": [1] * 99}
+        ),
+        "config.json: rope_parameters.low_freq_factor=[1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, "
+        "1, 1, 1, 1, 1, 1,… is no number",
+    ),
+    "a section that lacks a number": (
+        lambda folder: edit_config(folder, rope_scaling={"type": "llama3", "factor": 8}),
+        "config.json: rope_scaling.original_max_position_embeddings is missing",
+    ),
+    "a part of every head": (
+        lambda folder: edit_config(
+            folder, rope_parameters={"rope_theta": 1e4, "partial_rotary_factor": 0.5}
+        ),
+        "config.json: rope_parameters.partial_rotary_factor=0.5 is not supported",
+    ),
+    "positions by kind of layer": (
+        lambda folder: edit_config(
+            folder, rope_parameters={"full_attention": {"rope_type": "yarn", "factor": 4.0}}
+        ),
+        "config.json: rope_parameters.full_attention is a section: other positions in some layers",
+    ),
+    "blocks of one number": (
+        lambda folder: edit_config(
+            folder, quantization_config={"quant_method": "fp8", "weight_block_size": 128}
+        ),
+        "config.json: quantization_config.weight_block_size=128 is no list of whole numbers",
+    ),
+    "blocks without rows": (
+        lambda folder: edit_config(
+            folder, quantization_config={"quant_method": "fp8", "weight_block_size": [0, 128]}
+        ),
+        "config.json: quantization_config.weight_block_size=[0, 128] is not supported",
+    ),
+    "an unknown way": (
+        lambda folder: edit_config(folder, quantization_config={"bits": 4}),
+        "config.json: quantization_config.quant_method is missing",
     ),
     "truncated": (
         lambda folder: shorten(folder / "model.safetensors"),
@@ -199,7 +244,42 @@ def test_whatever_config_json_has_in_place_of_a_value_is_one_line(name: str, tmp
                 TheirModel.read(tmp_path, KEY)
             except ConfigError as error:
                 lines.append(str(error))
-    assert len(lines) > 100 and not [line for line in lines if "\n" in line]
+    own = f"{KEY}={tmp_path}: "
+    assert len(lines) > 100 and all(line.startswith(own) for line in lines)
+    assert not [line for line in lines if "\n" in line or len(line) > len(own) + 300]
+
+
+def sections_of_old(config: dict[str, Any]) -> dict[str, Any]:
+    """With the sections that `transformers` 4 writes."""
+    config.pop("rope_parameters")
+    sizes = {"original_max_position_embeddings": 32, "beta_fast": 32, "beta_slow": 1}
+    scaling = {"type": "yarn", "factor": 4.0, **sizes, "mscale": 1.0, "mscale_all_dim": 0.0}
+    blocks = {"quant_method": "fp8", "weight_block_size": [16, 16]}
+    return {**config, "rope_scaling": scaling, "quantization_config": blocks}
+
+
+@pytest.mark.parametrize("name", ["llama", "deepseek_v3"])
+def test_whatever_a_section_has_is_one_line_of_its_key(name: str, tmp_path: Path):
+    save_random(name, tmp_path)
+    path = tmp_path / "config.json"
+    config = sections_of_old(json.loads(path.read_text()))
+    path.write_text(json.dumps(config))
+    Pretrained(tmp_path, KEY)
+    told = 0
+    for section in ("rope_scaling", "quantization_config"):
+        for key, junk in itertools.product(config[section], JUNK):
+            changed = {**config, section: {**config[section], key: junk}}
+            path.write_text(json.dumps(changed))
+            try:
+                Pretrained(tmp_path, KEY)
+            except ConfigError as error:
+                said = str(error)
+                words = (f"{section}.", "YaRN", "rotary positions", "quantised", "model.")
+                assert any(f"{tmp_path}: config.json: {as_}{word}" in said
+                           for as_ in ("", "as ", "weights ") for word in words), said  # fmt: skip
+                assert "\n" not in said and len(said) < 500
+                told += 1
+    assert told > 60
 
 
 def bend(data: bytearray, random: Random) -> None:

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from app.engine.checkpoint.resume import FIXED
 from app.errors import ConfigError
-from app.hf.config_json import CONFIG_JSON, TheirConfig
 from app.hf.families import (
     ARCHITECTURE,
     FAMILIES,
@@ -21,8 +20,9 @@ from app.hf.families import (
     family_named,
     family_of,
 )
-from app.hf.file_names import INDEX, ONE_FILE
+from app.hf.file_names import CONFIG_JSON, INDEX, ONE_FILE
 from app.hf.pretrained import Pretrained
+from app.hf.their_config import TheirConfig
 from app.hf.their_model import TheirModel
 from app.plan.sharding.blocks import ShardCoords
 from tests import hf_folders

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from app.choices import Score
-from app.hf.config_json import CONFIG_JSON
 from app.hf.families import family_of
+from app.hf.file_names import CONFIG_JSON
 from app.hf.write import Export, as_json
 from app.model.chunk import Chunk
 from app.moe.phases import Router

@@ -26,10 +26,10 @@ from app.engine.run.run_folder import plain
 from app.engine.run.start import choose_device
 from app.errors import ConfigError
 from app.hf.chunks import fill_chunks
-from app.hf.config_json import CONFIG_JSON, TheirConfig
-from app.hf.file_names import TOKENIZER
+from app.hf.file_names import CONFIG_JSON, TOKENIZER
 from app.hf.hub import PRETRAINED
 from app.hf.pretrained import Pretrained
+from app.hf.their_config import TheirConfig
 from app.model.chunk import Chunk
 from app.moe.dispatch.static import StaticDispatcher
 from app.moe.protocol import Dispatcher

@@ -1,0 +1,147 @@
+"""What a config.json says, and what kinds of values its keys have."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from app.errors import ConfigError
+from app.hf.file_names import CONFIG_JSON
+
+NOWHERE = Path(CONFIG_JSON)  # of one that was never written
+MOST_TOLD = 60  # characters of a value in a message
+MOST = 2**63  # of a number; more, and infinities, are none
+WHOLE = frozenset((
+    "num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "vocab_size",
+    "intermediate_size", "head_dim", "max_position_embeddings", "original_max_position_embeddings",
+    "num_local_experts", "num_experts", "num_experts_per_tok", "moe_intermediate_size",
+    "decoder_sparse_step", "n_routed_experts", "n_shared_experts", "first_k_dense_replace",
+    "n_group", "topk_group", "q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim",
+    "v_head_dim", "num_nextn_predict_layers",
+))  # fmt: skip
+NUMBER = frozenset((
+    "rms_norm_eps", "rope_theta", "factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim",
+    "low_freq_factor", "high_freq_factor", "router_aux_loss_coef", "routed_scaling_factor",
+    "aux_loss_alpha",
+))  # fmt: skip
+FLAG = frozenset(("tie_word_embeddings", "norm_topk_prob"))
+SECTION = frozenset(("rope_parameters", "rope_scaling", "quantization_config"))
+TEXTS = frozenset(("layer_types",))
+WHOLES = frozenset(("mlp_only_layers", "weight_block_size"))
+
+
+def _is_whole(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < MOST
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < MOST
+
+
+KINDS: tuple[tuple[frozenset[str], str, Callable[[Any], bool]], ...] = (
+    (WHOLE, "no whole number", _is_whole),
+    (NUMBER, "no number", _is_number),
+    (FLAG, "neither true nor false", lambda value: isinstance(value, bool)),
+    (SECTION, "no section", lambda value: isinstance(value, dict)),
+    (TEXTS, "no list of words", lambda value: _all(value, lambda each: isinstance(each, str))),
+    (WHOLES, "no list of whole numbers", lambda value: _all(value, _is_whole)),
+)
+
+
+def _all(value: object, fits: Callable[[object], bool]) -> bool:
+    return isinstance(value, list) and all(map(fits, value))
+
+
+def misfits(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Keys whose values are not what they should be, and what these are not; null always fits."""
+    for names, told, fits in KINDS:
+        for name in sorted(names & values.keys()):
+            if values[name] is not None and not fits(values[name]):
+                yield name, told
+
+
+def shortened(text: str) -> str:
+    """A value of config.json in a message."""
+    return text if len(text) <= MOST_TOLD else f"{text[:MOST_TOLD]}…"
+
+
+@dataclass(frozen=True, slots=True)
+class TheirConfig:
+    """What a config.json says; whoever asks for what it lacks gets a ConfigError."""
+
+    values: Mapping[str, Any]
+    path: Path
+    key: str  # that led here, for messages
+    inside: str = ""  # of a section: its name
+
+    def __post_init__(self) -> None:
+        for name, told in misfits(self.values):
+            raise self.refusal(f"{self._said(name)} is {told}")
+
+    @classmethod
+    def read(cls, folder: Path, key: str) -> TheirConfig:
+        """That of a model's folder. Raises ConfigError where there is none that can be read."""
+        path = folder / CONFIG_JSON
+        try:
+            values = json.loads(path.read_text())
+        except FileNotFoundError:
+            raise ConfigError(key, folder, f"has no {CONFIG_JSON}") from None
+        except (OSError, ValueError) as error:
+            raise ConfigError(key, folder, f"{CONFIG_JSON} cannot be read: {error}") from None
+        if not isinstance(values, dict):
+            raise ConfigError(key, folder, f"{CONFIG_JSON} is no JSON object")
+        return cls(values, path, key)
+
+    def completed(self, defaults: Mapping[str, Any]) -> TheirConfig:
+        """With values for what it lacks; null stays null, but as the base of rotary positions."""
+        said = {k: v for k, v in self.values.items() if v is not None or k != "rope_theta"}
+        return replace(self, values={**defaults, **said})
+
+    def section(self, name: str) -> TheirConfig:
+        """What a section says; nothing where it is missing or null."""
+        return TheirConfig(self.get(name, {}), self.path, self.key, inside=name)
+
+    def name(self, name: str) -> str:
+        """What messages call a key."""
+        return f"{self.inside}.{name}" if self.inside else name
+
+    def _said(self, name: str) -> str:
+        return f"{self.name(name)}={shortened(json.dumps(self.values[name]))}"
+
+    def refusal(self, what: str) -> ConfigError:
+        """The error that says what is wrong with it."""
+        return ConfigError(self.key, self.path.parent, f"{CONFIG_JSON}: {what}")
+
+    def need(self, name: str) -> Any:
+        """A value that has to be there."""
+        if self.values.get(name) is None:
+            raise self.refusal(f"{self.name(name)} is missing")
+        return self.values[name]
+
+    def either(self, *spellings: str) -> Any:
+        """A value that has to be there under one of several names."""
+        found = (self.values.get(name) for name in spellings)
+        value = next((each for each in found if each is not None), None)
+        return self.need(spellings[0]) if value is None else value
+
+    def get(self, name: str, default: Any) -> Any:
+        """A value, or what holds where it is missing or null."""
+        found = self.values.get(name)
+        return default if found is None else found
+
+    def only(self, name: str, *allowed: Any) -> None:
+        """Refuse a value that our models cannot have; missing and null pass."""
+        found = self.values.get(name)
+        if found is not None and found not in allowed:
+            raise self.unsupported(name)
+
+    def unsupported(self, name: str) -> ConfigError:
+        """The error for a value that our models cannot have."""
+        return self.refusal(f"{self._said(name)} is not supported")
+
+    def renamed(self, names: Mapping[str, str]) -> dict[str, Any]:
+        """Our fields of values that have to be there."""
+        return {ours: self.need(theirs) for ours, theirs in names.items()}
