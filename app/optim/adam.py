@@ -2,7 +2,8 @@
 
 The shard is a contiguous part of the buffer; a parameter that crosses a shard's border is updated
 in parts, each on the rank that owns it (`ParamShard`). Decoupled weight decay differs per
-parameter, so those parts are updated in two groups.
+parameter. On GPUs one kernel updates a shard (`app.kernels.adamw`), elsewhere torch's, in two
+groups.
 """
 
 from __future__ import annotations
@@ -16,7 +17,10 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 
 from app.config import OptimConfig
+from app.kernels.adamw import AdamWSettings, Pieces, adamw_update
+from app.kernels.common import usable
 from app.optim.buffers import FlatBuffer, ParamSpec
+from app.plan.shards import Range
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +45,7 @@ class AdamShard:
     """fp32 parameters and moments, and the gradients, of the part of a bucket that this rank owns.
 
     In fp32 training the parameters are the buffer itself; otherwise they are a copy with more bits.
-    Gradients are summed in place: the shard is this rank's part of the gradient buffer. Gradients
-    of fewer bits are widened for the update alone.
+    Gradients are summed in place: the shard is this rank's part of the gradient buffer.
     """
 
     def __init__(self, buffer: FlatBuffer, bucket: int, group: dist.ProcessGroup) -> None:
@@ -57,26 +60,29 @@ class AdamShard:
         self.main = self.own_params if fp32 else self.own_params.float()
         self.grad = buffer.grads[own]
         self.exp_avg, self.exp_avg_sq = torch.zeros_like(self.main), torch.zeros_like(self.main)
-        self.param_shards = tuple(self._param_shards(group.rank()))
+        parts = list(self._parts(group.rank()))
+        self.param_shards = tuple(self._param_shard(spec, part) for spec, part in parts)
+        ranges = ((*part.local, spec.decay) for spec, part in parts)
+        self._pieces = Pieces.of(ranges, self.main.device)
         specs = [spec for spec, _ in buffer.of_bucket(bucket)]
         self.tied = any(spec.tied for spec in specs)
         assert not self.tied or len(specs) == 1, "a tied parameter has a bucket of its own"
 
-    def _param_shards(self, rank: int) -> Iterator[ParamShard]:
+    def _parts(self, rank: int) -> Iterator[tuple[ParamSpec, Range]]:
         for spec, ranges in zip(self.buffer.specs, self.buffer.layout.ranges(rank), strict=True):
-            for part in ranges:
-                if part.bucket != self.bucket:
-                    continue
-                own = slice(*part.local)
-                yield ParamShard(
-                    spec,
-                    part.param[0],
-                    self.main[own],
-                    grad=self.grad[own],
-                    exp_avg=self.exp_avg[own],
-                    exp_avg_sq=self.exp_avg_sq[own],
-                    step=torch.zeros((), device=self.main.device),
-                )
+            yield from ((spec, part) for part in ranges if part.bucket == self.bucket)
+
+    def _param_shard(self, spec: ParamSpec, part: Range) -> ParamShard:
+        own = slice(*part.local)
+        return ParamShard(
+            spec,
+            part.param[0],
+            self.main[own],
+            grad=self.grad[own],
+            exp_avg=self.exp_avg[own],
+            exp_avg_sq=self.exp_avg_sq[own],
+            step=torch.zeros((), device=self.main.device),
+        )
 
     def counted_grads(self) -> list[Tensor]:
         """The gradient parts that count in norms, as few as there can be."""
@@ -93,6 +99,12 @@ class AdamShard:
         skip: Tensor,
     ) -> None:
         """One AdamW step on grad / `grad_divisor`; none where `skip` is 1 (fp32 scalars)."""
+        if not self.param_shards:
+            return
+        settings = AdamWSettings(lr, config.beta1, config.beta2, config.eps, weight_decay)
+        if usable(self.main, self.grad):
+            self._update_at_once(settings, grad_divisor, skip)
+            return
         for decays in (True, False):
             param_shards = [owned for owned in self.param_shards if owned.spec.decay == decays]
             if not param_shards:
@@ -117,3 +129,19 @@ class AdamShard:
             )
         if self.main is not self.own_params:
             self.own_params.copy_(self.main)
+
+    def _update_at_once(self, settings: AdamWSettings, grad_divisor: Tensor, skip: Tensor) -> None:
+        """All parts have seen as many updates."""
+        steps = [owned.step for owned in self.param_shards]
+        adamw_update(
+            self.main,
+            self.grad,
+            (self.exp_avg, self.exp_avg_sq),
+            rounded_N=None if self.main is self.own_params else self.own_params,
+            pieces=self._pieces,
+            step=steps[0],
+            divisor=grad_divisor,
+            skip=skip,
+            settings=settings,
+        )
+        torch._foreach_add_(steps, 1 - skip)

@@ -1,0 +1,154 @@
+"""AdamW (Loshchilov & Hutter 2019) on a flat shard in one pass over its memory: what is rounded to
+the parameters' type is written with the fp32 values that it comes from.
+
+Shapes: N elements of the shard, in which P pieces of at most CHUNK elements are updated. In
+kernels: BLOCK elements at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from math import gcd, log
+
+import torch
+from torch import Tensor
+
+from app.kernels.common import jit, tl
+
+BLOCK = 4096
+CHUNK = 4 * BLOCK  # of one program: so many that its table entry costs nothing
+WARPS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class AdamWSettings:
+    """Of one update."""
+
+    lr: float
+    beta1: float
+    beta2: float
+    eps: float
+    weight_decay: float
+
+
+@dataclass(frozen=True, slots=True)
+class Pieces:
+    """What of a shard is updated, and where weights decay."""
+
+    table_P3: Tensor  # int64, on the device: first element, end, whether its weights decay
+    alignment: int  # elements: a common divisor of all firsts
+
+    @classmethod
+    def of(cls, ranges: Iterable[tuple[int, int, bool]], device: torch.device) -> Pieces:
+        """Of ranges of elements, cut into pieces."""
+        rows = [
+            (first, min(first + CHUNK, stop), int(decays))
+            for start, stop, decays in ranges
+            for first in range(start, stop, CHUNK)
+        ]
+        table_P3 = torch.tensor(rows, dtype=torch.int64, device=device).view(-1, 3)
+        return cls(table_P3, gcd(16, *(first for first, _, _ in rows)))
+
+
+def adamw_update(
+    main_N: Tensor,
+    grad_N: Tensor,
+    moments: tuple[Tensor, Tensor],
+    *,
+    rounded_N: Tensor | None,
+    pieces: Pieces,
+    step: Tensor,
+    divisor: Tensor,
+    skip: Tensor,
+    settings: AdamWSettings,
+) -> None:
+    """Update fp32 parameters and first and second moments, in place, by gradient / `divisor`, and
+    write the parameters to `rounded_N` too, in its type; nothing at all where `skip` is 1.
+
+    `step`, `divisor` and `skip` are fp32 scalars on the device; `step` counts the updates before
+    this one. Gradients are fp32, bf16 or fp16. Elements outside of the pieces stay as they are.
+    """
+    if not len(pieces.table_P3):
+        return
+    exp_avg_N, exp_avg_sq_N = moments
+    _adamw[(len(pieces.table_P3),)](
+        pieces.table_P3,
+        main_N,
+        grad_N,
+        exp_avg_N,
+        exp_avg_sq_N,
+        rounded_N,
+        step,
+        divisor,
+        skip,
+        lr=settings.lr,
+        beta1=settings.beta1,
+        beta2=settings.beta2,
+        rest1=1 - settings.beta1,
+        rest2=1 - settings.beta2,
+        log1=log(settings.beta1) if settings.beta1 else -1e4,
+        log2=log(settings.beta2) if settings.beta2 else -1e4,
+        eps=settings.eps,
+        shrink=settings.lr * settings.weight_decay,
+        ALIGNMENT=pieces.alignment,
+        BLOCK=BLOCK,
+        num_warps=WARPS,
+    )
+
+
+@jit
+def _one_minus_exp(x: tl.tensor) -> tl.tensor:
+    """1 - eˣ for x < 0 to the last digits: near 0 by eight terms of its series."""
+    near = tl.maximum(x, -0.5)
+    series = 1.0 + near / 8
+    for below in tl.static_range(6):
+        series = 1.0 + near / (7 - below) * series
+    return tl.where(x > -0.5, -near * series, 1.0 - tl.exp(x))
+
+
+@jit
+def _adamw(
+    table: tl.tensor,
+    main: tl.tensor,
+    grad: tl.tensor,
+    exp_avg: tl.tensor,
+    exp_avg_sq: tl.tensor,
+    rounded: tl.tensor,
+    step: tl.tensor,
+    divisor: tl.tensor,
+    skip: tl.tensor,
+    lr: float,
+    beta1: float,
+    beta2: float,
+    rest1: float,
+    rest2: float,
+    log1: float,
+    log2: float,
+    eps: float,
+    shrink: float,
+    ALIGNMENT: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    row = table + tl.program_id(0) * 3
+    first = tl.multiple_of(tl.load(row), ALIGNMENT)
+    stop = tl.load(row + 1)
+    kept = tl.where(tl.load(row + 2) != 0, 1.0 - shrink, 1.0)
+    if tl.load(skip) == 0:
+        count = tl.load(step) + 1
+        rate = lr / _one_minus_exp(count * log1)
+        spread = tl.sqrt_rn(_one_minus_exp(count * log2))
+        scale = tl.load(divisor)
+        for start in range(first, stop, BLOCK):
+            place = start + tl.arange(0, BLOCK)
+            inside = place < stop
+            g = tl.load(grad + place, mask=inside, other=0.0).to(tl.float32) / scale
+            m = tl.load(exp_avg + place, mask=inside, other=0.0) * beta1 + g * rest1
+            v = tl.load(exp_avg_sq + place, mask=inside, other=0.0) * beta2 + g * g * rest2
+            w = tl.load(main + place, mask=inside, other=0.0) * kept
+            w -= rate * m / (tl.sqrt_rn(v) / spread + eps)
+            tl.store(exp_avg + place, m, mask=inside)
+            tl.store(exp_avg_sq + place, v, mask=inside)
+            tl.store(main + place, w, mask=inside)
+            if rounded is not None:
+                tl.store(rounded + place, w.to(rounded.dtype.element_ty), mask=inside)
