@@ -9,9 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from app.choices import Dtype
 from app.config import ModelConfig
@@ -32,6 +34,7 @@ from app.engine.watchdog.watchdog import Strand
 from app.errors import ConfigError, warn
 from app.hf.families import Family, family_of
 from app.hf.write import Export
+from app.plan.model.stage import model_weights
 
 EXPORTED = "hugging_face"  # in a run folder: the model that it ended with
 NAMES = {Dtype.float32: "float32", Dtype.bfloat16: "bfloat16", Dtype.float16: "float16"}
@@ -62,7 +65,7 @@ class Exported:
 
     @property
     def dtype(self) -> Dtype:
-        """That of its parameters."""
+        """That of its parameters; of a model that no run has trained yet, of most of them."""
         imported = self.manifest.get(IMPORTED)
         return Dtype(imported or self.config["precision"]["params"])
 
@@ -79,6 +82,14 @@ class Exported:
             DTYPES[self.dtype],
             replaces=self.replaces,
         )
+
+    def apart(self) -> dict[str, torch.dtype]:
+        """Weights that came in another type, which they keep until a run has trained them."""
+        if IMPORTED not in self.manifest:
+            return {}
+        saved = SavedWeights(self.checkpoint, dict(self.manifest))
+        kinds = {each.name: saved.dtype(each.name) for each in model_weights(self.model)}
+        return {name: kind for name, kind in kinds.items() if kind != DTYPES[self.dtype]}
 
     def texts(self, say: Callable[[str], object]) -> dict[str, bytes]:
         """What is no weight, by name of file; `say` hears what is left out. Raises ConfigError."""
@@ -125,6 +136,7 @@ def export_checkpoint(
         texts = exported.texts(say)
         with _about(key):
             _check_all(path, manifest)
+        export = replace(export, apart=exported.apart())
         _write(export, export.files(), exported)
         export.finish(texts)
     except BaseException:

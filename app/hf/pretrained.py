@@ -108,6 +108,20 @@ class Pretrained:
         kinds = (self.files.dtype(name) for name in names(self.pieces(named)))
         return reduce(torch.promote_types, kinds)
 
+    def finer(self, dtype: torch.dtype) -> str | None:
+        """Which tensors have bits that this type rounds away, in words, where only some have."""
+        weights = model_weights(self.model)
+        found = {
+            name: self.files.dtype(name) for named in weights for name in names(self.pieces(named))
+        }
+        rounded = [
+            name for name, kind in found.items() if torch.promote_types(kind, dtype) != dtype
+        ]
+        if not rounded or len(rounded) == len(found):
+            return None
+        kinds = sorted({str(found[name]).removeprefix("torch.") for name in rounded})
+        return f"{_some(rounded)} {' or '.join(kinds)}"
+
     def _check_names(self) -> None:
         used = {
             name

@@ -11,7 +11,7 @@ import os
 import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import prod
 from pathlib import Path
 from typing import Any, Protocol
@@ -95,6 +95,8 @@ class Export:
     family: Family
     folder: Path
     dtype: torch.dtype
+    # of weights that have another one
+    apart: Mapping[str, torch.dtype] = field(default_factory=dict)
     replaces: bool = False  # an earlier one of the same name, when this one is complete
 
     @property
@@ -125,7 +127,7 @@ class Export:
         for weight in self.family.weights(self.model):
             biased = weight.name.endswith(".bias_E")
             for piece in mapping(table, self.model, weight).spellings[0]:
-                dtype = BIAS_DTYPE if biased else self.dtype
+                dtype = BIAS_DTYPE if biased else self.apart.get(weight.name, self.dtype)
                 yield WrittenTensor(weight.name, piece, dtype)
 
     def begin(self) -> None:

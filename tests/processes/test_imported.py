@@ -134,21 +134,53 @@ def test_a_run_folder_says_what_its_model_is(tmp_path: Path):
     assert load("model=pretrained", f"model.init_from={tmp_path}/run").model.num_layers == 3
 
 
+def save_mixed(folder: Path) -> Path:
+    """A model in bf16, with a norm and a router in fp32, which are not of bf16 values."""
+    model, _ = save_random("qwen3_moe", folder, vocab_size=264)
+    model.to(torch.bfloat16).save_pretrained(folder, save_original_format=True)
+    edit_tensors(folder, lambda t: t.update({name: torch.rand(t[name].shape) for name in FINE}))
+    return folder
+
+
+FINE = ("model.layers.1.input_layernorm.weight", "model.layers.1.mlp.gate.weight")
+FINER = f"{', '.join(FINE)} are float32, and"
+
+
 def test_every_weight_keeps_the_type_that_it_has(tmp_path: Path):
-    """Norms in fp32 beside projections in bf16, in a file that begins with the latter."""
-    model, _ = save_random("deepseek_v3", tmp_path / "theirs")
-    model.to(torch.bfloat16).save_pretrained(tmp_path / "theirs")
-    name = "model.layers.1.input_layernorm.weight"
-    norm = torch.rand(32)
-
-    def refined(tensors: dict[str, torch.Tensor]) -> None:
-        tensors[name] = norm
-
-    edit_tensors(tmp_path / "theirs", refined)
-    assert convert.main(["from-hf", str(tmp_path / "theirs"), str(tmp_path / "run")]) == 0
+    """In a checkpoint that no run has trained yet, and out of it again."""
+    theirs = save_mixed(tmp_path / "theirs")
+    assert convert.main(["from-hf", str(theirs), str(tmp_path / "run")]) == 0
+    before = tensors_of(theirs)
     saved = tensors_of(tmp_path / "run" / CHECKPOINTS / "step-00000000")
-    assert torch.equal(saved["layers.1.attn_norm.weight.main"], norm)
+    assert torch.equal(saved["layers.1.attn_norm.weight.main"], before[FINE[0]])
     assert saved["embedding.main"].dtype == torch.bfloat16
+    assert convert.main(["to-hf", str(tmp_path / "run"), str(tmp_path / "out")]) == 0
+    after = tensors_of(tmp_path / "out")
+    assert {name: value.dtype for name, value in before.items()} == {
+        name: value.dtype for name, value in after.items()
+    }
+    assert all(torch.equal(value, after[name]) for name, value in before.items())
+
+
+def test_what_is_rounded_is_said(tmp_path: Path):
+    """By a run in the type of the others, and by who only asks the model; not in fp32."""
+    save_mixed(tmp_path / "theirs")
+    data = [word for word in corpus_in(tmp_path / "corpus") if not word.startswith("model")]
+    words = ["model=pretrained", "model.init_from=theirs", "train.steps=1"]
+    told = "computed with in precision.params=bfloat16; the optimizer keeps their bits"
+    for precision, expected in (
+        ("bf16", f"train.py: model.init_from=theirs: {FINER} {told}\n"),
+        ("fp32", ""),
+    ):
+        more = [*words, f"precision={precision}", "checkpoint=none"]
+        ended = run_forked(tmp_path, [sys.executable, str(ROOT / "train.py"), *data, *more])
+        assert (ended.returncode, ended.stderr) == (0, expected)
+    ended = run_forked(
+        tmp_path,
+        [sys.executable, "-m", "app.cli.generate", "theirs", "prompt=a", "max_new_tokens=1"],
+    )
+    line = f"theirs: {FINER} rounded to the type of the others\n"
+    assert ended.returncode == 0 and line in ended.stderr
 
 
 def test_what_came_with_a_model_cannot_be_kept_in_one_line(tmp_path: Path):

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from app.engine.checkpoint.load import MAIN, bias_name, part_name, rank_file
 from app.hf.piece import refined
+from app.hf.write import DTYPES
 from app.plan.sharding.reshard import Block
 from app.plan.shards import Bounds
 
@@ -31,6 +32,12 @@ class SavedWeights:
         self._opened: dict[int, safe_open] = {}
         # the rows last read, since query, key and value heads, or gate and up, follow each other
         self._last: tuple[object, Tensor] | None = None
+
+    def dtype(self, name: str) -> torch.dtype:
+        """The type in which the weight `name` is kept."""
+        rank, *_ = self.manifest["parts"][name]["held"][0]
+        found = self._file(rank).get_slice(part_name(name, MAIN))
+        return next(kind for kind, code in DTYPES.items() if code == found.get_dtype())
 
     def read(self, name: str, box: Block) -> Tensor:
         """A box of the weight `name`, whose dimensions may be taken apart further than those of the

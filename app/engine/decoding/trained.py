@@ -24,7 +24,7 @@ from app.engine.report.telling import telling
 from app.engine.run.agreement import all_succeed
 from app.engine.run.run_folder import plain
 from app.engine.run.start import choose_device
-from app.errors import ConfigError
+from app.errors import ConfigError, say
 from app.hf.chunks import fill_chunks
 from app.hf.file_names import CONFIG_JSON, TOKENIZER
 from app.hf.hub import PRETRAINED
@@ -102,10 +102,14 @@ class PretrainedFolder:
     def fill(self, chunks: Sequence[Chunk], groups: Groups) -> None:
         """See `WeightSource`."""
 
-        def fill() -> None:
-            fill_chunks(chunks, Pretrained(self.path, KEY), groups.coords)
+        def fill() -> str | None:
+            pretrained = Pretrained(self.path, KEY)
+            fill_chunks(chunks, pretrained, groups.coords)
+            params = (param for chunk in chunks for param in chunk.parameters())
+            return pretrained.finer(next(params).dtype) if groups.rank == 0 else None
 
-        all_succeed(groups, fill)
+        if finer := all_succeed(groups, fill):
+            say(f"{self.path}: {finer}, and rounded to the type of the others", sys.stderr)
 
 
 def weights_at(path: Path) -> WeightSource:

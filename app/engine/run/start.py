@@ -23,6 +23,7 @@ from app.data.tokenizer import BYTES, Tokenizer, load_tokenizer, vocabulary
 from app.engine.checkpoint.folder import newest_checkpoint, read_manifest
 from app.engine.checkpoint.load import IMPORTED
 from app.engine.checkpoint.resume import allowed_changes, checkpoint_to_resume
+from app.engine.dtypes import DTYPES
 from app.engine.groups import Groups
 from app.engine.run.agreement import all_succeed, rank_zero_says
 from app.engine.run.run_folder import RUNS, FolderLock, check_place, choose_folder, has_ended
@@ -241,7 +242,12 @@ def open_pretrained(run: Run, groups: Groups, local_rank: int) -> Pretrained:
     if commit is not None:
         asks = local_rank == 0 and groups.rank > 0
         all_succeed(groups, lambda: model_folder(name, INIT_FROM, commit) if asks else None)
-    return all_succeed(groups, lambda: find_pretrained(run, commit, asks=False))
+    found = all_succeed(groups, lambda: find_pretrained(run, commit, asks=False))
+    dtype = run.precision.params
+    if groups.rank == 0 and (finer := found.finer(DTYPES[dtype])):
+        rounded = f"computed with in precision.params={dtype.value}; the optimizer keeps their bits"
+        warn(f"{INIT_FROM}={name}: {finer}, and {rounded}")
+    return found
 
 
 def find_pretrained(run: Run, commit: str | None = None, asks: bool = True) -> Pretrained:
