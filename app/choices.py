@@ -139,6 +139,29 @@ class Dtype(Enum):
     float16 = "float16"
 
 
+class Fp8Recipe(Enum):
+    """What a matrix in eight bits is scaled by, so that its entries fit."""
+
+    current = "current"  # its own largest entry
+    # the largest entry of every 128 values, of weights of every block of 128 × 128
+    block = "block"
+
+
+class Fp8Part(Enum):
+    """Products in eight bits."""
+
+    linear = "linear"  # projections of attention, dense feed-forwards, shared experts
+    head = "head"  # hidden states to logits
+
+
+class LinearBackendKind(Enum):
+    """What computes the products of linear layers in eight bits."""
+
+    auto = "auto"  # transformer_engine on a GPU, torch on a CPU
+    torch = "torch"  # entries rounded to eight bits, products in float32: the reference, slow
+    transformer_engine = "transformer_engine"  # tensor cores, on GPUs like Hopper and newer
+
+
 class Decay(Enum):
     """Shape of the learning rate after warm-up."""
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from app.config.attention import Llama3RopeConfig, MLAConfig, YarnConfig
 from app.config.layout import (
     CudaGraphConfig,
+    Fp8Config,
     HardwareConfig,
     ParallelConfig,
     PrecisionConfig,
@@ -33,6 +34,7 @@ __all__ = [
     "CheckpointConfig",
     "CudaGraphConfig",
     "DataConfig",
+    "Fp8Config",
     "HardwareConfig",
     "Llama3RopeConfig",
     "LogConfig",

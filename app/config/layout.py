@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from app.choices import CpComm, Dtype, GraphImpl, GraphKey, GraphScope, Recompute, ScheduleName
+from app.choices import (
+    CpComm,
+    Dtype,
+    Fp8Part,
+    Fp8Recipe,
+    GraphImpl,
+    GraphKey,
+    GraphScope,
+    LinearBackendKind,
+    Recompute,
+    ScheduleName,
+)
 from app.config.bounds import above_zero, at_least
-from app.errors import ConfigError
+from app.errors import ConfigError, Instead
 
 
 @dataclass(frozen=True)
@@ -125,6 +136,25 @@ class CudaGraphConfig:
 
 
 @dataclass(frozen=True)
+class Fp8Config:
+    """Products of linear layers in eight bits (docs/fp8.md)."""
+
+    recipe: Fp8Recipe | None = None  # how matrices are scaled; null: no products in eight bits
+    include: tuple[Fp8Part, ...] = (Fp8Part.linear,)  # whose products
+    first_layers: int = 0  # layers at the model's beginning that are left out
+    last_layers: int = 0  # layers at its end that are left out
+    backend: LinearBackendKind = LinearBackendKind.auto  # what computes them
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "include", tuple(self.include))
+        at_least("precision.fp8", self, 0, "first_layers", "last_layers")
+        if self.recipe is not None and not self.include:
+            rule = f"precision.fp8.recipe={self.recipe.value} is for some products"
+            near = ("[linear]", Instead("precision.fp8.recipe=null"))
+            raise ConfigError("precision.fp8.include", self.include, rule, nearest=near)
+
+
+@dataclass(frozen=True)
 class PrecisionConfig:
     """Element types. Main parameters and moments are fp32 in every choice."""
 
@@ -138,6 +168,7 @@ class PrecisionConfig:
     loss_scale_window: int = 1000  # steps without an overflow after which it doubles
     # overflows within a window that it tolerates before it halves, the last one included
     loss_scale_hysteresis: int = 2
+    fp8: Fp8Config = field(default_factory=Fp8Config)  # products of linear layers in eight bits
 
     def __post_init__(self) -> None:
         above_zero("precision", self, "loss_scale", "initial_loss_scale", "min_loss_scale")

@@ -19,6 +19,7 @@ from app.engine.capture.recorder import CudaRecorder, Recorder
 from app.engine.capture.stand_in import HostRecorder
 from app.engine.dispatchers import build_dispatcher, build_stash
 from app.engine.dtypes import DTYPES
+from app.engine.eight_bits import build_fp8
 from app.engine.fast_paths import check_capturable
 from app.engine.groups import Groups
 from app.engine.pipeline.executor import ForwardBackward, execute
@@ -30,6 +31,7 @@ from app.hf.chunks import fill_chunks, fill_main_params
 from app.hf.pretrained import Pretrained
 from app.model.block import DenseBody, Layer
 from app.model.chunk import Chunk
+from app.model.fp8.linear import Fp8Layers
 from app.model.init import init_weights
 from app.model.peers import Peers
 from app.moe.clones.cloning import CLONE_SUMS, Cloning
@@ -61,6 +63,7 @@ class Engine:
     loss_scale: LossScale | None
     dispatcher: Dispatcher[Any, Any] | None  # of all MoE layers; None: there are no experts
     recorder: Recorder | None  # of CUDA graphs; None: nothing is captured
+    fp8: Fp8Layers | None  # whose products are in eight bits; None: there are none
 
     def routers(self) -> Iterator[tuple[tuple[int, int], Router]]:
         """(chunk, n-th MoE layer) and router of every MoE layer of this rank."""
@@ -130,6 +133,7 @@ def build_engine(
     dispatcher = build_dispatcher(run, groups.peers(run.parallel.cp_comm_type), device, stash=stash)
     chunks = build_chunks(run, plan.stages, groups, device=device, dispatcher=dispatcher)
     _set_weights(run, chunks, groups, pretrained=pretrained)
+    fp8 = build_fp8(run, chunks, device)
     specs = [list(parameter_specs(chunk, groups.coords)) for chunk in chunks]
     buffers = plan.buffers[groups.pp_rank]
     optimizer_groups = OptimizerGroups(
@@ -150,6 +154,9 @@ def build_engine(
     if run.optim.overlap_params:
         for chunk in chunks:
             _wait_for_parameters(chunk, optimizer)
+    if fp8 is not None:
+        optimizer.changed = fp8.expire
+        fp8.watch()
     pp_ranks = dist.get_process_group_ranks(groups.pp)
     transport = Transport(groups.pp, pp_ranks, run.schedule.batch_p2p)
     watchdog = watchdog or Watchdog(groups.rank, run.schedule.timeout_s)
@@ -170,6 +177,7 @@ def build_engine(
         loss_scale=loss_scale,
         dispatcher=dispatcher,
         recorder=build_recorder(run, device),
+        fp8=fp8,
     )
 
 

@@ -34,6 +34,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from app.model.clones import LentWeight
+from app.model.fp8.quantised import Operand, Quantised
 from app.model.linear_backend import (
     GroupedLinearBackend,
     LinearBackend,
@@ -90,7 +91,7 @@ class ColumnParallelLinear(LinearModule):
 
     def forward(self, x_BsI: Tensor, sink: WeightGradSink | None = None) -> Tensor:
         """B × s × I -> B × S × O / tp."""
-        if sink is None and self.group is None:
+        if sink is None and self.group is None and self.backend.differentiable:
             return self.backend.output(x_BsI, self.weight)
         out_BSO: Tensor = _Linear.apply(x_BsI, self.weight, self.group, self.backend, sink)
         return out_BSO
@@ -108,7 +109,7 @@ class RowParallelLinear(LinearModule):
 
     def forward(self, x_BSI: Tensor, sink: WeightGradSink | None = None) -> Tensor:
         """B × S × I / tp -> B × s × O."""
-        if sink is None:
+        if sink is None and self.backend.differentiable:
             out_BSO = self.backend.output(x_BSI, self.weight)
         else:
             out_BSO = _Linear.apply(x_BSI, self.weight, None, self.backend, sink)
@@ -191,35 +192,67 @@ class _Linear(torch.autograd.Function):
         backend: LinearBackend,
         sink: WeightGradSink | None,
     ) -> Tensor:
-        ctx.save_for_backward(x_BsI)
+        x = backend.input_operand(x_BsI if group is None else gathered(x_BsI, group))
+        _keep(ctx, x if group is None else x_BsI)
         ctx.weight_OI = weight_OI
         ctx.group = group
         ctx.backend = backend
         ctx.sink = sink
-        return backend.output(x_BsI if group is None else gathered(x_BsI, group), weight_OI)
+        return backend.output(x, weight_OI)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_BSO: Tensor) -> tuple[Tensor | None, ...]:
-        (x_BsI,), weight_OI, group = ctx.saved_tensors, ctx.weight_OI, ctx.group
+        weight_OI, group = ctx.weight_OI, ctx.group
         backend: LinearBackend = ctx.backend
         sink: WeightGradSink | None = ctx.sink
-        if sink is not None and group is None:
-            sink.push(weight_OI, backend.weight_grad(grad_BSO, x_BsI))
-            return backend.input_grad(grad_BSO, weight_OI), None, None, None, None
+        grad = backend.grad_operand(grad_BSO)
+        if group is None:
+            weight_grad = backend.weight_grad(grad, _operand(ctx))
+            if sink is None:
+                return backend.input_grad(grad, weight_OI), weight_grad(), None, None, None
+            sink.push(weight_OI, weight_grad)
+            return backend.input_grad(grad, weight_OI), None, None, None, None
+        (x_BsI,) = ctx.saved_tensors
         if sink is not None and sink.deferred:
-            waits = FetchedGrad(lambda: backend.weight_grad(grad_BSO, gathered(x_BsI, group)))
-            sink.push(weight_OI, waits)
-            grad_BSI = backend.input_grad(grad_BSO, weight_OI)
+            sink.push(weight_OI, FetchedGrad(lambda: _of_gathered(backend, grad, x_BsI, group)))
+            grad_BSI = backend.input_grad(grad, weight_OI)
             return scattered(grad_BSI, group), None, None, None, None
         # the gather runs beside the first product, the scatter beside the second
         x_BSI = start_gather(x_BsI, group)
-        grad_BsI = start_scatter(backend.input_grad(grad_BSO, weight_OI), group)
-        weight_grad = backend.weight_grad(grad_BSO, x_BSI())
+        grad_BsI = start_scatter(backend.input_grad(grad, weight_OI), group)
+        weight_grad = backend.weight_grad(grad, backend.input_operand(x_BSI()))
         if sink is None:
             return grad_BsI(), weight_grad(), None, None, None
         sink.push(weight_OI, weight_grad)
         return grad_BsI(), None, None, None, None
+
+
+def _keep(ctx: Any, x: Operand) -> None:
+    """Have autograd keep what the gradient of the weight will be made of."""
+    if isinstance(x, Quantised):
+        part = x.for_weight_grad()
+        ctx.save_for_backward(*part.tensors())
+        ctx.emptied = part.empty()
+    else:
+        ctx.save_for_backward(x)
+        ctx.emptied = None
+
+
+def _operand(ctx: Any) -> Operand:
+    """What `_keep` has kept."""
+    if ctx.emptied is None:
+        x: Tensor = ctx.saved_tensors[0]
+        return x
+    quantised: Quantised = ctx.emptied.with_tensors(ctx.saved_tensors)
+    return quantised
+
+
+def _of_gathered(
+    backend: LinearBackend, grad: Operand, x_BsI: Tensor, group: OptionalGroup
+) -> WeightGrad:
+    """The gradient of a weight from this rank's part of the tokens."""
+    return backend.weight_grad(grad, backend.input_operand(gathered(x_BsI, group)))
 
 
 class _GroupedLinear(torch.autograd.Function):

@@ -1,10 +1,12 @@
 """What computes a linear layer: its output, and the gradients of its input and of its weight.
 
-A back end is the three products. Where tokens are gathered and scattered, what is kept for backward
+A back end is the three products, and the form in which they read what they are given: once made,
+an operand serves two of them. Where tokens are gathered and scattered, what is kept for backward
 and where the weight's gradient goes is the modules' business (`app.model.linear`), and the same for
-all of them. `linear_backend` and `grouped_linear_backend` are the one place where a back end would
-be chosen; so far each has one, torch's products. The loss asks the head's back end for its products
-(`app.model.loss`), chunk by chunk where no rank is to have all logits.
+all of them. `linear_backend` and `grouped_linear_backend` say what a module begins with, torch's
+products; `app.model.fp8` puts another in its place where products are to be in eight bits. The loss
+asks the head's back end for its products (`app.model.loss`), chunk by chunk where no rank is to
+have all logits.
 
 Shapes: I input width, O output width, T rows, E experts; rows of an expert end at its offset in
 `ends_E` (int32, on the rows' device), rows behind the last one are not defined.
@@ -20,6 +22,7 @@ from torch import Tensor
 
 from app.kernels.common import usable
 from app.kernels.grouped_product import grouped_product
+from app.model.fp8.quantised import Operand
 from app.model.weight_grads import (
     GroupedLinearGrad,
     LentGrad,
@@ -32,13 +35,25 @@ from app.model.weight_grads import (
 class LinearBackend(Protocol):
     """The products of a layer with one weight, over the last dimension of what comes in."""
 
-    def output(self, x: Tensor, weight_OI: Tensor) -> Tensor:
-        """x · weightᵀ; autograd differentiates it where nothing else is to be done in backward."""
+    @property
+    def differentiable(self) -> bool:
+        """Whether autograd differentiates `output`, where nothing else is to be done in
+        backward.
+        """
 
-    def input_grad(self, grad: Tensor, weight_OI: Tensor, out: Tensor | None = None) -> Tensor:
+    def input_operand(self, x: Tensor) -> Operand:
+        """What comes in as `output` and `weight_grad` read it."""
+
+    def grad_operand(self, grad: Tensor) -> Operand:
+        """The output's gradient as `input_grad` and `weight_grad` read it."""
+
+    def output(self, x: Operand, weight_OI: Tensor) -> Tensor:
+        """x · weightᵀ."""
+
+    def input_grad(self, grad: Operand, weight_OI: Tensor, out: Tensor | None = None) -> Tensor:
         """grad · weight, of the output's gradient; in the memory of `out` if there is one."""
 
-    def weight_grad(self, grad: Tensor, x: Tensor) -> WeightGrad:
+    def weight_grad(self, grad: Operand, x: Operand) -> WeightGrad:
         """gradᵀ · x over all rows, O × I: its operands, nothing is computed yet."""
 
 
@@ -74,19 +89,29 @@ class GroupedLinearBackend(Protocol):
 
 
 class TorchLinear:
-    """torch's own products, in the type of the weight."""
+    """torch's own products, in the type of the weight, of tensors as they are."""
 
-    def output(self, x: Tensor, weight_OI: Tensor) -> Tensor:
-        """See the protocol."""
-        return F.linear(x, weight_OI)
+    differentiable = True
 
-    def input_grad(self, grad: Tensor, weight_OI: Tensor, out: Tensor | None = None) -> Tensor:
+    def input_operand(self, x: Tensor) -> Tensor:
         """See the protocol."""
-        return torch.matmul(grad, weight_OI, out=out)
+        return x
 
-    def weight_grad(self, grad: Tensor, x: Tensor) -> WeightGrad:
+    def grad_operand(self, grad: Tensor) -> Tensor:
         """See the protocol."""
-        return LinearGrad(grad.flatten(0, -2).T, x.flatten(0, -2))
+        return grad
+
+    def output(self, x: Operand, weight_OI: Tensor) -> Tensor:
+        """See the protocol."""
+        return F.linear(plain(x), weight_OI)
+
+    def input_grad(self, grad: Operand, weight_OI: Tensor, out: Tensor | None = None) -> Tensor:
+        """See the protocol."""
+        return torch.matmul(plain(grad), weight_OI, out=out)
+
+    def weight_grad(self, grad: Operand, x: Operand) -> WeightGrad:
+        """See the protocol."""
+        return LinearGrad(plain(grad).flatten(0, -2).T, plain(x).flatten(0, -2))
 
 
 class TorchGroupedLinear:
@@ -137,8 +162,14 @@ class TorchGroupedLinear:
         out_TO[begin:] = F.grouped_mm(rows_TI[begin:], matrix_GIO, offs=ends_E[first:] - begin)
 
 
+def plain(operand: Operand) -> Tensor:
+    """An operand that is a tensor."""
+    assert isinstance(operand, Tensor), "made by another back end"
+    return operand
+
+
 def linear_backend() -> LinearBackend:
-    """What a column- or row-parallel layer computes with."""
+    """What a column- or row-parallel layer computes with, unless it is given another."""
     return TorchLinear()
 
 

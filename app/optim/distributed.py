@@ -118,6 +118,9 @@ class DistributedOptimizer:
         ]
         at_update = config.overlap_params and not whole_steps
         self._param_gather = ParamGather(self._in_use_order, at_update)
+        # replaced where something is made of parameters that holds until they change; called when
+        # they have, or will have in what is recorded now and replayed later
+        self.changed: Callable[[], None] = nothing
         if whole_steps:  # the first eager step connects what recorded gathers will go through
             for shard in self._in_use_order:
                 self._param_gather.updated(shard)
@@ -235,6 +238,7 @@ class DistributedOptimizer:
             self._param_gather.settle(shard)
             shard.update(self.config, lr, weight_decay, grad_divisor=divisor, skip=skip)
             self._param_gather.updated(shard)
+        self.changed()
         return skip
 
     def gather_params(self, chunk: int) -> None:
@@ -252,6 +256,7 @@ class DistributedOptimizer:
 
     def in_graph(self) -> AbstractContextManager[None]:
         """Within the block such work is recorded or replayed, and makes all parameters whole."""
+        self.changed()
         return self._param_gather.in_graph()
 
     def start_gather(self, chunk: int) -> None:
@@ -280,12 +285,17 @@ class DistributedOptimizer:
             if shard.main is not shard.own_params:
                 shard.own_params.copy_(shard.main)
             self._param_gather.updated(shard)
+        self.changed()
 
     def _all_grad_buckets(self) -> Iterator[GradBuckets]:
         return chain.from_iterable(self.grad_buckets)
 
     def _all_shards(self) -> Iterator[AdamShard]:
         return chain.from_iterable(self.shards)
+
+
+def nothing() -> None:
+    """Return at once: nobody asks."""
 
 
 def adam_shards(buckets: GradBuckets) -> Iterator[AdamShard]:

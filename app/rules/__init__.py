@@ -22,6 +22,7 @@ from app.rules.layout import (
     check_world,
 )
 from app.rules.pipeline import check_schedule_choice, check_stages
+from app.rules.precision import check_fp8
 from app.rules.sizes import check_microbatches, check_sizes
 from app.rules.training import check_batch, check_lr_schedule, check_rollback
 
@@ -37,6 +38,7 @@ RULES: tuple[Callable[[Run], None], ...] = (
     check_clones,
     check_recompute,
     check_expert_widths,
+    check_fp8,
     check_batch,
     check_stages,
     check_microbatches,

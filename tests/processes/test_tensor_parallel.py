@@ -183,7 +183,8 @@ def order_of_backward(rank: int, route: str) -> list[str]:
     nn.init.ones_(module.weight)
     products = ("output", "input_grad", "weight_grad")
     module.backend = SimpleNamespace(
-        **{name: noted(getattr(backend, name), name) for name in products}
+        **{name: noted(getattr(backend, name), name) for name in products},
+        **{name: getattr(backend, name) for name in ("input_operand", "grad_operand")},
     )
     queue = WeightGradQueue()
     sink = {"autograd": None, "at once": MainGradSink(add), "deferred": queue}[route]

@@ -13,6 +13,7 @@ from app.data.baseline import ngram_loss
 from app.data.packing import PackedSequences
 from app.engine.build import Engine
 from app.engine.checkpoint.folder import fault_of_latest, newest_checkpoint
+from app.engine.eight_bits import fp8_line
 from app.engine.export import EXPORTED
 from app.engine.fast_paths import graphs_line, slow_paths
 from app.engine.report.boards import TENSORBOARD
@@ -40,6 +41,8 @@ def print_opening(engine: Engine, run_dir: Path, start: Start, version: Version)
         rows.append(("memory", memory_line(engine.plan, memory)))
     if engine.recorder is not None:
         rows.append(("graphs", graphs_line(run, engine.device)))
+    if engine.fp8 is not None:
+        rows.append(("fp8", fp8_line(engine.fp8, run)))
     rows += slow_paths(run, engine.device, engine.dispatcher)
     if run.model.moe and run.model.moe.force_balance:
         rows.append(

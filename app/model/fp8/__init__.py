@@ -1,0 +1,1 @@
+"""Products of linear layers in eight bits: matrices, what quantises them, and their back end."""

@@ -1,0 +1,149 @@
+"""The back end of a linear layer in eight bits, and all such layers of a rank.
+
+A weight is quantised once per update, in memory of its own that never moves, so that captured
+graphs read what it holds now: `Fp8Layers.expire` says that weights have changed, and the first
+forward of each layer afterwards quantises its own, in front of anything captured of it. Work that
+is captured as a whole expires them when it begins, and so quantises them each time.
+
+What comes in is quantised once in forward, and kept as it is read by the gradient of the weight:
+a byte per element. Only where tokens are gathered over ranks for a product is this rank's part kept
+in its own type, gathered and quantised again. A scale is that of what a product reads on this rank:
+of all gathered tokens, but of its own part of a matrix that ranks have parts of.
+
+Shapes: T rows, I input width, O output width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from app.model.chunk import Chunk
+from app.model.fp8.quantised import Fp8Arithmetic, Operand, Quantised
+from app.model.linear import ColumnParallelLinear, RowParallelLinear
+from app.model.weight_grads import WeightGrad
+
+
+@dataclass(frozen=True, slots=True)
+class Fp8Grad(WeightGrad):
+    """gradᵀ · x over all rows, of matrices in eight bits."""
+
+    arithmetic: Fp8Arithmetic
+    grad: Quantised
+    x: Quantised
+    dtype: torch.dtype  # of the gradient as a tensor of its own
+
+    def __call__(self) -> Tensor:
+        """O × I."""
+        return self.arithmetic.weight_grad(self.grad, self.x, self.dtype)
+
+    def add_to(self, total: Tensor) -> None:
+        """Sums in fp32 are added to inside the product, and rounded once."""
+        self.arithmetic.add_weight_grad(self.grad, self.x, total)
+
+
+class Fp8Linear:
+    """The products of one layer with its weight, in eight bits (`LinearBackend`)."""
+
+    differentiable = False
+
+    def __init__(self, arithmetic: Fp8Arithmetic, weight_OI: nn.Parameter) -> None:
+        self.arithmetic = arithmetic
+        self.weight_OI = weight_OI
+        with torch.no_grad():
+            self.held = arithmetic.weight(weight_OI)
+        self.stale = True  # the weight has changed since
+        self.times = 0  # that the weight has been quantised since
+
+    def refresh(self) -> None:
+        """Quantise the weight, if it has changed."""
+        if self.stale:
+            with torch.no_grad():
+                self.arithmetic.update_weight(self.weight_OI, self.held)
+            self.stale = False
+            self.times += 1
+
+    def input_operand(self, x: Tensor) -> Quantised:
+        """See the protocol."""
+        with torch.no_grad():
+            return self.arithmetic.input(x.flatten(0, -2)).with_lead(x.shape[:-1])
+
+    def grad_operand(self, grad: Tensor) -> Quantised:
+        """See the protocol."""
+        return self.arithmetic.grad(grad.flatten(0, -2)).with_lead(grad.shape[:-1])
+
+    def output(self, x: Operand, weight_OI: Tensor) -> Tensor:
+        """See the protocol."""
+        self.refresh()
+        given = self._own(x, weight_OI)
+        return _unflattened(self.arithmetic.output(given, self.held, weight_OI.dtype), given)
+
+    def input_grad(self, grad: Operand, weight_OI: Tensor, out: Tensor | None = None) -> Tensor:
+        """See the protocol."""
+        given = self._own(grad, weight_OI)
+        found = self.arithmetic.input_grad(given, self.held, weight_OI.dtype)
+        found = _unflattened(found, given)
+        return found if out is None else out.copy_(found)
+
+    def weight_grad(self, grad: Operand, x: Operand) -> WeightGrad:
+        """See the protocol."""
+        left, right = self._own(grad, self.weight_OI), self._own(x, self.weight_OI)
+        return Fp8Grad(self.arithmetic, left, right, dtype=self.weight_OI.dtype)
+
+    def _own(self, operand: Operand, weight_OI: Tensor) -> Quantised:
+        assert weight_OI is self.weight_OI, "each layer has a back end of its own"
+        assert isinstance(operand, Quantised), "made by `input_operand` or `grad_operand`"
+        return operand
+
+
+class Fp8Layers:
+    """All linear layers of a rank whose products are in eight bits."""
+
+    def __init__(self, chunks: Sequence[Chunk], arithmetic: Fp8Arithmetic) -> None:
+        self.linears: dict[str, Fp8Linear] = {}  # by global names of weights
+        self.chunks = chunks
+        self.arithmetic = arithmetic
+
+    def use(self, chunk: Chunk, names: Collection[str]) -> None:
+        """Have linear modules of these global names compute in eight bits."""
+        modules = dict(chunk.named_modules())
+        for name in names:
+            module = modules[name]
+            assert isinstance(module, ColumnParallelLinear | RowParallelLinear)
+            self.linears[name] = Fp8Linear(self.arithmetic, module.weight)
+            module.backend = self.linears[name]
+
+    def watch(self) -> None:
+        """Have each layer quantise its weights before its forward, and outside of what is captured
+        of it; whoever gathers parameters has to have registered that before.
+        """
+        for chunk in self.chunks:
+            for layer in chunk.in_order:
+                own = tuple(_inside(layer))
+                if own:
+                    layer.register_forward_pre_hook(lambda *_, own=own: _refresh(own))
+
+    def expire(self) -> None:
+        """Parameters have changed, or will have when what is recorded now is replayed."""
+        for linear in self.linears.values():
+            linear.stale = True
+
+
+def _inside(module: nn.Module) -> Iterator[Fp8Linear]:
+    for inner in module.modules():
+        backend = getattr(inner, "backend", None)
+        if isinstance(backend, Fp8Linear):
+            yield backend
+
+
+def _refresh(linears: Sequence[Fp8Linear]) -> None:
+    for linear in linears:
+        linear.refresh()
+
+
+def _unflattened(found_RC: Tensor, of: Quantised) -> Tensor:
+    """Without rows that filled the matrix up, in the dimensions of what was quantised."""
+    return found_RC[: of.lead.numel()].view(*of.lead, -1)

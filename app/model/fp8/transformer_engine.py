@@ -1,0 +1,203 @@
+"""Transformer Engine's kernels: its quantizers, and its products on tensor cores.
+
+The library is imported where a run asks for it; nothing of its modules, contexts and global state
+is used, only quantizers and `general_gemm`, which are captured as any other kernel is. Its records
+of quantised matrices are put together here for each product from the tensors of a `Quantised`.
+
+Names follow its products: A · B of matrices that lie column by column, so that a weight comes
+first. Whether partial sums are kept in more bits follows its recipes: in both gradients.
+
+Shapes: T rows, I input width, O output width, R × C any of these.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib import import_module, metadata
+from types import ModuleType
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from app.choices import Fp8Recipe, LinearBackendKind
+from app.errors import ConfigError, Instead
+from app.model.fp8.quantised import Quantised
+from app.plan.model.fp8 import MULTIPLE
+
+LIBRARY = "transformer_engine"
+OLDEST = (2, 20)  # release whose quantizers take these arguments
+
+
+def import_library(asked: LinearBackendKind, recipe: Fp8Recipe) -> ModuleType:
+    """Transformer Engine for torch. ConfigError where it, or what the recipe asks of the GPU, is
+    missing.
+    """
+    try:
+        version = metadata.version(LIBRARY)
+    except metadata.PackageNotFoundError:
+        raise _refused(asked, "Transformer Engine is not installed") from None
+    release = tuple(int(part) for part in version.split("+")[0].split(".")[:2])
+    if release < OLDEST:
+        wanted = ".".join(map(str, OLDEST))
+        raise _refused(asked, f"Transformer Engine {version} is older than {wanted}")
+    try:
+        library = import_module(f"{LIBRARY}.pytorch")
+    except (ImportError, OSError, RuntimeError) as error:
+        what = str(error).splitlines()[0]
+        raise _refused(asked, f"Transformer Engine cannot be loaded: {what}") from error
+    block = recipe is Fp8Recipe.block
+    look = library.is_fp8_block_scaling_available if block else library.is_fp8_available
+    available, why = look(return_reason=True)
+    if not available:
+        rule = f"this GPU has no products in eight bits by this recipe: {why}"
+        near: tuple[object, ...] = (None, Instead("precision.fp8.backend=torch"))
+        raise ConfigError("precision.fp8.recipe", recipe, rule, nearest=near)
+    return library
+
+
+def _refused(asked: LinearBackendKind, rule: str) -> ConfigError:
+    near = (LinearBackendKind.torch, Instead("precision.fp8.recipe=null"))
+    advice = f"pip install 'transformer_engine[pytorch]>={'.'.join(map(str, OLDEST))}'"
+    return ConfigError("precision.fp8.backend", asked, rule, nearest=near, advice=advice)
+
+
+class TransformerEngine:
+    """Products of one recipe (`Fp8Arithmetic`); see `app.model.fp8.reference` for the recipes."""
+
+    def __init__(self, library: ModuleType, recipe: Fp8Recipe, device: torch.device) -> None:
+        self.library = library
+        self.recipe = recipe
+        self.quantise_into = import_module("transformer_engine_torch").quantize
+        self.product = import_module(f"{LIBRARY}.pytorch.cpp_extensions").general_gemm
+        block = recipe is Fp8Recipe.block
+        self.forward_type = library.DType.kFloat8E4M3
+        self.grad_type = self.forward_type if block else library.DType.kFloat8E5M2
+
+        def quantizer(dtype: object, weight: bool = False) -> Callable[[Tensor], object]:
+            if block:
+                dims = 2 if weight else 1
+                made = library.Float8BlockQuantizer(
+                    dtype, rowwise=True, columnwise=True, block_scaling_dim=dims
+                )
+            else:
+                made = library.Float8CurrentScalingQuantizer(dtype, device)
+            made.internal = True  # records, not subclasses of tensors
+            found: Callable[[Tensor], object] = made
+            return found
+
+        self.input_quantizer = quantizer(self.forward_type)
+        self.weight_quantizer = quantizer(self.forward_type, weight=True)
+        self.grad_quantizer = quantizer(self.grad_type)
+
+    def input(self, x_TI: Tensor) -> Quantised:
+        """See the protocol; rows are filled up to a multiple of what tensor cores load."""
+        return self._taken(self.input_quantizer(_filled(x_TI)), x_TI)
+
+    def weight(self, weight_OI: Tensor) -> Quantised:
+        """See the protocol."""
+        return self._taken(self.weight_quantizer(weight_OI.detach()), weight_OI)
+
+    def update_weight(self, weight_OI: Tensor, held: Quantised) -> None:
+        """See the protocol."""
+        record = self._record(held, self.forward_type, weight=True)
+        self.quantise_into(weight_OI.detach(), self.weight_quantizer, record, None)
+
+    def grad(self, grad_TO: Tensor) -> Quantised:
+        """See the protocol; filled up as inputs are."""
+        return self._taken(self.grad_quantizer(_filled(grad_TO)), grad_TO)
+
+    def output(self, x: Quantised, weight: Quantised, dtype: torch.dtype) -> Tensor:
+        """See the protocol."""
+        record = self._record(weight, self.forward_type, weight=True)
+        out_TO: Tensor = self.product(
+            record, self._record(x, self.forward_type), out_dtype=dtype, layout="TN"
+        )[0]
+        return out_TO
+
+    def input_grad(self, grad: Quantised, weight: Quantised, dtype: torch.dtype) -> Tensor:
+        """See the protocol."""
+        record = self._record(weight, self.forward_type, weight=True)
+        grad_TI: Tensor = self.product(
+            record,
+            self._record(grad, self.grad_type),
+            out_dtype=dtype,
+            layout="NN",
+            use_split_accumulator=True,
+            grad=True,
+        )[0]
+        return grad_TI
+
+    def weight_grad(self, grad: Quantised, x: Quantised, dtype: torch.dtype) -> Tensor:
+        """See the protocol."""
+        grad_OI: Tensor = self.product(
+            self._record(x, self.forward_type),
+            self._record(grad, self.grad_type),
+            out_dtype=dtype,
+            layout="NT",
+            use_split_accumulator=True,
+            grad=True,
+        )[0]
+        return grad_OI
+
+    def add_weight_grad(self, grad: Quantised, x: Quantised, total_OI: Tensor) -> None:
+        """See the protocol."""
+        if total_OI.dtype != torch.float32:
+            total_OI.add_(self.weight_grad(grad, x, total_OI.dtype))
+            return
+        self.product(
+            self._record(x, self.forward_type),
+            self._record(grad, self.grad_type),
+            out_dtype=torch.float32,
+            layout="NT",
+            out=total_OI,
+            accumulate=True,
+            use_split_accumulator=True,
+            grad=True,
+        )
+
+    def _taken(self, record: object, like: Tensor) -> Quantised:
+        """The tensors of a record that the library has made."""
+        names = ("_data", "_scale_inv", "_transpose", "_scale_inv")
+        if self.recipe is Fp8Recipe.block:
+            names = (
+                "_rowwise_data",
+                "_rowwise_scale_inv",
+                "_columnwise_data",
+                "_columnwise_scale_inv",
+            )
+        rows, row_scales, columns, column_scales = (getattr(record, name) for name in names)
+        if columns is None:  # some GPUs multiply in any order
+            column_scales = None
+        return Quantised(rows, row_scales, columns, column_scales, lead=like.shape[:-1])
+
+    def _record(self, matrix: Quantised, dtype: object, weight: bool = False) -> object:
+        """The library's record of a matrix."""
+        if self.recipe is Fp8Recipe.block:
+            record: object = self.library.Float8BlockwiseQTensorStorage(
+                rowwise_data=matrix.by_rows,
+                rowwise_scale_inv=matrix.row_scales,
+                columnwise_data=matrix.by_columns,
+                columnwise_scale_inv=matrix.column_scales,
+                fp8_dtype=dtype,
+                quantizer=None,
+                is_2D_scaled=weight,
+                fake_dtype=torch.bfloat16,
+            )
+            return record
+        scale = matrix.column_scales if matrix.row_scales is None else matrix.row_scales
+        record = self.library.Float8TensorStorage(
+            data=matrix.by_rows,
+            fp8_scale_inv=scale,
+            fp8_dtype=dtype,
+            fake_dtype=torch.bfloat16,
+            data_transpose=matrix.by_columns,
+            quantizer=None,
+        )
+        return record
+
+
+def _filled(x_RC: Tensor) -> Tensor:
+    """With rows of zeros at its end, which change no scale and no sum."""
+    missing = -len(x_RC) % MULTIPLE
+    return F.pad(x_RC, (0, 0, 0, missing)) if missing else x_RC.contiguous()

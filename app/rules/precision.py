@@ -1,0 +1,67 @@
+"""Rules on products in eight bits."""
+
+from __future__ import annotations
+
+from app.choices import Dtype, Fp8Part
+from app.config import Run
+from app.errors import ConfigError, Instead
+from app.plan.model.fp8 import MULTIPLE, fp8_weights
+from app.plan.sharding.blocks import ShardCoords
+from app.plan.stages import Stage
+
+
+def check_fp8(run: Run) -> None:
+    """Products in eight bits are asked for where they can be computed."""
+    fp8 = run.precision.fp8
+    if fp8.recipe is None:
+        return
+    key = "precision.fp8.recipe"
+    if run.precision.params is Dtype.float16:
+        rule = "takes parameters in bfloat16: gradients in float16 have a scale of their own"
+        raise ConfigError(key, fp8.recipe, rule, nearest=(None, Instead("precision=bf16")))
+    linear = Fp8Part.linear in fp8.include
+    moe = run.model.moe
+    if linear and moe and moe.shared_overlap and moe.shared_ffn_hidden_size:
+        rule = (
+            "runs the shared expert beside the routed ones, and products in eight bits "
+            "(precision.fp8.include=[linear]) share one workspace"
+        )
+        raise ConfigError("model.moe.shared_overlap", True, rule, nearest=False)
+    left_out = fp8.first_layers + fp8.last_layers
+    if linear and left_out >= run.model.num_layers:
+        rule = (
+            f"with first_layers={fp8.first_layers} leaves none of {run.model.num_layers} layers "
+            "in eight bits"
+        )
+        near = None
+        if fp8.first_layers < run.model.num_layers:
+            near = run.model.num_layers - fp8.first_layers - 1
+        advice = None if near is not None else "precision.fp8.include=[head] has the head alone"
+        raise ConfigError(
+            "precision.fp8.last_layers", fp8.last_layers, rule, nearest=near, advice=advice
+        )
+    _check_widths(run)
+
+
+def _check_widths(run: Run) -> None:
+    """Every matrix of a rank has widths that tensor cores load whole."""
+    tp = run.parallel.tp
+    fp8 = run.precision.fp8
+    stage = Stage(tuple(range(run.model.num_layers)), embedding=True, head=True)
+    for named in fp8_weights(run.model, fp8, stage):
+        rows, columns = ShardCoords(tp=(0, tp)).shape(named.weight)
+        if not (rows % MULTIPLE or columns % MULTIPLE):
+            continue
+        of_rank = f" on each of tp={tp} ranks" if tp > 1 else ""
+        rule = (
+            f"widths of a matrix in eight bits are multiples of {MULTIPLE}, and {named.name} has "
+            f"{rows} × {columns}{of_rank}"
+        )
+        off = Instead("precision.fp8.recipe=null")
+        rest = tuple(part for part in fp8.include if part is not _part(named.name))
+        near: tuple[object, ...] = (rest, off) if rest else (off,)
+        raise ConfigError("precision.fp8.include", fp8.include, rule, nearest=near)
+
+
+def _part(name: str) -> Fp8Part:
+    return Fp8Part.linear if name.startswith("layers.") else Fp8Part.head

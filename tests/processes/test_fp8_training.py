@@ -1,0 +1,302 @@
+"""Training in eight bits: layouts, schedules, recomputation and graphs change no bits, or no more
+than other scales explain; weights are quantised once per update.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from typing import Any
+
+import numpy as np
+import pytest
+
+from app.choices import (
+    Dtype,
+    Fp8Part,
+    Fp8Recipe,
+    GraphImpl,
+    GraphKey,
+    GraphScope,
+    Recompute,
+    ScheduleName,
+)
+from app.config import (
+    CudaGraphConfig,
+    Fp8Config,
+    LossConfig,
+    OptimConfig,
+    ParallelConfig,
+    PrecisionConfig,
+    RecomputeConfig,
+    Run,
+    ScheduleConfig,
+)
+from app.engine.pipeline.step import TrainingStep, Validation
+from tests.cases import chosen
+from tests.distributed import run_distributed
+from tests.parity import exactly
+from tests.runs import TINY, batches_of, engine_of, make_run, train_steps, whole_gradients
+from tests.training import composed, corpus_in, train_rank, untimed
+
+DENSE = dataclasses.replace(TINY, num_layers=4, ffn_hidden_size=64, moe=None)
+EXPERTS = dataclasses.replace(
+    TINY,
+    num_layers=4,
+    ffn_hidden_size=64,
+    moe=dataclasses.replace(TINY.moe, shared_ffn_hidden_size=32),
+)
+STEPS, WARMUP = 5, 2
+RECIPES = tuple(Fp8Recipe)
+
+
+def in_8(
+    recipe: Fp8Recipe | None, params: Dtype = Dtype.bfloat16, **choices: Any
+) -> PrecisionConfig:
+    include = (Fp8Part.linear, Fp8Part.head)
+    return PrecisionConfig(params, fp8=Fp8Config(recipe, **({"include": include} | choices)))
+
+
+def run_of(recipe: Fp8Recipe | None, model: Any = DENSE, **sections: Any) -> Run:
+    return make_run(model, **({"precision": in_8(recipe)} | sections))
+
+
+def trained(rank: int, run: Run) -> dict[str, Any]:
+    """Losses and norms of some steps, the last gradients, and how often weights are quantised."""
+    engine = engine_of(run, rank)
+    seen = train_steps(run, engine, STEPS)
+    grads = whole_gradients(engine)
+    times = {linear.times for linear in engine.fp8.linears.values()} if engine.fp8 else set()
+    engine.release()
+    return {
+        "losses": [loss for loss, _ in seen],
+        "grads": {name: grad.numpy() for name, grad in grads.items()},
+        "times": times,
+    }
+
+
+def several(rank: int, runs: dict[str, Run]) -> dict[str, dict[str, Any]]:
+    return {name: trained(rank, run) for name, run in runs.items()}
+
+
+def expect_same(found: dict[str, Any], expected: dict[str, Any], case: str) -> None:
+    assert found["losses"] == expected["losses"], case
+    unlike = [
+        name for name, grad in expected["grads"].items() if (found["grads"][name] != grad).any()
+    ]
+    assert not unlike, case
+
+
+ONE_STAGE = {
+    "recompute everything": {"recompute": RecomputeConfig(full=True)},
+    "recompute parts": {
+        "recompute": RecomputeConfig(
+            phases=(Recompute.attn_core, Recompute.norm, Recompute.mlp_act, Recompute.shared)
+        )
+    },
+    "one bucket per parameter": {"optim": OptimConfig(lr=1e-2, warmup_steps=2, bucket_numel=1)},
+    "gathers when needed": {
+        "optim": OptimConfig(lr=1e-2, warmup_steps=2, overlap_params=False, overlap_grads=False)
+    },
+}
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_recomputation_and_buckets_change_no_bits(recipe: Fp8Recipe):
+    plain = {"optim": OptimConfig(lr=1e-2, warmup_steps=2)}
+    runs = {
+        name: run_of(recipe, EXPERTS, **(plain | sections))
+        for name, sections in {"plain": {}, **ONE_STAGE}.items()
+    }
+    results = run_distributed(several, 1, runs)[0]
+    expected = results.pop("plain")
+    assert expected["times"] == {STEPS}
+    for name, found in results.items():
+        expect_same(found, expected, name)
+        assert found["times"] == {STEPS}, name
+
+
+STAGES = {
+    "1f1b": (ParallelConfig(pp=2), ScheduleName.auto),
+    "interleaved": (ParallelConfig(pp=2, vpp=2), ScheduleName.auto),
+    "zero_bubble_h1": (ParallelConfig(pp=2), ScheduleName.zero_bubble_h1),
+    "zero_bubble_v": (ParallelConfig(pp=2, vpp=2), ScheduleName.zero_bubble_v),
+}
+STAGE_CASES = [*itertools.product(RECIPES, STAGES)]
+STAGES_QUICK = [(Fp8Recipe.current, "zero_bubble_v"), (Fp8Recipe.block, "1f1b")]
+
+
+@pytest.mark.parametrize(("recipe", "schedule"), chosen(STAGE_CASES, STAGES_QUICK))
+def test_stages_change_no_bits(recipe: Fp8Recipe, schedule: str):
+    """Each has whole microbatches, in order: sums are the same, whenever they are computed. Only
+    the norm adds up ranks in another order, and would be clipped by.
+    """
+    parallel, name = STAGES[schedule]
+    optim = OptimConfig(lr=1e-2, warmup_steps=2, clip_norm=0.0)
+    one = run_distributed(trained, 1, run_of(recipe, optim=optim))[0]
+    run = run_of(recipe, parallel=parallel, schedule=ScheduleConfig(name=name), optim=optim)
+    for found in run_distributed(trained, 2, run):
+        grads = {name: found["grads"][name] for name in one["grads"]}
+        for name, grad in one["grads"].items():
+            assert (grads[name] == grad).all(), name
+        assert found["times"] == {STEPS}
+
+
+def distance(found: dict[str, Any], exact: dict[str, Any]) -> float:
+    """Of all gradients together, in parts of the exact ones' norm."""
+    pairs = [(found["grads"][name], exact["grads"][name]) for name in exact["grads"]]
+    apart = sum(float(np.square(mine - wanted).sum()) for mine, wanted in pairs)
+    return (apart / sum(float(np.square(wanted).sum()) for _, wanted in pairs)) ** 0.5
+
+
+LAYOUTS = {
+    "tp2": {"parallel": ParallelConfig(tp=2)},
+    "tp2 chunked loss": {"parallel": ParallelConfig(tp=2), "loss": LossConfig(chunk_tokens=8)},
+    "tp2 pp2 zero-bubble": {
+        "parallel": ParallelConfig(tp=2, pp=2),
+        "schedule": ScheduleConfig(name=ScheduleName.zero_bubble_h1),
+    },
+    "cp2": {"parallel": ParallelConfig(cp=2)},
+    "dp2": {"parallel": ParallelConfig(dp=2)},
+    "dp2 tp2": {"parallel": ParallelConfig(dp=2, tp=2)},
+}
+LAYOUT_CASES = [*itertools.product(RECIPES, LAYOUTS)]
+LAYOUTS_QUICK = [(Fp8Recipe.current, "tp2 pp2 zero-bubble"), (Fp8Recipe.block, "dp2")]
+
+
+def first_step(rank: int, run: Run) -> dict[str, Any]:
+    engine = engine_of(run, rank)
+    losses = [loss for loss, _ in train_steps(run, engine, 1)]
+    return {
+        "losses": losses,
+        "grads": {name: grad.numpy() for name, grad in whole_gradients(engine).items()},
+    }
+
+
+def exact_step(rank: int, run: Run) -> dict[str, Any]:
+    return exactly(rank, run, lambda engine: first_results(run, engine))
+
+
+def first_results(run: Run, engine: Any) -> dict[str, Any]:
+    losses = [loss for loss, _ in train_steps(run, engine, 1)]
+    return {
+        "losses": losses,
+        "grads": {name: grad.numpy() for name, grad in whole_gradients(engine).items()},
+    }
+
+
+@pytest.mark.parametrize(("recipe", "layout"), chosen(LAYOUT_CASES, LAYOUTS_QUICK))
+def test_layouts_are_as_near_to_fp64_as_one_process(recipe: Fp8Recipe, layout: str):
+    """Ranks that have parts of a matrix scale their own: no worse than one scale for all."""
+    fp32 = Dtype.float32
+    exact = run_distributed(exact_step, 1, run_of(None, precision=in_8(None, fp32)))[0]
+    one = run_distributed(first_step, 1, run_of(recipe, precision=in_8(recipe, fp32)))[0]
+    run = run_of(recipe, precision=in_8(recipe, fp32), **LAYOUTS[layout])
+    several = run_distributed(first_step, run.world_size, run)
+    noise = distance(one, exact)
+    assert 1e-3 < noise < 0.25  # steps of 2⁻⁴ and 2⁻³, in every product of four layers
+    for found in several:
+        assert distance(found, exact) < 1.25 * noise
+        assert abs(found["losses"][0] - exact["losses"][0]) < 1e-2
+
+
+def captured(impl: GraphImpl, *scope: GraphScope, key: GraphKey = GraphKey.microbatch) -> Any:
+    return CudaGraphConfig(impl, scope, WARMUP, key)
+
+
+GRAPHS = {
+    "attn": captured(GraphImpl.local, GraphScope.attn),
+    "layer": captured(GraphImpl.local),
+    "layer by slot": captured(GraphImpl.local, key=GraphKey.slot),
+    "whole step": captured(GraphImpl.full_iteration),
+}
+GRAPH_LAYOUTS = {
+    "one rank": ParallelConfig(),
+    "pp2": ParallelConfig(pp=2),
+    "dp2": ParallelConfig(dp=2),
+    "tp2": ParallelConfig(tp=2),
+}
+GRAPH_CASES = [*itertools.product(RECIPES, GRAPH_LAYOUTS)]
+GRAPHS_QUICK = [(Fp8Recipe.current, "pp2"), (Fp8Recipe.block, "one rank")]
+
+
+@pytest.mark.parametrize(("recipe", "layout"), chosen(GRAPH_CASES, GRAPHS_QUICK))
+def test_captured_training_equals_eager_training_bit_for_bit(recipe: Fp8Recipe, layout: str):
+    """On the stand-in. A replay does the work again, so a whole step counts as often as eagerly."""
+    parallel = GRAPH_LAYOUTS[layout]
+    optim = OptimConfig(lr=1e-2, warmup_steps=2, bucket_numel=3000)
+    graphs = {"eager": CudaGraphConfig(), **GRAPHS}
+    runs = {
+        name: run_of(recipe, parallel=parallel, cuda_graph=graph, optim=optim)
+        for name, graph in graphs.items()
+    }
+    for results in run_distributed(several, runs["eager"].world_size, runs):
+        expected = results.pop("eager")
+        for name, found in results.items():
+            expect_same(found, expected, name)
+            assert found["times"] == {STEPS}, name
+
+
+def validated(rank: int, run: Run) -> list[float]:
+    """Losses of validations between steps."""
+    engine = engine_of(run, rank)
+    batches = batches_of(run, 99, engine.groups.dp_rank)
+    validation, step = Validation(engine, len(batches)), TrainingStep(engine)
+    found = []
+    for number in range(STEPS):
+        found.append(validation(batches)[0])
+        step(batches_of(run, number, engine.groups.dp_rank), 1e-2, 0.1)
+    engine.release()
+    return found
+
+
+@pytest.mark.parametrize("name", ["layer", "whole step"])
+def test_validation_sees_the_weights_of_the_last_update(name: str):
+    runs = [
+        run_of(Fp8Recipe.current, cuda_graph=graph) for graph in (CudaGraphConfig(), GRAPHS[name])
+    ]
+    eager, replayed = (run_distributed(validated, 1, run)[0] for run in runs)
+    assert eager == replayed and len(set(eager)) == STEPS
+
+
+def overfitted(rank: int, run: Run) -> list[float]:
+    """Losses of steps on one batch."""
+    engine = engine_of(run, rank)
+    step = TrainingStep(engine)
+    batches = batches_of(run, 0, 0)
+    return [step(batches, 1e-2, 0.0)[0].loss for _ in range(30)]
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_loss_falls_as_without_eight_bits(recipe: Fp8Recipe):
+    wide, narrow = (run_distributed(overfitted, 1, run_of(each))[0] for each in (None, recipe))
+    assert wide[-1] < 0.5 * wide[0]
+    assert abs(narrow[-1] - wide[-1]) < 0.1 * wide[0]
+
+
+def stopped_and_resumed(rank: int, runs: list[Run]) -> None:
+    for run in runs:
+        assert train_rank(rank, run, {})[0]
+
+
+@pytest.mark.parametrize("graph", ["none", "full_iteration"])
+def test_resumed_training_repeats_bit_for_bit(graph: str, tmp_path: Any):
+    given = (
+        *corpus_in(tmp_path / "corpus"),
+        "precision=bf16",
+        "precision.fp8.recipe=current",
+        f"cuda_graph={graph}",
+        "checkpoint.interval=4",
+    )
+    long, first = tmp_path / "long", tmp_path / "first"
+    runs = [
+        composed([*given, f"run_dir={long}", "train.steps=8"], 1),
+        composed([*given, f"run_dir={first}", "train.steps=4"], 1),
+        composed([*given, f"run_dir={first}", "train.steps=8", "resume=auto"], 1),
+    ]
+    run_distributed(stopped_and_resumed, 1, runs)
+    wanted, found = (
+        {row["step"]: row.get("loss") for row in untimed(each) if "loss" in row}
+        for each in (long, first)
+    )
+    assert len(wanted) == 8 and found == wanted

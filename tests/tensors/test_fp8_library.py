@@ -1,0 +1,194 @@
+"""Transformer Engine's back end beside the reference, on a stand-in for the library: which record
+goes where, in which layout, and what is filled up. Its kernels are tested on a GPU.
+
+Shapes: T rows, IN and OUT widths.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from app.choices import Fp8Recipe
+from app.model.fp8 import transformer_engine
+from app.model.fp8.quantised import Quantised
+from app.model.fp8.reference import E4M3, E5M2, BlockScaled, TensorScaled, rounded, scale_for
+from app.model.fp8.reference import _along_rows as along_rows
+from app.model.fp8.transformer_engine import TransformerEngine
+
+T, IN, OUT = 35, 64, 48
+CPU = torch.device("cpu")
+
+
+@dataclass
+class Float8TensorStorage:
+    """One scale; a GPU like Hopper has a transposed copy."""
+
+    data: Tensor | None
+    fp8_scale_inv: Tensor
+    fp8_dtype: torch.dtype
+    fake_dtype: torch.dtype
+    data_transpose: Tensor | None
+    quantizer: None
+
+    def __post_init__(self) -> None:
+        self._data, self._transpose = self.data, self.data_transpose
+        self._scale_inv = self.fp8_scale_inv
+
+    def wide(self, columnwise: bool) -> Tensor:
+        data = self._transpose if columnwise else self._data
+        assert data is not None, "a layout that has not been kept"
+        wide = data.float() * self._scale_inv
+        return wide.T if columnwise else wide
+
+
+@dataclass
+class Float8BlockwiseQTensorStorage:
+    """A scale per block."""
+
+    rowwise_data: Tensor | None
+    rowwise_scale_inv: Tensor | None
+    columnwise_data: Tensor | None
+    columnwise_scale_inv: Tensor | None
+    fp8_dtype: torch.dtype
+    quantizer: None
+    is_2D_scaled: bool
+    fake_dtype: torch.dtype
+
+    def __post_init__(self) -> None:
+        self._rowwise_data, self._columnwise_data = self.rowwise_data, self.columnwise_data
+        self._rowwise_scale_inv = self.rowwise_scale_inv
+        self._columnwise_scale_inv = self.columnwise_scale_inv
+
+    def wide(self, columnwise: bool) -> Tensor:
+        data = self._columnwise_data if columnwise else self._rowwise_data
+        scales = self._columnwise_scale_inv if columnwise else self._rowwise_scale_inv
+        assert data is not None and scales is not None, "a layout that has not been kept"
+        matrix = Quantised(data, scales, data, scales, lead=data.shape[:-1])
+        if self.is_2D_scaled:
+            wide = BlockScaled().weights(matrix)
+            return wide.T if columnwise else wide
+        return BlockScaled().columns(matrix) if columnwise else BlockScaled().rows(matrix)
+
+
+class Float8CurrentScalingQuantizer:
+    def __init__(self, fp8_dtype: torch.dtype, device: torch.device) -> None:
+        self.dtype, self.internal = fp8_dtype, False
+
+    def __call__(self, x: Tensor) -> Float8TensorStorage:
+        assert self.internal and x.is_contiguous() and len(x) % 16 == 0
+        scale = scale_for(x.abs().amax(), self.dtype)
+        data = rounded(x, scale, self.dtype)
+        inverse = scale.reciprocal()
+        return Float8TensorStorage(data, inverse, self.dtype, x.dtype, data.T.contiguous(), None)
+
+
+class Float8BlockQuantizer:
+    def __init__(
+        self, fp8_dtype: torch.dtype, *, rowwise: bool, columnwise: bool, block_scaling_dim: int
+    ) -> None:
+        assert rowwise and columnwise
+        self.dtype, self.dims, self.internal = fp8_dtype, block_scaling_dim, False
+
+    def __call__(self, x: Tensor) -> Float8BlockwiseQTensorStorage:
+        assert self.internal and x.is_contiguous() and len(x) % 16 == 0
+        if self.dims == 2:
+            made = BlockScaled().weight(x)
+            assert made.by_rows is not None and made.row_scales is not None
+            four = (
+                made.by_rows, made.row_scales, made.by_rows.T.contiguous(), made.row_scales.T
+            )  # fmt: skip
+        else:
+            four = (*along_rows(x), *along_rows(x.T))
+        return Float8BlockwiseQTensorStorage(*four, self.dtype, None, self.dims == 2, x.dtype)
+
+
+def quantize(x: Tensor, quantizer: Any, into: Any, noop: None) -> None:
+    made = quantizer(x)
+    for name in ("_data", "_transpose", "_scale_inv", "_rowwise_data", "_rowwise_scale_inv",
+                 "_columnwise_data", "_columnwise_scale_inv"):  # fmt: skip
+        if hasattr(made, name):
+            getattr(into, name).copy_(getattr(made, name))
+
+
+def general_gemm(
+    a: Any,
+    b: Any,
+    out_dtype: torch.dtype,
+    layout: str,
+    out: Tensor | None = None,
+    accumulate: bool = False,
+    use_split_accumulator: bool = False,
+    grad: bool = False,
+) -> tuple[Tensor, None, None, None]:
+    """As Transformer Engine says it: of A the row-wise copy where it is transposed, of B where it
+    is not; both gradients have exact partial sums.
+    """
+    left = b.wide(layout[1] == "T")
+    right = a.wide(layout[0] != "T")
+    assert grad == use_split_accumulator == (layout != "TN")
+    product = {
+        "TN": lambda: left @ right.T,
+        "NN": lambda: left @ right,
+        "NT": lambda: left.T @ right,
+    }
+    found = product[layout]().to(out_dtype)
+    if out is None:
+        assert not accumulate
+        return found, None, None, None
+    assert accumulate and out.dtype == out_dtype
+    return out.add_(found), None, None, None
+
+
+LIBRARY = SimpleNamespace(
+    DType=SimpleNamespace(kFloat8E4M3=E4M3, kFloat8E5M2=E5M2),
+    Float8CurrentScalingQuantizer=Float8CurrentScalingQuantizer,
+    Float8BlockQuantizer=Float8BlockQuantizer,
+    Float8TensorStorage=Float8TensorStorage,
+    Float8BlockwiseQTensorStorage=Float8BlockwiseQTensorStorage,
+)
+
+
+@pytest.mark.parametrize("recipe", [Fp8Recipe.current, Fp8Recipe.block])
+def test_records_of_the_library_multiply_as_the_reference_does(
+    recipe: Fp8Recipe, monkeypatch: pytest.MonkeyPatch
+):
+    parts = SimpleNamespace(quantize=quantize, general_gemm=general_gemm)
+    monkeypatch.setattr(transformer_engine, "import_module", lambda name: parts)
+    theirs: Any = TransformerEngine(LIBRARY, recipe, CPU)  # type: ignore[arg-type]
+    ours = TensorScaled() if recipe is Fp8Recipe.current else BlockScaled()
+    generator = torch.Generator().manual_seed(0)
+    x, other, weight, grad = (
+        torch.randn(shape, generator=generator).bfloat16()
+        for shape in ((T, IN), (OUT, IN), (OUT, IN), (T, OUT))
+    )
+    held = theirs.weight(other)
+    places = [each.data_ptr() for each in held.tensors()]
+    theirs.update_weight(weight, held)
+    assert [each.data_ptr() for each in held.tensors()] == places
+    totals = []
+    for arithmetic, in_8 in ((theirs, held), (ours, ours.weight(weight))):
+        given, back = arithmetic.input(x), arithmetic.grad(grad)
+        assert given.lead == back.lead == (T,)
+        kept = given.for_weight_grad()
+        total = torch.ones(OUT, IN)
+        arithmetic.add_weight_grad(back, kept, total)
+        half = torch.ones(OUT, IN, dtype=torch.bfloat16)
+        arithmetic.add_weight_grad(back, kept, half)
+        found = (
+            arithmetic.output(given, in_8, torch.bfloat16)[:T],
+            arithmetic.input_grad(back, in_8, torch.bfloat16)[:T],
+            arithmetic.weight_grad(back, kept, torch.bfloat16),
+            total,
+            half,
+        )
+        totals.append(found)
+    for mine, expected in zip(*totals, strict=True):
+        # rows of zeros may change the order of a sum over rows
+        torch.testing.assert_close(mine, expected, rtol=2**-7, atol=1e-4)
+    assert torch.equal(totals[0][0], totals[1][0]) and torch.equal(totals[0][1], totals[1][1])
