@@ -105,8 +105,8 @@ def _suggestions(
 
 
 def step_seconds(run: Run) -> float:
-    """Estimated time of a step: its busiest pipeline rank's compute, the pipeline's ramp, and
-    traffic that compute waits for.
+    """Estimated time of a step: its busiest pipeline rank's compute, the pipeline's ramp, traffic
+    that compute waits for, and where speeds are measured what follows the pipeline.
 
     With t the time of one microbatch on that rank: M·t + (pp − 1)·t / vpp.
     """
@@ -119,8 +119,10 @@ def step_seconds(run: Run) -> float:
         for rank in range(pp)
     ]
     busiest = max(sum(stage.total for stage in stages) for stages in per_rank)
-    exposed = sum(traffic.seconds for traffic in plan.traffic if traffic.exposed)
-    return (run.num_microbatches + (pp - 1) / plan.stages.vpp) * busiest + exposed
+    pipeline_seconds = (run.num_microbatches + (pp - 1) / plan.stages.vpp) * busiest
+    if plan.profile is not None:
+        return pipeline_seconds + plan.tail.seconds  # stages wait for their traffic already
+    return pipeline_seconds + sum(t.seconds for t in plan.traffic if t.exposed)
 
 
 @dataclass

@@ -21,6 +21,7 @@ from app.config.layout import (
     ScheduleConfig,
 )
 from app.config.model import ModelConfig, MoEConfig
+from app.config.profile import HardwareProfile
 from app.config.training import (
     CheckpointConfig,
     DataConfig,
@@ -36,6 +37,7 @@ __all__ = [
     "DataConfig",
     "Fp8Config",
     "HardwareConfig",
+    "HardwareProfile",
     "Llama3RopeConfig",
     "LogConfig",
     "LossConfig",

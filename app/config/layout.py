@@ -17,6 +17,7 @@ from app.choices import (
     ScheduleName,
 )
 from app.config.bounds import above_zero, at_least
+from app.config.profile import HardwareProfile
 from app.errors import ConfigError, Instead
 
 
@@ -73,6 +74,8 @@ class HardwareConfig:
     efficiency: float = 0.4  # share of the peak that compute is expected to reach
     node_gb_s: float = 280.0  # bandwidth of one GPU to others of its node in one direction, GB/s
     network_gb_s: float = 45.0  # bandwidth of one GPU to other nodes in one direction, GB/s
+    # measured speeds; null: plans take the data sheet's, with `efficiency`
+    profile: HardwareProfile | None = None
 
     def __post_init__(self) -> None:
         above_zero(

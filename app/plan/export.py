@@ -43,20 +43,21 @@ def assumed_peak(run: Run) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """Speed of a step by the timeline: no better than hardware.efficiency, which it assumes."""
+    """Speed of a step, by measured speeds or by hardware.efficiency, which is an assumption."""
 
     seconds: float  # of a step
     tokens_per_second_per_gpu: float
     mfu: float  # model FLOPs over the peak, 0 to 1
     bubble_fraction: float  # time in which ranks do not compute, 0 to 1
     peak_tflops: float  # assumed, of one GPU
-    efficiency: float  # assumed, share of the peak
+    efficiency: float  # assumed without a profile, share of the peak
+    profile: str | None  # the GPU whose measured speeds it is made of; None: it is assumed
 
     @classmethod
     def of(cls, plan: Plan) -> Estimate:
         """From the timeline of a plan."""
         run = plan.run
-        seconds = plan.timeline.makespan
+        seconds = plan.step_seconds
         peak = assumed_peak(run)
         rate = run.train.global_batch * run.train.seq_len / seconds / run.world_size
         mfu = rate * flops_per_token(run.model, run.train.seq_len) / (peak * 1e12)
@@ -67,6 +68,7 @@ class Estimate:
             bubble_fraction=plan.timeline.bubble_fraction,
             peak_tflops=peak,
             efficiency=run.hardware.efficiency,
+            profile=None if plan.profile is None else plan.profile.gpu,
         )
 
 

@@ -11,9 +11,18 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from app.choices import ScheduleName
-from app.config import Run
+from app.config import HardwareProfile, Run
 from app.plan.actions import Action, Compute
 from app.plan.cost.flops import StageSeconds, stage_seconds
+from app.plan.cost.rates import measured
+from app.plan.cost.step_time import (
+    NO_TAIL,
+    StepTail,
+    step_tail,
+    time_by_kind,
+    timeline_times,
+)
+from app.plan.cost.times import PartTimes, stage_times
 from app.plan.cost.traffic import GroupTraffic, OrderAdvice, order_advice, plan_traffic
 from app.plan.cost.volumes import most_sends
 from app.plan.graphs import GraphPlan, check_graphs
@@ -112,9 +121,69 @@ class Plan:
         )
 
     @cached_property
+    def profile(self) -> HardwareProfile | None:
+        """Measured speeds that times are planned from; None: the data sheet's are taken."""
+        return measured(self.run)
+
+    @cached_property
+    def stage_times(self) -> tuple[PartTimes, ...]:
+        """Time of one microbatch in each stage by what it goes to, in stage order; empty without a
+        profile.
+        """
+        if self.profile is None:
+            return ()
+        return tuple(stage_times(self.run, self.stages.in_order, self.layout, self.profile))
+
+    @cached_property
     def stage_seconds(self) -> tuple[StageSeconds, ...]:
-        """Compute time of one microbatch in each stage, in stage order."""
-        return stage_seconds(self.run, self.stages.in_order, self.layout)
+        """Time of one microbatch in each stage, in stage order; with a profile exchanges that
+        compute waits for are among it.
+        """
+        if self.profile is None:
+            return stage_seconds(self.run, self.stages.in_order, self.layout)
+        return tuple(
+            StageSeconds(
+                sum(times.forward.values()),
+                sum(times.backward_input.values()),
+                sum(times.backward_weight.values()),
+            )
+            for times in self.stage_times
+        )
+
+    @cached_property
+    def tail(self) -> StepTail:
+        """What a step takes beside its pipeline; nothing of that is known without a profile."""
+        if self.profile is None:
+            return NO_TAIL
+        return step_tail(
+            self.run,
+            self.layout,
+            self.stages,
+            profile=self.profile,
+            times=self.stage_times,
+            buffers=self.buffers,
+        )
+
+    @property
+    def step_seconds(self) -> float:
+        """Estimated time of a step."""
+        return self.timeline.makespan + self.tail.seconds
+
+    @property
+    def time_by_kind(self) -> dict[str, float]:
+        """What a step's time goes to on the busiest pipeline rank, seconds, largest first; empty
+        without a profile.
+        """
+        if self.profile is None:
+            return {}
+        microbatches = self.run.num_microbatches
+        return time_by_kind(
+            self.stages,
+            self.stage_times,
+            self.tail,
+            microbatches=microbatches,
+            whole=self.step_seconds,
+        )
 
     @cached_property
     def traffic(self) -> tuple[GroupTraffic, ...]:
@@ -166,6 +235,8 @@ class Plan:
         return lists
 
     def _times(self) -> Times:
+        if self.profile is not None:
+            return timeline_times(self.run, self.layout, self.profile, stages=self.stage_times)
         exposed = sum(traffic.seconds for traffic in self.traffic if traffic.exposed)
         # one part forward, two backward, like compute
         per_pass = exposed / (self.run.num_microbatches * self.stages.vpp) / 3

@@ -219,10 +219,18 @@ def _print_schedule(plan: Plan, console: Console) -> None:
     console.print(table)
     rate = f"{figures(estimate.tokens_per_second_per_gpu)} tokens/s per GPU, MFU {estimate.mfu:.1%}"
     console.print(f"Estimate: {figures(estimate.seconds * 1e3)} ms per step, {rate},")
-    peak = f"{estimate.efficiency:.0%} of {estimate.peak_tflops:,.0f} TFLOP/s"
-    console.print(
-        f"if matrix products reach {peak} (hardware.efficiency, hardware.peak_tflops).", style="dim"
-    )
+    console.print(_assumption(plan, estimate), style="dim")
+
+
+def _assumption(plan: Plan, estimate: Estimate) -> str:
+    """What the estimate stands on."""
+    if estimate.profile is not None:
+        return f"by speeds measured on {estimate.profile} (hardware.profile, docs/step-time.md)."
+    peak = f"{estimate.efficiency:.0%} of the data sheet's {estimate.peak_tflops:,.0f} TFLOP/s"
+    unused = ""
+    if plan.run.hardware.profile is not None:
+        unused = f": the profile has none for {plan.run.precision.params.value}"
+    return f"if products reach {peak} (hardware.efficiency){unused}."
 
 
 def _schedule_cells(plan: Plan, pp_rank: int, width: int) -> tuple[str, ...]:
@@ -308,6 +316,8 @@ def _print_verdict(plan: Plan, suggestions: Sequence[Suggestion], console: Conso
     hardware = plan.run.hardware
     stated = None not in (hardware.gpu_memory_gib, hardware.peak_tflops)
     speed = f"{assumed_peak(plan.run):,.0f} TFLOP/s at {hardware.efficiency:.0%} efficiency"
+    if plan.profile is not None:
+        speed = f"speeds measured on {plan.profile.gpu}"
     source = "" if stated else " (an H100's, where hardware says nothing)"
     console.print(f"GPU: {gib(plan.gpu_memory)} GiB, {speed}{source}.", style="dim")
     if not plan.fits:

@@ -80,7 +80,7 @@ def _placed(run: Run, sizes: Mapping[str, int], volume: Volume) -> GroupTraffic:
     span = node_span(sizes, group.axes, run.parallel.gpus_per_node, ends_only=group.ends_only)
     together = prod(sizes[axis] for axis in group.axes)
     ranks = 2 if group.ends_only else together
-    across = ceil(volume.bytes * _share_across(volume.way, span, ranks))
+    across = ceil(volume.bytes * share_across(volume.way, span, ranks))
     inside = volume.bytes - across
     seconds = _seconds(run.hardware, inside, across)
     groups = prod(sizes.values()) // together
@@ -97,7 +97,7 @@ def _placed(run: Run, sizes: Mapping[str, int], volume: Volume) -> GroupTraffic:
     )
 
 
-def _share_across(way: Way, span: NodeSpan, ranks: int) -> Fraction:
+def share_across(way: Way, span: NodeSpan, ranks: int) -> Fraction:
     """Share of a rank's bytes that leaves its node.
 
     With `near` ranks of the group in every node, a ring is run as `near` rings, each with its part

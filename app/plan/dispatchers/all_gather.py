@@ -14,7 +14,7 @@ from app.plan.dispatchers.record import (
     TracedRows,
 )
 from app.plan.groups import Way
-from app.plan.trace.trace import Sends, Trace, TracedTensor
+from app.plan.trace.trace import Sends, Trace, TracedTensor, Work
 
 SUMS = 4  # bytes of an element of a token's sum over its experts, scattered in fp32
 EXPERT, PROBABILITY = 8, 4  # bytes of each choice of a token: which expert, and how much of it
@@ -50,6 +50,7 @@ class PlannedAllGather(PlannedDispatcher):
             scratch=scratch,
             kernels=2,
             sends=self._ring(forward=here, backward=self._sums(tokens)),
+            work=Work.rows,
         )[0]
 
     def trace_combine(
@@ -70,6 +71,7 @@ class PlannedAllGather(PlannedDispatcher):
             scratch=(self._summed(tokens), self._gathered(tokens)),
             kernels=4,
             sends=self._ring(forward=self._sums(tokens) + shares, backward=tokens.bytes + shares),
+            work=Work.rows,
         )[0]
 
     def _ring(self, forward: int, backward: int) -> Sends:

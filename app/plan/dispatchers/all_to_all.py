@@ -14,7 +14,7 @@ from app.plan.dispatchers.record import (
     TracedRows,
 )
 from app.plan.groups import Way
-from app.plan.trace.trace import Sends, Trace, TracedTensor
+from app.plan.trace.trace import Sends, Trace, TracedTensor, Work
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,8 @@ class PlannedAllToAll(PlannedDispatcher):
         """T × D -> R × D: permuted, exchanged, and put in the experts' order."""
         count = self.rows(tokens.count)
         _, back = rows.orders
-        (x,) = trace.op([h], [count.sent * tokens.row], [rows.row_of, rows.kept])
+        saved = [rows.row_of, rows.kept]
+        (x,) = trace.op([h], [count.sent * tokens.row], saved, work=Work.rows)
         (x,) = trace.op([x], [count.computed * tokens.row], sends=self._exchange(tokens))
         return trace.op([x], [count.computed * tokens.row], [back])[0]
 
@@ -65,7 +66,8 @@ class PlannedAllToAll(PlannedDispatcher):
         if self.etp > 1:
             (probs,) = trace.op([probs], [self.etp * probs.bytes])
         saved = [y, probs, *rows.places]
-        return trace.op([y, probs], [tokens.bytes], saved, holds=[expert_out])[0]
+        (out,) = trace.op([y, probs], [tokens.bytes], saved, holds=[expert_out], work=Work.rows)
+        return out
 
     def _exchange(self, tokens: Tokens) -> Sends:
         """Rows in one direction, as many as the busiest rank has, and their gradients."""

@@ -13,7 +13,7 @@ from app.plan.dispatchers.record import (
     Tokens,
     TracedRows,
 )
-from app.plan.trace.trace import Trace, TracedTensor
+from app.plan.trace.trace import Trace, TracedTensor, Work
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,8 @@ class PlannedLocal(PlannedDispatcher):
     ) -> TracedTensor:
         """T × D -> R × D."""
         sent = self.rows(tokens.count).sent
-        return trace.op([h], [sent * tokens.row], [rows.row_of, rows.kept])[0]
+        saved = [rows.row_of, rows.kept]
+        return trace.op([h], [sent * tokens.row], saved, work=Work.rows)[0]
 
     def trace_combine(
         self,
@@ -50,4 +51,4 @@ class PlannedLocal(PlannedDispatcher):
     ) -> TracedTensor:
         """R × D -> T × D."""
         saved = [expert_out, probs, *rows.places]
-        return trace.op([expert_out, probs], [tokens.bytes], saved)[0]
+        return trace.op([expert_out, probs], [tokens.bytes], saved, work=Work.rows)[0]

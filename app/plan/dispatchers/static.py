@@ -21,7 +21,7 @@ from app.plan.dispatchers.record import (
     TracedRows,
 )
 from app.plan.groups import Way
-from app.plan.trace.trace import Sends, Trace, TracedTensor
+from app.plan.trace.trace import Sends, Trace, TracedTensor, Work
 
 EXPERT_ID, PLACE, PROBABILITY = 2, 4, 4  # bytes for each choice of a token: expert, row, share
 MOST_IDS = 2**15 - 1  # of experts, for EXPERT_ID bytes
@@ -189,6 +189,8 @@ class PlannedStatic(PlannedDispatcher):
             scratch=(self._gathered(tokens), 2 * self._gathered(tokens)),
             kernels=2,
             sends=self._to_all(tokens.bytes, tokens.bytes),
+            work=Work.rows,
+            used=self._used(tokens),
         )[0]
 
     def trace_combine(
@@ -210,12 +212,18 @@ class PlannedStatic(PlannedDispatcher):
             scratch=(2 * self._gathered(tokens), self._gathered(tokens)),
             kernels=4,
             sends=self._to_all(tokens.bytes + shares, tokens.bytes + 2 * shares),
+            work=Work.rows,
+            used=self._used(tokens),
         )[0]
 
     def _to_all(self, forward: int, backward: int) -> Sends:
         """So many bytes for each of the other ranks."""
         others = self.ranks - 1
         return self.sends(others * forward, others * backward)
+
+    def _used(self, tokens: Tokens) -> float:
+        """Of the rows that there is memory for, those of a mean rank."""
+        return min(1.0, self.mean_rows(tokens.count) / self.rows(tokens.count).computed)
 
     def _gathered(self, tokens: Tokens) -> int:
         """Values for tokens of all ranks, which peers read and write where they are held."""

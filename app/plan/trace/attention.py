@@ -19,7 +19,7 @@ from app.plan.groups import CP, Way
 from app.plan.model.attention import AttentionWeights, LatentAttentionWeights
 from app.plan.model.norm import NormWeights
 from app.plan.trace.parts import Sizes, column_parallel, norm, row_parallel, tp_sends
-from app.plan.trace.trace import Sends, Trace, TracedTensor
+from app.plan.trace.trace import Sends, Trace, TracedTensor, Work
 
 
 def attends_by_matrices(run: Run) -> bool:
@@ -90,7 +90,8 @@ def _core(
     norms = [each for each in each_head if each is not None]
     scratch = 0, sum(_head_norm_sums(s, each) for each in norms)
     # cosines and sines are saved too, but once for all layers
-    q, k, v = trace.op([qkv], sizes, [qkv] if norms or keep else [], scratch=scratch)
+    saves = [qkv] if norms or keep else []
+    q, k, v = trace.op([qkv], sizes, saves, scratch=scratch, work=Work.heads)
     return _attend_all(trace, s, q, k=k, v=v)
 
 
@@ -298,6 +299,8 @@ def _softmax_attention(
     seen = 2 * batch * reach.keys * width * s.size
     # gradients of the keys seen, before they are put among those of the other keys
     cut = seen * reach.kv_heads // 2 if reach.queries < s.tokens else 0
+    # queries behind the first key: a mask that only the ordered kernel takes
+    ordered = s.run.train.deterministic or reach.queries < batch * reach.keys
     working = max(sums + seen * reach.heads - k.bytes - v.bytes, cut)
     return trace.op(
         [q, k, v],
@@ -306,6 +309,7 @@ def _softmax_attention(
         keeps=row + mask,
         scratch=(0, working),
         flops=reach.flops(s),
+        work=Work.ordered_attention if ordered else Work.attention,
     )[0]
 
 
@@ -324,5 +328,6 @@ def _matrix_attention(
         scratch=(scores + saved, 2 * scores),
         kernels=12,
         flops=reach.flops(s),
+        work=Work.ordered_attention,
     )
     return trace.op([out], [q.bytes])[0]

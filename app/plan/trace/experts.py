@@ -17,7 +17,7 @@ from app.plan.model.experts import ExpertWeights, MoEBodyWeights, RouterWeights
 from app.plan.model.phases import PhaseName
 from app.plan.model.weight import Weight
 from app.plan.trace.parts import Product, Sizes, activation, cast, norm, swiglu
-from app.plan.trace.trace import Trace, TracedTensor
+from app.plan.trace.trace import Trace, TracedTensor, Work
 
 # bytes of an expert's load in its loss
 LOAD = {Balance.microbatch: 8, Balance.sequence: 8, Balance.global_batch: 4}
@@ -53,7 +53,14 @@ def _shared(
         if weights.shared_gate is None:
             return out
         product = Product.of(s, weights.shared_gate, h.bytes)
-        (gate,) = trace.op([h], [product.made], [h], weight=product.weight, flops=product.flops)
+        (gate,) = trace.op(
+            [h],
+            [product.made],
+            [h],
+            weight=product.weight,
+            flops=product.flops,
+            work=Work.product,
+        )
         (gate,) = trace.op([gate], [gate.bytes], [0])
         return trace.op([gate, out], [out.bytes], [gate, out])[0]
 
@@ -78,6 +85,7 @@ def _route(
         weight=weight,
         kernels=2,
         flops=product.flops,
+        work=Work.router_product,
     )
     after = moe.score is Score.softmax and not moe.pre_softmax
     ranked = logits if after else trace.op([logits], [scores], [0])[0]
@@ -144,7 +152,8 @@ def _experts(
     """Grouped products; `filled`: rows that are somebody's."""
     product = partial(_grouped, trace, s, dispatcher, ends=ends, filled=filled)
     up = product(x, weights.w_up)
-    inner = activation(trace, up, Recompute.experts_act)
+    used = filled * s.model.hidden_size * s.size / x.bytes
+    inner = activation(trace, up, Recompute.experts_act, used=min(1.0, used))
     out = product(inner, weights.w_down, holds=[x, up])
     if dispatcher.stashes and trace.segment is None:
         act = () if Recompute.experts_act in trace.recompute.parts else (inner,)
@@ -185,4 +194,6 @@ def _grouped(
         kernels=1 if lent is None else 1 + lent.kernels,
         flops=2 * filled * taken * made,
         sends=None if lent is None else lent.sends,
+        work=Work.grouped,
+        used=min(1.0, filled * taken * s.size / x.bytes),
     )[0]

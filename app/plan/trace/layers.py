@@ -16,7 +16,7 @@ from app.plan.recompute import RecomputeChoice
 from app.plan.trace.attention import attention
 from app.plan.trace.experts import moe_body
 from app.plan.trace.parts import Product, Sizes, norm, scattered, swiglu, tp_sends
-from app.plan.trace.trace import ForwardTrace, GradAddition, Sends, Trace, TracedTensor
+from app.plan.trace.trace import ForwardTrace, GradAddition, Sends, Trace, TracedTensor, Work
 
 # bytes that the loss keeps per token: row of its label, log-sum-exp, whether it counts
 PER_LABEL = 8 + 4 + 1
@@ -89,10 +89,19 @@ def _loss_of_kept_logits(
         scratch=(max(gathered, ordered - product.made), put),
         flops=product.flops,
         sends=_gathers_twice(s, h),
+        work=Work.product,
     )
     scratch = gathered + STATISTICS * s.tokens, ordered
     keeps = PER_LABEL * s.tokens
-    trace.op([logits], [4], keeps=keeps, scratch=scratch, passes=True, kernels=LOSS_KERNELS)
+    trace.op(
+        [logits],
+        [4],
+        keeps=keeps,
+        scratch=scratch,
+        passes=True,
+        kernels=LOSS_KERNELS,
+        work=Work.loss,
+    )
 
 
 def _loss_by_chunks(
@@ -129,6 +138,7 @@ def _loss_by_chunks(
         flops=product.flops,
         flops_recomputed=product.flops,
         sends=_gathers_twice(s, h),
+        work=Work.product,
     )
 
 

@@ -28,7 +28,7 @@ from app.plan.model.norm import NormWeights
 from app.plan.model.weight import Weight
 from app.plan.recompute import RecomputePolicy, recompute_policy
 from app.plan.sharding.blocks import ShardCoords
-from app.plan.trace.trace import GradAddition, Sends, Trace, TracedTensor
+from app.plan.trace.trace import GradAddition, Sends, Trace, TracedTensor, Work
 
 BYTES = {Dtype.float32: 4, Dtype.bfloat16: 2, Dtype.float16: 2}
 RMS_STATISTICS = 4  # per row, what RMSNorm saves besides its input: an fp32 number
@@ -140,11 +140,13 @@ def swiglu(
     return row_parallel(trace, s, inner, weight=weights.w_down, holds=[x, up])
 
 
-def activation(trace: Trace, up: TracedTensor, part: Recompute | None) -> TracedTensor:
+def activation(
+    trace: Trace, up: TracedTensor, part: Recompute | None, used: float = 1.0
+) -> TracedTensor:
     """silu(gate) · up, of the two halves of the widened rows, which alone are kept."""
     half = up.bytes // 2
     with trace.recomputed(part, discards=True):
-        return trace.op([up], [half], [up])[0]
+        return trace.op([up], [half], [up], work=Work.activation, used=used)[0]
 
 
 def norm(trace: Trace, s: Sizes, x: TracedTensor, weights: NormWeights) -> TracedTensor:
@@ -152,7 +154,8 @@ def norm(trace: Trace, s: Sizes, x: TracedTensor, weights: NormWeights) -> Trace
     (width,) = s.shape(weights.weight)
     rows = x.bytes // (width * s.size)
     sums = 4 * width * norm_tiling(width).programs(rows)  # of the weight's gradient, fp32
-    return trace.op([x], [x.bytes], [x], keeps=RMS_STATISTICS * rows, scratch=(0, sums))[0]
+    keeps = RMS_STATISTICS * rows
+    return trace.op([x], [x.bytes], [x], keeps=keeps, scratch=(0, sums), work=Work.norm)[0]
 
 
 def cast(trace: Trace, x: TracedTensor, size: int) -> TracedTensor:
@@ -200,6 +203,7 @@ def column_parallel(trace: Trace, s: Sizes, x: TracedTensor, weight: Weight) -> 
         kernels=1 + s.copies,
         flops=product.flops,
         sends=tp_sends(s, x.bytes, forward=1, backward=2),
+        work=Work.product,
     )[0]
 
 
@@ -228,6 +232,7 @@ def _product(
         added=s.added,
         deferred=s.deferred(product.weight),
         flops=product.flops,
+        work=Work.product,
     )[0]
 
 

@@ -32,6 +32,22 @@ class GradAddition(Enum):
     inside = "inside"  # of the product that makes it: it is never there
 
 
+class Work(Enum):
+    """What an operation's kernels spend their time on: each kind has speeds of its own."""
+
+    product = "products"
+    router_product = "router's products"  # in float32
+    grouped = "experts' products"
+    attention = "attention"
+    ordered_attention = "ordered attention"  # by the slower kernel that sums in a fixed order
+    activation = "activation"
+    heads = "heads"
+    norm = "norms"
+    loss = "loss"
+    rows = "rows of experts"
+    other = "other kernels"
+
+
 @dataclass(frozen=True, slots=True)
 class Segment:
     """Operations that backward runs again, so that what they make need not be kept."""
@@ -76,6 +92,8 @@ class Operation:
     flops: int
     flops_recomputed: int  # of these, what its own backward computes again
     sends: Sends | None  # None: nothing
+    work: Work
+    used: float  # share of its rows that are somebody's: kernels leave out the others
 
 
 @dataclass(slots=True)
@@ -115,6 +133,8 @@ class Trace:
         flops: int = 0,
         flops_recomputed: int = 0,
         sends: Sends | None = None,
+        work: Work = Work.other,
+        used: float = 1.0,
     ) -> tuple[TracedTensor, ...]:
         """Write down an operation; returns what it makes.
 
@@ -144,6 +164,8 @@ class Trace:
             flops=flops,
             flops_recomputed=flops_recomputed,
             sends=sends,
+            work=work,
+            used=used,
         )
         self.ops.append(op)
         return made

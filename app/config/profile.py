@@ -1,0 +1,99 @@
+"""What one kind of GPU was measured to reach: what planned times of a step are made of."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Any
+
+from app.errors import ConfigError
+
+FORMAT = 1  # of the keys below
+ATTENTION = 5  # numbers in a row of HardwareProfile.attention
+FASTEST = 100_000.0  # TFLOP/s or GB/s, more than anything reaches
+PAIRS = ("activation_gb_s", "heads_gb_s", "norm_gb_s", "loss_gb_s", "rows_gb_s", "other_gb_s")
+LONGEST = 10_000.0  # of the times and counts below
+SHARES = ("hidden", "product_memory")
+TIMES = ("grouped_tile", "kernel_us", "launch_us", "step_ms", "collective_us", "send_us")
+
+
+@dataclass(frozen=True)
+class HardwareProfile:
+    """Measured speeds of one kind of GPU, its host and its links, for 16-bit elements.
+
+    Pairs are those of forward and backward. Whatever a kernel computes, it takes `kernel_us` from
+    the end of the one before, and then its bytes or its operations.
+    """
+
+    format: int  # version of these keys: 1
+    gpu: str  # words of the name that the GPU's driver reports: H200
+    source: str  # when and with what it was measured, or what it was scaled from
+    product_tflops: float  # of large matrix products, TFLOP/s
+    product_memory: float  # share of the time of a product's bytes that it does not hide
+    router_tflops: float  # of products in float32, TFLOP/s
+    grouped_tflops: float  # of experts' products on full tiles, TFLOP/s
+    grouped_tile: float  # rows that an expert's products compute for nobody, on average
+    # a row per head width: width; TFLOP/s of the fastest kernel, forward and backward, and of the
+    # ordered one; two products forward, four backward, causal attention half of them
+    attention: Any
+    activation_gb_s: tuple[float, ...]  # SwiGLU
+    heads_gb_s: tuple[float, ...]  # heads split and rotated
+    norm_gb_s: tuple[float, ...]  # RMSNorm
+    loss_gb_s: tuple[float, ...]  # cross-entropy of logits
+    rows_gb_s: tuple[float, ...]  # rows to experts and back
+    other_gb_s: tuple[float, ...]  # residual sums and all else
+    sums_gb_s: float  # of adding weights' gradients to float32 sums, 8 bytes per weight
+    optimizer_gb_s: float  # of AdamW, 30 bytes per parameter of a rank
+    kernel_us: float  # from the end of a kernel to the start of the next one
+    launch_us: float  # of the host for a kernel that no graph holds, with all it does around it
+    step_ms: float  # between steps: batches, norm, report
+    collective_us: float  # of a collective before its bytes move
+    ring_gb_s: float  # of gathers and reductions inside a node, GB/s that a rank sends
+    all_to_all_gb_s: float  # of all-to-alls inside a node
+    peer_gb_s: float  # of kernels that read and write the memory of GPUs in a node
+    send_us: float  # of a send between pipeline ranks before its bytes move
+    send_gb_s: float  # of such sends inside a node
+    hidden: float  # share of a collective beside compute that costs no time, 0 to 1
+
+    def __post_init__(self) -> None:
+        if self.format != FORMAT:
+            rule = f"this version reads profiles of format {FORMAT}"
+            raise ConfigError(
+                "hardware.profile.format", self.format, rule, advice="measure the GPU again"
+            )
+        self._freeze_attention()
+        for field in fields(self):
+            if field.name.endswith(("_gb_s", "_tflops")) or field.name == "attention":
+                self._check_rates(field.name)
+        for names, most in ((TIMES, LONGEST), (SHARES, 1.0)):
+            for name in names:
+                if not 0 <= getattr(self, name) <= most:
+                    key = f"hardware.profile.{name}"
+                    raise ConfigError(key, getattr(self, name), f"must be from 0 to {most:,.0f}")
+
+    def _freeze_attention(self) -> None:
+        try:
+            rows = tuple(tuple(map(float, row)) for row in self.attention)
+        except (TypeError, ValueError):
+            rows = ()
+        if not rows or any(len(row) != ATTENTION for row in rows):
+            raise ConfigError(
+                "hardware.profile.attention",
+                self.attention,
+                "needs rows of a head width and four TFLOP/s",
+                advice="[[128, 509, 366, 306, 194]], for example",
+            )
+        object.__setattr__(self, "attention", tuple(sorted(rows)))
+
+    def _check_rates(self, name: str) -> None:
+        """Speeds that something can have; pairs and tables are tuples from here on."""
+        key = f"hardware.profile.{name}"
+        value = getattr(self, name)
+        if name in PAIRS:
+            value = tuple(value)
+            object.__setattr__(self, name, value)
+            if len(value) != 2:
+                raise ConfigError(key, list(value), "must be a pair, of forward and backward")
+        rows = value if name == "attention" else [value if name in PAIRS else (value,)]
+        if any(not 0 < rate <= FASTEST for row in rows for rate in row):
+            rule = f"no GPU or link has that: speeds are above 0 and at most {FASTEST:,.0f}"
+            raise ConfigError(key, value, rule)

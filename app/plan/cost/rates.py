@@ -1,0 +1,162 @@
+"""Seconds of kernels and of what ranks send, by a measured profile of a GPU; docs/step-time.md has
+the formulas and where they come from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+from app.config import HardwareProfile, Run
+from app.plan.cost.nodes import NodeSpan, node_span
+from app.plan.cost.traffic import share_across
+from app.plan.dispatchers.choose import run_dispatcher
+from app.plan.dispatchers.static import PlannedStatic
+from app.plan.groups import ETP_EP, Group, Way
+from app.plan.layout import ParallelLayout
+from app.plan.trace.parts import BYTES
+from app.plan.trace.trace import Operation, Work
+
+TERA, GIGA, MICRO = 1e12, 1e9, 1e-6
+MIXED_BYTES = 2  # of an element that profiles are measured with
+SUMS = 8  # bytes of reading and writing an element's float32 sum
+
+Pair = tuple[float, ...]  # forward, backward
+
+
+@dataclass(frozen=True, slots=True)
+class Kernels:
+    """Seconds of operations on one GPU."""
+
+    profile: HardwareProfile
+
+    def memory(self, work: Work) -> Pair:
+        """GB/s of a kind of kernels that wait for memory."""
+        profile = self.profile
+        match work:
+            case Work.activation:
+                return profile.activation_gb_s
+            case Work.heads:
+                return profile.heads_gb_s
+            case Work.norm:
+                return profile.norm_gb_s
+            case Work.loss:
+                return profile.loss_gb_s
+            case Work.rows:
+                return profile.rows_gb_s
+            case _:
+                return profile.other_gb_s
+
+    def moved(self, moved: float, work: Work, backward: bool = False) -> float:
+        """Of so many bytes read and written."""
+        return moved / (self.memory(work)[backward] * GIGA)
+
+    def started(self, kernels: int) -> float:
+        """From the end of each kernel to the start of the next."""
+        return kernels * self.profile.kernel_us * MICRO
+
+    def product(self, op: Operation, gradient: bool = False) -> float:
+        """Of one of an operation's products: forward's, backward's, or that of the gradient of the
+        weight, whose bytes are those of its sum.
+        """
+        profile = self.profile
+        flops = op.flops
+        rate = profile.product_tflops
+        if op.work is Work.grouped:
+            # tiles that experts fill with others' rows, or nobody's
+            flops += round(2 * profile.grouped_tile * op.weight / MIXED_BYTES)
+            rate = profile.grouped_tflops
+        elif op.work is Work.router_product:
+            rate = profile.router_tflops
+        moved = op.used * (_read(op) + _made(op)) + (0 if gradient else op.weight)
+        return flops / (rate * TERA) + profile.product_memory * self.moved(moved, Work.other)
+
+    def sums(self, op: Operation) -> float:
+        """Of adding the gradient of a weight to its sum."""
+        return SUMS * op.weight / MIXED_BYTES / (self.profile.sums_gb_s * GIGA)
+
+    def attention(self, op: Operation, width: int) -> tuple[float, float]:
+        """Forward and backward, by head width: rates between two measured widths in proportion."""
+        ordered = 2 if op.work is Work.ordered_attention else 0
+        table = self.profile.attention
+        forward = _between(table, width, 1 + ordered)
+        backward = _between(table, width, 2 + ordered)
+        return op.flops / (forward * TERA), 2 * op.flops / (backward * TERA)
+
+
+def _read(op: Operation) -> int:
+    return sum(value.bytes for value in op.reads)
+
+
+def _made(op: Operation) -> int:
+    return sum(value.bytes for value in op.makes)
+
+
+def _between(table: tuple[tuple[float, ...], ...], width: int, column: int) -> float:
+    """By linear interpolation; outside of the table its nearest row."""
+    for low, high in pairwise(table):
+        if low[0] <= width <= high[0]:
+            part = (width - low[0]) / (high[0] - low[0])
+            return low[column] + part * (high[column] - low[column])
+    return min(table, key=lambda row: abs(row[0] - width))[column]
+
+
+@dataclass(frozen=True, slots=True)
+class Links:
+    """Seconds of what a rank sends in its groups."""
+
+    run: Run
+    layout: ParallelLayout
+    profile: HardwareProfile
+    peers: bool  # whether tokens travel through the memory of other GPUs
+    spans: dict[Group, NodeSpan] = field(default_factory=dict, compare=False)
+
+    @classmethod
+    def of(cls, run: Run, layout: ParallelLayout, profile: HardwareProfile) -> Links:
+        """Of a run's groups in this layout."""
+        dispatcher = run_dispatcher(run, layout)
+        peers = isinstance(dispatcher, PlannedStatic) and dispatcher.peer
+        return cls(run, layout, profile, peers=peers)
+
+    def by_peers(self, group: Group) -> bool:
+        """Whether a group's kernels move what they compute themselves."""
+        return self.peers and group is ETP_EP
+
+    def seconds(self, group: Group, way: Way, size: int) -> float:
+        """Of a collective, or an exchange by peers, in which this rank sends `size` bytes."""
+        if not size:
+            return 0.0
+        return self.profile.collective_us * MICRO + max(self.parts(group, way, size))
+
+    def parts(self, group: Group, way: Way, size: int) -> tuple[float, float]:
+        """Seconds of bytes inside of nodes and across, which run at the same time."""
+        share = share_across(way, self._span(group), group.size(self.layout))
+        rate = self._rate(group, way)
+        network = self.run.hardware.network_gb_s
+        return size * float(1 - share) / (rate * GIGA), size * float(share) / (network * GIGA)
+
+    def _rate(self, group: Group, way: Way) -> float:
+        if self.by_peers(group):
+            return self.profile.peer_gb_s
+        rates: Mapping[Way, float] = {
+            Way.ring: self.profile.ring_gb_s,
+            Way.all_to_all: self.profile.all_to_all_gb_s,
+            Way.neighbours: self.profile.send_gb_s,
+        }
+        return rates[way]
+
+    def _span(self, group: Group) -> NodeSpan:
+        if group not in self.spans:
+            sizes = self.layout.sizes(group.expert)
+            per_node = self.run.parallel.gpus_per_node
+            ends = group.ends_only
+            self.spans[group] = node_span(sizes, group.axes, per_node, ends_only=ends)
+        return self.spans[group]
+
+
+def measured(run: Run) -> HardwareProfile | None:
+    """The profile that a run's times are planned from; None: none is given, or elements are not of
+    16 bits, for which none is measured.
+    """
+    return run.hardware.profile if BYTES[run.precision.params] == MIXED_BYTES else None

@@ -1,0 +1,150 @@
+"""Seconds of a whole step: the pipeline, and what lies behind it: reduction, update, gathering."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from app.config import HardwareProfile, Run
+from app.plan.cost.rates import GIGA, MICRO, Links
+from app.plan.cost.times import PartTimes, Seconds
+from app.plan.groups import DP_CP, EDP, PP, Group, Way
+from app.plan.layout import ParallelLayout
+from app.plan.pipeline.timeline import Times
+from app.plan.sharding.parameters import ChunkBuffers
+from app.plan.shards import BufferLayout
+from app.plan.stages import StagePlan
+from app.plan.trace.parts import BYTES
+
+# bytes per parameter of a rank's share: moments and main parameter read and written, gradient read,
+# parameter written
+UPDATE = 30
+# bytes per parameter of a rank: its gradient is read for the norm, and filled with zeros
+NORM_AND_ZERO = 8
+
+
+@dataclass(frozen=True, slots=True)
+class StepTail:
+    """Seconds of a step beside its pipeline, on the rank where they are most."""
+
+    reduction: float  # of gradients, as far as the backward does not hide it
+    gathering: float  # of parameters, as far as the forward does not hide it
+    optimizer: float  # update, norm, zeros
+    between: float  # from one step to the next: batches, report
+
+    @property
+    def seconds(self) -> float:
+        """All of it."""
+        return self.reduction + self.gathering + self.optimizer + self.between
+
+
+NO_TAIL = StepTail(0.0, 0.0, 0.0, 0.0)
+
+
+def timeline_times(
+    run: Run, layout: ParallelLayout, profile: HardwareProfile, stages: Sequence[PartTimes]
+) -> Times:
+    """What the timeline of a step is made of."""
+    s = run.train.micro_batch * run.train.seq_len // (layout.cp * layout.tp)
+    hidden = s * run.model.hidden_size * BYTES[run.precision.params]
+    links = Links.of(run, layout, profile)
+    send = profile.send_us * MICRO + max(links.parts(PP, Way.neighbours, hidden))
+    weight = tuple(sum(stage.backward_weight.values()) for stage in stages)
+    return Times(
+        forward=tuple(sum(stage.forward.values()) for stage in stages),
+        backward=tuple(
+            sum(stage.backward_input.values()) + each
+            for stage, each in zip(stages, weight, strict=True)
+        ),
+        weight=weight,
+        send=send if layout.pp > 1 else 0.0,
+    )
+
+
+def step_tail(
+    run: Run,
+    layout: ParallelLayout,
+    stages: StagePlan,
+    profile: HardwareProfile,
+    times: Sequence[PartTimes],
+    buffers: Sequence[Sequence[ChunkBuffers]],
+) -> StepTail:
+    """What the slowest pipeline rank adds to a step. `times` are those of stages, in their order;
+    `buffers` are [pp_rank][chunk].
+    """
+    links = Links.of(run, layout, profile)
+    ranks = []
+    for pp_rank, chunks in enumerate(buffers):
+        places = [stages.pipeline.stage(pp_rank, chunk) for chunk in range(len(chunks))]
+        of_rank = [times[place] for place in places]
+        backward = sum(sum(t.backward_input.values()) for t in of_rank) + sum(
+            sum(t.backward_weight.values()) for t in of_rank
+        )
+        forward = sum(sum(t.forward.values()) for t in of_rank)
+        grads = BYTES[run.precision.grads]
+        params = BYTES[run.precision.params]
+        optim = run.optim
+        ranks.append(
+            StepTail(
+                _exchanged(links, chunks, grads, window=backward if optim.overlap_grads else 0.0),
+                _exchanged(links, chunks, params, window=forward if optim.overlap_params else 0.0),
+                optimizer=_update(profile, chunks),
+                between=profile.step_ms / 1e3,
+            )
+        )
+    return max(ranks, key=lambda tail: tail.seconds)
+
+
+def _exchanged(links: Links, chunks: Sequence[ChunkBuffers], element: int, window: float) -> float:
+    """Of one pass over all gradients or parameters, beside compute that takes `window` seconds."""
+    total = inside = 0.0
+    for chunk in chunks:
+        for group, buffer in ((DP_CP, chunk.dense), (EDP, chunk.expert)):
+            if buffer is not None and buffer.world > 1:
+                near, far = _ring(links, group, buffer, element)
+                inside += near
+                total += max(near, far)
+    if not window:
+        return total
+    # beside compute both are slower: they share multiprocessors and memory
+    return max(total - window, inside * (1 - links.profile.hidden))
+
+
+def _ring(links: Links, group: Group, buffer: BufferLayout, element: int) -> tuple[float, float]:
+    size = buffer.numel // buffer.world * (buffer.world - 1) * element
+    near, far = links.parts(group, Way.ring, size)
+    started = len(buffer.buckets) * links.profile.collective_us * MICRO
+    return near + started, far + started
+
+
+def _update(profile: HardwareProfile, chunks: Sequence[ChunkBuffers]) -> float:
+    owned = whole = 0
+    for chunk in chunks:
+        for buffer in (chunk.dense, chunk.expert):
+            if buffer is not None:
+                owned += buffer.numel // buffer.world
+                whole += buffer.numel
+    passes = NORM_AND_ZERO * whole / (profile.other_gb_s[0] * GIGA)
+    return UPDATE * owned / (profile.optimizer_gb_s * GIGA) + passes
+
+
+def time_by_kind(
+    stages: StagePlan, times: Sequence[PartTimes], tail: StepTail, microbatches: int, whole: float
+) -> dict[str, float]:
+    """Where a step of `whole` seconds goes on its busiest pipeline rank, seconds, largest first."""
+    ranks = []
+    for pp_rank in range(stages.pp):
+        found: Seconds = defaultdict(float)
+        for chunk in range(stages.vpp):
+            for kind, seconds in times[stages.pipeline.stage(pp_rank, chunk)].by_kind().items():
+                found[kind] += microbatches * seconds
+        ranks.append(found)
+    busiest = max(ranks, key=lambda found: sum(found.values()))
+    busiest["gradients' reduction"] = tail.reduction
+    busiest["parameters' gathering"] = tail.gathering
+    busiest["optimizer"] = tail.optimizer
+    busiest["between steps"] = tail.between
+    busiest["idle in the pipeline"] = whole - sum(busiest.values())
+    shown = {kind: seconds for kind, seconds in busiest.items() if seconds > 1e-3 * whole}
+    return dict(sorted(shown.items(), key=lambda item: -item[1]))

@@ -1,0 +1,235 @@
+"""Seconds of the parts of a model and of stages, operation by operation, by a measured profile."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from math import log, sqrt
+
+from app.choices import GraphImpl
+from app.config import HardwareProfile, Run
+from app.plan.cost.rates import MICRO, Kernels, Links
+from app.plan.dispatchers.choose import busiest_load, run_dispatcher
+from app.plan.layout import ParallelLayout
+from app.plan.memory.activations import captured_phases
+from app.plan.memory.overheads import BACKWARD_KERNELS
+from app.plan.model.phases import PhaseName
+from app.plan.stages import Stage
+from app.plan.trace.parts import sizes_of
+from app.plan.trace.stage import fold_stages
+from app.plan.trace.trace import ForwardTrace, Operation, Work
+
+Seconds = defaultdict[str, float]  # by what they go to
+
+EXCHANGE = "exchanges"
+LAUNCHES = "launches"
+RECOMPUTED = "computed again"
+PRODUCTS = (Work.product, Work.router_product, Work.grouped)
+ATTENTION = (Work.attention, Work.ordered_attention)
+# standard deviation of experts' loads over their mean, of routers at the start of a training: with
+# 128 experts on two ranks the busier one had 1.07 times the mean (docs/echo.md)
+SPREAD = 1.0
+CLONED_LOAD = 1.03  # of the busiest rank where hot experts have clones (docs/echo.md)
+# forward phases whose launches an idle GPU waits for behind a wait of the host
+BEHIND_WAIT = (PhaseName.preprocess, PhaseName.dispatch)
+
+
+@dataclass(frozen=True, slots=True)
+class PartTimes:
+    """Seconds of a part or a stage for one microbatch, by what they go to."""
+
+    forward: Mapping[str, float]
+    backward_input: Mapping[str, float]  # with what is computed again
+    backward_weight: Mapping[str, float]
+    # seconds of the host: launches that no graph holds
+    forward_host: float
+    backward_host: float
+
+    def by_kind(self) -> Seconds:
+        """All passes together."""
+        return _sum([(self.forward, 1), (self.backward_input, 1), (self.backward_weight, 1)])
+
+
+def _sum(rows: Iterable[tuple[Mapping[str, float], int]]) -> Seconds:
+    total: Seconds = defaultdict(float)
+    for found, times in rows:
+        for kind, seconds in found.items():
+            total[kind] += times * seconds
+    return total
+
+
+def expected_load(run: Run) -> float:
+    """Rows of the busiest expert-parallel rank over the mean, as times are planned with: what the
+    sum of a rank's share of experts comes to when their loads spread by SPREAD.
+
+    At most what memory is planned for (`busiest_load`).
+    """
+    dispatcher = run_dispatcher(run)
+    if dispatcher is None:
+        return 1.0
+    moe = dispatcher.moe
+    most = busiest_load(run)
+    if dispatcher.ep == 1 or moe.force_balance or moe.pad_to_capacity:
+        return min(1.0, most) if not moe.pad_to_capacity else most
+    spread = SPREAD * sqrt((1 - 1 / dispatcher.ep) * dispatcher.ep / moe.num_experts)
+    # the largest of so many normal values, about
+    largest = sqrt(2 * log(dispatcher.ep)) * (0.48 if dispatcher.ep == 2 else 0.68)
+    load = min(most, 1 + largest * spread)
+    return min(load, CLONED_LOAD) if moe.echo.spares else load
+
+
+def stage_times(
+    run: Run,
+    stages: Sequence[Stage],
+    layout: ParallelLayout,
+    profile: HardwareProfile,
+    load: float | None = None,
+) -> list[PartTimes]:
+    """Times of one rank of each stage for one microbatch.
+
+    `load`: rows of this rank's experts over the mean; None: `expected_load`.
+    """
+    clock = _Clock.of(run, layout, profile)
+    s = sizes_of(run, layout, load=expected_load(run) if load is None else load)
+    return [_hosted(parts) for parts in fold_stages(s, stages, clock.part)]
+
+
+def _hosted(parts: Sequence[tuple[PartTimes, int]]) -> PartTimes:
+    """A stage: where the host is slower than the GPU, each pass waits for its launches."""
+    forward = _sum((part.forward, times) for part, times in parts)
+    inputs = _sum((part.backward_input, times) for part, times in parts)
+    weights = _sum((part.backward_weight, times) for part, times in parts)
+    host = sum(part.forward_host * times for part, times in parts)
+    back = sum(part.backward_host * times for part, times in parts)
+    forward[LAUNCHES] += max(0.0, host - sum(forward.values()))
+    inputs[LAUNCHES] += max(0.0, back - sum(inputs.values()) - sum(weights.values()))
+    return PartTimes(forward, inputs, weights, forward_host=host, backward_host=back)
+
+
+@dataclass(frozen=True, slots=True)
+class _Clock:
+    """Times of operations."""
+
+    run: Run
+    kernels: Kernels
+    links: Links
+    captured: frozenset[str]  # phases
+    whole: bool  # the whole step is captured
+    waits: bool  # the host waits for sizes in every MoE layer
+
+    @classmethod
+    def of(cls, run: Run, layout: ParallelLayout, profile: HardwareProfile) -> _Clock:
+        dispatcher = run_dispatcher(run, layout)
+        return cls(
+            run,
+            Kernels(profile),
+            Links.of(run, layout, profile),
+            captured=captured_phases(run.cuda_graph),
+            whole=run.cuda_graph.impl is GraphImpl.full_iteration,
+            waits=dispatcher is not None and dispatcher.waits_for_host,
+        )
+
+    def part(self, traced: ForwardTrace) -> PartTimes:
+        """Sums over the operations of a part."""
+        forward: Seconds = defaultdict(float)
+        inputs: Seconds = defaultdict(float)
+        weights: Seconds = defaultdict(float)
+        for op in traced.trace.ops:
+            self._forward(op, forward)
+            if op.segment:
+                again: Seconds = defaultdict(float)
+                self._forward(op, again)
+                inputs[RECOMPUTED] += sum(again.values())
+            self._backward(op, inputs, weights)
+        inputs[Work.other.value] += self._additions(traced)
+        launched = self._launched(traced.trace.ops)
+        forward[LAUNCHES] += self._waited(traced.trace.ops)
+        again_launched = self._launched([op for op in traced.trace.ops if op.segment])
+        back = BACKWARD_KERNELS * launched + again_launched
+        return PartTimes(forward, inputs, weights, forward_host=launched, backward_host=back)
+
+    def _launched(self, ops: Sequence[Operation]) -> float:
+        """Seconds of the host for a forward's kernels outside of graphs."""
+        if self.whole:
+            return 0.0
+        kernels = sum(op.kernels for op in ops if op.phase not in self.captured)
+        return kernels * self.kernels.profile.launch_us * MICRO
+
+    def _waited(self, ops: Sequence[Operation]) -> float:
+        """Seconds of an idle GPU behind a wait of the host."""
+        if not self.waits:
+            return 0.0
+        return self._launched([op for op in ops if op.phase in BEHIND_WAIT])
+
+    def _forward(self, op: Operation, into: Seconds) -> None:
+        kernels = self.kernels
+        kind = op.work.value
+        own = kernels.started(op.kernels)
+        if op.work in PRODUCTS:
+            own += kernels.product(op)
+        elif op.work in ATTENTION:
+            own += kernels.attention(op, self.run.model.head_width)[0]
+        else:
+            own += kernels.moved(self._touched(op), op.work)
+        into[kind] += own
+        if op.sends:
+            sent = self._sent(op, op.sends.forward)
+            by_peers = self.links.by_peers(op.sends.group)
+            into[EXCHANGE] += max(0.0, sent - own) if by_peers else sent
+
+    def _backward(self, op: Operation, inputs: Seconds, weights: Seconds) -> None:
+        kernels = self.kernels
+        kind = op.work.value
+        own = 0.0
+        if op.work in PRODUCTS:
+            own = kernels.product(op) + kernels.started(op.kernels)
+            weights[kind] += kernels.product(op, gradient=True) + kernels.sums(op)
+            weights[kind] += kernels.started(1)
+            if op.flops_recomputed:
+                inputs[RECOMPUTED] += kernels.product(op)
+        elif op.work in ATTENTION:
+            own = kernels.attention(op, self.run.model.head_width)[1] + kernels.started(2)
+        elif op.reads and (op.work is Work.loss or not op.passes):
+            own = kernels.moved(self._touched_back(op), op.work, backward=True)
+            own += kernels.started(op.kernels)
+        elif op.weight:
+            weights[kind] += kernels.moved(3 * op.weight, op.work) + kernels.sums(op)
+        inputs[kind] += own
+        if op.sends:
+            sent = self._sent(op, op.sends.backward)
+            # what a product of its own waits for runs beside the other one
+            beside = own if op.work in PRODUCTS or self.links.by_peers(op.sends.group) else 0.0
+            inputs[EXCHANGE] += max(0.0, sent - beside)
+
+    def _sent(self, op: Operation, size: int) -> float:
+        assert op.sends is not None
+        return self.links.seconds(op.sends.group, op.sends.way, size)
+
+    def _touched(self, op: Operation) -> float:
+        """Bytes that a forward reads and writes; the exchange of what it sends has its own."""
+        if op.work is Work.loss:
+            return op.reads[0].bytes
+        if op.kernels == 0 or (op.sends and op.work is not Work.rows):
+            return 0.0
+        read = sum(value.bytes for value in op.reads)
+        return _used(op, read + sum(value.bytes for value in op.makes))
+
+    def _touched_back(self, op: Operation) -> float:
+        if op.work is Work.loss:
+            return 2.0 * op.reads[0].bytes
+        if op.sends and op.work is not Work.rows:
+            return 0.0
+        read = sum(value.bytes for value in op.reads)
+        saved = sum(value.bytes for value in op.saves if value in op.reads or value in op.makes)
+        return _used(op, read + saved + sum(value.bytes for value in op.makes))
+
+    def _additions(self, traced: ForwardTrace) -> float:
+        """Of summing the gradients of what several operations read."""
+        readers = Counter(value for op in traced.trace.ops for value in set(op.reads))
+        added = sum((count - 1) * 3 * value.bytes for value, count in readers.items())
+        return self.kernels.moved(added, Work.other, backward=True)
+
+
+def _used(op: Operation, size: int) -> float:
+    return op.used * size

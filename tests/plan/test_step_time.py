@@ -1,0 +1,273 @@
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+
+from app.choices import Dtype, GraphImpl, Recompute
+from app.cli.options.compose import load_overrides
+from app.cli.plan import main
+from app.config import (
+    CudaGraphConfig,
+    HardwareConfig,
+    HardwareProfile,
+    ModelConfig,
+    MoEConfig,
+    OptimConfig,
+    ParallelConfig,
+    PrecisionConfig,
+    RecomputeConfig,
+    Run,
+    TrainConfig,
+)
+from app.errors import ConfigError
+from app.plan.cost.flops import stage_seconds
+from app.plan.cost.times import LAUNCHES, RECOMPUTED, expected_load, stage_times
+from app.plan.plan import Plan
+from app.plan.trace.trace import Work
+from app.rules import check
+
+ROOT = Path(__file__).resolve().parents[2]
+# speeds that are easy to divide by; nothing takes time but what a test turns on
+PROFILE = HardwareProfile(
+    format=1,
+    gpu="H200",
+    source="a test",
+    product_tflops=1.0,
+    product_memory=0.0,
+    router_tflops=1.0,
+    grouped_tflops=1.0,
+    grouped_tile=0.0,
+    attention=[[128, 4, 2, 1, 0.5], [64, 2, 1, 1, 0.5]],
+    activation_gb_s=(1.0, 2.0),
+    heads_gb_s=(1.0, 2.0),
+    norm_gb_s=(1.0, 2.0),
+    loss_gb_s=(1.0, 2.0),
+    rows_gb_s=(1.0, 2.0),
+    other_gb_s=(1.0, 2.0),
+    sums_gb_s=1.0,
+    optimizer_gb_s=1.0,
+    kernel_us=0.0,
+    launch_us=0.0,
+    step_ms=0.0,
+    collective_us=0.0,
+    ring_gb_s=1.0,
+    all_to_all_gb_s=1.0,
+    peer_gb_s=1.0,
+    send_us=0.0,
+    send_gb_s=1.0,
+    hidden=1.0,
+)
+MODEL = ModelConfig(
+    num_layers=2,
+    hidden_size=256,
+    ffn_hidden_size=512,
+    num_heads=4,
+    num_kv_heads=2,
+    vocab_size=1024,
+)
+MOE = dataclasses.replace(
+    MODEL, moe=MoEConfig(num_experts=8, top_k=2, ffn_hidden_size=128, force_balance=True)
+)
+T, D, F, V, N, G, H, S = 2 * 128, 256, 512, 1024, 4, 2, 64, 128
+WHOLE = CudaGraphConfig(GraphImpl.full_iteration)
+
+
+def run_of(model: ModelConfig = MODEL, profile: HardwareProfile = PROFILE, **sections) -> Run:
+    chosen = {
+        "train": TrainConfig(seq_len=S, micro_batch=2, global_batch=8, deterministic=False),
+        "precision": PrecisionConfig(Dtype.bfloat16),
+        "hardware": HardwareConfig(profile=profile),
+        "cuda_graph": WHOLE,
+    }
+    return check(Run(model, **(chosen | sections)))
+
+
+def kinds_of(run: Run, load: float | None = None) -> dict[str, float]:
+    plan = Plan(run)
+    profile = run.hardware.profile
+    assert profile is not None
+    (times,) = stage_times(run, plan.stages.in_order, plan.layout, profile, load=load)
+    return times.by_kind()
+
+
+def test_a_dense_model_by_hand():
+    """Products, attention and bytes of two layers and a head, written down once more."""
+    found = kinds_of(run_of())
+    weights = 2 * (D * (N + 2 * G) * H + N * H * D + 3 * D * F) + D * V
+    sums = 8 * weights / 1e9
+    assert found[Work.product.value] == pytest.approx(3 * 2 * T * weights / 1e12 + sums)
+    # scores and values of the causal half: T·S pairs less those ahead, 2·2·H operations each
+    forward = 2 * T * (S + 1) / 2 * N * 2 * H
+    expected = 2 * (forward / 2e12 + 2 * forward / 1e12)
+    assert found[Work.attention.value] == pytest.approx(expected, rel=0.01)
+    # SwiGLU reads 2F and writes F; backward reads 2F and F and writes 2F
+    assert found[Work.activation.value] == pytest.approx(2 * 2 * T * F * (3 / 1e9 + 5 / 2e9))
+    assert found[Work.norm.value] == pytest.approx(5 * 2 * T * D * (2 / 1e9 + 3 / 2e9))
+    assert found[Work.loss.value] == pytest.approx(2 * T * V * (1 / 1e9 + 2 / 2e9))
+    width = (N + 2 * G) * H
+    assert found[Work.heads.value] == pytest.approx(2 * 2 * T * width * (2 / 1e9 + 2 / 2e9))
+    assert not found.get(LAUNCHES) and RECOMPUTED not in found
+
+
+def test_all_passes_together_are_the_stages():
+    plan = Plan(run_of(model=MOE, parallel=ParallelConfig(pp=2)))
+    for seconds, times in zip(plan.stage_seconds, plan.stage_times, strict=True):
+        assert seconds.total == pytest.approx(sum(times.by_kind().values()))
+
+
+def test_experts_take_as_long_as_their_rows():
+    even, skewed = (kinds_of(run_of(model=MOE), load=load) for load in (1.0, 1.5))
+    weights = 2 * 8 * 3 * D * 128
+    sums = 8 * weights / 1e9
+    key = Work.grouped.value
+    assert skewed[key] - sums == pytest.approx(1.5 * (even[key] - sums))
+    assert even[key] - sums == pytest.approx(2 * 3 * 2 * T * 2 * 3 * D * 128 / 1e12)
+
+
+def test_tiles_and_bytes_of_experts():
+    tiles = dataclasses.replace(PROFILE, grouped_tile=16.0)
+    key = Work.grouped.value
+    more = kinds_of(run_of(model=MOE, profile=tiles))[key] - kinds_of(run_of(model=MOE))[key]
+    assert more == pytest.approx(2 * 3 * 2 * 16 * 8 * 3 * D * 128 / 1e12)
+
+
+def test_what_is_computed_again_is_a_forward():
+    plain = kinds_of(run_of())
+    again = kinds_of(run_of(recompute=RecomputeConfig(phases=(Recompute.mlp_act,))))
+    assert again[RECOMPUTED] == pytest.approx(2 * 2 * T * F * 3 / 1e9)
+    assert {k: v for k, v in again.items() if k != RECOMPUTED} == plain
+
+
+def test_a_slow_host_is_hidden_by_graphs_alone():
+    slow = dataclasses.replace(PROFILE, launch_us=1e4)
+    eager = kinds_of(run_of(profile=slow, cuda_graph=CudaGraphConfig()))
+    whole = kinds_of(run_of(profile=slow))
+    layers = kinds_of(run_of(profile=slow, cuda_graph=CudaGraphConfig(GraphImpl.local)))
+    assert eager[LAUNCHES] > 2 * layers[LAUNCHES] > 0 and not whole.get(LAUNCHES)
+    fast = dataclasses.replace(PROFILE, launch_us=1e-3)
+    assert kinds_of(run_of(profile=fast, cuda_graph=CudaGraphConfig())).get(LAUNCHES, 0) == 0
+
+
+def test_reduction_and_gathering_by_hand():
+    """Without overlap all bytes, n - 1 of n shards; beside compute what it does not cover."""
+    parallel = ParallelConfig(dp=2)
+    apart = OptimConfig(overlap_grads=False, overlap_params=False)
+    plan = Plan(run_of(parallel=parallel, optim=apart))
+    numel = plan.buffers[0][0].dense.numel
+    assert plan.tail.reduction == pytest.approx(4 * numel / 2 / 1e9)
+    assert plan.tail.gathering == pytest.approx(2 * numel / 2 / 1e9)
+    fast = dataclasses.replace(PROFILE, ring_gb_s=1000.0)
+    hidden = Plan(run_of(parallel=parallel, profile=fast)).tail
+    assert hidden.reduction == hidden.gathering == 0.0
+    half = dataclasses.replace(fast, hidden=0.5)
+    beside = Plan(run_of(parallel=parallel, profile=half)).tail
+    assert beside.reduction == pytest.approx(4 * numel / 2 / 1e12 / 2, rel=1e-3)
+    assert plan.tail.optimizer == pytest.approx(30 * numel / 2 / 1e9 + 8 * numel / 1e9)
+
+
+def test_the_network_is_slower_than_the_node():
+    parallel = ParallelConfig(dp=2, gpus_per_node=1)
+    apart = OptimConfig(overlap_grads=False, overlap_params=False)
+    hardware = HardwareConfig(profile=PROFILE, network_gb_s=0.5)
+    far = Plan(run_of(parallel=parallel, optim=apart, hardware=hardware)).tail
+    near = Plan(run_of(parallel=ParallelConfig(dp=2), optim=apart)).tail
+    assert far.reduction == pytest.approx(2 * near.reduction)
+
+
+def test_a_step_is_its_pipeline_and_what_follows():
+    plan = Plan(run_of(parallel=ParallelConfig(pp=2)))
+    assert plan.step_seconds == plan.timeline.makespan + plan.tail.seconds
+    assert sum(plan.time_by_kind.values()) == pytest.approx(plan.step_seconds, rel=1e-2)
+    assert plan.time_by_kind["idle in the pipeline"] > 0
+
+
+def test_loads_of_fresh_routers():
+    """Two ranks with 64 of 128 experts each had 1.07 (docs/echo.md); never more than planned."""
+    moe = MoEConfig(num_experts=128, top_k=8, ffn_hidden_size=64)
+    two = {"parallel": ParallelConfig(dp=2, ep=2), "cuda_graph": CudaGraphConfig()}
+    run = run_of(model=dataclasses.replace(MODEL, moe=moe), **two)
+    assert expected_load(run) == pytest.approx(1.07, abs=0.03)
+    bounded = dataclasses.replace(moe, planned_imbalance=1.0)
+    model = dataclasses.replace(MODEL, moe=bounded)
+    assert expected_load(run_of(model=model, **two)) == 1.0
+    assert expected_load(run_of()) == expected_load(run_of(model=MOE)) == 1.0
+
+
+def test_without_a_profile_of_these_elements_the_data_sheet_counts():
+    fp32 = run_of(precision=PrecisionConfig(Dtype.float32))
+    none = run_of(hardware=HardwareConfig())
+    for run in (fp32, none):
+        plan = Plan(run)
+        assert plan.profile is None and plan.tail.seconds == 0 and not plan.time_by_kind
+        assert plan.stage_seconds == stage_seconds(run, plan.stages.in_order, plan.layout)
+
+
+def test_head_widths_between_measured_ones():
+    def forward(width: int) -> float:
+        model = dataclasses.replace(MODEL, head_dim=width)
+        return kinds_of(run_of(model=model))[Work.attention.value] / width
+
+    # operations grow with the width, and so do the rates: 2 at 64, 3 at 96, 4 at 128 and beyond
+    assert forward(64) == pytest.approx(1.5 * forward(96)) == pytest.approx(2 * forward(128))
+    assert forward(32) == pytest.approx(forward(64)) and forward(256) == forward(128)
+
+
+@pytest.mark.parametrize(
+    ("changed", "key", "said"),
+    [
+        ({"format": 2}, "format", "format 1"),
+        ({"product_tflops": 0.0}, "product_tflops", "above 0"),
+        ({"ring_gb_s": float("nan")}, "ring_gb_s", "above 0"),
+        ({"norm_gb_s": (1.0, 1e9)}, "norm_gb_s", "100,000"),
+        ({"norm_gb_s": (1.0,)}, "norm_gb_s", "a pair"),
+        ({"attention": [[128, 1, 1]]}, "attention", "four TFLOP/s"),
+        ({"attention": "fast"}, "attention", "four TFLOP/s"),
+        ({"attention": [[128, 1, 1, 1, -1]]}, "attention", "above 0"),
+        ({"hidden": 1.5}, "hidden", "from 0 to 1"),
+        ({"launch_us": -1.0}, "launch_us", "from 0 to"),
+    ],
+)
+def test_impossible_profiles_are_refused_in_a_line(changed: dict, key: str, said: str):
+    with pytest.raises(ConfigError) as refused:
+        dataclasses.replace(PROFILE, **changed)
+    message = str(refused.value)
+    assert f"hardware.profile.{key}" in message and said in message and "\n" not in message
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        ("  hidden: 0.13\n", "", "missing mandatory value: hidden"),
+        ("format: 1", "format: 7", "hardware.profile.format=7"),
+        ("ring_gb_s: 280", "ring_gb_s: quick", "'quick'"),
+        ("hidden: 0.13", "hidden: 0.13\n  speed: 3", "'speed'"),
+    ],
+)
+def test_a_broken_file_is_refused_in_a_line(tmp_path: Path, capsys, old: str, new: str, said: str):
+    text = (ROOT / "conf/hardware/h200.yaml").read_text()
+    assert old in text
+    (tmp_path / "hardware").mkdir()
+    (tmp_path / "hardware/mine.yaml").write_text(text.replace(old, new))
+    with pytest.raises(SystemExit) as ended:
+        main(["--config-dir", str(tmp_path), "what=schedule", "hardware=mine", "precision=bf16"])
+    told = capsys.readouterr().err
+    assert ended.value.code == 2 and said in told and told.count("\n") == 1
+
+
+def test_recorded_steps_are_planned_as_the_record_says():
+    """Three rows of bench/results/planned_times.json, which docs/step-time.md sums up: as the plan
+    says today, and within 10 % of what was measured.
+    """
+    content = json.loads((ROOT / "bench/results/planned_times.json").read_text())
+    assert {row["half"] for row in content["rows"]} == {"fitted", "aside"}
+    recorded = [
+        row for row in content["rows"] if row["file"] in ("compare_small.json", "two_gpus.jsonl")
+    ]
+    for row in (recorded[0], recorded[-4], recorded[-2]):
+        typed = [word for word in row["overrides"] if word != "hardware=h200"]
+        plan = Plan(load_overrides([*typed, "hardware=h200"]))
+        assert plan.step_seconds * 1e3 == pytest.approx(row["planned_ms"], abs=0.01)
+        assert plan.step_seconds * 1e3 == pytest.approx(row["measured_ms"], rel=0.1)
