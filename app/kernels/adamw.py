@@ -108,6 +108,39 @@ def _one_minus_exp(x: tl.tensor) -> tl.tensor:
 
 
 @jit
+def _update(
+    main: tl.tensor,
+    grad: tl.tensor,
+    exp_avg: tl.tensor,
+    exp_avg_sq: tl.tensor,
+    rounded: tl.tensor,
+    place: tl.tensor,
+    inside: tl.tensor,
+    beta1: float,
+    beta2: float,
+    rest1: float,
+    rest2: float,
+    rate: float,
+    spread: float,
+    scale: float,
+    eps: float,
+    kept: float,
+) -> None:
+    """Of some elements; `inside`: which of them there are, None: all."""
+    other = None if inside is None else 0.0
+    g = tl.load(grad + place, mask=inside, other=other).to(tl.float32) / scale
+    m = tl.load(exp_avg + place, mask=inside, other=other) * beta1 + g * rest1
+    v = tl.load(exp_avg_sq + place, mask=inside, other=other) * beta2 + g * g * rest2
+    w = tl.load(main + place, mask=inside, other=other) * kept
+    w -= rate * m / (tl.sqrt_rn(v) / spread + eps)
+    tl.store(exp_avg + place, m, mask=inside)
+    tl.store(exp_avg_sq + place, v, mask=inside)
+    tl.store(main + place, w, mask=inside)
+    if rounded is not None:
+        tl.store(rounded + place, w.to(rounded.dtype.element_ty), mask=inside)
+
+
+@jit
 def _adamw(
     table: tl.tensor,
     main: tl.tensor,
@@ -139,16 +172,44 @@ def _adamw(
         rate = lr / _one_minus_exp(count * log1)
         spread = tl.sqrt_rn(_one_minus_exp(count * log2))
         scale = tl.load(divisor)
-        for start in range(first, stop, BLOCK):
+        whole = first + (stop - first) // BLOCK * BLOCK
+        for start in range(first, whole, BLOCK):  # masks would keep loads from being wide
             place = start + tl.arange(0, BLOCK)
-            inside = place < stop
-            g = tl.load(grad + place, mask=inside, other=0.0).to(tl.float32) / scale
-            m = tl.load(exp_avg + place, mask=inside, other=0.0) * beta1 + g * rest1
-            v = tl.load(exp_avg_sq + place, mask=inside, other=0.0) * beta2 + g * g * rest2
-            w = tl.load(main + place, mask=inside, other=0.0) * kept
-            w -= rate * m / (tl.sqrt_rn(v) / spread + eps)
-            tl.store(exp_avg + place, m, mask=inside)
-            tl.store(exp_avg_sq + place, v, mask=inside)
-            tl.store(main + place, w, mask=inside)
-            if rounded is not None:
-                tl.store(rounded + place, w.to(rounded.dtype.element_ty), mask=inside)
+            _update(
+                main,
+                grad,
+                exp_avg,
+                exp_avg_sq,
+                rounded,
+                place,
+                inside=None,
+                beta1=beta1,
+                beta2=beta2,
+                rest1=rest1,
+                rest2=rest2,
+                rate=rate,
+                spread=spread,
+                scale=scale,
+                eps=eps,
+                kept=kept,
+            )
+        if whole < stop:
+            place = whole + tl.arange(0, BLOCK)
+            _update(
+                main,
+                grad,
+                exp_avg,
+                exp_avg_sq,
+                rounded,
+                place,
+                inside=place < stop,
+                beta1=beta1,
+                beta2=beta2,
+                rest1=rest1,
+                rest2=rest2,
+                rate=rate,
+                spread=spread,
+                scale=scale,
+                eps=eps,
+                kept=kept,
+            )
