@@ -16,9 +16,9 @@ from torch import Tensor
 
 from app.kernels.common import jit, tl
 
-BLOCK = 4096
-CHUNK = 4 * BLOCK  # of one program: so many that its table entry costs nothing
-WARPS = 8
+BLOCK = 1024  # loads of 16 bytes, two of each array by a thread: more of them are slower
+CHUNK = 8 * BLOCK  # of one program: so many that its table entry costs nothing
+WARPS = 4
 
 
 @dataclass(frozen=True, slots=True)
