@@ -28,7 +28,8 @@ import torch
 from torch import Tensor
 
 from app.config import ModelConfig, MoEConfig
-from app.engine.export import export_checkpoint, saved_at
+from app.engine.checkpoint.resume import checkpoint_at
+from app.engine.export import export_checkpoint
 from app.engine.imported import import_model
 from app.hf import write
 from app.hf.families import family_of
@@ -130,7 +131,7 @@ def go_out(folder: Path) -> dict[str, Any]:
     """`convert to-hf`."""
     found = dict[str, Any]()
     with watched(found):
-        export_checkpoint(saved_at(folder / "run", KEY), folder / "out", KEY)
+        export_checkpoint(checkpoint_at(folder / "run", KEY), folder / "out", KEY)
     return found
 
 

@@ -15,7 +15,8 @@ if __name__ == "__main__":
     stop_quietly("convert")  # the imports take seconds
 
 from app.cli.options.messages import readable_errors
-from app.engine.export import export_checkpoint, saved_at
+from app.engine.checkpoint.resume import checkpoint_at
+from app.engine.export import export_checkpoint
 from app.engine.imported import import_model
 from app.engine.report.telling import telling
 from app.errors import ConfigError, nearest, say
@@ -46,7 +47,7 @@ def from_hf(name: str, run_dir: Path) -> None:
 
 def to_hf(source: Path, folder: Path) -> None:
     """Write the model of a run or checkpoint into a new folder. Raises ConfigError."""
-    checkpoint = saved_at(source, TO)
+    checkpoint = checkpoint_at(source, TO)
     with telling(f"reading {checkpoint}"):
         exported = export_checkpoint(checkpoint, folder, TO, say=_warn)
     print(f"{checkpoint}: a model of type {exported.family().model_type} is now in {folder}")

@@ -18,9 +18,7 @@ import torch
 from app.choices import Dtype
 from app.config import ModelConfig
 from app.engine.checkpoint.folder import (
-    CHECKPOINTS,
     check_contents,
-    newest_checkpoint,
     read_manifest,
 )
 from app.engine.checkpoint.load import IMPORTED
@@ -106,17 +104,6 @@ class Exported:
             say=say,
         )
         return texts.files()
-
-
-def saved_at(path: Path, key: str) -> Path:
-    """The checkpoint that a path names: itself, or the newest of a run. Raises ConfigError."""
-    if path.name.startswith("step-") and path.is_dir():
-        return path
-    found = newest_checkpoint(path.parent if path.name == CHECKPOINTS else path)
-    if found is None:
-        rule = "holds no complete checkpoint" if path.exists() else "does not exist"
-        raise ConfigError(key, path, rule)
-    return found
 
 
 def export_checkpoint(

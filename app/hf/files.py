@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,8 @@ from torch import Tensor
 from app.errors import ConfigError
 from app.hf.file_names import INDEX, ONE_FILE, PICKLES
 
+WEIGHTS = (".safetensors", ".gguf")  # as files of other programs end
+LFS = b"version https://git-lfs"
 FP8 = "F8_E4M3"
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 READABLE = (*DTYPES, FP8)
@@ -38,7 +41,8 @@ class TensorFiles:
         self.block = block  # rows and columns that share a scale of FP8 weights
         self._opened: dict[str, safe_open] = {}
         self._known: dict[str, frozenset[str]] = {}  # tensors of an opened file
-        self.file_of = self._listed()
+        self.file_of: dict[str, str] = {}
+        self.file_of |= self._listed()
 
     def refusal(self, what: str) -> ConfigError:
         """The error that says what is wrong with the files."""
@@ -86,7 +90,9 @@ class TensorFiles:
         if pickles:
             what = f"has {pickles[0]} but no safetensors, and pickles are not read"
             raise self.refusal(what)
-        raise self.refusal(f"has neither {ONE_FILE} nor {INDEX}")
+        others = sorted(each.name for each in self.folder.glob("*") if each.suffix in WEIGHTS)
+        beside = f", but {others[0]}" if others else ""
+        raise self.refusal(f"has neither {ONE_FILE} nor {INDEX}{beside}")
 
     def _indexed(self) -> dict[str, str]:
         try:
@@ -109,12 +115,22 @@ class TensorFiles:
             try:
                 self._opened[file] = safe_open(self.folder / file, "pt")
             except (SafetensorError, OSError) as error:
-                raise self.refusal(f"{file} is truncated or no safetensors file: {error}") from None
+                raise self.refusal(f"{file} {self._fault(file, error)}") from None
         return self._opened[file]
+
+    def _fault(self, file: str, error: Exception) -> str:
+        with suppress(OSError), (self.folder / file).open("rb") as opened:
+            if opened.read(len(LFS)) == LFS:
+                return "is a pointer of git-lfs in the place of the file; git lfs pull brings it"
+        return f"is truncated or no safetensors file: {error}"
 
     def _tensors(self, file: str) -> frozenset[str]:
         if file not in self._known:
-            self._known[file] = frozenset(self._open(file).keys())
+            found = frozenset(self._open(file).keys())
+            for name in sorted(found & self.file_of.keys()):
+                if (other := self.file_of[name]) != file:
+                    raise self.refusal(f"{name} is in {file}, and {INDEX} says in {other}")
+            self._known[file] = found
         return self._known[file]
 
     def _slice(self, name: str) -> Any:

@@ -58,6 +58,10 @@ def model_folder(name: str, key: str, commit: str | None = None, asks: bool = Tr
     `commit`: which one of the hub's; None: the newest. With `asks` false it has to be here.
     """
     if (folder := _local(name, key)) is not None:
+        if folder != Path(name).expanduser():
+            rule = "is a run, which keeps of the model that it began with all but the weights"
+            advice = f"resume={name} goes on from its own, and to-hf writes them"
+            raise ConfigError(key, name, rule, advice=advice)
         return folder
     return _explained(name, key, lambda: _model(name, commit, asks=asks))
 
@@ -121,14 +125,24 @@ def _cached_config(name: str, key: str) -> Path:
 def _local(name: str, key: str) -> Path | None:
     """The folder of this name; None: it may be on the hub."""
     path = Path(name).expanduser()
+    try:
+        exists = path.exists()
+    except OSError as error:
+        raise ConfigError(key, name, f"cannot be read: {error.strerror}") from error
     if path.is_dir():
         # a run that started from a model has what came with it
         return path / PRETRAINED if (path / PRETRAINED / CONFIG_JSON).is_file() else path
+    if exists:
+        guess = str(path.parent) if (path.parent / CONFIG_JSON).is_file() else None
+        raise ConfigError(key, name, "is a file, and a model is a folder", guess=guess)
     if NAME.fullmatch(name) and not name.startswith("."):
         return None
-    folders = [each for each in path.parent.glob("*") if each.is_dir()]
-    rule = "no such folder" if not path.exists() else "is a file, and a model is a folder"
-    raise ConfigError(key, name, rule, guess=most_like(path.name, folders))
+    raise ConfigError(key, name, "no such folder", guess=_folder_like(path))
+
+
+def _folder_like(path: Path) -> str | None:
+    """A folder here that may have been meant."""
+    return most_like(path.name, [each for each in path.parent.glob("*") if each.is_dir()])
 
 
 def _explained(name: str, key: str, bring: Callable[[], Found]) -> Found:
@@ -156,7 +170,7 @@ def _explained(name: str, key: str, bring: Callable[[], Found]) -> Found:
     # a connection that breaks, an answer that is none: the library has others' types for each
     except Exception as error:
         rule = f"cannot be brought from {hub}: {type(error).__name__}: {_short(error)}"
-    raise ConfigError(key, name, rule) from None
+    raise ConfigError(key, name, rule, guess=_folder_like(Path(name))) from None
 
 
 def _short(error: Exception) -> str:

@@ -89,7 +89,10 @@ class TheirConfig:
             values = json.loads(path.read_text())
         except FileNotFoundError:
             raise ConfigError(key, folder, f"has no {CONFIG_JSON}") from None
-        except (OSError, ValueError) as error:
+        except OSError as error:
+            rule = f"{CONFIG_JSON} cannot be read: {error.strerror}"
+            raise ConfigError(key, folder, rule) from None
+        except (ValueError, RecursionError) as error:
             raise ConfigError(key, folder, f"{CONFIG_JSON} cannot be read: {error}") from None
         if not isinstance(values, dict):
             raise ConfigError(key, folder, f"{CONFIG_JSON} is no JSON object")

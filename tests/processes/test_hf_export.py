@@ -232,20 +232,48 @@ MISTAKES: dict[str, tuple[list[str], str]] = {
         ["to-hf", "{}/run", "{}/run/checkpoints/latest/out"],
         "folder={}/run/checkpoints/latest/out: cannot be written: Not a directory",
     ),
+    "a slip": (["to-hf", "{}/rum", "{}/out"], "to-hf={}/rum: does not exist; did you mean {}/run?"),
+    "another step": (
+        ["to-hf", "{}/run/checkpoints/step-0000001", "{}/out"],
+        "to-hf={}/run/checkpoints/step-0000001: does not exist; did you mean "
+        "{}/run/checkpoints/step-00000001?",
+    ),
+    "what it has written": (
+        ["to-hf", "{}/theirs", "{}/out"],
+        "to-hf={}/theirs: is the folder of a Hugging Face model, and holds no checkpoint of ours",
+    ),
+    "a file": (
+        ["from-hf", "{}/theirs/config.json", "{}/out"],
+        "from-hf={}/theirs/config.json: is a file, and a model is a folder; did you mean "
+        "{}/theirs?",
+    ),
+    "a run": (
+        ["from-hf", "{}/begun", "{}/out"],
+        "from-hf={}/begun: is a run, which keeps of the model that it began with all but the "
+        "weights; resume={}/begun goes on from its own, and to-hf writes them",
+    ),
+    "a long name": (
+        ["from-hf", "x" * 5000, "{}/out"],
+        f"from-hf={'x' * 5000}: cannot be read: File name too long",
+    ),
     "there already": (["to-hf", "{}/run", "{}/run"], "folder={}/run: is there already; name a new"),
 }
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_a_mistake_costs_one_line(mistake: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    if mistake in ("below a file", "there already"):
-        a_checkpoint(tmp_path / "run", DENSE)
     words, expected = MISTAKES[mistake]
+    if mistake in ("below a file", "there already", "a slip", "another step"):
+        a_checkpoint(tmp_path / "run", DENSE)
+    for folder in ("theirs", "begun/pretrained"):
+        (tmp_path / folder).mkdir(parents=True)
+        (tmp_path / folder / "config.json").write_text("{}")
+    before = sorted(tmp_path.iterdir())
     with pytest.raises(SystemExit) as ended:
-        convert.main([word.format(tmp_path) for word in words])
+        convert.main([word.replace("{}", str(tmp_path)) for word in words])
     said = capsys.readouterr()
-    assert ended.value.code == 2 and said.out == ""
-    assert said.err.startswith(f"convert: {expected.format(tmp_path)}")
+    assert ended.value.code == 2 and said.out == "" and sorted(tmp_path.iterdir()) == before
+    assert said.err.startswith(f"convert: {expected.replace('{}', str(tmp_path))}")
     assert said.err.count("\n") == 1
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from app.errors import ConfigError
 from app.hf.file_names import INDEX
@@ -129,6 +130,32 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
         "model.safetensors is truncated or no safetensors file: Error while deserializing header: "
         "incomplete metadata, file not fully covered",
     ),
+    "a pointer": (
+        lambda folder: (folder / "model.safetensors").write_text(
+            "version https://git-lfs.github.com/spec/v1\noid sha256:1\nsize 9\n"
+        ),
+        "model.safetensors is a pointer of git-lfs in the place of the file; git lfs pull "
+        "brings it",
+    ),
+    "an adapter": (
+        lambda folder: (folder / "model.safetensors").rename(folder / "adapter_model.safetensors"),
+        "has neither model.safetensors nor model.safetensors.index.json, but "
+        "adapter_model.safetensors",
+    ),
+    "config deep": (
+        lambda folder: (folder / "config.json").write_text("[" * 100_000),
+        "config.json cannot be read: maximum recursion depth exceeded while decoding a JSON array "
+        "from a unicode string",
+    ),
+    "config a folder": (
+        lambda folder: ((folder / "config.json").unlink(), (folder / "config.json").mkdir()),
+        "config.json cannot be read: Is a directory",
+    ),
+    "a tensor in two files": (
+        lambda folder: (split_into_two(folder), add_to_first(folder)),
+        "model.norm.weight is in model-00001-of-00002.safetensors, and "
+        "model.safetensors.index.json says in model-00002-of-00002.safetensors",
+    ),
     "pickles": (
         lambda folder: (folder / "model.safetensors").rename(folder / "pytorch_model.bin"),
         "has pytorch_model.bin but no safetensors, and pickles are not read",
@@ -173,7 +200,12 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "an index that names another file": (
         lambda folder: (split_into_two(folder), exchange(folder)),
-        "model.safetensors.index.json names model-00001-of-00002.safetensors for "
+        "model.norm.weight is in model-00002-of-00002.safetensors, and "
+        "model.safetensors.index.json says in model-00001-of-00002.safetensors",
+    ),
+    "an index that names too much": (
+        lambda folder: (split_into_two(folder), take_from_second(folder)),
+        "model.safetensors.index.json names model-00002-of-00002.safetensors for "
         "model.norm.weight, which is not in it",
     ),
     "an index that names a path": (
@@ -194,6 +226,17 @@ def shorten(path: Path) -> None:
 
 def second(folder: Path) -> Path:
     return folder / "model-00002-of-00002.safetensors"
+
+
+def add_to_first(folder: Path) -> None:
+    path = folder / "model-00001-of-00002.safetensors"
+    save_file({**load_file(path), "model.norm.weight": torch.ones(32)}, path, {"format": "pt"})
+
+
+def take_from_second(folder: Path) -> None:
+    tensors = load_file(second(folder))
+    del tensors["model.norm.weight"]
+    save_file(tensors, second(folder), {"format": "pt"})
 
 
 def exchange(folder: Path, file: str = "model-00001-of-00002.safetensors") -> None:

@@ -21,6 +21,7 @@ from app.data.sources import Record, difference
 from app.engine.checkpoint.folder import CHECKPOINTS, MANIFEST, newest_checkpoint, parse_manifest
 from app.engine.run.run_folder import CONFIG, RUNS, plain
 from app.errors import ConfigError, FirstOf, nearest, typed
+from app.hf.file_names import CONFIG_JSON
 
 FIXED = frozenset((
     # Shapes of weights, and what is computed with them.
@@ -223,13 +224,21 @@ def checkpoint_at(path: Path, key: str) -> Path:
     newest = newest_checkpoint(path.parent if path.name == CHECKPOINTS else path)
     if newest is None:
         known = [str(folder) for folder in RUNS.glob("*") if newest_checkpoint(folder)]
+        beside = [str(each) for each in path.parent.glob("*") if holds_weights(each)]
         rule = "holds no complete checkpoint" if exists else "does not exist"
-        if path.is_file():
+        if (path / CONFIG_JSON).is_file():
+            rule = "is the folder of a Hugging Face model, and holds no checkpoint of ours"
+        elif path.is_file():
             rule = "is a file, and a checkpoint is a folder"
             known = [str(path.parent)] if (path.parent / MANIFEST).exists() else known
-        guess = nearest(str(path), known) or (known[-1] if known else None)
+        guess = nearest(str(path), [*beside, *known]) or (known[-1] if known else None)
         raise ConfigError(key, path, rule, guess=guess)
     return newest
+
+
+def holds_weights(folder: Path) -> bool:
+    """Whether a folder is a checkpoint, or that of a run with one."""
+    return (folder / MANIFEST).is_file() or newest_checkpoint(folder) is not None
 
 
 @dataclass(frozen=True, slots=True)
