@@ -27,7 +27,7 @@ from app.cli.options.messages import readable_errors, trial_of
 from app.cli.options.trial import Trial
 from app.cli.plan_views.tables import print_plan
 from app.errors import ConfigError, nearest
-from app.plan.export import WHAT, plan_json
+from app.plan.export import DECODING, WHAT, Decoding, plan_json
 from app.plan.plan import Plan
 from app.version import VERSION, Version
 
@@ -41,12 +41,14 @@ HELP = """\
 == Graphfold: what a run will be, before any GPU is used ==
 Usage:  python -m app.cli.plan [what=…] [--json] [out=FOLDER] [gpu_memory_gib=N] [override …]
 
-  what=all             everything; written to plan/ too: plan.json, pictures of ranks and step
   what=groups          ranks of every group, inside a node or across, bytes per step and time
   what=stages          layers, parameters and time of every pipeline stage
   what=schedule        order of forwards and backwards, bubble, estimated step
   what=graphs          CUDA graphs and their static buffers
   what=memory          memory per rank by part, whether it fits, and what to change if not
+  what=decoding        memory of keys and values when the model continues texts, how many fit
+  what=all             all of these but decoding, the default; written to plan/ too: plan.json,
+                       pictures of ranks and step
   --json               the same as JSON on stdout, and no files
   out=FOLDER           where files go; given, they are written for every what=; null: none
   gpu_memory_gib=N     short for hardware.gpu_memory_gib=N; hardware=h200 sets the speed as well
@@ -59,8 +61,8 @@ Examples:
   python -m app.cli.plan what=groups model=llama3_8b parallel.world_size=16 parallel.tp=4
   python -m app.cli.plan what=memory --json model=dense_tiny gpu_memory_gib=1
 
-Exit code: 0; 1 when memory is shown (what=all, what=memory) and the run does not fit; 2 for a
-mistake.
+Exit code: 0; 1 when memory is shown (what=all, memory, decoding) and the run, or a single text,
+does not fit; 2 for a mistake.
 Choices and keys: python train.py --help. How to read what is shown: docs/plan.md."""
 
 
@@ -137,6 +139,8 @@ def main(arguments: Sequence[str]) -> int:
         if asked.out:
             described = plan_json(plan, asked.what, suggestions)
             _write_files(plan, asked.out, {VERSION: Version.of().record(), **described})
+    if asked.what == DECODING:
+        return int(not Decoding.of(plan).together)
     return int(asked.with_memory and not plan.fits)
 
 

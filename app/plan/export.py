@@ -9,17 +9,19 @@ from typing import Any
 from app.config import Run
 from app.plan.cost.flops import PLANNED_PEAK, flops_per_token, parameter_count
 from app.plan.groups import GROUPS
+from app.plan.memory.decoding import decoding_memory, filled_up, texts_that_fit
 from app.plan.plan import Plan
 from app.plan.suggestion import Suggestion
 
 SECTIONS = ("groups", "stages", "schedule", "graphs", "memory")
-WHAT = (*SECTIONS, "all")
+DECODING = "decoding"  # no part of a training, and shown only where it is asked for
+WHAT = (*SECTIONS, DECODING, "all")
 
 
 def plan_json(
     plan: Plan, what: str = "all", suggestions: Sequence[Suggestion] = ()
 ) -> dict[str, Any]:
-    """The layout and the sections asked for: one of SECTIONS, or all.
+    """The layout and the sections asked for: one of SECTIONS, all of them, or DECODING.
 
     The verdict goes with the memory, and holds the suggestions that the caller has from
     `app.advice.suggest`. ValueError for an unknown `what`.
@@ -180,6 +182,43 @@ def _memory(plan: Plan) -> list[dict[str, Any]]:
     ]
 
 
+@dataclass(frozen=True, slots=True)
+class DecodingRow:
+    """A row of the table of decoding: bytes on a rank of a pipeline rank."""
+
+    pp_rank: int
+    layers: int  # decoder layers
+    weights: int  # bytes
+    token: int  # bytes of the keys and values of a token in all of these layers
+    text: int  # likewise, of a text as long as the context
+
+
+@dataclass(frozen=True, slots=True)
+class Decoding:
+    """Memory of a model that continues texts at this layout."""
+
+    context: int  # tokens of a text
+    rows: tuple[DecodingRow, ...]
+    together: int  # texts of that length that a replica can continue at a time
+    replicas: int
+
+    @classmethod
+    def of(cls, plan: Plan) -> Decoding:
+        """Of texts of train.seq_len tokens, on GPUs."""
+        context = plan.run.train.seq_len
+        rows = []
+        for rank in range(plan.layout.pp):
+            found = decoding_memory(plan, rank, 1, tokens=context)
+            token = found.keys_values // filled_up(context, plan.layout.tp)
+            rows.append(DecodingRow(rank, found.layers, found.weights, token, found.keys_values))
+        together = texts_that_fit(plan, context, plan.gpu_memory, gpu=True)
+        return cls(context, tuple(rows), together, replicas=plan.layout.dp)
+
+
+def _decoding(plan: Plan) -> dict[str, Any]:
+    return asdict(Decoding.of(plan))
+
+
 def _verdict(plan: Plan, suggestions: Sequence[Suggestion]) -> dict[str, Any]:
     needed = plan.busiest.total
     return {
@@ -198,4 +237,5 @@ WRITERS: dict[str, Callable[[Plan], Any]] = {
     "schedule": _schedule,
     "graphs": _graphs,
     "memory": _memory,
+    DECODING: _decoding,
 }

@@ -140,6 +140,22 @@ def test_exit_code_says_whether_it_fits(capsys: pytest.CaptureFixture[str]):
     assert code == 0
 
 
+@pytest.mark.parametrize("small", [False, True])
+def test_memory_of_texts_that_are_continued(capsys: pytest.CaptureFixture[str], small: bool):
+    memory = ["gpu_memory_gib=0.5"] if small else []
+    code, out = shown(capsys, "what=decoding", *SMALL, *memory)
+    assert code == int(small)
+    assert re.search(r"^Decoding: texts of \d+ tokens \(train\.seq_len\)", out, re.M)
+    fits = (
+        r"^Does not fit: 0 texts"
+        if small
+        else r"^Fits: [\d,]+ texts at a time per replica \(batch="
+    )
+    assert re.search(fits, out, re.M)
+    code, out = shown(capsys, "what=decoding", "--json", *SMALL, *memory)
+    assert code == int(small) and (json.loads(out)["decoding"]["together"] == 0) is small
+
+
 def test_suggestions_are_shown_with_their_price():
     plan = Plan(load(*SMALL, "hardware.gpu_memory_gib=0.1"))
     out = tables(
@@ -165,8 +181,8 @@ def test_suggestions_are_shown_with_their_price():
     [
         (
             ("what=stage",),
-            "plan: what=stage: must be one of groups, stages, schedule, graphs, memory, all; "
-            "did you mean stages?",
+            "plan: what=stage: must be one of groups, stages, schedule, graphs, memory, decoding, "
+            "all; did you mean stages?",
         ),
         (
             ("--jsno",),

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from app.choices import Dtype
-from app.config import ParallelConfig, PrecisionConfig, Run
+from app.config import HardwareConfig, ParallelConfig, PrecisionConfig, Run
 from app.errors import ConfigError
+from app.plan.export import Decoding
 from app.plan.memory.decoding import DecodingSizes, check_decoding_memory, decoding_memory
 from app.plan.memory.overheads import CUDA_CONTEXT, WORKSPACES
 from app.plan.plan import Plan
@@ -37,6 +38,26 @@ def test_latent_attention_by_hand():
     for degrees in ({}, {"tp": 2}):
         plan = plan_of(LATENT, PrecisionConfig(), **degrees)
         assert decoding_memory(plan, 0, 3, tokens=10).layer == layer
+
+
+def test_the_table_of_a_plan_by_hand():
+    """Of two pipeline ranks with a layout that fills texts up, and of a GPU too small for one."""
+    plan = plan_of(tp=2, pp=2, dp=2)
+    context = plan.run.train.seq_len
+    token = 2 * 2 * 1 * 8 * 2  # layers of a rank, keys and values, heads, width, bytes
+    found = Decoding.of(plan)
+    assert [(row.pp_rank, row.layers, row.token) for row in found.rows] == [
+        (0, 2, token),
+        (1, 2, token),
+    ]
+    assert {row.text for row in found.rows} == {context * token}
+    assert (found.context, found.replicas) == (context, 2)
+    heaviest = max(row.weights for row in found.rows)
+    room = plan.gpu_memory - CUDA_CONTEXT - WORKSPACES - heaviest
+    assert found.together == room // (context * token)
+    gib = (CUDA_CONTEXT + WORKSPACES + heaviest + context * token - 1) / 2**30
+    small = HardwareConfig(gpu_memory_gib=gib)
+    assert Decoding.of(Plan(dataclasses.replace(plan.run, hardware=small))).together == 0
 
 
 def refused(plan: Plan, sizes: DecodingSizes, have: int, gpu: bool = False) -> ConfigError:

@@ -16,7 +16,9 @@ from app.cli.width import table_width
 from app.plan.actions import Compute
 from app.plan.cost.traffic import GroupTraffic
 from app.plan.export import (
+    DECODING,
     SECTIONS,
+    Decoding,
     Estimate,
     StageRow,
     assumed_peak,
@@ -35,6 +37,7 @@ from app.plan.formatting import (
     signed_percent,
 )
 from app.plan.groups import GROUPS
+from app.plan.memory.decoding import fixed_bytes
 from app.plan.memory.rank_memory import RankMemory
 from app.plan.plan import Plan
 from app.plan.suggestion import Suggestion
@@ -289,6 +292,30 @@ def _print_memory(plan: Plan, console: Console) -> None:
     console.print()
 
 
+def _print_decoding(plan: Plan, console: Console) -> None:
+    found = Decoding.of(plan)
+    text = f"texts of {found.context:,} tokens (train.seq_len), as generate continues them"
+    _heading(console, "Decoding", text)
+    table = _table(">pp rank", ">layers", ">weights GiB", ">KiB a token", ">GiB a text")
+    for row in found.rows:
+        counts = f"{row.pp_rank}", f"{row.layers}", gib(row.weights)
+        table.add_row(*counts, figures(row.token / 2**10), figures(row.text / 2**30))
+    console.print(table)
+    batch = f"batch={found.together * found.replicas}"
+    word, style = ("Fits", "bold green") if found.together else ("Does not fit", "bold red")
+    console.print(
+        Text.assemble(
+            (word, style),
+            f": {count_of(found.together, 'text')} at a time per replica ({batch}), keys and "
+            f"values beside weights in {gib(plan.gpu_memory)} GiB.",
+        )
+    )
+    besides = gib(fixed_bytes(gpu=True))
+    console.print(
+        f"{besides} GiB for CUDA are counted, prompts while they are computed are not.", style="dim"
+    )
+
+
 def _columns(plan: Plan) -> list[RankMemory]:
     """All pipeline ranks, or of many the first, the fullest and the last."""
     if len(plan.memory) <= MOST_COLUMNS:
@@ -345,4 +372,5 @@ PRINTERS: dict[str, Callable[[Plan, Console], None]] = {
     "schedule": _print_schedule,
     "graphs": _print_graphs,
     "memory": _print_memory,
+    DECODING: _print_decoding,
 }

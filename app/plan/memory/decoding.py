@@ -70,15 +70,28 @@ def filled_up(count: int, ranks: int) -> int:
     return -(-count // ranks) * ranks
 
 
+def texts_that_fit(plan: Plan, tokens: int, have: int, *, gpu: bool) -> int:
+    """How many sequences of so many tokens a replica can continue together, where a GPU, or else a
+    host, has so many bytes, and weights leave room. Prompts that are computed are not counted.
+    """
+    fixed = fixed_bytes(gpu)
+    ones = [decoding_memory(plan, rank, 1, tokens=tokens) for rank in range(plan.layout.pp)]
+    return min(max(0, have - fixed - each.weights) // max(1, each.keys_values) for each in ones)
+
+
+def fixed_bytes(gpu: bool) -> int:
+    """What a GPU holds besides."""
+    return CUDA_CONTEXT + WORKSPACES if gpu else 0
+
+
 def check_decoding_memory(plan: Plan, sizes: DecodingSizes, have: int, *, gpu: bool) -> None:
     """Raise ConfigError where weights, keys and values are more than the bytes that a GPU, or else
     a host, has. What prompts need while they are computed comes on top.
     """
-    fixed = CUDA_CONTEXT + WORKSPACES if gpu else 0
     ranks = range(plan.layout.pp)
     needed = [decoding_memory(plan, rank, sizes.sequences, tokens=sizes.tokens) for rank in ranks]
     busiest = max(needed, key=lambda each: each.weights + each.keys_values)
-    if busiest.weights + busiest.keys_values + fixed <= have:
+    if busiest.weights + busiest.keys_values + fixed_bytes(gpu) <= have:
         return
     where = "a GPU" if gpu else "this host"
     rule = (
@@ -86,14 +99,13 @@ def check_decoding_memory(plan: Plan, sizes: DecodingSizes, have: int, *, gpu: b
         f"{byte_count(busiest.keys_values)} per rank beside {byte_count(busiest.weights)} of "
         f"weights, and {where} has {byte_count(have)}"
     )
-    ones = [decoding_memory(plan, rank, 1, tokens=plan.layout.tp) for rank in ranks]
-    # of so many tokens that tensor-parallel ranks divide them: how many fit on all ranks
-    units = min(max(0, have - fixed - each.weights) // max(1, each.keys_values) for each in ones)
-    places = filled_up(sizes.tokens, plan.layout.tp) // plan.layout.tp
+    # of so many tokens that tensor-parallel ranks divide them
+    units = texts_that_fit(plan, plan.layout.tp, have, gpu=gpu)
     if not units:
         advice = "parallel.pp spreads it over more GPUs" if gpu else None
         raise ConfigError("batch", sizes.sequences, rule, advice=advice)
     if sizes.sequences > 1:
-        raise ConfigError("batch", sizes.sequences, rule, nearest=max(1, units // places))
+        fewer = texts_that_fit(plan, sizes.tokens, have, gpu=gpu)
+        raise ConfigError("batch", sizes.sequences, rule, nearest=max(1, fewer))
     fewer = units * plan.layout.tp - sizes.prompt
     raise ConfigError("max_new_tokens", sizes.new, rule, nearest=fewer if fewer > 0 else None)
