@@ -215,7 +215,8 @@ class _Linear(torch.autograd.Function):
             return backend.input_grad(grad, weight_OI), None, None, None, None
         (x_BsI,) = ctx.saved_tensors
         if sink is not None and sink.deferred:
-            sink.push(weight_OI, FetchedGrad(lambda: _of_gathered(backend, grad, x_BsI, group)))
+            kept = _for_weight_grad(grad)
+            sink.push(weight_OI, FetchedGrad(lambda: _of_gathered(backend, kept, x_BsI, group)))
             grad_BSI = backend.input_grad(grad, weight_OI)
             return scattered(grad_BSI, group), None, None, None, None
         # the gather runs beside the first product, the scatter beside the second
@@ -230,13 +231,18 @@ class _Linear(torch.autograd.Function):
 
 def _keep(ctx: Any, x: Operand) -> None:
     """Have autograd keep what the gradient of the weight will be made of."""
-    if isinstance(x, Quantised):
-        part = x.for_weight_grad()
+    part = _for_weight_grad(x)
+    if isinstance(part, Quantised):
         ctx.save_for_backward(*part.tensors())
         ctx.emptied = part.empty()
     else:
-        ctx.save_for_backward(x)
+        ctx.save_for_backward(part)
         ctx.emptied = None
+
+
+def _for_weight_grad(operand: Operand) -> Operand:
+    """What the gradient of the weight reads of it."""
+    return operand.for_weight_grad() if isinstance(operand, Quantised) else operand
 
 
 def _operand(ctx: Any) -> Operand:

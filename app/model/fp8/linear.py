@@ -91,7 +91,12 @@ class Fp8Linear:
     def weight_grad(self, grad: Operand, x: Operand) -> WeightGrad:
         """See the protocol."""
         left, right = self._own(grad, self.weight_OI), self._own(x, self.weight_OI)
-        return Fp8Grad(self.arithmetic, left, right, dtype=self.weight_OI.dtype)
+        return Fp8Grad(
+            self.arithmetic,
+            left.for_weight_grad(),
+            right.for_weight_grad(),
+            dtype=self.weight_OI.dtype,
+        )
 
     def _own(self, operand: Operand, weight_OI: Tensor) -> Quantised:
         assert weight_OI is self.weight_OI, "each layer has a back end of its own"

@@ -171,7 +171,7 @@ def _shared(s: Sizes, stage: Stage, recompute: RecomputeChoice) -> dict[str, int
 
 def _row(s: Sizes, stage: Stage, recompute: RecomputeChoice) -> list[_Link]:
     captured = captured_phases(s.run.cuda_graph)
-    parts = stage_parts(s.model, stage)
+    parts = stage_parts(s.model, stage, s.run.precision.fp8)
     links = {
         part: _link(part_trace(s, part, recompute), captured if part.is_layer else ())
         for part in set(parts)

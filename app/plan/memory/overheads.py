@@ -15,6 +15,7 @@ NCCL_ITSELF = 370 * MIB  # bytes that it takes besides, at most: once the defaul
 FRAGMENTATION = 0.1  # reserved by torch's allocator beyond what it has handed out, over the latter
 # bytes of a stream's cuBLAS workspaces in torch's allocator: of threads of forward and backward
 WORKSPACES = 2 * 32 * MIB
+FP8_WORKSPACE = 32 * MIB  # bytes of the workspace that Transformer Engine's products share
 GRAPH = 96 * 1024  # bytes of an instantiated CUDA graph
 GRAPH_KERNEL = 1500  # bytes per kernel in it; up to CUDA 12.3 it was 64 KiB
 BACKWARD_KERNELS = 3  # kernels of a backward per kernel of its forward

@@ -28,6 +28,7 @@ from app.plan.memory.overheads import (
     COMMUNICATOR,
     CONTROL_COMMUNICATOR,
     CUDA_CONTEXT,
+    FP8_WORKSPACE,
     FRAGMENTATION,
     GIB,
     MIB,
@@ -36,10 +37,14 @@ from app.plan.memory.overheads import (
 )
 from app.plan.memory.peak import Peak, find_peak
 from app.plan.model.experts import ExpertWeights
+from app.plan.model.fp8 import fp8_weights
 from app.plan.recompute import recompute_policy, thriftiest
+from app.plan.sharding.blocks import ShardCoords
 from app.plan.sharding.parameters import chunk_buffers, chunk_parameters
 from app.plan.stages import Stage, StagePlan
+from app.plan.trace.eight_bits import Copies
 from app.plan.trace.parts import BYTES
+from app.plan.trace.stage import stage_parts
 
 # what torch's allocator does not hand out
 OUTSIDE = frozenset({"exchange buffers", "graph objects", "fragmentation", "CUDA context", "NCCL"})
@@ -134,7 +139,7 @@ class _Stages:
     known: dict[object, tuple[StageState, ChunkActivations]] = field(default_factory=dict)
 
     def plan(self, stage: Stage) -> tuple[StageState, ChunkActivations]:
-        key = stage.embedding, stage.head, tuple(map(self.run.model.is_moe_layer, stage.layers))
+        key = tuple(stage_parts(self.run.model, stage, self.run.precision.fp8))
         if key not in self.known:
             state = stage_state(self.run, stage, self.layout)
             self.known[key] = state, chunk_activations(self.run, stage, self.layout)
@@ -157,18 +162,20 @@ def _parts(
     step = list(_step_parts(run, layout, chunks, actions=actions, peak=peak))
     tensors = [
         *_state_parts(run, layout, states),
+        *_fp8_parts(run, layout, stages),
         *step,
         *_update_parts(run, layout, states, step=step),
     ]
     if graphs is not None:
         tensors += partial_graph_parts(graphs, chunks, peak)
     tensors += _dispatch_parts(run, layout, stages, actions=actions, peak=peak)
+    fp8 = run.precision.fp8.recipe is not None
     streams = 2 if run.model.moe is not None and run.model.moe.shared_overlap else 1
     tensors.append(
         MemoryPart(
             "library workspaces",
-            streams * WORKSPACES,
-            "cuBLAS, of the threads of forward and backward",
+            streams * WORKSPACES + (FP8_WORKSPACE if fp8 else 0),
+            "cuBLAS, of the threads of forward and backward" + (", and of FP8" if fp8 else ""),
         )
     )
     yield from tensors
@@ -210,6 +217,22 @@ def _state_parts(
     yield MemoryPart(
         "optimizer", shard * owned, how + (f", experts {layout.edp}" if expert else "")
     )
+
+
+def _fp8_parts(run: Run, layout: ParallelLayout, stages: Sequence[Stage]) -> Iterator[MemoryPart]:
+    """Weights in eight bits, beside those they are made of."""
+    fp8 = run.precision.fp8
+    if fp8.recipe is None:
+        return
+    coords = ShardCoords.of(layout, 0)
+    shapes = [
+        coords.shape(named.weight)
+        for stage in stages
+        for named in fp8_weights(run.model, fp8, stage)
+    ]
+    size = sum(Copies.of_weight(fp8.recipe, rows, columns).both for rows, columns in shapes)
+    count = amount(sum(rows * columns for rows, columns in shapes))
+    yield MemoryPart("weights in eight bits", size, f"two copies of {count}, one per direction")
 
 
 def _update_parts(

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from app.choices import Fp8Part
-from app.config import ModelConfig
-from app.config.layout import Fp8Config
+from app.config import Fp8Config, ModelConfig
 from app.plan.model.experts import MoEBodyWeights
 from app.plan.model.layer import LayerWeights
 from app.plan.model.stage import NamedWeight
@@ -21,16 +20,19 @@ def fp8_weights(model: ModelConfig, fp8: Fp8Config, stage: Stage) -> Iterator[Na
     """Those of a stage in order of use: matrices of attention, of dense feed-forwards and of shared
     experts, and the head's table. Routers, gates of shared experts and routed experts are none.
     """
-    if fp8.recipe is None:
-        return
-    if Fp8Part.linear in fp8.include:
-        layers = range(fp8.first_layers, model.num_layers - fp8.last_layers)
-        for index in stage.layers:
-            if index in layers:
-                for name, weight in layer_matrices(model, model.is_moe_layer(index)):
-                    yield NamedWeight(f"layers.{index}.{name}", weight)
-    if Fp8Part.head in fp8.include and stage.head:
+    layers = layers_in_8(model, fp8)
+    for index in (each for each in stage.layers if each in layers):
+        for name, weight in layer_matrices(model, model.is_moe_layer(index)):
+            yield NamedWeight(f"layers.{index}.{name}", weight)
+    if fp8.recipe is not None and Fp8Part.head in fp8.include and stage.head:
         yield NamedWeight("embedding" if model.tie_embeddings else "head", table(model))
+
+
+def layers_in_8(model: ModelConfig, fp8: Fp8Config) -> range:
+    """Layers whose linear layers compute in eight bits."""
+    if fp8.recipe is None or Fp8Part.linear not in fp8.include:
+        return range(0)
+    return range(fp8.first_layers, model.num_layers - fp8.last_layers)
 
 
 def layer_matrices(model: ModelConfig, routed: bool) -> Iterator[tuple[str, Weight]]:

@@ -14,6 +14,7 @@ from app.plan.model.phases import PhaseName
 from app.plan.model.weight import Weight
 from app.plan.recompute import RecomputeChoice
 from app.plan.trace.attention import attention
+from app.plan.trace.eight_bits import LAUNCHES, Copies
 from app.plan.trace.experts import moe_body
 from app.plan.trace.parts import Product, Sizes, norm, scattered, swiglu, tp_sends
 from app.plan.trace.trace import ForwardTrace, GradAddition, Sends, Trace, TracedTensor, Work
@@ -78,6 +79,14 @@ def _loss_of_kept_logits(
     # backward: beside the weight's gradient, where that is stored
     put = 2 * gathered + max(0, ordered - gathered - there)
     carries = gathered - h.bytes if parts > 1 else 0
+    read = max(gathered, ordered - product.made)
+    launches = 1
+    if s.in_8 is not None:  # backward quantises what comes in once more
+        given, back = product.input_in_8(s.in_8), product.grad_in_8(s.in_8)
+        read, put = read + given.both, put + given.both + back.both
+        launches += LAUNCHES[s.in_8]
+        if s.splits:
+            carries = given.columns + back.columns
     (logits,) = trace.op(
         [h],
         [product.made],
@@ -85,8 +94,10 @@ def _loss_of_kept_logits(
         weight=product.weight,
         added=added,
         deferred=s.deferred(product.weight),
+        waits=s.in_8 is None,
         carries=carries,
-        scratch=(max(gathered, ordered - product.made), put),
+        scratch=(read, put),
+        kernels=launches,
         flops=product.flops,
         sends=_gathers_twice(s, h),
         work=Work.product,
@@ -118,11 +129,18 @@ def _loss_by_chunks(
     gradient = parts * h.bytes
     table_sum = product.weight // s.size * 4
     loop = logits + max(following, product.weight)
+    read = logits + following
+    if s.in_8 is not None:
+        made, taken = product.widths
+        rows = product.rows * chunk // s.tokens
+        given, back = Copies.of(s.in_8, rows, taken), Copies.of(s.in_8, rows, made)
+        loop += given.both + back.both
+        read += given.both
     # the weight's gradient, where it is stored beside that of the hidden states
     there = product.weight if added is GradAddition.after else 0
     end = (h.bytes if parts > 1 else 0) + max(ordered - gathered, 0 if s.size == 4 else there)
     most = gathered + gradient + table_sum + max(loop, end)
-    scratch = max(ordered, gathered + logits + following), max(ordered, most) - h.bytes - there
+    scratch = max(ordered, gathered + read), max(ordered, most) - h.bytes - there
     keeps = PER_LABEL * s.tokens
     kernels = LOSS_KERNELS + 2 * -(-s.tokens // chunk)
     trace.op(

@@ -196,8 +196,10 @@ def _backward(
         weight = op.weight if op.added is GradAddition.after else 0
         during = gradients.live + extra + weight + op.scratch[1]
         peaks[op.phase] = max(peaks.get(op.phase, 0), live + during)
-        if not op.waits:
+        if not op.waits or op.waiting is not None:
             gradients.release(incoming)
+        if op.waits and op.waiting is not None:
+            gradients.live += op.waiting
         live -= last_use.get(place, 0) + op.keeps
     return peaks
 
@@ -265,12 +267,17 @@ class _Gradients:
 
 
 def _waiting(trace: Trace) -> int:
-    """What gradients that wait keep: what came in, and the gradient of what went out, in its
-    place where that is saved too.
+    """What gradients that wait keep: what came in, and the gradient of what went out, or a copy of
+    it; in its place where that is saved too.
     """
     products = [op for op in trace.ops if op.waits]
     came = {value.storage for op in products for value in op.saves}
-    went = sum(value.bytes for op in products for value in op.makes if value not in op.saves)
+    went = sum(
+        sum(value.bytes for value in op.makes if value not in op.saves)
+        if op.waiting is None
+        else op.waiting
+        for op in products
+    )
     return (
         sum(trace.storages[storage] for storage in came)
         + went

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 
-from app.choices import CpComm, Dtype, Recompute, ScheduleName
+from app.choices import CpComm, Dtype, Fp8Recipe, Recompute, ScheduleName
 from app.config import ModelConfig, Run
 from app.kernels.tiling import norm_tiling
 from app.plan.dispatchers.choose import busiest_load
@@ -28,6 +28,7 @@ from app.plan.model.norm import NormWeights
 from app.plan.model.weight import Weight
 from app.plan.recompute import RecomputePolicy, recompute_policy
 from app.plan.sharding.blocks import ShardCoords
+from app.plan.trace.eight_bits import LAUNCHES, Copies
 from app.plan.trace.trace import GradAddition, Sends, Trace, TracedTensor, Work
 
 BYTES = {Dtype.float32: 4, Dtype.bfloat16: 2, Dtype.float16: 2}
@@ -48,6 +49,8 @@ class Sizes:
     kv_heads: int  # G
     recompute: RecomputePolicy
     load: float  # rows of this rank's experts, over the mean of their expert-parallel group
+    # by which products of linear layers are in eight bits in the part that is traced; None: not
+    in_8: Fp8Recipe | None = None
 
     @property
     def model(self) -> ModelConfig:
@@ -170,13 +173,29 @@ class Product:
     weight: int  # the matrix
     made: int  # the rows of width O
     flops: int
+    rows: int
+    widths: tuple[int, int]  # O and I
 
     @classmethod
     def of(cls, s: Sizes, weight: Weight, x: int) -> Product:
         """For rows of `x` bytes in all."""
         made, taken = s.shape(weight)
         rows = x // (taken * s.size)
-        return cls(s.weight(weight), rows * made * s.size, flops=2 * rows * made * taken)
+        return cls(
+            s.weight(weight),
+            rows * made * s.size,
+            flops=2 * rows * made * taken,
+            rows=rows,
+            widths=(made, taken),
+        )
+
+    def input_in_8(self, recipe: Fp8Recipe) -> Copies:
+        """The rows of width I in eight bits."""
+        return Copies.of(recipe, self.rows, self.widths[1])
+
+    def grad_in_8(self, recipe: Fp8Recipe) -> Copies:
+        """The gradient of the rows of width O in eight bits."""
+        return Copies.of(recipe, self.rows, self.widths[0])
 
 
 def column_parallel(trace: Trace, s: Sizes, x: TracedTensor, weight: Weight) -> TracedTensor:
@@ -192,6 +211,15 @@ def column_parallel(trace: Trace, s: Sizes, x: TracedTensor, weight: Weight) -> 
     # not gather yet
     scratch = max(whole, ordered - product.made), ordered + (0 if s.splits else whole)
     deferred = s.deferred(product.weight, ordered)
+    launches, waiting = 1 + s.copies, None
+    if s.in_8 is not None:
+        given, back = product.input_in_8(s.in_8), product.grad_in_8(s.in_8)
+        launches += LAUNCHES[s.in_8]
+        waiting = back.columns
+        # quantised from all tokens, which are gone when the product begins
+        forward = max(scratch[0], whole + given.both - product.made, given.both)
+        scratch = forward, scratch[1] + back.both + (0 if s.splits else given.both)
+        deferred = None if deferred is None else deferred + given.both
     return trace.op(
         [x],
         [product.made],
@@ -199,8 +227,9 @@ def column_parallel(trace: Trace, s: Sizes, x: TracedTensor, weight: Weight) -> 
         weight=product.weight,
         added=s.added,
         deferred=deferred,
+        waiting=waiting,
         scratch=scratch,
-        kernels=1 + s.copies,
+        kernels=launches,
         flops=product.flops,
         sends=tp_sends(s, x.bytes, forward=1, backward=2),
         work=Work.product,
@@ -223,6 +252,22 @@ def _product(
 ) -> TracedTensor:
     """Of the tokens that a rank has and its part of the weight."""
     product = Product.of(s, weight, x.bytes)
+    if s.in_8 is not None:
+        given, back = product.input_in_8(s.in_8), product.grad_in_8(s.in_8)
+        return trace.op(
+            [x],
+            [product.made, given.columns],
+            [1],
+            holds=holds,
+            weight=product.weight,
+            added=s.added,
+            deferred=s.deferred(product.weight),
+            waiting=back.columns,
+            scratch=(given.rows, back.both),
+            kernels=1 + LAUNCHES[s.in_8],
+            flops=product.flops,
+            work=Work.product,
+        )[0]
     return trace.op(
         [x],
         [product.made],

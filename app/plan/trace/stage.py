@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from enum import Enum, auto
 from itertools import chain
 from typing import TypeVar
 
-from app.config import ModelConfig
+from app.choices import Fp8Part
+from app.config import Fp8Config, ModelConfig
+from app.plan.model.fp8 import layers_in_8
 from app.plan.model.layer import LayerWeights
 from app.plan.model.norm import NormWeights
 from app.plan.model.vocabulary import table
@@ -27,21 +30,29 @@ class StagePart(Enum):
     embedding = auto()
     dense_layer = auto()
     moe_layer = auto()
+    dense_layer_in_8 = auto()  # with products in eight bits
+    moe_layer_in_8 = auto()
     head = auto()
     tied_head = auto()  # with the embedding on the same rank
 
     @property
     def is_layer(self) -> bool:
         """Whether it is a decoder layer."""
-        return self in (StagePart.dense_layer, StagePart.moe_layer)
+        return self in LAYERS.values()
 
 
-def stage_parts(model: ModelConfig, stage: Stage) -> list[StagePart]:
+LAYERS = {  # (routed to experts, products in eight bits) -> its kind
+    (False, False): StagePart.dense_layer,
+    (True, False): StagePart.moe_layer,
+    (False, True): StagePart.dense_layer_in_8,
+    (True, True): StagePart.moe_layer_in_8,
+}
+
+
+def stage_parts(model: ModelConfig, stage: Stage, fp8: Fp8Config | None = None) -> list[StagePart]:
     """The parts of a stage, in the order of its forward."""
-    layers = [
-        StagePart.moe_layer if model.is_moe_layer(layer) else StagePart.dense_layer
-        for layer in stage.layers
-    ]
+    in_8 = layers_in_8(model, fp8 or Fp8Config())
+    layers = [LAYERS[model.is_moe_layer(layer), layer in in_8] for layer in stage.layers]
     first = [StagePart.embedding] if stage.embedding else []
     tied = stage.embedding and model.tie_embeddings
     last = [StagePart.tied_head if tied else StagePart.head] if stage.head else []
@@ -50,15 +61,20 @@ def stage_parts(model: ModelConfig, stage: Stage) -> list[StagePart]:
 
 def part_trace(s: Sizes, part: StagePart, recompute: RecomputeChoice) -> ForwardTrace:
     """The trace of one part; layers are computed again in part or whole."""
+    fp8 = s.run.precision.fp8
     match part:
         case StagePart.embedding:
             return embedding_trace(s, table(s.model))
         case StagePart.dense_layer | StagePart.moe_layer:
             weights = LayerWeights.of(s.model, part is StagePart.moe_layer)
             return layer_trace(s, weights, recompute)
+        case StagePart.dense_layer_in_8 | StagePart.moe_layer_in_8:
+            weights = LayerWeights.of(s.model, part is StagePart.moe_layer_in_8)
+            return layer_trace(replace(s, in_8=fp8.recipe), weights, recompute)
         case StagePart.head | StagePart.tied_head:
             tied = part is StagePart.tied_head
-            return head_trace(s, NormWeights.of_hidden(s.model), table(s.model), tied=tied)
+            own = replace(s, in_8=fp8.recipe) if Fp8Part.head in fp8.include else s
+            return head_trace(own, NormWeights.of_hidden(s.model), table(s.model), tied=tied)
 
 
 def fold_stages(
@@ -67,7 +83,8 @@ def fold_stages(
     """What `fold` makes of the trace of each kind of part that a stage has, and how many it has of
     it, of microbatches that are not spared. Each kind is recorded once for all stages.
     """
-    counts = [Counter(stage_parts(s.model, stage)) for stage in stages]
+    fp8 = s.run.precision.fp8
+    counts = [Counter(stage_parts(s.model, stage, fp8)) for stage in stages]
     kinds = set(chain.from_iterable(counts))
     folded = {part: fold(part_trace(s, part, s.recompute.usual)) for part in kinds}
     return [[(folded[part], times) for part, times in count.items()] for count in counts]

@@ -83,6 +83,8 @@ class Operation:
     # what that gradient takes in the second part of a split backward; None: it does not wait
     deferred: int | None
     waits: bool  # whether what it is made of is there until then, and not kept elsewhere
+    # a copy of the gradient of what it makes, which waits in place of that; None: itself does
+    waiting: int | None
     carries: int  # what a split backward holds of it besides until its second part
     scratch: tuple[int, int]  # alive only while it runs, forward and backward
     passes: bool  # the gradient of what it reads is that of what it makes, not a new tensor
@@ -126,6 +128,7 @@ class Trace:
         added: GradAddition = GradAddition.after,
         deferred: int | None = None,
         waits: bool = True,
+        waiting: int | None = None,
         carries: int = 0,
         scratch: tuple[int, int] = (0, 0),
         passes: bool = False,
@@ -157,6 +160,7 @@ class Trace:
             added=added,
             deferred=deferred,
             waits=waits and deferred is not None,
+            waiting=waiting,
             carries=carries,
             scratch=scratch,
             passes=passes,

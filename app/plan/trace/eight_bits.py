@@ -1,0 +1,53 @@
+"""Products in eight bits with sizes in place of tensors (`app.model.fp8`); all sizes are bytes.
+
+As on a GPU like Hopper, whose tensor cores take two copies of each matrix.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from app.choices import Fp8Recipe
+
+BLOCK = 128  # values that share a scale by the recipe `block`
+SCALE = 4  # of a scale, fp32
+# launches that quantise a matrix: of the first recipe those of its largest entry and its scale too
+LAUNCHES = {Fp8Recipe.current: 4, Fp8Recipe.block: 1}
+
+
+@dataclass(frozen=True, slots=True)
+class Copies:
+    """A matrix in eight bits: along its rows, and along its columns."""
+
+    rows: int
+    columns: int
+
+    @property
+    def both(self) -> int:
+        """While it is being quantised, and as long as both are read."""
+        return self.rows + self.columns
+
+    @classmethod
+    def of(cls, recipe: Fp8Recipe, rows: int, columns: int) -> Copies:
+        """Of an input or of an output's gradient."""
+        if recipe is Fp8Recipe.current:  # one scale for both
+            return cls(rows * columns, rows * columns + SCALE)
+        along_rows = -(-columns // BLOCK) * _padded(rows)
+        along_columns = -(-rows // BLOCK) * _padded(columns)
+        return cls(rows * columns + SCALE * along_rows, rows * columns + SCALE * along_columns)
+
+    @classmethod
+    def of_weight(cls, recipe: Fp8Recipe, rows: int, columns: int) -> Copies:
+        """Of a weight."""
+        if recipe is Fp8Recipe.current:
+            return cls.of(recipe, rows, columns)
+        down, across = -(-rows // BLOCK), -(-columns // BLOCK)
+        return cls(
+            rows * columns + SCALE * down * _padded(across),
+            rows * columns + SCALE * across * _padded(down),
+        )
+
+
+def _padded(count: int) -> int:
+    """Scales lie in fours."""
+    return -(-count // 4) * 4

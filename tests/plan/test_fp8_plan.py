@@ -1,0 +1,164 @@
+"""What the plan knows of products in eight bits, on a host without the library for them."""
+
+from __future__ import annotations
+
+import dataclasses
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from app.choices import Dtype, Fp8Part, Fp8Recipe, ScheduleName
+from app.config import (
+    Fp8Config,
+    LossConfig,
+    ModelConfig,
+    MoEConfig,
+    ParallelConfig,
+    PrecisionConfig,
+    Run,
+    ScheduleConfig,
+    TrainConfig,
+)
+from app.plan.layout import select_layout
+from app.plan.memory.activations import MicrobatchMemory, chunk_activations
+from app.plan.memory.overheads import FP8_WORKSPACE
+from app.plan.memory.rank_memory import RankMemory
+from app.plan.plan import Plan
+from app.plan.stages import Stage
+from app.plan.trace.eight_bits import Copies
+from app.plan.trace.parts import sizes_of
+from app.plan.trace.stage import StagePart, part_trace, stage_parts
+from app.rules import check
+
+ROOT = Path(__file__).parent.parent.parent
+MODEL = ModelConfig(
+    num_layers=4,
+    hidden_size=512,
+    ffn_hidden_size=1024,
+    num_heads=8,
+    num_kv_heads=8,
+    vocab_size=4096,
+)
+TOKENS = 2 * 1024
+LAYER = 4 * 512 * 512 + 3 * 512 * 1024  # elements of a layer's matrices
+WHOLE = Stage((0, 1, 2, 3), embedding=True, head=True)
+LAST = Stage((2, 3), embedding=False, head=True)
+BOTH = (Fp8Part.linear, Fp8Part.head)
+
+
+def run_of(fp8: Fp8Config | None = None, **sections: object) -> Run:
+    train = TrainConfig(seq_len=1024, micro_batch=2, global_batch=8)
+    precision = PrecisionConfig(Dtype.bfloat16, fp8=fp8 or Fp8Config())
+    given = {"train": train, "precision": precision, **sections}
+    return check(Run(MODEL, **given))  # type: ignore[arg-type]
+
+
+def parts_of(run: Run, rank: int = 0) -> dict[str, int]:
+    memory: RankMemory = Plan(run).memory[rank]
+    return {part.name: part.bytes for part in memory.parts}
+
+
+def in_8(recipe: Fp8Recipe = Fp8Recipe.current, **choices: object) -> Fp8Config:
+    return Fp8Config(recipe, **choices)  # type: ignore[arg-type]
+
+
+def test_weights_have_two_copies():
+    plain, narrow = parts_of(run_of()), parts_of(run_of(in_8()))
+    assert "weights in eight bits" not in plain
+    # four matrices of each of four layers, two copies, one scale
+    assert narrow["weights in eight bits"] == 4 * (2 * LAYER + 4 * 4)
+    assert narrow["library workspaces"] - plain["library workspaces"] == FP8_WORKSPACE
+    with_head = parts_of(run_of(in_8(include=BOTH)))
+    assert with_head["weights in eight bits"] == 4 * (2 * LAYER + 4 * 4) + 2 * 4096 * 512 + 4
+    for name in ("parameters", "gradients", "optimizer"):
+        assert plain[name] == narrow[name]
+    halves = parts_of(run_of(in_8(), parallel=ParallelConfig(tp=2)))
+    assert halves["weights in eight bits"] == 4 * (LAYER + 4 * 4)
+    stage = parts_of(run_of(in_8(first_layers=1), parallel=ParallelConfig(pp=2)))
+    assert stage["weights in eight bits"] == 2 * LAYER + 4 * 4
+
+
+def test_blocks_have_scales():
+    copies = Copies.of(Fp8Recipe.block, 2048, 512)
+    assert copies == Copies(2048 * 512 + 4 * 4 * 2048, 2048 * 512 + 4 * 16 * 512)
+    # 8 × 4 blocks; rows of scales lie in fours
+    weight = Copies.of_weight(Fp8Recipe.block, 1000, 512)
+    assert weight == Copies(1000 * 512 + 4 * 8 * 4, 1000 * 512 + 4 * 4 * 8)
+
+
+def test_inputs_are_kept_in_a_byte_per_element():
+    """Of the inputs of the four products of a layer one byte goes: of hidden states twice, of heads
+    and of the feed-forward's inner width once. Nothing else of a layer changes.
+    """
+    plain, narrow = (microbatch(run_of(fp8)).kept for fp8 in (None, in_8()))
+    attn = TOKENS * (512 + 512) - 2 * 4
+    # attention has kept its result for itself already: in eight bits it is there besides
+    assert plain["attn"] - narrow["attn"] == 4 * (attn - 2 * TOKENS * 512)
+    assert plain["mlp"] - narrow["mlp"] == 4 * (TOKENS * (512 + 1024) - 2 * 4)
+    assert plain["head"] == narrow["head"]
+
+
+def microbatch(run: Run, stage: Stage = WHOLE) -> MicrobatchMemory:
+    return chunk_activations(run, stage, select_layout(run)).usual
+
+
+def test_layers_left_out_are_planned_as_before():
+    parts = stage_parts(MODEL, WHOLE, in_8(first_layers=1, last_layers=1))
+    narrow, wide = StagePart.dense_layer_in_8, StagePart.dense_layer
+    assert parts == [StagePart.embedding, wide, narrow, narrow, wide, StagePart.head]
+    moe = dataclasses.replace(MODEL, moe=MoEConfig(first_k_dense=1))
+    assert stage_parts(moe, Stage((0, 1), False, False), in_8()) == [
+        StagePart.dense_layer_in_8,
+        StagePart.moe_layer_in_8,
+    ]
+    assert stage_parts(moe, Stage((1,), False, False), in_8(include=(Fp8Part.head,))) == [
+        StagePart.moe_layer
+    ]
+
+
+@pytest.mark.parametrize("chunk", [None, 256])
+def test_the_heads_gradient_in_eight_bits_is_working_memory(chunk: int | None):
+    """Two copies of the logits' gradient, as many bytes as the logits themselves, and of what comes
+    in; one scale for both copies.
+    """
+    plain, narrow = (
+        scratch_of_head(run_of(in_8(include=include), loss=LossConfig(chunk_tokens=chunk)))
+        for include in ((Fp8Part.linear,), BOTH)
+    )
+    rows = chunk or TOKENS
+    assert narrow[0] - plain[0] == 2 * rows * 512 + 4
+    assert narrow[1] - plain[1] == 2 * rows * (4096 + 512) + 8
+
+
+def scratch_of_head(run: Run) -> tuple[int, int]:
+    s = sizes_of(run, select_layout(run))
+    ops = part_trace(s, StagePart.head, s.recompute.usual).trace.ops
+    return next(op.scratch for op in ops if op.flops)
+
+
+def test_gradients_that_wait_take_half():
+    schedule = ScheduleConfig(name=ScheduleName.zero_bubble_h1)
+    waiting = [
+        microbatch(run_of(fp8, parallel=ParallelConfig(pp=2), schedule=schedule), LAST).waiting
+        for fp8 in (None, in_8(include=BOTH), in_8(Fp8Recipe.block, include=BOTH))
+    ]
+    # one byte per element in place of two, and scales
+    assert waiting[0] / 2 < waiting[1] < 0.51 * waiting[0]
+    assert waiting[1] < waiting[2] < 0.53 * waiting[0]
+
+
+def test_the_command_plans_without_torch_or_the_library():
+    code = (
+        "import sys\n"
+        "for name in ('torch', 'transformer_engine'): sys.modules[name] = None\n"
+        "from app.cli.plan import main\n"
+        "main(['what=memory', 'model=llama3_8b', 'parallel.dp=8', 'train.global_batch=64', "
+        "'precision=bf16', 'precision.fp8.recipe=current', 'out=null'])\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "weights in eight bits" in done.stdout and "two copies of 6.98 B" in done.stdout

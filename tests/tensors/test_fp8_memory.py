@@ -1,0 +1,124 @@
+"""The planned activations in eight bits against real chunks, whose products and quantisers take the
+memory that Transformer Engine's take on a GPU like Hopper, and compute nothing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from torch import Tensor
+
+from app.choices import Dtype, Fp8Part, Fp8Recipe, Recompute
+from app.config import Fp8Config, ModelConfig, Run
+from app.model.chunk import Chunk
+from app.model.fp8.linear import Fp8Layers
+from app.model.fp8.quantised import Quantised
+from app.plan.model.fp8 import fp8_weights
+from app.plan.stages import Stage
+from tests.tensors import test_activation_memory as unnarrowed
+from tests.tensors.test_activation_memory import (
+    DENSE,
+    SIGMOID,
+    chunk_of,
+    forward_and_backward,
+    measured,
+    planned,
+    run_of,
+    with_kernels,
+)
+
+kernels = pytest.fixture(autouse=True)(with_kernels)
+WIDE = dataclasses.replace(DENSE, vocab_size=1024)
+MODELS = {"dense": WIDE, "shared": dataclasses.replace(WIDE, moe=SIGMOID)}
+
+
+class Allocating:
+    """Memory of the library's results, uninitialised (`Fp8Arithmetic`)."""
+
+    def __init__(self, recipe: Fp8Recipe) -> None:
+        self.block = recipe is Fp8Recipe.block
+
+    def input(self, x_TI: Tensor) -> Quantised:
+        rows, columns = x_TI.shape
+        scales = [torch.empty(())] * 2
+        if self.block:
+            scales = [torch.empty(-(-columns // 128), rows), torch.empty(-(-rows // 128), columns)]
+        data = [
+            torch.empty(shape, dtype=torch.uint8) for shape in ((rows, columns), (columns, rows))
+        ]
+        return Quantised(data[0], scales[0], data[1], scales[1], lead=x_TI.shape[:-1])
+
+    def weight(self, weight_OI: Tensor) -> Quantised:
+        return self.input(weight_OI)
+
+    def update_weight(self, weight_OI: Tensor, held: Quantised) -> None:
+        pass
+
+    def grad(self, grad_TO: Tensor) -> Quantised:
+        return self.input(grad_TO)
+
+    def output(self, x: Quantised, weight: Quantised, dtype: torch.dtype) -> Tensor:
+        assert x.by_rows is not None and weight.by_rows is not None
+        return torch.zeros(len(x.by_rows), len(weight.by_rows), dtype=dtype)
+
+    def input_grad(self, grad: Quantised, weight: Quantised, dtype: torch.dtype) -> Tensor:
+        assert grad.by_rows is not None and weight.by_columns is not None
+        return torch.zeros(len(grad.by_rows), len(weight.by_columns), dtype=dtype)
+
+    def weight_grad(self, grad: Quantised, x: Quantised, dtype: torch.dtype) -> Tensor:
+        assert grad.by_columns is not None and x.by_columns is not None
+        return torch.zeros(len(grad.by_columns), len(x.by_columns), dtype=dtype)
+
+    def add_weight_grad(self, grad: Quantised, x: Quantised, total_OI: Tensor) -> None:
+        pass
+
+
+def in_8(run: Run, recipe: Fp8Recipe) -> Run:
+    fp8 = Fp8Config(recipe, include=(Fp8Part.linear, Fp8Part.head))
+    return dataclasses.replace(run, precision=dataclasses.replace(run.precision, fp8=fp8))
+
+
+def narrowed(run: Run, embedding: bool = True, head: bool = True) -> Chunk:
+    recipe = run.precision.fp8.recipe
+    assert recipe is not None
+    chunk = chunk_of(run, embedding, head)
+    layers = Fp8Layers([chunk], Allocating(recipe))
+    stage = Stage(tuple(map(int, chunk.layers)), embedding, head)
+    layers.use(chunk, [each.name for each in fp8_weights(run.model, run.precision.fp8, stage)])
+    return chunk
+
+
+@pytest.mark.parametrize("recipe", Fp8Recipe, ids=lambda recipe: recipe.value)
+@pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
+def test_autograd_keeps_what_is_planned_to_the_byte(
+    model: ModelConfig, recipe: Fp8Recipe, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(unnarrowed, "chunk_of", narrowed)
+    run = in_8(run_of(model, Dtype.bfloat16, ordered=True), recipe)
+    assert measured(run) == {phase: size for phase, size in planned(run).kept.items() if size}
+
+
+PARTS = {
+    "nothing": {},
+    "parts": {"phases": (Recompute.norm, Recompute.mlp_act, Recompute.attn_core)},
+    "layers": {"full": True},
+}
+
+
+@pytest.mark.parametrize("recompute", PARTS)
+@pytest.mark.parametrize("recipe", Fp8Recipe, ids=lambda recipe: recipe.value)
+@pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
+def test_what_is_alive_while_it_computes_is_within_three_percent(
+    model: ModelConfig, recipe: Fp8Recipe, recompute: str
+):
+    wide = run_of(model, Dtype.bfloat16, **PARTS[recompute])
+    run = in_8(wide, recipe)
+    memory = planned(run)
+    forward, kept, backward = forward_and_backward(run, narrowed(run), True)
+    # norms whose outputs are dropped keep a number per token, with and without eight bits
+    _, kept_wide, _ = forward_and_backward(wide, chunk_of(wide), True)
+    assert kept - memory.total == kept_wide - planned(wide).total < 0.003 * kept
+    assert memory.total + memory.forward == pytest.approx(forward, rel=0.03)
+    assert memory.total + memory.backward == pytest.approx(backward, rel=0.03)
