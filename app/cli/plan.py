@@ -165,10 +165,12 @@ def _make(folder: Path) -> None:
 def _write_files(plan: Plan, folder: Path, content: dict[str, Any]) -> None:
     from app.cli.plan_views.layout_picture import save_layout  # matplotlib takes its time to load
     from app.cli.plan_views.timeline_picture import save_timeline
+    from app.cli.plan_views.times_picture import save_times
 
     with _writing(folder):
         (folder / "plan.json").write_text(json.dumps(content) + "\n")
         pictures = save_layout(plan, folder) + save_timeline(plan, folder)
+        pictures += save_times(plan, folder)
     print(f"written: {', '.join(str(path) for path in (folder / 'plan.json', *pictures))}")
 
 

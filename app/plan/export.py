@@ -153,6 +153,7 @@ def _schedule(plan: Plan) -> dict[str, Any]:
         "stages_per_rank": plan.stages.vpp,
         "peak_in_flight": list(plan.timeline.peak_in_flight),
         "estimate": asdict(Estimate.of(plan)),
+        "time": plan.time_by_kind,
         "actions": [" ".join(map(str, actions)) for actions in plan.actions],
     }
 

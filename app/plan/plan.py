@@ -16,11 +16,12 @@ from app.plan.actions import Action, Compute
 from app.plan.cost.flops import StageSeconds, stage_seconds
 from app.plan.cost.rates import measured
 from app.plan.cost.step_time import (
+    IDLE,
     NO_TAIL,
     StepTail,
     step_tail,
-    time_by_kind,
     timeline_times,
+    times_of_ranks,
 )
 from app.plan.cost.times import PartTimes, stage_times
 from app.plan.cost.traffic import GroupTraffic, OrderAdvice, order_advice, plan_traffic
@@ -169,21 +170,26 @@ class Plan:
         """Estimated time of a step."""
         return self.timeline.makespan + self.tail.seconds
 
-    @property
-    def time_by_kind(self) -> dict[str, float]:
-        """What a step's time goes to on the busiest pipeline rank, seconds, largest first; empty
-        without a profile.
-        """
+    @cached_property
+    def times_of_ranks(self) -> list[dict[str, float]]:
+        """What a step's time goes to on each pipeline rank, seconds; empty without a profile."""
         if self.profile is None:
-            return {}
-        microbatches = self.run.num_microbatches
-        return time_by_kind(
+            return []
+        return times_of_ranks(
             self.stages,
             self.stage_times,
             self.tail,
-            microbatches=microbatches,
+            microbatches=self.run.num_microbatches,
             whole=self.step_seconds,
         )
+
+    @property
+    def time_by_kind(self) -> dict[str, float]:
+        """That of the pipeline rank that idles least, largest first."""
+        if not self.times_of_ranks:
+            return {}
+        busiest = min(self.times_of_ranks, key=lambda found: found[IDLE])
+        return dict(sorted(busiest.items(), key=lambda item: -item[1]))
 
     @cached_property
     def traffic(self) -> tuple[GroupTraffic, ...]:

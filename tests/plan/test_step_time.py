@@ -24,6 +24,7 @@ from app.config import (
 )
 from app.errors import ConfigError
 from app.plan.cost.flops import stage_seconds
+from app.plan.cost.step_time import IDLE
 from app.plan.cost.times import LAUNCHES, RECOMPUTED, expected_load, stage_times
 from app.plan.plan import Plan
 from app.plan.trace.trace import Work
@@ -180,8 +181,9 @@ def test_the_network_is_slower_than_the_node():
 def test_a_step_is_its_pipeline_and_what_follows():
     plan = Plan(run_of(parallel=ParallelConfig(pp=2)))
     assert plan.step_seconds == plan.timeline.makespan + plan.tail.seconds
-    assert sum(plan.time_by_kind.values()) == pytest.approx(plan.step_seconds, rel=1e-2)
-    assert plan.time_by_kind["idle in the pipeline"] > 0
+    assert plan.time_by_kind[IDLE] > 0 and len(plan.times_of_ranks) == 2
+    for found in plan.times_of_ranks:
+        assert sum(found.values()) == pytest.approx(plan.step_seconds)
 
 
 def test_loads_of_fresh_routers():
@@ -203,6 +205,20 @@ def test_without_a_profile_of_these_elements_the_data_sheet_counts():
         plan = Plan(run)
         assert plan.profile is None and plan.tail.seconds == 0 and not plan.time_by_kind
         assert plan.stage_seconds == stage_seconds(run, plan.stages.in_order, plan.layout)
+
+
+def test_where_the_time_goes_is_shown_and_drawn(tmp_path: Path, capsys):
+    typed = ["+experiment=small", "hardware=h200", "parallel.pp=2", f"out={tmp_path}"]
+    assert main(["what=schedule", *typed]) == 0
+    out = capsys.readouterr().out
+    kinds = json.loads((tmp_path / "plan.json").read_text())["schedule"]["time"]
+    shown = [kind for kind, seconds in kinds.items() if seconds > 1e-3 * sum(kinds.values())]
+    assert {"products", "attention", "optimizer", IDLE} <= set(shown)
+    assert all(f"\n{kind} " in out for kind in shown) and "by speeds measured on H200" in out
+    picture = (tmp_path / "times.svg").read_text()
+    assert all(f">{kind}<" in picture for kind in kinds)
+    assert main(["what=schedule", "hardware=auto", *typed[:1], "out=null"]) == 0
+    assert "Where the time goes" not in capsys.readouterr().out
 
 
 def test_head_widths_between_measured_ones():

@@ -47,6 +47,7 @@ WIDTH = 100  # columns where nothing says otherwise
 MOST_ROWS = 16  # of a table; where there are more, the first and the last half of them
 MOST_COLUMNS = 4  # pipeline ranks side by side
 BESIDE = 32  # columns of the schedule's table before its actions
+SHOWN = 0.001  # of a step: what takes less has no row
 LARGEST = 3  # parts of the memory that the verdict names
 
 
@@ -223,6 +224,21 @@ def _print_schedule(plan: Plan, console: Console) -> None:
     rate = f"{figures(estimate.tokens_per_second_per_gpu)} tokens/s per GPU, MFU {estimate.mfu:.1%}"
     console.print(f"Estimate: {figures(estimate.seconds * 1e3)} ms per step, {rate},")
     console.print(_assumption(plan, estimate), style="dim")
+    _print_times(plan, console)
+
+
+def _print_times(plan: Plan, console: Console) -> None:
+    """Where a step's time goes, where that is known."""
+    whole = plan.step_seconds
+    rows = [(kind, time) for kind, time in plan.time_by_kind.items() if time > SHOWN * whole]
+    if not rows:
+        return
+    console.print()
+    which = "on the pipeline rank that idles least" if plan.stages.pp > 1 else "of a step"
+    _heading(console, "Where the time goes", which)
+    table = _table("what", ">ms", ">share")
+    _fill(table, [(kind, figures(time * 1e3), f"{time / whole:.1%}") for kind, time in rows])
+    console.print(table)
 
 
 def _assumption(plan: Plan, estimate: Estimate) -> str:

@@ -39,6 +39,7 @@ class StepTail:
         return self.reduction + self.gathering + self.optimizer + self.between
 
 
+IDLE = "idle in the pipeline"
 NO_TAIL = StepTail(0.0, 0.0, 0.0, 0.0)
 
 
@@ -129,22 +130,22 @@ def _update(profile: HardwareProfile, chunks: Sequence[ChunkBuffers]) -> float:
     return UPDATE * owned / (profile.optimizer_gb_s * GIGA) + passes
 
 
-def time_by_kind(
+def times_of_ranks(
     stages: StagePlan, times: Sequence[PartTimes], tail: StepTail, microbatches: int, whole: float
-) -> dict[str, float]:
-    """Where a step of `whole` seconds goes on its busiest pipeline rank, seconds, largest first."""
+) -> list[dict[str, float]]:
+    """Where a step of `whole` seconds goes on each pipeline rank: kind -> seconds, idle last."""
+    behind = {
+        "reduction of gradients": tail.reduction,
+        "gathering of parameters": tail.gathering,
+        "optimizer": tail.optimizer,
+        "between steps": tail.between,
+    }
     ranks = []
     for pp_rank in range(stages.pp):
         found: Seconds = defaultdict(float)
         for chunk in range(stages.vpp):
             for kind, seconds in times[stages.pipeline.stage(pp_rank, chunk)].by_kind().items():
                 found[kind] += microbatches * seconds
-        ranks.append(found)
-    busiest = max(ranks, key=lambda found: sum(found.values()))
-    busiest["gradients' reduction"] = tail.reduction
-    busiest["parameters' gathering"] = tail.gathering
-    busiest["optimizer"] = tail.optimizer
-    busiest["between steps"] = tail.between
-    busiest["idle in the pipeline"] = whole - sum(busiest.values())
-    shown = {kind: seconds for kind, seconds in busiest.items() if seconds > 1e-3 * whole}
-    return dict(sorted(shown.items(), key=lambda item: -item[1]))
+        shown = {kind: seconds for kind, seconds in (found | behind).items() if seconds > 0}
+        ranks.append(shown | {IDLE: max(0.0, whole - sum(shown.values()))})
+    return ranks
