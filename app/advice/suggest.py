@@ -199,6 +199,8 @@ def typed(value: Value) -> str:
             return str(value.value)
         case tuple():
             return f"[{','.join(map(typed, value))}]"
+        case str() if "|" in value:
+            return f"'{value}'"  # a pipe to shells
         case bool() | None:
             return {True: "true", False: "false", None: "null"}[value]
         case _:

@@ -20,6 +20,7 @@ from app.cli.processes.ctrl_c import stop_quietly
 if __name__ == "__main__":
     stop_quietly("plan")  # the imports take a second
 
+from app.advice.faster import faster
 from app.advice.suggest import suggest
 from app.cli.options.arguments import Typed
 from app.cli.options.compose import load_typed
@@ -129,15 +130,15 @@ def main(arguments: Sequence[str]) -> int:
     with readable_errors("plan", speak=True, trial=lambda: _trial(arguments)):
         asked = parse(arguments)
         plan = Plan(load_typed(asked.typed))
-        suggestions = suggest(plan) if asked.with_memory else ()
+        advice = (suggest(plan), faster(plan)) if asked.with_memory else ((), ())
         if asked.out:
             _make(asked.out)
         if asked.as_json:
-            print(json.dumps(plan_json(plan, asked.what, suggestions)))
+            print(json.dumps(plan_json(plan, asked.what, *advice)))
         else:
-            print_plan(plan, asked.what, suggestions)
+            print_plan(plan, asked.what, *advice)
         if asked.out:
-            described = plan_json(plan, asked.what, suggestions)
+            described = plan_json(plan, asked.what, *advice)
             _write_files(plan, asked.out, {VERSION: Version.of().record(), **described})
     if asked.what == DECODING:
         return int(not Decoding.of(plan).together)

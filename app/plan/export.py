@@ -19,18 +19,22 @@ WHAT = (*SECTIONS, DECODING, "all")
 
 
 def plan_json(
-    plan: Plan, what: str = "all", suggestions: Sequence[Suggestion] = ()
+    plan: Plan,
+    what: str = "all",
+    suggestions: Sequence[Suggestion] = (),
+    faster: Sequence[Suggestion] = (),
 ) -> dict[str, Any]:
     """The layout and the sections asked for: one of SECTIONS, all of them, or DECODING.
 
     The verdict goes with the memory, and holds the suggestions that the caller has from
-    `app.advice.suggest`. ValueError for an unknown `what`.
+    `app.advice.suggest` and `app.advice.faster`. ValueError for an unknown `what`.
     """
     if what not in WHAT:
         raise ValueError(f"what={what!r} is none of {', '.join(WHAT)}")
     wanted = SECTIONS if what == "all" else (what,)
     found = {"layout": _layout(plan)} | {name: WRITERS[name](plan) for name in wanted}
-    return found | ({"verdict": _verdict(plan, suggestions)} if "memory" in wanted else {})
+    verdict = {"verdict": _verdict(plan, suggestions, faster)} if "memory" in wanted else {}
+    return found | verdict
 
 
 def parameters_per_rank(plan: Plan) -> list[int]:
@@ -220,7 +224,9 @@ def _decoding(plan: Plan) -> dict[str, Any]:
     return asdict(Decoding.of(plan))
 
 
-def _verdict(plan: Plan, suggestions: Sequence[Suggestion]) -> dict[str, Any]:
+def _verdict(
+    plan: Plan, suggestions: Sequence[Suggestion], faster: Sequence[Suggestion]
+) -> dict[str, Any]:
     needed = plan.busiest.total
     return {
         "fits": plan.fits,
@@ -229,6 +235,7 @@ def _verdict(plan: Plan, suggestions: Sequence[Suggestion]) -> dict[str, Any]:
         "gpu_memory": plan.gpu_memory,
         "headroom": plan.gpu_memory - needed,
         "suggestions": [asdict(suggestion) for suggestion in suggestions],
+        "faster": [asdict(suggestion) for suggestion in faster],
     }
 
 

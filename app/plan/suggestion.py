@@ -1,4 +1,4 @@
-"""A change by which a run fits, as a plan shows it; `app.advice` finds them."""
+"""A change by which a run fits or is faster, as a plan shows it; `app.advice` finds them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Suggestion:
-    """Changes that make a run fit."""
+    """Changes that make a run fit, or faster."""
 
     overrides: tuple[str, ...]  # as typed on the command line
     memory: int  # bytes of the busiest rank afterwards

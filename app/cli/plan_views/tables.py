@@ -52,7 +52,11 @@ LARGEST = 3  # parts of the memory that the verdict names
 
 
 def print_plan(
-    plan: Plan, what: str, suggestions: Sequence[Suggestion], stream: TextIO | None = None
+    plan: Plan,
+    what: str,
+    suggestions: Sequence[Suggestion],
+    faster: Sequence[Suggestion] = (),
+    stream: TextIO | None = None,
 ) -> None:
     """Print the sections asked for (see `app.plan.export`); last, under the memory, the verdict."""
     stream = stream or sys.stdout
@@ -71,6 +75,10 @@ def print_plan(
         _print_ranks(plan, console)
     if what in ("all", "memory"):
         _print_verdict(plan, suggestions, console)
+        if faster:
+            console.print()
+            _heading(console, "What makes it faster", "each planned again, quickest first")
+            _print_changes(faster, console)
 
 
 def _heading(console: Console, name: str, remark: str = "") -> None:
@@ -373,6 +381,10 @@ def _print_suggestions(suggestions: Sequence[Suggestion], console: Console) -> N
         console.print("Nothing was found that makes it fit, not even more GPUs.")
         return
     _heading(console, "What makes it fit", "each planned again, quickest first")
+    _print_changes(suggestions, console)
+
+
+def _print_changes(suggestions: Sequence[Suggestion], console: Console) -> None:
     table = _table(">GiB", ">step", "overrides, and what is paid for them")
     for suggestion in suggestions:
         text = Text.assemble(

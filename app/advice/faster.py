@@ -1,0 +1,197 @@
+"""What makes a run that fits faster, by measured speeds: every suggestion is planned again.
+
+Single changes first, each with what it gains alone; then, in the order of their gains, as many of
+them together as bring more.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from app.advice.even_stages import even_layout
+from app.advice.moves import Change, Move, Value
+from app.advice.suggest import ENOUGH, SATURATED, Candidate, Trials
+from app.choices import DispatcherKind, GraphImpl, ScheduleName
+from app.config import Run
+from app.plan.dispatchers.choose import run_dispatcher
+from app.plan.plan import Plan
+from app.plan.suggestion import Suggestion
+
+GAIN = 0.98  # of a step's time: what takes more is no suggestion
+LARGEST = 8192  # tokens in a microbatch that is doubled
+
+
+def whole_graph(run: Run) -> Iterator[Change]:
+    """One graph for the step; experts on several ranks need a dispatcher that waits for nobody."""
+    values: dict[str, Value] = {"cuda_graph.impl": GraphImpl.full_iteration, "cuda_graph.scope": ()}
+    static: dict[str, Value] = {"model.moe.dispatcher": DispatcherKind.static}
+    dispatcher = run_dispatcher(run)
+    waits = dispatcher is not None and dispatcher.waits_for_host
+    if run.cuda_graph.impl is not GraphImpl.full_iteration:
+        yield Change(values | (static if waits else {}), "what the host would launch is recorded")
+    elif dispatcher is not None and dispatcher.ranks > 1:
+        yield Change(static, "tokens travel once per rank")
+
+
+def less_recompute(run: Run) -> Iterator[Change]:
+    """Less that backward computes again."""
+    cost = "more memory: less is computed again"
+    if run.recompute.full:
+        values: dict[str, Value] = {
+            "recompute.partial_microbatches": 0,
+            "recompute.full": False,
+        }
+        yield Change(values, cost)
+    if run.recompute.phases:
+        yield Change({"recompute.phases": ()}, cost)
+    if run.loss.chunk_tokens is not None:
+        yield Change({"loss.chunk_tokens": None}, cost)
+
+
+def larger_microbatch(run: Run) -> Iterator[Change]:
+    """Twice the sequences at a time."""
+    tokens = run.train.micro_batch * run.train.seq_len // (run.parallel.tp * run.parallel.cp)
+    if tokens < LARGEST:
+        yield Change(
+            {"train.micro_batch": 2 * run.train.micro_batch}, "more memory: larger products"
+        )
+
+
+def fewer_parts(run: Run) -> Iterator[Change]:
+    """Half the ranks per matrix, sequence or pipeline; these become replicas."""
+    replicas: dict[str, Value] = {"parallel.world_size": run.world_size, "parallel.dp": None}
+    for axis in ("tp", "cp", "pp"):
+        degree = getattr(run.parallel, axis)
+        if degree % 2 == 0 and not (axis == "pp" and run.parallel.layout):
+            values: dict[str, Value] = {f"parallel.{axis}": degree // 2, **replicas}
+            if axis == "pp" and degree == 2:
+                values |= {"parallel.vpp": 1, "schedule.name": ScheduleName.auto}
+            yield Change(values, "more memory: as many GPUs, in more replicas")
+
+
+def other_schedules(run: Run) -> Iterator[Change]:
+    """Orders of a pipeline, with as many stages per rank as they take."""
+    if run.parallel.pp == 1 or run.parallel.layout:
+        return
+    own: dict[str, Value] = {"schedule.group_size": None}
+    for name, vpp in (
+        (ScheduleName("1f1b"), 1),
+        (ScheduleName.interleaved, 2),
+        (ScheduleName.interleaved, 4),
+        (ScheduleName.zero_bubble_h1, 1),
+        (ScheduleName.zero_bubble_v, 2),
+    ):
+        if (run.schedule.name, run.parallel.vpp) != (name, vpp):
+            values: dict[str, Value] = {"schedule.name": name, "parallel.vpp": vpp}
+            group = own if run.schedule.group_size is not None else {}
+            yield Change(values | group, "another order of forwards and backwards")
+
+
+def even_stages(run: Run) -> Iterator[Change]:
+    """Stages that take equally long."""
+    layout = even_layout(Plan(run))
+    if layout is None:
+        return
+    unset: dict[str, Value] = {
+        f"parallel.{name}": None
+        for name in ("first", "last")
+        if getattr(run.parallel, name) is not None
+    }
+    counted: dict[str, Value] = {
+        f"parallel.{name}": False
+        for name in ("count_embedding", "count_head")
+        if getattr(run.parallel, name)
+    }
+    values: dict[str, Value] = {"parallel.layout": layout}
+    yield Change(values | unset | counted, "none: layers lie where they take equally long")
+
+
+MOVES: tuple[Move, ...] = (
+    whole_graph,
+    less_recompute,
+    larger_microbatch,
+    fewer_parts,
+    other_schedules,
+    even_stages,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class _Faster:
+    """A candidate that fits, and what its step takes."""
+
+    candidate: Candidate
+    seconds: float
+
+
+def faster(plan: Plan) -> tuple[Suggestion, ...]:
+    """Changes that make a run that fits quicker, the quickest first: single ones, and the best of
+    them together. None for a run that does not fit, or whose hardware has no profile.
+    """
+    if plan.profile is None or not plan.fits:
+        return ()
+    trials = Trials(plan.gpu_memory)
+    before = quick_seconds(plan.run)
+    start = Candidate(plan.run)
+    singles = sorted(_timed(start.neighbours(MOVES), trials), key=lambda found: found.seconds)
+    singles = [found for found in singles if found.seconds < GAIN * before]
+    together = _together(singles, trials)
+    found = [*([together] if together else []), *singles]
+    shown = (_suggestion(each, before, trials) for each in found[:ENOUGH])
+    return tuple(each for each in shown if each.memory <= trials.limit)
+
+
+def _suggestion(found: _Faster, before: float, trials: Trials) -> Suggestion:
+    """With its memory planned in full."""
+    changes = found.candidate.changes
+    return Suggestion(
+        found.candidate.overrides,
+        trials.memory(found.candidate.run, whole=True),
+        found.seconds / before,
+        cost="; ".join(dict.fromkeys(change.cost for change in changes)),
+    )
+
+
+def _timed(candidates: Iterator[Candidate], trials: Trials) -> Iterator[_Faster]:
+    """Those that fit once their pipeline is full."""
+    for candidate in candidates:
+        if trials.memory(candidate.run) <= trials.limit:
+            yield _Faster(candidate, quick_seconds(candidate.run))
+
+
+def _together(singles: Sequence[_Faster], trials: Trials) -> _Faster | None:
+    """The quickest single change with each of the others that makes it quicker still; None: none
+    does.
+    """
+    if not singles:
+        return None
+    best = singles[0]
+    for other in singles[1:]:
+        change = other.candidate.changes[0]
+        taken = {key for each in best.candidate.changes for key in each.values}
+        if taken & set(change.values):
+            continue
+        added = _timed(best.candidate.neighbours([lambda run, c=change: iter([c])]), trials)  # type: ignore[misc]
+        best = min([best, *added], key=lambda found: found.seconds)
+    return best if len(best.candidate.changes) > 1 else None
+
+
+def quick_seconds(run: Run) -> float:
+    """Estimated time of a step: a timeline of no more microbatches than it takes to fill the
+    pipeline, and for each of the others the time of the busiest pipeline rank.
+    """
+    plan = Plan(run)
+    pp = plan.layout.pp
+    count = run.num_microbatches
+    few = min(count, SATURATED * pp + count % pp)
+    if run.schedule.group_size is not None or few == count:
+        return plan.step_seconds
+    train = dataclasses.replace(run.train, global_batch=few * run.train.micro_batch * run.dp)
+    shorter = Plan(dataclasses.replace(run, train=train))
+    pipeline = plan.stages.pipeline
+    per_rank = [0.0] * pp
+    for stage, seconds in enumerate(plan.stage_seconds):
+        per_rank[pipeline.rank(stage)] += seconds.total
+    return shorter.step_seconds + (count - few) * max(per_rank)

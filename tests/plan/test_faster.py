@@ -1,0 +1,122 @@
+"""Suggestions for runs that fit: each, typed and planned again, is as much faster as it says."""
+
+from __future__ import annotations
+
+import dataclasses
+from itertools import product
+
+import pytest
+
+from app.advice.even_stages import even_layout
+from app.advice.faster import GAIN, faster, quick_seconds
+from app.advice.moves import with_values
+from app.cli.plan import main
+from app.plan.plan import Plan
+from tests.test_config import load
+
+H200 = ("+experiment=small", "hardware=h200", "train.micro_batch=1")
+LLAMA = (*H200, "model=llama3_8b", "model.num_layers=8", "cuda_graph=full_iteration")
+QWEN = (
+    *H200,
+    "model=qwen3_30b_a3b",
+    "model.num_layers=6",
+    "parallel.dp=2",
+    "parallel.ep=2",
+)
+
+
+@pytest.mark.parametrize(
+    "typed",
+    [
+        (*LLAMA, "parallel.pp=2", "parallel.vpp=2"),
+        (*LLAMA, "parallel.pp=2", "schedule=1f1b", "train.global_batch=64"),
+        (*LLAMA, "parallel.tp=4", "recompute=full"),
+        (*H200, "cuda_graph=none"),
+        QWEN,
+        (*QWEN, "parallel.pp=2", "recompute=selective"),
+    ],
+    ids=["interleaved", "1f1b", "tensor", "eager", "experts", "everything"],
+)
+def test_suggestions_hold_when_typed(typed: tuple[str, ...]):
+    plan = Plan(load(*typed))
+    found = faster(plan)
+    assert found or "cuda_graph=none" in typed
+    for suggestion in found:
+        again = Plan(load(*typed, *suggestion.overrides))
+        assert again.fits and again.busiest.total == suggestion.memory
+        assert again.run.world_size == plan.run.world_size
+        assert again.step_seconds / plan.step_seconds == pytest.approx(
+            suggestion.slowdown, rel=0.01
+        )
+        assert suggestion.slowdown < GAIN
+    slowdowns = [suggestion.slowdown for suggestion in found]
+    assert slowdowns == sorted(slowdowns)
+
+
+def test_none_without_a_profile_or_for_what_does_not_fit():
+    typed = (*LLAMA, "parallel.pp=2", "parallel.vpp=2")
+    assert faster(Plan(load(*typed)))
+    assert faster(Plan(load(*typed, "hardware=auto"))) == ()
+    assert faster(Plan(load(*typed, "hardware.gpu_memory_gib=4"))) == ()
+
+
+def test_few_microbatches_stand_for_many():
+    for count, pp in product((8, 33, 64), (1, 2, 4)):
+        run = load(*LLAMA, f"parallel.pp={pp}", f"train.global_batch={count}")
+        assert quick_seconds(run) == pytest.approx(Plan(run).step_seconds, rel=0.01)
+
+
+@pytest.mark.parametrize("pp", [2, 4])
+@pytest.mark.parametrize("vpp", [1, 2])
+def test_no_other_split_of_eight_layers_is_quicker(pp: int, vpp: int):
+    """All splits of the layers over stages, against the one that is suggested."""
+    plan = Plan(load(*LLAMA, f"parallel.pp={pp}", f"parallel.vpp={vpp}"))
+    found = even_layout(plan)
+    assert found is not None
+    best = _slowest(plan, found)
+    stages = pp * vpp
+    sizes = [split for split in product(range(9), repeat=stages - 1) if sum(split) <= 8]
+    if stages > 4:
+        sizes = [split for split in sizes if max(split) < 4]
+    for split in sizes:
+        counts = [*split, 8 - sum(split)]
+        letters = ["t" * count for count in counts]
+        layout = "|".join(["E" + letters[0], *letters[1:]]) + "L"
+        assert _slowest(plan, layout) >= best * (1 - 1e-9), layout
+
+
+def _slowest(plan: Plan, layout: str) -> float:
+    changed = with_values(plan.run, {"parallel.layout": layout, "parallel.vpp": 1})
+    other = Plan(changed)
+    ranks = [0.0] * other.stages.pp
+    times = dict(_times(plan))
+    for stage, held in enumerate(other.stages.in_order):
+        seconds = len(held.layers) * times["layer"]
+        seconds += held.embedding * times["embedding"] + held.head * times["head"]
+        ranks[other.stages.pipeline.rank(stage)] += seconds
+    return max(ranks)
+
+
+def _times(plan: Plan) -> dict[str, float]:
+    """Seconds of a layer, the embedding and the head, from stages of different sizes."""
+    totals = []
+    for layout in ("Ett|t*6L", "Ettt|t*5L", "E|t*8L"):
+        values = {"parallel.pp": 2, "parallel.layout": layout, "parallel.vpp": 1}
+        stages = Plan(with_values(plan.run, values)).stage_seconds
+        totals.append([stage.total for stage in stages])
+    layer = totals[1][0] - totals[0][0]
+    return {"layer": layer, "embedding": totals[2][0], "head": totals[2][1] - 8 * layer}
+
+
+def test_even_stages_stay():
+    """A head as light as a layer's hundredth moves nothing."""
+    run = load(*LLAMA, "parallel.pp=2", "model.vocab_size=256")
+    assert even_layout(Plan(run)) is None
+    bare = dataclasses.replace(run, hardware=dataclasses.replace(run.hardware, profile=None))
+    assert even_layout(Plan(bare)) is None
+
+
+def test_the_command_shows_them(capsys):
+    assert main(["what=memory", *LLAMA, "parallel.pp=2", "parallel.vpp=2"]) == 0
+    shown = capsys.readouterr().out
+    assert "What makes it faster" in shown and "parallel.layout='E" in shown
