@@ -2,8 +2,8 @@
 
     python bench/adamw.py [--elements 268435456] [--grads float32] [--json FILE]
 
-ms (median, and from the 10th to the 90th percentile of the repeats), and GB/s of what must be read and written: fp32
-parameter and moments twice, the gradient, the bf16 parameter.
+ms (median, and from the 10th to the 90th percentile of the repeats), and GB/s of what must be read
+and written: fp32 parameter and moments twice, the gradient, the bf16 parameter.
 """
 
 from __future__ import annotations

@@ -110,6 +110,7 @@ def check_expert_rows(
         needed = int(plain.place_rows(chosen_NK, first, local, 1 << 24, multiple).needed)
         for num_rows in (needed + multiple, needed // 2 // multiple * multiple):
             counts_L = torch.empty(local, dtype=torch.int64, device=chosen_NK.device)
+            token_of_R = torch.full((num_rows,), -1, device=chosen_NK.device)
             found = expert_rows(
                 chosen_NK,
                 first,
@@ -117,6 +118,7 @@ def check_expert_rows(
                 num_rows=num_rows,
                 multiple=multiple,
                 counts_L=counts_L,
+                token_of_R=token_of_R,
             )
             assert counts_L.tolist() == [
                 int((chosen_NK == first + nth).sum()) for nth in range(local)
@@ -126,6 +128,11 @@ def check_expert_rows(
             for name, ours in zip(names, found, strict=True):
                 theirs = getattr(wanted, name)
                 assert ours.dtype == theirs.dtype and torch.equal(ours, theirs), name
+            token_NK = torch.arange(tokens, device=chosen_NK.device)[:, None].expand(-1, top_k)
+            placed_NK = wanted.row_of_NK < num_rows
+            tokens_R = torch.full_like(token_of_R, -1)
+            tokens_R[wanted.row_of_NK[placed_NK].long()] = token_NK[placed_NK]
+            assert torch.equal(token_of_R, tokens_R)
 
 
 def check_pull(drawn: Drawn) -> None:

@@ -28,13 +28,15 @@ def expert_rows(
     num_rows: int,
     multiple: int,
     counts_L: Tensor | None = None,
+    token_of_R: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Row of each choice, end and first unfilled row of each of the `local` experts from id `first`
     on, and how many rows would be needed: int32 [N, K], [L], [L], [1].
 
     Expert-major, tokens ascending; an expert's rows start at a multiple of `multiple`. `num_rows`
     for a choice of no expert here, or beyond; ends are at most that. A token's ids must differ. How
-    many choices each expert has is written to `counts_L`, if there is one.
+    many choices each expert has is written to `counts_L`, and the token of each row that a choice
+    has to `token_of_R`, where these are given.
     """
     tokens, top_k = chosen_NK.shape
     padded = block_of(local)
@@ -57,6 +59,7 @@ def expert_rows(
         filled_L,
         needed,
         counts_L,
+        token_of_R,
         tokens,
         first,
         num_rows,
@@ -119,6 +122,7 @@ def _place(
     filled: tl.tensor,
     needed: tl.tensor,
     totals: tl.tensor,
+    token_of: tl.tensor,
     tokens: int,
     first: int,
     num_rows: int,
@@ -158,6 +162,9 @@ def _place(
     token = this * B + tl.arange(0, B)
     place = token[None, :] * K + found - 1
     tl.store(row_of + place, tl.minimum(row, num_rows), mask=found > 0)
+    if token_of is not None:
+        of_row = (token[None, :] + tl.zeros_like(row)).to(token_of.dtype.element_ty)
+        tl.store(token_of + row, of_row, mask=(found > 0) & (row < num_rows))
     token = token[:, None]
     k = tl.arange(0, PLACES)[None, :]
     real = (token < tokens) & (k < K)

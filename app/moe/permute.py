@@ -16,6 +16,7 @@ from torch.autograd.function import once_differentiable
 
 from app.kernels import rows as kernels
 from app.kernels.common import usable
+from app.kernels.expert_rows import expert_rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +42,10 @@ def sort_by_expert(
     drops: larger ids are choices without a row. Their number is known to the device alone, so R
     stays T·K, and rows from ends[-1] on belong to nobody. `rows_per_expert` gives every expert that
     many rows: the ids may not repeat more often, and what nobody reads fills the rest: copies of
-    the first token, or zeros.
+    the first token, or zeros. A token's ids below `num_experts` differ from each other.
     """
+    if rows_per_expert is None and experts_TK.is_cuda and usable():
+        return _placed(experts_TK, num_experts, drops)
     sorted_R, place_of_row_R = _narrow(experts_TK.flatten(), num_experts).sort(stable=True)
     rows_R = torch.arange(place_of_row_R.numel(), device=experts_TK.device)
     ids_E = torch.arange(num_experts, device=experts_TK.device, dtype=sorted_R.dtype)
@@ -62,6 +65,18 @@ def sort_by_expert(
         ends_E = torch.searchsorted(sorted_R, ids_E, right=True, out_int32=True)
     row_of_R = torch.empty_like(place_of_row_R).scatter_(0, place_of_row_R, rows_R)
     return Permutation(tokens_R, row_of_R.view_as(experts_TK), ends_E, kept_TK=kept_TK)
+
+
+def _placed(experts_TK: Tensor, num_experts: int, drops: bool) -> Permutation:
+    """The same by a kernel that counts instead of sorting; rows of nobody are the first token's."""
+    count = experts_TK.numel()
+    make = experts_TK.new_zeros if drops else experts_TK.new_empty
+    token_of_R = make(count, dtype=torch.int64)
+    row_of_TK, ends_E, _, _ = expert_rows(
+        experts_TK, 0, num_experts, num_rows=count, multiple=1, token_of_R=token_of_R
+    )
+    kept_TK = experts_TK < num_experts if drops else None
+    return Permutation(token_of_R, row_of_TK.long(), ends_E, kept_TK=kept_TK)
 
 
 def permute(x_TD: Tensor, permutation: Permutation) -> Tensor:

@@ -123,6 +123,30 @@ def drawn_leaves() -> tuple[Tensor, ...]:
     return x_TD.bfloat16().requires_grad_(), logits_TE.requires_grad_(), weight_VD, labels_BS
 
 
+@pytest.mark.parametrize("drops", [False, True])
+@pytest.mark.parametrize(
+    ("tokens", "experts", "top_k"), [(8192, 64, 6), (4096, 128, 8), (1, 64, 6)]
+)
+def test_rows_are_counted_as_they_are_sorted(
+    tokens: int, experts: int, top_k: int, drops: bool, monkeypatch: pytest.MonkeyPatch
+):
+    scores_TE = torch.rand(tokens, experts, device="cuda")
+    experts_TK = scores_TE.topk(top_k, dim=1).indices.sort(dim=1).values
+    if drops:
+        experts_TK = experts_TK.masked_fill(
+            torch.rand(experts_TK.shape, device="cuda") < 0.2, experts
+        )
+    counted = sort_by_expert(experts_TK, experts, drops)
+    with monkeypatch.context() as patch:
+        patch.setattr("app.moe.permute.usable", lambda *_: False)
+        wanted = sort_by_expert(experts_TK, experts, drops)
+    kept_TK, used = experts_TK < experts, int(wanted.ends_E[-1])
+    assert torch.equal(counted.ends_E, wanted.ends_E)
+    assert torch.equal(counted.row_of_TK[kept_TK], wanted.row_of_TK[kept_TK])
+    assert torch.equal(counted.token_of_row_R[:used], wanted.token_of_row_R[:used])
+    assert not counted.token_of_row_R[used:].any()
+
+
 def test_callers_take_the_kernels(monkeypatch: pytest.MonkeyPatch):
     leaves = drawn_leaves()
     fast = layer(leaves)
