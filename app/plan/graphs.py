@@ -24,11 +24,11 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from heapq import heappop, heappush
 from typing import Literal
 
-from app.plan.actions import Action, Compute, MicrobatchChunk, Wait
+from app.plan.actions import Action, Backward, Compute, Forward, MicrobatchChunk, Wait
 
 Key = Literal["microbatch", "slot"]
 Held = tuple[str, int, int]  # what it holds, microbatch, chunk
@@ -45,6 +45,25 @@ TOUCHED: Mapping[str, tuple[str, ...]] = {
 
 
 @dataclass(frozen=True, slots=True)
+class PoolOrder:
+    """In which order the graphs of one pool are captured, as Transformer Engine is told it."""
+
+    chunks: tuple[int, ...]  # that have graphs in the pool
+    # of each of them: the first microbatch of each of its sets, in the order of their forwards
+    firsts: tuple[tuple[int, ...], ...]
+    order: tuple[int, ...]  # n for a forward through chunks[n - 1], −n for its backward
+
+    def inputs(self, layers: Sequence[int]) -> int:
+        """Most inputs of layers that are needed at once; `layers`: how many of each chunk."""
+        peak = now = 0
+        for number in self.order:
+            count = layers[self.chunks[abs(number) - 1]]
+            now += count if number > 0 else -count
+            peak = max(peak, now)
+        return peak
+
+
+@dataclass(frozen=True, slots=True)
 class GraphPlan:
     """Which graphs and static buffers the microbatches of one rank use."""
 
@@ -56,6 +75,8 @@ class GraphPlan:
     copy_sent: bool  # outputs and gradients are copied out of graph memory before they are sent
     # places in each chunk whose layers' captured parts have a static input
     own_inputs: tuple[frozenset[int], ...]
+    # by pool, where Transformer Engine captures; empty: we do, as the list comes to each graph
+    orders: Mapping[int, PoolOrder] = field(default_factory=dict)
 
     @property
     def num_graphs(self) -> int:
@@ -72,7 +93,12 @@ class GraphPlan:
 
     @property
     def num_static_inputs(self) -> int:
-        """Static inputs of layers: a slot has one per place that needs one in its chunks."""
+        """Static inputs of layers: a slot has one per place that needs one in its chunks.
+
+        Transformer Engine gives every layer one, the one that has been free for longest.
+        """
+        if self.orders:
+            return sum(order.inputs(self.layers) for order in self.orders.values())
         places: dict[int, frozenset[int]] = {}
         for (_, chunk), slot in self.slots.items():
             places[slot] = places.get(slot, frozenset()) | self.own_inputs[chunk]
@@ -148,6 +174,43 @@ def plan_graphs(
     return GraphPlan(
         layers, kinds, sets, slots=slots, pool_per_slot=True, copy_sent=True, own_inputs=inputs
     )
+
+
+def for_transformer_engine(plan: GraphPlan, actions: Sequence[Action]) -> GraphPlan:
+    """The same graphs captured by Transformer Engine, all of a pool in one call before a step.
+
+    It finds the microbatch of a backward by counting: ValueError for a list in which the backwards
+    of a chunk come in another order than its forwards, or are split. It hands the memory of an
+    input gradient on after the backward that comes next, so what is sent is copied first.
+    """
+    firsts: dict[int, list[Compute]] = {}
+    seen = set[tuple[str, int, int]]()
+    for action in actions:
+        if not isinstance(action, Compute) or not plan.layers[action.chunk]:
+            continue
+        if not isinstance(action, Forward | Backward):
+            raise ValueError(f"{action} is half a backward, and graphs hold whole ones")
+        used = action.letter, action.chunk, plan.set_of(action.mb, action.chunk)
+        if used not in seen:
+            seen.add(used)
+            firsts.setdefault(plan.pool_of(action.mb, action.chunk), []).append(action)
+    orders = {pool: _pool_order(captured) for pool, captured in firsts.items()}
+    return replace(plan, copy_sent=True, orders=orders)
+
+
+def _pool_order(captured: Sequence[Compute]) -> PoolOrder:
+    chunks = sorted({action.chunk for action in captured})
+    forwards, backwards = (
+        [tuple(a.mb for a in captured if isinstance(a, kind) and a.chunk == c) for c in chunks]
+        for kind in (Forward, Backward)
+    )
+    if forwards != backwards:
+        raise ValueError(f"backwards of microbatches {backwards} after forwards of {forwards}")
+    numbers = [
+        (1 if isinstance(action, Forward) else -1) * (1 + chunks.index(action.chunk))
+        for action in captured
+    ]
+    return PoolOrder(tuple(chunks), tuple(forwards), order=tuple(numbers))
 
 
 def _assign(computes: Sequence[Compute], chunks: Collection[int]) -> dict[MicrobatchChunk, int]:

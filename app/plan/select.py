@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from app.choices import GraphImpl, GraphKey, GraphScope, ScheduleName
 from app.config import Run
 from app.plan.actions import Action
-from app.plan.graphs import GraphPlan, Key, plan_graphs
+from app.plan.graphs import GraphPlan, Key, for_transformer_engine, plan_graphs
 from app.plan.memory.activations import own_inputs
 from app.plan.schedule import v_shaped
 from app.plan.stages import StagePlan, plan_stages
@@ -51,9 +51,12 @@ def select_graphs(
     inputs = [[own_inputs(run, stage.layers) for stage in chunks] for chunks in stages.stages]
     key: Key = "slot" if run.cuda_graph.key is GraphKey.slot else "microbatch"
     ranks = zip(actions, layers, inputs, strict=True)
-    return tuple(
+    plans = [
         plan_graphs(listed, counts, key, own_inputs=places) for listed, counts, places in ranks
-    )
+    ]
+    if run.cuda_graph.impl is GraphImpl.local:
+        return tuple(plans)
+    return tuple(map(for_transformer_engine, plans, actions))
 
 
 def captured_layers(run: Run, layers: Sequence[int]) -> int:

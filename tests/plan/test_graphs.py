@@ -8,10 +8,10 @@ import pytest
 
 from app.plan import select
 from app.plan.actions import Action, Backward, BackwardWeight, Compute, Forward
-from app.plan.graphs import GraphPlan, check_graphs, plan_graphs
+from app.plan.graphs import GraphPlan, PoolOrder, check_graphs, for_transformer_engine, plan_graphs
 from app.plan.pipeline.lowering import lower_all
 from app.plan.plan import Plan
-from app.plan.schedule import build_schedule, peak_in_flight, warmup_count
+from app.plan.schedule import build_schedule, peak_in_flight, signed_order, warmup_count
 from tests.actions import parse_action
 from tests.test_config import load
 
@@ -129,6 +129,56 @@ def test_static_inputs_do_not_grow_with_the_microbatches():
         ]
         assert len({plan.num_static_inputs for plan in plans}) == 1
         assert len({plan.num_graphs for plan in plans}) == (1 if key == "slot" else 3)
+
+
+@pytest.mark.parametrize(("name", "pp", "mbs", "chunks"), LAYOUTS)
+def test_transformer_engine_is_told_the_order_of_the_list(
+    name: str, pp: int, mbs: int, chunks: int
+):
+    layers = list(range(1, chunks + 1))
+    for actions in build_schedule(name, pp, mbs, num_chunks=chunks):
+        if name.startswith("zero"):
+            with pytest.raises(ValueError, match="is half a backward"):
+                for_transformer_engine(plan_graphs(actions, layers), actions)
+            continue
+        shared, own = (
+            for_transformer_engine(plan_graphs(actions, layers, key), actions)
+            for key in ("microbatch", "slot")
+        )
+        (whole,) = shared.orders.values()
+        once = shared.num_slots == 1
+        every = range(1 if once else mbs)
+        assert whole.firsts == (tuple(every),) * chunks
+        assert list(whole.order) == ([1, -1] if once else signed_order(actions))
+        # every set of a slot is captured by itself
+        orders = [each.order for each in own.orders.values()]
+        assert orders == [(1, -1)] * own.num_slots
+        for plan in (shared, own):
+            sets = sum(
+                len(firsts) * layers[chunk]
+                for order in plan.orders.values()
+                for chunk, firsts in zip(order.chunks, order.firsts, strict=True)
+            )
+            assert plan.copy_sent and plan.num_graphs == 2 * sets
+
+
+def test_transformer_engine_gives_each_layer_in_flight_an_input():
+    text = "F0.0 F1.0 F0.1 B0.1 B0.0 F1.1 B1.1 B1.0"
+    actions = [parse_action(word) for word in text.split()]
+    plan = for_transformer_engine(plan_graphs(actions, [3, 2], own_inputs=[[0], [0]]), actions)
+    # two microbatches in the first chunk and one in the second
+    assert plan.num_static_inputs == 3 + 3 + 2
+    assert plan.orders == {0: PoolOrder((0, 1), ((0, 1), (0, 1)), (1, 1, 2, -2, -1, 2, -2, -1))}
+    without = for_transformer_engine(plan_graphs(actions, [3, 0]), actions)
+    assert without.orders == {0: PoolOrder((0,), ((0, 1),), (1, 1, -1, -1))}
+    nothing = for_transformer_engine(plan_graphs(actions, [0, 0]), actions)
+    assert not nothing.orders and nothing.num_static_inputs == nothing.num_graphs == 0
+
+
+def test_backwards_in_another_order_than_forwards_are_not_for_transformer_engine():
+    actions = [parse_action(word) for word in ("F0.0", "F1.0", "B1.0", "B0.0")]
+    with pytest.raises(ValueError, match=r"backwards of microbatches \[\(1, 0\)\] after forwards"):
+        for_transformer_engine(plan_graphs(actions, [2]), actions)
 
 
 @pytest.mark.parametrize(("name", "pp", "mbs", "chunks"), LAYOUTS)

@@ -213,7 +213,7 @@ def test_inputs_of_all_microbatches():
 # --- peaks ---
 
 
-NO_GRAPH = GraphShare(0, 0, 0, context=0, scratch=0, kernels=0)
+NO_GRAPH = GraphShare(0, 0, frozenset(), context=0, scratch=0, kernels=0)
 
 
 def memory_of(kept: int, forward: int, backward: int, waiting: int = 0) -> MicrobatchMemory:
@@ -459,6 +459,22 @@ def test_static_inputs_and_pools_do_not_grow_with_the_microbatches(
         assert [rank * 2 for rank in objects[0][:3]] == objects[1][:3] and objects[0][3] == objects[
             2
         ][3]
+
+
+def test_transformer_engine_copies_every_layers_input():
+    """Also that of a layer that begins where the one before has ended; nothing else is larger."""
+    for key in GraphKey:
+        ours, theirs = (
+            parts_of(run_of(parallel=ParallelConfig(pp=4), cuda_graph=graphs(key=key, impl=impl)))
+            for impl in (GraphImpl.local, GraphImpl.transformer_engine)
+        )
+        layers, stream, flying = 2, 2 * 1024 * 256, 4
+        copied = (layers - 1) * flying * stream
+        # of each pool; ours have one place for all
+        gradients = 0 if key is GraphKey.microbatch else (flying - 1) * stream
+        assert theirs.pop("static inputs") == ours.pop("static inputs") + copied + gradients
+        assert theirs.pop("fragmentation") > ours.pop("fragmentation")  # a share of the rest
+        assert theirs == ours
 
 
 def test_graphs_of_whole_layers_hold_what_layers_keep():

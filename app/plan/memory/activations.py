@@ -48,7 +48,7 @@ class GraphShare:
 
     kept: int  # by autograd, for their own backward alone
     cut: int  # made inside and read outside
-    gradients: int  # of what one layer's graph hands on: all layers have them in one place
+    gradients: frozenset[int]  # of what a layer's graph hands on; of each kind of layer
     context: int  # what the layers share: cosines, sines, the mask
     scratch: int  # alive only while one of them runs
     kernels: int  # launches of all their forwards
@@ -221,7 +221,7 @@ def _graph_share(row: Sequence[_Link], context: int) -> GraphShare:
     return GraphShare(
         kept=sum(link.graph.own for link in row),
         cut=sum(link.graph.cut for link in row),
-        gradients=max((link.graph.gradients for link in row), default=0),
+        gradients=frozenset(link.graph.gradients for link in row),
         context=context,
         scratch=max((link.scratch() for link in row), default=0),
         kernels=sum(

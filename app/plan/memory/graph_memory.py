@@ -50,7 +50,9 @@ def _static_inputs(plan: GraphPlan, shares: Sequence[GraphShare], border: int) -
     """What is copied to a fixed place: per slot inputs and context, and shared output gradients."""
     inputs = plan.num_static_inputs
     context = max(share.context for share in shares)
-    gradients = max(share.gradients for share in shares)
+    sizes = {size for share in shares for size in share.gradients}
+    # all layers have them in one place; with Transformer Engine those of one kind in one pool do
+    gradients = len(plan.orders) * sum(sizes) if plan.orders else max(sizes, default=0)
     size = inputs * border + plan.num_slots * context + gradients
     parts = (
         f"{inputs} inputs × {border / MIB:.1f} MiB, {plan.num_slots} contexts × "
@@ -59,7 +61,7 @@ def _static_inputs(plan: GraphPlan, shares: Sequence[GraphShare], border: int) -
     return MemoryPart(
         "static inputs",
         size,
-        f"{parts}, gradients of one layer's outputs {gradients / MIB:.1f} MiB",
+        f"{parts}, gradients of layers' outputs {gradients / MIB:.1f} MiB",
     )
 
 
