@@ -5,6 +5,8 @@ that are not public.
 from __future__ import annotations
 
 import pickle
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -61,3 +63,18 @@ def unowned(tensor: Tensor) -> Tensor:
     )
     alias = torch.empty((), dtype=tensor.dtype, device=tensor.device)
     return alias.set_(memory, tensor.storage_offset(), tensor.shape, tensor.stride())
+
+
+@contextmanager
+def captured_on_current_stream() -> Iterator[None]:
+    """Within the block torch.cuda.graph captures on the current stream where it is told none.
+
+    Its own choice is a stream that nothing has run on: libraries would take memory for that one
+    too, and autograd would go back to the streams on which gradients were added before.
+    """
+    before = torch.cuda.graph.default_capture_stream
+    torch.cuda.graph.default_capture_stream = torch.cuda.current_stream()
+    try:
+        yield
+    finally:
+        torch.cuda.graph.default_capture_stream = before

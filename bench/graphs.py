@@ -4,6 +4,10 @@ what a wrong plan does.
     python bench/graphs.py [--steps 120] [--json FILE] dense/layer moe/partial …
     torchrun --nproc-per-node 2 bench/graphs.py pp2-moe/layer pp2vpp2-dense/full_iteration …
 
+    # captured by Transformer Engine, with one GPU and with two
+    python bench/graphs.py moe/partial,cuda_graph.impl=transformer_engine
+    torchrun --nproc-per-node 2 bench/graphs.py pp2-moe/partial,cuda_graph.impl=transformer_engine
+
     # many buckets of parameters, gathered beside the first forwards, or before them
     torchrun --nproc-per-node 2 bench/graphs.py \\
         dp2-dense/full_iteration,optim.bucket_numel=100000 \\

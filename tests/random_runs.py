@@ -35,7 +35,7 @@ from app.cli.options.compose import load_overrides
 from app.config import CudaGraphConfig, ParallelConfig, RecomputeConfig, Run, ScheduleConfig
 from app.errors import ConfigError
 from app.plan.layout import AXES
-from app.rules import check, check_runnable
+from app.rules import check
 
 TRIES = 3000  # layouts of one model until the rules take one
 Values = dict[str, Value]
@@ -77,7 +77,7 @@ class Drawn:
             "recompute": RecomputeConfig(),
             "cuda_graph": CudaGraphConfig(),
         }
-        return check_runnable(check(dataclasses.replace(self.run, **plain)))
+        return check(dataclasses.replace(self.run, **plain))
 
 
 def _quoted(value: Value) -> str:
@@ -86,7 +86,7 @@ def _quoted(value: Value) -> str:
 
 def drawn(model: str, values: Values) -> Drawn:
     """The run of these values. Raises ConfigError."""
-    return Drawn(model, values, check_runnable(check(_applied(base(model), values))))
+    return Drawn(model, values, check(_applied(base(model), values)))
 
 
 @functools.cache

@@ -17,7 +17,6 @@ from app.cli.options.compose import all_keys, load_run, register_schema
 from app.cli.options.messages import readable_errors
 from app.config import Run
 from app.errors import ConfigError
-from app.rules import check_runnable
 
 ROOT = Path(__file__).parent.parent
 CONF = ROOT / "conf"
@@ -144,18 +143,6 @@ def test_options_in_the_readme_exist():
         row = next(line for line in text.splitlines() if line.startswith(f"| `{group}` |"))
         listed = {word for word in row.split("|")[2].replace("`", " ").split()}
         assert listed == {path.stem for path in (CONF / group).glob("*.yaml")}, group
-
-
-def test_what_is_only_planned_is_refused_by_training():
-    run = load("cuda_graph=attn", "cuda_graph.impl=transformer_engine")
-    with pytest.raises(
-        ConfigError,
-        match=r"can be planned \(python -m app.cli.plan\), but training does not do it yet",
-    ):
-        check_runnable(run)
-    for option in ("none", "attn", "partial", "full_iteration"):
-        run = load(f"cuda_graph={option}")
-        assert check_runnable(run) == run
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -17,6 +17,7 @@ from app.config import ModelConfig, Run
 from app.engine.capture.partial import PartialGraphs
 from app.engine.capture.recorder import CudaRecorder, Recorder
 from app.engine.capture.stand_in import HostRecorder
+from app.engine.capture.transformer_engine import GraphsByTransformerEngine, graphed_callables
 from app.engine.dispatchers import build_dispatcher, build_stash
 from app.engine.dtypes import DTYPES
 from app.engine.eight_bits import build_fp8
@@ -197,6 +198,8 @@ def build_recorder(run: Run, device: torch.device) -> Recorder | None:
     check_capturable(run, device)
     if run.cuda_graph.impl is GraphImpl.none:
         return None
+    if run.cuda_graph.impl is GraphImpl.transformer_engine:
+        graphed_callables()
     return CudaRecorder() if device.type == "cuda" else HostRecorder()
 
 
@@ -300,14 +303,29 @@ def build_partial_graphs(engine: Engine) -> PartialGraphs | None:
     graphs = engine.plan.graphs[engine.groups.pp_rank]
     if graphs is None or engine.recorder is None:
         return None
-    captured = captured_phases(run.cuda_graph)
-    return PartialGraphs(
+    kind: Callable[..., PartialGraphs] = PartialGraphs
+    if run.cuda_graph.impl is GraphImpl.transformer_engine:
+        like_D = torch.zeros((), dtype=DTYPES[run.precision.params], device=engine.device)
+        kind = partial(
+            GraphsByTransformerEngine,
+            make=graphed_callables(),
+            hidden_BsD=like_D.expand(_hidden(engine)),
+            recompute=recompute_policy(run).usual,
+        )
+    return kind(
         engine.chunks,
         graphs,
-        captured,
+        captured_phases(run.cuda_graph),
         recorder=engine.recorder,
         optimizer=engine.optimizer,
     )
+
+
+def _hidden(engine: Engine) -> torch.Size:
+    """Of what moves between layers: B, S / tp, D."""
+    run, layout = engine.plan.run, engine.groups.layout
+    tokens = run.train.seq_len // (layout.cp * layout.tp)
+    return torch.Size((run.train.micro_batch, tokens, run.model.hidden_size))
 
 
 def select_forward_backward(
@@ -321,15 +339,12 @@ def select_forward_backward(
     computes again; None: as the run says.
     """
     run = engine.plan.run
-    groups = engine.groups
-    tokens = run.train.seq_len // (groups.layout.cp * groups.layout.tp)
-    hidden = torch.Size((run.train.micro_batch, tokens, run.model.hidden_size))
-    rank = groups.pp_rank
+    rank = engine.groups.pp_rank
     stages = RankStages(
         engine.chunks,
         engine.plan.next_here(rank),
         (policy or recompute_policy(run)).on_rank(lists[rank]),
-        hidden=hidden,
+        hidden=_hidden(engine),
         dtype=DTYPES[run.precision.params],
         device=engine.device,
         sink=engine.optimizer.main_grad_sink(),

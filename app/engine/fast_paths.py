@@ -73,7 +73,8 @@ def check_capturable(run: Run, device: torch.device) -> None:
     """Nothing that is captured on this device waits for it. Raises ConfigError."""
     graph = run.cuda_graph
     moe = run.model.moe
-    no_experts = graph.impl is GraphImpl.local and graph.scope and GraphScope.moe not in graph.scope
+    parts = graph.impl is not GraphImpl.full_iteration and graph.scope
+    no_experts = parts and GraphScope.moe not in graph.scope
     if device.type != "cuda" or graph.impl is GraphImpl.none or moe is None or no_experts:
         return
     if run.precision.params is not Dtype.bfloat16:

@@ -6,9 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from app.choices import GraphImpl
 from app.config import Run
-from app.errors import ConfigError
 from app.rules.graphs import check_graphs_beside, check_graphs_choice, check_recompute
 from app.rules.layout import (
     check_clones,
@@ -54,26 +52,4 @@ def check(run: Run) -> Run:
     """Apply every cross-section rule; returns the run unchanged or raises ConfigError."""
     for rule in RULES:
         rule(run)
-    return run
-
-
-# What can be planned but not yet trained: key -> the values that training takes.
-TRAINED: dict[str, tuple[object, ...]] = {
-    "cuda_graph.impl": (GraphImpl.none, GraphImpl.local, GraphImpl.full_iteration),
-}
-
-
-def check_runnable(run: Run) -> Run:
-    """Refuse what can be planned but not yet trained; returns the run unchanged or raises
-    ConfigError.
-    """
-    for key, values in TRAINED.items():
-        section, name = key.split(".")
-        value = getattr(getattr(run, section), name)
-        if value not in values:
-            shown = value
-            if isinstance(value, tuple):
-                shown = [getattr(part, "value", part) for part in value]
-            rule = "can be planned (python -m app.cli.plan), but training does not do it yet"
-            raise ConfigError(key, shown, rule, nearest=values)
     return run

@@ -19,7 +19,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
-from app.choices import Device
+from app.choices import Device, GraphImpl
 from app.cli.options.arguments import SWEEPS, Typed, flags_first, with_sweep_folder
 from app.cli.options.completion import complete_values_as_typed
 from app.cli.options.compose import load_run, load_typed
@@ -38,7 +38,6 @@ from app.engine.run.signals import STOP_SIGNALS, STOPPED, hand_on
 from app.errors import ConfigError, FirstOf, OwnError, warn
 from app.plan.formatting import gib
 from app.plan.plan import Plan
-from app.rules import check_runnable
 
 GPU_DEVICES = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")  # where none is, torch need not be asked
 
@@ -78,8 +77,14 @@ def check_packages(run: Run, kind: type[ConfigError] = ConfigError) -> None:
         raise kind("log.tensorboard", True, rule, advice="pip install tensorboard")
 
 
-def check_host_memory(plan: Plan) -> None:
-    """ConfigError when a CPU rank keeps more between steps than this host has memory."""
+def check_cpu(plan: Plan) -> None:
+    """ConfigError for what needs a GPU, and when a CPU rank keeps more between steps than this host
+    has memory.
+    """
+    impl = plan.run.cuda_graph.impl
+    if impl is GraphImpl.transformer_engine:
+        rule = "captures on GPUs only, and this run is on a CPU"
+        raise ConfigError("cuda_graph.impl", impl, rule, nearest=GraphImpl.local)
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if plan.busiest.kept > memory:
         rule = f"a rank keeps {gib(plan.busiest.kept)} GiB, and this host has {gib(memory)} GiB"
@@ -116,12 +121,12 @@ def trial_start(arguments: Sequence[str], launch: Launch) -> Trial:
     has_data = "app.engine.run.start" in sys.modules
 
     def load(overrides: Sequence[str]) -> None:
-        run = check_runnable(load_typed(typed.with_overrides(overrides), launch.world_size))
+        run = load_typed(typed.with_overrides(overrides), launch.world_size)
         gpus = _gpus_here(run)
         if launch.world_size is None and run.world_size > 1:
             check_room(run, gpus)
         if not gpus:
-            check_host_memory(Plan(run))
+            check_cpu(Plan(run))
         if has_data:
             from app.engine.run.start import check_data, usable_gpus
 
@@ -139,7 +144,7 @@ def runnable(config: DictConfig, launch: Launch) -> Run:
     """
     leads = launch.local_rank == 0
     try:
-        return check_runnable(load_run(config, launch.world_size, asks_hub=leads))
+        return load_run(config, launch.world_size, asks_hub=leads)
     except ConfigError as error:
         if leads and launch.rank and error.key == INIT_FROM:
             raise OwnError(
@@ -175,7 +180,7 @@ def carry_out(run: Run, launch: Launch, script: str, env: MutableMapping[str, st
     plan = Plan(run)
     gpus = usable_gpus(run)
     if not gpus:
-        check_host_memory(plan)
+        check_cpu(plan)
     if launch.world_size is not None or run.world_size == 1:
         return train(plan, launch.rank, launch.local_rank, attempt=attempt)
     check_room(run, gpus)

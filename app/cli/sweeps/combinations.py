@@ -26,7 +26,6 @@ from app.config import Run
 from app.errors import ConfigError
 from app.plan.formatting import gib
 from app.plan.plan import GIB, Plan
-from app.rules import check_runnable
 
 ASK_GPUS = """
 import torch
@@ -126,7 +125,7 @@ def _judge(
 
 
 def _possible(config: DictConfig, gpus: Sequence[int] | None) -> Run:
-    run = check_runnable(load_run(config, None))
+    run = load_run(config, None)
     check_host(run, gpus)
     return run
 

@@ -10,6 +10,7 @@ from functools import partial
 
 from torch import Tensor
 
+from app.data.feed import Batch
 from app.engine.capture.interval import CapturedInterval, PhaseRange
 from app.engine.capture.recorder import Recorder
 from app.engine.capture.static import Buffer
@@ -18,6 +19,9 @@ from app.model.chunk import Chunk
 from app.model.layers import Context
 from app.optim.distributed import DistributedOptimizer
 from app.plan.graphs import GraphPlan
+
+# hidden states -> the values that leave a captured part, by name
+Inside = Callable[[Tensor], dict[str, object]]
 
 
 class PartialGraphs:
@@ -43,7 +47,12 @@ class PartialGraphs:
         self.ranges = [
             [PhaseRange.of(layer.phases, phase_names) for layer in layers] for layers in self.layers
         ]
-        self.by_set: dict[tuple[int, int, int], CapturedInterval] = {}  # chunk, set, layer
+        self.by_set: dict[tuple[int, int, int], Inside] = {}  # chunk, set, layer
+
+    def before_step(self, batch: Batch) -> None:
+        """Get ready for a step with graphs; `batch`: a microbatch of it. Here there is nothing to
+        do, since recordings are made on the way.
+        """
 
     def layer_runners(self, mb: int, chunk: int, context: Context) -> list[RunPhases]:
         """How each layer of a chunk runs for a microbatch: captured where it has an interval."""
@@ -102,14 +111,12 @@ class PartialGraphs:
         )
         key = chunk, self.plan.set_of(mb, chunk), nth
         if key not in self.by_set:
-            function = partial(self._inside, phases, phase_range, static, keep)
+            function = self.inside(chunk, nth, static, keep)
             self.by_set[key] = self._new_interval(mb, chunk, nth, function=function)
         inside = self.by_set[key](value_of(before, "x", Tensor))
         return run_layer(phases[phase_range.stop :], {**values, **inside}, keep)
 
-    def _new_interval(
-        self, mb: int, chunk: int, nth: int, function: Callable[[Tensor], dict[str, object]]
-    ) -> CapturedInterval:
+    def _new_interval(self, mb: int, chunk: int, nth: int, *, function: Inside) -> Inside:
         plan = self.plan
         static = self.recorder.static
         after_another = nth > 0 and self._chained(chunk, nth - 1)
@@ -136,29 +143,27 @@ class PartialGraphs:
         ranges = self.ranges[chunk]
         return _starts(ranges[nth + 1]) and _ends(ranges[nth], self.layers[chunk][nth])
 
-    def _inside(
-        self,
-        phases: Sequence[Phase],
-        phase_range: PhaseRange,
-        static: Context,
-        keep: Sequence[str],
-        x_BsD: Tensor,
-    ) -> dict[str, object]:
-        """The values that leave the captured interval, by name: those that later phases read.
+    def inside(self, chunk: int, nth: int, static: Context, keep: Sequence[str]) -> Inside:
+        """What is captured of a layer, as a function.
 
-        Hidden states come first, as `_new_interval` expects of what a chained interval reads.
+        Of the values that it makes those leave that later phases read, or that are to be kept of
+        the layer. Hidden states come first, as `_new_interval` expects of what a chained interval
+        reads.
         """
-        inside = phases[phase_range.start : phase_range.stop]
-        after = phases[phase_range.stop :]
-        made = {name for phase in inside for name in phase.outputs}
-        read = {name for phase in after for name in phase.inputs}.union(keep)
-        context = replace(static, recompute=static.recompute.afresh())
-        with context.recompute.forward():
-            return run_layer(
-                inside,
-                {"x": x_BsD, "context": context},
-                sorted(made & read, key=lambda name: (name != "x", name)),
-            )
+        phase_range = self.ranges[chunk][nth]
+        assert phase_range is not None, "this layer has a captured part"
+        phases = self.layers[chunk][nth].phases
+        within = phases[phase_range.start : phase_range.stop]
+        made = {name for phase in within for name in phase.outputs}
+        read = {name for phase in phases[phase_range.stop :] for name in phase.inputs}.union(keep)
+        leave = sorted(made & read, key=lambda name: (name != "x", name))
+
+        def run(x_BsD: Tensor) -> dict[str, object]:
+            context = replace(static, recompute=static.recompute.afresh())
+            with context.recompute.forward():
+                return run_layer(within, {"x": x_BsD, "context": context}, leave)
+
+        return run
 
 
 def _starts(phase_range: PhaseRange | None) -> bool:

@@ -12,7 +12,8 @@ from __future__ import annotations
 import time
 import weakref
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -20,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from app.engine.capture.recorder import Recording, Work
+from app.engine.capture.recorder import Graph, Recording, Work
 from app.engine.capture.static import StaticMemory
 
 
@@ -114,6 +115,14 @@ class HostRecording:
     kept: Kept
     allocations: Sequence[Allocation]
 
+    @classmethod
+    def of(cls, work: Work, pool: Pool) -> tuple[HostRecording, Sequence[Tensor]]:
+        """Do the work once: the recording, and outputs that own their memory."""
+        kept = Kept(pool)
+        held = [pool.hold(value) for value in kept.run(work)]
+        outputs = [tensor for _, tensor in held]
+        return cls(work, kept, [allocation for allocation, _ in held]), outputs
+
     def replay(self) -> Sequence[Tensor]:
         """Run the work again; its results overwrite those of the last time."""
         done = self.kept.run(self.work)
@@ -140,7 +149,7 @@ class HostRecorder:
     """The recorder on a CPU: a replay runs the function again on the same memory."""
 
     pools: defaultdict[int, Pool] = field(default_factory=lambda: defaultdict(Pool))
-    recordings: list[HostRecording] = field(default_factory=list)
+    recordings: list[Graph] = field(default_factory=list)
     static: StaticMemory = field(default_factory=StaticMemory)
     seconds: float = 0.0
     object_bytes: int = 0
@@ -152,13 +161,17 @@ class HostRecorder:
 
     def record(self, work: Work, pool: int) -> tuple[Recording, Sequence[Tensor]]:
         """Do the work; see the protocol."""
-        since = time.perf_counter()
-        kept = Kept(self.pools[pool])
-        held = [self.pools[pool].hold(value) for value in kept.run(work)]
-        recording = HostRecording(work, kept, [allocation for allocation, _ in held])
+        with self.recording_into(pool) as memory:
+            recording, outputs = HostRecording.of(work, memory)
         self.recordings.append(recording)
+        return recording, outputs
+
+    @contextmanager
+    def recording_into(self, pool: int) -> Iterator[Pool]:
+        """See the protocol."""
+        since = time.perf_counter()
+        yield self.pools[pool]
         self.seconds += time.perf_counter() - since
-        return recording, [tensor for _, tensor in held]
 
     def release(self) -> None:
         """Give up every recording."""

@@ -17,6 +17,8 @@ class StaticMemory:
     """Static tensors by what they are for; outside of all pools."""
 
     held: dict[tuple[Hashable, ...], Tensor] = field(default_factory=dict)
+    # bytes of what others hold for graphs, by what it is for
+    elsewhere: dict[Hashable, int] = field(default_factory=dict)
 
     def buffer(self, *purpose: Hashable) -> Buffer:
         """What gives memory for a purpose: the same for tensors of one shape and type."""
@@ -30,5 +32,6 @@ class StaticMemory:
 
     @property
     def bytes(self) -> int:
-        """Bytes of all buffers given out."""
-        return sum(tensor.nbytes for tensor in self.held.values())
+        """Bytes of all buffers given out, and of those elsewhere."""
+        given = sum(tensor.nbytes for tensor in self.held.values())
+        return given + sum(self.elsewhere.values())

@@ -15,6 +15,7 @@ from app.choices import GraphImpl, Normalize
 from app.collectives import all_reduce
 from app.data.feed import Batch
 from app.engine.build import Engine, build_partial_graphs, select_forward_backward
+from app.engine.capture.partial import PartialGraphs
 from app.engine.capture.whole import WholeStep
 from app.engine.pipeline.data_feed import Loader, StepInput, step_input
 from app.engine.pipeline.executor import ForwardBackward
@@ -73,6 +74,7 @@ class TrainingStep:
         self.loader = Loader(engine.groups, engine.device)
         forward_backward = select_forward_backward(engine, engine.plan.actions)
         self.eager = partial(run_passes, engine, forward_backward)
+        self.graphs: PartialGraphs | None = None
         self.captured = self._captured()
         self.shortage = RowShortage.of(engine)
         self.with_all_rows = self.eager
@@ -89,8 +91,8 @@ class TrainingStep:
             return self.eager
         if self.run.cuda_graph.impl is GraphImpl.full_iteration:
             return WholeStep(self.eager, engine.optimizer.in_graph, recorder)
-        graphs = build_partial_graphs(engine)
-        forward_backward = select_forward_backward(engine, engine.plan.actions, graphs)
+        self.graphs = build_partial_graphs(engine)
+        forward_backward = select_forward_backward(engine, engine.plan.actions, self.graphs)
         return partial(run_passes, engine, forward_backward)
 
     def _capture_anew(self) -> None:
@@ -119,6 +121,8 @@ class TrainingStep:
         # for the watchdog: a replayed graph notes no actions
         self.engine.watchdog.note("forwards and backwards of a step")
         captures = self.taken >= self.run.cuda_graph.warmup_steps
+        if captures and self.graphs is not None:
+            self.graphs.before_step(step.batches[0])
         attempt = partial(self._attempt, step, lr=lr, weight_decay=weight_decay)
         if self.shortage is not None:
             self.shortage.begin()

@@ -48,7 +48,7 @@ class GraphShare:
 
     kept: int  # by autograd, for their own backward alone
     cut: int  # made inside and read outside
-    gradients: frozenset[int]  # of what a layer's graph hands on; of each kind of layer
+    gradients: Mapping[tuple[str, ...], int]  # captured phases of a layer -> of what they hand on
     context: int  # what the layers share: cosines, sines, the mask
     scratch: int  # alive only while one of them runs
     kernels: int  # launches of all their forwards
@@ -93,6 +93,11 @@ class _Link:
     graph: CapturedMemory
     captured: Collection[str]  # phases that the graph holds
     kernels: Mapping[str, int]  # phase -> launches
+
+    @property
+    def inside(self) -> tuple[str, ...]:
+        """Phases of this trace that the graph holds."""
+        return tuple(phase for phase in self.kernels if phase in self.captured)
 
     @property
     def kept(self) -> int:
@@ -221,7 +226,7 @@ def _graph_share(row: Sequence[_Link], context: int) -> GraphShare:
     return GraphShare(
         kept=sum(link.graph.own for link in row),
         cut=sum(link.graph.cut for link in row),
-        gradients=frozenset(link.graph.gradients for link in row),
+        gradients={link.inside: link.graph.gradients for link in row if link.inside},
         context=context,
         scratch=max((link.scratch() for link in row), default=0),
         kernels=sum(

@@ -7,7 +7,7 @@ which holds all that one microbatch needs.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from app.plan.graphs import GraphPlan
@@ -50,9 +50,7 @@ def _static_inputs(plan: GraphPlan, shares: Sequence[GraphShare], border: int) -
     """What is copied to a fixed place: per slot inputs and context, and shared output gradients."""
     inputs = plan.num_static_inputs
     context = max(share.context for share in shares)
-    sizes = {size for share in shares for size in share.gradients}
-    # all layers have them in one place; with Transformer Engine those of one kind in one pool do
-    gradients = len(plan.orders) * sum(sizes) if plan.orders else max(sizes, default=0)
+    gradients = _gradients(plan, shares)
     size = inputs * border + plan.num_slots * context + gradients
     parts = (
         f"{inputs} inputs × {border / MIB:.1f} MiB, {plan.num_slots} contexts × "
@@ -63,6 +61,20 @@ def _static_inputs(plan: GraphPlan, shares: Sequence[GraphShare], border: int) -
         size,
         f"{parts}, gradients of layers' outputs {gradients / MIB:.1f} MiB",
     )
+
+
+def _gradients(plan: GraphPlan, shares: Sequence[GraphShare]) -> int:
+    """Of what layers hand on: all have them in one place. With Transformer Engine all of a kind in
+    a pool do.
+    """
+
+    def kinds(chunks: Iterable[int]) -> list[int]:
+        found = {part: size for chunk in chunks for part, size in shares[chunk].gradients.items()}
+        return list(found.values())
+
+    if plan.orders:
+        return sum(sum(kinds(order.chunks)) for order in plan.orders.values())
+    return max(kinds(range(len(shares))), default=0)
 
 
 def _pools(
