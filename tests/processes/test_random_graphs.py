@@ -9,8 +9,11 @@ import dataclasses
 
 import pytest
 
+from app.choices import GraphImpl
 from app.config import CudaGraphConfig, RecomputeConfig
+from app.rules import check
 from tests.distributed import run_distributed
+from tests.graphed_callables import install
 from tests.processes.test_captured import same, several
 from tests.processes.test_recompute import steps
 from tests.random_runs import random_run
@@ -24,6 +27,24 @@ def test_captured_training_is_eager_training(seed: int):
     print(drawn)
     eager = dataclasses.replace(drawn.run, cuda_graph=CudaGraphConfig())
     runs = {"eager": eager, "captured": drawn.run}
+    for found in run_distributed(several, drawn.run.world_size, runs):
+        assert same(found["captured"], found["eager"])
+
+
+@pytest.mark.parametrize("seed", range(200, 215))
+def test_captured_by_transformer_engine_too(seed: int, monkeypatch: pytest.MonkeyPatch):
+    """On a stand-in that keeps its contract."""
+    install(monkeypatch)
+    drawn = next(run for run in (random_run(n, wild=n % 2 == 1, graphs=True)
+                                 for n in range(seed, 10**6, 1000))
+                 if run.run.cuda_graph.impl is GraphImpl.local)  # fmt: skip
+    print(drawn)
+    eager, graph = CudaGraphConfig(), drawn.run.cuda_graph
+    theirs = dataclasses.replace(graph, impl=GraphImpl.transformer_engine)
+    runs = {
+        name: check(dataclasses.replace(drawn.run, cuda_graph=chosen))
+        for name, chosen in (("eager", eager), ("captured", theirs))
+    }
     for found in run_distributed(several, drawn.run.world_size, runs):
         assert same(found["captured"], found["eager"])
 
