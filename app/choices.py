@@ -143,6 +143,7 @@ class Fp8Recipe(Enum):
     """What a matrix in eight bits is scaled by, so that its entries fit."""
 
     current = "current"  # its own largest entry
+    delayed = "delayed"  # the largest entry that it has had in the last steps
     # the largest entry of every 128 values, of weights of every block of 128 × 128
     block = "block"
 

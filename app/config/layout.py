@@ -146,11 +146,20 @@ class Fp8Config:
     include: tuple[Fp8Part, ...] = (Fp8Part.linear,)  # whose products
     first_layers: int = 0  # layers at the model's beginning that are left out
     last_layers: int = 0  # layers at its end that are left out
+    amax_history: int = 1024  # steps that recipe=delayed looks back on
+    # with recipe=delayed, powers of two by which entries may outgrow those of earlier steps
+    margin: int = 0
     backend: LinearBackendKind = LinearBackendKind.auto  # what computes them
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "include", tuple(self.include))
-        at_least("precision.fp8", self, 0, "first_layers", "last_layers")
+        at_least("precision.fp8", self, 0, "first_layers", "last_layers", "margin")
+        at_least("precision.fp8", self, 1, "amax_history")
+        if self.margin and self.recipe is not Fp8Recipe.delayed:
+            given = "null" if self.recipe is None else self.recipe.value
+            rule = f"is room for entries to grow in, and recipe={given} looks at the entries"
+            or_else = (0, Instead("precision.fp8.recipe=delayed"))
+            raise ConfigError("precision.fp8.margin", self.margin, rule, nearest=or_else)
         if self.recipe is not None and not self.include:
             rule = f"precision.fp8.recipe={self.recipe.value} is for some products"
             near = ("[linear]", Instead("precision.fp8.recipe=null"))

@@ -87,11 +87,13 @@ class Engine:
         return self.dispatcher.cloning if isinstance(self.dispatcher, StaticDispatcher) else None
 
     def start_step(self) -> None:
-        """Forget what routers and clones have counted of the step before."""
+        """Forget what routers, clones and products have counted of the step before."""
         for _, router in self.routers():
             router.start_step()
         if self.cloning is not None:
             self.cloning.start_step()
+        if self.fp8 is not None:
+            self.fp8.begin_step()
 
     def clone_sums(self) -> dict[str, Tensor]:
         """What clones of this rank's group have counted since `start_step`, scalars."""
@@ -134,7 +136,7 @@ def build_engine(
     dispatcher = build_dispatcher(run, groups.peers(run.parallel.cp_comm_type), device, stash=stash)
     chunks = build_chunks(run, plan.stages, groups, device=device, dispatcher=dispatcher)
     _set_weights(run, chunks, groups, pretrained=pretrained)
-    fp8 = build_fp8(run, chunks, device)
+    fp8 = build_fp8(run, chunks, groups, device)
     specs = [list(parameter_specs(chunk, groups.coords)) for chunk in chunks]
     buffers = plan.buffers[groups.pp_rank]
     optimizer_groups = OptimizerGroups(

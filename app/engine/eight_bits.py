@@ -2,36 +2,57 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from importlib import metadata
 
 import torch
 
 from app.choices import Fp8Recipe, LinearBackendKind
 from app.config import Run
+from app.engine.groups import Groups
 from app.errors import ConfigError
 from app.model.chunk import Chunk
+from app.model.fp8.delayed import DelayedScales, LinearScales
 from app.model.fp8.linear import Fp8Layers
 from app.model.fp8.quantised import Fp8Arithmetic
-from app.model.fp8.reference import BlockScaled, TensorScaled
+from app.model.fp8.reference import E4M3, E5M2, BlockScaled, TensorScaled
 from app.model.fp8.transformer_engine import LIBRARY, TransformerEngine, import_library
 from app.plan.model.fp8 import fp8_weights
 from app.plan.stages import Stage
 
 
-def build_fp8(run: Run, chunks: Sequence[Chunk], device: torch.device) -> Fp8Layers | None:
+def build_fp8(
+    run: Run, chunks: Sequence[Chunk], groups: Groups, device: torch.device
+) -> Fp8Layers | None:
     """The layers of these chunks whose products are in eight bits, as the run says; None: it asks
     for none. Weights have to be set. Raises ConfigError for what this host lacks.
     """
-    recipe = run.precision.fp8.recipe
-    if recipe is None:
+    fp8 = run.precision.fp8
+    if fp8.recipe is None:
         return None
-    layers = Fp8Layers(chunks, build_arithmetic(run.precision.fp8.backend, recipe, device))
-    for chunk in chunks:
-        stage = Stage(tuple(map(int, chunk.layers)), embedding=chunk.first, head=chunk.last)
-        named = fp8_weights(run.model, run.precision.fp8, stage)
-        layers.use(chunk, [each.name for each in named])
+    names = [_names(run, chunk) for chunk in chunks]
+    scales = None
+    if fp8.recipe is Fp8Recipe.delayed:
+        scales = DelayedScales(
+            [name for of_chunk in names for name in of_chunk],
+            [torch.finfo(dtype).max for dtype in (E4M3, E4M3, E5M2)],
+            margin=fp8.margin,
+            history=fp8.amax_history,
+            group=groups.tp_cp_dp_control,
+            device=device,
+        )
+    make = arithmetic_maker(fp8.backend, fp8.recipe, device)
+    layers = Fp8Layers(chunks, lambda name: make(scales.of[name] if scales else None), scales)
+    for chunk, of_chunk in zip(chunks, names, strict=True):
+        layers.use(chunk, of_chunk)
     return layers
+
+
+def _names(run: Run, chunk: Chunk) -> list[str]:
+    """Global names of the weights of a chunk that are read in eight bits."""
+    stage = Stage(tuple(map(int, chunk.layers)), embedding=chunk.first, head=chunk.last)
+    return [each.name for each in fp8_weights(run.model, run.precision.fp8, stage)]
 
 
 def fp8_line(layers: Fp8Layers, run: Run) -> str:
@@ -39,7 +60,8 @@ def fp8_line(layers: Fp8Layers, run: Run) -> str:
     recipe = run.precision.fp8.recipe
     assert recipe is not None, "there are such layers"
     name = "the reference in torch: the same numbers, slowly"
-    if isinstance(layers.arithmetic, TransformerEngine):
+    kinds = {type(linear.arithmetic) for linear in layers.linears.values()}
+    if TransformerEngine in kinds:
         name = f"Transformer Engine {metadata.version(LIBRARY)}"
     parts = " and ".join(part.value for part in run.precision.fp8.include)
     rest = run.precision.params.value
@@ -48,9 +70,10 @@ def fp8_line(layers: Fp8Layers, run: Run) -> str:
     )
 
 
-def build_arithmetic(
-    asked: LinearBackendKind, recipe: Fp8Recipe, device: torch.device
-) -> Fp8Arithmetic:
+Maker = Callable[[LinearScales | None], Fp8Arithmetic]  # from the scales of a layer, if it has any
+
+
+def arithmetic_maker(asked: LinearBackendKind, recipe: Fp8Recipe, device: torch.device) -> Maker:
     """What computes by a recipe on this device. Raises ConfigError where it cannot be had."""
     on_gpu = device.type == "cuda"
     if asked is LinearBackendKind.transformer_engine and not on_gpu:
@@ -58,9 +81,7 @@ def build_arithmetic(
         rule = "Transformer Engine computes on GPUs, and this run does on a CPU"
         raise ConfigError("precision.fp8.backend", asked, rule, nearest=near)
     if on_gpu and asked is not LinearBackendKind.torch:
-        return TransformerEngine(import_library(asked, recipe), recipe, device)
-    match recipe:
-        case Fp8Recipe.current:
-            return TensorScaled()
-        case Fp8Recipe.block:
-            return BlockScaled()
+        return partial(TransformerEngine, import_library(asked, recipe), recipe, device)
+    if recipe is Fp8Recipe.block:
+        return lambda scales: BlockScaled()
+    return TensorScaled

@@ -162,3 +162,12 @@ def test_the_command_plans_without_torch_or_the_library():
     )
     assert done.returncode == 0, done.stderr
     assert "weights in eight bits" in done.stdout and "two copies of 6.98 B" in done.stdout
+
+
+def test_scales_of_earlier_steps_have_a_history():
+    delayed, current = (
+        parts_of(run_of(in_8(recipe))) for recipe in (Fp8Recipe.delayed, Fp8Recipe.current)
+    )
+    assert delayed.pop("largest entries") == 3 * 4 * 4 * 4 * (1024 + 3)
+    delayed.pop("fragmentation"), current.pop("fragmentation")
+    assert delayed == current

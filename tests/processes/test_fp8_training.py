@@ -279,12 +279,15 @@ def stopped_and_resumed(rank: int, runs: list[Run]) -> None:
         assert train_rank(rank, run, {})[0]
 
 
-@pytest.mark.parametrize("graph", ["none", "full_iteration"])
-def test_resumed_training_repeats_bit_for_bit(graph: str, tmp_path: Any):
+@pytest.mark.parametrize(
+    ("recipe", "graph"),
+    [("current", "none"), ("block", "full_iteration"), ("delayed", "full_iteration")],
+)
+def test_resumed_training_repeats_bit_for_bit(recipe: str, graph: str, tmp_path: Any):
     given = (
         *corpus_in(tmp_path / "corpus"),
         "precision=bf16",
-        "precision.fp8.recipe=current",
+        f"precision.fp8.recipe={recipe}",
         f"cuda_graph={graph}",
         "checkpoint.interval=4",
     )

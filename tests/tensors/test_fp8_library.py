@@ -16,6 +16,7 @@ from torch import Tensor
 
 from app.choices import Fp8Recipe
 from app.model.fp8 import transformer_engine
+from app.model.fp8.delayed import LinearScales
 from app.model.fp8.quantised import Quantised
 from app.model.fp8.reference import E4M3, E5M2, BlockScaled, TensorScaled, rounded, scale_for
 from app.model.fp8.reference import _along_rows as along_rows
@@ -88,6 +89,19 @@ class Float8CurrentScalingQuantizer:
         return Float8TensorStorage(data, inverse, self.dtype, x.dtype, data.T.contiguous(), None)
 
 
+class Float8Quantizer:
+    def __init__(self, scale: Tensor, amax: Tensor, fp8_dtype: torch.dtype) -> None:
+        assert scale.shape == amax.shape == (1,)
+        self.scale, self.amax, self.dtype, self.internal = scale, amax, fp8_dtype, False
+
+    def __call__(self, x: Tensor) -> Float8TensorStorage:
+        assert self.internal and x.is_contiguous() and len(x) % 16 == 0
+        self.amax.copy_(torch.maximum(self.amax, x.abs().amax()))
+        data = rounded(x, self.scale, self.dtype)
+        inverse = self.scale.reciprocal()
+        return Float8TensorStorage(data, inverse, self.dtype, x.dtype, data.T.contiguous(), None)
+
+
 class Float8BlockQuantizer:
     def __init__(
         self, fp8_dtype: torch.dtype, *, rowwise: bool, columnwise: bool, block_scaling_dim: int
@@ -148,20 +162,22 @@ def general_gemm(
 LIBRARY = SimpleNamespace(
     DType=SimpleNamespace(kFloat8E4M3=E4M3, kFloat8E5M2=E5M2),
     Float8CurrentScalingQuantizer=Float8CurrentScalingQuantizer,
+    Float8Quantizer=Float8Quantizer,
     Float8BlockQuantizer=Float8BlockQuantizer,
     Float8TensorStorage=Float8TensorStorage,
     Float8BlockwiseQTensorStorage=Float8BlockwiseQTensorStorage,
 )
 
 
-@pytest.mark.parametrize("recipe", [Fp8Recipe.current, Fp8Recipe.block])
+@pytest.mark.parametrize("recipe", Fp8Recipe)
 def test_records_of_the_library_multiply_as_the_reference_does(
     recipe: Fp8Recipe, monkeypatch: pytest.MonkeyPatch
 ):
     parts = SimpleNamespace(quantize=quantize, general_gemm=general_gemm)
     monkeypatch.setattr(transformer_engine, "import_module", lambda name: parts)
-    theirs: Any = TransformerEngine(LIBRARY, recipe, CPU)  # type: ignore[arg-type]
-    ours = TensorScaled() if recipe is Fp8Recipe.current else BlockScaled()
+    scales = [scales_of_earlier_steps() if recipe is Fp8Recipe.delayed else None for _ in range(2)]
+    theirs: Any = TransformerEngine(LIBRARY, recipe, CPU, scales[0])  # type: ignore[arg-type]
+    ours = BlockScaled() if recipe is Fp8Recipe.block else TensorScaled(scales[1])
     generator = torch.Generator().manual_seed(0)
     x, other, weight, grad = (
         torch.randn(shape, generator=generator).bfloat16()
@@ -192,3 +208,14 @@ def test_records_of_the_library_multiply_as_the_reference_does(
         # rows of zeros may change the order of a sum over rows
         torch.testing.assert_close(mine, expected, rtol=2**-7, atol=1e-4)
     assert torch.equal(totals[0][0], totals[1][0]) and torch.equal(totals[0][1], totals[1][1])
+    if scales[0] is not None and scales[1] is not None:
+        largest = [each.abs().amax().float() for each in (x, weight, grad)]
+        assert torch.equal(scales[1].largest_3, torch.stack(largest))
+        largest[1] = torch.maximum(largest[1], other.abs().amax().float())
+        assert torch.equal(scales[0].largest_3, torch.stack(largest))
+
+
+def scales_of_earlier_steps() -> LinearScales:
+    scales = LinearScales(torch.tensor([100.0, 110.0, 9000.0]), torch.zeros(3))
+    scales.known = True
+    return scales

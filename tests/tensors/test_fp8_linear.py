@@ -19,7 +19,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from app.choices import Dtype, Fp8Part, Fp8Recipe, LinearBackendKind
 from app.config import Fp8Config, ModelConfig, MoEConfig, ParallelConfig, PrecisionConfig
-from app.engine.eight_bits import build_arithmetic, build_fp8
+from app.engine.eight_bits import arithmetic_maker, build_fp8
 from app.errors import ConfigError
 from app.model.chunk import Chunk
 from app.model.fp8 import transformer_engine
@@ -115,7 +115,7 @@ def test_backward_keeps_a_byte_per_element_of_the_input():
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_weight_is_quantised_once_until_it_changes_and_never_moves(recipe: str):
     chunk = make_chunk(DENSE)
-    layers = Fp8Layers([chunk], RECIPES[recipe])
+    layers = Fp8Layers([chunk], lambda name: RECIPES[recipe])
     names = [each.name for each in fp8_weights(DENSE, in_8(recipe), stage_of(chunk))]
     layers.use(chunk, names)
     layers.watch()
@@ -176,7 +176,7 @@ LATENT_WIDE = dataclasses.replace(
 def test_every_linear_layer_is_in_eight_bits_and_nothing_else(model: ModelConfig):
     chunk = make_chunk(model)
     run = make_run(model, precision=PrecisionConfig(fp8=in_8()))
-    layers = build_fp8(run, [chunk], CPU)
+    layers = build_fp8(run, [chunk], SimpleNamespace(), CPU)
     assert layers is not None
     found = {
         name
@@ -275,4 +275,4 @@ def test_a_host_that_lacks_transformer_engine_is_told_what_to_install(
         "needs CUDA 12.9"
     )
     with pytest.raises(ConfigError, match="computes on GPUs, and this run does on a CPU"):
-        build_arithmetic(LinearBackendKind.transformer_engine, Fp8Recipe.current, CPU)
+        arithmetic_maker(LinearBackendKind.transformer_engine, Fp8Recipe.current, CPU)

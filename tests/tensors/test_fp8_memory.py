@@ -84,7 +84,7 @@ def narrowed(run: Run, embedding: bool = True, head: bool = True) -> Chunk:
     recipe = run.precision.fp8.recipe
     assert recipe is not None
     chunk = chunk_of(run, embedding, head)
-    layers = Fp8Layers([chunk], Allocating(recipe))
+    layers = Fp8Layers([chunk], lambda name: Allocating(recipe))
     stage = Stage(tuple(map(int, chunk.layers)), embedding, head)
     layers.use(chunk, [each.name for each in fp8_weights(run.model, run.precision.fp8, stage)])
     return chunk

@@ -32,6 +32,8 @@ CURSOR = "cursor"  # key of a rank file's metadata: position in the data, as JSO
 # key of the manifest of a model that no run has trained yet: the type of its weights. There are no
 # moments and no random states, and nothing is known of data, lengths and precision.
 IMPORTED = "imported"
+# key of the manifest: weights whose layers' scales are kept, and the rank whose file has them
+SCALES = "fp8_scales"
 # names of the generators' states in a rank file
 RANDOM_CPU, RANDOM_CUDA = "random.cpu", "random.cuda"
 
@@ -60,10 +62,15 @@ def bias_name(router: str) -> str:
     return f"{router}.bias_E"
 
 
+def scales_name(weight: str) -> str:
+    """Name, in a rank file, of the scales of a layer whose products are in eight bits."""
+    return f"{weight}.fp8_scales"
+
+
 def load_checkpoint(
     path: Path, manifest: dict[str, Any], engine: Engine
 ) -> tuple[Progress, dict[str, Any]]:
-    """Fill parameters, moments, router biases, loss scale, random state; all ranks call it.
+    """Fill parameters, moments, router biases, scales, random state; all ranks call it.
 
     `manifest` is what `read_manifest` returned. The ranks share the work of checking the files, and
     each then reads its own parts. Returns the progress and this rank's data cursor. Raises
@@ -88,6 +95,7 @@ def load_checkpoint(
         if _lacks_bias(manifest, name):
             continue
         router.bias_E.copy_(opened[manifest["routers"][name]].get_tensor(bias_name(name)))
+    _restore_scales(engine, manifest, opened)
     if engine.loss_scale is not None and manifest["loss_scale"] is not None:
         engine.loss_scale.load(manifest["loss_scale"])
     own = opened[_own_file(groups, [entry["dp_rank"] for entry in files.values()])]
@@ -96,6 +104,17 @@ def load_checkpoint(
     engine.optimizer.restored(manifest["updates"])
     progress = Progress(manifest["step"], manifest["updates"], manifest["tokens"])
     return progress, json.loads(own.metadata()[CURSOR])
+
+
+def _restore_scales(engine: Engine, manifest: dict[str, Any], opened: _Opened) -> None:
+    """Those of layers of which the checkpoint has any; the others begin anew."""
+    scales = engine.fp8 and engine.fp8.scales
+    if not scales:
+        return
+    scales.forget()
+    for name, rank in manifest.get(SCALES, {}).items():
+        if name in scales.of:
+            scales.load(name, opened[rank].get_tensor(scales_name(name)))
 
 
 class _Opened(dict[int, safe_open]):

@@ -59,6 +59,7 @@ class RankState:
     # (parameter, [global shape, block's start, block's stop, part of the flattened block])
     parts: list[tuple[str, Any]]
     routers: list[str]  # names of those whose bias is in the file
+    scales: list[str]  # names of weights whose layers' scales are in the file
     dp_rank: int
     manifest: dict[str, Any]  # what all ranks know
     keep: CheckpointConfig
@@ -86,6 +87,9 @@ def current_state(
         }
     routers = {name: router.bias_E for name, router in engine.named_routers()}
     tensors |= {checkpoint.bias_name(name): bias_E for name, bias_E in routers.items()}
+    delayed = engine.fp8 and engine.fp8.scales
+    scales = dict(delayed.state()) if delayed else {}
+    tensors |= {checkpoint.scales_name(name): value for name, value in scales.items()}
     manifest = {
         "format": FORMAT,
         **dataclasses.asdict(progress),
@@ -106,6 +110,7 @@ def current_state(
         metadata,
         parts=parts,
         routers=list(routers),
+        scales=list(scales),
         dp_rank=groups.dp_rank,
         manifest=manifest,
         keep=run.checkpoint,
@@ -214,6 +219,7 @@ class WrittenFile:
     entry: dict[str, Any]  # of the manifest
     parts: list[tuple[str, Any]]
     routers: list[str]
+    scales: list[str]
 
 
 def _write_rank(draft: Path, state: RankState) -> WrittenFile:
@@ -221,7 +227,12 @@ def _write_rank(draft: Path, state: RankState) -> WrittenFile:
         draft / rank_file(state.rank),
         lambda file: write_tensors(file, state.tensors, state.metadata),
     )
-    return WrittenFile({**size_and_sum, "dp_rank": state.dp_rank}, state.parts, state.routers)
+    return WrittenFile(
+        {**size_and_sum, "dp_rank": state.dp_rank},
+        state.parts,
+        state.routers,
+        scales=state.scales,
+    )
 
 
 def _finish(
@@ -244,19 +255,25 @@ def _finish(
 
 
 def _contents(written: list[WrittenFile]) -> dict[str, Any]:
-    """Where all is: files by name, parts by parameter with the rank that has each, and routers."""
+    """Where all is: files by name, parts by parameter with the rank that has each, routers, and
+    scales of products in eight bits.
+    """
     parts: dict[str, Any] = {}
     routers: dict[str, int] = {}
+    scales: dict[str, int] = {}
     for rank, each in enumerate(written):
         for name, (shape, start, stop, part) in each.parts:
             entry = parts.setdefault(name, {"shape": shape, "held": []})
             entry["held"].append((rank, start, stop, part))
         for name in each.routers:
             routers.setdefault(name, rank)  # all ranks with this layer have the same bias
+        for name in each.scales:
+            scales.setdefault(name, rank)  # and the same scales
     return {
         "files": {rank_file(rank): each.entry for rank, each in enumerate(written)},
         "parts": parts,
         "routers": routers,
+        **({checkpoint.SCALES: scales} if scales else {}),
     }
 
 

@@ -120,7 +120,10 @@ class TrainingStep:
         )
         # for the watchdog: a replayed graph notes no actions
         self.engine.watchdog.note("forwards and backwards of a step")
-        captures = self.taken >= self.run.cuda_graph.warmup_steps
+        fp8 = self.engine.fp8
+        captures = self.taken >= self.run.cuda_graph.warmup_steps and (
+            fp8 is None or fp8.capturable
+        )
         if captures and self.graphs is not None:
             self.graphs.before_step(step.batches[0])
         attempt = partial(self._attempt, step, lr=lr, weight_decay=weight_decay)
@@ -145,6 +148,8 @@ class TrainingStep:
             if self.shortage.grows(lacked):
                 self._capture_anew()
         self.engine.watchdog.rest("between steps")
+        if fp8 is not None:
+            fp8.stepped(bool(facts.skipped))
         if loss_scale is None:
             return facts, totals
         used = loss_scale.scale
@@ -183,6 +188,8 @@ class TrainingStep:
             norm = norm.masked_fill(sums["missing"] > 0, math.inf)
         skipped = self.engine.optimizer.step(lr, weight_decay, norm, step.scale)
         self._balance(totals, skipped)
+        if self.engine.fp8 is not None:
+            self.engine.fp8.finish_step(skipped)
         return totals, sums.with_value("skipped", skipped)
 
     def _balance(self, totals: StepTotals, skipped: Tensor) -> None:

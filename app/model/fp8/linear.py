@@ -15,13 +15,14 @@ Shapes: T rows, I input width, O output width.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from app.model.chunk import Chunk
+from app.model.fp8.delayed import DelayedScales
 from app.model.fp8.quantised import Fp8Arithmetic, Operand, Quantised
 from app.model.linear import ColumnParallelLinear, RowParallelLinear
 from app.model.weight_grads import WeightGrad
@@ -107,10 +108,16 @@ class Fp8Linear:
 class Fp8Layers:
     """All linear layers of a rank whose products are in eight bits."""
 
-    def __init__(self, chunks: Sequence[Chunk], arithmetic: Fp8Arithmetic) -> None:
-        self.linears: dict[str, Fp8Linear] = {}  # by global names of weights
+    def __init__(
+        self,
+        chunks: Sequence[Chunk],
+        make: Callable[[str], Fp8Arithmetic],
+        scales: DelayedScales | None = None,
+    ) -> None:
         self.chunks = chunks
-        self.arithmetic = arithmetic
+        self.make = make  # what computes a layer, from the global name of its weight
+        self.scales = scales  # that layers have from earlier steps; None: they look at themselves
+        self.linears: dict[str, Fp8Linear] = {}  # by global names of weights
 
     def use(self, chunk: Chunk, names: Collection[str]) -> None:
         """Have linear modules of these global names compute in eight bits."""
@@ -118,7 +125,7 @@ class Fp8Layers:
         for name in names:
             module = modules[name]
             assert isinstance(module, ColumnParallelLinear | RowParallelLinear)
-            self.linears[name] = Fp8Linear(self.arithmetic, module.weight)
+            self.linears[name] = Fp8Linear(self.make(name), module.weight)
             module.backend = self.linears[name]
 
     def watch(self) -> None:
@@ -135,6 +142,27 @@ class Fp8Layers:
         """Parameters have changed, or will have when what is recorded now is replayed."""
         for linear in self.linears.values():
             linear.stale = True
+
+    @property
+    def capturable(self) -> bool:
+        """Whether a step's kernels are those of all further ones."""
+        return self.scales is None or self.scales.known
+
+    def begin_step(self) -> None:
+        """Before the first forward of a step, or of one that is taken again."""
+        if self.scales is not None:
+            self.scales.begin_step()
+            self.expire()  # a validation may have quantised weights, and noted nothing that counts
+
+    def finish_step(self, skipped: Tensor) -> None:
+        """After the last backward; `skipped`: 1 where parameters are not updated, otherwise 0."""
+        if self.scales is not None:
+            self.scales.finish_step(skipped)
+
+    def stepped(self, skipped: bool) -> None:
+        """The host has learnt whether they were."""
+        if self.scales is not None and not skipped:
+            self.scales.stepped()
 
 
 def _inside(module: nn.Module) -> Iterator[Fp8Linear]:

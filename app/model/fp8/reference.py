@@ -5,8 +5,10 @@ Engine's kernels to: scales and entries are theirs, bit for bit.
 
 Recipes as Transformer Engine has them. `current`: a matrix has one scale, fp8's largest number over
 its own largest entry; inputs and weights are E4M3, gradients E5M2, of fewer digits and more range
-(Micikevicius et al. 2022). `block`: every 128 values along the dimension that a product sums over
-have one, every 128 × 128 of a weight; scales are powers of two, all matrices E4M3 (DeepSeek-V3).
+(Micikevicius et al. 2022). `delayed`: the same with the largest entry of earlier steps
+(`app.model.fp8.delayed`); what has outgrown it becomes fp8's largest number. `block`: every 128
+values along the dimension that a product sums over have one, every 128 × 128 of a weight; scales
+are powers of two, all matrices E4M3 (DeepSeek-V3).
 
 Shapes: T rows, I input width, O output width, R × C any of these, K the dimension that is summed.
 """
@@ -19,6 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from app.model.fp8.delayed import GRAD, INPUT, WEIGHT, LinearScales
 from app.model.fp8.quantised import Quantised
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -96,19 +99,22 @@ class Reference(ABC):
 
 
 class TensorScaled(Reference):
-    """Recipe `current`: one scale per matrix."""
+    """Recipes `current` and, with `scales` of earlier steps, `delayed`: one scale per matrix."""
+
+    def __init__(self, scales: LinearScales | None = None) -> None:
+        self.scales = scales
 
     def input(self, x_TI: Tensor) -> Quantised:
         """See the protocol."""
-        return self._quantised(x_TI, E4M3)
+        return self._quantised(x_TI, E4M3, INPUT)
 
     def weight(self, weight_OI: Tensor) -> Quantised:
         """See the protocol."""
-        return self._quantised(weight_OI, E4M3)
+        return self._quantised(weight_OI, E4M3, WEIGHT)
 
     def grad(self, grad_TO: Tensor) -> Quantised:
         """See the protocol."""
-        return self._quantised(grad_TO, E5M2)
+        return self._quantised(grad_TO, E5M2, GRAD)
 
     def rows(self, matrix: Quantised) -> Tensor:
         """See `Reference`."""
@@ -123,8 +129,13 @@ class TensorScaled(Reference):
         """See `Reference`."""
         return self.rows(matrix)
 
-    def _quantised(self, x_RC: Tensor, dtype: torch.dtype) -> Quantised:
-        scale = scale_for(x_RC.abs().amax(), dtype)
+    def _quantised(self, x_RC: Tensor, dtype: torch.dtype, which: int) -> Quantised:
+        largest = x_RC.abs().amax()
+        scale = scale_for(largest, dtype)
+        if self.scales is not None:
+            self.scales.note(which, largest)
+            if self.scales.known:
+                scale = self.scales.scale(which).squeeze(0).clone()
         data_RC = rounded(x_RC, scale, dtype)
         return Quantised(data_RC, scale.reciprocal(), None, None, lead=x_RC.shape[:-1])
 

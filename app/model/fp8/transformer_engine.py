@@ -22,6 +22,7 @@ from torch import Tensor
 
 from app.choices import Fp8Recipe, LinearBackendKind
 from app.errors import ConfigError, Instead
+from app.model.fp8.delayed import EACH, GRAD, INPUT, WEIGHT, LinearScales
 from app.model.fp8.quantised import Quantised
 from app.plan.model.fp8 import MULTIPLE
 
@@ -62,65 +63,91 @@ def _refused(asked: LinearBackendKind, rule: str) -> ConfigError:
     return ConfigError("precision.fp8.backend", asked, rule, nearest=near, advice=advice)
 
 
-class TransformerEngine:
-    """Products of one recipe (`Fp8Arithmetic`); see `app.model.fp8.reference` for the recipes."""
+Quantizer = Callable[[Tensor], object]  # of the library: makes a record
 
-    def __init__(self, library: ModuleType, recipe: Fp8Recipe, device: torch.device) -> None:
+
+class TransformerEngine:
+    """Products of one recipe (`Fp8Arithmetic`), of one layer where the recipe has `scales`; see
+    `app.model.fp8.reference` for the recipes.
+    """
+
+    def __init__(
+        self,
+        library: ModuleType,
+        recipe: Fp8Recipe,
+        device: torch.device,
+        scales: LinearScales | None = None,
+    ) -> None:
         self.library = library
         self.recipe = recipe
+        self.scales = scales
         self.quantise_into = import_module("transformer_engine_torch").quantize
         self.product = import_module(f"{LIBRARY}.pytorch.cpp_extensions").general_gemm
+        forward_type = library.DType.kFloat8E4M3
         block = recipe is Fp8Recipe.block
-        self.forward_type = library.DType.kFloat8E4M3
-        self.grad_type = self.forward_type if block else library.DType.kFloat8E5M2
+        grad_type = forward_type if block else library.DType.kFloat8E5M2
+        self.types = (forward_type, forward_type, grad_type)  # by INPUT, WEIGHT, GRAD
+        self.by_own = [self._by_own(which, device) for which in range(EACH)]
+        self.by_earlier = [] if scales is None else [*map(self._by_earlier, range(EACH))]
 
-        def quantizer(dtype: object, weight: bool = False) -> Callable[[Tensor], object]:
-            if block:
-                dims = 2 if weight else 1
-                made = library.Float8BlockQuantizer(
-                    dtype, rowwise=True, columnwise=True, block_scaling_dim=dims
-                )
-            else:
-                made = library.Float8CurrentScalingQuantizer(dtype, device)
-            made.internal = True  # records, not subclasses of tensors
-            found: Callable[[Tensor], object] = made
-            return found
+    def _by_own(self, which: int, device: torch.device) -> Quantizer:
+        """By entries of the matrix itself."""
+        if self.recipe is Fp8Recipe.block:
+            dims = 2 if which == WEIGHT else 1
+            made = self.library.Float8BlockQuantizer(
+                self.types[which], rowwise=True, columnwise=True, block_scaling_dim=dims
+            )
+        else:
+            made = self.library.Float8CurrentScalingQuantizer(self.types[which], device)
+        return _internal(made)
 
-        self.input_quantizer = quantizer(self.forward_type)
-        self.weight_quantizer = quantizer(self.forward_type, weight=True)
-        self.grad_quantizer = quantizer(self.grad_type)
+    def _by_earlier(self, which: int) -> Quantizer:
+        """By the scale of earlier steps; notes the largest entry."""
+        assert self.scales is not None
+        scale, largest = self.scales.scale(which), self.scales.largest(which)
+        return _internal(self.library.Float8Quantizer(scale, largest, self.types[which]))
+
+    def _quantizer(self, which: int, x_RC: Tensor) -> Quantizer:
+        if self.scales is None:
+            return self.by_own[which]
+        if self.scales.known:
+            return self.by_earlier[which]
+        self.scales.note(which, x_RC.abs().amax())
+        return self.by_own[which]
 
     def input(self, x_TI: Tensor) -> Quantised:
         """See the protocol; rows are filled up to a multiple of what tensor cores load."""
-        return self._taken(self.input_quantizer(_filled(x_TI)), x_TI)
+        return self._taken(self._quantizer(INPUT, x_TI)(_filled(x_TI)), x_TI)
 
     def weight(self, weight_OI: Tensor) -> Quantised:
         """See the protocol."""
-        return self._taken(self.weight_quantizer(weight_OI.detach()), weight_OI)
+        own_OI = weight_OI.detach()
+        return self._taken(self._quantizer(WEIGHT, own_OI)(own_OI), own_OI)
 
     def update_weight(self, weight_OI: Tensor, held: Quantised) -> None:
         """See the protocol."""
-        record = self._record(held, self.forward_type, weight=True)
-        self.quantise_into(weight_OI.detach(), self.weight_quantizer, record, None)
+        own_OI = weight_OI.detach()
+        record = self._record(held, WEIGHT)
+        self.quantise_into(own_OI, self._quantizer(WEIGHT, own_OI), record, None)
 
     def grad(self, grad_TO: Tensor) -> Quantised:
         """See the protocol; filled up as inputs are."""
-        return self._taken(self.grad_quantizer(_filled(grad_TO)), grad_TO)
+        return self._taken(self._quantizer(GRAD, grad_TO)(_filled(grad_TO)), grad_TO)
 
     def output(self, x: Quantised, weight: Quantised, dtype: torch.dtype) -> Tensor:
         """See the protocol."""
-        record = self._record(weight, self.forward_type, weight=True)
-        out_TO: Tensor = self.product(
-            record, self._record(x, self.forward_type), out_dtype=dtype, layout="TN"
-        )[0]
+        record = self._record(weight, WEIGHT)
+        out_TO: Tensor = self.product(record, self._record(x, INPUT), out_dtype=dtype, layout="TN")[
+            0
+        ]
         return out_TO
 
     def input_grad(self, grad: Quantised, weight: Quantised, dtype: torch.dtype) -> Tensor:
         """See the protocol."""
-        record = self._record(weight, self.forward_type, weight=True)
+        record = self._record(weight, WEIGHT)
         grad_TI: Tensor = self.product(
             record,
-            self._record(grad, self.grad_type),
+            self._record(grad, GRAD),
             out_dtype=dtype,
             layout="NN",
             use_split_accumulator=True,
@@ -131,8 +158,8 @@ class TransformerEngine:
     def weight_grad(self, grad: Quantised, x: Quantised, dtype: torch.dtype) -> Tensor:
         """See the protocol."""
         grad_OI: Tensor = self.product(
-            self._record(x, self.forward_type),
-            self._record(grad, self.grad_type),
+            self._record(x, INPUT),
+            self._record(grad, GRAD),
             out_dtype=dtype,
             layout="NT",
             use_split_accumulator=True,
@@ -146,8 +173,8 @@ class TransformerEngine:
             total_OI.add_(self.weight_grad(grad, x, total_OI.dtype))
             return
         self.product(
-            self._record(x, self.forward_type),
-            self._record(grad, self.grad_type),
+            self._record(x, INPUT),
+            self._record(grad, GRAD),
             out_dtype=torch.float32,
             layout="NT",
             out=total_OI,
@@ -171,8 +198,9 @@ class TransformerEngine:
             column_scales = None
         return Quantised(rows, row_scales, columns, column_scales, lead=like.shape[:-1])
 
-    def _record(self, matrix: Quantised, dtype: object, weight: bool = False) -> object:
+    def _record(self, matrix: Quantised, which: int) -> object:
         """The library's record of a matrix."""
+        dtype = self.types[which]
         if self.recipe is Fp8Recipe.block:
             record: object = self.library.Float8BlockwiseQTensorStorage(
                 rowwise_data=matrix.by_rows,
@@ -181,7 +209,7 @@ class TransformerEngine:
                 columnwise_scale_inv=matrix.column_scales,
                 fp8_dtype=dtype,
                 quantizer=None,
-                is_2D_scaled=weight,
+                is_2D_scaled=which == WEIGHT,
                 fake_dtype=torch.bfloat16,
             )
             return record
@@ -195,6 +223,12 @@ class TransformerEngine:
             quantizer=None,
         )
         return record
+
+
+def _internal(made: Quantizer) -> Quantizer:
+    """A quantizer that makes records, not subclasses of tensors."""
+    setattr(made, "internal", True)  # noqa: B010 - the library's attribute, unknown here
+    return made
 
 
 def _filled(x_RC: Tensor) -> Tensor:

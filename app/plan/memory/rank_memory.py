@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
-from app.choices import GraphImpl
+from app.choices import Fp8Recipe, GraphImpl
 from app.config import CudaGraphConfig, ModelConfig, PrecisionConfig, Run
 from app.plan.actions import Action, Forward
 from app.plan.dispatchers.choose import run_dispatcher, tokens_per_rank, with_rows
@@ -42,7 +42,7 @@ from app.plan.recompute import recompute_policy, thriftiest
 from app.plan.sharding.blocks import ShardCoords
 from app.plan.sharding.parameters import chunk_buffers, chunk_parameters
 from app.plan.stages import Stage, StagePlan
-from app.plan.trace.eight_bits import Copies
+from app.plan.trace.eight_bits import SCALE, Copies
 from app.plan.trace.parts import BYTES
 from app.plan.trace.stage import stage_parts
 
@@ -233,6 +233,10 @@ def _fp8_parts(run: Run, layout: ParallelLayout, stages: Sequence[Stage]) -> Ite
     size = sum(Copies.of_weight(fp8.recipe, rows, columns).both for rows, columns in shapes)
     count = amount(sum(rows * columns for rows, columns in shapes))
     yield MemoryPart("weights in eight bits", size, f"two copies of {count}, one per direction")
+    if fp8.recipe is Fp8Recipe.delayed:
+        matrices = 3 * len(shapes)
+        how = f"of {matrices:,} matrices, {fp8.amax_history:,} steps each"
+        yield MemoryPart("largest entries", SCALE * matrices * (fp8.amax_history + 3), how)
 
 
 def _update_parts(

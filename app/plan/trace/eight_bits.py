@@ -12,7 +12,7 @@ from app.choices import Fp8Recipe
 BLOCK = 128  # values that share a scale by the recipe `block`
 SCALE = 4  # of a scale, fp32
 # launches that quantise a matrix: of the first recipe those of its largest entry and its scale too
-LAUNCHES = {Fp8Recipe.current: 4, Fp8Recipe.block: 1}
+LAUNCHES = {Fp8Recipe.current: 4, Fp8Recipe.delayed: 1, Fp8Recipe.block: 1}
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,7 @@ class Copies:
     @classmethod
     def of(cls, recipe: Fp8Recipe, rows: int, columns: int) -> Copies:
         """Of an input or of an output's gradient."""
-        if recipe is Fp8Recipe.current:  # one scale for both
+        if recipe is not Fp8Recipe.block:  # one scale for both
             return cls(rows * columns, rows * columns + SCALE)
         along_rows = -(-columns // BLOCK) * _padded(rows)
         along_columns = -(-rows // BLOCK) * _padded(columns)
@@ -39,7 +39,7 @@ class Copies:
     @classmethod
     def of_weight(cls, recipe: Fp8Recipe, rows: int, columns: int) -> Copies:
         """Of a weight."""
-        if recipe is Fp8Recipe.current:
+        if recipe is not Fp8Recipe.block:
             return cls.of(recipe, rows, columns)
         down, across = -(-rows // BLOCK), -(-columns // BLOCK)
         return cls(
