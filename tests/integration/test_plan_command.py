@@ -16,7 +16,8 @@ from pathlib import Path
 import pytest
 
 from app.cli.plan import main, parse
-from app.cli.plan_views.tables import MOST_ROWS, WIDTH, print_plan
+from app.cli.plan_views.rows import MOST_ROWS
+from app.cli.plan_views.tables import WIDTH, print_plan
 from app.cli.plan_views.timeline_picture import title
 from app.cli.width import table_width
 from app.errors import ConfigError

@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import TextIO
 
-from rich import box
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from app.choices import GraphImpl
+from app.cli.plan_views.memory_tables import print_decoding, print_memory
+from app.cli.plan_views.rows import fill, heading, new_table, print_pairs
 from app.cli.width import table_width
 from app.plan.actions import Compute
 from app.plan.cost.traffic import GroupTraffic
 from app.plan.export import (
     DECODING,
     SECTIONS,
-    Decoding,
     Estimate,
     StageRow,
     assumed_peak,
@@ -37,15 +36,11 @@ from app.plan.formatting import (
     signed_percent,
 )
 from app.plan.groups import GROUPS
-from app.plan.memory.decoding import fixed_bytes
-from app.plan.memory.rank_memory import RankMemory
 from app.plan.plan import Plan
 from app.plan.suggestion import Suggestion
 from app.plan.summary import summary_lines
 
 WIDTH = 100  # columns where nothing says otherwise
-MOST_ROWS = 16  # of a table; where there are more, the first and the last half of them
-MOST_COLUMNS = 4  # pipeline ranks side by side
 BESIDE = 32  # columns of the schedule's table before its actions
 SHOWN = 0.001  # of a step: what takes less has no row
 LARGEST = 3  # parts of the memory that the verdict names
@@ -77,42 +72,8 @@ def print_plan(
         _print_verdict(plan, suggestions, console)
         if faster:
             console.print()
-            _heading(console, "What makes it faster", "each planned again, quickest first")
+            heading(console, "What makes it faster", "each planned again, quickest first")
             _print_changes(faster, console)
-
-
-def _heading(console: Console, name: str, remark: str = "") -> None:
-    console.print(Text.assemble((name, "bold"), (f": {remark}" if remark else "")))
-
-
-def _table(*columns: str) -> Table:
-    """Columns by name; one that starts with > is aligned to the right, so that digits stand
-    under each other.
-    """
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False, header_style="dim")
-    for name in columns:
-        right = name.startswith(">")
-        table.add_column(
-            name.removeprefix(">"), justify="right" if right else "left", no_wrap=right
-        )
-    return table
-
-
-def _fill(table: Table, rows: Sequence[Sequence[str]]) -> None:
-    """All rows, or the first and last of very many."""
-    half = MOST_ROWS // 2
-    shown = rows
-    if len(rows) > MOST_ROWS:
-        shown = [*rows[:half], ["…"] * len(table.columns), *rows[-half:]]
-    for row in shown:
-        table.add_row(*row)
-
-
-def _print_pairs(console: Console, pairs: Iterable[tuple[str, str]]) -> None:
-    grid = Table.grid(padding=(0, 2))
-    for pair in pairs:
-        grid.add_row(*pair)
-    console.print(grid)
 
 
 def _print_summary(plan: Plan, console: Console) -> None:
@@ -121,15 +82,15 @@ def _print_summary(plan: Plan, console: Console) -> None:
     nodes = -(-plan.run.world_size // parallel.gpus_per_node)
     each = " to ".join(dict.fromkeys((amount(min(held)), amount(max(held)))))
     where = f"{nodes:,} of {parallel.gpus_per_node} GPUs, ranks in order {plan.layout.order}"
-    _print_pairs(console, [*summary_lines(plan), ("nodes", where), ("rank", f"{each} parameters")])
+    print_pairs(console, [*summary_lines(plan), ("nodes", where), ("rank", f"{each} parameters")])
 
 
 def _print_groups(plan: Plan, console: Console) -> None:
-    _heading(console, "Groups", "what one rank sends in a step, and about how long that takes")
+    heading(console, "Groups", "what one rank sends in a step, and about how long that takes")
     if not plan.traffic:
         console.print("none: no group has more than one rank")
         return
-    table = _table(
+    table = new_table(
         "kind",
         ">groups",
         ">ranks",
@@ -164,9 +125,9 @@ def _print_groups(plan: Plan, console: Console) -> None:
 
 def _print_ranks(plan: Plan, console: Console) -> None:
     console.print()
-    _heading(console, "Ranks")
+    heading(console, "Ranks")
     width = console.width - 2 - max((len(kind.name) for kind in plan.traffic), default=0)
-    _print_pairs(console, [(kind.name, _ranks_line(plan, kind, width)) for kind in plan.traffic])
+    print_pairs(console, [(kind.name, _ranks_line(plan, kind, width)) for kind in plan.traffic])
 
 
 def _ranks_line(plan: Plan, kind: GroupTraffic, width: int) -> str:
@@ -177,10 +138,10 @@ def _ranks_line(plan: Plan, kind: GroupTraffic, width: int) -> str:
 
 def _print_stages(plan: Plan, console: Console) -> None:
     alike = plan.layout.world_size // plan.layout.pp
-    _heading(
+    heading(
         console, "Stages", f"each pipeline rank stands for {alike:,} alike" if alike > 1 else ""
     )
-    table = _table(
+    table = new_table(
         ">pp rank",
         ">stage",
         ">layers",
@@ -190,7 +151,7 @@ def _print_stages(plan: Plan, console: Console) -> None:
         ">forward ms",
         ">backward ms",
     )
-    _fill(table, [_stage_cells(row) for row in stage_rows(plan)])
+    fill(table, [_stage_cells(row) for row in stage_rows(plan)])
     console.print(table)
     console.print("Times are estimates, of one microbatch.", style="dim")
 
@@ -218,13 +179,13 @@ def _print_schedule(plan: Plan, console: Console) -> None:
     counts = count_of(plan.run.num_microbatches, "microbatch", "microbatches") + (
         f", {vpp} stages per rank" if vpp > 1 else ""
     )
-    _heading(
+    heading(
         console,
         "Schedule",
         f"{plan.schedule_name.value}, {counts}, bubble {estimate.bubble_fraction:.1%}",
     )
-    table = _table(">pp rank", ">in flight", ">idle", "compute, as microbatch.chunk")
-    _fill(
+    table = new_table(">pp rank", ">in flight", ">idle", "compute, as microbatch.chunk")
+    fill(
         table,
         [_schedule_cells(plan, rank, console.width - BESIDE) for rank in range(plan.stages.pp)],
     )
@@ -243,9 +204,9 @@ def _print_times(plan: Plan, console: Console) -> None:
         return
     console.print()
     which = "on the pipeline rank that idles least" if plan.stages.pp > 1 else "of a step"
-    _heading(console, "Where the time goes", which)
-    table = _table("what", ">ms", ">share")
-    _fill(table, [(kind, figures(time * 1e3), f"{time / whole:.1%}") for kind, time in rows])
+    heading(console, "Where the time goes", which)
+    table = new_table("what", ">ms", ">share")
+    fill(table, [(kind, figures(time * 1e3), f"{time / whole:.1%}") for kind, time in rows])
     console.print(table)
 
 
@@ -280,19 +241,19 @@ def _print_graphs(plan: Plan, console: Console) -> None:
     graph = plan.run.cuda_graph
     match graph.impl:
         case GraphImpl.none:
-            _heading(console, "CUDA graphs", "none captured")
+            heading(console, "CUDA graphs", "none captured")
         case GraphImpl.full_iteration:
-            _heading(console, "CUDA graphs", "one per rank, forward and backward of a whole step")
+            heading(console, "CUDA graphs", "one per rank, forward and backward of a whole step")
         case _:
             parts = ", ".join(part.value for part in graph.scope) or "whole layers"
-            _heading(
+            heading(
                 console,
                 "CUDA graphs",
                 f"{parts}, by {graph.impl.value}, a set per {graph.key.value}",
             )
-            table = _table(">pp rank", ">graphs", ">slots", ">static inputs")
+            table = new_table(">pp rank", ">graphs", ">slots", ">static inputs")
             found = [(r, g) for r, g in enumerate(plan.graphs) if g]
-            _fill(
+            fill(
                 table,
                 [
                     (str(r), f"{g.num_graphs:,}", str(g.num_slots), f"{g.num_static_inputs:,}")
@@ -300,55 +261,6 @@ def _print_graphs(plan: Plan, console: Console) -> None:
                 ],
             )
             console.print(table)
-
-
-def _print_memory(plan: Plan, console: Console) -> None:
-    _heading(console, "Memory", "GiB at the peak, by pipeline rank")
-    shown = _columns(plan)
-    names = list(dict.fromkeys(part.name for rank in plan.memory for part in rank.parts))
-    fullest = f", on rank {plan.busiest.pp_rank}" if len(shown) > 1 else ""
-    table = _table("part", *(f">rank {rank.pp_rank}" for rank in shown), f"how{fullest}")
-    notes = {part.name: part.note for part in plan.busiest.parts}
-    for name in names:
-        table.add_row(name, *(_held(rank, name) for rank in shown), notes.get(name, ""))
-    table.add_row("total", *(gib(rank.total) for rank in shown), style="bold")
-    console.print(table)
-    console.print()
-
-
-def _print_decoding(plan: Plan, console: Console) -> None:
-    found = Decoding.of(plan)
-    text = f"texts of {found.context:,} tokens (train.seq_len), as generate continues them"
-    _heading(console, "Decoding", text)
-    table = _table(">pp rank", ">layers", ">weights GiB", ">KiB a token", ">GiB a text")
-    for row in found.rows:
-        counts = f"{row.pp_rank}", f"{row.layers}", gib(row.weights)
-        table.add_row(*counts, figures(row.token / 2**10), figures(row.text / 2**30))
-    console.print(table)
-    batch = f"batch={found.together * found.replicas}"
-    word, style = ("Fits", "bold green") if found.together else ("Does not fit", "bold red")
-    console.print(
-        Text.assemble(
-            (word, style),
-            f": {count_of(found.together, 'text')} at a time per replica ({batch}), keys and "
-            f"values beside weights in {gib(plan.gpu_memory)} GiB.",
-        )
-    )
-    besides = gib(fixed_bytes(gpu=True))
-    console.print(
-        f"{besides} GiB for CUDA are counted, prompts while they are computed are not.", style="dim"
-    )
-
-
-def _columns(plan: Plan) -> list[RankMemory]:
-    """All pipeline ranks, or of many the first, the fullest and the last."""
-    if len(plan.memory) <= MOST_COLUMNS:
-        return list(plan.memory)
-    return [plan.memory[rank] for rank in sorted({0, plan.busiest.pp_rank, len(plan.memory) - 1})]
-
-
-def _held(rank: RankMemory, name: str) -> str:
-    return next((gib(part.bytes) for part in rank.parts if part.name == name), "—")
 
 
 def _print_verdict(plan: Plan, suggestions: Sequence[Suggestion], console: Console) -> None:
@@ -380,12 +292,12 @@ def _print_suggestions(suggestions: Sequence[Suggestion], console: Console) -> N
     if not suggestions:
         console.print("Nothing was found that makes it fit, not even more GPUs.")
         return
-    _heading(console, "What makes it fit", "each planned again, quickest first")
+    heading(console, "What makes it fit", "each planned again, quickest first")
     _print_changes(suggestions, console)
 
 
 def _print_changes(suggestions: Sequence[Suggestion], console: Console) -> None:
-    table = _table(">GiB", ">step", "overrides, and what is paid for them")
+    table = new_table(">GiB", ">step", "overrides, and what is paid for them")
     for suggestion in suggestions:
         text = Text.assemble(
             (" ".join(suggestion.overrides), "bold"), f"\n{suggestion.cost}", overflow="fold"
@@ -399,6 +311,6 @@ PRINTERS: dict[str, Callable[[Plan, Console], None]] = {
     "stages": _print_stages,
     "schedule": _print_schedule,
     "graphs": _print_graphs,
-    "memory": _print_memory,
-    DECODING: _print_decoding,
+    "memory": print_memory,
+    DECODING: print_decoding,
 }

@@ -1,0 +1,66 @@
+"""The plan's tables of memory: of training, and of continuing texts."""
+
+from __future__ import annotations
+
+from rich.console import Console
+from rich.text import Text
+
+from app.cli.plan_views.rows import heading, new_table
+from app.plan.export import Decoding
+from app.plan.formatting import count_of, figures, gib
+from app.plan.memory.decoding import fixed_bytes
+from app.plan.memory.rank_memory import RankMemory
+from app.plan.plan import Plan
+
+MOST_COLUMNS = 4  # pipeline ranks side by side
+
+
+def print_memory(plan: Plan, console: Console) -> None:
+    """What is held at the peak, part by part."""
+    heading(console, "Memory", "GiB at the peak, by pipeline rank")
+    shown = _columns(plan)
+    names = list(dict.fromkeys(part.name for rank in plan.memory for part in rank.parts))
+    fullest = f", on rank {plan.busiest.pp_rank}" if len(shown) > 1 else ""
+    table = new_table("part", *(f">rank {rank.pp_rank}" for rank in shown), f"how{fullest}")
+    notes = {part.name: part.note for part in plan.busiest.parts}
+    for name in names:
+        table.add_row(name, *(_held(rank, name) for rank in shown), notes.get(name, ""))
+    table.add_row("total", *(gib(rank.total) for rank in shown), style="bold")
+    console.print(table)
+    console.print()
+
+
+def print_decoding(plan: Plan, console: Console) -> None:
+    """Keys and values of texts that a trained model continues."""
+    found = Decoding.of(plan)
+    text = f"texts of {found.context:,} tokens (train.seq_len), as generate continues them"
+    heading(console, "Decoding", text)
+    table = new_table(">pp rank", ">layers", ">weights GiB", ">KiB a token", ">GiB a text")
+    for row in found.rows:
+        counts = f"{row.pp_rank}", f"{row.layers}", gib(row.weights)
+        table.add_row(*counts, figures(row.token / 2**10), figures(row.text / 2**30))
+    console.print(table)
+    batch = f"batch={found.together * found.replicas}"
+    word, style = ("Fits", "bold green") if found.together else ("Does not fit", "bold red")
+    console.print(
+        Text.assemble(
+            (word, style),
+            f": {count_of(found.together, 'text')} at a time per replica ({batch}), keys and "
+            f"values beside weights in {gib(plan.gpu_memory)} GiB.",
+        )
+    )
+    besides = gib(fixed_bytes(gpu=True))
+    console.print(
+        f"{besides} GiB for CUDA are counted, prompts while they are computed are not.", style="dim"
+    )
+
+
+def _columns(plan: Plan) -> list[RankMemory]:
+    """All pipeline ranks, or of many the first, the fullest and the last."""
+    if len(plan.memory) <= MOST_COLUMNS:
+        return list(plan.memory)
+    return [plan.memory[rank] for rank in sorted({0, plan.busiest.pp_rank, len(plan.memory) - 1})]
+
+
+def _held(rank: RankMemory, name: str) -> str:
+    return next((gib(part.bytes) for part in rank.parts if part.name == name), "—")
