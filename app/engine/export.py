@@ -92,14 +92,12 @@ class Exported:
     def texts(self, say: Callable[[str], object]) -> dict[str, bytes]:
         """What is no weight, by name of file; `say` hears what is left out. Raises ConfigError."""
         run_dir = self.checkpoint.parent.parent
-        data = self.manifest.get("data")  # what they were, not where
         texts = ExportTexts(
             run_dir=run_dir,
-            config=self.config,
+            manifest=self.manifest,
             model=self.model,
             family=self.family(),
             dtype=NAMES[self.dtype],
-            tokenizer_sum=None if data is None else data["tokenizer"],
             key=self.key,
             say=say,
         )

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from app.config import ModelConfig, Run
-from app.data.sources import file_sum
 from app.data.tokenizer import BYTES, BYTES_END, ByteTokenizer, bytes_as_json, json_tokenizer
+from app.engine.kept_tokenizer import find_tokenizer
 from app.errors import ConfigError, typed, writing
 from app.hf.families import Family, differences
 from app.hf.file_names import CONFIG_JSON, TOKENIZER
@@ -29,16 +29,21 @@ NOT_KEPT = ("quantization_config", "dtype", "auto_map")
 
 @dataclass(frozen=True, slots=True)
 class ExportTexts:
-    """Texts for the model of a checkpoint in `run_dir`, saved with the sections `config`."""
+    """Texts for the model of a checkpoint in `run_dir`."""
 
     run_dir: Path
-    config: Mapping[str, Any]
+    manifest: Mapping[str, Any]
     model: ModelConfig
     family: Family
     dtype: str  # of weights, as config.json calls it
-    tokenizer_sum: str | None  # of the contents of the tokenizer's file; None: not known
     key: str  # that named the checkpoint, for messages
     say: Callable[[str], object]  # hears what is left out
+
+    @property
+    def config(self) -> Mapping[str, Any]:
+        """Sections of config.yaml."""
+        found: Mapping[str, Any] = self.manifest["config"]
+        return found
 
     def files(self) -> dict[str, bytes]:
         """Name and contents of each file, config.json last. Raises ConfigError for one that cannot
@@ -111,13 +116,11 @@ class ExportTexts:
         if name == BYTES:
             return TrainedTokenizer(bytes_as_json().encode(), BYTES_END, ByteTokenizer.eod)
         kept = self.run_dir / TOKENIZER
-        places = [kept, Path(name)] + ([] if source is None else [source / TOKENIZER])
-        found = [path for path in places if path.is_file()]
-        for path in found:
-            if self.tokenizer_sum in (None, file_sum(path)):
-                read = json_tokenizer(path)
-                return TrainedTokenizer(path.read_bytes(), read.end, read.eod)
-        state = "has other contents now" if found else "is not there"
+        besides = [] if source is None else [source / TOKENIZER]
+        if (path := find_tokenizer(self.run_dir, self.manifest, besides)) is not None:
+            read = json_tokenizer(path)
+            return TrainedTokenizer(path.read_bytes(), read.end, read.eod)
+        state = "has other contents now" if Path(name).is_file() else "is not there"
         what = f"no tokenizer is written: {name}, which the model was trained with, {state}"
         self.say(f"{what}; as {kept} it would be found")
         return None
@@ -147,18 +150,6 @@ def keep_texts(run: Run, run_dir: Path) -> None:
     texts = read_texts(model_folder(run.model.init_from, key, asks=False), key)
     with writing(run_dir):
         write_texts(run_dir, texts)
-
-
-def keep_tokenizer(run: Run, run_dir: Path) -> None:
-    """Copy the tokenizer's file into the run folder: what is trained is of no use without it.
-    Raises ConfigError.
-    """
-    if run.data.tokenizer == BYTES:
-        return
-    with writing(run_dir):
-        contents, kept = Path(run.data.tokenizer).read_bytes(), run_dir / TOKENIZER
-        if not kept.is_file() or kept.read_bytes() != contents:
-            kept.write_bytes(contents)
 
 
 def write_texts(run_dir: Path, texts: Mapping[str, bytes]) -> None:

@@ -24,8 +24,9 @@ from app.engine.checkpoint.folder import (
 from app.engine.checkpoint.load import Progress, load_checkpoint
 from app.engine.checkpoint.saver import Saver
 from app.engine.export import EXPORTED, export_together
-from app.engine.export_texts import keep_texts, keep_tokenizer
+from app.engine.export_texts import keep_texts
 from app.engine.generate import sample_text
+from app.engine.kept_tokenizer import keep_tokenizer
 from app.engine.pipeline.step import TrainingStep, Validation
 from app.engine.report.boards import TensorBoard, Wandb
 from app.engine.report.metrics import (

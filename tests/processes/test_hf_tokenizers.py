@@ -14,7 +14,7 @@ from tokenizers import AddedToken, Tokenizer
 
 from app.cli import convert
 from app.config import Run
-from app.engine.export_texts import keep_tokenizer
+from app.engine.kept_tokenizer import keep_tokenizer
 from app.hf.tokenizer_files import TrainedTokenizer, with_tokenizer
 from tests.hf_folders import save_byte_level, save_random, transformers
 from tests.pretrained_model import MARKER
@@ -26,6 +26,8 @@ from tests.training import ROOT, corpus_in
 
 TEXT = "the <new> cat<|tool|>\n  sat — déjà vu 12345"
 SETTINGS = {"tokenizer_class": "Qwen2Tokenizer", "eos_token": MARKER, "auto_map": {"a": "b.C"}}
+
+GENERATE = ("-m", "app.cli.generate", "../run", "prompt=the <new> cat", "max_new_tokens=2")
 
 
 def add_tokens(path: Path, to: Path) -> Tokenizer:
@@ -105,11 +107,15 @@ def test_a_run_exports_what_it_was_trained_with(
     assert convert.main(["to-hf", "../run", "out"]) == 0
     assert_alike(tmp_path / "elsewhere/out", more)
     assert capsys.readouterr().err == ""
+    asked = run_forked(Path.cwd(), [sys.executable, *GENERATE])
+    assert asked.returncode == 0, asked.stderr
     (tmp_path / "run/tokenizer.json").unlink()
+    asked = run_forked(Path.cwd(), [sys.executable, *GENERATE])
+    assert asked.stderr.startswith("generate: data.tokenizer=../run/tokenizer.json: no such file")
     assert convert.main(["to-hf", "../run", "none"]) == 0
     assert capsys.readouterr().err == (
-        "convert: no tokenizer is written: own.json, which the model was trained with, has other "
-        "contents now; as ../run/tokenizer.json it would be found\n"
+        "convert: no tokenizer is written: own.json, which the model was trained with, is not "
+        "there; as ../run/tokenizer.json it would be found\n"
     )
     written = {path.name for path in (tmp_path / "elsewhere/none").iterdir()}
     assert written == {"config.json", "generation_config.json", "model.safetensors"}

@@ -20,6 +20,7 @@ from app.engine.checkpoint.load import IMPORTED, load_weights
 from app.engine.checkpoint.resume import checkpoint_at
 from app.engine.dispatchers import build_dispatcher
 from app.engine.groups import Groups, create_groups, process_world
+from app.engine.kept_tokenizer import find_tokenizer
 from app.engine.report.telling import telling
 from app.engine.run.agreement import all_succeed
 from app.engine.run.run_folder import plain
@@ -75,10 +76,20 @@ class Saved:
     def config(self) -> dict[str, Any]:
         """That of the run that saved it; what no run has trained yet is as its config.json says."""
         config: dict[str, Any] = self.manifest["config"]
+        run_dir = self.path.parent.parent
         if IMPORTED not in self.manifest:
-            return config
-        texts = self.path.parent.parent / PRETRAINED
+            return config | {"data": self._data(config["data"], run_dir)}
+        texts = run_dir / PRETRAINED
         return _their_sections(texts, self.manifest[IMPORTED]) | config
+
+    def _data(self, data: dict[str, Any], run_dir: Path) -> dict[str, Any]:
+        """With the tokenizer of the training, which may have been named from another folder; one
+        that has changed is not taken in its place.
+        """
+        if data["tokenizer"] == BYTES:
+            return data
+        found = find_tokenizer(run_dir, self.manifest)
+        return data | {"tokenizer": str(found or run_dir / TOKENIZER)}
 
     def fill(self, chunks: Sequence[Chunk], groups: Groups) -> None:
         """See `WeightSource`."""
