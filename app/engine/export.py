@@ -31,7 +31,7 @@ from app.engine.run.run_folder import from_plain
 from app.engine.watchdog.watchdog import Strand
 from app.errors import ConfigError, warn
 from app.hf.families import Family, family_of
-from app.hf.write import Export
+from app.hf.write import Export, complete_or_gone
 from app.plan.model.stage import model_weights
 
 EXPORTED = "hugging_face"  # in a run folder: the model that it ended with
@@ -116,17 +116,14 @@ def export_checkpoint(
         manifest = read_manifest(path)
     exported = Exported(path, manifest, key, folder)
     export = exported.export()
-    export.begin()
-    try:
+    with complete_or_gone(folder, export.draft):
+        export.begin()
         texts = exported.texts(say)
         with _about(key):
             _check_all(path, manifest)
         export = replace(export, apart=exported.apart())
         _write(export, export.files(), exported)
         export.finish(texts)
-    except BaseException:
-        export.give_up()
-        raise
     return exported
 
 

@@ -33,7 +33,7 @@ from app.engine.export_texts import read_texts, write_texts
 from app.engine.run.run_folder import plain
 from app.errors import ConfigError
 from app.hf.pretrained import Pretrained
-from app.hf.write import file_header
+from app.hf.write import complete_or_gone, file_header
 from app.plan.model.stage import NamedWeight, model_weights
 from app.plan.sharding.reshard import Block
 
@@ -49,15 +49,14 @@ def import_model(folder: Path, name: str, run_dir: Path, key: str) -> Pretrained
     texts = read_texts(folder, key)
     draft = run_dir.with_name(f".{run_dir.name}.tmp")
     shutil.rmtree(draft, ignore_errors=True)
-    try:
-        _write(draft, pretrained, name)
-        write_texts(draft, texts)
-        draft.rename(run_dir)
-    except OSError as error:
-        rule = f"cannot be written: {error.strerror}"
-        raise ConfigError("folder", run_dir, rule) from error
-    finally:
-        shutil.rmtree(draft, ignore_errors=True)
+    with complete_or_gone(run_dir, draft):
+        try:
+            _write(draft, pretrained, name)
+            write_texts(draft, texts)
+            draft.rename(run_dir)
+        except OSError as error:
+            rule = f"cannot be written: {error.strerror or error}"
+            raise ConfigError("folder", run_dir, rule) from error
     return pretrained
 
 

@@ -10,7 +10,7 @@ import json
 import os
 import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from math import prod
 from pathlib import Path
@@ -183,6 +183,20 @@ class Export:
     def give_up(self) -> None:
         """Remove what was written of it."""
         shutil.rmtree(self.draft, ignore_errors=True)
+
+
+@contextmanager
+def complete_or_gone(folder: Path, draft: Path) -> Iterator[None]:
+    """Remove the draft of a folder, and the folders made above it, where the block fails."""
+    made = [above for above in folder.parents if not os.path.lexists(above)]
+    try:
+        yield
+    except BaseException:
+        shutil.rmtree(draft, ignore_errors=True)
+        for above in made:
+            with suppress(OSError):  # never made, or someone has put something there
+                above.rmdir()
+        raise
 
 
 @contextmanager

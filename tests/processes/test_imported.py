@@ -115,6 +115,15 @@ def test_ctrl_c_leaves_nothing(tmp_path: Path):
     assert [path.name for path in tmp_path.iterdir()] == ["theirs"]
 
 
+def test_no_folder_is_left_above_what_fails(tmp_path: Path):
+    """A tensor of another shape is found when others have been written."""
+    save_random("qwen3", tmp_path / "theirs")
+    edit_tensors(tmp_path / "theirs", lambda t: t.update({"model.norm.weight": torch.ones(5)}))
+    with pytest.raises(SystemExit):
+        convert.main(["from-hf", str(tmp_path / "theirs"), str(tmp_path / "new/er/run")])
+    assert [each.name for each in tmp_path.iterdir()] == ["theirs"]
+
+
 def test_a_run_folder_says_what_its_model_is(tmp_path: Path):
     """Three commands: in, trained, out."""
     save_random("mixtral", tmp_path / "theirs")
