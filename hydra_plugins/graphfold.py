@@ -1,5 +1,5 @@
-"""Our sweeper and launcher, where Hydra looks for them: it takes such classes from this namespace
-package only.
+"""Our sweeper, launcher and the user's folder of options, where Hydra looks for them: it takes such
+classes from this namespace package only.
 
 Every process of every run loads this file, and few sweep, so the work lies in modules that are
 imported when it begins.
@@ -11,12 +11,25 @@ import inspect
 from collections.abc import Sequence
 from pathlib import Path
 
+from hydra.core.config_search_path import ConfigSearchPath
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.utils import JobReturn
 from hydra.plugins.launcher import Launcher
+from hydra.plugins.search_path_plugin import SearchPathPlugin
 from hydra.plugins.sweeper import Sweeper
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig
+
+
+class UserOptions(SearchPathPlugin):
+    """Options of the user's own, such as profiles of GPUs that `app.cli.calibrate` has written."""
+
+    def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
+        """Look there last."""
+        from app.cli.processes.home import user_conf
+
+        if user_conf().is_dir():
+            search_path.append("graphfold", f"file://{user_conf()}")
 
 
 class GridSweeper(Sweeper):

@@ -42,6 +42,12 @@ def evaluate() -> None:
     _loaded("evaluate", "evaluate").command(parent)
 
 
+def calibrate() -> None:
+    """Measure what GPUs reach (`python -m app.cli.calibrate`)."""
+    parent = os.getppid()  # as above
+    _loaded("calibrate", "calibrate").command(parent)
+
+
 def _loaded(module: str, called: str) -> ModuleType:
     stop_quietly(called)  # the imports take seconds
     return import_module(f"app.cli.{module}")

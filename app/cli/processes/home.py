@@ -14,6 +14,11 @@ CONF = (PACKAGE if INSTALLED else PACKAGE.parent) / "conf"
 BASE = Path() if INSTALLED else PACKAGE.parent
 
 
+def user_conf() -> Path:
+    """The user's own options, which are found beside conf/: an installed one may be read-only."""
+    return Path.home() / ".config" / "graphfold"
+
+
 def child_paths(env: Mapping[str, str]) -> dict[str, str]:
     """Variables with which a fresh interpreter imports this `app`.
 

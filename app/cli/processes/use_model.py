@@ -22,10 +22,18 @@ Work = Callable[[Sequence[str], Launch], int]  # arguments and place -> exit cod
 
 
 def run_program(
-    program: str, help_text: str, arguments: Sequence[str], *, parent: int, work: Work
+    program: str,
+    help_text: str,
+    arguments: Sequence[str],
+    *,
+    parent: int,
+    work: Work,
+    bare: bool = False,
 ) -> int:
-    """Run the command line of a process that process `parent` has started; the exit code."""
-    if not arguments or {"--help", "-h"} & set(arguments):
+    """Run the command line of a process that process `parent` has started; the exit code. `bare`:
+    without arguments it works, where others explain themselves.
+    """
+    if not (arguments or bare) or {"--help", "-h"} & set(arguments):
         print(help_text)
         return 0
     with readable_errors(program, speak=True):

@@ -1,0 +1,139 @@
+"""Measure what this machine's GPUs reach, for planned times: `python -m app.cli.calibrate`.
+
+Exit codes: 0, 2 for a mistake, which costs one line.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import sys
+import time
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from app.cli.processes.ctrl_c import stop_quietly
+from app.cli.processes.environment import environment
+
+if __name__ == "__main__":
+    # the imports take seconds
+    stop_quietly("calibrate", speak=environment().get("RANK", "0") == "0")
+
+import torch
+import torch.distributed as dist
+
+from app.cli.processes.home import CONF, user_conf
+from app.cli.processes.launcher import Launch
+from app.cli.processes.use_model import run_program
+from app.engine.calibration.clock import Clock
+from app.engine.calibration.kernels import MeasuredSizes, kernel_speeds
+from app.engine.calibration.links import link_speeds
+from app.engine.calibration.profile_file import gpu_words, measured_profile, write_profile
+from app.engine.run.attempt import Attempt
+from app.errors import ConfigError, nearest
+
+OWN = ("name=", "out=")
+GIB = 2**30
+HELP = """\
+== Graphfold: measure what GPUs, their host and their links reach, for planned times ==
+Usage:  python -m app.cli.calibrate [name=NAME] [out=FOLDER]
+        torchrun --nproc-per-node N -m app.cli.calibrate [...]   links between N GPUs too
+
+  name=NAME    of the option: hardware=NAME; default: the GPU's name with _here behind it
+  out=FOLDER   where hardware/NAME.yaml goes; default: ~/.config/graphfold, whose options train.py
+               and the plan command find by themselves; others by --config-dir FOLDER
+
+Takes a minute or two on an idle GPU. What is measured, and how times come of it:
+docs/step-time.md. Plan with it: python -m app.cli.plan hardware=NAME ..."""
+
+
+def work(arguments: Sequence[str], launch: Launch) -> int:
+    """Measure and write; the exit code."""
+    typed = _parsed(arguments)
+    if not torch.cuda.is_available():
+        raise ConfigError("calibrate", "cpu", "there is no GPU here to measure")
+    device = torch.device("cuda", launch.local_rank)
+    torch.cuda.set_device(device)
+    device_name = torch.cuda.get_device_name(device)
+    path = option_path(typed, device_name)
+    began = time.monotonic()
+    clock = Clock(device)
+    links: dict[str, float] = {}
+    if (launch.world_size or 1) > 1:
+        links = _links(clock, launch)
+    if launch.rank == 0:
+        speeds: dict[str, Any] = kernel_speeds(clock, MeasuredSizes())
+        profile = measured_profile(device_name, _source(), speeds, links)
+        memory = torch.cuda.get_device_properties(device).total_memory / GIB
+        _write(path, profile, device_name, memory)
+        took = time.monotonic() - began
+        print(f"written in {took:.0f} s: {path}; plan with hardware={path.stem}")
+    return 0
+
+
+def _parsed(arguments: Sequence[str]) -> dict[str, str]:
+    """This command's options. Raises ConfigError."""
+    for word in arguments:
+        if not word.startswith(OWN):
+            rule = f"the options are {' and '.join(OWN)}; --help explains them"
+            raise ConfigError("option", word, rule, guess=nearest(word, OWN))
+    return dict(word.split("=", 1) for word in arguments)
+
+
+def option_path(typed: dict[str, str], device_name: str) -> Path:
+    """Where the option goes. ConfigError for the name of one that is there already, and for what
+    cannot be a name.
+    """
+    words = "_".join(gpu_words(device_name).lower().split())
+    name = typed.get("name", f"{words}_here")
+    if not name.replace("_", "").replace("-", "").isalnum():
+        rule = "is typed as hardware=NAME: letters, digits, _ and -"
+        raise ConfigError("name", name, rule, nearest=f"{words}_here")
+    if (CONF / "hardware" / f"{name}.yaml").exists():
+        rule = "is an option of Graphfold's own"
+        raise ConfigError("name", name, rule, nearest=f"{name}_here")
+    return Path(typed["out"] if "out" in typed else user_conf()) / "hardware" / f"{name}.yaml"
+
+
+def _links(clock: Clock, launch: Launch) -> dict[str, float]:
+    """Over all processes, which are those of one node."""
+    attempt = Attempt(launch.requeues, launch.master, store_stays=launch.agent_store)
+    assert launch.world_size is not None
+    store = attempt.meeting_store(launch.rank, launch.world_size)
+    dist.init_process_group("nccl", store=store, rank=launch.rank, world_size=launch.world_size)
+    group = dist.group.WORLD
+    assert group is not None
+    found = link_speeds(clock, group)
+    dist.destroy_process_group()
+    return found
+
+
+def _source() -> str:
+    """When and with what."""
+    when = datetime.now(UTC).strftime("%Y-%m-%d")
+    nccl = ".".join(map(str, torch.cuda.nccl.version()))
+    libraries = f"torch {torch.__version__}, CUDA {torch.version.cuda}, NCCL {nccl}"
+    return f"measured {when} on {platform.node()}: {libraries}"
+
+
+def _write(path: Path, profile: Any, device_name: str, memory_gib: float) -> None:
+    try:
+        write_profile(path, profile, device_name, memory_gib)
+    except OSError as error:
+        raise ConfigError("out", path, f"cannot be written: {error.strerror}") from error
+
+
+def main(arguments: Sequence[str], parent: int) -> int:
+    """Run the command line of a process that process `parent` has started; the exit code."""
+    return run_program("calibrate", HELP, arguments, parent=parent, work=work, bare=True)
+
+
+def command(parent: int) -> None:
+    """Run the command line; SystemExit with the exit code."""
+    sys.exit(main(sys.argv[1:], parent))
+
+
+if __name__ == "__main__":
+    command(os.getppid())

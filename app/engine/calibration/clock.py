@@ -1,0 +1,99 @@
+"""Seconds of something on a GPU with cold caches, or on a CPU."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+WARMUP, TIMED = 3, 10
+FLUSHED = 256 * 2**20  # bytes written between two measurements: more than an L2 cache holds
+PAUSE = 2_000_000  # cycles, about a millisecond, in which the host gets ahead
+TINY = 200  # kernels of the measurements of starts and launches
+
+Outputs = Tensor | tuple[Tensor, ...]
+Function = Callable[..., Outputs]
+
+
+class Clock:
+    """Measures on one device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        size = FLUSHED if device.type == "cuda" else 1
+        self.flushed = torch.empty(size, dtype=torch.int8, device=device)
+
+    def seconds(self, run: Callable[[], object]) -> float:
+        """Median of some runs behind others, each behind emptied caches and without the host's
+        share.
+        """
+        once = self._on_gpu if self.device.type == "cuda" else self._on_cpu
+        return statistics.median([once(run) for _ in range(WARMUP + TIMED)][WARMUP:])
+
+    def passes(self, run: Function, inputs: Sequence[Tensor]) -> tuple[float, float]:
+        """Of a forward, and of the backward behind it to all inputs."""
+        with torch.no_grad():
+            forward = self.seconds(lambda: run(*inputs))
+            grads = tuple(map(torch.randn_like, _as_tuple(run(*inputs))))
+        leaves = [tensor.detach().clone().requires_grad_() for tensor in inputs]
+        both = self.seconds(lambda: torch.autograd.grad(_as_tuple(run(*leaves)), leaves, grads))
+        return forward, max(both - forward, 0.1 * forward)
+
+    def start(self) -> float:
+        """From the end of a kernel to the start of the next one in a graph; on a CPU, of one."""
+        x = torch.zeros(1, device=self.device)
+
+        def many() -> None:
+            for _ in range(TINY):
+                x.add_(1)
+
+        if self.device.type != "cuda":
+            return self.seconds(many) / TINY
+        many()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            many()
+        return self.seconds(graph.replay) / TINY
+
+    def launch(self, run: Callable[[Tensor], Tensor], x: Tensor, kernels: int) -> float:
+        """The host's share of each of so many kernels of a forward and backward, `x` being small
+        enough for the device to wait for the host.
+        """
+        leaf = x.detach().clone().requires_grad_()
+        grad = torch.ones_like(run(leaf))
+        times = []
+        for _ in range(TINY):
+            begun = time.perf_counter()
+            torch.autograd.grad(run(leaf), leaf, grad)
+            times.append(time.perf_counter() - begun)
+            self._finish()
+        return statistics.median(times) / kernels
+
+    def _finish(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def _on_cpu(self, run: Callable[[], object]) -> float:
+        begun = time.perf_counter()
+        run()
+        return time.perf_counter() - begun
+
+    def _on_gpu(self, run: Callable[[], object]) -> float:
+        start = torch.cuda.Event(enable_timing=True)
+        end = torch.cuda.Event(enable_timing=True)
+        torch.cuda.synchronize(self.device)
+        self.flushed.zero_()
+        torch.cuda._sleep(PAUSE)
+        start.record()
+        run()
+        end.record()
+        end.synchronize()
+        milliseconds: float = start.elapsed_time(end)
+        return milliseconds / 1e3
+
+
+def _as_tuple(outputs: Outputs) -> tuple[Tensor, ...]:
+    return outputs if isinstance(outputs, tuple) else (outputs,)

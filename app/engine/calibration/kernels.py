@@ -1,0 +1,247 @@
+"""Speeds of one GPU's kernels, by the functions that training calls; docs/step-time.md says what
+becomes of them.
+
+Shapes: T tokens, D hidden, F hidden width of a feed-forward, V vocabulary, E experts, K per token,
+R rows, S tokens of a sequence, N heads of width H.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from app.engine.calibration import solve
+from app.engine.calibration.clock import Clock, Outputs
+from app.engine.calibration.solve import GIGA, MICRO, TERA
+from app.kernels import cross_entropy
+from app.kernels.attention.heads import split_and_rotate
+from app.kernels.common import usable
+from app.model.attention import attend
+from app.model.layers import RMSNorm, swiglu
+from app.moe.permute import combine, permute, sort_by_expert
+from app.plan.model.norm import NormWeights
+from app.plan.model.weight import Weight
+from app.torch_versions import add_product
+
+SIZE = 2  # bytes of an element
+KERNELS = 3 * (1 + 3)  # of three operations: as the plan counts a forward with its backward
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredSizes:
+    """Of what is measured."""
+
+    square: int = 8192  # of the large product
+    tokens: int = 8192  # T
+    hidden: int = 2048  # D
+    narrow: int = 512  # the other side of the thin product
+    vocab: int = 50304  # V
+    experts: int = 32  # E
+    top_k: int = 8  # K
+    sequence: int = 4096  # S
+    heads: int = 16  # N
+    widths: tuple[int, ...] = (64, 128)  # H
+    adam: int = 2**26  # elements of an update
+
+
+def kernel_speeds(clock: Clock, sizes: MeasuredSizes) -> dict[str, Any]:
+    """Keys of `HardwareProfile` that one GPU and its host decide."""
+    measure = _Measure(clock, sizes, kernel=clock.start())
+    other = measure.other()
+    tflops, share = measure.products(other[0])
+    return {
+        "product_tflops": tflops,
+        "product_memory": share,
+        "router_tflops": measure.router(),
+        **measure.grouped(share, other[0]),
+        "attention": measure.attention(),
+        "activation_gb_s": measure.activation(),
+        "heads_gb_s": measure.heads(),
+        "norm_gb_s": measure.norm(),
+        "loss_gb_s": measure.loss(),
+        "rows_gb_s": measure.rows(),
+        "other_gb_s": other,
+        "sums_gb_s": measure.sums(tflops),
+        "optimizer_gb_s": measure.optimizer(),
+        "kernel_us": measure.kernel / MICRO,
+        "launch_us": measure.launch() / MICRO,
+    }
+
+
+def _norm(x: Tensor) -> RMSNorm:
+    """Of values like these."""
+    module = RMSNorm(NormWeights(Weight((x.shape[-1],))), 1e-5).to(x)
+    torch.nn.init.ones_(module.weight)
+    return module
+
+
+class _Measure:
+    """One method per key, each with its own tensors."""
+
+    def __init__(self, clock: Clock, sizes: MeasuredSizes, kernel: float) -> None:
+        self.clock = clock
+        self.sizes = sizes
+        self.kernel = kernel  # seconds that one takes to start
+
+    def random(self, *shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+        """Normal values."""
+        return torch.randn(shape, device=self.clock.device).to(dtype)
+
+    def both(self, forward: float, backward: float, times: Sequence[float]) -> list[float]:
+        """GB/s of so many bytes each way."""
+        moved = zip((forward, backward), times, strict=True)
+        return [solve.rate(size, took, self.kernel) for size, took in moved]
+
+    def products(self, memory: float) -> tuple[float, float]:
+        """Of a large square product, and of one with a thin matrix."""
+        s = self.sizes
+        found = []
+        for m, k, n in ((s.square,) * 3, (s.square, s.narrow, s.hidden)):
+            x, w = self.random(m, k), self.random(n, k)
+            took = self.clock.seconds(partial(F.linear, x, w)) - self.kernel
+            found.append((2.0 * m * n * k, SIZE * float(m * k + n * k + m * n), took))
+        return solve.products(found[0], found[1], memory)
+
+    def router(self) -> float:
+        """In float32."""
+        s = self.sizes
+        fp32 = torch.float32
+        x = self.random(s.tokens, s.hidden, dtype=fp32)
+        w = self.random(4 * s.experts, s.hidden, dtype=fp32)
+        took = self.clock.seconds(partial(F.linear, x, w))
+        return solve.rate(2.0 * x.numel() * len(w), took, self.kernel, unit=TERA)
+
+    def grouped(self, share: float, memory: float) -> dict[str, float]:
+        """With many rows per expert and with few."""
+        s = self.sizes
+        w = self.random(s.experts, s.hidden, s.narrow)
+        found = []
+        for rows in (s.tokens * 4 // s.experts, s.tokens // s.experts):
+            x = self.random(rows * s.experts, s.hidden)
+            counts = torch.arange(1, s.experts + 1, device=x.device, dtype=torch.int32)
+            took = self.clock.seconds(partial(F.grouped_mm, x, w, offs=counts * rows))
+            moved = SIZE * (x.numel() + w.numel() + len(x) * s.narrow)
+            took -= self.kernel + share * moved / (memory * GIGA)
+            found.append((2.0 * x.numel() * s.narrow, float(w.numel()), max(took, solve.LEAST)))
+        tflops, tile = solve.grouped(found[0], found[1])
+        return {"grouped_tflops": tflops, "grouped_tile": tile}
+
+    def attention(self) -> list[list[float]]:
+        """A row per head width: the fastest kernel, and the ordered one."""
+        s = self.sizes
+        table = []
+        for width in s.widths:
+            heads = [self.random(1, s.sequence, s.heads, width) for _ in range(3)]
+            flops = 2.0 * s.sequence**2 * s.heads * width
+            row = [float(width)]
+            for ordered in (False, True):
+                run = partial(attend, mask_B1SK=None, deterministic=ordered)
+                forward, backward = self.clock.passes(run, heads)
+                row.append(solve.rate(flops, forward, self.kernel, unit=TERA))
+                row.append(solve.rate(2 * flops, backward, self.kernel, unit=TERA))
+            table.append(row)
+        return table
+
+    def activation(self) -> list[float]:
+        """Forward reads 2F and writes F of a row; backward reads 3F and writes 2F."""
+        both = self.random(self.sizes.tokens, 2 * self.sizes.hidden)
+        size = both.numel() // 2 * SIZE
+        return self.both(3 * size, 5 * size, self.clock.passes(swiglu, [both]))
+
+    def norm(self) -> list[float]:
+        """Forward reads and writes; backward reads twice and writes."""
+        x = self.random(self.sizes.tokens, self.sizes.hidden)
+        module = _norm(x)
+        size = x.numel() * SIZE
+        return self.both(2 * size, 3 * size, self.clock.passes(module, [x]))
+
+    def heads(self) -> list[float]:
+        """Split and rotated by our kernel; without it rotated by plain torch."""
+        s = self.sizes
+        width = s.widths[-1]
+        qkv = self.random(1, s.tokens, 3 * s.heads * width)
+        angles = torch.rand(1, s.tokens, 1, width, device=qkv.device)
+        tables = angles.cos(), angles.sin()
+
+        def rotated(x: Tensor) -> Outputs:
+            if usable(x):
+                return split_and_rotate(
+                    x, *tables, num_kv_heads=s.heads, queries_per_kv=1, norms=None
+                )
+            heads = x.unflatten(2, (-1, width))
+            turned: Tensor = heads * tables[0] + heads.roll(width // 2, 3) * tables[1]
+            return turned.to(x.dtype)
+
+        size = qkv.numel() * SIZE
+        return self.both(2 * size, 2 * size, self.clock.passes(rotated, [qkv]))
+
+    def loss(self) -> list[float]:
+        """Logits are read; backward reads and writes them."""
+        s = self.sizes
+        logits = self.random(s.tokens // 2, s.vocab)
+        row = torch.zeros(len(logits), dtype=torch.int64, device=logits.device)
+        size = logits.numel() * SIZE
+        if not usable(logits):
+            forward = self.clock.seconds(lambda: torch.logsumexp(logits, dim=1))
+            return self.both(size, 2 * size, (forward, 2 * forward))
+        ones = torch.ones(len(row), device=row.device)
+        forward = self.clock.seconds(lambda: cross_entropy.statistics(logits, row))
+        backward = self.clock.seconds(
+            lambda: cross_entropy.into_gradient(logits, row, 20 * ones, weight_C=ones)
+        )
+        return self.both(size, 2 * size, (forward, backward))
+
+    def rows(self) -> list[float]:
+        """To K experts each and back, the mean of both ways."""
+        s = self.sizes
+        x = self.random(s.tokens // 2, s.hidden)
+        scores = torch.rand(len(x), s.experts, device=x.device)
+        probs, chosen = scores.topk(s.top_k, dim=1)
+        permutation = sort_by_expert(chosen, s.experts)
+        there = self.clock.passes(lambda x: permute(x, permutation), [x])
+        rows = permute(x, permutation)
+        back = self.clock.passes(lambda rows: combine(rows, probs, permutation), [rows])
+        one, all_rows = x.numel() * SIZE, rows.numel() * SIZE
+        # two kernels each way
+        times = [out + home - self.kernel for out, home in zip(there, back, strict=True)]
+        return self.both(2 * (one + all_rows), 2 * one + 3 * all_rows, times)
+
+    def other(self) -> list[float]:
+        """A residual sum: two read, one written; its backward is another one."""
+        x = self.random(self.sizes.tokens, 4 * self.sizes.hidden)
+        y = torch.empty_like(x)
+        took = self.clock.seconds(lambda: torch.add(x, x, out=y))
+        return self.both(2 * x.numel() * SIZE, 2 * x.numel() * SIZE, (took, took))
+
+    def sums(self, tflops: float) -> float:
+        """A product of few rows that is added to a large float32 sum."""
+        s = self.sizes
+        few = s.square // 32
+        left, right = self.random(s.square, few), self.random(few, s.square)
+        total = torch.zeros(s.square, s.square, device=left.device)
+        took = self.clock.seconds(lambda: add_product(total, left, right))
+        took -= 2.0 * s.square**2 * few / (tflops * TERA)
+        return solve.rate(8.0 * total.numel(), took, self.kernel)
+
+    def optimizer(self) -> float:
+        """AdamW of float32 parameters: 28 bytes each, of which the plan counts 30 with the copy."""
+        main = torch.zeros(self.sizes.adam, device=self.clock.device, requires_grad=True)
+        main.grad = torch.ones_like(main)
+        update = torch.optim.AdamW([main], fused=True)
+        update.step()
+        took = self.clock.seconds(update.step)
+        return solve.rate(28.0 * main.numel(), took, self.kernel)
+
+    def launch(self) -> float:
+        """Of norm, product and activation on a few values, as the plan counts their kernels."""
+        norm = _norm(self.random(2, 64))
+        w = self.random(64, 64)
+        return self.clock.launch(
+            lambda x: swiglu(F.linear(norm(x), w)), self.random(2, 64), kernels=KERNELS
+        )

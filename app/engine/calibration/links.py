@@ -1,0 +1,78 @@
+"""Speeds of the links of a node, over a process group of all of its GPUs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+
+import torch
+import torch.distributed as dist
+
+from app.collectives import all_gather, all_to_all
+from app.engine.calibration import solve
+from app.engine.calibration.clock import Clock
+from app.engine.calibration.solve import GIGA, MICRO
+
+ALL_SIZES = (2**18, 2**20, 2**22, 2**24, 2**26)  # bytes that a rank sends
+
+
+def link_speeds(
+    clock: Clock, group: dist.ProcessGroup, sizes: Sequence[int] = ALL_SIZES
+) -> dict[str, float]:
+    """Keys of `HardwareProfile`; every rank of `group` calls it. All get the slowest rank's."""
+    found: dict[str, float] = {}
+    for name, prepare in WAYS.items():
+        times = [(size, _slowest(clock, group, prepare(clock, group, size))) for size in sizes]
+        before, rate = solve.line(times)
+        found[f"{name}_gb_s"] = rate / GIGA
+        if name in STARTS:
+            found[STARTS[name]] = before / MICRO
+    return found
+
+
+def _slowest(clock: Clock, group: dist.ProcessGroup, run: Callable[[], object]) -> float:
+    """Median seconds of the rank that needs most."""
+    dist.barrier(group)
+    seconds = torch.tensor(clock.seconds(run), device=clock.device)
+    dist.all_reduce(seconds, op=dist.ReduceOp.MAX, group=group)
+    return float(seconds)
+
+
+def _gathering(clock: Clock, group: dist.ProcessGroup, size: int) -> Callable[[], object]:
+    own = torch.zeros(_elements(size, group), dtype=torch.bfloat16, device=clock.device)
+    whole = own.new_empty(group.size() * len(own))
+    return lambda: all_gather(whole, own, group)
+
+
+def _trading(clock: Clock, group: dist.ProcessGroup, size: int) -> Callable[[], object]:
+    shape = group.size(), _elements(size, group)
+    parts = torch.zeros(shape, dtype=torch.bfloat16, device=clock.device)
+    return lambda: all_to_all(parts, group)
+
+
+def _elements(size: int, group: dist.ProcessGroup) -> int:
+    """For each of the others, so that `size` bytes are sent."""
+    return size // (2 * (group.size() - 1))
+
+
+def _sending(clock: Clock, group: dist.ProcessGroup, size: int) -> Callable[[], object]:
+    """To the next rank, around the ring."""
+    sent = torch.zeros(size // 2, dtype=torch.bfloat16, device=clock.device)
+    got = torch.empty_like(sent)
+    ranks, here = group.size(), group.rank()
+    after, before = ((here + step) % ranks for step in (1, -1))
+
+    def run() -> None:
+        send = dist.P2POp(dist.isend, sent, group=group, group_peer=after)
+        receive = dist.P2POp(dist.irecv, got, group=group, group_peer=before)
+        for work in dist.batch_isend_irecv([send, receive]):
+            work.wait()
+
+    return run
+
+
+Prepare = Callable[[Clock, dist.ProcessGroup, int], Callable[[], object]]
+WAYS: Mapping[str, Prepare] = MappingProxyType(
+    {"ring": _gathering, "all_to_all": _trading, "send": _sending}
+)
+STARTS = {"ring": "collective_us", "send": "send_us"}  # keys of what comes before the bytes

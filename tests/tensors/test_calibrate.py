@@ -1,0 +1,185 @@
+"""What `app.cli.calibrate` measures, on a CPU with small sizes, and what it writes."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from app.cli.calibrate import main, option_path
+from app.cli.options.arguments import Typed
+from app.cli.options.compose import load_typed
+from app.config import HardwareProfile
+from app.engine.calibration import solve
+from app.engine.calibration.clock import Clock
+from app.engine.calibration.kernels import MeasuredSizes, kernel_speeds
+from app.engine.calibration.links import link_speeds
+from app.engine.calibration.profile_file import gpu_words, measured_profile, write_profile
+from app.errors import ConfigError
+from app.plan.plan import Plan
+from tests.distributed import run_distributed
+
+CPU = torch.device("cpu")
+TINY = MeasuredSizes(
+    square=64,
+    tokens=64,
+    hidden=32,
+    narrow=16,
+    vocab=64,
+    experts=4,
+    top_k=2,
+    sequence=32,
+    heads=2,
+    widths=(16, 32),
+    adam=2**8,
+)
+GIVEN = {"ring_gb_s": 300.0, "all_to_all_gb_s": 200.0, "send_gb_s": 100.0}
+
+
+def test_products_are_taken_apart():
+    """Seconds made by the plan's formula give its numbers back."""
+    memory, tflops, share = 4000.0, 700.0, 0.4
+    found = []
+    for flops, moved in ((1e12, 4e8), (5e10, 1.5e8)):
+        found.append((flops, moved, flops / (tflops * 1e12) + share * moved / (memory * 1e9)))
+    assert solve.products(found[0], found[1], memory) == pytest.approx((tflops, share))
+
+
+def test_experts_products_are_taken_apart():
+    tflops, tile, weights = 600.0, 96.0, 1e8
+    found = []
+    for rows in (1024, 256):
+        flops = 2 * rows * weights
+        found.append((flops, weights, (flops + 2 * tile * weights) / (tflops * 1e12)))
+    assert solve.grouped(found[0], found[1]) == pytest.approx((tflops, tile))
+
+
+def test_lines_have_a_start_and_a_slope():
+    points = [(size, 2e-5 + size / 3e11) for size in (2**18, 2**22, 2**26)]
+    assert solve.line(points) == pytest.approx((2e-5, 3e11))
+    before, _ = solve.line([(size, size / 3e11) for size in (1e6, 2e6)])
+    assert before == pytest.approx(0.0, abs=1e-12)
+    with pytest.raises(ConfigError, match="more bytes took no longer"):
+        solve.line([(1e6, 2e-3), (2e6, 1e-3)])
+
+
+class Counting(Clock):
+    """Runs everything once, and says that each took a tenth of a millisecond longer than the one
+    before: what is measured does not depend on the machine.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(CPU)
+        self.calls = 0
+
+    def seconds(self, run: Callable[[], object]) -> float:
+        run()
+        self.calls += 1
+        return self.calls / 1e4
+
+
+def test_the_clock_runs_what_it_measures():
+    ran = []
+    clock = Clock(CPU)
+    assert clock.seconds(lambda: ran.append(1)) > 0 and len(ran) > 10
+    x = torch.randn(8, 8)
+    forward, backward = clock.passes(lambda x: (x.sin(), x.cos()), [x])
+    assert forward > 0 and backward > 0 and x.grad is None
+    assert clock.start() > 0 and clock.launch(torch.sin, x, kernels=2) > 0
+
+
+def measured(links: dict[str, float] | None = None) -> HardwareProfile:
+    speeds = kernel_speeds(Counting(), TINY)
+    return measured_profile("NVIDIA H200", "a test", speeds, links or {})
+
+
+def test_what_is_measured_is_a_profile_that_plans(tmp_path: Path):
+    """Every key of a profile is measured or stated; what is written is read again, to four digits,
+    and planned with.
+    """
+    profile = measured(GIVEN | {"collective_us": 12.5, "send_us": 7.5})
+    assert profile.gpu == "H200" and profile.peer_gb_s == profile.ring_gb_s == 300.0
+    write_profile(tmp_path / "hardware/mine.yaml", profile, "NVIDIA H200", 139.8)
+    typed = ["--config-dir", str(tmp_path), "+experiment=small", "hardware=mine"]
+    run = load_typed(Typed.parse(typed))
+    assert run.hardware.peak_tflops == 989.0 and run.hardware.gpu_memory_gib == 139.8
+    read = run.hardware.profile
+    assert read is not None
+    for field in dataclasses.fields(profile):
+        was, now = getattr(profile, field.name), getattr(read, field.name)
+        if isinstance(was, tuple) and isinstance(was[0], tuple):
+            for one, other in zip(was, now, strict=True):
+                assert other == pytest.approx(one, rel=1e-3)
+        else:
+            assert now == (was if isinstance(was, str) else pytest.approx(was, rel=1e-3))
+    assert Plan(run).profile is read and Plan(run).step_seconds > 0
+
+
+def test_one_gpu_says_that_its_links_are_stated():
+    alone = measured()
+    assert "one GPU measured none" in alone.source and alone.ring_gb_s == 280.0
+    assert "one GPU" not in measured(GIVEN).source
+
+
+def test_impossible_speeds_are_refused():
+    speeds = kernel_speeds(Counting(), TINY) | {"router_tflops": 1e9}
+    with pytest.raises(ConfigError, match=r"hardware\.profile\.router_tflops"):
+        measured_profile("NVIDIA H200", "a test", speeds, {})
+
+
+def _links(rank: int) -> None:
+    group = dist.group.WORLD
+    assert group is not None
+    found = link_speeds(Counting(), group, sizes=(2**12, 2**13))
+    assert set(found) == {*GIVEN, "collective_us", "send_us"}
+    # a line through (4096 B, 1e-4 s) and (8192 B, 2e-4 s), of the first two of six
+    assert found["ring_gb_s"] == pytest.approx(2**12 / 1e-4 / 1e9)
+    assert found["collective_us"] == pytest.approx(0, abs=1e-6)
+    assert found["send_us"] == pytest.approx(400)
+    everybody: list[object] = [None, None]
+    dist.all_gather_object(everybody, found)
+    assert everybody[0] == everybody[1]
+
+
+def test_links_are_measured_and_all_ranks_agree():
+    run_distributed(_links, 2)
+
+
+@pytest.mark.parametrize(
+    ("typed", "said"),
+    [
+        ([], "there is no GPU here to measure"),
+        (["nmae=mine"], "name="),
+        (["mine"], "the options are"),
+    ],
+)
+def test_mistakes_cost_a_line(typed: list[str], said: str, capsys, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SystemExit) as ended:
+        main(typed, os.getppid())
+    told = capsys.readouterr().err
+    assert ended.value.code == 2 and said in told and told.count("\n") == 1
+
+
+def test_names_of_options(monkeypatch, tmp_path: Path):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert gpu_words("NVIDIA H100 PCIe") == "H100 PCIe"
+    found = option_path({}, "NVIDIA H100 PCIe")
+    assert found == tmp_path / ".config/graphfold/hardware/h100_pcie_here.yaml"
+    assert option_path({"name": "a", "out": "b"}, "X") == Path("b/hardware/a.yaml")
+    for name in ("h200", "a b", "../up"):
+        with pytest.raises(ConfigError, match="name="):
+            option_path({"name": name}, "NVIDIA H200")
+
+
+def test_options_of_the_users_own_are_found(monkeypatch, tmp_path: Path):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    folder = tmp_path / ".config/graphfold/hardware"
+    folder.mkdir(parents=True)
+    (folder / "at_home.yaml").write_text("gpu_memory_gib: 12.5\n")
+    assert load_typed(Typed(("hardware=at_home",))).hardware.gpu_memory_gib == 12.5
