@@ -5,7 +5,7 @@ from __future__ import annotations
 from app.choices import Dtype, Fp8Part
 from app.config import Run
 from app.errors import ConfigError, Instead
-from app.plan.model.fp8 import MULTIPLE, fp8_weights
+from app.plan.model.fp8 import MULTIPLE, fp8_weights, part_of
 from app.plan.sharding.blocks import ShardCoords
 from app.plan.stages import Stage
 
@@ -58,10 +58,6 @@ def _check_widths(run: Run) -> None:
             f"{rows} × {columns}{of_rank}"
         )
         off = Instead("precision.fp8.recipe=null")
-        rest = tuple(part for part in fp8.include if part is not _part(named.name))
+        rest = tuple(part for part in fp8.include if part is not part_of(named))
         near: tuple[object, ...] = (rest, off) if rest else (off,)
         raise ConfigError("precision.fp8.include", fp8.include, rule, nearest=near)
-
-
-def _part(name: str) -> Fp8Part:
-    return Fp8Part.linear if name.startswith("layers.") else Fp8Part.head

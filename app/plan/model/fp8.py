@@ -28,6 +28,11 @@ def fp8_weights(model: ModelConfig, fp8: Fp8Config, stage: Stage) -> Iterator[Na
         yield NamedWeight("embedding" if model.tie_embeddings else "head", table(model))
 
 
+def part_of(named: NamedWeight) -> Fp8Part:
+    """What a weight with products in eight bits belongs to."""
+    return Fp8Part.linear if named.name.startswith("layers.") else Fp8Part.head
+
+
 def layers_in_8(model: ModelConfig, fp8: Fp8Config) -> range:
     """Layers whose linear layers compute in eight bits."""
     if fp8.recipe is None or Fp8Part.linear not in fp8.include:
