@@ -37,6 +37,7 @@ from app.engine.report.metrics import (
     Stopwatch,
     ValidationReport,
 )
+from app.engine.report.pace import pace_of
 from app.engine.report.sinks import Console, JsonLines, Sink
 from app.engine.report.summary import print_opening, sum_up
 from app.engine.report.telling import telling
@@ -100,6 +101,7 @@ class Trainer:
         self.validation = Validation(engine, len(self.held_out))
         self.meter = Meter(engine, first_step=self.progress.step + 1)
         self.version = Version.of() if self.leads else None
+        self.pace = pace_of(engine) if self.leads else None
         self.saver = Saver(engine, self.request.ask, self._origin())
         self.saved: Path | None = None  # checkpoint of the last step taken
         self.bad_steps = BadSteps(run.train)
@@ -206,6 +208,7 @@ class Trainer:
                 sink.step(report)
             self._tell_ready(sinks)
             self._tell_graphs(sinks)
+            self._tell_pace(sinks, report)
             if self.bad_steps.rolls_back(report, self.engine.loss_scale):
                 self._roll_back(sinks)
                 stopwatch.lap()
@@ -237,6 +240,14 @@ class Trainer:
         parts = {part.name: part.bytes for part in memory.parts}
         text = GraphFacts.of(recorder).beside(plan.num_graphs if plan else 1, parts)
         for sink in sinks:
+            sink.note(f"step {self.progress.step}/{self.run.train.steps}  {text}")
+
+    def _tell_pace(self, sinks: Sequence[Sink], report: StepReport) -> None:
+        """Once, where steps are slower than planned."""
+        if self.pace is None:
+            return
+        text = self.pace.sentence(report, self.meter.rank_load)
+        for sink in sinks if text else ():
             sink.note(f"step {self.progress.step}/{self.run.train.steps}  {text}")
 
     def _say_farewell(self) -> None:

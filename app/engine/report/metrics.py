@@ -212,6 +212,14 @@ class Meter:
             self.run, self.counts_LE, stages, peak=self.peak, device=engine.device
         )
 
+    def rank_load(self) -> float | None:
+        """Rows of the busiest expert-parallel rank over the mean, at the last log interval; None:
+        nothing was counted, or clones have evened out what routers chose.
+        """
+        if self.engine.cloning is not None:
+            return None
+        return rank_load(self.counts_LE, self.engine.groups.layout.ep)
+
     def _clones(self, facts: StepFacts) -> dict[str, Any]:
         """What cloning did to loads in this step, where there is any."""
         if self.engine.cloning is None:
@@ -263,6 +271,16 @@ class Meter:
         if self.run.model.moe.capacity_factor is not None:
             share["moe_dropped"] = lost / (lost + kept)
         return {"moe_load_mean": ratios / layers, "moe_load_worst": float(worst), **share}
+
+
+def rank_load(counts_LE: Tensor, ranks: int) -> float | None:
+    """Rows of the busiest of so many expert-parallel ranks over the mean, averaged over L layers
+    whose E experts had so many tokens; None: nothing was counted.
+    """
+    if not counts_LE.numel():
+        return None
+    rows_LR = counts_LE.double().unflatten(1, (ranks, -1)).sum(dim=2)
+    return float((rows_LR.max(dim=1).values / rows_LR.mean(dim=1).clamp(min=1)).mean())
 
 
 def _known_peak(device: torch.device) -> float | None:

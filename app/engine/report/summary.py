@@ -18,6 +18,7 @@ from app.engine.export import EXPORTED
 from app.engine.fast_paths import graphs_line, slow_paths
 from app.engine.report.boards import TENSORBOARD
 from app.engine.report.metrics import ValidationReport
+from app.engine.report.pace import pace_line
 from app.engine.report.plot import plot_run
 from app.engine.report.telling import telling
 from app.engine.run.start import Data, Start
@@ -43,6 +44,8 @@ def print_opening(engine: Engine, run_dir: Path, start: Start, version: Version)
         rows.append(("graphs", graphs_line(run, engine.device)))
     if engine.fp8 is not None:
         rows.append(("fp8", fp8_line(engine.fp8, run)))
+    if pace := pace_line(engine.plan, engine.device):
+        rows.append(("planned", pace))
     rows += slow_paths(run, engine.device, engine.dispatcher)
     if run.model.moe and run.model.moe.force_balance:
         rows.append(

@@ -1,0 +1,126 @@
+"""Whether steps are slower than planned, and which part of them most likely is."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from statistics import median
+
+import torch
+
+from app.choices import GraphImpl
+from app.config import HardwareProfile
+from app.engine.build import Engine
+from app.engine.report.metrics import StepReport
+from app.plan.cost.rates import measured
+from app.plan.cost.times import EXCHANGE, LAUNCHES, expected_load, stage_times
+from app.plan.formatting import figures
+from app.plan.plan import Plan
+
+SLOWER = 1.15  # times the planned step: what is said something about
+WINDOW = 10  # steps whose median is compared
+SETTLING = 5  # first steps of a process, behind those before capture: caches and clocks warm up
+MUCH = 0.5  # of what a step takes more: a part that explains so much of it is named
+EXCHANGES = 0.1  # of a planned step: links that carry so much are suspected
+
+
+def profile_fits(profile: HardwareProfile, device_name: str) -> bool:
+    """Whether a profile was measured on GPUs of this name: all of its words are in it."""
+    return set(profile.gpu.upper().split()) <= set(device_name.upper().split())
+
+
+def pace_line(plan: Plan, device: torch.device) -> str | None:
+    """What a person should know of planned times when a run starts; None: nothing was planned by
+    measured speeds.
+    """
+    profile = measured(plan.run)
+    if profile is None or device.type != "cuda":
+        return None
+    name = torch.cuda.get_device_name(device)
+    if not profile_fits(profile, name):
+        return (
+            f"not compared: hardware.profile is of {profile.gpu}, and this GPU is {name}; "
+            "python -m app.cli.calibrate measures it"
+        )
+    return f"{figures(plan.step_seconds * 1e3)} ms per step, by speeds measured on {profile.gpu}"
+
+
+def pace_of(engine: Engine) -> Pace | None:
+    """Of an engine on a GPU whose times are planned by measured speeds."""
+    if engine.plan.profile is None or engine.device.type != "cuda":
+        return None
+    return Pace(engine.plan, torch.cuda.get_device_name(engine.device))
+
+
+class Pace:
+    """Compares the steps of a process with its plan, until it has said once that they are slow."""
+
+    def __init__(self, plan: Plan, device_name: str) -> None:
+        self.plan = plan
+        profile = plan.profile
+        fits = profile is not None and profile_fits(profile, device_name)
+        self.planned = plan.step_seconds if fits else None
+        graph = plan.run.cuda_graph
+        captures = graph.impl is not GraphImpl.none
+        self.settling = SETTLING + (graph.warmup_steps if captures else 0)
+        self.window: deque[StepReport] = deque(maxlen=WINDOW)
+
+    def sentence(self, report: StepReport, load: Callable[[], float | None]) -> str | None:
+        """What to say after a step; `load` is asked where it matters: rows of the busiest
+        expert-parallel rank over the mean, None where nobody counted.
+        """
+        if self.planned is None:
+            return None
+        if self.settling:
+            self.settling -= 1
+            return None
+        self.window.append(report)
+        if len(self.window) < WINDOW:
+            return None
+        took = median(each.step_ms for each in self.window) / 1e3
+        if took <= SLOWER * self.planned:
+            return None
+        data_wait = median(each.data_wait_ms for each in self.window) / 1e3
+        why = likely_cause(self.plan, took - self.planned, data_wait=data_wait, load=load())
+        planned = self.planned
+        self.planned = None
+        return (
+            f"steps take {figures(took * 1e3)} ms, {took / planned - 1:.0%} more than the "
+            f"{figures(planned * 1e3)} ms planned; most likely {why}"
+        )
+
+
+def likely_cause(plan: Plan, more: float, data_wait: float, load: float | None) -> str:
+    """Which part makes steps so many seconds longer than planned: of what is measured the part that
+    explains most, if it explains half; otherwise what the plan leaves to suspect.
+    """
+    found = [(data_wait, f"the data: a step waits {figures(data_wait * 1e3)} ms for its batches")]
+    if load is not None:
+        longer = seconds_of_load(plan, load)
+        told = f"the load of experts: the busiest rank has {load:.2f} times the mean rows"
+        found.append((longer, f"{told}, planned were {expected_load(plan.run):.2f}"))
+    seconds, said = max(found)
+    if seconds >= MUCH * more:
+        return said
+    kinds = plan.time_by_kind
+    launched = plan.run.cuda_graph.impl is not GraphImpl.full_iteration
+    if launched and kinds.get(LAUNCHES, 0.0) > 0:
+        return "the host, which launches kernels more slowly (cuda_graph=full_iteration needs none)"
+    if kinds.get(EXCHANGE, 0.0) > EXCHANGES * plan.step_seconds:
+        return "a link: exchanges are much of a step (python -m app.cli.plan what=groups)"
+    if launched:
+        return "the host, which launches kernels (cuda_graph=full_iteration has it launch none)"
+    return "the GPU: its clocks, or another program on it"
+
+
+def seconds_of_load(plan: Plan, load: float) -> float:
+    """What a step takes more with this load than with the one that was planned."""
+    assert plan.profile is not None
+    stages = plan.stages.in_order
+    loaded = stage_times(plan.run, stages, plan.layout, plan.profile, load=load)
+    pipeline = plan.stages.pipeline
+    per_rank = [0.0] * pipeline.pp
+    for stage, times in enumerate(loaded):
+        more = sum(times.by_kind().values()) - plan.stage_seconds[stage].total
+        per_rank[pipeline.rank(stage)] += more
+    return plan.run.num_microbatches * max(per_rank)
