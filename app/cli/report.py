@@ -68,8 +68,8 @@ def print_table(report: Report, stream: TextIO) -> None:
 def as_csv(report: Report) -> str:
     """Every figure at full precision, one line per run."""
     text = StringIO()
-    measured = ("step", "steps", "tokens", "tokens_per_s", "tflops_per_gpu", "memory_peak_gib",
-                "memory_planned_gib", "loss", "val_loss", "reruns")  # fmt: skip
+    measured = ("step", "steps", "tokens", "tokens_per_s", "tokens_per_s_planned", "tflops_per_gpu",
+                "memory_peak_gib", "memory_planned_gib", "loss", "val_loss", "reruns")  # fmt: skip
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(("run", "overrides", "state", "reason", "seconds", *measured))
     for row in report.rows:

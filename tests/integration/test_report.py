@@ -356,6 +356,20 @@ def test_memory_stands_beside_what_was_planned(runs: Path):
     assert {"measured", "planned", "model.num_layers=2"} <= set(memory)
 
 
+def test_speed_stands_beside_what_measured_speeds_planned(runs: Path):
+    """Plans by the data sheet are assumptions: nothing stands beside them."""
+    for name, profile in (("a", "H200"), ("b", None)):
+        estimate = {"tokens_per_second_per_gpu": 750.5, "profile": profile}
+        plan = {"layout": {"world_size": 4}, "schedule": {"estimate": estimate}}
+        (runs / name / "plan.json").write_text(json.dumps(plan))
+    assert main([str(runs)]) == 0
+    told = {row["run"]: row["tokens_per_s_planned"] for row in table(runs)}
+    assert told == {"a": "3002.0", "b": "", "c": ""}
+    assert (runs / "report.txt").read_text().count("planned 3,002") == 1
+    speeds = words(pictures(runs)[1])
+    assert speeds.count("3,002") == 1 and {"measured", "planned"} <= set(speeds)
+
+
 def test_memory_on_the_cpu_is_said_to_be_more(tmp_path: Path):
     run_dir = write_run(tmp_path / "a", loss=2.0)
     assert main([str(tmp_path)]) == 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -31,6 +31,8 @@ class RunFacts:
     reruns: int  # steps taken again, as experts had no memory for all their rows
     tokens: int | None  # trained on
     tokens_per_s: float | None  # all ranks; median over the second half of the steps
+    # the same as plan.json has it, where that was made of measured speeds
+    tokens_per_s_planned: float | None
     tflops_per_gpu: float | None  # model TFLOP/s per rank; likewise
     memory_peak_gib: float | None  # of the rank that needed most
     memory_planned_gib: float | None  # the same as plan.json has it, tensors on a GPU only
@@ -65,6 +67,7 @@ def run_facts(run_dir: Path) -> RunFacts:
         reruns=sum(row.get("reruns", 0) for row in trained),
         tokens=last.get("tokens"),
         tokens_per_s=_steady(trained, "tokens_per_s"),
+        tokens_per_s_planned=_planned_rate(run_dir),
         tflops_per_gpu=_steady(trained, "tflops_per_gpu"),
         memory_peak_gib=max(
             (row["memory_peak_gib"] for row in trained if "memory_peak_gib" in row), default=None
@@ -111,10 +114,24 @@ def _finished(
 
 
 def _planned_gib(run_dir: Path) -> float | None:
+    def most(plan: Any) -> float:
+        return max(float(rank["allocated"]) for rank in plan["memory"]) / GIB
+
+    return _planned(run_dir, most)
+
+
+def _planned_rate(run_dir: Path) -> float | None:
+    def rate(plan: Any) -> float | None:
+        estimate = plan["schedule"]["estimate"]
+        each = float(estimate["tokens_per_second_per_gpu"])
+        return each * plan["layout"]["world_size"] if estimate["profile"] else None
+
+    return _planned(run_dir, rate)
+
+
+def _planned(run_dir: Path, read: Callable[[Any], float | None]) -> float | None:
     try:
-        ranks = json.loads((run_dir / PLAN).read_text())["memory"]
-        most: float = max(rank["allocated"] for rank in ranks)
-        return most / GIB
+        return read(json.loads((run_dir / PLAN).read_text()))
     except (OSError, ValueError, LookupError, TypeError):
         return None  # a run that wrote no plan, or none of this form
 

@@ -223,6 +223,10 @@ def _entries(
 
 
 def _throughput(drawn: Sequence[tuple[Row, str]]) -> Figure:
+    """A bar per run; where one was planned by measured speeds, an empty one below."""
+    if any(row.facts.tokens_per_s_planned is not None for row, _ in drawn):
+        pairs = [(row.facts.tokens_per_s, row.facts.tokens_per_s_planned) for row, _ in drawn]
+        return _beside_planned(drawn, "tokens/s", pairs)
     rates = [row.facts.tokens_per_s or 0.0 for row, _ in drawn]
     figure, axes = _bars(drawn, "tokens/s")
     bars = axes.barh(range(len(drawn)), rates, color=[colour for _, colour in drawn], height=0.7)
@@ -231,15 +235,21 @@ def _throughput(drawn: Sequence[tuple[Row, str]]) -> Figure:
 
 
 def _memory(drawn: Sequence[tuple[Row, str]]) -> Figure:
-    """Two bars per run: filled, what was measured; empty, what was planned."""
     on_cpu = not all(row.facts.on_gpu for row, _ in drawn)
     beside = "; on the CPU all memory of the process, of which tensors alone are planned"
-    figure, axes = _bars(drawn, f"GiB at the peak{beside * on_cpu}", height=1.6)
-    for number, (row, colour) in enumerate(drawn):
-        for place, value, face in (
-            (-0.2, row.facts.memory_peak_gib, colour),
-            (0.2, row.facts.memory_planned_gib, "none"),
-        ):
+    pairs = [(row.facts.memory_peak_gib, row.facts.memory_planned_gib) for row, _ in drawn]
+    return _beside_planned(drawn, f"GiB at the peak{beside * on_cpu}", pairs)
+
+
+def _beside_planned(
+    drawn: Sequence[tuple[Row, str]],
+    unit: str,
+    pairs: Sequence[tuple[float | None, float | None]],
+) -> Figure:
+    """Two bars per run: filled, what was measured; empty, what was planned."""
+    figure, axes = _bars(drawn, unit, height=1.6)
+    for number, ((_, colour), (measured, planned)) in enumerate(zip(drawn, pairs, strict=True)):
+        for place, value, face in ((-0.2, measured, colour), (0.2, planned, "none")):
             if value is not None:
                 bar = axes.barh(number + place, value, color=face, edgecolor=colour, height=0.36)
                 axes.bar_label(bar, [figures(value)], padding=3, fontsize=SMALL)

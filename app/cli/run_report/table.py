@@ -133,9 +133,13 @@ def cells(row: Row) -> tuple[str, ...]:
     facts = row.facts
     star = "*" if facts.val_loss is None else ""
     loss = "" if facts.final_loss is None else f"{facts.final_loss:.4f}{star}"
-    measured = (facts.tokens_per_s, facts.tflops_per_gpu, facts.memory_peak_gib)
+    rate = "" if facts.tokens_per_s is None else figures(facts.tokens_per_s)
+    if rate and facts.tokens_per_s_planned is not None:
+        rate = f"{rate}, planned {figures(facts.tokens_per_s_planned)}"
+    measured = (facts.tflops_per_gpu, facts.memory_peak_gib)
     return (
         row.label,
+        rate,
         *("" if value is None else figures(value) for value in measured),
         loss,
         standing(row),
