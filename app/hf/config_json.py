@@ -190,6 +190,8 @@ def rotary(config: TheirConfig) -> dict[str, Any]:
     said.only("partial_rotary_factor", 1, 1.0)
     theta = float(said.get("rope_theta", config.get("rope_theta", THETA)))
     kind = said.get("rope_type", said.get("type", "default"))
+    length = config.get("max_position_embeddings", None)
+    said = said.completed({"original_max_position_embeddings": length})
     found: dict[str, Any] = {"rope_theta": theta, "yarn": None, "llama3_rope": None}
     match kind:
         case "default":
@@ -203,9 +205,10 @@ def rotary(config: TheirConfig) -> dict[str, Any]:
 
 def _yarn(config: TheirConfig, scaling: TheirConfig) -> dict[str, Any]:
     usual = {"beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 0.0}
-    found = {ours: scaling.get(theirs, usual.get(ours)) for ours, theirs in YARN.items()}
-    if None in (found["factor"], found["original_length"]):
-        raise config.refusal("YaRN without factor or original_max_position_embeddings")
+    found = {
+        ours: scaling.get(theirs, usual[ours]) if ours in usual else scaling.need(theirs)
+        for ours, theirs in YARN.items()
+    }
     if scaling.get("attention_factor", None) is not None or scaling.get("truncate", True) is False:
         raise config.refusal("YaRN with attention_factor or truncate=false is not supported")
     both = scaling.get("mscale", None) and scaling.get("mscale_all_dim", None)

@@ -95,6 +95,14 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "a section that lacks a number": (
         lambda folder: edit_config(folder, rope_scaling={"type": "llama3", "factor": 8}),
+        "config.json: rope_scaling.low_freq_factor is missing",
+    ),
+    "a length that is nowhere": (
+        lambda folder: edit_config(
+            folder,
+            rope_scaling={"type": "yarn", "factor": 8},
+            max_position_embeddings=...,
+        ),
         "config.json: rope_scaling.original_max_position_embeddings is missing",
     ),
     "a part of every head": (
