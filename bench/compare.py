@@ -8,8 +8,9 @@ Every setting runs in fresh processes, ours and the peer's in turn, and all of t
 times. Overrides are for ours alone. Ours are those of bench/throughput.py. PEER.py is started by
 torchrun with `--model`, `--mbs`, `--gbs`, `--seq`, `--iters`, `--skip`, `--graph`, `--balance` and
 the degrees of parallelism, and ends by printing one line of JSON: `step_ms`, `tok_s_gpu`,
-`tflops_gpu`, `alloc_gib`, `reserved_gib`, `loss`. Prints one table. A run that fails is a row that
-says why, and the exit code is then 1.
+`tflops_gpu`, `alloc_gib`, `reserved_gib`, `loss`; where we have `--fp8`, also with `--fp8` and its
+own name of the recipe. Prints one table, in which ours stands beside the peer's best in as many
+bits. A run that fails is a row that says why, and the exit code is then 1.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +49,8 @@ MODELS = {  # the peer's name of a model -> our overrides
 LIKE_PEER = ("optim.decay=constant", "optim.warmup_steps=0", "optim.weight_decay=0.01")
 # our option -> the peer's
 PEER_GRAPHS = {"none": "none", "attn": "attn", "partial": "partial", "full_iteration": "full"}
+# our recipe of products in eight bits -> the peer's
+PEER_RECIPES = {"current": "tensorwise", "delayed": "delayed", "block": "blockwise"}
 # grouped products of Transformer Engine in one kernel: its fastest
 PEER_ENV = {"NVTE_USE_CUTLASS_GROUPED_GEMM": "1"}
 # beginnings of what is recorded
@@ -100,6 +104,7 @@ class Setting:
     balanced: bool  # experts get the same number of tokens
     command: tuple[str, ...]
     env: Mapping[str, str]
+    recipe: str = ""  # of products in eight bits, as we call it; none: there are no such
     rounds: list[Round] = field(default_factory=list)
 
     @property
@@ -151,6 +156,9 @@ def read_arguments(arguments: Sequence[str] | None) -> tuple[argparse.Namespace,
         "--force-balance",
         action="store_true",
         help="all settings once more with tokens dealt to the experts",
+    )
+    parser.add_argument(
+        "--fp8", default="", help="all settings once more with these recipes, by commas"
     )
     parser.add_argument("--gpus", type=int, default=1)
     parser.add_argument(
@@ -240,11 +248,13 @@ def all_settings(args: argparse.Namespace, overrides: Sequence[str]) -> Iterator
             filter(None, (str(BENCH.parent), os.environ.get("PYTHONPATH")))
         )
     }
-    for balanced in (False, True) if args.force_balance else (False,):
+    recipes = ["", *filter(None, args.fp8.split(","))]
+    for balanced, recipe in product((False, True) if args.force_balance else (False,), recipes):
         even = ("model.moe.force_balance=true",) if balanced else ()
+        narrow = (f"precision.fp8.recipe={recipe}",) if recipe else ()
         for place in range(max(len(own), len(peer))):
             for graph in own[place : place + 1]:
-                chosen = (*ours(args, overrides), *LIKE_PEER, f"cuda_graph={graph}", *even)
+                chosen = (*ours(args, overrides), *LIKE_PEER, f"cuda_graph={graph}", *even, *narrow)
                 yield Setting(
                     "ours",
                     args.model,
@@ -252,6 +262,7 @@ def all_settings(args: argparse.Namespace, overrides: Sequence[str]) -> Iterator
                     balanced=balanced,
                     command=(*worker, *chosen),
                     env=own_env,
+                    recipe=recipe,
                 )
             for graph in peer[place : place + 1]:
                 chosen = (
@@ -259,6 +270,7 @@ def all_settings(args: argparse.Namespace, overrides: Sequence[str]) -> Iterator
                     "--graph",
                     graph,
                     *(("--balance", "1") if balanced else ()),
+                    *(("--fp8", PEER_RECIPES[recipe]) if recipe else ()),
                 )
                 yield Setting(
                     "peer",
@@ -267,6 +279,7 @@ def all_settings(args: argparse.Namespace, overrides: Sequence[str]) -> Iterator
                     balanced=balanced,
                     command=(*start, str(args.peer), *chosen),
                     env=peer_env,
+                    recipe=recipe,
                 )
 
 
@@ -373,22 +386,16 @@ def peer_round(stdout: str, run: Run) -> Round:
 
 def label(setting: Setting) -> str:
     """What a setting is called in the table."""
-    return setting.graph + (", balanced" if setting.balanced else "")
+    recipe = f", {setting.recipe}" if setting.recipe else ""
+    return setting.graph + recipe + (", balanced" if setting.balanced else "")
 
 
 def rows(settings: Sequence[Setting], tflop_per_gpu: float) -> Iterator[list[str]]:
     """Cells of the table; `tflop_per_gpu` operations per token count for both sides."""
-    best = {
-        even: max(
-            (
-                s.median("tokens_per_s") or 0
-                for s in settings
-                if s.who == "peer" and s.balanced == even
-            ),
-            default=0,
-        )
-        for even in (False, True)
-    }
+    best: dict[tuple[bool, bool], float] = {}  # of the peer: balanced, in eight bits
+    for setting in (each for each in settings if each.who == "peer"):
+        kind = setting.balanced, bool(setting.recipe)
+        best[kind] = max(best.get(kind, 0), setting.median("tokens_per_s") or 0)
     for setting in settings:
         head = [setting.who, setting.model, label(setting)]
         if setting.error:
@@ -399,7 +406,8 @@ def rows(settings: Sequence[Setting], tflop_per_gpu: float) -> Iterator[list[str
             [found.step_ms for found in setting.rounds],
             setting.median("tokens_per_s") or 0,
         )
-        ratio = speed / best[setting.balanced] if best[setting.balanced] else None
+        of_peer = best.get((setting.balanced, bool(setting.recipe)))
+        ratio = speed / of_peer if of_peer else None
         yield [
             *head,
             f"{statistics.median(times):.1f}",

@@ -179,6 +179,24 @@ def test_settings_take_turns_and_balanced_ones_follow(compare: ModuleType):
             assert ("--balance" in setting.command) == setting.balanced
 
 
+def test_both_sides_come_in_eight_bits_too_and_are_compared_with_their_like(compare: ModuleType):
+    call = ["--peer", "p.py", "--fp8", "current,block"]
+    settings = list(compare.all_settings(*compare.read_arguments(call)))
+    recipes = ["", "", "current", "current", "block", "block"]
+    assert [setting.recipe for setting in settings] == recipes
+    names = {"current": "tensorwise", "block": "blockwise"}
+    for speed, setting in enumerate(settings, start=1):
+        given = " ".join(setting.command)
+        wanted = f"precision.fp8.recipe={setting.recipe}"
+        if setting.who == "peer":
+            wanted = f"--fp8 {names.get(setting.recipe)}"
+        assert not setting.recipe or wanted in given
+        assert setting.recipe or ("fp8.recipe" not in given and "--fp8" not in given)
+        setting.rounds.append(compare.Round(step_ms=1.0, tokens_per_s=1000.0 * speed))
+    found = [(row[2], row[7]) for row in compare.rows(settings, 1e-3) if row[0] == "ours"]
+    assert found == [("none", "0.50"), ("none, current", "0.50"), ("none, block", "0.83")]
+
+
 def test_rounds_make_a_median_and_a_spread(compare: ModuleType):
     setting = next(compare.all_settings(*compare.read_arguments(["--peer", "p.py"])))
     setting.rounds.extend(

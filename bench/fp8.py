@@ -1,0 +1,207 @@
+"""Products of one linear layer on one GPU: bf16 beside each recipe in eight bits.
+
+    python bench/fp8.py [--shapes ROWSxINxOUT …] [--json FILE]
+
+One row per shape and way: µs of forward, of forward with both gradients (the weight's added to an
+fp32 sum), both replayed as CUDA graphs, and of quantising the weight, which happens once per step;
+how far output, input gradient and weight gradient are off fp64, as norms of the difference over
+norms of the exact ones. Way `reference` rounds as `current` does and multiplies in fp32.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from importlib import metadata
+from pathlib import Path
+
+import torch
+from timing import gpu_time
+from torch import Tensor, nn
+
+from app.choices import Fp8Recipe, LinearBackendKind
+from app.engine.eight_bits import Maker, arithmetic_maker
+from app.model.fp8.delayed import DelayedScales
+from app.model.fp8.linear import Fp8Linear
+from app.model.fp8.reference import E4M3, E5M2
+from app.model.linear import ColumnParallelLinear
+from app.model.weight_grads import MainGradSink, WeightGrad
+from app.plan.model.weight import Weight
+
+SHAPES = (
+    "8192x1024x3072",
+    "8192x1024x5632",
+    "4096x2048x5120",
+    "4096x4096x2048",
+    "8192x4096x6144",
+    "8192x4096x28672",
+    "8192x14336x4096",
+)
+WAYS = ("bf16", *(recipe.value for recipe in Fp8Recipe), "reference")
+LOOKED_AT = 1024  # rows of the exact products: fp64 of all would take minutes
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A measurement."""
+
+    shape: str  # rows × input width → output width
+    way: str
+    forward_us: float
+    both_us: float  # forward and both gradients
+    both_spread_us: float
+    quantise_us: float  # of the weight, once per step
+    both_tflops: float
+    output_off: float
+    input_grad_off: float
+    weight_grad_off: float
+
+    def line(self) -> str:
+        """For a terminal."""
+        off = f"{self.output_off:9.1e} {self.input_grad_off:9.1e} {self.weight_grad_off:9.1e}"
+        times = f"{self.forward_us:9.1f} {self.both_us:9.1f} ±{self.both_spread_us:6.1f}"
+        return (
+            f"{self.shape:22} {self.way:10} {times} {self.quantise_us:9.1f} "
+            f"{self.both_tflops:7.0f} {off}"
+        )
+
+
+class OneLayer:
+    """A linear layer with what comes in, its output's gradient, and the sum of the weight's."""
+
+    def __init__(self, rows: int, given: int, made: int, way: str, device: torch.device) -> None:
+        generator = torch.Generator(device).manual_seed(0)
+
+        def normal(*shape: int, std: float = 1.0) -> Tensor:
+            wide = torch.randn(shape, generator=generator, device=device)
+            return (wide * std).to(torch.bfloat16)
+
+        self.module = ColumnParallelLinear(Weight((made, given)))
+        self.module.weight = nn.Parameter(normal(made, given, std=0.02))
+        self.x = normal(1, rows, given).requires_grad_()
+        self.grad = normal(1, rows, made, std=1e-4)
+        self.total = torch.zeros(made, given, device=device)
+        self.fp8: Fp8Linear | None = None
+        if way != "bf16":
+            self._narrow(way, device)
+
+    def _narrow(self, way: str, device: torch.device) -> None:
+        reference = way == "reference"
+        recipe = Fp8Recipe.current if reference else Fp8Recipe(way)
+        asked = LinearBackendKind.torch if reference else LinearBackendKind.auto
+        make: Maker = arithmetic_maker(asked, recipe, device)
+        scales = None
+        if recipe is Fp8Recipe.delayed:
+            limits = [torch.finfo(dtype).max for dtype in (E4M3, E4M3, E5M2)]
+            scales = DelayedScales(["one"], limits, margin=0, history=16, group=None, device=device)
+        weight = self.module.weight
+        self.fp8 = Fp8Linear(make(scales.of["one"] if scales else None), weight)
+        self.module.backend = self.fp8
+        if scales is not None:  # one step, so that there are scales
+            scales.begin_step()
+            self.fp8.stale = True
+            self.both()
+            scales.finish_step(torch.zeros((), device=device))
+            scales.stepped()
+            self.fp8.stale = True
+            self.total.zero_()
+
+    def forward(self) -> Tensor:
+        """The output."""
+        return self.module.forward(self.x, MainGradSink(self._add))
+
+    def both(self) -> tuple[Tensor, Tensor]:
+        """The output and the input's gradient; the weight's goes to the sum."""
+        out = self.forward()
+        return out, torch.autograd.grad(out, self.x, self.grad)[0]
+
+    def quantise(self) -> None:
+        """The weight, as once per step."""
+        if self.fp8 is not None:
+            self.fp8.stale = True
+            self.fp8.refresh()
+
+    def off(self) -> tuple[float, float, float]:
+        """Of output, input gradient and weight gradient."""
+        self.total.zero_()
+        out, grad_in = (each.detach()[0] for each in self.both())
+        x, grad, weight = self.x.detach()[0], self.grad[0], self.module.weight.detach()
+        some = slice(min(LOOKED_AT, len(x)))
+        columns = slice(min(LOOKED_AT, len(weight)))
+        exact = (
+            x[some].double() @ weight.double().T,
+            grad[some].double() @ weight.double(),
+            grad[:, columns].double().T @ x.double(),
+        )
+        found = out[some], grad_in[some], self.total[columns]
+        output, of_input, of_weight = (
+            ((mine.double() - wanted).norm() / wanted.norm()).item()
+            for mine, wanted in zip(found, exact, strict=True)
+        )
+        return output, of_input, of_weight
+
+    def _add(self, param: nn.Parameter, gradient: WeightGrad) -> None:
+        gradient.add_to(self.total)
+
+
+def captured(work: Callable[[], object]) -> Callable[[], None]:
+    """The work as a CUDA graph."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            work()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=side):
+        work()
+    return graph.replay
+
+
+def measured(shape: str, way: str) -> Row:
+    """One row of the table."""
+    rows, given, made = map(int, shape.split("x"))
+    layer = OneLayer(rows, given, made, way, torch.device("cuda"))
+    layer.quantise()
+    off = layer.off()
+    quantise = 1000 * gpu_time(captured(layer.quantise))[0] if layer.fp8 is not None else 0.0
+    forward = 1000 * gpu_time(captured(layer.forward))[0]
+    both, spread = (1000 * ms for ms in gpu_time(captured(layer.both)))
+    tflops = 6 * rows * given * made / both / 1e6
+    name = f"{rows} × {given} → {made}"
+    return Row(name, way, forward, both, spread, quantise, tflops, *off)
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--shapes", nargs="+", default=SHAPES, help="rows x input x output width")
+    parser.add_argument("--ways", nargs="+", default=WAYS, choices=WAYS)
+    parser.add_argument("--json", type=Path, help="file for the rows")
+    args = parser.parse_args()
+    print(
+        f"{'layer':22} {'way':10} {'forward':>9} {'both µs':>17} {'quantise':>9} {'TFLOP/s':>7} "
+        f"{'out off':>9} {'dx off':>9} {'dw off':>9}"
+    )
+    found = []
+    for shape in args.shapes:
+        for way in args.ways:
+            found.append(measured(shape, way))
+            print(found[-1].line(), flush=True)
+            torch.cuda.empty_cache()
+    if args.json:
+        where = {
+            "device": torch.cuda.get_device_name(),
+            "torch": torch.__version__,
+            "transformer_engine": metadata.version("transformer_engine"),
+        }
+        rows = [asdict(row) for row in found]
+        args.json.write_text(json.dumps({**where, "rows": rows}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
