@@ -164,6 +164,7 @@ def _groups(config: TheirConfig) -> dict[str, Any]:
 def _deepseek(config: TheirConfig, moe: dict[str, Any]) -> dict[str, Any]:
     config.only("moe_layer_freq", 1)
     config.only("rope_interleave", True)
+    config.only("head_dim", config.need("qk_rope_head_dim"))  # there the width of rotary parts
     ffn = config.need("moe_intermediate_size")
     moe |= {
         "num_experts": config.need("n_routed_experts"),

@@ -14,7 +14,7 @@ from torch import Tensor
 from app.config import ModelConfig
 from app.hf.files import TensorFiles
 from app.hf.piece import Piece, grouped, names
-from app.hf.tables import HEAD, mapping, router_biases
+from app.hf.tables import EMBEDDING, HEAD, mapping, router_biases
 from app.hf.their_config import TheirConfig, shortened
 from app.hf.their_model import TheirModel
 from app.hf.write import PART_NUMEL
@@ -27,6 +27,7 @@ from app.plan.shards import Bounds
 SAID_ELSEWHERE = re.compile(r"\.rotary_emb\.inv_freq$")
 LAYER = re.compile(r"^model\.layers\.(\d+)\.")
 MOST_NAMED = 3  # tensors that a message names
+COMPARED = 32  # rows of a head that is said to be the embedding
 
 
 class Pretrained:
@@ -128,14 +129,27 @@ class Pretrained:
             for weight in self.their.family.weights(self.model)
             for name in names(self.pieces(weight))
         }
-        if self.model.tie_embeddings:
+        if self.model.tie_embeddings and HEAD in self.files.file_of:
             used.add(HEAD)
+            self._check_tied()
         unknown = [
             name for name in self.files.names() if name not in used and not self._left_out(name)
         ]
         if unknown:
             kind = self.their.family.model_type
             raise self.files.refusal(f"{_some(unknown)} unknown in models of type {kind}")
+
+    def _check_tied(self) -> None:
+        """Compare some rows of the embedding with those of a head that the files have as well."""
+        shape = self.model.vocab_size, self.model.hidden_size
+        for name in (EMBEDDING, HEAD):
+            self.files.check(name, shape)
+        for row in range(0, shape[0], max(1, shape[0] // COMPARED)):
+            region = (row, row + 1), (0, shape[1])
+            head, embedding = (self.files.read(name, region) for name in (HEAD, EMBEDDING))
+            if not head.float().equal(embedding.float()):
+                what = f"{HEAD} is another than {EMBEDDING} in row {row}"
+                raise self.files.refusal(f"{what}, and tie_word_embeddings makes them one")
 
     def _left_out(self, name: str) -> bool:
         layer = LAYER.match(name)

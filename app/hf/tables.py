@@ -24,6 +24,7 @@ Shape = tuple[int, ...]
 # The pieces of a weight of this shape, of these tensors.
 Fit = Callable[[ModelConfig, Shape, Sequence[str]], Iterator[Piece]]
 BIAS = "body.router.bias_E"  # of routers: no weight, but kept and written as one
+EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"  # of which some files have a copy where it is the embedding
 
 
@@ -114,7 +115,7 @@ def _stacked_down(model: ModelConfig, shape: Shape, theirs: Sequence[str]) -> It
 
 
 WHOLE_MODEL = (
-    NameLine("embedding", ("model.embed_tokens.weight",), _whole),
+    NameLine("embedding", (EMBEDDING,), _whole),
     NameLine("norm.weight", ("model.norm.weight",), _whole),
     NameLine("head", (HEAD,), _whole),
 )

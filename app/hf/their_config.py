@@ -136,9 +136,12 @@ class TheirConfig:
         return default if found is None else found
 
     def only(self, name: str, *allowed: Any) -> None:
-        """Refuse a value that our models cannot have; missing and null pass."""
+        """Refuse a value that our models cannot have; missing passes, and null where it need not be
+        true.
+        """
         found = self.values.get(name)
-        if found is not None and found not in allowed:
+        needed = name in self.values and any(each is True for each in allowed)
+        if (found is not None or needed) and found not in allowed:
             raise self.unsupported(name)
 
     def unsupported(self, name: str) -> ConfigError:

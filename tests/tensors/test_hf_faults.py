@@ -164,6 +164,11 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
         "model.norm.weight is in model-00001-of-00002.safetensors, and "
         "model.safetensors.index.json says in model-00002-of-00002.safetensors",
     ),
+    "a head of its own": (
+        lambda folder: edit_config(folder, tie_word_embeddings=True),
+        "lm_head.weight is another than model.embed_tokens.weight in row 0, and "
+        "tie_word_embeddings makes them one",
+    ),
     "pickles": (
         lambda folder: (folder / "model.safetensors").rename(folder / "pytorch_model.bin"),
         "has pytorch_model.bin but no safetensors, and pickles are not read",
@@ -265,6 +270,22 @@ def test_what_is_wrong_with_a_folder_is_one_line(fault: str, tmp_path: Path):
         loaded(tmp_path)
     assert str(refused.value) == f"{KEY}={tmp_path}: {expected}"
     assert "\n" not in str(refused.value)
+
+
+OF_DEEPSEEK = {
+    "norm_topk_prob": (None, "null"),  # which there is false
+    "rope_interleave": (None, "null"),
+    "head_dim": (2, "2"),
+}
+
+
+@pytest.mark.parametrize("key", OF_DEEPSEEK)
+def test_values_with_which_transformers_computes_otherwise_are_refused(key: str, tmp_path: Path):
+    save_random("deepseek_v3", tmp_path)
+    value, told = OF_DEEPSEEK[key]
+    edit_config(tmp_path, **{key: value})
+    with pytest.raises(ConfigError, match=f"config.json: {key}={told} is not supported"):
+        loaded(tmp_path)
 
 
 JUNK = ("x", "3", "", -1, 0, 1.5, 10**400, math.inf, math.nan, True, [], [1], {}, {"a": 1}, None)
