@@ -43,6 +43,8 @@ LLAMA3 = {
     "high_turns": "high_freq_factor",
 }
 THETA = 10000.0  # where nothing is said
+# Norms of latents add 1e-6 in `transformers`, whatever config.json says: rounding up to here.
+LATENT_EPS = 1e-5
 
 
 def common(config: TheirConfig) -> dict[str, Any]:
@@ -165,6 +167,8 @@ def _deepseek(config: TheirConfig, moe: dict[str, Any]) -> dict[str, Any]:
     config.only("moe_layer_freq", 1)
     config.only("rope_interleave", True)
     config.only("head_dim", config.need("qk_rope_head_dim"))  # there the width of rotary parts
+    if config.need("rms_norm_eps") > LATENT_EPS:
+        raise config.unsupported("rms_norm_eps")
     ffn = config.need("moe_intermediate_size")
     moe |= {
         "num_experts": config.need("n_routed_experts"),

@@ -276,6 +276,7 @@ OF_DEEPSEEK = {
     "norm_topk_prob": (None, "null"),  # which there is false
     "rope_interleave": (None, "null"),
     "head_dim": (2, "2"),
+    "rms_norm_eps": (1e-3, "0.001"),
 }
 
 
