@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from app.choices import GraphImpl, GraphKey, GraphScope, Recompute
+from app.choices import GraphImpl, GraphKey, GraphScope, Recompute, StaticCapacity
 from app.config import (
     CudaGraphConfig,
     OptimConfig,
@@ -45,6 +45,7 @@ from tests.processes.test_captured import (
     several,
     trained,
 )
+from tests.processes.test_static import NEVER, short_run, steps_of
 from tests.runs import batches_of, engine_of
 from tests.training import composed, corpus_in, train_rank
 
@@ -243,3 +244,19 @@ def test_without_a_usable_transformer_engine_one_line_says_what_to_do(
     assert str(refused.value).endswith(
         "install transformer_engine[pytorch] 2.19 or later, or set cuda_graph.impl=local"
     )
+
+
+@pytest.mark.parametrize("in_a_row", chosen([2, NEVER], [2]), ids=str)
+def test_what_its_trial_run_lacks_is_no_shortage(in_a_row: int):
+    """It runs layers on zeros, all of whose tokens go to the same experts: no step is taken again
+    for that, and where memory grows everything is captured anew.
+    """
+    worst = run_distributed(steps_of, 2, short_run(EAGER, StaticCapacity.worst), in_a_row)
+    eager, *others = (
+        run_distributed(steps_of, 2, short_run(graph, StaticCapacity.factor), in_a_row)
+        for graph in (EAGER, captured("partial"), captured("layer"))
+    )
+    assert 0 < sum(eager[0]["again"]) < len(eager[0]["again"])
+    for found in others:
+        for ours, exact, plain in zip(found, worst, eager, strict=True):
+            assert ours["seen"] == exact["seen"] and ours["again"] == plain["again"]
