@@ -179,19 +179,20 @@ def _together(singles: Sequence[_Faster], trials: Trials) -> _Faster | None:
 
 
 def quick_seconds(run: Run) -> float:
-    """Estimated time of a step: a timeline of no more microbatches than it takes to fill the
-    pipeline, and for each of the others the time of the busiest pipeline rank.
+    """Estimated time of a step: by timelines of as many microbatches as fill the pipeline, and of
+    twice as many, what each of the others adds.
     """
     plan = Plan(run)
     pp = plan.layout.pp
     count = run.num_microbatches
-    few = min(count, SATURATED * pp + count % pp)
-    if run.schedule.group_size is not None or few == count:
+    few = SATURATED * pp + count % pp
+    more = few + SATURATED * pp
+    if run.schedule.group_size is not None or count <= more:
         return plan.step_seconds
-    train = dataclasses.replace(run.train, global_batch=few * run.train.micro_batch * run.dp)
-    shorter = Plan(dataclasses.replace(run, train=train))
-    pipeline = plan.stages.pipeline
-    per_rank = [0.0] * pp
-    for stage, seconds in enumerate(plan.stage_seconds):
-        per_rank[pipeline.rank(stage)] += seconds.total
-    return shorter.step_seconds + (count - few) * max(per_rank)
+    short, longer = (_with_microbatches(run, number).step_seconds for number in (few, more))
+    return longer + (count - more) * (longer - short) / (more - few)
+
+
+def _with_microbatches(run: Run, count: int) -> Plan:
+    train = dataclasses.replace(run.train, global_batch=count * run.train.micro_batch * run.dp)
+    return Plan(dataclasses.replace(run, train=train))

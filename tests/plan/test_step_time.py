@@ -29,6 +29,7 @@ from app.plan.cost.times import LAUNCHES, RECOMPUTED, expected_load, stage_times
 from app.plan.plan import Plan
 from app.plan.trace.trace import Work
 from app.rules import check
+from tests.random_runs import random_run
 
 ROOT = Path(__file__).resolve().parents[2]
 # speeds that are easy to divide by; nothing takes time but what a test turns on
@@ -61,6 +62,7 @@ PROFILE = HardwareProfile(
     send_gb_s=1.0,
     hidden=1.0,
 )
+H200 = load_overrides(["hardware=h200"]).hardware.profile
 MODEL = ModelConfig(
     num_layers=2,
     hidden_size=256,
@@ -287,3 +289,24 @@ def test_recorded_steps_are_planned_as_the_record_says():
         plan = Plan(load_overrides([*typed, "hardware=h200"]))
         assert plan.step_seconds * 1e3 == pytest.approx(row["planned_ms"], abs=0.01)
         assert plan.step_seconds * 1e3 == pytest.approx(row["measured_ms"], rel=0.1)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_drawn_runs_have_times_that_add_up(seed: int):
+    """On every pipeline rank what is done and what is idle make the step; speed costs no time."""
+    drawn = random_run(seed, largest=16, wild=True, graphs=seed % 2 == 1).run
+    hardware = HardwareConfig(profile=H200)
+    run = dataclasses.replace(drawn, hardware=hardware, precision=PrecisionConfig(Dtype.bfloat16))
+    plan = Plan(run)
+    assert plan.step_seconds > 0
+    for found in plan.times_of_ranks:
+        assert all(seconds >= 0 for seconds in found.values())
+        assert sum(found.values()) == pytest.approx(plan.step_seconds)
+    twice = {
+        field.name: tuple(2 * value for value in rates) if isinstance(rates, tuple) else 2 * rates
+        for field in dataclasses.fields(H200)
+        if field.name.endswith(("_gb_s", "_tflops"))
+        for rates in [getattr(H200, field.name)]
+    }
+    faster = HardwareConfig(profile=dataclasses.replace(H200, **twice))
+    assert Plan(dataclasses.replace(run, hardware=faster)).step_seconds <= plan.step_seconds
