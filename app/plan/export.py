@@ -57,6 +57,7 @@ class Estimate:
     bubble_fraction: float  # time in which ranks do not compute, 0 to 1
     peak_tflops: float  # assumed, of one GPU
     efficiency: float  # assumed without a profile, share of the peak
+    gpu_hours: float  # of all train.steps, without validations and checkpoints
     profile: str | None  # the GPU whose measured speeds it is made of; None: it is assumed
 
     @classmethod
@@ -74,6 +75,7 @@ class Estimate:
             bubble_fraction=plan.timeline.bubble_fraction,
             peak_tflops=peak,
             efficiency=run.hardware.efficiency,
+            gpu_hours=seconds * run.train.steps * run.world_size / 3600,
             profile=None if plan.profile is None else plan.profile.gpu,
         )
 
