@@ -19,7 +19,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from app.choices import Dtype, Fp8Part, Fp8Recipe, LinearBackendKind
 from app.config import Fp8Config, ModelConfig, MoEConfig, ParallelConfig, PrecisionConfig
-from app.engine.eight_bits import arithmetic_maker, build_fp8
+from app.engine.eight_bits import arithmetic_maker, build_fp8, fp8_line
 from app.errors import ConfigError
 from app.model.chunk import Chunk
 from app.model.fp8 import transformer_engine
@@ -200,6 +200,17 @@ def test_every_linear_layer_is_in_eight_bits_and_nothing_else(model: ModelConfig
 
 
 OVERLAPPING = MoEConfig(8, shared_ffn_hidden_size=16, shared_overlap=True)
+
+
+def test_a_run_says_at_its_start_what_computes_which_matrices():
+    run = make_run(DENSE, precision=PrecisionConfig(Dtype.bfloat16, fp8=in_8("block")))
+    layers = build_fp8(run, [make_chunk(DENSE)], SimpleNamespace(), CPU)
+    assert fp8_line(layers, run) == (
+        "17 matrices of linear and head, recipe block, by the reference in torch: the same "
+        "numbers, slowly; else bfloat16"
+    )
+
+
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "fp16": (
         {"precision": PrecisionConfig(Dtype.float16, fp8=in_8())},
