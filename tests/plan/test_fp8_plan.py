@@ -21,6 +21,7 @@ from app.config import (
     ScheduleConfig,
     TrainConfig,
 )
+from app.plan.cost.flops import PLANNED_PEAK, stage_flops
 from app.plan.layout import select_layout
 from app.plan.memory.activations import MicrobatchMemory, chunk_activations
 from app.plan.memory.overheads import FP8_WORKSPACE
@@ -162,6 +163,24 @@ def test_the_command_plans_without_torch_or_the_library():
     )
     assert done.returncode == 0, done.stderr
     assert "weights in eight bits" in done.stdout and "two copies of 6.98 B" in done.stdout
+
+
+def test_times_are_those_of_faster_products_and_operations_stay():
+    """Attention's scores are no linear layer's product."""
+    plain, narrow, block = (
+        run_of(fp8) for fp8 in (None, in_8(include=BOTH), in_8(Fp8Recipe.block, include=BOTH))
+    )
+    assert stage_flops(plain, [WHOLE], select_layout(plain)) == stage_flops(
+        narrow, [WHOLE], select_layout(narrow)
+    )
+    (before,), (after,), (blocks,) = (Plan(run).stage_seconds for run in (plain, narrow, block))
+    rate = PLANNED_PEAK * 1e12 * plain.hardware.efficiency
+    products = 2 * TOKENS * (4 * LAYER + 4096 * 512) / rate
+    for found, speedup in ((after, 1.6), (blocks, 1.3)):
+        saved = products * (1 - 1 / speedup)
+        assert before.forward - found.forward == pytest.approx(saved)
+        assert before.backward_weight - found.backward_weight == pytest.approx(saved)
+        assert before.backward_input - found.backward_input == pytest.approx(saved)
 
 
 def test_scales_of_earlier_steps_have_a_history():

@@ -62,7 +62,7 @@ class Kernels:
         """
         profile = self.profile
         flops = op.flops
-        rate = profile.product_tflops
+        rate = profile.product_tflops * op.speedup
         if op.work is Work.grouped:
             # tiles that experts fill with others' rows, or nobody's
             flops += round(2 * profile.grouped_tile * op.weight / MIXED_BYTES)

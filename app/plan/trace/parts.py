@@ -28,7 +28,7 @@ from app.plan.model.norm import NormWeights
 from app.plan.model.weight import Weight
 from app.plan.recompute import RecomputePolicy, recompute_policy
 from app.plan.sharding.blocks import ShardCoords
-from app.plan.trace.eight_bits import LAUNCHES, Copies
+from app.plan.trace.eight_bits import LAUNCHES, SPEEDUP, Copies
 from app.plan.trace.trace import GradAddition, Sends, Trace, TracedTensor, Work
 
 BYTES = {Dtype.float32: 4, Dtype.bfloat16: 2, Dtype.float16: 2}
@@ -107,6 +107,11 @@ class Sizes:
     def added(self) -> GradAddition:
         """How backward adds gradients of matrices."""
         return GradAddition.inside if self.direct or self.splits else GradAddition.after
+
+    @property
+    def speedup(self) -> float:
+        """Of products of linear layers, over those in the type of parameters."""
+        return 1.0 if self.in_8 is None else SPEEDUP[self.in_8]
 
     def deferred(self, weight: int, gathered: int = 0) -> int | None:
         """What such a gradient takes when it is computed at last: itself, unless it is never
@@ -231,6 +236,7 @@ def column_parallel(trace: Trace, s: Sizes, x: TracedTensor, weight: Weight) -> 
         scratch=scratch,
         kernels=launches,
         flops=product.flops,
+        speedup=s.speedup,
         sends=tp_sends(s, x.bytes, forward=1, backward=2),
         work=Work.product,
     )[0]
@@ -267,6 +273,7 @@ def _product(
             kernels=1 + LAUNCHES[s.in_8],
             flops=product.flops,
             work=Work.product,
+            speedup=s.speedup,
         )[0]
     return trace.op(
         [x],
