@@ -9,6 +9,7 @@ order of capture, which graphs that share a pool rely on.
 
 from __future__ import annotations
 
+import weakref
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -28,7 +29,15 @@ HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_p
 class Replays:
     """What a GPU does not do in a replay: run hooks on parameters. Here they run, unheard."""
 
-    unheard: Callable[[], AbstractContextManager[object]]
+    # made last; weak, since a forked process that let go of its parent's would wait
+    # for threads which it does not have
+    optimizer: weakref.ref[DistributedOptimizer]
+
+    @classmethod
+    def unheard(cls) -> AbstractContextManager[object]:
+        optimizer = cls.optimizer()
+        assert optimizer is not None, "its engine trains"
+        return optimizer.listing_arrivals()
 
 
 def install(patch: pytest.MonkeyPatch) -> None:
@@ -37,7 +46,7 @@ def install(patch: pytest.MonkeyPatch) -> None:
 
     def noted(self: DistributedOptimizer, *given: Any, **named: Any) -> None:
         made(self, *given, **named)
-        Replays.unheard = self.listing_arrivals
+        Replays.optimizer = weakref.ref(self)
 
     patch.setattr(DistributedOptimizer, "__init__", noted)
     patch.setattr("app.engine.build.graphed_callables", lambda: make_graphed_callables)
