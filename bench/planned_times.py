@@ -245,7 +245,9 @@ def save(found: Sequence[tuple[Row, float]], halves: dict[str, dict[str, float]]
 def _draw(found: Sequence[tuple[Row, float]]) -> None:
     import matplotlib
 
+    # equal numbers make equal files
     matplotlib.use("Agg")
+    matplotlib.rcParams |= {"svg.fonttype": "none", "svg.hashsalt": "planned-times"}
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(figsize=(6, 5), constrained_layout=True)

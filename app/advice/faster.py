@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from app.advice.even_stages import even_layout
 from app.advice.moves import Change, Move, Value
 from app.advice.suggest import ENOUGH, SATURATED, Candidate, Trials
-from app.choices import DispatcherKind, GraphImpl, ScheduleName
+from app.choices import GraphImpl, ScheduleName
 from app.config import Run
-from app.plan.dispatchers.choose import run_dispatcher
+from app.plan.dispatchers.choose import run_dispatcher, without_waits
 from app.plan.plan import Plan
 from app.plan.suggestion import Suggestion
 
@@ -26,7 +26,7 @@ LARGEST = 8192  # tokens in a microbatch that is doubled
 def whole_graph(run: Run) -> Iterator[Change]:
     """One graph for the step; experts on several ranks need a dispatcher that waits for nobody."""
     values: dict[str, Value] = {"cuda_graph.impl": GraphImpl.full_iteration, "cuda_graph.scope": ()}
-    static: dict[str, Value] = {"model.moe.dispatcher": DispatcherKind.static}
+    static: dict[str, Value] = {**without_waits()}
     dispatcher = run_dispatcher(run)
     waits = dispatcher is not None and dispatcher.waits_for_host
     if run.cuda_graph.impl is not GraphImpl.full_iteration:

@@ -51,6 +51,11 @@ def run_dispatcher(run: Run, layout: ParallelLayout | None = None) -> PlannedDis
     return planned_dispatcher(run.model.moe, grid.ep, grid.expert_tp, one_node=reach)
 
 
+def without_waits() -> dict[str, DispatcherKind]:
+    """Key and value of the dispatcher whose exchange no host waits for the sizes of."""
+    return {"model.moe.dispatcher": DispatcherKind.static}
+
+
 def busiest_load(run: Run) -> float:
     """Rows of the busiest expert-parallel rank of a run over the mean without drops; 1: no experts.
 
