@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from app.choices import Dtype, Fp8Part, Fp8Recipe, ScheduleName
+from app.cli.options.compose import load_overrides
 from app.config import (
     Fp8Config,
     LossConfig,
@@ -22,13 +23,14 @@ from app.config import (
     TrainConfig,
 )
 from app.plan.cost.flops import PLANNED_PEAK, stage_flops
+from app.plan.cost.times import stage_times
 from app.plan.layout import select_layout
 from app.plan.memory.activations import MicrobatchMemory, chunk_activations
 from app.plan.memory.overheads import FP8_WORKSPACE
 from app.plan.memory.rank_memory import RankMemory
 from app.plan.plan import Plan
 from app.plan.stages import Stage
-from app.plan.trace.eight_bits import Copies
+from app.plan.trace.eight_bits import SPEEDUP, Copies
 from app.plan.trace.parts import sizes_of
 from app.plan.trace.stage import StagePart, part_trace, stage_parts
 from app.rules import check
@@ -176,7 +178,9 @@ def test_times_are_those_of_faster_products_and_operations_stay():
     (before,), (after,), (blocks,) = (Plan(run).stage_seconds for run in (plain, narrow, block))
     rate = PLANNED_PEAK * 1e12 * plain.hardware.efficiency
     products = 2 * TOKENS * (4 * LAYER + 4096 * 512) / rate
-    for found, speedup in ((after, 1.6), (blocks, 1.3)):
+    speeds = SPEEDUP[Fp8Recipe.current], SPEEDUP[Fp8Recipe.block]
+    assert 1 < speeds[1] < speeds[0] < 2  # twice as many products per second, and quantising
+    for found, speedup in zip((after, blocks), speeds, strict=True):
         saved = products * (1 - 1 / speedup)
         assert before.forward - found.forward == pytest.approx(saved)
         assert before.backward_weight - found.backward_weight == pytest.approx(saved)
@@ -190,3 +194,21 @@ def test_scales_of_earlier_steps_have_a_history():
     assert delayed.pop("largest entries") == 3 * 4 * 4 * 4 * (1024 + 3)
     delayed.pop("fragmentation"), current.pop("fragmentation")
     assert delayed == current
+
+
+def test_measured_speeds_are_those_of_faster_products_too():
+    """A profile's rate of products is that of the type of parameters. Forward has what quantises
+    to launch besides, and small layers are slower for it.
+    """
+    hardware = load_overrides(["hardware=h200"]).hardware
+    assert hardware.profile is not None
+    plain, narrow = (
+        stage_times(run, [WHOLE], select_layout(run), hardware.profile)[0]
+        for run in (run_of(fp8, hardware=hardware) for fp8 in (None, in_8(include=BOTH)))
+    )
+    rate = hardware.profile.product_tflops * 1e12
+    products = 2 * TOKENS * (4 * LAYER + 4096 * 512) / rate
+    saved = products * (1 - 1 / SPEEDUP[Fp8Recipe.current])
+    gone = plain.backward_weight["products"] - narrow.backward_weight["products"]
+    assert 0.8 * saved < gone < saved  # copies in eight bits are written
+    assert narrow.forward["products"] > plain.forward["products"]
