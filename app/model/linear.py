@@ -192,8 +192,13 @@ class _Linear(torch.autograd.Function):
         backend: LinearBackend,
         sink: WeightGradSink | None,
     ) -> Tensor:
-        x = backend.input_operand(x_BsI if group is None else gathered(x_BsI, group))
-        _keep(ctx, x if group is None else x_BsI)
+        whole_BSI = x_BsI if group is None else gathered(x_BsI, group)
+        as_it_is = backend.differentiable  # without calls of functions that do nothing
+        x: Operand = whole_BSI if as_it_is else backend.input_operand(whole_BSI)
+        if as_it_is or group is not None:
+            ctx.save_for_backward(x_BsI)
+        else:
+            _keep(ctx, x)
         ctx.weight_OI = weight_OI
         ctx.group = group
         ctx.backend = backend
@@ -206,9 +211,11 @@ class _Linear(torch.autograd.Function):
         weight_OI, group = ctx.weight_OI, ctx.group
         backend: LinearBackend = ctx.backend
         sink: WeightGradSink | None = ctx.sink
-        grad = backend.grad_operand(grad_BSO)
+        as_it_is = backend.differentiable
+        grad: Operand = grad_BSO if as_it_is else backend.grad_operand(grad_BSO)
         if group is None:
-            weight_grad = backend.weight_grad(grad, _operand(ctx))
+            x: Operand = ctx.saved_tensors[0] if as_it_is else _kept_operand(ctx)
+            weight_grad = backend.weight_grad(grad, x)
             if sink is None:
                 return backend.input_grad(grad, weight_OI), weight_grad(), None, None, None
             sink.push(weight_OI, weight_grad)
@@ -230,28 +237,22 @@ class _Linear(torch.autograd.Function):
 
 
 def _keep(ctx: Any, x: Operand) -> None:
-    """Have autograd keep what the gradient of the weight will be made of."""
-    part = _for_weight_grad(x)
-    if isinstance(part, Quantised):
-        ctx.save_for_backward(*part.tensors())
-        ctx.emptied = part.empty()
-    else:
-        ctx.save_for_backward(part)
-        ctx.emptied = None
+    """Have autograd keep of a quantised input what the gradient of the weight will be made of."""
+    assert isinstance(x, Quantised)
+    part = x.for_weight_grad()
+    ctx.save_for_backward(*part.tensors())
+    ctx.emptied = part.empty()
+
+
+def _kept_operand(ctx: Any) -> Quantised:
+    """What `_keep` has kept."""
+    quantised: Quantised = ctx.emptied.with_tensors(ctx.saved_tensors)
+    return quantised
 
 
 def _for_weight_grad(operand: Operand) -> Operand:
     """What the gradient of the weight reads of it."""
     return operand.for_weight_grad() if isinstance(operand, Quantised) else operand
-
-
-def _operand(ctx: Any) -> Operand:
-    """What `_keep` has kept."""
-    if ctx.emptied is None:
-        x: Tensor = ctx.saved_tensors[0]
-        return x
-    quantised: Quantised = ctx.emptied.with_tensors(ctx.saved_tensors)
-    return quantised
 
 
 def _of_gathered(

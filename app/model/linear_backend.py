@@ -37,8 +37,8 @@ class LinearBackend(Protocol):
 
     @property
     def differentiable(self) -> bool:
-        """Whether autograd differentiates `output`, where nothing else is to be done in
-        backward.
+        """Whether products read tensors as they are; autograd differentiates `output` then, where
+        nothing else is to be done in backward.
         """
 
     def input_operand(self, x: Tensor) -> Operand:
@@ -103,15 +103,18 @@ class TorchLinear:
 
     def output(self, x: Operand, weight_OI: Tensor) -> Tensor:
         """See the protocol."""
-        return F.linear(plain(x), weight_OI)
+        assert isinstance(x, Tensor)
+        return F.linear(x, weight_OI)
 
     def input_grad(self, grad: Operand, weight_OI: Tensor, out: Tensor | None = None) -> Tensor:
         """See the protocol."""
-        return torch.matmul(plain(grad), weight_OI, out=out)
+        assert isinstance(grad, Tensor)
+        return torch.matmul(grad, weight_OI, out=out)
 
     def weight_grad(self, grad: Operand, x: Operand) -> WeightGrad:
         """See the protocol."""
-        return LinearGrad(plain(grad).flatten(0, -2).T, plain(x).flatten(0, -2))
+        assert isinstance(grad, Tensor) and isinstance(x, Tensor)
+        return LinearGrad(grad.flatten(0, -2).T, x.flatten(0, -2))
 
 
 class TorchGroupedLinear:
@@ -160,12 +163,6 @@ class TorchGroupedLinear:
         matrix_GIO = weight_GIO.transpose(1, 2) if transposed else weight_GIO
         begin = first_row(ends_E, first)
         out_TO[begin:] = F.grouped_mm(rows_TI[begin:], matrix_GIO, offs=ends_E[first:] - begin)
-
-
-def plain(operand: Operand) -> Tensor:
-    """An operand that is a tensor."""
-    assert isinstance(operand, Tensor), "made by another back end"
-    return operand
 
 
 def linear_backend() -> LinearBackend:

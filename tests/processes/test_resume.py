@@ -20,7 +20,7 @@ import pytest
 
 import tests.runs
 from app.choices import Score
-from app.cli.options.compose import all_keys
+from app.cli.options.compose import all_keys, load_overrides
 from app.config import Llama3RopeConfig, MLAConfig, Run, YarnConfig
 from app.engine.checkpoint import resume
 from app.engine.checkpoint.folder import (
@@ -58,7 +58,8 @@ NULLABLE = (
     "model.moe",
     "model.yarn",
     "model.llama3_rope",
-)  # sections that a model may do without
+    "hardware.profile",
+)  # sections that a run may do without
 
 
 def leaves() -> list[str]:
@@ -110,11 +111,12 @@ def test_fixed_keys_are_refused_and_free_ones_told(tmp_path: Path):
     """A run whose configuration differs from the checkpoint's in one key, for every key."""
     latent = replace(TINY, num_kv_heads=TINY.num_heads, mla=MLAConfig(), yarn=YarnConfig())
     llama = replace(latent, yarn=None, llama3_rope=Llama3RopeConfig())
+    measured = replace(RUN, hardware=load_overrides(["hardware=h200"]).hardware)
     for number, key in enumerate(leaves()):
         model = llama if key.startswith("model.llama3_rope") else latent
-        config = plain(asdict(replace(RUN, model=model)))
+        config = plain(asdict(replace(measured, model=model)))
         checkpoint = saved(tmp_path / str(number), with_other(config, key))
-        run = replace(RUN, model=model, resume=str(checkpoint))
+        run = replace(measured, model=model, resume=str(checkpoint))
         if DECISIONS[key] == "fixed":
             with pytest.raises(ConfigError, match="was trained with") as refused:
                 find_start(run)

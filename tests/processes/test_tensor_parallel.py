@@ -185,6 +185,7 @@ def order_of_backward(rank: int, route: str) -> list[str]:
     module.backend = SimpleNamespace(
         **{name: noted(getattr(backend, name), name) for name in products},
         **{name: getattr(backend, name) for name in ("input_operand", "grad_operand")},
+        differentiable=backend.differentiable,
     )
     queue = WeightGradQueue()
     sink = {"autograd": None, "at once": MainGradSink(add), "deferred": queue}[route]
