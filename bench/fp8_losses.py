@@ -1,0 +1,122 @@
+"""What products in eight bits do to the loss of real text: runs by each recipe beside the band of
+bf16 runs from several seeds.
+
+    python bench/fp8_losses.py OUT [--steps 500] [--seeds 3] [override …]
+
+Trains `+experiment=small` on the standard library's text, one run on each GPU at a time, into OUT;
+what has ended there is not run again, so that the same line goes on. Writes OUT/fp8_losses.json and
+OUT/fp8_losses.svg: validation losses, and how far each recipe's last one is from the mean of the
+bf16 ones, in percent. Overrides are for all runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from queue import Queue
+from statistics import mean
+
+import torch
+from matplotlib.figure import Figure
+
+ROOT = Path(__file__).resolve().parent.parent
+PLAIN = "bf16"
+RECIPES = ("current", "delayed", "block")
+ALL = "precision.fp8.include=[linear,head]"
+COLOURS = {"current": "#0072B2", "delayed": "#D55E00", "block": "#009E73"}
+Curve = list[tuple[int, float]]  # step, validation loss
+
+
+def runs(seeds: int) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """Name and overrides of each; recipes have the first seed."""
+    for seed in range(seeds):
+        yield f"{PLAIN}-{seed}", (f"train.seed={seed}",)
+    for recipe in RECIPES:
+        yield recipe, ("train.seed=0", f"precision.fp8.recipe={recipe}", ALL)
+
+
+def curve(folder: Path) -> Curve:
+    """Validation losses of a run."""
+    rows = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    return [(row["step"], row["val_loss"]) for row in rows if "val_loss" in row]
+
+
+def train(folder: Path, steps: int, overrides: Sequence[str], gpus: Queue[int]) -> str | None:
+    """One run on the next free GPU, unless it has ended; what went wrong, if anything did."""
+    if (folder / "metrics.jsonl").exists() and curve(folder)[-1:] and curve(folder)[-1][0] == steps:
+        return None
+    gpu = gpus.get()
+    line = (
+        *(sys.executable, "train.py", "+experiment=small", "cuda_graph=full_iteration"),
+        *(f"train.steps={steps}", f"train.eval_interval={max(1, steps // 10)}", "parallel.dp=1"),
+        *("train.sample_tokens=0", "log=none", "checkpoint=none", f"run_dir={folder}"),
+        f"data.cache_dir={folder.parent / 'cache'}",
+        *overrides,
+    )
+    env = {**os.environ, "CUDA_VISIBLE_DEVICES": str(gpu) if torch.cuda.is_available() else ""}
+    done = subprocess.run(line, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
+    gpus.put(gpu)
+    return None if done.returncode == 0 else (done.stderr.strip().splitlines() or ["?"])[-1]
+
+
+def picture(found: dict[str, Curve]) -> Figure:
+    """Losses over the steps: the band of bf16 runs, a line for each recipe."""
+    figure = Figure(figsize=(8.0, 4.0), layout="constrained")
+    axes = figure.subplots()
+    plain = [losses for name, losses in found.items() if name.startswith(PLAIN)]
+    steps = [step for step, _ in plain[0]]
+    values = [[loss for _, loss in at] for at in zip(*plain, strict=True)]
+    axes.fill_between(
+        steps, [*map(min, values)], [*map(max, values)], color="#BBBBBB", label=f"{PLAIN}, seeds"
+    )
+    for recipe in (name for name in RECIPES if name in found):
+        axes.plot(*zip(*found[recipe], strict=True), color=COLOURS[recipe], label=recipe)
+    axes.set_xlabel("step")
+    axes.set_ylabel("validation loss, nats per token")
+    axes.legend(frameon=False)
+    return figure
+
+
+def main() -> int:
+    """Train what has not been trained, print how far recipes are off."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--steps", type=int, default=500)
+    parser.add_argument("--seeds", type=int, default=3)
+    given, overrides = parser.parse_known_args()
+    out = given.out.resolve()
+    out.mkdir(parents=True, exist_ok=True)
+    gpus: Queue[int] = Queue()
+    for gpu in range(max(1, torch.cuda.device_count())):
+        gpus.put(gpu)
+    named = dict(runs(given.seeds))
+    with ThreadPoolExecutor(gpus.qsize()) as pool:
+        errors = pool.map(
+            lambda name: train(out / name, given.steps, (*named[name], *overrides), gpus), named
+        )
+        failed = {name: error for name, error in zip(named, errors, strict=True) if error}
+    for name, error in failed.items():
+        print(f"{name}: {error}", file=sys.stderr)
+    found = {name: curve(out / name) for name in named if name not in failed}
+    last = [losses[-1][1] for name, losses in found.items() if name.startswith(PLAIN)]
+    if not last:
+        return 1
+    print(f"{PLAIN}: {mean(last):.4f}, from {min(last):.4f} to {max(last):.4f}")
+    rows = {name: {"val_loss": losses} for name, losses in found.items()}
+    for recipe in (name for name in RECIPES if name in found):
+        off = 100 * (found[recipe][-1][1] / mean(last) - 1)
+        rows[recipe]["off_percent"] = round(off, 3)
+        print(f"{recipe}: {found[recipe][-1][1]:.4f}, {off:+.2f} %")
+    (out / "fp8_losses.json").write_text(json.dumps(rows, indent=1) + "\n")
+    picture(found).savefig(out / "fp8_losses.svg")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
