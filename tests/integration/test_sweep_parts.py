@@ -19,7 +19,6 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 
-from app import rules
 from app.cli.options.compose import register_schema
 from app.cli.sweeps import combinations as sweep_plan
 from app.cli.sweeps.combinations import (
@@ -64,15 +63,6 @@ def test_all_combinations_the_last_key_fastest():
     assert [(one.run.model.name, one.run.train.steps, one.run.train.seed) for one in found] == [
         (model, steps, 7) for model in ("dense_tiny", "moe_tiny") for steps in (2, 3)
     ]
-
-
-def test_what_is_not_trained_yet_is_refused(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setitem(rules.TRAINED, "parallel.gpus_per_node", (8,))
-    first, second = found_by("parallel.gpus_per_node=4,8")
-    assert first.run is None and (first.reason or "").startswith(
-        "parallel.gpus_per_node=4: can be planned"
-    )
-    assert second.run is not None and second.reason is None
 
 
 def memory_of(run: Run) -> int:
