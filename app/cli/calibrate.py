@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 import sys
 import time
 from collections.abc import Sequence
@@ -62,6 +63,10 @@ def work(arguments: Sequence[str], launch: Launch) -> int:
     clock = Clock(device)
     links: dict[str, float] = {}
     if (launch.world_size or 1) > 1:
+        if not launch.one_host:
+            rule = "are on several hosts, and links are those inside of one"
+            advice = "torchrun --standalone --nproc-per-node N -m app.cli.calibrate"
+            raise ConfigError("processes", launch.world_size, rule, advice=advice)
         links = _links(clock, launch)
     if launch.rank == 0:
         speeds: dict[str, Any] = kernel_speeds(clock, MeasuredSizes())
@@ -86,7 +91,7 @@ def option_path(typed: dict[str, str], device_name: str) -> Path:
     """Where the option goes. ConfigError for the name of one that is there already, and for what
     cannot be a name.
     """
-    words = "_".join(gpu_words(device_name).lower().split())
+    words = re.sub(r"[^a-z0-9-]+", "_", gpu_words(device_name).lower())
     name = typed.get("name", f"{words}_here")
     if not name.replace("_", "").replace("-", "").isalnum():
         rule = "is typed as hardware=NAME: letters, digits, _ and -"

@@ -20,7 +20,7 @@ if __name__ == "__main__":
     # the imports take seconds
     stop_quietly("evaluate", speak=environment().get("RANK", "0") == "0")
 
-from app.cli.options.request import Words, check_characters
+from app.cli.options.request import Words, check_characters, text_lines
 from app.cli.options.saved import saved_run
 from app.cli.processes.launch import check_room, start_ranks
 from app.cli.processes.launcher import Launch
@@ -120,7 +120,7 @@ def _source(named: Sequence[str]) -> list[str]:
 def read_questions(path: Path, tokenizer: Tokenizer, context: int) -> tuple[Question, ...]:
     """The questions of a file. Raises ConfigError for a line that holds none, or one too long."""
     try:
-        lines = path.read_text().splitlines()
+        lines = text_lines(path)
     except (OSError, UnicodeDecodeError) as error:
         why = error.strerror if isinstance(error, OSError) else "it is no UTF-8"
         raise ConfigError("choices", path, f"cannot be read: {why}") from error

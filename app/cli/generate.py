@@ -20,7 +20,7 @@ if __name__ == "__main__":
     # the imports take seconds
     stop_quietly("generate", speak=environment().get("RANK", "0") == "0")
 
-from app.cli.options.request import Words, check_characters
+from app.cli.options.request import Words, check_characters, text_lines
 from app.cli.options.saved import saved_run
 from app.cli.processes.launch import check_room, start_ranks
 from app.cli.processes.launcher import Launch
@@ -126,7 +126,7 @@ class Request:
 def read_prompts(path: Path) -> list[str]:
     """The prompts of a file. Raises ConfigError."""
     try:
-        lines = path.read_text().splitlines()
+        lines = text_lines(path)
     except (OSError, UnicodeDecodeError) as error:
         why = error.strerror if isinstance(error, OSError) else "it is no UTF-8"
         raise ConfigError("file", path, f"cannot be read: {why}") from error

@@ -8,6 +8,7 @@ from typing import Any
 from app.errors import ConfigError
 
 FORMAT = 1  # of the keys below
+SCALED = "scaled from"  # how the source of a profile begins that was not measured
 ATTENTION = 5  # numbers in a row of HardwareProfile.attention
 FASTEST = 100_000.0  # TFLOP/s or GB/s, more than anything reaches
 PAIRS = ("activation_gb_s", "heads_gb_s", "norm_gb_s", "loss_gb_s", "rows_gb_s", "other_gb_s")
@@ -53,6 +54,11 @@ class HardwareProfile:
     send_us: float  # of a send between pipeline ranks before its bytes move
     send_gb_s: float  # of such sends inside a node
     hidden: float  # share of a collective beside compute that costs no time, 0 to 1
+
+    @property
+    def scaled(self) -> bool:
+        """Whether nobody has measured it: its source says what it was scaled from."""
+        return self.source.startswith(SCALED)
 
     def __post_init__(self) -> None:
         if self.format != FORMAT:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from app.cli.generate import read_prompts
 from app.config import ParallelConfig, TrainConfig
 from app.engine.checkpoint.load import Progress
 from tests.checkpoints import save_checkpoint
@@ -116,3 +117,10 @@ def test_replicas_share_what_is_asked(run_dir: Path):
     alone = generated(run_dir, *words)
     code, out, err = generated(run_dir, *words, "parallel.dp=2")
     assert (code, out) == alone[:2] and ", 2 together on 2 replicas, " in err, err
+
+
+def test_lines_of_json_end_where_files_say(tmp_path: Path):
+    """Not where Unicode has ends of lines, which strings may hold; ends of Windows' lines count."""
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('{"prompt": "a\u2028b\x85c"}\r\n\n{"prompt": "d"}\r\n', newline="")
+    assert read_prompts(path) == ["a\u2028b\x85c", "d"]

@@ -79,6 +79,18 @@ def test_another_gpu_is_not_compared():
     assert profile_fits(plan.profile, "NVIDIA H200")
     named = dataclasses.replace(plan.profile, gpu="H100 80GB")
     assert profile_fits(named, "NVIDIA H100 80GB HBM3") and not profile_fits(named, "NVIDIA H100")
+    for card in ("NVIDIA H200 NVL", "NVIDIA H100 NVL", "NVIDIA H100 PCIe"):  # of lower power
+        profile = dataclasses.replace(plan.profile, gpu=card.split()[1])
+        assert not profile_fits(profile, card)
+
+
+def test_nothing_is_compared_with_speeds_that_were_scaled(monkeypatch: pytest.MonkeyPatch):
+    plan = plan_of(*WHOLE, "hardware=h100")
+    name = "NVIDIA H100 80GB HBM3"
+    assert said(Pace(plan, name), 3.0, 60) == []
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+    told = str(pace_line(plan, torch.device("cuda", 0)))
+    assert "scaled from the H200" in told and "not compared" in told
 
 
 def test_no_profile_no_sentence():

@@ -89,3 +89,10 @@ def check_characters(key: str, value: object, text: str, where: str = "") -> Non
     except UnicodeEncodeError:
         rule = f"{where}is no UTF-8: it holds half of a character"
         raise ConfigError(key, value, rule) from None
+
+
+def text_lines(path: Path) -> list[str]:
+    """The lines of a file: what ends one inside of JSON strings, as U+2028 does elsewhere, does not
+    here. Raises OSError and UnicodeDecodeError.
+    """
+    return [line.removesuffix("\r") for line in path.read_text().split("\n")]

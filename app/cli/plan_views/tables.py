@@ -215,7 +215,7 @@ def _print_times(plan: Plan, console: Console) -> None:
 def _assumption(plan: Plan, estimate: Estimate) -> str:
     """What the estimate stands on."""
     if estimate.profile is not None:
-        return f"by speeds measured on {estimate.profile} (hardware.profile, docs/step-time.md)."
+        return f"by the speeds of {estimate.profile} (hardware.profile, docs/step-time.md)."
     peak = f"{estimate.efficiency:.0%} of the data sheet's {estimate.peak_tflops:,.0f} TFLOP/s"
     unused = ""
     if plan.run.hardware.profile is not None:
@@ -282,7 +282,7 @@ def _print_verdict(plan: Plan, suggestions: Sequence[Suggestion], console: Conso
     stated = None not in (hardware.gpu_memory_gib, hardware.peak_tflops)
     speed = f"{assumed_peak(plan.run):,.0f} TFLOP/s at {hardware.efficiency:.0%} efficiency"
     if plan.profile is not None:
-        speed = f"speeds measured on {plan.profile.gpu}"
+        speed = f"speeds of {plan.profile.gpu} (hardware.profile)"
     source = "" if stated else " (an H100's, where hardware says nothing)"
     console.print(f"GPU: {gib(plan.gpu_memory)} GiB, {speed}{source}.", style="dim")
     if not plan.fits:

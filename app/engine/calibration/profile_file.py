@@ -54,7 +54,9 @@ def write_profile(
         *(f"  {each.name}: {_text(getattr(profile, each.name))}" for each in fields(profile)),
     ]
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("\n".join(lines) + "\n")
+    draft = path.with_name(f".{path.name}.tmp")
+    draft.write_text("\n".join(lines) + "\n")
+    draft.replace(path)
 
 
 def _text(value: object) -> str:

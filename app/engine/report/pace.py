@@ -12,6 +12,7 @@ from app.choices import GraphImpl
 from app.config import HardwareProfile
 from app.engine.build import Engine
 from app.engine.report.metrics import StepReport
+from app.plan.cost.flops import peak_tflops
 from app.plan.cost.rates import measured
 from app.plan.cost.times import EXCHANGE, LAUNCHES, expected_load, stage_times
 from app.plan.formatting import figures
@@ -25,8 +26,11 @@ EXCHANGES = 0.1  # of a planned step: links that carry so much are suspected
 
 
 def profile_fits(profile: HardwareProfile, device_name: str) -> bool:
-    """Whether a profile was measured on GPUs of this name: all of its words are in it."""
-    return set(profile.gpu.upper().split()) <= set(device_name.upper().split())
+    """Whether a profile is of GPUs of this name: all of its words are in it, and the data sheets
+    have the same peak for both, which cards of lower power do not reach.
+    """
+    named = set(profile.gpu.upper().split()) <= set(device_name.upper().split())
+    return named and peak_tflops(profile.gpu) == peak_tflops(device_name)
 
 
 def pace_line(plan: Plan, device: torch.device) -> str | None:
@@ -42,7 +46,10 @@ def pace_line(plan: Plan, device: torch.device) -> str | None:
             f"not compared: hardware.profile is of {profile.gpu}, and this GPU is {name}; "
             "python -m app.cli.calibrate measures it"
         )
-    return f"{figures(plan.step_seconds * 1e3)} ms per step, by speeds measured on {profile.gpu}"
+    planned = f"{figures(plan.step_seconds * 1e3)} ms per step"
+    if profile.scaled:
+        return f"{planned}, by speeds that are {profile.source.split(',')[0]}: not compared"
+    return f"{planned}, by speeds measured on {profile.gpu}"
 
 
 def pace_of(engine: Engine) -> Pace | None:
@@ -58,7 +65,7 @@ class Pace:
     def __init__(self, plan: Plan, device_name: str) -> None:
         self.plan = plan
         profile = plan.profile
-        fits = profile is not None and profile_fits(profile, device_name)
+        fits = profile is not None and not profile.scaled and profile_fits(profile, device_name)
         self.planned = plan.step_seconds if fits else None
         graph = plan.run.cuda_graph
         captures = graph.impl is not GraphImpl.none
@@ -105,11 +112,11 @@ def likely_cause(plan: Plan, more: float, data_wait: float, load: float | None) 
     kinds = plan.time_by_kind
     launched = plan.run.cuda_graph.impl is not GraphImpl.full_iteration
     if launched and kinds.get(LAUNCHES, 0.0) > 0:
-        return "the host, which launches kernels more slowly (cuda_graph=full_iteration needs none)"
+        return "the host, which launches kernels more slowly"
     if kinds.get(EXCHANGE, 0.0) > EXCHANGES * plan.step_seconds:
         return "a link: exchanges are much of a step (python -m app.cli.plan what=groups)"
     if launched:
-        return "the host, which launches kernels (cuda_graph=full_iteration has it launch none)"
+        return "the host, which launches kernels"
     return "the GPU: its clocks, or another program on it"
 
 
