@@ -55,19 +55,22 @@ def _names(run: Run, chunk: Chunk) -> list[str]:
     return [each.name for each in fp8_weights(run.model, run.precision.fp8, stage)]
 
 
-def fp8_line(layers: Fp8Layers, run: Run) -> str:
-    """Which products of this rank are in eight bits, and what computes them, in words."""
-    recipe = run.precision.fp8.recipe
-    assert recipe is not None, "there are such layers"
+def fp8_line(run: Run, device: torch.device) -> str:
+    """Which products are in eight bits, and what computes them, in words."""
+    fp8 = run.precision.fp8
+    assert fp8.recipe is not None, "there are such layers"
     name = "the reference in torch: the same numbers, slowly"
-    kinds = {type(linear.arithmetic) for linear in layers.linears.values()}
-    if TransformerEngine in kinds:
+    if _by_library(fp8.backend, device):
         name = f"Transformer Engine {metadata.version(LIBRARY)}"
-    parts = " and ".join(part.value for part in run.precision.fp8.include)
+    parts = " and ".join(part.value for part in fp8.include)
+    whole = Stage(tuple(range(run.model.num_layers)), embedding=True, head=True)
+    count = sum(1 for _ in fp8_weights(run.model, fp8, whole))
     rest = run.precision.params.value
-    return (
-        f"{len(layers.linears)} matrices of {parts}, recipe {recipe.value}, by {name}; else {rest}"
-    )
+    return f"{count} matrices of {parts}, recipe {fp8.recipe.value}, by {name}; else {rest}"
+
+
+def _by_library(asked: LinearBackendKind, device: torch.device) -> bool:
+    return device.type == "cuda" and asked is not LinearBackendKind.torch
 
 
 Maker = Callable[[LinearScales | None], Fp8Arithmetic]  # from the scales of a layer, if it has any
@@ -75,12 +78,11 @@ Maker = Callable[[LinearScales | None], Fp8Arithmetic]  # from the scales of a l
 
 def arithmetic_maker(asked: LinearBackendKind, recipe: Fp8Recipe, device: torch.device) -> Maker:
     """What computes by a recipe on this device. Raises ConfigError where it cannot be had."""
-    on_gpu = device.type == "cuda"
-    if asked is LinearBackendKind.transformer_engine and not on_gpu:
+    if asked is LinearBackendKind.transformer_engine and device.type != "cuda":
         near = (LinearBackendKind.auto, LinearBackendKind.torch)
         rule = "Transformer Engine computes on GPUs, and this run does on a CPU"
         raise ConfigError("precision.fp8.backend", asked, rule, nearest=near)
-    if on_gpu and asked is not LinearBackendKind.torch:
+    if _by_library(asked, device):
         return partial(TransformerEngine, import_library(asked, recipe), recipe, device)
     if recipe is Fp8Recipe.block:
         return lambda scales: BlockScaled()

@@ -19,6 +19,21 @@ TILE = 16384  # (token, expert) pairs of one block at most
 COUNTS = 8192  # counts that are read at once
 WARP = 32  # tokens of a block at least: a thread each
 PER_WARP = 256  # pairs: 8 per thread
+ADDED = 2**24  # counts that all blocks read: 64 MB, mostly out of caches
+
+
+def counts_fast(tokens: int, local: int) -> bool:
+    """Whether adding up the blocks before each block, work that grows with their square, is little:
+    a sort is faster otherwise.
+    """
+    return _blocks(tokens, local)[1] ** 2 * block_of(local) <= ADDED
+
+
+def _blocks(tokens: int, local: int) -> tuple[int, int]:
+    """Tokens of a block, and blocks: one for each multiprocessor, where that fits."""
+    wanted = max(WARP, block_of(cdiv(tokens, MULTIPROCESSORS)))
+    block = min(wanted, max(1, TILE // block_of(local)))
+    return block, max(1, cdiv(tokens, block))  # one is needed for the ends
 
 
 def expert_rows(
@@ -40,10 +55,7 @@ def expert_rows(
     """
     tokens, top_k = chosen_NK.shape
     padded = block_of(local)
-    # one block for each multiprocessor, where that fits
-    wanted = max(WARP, block_of(cdiv(tokens, MULTIPROCESSORS)))
-    block = min(wanted, max(1, TILE // padded))
-    blocks = max(1, cdiv(tokens, block))  # one is needed for the ends
+    block, blocks = _blocks(tokens, local)
     row_of_NK, counts_CL, ends_L, filled_L, needed = (
         torch.empty(shape, dtype=torch.int32, device=chosen_NK.device)
         for shape in (chosen_NK.shape, (blocks, local), (local,), (local,), (1,))

@@ -16,7 +16,7 @@ from torch.autograd.function import once_differentiable
 
 from app.kernels import rows as kernels
 from app.kernels.common import usable
-from app.kernels.expert_rows import expert_rows
+from app.kernels.expert_rows import counts_fast, expert_rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,8 @@ def sort_by_expert(
     many rows: the ids may not repeat more often, and what nobody reads fills the rest: copies of
     the first token, or zeros. A token's ids below `num_experts` differ from each other.
     """
-    if rows_per_expert is None and experts_TK.is_cuda and usable():
+    on_gpu = experts_TK.is_cuda and usable()
+    if rows_per_expert is None and on_gpu and counts_fast(len(experts_TK), num_experts):
         return _placed(experts_TK, num_experts, drops)
     sorted_R, place_of_row_R = _narrow(experts_TK.flatten(), num_experts).sort(stable=True)
     rows_R = torch.arange(place_of_row_R.numel(), device=experts_TK.device)

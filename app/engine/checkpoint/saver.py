@@ -123,7 +123,7 @@ class Saver:
         if pinned:
             # the next update overwrites what is being copied
             torch.cuda.current_stream(self.engine.device).synchronize()
-        return dict(self._held)
+        return {name: self._held[name] for name in tensors}
 
     def _write(self, folder: Path, state: RankState) -> None:
         try:

@@ -261,7 +261,9 @@ class Validation:
         step = step_input(loaded, Normalize.token, self.run.dp, groups=self.engine.groups)
         self.engine.watchdog.note("forwards of a validation")
         recorder = self.engine.recorder
-        captures = recorder is not None and recorder.recordings and self.taken
+        fp8 = self.engine.fp8
+        recorded = recorder is not None and recorder.recordings and self.taken
+        captures = recorded and (fp8 is None or fp8.capturable)
         if self.shortage is not None:
             self.shortage.begin()
         loss, missing = self._sums(self.captured if captures else self.eager, step)

@@ -43,7 +43,7 @@ def print_opening(engine: Engine, run_dir: Path, start: Start, version: Version)
     if engine.recorder is not None:
         rows.append(("graphs", graphs_line(run, engine.device)))
     if engine.fp8 is not None:
-        rows.append(("fp8", fp8_line(engine.fp8, run)))
+        rows.append(("fp8", fp8_line(run, engine.device)))
     if pace := pace_line(engine.plan, engine.device):
         rows.append(("planned", pace))
     rows += slow_paths(run, engine.device, engine.dispatcher)
