@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import math
 import re
 import time
@@ -26,23 +27,21 @@ def test_what_is_quick_is_not_told(capfd: pytest.CaptureFixture[str]):
     assert capfd.readouterr().out == ""
 
 
-def test_what_takes_long_is_told_with_its_progress(
-    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-):
+def test_what_takes_long_is_told_with_its_progress(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(telling, "FIRST_S", 0.02)
     monkeypatch.setattr(telling, "EVERY_S", 0.02)
-    done, said = 0, list[str]()
+    # a stream of its own: what captures stdout must not be read while a thread writes to it
+    done, said = 0, io.StringIO()
 
     def told() -> bool:
-        said.append(capfd.readouterr().out)
-        return f"counting: {done} of 3" in "".join(said)
+        return f"counting: {done} of 3" in said.getvalue()
 
-    with telling.telling("counting", lambda: f"{done} of 3"):
+    with telling.telling("counting", lambda: f"{done} of 3", stream=said):
         for done in range(4):  # noqa: B007
             wait_for(told)
-    with telling.telling("other", aloud=False):
+    with telling.telling("other", aloud=False, stream=said):
         time.sleep(0.05)
-    lines = "".join((*said, capfd.readouterr().out)).splitlines()
+    lines = said.getvalue().splitlines()
     assert all(re.fullmatch(r"counting: \d of 3, \d s so far", line) for line in lines[:-1])
     assert re.fullmatch(r"counting: done in \d s", lines[-1])
 
