@@ -5,8 +5,10 @@ from __future__ import annotations
 import random
 
 import pytest
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
-from app.data.tokenizer import ByteTokenizer
+from app.data.tokenizer import ByteTokenizer, JsonTokenizer, bytes_as_json
+from app.engine.decoding import texts
 from app.engine.decoding.texts import Continuation
 
 BYTES = ByteTokenizer()
@@ -54,3 +56,93 @@ def test_what_is_shown_is_the_text(seed: int):
     ends = [(at + len(each), at) for each in stop if (at := text.find(each)) >= 0]
     wanted = text[: min(ends)[1]] if ends else text
     assert "".join(parts) == found.text == wanted
+
+
+PROSE = "the cat sat — déjà vu, ‘so’ 12345\n\n  the    dog €€ 日本語 ran; the cat ran "
+
+
+def byte_level() -> Tokenizer:
+    """As those of GPT-2, Llama 3 and Qwen: tokens may be parts of characters."""
+    found = Tokenizer.from_str(bytes_as_json())
+    found.train_from_iterator(
+        [PROSE],
+        trainers.BpeTrainer(
+            vocab_size=300,
+            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+            special_tokens=["<|endoftext|>"],
+            show_progress=False,
+        ),
+    )
+    return found
+
+
+def words_with_spaces() -> Tokenizer:
+    """As those of Llama 2 and Mixtral: a space in front of the text is none, and what has no token
+    becomes bytes.
+    """
+    pieces = [f"<0x{byte:02X}>" for byte in range(256)]
+    found = Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=True))
+    found.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+    )
+    found.decoder = decoders.Sequence(
+        [
+            decoders.Replace("▁", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
+    )
+    found.train_from_iterator(
+        ["the cat sat ran so dog, ; 12345"],
+        trainers.BpeTrainer(
+            vocab_size=320, special_tokens=["<unk>", "</s>", *pieces], show_progress=False
+        ),
+    )
+    return found
+
+
+def parts_of_words() -> Tokenizer:
+    """As those of BERT: whether there is a space depends on the token behind it."""
+    words = ["[UNK]", "[SEP]", "the", "cat", "##s", "##at", "dog", ",", "déjà", "##日"]
+    found = Tokenizer(
+        models.WordPiece({word: at for at, word in enumerate(words)}, unk_token="[UNK]")
+    )
+    found.pre_tokenizer = pre_tokenizers.Whitespace()
+    found.decoder = decoders.WordPiece(cleanup=True)
+    return found
+
+
+TOKENIZERS = {
+    "byte level": (byte_level, "<|endoftext|>"),
+    "words with spaces": (words_with_spaces, "</s>"),
+    "parts of words": (parts_of_words, "[SEP]"),
+}
+
+
+@pytest.mark.parametrize("real", [True, False], ids=["text", "any tokens"])
+@pytest.mark.parametrize("kind", TOKENIZERS)
+def test_a_long_text_is_read_in_short_parts(kind: str, real: bool, monkeypatch: pytest.MonkeyPatch):
+    build, end = TOKENIZERS[kind]
+    backend = build()
+    tokenizer = JsonTokenizer(backend, backend.get_vocab_size(), backend.token_to_id(end))
+    draw = random.Random(3)
+    anything = [draw.randrange(tokenizer.vocab_size) for _ in range(600)]
+    tokens = (tokenizer.encode(PROSE * 20) if real else anything)[:600]
+    tokens = [token for token in tokens if token != tokenizer.eod]
+    at_once = []
+    decode = JsonTokenizer.decode
+
+    def counted(self: JsonTokenizer, ids: list[int]) -> str:
+        at_once.append(len(ids))
+        return decode(self, ids)
+
+    monkeypatch.setattr(JsonTokenizer, "decode", counted)
+    text, parts = Continuation(tokenizer), []
+    for nth, token in enumerate(tokens):
+        text.add(token)
+        assert text.text == decode(tokenizer, tokens[: nth + 1])
+        parts.append(text.fresh())
+    if kind != "parts of words":  # these take back a space that has been shown
+        assert "".join([*parts, text.fresh(last=True)]) == text.text
+    assert len(tokens) > 300 and max(at_once) <= 2.5 * texts.CONTEXT

@@ -16,6 +16,7 @@ from app.engine.decoding.drawing import Sampling, or_nobody, unless_nobody
 from app.engine.decoding.replicas import Replicas
 
 UNFINISHED = "�"  # what a character is read as of which not all bytes are there yet
+CONTEXT = 32  # tokens whose text may still depend on the next one's; more than any character has
 
 
 def drawn_tokens(
@@ -59,6 +60,8 @@ class Continuation:
     text: str = ""
     ended: bool = False  # by a stop text, or as the document ends
     shown: int = 0  # characters that `fresh` has given out
+    settled: int = 0  # tokens whose text is known
+    settled_text: str = ""
 
     def add(self, token: int) -> None:
         """Take the next token; nothing once the text has ended."""
@@ -68,7 +71,9 @@ class Continuation:
             self.ended = True
             return
         self.tokens.append(token)
-        self.text = self.tokenizer.decode(self.tokens)
+        self.text = self.settled_text + self.tokenizer.decode(self.tokens[self.settled :])
+        if len(self.tokens) >= self.settled + 2 * CONTEXT:
+            self._settle()
         ends = [at for stop in self.stop if (at := self.text.find(stop)) >= 0]
         if ends:
             self.text = self.text[: min(ends)]
@@ -84,6 +89,17 @@ class Continuation:
         begin = self.shown
         self.shown = max(len(sure), begin)
         return sure[begin:]
+
+    def _settle(self) -> None:
+        """Read no more than the last tokens again: the time of a token must not grow with the text.
+
+        Not where they are read otherwise without those before them, as in the middle of a
+        character; then the next call tries again.
+        """
+        last = self.tokenizer.decode(self.tokens[-CONTEXT:])
+        if self.text.endswith(last) and not last.startswith(UNFINISHED):
+            self.settled = len(self.tokens) - CONTEXT
+            self.settled_text = self.text.removesuffix(last)
 
     def _before_stop(self, text: str) -> str:
         """A text without an end that may be the beginning of a stop text."""
