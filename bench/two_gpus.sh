@@ -26,4 +26,12 @@ run 300 bench/step_profile.py two_gpus_steps.jsonl --steps 8 \
   $dense parallel.pp=2 parallel.vpp=2 / $dense parallel.pp=2 parallel.vpp=2 schedule=zero_bubble_v / \
   $moe $ep / $moe $ep $all $fp8=current / $moe parallel.pp=2 parallel.vpp=2 / \
   $moe parallel.pp=2 parallel.vpp=2 "parallel.layout='Ettt|tttt|tttt|tL'" schedule=zero_bubble_v
+# experts beside tensor parallelism, and sequences of 131,072 tokens
+both="model.moe.num_experts=64 model.moe.top_k=6 parallel.tp=2 parallel.ep=2 parallel.etp=1"
+long="model.num_layers=4 train.seq_len=131072 train.global_batch=1 loss.chunk_tokens=8192 parallel.cp=2 parallel.ep=2
+  parallel.cp_comm_type=all_to_all recompute.full=true"
+# shellcheck disable=SC2086
+run 400 bench/step_profile.py two_gpus_steps.jsonl --steps 8 \
+  $moe $both model.moe.dispatcher=static / $moe $both cuda_graph=partial / \
+  $moe $long model.moe.dispatcher=static / $moe $long cuda_graph=none
 timeout 600 python3 bench/fp8_losses.py "$out/fp8_losses"
