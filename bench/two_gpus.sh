@@ -20,10 +20,11 @@ dense="+experiment=small model=llama3_8b model.num_layers=16 train.micro_batch=1
   cuda_graph=full_iteration"
 ep="parallel.dp=2 parallel.ep=2 model.moe.dispatcher=static"
 all="precision.fp8.include=[linear,head]"
+even="parallel.pp=2 parallel.vpp=2 parallel.layout='Etttt|tttt|ttttt|tttL'" # as the plan proposes
 # shellcheck disable=SC2086
 run 300 bench/step_profile.py two_gpus_steps.jsonl --steps 8 \
   $dense parallel.dp=2 / $dense parallel.dp=2 $all $fp8=current / $dense parallel.dp=2 $all $fp8=delayed / \
-  $dense parallel.pp=2 parallel.vpp=2 / $dense parallel.pp=2 parallel.vpp=2 schedule=zero_bubble_v / \
+  $dense $even / $dense $even schedule=zero_bubble_v / \
   $moe $ep / $moe $ep $all $fp8=current / $moe parallel.pp=2 parallel.vpp=2 / \
   $moe parallel.pp=2 parallel.vpp=2 "parallel.layout='Ettt|tttt|tttt|tL'" schedule=zero_bubble_v
 # experts beside tensor parallelism, and sequences of 131,072 tokens
