@@ -6,13 +6,13 @@ them together as bring more.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from app.advice.even_stages import even_layout
 from app.advice.moves import Change, Move, Value
-from app.advice.suggest import ENOUGH, SATURATED, Candidate, Trials
+from app.advice.suggest import ENOUGH, Candidate
+from app.advice.trials import Trials
 from app.choices import GraphImpl, ScheduleName
 from app.config import Run
 from app.plan.dispatchers.choose import run_dispatcher, without_waits
@@ -133,7 +133,7 @@ def faster(plan: Plan) -> tuple[Suggestion, ...]:
     if plan.profile is None or not plan.fits:
         return ()
     trials = Trials(plan.gpu_memory)
-    before = quick_seconds(plan.run)
+    before = trials.seconds(plan.run)
     start = Candidate(plan.run)
     singles = sorted(_timed(start.neighbours(MOVES), trials), key=lambda found: found.seconds)
     singles = [found for found in singles if found.seconds < GAIN * before]
@@ -158,7 +158,7 @@ def _timed(candidates: Iterator[Candidate], trials: Trials) -> Iterator[_Faster]
     """Those that fit once their pipeline is full."""
     for candidate in candidates:
         if trials.memory(candidate.run) <= trials.limit:
-            yield _Faster(candidate, quick_seconds(candidate.run))
+            yield _Faster(candidate, trials.seconds(candidate.run))
 
 
 def _together(singles: Sequence[_Faster], trials: Trials) -> _Faster | None:
@@ -176,23 +176,3 @@ def _together(singles: Sequence[_Faster], trials: Trials) -> _Faster | None:
         added = _timed(best.candidate.neighbours([lambda run, c=change: iter([c])]), trials)  # type: ignore[misc]
         best = min([best, *added], key=lambda found: found.seconds)
     return best if len(best.candidate.changes) > 1 else None
-
-
-def quick_seconds(run: Run) -> float:
-    """Estimated time of a step: by timelines of as many microbatches as fill the pipeline, and of
-    twice as many, what each of the others adds.
-    """
-    plan = Plan(run)
-    pp = plan.layout.pp
-    count = run.num_microbatches
-    few = SATURATED * pp + count % pp
-    more = few + SATURATED * pp
-    if run.schedule.group_size is not None or count <= more:
-        return plan.step_seconds
-    short, longer = (_with_microbatches(run, number).step_seconds for number in (few, more))
-    return longer + (count - more) * (longer - short) / (more - few)
-
-
-def _with_microbatches(run: Run, count: int) -> Plan:
-    train = dataclasses.replace(run.train, global_batch=count * run.train.micro_batch * run.dp)
-    return Plan(dataclasses.replace(run, train=train))

@@ -10,19 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
 
 from app.advice.moves import KEEP_GPUS, MORE_GPUS, Change, Move, Value, with_values
+from app.advice.trials import Trials
 from app.config import Run
 from app.errors import ConfigError
-from app.plan.actions import Action
-from app.plan.layout import select_layout
-from app.plan.memory.rank_memory import plan_memory
-from app.plan.pipeline.lowering import lower_all
 from app.plan.plan import Plan
-from app.plan.schedule import build_schedule
-from app.plan.select import select_graphs, select_schedule, select_stages
 from app.plan.suggestion import Suggestion
 from app.rules import check
 
@@ -36,12 +31,6 @@ ROUNDS = 8  # changes in one suggestion at most
 
 
 MOST_WORK = 1_000_000  # actions that a search walks along, some seconds, before it has to do
-
-
-LOWERING = 4  # times as long as walking along a list takes making it
-
-
-SATURATED = 4  # times pp microbatches: with more, no list but gpipe's has more of them in flight
 
 
 @dataclass(frozen=True)
@@ -123,48 +112,6 @@ def step_seconds(run: Run) -> float:
     if plan.profile is not None:
         return pipeline_seconds + plan.tail.seconds  # stages wait for their traffic already
     return pipeline_seconds + sum(t.seconds for t in plan.traffic if t.exposed)
-
-
-@dataclass
-class Trials:
-    """Memory of many runs, whose lists of actions are often the same."""
-
-    limit: int  # memory of one GPU, bytes
-    work: int = 0  # actions that have been walked along so far
-    lists: dict[tuple[object, ...], list[list[Action]]] = field(default_factory=dict)
-
-    def memory(self, run: Run, whole: bool = False) -> int:
-        """Bytes of the busiest rank: of the whole step, or with no more microbatches than it
-        takes to fill the pipeline.
-        """
-        stages = select_stages(run)
-        name = select_schedule(run, stages).value
-        count = run.num_microbatches
-        if not whole and name != "gpipe" and run.schedule.group_size is None:
-            count = min(count, SATURATED * stages.pp + count % stages.pp)
-        key = name, stages.pp, count, stages.vpp, run.schedule.group_size, run.schedule.overlap_p2p
-        if key not in self.lists:
-            schedule = build_schedule(
-                name, stages.pp, count, num_chunks=stages.vpp, group_size=run.schedule.group_size
-            )
-            self.lists[key] = lower_all(
-                schedule, run.schedule.overlap_p2p, v_shape=stages.pipeline.v_shape
-            )
-            self.work += LOWERING * _length(self.lists[key])
-        actions = self.lists[key]
-        self.work += _length(actions)
-        ranks = plan_memory(
-            run,
-            select_layout(run),
-            stages,
-            actions=actions,
-            graphs=select_graphs(run, stages, actions),
-        )
-        return max(rank.total for rank in ranks)
-
-
-def _length(lists: Sequence[Sequence[Action]]) -> int:
-    return sum(map(len, lists))
 
 
 def _search(run: Run, moves: Sequence[Move], trials: Trials) -> list[Candidate]:

@@ -6,8 +6,7 @@ is a sequence with one entry per pipeline rank; ranks that differ along other ax
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from app.choices import ScheduleName
@@ -31,8 +30,9 @@ from app.plan.groups import PP
 from app.plan.layout import ParallelLayout, select_layout
 from app.plan.memory.rank_memory import RankMemory, plan_memory
 from app.plan.pipeline.check import check
+from app.plan.pipeline.known import KnownSchedules, ScheduleKey
 from app.plan.pipeline.lowering import lower_all
-from app.plan.pipeline.timeline import Timeline, Times, simulate
+from app.plan.pipeline.timeline import Timeline, Times, ordered_timeline
 from app.plan.schedule import build_schedule
 from app.plan.select import select_graphs, select_schedule, select_stages
 from app.plan.sharding.parameters import ChunkBuffers, Parameter, chunk_buffers, chunk_parameters
@@ -47,6 +47,8 @@ class Plan:
     """The plan of a run that has passed `app.rules.check`."""
 
     run: Run
+    # lists that plans of other runs have made, and those that they can have of this one
+    known: KnownSchedules = field(default_factory=KnownSchedules, compare=False, repr=False)
 
     @cached_property
     def layout(self) -> ParallelLayout:
@@ -74,16 +76,41 @@ class Plan:
     @cached_property
     def schedule(self) -> list[list[Compute]]:
         """What each pipeline rank computes in a training step."""
-        return self._schedule(self.run.num_microbatches)
+        return self.known.compute(self.schedule_key)
+
+    @property
+    def schedule_key(self) -> ScheduleKey:
+        """What the lists of a training step follow from."""
+        return ScheduleKey(
+            self.schedule_name.value,
+            self.layout.pp,
+            self.run.num_microbatches,
+            num_chunks=self.stages.vpp,
+            group_size=self.run.schedule.group_size,
+        )
 
     @cached_property
     def actions(self) -> list[list[Action]]:
         """Everything that each pipeline rank does in a training step, proved not to deadlock."""
-        return self._lowered(self.schedule)
+        lists = self.known.actions(self.schedule_key, self.run.schedule.overlap_p2p)
+        check(lists, self.schedule, self.stages.pipeline.v_shape)
+        return lists
 
     def validation_actions(self, num_microbatches: int) -> list[list[Action]]:
         """Everything that each pipeline rank does in a validation of so many microbatches."""
-        return self._lowered(self._schedule(num_microbatches, forward_only=True))
+        key = self.schedule_key
+        schedule = build_schedule(
+            key.name,
+            key.pp,
+            num_microbatches,
+            num_chunks=key.num_chunks,
+            group_size=key.group_size,
+            forward_only=True,
+        )
+        v_shape = self.stages.pipeline.v_shape
+        lists = lower_all(schedule, self.run.schedule.overlap_p2p, v_shape=v_shape)
+        check(lists, schedule, v_shape)
+        return lists
 
     @cached_property
     def graphs(self) -> tuple[GraphPlan | None, ...]:
@@ -165,10 +192,17 @@ class Plan:
             buffers=self.buffers,
         )
 
-    @property
+    @cached_property
     def step_seconds(self) -> float:
         """Estimated time of a step."""
-        return self.timeline.makespan + self.tail.seconds
+        return self.pipeline_seconds(self.run.num_microbatches) + self.tail.seconds
+
+    def pipeline_seconds(self, num_microbatches: int) -> float:
+        """Estimated time of the pipeline of a step that had so many microbatches."""
+        key = replace(self.schedule_key, num_microbatches=num_microbatches)
+        order = self.known.order(key)
+        seconds = self._times.in_order(order.pipeline.last + 1)
+        return order.makespan(seconds, self._times.send)
 
     @cached_property
     def times_of_ranks(self) -> list[dict[str, float]]:
@@ -204,7 +238,7 @@ class Plan:
     @cached_property
     def timeline(self) -> Timeline:
         """Estimated seconds of a step's compute, with exposed traffic and sends between stages."""
-        return simulate(self.schedule, self._times(), self.stages.pipeline.v_shape)
+        return ordered_timeline(self.schedule, self.known.order(self.schedule_key), self._times)
 
     @property
     def busiest(self) -> RankMemory:
@@ -221,25 +255,7 @@ class Plan:
         """Whether every rank has room."""
         return self.busiest.total <= self.gpu_memory
 
-    def _schedule(self, num_microbatches: int, forward_only: bool = False) -> list[list[Compute]]:
-        name = self.schedule_name.value
-        chunks = self.stages.vpp
-        group = self.run.schedule.group_size
-        return build_schedule(
-            name,
-            self.layout.pp,
-            num_microbatches,
-            num_chunks=chunks,
-            group_size=group,
-            forward_only=forward_only,
-        )
-
-    def _lowered(self, schedule: Sequence[Sequence[Compute]]) -> list[list[Action]]:
-        v_shape = self.stages.pipeline.v_shape
-        lists = lower_all(schedule, overlap=self.run.schedule.overlap_p2p, v_shape=v_shape)
-        check(lists, schedule, v_shape)
-        return lists
-
+    @cached_property
     def _times(self) -> Times:
         if self.profile is not None:
             return timeline_times(self.run, self.layout, self.profile, stages=self.stage_times)

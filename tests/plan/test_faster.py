@@ -8,8 +8,9 @@ from itertools import product
 import pytest
 
 from app.advice.even_stages import even_layout
-from app.advice.faster import GAIN, faster, quick_seconds
+from app.advice.faster import GAIN, faster
 from app.advice.moves import with_values
+from app.advice.trials import Trials
 from app.cli.plan import main
 from app.plan.plan import Plan
 from app.plan.stages import plan_stages
@@ -64,7 +65,7 @@ def test_none_without_a_profile_or_for_what_does_not_fit():
 def test_few_microbatches_stand_for_many():
     for count, pp in product((8, 33, 64), (1, 2, 4)):
         run = load(*LLAMA, f"parallel.pp={pp}", f"train.global_batch={count}")
-        assert quick_seconds(run) == pytest.approx(Plan(run).step_seconds, rel=0.01)
+        assert Trials(0).seconds(run) == pytest.approx(Plan(run).step_seconds, rel=0.01)
 
 
 @pytest.mark.parametrize("pp", [2, 4])

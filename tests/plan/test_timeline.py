@@ -6,10 +6,13 @@ import pytest
 
 from app.plan.actions import Compute, Exchange, Wait
 from app.plan.pipeline.dependencies import Pipeline
+from app.plan.pipeline.known import KnownSchedules
 from app.plan.pipeline.lowering import lower_all
 from app.plan.pipeline.timeline import Times, simulate
+from app.plan.plan import Plan
 from app.plan.schedule import build_schedule, v_shaped
 from tests.actions import parse_action
+from tests.test_config import load
 
 SMALL = list(product(range(1, 6), range(1, 9)))  # pipeline ranks, microbatches
 CHUNKS = {"gpipe": 1, "1f1b": 1, "zero_bubble_h1": 1, "interleaved": 2, "zero_bubble_v": 2}
@@ -193,3 +196,19 @@ def test_sending_never_shortens_a_step(name: str, chunks: int):
         spans = [simulate(lists, Times(send=send), v_shape).makespan for send in (0, 0.1, 0.3, 1)]
         assert spans == sorted(spans)
         assert spans[0] == simulate(schedule, v_shape=v_shape).makespan < spans[-1]
+
+
+def test_lists_of_one_run_serve_another_with_other_times():
+    """Plans that share what they know say what each says alone."""
+    known = KnownSchedules()
+    typed = ("model=dense_tiny", "parallel.pp=4", "train.global_batch=128")
+    for schedule, more in product(
+        ("1f1b", "zero_bubble_h1"), ((), ("train.seq_len=256",), ("train.micro_batch=4",))
+    ):
+        run = load(*typed, f"schedule={schedule}", *more)
+        alone, shared = Plan(run), Plan(run, known)
+        assert shared.step_seconds == alone.step_seconds
+        assert shared.timeline == alone.timeline
+        assert shared.timeline.makespan + shared.tail.seconds == shared.step_seconds
+        assert shared.actions == alone.actions and shared == alone
+    assert len(known.orders) == 4  # of two schedules and two numbers of microbatches

@@ -9,13 +9,12 @@ its other sides arrived, none could wait for one that waits for it.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from app.plan.actions import Action, Backward, Compute, Exchange, Flow, Forward, Free, P2POp, Wait
 from app.plan.pipeline.dependencies import Made, Pipeline, expect_finished, pipeline_of
-from app.plan.pipeline.timeline import Times, compute_moments
+from app.plan.pipeline.timeline import Moments, Times, compute_moments
 
-Moments = Mapping[Made, float]  # when, on the virtual clock
 # Times of the overlapped lists. A send must take some time: then what the receiver computes while a
 # tensor is made ends after that, its side of the exchange stands before that action, and the tensor
 # moves beside it. Otherwise both would end in the same moment, the receive would be posted behind
@@ -36,7 +35,7 @@ def add_exchanges(
     """
     pipeline = pipeline_of(lists, v_shape)
     times = OVERLAP_TIMES_IN_V if v_shape else OVERLAP_TIMES
-    moments = compute_moments(lists, pipeline, times) if overlap else tick_moments(lists, pipeline)
+    moments = compute_moments(lists, v_shape, times) if overlap else tick_moments(lists, pipeline)
     exchanges = _exchanges(moments, pipeline)
     merged = [
         _merge(

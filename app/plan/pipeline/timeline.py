@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from app.plan.actions import Action, Compute, Exchange, P2POp, Wait
 from app.plan.pipeline.dependencies import Made, Pipeline, expect_finished, pipeline_of, take_turns
+from app.plan.pipeline.order import LETTERS, ComputeOrder, Span
 from app.plan.schedule import peak_in_flight
 
 # the same for every stage, or one for each, in the order in which a microbatch passes
 PerStage = float | tuple[float, ...]
+Moments = Mapping[Made, float]  # when
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +25,11 @@ class Times:
     # the part of backward that yields the gradients of weights; None: half
     weight: PerStage | None = None
     send: float = 0.0  # moving one tensor to another rank
+
+    def in_order(self, num_stages: int) -> list[float]:
+        """By letter and stage, as a `ComputeOrder` has them. ValueError as in `by_letter`."""
+        found = self.by_letter(num_stages)
+        return [seconds for letter in LETTERS for seconds in found[letter]]
 
     def by_letter(self, num_stages: int) -> dict[str, tuple[float, ...]]:
         """Times of every stage, under the letter of the action. ValueError for tuples that do
@@ -92,7 +99,26 @@ def simulate(
     Raises ValueError if the lists wait for each other in a circle, or `times` are for another
     number of stages.
     """
-    spans = _run(lists, pipeline_of(lists, v_shape), times or Times()).spans
+    computes = [[action for action in actions if isinstance(action, Compute)] for actions in lists]
+    if sum(map(len, computes)) == sum(map(len, lists)):
+        return ordered_timeline(computes, ComputeOrder.of(computes, v_shape), times or Times())
+    run = _run(lists, pipeline_of(lists, v_shape), times or Times())
+    return _timeline(lists, run.spans)
+
+
+def ordered_timeline(
+    lists: Sequence[Sequence[Compute]], order: ComputeOrder, times: Times
+) -> Timeline:
+    """The step of compute lists whose order is known already. ValueError for `times` of another
+    number of stages.
+    """
+    spans: list[list[Span]] = [[] for _ in lists]
+    for rank, span in order.spans(times.in_order(order.pipeline.last + 1), times.send):
+        spans[rank].append(span)
+    return _timeline(lists, spans)
+
+
+def _timeline(lists: Sequence[Sequence[Action]], spans: Sequence[Sequence[Span]]) -> Timeline:
     events = (
         tuple(Event(action, *span) for action, span in zip(actions, of_rank, strict=True))
         for actions, of_rank in zip(lists, spans, strict=True)
@@ -100,11 +126,11 @@ def simulate(
     return Timeline(tuple(events), tuple(map(peak_in_flight, lists)))
 
 
-def compute_moments(
-    lists: Sequence[Sequence[Action]], pipeline: Pipeline, times: Times
-) -> dict[Made, float]:
+def compute_moments(lists: Sequence[Sequence[Compute]], v_shape: bool, times: Times) -> Moments:
     """When everything is made if each rank runs as early as it can. ValueError as in `simulate`."""
-    return _run(lists, pipeline, times).made
+    order = ComputeOrder.of(lists, v_shape)
+    spans = order.spans(times.in_order(order.pipeline.last + 1), times.send)
+    return {made: end for made, (_, (_, end)) in zip(order.made, spans, strict=True)}
 
 
 def _run(lists: Sequence[Sequence[Action]], pipeline: Pipeline, times: Times) -> _Run:

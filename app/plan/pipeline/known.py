@@ -1,0 +1,56 @@
+"""Lists of actions that several plans have in common, each made once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from app.plan.actions import Action, Compute
+from app.plan.pipeline.lowering import lower_all
+from app.plan.pipeline.order import ComputeOrder
+from app.plan.schedule import build_schedule, v_shaped
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduleKey:
+    """All that the lists of a training step follow from."""
+
+    name: str  # of app.plan.schedule
+    pp: int
+    num_microbatches: int
+    num_chunks: int
+    group_size: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class KnownSchedules:
+    """Compute lists, their order, and what they are lowered to; nobody changes them."""
+
+    computes: dict[ScheduleKey, list[list[Compute]]] = field(default_factory=dict)
+    orders: dict[ScheduleKey, ComputeOrder] = field(default_factory=dict)
+    lowered: dict[tuple[ScheduleKey, bool], list[list[Action]]] = field(default_factory=dict)
+
+    def compute(self, key: ScheduleKey) -> list[list[Compute]]:
+        """What each pipeline rank computes. ValueError as in `build_schedule`."""
+        if key not in self.computes:
+            self.computes[key] = build_schedule(
+                key.name,
+                key.pp,
+                key.num_microbatches,
+                num_chunks=key.num_chunks,
+                group_size=key.group_size,
+            )
+        return self.computes[key]
+
+    def order(self, key: ScheduleKey) -> ComputeOrder:
+        """The same in one order, to be timed."""
+        if key not in self.orders:
+            self.orders[key] = ComputeOrder.of(self.compute(key), v_shaped(key.name))
+        return self.orders[key]
+
+    def actions(self, key: ScheduleKey, overlap: bool) -> list[list[Action]]:
+        """Everything that each pipeline rank does (`lower_all`)."""
+        if (key, overlap) not in self.lowered:
+            self.lowered[key, overlap] = lower_all(
+                self.compute(key), overlap, v_shape=v_shaped(key.name)
+            )
+        return self.lowered[key, overlap]

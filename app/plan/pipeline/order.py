@@ -1,0 +1,66 @@
+"""All pipeline ranks' compute in one order, each action behind what it needs: worked out once for a
+schedule, then timed as often as there are times.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from app.plan.actions import Compute
+from app.plan.pipeline.dependencies import Made, Pipeline, expect_finished, pipeline_of, take_turns
+
+LETTERS = "FBIW"  # rows of a table of times
+NOTHING = -1  # an action that waits for no other rank
+
+Span = tuple[float, float]  # start, end
+
+
+@dataclass(frozen=True, slots=True)
+class ComputeOrder:
+    """Compute lists of all ranks, which each run from front to back as early as they can."""
+
+    pipeline: Pipeline
+    made: tuple[Made, ...]  # by each action, in an order in which all can run
+    # of each: its rank, its place in a table of times of letters × stages, and the place here of
+    # what it gets from another rank. What its own rank makes it has anyway: that stands before it.
+    steps: tuple[tuple[int, int, int], ...]
+
+    @classmethod
+    def of(cls, lists: Sequence[Sequence[Compute]], v_shape: bool = False) -> ComputeOrder:
+        """Of lists[rank]. Raises ValueError if they wait for each other in a circle."""
+        pipeline = pipeline_of(lists, v_shape)
+        places: dict[Made, int] = {}
+        steps: list[tuple[int, int, int]] = []
+
+        def advance(rank: int, action: Compute) -> bool:
+            needs = pipeline.needs(rank, action)
+            if not all(need in places for need in needs):
+                return False
+            far = [places[need] for need in needs if pipeline.rank(need[2]) != rank]
+            made = pipeline.makes(rank, action)
+            slot = LETTERS.index(action.letter) * (pipeline.last + 1) + made[2]
+            places[made] = len(steps)
+            steps.append((rank, slot, far[0] if far else NOTHING))
+            return True
+
+        expect_finished(lists, take_turns(lists, advance))
+        return cls(pipeline, tuple(places), tuple(steps))
+
+    def spans(self, seconds: Sequence[float], send: float) -> Iterator[tuple[int, Span]]:
+        """(rank, when) of each action: `seconds` are times by letter and stage, and what another
+        rank makes arrives `send` later.
+        """
+        now = [0.0] * self.pipeline.pp
+        ends: list[float] = []
+        for rank, slot, need in self.steps:
+            start = now[rank]
+            if need != NOTHING:
+                start = max(start, ends[need] + send)
+            now[rank] = start + seconds[slot]
+            ends.append(now[rank])
+            yield rank, (start, now[rank])
+
+    def makespan(self, seconds: Sequence[float], send: float) -> float:
+        """From the start of the first action to the end of the last."""
+        return max((end for _, (_, end) in self.spans(seconds, send)), default=0.0)
