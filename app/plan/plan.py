@@ -6,6 +6,7 @@ is a sequence with one entry per pipeline rank; ranks that differ along other ax
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -32,6 +33,7 @@ from app.plan.memory.rank_memory import RankMemory, plan_memory
 from app.plan.pipeline.check import check
 from app.plan.pipeline.known import KnownSchedules, ScheduleKey
 from app.plan.pipeline.lowering import lower_all
+from app.plan.pipeline.moments import Walks
 from app.plan.pipeline.timeline import Timeline, Times, ordered_timeline
 from app.plan.schedule import build_schedule
 from app.plan.select import select_graphs, select_schedule, select_stages
@@ -89,12 +91,16 @@ class Plan:
             group_size=self.run.schedule.group_size,
         )
 
-    @cached_property
-    def actions(self) -> list[list[Action]]:
+    @property
+    def actions(self) -> Sequence[Sequence[Action]]:
         """Everything that each pipeline rank does in a training step, proved not to deadlock."""
-        lists = self.known.actions(self.schedule_key, self.run.schedule.overlap_p2p)
-        check(lists, self.schedule, self.stages.pipeline.v_shape)
-        return lists
+        return self._walks.actions
+
+    @cached_property
+    def _walks(self) -> Walks:
+        walks = self.known.walks(self.schedule_key, self.run.schedule.overlap_p2p)
+        check(walks.actions, self.schedule, self.stages.pipeline.v_shape)
+        return walks
 
     def validation_actions(self, num_microbatches: int) -> list[list[Action]]:
         """Everything that each pipeline rank does in a validation of so many microbatches."""
@@ -145,7 +151,7 @@ class Plan:
     def memory(self) -> tuple[RankMemory, ...]:
         """Bytes of each pipeline rank at its peak, by part."""
         return plan_memory(
-            self.run, self.layout, self.stages, actions=self.actions, graphs=self.graphs
+            self.run, self.layout, self.stages, walks=self._walks, graphs=self.graphs
         )
 
     @cached_property

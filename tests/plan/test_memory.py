@@ -37,10 +37,10 @@ from app.plan.memory.activations import (
     chunk_activations,
 )
 from app.plan.memory.overheads import CUDA_CONTEXT, FRAGMENTATION, GRAPH, GRAPH_KERNEL, WORKSPACES
-from app.plan.memory.peak import find_peak
+from app.plan.memory.peak import borders_of, find_peak
 from app.plan.memory.rank_memory import OUTSIDE, RankMemory, communicators, plan_memory
+from app.plan.pipeline.moments import Walks, moments_of
 from app.plan.plan import GIB, Plan
-from app.plan.recompute import RankRecompute, RecomputePolicy
 from app.plan.schedule import build_schedule
 from app.plan.stages import Stage
 from app.rules import check
@@ -235,8 +235,8 @@ def peak_of(
     text: str, *chunks: ChunkActivations, spared: frozenset[MicrobatchChunk] = frozenset()
 ) -> tuple[str, dict[str, int]]:
     """(action, what is held) at the peak."""
-    recompute = RankRecompute(RecomputePolicy(), spared)
-    peak = find_peak([parse_action(word) for word in text.split()], chunks, recompute)
+    actions = [parse_action(word) for word in text.split()]
+    peak = find_peak(moments_of(actions, spared, borders_of(chunks)), chunks)
     held = {
         "kept": sum(peak.kept.values()),
         "waiting": peak.waiting,
@@ -576,7 +576,11 @@ def test_a_long_list_on_many_ranks_is_planned_in_a_second():
     assert sum(map(len, plan.actions)) > 16 * 4000
     before = time.process_time()
     assert (
-        len(plan_memory(run, plan.layout, plan.stages, actions=plan.actions, graphs=plan.graphs))
+        len(
+            plan_memory(
+                run, plan.layout, plan.stages, walks=Walks(plan.actions), graphs=plan.graphs
+            )
+        )
         == 16
     )
     assert time.process_time() - before < 2
@@ -585,6 +589,6 @@ def test_a_long_list_on_many_ranks_is_planned_in_a_second():
 def test_the_compute_list_alone_needs_no_buffers():
     run = run_of(parallel=ParallelConfig(pp=4))
     plan, computes = Plan(run), build_schedule("1f1b", 4, 32)
-    alone = plan_memory(run, plan.layout, plan.stages, actions=computes, graphs=plan.graphs)
+    alone = plan_memory(run, plan.layout, plan.stages, walks=Walks(computes), graphs=plan.graphs)
     for lowered, bare in zip(plan.memory, alone, strict=True):
         assert sizes(bare)["activations"] == sizes(lowered)["activations"]

@@ -1,34 +1,18 @@
-"""When a pipeline rank holds most memory in a step, and what: a walk along its list of actions.
+"""When a pipeline rank holds most memory in a step, and what: its list's moments
+(`app.plan.pipeline.moments`), each with the bytes of what is there.
 
-A forward leaves what autograd keeps, and an output that stays until it is freed, or until its
-backward where nothing sends it. Memory of a receive is there from the exchange that starts it:
-hidden states become kept input in their forward, a gradient is gone after its backward. A gradient
-to be sent stays until its send has been waited for. Between the two parts of a split backward only
-what gradients of weights need stays: the inputs of matrix products and the gradients of their
-outputs.
+Between the two parts of a split backward that is the inputs of matrix products and the gradients
+of their outputs.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
-from app.plan.actions import (
-    Action,
-    Backward,
-    BackwardInput,
-    BackwardWeight,
-    Exchange,
-    Forward,
-    Free,
-    MicrobatchChunk,
-    OnMicrobatch,
-    Wait,
-)
 from app.plan.memory.activations import ChunkActivations, MicrobatchMemory
-from app.plan.recompute import RankRecompute
+from app.plan.pipeline.moments import Borders, Counts, Moment
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,130 +34,65 @@ class Peak:
         return sum(self.kept.values()) + self.waiting + self.buffers + self.working
 
 
-def find_peak(
-    actions: Sequence[Action],
-    chunks: Sequence[ChunkActivations],
-    recompute: RankRecompute,
-) -> Peak:
-    """The peak of a training step's list, some of which backward computes again."""
-    walk = _Walk(chunks, recompute)
-    for action in actions:
-        walk.take(action)
-    return walk.peak()
+def borders_of(chunks: Sequence[ChunkActivations]) -> Borders:
+    """Where a rank's chunks hand on hidden states."""
+    return tuple((chunk.takes, chunk.gives) for chunk in chunks)
 
 
-@dataclass(slots=True)
-class _Walk:
-    """What is alive at one action, and at the largest so far."""
+def find_peak(moments: Mapping[Moment, str], chunks: Sequence[ChunkActivations]) -> Peak:
+    """The peak of a training step; of equally high ones the first."""
+    found = _Weights(chunks)
+    most = max(moments, key=found.total)
+    fullest = max((moment for moment in moments if moment.letter == "F"), key=found.pool)
+    kept: Counter[str] = Counter()
+    for count, memory in zip(most.live, found.memories, strict=True):
+        kept.update({phase: count * size for phase, size in memory.kept.items() if count})
+    pool = [
+        (count + more, memory.graph)
+        for count, more, memory in zip(fullest.live, fullest.waiting, found.memories, strict=True)
+    ]
+    return Peak(
+        dict(kept),
+        _dot(most.waiting, found.waiting),
+        most.buffers * found.border,
+        working=found.working(most),
+        action=moments[most],
+        in_flight=sum(most.live),
+        pool_kept=sum(count * part.kept for count, part in pool),
+        pool_cut=sum(count * part.cut for count, part in pool),
+    )
 
-    chunks: Sequence[ChunkActivations]
-    recompute: RankRecompute
-    kept: int = 0  # by autograd and for gradients of weights
-    buffers: int = 0
-    pool: int = 0  # in partial graphs
-    live: dict[MicrobatchChunk, MicrobatchMemory] = field(default_factory=dict)
-    waiting: dict[MicrobatchChunk, MicrobatchMemory] = field(default_factory=dict)
-    # buffers: what it is, microbatch, chunk
-    border: dict[tuple[str, int, int], int] = field(default_factory=dict)
-    most: int = -1
-    at_most: tuple[str, int, int, tuple[MicrobatchMemory, ...], int] = ("", 0, 0, (), 0)
-    most_pool: int = -1
-    at_most_pool: tuple[MicrobatchMemory, ...] = ()
 
-    def take(self, action: Any) -> None:
-        """Add and free what one action does; actions that hold no memory change nothing."""
-        kind = type(action)  # a match takes three times as long
-        if kind is Forward:
-            self._forward(action, action.mb, action.chunk)
-        elif kind is Backward or kind is BackwardInput:
-            self._backward(action, action.mb, action.chunk)
-        elif kind is BackwardWeight:
-            self._weight(action, action.mb, action.chunk)
-        elif kind is Free:
-            self._drop("output", action.mb, action.chunk)
-        elif kind is Exchange or kind is Wait:
-            self._move(action, waits=kind is Wait)
+class _Weights:
+    """Bytes of what moments count."""
 
-    def _move(self, action: Any, waits: bool) -> None:
-        """A receive takes memory when it starts; a gradient's send frees it when it is over."""
-        for op in action.ops:
-            if waits and op.send and op.flow == "B":
-                self._drop("gradient", op.mb, op.chunk)
-            elif not waits and not op.send:
-                self._hold(f"in {op.flow}", op.mb, op.chunk)
+    def __init__(self, chunks: Sequence[ChunkActivations]) -> None:
+        self.chunks = chunks
+        self.border = chunks[0].border  # of all: hidden states of a microbatch are alike everywhere
+        # in the order of counts
+        self.memories: list[MicrobatchMemory] = [
+            memory for chunk in chunks for memory in (chunk.usual, chunk.spared)
+        ]
+        self.kept = [memory.total for memory in self.memories]
+        self.waiting = [memory.waiting for memory in self.memories]
+        self.pools = [memory.pool for memory in self.memories]
 
-    def _forward(self, action: OnMicrobatch, mb: int, chunk: int) -> None:
-        here = self.chunks[chunk]
-        memory = here.spared if (mb, chunk) in self.recompute.spared else here.usual
-        if not self._drop("in F", mb, chunk) and here.takes:
-            self._drop("output", mb, chunk - 1)  # of the stage before, which is on this rank too
-        self.live[mb, chunk] = memory
-        self.kept += memory.total
-        self.pool += memory.pool
-        if self.pool > self.most_pool:
-            self.most_pool, self.at_most_pool = (
-                self.pool,
-                (*self.live.values(), *self.waiting.values()),
-            )
-        self._see(action, memory.forward)
-        if here.gives:
-            self._hold("output", mb, chunk)
+    def working(self, moment: Moment) -> int:
+        """Only while its action runs."""
+        memory = self.memories[moment.place]
+        if moment.letter == "W":
+            return self.chunks[moment.place // 2].deferred
+        return memory.forward if moment.letter == "F" else memory.backward
 
-    def _backward(self, action: OnMicrobatch, mb: int, chunk: int) -> None:
-        here = self.chunks[chunk]
-        memory = self.live[mb, chunk]
-        self._see(action, memory.backward)
-        del self.live[mb, chunk]
-        self.kept -= memory.total
-        if isinstance(action, BackwardInput):
-            self.waiting[mb, chunk] = memory
-            self.kept += memory.waiting
-        else:
-            self.pool -= memory.pool
-        if not self._drop("in B", mb, chunk) and here.gives:
-            self._drop("gradient", mb, chunk + 1)  # of the stage behind, which is on this rank too
-        self._drop("output", mb, chunk)
-        if here.takes:
-            self._hold("gradient", mb, chunk)
+    def total(self, moment: Moment) -> int:
+        """All outside of graphs."""
+        held = _dot(moment.live, self.kept) + _dot(moment.waiting, self.waiting)
+        return held + moment.buffers * self.border + self.working(moment)
 
-    def _weight(self, action: OnMicrobatch, mb: int, chunk: int) -> None:
-        self._see(action, self.chunks[chunk].deferred)
-        memory = self.waiting.pop((mb, chunk))
-        self.kept -= memory.waiting
-        self.pool -= memory.pool
+    def pool(self, moment: Moment) -> int:
+        """All in partial graphs."""
+        return _dot(moment.live, self.pools) + _dot(moment.waiting, self.pools)
 
-    def _see(self, action: OnMicrobatch, working: int) -> None:
-        """Remember this action if more is alive while it runs than ever before."""
-        total = self.kept + self.buffers + working
-        if total > self.most:
-            self.most = total
-            waiting = sum(memory.waiting for memory in self.waiting.values())
-            self.at_most = str(action), working, self.buffers, tuple(self.live.values()), waiting
 
-    def _hold(self, what: str, mb: int, chunk: int) -> None:
-        self.border[what, mb, chunk] = self.chunks[chunk].border
-        self.buffers += self.chunks[chunk].border
-
-    def _drop(self, what: str, mb: int, chunk: int) -> bool:
-        """Let go of a buffer; False where there is none."""
-        size = self.border.pop((what, mb, chunk), 0)
-        self.buffers -= size
-        return size > 0
-
-    def peak(self) -> Peak:
-        """The largest total that `take` has seen, by part."""
-        action, working, buffers, live, waiting = self.at_most
-        kept: Counter[str] = Counter()
-        for memory in live:
-            kept.update(memory.kept)
-        share = [memory.graph for memory in self.at_most_pool]
-        return Peak(
-            dict(kept),
-            waiting,
-            buffers,
-            working=working,
-            action=action,
-            in_flight=len(live),
-            pool_kept=sum(part.kept for part in share),
-            pool_cut=sum(part.cut for part in share),
-        )
+def _dot(counts: Counts, sizes: Sequence[int]) -> int:
+    return sum(count * size for count, size in zip(counts, sizes, strict=True) if count)

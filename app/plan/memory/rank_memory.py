@@ -35,9 +35,10 @@ from app.plan.memory.overheads import (
     NCCL_ITSELF,
     WORKSPACES,
 )
-from app.plan.memory.peak import Peak, find_peak
+from app.plan.memory.peak import Peak, borders_of, find_peak
 from app.plan.model.experts import ExpertWeights
 from app.plan.model.fp8 import fp8_weights
+from app.plan.pipeline.moments import Walks
 from app.plan.recompute import recompute_policy, thriftiest
 from app.plan.sharding.blocks import ShardCoords
 from app.plan.sharding.parameters import chunk_buffers, chunk_parameters
@@ -78,10 +79,10 @@ def plan_memory(
     run: Run,
     layout: ParallelLayout,
     stages: StagePlan,
-    actions: Sequence[Sequence[Action]],
+    walks: Walks,
     graphs: Sequence[GraphPlan | None],
 ) -> tuple[RankMemory, ...]:
-    """Memory of each pipeline rank, which runs actions[pp_rank] in a training step with the
+    """Memory of each pipeline rank, which runs walks.actions[pp_rank] in a training step with the
     partial graphs[pp_rank].
     """
     planned = _Stages(run, layout)
@@ -92,7 +93,7 @@ def plan_memory(
             layout,
             planned,
             stages=held,
-            actions=actions[rank],
+            walks=walks,
             graphs=graphs[rank],
             rank=rank,
         )
@@ -151,13 +152,14 @@ def _parts(
     layout: ParallelLayout,
     planned: _Stages,
     stages: Sequence[Stage],
-    actions: Sequence[Action],
+    walks: Walks,
     graphs: GraphPlan | None,
     rank: int,
 ) -> Iterator[MemoryPart]:
     found = [planned.plan(stage) for stage in stages]
     chunks = [activations for _, activations in found]
-    peak = find_peak(actions, chunks, recompute_policy(run).on_rank(actions))
+    actions = walks.actions[rank]
+    peak = _peak(run, chunks, walks, rank=rank)
     states = [state for state, _ in found]
     step = list(_step_parts(run, layout, chunks, actions=actions, peak=peak))
     tensors = [
@@ -168,7 +170,7 @@ def _parts(
     ]
     if graphs is not None:
         tensors += partial_graph_parts(graphs, chunks, peak)
-    tensors += _dispatch_parts(run, layout, stages, actions=actions, peak=peak)
+    tensors += _dispatch_parts(run, layout, stages, walks=walks, rank=rank, peak=peak)
     fp8 = run.precision.fp8.recipe is not None
     streams = 2 if run.model.moe is not None and run.model.moe.shared_overlap else 1
     tensors.append(
@@ -195,6 +197,11 @@ def _parts(
             f"{COMMUNICATOR / MIB:.0f} MiB each for {', '.join(large) or 'nothing'}; small "
             "ones for control",
         )
+
+
+def _peak(run: Run, chunks: Sequence[ChunkActivations], walks: Walks, rank: int) -> Peak:
+    partial = recompute_policy(run).partial
+    return find_peak(walks.moments(rank, partial, borders_of(chunks)), chunks)
 
 
 def _state_parts(
@@ -288,7 +295,8 @@ def _dispatch_parts(
     layout: ParallelLayout,
     stages: Sequence[Stage],
     *,
-    actions: Sequence[Action],
+    walks: Walks,
+    rank: int,
     peak: Peak,
 ) -> Iterator[MemoryPart]:
     """What a static dispatcher holds, and what a step needs beyond others when it is taken again
@@ -305,7 +313,7 @@ def _dispatch_parts(
         spares = dispatcher.moe.echo.spares
         what = "weights and fp32 gradients" if dispatcher.peer else "fp32 gradients"
         yield MemoryPart("clones", slots, f"{spares} of hot experts: {what}")
-    if stash := planned_stash(run, stages, actions):
+    if stash := planned_stash(run, stages, walks.actions[rank]):
         times = f"{dispatcher.moe.static.stash:g} × the mean of rows that backward needs"
         yield MemoryPart(
             "stash", stash.bytes, f"{stash.pages:,} pages × {stash.page:,} bytes: {times}"
@@ -318,7 +326,7 @@ def _dispatch_parts(
     more = with_rows(with_stash(thriftiest(run), None), needed_rows)
     again = replace(more, cuda_graph=CudaGraphConfig())
     chunks = [chunk_activations(again, stage, layout) for stage in stages]
-    needed = find_peak(actions, chunks, recompute_policy(again).on_rank(actions)).total
+    needed = _peak(again, chunks, walks, rank=rank).total
     beside = 0 if run.cuda_graph.impl is GraphImpl.full_iteration else peak.total
     if needed > beside:
         yield MemoryPart(

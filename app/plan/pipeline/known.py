@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from app.plan.actions import Action, Compute
+from app.plan.actions import Compute
 from app.plan.pipeline.lowering import lower_all
+from app.plan.pipeline.moments import Walks
 from app.plan.pipeline.order import ComputeOrder
 from app.plan.schedule import build_schedule, v_shaped
 
@@ -27,7 +28,7 @@ class KnownSchedules:
 
     computes: dict[ScheduleKey, list[list[Compute]]] = field(default_factory=dict)
     orders: dict[ScheduleKey, ComputeOrder] = field(default_factory=dict)
-    lowered: dict[tuple[ScheduleKey, bool], list[list[Action]]] = field(default_factory=dict)
+    lowered: dict[tuple[ScheduleKey, bool], Walks] = field(default_factory=dict)
 
     def compute(self, key: ScheduleKey) -> list[list[Compute]]:
         """What each pipeline rank computes. ValueError as in `build_schedule`."""
@@ -47,10 +48,9 @@ class KnownSchedules:
             self.orders[key] = ComputeOrder.of(self.compute(key), v_shaped(key.name))
         return self.orders[key]
 
-    def actions(self, key: ScheduleKey, overlap: bool) -> list[list[Action]]:
-        """Everything that each pipeline rank does (`lower_all`)."""
+    def walks(self, key: ScheduleKey, overlap: bool) -> Walks:
+        """Everything that each pipeline rank does (`lower_all`), and what it holds meanwhile."""
         if (key, overlap) not in self.lowered:
-            self.lowered[key, overlap] = lower_all(
-                self.compute(key), overlap, v_shape=v_shaped(key.name)
-            )
+            lists = lower_all(self.compute(key), overlap, v_shape=v_shaped(key.name))
+            self.lowered[key, overlap] = Walks(lists)
         return self.lowered[key, overlap]
