@@ -38,7 +38,7 @@ from app.plan.pipeline.timeline import Timeline, Times, ordered_timeline
 from app.plan.schedule import build_schedule
 from app.plan.select import select_graphs, select_schedule, select_stages
 from app.plan.sharding.parameters import ChunkBuffers, Parameter, chunk_buffers, chunk_parameters
-from app.plan.stages import StagePlan
+from app.plan.stages import Stage, StagePlan
 
 GPU_MEMORY_GIB = 79.1  # what an H100 of 80 GB has for its programs
 GIB = 2**30
@@ -140,12 +140,17 @@ class Plan:
     @cached_property
     def buffers(self) -> tuple[tuple[ChunkBuffers, ...], ...]:
         """[pp_rank][chunk]: where parameters and gradients lie, and who owns which part."""
-        layout = self.layout
-        optim = self.run.optim
-        return tuple(
-            tuple(chunk_buffers(params, layout, optim) for params in chunks)
-            for chunks in self.parameters
-        )
+        model = self.run.model
+        made: dict[object, ChunkBuffers] = {}  # stages of like layers have like buffers
+
+        def buffers(stage: Stage) -> ChunkBuffers:
+            kinds = tuple(map(model.is_moe_layer, stage.layers)), stage.embedding, stage.head
+            if kinds not in made:
+                held = chunk_parameters(model, stage, self.layout)
+                made[kinds] = chunk_buffers(held, self.layout, self.run.optim)
+            return made[kinds]
+
+        return tuple(tuple(map(buffers, chunks)) for chunks in self.stages.stages)
 
     @cached_property
     def memory(self) -> tuple[RankMemory, ...]:

@@ -138,6 +138,13 @@ class _Stages:
     run: Run
     layout: ParallelLayout
     known: dict[object, tuple[StageState, ChunkActivations]] = field(default_factory=dict)
+    others: dict[Run, _Stages] = field(default_factory=dict)
+
+    def of(self, run: Run) -> _Stages:
+        """The same stages as another run has them."""
+        if run not in self.others:
+            self.others[run] = _Stages(run, self.layout)
+        return self.others[run]
 
     def plan(self, stage: Stage) -> tuple[StageState, ChunkActivations]:
         key = tuple(stage_parts(self.run.model, stage, self.run.precision.fp8))
@@ -170,7 +177,9 @@ def _parts(
     ]
     if graphs is not None:
         tensors += partial_graph_parts(graphs, chunks, peak)
-    tensors += _dispatch_parts(run, layout, stages, walks=walks, rank=rank, peak=peak)
+    tensors += _dispatch_parts(
+        run, layout, planned, stages=stages, walks=walks, rank=rank, peak=peak
+    )
     fp8 = run.precision.fp8.recipe is not None
     streams = 2 if run.model.moe is not None and run.model.moe.shared_overlap else 1
     tensors.append(
@@ -293,8 +302,9 @@ def _step_parts(
 def _dispatch_parts(
     run: Run,
     layout: ParallelLayout,
-    stages: Sequence[Stage],
+    planned: _Stages,
     *,
+    stages: Sequence[Stage],
     walks: Walks,
     rank: int,
     peak: Peak,
@@ -325,7 +335,7 @@ def _dispatch_parts(
     needed_rows = max(dispatcher.busiest_load(tokens.count), HEADROOM * held_rows)
     more = with_rows(with_stash(thriftiest(run), None), needed_rows)
     again = replace(more, cuda_graph=CudaGraphConfig())
-    chunks = [chunk_activations(again, stage, layout) for stage in stages]
+    chunks = [activations for _, activations in map(planned.of(again).plan, stages)]
     needed = _peak(again, chunks, walks, rank=rank).total
     beside = 0 if run.cuda_graph.impl is GraphImpl.full_iteration else peak.total
     if needed > beside:
