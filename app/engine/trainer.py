@@ -143,7 +143,7 @@ class Trainer:
         if self.stops:
             self._say_farewell()
             return False
-        advice = self.meter.clones_would_pay()
+        advice = self.meter.advice()
         if self.run.checkpoint.export_hf:
             self._export()
         if self.leads:

@@ -134,7 +134,8 @@ def test_metrics_are_the_documented_ones(whole: tuple[Path, str]):
     written = {key for row in metrics(whole[0]) for key in row}
     graphs = {key for key in documented if key.startswith("graph_")}
     clones = {"moe_rank_load_before", "moe_rank_load_after", "moe_clones"}
-    asked_for = {"moe_dropped", "reruns", "loss_scale", "grad_zeros", *clones, *graphs}
+    in_8 = {key for key in documented if key.startswith("fp8_")}
+    asked_for = {"moe_dropped", "reruns", "loss_scale", "grad_zeros", *clones, *graphs, *in_8}
     assert len(graphs) == 6
     assert documented - written == {
         "mfu",
@@ -152,6 +153,8 @@ def test_metrics_that_are_asked_for(tmp_path: Path, corpus: str):
         "precision.loss_scale=8",
         "log.interval=1",
         "cuda_graph=partial",
+        "precision.fp8.recipe=delayed",
+        "precision.fp8.amax_history=1",
     )
     done = run_forked(tmp_path, command(corpus, "train.steps=6", "run_dir=run", *asked))
     assert done.returncode == 0, done.stderr
@@ -165,6 +168,16 @@ def test_metrics_that_are_asked_for(tmp_path: Path, corpus: str):
         if "loss" in row:
             assert (row["graph_count"] > 0) == (row["step"] > 3)
             assert row["loss_scale"] == 8 and 0 < row["moe_dropped"] < 1 and row["grad_zeros"] >= 0
+            shares = [row.get(f"fp8_overflow_{kind}") for kind in ("inputs", "weights", "grads")]
+            if row["step"] == 1:  # by scales of its own
+                assert shares == [None] * 3
+            else:
+                assert all(0 <= share <= 1 for share in shares)
+                assert (row["fp8_overflow_worst"] > 1) == any(shares)
+    often = (
+        r"^Next time: [\d.]+% of the matrices in eight bits, .* with precision.fp8.margin=1 twice"
+    )
+    assert re.search(often, done.stdout, re.MULTILINE)
 
 
 def test_wandb_run_reads_back(whole: tuple[Path, str]):

@@ -37,7 +37,7 @@ METRICS = {
 
 def test_every_metric_has_its_panel():
     assert sorted(key for keys in PANELS.values() for key in keys) == sorted(METRICS - {"step"})
-    assert list(PANELS) == ["train", "val", "perf", "memory", "moe", "graphs"]
+    assert list(PANELS) == ["train", "val", "perf", "memory", "moe", "fp8", "graphs"]
     assert NAMES["loss"] == "train/loss" and NAMES["graph_count"] == "graphs/graph_count"
     report = ValidationReport(3, 2.5, 64, time=7.0)
     assert in_panels(report) == {"val/val_loss": 2.5, "val/val_tokens": 64, "perf/time": 7.0}

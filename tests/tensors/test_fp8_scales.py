@@ -48,6 +48,29 @@ def test_a_scale_is_that_of_the_largest_entry_of_the_last_steps(margin: int):
     assert scales.scales_M[WEIGHT] == 448 / 2**margin  # an infinite entry says nothing
 
 
+# margin -> overflows by kind after two steps, times the largest number, overflows of one more
+OVERFLOWS = {0: ([1, 1, 0], [4, 3, 0.5], [0, 0, 1]), 1: ([1, 0, 0], [2, 1, 0.25], [0, 0, 0])}
+
+
+@pytest.mark.parametrize("margin", OVERFLOWS)
+def test_entries_beyond_the_largest_number_are_counted(margin: int):
+    """By kind of matrix, once there are scales of earlier steps, and only of steps that count."""
+    scales = scales_of(history=1, margin=margin)
+    step(scales, 1.0, 1.0, 1.0)  # each matrix looks at itself
+    scales.stepped()
+    counts_23, most_3 = scales.overflows.take()
+    assert not counts_23.any() and not most_3.any()
+    step(scales, 4.0, 2.0**margin, 0.5)  # weights: the largest number itself
+    step(scales, 99.0, 99.0, 99.0, skipped=SKIPPED)
+    step(scales, 4.0, 3.0, math.inf)
+    two, most, one_more = OVERFLOWS[margin]
+    counts_23, most_3 = scales.overflows.take()
+    assert counts_23.tolist() == [two, [4, 4, 4]] and most_3.tolist() == most
+    step(scales, 4.0, 3.0, 1.0)
+    counts_23, _ = scales.overflows.take()
+    assert counts_23.tolist() == [one_more, [2, 2, 2]]
+
+
 def test_a_skipped_step_leaves_no_trace():
     scales, other = scales_of(), scales_of()
     for each in (scales, other):

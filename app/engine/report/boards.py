@@ -34,6 +34,8 @@ PANELS = {
     "memory": ("memory_allocated_gib", "memory_reserved_gib", "memory_peak_gib"),
     "moe": ("moe_load_mean", "moe_load_worst", "moe_dropped", "reruns", "moe_rank_load_before",
             "moe_rank_load_after", "moe_clones"),
+    "fp8": ("fp8_overflow_inputs", "fp8_overflow_weights", "fp8_overflow_grads",
+            "fp8_overflow_worst"),
     "graphs": ("graph_count", "graph_capture_s", "graph_objects_gib", "graph_static_gib",
                "graph_cut_gib", "graph_pool_gib"),
 }  # fmt: skip

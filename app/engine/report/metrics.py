@@ -22,6 +22,7 @@ from app.engine.build import Engine
 from app.engine.capture.facts import GraphFacts
 from app.engine.pipeline.in_flight import StepTotals
 from app.engine.report.clones import clones_would_pay
+from app.engine.report.eight_bits import Fp8Meter
 from app.plan.cost.flops import flops_per_token, peak_tflops
 
 GIB = 2**30
@@ -71,6 +72,12 @@ class StepReport:
     moe_rank_load_after: float | None = None  # the same as the ranks computed it, with clones
     # experts whose weights went to another rank, of all layers and microbatches
     moe_clones: int | None = None
+    # share of the matrices in eight bits with entries beyond the largest number of their type, by
+    # layers and steps since the last line
+    fp8_overflow_inputs: float | None = None
+    fp8_overflow_weights: float | None = None
+    fp8_overflow_grads: float | None = None
+    fp8_overflow_worst: float | None = None  # the largest of all entries over that number
     loss_scale: float | None = None  # factor on the loss in this step
     grad_zeros: int | None = None  # zero elements of the gradient
     # for which saving the step before has held up this one, ms
@@ -151,6 +158,7 @@ class Meter:
         self.tokens_per_step = run.train.global_batch * run.train.seq_len
         self.flops_per_step = self.tokens_per_step * flops_per_token(run.model, run.train.seq_len)
         self.peak = run.hardware.peak_tflops or _known_peak(engine.device)
+        self.eight_bits = Fp8Meter(engine)
         self.counts: dict[tuple[int, int], Tensor] = {}
         self.dropped: Tensor | int = 0
         # of all ranks, by MoE layer of this stage, at the last log interval
@@ -178,7 +186,8 @@ class Meter:
         tflops = self.flops_per_step / seconds / world / 1e12
         at_interval = step % self.run.log.interval == 0 or step == self.run.train.steps
         measured = self._memory() if at_interval or step == self.first_step else {}
-        measured |= self._expert_load() if at_interval else {}
+        if at_interval:
+            measured |= self._expert_load() | self.eight_bits.metrics()
         return StepReport(
             step=step,
             loss=facts.loss,
@@ -204,13 +213,14 @@ class Meter:
             **measured,
         )
 
-    def clones_would_pay(self) -> str | None:
-        """Whether clones of hot experts would have, by the last log interval; all ranks ask."""
+    def advice(self) -> list[str]:
+        """For the next run, by what has been measured in this one; all ranks ask."""
         engine = self.engine
         stages = engine.groups.pp_control
-        return clones_would_pay(
+        clones = clones_would_pay(
             self.run, self.counts_LE, stages, peak=self.peak, device=engine.device
         )
+        return [each for each in (clones, self.eight_bits.advice()) if each is not None]
 
     def rank_load(self) -> float | None:
         """Rows of the busiest expert-parallel rank over the mean, at the last log interval; None:

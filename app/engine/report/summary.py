@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -85,7 +85,7 @@ def sum_up(
     *,
     report: ValidationReport | None,
     sample: str | None,
-    advice: str | None,
+    advice: Sequence[str],
 ) -> None:
     """Draw loss.png; on the console the sample, the loss beside that of n-grams, `advice` for the
     next run, the files.
@@ -101,8 +101,8 @@ def sum_up(
     rows = {"this model": report.val_loss} if report else {}
     for name, value in (rows | baselines).items():
         print(f"  {name:<12}{value:7.3f}")
-    if advice is not None:
-        print(f"\nNext time: {advice}")
+    for each in advice:
+        print(f"\nNext time: {each}")
     print("\nWritten:")
     paths = [run_dir / name for name in (*FILES, "wandb", TENSORBOARD, EXPORTED)]
     for path in (*paths, newest_checkpoint(run_dir)):

@@ -46,6 +46,37 @@ class LinearScales:
         noted.copy_(torch.fmax(noted, largest.float()))
 
 
+class Overflows:
+    """How often matrices have had entries beyond the largest number of their type, which became
+    that number, since somebody last asked; on the device.
+    """
+
+    def __init__(self, count: int, device: torch.device) -> None:
+        self.steps_M = torch.zeros(count, device=device)  # with such an entry
+        self.most_M = torch.zeros(count, device=device)  # times the largest number, at worst
+        self.steps = torch.zeros((), device=device)  # in all
+
+    def note(self, times_M: Tensor, counts: Tensor) -> None:
+        """A step whose largest entries were so many times the largest number; `counts`: 1, or 0
+        for one that left no trace.
+        """
+        self.steps_M += (times_M > 1).float()
+        torch.maximum(self.most_M, times_M, out=self.most_M)
+        self.steps += counts
+
+    def take(self) -> tuple[Tensor, Tensor]:
+        """Since the last call, by kind of matrix: steps with such an entry of all layers and steps
+        of all layers, [2, 3]; times the largest number at worst, [3].
+        """
+        by_layer = self.steps_M.view(-1, EACH), self.most_M.view(-1, EACH)
+        sums_3 = by_layer[0].sum(dim=0)
+        found_23 = torch.stack((sums_3, (self.steps * len(by_layer[0])).expand(EACH)))
+        most_3 = by_layer[1].amax(dim=0) if len(by_layer[1]) else torch.zeros_like(sums_3)
+        for each in (self.steps_M, self.most_M, self.steps):
+            each.zero_()
+        return found_23, most_3
+
+
 class DelayedScales:
     """Of all matrices of a rank's layers, by the global names of the layers' weights.
 
@@ -70,6 +101,8 @@ class DelayedScales:
         self.largest_M = torch.zeros(count, device=device)
         fitting = [limit * 2.0**-margin for limit in limits_3]
         self.limits_M = torch.tensor(fitting, device=device).repeat(len(names))
+        self.room = 2.0**margin  # by which an entry may outgrow what its scale is of
+        self.overflows = Overflows(count, device)
         pairs = zip(self.scales_M.split(EACH), self.largest_M.split(EACH), strict=True)
         self.of = {
             name: LinearScales(scales_3, largest_3)
@@ -97,6 +130,9 @@ class DelayedScales:
         scales_M = (self.limits_M / most_M).clamp(max=torch.finfo(torch.float32).max)
         scales_M = torch.where(most_M > 0, scales_M, self.scales_M)
         keeps = skipped > 0
+        if self.known:  # otherwise some were scaled by their own largest entries
+            times_M = latest_M * self.scales_M / (self.limits_M * self.room)
+            self.overflows.note(torch.where(keeps, 0.0, times_M), (~keeps).float())
         self.history_HM.copy_(torch.where(keeps, self.history_HM, history_HM))
         self.scales_M.copy_(torch.where(keeps, self.scales_M, scales_M))
 

@@ -252,7 +252,7 @@ def _fp8_parts(run: Run, layout: ParallelLayout, stages: Sequence[Stage]) -> Ite
     if fp8.recipe is Fp8Recipe.delayed:
         matrices = 3 * len(shapes)
         how = f"of {matrices:,} matrices, {fp8.amax_history:,} steps each"
-        yield MemoryPart("largest entries", SCALE * matrices * (fp8.amax_history + 3), how)
+        yield MemoryPart("largest entries", SCALE * matrices * (fp8.amax_history + 5), how)
 
 
 def _update_parts(
