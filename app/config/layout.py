@@ -150,6 +150,8 @@ class Fp8Config:
     # with recipe=delayed, powers of two by which entries may outgrow those of earlier steps
     margin: int = 0
     backend: LinearBackendKind = LinearBackendKind.auto  # what computes them
+    # report, at the log interval, the shares of entries that become zero and that are clipped
+    count_entries: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "include", tuple(self.include))
@@ -160,6 +162,10 @@ class Fp8Config:
             rule = f"is room for entries to grow in, and recipe={given} looks at the entries"
             or_else = (0, Instead("precision.fp8.recipe=delayed"))
             raise ConfigError("precision.fp8.margin", self.margin, rule, nearest=or_else)
+        if self.count_entries and self.recipe is None:
+            rule = "is about what eight bits lose, and recipe=null has nothing in eight bits"
+            with_some = (False, Instead("precision.fp8.recipe=current"))
+            raise ConfigError("precision.fp8.count_entries", True, rule, nearest=with_some)
         if self.recipe is not None and not self.include:
             rule = f"precision.fp8.recipe={self.recipe.value} is for some products"
             near = ("[linear]", Instead("precision.fp8.recipe=null"))

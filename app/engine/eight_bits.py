@@ -15,8 +15,9 @@ from app.errors import ConfigError
 from app.model.chunk import Chunk
 from app.model.fp8.delayed import DelayedScales, LinearScales
 from app.model.fp8.linear import Fp8Layers
+from app.model.fp8.lost import LARGEST, LostEntries
 from app.model.fp8.quantised import Fp8Arithmetic
-from app.model.fp8.reference import E4M3, E5M2, BlockScaled, TensorScaled
+from app.model.fp8.reference import BlockScaled, TensorScaled
 from app.model.fp8.transformer_engine import LIBRARY, TransformerEngine, import_library
 from app.plan.model.fp8 import fp8_weights
 from app.plan.stages import Stage
@@ -36,14 +37,15 @@ def build_fp8(
     if fp8.recipe is Fp8Recipe.delayed:
         scales = DelayedScales(
             [name for of_chunk in names for name in of_chunk],
-            [torch.finfo(dtype).max for dtype in (E4M3, E4M3, E5M2)],
+            LARGEST,
             margin=fp8.margin,
             history=fp8.amax_history,
             group=groups.tp_cp_dp_control,
             device=device,
         )
     make = arithmetic_maker(fp8.backend, fp8.recipe, device)
-    layers = Fp8Layers(chunks, lambda name: make(scales.of[name] if scales else None), scales)
+    lost = LostEntries(device) if fp8.count_entries else None
+    layers = Fp8Layers(chunks, lambda name: make(scales.of[name] if scales else None), scales, lost)
     for chunk, of_chunk in zip(chunks, names, strict=True):
         layers.use(chunk, of_chunk)
     return layers

@@ -286,6 +286,7 @@ class Trainer:
         began = time.perf_counter()
         batches = self.feed.next_step()
         data_wait = time.perf_counter() - began
+        self.meter.begin(self.progress.step + 1)
         facts, totals = self.training_step(batches, lr, decay, following)
         self.meter.count(totals)
         self.stops = bool(facts.stop) and self.progress.step + 1 < run.train.steps

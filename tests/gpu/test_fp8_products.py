@@ -14,10 +14,11 @@ from torch import Tensor, nn
 
 from app.choices import Fp8Recipe, LinearBackendKind
 from app.engine.eight_bits import arithmetic_maker
-from app.model.fp8.delayed import DelayedScales, LinearScales
+from app.model.fp8.delayed import INPUT, DelayedScales, LinearScales
 from app.model.fp8.linear import Fp8Linear
+from app.model.fp8.lost import LARGEST, LostEntries
 from app.model.fp8.quantised import Fp8Arithmetic
-from app.model.fp8.reference import E4M3, E5M2, BlockScaled, Reference, TensorScaled
+from app.model.fp8.reference import BlockScaled, Reference, TensorScaled
 from app.model.linear import ColumnParallelLinear
 from app.model.weight_grads import MainGradSink, WeightGradQueue
 from app.plan.model.weight import Weight
@@ -31,7 +32,6 @@ pytestmark = [
 ]
 GPU = torch.device("cuda")
 SHAPES = [(4096, 2048, 5120), (2048, 1024, 2816), (272, 144, 80)]
-LIMITS = [torch.finfo(dtype).max for dtype in (E4M3, E4M3, E5M2)]
 
 
 def normal(*shape: int, seed: int = 0, std: float = 1.0) -> Tensor:
@@ -50,7 +50,7 @@ def operands(rows: int, given: int, made: int) -> tuple[Tensor, Tensor, Tensor]:
 
 def earlier(*matrices: Tensor) -> LinearScales:
     """Scales of a step in which a layer had these matrices."""
-    scales = DelayedScales(["one"], LIMITS, margin=0, history=4, group=None, device=GPU)
+    scales = DelayedScales(["one"], LARGEST, margin=0, history=4, group=None, device=GPU)
     for which, matrix in enumerate(matrices):
         scales.of["one"].note(which, matrix.abs().amax())
     scales.finish_step(torch.zeros((), device=GPU))
@@ -211,3 +211,32 @@ def test_a_gradient_that_waits_is_the_one_added_at_once(recipe: Fp8Recipe):
     layer.total.zero_()
     queue.run(lambda param, gradient: gradient.add_to(layer.total))
     assert torch.equal(layer.total, at_once)
+
+
+@pytest.mark.parametrize("recipe", Fp8Recipe, ids=lambda recipe: recipe.value)
+def test_a_graph_counts_lost_entries_in_the_replays_that_are_asked_to(recipe: Fp8Recipe):
+    """As many as torch counts of the same entries."""
+    x = operands(272, 144, 80)[0] * torch.logspace(0, -12, 144, device=GPU).bfloat16()
+    x[3, 5] = 0.0
+    scales = earlier(x / 2, x, x) if recipe is Fp8Recipe.delayed else None
+    arithmetic = arithmetic_maker(LinearBackendKind.transformer_engine, recipe, GPU)(scales)
+    lost = LostEntries(GPU)
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        made = arithmetic.input(x)
+        lost.count(scales, INPUT, x, made)  # compiles the kernel
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=side):
+            lost.count(scales, INPUT, x, made)
+        for wanted in (0, 1, 0, 1):
+            lost.wanted.fill_(wanted)
+            graph.replay()
+        assert made.by_rows is not None
+        zero = made.by_rows.view(torch.uint8)[: len(x)].view(x.shape) & 127 == 0
+        largest = (x / 2).abs().amax()
+        beyond = int((x.abs() > largest).sum()) if scales is not None else 0
+        expected = [int((x != 0).sum()), int((zero & (x != 0)).sum()), beyond]
+        assert lost.counts_33[INPUT].tolist() == [2 * count for count in expected]
+        assert expected[1] > 0 and (beyond > 0) == (scales is not None)
+    torch.cuda.current_stream().wait_stream(side)

@@ -75,7 +75,7 @@ FREE = frozenset((
     # In how many bits products are computed, of the same parameters.
     "precision.fp8.recipe", "precision.fp8.include", "precision.fp8.first_layers",
     "precision.fp8.last_layers", "precision.fp8.backend", "precision.fp8.amax_history",
-    "precision.fp8.margin",
+    "precision.fp8.margin", "precision.fp8.count_entries",
     # How the same documents are prepared, and where that is kept.
     "data.num_proc", "data.cache_dir", "data.accept_changed",
     # How long and in what batches training goes on; positions in the data are in sequences.

@@ -2,27 +2,44 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch.distributed as dist
-from torch import Tensor
 
 from app.collectives import all_reduce
 from app.engine.build import Engine
 
 KINDS = ("inputs", "weights", "grads")  # of matrices, in the order of `app.model.fp8.delayed`
 OFTEN = 0.01  # of matrices and steps: more overflows are worth a power of two of room
+# times the largest number: clipping takes no more from smaller entries than rounding may (E4M3)
+ROUNDED = 16 / 15
 
 
 class Fp8Meter:
-    """Overflows of a run's matrices since this process began."""
+    """Overflows of a run's matrices since this process began, and what it loses at the log
+    interval.
+    """
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
-        self.overflows = 0.0  # matrices with entries beyond the largest number, of all steps
+        # matrices with entries beyond the largest number, where that took more than rounding
+        self.overflows = 0.0
         self.matrices = 0.0  # in all
         self.most = 0.0  # times the largest number
 
+    def begin(self) -> None:
+        """Before a step whose lost entries are to be counted; all ranks have to call this."""
+        fp8 = self.engine.fp8
+        if fp8 is not None and fp8.lost is not None:
+            fp8.lost.wanted.fill_(1)
+
     def metrics(self) -> dict[str, float]:
-        """Since the last call, of all ranks, which have to call this together."""
+        """After such a step: of this step, and since the last call. Of all ranks, which have to
+        call this together.
+        """
+        return self._overflows() | self._lost()
+
+    def _overflows(self) -> dict[str, float]:
         fp8, world = self.engine.fp8, self.engine.groups.world
         if fp8 is None or fp8.scales is None:
             return {}
@@ -34,10 +51,23 @@ class Fp8Meter:
         if not any(matrices_3):  # no step yet by scales of earlier ones
             return {}
         most = max(most_3.tolist())
-        self.overflows += sum(overflows_3)
+        self.overflows += sum(overflows_3) if most > ROUNDED else 0.0
         self.matrices += sum(matrices_3)
         self.most = max(self.most, most)
-        return _shares("fp8_overflow", counts_23) | {"fp8_overflow_worst": most}
+        return _shares("fp8_overflow", overflows_3, matrices_3) | {"fp8_overflow_worst": most}
+
+    def _lost(self) -> dict[str, float]:
+        fp8 = self.engine.fp8
+        if fp8 is None or fp8.lost is None:
+            return {}
+        counts_33 = fp8.lost.counts_33.clone()
+        fp8.lost.wanted.fill_(0)
+        all_reduce(counts_33, self.engine.groups.world)
+        present_3, zeroed_3, beyond_3 = counts_33.T.tolist()
+        found = _shares("fp8_underflow", zeroed_3, present_3)
+        if fp8.scales is not None:
+            found |= _shares("fp8_clipped", beyond_3, present_3)
+        return found
 
     def advice(self) -> str | None:
         """What to change in the next run; None: nothing, by what has been measured."""
@@ -52,8 +82,7 @@ class Fp8Meter:
         )
 
 
-def _shares(name: str, counts_2K: Tensor) -> dict[str, float]:
-    """The first row over the second one, by kind of matrix; kinds that there are none of lack."""
-    some, every = counts_2K.tolist()
-    kinds = zip(KINDS, some, every, strict=True)
-    return {f"{name}_{kind}": part / whole for kind, part, whole in kinds if whole}
+def _shares(name: str, some_3: Sequence[float], all_3: Sequence[float]) -> dict[str, float]:
+    """By kind of matrix, of those that there are any of."""
+    kinds = zip(KINDS, some_3, all_3, strict=True)
+    return {f"{name}_{kind}": some / every for kind, some, every in kinds if every}

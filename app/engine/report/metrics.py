@@ -78,6 +78,14 @@ class StepReport:
     fp8_overflow_weights: float | None = None
     fp8_overflow_grads: float | None = None
     fp8_overflow_worst: float | None = None  # the largest of all entries over that number
+    # share of the entries that are not zero which eight bits have made zero in this step
+    fp8_underflow_inputs: float | None = None
+    fp8_underflow_weights: float | None = None
+    fp8_underflow_grads: float | None = None
+    # share of them that were beyond the largest number of their type, and have become that
+    fp8_clipped_inputs: float | None = None
+    fp8_clipped_weights: float | None = None
+    fp8_clipped_grads: float | None = None
     loss_scale: float | None = None  # factor on the loss in this step
     grad_zeros: int | None = None  # zero elements of the gradient
     # for which saving the step before has held up this one, ms
@@ -184,7 +192,7 @@ class Meter:
         world = self.engine.groups.layout.world_size
         seconds = times.seconds
         tflops = self.flops_per_step / seconds / world / 1e12
-        at_interval = step % self.run.log.interval == 0 or step == self.run.train.steps
+        at_interval = self._at_interval(step)
         measured = self._memory() if at_interval or step == self.first_step else {}
         if at_interval:
             measured |= self._expert_load() | self.eight_bits.metrics()
@@ -212,6 +220,14 @@ class Meter:
             **self._clones(facts),
             **measured,
         )
+
+    def begin(self, step: int) -> None:
+        """Before a step: what is only looked at in some may have to be counted in it."""
+        if self._at_interval(step):
+            self.eight_bits.begin()
+
+    def _at_interval(self, step: int) -> bool:
+        return step % self.run.log.interval == 0 or step == self.run.train.steps
 
     def advice(self) -> list[str]:
         """For the next run, by what has been measured in this one; all ranks ask."""

@@ -17,12 +17,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from app.model.chunk import Chunk
-from app.model.fp8.delayed import DelayedScales
+from app.model.fp8.delayed import GRAD, INPUT, WEIGHT, DelayedScales
+from app.model.fp8.lost import LostEntries
 from app.model.fp8.quantised import Fp8Arithmetic, Operand, Quantised
 from app.model.linear import ColumnParallelLinear, RowParallelLinear
 from app.model.weight_grads import WeightGrad
@@ -46,14 +48,23 @@ class Fp8Grad(WeightGrad):
         self.arithmetic.add_weight_grad(self.grad, self.x, total)
 
 
+Count = Callable[[int, Tensor, Quantised], None]  # kind of a matrix, the matrix, what it became
+
+
 class Fp8Linear:
-    """The products of one layer with its weight, in eight bits (`LinearBackend`)."""
+    """The products of one layer with its weight, in eight bits (`LinearBackend`).
+
+    `count` looks at every matrix that has been quantised; None: nobody does.
+    """
 
     differentiable = False
 
-    def __init__(self, arithmetic: Fp8Arithmetic, weight_OI: nn.Parameter) -> None:
+    def __init__(
+        self, arithmetic: Fp8Arithmetic, weight_OI: nn.Parameter, count: Count | None = None
+    ) -> None:
         self.arithmetic = arithmetic
         self.weight_OI = weight_OI
+        self.count = count
         with torch.no_grad():
             self.held = arithmetic.weight(weight_OI)
         self.stale = True  # the weight has changed since
@@ -64,17 +75,27 @@ class Fp8Linear:
         if self.stale:
             with torch.no_grad():
                 self.arithmetic.update_weight(self.weight_OI, self.held)
+            if self.count is not None:
+                self.count(WEIGHT, self.weight_OI, self.held)
             self.stale = False
             self.times += 1
 
     def input_operand(self, x: Tensor) -> Quantised:
         """See the protocol."""
+        x_TI = x.flatten(0, -2)
         with torch.no_grad():
-            return self.arithmetic.input(x.flatten(0, -2)).with_lead(x.shape[:-1])
+            made = self.arithmetic.input(x_TI)
+        if self.count is not None:
+            self.count(INPUT, x_TI, made)
+        return made.with_lead(x.shape[:-1])
 
     def grad_operand(self, grad: Tensor) -> Quantised:
         """See the protocol."""
-        return self.arithmetic.grad(grad.flatten(0, -2)).with_lead(grad.shape[:-1])
+        grad_TO = grad.flatten(0, -2)
+        made = self.arithmetic.grad(grad_TO)
+        if self.count is not None:
+            self.count(GRAD, grad_TO, made)
+        return made.with_lead(grad.shape[:-1])
 
     def output(self, x: Operand, weight_OI: Tensor) -> Tensor:
         """See the protocol."""
@@ -113,10 +134,12 @@ class Fp8Layers:
         chunks: Sequence[Chunk],
         make: Callable[[str], Fp8Arithmetic],
         scales: DelayedScales | None = None,
+        lost: LostEntries | None = None,
     ) -> None:
         self.chunks = chunks
         self.make = make  # what computes a layer, from the global name of its weight
         self.scales = scales  # that layers have from earlier steps; None: they look at themselves
+        self.lost = lost  # what counts entries that are lost; None: nothing does
         self.linears: dict[str, Fp8Linear] = {}  # by global names of weights
 
     def use(self, chunk: Chunk, names: Collection[str]) -> None:
@@ -125,7 +148,10 @@ class Fp8Layers:
         for name in names:
             module = modules[name]
             assert isinstance(module, ColumnParallelLinear | RowParallelLinear)
-            self.linears[name] = Fp8Linear(self.make(name), module.weight)
+            count = None
+            if self.lost is not None:
+                count = partial(self.lost.count, self.scales.of[name] if self.scales else None)
+            self.linears[name] = Fp8Linear(self.make(name), module.weight, count)
             module.backend = self.linears[name]
 
     def watch(self) -> None:
@@ -150,8 +176,10 @@ class Fp8Layers:
 
     def begin_step(self) -> None:
         """Before the first forward of a step, or of one that is taken again."""
-        if self.scales is not None:
-            self.scales.begin_step()
+        notes = [each for each in (self.scales, self.lost) if each is not None]
+        for each in notes:
+            each.begin_step()
+        if notes:
             self.expire()  # a validation may have quantised weights, and noted nothing that counts
 
     def finish_step(self, skipped: Tensor) -> None:

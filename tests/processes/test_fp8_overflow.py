@@ -6,7 +6,7 @@ import pytest
 
 from app.choices import Fp8Recipe, ScheduleName
 from app.config import Fp8Config, OptimConfig, ParallelConfig, PrecisionConfig, Run, ScheduleConfig
-from app.engine.pipeline.step import TrainingStep
+from app.engine.pipeline.step import TrainingStep, Validation
 from app.engine.report.eight_bits import Fp8Meter
 from tests.distributed import run_distributed
 from tests.processes.test_fp8_state import DENSE, WHOLE
@@ -16,8 +16,8 @@ STEPS, INTERVAL = 6, 3
 Lines = tuple[list[dict[str, float]], str | None]
 
 
-def run_of(**sections: object) -> Run:
-    fp8 = Fp8Config(Fp8Recipe.delayed, amax_history=1)
+def run_of(recipe: Fp8Recipe = Fp8Recipe.delayed, **sections: object) -> Run:
+    fp8 = Fp8Config(recipe, amax_history=1, count_entries=True)
     optim = OptimConfig(lr=1e-2, warmup_steps=2, clip_norm=0.0)
     return make_run(DENSE, **({"precision": PrecisionConfig(fp8=fp8), "optim": optim} | sections))
 
@@ -26,10 +26,17 @@ def measured(rank: int, run: Run) -> Lines:
     """What lines of a run's metrics say, and what its end advises."""
     engine = engine_of(run, rank)
     step, meter, lines = TrainingStep(engine), Fp8Meter(engine), []
+    validation = Validation(engine, 1)
     for number in range(STEPS):
-        step(batches_of(run, number, engine.groups.dp_rank), 1e-2, 0.1)
-        if (number + 1) % INTERVAL == 0:
+        batches = batches_of(run, number, engine.groups.dp_rank)
+        at_interval = (number + 1) % INTERVAL == 0
+        if at_interval:
+            meter.begin()
+        step(batches, 1e-2, 0.1)
+        assert bool(engine.fp8.lost.counts_33.any()) == at_interval
+        if at_interval:
             lines.append(meter.metrics())
+        validation(batches[:1])
     engine.release()
     return lines, meter.advice()
 
@@ -44,17 +51,29 @@ LAYOUTS = {
 
 
 def test_overflows_are_counted_alike_in_every_layout():
-    """Of matrices that are the same in all of them, to the last bit."""
+    """Of matrices that are the same in all of them, to the last bit; entries in one step alone."""
     [(lines, advice)] = run_distributed(measured, 1, run_of())
     kinds = ("inputs", "weights", "grads")
+    shares = {f"fp8_{of}_{kind}" for of in ("overflow", "underflow", "clipped") for kind in kinds}
     for line in lines:
-        assert line.keys() == {f"fp8_overflow_{name}" for name in (*kinds, "worst")}
-        assert all(0 <= line[f"fp8_overflow_{kind}"] <= 1 for kind in kinds)
+        assert line.keys() == shares | {"fp8_overflow_worst"}
+        assert all(0 <= line[share] <= 1 for share in shares)
+    assert lines[0]["fp8_underflow_grads"] > 0 and lines[0]["fp8_clipped_weights"] > 0
     assert lines[0]["fp8_overflow_weights"] > 0.1 and lines[0]["fp8_overflow_worst"] > 1
     assert advice is not None and "precision.fp8.margin=1" in advice
     for name, (ranks, sections) in LAYOUTS.items():
         for found in run_distributed(measured, ranks, run_of(**sections)):
             assert found == (lines, advice), name
+
+
+@pytest.mark.parametrize("recipe", [Fp8Recipe.current, Fp8Recipe.block])
+def test_recipes_that_look_at_matrices_clip_nothing(recipe: Fp8Recipe):
+    [(lines, advice)] = run_distributed(measured, 1, run_of(recipe))
+    [again] = run_distributed(measured, 1, run_of(recipe, cuda_graph=WHOLE))
+    assert again == (lines, advice) and advice is None
+    for line in lines:
+        assert line.keys() == {f"fp8_underflow_{kind}" for kind in ("inputs", "weights", "grads")}
+        assert all(0 <= share < 0.05 for share in line.values()) and any(line.values())
 
 
 @pytest.mark.parametrize("axis", ["tp", "cp", "dp"])
