@@ -29,6 +29,7 @@ from app.cli.processes.home import CONF, user_conf
 from app.cli.processes.launcher import Launch
 from app.cli.processes.use_model import run_program
 from app.engine.calibration.clock import Clock
+from app.engine.calibration.eight_bits import eight_bits_speeds
 from app.engine.calibration.kernels import MeasuredSizes, kernel_speeds
 from app.engine.calibration.links import link_speeds
 from app.engine.calibration.profile_file import gpu_words, measured_profile, write_profile
@@ -69,10 +70,15 @@ def work(arguments: Sequence[str], launch: Launch) -> int:
             raise ConfigError("processes", launch.world_size, rule, advice=advice)
         links = _links(clock, launch)
     if launch.rank == 0:
-        speeds: dict[str, Any] = kernel_speeds(clock, MeasuredSizes())
+        sizes = MeasuredSizes()
+        speeds: dict[str, Any] = kernel_speeds(clock, sizes)
+        in_eight_bits, missing = eight_bits_speeds(clock, sizes.square, speeds)
+        speeds |= in_eight_bits
         profile = measured_profile(device_name, _source(), speeds, links)
         memory = torch.cuda.get_device_properties(device).total_memory / GIB
         _write(path, profile, device_name, memory)
+        for why in missing:
+            print(f"products in eight bits are not measured by the recipe {why}")
         took = time.monotonic() - began
         print(f"written in {took:.0f} s: {path}; plan with hardware={path.stem}")
     return 0

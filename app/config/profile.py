@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Any
 
+from app.choices import Fp8Recipe
 from app.errors import ConfigError
 
 FORMAT = 1  # of the keys below
@@ -54,6 +55,12 @@ class HardwareProfile:
     send_us: float  # of a send between pipeline ranks before its bytes move
     send_gb_s: float  # of such sends inside a node
     hidden: float  # share of a collective beside compute that costs no time, 0 to 1
+    # large products in eight bits, of matrices that have been quantised; null: not measured, and
+    # plans say how many times faster they take them for
+    fp8_current_tflops: float | None = None  # by the recipe current
+    fp8_delayed_tflops: float | None = None  # by the recipe delayed
+    fp8_block_tflops: float | None = None  # by the recipe block
+    fp8_quantise_gb_s: float | None = None  # of quantising, 4 to 6 bytes per element of 16 bits
 
     @property
     def scaled(self) -> bool:
@@ -70,6 +77,7 @@ class HardwareProfile:
         for field in fields(self):
             if field.name.endswith(("_gb_s", "_tflops")) or field.name == "attention":
                 self._check_rates(field.name)
+        self._check_eight_bits()
         for names, most in ((TIMES, LONGEST), (SHARES, 1.0)):
             for name in names:
                 if not 0 <= getattr(self, name) <= most:
@@ -90,10 +98,18 @@ class HardwareProfile:
             )
         object.__setattr__(self, "attention", tuple(sorted(rows)))
 
+    def _check_eight_bits(self) -> None:
+        known = any(getattr(self, f"fp8_{recipe.value}_tflops") for recipe in Fp8Recipe)
+        if known and self.fp8_quantise_gb_s is None:
+            rule = "is needed beside speeds of products in eight bits"
+            raise ConfigError("hardware.profile.fp8_quantise_gb_s", None, rule, nearest=3000.0)
+
     def _check_rates(self, name: str) -> None:
         """Speeds that something can have; pairs and tables are tuples from here on."""
         key = f"hardware.profile.{name}"
         value = getattr(self, name)
+        if value is None:
+            return
         if name in PAIRS:
             value = tuple(value)
             object.__setattr__(self, name, value)

@@ -11,6 +11,7 @@ import pytest
 
 from app.choices import Dtype, Fp8Part, Fp8Recipe, ScheduleName
 from app.cli.options.compose import load_overrides
+from app.cli.plan import main
 from app.config import (
     Fp8Config,
     LossConfig,
@@ -23,7 +24,7 @@ from app.config import (
     TrainConfig,
 )
 from app.plan.cost.flops import PLANNED_PEAK, stage_flops
-from app.plan.cost.times import stage_times
+from app.plan.cost.times import QUANTISED, PartTimes, stage_times
 from app.plan.layout import select_layout
 from app.plan.memory.activations import MicrobatchMemory, chunk_activations
 from app.plan.memory.overheads import FP8_WORKSPACE
@@ -46,6 +47,9 @@ MODEL = ModelConfig(
 )
 TOKENS = 2 * 1024
 LAYER = 4 * 512 * 512 + 3 * 512 * 1024  # elements of a layer's matrices
+# widths of what is quantised forward and backward: what comes into all matrices and the head, and
+# gradients of what they make, with the head's input once more
+INPUTS, GRADS = 4 * (3 * 512 + 1024) + 512, 4 * (1536 + 512 + 2048 + 512) + 4096 + 512
 WHOLE = Stage((0, 1, 2, 3), embedding=True, head=True)
 LAST = Stage((2, 3), embedding=False, head=True)
 BOTH = (Fp8Part.linear, Fp8Part.head)
@@ -196,19 +200,49 @@ def test_scales_of_earlier_steps_have_a_history():
     assert delayed == current
 
 
-def test_measured_speeds_are_those_of_faster_products_too():
-    """A profile's rate of products is that of the type of parameters. Forward has what quantises
-    to launch besides, and small layers are slower for it.
-    """
+def with_profile(run: Run, **changed: float | None) -> Run:
     hardware = load_overrides(["hardware=h200"]).hardware
     assert hardware.profile is not None
+    profile = dataclasses.replace(hardware.profile, **changed)
+    return dataclasses.replace(run, hardware=dataclasses.replace(hardware, profile=profile))
+
+
+def times_of(run: Run, **changed: float | None) -> PartTimes:
+    own = with_profile(run, **changed)
+    assert own.hardware.profile is not None
+    return stage_times(own, [WHOLE], select_layout(own), own.hardware.profile)[0]
+
+
+@pytest.mark.parametrize(("recipe", "moved"), [("current", 6), ("delayed", 4), ("block", 6)])
+def test_measured_speeds_of_products_and_of_quantising(recipe: str, moved: int):
+    """Each product quantises its input in forward and its output's gradient in backward."""
+    run = run_of(in_8(Fp8Recipe(recipe), include=BOTH))
+    given = {f"fp8_{recipe}_tflops": 500.0, "fp8_quantise_gb_s": 100.0}
+    found = times_of(run, kernel_us=0.0, product_memory=0.0, sums_gb_s=1e5, **given)
+    products = 2 * TOKENS * (4 * LAYER + 4096 * 512) / 500e12
+    assert found.forward["products"] == pytest.approx(products)
+    assert found.backward_input["products"] == pytest.approx(products)
+    assert found.forward[QUANTISED] == pytest.approx(TOKENS * INPUTS * moved / 100e9)
+    assert found.backward_input[QUANTISED] == pytest.approx(TOKENS * GRADS * moved / 100e9)
+    plan, plain = Plan(with_profile(run, **given)), Plan(with_profile(run_of()))
+    weights = 4 * LAYER + 4096 * 512
+    assert plan.tail.optimizer - plain.tail.optimizer == pytest.approx(weights * moved / 100e9)
+
+
+def test_without_measured_speeds_products_are_as_many_times_faster(capsys):
+    """And the command says so; with them it says nothing."""
+    names = ("current_tflops", "delayed_tflops", "block_tflops", "quantise_gb_s")
+    bare = dict.fromkeys(f"fp8_{name}" for name in names)
     plain, narrow = (
-        stage_times(run, [WHOLE], select_layout(run), hardware.profile)[0]
-        for run in (run_of(fp8, hardware=hardware) for fp8 in (None, in_8(include=BOTH)))
+        times_of(run_of(fp8), product_memory=0.0, **bare) for fp8 in (None, in_8(include=BOTH))
     )
-    rate = hardware.profile.product_tflops * 1e12
-    products = 2 * TOKENS * (4 * LAYER + 4096 * 512) / rate
+    products = 2 * TOKENS * (4 * LAYER + 4096 * 512) / 790e12
     saved = products * (1 - 1 / SPEEDUP[Fp8Recipe.current])
     gone = plain.backward_weight["products"] - narrow.backward_weight["products"]
-    assert 0.8 * saved < gone < saved  # copies in eight bits are written
-    assert narrow.forward["products"] > plain.forward["products"]
+    assert gone == pytest.approx(saved) and not narrow.forward[QUANTISED]
+    typed = ["what=schedule", "model=llama3_8b", "parallel.dp=8", "train.global_batch=64"]
+    typed += ["precision=bf16", "precision.fp8.recipe=current", "hardware=h200", "out=null"]
+    assert main(typed) == 0
+    assert "1.65 times" not in capsys.readouterr().out
+    assert main([*typed, *(f"hardware.profile.{key}=null" for key in bare)]) == 0
+    assert "1.65 times as fast as others" in " ".join(capsys.readouterr().out.split())

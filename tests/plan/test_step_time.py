@@ -245,6 +245,8 @@ def test_head_widths_between_measured_ones():
         ({"attention": "fast"}, "attention", "four TFLOP/s"),
         ({"attention": [[128, 1, 1, 1, -1]]}, "attention", "above 0"),
         ({"hidden": 1.5}, "hidden", "from 0 to 1"),
+        ({"fp8_block_tflops": -1.0, "fp8_quantise_gb_s": 1.0}, "fp8_block_tflops", "above 0"),
+        ({"fp8_block_tflops": 1.0}, "fp8_quantise_gb_s", "is needed"),
         ({"launch_us": -1.0}, "launch_us", "from 0 to"),
     ],
 )

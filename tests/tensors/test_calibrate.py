@@ -11,15 +11,18 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from app.choices import Fp8Recipe, LinearBackendKind
 from app.cli.calibrate import main, option_path
 from app.cli.options.arguments import Typed
 from app.cli.options.compose import load_typed
 from app.config import HardwareProfile
-from app.engine.calibration import solve
+from app.engine.calibration import eight_bits, solve
 from app.engine.calibration.clock import Clock
+from app.engine.calibration.eight_bits import eight_bits_speeds
 from app.engine.calibration.kernels import MeasuredSizes, kernel_speeds
 from app.engine.calibration.links import link_speeds
 from app.engine.calibration.profile_file import gpu_words, measured_profile, write_profile
+from app.engine.eight_bits import Maker, arithmetic_maker
 from app.errors import ConfigError
 from app.plan.plan import Plan
 from tests.distributed import run_distributed
@@ -66,6 +69,35 @@ def test_lines_have_a_start_and_a_slope():
     assert before == pytest.approx(0.0, abs=1e-12)
     with pytest.raises(ConfigError, match="more bytes took no longer"):
         solve.line([(1e6, 2e-3), (2e6, 1e-3)])
+
+
+def test_every_recipe_in_eight_bits_is_measured():
+    """By the reference on a CPU: three products of 2·64³ operations by each recipe, and what
+    quantises 64² elements: `current` moves 6 bytes for each.
+    """
+    given = {"other_gb_s": [1.0, 1.0], "product_memory": 0.5, "kernel_us": 1.0}
+    reference = LinearBackendKind.torch
+    found, missing = eight_bits_speeds(Counting(), 64, given, reference)
+    assert missing == []
+    moved = 0.5 * 3 * 2 * 64**2 / 1e9
+    for first, name in ((1, "current"), (5, "delayed"), (8, "block")):
+        took = sum(range(first, first + 3)) / 1e4 - 3 * (1e-6 + moved)
+        assert found.pop(f"fp8_{name}_tflops") == pytest.approx(6 * 64**3 / took / 1e12)
+    took = 4 / 1e4 - 4 * 1e-6
+    assert found == {"fp8_quantise_gb_s": pytest.approx(6 * 64**2 / took / 1e9)}
+
+
+def test_recipes_that_are_not_to_be_had_are_said(monkeypatch):
+    def refused(asked: LinearBackendKind, recipe: Fp8Recipe, device: torch.device) -> Maker:
+        if recipe is Fp8Recipe.block:
+            raise ConfigError("precision.fp8.recipe", recipe, "this GPU has none")
+        return arithmetic_maker(asked, recipe, device)
+
+    monkeypatch.setattr(eight_bits, "arithmetic_maker", refused)
+    given = {"other_gb_s": [1.0, 1.0], "product_memory": 0.5, "kernel_us": 1.0}
+    found, missing = eight_bits_speeds(Counting(), 64, given, LinearBackendKind.torch)
+    assert missing == ["block: this GPU has none"] and "fp8_block_tflops" not in found
+    assert {"fp8_current_tflops", "fp8_quantise_gb_s"} <= set(found)
 
 
 class Counting(Clock):
@@ -116,7 +148,7 @@ def test_what_is_measured_is_a_profile_that_plans(tmp_path: Path):
             for one, other in zip(was, now, strict=True):
                 assert other == pytest.approx(one, rel=1e-3)
         else:
-            assert now == (was if isinstance(was, str) else pytest.approx(was, rel=1e-3))
+            assert now == (was if isinstance(was, str | None) else pytest.approx(was, rel=1e-3))
     assert Plan(run).profile is read and Plan(run).step_seconds > 0
 
 

@@ -14,6 +14,7 @@ from app.cli.plan_views.memory_tables import print_decoding, print_memory
 from app.cli.plan_views.rows import fill, heading, new_table, print_pairs
 from app.cli.width import table_width
 from app.plan.actions import Compute
+from app.plan.cost.rates import fp8_tflops
 from app.plan.cost.traffic import GroupTraffic
 from app.plan.export import (
     DECODING,
@@ -39,6 +40,7 @@ from app.plan.groups import GROUPS
 from app.plan.plan import Plan
 from app.plan.suggestion import Suggestion
 from app.plan.summary import summary_lines
+from app.plan.trace.eight_bits import SPEEDUP
 
 WIDTH = 100  # columns where nothing says otherwise
 BESIDE = 32  # columns of the schedule's table before its actions
@@ -215,12 +217,22 @@ def _print_times(plan: Plan, console: Console) -> None:
 def _assumption(plan: Plan, estimate: Estimate) -> str:
     """What the estimate stands on."""
     if estimate.profile is not None:
-        return f"by the speeds of {estimate.profile} (hardware.profile, docs/step-time.md)."
+        said = f"by the speeds of {estimate.profile} (hardware.profile, docs/step-time.md)"
+        return f"{said}{_eight_bits_assumption(plan)}."
     peak = f"{estimate.efficiency:.0%} of the data sheet's {estimate.peak_tflops:,.0f} TFLOP/s"
     unused = ""
     if plan.run.hardware.profile is not None:
         unused = f": the profile has none for {plan.run.precision.params.value}"
     return f"if products reach {peak} (hardware.efficiency){unused}."
+
+
+def _eight_bits_assumption(plan: Plan) -> str:
+    """What products in eight bits are taken for where the profile has no speed of them."""
+    recipe = plan.run.precision.fp8.recipe
+    if recipe is None or plan.profile is None or fp8_tflops(plan.profile, recipe) is not None:
+        return ""
+    faster = f"{SPEEDUP[recipe]:g} times as fast as others"
+    return f"; products in eight bits, which it does not have, {faster} (docs/fp8.md)"
 
 
 def _schedule_cells(plan: Plan, pp_rank: int, width: int) -> tuple[str, ...]:

@@ -20,6 +20,7 @@ from app.plan.model.stage import model_weights
 from app.plan.model.vocabulary import table
 from app.plan.model.weight import Weight
 from app.plan.stages import Stage
+from app.plan.trace.eight_bits import SPEEDUP
 from app.plan.trace.parts import sizes_of
 from app.plan.trace.stage import fold_stages
 from app.plan.trace.trace import ForwardTrace
@@ -145,8 +146,9 @@ def _trace_flops(traced: ForwardTrace, timed: bool = False) -> Flops:
     for op in (op for op in traced.trace.ops if op.flops):
         again = op.flops if op.segment else op.flops_recomputed
         flops = op.flops
-        if timed and op.speedup != 1:
-            flops, again = round(flops / op.speedup), round(again / op.speedup)
+        if timed and op.eight_bits is not None:
+            speedup = SPEEDUP[op.eight_bits.recipe]
+            flops, again = round(flops / speedup), round(again / speedup)
         forward += flops
         weight += flops if op.weight else 0
         recompute += again

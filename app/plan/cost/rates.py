@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
 
+from app.choices import Fp8Recipe
 from app.config import HardwareProfile, Run
 from app.plan.cost.nodes import NodeSpan, node_span
 from app.plan.cost.traffic import share_across
@@ -15,6 +16,7 @@ from app.plan.dispatchers.choose import run_dispatcher
 from app.plan.dispatchers.static import PlannedStatic
 from app.plan.groups import ETP_EP, Group, Way
 from app.plan.layout import ParallelLayout
+from app.plan.trace.eight_bits import MOVED, SPEEDUP
 from app.plan.trace.parts import BYTES
 from app.plan.trace.trace import Operation, Work
 
@@ -62,8 +64,10 @@ class Kernels:
         """
         profile = self.profile
         flops = op.flops
-        rate = profile.product_tflops * op.speedup
-        if op.work is Work.grouped:
+        rate = profile.product_tflops
+        if op.eight_bits is not None:
+            rate = self._eight_bits(op.eight_bits.recipe)
+        elif op.work is Work.grouped:
             # tiles that experts fill with others' rows, or nobody's
             flops += round(2 * profile.grouped_tile * op.weight / MIXED_BYTES)
             rate = profile.grouped_tflops
@@ -71,6 +75,18 @@ class Kernels:
             rate = profile.router_tflops
         moved = op.used * (_read(op) + _made(op)) + (0 if gradient else op.weight)
         return flops / (rate * TERA) + profile.product_memory * self.moved(moved, Work.other)
+
+    def _eight_bits(self, recipe: Fp8Recipe) -> float:
+        """TFLOP/s of products; where nobody measured them, with all that they quantise."""
+        measured = fp8_tflops(self.profile, recipe)
+        return self.profile.product_tflops * SPEEDUP[recipe] if measured is None else measured
+
+    def quantised(self, elements: int, recipe: Fp8Recipe) -> float:
+        """Of quantising so many elements."""
+        rate = self.profile.fp8_quantise_gb_s
+        if rate is None or fp8_tflops(self.profile, recipe) is None:
+            return 0.0
+        return MOVED[recipe] * elements / (rate * GIGA)
 
     def sums(self, op: Operation) -> float:
         """Of adding the gradient of a weight to its sum."""
@@ -83,6 +99,17 @@ class Kernels:
         forward = _between(table, width, 1 + ordered)
         backward = _between(table, width, 2 + ordered)
         return op.flops / (forward * TERA), 2 * op.flops / (backward * TERA)
+
+
+def fp8_tflops(profile: HardwareProfile, recipe: Fp8Recipe) -> float | None:
+    """Of products in eight bits by a recipe; None: not measured."""
+    match recipe:
+        case Fp8Recipe.current:
+            return profile.fp8_current_tflops
+        case Fp8Recipe.delayed:
+            return profile.fp8_delayed_tflops
+        case Fp8Recipe.block:
+            return profile.fp8_block_tflops
 
 
 def _read(op: Operation) -> int:

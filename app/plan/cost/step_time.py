@@ -7,14 +7,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from app.config import HardwareProfile, Run
-from app.plan.cost.rates import GIGA, MICRO, Links
+from app.plan.cost.rates import GIGA, MICRO, Kernels, Links
 from app.plan.cost.times import PartTimes, Seconds
 from app.plan.groups import DP_CP, EDP, PP, Group, Way
 from app.plan.layout import ParallelLayout
+from app.plan.memory.rank_memory import fp8_shapes
 from app.plan.pipeline.timeline import Times
 from app.plan.sharding.parameters import ChunkBuffers
 from app.plan.shards import BufferLayout
-from app.plan.stages import StagePlan
+from app.plan.stages import Stage, StagePlan
 from app.plan.trace.parts import BYTES
 
 # bytes per parameter of a rank's share: moments and main parameter read and written, gradient read,
@@ -30,7 +31,7 @@ class StepTail:
 
     reduction: float  # of gradients, as far as the backward does not hide it
     gathering: float  # of parameters, as far as the forward does not hide it
-    optimizer: float  # update, norm, zeros
+    optimizer: float  # update, norm, zeros, new weights quantised
     between: float  # from one step to the next: batches, report
 
     @property
@@ -90,7 +91,8 @@ def step_tail(
             StepTail(
                 _exchanged(links, chunks, grads, window=backward if optim.overlap_grads else 0.0),
                 _exchanged(links, chunks, params, window=forward if optim.overlap_params else 0.0),
-                optimizer=_update(profile, chunks),
+                optimizer=_update(profile, chunks)
+                + _quantised(run, layout, profile, stages.stages[pp_rank]),
                 between=profile.step_ms / 1e3,
             )
         )
@@ -128,6 +130,17 @@ def _update(profile: HardwareProfile, chunks: Sequence[ChunkBuffers]) -> float:
                 whole += buffer.numel
     passes = NORM_AND_ZERO * whole / (profile.other_gb_s[0] * GIGA)
     return UPDATE * owned / (profile.optimizer_gb_s * GIGA) + passes
+
+
+def _quantised(
+    run: Run, layout: ParallelLayout, profile: HardwareProfile, chunks: Sequence[Stage]
+) -> float:
+    """Of weights in eight bits, once per update."""
+    recipe = run.precision.fp8.recipe
+    if recipe is None:
+        return 0.0
+    elements = sum(rows * columns for rows, columns in fp8_shapes(run, layout, chunks))
+    return Kernels(profile).quantised(elements, recipe)
 
 
 def times_of_ranks(

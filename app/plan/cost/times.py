@@ -24,6 +24,7 @@ Seconds = defaultdict[str, float]  # by what they go to
 
 EXCHANGE = "exchanges"
 LAUNCHES = "launches"
+QUANTISED = "quantising"
 RECOMPUTED = "computed again"
 PRODUCTS = (Work.product, Work.router_product, Work.grouped)
 ATTENTION = (Work.attention, Work.ordered_attention)
@@ -168,6 +169,8 @@ class _Clock:
         own = kernels.started(op.kernels)
         if op.work in PRODUCTS:
             own += kernels.product(op)
+            if op.eight_bits is not None:
+                into[QUANTISED] += kernels.quantised(op.eight_bits.inputs, op.eight_bits.recipe)
         elif op.work in ATTENTION:
             own += kernels.attention(op, self.run.model.head_width)[0]
         else:
@@ -186,8 +189,13 @@ class _Clock:
             own = kernels.product(op) + kernels.started(op.kernels)
             weights[kind] += kernels.product(op, gradient=True) + kernels.sums(op)
             weights[kind] += kernels.started(1)
+            eight = op.eight_bits
+            if eight is not None:
+                inputs[QUANTISED] += kernels.quantised(eight.grads, eight.recipe)
             if op.flops_recomputed:
                 inputs[RECOMPUTED] += kernels.product(op)
+                if eight is not None:
+                    inputs[RECOMPUTED] += kernels.quantised(eight.inputs, eight.recipe)
         elif op.work in ATTENTION:
             own = kernels.attention(op, self.run.model.head_width)[1] + kernels.started(2)
         elif op.reads and (op.work is Work.loss or not op.passes):

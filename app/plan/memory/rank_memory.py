@@ -235,17 +235,23 @@ def _state_parts(
     )
 
 
+def fp8_shapes(run: Run, layout: ParallelLayout, stages: Sequence[Stage]) -> list[tuple[int, ...]]:
+    """Of a rank's parts of the weights of these stages whose products are in eight bits."""
+    coords = ShardCoords.of(layout, 0)
+    fp8 = run.precision.fp8
+    return [
+        coords.shape(named.weight)
+        for stage in stages
+        for named in fp8_weights(run.model, fp8, stage)
+    ]
+
+
 def _fp8_parts(run: Run, layout: ParallelLayout, stages: Sequence[Stage]) -> Iterator[MemoryPart]:
     """Weights in eight bits, beside those they are made of."""
     fp8 = run.precision.fp8
     if fp8.recipe is None:
         return
-    coords = ShardCoords.of(layout, 0)
-    shapes = [
-        coords.shape(named.weight)
-        for stage in stages
-        for named in fp8_weights(run.model, fp8, stage)
-    ]
+    shapes = fp8_shapes(run, layout, stages)
     size = sum(Copies.of_weight(fp8.recipe, rows, columns).both for rows, columns in shapes)
     count = amount(sum(rows * columns for rows, columns in shapes))
     yield MemoryPart("weights in eight bits", size, f"two copies of {count}, one per direction")

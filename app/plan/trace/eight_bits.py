@@ -14,8 +14,21 @@ SCALE = 4  # of a scale, fp32
 # launches that quantise a matrix: of the first recipe those of its largest entry and its scale too
 LAUNCHES = {Fp8Recipe.current: 4, Fp8Recipe.delayed: 1, Fp8Recipe.block: 1}
 # times faster than in bf16 all linear layers and the head are, forward and both gradients with what
-# they quantise: by whole steps of 16 layers as wide as llama3_8b's on two H200s (docs/fp8.md)
+# they quantise, where no profile has their speeds: by whole steps of 16 layers as wide as
+# llama3_8b's on two H200s (docs/fp8.md)
 SPEEDUP = {Fp8Recipe.current: 1.65, Fp8Recipe.delayed: 1.7, Fp8Recipe.block: 1.4}
+# bytes that quantising moves per 16-bit element: read once, and where the scale or the other
+# direction asks for it twice; written in both directions
+MOVED = {Fp8Recipe.current: 6, Fp8Recipe.delayed: 4, Fp8Recipe.block: 6}
+
+
+@dataclass(frozen=True, slots=True)
+class EightBits:
+    """How a product is computed in eight bits, and how many elements it quantises."""
+
+    recipe: Fp8Recipe
+    inputs: int  # of what it multiplies with its weight, forward
+    grads: int  # of its output's gradient, and of inputs that backward quantises once more
 
 
 @dataclass(frozen=True, slots=True)

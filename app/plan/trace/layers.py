@@ -99,7 +99,7 @@ def _loss_of_kept_logits(
         scratch=(read, put),
         kernels=launches,
         flops=product.flops,
-        speedup=s.speedup,
+        eight_bits=product.in_8(s.in_8, again=True),
         sends=_gathers_twice(s, h),
         work=Work.product,
     )
@@ -156,7 +156,7 @@ def _loss_by_chunks(
         kernels=kernels,
         flops=product.flops,
         flops_recomputed=product.flops,
-        speedup=s.speedup,
+        eight_bits=product.in_8(s.in_8),
         sends=_gathers_twice(s, h),
         work=Work.product,
     )

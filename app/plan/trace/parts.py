@@ -28,7 +28,7 @@ from app.plan.model.norm import NormWeights
 from app.plan.model.weight import Weight
 from app.plan.recompute import RecomputePolicy, recompute_policy
 from app.plan.sharding.blocks import ShardCoords
-from app.plan.trace.eight_bits import LAUNCHES, SPEEDUP, Copies
+from app.plan.trace.eight_bits import LAUNCHES, Copies, EightBits
 from app.plan.trace.trace import GradAddition, Sends, Trace, TracedTensor, Work
 
 BYTES = {Dtype.float32: 4, Dtype.bfloat16: 2, Dtype.float16: 2}
@@ -107,11 +107,6 @@ class Sizes:
     def added(self) -> GradAddition:
         """How backward adds gradients of matrices."""
         return GradAddition.inside if self.direct or self.splits else GradAddition.after
-
-    @property
-    def speedup(self) -> float:
-        """Of products of linear layers, over those in the type of parameters."""
-        return 1.0 if self.in_8 is None else SPEEDUP[self.in_8]
 
     def deferred(self, weight: int, gathered: int = 0) -> int | None:
         """What such a gradient takes when it is computed at last: itself, unless it is never
@@ -198,6 +193,13 @@ class Product:
         """The rows of width I in eight bits."""
         return Copies.of(recipe, self.rows, self.widths[1])
 
+    def in_8(self, recipe: Fp8Recipe | None, again: bool = False) -> EightBits | None:
+        """What it quantises by this recipe; `again`: backward its input once more."""
+        if recipe is None:
+            return None
+        made, taken = (self.rows * width for width in self.widths)
+        return EightBits(recipe, inputs=taken, grads=made + (taken if again else 0))
+
     def grad_in_8(self, recipe: Fp8Recipe) -> Copies:
         """The gradient of the rows of width O in eight bits."""
         return Copies.of(recipe, self.rows, self.widths[0])
@@ -236,7 +238,7 @@ def column_parallel(trace: Trace, s: Sizes, x: TracedTensor, weight: Weight) -> 
         scratch=scratch,
         kernels=launches,
         flops=product.flops,
-        speedup=s.speedup,
+        eight_bits=product.in_8(s.in_8, again=True),
         sends=tp_sends(s, x.bytes, forward=1, backward=2),
         work=Work.product,
     )[0]
@@ -273,7 +275,7 @@ def _product(
             kernels=1 + LAUNCHES[s.in_8],
             flops=product.flops,
             work=Work.product,
-            speedup=s.speedup,
+            eight_bits=product.in_8(s.in_8),
         )[0]
     return trace.op(
         [x],

@@ -15,6 +15,7 @@ from enum import Enum
 from app.choices import Recompute
 from app.plan.groups import Group, Way
 from app.plan.recompute import NOTHING, RecomputeChoice
+from app.plan.trace.eight_bits import EightBits
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -93,7 +94,7 @@ class Operation:
     # many, half of them for the gradient of its weight if it has one
     flops: int
     flops_recomputed: int  # of these, what its own backward computes again
-    speedup: float  # of its products, over those that the hardware's rate is of
+    eight_bits: EightBits | None  # None: its products are in the type of parameters
     sends: Sends | None  # None: nothing
     work: Work
     used: float  # share of its rows that are somebody's: kernels leave out the others
@@ -136,7 +137,7 @@ class Trace:
         kernels: int = 1,
         flops: int = 0,
         flops_recomputed: int = 0,
-        speedup: float = 1.0,
+        eight_bits: EightBits | None = None,
         sends: Sends | None = None,
         work: Work = Work.other,
         used: float = 1.0,
@@ -169,7 +170,7 @@ class Trace:
             kernels=kernels,
             flops=flops,
             flops_recomputed=flops_recomputed,
-            speedup=speedup,
+            eight_bits=eight_bits,
             sends=sends,
             work=work,
             used=used,

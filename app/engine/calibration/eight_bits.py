@@ -1,0 +1,91 @@
+"""Speeds of products in eight bits and of what quantises their matrices, by each recipe that this
+machine has; docs/step-time.md says what becomes of them.
+
+Shapes: S rows and columns of square matrices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import torch
+
+from app.choices import Fp8Recipe, LinearBackendKind
+from app.engine.calibration import solve
+from app.engine.calibration.clock import Clock
+from app.engine.calibration.solve import GIGA, MICRO, TERA
+from app.engine.eight_bits import arithmetic_maker
+from app.errors import ConfigError
+from app.model.fp8.delayed import EACH, LinearScales
+from app.plan.trace.eight_bits import LAUNCHES, MOVED
+
+SIZE = 2  # bytes of an element of 16 bits
+
+
+def eight_bits_speeds(
+    clock: Clock,
+    square: int,
+    speeds: Mapping[str, Any],
+    backend: LinearBackendKind = LinearBackendKind.auto,
+) -> tuple[dict[str, float], list[str]]:
+    """Keys of `HardwareProfile` by matrices of `square` rows and columns, and for recipes that are
+    not to be had here why not. `speeds`: keys that are measured already.
+    """
+    found: dict[str, float] = {}
+    missing: list[str] = []
+    for recipe in Fp8Recipe:
+        try:
+            measured = _Recipe(clock, recipe, square, speeds, backend)
+        except ConfigError as refused:
+            missing.append(f"{recipe.value}: {refused.rule}")
+            continue
+        found[f"fp8_{recipe.value}_tflops"] = measured.tflops()
+        if "fp8_quantise_gb_s" not in found:
+            found["fp8_quantise_gb_s"] = measured.quantising()
+    return found, missing
+
+
+class _Recipe:
+    """The matrices of one layer, quantised. ConfigError where nothing here computes so."""
+
+    def __init__(
+        self,
+        clock: Clock,
+        recipe: Fp8Recipe,
+        square: int,
+        speeds: Mapping[str, Any],
+        backend: LinearBackendKind,
+    ) -> None:
+        self.clock, self.recipe, self.square, self.speeds = clock, recipe, square, speeds
+        make = arithmetic_maker(backend, recipe, clock.device)
+        scales = None
+        if recipe is Fp8Recipe.delayed:  # as behind a first step
+            ones, zeros = (fill(EACH, device=clock.device) for fill in (torch.ones, torch.zeros))
+            scales = LinearScales(ones, zeros)
+            scales.known = True
+        self.arithmetic = make(scales)
+        self.x_SS = torch.randn(square, square, device=clock.device).bfloat16()
+
+    def tflops(self) -> float:
+        """Of the three products of a forward and backward."""
+        arithmetic, x_SS = self.arithmetic, self.x_SS
+        x, weight, grad = arithmetic.input(x_SS), arithmetic.weight(x_SS), arithmetic.grad(x_SS)
+        products = (
+            partial(arithmetic.output, x, weight, x_SS.dtype),
+            partial(arithmetic.input_grad, grad, weight, x_SS.dtype),
+            partial(arithmetic.weight_grad, grad, x, x_SS.dtype),
+        )
+        # as the plan counts the bytes of a product: all matrices in 16 bits
+        memory = self.speeds["other_gb_s"][0] * GIGA
+        moved = self.speeds["product_memory"] * 3 * SIZE * self.square**2 / memory
+        beside = len(products) * (self.speeds["kernel_us"] * MICRO + moved)
+        took = sum(self.clock.seconds(product) for product in products)
+        return solve.rate(2.0 * len(products) * self.square**3, took, beside, unit=TERA)
+
+    def quantising(self) -> float:
+        """GB/s of the bytes that the plan counts."""
+        started = LAUNCHES[self.recipe] * self.speeds["kernel_us"] * MICRO
+        took = self.clock.seconds(partial(self.arithmetic.input, self.x_SS))
+        return solve.rate(float(MOVED[self.recipe] * self.square**2), took, started)
