@@ -141,16 +141,17 @@ def stage_flops(
 
 def _trace_flops(traced: ForwardTrace, timed: bool = False) -> Flops:
     """Sums over the operations of a trace; `timed`: of faster products as many fewer."""
-    forward = weight = recompute = 0
+    forward = inputs = weight = recompute = 0
     for op in (op for op in traced.trace.ops if op.flops):
         again = op.flops if op.segment else op.flops_recomputed
-        flops = op.flops
-        if timed and op.speedup != 1:
-            flops, again = round(flops / op.speedup), round(again / op.speedup)
-        forward += flops
-        weight += flops if op.weight else 0
-        recompute += again
-    return Flops(forward, 2 * forward - weight, weight, recompute=recompute)
+        own, of_weight = op.speedups if timed else (1.0, 1.0)
+        once = op.flops if own == 1 else round(op.flops / own)
+        forward += once
+        inputs += once if op.weight else 2 * once
+        if op.weight:
+            weight += op.flops if of_weight == 1 else round(op.flops / of_weight)
+        recompute += again if own == 1 else round(again / own)
+    return Flops(forward, inputs, weight, recompute=recompute)
 
 
 def _total(parts: Sequence[tuple[Flops, int]]) -> Flops:

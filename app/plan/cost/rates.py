@@ -62,13 +62,14 @@ class Kernels:
         """
         profile = self.profile
         flops = op.flops
-        rate = profile.product_tflops * op.speedup
+        rate = profile.product_tflops
         if op.work is Work.grouped:
             # tiles that experts fill with others' rows, or nobody's
             flops += round(2 * profile.grouped_tile * op.weight / MIXED_BYTES)
             rate = profile.grouped_tflops
         elif op.work is Work.router_product:
             rate = profile.router_tflops
+        rate *= op.speedups[gradient]
         moved = op.used * (_read(op) + _made(op)) + (0 if gradient else op.weight)
         return flops / (rate * TERA) + profile.product_memory * self.moved(moved, Work.other)
 

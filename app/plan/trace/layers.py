@@ -99,7 +99,7 @@ def _loss_of_kept_logits(
         scratch=(read, put),
         kernels=launches,
         flops=product.flops,
-        speedup=s.speedup,
+        speedups=s.speedups,
         sends=_gathers_twice(s, h),
         work=Work.product,
     )
@@ -156,7 +156,7 @@ def _loss_by_chunks(
         kernels=kernels,
         flops=product.flops,
         flops_recomputed=product.flops,
-        speedup=s.speedup,
+        speedups=s.speedups,
         sends=_gathers_twice(s, h),
         work=Work.product,
     )

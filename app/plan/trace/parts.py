@@ -51,6 +51,7 @@ class Sizes:
     load: float  # rows of this rank's experts, over the mean of their expert-parallel group
     # by which products of linear layers are in eight bits in the part that is traced; None: not
     in_8: Fp8Recipe | None = None
+    experts_in_8: bool = False  # whether products of experts are
 
     @property
     def model(self) -> ModelConfig:
@@ -109,9 +110,10 @@ class Sizes:
         return GradAddition.inside if self.direct or self.splits else GradAddition.after
 
     @property
-    def speedup(self) -> float:
+    def speedups(self) -> tuple[float, float]:
         """Of products of linear layers, over those in the type of parameters."""
-        return 1.0 if self.in_8 is None else SPEEDUP[self.in_8]
+        own = 1.0 if self.in_8 is None else SPEEDUP[self.in_8]
+        return own, own
 
     def deferred(self, weight: int, gathered: int = 0) -> int | None:
         """What such a gradient takes when it is computed at last: itself, unless it is never
@@ -236,7 +238,7 @@ def column_parallel(trace: Trace, s: Sizes, x: TracedTensor, weight: Weight) -> 
         scratch=scratch,
         kernels=launches,
         flops=product.flops,
-        speedup=s.speedup,
+        speedups=s.speedups,
         sends=tp_sends(s, x.bytes, forward=1, backward=2),
         work=Work.product,
     )[0]
@@ -273,7 +275,7 @@ def _product(
             kernels=1 + LAUNCHES[s.in_8],
             flops=product.flops,
             work=Work.product,
-            speedup=s.speedup,
+            speedups=s.speedups,
         )[0]
     return trace.op(
         [x],

@@ -93,7 +93,9 @@ class Operation:
     # many, half of them for the gradient of its weight if it has one
     flops: int
     flops_recomputed: int  # of these, what its own backward computes again
-    speedup: float  # of its products, over those that the hardware's rate is of
+    # of its products, over those that the hardware's rate is of: of output and of the gradient of
+    # what it reads; of the gradient of its weight
+    speedups: tuple[float, float]
     sends: Sends | None  # None: nothing
     work: Work
     used: float  # share of its rows that are somebody's: kernels leave out the others
@@ -136,7 +138,7 @@ class Trace:
         kernels: int = 1,
         flops: int = 0,
         flops_recomputed: int = 0,
-        speedup: float = 1.0,
+        speedups: tuple[float, float] = (1.0, 1.0),
         sends: Sends | None = None,
         work: Work = Work.other,
         used: float = 1.0,
@@ -169,7 +171,7 @@ class Trace:
             kernels=kernels,
             flops=flops,
             flops_recomputed=flops_recomputed,
-            speedup=speedup,
+            speedups=speedups,
             sends=sends,
             work=work,
             used=used,
