@@ -153,12 +153,14 @@ class Fp8Part(Enum):
 
     linear = "linear"  # projections of attention, dense feed-forwards, shared experts
     head = "head"  # hidden states to logits
+    experts = "experts"  # routed experts, by rows with a scale each
 
 
 class LinearBackendKind(Enum):
     """What computes the products of linear layers in eight bits."""
 
-    auto = "auto"  # transformer_engine on a GPU, torch on a CPU
+    # on a GPU transformer_engine, and torch's grouped product on tensor cores; torch on a CPU
+    auto = "auto"
     torch = "torch"  # entries rounded to eight bits, products in float32: the reference, slow
     transformer_engine = "transformer_engine"  # tensor cores, on GPUs like Hopper and newer
 

@@ -140,7 +140,7 @@ class CudaGraphConfig:
 
 @dataclass(frozen=True)
 class Fp8Config:
-    """Products of linear layers in eight bits (docs/fp8.md)."""
+    """Products of linear layers and experts in eight bits (docs/fp8.md)."""
 
     recipe: Fp8Recipe | None = None  # how matrices are scaled; null: no products in eight bits
     include: tuple[Fp8Part, ...] = (Fp8Part.linear,)  # whose products
@@ -170,6 +170,11 @@ class Fp8Config:
             rule = f"precision.fp8.recipe={self.recipe.value} is for some products"
             near = ("[linear]", Instead("precision.fp8.recipe=null"))
             raise ConfigError("precision.fp8.include", self.include, rule, nearest=near)
+
+    @property
+    def by_library(self) -> bool:
+        """Whether there are products that Transformer Engine is for: all but those of experts."""
+        return self.recipe is not None and set(self.include) != {Fp8Part.experts}
 
 
 @dataclass(frozen=True)

@@ -2,25 +2,32 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
 from importlib import metadata
+from itertools import chain
 
 import torch
 
-from app.choices import Fp8Recipe, LinearBackendKind
+from app.choices import Dtype, Fp8Part, Fp8Recipe, LinearBackendKind
 from app.config import Run
 from app.engine.groups import Groups
-from app.errors import ConfigError
+from app.errors import ConfigError, Instead
 from app.model.chunk import Chunk
 from app.model.fp8.delayed import DelayedScales, LinearScales
 from app.model.fp8.linear import Fp8Layers
 from app.model.fp8.lost import LARGEST, LostEntries
 from app.model.fp8.quantised import Fp8Arithmetic
 from app.model.fp8.reference import BlockScaled, TensorScaled
+from app.model.fp8.row_scaled import RowScaled, by_reference, on_tensor_cores
 from app.model.fp8.transformer_engine import LIBRARY, TransformerEngine, import_library
-from app.plan.model.fp8 import fp8_weights
+from app.plan.model.fp8 import fp8_weights, part_of
+from app.plan.model.stage import NamedWeight
 from app.plan.stages import Stage
+
+REFERENCE = "the reference in torch: the same numbers, slowly"
+HOPPER = 9  # major compute capability
 
 
 def build_fp8(
@@ -32,43 +39,58 @@ def build_fp8(
     fp8 = run.precision.fp8
     if fp8.recipe is None:
         return None
-    names = [_names(run, chunk) for chunk in chunks]
+    named = [_weights(run, chunk) for chunk in chunks]
     scales = None
-    if fp8.recipe is Fp8Recipe.delayed:
+    if fp8.recipe is Fp8Recipe.delayed and fp8.by_library:
         scales = DelayedScales(
-            [name for of_chunk in names for name in of_chunk],
+            [each.name for each in chain(*named) if part_of(each) is not Fp8Part.experts],
             LARGEST,
             margin=fp8.margin,
             history=fp8.amax_history,
             group=groups.tp_cp_dp_control,
             device=device,
         )
-    make = arithmetic_maker(fp8.backend, fp8.recipe, device)
+    make = None
+    if fp8.by_library:
+        maker = arithmetic_maker(fp8.backend, fp8.recipe, device)
+
+        def make(name: str) -> Fp8Arithmetic:
+            return maker(scales.of[name] if scales else None)
+
     lost = LostEntries(device) if fp8.count_entries else None
-    layers = Fp8Layers(chunks, lambda name: make(scales.of[name] if scales else None), scales, lost)
-    for chunk, of_chunk in zip(chunks, names, strict=True):
-        layers.use(chunk, of_chunk)
+    experts = None
+    if Fp8Part.experts in fp8.include:
+        experts = experts_arithmetic(fp8.backend, run.precision.params, device)
+    layers = Fp8Layers(chunks, make, scales, lost=lost, experts=experts)
+    for chunk, weights in zip(chunks, named, strict=True):
+        layers.use(chunk, [each.name for each in weights])
     return layers
 
 
-def _names(run: Run, chunk: Chunk) -> list[str]:
-    """Global names of the weights of a chunk that are read in eight bits."""
+def _weights(run: Run, chunk: Chunk) -> list[NamedWeight]:
+    """Those of a chunk that are read in eight bits."""
     stage = Stage(tuple(map(int, chunk.layers)), embedding=chunk.first, head=chunk.last)
-    return [each.name for each in fp8_weights(run.model, run.precision.fp8, stage)]
+    return [*fp8_weights(run.model, run.precision.fp8, stage)]
 
 
 def fp8_line(run: Run, device: torch.device) -> str:
     """Which products are in eight bits, and what computes them, in words."""
     fp8 = run.precision.fp8
     assert fp8.recipe is not None, "there are such layers"
-    name = "the reference in torch: the same numbers, slowly"
-    if _by_library(fp8.backend, device):
-        name = f"Transformer Engine {metadata.version(LIBRARY)}"
-    parts = " and ".join(part.value for part in fp8.include)
     whole = Stage(tuple(range(run.model.num_layers)), embedding=True, head=True)
-    count = sum(1 for _ in fp8_weights(run.model, fp8, whole))
-    rest = run.precision.params.value
-    return f"{count} matrices of {parts}, recipe {fp8.recipe.value}, by {name}; else {rest}"
+    counts = Counter(map(part_of, fp8_weights(run.model, fp8, whole)))
+    experts = counts.pop(Fp8Part.experts, 0)
+    on_cores = _by_library(fp8.backend, device)
+    said = []
+    if counts:
+        parts = " and ".join(part.value for part in fp8.include if part in counts)
+        name = f"Transformer Engine {metadata.version(LIBRARY)}" if on_cores else REFERENCE
+        matrices = f"{counts.total()} matrices of {parts}"
+        said.append(f"{matrices}, recipe {fp8.recipe.value}, by {name}")
+    if experts:
+        name = "torch's grouped product" if on_cores else REFERENCE
+        said.append(f"{experts} of experts, a scale per row, by {name}")
+    return f"{'; '.join(said)}; else {run.precision.params.value}"
 
 
 def _by_library(asked: LinearBackendKind, device: torch.device) -> bool:
@@ -89,3 +111,17 @@ def arithmetic_maker(asked: LinearBackendKind, recipe: Fp8Recipe, device: torch.
     if recipe is Fp8Recipe.block:
         return lambda scales: BlockScaled()
     return TensorScaled
+
+
+def experts_arithmetic(asked: LinearBackendKind, dtype: Dtype, device: torch.device) -> RowScaled:
+    """What computes experts on this device. Raises ConfigError where it cannot be had."""
+    if not _by_library(asked, device):
+        return RowScaled(by_reference)
+    key, off = "precision.fp8.include", Instead("precision.fp8.backend=torch")
+    if torch.cuda.get_device_capability(device)[0] != HOPPER:
+        rule = "torch multiplies rows in eight bits by experts on GPUs like Hopper, not on this one"
+        raise ConfigError(key, (Fp8Part.experts,), rule, nearest=((Fp8Part.linear,), off))
+    if dtype is not Dtype.bfloat16:
+        rule = f"makes bfloat16 of experts in eight bits, and parameters are {dtype.value}"
+        raise ConfigError(key, (Fp8Part.experts,), rule, nearest=(Instead("precision=bf16"), off))
+    return RowScaled(on_tensor_cores)

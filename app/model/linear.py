@@ -38,6 +38,7 @@ from app.model.fp8.quantised import Operand, Quantised
 from app.model.linear_backend import (
     GroupedLinearBackend,
     LinearBackend,
+    add_groups,
     grouped_linear_backend,
     linear_backend,
 )
@@ -51,7 +52,13 @@ from app.model.tensor_parallel import (
     start_gather,
     start_scatter,
 )
-from app.model.weight_grads import FetchedGrad, GradWithLent, WeightGrad, WeightGradSink
+from app.model.weight_grads import (
+    FetchedGrad,
+    GradWithLent,
+    LentGrad,
+    WeightGrad,
+    WeightGradSink,
+)
 from app.plan.model.weight import Weight
 
 
@@ -165,7 +172,7 @@ class GroupedLinear(LinearModule):
         of the weight is made of waits in memory that `keep` finds for it, if it has to wait. The
         last experts may be `lent` by other ranks.
         """
-        if sink is None and lent is None:
+        if sink is None and lent is None and self.backend.differentiable:
             return self.backend.output(rows_TI, self.weight, ends_E)
         out_TO: Tensor = _GroupedLinear.apply(
             rows_TI, self.weight, ends_E, self.backend, sink, keep, lent
@@ -283,7 +290,7 @@ class _GroupedLinear(torch.autograd.Function):
         if lent is None:
             return backend.output(rows_TI, weight_EIO, ends_E)
         product = partial(backend.output, rows_TI)
-        return _with_lent(product, backend, rows_TI, weight_EIO, ends_E=ends_E, lent=lent)
+        return _with_lent(product, rows_TI, weight_EIO, ends_E=ends_E, lent=lent)
 
     @staticmethod
     @once_differentiable
@@ -299,7 +306,7 @@ class _GroupedLinear(torch.autograd.Function):
         if lent is not None:  # between its exchange and that of gradients, ranks have equal work
             product = partial(backend.input_grad, grad_TO)
             grad_TI = _with_lent(
-                product, backend, grad_TO, weight_EIO, ends_E=ends_E, lent=lent, transposed=True
+                product, grad_TO, weight_EIO, ends_E=ends_E, lent=lent, transposed=True
             )
         if sink is not None:
             sink.push(weight_EIO, gradient)
@@ -311,7 +318,6 @@ class _GroupedLinear(torch.autograd.Function):
 
 def _with_lent(
     product: Callable[[Tensor, Tensor], Tensor],
-    backend: GroupedLinearBackend,
     rows: Tensor,
     weight_EIO: Tensor,
     *,
@@ -326,7 +332,7 @@ def _with_lent(
     """
     lent_GIO = lent.fetch(weight_EIO)
     out = product(weight_EIO, ends_E[: len(weight_EIO)])
-    backend.add_groups(out, rows, lent_GIO, ends_E=ends_E, transposed=transposed)
+    add_groups(out, rows, lent_GIO, ends_E=ends_E, transposed=transposed)
     return out
 
 
@@ -343,7 +349,7 @@ def _gradient(
     gradient = backend.weight_grad(grad_TO, rows_TI, ends_E[:own])
     if lent is None:
         return gradient
-    return GradWithLent(gradient, backend.lent_grad(grad_TO, rows_TI, ends_E, first=own), lent)
+    return GradWithLent(gradient, LentGrad(rows_TI, grad_TO, ends_E, first=own), lent)
 
 
 def _kept(

@@ -25,7 +25,6 @@ from app.kernels.grouped_product import grouped_product
 from app.model.fp8.quantised import Operand
 from app.model.weight_grads import (
     GroupedLinearGrad,
-    LentGrad,
     LinearGrad,
     WeightGrad,
     first_row,
@@ -60,8 +59,12 @@ class LinearBackend(Protocol):
 class GroupedLinearBackend(Protocol):
     """The products of a layer with a weight per expert."""
 
+    @property
+    def differentiable(self) -> bool:
+        """As of `LinearBackend`."""
+
     def output(self, rows_TI: Tensor, weight_EIO: Tensor, ends_E: Tensor) -> Tensor:
-        """Rows of expert e times weight[e]; autograd differentiates it, as for one weight."""
+        """Rows of expert e times weight[e]."""
 
     def input_grad(self, grad_TO: Tensor, weight_EIO: Tensor, ends_E: Tensor) -> Tensor:
         """Rows of expert e of the output's gradient, contiguous, times weight[e]ᵀ."""
@@ -69,22 +72,6 @@ class GroupedLinearBackend(Protocol):
     def weight_grad(self, grad_TO: Tensor, rows_TI: Tensor, ends_E: Tensor) -> WeightGrad:
         """rows[e]ᵀ · grad[e] of every expert e, E × I × O: its operands, nothing is computed yet;
         `grad_TO` is contiguous.
-        """
-
-    def lent_grad(self, grad_TO: Tensor, rows_TI: Tensor, ends_E: Tensor, first: int) -> LentGrad:
-        """The same of the experts from `first` on."""
-
-    def add_groups(
-        self,
-        out_TO: Tensor,
-        rows_TI: Tensor,
-        weight_GIO: Tensor,
-        *,
-        ends_E: Tensor,
-        transposed: bool = False,
-    ) -> None:
-        """Put into `out` what the last G experts make of their rows, whose weights lie elsewhere
-        than those of the others; `transposed`: with weight[g]ᵀ.
         """
 
 
@@ -123,6 +110,8 @@ class TorchGroupedLinear:
     fp32, bf16 and fp16; I·itemsize and O·itemsize must be multiples of 16 bytes (RuntimeError).
     """
 
+    differentiable = True
+
     def output(self, rows_TI: Tensor, weight_EIO: Tensor, ends_E: Tensor) -> Tensor:
         """See the protocol."""
         out_TO: Tensor = F.grouped_mm(rows_TI, weight_EIO, offs=ends_E)
@@ -140,30 +129,6 @@ class TorchGroupedLinear:
         """See the protocol."""
         return GroupedLinearGrad(rows_TI, grad_TO, ends_E)
 
-    def lent_grad(self, grad_TO: Tensor, rows_TI: Tensor, ends_E: Tensor, first: int) -> LentGrad:
-        """See the protocol."""
-        return LentGrad(rows_TI, grad_TO, ends_E, first=first)
-
-    def add_groups(
-        self,
-        out_TO: Tensor,
-        rows_TI: Tensor,
-        weight_GIO: Tensor,
-        *,
-        ends_E: Tensor,
-        transposed: bool = False,
-    ) -> None:
-        """See the protocol; on a GPU like Hopper by a kernel that reads where the rows begin."""
-        first = len(ends_E) - len(weight_GIO)
-        if usable(out_TO):
-            grouped_product(
-                out_TO, rows_TI, weight_GIO, ends_E=ends_E, first=first, transposed=transposed
-            )
-            return
-        matrix_GIO = weight_GIO.transpose(1, 2) if transposed else weight_GIO
-        begin = first_row(ends_E, first)
-        out_TO[begin:] = F.grouped_mm(rows_TI[begin:], matrix_GIO, offs=ends_E[first:] - begin)
-
 
 def linear_backend() -> LinearBackend:
     """What a column- or row-parallel layer computes with, unless it is given another."""
@@ -173,3 +138,27 @@ def linear_backend() -> LinearBackend:
 def grouped_linear_backend() -> GroupedLinearBackend:
     """What a layer of experts computes with."""
     return TorchGroupedLinear()
+
+
+def add_groups(
+    out_TO: Tensor,
+    rows_TI: Tensor,
+    weight_GIO: Tensor,
+    *,
+    ends_E: Tensor,
+    transposed: bool = False,
+) -> None:
+    """Put into `out` what the last G experts make of their rows, whose weights lie elsewhere than
+    those of the others; `transposed`: with weight[g]ᵀ.
+
+    On a GPU like Hopper by a kernel that reads where the rows begin.
+    """
+    first = len(ends_E) - len(weight_GIO)
+    if usable(out_TO):
+        grouped_product(
+            out_TO, rows_TI, weight_GIO, ends_E=ends_E, first=first, transposed=transposed
+        )
+        return
+    matrix_GIO = weight_GIO.transpose(1, 2) if transposed else weight_GIO
+    begin = first_row(ends_E, first)
+    out_TO[begin:] = F.grouped_mm(rows_TI[begin:], matrix_GIO, offs=ends_E[first:] - begin)

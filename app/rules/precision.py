@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from app.choices import Dtype, Fp8Part
+from app.choices import Dtype, Fp8Part, LinearBackendKind
 from app.config import Run
 from app.errors import ConfigError, Instead
 from app.plan.model.fp8 import MULTIPLE, fp8_weights, part_of
@@ -27,8 +27,9 @@ def check_fp8(run: Run) -> None:
             "(precision.fp8.include=[linear]) share one workspace"
         )
         raise ConfigError("model.moe.shared_overlap", True, rule, nearest=False)
+    _check_experts(run)
     left_out = fp8.first_layers + fp8.last_layers
-    if linear and left_out >= run.model.num_layers:
+    if fp8.include != (Fp8Part.head,) and left_out >= run.model.num_layers:
         rule = (
             f"with first_layers={fp8.first_layers} leaves none of {run.model.num_layers} layers "
             "in eight bits"
@@ -43,16 +44,41 @@ def check_fp8(run: Run) -> None:
     _check_widths(run)
 
 
+def _check_experts(run: Run) -> None:
+    """Experts in eight bits are there, and all of them are this rank's own."""
+    fp8, moe = run.precision.fp8, run.model.moe
+    if Fp8Part.experts not in fp8.include:
+        return
+    rest = tuple(part for part in fp8.include if part is not Fp8Part.experts)
+    near: tuple[object, ...] = (rest or (Fp8Part.linear,),)
+    if moe is None:
+        rule = "has routed experts, and this model has none"
+        raise ConfigError("precision.fp8.include", fp8.include, rule, nearest=near)
+    if moe.echo.spares:
+        rule = (
+            "lends experts in the type of parameters, and those in eight bits "
+            "(precision.fp8.include=[experts]) are not lent"
+        )
+        key = "model.moe.echo.spares"
+        raise ConfigError(key, moe.echo.spares, rule, nearest=0)
+    if fp8.backend is LinearBackendKind.transformer_engine and not fp8.by_library:
+        rule = "computes linear layers and the head, and precision.fp8.include has neither"
+        key = "precision.fp8.backend"
+        raise ConfigError(key, fp8.backend, rule, nearest=LinearBackendKind.auto)
+
+
 def _check_widths(run: Run) -> None:
     """Every matrix of a rank has widths that tensor cores load whole."""
     tp = run.parallel.tp
+    etp = tp if run.parallel.etp is None else run.parallel.etp
     fp8 = run.precision.fp8
     stage = Stage(tuple(range(run.model.num_layers)), embedding=True, head=True)
     for named in fp8_weights(run.model, fp8, stage):
-        rows, columns = ShardCoords(tp=(0, tp)).shape(named.weight)
+        rows, columns = ShardCoords(tp=(0, tp), etp=(0, etp)).shape(named.weight)[-2:]
         if not (rows % MULTIPLE or columns % MULTIPLE):
             continue
-        of_rank = f" on each of tp={tp} ranks" if tp > 1 else ""
+        axis, ranks = ("tp", tp) if named.weight.ep is None else ("etp", etp)
+        of_rank = f" on each of {axis}={ranks} ranks" if ranks > 1 else ""
         rule = (
             f"widths of a matrix in eight bits are multiples of {MULTIPLE}, and {named.name} has "
             f"{rows} × {columns}{of_rank}"

@@ -31,9 +31,10 @@ from app.plan.memory.overheads import FP8_WORKSPACE
 from app.plan.memory.rank_memory import RankMemory
 from app.plan.plan import Plan
 from app.plan.stages import Stage
-from app.plan.trace.eight_bits import SPEEDUP, Copies
+from app.plan.trace.eight_bits import EXPERTS_SPEEDUP, SPEEDUP, Copies
 from app.plan.trace.parts import sizes_of
 from app.plan.trace.stage import StagePart, part_trace, stage_parts
+from app.plan.trace.trace import Work
 from app.rules import check
 
 ROOT = Path(__file__).parent.parent.parent
@@ -55,11 +56,11 @@ LAST = Stage((2, 3), embedding=False, head=True)
 BOTH = (Fp8Part.linear, Fp8Part.head)
 
 
-def run_of(fp8: Fp8Config | None = None, **sections: object) -> Run:
+def run_of(fp8: Fp8Config | None = None, model: ModelConfig = MODEL, **sections: object) -> Run:
     train = TrainConfig(seq_len=1024, micro_batch=2, global_batch=8)
     precision = PrecisionConfig(Dtype.bfloat16, fp8=fp8 or Fp8Config())
     given = {"train": train, "precision": precision, **sections}
-    return check(Run(MODEL, **given))  # type: ignore[arg-type]
+    return check(Run(model, **given))  # type: ignore[arg-type]
 
 
 def parts_of(run: Run, rank: int = 0) -> dict[str, int]:
@@ -246,3 +247,77 @@ def test_without_measured_speeds_products_are_as_many_times_faster(capsys):
     assert "1.65 times" not in capsys.readouterr().out
     assert main([*typed, *(f"hardware.profile.{key}=null" for key in bare)]) == 0
     assert "1.65 times as fast as others" in " ".join(capsys.readouterr().out.split())
+
+
+MOE = dataclasses.replace(
+    MODEL, moe=MoEConfig(num_experts=8, top_k=2, ffn_hidden_size=256, first_k_dense=1)
+)
+EXPERT = 3 * 512 * 256  # elements of one expert
+EXPERTS = (Fp8Part.experts,)
+
+
+def moe_run(include: tuple[Fp8Part, ...], first_layers: int = 0, **sections: object) -> Run:
+    """Parts in eight bits; none: none are."""
+    fp8 = in_8(include=include, first_layers=first_layers) if include else None
+    return run_of(fp8, MOE, **sections)
+
+
+def test_weights_of_experts_have_two_copies_with_a_scale_per_row():
+    layers = 3 * 8 * (2 * EXPERT + 4 * (512 + 2 * 256) + 4 * (256 + 512))
+    plain, narrow = parts_of(moe_run(())), parts_of(moe_run(EXPERTS))
+    assert narrow["weights in eight bits"] == layers
+    assert narrow["library workspaces"] == plain["library workspaces"]  # torch's own product
+    ranks = moe_run(EXPERTS, parallel=ParallelConfig(dp=2, ep=2))
+    assert parts_of(ranks)["weights in eight bits"] == layers // 2
+    part = moe_run(EXPERTS, parallel=ParallelConfig(tp=2))
+    scales = 3 * 8 * 4 * (512 + 2 * 128 + 128 + 512)
+    assert parts_of(part)["weights in eight bits"] == 3 * 8 * EXPERT + scales
+    both = parts_of(moe_run((Fp8Part.linear, Fp8Part.experts)))["weights in eight bits"]
+    linear = parts_of(moe_run((Fp8Part.linear,)))["weights in eight bits"]
+    assert both == layers + linear
+    assert parts_of(moe_run(EXPERTS, first_layers=3))["weights in eight bits"] == layers // 3
+
+
+def test_rows_of_experts_are_kept_as_they_come():
+    plain, narrow = (microbatch(moe_run(include)) for include in ((), EXPERTS))
+    assert plain.kept == narrow.kept and plain.waiting == narrow.waiting
+
+
+def test_only_layers_with_experts_change_where_only_experts_do():
+    parts = stage_parts(MOE, Stage((0, 1), False, False), in_8(include=EXPERTS))
+    assert parts == [StagePart.dense_layer, StagePart.moe_layer_in_8]
+    s = sizes_of(moe_run(EXPERTS), select_layout(moe_run(EXPERTS)))
+    ops = part_trace(s, StagePart.moe_layer_in_8, s.recompute.usual).trace.ops
+    rows = 2 * TOKENS
+    grouped = [op for op in ops if op.work is Work.grouped]
+    assert [op.scratch for op in grouped] == [
+        (rows * 512 + 4 * rows, rows * 2 * 256 + 4 * rows),
+        (rows * 256 + 4 * rows, rows * 512 + 4 * rows),
+    ]
+    faster = [op for op in ops if op.eight_bits is not None]
+    assert faster == grouped
+    assert {op.eight_bits.speedups for op in faster} == {(EXPERTS_SPEEDUP, 1.0)}
+    assert [(op.eight_bits.inputs, op.eight_bits.grads) for op in faster] == [
+        (rows * 512, rows * 2 * 256),
+        (rows * 256, rows * 512),
+    ]
+
+
+def test_gradients_of_experts_weights_take_their_time():
+    (before,), (after,) = (Plan(moe_run(include)).stage_seconds for include in ((), EXPERTS))
+    rate = PLANNED_PEAK * 1e12 * moe_run(()).hardware.efficiency
+    products = 2 * 2 * TOKENS * 3 * EXPERT / rate  # of two experts per token, in three layers
+    saved = products * (1 - 1 / EXPERTS_SPEEDUP)
+    assert before.forward - after.forward == pytest.approx(saved)
+    assert before.backward_input - after.backward_input == pytest.approx(saved)
+    assert before.backward_weight == after.backward_weight
+    hardware = load_overrides(["hardware=h200"]).hardware
+    assert hardware.profile is not None
+    plain, narrow = (
+        stage_times(run, [WHOLE], select_layout(run), hardware.profile)[0]
+        for run in (moe_run(include, hardware=hardware) for include in ((), EXPERTS))
+    )
+    assert plain.backward_weight == narrow.backward_weight
+    launches = 3 * 2 * hardware.profile.kernel_us * 1e-6  # what quantises
+    kind = Work.grouped.value
+    assert 0 < plain.backward_input[kind] + launches - narrow.backward_input[kind] < launches

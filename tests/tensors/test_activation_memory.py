@@ -41,9 +41,11 @@ from app.config import (
 from app.kernels import cross_entropy, pages, peer_rows, rms_norm, rows, swiglu
 from app.kernels.attention import heads
 from app.kernels.common import DTYPES
+from app.kernels.eight_bits import quantise
 from app.model import attention, layers, loss
 from app.model.block import DenseBody, Layer, Phase
 from app.model.chunk import Chunk
+from app.model.fp8 import row_scaled
 from app.model.peers import ALONE
 from app.model.weight_grads import MainGradSink, WeightGradQueue
 from app.moe import permute, router
@@ -103,13 +105,14 @@ TORCH = {Dtype.float32: torch.float32, Dtype.bfloat16: torch.bfloat16}
 
 
 # modules that take kernels in place of plain torch
-CALLERS = (attention, expert_rows, layers, loss, permute, router, stash)
+CALLERS = (attention, expert_rows, layers, loss, permute, router, row_scaled, stash)
 LAUNCHED = {
     heads: ("heads_forward", "heads_backward"),
     rms_norm: ("_forward", "_backward"),
     swiglu: ("_forward", "_backward"),
     cross_entropy: ("_statistics", "_into_gradient"),
     rows: ("_spread", "_sum", "_gradients"),
+    quantise: ("_by_rows", "_by_columns"),
     pages: ("_take", "_put_back", "_copy"),
     peer_rows: ("_pull", "_push", "_sum_partials", "_pull_gradients", "_sum_dots"),
 }

@@ -145,7 +145,7 @@ def test_a_weight_is_quantised_once_until_it_changes_and_never_moves(recipe: str
     for name, linear in layers.linears.items():
         now = [each.data_ptr() for each in linear.held.tensors() if each is not None]
         assert now == places[name], name
-        fresh = RECIPES[recipe].weight(linear.weight_OI.detach())
+        fresh = RECIPES[recipe].weight(linear.weight.detach())
         assert torch.equal(RECIPES[recipe].weights(linear.held), RECIPES[recipe].weights(fresh))
 
 

@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 
 from app.choices import Dtype, Fp8Part, Fp8Recipe, Recompute
-from app.config import Fp8Config, ModelConfig, Run
+from app.config import Fp8Config, Run
 from app.model.chunk import Chunk
 from app.model.fp8.linear import Fp8Layers
 from app.model.fp8.quantised import Quantised
+from app.model.fp8.row_scaled import RowScaled
 from app.plan.model.fp8 import fp8_weights
 from app.plan.stages import Stage
 from tests.tensors import test_activation_memory as unnarrowed
@@ -31,7 +32,14 @@ from tests.tensors.test_activation_memory import (
 
 kernels = pytest.fixture(autouse=True)(with_kernels)
 WIDE = dataclasses.replace(DENSE, vocab_size=1024)
-MODELS = {"dense": WIDE, "shared": dataclasses.replace(WIDE, moe=SIGMOID)}
+SHARED = dataclasses.replace(WIDE, moe=SIGMOID)
+BOTH = (Fp8Part.linear, Fp8Part.head)
+MODELS = {  # and what of them is in eight bits
+    "dense": (WIDE, BOTH),
+    "shared": (SHARED, BOTH),
+    "experts": (SHARED, (Fp8Part.experts,)),
+    "all": (SHARED, (*BOTH, Fp8Part.experts)),
+}
 
 
 class Allocating:
@@ -75,8 +83,16 @@ class Allocating:
         pass
 
 
-def in_8(run: Run, recipe: Fp8Recipe) -> Run:
-    fp8 = Fp8Config(recipe, include=(Fp8Part.linear, Fp8Part.head))
+def allocated(
+    rows: Quantised, matrix_ENK: Tensor, scales_EN: Tensor, ends_E: Tensor, dtype: torch.dtype
+) -> Tensor:
+    """Memory of a product of experts (`GroupedProduct`)."""
+    assert rows.by_rows is not None
+    return torch.zeros(len(rows.by_rows), matrix_ENK.shape[1], dtype=dtype)
+
+
+def in_8(run: Run, recipe: Fp8Recipe, include: tuple[Fp8Part, ...] = BOTH) -> Run:
+    fp8 = Fp8Config(recipe, include=include)
     return dataclasses.replace(run, precision=dataclasses.replace(run.precision, fp8=fp8))
 
 
@@ -84,19 +100,20 @@ def narrowed(run: Run, embedding: bool = True, head: bool = True) -> Chunk:
     recipe = run.precision.fp8.recipe
     assert recipe is not None
     chunk = chunk_of(run, embedding, head)
-    layers = Fp8Layers([chunk], lambda name: Allocating(recipe))
+    layers = Fp8Layers([chunk], lambda name: Allocating(recipe), experts=RowScaled(allocated))
     stage = Stage(tuple(map(int, chunk.layers)), embedding, head)
     layers.use(chunk, [each.name for each in fp8_weights(run.model, run.precision.fp8, stage)])
     return chunk
 
 
 @pytest.mark.parametrize("recipe", Fp8Recipe, ids=lambda recipe: recipe.value)
-@pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
+@pytest.mark.parametrize("model", MODELS)
 def test_autograd_keeps_what_is_planned_to_the_byte(
-    model: ModelConfig, recipe: Fp8Recipe, monkeypatch: pytest.MonkeyPatch
+    model: str, recipe: Fp8Recipe, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(unnarrowed, "chunk_of", narrowed)
-    run = in_8(run_of(model, Dtype.bfloat16, ordered=True), recipe)
+    sizes, include = MODELS[model]
+    run = in_8(run_of(sizes, Dtype.bfloat16, ordered=True), recipe, include)
     assert measured(run) == {phase: size for phase, size in planned(run).kept.items() if size}
 
 
@@ -109,12 +126,13 @@ PARTS = {
 
 @pytest.mark.parametrize("recompute", PARTS)
 @pytest.mark.parametrize("recipe", Fp8Recipe, ids=lambda recipe: recipe.value)
-@pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
+@pytest.mark.parametrize("model", MODELS)
 def test_what_is_alive_while_it_computes_is_within_three_percent(
-    model: ModelConfig, recipe: Fp8Recipe, recompute: str
+    model: str, recipe: Fp8Recipe, recompute: str
 ):
-    wide = run_of(model, Dtype.bfloat16, **PARTS[recompute])
-    run = in_8(wide, recipe)
+    sizes, include = MODELS[model]
+    wide = run_of(sizes, Dtype.bfloat16, **PARTS[recompute])
+    run = in_8(wide, recipe, include)
     memory = planned(run)
     forward, kept, backward = forward_and_backward(run, narrowed(run), True)
     # norms whose outputs are dropped keep a number per token, with and without eight bits

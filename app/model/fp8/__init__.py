@@ -1,1 +1,1 @@
-"""Products of linear layers in eight bits: matrices, what quantises them, and their back end."""
+"""Products in eight bits of linear layers and experts: matrices, what quantises them, back ends."""

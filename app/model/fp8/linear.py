@@ -1,9 +1,8 @@
-"""The back end of a linear layer in eight bits, and all such layers of a rank.
+"""The back end of a linear layer in eight bits, and all layers of a rank that are.
 
-A weight is quantised once per update, in memory of its own that never moves, so that captured
-graphs read what it holds now: `Fp8Layers.expire` says that weights have changed, and the first
-forward of each layer afterwards quantises its own, in front of anything captured of it. Work that
-is captured as a whole expires them when it begins, and so quantises them each time.
+`Fp8Layers.expire` says that weights have changed, and the first forward of each layer afterwards
+quantises its own (`HeldWeight`), in front of anything captured of it. Work that is captured as a
+whole expires them when it begins, and so quantises them each time.
 
 What comes in is quantised once in forward, and kept as it is read by the gradient of the weight:
 a byte per element. Only where tokens are gathered over ranks for a product is this rank's part kept
@@ -24,9 +23,12 @@ from torch import Tensor, nn
 
 from app.model.chunk import Chunk
 from app.model.fp8.delayed import GRAD, INPUT, WEIGHT, DelayedScales
+from app.model.fp8.experts import Fp8GroupedLinear
+from app.model.fp8.held import HeldWeight
 from app.model.fp8.lost import LostEntries
 from app.model.fp8.quantised import Fp8Arithmetic, Operand, Quantised
-from app.model.linear import ColumnParallelLinear, RowParallelLinear
+from app.model.fp8.row_scaled import RowScaled
+from app.model.linear import ColumnParallelLinear, GroupedLinear, RowParallelLinear
 from app.model.weight_grads import WeightGrad
 
 
@@ -51,7 +53,7 @@ class Fp8Grad(WeightGrad):
 Count = Callable[[int, Tensor, Quantised], None]  # kind of a matrix, the matrix, what it became
 
 
-class Fp8Linear:
+class Fp8Linear(HeldWeight):
     """The products of one layer with its weight, in eight bits (`LinearBackend`).
 
     `count` looks at every matrix that has been quantised; None: nobody does.
@@ -62,23 +64,10 @@ class Fp8Linear:
     def __init__(
         self, arithmetic: Fp8Arithmetic, weight_OI: nn.Parameter, count: Count | None = None
     ) -> None:
+        counted = None if count is None else partial(count, WEIGHT, weight_OI)
+        super().__init__(arithmetic, weight_OI, counted)
         self.arithmetic = arithmetic
-        self.weight_OI = weight_OI
         self.count = count
-        with torch.no_grad():
-            self.held = arithmetic.weight(weight_OI)
-        self.stale = True  # the weight has changed since
-        self.times = 0  # that the weight has been quantised since
-
-    def refresh(self) -> None:
-        """Quantise the weight, if it has changed."""
-        if self.stale:
-            with torch.no_grad():
-                self.arithmetic.update_weight(self.weight_OI, self.held)
-            if self.count is not None:
-                self.count(WEIGHT, self.weight_OI, self.held)
-            self.stale = False
-            self.times += 1
 
     def input_operand(self, x: Tensor) -> Quantised:
         """See the protocol."""
@@ -112,47 +101,57 @@ class Fp8Linear:
 
     def weight_grad(self, grad: Operand, x: Operand) -> WeightGrad:
         """See the protocol."""
-        left, right = self._own(grad, self.weight_OI), self._own(x, self.weight_OI)
+        left, right = self._own(grad, self.weight), self._own(x, self.weight)
         return Fp8Grad(
             self.arithmetic,
             left.for_weight_grad(),
             right.for_weight_grad(),
-            dtype=self.weight_OI.dtype,
+            dtype=self.weight.dtype,
         )
 
     def _own(self, operand: Operand, weight_OI: Tensor) -> Quantised:
-        assert weight_OI is self.weight_OI, "each layer has a back end of its own"
+        assert weight_OI is self.weight, "each layer has a back end of its own"
         assert isinstance(operand, Quantised), "made by `input_operand` or `grad_operand`"
         return operand
 
 
 class Fp8Layers:
-    """All linear layers of a rank whose products are in eight bits."""
+    """All layers of a rank whose products are in eight bits."""
 
     def __init__(
         self,
         chunks: Sequence[Chunk],
-        make: Callable[[str], Fp8Arithmetic],
+        make: Callable[[str], Fp8Arithmetic] | None,
         scales: DelayedScales | None = None,
         lost: LostEntries | None = None,
+        experts: RowScaled | None = None,
     ) -> None:
+        """`make`: what computes a linear layer, from the global name of its weight; `experts`: what
+        computes routed experts. None: there are none.
+        """
         self.chunks = chunks
-        self.make = make  # what computes a layer, from the global name of its weight
+        self.make = make
+        self.experts = experts
         self.scales = scales  # that layers have from earlier steps; None: they look at themselves
         self.lost = lost  # what counts entries that are lost; None: nothing does
-        self.linears: dict[str, Fp8Linear] = {}  # by global names of weights
+        self.linears: dict[str, Fp8Linear | Fp8GroupedLinear] = {}  # by global names of weights
 
     def use(self, chunk: Chunk, names: Collection[str]) -> None:
         """Have linear modules of these global names compute in eight bits."""
         modules = dict(chunk.named_modules())
         for name in names:
             module = modules[name]
+            if isinstance(module, GroupedLinear):
+                assert self.experts is not None, name
+                grouped = Fp8GroupedLinear(self.experts, module.weight)
+                module.backend = self.linears[name] = grouped
+                continue
             assert isinstance(module, ColumnParallelLinear | RowParallelLinear)
+            assert self.make is not None, name
             count = None
             if self.lost is not None:
                 count = partial(self.lost.count, self.scales.of[name] if self.scales else None)
-            self.linears[name] = Fp8Linear(self.make(name), module.weight, count)
-            module.backend = self.linears[name]
+            module.backend = self.linears[name] = Fp8Linear(self.make(name), module.weight, count)
 
     def watch(self) -> None:
         """Have each layer quantise its weights before its forward, and outside of what is captured
@@ -193,14 +192,14 @@ class Fp8Layers:
             self.scales.stepped()
 
 
-def _inside(module: nn.Module) -> Iterator[Fp8Linear]:
+def _inside(module: nn.Module) -> Iterator[HeldWeight]:
     for inner in module.modules():
         backend = getattr(inner, "backend", None)
-        if isinstance(backend, Fp8Linear):
+        if isinstance(backend, HeldWeight):
             yield backend
 
 
-def _refresh(linears: Sequence[Fp8Linear]) -> None:
+def _refresh(linears: Sequence[HeldWeight]) -> None:
     for linear in linears:
         linear.refresh()
 

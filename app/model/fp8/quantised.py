@@ -67,10 +67,10 @@ class Fp8Arithmetic(Protocol):
     def input(self, x_TI: Tensor) -> Quantised:
         """What comes into a layer, for its output and for the gradient of its weight."""
 
-    def weight(self, weight_OI: Tensor) -> Quantised:
+    def weight(self, weight_OI: Tensor, /) -> Quantised:
         """A weight in new memory, for the output and for the gradient of the input."""
 
-    def update_weight(self, weight_OI: Tensor, held: Quantised) -> None:
+    def update_weight(self, weight_OI: Tensor, held: Quantised, /) -> None:
         """The same in the memory of `held`, which `weight` has made."""
 
     def grad(self, grad_TO: Tensor) -> Quantised:

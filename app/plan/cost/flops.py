@@ -20,7 +20,6 @@ from app.plan.model.stage import model_weights
 from app.plan.model.vocabulary import table
 from app.plan.model.weight import Weight
 from app.plan.stages import Stage
-from app.plan.trace.eight_bits import SPEEDUP
 from app.plan.trace.parts import sizes_of
 from app.plan.trace.stage import fold_stages
 from app.plan.trace.trace import ForwardTrace
@@ -142,17 +141,17 @@ def stage_flops(
 
 def _trace_flops(traced: ForwardTrace, timed: bool = False) -> Flops:
     """Sums over the operations of a trace; `timed`: of faster products as many fewer."""
-    forward = weight = recompute = 0
+    forward = inputs = weight = recompute = 0
     for op in (op for op in traced.trace.ops if op.flops):
         again = op.flops if op.segment else op.flops_recomputed
-        flops = op.flops
-        if timed and op.eight_bits is not None:
-            speedup = SPEEDUP[op.eight_bits.recipe]
-            flops, again = round(flops / speedup), round(again / speedup)
-        forward += flops
-        weight += flops if op.weight else 0
-        recompute += again
-    return Flops(forward, 2 * forward - weight, weight, recompute=recompute)
+        own, of_weight = op.eight_bits.speedups if timed and op.eight_bits else (1.0, 1.0)
+        once = op.flops if own == 1 else round(op.flops / own)
+        forward += once
+        inputs += once if op.weight else 2 * once
+        if op.weight:
+            weight += op.flops if of_weight == 1 else round(op.flops / of_weight)
+        recompute += again if own == 1 else round(again / own)
+    return Flops(forward, inputs, weight, recompute=recompute)
 
 
 def _total(parts: Sequence[tuple[Flops, int]]) -> Flops:

@@ -16,7 +16,7 @@ from app.plan.dispatchers.choose import run_dispatcher
 from app.plan.dispatchers.static import PlannedStatic
 from app.plan.groups import ETP_EP, Group, Way
 from app.plan.layout import ParallelLayout
-from app.plan.trace.eight_bits import MOVED, SPEEDUP
+from app.plan.trace.eight_bits import MOVED, EightBits
 from app.plan.trace.parts import BYTES
 from app.plan.trace.trace import Operation, Work
 
@@ -65,26 +65,28 @@ class Kernels:
         profile = self.profile
         flops = op.flops
         rate = profile.product_tflops
-        if op.eight_bits is not None:
-            rate = self._eight_bits(op.eight_bits.recipe)
-        elif op.work is Work.grouped:
+        if op.work is Work.grouped:
             # tiles that experts fill with others' rows, or nobody's
             flops += round(2 * profile.grouped_tile * op.weight / MIXED_BYTES)
             rate = profile.grouped_tflops
         elif op.work is Work.router_product:
             rate = profile.router_tflops
+        if op.eight_bits is not None:
+            rate = self._eight_bits(op.eight_bits, rate, gradient)
         moved = op.used * (_read(op) + _made(op)) + (0 if gradient else op.weight)
         return flops / (rate * TERA) + profile.product_memory * self.moved(moved, Work.other)
 
-    def _eight_bits(self, recipe: Fp8Recipe) -> float:
-        """TFLOP/s of products; where nobody measured them, with all that they quantise."""
-        measured = fp8_tflops(self.profile, recipe)
-        return self.profile.product_tflops * SPEEDUP[recipe] if measured is None else measured
+    def _eight_bits(self, how: EightBits, rate: float, gradient: bool) -> float:
+        """TFLOP/s of products, from the rate of others; where nobody measured them, with all that
+        they quantise.
+        """
+        measured = fp8_tflops(self.profile, how.recipe)
+        return rate * how.speedups[gradient] if measured is None else measured
 
-    def quantised(self, elements: int, recipe: Fp8Recipe) -> float:
+    def quantised(self, elements: int, recipe: Fp8Recipe | None) -> float:
         """Of quantising so many elements."""
         rate = self.profile.fp8_quantise_gb_s
-        if rate is None or fp8_tflops(self.profile, recipe) is None:
+        if rate is None or recipe is None or fp8_tflops(self.profile, recipe) is None:
             return 0.0
         return MOVED[recipe] * elements / (rate * GIGA)
 
@@ -101,7 +103,7 @@ class Kernels:
         return op.flops / (forward * TERA), 2 * op.flops / (backward * TERA)
 
 
-def fp8_tflops(profile: HardwareProfile, recipe: Fp8Recipe) -> float | None:
+def fp8_tflops(profile: HardwareProfile, recipe: Fp8Recipe | None) -> float | None:
     """Of products in eight bits by a recipe; None: not measured."""
     match recipe:
         case Fp8Recipe.current:
@@ -110,6 +112,8 @@ def fp8_tflops(profile: HardwareProfile, recipe: Fp8Recipe) -> float | None:
             return profile.fp8_delayed_tflops
         case Fp8Recipe.block:
             return profile.fp8_block_tflops
+        case None:
+            return None
 
 
 def _read(op: Operation) -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from math import prod
 
 from app.choices import Fp8Recipe, GraphImpl
 from app.config import CudaGraphConfig, ModelConfig, PrecisionConfig, Run
@@ -180,7 +181,7 @@ def _parts(
     tensors += _dispatch_parts(
         run, layout, planned, stages=stages, walks=walks, rank=rank, peak=peak
     )
-    fp8 = run.precision.fp8.recipe is not None
+    fp8 = run.precision.fp8.by_library
     streams = 2 if run.model.moe is not None and run.model.moe.shared_overlap else 1
     tensors.append(
         MemoryPart(
@@ -252,13 +253,15 @@ def _fp8_parts(run: Run, layout: ParallelLayout, stages: Sequence[Stage]) -> Ite
     if fp8.recipe is None:
         return
     shapes = fp8_shapes(run, layout, stages)
-    size = sum(Copies.of_weight(fp8.recipe, rows, columns).both for rows, columns in shapes)
-    count = amount(sum(rows * columns for rows, columns in shapes))
+    matrices = [shape for shape in shapes if len(shape) == 2]
+    size = sum(Copies.of_weight(fp8.recipe, *shape).both for shape in matrices)
+    size += sum(Copies.of_experts(*shape).both for shape in shapes if len(shape) == 3)
+    count = amount(sum(map(prod, shapes)))
     yield MemoryPart("weights in eight bits", size, f"two copies of {count}, one per direction")
     if fp8.recipe is Fp8Recipe.delayed:
-        matrices = 3 * len(shapes)
-        how = f"of {matrices:,} matrices, {fp8.amax_history:,} steps each"
-        yield MemoryPart("largest entries", SCALE * matrices * (fp8.amax_history + 5), how)
+        entries = 3 * len(matrices)
+        how = f"of {entries:,} matrices, {fp8.amax_history:,} steps each"
+        yield MemoryPart("largest entries", SCALE * entries * (fp8.amax_history + 5), how)
 
 
 def _update_parts(

@@ -18,34 +18,42 @@ MULTIPLE = 16  # of both widths of a matrix in eight bits: tensor cores load tha
 
 def fp8_weights(model: ModelConfig, fp8: Fp8Config, stage: Stage) -> Iterator[NamedWeight]:
     """Those of a stage in order of use: matrices of attention, of dense feed-forwards and of shared
-    experts, and the head's table. Routers, gates of shared experts and routed experts are none.
+    experts, those of routed experts, and the head's table. Routers and gates of shared experts are
+    none.
     """
-    layers = layers_in_8(model, fp8)
-    for index in (each for each in stage.layers if each in layers):
+    for index in stage.layers:
+        parts = parts_in_8(model, fp8, index)
         for name, weight in layer_matrices(model, model.is_moe_layer(index)):
-            yield NamedWeight(f"layers.{index}.{name}", weight)
+            named = NamedWeight(f"layers.{index}.{name}", weight)
+            if part_of(named) in parts:
+                yield named
     if fp8.recipe is not None and Fp8Part.head in fp8.include and stage.head:
         yield NamedWeight("embedding" if model.tie_embeddings else "head", table(model))
 
 
 def part_of(named: NamedWeight) -> Fp8Part:
     """What a weight with products in eight bits belongs to."""
-    return Fp8Part.linear if named.name.startswith("layers.") else Fp8Part.head
+    if not named.name.startswith("layers."):
+        return Fp8Part.head
+    return Fp8Part.linear if named.weight.ep is None else Fp8Part.experts
 
 
-def layers_in_8(model: ModelConfig, fp8: Fp8Config) -> range:
-    """Layers whose linear layers compute in eight bits."""
-    if fp8.recipe is None or Fp8Part.linear not in fp8.include:
-        return range(0)
-    return range(fp8.first_layers, model.num_layers - fp8.last_layers)
+def parts_in_8(model: ModelConfig, fp8: Fp8Config, layer: int) -> set[Fp8Part]:
+    """What of a layer computes in eight bits."""
+    inside = range(fp8.first_layers, model.num_layers - fp8.last_layers)
+    if fp8.recipe is None or layer not in inside:
+        return set()
+    own = {Fp8Part.linear, Fp8Part.experts} if model.is_moe_layer(layer) else {Fp8Part.linear}
+    return own & set(fp8.include)
 
 
 def layer_matrices(model: ModelConfig, routed: bool) -> Iterator[tuple[str, Weight]]:
-    """The matrices of linear layers of one layer, by name within it."""
+    """The matrices of linear layers and of routed experts of one layer, by name within it."""
     weights = LayerWeights.of(model, routed)
     parts: list[tuple[str, Part]] = [("attn.", weights.attn)]
     if isinstance(weights.body, MoEBodyWeights):
         parts += [("body.shared.", weights.body.shared)] if weights.body.shared else []
+        parts.append(("body.experts.", weights.body.experts))
     else:
         parts.append(("body.mlp.", weights.body.mlp))
     for path, part in parts:

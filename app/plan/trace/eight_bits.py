@@ -17,6 +17,9 @@ LAUNCHES = {Fp8Recipe.current: 4, Fp8Recipe.delayed: 1, Fp8Recipe.block: 1}
 # they quantise, where no profile has their speeds: by whole steps of 16 layers as wide as
 # llama3_8b's on two H200s (docs/fp8.md)
 SPEEDUP = {Fp8Recipe.current: 1.65, Fp8Recipe.delayed: 1.7, Fp8Recipe.block: 1.4}
+# of experts, without the gradients of weights: 32 × 1024 rows, 2048 -> 2 × 768 -> 2048, with what
+# quantises rows on its own; a measured H200 (docs/fp8.md)
+EXPERTS_SPEEDUP = 1.07
 # bytes that quantising moves per 16-bit element: read once, and where the scale or the other
 # direction asks for it twice; written in both directions
 MOVED = {Fp8Recipe.current: 6, Fp8Recipe.delayed: 4, Fp8Recipe.block: 6}
@@ -26,9 +29,18 @@ MOVED = {Fp8Recipe.current: 6, Fp8Recipe.delayed: 4, Fp8Recipe.block: 6}
 class EightBits:
     """How a product is computed in eight bits, and how many elements it quantises."""
 
-    recipe: Fp8Recipe
+    recipe: Fp8Recipe | None  # None: of routed experts, whose rows have a scale each
     inputs: int  # of what it multiplies with its weight, forward
     grads: int  # of its output's gradient, and of inputs that backward quantises once more
+
+    @property
+    def speedups(self) -> tuple[float, float]:
+        """Where no profile has its speed, how many times faster than in the type of parameters its
+        products are: of output and of the gradient of what it reads; of the weight's gradient.
+        """
+        if self.recipe is None:
+            return EXPERTS_SPEEDUP, 1.0
+        return SPEEDUP[self.recipe], SPEEDUP[self.recipe]
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +65,12 @@ class Copies:
         return cls(rows * columns + SCALE * along_rows, rows * columns + SCALE * along_columns)
 
     @classmethod
+    def of_experts(cls, experts: int, width: int, made: int) -> Copies:
+        """Of the weights of experts, each `width` × `made`: a scale per row, and per column."""
+        size = experts * width * made
+        return cls(size + SCALE * experts * width, size + SCALE * experts * made)
+
+    @classmethod
     def of_weight(cls, recipe: Fp8Recipe, rows: int, columns: int) -> Copies:
         """Of a weight."""
         if recipe is not Fp8Recipe.block:
@@ -62,6 +80,11 @@ class Copies:
             rows * columns + SCALE * down * _padded(across),
             rows * columns + SCALE * across * _padded(down),
         )
+
+
+def rows_in_8(rows: int, columns: int) -> int:
+    """Rows for experts, or the gradient of what these make: a scale each, one copy."""
+    return rows * columns + SCALE * rows
 
 
 def _padded(count: int) -> int:

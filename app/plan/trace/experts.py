@@ -16,6 +16,7 @@ from app.plan.dispatchers.stash import page_numbers
 from app.plan.model.experts import ExpertWeights, MoEBodyWeights, RouterWeights
 from app.plan.model.phases import PhaseName
 from app.plan.model.weight import Weight
+from app.plan.trace.eight_bits import EightBits, rows_in_8
 from app.plan.trace.parts import Product, Sizes, activation, cast, norm, swiglu
 from app.plan.trace.trace import Trace, TracedTensor, Work
 
@@ -181,6 +182,14 @@ def _grouped(
     out = x.bytes // taken * made
     stashes = dispatcher.stashes  # what a gradient that waits is made of, is copied back for it
     lent = dispatcher.lent(taken * made, s.size)
+    scratch, launches, eight_bits = (0, 0), 1, None
+    if s.experts_in_8:  # which does not go with what is lent
+        rows = x.bytes // (taken * s.size)
+        eight_bits = EightBits(None, rows * taken, rows * made)
+        scratch = rows_in_8(rows, taken), rows_in_8(rows, made)
+        launches += 1
+    if lent is not None:
+        scratch, launches = lent.scratch, launches + lent.kernels
     return trace.op(
         [x],
         [out],
@@ -190,9 +199,10 @@ def _grouped(
         added=s.added,
         deferred=s.deferred(size, x.bytes + out if stashes else 0),
         waits=not stashes,
-        scratch=(0, 0) if lent is None else lent.scratch,
-        kernels=1 if lent is None else 1 + lent.kernels,
+        scratch=scratch,
+        kernels=launches,
         flops=2 * filled * taken * made,
+        eight_bits=eight_bits,
         sends=None if lent is None else lent.sends,
         work=Work.grouped,
         used=min(1.0, filled * taken * s.size / x.bytes),

@@ -51,6 +51,7 @@ class Sizes:
     load: float  # rows of this rank's experts, over the mean of their expert-parallel group
     # by which products of linear layers are in eight bits in the part that is traced; None: not
     in_8: Fp8Recipe | None = None
+    experts_in_8: bool = False  # whether products of experts are
 
     @property
     def model(self) -> ModelConfig:

@@ -11,7 +11,7 @@ from typing import TypeVar
 
 from app.choices import Fp8Part
 from app.config import Fp8Config, ModelConfig
-from app.plan.model.fp8 import layers_in_8
+from app.plan.model.fp8 import parts_in_8
 from app.plan.model.layer import LayerWeights
 from app.plan.model.norm import NormWeights
 from app.plan.model.vocabulary import table
@@ -51,8 +51,11 @@ LAYERS = {  # (routed to experts, products in eight bits) -> its kind
 
 def stage_parts(model: ModelConfig, stage: Stage, fp8: Fp8Config | None = None) -> list[StagePart]:
     """The parts of a stage, in the order of its forward."""
-    in_8 = layers_in_8(model, fp8 or Fp8Config())
-    layers = [LAYERS[model.is_moe_layer(layer), layer in in_8] for layer in stage.layers]
+    narrow = [bool(parts_in_8(model, fp8 or Fp8Config(), layer)) for layer in stage.layers]
+    layers = [
+        LAYERS[model.is_moe_layer(layer), in_8]
+        for layer, in_8 in zip(stage.layers, narrow, strict=True)
+    ]
     first = [StagePart.embedding] if stage.embedding else []
     tied = stage.embedding and model.tie_embeddings
     last = [StagePart.tied_head if tied else StagePart.head] if stage.head else []
@@ -70,7 +73,12 @@ def part_trace(s: Sizes, part: StagePart, recompute: RecomputeChoice) -> Forward
             return layer_trace(s, weights, recompute)
         case StagePart.dense_layer_in_8 | StagePart.moe_layer_in_8:
             weights = LayerWeights.of(s.model, part is StagePart.moe_layer_in_8)
-            return layer_trace(replace(s, in_8=fp8.recipe), weights, recompute)
+            own = replace(
+                s,
+                in_8=fp8.recipe if Fp8Part.linear in fp8.include else None,
+                experts_in_8=Fp8Part.experts in fp8.include,
+            )
+            return layer_trace(own, weights, recompute)
         case StagePart.head | StagePart.tied_head:
             tied = part is StagePart.tied_head
             own = replace(s, in_8=fp8.recipe) if Fp8Part.head in fp8.include else s

@@ -1,0 +1,41 @@
+"""The back end of a layer of experts in eight bits.
+
+Rows are quantised for the output, and the output's gradient for that of the rows. The gradient of
+the weight stays a product of rows as they came, which are what is kept for it: it sums over rows,
+whose scales differ, and eight bits gain nothing there.
+
+Shapes: T rows grouped by expert, E experts, I input width, O output width.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from app.model.fp8.held import HeldWeight
+from app.model.fp8.row_scaled import RowScaled
+from app.model.weight_grads import GroupedLinearGrad, WeightGrad
+
+
+class Fp8GroupedLinear(HeldWeight):
+    """The products of one layer with its weight (`GroupedLinearBackend`)."""
+
+    differentiable = False
+
+    def __init__(self, arithmetic: RowScaled, weight_EIO: nn.Parameter) -> None:
+        super().__init__(arithmetic, weight_EIO)
+        self.arithmetic = arithmetic
+
+    def output(self, rows_TI: Tensor, weight_EIO: Tensor, ends_E: Tensor) -> Tensor:
+        """See the protocol."""
+        self.refresh()
+        rows = self.arithmetic.rows(rows_TI, ends_E)
+        return self.arithmetic.output(rows, self.held, ends_E, dtype=weight_EIO.dtype)
+
+    def input_grad(self, grad_TO: Tensor, weight_EIO: Tensor, ends_E: Tensor) -> Tensor:
+        """See the protocol."""
+        grad = self.arithmetic.rows(grad_TO, ends_E)
+        return self.arithmetic.input_grad(grad, self.held, ends_E, dtype=weight_EIO.dtype)
+
+    def weight_grad(self, grad_TO: Tensor, rows_TI: Tensor, ends_E: Tensor) -> WeightGrad:
+        """See the protocol."""
+        return GroupedLinearGrad(rows_TI, grad_TO, ends_E)
