@@ -313,6 +313,7 @@ def build_partial_graphs(engine: Engine) -> PartialGraphs | None:
             make=graphed_callables(),
             hidden_BsD=like_D.expand(_hidden(engine)),
             recompute=recompute_policy(run).usual,
+            on_trial=nullcontext if engine.fp8 is None else engine.fp8.on_trial,
         )
     return kind(
         engine.chunks,

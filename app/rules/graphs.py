@@ -100,13 +100,6 @@ def check_graphs_beside(run: Run) -> None:
             rule,
             nearest=(_whole(), Instead("schedule=1f1b", *one_stage(run))),
         )
-    if graph.impl is GraphImpl.transformer_engine and run.precision.fp8.recipe is not None:
-        rule = (
-            "runs layers on zeros before a step, in which products in eight bits "
-            "(precision.fp8.recipe) would take scales and weights that are not the step's"
-        )
-        near = (GraphImpl.local, Instead("precision.fp8.recipe=null"))
-        raise ConfigError("cuda_graph.impl", graph.impl, rule, nearest=near)
     if partial and recompute.full:
         rule = (
             f"runs every layer twice, and cuda_graph.impl={graph.impl.value} captures parts of "

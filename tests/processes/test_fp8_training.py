@@ -35,6 +35,7 @@ from app.config import (
 from app.engine.pipeline.step import TrainingStep, Validation
 from tests.cases import chosen
 from tests.distributed import run_distributed
+from tests.graphed_callables import install
 from tests.parity import exactly
 from tests.runs import TINY, batches_of, engine_of, make_run, train_steps, whole_gradients
 from tests.training import composed, corpus_in, train_rank, untimed
@@ -235,6 +236,48 @@ def test_captured_training_equals_eager_training_bit_for_bit(recipe: Fp8Recipe, 
         for name, found in results.items():
             expect_same(found, expected, name)
             assert found["times"] == {STEPS}, name
+
+
+BY_LIBRARY = {
+    "attn": captured(GraphImpl.transformer_engine, GraphScope.attn),
+    "layer": captured(GraphImpl.transformer_engine),
+    "layer by slot": captured(GraphImpl.transformer_engine, key=GraphKey.slot),
+}
+LIBRARY_LAYOUTS = {
+    "one rank": ParallelConfig(),
+    "pp2": ParallelConfig(pp=2),
+    "pp2 vpp2": ParallelConfig(pp=2, vpp=2),
+    "dp2": ParallelConfig(dp=2),
+}
+LIBRARY_CASES = [*itertools.product(RECIPES, LIBRARY_LAYOUTS)]
+LIBRARY_QUICK = [
+    (Fp8Recipe.delayed, "pp2 vpp2"),
+    (Fp8Recipe.current, "dp2"),
+    (Fp8Recipe.block, "one rank"),
+]
+
+
+@pytest.mark.parametrize(("recipe", "layout"), chosen(LIBRARY_CASES, LIBRARY_QUICK))
+def test_what_transformer_engine_captures_equals_eager_training(
+    recipe: Fp8Recipe, layout: str, monkeypatch: pytest.MonkeyPatch
+):
+    """On the stand-in, whose trial run computes from garbage: none of it is left in scales, and
+    weights are quantised once more for it, and in no graph.
+    """
+    install(monkeypatch)
+    optim = OptimConfig(lr=1e-2, warmup_steps=2, bucket_numel=3000)
+    runs = {
+        name: run_of(
+            recipe, EXPERTS, parallel=LIBRARY_LAYOUTS[layout], cuda_graph=graph, optim=optim
+        )
+        for name, graph in {"eager": CudaGraphConfig(), **BY_LIBRARY}.items()
+    }
+    for results in run_distributed(several, runs["eager"].world_size, runs):
+        expected = results.pop("eager")
+        assert expected["times"] == {STEPS}
+        for name, found in results.items():
+            expect_same(found, expected, name)
+            assert found["times"] == {STEPS + 1}, name
 
 
 def validated(rank: int, run: Run) -> list[float]:

@@ -1,10 +1,10 @@
 """Graphs of parts of layers, captured by Transformer Engine's `make_graphed_callables`.
 
 It captures the graphs of a pool in one call, in the order of the schedule, after it has run them
-once. That is done before a step begins: what the runs leave in gradient sums and in what routers
-count is what every step clears at its start, and Transformer Engine itself puts back the state of
-random numbers. It is told the order of the plan (`PoolOrder`), and hands inputs and memory on to
-later graphs by the same order.
+once. That is done before a step begins: what the runs leave in gradient sums, in what routers
+count and in what products in eight bits note is what every step clears at its start, and
+Transformer Engine itself puts back the state of random numbers. It is told the order of the plan
+(`PoolOrder`), and hands inputs and memory on to later graphs by the same order.
 
 What it is given has no parameters that it would know of: their gradients go to their sums within
 what is captured, as with our own graphs, so there is nothing that it would have to return or copy.
@@ -17,6 +17,7 @@ import inspect
 import itertools
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -164,12 +165,14 @@ class GraphsByTransformerEngine(PartialGraphs):
         make: MakeGraphed,
         hidden_BsD: Tensor,
         recompute: RecomputeChoice,
+        on_trial: Callable[[], AbstractContextManager[None]],
     ) -> None:
         super().__init__(chunks, plan, phase_names, recorder=recorder, optimizer=optimizer)
         self.chunks = chunks
         self.make = make
         self.hidden_BsD = hidden_BsD
         self.recompute = recompute
+        self.on_trial = on_trial  # layers run within it, and not for a step
 
     def before_step(self, batch: Batch) -> None:
         """Capture everything, unless it has been; `batch`: a microbatch of the step."""
@@ -180,8 +183,9 @@ class GraphsByTransformerEngine(PartialGraphs):
             chunk.context(batch.positions_BS, batch.documents_BS, sink, recompute=self.recompute)
             for chunk in self.chunks
         ]
-        for pool, order in self.plan.orders.items():
-            self._capture(pool, order, contexts)
+        with self.on_trial():
+            for pool, order in self.plan.orders.items():
+                self._capture(pool, order, contexts)
 
     def _capture(self, pool: int, order: PoolOrder, contexts: Sequence[Context]) -> None:
         """The graphs of a pool. Parts come by chunk and layer, what is captured of them by chunk,

@@ -15,6 +15,7 @@ Shapes: T rows, I input width, O output width.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 
@@ -167,6 +168,16 @@ class Fp8Layers:
         """Parameters have changed, or will have when what is recorded now is replayed."""
         for linear in self.linears.values():
             linear.stale = True
+
+    @contextmanager
+    def on_trial(self) -> Iterator[None]:
+        """Within the block layers run, outside of any step, to be captured for later ones: no
+        kernel that quantises a weight belongs to that, and no weight may have been gathered.
+        """
+        for linear in self.linears.values():
+            linear.refresh()
+        yield
+        self.expire()
 
     @property
     def capturable(self) -> bool:
