@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -71,8 +72,12 @@ def printed_by_ranks(program: str, ranks: int) -> list[Any]:
 def no_waits() -> Iterator[None]:
     """An operation that waits for the device raises."""
     torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
     try:
+        # Once per process it warns that it is a prototype, having set the mode: where that is an
+        # error, it would stay set, and fail whatever comes next.
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            torch.cuda.set_sync_debug_mode("error")
         yield
     finally:
         torch.cuda.set_sync_debug_mode("default")

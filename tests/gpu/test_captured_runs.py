@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import time
-import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -23,7 +22,7 @@ from app.engine.groups import create_groups, process_world
 from app.engine.pipeline.step import TrainingStep
 from app.engine.run.run_folder import read_metrics
 from app.plan.plan import Plan
-from tests.gpu.programs import GPUS, ROOT, command, losses, rows_of
+from tests.gpu.programs import GPUS, ROOT, command, losses, no_waits, rows_of
 from tests.runs import TINY, batches_of, make_run
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not GPUS, reason="needs a CUDA device")]
@@ -134,17 +133,12 @@ def test_nothing_between_input_and_gradients_waits_for_the_device(
         passes = step.eager
 
         def without_waits(given: object) -> object:
-            torch.cuda.set_sync_debug_mode("error")
-            try:
+            with no_waits():
                 return passes(given)
-            finally:
-                torch.cuda.set_sync_debug_mode("default")
 
         step.eager = step.captured = without_waits
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # the mode warns that it is a prototype
-            for n in range(2):
-                step(batches_of(run, n, 0), run.optim.lr, 0.1)
+        for n in range(2):
+            step(batches_of(run, n, 0), run.optim.lr, 0.1)
 
 
 ATTENTION, WHOLE = (

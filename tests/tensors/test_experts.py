@@ -14,6 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from app.moe.permute import combine, permute, sort_by_expert
 from app.moe.router import aux_loss, aux_routing, choose, route, update_bias, z_loss
+from tests.gpu.programs import no_waits
 from tests.moe_reference import expert, moe_layer, route_token
 from tests.rounding import expect_alike, numbered, plain_and_exact
 from tests.tensors.models import grouped_swiglu
@@ -182,11 +183,8 @@ def test_layer_on_a_gpu_needs_no_sync_repeats_and_is_captured():
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         everything(values)
-        torch.cuda.set_sync_debug_mode("error")
-        try:
+        with no_waits():
             eager, again = everything(values), everything(values)
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
             captured = everything(values)
