@@ -8,35 +8,28 @@ import math
 
 import pytest
 import torch
-from torch import Tensor
 
-from app.kernels.eight_bits.quantise import (
-    quantise_columns_into,
-    quantise_rows,
-    quantise_rows_into,
-)
+from app.kernels.eight_bits.quantise import quantise_rows, quantise_rows_into
 from app.model.fp8 import row_scaled
-from tests.eight_bits import DEVICE, E4M3, rounds_to_nearest, same
+from tests.eight_bits import (
+    DEVICE,
+    E4M3,
+    check_columns,
+    check_rows,
+    entries,
+    rounds_to_nearest,
+    same,
+)
 
 pytest.importorskip("triton")
 nearest = pytest.fixture(autouse=True)(rounds_to_nearest)
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 
 
-def entries(*shape: int, dtype: torch.dtype) -> Tensor:
-    """Of very different sizes, and a row of zeros."""
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(shape, generator=generator) * torch.rand(shape, generator=generator) ** 8
-    x[..., 1, :] = 0
-    return x.to(DEVICE, dtype)
-
-
 @DTYPES
 @pytest.mark.parametrize("shape", [(5, 16), (3, 2064), (40, 48)])
 def test_rows_have_a_scale_each(shape: tuple[int, int], dtype: torch.dtype):
-    x = entries(*shape, dtype=dtype)
-    found, wanted = quantise_rows(x), row_scaled._rows_of(x)
-    assert all(same(one, other) for one, other in zip(found, wanted, strict=True))
+    check_rows(*shape, dtype=dtype)
 
 
 @pytest.mark.parametrize("used", [0, 1, 37, 64, 80])
@@ -59,14 +52,7 @@ def test_rows_of_nobody_are_neither_read_nor_written(used: int, monkeypatch: pyt
 @DTYPES
 @pytest.mark.parametrize("shape", [(2, 16, 48), (3, 272, 80), (1, 130, 64)])
 def test_columns_of_weights_become_rows(shape: tuple[int, int, int], dtype: torch.dtype):
-    weight = entries(*shape, dtype=dtype)
-    weight[..., 3] = 0
-    experts, width, made = shape
-    data = torch.empty(experts, made, width, dtype=E4M3, device=DEVICE)
-    scales = torch.empty(experts, made, device=DEVICE)
-    quantise_columns_into(weight, data, scales)
-    wanted = row_scaled._rows_of(weight.mT)
-    assert same(data, wanted[0]) and same(scales, wanted[1])
+    check_columns(*shape, dtype=dtype)
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of the interpreter
