@@ -6,6 +6,7 @@ Shapes: E experts, T rows, K the width that a product sums over, N the one that 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,6 +16,8 @@ import torch
 from torch import Tensor
 
 from app.kernels.eight_bits.quantise import quantise_columns_into, quantise_rows
+from app.kernels.eight_bits.swiglu import swiglu_rows, swiglu_rows_gradient
+from app.kernels.swiglu import swiglu
 from app.model.fp8 import row_scaled
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -24,19 +27,24 @@ FP32 = torch.finfo(torch.float32).eps
 
 
 def rounds_to_nearest() -> Iterator[None]:
-    """The interpreter loses the carry of a rounded number (1.95 becomes 1), a GPU does not: it gets
-    torch's rounding instead. For a fixture.
+    """The interpreter loses the carry of a number rounded to eight bits (1.95 becomes 1), and cuts
+    digits of bf16 off; a GPU does neither. Both get torch's rounding. For a fixture.
     """
     with pytest.MonkeyPatch.context() as patch:
         if DEVICE == "cpu":
             interpreter = pytest.importorskip("triton.runtime.interpreter")
             usual = interpreter._convert_float
+            narrow = {
+                interpreter.tl.float8e4nv: (E4M3, torch.uint8),
+                interpreter.tl.bfloat16: (torch.bfloat16, torch.uint16),
+            }
 
             def convert(given: Any, given_type: Any, wanted_type: Any, rounding: Any) -> Any:
-                if wanted_type != interpreter.tl.float8e4nv:
+                if given_type != interpreter.tl.float32 or wanted_type not in narrow:
                     return usual(given, given_type, wanted_type, rounding)
+                dtype, bits = narrow[wanted_type]
                 wide = torch.from_numpy(np.ascontiguousarray(given).view(np.float32))
-                return wide.to(E4M3).view(torch.uint8).numpy().reshape(given.shape)
+                return wide.to(dtype).view(bits).numpy().reshape(given.shape)
 
             patch.setattr(interpreter, "_convert_float", convert)
         yield
@@ -61,6 +69,25 @@ def check_rows(*shape: int, dtype: torch.dtype) -> None:
     x = entries(*shape, dtype=dtype)
     found, wanted = quantise_rows(x), row_scaled._rows_of(x)
     assert all(same(one, other) for one, other in zip(found, wanted, strict=True))
+
+
+def check_swiglu(rows: int, width: int, used: int, dtype: torch.dtype) -> None:
+    """Forward and backward make what the kernels of one step each make, to the bit; rows of nobody
+    are NaN, and change nothing.
+    """
+    both, grad = entries(rows, 2 * width, dtype=dtype), entries(rows, width, dtype=dtype).flip(0)
+    both[used:] = grad[used:] = math.nan
+    count = torch.tensor([used], dtype=torch.int32, device=DEVICE)
+    leaf = both.clone().requires_grad_()
+    act = swiglu(leaf, count)
+    (grad_both,) = torch.autograd.grad(act, leaf, grad)
+    for found, wanted in (
+        (swiglu_rows(both, count), act.detach()),
+        (swiglu_rows_gradient(grad, both, count), grad_both),
+    ):
+        in_8 = row_scaled._rows_of(wanted[:used])
+        for one, other in zip(found, (wanted[:used], *in_8), strict=True):
+            assert same(one[:used], other)
 
 
 def check_columns(*shape: int, dtype: torch.dtype) -> None:
