@@ -1,11 +1,14 @@
-"""Products of one linear layer on one GPU: bf16 beside each recipe in eight bits.
+"""Products of one linear layer, or of one layer of experts, on one GPU: bf16 beside each recipe in
+eight bits.
 
-    python bench/fp8.py [--shapes ROWSxINxOUT …] [--json FILE]
+    python bench/fp8.py [--shapes ROWSxINxOUT … EXPERTSxROWSxINxOUT …] [--json FILE]
 
 One row per shape and way: µs of forward, of forward with both gradients (the weight's added to an
-fp32 sum), both replayed as CUDA graphs, and of quantising the weight, which happens once per step;
-how far output, input gradient and weight gradient are off fp64, as norms of the difference over
-norms of the exact ones. Way `reference` rounds as `current` does and multiplies in fp32.
+fp32 sum), both replayed as CUDA graphs; of quantising what comes in, which forward does, and the
+weight, which happens once per step; how far output, input gradient and weight gradient are off
+fp64, as norms of the difference over norms of the exact ones. Way `reference` rounds as `current`
+does and multiplies in fp32; with experts `rows` scales each row, and `reference` multiplies those
+in fp32. Experts have equally many rows in all.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ import argparse
 import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 
@@ -21,12 +25,13 @@ import torch
 from timing import gpu_time
 from torch import Tensor, nn
 
-from app.choices import Fp8Recipe, LinearBackendKind
-from app.engine.eight_bits import Maker, arithmetic_maker
+from app.choices import Dtype, Fp8Recipe, LinearBackendKind
+from app.engine.eight_bits import Maker, arithmetic_maker, experts_arithmetic
 from app.model.fp8.delayed import DelayedScales
+from app.model.fp8.experts import Fp8GroupedLinear
 from app.model.fp8.linear import Fp8Linear
 from app.model.fp8.reference import E4M3, E5M2
-from app.model.linear import ColumnParallelLinear
+from app.model.linear import ColumnParallelLinear, GroupedLinear
 from app.model.weight_grads import MainGradSink, WeightGrad
 from app.plan.model.weight import Weight
 
@@ -38,8 +43,13 @@ SHAPES = (
     "8192x4096x6144",
     "8192x4096x28672",
     "8192x14336x4096",
+    "32x32768x2048x1536",
+    "32x32768x768x2048",
+    "128x32768x2048x1536",
+    "64x32768x1024x1408",
 )
 WAYS = ("bf16", *(recipe.value for recipe in Fp8Recipe), "reference")
+OF_EXPERTS = ("bf16", "rows", "reference")
 LOOKED_AT = 1024  # rows of the exact products: fp64 of all would take minutes
 
 
@@ -52,6 +62,7 @@ class Row:
     forward_us: float
     both_us: float  # forward and both gradients
     both_spread_us: float
+    operand_us: float  # of that, quantising what comes in
     quantise_us: float  # of the weight, once per step
     both_tflops: float
     output_off: float
@@ -62,10 +73,8 @@ class Row:
         """For a terminal."""
         off = f"{self.output_off:9.1e} {self.input_grad_off:9.1e} {self.weight_grad_off:9.1e}"
         times = f"{self.forward_us:9.1f} {self.both_us:9.1f} ±{self.both_spread_us:6.1f}"
-        return (
-            f"{self.shape:22} {self.way:10} {times} {self.quantise_us:9.1f} "
-            f"{self.both_tflops:7.0f} {off}"
-        )
+        quantised = f"{self.operand_us:7.1f} {self.quantise_us:9.1f}"
+        return f"{self.shape:29} {self.way:10} {times} {quantised} {self.both_tflops:7.0f} {off}"
 
 
 class OneLayer:
@@ -117,11 +126,9 @@ class OneLayer:
         out = self.forward()
         return out, torch.autograd.grad(out, self.x, self.grad)[0]
 
-    def quantise(self) -> None:
-        """The weight, as once per step."""
-        if self.fp8 is not None:
-            self.fp8.stale = True
-            self.fp8.refresh()
+    def operand(self) -> object:
+        """What comes in, as forward quantises it."""
+        return self.fp8 and self.fp8.input_operand(self.x)
 
     def off(self) -> tuple[float, float, float]:
         """Of output, input gradient and weight gradient."""
@@ -146,6 +153,67 @@ class OneLayer:
         gradient.add_to(self.total)
 
 
+class OneLayerOfExperts:
+    """The same of experts, each of which has equally many rows."""
+
+    def __init__(
+        self, experts: int, rows: int, given: int, made: int, way: str, device: torch.device
+    ) -> None:
+        generator = torch.Generator(device).manual_seed(0)
+
+        def normal(*shape: int, std: float = 1.0) -> Tensor:
+            wide = torch.randn(shape, generator=generator, device=device)
+            return (wide * std).to(torch.bfloat16)
+
+        self.each = rows // experts
+        steps = torch.arange(1, experts + 1, device=device)
+        self.ends = (steps * self.each).to(torch.int32)
+        self.module = GroupedLinear(Weight((experts, given, made)))
+        self.module.weight = nn.Parameter(normal(experts, given, made, std=0.02))
+        self.x = normal(rows, given).requires_grad_()
+        self.grad = normal(rows, made, std=1e-4)
+        self.total = torch.zeros(experts, given, made, device=device)
+        self.fp8: Fp8GroupedLinear | None = None
+        if way != "bf16":
+            asked = LinearBackendKind.torch if way == "reference" else LinearBackendKind.auto
+            arithmetic = experts_arithmetic(asked, Dtype.bfloat16, device)
+            self.fp8 = Fp8GroupedLinear(arithmetic, self.module.weight)
+            self.module.backend = self.fp8
+
+    def forward(self) -> Tensor:
+        """The output."""
+        sink = MainGradSink(lambda param, gradient: gradient.add_to(self.total))
+        return self.module.forward(self.x, self.ends, sink)
+
+    def both(self) -> tuple[Tensor, Tensor]:
+        """The output and the input's gradient; the weight's goes to the sum."""
+        out = self.forward()
+        return out, torch.autograd.grad(out, self.x, self.grad)[0]
+
+    def operand(self) -> object:
+        """What comes in, as forward quantises it."""
+        return self.fp8 and self.fp8.arithmetic.rows(self.x, self.ends)
+
+    def off(self) -> tuple[float, float, float]:
+        """Of the first expert's."""
+        self.total.zero_()
+        out, grad_in = (each.detach()[: self.each] for each in self.both())
+        x, grad = (each.detach()[: self.each].double() for each in (self.x, self.grad))
+        weight = self.module.weight.detach()[0].double()
+        pairs = ((out, x @ weight), (grad_in, grad @ weight.T), (self.total[0], x.T @ grad))
+        output, of_input, of_weight = (
+            ((mine.double() - wanted).norm() / wanted.norm()).item() for mine, wanted in pairs
+        )
+        return output, of_input, of_weight
+
+
+def quantise(layer: OneLayer | OneLayerOfExperts) -> None:
+    """The weight, as once per step."""
+    if layer.fp8 is not None:
+        layer.fp8.stale = True
+        layer.fp8.refresh()
+
+
 def captured(work: Callable[[], object]) -> Callable[[], None]:
     """The work as a CUDA graph."""
     side = torch.cuda.Stream()
@@ -162,16 +230,24 @@ def captured(work: Callable[[], object]) -> Callable[[], None]:
 
 def measured(shape: str, way: str) -> Row:
     """One row of the table."""
-    rows, given, made = map(int, shape.split("x"))
-    layer = OneLayer(rows, given, made, way, torch.device("cuda"))
-    layer.quantise()
+    *experts, rows, given, made = map(int, shape.split("x"))
+    device = torch.device("cuda")
+    layer: OneLayer | OneLayerOfExperts
+    if experts:
+        layer = OneLayerOfExperts(experts[0], rows, given, made, way, device)
+    else:
+        layer = OneLayer(rows, given, made, way, device)
+    quantise(layer)
     off = layer.off()
-    quantise = 1000 * gpu_time(captured(layer.quantise))[0] if layer.fp8 is not None else 0.0
+    of_input = of_weight = 0.0
+    if layer.fp8 is not None:
+        of_input = 1000 * gpu_time(captured(layer.operand))[0]
+        of_weight = 1000 * gpu_time(captured(partial(quantise, layer)))[0]
     forward = 1000 * gpu_time(captured(layer.forward))[0]
     both, spread = (1000 * ms for ms in gpu_time(captured(layer.both)))
     tflops = 6 * rows * given * made / both / 1e6
-    name = f"{rows} × {given} → {made}"
-    return Row(name, way, forward, both, spread, quantise, tflops, *off)
+    name = f"{experts[0]} of " * bool(experts) + f"{rows} × {given} → {made}"
+    return Row(name, way, forward, both, spread, of_input, of_weight, tflops, *off)
 
 
 def main() -> None:
@@ -180,25 +256,26 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--shapes", nargs="+", default=SHAPES, help="rows x input x output width")
-    parser.add_argument("--ways", nargs="+", default=WAYS, choices=WAYS)
+    ways = (*WAYS, *(way for way in OF_EXPERTS if way not in WAYS))
+    parser.add_argument("--ways", nargs="+", default=ways, choices=ways)
     parser.add_argument("--json", type=Path, help="file for the rows")
     args = parser.parse_args()
     print(
-        f"{'layer':22} {'way':10} {'forward':>9} {'both µs':>17} {'quantise':>9} {'TFLOP/s':>7} "
+        f"{'layer':29} {'way':10} {'forward':>9} {'both µs':>17} {'input':>7} {'weight':>9} "
+        f"{'TFLOP/s':>7} "
         f"{'out off':>9} {'dx off':>9} {'dw off':>9}"
     )
     found = []
     for shape in args.shapes:
-        for way in args.ways:
+        known = WAYS if shape.count("x") == 2 else OF_EXPERTS
+        for way in (way for way in args.ways if way in known):
             found.append(measured(shape, way))
             print(found[-1].line(), flush=True)
             torch.cuda.empty_cache()
     if args.json:
-        where = {
-            "device": torch.cuda.get_device_name(),
-            "torch": torch.__version__,
-            "transformer_engine": metadata.version("transformer_engine"),
-        }
+        where = {"device": torch.cuda.get_device_name(), "torch": torch.__version__}
+        if any(row.way in {recipe.value for recipe in Fp8Recipe} for row in found):
+            where["transformer_engine"] = metadata.version("transformer_engine")
         rows = [asdict(row) for row in found]
         args.json.write_text(json.dumps({**where, "rows": rows}, indent=1) + "\n")
 

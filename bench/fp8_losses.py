@@ -1,12 +1,13 @@
 """What products in eight bits do to the loss of real text: runs by each recipe beside the band of
 bf16 runs from several seeds.
 
-    python bench/fp8_losses.py OUT [--steps 500] [--seeds 3] [override …]
+    python bench/fp8_losses.py OUT [--steps 500] [--seeds 3] [--experiment smallmoe] [override …]
 
-Trains `+experiment=small` on the standard library's text, one run on each GPU at a time, into OUT;
-what has ended there is not run again, so that the same line goes on. Writes OUT/fp8_losses.json and
-OUT/fp8_losses.svg: validation losses, and how far each recipe's last one is from the mean of the
-bf16 ones, in percent. Overrides are for all runs.
+Trains `+experiment=small`, or another, on the standard library's text, one run on each GPU at a
+time, into OUT; what has ended there is not run again, so that the same line goes on. Writes
+OUT/fp8_losses.json and OUT/fp8_losses.svg: validation losses, and how far each recipe's last one is
+from the mean of the bf16 ones, in percent. With smallmoe, instead of recipes: `current` for linear
+layers and head, and `experts` for routed experts too. Overrides are for all runs.
 """
 
 from __future__ import annotations
@@ -27,18 +28,21 @@ from matplotlib.figure import Figure
 
 ROOT = Path(__file__).resolve().parent.parent
 PLAIN = "bf16"
-RECIPES = ("current", "delayed", "block")
-ALL = "precision.fp8.include=[linear,head]"
-COLOURS = {"current": "#0072B2", "delayed": "#D55E00", "block": "#009E73"}
+CURRENT, EXPERTS = "current", "experts"
+COLOURS = {CURRENT: "#0072B2", "delayed": "#D55E00", "block": "#009E73", EXPERTS: "#CC79A7"}
+WAYS = {"small": (CURRENT, "delayed", "block"), "smallmoe": (CURRENT, EXPERTS)}  # by experiment
 Curve = list[tuple[int, float]]  # step, validation loss
 
 
-def runs(seeds: int) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """Name and overrides of each; recipes have the first seed."""
+def runs(experiment: str, seeds: int) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """Name and overrides of each; those in eight bits have the first seed."""
+    chosen = f"+experiment={experiment}"
     for seed in range(seeds):
-        yield f"{PLAIN}-{seed}", (f"train.seed={seed}",)
-    for recipe in RECIPES:
-        yield recipe, ("train.seed=0", f"precision.fp8.recipe={recipe}", ALL)
+        yield f"{PLAIN}-{seed}", (chosen, f"train.seed={seed}")
+    for way in WAYS[experiment]:
+        recipe, parts = (CURRENT, ",experts") if way == EXPERTS else (way, "")
+        include = f"precision.fp8.include=[linear,head{parts}]"
+        yield way, (chosen, "train.seed=0", f"precision.fp8.recipe={recipe}", include)
 
 
 def curve(folder: Path) -> Curve:
@@ -53,7 +57,7 @@ def train(folder: Path, steps: int, overrides: Sequence[str], gpus: Queue[int]) 
         return None
     gpu = gpus.get()
     line = (
-        *(sys.executable, "train.py", "+experiment=small", "cuda_graph=full_iteration"),
+        *(sys.executable, "train.py", "cuda_graph=full_iteration"),
         *(f"train.steps={steps}", f"train.eval_interval={max(1, steps // 10)}", "parallel.dp=1"),
         *("train.sample_tokens=0", "log=none", "checkpoint=none", f"run_dir={folder}"),
         f"data.cache_dir={folder.parent / 'cache'}",
@@ -66,7 +70,7 @@ def train(folder: Path, steps: int, overrides: Sequence[str], gpus: Queue[int]) 
 
 
 def picture(found: dict[str, Curve]) -> Figure:
-    """Losses over the steps: the band of bf16 runs, a line for each recipe."""
+    """Losses over the steps: the band of bf16 runs, a line for each way in eight bits."""
     figure = Figure(figsize=(8.0, 4.0), layout="constrained")
     axes = figure.subplots()
     plain = [losses for name, losses in found.items() if name.startswith(PLAIN)]
@@ -75,8 +79,8 @@ def picture(found: dict[str, Curve]) -> Figure:
     axes.fill_between(
         steps, [*map(min, values)], [*map(max, values)], color="#BBBBBB", label=f"{PLAIN}, seeds"
     )
-    for recipe in (name for name in RECIPES if name in found):
-        axes.plot(*zip(*found[recipe], strict=True), color=COLOURS[recipe], label=recipe)
+    for way in (name for name in COLOURS if name in found):
+        axes.plot(*zip(*found[way], strict=True), color=COLOURS[way], label=way)
     axes.set_xlabel("step")
     axes.set_ylabel("validation loss, nats per token")
     axes.legend(frameon=False)
@@ -89,13 +93,14 @@ def main() -> int:
     parser.add_argument("out", type=Path)
     parser.add_argument("--steps", type=int, default=500)
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--experiment", choices=WAYS, default="small")
     given, overrides = parser.parse_known_args()
     out = given.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
     gpus: Queue[int] = Queue()
     for gpu in range(max(1, torch.cuda.device_count())):
         gpus.put(gpu)
-    named = dict(runs(given.seeds))
+    named = dict(runs(given.experiment, given.seeds))
     with ThreadPoolExecutor(gpus.qsize()) as pool:
         errors = pool.map(
             lambda name: train(out / name, given.steps, (*named[name], *overrides), gpus), named
@@ -109,10 +114,10 @@ def main() -> int:
         return 1
     print(f"{PLAIN}: {mean(last):.4f}, from {min(last):.4f} to {max(last):.4f}")
     rows = {name: {"val_loss": losses} for name, losses in found.items()}
-    for recipe in (name for name in RECIPES if name in found):
-        off = 100 * (found[recipe][-1][1] / mean(last) - 1)
-        rows[recipe]["off_percent"] = round(off, 3)
-        print(f"{recipe}: {found[recipe][-1][1]:.4f}, {off:+.2f} %")
+    for way in (name for name in COLOURS if name in found):
+        off = 100 * (found[way][-1][1] / mean(last) - 1)
+        rows[way]["off_percent"] = round(off, 3)
+        print(f"{way}: {found[way][-1][1]:.4f}, {off:+.2f} %")
     (out / "fp8_losses.json").write_text(json.dumps(rows, indent=1) + "\n")
     picture(found).savefig(out / "fp8_losses.svg")
     return 1 if failed else 0

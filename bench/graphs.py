@@ -29,6 +29,7 @@ import dataclasses
 import gc
 import json
 import os
+import re
 import statistics
 import time
 from pathlib import Path
@@ -135,7 +136,7 @@ def main() -> None:
 
 def overrides_of(case: str) -> tuple[tuple[str, ...], list[str]]:
     """What a case sets for both, and for the run with graphs."""
-    head, *more = case.split(",")
+    head, *more = re.split(r",(?![^[]*\])", case)  # not inside of a list
     model, graphs = head.split("/")
     layout, _, model = model.rpartition("-")
     ours = [one for one in more if one.startswith("cuda_graph")]

@@ -7,12 +7,15 @@ out=${1:-bench/results}
 run() { timeout "$1" python3 -m torch.distributed.run --nproc-per-node 2 "$2" --json "$out/$3" "${@:4}"; }
 te=cuda_graph.impl=transformer_engine
 fp8=precision.fp8.recipe
+experts="precision.fp8.include=[linear,experts]"
 
 run 400 bench/graphs.py two_gpus_graphs.jsonl --steps 120 \
   "pp2-moe/partial,$te" "pp2vpp2-dense/layer,$te" "pp2-moe/partial" \
   "pp2-dense/full_iteration,$fp8=delayed" "dp2-dense/full_iteration,$fp8=current" \
   "pp2-dense/full_iteration,$fp8=block,schedule=zero_bubble_h1" \
-  "ep2-moe/full_iteration,model.moe.dispatcher=static,$fp8=current"
+  "ep2-moe/full_iteration,model.moe.dispatcher=static,$fp8=current" \
+  "ep2-moe/full_iteration,model.moe.dispatcher=static,$fp8=current,$experts" \
+  "pp2-moe/full_iteration,schedule=zero_bubble_h1,$fp8=current,$experts"
 
 moe="+experiment=smallmoe model=qwen3_30b_a3b model.moe.aux_loss_coeff=0.001 model.num_layers=12
   train.micro_batch=1 train.global_batch=16 cuda_graph=full_iteration"
@@ -21,11 +24,13 @@ dense="+experiment=small model=llama3_8b model.num_layers=16 train.micro_batch=1
 ep="parallel.dp=2 parallel.ep=2 model.moe.dispatcher=static"
 all="precision.fp8.include=[linear,head]"
 even="parallel.pp=2 parallel.vpp=2 parallel.layout='Etttt|tttt|ttttt|tttL'" # as the plan proposes
+every="precision.fp8.include=[linear,head,experts]"
 # shellcheck disable=SC2086
 run 300 bench/step_profile.py two_gpus_steps.jsonl --steps 8 \
   $dense parallel.dp=2 / $dense parallel.dp=2 $all $fp8=current / $dense parallel.dp=2 $all $fp8=delayed / \
   $dense $even / $dense $even schedule=zero_bubble_v / \
-  $moe $ep / $moe $ep $all $fp8=current / $moe parallel.pp=2 parallel.vpp=2 / \
+  $moe $ep / $moe $ep $all $fp8=current / $moe $ep $every $fp8=current / $moe $ep $experts $fp8=current / \
+  $moe parallel.pp=2 parallel.vpp=2 / \
   $moe parallel.pp=2 parallel.vpp=2 "parallel.layout='Ettt|tttt|tttt|tL'" schedule=zero_bubble_v
 # experts beside tensor parallelism, and sequences of 131,072 tokens
 both="model.moe.num_experts=64 model.moe.top_k=6 parallel.tp=2 parallel.ep=2 parallel.etp=1"
@@ -36,3 +41,6 @@ run 400 bench/step_profile.py two_gpus_steps.jsonl --steps 8 \
   $moe $both model.moe.dispatcher=static / $moe $both cuda_graph=partial / \
   $moe $long model.moe.dispatcher=static / $moe $long cuda_graph=none
 timeout 600 python3 bench/fp8_losses.py "$out/fp8_losses"
+timeout 600 python3 bench/fp8_losses.py "$out/fp8_losses_experts" --experiment smallmoe
+timeout 200 python3 bench/fp8.py --shapes 32x32768x2048x1536 32x32768x768x2048 128x32768x2048x1536 \
+  --json "$out/fp8_experts.json"

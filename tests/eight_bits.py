@@ -1,7 +1,12 @@
-"""Triton's interpreter on numbers of eight bits, and rows of experts to quantise."""
+"""Rows and weights of experts in eight bits at any size, on any device: kernels against plain torch
+to the bit, products beside fp64. And Triton's interpreter, which has to round.
+
+Shapes: E experts, T rows, K the width that a product sums over, N the one that it makes.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,24 +15,36 @@ import pytest
 import torch
 from torch import Tensor
 
+from app.kernels.eight_bits.quantise import quantise_columns_into, quantise_rows
+from app.kernels.eight_bits.swiglu import swiglu_rows, swiglu_rows_gradient
+from app.kernels.swiglu import swiglu
+from app.model.fp8 import row_scaled
+
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 E4M3 = torch.float8_e4m3fn
+HALF_STEP, LAST = 2**-4, 2**-10  # of an entry; half of the smallest number, in units of the scale
+FP32 = torch.finfo(torch.float32).eps
 
 
 def rounds_to_nearest() -> Iterator[None]:
-    """The interpreter loses the carry of a rounded number (1.95 becomes 1), a GPU does not: it gets
-    torch's rounding instead. For a fixture.
+    """The interpreter loses the carry of a number rounded to eight bits (1.95 becomes 1), and cuts
+    digits of bf16 off; a GPU does neither. Both get torch's rounding. For a fixture.
     """
     with pytest.MonkeyPatch.context() as patch:
         if DEVICE == "cpu":
             interpreter = pytest.importorskip("triton.runtime.interpreter")
             usual = interpreter._convert_float
+            narrow = {
+                interpreter.tl.float8e4nv: (E4M3, torch.uint8),
+                interpreter.tl.bfloat16: (torch.bfloat16, torch.uint16),
+            }
 
             def convert(given: Any, given_type: Any, wanted_type: Any, rounding: Any) -> Any:
-                if wanted_type != interpreter.tl.float8e4nv:
+                if given_type != interpreter.tl.float32 or wanted_type not in narrow:
                     return usual(given, given_type, wanted_type, rounding)
+                dtype, bits = narrow[wanted_type]
                 wide = torch.from_numpy(np.ascontiguousarray(given).view(np.float32))
-                return wide.to(E4M3).view(torch.uint8).numpy().reshape(given.shape)
+                return wide.to(dtype).view(bits).numpy().reshape(given.shape)
 
             patch.setattr(interpreter, "_convert_float", convert)
         yield
@@ -37,3 +54,78 @@ def same(found: Tensor, wanted: Tensor) -> bool:
     """Equal numbers, NaN where there is NaN."""
     assert found.dtype == wanted.dtype and found.shape == wanted.shape
     return torch.equal(*(each.float().nan_to_num(nan=1e30) for each in (found, wanted)))
+
+
+def entries(*shape: int, dtype: torch.dtype) -> Tensor:
+    """Of very different sizes, and a row of zeros."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(shape, generator=generator) * torch.rand(shape, generator=generator) ** 8
+    x[..., 1, :] = 0
+    return x.to(DEVICE, dtype)
+
+
+def check_rows(*shape: int, dtype: torch.dtype) -> None:
+    """Entries and scales are those of plain torch."""
+    x = entries(*shape, dtype=dtype)
+    found, wanted = quantise_rows(x), row_scaled._rows_of(x)
+    assert all(same(one, other) for one, other in zip(found, wanted, strict=True))
+
+
+def check_swiglu(rows: int, width: int, used: int, dtype: torch.dtype) -> None:
+    """Forward and backward make what the kernels of one step each make, to the bit; rows of nobody
+    are NaN, and change nothing.
+    """
+    both, grad = entries(rows, 2 * width, dtype=dtype), entries(rows, width, dtype=dtype).flip(0)
+    both[used:] = grad[used:] = math.nan
+    count = torch.tensor([used], dtype=torch.int32, device=DEVICE)
+    leaf = both.clone().requires_grad_()
+    act = swiglu(leaf, count)
+    (grad_both,) = torch.autograd.grad(act, leaf, grad)
+    for found, wanted in (
+        (swiglu_rows(both, count), act.detach()),
+        (swiglu_rows_gradient(grad, both, count), grad_both),
+    ):
+        in_8 = row_scaled._rows_of(wanted[:used])
+        for one, other in zip(found, (wanted[:used], *in_8), strict=True):
+            assert same(one[:used], other)
+
+
+def check_columns(*shape: int, dtype: torch.dtype) -> None:
+    """Those of the matrices turned around."""
+    weight = entries(*shape, dtype=dtype)
+    weight[..., 3] = 0
+    experts, width, made = shape
+    data = torch.empty(experts, made, width, dtype=E4M3, device=DEVICE)
+    scales = torch.empty(experts, made, device=DEVICE)
+    quantise_columns_into(weight, data, scales)
+    wanted = row_scaled._rows_of(weight.mT)
+    assert same(data, wanted[0]) and same(scales, wanted[1])
+
+
+def off_by(x: Tensor) -> Tensor:
+    """What an entry may be off, whose row has one scale."""
+    return x.abs() * HALF_STEP + x.abs().amax(-1, keepdim=True) / 448 * LAST
+
+
+def expect_within(
+    found_TN: Tensor,
+    rows_TK: Tensor,
+    matrix_ENK: Tensor,
+    ends_E: Tensor,
+    *,
+    sums: float = FP32,
+    rounding: float = 0.0,
+) -> None:
+    """rows[e] · matrix[e]ᵀ as near to fp64 as eight bits are; `sums`: what adding two numbers may
+    be off, in parts of the largest partial sum; `rounding`: of the result.
+    """
+    begin = 0
+    for matrix_NK, end in zip(matrix_ENK.double(), ends_E.tolist(), strict=True):
+        rows = rows_TK[begin:end].double()
+        exact = rows @ matrix_NK.T
+        most = (rows.abs() + off_by(rows)) @ (matrix_NK.abs() + off_by(matrix_NK)).T
+        bound = most - rows.abs() @ matrix_NK.T.abs()
+        error = (found_TN[begin:end].double() - exact).abs()
+        assert (error <= bound + most * (rows.shape[1] * sums + rounding)).all()
+        assert not len(error) or error.max() > 0, "not in eight bits"
+        begin = end

@@ -23,6 +23,7 @@ from app.config.attention import Llama3RopeConfig, Rope
 from app.kernels.common import usable
 from app.kernels.rms_norm import rms_norm
 from app.kernels.swiglu import swiglu as swiglu_kernel
+from app.model.fp8.ready import ReadyRows, swiglu_in_8
 from app.model.linear import ColumnParallelLinear, RowParallelLinear
 from app.model.peers import ALONE, Peers
 from app.model.recompute import Recomputation
@@ -273,11 +274,14 @@ class Mlp(nn.Module):
         return self.w_down.forward(act, sink)
 
 
-def swiglu(both: Tensor, used: Tensor | None = None) -> Tensor:
+def swiglu(both: Tensor, used: Tensor | None = None, ready: ReadyRows | None = None) -> Tensor:
     """silu(gate) · up of the two halves of the last dimension; of the rows only as many as `used`
-    says (int32 [1], on the device) need be computed.
+    says (int32 [1], on the device) need be computed. A kernel leaves them `ready` for products in
+    eight bits, unless backward alone will read them.
     """
     if usable(both):
+        if ready is not None and used is not None and torch.is_grad_enabled():
+            return swiglu_in_8(both, used, ready)
         return swiglu_kernel(both, used)
     gate, up = both.chunk(2, dim=-1)
     return F.silu(gate) * up

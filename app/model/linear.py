@@ -35,6 +35,7 @@ from torch.autograd.function import once_differentiable
 
 from app.model.clones import LentWeight
 from app.model.fp8.quantised import Operand, Quantised
+from app.model.fp8.ready import ReadyRows
 from app.model.linear_backend import (
     GroupedLinearBackend,
     LinearBackend,
@@ -165,17 +166,19 @@ class GroupedLinear(LinearModule):
         sink: WeightGradSink | None = None,
         keep: Keep | None = None,
         lent: LentWeight | None = None,
+        ready: ReadyRows | None = None,
     ) -> Tensor:
         """T × I -> T × O; expert e owns rows ends[e-1] to ends[e] (int32, on the rows' device).
 
         Rows from ends[-1] on are uninitialised in the result and in the gradient. What the gradient
         of the weight is made of waits in memory that `keep` finds for it, if it has to wait. The
-        last experts may be `lent` by other ranks.
+        last experts may be `lent` by other ranks. Rows, and their gradient in backward, may be
+        `ready` as the back end reads them.
         """
         if sink is None and lent is None and self.backend.differentiable:
             return self.backend.output(rows_TI, self.weight, ends_E)
         out_TO: Tensor = _GroupedLinear.apply(
-            rows_TI, self.weight, ends_E, self.backend, sink, keep, lent
+            rows_TI, self.weight, ends_E, self.backend, sink, keep, lent, ready
         )
         return out_TO
 
@@ -280,6 +283,7 @@ class _GroupedLinear(torch.autograd.Function):
         sink: WeightGradSink | None,
         keep: Keep | None,
         lent: LentWeight | None,
+        ready: ReadyRows | None,
     ) -> Tensor:
         ctx.save_for_backward(rows_TI, ends_E)
         ctx.keep = keep
@@ -287,8 +291,10 @@ class _GroupedLinear(torch.autograd.Function):
         ctx.backend = backend
         ctx.sink = sink
         ctx.lent = lent
+        ctx.ready = ready
         if lent is None:
-            return backend.output(rows_TI, weight_EIO, ends_E)
+            rows = rows_TI if ready is None else ready.of(rows_TI)
+            return backend.output(rows, weight_EIO, ends_E)
         product = partial(backend.output, rows_TI)
         return _with_lent(product, rows_TI, weight_EIO, ends_E=ends_E, lent=lent)
 
@@ -311,9 +317,10 @@ class _GroupedLinear(torch.autograd.Function):
         if sink is not None:
             sink.push(weight_EIO, gradient)
         if lent is None:
-            grad_TI = backend.input_grad(grad_TO, weight_EIO, ends_E)
+            grad = grad_TO if ctx.ready is None else ctx.ready.of(grad_TO)
+            grad_TI = backend.input_grad(grad, weight_EIO, ends_E)
         weight_grad = gradient() if sink is None else None
-        return grad_TI, weight_grad, None, None, None, None, None
+        return grad_TI, weight_grad, None, None, None, None, None, None
 
 
 def _with_lent(

@@ -23,6 +23,7 @@ from torch import Tensor
 from app.kernels.common import usable
 from app.kernels.grouped_product import grouped_product
 from app.model.fp8.quantised import Operand
+from app.model.fp8.ready import ReadyRows
 from app.model.weight_grads import (
     GroupedLinearGrad,
     LinearGrad,
@@ -63,10 +64,14 @@ class GroupedLinearBackend(Protocol):
     def differentiable(self) -> bool:
         """As of `LinearBackend`."""
 
-    def output(self, rows_TI: Tensor, weight_EIO: Tensor, ends_E: Tensor) -> Tensor:
+    @property
+    def ready_rows(self) -> type[ReadyRows] | None:
+        """Where who makes rows may leave them as products read them; None: these read tensors."""
+
+    def output(self, rows_TI: Operand, weight_EIO: Tensor, ends_E: Tensor) -> Tensor:
         """Rows of expert e times weight[e]."""
 
-    def input_grad(self, grad_TO: Tensor, weight_EIO: Tensor, ends_E: Tensor) -> Tensor:
+    def input_grad(self, grad_TO: Operand, weight_EIO: Tensor, ends_E: Tensor) -> Tensor:
         """Rows of expert e of the output's gradient, contiguous, times weight[e]ᵀ."""
 
     def weight_grad(self, grad_TO: Tensor, rows_TI: Tensor, ends_E: Tensor) -> WeightGrad:
@@ -111,17 +116,20 @@ class TorchGroupedLinear:
     """
 
     differentiable = True
+    ready_rows = None
 
-    def output(self, rows_TI: Tensor, weight_EIO: Tensor, ends_E: Tensor) -> Tensor:
+    def output(self, rows_TI: Operand, weight_EIO: Tensor, ends_E: Tensor) -> Tensor:
         """See the protocol."""
+        assert isinstance(rows_TI, Tensor)
         out_TO: Tensor = F.grouped_mm(rows_TI, weight_EIO, offs=ends_E)
         if out_TO.requires_grad:
             # its backward refuses expanded gradients, such as a sum's
             out_TO.register_hook(torch.Tensor.contiguous)
         return out_TO
 
-    def input_grad(self, grad_TO: Tensor, weight_EIO: Tensor, ends_E: Tensor) -> Tensor:
+    def input_grad(self, grad_TO: Operand, weight_EIO: Tensor, ends_E: Tensor) -> Tensor:
         """See the protocol."""
+        assert isinstance(grad_TO, Tensor)
         grad_TI: Tensor = F.grouped_mm(grad_TO, weight_EIO.transpose(1, 2), offs=ends_E)
         return grad_TI
 

@@ -64,11 +64,14 @@ class Experts(nn.Module):
                 recompute.replace(rows, keep(rows))
             return rows
 
-        both_R2F = kept(self.w_up.forward(kept(rows_RD), ends_E, sink, keep=keep, lent=up))
+        holder = self.w_down.backend.ready_rows
+        ready = None if holder is None else holder()
+        both_R2F = self.w_up.forward(kept(rows_RD), ends_E, sink, keep=keep, lent=up, ready=ready)
+        kept(both_R2F)
         # there may be several times as many rows as tokens, and only the device knows
-        activation = partial(swiglu, used=ends_E[-1:])
+        activation = partial(swiglu, used=ends_E[-1:], ready=ready)
         if recompute is not None and recompute.recomputes(Recompute.experts_act):
             act_RF = recompute.checkpoint_and_discard(Recompute.experts_act, activation, both_R2F)
         else:
             act_RF = kept(activation(both_R2F))
-        return kept(self.w_down.forward(act_RF, ends_E, sink, keep=keep, lent=down))
+        return kept(self.w_down.forward(act_RF, ends_E, sink, keep=keep, lent=down, ready=ready))

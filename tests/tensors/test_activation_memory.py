@@ -42,6 +42,7 @@ from app.kernels import cross_entropy, pages, peer_rows, rms_norm, rows, swiglu
 from app.kernels.attention import heads
 from app.kernels.common import DTYPES
 from app.kernels.eight_bits import quantise
+from app.kernels.eight_bits import swiglu as swiglu_in_8
 from app.model import attention, layers, loss
 from app.model.block import DenseBody, Layer, Phase
 from app.model.chunk import Chunk
@@ -113,6 +114,7 @@ LAUNCHED = {
     cross_entropy: ("_statistics", "_into_gradient"),
     rows: ("_spread", "_sum", "_gradients"),
     quantise: ("_by_rows", "_by_columns"),
+    swiglu_in_8: ("_forward", "_backward"),
     pages: ("_take", "_put_back", "_copy"),
     peer_rows: ("_pull", "_push", "_sum_partials", "_pull_gradients", "_sum_dots"),
 }

@@ -1,6 +1,7 @@
 """The back end of a layer of experts in eight bits.
 
-Rows are quantised for the output, and the output's gradient for that of the rows. The gradient of
+Rows are quantised for the output, and the output's gradient for that of the rows, unless who has
+made them did so on the way (`app.model.fp8.ready`): with equal bits. The gradient of
 the weight stays a product of rows as they came, which are what is kept for it: it sums over rows,
 whose scales differ, and eight bits gain nothing there.
 
@@ -12,6 +13,8 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from app.model.fp8.held import HeldWeight
+from app.model.fp8.quantised import Operand, Quantised
+from app.model.fp8.ready import ReadyRows
 from app.model.fp8.row_scaled import RowScaled
 from app.model.weight_grads import GroupedLinearGrad, WeightGrad
 
@@ -20,22 +23,26 @@ class Fp8GroupedLinear(HeldWeight):
     """The products of one layer with its weight (`GroupedLinearBackend`)."""
 
     differentiable = False
+    ready_rows = ReadyRows
 
     def __init__(self, arithmetic: RowScaled, weight_EIO: nn.Parameter) -> None:
         super().__init__(arithmetic, weight_EIO)
         self.arithmetic = arithmetic
 
-    def output(self, rows_TI: Tensor, weight_EIO: Tensor, ends_E: Tensor) -> Tensor:
+    def output(self, rows_TI: Operand, weight_EIO: Tensor, ends_E: Tensor) -> Tensor:
         """See the protocol."""
         self.refresh()
-        rows = self.arithmetic.rows(rows_TI, ends_E)
+        rows = self._in_8(rows_TI, ends_E)
         return self.arithmetic.output(rows, self.held, ends_E, dtype=weight_EIO.dtype)
 
-    def input_grad(self, grad_TO: Tensor, weight_EIO: Tensor, ends_E: Tensor) -> Tensor:
+    def input_grad(self, grad_TO: Operand, weight_EIO: Tensor, ends_E: Tensor) -> Tensor:
         """See the protocol."""
-        grad = self.arithmetic.rows(grad_TO, ends_E)
+        grad = self._in_8(grad_TO, ends_E)
         return self.arithmetic.input_grad(grad, self.held, ends_E, dtype=weight_EIO.dtype)
 
     def weight_grad(self, grad_TO: Tensor, rows_TI: Tensor, ends_E: Tensor) -> WeightGrad:
         """See the protocol."""
         return GroupedLinearGrad(rows_TI, grad_TO, ends_E)
+
+    def _in_8(self, rows: Operand, ends_E: Tensor) -> Quantised:
+        return rows if isinstance(rows, Quantised) else self.arithmetic.rows(rows, ends_E)

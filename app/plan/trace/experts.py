@@ -154,8 +154,13 @@ def _experts(
     product = partial(_grouped, trace, s, dispatcher, ends=ends, filled=filled)
     up = product(x, weights.w_up)
     used = filled * s.model.hidden_size * s.size / x.bytes
-    inner = activation(trace, up, Recompute.experts_act, used=min(1.0, used))
-    out = product(inner, weights.w_down, holds=[x, up])
+    in_8 = (0, 0)
+    if s.experts_in_8:  # its result, and the gradient of what it reads: for the products behind it
+        _, width, _ = s.shape(weights.w_down)
+        rows = up.bytes // (2 * width * s.size)
+        in_8 = rows_in_8(rows, width), rows_in_8(rows, 2 * width)
+    inner = activation(trace, up, Recompute.experts_act, used=min(1.0, used), scratch=in_8)
+    out = product(inner, weights.w_down, holds=[x, up], ready=True)
     if dispatcher.stashes and trace.segment is None:
         act = () if Recompute.experts_act in trace.recompute.parts else (inner,)
         stashed = (x, up, *act, out)
@@ -175,8 +180,12 @@ def _grouped(
     ends: TracedTensor,
     filled: int,
     holds: Sequence[TracedTensor] = (),
+    ready: bool = False,
 ) -> TracedTensor:
-    """Rows times the weight of their expert, of which a rank has a part in each of its experts."""
+    """Rows times the weight of their expert, of which a rank has a part in each of its experts.
+
+    `ready`: what has made the rows has written them in eight bits too, if they are to be.
+    """
     _, taken, made = s.shape(weight)
     size = s.weight(weight)
     out = x.bytes // taken * made
@@ -187,7 +196,7 @@ def _grouped(
         rows = x.bytes // (taken * s.size)
         eight_bits = EightBits(None, rows * taken, rows * made)
         scratch = rows_in_8(rows, taken), rows_in_8(rows, made)
-        launches += 1
+        launches += 0 if ready else 1
     if lent is not None:
         scratch, launches = lent.scratch, launches + lent.kernels
     return trace.op(

@@ -145,12 +145,16 @@ def swiglu(
 
 
 def activation(
-    trace: Trace, up: TracedTensor, part: Recompute | None, used: float = 1.0
+    trace: Trace,
+    up: TracedTensor,
+    part: Recompute | None,
+    used: float = 1.0,
+    scratch: tuple[int, int] = (0, 0),
 ) -> TracedTensor:
     """silu(gate) · up, of the two halves of the widened rows, which alone are kept."""
     half = up.bytes // 2
     with trace.recomputed(part, discards=True):
-        return trace.op([up], [half], [up], work=Work.activation, used=used)[0]
+        return trace.op([up], [half], [up], scratch=scratch, work=Work.activation, used=used)[0]
 
 
 def norm(trace: Trace, s: Sizes, x: TracedTensor, weights: NormWeights) -> TracedTensor:

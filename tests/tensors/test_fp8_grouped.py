@@ -2,7 +2,7 @@
 layouts that a GPU's product takes, and which gradients' format errs least.
 
 A bound is what the format promises: an entry in eight bits is off by half a step, a share of
-itself, or near zero a share of the largest entry of its row.
+itself, or near zero a share of the largest entry of its row (`tests.eight_bits.off_by`).
 
 Shapes: E experts, T rows, IN and OUT widths.
 """
@@ -28,6 +28,7 @@ from app.model.fp8.row_scaled import RowScaled, by_reference, on_tensor_cores
 from app.model.linear import GroupedLinear
 from app.model.weight_grads import MainGradSink, WeightGrad, WeightGradQueue
 from app.plan.model.weight import Weight
+from tests.eight_bits import expect_within
 from tests.runs import TINY, make_run
 from tests.tensors.models import make_chunk
 from tests.tensors.test_fp8_linear import kept_bytes
@@ -37,7 +38,6 @@ ENDS = torch.tensor([16, 16, 37, 80, 83], dtype=torch.int32)  # one has none; th
 USED = int(ENDS[-1])
 CPU = torch.device("cpu")
 REFERENCE = RowScaled(by_reference)
-HALF_STEP, LAST = 2**-4, 2**-10  # of an entry; half of the smallest number, in units of the scale
 
 
 def uneven(*shape: int, seed: int = 0) -> Tensor:
@@ -51,30 +51,13 @@ def expert_of_rows() -> Tensor:
     return torch.searchsorted(ENDS, torch.arange(USED, dtype=torch.int32), right=True)
 
 
-def off_by(x: Tensor) -> Tensor:
-    """What an entry may be off, whose row has one scale."""
-    return x.abs() * HALF_STEP + x.abs().amax(-1, keepdim=True) / 448 * LAST
-
-
-def expect_within(found_TN: Tensor, rows_TK: Tensor, matrix_ENK: Tensor) -> None:
-    """rows[e] · matrix[e]ᵀ as near to fp64 as eight bits and sums in fp32 are."""
-    rows, matrix = rows_TK[:USED].double(), matrix_ENK.double()[expert_of_rows()]
-    product = "tk,tnk->tn"
-    exact = torch.einsum(product, rows, matrix)
-    most = torch.einsum(product, rows.abs() + off_by(rows), matrix.abs() + off_by(matrix))
-    bound = most - torch.einsum(product, rows.abs(), matrix.abs())
-    error = (found_TN[:USED].double() - exact).abs()
-    assert (error <= bound + most * rows.shape[1] * torch.finfo(torch.float32).eps).all()
-    assert error.max() > 0, "not in eight bits"
-
-
 def test_products_are_as_near_to_fp64_as_eight_bits_are():
     weight, rows, grad = uneven(E, IN, OUT, seed=1), uneven(T, IN), uneven(T, OUT, seed=2) * 1e-6
     held = REFERENCE.weight(weight)
     out = REFERENCE.output(REFERENCE.rows(rows, ENDS), held, ENDS, torch.float32)
-    expect_within(out, rows, weight.mT)
+    expect_within(out, rows, weight.mT, ENDS)
     back = REFERENCE.input_grad(REFERENCE.rows(grad, ENDS), held, ENDS, torch.float32)
-    expect_within(back, grad, weight)
+    expect_within(back, grad, weight, ENDS)
 
 
 def test_what_eight_bits_hold_is_exact():

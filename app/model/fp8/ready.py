@@ -1,0 +1,61 @@
+"""Rows in eight bits that the kernel which has made the rows wrote beside them.
+
+Shapes: R rows of experts, F hidden width of an expert.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from app.kernels.eight_bits.swiglu import InBoth, swiglu_rows, swiglu_rows_gradient
+from app.model.fp8.quantised import Operand, Quantised
+
+
+@dataclass(slots=True)
+class ReadyRows:
+    """For the product that reads them next, of one forward through a layer of experts and of its
+    backward; it looks whether they are of its rows.
+    """
+
+    rows: Tensor | None = None
+    in_8: Quantised | None = None
+
+    def put(self, made: InBoth) -> Tensor:
+        """Keep them until they are asked for; returns the rows as they are."""
+        self.rows, data, factors = made
+        self.in_8 = Quantised(data, factors, None, None, lead=self.rows.shape[:-1])
+        return self.rows
+
+    def of(self, rows: Tensor) -> Operand:
+        """What a product reads of these rows: in eight bits where that is ready."""
+        there, in_8 = self.rows, self.in_8
+        if there is None or in_8 is None or there.data_ptr() != rows.data_ptr():
+            return rows
+        self.rows = self.in_8 = None
+        return in_8
+
+
+class _Swiglu(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, both_R2F: Tensor, used: Tensor, ready: ReadyRows) -> Tensor:
+        ctx.save_for_backward(both_R2F, used)
+        ctx.ready = ready
+        return ready.put(swiglu_rows(both_R2F, used))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_RF: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.ready.put(swiglu_rows_gradient(grad_RF, *ctx.saved_tensors)), None, None
+
+
+def swiglu_in_8(both_R2F: Tensor, used: Tensor, ready: ReadyRows) -> Tensor:
+    """silu(gate) · up of the two halves, R × F, that leaves its result and the gradient of `both`
+    ready in eight bits too.
+    """
+    act_RF: Tensor = _Swiglu.apply(both_R2F.contiguous(), used, ready)
+    return act_RF
