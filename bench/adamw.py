@@ -16,9 +16,10 @@ import torch
 from timing import gpu_time
 from torch.optim.adamw import adamw
 
-from app.kernels.adamw import AdamWSettings, Pieces, adamw_update
+from app.kernels.adamw import AdamWSettings, Pieces, adamw_update, update_rates
 
-SETTINGS = AdamWSettings(lr=1e-3, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1)
+SETTINGS = AdamWSettings(beta1=0.9, beta2=0.95, eps=1e-8)
+LR, WEIGHT_DECAY = 1e-3, 0.1
 
 
 def main() -> None:
@@ -33,6 +34,7 @@ def main() -> None:
     grad = torch.randn(count, device=device).to(getattr(torch, given.grads))
     rounded = main_N.bfloat16()
     step, divisor, skip = (torch.tensor(value, device=device) for value in (3.0, 1.5, 0.0))
+    rates_2 = update_rates(LR, WEIGHT_DECAY, device)
     pieces = Pieces.of([(0, count, True)], device)
 
     def ours() -> None:
@@ -42,6 +44,7 @@ def main() -> None:
             (exp_avg, exp_avg_sq),
             rounded_N=rounded,
             pieces=pieces,
+            rates_2=rates_2,
             step=step,
             divisor=divisor,
             skip=skip,
@@ -63,8 +66,8 @@ def main() -> None:
             maximize=False,
             beta1=SETTINGS.beta1,
             beta2=SETTINGS.beta2,
-            lr=SETTINGS.lr,
-            weight_decay=SETTINGS.weight_decay,
+            lr=LR,
+            weight_decay=WEIGHT_DECAY,
             eps=SETTINGS.eps,
         )
         rounded.copy_(main_N)

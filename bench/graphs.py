@@ -13,6 +13,9 @@ what a wrong plan does.
         dp2-dense/full_iteration,optim.bucket_numel=100000 \\
         dp2-moe/full_iteration,optim.bucket_numel=100000,optim.overlap_params=false
 
+    # the update in the graph of a step
+    torchrun --nproc-per-node 2 bench/graphs.py pp2-moe/full_iteration,cuda_graph.optimizer=true
+
 A case is MODEL/GRAPHS, with more overrides behind a comma: moe/partial,train.global_batch=32. Each
 trains the same steps twice eagerly and once with graphs, on sequences that can be learnt. Printed,
 one line of JSON per case: the largest difference of losses, gradient norms and final parameters,
@@ -211,7 +214,7 @@ def measure(engine: Engine, steps: int, mutation: str | None) -> dict[str, Any]:
 
 def spoil(step: TrainingStep, mutation: str) -> None:
     """Replace the plan of partial graphs by a wrong one."""
-    stages = step.captured.args[1].args[1]  # of the executor bound to the captured step
+    stages = step.captured.args[0].args[1].args[1]  # of the executor bound to the captured step
     plan: GraphPlan = stages.graphs.plan
     if mutation == "slots":
         wrong = dataclasses.replace(plan, slots=dict.fromkeys(plan.slots, 0))

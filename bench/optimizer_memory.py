@@ -28,6 +28,7 @@ from app.cli.options.compose import load_overrides
 from app.config import Run
 from app.engine.build import Engine, build_engine
 from app.engine.groups import create_groups, process_world
+from app.kernels.adamw import update_rates
 from app.optim.adam import AdamShard
 from app.plan.memory.rank_memory import bytes_per_parameter
 from app.plan.plan import Plan
@@ -148,7 +149,7 @@ def update(engine: Engine) -> None:
     sum(param.float().sum() for param in engine.chunks[0].parameters()).backward()
     optimizer.reduce_grads(0)
     optimizer.finish_grads()
-    optimizer.step(1e-3, 0.1, optimizer.local_norm_sq().sqrt())
+    optimizer.step(update_rates(1e-3, 0.1, engine.device), optimizer.local_norm_sq().sqrt())
     optimizer.gather_params(0)
 
 

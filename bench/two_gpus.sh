@@ -40,6 +40,18 @@ long="model.num_layers=4 train.seq_len=131072 train.global_batch=1 loss.chunk_to
 run 400 bench/step_profile.py two_gpus_steps.jsonl --steps 8 \
   $moe $both model.moe.dispatcher=static / $moe $both cuda_graph=partial / \
   $moe $long model.moe.dispatcher=static / $moe $long cuda_graph=none
+# the update in the graph: equal to eager, then step times with and without it in one call
+updates=cuda_graph.optimizer=true
+run 400 bench/graphs.py two_gpus_updates.jsonl --steps 120 \
+  "dp2-dense/full_iteration,$updates" "pp2-dense/full_iteration,$updates,schedule=zero_bubble_h1" \
+  "pp2-dense/full_iteration,$updates,schedule=zero_bubble_h1,$fp8=delayed" \
+  "ep2-moe/full_iteration,$updates,model.moe.dispatcher=static" \
+  "ep2-moe/full_iteration,$updates,model.moe.dispatcher=static,model.moe.static.capacity=factor,model.moe.static.factor=1.05"
+# shellcheck disable=SC2086
+run 400 bench/step_profile.py two_gpus_update_steps.jsonl --steps 8 \
+  $dense parallel.dp=2 / $dense parallel.dp=2 $updates / \
+  $dense parallel.pp=2 parallel.vpp=2 / $dense parallel.pp=2 parallel.vpp=2 $updates / \
+  $moe $ep / $moe $ep $updates
 timeout 600 python3 bench/fp8_losses.py "$out/fp8_losses"
 timeout 600 python3 bench/fp8_losses.py "$out/fp8_losses_experts" --experiment smallmoe
 timeout 200 python3 bench/fp8.py --shapes 32x32768x2048x1536 32x32768x768x2048 128x32768x2048x1536 \

@@ -280,4 +280,5 @@ def _graphs(draw: random.Random) -> Values:
         "cuda_graph.scope": scope if impl is GraphImpl.local else (),
         "cuda_graph.warmup_steps": 2,
         "cuda_graph.key": draw.choice(list(GraphKey)),
+        "cuda_graph.optimizer": impl is GraphImpl.full_iteration and draw.random() < 0.5,
     }

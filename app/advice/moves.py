@@ -194,16 +194,15 @@ def smaller_elements(run: Run) -> Iterator[Change]:
 def fewer_graph_buffers(run: Run) -> Iterator[Change]:
     """Graphs by place in flight instead of by microbatch, or none."""
     graph = run.cuda_graph
+    whole: dict[str, Value] = {"cuda_graph.optimizer": False} if graph.optimizer else {}
     if (
         graph.impl in (GraphImpl.local, GraphImpl.transformer_engine)
         and graph.key is GraphKey.microbatch
     ):
         yield Change({"cuda_graph.key": GraphKey.slot}, "sent tensors are copied out of graphs")
     if graph.impl is not GraphImpl.none:
-        yield Change(
-            {"cuda_graph.impl": GraphImpl.none, "cuda_graph.scope": ()},
-            "every kernel launched by the host",
-        )
+        values: dict[str, Value] = {"cuda_graph.impl": GraphImpl.none, "cuda_graph.scope": ()}
+        yield Change(values | whole, "every kernel launched by the host")
 
 
 def more_gpus(run: Run) -> Iterator[Change]:

@@ -132,6 +132,7 @@ class CudaGraphConfig:
     scope: tuple[GraphScope, ...] = ()  # parts of a layer for partial graphs; empty: whole layers
     warmup_steps: int = 3  # steps of this process before capture
     key: GraphKey = GraphKey.microbatch  # what owns a set of partial graphs
+    optimizer: bool = False  # a whole step's graph holds its update too
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "scope", tuple(self.scope))

@@ -62,17 +62,24 @@ def graphs_line(run: Run, device: torch.device) -> str:
     """What is captured and in which step, in words, for a run that captures."""
     graph = run.cuda_graph
     parts = ", ".join(part.value for part in graph.scope) or "whole layers"
-    what = "whole steps and validations" if graph.impl is GraphImpl.full_iteration else parts
+    if graph.impl is GraphImpl.full_iteration:
+        updates = " with their updates," if graph.optimizer else ""
+        parts = f"whole steps{updates} and validations"
     on_cpu = ""
     if device.type != "cuda":
         on_cpu = "; on a CPU a stand-in does the work again instead, and nothing is faster for it"
-    return f"{what}, captured in step {graph.warmup_steps + 1} of this process{on_cpu}"
+    return f"{parts}, captured in step {graph.warmup_steps + 1} of this process{on_cpu}"
 
 
 def check_capturable(run: Run, device: torch.device) -> None:
     """Nothing that is captured on this device waits for it. Raises ConfigError."""
     graph = run.cuda_graph
     moe = run.model.moe
+    if graph.optimizer and device.type == "cuda" and triton is None:
+        rule = (
+            "captures AdamW, for whose learning rate the host waits where Triton is not installed"
+        )
+        raise ConfigError("cuda_graph.optimizer", True, rule, nearest=False)
     parts = graph.impl is not GraphImpl.full_iteration and graph.scope
     no_experts = parts and GraphScope.moe not in graph.scope
     if device.type != "cuda" or graph.impl is GraphImpl.none or moe is None or no_experts:

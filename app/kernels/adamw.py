@@ -23,13 +23,20 @@ WARPS = 4
 
 @dataclass(frozen=True, slots=True)
 class AdamWSettings:
-    """Of one update."""
+    """The same in all updates of a run."""
 
-    lr: float
     beta1: float
     beta2: float
     eps: float
-    weight_decay: float
+
+
+def update_rates(lr: float, weight_decay: float, device: torch.device) -> Tensor:
+    """Learning rate and weight decay of one update on the device, fp64 [2]; the host does not wait
+    for it, as it would for a tensor made of its own numbers.
+    """
+    rates_2 = torch.full((2,), lr, dtype=torch.float64, device=device)
+    rates_2[1].fill_(weight_decay)
+    return rates_2
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +65,7 @@ def adamw_update(
     *,
     rounded_N: Tensor | None,
     pieces: Pieces,
+    rates_2: Tensor,
     step: Tensor,
     divisor: Tensor,
     skip: Tensor,
@@ -66,8 +74,10 @@ def adamw_update(
     """Update fp32 parameters and first and second moments, in place, by gradient / `divisor`, and
     write the parameters to `rounded_N` too, in its type; nothing at all where `skip` is 1.
 
-    `step`, `divisor` and `skip` are fp32 scalars on the device; `step` counts the updates before
-    this one. Gradients are fp32, bf16 or fp16. Elements outside of the pieces stay as they are.
+    What differs between updates is read on the device, so that one that is captured can be
+    replayed: `rates_2` are those of `update_rates`; `step`, `divisor` and `skip` are fp32 scalars,
+    and `step` counts the updates before this one. Gradients are fp32, bf16 or fp16. Elements
+    outside of the pieces stay as they are.
     """
     if not len(pieces.table_P3):
         return
@@ -79,10 +89,10 @@ def adamw_update(
         exp_avg_N,
         exp_avg_sq_N,
         rounded_N,
+        rates_2,
         step,
         divisor,
         skip,
-        lr=settings.lr,
         beta1=settings.beta1,
         beta2=settings.beta2,
         rest1=1 - settings.beta1,
@@ -90,7 +100,6 @@ def adamw_update(
         log1=log(settings.beta1) if settings.beta1 else -1e4,
         log2=log(settings.beta2) if settings.beta2 else -1e4,
         eps=settings.eps,
-        shrink=settings.lr * settings.weight_decay,
         ALIGNMENT=pieces.alignment,
         BLOCK=BLOCK,
         num_warps=WARPS,
@@ -148,10 +157,10 @@ def _adamw(
     exp_avg: tl.tensor,
     exp_avg_sq: tl.tensor,
     rounded: tl.tensor,
+    rates: tl.tensor,
     step: tl.tensor,
     divisor: tl.tensor,
     skip: tl.tensor,
-    lr: float,
     beta1: float,
     beta2: float,
     rest1: float,
@@ -159,17 +168,18 @@ def _adamw(
     log1: float,
     log2: float,
     eps: float,
-    shrink: float,
     ALIGNMENT: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
     row = table + tl.program_id(0) * 3
     first = tl.multiple_of(tl.load(row), ALIGNMENT)
     stop = tl.load(row + 1)
-    kept = tl.where(tl.load(row + 2) != 0, 1.0 - shrink, 1.0)
     if tl.load(skip) == 0:
+        lr = tl.load(rates)
+        shrink = (lr * tl.load(rates + 1)).to(tl.float32)  # rounded once
+        kept = tl.where(tl.load(row + 2) != 0, 1.0 - shrink, 1.0)
         count = tl.load(step) + 1
-        rate = lr / _one_minus_exp(count * log1)
+        rate = lr.to(tl.float32) / _one_minus_exp(count * log1)
         spread = tl.sqrt_rn(_one_minus_exp(count * log2))
         scale = tl.load(divisor)
         whole = first + (stop - first) // BLOCK * BLOCK

@@ -93,18 +93,20 @@ class AdamShard:
     def update(
         self,
         config: OptimConfig,
-        lr: float,
-        weight_decay: float,
+        rates_2: Tensor,
         grad_divisor: Tensor,
         skip: Tensor,
     ) -> None:
-        """One AdamW step on grad / `grad_divisor`; none where `skip` is 1 (fp32 scalars)."""
+        """One AdamW step on grad / `grad_divisor`; none where `skip` is 1 (fp32 scalars).
+        `rates_2`: see `update_rates`.
+        """
         if not self.param_shards:
             return
-        settings = AdamWSettings(lr, config.beta1, config.beta2, config.eps, weight_decay)
         if usable(self.main, self.grad):
-            self._update_at_once(settings, grad_divisor, skip)
+            settings = AdamWSettings(config.beta1, config.beta2, config.eps)
+            self._update_at_once(settings, rates_2, grad_divisor, skip=skip)
             return
+        lr, weight_decay = rates_2.tolist()
         for decays in (True, False):
             param_shards = [owned for owned in self.param_shards if owned.spec.decay == decays]
             if not param_shards:
@@ -130,7 +132,9 @@ class AdamShard:
         if self.main is not self.own_params:
             self.own_params.copy_(self.main)
 
-    def _update_at_once(self, settings: AdamWSettings, grad_divisor: Tensor, skip: Tensor) -> None:
+    def _update_at_once(
+        self, settings: AdamWSettings, rates_2: Tensor, grad_divisor: Tensor, *, skip: Tensor
+    ) -> None:
         """All parts have seen as many updates."""
         steps = [owned.step for owned in self.param_shards]
         adamw_update(
@@ -139,6 +143,7 @@ class AdamShard:
             (self.exp_avg, self.exp_avg_sq),
             rounded_N=None if self.main is self.own_params else self.own_params,
             pieces=self._pieces,
+            rates_2=rates_2,
             step=steps[0],
             divisor=grad_divisor,
             skip=skip,

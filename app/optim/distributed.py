@@ -222,21 +222,20 @@ class DistributedOptimizer:
         counts = [(owned.grad == 0).sum() for owned in self.param_shards() if owned.spec.counted]
         return torch.stack(counts).sum().float() if counts else torch.zeros((), device=self.device)
 
-    def step(
-        self, lr: float, weight_decay: float, norm: Tensor, scale: Tensor | None = None
-    ) -> Tensor:
+    def step(self, rates_2: Tensor, norm: Tensor, scale: Tensor | None = None) -> Tensor:
         """Clip to `clip_norm` and update this rank's shards; returns 1.0 where the update was
         skipped, otherwise 0.0 (fp32 scalar).
 
-        `norm`: of the whole gradient, over all ranks. `scale`: what gradients, and `norm`, have
-        been multiplied with. A norm that is not finite skips the update: parameters, moments and
-        step counts stay as they are.
+        `rates_2`: learning rate and weight decay (`app.kernels.adamw.update_rates`). `norm`: of the
+        whole gradient, over all ranks. `scale`: what gradients, and `norm`, have been multiplied
+        with. A norm that is not finite skips the update: parameters, moments and step counts stay
+        as they are.
         """
         skip = (~norm.isfinite()).float()
         divisor = grad_divisor(norm, self.config.clip_norm, scale)
         for shard in self._in_use_order:
             self._param_gather.settle(shard)
-            shard.update(self.config, lr, weight_decay, grad_divisor=divisor, skip=skip)
+            shard.update(self.config, rates_2, divisor, skip=skip)
             self._param_gather.updated(shard)
         self.changed()
         return skip
@@ -254,10 +253,12 @@ class DistributedOptimizer:
             for shard in self._in_use_order:
                 self._param_gather.start(shard)
 
-    def in_graph(self) -> AbstractContextManager[None]:
-        """Within the block such work is recorded or replayed, and makes all parameters whole."""
+    def in_graph(self, updates: bool = False) -> AbstractContextManager[None]:
+        """Within the block such work is recorded or replayed. It makes all parameters whole, and
+        `updates` them behind that or not.
+        """
         self.changed()
-        return self._param_gather.in_graph()
+        return self._param_gather.in_graph(updates)
 
     def start_gather(self, chunk: int) -> None:
         """Before a chunk's first forward: make its parameters whole, unless they are on their way

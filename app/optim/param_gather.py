@@ -28,10 +28,11 @@ class ParamGather:
     on its way    waits: whole         bug                           nothing           waits: whole
     ============  ===================  ============================  ================  ============
 
-    Work that is recorded and replayed (`in_graph`) finds every bucket stale, and leaves it whole:
-    a recording has to gather what a later update will have changed, whatever was whole when it was
-    made, and its kernels gather in a replay, where none of this is called. What is on its way
-    before such work cannot be waited for in it, nor behind it what has started in it: bugs.
+    Work that is recorded and replayed (`in_graph`) finds every bucket stale, and leaves it whole,
+    or stale where it ends with an update: a recording has to gather what a later update will have
+    changed, whatever was whole when it was made, and its kernels gather in a replay, where none of
+    this is called. What is on its way before such work cannot be waited for in it, nor behind it
+    what has started in it: bugs.
 
     A bug is an AssertionError. Over a single rank nothing is on its way: a bucket is whole again at
     once.
@@ -77,13 +78,16 @@ class ParamGather:
         self.settle(shard)
 
     @contextmanager
-    def in_graph(self) -> Iterator[None]:
-        """Within the block work is recorded or replayed that gathers all buckets."""
+    def in_graph(self, updates: bool) -> Iterator[None]:
+        """Within the block work is recorded or replayed that gathers all buckets, and behind that
+        `updates` their shards or not.
+        """
         assert not self._on_its_way, "a recording cannot wait for what has started before it"
         self._stale.update(self._shards)
         yield
         assert not self._on_its_way, "a recording has to wait for what it starts"
-        self._stale.clear()
+        if not updates:
+            self._stale.clear()
 
     def gate(self, params: Iterable[nn.Parameter]) -> Callable[[], None]:
         """A function that makes these parameters whole."""

@@ -7,7 +7,12 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from app.config import Run
-from app.rules.graphs import check_graphs_beside, check_graphs_choice, check_recompute
+from app.rules.graphs import (
+    check_graphs_beside,
+    check_graphs_choice,
+    check_graphs_update,
+    check_recompute,
+)
 from app.rules.layout import (
     check_clones,
     check_context_parallel,
@@ -41,6 +46,7 @@ RULES: tuple[Callable[[Run], None], ...] = (
     check_stages,
     check_microbatches,
     check_schedule_choice,
+    check_graphs_update,
     check_graphs_choice,
     check_graphs_beside,
     check_lr_schedule,

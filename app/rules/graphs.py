@@ -16,6 +16,16 @@ def _whole() -> Instead:
     return Instead("cuda_graph=full_iteration")
 
 
+def check_graphs_update(run: Run) -> None:
+    """Only the graph of a whole step has an update behind it that it could hold."""
+    graph = run.cuda_graph
+    if graph.optimizer and graph.impl is not GraphImpl.full_iteration:
+        what = "nothing" if graph.impl is GraphImpl.none else "parts of layers"
+        rule = f"adds the update to the graph of a whole step, and impl={graph.impl.value} captures"
+        near = (False, _whole())
+        raise ConfigError("cuda_graph.optimizer", True, f"{rule} {what}", nearest=near)
+
+
 def check_graphs_choice(run: Run) -> None:
     """What is captured into CUDA graphs can be: no host wait inside, one contiguous part of a
     layer.
@@ -66,7 +76,8 @@ def check_graphs_choice(run: Run) -> None:
         what, value = key, named
         if graph.impl is GraphImpl.full_iteration:
             what, value = "cuda_graph.impl", graph.impl.value
-        part = Instead("cuda_graph.impl=local", "cuda_graph.scope=[attn,moe_router,moe_preprocess]")
+        keys = ["cuda_graph.impl=local", "cuda_graph.scope=[attn,moe_router,moe_preprocess]"]
+        part = Instead(*keys, *(["cuda_graph.optimizer=false"] if graph.optimizer else []))
         near = (Instead("model.moe.dispatcher=static"), part)
         raise ConfigError(what, value, rule, nearest=near)
 

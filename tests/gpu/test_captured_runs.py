@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -36,7 +37,14 @@ def side_stream() -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize("graph", ["partial", "layer", "full_iteration"])
+UPDATING = ("cuda_graph=full_iteration", "cuda_graph.optimizer=true")
+GRAPHS = {
+    **{name: (f"cuda_graph={name}",) for name in ("partial", "layer", "full_iteration")},
+    "update": UPDATING,
+}
+
+
+@pytest.mark.parametrize("graph", GRAPHS)
 @pytest.mark.parametrize("model", ["moe_tiny", "dense_tiny"])
 def test_a_run_with_graphs_repeats_one_without(tmp_path: Path, model: str, graph: str):
     overrides = (
@@ -47,7 +55,7 @@ def test_a_run_with_graphs_repeats_one_without(tmp_path: Path, model: str, graph
         "train.eval_interval=4",
     )
     eager = losses(tmp_path / "eager", *overrides)
-    assert losses(tmp_path / "graphs", *overrides, f"cuda_graph={graph}") == eager
+    assert losses(tmp_path / "graphs", *overrides, *GRAPHS[graph]) == eager
     first, *_, last = (row for row in rows_of(tmp_path / "graphs") if "graph_count" in row)
     assert first["graph_count"] == first["graph_pool_gib"] == 0  # before capture
     assert last["graph_count"] > 0 and last["graph_pool_gib"] > 0
@@ -85,9 +93,10 @@ def test_a_resumed_run_validates_as_one_without_graphs(tmp_path: Path, model: st
 
 
 @pytest.mark.skipif(GPUS < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("graph", ["full_iteration", "update"])
 @pytest.mark.parametrize("overlap", ["true", "false"])
 @pytest.mark.parametrize("layout", ["parallel.dp=2", "parallel.tp=2", "parallel.pp=2"])
-def test_a_whole_step_gathers_its_parameters(tmp_path: Path, layout: str, overlap: str):
+def test_a_whole_step_gathers_its_parameters(tmp_path: Path, layout: str, overlap: str, graph: str):
     """After every step a validation, whose graph leaves everything whole, and a new process."""
     fixed = (
         "model=dense_tiny",
@@ -100,7 +109,7 @@ def test_a_whole_step_gathers_its_parameters(tmp_path: Path, layout: str, overla
     graphs = (
         *fixed,
         f"optim.overlap_params={overlap}",
-        "cuda_graph=full_iteration",
+        *GRAPHS[graph],
         "cuda_graph.warmup_steps=1",
         "checkpoint=default",
     )
@@ -110,13 +119,49 @@ def test_a_whole_step_gathers_its_parameters(tmp_path: Path, layout: str, overla
     assert validations(tmp_path / "graphs") == validations(tmp_path / "eager")
 
 
+@pytest.mark.skipif(GPUS < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_split_backwards_and_skipped_updates_in_one_graph(tmp_path: Path, precision: str):
+    """Two stages; learning rate and weight decay change in every step, and in fp16 a loss scale
+    that rises with each lets gradients overflow again and again.
+    """
+    fixed = (
+        "model=dense_tiny",
+        f"precision={precision}",
+        "precision.loss_scale_window=1",
+        "precision.loss_scale_hysteresis=1",
+        "parallel.pp=2",
+        "schedule=zero_bubble_h1",
+        "optim.warmup_steps=4",
+        "optim.decay_steps=40",
+        "optim.weight_decay_end=0.3",
+        "optim.weight_decay_ramp=linear",
+        "train.steps=40",
+    )
+    eager, captured = (
+        [
+            (row["loss"], row["grad_norm"], row["lr"], row.get("loss_scale"))
+            for row in run_rows(tmp_path / name, *fixed, *graph)
+        ]
+        for name, graph in (("eager", ()), ("graphs", UPDATING))
+    )
+    assert repr(captured) == repr(eager)  # nan is not nan
+    assert (len({row[2] for row in eager}) < len(eager)) == (precision == "fp16"), "skipped"
+
+
+def run_rows(folder: Path, *overrides: str) -> list[dict[str, Any]]:
+    """The metrics of every step of a run."""
+    losses(folder, *overrides)
+    return rows_of(folder)
+
+
 def validations(folder: Path) -> list[tuple[int, float]]:
     """(step, loss) of every validation of a run."""
     return [(row["step"], row["val_loss"]) for row in read_metrics(folder) if "val_loss" in row]
 
 
 @pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
-def test_nothing_between_input_and_gradients_waits_for_the_device(
+def test_nothing_between_input_and_update_waits_for_the_device(
     model: ModelConfig, side_stream: None
 ):
     run = make_run(model, precision=PrecisionConfig(Dtype.bfloat16))
@@ -130,24 +175,25 @@ def test_nothing_between_input_and_gradients_waits_for_the_device(
             for layer in step.engine.chunks[0].layers.values()
             for phase in layer.phases
         )
-        passes = step.eager
+        attempt = step.eager
 
         def without_waits(given: object) -> object:
             with no_waits():
-                return passes(given)
+                return attempt(given)
 
         step.eager = step.captured = without_waits
         for n in range(2):
             step(batches_of(run, n, 0), run.optim.lr, 0.1)
 
 
-ATTENTION, WHOLE = (
-    CudaGraphConfig(GraphImpl.local, (GraphScope.attn,)),
-    CudaGraphConfig(GraphImpl.full_iteration),
-)
+LEAKING = {
+    "attn": CudaGraphConfig(GraphImpl.local, (GraphScope.attn,)),
+    "full_iteration": CudaGraphConfig(GraphImpl.full_iteration),
+    "update": CudaGraphConfig(GraphImpl.full_iteration, optimizer=True),
+}
 
 
-@pytest.mark.parametrize("graph", [ATTENTION, WHOLE], ids=["attn", "full_iteration"])
+@pytest.mark.parametrize("graph", LEAKING.values(), ids=LEAKING)
 def test_three_hundred_steps_leak_nothing(graph: CudaGraphConfig, side_stream: None):
     run = make_run(TINY, precision=PrecisionConfig(Dtype.bfloat16), cuda_graph=graph)
     with process_world(0, 1, torch.device("cuda:0")):
@@ -162,13 +208,13 @@ def test_three_hundred_steps_leak_nothing(graph: CudaGraphConfig, side_stream: N
         engine.release()
 
 
-@pytest.mark.parametrize("graph", ["partial", "full_iteration"])
+@pytest.mark.parametrize("graph", ["partial", "full_iteration", "update"])
 def test_a_signal_ends_a_run_with_graphs(tmp_path: Path, graph: str):
     gpus = min(GPUS, 2)
     overrides = (
         "train.steps=100000",
         "precision=bf16",
-        f"cuda_graph={graph}",
+        *GRAPHS[graph],
         f"parallel.pp={gpus}",
         "model.num_layers=4",
     )

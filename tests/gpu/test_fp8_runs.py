@@ -78,7 +78,9 @@ LAYOUTS = {
 def test_several_gpus_in_one_graph_each(tmp_path: Path, recipe: str, layout: str):
     given = in_8(recipe, *LAYOUTS[layout], "train.steps=20")
     eager = losses(tmp_path / "eager", *given)
-    assert losses(tmp_path / "graphs", *given, "cuda_graph=full_iteration") == eager
+    whole = (*given, "cuda_graph=full_iteration")
+    assert losses(tmp_path / "graphs", *whole) == eager
+    assert losses(tmp_path / "updates", *whole, "cuda_graph.optimizer=true") == eager
     one = losses(tmp_path / "one", *in_8(recipe, "parallel.dp=1", "train.steps=20"))
     # the first loss differs by the rounding of parts that have scales of their own, at most
     assert abs(eager[0][0] - one[0][0]) < 0.02 and abs(eager[-1][0] - one[-1][0]) < 0.2

@@ -507,6 +507,10 @@ def test_one_graph_of_the_whole_step_has_all_in_its_pool():
     # lookup, layers; norm, logits, loss
     kernels = 32 * (1 + 8 * (attention + feed_forward) + 2 + 9)
     assert whole["graph objects"] == GRAPH + 4 * kernels * GRAPH_KERNEL
+    graph = CudaGraphConfig(GraphImpl.full_iteration, optimizer=True)
+    updating = parts_of(dataclasses.replace(run, cuda_graph=graph))
+    more = {"graph objects": (30 + 3) * GRAPH_KERNEL}  # of a step, and of its one bucket
+    assert updating == {name: size + more.get(name, 0) for name, size in whole.items()}
     assert Plan(run).memory[0].allocated == sum(whole.values()) - sum(
         size for name, size in whole.items() if name in OUTSIDE
     )

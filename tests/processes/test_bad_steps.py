@@ -21,7 +21,7 @@ from app.engine import trainer
 from app.engine.build import Engine, build_engine
 from app.engine.checkpoint.folder import complete_checkpoints, newest_checkpoint
 from app.engine.groups import create_groups
-from app.engine.pipeline.data_feed import StepInput
+from app.engine.pipeline.step import UpdateInput
 from app.engine.report.metrics import StepReport
 from app.engine.run.agreement import rank_zero_says
 from app.engine.run.attempt import Attempt
@@ -55,16 +55,15 @@ def bad_data(*numbers: int, rank: int | None = None) -> Poison:
     def poison(training: trainer.Trainer) -> None:
         step, count = training.training_step.eager, [0]
 
-        def passes(batches: StepInput) -> Any:
+        def poisoned(given: UpdateInput) -> Any:
             count[0] += 1
-            bad = count[0] in numbers and rank in (None, training.engine.groups.rank)
-            return step(
-                dataclasses.replace(batches, loss_weights_M=batches.loss_weights_M * math.nan)
-                if bad
-                else batches
-            )
+            if count[0] in numbers and rank in (None, training.engine.groups.rank):
+                weights_M = given.step.loss_weights_M * math.nan
+                batches = dataclasses.replace(given.step, loss_weights_M=weights_M)
+                given = dataclasses.replace(given, step=batches)
+            return step(given)
 
-        training.training_step.eager = training.training_step.captured = passes
+        training.training_step.eager = training.training_step.captured = poisoned
 
     return poison
 

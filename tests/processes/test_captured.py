@@ -64,12 +64,15 @@ def local(scope: str, key: GraphKey = GraphKey.microbatch) -> CudaGraphConfig:
 
 
 EAGER, WHOLE = CudaGraphConfig(), CudaGraphConfig(GraphImpl.full_iteration, warmup_steps=WARMUP)
+UPDATING = dataclasses.replace(WHOLE, optimizer=True)
 CHOICES = {
     **{scope: local(scope) for scope in SCOPES},
     "layer by slot": local("layer", GraphKey.slot),
     "partial by slot": local("partial", GraphKey.slot),
     "whole step": WHOLE,
+    "whole step, update": UPDATING,
 }
+WHOLE_STEPS = ("whole step", "whole step, update")
 
 
 def run_of(model: ModelConfig, graph: CudaGraphConfig, **sections: Any) -> Run:
@@ -84,11 +87,10 @@ def trained(rank: int, run: Run, wrong: GraphPlan | None = None) -> dict[str, An
     meter = Meter(engine, first_step=1)
     if wrong is not None:
         # of the executor that is bound to the captured step
-        step.captured.args[1].args[1].graphs.plan = wrong
+        step.captured.args[0].args[1].args[1].graphs.plan = wrong
     for n in range(STEPS):
-        facts, totals = step(
-            batches_of(run, n, engine.groups.dp_rank), run.optim.lr, run.optim.weight_decay
-        )
+        lr, decay = run.optim.lr / (1 + n), run.optim.weight_decay * (1 + n)
+        facts, totals = step(batches_of(run, n, engine.groups.dp_rank), lr, decay)
         meter.count(totals)
         counts = {place: counts_E.tolist() for place, counts_E in totals.counts.items()}
         seen.append((facts.loss, facts.norm_sq, facts.aux_loss, facts.z_loss, counts))
@@ -124,7 +126,7 @@ def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
 
 
 # of tokens, for whose sizes the host waits
-WITH_EXCHANGE = ("moe", "attn and moe", "layer", "layer by slot", "whole step")
+WITH_EXCHANGE = ("moe", "attn and moe", "layer", "layer by slot", *WHOLE_STEPS)
 SELECTED = (Recompute.attn_core, Recompute.norm, Recompute.mlp_act, Recompute.experts_act)
 LAYOUTS = {
     "one rank": ParallelConfig(),
@@ -147,7 +149,7 @@ QUICK = [("one rank", "moe"), ("pp2", "biased"), ("ep2", "moe")]
 def test_captured_training_equals_eager_training_bit_for_bit(layout: str, model: str):
     parallel, runs = LAYOUTS[layout], {}
     names = (
-        CHOICES if layout in ("one rank", "pp2", "pp2 vpp2") else ("partial", "layer", "whole step")
+        CHOICES if layout in ("one rank", "pp2", "pp2 vpp2") else ("partial", "layer", *WHOLE_STEPS)
     )
     for name, graph in {"eager": EAGER, **{name: CHOICES[name] for name in names}}.items():
         try:
@@ -165,7 +167,7 @@ def test_captured_training_equals_eager_training_bit_for_bit(layout: str, model:
         eager = results.pop("eager")
         for name, result in results.items():
             assert same(result, eager), name
-            assert result["facts"].count == (1 if name == "whole step" else result["planned"]), name
+            assert result["facts"].count == (1 if name in WHOLE_STEPS else result["planned"]), name
             assert result["facts"].count or name in ("mlp", "moe")  # a rank may have no such layers
 
 

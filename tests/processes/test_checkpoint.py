@@ -23,6 +23,7 @@ from app.engine.checkpoint.folder import CHECKPOINTS, LATEST, newest_checkpoint
 from app.engine.checkpoint.load import Progress, load_checkpoint
 from app.engine.run.start import find_start
 from app.errors import ConfigError
+from app.kernels.adamw import update_rates
 from app.plan.sharding.reshard import Block, Slice, overlaps
 from tests.checkpoints import save_checkpoint, verify_checkpoint
 from tests.distributed import run_distributed
@@ -62,7 +63,9 @@ def trained_engine(run: Run, rank: int) -> tuple[Engine, Progress]:
 def train_first(run: Run, engine: Engine) -> Progress:
     """The steps before the checkpoint."""
     train_steps(run, engine, STEPS)
-    engine.optimizer.step(run.optim.lr, 0.1, torch.tensor(float("nan")))
+    engine.optimizer.step(
+        update_rates(run.optim.lr, 0.1, engine.device), torch.tensor(float("nan"))
+    )
     if engine.loss_scale is not None:
         engine.loss_scale.update(overflow=True)
     random = torch.Generator().manual_seed(0)

@@ -72,6 +72,17 @@ def test_experts_in_other_types_are_not_captured():
     check_capturable(make_run(dataclasses.replace(TINY, moe=None), cuda_graph=WHOLE), GPU)
 
 
+def test_updates_are_captured_with_their_kernel_only(monkeypatch: pytest.MonkeyPatch):
+    dense = dataclasses.replace(TINY, moe=None)
+    run = make_run(dense, cuda_graph=dataclasses.replace(WHOLE, optimizer=True))
+    check_capturable(run, GPU)
+    monkeypatch.setattr(fast_paths, "triton", None)
+    check_capturable(run, CPU)
+    check_capturable(make_run(dense, cuda_graph=WHOLE), GPU)
+    with pytest.raises(ConfigError, match=r"cuda_graph\.optimizer=true: captures AdamW, for whose"):
+        check_capturable(run, GPU)
+
+
 def test_what_is_captured_is_said():
     attention = make_run(
         cuda_graph=CudaGraphConfig(GraphImpl.local, (GraphScope.attn,), warmup_steps=2)

@@ -40,7 +40,7 @@ from app.optim.param_gather import ParamGather
 from tests.cases import chosen
 from tests.checkpoints import verify_checkpoint
 from tests.distributed import run_distributed
-from tests.processes.test_captured import EAGER, FOUR, WARMUP, WHOLE
+from tests.processes.test_captured import EAGER, FOUR, UPDATING, WARMUP, WHOLE
 from tests.runs import batches_of, engine_of, make_run, whole_parameters
 
 DENSE = dataclasses.replace(FOUR, moe=None)
@@ -118,7 +118,8 @@ def taken(engine: Engine, first: int, saver: Saver | None, folder: Path) -> list
         for n in range(first, STEPS):
             if saver is not None and n == SAVED:
                 saver.save(folder / CHECKPOINTS, Progress(n, updates, n), {})
-            facts, _ = step(batches_of(run, n, engine.groups.dp_rank), 1e-2, 0.1)
+            batches = batches_of(run, n, engine.groups.dp_rank)
+            facts, _ = step(batches, 1e-2 / (1 + n), 0.1 * (1 + n))
             updates += 1 - int(facts.skipped)
             told.append((n, facts.loss, repr(facts.norm_sq), facts.skipped))  # nan is not nan
             for _ in range((0, 1, 0, 2)[n % 4]):  # one behind the other too
@@ -158,6 +159,8 @@ def test_captured_equals_eager_wherever_parameters_are_gathered(case: str, tmp_p
         "eager": run_of(case, EAGER, True),
         "whole, beside": run_of(case, WHOLE, True),
         "whole, before": run_of(case, WHOLE, False),
+        "whole with its update, beside": run_of(case, UPDATING, True),
+        "whole with its update, before": run_of(case, UPDATING, False),
     }
     world = runs["eager"].world_size
     for found in run_distributed(histories, world, runs, tmp_path):
@@ -237,12 +240,13 @@ def numbers(events: list[tuple[str, Any]], kind: str) -> list[int]:
     return [number for each, number in events if each == kind]
 
 
+@pytest.mark.parametrize("graph", [WHOLE, UPDATING], ids=["passes", "with the update"])
 @pytest.mark.parametrize("overlap", [True, False], ids=["beside", "before"])
 @pytest.mark.parametrize("case", chosen(["dp2", "dp2 pp2 vpp2"], ["dp2"]))
 def test_a_recorded_step_gathers_in_the_order_of_use_and_nothing_does_outside(
-    case: str, overlap: bool
+    case: str, overlap: bool, graph: CudaGraphConfig
 ):
-    run = run_of(case, WHOLE, overlap)
+    run = run_of(case, graph, overlap)
     for found in run_distributed(watch, run.world_size, run):
         chunk_of, told = found["chunk_of"], found["told"]
         buckets = list(range(len(chunk_of)))
@@ -253,6 +257,8 @@ def test_a_recorded_step_gathers_in_the_order_of_use_and_nothing_does_outside(
             gathers, forwards = places(events, "start", "gather"), places(events, "forward")
             assert begins < gathers[0] and gathers[-1] < ends
             assert numbers(events, "update") in ([], buckets)
+            inside = [begins < place < ends for place in places(events, "update")]
+            assert all(each == graph.optimizer for each in inside)
             if overlap:
                 assert not numbers(events, "gather") and gathers[-1] < forwards[0]
                 assert numbers(events, "start") == numbers(events, "wait") == buckets

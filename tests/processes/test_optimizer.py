@@ -21,6 +21,7 @@ from app.collectives import all_reduce
 from app.config import OptimConfig, ParallelConfig, PrecisionConfig
 from app.engine.dtypes import DTYPES
 from app.engine.groups import Groups, create_groups
+from app.kernels.adamw import update_rates
 from app.model.linear import named_parameters
 from app.optim.buffers import ParamSpec
 from app.optim.distributed import DistributedOptimizer, OptimizerGroups
@@ -143,6 +144,10 @@ def backward(case: Case, specs: list[ParamSpec], whole: dict[str, Tensor]) -> No
     ).backward()
 
 
+def rates(lr: float, weight_decay: float) -> Tensor:
+    return update_rates(lr, weight_decay, torch.device("cpu"))
+
+
 def states_of(optimizer: DistributedOptimizer) -> list[Tensor]:
     """Copies of everything an update changes on this rank."""
     return [
@@ -171,7 +176,7 @@ def one_step(
     norm_sq = optimizer.local_norm_sq()
     all_reduce(norm_sq, groups.world)
     return norm_sq.sqrt().item(), optimizer.step(
-        case.lr(step), case.config.weight_decay, norm_sq.sqrt()
+        rates(case.lr(step), case.config.weight_decay), norm_sq.sqrt()
     ).item()
 
 
@@ -379,7 +384,7 @@ def one_matrix(
     for gradient in gradients:
         optimizer.zero_grad()
         (spec.param * gradient).sum().backward()
-        optimizer.step(lr, 0.0, optimizer.local_norm_sq().sqrt())
+        optimizer.step(rates(lr, 0.0), optimizer.local_norm_sq().sqrt())
         values.append(spec.param[0, 0].item())
     optimizer.zero_grad()
     for gradient in (1.0, *[2**-9] * 64):  # every addition alone is below the resolution of bf16
@@ -410,7 +415,7 @@ def decay_only(rank: int, lr: float, decay: float) -> dict[str, tuple[int, bool,
     engine = engine_of(make_run(model), rank)
     before = {name: param.detach().clone() for name, param in named_parameters(engine.chunks[0])}
     engine.optimizer.zero_grad()
-    engine.optimizer.step(lr, decay, engine.optimizer.local_norm_sq().sqrt())
+    engine.optimizer.step(rates(lr, decay), engine.optimizer.local_norm_sq().sqrt())
     after = dict(named_parameters(engine.chunks[0]))
     return {
         name: (
@@ -541,7 +546,7 @@ def golden_run(rank: int, case: dict[str, Any]) -> list[dict[str, Any]]:
         norm_sq, zeros = optimizer.local_norm_sq(), optimizer.local_zeros()
         all_reduce(norm_sq, groups.world)
         all_reduce(zeros, groups.world)
-        optimizer.step(spec["lr"], spec["wd"], norm_sq.sqrt())
+        optimizer.step(rates(spec["lr"], spec["wd"]), norm_sq.sqrt())
         optimizer.gather_params(0)
         numbers = {"loss": loss.item(), "norm": norm_sq.sqrt().item(), "zeros": zeros.item()}
         seen.append({**numbers, "params": [p.detach().float().tolist() for p in params]})

@@ -25,9 +25,18 @@ WHOLE, STALE, ON_ITS_WAY = "whole", "stale", "on its way"
 
 def recorded(gather: ParamGather, shard: AdamShard) -> None:
     """Work that a recording is made of."""
-    with gather.in_graph():
+    with gather.in_graph(updates=False):
         gather.start(shard)
         gather.make_whole(shard)
+
+
+def recorded_update(gather: ParamGather, shard: AdamShard) -> None:
+    """The same with an update at its end, as of whole steps: none of their gathers starts there."""
+    with gather.in_graph(updates=True):
+        gather.start(shard)
+        gather.make_whole(shard)
+        gather.settle(shard)
+        gather.updated(shard)
 
 
 EVENTS: dict[str, Callable[[ParamGather, AdamShard], None]] = {
@@ -37,6 +46,7 @@ EVENTS: dict[str, Callable[[ParamGather, AdamShard], None]] = {
     "make_whole": ParamGather.make_whole,
     "gate": lambda gather, shard: gather.gate([shard.buffer.specs[0].param])(),
     "recorded": recorded,
+    "recorded update": recorded_update,
 }
 BUG = "bug"
 # state, whether gathers start at the update -> events that lead there
@@ -51,6 +61,8 @@ WAYS: dict[tuple[str, bool], list[str]] = {
 TABLE = {
     **{(WHOLE, early, "start"): (WHOLE, 0) for early in (True, False)},
     **{(WHOLE, early, "recorded"): (WHOLE, 1) for early in (True, False)},
+    **{(state, False, "recorded update"): (STALE, 1) for state in (WHOLE, STALE)},
+    (ON_ITS_WAY, False, "recorded update"): BUG,
     **{(ON_ITS_WAY, early, "start"): (ON_ITS_WAY, 0) for early in (True, False)},
     **{(ON_ITS_WAY, early, "recorded"): BUG for early in (True, False)},
     (STALE, False, "start"): (ON_ITS_WAY, 1),
@@ -71,6 +83,15 @@ TABLE = {
     (ON_ITS_WAY, True, "updated"): BUG,
     (ON_ITS_WAY, True, "make_whole"): (WHOLE, 0),
 }
+
+
+def cells() -> list[tuple[str, bool, str]]:
+    """States, whether gathers start at the update, and events that there are in them."""
+    return [
+        (state, early, event)
+        for (state, early), event in itertools.product(WAYS, EVENTS)
+        if not (early and event == "recorded update")
+    ]
 
 
 def shard_of() -> AdamShard:
@@ -96,7 +117,8 @@ def outcomes(rank: int) -> dict[tuple[str, bool, str], Any]:
     param_gather.all_gather = lambda *given, **options: (
         gathered.append(0) or all_gather(*given, **options)
     )
-    for ((state, at_update), way), event in itertools.product(WAYS.items(), EVENTS):
+    for state, at_update, event in cells():
+        way = WAYS[state, at_update]
         shard = shard_of()
         gather = ParamGather([shard], at_update)
         shard.own_params.fill_(rank + 1)
@@ -127,7 +149,7 @@ def test_every_event_in_every_state(world: int, monkeypatch: pytest.MonkeyPatch)
         for early in (True, False):
             monkeypatch.delitem(WAYS, (ON_ITS_WAY, early))
     for found in run_distributed(outcomes, world):
-        assert len(found) == len(WAYS) * len(EVENTS)
+        assert list(found) == cells()
         for (state, at_update, event), outcome in found.items():
             expected = TABLE[state, at_update, "make_whole" if event == "gate" else event]
             if world == 1 and expected == (ON_ITS_WAY, 1):
@@ -135,15 +157,18 @@ def test_every_event_in_every_state(world: int, monkeypatch: pytest.MonkeyPatch)
             assert outcome == expected, (state, at_update, event)
 
 
-def unwaited(rank: int) -> str:
+def unwaited(rank: int) -> list[str]:
     gather = ParamGather([shard := shard_of()], at_update=False)
-    with pytest.raises(AssertionError, match="wait for what it starts"), gather.in_graph():
+    with pytest.raises(AssertionError, match="wait for what it starts"), gather.in_graph(False):
         gather.start(shard)
     gather.make_whole(shard)
-    with gather.in_graph():  # a replay: its kernels gather, and nothing here does
-        pass
-    return state_of(gather, shard)
+    states = []
+    for updates in (False, True):
+        with gather.in_graph(updates):  # a replay: its kernels gather, and nothing here does
+            pass
+        states.append(state_of(gather, shard))
+    return states
 
 
 def test_what_a_recording_starts_it_waits_for():
-    assert run_distributed(unwaited, 2) == [WHOLE, WHOLE]
+    assert run_distributed(unwaited, 2) == [[WHOLE, STALE]] * 2

@@ -44,6 +44,7 @@ from tests.processes.test_captured import (
     CHOICES,
     EAGER,
     FOUR,
+    WHOLE_STEPS,
     broken,
     local,
     same,
@@ -69,12 +70,12 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "experts recomputed": {"parallel": EP2, "recompute": RecomputeConfig(phases=(Recompute.moe,))},
     "layers recomputed": {"parallel": EP2, "recompute": RecomputeConfig(full=True)},
 }
-WHOLE, PARTS = ("whole step",), ("partial", "moe", "layer", "whole step")
+WHOLE, PARTS = WHOLE_STEPS, ("partial", "moe", "layer", *WHOLE_STEPS)
 GRAPHS = {
     "ep2": PARTS,
     "pp2 ep2": PARTS,
-    "experts recomputed": ("moe", "layer", "whole step"),
-    **dict.fromkeys(("ep2 etp2", "ep2 tp2", "pp2 vpp2 ep2"), ("layer", "whole step")),
+    "experts recomputed": ("moe", "layer", *WHOLE_STEPS),
+    **dict.fromkeys(("ep2 etp2", "ep2 tp2", "pp2 vpp2 ep2"), ("layer", *WHOLE_STEPS)),
 }
 
 
@@ -95,7 +96,7 @@ def test_experts_on_several_ranks_are_captured(layout: str):
         eager = results.pop("eager")
         for name, result in results.items():
             assert same(result, eager), name
-            assert result["facts"].count == (1 if name == "whole step" else result["planned"]), name
+            assert result["facts"].count == (1 if name in WHOLE_STEPS else result["planned"]), name
 
 
 @pytest.mark.full
@@ -110,7 +111,8 @@ def test_with_what_else_an_moe_layer_may_have(options: dict[str, Any]):
     runs = {name: run_of("ep2", CHOICES[name], **options) for name in WHOLE}
     runs["eager"] = run_of("ep2", **options)
     for results in run_distributed(several, 2, runs):
-        assert same(results["whole step"], results["eager"])
+        eager = results.pop("eager")
+        assert all(same(result, eager) for result in results.values())
 
 
 TOKENS, STEPS = 512, 6  # of a rank in a microbatch
@@ -163,7 +165,7 @@ def steps_of(rank: int, run: Run, in_a_row: int, favour: int = 0) -> dict[str, A
     return found
 
 
-@pytest.mark.parametrize("graph", ["whole step", "partial", "eager"])
+@pytest.mark.parametrize("graph", [*WHOLE_STEPS, "partial", "eager"])
 def test_a_step_that_lacks_rows_is_taken_again(graph: str):
     """It computes what memory for all rows computes, to the last bit: random numbers, counts of
     tokens and validations too; and no other step is taken again.

@@ -9,13 +9,14 @@ import torch
 from torch import Tensor
 
 from app.kernels import adamw
-from app.kernels.adamw import AdamWSettings, Pieces, adamw_update
+from app.kernels.adamw import AdamWSettings, Pieces, adamw_update, update_rates
 
 pytest.importorskip("triton")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 RANGES = [(3, 40, True), (40, 41, False), (48, 700, True), (704, 1500, False)]
 COUNT = 1600
-SETTINGS = AdamWSettings(lr=0.02, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1)
+SETTINGS = AdamWSettings(beta1=0.9, beta2=0.95, eps=1e-8)
+RATES = (0.02, 0.1)  # learning rate, weight decay
 
 
 @dataclass
@@ -40,6 +41,7 @@ class Shard:
     def update(
         self,
         settings: AdamWSettings = SETTINGS,
+        rates: tuple[float, float] = RATES,
         divisor: float = 2.5,
         skip: float = 0.0,
         rounded: Tensor | None = None,
@@ -50,6 +52,7 @@ class Shard:
             (self.exp_avg, self.exp_avg_sq),
             rounded_N=rounded,
             pieces=Pieces.of(RANGES, self.main.device),
+            rates_2=update_rates(*rates, self.main.device),
             step=self.step,
             divisor=torch.tensor(divisor, device=DEVICE),
             skip=torch.tensor(skip, device=DEVICE),
@@ -67,9 +70,9 @@ def by_torch(
     whole = [x.cpu().to(dtype) for x in (shard.main, shard.exp_avg, shard.exp_avg_sq)]
     for start, stop, decays in RANGES:
         param = whole[0][start:stop].clone().requires_grad_()
-        decay = SETTINGS.weight_decay if decays else 0.0
+        decay = RATES[1] if decays else 0.0
         betas = (SETTINGS.beta1, SETTINGS.beta2)
-        optimizer = torch.optim.AdamW([param], SETTINGS.lr, betas, SETTINGS.eps, decay)
+        optimizer = torch.optim.AdamW([param], RATES[0], betas, SETTINGS.eps, decay)
         for gradient in gradients:
             param.grad = gradient[start:stop].cpu().to(dtype) / divisor
             optimizer.step()
@@ -115,7 +118,7 @@ def test_bias_corrections(beta: float, updates: int):
     shard.grad, shard.step = grad, torch.tensor(float(updates), device=DEVICE)
     weight = 1 - beta**updates
     shard.exp_avg, shard.exp_avg_sq = grad * weight, grad * weight
-    shard.update(AdamWSettings(0.5, beta, beta, 1e-12, 0.0), divisor=1.0)
+    shard.update(AdamWSettings(beta, beta, 1e-12), rates=(0.5, 0.0), divisor=1.0)
     moved = (before - shard.main)[48:700].double()
     # fp32: 1 - beta has few digits where beta is close to 1, so its own rounding is what counts
     bound = 16 * torch.finfo(torch.float32).eps * max(1.0, float(before.abs().max()) / 0.5)
@@ -167,6 +170,7 @@ def test_nothing_to_update():
         (empty, empty),
         rounded_N=None,
         pieces=Pieces.of([], empty.device),
+        rates_2=update_rates(*RATES, empty.device),
         step=one,
         divisor=one,
         skip=one,

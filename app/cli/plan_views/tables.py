@@ -257,7 +257,9 @@ def _print_graphs(plan: Plan, console: Console) -> None:
         case GraphImpl.none:
             heading(console, "CUDA graphs", "none captured")
         case GraphImpl.full_iteration:
-            heading(console, "CUDA graphs", "one per rank, forward and backward of a whole step")
+            behind = " with its update" if graph.optimizer else ""
+            what = f"one per rank, forward and backward of a whole step{behind}"
+            heading(console, "CUDA graphs", what)
         case _:
             parts = ", ".join(part.value for part in graph.scope) or "whole layers"
             heading(

@@ -20,7 +20,7 @@ from app.engine.calibration import solve
 from app.engine.calibration.clock import Clock, Outputs
 from app.engine.calibration.solve import GIGA, MICRO, TERA
 from app.kernels import cross_entropy
-from app.kernels.adamw import AdamWSettings, Pieces, adamw_update
+from app.kernels.adamw import AdamWSettings, Pieces, adamw_update, update_rates
 from app.kernels.attention.heads import split_and_rotate
 from app.kernels.common import usable
 from app.model.attention import attend
@@ -250,10 +250,11 @@ class _Measure:
             (exp_avg, exp_avg_sq),
             rounded_N=rounded,
             pieces=Pieces.of([(0, count, True)], device),
+            rates_2=update_rates(1e-3, 0.1, device),
             step=one,
             divisor=one,
             skip=torch.zeros_like(one),
-            settings=AdamWSettings(lr=1e-3, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1),
+            settings=AdamWSettings(beta1=0.9, beta2=0.95, eps=1e-8),
         )
         return solve.rate(30.0 * count, self.clock.seconds(step), self.kernel)
 

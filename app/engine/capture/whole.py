@@ -1,4 +1,6 @@
-"""One recording of a whole step: forwards, backwards, exchanges, reductions of all microbatches."""
+"""One recording of a whole step: forwards, backwards, exchanges and reductions of all microbatches,
+and with `cuda_graph.optimizer` the update behind them.
+"""
 
 from __future__ import annotations
 
@@ -12,13 +14,13 @@ from torch import Tensor
 
 from app.engine.capture.recorder import Recorder, Recording
 from app.engine.capture.tree import Rebuild, flatten
-from app.engine.pipeline.data_feed import StepInput
 
-T = TypeVar("T")
+Given = TypeVar("Given")  # frozen records with tensors
+Found = TypeVar("Found")
 
 
 @dataclass(slots=True)
-class WholeStep(Generic[T]):
+class WholeStep(Generic[Given, Found]):
     """`work` on a step's input, recorded when it is first called.
 
     `in_graph` is entered around a recording and around every replay: what it does on the host
@@ -26,20 +28,20 @@ class WholeStep(Generic[T]):
     returns lies in memory that the next call writes to again.
     """
 
-    work: Callable[[StepInput], T]
+    work: Callable[[Given], Found]
     in_graph: Callable[[], AbstractContextManager[None]]
     recorder: Recorder
     pool: int = 0
     recording: Recording | None = None
-    input: StepInput | None = None
-    rebuild: Rebuild[T] | None = None
+    input: Given | None = None
+    rebuild: Rebuild[Found] | None = None
 
-    def __call__(self, step: StepInput) -> T:
+    def __call__(self, step: Given) -> Found:
         """Take in a step's input, and do the work."""
         with self.in_graph():
             return self._record_or_replay(step)
 
-    def _record_or_replay(self, step: StepInput) -> T:
+    def _record_or_replay(self, step: Given) -> Found:
         if any(known is self.recording for known in self.recorder.recordings):
             assert self.recording is not None
             self._load(step)
@@ -51,11 +53,11 @@ class WholeStep(Generic[T]):
         self.recording, outputs = self.recorder.record(self._run, self.pool)
         return self._whole(outputs)
 
-    def _whole(self, outputs: Sequence[Tensor]) -> T:
+    def _whole(self, outputs: Sequence[Tensor]) -> Found:
         assert self.rebuild is not None, "known since the recording"
         return self.rebuild(outputs)
 
-    def _load(self, step: StepInput) -> None:
+    def _load(self, step: Given) -> None:
         for static, value in zip(flatten(self.input)[0], flatten(step)[0], strict=True):
             static.copy_(value)
 

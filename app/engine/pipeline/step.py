@@ -23,6 +23,7 @@ from app.engine.pipeline.in_flight import StepTotals
 from app.engine.pipeline.shortage import RowShortage
 from app.engine.report.metrics import StepFacts
 from app.engine.run.signals import StopRequest
+from app.kernels.adamw import update_rates
 from app.moe.router import update_bias
 from app.plan.recompute import recompute_policy, thriftiest
 
@@ -51,10 +52,55 @@ def run_passes(engine: Engine, forward_backward: ForwardBackward, step: StepInpu
     )
 
 
+@dataclass(frozen=True, slots=True)
+class UpdateInput:
+    """A step's microbatches, and what its update takes from the host, on the device."""
+
+    step: StepInput
+    rates_2: Tensor  # learning rate and weight decay (`update_rates`)
+    # fp32 scalar: 1 where this process has been asked to stop, otherwise 0; None: the host is to
+    # look when it comes to the update, so that it learns the latest
+    stop: Tensor | None
+
+
 def run_forwards(engine: Engine, forwards: ForwardBackward, step: StepInput) -> StepTotals:
     """The same of a validation."""
     engine.optimizer.begin()
     return forwards(step)
+
+
+@dataclass(frozen=True, slots=True)
+class StepSums:
+    """Numbers of a step on the device, which one all-reduce turns into sums over all ranks."""
+
+    names: tuple[str, ...]  # fields of `StepFacts`
+    values_N: Tensor  # fp32
+
+    @classmethod
+    def of(cls, parts: Mapping[str, Tensor | float], like: Tensor) -> StepSums:
+        """Of this rank; `like`: any tensor on the device."""
+
+        def scalar(part: Tensor | float) -> Tensor:
+            # new_full is a kernel; a tensor made from a number of the host waits for the device
+            return part.float() if isinstance(part, Tensor) else like.new_full((), part)
+
+        return cls(tuple(parts), torch.stack([scalar(part) for part in parts.values()]))
+
+    def __getitem__(self, name: str) -> Tensor:
+        """One of them, a scalar."""
+        return self.values_N[self.names.index(name)]
+
+    def with_value(self, name: str, value: Tensor) -> StepSums:
+        """These and one more, which is the same on all ranks."""
+        return StepSums((*self.names, name), torch.cat((self.values_N, value[None])))
+
+    def read(self) -> StepFacts:
+        """On the host, which waits for them."""
+        return StepFacts(**dict(zip(self.names, self.values_N.tolist(), strict=True)))
+
+
+StepOutcome = tuple[StepTotals, StepSums]
+Attempt = Callable[[UpdateInput], StepOutcome]  # to take a step
 
 
 class TrainingStep:
@@ -73,27 +119,32 @@ class TrainingStep:
         self.taken = 0  # steps of this process
         self.loader = Loader(engine.groups, engine.device)
         forward_backward = select_forward_backward(engine, engine.plan.actions)
-        self.eager = partial(run_passes, engine, forward_backward)
+        self.shortage = RowShortage.of(engine)
+        self.passes = partial(run_passes, engine, forward_backward)
+        self.eager: Attempt = partial(self._attempt, self.passes)
         self.graphs: PartialGraphs | None = None
         self.captured = self._captured()
-        self.shortage = RowShortage.of(engine)
         self.with_all_rows = self.eager
         if self.shortage is not None:
             # more rows need more memory: recomputing whole layers makes room for them
             whole_layers = recompute_policy(thriftiest(self.run))
             again = select_forward_backward(engine, engine.plan.actions, policy=whole_layers)
-            self.with_all_rows = partial(run_passes, engine, again)
+            self.with_all_rows = partial(self._attempt, partial(run_passes, engine, again))
 
-    def _captured(self) -> Callable[[StepInput], Passes]:
+    def _captured(self) -> Attempt:
         engine = self.engine
         recorder = self.engine.recorder
         if recorder is None:
             return self.eager
+        if self.run.cuda_graph.optimizer:
+            in_graph = partial(engine.optimizer.in_graph, updates=True)
+            return WholeStep(self.eager, in_graph, recorder)
         if self.run.cuda_graph.impl is GraphImpl.full_iteration:
-            return WholeStep(self.eager, engine.optimizer.in_graph, recorder)
+            passes = WholeStep(self.passes, engine.optimizer.in_graph, recorder)
+            return partial(self._attempt, passes)
         self.graphs = build_partial_graphs(engine)
         forward_backward = select_forward_backward(engine, engine.plan.actions, self.graphs)
-        return partial(run_passes, engine, forward_backward)
+        return partial(self._attempt, partial(run_passes, engine, forward_backward))
 
     def _capture_anew(self) -> None:
         recorder = self.engine.recorder
@@ -126,10 +177,14 @@ class TrainingStep:
         )
         if captures and self.graphs is not None:
             self.graphs.before_step(step.batches[0])
-        attempt = partial(self._attempt, step, lr=lr, weight_decay=weight_decay)
+        given = UpdateInput(
+            step,
+            update_rates(lr, weight_decay, self.engine.device),
+            self._wanted() if captures and self.run.cuda_graph.optimizer else None,
+        )
         if self.shortage is not None:
             self.shortage.begin()
-        totals, sums = attempt(self.captured if captures else self.eager)
+        totals, sums = (self.captured if captures else self.eager)(given)
         self.taken += 1
         if following is not None:
             self.engine.watchdog.rest("reading the next batches")
@@ -142,7 +197,7 @@ class TrainingStep:
             lacked = facts.missing > 0
             if lacked:
                 with self.shortage.again():
-                    totals, sums = attempt(self.with_all_rows)
+                    totals, sums = self.with_all_rows(given)
                 facts = sums.read()
             facts = replace(facts, reruns=int(lacked))
             if self.shortage.grows(lacked):
@@ -156,18 +211,11 @@ class TrainingStep:
         loss_scale.update(bool(facts.skipped))
         return replace(facts, norm_sq=facts.norm_sq / used**2, scale=used), totals
 
-    def _attempt(
-        self,
-        step: StepInput,
-        run_all: Callable[[StepInput], Passes],
-        *,
-        lr: float,
-        weight_decay: float,
-    ) -> tuple[StepTotals, StepSums]:
+    def _attempt(self, run_all: Callable[[StepInput], Passes], given: UpdateInput) -> StepOutcome:
         """Passes, and the update that follows unless it is skipped; totals, and what the host
-        learns.
+        learns. All that differs between steps is read on the device, as one graph may hold it.
         """
-        passes = run_all(step)
+        passes = run_all(given.step)
         totals = passes.totals
         sums = StepSums.of(
             {
@@ -177,7 +225,7 @@ class TrainingStep:
                 "z_loss": totals.z_loss,
                 "zeros": passes.zeros,
                 "missing": 0.0 if self.shortage is None else self.shortage.lacks(),
-                "stop": float(self.request.wanted),
+                "stop": self._wanted() if given.stop is None else given.stop,
                 **self.engine.clone_sums(),
             },
             passes.norm_sq,
@@ -186,11 +234,15 @@ class TrainingStep:
         norm = sums["norm_sq"].sqrt()
         if self.shortage is not None:  # no update from numbers that lack rows
             norm = norm.masked_fill(sums["missing"] > 0, math.inf)
-        skipped = self.engine.optimizer.step(lr, weight_decay, norm, step.scale)
+        skipped = self.engine.optimizer.step(given.rates_2, norm, given.step.scale)
         self._balance(totals, skipped)
         if self.engine.fp8 is not None:
             self.engine.fp8.finish_step(skipped)
         return totals, sums.with_value("skipped", skipped)
+
+    def _wanted(self) -> Tensor:
+        """Whether this process has been asked to stop by now."""
+        return torch.full((), float(self.request.wanted), device=self.engine.device)
 
     def _balance(self, totals: StepTotals, skipped: Tensor) -> None:
         """Move the routers' bias against the step's load, if it is on; not on a skipped step."""
@@ -202,36 +254,6 @@ class TrainingStep:
             all_reduce(counts_E, self.engine.groups.tp_cp_dp_control)
             moved_E = update_bias(router.bias_E, counts_E, moe.bias_update_rate)
             router.bias_E.copy_(torch.where(skipped > 0, router.bias_E, moved_E))
-
-
-@dataclass(frozen=True, slots=True)
-class StepSums:
-    """Numbers of a step on the device, which one all-reduce turns into sums over all ranks."""
-
-    names: tuple[str, ...]  # fields of `StepFacts`
-    values_N: Tensor  # fp32
-
-    @classmethod
-    def of(cls, parts: Mapping[str, Tensor | float], like: Tensor) -> StepSums:
-        """Of this rank; `like`: any tensor on the device."""
-
-        def scalar(part: Tensor | float) -> Tensor:
-            # new_full is a kernel; a tensor made from a number of the host waits for the device
-            return part.float() if isinstance(part, Tensor) else like.new_full((), part)
-
-        return cls(tuple(parts), torch.stack([scalar(part) for part in parts.values()]))
-
-    def __getitem__(self, name: str) -> Tensor:
-        """One of them, a scalar."""
-        return self.values_N[self.names.index(name)]
-
-    def with_value(self, name: str, value: Tensor) -> StepSums:
-        """These and one more, which is the same on all ranks."""
-        return StepSums((*self.names, name), torch.cat((self.values_N, value[None])))
-
-    def read(self) -> StepFacts:
-        """On the host, which waits for them."""
-        return StepFacts(**dict(zip(self.names, self.values_N.tolist(), strict=True)))
 
 
 class Validation:

@@ -19,3 +19,5 @@ FP8_WORKSPACE = 32 * MIB  # bytes of the workspace that Transformer Engine's pro
 GRAPH = 96 * 1024  # bytes of an instantiated CUDA graph
 GRAPH_KERNEL = 1500  # bytes per kernel in it; up to CUDA 12.3 it was 64 KiB
 BACKWARD_KERNELS = 3  # kernels of a backward per kernel of its forward
+UPDATE_KERNELS = 30  # kernels of an update: sums over ranks, norm, divisor
+BUCKET_KERNELS = 3  # and per bucket of parameters

@@ -26,6 +26,7 @@ from app.plan.memory.activations import ChunkActivations, chunk_activations
 from app.plan.memory.graph_memory import MemoryPart, graph_objects, partial_graph_parts
 from app.plan.memory.overheads import (
     BACKWARD_KERNELS,
+    BUCKET_KERNELS,
     COMMUNICATOR,
     CONTROL_COMMUNICATOR,
     CUDA_CONTEXT,
@@ -34,6 +35,7 @@ from app.plan.memory.overheads import (
     GIB,
     MIB,
     NCCL_ITSELF,
+    UPDATE_KERNELS,
     WORKSPACES,
 )
 from app.plan.memory.peak import Peak, borders_of, find_peak
@@ -109,15 +111,19 @@ class StageState:
     dense: int  # shared by the ranks of dp and cp
     expert: int  # shared by the ranks of edp
     biases: int  # of routers, fp32, on every rank
+    buckets: int  # parts in which parameters are updated
 
 
 def stage_state(run: Run, stage: Stage, layout: ParallelLayout) -> StageState:
     """The buffers of a stage, and what its routers hold besides."""
     model = run.model
     buffers = chunk_buffers(chunk_parameters(model, stage, layout), layout, run.optim)
-    dense, expert = (buffer.numel if buffer else 0 for buffer in (buffers.dense, buffers.expert))
+    both = (buffers.dense, buffers.expert)
+    dense, expert = (buffer.numel if buffer else 0 for buffer in both)
+    buckets = sum(len(buffer.buckets) for buffer in both if buffer)
     routers = sum(model.is_moe_layer(layer) for layer in stage.layers)
-    return StageState(dense, expert, routers * model.moe.num_experts if model.moe else 0)
+    biases = routers * model.moe.num_experts if model.moe else 0
+    return StageState(dense, expert, biases, buckets=buckets)
 
 
 def bytes_per_parameter(precision: PrecisionConfig) -> tuple[int, int, int]:
@@ -169,7 +175,8 @@ def _parts(
     actions = walks.actions[rank]
     peak = _peak(run, chunks, walks, rank=rank)
     states = [state for state, _ in found]
-    step = list(_step_parts(run, layout, chunks, actions=actions, peak=peak))
+    update = UPDATE_KERNELS + BUCKET_KERNELS * sum(state.buckets for state in states)
+    step = list(_step_parts(run, layout, chunks, actions=actions, peak=peak, update=update))
     tensors = [
         *_state_parts(run, layout, states),
         *_fp8_parts(run, layout, stages),
@@ -283,8 +290,11 @@ def _step_parts(
     chunks: Sequence[ChunkActivations],
     actions: Sequence[Action],
     peak: Peak,
+    update: int,
 ) -> Iterator[MemoryPart]:
-    """What lives within a step, outside of partial graphs or all of it in one graph."""
+    """What lives within a step, outside of partial graphs or all of it in one graph. `update`:
+    kernels of one.
+    """
     count = run.num_microbatches
     each = batch_bytes(run, layout)
     inputs = f"{count} microbatches × {each / MIB:.2f} MiB"
@@ -292,7 +302,8 @@ def _step_parts(
         forwards = sum(
             chunks[action.chunk].kernels for action in actions if isinstance(action, Forward)
         )
-        yield graph_objects(1, forwards * (1 + BACKWARD_KERNELS))
+        kernels = forwards * (1 + BACKWARD_KERNELS)
+        yield graph_objects(1, kernels + (update if run.cuda_graph.optimizer else 0))
         yield MemoryPart("static inputs", count * each, inputs)
         yield MemoryPart("graph pool", peak.total, f"all of {peak.action}: {_by_phase(peak)}")
         return
