@@ -7,7 +7,6 @@ one line.
 from __future__ import annotations
 
 import json
-import signal
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -27,6 +26,7 @@ from app.cli.options.compose import load_typed
 from app.cli.options.messages import readable_errors, trial_of
 from app.cli.options.trial import Trial
 from app.cli.plan_views.tables import print_plan
+from app.cli.processes.reader import ends_with_its_reader
 from app.errors import ConfigError, nearest
 from app.plan.export import DECODING, WHAT, Decoding, plan_json
 from app.plan.plan import Plan
@@ -177,9 +177,9 @@ def _write_files(plan: Plan, folder: Path, content: dict[str, Any]) -> None:
 
 def command() -> None:
     """Run the command line; SystemExit with the exit code."""
-    # ends quietly with a reader that has seen enough, like head
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)
-    sys.exit(main(sys.argv[1:]))
+    with ends_with_its_reader():
+        code = main(sys.argv[1:])
+    sys.exit(code)
 
 
 if __name__ == "__main__":

@@ -24,6 +24,7 @@ from rich.console import Console
 from rich.table import Table
 
 from app.cli.options.messages import readable_errors
+from app.cli.processes.reader import ends_with_its_reader
 from app.cli.run_report.table import COLUMNS, Report, cells, read_report
 from app.cli.width import table_width
 from app.errors import ConfigError
@@ -87,13 +88,13 @@ def report(folder: Path) -> None:
     found = read_report(folder)
     text = StringIO()
     print_table(found, text)
-    print_table(found, sys.stdout)
     contents = {TEXT: text.getvalue(), CSV: as_csv(found), PAGE: page(found)}
     try:
         for name, content in contents.items():
             (folder / name).write_text(content)
     except OSError as error:
         raise ConfigError("folder", folder, f"cannot be written: {error.strerror}") from error
+    print_table(found, sys.stdout)
     print(f"written: {', '.join(str(folder / name) for name in contents)}")
 
 
@@ -116,7 +117,9 @@ def main(arguments: Sequence[str]) -> int:
 
 def command() -> None:
     """Run the command line; SystemExit with the exit code."""
-    sys.exit(main(sys.argv[1:]))
+    with ends_with_its_reader():
+        code = main(sys.argv[1:])
+    sys.exit(code)
 
 
 if __name__ == "__main__":

@@ -49,12 +49,12 @@ from app.cli.processes.parent import bound
 from app.cli.processes.scratch import scratch_folder
 from app.engine.run.address import LOOPBACK
 from app.engine.run.meeting import CONNECT_S, join_store
-from app.engine.run.signals import INTERRUPTED, PRESS_S, exit_code
+from app.engine.run.signals import INTERRUPTED, PRESS_S, exit_code, stop_signals
 from app.engine.watchdog.watchdog import EXIT_STUCK
 
 # A mistake, a run that diverged, a stop, Ctrl-C: train.py has explained them.
 SAID = (2, os.EX_DATAERR, os.EX_TEMPFAIL, INTERRUPTED)
-PASSED_ON = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT)
+PASSED_ON = stop_signals()
 FOLLOW_S = 60  # seconds that ranks have to end once others have
 POLL_S = 0.05  # seconds between looks at ranks that are ending
 
@@ -154,7 +154,7 @@ class Agent(LocalElasticAgent):
 def main(arguments: Sequence[str]) -> int:
     """Run torchrun; returns the exit code."""
     options = parse_args(list(arguments))
-    options.signals_to_handle = "SIGHUP,SIGQUIT"  # the others are the agent's
+    options.signals_to_handle = "SIGQUIT"  # the others are the agent's
     _bind_ranks(options)
     launcher.LocalElasticAgent = Agent  # type: ignore[misc]  # no other way to have it used
     rendezvous_handler_registry.register(one_host.BACKEND, one_host.OneHost.create)

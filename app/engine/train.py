@@ -12,6 +12,7 @@ import torch.distributed as dist
 from app.config import Run
 from app.engine.build import Engine, build_engine
 from app.engine.groups import create_groups, process_world
+from app.engine.report.lasting import lasting_output
 from app.engine.run.agreement import rank_zero_says
 from app.engine.run.attempt import Attempt
 from app.engine.run.bad_steps import DIVERGED, Diverged
@@ -48,7 +49,7 @@ def train(plan: Plan, rank: int, local_rank: int, attempt: Attempt) -> int:
     store = attempt.meeting_store(rank, run.world_size)
     watchdog = watch_over(run, rank, store)
     # ended in reverse order: the watchdog first
-    with FolderLock() as lock, ExitStack() as world, watchdog.running():
+    with FolderLock() as lock, ExitStack() as world, watchdog.running(), lasting_output():
         watchdog.meet("connecting the ranks")
         world.enter_context(process_world(rank, run.world_size, device, store=store))
         trainer = start_up(

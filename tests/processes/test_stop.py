@@ -236,6 +236,20 @@ def test_a_second_signal_ends_at_once_unless_it_repeats_the_first(monkeypatch: p
     assert exit_code(lambda: told_twice(apart=0.3)) == STOPPED == 75
 
 
+def hung_up(ignored: bool) -> int | None:
+    if ignored:
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    request = StopRequest()
+    with request.listening():
+        os.kill(os.getpid(), signal.SIGHUP)
+        return 1 if request.signal is None else 2
+
+
+def test_a_lost_terminal_ends_a_run_unless_it_is_not_to_be_heard():
+    assert exit_code(lambda: hung_up(ignored=False)) == 2
+    assert exit_code(lambda: hung_up(ignored=True)) == 1, "as nohup has it"
+
+
 def test_outside_the_steps_a_signal_ends_the_process():
     def work() -> int | None:
         with StopRequest().listening():

@@ -34,7 +34,7 @@ from app.cli.processes.parent import bound
 from app.cli.run_report.facts import run_facts
 from app.cli.sweeps.record import left_to_sweep
 from app.config import Run
-from app.engine.run.signals import STOP_SIGNALS, STOPPED, hand_on
+from app.engine.run.signals import STOPPED, hand_on, stop_signals
 from app.errors import ConfigError, FirstOf, OwnError, warn
 from app.plan.formatting import gib
 from app.plan.plan import Plan
@@ -208,7 +208,7 @@ def start_ranks(
         told.append(signal.Signals(number))
         process.send_signal(number)
 
-    before = {number: signal.signal(number, pass_on) for number in STOP_SIGNALS}
+    before = {number: signal.signal(number, pass_on) for number in stop_signals()}
     code = process.wait()
     if code == STOPPED and told:
         hand_on(told[0], before[told[0]])

@@ -13,6 +13,7 @@ from app.cli.processes.ctrl_c import interrupt_again
 from app.cli.processes.environment import joined_launch
 from app.cli.processes.launch import SPEAK_S
 from app.cli.processes.launcher import Launch
+from app.cli.processes.reader import ends_with_its_reader
 from app.config import Run
 from app.engine.decoding.trained import TrainedModel, WeightSource, trained_model
 from app.engine.run.attempt import Attempt
@@ -38,7 +39,8 @@ def run_program(
         return 0
     with readable_errors(program, speak=True):
         launch = joined_launch(parent)
-    with readable_errors(program, speak=launch.rank == 0, silent_s=SPEAK_S):
+    speaks = launch.rank == 0
+    with ends_with_its_reader(), readable_errors(program, speak=speaks, silent_s=SPEAK_S):
         interrupt_again()
         return work(arguments, launch)
 

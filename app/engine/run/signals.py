@@ -21,9 +21,16 @@ STOPPED = os.EX_TEMPFAIL  # exit code 75: ended early, but the same command with
 INTERRUPTED = 128 + signal.SIGINT
 # SIGUSR2 is what submitit has SLURM send.
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT)
+HANG_UP = signal.SIGHUP  # the terminal is gone
 # signals closer than this are one request: launchers pass on what the ranks have had from elsewhere
 REPEAT_S = 3.0
 PRESS_S = 1.0  # the same for Ctrl-C, which people press again
+
+
+def stop_signals() -> tuple[signal.Signals, ...]:
+    """All that end a run; not the loss of the terminal where that is ignored, as under nohup."""
+    ignored = signal.getsignal(HANG_UP) is signal.SIG_IGN
+    return STOP_SIGNALS if ignored else (*STOP_SIGNALS, HANG_UP)
 
 
 def exit_code(number: int | None) -> int:
@@ -51,7 +58,7 @@ class StopRequest:
 
         Processes forked within the block would listen too, instead of ending when they are told to.
         """
-        self._before = {number: signal.signal(number, self._take) for number in STOP_SIGNALS}
+        self._before = {number: signal.signal(number, self._take) for number in stop_signals()}
         try:
             yield
         finally:

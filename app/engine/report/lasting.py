@@ -1,0 +1,61 @@
+"""A run outlives whoever reads it: a pipe whose reader has ended, a terminal that is gone, a disk
+that is full behind its log.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Any, TextIO, cast
+
+from app.errors import warn
+
+
+class LastingStream:
+    """stdout or stderr, whose lines are dropped from the first on that cannot be written."""
+
+    def __init__(self, stream: TextIO, name: str) -> None:
+        self._stream = stream
+        self._name = name
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        """As the stream does, or not at all."""
+        try:
+            return self._stream.write(text)
+        except OSError as error:
+            self._lose(error)
+            return len(text)
+
+    def flush(self) -> None:
+        """As above."""
+        try:
+            self._stream.flush()
+        except OSError as error:
+            self._lose(error)
+
+    def _lose(self, error: OSError) -> None:
+        """Let everything that is still to be written vanish, that of libraries too."""
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, self._stream.fileno())
+        os.close(nowhere)
+        with suppress(OSError):
+            self._stream.flush()
+        warn(f"{self._name} cannot be written: {error.strerror}; the run goes on without it")
+
+
+@contextmanager
+def lasting_output() -> Iterator[None]:
+    """Within the block nothing ends because stdout or stderr cannot be written."""
+    before = sys.stdout, sys.stderr
+    sys.stdout = cast(TextIO, LastingStream(sys.stdout, "stdout"))
+    sys.stderr = cast(TextIO, LastingStream(sys.stderr, "stderr"))
+    try:
+        yield
+        sys.stdout.flush()
+    finally:
+        sys.stdout, sys.stderr = before
