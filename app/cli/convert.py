@@ -31,6 +31,7 @@ Usage:  python -m app.cli.convert from-hf MODEL RUN_FOLDER
   from-hf a model, a folder or a name on the hub, as the checkpoint of step 0 of a new run folder,
           from which a run goes on at any layout:
           python train.py model=pretrained model.init_from=RUN_FOLDER resume=RUN_FOLDER
+          and, where the model has a tokenizer, data.tokenizer=RUN_FOLDER/pretrained/tokenizer.json
   to-hf   the model of a checkpoint, or of a run's newest one, saved at any layout, as a new folder
           that transformers, vLLM and SGLang load: safetensors, config.json, tokenizer
 

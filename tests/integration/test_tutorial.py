@@ -96,6 +96,11 @@ def test_the_page_shows_what_is_planned(block: re.Match[str]):
     assert refreshed(block[0]).splitlines() == block[0].splitlines()
 
 
+def test_the_suggestion_that_is_typed_is_the_first_that_is_shown():
+    (shown,) = re.findall(r"^[\d.]+ +\+\d+ % +(.+)$", PAGE, re.MULTILINE)[:1]
+    assert f"train.global_batch=64 {shown}\n```" in PAGE
+
+
 @pytest.mark.full
 def test_the_page_from_its_beginning_to_its_end(tmp_path: Path):
     folder = tmp_path / "graphfold"

@@ -75,8 +75,8 @@ def title(plan: Plan) -> str:
     line = plan.timeline
     counts = count_of(plan.run.num_microbatches, "microbatch", "microbatches")
     return (
-        f"{what}, {counts}, bubble {line.bubble_fraction:.1%}, {figures(line.makespan * 1e3)} ms "
-        "per step (estimated)"
+        f"{what}, {counts}, bubble {line.bubble_fraction:.1%}, {figures(line.makespan * 1e3)} of "
+        f"{figures(plan.step_seconds * 1e3)} ms per step (estimated)"
     )
 
 

@@ -87,8 +87,9 @@ def check_cpu(plan: Plan) -> None:
         raise ConfigError("cuda_graph.impl", impl, rule, nearest=GraphImpl.local)
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if plan.busiest.kept > memory:
-        rule = f"a rank keeps {gib(plan.busiest.kept)} GiB, and this host has {gib(memory)} GiB"
-        advice = "python -m app.cli.plan what=memory says what to change"
+        room = gib(memory)
+        rule = f"a rank keeps {gib(plan.busiest.kept)} GiB, and this host has {room} GiB"
+        advice = f"python -m app.cli.plan what=memory gpu_memory_gib={room} says what to change"
         raise ConfigError("train.device", "cpu", rule, advice=advice)
 
 
