@@ -1,86 +1,159 @@
-"""Whole runs in eight bits by Transformer Engine: graphs and resumed runs repeat eager ones bit for
+"""Training in eight bits by Transformer Engine: graphs and resumed runs repeat eager ones bit for
 bit, and several GPUs train as one.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.gpu.programs import GPUS, losses
+from app.choices import Dtype, Fp8Part, Fp8Recipe, GraphImpl, GraphScope, ScheduleName
+from app.config import (
+    CudaGraphConfig,
+    Fp8Config,
+    LossConfig,
+    ModelConfig,
+    MoEConfig,
+    ParallelConfig,
+    PrecisionConfig,
+    Run,
+    ScheduleConfig,
+    TrainConfig,
+)
+from app.engine.checkpoint.folder import newest_checkpoint
+from tests.gpu.in_process import print_trained, trained_alone
+from tests.gpu.programs import GPUS, losses, printed_by_ranks
+from tests.runs import make_run
 
 pytest.importorskip("transformer_engine")
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not GPUS, reason="needs a CUDA device")]
-RECIPES = ("current", "delayed", "block")
-FOUR = (
-    "model=dense_tiny",
-    "model.num_layers=4",
-    "model.hidden_size=256",
-    "model.ffn_hidden_size=512",
-    "model.num_heads=4",
-    "model.num_kv_heads=2",
-    "model.vocab_size=512",
-    "precision=bf16",
-    "precision.fp8.include=[linear,head]",
-    "optim.decay_steps=60",
+RECIPES = tuple(Fp8Recipe)
+BOTH = (Fp8Part.linear, Fp8Part.head)
+FOUR = ModelConfig(
+    num_layers=4,
+    hidden_size=256,
+    ffn_hidden_size=512,
+    num_heads=4,
+    num_kv_heads=2,
+    vocab_size=512,
 )
+ROUTED = dataclasses.replace(
+    FOUR, moe=MoEConfig(num_experts=8, top_k=2, ffn_hidden_size=64, shared_ffn_hidden_size=64)
+)
+EAGER, WHOLE = CudaGraphConfig(), CudaGraphConfig(GraphImpl.full_iteration)
+UPDATES = dataclasses.replace(WHOLE, optimizer=True)
+GRAPHS = {
+    "attn": CudaGraphConfig(GraphImpl.local, (GraphScope.attn,)),
+    "layer": CudaGraphConfig(GraphImpl.local),
+    "whole step": WHOLE,
+    "whole step with its update": UPDATES,
+    "attn by Transformer Engine": CudaGraphConfig(GraphImpl.transformer_engine, (GraphScope.attn,)),
+    "layer by Transformer Engine": CudaGraphConfig(GraphImpl.transformer_engine),
+}
 
 
-def in_8(recipe: str, *overrides: str) -> tuple[str, ...]:
-    return (*FOUR, f"precision.fp8.recipe={recipe}", *overrides)
+def run_of(
+    recipe: Fp8Recipe,
+    graph: CudaGraphConfig = EAGER,
+    model: ModelConfig = FOUR,
+    include: tuple[Fp8Part, ...] = BOTH,
+    **sections: Any,
+) -> Run:
+    return make_run(
+        model,
+        precision=PrecisionConfig(Dtype.bfloat16, fp8=Fp8Config(recipe, include=include)),
+        cuda_graph=graph,
+        train=TrainConfig(steps=60, seq_len=256, micro_batch=2, global_batch=8),
+        **sections,
+    )
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_graphs_repeat_sixty_eager_steps(tmp_path: Path, recipe: str):
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.value)
+def test_graphs_repeat_sixty_eager_steps(recipe: Fp8Recipe):
     """With validations between them, which see the weights of the last update."""
-    given = in_8(recipe, "parallel.dp=1", "train.steps=60", "train.eval_interval=10")
-    eager = losses(tmp_path / "eager", *given)
+    eager = trained_alone(run_of(recipe), steps=60, validates=10)
     assert len(eager) == 60 and eager[-1][0] < 0.8 * eager[0][0]
-    for graph in ("attn", "layer", "full_iteration"):
-        assert losses(tmp_path / graph, *given, f"cuda_graph={graph}") == eager, graph
+    assert len({row[2] for row in eager[9::10]}) == 6
+    for name, graph in GRAPHS.items():
+        assert trained_alone(run_of(recipe, graph), steps=60, validates=10) == eager, name
 
 
-@pytest.mark.parametrize("model", ["small", "moe"])
-def test_chunks_of_the_head_and_shared_experts(tmp_path: Path, model: str):
-    chosen = {
-        "small": ("loss.chunk_tokens=128",),
-        "moe": ("model=moe_tiny", "model.moe.shared_ffn_hidden_size=64",
-                "precision.fp8.include=[linear]"),
-    }[model]  # fmt: skip
-    base = FOUR if model == "small" else ("precision=bf16", "optim.decay_steps=60")
-    given = (*base, "precision.fp8.recipe=current", *chosen, "parallel.dp=1", "train.steps=20")
-    eager = losses(tmp_path / "eager", *given)
-    assert losses(tmp_path / "graphs", *given, "cuda_graph=full_iteration") == eager
+@pytest.mark.parametrize("chosen", ["chunks of the head", "shared experts"])
+def test_chunks_of_the_head_and_shared_experts(chosen: str):
+    given: dict[str, Any] = {
+        "chunks of the head": {"loss": LossConfig(chunk_tokens=128)},
+        "shared experts": {"model": ROUTED, "include": (Fp8Part.linear,)},
+    }[chosen]
+    eager, graphs = (
+        trained_alone(run_of(Fp8Recipe.current, graph, **given), steps=20)
+        for graph in (EAGER, WHOLE)
+    )
+    assert graphs == eager
 
 
-@pytest.mark.parametrize("graph", ["none", "full_iteration"])
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_a_resumed_run_repeats_one_that_was_not_stopped(tmp_path: Path, recipe: str, graph: str):
-    given = in_8(recipe, "parallel.dp=1", f"cuda_graph={graph}")
+@pytest.mark.parametrize("graph", [EAGER, WHOLE], ids=["eager", "whole step"])
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.value)
+def test_a_resumed_run_repeats_one_that_was_not_stopped(
+    tmp_path: Path, recipe: Fp8Recipe, graph: CudaGraphConfig
+):
+    run = run_of(recipe, graph)
+    whole = trained_alone(run, steps=20)
+    checkpoints = tmp_path / "checkpoints"
+    trained_alone(run, steps=10, save_to=checkpoints)
+    saved = newest_checkpoint(tmp_path)
+    assert saved is not None
+    assert trained_alone(run, steps=20, resume=saved) == whole[10:]
+
+
+def test_the_program_goes_on_in_eight_bits(tmp_path: Path):
+    """Of its starts, each half a minute, no more than one case needs."""
+    given = (
+        "model=dense_tiny",
+        "model.num_layers=4",
+        "precision=bf16",
+        "precision.fp8.recipe=delayed",
+        "optim.decay_steps=60",
+        "parallel.dp=1",
+        "cuda_graph=full_iteration",
+    )
     whole = losses(tmp_path / "whole", *given, "train.steps=20", first=11)
     saved = (*given, "checkpoint=default")
     losses(tmp_path / "parts", *saved, "train.steps=10")
     assert losses(tmp_path / "parts", *saved, "train.steps=20", "resume=auto", first=11) == whole
 
 
-LAYOUTS = {
-    "tp2": ("parallel.tp=2",),
-    "pp2": ("parallel.pp=2",),
-    "zero bubble": ("parallel.pp=2", "schedule=zero_bubble_h1"),
-    "dp2": ("parallel.dp=2",),
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "tp2": {"parallel": ParallelConfig(tp=2)},
+    "pp2": {"parallel": ParallelConfig(pp=2)},
+    "zero bubble": {
+        "parallel": ParallelConfig(pp=2),
+        "schedule": ScheduleConfig(name=ScheduleName.zero_bubble_h1),
+    },
+    "dp2": {"parallel": ParallelConfig(dp=2)},
+}
+CASES = {
+    f"{recipe.value}, {layout}": [
+        run_of(recipe, graph, **sections) for graph in (EAGER, WHOLE, UPDATES)
+    ]
+    for recipe, (layout, sections) in itertools.product(RECIPES, LAYOUTS.items())
 }
 
 
 @pytest.mark.skipif(GPUS < 2, reason="needs two GPUs")
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_several_gpus_in_one_graph_each(tmp_path: Path, recipe: str, layout: str):
-    given = in_8(recipe, *LAYOUTS[layout], "train.steps=20")
-    eager = losses(tmp_path / "eager", *given)
-    whole = (*given, "cuda_graph=full_iteration")
-    assert losses(tmp_path / "graphs", *whole) == eager
-    assert losses(tmp_path / "updates", *whole, "cuda_graph.optimizer=true") == eager
-    one = losses(tmp_path / "one", *in_8(recipe, "parallel.dp=1", "train.steps=20"))
-    # the first loss differs by the rounding of parts that have scales of their own, at most
-    assert abs(eager[0][0] - one[0][0]) < 0.02 and abs(eager[-1][0] - one[-1][0]) < 0.2
+def test_several_gpus_in_one_graph_each():
+    found = dict(printed_by_ranks(__file__, 2))
+    assert found.keys() == CASES.keys()
+    one = {recipe.value: trained_alone(run_of(recipe), steps=20) for recipe in RECIPES}
+    for name, (eager, *graphs) in found.items():
+        assert graphs == [eager, eager], name
+        alone = one[name.split(",")[0]]
+        # the first loss differs by the rounding of parts that have scales of their own, at most
+        assert abs(eager[0][0] - alone[0][0]) < 0.02 and abs(eager[-1][0] - alone[-1][0]) < 0.2
+
+
+if __name__ == "__main__":
+    print_trained(CASES, steps=20)

@@ -5,21 +5,22 @@ graphs and as much static memory as planned, and nothing that grows.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterator
 from importlib.util import find_spec
-from pathlib import Path
 
 import pytest
 import torch
 
 from app.choices import Dtype, GraphImpl, GraphKey, GraphScope
-from app.config import CudaGraphConfig, PrecisionConfig
+from app.config import CudaGraphConfig, ParallelConfig, PrecisionConfig, Run
 from app.engine.build import build_engine
 from app.engine.capture.facts import GraphFacts
 from app.engine.groups import create_groups, process_world
 from app.engine.pipeline.step import TrainingStep
 from app.plan.plan import Plan
-from tests.gpu.programs import GPUS, losses, rows_of
+from tests.gpu.in_process import print_trained, trained_alone
+from tests.gpu.programs import GPUS, printed_by_ranks
 from tests.runs import TINY, batches_of, make_run
 
 pytestmark = [
@@ -27,43 +28,55 @@ pytestmark = [
     pytest.mark.skipif(not GPUS, reason="needs a CUDA device"),
     pytest.mark.skipif(find_spec("transformer_engine") is None, reason="needs Transformer Engine"),
 ]
-STEPS = 20
-LAYOUTS = {
-    "one rank": ("parallel.dp=1",),
-    "pp2": ("parallel.pp=2",),
-    "pp2 vpp2": ("parallel.pp=2", "parallel.vpp=2"),
-}
-PARTS = (GraphScope.attn, GraphScope.mlp, GraphScope.moe_router, GraphScope.moe_preprocess)
+STEPS = 120  # corruption has been seen to begin after eighty
 FOUR = dataclasses.replace(TINY, num_layers=4)
+MODELS = {"moe": FOUR, "dense": dataclasses.replace(FOUR, moe=None)}
+PARTS = (GraphScope.attn, GraphScope.mlp, GraphScope.moe_router, GraphScope.moe_preprocess)
+EAGER = CudaGraphConfig()
+GRAPHS = {
+    "partial": CudaGraphConfig(GraphImpl.transformer_engine, PARTS),
+    "layer": CudaGraphConfig(GraphImpl.transformer_engine),
+    "by slot": CudaGraphConfig(GraphImpl.transformer_engine, PARTS, key=GraphKey.slot),
+}
+LAYOUTS = {"pp2": ParallelConfig(pp=2), "pp2 vpp2": ParallelConfig(pp=2, vpp=2)}
+
+
+def run_of(model: str, graph: CudaGraphConfig, parallel: ParallelConfig | None = None) -> Run:
+    return make_run(
+        MODELS[model],
+        precision=PrecisionConfig(Dtype.bfloat16),
+        cuda_graph=graph,
+        parallel=parallel or ParallelConfig(),
+    )
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_it_repeats_eager_training_bit_for_bit(model: str):
+    eager = trained_alone(run_of(model, EAGER), steps=STEPS)
+    for name, graph in GRAPHS.items():
+        assert trained_alone(run_of(model, graph), steps=STEPS) == eager, name
+
+
+CASES = {
+    f"{model}, {layout}": [run_of(model, graph, parallel) for graph in (EAGER, *GRAPHS.values())]
+    for model, (layout, parallel) in itertools.product(MODELS, LAYOUTS.items())
+}
+
+
+@pytest.mark.skipif(GPUS < 2, reason="needs two GPUs")
+def test_two_stages_repeat_eager_training_bit_for_bit():
+    found = dict(printed_by_ranks(__file__, 2))
+    assert found.keys() == CASES.keys()
+    for case, (eager, *others) in found.items():
+        assert len(eager) == STEPS
+        for name, graphs in zip(GRAPHS, others, strict=True):
+            assert graphs == eager, (case, name)
 
 
 @pytest.fixture
 def side_stream() -> Iterator[None]:
     with torch.cuda.stream(torch.cuda.Stream()):
         yield
-
-
-@pytest.mark.parametrize("model", ["dense_tiny", "moe_tiny"])
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_it_repeats_eager_training_bit_for_bit(tmp_path: Path, layout: str, model: str):
-    if layout != "one rank" and GPUS < 2:
-        pytest.skip("needs two GPUs")
-    fixed = (
-        f"model={model}",
-        "model.num_layers=4",
-        "precision=bf16",
-        f"train.steps={STEPS}",
-        *LAYOUTS[layout],
-    )
-    eager = losses(tmp_path / "eager", *fixed)
-    for name, graph in {
-        "partial": ("cuda_graph=partial",),
-        "layer": ("cuda_graph=layer",),
-        "by slot": ("cuda_graph=partial", "cuda_graph.key=slot"),
-    }.items():
-        overrides = (*fixed, *graph, "cuda_graph.impl=transformer_engine")
-        assert losses(tmp_path / name, *overrides) == eager, name
-        assert rows_of(tmp_path / name)[-1]["graph_count"] > 0
 
 
 @pytest.mark.parametrize("key", list(GraphKey), ids=lambda key: key.value)
@@ -88,3 +101,7 @@ def test_graphs_are_as_planned_and_leak_nothing(dense: bool, key: GraphKey, side
         engine.release()
         with pytest.raises(RuntimeError, match="can no longer be used"):
             step(batches_of(run, 0, 0), 0.0, 0.0)
+
+
+if __name__ == "__main__":
+    print_trained(CASES, steps=STEPS)
