@@ -2,6 +2,7 @@
 eight bits.
 
     python bench/fp8.py [--shapes ROWSxINxOUT … EXPERTSxROWSxINxOUT …] [--json FILE]
+    python bench/fp8.py --errors [--shapes …] [--device cpu]
 
 One row per shape and way: µs of forward, of forward with both gradients (the weight's added to an
 fp32 sum), both replayed as CUDA graphs; of quantising what comes in, which forward does, and the
@@ -9,13 +10,18 @@ weight, which happens once per step; how far output, input gradient and weight g
 fp64, as norms of the difference over norms of the exact ones. Way `reference` rounds as `current`
 does and multiplies in fp32; with experts `rows` scales each row, and `reference` multiplies those
 in fp32. Experts have equally many rows in all.
+With --errors no times, on any device: a row per shape, way and kind of matrices, as lines of a
+table. Kinds: `even`, normal entries; `uneven`, where columns of what comes in and of the output's
+gradient are wider or narrower than others by powers of two, and a few 64 times as wide, as outlying
+features of trained models are.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from importlib import metadata
@@ -30,7 +36,7 @@ from app.engine.eight_bits import Maker, arithmetic_maker, experts_arithmetic
 from app.model.fp8.delayed import DelayedScales
 from app.model.fp8.experts import Fp8GroupedLinear
 from app.model.fp8.linear import Fp8Linear
-from app.model.fp8.reference import E4M3, E5M2
+from app.model.fp8.lost import LARGEST
 from app.model.linear import ColumnParallelLinear, GroupedLinear
 from app.model.weight_grads import MainGradSink, WeightGrad
 from app.plan.model.weight import Weight
@@ -50,6 +56,9 @@ SHAPES = (
 )
 WAYS = ("bf16", *(recipe.value for recipe in Fp8Recipe), "reference")
 OF_EXPERTS = ("bf16", "rows", "reference")
+# of a layer of llama3_8b: queries, keys and values; what attention gives; the feed-forward
+ERROR_SHAPES = ("512x4096x6144", "512x4096x4096", "512x4096x28672", "512x14336x4096")
+KINDS = ("even", "uneven")
 LOOKED_AT = 1024  # rows of the exact products: fp64 of all would take minutes
 
 
@@ -80,17 +89,34 @@ class Row:
 class OneLayer:
     """A linear layer with what comes in, its output's gradient, and the sum of the weight's."""
 
-    def __init__(self, rows: int, given: int, made: int, way: str, device: torch.device) -> None:
+    def __init__(
+        self,
+        rows: int,
+        given: int,
+        made: int,
+        way: str,
+        device: torch.device,
+        kind: str = "even",
+    ) -> None:
         generator = torch.Generator(device).manual_seed(0)
 
         def normal(*shape: int, std: float = 1.0) -> Tensor:
             wide = torch.randn(shape, generator=generator, device=device)
             return (wide * std).to(torch.bfloat16)
 
+        def tokens(columns: int, std: float = 1.0) -> Tensor:
+            if kind == "even":
+                return normal(1, rows, columns, std=std)
+            spread = 2 ** torch.randn(columns, generator=generator, device=device)
+            spread[
+                torch.randperm(columns, generator=generator, device=device)[: columns // 512]
+            ] = 64
+            return normal(1, rows, columns, std=std) * spread.bfloat16()
+
         self.module = ColumnParallelLinear(Weight((made, given)))
         self.module.weight = nn.Parameter(normal(made, given, std=0.02))
-        self.x = normal(1, rows, given).requires_grad_()
-        self.grad = normal(1, rows, made, std=1e-4)
+        self.x = tokens(given).requires_grad_()
+        self.grad = tokens(made, std=1e-4)
         self.total = torch.zeros(made, given, device=device)
         self.fp8: Fp8Linear | None = None
         if way != "bf16":
@@ -103,8 +129,9 @@ class OneLayer:
         make: Maker = arithmetic_maker(asked, recipe, device)
         scales = None
         if recipe is Fp8Recipe.delayed:
-            limits = [torch.finfo(dtype).max for dtype in (E4M3, E4M3, E5M2)]
-            scales = DelayedScales(["one"], limits, margin=0, history=16, group=None, device=device)
+            scales = DelayedScales(
+                ["one"], LARGEST, margin=0, history=16, group=None, device=device
+            )
         weight = self.module.weight
         self.fp8 = Fp8Linear(make(scales.of["one"] if scales else None), weight)
         self.module.backend = self.fp8
@@ -250,23 +277,40 @@ def measured(shape: str, way: str) -> Row:
     return Row(name, way, forward, both, spread, of_input, of_weight, tflops, *off)
 
 
+def print_errors(shapes: Sequence[str], ways: Sequence[str], device: torch.device) -> None:
+    """How far off fp64 products are, in percent."""
+    print("| layer | matrices | way | output | input gradient | weight gradient |")
+    print("|---|---|---|---|---|---|")
+    for shape, kind, way in itertools.product(shapes, KINDS, ways):
+        rows, given, made = map(int, shape.split("x"))
+        off = OneLayer(rows, given, made, way, device, kind).off()
+        told = " | ".join(f"{100 * each:.2f} %" for each in off)
+        print(f"| {given} → {made} | {kind} | {way} | {told} |", flush=True)
+
+
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--shapes", nargs="+", default=SHAPES, help="rows x input x output width")
+    parser.add_argument("--shapes", nargs="+", help="rows x input x output width")
     ways = (*WAYS, *(way for way in OF_EXPERTS if way not in WAYS))
     parser.add_argument("--ways", nargs="+", default=ways, choices=ways)
     parser.add_argument("--json", type=Path, help="file for the rows")
+    parser.add_argument("--errors", action="store_true", help="only how far off fp64")
+    parser.add_argument("--device", type=torch.device, default=torch.device("cuda"))
     args = parser.parse_args()
+    if args.errors:
+        ways = [way for way in args.ways if way in WAYS]
+        print_errors(args.shapes or ERROR_SHAPES, ways, args.device)
+        return
     print(
         f"{'layer':29} {'way':10} {'forward':>9} {'both µs':>17} {'input':>7} {'weight':>9} "
         f"{'TFLOP/s':>7} "
         f"{'out off':>9} {'dx off':>9} {'dw off':>9}"
     )
     found = []
-    for shape in args.shapes:
+    for shape in args.shapes or SHAPES:
         known = WAYS if shape.count("x") == 2 else OF_EXPERTS
         for way in (way for way in args.ways if way in known):
             found.append(measured(shape, way))

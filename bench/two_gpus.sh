@@ -9,10 +9,10 @@ te=cuda_graph.impl=transformer_engine
 fp8=precision.fp8.recipe
 experts="precision.fp8.include=[linear,experts]"
 
-run 400 bench/graphs.py two_gpus_graphs.jsonl --steps 120 \
+run 450 bench/graphs.py two_gpus_graphs.jsonl --steps 120 \
   "pp2-moe/partial,$te" "pp2vpp2-dense/layer,$te" "pp2-moe/partial" \
   "pp2-dense/full_iteration,$fp8=delayed" "dp2-dense/full_iteration,$fp8=current" \
-  "pp2-dense/full_iteration,$fp8=block,schedule=zero_bubble_h1" \
+  "pp2-dense/full_iteration,$fp8=block,schedule=zero_bubble_h1" "pp2-dense/layer,$te,$fp8=delayed" \
   "ep2-moe/full_iteration,model.moe.dispatcher=static,$fp8=current" \
   "ep2-moe/full_iteration,model.moe.dispatcher=static,$fp8=current,$experts" \
   "pp2-moe/full_iteration,schedule=zero_bubble_h1,$fp8=current,$experts"
@@ -52,6 +52,16 @@ run 400 bench/step_profile.py two_gpus_update_steps.jsonl --steps 8 \
   $dense parallel.dp=2 / $dense parallel.dp=2 $updates / \
   $dense parallel.pp=2 parallel.vpp=2 / $dense parallel.pp=2 parallel.vpp=2 $updates / \
   $moe $ep / $moe $ep $updates
+small="+experiment=small parallel.dp=2 cuda_graph=full_iteration"
+counted="precision.fp8.count_entries=true"
+# where eight bits may not help, one layer at a time and a whole step; what counting costs while
+# nobody looks
+# shellcheck disable=SC2086
+run 300 bench/step_profile.py two_gpus_small.jsonl --steps 20 \
+  $small / $small $fp8=current / $small $fp8=delayed / $small $all $fp8=current / $small $all $fp8=delayed / \
+  $small $all $fp8=block / $small $all $fp8=delayed $counted / $dense parallel.dp=2 $all $fp8=delayed $counted
+CUDA_VISIBLE_DEVICES=0 timeout 300 python3 bench/fp8.py --json "$out/fp8_layers.json"
+CUDA_VISIBLE_DEVICES=0 timeout 200 python3 bench/fp8.py --errors >"$out/fp8_errors.md"
 timeout 600 python3 bench/fp8_losses.py "$out/fp8_losses"
 timeout 600 python3 bench/fp8_losses.py "$out/fp8_losses_experts" --experiment smallmoe
 timeout 200 python3 bench/fp8.py --shapes 32x32768x2048x1536 32x32768x768x2048 128x32768x2048x1536 \
