@@ -159,7 +159,14 @@ def planned(row: Row) -> float:
         dataclasses.replace(run, hardware=dataclasses.replace(run.hardware, profile=profile))
     )
     if row.load is not None:
-        times = stage_times(plan.run, plan.stages.in_order, plan.layout, profile, load=row.load)
+        times = stage_times(
+            plan.run,
+            plan.stages.in_order,
+            plan.layout,
+            profile,
+            pipeline=plan.stages.pipeline,
+            load=row.load,
+        )
         plan.__dict__["stage_times"] = tuple(times)
     return plan.step_seconds
 

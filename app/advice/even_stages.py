@@ -35,7 +35,7 @@ def even_layout(plan: Plan) -> str | None:
 
 
 class _Split:
-    """What stages of so many layers take."""
+    """What stages of so many layers take at full clocks: a rank with more to do has lower ones."""
 
     def __init__(self, plan: Plan) -> None:
         model = plan.run.model

@@ -30,6 +30,7 @@ class HardwareProfile:
     gpu: str  # words of the name that the GPU's driver reports: H200
     source: str  # when and with what it was measured, or what it was scaled from
     product_tflops: float  # of large matrix products, TFLOP/s
+    sustained_tflops: float  # of the same without a pause: power limits clocks, TFLOP/s
     product_memory: float  # share of the time of a product's bytes that it does not hide
     router_tflops: float  # of products in float32, TFLOP/s
     grouped_tflops: float  # of experts' products on full tiles, TFLOP/s
@@ -77,6 +78,12 @@ class HardwareProfile:
         for field in fields(self):
             if field.name.endswith(("_gb_s", "_tflops")) or field.name == "attention":
                 self._check_rates(field.name)
+        if self.sustained_tflops > self.product_tflops:
+            key = "hardware.profile.sustained_tflops"
+            rule = (
+                f"products without a pause are no faster than single ones ({self.product_tflops:g})"
+            )
+            raise ConfigError(key, self.sustained_tflops, rule, nearest=self.product_tflops)
         self._check_eight_bits()
         for names, most in ((TIMES, LONGEST), (SHARES, 1.0)):
             for name in names:

@@ -14,6 +14,7 @@ from app.choices import ScheduleName
 from app.config import HardwareProfile, Run
 from app.plan.actions import Action, Compute
 from app.plan.cost.flops import StageSeconds, stage_seconds
+from app.plan.cost.part_times import PartTimes
 from app.plan.cost.rates import measured
 from app.plan.cost.step_time import (
     IDLE,
@@ -23,7 +24,7 @@ from app.plan.cost.step_time import (
     timeline_times,
     times_of_ranks,
 )
-from app.plan.cost.times import PartTimes, stage_times
+from app.plan.cost.times import stage_times
 from app.plan.cost.traffic import GroupTraffic, OrderAdvice, order_advice, plan_traffic
 from app.plan.cost.volumes import most_sends
 from app.plan.graphs import GraphPlan, check_graphs
@@ -171,7 +172,15 @@ class Plan:
         """
         if self.profile is None:
             return ()
-        return tuple(stage_times(self.run, self.stages.in_order, self.layout, self.profile))
+        return tuple(
+            stage_times(
+                self.run,
+                self.stages.in_order,
+                self.layout,
+                self.profile,
+                pipeline=self.stages.pipeline,
+            )
+        )
 
     @cached_property
     def stage_seconds(self) -> tuple[StageSeconds, ...]:

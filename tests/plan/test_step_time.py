@@ -24,8 +24,11 @@ from app.config import (
 )
 from app.errors import ConfigError
 from app.plan.cost.flops import stage_seconds
+from app.plan.cost.part_times import ARITHMETIC, LAUNCHES, RECOMPUTED, PartTimes
+from app.plan.cost.power import at_clocks, power_bound
 from app.plan.cost.step_time import IDLE
-from app.plan.cost.times import LAUNCHES, RECOMPUTED, expected_load, stage_times
+from app.plan.cost.times import expected_load, stage_times
+from app.plan.pipeline.dependencies import Pipeline
 from app.plan.plan import Plan
 from app.plan.trace.trace import Work
 from app.rules import check
@@ -38,6 +41,7 @@ PROFILE = HardwareProfile(
     gpu="H200",
     source="a test",
     product_tflops=1.0,
+    sustained_tflops=1.0,
     product_memory=0.0,
     router_tflops=1.0,
     grouped_tflops=1.0,
@@ -223,6 +227,58 @@ def test_where_the_time_goes_is_shown_and_drawn(tmp_path: Path, capsys):
     assert "Where the time goes" not in capsys.readouterr().out
 
 
+def load_of(operations: float, arithmetic: float, other: float) -> PartTimes:
+    """A stage of so many operations, and seconds that wait for them and for memory."""
+    forward = {Work.product.value: arithmetic, Work.norm.value: other}
+    return PartTimes(forward, {}, {}, forward_host=0.0, backward_host=0.0, operations=operations)
+
+
+WARM = dataclasses.replace(PROFILE, product_tflops=800.0, sustained_tflops=600.0)
+
+
+def clock_of(stages: list[PartTimes], pp: int = 1) -> list[float]:
+    found = at_clocks(stages, Pipeline(pp, len(stages) // pp), WARM)
+    key = Work.product.value
+    for before, after in zip(stages, found, strict=True):
+        assert after.forward[Work.norm.value] == before.forward[Work.norm.value]
+    return [a.forward[key] / b.forward[key] for a, b in zip(stages, found, strict=True)]
+
+
+def test_clocks_stay_within_what_power_allows():
+    """Products alone slow down to the rate that they sustain; the bound holds with other kernels
+    between them; few products leave the clock alone, and so does a rank that waits.
+    """
+    bound = power_bound(WARM)
+    assert bound == pytest.approx(600e12**3 / 800e12**2)
+    (alone,) = clock_of([load_of(800e12, 1.0, 0.0)])
+    assert alone == pytest.approx(600 / 800, abs=1e-4)
+    (mixed,) = clock_of([load_of(800e12, 1.0, 0.5)])
+    assert alone < mixed < 1
+    assert 800e12 * mixed**2 == pytest.approx(bound * (0.5 + 1 / mixed), rel=1e-3)
+    assert clock_of([load_of(800e12, 1.0, 2.0)]) == [1.0]
+    # the first rank waits for the second one, which is slower
+    first, second = clock_of([load_of(400e12, 0.5, 0.0), load_of(800e12, 1.0, 0.0)], pp=2)
+    assert second == pytest.approx(alone) and first == 1.0
+    # two stages of one rank share its clock
+    assert clock_of([load_of(400e12, 0.5, 0.0)] * 2) == pytest.approx([alone] * 2)
+
+
+def test_large_models_are_planned_at_lower_clocks():
+    """Of llama3_8b's layers all that waits for arithmetic takes as much longer, nothing else does;
+    the small model's GPU stays at its full clock.
+    """
+    typed = ["train.micro_batch=1", "train.global_batch=8", "cuda_graph=full_iteration"]
+    for words, slower in ((["model=llama3_8b", "model.num_layers=4"], True), ([], False)):
+        run = load_overrides(["+experiment=small", *words, *typed, "hardware=h200"])
+        plan = Plan(run)
+        (full,) = stage_times(run, plan.stages.in_order, plan.layout, H200)
+        (own,) = plan.stage_times
+        ratios = {kind: own.by_kind()[kind] / time for kind, time in full.by_kind().items() if time}
+        clocks = {round(ratio, 9) for kind, ratio in ratios.items() if kind in ARITHMETIC}
+        assert len(clocks) == 1 and (1.05 < clocks.pop() < 1.3) is slower
+        assert all(ratios[kind] == pytest.approx(1) for kind in ratios.keys() - set(ARITHMETIC))
+
+
 def test_head_widths_between_measured_ones():
     def forward(width: int) -> float:
         model = dataclasses.replace(MODEL, head_dim=width)
@@ -238,6 +294,7 @@ def test_head_widths_between_measured_ones():
     [
         ({"format": 2}, "format", "format 1"),
         ({"product_tflops": 0.0}, "product_tflops", "above 0"),
+        ({"sustained_tflops": 2.0}, "sustained_tflops", "no faster than single ones"),
         ({"ring_gb_s": float("nan")}, "ring_gb_s", "above 0"),
         ({"norm_gb_s": (1.0, 1e9)}, "norm_gb_s", "100,000"),
         ({"norm_gb_s": (1.0,)}, "norm_gb_s", "a pair"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -40,6 +41,7 @@ TINY = MeasuredSizes(
     heads=2,
     widths=(16, 32),
     adam=2**8,
+    steady_s=0.0,
 )
 GIVEN = {"ring_gb_s": 300.0, "all_to_all_gb_s": 200.0, "send_gb_s": 100.0}
 
@@ -114,11 +116,17 @@ class Counting(Clock):
         self.calls += 1
         return self.calls / 1e4
 
+    def steady(self, run: Callable[[], object], period: float) -> float:
+        return 2 * self.seconds(run)
+
 
 def test_the_clock_runs_what_it_measures():
     ran = []
     clock = Clock(CPU)
     assert clock.seconds(lambda: ran.append(1)) > 0 and len(ran) > 10
+    ran.clear()
+    assert 0.001 < clock.steady(lambda: (ran.append(1), time.sleep(0.001)), 0.1) < 0.1
+    assert len(ran) > 10 + 13  # behind those of `seconds`
     x = torch.randn(8, 8)
     forward, backward = clock.passes(lambda x: (x.sin(), x.cos()), [x])
     assert forward > 0 and backward > 0 and x.grad is None
@@ -156,6 +164,7 @@ def test_one_gpu_says_that_its_links_are_stated():
     alone = measured()
     assert "one GPU measured none" in alone.source and alone.ring_gb_s == 280.0
     assert "one GPU" not in measured(GIVEN).source
+    assert alone.sustained_tflops <= alone.product_tflops
 
 
 def test_impossible_speeds_are_refused():

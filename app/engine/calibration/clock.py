@@ -33,6 +33,21 @@ class Clock:
         once = self._on_gpu if self.device.type == "cuda" else self._on_cpu
         return statistics.median([once(run) for _ in range(WARMUP + TIMED)][WARMUP:])
 
+    def steady(self, run: Callable[[], object], period: float) -> float:
+        """Of a run behind others that have filled `period` seconds without a pause: a GPU may have
+        lowered its clock by then.
+        """
+        count = max(1, round(period / self.seconds(run)))
+        for _ in range(count):
+            run()
+        timed = max(1, count // 4)
+        if self.device.type == "cuda":
+            return self._between_events(run, timed) / timed
+        begun = time.perf_counter()
+        for _ in range(timed):
+            run()
+        return (time.perf_counter() - begun) / timed
+
     def passes(self, run: Function, inputs: Sequence[Tensor]) -> tuple[float, float]:
         """Of a forward, and of the backward behind it to all inputs."""
         with torch.no_grad():
@@ -82,13 +97,17 @@ class Clock:
         return time.perf_counter() - begun
 
     def _on_gpu(self, run: Callable[[], object]) -> float:
-        start = torch.cuda.Event(enable_timing=True)
-        end = torch.cuda.Event(enable_timing=True)
         torch.cuda.synchronize(self.device)
         self.flushed.zero_()
         torch.cuda._sleep(PAUSE)
+        return self._between_events(run, 1)
+
+    def _between_events(self, run: Callable[[], object], times: int) -> float:
+        start = torch.cuda.Event(enable_timing=True)
+        end = torch.cuda.Event(enable_timing=True)
         start.record()
-        run()
+        for _ in range(times):
+            run()
         end.record()
         end.synchronize()
         milliseconds: float = start.elapsed_time(end)

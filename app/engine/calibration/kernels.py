@@ -49,6 +49,7 @@ class MeasuredSizes:
     heads: int = 16  # N
     widths: tuple[int, ...] = (64, 128)  # H
     adam: int = 2**26  # elements of an update
+    steady_s: float = 2.0  # seconds of products without a pause
 
 
 def kernel_speeds(clock: Clock, sizes: MeasuredSizes) -> dict[str, Any]:
@@ -58,6 +59,7 @@ def kernel_speeds(clock: Clock, sizes: MeasuredSizes) -> dict[str, Any]:
     tflops, share = measure.products(other[0])
     return {
         "product_tflops": tflops,
+        "sustained_tflops": min(tflops, measure.sustained(share, other[0])),
         "product_memory": share,
         "router_tflops": measure.router(),
         **measure.grouped(share, other[0]),
@@ -108,6 +110,14 @@ class _Measure:
             took = self.clock.seconds(partial(F.linear, x, w)) - self.kernel
             found.append((2.0 * m * n * k, SIZE * float(m * k + n * k + m * n), took))
         return solve.products(found[0], found[1], memory)
+
+    def sustained(self, share: float, memory: float) -> float:
+        """Of the large product without a pause."""
+        s = self.sizes
+        x, w = self.random(s.square, s.square), self.random(s.square, s.square)
+        took = self.clock.steady(partial(F.linear, x, w), s.steady_s)
+        beside = self.kernel + share * 3 * SIZE * s.square**2 / (memory * GIGA)
+        return solve.rate(2.0 * s.square**3, took, beside, unit=TERA)
 
     def router(self) -> float:
         """In float32."""

@@ -13,8 +13,9 @@ from app.config import HardwareProfile
 from app.engine.build import Engine
 from app.engine.report.metrics import StepReport
 from app.plan.cost.flops import peak_tflops
+from app.plan.cost.part_times import EXCHANGE, LAUNCHES
 from app.plan.cost.rates import measured
-from app.plan.cost.times import EXCHANGE, LAUNCHES, expected_load, stage_times
+from app.plan.cost.times import expected_load, stage_times
 from app.plan.formatting import figures
 from app.plan.plan import Plan
 
@@ -124,8 +125,8 @@ def seconds_of_load(plan: Plan, load: float) -> float:
     """What a step takes more with this load than with the one that was planned."""
     assert plan.profile is not None
     stages = plan.stages.in_order
-    loaded = stage_times(plan.run, stages, plan.layout, plan.profile, load=load)
     pipeline = plan.stages.pipeline
+    loaded = stage_times(plan.run, stages, plan.layout, plan.profile, pipeline=pipeline, load=load)
     per_rank = [0.0] * pipeline.pp
     for stage, times in enumerate(loaded):
         more = sum(times.by_kind().values()) - plan.stage_seconds[stage].total

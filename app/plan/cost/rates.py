@@ -16,7 +16,7 @@ from app.plan.dispatchers.choose import run_dispatcher
 from app.plan.dispatchers.static import PlannedStatic
 from app.plan.groups import ETP_EP, Group, Way
 from app.plan.layout import ParallelLayout
-from app.plan.trace.eight_bits import MOVED, EightBits
+from app.plan.trace.eight_bits import MOVED
 from app.plan.trace.parts import BYTES
 from app.plan.trace.trace import Operation, Work
 
@@ -71,17 +71,19 @@ class Kernels:
             rate = profile.grouped_tflops
         elif op.work is Work.router_product:
             rate = profile.router_tflops
-        if op.eight_bits is not None:
-            rate = self._eight_bits(op.eight_bits, rate, gradient)
+        rate *= self.speedup(op, gradient)
         moved = op.used * (_read(op) + _made(op)) + (0 if gradient else op.weight)
         return flops / (rate * TERA) + profile.product_memory * self.moved(moved, Work.other)
 
-    def _eight_bits(self, how: EightBits, rate: float, gradient: bool) -> float:
-        """TFLOP/s of products, from the rate of others; where nobody measured them, with all that
-        they quantise.
+    def speedup(self, op: Operation, gradient: bool = False) -> float:
+        """Of its products over those in 16 bits, or of the gradient of its weight; where nobody
+        measured them, with all that they quantise.
         """
+        how = op.eight_bits
+        if how is None:
+            return 1.0
         measured = fp8_tflops(self.profile, how.recipe)
-        return rate * how.speedups[gradient] if measured is None else measured
+        return how.speedups[gradient] if measured is None else measured / self.profile.product_tflops
 
     def quantised(self, elements: int, recipe: Fp8Recipe | None) -> float:
         """Of quantising so many elements."""

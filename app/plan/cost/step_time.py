@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from app.config import HardwareProfile, Run
+from app.plan.cost.part_times import PartTimes, Seconds
 from app.plan.cost.rates import GIGA, MICRO, Kernels, Links
-from app.plan.cost.times import PartTimes, Seconds
 from app.plan.groups import DP_CP, EDP, PP, Group, Way
 from app.plan.layout import ParallelLayout
 from app.plan.memory.rank_memory import fp8_shapes

@@ -3,61 +3,43 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import log, sqrt
 
 from app.choices import GraphImpl
 from app.config import HardwareProfile, Run
+from app.plan.cost.part_times import (
+    ARITHMETIC,
+    ATTENTION,
+    EXCHANGE,
+    LAUNCHES,
+    PRODUCTS,
+    PRODUCTS_AGAIN,
+    QUANTISED,
+    RECOMPUTED,
+    PartTimes,
+    Seconds,
+)
+from app.plan.cost.power import at_clocks
 from app.plan.cost.rates import MICRO, Kernels, Links
 from app.plan.dispatchers.choose import busiest_load, run_dispatcher
 from app.plan.layout import ParallelLayout
 from app.plan.memory.activations import captured_phases
 from app.plan.memory.overheads import BACKWARD_KERNELS
 from app.plan.model.phases import PhaseName
+from app.plan.pipeline.dependencies import Pipeline
 from app.plan.stages import Stage
 from app.plan.trace.parts import sizes_of
 from app.plan.trace.stage import fold_stages
 from app.plan.trace.trace import ForwardTrace, Operation, Work
 
-Seconds = defaultdict[str, float]  # by what they go to
-
-EXCHANGE = "exchanges"
-LAUNCHES = "launches"
-QUANTISED = "quantising"
-RECOMPUTED = "computed again"
-PRODUCTS = (Work.product, Work.router_product, Work.grouped)
-ATTENTION = (Work.attention, Work.ordered_attention)
 # standard deviation of experts' loads over their mean, of routers at the start of a training: with
 # 128 experts on two ranks the busier one had 1.07 times the mean (docs/echo.md)
 SPREAD = 1.0
 CLONED_LOAD = 1.03  # of the busiest rank where hot experts have clones (docs/echo.md)
 # forward phases whose launches an idle GPU waits for behind a wait of the host
 BEHIND_WAIT = (PhaseName.preprocess, PhaseName.dispatch)
-
-
-@dataclass(frozen=True, slots=True)
-class PartTimes:
-    """Seconds of a part or a stage for one microbatch, by what they go to."""
-
-    forward: Mapping[str, float]
-    backward_input: Mapping[str, float]  # with what is computed again
-    backward_weight: Mapping[str, float]
-    # seconds of the host: launches that no graph holds
-    forward_host: float
-    backward_host: float
-
-    def by_kind(self) -> Seconds:
-        """All passes together."""
-        return _sum([(self.forward, 1), (self.backward_input, 1), (self.backward_weight, 1)])
-
-
-def _sum(rows: Iterable[tuple[Mapping[str, float], int]]) -> Seconds:
-    total: Seconds = defaultdict(float)
-    for found, times in rows:
-        for kind, seconds in found.items():
-            total[kind] += times * seconds
-    return total
 
 
 def expected_load(run: Run) -> float:
@@ -85,27 +67,21 @@ def stage_times(
     stages: Sequence[Stage],
     layout: ParallelLayout,
     profile: HardwareProfile,
+    *,
+    pipeline: Pipeline | None = None,
     load: float | None = None,
 ) -> list[PartTimes]:
     """Times of one rank of each stage for one microbatch.
 
-    `load`: rows of this rank's experts over the mean; None: `expected_load`.
+    `pipeline`: the ranks that the stages lie on; None: each GPU keeps up its full clock. `load`:
+    rows of this rank's experts over the mean; None: `expected_load`.
     """
     clock = _Clock.of(run, layout, profile)
     s = sizes_of(run, layout, load=expected_load(run) if load is None else load)
-    return [_hosted(parts) for parts in fold_stages(s, stages, clock.part)]
-
-
-def _hosted(parts: Sequence[tuple[PartTimes, int]]) -> PartTimes:
-    """A stage: where the host is slower than the GPU, each pass waits for its launches."""
-    forward = _sum((part.forward, times) for part, times in parts)
-    inputs = _sum((part.backward_input, times) for part, times in parts)
-    weights = _sum((part.backward_weight, times) for part, times in parts)
-    host = sum(part.forward_host * times for part, times in parts)
-    back = sum(part.backward_host * times for part, times in parts)
-    forward[LAUNCHES] += max(0.0, host - sum(forward.values()))
-    inputs[LAUNCHES] += max(0.0, back - sum(inputs.values()) - sum(weights.values()))
-    return PartTimes(forward, inputs, weights, forward_host=host, backward_host=back)
+    found = [PartTimes.together(parts) for parts in fold_stages(s, stages, clock.part)]
+    if pipeline is not None:
+        found = at_clocks(found, pipeline, profile)
+    return [stage.hosted() for stage in found]
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,14 +117,27 @@ class _Clock:
             if op.segment:
                 again: Seconds = defaultdict(float)
                 self._forward(op, again)
-                inputs[RECOMPUTED] += sum(again.values())
+                for kind, seconds in again.items():
+                    inputs[PRODUCTS_AGAIN if kind in ARITHMETIC else RECOMPUTED] += seconds
             self._backward(op, inputs, weights)
         inputs[Work.other.value] += self._additions(traced)
         launched = self._launched(traced.trace.ops)
         forward[LAUNCHES] += self._waited(traced.trace.ops)
         again_launched = self._launched([op for op in traced.trace.ops if op.segment])
         back = BACKWARD_KERNELS * launched + again_launched
-        return PartTimes(forward, inputs, weights, forward_host=launched, backward_host=back)
+        return PartTimes(
+            forward,
+            inputs,
+            weights,
+            forward_host=launched,
+            backward_host=back,
+            operations=sum(map(self._operations, traced.trace.ops)),
+        )
+
+    def _operations(self, op: Operation) -> float:
+        """Of all passes, weighed by the energy that they take."""
+        again = op.flops if op.segment else op.flops_recomputed
+        return (3 * op.flops + again) / self.kernels.speedup(op)
 
     def _launched(self, ops: Sequence[Operation]) -> float:
         """Seconds of the host for a forward's kernels outside of graphs."""
@@ -193,7 +182,7 @@ class _Clock:
             if eight is not None:
                 inputs[QUANTISED] += kernels.quantised(eight.grads, eight.recipe)
             if op.flops_recomputed:
-                inputs[RECOMPUTED] += kernels.product(op)
+                inputs[PRODUCTS_AGAIN] += kernels.product(op)
                 if eight is not None:
                     inputs[RECOMPUTED] += kernels.quantised(eight.inputs, eight.recipe)
         elif op.work in ATTENTION:

@@ -1,0 +1,81 @@
+"""Seconds of a part or a stage for one microbatch, by what they go to."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from app.plan.trace.trace import Work
+
+Seconds = defaultdict[str, float]  # by what they go to
+
+EXCHANGE = "exchanges"
+LAUNCHES = "launches"
+QUANTISED = "quantising"
+RECOMPUTED = "computed again"
+PRODUCTS_AGAIN = "products computed again"
+PRODUCTS = (Work.product, Work.router_product, Work.grouped)
+ATTENTION = (Work.attention, Work.ordered_attention)
+# what waits for arithmetic, and not for memory, links or the host
+ARITHMETIC = (*(work.value for work in (*PRODUCTS, *ATTENTION)), PRODUCTS_AGAIN)
+
+
+@dataclass(frozen=True, slots=True)
+class PartTimes:
+    """Seconds of a part or a stage for one microbatch, by what they go to."""
+
+    forward: Mapping[str, float]
+    backward_input: Mapping[str, float]  # with what is computed again
+    backward_weight: Mapping[str, float]
+    # seconds of the host: launches that no graph holds
+    forward_host: float
+    backward_host: float
+    # floating-point operations of products and attention, all passes; those in eight bits count as
+    # many fewer as they are faster
+    operations: float
+
+    @classmethod
+    def together(cls, parts: Sequence[tuple[PartTimes, int]]) -> PartTimes:
+        """Of a stage: its parts, and how many it has of each."""
+        return cls(
+            _sum((part.forward, times) for part, times in parts),
+            _sum((part.backward_input, times) for part, times in parts),
+            _sum((part.backward_weight, times) for part, times in parts),
+            forward_host=sum(part.forward_host * times for part, times in parts),
+            backward_host=sum(part.backward_host * times for part, times in parts),
+            operations=sum(part.operations * times for part, times in parts),
+        )
+
+    def by_kind(self) -> Seconds:
+        """All passes together."""
+        return _sum([(self.forward, 1), (self.backward_input, 1), (self.backward_weight, 1)])
+
+    def at_clock(self, clock: float) -> PartTimes:
+        """At a share of the GPU's clock."""
+        return replace(
+            self,
+            forward=_at_clock(self.forward, clock),
+            backward_input=_at_clock(self.backward_input, clock),
+            backward_weight=_at_clock(self.backward_weight, clock),
+        )
+
+    def hosted(self) -> PartTimes:
+        """Where the host is slower than the GPU, each pass waits for its launches."""
+        forward, inputs = _sum([(self.forward, 1)]), _sum([(self.backward_input, 1)])
+        backward = sum(inputs.values()) + sum(self.backward_weight.values())
+        forward[LAUNCHES] += max(0.0, self.forward_host - sum(forward.values()))
+        inputs[LAUNCHES] += max(0.0, self.backward_host - backward)
+        return replace(self, forward=forward, backward_input=inputs)
+
+
+def _sum(rows: Iterable[tuple[Mapping[str, float], int]]) -> Seconds:
+    total: Seconds = defaultdict(float)
+    for found, times in rows:
+        for kind, seconds in found.items():
+            total[kind] += times * seconds
+    return total
+
+
+def _at_clock(found: Mapping[str, float], clock: float) -> dict[str, float]:
+    return {kind: time / clock if kind in ARITHMETIC else time for kind, time in found.items()}
