@@ -4,6 +4,10 @@
 #   bash bench/two_gpus.sh [FOLDER for results, default bench/results]
 set -u
 out=${1:-bench/results}
+# First, while the GPUs are idle and cool: what they, their host and their links reach, in less than three minutes. Of two H200s
+# it is for conf/hardware/h200.yaml, of two H100s for conf/hardware/h100.yaml, whose numbers nobody has measured
+kind=$(python3 -c 'import torch; print(torch.cuda.get_device_name().split()[1].lower())')
+timeout 300 python3 -m torch.distributed.run --standalone --nproc-per-node 2 -m app.cli.calibrate "name=${kind}_measured" "out=$out"
 run() { timeout "$1" python3 -m torch.distributed.run --nproc-per-node 2 "$2" --json "$out/$3" "${@:4}"; }
 te=cuda_graph.impl=transformer_engine
 fp8=precision.fp8.recipe
@@ -22,6 +26,13 @@ moe="+experiment=smallmoe model=qwen3_30b_a3b model.moe.aux_loss_coeff=0.001 mod
 dense="+experiment=small model=llama3_8b model.num_layers=16 train.micro_batch=1 train.global_batch=16
   cuda_graph=full_iteration"
 ep="parallel.dp=2 parallel.ep=2 model.moe.dispatcher=static"
+# what is computed again, whole and in part, and attention of other lengths: planned, and recorded by nobody
+# shellcheck disable=SC2086
+run 400 bench/step_profile.py two_gpus_recompute.jsonl --steps 8 \
+  $dense parallel.dp=2 recompute=full / $dense parallel.dp=2 recompute=selective / \
+  $dense parallel.pp=2 parallel.vpp=2 recompute=full / $moe $ep recompute=full / $moe $ep recompute=selective / \
+  $dense parallel.dp=2 model.num_layers=8 train.seq_len=16384 train.global_batch=4 recompute=selective / \
+  $dense parallel.dp=2 model.num_layers=8 train.seq_len=1024 train.micro_batch=4 train.global_batch=64
 all="precision.fp8.include=[linear,head]"
 even="parallel.pp=2 parallel.vpp=2 parallel.layout='Etttt|tttt|ttttt|tttL'" # as the plan proposes
 every="precision.fp8.include=[linear,head,experts]"

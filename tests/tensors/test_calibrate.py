@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -42,6 +44,7 @@ TINY = MeasuredSizes(
     widths=(16, 32),
     adam=2**8,
     steady_s=0.0,
+    sent=(2**12, 2**20),
 )
 GIVEN = {"ring_gb_s": 300.0, "all_to_all_gb_s": 200.0, "send_gb_s": 100.0}
 
@@ -111,7 +114,10 @@ class Counting(Clock):
         super().__init__(CPU)
         self.calls = 0
 
-    def seconds(self, run: Callable[[], object]) -> float:
+    def seconds(
+        self, run: Callable[[], object], before: Callable[[], object] = lambda: None
+    ) -> float:
+        before()
         run()
         self.calls += 1
         return self.calls / 1e4
@@ -124,6 +130,9 @@ def test_the_clock_runs_what_it_measures():
     ran = []
     clock = Clock(CPU)
     assert clock.seconds(lambda: ran.append(1)) > 0 and len(ran) > 10
+    told: list[str] = []
+    clock.seconds(lambda: told.append("run"), before=lambda: told.append("before"))
+    assert told == ["before", "run"] * (len(told) // 2)
     ran.clear()
     assert 0.001 < clock.steady(lambda: (ran.append(1), time.sleep(0.001)), 0.1) < 0.1
     assert len(ran) > 10 + 13  # behind those of `seconds`
@@ -224,3 +233,17 @@ def test_options_of_the_users_own_are_found(monkeypatch, tmp_path: Path):
     folder.mkdir(parents=True)
     (folder / "at_home.yaml").write_text("gpu_memory_gib: 12.5\n")
     assert load_typed(Typed(("hardware=at_home",))).hardware.gpu_memory_gib == 12.5
+
+
+def test_two_processes_measure_and_one_writes(tmp_path: Path):
+    """As torchrun starts them: everything but the GPUs is what it is there."""
+    line = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    line += ["-m", "tests.tensors.calibrated", "name=mine", f"out={tmp_path}"]
+    root = Path(__file__).resolve().parents[2]
+    done = subprocess.run(line, cwd=root, capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("written in") == 1 and "plan with hardware=mine" in done.stdout
+    typed = ["--config-dir", str(tmp_path), "+experiment=small", "hardware=mine"]
+    profile = load_typed(Typed.parse(typed)).hardware.profile
+    assert profile is not None and profile.gpu == "H200" and "one GPU" not in profile.source
+    assert profile.ring_gb_s != 280.0 and profile.fp8_block_tflops is not None

@@ -26,12 +26,14 @@ class Clock:
         size = FLUSHED if device.type == "cuda" else 1
         self.flushed = torch.empty(size, dtype=torch.int8, device=device)
 
-    def seconds(self, run: Callable[[], object]) -> float:
+    def seconds(
+        self, run: Callable[[], object], before: Callable[[], object] = lambda: None
+    ) -> float:
         """Median of some runs behind others, each behind emptied caches and without the host's
-        share.
+        share. `before` runs in front of each, and does not count.
         """
         once = self._on_gpu if self.device.type == "cuda" else self._on_cpu
-        return statistics.median([once(run) for _ in range(WARMUP + TIMED)][WARMUP:])
+        return statistics.median([once(run, before) for _ in range(WARMUP + TIMED)][WARMUP:])
 
     def steady(self, run: Callable[[], object], period: float) -> float:
         """Of a run behind others that have filled `period` seconds without a pause: a GPU may have
@@ -91,15 +93,17 @@ class Clock:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
-    def _on_cpu(self, run: Callable[[], object]) -> float:
+    def _on_cpu(self, run: Callable[[], object], before: Callable[[], object]) -> float:
+        before()
         begun = time.perf_counter()
         run()
         return time.perf_counter() - begun
 
-    def _on_gpu(self, run: Callable[[], object]) -> float:
+    def _on_gpu(self, run: Callable[[], object], before: Callable[[], object]) -> float:
         torch.cuda.synchronize(self.device)
         self.flushed.zero_()
         torch.cuda._sleep(PAUSE)
+        before()
         return self._between_events(run, 1)
 
     def _between_events(self, run: Callable[[], object], times: int) -> float:

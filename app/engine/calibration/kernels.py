@@ -50,6 +50,8 @@ class MeasuredSizes:
     widths: tuple[int, ...] = (64, 128)  # H
     adam: int = 2**26  # elements of an update
     steady_s: float = 2.0  # seconds of products without a pause
+    # bytes that a rank sends to others
+    sent: tuple[int, ...] = (2**18, 2**20, 2**22, 2**24, 2**26)
 
 
 def kernel_speeds(clock: Clock, sizes: MeasuredSizes) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from types import MappingProxyType
 
 import torch
@@ -13,13 +14,11 @@ from app.engine.calibration import solve
 from app.engine.calibration.clock import Clock
 from app.engine.calibration.solve import GIGA, MICRO
 
-ALL_SIZES = (2**18, 2**20, 2**22, 2**24, 2**26)  # bytes that a rank sends
 
-
-def link_speeds(
-    clock: Clock, group: dist.ProcessGroup, sizes: Sequence[int] = ALL_SIZES
-) -> dict[str, float]:
-    """Keys of `HardwareProfile`; every rank of `group` calls it. All get the slowest rank's."""
+def link_speeds(clock: Clock, group: dist.ProcessGroup, sizes: Sequence[int]) -> dict[str, float]:
+    """Keys of `HardwareProfile`; every rank of `group` calls it. `sizes`: bytes that a rank sends.
+    All get the slowest rank's.
+    """
     found: dict[str, float] = {}
     for name, prepare in WAYS.items():
         times = [(size, _slowest(clock, group, prepare(clock, group, size))) for size in sizes]
@@ -32,8 +31,10 @@ def link_speeds(
 
 def _slowest(clock: Clock, group: dist.ProcessGroup, run: Callable[[], object]) -> float:
     """Median seconds of the rank that needs most."""
-    dist.barrier(group)
-    seconds = torch.tensor(clock.seconds(run), device=clock.device)
+    meeting = torch.zeros(1, device=clock.device)
+    # what a rank waits for one that comes later is none of the exchange
+    together = partial(dist.all_reduce, meeting, group=group)
+    seconds = torch.tensor(clock.seconds(run, before=together), device=clock.device)
     dist.all_reduce(seconds, op=dist.ReduceOp.MAX, group=group)
     return float(seconds)
 

@@ -1,0 +1,22 @@
+"""The command that measures as torchrun starts it, on processes of a CPU in place of GPUs."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+from app.cli import calibrate
+from app.cli.processes.launcher import Launch
+from tests.tensors.test_calibrate import TINY
+
+
+def cpu_of(launch: Launch) -> calibrate.Measured:
+    """Small sizes, by gloo."""
+    device = torch.device("cpu")
+    return calibrate.Measured(device, "NVIDIA H200", 139.8, "a test", backend="gloo", sizes=TINY)
+
+
+if __name__ == "__main__":
+    calibrate.gpu_of = cpu_of
+    calibrate.command(os.getppid())
