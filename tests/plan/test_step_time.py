@@ -317,10 +317,30 @@ def test_impossible_profiles_are_refused_in_a_line(changed: dict, key: str, said
 @pytest.mark.parametrize(
     ("old", "new", "said"),
     [
-        ("  hidden: 0.13\n", "", "missing mandatory value: hidden"),
+        (
+            "  hidden: 0.13\n",
+            "",
+            "hardware.profile.hidden=null: must have a value; measure the GPU",
+        ),
+        (
+            "format: 1",
+            "format: 0",
+            "this version reads profiles of format 1; measure the GPU again",
+        ),
+        (
+            "norm_gb_s: [4200, 3400]",
+            "norm_gb_s: 3400",
+            "norm_gb_s=…: must be a pair, of forward and",
+        ),
+        ("profile:\n", "profile: 3\nother:\n", "hardware.profile=3: is a section"),
+        ("profile:\n", "profile: [\n", "no YAML"),
         ("format: 1", "format: 7", "hardware.profile.format=7"),
-        ("ring_gb_s: 280", "ring_gb_s: quick", "'quick'"),
-        ("hidden: 0.13", "hidden: 0.13\n  speed: 3", "'speed'"),
+        (
+            "ring_gb_s: 280",
+            "ring_gb_s: quick",
+            "hardware.profile.ring_gb_s=quick: must be a number, in hardware/mine",
+        ),
+        ("hidden: 0.13", "hidden: 0.13\n  speed: 3", "profile.speed=: there is no such key, in"),
     ],
 )
 def test_a_broken_file_is_refused_in_a_line(tmp_path: Path, capsys, old: str, new: str, said: str):
@@ -332,6 +352,26 @@ def test_a_broken_file_is_refused_in_a_line(tmp_path: Path, capsys, old: str, ne
         main(["--config-dir", str(tmp_path), "what=schedule", "hardware=mine", "precision=bf16"])
     told = capsys.readouterr().err
     assert ended.value.code == 2 and said in told and told.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("typed", "said"),
+    [
+        (
+            "norm_gb_s=3000",
+            "must be a pair, of forward and backward; nearest that works: [3000,3000]",
+        ),
+        ("norm_gb_s=[3000]", "must be a pair, of forward and backward"),
+        ("product_tflops=null", "must have a value; measure the GPU again"),
+        ("product_tflops=1e9", "no GPU or link has that"),
+    ],
+)
+def test_a_typed_speed_is_refused_in_a_line(capsys, typed: str, said: str):
+    with pytest.raises(SystemExit) as ended:
+        main(["what=schedule", "+experiment=small", "hardware=h200", f"hardware.profile.{typed}"])
+    told = capsys.readouterr().err
+    assert ended.value.code == 2 and told.count("\n") == 1
+    assert f"hardware.profile.{typed.split('=')[0]}=" in told and said in told
 
 
 def test_recorded_steps_are_planned_as_the_record_says():
