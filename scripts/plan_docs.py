@@ -21,7 +21,11 @@ from app.cli.plan import main
 ROOT = Path(__file__).resolve().parent.parent
 DOCS, README = ROOT / "docs", ROOT / "README.md"
 TEXTS = (README, DOCS / "tutorial.md")  # pages without pictures
-PAGES = {"plan": "timeline", "parallelism": "layout"}  # page -> the picture that it shows
+PAGES = {
+    "plan": "timeline",
+    "parallelism": "layout",
+    "step-time": "layouts",
+}  # page -> the picture that it shows
 CONSOLE = re.compile(r"```console\n\$ (python -m app\.cli\.plan .*)\n(?:.*\n)*?```")
 PICTURE = re.compile(r"^python -m app\.cli\.plan .*out=plan/(\w+).*$", re.MULTILINE)
 

@@ -28,7 +28,14 @@ def even_layout(plan: Plan) -> str | None:
     moved = _moved(sizes, split)
     if split.slowest(moved)[0] > (1 - GAIN) * split.slowest(sizes)[0]:
         return None
-    letters = [_repeated(size) for size in moved]
+    return spelled(moved)
+
+
+def spelled(sizes: Sequence[int]) -> str:
+    """`parallel.layout` of stages with so many layers, as it can be typed: [2, 5, 1] is
+    Ett|t*5|tL.
+    """
+    letters = [_repeated(size) for size in sizes]
     letters[0] = "E" + letters[0]
     letters[-1] += "L"
     return "|".join(letters)

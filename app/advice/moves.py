@@ -59,7 +59,9 @@ def recompute_more(run: Run) -> Iterator[Change]:
     have = set(run.recompute.phases)
     for wanted, cost in RUNGS:
         phases = tuple(
-            phase for phase in Recompute if phase in have.union(wanted) and _has(run, phase)
+            phase
+            for phase in Recompute
+            if phase in have.union(wanted) and can_recompute(run, phase)
         )
         if set(phases) > have:
             yield Change({"recompute.phases": phases}, cost)
@@ -75,7 +77,7 @@ RUNGS = (
 )
 
 
-def _has(run: Run, phase: Recompute) -> bool:
+def can_recompute(run: Run, phase: Recompute) -> bool:
     """Whether any layer has something to recompute under this name."""
     moe = run.model.moe
     layers = range(run.model.num_layers)

@@ -14,7 +14,9 @@ from app.plan.plan import Plan
 from app.plan.select import select_graphs
 
 LOWERING = 4  # times as long as walking along a list takes making it
-SATURATED = 4  # times pp microbatches: with more, no list but gpipe's has more of them in flight
+# times pp microbatches: with more, no list but gpipe's has more of them in flight, and each of them
+# takes as long as the one before it
+SATURATED = 2
 
 
 @dataclass

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -20,24 +21,28 @@ if __name__ == "__main__":
     stop_quietly("plan")  # the imports take a second
 
 from app.advice.faster import faster
+from app.advice.layouts import compare_layouts
 from app.advice.suggest import suggest
 from app.cli.options.arguments import Typed
 from app.cli.options.compose import load_typed
 from app.cli.options.messages import readable_errors, trial_of
 from app.cli.options.trial import Trial
-from app.cli.plan_views.tables import print_plan
+from app.cli.plan_views.tables import print_comparison, print_plan
 from app.cli.processes.reader import ends_with_its_reader
 from app.errors import ConfigError, nearest
-from app.plan.export import DECODING, WHAT, Decoding, plan_json
+from app.plan.export import DECODING, WHAT, Decoding, layout_json, plan_json
 from app.plan.plan import Plan
 from app.version import VERSION, Version
 
 # where files go
 FOLDER = "plan"
 NOWHERE = ("", "null")
+LAYOUTS = "layouts"  # compares the run with others, and is shown only where it is asked for
+ASKED = (*WHAT[:-1], LAYOUTS, WHAT[-1])
 FLAGS = ("--json", "--help", "-h")
 PLACES = ("--config-dir", "-cd", "--config-path", "-cp", "--config-name", "-cn")  # as of train.py
-OWN = ("what=", "out=")
+NUMBERS = ("tokens=", "slower=")  # of what=layouts
+OWN = ("what=", "out=", *NUMBERS)
 HELP = """\
 == Graphfold: what a run will be, before any GPU is used ==
 Usage:  python -m app.cli.plan [what=…] [--json] [out=FOLDER] [gpu_memory_gib=N] [override …]
@@ -48,10 +53,15 @@ Usage:  python -m app.cli.plan [what=…] [--json] [out=FOLDER] [gpu_memory_gib=
   what=graphs          CUDA graphs and their static buffers
   what=memory          memory per rank by part, whether it fits, and what to change if not
   what=decoding        memory of keys and values when the model continues texts, how many fit
-  what=all             all of these but decoding, the default; written to plan/ too: plan.json,
-                       pictures of ranks and step
+  what=layouts         the quickest layouts of the run on as many GPUs, with GPU hours, and what
+                       each takes on a slower network; takes half a minute or more
+  what=all             all of these but decoding and layouts, the default; written to plan/ too:
+                       plan.json, pictures of ranks and step
   --json               the same as JSON on stdout, and no files
   out=FOLDER           where files go; given, they are written for every what=; null: none
+  tokens=N             with what=layouts: that GPU hours are of; else those of train.steps
+  slower=N             with what=layouts: GB/s of the slower network; else half of
+                       hardware.network_gb_s
   gpu_memory_gib=N     short for hardware.gpu_memory_gib=N; hardware=h200 sets the speed as well
   override             any override of train.py
   --config-dir FOLDER  options of your own beside conf/; --config-path and --config-name too
@@ -60,6 +70,7 @@ Examples:
   python -m app.cli.plan +experiment=small hardware=h200
   python -m app.cli.plan +experiment=deepseek_v3_2048 parallel.world_size=1024
   python -m app.cli.plan what=groups model=llama3_8b parallel.world_size=16 parallel.tp=4
+  python -m app.cli.plan what=layouts +experiment=deepseek_v3_2048 tokens=14.8e12 slower=25
   python -m app.cli.plan what=memory --json model=dense_tiny gpu_memory_gib=1
 
 Exit code: 0; 1 when memory is shown (what=all, memory, decoding) and the run, or a single text,
@@ -75,6 +86,8 @@ class PlanRequest:
     as_json: bool  # JSON on stdout instead of tables
     out: Path | None  # folder for files; None: none are written
     typed: Typed  # what describes the run
+    tokens: float | None = None  # that GPU hours of layouts are of; None: those of the run
+    slower: float | None = None  # GB/s of a slower network; None: half
 
     @property
     def with_memory(self) -> bool:
@@ -91,17 +104,31 @@ def parse(arguments: Sequence[str]) -> PlanRequest:
         raise ConfigError("option", unknown[0], rule, guess=nearest(unknown[0], (*FLAGS, *PLACES)))
     own = dict(word.split("=", 1) for word in words if word.startswith(OWN))
     what = own.get("what", "all")
-    if what not in WHAT:
+    if what not in ASKED:
         raise ConfigError(
-            "what", what, f"must be one of {', '.join(WHAT)}", guess=nearest(what, WHAT)
+            "what", what, f"must be one of {', '.join(ASKED)}", guess=nearest(what, ASKED)
         )
+    numbers = {key: _positive(key, own[key]) for key in ("tokens", "slower") if key in own}
+    if numbers and what != LAYOUTS:
+        key = next(iter(numbers))
+        raise ConfigError(key, own[key], "is for what=layouts alone")
     overrides = [
         _spelled_out(word) for word in words if word not in flags and not word.startswith(OWN)
     ]
     as_json = "--json" in flags
     out = own.get("out", FOLDER if what == "all" else "")
     folder = None if as_json or out in NOWHERE else Path(out)
-    return PlanRequest(what, as_json, folder, typed=Typed.parse([*places, *overrides]))
+    return PlanRequest(what, as_json, folder, typed=Typed.parse([*places, *overrides]), **numbers)
+
+
+def _positive(key: str, text: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        number = 0.0
+    if not 0 < number < inf:
+        raise ConfigError(key, text, "must be a number above 0, like 25 or 14.8e12")
+    return number
 
 
 def _without_places(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -133,16 +160,35 @@ def main(arguments: Sequence[str]) -> int:
         advice = (suggest(plan), faster(plan)) if asked.with_memory else ((), ())
         if asked.out:
             _make(asked.out)
+        if asked.what == LAYOUTS:
+            return _layouts(plan, asked)
         if asked.as_json:
             print(json.dumps(plan_json(plan, asked.what, *advice)))
         else:
             print_plan(plan, asked.what, *advice)
         if asked.out:
             described = plan_json(plan, asked.what, *advice)
-            _write_files(plan, asked.out, {VERSION: Version.of().record(), **described})
+            content = {VERSION: Version.of().record(), **described}
+            _write(asked.out, content, lambda folder: _pictures(plan, folder))
     if asked.what == DECODING:
         return int(not Decoding.of(plan).together)
     return int(asked.with_memory and not plan.fits)
+
+
+def _layouts(plan: Plan, asked: PlanRequest) -> int:
+    """Compare, show, write files."""
+    found = compare_layouts(plan, asked.tokens, asked.slower)
+    described = {"layout": layout_json(plan), LAYOUTS: asdict(found)}
+    if asked.as_json:
+        print(json.dumps(described))
+    else:
+        print_comparison(plan, found)
+    if asked.out:
+        from app.cli.plan_views.compared_picture import save_layouts
+
+        content = {VERSION: Version.of().record(), **described}
+        _write(asked.out, content, lambda folder: save_layouts(found, folder))
+    return int(found.quickest is None)
 
 
 def _trial(arguments: Sequence[str]) -> Trial:
@@ -163,15 +209,22 @@ def _make(folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
 
 
-def _write_files(plan: Plan, folder: Path, content: dict[str, Any]) -> None:
+def _pictures(plan: Plan, folder: Path) -> list[Path]:
     from app.cli.plan_views.layout_picture import save_layout  # matplotlib takes its time to load
     from app.cli.plan_views.timeline_picture import save_timeline
     from app.cli.plan_views.times_picture import save_times
 
+    return [
+        *save_layout(plan, folder),
+        *save_timeline(plan, folder),
+        *save_times(plan, folder),
+    ]
+
+
+def _write(folder: Path, content: dict[str, Any], draw: Callable[[Path], list[Path]]) -> None:
     with _writing(folder):
         (folder / "plan.json").write_text(json.dumps(content) + "\n")
-        pictures = save_layout(plan, folder) + save_timeline(plan, folder)
-        pictures += save_times(plan, folder)
+        pictures = draw(folder)
     print(f"written: {', '.join(str(path) for path in (folder / 'plan.json', *pictures))}")
 
 

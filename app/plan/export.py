@@ -32,7 +32,7 @@ def plan_json(
     if what not in WHAT:
         raise ValueError(f"what={what!r} is none of {', '.join(WHAT)}")
     wanted = SECTIONS if what == "all" else (what,)
-    found = {"layout": _layout(plan)} | {name: WRITERS[name](plan) for name in wanted}
+    found = {"layout": layout_json(plan)} | {name: WRITERS[name](plan) for name in wanted}
     verdict = {"verdict": _verdict(plan, suggestions, faster)} if "memory" in wanted else {}
     return found | verdict
 
@@ -119,7 +119,8 @@ def stage_rows(plan: Plan) -> Iterator[StageRow]:
             )
 
 
-def _layout(plan: Plan) -> dict[str, Any]:
+def layout_json(plan: Plan) -> dict[str, Any]:
+    """Model, degrees of parallelism, parameters."""
     layout = plan.layout
     total = parameter_count(plan.run.model)
     degrees = {

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from app.advice import layouts
 from app.cli.plan import main, parse
 from app.cli.plan_views.rows import MOST_ROWS
 from app.cli.plan_views.tables import WIDTH, print_plan
@@ -157,6 +158,42 @@ def test_memory_of_texts_that_are_continued(capsys: pytest.CaptureFixture[str], 
     assert code == int(small) and (json.loads(out)["decoding"]["together"] == 0) is small
 
 
+FEW = (
+    "what=layouts", "+experiment=small", "model=llama3_8b", "hardware=h200", "model.num_layers=4",
+    "parallel.world_size=4", "train.global_batch=16", "train.micro_batch=1", "train.seq_len=2048",
+)  # fmt: skip
+
+
+def test_layouts_are_compared(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(layouts, "MOST_TRIALS", 60)
+    code, out = shown(capsys, *FEW, "tokens=2e12", "slower=20", f"out={tmp_path}")
+    lines = [line for line in out.splitlines()[:-1] if "=" not in line]  # overrides are one line
+    assert code == 0 and max(map(len, lines)) <= WIDTH
+    assert "Layouts: on 4 GPUs, quickest first; GPU hours of 2.00 T tokens" in out
+    assert len(re.findall(r"^→ +\d+ ", out, re.M)) == 2  # in both tables
+    assert re.search(r"^The run as typed (is the quickest|takes [\d.]+ times)", out, re.M)
+    assert "beside it 20 GB/s" in " ".join(out.split()) and "ms at 20" in out
+    files = "plan.json", "layouts.svg", "layouts.png"
+    assert {path.name for path in tmp_path.iterdir()} == {*files}
+    found = json.loads((tmp_path / "plan.json").read_text())
+    rows = found["layouts"]["rows"]
+    assert set(found) == {VERSION, "layout", "layouts"} and found["layouts"]["slower_gb_s"] == 20
+    assert sum(row["own"] for row in rows) == 1 and rows[0]["cost"]["gpu_hours"] > 0
+    assert len(re.findall(r"^(?:→| ) *\d+ ", out, re.M)) == 2 * len(rows)
+    picture = (tmp_path / "layouts.svg").read_text()
+    assert "Layouts on 4 GPUs" in picture and "GPU hours" in picture
+    code, out = shown(capsys, *FEW, "tokens=2e12", "slower=20", "--json")
+    assert code == 0 and json.loads(out)["layouts"] == found["layouts"]
+
+
+def test_no_layout_fits(capsys: pytest.CaptureFixture[str]):
+    code, out = shown(capsys, *FEW, "gpu_memory_gib=3")
+    assert code == 1 and "No layout of these GPUs fits: " in out
+    assert re.search(r"^→ 1 .* \d+\.\d\d! ", out, re.M)
+
+
 def test_suggestions_are_shown_with_their_price():
     plan = Plan(load(*SMALL, "hardware.gpu_memory_gib=0.1"))
     out = tables(
@@ -183,7 +220,7 @@ def test_suggestions_are_shown_with_their_price():
         (
             ("what=stage",),
             "plan: what=stage: must be one of groups, stages, schedule, graphs, memory, decoding, "
-            "all; did you mean stages?",
+            "layouts, all; did you mean stages?",
         ),
         (
             ("--jsno",),
@@ -197,6 +234,11 @@ def test_suggestions_are_shown_with_their_price():
         (("gpu_memory_gib=much",), "plan: hardware.gpu_memory_gib=much: must be a number"),
         (("gpu_memory_gib=-1",), "plan: hardware.gpu_memory_gib=-1.0: must be above 0"),
         (("what=all", "gpus=3"), "plan: gpus=3: there is no such key"),
+        (("what=layout",), "did you mean layouts?"),
+        (("what=layouts", "tokens=some"), "plan: tokens=some: must be a number above 0, like 25"),
+        (("what=layouts", "slower=-3"), "plan: slower=-3: must be a number above 0"),
+        (("what=layouts", "slower=inf"), "plan: slower=inf: must be a number above 0"),
+        (("what=memory", "tokens=1e9"), "plan: tokens=1e9: is for what=layouts alone"),
         (("modle",), "plan: option=modle: the options are --json, --help, -h, --config-dir"),
     ],
 )

@@ -9,7 +9,9 @@ from typing import TextIO
 from rich.console import Console
 from rich.text import Text
 
+from app.advice.layouts import LayoutComparison
 from app.choices import GraphImpl
+from app.cli.plan_views.compared_layouts import print_layouts
 from app.cli.plan_views.memory_tables import print_decoding, print_memory
 from app.cli.plan_views.rows import fill, heading, new_table, print_pairs
 from app.cli.width import table_width
@@ -56,14 +58,7 @@ def print_plan(
     stream: TextIO | None = None,
 ) -> None:
     """Print the sections asked for (see `app.plan.export`); last, under the memory, the verdict."""
-    stream = stream or sys.stdout
-    console = Console(
-        file=stream,
-        width=table_width(stream, WIDTH),
-        highlight=False,
-        markup=False,
-        emoji=False,
-    )
+    console = _console(stream or sys.stdout)
     _print_summary(plan, console)
     for name in SECTIONS if what == "all" else (what,):
         console.print()
@@ -76,6 +71,19 @@ def print_plan(
             console.print()
             heading(console, "What makes it faster", "each planned again, quickest first")
             _print_changes(faster, console)
+
+
+def print_comparison(plan: Plan, found: LayoutComparison, stream: TextIO | None = None) -> None:
+    """The run, and its layouts on as many GPUs."""
+    console = _console(stream or sys.stdout)
+    _print_summary(plan, console)
+    console.print()
+    print_layouts(found, _assumption(plan, Estimate.of(plan)), console)
+
+
+def _console(stream: TextIO) -> Console:
+    width = table_width(stream, WIDTH)
+    return Console(file=stream, width=width, highlight=False, markup=False, emoji=False)
 
 
 def _print_summary(plan: Plan, console: Console) -> None:

@@ -83,7 +83,9 @@ class Kernels:
         if how is None:
             return 1.0
         measured = fp8_tflops(self.profile, how.recipe)
-        return how.speedups[gradient] if measured is None else measured / self.profile.product_tflops
+        if measured is None:
+            return how.speedups[gradient]
+        return measured / self.profile.product_tflops
 
     def quantised(self, elements: int, recipe: Fp8Recipe | None) -> float:
         """Of quantising so many elements."""

@@ -1,0 +1,396 @@
+"""Layouts of a run on the GPUs that it has, quickest first, each with what it would take where the
+network between nodes is slower.
+
+Best first, by a bound: no layout is quicker than its ranks' mean work without recomputation, host
+launches or bubble. In the order of that bound every layout is tried with its schedules, graphs and
+the least recomputation that fits, until no bound is below what has been found.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import cached_property
+from heapq import heapify, heappop, heappush
+from math import inf
+from typing import Any
+
+from app.advice.moves import Value, with_values
+from app.advice.shapes import (
+    Shape,
+    Values,
+    graph_modes,
+    micro_batches,
+    recompute_ladder,
+    schedules,
+    shapes,
+)
+from app.advice.suggest import typed
+from app.advice.trials import Trials
+from app.choices import GraphImpl
+from app.config import Run
+from app.errors import ConfigError
+from app.plan.cost.flops import ParameterCount, flops_per_token, parameter_count, stage_seconds
+from app.plan.cost.rates import measured
+from app.plan.cost.times import stage_times
+from app.plan.dispatchers.choose import run_dispatcher, without_waits
+from app.plan.layout import select_layout
+from app.plan.memory.activations import chunk_activations
+from app.plan.plan import Plan
+from app.plan.recompute import NOTHING, RecomputePolicy, recompute_policy
+from app.plan.stages import Stage
+from app.rules import check
+
+ROWS = 8  # of the quickest layouts at each speed of the network
+SLOWER = 0.5  # of the network's speed, where nothing else is asked for
+MOST_TRIALS = 600  # layouts that a search plans at each speed, some seconds
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """What a layout takes at one speed of the network between nodes."""
+
+    seconds: float  # of a step
+    tokens_per_second: float  # of all GPUs
+    tflops_per_gpu: float  # of the model's own operations
+    gpu_hours: float  # of the tokens that are asked for
+    days: float
+
+    @classmethod
+    def of(cls, run: Run, seconds: float, tokens: float) -> Cost:
+        """Of a run whose step takes so long, for so many tokens."""
+        rate = run.train.global_batch * run.train.seq_len / seconds
+        flops = flops_per_token(run.model, run.train.seq_len)
+        hours = tokens / rate / 3600
+        return cls(
+            seconds,
+            rate,
+            rate * flops / run.world_size / 1e12,
+            gpu_hours=hours * run.world_size,
+            days=hours / 24,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class LayoutRow:
+    """A layout that fits, or the run's own."""
+
+    own: bool  # the run as it is typed
+    overrides: tuple[str, ...]  # that make the run it; of its own none
+    tp: int
+    cp: int
+    pp: int
+    vpp: int
+    dp: int
+    ep: int
+    etp: int
+    micro_batch: int
+    microbatches: int  # of a step, on each rank
+    schedule: str
+    recompute: tuple[str, ...]  # parts of layers; "full": whole ones
+    graphs: str  # what is captured
+    dispatcher: str | None  # of tokens to experts; None: a dense model
+    memory: int  # bytes of the busiest rank
+    fits: bool
+    cost: Cost
+    slower: Cost  # with the slower network
+
+
+@dataclass(frozen=True, slots=True)
+class LayoutComparison:
+    """What is shown: rows by time."""
+
+    world_size: int
+    tokens: float  # that GPU hours are of
+    gpu_memory: int  # bytes
+    network_gb_s: float
+    slower_gb_s: float
+    planned: int  # how many were
+    complete: bool  # no layout of the search can be among the quickest without standing here
+    rows: tuple[LayoutRow, ...]
+
+    @property
+    def quickest(self) -> LayoutRow | None:
+        """Of those that fit; None: none does."""
+        return next((row for row in self.rows if row.fits), None)
+
+    @property
+    def quickest_slower(self) -> LayoutRow | None:
+        """The same with the slower network."""
+        fitting = (row for row in self.rows if row.fits)
+        return min(fitting, key=lambda row: row.slower.seconds, default=None)
+
+
+def compare_layouts(
+    plan: Plan, tokens: float | None = None, slower_gb_s: float | None = None
+) -> LayoutComparison:
+    """The quickest layouts that fit, at the network's speed and at a slower one, and the run's own.
+
+    tokens: that GPU hours are of; None: those of train.steps. slower_gb_s: None: half.
+    """
+    run = plan.run
+    network = run.hardware.network_gb_s
+    slower = SLOWER * network if slower_gb_s is None else slower_gb_s
+    if tokens is None:
+        tokens = run.train.steps * run.train.global_batch * run.train.seq_len
+    trials = Trials(plan.gpu_memory)
+    search = _Search(run, trials)
+    complete = True
+    chosen: dict[Run, None] = {run: None}
+    for speed in (network, slower):
+        found, whole = search.quickest(speed)
+        chosen |= dict.fromkeys(found)
+        complete = complete and whole
+    rows: dict[LayoutRow, LayoutRow] = {}
+    for each in chosen:  # the run itself first: what is the same by other keys is no other row
+        row = _row(each, run, trials, tokens=tokens, slower=slower)
+        rows.setdefault(dataclasses.replace(row, own=False, overrides=()), row)
+    ranked = sorted(rows.values(), key=lambda row: row.cost.seconds)
+    shown = (row for row in ranked if row.fits or row.own)
+    return LayoutComparison(
+        run.world_size,
+        tokens,
+        plan.gpu_memory,
+        network_gb_s=network,
+        slower_gb_s=slower,
+        planned=search.planned,
+        complete=complete,
+        rows=tuple(shown),
+    )
+
+
+def _row(run: Run, own: Run, trials: Trials, tokens: float, slower: float) -> LayoutRow:
+    """Planned with all microbatches."""
+    plan = trials.plan(run)
+    layout = plan.layout
+    memory = trials.memory(run, whole=True)
+    dispatcher = run_dispatcher(run)
+    return LayoutRow(
+        run == own,
+        tuple(_overrides(own, run)),
+        tp=layout.tp,
+        cp=layout.cp,
+        pp=layout.pp,
+        vpp=plan.stages.vpp,
+        dp=layout.dp,
+        ep=layout.ep,
+        etp=layout.expert_tp,
+        micro_batch=run.train.micro_batch,
+        microbatches=run.num_microbatches,
+        schedule=plan.schedule_name.value,
+        recompute=_recomputed(recompute_policy(run)),
+        graphs=_captured(run),
+        dispatcher=dispatcher.kind.value if dispatcher else None,
+        memory=memory,
+        fits=memory <= trials.limit,
+        cost=Cost.of(run, plan.step_seconds, tokens),
+        slower=Cost.of(run, trials.plan(_networked(run, slower)).step_seconds, tokens),
+    )
+
+
+def _recomputed(policy: RecomputePolicy) -> tuple[str, ...]:
+    if policy.usual.whole_layers:
+        return ("full",)
+    return () if policy.usual == NOTHING else tuple(sorted(p.value for p in policy.usual.parts))
+
+
+def _captured(run: Run) -> str:
+    match run.cuda_graph.impl:
+        case GraphImpl.none:
+            return "none"
+        case GraphImpl.full_iteration:
+            return "whole step"
+        case _:
+            return "partial" if run.cuda_graph.scope else "layers"
+
+
+def _networked(run: Run, gb_s: float) -> Run:
+    return dataclasses.replace(run, hardware=dataclasses.replace(run.hardware, network_gb_s=gb_s))
+
+
+COMPARED = (
+    "parallel", "schedule", "recompute", "cuda_graph",
+)  # sections whose keys a layout may set  # fmt: skip
+
+
+def _overrides(own: Run, run: Run) -> Iterator[str]:
+    """What is typed behind a run to have the other."""
+    pairs: list[tuple[str, Any, Any]] = [
+        ("train.micro_batch", own.train.micro_batch, run.train.micro_batch)
+    ]
+    for section in COMPARED:
+        before, after = getattr(own, section), getattr(run, section)
+        for each in dataclasses.fields(before):
+            pairs.append(
+                (f"{section}.{each.name}", getattr(before, each.name), getattr(after, each.name))
+            )
+    if own.model.moe is not None and run.model.moe is not None:
+        before, after = own.model.moe, run.model.moe
+        pairs.append(("model.moe.dispatcher", before.dispatcher, after.dispatcher))
+        capacities = before.static.capacity, after.static.capacity
+        pairs.append(("model.moe.static.capacity", *capacities))
+    yield from (f"{key}={typed(after)}" for key, before, after in pairs if before != after)
+
+
+@dataclass(frozen=True, slots=True)
+class _Least:
+    """What a microbatch takes at least in all layers, however they are cut into stages."""
+
+    seconds: float
+    bytes: int  # kept for its backward
+
+
+@dataclass
+class _Search:
+    """Over shapes, each with its best companions."""
+
+    run: Run
+    trials: Trials
+    planned: int = 0
+    # by shape, sequences of a microbatch, rung of recomputation; None: not legal
+    least: dict[tuple[Shape, int, int], _Least | None] = field(default_factory=dict)
+    bytes: dict[Run, int] = field(default_factory=dict)  # of runs at the network's own speed
+
+    def quickest(self, network: float) -> tuple[list[Run], bool]:
+        """As many as there are rows, each of another shape, and whether none can be missing."""
+        run = _networked(self.run, network)
+        limit = self.planned + MOST_TRIALS
+        waiting = list(self._bounds())
+        heapify(waiting)
+        best: dict[Shape, tuple[float, Run]] = {}
+        while waiting and self.planned < limit:
+            bound, number, shape, size, rung = heappop(waiting)
+            if bound >= _last(best):
+                return self._found(best), True
+            if (higher := self._rung(shape, size, rung)) == rung:
+                self._expand(run, shape, size, rung=rung, best=best)
+            elif (seconds := self._bound(shape, size, higher)) is not None:
+                heappush(waiting, (seconds, number, shape, size, higher))
+        return self._found(best), not waiting
+
+    def _found(self, best: dict[Shape, tuple[float, Run]]) -> list[Run]:
+        """At the network's own speed."""
+        ranked = sorted(best.values(), key=lambda pair: pair[0])[:ROWS]
+        return [_networked(run, self.run.hardware.network_gb_s) for _, run in ranked]
+
+    def _bounds(self) -> Iterator[tuple[float, int, Shape, int, int]]:
+        """(seconds that a step takes at least, number, shape, sequences of a microbatch, rung)."""
+        run = self.run
+        pairs = ((shape, size) for shape in shapes(run) for size in micro_batches(run, shape))
+        for number, (shape, size) in enumerate(pairs):
+            if shape.state_bytes(run, self.count) <= self.trials.limit:
+                seconds = self._bound(shape, size, 0)
+                if seconds is not None:
+                    yield seconds, number, shape, size, 0
+
+    @cached_property
+    def ladder(self) -> tuple[Values, ...]:
+        """From least to most recomputation."""
+        return tuple(recompute_ladder(self.run))
+
+    @cached_property
+    def count(self) -> ParameterCount:
+        """Of the model."""
+        return parameter_count(self.run.model)
+
+    def _microbatches(self, shape: Shape, size: int) -> int:
+        dp = self.run.world_size // (shape.tp * shape.cp * shape.pp)
+        return self.run.train.global_batch // (size * dp)
+
+    def _bound(self, shape: Shape, size: int, rung: int) -> float | None:
+        """Seconds that a step takes at least, at the network's own speed; None: not legal."""
+        least = self._least(shape, size, rung)
+        if least is None:
+            return None
+        return self._microbatches(shape, size) * least.seconds / shape.pp
+
+    def _rung(self, shape: Shape, size: int, rung: int) -> int:
+        """The least recomputation, from a rung on, whose state and kept tensors may fit: of as many
+        microbatches as there are pipeline ranks, some rank holds its part.
+        """
+        flying = min(self._microbatches(shape, size), shape.pp) / shape.pp
+        state = shape.state_bytes(self.run, self.count)
+        for place in range(rung, len(self.ladder) - 1):
+            least = self._least(shape, size, place)
+            if least is not None and state + flying * least.bytes <= self.trials.limit:
+                return place
+        return len(self.ladder) - 1
+
+    def _least(self, shape: Shape, size: int, rung: int) -> _Least | None:
+        """Pipelines of any length whose ranks vary slowest have the same."""
+        slowest = self.run.parallel.order.endswith("pp")
+        key = dataclasses.replace(shape, pp=1 if slowest else shape.pp), size, rung
+        if key not in self.least:
+            values = shape.values(self.run) | self.ladder[rung] | {"train.micro_batch": size}
+            bare: Values = {"cuda_graph.impl": GraphImpl.none, "cuda_graph.scope": ()}
+            legal = self._legal(self.run, values | next(schedules(self.run, shape.pp)) | bare)
+            self.least[key] = None if legal is None else _least_of(legal)
+        return self.least[key]
+
+    def _expand(
+        self,
+        run: Run,
+        shape: Shape,
+        size: int,
+        rung: int,
+        best: dict[Shape, tuple[float, Run]],
+    ) -> None:
+        """Keep the quickest of a shape's companions that fits, if it is quick enough for a row."""
+        for order in schedules(run, shape.pp):
+            laid_out = with_values(run, shape.values(run) | order | {"train.micro_batch": size})
+            for mode in graph_modes(laid_out):
+                for kept in self.ladder[rung:]:
+                    legal = self._legal(laid_out, mode | kept)
+                    if legal is None:
+                        continue
+                    seconds = self._seconds(legal)
+                    if seconds >= min(_last(best), best.get(shape, (inf, run))[0]):
+                        break  # more recomputation is no quicker
+                    if self._memory(legal) <= self.trials.limit:
+                        best[shape] = seconds, legal
+                        break
+
+    def _seconds(self, run: Run) -> float:
+        self.planned += 1
+        return self.trials.seconds(run)
+
+    def _memory(self, run: Run) -> int:
+        usual = _networked(run, self.run.hardware.network_gb_s)
+        if usual not in self.bytes:
+            self.bytes[usual] = self.trials.memory(usual)
+        return self.bytes[usual]
+
+    def _legal(self, run: Run, values: dict[str, Value]) -> Run | None:
+        with suppress(ConfigError):
+            return check(with_values(run, values))
+        return None
+
+
+def _least_of(run: Run) -> _Least:
+    """Without launches of the host, by the better of two ways to exchange tokens."""
+    graph = dataclasses.replace(run.cuda_graph, impl=GraphImpl.full_iteration)
+    ways = [run]
+    if run.model.moe is not None:
+        ways.append(with_values(run, {**without_waits()}))
+    layers = tuple(range(run.model.num_layers))
+    seconds, kept = [], []
+    for way in ways:
+        launched = dataclasses.replace(way, cuda_graph=graph)
+        profile, layout = measured(way), select_layout(way)
+        whole = [Stage(layers, embedding=True, head=True)]
+        if profile is None:
+            seconds.append(stage_seconds(launched, whole, layout)[0].total)
+        else:
+            (times,) = stage_times(launched, whole, layout, profile)
+            seconds.append(sum(times.by_kind().values()))
+        inner = Stage(layers, embedding=False, head=False)
+        kept.append(chunk_activations(way, inner, layout).usual.total)
+    return _Least(min(seconds), min(kept))
+
+
+def _last(best: dict[Shape, tuple[float, Run]]) -> float:
+    """Time of the last row so far; without bound while rows are left."""
+    times = sorted(seconds for seconds, _ in best.values())
+    return times[ROWS - 1] if len(times) >= ROWS else inf

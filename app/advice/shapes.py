@@ -1,0 +1,168 @@
+"""Which layouts a run could have on as many GPUs: degrees of parallelism, and what each can be
+combined with. Whether they are legal is for `app.rules` to say.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from app.advice.even_stages import spelled
+from app.advice.moves import RUNGS, Value, can_recompute
+from app.choices import GraphImpl, GraphScope, Recompute, ScheduleName, StaticCapacity
+from app.config import Run
+from app.plan.cost.flops import ParameterCount
+from app.plan.dispatchers.choose import run_dispatcher, without_waits
+from app.plan.memory.overheads import CUDA_CONTEXT
+from app.plan.memory.rank_memory import bytes_per_parameter
+from app.plan.select import select_stages
+
+Values = dict[str, Value]  # dotted key -> value
+
+LEAST_TOKENS = 1024  # of a sequence on a context-parallel rank
+MOST_TOKENS = 8192  # of a microbatch on a rank, where more than one sequence is taken together
+MICRO_BATCHES = (1, 2, 4)
+SCHEDULES = (
+    (ScheduleName("1f1b"), 1),
+    (ScheduleName.interleaved, 2),
+    (ScheduleName.interleaved, 4),
+    (ScheduleName.zero_bubble_h1, 1),
+    (ScheduleName.zero_bubble_v, 2),
+)  # with stages per rank
+STATIC_ROWS = "model.moe.static.capacity"
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """Degrees of parallelism."""
+
+    tp: int
+    cp: int
+    pp: int
+    ep: int
+    etp: int | None  # None: a dense model
+
+    @classmethod
+    def of(cls, run: Run) -> Shape:
+        """A run's own."""
+        p = run.parallel
+        etp = (p.tp if p.etp is None else p.etp) if run.model.moe else None
+        return cls(p.tp, p.cp, p.pp, p.ep, etp)
+
+    def values(self, run: Run) -> Values:
+        """Keys that give a run this shape; none for its own."""
+        if self == Shape.of(run):
+            return {}
+        experts: Values = {} if self.etp is None else {"parallel.etp": self.etp}
+        return {
+            "parallel.world_size": run.world_size,
+            "parallel.dp": None,
+            "parallel.tp": self.tp,
+            "parallel.cp": self.cp,
+            "parallel.pp": self.pp,
+            "parallel.ep": self.ep,
+            **experts,
+        }
+
+    def state_bytes(self, run: Run, count: ParameterCount) -> int:
+        """Parameters, gradients and optimizer of a mean rank, and what CUDA takes: the busiest rank
+        is planned with no less.
+        """
+        params, grads, shard = bytes_per_parameter(run.precision)
+        dense = (count.total - count.experts) / (self.tp * self.pp)
+        expert = count.experts / ((self.etp or 1) * self.ep * self.pp)
+        replicas = run.world_size // (self.tp * self.pp)  # context-parallel ranks share the state
+        expert_replicas = run.world_size // ((self.etp or 1) * self.ep * self.pp)
+        owned = dense / replicas + expert / expert_replicas
+        return int((params + grads) * (dense + expert) + shard * owned) + CUDA_CONTEXT
+
+
+def shapes(run: Run) -> Iterator[Shape]:
+    """All whose degrees divide what they have to."""
+    world = run.world_size
+    moe = run.model.moe
+    sequence = run.train.seq_len
+    for tp in _divisors(run.parallel.gpus_per_node):
+        for cp in (cp for cp in _divisors(world) if cp == 1 or sequence // cp >= LEAST_TOKENS):
+            for pp in (pp for pp in _divisors(world) if pp <= run.model.num_layers):
+                if world % (tp * cp * pp):
+                    continue
+                if moe is None:
+                    yield Shape(tp, cp, pp, 1, None)
+                    continue
+                for ep in _divisors(moe.num_experts):
+                    for etp in dict.fromkeys((1, tp)):
+                        if world % (etp * ep * pp) == 0:
+                            yield Shape(tp, cp, pp, ep, etp)
+
+
+def micro_batches(run: Run, shape: Shape) -> Iterator[int]:
+    """Sequences that are taken together, such that whole microbatches make a step."""
+    dp = run.world_size // (shape.tp * shape.cp * shape.pp)
+    for size in sorted({*MICRO_BATCHES, run.train.micro_batch}):
+        tokens = size * run.train.seq_len // (shape.tp * shape.cp)
+        small = size <= run.train.micro_batch or tokens <= MOST_TOKENS
+        if small and run.train.global_batch % (size * dp) == 0:
+            yield size
+
+
+def schedules(run: Run, pp: int) -> Iterator[Values]:
+    """Orders of a pipeline with its stages: the run's own split where it has as many."""
+    plain: Values = {"schedule.group_size": None}
+    if pp == 1:
+        yield plain | {"schedule.name": ScheduleName.auto} | _stages(run, 1, 1)
+        return
+    for name, vpp in SCHEDULES:
+        if pp * vpp <= run.model.num_layers:
+            yield plain | {"schedule.name": name} | _stages(run, pp, vpp)
+
+
+def _stages(run: Run, pp: int, vpp: int) -> Values:
+    """Equally many layers per stage; where they do not divide, the first stages have one more."""
+    own = select_stages(run)
+    if (own.pp, own.vpp) == (pp, vpp):
+        return {}
+    unset: Values = {"parallel.first": None, "parallel.last": None}
+    unset |= {"parallel.count_embedding": False, "parallel.count_head": False}
+    size, more = divmod(run.model.num_layers, pp * vpp)
+    if not more:
+        return unset | {"parallel.layout": None, "parallel.vpp": vpp}
+    sizes = [size + 1] * more + [size] * (pp * vpp - more)
+    return unset | {"parallel.layout": spelled(sizes), "parallel.vpp": 1}
+
+
+def graph_modes(run: Run) -> Iterator[Values]:
+    """What graphs hold: as it is, all but the exchange of tokens, or a whole step, for which
+    experts on several ranks need a dispatcher that waits for nobody.
+    """
+    yield {}
+    captured: tuple[GraphScope, ...] = (GraphScope.attn, GraphScope.mlp)
+    if run.model.moe is not None:
+        captured = (*captured, GraphScope.moe_router, GraphScope.moe_preprocess)
+        if all(map(run.model.is_moe_layer, range(run.model.num_layers))):
+            captured = tuple(part for part in captured if part is not GraphScope.mlp)
+    if run.cuda_graph.impl is not GraphImpl.local:
+        yield {"cuda_graph.impl": GraphImpl.local, "cuda_graph.scope": captured}
+    whole: Values = {"cuda_graph.impl": GraphImpl.full_iteration, "cuda_graph.scope": ()}
+    dispatcher = run_dispatcher(run)
+    if dispatcher is not None and dispatcher.waits_for_host:
+        whole |= without_waits()
+        yield whole | {STATIC_ROWS: StaticCapacity.factor}
+    yield whole
+
+
+def recompute_ladder(run: Run) -> Iterator[Values]:
+    """From keeping everything to keeping only the inputs of layers, cheapest first."""
+    phases: tuple[Recompute, ...] = ()
+    plain: Values = {"recompute.full": False, "recompute.partial_microbatches": 0}
+    yield plain | {"recompute.phases": phases}
+    have: set[Recompute] = set()
+    for wanted, _ in RUNGS:
+        have |= wanted
+        phases = tuple(phase for phase in Recompute if phase in have and can_recompute(run, phase))
+        yield plain | {"recompute.phases": phases}
+    yield plain | {"recompute.phases": (), "recompute.full": True}
+
+
+def _divisors(number: int) -> list[int]:
+    return [each for each in range(1, number + 1) if number % each == 0]

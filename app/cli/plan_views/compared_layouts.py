@@ -1,0 +1,122 @@
+"""The table of layouts of a run on as many GPUs, quickest first."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from rich.console import Console
+from rich.text import Text
+
+from app.advice.layouts import LayoutComparison, LayoutRow
+from app.cli.plan_views.rows import heading, new_table
+from app.plan.formatting import amount, count_of, figures, gib
+
+OWN = "the run as typed"
+
+
+def print_layouts(found: LayoutComparison, assumed: str, console: Console) -> None:
+    """All rows, and what is typed for the best; `assumed`: what times are planned from."""
+    remark = f"on {count_of(found.world_size, 'GPU')}, quickest first; GPU hours of "
+    heading(console, "Layouts", f"{remark}{amount(found.tokens)} tokens")
+    slower = f"{found.slower_gb_s:g} GB/s"
+    experts = any(row.dispatcher for row in found.rows)
+    table = new_table(
+        *(f">{name}" for name in ("#", *_degrees(found.rows[0], experts))),
+        *(">GiB", ">ms", ">tokens/s", ">TFLOP/s", ">GPU h", ">days"),
+        *(f">ms at {found.slower_gb_s:g}", ">GPU h"),
+    )
+    words = ("microbatches", "schedule", "computed again", "graphs")
+    beside = new_table(">#", *words, *(["tokens by"] if experts else []))
+    for number, row in enumerate(found.rows, 1):
+        style = "bold" if row.own else ""
+        name = f"{'→ ' if row.own else ''}{number}"
+        table.add_row(name, *_degrees(row, experts).values(), *_numbers(row), style=style)
+        beside.add_row(name, *_companions(row)[: len(beside.columns) - 1], style=style)
+    console.print(table)
+    console.print()
+    console.print(beside)
+    console.print(
+        f"→ is {OWN}. pp 16×2: two stages per rank. Microbatches: sequences × how many per rank.",
+        style="dim",
+    )
+    console.print()
+    console.print(_verdict(found))
+    for name, row in _best(found):
+        console.print()
+        console.print(f"{name}:", style="bold")
+        console.print(" ".join(row.overrides), soft_wrap=True)  # to be copied in one piece
+    console.print()
+    searched = f"{count_of(found.planned, 'layout')} planned"
+    rest = "" if found.complete else "; the search stops there, and others may be as quick"
+    speeds = f"{found.network_gb_s:g} GB/s per GPU (hardware.network_gb_s), beside it {slower}"
+    console.print(f"{searched}{rest}. Network: {speeds}. Times {assumed}", style="dim")
+
+
+def layout_names(row: LayoutRow) -> tuple[str, str]:
+    """Degrees, and what goes with them, for a picture."""
+    degrees = _degrees(row, experts=row.dispatcher is not None)
+    microbatches, schedule, again, graphs, _ = _companions(row)
+    words = [microbatches, schedule, *([f"again: {again}"] if row.recompute else [])]
+    words += [f"graphs: {graphs}"] if row.graphs != "none" else []
+    return " ".join(f"{axis} {size}" for axis, size in degrees.items()), ", ".join(words)
+
+
+def _degrees(row: LayoutRow, experts: bool) -> dict[str, str]:
+    stages = f"{row.pp}×{row.vpp}" if row.vpp > 1 else str(row.pp)
+    found = {"dp": str(row.dp), "tp": str(row.tp), "cp": str(row.cp), "pp": stages}
+    return found | ({"ep": str(row.ep), "etp": str(row.etp)} if experts else {})
+
+
+def _numbers(row: LayoutRow) -> tuple[str, ...]:
+    return (
+        gib(row.memory) if row.fits else f"{gib(row.memory)}!",
+        f"{row.cost.seconds * 1e3:,.0f}",
+        amount(row.cost.tokens_per_second),
+        figures(row.cost.tflops_per_gpu),
+        hours(row.cost.gpu_hours),
+        figures(row.cost.days),
+        f"{row.slower.seconds * 1e3:,.0f}",
+        hours(row.slower.gpu_hours),
+    )
+
+
+def hours(number: float) -> str:
+    """GPU hours: 4.36 M, 12.3."""
+    return amount(number) if number >= 1000 else figures(number)
+
+
+def _companions(row: LayoutRow) -> tuple[str, str, str, str, str]:
+    again = {"full": "whole layers"}
+    return (
+        f"{row.micro_batch} × {row.microbatches}",
+        row.schedule,
+        ", ".join(again.get(part, part) for part in row.recompute) or "nothing",
+        row.graphs,
+        row.dispatcher or "",
+    )
+
+
+def _verdict(found: LayoutComparison) -> Text:
+    """How far the run is from the best, and whether the best stays so."""
+    best, robust = found.quickest, found.quickest_slower
+    if best is None or robust is None:
+        return Text("No layout of these GPUs fits: more of them, or GPUs with more memory, would.")
+    own = next(row for row in found.rows if row.own)
+    if not own.fits:
+        said = f"{OWN.capitalize()} does not fit (!)."
+    elif own is best:
+        said = f"{OWN.capitalize()} is the quickest that was found."
+    else:
+        times = own.cost.seconds / best.cost.seconds
+        said = f"{OWN.capitalize()} takes {times:.2f} times as long as the quickest."
+    place = found.rows.index(robust) + 1
+    which = "the same one is quickest" if robust is best else f"number {place} is quickest"
+    return Text(f"{said} At {found.slower_gb_s:g} GB/s {which}.")
+
+
+def _best(found: LayoutComparison) -> Iterator[tuple[str, LayoutRow]]:
+    best, robust = found.quickest, found.quickest_slower
+    if best is not None and best.overrides:
+        yield "The quickest, typed behind the run", best
+    if robust is not None and robust is not best and robust.overrides:
+        yield f"The quickest at {found.slower_gb_s:g} GB/s", robust
