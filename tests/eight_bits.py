@@ -7,7 +7,7 @@ Shapes: E experts, T rows, K the width that a product sums over, N the one that 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -15,6 +15,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from app.kernels import peer_rows
+from app.kernels import rows as rows_kernels
 from app.kernels.eight_bits.quantise import quantise_columns_into, quantise_rows
 from app.kernels.eight_bits.swiglu import swiglu_rows, swiglu_rows_gradient
 from app.kernels.swiglu import swiglu
@@ -88,6 +90,50 @@ def check_swiglu(rows: int, width: int, used: int, dtype: torch.dtype) -> None:
         in_8 = row_scaled._rows_of(wanted[:used])
         for one, other in zip(found, (wanted[:used], *in_8), strict=True):
             assert same(one[:used], other)
+
+
+def check_spread(tokens: int, top_k: int, width: int, dtype: torch.dtype) -> None:
+    """What writes tokens and gradients into rows leaves these in eight bits, to the bit; of peers'
+    rows some are no choice's, and neither is written.
+    """
+    count = tokens * top_k
+    x, grad = entries(tokens, width, dtype=dtype), entries(tokens, width, dtype=dtype).flip(0)
+    rows, probs = entries(count, width, dtype=dtype), torch.rand(tokens, top_k, device=DEVICE)
+    row_of = torch.randperm(count, generator=torch.Generator().manual_seed(0))
+    row_of = row_of.view(tokens, top_k).to(DEVICE)
+    some = row_of.int().masked_fill(row_of % 5 == 0, count)
+    addresses = peer_rows.addresses_in
+
+    def empty() -> tuple[Tensor, Tensor]:
+        return torch.zeros(count, width, device=DEVICE).to(E4M3), torch.zeros(count, device=DEVICE)
+
+    dots = torch.empty(tokens, top_k, device=DEVICE)
+    makers: list[tuple[bool, Callable[[tuple[Tensor, Tensor]], Tensor]]] = [
+        (True, lambda in_8: rows_kernels.spread_rows(x, row_of, None, count, in_8)),
+        (
+            True,
+            lambda in_8: rows_kernels.combine_gradients(grad, rows, probs, row_of, None, in_8)[0],
+        ),
+        (
+            False,
+            lambda in_8: peer_rows.pull_rows(
+                addresses(x), some, count, width=width, dtype=dtype, in_8=in_8
+            ),
+        ),
+        (
+            False,
+            lambda in_8: peer_rows.pull_gradients(
+                addresses(grad), rows, probs, some, addresses(dots), in_8=in_8
+            ),
+        ),
+    ]
+    for whole, make in makers:
+        in_8 = empty()
+        made = make(in_8)
+        own = torch.arange(count, device=DEVICE) % 5 > (-1 if whole else 0)
+        for found, wanted in zip(in_8, row_scaled._rows_of(made[own]), strict=True):
+            assert same(found[own], wanted)
+            assert not found[~own].float().any()
 
 
 def check_columns(*shape: int, dtype: torch.dtype) -> None:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from app.kernels import peer_rows as kernels
+from app.kernels import peer_sums
 from app.kernels.expert_rows import expert_rows
 from app.moe.dispatch import expert_rows as plain
 from tests.moe_kernels import DEVICE, FACTS, assert_same, twice
@@ -157,12 +158,12 @@ def check_push(drawn: Drawn) -> None:
 
         def run(given: tuple[Tensor, Tensor | None, Tensor] = given) -> tuple[Tensor, ...]:
             parts, addresses_P = memory(untouched_ND, drawn.ranks)
-            kernels.push_sums(*given, addresses_P, rank=drawn.ranks - 1)
+            peer_sums.push_sums(*given, addresses_P, rank=drawn.ranks - 1)
             return (torch.cat(parts),)
 
         (found,) = twice(run)
         whole_ND = untouched_ND.clone()
-        kernels.push_sums(*given, kernels.addresses_in(whole_ND))
+        peer_sums.push_sums(*given, kernels.addresses_in(whole_ND))
         assert torch.equal(whole_ND, found)
         assert_same(found[drawn.here_N], plain.partial_sums(*given)[drawn.here_N])
         assert found[~drawn.here_N].eq(UNTOUCHED).all()
@@ -178,10 +179,10 @@ def check_sums_at_home(drawn: Drawn) -> None:
     partial_PTD = torch.randn(shape, **FACTS).to(drawn.x_ND.dtype)
     partial_PTD[~sent_PTK.any(dim=2)] = float("nan")
     given = experts_TK, drawn.local, drawn.etp
-    (found,) = twice(lambda: (kernels.sum_partials(partial_PTD, *given),))
+    (found,) = twice(lambda: (peer_sums.sum_partials(partial_PTD, *given),))
     assert_same(found, plain.sum_partials(partial_PTD, *given))
     dots_PTK = torch.randn(sent_PTK.shape, **FACTS).masked_fill(~sent_PTK, float("nan"))
-    (found,) = twice(lambda: (kernels.sum_dots(dots_PTK, *given),))
+    (found,) = twice(lambda: (peer_sums.sum_dots(dots_PTK, *given),))
     assert_same(found, plain.sum_dots(dots_PTK, *given))
 
 

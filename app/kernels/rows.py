@@ -2,7 +2,8 @@
 
 Shapes: T tokens · K experts per token · R rows · D width. In kernels: BLOCK columns of a row,
 PLACES ≥ K, a power of two. Sums are fp32, in the order of k or in that of a fixed tree, so equal
-calls give equal bits. A row that no kept choice owns is never read.
+calls give equal bits. A row that no kept choice owns is never read. Rows may be written `in_8` bits
+besides, as `app.kernels.eight_bits.quantise` would read them again.
 """
 
 from __future__ import annotations
@@ -11,24 +12,37 @@ import torch
 from torch import Tensor
 
 from app.kernels.common import jit, tl
+from app.kernels.eight_bits.quantise import InEight, in_eight, reciprocal, scale_for
 from app.kernels.tiling import ROW_PER_WARP, block_of, row_columns, row_warps
 
 TILE = 8192  # values of one program that holds all rows of a token at once
 
 
-def spread_rows(x_TD: Tensor, row_of_TK: Tensor, kept_TK: Tensor | None, num_rows: int) -> Tensor:
+def spread_rows(
+    x_TD: Tensor,
+    row_of_TK: Tensor,
+    kept_TK: Tensor | None,
+    num_rows: int,
+    in_8: InEight | None = None,
+) -> Tensor:
     """out[row_of[t, k]] = x[t]: [num_rows, D], zero where no choice owns a row.
 
-    With `kept_TK` choices that it leaves out own none; without it every row must be owned.
+    With `kept_TK` choices that it leaves out own none; without it every row must be owned. `in_8`
+    is filled besides, but for rows that no choice owns.
     """
     (tokens, top_k), width = row_of_TK.shape, x_TD.shape[1]
     out_RD = (x_TD.new_empty if kept_TK is None else x_TD.new_zeros)(num_rows, width)
     grid, block, warps = row_columns(tokens, width)
+    if in_8 is not None:  # whose scales are of all columns
+        grid, block = (tokens, 1), block_of(width)
+    data_RD, factors_R = (None, None) if in_8 is None else in_8
     _spread[grid](
         x=x_TD.contiguous(),
         row_of=row_of_TK.contiguous(),
         kept=_flat(kept_TK),
         out=out_RD,
+        data=data_RD,
+        factors=factors_R,
         num_rows=num_rows,
         width=width,
         K=top_k,
@@ -70,18 +84,27 @@ def sum_rows(
 
 
 def combine_gradients(
-    grad_TD: Tensor, rows_RD: Tensor, probs_TK: Tensor, row_of_TK: Tensor, kept_TK: Tensor | None
+    grad_TD: Tensor,
+    rows_RD: Tensor,
+    probs_TK: Tensor,
+    row_of_TK: Tensor,
+    kept_TK: Tensor | None,
+    in_8: InEight | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Gradients of Σ_k probs[t, k] · rows[row_of[t, k]]: of the rows [R, D], rounded once, and of
     the probabilities [T, K].
 
-    Both are zero where no kept choice owns a row; without `kept_TK` every row must be owned.
+    Both are zero where no kept choice owns a row; without `kept_TK` every row must be owned. `in_8`
+    is filled with the rows' besides, but for rows that no choice owns.
     """
     (tokens, top_k), (num_rows, width) = row_of_TK.shape, rows_RD.shape
     grad_RD = (grad_TD.new_empty if kept_TK is None else grad_TD.new_zeros)(num_rows, width)
     dots_TK = torch.empty_like(probs_TK, memory_format=torch.contiguous_format)
     places = block_of(top_k)
     block = min(block_of(width), max(ROW_PER_WARP, TILE // places))
+    if in_8 is not None:  # whose scales are of all columns
+        block = block_of(width)
+    data_RD, factors_R = (None, None) if in_8 is None else in_8
     _gradients[(tokens,)](
         grad=grad_TD.contiguous(),
         rows=rows_RD.contiguous(),
@@ -89,6 +112,8 @@ def combine_gradients(
         row_of=row_of_TK.contiguous(),
         kept=_flat(kept_TK),
         grad_rows=grad_RD,
+        data=data_RD,
+        factors=factors_R,
         dots=dots_TK,
         num_rows=num_rows,
         width=width,
@@ -122,6 +147,8 @@ def _spread(
     row_of: tl.tensor,
     kept: tl.tensor,
     out: tl.tensor,
+    data: tl.tensor,
+    factors: tl.tensor,
     num_rows: int,
     width: int,
     K: tl.constexpr,
@@ -129,7 +156,12 @@ def _spread(
 ) -> None:
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    value = tl.load(x + token * width + column, mask=column < width)
+    value = tl.load(x + token * width + column, mask=column < width, other=0.0)
+    if data is not None:
+        wide = value.to(tl.float32)
+        scale = scale_for(tl.max(tl.abs(wide), axis=0))
+        narrow = in_eight(wide, scale)
+        factor = reciprocal(scale)
     # (row, whether there is one) of each choice; Triton takes no annotation of a local variable
     places = ()  # type: tuple[tuple[tl.tensor, tl.tensor], ...]
     for k in tl.static_range(K):  # a load after a store would wait for it
@@ -137,6 +169,9 @@ def _spread(
     for k in tl.static_range(K):
         row, owned = places[k]
         tl.store(out + row * width + column, value, mask=(column < width) & owned)
+        if data is not None:
+            tl.store(data + row * width + column, narrow, mask=(column < width) & owned)
+            tl.store(factors + row, factor, mask=owned)
 
 
 @jit
@@ -174,6 +209,8 @@ def _gradients(
     row_of: tl.tensor,
     kept: tl.tensor,
     grad_rows: tl.tensor,
+    data: tl.tensor,
+    factors: tl.tensor,
     dots: tl.tensor,
     num_rows: int,
     width: int,
@@ -193,10 +230,12 @@ def _gradients(
         place = row[:, None] * width + column[None, :]
         valid = owned[:, None] & (column < width)[None, :]
         values = tl.load(rows + place, mask=valid, other=0.0).to(tl.float32)
-        tl.store(
-            grad_rows + place,
-            (g[None, :] * prob[:, None]).to(grad_rows.dtype.element_ty),
-            mask=valid,
-        )
+        made = (g[None, :] * prob[:, None]).to(grad_rows.dtype.element_ty)
+        tl.store(grad_rows + place, made, mask=valid)
+        if data is not None:  # all columns are here
+            wide = made.to(tl.float32)
+            scale = scale_for(tl.max(tl.abs(wide), axis=1))
+            tl.store(data + place, in_eight(wide, scale[:, None]), mask=valid)
+            tl.store(factors + row, reciprocal(scale), mask=owned)
         products += values * g[None, :]
     tl.store(dots + choice, tl.sum(products, axis=1).to(dots.dtype.element_ty), mask=k < K)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from app.choices import Recompute
 from app.model.clones import LentWeight
+from app.model.fp8.ready import ReadyRows
 from app.model.layers import swiglu
 from app.model.linear import GroupedLinear
 from app.model.peers import ALONE, Peers
@@ -49,13 +50,15 @@ class Experts(nn.Module):
         recompute: Recomputation | None = None,
         keep: Keep | None = None,
         lent: LentExperts | None = None,
+        ready: ReadyRows | None = None,
     ) -> Tensor:
         """(silu(r·up[:, :F]) · (r·up[:, F:]))·down of every row r, with the weights of its expert.
 
         R × D -> R × D (SwiGLU, arXiv 2002.05202); rows and `ends_E` as in `GroupedLinear`.
         `recompute` may have backward compute the activation again. `keep` says where backward has
         rows from: those that came, those between the products, and the result for who reads that.
-        The last rows may be of experts that are `lent` by other ranks.
+        The last rows may be of experts that are `lent` by other ranks. Rows may be `ready` in eight
+        bits, where products read these.
         """
         up, down = (None, None) if lent is None else (lent.up, lent.down)
 
@@ -64,8 +67,6 @@ class Experts(nn.Module):
                 recompute.replace(rows, keep(rows))
             return rows
 
-        holder = self.w_down.backend.ready_rows
-        ready = None if holder is None else holder()
         both_R2F = self.w_up.forward(kept(rows_RD), ends_E, sink, keep=keep, lent=up, ready=ready)
         kept(both_R2F)
         # there may be several times as many rows as tokens, and only the device knows

@@ -16,7 +16,9 @@ from torch.autograd.function import once_differentiable
 
 from app.kernels import rows as kernels
 from app.kernels.common import usable
+from app.kernels.eight_bits.quantise import InEight, empty_in_8
 from app.kernels.expert_rows import counts_fast, expert_rows
+from app.model.fp8.ready import ReadyRows
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,21 +82,35 @@ def _placed(experts_TK: Tensor, num_experts: int, drops: bool) -> Permutation:
     return Permutation(token_of_R, row_of_TK.long(), ends_E, kept_TK=kept_TK)
 
 
-def permute(x_TD: Tensor, permutation: Permutation) -> Tensor:
-    """Token rows grouped by expert: [R, D]. A token's gradient sums its K rows in fp32."""
+def permute(x_TD: Tensor, permutation: Permutation, ready: ReadyRows | None = None) -> Tensor:
+    """Token rows grouped by expert: [R, D]. A token's gradient sums its K rows in fp32. Kernels
+    leave rows `ready` in eight bits besides, where every row is a token's.
+    """
+    if ready is not None and (permutation.kept_TK is not None or not usable(x_TD)):
+        ready = None
     rows_RD: Tensor = _Permute.apply(
-        x_TD, permutation.token_of_row_R, permutation.row_of_TK, permutation.kept_TK
+        x_TD, permutation.token_of_row_R, permutation.row_of_TK, permutation.kept_TK, ready
     )
     return rows_RD
 
 
-def combine(rows_RD: Tensor, probs_TK: Tensor, permutation: Permutation) -> Tensor:
+def combine(
+    rows_RD: Tensor, probs_TK: Tensor, permutation: Permutation, ready: ReadyRows | None = None
+) -> Tensor:
     """out[t] = Σ_k probs[t, k] · rows[row_of[t, k]], in fp32 in order of k: [T, D], rows' dtype.
 
-    Dropped choices count as 0, and so does their gradient, whatever the rows hold.
+    Dropped choices count as 0, and so does their gradient, whatever the rows hold. The gradient of
+    rows is left `ready` as `permute` leaves rows.
     """
+    if ready is not None and (permutation.kept_TK is not None or not usable(rows_RD)):
+        ready = None
     out_TD: Tensor = _Combine.apply(
-        rows_RD, probs_TK, permutation.token_of_row_R, permutation.row_of_TK, permutation.kept_TK
+        rows_RD,
+        probs_TK,
+        permutation.token_of_row_R,
+        permutation.row_of_TK,
+        permutation.kept_TK,
+        ready,
     )
     return out_TD
 
@@ -137,12 +153,16 @@ def combine_gradients(
     token_of_row_R: Tensor,
     row_of_TK: Tensor,
     kept_TK: Tensor | None,
+    in_8: InEight | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The gradients of the rows [R, D] and of the probabilities [T, K] in `combine`."""
+    """The gradients of the rows [R, D] and of the probabilities [T, K] in `combine`. Kernels fill
+    `in_8` with the rows' besides.
+    """
     if usable(rows_RD):
         return kernels.combine_gradients(
-            grad_TD, rows_RD, probs_TK, row_of_TK=row_of_TK, kept_TK=kept_TK
+            grad_TD, rows_RD, probs_TK, row_of_TK=row_of_TK, kept_TK=kept_TK, in_8=in_8
         )
+    assert in_8 is None, "kernels alone write it"
     count = len(rows_RD)
     if kept_TK is None:
         probs_R = probs_TK.new_empty(count).scatter_(0, row_of_TK.flatten(), probs_TK.flatten())
@@ -161,19 +181,30 @@ def combine_gradients(
 class _Permute(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x_TD: Tensor, token_of_row_R: Tensor, row_of_TK: Tensor, kept_TK: Tensor | None
+        ctx: Any,
+        x_TD: Tensor,
+        token_of_row_R: Tensor,
+        row_of_TK: Tensor,
+        kept_TK: Tensor | None,
+        ready: ReadyRows | None,
     ) -> Tensor:
         ctx.save_for_backward(row_of_TK, kept_TK)
+        if ready is not None:
+            rows = len(token_of_row_R)
+            in_8 = empty_in_8((rows, x_TD.shape[1]), x_TD.device)
+            rows_RD = kernels.spread_rows(x_TD, row_of_TK, None, num_rows=rows, in_8=in_8)
+            return ready.put((rows_RD, *in_8))
         if usable(x_TD):
             return kernels.spread_rows(x_TD, row_of_TK, kept_TK, num_rows=len(token_of_row_R))
         return x_TD.index_select(0, token_of_row_R)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_RD: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Any, grad_RD: Tensor) -> tuple[Tensor | None, ...]:
         row_of_TK, kept_TK = ctx.saved_tensors
         return (
             sum_rows(grad_RD, row_of_TK, None, kept_TK=kept_TK, dtype=grad_RD.dtype),
+            None,
             None,
             None,
             None,
@@ -189,14 +220,29 @@ class _Combine(torch.autograd.Function):
         token_of_row_R: Tensor,
         row_of_TK: Tensor,
         kept_TK: Tensor | None,
+        ready: ReadyRows | None,
     ) -> Tensor:
+        ctx.ready = ready
         ctx.save_for_backward(rows_RD, probs_TK, token_of_row_R, row_of_TK, kept_TK)
         return sum_rows(rows_RD, row_of_TK, probs_TK, kept_TK=kept_TK, dtype=rows_RD.dtype)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_TD: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
-        return *combine_gradients(grad_TD, *ctx.saved_tensors), None, None, None
+    def backward(ctx: Any, grad_TD: Tensor) -> tuple[Tensor | None, ...]:
+        rows_RD, probs_TK, token_of_row_R, row_of_TK, kept_TK = ctx.saved_tensors
+        in_8 = None if ctx.ready is None else empty_in_8(rows_RD.shape, grad_TD.device)
+        grad_RD, dots_TK = combine_gradients(
+            grad_TD,
+            rows_RD,
+            probs_TK,
+            token_of_row_R=token_of_row_R,
+            row_of_TK=row_of_TK,
+            kept_TK=kept_TK,
+            in_8=in_8,
+        )
+        if in_8 is not None:
+            ctx.ready.put((grad_RD, *in_8))
+        return grad_RD, dots_TK, None, None, None, None
 
 
 class _Reorder(torch.autograd.Function):

@@ -21,6 +21,7 @@ from app.choices import Balance, Recompute
 from app.collectives import all_reduce
 from app.config import ModelConfig, MoEConfig
 from app.model.block import Body, Phase, RoutingReport
+from app.model.fp8.ready import ReadyRows
 from app.model.layers import Context, Mlp, RMSNorm
 from app.model.peers import Peers, rank, size
 from app.model.weight_grads import WeightGradSink
@@ -176,17 +177,18 @@ class MoEBody(Body, Generic[Prepared, Origin]):
         # 2. Where rows go and come from, as far as the device knows: sorted by expert, counted.
         prepared = preprocess(chosen)
         # 3. Tokens go to the ranks of their experts, and lie expert-major there.
-        dispatched, origin = dispatch(h, prepared)
+        dispatched, origin, ready = dispatch(h, prepared)
         # 4. Two grouped products, over rows of equal experts.
-        expert_out = experts(dispatched, context)
+        expert_out = experts(dispatched, ready, context)
         # 5. Rows come home; a token's K are added up, weighted, in a fixed order.
-        y = combine(expert_out, probs, origin)
+        y = combine(expert_out, probs, origin, ready)
 
         x = finish(x, y, shared)
 
     `prepared` and `origin` are records of the dispatcher alone, `dispatched` is of one type for
     all (`app.moe.protocol`). Only `dispatch` may wait for the device. Captured intervals and
-    recomputed parts are ranges of this same list.
+    recomputed parts are ranges of this same list. With experts in eight bits `ready` is where who
+    makes their rows, forward or backward, leaves them quantised.
 
     `peers.ep_rank` of `peers.ep` ranks holds experts [ep_rank·E/ep, (ep_rank+1)·E/ep), or a part of
     each of them.
@@ -231,11 +233,21 @@ class MoEBody(Body, Generic[Prepared, Origin]):
                 name.dispatch,
                 self._dispatch,
                 ("h", "prepared"),
-                outputs=("dispatched", "origin"),
+                outputs=("dispatched", "origin", "ready"),
                 host_sync=waits,
             ),
-            Phase(name.experts, self._experts, ("dispatched", "context"), outputs=("expert_out",)),
-            Phase(name.combine, self._combine, ("expert_out", "probs", "origin"), outputs=("y",)),
+            Phase(
+                name.experts,
+                self._experts,
+                ("dispatched", "ready", "context"),
+                outputs=("expert_out",),
+            ),
+            Phase(
+                name.combine,
+                self._combine,
+                ("expert_out", "probs", "origin", "ready"),
+                outputs=("y",),
+            ),
             Phase(name.finish, self._finish, summed, outputs=("x",)),
         )
 
@@ -248,10 +260,16 @@ class MoEBody(Body, Generic[Prepared, Origin]):
         rows = self.planned.rows_per_expert(len(experts_TK))
         return (self.dispatcher.preprocess(experts_TK, drops, rows),)
 
-    def _dispatch(self, h_BsD: Tensor, prepared: Prepared) -> tuple[Dispatched, Origin]:
-        return self.dispatcher.dispatch(h_BsD.flatten(0, -2), prepared)
+    def _dispatch(
+        self, h_BsD: Tensor, prepared: Prepared
+    ) -> tuple[Dispatched, Origin, ReadyRows | None]:
+        holder = self.experts.w_up.backend.ready_rows
+        ready = None if holder is None else holder()
+        return *self.dispatcher.dispatch(h_BsD.flatten(0, -2), prepared, ready), ready
 
-    def _experts(self, dispatched: Dispatched, context: Context) -> tuple[Tensor]:
+    def _experts(
+        self, dispatched: Dispatched, ready: ReadyRows | None, context: Context
+    ) -> tuple[Tensor]:
         return (
             self.experts(
                 dispatched.rows_RD,
@@ -260,11 +278,18 @@ class MoEBody(Body, Generic[Prepared, Origin]):
                 recompute=context.recompute,
                 keep=dispatched.keep,
                 lent=dispatched.lent,
+                ready=ready,
             ),
         )
 
-    def _combine(self, expert_out_RD: Tensor, probs_TK: Tensor, origin: Origin) -> tuple[Tensor]:
-        return (self.dispatcher.combine(expert_out_RD, probs_TK, origin),)
+    def _combine(
+        self,
+        expert_out_RD: Tensor,
+        probs_TK: Tensor,
+        origin: Origin,
+        ready: ReadyRows | None,
+    ) -> tuple[Tensor]:
+        return (self.dispatcher.combine(expert_out_RD, probs_TK, origin, ready),)
 
     def _shared(self, h: Tensor, context: Context) -> tuple[Tensor]:
         if self.side is None:

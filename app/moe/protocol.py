@@ -10,6 +10,7 @@ from typing import Protocol, TypeVar
 
 from torch import Tensor
 
+from app.model.fp8.ready import ReadyRows
 from app.model.recompute import Keep
 from app.moe.experts import LentExperts
 
@@ -48,13 +49,24 @@ class Dispatcher(Protocol[Prepared, Origin]):
         """
         ...
 
-    def dispatch(self, x_TD: Tensor, prepared: Prepared) -> tuple[Dispatched, Origin]:
+    def dispatch(
+        self, x_TD: Tensor, prepared: Prepared, ready: ReadyRows | None = None
+    ) -> tuple[Dispatched, Origin]:
         """Tokens T × D -> rows of this rank's experts, and where these came from.
+
+        Rows, and in backward the gradient of what experts made of them, may be left `ready` for
+        products in eight bits; who does not quantise them on the way leaves that to the products.
 
         Only this may wait for the device (`PlannedDispatcher.waits_for_host`).
         """
         ...
 
-    def combine(self, expert_out_RD: Tensor, probs_TK: Tensor, origin: Origin) -> Tensor:
+    def combine(
+        self,
+        expert_out_RD: Tensor,
+        probs_TK: Tensor,
+        origin: Origin,
+        ready: ReadyRows | None = None,
+    ) -> Tensor:
         """Expert outputs -> the probability-weighted sum per token, T × D."""
         ...

@@ -38,7 +38,7 @@ from app.config import (
     TrainConfig,
     YarnConfig,
 )
-from app.kernels import cross_entropy, pages, peer_rows, rms_norm, rows, swiglu
+from app.kernels import cross_entropy, pages, peer_rows, peer_sums, rms_norm, rows, swiglu
 from app.kernels.attention import heads
 from app.kernels.common import DTYPES
 from app.kernels.eight_bits import quantise
@@ -116,7 +116,8 @@ LAUNCHED = {
     quantise: ("_by_rows", "_by_columns"),
     swiglu_in_8: ("_forward", "_backward"),
     pages: ("_take", "_put_back", "_copy"),
-    peer_rows: ("_pull", "_push", "_sum_partials", "_pull_gradients", "_sum_dots"),
+    peer_rows: ("_pull", "_pull_gradients"),
+    peer_sums: ("_push", "_sum_partials", "_sum_dots"),
 }
 
 

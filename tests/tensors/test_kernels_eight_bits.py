@@ -5,21 +5,29 @@ where there is no GPU.
 from __future__ import annotations
 
 import math
-from collections import Counter
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from app.choices import Recompute
-from app.kernels.eight_bits.quantise import quantise_rows, quantise_rows_into
+from app.choices import DispatcherKind, Recompute
+from app.config import MoEConfig
+from app.config.model import StaticConfig
+from app.kernels.eight_bits.quantise import InEight, quantise_rows, quantise_rows_into
 from app.model import layers
 from app.model.fp8 import row_scaled
 from app.model.fp8.experts import Fp8GroupedLinear
 from app.model.fp8.quantised import Quantised
+from app.model.fp8.ready import ReadyRows
 from app.model.fp8.row_scaled import RowScaled, by_reference
 from app.model.recompute import Recomputation
+from app.moe import permute
+from app.moe.dispatch import expert_rows, static
+from app.moe.dispatch.local import LocalDispatcher
+from app.moe.dispatch.static import StaticDispatcher
 from app.moe.experts import Experts
+from app.plan.dispatchers.static import PlannedStatic
 from app.plan.model.experts import ExpertWeights
 from app.plan.recompute import RecomputeChoice
 from tests.eight_bits import (
@@ -27,6 +35,7 @@ from tests.eight_bits import (
     E4M3,
     check_columns,
     check_rows,
+    check_spread,
     check_swiglu,
     entries,
     rounds_to_nearest,
@@ -89,20 +98,60 @@ def test_swiglu_leaves_its_rows_in_eight_bits(
     check_swiglu(rows, width, used, dtype)
 
 
-WEIGHTS = ExpertWeights.of(48, 32, 3)
-ENDS = torch.tensor([7, 7, 17], dtype=torch.int32, device=DEVICE)
+@DTYPES
+@pytest.mark.parametrize("width", [16, 2064])
+def test_rows_leave_and_gradients_return_in_eight_bits(width: int, dtype: torch.dtype):
+    check_spread(6, 3, width, dtype)
 
 
-def trained(fused: bool, part: Recompute | None) -> tuple[list[Tensor], dict[str, int]]:
+TOKENS, TOP_K, WIDTH, EXPERTS = 12, 2, 48, 4
+WEIGHTS = ExpertWeights.of(WIDTH, 32, EXPERTS)
+
+
+class OneRank:
+    """The exchanges of the only rank of a group (`TokenTransport`)."""
+
+    def gather_choices(self, experts_TK: Tensor) -> Tensor:
+        return experts_TK
+
+    def spread(self, x_TD: Tensor, *where: Any, in_8: InEight | None = None) -> Tensor:
+        return expert_rows.spread_rows(x_TD, *where, in_8=in_8)
+
+    def sum_home(
+        self, rows_RD: Tensor, probs_TK: Tensor | None, row_of_NK: Tensor, experts_TK: Tensor
+    ) -> Tensor:
+        return expert_rows.partial_sums(rows_RD, probs_TK, row_of_NK)
+
+    def spread_gradients(
+        self, *given: Tensor, in_8: InEight | None = None
+    ) -> tuple[Tensor, Tensor]:
+        *given, _ = given
+        return expert_rows.row_gradients(*given, in_8=in_8)
+
+
+def dispatcher_of(kind: str) -> Any:
+    if kind == "local":
+        return LocalDispatcher(EXPERTS)
+    multiple = 8 if kind == "static in eights" else 1
+    moe = MoEConfig(
+        EXPERTS, TOP_K, dispatcher=DispatcherKind.static, static=StaticConfig(multiple=multiple)
+    )
+    planned = PlannedStatic(moe, ep=1, etp=1)
+    device = torch.device(DEVICE)
+    return StaticDispatcher(planned, OneRank(), None, ep_rank=0, device=device)  # type: ignore[arg-type]
+
+
+def trained(kind: str, fused: bool, part: Recompute | None) -> tuple[list[Tensor], int]:
     """Output and gradients of experts in eight bits, and how often rows were quantised on their
     own.
     """
-    quantised: Counter[str] = Counter()
+    quantised = 0
     arithmetic = RowScaled(by_reference)
     rows_of = arithmetic.rows
 
     def counted(x: Tensor, ends: Tensor) -> Quantised:
-        quantised["by themselves"] += 1
+        nonlocal quantised
+        quantised += 1
         return rows_of(x, ends)
 
     arithmetic.rows = counted  # type: ignore[method-assign]
@@ -111,31 +160,34 @@ def trained(fused: bool, part: Recompute | None) -> tuple[list[Tensor], dict[str
     for grouped in (experts.w_up, experts.w_down):
         shape = grouped.weight.shape
         grouped.weight.data = (torch.randn(shape, generator=generator) * 0.1).to(grouped.weight)
-        backend = Fp8GroupedLinear(arithmetic, grouped.weight)
-        if not fused:
-            backend.ready_rows = None  # type: ignore[assignment]
-        grouped.backend = backend
-    rows = entries(20, 48, dtype=torch.bfloat16).requires_grad_()
-    chosen = RecomputeChoice(parts=frozenset() if part is None else frozenset((part,)))
-    recompute = Recomputation(chosen)
+        grouped.backend = Fp8GroupedLinear(arithmetic, grouped.weight)
+    x = entries(TOKENS, WIDTH, dtype=torch.bfloat16).requires_grad_()
+    chosen = torch.rand(TOKENS, EXPERTS, generator=generator).to(DEVICE).topk(TOP_K).indices
+    probs = torch.rand(TOKENS, TOP_K, generator=generator).to(DEVICE).requires_grad_()
+    parts = frozenset[Recompute]() if part is None else frozenset((part,))
+    recompute = Recomputation(RecomputeChoice(parts=parts))
+    ready = ReadyRows() if fused else None
+    dispatcher = dispatcher_of(kind)
     with recompute.forward():
-        out = experts(rows, ENDS, recompute=recompute)
-    grad = entries(20, 48, dtype=torch.bfloat16).flip(0)
+        prepared = dispatcher.preprocess(chosen.sort(1).values)
+        dispatched, origin = dispatcher.dispatch(x, prepared, ready)
+        rows_RD = experts(dispatched.rows_RD, dispatched.ends_E, recompute=recompute, ready=ready)
+        out = dispatcher.combine(rows_RD, probs, origin, ready)
     weights = [experts.w_up.weight, experts.w_down.weight]
-    found = torch.autograd.grad(out, [rows, *weights], grad)
-    used = int(ENDS[-1])
-    return [out[:used].detach(), found[0][:used], *found[1:]], dict(quantised)
+    grad = entries(TOKENS, WIDTH, dtype=torch.bfloat16).flip(0)
+    return [out.detach(), *torch.autograd.grad(out, [x, probs, *weights], grad)], quantised
 
 
+@pytest.mark.parametrize(("kind", "left"), [("local", 0), ("static", 0), ("static in eights", 2)])
 @pytest.mark.parametrize("part", [None, Recompute.experts_act])
 def test_rows_that_are_ready_are_those_that_products_would_quantise(
-    part: Recompute | None, monkeypatch: pytest.MonkeyPatch
+    kind: str, left: int, part: Recompute | None, monkeypatch: pytest.MonkeyPatch
 ):
-    for module in (layers, row_scaled):
-        monkeypatch.setattr(module, "usable", lambda *_: True)
-    if DEVICE == "cpu":  # whose product has no memory of its own to describe
-        monkeypatch.setattr(row_scaled, "usable", lambda x: x.dtype == torch.bfloat16)
-    apart, of_own = trained(False, part)
-    ready, left = trained(True, part)
-    assert all(same(one, other) for one, other in zip(ready, apart, strict=True))
-    assert of_own == {"by themselves": 4} and left == {"by themselves": 2}
+    """Four of them; between the rows of experts there may be zeros that nobody has quantised."""
+    for module in (layers, row_scaled, permute, expert_rows, static):
+        # plain products take no memory that kernels would describe
+        monkeypatch.setattr(module, "usable", lambda *given: given[0].dtype == torch.bfloat16)
+    apart, of_own = trained(kind, False, part)
+    found, quantised = trained(kind, True, part)
+    assert all(same(one, other) for one, other in zip(found, apart, strict=True))
+    assert (of_own, quantised) == (4, left)

@@ -8,6 +8,8 @@ Shapes: R rows, C columns; of weights E experts, I × O each.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -15,21 +17,27 @@ from app.kernels.common import jit, tl
 from app.kernels.tiling import MULTIPROCESSORS, cdiv, norm_tiling
 
 E4M3 = torch.float8_e4m3fn
+InEight = tuple[Tensor, Tensor]  # rows in eight bits, R × C, and the reciprocals of their scales
 PROGRAMS = 16  # that a multiprocessor runs at once
 TILE = (128, 64)  # rows and columns of a weight that are turned around at once
 OPTIONS = {"num_warps": 8}
 
 
-def quantise_rows(x_RC: Tensor, used: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def empty_in_8(shape: Sequence[int], device: torch.device) -> InEight:
+    """Memory for so many rows and columns."""
+    data_RC = torch.empty(shape, dtype=E4M3, device=device)
+    return data_RC, torch.empty(len(data_RC), dtype=torch.float32, device=device)
+
+
+def quantise_rows(x_RC: Tensor, used: Tensor | None = None) -> InEight:
     """In eight bits, R × C, and the reciprocals of the rows' scales, fp32 [R]; fp32, bf16 or fp16.
 
     `used`, of one int32 on the device, is how many of the rows count: those behind them are neither
     read nor written.
     """
-    data_RC = torch.empty(x_RC.shape, dtype=E4M3, device=x_RC.device)
-    scales_R = torch.empty(len(x_RC), dtype=torch.float32, device=x_RC.device)
-    quantise_rows_into(x_RC, data_RC, scales_R, used)
-    return data_RC, scales_R
+    made = empty_in_8(x_RC.shape, x_RC.device)
+    quantise_rows_into(x_RC, *made, used)
+    return made
 
 
 def quantise_rows_into(
@@ -84,7 +92,7 @@ def scale_for(largest: tl.tensor) -> tl.tensor:
 
 
 @jit
-def in_8(x: tl.tensor, scale: tl.tensor) -> tl.tensor:
+def in_eight(x: tl.tensor, scale: tl.tensor) -> tl.tensor:
     """x · scale in E4M3; what is larger than its largest number becomes that, NaN stays NaN."""
     wide = x * scale
     wide = tl.where(wide > 448.0, 448.0, wide)
@@ -113,7 +121,7 @@ def _by_rows(
         exists = (row < rows)[:, None] & (column < columns)
         x = tl.load(x_RC + place, mask=exists, other=0.0).to(tl.float32)
         scale = scale_for(tl.max(tl.abs(x), axis=1))
-        tl.store(data_RC + place, in_8(x, scale[:, None]), mask=exists)
+        tl.store(data_RC + place, in_eight(x, scale[:, None]), mask=exists)
         tl.store(scales_R + row, reciprocal(scale), mask=row < rows)
 
 
@@ -145,4 +153,4 @@ def _by_columns(
         place = matrix + row[:, None] * width + column[None, :]
         x = tl.load(x_EIO + place, mask=exists, other=0.0).to(tl.float32)
         turned = matrix + column[:, None] * height + row[None, :]
-        tl.store(data_EOI + turned, tl.trans(in_8(x, scale[None, :])), mask=tl.trans(exists))
+        tl.store(data_EOI + turned, tl.trans(in_eight(x, scale[None, :])), mask=tl.trans(exists))

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from app.kernels.common import jit, tl
-from app.kernels.eight_bits.quantise import E4M3, PROGRAMS, in_8, reciprocal, scale_for
+from app.kernels.eight_bits.quantise import PROGRAMS, empty_in_8, in_eight, reciprocal, scale_for
 from app.kernels.tiling import MULTIPROCESSORS, norm_tiling
 
 InBoth = tuple[Tensor, Tensor, Tensor]  # as it is, in eight bits, the factors of its rows
@@ -38,11 +37,7 @@ def swiglu_rows_gradient(grad_RF: Tensor, both_R2F: Tensor, used: Tensor) -> InB
 
 
 def _empty(like: Tensor, rows: int, columns: int) -> InBoth:
-    return (
-        like.new_empty(rows, columns),
-        like.new_empty(rows, columns, dtype=E4M3),
-        like.new_empty(rows, dtype=torch.float32),
-    )
+    return like.new_empty(rows, columns), *empty_in_8((rows, columns), like.device)
 
 
 def _launch(kernel: Any, used: Tensor, *given: Tensor | InBoth) -> None:
@@ -91,7 +86,7 @@ def _forward(
         tl.store(act_RF + line + column, act, mask=exists)
         wide = act.to(tl.float32)
         scale = scale_for(tl.max(tl.abs(wide), axis=1))
-        tl.store(data_RF + line + column, in_8(wide, scale[:, None]), mask=exists)
+        tl.store(data_RF + line + column, in_eight(wide, scale[:, None]), mask=exists)
         tl.store(scales_R + row, reciprocal(scale), mask=row < rows)
 
 
@@ -129,6 +124,6 @@ def _backward(
         right = of_up.to(tl.float32)
         largest = tl.max(tl.maximum(tl.abs(left), tl.abs(right)), axis=1)
         scale = scale_for(largest)
-        tl.store(data_R2F + double, in_8(left, scale[:, None]), mask=exists)
-        tl.store(data_R2F + double + width, in_8(right, scale[:, None]), mask=exists)
+        tl.store(data_R2F + double, in_eight(left, scale[:, None]), mask=exists)
+        tl.store(data_R2F + double + width, in_eight(right, scale[:, None]), mask=exists)
         tl.store(scales_R + row, reciprocal(scale), mask=row < rows)

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from app.model.fp8.ready import ReadyRows
 from app.moe.dispatch.collectives import combine_and_scatter, gather_and_permute, gathered
 from app.moe.permute import Permutation, sort_by_expert
 from app.moe.protocol import Dispatched
@@ -67,8 +68,13 @@ class AllGatherDispatcher:
         ends_E = found.ends_E[ranks - 1 :: ranks].contiguous()
         return Selected(replace(found, ends_E=ends_E), counted=True)
 
-    def dispatch(self, x_TD: Tensor, prepared: Selected) -> tuple[Dispatched, Permutation]:
-        """T × D -> R × D, expert-major; waits for the number of rows where it is not known."""
+    def dispatch(
+        self, x_TD: Tensor, prepared: Selected, ready: ReadyRows | None = None
+    ) -> tuple[Dispatched, Permutation]:
+        """T × D -> R × D, expert-major; waits for the number of rows where it is not known.
+
+        Nothing is left `ready`.
+        """
         permutation = prepared.permutation
         if not prepared.counted:
             rows = int(permutation.ends_E[-1])
@@ -76,6 +82,12 @@ class AllGatherDispatcher:
         rows_RD = gather_and_permute(x_TD, permutation, self.group)
         return Dispatched(rows_RD, permutation.ends_E), permutation
 
-    def combine(self, expert_out_RD: Tensor, probs_TK: Tensor, origin: Permutation) -> Tensor:
+    def combine(
+        self,
+        expert_out_RD: Tensor,
+        probs_TK: Tensor,
+        origin: Permutation,
+        ready: ReadyRows | None = None,
+    ) -> Tensor:
         """R × D -> T × D."""
         return combine_and_scatter(expert_out_RD, probs_TK, origin, group=self.group)

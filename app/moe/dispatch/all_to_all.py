@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from app.collectives import all_gather
+from app.model.fp8.ready import ReadyRows
 from app.model.peers import size
 from app.moe.dispatch.collectives import exchange_rows, start_to_host
 from app.moe.permute import Permutation, combine, permute, reorder, sort_by_expert
@@ -123,9 +124,12 @@ class AllToAllDispatcher:
         )
 
     def dispatch(
-        self, x_TD: Tensor, prepared: CountedRows | RowExchange
+        self, x_TD: Tensor, prepared: CountedRows | RowExchange, ready: ReadyRows | None = None
     ) -> tuple[Dispatched, RowExchange]:
-        """T × D -> R × D, expert-major; waits for the splits where the device alone knows them."""
+        """T × D -> R × D, expert-major; waits for the splits where the device alone knows them.
+
+        Nothing is left `ready`.
+        """
         if isinstance(prepared, RowExchange):
             rows, exchange = permute(x_TD, prepared.permutation), prepared
         else:
@@ -134,7 +138,13 @@ class AllToAllDispatcher:
         rows = reorder(rows, exchange.to_expert_major_R, exchange.to_rank_major_R)
         return Dispatched(rows, exchange.ends_E), exchange
 
-    def combine(self, expert_out_RD: Tensor, probs_TK: Tensor, origin: RowExchange) -> Tensor:
+    def combine(
+        self,
+        expert_out_RD: Tensor,
+        probs_TK: Tensor,
+        origin: RowExchange,
+        ready: ReadyRows | None = None,
+    ) -> Tensor:
         """R × D -> T × D."""
         rows = reorder(expert_out_RD, origin.to_rank_major_R, origin.to_expert_major_R)
         rows = exchange_rows(rows, origin.output_splits, origin.input_splits, group=self.group)

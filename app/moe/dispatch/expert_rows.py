@@ -16,7 +16,9 @@ import torch
 from torch import Tensor
 
 from app.kernels import peer_rows as kernels
+from app.kernels import peer_sums
 from app.kernels.common import usable
+from app.kernels.eight_bits.quantise import InEight
 from app.kernels.expert_rows import expert_rows
 from app.moe.permute import dot_rows, pick_rows, sort_by_expert, sum_rows, widened
 
@@ -66,13 +68,16 @@ def place_rows(
     )
 
 
-def spread_rows(x_ND: Tensor, row_of_NK: Tensor, num_rows: int) -> Tensor:
-    """rows[row_of[n, k]] = x[n]: [R, D]; x is contiguous."""
+def spread_rows(
+    x_ND: Tensor, row_of_NK: Tensor, num_rows: int, in_8: InEight | None = None
+) -> Tensor:
+    """rows[row_of[n, k]] = x[n]: [R, D]; x is contiguous. Kernels fill `in_8` besides."""
     if usable(x_ND):
         addresses = kernels.addresses_in(x_ND)
         return kernels.pull_rows(
-            addresses, row_of_NK, num_rows, width=x_ND.shape[1], dtype=x_ND.dtype
+            addresses, row_of_NK, num_rows, width=x_ND.shape[1], dtype=x_ND.dtype, in_8=in_8
         )
+    assert in_8 is None, "kernels alone write it"
     return x_ND.index_select(0, _choice_of_rows(row_of_NK, num_rows) // row_of_NK.shape[1])
 
 
@@ -83,7 +88,7 @@ def partial_sums(rows_RD: Tensor, probs_NK: Tensor | None, row_of_NK: Tensor) ->
     if usable(rows_RD):
         partial_ND = rows_RD.new_empty(len(row_of_NK), rows_RD.shape[1])
         addresses = kernels.addresses_in(partial_ND)
-        kernels.push_sums(rows_RD, probs_NK, row_of_NK, addresses_P=addresses)
+        peer_sums.push_sums(rows_RD, probs_NK, row_of_NK, addresses_P=addresses)
         return partial_ND
     kept_NK = row_of_NK < len(rows_RD)
     return sum_rows(rows_RD, row_of_NK, probs_NK, kept_TK=kept_NK, dtype=rows_RD.dtype)
@@ -94,7 +99,7 @@ def sum_partials(partial_PTD: Tensor, experts_TK: Tensor, local: int, etp: int) 
     [T, D], rounded once.
     """
     if usable(partial_PTD):
-        return kernels.sum_partials(partial_PTD, experts_TK, local, etp=etp)
+        return peer_sums.sum_partials(partial_PTD, experts_TK, local, etp=etp)
     share_TK = experts_TK // local
     total_TD = partial_PTD.new_zeros((), dtype=widened(partial_PTD[:0]).dtype)
     for rank, partial_TD in enumerate(partial_PTD):
@@ -104,11 +109,15 @@ def sum_partials(partial_PTD: Tensor, experts_TK: Tensor, local: int, etp: int) 
 
 
 def row_gradients(
-    grad_ND: Tensor, rows_RD: Tensor, probs_NK: Tensor, row_of_NK: Tensor
+    grad_ND: Tensor,
+    rows_RD: Tensor,
+    probs_NK: Tensor,
+    row_of_NK: Tensor,
+    in_8: InEight | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The gradients of `partial_sums`: of the rows, rounded once, [R, D]; of the probabilities,
     [N, K] in their type, undefined for a choice without a row here. Both g and the probabilities
-    are contiguous.
+    are contiguous. Kernels fill `in_8` with the rows' besides.
     """
     if usable(rows_RD, probs_NK):
         dots_NK = torch.empty_like(probs_NK)
@@ -118,8 +127,10 @@ def row_gradients(
             probs_NK,
             row_of_NK=row_of_NK,
             dots_addresses_P=kernels.addresses_in(dots_NK),
+            in_8=in_8,
         )
         return grad_RD, dots_NK
+    assert in_8 is None, "kernels alone write it"
     kept_NK = row_of_NK < len(rows_RD)
     choice_R = _choice_of_rows(row_of_NK, len(rows_RD))
     grad_RD = grad_ND.index_select(0, choice_R // row_of_NK.shape[1])
@@ -144,7 +155,7 @@ def sum_dots(dots_PTK: Tensor, experts_TK: Tensor, local: int, etp: int) -> Tens
     [T, K]; 0 where there is none.
     """
     if usable(dots_PTK):
-        return kernels.sum_dots(dots_PTK, experts_TK, local, etp=etp)
+        return peer_sums.sum_dots(dots_PTK, experts_TK, local, etp=etp)
     share_TK = experts_TK // local
     total_TK = torch.zeros_like(dots_PTK[0])
     for rank, dots_TK in enumerate(dots_PTK):

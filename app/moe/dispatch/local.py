@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from app.model.fp8.ready import ReadyRows
 from app.moe.permute import Permutation, combine, permute, sort_by_expert
 from app.moe.protocol import Dispatched
 
@@ -23,10 +24,18 @@ class LocalDispatcher:
         """Sort the choices by expert."""
         return sort_by_expert(experts_TK, self.num_experts, drops, rows_per_expert=rows_per_expert)
 
-    def dispatch(self, x_TD: Tensor, prepared: Permutation) -> tuple[Dispatched, Permutation]:
+    def dispatch(
+        self, x_TD: Tensor, prepared: Permutation, ready: ReadyRows | None = None
+    ) -> tuple[Dispatched, Permutation]:
         """T × D -> R × D, expert-major."""
-        return Dispatched(permute(x_TD, prepared), prepared.ends_E), prepared
+        return Dispatched(permute(x_TD, prepared, ready), prepared.ends_E), prepared
 
-    def combine(self, expert_out_RD: Tensor, probs_TK: Tensor, origin: Permutation) -> Tensor:
+    def combine(
+        self,
+        expert_out_RD: Tensor,
+        probs_TK: Tensor,
+        origin: Permutation,
+        ready: ReadyRows | None = None,
+    ) -> Tensor:
         """R × D -> T × D."""
-        return combine(expert_out_RD, probs_TK, origin)
+        return combine(expert_out_RD, probs_TK, origin, ready)

@@ -25,7 +25,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from app.kernels.peer_rows import pull_gradients, pull_rows, push_sums, push_values
+from app.kernels.eight_bits.quantise import InEight
+from app.kernels.peer_rows import pull_gradients, pull_rows, push_values
+from app.kernels.peer_sums import push_sums
 from app.moe.dispatch.expert_rows import sum_dots, sum_partials
 from app.moe.peer_memory import Buffer, Layout, PeerMemory
 
@@ -75,7 +77,9 @@ class PeerTransport:
         """See the protocol; int16."""
         return self._everyones(self._choices, experts_TK)
 
-    def spread(self, x_TD: Tensor, row_of_NK: Tensor, num_rows: int) -> Tensor:
+    def spread(
+        self, x_TD: Tensor, row_of_NK: Tensor, num_rows: int, in_8: InEight | None = None
+    ) -> Tensor:
         """See the protocol."""
         tokens = self._offered(x_TD)
         self._memory.barrier()
@@ -86,6 +90,7 @@ class PeerTransport:
             width=x_TD.shape[1],
             dtype=x_TD.dtype,
             rank=self.rank,
+            in_8=in_8,
         )
 
     def sum_home(
@@ -106,6 +111,7 @@ class PeerTransport:
         probs_TK: Tensor,
         row_of_NK: Tensor,
         experts_TK: Tensor,
+        in_8: InEight | None = None,
     ) -> tuple[Tensor, Tensor]:
         """See the protocol."""
         grads = self._offered(grad_TD)
@@ -118,6 +124,7 @@ class PeerTransport:
             row_of_NK=row_of_NK,
             dots_addresses_P=dots.addresses_P,
             rank=self.rank,
+            in_8=in_8,
         )
         self._memory.barrier()
         return grad_RD, sum_dots(dots.own, experts_TK, self.local, etp=self.etp)

@@ -17,6 +17,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from app.kernels.common import usable
+from app.kernels.eight_bits.quantise import empty_in_8
+from app.model.fp8.ready import ReadyRows
 from app.moe.clones.cloning import Cloning
 from app.moe.clones.record import Clones
 from app.moe.dispatch.expert_rows import ExpertRows, place_rows, zero_gaps
@@ -137,9 +140,13 @@ class StaticDispatcher:
         row_of_NK = rows.row_of_NK.clamp(max=needed)  # R, which means no row here, is `needed` now
         return Places(replace(rows, row_of_NK=row_of_NK), experts_TK, needed, clones=clones)
 
-    def dispatch(self, x_TD: Tensor, prepared: Places) -> tuple[Dispatched, Places]:
+    def dispatch(
+        self, x_TD: Tensor, prepared: Places, ready: ReadyRows | None = None
+    ) -> tuple[Dispatched, Places]:
         """T × D -> R × D, expert-major."""
-        rows_RD: Tensor = _Dispatch.apply(x_TD, self._transport(len(x_TD)), prepared, self._gaps)
+        rows_RD: Tensor = _Dispatch.apply(
+            x_TD, self._transport(len(x_TD)), prepared, self._gaps, self._filled(ready, x_TD)
+        )
         ends_E = prepared.rows.ends_E
         keep = None
         if self.stash is not None and not self._counts_rows:
@@ -149,29 +156,57 @@ class StaticDispatcher:
             lent = self.cloning.lent(prepared.clones)
         return Dispatched(rows_RD, ends_E, keep, lent=lent), prepared
 
-    def combine(self, expert_out_RD: Tensor, probs_TK: Tensor, origin: Places) -> Tensor:
+    def combine(
+        self,
+        expert_out_RD: Tensor,
+        probs_TK: Tensor,
+        origin: Places,
+        ready: ReadyRows | None = None,
+    ) -> Tensor:
         """R × D -> T × D."""
         transport = self._transport(len(probs_TK))
-        out_TD: Tensor = _Combine.apply(expert_out_RD, probs_TK, transport, origin, self._gaps)
+        out_TD: Tensor = _Combine.apply(
+            expert_out_RD,
+            probs_TK,
+            transport,
+            origin,
+            self._gaps,
+            self._filled(ready, expert_out_RD),
+        )
         return out_TD
+
+    def _filled(self, ready: ReadyRows | None, rows: Tensor) -> ReadyRows | None:
+        """Where kernels leave rows in eight bits; None: who reads them quantises them, and zeros
+        between the rows of experts.
+        """
+        return ready if usable(rows) and not self._gaps else None
 
 
 class _Dispatch(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x_TD: Tensor, transport: TokenTransport, places: Places, gaps: bool
+        ctx: Any,
+        x_TD: Tensor,
+        transport: TokenTransport,
+        places: Places,
+        gaps: bool,
+        ready: ReadyRows | None,
     ) -> Tensor:
         rows = places.rows
         ctx.save_for_backward(rows.row_of_NK, places.experts_TK)
         ctx.transport = transport
+        if ready is not None:
+            in_8 = empty_in_8((places.num_rows, x_TD.shape[1]), x_TD.device)
+            spread_RD = transport.spread(x_TD, rows.row_of_NK, places.num_rows, in_8=in_8)
+            return ready.put((spread_RD, *in_8))
         rows_RD = transport.spread(x_TD, rows.row_of_NK, places.num_rows)
         return zero_gaps(rows_RD, rows.filled_E, rows.ends_E) if gaps else rows_RD
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_RD: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Any, grad_RD: Tensor) -> tuple[Tensor, None, None, None, None]:
         row_of_NK, experts_TK = ctx.saved_tensors
-        return ctx.transport.sum_home(grad_RD, None, row_of_NK, experts_TK), None, None, None
+        return ctx.transport.sum_home(grad_RD, None, row_of_NK, experts_TK), None, None, None, None
 
 
 class _Combine(torch.autograd.Function):
@@ -183,8 +218,10 @@ class _Combine(torch.autograd.Function):
         transport: TokenTransport,
         places: Places,
         gaps: bool,
+        ready: ReadyRows | None,
     ) -> Tensor:
         rows = places.rows
+        ctx.ready = ready
         ctx.save_for_backward(rows_RD, probs_TK, rows.row_of_NK, places.experts_TK)
         ctx.gaps = (rows.filled_E, rows.ends_E) if gaps else None
         ctx.transport = transport
@@ -192,8 +229,12 @@ class _Combine(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_TD: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
-        grad_RD, dots_TK = ctx.transport.spread_gradients(grad_TD, *ctx.saved_tensors)
+    def backward(ctx: Any, grad_TD: Tensor) -> tuple[Tensor | None, ...]:
+        rows_RD, *where = ctx.saved_tensors
+        in_8 = None if ctx.ready is None else empty_in_8(rows_RD.shape, grad_TD.device)
+        grad_RD, dots_TK = ctx.transport.spread_gradients(grad_TD, rows_RD, *where, in_8=in_8)
+        if in_8 is not None:
+            ctx.ready.put((grad_RD, *in_8))
         if ctx.gaps is not None:
             grad_RD = zero_gaps(grad_RD, *ctx.gaps)
-        return grad_RD, dots_TK, None, None, None
+        return grad_RD, dots_TK, None, None, None, None

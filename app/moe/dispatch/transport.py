@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from app.collectives import all_to_all
+from app.kernels.eight_bits.quantise import InEight
 from app.moe.dispatch.collectives import gathered
 from app.moe.dispatch.expert_rows import (
     partial_sums,
@@ -31,7 +32,8 @@ class TokenTransport(Protocol):
 
     `row_of_NK` says which row here each choice of any rank has, R where none (`place_rows`). Rows
     that no choice has are neither written nor read. Nothing here is differentiable: the backward of
-    `spread` is `sum_home` without probabilities, that of `sum_home` is `spread_gradients`.
+    `spread` is `sum_home` without probabilities, that of `sum_home` is `spread_gradients`. Where
+    kernels compute, both may write their rows `in_8` bits besides.
     """
 
     def gather_choices(self, experts_TK: Tensor) -> Tensor:
@@ -41,7 +43,9 @@ class TokenTransport(Protocol):
         """
         ...
 
-    def spread(self, x_TD: Tensor, row_of_NK: Tensor, num_rows: int) -> Tensor:
+    def spread(
+        self, x_TD: Tensor, row_of_NK: Tensor, num_rows: int, in_8: InEight | None = None
+    ) -> Tensor:
         """rows[row_of[n, k]] = x[n]: T × D -> R × D."""
         ...
 
@@ -62,6 +66,7 @@ class TokenTransport(Protocol):
         probs_TK: Tensor,
         row_of_NK: Tensor,
         experts_TK: Tensor,
+        in_8: InEight | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Gradients of the rows, R × D, and of the probabilities, T × K in fp32, in `sum_home`.
 
@@ -87,9 +92,11 @@ class CollectiveTransport:
         """See the protocol; int32, which every back end takes."""
         return gathered(experts_TK.to(torch.int32), self.group)
 
-    def spread(self, x_TD: Tensor, row_of_NK: Tensor, num_rows: int) -> Tensor:
+    def spread(
+        self, x_TD: Tensor, row_of_NK: Tensor, num_rows: int, in_8: InEight | None = None
+    ) -> Tensor:
         """See the protocol."""
-        return spread_rows(gathered(x_TD, self.group), row_of_NK, num_rows)
+        return spread_rows(gathered(x_TD, self.group), row_of_NK, num_rows, in_8=in_8)
 
     def sum_home(
         self, rows_RD: Tensor, probs_TK: Tensor | None, row_of_NK: Tensor, experts_TK: Tensor
@@ -106,10 +113,11 @@ class CollectiveTransport:
         probs_TK: Tensor,
         row_of_NK: Tensor,
         experts_TK: Tensor,
+        in_8: InEight | None = None,
     ) -> tuple[Tensor, Tensor]:
         """See the protocol."""
         grad_ND, probs_NK = (gathered(own, self.group) for own in (grad_TD, probs_TK))
-        grad_RD, dots_NK = row_gradients(grad_ND, rows_RD, probs_NK, row_of_NK=row_of_NK)
+        grad_RD, dots_NK = row_gradients(grad_ND, rows_RD, probs_NK, row_of_NK=row_of_NK, in_8=in_8)
         return grad_RD, sum_dots(self._home(dots_NK), experts_TK, self.local, etp=self.etp)
 
     def _home(self, values_N: Tensor) -> Tensor:

@@ -39,7 +39,8 @@ class PlannedLocal(PlannedDispatcher):
         """T × D -> R × D."""
         sent = self.rows(tokens.count).sent
         saved = [rows.row_of, rows.kept]
-        return trace.op([h], [sent * tokens.row], saved, work=Work.rows)[0]
+        in_8 = (sent * tokens.in_8, 0)
+        return trace.op([h], [sent * tokens.row], saved, scratch=in_8, work=Work.rows)[0]
 
     def trace_combine(
         self,
@@ -51,4 +52,5 @@ class PlannedLocal(PlannedDispatcher):
     ) -> TracedTensor:
         """R × D -> T × D."""
         saved = [expert_out, probs, *rows.places]
-        return trace.op([expert_out, probs], [tokens.bytes], saved, work=Work.rows)[0]
+        in_8 = (0, expert_out.bytes // tokens.row * tokens.in_8)
+        return trace.op([expert_out, probs], [tokens.bytes], saved, scratch=in_8, work=Work.rows)[0]

@@ -39,6 +39,8 @@ class Tokens:
     count: int  # T
     width: int  # D
     size: int  # bytes of an element
+    # of a row of experts that kernels write in eight bits besides, where they make it; 0: none do
+    in_8: int = 0
 
     @property
     def row(self) -> int:

@@ -182,11 +182,12 @@ class PlannedStatic(PlannedDispatcher):
     ) -> TracedTensor:
         """T × D -> R × D, picked out of all tokens; backward brings sums of gradients home."""
         made = self.rows(tokens.count).computed * tokens.row
+        forward = self._gathered(tokens) + self._in_8(tokens)
         return trace.op(
             [h],
             [made],
             [rows.row_of, rows.token_of_row],
-            scratch=(self._gathered(tokens), 2 * self._gathered(tokens)),
+            scratch=(forward, 2 * self._gathered(tokens)),
             kernels=2,
             sends=self._to_all(tokens.bytes, tokens.bytes),
             work=Work.rows,
@@ -205,11 +206,12 @@ class PlannedStatic(PlannedDispatcher):
         shares once more, and brings their gradients home.
         """
         shares = tokens.count * self.moe.top_k * PROBABILITY
+        backward = self._gathered(tokens) + self._in_8(tokens)
         return trace.op(
             [expert_out, probs],
             [tokens.bytes],
             [expert_out, probs, rows.row_of, rows.token_of_row],
-            scratch=(2 * self._gathered(tokens), self._gathered(tokens)),
+            scratch=(2 * self._gathered(tokens), backward),
             kernels=4,
             sends=self._to_all(tokens.bytes + shares, tokens.bytes + 2 * shares),
             work=Work.rows,
@@ -220,6 +222,10 @@ class PlannedStatic(PlannedDispatcher):
         """So many bytes for each of the other ranks."""
         others = self.ranks - 1
         return self.sends(others * forward, others * backward)
+
+    def _in_8(self, tokens: Tokens) -> int:
+        """Rows in eight bits, written where there is nothing between those of experts."""
+        return 0 if self.moe.static.multiple > 1 else self.rows(tokens.count).computed * tokens.in_8
 
     def _used(self, tokens: Tokens) -> float:
         """Of the rows that there is memory for, those of a mean rank."""

@@ -128,7 +128,8 @@ def _routed(
     chosen: TracedTensor,
 ) -> TracedTensor:
     """What the experts make of the tokens, by way of the run's dispatcher."""
-    tokens = Tokens(s.local, s.model.hidden_size, s.size)
+    width = s.model.hidden_size
+    tokens = Tokens(s.local, width, s.size, in_8=rows_in_8(1, width) if s.experts_in_8 else 0)
     trace.phase = PhaseName.preprocess
     rows = dispatcher.trace_preprocess(trace, tokens, chosen)
     trace.phase = PhaseName.dispatch
