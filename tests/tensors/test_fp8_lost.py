@@ -9,7 +9,7 @@ from torch import Tensor
 from app.choices import Fp8Recipe
 from app.config import Fp8Config
 from app.errors import ConfigError
-from app.kernels.lost_entries import count_lost
+from app.kernels.eight_bits.lost_entries import count_lost
 from app.model.fp8.delayed import GRAD, INPUT, WEIGHT, DelayedScales
 from app.model.fp8.lost import LARGEST, LostEntries
 from app.model.fp8.reference import BlockScaled, Reference, TensorScaled

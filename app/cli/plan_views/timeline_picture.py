@@ -74,10 +74,9 @@ def title(plan: Plan) -> str:
     what = f"{plan.schedule_name.value}: {count_of(plan.stages.pp, 'pipeline rank')}{stages}"
     line = plan.timeline
     counts = count_of(plan.run.num_microbatches, "microbatch", "microbatches")
-    return (
-        f"{what}, {counts}, bubble {line.bubble_fraction:.1%}, {figures(line.makespan * 1e3)} of "
-        f"{figures(plan.step_seconds * 1e3)} ms per step (estimated)"
-    )
+    drawn, whole = figures(line.makespan * 1e3), figures(plan.step_seconds * 1e3)
+    ms = whole if drawn == whole else f"{drawn} of {whole}"  # reduction and update come behind
+    return f"{what}, {counts}, bubble {line.bubble_fraction:.1%}, {ms} ms per step (estimated)"
 
 
 def windows(plan: Plan) -> list[Window]:

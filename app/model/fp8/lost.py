@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from app.kernels.common import usable
-from app.kernels.lost_entries import count_lost
+from app.kernels.eight_bits.lost_entries import count_lost
 from app.model.fp8.delayed import EACH, LinearScales
 from app.model.fp8.quantised import Quantised
 from app.model.fp8.reference import E4M3, E5M2
