@@ -33,6 +33,11 @@ class PlannedLocal(PlannedDispatcher):
         rows = most if most is not None and self.moe.pad_to_capacity else asked
         return RowCounts(asked, most is not None, sent=rows, computed=rows)
 
+    @property
+    def quantises(self) -> bool:
+        """Where every row is a token's."""
+        return self.moe.capacity_factor is None
+
     def trace_dispatch(
         self, trace: Trace, tokens: Tokens, h: TracedTensor, rows: TracedRows
     ) -> TracedTensor:

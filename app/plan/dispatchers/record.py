@@ -144,6 +144,11 @@ class PlannedDispatcher(ABC):
         return False
 
     @property
+    def quantises(self) -> bool:
+        """Whether its kernels write rows in eight bits too, where products read these."""
+        return False
+
+    @property
     def waits_for_host(self) -> bool:
         """Whether `dispatch` waits until the host knows the sizes of the exchange.
 

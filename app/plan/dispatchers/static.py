@@ -68,6 +68,11 @@ class PlannedStatic(PlannedDispatcher):
         return self.own + self.moe.echo.spares
 
     @property
+    def quantises(self) -> bool:
+        """Where nothing lies between the rows of experts."""
+        return self.moe.static.multiple == 1
+
+    @property
     def moves(self) -> str:
         """Tokens, and weights of clones."""
         tokens = self.exchange.collectives
@@ -181,11 +186,11 @@ class PlannedStatic(PlannedDispatcher):
         self, trace: Trace, tokens: Tokens, h: TracedTensor, rows: TracedRows
     ) -> TracedTensor:
         """T × D -> R × D, picked out of all tokens; backward brings sums of gradients home."""
-        made = self.rows(tokens.count).computed * tokens.row
-        forward = self._gathered(tokens) + self._in_8(tokens)
+        count = self.rows(tokens.count).computed
+        forward = self._gathered(tokens) + count * tokens.in_8
         return trace.op(
             [h],
-            [made],
+            [count * tokens.row],
             [rows.row_of, rows.token_of_row],
             scratch=(forward, 2 * self._gathered(tokens)),
             kernels=2,
@@ -206,12 +211,12 @@ class PlannedStatic(PlannedDispatcher):
         shares once more, and brings their gradients home.
         """
         shares = tokens.count * self.moe.top_k * PROBABILITY
-        backward = self._gathered(tokens) + self._in_8(tokens)
+        in_8 = self.rows(tokens.count).computed * tokens.in_8
         return trace.op(
             [expert_out, probs],
             [tokens.bytes],
             [expert_out, probs, rows.row_of, rows.token_of_row],
-            scratch=(2 * self._gathered(tokens), backward),
+            scratch=(2 * self._gathered(tokens), self._gathered(tokens) + in_8),
             kernels=4,
             sends=self._to_all(tokens.bytes + shares, tokens.bytes + 2 * shares),
             work=Work.rows,
@@ -222,10 +227,6 @@ class PlannedStatic(PlannedDispatcher):
         """So many bytes for each of the other ranks."""
         others = self.ranks - 1
         return self.sends(others * forward, others * backward)
-
-    def _in_8(self, tokens: Tokens) -> int:
-        """Rows in eight bits, written where there is nothing between those of experts."""
-        return 0 if self.moe.static.multiple > 1 else self.rows(tokens.count).computed * tokens.in_8
 
     def _used(self, tokens: Tokens) -> float:
         """Of the rows that there is memory for, those of a mean rank."""

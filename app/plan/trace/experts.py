@@ -129,7 +129,8 @@ def _routed(
 ) -> TracedTensor:
     """What the experts make of the tokens, by way of the run's dispatcher."""
     width = s.model.hidden_size
-    tokens = Tokens(s.local, width, s.size, in_8=rows_in_8(1, width) if s.experts_in_8 else 0)
+    in_8 = rows_in_8(1, width) if s.experts_in_8 and dispatcher.quantises else 0
+    tokens = Tokens(s.local, width, s.size, in_8=in_8)
     trace.phase = PhaseName.preprocess
     rows = dispatcher.trace_preprocess(trace, tokens, chosen)
     trace.phase = PhaseName.dispatch
@@ -153,7 +154,7 @@ def _experts(
 ) -> TracedTensor:
     """Grouped products; `filled`: rows that are somebody's."""
     product = partial(_grouped, trace, s, dispatcher, ends=ends, filled=filled)
-    up = product(x, weights.w_up)
+    up = product(x, weights.w_up, ready=dispatcher.quantises)
     used = filled * s.model.hidden_size * s.size / x.bytes
     in_8 = (0, 0)
     if s.experts_in_8:  # its result, and the gradient of what it reads: for the products behind it
