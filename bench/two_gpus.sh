@@ -73,6 +73,7 @@ run 300 bench/step_profile.py two_gpus_small.jsonl --steps 20 \
   $small $all $fp8=block / $small $all $fp8=delayed $counted / $dense parallel.dp=2 $all $fp8=delayed $counted
 CUDA_VISIBLE_DEVICES=0 timeout 300 python3 bench/fp8.py --json "$out/fp8_layers.json"
 CUDA_VISIBLE_DEVICES=0 timeout 200 python3 bench/fp8.py --errors >"$out/fp8_errors.md"
+CUDA_VISIBLE_DEVICES=0 timeout 120 python3 bench/fp8_errors.py >>"$out/fp8_errors.md"
 timeout 600 python3 bench/fp8_losses.py "$out/fp8_losses"
 timeout 600 python3 bench/fp8_losses.py "$out/fp8_losses_experts" --experiment smallmoe
 timeout 200 python3 bench/fp8.py --shapes 32x32768x2048x1536 32x32768x768x2048 128x32768x2048x1536 \
