@@ -4,12 +4,20 @@ from __future__ import annotations
 
 import pytest
 
-from app.choices import Fp8Recipe, ScheduleName
-from app.config import Fp8Config, OptimConfig, ParallelConfig, PrecisionConfig, Run, ScheduleConfig
+from app.choices import Fp8Recipe, GraphImpl, ScheduleName
+from app.config import (
+    CudaGraphConfig,
+    Fp8Config,
+    OptimConfig,
+    ParallelConfig,
+    PrecisionConfig,
+    Run,
+    ScheduleConfig,
+)
 from app.engine.pipeline.step import TrainingStep, Validation
 from app.engine.report.eight_bits import Fp8Meter
 from tests.distributed import run_distributed
-from tests.processes.test_fp8_state import DENSE, WHOLE
+from tests.processes.test_fp8_state import DENSE, WARMUP, WHOLE
 from tests.runs import batches_of, engine_of, make_run
 
 STEPS, INTERVAL = 6, 3
@@ -42,9 +50,11 @@ def measured(rank: int, run: Run) -> Lines:
 
 
 STAGES = ParallelConfig(pp=2, vpp=2)
+LAYERS = CudaGraphConfig(GraphImpl.local, warmup_steps=WARMUP)
 ZERO_BUBBLE = ScheduleConfig(ScheduleName.zero_bubble_v)
 LAYOUTS = {
     "whole step": (1, {"cuda_graph": WHOLE}),
+    "layers": (1, {"cuda_graph": LAYERS}),
     "pp2 vpp2": (2, {"parallel": STAGES}),
     "zero bubble": (2, {"parallel": STAGES, "schedule": ZERO_BUBBLE}),
 }
