@@ -27,6 +27,11 @@ DENSE = dataclasses.replace(TINY, num_layers=4, ffn_hidden_size=64, moe=None)
 STEPS, WARMUP = 5, 2
 EAGER = CudaGraphConfig()
 WHOLE = CudaGraphConfig(GraphImpl.full_iteration, warmup_steps=WARMUP)
+GRAPHS = {
+    "eager": EAGER,
+    "whole step": WHOLE,
+    "whole step, update": dataclasses.replace(WHOLE, optimizer=True),
+}
 Scales = dict[str, Any]  # global name of a weight -> its layer's scales, and what they are of
 
 
@@ -80,10 +85,10 @@ def test_ranks_of_a_layer_agree_and_see_all_tokens_and_parts(layout: str):
 
 
 def test_validations_and_graphs_leave_no_trace():
-    runs = [run_of(), run_of(cuda_graph=WHOLE)]
-    plain, captured = (run_distributed(steps_of, 1, run, STEPS)[0] for run in runs)
+    runs = [run_of(cuda_graph=graph) for graph in GRAPHS.values()]
+    plain, *captured = (run_distributed(steps_of, 1, run, STEPS)[0] for run in runs)
     validated = [run_distributed(steps_of, 1, run, STEPS, True)[0] for run in runs]
-    for found in (captured, *validated):
+    for found in (*captured, *validated):
         assert all(same(mine, wanted) for mine, wanted in zip(found, plain, strict=True))
     assert not same(plain[-1], plain[-2])
 
@@ -132,7 +137,7 @@ def taken_again(rank: int, run: Run) -> tuple[list[Any], list[int | None], Scale
     return seen, again, scales
 
 
-@pytest.mark.parametrize("graph", [EAGER, WHOLE], ids=["eager", "whole step"])
+@pytest.mark.parametrize("graph", GRAPHS.values(), ids=GRAPHS)
 def test_a_step_that_is_taken_again_counts_once(graph: CudaGraphConfig):
     """It computes what memory for all rows computes, to the last bit."""
     train = TrainConfig(steps=20, seq_len=256, micro_batch=2, global_batch=8)
@@ -171,7 +176,7 @@ def saved_and_loaded(rank: int, runs: tuple[Run, Run], folder: Path) -> tuple[An
     return found
 
 
-@pytest.mark.parametrize("graph", [EAGER, WHOLE], ids=["eager", "whole step"])
+@pytest.mark.parametrize("graph", GRAPHS.values(), ids=GRAPHS)
 @pytest.mark.parametrize(
     "parallel", [ParallelConfig(tp=2), ParallelConfig(pp=2)], ids=["tp2", "pp2"]
 )
