@@ -10,7 +10,7 @@ from app.errors import ConfigError
 
 FORMAT = 1  # of the keys below
 SCALED = "scaled from"  # how the source of a profile begins that was not measured
-ATTENTION = 5  # numbers in a row of HardwareProfile.attention
+ATTENTION = 6  # numbers in a row of HardwareProfile.attention
 FASTEST = 100_000.0  # TFLOP/s or GB/s, more than anything reaches
 PAIRS = ("activation_gb_s", "heads_gb_s", "norm_gb_s", "loss_gb_s", "rows_gb_s", "other_gb_s")
 LONGEST = 10_000.0  # of the times and counts below
@@ -35,8 +35,9 @@ class HardwareProfile:
     router_tflops: float  # of products in float32, TFLOP/s
     grouped_tflops: float  # of experts' products on full tiles, TFLOP/s
     grouped_tile: float  # rows that an expert's products compute for nobody, on average
-    # a row per head width: width; TFLOP/s of the fastest kernel, forward and backward, and of the
-    # ordered one; two products forward, four backward, causal attention half of them
+    # a row per head width and length: width; tokens of a sequence; TFLOP/s of the fastest kernel,
+    # forward and backward, and of the ordered one; two products forward, four backward, causal
+    # attention half of them
     attention: Any
     activation_gb_s: tuple[float, ...]  # SwiGLU
     heads_gb_s: tuple[float, ...]  # heads split and rotated
@@ -100,8 +101,8 @@ class HardwareProfile:
             raise ConfigError(
                 "hardware.profile.attention",
                 self.attention,
-                "needs rows of a head width and four TFLOP/s",
-                advice="[[128, 509, 366, 306, 194]], for example",
+                "needs rows of a head width, a length and four TFLOP/s",
+                advice="[[128, 4096, 509, 366, 306, 194]], for example",
             )
         object.__setattr__(self, "attention", tuple(sorted(rows)))
 

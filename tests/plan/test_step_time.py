@@ -46,7 +46,7 @@ PROFILE = HardwareProfile(
     router_tflops=1.0,
     grouped_tflops=1.0,
     grouped_tile=0.0,
-    attention=[[128, 4, 2, 1, 0.5], [64, 2, 1, 1, 0.5]],
+    attention=[[128, 4096, 4, 2, 1, 0.5], [64, 4096, 2, 1, 1, 0.5]],
     activation_gb_s=(1.0, 2.0),
     heads_gb_s=(1.0, 2.0),
     norm_gb_s=(1.0, 2.0),
@@ -289,6 +289,22 @@ def test_head_widths_between_measured_ones():
     assert forward(32) == pytest.approx(forward(64)) and forward(256) == forward(128)
 
 
+def test_lengths_between_measured_ones():
+    """Rates between lengths by their logarithms: 1 at 64, 2 at 128, 3 at 256 and beyond."""
+    rows = [[64, 64, 1, 1, 1, 1], [64, 256, 3, 3, 3, 3], [128, 64, 9, 9, 9, 9]]
+    profile = dataclasses.replace(PROFILE, attention=rows)
+
+    def per_pair(length: int) -> float:
+        train = TrainConfig(seq_len=length, micro_batch=1, global_batch=8, deterministic=False)
+        found = kinds_of(run_of(profile=profile, train=train))[Work.attention.value]
+        return found / length**2
+
+    assert per_pair(64) == pytest.approx(2 * per_pair(128))
+    assert per_pair(64) == pytest.approx(3 * per_pair(256))
+    assert per_pair(512) == pytest.approx(per_pair(256))
+    assert per_pair(32) == pytest.approx(per_pair(64))
+
+
 @pytest.mark.parametrize(
     ("changed", "key", "said"),
     [
@@ -298,9 +314,9 @@ def test_head_widths_between_measured_ones():
         ({"ring_gb_s": float("nan")}, "ring_gb_s", "above 0"),
         ({"norm_gb_s": (1.0, 1e9)}, "norm_gb_s", "100,000"),
         ({"norm_gb_s": (1.0,)}, "norm_gb_s", "a pair"),
-        ({"attention": [[128, 1, 1]]}, "attention", "four TFLOP/s"),
+        ({"attention": [[128, 1, 1, 1, 1]]}, "attention", "four TFLOP/s"),
         ({"attention": "fast"}, "attention", "four TFLOP/s"),
-        ({"attention": [[128, 1, 1, 1, -1]]}, "attention", "above 0"),
+        ({"attention": [[128, 4096, 1, 1, 1, -1]]}, "attention", "above 0"),
         ({"hidden": 1.5}, "hidden", "from 0 to 1"),
         ({"fp8_block_tflops": -1.0, "fp8_quantise_gb_s": 1.0}, "fp8_block_tflops", "above 0"),
         ({"fp8_block_tflops": 1.0}, "fp8_quantise_gb_s", "is needed"),

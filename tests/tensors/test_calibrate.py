@@ -39,7 +39,7 @@ TINY = MeasuredSizes(
     vocab=64,
     experts=4,
     top_k=2,
-    sequence=32,
+    sequences=(16, 32),
     heads=2,
     widths=(16, 32),
     adam=2**8,
@@ -167,6 +167,11 @@ def test_what_is_measured_is_a_profile_that_plans(tmp_path: Path):
         else:
             assert now == (was if isinstance(was, str | None) else pytest.approx(was, rel=1e-3))
     assert Plan(run).profile is read and Plan(run).step_seconds > 0
+
+
+def test_attention_has_a_row_per_width_and_length():
+    rows = measured().attention
+    assert [row[:2] for row in rows] == [(16.0, 16.0), (16.0, 32.0), (32.0, 16.0), (32.0, 32.0)]
 
 
 def test_one_gpu_says_that_its_links_are_stated():

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 from typing import Any
 
 import torch
@@ -45,7 +46,7 @@ class MeasuredSizes:
     vocab: int = 50304  # V
     experts: int = 32  # E
     top_k: int = 8  # K
-    sequence: int = 4096  # S
+    sequences: tuple[int, ...] = (1024, 4096, 16384)  # S
     heads: int = 16  # N
     widths: tuple[int, ...] = (64, 128)  # H
     adam: int = 2**26  # elements of an update
@@ -146,13 +147,16 @@ class _Measure:
         return {"grouped_tflops": tflops, "grouped_tile": tile}
 
     def attention(self) -> list[list[float]]:
-        """A row per head width: the fastest kernel, and the ordered one."""
+        """A row per head width and length, of as many tokens in all: the fastest kernel, and the
+        ordered one.
+        """
         s = self.sizes
         table = []
-        for width in s.widths:
-            heads = [self.random(1, s.sequence, s.heads, width) for _ in range(3)]
-            flops = 2.0 * s.sequence**2 * s.heads * width
-            row = [float(width)]
+        for width, length in product(s.widths, s.sequences):
+            count = max(s.sequences) // length
+            heads = [self.random(count, length, s.heads, width) for _ in range(3)]
+            flops = 2.0 * count * length**2 * s.heads * width
+            row = [float(width), float(length)]
             for ordered in (False, True):
                 run = partial(attend, mask_B1SK=None, deterministic=ordered)
                 forward, backward = self.clock.passes(run, heads)

@@ -4,9 +4,11 @@ the formulas and where they come from.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
+from math import log2
 
 from app.choices import Fp8Recipe
 from app.config import HardwareProfile, Run
@@ -98,13 +100,22 @@ class Kernels:
         """Of adding the gradient of a weight to its sum."""
         return SUMS * op.weight / MIXED_BYTES / (self.profile.sums_gb_s * GIGA)
 
-    def attention(self, op: Operation, width: int) -> tuple[float, float]:
-        """Forward and backward, by head width: rates between two measured widths in proportion."""
+    def attention(self, op: Operation, width: int, length: int) -> tuple[float, float]:
+        """Forward and backward, by head width and tokens of a sequence: rates between two measured
+        widths in proportion, and between two lengths by their logarithms.
+        """
         ordered = 2 if op.work is Work.ordered_attention else 0
-        table = self.profile.attention
-        forward = _between(table, width, 1 + ordered)
-        backward = _between(table, width, 2 + ordered)
+        forward, backward = (
+            self._attention_rate(width, length, column + ordered) for column in (2, 3)
+        )
         return op.flops / (forward * TERA), 2 * op.flops / (backward * TERA)
+
+    def _attention_rate(self, width: int, length: int, column: int) -> float:
+        by_width: dict[float, list[tuple[float, float]]] = defaultdict(list)
+        for row in self.profile.attention:
+            by_width[row[0]].append((log2(row[1]), row[column]))
+        rates = [(own, _between(found, log2(length))) for own, found in by_width.items()]
+        return _between(rates, width)
 
 
 def fp8_tflops(profile: HardwareProfile, recipe: Fp8Recipe | None) -> float | None:
@@ -128,13 +139,12 @@ def _made(op: Operation) -> int:
     return sum(value.bytes for value in op.makes)
 
 
-def _between(table: tuple[tuple[float, ...], ...], width: int, column: int) -> float:
-    """By linear interpolation; outside of the table its nearest row."""
-    for low, high in pairwise(table):
-        if low[0] <= width <= high[0]:
-            part = (width - low[0]) / (high[0] - low[0])
-            return low[column] + part * (high[column] - low[column])
-    return min(table, key=lambda row: abs(row[0] - width))[column]
+def _between(points: Sequence[tuple[float, float]], at: float) -> float:
+    """By linear interpolation between sorted points; outside of them the nearest one's."""
+    for (low, first), (high, second) in pairwise(points):
+        if low <= at <= high:
+            return first + (at - low) / (high - low) * (second - first)
+    return min(points, key=lambda point: abs(point[0] - at))[1]
 
 
 @dataclass(frozen=True, slots=True)

@@ -161,7 +161,7 @@ class _Clock:
             if op.eight_bits is not None:
                 into[QUANTISED] += kernels.quantised(op.eight_bits.inputs, op.eight_bits.recipe)
         elif op.work in ATTENTION:
-            own += kernels.attention(op, self.run.model.head_width)[0]
+            own += self._attention(op)[0]
         else:
             own += kernels.moved(self._touched(op), op.work)
         into[kind] += own
@@ -186,7 +186,7 @@ class _Clock:
                 if eight is not None:
                     inputs[RECOMPUTED] += kernels.quantised(eight.inputs, eight.recipe)
         elif op.work in ATTENTION:
-            own = kernels.attention(op, self.run.model.head_width)[1] + kernels.started(2)
+            own = self._attention(op)[1] + kernels.started(2)
         elif op.reads and (op.work is Work.loss or not op.passes):
             own = kernels.moved(self._touched_back(op), op.work, backward=True)
             own += kernels.started(op.kernels)
@@ -198,6 +198,10 @@ class _Clock:
             # what a product of its own waits for runs beside the other one
             beside = own if op.work in PRODUCTS or self.links.by_peers(op.sends.group) else 0.0
             inputs[EXCHANGE] += max(0.0, sent - beside)
+
+    def _attention(self, op: Operation) -> tuple[float, float]:
+        run = self.run
+        return self.kernels.attention(op, run.model.head_width, run.train.seq_len)
 
     def _sent(self, op: Operation, size: int) -> float:
         assert op.sends is not None
