@@ -85,23 +85,29 @@ class Row:
 def rows() -> Iterator[Row]:
     """All of bench/results."""
     for path in sorted(RESULTS.glob("*.json*")):
-        for place, (overrides, found) in enumerate(_recorded(path)):
-            kept = tuple(word for word in overrides if not word.startswith(("train.steps", "hot=")))
-            run = planned_run(kept)
-            if run is None or found.get("delay"):
-                continue
-            if run.model.hidden_size < HIDDEN or set(LEFT_OUT) & set(kept):
-                continue
-            yield Row(path.name, place, tuple(overrides), _seconds(found, run), _load(found, run))
+        for place, (overrides, found) in enumerate(recorded(path)):
+            run = counted_run(overrides, found)
+            if run is not None:
+                seconds, load = _seconds(found, run), _load(found, run)
+                yield Row(path.name, place, tuple(overrides), seconds, load)
 
 
-def _recorded(path: Path) -> Iterator[tuple[list[str], dict[str, Any]]]:
+def counted_run(overrides: Sequence[str], found: dict[str, Any]) -> Run | None:
+    """The run of a recorded step; None: it is left out."""
+    kept = tuple(word for word in overrides if not word.startswith(("train.steps", "hot=")))
+    run = planned_run(kept)
+    if run is None or found.get("delay"):
+        return None
+    return None if run.model.hidden_size < HIDDEN or set(LEFT_OUT) & set(kept) else run
+
+
+def recorded(path: Path) -> Iterator[tuple[list[str], dict[str, Any]]]:
     """(overrides, what was measured) of every step of a file of results."""
     text = path.read_text()
     if path.suffix == ".jsonl":
-        found = [json.loads(line) for line in text.splitlines()]
+        listed = [json.loads(line) for line in text.splitlines()]
         steps = ("step_ms", "tflops_per_gpu")
-        yield from ((row["overrides"], row) for row in found if _has(row, steps))
+        yield from ((row["overrides"], row) for row in listed if _has(row, steps))
         return
     content = json.loads(text)
     if not isinstance(content, dict):
@@ -112,7 +118,8 @@ def _recorded(path: Path) -> Iterator[tuple[list[str], dict[str, Any]]]:
         times = [row for row in setting["rounds"] if row.get("step_ms")]
         if setting["who"] == "ours" and times:
             step = statistics.median(row["step_ms"] for row in times)
-            yield times[0]["details"]["overrides"], {"step_ms": step}
+            found = {"step_ms": step, "alloc_gib": times[0]["alloc_gib"]}
+            yield times[0]["details"]["overrides"], found
 
 
 def _has(row: dict[str, Any], keys: Sequence[str]) -> bool:

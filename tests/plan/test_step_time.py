@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import statistics
 from pathlib import Path
 
 import pytest
@@ -29,7 +30,7 @@ from app.plan.cost.power import at_clocks, power_bound
 from app.plan.cost.step_time import IDLE
 from app.plan.cost.times import expected_load, stage_times
 from app.plan.pipeline.dependencies import Pipeline
-from app.plan.plan import Plan
+from app.plan.plan import GIB, Plan
 from app.plan.trace.trace import Work
 from app.rules import check
 from tests.random_runs import random_run
@@ -407,6 +408,33 @@ def test_recorded_steps_are_planned_as_the_record_says():
         plan = Plan(load_overrides([*typed, "hardware=h200"]))
         assert plan.step_seconds * 1e3 == pytest.approx(row["planned_ms"], abs=0.01)
         assert plan.step_seconds * 1e3 == pytest.approx(row["measured_ms"], rel=0.1)
+
+
+def test_recorded_memory_is_planned_as_the_record_says():
+    """Rows of bench/results/planned_memory.json: as the plan says today, and near what was
+    measured; docs/step-time.md has the figures of all.
+    """
+    content = json.loads((ROOT / "bench/results/planned_memory.json").read_text())
+    listed = [row for row in content["rows"] if row["plan"] == "today"]
+    again = [row for row in listed if row["file"] in ("fp8_steps.jsonl", "step_profile.jsonl")]
+    assert len(again) > 15
+    for row in again:
+        typed = [word for word in row["overrides"] if word != "hardware=h200"]
+        planned = max(
+            rank.allocated for rank in Plan(load_overrides([*typed, "hardware=h200"])).memory
+        )
+        assert planned / GIB == pytest.approx(row["planned_gib"], abs=0.002)
+        assert planned / GIB == pytest.approx(row["measured_gib"], rel=0.01)
+    page = (ROOT / "docs/step-time.md").read_text()
+    for plan, found in content["plans"].items():
+        rows = [row for row in content["rows"] if row["plan"] == plan]
+        wrong = sorted(abs(row["planned_gib"] / row["measured_gib"] - 1) for row in rows)
+        assert len(rows) == found["rows"]
+        assert statistics.median(wrong) == pytest.approx(found["median_error"], abs=1e-4)
+        assert wrong[-1] == pytest.approx(found["worst_error"], abs=1e-4)
+        shares = (found[key] for key in ("median_error", "p90_error", "worst_error"))
+        cells = " | ".join(f"{share:.1%}".replace("%", " %") for share in shares)
+        assert f"| {plan} | {found['rows']} | {cells} |" in page
 
 
 @pytest.mark.parametrize("seed", range(20))
