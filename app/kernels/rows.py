@@ -102,8 +102,6 @@ def combine_gradients(
     dots_TK = torch.empty_like(probs_TK, memory_format=torch.contiguous_format)
     places = block_of(top_k)
     block = min(block_of(width), max(ROW_PER_WARP, TILE // places))
-    if in_8 is not None:  # whose scales are of all columns
-        block = block_of(width)
     data_RD, factors_R = (None, None) if in_8 is None else in_8
     _gradients[(tokens,)](
         grad=grad_TD.contiguous(),
@@ -224,6 +222,7 @@ def _gradients(
     row, owned = _owned(row_of, kept, choice, real=k < K, num_rows=num_rows)
     prob = tl.load(probs + choice, mask=k < K, other=0.0).to(tl.float32)
     products = tl.zeros((PLACES, BLOCK), tl.float32)
+    largest = tl.zeros((PLACES,), tl.float32)
     for start in range(0, width, BLOCK):
         column = start + tl.arange(0, BLOCK)
         g = tl.load(grad + token * width + column, mask=column < width, other=0.0).to(tl.float32)
@@ -232,10 +231,17 @@ def _gradients(
         values = tl.load(rows + place, mask=valid, other=0.0).to(tl.float32)
         made = (g[None, :] * prob[:, None]).to(grad_rows.dtype.element_ty)
         tl.store(grad_rows + place, made, mask=valid)
-        if data is not None:  # all columns are here
-            wide = made.to(tl.float32)
-            scale = scale_for(tl.max(tl.abs(wide), axis=1))
-            tl.store(data + place, in_eight(wide, scale[:, None]), mask=valid)
-            tl.store(factors + row, reciprocal(scale), mask=owned)
+        if data is not None:
+            largest = tl.maximum(largest, tl.max(tl.abs(made.to(tl.float32)), axis=1))
         products += values * g[None, :]
     tl.store(dots + choice, tl.sum(products, axis=1).to(dots.dtype.element_ty), mask=k < K)
+    if data is not None:
+        scale = scale_for(largest)
+        tl.store(factors + row, reciprocal(scale), mask=owned)
+        for start in range(0, width, BLOCK):  # again, out of the cache: once for K rows
+            column = start + tl.arange(0, BLOCK)
+            g = tl.load(grad + token * width + column, mask=column < width, other=0.0)
+            made = (g.to(tl.float32)[None, :] * prob[:, None]).to(grad_rows.dtype.element_ty)
+            place = row[:, None] * width + column[None, :]
+            valid = owned[:, None] & (column < width)[None, :]
+            tl.store(data + place, in_eight(made.to(tl.float32), scale[:, None]), mask=valid)

@@ -1,9 +1,9 @@
 """The back end of a layer of experts in eight bits.
 
 Rows are quantised for the output, and the output's gradient for that of the rows, unless who has
-made them did so on the way (`app.model.fp8.ready`): with equal bits. The gradient of
-the weight stays a product of rows as they came, which are what is kept for it: it sums over rows,
-whose scales differ, and eight bits gain nothing there.
+made them did so on the way (`app.model.fp8.ready`): with equal bits. The gradient of the weight
+stays a product of rows as they came, which are what is kept for it: it sums over rows, whose scales
+differ.
 
 Shapes: T rows grouped by expert, E experts, I input width, O output width.
 """
