@@ -8,7 +8,7 @@ import torch
 
 from app.cli import calibrate
 from app.cli.processes.launcher import Launch
-from tests.tensors.test_calibrate import TINY
+from tests.tensors.test_calibrate import TINY, Counting
 
 
 def cpu_of(launch: Launch) -> calibrate.Measured:
@@ -19,4 +19,5 @@ def cpu_of(launch: Launch) -> calibrate.Measured:
 
 if __name__ == "__main__":
     calibrate.gpu_of = cpu_of
+    calibrate.Clock = lambda device: Counting()  # what else runs here must not be seen in it
     calibrate.command(os.getppid())
