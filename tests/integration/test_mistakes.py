@@ -38,6 +38,8 @@ def prepared(folder: Path) -> set[Path]:
         "old/checkpoints/step-00000002/manifest.json": b"{}",
         "tokenizer.json": b"{}",
         "own/model/mine.yaml": b"num_layers: [\n",
+        "own/hardware/lacks.yaml": b"profile: {format: 1}\n",
+        "own/hardware/listed.yaml": b"profile: {sums_gb_s: [1, 2]}\n",
     }
     for name, content in files.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)

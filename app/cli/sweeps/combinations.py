@@ -19,7 +19,8 @@ from omegaconf import DictConfig, open_dict, read_write
 from app.choices import Device
 from app.cli.options.arguments import Typed
 from app.cli.options.compose import all_keys, load_run
-from app.cli.options.messages import COMPOSING, explained, trial_of
+from app.cli.options.explained import COMPOSING, explained, is_mistake
+from app.cli.options.messages import trial_of
 from app.cli.options.trial import Trial, tried
 from app.cli.processes.launch import GPU_DEVICES, check_packages, check_room
 from app.config import Run
@@ -107,7 +108,7 @@ def _composed(
     try:
         return compose(list(chosen))
     except COMPOSING as error:
-        found = explained(error)
+        found = explained(error) if is_mistake(error) else error
         if not isinstance(found, ConfigError):
             raise
         raise tried(found, _trial(compose, chosen, gpus)) from error

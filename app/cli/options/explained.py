@@ -1,0 +1,336 @@
+"""What Hydra and OmegaConf raise while a configuration is composed, in this project's words: the
+key and the value as typed, the rule, and what may work instead.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import typing
+from collections.abc import Iterator, Sequence
+from enum import Enum
+from traceback import walk_tb
+from types import NoneType
+from typing import Any
+
+from hydra.core.override_parser.types import Override
+from hydra.errors import HydraException, MissingConfigException, OverrideParseException
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
+
+from app.cli.options.arguments import key_of
+from app.cli.options.compose import all_keys, default_of, like_key, type_of
+from app.cli.processes.home import CONF
+from app.config.profile import PAIRS
+from app.errors import ConfigError, FirstOf, Instead, nearest
+from app.errors import typed as as_typed
+
+# what OmegaConf puts before what one of our resolvers raises
+IN_RESOLVER = "ConfigError raised while resolving interpolation: "
+# What OmegaConf asserts, and Hydra raises, without a class of its own: an override below a null
+# section; a number where an option is chosen.
+_PLAIN = ("Unexpected type for root", "Config group override must be")
+# What a mistake may raise while a configuration is composed.
+COMPOSING = (HydraException, OmegaConfBaseException, YAMLError, AssertionError, ValueError)
+PROFILE = "hardware.profile."
+MEASURE = "measure the GPU again: python -m app.cli.calibrate"
+NOT_TOLD = "…"
+SWEEP = r"(?:Ambiguous value for argument|Sweep parameters) '"
+
+
+def is_mistake(error: Exception) -> bool:
+    """Whether one of COMPOSING is about what the user gave."""
+    if isinstance(error, ConfigError | HydraException | OmegaConfBaseException | YAMLError):
+        return True
+    return str(error).startswith(_PLAIN)
+
+
+def explained(error: Exception) -> Exception:
+    """What was wrong, where, and what may work instead; a ConfigError where the key is known."""
+    match error:
+        case ConfigError():
+            return error
+        case YAMLError():
+            return ValueError("no YAML: " + re.sub(r"\s+", " ", str(error)))
+        case OverrideParseException():
+            return _unreadable(error.override)
+    if isinstance(error, MissingConfigException) and error.missing_cfg_file:
+        return _explained_option(error)
+    override = _override(error)
+    if override is not None and str(error).startswith(_PLAIN):
+        below_null = isinstance(error, AssertionError)
+        return _below_null(override) if below_null else _no_option(override)
+    if match := re.match(SWEEP + "(.*)'", str(error)):
+        return _several(match[1])
+    if match := re.search(r"default list use \+([^=\s]+)=(\S*)", str(error)):
+        return _not_added(match[1], match[2])
+    match = re.match(r"Multiple values for (\S+)\. To override", str(error))
+    if match and (added := _typed_choice(error, match[1])) is not None:
+        value = _value(str(added.input_line))
+        near = Instead(f"{match[1]}={value}")
+        return ConfigError(f"+{match[1]}", value, "is in every run already", nearest=near)
+    return _of_composed(error, override)
+
+
+def _override(error: Exception) -> Override | None:
+    """What Hydra was applying when it raised this: few of its messages have it whole."""
+    found = None
+    for frame, _ in walk_tb(error.__traceback__):
+        local = frame.f_locals.get("override")
+        found = local if isinstance(local, Override) else found
+    return found
+
+
+def _value(override: str) -> str:
+    return override.partition("=")[2]
+
+
+def _unreadable(override: str) -> ConfigError:
+    """An override that Hydra's grammar does not know."""
+    key, equals, value = override.partition("=")
+    known = key in all_keys() and not _is_section(key)
+    if not equals or not key:
+        rule = "is no key=value"
+        near = Instead(f"{key}={_usual(key)}") if known and _usual(key) is not None else None
+        guess = None if known else like_key(key)
+        return ConfigError("override", override, rule, nearest=near, guess=guess)
+    if key.lstrip("+~") not in all_keys() and not _options(key.lstrip("+~")):
+        return ConfigError(key, value, "there is no such key", guess=like_key(key))
+    rule = "cannot be read: a bracket or quote is open, or something is typed that needs quotes"
+    return ConfigError(key, value, rule, nearest=_usual(key) if known else None)
+
+
+def _several(override: str) -> ConfigError:
+    """Values of a sweep, for one run."""
+    key, value = key_of(override), _value(override)
+    listed = [] if "(" in value else value.split(",")
+    rule = "is for a sweep over several values (train.py -m)"
+    takes_list = typing.get_origin(type_of(key)) is tuple or key == "data.path"
+    near = (*([f"[{','.join(listed)}]"] if takes_list and listed else listed), _usual(key))
+    return ConfigError(key, value, rule, nearest=FirstOf(each for each in near if each is not None))
+
+
+def _below_null(override: Override) -> ConfigError:
+    """An override of a key in a section that this configuration does not have."""
+    key, value = override.key_or_group, _value(str(override.input_line))
+    section = key.rpartition(".")[0]
+    if section.startswith("hardware"):
+        with_one = [name for name in _options("hardware") if _has_profile(name)]
+        rule = f"needs {section}, which this option of hardware does not have"
+        return ConfigError(
+            key, value, rule, nearest=FirstOf(Instead(f"hardware={name}") for name in with_one)
+        )
+    rule = f"needs {section}, which this model does not have"
+    return ConfigError(key, value, rule, advice="choose a model that has it")
+
+
+def _has_profile(name: str) -> bool:
+    return "\nprofile:" in (CONF / "hardware" / f"{name}.yaml").read_text()
+
+
+def _no_option(override: Override) -> ConfigError:
+    """A number where a group's option is to be chosen."""
+    group = override.key_or_group
+    options = _options(group)
+    if not options:
+        return ConfigError("override", override.input_line, "is no key=value")
+    rule = f"the options are {', '.join(options)}"
+    value = _value(str(override.input_line))
+    return ConfigError(group, value, rule, guess=nearest(value, options))
+
+
+def _options(group: str) -> list[str]:
+    """This project's own options of a group."""
+    return sorted(path.stem for path in (CONF / group).glob("*.yaml")) if group else []
+
+
+def _explained_option(error: MissingConfigException) -> ConfigError:
+    group, _, option = str(error.missing_cfg_file).rpartition("/")
+    options = list(error.options or _options(group))
+    found = _typed_choice(error, group)
+    rule = f"the options are {', '.join(options)}"
+    if found is None or not isinstance(chosen := found.value(), list):
+        return ConfigError(group, option, rule, guess=nearest(option, options))
+    close = (nearest(str(each), options) for each in chosen)
+    near = FirstOf(dict.fromkeys(each for each in close if each))
+    return ConfigError(group, _value(str(found.input_line)), f"one is chosen; {rule}", nearest=near)
+
+
+def _typed_choice(error: Exception, group: str) -> Override | None:
+    """What was typed for a group; Hydra's own error has one option of a list."""
+    for frame, _ in walk_tb(error.__traceback__):
+        for each in frame.f_locals.get("parsed_overrides") or ():
+            if isinstance(each, Override) and each.key_or_group == group:
+                return each
+    return None
+
+
+def _of_composed(error: Exception, override: Override | None) -> Exception:
+    """What OmegaConf says of a value or key, typed or from a file."""
+    cause = error.__cause__ if isinstance(error.__cause__, OmegaConfBaseException) else error
+    text = str(cause)
+    said = text.partition("\n    full_key")[0]
+    reason = re.sub(r"\s+", " ", re.sub(r"^In '.*raised while composing config:", "", said)).strip()
+    at = re.search(r"\n    full_key: (\S+)", text)
+    # an element of a list counts as the list
+    key = re.sub(r"\[\d+\]$", "", at[1]) if at else None
+    typed = None if override is None else _value(str(override.input_line))
+    if override is not None and key not in all_keys():
+        return _explained_key(override, key or "")
+    if key is None:
+        return ValueError(reason.removeprefix(IN_RESOLVER))
+    file = re.match("In '(.*)':", str(error))
+    if key not in all_keys():
+        where = f", in {file[1]}.yaml" if file else ""
+        return ConfigError(key, "", f"there is no such key{where}", guess=like_key(key))
+    if "does not support deletion" in reason or "Could not delete" in reason:
+        near = None if _usual(key) is None else Instead(f"{key}={_usual(key)}")
+        rule = "takes away a key that every run has"
+        return ConfigError("override", f"~{key}", rule, nearest=near)
+    same = override is not None and override.key_or_group == key
+    given = override.value() if override is not None and same else None
+    found = _explained_value(key, reason, typed if same else None, given=given)
+    return found if file is None else _in_file(found, f"{file[1]}.yaml")
+
+
+def _in_file(error: ConfigError, file: str) -> ConfigError:
+    """The mistake where no override mends it, since the file is read before."""
+    near = [as_typed(each.candidates[0]) for each in error.alternatives]
+    guess = near[0] if near else error.guess
+    return ConfigError(error.key, error.value, f"{error.rule}, in {file}", guess=guess)
+
+
+def _not_added(key: str, value: str) -> ConfigError:
+    """A group that is in no run by itself."""
+    near = Instead(f"+{key}={value}")
+    return ConfigError(key, value, "is no part of every run, so it is added", nearest=near)
+
+
+def _explained_key(override: Override, key: str) -> ConfigError:
+    # below a typed key there may be a dictionary, as in model={a:1}
+    whole = override.key_or_group
+    inner = key.startswith(f"{whole}.")
+    named = key if inner else whole
+    value = "" if inner else _value(str(override.input_line))
+    return ConfigError(named, value, "there is no such key", guess=like_key(named))
+
+
+def _explained_value(key: str, reason: str, typed: str | None, *, given: object) -> ConfigError:
+    """A value that is not of the key's type. `typed`: None where it comes from a file."""
+    if "is not Optional" in reason:
+        if key.startswith(PROFILE):
+            return ConfigError(key, None, "must have a value", advice=MEASURE)
+        return ConfigError(key, None, "must have a value", nearest=_usual(key))
+    if "missing mandatory value" in reason:
+        advice = MEASURE if key.startswith(PROFILE) else None
+        return ConfigError(key, None, "must have a value", advice=advice)
+    value = _told(reason) if typed is None else typed
+    if _is_section(key):
+        return _no_section(key, value)
+    kind = _kind(key)
+    texts = [str(each) for each in given] if isinstance(given, list) else [str(given or value)]
+    if isinstance(kind, type) and issubclass(kind, Enum):
+        names = [str(each.value) for each in kind]
+        return _no_choice(key, value, texts, names=names, several=isinstance(given, list))
+    if kind is bool:
+        return ConfigError(key, value, "must be true or false", guess=nearest(value, BOOLS))
+    if _takes_list(key):
+        return _no_list(key, value, one=not isinstance(given, list | dict))
+    if kind in (int, float):
+        numbers = (number for text in texts for number in _numbers(text, kind is int))
+        rule = "must be a whole number" if kind is int else "must be a number"
+        near_by = dict.fromkeys((*numbers, _usual(key), default_of(key)))
+        return ConfigError(key, value, rule, nearest=FirstOf(near_by))
+    rule = "must be a list" if kind is Any else "must be one text"
+    return ConfigError(key, value, rule, nearest=default_of(key))
+
+
+BOOLS = ("true", "false")
+
+
+def _no_list(key: str, value: str, one: bool) -> ConfigError:
+    """One value, or something else, where a list belongs, or a pair."""
+    rule, listed = "must be a list of texts", f"[{value}]"
+    if key.startswith(PROFILE) and key.removeprefix(PROFILE) in PAIRS:
+        rule, listed = "must be a pair, of forward and backward", f"[{value},{value}]"
+    elif _kind(key) is float:
+        rule = "must be a list of numbers"
+    near = (listed,) if one and value not in ("", NOT_TOLD) else ()
+    return ConfigError(key, value, rule, nearest=near)
+
+
+def _told(reason: str) -> str:
+    """The value in a file, which OmegaConf's words may have."""
+    found = re.match(
+        r"(?:Invalid v|V)alue (?!assigned)'?(.+?)'?(?: of type | is not a |, expected )", reason
+    ) or re.match(r"Invalid type assigned: .* value: (.+)", reason)
+    return found[1] if found else NOT_TOLD
+
+
+def _no_choice(
+    key: str, value: str, texts: Sequence[str], *, names: Sequence[str], several: bool
+) -> ConfigError:
+    """Not one of a closed set, or for a list of them not a list."""
+    close = list(dict.fromkeys(each for text in texts if (each := _like(text, names))))
+    rule = f"must be one of {', '.join(names)}"
+    if _takes_list(key):
+        near = (f"[{', '.join(close)}]",) if close else ()
+        return ConfigError(key, value, f"must be a list of {', '.join(names)}", nearest=near)
+    if several:
+        return ConfigError(key, value, rule, nearest=FirstOf(close))
+    return ConfigError(key, value, rule, guess=close[0] if close else None)
+
+
+def _like(text: str, names: Sequence[str]) -> str | None:
+    """The name that a text is a slip of, or that is short for it: attn for attention."""
+    close = nearest(text, names)
+    short = (name for name in names if name[:2] == text[:2] and _within(name, text))
+    return close or next(short, None)
+
+
+def _within(name: str, text: str) -> bool:
+    """Whether the letters of a name are in a text, in this order."""
+    letters = iter(text)
+    return all(letter in letters for letter in name)
+
+
+def _no_section(key: str, value: str) -> ConfigError:
+    """A value for what has keys of its own; it may be an option of the group around it."""
+    group = key.partition(".")[0]
+    guess = f"{group}={value}" if value in _options(group) else None
+    first = next(each for each in all_keys() if each.startswith(f"{key}."))
+    return ConfigError(key, value, f"is a section of keys, like {first}", guess=guess)
+
+
+def _kinds(key: str) -> Iterator[object]:
+    """The types of a key's value, or of the elements of its list, but for null."""
+    hint = type_of(key)
+    for kind in typing.get_args(hint) or (hint,):
+        if kind not in (NoneType, Ellipsis):
+            yield kind
+
+
+def _kind(key: str) -> object:
+    return next(_kinds(key), None)
+
+
+def _takes_list(key: str) -> bool:
+    return typing.get_origin(type_of(key)) is tuple
+
+
+def _is_section(key: str) -> bool:
+    return dataclasses.is_dataclass(type_of(key))
+
+
+def _usual(key: str) -> object:
+    """The default of a key; a number where that is null, None for what is no number."""
+    found = default_of(key)
+    return 1 if found is None and _kind(key) in (int, float) else found
+
+
+def _numbers(value: str, whole: bool) -> list[float]:
+    """The number that a text begins with."""
+    number = re.match(r"-?\d+(\.\d+)?(e-?\d+)?", value)
+    if number is None:
+        return []
+    return [round(float(number.group())) if whole else float(number.group())]
