@@ -210,6 +210,7 @@ class Plan:
             profile=self.profile,
             times=self.stage_times,
             buffers=self.buffers,
+            lists=self.schedule,
         )
 
     @cached_property

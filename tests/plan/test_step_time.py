@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from app.choices import Dtype, GraphImpl, Recompute
+from app.choices import Dtype, GraphImpl, Recompute, ScheduleName
 from app.cli.options.compose import load_overrides
 from app.cli.plan import main
 from app.config import (
@@ -21,6 +21,7 @@ from app.config import (
     PrecisionConfig,
     RecomputeConfig,
     Run,
+    ScheduleConfig,
     TrainConfig,
 )
 from app.errors import ConfigError
@@ -174,6 +175,25 @@ def test_reduction_and_gathering_by_hand():
     beside = Plan(run_of(parallel=parallel, profile=half)).tail
     assert beside.reduction == pytest.approx(4 * numel / 2 / 1e12 / 2, rel=1e-3)
     assert plan.tail.optimizer == pytest.approx(30 * numel / 2 / 1e9 + 8 * numel / 1e9)
+
+
+def test_reductions_of_a_split_backward_wait_for_gradients_of_weights():
+    """One chunk has nothing left to hide them behind; in a V the other one's last products are."""
+    parallel = ParallelConfig(dp=2, pp=2)
+    fast = dataclasses.replace(PROFILE, ring_gb_s=100.0)
+    apart = OptimConfig(overlap_grads=False)
+
+    def reduction(name: ScheduleName, optim: OptimConfig, vpp: int = 1) -> float:
+        spread = dataclasses.replace(parallel, vpp=vpp)
+        model = dataclasses.replace(MODEL, num_layers=4)
+        schedule = ScheduleConfig(name)
+        run = run_of(model=model, profile=fast, parallel=spread, schedule=schedule, optim=optim)
+        return Plan(run).tail.reduction
+
+    h1, v = ScheduleName.zero_bubble_h1, ScheduleName.zero_bubble_v
+    assert reduction(ScheduleName("1f1b"), OptimConfig()) == 0 < reduction(h1, OptimConfig())
+    assert reduction(h1, OptimConfig()) == pytest.approx(reduction(h1, apart))
+    assert 0 < reduction(v, OptimConfig(), vpp=2) < reduction(v, apart, vpp=2)
 
 
 def test_the_network_is_slower_than_the_node():

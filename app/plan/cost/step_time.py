@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from app.config import HardwareProfile, Run
+from app.plan.actions import Action, BackwardInput, BackwardWeight, Forward
 from app.plan.cost.part_times import PartTimes, Seconds
 from app.plan.cost.rates import GIGA, MICRO, Kernels, Links
 from app.plan.groups import DP_CP, EDP, PP, Group, Way
@@ -71,9 +72,10 @@ def step_tail(
     profile: HardwareProfile,
     times: Sequence[PartTimes],
     buffers: Sequence[Sequence[ChunkBuffers]],
+    lists: Sequence[Sequence[Action]],
 ) -> StepTail:
     """What the slowest pipeline rank adds to a step. `times` are those of stages, in their order;
-    `buffers` are [pp_rank][chunk].
+    `buffers` are [pp_rank][chunk], `lists` the actions of pipeline ranks.
     """
     links = Links.of(run, layout, profile)
     ranks = []
@@ -87,9 +89,12 @@ def step_tail(
         grads = BYTES[run.precision.grads]
         params = BYTES[run.precision.params]
         optim = run.optim
+        reduced = _exchanged(links, chunks, grads, window=backward if optim.overlap_grads else 0.0)
+        if optim.overlap_grads and (left := _left(lists[pp_rank], of_rank)):
+            reduced = _behind(links, chunks, grads, left=left)
         ranks.append(
             StepTail(
-                _exchanged(links, chunks, grads, window=backward if optim.overlap_grads else 0.0),
+                reduced,
                 _exchanged(links, chunks, params, window=forward if optim.overlap_params else 0.0),
                 optimizer=_update(profile, chunks)
                 + _quantised(run, layout, profile, stages.stages[pp_rank]),
@@ -99,15 +104,54 @@ def step_tail(
     return max(ranks, key=lambda tail: tail.seconds)
 
 
+def _left(actions: Sequence[Action], chunks: Sequence[PartTimes]) -> dict[int, float]:
+    """Where backward is split: by chunk of a rank, in the order in which their last gradients of
+    weights come, seconds of its compute behind that; empty where it is not.
+    """
+    left: dict[int, float] = {}
+    behind = 0.0
+    for action in reversed(actions):
+        match action:
+            case BackwardWeight(_, chunk):
+                left.setdefault(chunk, behind)
+                behind += sum(chunks[chunk].backward_weight.values())
+            case BackwardInput(_, chunk):
+                behind += sum(chunks[chunk].backward_input.values())
+            case Forward(_, chunk):
+                behind += sum(chunks[chunk].forward.values())
+    return dict(reversed(left.items()))
+
+
+def _behind(
+    links: Links, chunks: Sequence[ChunkBuffers], element: int, left: Mapping[int, float]
+) -> float:
+    """Of reductions that each start when all gradients of a chunk are there, one after the other,
+    what compute does not cover.
+    """
+    end = -max(left.values())  # 0: of compute
+    inside = 0.0
+    for chunk, seconds in left.items():
+        near, whole = _passed(links, chunks[chunk], element)
+        end = max(end, -seconds) + whole
+        inside += near
+    return max(end, inside * (1 - links.profile.hidden))
+
+
+def _passed(links: Links, chunk: ChunkBuffers, element: int) -> tuple[float, float]:
+    """Of one pass over the gradients or parameters of a chunk: inside of nodes, and in all."""
+    total = inside = 0.0
+    for group, buffer in ((DP_CP, chunk.dense), (EDP, chunk.expert)):
+        if buffer is not None and buffer.world > 1:
+            near, far = _ring(links, group, buffer, element)
+            inside += near
+            total += max(near, far)
+    return inside, total
+
+
 def _exchanged(links: Links, chunks: Sequence[ChunkBuffers], element: int, window: float) -> float:
     """Of one pass over all gradients or parameters, beside compute that takes `window` seconds."""
-    total = inside = 0.0
-    for chunk in chunks:
-        for group, buffer in ((DP_CP, chunk.dense), (EDP, chunk.expert)):
-            if buffer is not None and buffer.world > 1:
-                near, far = _ring(links, group, buffer, element)
-                inside += near
-                total += max(near, far)
+    passes = [_passed(links, chunk, element) for chunk in chunks]
+    inside, total = sum(near for near, _ in passes), sum(whole for _, whole in passes)
     if not window:
         return total
     # beside compute both are slower: they share multiprocessors and memory
