@@ -177,6 +177,10 @@ def main(arguments: Sequence[str]) -> int:
 
 def _layouts(plan: Plan, asked: PlanRequest) -> int:
     """Compare, show, write files."""
+    network = plan.run.hardware.network_gb_s
+    if asked.slower is not None and asked.slower >= network:
+        rule = f"must be below hardware.network_gb_s={network:g}"
+        raise ConfigError("slower", f"{asked.slower:g}", rule)
     found = compare_layouts(plan, asked.tokens, asked.slower)
     described = {"layout": layout_json(plan), LAYOUTS: asdict(found)}
     if asked.as_json:

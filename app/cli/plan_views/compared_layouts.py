@@ -12,6 +12,7 @@ from app.cli.plan_views.rows import heading, new_table
 from app.plan.formatting import amount, count_of, figures, gib
 
 OWN = "the run as typed"
+ALIKE = 1.005  # times as long: no quicker as they are shown
 
 
 def print_layouts(found: LayoutComparison, assumed: str, console: Console) -> None:
@@ -70,19 +71,24 @@ def _degrees(row: LayoutRow, experts: bool) -> dict[str, str]:
 def _numbers(row: LayoutRow) -> tuple[str, ...]:
     return (
         gib(row.memory) if row.fits else f"{gib(row.memory)}!",
-        f"{row.cost.seconds * 1e3:,.0f}",
+        _short(row.cost.seconds * 1e3),
         amount(row.cost.tokens_per_second),
         figures(row.cost.tflops_per_gpu),
         hours(row.cost.gpu_hours),
-        figures(row.cost.days),
-        f"{row.slower.seconds * 1e3:,.0f}",
+        _short(row.cost.days),
+        _short(row.slower.seconds * 1e3),
         hours(row.slower.gpu_hours),
     )
 
 
 def hours(number: float) -> str:
     """GPU hours: 4.36 M, 12.3."""
-    return amount(number) if number >= 1000 else figures(number)
+    return amount(number) if number >= 1000 else _short(number)
+
+
+def _short(number: float) -> str:
+    """As `figures`, of small numbers two digits."""
+    return figures(number) if number >= 1 else f"{number:.2g}"
 
 
 def _companions(row: LayoutRow) -> tuple[str, str, str, str, str]:
@@ -104,8 +110,8 @@ def _verdict(found: LayoutComparison) -> Text:
     own = next(row for row in found.rows if row.own)
     if not own.fits:
         said = f"{OWN.capitalize()} does not fit (!)."
-    elif own is best:
-        said = f"{OWN.capitalize()} is the quickest that was found."
+    elif own.cost.seconds < ALIKE * best.cost.seconds:
+        said = f"No layout was found that is quicker than {OWN}."
     else:
         times = own.cost.seconds / best.cost.seconds
         said = f"{OWN.capitalize()} takes {times:.2f} times as long as the quickest."
