@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import errno
+import re
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -16,6 +17,7 @@ from typing import TextIO
 
 GRAMMAR = frozenset("|()*'\"\\{}=")  # what Hydra takes for more than text
 MOST_DIVISOR = 1 << 20  # that is looked for
+BREAKS = re.compile("[\x00-\x1f\x7f\x85\u2028\u2029]")  # what would make several lines of one
 CLEAR = "\r\x1b[K"  # empties the line of a terminal
 CLOSE = 0.65  # share of letters that two spellings have in common (difflib's ratio)
 
@@ -70,7 +72,8 @@ class ConfigError(ValueError):
         self.guess = guess
         self.advice = advice
         self.tried = tried
-        super().__init__(f"{key}={typed(value)}: {rule}{self._hint()}")
+        shown = BREAKS.sub(lambda found: repr(found[0])[1:-1], typed(value))
+        super().__init__(f"{key}={shown}: {rule}{self._hint()}")
 
     def __reduce__(self) -> tuple[object, ...]:
         """Pickle by arguments, so that one rank can hand its error to the others."""

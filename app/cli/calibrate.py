@@ -117,7 +117,9 @@ def _parsed(arguments: Sequence[str]) -> dict[str, str]:
     for word in arguments:
         if not word.startswith(OWN):
             rule = f"the options are {' and '.join(OWN)}; --help explains them"
-            raise ConfigError("option", word, rule, guess=nearest(word, OWN))
+            key, _, value = word.partition("=")
+            guess = nearest(f"{key}=", OWN)
+            raise ConfigError("option", word, rule, guess=guess and f"{guess}{value}")
     return dict(word.split("=", 1) for word in arguments)
 
 

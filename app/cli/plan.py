@@ -105,9 +105,7 @@ def parse(arguments: Sequence[str]) -> PlanRequest:
     own = dict(word.split("=", 1) for word in words if word.startswith(OWN))
     what = own.get("what", "all")
     if what not in ASKED:
-        raise ConfigError(
-            "what", what, f"must be one of {', '.join(ASKED)}", guess=nearest(what, ASKED)
-        )
+        raise ConfigError("what", what, f"must be one of {', '.join(ASKED)}", guess=_shown_by(what))
     numbers = {key: _positive(key, own[key]) for key in ("tokens", "slower") if key in own}
     if numbers and what != LAYOUTS:
         key = next(iter(numbers))
@@ -129,6 +127,13 @@ def _positive(key: str, text: str) -> float:
     if not 0 < number < inf:
         raise ConfigError(key, text, "must be a number above 0, like 25 or 14.8e12")
     return number
+
+
+def _shown_by(word: str) -> str | None:
+    """The table that shows what a word asks for."""
+    if nearest(word, ("time", "times", "step", "bubble")):
+        return "schedule"
+    return nearest(word, ASKED)
 
 
 def _without_places(arguments: Sequence[str]) -> tuple[list[str], list[str]]:

@@ -10,15 +10,15 @@ MOST = 2**53  # of any number here: beyond it JSON and floats no longer count in
 
 
 def above_zero(section: str, config: object, *names: str) -> None:
-    """Refuse any of the named fields that is not positive, offering its default; None means
-    unset and passes.
+    """Refuse any of the named fields that is not positive, offering its default, or 1 where that is
+    unset; None means unset and passes.
     """
     for name in names:
         value = _number(section, config, name)
         if value is not None and value <= 0:
-            raise ConfigError(
-                f"{section}.{name}", value, "must be above 0", nearest=getattr(type(config), name)
-            )
+            usual = getattr(type(config), name)
+            near = 1 if usual is None else usual
+            raise ConfigError(f"{section}.{name}", value, "must be above 0", nearest=near)
 
 
 def at_least(section: str, config: object, low: float, *names: str) -> None:

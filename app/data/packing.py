@@ -101,7 +101,13 @@ def _shorter(num_tokens: int) -> list[int]:
     """Lengths of sequences for which so few tokens are enough, round ones first."""
     most = num_tokens - 1
     rounded = [most // unit * unit for unit in (1024, 64, 1) if most >= unit]
-    return [*rounded, *(length for length in (65536, 8192, 1024, 128) if length < most)]
+    # the other split may be shorter: of a tenth of the documents by default
+    parts = (most // part // 1024 * 1024 for part in (16, 256, 4096))
+    return list(
+        dict.fromkeys(
+            each for each in (*rounded[:1], *parts, *rounded[1:], 128) if 0 < each <= most
+        )
+    )
 
 
 class PackedSequences:

@@ -22,8 +22,9 @@ def check_stages(run: Run) -> None:
             "schedule.name", name, f"has one stage per rank, not vpp={stages.vpp}", nearest=near
         )
     if stages.vpp == 1 and name is ScheduleName.interleaved:
-        rule = "schedule interleaved needs several stages per rank"
-        raise ConfigError("parallel.vpp", 1, rule, nearest=(2, Instead("schedule=auto")))
+        rule = "needs several stages per rank, not vpp=1"
+        near = (Instead("parallel.vpp=2"), Instead("schedule=auto"))
+        raise ConfigError("schedule.name", name, rule, nearest=near)
 
 
 def one_stage(run: Run) -> tuple[str, ...]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from app.choices import Dtype, Fp8Part, LinearBackendKind
 from app.config import Run
-from app.errors import ConfigError, Instead
+from app.errors import ConfigError, FirstOf, Instead
 from app.plan.model.fp8 import MULTIPLE, fp8_weights, part_of
 from app.plan.sharding.blocks import ShardCoords
 from app.plan.stages import Stage
@@ -30,17 +30,13 @@ def check_fp8(run: Run) -> None:
     _check_experts(run)
     left_out = fp8.first_layers + fp8.last_layers
     if fp8.include != (Fp8Part.head,) and left_out >= run.model.num_layers:
-        rule = (
-            f"with first_layers={fp8.first_layers} leaves none of {run.model.num_layers} layers "
-            "in eight bits"
-        )
-        near = None
-        if fp8.first_layers < run.model.num_layers:
-            near = run.model.num_layers - fp8.first_layers - 1
-        advice = None if near is not None else "precision.fp8.include=[head] has the head alone"
-        raise ConfigError(
-            "precision.fp8.last_layers", fp8.last_layers, rule, nearest=near, advice=advice
-        )
+        # the larger one is to blame, and the other may stay
+        names = sorted(("first_layers", "last_layers"), key=lambda name: getattr(fp8, name))
+        other, name = names
+        kept = getattr(fp8, other)
+        rule = f"with {other}={kept} leaves none of {run.model.num_layers} layers in eight bits"
+        near = max(0, run.model.num_layers - kept - 1)
+        raise ConfigError(f"precision.fp8.{name}", getattr(fp8, name), rule, nearest=near)
     _check_widths(run)
 
 
@@ -85,5 +81,6 @@ def _check_widths(run: Run) -> None:
         )
         off = Instead("precision.fp8.recipe=null")
         rest = tuple(part for part in fp8.include if part is not part_of(named))
-        near: tuple[object, ...] = (rest, off) if rest else (off,)
+        others = ((part,) for part in Fp8Part if part not in fp8.include)
+        near = (FirstOf([rest] if rest else others), off)
         raise ConfigError("precision.fp8.include", fp8.include, rule, nearest=near)

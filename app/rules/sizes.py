@@ -46,7 +46,8 @@ def check_sizes(run: Run) -> None:
         }
         axis = max(degrees, key=lambda axis: degrees[axis])
         rule = f"makes {run.world_size} ranks, of which there must be at most {MOST_RANKS}"
-        raise ConfigError(f"parallel.{axis}", degrees[axis], rule)
+        most = MOST_RANKS * degrees[axis] // run.world_size
+        raise ConfigError(f"parallel.{axis}", degrees[axis], rule, nearest=most or None)
 
 
 def check_microbatches(run: Run) -> None:

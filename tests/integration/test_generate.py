@@ -78,7 +78,11 @@ MISTAKES = {
     ("prompt=a\udcff",): "prompt=a?: is no UTF-8: it holds half of a character",
     ("file=half.jsonl",): "file=half.jsonl: line 1 is no UTF-8",
     ("prompt=a", "temprature=1"): "did you mean temperature?",
-    ("prompt=a", "top_k=0"): "top_k=0: must be a whole number from 1 on",
+    ("prompt=a", "top_k=0"): "top_k=0: must be a whole number from 1 on; did you mean 1?",
+    ("prompt=a", "max_new_tokens=0"): "must be a whole number from 1 on; did you mean 1?",
+    ("prompt=a", "temperature=-1"): "temperature=-1.0: must be at least 0; did you mean 0?",
+    ("prompt=a", "foo.bar=1"): "foo.bar=1: there is no such key",
+    ("prompt=" + 16 * "a\n",): "has 32 tokens, and the model was trained on sequences of 32",
     ("prompt=a", "model.num_layer=2"): "did you mean model.num_layers?",
     ("prompt=a", "parallel.tp=3"): "tp=3: must divide",
     (*16 * ["prompt=a"], f"max_new_tokens={2**30}", f"train.seq_len={2**30}"): (

@@ -241,7 +241,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "widths": (
         {"model": dataclasses.replace(TINY, moe=dataclasses.replace(TINY.moe, ffn_hidden_size=24))},
         "widths of a matrix in eight bits are multiples of 16, and layers.1.body.experts.w_down "
-        "has 24 × 32; did you mean precision.fp8.recipe=null?",
+        "has 24 × 32; did you mean [linear] or precision.fp8.recipe=null?",
     ),
     "widths of a rank": (
         {
@@ -262,7 +262,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "no layers": (
         {"precision": precision(dataclasses.replace(IN_8, first_layers=3))},
-        "precision.fp8.last_layers=0: with first_layers=3 leaves none of 3 layers in eight bits",
+        "precision.fp8.first_layers=3: with last_layers=0 leaves none of 3 layers in eight bits",
     ),
 }
 

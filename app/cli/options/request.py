@@ -55,7 +55,9 @@ class Words:
         if text is None:
             return default
         if not text.isdecimal() or int(text) < least:
-            raise ConfigError(key, text, f"must be a whole number from {least} on", nearest=default)
+            near = least if text.removeprefix("-").isdecimal() else default
+            rule = f"must be a whole number from {least} on"
+            raise ConfigError(key, text, rule, nearest=near)
         return int(text)
 
     def number(self, key: str, default: float) -> float:

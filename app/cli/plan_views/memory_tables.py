@@ -40,15 +40,19 @@ def print_decoding(plan: Plan, console: Console) -> None:
         counts = f"{row.pp_rank}", f"{row.layers}", gib(row.weights)
         table.add_row(*counts, figures(row.token / 2**10), figures(row.text / 2**30))
     console.print(table)
-    batch = f"batch={found.together * found.replicas}"
+    batch = f" (batch={found.together * found.replicas})" if found.together else ""
     word, style = ("Fits", "bold green") if found.together else ("Does not fit", "bold red")
     console.print(
         Text.assemble(
             (word, style),
-            f": {count_of(found.together, 'text')} at a time per replica ({batch}), keys and "
+            f": {count_of(found.together, 'text')} at a time per replica{batch}, keys and "
             f"values beside weights in {gib(plan.gpu_memory)} GiB.",
         )
     )
+    if not found.together:
+        console.print(
+            "Weights lie on more GPUs with parallel.tp, parallel.pp and, of experts, parallel.ep."
+        )
     besides = gib(fixed_bytes(gpu=True))
     console.print(
         f"{besides} GiB for CUDA are counted, prompts while they are computed are not.", style="dim"

@@ -29,7 +29,7 @@ class Sampling:
 
     def __post_init__(self) -> None:
         if not self.temperature >= 0:
-            raise ConfigError("temperature", self.temperature, "must be at least 0")
+            raise ConfigError("temperature", self.temperature, "must be at least 0", nearest=0)
         if self.top_k is not None and self.top_k < 1:
             raise ConfigError("top_k", self.top_k, "must be at least 1", nearest=1)
         if self.top_p is not None and not 0 < self.top_p <= 1:

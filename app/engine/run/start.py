@@ -110,7 +110,7 @@ def _check_steps_left(run: Run, checkpoint: Path, taken: int, run_dir: Path | No
     lacks_end = goes_on and taken == run.train.steps and not has_ended(home)
     if taken >= run.train.steps and not lacks_end:
         rule = f"the checkpoint {checkpoint} has already taken {taken}"
-        raise ConfigError("train.steps", run.train.steps, rule, nearest=taken + 100)
+        raise ConfigError("train.steps", run.train.steps, rule, nearest=taken + 1)
 
 
 def claim_start(
