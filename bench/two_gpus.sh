@@ -74,6 +74,14 @@ run 300 bench/step_profile.py two_gpus_small.jsonl --steps 20 \
 CUDA_VISIBLE_DEVICES=0 timeout 300 python3 bench/fp8.py --json "$out/fp8_layers.json"
 CUDA_VISIBLE_DEVICES=0 timeout 200 python3 bench/fp8.py --errors >"$out/fp8_errors.md"
 CUDA_VISIBLE_DEVICES=0 timeout 120 python3 bench/fp8_errors.py >>"$out/fp8_errors.md"
+# gradients of experts of two microbatches in one product: step times with and without it in one call
+pairs=optim.pair_expert_grads=true
+# shellcheck disable=SC2086
+run 500 bench/step_profile.py two_gpus_pair_steps.jsonl --steps 8 \
+  $moe $ep / $moe $ep $pairs / $moe $ep model.moe.force_balance=true / $moe $ep model.moe.force_balance=true $pairs / \
+  $moe parallel.pp=2 parallel.vpp=2 / $moe parallel.pp=2 parallel.vpp=2 $pairs / \
+  $moe parallel.pp=2 parallel.vpp=2 "parallel.layout='Ettt|tttt|tttt|tL'" schedule=zero_bubble_v / \
+  $moe parallel.pp=2 parallel.vpp=2 "parallel.layout='Ettt|tttt|tttt|tL'" schedule=zero_bubble_v $pairs
 timeout 600 python3 bench/fp8_losses.py "$out/fp8_losses"
 timeout 600 python3 bench/fp8_losses.py "$out/fp8_losses_experts" --experiment smallmoe
 timeout 200 python3 bench/fp8.py --shapes 32x32768x2048x1536 32x32768x768x2048 128x32768x2048x1536 \

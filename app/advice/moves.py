@@ -193,6 +193,13 @@ def smaller_elements(run: Run) -> Iterator[Change]:
         )
 
 
+def unpaired_gradients(run: Run) -> Iterator[Change]:
+    """No rows of experts that wait for the next microbatch's."""
+    if run.optim.pair_expert_grads:
+        cost = "sums of experts' gradients are read and written for every microbatch"
+        yield Change({"optim.pair_expert_grads": False}, cost)
+
+
 def fewer_graph_buffers(run: Run) -> Iterator[Change]:
     """Graphs by place in flight instead of by microbatch, or none."""
     graph = run.cuda_graph
@@ -239,6 +246,7 @@ KEEP_GPUS: tuple[Move, ...] = (
     more_expert_parallel,
     dispatcher_options,
     fewer_in_flight,
+    unpaired_gradients,
     smaller_elements,
     fewer_graph_buffers,
 )

@@ -7,6 +7,8 @@ Shapes: T rows grouped by expert, E experts, I input width, O output width.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -19,6 +21,14 @@ TILE_FP32 = (64, 64, 16)  # without tensor cores, what is multiplied lies in reg
 OPTIONS = {"num_warps": 4, "num_stages": 6}
 
 
+class Operands(NamedTuple):
+    """Rows of a microbatch, the gradients of what they became, and where each expert's end."""
+
+    rows_TI: Tensor
+    grad_TO: Tensor
+    ends_E: Tensor  # int32
+
+
 def add_grouped_gradient(
     sums_EIO: Tensor,
     rows_TI: Tensor,
@@ -26,6 +36,7 @@ def add_grouped_gradient(
     ends_E: Tensor,
     first: int = 0,
     adds: bool = True,
+    later: Operands | None = None,
 ) -> None:
     """sums[e] += rows[e]ᵀ · grad[e]: in fp32, rounded once, to the type of the sums.
 
@@ -34,9 +45,16 @@ def add_grouped_gradient(
     no expert do not count. Not `adds`: what sums held before does not count either, and experts
     with rows get the product alone. Rows are bf16, fp16 or fp32; matrices and each of their rows
     start at a multiple of 16 bytes (AssertionError). Equal calls give equal bits.
+
+    `later`: another microbatch, whose products go to the same sums before these are rounded: sums
+    are read and written once for both.
     """
     experts, width, columns = sums_EIO.shape
+    if later is not None and not len(later.rows_TI):
+        later = None
     if not len(rows_TI):  # nothing to describe
+        if later is not None:
+            add_grouped_gradient(sums_EIO, *later, first=first, adds=adds)
         return
     height, across, step = TILE_FP32 if rows_TI.dtype == torch.float32 else TILE
     grid = (cdiv(width, height) * cdiv(columns, across), experts)
@@ -45,6 +63,7 @@ def add_grouped_gradient(
         rows_TI=TensorDescriptor.from_tensor(rows_TI.contiguous(), [step, height]),
         grad_TO=TensorDescriptor.from_tensor(grad_TO.contiguous(), [step, across]),
         ends_E=ends_E,
+        **_described(later, height, across, step=step),
         first=first,
         columns=columns,
         ADDS=adds,
@@ -55,12 +74,50 @@ def add_grouped_gradient(
     )
 
 
+def _described(
+    later: Operands | None, height: int, across: int, *, step: int
+) -> dict[str, TensorDescriptor | Tensor | None]:
+    """What the kernel takes of a later microbatch."""
+    rows = grad = ends_E = None
+    if later is not None:
+        rows = TensorDescriptor.from_tensor(later.rows_TI.contiguous(), [step, height])
+        grad = TensorDescriptor.from_tensor(later.grad_TO.contiguous(), [step, across])
+        ends_E = later.ends_E
+    return {"later_rows_TI": rows, "later_grad_TO": grad, "later_ends_E": ends_E}
+
+
+@jit
+def _product(
+    total: tl.tensor,
+    rows_TI: tl.tensor_descriptor,
+    grad_TO: tl.tensor_descriptor,
+    begin: tl.tensor,
+    end: tl.tensor,
+    i: tl.tensor,
+    o: tl.tensor,
+    STEP: tl.constexpr,
+) -> tl.tensor:
+    """total + rowsᵀ · grad over the rows of an expert."""
+    rest = begin + (end - begin) // STEP * STEP
+    for t in range(begin, rest, STEP):
+        total = tl.dot(rows_TI.load([t, i]).T, grad_TO.load([t, o]), total, input_precision="ieee")
+    if rest < end:  # what follows belongs to the next expert, or to nobody
+        own = (rest + tl.arange(0, STEP) < end)[:, None]
+        left = tl.where(own, rows_TI.load([rest, i]), 0.0)
+        right = tl.where(own, grad_TO.load([rest, o]), 0.0)
+        total = tl.dot(left.T, right, total, input_precision="ieee")
+    return total
+
+
 @jit
 def _grouped_gradient(
     sums_EIO: tl.tensor_descriptor,
     rows_TI: tl.tensor_descriptor,
     grad_TO: tl.tensor_descriptor,
     ends_E: tl.tensor,
+    later_rows_TI: tl.tensor_descriptor,
+    later_grad_TO: tl.tensor_descriptor,
+    later_ends_E: tl.tensor,
     first: int,
     columns: int,
     ADDS: tl.constexpr,
@@ -75,18 +132,25 @@ def _grouped_gradient(
     group = first + expert
     begin = tl.load(ends_E + group - 1, mask=group > 0, other=0)
     end = tl.load(ends_E + group)
-    if end > begin:
+    count = end - begin
+    if later_ends_E is not None:
+        later_begin = tl.load(later_ends_E + group - 1, mask=group > 0, other=0)
+        later_end = tl.load(later_ends_E + group)
+        count += later_end - later_begin
+    if count > 0:
         total = tl.zeros((HEIGHT, COLUMNS), tl.float32)
-        rest = begin + (end - begin) // STEP * STEP
-        for t in range(begin, rest, STEP):
-            total = tl.dot(
-                rows_TI.load([t, i]).T, grad_TO.load([t, o]), total, input_precision="ieee"
+        total = _product(total, rows_TI, grad_TO, begin=begin, end=end, i=i, o=o, STEP=STEP)
+        if later_ends_E is not None:
+            total = _product(
+                total,
+                later_rows_TI,
+                later_grad_TO,
+                begin=later_begin,
+                end=later_end,
+                i=i,
+                o=o,
+                STEP=STEP,
             )
-        if rest < end:  # what follows belongs to the next expert, or to nobody
-            own = (rest + tl.arange(0, STEP) < end)[:, None]
-            left = tl.where(own, rows_TI.load([rest, i]), 0.0)
-            right = tl.where(own, grad_TO.load([rest, o]), 0.0)
-            total = tl.dot(left.T, right, total, input_precision="ieee")
         if ADDS:
             before = sums_EIO.load([expert, i, o]).reshape(HEIGHT, COLUMNS).to(tl.float32)
             total = before + total

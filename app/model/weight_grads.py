@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from app.kernels.common import moves_tiles, usable
-from app.kernels.grouped_gradient import add_grouped_gradient
+from app.kernels.grouped_gradient import Operands, add_grouped_gradient
 from app.model.clones import LentWeight
 from app.torch_versions import add_product
 
@@ -96,11 +96,41 @@ class GroupedLinearGrad(WeightGrad):
         """Where Triton and a GPU like Hopper are, sums of more bits are added to inside the
         product, and rounded once.
         """
-        wide = total.dtype.itemsize > self.rows_TI.dtype.itemsize
-        if wide and usable(total) and moves_tiles(total.device):
-            add_grouped_gradient(total, self.rows_TI, self.grad_TO, ends_E=self.ends_E)
+        if self.adds_itself(total):
+            add_grouped_gradient(total, *self.operands)
         else:
             total.add_(self())
+
+    @property
+    def operands(self) -> Operands:
+        """As the kernel takes them."""
+        return Operands(self.rows_TI, self.grad_TO, self.ends_E)
+
+    def adds_itself(self, total: Tensor) -> bool:
+        """Whether the product adds to sums of this kind inside."""
+        wide = total.dtype.itemsize > self.rows_TI.dtype.itemsize
+        return wide and usable(total) and moves_tiles(total.device)
+
+
+@dataclass(frozen=True, slots=True)
+class PairedGrad(WeightGrad):
+    """The gradient of one grouped weight in two microbatches."""
+
+    earlier: GroupedLinearGrad
+    later: GroupedLinearGrad
+
+    def __call__(self) -> Tensor:
+        """The sum of both."""
+        return self.earlier() + self.later()
+
+    def add_to(self, total: Tensor) -> None:
+        """Where a product adds to sums by itself, they are read and written once for both."""
+        if not self.earlier.adds_itself(total):
+            self.earlier.add_to(total)
+            self.later.add_to(total)
+            return
+        first, second = self.earlier.operands, self.later.operands
+        add_grouped_gradient(total, *first, later=second)
 
 
 @dataclass(frozen=True, slots=True)

@@ -136,7 +136,9 @@ class DistributedOptimizer:
             if layout is not None:
                 inside = [spec for spec in specs if spec.expert == expert]
                 buffer = FlatBuffer(inside, layout, grads)
-                yield GradBuckets(buffer, group, self.config.overlap_grads)
+                yield GradBuckets(
+                    buffer, group, self.config.overlap_grads, self.config.pair_expert_grads
+                )
 
     def zero_grad(self) -> None:
         """Clear the gradient sums before the first backward of a step."""

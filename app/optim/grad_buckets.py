@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from app.collectives import reduce_scatter
-from app.model.weight_grads import WeightGrad
+from app.model.weight_grads import GroupedLinearGrad, PairedGrad, WeightGrad
 from app.optim.buffers import FlatBuffer
 
 
@@ -63,13 +63,21 @@ class GradBuckets:
     [2] Buckets that miss none start in order; behind the last one it is reducing. A gradient more
     than a bucket has parameters is a bug.
 
+    With `pairs`, the gradient of an experts' weight in every other microbatch waits, and arrives
+    with the next one's as one product; the last of an odd number arrives by itself where it is
+    expected, and else is added when sums are reduced.
+
     A bug is an AssertionError. While arrivals are listed, `arrive` lists in every state.
     """
 
-    def __init__(self, buffer: FlatBuffer, group: dist.ProcessGroup, overlaps: bool) -> None:
+    def __init__(
+        self, buffer: FlatBuffer, group: dist.ProcessGroup, overlaps: bool, pairs: bool = False
+    ) -> None:
         self.buffer = buffer
         self.group = group
         self.overlaps = overlaps  # reduce-scatters run beside the rest of backward
+        self.pairs = pairs  # gradients of experts of two microbatches are added as one product
+        self._held: dict[nn.Parameter, GroupedLinearGrad] = {}  # of the first of two
         self.state = GradState.accumulating
         layout = buffer.layout
         rank = group.rank()
@@ -92,6 +100,7 @@ class GradBuckets:
     def zero(self) -> None:
         """Clear the sums before the first backward of a step."""
         assert self.state in (GradState.accumulating, GradState.reduced), "a step is not over"
+        assert not self._held, "the sums were reduced without what has been held back"
         self.buffer.grads.zero_()
         self.state = GradState.accumulating
 
@@ -103,8 +112,17 @@ class GradBuckets:
             self.state = GradState.expecting
 
     def add(self, param: nn.Parameter, gradient: WeightGrad) -> None:
-        """Add a gradient that does not come from autograd to its parameter's sum."""
+        """Add a gradient that does not come from autograd to its parameter's sum, or hold it back
+        until that of the next microbatch is there too.
+        """
         bucket, total = self._sums[param]
+        if self.pairs and isinstance(gradient, GroupedLinearGrad):
+            earlier = self._held.pop(param, None)
+            if earlier is not None:
+                gradient = PairedGrad(earlier, gradient)
+            elif self.state is GradState.accumulating:
+                self._held[param] = gradient
+                return
         gradient.add_to(total)
         self.arrive(bucket)
 
@@ -134,8 +152,16 @@ class GradBuckets:
     def reduce(self) -> None:
         """Start the reduce-scatters that have not begun."""
         assert self.state is not GradState.reduced, "the sums are those over all ranks already"
+        self._add_held()
         while self._started < self.num_buckets:
             self._start_next()
+
+    @torch.no_grad()
+    def _add_held(self) -> None:
+        """Of an odd number of microbatches the last gradients have met no others."""
+        for param, gradient in self._held.items():
+            gradient.add_to(self._sums[param][1])
+        self._held.clear()
 
     def finish(self) -> None:
         """Start the reduce-scatters that have not begun, and wait for all."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 from app.choices import BadStep, Decay
 from app.config import Run
 from app.errors import ConfigError, FirstOf, Instead, nearest_divisors, nearest_multiples
+from app.plan.memory.activations import captured_phases
+from app.plan.model.phases import PhaseName
 
 
 def check_batch(run: Run) -> None:
@@ -54,6 +56,32 @@ def _unit(run: Run, name: str) -> tuple[str, int]:
     if getattr(run.optim, f"{name}_samples") is None:
         return "steps", run.train.global_batch
     return "samples", 1
+
+
+def check_paired_grads(run: Run) -> None:
+    """Rows of experts that wait for those of the next microbatch stay where they are, and meet."""
+    moe = run.model.moe
+    rule, near = "", list[Instead]()
+    if not run.optim.pair_expert_grads:
+        return
+    if moe is None:
+        rule = f"is about experts, and model={run.model.name} has none"
+    elif run.num_microbatches < 2:
+        rule = "needs two microbatches per step, and there is one"
+    elif run.precision.grads is run.precision.params:
+        rule = f"is for sums of more bits than the parameters' {run.precision.params.value} has"
+        near.append(Instead("precision=bf16"))
+    elif PhaseName.experts in captured_phases(run.cuda_graph):
+        rule = "has rows wait where the next microbatch's graphs of parts of layers write"
+        near.append(Instead("cuda_graph=full_iteration"))
+    elif moe.static.stash is not None:
+        rule = "keeps rows longer than model.moe.static.stash has pages for"
+        near.append(Instead("model.moe.static.stash=null"))
+    elif moe.echo.spares:
+        rule = "would keep the gradients of clones (model.moe.echo.spares) from coming home"
+        near.append(Instead("model.moe.echo.spares=0"))
+    if rule:
+        raise ConfigError("optim.pair_expert_grads", True, rule, nearest=(False, *near))
 
 
 def check_rollback(run: Run) -> None:

@@ -17,6 +17,7 @@ from tests.moe_kernels import (
     check_gradients,
     check_grouped_gradient,
     check_into_gradient,
+    check_paired_gradient,
     check_spread,
     check_statistics,
     check_sums,
@@ -71,6 +72,16 @@ def test_grouped_gradient(counts: list[int], width: int, columns: int, dtype: to
 def test_grouped_gradient_of_some_experts(first: int, adds: bool, dtype: torch.dtype):
     given = {"width": 768, "columns": 2048, "dtype": dtype}
     check_grouped_gradient([700, 0, 33, 1500, 64, 0], spare=3, first=first, adds=adds, **given)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize(
+    "counts", [([700, 0, 33, 0], [64, 1500, 0, 0]), ([256] * 40, [255] * 40)], ids=["few", "many"]
+)
+def test_gradients_of_two_microbatches_in_one_product(
+    counts: tuple[list[int], list[int]], dtype: torch.dtype
+):
+    check_paired_gradient(counts, 768, 2048, dtype=dtype)
 
 
 def test_grouped_gradient_beyond_32_bits():

@@ -227,7 +227,14 @@ def chunk_of(
     spared: MicrobatchMemory | None = None,
 ) -> ChunkActivations:
     return ChunkActivations(
-        usual, spared or usual, border=10, takes=takes, gives=gives, deferred=7, kernels=0
+        usual,
+        spared or usual,
+        border=10,
+        takes=takes,
+        gives=gives,
+        deferred=7,
+        grouped=0,
+        kernels=0,
     )
 
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from app.kernels import cross_entropy, rows
+from app.kernels.grouped_gradient import Operands, add_grouped_gradient
 from app.kernels.top_experts import top_experts
 from app.moe.permute import sort_by_expert
 from tests.cases import chosen
@@ -18,6 +19,7 @@ from tests.moe_kernels import (
     check_gradients,
     check_grouped_gradient,
     check_into_gradient,
+    check_paired_gradient,
     check_spread,
     check_statistics,
     check_sums,
@@ -149,6 +151,31 @@ def test_grouped_gradient(counts: list[int], width: int, columns: int):
 def test_grouped_gradient_of_some_experts(first: int, adds: bool, dtype: torch.dtype):
     given = {"width": 40, "columns": 136, "dtype": dtype}
     check_grouped_gradient([5, 0, 70, 32, 3], spare=3, first=first, adds=adds, **given)
+
+
+PAIRS = [([5, 0, 70, 0], [33, 40, 0, 0]), ([0, 0], [3, 64]), ([64, 1], [0, 0])]
+
+
+@pytest.mark.parametrize("counts", PAIRS, ids=str)
+def test_gradients_of_two_microbatches_in_one_product(counts: tuple[list[int], list[int]]):
+    for dtype in (torch.float16, torch.float32):
+        check_paired_gradient(counts, 40, 136, dtype=dtype)
+
+
+def test_a_microbatch_without_memory_for_rows():
+    """Of either, or both."""
+    rows_TI, grad_TO = (torch.randn(3, width).half() for width in (8, 16))
+    full = Operands(rows_TI, grad_TO, torch.tensor([1, 3], dtype=torch.int32))
+    empty = Operands(rows_TI[:0], grad_TO[:0], torch.zeros(2, dtype=torch.int32))
+    wanted = torch.zeros(2, 8, 16)
+    add_grouped_gradient(wanted, *full)
+    for first, later in ((full, empty), (empty, full)):
+        sums = torch.zeros(2, 8, 16)
+        add_grouped_gradient(sums, *first, later=later)
+        assert torch.equal(sums, wanted)
+    sums = torch.ones(2, 8, 16)
+    add_grouped_gradient(sums, *empty, later=empty)
+    assert bool((sums == 1).all())
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import log, sqrt
+from math import ceil, log, sqrt
 
 from app.choices import GraphImpl
 from app.config import HardwareProfile, Run
@@ -176,7 +176,8 @@ class _Clock:
         own = 0.0
         if op.work in PRODUCTS:
             own = kernels.product(op) + kernels.started(op.kernels)
-            weights[kind] += kernels.product(op, gradient=True) + kernels.sums(op)
+            weights[kind] += kernels.product(op, gradient=True)
+            weights[kind] += kernels.sums(op) * self._summed(op)
             weights[kind] += kernels.started(1)
             eight = op.eight_bits
             if eight is not None:
@@ -202,6 +203,13 @@ class _Clock:
     def _attention(self, op: Operation) -> tuple[float, float]:
         run = self.run
         return self.kernels.attention(op, run.model.head_width, run.train.seq_len)
+
+    def _summed(self, op: Operation) -> float:
+        """How often a microbatch's gradient is added to its sum: two at once count half each."""
+        if op.work is not Work.grouped or not self.run.optim.pair_expert_grads:
+            return 1.0
+        count = self.run.num_microbatches
+        return ceil(count / 2) / count
 
     def _sent(self, op: Operation, size: int) -> float:
         assert op.sends is not None

@@ -82,6 +82,7 @@ class ChunkActivations:
     takes: bool  # whether hidden states come in; otherwise tokens
     gives: bool  # whether hidden states go on; otherwise the loss ends here
     deferred: int  # most that a gradient takes in the second part of a split backward
+    grouped: int  # what gradients of experts' weights of one microbatch are made of
     kernels: int  # launches of a forward
 
 
@@ -137,6 +138,7 @@ def chunk_activations(run: Run, stage: Stage, layout: ParallelLayout) -> ChunkAc
         takes=not stage.embedding,
         gives=not stage.head,
         deferred=deferred,
+        grouped=sum(link.memory.grouped for link in row),
         kernels=kernels,
     )
 

@@ -183,10 +183,14 @@ def _parts(
         *step,
         *_update_parts(run, layout, states, step=step),
     ]
+    held = held_gradients(run, chunks)
+    if held:
+        how = "of one microbatch per chunk: rows of experts, and gradients of what they became"
+        tensors.append(MemoryPart("held gradients", held, how))
     if graphs is not None:
         tensors += partial_graph_parts(graphs, chunks, peak)
     tensors += _dispatch_parts(
-        run, layout, planned, stages=stages, walks=walks, rank=rank, peak=peak
+        run, layout, planned, stages=stages, walks=walks, rank=rank, alive=peak.total + held
     )
     fp8 = run.precision.fp8.by_library
     streams = 2 if run.model.moe is not None and run.model.moe.shared_overlap else 1
@@ -327,10 +331,10 @@ def _dispatch_parts(
     stages: Sequence[Stage],
     walks: Walks,
     rank: int,
-    peak: Peak,
+    alive: int,
 ) -> Iterator[MemoryPart]:
     """What a static dispatcher holds, and what a step needs beyond others when it is taken again
-    with memory for more rows (docs/moe-dispatch.md).
+    with memory for more rows (docs/moe-dispatch.md). `alive`: bytes at the peak of other steps.
     """
     dispatcher = run_dispatcher(run, layout)
     if not isinstance(dispatcher, PlannedStatic):
@@ -356,12 +360,17 @@ def _dispatch_parts(
     more = with_rows(with_stash(thriftiest(run), None), needed_rows)
     again = replace(more, cuda_graph=CudaGraphConfig())
     chunks = [activations for _, activations in map(planned.of(again).plan, stages)]
-    needed = _peak(again, chunks, walks, rank=rank).total
-    beside = 0 if run.cuda_graph.impl is GraphImpl.full_iteration else peak.total
+    needed = _peak(again, chunks, walks, rank=rank).total + held_gradients(run, chunks)
+    beside = 0 if run.cuda_graph.impl is GraphImpl.full_iteration else alive
     if needed > beside:
         yield MemoryPart(
             "steps taken again", needed - beside, "eagerly, where experts lacked memory for rows"
         )
+
+
+def held_gradients(run: Run, chunks: Sequence[ChunkActivations]) -> int:
+    """Of experts' weights in one microbatch of every chunk, until those of the next one."""
+    return sum(chunk.grouped for chunk in chunks) if run.optim.pair_expert_grads else 0
 
 
 def _by_phase(peak: Peak) -> str:

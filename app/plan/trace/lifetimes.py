@@ -10,7 +10,15 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from app.plan.trace.trace import ForwardTrace, GradAddition, Operation, Segment, Trace, TracedTensor
+from app.plan.trace.trace import (
+    ForwardTrace,
+    GradAddition,
+    Operation,
+    Segment,
+    Trace,
+    TracedTensor,
+    Work,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +30,7 @@ class TraceMemory:
     backward: Mapping[str, int]  # phase -> the same in its backward
     waiting: int  # what gradients of weights need between the two parts of a split backward
     deferred: int  # most that one of them takes in the second part
+    grouped: int  # what gradients of experts' weights are made of
 
     @property
     def total(self) -> int:
@@ -43,6 +52,12 @@ def trace_memory(traced: ForwardTrace) -> TraceMemory:
         backward,
         waiting=_waiting(trace),
         deferred=max((op.deferred or 0 for op in trace.ops), default=0),
+        grouped=sum(
+            value.bytes
+            for op in trace.ops
+            if op.work is Work.grouped
+            for value in (*op.reads, *op.makes)
+        ),
     )
 
 
