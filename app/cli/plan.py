@@ -131,9 +131,8 @@ def _positive(key: str, text: str) -> float:
 
 def _shown_by(word: str) -> str | None:
     """The table that shows what a word asks for."""
-    if nearest(word, ("time", "times", "step", "bubble")):
-        return "schedule"
-    return nearest(word, ASKED)
+    shown = "schedule" if nearest(word, ("time", "times", "step", "bubble")) else None
+    return nearest(word, ASKED) or shown
 
 
 def _without_places(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
