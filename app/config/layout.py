@@ -167,6 +167,12 @@ class Fp8Config:
             rule = "is about what eight bits lose, and recipe=null has nothing in eight bits"
             with_some = (False, Instead("precision.fp8.recipe=current"))
             raise ConfigError("precision.fp8.count_entries", True, rule, nearest=with_some)
+        for name in ("first_layers", "last_layers"):
+            if getattr(self, name) and self.recipe is None:
+                rule = "is about layers left out of eight bits, and recipe=null has none in them"
+                left_out = (0, Instead("precision.fp8.recipe=current"))
+                key = f"precision.fp8.{name}"
+                raise ConfigError(key, getattr(self, name), rule, nearest=left_out)
         if self.recipe is not None and not self.include:
             rule = f"precision.fp8.recipe={self.recipe.value} is for some products"
             near = ("[linear]", Instead("precision.fp8.recipe=null"))
