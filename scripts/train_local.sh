@@ -4,7 +4,7 @@
 #   scripts/train_local.sh [-n PROCESSES] [overrides for train.py …]
 #   scripts/train_local.sh -n 2 model=dense_tiny train.steps=50
 #
-# SIGTERM, SIGUSR1 and Ctrl-C save a checkpoint and end it; the exit code is then 75, for Ctrl-C 130.
+# SIGTERM, SIGUSR1, SIGHUP and Ctrl-C save a checkpoint and end it; the exit code is then 75, for Ctrl-C 130.
 
 set -euo pipefail
 

@@ -19,6 +19,7 @@ from typing import Any
 
 from app.advice.moves import Value, with_values
 from app.advice.shapes import (
+    IN_PARTS,
     Shape,
     Values,
     graph_modes,
@@ -324,7 +325,7 @@ class _Search:
         key = dataclasses.replace(shape, pp=1 if slowest else shape.pp), size, rung
         if key not in self.least:
             values = shape.values(self.run) | self.ladder[rung] | {"train.micro_batch": size}
-            bare: Values = {"cuda_graph.impl": GraphImpl.none, "cuda_graph.scope": ()}
+            bare: Values = {"cuda_graph.impl": GraphImpl.none, **IN_PARTS, "cuda_graph.scope": ()}
             legal = self._legal(self.run, values | next(schedules(self.run, shape.pp)) | bare)
             self.least[key] = None if legal is None else _least_of(legal)
         return self.least[key]

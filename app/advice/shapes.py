@@ -29,6 +29,7 @@ SCHEDULES = (
     (ScheduleName.zero_bubble_h1, 1),
     (ScheduleName.zero_bubble_v, 2),
 )  # with stages per rank
+IN_PARTS: Values = {"cuda_graph.optimizer": False}  # what only a whole step's graph may hold
 STATIC_ROWS = "model.moe.static.capacity"
 
 
@@ -142,7 +143,7 @@ def graph_modes(run: Run) -> Iterator[Values]:
         if all(map(run.model.is_moe_layer, range(run.model.num_layers))):
             captured = tuple(part for part in captured if part is not GraphScope.mlp)
     if run.cuda_graph.impl is not GraphImpl.local:
-        yield {"cuda_graph.impl": GraphImpl.local, "cuda_graph.scope": captured}
+        yield {"cuda_graph.impl": GraphImpl.local, **IN_PARTS, "cuda_graph.scope": captured}
     whole: Values = {"cuda_graph.impl": GraphImpl.full_iteration, "cuda_graph.scope": ()}
     dispatcher = run_dispatcher(run)
     if dispatcher is not None and dispatcher.waits_for_host:

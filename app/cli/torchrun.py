@@ -2,7 +2,7 @@
 
 torchrun ends with 1 whatever its ranks ended with, below a page about it. This ends with the exit
 code of the rank that failed first, and says so in a line unless the rank has said what happened
-itself. SIGTERM, SIGUSR1 and Ctrl-C go to the ranks, which have the time they need to save; a rank
+itself. SIGTERM, SIGUSR1, SIGHUP and Ctrl-C go to the ranks, which have the time they need to save; a rank
 that they end otherwise, before its steps or after them, has been stopped too. Ctrl-C once more
 kills them. A mistake or a stop is final: `--max-restarts` is for ranks that die.
 """
@@ -46,6 +46,7 @@ from torch.distributed.run import parse_args, parse_min_max_nnodes, run
 
 from app.cli.processes import one_host
 from app.cli.processes.parent import bound
+from app.cli.processes.reader import ENDED as ENDED_WITH_READER
 from app.cli.processes.scratch import scratch_folder
 from app.engine.run.address import LOOPBACK
 from app.engine.run.meeting import CONNECT_S, join_store
@@ -53,7 +54,7 @@ from app.engine.run.signals import INTERRUPTED, PRESS_S, exit_code, stop_signals
 from app.engine.watchdog.watchdog import EXIT_STUCK
 
 # A mistake, a run that diverged, a stop, Ctrl-C: train.py has explained them.
-SAID = (2, os.EX_DATAERR, os.EX_TEMPFAIL, INTERRUPTED)
+SAID = (2, os.EX_DATAERR, os.EX_TEMPFAIL, INTERRUPTED, ENDED_WITH_READER)
 PASSED_ON = stop_signals()
 FOLLOW_S = 60  # seconds that ranks have to end once others have
 POLL_S = 0.05  # seconds between looks at ranks that are ending

@@ -8,7 +8,7 @@ from typing import Any
 from app.choices import Fp8Recipe
 from app.errors import ConfigError
 
-FORMAT = 1  # of the keys below
+FORMAT = 2  # of the keys below: 2 has lengths of attention and what clocks allow
 SCALED = "scaled from"  # how the source of a profile begins that was not measured
 ATTENTION = 6  # numbers in a row of HardwareProfile.attention
 FASTEST = 100_000.0  # TFLOP/s or GB/s, more than anything reaches
@@ -26,7 +26,7 @@ class HardwareProfile:
     the end of the one before, and then its bytes or its operations.
     """
 
-    format: int  # version of these keys: 1
+    format: int  # version of these keys: 2
     gpu: str  # words of the name that the GPU's driver reports: H200
     source: str  # when and with what it was measured, or what it was scaled from
     product_tflops: float  # of large matrix products, TFLOP/s

@@ -92,24 +92,23 @@ class GroupedLinearGrad(WeightGrad):
         """[E, I, O] in the type of the rows."""
         return F.grouped_mm(self.rows_TI.T, self.grad_TO, offs=self.ends_E)
 
-    def add_to(self, total: Tensor) -> None:
+    def add_to(self, total: Tensor, later: GroupedLinearGrad | None = None) -> None:
         """Where Triton and a GPU like Hopper are, sums of more bits are added to inside the
-        product, and rounded once.
+        product, and rounded once, with that of a `later` microbatch.
         """
-        if self.adds_itself(total):
-            add_grouped_gradient(total, *self.operands)
-        else:
-            total.add_(self())
+        wide = total.dtype.itemsize > self.rows_TI.dtype.itemsize
+        if wide and usable(total) and moves_tiles(total.device):
+            second = None if later is None else later.operands
+            add_grouped_gradient(total, *self.operands, later=second)
+            return
+        total.add_(self())
+        if later is not None:
+            later.add_to(total)
 
     @property
     def operands(self) -> Operands:
         """As the kernel takes them."""
         return Operands(self.rows_TI, self.grad_TO, self.ends_E)
-
-    def adds_itself(self, total: Tensor) -> bool:
-        """Whether the product adds to sums of this kind inside."""
-        wide = total.dtype.itemsize > self.rows_TI.dtype.itemsize
-        return wide and usable(total) and moves_tiles(total.device)
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,12 +124,7 @@ class PairedGrad(WeightGrad):
 
     def add_to(self, total: Tensor) -> None:
         """Where a product adds to sums by itself, they are read and written once for both."""
-        if not self.earlier.adds_itself(total):
-            self.earlier.add_to(total)
-            self.later.add_to(total)
-            return
-        first, second = self.earlier.operands, self.later.operands
-        add_grouped_gradient(total, *first, later=second)
+        self.earlier.add_to(total, self.later)
 
 
 @dataclass(frozen=True, slots=True)

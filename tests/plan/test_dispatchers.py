@@ -203,7 +203,8 @@ def test_nothing_else_asks_which_dispatcher_it_is():
     records = {f"plan/dispatchers/{name}.py" for name in ("record", "choose")}
     records |= {f"plan/dispatchers/{kind.value}.py" for kind in DISPATCHERS}
     others = {"choices.py", "config/model.py"}
-    keys = {  # in messages
+    keys = {  # in messages, and in overrides to type
+        "advice/layouts.py",
         "engine/checkpoint/resume.py",
         "engine/decoding/captured.py",
         "rules/layout.py",

@@ -306,6 +306,19 @@ def test_only_layers_with_experts_change_where_only_experts_do():
     ]
 
 
+def test_a_step_with_experts_in_eight_bits_has_a_measured_time():
+    """Quantising the weights of linear layers is part of it, at speeds of a recipe; that of experts
+    has none.
+    """
+    found = {
+        include: Plan(with_profile(moe_run(include)))
+        for include in ((), EXPERTS, (Fp8Part.linear,), (Fp8Part.linear, Fp8Part.experts))
+    }
+    updates = [plan.tail.optimizer for plan in found.values()]
+    assert updates[0] == updates[1] < updates[2] == updates[3]
+    assert all(plan.step_seconds > 0 for plan in found.values())
+
+
 def test_gradients_of_experts_weights_take_their_time():
     (before,), (after,) = (Plan(moe_run(include)).stage_seconds for include in ((), EXPERTS))
     rate = PLANNED_PEAK * 1e12 * moe_run(()).hardware.efficiency

@@ -39,7 +39,7 @@ from tests.random_runs import random_run
 ROOT = Path(__file__).resolve().parents[2]
 # speeds that are easy to divide by; nothing takes time but what a test turns on
 PROFILE = HardwareProfile(
-    format=1,
+    format=2,
     gpu="H200",
     source="a test",
     product_tflops=1.0,
@@ -342,7 +342,7 @@ def test_lengths_between_measured_ones():
 @pytest.mark.parametrize(
     ("changed", "key", "said"),
     [
-        ({"format": 2}, "format", "format 1"),
+        ({"format": 1}, "format", "format 2"),
         ({"product_tflops": 0.0}, "product_tflops", "above 0"),
         ({"sustained_tflops": 2.0}, "sustained_tflops", "no faster than single ones"),
         ({"ring_gb_s": float("nan")}, "ring_gb_s", "above 0"),
@@ -373,9 +373,9 @@ def test_impossible_profiles_are_refused_in_a_line(changed: dict, key: str, said
             "hardware.profile.hidden=null: must have a value; measure the GPU",
         ),
         (
+            "format: 2",
             "format: 1",
-            "format: 0",
-            "this version reads profiles of format 1; measure the GPU again",
+            "this version reads profiles of format 2; measure the GPU again",
         ),
         (
             "norm_gb_s: [4200, 3400]",
@@ -384,7 +384,7 @@ def test_impossible_profiles_are_refused_in_a_line(changed: dict, key: str, said
         ),
         ("profile:\n", "profile: 3\nother:\n", "hardware.profile=3: is a section"),
         ("profile:\n", "profile: [\n", "no YAML"),
-        ("format: 1", "format: 7", "hardware.profile.format=7"),
+        ("format: 2", "format: 7", "hardware.profile.format=7"),
         (
             "ring_gb_s: 280",
             "ring_gb_s: quick",

@@ -43,7 +43,7 @@ from tests.checkpoints import save_checkpoint
 from tests.distributed import run_distributed
 from tests.echo_plans import draw_counts, loads_after
 from tests.parity import exactly, here
-from tests.processes.test_captured import CHOICES, EAGER, same, several
+from tests.processes.test_captured import CHOICES, EAGER, WHOLE_STEPS, same, several
 from tests.processes.test_static import (
     FACTOR,
     GRAPHS,
@@ -118,7 +118,7 @@ def test_captured_like_eager(layout: str):
         eager = results.pop("eager")
         for name, result in results.items():
             assert same(result, eager), name
-            assert result["facts"].count == (1 if name == "whole step" else result["planned"]), name
+            assert result["facts"].count == (1 if name in WHOLE_STEPS else result["planned"]), name
 
 
 @pytest.mark.parametrize(

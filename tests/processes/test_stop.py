@@ -237,8 +237,7 @@ def test_a_second_signal_ends_at_once_unless_it_repeats_the_first(monkeypatch: p
 
 
 def hung_up(ignored: bool) -> int | None:
-    if ignored:
-        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN if ignored else signal.SIG_DFL)
     request = StopRequest()
     with request.listening():
         os.kill(os.getpid(), signal.SIGHUP)

@@ -9,6 +9,7 @@ import re
 import typing
 from collections.abc import Iterator, Sequence
 from enum import Enum
+from math import inf, isfinite
 from traceback import walk_tb
 from types import NoneType
 from typing import Any
@@ -331,6 +332,7 @@ def _usual(key: str) -> object:
 def _numbers(value: str, whole: bool) -> list[float]:
     """The number that a text begins with."""
     number = re.match(r"-?\d+(\.\d+)?(e-?\d+)?", value)
-    if number is None:
+    found = inf if number is None else float(number.group())
+    if not isfinite(found):
         return []
-    return [round(float(number.group())) if whole else float(number.group())]
+    return [round(found) if whole else found]

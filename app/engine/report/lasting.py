@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, TextIO, cast
 
-from app.errors import warn
+from app.errors import say
 
 
 class LastingStream:
@@ -45,7 +45,9 @@ class LastingStream:
         os.close(nowhere)
         with suppress(OSError):
             self._stream.flush()
-        warn(f"{self._name} cannot be written: {error.strerror}; the run goes on without it")
+        other = sys.stdout if self._name == "stderr" else sys.stderr
+        lost = f"{self._name} cannot be written: {error.strerror}; the run goes on without it"
+        say(f"train.py: {lost}", other)
 
 
 @contextmanager
@@ -56,6 +58,6 @@ def lasting_output() -> Iterator[None]:
     sys.stderr = cast(TextIO, LastingStream(sys.stderr, "stderr"))
     try:
         yield
-        sys.stdout.flush()
     finally:
+        sys.stdout.flush()
         sys.stdout, sys.stderr = before

@@ -75,6 +75,8 @@ class StopRequest:
         return self._asked or self.signal is not None
 
     def _take(self, number: int, frame: FrameType | None) -> None:
+        if number == HANG_UP and self.signal is not None:
+            return  # a terminal that is closed afterwards asks for nothing more
         now = time.monotonic()
         if self.signal is None:
             self.signal = signal.Signals(number)

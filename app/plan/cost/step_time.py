@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 
 from app.config import HardwareProfile, Run
 from app.plan.actions import Action, BackwardInput, BackwardWeight, Forward
@@ -179,11 +180,12 @@ def _update(profile: HardwareProfile, chunks: Sequence[ChunkBuffers]) -> float:
 def _quantised(
     run: Run, layout: ParallelLayout, profile: HardwareProfile, chunks: Sequence[Stage]
 ) -> float:
-    """Of weights in eight bits, once per update."""
+    """Of weights of linear layers in eight bits, once per update."""
     recipe = run.precision.fp8.recipe
     if recipe is None:
         return 0.0
-    elements = sum(rows * columns for rows, columns in fp8_shapes(run, layout, chunks))
+    # speeds of the recipe are not those of experts, whose shapes have a dimension more
+    elements = sum(prod(shape) for shape in fp8_shapes(run, layout, chunks) if len(shape) == 2)
     return Kernels(profile).quantised(elements, recipe)
 
 
