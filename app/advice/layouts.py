@@ -17,6 +17,7 @@ from heapq import heapify, heappop, heappush
 from math import inf
 from typing import Any
 
+from app.advice.layout_rows import Cost, LayoutComparison, LayoutRow
 from app.advice.moves import Value, with_values
 from app.advice.shapes import (
     IN_PARTS,
@@ -33,7 +34,7 @@ from app.advice.trials import Trials
 from app.choices import GraphImpl
 from app.config import Run
 from app.errors import ConfigError
-from app.plan.cost.flops import ParameterCount, flops_per_token, parameter_count, stage_seconds
+from app.plan.cost.flops import ParameterCount, parameter_count, stage_seconds
 from app.plan.cost.rates import measured
 from app.plan.cost.times import stage_times
 from app.plan.dispatchers.choose import run_dispatcher, without_waits
@@ -47,81 +48,6 @@ from app.rules import check
 ROWS = 8  # of the quickest layouts at each speed of the network
 SLOWER = 0.5  # of the network's speed, where nothing else is asked for
 MOST_TRIALS = 600  # layouts that a search plans at each speed, some seconds
-
-
-@dataclass(frozen=True, slots=True)
-class Cost:
-    """What a layout takes at one speed of the network between nodes."""
-
-    seconds: float  # of a step
-    tokens_per_second: float  # of all GPUs
-    tflops_per_gpu: float  # of the model's own operations
-    gpu_hours: float  # of the tokens that are asked for
-    days: float
-
-    @classmethod
-    def of(cls, run: Run, seconds: float, tokens: float) -> Cost:
-        """Of a run whose step takes so long, for so many tokens."""
-        rate = run.train.global_batch * run.train.seq_len / seconds
-        flops = flops_per_token(run.model, run.train.seq_len)
-        hours = tokens / rate / 3600
-        return cls(
-            seconds,
-            rate,
-            rate * flops / run.world_size / 1e12,
-            gpu_hours=hours * run.world_size,
-            days=hours / 24,
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class LayoutRow:
-    """A layout that fits, or the run's own."""
-
-    own: bool  # the run as it is typed
-    overrides: tuple[str, ...]  # that make the run it; of its own none
-    tp: int
-    cp: int
-    pp: int
-    vpp: int
-    dp: int
-    ep: int
-    etp: int
-    micro_batch: int
-    microbatches: int  # of a step, on each rank
-    schedule: str
-    recompute: tuple[str, ...]  # parts of layers; "full": whole ones
-    graphs: str  # what is captured
-    dispatcher: str | None  # of tokens to experts; None: a dense model
-    memory: int  # bytes of the busiest rank
-    fits: bool
-    cost: Cost
-    slower: Cost  # with the slower network
-
-
-@dataclass(frozen=True, slots=True)
-class LayoutComparison:
-    """What is shown: rows by time."""
-
-    world_size: int
-    tokens: float  # that GPU hours are of
-    gpu_memory: int  # bytes
-    network_gb_s: float
-    slower_gb_s: float
-    planned: int  # how many were
-    complete: bool  # no layout of the search can be among the quickest without standing here
-    rows: tuple[LayoutRow, ...]
-
-    @property
-    def quickest(self) -> LayoutRow | None:
-        """Of those that fit; None: none does."""
-        return next((row for row in self.rows if row.fits), None)
-
-    @property
-    def quickest_slower(self) -> LayoutRow | None:
-        """The same with the slower network."""
-        fitting = (row for row in self.rows if row.fits)
-        return min(fitting, key=lambda row: row.slower.seconds, default=None)
 
 
 def compare_layouts(
@@ -320,9 +246,12 @@ class _Search:
         return len(self.ladder) - 1
 
     def _least(self, shape: Shape, size: int, rung: int) -> _Least | None:
-        """Pipelines of any length whose ranks vary slowest have the same."""
-        slowest = self.run.parallel.order.endswith("pp")
-        key = dataclasses.replace(shape, pp=1 if slowest else shape.pp), size, rung
+        """Pipelines of any length have the same, where their ranks vary slowest and the same is
+        legal for all of them.
+        """
+        order = self.run.parallel.order.lower()
+        alike = order.endswith("dp-pp") and not self.run.optim.pair_expert_grads
+        key = dataclasses.replace(shape, pp=1 if alike else shape.pp), size, rung
         if key not in self.least:
             values = shape.values(self.run) | self.ladder[rung] | {"train.micro_batch": size}
             bare: Values = {"cuda_graph.impl": GraphImpl.none, **IN_PARTS, "cuda_graph.scope": ()}
@@ -349,7 +278,7 @@ class _Search:
                     seconds = self._seconds(legal)
                     if seconds >= min(_last(best), best.get(shape, (inf, run))[0]):
                         break  # more recomputation is no quicker
-                    if self._memory(legal) <= self.trials.limit:
+                    if self._memory(legal) <= self.trials.limit and self._fits(legal):
                         best[shape] = seconds, legal
                         break
 
@@ -362,6 +291,11 @@ class _Search:
         if usual not in self.bytes:
             self.bytes[usual] = self.trials.memory(usual)
         return self.bytes[usual]
+
+    def _fits(self, run: Run) -> bool:
+        """With all microbatches: graphs grow with them, beyond what fills the pipeline."""
+        usual = _networked(run, self.run.hardware.network_gb_s)
+        return self.trials.memory(usual, whole=True) <= self.trials.limit
 
     def _legal(self, run: Run, values: dict[str, Value]) -> Run | None:
         with suppress(ConfigError):

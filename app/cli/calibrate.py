@@ -69,7 +69,7 @@ def gpu_of(launch: Launch) -> Measured:
     if not torch.cuda.is_available():
         raise ConfigError("calibrate", "cpu", "there is no GPU here to measure")
     count = torch.cuda.device_count()
-    if launch.local_rank >= count:
+    if launch.local_rank >= count or (launch.one_host and (launch.world_size or 1) > count):
         rule = f"are more than this host's GPUs: it has {count}"
         raise ConfigError("processes", launch.world_size, rule, nearest=count)
     device = torch.device("cuda", launch.local_rank)

@@ -2,9 +2,9 @@
 
 torchrun ends with 1 whatever its ranks ended with, below a page about it. This ends with the exit
 code of the rank that failed first, and says so in a line unless the rank has said what happened
-itself. SIGTERM, SIGUSR1, SIGHUP and Ctrl-C go to the ranks, which have the time they need to save; a rank
-that they end otherwise, before its steps or after them, has been stopped too. Ctrl-C once more
-kills them. A mistake or a stop is final: `--max-restarts` is for ranks that die.
+itself. SIGTERM, SIGUSR1, SIGHUP and Ctrl-C go to the ranks, which have the time they need to save;
+a rank that they end otherwise, before its steps or after them, has been stopped too. Ctrl-C once
+more kills them. A mistake or a stop is final: `--max-restarts` is for ranks that die.
 """
 
 from __future__ import annotations
@@ -236,7 +236,8 @@ def _code(pid: int) -> int | None:
 
 
 def _say(text: str) -> None:
-    print(f"torchrun: {text}", file=sys.stderr, flush=True)
+    with suppress(OSError):  # of a terminal that is gone; what it says must not end the ranks
+        print(f"torchrun: {text}", file=sys.stderr, flush=True)
 
 
 def _ended(error: ChildFailedError) -> str:

@@ -163,9 +163,12 @@ class Fp8Config:
             rule = f"is room for entries to grow in, and recipe={given} looks at the entries"
             or_else = (0, Instead("precision.fp8.recipe=delayed"))
             raise ConfigError("precision.fp8.margin", self.margin, rule, nearest=or_else)
-        if self.count_entries and self.recipe is None:
+        if self.count_entries and not self.by_library:
             rule = "is about what eight bits lose, and recipe=null has nothing in eight bits"
             with_some = (False, Instead("precision.fp8.recipe=current"))
+            if self.recipe is not None:
+                rule = "is about matrices of linear layers and heads, and experts are no such"
+                with_some = (False, Instead("precision.fp8.include=[linear,experts]"))
             raise ConfigError("precision.fp8.count_entries", True, rule, nearest=with_some)
         for name in ("first_layers", "last_layers"):
             if getattr(self, name) and self.recipe is None:
@@ -198,7 +201,7 @@ class PrecisionConfig:
     loss_scale_window: int = 1000  # steps without an overflow after which it doubles
     # overflows within a window that it tolerates before it halves, the last one included
     loss_scale_hysteresis: int = 2
-    fp8: Fp8Config = field(default_factory=Fp8Config)  # products of linear layers in eight bits
+    fp8: Fp8Config = field(default_factory=Fp8Config)  # products in eight bits
 
     def __post_init__(self) -> None:
         above_zero("precision", self, "loss_scale", "initial_loss_scale", "min_loss_scale")

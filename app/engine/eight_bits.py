@@ -60,7 +60,7 @@ def build_fp8(
     lost = LostEntries(device) if fp8.count_entries else None
     experts = None
     if Fp8Part.experts in fp8.include:
-        experts = experts_arithmetic(fp8.backend, run.precision.params, device)
+        experts = experts_arithmetic(fp8.backend, run.precision.params, device, include=fp8.include)
     layers = Fp8Layers(chunks, make, scales, lost=lost, experts=experts)
     for chunk, weights in zip(chunks, named, strict=True):
         layers.use(chunk, [each.name for each in weights])
@@ -113,15 +113,26 @@ def arithmetic_maker(asked: LinearBackendKind, recipe: Fp8Recipe, device: torch.
     return TensorScaled
 
 
-def experts_arithmetic(asked: LinearBackendKind, dtype: Dtype, device: torch.device) -> RowScaled:
-    """What computes experts on this device. Raises ConfigError where it cannot be had."""
+def experts_arithmetic(
+    asked: LinearBackendKind,
+    dtype: Dtype,
+    device: torch.device,
+    include: Sequence[Fp8Part] = (Fp8Part.experts,),
+) -> RowScaled:
+    """What computes experts on this device. Raises ConfigError where it cannot be had; `include`:
+    all that is to be in eight bits.
+    """
     if not _by_library(asked, device):
         return RowScaled(by_reference)
     key, off = "precision.fp8.include", Instead("precision.fp8.backend=torch")
-    if torch.cuda.get_device_capability(device)[0] != HOPPER:
+    rest = tuple(part for part in include if part is not Fp8Part.experts) or (Fp8Part.linear,)
+    generation = torch.cuda.get_device_capability(device)[0]
+    if generation != HOPPER:
         rule = "torch multiplies rows in eight bits by experts on GPUs like Hopper, not on this one"
-        raise ConfigError(key, (Fp8Part.experts,), rule, nearest=((Fp8Part.linear,), off))
+        # kernels of the reference are for GPUs from Hopper on
+        near = (rest, off) if generation > HOPPER else (rest,)
+        raise ConfigError(key, tuple(include), rule, nearest=near)
     if dtype is not Dtype.bfloat16:
         rule = f"makes bfloat16 of experts in eight bits, and parameters are {dtype.value}"
-        raise ConfigError(key, (Fp8Part.experts,), rule, nearest=(Instead("precision=bf16"), off))
+        raise ConfigError(key, tuple(include), rule, nearest=(Instead("precision=bf16"), off))
     return RowScaled(on_tensor_cores)

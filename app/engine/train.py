@@ -48,7 +48,7 @@ def train(plan: Plan, rank: int, local_rank: int, attempt: Attempt) -> int:
     times.end("device")
     store = attempt.meeting_store(rank, run.world_size)
     watchdog = watch_over(run, rank, store)
-    # ended in reverse order: the watchdog first
+    # ended in reverse order: the watchdog before the processes part
     with FolderLock() as lock, ExitStack() as world, watchdog.running(), lasting_output():
         watchdog.meet("connecting the ranks")
         world.enter_context(process_world(rank, run.world_size, device, store=store))

@@ -31,11 +31,11 @@ def check_fp8(run: Run) -> None:
     left_out = fp8.first_layers + fp8.last_layers
     if fp8.include != (Fp8Part.head,) and left_out >= run.model.num_layers:
         # the larger one is to blame, and the other may stay
-        names = sorted(("first_layers", "last_layers"), key=lambda name: getattr(fp8, name))
-        other, name = names
+        other, name = sorted(("first_layers", "last_layers"), key=lambda name: getattr(fp8, name))
         kept = getattr(fp8, other)
         rule = f"with {other}={kept} leaves none of {run.model.num_layers} layers in eight bits"
-        near = max(0, run.model.num_layers - kept - 1)
+        room = run.model.num_layers - kept - 1
+        near = (room,) if room >= 0 else ()
         raise ConfigError(f"precision.fp8.{name}", getattr(fp8, name), rule, nearest=near)
     _check_widths(run)
 

@@ -61,9 +61,10 @@ def _unit(run: Run, name: str) -> tuple[str, int]:
 def check_paired_grads(run: Run) -> None:
     """Rows of experts that wait for those of the next microbatch stay where they are, and meet."""
     moe = run.model.moe
-    rule, near = "", list[Instead]()
     if not run.optim.pair_expert_grads:
         return
+    rule = ""
+    near: list[Instead] = []
     if moe is None:
         rule = f"is about experts, and model={run.model.name} has none"
     elif run.num_microbatches < 2:

@@ -32,6 +32,10 @@ def children(pid: int) -> list[int]:
             "parallel=tp2 model=dense_tiny cuda_graph=full_iteration",
             rf"({COLLECTIVE}|forwards and backwards of a step)",
         ),
+        (
+            "parallel=tp2 model=dense_tiny cuda_graph=full_iteration cuda_graph.optimizer=true",
+            rf"({COLLECTIVE}|forwards and backwards of a step|the end of the step)",
+        ),
         ("parallel=cp2", COLLECTIVE),
         ("parallel=pp2", rf"({COLLECTIVE}|[FB]\d+\.\d+|\w+\[.*\]|the end of the step)"),
     ],

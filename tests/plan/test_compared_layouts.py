@@ -13,7 +13,8 @@ import pytest
 
 from app.advice import layouts
 from app.advice.even_stages import spelled
-from app.advice.layouts import LayoutComparison, LayoutRow, compare_layouts
+from app.advice.layout_rows import LayoutComparison, LayoutRow
+from app.advice.layouts import compare_layouts
 from app.advice.moves import with_values
 from app.advice.shapes import (
     Shape,
@@ -194,3 +195,9 @@ def test_the_page_shows_what_is_planned():
         assert f"{plan.step_seconds * 1e3:,.0f}" in cells
         slow = Plan(load(*overrides, "hardware.network_gb_s=25"))
         assert f"{slow.step_seconds * 1e3:,.0f}" in cells
+
+
+def test_a_run_whose_update_is_in_its_graph_is_compared_too():
+    typed = (*LLAMA, *FOUR, "cuda_graph=full_iteration", "cuda_graph.optimizer=true")
+    _, found = compared(*typed)
+    assert found.planned > 10 and len(found.rows) > 1

@@ -97,9 +97,9 @@ def trained(rank: int, run: Run) -> dict[str, Any]:
         added[-1][0] += 1
         pair(gradient, total)
 
-    def of_one(gradient: GroupedLinearGrad, total: Tensor) -> None:
+    def of_one(gradient: GroupedLinearGrad, total: Tensor, *later: GroupedLinearGrad) -> None:
         added[-1][1] += 1
-        alone(gradient, total)
+        alone(gradient, total, *later)
 
     def told(buckets: GradBuckets, *given: Any) -> None:
         hold(buckets, *given)
@@ -134,14 +134,14 @@ QUICK = [("one rank", 3), ("ep2, static, whole step", 4), ("zero bubble, whole s
 
 
 @pytest.mark.parametrize(
-    ("case", "count"), chosen([(case, count) for case in CASES for count in (3, 4)], QUICK)
+    ("case", "count"),
+    chosen(
+        # interleaved stages take whole groups of two microbatches
+        [(case, count) for case in CASES for count in (3, 4) if count == 4 or "vpp2" not in case],
+        QUICK,
+    ),
 )
 def test_pairs_change_no_bit_where_each_is_added_by_itself(case: str, count: int):
-    if "vpp2" in case and count == 3:
-        count = 5  # groups of two, and one
-        with pytest.raises(ConfigError):
-            run_of(case, 3, pairs=True)
-        count = 4
     runs = [run_of(case, count, pairs) for pairs in (False, True)]
     for plain, paired in run_distributed(both, runs[0].world_size, runs):
         assert paired["seen"] == plain["seen"] and paired["state"] == plain["state"]

@@ -10,6 +10,7 @@ import re
 import signal
 import sys
 import time
+import types
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import wait
@@ -467,3 +468,16 @@ def test_a_rank_rests_until_it_enters_a_collective():
     assert strand.rests([]) and strand.rests([before]) and not strand.rests([before, after])
     strand.note("F0.0")
     assert not strand.rests([])
+
+
+def test_a_step_that_a_graph_replays_is_told_by_its_number():
+    """Nobody records what it waits for, nor a collective behind it where the update is inside."""
+    watchdog = Watchdog(0, 0.0, replays=True)
+    watchdog.heartbeats = types.SimpleNamespace(world_size=2)
+    for number in (1, 2):
+        watchdog.rest("between steps")
+        assert watchdog.waits() == [] and watchdog._record([]).counts["replays"] == number - 1
+        watchdog.step("forwards and backwards of a step")
+        (wait,) = watchdog.waits()
+        assert wait.key == f"replays/0/{number}"
+        assert watchdog._record([]).counts["replays"] == number

@@ -84,8 +84,8 @@ def test_what_has_no_scale():
     data, scales = quantise_rows(x)
     assert data[0].float()[3] == 448 and data[1].float()[3].isnan() and data[2].float()[3] == 0
     assert scales[0] == 1 and scales[4] == 1 / 448 and data[4].float().eq(448).all()
-    assert data[3].float().eq(448 if DEVICE == "cuda" else data[3].float()[0]).all()
-    assert scales.isfinite().all()
+    # so small that no factor in fp32 makes it a number of the type
+    assert not data[3].float().any() and scales.isfinite().all()
 
 
 @DTYPES

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from rich.console import Console
 from rich.text import Text
 
-from app.advice.layouts import LayoutComparison, LayoutRow
+from app.advice.layout_rows import LayoutComparison, LayoutRow
 from app.cli.plan_views.rows import heading, new_table
 from app.plan.formatting import amount, count_of, figures, gib
 

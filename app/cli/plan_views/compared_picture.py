@@ -8,7 +8,7 @@ from pathlib import Path
 
 from matplotlib.figure import Figure
 
-from app.advice.layouts import LayoutComparison
+from app.advice.layout_rows import LayoutComparison
 from app.cli.plan_views.compared_layouts import OWN, hours, layout_names
 from app.cli.plan_views.pictures import save_picture
 from app.plan.formatting import amount, count_of

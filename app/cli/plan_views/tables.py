@@ -9,8 +9,8 @@ from typing import TextIO
 from rich.console import Console
 from rich.text import Text
 
-from app.advice.layouts import LayoutComparison
-from app.choices import GraphImpl
+from app.advice.layout_rows import LayoutComparison
+from app.choices import Fp8Part, GraphImpl
 from app.cli.plan_views.compared_layouts import print_layouts
 from app.cli.plan_views.memory_tables import print_decoding, print_memory
 from app.cli.plan_views.rows import fill, heading, new_table, print_pairs
@@ -42,7 +42,7 @@ from app.plan.groups import GROUPS
 from app.plan.plan import Plan
 from app.plan.suggestion import Suggestion
 from app.plan.summary import summary_lines
-from app.plan.trace.eight_bits import SPEEDUP
+from app.plan.trace.eight_bits import EXPERTS_SPEEDUP, SPEEDUP
 
 WIDTH = 100  # columns where nothing says otherwise
 BESIDE = 32  # columns of the schedule's table before its actions
@@ -236,11 +236,17 @@ def _assumption(plan: Plan, estimate: Estimate) -> str:
 
 def _eight_bits_assumption(plan: Plan) -> str:
     """What products in eight bits are taken for where the profile has no speed of them."""
-    recipe = plan.run.precision.fp8.recipe
-    if recipe is None or plan.profile is None or fp8_tflops(plan.profile, recipe) is not None:
+    fp8 = plan.run.precision.fp8
+    if fp8.recipe is None or plan.profile is None:
         return ""
-    faster = f"{SPEEDUP[recipe]:g} times as fast as others"
-    return f"; products in eight bits, which it does not have, {faster} (docs/fp8.md)"
+    assumed = []
+    if fp8.by_library and fp8_tflops(plan.profile, fp8.recipe) is None:
+        assumed.append(f"products in eight bits {SPEEDUP[fp8.recipe]:g} times")
+    if Fp8Part.experts in fp8.include:
+        assumed.append(f"those of experts {EXPERTS_SPEEDUP:g} times")
+    if not assumed:
+        return ""
+    return f"; {' and '.join(assumed)} as fast as others, which it does not have (docs/fp8.md)"
 
 
 def _schedule_cells(plan: Plan, pp_rank: int, width: int) -> tuple[str, ...]:

@@ -52,6 +52,12 @@ def run_passes(engine: Engine, forward_backward: ForwardBackward, step: StepInpu
     )
 
 
+def run_forwards(engine: Engine, forwards: ForwardBackward, step: StepInput) -> StepTotals:
+    """The same of a validation."""
+    engine.optimizer.begin()
+    return forwards(step)
+
+
 @dataclass(frozen=True, slots=True)
 class UpdateInput:
     """A step's microbatches, and what its update takes from the host, on the device."""
@@ -61,12 +67,6 @@ class UpdateInput:
     # fp32 scalar: 1 where this process has been asked to stop, otherwise 0; None: the host is to
     # look when it comes to the update, so that it learns the latest
     stop: Tensor | None
-
-
-def run_forwards(engine: Engine, forwards: ForwardBackward, step: StepInput) -> StepTotals:
-    """The same of a validation."""
-    engine.optimizer.begin()
-    return forwards(step)
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,8 +169,8 @@ class TrainingStep:
             groups=self.engine.groups,
             scale=scale,
         )
-        # for the watchdog: a replayed graph notes no actions
-        self.engine.watchdog.note("forwards and backwards of a step")
+        # a replayed graph notes no actions
+        self.engine.watchdog.step("forwards and backwards of a step")
         fp8 = self.engine.fp8
         captures = self.taken >= self.run.cuda_graph.warmup_steps and (
             fp8 is None or fp8.capturable

@@ -26,7 +26,6 @@ import torch.distributed as dist
 from app.engine.watchdog.collectives import NOTHING, Collective, Recorded, read_recorders
 from app.engine.watchdog.heartbeats import Doing, Finding, Heartbeats, Record
 from app.engine.watchdog.missing import SAVING, SAYS, SHOWN, SILENT, CollectiveWait, Look
-from app.plan.groups import WORLD
 
 EXIT_STUCK = 124  # as `timeout` reports it
 LOOKS = 20  # per timeout
@@ -79,6 +78,7 @@ class Watchdog:
     main: Strand = field(default_factory=Strand)
     saving: Strand = field(default_factory=Strand)  # the thread that saves beside training
     _meetings: int = 0
+    _steps: int = 0  # that have begun: what a graph replays nobody else counts
     _recorded: Recorded = NOTHING
     _changed: float = 0.0  # when the recorders last had news of the main thread; monotonic clock
     _findings: Mapping[str, Finding] = field(default_factory=dict)  # by name of the operation
@@ -93,6 +93,11 @@ class Watchdog:
 
     def note(self, doing: str) -> None:
         """From now on the rank does this."""
+        self.main.note(doing)
+
+    def step(self, doing: str) -> None:
+        """From now on the rank does this, of a further step."""
+        self._steps += 1
         self.main.note(doing)
 
     def rest(self, doing: str = "") -> None:
@@ -219,12 +224,11 @@ class Watchdog:
                 collective=Collective(MEETINGS, doing, self.main.meeting, since=self.main.began),
             )
         if self.replays:
-            steps = self._recorded.counts.get(WORLD.name, 0)  # has one per step, behind the replay
             return CollectiveWait(
                 doing,
                 seconds,
                 everybody,
-                collective=Collective(REPLAYS, doing, steps, since=self.main.began),
+                collective=Collective(REPLAYS, doing, self._steps, since=self.main.began),
             )
         return CollectiveWait(doing, seconds)
 
@@ -244,7 +248,7 @@ class Watchdog:
         counts = {
             **self._recorded.counts,
             MEETINGS: self._meetings,
-            REPLAYS: self._recorded.counts.get(WORLD.name, 0),
+            REPLAYS: self._steps,
         }
         if not waits:
             return Record(main, saving, counts)

@@ -27,6 +27,7 @@ class LostEntries:
         # not zero; of these become zero; beyond the largest number
         self.counts_33 = torch.zeros(EACH, 3, dtype=torch.int64, device=device)
         self.wanted = torch.zeros(1, dtype=torch.int32, device=device)
+        self.none = torch.zeros((), device=device)
 
     def begin_step(self) -> None:
         """Forget what has been counted in the last step, or in one that is taken again."""
@@ -40,7 +41,9 @@ class LostEntries:
         assert made.by_rows is not None, "it has just been quantised"
         x_N = x_RC.detach().reshape(-1)
         data_N = made.by_rows.view(torch.uint8).reshape(-1)[: len(x_N)]
-        scale = scales.scale(which) if scales is not None and scales.known else None
+        scale = None
+        if scales is not None:  # before they are known nothing is beyond, by the same kernel
+            scale = scales.scale(which) if scales.known else self.none
         counts_3, largest = self.counts_33[which], LARGEST[which]
         if usable(x_N):
             count_lost(x_N, data_N, counts_3, wanted=self.wanted, scale=scale, largest=largest)

@@ -137,7 +137,8 @@ class _Clock:
     def _operations(self, op: Operation) -> float:
         """Of all passes, weighed by the energy that they take."""
         again = op.flops if op.segment else op.flops_recomputed
-        return (3 * op.flops + again) / self.kernels.speedup(op)
+        gradient = op.flops / self.kernels.speedup(op, gradient=True)
+        return (2 * op.flops + again) / self.kernels.speedup(op) + gradient
 
     def _launched(self, ops: Sequence[Operation]) -> float:
         """Seconds of the host for a forward's kernels outside of graphs."""
