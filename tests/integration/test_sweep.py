@@ -178,8 +178,9 @@ def test_two_sweeps_do_not_share_a_folder(
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("closed", [False, True], ids=["Ctrl-C", "a closed terminal"])
 def test_ctrl_c_keeps_what_finished_and_the_same_command_goes_on(
-    corpus: tuple[str, ...], tmp_path: Path
+    closed: bool, corpus: tuple[str, ...], tmp_path: Path
 ):
     """The second of three is interrupted after its first checkpoint; started again, it goes on
     from there.
@@ -205,12 +206,21 @@ def test_ctrl_c_keeps_what_finished_and_the_same_command_goes_on(
     processes = [job, *descendants(job)]
     second = run(tmp_path, *overrides)
     assert second.returncode == 2 and "hydra.sweep.dir=s: a sweep is running there" in second.stderr
-    process.send_signal(signal.SIGINT)
+    assert process.stdout is not None and process.stderr is not None
+    said = "stopped; the same command goes on\n"
+    if closed:
+        process.stdout.close()
+        lost = "stdout cannot be written: Broken pipe; the run goes on without it"
+        said = f"train.py: {lost}\n{said}"
+    process.send_signal(signal.SIGHUP if closed else signal.SIGINT)
     os.kill(job, signal.SIGCONT)
-    out, err = process.communicate(timeout=60)
-    assert (process.returncode, err) == (130, "stopped; the same command goes on\n"), err
+    if not closed:
+        assert "steps=40  interrupted after" in process.stdout.read()
+    err = process.stderr.read()
+    process.stdout.close()
+    process.stderr.close()
+    assert (process.wait(60), err) == (130, said), err
     assert states(tmp_path / "s") == ["done", "interrupted", "waiting"]
-    assert "steps=40  interrupted after" in out
     wait_for(lambda: not any(Path(f"/proc/{pid}").exists() for pid in processes))
     reached = metrics(tmp_path / "s/1_steps-40")[-1]["step"]
     again = run(tmp_path, *overrides)

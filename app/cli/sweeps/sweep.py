@@ -36,6 +36,7 @@ from app.cli.sweeps.combinations import Combination, combinations, folder_names,
 from app.cli.sweeps.record import Job, JobState, Sweep, left_to_sweep, locked
 from app.cli.sweeps.submitted import how_it_ended, missing, submit, taken_back
 from app.config import Run
+from app.engine.report.lasting import lasting_output
 from app.engine.run.run_folder import CONFIG, holds_run, plain
 from app.errors import ConfigError
 from app.plan.formatting import count_of
@@ -115,7 +116,8 @@ def run_sweep(asked: SweepRequest) -> None:
     if all(job.state is JobState.skipped for job in sweep.jobs):
         print("train.py: nothing to train: every combination was skipped", file=sys.stderr)
         sys.exit(1)
-    with locked(folder):
+    # jobs that save must not end with the terminal that shows them
+    with lasting_output(), locked(folder):
         with taken_back(folder, made):
             sweep.save()
             interrupted = _launch(asked, sweep, found)
