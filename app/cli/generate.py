@@ -24,7 +24,8 @@ from app.cli.options.request import Words, check_characters, text_lines
 from app.cli.options.saved import saved_run
 from app.cli.processes.launch import check_room, start_ranks
 from app.cli.processes.launcher import Launch
-from app.cli.processes.use_model import loaded_model, run_program
+from app.cli.processes.program import run_program
+from app.cli.processes.use_model import loaded_model
 from app.config import Run
 from app.data.tokenizer import Tokenizer
 from app.engine.capture.recorder import CudaRecorder

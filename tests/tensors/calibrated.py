@@ -6,18 +6,18 @@ import os
 
 import torch
 
-from app.cli import calibrate
+from app.cli import calibrate, measure
 from app.cli.processes.launcher import Launch
 from tests.tensors.test_calibrate import TINY, Counting
 
 
-def cpu_of(launch: Launch) -> calibrate.Measured:
+def cpu_of(launch: Launch) -> measure.Measured:
     """Small sizes, by gloo."""
     device = torch.device("cpu")
-    return calibrate.Measured(device, "NVIDIA H200", 139.8, "a test", backend="gloo", sizes=TINY)
+    return measure.Measured(device, "NVIDIA H200", 139.8, "a test", backend="gloo", sizes=TINY)
 
 
 if __name__ == "__main__":
-    calibrate.gpu_of = cpu_of
-    calibrate.Clock = lambda device: Counting()  # what else runs here must not be seen in it
+    measure.gpu_of = cpu_of
+    measure.Clock = lambda device: Counting()  # what else runs here must not be seen in it
     calibrate.command(os.getppid())

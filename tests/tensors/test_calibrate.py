@@ -208,8 +208,8 @@ def test_links_are_measured_and_all_ranks_agree():
 @pytest.mark.parametrize(
     ("typed", "said"),
     [
-        ([], "there is no GPU here to measure"),
-        (["nmae=mine"], "name="),
+        ([], "device=cpu: this host has no usable GPU to measure"),
+        (["nmae=mine"], "; --help explains them; did you mean name=mine?"),
         (["mine"], "the options are"),
     ],
 )
@@ -230,6 +230,21 @@ def test_names_of_options(monkeypatch, tmp_path: Path):
     for name in ("h200", "a b", "../up"):
         with pytest.raises(ConfigError, match="name="):
             option_path({"name": name}, "NVIDIA H200")
+
+
+def test_a_mistake_is_told_before_torch_is_loaded():
+    code = (
+        "import os, sys; from app.cli.calibrate import main\n"
+        "code = 0\n"
+        "try: main(sys.argv[1:], os.getppid())\n"
+        "except SystemExit as end: code = end.code\n"
+        "sys.exit(100 * ('torch' in sys.modules) + code)"
+    )
+    root = Path(__file__).resolve().parents[2]
+    for word, ended in (("nmae=mine", 2), ("--help", 0)):
+        line = [sys.executable, "-c", code, word]
+        done = subprocess.run(line, cwd=root, capture_output=True, check=False)
+        assert done.returncode == ended, done.stderr
 
 
 def test_options_of_the_users_own_are_found(monkeypatch, tmp_path: Path):

@@ -1,0 +1,39 @@
+"""A program of several ranks: its help, its place among them, its mistakes in one line. No torch is
+loaded for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from app.cli.options.messages import readable_errors
+from app.cli.processes.ctrl_c import interrupt_again
+from app.cli.processes.environment import joined_launch
+from app.cli.processes.launch import SPEAK_S
+from app.cli.processes.launcher import Launch
+from app.cli.processes.reader import ends_with_its_reader
+
+Work = Callable[[Sequence[str], Launch], int]  # arguments and place -> exit code
+
+
+def run_program(
+    program: str,
+    help_text: str,
+    arguments: Sequence[str],
+    *,
+    parent: int,
+    work: Work,
+    bare: bool = False,
+) -> int:
+    """Run the command line of a process that process `parent` has started; the exit code. `bare`:
+    without arguments it works, where others explain themselves.
+    """
+    if not (arguments or bare) or {"--help", "-h"} & set(arguments):
+        print(help_text)
+        return 0
+    with readable_errors(program, speak=True):
+        launch = joined_launch(parent)
+    speaks = launch.rank == 0
+    with ends_with_its_reader(), readable_errors(program, speak=speaks, silent_s=SPEAK_S):
+        interrupt_again()
+        return work(arguments, launch)
