@@ -258,8 +258,8 @@ MISTAKES = {
     "train.steps=2,abc": "train.steps=abc: must be a whole number; nearest that works: 700",
     "train.steps=interval(2,4)": "train.steps=interval(2,4): a sweep goes over listed values",
     "run_dir=here train.steps=2,3": "run_dir=here: each job of a sweep has a folder of its own",
-    "model=dense_tiny,moe_tiny model.moe.top_k=1,2": "an override reaches into a section "
-    "that is null",
+    "model=dense_tiny,moe_tiny model.moe.top_k=1,2": "model.moe.top_k=1: needs model.moe, "
+    "which this model does not have",
 }
 
 

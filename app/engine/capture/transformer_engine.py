@@ -91,13 +91,30 @@ class CapturedPart(nn.Module):
         self.arrivals: list[Arrival] = []  # of gradients, in one backward
 
     def forward(self, x_BsD: Tensor) -> tuple[Tensor, ...]:
-        """Hidden states -> the tensors that leave."""
+        """Hidden states -> the tensors that leave, those with gradients first."""
         found, self.rebuild = flatten(next(self.turns)(x_BsD))
         # of what leaves Transformer Engine keeps address and shape, and no strides
         outputs = [output.contiguous() for output in found]
         self.differentiable = [output.requires_grad for output in outputs]
-        self.gradients = tuple((each.shape, each.dtype) for each in outputs if each.requires_grad)
-        return tuple(outputs)
+        known = [output for output in outputs if output.requires_grad]
+        others = [output for output in outputs if not output.requires_grad]
+        if known:
+            # Parts whose gradients have equal shapes share memory for these, which Transformer
+            # Engine counts with the other outputs: so shapes differ where the numbers of these do.
+            known[0] = known[0].view(*[1] * len(others), *known[0].shape)
+        self.gradients = tuple((each.shape, each.dtype) for each in known)
+        return *known, *others
+
+    def put_together(self, outputs: Sequence[Tensor]) -> dict[str, object]:
+        """From what has left: the values by name."""
+        assert self.rebuild is not None, "its capture has settled how they are put together"
+        count = sum(self.differentiable)
+        known, others = list(outputs[:count]), outputs[count:]
+        if known:
+            known[0] = known[0].view(known[0].shape[len(others) :])
+        # Transformer Engine has all tensors of floating point numbers differentiable
+        with_grad, without = iter(known), (output.detach() for output in others)
+        return self.rebuild([next(with_grad if grad else without) for grad in self.differentiable])
 
     def took(self, listed: list[Arrival]) -> None:
         """A backward is over, and these gradients have arrived in it; empties the list."""
@@ -137,10 +154,7 @@ class GraphedInterval:
         outputs = self.replay(x_BsD)
         if not self.forward_graph.outputs:
             self.forward_graph.outputs = [unowned(output) for output in outputs]
-        assert self.part.rebuild is not None, "its capture has settled how they are put together"
-        # Transformer Engine has all tensors of floating point numbers differentiable
-        kept = zip(outputs, self.part.differentiable, strict=True)
-        return self.part.rebuild([output if grad else output.detach() for output, grad in kept])
+        return self.part.put_together(outputs)
 
     def _replayed_backward(self, grad_BsD: Tensor) -> None:
         if not self.backward_graph.outputs:
