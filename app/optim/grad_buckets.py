@@ -159,6 +159,7 @@ class GradBuckets:
     @torch.no_grad()
     def _add_held(self) -> None:
         """Of an odd number of microbatches the last gradients have met no others."""
+        assert not self._held or self._started == 0, "these sums are on their way already"
         for param, gradient in self._held.items():
             gradient.add_to(self._sums[param][1])
         self._held.clear()

@@ -6,6 +6,7 @@ Shapes: R rows, F hidden width of an expert; the gate is the first half of a row
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
@@ -25,14 +26,14 @@ def swiglu_rows(both_R2F: Tensor, used: Tensor) -> InBoth:
     """
     rows, double = both_R2F.shape
     made = _empty(both_R2F, rows, double // 2)
-    _launch(_forward, used, both_R2F, made)
+    _launch(_forward, (both_R2F,), made, used=used)
     return made
 
 
 def swiglu_rows_gradient(grad_RF: Tensor, both_R2F: Tensor, used: Tensor) -> InBoth:
     """The gradient of `both`, of that of the result."""
     made = _empty(both_R2F, *both_R2F.shape)
-    _launch(_backward, used, grad_RF.contiguous(), both_R2F, made)
+    _launch(_backward, (grad_RF.contiguous(), both_R2F), made, used=used)
     return made
 
 
@@ -40,10 +41,10 @@ def _empty(like: Tensor, rows: int, columns: int) -> InBoth:
     return like.new_empty(rows, columns), *empty_in_8((rows, columns), like.device)
 
 
-def _launch(kernel: Any, used: Tensor, *given: Tensor | InBoth) -> None:
-    """By as many programs as run at once, as only the device knows how many rows count."""
-    *read, made = given
-    assert isinstance(read[-1], Tensor) and isinstance(made, tuple)
+def _launch(kernel: Any, read: Sequence[Tensor], made: InBoth, *, used: Tensor) -> None:
+    """By as many programs as run at once, as only the device knows how many rows count. Of what is
+    read the last is R × 2F.
+    """
     rows, double = read[-1].shape
     tiling = norm_tiling(double // 2)
     programs = min(tiling.tiles(rows), MULTIPROCESSORS * PROGRAMS)

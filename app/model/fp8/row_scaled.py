@@ -114,8 +114,9 @@ class RowScaled:
         assert for_input is not None and input_scales is not None
         assert for_output is not None and output_scales is not None
         if usable(weight_EIO):
-            rows = weight_EIO.flatten(0, 1), for_input.flatten(0, 1), input_scales.flatten()
-            quantise_rows_into(*rows)
+            quantise_rows_into(
+                weight_EIO.flatten(0, 1), for_input.flatten(0, 1), input_scales.flatten()
+            )
             quantise_columns_into(weight_EIO, for_output, output_scales)
             return
         pairs = ((weight_EIO, for_input, input_scales), (weight_EIO.mT, for_output, output_scales))
