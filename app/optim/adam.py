@@ -149,4 +149,5 @@ class AdamShard:
             skip=skip,
             settings=settings,
         )
-        torch._foreach_add_(steps, 1 - skip)
+        # a list of tensors: torch would read a single one on the host, as a number
+        torch._foreach_add_(steps, [1 - skip] * len(steps))
