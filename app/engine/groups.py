@@ -111,13 +111,9 @@ def _create(group: Group, layout: ParallelLayout, rank: int) -> dist.ProcessGrou
         # torch names a group by its ranks and the number of groups that a rank has: a rank that is
         # in none makes one of its own, or its next group would have another name than elsewhere.
         return host_group([rank])
-    match group.kind:
-        case GroupKind.host:
-            return host_group(ranks)
-        case GroupKind.control:
-            return _control_group(ranks)
-        case GroupKind.data:
-            return _data_group(ranks)
+    if group.kind is GroupKind.host:
+        return host_group(ranks)
+    return _device_group(ranks, group.kind.channels)
 
 
 def host_group(ranks: list[int]) -> dist.ProcessGroup:
@@ -145,25 +141,20 @@ def _new_group(
     return group
 
 
-def _data_group(
-    ranks: list[int], options: dist.ProcessGroupNCCL.Options | None = None
-) -> dist.ProcessGroup:
+def _device_group(ranks: list[int], channels: int | None) -> dist.ProcessGroup:
+    if dist.get_backend() != "nccl":
+        return _new_group(ranks)
+    options = None
+    if channels is not None:
+        # A communicator with few channels also takes less of the GPU's memory.
+        options = dist.ProcessGroupNCCL.Options()
+        options.config.min_ctas, options.config.max_ctas = 1, channels
+        options._timeout = HOST_TIMEOUT  # torch warns where it differs from the group's own
     # NCCL connects a group with a device at once; otherwise it would do so at the first use, and
     # once more for every two ranks whose sends are not batched. From a default group with a device
     # it would split the new one off, which needs all ranks of the world.
-    nccl = dist.get_backend() == "nccl"
-    device = torch.device("cuda", torch.cuda.current_device()) if nccl else None
+    device = torch.device("cuda", torch.cuda.current_device())
     return _new_group(ranks, options=options, device=device)
-
-
-def _control_group(ranks: list[int]) -> dist.ProcessGroup:
-    if dist.get_backend() != "nccl":
-        return _data_group(ranks)
-    # Small sums need one channel: 24 MiB of GPU memory instead of 670 (H200, NCCL 2.28).
-    options = dist.ProcessGroupNCCL.Options()
-    options.config.min_ctas = options.config.max_ctas = 1
-    options._timeout = HOST_TIMEOUT  # torch warns where it differs from the group's own
-    return _data_group(ranks, options)
 
 
 @contextmanager

@@ -24,7 +24,18 @@ class GroupKind(Enum):
 
     host = "host"  # objects between processes, over gloo: no GPU memory
     control = "control"  # sums of a few numbers: NCCL with one channel
+    stages = "stages"  # hidden states between pipeline ranks: NCCL with few channels
     data = "data"  # hidden states, gradients, parameters: NCCL with all channels
+
+    @property
+    def channels(self) -> int | None:
+        """Of NCCL, at most; None: all that it takes by itself.
+
+        A channel has a multiprocessor to itself, also while it waits for the other rank, which
+        kernels of the computation then lack. What pipeline ranks send lies beside computation, and
+        few channels carry it in time.
+        """
+        return {GroupKind.control: 1, GroupKind.stages: 4}.get(self)
 
 
 class Way(Enum):
@@ -95,7 +106,9 @@ PP_CONTROL = Group(
 )
 TP = Group("tp", "hidden states between parts of a matrix, and replicated parameters", ("tp",))
 CP = Group("cp", "keys and values, or heads, of the parts of a sequence", ("cp",))
-PP = Group("pp", "hidden states and their gradients between pipeline ranks", ("pp",))
+PP = Group(
+    "pp", "hidden states and their gradients between pipeline ranks", ("pp",), GroupKind.stages
+)
 DP_CP = Group("dp_cp", "gradients and parameters of dense layers", ("dp", "cp"))
 ETP_EP = Group(
     "etp_ep", "tokens to experts and back, and to all parts of each", ("etp", "ep"), expert=True

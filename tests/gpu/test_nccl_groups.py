@@ -20,7 +20,7 @@ import torch.distributed as dist
 from app.engine.groups import Groups, create_groups, process_world
 from app.plan.groups import GROUPS, GroupKind
 from app.plan.layout import ParallelLayout
-from app.plan.memory.overheads import COMMUNICATOR, CONTROL_COMMUNICATOR, MIB, NCCL_ITSELF
+from app.plan.memory.overheads import COMMUNICATOR, MIB, NCCL_ITSELF
 
 pytestmark = [
     pytest.mark.gpu,
@@ -29,7 +29,9 @@ pytestmark = [
 ROOT = Path(__file__).parents[2]
 # one channel each
 CONTROL = [name for name, group in GROUPS.items() if group.kind is GroupKind.control]
-LARGE = [name for name, group in GROUPS.items() if group.kind is GroupKind.data]
+OTHERS = [
+    name for name, group in GROUPS.items() if group.kind in (GroupKind.stages, GroupKind.data)
+]
 ELEMENTS = 1 << 24  # enough to use every channel
 
 
@@ -52,7 +54,7 @@ def measure(layout: ParallelLayout, rank: int) -> dict[str, Any]:
     groups = create_groups(layout, rank)
     created = outside() - since
     used = {}
-    for name in CONTROL + LARGE:
+    for name in CONTROL + OTHERS:
         group = getattr(groups, name)
         if group.size() > 1:
             before = outside()
@@ -100,12 +102,13 @@ def test_groups_over_nccl():
     assert [row["pp"] for row in rows] == [1, 2]
     for row in rows:
         control = [name for name in row["used"] if name in CONTROL]
-        large = len(row["used"]) - len(control)
-        planned = (NCCL_ITSELF + large * COMMUNICATOR + len(control) * CONTROL_COMMUNICATOR) / MIB
+        planned = (NCCL_ITSELF + sum(COMMUNICATOR[GROUPS[name].kind] for name in row["used"])) / MIB
         assert row["created"] + sum(row["used"].values()) < 1.1 * planned
         later = control if row["pp"] > 1 else control[1:]  # the first sum of all loads kernels
         small = sum(row["used"][name] for name in later)
-        assert small < 2 * len(later) * CONTROL_COMMUNICATOR / MIB
+        assert small < 2 * len(later) * COMMUNICATOR[GroupKind.control] / MIB
+        if row["pp"] > 1:
+            assert row["used"]["pp"] < 1.3 * COMMUNICATOR[GroupKind.stages] / MIB
 
 
 if __name__ == "__main__":

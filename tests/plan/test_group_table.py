@@ -97,7 +97,8 @@ def test_a_communicator_is_planned_for_every_group_that_a_model_uses(moe: bool, 
 
 def test_everything_that_carries_data_has_its_traffic():
     plan = Plan(load(*EVERYTHING))
-    carriers = {name for name, group in GROUPS.items() if group.kind is GroupKind.data}
+    carrying = (GroupKind.stages, GroupKind.data)
+    carriers = {name for name, group in GROUPS.items() if group.kind in carrying}
     assert {traffic.name for traffic in plan.traffic} == carriers
     for traffic in plan.traffic:
         members = GROUPS[traffic.name].members(plan.layout)

@@ -162,22 +162,33 @@ def test_what_is_created_is_what_the_table_says_and_the_plan_counts(world: int):
 
 
 def test_what_a_group_carries_says_how_it_is_created(monkeypatch: pytest.MonkeyPatch):
-    made: list[tuple[str, list[int]]] = []
-    for how in ("host_group", "_control_group", "_data_group"):
+    made: list[tuple[str, list[int], int | None]] = []
 
-        def create(ranks: list[int], how: str = how) -> dist.ProcessGroup:
-            made.append((how, ranks))
-            return dist.group.WORLD
+    def host_group(ranks: list[int]) -> dist.ProcessGroup:
+        made.append(("host", ranks, None))
+        return dist.group.WORLD
 
-        monkeypatch.setattr(app.engine.groups, how, create)
+    def device_group(ranks: list[int], channels: int | None) -> dist.ProcessGroup:
+        made.append(("device", ranks, channels))
+        return dist.group.WORLD
+
+    monkeypatch.setattr(app.engine.groups, "host_group", host_group)
+    monkeypatch.setattr(app.engine.groups, "_device_group", device_group)
     layout = ParallelLayout(16, tp=2, cp=2, pp=2, ep=2, etp=2)
     with fake_world(0, 16):
         create_groups(layout, 0)
-    by_kind = {"host": "host_group", "control": "_control_group", "data": "_data_group"}
     several = [group for group in GROUPS.values() if group.size(layout) > 1]
     assert len(several) == len(GROUPS)
-    wanted = [(by_kind[group.kind.value], group.members(layout)[0]) for group in several]
-    assert made == [("host_group", [0]), *wanted]
+    channels = {"host": None, "control": 1, "stages": 4, "data": None}
+    wanted = [
+        (
+            "host" if group.kind.value == "host" else "device",
+            group.members(layout)[0],
+            channels[group.kind.value],
+        )
+        for group in several
+    ]
+    assert made == [("host", [0], None), *wanted]
 
 
 def sums(rank: int, layout: ParallelLayout) -> list[dict[str, float]]:

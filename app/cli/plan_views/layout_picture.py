@@ -84,7 +84,7 @@ def group_columns(plan: Plan, rows: Rows) -> dict[str, list[Line]]:
     shown = [
         group
         for group in GROUPS.values()
-        if group.kind is GroupKind.data
+        if group.kind in (GroupKind.data, GroupKind.stages)
         and group.used_by(plan.run.model)
         and not group.ends_only
         and group.size(plan.layout) > 1

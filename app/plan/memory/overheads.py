@@ -5,12 +5,18 @@
 
 from __future__ import annotations
 
+from types import MappingProxyType
+
+from app.plan.groups import GroupKind
+
 MIB = 2**20
 GIB = 2**30
 
 CUDA_CONTEXT = 840 * MIB  # bytes of a process's CUDA context with the kernels that a step loads
-COMMUNICATOR = 670 * MIB  # bytes of an NCCL communicator of several ranks, once it has been used
-CONTROL_COMMUNICATOR = 24 * MIB  # bytes of one with a single channel, for sums of a few numbers
+# bytes of an NCCL communicator of several ranks, once it has been used
+COMMUNICATOR = MappingProxyType(
+    {GroupKind.data: 670 * MIB, GroupKind.stages: 110 * MIB, GroupKind.control: 24 * MIB}
+)
 NCCL_ITSELF = 370 * MIB  # bytes that it takes besides, at most: once the default communicator's
 FRAGMENTATION = 0.1  # reserved by torch's allocator beyond what it has handed out, over the latter
 # bytes of a stream's cuBLAS workspaces in torch's allocator: of threads of forward and backward

@@ -28,7 +28,6 @@ from app.plan.memory.overheads import (
     BACKWARD_KERNELS,
     BUCKET_KERNELS,
     COMMUNICATOR,
-    CONTROL_COMMUNICATOR,
     CUDA_CONTEXT,
     FP8_WORKSPACE,
     FRAGMENTATION,
@@ -209,15 +208,19 @@ def _parts(
     yield MemoryPart("CUDA context", CUDA_CONTEXT, "of the process")
     if layout.world_size > 1:
         groups = communicators(run.model, layout, rank)
-        large = [group.name for group in groups if group.kind is GroupKind.data]
-        control = len(groups) - len(large)
-        size = NCCL_ITSELF + len(large) * COMMUNICATOR + control * CONTROL_COMMUNICATOR
-        yield MemoryPart(
-            "NCCL",
-            size,
-            f"{COMMUNICATOR / MIB:.0f} MiB each for {', '.join(large) or 'nothing'}; small "
-            "ones for control",
-        )
+        size = NCCL_ITSELF + sum(COMMUNICATOR[group.kind] for group in groups)
+        yield MemoryPart("NCCL", size, _communicators_note(groups))
+
+
+def _communicators_note(groups: Sequence[Group]) -> str:
+    """How much of which."""
+    found = []
+    for kind in (GroupKind.data, GroupKind.stages):
+        names = [group.name for group in groups if group.kind is kind]
+        if names:
+            each = " each" if len(names) > 1 else ""
+            found.append(f"{COMMUNICATOR[kind] // MIB} MiB{each} for {', '.join(names)}")
+    return "; ".join((*found, "small ones for control"))
 
 
 def _peak(run: Run, chunks: Sequence[ChunkActivations], walks: Walks, rank: int) -> Peak:
