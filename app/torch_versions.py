@@ -52,6 +52,13 @@ def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
         total.add_(left @ right)
 
 
+def wide_product(left: Tensor, right: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    """left · right of bf16 matrices, summed in fp32 and rounded once to `dtype`."""
+    if left.is_cuda:
+        return left @ right if dtype == left.dtype else torch.mm(left, right, out_dtype=dtype)
+    return (left.float() @ right.float()).to(dtype)  # CPUs have no such product
+
+
 def unowned(tensor: Tensor) -> Tensor:
     """A tensor on the same GPU memory that does not keep it from being freed, as memory of a
     CUDA graph's pool needs it.

@@ -21,7 +21,7 @@ import app.moe.permute
 import app.moe.router
 from app.kernels import cross_entropy, rows
 from app.kernels.grouped_gradient import Operands, add_grouped_gradient
-from app.kernels.top_experts import top_experts
+from app.kernels.routing.top_experts import top_experts
 from app.moe.permute import Permutation, combine_gradients, sort_by_expert, sum_rows
 from tests.rounding import expect_alike, in_fp64
 

@@ -16,6 +16,8 @@ NORM_PER_WARP = 512  # of them: 16 per thread
 HEAD_TILE = 1024
 HEADS = 6  # of a program at least, where there are so many: they share one read of the tables
 
+PARTS = 3  # in bf16, which add up to fp32: as many bits together
+
 ROW_BLOCK = 2048  # columns of a token's rows that a program has
 ROW_PER_WARP = 256  # 8 values, 16 bytes of bf16, for each of 32 threads
 

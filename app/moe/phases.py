@@ -29,6 +29,7 @@ from app.moe.capacity import within_capacity
 from app.moe.experts import Experts
 from app.moe.protocol import Dispatched, Dispatcher, Origin, Prepared
 from app.moe.router import aux_loss, aux_routing, choose, in_turn, sequence_aux_loss, z_loss
+from app.moe.router_product import router_product
 from app.plan.dispatchers.choose import planned_dispatcher
 from app.plan.dispatchers.record import capacity
 from app.plan.model.experts import MoEBodyWeights, RouterWeights
@@ -76,7 +77,7 @@ class Router(nn.Module):
         A pair beyond an expert's capacity has probability 0 and the expert id E.
         """
         moe = self.moe
-        logits_TE = F.linear(self._jittered(x_BsD.flatten(0, -2).float()), self.weight.float())
+        logits_TE = router_product(self._jittered(x_BsD.flatten(0, -2)), self.weight)
         probs_TK, experts_TK = choose(
             logits_TE,
             moe.top_k,
@@ -103,7 +104,8 @@ class Router(nn.Module):
         eps = self.moe.jitter_eps
         if not eps or not torch.is_grad_enabled():
             return x_TD
-        return x_TD * torch.empty_like(x_TD).uniform_(1 - eps, 1 + eps)
+        wide_TD = x_TD.float()
+        return wide_TD * torch.empty_like(wide_TD).uniform_(1 - eps, 1 + eps)
 
     def _forced(self, logits_TE: Tensor) -> Tensor | None:
         """Experts in turn, going on from rank to rank; None: the router chooses."""

@@ -14,7 +14,7 @@ from torch import Tensor
 from app.choices import Score
 from app.errors import nearest_divisors
 from app.kernels.common import usable
-from app.kernels.top_experts import top_experts
+from app.kernels.routing.top_experts import top_experts
 
 TINY = 1e-20  # keeps the normalisation of scores finite when every one of them underflows
 

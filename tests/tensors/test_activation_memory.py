@@ -43,13 +43,14 @@ from app.kernels.attention import heads
 from app.kernels.common import DTYPES
 from app.kernels.eight_bits import quantise
 from app.kernels.eight_bits import swiglu as swiglu_in_8
+from app.kernels.routing import parts
 from app.model import attention, layers, loss
 from app.model.block import DenseBody, Layer, Phase
 from app.model.chunk import Chunk
 from app.model.fp8 import row_scaled
 from app.model.peers import ALONE
 from app.model.weight_grads import MainGradSink, WeightGradQueue
-from app.moe import permute, router
+from app.moe import permute, router, router_product
 from app.moe.dispatch import expert_rows, stash
 from app.moe.dispatch.local import LocalDispatcher
 from app.moe.phases import MoEBody
@@ -106,13 +107,14 @@ TORCH = {Dtype.float32: torch.float32, Dtype.bfloat16: torch.bfloat16}
 
 
 # modules that take kernels in place of plain torch
-CALLERS = (attention, expert_rows, layers, loss, permute, router, row_scaled, stash)
+CALLERS = (attention, expert_rows, layers, loss, parts, permute, router, row_scaled, stash)
 LAUNCHED = {
     heads: ("heads_forward", "heads_backward"),
     rms_norm: ("_forward", "_backward"),
     swiglu: ("_forward", "_backward"),
     cross_entropy: ("_statistics", "_into_gradient"),
     rows: ("_spread", "_sum", "_gradients"),
+    parts: ("_split",),
     quantise: ("_by_rows", "_by_columns"),
     swiglu_in_8: ("_forward", "_backward"),
     pages: ("_take", "_put_back", "_copy"),
@@ -145,6 +147,13 @@ def with_kernels() -> Iterator[None]:
             router,
             "top_experts",
             lambda scores_TE, top_k: torch.arange(top_k).repeat(len(scores_TE), 1),
+        )
+        patch.setattr(
+            router_product,
+            "wide_product",
+            lambda left, right, dtype=torch.float32: left.new_zeros(
+                len(left), right.shape[1], dtype=dtype
+            ),
         )
         yield
 

@@ -11,7 +11,7 @@ import torch
 
 from app.kernels import cross_entropy, rows
 from app.kernels.grouped_gradient import Operands, add_grouped_gradient
-from app.kernels.top_experts import top_experts
+from app.kernels.routing.top_experts import top_experts
 from app.moe.permute import sort_by_expert
 from tests.cases import chosen
 from tests.moe_kernels import (

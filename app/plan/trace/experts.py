@@ -8,8 +8,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 
-from app.choices import Balance, Recompute, Score
+from app.choices import Balance, Dtype, Recompute, Score
 from app.config import MoEConfig
+from app.kernels.tiling import PARTS
 from app.plan.dispatchers.choose import run_dispatcher
 from app.plan.dispatchers.record import PlannedDispatcher, Tokens
 from app.plan.dispatchers.stash import page_numbers
@@ -72,24 +73,10 @@ def _route(
     """Probabilities and the experts they belong to: 4 and 8 bytes per token and expert of it."""
     trace.phase = PhaseName.route
     product = Product.of(s, weights.weight, h.bytes)
-    scores = product.made // s.size * 4  # fp32, as the weight in this product
-    weight = product.weight // s.size * 4
     picked = 4 * s.local * moe.top_k
-    wide = cast(trace, h, h.bytes // s.size * 4)
-    if moe.jitter_eps:
-        (wide,) = trace.op([wide], [wide.bytes], keeps=wide.bytes, kernels=2)
-    (logits,) = trace.op(
-        [wide],
-        [scores],
-        [wide],
-        keeps=0 if s.size == 4 else weight,
-        weight=weight,
-        kernels=2,
-        flops=product.flops,
-        work=Work.router_product,
-    )
+    logits = _router_product(trace, s, moe, h=h, product=product)
     after = moe.score is Score.softmax and not moe.pre_softmax
-    ranked = logits if after else trace.op([logits], [scores], [0])[0]
+    ranked = logits if after else trace.op([logits], [logits.bytes], [0])[0]
     (chosen,) = trace.op([], [2 * picked], holds=[ranked])
     (probs,) = trace.op([ranked], [picked], [ranked, chosen])
     if after:
@@ -104,6 +91,43 @@ def _route(
         (chosen,) = trace.op([], [2 * picked], holds=[chosen], kernels=0)
     _router_losses(trace, s, moe, logits=logits)
     return probs, chosen
+
+
+def _router_product(
+    trace: Trace, s: Sizes, moe: MoEConfig, h: TracedTensor, product: Product
+) -> TracedTensor:
+    """Scores in fp32, as `app.moe.router_product` computes them."""
+    scores = product.made // s.size * 4
+    if s.run.precision.params is Dtype.bfloat16 and not moe.jitter_eps:
+        # gradients of scores in three parts, those of weights in fp32 before parts are summed
+        backward = PARTS * (2 * (scores // 4 + product.weight // s.size) + 2 * product.weight)
+        (logits,) = trace.op(
+            [h],
+            [scores],
+            [h],
+            weight=product.weight,
+            scratch=(0, backward),
+            kernels=2,
+            # each pass counts as much: forward's product, and three times both of backward's
+            flops=product.flops * (1 + 2 * PARTS) // 3,
+            work=Work.product,
+        )
+        return logits
+    weight = product.weight // s.size * 4
+    wide = cast(trace, h, h.bytes // s.size * 4)
+    if moe.jitter_eps:
+        (wide,) = trace.op([wide], [wide.bytes], keeps=wide.bytes, kernels=2)
+    (logits,) = trace.op(
+        [wide],
+        [scores],
+        [wide],
+        keeps=0 if s.size == 4 else weight,
+        weight=weight,
+        kernels=2,
+        flops=product.flops,
+        work=Work.router_product,
+    )
+    return logits
 
 
 def _router_losses(trace: Trace, s: Sizes, moe: MoEConfig, logits: TracedTensor) -> None:

@@ -1,0 +1,1 @@
+"""Kernels of routers: the best experts, and scores in parts that tensor cores take."""
