@@ -22,7 +22,7 @@ from torch import Tensor
 
 from app.config.attention import Rope
 from app.kernels.attention.heads import HeadNorms, split_and_rotate
-from app.kernels.rms_norm import rms_norm
+from app.kernels.rms_norm import rms_norm, rms_norm_beside
 from app.kernels.swiglu import swiglu
 from app.model.layers import layer_context, rotate
 
@@ -148,6 +148,7 @@ def pieces() -> Iterator[Piece]:
         yield heads_piece(heads, groups, width, norms=norms)
     for width in (1024, 2048, 4096):
         yield norm_piece(8192, width)
+        yield residual_piece(8192, width)
 
 
 def normal(*shape: int) -> Tensor:
@@ -257,6 +258,30 @@ def norm_piece(rows: int, width: int) -> Piece:
         (normal(rows, width), normal(width)),
         2 * values,
         backward_bytes=3 * values,
+        ways=choices,
+    )
+
+
+def residual_piece(rows: int, width: int) -> Piece:
+    """RMSNorm with the residual that passes it by, whose gradients meet."""
+
+    def plain(x: Tensor, weight: Tensor) -> Outputs:
+        return x, F.rms_norm(x, (width,), weight, EPS)
+
+    def apart(x: Tensor, weight: Tensor) -> Outputs:
+        return x, rms_norm(x, weight, EPS)
+
+    values = 2 * rows * width
+    choices = {
+        "kernel": lambda x, weight: rms_norm_beside(x, weight, EPS),
+        "kernel, sum behind": apart,
+        "torch": plain,
+    }
+    return Piece(
+        f"rms_norm beside a residual {rows}×{width}",
+        (normal(rows, width), normal(width)),
+        2 * values,
+        backward_bytes=4 * values,
         ways=choices,
     )
 

@@ -26,54 +26,86 @@ def rms_norm(x: Tensor, weight_W: Tensor, eps: float) -> Tensor:
     return out
 
 
+def rms_norm_beside(x: Tensor, weight_W: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """`x` itself, for what goes on beside the norm, and its `rms_norm`.
+
+    One kernel of backward makes the norm's gradient and adds that of what goes on, in fp32, rounded
+    once: the two are not stored apart and summed. Keeps what `rms_norm` does.
+    """
+    beside, out = _RmsNormBeside.apply(x.contiguous(), weight_W, eps)
+    return beside, out
+
+
 class _RmsNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight_W: Tensor, eps: float) -> Tensor:
-        width = x.shape[-1]
-        rows = x.numel() // width
-        inverse_R = x.new_empty(rows, dtype=torch.float32)
-        ctx.save_for_backward(x, weight_W, inverse_R)
-        out = torch.empty_like(x)
-        ctx.tiling = tiling = norm_tiling(width)
-        _forward[(tiling.tiles(rows),)](
-            x_RW=x,
-            weight_W=weight_W,
-            out_RW=out,
-            inverse_R=inverse_R,
-            rows=rows,
-            width=width,
-            eps=eps,
-            HEIGHT=tiling.height,
-            COLUMNS=tiling.columns,
-            num_warps=tiling.warps,
-        )
-        return out
+        return _normed(ctx, x, weight_W, eps=eps)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
-        x, weight_W, inverse_R = ctx.saved_tensors
-        grad_x = torch.empty_like(x)
-        width = x.shape[-1]
-        rows = x.numel() // width
-        tiling: NormTiling = ctx.tiling
-        programs = tiling.programs(rows)
-        partial_JW = x.new_empty(programs, width, dtype=torch.float32)
-        _backward[(programs,)](
-            grad_RW=grad.contiguous(),
-            x_RW=x,
-            weight_W=weight_W,
-            inverse_R=inverse_R,
-            grad_x_RW=grad_x,
-            partial_JW=partial_JW,
-            rows=rows,
-            width=width,
-            tiles=tiling.tiles(rows),
-            HEIGHT=tiling.height,
-            COLUMNS=tiling.columns,
-            num_warps=tiling.warps,
-        )
-        return grad_x, partial_JW.sum(0).to(weight_W.dtype), None
+        return *_gradients(ctx, grad, None), None
+
+
+class _RmsNormBeside(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight_W: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        return x, _normed(ctx, x, weight_W, eps=eps)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, beside: Tensor, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        return *_gradients(ctx, grad, beside.contiguous()), None
+
+
+def _normed(ctx: Any, x: Tensor, weight_W: Tensor, *, eps: float) -> Tensor:
+    """The norm, and what its backward needs."""
+    width = x.shape[-1]
+    rows = x.numel() // width
+    inverse_R = x.new_empty(rows, dtype=torch.float32)
+    ctx.save_for_backward(x, weight_W, inverse_R)
+    out = torch.empty_like(x)
+    ctx.tiling = tiling = norm_tiling(width)
+    _forward[(tiling.tiles(rows),)](
+        x_RW=x,
+        weight_W=weight_W,
+        out_RW=out,
+        inverse_R=inverse_R,
+        rows=rows,
+        width=width,
+        eps=eps,
+        HEIGHT=tiling.height,
+        COLUMNS=tiling.columns,
+        num_warps=tiling.warps,
+    )
+    return out
+
+
+def _gradients(ctx: Any, grad: Tensor, beside: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Of `x`, with the gradient `beside` added to it, and of the weight."""
+    x, weight_W, inverse_R = ctx.saved_tensors
+    grad_x = torch.empty_like(x)
+    width = x.shape[-1]
+    rows = x.numel() // width
+    tiling: NormTiling = ctx.tiling
+    programs = tiling.programs(rows)
+    partial_JW = x.new_empty(programs, width, dtype=torch.float32)
+    _backward[(programs,)](
+        grad_RW=grad.contiguous(),
+        x_RW=x,
+        weight_W=weight_W,
+        inverse_R=inverse_R,
+        beside_RW=beside,
+        grad_x_RW=grad_x,
+        partial_JW=partial_JW,
+        rows=rows,
+        width=width,
+        tiles=tiling.tiles(rows),
+        HEIGHT=tiling.height,
+        COLUMNS=tiling.columns,
+        num_warps=tiling.warps,
+    )
+    return grad_x, partial_JW.sum(0).to(weight_W.dtype)
 
 
 @jit
@@ -105,6 +137,7 @@ def _backward(
     x_RW: tl.tensor,
     weight_W: tl.tensor,
     inverse_R: tl.tensor,
+    beside_RW: tl.tensor,
     grad_x_RW: tl.tensor,
     partial_JW: tl.tensor,
     rows: int,
@@ -127,6 +160,10 @@ def _backward(
         scaled = grad * weight
         sums += grad * normed
         along = tl.sum(scaled * normed, 1)[:, None] / width
-        tl.store(grad_x_RW + row * width + column, (scaled - normed * along) * inverse, mask=exists)
+        grad_x = (scaled - normed * along) * inverse
+        if beside_RW is not None:
+            beside = tl.load(beside_RW + row * width + column, mask=exists, other=0.0)
+            grad_x += beside.to(tl.float32)
+        tl.store(grad_x_RW + row * width + column, grad_x, mask=exists)
     at = partial_JW + tl.program_id(0) * width + column
     tl.store(at, tl.sum(sums, 0)[None, :], mask=column < width)

@@ -21,7 +21,7 @@ from app.choices import Recompute
 from app.collectives import all_reduce
 from app.config.attention import Llama3RopeConfig, Rope
 from app.kernels.common import usable
-from app.kernels.rms_norm import rms_norm
+from app.kernels.rms_norm import rms_norm, rms_norm_beside
 from app.kernels.swiglu import swiglu as swiglu_kernel
 from app.model.fp8.ready import ReadyRows, swiglu_in_8
 from app.model.linear import ColumnParallelLinear, RowParallelLinear
@@ -47,6 +47,16 @@ class RMSNorm(nn.Module):
         if usable(x, self.weight):
             return rms_norm(x, self.weight, self.eps)
         return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+
+    def beside(self, x: Tensor, recompute: Recomputation) -> tuple[Tensor, Tensor]:
+        """`x` for the residual sum behind, and the norm, which may be recomputed. Where there is a
+        kernel for it, backward adds the gradients of both while it makes the norm's.
+        """
+        if recompute.recomputes(Recompute.norm):
+            return x, recompute.discard_output(Recompute.norm, self, x)
+        if usable(x, self.weight):
+            return rms_norm_beside(x, self.weight, self.eps)
+        return x, F.rms_norm(x, self.weight.shape, self.weight, self.eps)
 
 
 class WholeNorm(nn.Module):

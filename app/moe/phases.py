@@ -171,7 +171,7 @@ def _summed(counts: Tensor, group: dist.ProcessGroup | None) -> Tensor:
 class MoEBody(Body, Generic[Prepared, Origin]):
     """Norm, router, experts and optional shared expert of one layer. Its phases, as they run:
 
-        h = norm(x, context)
+        x, h = norm(x, context)
         shared = shared(h, context)                          # beside the rest, if there is one
 
         # 1. Each token chooses K experts, with probabilities. This alone has learned weights.
@@ -227,7 +227,7 @@ class MoEBody(Body, Generic[Prepared, Origin]):
             shared = (Phase(name.shared, self._shared, ("h", "context"), outputs=("shared",)),)
             summed = ("x", "y", "shared")
         return (
-            Phase(name.norm, self._norm, ("x", "context"), outputs=("h",)),
+            Phase(name.norm, self._norm, ("x", "context"), outputs=("x", "h")),
             *shared,
             Phase(name.route, self.router, ("h",), outputs=("probs", "chosen", "routing")),
             Phase(name.preprocess, self._preprocess, ("chosen",), outputs=("prepared",)),
@@ -253,8 +253,8 @@ class MoEBody(Body, Generic[Prepared, Origin]):
             Phase(name.finish, self._finish, summed, outputs=("x",)),
         )
 
-    def _norm(self, x_BsD: Tensor, context: Context) -> tuple[Tensor]:
-        return (context.recompute.discard_output(Recompute.norm, self.norm, x_BsD),)
+    def _norm(self, x_BsD: Tensor, context: Context) -> tuple[Tensor, Tensor]:
+        return self.norm.beside(x_BsD, context.recompute)
 
     @torch.no_grad()
     def _preprocess(self, experts_TK: Tensor) -> tuple[Prepared]:

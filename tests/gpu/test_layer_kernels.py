@@ -17,6 +17,7 @@ from tests.tensors.test_kernels_layer import (
     Outputs,
     check,
     check_rms_norm,
+    check_rms_norm_beside,
     check_swiglu,
     head_cases,
     normal,
@@ -62,6 +63,7 @@ def test_heads(heads: int, groups: int, width: int, tables: int, dtype: torch.dt
 @pytest.mark.parametrize("width", [1024, 2048, 2560, 4096, 8192])
 def test_rms_norm(width: int, dtype: torch.dtype):
     check_rms_norm(T, width, dtype=dtype)
+    check_rms_norm_beside(T, width, dtype=dtype)
 
 
 def test_values_past_32_bit_offsets():

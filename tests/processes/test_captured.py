@@ -32,6 +32,7 @@ from app.engine.pipeline.step import TrainingStep, Validation
 from app.engine.report.metrics import Meter, StepTimes
 from app.engine.run.run_folder import read_metrics
 from app.errors import ConfigError
+from app.model import layers
 from app.moe.phases import Experts
 from app.plan.graphs import GraphPlan
 from tests.cases import chosen, sampled
@@ -344,6 +345,27 @@ def test_a_resumed_run_validates_as_one_without_graphs(tmp_path: Path):
         for name in ("eager", "graphs")
     )
     assert resumed == eager and [step for step, _ in eager] == [0, 5, 10, 15, 20]
+
+
+BESIDE = [
+    *itertools.product(("moe", "dense"), ("partial", "whole step", "layer")),
+    ("moe", "moe"),
+    ("dense", "mlp"),
+]
+
+
+@pytest.mark.parametrize(("model", "graph"), chosen(BESIDE, [("moe", "partial")]))
+def test_what_passes_a_norm_by_lies_in_graphs_where_it_did(
+    model: str, graph: str, monkeypatch: pytest.MonkeyPatch
+):
+    """With the kernels of norms, which hand on what comes in as it is."""
+    pytest.importorskip("triton")
+    monkeypatch.setattr(layers, "usable", lambda *tensors: True)
+    with process_world(0, 1, torch.device("cpu")):
+        eager, captured = (
+            trained(0, run_of(MODELS[model], chosen)) for chosen in (EAGER, CHOICES[graph])
+        )
+    assert same(captured, eager)
 
 
 def test_nothing_is_replayed_after_its_release():

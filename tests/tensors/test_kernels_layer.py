@@ -20,10 +20,11 @@ from app.config.attention import Rope
 from app.kernels import swiglu as kernels
 from app.kernels import tiling
 from app.kernels.attention.heads import HeadNorms, split_and_rotate
-from app.kernels.rms_norm import rms_norm
+from app.kernels.rms_norm import rms_norm, rms_norm_beside
 from app.kernels.swiglu import swiglu
 from app.model import attention, layers
 from app.model.attention import Attention
+from app.model.block import DenseBody
 from app.model.layers import Context, Mlp, RMSNorm, layer_context, rotate
 from app.model.recompute import Recomputation
 from app.plan.model.mlp import MlpWeights
@@ -240,6 +241,45 @@ def check_rms_norm(*shape: int, dtype: torch.dtype) -> None:
     )
 
 
+@pytest.mark.parametrize("programs", [132, 1], ids=["one tile each", "several tiles each"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(3, 5, 14), (2, 75, 64), (2, 8192), (0, 8)], ids=str)
+def test_rms_norm_beside_a_residual(
+    shape: tuple[int, ...], dtype: torch.dtype, programs: int, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(tiling, "MULTIPROCESSORS", programs)
+    check_rms_norm_beside(*shape, dtype=dtype)
+
+
+def check_rms_norm_beside(*shape: int, dtype: torch.dtype) -> None:
+    """Both gradients together are rounded once; forward is that of the norm alone, to the bit."""
+    width = shape[-1]
+    x, weight = normal(*shape, dtype=dtype), normal(width, dtype=dtype, seed=1)
+
+    def plain(x: Tensor, weight: Tensor) -> Outputs:
+        return x, F.rms_norm(x, (width,), weight, EPS)
+
+    check(lambda x, weight: rms_norm_beside(x, weight, EPS), plain, (x, weight))
+    same, out = rms_norm_beside(x, weight, EPS)
+    assert torch.equal(same, x) and same.data_ptr() == x.data_ptr()
+    assert torch.equal(out, rms_norm(x, weight, EPS))
+
+
+def test_gradients_beside_a_norm_may_be_strided_or_missing():
+    x, weight = normal(3, 7, 16, dtype=torch.float32), normal(16, dtype=torch.float32, seed=1)
+    grads = normal(3, 7, 16, dtype=torch.float32, seed=2), normal(7, 3, 16, dtype=torch.float32)
+    whole = (grads[0], grads[1].transpose(0, 1))
+    found = results(lambda x, w: rms_norm_beside(x, w, EPS), (x, weight), whole)
+    laid = tuple(grad.contiguous() for grad in whole)
+    wanted = results(lambda x, w: rms_norm_beside(x, w, EPS), (x, weight), laid)
+    assert all(map(torch.equal, found, wanted))
+    # of the norm alone
+    alone = results(lambda x, w: rms_norm_beside(x, w, EPS)[1:], (x, weight), laid[1:])
+    assert all(
+        map(torch.equal, alone, results(lambda x, w: (rms_norm(x, w, EPS),), (x, weight), laid[1:]))
+    )
+
+
 def test_rms_norm_of_a_strided_input():
     x, weight = (
         normal(3, 7, 2, 16, dtype=torch.float32)[:, :, 0],
@@ -293,6 +333,26 @@ def switch(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], None]:
             monkeypatch.setattr(module, "usable", lambda *tensors: kernels)
 
     return use
+
+
+@pytest.mark.parametrize("parts", [(), (Recompute.norm,)], ids=["kept", "again"])
+def test_a_residual_block_is_the_same_with_kernels(
+    parts: tuple[Recompute, ...], switch: Callable[[bool], None]
+):
+    body = DenseBody(MODEL)
+    set_parameters(body)
+
+    def run(module: torch.nn.Module) -> Outputs:
+        recompute = Recomputation(RecomputeChoice(parts=frozenset(parts)))
+
+        def forward(x: Tensor) -> Tensor:
+            with recompute.forward():
+                x, h = module.norm.beside(x, recompute)
+                return x + module.mlp(h, None, recompute)
+
+        return trained(module, forward)
+
+    same_with_kernels(run, body, switch)
 
 
 @pytest.mark.parametrize("parts", [(), (Recompute.attn_core,)], ids=["kept", "again"])

@@ -235,9 +235,13 @@ class _Clock:
         return _used(op, read + saved + sum(value.bytes for value in op.makes))
 
     def _additions(self, traced: ForwardTrace) -> float:
-        """Of summing the gradients of what several operations read."""
+        """Of summing the gradients of what several operations read; one that joins them reads the
+        others' sum while it makes its own.
+        """
         readers = Counter(value for op in traced.trace.ops for value in set(op.reads))
         added = sum((count - 1) * 3 * value.bytes for value, count in readers.items())
+        joined = (value for op in traced.trace.ops if op.joins for value in op.reads)
+        added -= sum(2 * value.bytes for value in joined if readers[value] > 1)
         return self.kernels.moved(added, Work.other, backward=True)
 
 

@@ -32,7 +32,7 @@ def moe_body(trace: Trace, s: Sizes, x: TracedTensor, weights: MoEBodyWeights) -
     with trace.recomputed(Recompute.moe):
         trace.phase = PhaseName.norm
         with trace.recomputed(Recompute.norm, discards=True):
-            h = norm(trace, s, x, weights=weights.norm)
+            h = norm(trace, s, x, weights=weights.norm, beside=True)
         shared = _shared(trace, s, h, weights=weights)
         probs, chosen = _route(trace, s, moe, h=h, weights=weights.router)
         dispatcher = run_dispatcher(s.run, s.layout)

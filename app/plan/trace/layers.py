@@ -170,13 +170,13 @@ def _gathers_twice(s: Sizes, h: TracedTensor) -> Sends:
 def _attention(trace: Trace, s: Sizes, x: TracedTensor, weights: LayerWeights) -> TracedTensor:
     trace.phase = PhaseName.attn
     with trace.recomputed(Recompute.norm, discards=True):
-        h = norm(trace, s, x, weights=weights.attn_norm)
+        h = norm(trace, s, x, weights=weights.attn_norm, beside=True)
     return trace.add(x, attention(trace, s, h, weights=weights.attn))
 
 
 def _dense_body(trace: Trace, s: Sizes, x: TracedTensor, weights: DenseBodyWeights) -> TracedTensor:
     trace.phase = PhaseName.mlp
     with trace.recomputed(Recompute.norm, discards=True):
-        h = norm(trace, s, x, weights=weights.norm)
+        h = norm(trace, s, x, weights=weights.norm, beside=True)
     y = swiglu(trace, s, h, weights=weights.mlp, part=Recompute.mlp_act)
     return trace.add(x, y)

@@ -157,13 +157,18 @@ def activation(
         return trace.op([up], [half], [up], scratch=scratch, work=Work.activation, used=used)[0]
 
 
-def norm(trace: Trace, s: Sizes, x: TracedTensor, weights: NormWeights) -> TracedTensor:
-    """RMSNorm of this rank's tokens."""
+def norm(
+    trace: Trace, s: Sizes, x: TracedTensor, weights: NormWeights, beside: bool = False
+) -> TracedTensor:
+    """RMSNorm of this rank's tokens; `beside` a residual, with whose gradient it makes its own."""
     (width,) = s.shape(weights.weight)
     rows = x.bytes // (width * s.size)
     sums = 4 * width * norm_tiling(width).programs(rows)  # of the weight's gradient, fp32
     keeps = RMS_STATISTICS * rows
-    return trace.op([x], [x.bytes], [x], keeps=keeps, scratch=(0, sums), work=Work.norm)[0]
+    joins = beside and Recompute.norm not in trace.recompute.parts
+    return trace.op(
+        [x], [x.bytes], [x], keeps=keeps, scratch=(0, sums), joins=joins, work=Work.norm
+    )[0]
 
 
 def cast(trace: Trace, x: TracedTensor, size: int) -> TracedTensor:
