@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from app.choices import CloneAlgorithm
+from app.moe.echo import plan_slots
 from tests.cases import sampled
 from tests.echo_plans import (
     EXACT,
@@ -60,6 +61,19 @@ def test_a_threshold_that_a_rank_stays_above(threshold: float):
 def test_counts_beyond_32_bits(algorithm: CloneAlgorithm):
     counts_RE = torch.tensor([[2**40, 0, 3, 1], [5, 2**33 + 1, 7, 0]], device=DEVICE)
     check_kernel(counts_RE, 2, algorithm, threshold=0.0)
+
+
+@pytest.mark.parametrize("algorithm", CloneAlgorithm)
+def test_nothing_is_tried_while_no_rank_is_above_the_threshold(algorithm: CloneAlgorithm):
+    """At the limit, and one token above it."""
+    for most, moves in ((110, False), (111, True)):
+        counts_RE = torch.zeros(4, 8, dtype=torch.int64, device=DEVICE)
+        rest = 400 - most
+        counts_RE[1] = torch.tensor([60, most - 60, 80, 20, 90, 10, rest - 240, 40], device=DEVICE)
+        assert counts_RE.sum() == 400
+        check_kernel(counts_RE, 1, algorithm, threshold=0.1)
+        moved_S = plan_slots(counts_RE, 1, algorithm, threshold=0.1).moved_S
+        assert moves == bool(moved_S.any())
 
 
 @pytest.mark.parametrize("spares", [1, 2])

@@ -64,6 +64,7 @@ def exact_clones(
         moved_ES,
         moved_RS,
         sums_4,
+        float(threshold),
         candidates=candidates,
         ranks=ranks,
         experts=experts,
@@ -114,6 +115,8 @@ def _try(
     average = total // ranks
     price = (average.to(tl.float32) * threshold).to(tl.int64)
     even = (total + ranks - 1) // ranks
+    if tl.max(rank_load, axis=0) <= average + price:  # nothing moves, and nobody reads the rest
+        return
     slot_experts += candidate * slots
     slot_tokens += candidate * slots
     if candidate < FILLED:
@@ -290,6 +293,7 @@ def _take_best(
     moved_of_expert: tl.tensor,
     moved_of_rank: tl.tensor,
     sums: tl.tensor,
+    threshold: float,
     candidates: tl.constexpr,
     ranks: tl.constexpr,
     experts: tl.constexpr,
@@ -303,13 +307,19 @@ def _take_best(
     S: tl.constexpr,
 ) -> None:
     candidate, slot = tl.arange(0, C), tl.arange(0, S)
-    cost = tl.load(costs + candidate, mask=candidate < candidates, other=FIRST)
-    best = tl.min(tl.where(cost == tl.min(cost, axis=0), candidate, C), axis=0)
-    at = best * slots + slot
     rank, expert = tl.arange(0, R)[:, None], tl.arange(0, E)
     there = (rank < ranks) & (expert < experts)[None, :]
     load = tl.sum(tl.load(counts + rank * experts + expert[None, :], mask=there, other=0), axis=0)
     at_home = rank == (expert // (experts // ranks))[None, :]
+    rank_load = tl.sum(tl.where(at_home, load[None, :], 0), axis=1)
+    average = tl.sum(load, axis=0) // ranks
+    price = (average.to(tl.float32) * threshold).to(tl.int64)
+    uneven = tl.max(rank_load, axis=0) > average + price  # else no candidate has been tried
+    tried = (candidate < candidates) & uneven
+    cost = tl.load(costs + candidate, mask=tried, other=FIRST)
+    best = tl.min(tl.where(cost == tl.min(cost, axis=0), candidate, C), axis=0)
+    at = best * slots + slot
+    filled = (slot < slots) & uneven
     write_plan(
         counts,
         best_experts,
@@ -317,9 +327,9 @@ def _take_best(
         moved_of_expert,
         moved_of_rank,
         sums,
-        tl.load(slot_experts + at, mask=slot < slots, other=0),
-        tl.load(slot_tokens + at, mask=slot < slots, other=0),
-        tl.sum(tl.where(at_home, load[None, :], 0), axis=1),
+        tl.load(slot_experts + at, mask=filled, other=0),
+        tl.load(slot_tokens + at, mask=filled, other=0),
+        rank_load,
         ranks=ranks,
         experts=experts,
         slots=slots,

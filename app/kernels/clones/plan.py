@@ -143,30 +143,33 @@ def _plan(
     own = (rank < ranks)[:, None] & (near < local)
     rank_load = tl.sum(tl.load(loads + rank[:, None] * local + near, mask=own, other=0), axis=1)
     room = tl.where(rank < ranks, tl.maximum(average - rank_load, 0), 0)
-    spread_spills(
-        slot_experts,
-        slot_tokens,
-        loads,
-        spills,
-        load,
-        room,
-        average,
-        ranks=ranks,
-        experts=experts,
-        spares=spares,
-        PACKS=PACKS,
-        NEAR=NEAR,
-        FAR=FAR,
-        PRIORITIES=PRIORITIES,
-        R=R,
-        E=E,
-    )
+    limit = average + (average.to(tl.float32) * threshold).to(tl.int64)
+    uneven = tl.max(rank_load, axis=0) > limit  # else nothing moves
+    if uneven:
+        spread_spills(
+            slot_experts,
+            slot_tokens,
+            loads,
+            spills,
+            load,
+            room,
+            average,
+            ranks=ranks,
+            experts=experts,
+            spares=spares,
+            PACKS=PACKS,
+            NEAR=NEAR,
+            FAR=FAR,
+            PRIORITIES=PRIORITIES,
+            R=R,
+            E=E,
+        )
     tl.debug_barrier()
     slot = tl.arange(0, S)
-    supplier = tl.load(slot_experts + slot, mask=slot < slots, other=0)
-    moved = tl.load(slot_tokens + slot, mask=slot < slots, other=0)
+    filled = (slot < slots) & uneven
+    supplier = tl.load(slot_experts + slot, mask=filled, other=0)
+    moved = tl.load(slot_tokens + slot, mask=filled, other=0)
     if LIMITS:
-        limit = average + (average.to(tl.float32) * threshold).to(tl.int64)
         moved = _needed(supplier // local, moved, rank_load, limit, R=R, S=S)
     tl.debug_barrier()
     write_plan(

@@ -234,18 +234,23 @@ def write_plan(
         value = tl.where(row == supplier[None, :], moved[None, :], 0)
         inside = (row < experts) & (slot < slots)[None, :]
         tl.store(moved_of_expert + row * slots + slot[None, :], value, mask=inside)
-    _sources(
-        counts,
-        moved_of_rank,
-        supplier,
-        moved,
-        ranks=ranks,
-        experts=experts,
-        slots=slots,
-        SOURCES=SOURCES,
-        R=R,
-        S=S,
-    )
+    if tl.max(moved, axis=0) > 0:
+        _sources(
+            counts,
+            moved_of_rank,
+            supplier,
+            moved,
+            ranks=ranks,
+            experts=experts,
+            slots=slots,
+            SOURCES=SOURCES,
+            R=R,
+            S=S,
+        )
+    else:
+        place = tl.arange(0, R)[:, None] * slots + slot[None, :]
+        inside = (tl.arange(0, R) < ranks)[:, None] & (slot < slots)[None, :]
+        tl.store(moved_of_rank + place, tl.zeros((R, S), tl.int64), mask=inside)
 
 
 @jit
