@@ -146,12 +146,12 @@ def exchanges(
         for name, transport in transports.items():
 
             def send(transport: CloneTransport = transport, clones: Clones = clones) -> None:
-                for kind, weight in enumerate(weights):
-                    transport.send(kind, weight, clones)
+                for kind in (0, 1):
+                    transport.send(kind, weights, clones)
 
             def home(transport: CloneTransport = transport, clones: Clones = clones) -> None:
                 for kind in (1, 0):
-                    transport.grads(kind)
+                    transport.grads(kind, clones)
                     transport.add_home(kind, totals[kind], clones)
 
             yield f"send{suffix}", name, send

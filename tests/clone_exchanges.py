@@ -1,11 +1,12 @@
-"""All exchanges of clones through a transport, as the forwards and backwards of two layers have
-them and as no layer has them, against loops.
+"""All exchanges of clones through a transport, as the forwards and backwards of layers have them
+and as no layer has them, against loops.
 
 Shapes: R ranks · L experts of each, E of all · s slots of a rank, S of all · I × O a matrix.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -20,9 +21,9 @@ class Transport(Protocol):
 
     def gather_counts(self, counts_E: Tensor) -> Tensor: ...
 
-    def send(self, which: int, weight_LIO: Tensor, clones: Clones) -> Tensor: ...
+    def send(self, which: int, weights: Sequence[Tensor], clones: Clones) -> Tensor: ...
 
-    def grads(self, which: int) -> Tensor: ...
+    def grads(self, which: int, clones: Clones) -> Tensor: ...
 
     def add_home(self, which: int, total_LIO: Tensor, clones: Clones) -> None: ...
 
@@ -33,7 +34,7 @@ class CloneSizes:
 
     local: int
     spares: int
-    shapes: tuple[tuple[int, int], ...]
+    shapes: tuple[tuple[int, int], tuple[int, int]]
     dtype: torch.dtype = torch.float32
 
 
@@ -89,24 +90,31 @@ def draw_values(sizes: CloneSizes, ranks: int, seed: int, device: str = "cpu") -
 
 
 FACTORS = (1, 2, 4)  # what multiplies values of one layer or call: exact
-Step = tuple[str, int, int]  # what is exchanged, of which kind, times what
+PLANS = (True, False, True)  # whether the clones of that layer are any
+Step = tuple[str, int, int]  # what is exchanged, of which kind or the first of both, in which layer
 
 
-def steps(kinds: int) -> list[Step]:
-    """Two layers, forward and backward; then three equal calls in a row."""
-    layers: list[Step] = []
-    for factor in FACTORS[:2]:
-        layers += [("counts", 0, factor), *(("weights", which, factor) for which in range(kinds))]
-    for factor in reversed(FACTORS[:2]):
-        for which in reversed(range(kinds)):
-            layers += [("weights", which, factor), ("gradients", which, factor)]
+def steps() -> list[Step]:
+    """Three layers, forward and backward; gradients alone, later than inputs; then three equal
+    calls in a row.
+    """
+    layers = range(len(FACTORS))
+    there: list[Step] = []
+    for layer in layers:
+        there += [("counts", 0, layer), ("weights", 0, layer)]
+    for layer in reversed(layers):
+        there += [("weights", 1, layer), ("gradients", 1, layer), ("gradients", 0, layer)]
+    for layer in reversed(layers):
+        there += [("weights", 1, layer)]
+    for layer in reversed(layers):
+        there += [("gradients", 1, layer), ("gradients", 0, layer)]
     rows = [
-        (what, which, factor)
+        (what, which, layer)
         for what in ("weights", "gradients", "counts")
-        for which in range(kinds)
-        for factor in FACTORS
+        for which in (0, 1)
+        for layer in layers
     ]
-    return layers + rows
+    return there + rows
 
 
 def all_clone_exchanges(
@@ -114,21 +122,26 @@ def all_clone_exchanges(
 ) -> dict[str, Tensor]:
     """What each step brings, zero in empty slots; never waits for the device."""
     found: dict[str, Tensor] = {}
-    clones = values.clones
+    given = values.clones
+    plans = [Clones(given.expert_S, given.moved_S * filled) for filled in PLANS]
     home = slice(rank * sizes.local, (rank + 1) * sizes.local)
     here = slice(rank * sizes.spares, (rank + 1) * sizes.spares)
-    empty_S11 = clones.moved_S[here, None, None] == 0
-    for nth, (what, which, factor) in enumerate(steps(len(sizes.shapes))):
+    for nth, (what, which, layer) in enumerate(steps()):
+        clones, factor, name = plans[layer], FACTORS[layer], f"{nth}: {what} {which} · {layer}"
         if what == "counts":
-            brought = transport.gather_counts(values.counts_RE[rank] * factor).clone()
+            found[name] = transport.gather_counts(values.counts_RE[rank] * factor).clone()
         elif what == "weights":
-            weight_LIO = values.weights_EIO[which][home] * factor
-            brought = transport.send(which, weight_LIO, clones).masked_fill(empty_S11, 0)
+            empty_S11 = clones.moved_S[here, None, None] == 0
+            weights = [weight_EIO[home] * factor for weight_EIO in values.weights_EIO]
+            for kind in (which, 1 - which):
+                slots = transport.send(kind, weights, clones)
+                found[f"{name}, {kind}"] = slots.masked_fill(empty_S11, 0)
         else:
-            transport.grads(which).copy_(values.grads_SIO[which][here] * factor)
-            brought = values.totals_EIO[which][home] * factor
-            transport.add_home(which, brought, clones)
-        found[f"{nth}: {what} {which} · {factor}"] = brought
+            grads = transport.grads(which, clones)
+            if PLANS[layer]:  # nothing is written for rows that are not there
+                grads.copy_(values.grads_SIO[which][here] * factor)
+            found[name] = values.totals_EIO[which][home] * factor
+            transport.add_home(which, found[name], clones)
     return found
 
 
@@ -136,18 +149,20 @@ def wanted_of_clones(sizes: CloneSizes, values: CloneValues, rank: int) -> dict[
     """The same by loops over the values of all ranks."""
     wanted: dict[str, Tensor] = {}
     experts, filled = values.clones.expert_S.tolist(), (values.clones.moved_S > 0).tolist()
-    for nth, (what, which, factor) in enumerate(steps(len(sizes.shapes))):
+    mine = range(rank * sizes.spares, (rank + 1) * sizes.spares)
+    for nth, (what, which, layer) in enumerate(steps()):
+        factor, name = FACTORS[layer], f"{nth}: {what} {which} · {layer}"
         if what == "counts":
-            brought = values.counts_RE
+            wanted[name] = values.counts_RE * factor
         elif what == "weights":
-            slots = range(rank * sizes.spares, (rank + 1) * sizes.spares)
-            weight_EIO = values.weights_EIO[which]
-            brought = torch.stack([weight_EIO[experts[slot]] * filled[slot] for slot in slots])
+            for kind in (which, 1 - which):
+                weight_EIO = values.weights_EIO[kind] * factor
+                slots = [weight_EIO[experts[s]] * (filled[s] and PLANS[layer]) for s in mine]
+                wanted[f"{name}, {kind}"] = torch.stack(slots)
         else:
             brought = values.totals_EIO[which].clone()
             for slot in range(len(experts)):
-                if filled[slot]:
+                if filled[slot] and PLANS[layer]:
                     brought[experts[slot]] += values.grads_SIO[which][slot]
-            brought = brought[rank * sizes.local : (rank + 1) * sizes.local]
-        wanted[f"{nth}: {what} {which} · {factor}"] = brought * factor
+            wanted[name] = brought[rank * sizes.local : (rank + 1) * sizes.local] * factor
     return wanted

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from app.kernels.clones.weights import add_clones, push_clones
+from app.kernels.clones.weights import Slots, add_clones, push_clones
 from app.kernels.grouped_product import grouped_product
 from tests.moe_kernels import DEVICE, FACTS, assert_same, twice
 from tests.peer_kernels import UNTOUCHED, memory
@@ -110,18 +110,25 @@ def draw_clones(
 
 
 def check_push_clones(drawn: DrawnClones) -> None:
-    """Every filled slot has its expert's matrix; nothing is written to others."""
-    shape = drawn.weight_EIO.shape[1:]
-    untouched_SIO = drawn.weight_EIO.new_full((len(drawn.expert_S), *shape), UNTOUCHED)
-    wanted_SIO = untouched_SIO.clone()
-    for slot, expert in enumerate(drawn.expert_S.tolist()):
-        if drawn.filled_S[slot]:
-            wanted_SIO[slot] = drawn.weight_EIO[expert]
-    parts, addresses_R = memory(untouched_SIO, drawn.ranks)
+    """Every filled slot has its expert's matrices of both kinds; nothing is written to others."""
+    kinds = drawn.weight_EIO, -2 * drawn.weight_EIO[:, :, :2].contiguous()
+    memories, wanted = [], []
+    for weight_EIO in kinds:
+        shape = len(drawn.expert_S), *weight_EIO.shape[1:]
+        untouched_SIO = weight_EIO.new_full(shape, UNTOUCHED)
+        memories.append(memory(untouched_SIO, drawn.ranks))
+        wanted.append(untouched_SIO.clone())
+        for slot, expert in enumerate(drawn.expert_S.tolist()):
+            if drawn.filled_S[slot]:
+                wanted[-1][slot] = weight_EIO[expert]
     for rank in range(drawn.ranks):
-        own_LIO = drawn.of_rank(drawn.weight_EIO, rank)
-        push_clones(own_LIO, drawn.expert_S, drawn.moved_S, addresses_R, first=rank * drawn.local)
-    assert torch.equal(torch.cat(parts), wanted_SIO)
+        up, down = (
+            Slots(drawn.of_rank(weight_EIO, rank), addresses_R)
+            for weight_EIO, (_, addresses_R) in zip(kinds, memories, strict=True)
+        )
+        push_clones(up, down, drawn.expert_S, drawn.moved_S, first=rank * drawn.local)
+    for (parts, _), wanted_SIO in zip(memories, wanted, strict=True):
+        assert torch.equal(torch.cat(parts), wanted_SIO)
 
 
 def check_add_clones(drawn: DrawnClones, dtype: torch.dtype = torch.float32) -> None:

@@ -6,12 +6,16 @@ from __future__ import annotations
 
 import mmap
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory as symmetric
 from torch import Tensor
+
+from app.moe.clones import peer
 
 SIZE = 1 << 20  # bytes of each rank
 DONE = 1 << 30  # barriers to which a rank that has left will have come
@@ -30,8 +34,12 @@ class Handle:
     def barrier(self, channel: int) -> None:
         """Of all ranks."""
         assert channel == 0
+        self.late(dist.barrier)
+
+    def late(self, meet: Callable[[], None]) -> None:
+        """What has all ranks meet, as a barrier here does."""
         self.arrivals_P[self.rank] += 1
-        dist.barrier()
+        meet()
         while self.rank % 2 and self.arrivals_P[::2].min() <= self.arrivals_P[self.rank]:
             time.sleep(0.001)
 
@@ -54,7 +62,14 @@ def share_memory(memory: Tensor, rank: int, ranks: int) -> Handle:
         assert tensor.data_ptr() == own.data_ptr()
         return handle
 
+    meet_if = peer.meet_if
+
+    def meet_late(needed_S: Tensor, *given: Tensor, **named: Tensor) -> None:
+        meet = partial(meet_if, needed_S, *given, **named)
+        handle.late(meet) if needed_S.any() else meet()
+
     symmetric.empty, symmetric.rendezvous = empty, rendezvous  # in this process, which ends soon
+    peer.meet_if = meet_late
     return handle
 
 

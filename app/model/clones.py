@@ -14,9 +14,9 @@ class LentWeight(Protocol):
     in the same order. Nothing waits for the device.
     """
 
-    def fetch(self, own_LIO: Tensor) -> Tensor:
-        """The matrices that are lent, s × I × O, and those of this rank to who borrows them; valid
-        until the next call for a layer's weight of this kind.
+    def fetch(self) -> Tensor:
+        """The matrices that are lent, s × I × O, while those of this rank go to who borrows them;
+        valid until a layer's next call for any kind that has been fetched before.
         """
 
     def grads(self) -> Tensor:

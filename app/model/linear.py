@@ -337,7 +337,7 @@ def _with_lent(
     The exchange comes first: a rank that lends has more rows of its own, and one that borrows would
     wait until they are computed.
     """
-    lent_GIO = lent.fetch(weight_EIO)
+    lent_GIO = lent.fetch()
     out = product(weight_EIO, ends_E[: len(weight_EIO)])
     add_groups(out, rows, lent_GIO, ends_E=ends_E, transposed=transposed)
     return out

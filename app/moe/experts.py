@@ -6,8 +6,8 @@ hidden width of an expert.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import partial
+from typing import Protocol
 
 from torch import Tensor, nn
 
@@ -22,12 +22,11 @@ from app.model.weight_grads import WeightGradSink
 from app.plan.model.experts import ExpertWeights
 
 
-@dataclass(frozen=True, slots=True)
-class LentExperts:
+class LentExperts(Protocol):
     """Experts of other ranks that compute rows here, behind those of this rank's own."""
 
-    up: LentWeight
-    down: LentWeight
+    def of(self, up_LIO: Tensor, down_LIO: Tensor) -> tuple[LentWeight, LentWeight]:
+        """Their matrices of both kinds, where this rank's experts have these."""
 
 
 class Experts(nn.Module):
@@ -60,7 +59,9 @@ class Experts(nn.Module):
         The last rows may be of experts that are `lent` by other ranks. Rows may be `ready` in eight
         bits, where products read these.
         """
-        up, down = (None, None) if lent is None else (lent.up, lent.down)
+        up, down = (None, None)
+        if lent is not None:
+            up, down = lent.of(self.w_up.weight, self.w_down.weight)
 
         def kept(rows: Tensor) -> Tensor:
             if keep is not None and recompute is not None:

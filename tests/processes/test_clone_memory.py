@@ -5,6 +5,8 @@ addresses, kernels are interpreted, half of the ranks are as late as they can be
 from __future__ import annotations
 
 import functools
+import mmap
+import time
 from unittest.mock import patch
 
 import pytest
@@ -12,12 +14,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from app.kernels.clones.meeting import meet_if
 from app.moe.clones.peer import PeerClones
 from tests.cases import chosen
 from tests.clone_exchanges import (
     CloneSizes,
     all_clone_exchanges,
     draw_values,
+    steps,
     wanted_of_clones,
 )
 from tests.distributed import run_distributed
@@ -25,6 +29,7 @@ from tests.exchanges import different
 from tests.peer_memory import share_memory, shared
 
 pytest.importorskip("triton")
+LAYERS = 15  # steps that are those of layers
 
 
 def differences(rank: int, memory: Tensor, sizes: CloneSizes, rounds: int) -> list[str]:
@@ -60,17 +65,44 @@ def test_clones_arrive_and_their_gradients_come_home(ranks: int, rounds: int, si
     assert run_distributed(compare, ranks) == [[]] * ranks
 
 
-def test_equal_calls_in_a_row_need_a_barrier_more():
-    """What lies there is written over while a late rank reads it; kinds in turns, as layers have
-    them, come through.
+def test_what_layers_do_not_do_needs_a_barrier_more():
+    """Without it, what lies there is written over while a late rank reads it; forward and backward
+    as layers have them come through, and gradients of weights that come later.
     """
     sizes = SIZES[0][2]
     compare = functools.partial(differences, memory=shared(2), sizes=sizes, rounds=1)
     with patch.object(PeerClones, "_make_free", lambda *_: None):
         late = run_distributed(compare, 2)[1]
-    assert [name.partition(": ")[2] for name in late] == [
-        f"{what} {which} · {factor}"
-        for what in ("weights", "gradients")
-        for which in (0, 1)
-        for factor in (1, 2)  # nothing comes after the last in the row
-    ]
+    # of steps() those that the next with clones follows, of another layer and with nothing between
+    unsettled = [("weights", 1, 2), *(("weights", 0, layer) for layer in (0, 2))]
+    unsettled += [("weights", 1, 0), ("gradients", 0, 0), ("gradients", 1, 0)]
+    overwritten = sorted({int(name.partition(":")[0]) for name in late})
+    assert [steps()[nth] for nth in overwritten] == unsettled
+    assert overwritten[0] == LAYERS
+
+
+def meetings(rank: int, memory: Tensor, ranks: int) -> list[list[int]]:
+    """What a rank finds that all have written before each of its meetings; every second one is not
+    needed.
+    """
+    written_P, arrived_PP = memory[:ranks], memory[ranks:].view(ranks, ranks)
+    addresses = [each[rank:].data_ptr() for each in arrived_PP]
+    addresses_P, passed_P = torch.tensor(addresses), torch.zeros(ranks, dtype=torch.int64)
+    found = []
+    for nth in range(1, 7):
+        needed_S = torch.tensor([0, 0, nth % 2])
+        time.sleep(0.1 * ((rank + nth) % ranks == 0))
+        if nth % 2:
+            written_P[rank] = nth
+        meet_if(needed_S, arrived_PP[rank], addresses_P, passed_P)
+        found.append(written_P.tolist())
+        meet_if(needed_S, arrived_PP[rank], addresses_P, passed_P)  # all have looked
+    return found
+
+
+def test_ranks_meet_where_it_is_needed():
+    ranks = 3
+    memory = torch.frombuffer(mmap.mmap(-1, 8 * ranks * (ranks + 1)), dtype=torch.int64)
+    for found in run_distributed(functools.partial(meetings, memory=memory, ranks=ranks), ranks):
+        assert found[0::2] == [[nth] * ranks for nth in (1, 3, 5)]
+    assert memory[ranks:].tolist() == [6] * ranks**2  # nobody has come to the others

@@ -277,16 +277,15 @@ def exchanged(rank: int, ranks: int, spares: int) -> int:
         filled_S = torch.rand(slots, generator=generator) < 0.7
         clones = Clones(expert_S, 7 * filled_S.long())
         mine = range(rank * spares, (rank + 1) * spares)
+        ids_L11 = torch.arange(rank * local, (rank + 1) * local)[:, None, None]
+        weights = [ids_L11.expand(-1, *shape) + 0.5 * turn for shape in shapes]
         for kind, shape in enumerate(shapes):
-            ids_LIO = torch.arange(rank * local, (rank + 1) * local)[:, None, None].expand(
-                -1, *shape
-            )
-            came = transport.send(kind, ids_LIO + 0.5 * turn, clones)
+            came = transport.send(kind, weights, clones)
             for nth, slot in enumerate(mine):
                 if filled_S[slot]:
                     assert (came[nth] == expert_S[slot] + 0.5 * turn).all()
             terms_SIO = torch.randn(slots, *shape, generator=generator)
-            transport.grads(kind).copy_(terms_SIO[mine.start : mine.stop])
+            transport.grads(kind, clones).copy_(terms_SIO[mine.start : mine.stop])
             total = torch.randn(local, *shape, generator=generator)
             wanted, backward = total.clone(), total.clone()
             transport.add_home(kind, total, clones)

@@ -14,6 +14,8 @@ time, PLACES ≥ S, a power of two.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from torch import Tensor
 
 from app.kernels.common import jit, tl
@@ -24,24 +26,36 @@ WARPS = 8  # 16 values of each thread: two accesses of 16 bytes in bf16, four in
 PROGRAMS = 2 * MULTIPROCESSORS  # of a slot at most, so that one alone keeps its link busy
 
 
-def push_clones(
-    weight_LIO: Tensor, expert_S: Tensor, moved_S: Tensor, addresses_R: Tensor, first: int
-) -> None:
-    """Write weight[e - first] to every filled slot whose expert e is one of this rank's.
+@dataclass(frozen=True, slots=True)
+class Slots:
+    """Where one kind of matrices goes."""
+
+    weight_LIO: Tensor  # those of this rank's experts
+    addresses_R: Tensor  # of each rank's slots for them
+
+
+def push_clones(up: Slots, down: Slots, expert_S: Tensor, moved_S: Tensor, first: int) -> None:
+    """Write weight[e - first] of both kinds to every filled slot whose expert e is one of this
+    rank's.
 
     Slots hold the weights' type. Nothing is read or written for others.
     """
-    assert weight_LIO.is_contiguous()
-    count = weight_LIO[0].numel()
-    _push[_grid(count, expert_S)](
-        weights=weight_LIO,
+    weights = up.weight_LIO, down.weight_LIO
+    assert all(weight.is_contiguous() for weight in weights)
+    counts = [weight[0].numel() for weight in weights]
+    slots, programs = _grid(max(counts), expert_S)
+    _push[(slots, cdiv(programs, 2), 2)](
+        up=up.weight_LIO,
+        down=down.weight_LIO,
         experts=expert_S,
         moved=moved_S,
-        addresses=addresses_R,
-        spares=len(expert_S) // len(addresses_R),
+        up_addresses=up.addresses_R,
+        down_addresses=down.addresses_R,
+        spares=len(expert_S) // len(up.addresses_R),
         first=first,
-        local=len(weight_LIO),
-        count=count,
+        local=len(up.weight_LIO),
+        up_count=counts[0],
+        down_count=counts[1],
         BLOCK=BLOCK,
         num_warps=WARPS,
     )
@@ -80,26 +94,49 @@ def _grid(count: int, expert_S: Tensor) -> tuple[int, int]:
 
 @jit
 def _push(
-    weights: tl.tensor,
+    up: tl.tensor,
+    down: tl.tensor,
     experts: tl.tensor,
     moved: tl.tensor,
-    addresses: tl.tensor,
+    up_addresses: tl.tensor,
+    down_addresses: tl.tensor,
     spares: int,
     first: int,
     local: int,
-    count: int,
+    up_count: int,
+    down_count: int,
     BLOCK: tl.constexpr,
 ) -> None:
     slot = tl.program_id(0)
     expert = tl.load(experts + slot)
     if (tl.load(moved + slot) > 0) & (expert >= first) & (expert < first + local):
-        out = tl.load(addresses + slot // spares).to(tl.pointer_type(weights.dtype.element_ty))
-        out = tl.multiple_of(out, 16) + (slot % spares).to(tl.int64) * count
-        weight = weights + (expert - first) * count
-        for start in range(tl.program_id(1) * BLOCK, count, tl.num_programs(1) * BLOCK):
-            place = start + tl.arange(0, BLOCK)
-            value = tl.load(weight + place, mask=place < count)
-            tl.store(out + place, value, mask=place < count)
+        nth = expert - first
+        if tl.program_id(2) == 0:
+            _push_matrix(up, up_addresses, slot, nth, spares=spares, count=up_count, BLOCK=BLOCK)
+        else:
+            _push_matrix(
+                down, down_addresses, slot, nth, spares=spares, count=down_count, BLOCK=BLOCK
+            )
+
+
+@jit
+def _push_matrix(
+    weights: tl.tensor,
+    addresses: tl.tensor,
+    slot: tl.tensor,
+    nth: tl.tensor,
+    spares: int,
+    count: int,
+    BLOCK: tl.constexpr,
+) -> None:
+    """This program's part of the nth matrix to a slot."""
+    out = tl.load(addresses + slot // spares).to(tl.pointer_type(weights.dtype.element_ty))
+    out = tl.multiple_of(out, 16) + (slot % spares).to(tl.int64) * count
+    weight = weights + nth * count
+    for start in range(tl.program_id(1) * BLOCK, count, tl.num_programs(1) * BLOCK):
+        place = start + tl.arange(0, BLOCK)
+        value = tl.load(weight + place, mask=place < count)
+        tl.store(out + place, value, mask=place < count)
 
 
 @jit

@@ -29,19 +29,34 @@ class Lent:
 
     transport: CloneTransport
     kind: int
+    weights: tuple[Tensor, Tensor]  # of this rank's experts, both kinds
     clones: Clones
 
-    def fetch(self, own_LIO: Tensor) -> Tensor:
+    def fetch(self) -> Tensor:
         """See the protocol."""
-        return self.transport.send(self.kind, own_LIO, self.clones)
+        return self.transport.send(self.kind, self.weights, self.clones)
 
     def grads(self) -> Tensor:
         """See the protocol."""
-        return self.transport.grads(self.kind)
+        return self.transport.grads(self.kind, self.clones)
 
     def add_home(self, total_LIO: Tensor) -> None:
         """See the protocol."""
         self.transport.add_home(self.kind, total_LIO, self.clones)
+
+
+@dataclass(frozen=True, slots=True)
+class Borrowed:
+    """What the slots of this rank have for one microbatch (`app.moe.experts.LentExperts`)."""
+
+    transport: CloneTransport
+    clones: Clones
+
+    def of(self, up_LIO: Tensor, down_LIO: Tensor) -> tuple[Lent, Lent]:
+        """See the protocol."""
+        both = up_LIO, down_LIO
+        up, down = (Lent(self.transport, kind, both, self.clones) for kind in (UP, DOWN))
+        return up, down
 
 
 class Cloning:
@@ -86,7 +101,7 @@ class Cloning:
 
     def lent(self, clones: Clones) -> LentExperts:
         """What the experts of this rank's slots compute with."""
-        return LentExperts(Lent(self.transport, UP, clones), Lent(self.transport, DOWN, clones))
+        return Borrowed(self.transport, clones)
 
     def _check(self, experts_TK: Tensor, goes_TK: Tensor, plan: ClonePlan) -> None:
         """AssertionError or its like on a GPU, where no host can say more."""

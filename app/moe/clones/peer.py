@@ -6,11 +6,17 @@ lie with the slots until all ranks have met, and the experts' ranks read them.
 There is one memory for the slots of each kind of weights, and one for their gradients. Nothing may
 be written before everybody has read what was there. Let a rank's kernels run one after another.
 Then whoever has passed a barrier comes after all that any rank has read before it, so one barrier
-between a read and the next write of the same memory is enough, of whichever exchange. Mostly one is
-there already, because the kinds take turns:
+between a read and the next write of the same memory is enough, of whichever exchange.
 
-- Slots: forward sends up, down, up, down …, and backward down, up, down, up …; a barrier follows
-  each. Where the same kind comes twice, with nothing in between, `send` has a barrier in front.
+Counts have barriers that all ranks always come to. Weights and gradients have those of their
+clones: every rank knows on the device whether there are any, and where there are none, nothing is
+read or written, and nobody waits. So a barrier of clones settles what was read under these same
+clones, and makes free what is to be written under them; what others have read stays to be settled.
+Mostly both are there already:
+
+- Slots: both kinds go out together, in forward and in backward, with a barrier behind. Backward
+  exchanges gradients between the reads and the next layer's weights, forward counts. Where nothing
+  is in between, `send` has a barrier in front.
 - Gradients: down, up, down, up …, and a barrier between writes and reads of each. Where the same
   kind comes twice, `grads` has a barrier.
 - Counts: every buffer exists twice (see `app.moe.dispatch.peer`).
@@ -28,22 +34,33 @@ matrix.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import cycle
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from app.kernels.clones.weights import add_clones, push_clones
+from app.kernels.clones.meeting import meet_if
+from app.kernels.clones.weights import Slots, add_clones, push_clones
 from app.kernels.peer_rows import push_values
 from app.moe.clones.record import Clones
 from app.moe.peer_memory import Buffer, Layout, PeerMemory
 
 
+@dataclass(slots=True, eq=False)
+class Read:
+    """Memory that some rank may still be reading."""
+
+    buffer: Buffer
+    clones: Clones | None  # under which it is read; None: under several
+    met: Clones | None = None  # those of the latest barrier since
+
+
 class PeerClones:
     """Clones' weights and gradients between GPUs of one host that reach each other's memory.
 
-    Has memory for s matrices of each kind, in the weights' type and once more in fp32, and 2·8·R·E
+    Has memory for s matrices of both kinds, in the weights' type and once more in fp32, and 2·8·R·E
     bytes. Creating it is collective. All ranks of the group call the same methods in the same
     order, from one stream or from streams that wait for each other; nothing waits for the device.
     """
@@ -57,19 +74,25 @@ class PeerClones:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        """`shapes`: I × O of each kind of weights."""
+        """`shapes`: I × O of both kinds of weights."""
         ranks = group.size()
         self.first = group.rank() * local  # global index of this rank's first expert
         slots = [Layout((spares, *shape), dtype, parted=False) for shape in shapes]
         grads = [Layout((spares, *shape), torch.float32, parted=False) for shape in shapes]
         counts = [Layout((ranks, ranks * local), torch.int64, parted=True)] * 2
-        self._memory = PeerMemory(group, [*slots, *grads, *counts], device)
+        arrivals = Layout((ranks,), torch.int64, parted=True)
+        self._memory = PeerMemory(group, [*slots, *grads, *counts, arrivals], device)
         kinds, buffers = len(shapes), self._memory.buffers
         self._slots = buffers[:kinds]
         self._grads = buffers[kinds : 2 * kinds]
-        self._counts = cycle(buffers[2 * kinds :])
-        # what some rank may still be reading: it has been given out since the last barrier
-        self._read: list[Buffer] = []
+        self._counts = cycle(buffers[2 * kinds : -1])
+        self._arrivals = buffers[-1]
+        self._passed_R = torch.zeros_like(self._arrivals.own)
+        self._arrivals.own.zero_()
+        self._memory.barrier()
+        self._unread: set[int] = set()  # kinds that lie in slots and have not been given out
+        self._sent: Clones | None = None  # whose they are
+        self._read: list[Read] = []  # at most one of each memory
 
     def gather_counts(self, counts_E: Tensor) -> Tensor:
         """Tokens of this rank for each expert, [E] -> of all ranks, int64 [R, E].
@@ -79,30 +102,42 @@ class PeerClones:
         buffer = next(self._counts)
         assert counts_E.shape == buffer.own.shape[1:]
         push_values(counts_E, buffer.addresses_P, torch.int64)
-        self._barrier()
+        self._memory.barrier()
+        self._read.clear()
         return buffer.own
 
-    def send(self, kind: int, weight_LIO: Tensor, clones: Clones) -> Tensor:
-        """Weights of this kind of this rank's experts -> [s, I, O], those in this rank's slots.
+    def send(self, kind: int, weights: Sequence[Tensor], clones: Clones) -> Tensor:
+        """Weights of both kinds of this rank's experts, [L, I, O] -> [s, I, O], those of this kind
+        in this rank's slots. Both go out when the first is asked for.
 
         Undefined where a slot is empty, and everywhere from the next call for this kind on.
         """
-        slots = self._slots[kind]
-        assert weight_LIO.dtype == slots.own.dtype and weight_LIO.shape[1:] == slots.own.shape[1:]
-        self._make_free(slots)
-        push_clones(
-            weight_LIO, clones.expert_S, clones.moved_S, slots.addresses_P, first=self.first
-        )
-        self._barrier()
-        self._read.append(slots)
-        return slots.own
+        if self._sent is not clones or kind not in self._unread:
+            self._send(weights, clones)
+        self._unread.discard(kind)
+        return self._slots[kind].own
 
-    def grads(self, kind: int) -> Tensor:
+    def _send(self, weights: Sequence[Tensor], clones: Clones) -> None:
+        up, down = (
+            Slots(weight, slots.addresses_P)
+            for weight, slots in zip(weights, self._slots, strict=True)
+        )
+        for weight, slots in zip(weights, self._slots, strict=True):
+            assert weight.dtype == slots.own.dtype and weight.shape[1:] == slots.own.shape[1:]
+            self._make_free(slots, clones)
+        push_clones(up, down, clones.expert_S, clones.moved_S, first=self.first)
+        self._meet(clones)
+        for slots in self._slots:
+            self._note_read(slots, clones)
+        self._sent = clones
+        self._unread = set(range(len(self._slots)))
+
+    def grads(self, kind: int, clones: Clones) -> Tensor:
         """[s, I, O] fp32, where this rank writes the gradients of its slots for `add_home`; what
         lies there is undefined. To be called for every time that it is written.
         """
         grads = self._grads[kind]
-        self._make_free(grads)
+        self._make_free(grads, clones)
         return grads.own
 
     def add_home(self, kind: int, total_LIO: Tensor, clones: Clones) -> None:
@@ -111,15 +146,26 @@ class PeerClones:
         """
         grads = self._grads[kind]
         assert total_LIO.shape[1:] == grads.own.shape[1:]
-        self._barrier()
+        self._meet(clones)
         add_clones(total_LIO, clones.expert_S, clones.moved_S, grads.addresses_P, first=self.first)
-        self._read.append(grads)
+        self._note_read(grads, clones)
 
-    def _make_free(self, buffer: Buffer) -> None:
-        """Behind this, nobody reads what was there before."""
-        if any(buffer is other for other in self._read):
-            self._barrier()
+    def _note_read(self, buffer: Buffer, clones: Clones) -> None:
+        """It is read from here on."""
+        others = [read for read in self._read if read.buffer is not buffer]
+        # what is still read under other clones is not settled by a barrier of these
+        alone = len(others) == len(self._read)
+        self._read = [*others, Read(buffer, clones if alone else None)]
 
-    def _barrier(self) -> None:
-        self._memory.barrier()
-        self._read.clear()
+    def _make_free(self, buffer: Buffer, clones: Clones) -> None:
+        """Behind this, nobody reads what was there before, if anything is cloned."""
+        if any(read.buffer is buffer and read.met is not clones for read in self._read):
+            self._meet(clones)
+
+    def _meet(self, clones: Clones) -> None:
+        """What ranks have written before it can be read behind it, if anything is cloned."""
+        arrivals = self._arrivals
+        meet_if(clones.moved_S, arrivals.own, arrivals.addresses_P, passed_P=self._passed_R)
+        self._read = [read for read in self._read if read.clones is not clones]
+        for read in self._read:
+            read.met = clones

@@ -24,21 +24,24 @@ class CloneTransport(Protocol):
     """Exchanges that never wait for the device, so they can be captured; all ranks of the group
     call the same ones in the same order.
 
-    `kind` counts the matrices of an expert. What lies in slots is valid until the next exchange of
-    the same kind.
+    `kind` counts the matrices of an expert. What lies in slots is valid until one of the kinds that
+    have been asked for is asked for once more.
     """
 
     def gather_counts(self, counts_E: Tensor) -> Tensor:
         """This rank's tokens for each expert -> those of all ranks, int64 R × E."""
         ...
 
-    def send(self, kind: int, weight_LIO: Tensor, clones: Clones) -> Tensor:
-        """The matrices of the experts of this rank -> those of its slots, s × I × O; undefined in
-        empty ones.
+    def send(self, kind: int, weights: Sequence[Tensor], clones: Clones) -> Tensor:
+        """The matrices of the experts of this rank, L × I × O of each kind -> those of its slots of
+        this kind, s × I × O; undefined in empty ones.
+
+        Kinds take turns, in any order, with the same weights and clones: with the first of them
+        others may be sent already.
         """
         ...
 
-    def grads(self, kind: int) -> Tensor:
+    def grads(self, kind: int, clones: Clones) -> Tensor:
         """Where this rank is to write the gradients of its slots: fp32, s × I × O. To be called for
         every time that it is written.
         """
@@ -79,9 +82,10 @@ class CollectiveClones:
         """See the protocol."""
         return gathered(counts_E[None], self.group)
 
-    def send(self, kind: int, weight_LIO: Tensor, clones: Clones) -> Tensor:
-        """See the protocol."""
+    def send(self, kind: int, weights: Sequence[Tensor], clones: Clones) -> Tensor:
+        """See the protocol: each kind when it is asked for."""
         ranks = self.group.size()
+        weight_LIO = weights[kind]
         # what others have not asked for travels too, and is not looked at
         local_S = (clones.expert_S - self.first).clamp(0, self.local - 1)
         parts_RsIO = weight_LIO.index_select(0, local_S).unflatten(0, (ranks, self.spares))
@@ -91,7 +95,7 @@ class CollectiveClones:
         nth_s = torch.arange(self.spares, device=home_s.device)
         return arrived_SIO.index_select(0, home_s * self.spares + nth_s)
 
-    def grads(self, kind: int) -> Tensor:
+    def grads(self, kind: int, clones: Clones) -> Tensor:
         """See the protocol."""
         return self._grads[kind]
 

@@ -27,8 +27,9 @@ EXPERT_ID, PLACE, PROBABILITY = 2, 4, 4  # bytes for each choice of a token: exp
 MOST_IDS = 2**15 - 1  # of experts, for EXPERT_ID bytes
 COUNT = 8  # bytes of a number of tokens, in plans of clones
 GRADIENT = 4  # bytes of an element of a clone's gradients
-# launches: of a plan of clones and of what counts for it; of sending a kind of matrices
-PLAN_KERNELS, PEER_KERNELS, COLLECTIVE_KERNELS = 7, 3, 8
+# launches: of a plan of clones and of what counts for it; of a kind of matrices, sent by peers with
+# the other kind
+PLAN_KERNELS, PEER_KERNELS, COLLECTIVE_KERNELS = 7, 2, 8
 HEADROOM = 1.1  # of rows that there is memory for once more, over what was needed
 
 
