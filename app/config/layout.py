@@ -87,6 +87,8 @@ class HardwareConfig:
             "node_gb_s",
             "network_gb_s",
         )
+        if self.profile is not None and self.peak_tflops is not None:
+            self.profile.check_peak(self.peak_tflops)
 
 
 @dataclass(frozen=True)

@@ -63,6 +63,7 @@ class HardwareProfile:
     fp8_delayed_tflops: float | None = None  # by the recipe delayed
     fp8_block_tflops: float | None = None  # by the recipe block
     fp8_quantise_gb_s: float | None = None  # of quantising, 4 to 6 bytes per element of 16 bits
+    fp8_grouped_tflops: float | None = None  # of experts' products, each row with a scale
 
     @property
     def scaled(self) -> bool:
@@ -91,6 +92,21 @@ class HardwareProfile:
                 if not 0 <= getattr(self, name) <= most:
                     key = f"hardware.profile.{name}"
                     raise ConfigError(key, getattr(self, name), f"must be from 0 to {most:,.0f}")
+
+    def check_peak(self, peak_tflops: float) -> None:
+        """ConfigError for what computes faster than a data sheet's peak in 16 bits, or than twice
+        that in eight.
+        """
+        for field in fields(self):
+            value = getattr(self, field.name)
+            rows = [row[2:] for row in value] if field.name == "attention" else [(value,)]
+            if not field.name.endswith("_tflops") and field.name != "attention":
+                continue
+            most = peak_tflops * (2 if field.name.startswith("fp8_") else 1)
+            if any(rate is not None and rate > most for row in rows for rate in row):
+                rule = f"is more than the data sheet's peak (hardware.peak_tflops={peak_tflops:g})"
+                advice = f"at most {most:g}"
+                raise ConfigError(f"hardware.profile.{field.name}", value, rule, advice=advice)
 
     def _freeze_attention(self) -> None:
         try:

@@ -232,6 +232,22 @@ def test_measured_speeds_of_products_and_of_quantising(recipe: str, moved: int):
     assert plan.tail.optimizer - plain.tail.optimizer == pytest.approx(weights * moved / 100e9)
 
 
+def test_measured_speeds_of_experts():
+    """Products of outputs and of inputs' gradients are as fast as measured, and rows quantised for
+    both; the gradient of the weight stays as it is.
+    """
+    fp8 = in_8(include=(Fp8Part.linear, Fp8Part.experts))
+    bare = {"product_memory": 0.0, "kernel_us": 0.0, "grouped_tflops": 400.0}
+    bare["fp8_grouped_tflops"] = 800.0
+    plain = times_of(run_of(in_8(include=(Fp8Part.linear,)), model=MOE), **bare)
+    found = times_of(run_of(fp8, model=MOE), **bare)
+    for name in ("forward", "backward_input"):
+        own, before = getattr(found, name), getattr(plain, name)
+        assert own["experts' products"] == pytest.approx(before["experts' products"] / 2)
+        assert own[QUANTISED] > before[QUANTISED]
+    assert found.backward_weight == pytest.approx(plain.backward_weight)
+
+
 def test_without_measured_speeds_products_are_as_many_times_faster(capsys):
     """And the command says so; with them it says nothing."""
     names = ("current_tflops", "delayed_tflops", "block_tflops", "quantise_gb_s")

@@ -414,6 +414,9 @@ def test_a_broken_file_is_refused_in_a_line(tmp_path: Path, capsys, old: str, ne
         ("norm_gb_s=[3000]", "must be a pair, of forward and backward"),
         ("product_tflops=null", "must have a value; measure the GPU again"),
         ("product_tflops=1e9", "no GPU or link has that"),
+        ("product_tflops=79000", "peak (hardware.peak_tflops=989); at most 989"),
+        ("fp8_current_tflops=1980", "peak (hardware.peak_tflops=989); at most 1978"),
+        ("attention=[[128,4096,990,366,306,194]]", "at most 989"),
     ],
 )
 def test_a_typed_speed_is_refused_in_a_line(capsys, typed: str, said: str):
@@ -486,6 +489,7 @@ def test_drawn_runs_have_times_that_add_up(seed: int):
         for field in dataclasses.fields(H200)
         if field.name.endswith(("_gb_s", "_tflops"))
         for rates in [getattr(H200, field.name)]
+        if rates is not None
     }
     faster = HardwareConfig(profile=dataclasses.replace(H200, **twice))
     assert Plan(dataclasses.replace(run, hardware=faster)).step_seconds <= plan.step_seconds

@@ -14,19 +14,20 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from app.choices import Fp8Recipe, LinearBackendKind
+from app.choices import Dtype, Fp8Recipe, LinearBackendKind
 from app.cli.calibrate import main, option_path
 from app.cli.options.arguments import Typed
 from app.cli.options.compose import load_typed
 from app.config import HardwareProfile
 from app.engine.calibration import eight_bits, solve
 from app.engine.calibration.clock import Clock
-from app.engine.calibration.eight_bits import eight_bits_speeds
+from app.engine.calibration.eight_bits import eight_bits_speeds, experts_speeds
 from app.engine.calibration.kernels import MeasuredSizes, kernel_speeds
 from app.engine.calibration.links import link_speeds
 from app.engine.calibration.profile_file import gpu_words, measured_profile, write_profile
 from app.engine.eight_bits import Maker, arithmetic_maker
 from app.errors import ConfigError
+from app.model.fp8.row_scaled import RowScaled
 from app.plan.plan import Plan
 from tests.distributed import run_distributed
 
@@ -35,7 +36,7 @@ TINY = MeasuredSizes(
     square=64,
     tokens=64,
     hidden=32,
-    narrow=16,
+    expert=16,
     vocab=64,
     experts=4,
     top_k=2,
@@ -53,9 +54,14 @@ def test_products_are_taken_apart():
     """Seconds made by the plan's formula give its numbers back."""
     memory, tflops, share = 4000.0, 700.0, 0.4
     found = []
-    for flops, moved in ((1e12, 4e8), (5e10, 1.5e8)):
+    for flops, moved in ((1e12, 4e8), (5e10, 1.5e8), (2e11, 2e8)):
         found.append((flops, moved, flops / (tflops * 1e12) + share * moved / (memory * 1e9)))
-    assert solve.products(found[0], found[1], memory) == pytest.approx((tflops, share))
+    assert solve.products(found, memory) == pytest.approx((tflops, share))
+    # nothing hides more than all of its bytes, or less than none
+    hidden = [(flops, moved, flops / 7e14 - 1e-6) for flops, moved, _ in found[:2]]
+    assert solve.products(hidden, memory)[1] == 0.0
+    slow = [(flops, moved, flops / 7e14 + 2 * moved / 4e12) for flops, moved, _ in found[:2]]
+    assert solve.products(slow, memory)[1] == 1.0
 
 
 def test_experts_products_are_taken_apart():
@@ -64,7 +70,9 @@ def test_experts_products_are_taken_apart():
     for rows in (1024, 256):
         flops = 2 * rows * weights
         found.append((flops, weights, (flops + 2 * tile * weights) / (tflops * 1e12)))
-    assert solve.grouped(found[0], found[1]) == pytest.approx((tflops, tile))
+    assert solve.grouped(found[0], found[1], most=900.0) == pytest.approx((tflops, tile))
+    rate, more = solve.grouped(found[0], found[1], most=500.0)
+    assert rate <= 500.0 and more < tile
 
 
 def test_lines_have_a_start_and_a_slope():
@@ -90,6 +98,25 @@ def test_every_recipe_in_eight_bits_is_measured():
         assert found.pop(f"fp8_{name}_tflops") == pytest.approx(6 * 64**3 / took / 1e12)
     took = 4 / 1e4 - 4 * 1e-6
     assert found == {"fp8_quantise_gb_s": pytest.approx(6 * 64**2 / took / 1e9)}
+
+
+def test_experts_in_eight_bits_are_measured():
+    """4 experts with 64 rows each, and 2 that are computed for nobody; or why they are not."""
+    given = {"other_gb_s": [1.0], "product_memory": 0.5, "kernel_us": 1.0, "grouped_tile": 2.0}
+    found, missing = experts_speeds(Counting(), TINY, given, LinearBackendKind.torch)
+    moved = 0.5 * 2 * (4 * 64 * 32 + 4 * 32 * 16 + 4 * 64 * 16) / 1e9
+    took = 1e-4 - 1e-6 - moved
+    flops = 2 * 4 * 66 * 32 * 16
+    assert missing == []
+    assert found == {"fp8_grouped_tflops": pytest.approx(flops / took / 1e12)}
+
+
+def test_experts_that_are_not_to_be_had_in_eight_bits_are_said(monkeypatch):
+    def refused(asked: LinearBackendKind, dtype: Dtype, device: torch.device) -> RowScaled:
+        raise ConfigError("precision.fp8.include", "experts", "not on this GPU")
+
+    monkeypatch.setattr(eight_bits, "experts_arithmetic", refused)
+    assert experts_speeds(Counting(), TINY, {}) == ({}, ["of experts: not on this GPU"])
 
 
 def test_recipes_that_are_not_to_be_had_are_said(monkeypatch):
@@ -139,7 +166,7 @@ def test_the_clock_runs_what_it_measures():
     x = torch.randn(8, 8)
     forward, backward = clock.passes(lambda x: (x.sin(), x.cos()), [x])
     assert forward > 0 and backward > 0 and x.grad is None
-    assert clock.start() > 0 and clock.launch(torch.sin, x, kernels=2) > 0
+    assert clock.start() > 0 and clock.launch(torch.sin, [x], kernels=2) > 0
 
 
 def measured(links: dict[str, float] | None = None) -> HardwareProfile:
@@ -184,6 +211,9 @@ def test_one_gpu_says_that_its_links_are_stated():
 def test_impossible_speeds_are_refused():
     speeds = kernel_speeds(Counting(), TINY) | {"router_tflops": 1e9}
     with pytest.raises(ConfigError, match=r"hardware\.profile\.router_tflops"):
+        measured_profile("NVIDIA H200", "a test", speeds, {})
+    speeds |= {"router_tflops": 1000.0}  # more than the data sheet of an H200 says
+    with pytest.raises(ConfigError, match=r"router_tflops=1000\.0: is more .* at most 989"):
         measured_profile("NVIDIA H200", "a test", speeds, {})
 
 

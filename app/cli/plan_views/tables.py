@@ -242,7 +242,7 @@ def _eight_bits_assumption(plan: Plan) -> str:
     assumed = []
     if fp8.by_library and fp8_tflops(plan.profile, fp8.recipe) is None:
         assumed.append(f"products in eight bits {SPEEDUP[fp8.recipe]:g} times")
-    if Fp8Part.experts in fp8.include:
+    if Fp8Part.experts in fp8.include and plan.profile.fp8_grouped_tflops is None:
         assumed.append(f"those of experts {EXPERTS_SPEEDUP:g} times")
     if not assumed:
         return ""

@@ -75,16 +75,16 @@ class Clock:
             many()
         return self.seconds(graph.replay) / TINY
 
-    def launch(self, run: Callable[[Tensor], Tensor], x: Tensor, kernels: int) -> float:
-        """The host's share of each of so many kernels of a forward and backward, `x` being small
-        enough for the device to wait for the host.
+    def launch(self, run: Function, inputs: Sequence[Tensor], kernels: int) -> float:
+        """The host's share of each of so many kernels of a forward and a backward to all inputs,
+        which are small enough for the device to wait for the host.
         """
-        leaf = x.detach().clone().requires_grad_()
-        grad = torch.ones_like(run(leaf))
+        leaves = [tensor.detach().clone().requires_grad_() for tensor in inputs]
+        grads = tuple(map(torch.ones_like, _as_tuple(run(*leaves))))
         times = []
         for _ in range(TINY):
             begun = time.perf_counter()
-            torch.autograd.grad(run(leaf), leaf, grad)
+            torch.autograd.grad(_as_tuple(run(*leaves)), leaves, grads)
             times.append(time.perf_counter() - begun)
             self._finish()
         return statistics.median(times) / kernels

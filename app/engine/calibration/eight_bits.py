@@ -1,7 +1,8 @@
 """Speeds of products in eight bits and of what quantises their matrices, by each recipe that this
 machine has; docs/step-time.md says what becomes of them.
 
-Shapes: S rows and columns of square matrices.
+Shapes: S rows and columns of square matrices; R rows grouped by expert, E experts, D hidden, F
+their other side.
 """
 
 from __future__ import annotations
@@ -12,11 +13,12 @@ from typing import Any
 
 import torch
 
-from app.choices import Fp8Recipe, LinearBackendKind
+from app.choices import Dtype, Fp8Recipe, LinearBackendKind
 from app.engine.calibration import solve
 from app.engine.calibration.clock import Clock
+from app.engine.calibration.kernels import MeasuredSizes
 from app.engine.calibration.solve import GIGA, MICRO, TERA
-from app.engine.eight_bits import arithmetic_maker
+from app.engine.eight_bits import arithmetic_maker, experts_arithmetic
 from app.errors import ConfigError
 from app.model.fp8.delayed import EACH, LinearScales
 from app.plan.trace.eight_bits import LAUNCHES, MOVED
@@ -45,6 +47,32 @@ def eight_bits_speeds(
         if "fp8_quantise_gb_s" not in found:
             found["fp8_quantise_gb_s"] = measured.quantising()
     return found, missing
+
+
+def experts_speeds(
+    clock: Clock,
+    sizes: MeasuredSizes,
+    speeds: Mapping[str, Any],
+    backend: LinearBackendKind = LinearBackendKind.auto,
+) -> tuple[dict[str, float], list[str]]:
+    """The same of experts' products, of rows that have been quantised."""
+    device = clock.device
+    try:
+        arithmetic = experts_arithmetic(backend, Dtype.bfloat16, device)
+    except ConfigError as refused:
+        return {}, [f"of experts: {refused.rule}"]
+    w_EDF = torch.randn(sizes.experts, sizes.hidden, sizes.expert, device=device).bfloat16()
+    x_RD = torch.randn(sizes.experts * sizes.many, sizes.hidden, device=device).bfloat16()
+    ends_E = torch.arange(1, sizes.experts + 1, device=device, dtype=torch.int32) * sizes.many
+    rows, weight = arithmetic.rows(x_RD, ends_E), arithmetic.weight(w_EDF)
+    took = clock.seconds(partial(arithmetic.output, rows, weight, ends_E, dtype=x_RD.dtype))
+    # as the plan counts them: rows that are computed for nobody, bytes in 16 bits
+    computed = x_RD.numel() + speeds["grouped_tile"] * sizes.experts * sizes.hidden
+    moved = SIZE * (x_RD.numel() + w_EDF.numel() + len(x_RD) * sizes.expert)
+    beside = speeds["product_memory"] * moved / (speeds["other_gb_s"][0] * GIGA)
+    beside += speeds["kernel_us"] * MICRO
+    found = solve.rate(2.0 * computed * sizes.expert, took, beside, unit=TERA)
+    return {"fp8_grouped_tflops": found}, []
 
 
 class _Recipe:

@@ -32,7 +32,9 @@ from app.plan.model.weight import Weight
 from app.torch_versions import add_product
 
 SIZE = 2  # bytes of an element
+SUMS_MOST = 4.0  # times the speed of memory that sums come to, most of which a product hides
 KERNELS = 3 * (1 + 3)  # of three operations: as the plan counts a forward with its backward
+BLOCKS = 16  # of three operations, so that what a backward takes to begin is shared as in a model
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,17 +44,22 @@ class MeasuredSizes:
     square: int = 8192  # of the large product
     tokens: int = 8192  # T
     hidden: int = 2048  # D
-    narrow: int = 512  # the other side of the thin product
+    expert: int = 1536  # columns of an expert's first matrix
     vocab: int = 50304  # V
     experts: int = 32  # E
     top_k: int = 8  # K
     sequences: tuple[int, ...] = (1024, 4096, 16384)  # S
-    heads: int = 16  # N
+    heads: int = 32  # N
     widths: tuple[int, ...] = (64, 128)  # H
     adam: int = 2**26  # elements of an update
     steady_s: float = 2.0  # seconds of products without a pause
     # bytes that a rank sends to others
     sent: tuple[int, ...] = (2**18, 2**20, 2**22, 2**24, 2**26)
+
+    @property
+    def many(self) -> int:
+        """Rows of an expert that has many."""
+        return 4 * self.tokens // self.experts
 
 
 def kernel_speeds(clock: Clock, sizes: MeasuredSizes) -> dict[str, Any]:
@@ -62,10 +69,10 @@ def kernel_speeds(clock: Clock, sizes: MeasuredSizes) -> dict[str, Any]:
     tflops, share = measure.products(other[0])
     return {
         "product_tflops": tflops,
-        "sustained_tflops": min(tflops, measure.sustained(share, other[0])),
+        "sustained_tflops": tflops * measure.kept(),
         "product_memory": share,
         "router_tflops": measure.router(),
-        **measure.grouped(share, other[0]),
+        **measure.grouped(tflops, share, other[0]),
         "attention": measure.attention(),
         "activation_gb_s": measure.activation(),
         "heads_gb_s": measure.heads(),
@@ -73,7 +80,7 @@ def kernel_speeds(clock: Clock, sizes: MeasuredSizes) -> dict[str, Any]:
         "loss_gb_s": measure.loss(),
         "rows_gb_s": measure.rows(),
         "other_gb_s": other,
-        "sums_gb_s": measure.sums(tflops),
+        "sums_gb_s": measure.sums(tflops, share, other[0]),
         "optimizer_gb_s": measure.optimizer(),
         "kernel_us": measure.kernel / MICRO,
         "launch_us": measure.launch() / MICRO,
@@ -105,22 +112,24 @@ class _Measure:
         return [solve.rate(size, took, self.kernel) for size, took in moved]
 
     def products(self, memory: float) -> tuple[float, float]:
-        """Of a large square product, and of one with a thin matrix."""
+        """Of a large square product, and of those of a layer, which hide less of their bytes."""
         s = self.sizes
+        wide = 4 * s.hidden
+        layer = [
+            (s.tokens, k, n) for k, n in product((s.hidden, wide), repeat=2) if k * n < wide**2
+        ]
         found = []
-        for m, k, n in ((s.square,) * 3, (s.square, s.narrow, s.hidden)):
+        for m, k, n in ((s.square,) * 3, *layer):
             x, w = self.random(m, k), self.random(n, k)
             took = self.clock.seconds(partial(F.linear, x, w)) - self.kernel
             found.append((2.0 * m * n * k, SIZE * float(m * k + n * k + m * n), took))
-        return solve.products(found[0], found[1], memory)
+        return solve.products(found, memory)
 
-    def sustained(self, share: float, memory: float) -> float:
-        """Of the large product without a pause."""
+    def kept(self) -> float:
+        """Share of its speed that the large product keeps up without a pause."""
         s = self.sizes
-        x, w = self.random(s.square, s.square), self.random(s.square, s.square)
-        took = self.clock.steady(partial(F.linear, x, w), s.steady_s)
-        beside = self.kernel + share * 3 * SIZE * s.square**2 / (memory * GIGA)
-        return solve.rate(2.0 * s.square**3, took, beside, unit=TERA)
+        run = partial(F.linear, self.random(s.square, s.square), self.random(s.square, s.square))
+        return min(1.0, self.clock.seconds(run) / self.clock.steady(run, s.steady_s))
 
     def router(self) -> float:
         """In float32."""
@@ -131,29 +140,29 @@ class _Measure:
         took = self.clock.seconds(partial(F.linear, x, w))
         return solve.rate(2.0 * x.numel() * len(w), took, self.kernel, unit=TERA)
 
-    def grouped(self, share: float, memory: float) -> dict[str, float]:
-        """With many rows per expert and with few."""
+    def grouped(self, tflops: float, share: float, memory: float) -> dict[str, float]:
+        """With many rows per expert and with few; no faster than the products of other layers."""
         s = self.sizes
-        w = self.random(s.experts, s.hidden, s.narrow)
+        w = self.random(s.experts, s.hidden, s.expert)
         found = []
-        for rows in (s.tokens * 4 // s.experts, s.tokens // s.experts):
+        for rows in (s.many, s.many // 4):
             x = self.random(rows * s.experts, s.hidden)
             counts = torch.arange(1, s.experts + 1, device=x.device, dtype=torch.int32)
             took = self.clock.seconds(partial(F.grouped_mm, x, w, offs=counts * rows))
-            moved = SIZE * (x.numel() + w.numel() + len(x) * s.narrow)
+            moved = SIZE * (x.numel() + w.numel() + len(x) * s.expert)
             took -= self.kernel + share * moved / (memory * GIGA)
-            found.append((2.0 * x.numel() * s.narrow, float(w.numel()), max(took, solve.LEAST)))
-        tflops, tile = solve.grouped(found[0], found[1])
-        return {"grouped_tflops": tflops, "grouped_tile": tile}
+            found.append((2.0 * x.numel() * s.expert, float(w.numel()), max(took, solve.LEAST)))
+        rate, tile = solve.grouped(found[0], found[1], most=tflops)
+        return {"grouped_tflops": rate, "grouped_tile": tile}
 
     def attention(self) -> list[list[float]]:
-        """A row per head width and length, of as many tokens in all: the fastest kernel, and the
-        ordered one.
+        """A row per head width and length: the fastest kernel, and the ordered one. Of as many
+        tokens as a microbatch has, not more: the last multiprocessors to finish count.
         """
         s = self.sizes
         table = []
         for width, length in product(s.widths, s.sequences):
-            count = max(s.sequences) // length
+            count = max(1, s.tokens // length)
             heads = [self.random(count, length, s.heads, width) for _ in range(3)]
             flops = 2.0 * count * length**2 * s.heads * width
             row = [float(width), float(length)]
@@ -236,15 +245,20 @@ class _Measure:
         took = self.clock.seconds(lambda: torch.add(x, x, out=y))
         return self.both(2 * x.numel() * SIZE, 2 * x.numel() * SIZE, (took, took))
 
-    def sums(self, tflops: float) -> float:
-        """A product of few rows that is added to a large float32 sum."""
+    def sums(self, tflops: float, share: float, memory: float) -> float:
+        """What the gradient of a layer's weight takes longer than the plan's product does if it is
+        added to a float32 sum.
+        """
         s = self.sizes
-        few = s.square // 32
-        left, right = self.random(s.square, few), self.random(few, s.square)
-        total = torch.zeros(s.square, s.square, device=left.device)
-        took = self.clock.seconds(lambda: add_product(total, left, right))
-        took -= 2.0 * s.square**2 * few / (tflops * TERA)
-        return solve.rate(8.0 * total.numel(), took, self.kernel)
+        tokens, made = s.tokens // 2, 4 * s.hidden
+        grad, x = self.random(tokens, made), self.random(tokens, s.hidden)
+        total = torch.zeros(made, s.hidden, device=x.device)
+        took = self.clock.seconds(lambda: add_product(total, grad.mT, x))
+        read = SIZE * (grad.numel() + x.numel())
+        took -= 2.0 * grad.numel() * s.hidden / (tflops * TERA) + share * read / (memory * GIGA)
+        # not all of it hides behind the product, whatever noise says
+        least = 8.0 * total.numel() / (SUMS_MOST * memory * GIGA)
+        return solve.rate(8.0 * total.numel(), max(took - self.kernel, least), 0.0)
 
     def optimizer(self) -> float:
         """AdamW of float32 parameters and their copy in 16 bits: 30 bytes each; where the kernel is
@@ -275,9 +289,15 @@ class _Measure:
         return solve.rate(30.0 * count, self.clock.seconds(step), self.kernel)
 
     def launch(self) -> float:
-        """Of norm, product and activation on a few values, as the plan counts their kernels."""
+        """Of blocks of norm, product and activation on a few values, as the plan counts their
+        kernels.
+        """
         norm = _norm(self.random(2, 64))
-        w = self.random(64, 64)
-        return self.clock.launch(
-            lambda x: swiglu(F.linear(norm(x), w)), self.random(2, 64), kernels=KERNELS
-        )
+
+        def blocks(x: Tensor, w: Tensor) -> Tensor:
+            for _ in range(BLOCKS):
+                x = swiglu(F.linear(norm(x), w))
+            return x
+
+        inputs = self.random(2, 64), self.random(128, 64)
+        return self.clock.launch(blocks, inputs, kernels=BLOCKS * KERNELS)

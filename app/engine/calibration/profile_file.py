@@ -37,7 +37,10 @@ def measured_profile(
     # kernels that read other GPUs' memory are not measured: as a ring
     found.setdefault("peer_gb_s", found["ring_gb_s"])
     told = source if links else f"{source}; links as stated for any node, one GPU measured none"
-    return HardwareProfile(format=FORMAT, gpu=gpu_words(device_name), source=told, **found)
+    profile = HardwareProfile(format=FORMAT, gpu=gpu_words(device_name), source=told, **found)
+    if (peak := peak_tflops(device_name)) is not None:
+        profile.check_peak(peak)  # as who reads the file does
+    return profile
 
 
 def write_profile(

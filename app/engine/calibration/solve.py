@@ -45,28 +45,30 @@ def pair(
     return (c * e - b * f) / determinant, (a * f - c * d) / determinant
 
 
-def products(
-    large: tuple[float, float, float], thin: tuple[float, float, float], memory: float
-) -> tuple[float, float]:
-    """(product_tflops, product_memory) of two products' (operations, bytes, seconds); `memory` in
-    GB/s. The share is kept from 0 to 1, and the rate is then that of the large one.
+def products(points: Sequence[tuple[float, float, float]], memory: float) -> tuple[float, float]:
+    """(product_tflops, product_memory) of products' (operations, bytes, seconds), by least squares
+    of relative errors; `memory` in GB/s. The share is kept from 0 to 1.
     """
-    equations = [(flops, moved / (memory * GIGA), took) for flops, moved, took in (large, thin)]
-    _, share = pair(*equations)
-    share = min(1.0, max(0.0, share))
-    flops, moved, took = equations[0]
-    return flops / max(LEAST, took - share * moved) / TERA, share
+    # each divided by its seconds: parts of the measured time
+    rows = [(flops / took, moved / (memory * GIGA) / took) for flops, moved, took in points]
+    aa, ab, bb = (sum(row[i] * row[j] for row in rows) for i, j in ((0, 0), (0, 1), (1, 1)))
+    a, b = (sum(row[i] for row in rows) for i in (0, 1))
+    share = min(1.0, max(0.0, pair((aa, ab, a), (ab, bb, b))[1]))
+    return aa / max(LEAST, a - share * ab) / TERA, share
 
 
 def grouped(
-    many: tuple[float, float, float], few: tuple[float, float, float]
+    many: tuple[float, float, float], few: tuple[float, float, float], most: float
 ) -> tuple[float, float]:
     """(grouped_tflops, grouped_tile) of two products of many and of few rows per expert, each
-    (operations, elements of its weights, seconds without their share for bytes).
+    (operations, elements of its weights, seconds without their share for bytes). The rate is at
+    most `most` TFLOP/s; tiles then make up for it.
     """
-    per_flop, per_weight = pair(
+    per_flop, _ = pair(
         (many[0], 2 * many[1], many[2]),
         (few[0], 2 * few[1], few[2]),
     )
-    tile = min(MOST_TILE, max(0.0, per_weight / per_flop)) if per_flop > 0 else 0.0
-    return (many[0] + 2 * tile * many[1]) / many[2] / TERA, tile
+    per_flop = max(per_flop, 1 / (most * TERA))
+    tiles = [(took / per_flop - flops) / (2 * weights) for flops, weights, took in (many, few)]
+    tile = min(MOST_TILE, max(0.0, sum(tiles) / 2))
+    return min(most, (many[0] + 2 * tile * many[1]) / many[2] / TERA), tile

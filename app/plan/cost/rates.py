@@ -18,7 +18,7 @@ from app.plan.dispatchers.choose import run_dispatcher
 from app.plan.dispatchers.static import PlannedStatic
 from app.plan.groups import ETP_EP, Group, Way
 from app.plan.layout import ParallelLayout
-from app.plan.trace.eight_bits import MOVED
+from app.plan.trace.eight_bits import MOVED, MOVED_ROWS
 from app.plan.trace.parts import BYTES
 from app.plan.trace.trace import Operation, Work
 
@@ -84,13 +84,20 @@ class Kernels:
         how = op.eight_bits
         if how is None:
             return 1.0
+        if how.recipe is None and self.profile.fp8_grouped_tflops is not None:
+            # the gradient of the weight is a product in 16 bits
+            return (
+                1.0 if gradient else self.profile.fp8_grouped_tflops / self.profile.grouped_tflops
+            )
         measured = fp8_tflops(self.profile, how.recipe)
         if measured is None:
             return how.speedups[gradient]
         return measured / self.profile.product_tflops
 
     def quantised(self, elements: int, recipe: Fp8Recipe | None) -> float:
-        """Of quantising so many elements."""
+        """Of quantising so many elements; `recipe`: None for rows of experts."""
+        if recipe is None and self.profile.fp8_grouped_tflops is not None:
+            return self.moved(MOVED_ROWS * elements, Work.other)
         rate = self.profile.fp8_quantise_gb_s
         if rate is None or recipe is None or fp8_tflops(self.profile, recipe) is None:
             return 0.0

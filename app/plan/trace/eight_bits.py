@@ -23,6 +23,7 @@ EXPERTS_SPEEDUP = 1.07
 # bytes that quantising moves per 16-bit element: read once, and where the scale or the other
 # direction asks for it twice; written in both directions
 MOVED = {Fp8Recipe.current: 6, Fp8Recipe.delayed: 4, Fp8Recipe.block: 6}
+MOVED_ROWS = 3  # of rows with a scale each, which one copy does for
 
 
 @dataclass(frozen=True, slots=True)
