@@ -23,6 +23,7 @@ from app.kernels.tiling import ROW_PER_WARP, block_of, cdiv, row_columns
 
 WIDE_BLOCK = 4096  # where a program has all columns, a block at a time
 VALUES = 512  # small values of one program
+REGISTERS = 80  # of a thread that holds 8 values of each of 8 rows: 24 warps on a multiprocessor
 
 
 def addresses_in(values_N: Tensor) -> Tensor:
@@ -89,7 +90,8 @@ def pull_gradients(
     num_rows, width = rows_RD.shape
     top_k = row_of_NK.shape[1]
     grad_RD = torch.empty_like(rows_RD, memory_format=torch.contiguous_format)
-    block = block_of(width) if in_8 is not None else min(block_of(width), WIDE_BLOCK)
+    block = min(block_of(width), WIDE_BLOCK)
+    warps = min(16, max(1, block // ROW_PER_WARP))
     data_RD, factors_R = (None, None) if in_8 is None else in_8
     _pull_gradients[(len(row_of_NK),)](
         addresses=addresses_P,
@@ -108,7 +110,8 @@ def pull_gradients(
         K=top_k,
         PLACES=block_of(top_k),
         BLOCK=block,
-        num_warps=min(16, max(1, block // ROW_PER_WARP)),
+        num_warps=warps,
+        maxnreg=REGISTERS if warps <= 8 and top_k <= 8 else None,
         enable_fp_fusion=False,  # the same bits however the kernel is specialised
     )
     return grad_RD
@@ -214,29 +217,42 @@ def _pull_gradients(
     grad = tl.load(addresses + owner).to(tl.pointer_type(rows.dtype.element_ty))
     grad = tl.multiple_of(grad, 16)
     place = tl.arange(0, PLACES)
-    products = tl.zeros((PLACES,), tl.float32)
+    row = tl.load(row_of + choice + place, mask=place < K, other=num_rows)
+    owned = (place < K) & (row < num_rows)
+    grads = ()  # type: tuple[tl.tensor, ...]
+    largest = tl.zeros((BLOCK,), tl.float32)
     for start in tl.static_range(0, WIDTH, BLOCK):
         column = start + tl.arange(0, BLOCK)
         mine = (column < WIDTH) & (lowest < num_rows)
-        g = tl.load(grad + token * WIDTH + column, mask=mine, other=0.0).to(tl.float32)
+        grads += (tl.load(grad + token * WIDTH + column, mask=mine, other=0.0).to(tl.float32),)
+        if data is not None:
+            largest = tl.maximum(largest, tl.abs(grads[start // BLOCK]))
+    products = tl.zeros((PLACES,), tl.float32)
+    for start in tl.static_range(0, WIDTH, BLOCK):
+        column = start + tl.arange(0, BLOCK)
+        g = grads[start // BLOCK]
         values = ()  # type: tuple[tl.tensor, ...]
         for k in tl.static_range(K):  # all on their way before the first is needed
             valid = (column < WIDTH) & (places[k] < num_rows)
             values += (tl.load(rows + places[k] * WIDTH + column, mask=valid, other=0.0),)
+        if data is not None and start == 0:
+            # rounding keeps order: a row's largest entry is made of the largest one of `grad`
+            probs = tl.load(weights + choice + place, mask=place < K, other=0.0).to(tl.float32)
+            most = (tl.max(largest, axis=0) * probs).to(grad_rows.dtype.element_ty)
+            scales = scale_for(tl.abs(most.to(tl.float32)))
+            tl.store(factors + row, reciprocal(scales), mask=owned)
         for k in tl.static_range(K):
             prob = tl.load(weights + choice + k).to(tl.float32)
             valid = (column < WIDTH) & (places[k] < num_rows)
             made = (g * prob).to(grad_rows.dtype.element_ty)
             tl.store(grad_rows + places[k] * WIDTH + column, made, mask=valid)
-            if data is not None:  # all columns are here
-                wide = made.to(tl.float32)
-                scale = scale_for(tl.max(tl.abs(wide), axis=0))
-                tl.store(data + places[k] * WIDTH + column, in_eight(wide, scale), mask=valid)
-                tl.store(factors + places[k], reciprocal(scale), mask=places[k] < num_rows)
+            if data is not None:
+                scale = tl.sum(tl.where(place == k, scales, 0.0), axis=0)
+                narrow = in_eight(made.to(tl.float32), scale)
+                tl.store(data + places[k] * WIDTH + column, narrow, mask=valid)
             products += tl.where(place == k, tl.sum(values[k].to(tl.float32) * g, axis=0), 0.0)
     dots = tl.load(dots_addresses + owner).to(tl.pointer_type(tl.float32))
-    row = tl.load(row_of + choice + place, mask=place < K, other=num_rows)
-    tl.store(dots + token * K + place, products, mask=(place < K) & (row < num_rows))
+    tl.store(dots + token * K + place, products, mask=owned)
 
 
 @jit

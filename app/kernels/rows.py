@@ -221,8 +221,17 @@ def _gradients(
     choice = token * K + k
     row, owned = _owned(row_of, kept, choice, real=k < K, num_rows=num_rows)
     prob = tl.load(probs + choice, mask=k < K, other=0.0).to(tl.float32)
+    if data is not None:
+        largest = tl.zeros((BLOCK,), tl.float32)
+        for start in range(0, width, BLOCK):
+            column = start + tl.arange(0, BLOCK)
+            g = tl.load(grad + token * width + column, mask=column < width, other=0.0)
+            largest = tl.maximum(largest, tl.abs(g.to(tl.float32)))
+        # rounding keeps order: a row's largest entry is made of the largest one of `grad`
+        most = (tl.max(largest, axis=0) * prob).to(grad_rows.dtype.element_ty)
+        scale = scale_for(tl.abs(most.to(tl.float32)))
+        tl.store(factors + row, reciprocal(scale), mask=owned)
     products = tl.zeros((PLACES, BLOCK), tl.float32)
-    largest = tl.zeros((PLACES,), tl.float32)
     for start in range(0, width, BLOCK):
         column = start + tl.arange(0, BLOCK)
         g = tl.load(grad + token * width + column, mask=column < width, other=0.0).to(tl.float32)
@@ -232,16 +241,6 @@ def _gradients(
         made = (g[None, :] * prob[:, None]).to(grad_rows.dtype.element_ty)
         tl.store(grad_rows + place, made, mask=valid)
         if data is not None:
-            largest = tl.maximum(largest, tl.max(tl.abs(made.to(tl.float32)), axis=1))
+            tl.store(data + place, in_eight(made.to(tl.float32), scale[:, None]), mask=valid)
         products += values * g[None, :]
     tl.store(dots + choice, tl.sum(products, axis=1).to(dots.dtype.element_ty), mask=k < K)
-    if data is not None:
-        scale = scale_for(largest)
-        tl.store(factors + row, reciprocal(scale), mask=owned)
-        for start in range(0, width, BLOCK):  # again, out of the cache: once for K rows
-            column = start + tl.arange(0, BLOCK)
-            g = tl.load(grad + token * width + column, mask=column < width, other=0.0)
-            made = (g.to(tl.float32)[None, :] * prob[:, None]).to(grad_rows.dtype.element_ty)
-            place = row[:, None] * width + column[None, :]
-            valid = owned[:, None] & (column < width)[None, :]
-            tl.store(data + place, in_eight(made.to(tl.float32), scale[:, None]), mask=valid)

@@ -14,7 +14,14 @@ from torch import Tensor
 from app.choices import DispatcherKind, Recompute
 from app.config import MoEConfig
 from app.config.model import StaticConfig
-from app.kernels.eight_bits.quantise import InEight, quantise_rows, quantise_rows_into
+from app.kernels import peer_rows
+from app.kernels.eight_bits.quantise import (
+    InEight,
+    empty_in_8,
+    quantise_rows,
+    quantise_rows_into,
+)
+from app.kernels.rows import combine_gradients
 from app.model import layers
 from app.model.fp8 import row_scaled
 from app.model.fp8.experts import Fp8GroupedLinear
@@ -99,9 +106,35 @@ def test_swiglu_leaves_its_rows_in_eight_bits(
 
 
 @DTYPES
-@pytest.mark.parametrize("width", [16, 2064])
+@pytest.mark.parametrize("width", [16, 2064, 4112])
 def test_rows_leave_and_gradients_return_in_eight_bits(width: int, dtype: torch.dtype):
     check_spread(6, 3, width, dtype)
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of the interpreter
+def test_gradients_of_rows_that_have_no_scale():
+    """A row's largest entry, made of its token's largest one, is that of the row as it was written,
+    whatever is infinite, no number, zero or next to it.
+    """
+    odd = [0.0, 1e-40, 1.0, -3e38, math.inf, -math.inf, math.nan]
+    pairs = torch.tensor([[one, other] for one in odd for other in odd], device=DEVICE)
+    tokens, top_k, width = len(pairs), len(odd), 32
+    grad = pairs.repeat(1, width // 2).bfloat16()
+    probs = torch.tensor([0.0, 1e-42, 0.3, 1.0, -2.0, math.inf, math.nan], device=DEVICE)
+    probs = probs.expand(tokens, top_k).contiguous()
+    row_of = torch.arange(tokens * top_k, dtype=torch.int32, device=DEVICE).view(tokens, top_k)
+    rows = entries(tokens * top_k, width, dtype=torch.bfloat16)
+    found = empty_in_8(rows.shape, rows.device)
+    made, _ = combine_gradients(grad, rows, probs, row_of, None, found)
+    wanted = quantise_rows(made)
+    assert all(same(one, other) for one, other in zip(found, wanted, strict=True))
+    found = empty_in_8(rows.shape, rows.device)
+    addresses, dots = peer_rows.addresses_in, torch.empty_like(probs)
+    pulled = peer_rows.pull_gradients(
+        addresses(grad), rows, probs, row_of, addresses(dots), in_8=found
+    )
+    assert same(pulled, made)
+    assert all(same(one, other) for one, other in zip(found, wanted, strict=True))
 
 
 TOKENS, TOP_K, WIDTH, EXPERTS = 12, 2, 48, 4

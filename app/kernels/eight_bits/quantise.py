@@ -94,9 +94,7 @@ def scale_for(largest: tl.tensor) -> tl.tensor:
 @jit
 def in_eight(x: tl.tensor, scale: tl.tensor) -> tl.tensor:
     """x · scale in E4M3; what is larger than its largest number becomes that, NaN stays NaN."""
-    wide = x * scale
-    wide = tl.where(wide > 448.0, 448.0, wide)
-    wide = tl.where(wide < -448.0, -448.0, wide)
+    wide = tl.clamp(x * scale, -448.0, 448.0, propagate_nan=tl.PropagateNan.ALL)
     return wide.to(tl.float8e4nv)
 
 
