@@ -96,7 +96,9 @@ def test_what_has_no_scale():
 
 
 @DTYPES
-@pytest.mark.parametrize(("rows", "width", "used"), [(5, 16, 5), (12, 528, 7), (40, 48, 0)])
+@pytest.mark.parametrize(
+    ("rows", "width", "used"), [(5, 16, 5), (12, 528, 7), (3, 2064, 2), (40, 48, 0)]
+)
 def test_swiglu_leaves_its_rows_in_eight_bits(
     rows: int, width: int, used: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ):

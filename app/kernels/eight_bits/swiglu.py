@@ -12,10 +12,15 @@ from typing import Any
 from torch import Tensor
 
 from app.kernels.common import jit, tl
-from app.kernels.eight_bits.quantise import PROGRAMS, empty_in_8, in_eight, reciprocal, scale_for
-from app.kernels.tiling import MULTIPROCESSORS, norm_tiling
+from app.kernels.eight_bits.quantise import empty_in_8, in_eight, reciprocal, scale_for
+from app.kernels.tiling import MULTIPROCESSORS, block_of, cdiv
 
 InBoth = tuple[Tensor, Tensor, Tensor]  # as it is, in eight bits, the factors of its rows
+PER_WARP = 256  # columns of a warp at once: 8 per thread, 16 bytes of bf16
+PARTS = 4  # of a row that a thread holds, in as many registers
+TOGETHER = 4  # warps of a program, each with a row where that is short
+WARPS = 16  # that share a row at most
+PROGRAMS = 16  # of a multiprocessor
 
 
 def swiglu_rows(both_R2F: Tensor, used: Tensor) -> InBoth:
@@ -42,12 +47,14 @@ def _empty(like: Tensor, rows: int, columns: int) -> InBoth:
 
 
 def _launch(kernel: Any, read: Sequence[Tensor], made: InBoth, *, used: Tensor) -> None:
-    """By as many programs as run at once, as only the device knows how many rows count. Of what is
-    read the last is R × 2F.
+    """By some programs that go through the rows, as only the device knows how many of them count.
+    Of what is read the last is R × 2F.
     """
     rows, double = read[-1].shape
-    tiling = norm_tiling(double // 2)
-    programs = min(tiling.tiles(rows), MULTIPROCESSORS * PROGRAMS)
+    width = double // 2
+    across = min(WARPS, block_of(cdiv(width, PER_WARP * PARTS)))  # warps that share a row
+    height, columns = max(1, TOGETHER // across), PER_WARP * across
+    programs = min(cdiv(rows, height), MULTIPROCESSORS * PROGRAMS)
     if not programs:
         return
     kernel[(programs,)](
@@ -55,11 +62,22 @@ def _launch(kernel: Any, read: Sequence[Tensor], made: InBoth, *, used: Tensor) 
         *made,
         used,
         rows,
-        double // 2,
-        HEIGHT=tiling.height,
-        COLUMNS=tiling.columns,
-        num_warps=tiling.warps,
+        width,
+        HEIGHT=height,
+        COLUMNS=columns,
+        PARTS=cdiv(width, columns),
+        num_warps=height * across,
     )
+
+
+@jit
+def _place(
+    row: tl.tensor, rows: int, width: int, COLUMNS: tl.constexpr, part: tl.constexpr
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """Offsets of a part of some rows' columns in [R, F] and [R, 2F], and which of them exist."""
+    column = part * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+    line = row[:, None].to(tl.int64) * width  # R·2F may exceed 32 bits
+    return line + column, 2 * line + column, (row < rows)[:, None] & (column < width)
 
 
 @jit
@@ -73,22 +91,33 @@ def _forward(
     width: int,
     HEIGHT: tl.constexpr,
     COLUMNS: tl.constexpr,
+    PARTS: tl.constexpr,
 ) -> None:
     rows = tl.minimum(rows, tl.load(used))
-    column = tl.arange(0, COLUMNS)[None, :]
     for tile in range(tl.program_id(0), tl.cdiv(rows, HEIGHT), tl.num_programs(0)):
         row = tile * HEIGHT + tl.arange(0, HEIGHT)
-        exists = (row < rows)[:, None] & (column < width)
-        line = row[:, None].to(tl.int64) * width  # R·2F may exceed 32 bits
-        double = both_R2F + 2 * line + column
-        gate = tl.load(double, mask=exists, other=0.0).to(tl.float32)
-        up = tl.load(double + width, mask=exists, other=0.0).to(tl.float32)
-        act = (gate * tl.sigmoid(gate) * up).to(act_RF.dtype.element_ty)
-        tl.store(act_RF + line + column, act, mask=exists)
-        wide = act.to(tl.float32)
-        scale = scale_for(tl.max(tl.abs(wide), axis=1))
-        tl.store(data_RF + line + column, in_eight(wide, scale[:, None]), mask=exists)
+        read = ()  # type: tuple[tuple[tl.tensor, tl.tensor], ...]
+        for part in tl.static_range(PARTS):  # all on their way before the first is needed
+            _, double, exists = _place(row, rows, width, COLUMNS=COLUMNS, part=part)
+            gate = tl.load(both_R2F + double, mask=exists, other=0.0)
+            up = tl.load(both_R2F + double + width, mask=exists, other=0.0)
+            read += ((gate, up),)
+        made = ()  # type: tuple[tl.tensor, ...]
+        largest = tl.zeros((HEIGHT, COLUMNS), tl.float32)
+        for part in tl.static_range(PARTS):
+            single, _, exists = _place(row, rows, width, COLUMNS=COLUMNS, part=part)
+            gate = read[part][0].to(tl.float32)
+            act = gate * tl.sigmoid(gate) * read[part][1].to(tl.float32)
+            act = act.to(act_RF.dtype.element_ty)
+            tl.store(act_RF + single, act, mask=exists)
+            largest = tl.maximum(largest, tl.abs(act.to(tl.float32)))
+            made += (act,)
+        scale = scale_for(tl.max(largest, axis=1))
         tl.store(scales_R + row, reciprocal(scale), mask=row < rows)
+        for part in tl.static_range(PARTS):
+            single, _, exists = _place(row, rows, width, COLUMNS=COLUMNS, part=part)
+            narrow = in_eight(made[part].to(tl.float32), scale[:, None])
+            tl.store(data_RF + single, narrow, mask=exists)
 
 
 @jit
@@ -103,28 +132,39 @@ def _backward(
     width: int,
     HEIGHT: tl.constexpr,
     COLUMNS: tl.constexpr,
+    PARTS: tl.constexpr,
 ) -> None:
     rows = tl.minimum(rows, tl.load(used))
-    column = tl.arange(0, COLUMNS)[None, :]
     of = grad_both_R2F.dtype.element_ty
     for tile in range(tl.program_id(0), tl.cdiv(rows, HEIGHT), tl.num_programs(0)):
         row = tile * HEIGHT + tl.arange(0, HEIGHT)
-        exists = (row < rows)[:, None] & (column < width)
-        line = row[:, None].to(tl.int64) * width
-        double = 2 * line + column
-        grad = tl.load(grad_RF + line + column, mask=exists, other=0.0).to(tl.float32)
-        gate = tl.load(both_R2F + double, mask=exists, other=0.0).to(tl.float32)
-        up = tl.load(both_R2F + double + width, mask=exists, other=0.0).to(tl.float32)
-        passed = tl.sigmoid(gate)
-        slope = passed * (1.0 + gate * (1.0 - passed))
-        of_gate = (grad * up * slope).to(of)
-        of_up = (grad * gate * passed).to(of)
-        tl.store(grad_both_R2F + double, of_gate, mask=exists)
-        tl.store(grad_both_R2F + double + width, of_up, mask=exists)
-        left = of_gate.to(tl.float32)
-        right = of_up.to(tl.float32)
-        largest = tl.max(tl.maximum(tl.abs(left), tl.abs(right)), axis=1)
-        scale = scale_for(largest)
-        tl.store(data_R2F + double, in_eight(left, scale[:, None]), mask=exists)
-        tl.store(data_R2F + double + width, in_eight(right, scale[:, None]), mask=exists)
+        read = ()  # type: tuple[tuple[tl.tensor, tl.tensor, tl.tensor], ...]
+        for part in tl.static_range(PARTS):  # all on their way before the first is needed
+            single, double, exists = _place(row, rows, width, COLUMNS=COLUMNS, part=part)
+            grad = tl.load(grad_RF + single, mask=exists, other=0.0)
+            gate = tl.load(both_R2F + double, mask=exists, other=0.0)
+            up = tl.load(both_R2F + double + width, mask=exists, other=0.0)
+            read += ((grad, gate, up),)
+        made = ()  # type: tuple[tuple[tl.tensor, tl.tensor], ...]
+        largest = tl.zeros((HEIGHT, COLUMNS), tl.float32)
+        for part in tl.static_range(PARTS):
+            _, double, exists = _place(row, rows, width, COLUMNS=COLUMNS, part=part)
+            grad = read[part][0].to(tl.float32)
+            gate = read[part][1].to(tl.float32)
+            passed = tl.sigmoid(gate)
+            slope = passed * (1.0 + gate * (1.0 - passed))
+            of_gate = (grad * read[part][2].to(tl.float32) * slope).to(of)
+            of_up = (grad * gate * passed).to(of)
+            tl.store(grad_both_R2F + double, of_gate, mask=exists)
+            tl.store(grad_both_R2F + double + width, of_up, mask=exists)
+            largest = tl.maximum(largest, tl.abs(of_gate.to(tl.float32)))
+            largest = tl.maximum(largest, tl.abs(of_up.to(tl.float32)))
+            made += ((of_gate, of_up),)
+        scale = scale_for(tl.max(largest, axis=1))
         tl.store(scales_R + row, reciprocal(scale), mask=row < rows)
+        for part in tl.static_range(PARTS):
+            _, double, exists = _place(row, rows, width, COLUMNS=COLUMNS, part=part)
+            left = in_eight(made[part][0].to(tl.float32), scale[:, None])
+            right = in_eight(made[part][1].to(tl.float32), scale[:, None])
+            tl.store(data_R2F + double, left, mask=exists)
+            tl.store(data_R2F + double + width, right, mask=exists)
