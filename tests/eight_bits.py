@@ -17,8 +17,9 @@ from torch import Tensor
 
 from app.kernels import peer_rows
 from app.kernels import rows as rows_kernels
-from app.kernels.eight_bits.quantise import quantise_columns_into, quantise_rows
+from app.kernels.eight_bits.quantise import quantise_rows
 from app.kernels.eight_bits.swiglu import swiglu_rows, swiglu_rows_gradient
+from app.kernels.eight_bits.weights import quantise_weight_into
 from app.kernels.swiglu import swiglu
 from app.model.fp8 import row_scaled
 
@@ -136,16 +137,23 @@ def check_spread(tokens: int, top_k: int, width: int, dtype: torch.dtype) -> Non
             assert not found[~own].float().any()
 
 
-def check_columns(*shape: int, dtype: torch.dtype) -> None:
-    """Those of the matrices turned around."""
+def check_weight(*shape: int, dtype: torch.dtype) -> None:
+    """Both copies are those of plain torch, one of the matrices turned around."""
     weight = entries(*shape, dtype=dtype)
     weight[..., 3] = 0
     experts, width, made = shape
-    data = torch.empty(experts, made, width, dtype=E4M3, device=DEVICE)
-    scales = torch.empty(experts, made, device=DEVICE)
-    quantise_columns_into(weight, data, scales)
-    wanted = row_scaled._rows_of(weight.mT)
-    assert same(data, wanted[0]) and same(scales, wanted[1])
+
+    def empty(*copy: int) -> tuple[Tensor, Tensor]:
+        return (
+            torch.empty(copy, dtype=E4M3, device=DEVICE),
+            torch.empty(copy[:2], device=DEVICE),
+        )
+
+    by_rows, by_columns = empty(*shape), empty(experts, made, width)
+    quantise_weight_into(weight, by_rows, by_columns)
+    for found, given in ((by_rows, weight), (by_columns, weight.mT)):
+        wanted = row_scaled._rows_of(given)
+        assert all(same(one, other) for one, other in zip(found, wanted, strict=True))
 
 
 def off_by(x: Tensor) -> Tensor:

@@ -21,7 +21,7 @@ from app.model.fp8.row_scaled import RowScaled, by_reference, on_tensor_cores
 from app.model.linear import GroupedLinear
 from app.model.weight_grads import MainGradSink
 from app.plan.model.weight import Weight
-from tests.eight_bits import check_columns, check_rows, check_spread, check_swiglu, expect_within
+from tests.eight_bits import check_rows, check_spread, check_swiglu, check_weight, expect_within
 from tests.gpu.programs import GPUS, losses, no_waits
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
@@ -58,7 +58,7 @@ def test_kernels_round_as_torch_does(dtype: torch.dtype):
     for shape in ((32768, 2048), (4096, 768), (300, 80), (17, 5120)):
         check_rows(*shape, dtype=dtype)
     for weight in ((8, 2048, 1536), (8, 768, 2048), (3, 80, 48)):
-        check_columns(*weight, dtype=dtype)
+        check_weight(*weight, dtype=dtype)
     for rows, width, used in ((32768, 768, 30000), (5000, 1408, 5000), (100, 48, 0)):
         check_swiglu(rows, width, used, dtype)
     for tokens, top_k, width in ((4096, 8, 2048), (512, 8, 7168), (100, 3, 80)):

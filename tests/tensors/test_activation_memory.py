@@ -41,7 +41,7 @@ from app.config import (
 from app.kernels import cross_entropy, pages, peer_rows, peer_sums, rms_norm, rows, swiglu
 from app.kernels.attention import heads
 from app.kernels.common import DTYPES
-from app.kernels.eight_bits import quantise
+from app.kernels.eight_bits import quantise, weights
 from app.kernels.eight_bits import swiglu as swiglu_in_8
 from app.kernels.routing import parts
 from app.model import attention, layers, loss
@@ -115,7 +115,8 @@ LAUNCHED = {
     cross_entropy: ("_statistics", "_into_gradient"),
     rows: ("_spread", "_sum", "_gradients"),
     parts: ("_split",),
-    quantise: ("_by_rows", "_by_columns"),
+    quantise: ("_by_rows",),
+    weights: ("_largest", "_both"),
     swiglu_in_8: ("_forward", "_backward"),
     pages: ("_take", "_put_back", "_copy"),
     peer_rows: ("_pull", "_pull_gradients"),

@@ -40,10 +40,10 @@ from app.plan.recompute import RecomputeChoice
 from tests.eight_bits import (
     DEVICE,
     E4M3,
-    check_columns,
     check_rows,
     check_spread,
     check_swiglu,
+    check_weight,
     entries,
     rounds_to_nearest,
     same,
@@ -78,9 +78,11 @@ def test_rows_of_nobody_are_neither_read_nor_written(used: int, monkeypatch: pyt
 
 
 @DTYPES
-@pytest.mark.parametrize("shape", [(2, 16, 48), (3, 272, 80), (1, 130, 64)])
-def test_columns_of_weights_become_rows(shape: tuple[int, int, int], dtype: torch.dtype):
-    check_columns(*shape, dtype=dtype)
+@pytest.mark.parametrize("shape", [(2, 16, 48), (3, 272, 80), (1, 130, 64), (1, 1104, 16)])
+def test_weights_have_a_scale_for_each_row_and_each_column(
+    shape: tuple[int, int, int], dtype: torch.dtype
+):
+    check_weight(*shape, dtype=dtype)
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of the interpreter

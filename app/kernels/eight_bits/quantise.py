@@ -1,9 +1,9 @@
-"""Matrices in eight bits (E4M3), a scale for each row or each column: one launch per copy.
+"""Matrices in eight bits (E4M3), a scale for each row, in one launch.
 
 An entry is multiplied with its scale, E4M3's largest number over the largest entry that shares it,
 and rounded to the nearest. What is kept of a scale is its reciprocal, which products multiply with.
 
-Shapes: R rows, C columns; of weights E experts, I × O each.
+Shapes: R rows, C columns.
 """
 
 from __future__ import annotations
@@ -14,13 +14,11 @@ import torch
 from torch import Tensor
 
 from app.kernels.common import jit, tl
-from app.kernels.tiling import MULTIPROCESSORS, cdiv, norm_tiling
+from app.kernels.tiling import MULTIPROCESSORS, norm_tiling
 
 E4M3 = torch.float8_e4m3fn
 InEight = tuple[Tensor, Tensor]  # rows in eight bits, R × C, and the reciprocals of their scales
 PROGRAMS = 16  # that a multiprocessor runs at once
-TILE = (128, 64)  # rows and columns of a weight that are turned around at once
-OPTIONS = {"num_warps": 8}
 
 
 def empty_in_8(shape: Sequence[int], device: torch.device) -> InEight:
@@ -61,15 +59,6 @@ def quantise_rows_into(
         HEIGHT=tiling.height,
         COLUMNS=tiling.columns,
         num_warps=tiling.warps,
-    )
-
-
-def quantise_columns_into(x_EIO: Tensor, data_EOI: Tensor, scales_EO: Tensor) -> None:
-    """A scale for each column of each matrix, whose columns become rows."""
-    experts, height, width = x_EIO.shape
-    step, across = TILE
-    _by_columns[(cdiv(width, across), experts)](
-        x_EIO.contiguous(), data_EOI, scales_EO, height, width, STEP=step, ACROSS=across, **OPTIONS
     )
 
 
@@ -121,34 +110,3 @@ def _by_rows(
         scale = scale_for(tl.max(tl.abs(x), axis=1))
         tl.store(data_RC + place, in_eight(x, scale[:, None]), mask=exists)
         tl.store(scales_R + row, reciprocal(scale), mask=row < rows)
-
-
-@jit
-def _by_columns(
-    x_EIO: tl.tensor,
-    data_EOI: tl.tensor,
-    scales_EO: tl.tensor,
-    height: int,
-    width: int,
-    STEP: tl.constexpr,
-    ACROSS: tl.constexpr,
-) -> None:
-    column = tl.program_id(0) * ACROSS + tl.arange(0, ACROSS)
-    expert = tl.program_id(1).to(tl.int64)
-    matrix = expert * height * width
-    largest = tl.zeros((ACROSS,), tl.float32)
-    for start in range(0, height, STEP):
-        row = start + tl.arange(0, STEP)
-        exists = (row < height)[:, None] & (column < width)[None, :]
-        place = matrix + row[:, None] * width + column[None, :]
-        x = tl.load(x_EIO + place, mask=exists, other=0.0).to(tl.float32)
-        largest = tl.maximum(largest, tl.max(tl.abs(x), axis=0))
-    scale = scale_for(largest)
-    tl.store(scales_EO + expert * width + column, reciprocal(scale), mask=column < width)
-    for start in range(0, height, STEP):  # out of the cache, mostly
-        row = start + tl.arange(0, STEP)
-        exists = (row < height)[:, None] & (column < width)[None, :]
-        place = matrix + row[:, None] * width + column[None, :]
-        x = tl.load(x_EIO + place, mask=exists, other=0.0).to(tl.float32)
-        turned = matrix + column[:, None] * height + row[None, :]
-        tl.store(data_EOI + turned, tl.trans(in_eight(x, scale[None, :])), mask=tl.trans(exists))

@@ -20,11 +20,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from app.kernels.common import usable
-from app.kernels.eight_bits.quantise import (
-    quantise_columns_into,
-    quantise_rows,
-    quantise_rows_into,
-)
+from app.kernels.eight_bits.quantise import quantise_rows
+from app.kernels.eight_bits.weights import quantise_weight_into
 from app.kernels.grouped_product import grouped_product
 from app.model.fp8.quantised import Quantised
 from app.model.fp8.reference import E4M3, both, rounded, scale_for
@@ -114,10 +111,7 @@ class RowScaled:
         assert for_input is not None and input_scales is not None
         assert for_output is not None and output_scales is not None
         if usable(weight_EIO):
-            quantise_rows_into(
-                weight_EIO.flatten(0, 1), for_input.flatten(0, 1), input_scales.flatten()
-            )
-            quantise_columns_into(weight_EIO, for_output, output_scales)
+            quantise_weight_into(weight_EIO, (for_input, input_scales), (for_output, output_scales))
             return
         pairs = ((weight_EIO, for_input, input_scales), (weight_EIO.mT, for_output, output_scales))
         for source, data, scales in pairs:
