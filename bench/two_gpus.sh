@@ -72,6 +72,7 @@ run 300 bench/step_profile.py two_gpus_small.jsonl --steps 20 \
   $small / $small $fp8=current / $small $fp8=delayed / $small $all $fp8=current / $small $all $fp8=delayed / \
   $small $all $fp8=block / $small $all $fp8=delayed $counted / $dense parallel.dp=2 $all $fp8=delayed $counted
 CUDA_VISIBLE_DEVICES=0 timeout 300 python3 bench/fp8.py --json "$out/fp8_layers.json"
+CUDA_VISIBLE_DEVICES=0 timeout 100 python3 bench/fp8_rows.py --alternatives --json "$out/fp8_rows.json"
 CUDA_VISIBLE_DEVICES=0 timeout 200 python3 bench/fp8.py --errors >"$out/fp8_errors.md"
 CUDA_VISIBLE_DEVICES=0 timeout 120 python3 bench/fp8_errors.py >>"$out/fp8_errors.md"
 # gradients of experts of two microbatches in one product: step times with and without it in one call
