@@ -39,7 +39,7 @@ from app.kernels.grouped_product import grouped_product
 from app.moe.clones.peer import PeerClones
 from app.moe.clones.record import Clones
 from app.moe.clones.transport import CloneTransport, CollectiveClones
-from app.moe.echo import ChoiceOrder, ClonePlan, plan_slots, reroute
+from app.moe.echo import ClonePlan, count_choices, follow_plan, plan_slots
 
 
 @dataclass(frozen=True)
@@ -110,11 +110,11 @@ def pieces(
         "collective": CollectiveClones(group, local, args.spares, **given),
     }
     experts_TK = choices(args, args.hot, device)
-    order = ChoiceOrder.of(experts_TK, args.experts)
-    yield "counts", "own", lambda: ChoiceOrder.of(experts_TK, args.experts).counts_E
+    counts_CE = count_choices(experts_TK, args.experts)
+    yield "counts", "own", partial(count_choices, experts_TK, args.experts)
     for name, transport in transports.items():
-        yield "counts", name, partial(transport.gather_counts, order.counts_E)
-    counts_RE = transports["collective"].gather_counts(order.counts_E).clone()
+        yield "counts", name, partial(transport.gather_counts, counts_CE)
+    counts_RE = transports["collective"].gather_counts(counts_CE).clone()
     plan = plan_slots(counts_RE, args.spares, CloneAlgorithm.exact, threshold=0.0)
     sums_4 = torch.zeros(4, dtype=torch.int64, device=device)
     for algorithm in CloneAlgorithm:
@@ -122,8 +122,7 @@ def pieces(
         for name, counts in (("plan", counts_RE), ("plan 8 x 256", wide_counts(device))):
             call = partial(plan_slots, counts, spares, algorithm, threshold=0.1, sums_4=sums_4)
             yield name, algorithm.value, call
-    where = plan.moved_ES, plan.moved_RS, rank
-    yield "reroute", "", lambda: reroute(experts_TK, *where, order=order)
+    yield "reroute", "", partial(follow_plan, experts_TK, plan, rank, counts_CE)
     yield from exchanges(transports, plan, shapes, local=local, device=device)
     yield from products(plan, shapes, args.spares, device=device)
 

@@ -19,7 +19,7 @@ from app.moe.clones.record import Clones
 class Transport(Protocol):
     """What carries clones."""
 
-    def gather_counts(self, counts_E: Tensor) -> Tensor: ...
+    def gather_counts(self, counts_CE: Tensor) -> Tensor: ...
 
     def send(self, which: int, weights: Sequence[Tensor], clones: Clones) -> Tensor: ...
 
@@ -129,7 +129,10 @@ def all_clone_exchanges(
     for nth, (what, which, layer) in enumerate(steps()):
         clones, factor, name = plans[layer], FACTORS[layer], f"{nth}: {what} {which} · {layer}"
         if what == "counts":
-            found[name] = transport.gather_counts(values.counts_RE[rank] * factor).clone()
+            counts_E = values.counts_RE[rank] * factor
+            blocks_CE = torch.stack((counts_E // 3, counts_E % 7, counts_E - counts_E // 3))
+            blocks_CE[2] -= blocks_CE[1]
+            found[name] = transport.gather_counts(blocks_CE).clone()
         elif what == "weights":
             empty_S11 = clones.moved_S[here, None, None] == 0
             weights = [weight_EIO[home] * factor for weight_EIO in values.weights_EIO]

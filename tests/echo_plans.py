@@ -15,7 +15,8 @@ import app.moe.echo
 from app.choices import CloneAlgorithm
 from app.kernels.clones import plan as kernels
 from app.kernels.clones.exact import exact_clones
-from app.kernels.expert_rows import expert_rows
+from app.kernels.clones.reroute import reroute
+from app.kernels.expert_rows import count_choices
 from tests.moe_kernels import DEVICE, twice
 
 PACKS = CloneAlgorithm.approx_bin_packing
@@ -61,7 +62,7 @@ def check_kernel(
     plain = app.moe.echo.plan_slots(
         counts_RE, spares, algorithm, threshold=threshold, sums_4=sums_4
     )
-    wanted = plain.moved_S, plain.moved_ES, plain.moved_RS, sums_4
+    wanted = plain.moved_S, plain.moved_RS, sums_4
     filled_S = plain.moved_S > 0
     assert torch.equal(expert_S[filled_S], plain.expert_S[filled_S])
     for one, other in zip(found, wanted, strict=True):
@@ -83,18 +84,17 @@ def check_reroute_kernel(ranks: int, local: int, top_k: int, most: int, seed: in
         [each.flatten().bincount(minlength=experts + 1)[:experts] for each in chosen_RTK]
     )
     spares, algorithm, threshold = draw_options(ranks, local, seed)
-    moved_ES, moved_RS = app.moe.echo.plan_clones(counts_RE, spares, algorithm, threshold)
+    plan = app.moe.echo.plan_slots(counts_RE, spares, algorithm, threshold=threshold)
+    moved_ES, moved_RS = plan.by_expert(experts), plan.moved_RS
     for rank, experts_TK in enumerate(chosen_RTK):
-        count = experts_TK.numel()
-        row_TK, ends_E, *_ = expert_rows(experts_TK, 0, experts, num_rows=count, multiple=1)
         run = partial(
-            kernels.reroute,
+            reroute,
             experts_TK,
-            row_TK,
-            ends_E,
-            moved_ES=moved_ES,
-            moved_RS=moved_RS,
-            rank=rank,
+            count_choices(experts_TK, 0, experts),
+            plan.expert_S,
+            moved_S=plan.moved_S,
+            moved_R_S=plan.moved_RS[rank],
+            ranks=ranks,
         )
         (found,) = twice(lambda run=run: (run(),))
         assert torch.equal(found, app.moe.echo.reroute(experts_TK, moved_ES, moved_RS, rank))

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from app.kernels import peer_rows as kernels
 from app.kernels import peer_sums
-from app.kernels.expert_rows import expert_rows
+from app.kernels.expert_rows import count_choices, expert_rows
 from app.moe.dispatch import expert_rows as plain
 from tests.moe_kernels import DEVICE, FACTS, assert_same, twice
 from tests.rounding import expect_alike, in_fp64
@@ -110,7 +110,7 @@ def check_expert_rows(
     for first in (0, experts - local):
         needed = int(plain.place_rows(chosen_NK, first, local, 1 << 24, multiple).needed)
         for num_rows in (needed + multiple, needed // 2 // multiple * multiple):
-            counts_L = torch.empty(local, dtype=torch.int64, device=chosen_NK.device)
+            counts_L = count_choices(chosen_NK, first, local).sum(dim=0)
             token_of_R = torch.full((num_rows,), -1, device=chosen_NK.device)
             found = expert_rows(
                 chosen_NK,
@@ -118,7 +118,6 @@ def check_expert_rows(
                 local,
                 num_rows=num_rows,
                 multiple=multiple,
-                counts_L=counts_L,
                 token_of_R=token_of_R,
             )
             assert counts_L.tolist() == [

@@ -36,33 +36,53 @@ def _blocks(tokens: int, local: int) -> tuple[int, int]:
     return block, max(1, cdiv(tokens, block))  # one is needed for the ends
 
 
+def block_sizes(tokens: int, local: int, blocks: int) -> dict[str, int]:
+    """What kernels that have a block of tokens each are compiled for, with their warps."""
+    block, padded = _blocks(tokens, local)[0], block_of(local)
+    chunk = min(block_of(blocks), max(1, COUNTS // padded))
+    warps = min(16, max(4, block * padded // PER_WARP))
+    return {"B": block, "E": padded, "CHUNK": chunk, "num_warps": warps}
+
+
+def count_choices(chosen_NK: Tensor, first: int, local: int) -> Tensor:
+    """Choices of each of the `local` experts from id `first` on, by block of tokens: int32 [C, L].
+
+    A token's ids must differ.
+    """
+    tokens, top_k = chosen_NK.shape
+    blocks = _blocks(tokens, local)[1]
+    counts_CL = torch.empty(blocks, local, dtype=torch.int32, device=chosen_NK.device)
+    sizes = block_sizes(tokens, local, blocks)
+    del sizes["CHUNK"]
+    _count[(blocks,)](
+        chosen_NK.contiguous(), counts_CL, tokens, first, local=local, K=top_k, **sizes
+    )
+    return counts_CL
+
+
 def expert_rows(
     chosen_NK: Tensor,
     first: int,
     local: int,
     num_rows: int,
     multiple: int,
-    counts_L: Tensor | None = None,
     token_of_R: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Row of each choice, end and first unfilled row of each of the `local` experts from id `first`
     on, and how many rows would be needed: int32 [N, K], [L], [L], [1].
 
     Expert-major, tokens ascending; an expert's rows start at a multiple of `multiple`. `num_rows`
-    for a choice of no expert here, or beyond; ends are at most that. A token's ids must differ. How
-    many choices each expert has is written to `counts_L`, and the token of each row that a choice
-    has to `token_of_R`, where these are given.
+    for a choice of no expert here, or beyond; ends are at most that. A token's ids must differ. The
+    token of each row that a choice has is written to `token_of_R`, where that is given.
     """
     tokens, top_k = chosen_NK.shape
-    padded = block_of(local)
-    block, blocks = _blocks(tokens, local)
-    row_of_NK, counts_CL, ends_L, filled_L, needed = (
-        torch.empty(shape, dtype=torch.int32, device=chosen_NK.device)
-        for shape in (chosen_NK.shape, (blocks, local), (local,), (local,), (1,))
-    )
     chosen_NK = chosen_NK.contiguous()
-    sizes = {"B": block, "E": padded, "num_warps": min(16, max(4, block * padded // PER_WARP))}
-    _count[(blocks,)](chosen_NK, counts_CL, tokens, first, local=local, K=top_k, **sizes)
+    counts_CL = count_choices(chosen_NK, first, local)
+    blocks = len(counts_CL)
+    row_of_NK, ends_L, filled_L, needed = (
+        torch.empty(shape, dtype=torch.int32, device=chosen_NK.device)
+        for shape in (chosen_NK.shape, (local,), (local,), (1,))
+    )
     _place[(blocks,)](
         chosen_NK,
         counts_CL,
@@ -70,7 +90,6 @@ def expert_rows(
         ends_L,
         filled_L,
         needed,
-        counts_L,
         token_of_R,
         tokens,
         first,
@@ -80,14 +99,13 @@ def expert_rows(
         multiple=multiple,
         K=top_k,
         PLACES=block_of(top_k),
-        CHUNK=min(block_of(blocks), max(1, COUNTS // padded)),
-        **sizes,
+        **block_sizes(tokens, local, blocks),
     )
     return row_of_NK, ends_L, filled_L, needed
 
 
 @jit
-def _chosen(
+def chosen_of_block(
     chosen: tl.tensor,
     tokens: int,
     first: int,
@@ -109,6 +127,23 @@ def _chosen(
 
 
 @jit
+def sums_of_blocks(
+    counts: tl.tensor, blocks: int, local: tl.constexpr, CHUNK: tl.constexpr, E: tl.constexpr
+) -> tuple[tl.tensor, tl.tensor]:
+    """Choices of each expert, and those in the blocks before this program's: [E], [E]."""
+    expert = tl.arange(0, E)
+    every = tl.zeros((CHUNK, E), tl.int32)
+    before = tl.zeros((CHUNK, E), tl.int32)
+    for start in range(0, blocks, CHUNK):
+        block = (start + tl.arange(0, CHUNK))[:, None]
+        there = (block < blocks) & (expert < local)[None, :]
+        count = tl.load(counts + block * local + expert[None, :], mask=there, other=0)
+        every += count
+        before += tl.where(block < tl.program_id(0), count, 0)
+    return tl.sum(every, axis=0), tl.sum(before, axis=0)
+
+
+@jit
 def _count(
     chosen: tl.tensor,
     counts: tl.tensor,
@@ -119,7 +154,7 @@ def _count(
     B: tl.constexpr,
     E: tl.constexpr,
 ) -> None:
-    found = _chosen(chosen, tokens, first, local=local, K=K, B=B, E=E)
+    found = chosen_of_block(chosen, tokens, first, local=local, K=K, B=B, E=E)
     expert = tl.arange(0, E)
     count = tl.sum((found > 0).to(tl.int32), axis=1)
     tl.store(counts + tl.program_id(0) * local + expert, count, mask=expert < local)
@@ -133,7 +168,6 @@ def _place(
     ends: tl.tensor,
     filled: tl.tensor,
     needed: tl.tensor,
-    totals: tl.tensor,
     token_of: tl.tensor,
     tokens: int,
     first: int,
@@ -149,15 +183,7 @@ def _place(
 ) -> None:
     this = tl.program_id(0)
     expert = tl.arange(0, E)
-    every = tl.zeros((CHUNK, E), tl.int32)
-    before = tl.zeros((CHUNK, E), tl.int32)
-    for start in range(0, blocks, CHUNK):
-        block = (start + tl.arange(0, CHUNK))[:, None]
-        there = (block < blocks) & (expert < local)[None, :]
-        count = tl.load(counts + block * local + expert[None, :], mask=there, other=0)
-        every += count
-        before += tl.where(block < this, count, 0)
-    total = tl.sum(every, axis=0)
+    total, before = sums_of_blocks(counts, blocks, local=local, CHUNK=CHUNK, E=E)
     space = (total + multiple - 1) // multiple * multiple
     end = tl.cumsum(space, axis=0)
     begin = end - space
@@ -166,11 +192,9 @@ def _place(
         tl.store(ends + expert, tl.minimum(end, num_rows), mask=own)
         tl.store(filled + expert, tl.minimum(begin + total, num_rows), mask=own)
         tl.store(needed, tl.sum(space, axis=0))
-        if totals is not None:
-            tl.store(totals + expert, total, mask=own)
-    found = _chosen(chosen, tokens, first, local=local, K=K, B=B, E=E)
+    found = chosen_of_block(chosen, tokens, first, local=local, K=K, B=B, E=E)
     own = (found > 0).to(tl.int32)
-    row = (begin + tl.sum(before, axis=0))[:, None] + tl.cumsum(own, axis=1) - own
+    row = (begin + before)[:, None] + tl.cumsum(own, axis=1) - own
     token = this * B + tl.arange(0, B)
     place = token[None, :] * K + found - 1
     tl.store(row_of + place, tl.minimum(row, num_rows), mask=found > 0)

@@ -17,11 +17,12 @@ import torch
 from torch import Tensor
 
 from app.choices import CloneAlgorithm
-from app.kernels.clones import plan as kernels
+from app.kernels.clones import plan as planner
+from app.kernels.clones import reroute as kernels
 from app.kernels.clones.exact import exact_clones
 from app.kernels.clones.slots import PRIORITIES
 from app.kernels.common import usable
-from app.kernels.expert_rows import expert_rows
+from app.kernels.expert_rows import count_choices as kernel_counts
 from app.moe.exact_clones import exact_slots
 from app.moe.permute import sort_by_expert
 
@@ -32,31 +33,23 @@ class ClonePlan:
 
     expert_S: Tensor  # any where no tokens go
     moved_S: Tensor  # tokens that go to a slot
-    moved_ES: Tensor  # the same by expert
     moved_RS: Tensor  # by the rank that has the tokens
 
+    def by_expert(self, experts: int) -> Tensor:
+        """Tokens of each expert that go to each slot: [E, S]."""
+        moved_ES = self.moved_S.new_zeros(experts, len(self.moved_S))
+        return moved_ES.scatter(0, self.expert_S[None], self.moved_S[None])
 
-@dataclass(frozen=True, slots=True)
-class ChoiceOrder:
-    """This rank's choices by expert, tokens ascending within one; dropped ones (id E) have none."""
 
-    row_of_TK: Tensor
-    ends_E: Tensor  # the first row after each expert's
-    counts_E: Tensor  # int64: tokens of each expert
-
-    @classmethod
-    def of(cls, experts_TK: Tensor, experts: int) -> ChoiceOrder:
-        """Of ids that differ within a token."""
-        if experts_TK.is_cuda and usable():
-            counts_E = torch.empty(experts, dtype=torch.int64, device=experts_TK.device)
-            num_rows = experts_TK.numel()
-            row_of_TK, ends_E, _, _ = expert_rows(
-                experts_TK, 0, experts, num_rows=num_rows, multiple=1, counts_L=counts_E
-            )
-            return cls(row_of_TK, ends_E, counts_E)
-        rows = sort_by_expert(experts_TK, experts, drops=True)
-        counts_E = rows.ends_E.long().diff(prepend=rows.ends_E.new_zeros(1))
-        return cls(rows.row_of_TK, rows.ends_E, counts_E)
+def count_choices(experts_TK: Tensor, experts: int) -> Tensor:
+    """This rank's tokens for each expert, by blocks of tokens, as many as kernels need: integers
+    [C, E]. Dropped choices have the id E; a token's other ids differ.
+    """
+    if experts_TK.is_cuda and usable():
+        return kernel_counts(experts_TK, 0, experts)
+    ids = experts_TK.flatten().long()
+    counts = ids.new_zeros(experts + 1).scatter_add_(0, ids, torch.ones_like(ids))
+    return counts[None, :experts]
 
 
 def plan_clones(
@@ -88,7 +81,7 @@ def plan_clones(
     unknown algorithm or a number of slots that it cannot fill.
     """
     plan = plan_slots(counts_RE, spares_per_rank, algorithm, threshold=threshold)
-    return plan.moved_ES, plan.moved_RS
+    return plan.by_expert(counts_RE.shape[1]), plan.moved_RS
 
 
 def plan_slots(
@@ -113,7 +106,7 @@ def plan_slots(
             return ClonePlan(*exact_clones(counts_RE, spares_per_rank, threshold, sums_4=sums_4))
         packs = known is CloneAlgorithm.approx_bin_packing
         return ClonePlan(
-            *kernels.plan_clones(
+            *planner.plan_clones(
                 counts_RE, spares_per_rank, packs, threshold=threshold, sums_4=sums_4
             )
         )
@@ -121,18 +114,10 @@ def plan_slots(
     expert_S, moved_S = _slots(load_RL, spares_per_rank, known, threshold=threshold)
     if sums_4 is not None:
         sums_4 += _loads(load_RL, expert_S, moved_S)
-    moved_ES = moved_S.new_zeros(experts, len(moved_S)).scatter(0, expert_S[None], moved_S[None])
-    moved_RS = _sources(counts_RE, expert_S, moved_S)
-    return ClonePlan(expert_S, moved_S, moved_ES, moved_RS=moved_RS)
+    return ClonePlan(expert_S, moved_S, _sources(counts_RE, expert_S, moved_S))
 
 
-def reroute(
-    experts_TK: Tensor,
-    moved_ES: Tensor,
-    moved_RS: Tensor,
-    rank: int,
-    order: ChoiceOrder | None = None,
-) -> Tensor:
+def reroute(experts_TK: Tensor, moved_ES: Tensor, moved_RS: Tensor, rank: int) -> Tensor:
     """Send this rank's tokens to clones, as `plan_clones` says: where each choice goes, [T, K].
 
     Ids count what every rank computes, its own experts and then its slots: expert e has the id
@@ -142,25 +127,29 @@ def reroute(
 
     A choice keeps its place in its token's K, and with that its probability; a token's ids differ
     from each other, but need not ascend. Choices that are dropped (id E) get R·(L + spares).
-    `order`: that of these choices, where it is known.
     """
-    experts, slots = moved_ES.shape
-    order = order or ChoiceOrder.of(experts_TK, experts)
+    plan = ClonePlan(moved_ES.argmax(dim=0), moved_ES.sum(dim=0), moved_RS)
+    return follow_plan(experts_TK, plan, rank, count_choices(experts_TK, len(moved_ES)))
+
+
+def follow_plan(experts_TK: Tensor, plan: ClonePlan, rank: int, counts_CE: Tensor) -> Tensor:
+    """`reroute` by a plan as it was made; `counts_CE` are those of `count_choices`."""
+    experts, (ranks, slots) = counts_CE.shape[1], plan.moved_RS.shape
     if experts_TK.is_cuda and usable():
         return kernels.reroute(
             experts_TK,
-            order.row_of_TK,
-            order.ends_E,
-            moved_ES=moved_ES,
-            moved_RS=moved_RS,
-            rank=rank,
+            counts_CE,
+            plan.expert_S,
+            moved_S=plan.moved_S,
+            moved_R_S=plan.moved_RS[rank],
+            ranks=ranks,
         )
-    ranks = len(moved_RS)
-    gone_ES = torch.where(moved_ES > 0, moved_RS[rank], 0)
-    stays_E = order.counts_E - gone_ES.sum(dim=1)
+    gone_ES = torch.where(plan.by_expert(experts) > 0, plan.moved_RS[rank], 0)
+    stays_E = counts_CE.sum(dim=0) - gone_ES.sum(dim=1)
     # rows of one expert: for its first slot, its second …, its own
     ends_P = torch.cat((gone_ES, stays_E[:, None]), dim=1).flatten().cumsum(0)
-    slot_TK = torch.searchsorted(ends_P, order.row_of_TK, right=True) % (slots + 1)
+    row_of_TK = sort_by_expert(experts_TK, experts, drops=True).row_of_TK
+    slot_TK = torch.searchsorted(ends_P, row_of_TK, right=True) % (slots + 1)
     home_TK = experts_TK.long()
     local, spares = experts // ranks, slots // ranks
     own_TK = home_TK // local * (local + spares) + home_TK % local

@@ -33,7 +33,7 @@ from app.moe.clones.record import Clones
 from app.moe.clones.transport import CollectiveClones
 from app.moe.dispatch.static import StaticDispatcher
 from app.moe.dispatch.transport import CollectiveTransport
-from app.moe.echo import plan_clones
+from app.moe.echo import ClonePlan, plan_clones
 from app.moe.experts import Experts
 from app.plan.dispatchers.static import PlannedStatic
 from app.plan.model.experts import ExpertWeights
@@ -268,7 +268,7 @@ def exchanged(rank: int, ranks: int, spares: int) -> int:
     group = dist.new_group()
     transport = CollectiveClones(group, local, spares, shapes=shapes, device=torch.device("cpu"))
     counts_E = torch.arange(ranks * local) + 100 * rank
-    counts_RE = transport.gather_counts(counts_E)
+    counts_RE = transport.gather_counts(torch.stack((counts_E - 7, torch.full_like(counts_E, 7))))
     assert (counts_RE == torch.arange(ranks * local) + 100 * torch.arange(ranks)[:, None]).all()
     generator = torch.Generator().manual_seed(1)
     slots, told_apart = ranks * spares, 0
@@ -309,7 +309,7 @@ class Alone:
     def __init__(self, counts_RE: Tensor) -> None:
         self.counts_RE = counts_RE
 
-    def gather_counts(self, counts_E: Tensor) -> Tensor:
+    def gather_counts(self, counts_CE: Tensor) -> Tensor:
         """Those that it was given."""
         return self.counts_RE
 
@@ -366,15 +366,15 @@ def test_loads_are_reported_step_by_step():
 
 
 def wrong_reroute(rank: int, run: Run, how: str) -> str:
-    right = cloning.reroute
+    right = cloning.follow_plan
 
-    def wrong(experts_TK: Tensor, moved_ES: Tensor, moved_RS: Tensor, **given: Any) -> Tensor:
-        found = right(experts_TK, moved_ES, moved_RS, **given).clone()
-        ids = len(moved_RS) * (len(moved_ES) // len(moved_RS) + CLONED.spares)
+    def wrong(experts_TK: Tensor, plan: ClonePlan, rank: int, counts_CE: Tensor) -> Tensor:
+        found = right(experts_TK, plan, rank, counts_CE).clone()
+        ids = counts_CE.shape[1] + len(plan.moved_S)
         found[0, 0] = {"lost": ids, "twice": found[0, 1], "elsewhere": (found[0, 0] + 1) % 4}[how]
         return found
 
-    cloning.reroute = wrong
+    cloning.follow_plan = wrong
     try:
         first_step(engine_of(run, rank))
     except RuntimeError as error:

@@ -86,6 +86,7 @@ def test_exact(spares: int):
     [(2, 3, 2, 12), (4, 1, 1, 9), (8, 2, 3, 5), (1, 4, 2, 3), (2, 2, 4, 0)],
 )
 def test_reroute(ranks: int, local: int, top_k: int, most: int, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("app.kernels.clones.plan.CHOICES", 32)
+    monkeypatch.setattr("app.kernels.clones.reroute.PAIRS", 32)
+    monkeypatch.setattr("app.kernels.expert_rows.WARP", 4)  # several blocks
     for seed in range(2):
         check_reroute_kernel(ranks, local, top_k, most, seed=seed)

@@ -21,7 +21,7 @@ PAIRS = 2048  # values that are compared at once: what 128 threads have register
 
 def exact_clones(
     counts_RE: Tensor, spares: int, threshold: float, sums_4: Tensor | None = None
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     """As `app.kernels.clones.plan.plan_clones`."""
     ranks, experts = counts_RE.shape
     slots, filled = ranks * spares, WAYS * TARGETS
@@ -53,7 +53,7 @@ def exact_clones(
         num_warps=4,
     )
     expert_S, moved_S = counts_RE.new_empty(2, slots).unbind()
-    moved_ES, moved_RS = (counts_RE.new_empty(rows, slots) for rows in (experts, ranks))
+    moved_RS = counts_RE.new_empty(ranks, slots)
     _take_best[(1,)](
         counts_RE,
         expert_CS,
@@ -61,7 +61,6 @@ def exact_clones(
         costs_C,
         expert_S,
         moved_S,
-        moved_ES,
         moved_RS,
         sums_4,
         float(threshold),
@@ -70,7 +69,6 @@ def exact_clones(
         experts=experts,
         slots=slots,
         FIRST=FIRST,
-        ROWS=max(1, 4 * PAIRS // block_of(slots)),
         SOURCES=sources_at_once(ranks, slots),
         C=block_of(candidates),
         R=block_of(ranks),
@@ -78,7 +76,7 @@ def exact_clones(
         S=block_of(slots),
         num_warps=8,
     )
-    return expert_S, moved_S, moved_ES, moved_RS
+    return expert_S, moved_S, moved_RS
 
 
 @jit
@@ -290,7 +288,6 @@ def _take_best(
     costs: tl.tensor,
     best_experts: tl.tensor,
     best_tokens: tl.tensor,
-    moved_of_expert: tl.tensor,
     moved_of_rank: tl.tensor,
     sums: tl.tensor,
     threshold: float,
@@ -299,7 +296,6 @@ def _take_best(
     experts: tl.constexpr,
     slots: tl.constexpr,
     FIRST: tl.constexpr,
-    ROWS: tl.constexpr,
     SOURCES: tl.constexpr,
     C: tl.constexpr,
     R: tl.constexpr,
@@ -324,7 +320,6 @@ def _take_best(
         counts,
         best_experts,
         best_tokens,
-        moved_of_expert,
         moved_of_rank,
         sums,
         tl.load(slot_experts + at, mask=filled, other=0),
@@ -333,7 +328,6 @@ def _take_best(
         ranks=ranks,
         experts=experts,
         slots=slots,
-        ROWS=ROWS,
         SOURCES=SOURCES,
         R=R,
         S=S,

@@ -1,32 +1,30 @@
-"""The whole plan of which experts are cloned where (`app.moe.echo.plan_clones`), by one program,
-and where tokens go by it: integers, sums in any order, no atomics.
+"""The whole plan of which experts are cloned where (`app.moe.echo.plan_clones`), by one program:
+integers, sums in any order, no atomics.
 
 Planning compares what would be sorted with everything else instead: the sum of all that comes
 before is what a place in the sorted order is needed for. Vectors that are compared with themselves
 go through memory, behind a barrier, so that no size needs all pairs in registers at once.
 
-Shapes: R ranks · E experts, L of each rank · S slots · T tokens, K experts of each. In kernels R,
-E, LOCAL and S are powers of two that hold these, and B choices are those of one program.
+Shapes: R ranks · E experts, L of each rank · S slots. In kernels R, E, LOCAL and S are powers of
+two that hold these.
 """
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from app.kernels.clones.slots import PRIORITIES, sources_at_once, spread_spills, write_plan
 from app.kernels.common import jit, tl
-from app.kernels.tiling import block_of, cdiv
+from app.kernels.tiling import block_of
 
 PAIRS = 8192  # values that are compared at once
-CHOICES = 4096  # (choice, slot) pairs of one program
 
 
 def plan_clones(
     counts_RE: Tensor, spares: int, packs: bool, *, threshold: float, sums_4: Tensor | None = None
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Expert of each slot, and tokens that move: by slot, by expert and slot, and by rank and slot;
-    int64 [S], [S], [E, S], [R, S].
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Expert of each slot, and tokens that move: by slot, and by rank and slot; int64 [S], [S],
+    [R, S].
 
     packs: by `approx_bin_packing`, not `one_shot_greedy`. What the plan does to loads is added to
     `sums_4` (`app.moe.echo.plan_slots`).
@@ -34,7 +32,7 @@ def plan_clones(
     ranks, experts = counts_RE.shape
     slots = ranks * spares
     expert_S, moved_S = counts_RE.new_empty(2, slots).unbind()
-    moved_ES, moved_RS = (counts_RE.new_empty(rows, slots) for rows in (experts, ranks))
+    moved_RS = counts_RE.new_empty(ranks, slots)
     padded = block_of(experts)
     local, others = block_of(experts // ranks), max(1, PAIRS // padded)
     _plan[(1,)](
@@ -43,7 +41,6 @@ def plan_clones(
         counts_RE.new_empty(experts),
         expert_S,
         moved_S,
-        moved_ES,
         moved_RS,
         sums_4,
         float(threshold),
@@ -54,7 +51,6 @@ def plan_clones(
         LIMITS=threshold > 0,
         NEAR=min(local, others),
         FAR=min(padded, others),
-        ROWS=max(1, PAIRS // block_of(slots)),
         SOURCES=sources_at_once(ranks, slots),
         PRIORITIES=PRIORITIES,
         R=block_of(ranks),
@@ -63,44 +59,7 @@ def plan_clones(
         S=block_of(slots),
         num_warps=8,
     )
-    return expert_S, moved_S, moved_ES, moved_RS
-
-
-def reroute(
-    experts_TK: Tensor,
-    row_TK: Tensor,
-    ends_E: Tensor,
-    moved_ES: Tensor,
-    moved_RS: Tensor,
-    rank: int,
-) -> Tensor:
-    """Where each choice goes, int64 [T, K], ids as in `app.moe.echo.reroute`.
-
-    `row_TK` and `ends_E` are those of `app.kernels.expert_rows` for all experts, `rank` is the one
-    that has these tokens.
-    """
-    experts, slots = moved_ES.shape
-    ranks = len(moved_RS)
-    all_TK = torch.empty(experts_TK.shape, dtype=torch.int64, device=experts_TK.device)
-    padded = block_of(slots)
-    block = max(1, CHOICES // padded)
-    _reroute[(cdiv(experts_TK.numel(), block),)](
-        experts_TK.contiguous(),
-        row_TK,
-        ends_E,
-        moved_ES,
-        moved_RS[rank],
-        all_TK,
-        experts_TK.numel(),
-        experts=experts,
-        slots=slots,
-        local=experts // ranks,
-        spares=slots // ranks,
-        B=block,
-        S=padded,
-        num_warps=4,
-    )
-    return all_TK
+    return expert_S, moved_S, moved_RS
 
 
 @jit
@@ -110,7 +69,6 @@ def _plan(
     spills: tl.tensor,
     slot_experts: tl.tensor,
     slot_tokens: tl.tensor,
-    moved_of_expert: tl.tensor,
     moved_of_rank: tl.tensor,
     sums: tl.tensor,
     threshold: float,
@@ -121,7 +79,6 @@ def _plan(
     LIMITS: tl.constexpr,
     NEAR: tl.constexpr,
     FAR: tl.constexpr,
-    ROWS: tl.constexpr,
     SOURCES: tl.constexpr,
     PRIORITIES: tl.constexpr,
     R: tl.constexpr,
@@ -176,7 +133,6 @@ def _plan(
         counts,
         slot_experts,
         slot_tokens,
-        moved_of_expert,
         moved_of_rank,
         sums,
         supplier,
@@ -185,7 +141,6 @@ def _plan(
         ranks=ranks,
         experts=experts,
         slots=slots,
-        ROWS=ROWS,
         SOURCES=SOURCES,
         R=R,
         S=S,
@@ -212,39 +167,3 @@ def _needed(
     stays += tl.sum(tl.where(at_home, left[:, None], 0), axis=0)
     anywhere = tl.max((left > limit).to(tl.int32), axis=0)
     return tl.where((stays > limit) | (anywhere > 0), moved, 0)
-
-
-@jit
-def _reroute(
-    chosen: tl.tensor,
-    rows: tl.tensor,
-    ends: tl.tensor,
-    moved_of_expert: tl.tensor,
-    moved: tl.tensor,
-    found: tl.tensor,
-    choices: int,
-    experts: tl.constexpr,
-    slots: tl.constexpr,
-    local: tl.constexpr,
-    spares: tl.constexpr,
-    B: tl.constexpr,
-    S: tl.constexpr,
-) -> None:
-    choice = tl.program_id(0) * B + tl.arange(0, B)
-    real = choice < choices
-    expert = tl.load(chosen + choice, mask=real, other=experts).to(tl.int64)
-    known = real & (expert < experts)
-    begin = tl.load(ends + expert - 1, mask=known & (expert > 0), other=0)
-    place = tl.load(rows + choice, mask=known, other=0) - begin
-    slot = tl.arange(0, S)
-    inside = slot < slots
-    of_slot = tl.load(moved + slot, mask=inside, other=0)
-    at = moved_of_expert + expert[:, None] * slots + slot[None, :]
-    cloned = tl.load(at, mask=known[:, None] & inside[None, :], other=0) > 0
-    end = tl.cumsum(tl.where(cloned, of_slot[None, :], 0), axis=1)
-    nth = tl.sum(((end <= place[:, None]) & inside[None, :]).to(tl.int64), axis=1)
-    home = expert // local * (local + spares) + expert % local
-    clone = nth // spares * (local + spares) + local + nth % spares
-    goes = tl.where(nth < slots, clone, home)
-    goes = tl.where(known, goes, experts // local * (local + spares))
-    tl.store(found + choice, goes, mask=real)

@@ -205,7 +205,6 @@ def write_plan(
     counts: tl.tensor,
     slot_experts: tl.tensor,
     slot_tokens: tl.tensor,
-    moved_of_expert: tl.tensor,
     moved_of_rank: tl.tensor,
     sums: tl.tensor,
     supplier: tl.tensor,
@@ -214,13 +213,12 @@ def write_plan(
     ranks: tl.constexpr,
     experts: tl.constexpr,
     slots: tl.constexpr,
-    ROWS: tl.constexpr,
     SOURCES: tl.constexpr,
     R: tl.constexpr,
     S: tl.constexpr,
 ) -> None:
-    """The plan that slots are filled by: by slot, by expert and slot, ROWS at once, and by rank and
-    slot, SOURCES ranks at once. What it does to `rank_load` is added to `sums`, if there are any.
+    """The plan that slots are filled by: by slot, and by rank and slot, SOURCES ranks at once. What
+    it does to `rank_load` is added to `sums`, if there are any.
     """
     slot = tl.arange(0, S)
     tl.store(slot_experts + slot, supplier, mask=slot < slots)
@@ -229,11 +227,6 @@ def write_plan(
         _add_loads(
             sums, supplier, moved, rank_load, ranks=ranks, experts=experts, slots=slots, R=R, S=S
         )
-    for first in range(0, experts, ROWS):
-        row = first + tl.arange(0, ROWS)[:, None]
-        value = tl.where(row == supplier[None, :], moved[None, :], 0)
-        inside = (row < experts) & (slot < slots)[None, :]
-        tl.store(moved_of_expert + row * slots + slot[None, :], value, mask=inside)
     if tl.max(moved, axis=0) > 0:
         _sources(
             counts,

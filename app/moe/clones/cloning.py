@@ -15,7 +15,7 @@ from torch import Tensor
 from app.config.model import EchoConfig
 from app.moe.clones.record import Clones
 from app.moe.clones.transport import CloneTransport
-from app.moe.echo import ChoiceOrder, ClonePlan, plan_slots, reroute
+from app.moe.echo import ClonePlan, count_choices, follow_plan, plan_slots
 from app.moe.experts import LentExperts
 
 UP, DOWN = 0, 1  # kinds of matrices
@@ -85,32 +85,30 @@ class Cloning:
 
         Dropped choices have the id E, and then R·(L + s).
         """
-        order = ChoiceOrder.of(experts_TK, num_experts)
+        counts_CE = count_choices(experts_TK, num_experts)
         echo = self.echo
         plan = plan_slots(
-            self.transport.gather_counts(order.counts_E),
+            self.transport.gather_counts(counts_CE),
             echo.spares,
             echo.algorithm,
             threshold=echo.threshold,
             sums_4=self.sums_4,
         )
-        goes_TK = reroute(experts_TK, plan.moved_ES, plan.moved_RS, rank=self.rank, order=order)
+        goes_TK = follow_plan(experts_TK, plan, self.rank, counts_CE)
         if echo.check:
-            self._check(experts_TK, goes_TK, plan)
+            self._check(experts_TK, goes_TK, plan, experts=num_experts)
         return goes_TK, Clones(plan.expert_S, plan.moved_S)
 
     def lent(self, clones: Clones) -> LentExperts:
         """What the experts of this rank's slots compute with."""
         return Borrowed(self.transport, clones)
 
-    def _check(self, experts_TK: Tensor, goes_TK: Tensor, plan: ClonePlan) -> None:
+    def _check(self, experts_TK: Tensor, goes_TK: Tensor, plan: ClonePlan, *, experts: int) -> None:
         """AssertionError or its like on a GPU, where no host can say more."""
-        experts, slots = plan.moved_ES.shape
-        ranks = len(plan.moved_RS)
+        ranks, slots = plan.moved_RS.shape
         local, spares = experts // ranks, slots // ranks
         dropped = ranks * (local + spares)
-        sums_up = (plan.moved_ES.sum(0) == plan.moved_RS.sum(0)).all()
-        _expect(sums_up & ((plan.moved_ES > 0).sum(0) <= 1).all(), "a plan does not add up")
+        _expect((plan.moved_S == plan.moved_RS.sum(0)).all(), "a plan does not add up")
         kept_TK = experts_TK < experts
         _expect(((goes_TK < dropped) == kept_TK).all(), "a token lost or gained an expert")
         sorted_TK = goes_TK.sort(dim=1).values

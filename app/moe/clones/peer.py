@@ -42,8 +42,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from app.kernels.clones.meeting import meet_if
+from app.kernels.clones.reroute import push_counts
 from app.kernels.clones.weights import Slots, add_clones, push_clones
-from app.kernels.peer_rows import push_values
 from app.moe.clones.record import Clones
 from app.moe.peer_memory import Buffer, Layout, PeerMemory
 
@@ -94,14 +94,14 @@ class PeerClones:
         self._sent: Clones | None = None  # whose they are
         self._read: list[Read] = []  # at most one of each memory
 
-    def gather_counts(self, counts_E: Tensor) -> Tensor:
-        """Tokens of this rank for each expert, [E] -> of all ranks, int64 [R, E].
+    def gather_counts(self, counts_CE: Tensor) -> Tensor:
+        """Tokens of this rank for each expert, by blocks, [C, E] -> of all ranks, int64 [R, E].
 
         The result lies in memory that the next call but one writes to: use it at once.
         """
         buffer = next(self._counts)
-        assert counts_E.shape == buffer.own.shape[1:]
-        push_values(counts_E, buffer.addresses_P, torch.int64)
+        assert counts_CE.shape[1:] == buffer.own.shape[1:]
+        push_counts(counts_CE, buffer.addresses_P)
         self._memory.barrier()
         self._read.clear()
         return buffer.own

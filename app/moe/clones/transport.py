@@ -28,8 +28,8 @@ class CloneTransport(Protocol):
     have been asked for is asked for once more.
     """
 
-    def gather_counts(self, counts_E: Tensor) -> Tensor:
-        """This rank's tokens for each expert -> those of all ranks, int64 R × E."""
+    def gather_counts(self, counts_CE: Tensor) -> Tensor:
+        """This rank's tokens for each expert, by blocks -> those of all ranks, int64 R × E."""
         ...
 
     def send(self, kind: int, weights: Sequence[Tensor], clones: Clones) -> Tensor:
@@ -78,9 +78,9 @@ class CollectiveClones:
             torch.zeros(spares, *shape, dtype=torch.float32, device=device) for shape in shapes
         ]
 
-    def gather_counts(self, counts_E: Tensor) -> Tensor:
+    def gather_counts(self, counts_CE: Tensor) -> Tensor:
         """See the protocol."""
-        return gathered(counts_E[None], self.group)
+        return gathered(counts_CE.sum(dim=0, keepdim=True), self.group)
 
     def send(self, kind: int, weights: Sequence[Tensor], clones: Clones) -> Tensor:
         """See the protocol: each kind when it is asked for."""

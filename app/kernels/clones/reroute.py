@@ -1,0 +1,149 @@
+"""Choices that a rank counts for a plan of clones, and where they go by it (`app.moe.echo`).
+
+What is counted by blocks of tokens (`app.kernels.expert_rows`) is added up where it is sent; which
+of an expert's tokens a token is, is looked for only if any of them go to clones.
+
+Shapes: T tokens of this rank, K experts of each · E experts · R ranks · S slots · C blocks of B
+tokens. In kernels E and S are powers of two that hold these, CHUNK blocks are added up and CHOICES
+choices looked at together.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from app.kernels.common import jit, tl
+from app.kernels.expert_rows import block_sizes, chosen_of_block, sums_of_blocks
+from app.kernels.tiling import block_of, cdiv
+
+PAIRS = 4096  # (choice, slot) pairs that are looked at together
+EXPERTS = 32  # whose counts a program adds up
+ROWS = 128  # of counts that it reads at once
+
+
+def push_counts(counts_CE: Tensor, addresses_R: Tensor) -> None:
+    """Write the sums of the blocks' counts, int64 [E], to each of the addresses."""
+    blocks, experts = counts_CE.shape
+    _push_counts[(cdiv(experts, EXPERTS), len(addresses_R))](
+        counts_CE,
+        addresses_R,
+        blocks,
+        experts=experts,
+        CHUNK=min(ROWS, block_of(blocks)),
+        BLOCK=EXPERTS,
+        num_warps=4,
+    )
+
+
+def reroute(
+    experts_TK: Tensor,
+    counts_CE: Tensor,
+    expert_S: Tensor,
+    moved_S: Tensor,
+    moved_R_S: Tensor,
+    ranks: int,
+) -> Tensor:
+    """Where each choice goes, int64 [T, K], ids as in `app.moe.echo.reroute`.
+
+    `counts_CE` are those of `app.kernels.expert_rows.count_choices` for all experts; `moved_R_S` is
+    how many tokens of the rank that has these go to each slot.
+    """
+    tokens, top_k = experts_TK.shape
+    (blocks, experts), slots = counts_CE.shape, len(expert_S)
+    sizes = block_sizes(tokens, experts, blocks)
+    choices = sizes["B"] * top_k
+    all_TK = torch.empty(experts_TK.shape, dtype=torch.int64, device=experts_TK.device)
+    _reroute[(blocks,)](
+        experts_TK.contiguous(),
+        counts_CE,
+        torch.empty(experts_TK.shape, dtype=torch.int32, device=experts_TK.device),
+        expert_S,
+        moved_S,
+        moved_R_S,
+        all_TK,
+        tokens,
+        blocks,
+        experts=experts,
+        slots=slots,
+        local=experts // ranks,
+        spares=slots // ranks,
+        K=top_k,
+        CHOICES=min(block_of(choices), max(1, PAIRS // block_of(slots))),
+        S=block_of(slots),
+        **sizes,
+    )
+    return all_TK
+
+
+@jit
+def _push_counts(
+    counts: tl.tensor,
+    addresses: tl.tensor,
+    blocks: int,
+    experts: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    expert = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    total = tl.zeros((CHUNK, BLOCK), tl.int64)
+    for start in range(0, blocks, CHUNK):
+        block = (start + tl.arange(0, CHUNK))[:, None]
+        there = (block < blocks) & (expert < experts)[None, :]
+        total += tl.load(counts + block * experts + expert[None, :], mask=there, other=0)
+    out = tl.load(addresses + tl.program_id(1)).to(tl.pointer_type(tl.int64))
+    tl.store(out + expert, tl.sum(total, axis=0), mask=expert < experts)
+
+
+@jit
+def _reroute(
+    chosen: tl.tensor,
+    counts: tl.tensor,
+    places: tl.tensor,
+    suppliers: tl.tensor,
+    moved_of_slot: tl.tensor,
+    moved_from_here: tl.tensor,
+    found: tl.tensor,
+    tokens: int,
+    blocks: int,
+    experts: tl.constexpr,
+    slots: tl.constexpr,
+    local: tl.constexpr,
+    spares: tl.constexpr,
+    K: tl.constexpr,
+    CHOICES: tl.constexpr,
+    S: tl.constexpr,
+    CHUNK: tl.constexpr,
+    B: tl.constexpr,
+    E: tl.constexpr,
+) -> None:
+    first = tl.program_id(0) * B
+    slot = tl.arange(0, S)
+    inside = slot < slots
+    filled = tl.load(moved_of_slot + slot, mask=inside, other=0) > 0
+    moves = tl.max(filled.to(tl.int32), axis=0) > 0
+    if moves:  # the place of each choice among those of its expert
+        _, before = sums_of_blocks(counts, blocks, local=experts, CHUNK=CHUNK, E=E)
+        own = chosen_of_block(chosen, tokens, 0, local=experts, K=K, B=B, E=E)
+        place = before[:, None] + tl.cumsum((own > 0).to(tl.int32), axis=1) - 1
+        at = (first + tl.arange(0, B))[None, :] * K + own - 1
+        tl.store(places + at, place, mask=own > 0)
+        tl.debug_barrier()
+    for start in range(0, B * K, CHOICES):
+        nth_here = start + tl.arange(0, CHOICES)
+        choice = first * K + nth_here
+        real = (nth_here < B * K) & (choice < tokens * K)
+        expert = tl.load(chosen + choice, mask=real, other=experts).to(tl.int64)
+        known = real & (expert < experts)
+        goes = expert // local * (local + spares) + expert % local
+        if moves:
+            place = tl.load(places + choice, mask=known, other=0)
+            supplier = tl.load(suppliers + slot, mask=inside, other=0)
+            cloned = (supplier[None, :] == expert[:, None]) & filled[None, :]
+            taken = tl.load(moved_from_here + slot, mask=inside, other=0)
+            end = tl.cumsum(tl.where(cloned, taken[None, :], 0), axis=1)
+            nth = tl.sum(((end <= place[:, None]) & inside[None, :]).to(tl.int64), axis=1)
+            clone = nth // spares * (local + spares) + local + nth % spares
+            goes = tl.where(nth < slots, clone, goes)
+        goes = tl.where(known, goes, experts // local * (local + spares))
+        tl.store(found + choice, goes, mask=real)
