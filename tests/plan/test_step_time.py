@@ -378,7 +378,7 @@ def test_impossible_profiles_are_refused_in_a_line(changed: dict, key: str, said
             "this version reads profiles of format 2; measure the GPU again",
         ),
         (
-            "norm_gb_s: [4200, 3400]",
+            "norm_gb_s: [3065, 2159]",
             "norm_gb_s: 3400",
             "norm_gb_s=…: must be a pair, of forward and",
         ),
