@@ -52,11 +52,13 @@ class RMSNorm(nn.Module):
         """`x` for the residual sum behind, and the norm, which may be recomputed. Where there is a
         kernel for it, backward adds the gradients of both while it makes the norm's.
         """
-        if recompute.recomputes(Recompute.norm):
-            return x, recompute.discard_output(Recompute.norm, self, x)
         if usable(x, self.weight):
-            return rms_norm_beside(x, self.weight, self.eps)
-        return x, F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+            beside, out = rms_norm_beside(x, self.weight, self.eps)
+        else:
+            beside, out = x, F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+        if recompute.recomputes(Recompute.norm):
+            recompute.discard_output(Recompute.norm, out, self, x)
+        return beside, out
 
 
 class WholeNorm(nn.Module):

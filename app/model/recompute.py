@@ -133,13 +133,13 @@ class Recomputation:
             self._inside -= 1
 
     def discard_output(
-        self, part: Recompute, function: Callable[..., Tensor], *arguments: Tensor
-    ) -> Tensor:
-        """function(*arguments), not a view; discarded after forward if `part` is recomputed."""
-        out = function(*arguments)
+        self, part: Recompute, out: Tensor, function: Callable[..., Tensor], *arguments: Tensor
+    ) -> None:
+        """`out`, no view, is discarded after forward if `part` is recomputed: function(*arguments)
+        makes it again.
+        """
         if part in self.chosen.parts and not self._inside and torch.is_grad_enabled():
             self._note(out, _Function(function, tuple(map(self._pack, arguments))))
-        return out
 
     def replace(self, value: Tensor, source: BackwardSource) -> None:
         """Operations that save `value`, or a part of it, have it from `source` in backward."""
@@ -158,9 +158,9 @@ class Recomputation:
         """function(argument), of which only the argument is kept if `part` is recomputed."""
         if part not in self.chosen.parts:
             return function(argument)
-        return self.discard_output(
-            part, lambda given: self.checkpoint(part, function, given), argument
-        )
+        out = self.checkpoint(part, function, argument)
+        self.discard_output(part, out, function, argument)
+        return out
 
     @contextmanager
     def forward(self) -> Iterator[None]:

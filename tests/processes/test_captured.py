@@ -354,18 +354,23 @@ BESIDE = [
 ]
 
 
+@pytest.mark.parametrize("parts", [(), (Recompute.norm,)], ids=["kept", "again"])
 @pytest.mark.parametrize(("model", "graph"), chosen(BESIDE, [("moe", "partial")]))
 def test_what_passes_a_norm_by_lies_in_graphs_where_it_did(
-    model: str, graph: str, monkeypatch: pytest.MonkeyPatch
+    model: str, graph: str, parts: tuple[Recompute, ...], monkeypatch: pytest.MonkeyPatch
 ):
     """With the kernels of norms, which hand on what comes in as it is."""
     pytest.importorskip("triton")
     monkeypatch.setattr(layers, "usable", lambda *tensors: True)
+    again = RecomputeConfig(phases=parts)
+    runs = [
+        run_of(MODELS[model], EAGER),
+        run_of(MODELS[model], EAGER, recompute=again),
+        run_of(MODELS[model], CHOICES[graph], recompute=again),
+    ]
     with process_world(0, 1, torch.device("cpu")):
-        eager, captured = (
-            trained(0, run_of(MODELS[model], chosen)) for chosen in (EAGER, CHOICES[graph])
-        )
-    assert same(captured, eager)
+        kept, eager, captured = (trained(0, run) for run in runs)
+    assert same(captured, eager) and same(eager, kept)
 
 
 def test_nothing_is_replayed_after_its_release():

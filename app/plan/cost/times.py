@@ -223,7 +223,9 @@ class _Clock:
         if op.kernels == 0 or (op.sends and op.work is not Work.rows):
             return 0.0
         read = sum(value.bytes for value in op.reads)
-        return _used(op, read + sum(value.bytes for value in op.makes))
+        # a view is not written
+        made = (value for value in op.makes if value.storage in op.new or value in op.reads)
+        return _used(op, read + sum(value.bytes for value in made))
 
     def _touched_back(self, op: Operation) -> float:
         if op.work is Work.loss:
@@ -235,13 +237,9 @@ class _Clock:
         return _used(op, read + saved + sum(value.bytes for value in op.makes))
 
     def _additions(self, traced: ForwardTrace) -> float:
-        """Of summing the gradients of what several operations read; one that joins them reads the
-        others' sum while it makes its own.
-        """
+        """Of summing the gradients of what several operations read."""
         readers = Counter(value for op in traced.trace.ops for value in set(op.reads))
         added = sum((count - 1) * 3 * value.bytes for value, count in readers.items())
-        joined = (value for op in traced.trace.ops if op.joins for value in op.reads)
-        added -= sum(2 * value.bytes for value in joined if readers[value] > 1)
         return self.kernels.moved(added, Work.other, backward=True)
 
 

@@ -321,11 +321,14 @@ def _matrix_attention(
     scores = 4 * reach.queries * reach.heads * reach.keys
     keys = 4 * s.run.train.micro_batch * reach.keys * reach.heads * s.model.head_width
     saved = wide + 2 * keys
+    # When the gradient of scores stands beside that of probabilities, what came in is gone, values
+    # have left their place to their gradient, and queries and keys have none yet.
+    working = max(0, 2 * scores - wide - q.bytes - k.bytes - v.bytes)
     (out,) = trace.op(
         [q, k, v],
         [wide],
         keeps=saved + scores,
-        scratch=(scores + saved, 2 * scores),
+        scratch=(scores + saved, working),
         kernels=12,
         flops=reach.flops(s),
         work=Work.ordered_attention,

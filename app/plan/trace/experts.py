@@ -18,7 +18,7 @@ from app.plan.model.experts import ExpertWeights, MoEBodyWeights, RouterWeights
 from app.plan.model.phases import PhaseName
 from app.plan.model.weight import Weight
 from app.plan.trace.eight_bits import EightBits, rows_in_8
-from app.plan.trace.parts import Product, Sizes, activation, cast, norm, swiglu
+from app.plan.trace.parts import Product, Sizes, activation, cast, norm_beside, swiglu
 from app.plan.trace.trace import Trace, TracedTensor, Work
 
 # bytes of an expert's load in its loss
@@ -31,8 +31,7 @@ def moe_body(trace: Trace, s: Sizes, x: TracedTensor, weights: MoEBodyWeights) -
     assert moe is not None
     with trace.recomputed(Recompute.moe):
         trace.phase = PhaseName.norm
-        with trace.recomputed(Recompute.norm, discards=True):
-            h = norm(trace, s, x, weights=weights.norm, beside=True)
+        x, h = norm_beside(trace, s, x, weights=weights.norm)
         shared = _shared(trace, s, h, weights=weights)
         probs, chosen = _route(trace, s, moe, h=h, weights=weights.router)
         dispatcher = run_dispatcher(s.run, s.layout)

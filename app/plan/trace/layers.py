@@ -16,7 +16,7 @@ from app.plan.recompute import RecomputeChoice
 from app.plan.trace.attention import attention
 from app.plan.trace.eight_bits import LAUNCHES, Copies
 from app.plan.trace.experts import moe_body
-from app.plan.trace.parts import Product, Sizes, norm, scattered, swiglu, tp_sends
+from app.plan.trace.parts import Product, Sizes, norm, norm_beside, scattered, swiglu, tp_sends
 from app.plan.trace.trace import ForwardTrace, GradAddition, Sends, Trace, TracedTensor, Work
 
 # bytes that the loss keeps per token: row of its label, log-sum-exp, whether it counts
@@ -169,14 +169,12 @@ def _gathers_twice(s: Sizes, h: TracedTensor) -> Sends:
 
 def _attention(trace: Trace, s: Sizes, x: TracedTensor, weights: LayerWeights) -> TracedTensor:
     trace.phase = PhaseName.attn
-    with trace.recomputed(Recompute.norm, discards=True):
-        h = norm(trace, s, x, weights=weights.attn_norm, beside=True)
+    x, h = norm_beside(trace, s, x, weights=weights.attn_norm)
     return trace.add(x, attention(trace, s, h, weights=weights.attn))
 
 
 def _dense_body(trace: Trace, s: Sizes, x: TracedTensor, weights: DenseBodyWeights) -> TracedTensor:
     trace.phase = PhaseName.mlp
-    with trace.recomputed(Recompute.norm, discards=True):
-        h = norm(trace, s, x, weights=weights.norm, beside=True)
+    x, h = norm_beside(trace, s, x, weights=weights.norm)
     y = swiglu(trace, s, h, weights=weights.mlp, part=Recompute.mlp_act)
     return trace.add(x, y)

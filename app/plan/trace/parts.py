@@ -157,18 +157,36 @@ def activation(
         return trace.op([up], [half], [up], scratch=scratch, work=Work.activation, used=used)[0]
 
 
-def norm(
-    trace: Trace, s: Sizes, x: TracedTensor, weights: NormWeights, beside: bool = False
-) -> TracedTensor:
-    """RMSNorm of this rank's tokens; `beside` a residual, with whose gradient it makes its own."""
+def norm(trace: Trace, s: Sizes, x: TracedTensor, weights: NormWeights) -> TracedTensor:
+    """RMSNorm of this rank's tokens."""
+    return _norm(trace, s, x, weights=weights)[0]
+
+
+def norm_beside(
+    trace: Trace, s: Sizes, x: TracedTensor, weights: NormWeights
+) -> tuple[TracedTensor, TracedTensor]:
+    """`x` for the residual sum, and its norm, which backward recomputes where it does so: its
+    kernel of backward sums the gradients of both.
+    """
+    with trace.recomputed(Recompute.norm, discards=True):
+        h, same = _norm(trace, s, x, weights=weights, views=[TracedTensor(x.bytes, x.storage)])
+    return same, h
+
+
+def _norm(
+    trace: Trace,
+    s: Sizes,
+    x: TracedTensor,
+    *,
+    weights: NormWeights,
+    views: Sequence[TracedTensor] = (),
+) -> tuple[TracedTensor, ...]:
+    """The norm, and what else it hands on."""
     (width,) = s.shape(weights.weight)
     rows = x.bytes // (width * s.size)
     sums = 4 * width * norm_tiling(width).programs(rows)  # of the weight's gradient, fp32
     keeps = RMS_STATISTICS * rows
-    joins = beside and Recompute.norm not in trace.recompute.parts
-    return trace.op(
-        [x], [x.bytes], [x], keeps=keeps, scratch=(0, sums), joins=joins, work=Work.norm
-    )[0]
+    return trace.op([x], [x.bytes, *views], [x], keeps=keeps, scratch=(0, sums), work=Work.norm)
 
 
 def cast(trace: Trace, x: TracedTensor, size: int) -> TracedTensor:

@@ -88,7 +88,6 @@ class Operation:
     waiting: int | None
     carries: int  # what a split backward holds of it besides until its second part
     scratch: tuple[int, int]  # alive only while it runs, forward and backward
-    joins: bool  # its backward adds the gradient of others who read the same while it makes its own
     passes: bool  # the gradient of what it reads is that of what it makes, not a new tensor
     kernels: int  # launches of its forward
     # floating-point operations of its forward's products, 2·m·n·k each; its backward has twice as
@@ -134,7 +133,6 @@ class Trace:
         waiting: int | None = None,
         carries: int = 0,
         scratch: tuple[int, int] = (0, 0),
-        joins: bool = False,
         passes: bool = False,
         kernels: int = 1,
         flops: int = 0,
@@ -168,7 +166,6 @@ class Trace:
             waiting=waiting,
             carries=carries,
             scratch=scratch,
-            joins=joins,
             passes=passes,
             kernels=kernels,
             flops=flops,
