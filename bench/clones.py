@@ -1,16 +1,19 @@
 """What clones of hot experts cost in a layer, piece by piece, on several GPUs.
 
     torchrun --nproc-per-node 2 bench/clones.py [--tokens 4096 --experts 128 --top-k 8 --width 2048
-        --ffn 768 --spares 2 --hot 4] [--json FILE]
+        --ffn 768 --spares 2 --hot 4] [--even] [--json FILE]
 
 One row per piece and transport: median µs of the slowest rank, replayed from a CUDA graph; `+-` is
-half the spread of the repeats. Routers prefer the first `hot` experts of the first rank. `even` in
-place of a piece's name: the same where loads are even and nothing is moved.
+half the spread of the repeats. Routers prefer the first `hot` experts of the first rank. Behind a
+piece's name `even`: the same where experts are chosen in turn and nothing is moved; `--even`: these
+alone.
 
 Pieces: `counts` of a rank's choices and of all ranks · `plan` by each algorithm, also of 8 ranks
 with 256 experts in all · `reroute` · `send` and `home` of both kinds of matrices · `product` of the
 rows that go to clones, both matrices, and as many rows by torch's grouped product · `gradient` of
-both matrices.
+both matrices · `rows`: where those of all ranks' choices lie, without slots and with them · a
+`barrier` as others have it, and that of clones, where it is needed and where not · `forward` and
+`backward`: all that clones add to a layer.
 
 Shapes: T tokens of a rank, K experts per token, E experts, D width, F hidden width of an expert, S
 slots, s of each rank.
@@ -21,7 +24,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -34,11 +37,13 @@ from torch import Tensor
 
 from app.choices import CloneAlgorithm
 from app.engine.groups import process_world
+from app.kernels.clones.meeting import meet_if
 from app.kernels.grouped_gradient import add_grouped_gradient
 from app.kernels.grouped_product import grouped_product
 from app.moe.clones.peer import PeerClones
 from app.moe.clones.record import Clones
 from app.moe.clones.transport import CloneTransport, CollectiveClones
+from app.moe.dispatch.expert_rows import place_rows
 from app.moe.echo import ClonePlan, count_choices, follow_plan, plan_slots
 
 
@@ -61,6 +66,7 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=int, default=value)
     for name, value in (("ffn", 768), ("spares", 2), ("hot", 4)):
         parser.add_argument(f"--{name}", type=int, default=value)
+    parser.add_argument("--even", action="store_true", help="only where nothing is moved")
     parser.add_argument("--json", type=Path, help="write the rows there")
     args = parser.parse_args()
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -74,7 +80,7 @@ def main() -> None:
             print(f"{torch.cuda.get_device_name()} x {ranks}, torch {torch.__version__}")
             print(vars(args), flush=True)
         rows = []
-        for piece, way, call in pieces(args, group, device):
+        for piece, way, call in (even_pieces if args.even else pieces)(args, group, device):
             rows.append(Row(piece, way, *timed(call, group)))
             if rank == 0:
                 row = rows[-1]
@@ -90,6 +96,12 @@ def choices(args: argparse.Namespace, hot: int, device: torch.device) -> Tensor:
     return scores_TE.topk(args.top_k, dim=1).indices.sort(dim=1).values
 
 
+def choices_in_turn(args: argparse.Namespace, rank: int, device: torch.device) -> Tensor:
+    """The same with as many for each expert."""
+    nth = torch.arange(args.tokens * args.top_k, device=device) + rank * args.tokens * args.top_k
+    return (nth % args.experts).view(args.tokens, args.top_k).sort(dim=1).values
+
+
 def wide_counts(device: torch.device) -> Tensor:
     """Tokens of 8 ranks for 256 experts by Zipf's law, 0.7, in a random order."""
     drawn = torch.Generator().manual_seed(0)
@@ -103,7 +115,7 @@ def pieces(
     """Name, way and call of each."""
     ranks, rank = group.size(), group.rank()
     local = args.experts // ranks
-    shapes = [torch.Size((args.width, 2 * args.ffn)), torch.Size((args.ffn, args.width))]
+    shapes = shapes_of(args)
     given = {"shapes": shapes, "device": device}
     transports: dict[str, CloneTransport] = {
         "peer": PeerClones(group, local, args.spares, **given, dtype=torch.bfloat16),
@@ -125,6 +137,103 @@ def pieces(
     yield "reroute", "", partial(follow_plan, experts_TK, plan, rank, counts_CE)
     yield from exchanges(transports, plan, shapes, local=local, device=device)
     yield from products(plan, shapes, args.spares, device=device)
+    yield from even_pieces(args, group, device)
+
+
+def shapes_of(args: argparse.Namespace) -> list[torch.Size]:
+    """Of both kinds of matrices."""
+    return [torch.Size((args.width, 2 * args.ffn)), torch.Size((args.ffn, args.width))]
+
+
+def even_pieces(
+    args: argparse.Namespace, group: dist.ProcessGroup, device: torch.device
+) -> Iterator[tuple[str, str, Call]]:
+    """All that clones add to a layer where nothing is moved, by peers' memory."""
+    ranks, rank = group.size(), group.rank()
+    local, shapes = args.experts // ranks, shapes_of(args)
+    peer = PeerClones(group, local, args.spares, shapes, torch.bfloat16, device)
+    experts_TK = choices_in_turn(args, rank, device)
+    counts_CE = count_choices(experts_TK, args.experts)
+    counts_RE = peer.gather_counts(counts_CE).clone()
+    sums_4 = torch.zeros(4, dtype=torch.int64, device=device)
+    planned = partial(
+        plan_slots,
+        spares_per_rank=args.spares,
+        algorithm=CloneAlgorithm.exact,
+        threshold=0.05,
+        sums_4=sums_4,
+    )
+    plan = planned(counts_RE)
+    clones = Clones(plan.expert_S, plan.moved_S)
+    weights = [torch.randn(local, *shape, device=device).bfloat16() for shape in shapes]
+    totals = [torch.zeros(local, *shape, device=device) for shape in shapes]
+    product, gradient = empty_products(args, local, weights)
+
+    def forward() -> None:
+        counts_CE = count_choices(experts_TK, args.experts)
+        plan = planned(peer.gather_counts(counts_CE))
+        follow_plan(experts_TK, plan, rank, counts_CE)
+        send(Clones(plan.expert_S, plan.moved_S))
+        product()
+
+    def send(clones: Clones) -> None:
+        for kind in (0, 1):
+            peer.send(kind, weights, clones)
+
+    def home() -> None:
+        for kind in (1, 0):
+            peer.grads(kind, clones)
+            peer.add_home(kind, totals[kind], clones)
+
+    def backward() -> None:
+        send(clones)
+        product()
+        gradient()
+        home()
+
+    yield "counts even", "own", partial(count_choices, experts_TK, args.experts)
+    yield "counts even", "peer", partial(peer.gather_counts, counts_CE)
+    yield "plan even", "exact", partial(planned, counts_RE)
+    yield "reroute even", "", partial(follow_plan, experts_TK, plan, rank, counts_CE)
+    yield "send even", "peer", partial(send, clones)
+    yield "product even", "", product
+    yield "gradient even", "", gradient
+    yield "home even", "peer", home
+    yield "forward even", "peer", forward
+    yield "backward even", "peer", backward
+    chosen_NK = torch.cat([choices_in_turn(args, each, device) for each in range(ranks)]).short()
+    rows = partial(place_rows, chosen_NK, rank * local, num_rows=chosen_NK.numel())
+    yield "rows even", "without", partial(rows, local=local)
+    yield "rows even", "with", partial(rows, local=local + args.spares)
+    arrived, passed_R = peer._arrivals, peer._passed_R
+    yield "barrier", "torch", peer._memory.barrier
+    for name, needed in (("not needed", 0), ("needed", 1)):
+        needed_S = torch.full_like(plan.moved_S, needed)
+        meet = partial(meet_if, needed_S, arrived.own, arrived.addresses_P, passed_R)
+        yield "barrier", f"clones', {name}", meet
+
+
+def empty_products(
+    args: argparse.Namespace, local: int, weights: list[Tensor]
+) -> tuple[Callable[[], None], Callable[[], None]]:
+    """Both products, and gradients of both kinds, of slots without rows behind those of experts."""
+    count = args.tokens * args.top_k
+    ends_E = torch.arange(1, local + 1, device=weights[0].device) * (count // local)
+    ends_E = torch.cat((ends_E, ends_E[-1:].expand(args.spares))).int()
+    rows = [weight.new_zeros(count, weight.shape[1]) for weight in weights]
+    outs = [weight.new_zeros(count, weight.shape[2]) for weight in weights]
+    slots = [weight[: args.spares] for weight in weights]
+    sums = [slot.float() for slot in slots]
+
+    def product() -> None:
+        for out, row, slot in zip(outs, rows, slots, strict=True):
+            grouped_product(out, row, slot, ends_E=ends_E, first=local)
+
+    def gradient() -> None:
+        for total, row, out in zip(sums, rows, outs, strict=True):
+            add_grouped_gradient(total, row, out, ends_E=ends_E, first=local, adds=False)
+
+    return product, gradient
 
 
 def exchanges(
@@ -138,11 +247,11 @@ def exchanges(
     """Matrices out, gradients home, of both kinds as a layer does it."""
     weights = [torch.randn(local, *shape, device=device).bfloat16() for shape in shapes]
     totals = [torch.zeros(local, *shape, device=device) for shape in shapes]
-    for even in (False, True):
-        moved_S = plan.moved_S * 0 if even else plan.moved_S
-        clones = Clones(plan.expert_S, moved_S)
-        suffix = " even" if even else ""
-        for name, transport in transports.items():
+    moved_of = {"": plan.moved_S, " even": plan.moved_S * 0}
+    for name, transport in transports.items():
+        # where nothing moves, peers have their own pieces
+        for suffix in ("",) if name == "peer" else moved_of:
+            clones = Clones(plan.expert_S, moved_of[suffix])
 
             def send(transport: CloneTransport = transport, clones: Clones = clones) -> None:
                 for kind in (0, 1):

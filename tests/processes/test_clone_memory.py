@@ -4,9 +4,11 @@ addresses, kernels are interpreted, half of the ranks are as late as they can be
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import mmap
 import time
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -106,3 +108,40 @@ def test_ranks_meet_where_it_is_needed():
     for found in run_distributed(functools.partial(meetings, memory=memory, ranks=ranks), ranks):
         assert found[0::2] == [[nth] * ranks for nth in (1, 3, 5)]
     assert memory[ranks:].tolist() == [6] * ranks**2  # nobody has come to the others
+
+
+def launches(rank: int, memory: Tensor, sizes: CloneSizes) -> int:
+    """Kernels of all exchanges of two layers, forward and backward."""
+    from triton.runtime.interpreter import GridExecutor
+
+    share_memory(memory, rank, 1)
+    group, device = dist.new_group(), torch.device("cpu")
+    exchanges = PeerClones(
+        group, sizes.local, sizes.spares, shapes=sizes.shapes, dtype=sizes.dtype, device=device
+    )
+    values, launched, run = draw_values(sizes, 1, seed=0), [], GridExecutor.__call__
+    plans = [dataclasses.replace(values.clones) for _ in range(2)]
+
+    def counting(executor: GridExecutor, *given: Any, **named: Any) -> None:
+        launched.append(executor)
+        run(executor, *given, **named)
+
+    with patch.object(GridExecutor, "__call__", counting):
+        for plan in plans:
+            exchanges.gather_counts(values.counts_RE)
+            for kind in (0, 1):
+                exchanges.send(kind, values.weights_EIO, plan)
+        for plan in reversed(plans):
+            for kind in (1, 0):
+                exchanges.send(kind, values.weights_EIO, plan)
+                exchanges.grads(kind, plan)
+                exchanges.add_home(kind, values.totals_EIO[kind], plan)
+    return len(launched)
+
+
+def test_a_layer_has_few_exchanges():
+    """Counts; weights and a barrier, twice; a barrier and what comes home, of both kinds. Backward
+    has a barrier more, right behind forward.
+    """
+    count = functools.partial(launches, memory=shared(1), sizes=SIZES[0][2])
+    assert run_distributed(count, 1) == [2 * (1 + 2 * 2 + 2 * 2) + 1]
