@@ -3,8 +3,8 @@ without atomics. Blocks of tokens count their choices of each expert; then every
 the blocks before it have, and places its own tokens.
 
 Shapes: N tokens of all ranks · K experts per token · L experts of this rank · R rows. In kernels: B
-tokens of a block, E ≥ L and PLACES ≥ K, powers of two; C blocks of tokens, of which CHUNK at a time
-are added up.
+tokens of a block, E + REST ≥ L and PLACES ≥ K, powers of two; C blocks of tokens, of which CHUNK at
+a time are added up.
 """
 
 from __future__ import annotations
@@ -44,6 +44,17 @@ def block_sizes(tokens: int, local: int, blocks: int) -> dict[str, int]:
     return {"B": block, "E": padded, "CHUNK": chunk, "num_warps": warps}
 
 
+def _two_tiles(sizes: dict[str, int], local: int) -> dict[str, int]:
+    """The same with E experts and then REST more, where that is less than one power of two: a few
+    slots behind 64 experts do not double the work.
+    """
+    half = sizes["E"] // 2
+    rest = block_of(local - half) if local > half else 0
+    if 0 < rest < half:
+        return {**sizes, "E": half, "REST": rest}
+    return {**sizes, "REST": 0}
+
+
 def count_choices(chosen_NK: Tensor, first: int, local: int) -> Tensor:
     """Choices of each of the `local` experts from id `first` on, by block of tokens: int32 [C, L].
 
@@ -52,7 +63,7 @@ def count_choices(chosen_NK: Tensor, first: int, local: int) -> Tensor:
     tokens, top_k = chosen_NK.shape
     blocks = _blocks(tokens, local)[1]
     counts_CL = torch.empty(blocks, local, dtype=torch.int32, device=chosen_NK.device)
-    sizes = block_sizes(tokens, local, blocks)
+    sizes = _two_tiles(block_sizes(tokens, local, blocks), local)
     del sizes["CHUNK"]
     _count[(blocks,)](
         chosen_NK.contiguous(), counts_CL, tokens, first, local=local, K=top_k, **sizes
@@ -99,7 +110,7 @@ def expert_rows(
         multiple=multiple,
         K=top_k,
         PLACES=block_of(top_k),
-        **block_sizes(tokens, local, blocks),
+        **_two_tiles(block_sizes(tokens, local, blocks), local),
     )
     return row_of_NK, ends_L, filled_L, needed
 
@@ -128,10 +139,17 @@ def chosen_of_block(
 
 @jit
 def sums_of_blocks(
-    counts: tl.tensor, blocks: int, local: tl.constexpr, CHUNK: tl.constexpr, E: tl.constexpr
+    counts: tl.tensor,
+    blocks: int,
+    begin: tl.constexpr,
+    local: tl.constexpr,
+    CHUNK: tl.constexpr,
+    E: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
-    """Choices of each expert, and those in the blocks before this program's: [E], [E]."""
-    expert = tl.arange(0, E)
+    """Choices of each expert from `begin` on, and those in the blocks before this program's: [E],
+    [E].
+    """
+    expert = begin + tl.arange(0, E)
     every = tl.zeros((CHUNK, E), tl.int32)
     before = tl.zeros((CHUNK, E), tl.int32)
     for start in range(0, blocks, CHUNK):
@@ -153,9 +171,28 @@ def _count(
     K: tl.constexpr,
     B: tl.constexpr,
     E: tl.constexpr,
+    REST: tl.constexpr,
 ) -> None:
-    found = chosen_of_block(chosen, tokens, first, local=local, K=K, B=B, E=E)
-    expert = tl.arange(0, E)
+    _count_tile(chosen, counts, tokens, first, begin=0, local=local, K=K, B=B, E=E)
+    if REST > 0:
+        _count_tile(chosen, counts, tokens, first, begin=E, local=local, K=K, B=B, E=REST)
+
+
+@jit
+def _count_tile(
+    chosen: tl.tensor,
+    counts: tl.tensor,
+    tokens: int,
+    first: int,
+    begin: tl.constexpr,
+    local: tl.constexpr,
+    K: tl.constexpr,
+    B: tl.constexpr,
+    E: tl.constexpr,
+) -> None:
+    """Of the experts from `begin` on."""
+    found = chosen_of_block(chosen, tokens, first + begin, local=local - begin, K=K, B=B, E=E)
+    expert = begin + tl.arange(0, E)
     count = tl.sum((found > 0).to(tl.int32), axis=1)
     tl.store(counts + tl.program_id(0) * local + expert, count, mask=expert < local)
 
@@ -180,30 +217,99 @@ def _place(
     CHUNK: tl.constexpr,
     B: tl.constexpr,
     E: tl.constexpr,
+    REST: tl.constexpr,
 ) -> None:
     this = tl.program_id(0)
-    expert = tl.arange(0, E)
-    total, before = sums_of_blocks(counts, blocks, local=local, CHUNK=CHUNK, E=E)
-    space = (total + multiple - 1) // multiple * multiple
-    end = tl.cumsum(space, axis=0)
-    begin = end - space
+    space = _place_tile(
+        chosen,
+        counts,
+        row_of,
+        ends,
+        filled,
+        token_of,
+        tokens,
+        first,
+        num_rows,
+        blocks,
+        0,
+        begin=0,
+        local=local,
+        multiple=multiple,
+        K=K,
+        CHUNK=CHUNK,
+        B=B,
+        E=E,
+    )
+    if REST > 0:
+        space += _place_tile(
+            chosen,
+            counts,
+            row_of,
+            ends,
+            filled,
+            token_of,
+            tokens,
+            first,
+            num_rows,
+            blocks,
+            space,
+            begin=E,
+            local=local,
+            multiple=multiple,
+            K=K,
+            CHUNK=CHUNK,
+            B=B,
+            E=REST,
+        )
     if this == 0:
-        own = expert < local
-        tl.store(ends + expert, tl.minimum(end, num_rows), mask=own)
-        tl.store(filled + expert, tl.minimum(begin + total, num_rows), mask=own)
-        tl.store(needed, tl.sum(space, axis=0))
-    found = chosen_of_block(chosen, tokens, first, local=local, K=K, B=B, E=E)
+        tl.store(needed, space)
+    token = (this * B + tl.arange(0, B))[:, None]
+    k = tl.arange(0, PLACES)[None, :]
+    real = (token < tokens) & (k < K)
+    choice = tl.load(chosen + token * K + k, mask=real, other=0).to(tl.int32) - first
+    elsewhere = (choice < 0) | (choice >= local)
+    tl.store(row_of + token * K + k, tl.zeros_like(choice) + num_rows, mask=real & elsewhere)
+
+
+@jit
+def _place_tile(
+    chosen: tl.tensor,
+    counts: tl.tensor,
+    row_of: tl.tensor,
+    ends: tl.tensor,
+    filled: tl.tensor,
+    token_of: tl.tensor,
+    tokens: int,
+    first: int,
+    num_rows: int,
+    blocks: int,
+    taken: tl.tensor,
+    begin: tl.constexpr,
+    local: tl.constexpr,
+    multiple: tl.constexpr,
+    K: tl.constexpr,
+    CHUNK: tl.constexpr,
+    B: tl.constexpr,
+    E: tl.constexpr,
+) -> tl.tensor:
+    """Rows of the experts from `begin` on, behind those that others have `taken`; how many."""
+    this = tl.program_id(0)
+    expert = begin + tl.arange(0, E)
+    total, before = sums_of_blocks(counts, blocks, begin=begin, local=local, CHUNK=CHUNK, E=E)
+    space = (total + multiple - 1) // multiple * multiple
+    end = taken + tl.cumsum(space, axis=0)
+    start = end - space
+    if this == 0:
+        here = expert < local
+        tl.store(ends + expert, tl.minimum(end, num_rows), mask=here)
+        tl.store(filled + expert, tl.minimum(start + total, num_rows), mask=here)
+    found = chosen_of_block(chosen, tokens, first + begin, local=local - begin, K=K, B=B, E=E)
     own = (found > 0).to(tl.int32)
-    row = (begin + before)[:, None] + tl.cumsum(own, axis=1) - own
+    row = (start + before)[:, None] + tl.cumsum(own, axis=1) - own
     token = this * B + tl.arange(0, B)
     place = token[None, :] * K + found - 1
     tl.store(row_of + place, tl.minimum(row, num_rows), mask=found > 0)
     if token_of is not None:
         of_row = (token[None, :] + tl.zeros_like(row)).to(token_of.dtype.element_ty)
         tl.store(token_of + row, of_row, mask=(found > 0) & (row < num_rows))
-    token = token[:, None]
-    k = tl.arange(0, PLACES)[None, :]
-    real = (token < tokens) & (k < K)
-    choice = tl.load(chosen + token * K + k, mask=real, other=0).to(tl.int32) - first
-    elsewhere = (choice < 0) | (choice >= local)
-    tl.store(row_of + token * K + k, tl.zeros_like(choice) + num_rows, mask=real & elsewhere)
+    return tl.sum(space, axis=0)

@@ -41,10 +41,15 @@ def test_a_rank_without_rows(check: Callable[[Drawn], None]):
 
 
 FEW, MANY = (70, 12, 3, 5, 1), (300, 310, 8, 300, 16)
+SLOTS = (90, 20, 4, 10, 4)  # two more than a power of two
 
 
 @pytest.mark.parametrize(
-    "size", chosen([(FEW,), (MANY,), ((7, 3, 3, 3, 16),), ((0, 4, 2, 2, 16),)], [(FEW,)]), ids=str
+    "size",
+    chosen(
+        [(FEW,), (MANY,), ((7, 3, 3, 3, 16),), ((0, 4, 2, 2, 16),), (SLOTS,)], [(FEW,), (SLOTS,)]
+    ),
+    ids=str,
 )
 @pytest.mark.parametrize("dtype", [torch.int16, torch.int32], ids=str)
 def test_offsets(

@@ -123,7 +123,7 @@ def _reroute(
     filled = tl.load(moved_of_slot + slot, mask=inside, other=0) > 0
     moves = tl.max(filled.to(tl.int32), axis=0) > 0
     if moves:  # the place of each choice among those of its expert
-        _, before = sums_of_blocks(counts, blocks, local=experts, CHUNK=CHUNK, E=E)
+        _, before = sums_of_blocks(counts, blocks, begin=0, local=experts, CHUNK=CHUNK, E=E)
         own = chosen_of_block(chosen, tokens, 0, local=experts, K=K, B=B, E=E)
         place = before[:, None] + tl.cumsum((own > 0).to(tl.int32), axis=1) - 1
         at = (first + tl.arange(0, B))[None, :] * K + own - 1
