@@ -4,7 +4,6 @@ addresses, kernels are interpreted, half of the ranks are as late as they can be
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import mmap
 import time
@@ -18,6 +17,7 @@ from torch import Tensor
 
 from app.kernels.clones.meeting import meet_if
 from app.moe.clones.peer import PeerClones
+from app.moe.clones.record import Clones
 from tests.cases import chosen
 from tests.clone_exchanges import (
     CloneSizes,
@@ -120,7 +120,8 @@ def launches(rank: int, memory: Tensor, sizes: CloneSizes) -> int:
         group, sizes.local, sizes.spares, shapes=sizes.shapes, dtype=sizes.dtype, device=device
     )
     values, launched, run = draw_values(sizes, 1, seed=0), [], GridExecutor.__call__
-    plans = [dataclasses.replace(values.clones) for _ in range(2)]
+    drawn = values.clones
+    plans = [Clones(drawn.expert_S, drawn.moved_S) for _ in range(2)]
 
     def counting(executor: GridExecutor, *given: Any, **named: Any) -> None:
         launched.append(executor)

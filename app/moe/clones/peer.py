@@ -36,6 +36,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import cycle
+from weakref import ReferenceType, ref
 
 import torch
 import torch.distributed as dist
@@ -53,8 +54,8 @@ class Read:
     """Memory that some rank may still be reading."""
 
     buffer: Buffer
-    clones: Clones | None  # under which it is read; None: under several
-    met: Clones | None = None  # those of the latest barrier since
+    clones: ReferenceType[Clones] | None  # under which it is read; None: under several
+    met: ReferenceType[Clones] | None = None  # those of the latest barrier since
 
 
 class PeerClones:
@@ -91,7 +92,7 @@ class PeerClones:
         self._arrivals.own.zero_()
         self._memory.barrier()
         self._unread: set[int] = set()  # kinds that lie in slots and have not been given out
-        self._sent: Clones | None = None  # whose they are
+        self._sent: ReferenceType[Clones] | None = None  # whose they are
         self._read: list[Read] = []  # at most one of each memory
 
     def gather_counts(self, counts_CE: Tensor) -> Tensor:
@@ -112,7 +113,7 @@ class PeerClones:
 
         Undefined where a slot is empty, and everywhere from the next call for this kind on.
         """
-        if self._sent is not clones or kind not in self._unread:
+        if self._sent != ref(clones) or kind not in self._unread:
             self._send(weights, clones)
         self._unread.discard(kind)
         return self._slots[kind].own
@@ -129,7 +130,7 @@ class PeerClones:
         self._meet(clones)
         for slots in self._slots:
             self._note_read(slots, clones)
-        self._sent = clones
+        self._sent = ref(clones)
         self._unread = set(range(len(self._slots)))
 
     def grads(self, kind: int, clones: Clones) -> Tensor:
@@ -155,17 +156,17 @@ class PeerClones:
         others = [read for read in self._read if read.buffer is not buffer]
         # what is still read under other clones is not settled by a barrier of these
         alone = len(others) == len(self._read)
-        self._read = [*others, Read(buffer, clones if alone else None)]
+        self._read = [*others, Read(buffer, ref(clones) if alone else None)]
 
     def _make_free(self, buffer: Buffer, clones: Clones) -> None:
         """Behind this, nobody reads what was there before, if anything is cloned."""
-        if any(read.buffer is buffer and read.met is not clones for read in self._read):
+        if any(read.buffer is buffer and read.met != ref(clones) for read in self._read):
             self._meet(clones)
 
     def _meet(self, clones: Clones) -> None:
         """What ranks have written before it can be read behind it, if anything is cloned."""
         arrivals = self._arrivals
         meet_if(clones.moved_S, arrivals.own, arrivals.addresses_P, passed_P=self._passed_R)
-        self._read = [read for read in self._read if read.clones is not clones]
+        self._read = [read for read in self._read if read.clones != ref(clones)]
         for read in self._read:
-            read.met = clones
+            read.met = ref(clones)
