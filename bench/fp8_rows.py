@@ -46,7 +46,10 @@ OTHER_TILES: tuple[dict[str, Any], ...] = (
     {"PARTS": 2},
 )
 ALTERNATIVES: dict[str, tuple[ModuleType, tuple[dict[str, Any], ...]]] = {
-    "gradients of rows": (peer_rows, ({"REGISTERS": None}, {"REGISTERS": 96})),
+    "gradients of rows": (
+        peer_rows,
+        ({"REGISTERS": None}, {"REGISTERS": 64}, {"WIDE_BLOCK": 1024, "REGISTERS": 128}),
+    ),
     "activation": (swiglu_in_8, OTHER_TILES),
     "gradient of activation": (swiglu_in_8, OTHER_TILES),
     "weights": (

@@ -22,6 +22,7 @@ from app.kernels.eight_bits.quantise import InEight, in_eight, reciprocal, scale
 from app.kernels.tiling import ROW_PER_WARP, block_of, cdiv, row_columns
 
 WIDE_BLOCK = 4096  # where a program has all columns, a block at a time
+SHARE = 8  # of them that lie in one thread
 VALUES = 512  # small values of one program
 REGISTERS = 80  # of a thread that holds 8 values of each of 8 rows: 24 warps on a multiprocessor
 
@@ -110,6 +111,8 @@ def pull_gradients(
         K=top_k,
         PLACES=block_of(top_k),
         BLOCK=block,
+        SHARE=min(SHARE, block),
+        LEVELS=block_of(top_k).bit_length() - 1,
         num_warps=warps,
         maxnreg=REGISTERS if warps <= 8 and top_k <= 8 else None,
         enable_fp_fusion=False,  # the same bits however the kernel is specialised
@@ -146,6 +149,35 @@ def token_of(ranks: int, rank: int, tokens: int) -> tuple[tl.tensor, tl.tensor]:
 
 
 @jit
+def _places(
+    row_of: tl.tensor, num_rows: int, K: tl.constexpr
+) -> tuple[tuple[tl.tensor, ...], tl.tensor]:
+    """Rows of a token's choices, and the first of them."""
+    lowest = num_rows
+    places = ()  # type: tuple[tl.tensor, ...]
+    for k in tl.static_range(K):  # a load after a store would wait for it
+        row = tl.load(row_of + k).to(tl.int64)
+        places += (row,)
+        lowest = tl.minimum(lowest, row)
+    return places, lowest
+
+
+@jit
+def _sums(parts: tl.tuple, COUNT: tl.constexpr, K: tl.constexpr, LEVELS: tl.constexpr) -> tl.tensor:
+    """Of each of K vectors, and zeros up to a power of two: side by side they are added up in one
+    pass over the threads.
+    """
+    for _ in tl.static_range(K, 1 << LEVELS):
+        parts += (tl.zeros((COUNT,), tl.float32),)
+    for level in tl.static_range(LEVELS):
+        joined = ()  # type: tuple[tl.tensor, ...]
+        for k in tl.static_range(1 << (LEVELS - level - 1)):
+            joined += (tl.join(parts[k], parts[k + (1 << (LEVELS - level - 1))]),)
+        parts = joined
+    return tl.sum(tl.reshape(parts[0], (COUNT, 1 << LEVELS)), axis=0)
+
+
+@jit
 def _pull(
     addresses: tl.tensor,
     row_of: tl.tensor,
@@ -163,12 +195,7 @@ def _pull(
     owner, token = token_of(ranks, rank, tokens)
     choice = (owner * tokens + token) * K
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    lowest = num_rows
-    places = ()  # type: tuple[tl.tensor, ...]
-    for k in tl.static_range(K):  # a load after a store would wait for it
-        row = tl.load(row_of + choice + k).to(tl.int64)
-        places += (row,)
-        lowest = tl.minimum(lowest, row)
+    places, lowest = _places(row_of + choice, num_rows, K=K)
     x = tl.load(addresses + owner).to(tl.pointer_type(rows.dtype.element_ty))
     x = tl.multiple_of(x, 16)
     mine = (column < width) & (lowest < num_rows)
@@ -205,15 +232,12 @@ def _pull_gradients(
     K: tl.constexpr,
     PLACES: tl.constexpr,
     BLOCK: tl.constexpr,
+    SHARE: tl.constexpr,
+    LEVELS: tl.constexpr,
 ) -> None:
     owner, token = token_of(ranks, rank, tokens)
     choice = (owner * tokens + token) * K
-    places = ()  # type: tuple[tl.tensor, ...]
-    lowest = num_rows
-    for k in tl.static_range(K):
-        row = tl.load(row_of + choice + k).to(tl.int64)
-        places += (row,)
-        lowest = tl.minimum(lowest, row)
+    places, lowest = _places(row_of + choice, num_rows, K=K)
     grad = tl.load(addresses + owner).to(tl.pointer_type(rows.dtype.element_ty))
     grad = tl.multiple_of(grad, 16)
     place = tl.arange(0, PLACES)
@@ -224,13 +248,15 @@ def _pull_gradients(
     for start in tl.static_range(0, WIDTH, BLOCK):
         column = start + tl.arange(0, BLOCK)
         mine = (column < WIDTH) & (lowest < num_rows)
-        grads += (tl.load(grad + token * WIDTH + column, mask=mine, other=0.0).to(tl.float32),)
+        grads += (tl.load(grad + token * WIDTH + column, mask=mine, other=0.0),)
         if data is not None:
-            largest = tl.maximum(largest, tl.abs(grads[start // BLOCK]))
-    products = tl.zeros((PLACES,), tl.float32)
+            largest = tl.maximum(largest, tl.abs(grads[start // BLOCK].to(tl.float32)))
+    products = ()  # type: tuple[tl.tensor, ...]
+    for _ in tl.static_range(K):
+        products += (tl.zeros((BLOCK // SHARE,), tl.float32),)
     for start in tl.static_range(0, WIDTH, BLOCK):
         column = start + tl.arange(0, BLOCK)
-        g = grads[start // BLOCK]
+        g = grads[start // BLOCK].to(tl.float32)
         values = ()  # type: tuple[tl.tensor, ...]
         for k in tl.static_range(K):  # all on their way before the first is needed
             valid = (column < WIDTH) & (places[k] < num_rows)
@@ -241,6 +267,7 @@ def _pull_gradients(
             most = (tl.max(largest, axis=0) * probs).to(grad_rows.dtype.element_ty)
             scales = scale_for(tl.abs(most.to(tl.float32)))
             tl.store(factors + row, reciprocal(scales), mask=owned)
+        sums = ()  # type: tuple[tl.tensor, ...]
         for k in tl.static_range(K):
             prob = tl.load(weights + choice + k).to(tl.float32)
             valid = (column < WIDTH) & (places[k] < num_rows)
@@ -250,9 +277,12 @@ def _pull_gradients(
                 scale = tl.sum(tl.where(place == k, scales, 0.0), axis=0)
                 narrow = in_eight(made.to(tl.float32), scale)
                 tl.store(data + places[k] * WIDTH + column, narrow, mask=valid)
-            products += tl.where(place == k, tl.sum(values[k].to(tl.float32) * g, axis=0), 0.0)
+            product = tl.reshape(values[k].to(tl.float32) * g, (BLOCK // SHARE, SHARE))
+            sums += (products[k] + tl.sum(product, axis=1),)
+        products = sums
+    found = _sums(products, COUNT=BLOCK // SHARE, K=K, LEVELS=LEVELS)
     dots = tl.load(dots_addresses + owner).to(tl.pointer_type(tl.float32))
-    tl.store(dots + token * K + place, products, mask=owned)
+    tl.store(dots + token * K + place, found, mask=owned)
 
 
 @jit
