@@ -19,7 +19,7 @@ from torch import Tensor
 
 from app.kernels.common import jit, tl
 from app.kernels.eight_bits.quantise import InEight, in_eight, reciprocal, scale_for
-from app.kernels.tiling import ROW_PER_WARP, block_of, cdiv, row_columns
+from app.kernels.tiling import block_of, cdiv, row_columns, row_warps
 
 WIDE_BLOCK = 4096  # where a program has all columns, a block at a time
 SHARE = 8  # of them that lie in one thread
@@ -53,6 +53,7 @@ def pull_rows(
     grid, block, warps = row_columns(len(row_of_NK), width)
     if in_8 is not None:  # whose scales are of all columns
         grid, block = (len(row_of_NK), 1), block_of(width)
+        warps = row_warps(block, 16)
     data_RD, factors_R = (None, None) if in_8 is None else in_8
     _pull[grid](
         addresses=addresses_P,
@@ -92,7 +93,7 @@ def pull_gradients(
     top_k = row_of_NK.shape[1]
     grad_RD = torch.empty_like(rows_RD, memory_format=torch.contiguous_format)
     block = min(block_of(width), WIDE_BLOCK)
-    warps = min(16, max(1, block // ROW_PER_WARP))
+    warps = row_warps(block, 16)
     data_RD, factors_R = (None, None) if in_8 is None else in_8
     _pull_gradients[(len(row_of_NK),)](
         addresses=addresses_P,

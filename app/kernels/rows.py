@@ -35,6 +35,7 @@ def spread_rows(
     grid, block, warps = row_columns(tokens, width)
     if in_8 is not None:  # whose scales are of all columns
         grid, block = (tokens, 1), block_of(width)
+        warps = row_warps(block, 16)
     data_RD, factors_R = (None, None) if in_8 is None else in_8
     _spread[grid](
         x=x_TD.contiguous(),

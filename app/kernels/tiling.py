@@ -38,9 +38,9 @@ def row_columns(tokens: int, width: int) -> tuple[tuple[int, int], int, int]:
     return (tokens, cdiv(width, block)), block, row_warps(block)
 
 
-def row_warps(values: int) -> int:
+def row_warps(values: int, most: int = 8) -> int:
     """Warps of a program for so many values of rows."""
-    return min(8, max(1, values // ROW_PER_WARP))
+    return min(most, max(1, values // ROW_PER_WARP))
 
 
 @dataclass(frozen=True, slots=True)
