@@ -216,9 +216,11 @@ def check_grouped_gradient(
     spare: int,
     first: int = 0,
     adds: bool = True,
+    fills: bool = False,
 ) -> None:
     """Within the rounding of sums; nothing else is touched, and rows that nobody owns do not count,
-    nor do those of the experts before the first, and what is not added to.
+    nor do those of the experts before the first, and what is not added to. With `fills` all is
+    written.
 
     fp32 sums of n products of normals, of size √n, are rounded at each of them. Tensor cores cut
     digits off instead, every 16 rows and always towards zero: n/16 · √n · 2⁻²⁴ on average, twice
@@ -231,12 +233,16 @@ def check_grouped_gradient(
     before_EIO = torch.randn(len(counts) - first, width, columns, **FACTS)
     ends_E = torch.tensor(counts, device=DEVICE).cumsum(0).int()
     rows_TI[: sum(counts[:first])] = float("nan")
-    replaced_E = torch.tensor([count > 0 and not adds for count in counts[first:]], device=DEVICE)
+    replaced_E = torch.tensor(
+        [(count > 0 or fills) and not adds for count in counts[first:]], device=DEVICE
+    )
     before_EIO[replaced_E] = float("nan")
 
     def run() -> tuple[Tensor]:
         sums_EIO = before_EIO.clone()
-        add_grouped_gradient(sums_EIO, rows_TI, grad_TO, ends_E=ends_E, first=first, adds=adds)
+        add_grouped_gradient(
+            sums_EIO, rows_TI, grad_TO, ends_E=ends_E, first=first, adds=adds, fills=fills
+        )
         return (sums_EIO,)
 
     (found,) = twice(run)
@@ -249,7 +255,7 @@ def check_grouped_gradient(
         wanted_IO = base_EIO[expert] + mine_TI.T @ grads_TO
         rounding = 2e-6 * (1 + count) ** 0.5 + 2.0**-27 * count**1.5
         torch.testing.assert_close(found[expert].double(), wanted_IO, rtol=1e-5, atol=rounding)
-        assert count or torch.equal(found[expert], before_EIO[expert])
+        assert count or torch.equal(found[expert], base_EIO[expert])
 
 
 def check_paired_gradient(

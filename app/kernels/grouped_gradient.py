@@ -37,13 +37,15 @@ def add_grouped_gradient(
     first: int = 0,
     adds: bool = True,
     later: Operands | None = None,
+    fills: bool = False,
 ) -> None:
     """sums[e] += rows[e]ᵀ · grad[e]: in fp32, rounded once, to the type of the sums.
 
     Expert e owns rows ends[first+e-1] to ends[first+e] (int32, read on the device), rows from 0 on
     where there is no expert before it. Sums of an expert without rows stay as they are, and rows of
     no expert do not count. Not `adds`: what sums held before does not count either, and experts
-    with rows get the product alone. Rows are bf16, fp16 or fp32; matrices and each of their rows
+    with rows get the product alone, and those without keep what they held, or with `fills` get
+    zeros. Rows are bf16, fp16 or fp32; matrices and each of their rows
     start at a multiple of 16 bytes (AssertionError). Equal calls give equal bits.
 
     `later`: another microbatch, whose products go to the same sums before these are rounded: sums
@@ -54,7 +56,9 @@ def add_grouped_gradient(
         later = None
     if not len(rows_TI):  # nothing to describe
         if later is not None:
-            add_grouped_gradient(sums_EIO, *later, first=first, adds=adds)
+            add_grouped_gradient(sums_EIO, *later, first=first, adds=adds, fills=fills)
+        elif fills:
+            sums_EIO.zero_()
         return
     height, across, step = TILE_FP32 if rows_TI.dtype == torch.float32 else TILE
     grid = (cdiv(width, height) * cdiv(columns, across), experts)
@@ -67,6 +71,7 @@ def add_grouped_gradient(
         first=first,
         columns=columns,
         ADDS=adds,
+        FILLS=fills,
         HEIGHT=height,
         COLUMNS=across,
         STEP=step,
@@ -121,6 +126,7 @@ def _grouped_gradient(
     first: int,
     columns: int,
     ADDS: tl.constexpr,
+    FILLS: tl.constexpr,
     HEIGHT: tl.constexpr,
     COLUMNS: tl.constexpr,
     STEP: tl.constexpr,
@@ -137,7 +143,7 @@ def _grouped_gradient(
         later_begin = tl.load(later_ends_E + group - 1, mask=group > 0, other=0)
         later_end = tl.load(later_ends_E + group)
         count += later_end - later_begin
-    if count > 0:
+    if FILLS or count > 0:
         total = tl.zeros((HEIGHT, COLUMNS), tl.float32)
         total = _product(total, rows_TI, grad_TO, begin=begin, end=end, i=i, o=o, STEP=STEP)
         if later_ends_E is not None:

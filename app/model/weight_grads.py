@@ -37,6 +37,11 @@ class WeightGrad(ABC):
         """total += the gradient; `total` may have more bits."""
         total.add_(self())
 
+    def write_to(self, total: Tensor) -> None:
+        """total = the gradient, whatever `total` held."""
+        total.zero_()
+        self.add_to(total)
+
 
 @dataclass(frozen=True, slots=True)
 class ComputedGrad(WeightGrad):
@@ -62,6 +67,10 @@ class FetchedGrad(WeightGrad):
     def add_to(self, total: Tensor) -> None:
         """Fetch the operands and add the gradient to `total`."""
         self.make().add_to(total)
+
+    def write_to(self, total: Tensor) -> None:
+        """Fetch the operands and write the gradient to `total`."""
+        self.make().write_to(total)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,18 +101,27 @@ class GroupedLinearGrad(WeightGrad):
         """[E, I, O] in the type of the rows."""
         return F.grouped_mm(self.rows_TI.T, self.grad_TO, offs=self.ends_E)
 
-    def add_to(self, total: Tensor, later: GroupedLinearGrad | None = None) -> None:
+    def add_to(
+        self, total: Tensor, later: GroupedLinearGrad | None = None, writes: bool = False
+    ) -> None:
         """Where Triton and a GPU like Hopper are, sums of more bits are added to inside the
-        product, and rounded once, with that of a `later` microbatch.
+        product, and rounded once, with that of a `later` microbatch. `writes`: as `write_to`.
         """
         wide = total.dtype.itemsize > self.rows_TI.dtype.itemsize
         if wide and usable(total) and moves_tiles(total.device):
             second = None if later is None else later.operands
-            add_grouped_gradient(total, *self.operands, later=second)
+            add_grouped_gradient(total, *self.operands, adds=not writes, later=second, fills=writes)
             return
-        total.add_(self())
+        if writes:
+            total.copy_(self())
+        else:
+            total.add_(self())
         if later is not None:
             later.add_to(total)
+
+    def write_to(self, total: Tensor, later: GroupedLinearGrad | None = None) -> None:
+        """There, `total` is not read, and zero for experts without rows."""
+        self.add_to(total, later, writes=True)
 
     @property
     def operands(self) -> Operands:
@@ -125,6 +143,10 @@ class PairedGrad(WeightGrad):
     def add_to(self, total: Tensor) -> None:
         """Where a product adds to sums by itself, they are read and written once for both."""
         self.earlier.add_to(total, self.later)
+
+    def write_to(self, total: Tensor) -> None:
+        """Or written once."""
+        self.earlier.write_to(total, self.later)
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,6 +193,11 @@ class GradWithLent(WeightGrad):
     def add_to(self, total: Tensor) -> None:
         """Add this rank's part, then what comes home."""
         self.own.add_to(total)
+        self._exchange(total)
+
+    def write_to(self, total: Tensor) -> None:
+        """Write this rank's part, then add what comes home."""
+        self.own.write_to(total)
         self._exchange(total)
 
     def _exchange(self, total: Tensor) -> None:

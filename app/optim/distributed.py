@@ -94,8 +94,10 @@ class DistributedOptimizer:
         *,
         device: torch.device,
         whole_steps: bool = False,
+        writes_first: bool = False,
     ) -> None:
         self.config = config
+        self.writes_first = writes_first
         self.groups = groups
         self.device = device
         self.grad_buckets = [  # per chunk: of its dense parameters and of its experts
@@ -137,7 +139,11 @@ class DistributedOptimizer:
                 inside = [spec for spec in specs if spec.expert == expert]
                 buffer = FlatBuffer(inside, layout, grads)
                 yield GradBuckets(
-                    buffer, group, self.config.overlap_grads, self.config.pair_expert_grads
+                    buffer,
+                    group,
+                    self.config.overlap_grads,
+                    pairs=self.config.pair_expert_grads,
+                    writes_first=expert and self.writes_first and not buffer.autograd_adds,
                 )
 
     def zero_grad(self) -> None:

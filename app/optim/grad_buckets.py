@@ -67,16 +67,28 @@ class GradBuckets:
     with the next one's as one product; the last of an odd number arrives by itself where it is
     expected, and else is added when sums are reduced.
 
+    With `writes_first`, sums are not cleared: the first gradient of a step is written instead of
+    added, and what none has come for is cleared before it is reduced. That cannot be where one
+    recording serves the first microbatch and others.
+
     A bug is an AssertionError. While arrivals are listed, `arrive` lists in every state.
     """
 
     def __init__(
-        self, buffer: FlatBuffer, group: dist.ProcessGroup, overlaps: bool, pairs: bool = False
+        self,
+        buffer: FlatBuffer,
+        group: dist.ProcessGroup,
+        overlaps: bool,
+        *,
+        pairs: bool = False,
+        writes_first: bool = False,
     ) -> None:
         self.buffer = buffer
         self.group = group
         self.overlaps = overlaps  # reduce-scatters run beside the rest of backward
         self.pairs = pairs  # gradients of experts of two microbatches are added as one product
+        self.writes_first = writes_first
+        self._unwritten: set[nn.Parameter] = set()  # whose sums hold those of the step before
         self._held: dict[nn.Parameter, GroupedLinearGrad] = {}  # of the first of two
         self.state = GradState.accumulating
         layout = buffer.layout
@@ -101,7 +113,10 @@ class GradBuckets:
         """Clear the sums before the first backward of a step."""
         assert self.state in (GradState.accumulating, GradState.reduced), "a step is not over"
         assert not self._held, "the sums were reduced without what has been held back"
-        self.buffer.grads.zero_()
+        if self.writes_first:
+            self._unwritten.update(self._sums)
+        else:
+            self.buffer.grads.zero_()
         self.state = GradState.accumulating
 
     def expect_last(self) -> None:
@@ -115,7 +130,6 @@ class GradBuckets:
         """Add a gradient that does not come from autograd to its parameter's sum, or hold it back
         until that of the next microbatch is there too.
         """
-        bucket, total = self._sums[param]
         if self.pairs and isinstance(gradient, GroupedLinearGrad):
             earlier = self._held.pop(param, None)
             if earlier is not None:
@@ -123,7 +137,12 @@ class GradBuckets:
             elif self.state is GradState.accumulating:
                 self._held[param] = gradient
                 return
-        gradient.add_to(total)
+        bucket, total = self._sums[param]
+        if param in self._unwritten:
+            self._unwritten.remove(param)
+            gradient.write_to(total)
+        else:
+            gradient.add_to(total)
         self.arrive(bucket)
 
     def arrive(self, bucket: int) -> None:
@@ -161,6 +180,7 @@ class GradBuckets:
         """Of an odd number of microbatches the last gradients have met no others."""
         assert not self._held or self._started == 0, "these sums are on their way already"
         for param, gradient in self._held.items():
+            assert param not in self._unwritten, "two microbatches or more, and two are together"
             gradient.add_to(self._sums[param][1])
         self._held.clear()
 
@@ -186,6 +206,7 @@ class GradBuckets:
     def _start_next(self) -> None:
         bucket = self._started
         self._started += 1
+        self._clear_unwritten(bucket)
         for stream in self._streams:  # autograd adds a gradient on the stream of the forward
             torch.cuda.current_stream().wait_stream(stream)
         work = reduce_scatter(
@@ -195,6 +216,14 @@ class GradBuckets:
             self._works.append(work)
         if self._started == self.num_buckets:
             self.state = GradState.reducing
+
+    def _clear_unwritten(self, bucket: int) -> None:
+        """Sums that no gradient of this step has come for."""
+        for param in [*self._unwritten]:
+            of, total = self._sums[param]
+            if of == bucket:
+                total.zero_()
+                self._unwritten.remove(param)
 
     def _hook(self, param: nn.Parameter, bucket: int, total: Tensor) -> None:
         """Count each gradient that autograd has accumulated for the parameter; where the sum has
@@ -208,12 +237,13 @@ class GradBuckets:
         """
         # weak: torch keeps hooks where the garbage collector does not see a cycle
         here = weakref.ref(self)
-        autograd_adds = self.buffer.autograd_adds
+        autograd_adds, unwritten = self.buffer.autograd_adds, self._unwritten
 
         def accumulated(param: nn.Parameter) -> None:
             if not autograd_adds:
                 if param.grad is None:  # a sink has taken it
                     return
+                assert param not in unwritten, "sums that autograd adds to are cleared"
                 total.add_(param.grad)
                 param.grad = None
             buckets = here()

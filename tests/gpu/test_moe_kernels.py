@@ -71,7 +71,10 @@ def test_grouped_gradient(counts: list[int], width: int, columns: int, dtype: to
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_grouped_gradient_of_some_experts(first: int, adds: bool, dtype: torch.dtype):
     given = {"width": 768, "columns": 2048, "dtype": dtype}
-    check_grouped_gradient([700, 0, 33, 1500, 64, 0], spare=3, first=first, adds=adds, **given)
+    counts = [700, 0, 33, 1500, 64, 0]
+    check_grouped_gradient(counts, spare=3, first=first, adds=adds, **given)
+    if not adds:
+        check_grouped_gradient(counts, spare=3, first=first, adds=False, fills=True, **given)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)

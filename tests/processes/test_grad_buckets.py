@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from app.config import OptimConfig, ParallelConfig, Run
 from app.model.linear import ColumnParallelLinear
-from app.model.weight_grads import MainGradSink, WeightGradQueue, WeightGradSink
+from app.model.weight_grads import ComputedGrad, MainGradSink, WeightGradQueue, WeightGradSink
 from app.optim import grad_buckets
 from app.optim.buffers import FlatBuffer, ParamSpec
 from app.optim.grad_buckets import Arrival, GradBuckets, GradState
@@ -237,6 +237,55 @@ def test_all_routes_end_in_the_same_sums(route: str, dtype: torch.dtype):
         for sums in run_distributed(by_route, 2, route, dtype, bucket):
             # two microbatches of one row on the first rank and of two on the second
             assert len(sums) == buckets and {value for part in sums for value in part} == {6.0}
+
+
+def written_first(rank: int) -> tuple[list[list[float]], list[list[str]]]:
+    """Sums of this rank's shards after two steps in whose second only two parameters have
+    gradients, and what became of gradients.
+    """
+    block = Block.whole(SIZE, SIZE)
+    names = [f"p{n}" for n in range(PARAMS)]
+    specs = [
+        ParamSpec(
+            name,
+            nn.Parameter(torch.ones(SIZE, SIZE, dtype=torch.bfloat16)),
+            True,
+            decay=True,
+            block=block,
+        )
+        for name in names
+    ]
+    layout = buffer_layout([SIZE * SIZE] * PARAMS, dist.get_world_size(), bucket_numel=1)
+    buffer = FlatBuffer(specs, layout, torch.float32)
+    buckets = GradBuckets(buffer, dist.group.WORLD, False, writes_first=True)
+    buffer.grads.fill_(torch.nan)
+    done: list[list[str]] = []
+
+    class Told(ComputedGrad):
+        def add_to(self, total: Tensor) -> None:
+            done[-1].append("added")
+            super().add_to(total)
+
+        def write_to(self, total: Tensor) -> None:
+            done[-1].append("written")
+            total.copy_(self.value)
+
+    for step, microbatches in enumerate(((0, 0), (1, 2))):
+        buckets.zero()
+        done.append([])
+        for first in microbatches:
+            for spec in specs[first:]:
+                buckets.add(spec.param, Told(torch.full((SIZE, SIZE), rank + 1.0 + step)))
+        buckets.finish()
+    shards = (layout.shard(number, rank) for number in range(buckets.num_buckets))
+    return [buffer.grads[start:stop].tolist() for start, stop in shards], done
+
+
+def test_first_gradients_are_written_and_what_has_none_is_cleared():
+    for sums, done in run_distributed(written_first, 2):
+        assert done == [["written"] * 3 + ["added"] * 3, ["written", "written", "added"]]
+        # the second step's: of p2 twice 2 and 3, of p1 once, of p0 nothing
+        assert sorted({value for part in sums for value in part}) == [0.0, 5.0, 10.0]
 
 
 def test_hooks_do_not_keep_a_buffer_alive():

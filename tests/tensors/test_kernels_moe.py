@@ -151,6 +151,9 @@ def test_grouped_gradient(counts: list[int], width: int, columns: int):
 def test_grouped_gradient_of_some_experts(first: int, adds: bool, dtype: torch.dtype):
     given = {"width": 40, "columns": 136, "dtype": dtype}
     check_grouped_gradient([5, 0, 70, 32, 3], spare=3, first=first, adds=adds, **given)
+    if not adds:
+        counts = [5, 0, 70, 32, 3]
+        check_grouped_gradient(counts, spare=3, first=first, adds=False, fills=True, **given)
 
 
 PAIRS = [([5, 0, 70, 0], [33, 40, 0, 0]), ([0, 0], [3, 64]), ([64, 1], [0, 0])]
@@ -176,6 +179,8 @@ def test_a_microbatch_without_memory_for_rows():
     sums = torch.ones(2, 8, 16)
     add_grouped_gradient(sums, *empty, later=empty)
     assert bool((sums == 1).all())
+    add_grouped_gradient(sums, *empty, adds=False, later=empty, fills=True)
+    assert bool((sums == 0).all())
 
 
 @pytest.mark.parametrize(
