@@ -205,12 +205,10 @@ def even_pieces(
     rows = partial(place_rows, chosen_NK, rank * local, num_rows=chosen_NK.numel())
     yield "rows even", "without", partial(rows, local=local)
     yield "rows even", "with", partial(rows, local=local + args.spares)
-    arrived, passed_R = peer._arrivals, peer._passed_R
     yield "barrier", "torch", peer._memory.barrier
     for name, needed in (("not needed", 0), ("needed", 1)):
         needed_S = torch.full_like(plan.moved_S, needed)
-        meet = partial(meet_if, needed_S, arrived.own, arrived.addresses_P, passed_R)
-        yield "barrier", f"clones', {name}", meet
+        yield "barrier", f"clones', {name}", partial(meet_if, needed_S, peer._arrivals)
 
 
 def empty_products(

@@ -9,12 +9,14 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory as symmetric
 from torch import Tensor
 
+from app.kernels.clones.meeting import Arrivals
 from app.moe.clones import peer
 
 SIZE = 1 << 20  # bytes of each rank
@@ -62,14 +64,17 @@ def share_memory(memory: Tensor, rank: int, ranks: int) -> Handle:
         assert tensor.data_ptr() == own.data_ptr()
         return handle
 
-    meet_if = peer.meet_if
+    meet_if, exchange_counts = peer.meet_if, peer.exchange_counts
 
-    def meet_late(needed_S: Tensor, *given: Tensor, **named: Tensor) -> None:
-        meet = partial(meet_if, needed_S, *given, **named)
+    def meet_late(needed_S: Tensor, arrivals: Arrivals) -> None:
+        meet = partial(meet_if, needed_S, arrivals)
         handle.late(meet) if needed_S.any() else meet()
 
+    def exchange_late(*given: Any) -> None:
+        handle.late(partial(exchange_counts, *given))
+
     symmetric.empty, symmetric.rendezvous = empty, rendezvous  # in this process, which ends soon
-    peer.meet_if = meet_late
+    peer.meet_if, peer.exchange_counts = meet_late, exchange_late
     return handle
 
 

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from app.kernels.clones.meeting import meet_if
+from app.kernels.clones.meeting import Arrivals, meet_if
 from app.moe.clones.peer import PeerClones
 from app.moe.clones.record import Clones
 from tests.cases import chosen
@@ -89,16 +89,17 @@ def meetings(rank: int, memory: Tensor, ranks: int) -> list[list[int]]:
     """
     written_P, arrived_PP = memory[:ranks], memory[ranks:].view(ranks, ranks)
     addresses = [each[rank:].data_ptr() for each in arrived_PP]
-    addresses_P, passed_P = torch.tensor(addresses), torch.zeros(ranks, dtype=torch.int64)
+    passed_P = torch.zeros(ranks, dtype=torch.int64)
+    arrivals = Arrivals(arrived_PP[rank], torch.tensor(addresses), passed_P)
     found = []
     for nth in range(1, 7):
         needed_S = torch.tensor([0, 0, nth % 2])
         time.sleep(0.1 * ((rank + nth) % ranks == 0))
         if nth % 2:
             written_P[rank] = nth
-        meet_if(needed_S, arrived_PP[rank], addresses_P, passed_P)
+        meet_if(needed_S, arrivals)
         found.append(written_P.tolist())
-        meet_if(needed_S, arrived_PP[rank], addresses_P, passed_P)  # all have looked
+        meet_if(needed_S, arrivals)  # all have looked
     return found
 
 

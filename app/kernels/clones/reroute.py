@@ -13,26 +13,31 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from app.kernels.clones.meeting import Arrivals, meet_one
 from app.kernels.common import jit, tl
 from app.kernels.expert_rows import block_sizes, chosen_of_block, sums_of_blocks
-from app.kernels.tiling import block_of, cdiv
+from app.kernels.tiling import block_of
 
 PAIRS = 4096  # (choice, slot) pairs that are looked at together
-EXPERTS = 32  # whose counts a program adds up
-ROWS = 128  # of counts that it reads at once
+COUNTS = 8192  # that are added up at once
 
 
-def push_counts(counts_CE: Tensor, addresses_R: Tensor) -> None:
-    """Write the sums of the blocks' counts, int64 [E], to each of the addresses."""
+def exchange_counts(counts_CE: Tensor, addresses_R: Tensor, arrivals: Arrivals) -> None:
+    """Write the sums of the blocks' counts, int64 [E], to each of the addresses, and wait for what
+    all ranks write here.
+    """
     blocks, experts = counts_CE.shape
-    _push_counts[(cdiv(experts, EXPERTS), len(addresses_R))](
+    _exchange_counts[(len(addresses_R),)](
         counts_CE,
         addresses_R,
+        arrivals.own_P,
+        arrivals.addresses_P,
+        arrivals.passed_P,
         blocks,
         experts=experts,
-        CHUNK=min(ROWS, block_of(blocks)),
-        BLOCK=EXPERTS,
-        num_warps=4,
+        CHUNK=min(block_of(blocks), max(1, COUNTS // block_of(experts))),
+        E=block_of(experts),
+        num_warps=16,
     )
 
 
@@ -77,22 +82,27 @@ def reroute(
 
 
 @jit
-def _push_counts(
+def _exchange_counts(
     counts: tl.tensor,
     addresses: tl.tensor,
+    arrived: tl.tensor,
+    told: tl.tensor,
+    passed: tl.tensor,
     blocks: int,
     experts: tl.constexpr,
     CHUNK: tl.constexpr,
-    BLOCK: tl.constexpr,
+    E: tl.constexpr,
 ) -> None:
-    expert = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    total = tl.zeros((CHUNK, BLOCK), tl.int64)
+    other = tl.program_id(0)
+    expert = tl.arange(0, E)
+    total = tl.zeros((CHUNK, E), tl.int64)
     for start in range(0, blocks, CHUNK):
         block = (start + tl.arange(0, CHUNK))[:, None]
         there = (block < blocks) & (expert < experts)[None, :]
         total += tl.load(counts + block * experts + expert[None, :], mask=there, other=0)
-    out = tl.load(addresses + tl.program_id(1)).to(tl.pointer_type(tl.int64))
+    out = tl.load(addresses + other).to(tl.pointer_type(tl.int64))
     tl.store(out + expert, tl.sum(total, axis=0), mask=expert < experts)
+    meet_one(other, arrived, told, passed)
 
 
 @jit

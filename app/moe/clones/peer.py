@@ -42,8 +42,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from app.kernels.clones.meeting import meet_if
-from app.kernels.clones.reroute import push_counts
+from app.kernels.clones.meeting import Arrivals, meet_if
+from app.kernels.clones.reroute import exchange_counts
 from app.kernels.clones.weights import Slots, add_clones, push_clones
 from app.moe.clones.record import Clones
 from app.moe.peer_memory import Buffer, Layout, PeerMemory
@@ -82,15 +82,16 @@ class PeerClones:
         grads = [Layout((spares, *shape), torch.float32, parted=False) for shape in shapes]
         counts = [Layout((ranks, ranks * local), torch.int64, parted=True)] * 2
         arrivals = Layout((ranks,), torch.int64, parted=True)
-        self._memory = PeerMemory(group, [*slots, *grads, *counts, arrivals], device)
-        kinds, buffers = len(shapes), self._memory.buffers
+        memory = PeerMemory(group, [*slots, *grads, *counts, arrivals], device)
+        kinds, buffers = len(shapes), memory.buffers
         self._slots = buffers[:kinds]
         self._grads = buffers[kinds : 2 * kinds]
         self._counts = cycle(buffers[2 * kinds : -1])
-        self._arrivals = buffers[-1]
-        self._passed_R = torch.zeros_like(self._arrivals.own)
-        self._arrivals.own.zero_()
-        self._memory.barrier()
+        arrived = buffers[-1]
+        passed_R = torch.zeros_like(arrived.own.zero_())
+        self._arrivals = Arrivals(arrived.own, arrived.addresses_P, passed_R)
+        memory.barrier()
+        self._memory = memory  # lives as long as this
         self._unread: set[int] = set()  # kinds that lie in slots and have not been given out
         self._sent: ReferenceType[Clones] | None = None  # whose they are
         self._read: list[Read] = []  # at most one of each memory
@@ -102,8 +103,7 @@ class PeerClones:
         """
         buffer = next(self._counts)
         assert counts_CE.shape[1:] == buffer.own.shape[1:]
-        push_counts(counts_CE, buffer.addresses_P)
-        self._memory.barrier()
+        exchange_counts(counts_CE, buffer.addresses_P, self._arrivals)
         self._read.clear()
         return buffer.own
 
@@ -165,8 +165,7 @@ class PeerClones:
 
     def _meet(self, clones: Clones) -> None:
         """What ranks have written before it can be read behind it, if anything is cloned."""
-        arrivals = self._arrivals
-        meet_if(clones.moved_S, arrivals.own, arrivals.addresses_P, passed_P=self._passed_R)
+        meet_if(clones.moved_S, self._arrivals)
         self._read = [read for read in self._read if read.clones != ref(clones)]
         for read in self._read:
             read.met = ref(clones)

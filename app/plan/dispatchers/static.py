@@ -29,7 +29,7 @@ COUNT = 8  # bytes of a number of tokens, in plans of clones
 GRADIENT = 4  # bytes of an element of a clone's gradients
 # launches: of a plan of clones and of what counts for it; of a kind of matrices, sent by peers with
 # the other kind
-PLAN_KERNELS, PEER_KERNELS, COLLECTIVE_KERNELS = 6, 2, 8
+PLAN_KERNELS, PEER_KERNELS, COLLECTIVE_KERNELS = 5, 2, 8
 HEADROOM = 1.1  # of rows that there is memory for once more, over what was needed
 
 
