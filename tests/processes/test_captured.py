@@ -13,7 +13,15 @@ from typing import Any
 import pytest
 import torch
 
-from app.choices import DispatcherKind, GraphImpl, GraphKey, GraphScope, Recompute, Score
+from app.choices import (
+    DispatcherKind,
+    GraphImpl,
+    GraphKey,
+    GraphScope,
+    Recompute,
+    ScheduleName,
+    Score,
+)
 from app.config import (
     CudaGraphConfig,
     ModelConfig,
@@ -21,6 +29,7 @@ from app.config import (
     ParallelConfig,
     RecomputeConfig,
     Run,
+    ScheduleConfig,
     TrainConfig,
 )
 from app.engine import trainer
@@ -371,6 +380,31 @@ def test_what_passes_a_norm_by_lies_in_graphs_where_it_did(
     with process_world(0, 1, torch.device("cpu")):
         kept, eager, captured = (trained(0, run) for run in runs)
     assert same(captured, eager) and same(eager, kept)
+
+
+def several_with_kernels(rank: int, runs: dict[str, Run]) -> dict[str, dict[str, Any]]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(layers, "usable", lambda *tensors: True)
+        return several(rank, runs)
+
+
+@pytest.mark.parametrize("model", chosen(("moe", "dense"), ["dense"]))
+def test_gradients_that_meet_in_a_norm_are_the_same_however_backward_runs(model: str):
+    """Whole, split, split in a graph, and after whole layers computed again."""
+    pytest.importorskip("triton")
+    split = ScheduleConfig(ScheduleName.zero_bubble_h1)
+    runs = {
+        name: run_of(MODELS[model], graph, parallel=LAYOUTS["pp2"], **sections)
+        for name, graph, sections in (
+            ("whole", EAGER, {}),
+            ("split", EAGER, {"schedule": split}),
+            ("split in a graph", WHOLE, {"schedule": split}),
+            ("again", EAGER, {"recompute": RecomputeConfig(full=True)}),
+        )
+    }
+    for results in run_distributed(several_with_kernels, 2, runs):
+        whole = results.pop("whole")
+        assert [name for name, found in results.items() if same(found, whole)] == list(results)
 
 
 def test_nothing_is_replayed_after_its_release():
