@@ -41,6 +41,7 @@ BF16, SCALE = 2, 4  # bytes
 DEVICE = torch.device("cuda")
 OTHER_TILES: tuple[dict[str, Any], ...] = (
     {"PROGRAMS": 8},
+    {"PROGRAMS": 32},
     {"PROGRAMS": 64},
     {"TOGETHER": 8},
     {"PARTS": 2},

@@ -24,7 +24,8 @@ from app.kernels.tiling import block_of, cdiv, row_columns, row_warps
 WIDE_BLOCK = 4096  # where a program has all columns, a block at a time
 SHARE = 8  # of them that lie in one thread
 VALUES = 512  # small values of one program
-REGISTERS = 80  # of a thread that holds 8 values of each of 8 rows: 24 warps on a multiprocessor
+# of a thread, where 8 values of 16 bits of each of 8 rows fit: 24 warps on a multiprocessor
+REGISTERS = 80
 
 
 def addresses_in(values_N: Tensor) -> Tensor:
@@ -94,6 +95,7 @@ def pull_gradients(
     grad_RD = torch.empty_like(rows_RD, memory_format=torch.contiguous_format)
     block = min(block_of(width), WIDE_BLOCK)
     warps = row_warps(block, 16)
+    fits = warps <= 8 and top_k <= 8 and rows_RD.dtype.itemsize == 2
     data_RD, factors_R = (None, None) if in_8 is None else in_8
     _pull_gradients[(len(row_of_NK),)](
         addresses=addresses_P,
@@ -115,7 +117,7 @@ def pull_gradients(
         SHARE=min(SHARE, block),
         LEVELS=block_of(top_k).bit_length() - 1,
         num_warps=warps,
-        maxnreg=REGISTERS if warps <= 8 and top_k <= 8 else None,
+        maxnreg=REGISTERS if fits else None,
         enable_fp_fusion=False,  # the same bits however the kernel is specialised
     )
     return grad_RD
