@@ -44,7 +44,6 @@ OTHER_TILES: tuple[dict[str, Any], ...] = (
     {"PROGRAMS": 32},
     {"PROGRAMS": 64},
     {"TOGETHER": 8},
-    {"PARTS": 2},
 )
 ALTERNATIVES: dict[str, tuple[ModuleType, tuple[dict[str, Any], ...]]] = {
     "gradients of rows": (
@@ -53,16 +52,7 @@ ALTERNATIVES: dict[str, tuple[ModuleType, tuple[dict[str, Any], ...]]] = {
     ),
     "activation": (swiglu_in_8, OTHER_TILES),
     "gradient of activation": (swiglu_in_8, OTHER_TILES),
-    "weights": (
-        weights,
-        (
-            {"STAGES": 1},
-            {"STAGES": 2},
-            {"STAGES": 4},
-            {"WRITTEN": (128, 64), "WARPS": 8},
-            {"WRITTEN": (64, 128), "WARPS": 8},
-        ),
-    ),
+    "weights": (weights, ({"STAGES": 1}, {"WRITTEN": (128, 64), "WARPS": 8})),
 }
 
 
