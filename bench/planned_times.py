@@ -1,13 +1,13 @@
 """Planned seconds of a step beside measured ones: every recorded whole step at hidden ≥ 1024.
 
-    python bench/planned_times.py [--half fitted|aside|all]
+    python bench/planned_times.py [--half fitted|aside|all] [--profile HARDWARE.yaml]
 
 Rows are those of bench/results in 16-bit elements on H200s. A hash of a row's overrides, which no
 measurement changes, sets half of them aside: constants of the profile that no piece gives were
 fitted to the others alone. What was recorded after that is set aside whole (RECORDED_SINCE). Rows
-from before kernels of ours existed are planned with the measured
-speeds of the plain torch operations that ran then (PLAIN). Writes
-bench/results/planned_times.json and docs/planned-times.svg.
+from before kernels of ours existed are planned with the measured speeds of the plain torch
+operations that ran then (PLAIN). Writes bench/results/planned_times.json and
+docs/planned-times.svg; with another profile than that of hardware=h200, nothing.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
 from typing import Any
+
+import yaml
 
 from app.cli.options.compose import load_overrides
 from app.config import HardwareProfile, Run
@@ -164,12 +166,12 @@ def planned_run(overrides: Sequence[str]) -> Run | None:
     return load_overrides(typed)
 
 
-def planned(row: Row) -> float:
-    """Seconds that the plan says."""
+def planned(row: Row, given: HardwareProfile | None = None) -> float:
+    """Seconds that the plan says; `given`: None: by the profile of an H200."""
     kept = [word for word in row.overrides if not word.startswith(("train.steps", "hot="))]
     run = planned_run(kept)
     assert run is not None and run.hardware.profile is not None
-    profile = _of_then(row, run.hardware.profile)
+    profile = _of_then(row, given or run.hardware.profile)
     plan = Plan(
         dataclasses.replace(run, hardware=dataclasses.replace(run.hardware, profile=profile))
     )
@@ -233,9 +235,15 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--half", choices=("fitted", "aside", "all"), default="all")
+    parser.add_argument(
+        "--profile", type=Path, help="an option of hardware, as calibrate writes it"
+    )
     args = parser.parse_args()
+    given = None
+    if args.profile is not None:
+        given = HardwareProfile(**yaml.safe_load(args.profile.read_text())["profile"])
     wanted = {"fitted": (False,), "aside": (True,), "all": (False, True)}[args.half]
-    found = [(row, planned(row)) for row in rows() if row.aside in wanted]
+    found = [(row, planned(row, given)) for row in rows() if row.aside in wanted]
     for row, seconds in sorted(found, key=lambda pair: pair[1] / pair[0].measured):
         half = "aside " if row.aside else "fitted"
         print(
@@ -248,7 +256,7 @@ def main() -> None:
         if side in wanted
     }
     print(json.dumps(halves, indent=1))
-    if args.half == "all":
+    if args.half == "all" and given is None:
         save(found, halves)
 
 
