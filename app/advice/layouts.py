@@ -190,12 +190,12 @@ class _Search:
         while waiting and self.planned < limit:
             bound, number, shape, size, rung = heappop(waiting)
             if bound >= _last(best):
-                return self._found(best), True
+                return self._found(best), self.alike
             if (higher := self._rung(shape, size, rung)) == rung:
                 self._expand(run, shape, size, rung=rung, best=best)
             elif (seconds := self._bound(shape, size, higher)) is not None:
                 heappush(waiting, (seconds, number, shape, size, higher))
-        return self._found(best), not waiting
+        return self._found(best), not waiting and self.alike
 
     def _found(self, best: dict[Shape, tuple[float, Run]]) -> list[Run]:
         """At the network's own speed."""
@@ -216,6 +216,14 @@ class _Search:
     def ladder(self) -> tuple[Values, ...]:
         """From least to most recomputation."""
         return tuple(recompute_ladder(self.run))
+
+    @cached_property
+    def alike(self) -> bool:
+        """Whether all layers keep as much: `_rung` may pass over what fits where the first ranks,
+        which have most microbatches in flight, have the lighter layers.
+        """
+        model = self.run.model
+        return len({model.is_moe_layer(layer) for layer in range(model.num_layers)}) == 1
 
     @cached_property
     def count(self) -> ParameterCount:

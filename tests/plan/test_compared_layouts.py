@@ -116,6 +116,16 @@ def test_none_of_all_that_fit_is_quicker(typed: tuple[str, ...], monkeypatch: py
         assert rows[shape] == pytest.approx(seconds, rel=1e-6)
 
 
+def test_layers_of_two_kinds_leave_no_certainty(monkeypatch: pytest.MonkeyPatch):
+    """Dense layers first: the rank with most microbatches keeps least of each, so that what fits
+    may be passed over.
+    """
+    monkeypatch.setattr(layouts, "MOST_TRIALS", 10_000)
+    small = ("model.hidden_size=512", "model.vocab_size=512", "model.num_layers=4")
+    assert compared(*QWEN, *small)[1].complete
+    assert not compared(*QWEN, *small, "model.moe.first_k_dense=2")[1].complete
+
+
 def test_no_rank_has_less_than_the_bound():
     run = load(*QWEN)
     count = parameter_count(run.model)
