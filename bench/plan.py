@@ -81,6 +81,8 @@ def main() -> None:
     )
     parser.add_argument("--rounds", type=int, default=5)
     args, overrides = parser.parse_known_args()
+    if args.rounds < 2:
+        parser.error("--rounds: quartiles are of two or more")
     compose = COMPOSE.format(root=str(ROOT), overrides=overrides or DEFAULT)
     several = compose + CANDIDATES.format(count=COUNT, step=STEP)
     cases = {"import": ("", IMPORT), "plan": (compose, WHOLE), "layouts": (several, LAYOUTS)}
