@@ -140,6 +140,11 @@ class CudaGraphConfig:
         object.__setattr__(self, "scope", tuple(self.scope))
         at_least("cuda_graph", self, 1, "warmup_steps")
 
+    @property
+    def of_parts(self) -> bool:
+        """Whether graphs hold parts of layers, and serve one microbatch after the other."""
+        return self.impl in (GraphImpl.local, GraphImpl.transformer_engine)
+
 
 @dataclass(frozen=True)
 class Fp8Config:

@@ -45,7 +45,7 @@ def select_graphs(
     run: Run, stages: StagePlan, actions: Sequence[Sequence[Action]]
 ) -> tuple[GraphPlan | None, ...]:
     """The partial CUDA graphs of each pipeline rank, by its actions; None where there are none."""
-    if run.cuda_graph.impl not in (GraphImpl.local, GraphImpl.transformer_engine):
+    if not run.cuda_graph.of_parts:
         return (None,) * stages.pp
     layers = [[captured_layers(run, stage.layers) for stage in chunks] for chunks in stages.stages]
     inputs = [[own_inputs(run, stage.layers) for stage in chunks] for chunks in stages.stages]

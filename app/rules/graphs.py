@@ -32,7 +32,7 @@ def check_graphs_choice(run: Run) -> None:
     """
     graph = run.cuda_graph
     scope = set(graph.scope)
-    partial = graph.impl in (GraphImpl.local, GraphImpl.transformer_engine)
+    partial = graph.of_parts
     named = "[" + ", ".join(part.value for part in graph.scope) + "]"
     key = "cuda_graph.scope"
     if scope and graph.impl in (GraphImpl.none, GraphImpl.full_iteration):

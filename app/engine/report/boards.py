@@ -12,7 +12,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from app.choices import GraphImpl, WandbMode
+from app.choices import WandbMode
 from app.engine.report.metrics import RollbackReport, StepReport, ValidationReport
 from app.engine.report.sinks import Sink
 from app.engine.run.run_folder import PLAN, plain
@@ -53,7 +53,7 @@ def in_panels(report: AnyReport) -> dict[str, Any]:
 def tags(plan: Plan) -> tuple[str, str, str]:
     """What tells runs apart: layout=dp2-pp4, schedule=1f1b, graphs=none."""
     graph = plan.run.cuda_graph
-    partial = graph.impl in (GraphImpl.local, GraphImpl.transformer_engine)
+    partial = graph.of_parts
     parts = "+".join(part.value for part in graph.scope) or "layer"
     held = parts if partial else graph.impl.value
     layout = "-".join(f"{axis}{size}" for axis, size in degree_sizes(plan).items())

@@ -24,7 +24,7 @@ from app.plan.trace.parts import BYTES
 # parameter written
 UPDATE = 30
 # bytes per parameter of a rank: its gradient is read for the norm, and filled with zeros
-NORM_AND_ZERO = 8
+NORM, ZERO = 4, 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +97,7 @@ def step_tail(
             StepTail(
                 reduced,
                 _exchanged(links, chunks, params, window=forward if optim.overlap_params else 0.0),
-                optimizer=_update(profile, chunks)
+                optimizer=_update(run, profile, chunks)
                 + _quantised(run, layout, profile, stages.stages[pp_rank]),
                 between=profile.step_ms / 1e3,
             )
@@ -166,14 +166,15 @@ def _ring(links: Links, group: Group, buffer: BufferLayout, element: int) -> tup
     return near + started, far + started
 
 
-def _update(profile: HardwareProfile, chunks: Sequence[ChunkBuffers]) -> float:
-    owned = whole = 0
+def _update(run: Run, profile: HardwareProfile, chunks: Sequence[ChunkBuffers]) -> float:
+    owned = passed = 0
     for chunk in chunks:
         for buffer in (chunk.dense, chunk.expert):
             if buffer is not None:
                 owned += buffer.numel // buffer.world
-                whole += buffer.numel
-    passes = NORM_AND_ZERO * whole / (profile.other_gb_s[0] * GIGA)
+                cleared = buffer is chunk.dense or run.cuda_graph.of_parts
+                passed += (NORM + ZERO * cleared) * buffer.numel
+    passes = passed / (profile.other_gb_s[0] * GIGA)
     return UPDATE * owned / (profile.optimizer_gb_s * GIGA) + passes
 
 

@@ -206,11 +206,14 @@ class _Clock:
         return self.kernels.attention(op, run.model.head_width, run.train.seq_len)
 
     def _summed(self, op: Operation) -> float:
-        """How often a microbatch's gradient is added to its sum: two at once count half each."""
-        if op.work is not Work.grouped or not self.run.optim.pair_expert_grads:
+        """How often a microbatch's gradient is added to its sum, which is read and written. Those
+        of experts: two at once count half each, and the first of a step is only written.
+        """
+        if op.work is not Work.grouped:
             return 1.0
         count = self.run.num_microbatches
-        return ceil(count / 2) / count
+        times = ceil(count / 2) if self.run.optim.pair_expert_grads else count
+        return times / count if self.run.cuda_graph.of_parts else (times - 0.5) / count
 
     def _sent(self, op: Operation, size: int) -> float:
         assert op.sends is not None

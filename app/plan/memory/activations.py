@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from app.choices import GraphImpl, GraphScope
+from app.choices import GraphScope
 from app.config import CudaGraphConfig, Run
 from app.plan.layout import ParallelLayout
 from app.plan.model.phases import PhaseName
@@ -145,7 +145,7 @@ def chunk_activations(run: Run, stage: Stage, layout: ParallelLayout) -> ChunkAc
 
 def captured_phases(choice: CudaGraphConfig) -> frozenset[str]:
     """Phases of layers that partial graphs hold."""
-    if choice.impl not in (GraphImpl.local, GraphImpl.transformer_engine):
+    if not choice.of_parts:
         return frozenset()
     if not choice.scope:
         return frozenset((*DENSE, *MOE))
