@@ -18,7 +18,7 @@ from app.kernels.tiling import MULTIPROCESSORS, block_of, cdiv
 InBoth = tuple[Tensor, Tensor, Tensor]  # as it is, in eight bits, the factors of its rows
 PER_WARP = 256  # columns of a warp at once: 8 per thread, 16 bytes of bf16
 PARTS = 4  # of a row that a thread holds, in as many registers
-TOGETHER = 4  # warps of a program, each with a row where that is short
+TOGETHER = 8  # warps of a program, each with a row where that is short
 WARPS = 16  # that share a row at most
 PROGRAMS = 16  # of a multiprocessor
 
