@@ -53,7 +53,9 @@ def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
 
 
 def wide_product(left: Tensor, right: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    """left · right of bf16 matrices, summed in fp32 and rounded once to `dtype`."""
+    """left · right of bf16 matrices, in fp32 or in their own type, then as torch rounds products of
+    that type.
+    """
     if left.is_cuda:
         return left @ right if dtype == left.dtype else torch.mm(left, right, out_dtype=dtype)
     return (left.float() @ right.float()).to(dtype)  # CPUs have no such product

@@ -2,9 +2,9 @@
 
     python bench/planned_memory.py
 
-Bytes that torch had handed out at the peak. Rows from before kernels of ours existed kept other
-tensors: they are compared with the plan of then, where they recorded it, the others with that of
-today. Writes bench/results/planned_memory.json and docs/planned-memory.svg.
+Bytes that torch had handed out at the peak. Rows from before kernels of ours existed, or with
+routers that kept tokens in fp32, are compared with the plan of then, where they recorded it, the
+others with that of today. Writes bench/results/planned_memory.json and docs/planned-memory.svg.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from planned_times import PLAIN_FILES, RESULTS, ROOT, counted_run, recorded
+from planned_times import BF16_ROUTERS, PLAIN_FILES, RESULTS, ROOT, counted_run, recorded
 
 from app.plan.plan import GIB, Plan
 
@@ -43,14 +43,17 @@ class MemoryRow:
 def rows() -> Iterator[MemoryRow]:
     """All of bench/results that measured memory and whose plan is known."""
     for path in sorted(RESULTS.glob("*.json*")):
-        for overrides, found in recorded(path):
+        for place, (overrides, found) in enumerate(recorded(path)):
             measured = next((found[key] for key in MEASURED if found.get(key)), None)
             run = counted_run(overrides, found)
             if measured is None or run is None:
                 continue
-            if path.name not in PLAIN_FILES:
-                largest = max(rank.allocated for rank in Plan(run).memory)
-                yield _row(path, overrides, TODAY, measured, largest / GIB)
+            fp32_routers = run.model.moe and place not in BF16_ROUTERS.get(path.name, ())
+            if path.name not in PLAIN_FILES and not fp32_routers:
+                ranks = [rank.allocated for rank in Plan(run).memory]
+                # traced steps are those of the first rank
+                planned = ranks[0] if "kinds_ms" in found else max(ranks)
+                yield _row(path, overrides, TODAY, measured, planned / GIB)
             elif "planned_gib" in found:
                 yield _row(path, overrides, THEN, measured, found["planned_gib"])
 

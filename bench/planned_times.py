@@ -61,9 +61,13 @@ ADDED_ROWS = {"step_profile.jsonl": range(6), "compare_smallmoe_before.json": ra
 ONE_UPDATE = {
     "step_profile.jsonl": range(8, 99),
     "fp8_steps.jsonl": range(99),
+    "two_gpus_levers.jsonl": range(99),
     "two_gpus_steps.jsonl": range(99),
 }
-RECORDED_SINCE = ("two_gpus_steps.jsonl",)  # all constants were fitted
+# rows whose routers multiplied bf16 tokens and weights; those of the others, in fp32
+BF16_ROUTERS = {"two_gpus_steps.jsonl": range(5, 99)}
+FP32_ROUTER: dict[str, Any] = {"router_tflops": 39.81}
+RECORDED_SINCE = ("two_gpus_levers.jsonl", "two_gpus_steps.jsonl")  # all constants were fitted
 UPDATE: dict[str, Any] = {"optimizer_gb_s": 3150.0}
 LEFT_OUT = ("precision=fp32",)
 
@@ -197,6 +201,8 @@ def _of_then(row: Row, profile: HardwareProfile) -> HardwareProfile:
         changed = dict(ADDED)
     if row.place not in ONE_UPDATE.get(row.file, ()):
         changed |= UPDATE
+    if row.place not in BF16_ROUTERS.get(row.file, ()):
+        changed |= FP32_ROUTER
     return dataclasses.replace(profile, **changed)
 
 

@@ -98,6 +98,13 @@ class Run:
         return self.train.global_batch // (self.train.micro_batch * self.dp)
 
     @property
+    def writes_expert_grads(self) -> bool:
+        """Whether a step's first gradients of experts are written to their sums, which nobody
+        clears: not where one graph serves several microbatches, nor where autograd adds.
+        """
+        return not self.cuda_graph.of_parts and self.precision.grads is not self.precision.params
+
+    @property
     def eval_microbatches(self) -> int:
         """Microbatches of one validation on each data-parallel rank."""
         return max(1, self.train.eval_sequences // (self.train.micro_batch * self.dp))

@@ -32,7 +32,7 @@ class HardwareProfile:
     product_tflops: float  # of large matrix products, TFLOP/s
     sustained_tflops: float  # of the same without a pause: power limits clocks, TFLOP/s
     product_memory: float  # share of the time of a product's bytes that it does not hide
-    router_tflops: float  # of products in float32, TFLOP/s
+    router_tflops: float  # of a router's products in bf16 with fp32 sums and gradients, TFLOP/s
     grouped_tflops: float  # of experts' products on full tiles, TFLOP/s
     grouped_tile: float  # rows that an expert's products compute for nobody, on average
     # a row per head width and length: width; tokens of a sequence; TFLOP/s of the fastest kernel,

@@ -151,7 +151,7 @@ def build_engine(
         grads=grads,
         device=device,
         whole_steps=run.cuda_graph.impl is GraphImpl.full_iteration,
-        writes_first=not run.cuda_graph.of_parts,
+        writes_first=run.writes_expert_grads,
     )
     if pretrained is not None:
         all_succeed(groups, lambda: fill_main_params(optimizer.param_shards(), pretrained))

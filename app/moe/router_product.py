@@ -20,7 +20,7 @@ from app.torch_versions import wide_product
 
 def router_product(x_TD: Tensor, weight_ED: Tensor) -> Tensor:
     """fp32 [T, E]: x · weightᵀ as if both were widened to fp32 first, and so are the gradients
-    computed, each rounded once to the type of what it is of.
+    computed, each rounded to the type of what it is of at its end.
 
     In bf16 nothing is widened: that takes a third of the time of fp32 products, and backward keeps
     `x_TD` itself.

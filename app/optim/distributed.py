@@ -81,7 +81,8 @@ class DistributedOptimizer:
     `chunks[c]` lists the parameters of chunk c in the order of use, and `buffers[c]` says where
     they lie; `grads` is the type in which gradients are summed. A chunk, or all of them, may have
     none: what is summed over ranks is then zero, on `device`. With `whole_steps`, a step is one
-    graph, and gathers updated parameters itself (`in_graph`).
+    graph, and gathers updated parameters itself (`in_graph`). `writes_first`: the sums of experts
+    are not cleared, their first gradients in a step are written.
     """
 
     def __init__(
@@ -143,11 +144,11 @@ class DistributedOptimizer:
                     group,
                     self.config.overlap_grads,
                     pairs=self.config.pair_expert_grads,
-                    writes_first=expert and self.writes_first and not buffer.autograd_adds,
+                    writes_first=expert and self.writes_first,
                 )
 
     def zero_grad(self) -> None:
-        """Clear the gradient sums before the first backward of a step."""
+        """Forget the gradient sums before the first backward of a step."""
         for buckets in self._all_grad_buckets():
             buckets.zero()
 

@@ -110,7 +110,9 @@ class GradBuckets:
             self._hook(spec.param, bucket, total)
 
     def zero(self) -> None:
-        """Clear the sums before the first backward of a step."""
+        """Before the first backward of a step, clear the sums, or with `writes_first` forget what
+        they hold until it is overwritten.
+        """
         assert self.state in (GradState.accumulating, GradState.reduced), "a step is not over"
         assert not self._held, "the sums were reduced without what has been held back"
         if self.writes_first:
@@ -180,7 +182,9 @@ class GradBuckets:
         """Of an odd number of microbatches the last gradients have met no others."""
         assert not self._held or self._started == 0, "these sums are on their way already"
         for param, gradient in self._held.items():
-            assert param not in self._unwritten, "two microbatches or more, and two are together"
+            assert param not in self._unwritten, (
+                "a step has two microbatches or more, and the first two are one"
+            )
             gradient.add_to(self._sums[param][1])
         self._held.clear()
 
@@ -243,8 +247,11 @@ class GradBuckets:
             if not autograd_adds:
                 if param.grad is None:  # a sink has taken it
                     return
-                assert param not in unwritten, "sums that autograd adds to are cleared"
-                total.add_(param.grad)
+                if param in unwritten:
+                    unwritten.remove(param)
+                    total.copy_(param.grad)
+                else:
+                    total.add_(param.grad)
                 param.grad = None
             buckets = here()
             assert buckets is not None, "lives as long as its parameters are trained"

@@ -92,14 +92,24 @@ def trained(rank: int, run: Run) -> dict[str, Any]:
     step, seen = TrainingStep(engine), []
     added: list[list[int]] = []
     pair, alone, hold = PairedGrad.add_to, GroupedLinearGrad.add_to, GradBuckets.add
+    pair_first = PairedGrad.write_to
 
     def of_two(gradient: PairedGrad, total: Tensor) -> None:
         added[-1][0] += 1
         pair(gradient, total)
 
-    def of_one(gradient: GroupedLinearGrad, total: Tensor, *later: GroupedLinearGrad) -> None:
+    def first_of_two(gradient: PairedGrad, total: Tensor) -> None:
+        added[-1][0] += 1
+        pair_first(gradient, total)
+
+    def of_one(
+        gradient: GroupedLinearGrad,
+        total: Tensor,
+        later: GroupedLinearGrad | None = None,
+        writes: bool = False,
+    ) -> None:
         added[-1][1] += 1
-        alone(gradient, total, *later)
+        alone(gradient, total, later, writes)
 
     def told(buckets: GradBuckets, *given: Any) -> None:
         hold(buckets, *given)
@@ -107,6 +117,7 @@ def trained(rank: int, run: Run) -> dict[str, Any]:
 
     with (
         mock.patch.object(PairedGrad, "add_to", of_two),
+        mock.patch.object(PairedGrad, "write_to", first_of_two),
         mock.patch.object(GroupedLinearGrad, "add_to", of_one),
         mock.patch.object(GradBuckets, "add", told),
     ):

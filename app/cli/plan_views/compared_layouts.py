@@ -83,7 +83,10 @@ def _numbers(row: LayoutRow) -> tuple[str, ...]:
 
 def hours(number: float) -> str:
     """GPU hours: 4.36 M, 12.3."""
-    return amount(number) if number >= 1000 else _short(number)
+    if number < 1000:
+        return _short(number)
+    count, unit = amount(number).split()
+    return f"{figures(float(count))} {unit}"
 
 
 def _short(number: float) -> str:

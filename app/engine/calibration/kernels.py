@@ -27,12 +27,14 @@ from app.kernels.common import usable
 from app.model.attention import attend
 from app.model.layers import RMSNorm, swiglu
 from app.moe.permute import combine, permute, sort_by_expert
+from app.moe.router_product import router_product
 from app.plan.model.norm import NormWeights
 from app.plan.model.weight import Weight
 from app.torch_versions import add_product
 
 SIZE = 2  # bytes of an element
 SUMS_MOST = 4.0  # times the speed of memory that sums come to, most of which a product hides
+ROUTER_KERNELS = 7  # of scores and both gradients
 KERNELS = 3 * (1 + 3)  # of three operations: as the plan counts a forward with its backward
 BLOCKS = 16  # of three operations, so that what a backward takes to begin is shared as in a model
 
@@ -132,13 +134,18 @@ class _Measure:
         return min(1.0, self.clock.seconds(run) / self.clock.steady(run, s.steady_s))
 
     def router(self) -> float:
-        """In float32."""
+        """Scores and both gradients."""
         s = self.sizes
-        fp32 = torch.float32
-        x = self.random(s.tokens, s.hidden, dtype=fp32)
-        w = self.random(4 * s.experts, s.hidden, dtype=fp32)
-        took = self.clock.seconds(partial(F.linear, x, w))
-        return solve.rate(2.0 * x.numel() * len(w), took, self.kernel, unit=TERA)
+        x = self.random(s.tokens, s.hidden).requires_grad_()
+        w = self.random(4 * s.experts, s.hidden).requires_grad_()
+        grad = self.random(s.tokens, 4 * s.experts, dtype=torch.float32)
+
+        def passes() -> Outputs:
+            return torch.autograd.grad(router_product(x, w), (x, w), grad)
+
+        took = self.clock.seconds(passes)
+        flops = 3 * 2.0 * x.numel() * len(w)
+        return solve.rate(flops, took, ROUTER_KERNELS * self.kernel, unit=TERA)
 
     def grouped(self, tflops: float, share: float, memory: float) -> dict[str, float]:
         """With many rows per expert and with few; no faster than the products of other layers."""

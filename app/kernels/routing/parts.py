@@ -17,8 +17,8 @@ BLOCK = 2048  # values of a program: 16 per thread
 
 def in_parts(wide_TE: Tensor) -> Tensor:
     """fp32 [T, E] -> bf16 [T, 3·E], in each row the first parts, then the second ones, then the
-    third. They add up to `wide_TE` but for what is below the smallest numbers of bf16, as long as
-    they are finite.
+    third. They add up to `wide_TE`, but for what is below the smallest numbers of bf16, or beyond
+    its largest.
     """
     if not usable(wide_TE):
         first = wide_TE.bfloat16()
@@ -28,12 +28,21 @@ def in_parts(wide_TE: Tensor) -> Tensor:
     rows, width = wide_TE.shape
     parts = torch.empty(rows, PARTS * width, dtype=torch.bfloat16, device=wide_TE.device)
     split = (cdiv(wide_TE.numel(), BLOCK),)
-    _split[split](wide_TE.contiguous(), parts, wide_TE.numel(), width=width, BLOCK=BLOCK)
+    _split[split](
+        wide_TE.contiguous(), parts, wide_TE.numel(), width=width, PARTS=PARTS, BLOCK=BLOCK
+    )
     return parts
 
 
 @jit
-def _split(wide: tl.tensor, parts: tl.tensor, count: int, width: int, BLOCK: tl.constexpr) -> None:
+def _split(
+    wide: tl.tensor,
+    parts: tl.tensor,
+    count: int,
+    width: int,
+    PARTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     real = place < count
     x = tl.load(wide + place, mask=real, other=0.0)
@@ -41,7 +50,7 @@ def _split(wide: tl.tensor, parts: tl.tensor, count: int, width: int, BLOCK: tl.
     rest = x - first.to(tl.float32)
     second = rest.to(tl.bfloat16)
     third = (rest - second.to(tl.float32)).to(tl.bfloat16)
-    to = parts + place // width * 3 * width + place % width
+    to = parts + place // width * PARTS * width + place % width
     tl.store(to, first, mask=real)
     tl.store(to + width, second, mask=real)
     tl.store(to + 2 * width, third, mask=real)

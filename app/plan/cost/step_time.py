@@ -23,7 +23,8 @@ from app.plan.trace.parts import BYTES
 # bytes per parameter of a rank's share: moments and main parameter read and written, gradient read,
 # parameter written
 UPDATE = 30
-# bytes per parameter of a rank: its gradient is read for the norm, and filled with zeros
+# bytes per parameter of a rank: its gradient is read for the norm, and filled with zeros unless the
+# first one of a step is written
 NORM, ZERO = 4, 4
 
 
@@ -172,7 +173,7 @@ def _update(run: Run, profile: HardwareProfile, chunks: Sequence[ChunkBuffers]) 
         for buffer in (chunk.dense, chunk.expert):
             if buffer is not None:
                 owned += buffer.numel // buffer.world
-                cleared = buffer is chunk.dense or run.cuda_graph.of_parts
+                cleared = buffer is chunk.dense or not run.writes_expert_grads
                 passed += (NORM + ZERO * cleared) * buffer.numel
     passes = passed / (profile.other_gb_s[0] * GIGA)
     return UPDATE * owned / (profile.optimizer_gb_s * GIGA) + passes

@@ -213,7 +213,7 @@ class _Clock:
             return 1.0
         count = self.run.num_microbatches
         times = ceil(count / 2) if self.run.optim.pair_expert_grads else count
-        return times / count if self.run.cuda_graph.of_parts else (times - 0.5) / count
+        return ((times - 0.5) if self.run.writes_expert_grads else times) / count
 
     def _sent(self, op: Operation, size: int) -> float:
         assert op.sends is not None

@@ -15,7 +15,7 @@ GIB = 2**30
 CUDA_CONTEXT = 840 * MIB  # bytes of a process's CUDA context with the kernels that a step loads
 # bytes of an NCCL communicator of several ranks, once it has been used
 COMMUNICATOR = MappingProxyType(
-    {GroupKind.data: 670 * MIB, GroupKind.stages: 110 * MIB, GroupKind.control: 24 * MIB}
+    {GroupKind.data: 670 * MIB, GroupKind.stages: 200 * MIB, GroupKind.control: 24 * MIB}
 )
 NCCL_ITSELF = 370 * MIB  # bytes that it takes besides, at most: once the default communicator's
 FRAGMENTATION = 0.1  # reserved by torch's allocator beyond what it has handed out, over the latter

@@ -107,9 +107,8 @@ def _router_product(
             weight=product.weight,
             scratch=(0, backward),
             kernels=2,
-            # each pass counts as much: forward's product, and three times both of backward's
-            flops=product.flops * (1 + 2 * PARTS) // 3,
-            work=Work.product,
+            flops=product.flops,
+            work=Work.router_product,
         )
         return logits
     weight = product.weight // s.size * 4

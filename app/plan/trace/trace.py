@@ -37,7 +37,7 @@ class Work(Enum):
     """What an operation's kernels spend their time on: each kind has speeds of its own."""
 
     product = "products"
-    router_product = "router's products"  # in float32
+    router_product = "router's products"  # summed in float32
     grouped = "experts' products"
     attention = "attention"
     ordered_attention = "ordered attention"  # by the slower kernel that sums in a fixed order
