@@ -1,13 +1,15 @@
 """What products in eight bits do to the loss of real text: runs by each recipe beside the band of
 bf16 runs from several seeds.
 
-    python bench/fp8_losses.py OUT [--steps 500] [--seeds 3] [--experiment smallmoe] [override …]
+    python bench/fp8_losses.py OUT [--steps 500] [--seeds 3] [--experiment smallmoe]
+        [--together 1] [override …]
 
-Trains `+experiment=small`, or another, on the standard library's text, one run on each GPU at a
-time, into OUT; what has ended there is not run again, so that the same line goes on. Writes
-OUT/fp8_losses.json and OUT/fp8_losses.svg: validation losses, and how far each recipe's last one is
-from the mean of the bf16 ones, in percent. With smallmoe, instead of recipes: `current` for linear
-layers and head, and `experts` for routed experts too. Overrides are for all runs.
+Trains `+experiment=small`, or another, on the standard library's text, into OUT, `together` runs
+on each GPU at a time, so that one starts while another computes; what has ended there is not run
+again, so that the same line goes on. Writes OUT/fp8_losses.json and OUT/fp8_losses.svg: validation
+losses, and how far each recipe's last one is from the mean of the bf16 ones, in percent. With
+smallmoe, instead of recipes: `current` for linear layers and head, and `experts` for routed experts
+too. Overrides are for all runs.
 """
 
 from __future__ import annotations
@@ -94,12 +96,14 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=500)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--experiment", choices=WAYS, default="small")
+    parser.add_argument("--together", type=int, default=1, help="runs on a GPU at a time")
     given, overrides = parser.parse_known_args()
     out = given.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
     gpus: Queue[int] = Queue()
-    for gpu in range(max(1, torch.cuda.device_count())):
-        gpus.put(gpu)
+    for _ in range(given.together):
+        for gpu in range(max(1, torch.cuda.device_count())):
+            gpus.put(gpu)
     named = dict(runs(given.experiment, given.seeds))
     with ThreadPoolExecutor(gpus.qsize()) as pool:
         errors = pool.map(

@@ -1,89 +1,101 @@
 #!/usr/bin/env bash
-# Runs of docs/benchmarks.md, docs/fp8.md and docs/cuda-graphs.md on two GPUs of one host: equal to
-# eager first, then how fast. Clones of hot experts: bench/echo.sh; the peer: bench/compare.py.
-#   bash bench/two_gpus.sh [FOLDER for results, default bench/results]
+# Runs of docs/benchmarks.md, docs/fp8.md, docs/cuda-graphs.md and docs/step-time.md on two GPUs of
+# one host. Clones of hot experts: bench/echo.sh; the peer: bench/compare.py.
+#   bash bench/two_gpus.sh FOLDER [PART …]     results go to FOLDER; without parts, all in this order
 set -u
 out=${1:-bench/results}
-# First, while the GPUs are idle and cool: what they, their host and their links reach, in less than three minutes. Of two H200s
-# it is for conf/hardware/h200.yaml, of two H100s for conf/hardware/h100.yaml, whose numbers nobody has measured
-kind=$(python3 -c 'import torch; print(torch.cuda.get_device_name().split()[1].lower())')
-timeout 300 python3 -m torch.distributed.run --standalone --nproc-per-node 2 -m app.cli.calibrate "name=${kind}_measured" "out=$out"
-run() { timeout "$1" python3 -m torch.distributed.run --nproc-per-node 2 "$2" --json "$out/$3" "${@:4}"; }
+steps() { timeout "$1" python3 -m torch.distributed.run --standalone --nproc-per-node 2 \
+  bench/step_profile.py --json "$out/$2" --steps 8 "${@:3}"; }
+graphs() { timeout "$1" python3 -m torch.distributed.run --standalone --nproc-per-node 2 \
+  bench/graphs.py --json "$out/$2" --steps 120 "${@:3}"; }
+
 te=cuda_graph.impl=transformer_engine
 fp8=precision.fp8.recipe
 experts="precision.fp8.include=[linear,experts]"
-
-run 450 bench/graphs.py two_gpus_graphs.jsonl --steps 120 \
-  "pp2-moe/partial,$te" "pp2vpp2-dense/layer,$te" "pp2-moe/partial" \
-  "pp2-dense/full_iteration,$fp8=delayed" "dp2-dense/full_iteration,$fp8=current" \
-  "pp2-dense/full_iteration,$fp8=block,schedule=zero_bubble_h1" "pp2-dense/layer,$te,$fp8=delayed" \
-  "ep2-moe/full_iteration,model.moe.dispatcher=static,$fp8=current" \
-  "ep2-moe/full_iteration,model.moe.dispatcher=static,$fp8=current,$experts" \
-  "pp2-moe/full_iteration,schedule=zero_bubble_h1,$fp8=current,$experts"
-
-moe="+experiment=smallmoe model=qwen3_30b_a3b model.moe.aux_loss_coeff=0.001 model.num_layers=12
-  train.micro_batch=1 train.global_batch=16 cuda_graph=full_iteration"
-dense="+experiment=small model=llama3_8b model.num_layers=16 train.micro_batch=1 train.global_batch=16
-  cuda_graph=full_iteration"
-ep="parallel.dp=2 parallel.ep=2 model.moe.dispatcher=static"
-# what is computed again, whole and in part, and attention of other lengths: planned, and recorded by nobody
-# shellcheck disable=SC2086
-run 400 bench/step_profile.py two_gpus_recompute.jsonl --steps 8 \
-  $dense parallel.dp=2 recompute=full / $dense parallel.dp=2 recompute=selective / \
-  $dense parallel.pp=2 parallel.vpp=2 recompute=full / $moe $ep recompute=full / $moe $ep recompute=selective / \
-  $dense parallel.dp=2 model.num_layers=8 train.seq_len=16384 train.global_batch=4 recompute=selective / \
-  $dense parallel.dp=2 model.num_layers=8 train.seq_len=1024 train.micro_batch=4 train.global_batch=64
 all="precision.fp8.include=[linear,head]"
-even="parallel.pp=2 parallel.vpp=2 parallel.layout='Etttt|tttt|ttttt|tttL'" # as the plan proposes
 every="precision.fp8.include=[linear,head,experts]"
-# shellcheck disable=SC2086
-run 300 bench/step_profile.py two_gpus_steps.jsonl --steps 8 \
-  $dense parallel.dp=2 / $dense parallel.dp=2 $all $fp8=current / $dense parallel.dp=2 $all $fp8=delayed / \
-  $dense $even / $dense $even schedule=zero_bubble_v / \
-  $moe $ep / $moe $ep $all $fp8=current / $moe $ep $every $fp8=current / $moe $ep $experts $fp8=current / \
-  $moe parallel.pp=2 parallel.vpp=2 / \
-  $moe parallel.pp=2 parallel.vpp=2 "parallel.layout='Ettt|tttt|tttt|tL'" schedule=zero_bubble_v
-# experts beside tensor parallelism, and sequences of 131,072 tokens
-both="model.moe.num_experts=64 model.moe.top_k=6 parallel.tp=2 parallel.ep=2 parallel.etp=1"
-long="model.num_layers=4 train.seq_len=131072 train.global_batch=1 loss.chunk_tokens=8192 parallel.cp=2 parallel.ep=2
-  parallel.cp_comm_type=all_to_all recompute.full=true"
-# shellcheck disable=SC2086
-run 400 bench/step_profile.py two_gpus_steps.jsonl --steps 8 \
-  $moe $both model.moe.dispatcher=static / $moe $both cuda_graph=partial / \
-  $moe $long model.moe.dispatcher=static / $moe $long cuda_graph=none
-# the update in the graph: equal to eager, then step times with and without it in one call
 updates=cuda_graph.optimizer=true
-run 400 bench/graphs.py two_gpus_updates.jsonl --steps 120 \
-  "dp2-dense/full_iteration,$updates" "pp2-dense/full_iteration,$updates,schedule=zero_bubble_h1" \
-  "pp2-dense/full_iteration,$updates,schedule=zero_bubble_h1,$fp8=delayed" \
-  "ep2-moe/full_iteration,$updates,model.moe.dispatcher=static" \
-  "ep2-moe/full_iteration,$updates,model.moe.dispatcher=static,model.moe.static.capacity=factor,model.moe.static.factor=1.05"
-# shellcheck disable=SC2086
-run 400 bench/step_profile.py two_gpus_update_steps.jsonl --steps 8 \
-  $dense parallel.dp=2 / $dense parallel.dp=2 $updates / \
-  $dense parallel.pp=2 parallel.vpp=2 / $dense parallel.pp=2 parallel.vpp=2 $updates / \
-  $moe $ep / $moe $ep $updates
-small="+experiment=small parallel.dp=2 cuda_graph=full_iteration"
-counted="precision.fp8.count_entries=true"
-# where eight bits may not help, one layer at a time and a whole step; what counting costs while
-# nobody looks
-# shellcheck disable=SC2086
-run 300 bench/step_profile.py two_gpus_small.jsonl --steps 20 \
-  $small / $small $fp8=current / $small $fp8=delayed / $small $all $fp8=current / $small $all $fp8=delayed / \
-  $small $all $fp8=block / $small $all $fp8=delayed $counted / $dense parallel.dp=2 $all $fp8=delayed $counted
-CUDA_VISIBLE_DEVICES=0 timeout 300 python3 bench/fp8.py --json "$out/fp8_layers.json"
-CUDA_VISIBLE_DEVICES=0 timeout 100 python3 bench/fp8_rows.py --alternatives --json "$out/fp8_rows.json"
-CUDA_VISIBLE_DEVICES=0 timeout 200 python3 bench/fp8.py --errors >"$out/fp8_errors.md"
-CUDA_VISIBLE_DEVICES=0 timeout 120 python3 bench/fp8_errors.py >>"$out/fp8_errors.md"
-# gradients of experts of two microbatches in one product: step times with and without it in one call
 pairs=optim.pair_expert_grads=true
+whole="train.micro_batch=1 train.global_batch=16 cuda_graph=full_iteration"
+moe="+experiment=smallmoe model=qwen3_30b_a3b model.moe.aux_loss_coeff=0.001 model.num_layers=12 $whole"
+dense="+experiment=small model=llama3_8b model.num_layers=16 $whole"
+static=model.moe.dispatcher=static
+ep="parallel.dp=2 parallel.ep=2 $static"
+two="parallel.pp=2 parallel.vpp=2"
+even="$two parallel.layout='Etttt|tttt|ttttt|tttL'" # as the plan proposes
+v="$two parallel.layout='Ettt|tttt|tttt|tL' schedule=zero_bubble_v"
+
 # shellcheck disable=SC2086
-run 500 bench/step_profile.py two_gpus_pair_steps.jsonl --steps 8 \
-  $moe $ep / $moe $ep $pairs / $moe $ep model.moe.force_balance=true / $moe $ep model.moe.force_balance=true $pairs / \
-  $moe parallel.pp=2 parallel.vpp=2 / $moe parallel.pp=2 parallel.vpp=2 $pairs / \
-  $moe parallel.pp=2 parallel.vpp=2 "parallel.layout='Ettt|tttt|tttt|tL'" schedule=zero_bubble_v / \
-  $moe parallel.pp=2 parallel.vpp=2 "parallel.layout='Ettt|tttt|tttt|tL'" schedule=zero_bubble_v $pairs
-timeout 600 python3 bench/fp8_losses.py "$out/fp8_losses"
-timeout 600 python3 bench/fp8_losses.py "$out/fp8_losses_experts" --experiment smallmoe
-timeout 200 python3 bench/fp8.py --shapes 32x32768x2048x1536 32x32768x768x2048 128x32768x2048x1536 \
-  --json "$out/fp8_experts.json"
+run_part() {
+  case $1 in
+  calibrate) # while the GPUs are idle and cool; for conf/hardware
+    kind=$(python3 -c 'import torch; print(torch.cuda.get_device_name().split()[1].lower())')
+    timeout 300 python3 -m torch.distributed.run --standalone --nproc-per-node 2 \
+      -m app.cli.calibrate "name=${kind}_measured" "out=$out" ;;
+  equal) # to eager steps, bit for bit
+    graphs 600 two_gpus_graphs.jsonl \
+      "pp2-moe/partial,$te" "pp2vpp2-dense/layer,$te" "pp2-moe/partial" \
+      "pp2-dense/full_iteration,$fp8=delayed" "dp2-dense/full_iteration,$fp8=current" \
+      "pp2-dense/full_iteration,$fp8=block,schedule=zero_bubble_h1" "pp2-dense/layer,$te,$fp8=delayed" \
+      "ep2-moe/full_iteration,$static,$fp8=current" \
+      "ep2-moe/full_iteration,$static,$fp8=current,$experts" \
+      "ep2-moe/full_iteration,$updates,$pairs,$static" \
+      "ep2-moe/full_iteration,$updates,$static,model.moe.static.capacity=factor,model.moe.static.factor=1.05" \
+      "pp2-dense/full_iteration,$updates,schedule=zero_bubble_h1,$fp8=delayed" \
+      "pp2-moe/full_iteration,$updates,schedule=zero_bubble_h1,$fp8=current,$experts" ;;
+  steps)
+    steps 400 two_gpus_steps.jsonl \
+      $dense parallel.dp=2 / $dense parallel.dp=2 $all $fp8=current / $dense parallel.dp=2 $all $fp8=delayed / \
+      $dense $even / $dense $even schedule=zero_bubble_v / \
+      $moe $ep / $moe $ep $all $fp8=delayed / $moe $ep $every $fp8=delayed / $moe $ep $experts $fp8=delayed / \
+      $moe $ep model.moe.force_balance=true / $moe $two / $moe $v ;;
+  long) # experts beside tensor parallelism, and sequences of 131,072 tokens
+    both="model.moe.num_experts=64 model.moe.top_k=6 parallel.tp=2 parallel.ep=2 parallel.etp=1"
+    long="model.num_layers=4 train.seq_len=131072 train.global_batch=1 loss.chunk_tokens=8192
+      parallel.cp=2 parallel.ep=2 parallel.cp_comm_type=all_to_all recompute.full=true"
+    steps 300 two_gpus_steps.jsonl $moe $both $static / $moe $both cuda_graph=partial / \
+      $moe $long $static / $moe $long cuda_graph=none ;;
+  recompute) # whole and in part, and attention of other lengths
+    steps 400 two_gpus_recompute.jsonl \
+      $dense parallel.dp=2 recompute=full / $dense parallel.dp=2 recompute=selective / \
+      $dense $two recompute=full / $moe $ep recompute=full / $moe $ep recompute=selective / \
+      $dense parallel.dp=2 model.num_layers=8 train.seq_len=16384 train.global_batch=4 recompute=selective / \
+      $dense parallel.dp=2 model.num_layers=8 train.seq_len=1024 train.micro_batch=4 train.global_batch=64 ;;
+  levers) # with and without, in one call
+    steps 600 two_gpus_levers.jsonl \
+      $dense parallel.dp=2 / $dense parallel.dp=2 $updates / $moe $ep / $moe $ep $updates / $moe $ep $pairs / \
+      $moe $v / $moe $v $pairs
+    NCCL_MAX_P2P_NCHANNELS=1 steps 100 two_gpus_levers.jsonl $dense $even schedule=zero_bubble_v / $dense $even
+    steps 100 two_gpus_levers.jsonl $dense $even schedule=zero_bubble_v / $dense $even ;;
+  captured) # by Transformer Engine beside our own: times, memory
+    steps 300 two_gpus_captured.jsonl \
+      $dense $two cuda_graph=layer / $dense $two cuda_graph=layer $te / \
+      $moe parallel.dp=2 parallel.ep=2 cuda_graph=partial / $moe parallel.dp=2 parallel.ep=2 cuda_graph=partial $te ;;
+  small) # where eight bits may not help; what counting entries costs while nobody looks
+    small="+experiment=small parallel.dp=2 cuda_graph=full_iteration"
+    smallmoe="+experiment=smallmoe parallel.dp=2 cuda_graph=full_iteration"
+    counted="precision.fp8.count_entries=true"
+    steps 300 two_gpus_small.jsonl \
+      $small / $small $fp8=current / $small $fp8=delayed / $small $all $fp8=current / $small $all $fp8=delayed / \
+      $small $all $fp8=block / $small $all $fp8=delayed $counted / \
+      $smallmoe / $smallmoe $all $fp8=delayed / $smallmoe $every $fp8=delayed / \
+      $dense parallel.dp=2 $all $fp8=delayed / $dense parallel.dp=2 $all $fp8=delayed $counted ;;
+  layers) # one layer, one kernel at a time
+    export CUDA_VISIBLE_DEVICES=0
+    timeout 300 python3 bench/fp8.py --json "$out/fp8_layers.json"
+    timeout 200 python3 bench/fp8.py --shapes 32x32768x2048x1536 32x32768x768x2048 128x32768x2048x1536 \
+      --json "$out/fp8_experts.json"
+    timeout 60 python3 bench/fp8_rows.py --alternatives --json "$out/fp8_rows.json"
+    timeout 200 python3 bench/fp8.py --errors >"$out/fp8_errors.md"
+    timeout 120 python3 bench/fp8_errors.py >>"$out/fp8_errors.md"
+    unset CUDA_VISIBLE_DEVICES ;;
+  losses) # half as many tokens as the experiments have: five or six runs of 500 steps in three minutes
+    for each in small smallmoe; do
+      timeout 600 python3 bench/fp8_losses.py "$out/fp8_losses_$each" --experiment $each --together 2 train.seq_len=2048
+    done ;;
+  *) echo "bench/two_gpus.sh: $1: is no part" >&2 && return 2 ;;
+  esac
+}
+parts=("${@:2}")
+[ ${#parts[@]} -gt 0 ] || parts=(calibrate equal steps long recompute levers captured small layers losses)
+for part in "${parts[@]}"; do run_part "$part"; done

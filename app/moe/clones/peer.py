@@ -147,6 +147,8 @@ class PeerClones:
         """
         grads = self._grads[kind]
         assert total_LIO.shape[1:] == grads.own.shape[1:]
+        # This also settles reads of the other kind's weights, whose product may still be to come:
+        # its gradients come home behind that product, and meet again.
         self._meet(clones)
         add_clones(total_LIO, clones.expert_S, clones.moved_S, grads.addresses_P, first=self.first)
         self._note_read(grads, clones)
