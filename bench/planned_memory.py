@@ -16,7 +16,15 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from planned_times import BF16_ROUTERS, PLAIN_FILES, RESULTS, ROOT, counted_run, recorded
+from planned_times import (
+    BF16_ROUTERS,
+    PLAIN_FILES,
+    RESULTS,
+    ROOT,
+    counted_run,
+    hardware_of,
+    recorded,
+)
 
 from app.plan.plan import GIB, Plan
 
@@ -45,7 +53,7 @@ def rows() -> Iterator[MemoryRow]:
     for path in sorted(RESULTS.glob("*.json*")):
         for place, (overrides, found) in enumerate(recorded(path)):
             measured = next((found[key] for key in MEASURED if found.get(key)), None)
-            run = counted_run(overrides, found)
+            run = counted_run(overrides, found, hardware=hardware_of(path.name))
             if measured is None or run is None:
                 continue
             fp32_routers = run.model.moe and place not in BF16_ROUTERS.get(path.name, ())

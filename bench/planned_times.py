@@ -57,17 +57,25 @@ PLAIN: dict[str, Any] = {
 }
 # rows whose weight gradients were added to their sums by kernels of their own
 ADDED_ROWS = {"step_profile.jsonl": range(6), "compare_smallmoe_before.json": range(99)}
+OF_H100 = "h100_steps.jsonl"  # rows of another GPU; of all others, an H200
+# files whose rows have all kernels of today
+TODAY = dict.fromkeys(
+    ("two_gpus_captured.jsonl", "two_gpus_recompute.jsonl", "two_gpus_small.jsonl", OF_H100),
+    range(99),
+)
 # rows whose update was one kernel; of the others torch's, and a copy behind it
 ONE_UPDATE = {
     "step_profile.jsonl": range(8, 99),
     "fp8_steps.jsonl": range(99),
     "two_gpus_levers.jsonl": range(99),
     "two_gpus_steps.jsonl": range(99),
+    **TODAY,
 }
 # rows whose routers multiplied bf16 tokens and weights; those of the others, in fp32
-BF16_ROUTERS = {"two_gpus_steps.jsonl": range(5, 99)}
+BF16_ROUTERS = {"two_gpus_steps.jsonl": range(5, 99), **TODAY}
 FP32_ROUTER: dict[str, Any] = {"router_tflops": 39.81}
-RECORDED_SINCE = ("two_gpus_levers.jsonl", "two_gpus_steps.jsonl")  # all constants were fitted
+# recorded when all constants were fitted
+RECORDED_SINCE = ("two_gpus_levers.jsonl", "two_gpus_steps.jsonl", *TODAY)
 UPDATE: dict[str, Any] = {"optimizer_gb_s": 3150.0}
 LEFT_OUT = ("precision=fp32",)
 
@@ -100,16 +108,21 @@ def rows() -> Iterator[Row]:
     """All of bench/results."""
     for path in sorted(RESULTS.glob("*.json*")):
         for place, (overrides, found) in enumerate(recorded(path)):
-            run = counted_run(overrides, found)
+            run = counted_run(overrides, found, hardware=hardware_of(path.name))
             if run is not None:
                 seconds, load = _seconds(found, run), _load(found, run)
                 yield Row(path.name, place, tuple(overrides), seconds, load)
 
 
-def counted_run(overrides: Sequence[str], found: dict[str, Any]) -> Run | None:
+def hardware_of(file: str) -> str:
+    """The option of `hardware` that a file's rows are of."""
+    return "h100" if file == OF_H100 else "h200"
+
+
+def counted_run(overrides: Sequence[str], found: dict[str, Any], *, hardware: str) -> Run | None:
     """The run of a recorded step; None: it is left out."""
     kept = tuple(word for word in overrides if not word.startswith(("train.steps", "hot=")))
-    run = planned_run(kept)
+    run = planned_run(kept, hardware)
     if run is None or found.get("delay"):
         return None
     return None if run.model.hidden_size < HIDDEN or set(LEFT_OUT) & set(kept) else run
@@ -156,12 +169,12 @@ def _load(found: dict[str, Any], run: Run) -> float | None:
     return load
 
 
-def planned_run(overrides: Sequence[str]) -> Run | None:
-    """The run of a row with the profile of an H200; None: not a training step's overrides."""
+def planned_run(overrides: Sequence[str], hardware: str) -> Run | None:
+    """The run of a row with a profile; None: not a training step's overrides."""
     renamed = [word.replace("=h200_small", "=small") for word in overrides]
     if not any(word.startswith("+experiment=") for word in renamed):
         return None
-    typed = [*(word for word in renamed if word != "hardware=h200"), "hardware=h200"]
+    typed = [*(word for word in renamed if word != "hardware=h200"), f"hardware={hardware}"]
     values = dict(word.removeprefix("parallel.").split("=", 1) for word in renamed)
     tp, cp, pp, dp, ep = (int(values.get(axis, 1)) for axis in ("tp", "cp", "pp", "dp", "ep"))
     experts = pp * ep * int(values.get("etp", tp))
@@ -171,9 +184,9 @@ def planned_run(overrides: Sequence[str]) -> Run | None:
 
 
 def planned(row: Row, given: HardwareProfile | None = None) -> float:
-    """Seconds that the plan says; `given`: None: by the profile of an H200."""
+    """Seconds that the plan says; `given`: None: by the profile of its GPU."""
     kept = [word for word in row.overrides if not word.startswith(("train.steps", "hot="))]
-    run = planned_run(kept)
+    run = planned_run(kept, hardware_of(row.file))
     assert run is not None and run.hardware.profile is not None
     profile = _of_then(row, given or run.hardware.profile)
     plan = Plan(
