@@ -154,7 +154,7 @@ class Fp8Config:
     include: tuple[Fp8Part, ...] = (Fp8Part.linear,)  # whose products
     first_layers: int = 0  # layers at the model's beginning that are left out
     last_layers: int = 0  # layers at its end that are left out
-    amax_history: int = 1024  # steps that recipe=delayed looks back on
+    amax_history: int = 16  # steps that recipe=delayed looks back on
     # with recipe=delayed, powers of two by which entries may outgrow those of earlier steps
     margin: int = 0
     backend: LinearBackendKind = LinearBackendKind.auto  # what computes them
