@@ -10,6 +10,7 @@ from app.moe.echo import plan_slots
 from tests.cases import sampled
 from tests.echo_plans import (
     EXACT,
+    PACKS,
     STAYS_ABOVE,
     check_kernel,
     check_reroute_kernel,
@@ -57,10 +58,20 @@ def test_a_threshold_that_a_rank_stays_above(threshold: float):
     check_kernel(counts_RE, 1, CloneAlgorithm.one_shot_greedy, threshold)
 
 
-@pytest.mark.parametrize("algorithm", [CloneAlgorithm.one_shot_greedy, EXACT])
+@pytest.mark.parametrize("algorithm", CloneAlgorithm)
 def test_counts_beyond_32_bits(algorithm: CloneAlgorithm):
     counts_RE = torch.tensor([[2**40, 0, 3, 1], [5, 2**33 + 1, 7, 0]], device=DEVICE)
-    check_kernel(counts_RE, 2, algorithm, threshold=0.0)
+    check_kernel(counts_RE, 1 if algorithm is PACKS else 2, algorithm, threshold=0.0)
+
+
+@pytest.mark.parametrize("most", [3, 40, 100_000])
+def test_packed_by_more_ranks_than_spills_and_by_fewer(most: int):
+    """One expert to a rank, and as many to each that rooms take from some several times."""
+    for ranks, local in ((7, 1), (8, 4), (16, 2)):
+        check_kernel(draw_counts(ranks, local, most, seed=ranks), 1, PACKS, threshold=0.0)
+    concentrated_RE = torch.zeros(9, 27, dtype=torch.int64, device=DEVICE)
+    concentrated_RE[:, 4], concentrated_RE[:, 20] = most, most * 2 // 3
+    check_kernel(concentrated_RE, 1, PACKS, threshold=0.0)
 
 
 @pytest.mark.parametrize("algorithm", CloneAlgorithm)

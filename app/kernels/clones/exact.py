@@ -9,7 +9,13 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from app.kernels.clones.slots import PRIORITIES, sources_at_once, spread_spills, write_plan
+from app.kernels.clones.slots import (
+    PRIORITIES,
+    scratch_of,
+    sources_at_once,
+    spread_spills,
+    write_plan,
+)
 from app.kernels.common import jit, tl
 from app.kernels.tiling import block_of
 
@@ -33,7 +39,7 @@ def exact_clones(
     others = max(1, PAIRS // padded)
     _try[(candidates,)](
         counts_RE,
-        counts_RE.new_empty(candidates - filled, 2, experts),
+        counts_RE.new_empty(candidates - filled, scratch_of(ranks, experts)),
         expert_CS,
         moved_CS,
         costs_C,
@@ -44,6 +50,7 @@ def exact_clones(
         TARGETS=TARGETS,
         FILLED=filled,
         FIRST=FIRST,
+        SCRATCH=scratch_of(ranks, experts),
         NEAR=min(local, others),
         FAR=min(padded, others),
         PRIORITIES=PRIORITIES,
@@ -93,6 +100,7 @@ def _try(
     TARGETS: tl.constexpr,
     FILLED: tl.constexpr,
     FIRST: tl.constexpr,
+    SCRATCH: tl.constexpr,
     NEAR: tl.constexpr,
     FAR: tl.constexpr,
     PRIORITIES: tl.constexpr,
@@ -140,7 +148,7 @@ def _try(
         _spill_over(
             slot_experts,
             slot_tokens,
-            scratch + (candidate - FILLED) * 2 * experts,
+            scratch + (candidate - FILLED) * SCRATCH,
             load,
             tl.where(rank < ranks, tl.maximum(average - rank_load, 0), 0),
             average,
@@ -245,7 +253,6 @@ def _spill_over(
             slot_experts,
             slot_tokens,
             scratch,
-            scratch + experts,
             load,
             room,
             average,
@@ -264,7 +271,6 @@ def _spill_over(
             slot_experts,
             slot_tokens,
             scratch,
-            scratch + experts,
             load,
             room,
             average,

@@ -13,11 +13,18 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from app.kernels.clones.slots import PRIORITIES, sources_at_once, spread_spills, write_plan
+from app.kernels.clones.slots import (
+    PRIORITIES,
+    scratch_of,
+    sources_at_once,
+    spread_spills,
+    write_plan,
+)
 from app.kernels.common import jit, tl
 from app.kernels.tiling import block_of
 
 PAIRS = 8192  # values that are compared at once
+WARPS = 8  # of the one program
 
 
 def plan_clones(
@@ -37,8 +44,7 @@ def plan_clones(
     local, others = block_of(experts // ranks), max(1, PAIRS // padded)
     _plan[(1,)](
         counts_RE.contiguous(),
-        counts_RE.new_empty(experts),
-        counts_RE.new_empty(experts),
+        counts_RE.new_empty(scratch_of(ranks, experts)),
         expert_S,
         moved_S,
         moved_RS,
@@ -57,7 +63,7 @@ def plan_clones(
         E=padded,
         LOCAL=local,
         S=block_of(slots),
-        num_warps=8,
+        num_warps=WARPS,
     )
     return expert_S, moved_S, moved_RS
 
@@ -65,8 +71,7 @@ def plan_clones(
 @jit
 def _plan(
     counts: tl.tensor,
-    loads: tl.tensor,
-    spills: tl.tensor,
+    scratch: tl.tensor,
     slot_experts: tl.tensor,
     slot_tokens: tl.tensor,
     moved_of_rank: tl.tensor,
@@ -94,11 +99,11 @@ def _plan(
     there = (rank < ranks)[:, None] & (expert < experts)[None, :]
     load = tl.sum(tl.load(counts + at, mask=there, other=0), axis=0)
     average = tl.sum(load, axis=0) // ranks
-    tl.store(loads + expert, load, mask=expert < experts)
+    tl.store(scratch + expert, load, mask=expert < experts)
     tl.debug_barrier()
     near = tl.arange(0, LOCAL)[None, :]
     own = (rank < ranks)[:, None] & (near < local)
-    rank_load = tl.sum(tl.load(loads + rank[:, None] * local + near, mask=own, other=0), axis=1)
+    rank_load = tl.sum(tl.load(scratch + rank[:, None] * local + near, mask=own, other=0), axis=1)
     room = tl.where(rank < ranks, tl.maximum(average - rank_load, 0), 0)
     limit = average + (average.to(tl.float32) * threshold).to(tl.int64)
     uneven = tl.max(rank_load, axis=0) > limit  # else nothing moves
@@ -106,8 +111,7 @@ def _plan(
         spread_spills(
             slot_experts,
             slot_tokens,
-            loads,
-            spills,
+            scratch,
             load,
             room,
             average,

@@ -18,6 +18,13 @@ def sources_at_once(ranks: int, slots: int) -> int:
     return min(block_of(ranks), max(1, SOURCES // block_of(slots) ** 2))
 
 
+def scratch_of(ranks: int, experts: int) -> int:
+    """Integers that `spread_spills` needs: loads of experts, their spills, and of as many as there
+    are ranks the expert and tokens of the largest spills, the rank and tokens of the largest rooms.
+    """
+    return 2 * experts + 4 * ranks
+
+
 @jit
 def _spilled(
     loads: tl.tensor,
@@ -110,46 +117,53 @@ def _overlap_slots(
 def _pack_slots(
     slot_experts: tl.tensor,
     slot_tokens: tl.tensor,
+    queue: tl.tensor,
     spill: tl.tensor,
     turn: tl.tensor,
     room: tl.tensor,
     average: tl.tensor,
     ranks: tl.constexpr,
-    experts: tl.constexpr,
     PRIORITIES: tl.constexpr,
     R: tl.constexpr,
     E: tl.constexpr,
 ) -> None:
-    """Slots by `approx_bin_packing`."""
-    rank = tl.arange(0, R).to(tl.int64)
-    expert = tl.arange(0, E).to(tl.int64)
+    """Slots by `approx_bin_packing`.
+
+    Of the spills only the R largest are looked at. As long as nothing has been taken of them they
+    come in that order, and what has been taken of comes later than before: so each of R steps takes
+    one of these. Past the last there is nothing left, so it does not matter who is taken.
+    """
+    nth = tl.arange(0, R)
     room_nth = tl.sum(_rooms_before(room, R=R).to(tl.int32), axis=0)
+    tl.store(queue + turn, tl.arange(0, E), mask=turn < ranks)
+    tl.store(queue + ranks + turn, spill, mask=turn < ranks)
+    tl.store(queue + 2 * ranks + room_nth, nth, mask=nth < ranks)
+    tl.store(queue + 3 * ranks + room_nth, room, mask=nth < ranks)
+    tl.debug_barrier()
+    supplier = tl.load(queue + nth, mask=nth < ranks, other=0)
+    left = tl.load(queue + ranks + nth, mask=nth < ranks, other=0)
     step = tl.maximum(average // (PRIORITIES - 1), 1)
-    left = spill
-    for place in range(ranks):
-        here = room_nth == place
-        priority = (left < average).to(tl.int64)
+    turn = nth
+    for place in tl.static_range(ranks):
+        at = queue + 2 * ranks + tl.full((R,), place, tl.int32)
+        slot, room_here = tl.load(at), tl.load(at + ranks)
+        priority = (left < average).to(tl.int32)
         for below in tl.static_range(1, PRIORITIES - 1):  # a division would take longer
-            priority += (average - left >= below * step).to(tl.int64)
-        priority = tl.where(left <= 0, PRIORITIES, priority)
-        key = tl.where(expert < experts, (priority * (E + R) + turn) * E + expert, 2**62)
-        first = tl.min(key, axis=0)
-        taken = key == first
-        room_here = tl.sum(tl.where(here, room, 0), axis=0)
-        moved = tl.minimum(tl.sum(tl.where(taken, left, 0), axis=0), room_here)
-        slot = tl.sum(tl.where(here, rank, 0), axis=0)
-        tl.store(slot_experts + slot, first % E)
-        tl.store(slot_tokens + slot, moved)
+            priority += (average - left >= below * step).to(tl.int32)
+        key = tl.where(left > 0, priority, PRIORITIES) * (2 * R) + turn
+        taken = key == tl.min(key, axis=0)  # one, as no two have the same turn
+        moved = tl.minimum(left, room_here)
+        tl.store(slot_experts + slot, supplier, mask=taken)
+        tl.store(slot_tokens + slot, moved, mask=taken)
         left = tl.where(taken, left - moved, left)
-        turn = tl.where(taken, E + place, turn)
+        turn = tl.where(taken, R + place, turn)
 
 
 @jit
 def spread_spills(
     slot_experts: tl.tensor,
     slot_tokens: tl.tensor,
-    loads: tl.tensor,
-    spills: tl.tensor,
+    scratch: tl.tensor,
     load: tl.tensor,
     room: tl.tensor,
     average: tl.tensor,
@@ -164,11 +178,12 @@ def spread_spills(
     E: tl.constexpr,
 ) -> None:
     """Slots by `approx_bin_packing`, if it PACKS, or by `one_shot_greedy`. All threads can read the
-    load at `loads`; spills are written to `spills`.
+    load at `scratch`, of `scratch_of` integers.
     """
     local: tl.constexpr = experts // ranks
     expert = tl.arange(0, E)
-    spill = _spilled(loads, load, average, experts=experts, local=local, E=E, C=NEAR)
+    spills = scratch + experts
+    spill = _spilled(scratch, load, average, experts=experts, local=local, E=E, C=NEAR)
     tl.store(spills + expert, spill, mask=expert < experts)
     tl.debug_barrier()
     before = _spills_before(spills, spill, experts=experts, COUNTS=PACKS, E=E, C=FAR)
@@ -176,12 +191,12 @@ def spread_spills(
         _pack_slots(
             slot_experts,
             slot_tokens,
+            spills + experts,
             spill,
             before,
             room,
             average,
             ranks=ranks,
-            experts=experts,
             PRIORITIES=PRIORITIES,
             R=R,
             E=E,
