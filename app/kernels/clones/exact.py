@@ -23,6 +23,8 @@ TARGETS = 32  # a clone's price above the average, then from the average to the 
 WAYS = 4  # of choosing what moves, for each of them
 FIRST = 2**62  # more than any count
 PAIRS = 2048  # values that are compared at once: what 128 threads have registers for
+WARPS = 4  # of a candidate
+LAST_WARPS = 8  # of the program that takes the best
 
 
 def exact_clones(
@@ -57,7 +59,7 @@ def exact_clones(
         R=block_of(ranks),
         E=padded,
         S=block_of(slots),
-        num_warps=4,
+        num_warps=WARPS,
     )
     expert_S, moved_S = counts_RE.new_empty(2, slots).unbind()
     moved_RS = counts_RE.new_empty(ranks, slots)
@@ -81,7 +83,7 @@ def exact_clones(
         R=block_of(ranks),
         E=padded,
         S=block_of(slots),
-        num_warps=8,
+        num_warps=LAST_WARPS,
     )
     return expert_S, moved_S, moved_RS
 

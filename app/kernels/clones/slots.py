@@ -274,15 +274,19 @@ def _add_loads(
     S: tl.constexpr,
 ) -> None:
     """Tokens of the fullest rank before and after, of all ranks, and slots filled."""
+    nth = tl.arange(0, 4)
+    sums += nth
+    until_now = tl.load(sums)
     rank, slot = tl.arange(0, R)[:, None], tl.arange(0, S)
     local: tl.constexpr = experts // ranks
     given = tl.sum(tl.where(rank == (supplier // local)[None, :], moved[None, :], 0), axis=1)
     host = slot // (slots // ranks)
     got = tl.sum(tl.where(rank == host[None, :], moved[None, :], 0), axis=1)
-    tl.store(sums, tl.load(sums) + tl.max(before, axis=0))
-    tl.store(sums + 1, tl.load(sums + 1) + tl.max(before - given + got, axis=0))
-    tl.store(sums + 2, tl.load(sums + 2) + tl.sum(before, axis=0))
-    tl.store(sums + 3, tl.load(sums + 3) + tl.sum((moved > 0).to(tl.int64), axis=0))
+    after = tl.max(before - given + got, axis=0)
+    filled = tl.sum((moved > 0).to(tl.int32), axis=0)
+    loads = tl.where(nth == 0, tl.max(before, axis=0), tl.where(nth == 1, after, 0))
+    added = tl.where(nth == 2, tl.sum(before, axis=0), tl.where(nth == 3, filled, loads))
+    tl.store(sums, until_now + added)
 
 
 @jit
