@@ -144,7 +144,7 @@ def _pack_slots(
     left = tl.load(queue + ranks + nth, mask=nth < ranks, other=0)
     step = tl.maximum(average // (PRIORITIES - 1), 1)
     turn = nth
-    for place in tl.static_range(ranks):
+    for place in range(ranks):
         at = queue + 2 * ranks + tl.full((R,), place, tl.int32)
         slot, room_here = tl.load(at), tl.load(at + ranks)
         priority = (left < average).to(tl.int32)
