@@ -43,12 +43,20 @@ def test_plan(size: tuple[int, int, int], seed: int):
 
 
 @pytest.mark.parametrize("algorithm", CloneAlgorithm)
-def test_vectors_are_compared_in_several_turns(
+def test_sources_are_looked_at_in_several_turns(
     algorithm: CloneAlgorithm, monkeypatch: pytest.MonkeyPatch
 ):
-    for kernels in ("plan", "exact"):
-        monkeypatch.setattr(f"app.kernels.clones.{kernels}.PAIRS", 64)
+    monkeypatch.setattr("app.kernels.clones.slots.SOURCES", 32)
     check_kernel(draw_counts(4, 6, 200, seed=1), 1, algorithm, threshold=0.05)
+
+
+@pytest.mark.parametrize("algorithm", [CloneAlgorithm.one_shot_greedy, PACKS])
+def test_all_experts_of_ranks_but_one_spill(algorithm: CloneAlgorithm):
+    """By the same number of tokens, but for a few."""
+    counts_RE = torch.full((4, 20), 50, dtype=torch.int64, device=DEVICE)
+    counts_RE[:, 10:15] = 0
+    counts_RE[1, 3:7] += 1
+    check_kernel(counts_RE, 1, algorithm, threshold=0.0)
 
 
 @pytest.mark.parametrize("threshold", [0.3, 0.35])

@@ -22,7 +22,6 @@ from app.kernels.tiling import block_of
 TARGETS = 32  # a clone's price above the average, then from the average to the largest load
 WAYS = 4  # of choosing what moves, for each of them
 FIRST = 2**62  # more than any count
-PAIRS = 2048  # values that are compared at once: what 128 threads have registers for
 WARPS = 4  # of a candidate
 LAST_WARPS = 8  # of the program that takes the best
 
@@ -37,8 +36,7 @@ def exact_clones(
     counts_RE = counts_RE.contiguous()
     costs_C = counts_RE.new_empty(candidates)
     expert_CS, moved_CS = counts_RE.new_empty(2, candidates, slots).unbind()
-    padded, local = block_of(experts), block_of(experts // ranks)
-    others = max(1, PAIRS // padded)
+    padded = block_of(experts)
     _try[(candidates,)](
         counts_RE,
         counts_RE.new_empty(candidates - filled, scratch_of(ranks, experts)),
@@ -53,8 +51,6 @@ def exact_clones(
         FILLED=filled,
         FIRST=FIRST,
         SCRATCH=scratch_of(ranks, experts),
-        NEAR=min(local, others),
-        FAR=min(padded, others),
         PRIORITIES=PRIORITIES,
         R=block_of(ranks),
         E=padded,
@@ -103,8 +99,6 @@ def _try(
     FILLED: tl.constexpr,
     FIRST: tl.constexpr,
     SCRATCH: tl.constexpr,
-    NEAR: tl.constexpr,
-    FAR: tl.constexpr,
     PRIORITIES: tl.constexpr,
     R: tl.constexpr,
     E: tl.constexpr,
@@ -158,8 +152,6 @@ def _try(
             ranks=ranks,
             experts=experts,
             spares=spares,
-            NEAR=NEAR,
-            FAR=FAR,
             PRIORITIES=PRIORITIES,
             R=R,
             E=E,
@@ -240,8 +232,6 @@ def _spill_over(
     ranks: tl.constexpr,
     experts: tl.constexpr,
     spares: tl.constexpr,
-    NEAR: tl.constexpr,
-    FAR: tl.constexpr,
     PRIORITIES: tl.constexpr,
     R: tl.constexpr,
     E: tl.constexpr,
@@ -262,8 +252,6 @@ def _spill_over(
             experts=experts,
             spares=spares,
             PACKS=True,
-            NEAR=NEAR,
-            FAR=FAR,
             PRIORITIES=PRIORITIES,
             R=R,
             E=E,
@@ -280,8 +268,6 @@ def _spill_over(
             experts=experts,
             spares=spares,
             PACKS=False,
-            NEAR=NEAR,
-            FAR=FAR,
             PRIORITIES=PRIORITIES,
             R=R,
             E=E,

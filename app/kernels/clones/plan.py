@@ -3,7 +3,8 @@ integers, sums in any order, no atomics.
 
 Planning compares what would be sorted with everything else instead: the sum of all that comes
 before is what a place in the sorted order is needed for. Vectors that are compared with themselves
-go through memory, behind a barrier, so that no size needs all pairs in registers at once.
+go through memory, behind a barrier, and from there one by one; of spills only those that are not
+empty, which are few.
 
 Shapes: R ranks · E experts, L of each rank · S slots. In kernels R, E, LOCAL and S are powers of
 two that hold these.
@@ -23,7 +24,6 @@ from app.kernels.clones.slots import (
 from app.kernels.common import jit, tl
 from app.kernels.tiling import block_of
 
-PAIRS = 8192  # values that are compared at once
 WARPS = 8  # of the one program
 
 
@@ -41,7 +41,7 @@ def plan_clones(
     expert_S, moved_S = counts_RE.new_empty(2, slots).unbind()
     moved_RS = counts_RE.new_empty(ranks, slots)
     padded = block_of(experts)
-    local, others = block_of(experts // ranks), max(1, PAIRS // padded)
+    local = block_of(experts // ranks)
     _plan[(1,)](
         counts_RE.contiguous(),
         counts_RE.new_empty(scratch_of(ranks, experts)),
@@ -55,8 +55,6 @@ def plan_clones(
         spares=spares,
         PACKS=packs,
         LIMITS=threshold > 0,
-        NEAR=min(local, others),
-        FAR=min(padded, others),
         SOURCES=sources_at_once(ranks, slots),
         PRIORITIES=PRIORITIES,
         R=block_of(ranks),
@@ -82,8 +80,6 @@ def _plan(
     spares: tl.constexpr,
     PACKS: tl.constexpr,
     LIMITS: tl.constexpr,
-    NEAR: tl.constexpr,
-    FAR: tl.constexpr,
     SOURCES: tl.constexpr,
     PRIORITIES: tl.constexpr,
     R: tl.constexpr,
@@ -119,8 +115,6 @@ def _plan(
             experts=experts,
             spares=spares,
             PACKS=PACKS,
-            NEAR=NEAR,
-            FAR=FAR,
             PRIORITIES=PRIORITIES,
             R=R,
             E=E,

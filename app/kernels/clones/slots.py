@@ -33,45 +33,31 @@ def _spilled(
     experts: tl.constexpr,
     local: tl.constexpr,
     E: tl.constexpr,
-    C: tl.constexpr,
 ) -> tl.tensor:
     """Tokens of each expert beyond the average of its rank, where small experts come first: [E]."""
-    expert = tl.arange(0, E)[:, None]
-    sums = tl.zeros((E, C), tl.int64)
-    for first in range(0, local, C):
-        place = first + tl.arange(0, C)[None, :]
+    expert = tl.arange(0, E)
+    start = tl.zeros((E,), tl.int64)
+    for place in range(local):
         other = expert // local * local + place
-        inside = (place < local) & (expert < experts)
-        load_there = tl.load(loads + other, mask=inside, other=0)
-        smaller = load_there < load[:, None]
-        earlier = (load_there == load[:, None]) & (other < expert)
-        sums += tl.where(smaller | earlier, load_there, 0)
-    start = tl.sum(sums, axis=1)
+        load_there = tl.load(loads + other, mask=expert < experts, other=0)
+        earlier = (load_there < load) | ((load_there == load) & (other < expert))
+        start += tl.where(earlier, load_there, 0)
     return tl.maximum(start + load - average, 0) - tl.maximum(start - average, 0)
 
 
 @jit
 def _spills_before(
-    spills: tl.tensor,
-    spill: tl.tensor,
-    experts: tl.constexpr,
-    COUNTS: tl.constexpr,
-    E: tl.constexpr,
-    C: tl.constexpr,
+    spills: tl.tensor, spill: tl.tensor, nth: tl.tensor, count: tl.tensor, COUNTS: tl.constexpr
 ) -> tl.tensor:
-    """Tokens, or with COUNTS the number, of the spills before each, the largest first: [E]."""
-    expert = tl.arange(0, E)[:, None]
-    sums = tl.zeros((E, C), tl.int64)
-    for first in range(0, experts, C):
-        other = first + tl.arange(0, C)
-        spill_there = tl.load(spills + other, mask=other < experts, other=-1)[None, :]
-        larger = spill_there > spill[:, None]
-        before = larger | ((spill_there == spill[:, None]) & (other[None, :] < expert))
-        if COUNTS:
-            sums += before.to(tl.int64)
-        else:
-            sums += tl.where(before, spill_there, 0)
-    return tl.sum(sums, axis=1)
+    """Tokens, or with COUNTS the number, of those of `count` spills before each, the largest first:
+    as `spill`, of which those that are not 0 are the `nth` of the spills.
+    """
+    before = tl.zeros_like(nth if COUNTS else spill)
+    for other in range(count):
+        spill_there = tl.load(spills + other)
+        earlier = (spill_there > spill) | ((spill_there == spill) & (other < nth))
+        before += tl.where(earlier, 1 if COUNTS else spill_there, 0)
+    return before
 
 
 @jit
@@ -120,6 +106,7 @@ def _pack_slots(
     queue: tl.tensor,
     spill: tl.tensor,
     turn: tl.tensor,
+    count: tl.tensor,
     room: tl.tensor,
     average: tl.tensor,
     ranks: tl.constexpr,
@@ -129,19 +116,21 @@ def _pack_slots(
 ) -> None:
     """Slots by `approx_bin_packing`.
 
-    Of the spills only the R largest are looked at. As long as nothing has been taken of them they
-    come in that order, and what has been taken of comes later than before: so each of R steps takes
-    one of these. Past the last there is nothing left, so it does not matter who is taken.
+    Of `count` spills only the R largest are looked at. As long as nothing has been taken of them
+    they come in that order, and what has been taken of comes later than before: so each of R steps
+    takes one of these. When nothing is left it does not matter who is taken.
     """
     nth = tl.arange(0, R)
     room_nth = tl.sum(_rooms_before(room, R=R).to(tl.int32), axis=0)
-    tl.store(queue + turn, tl.arange(0, E), mask=turn < ranks)
-    tl.store(queue + ranks + turn, spill, mask=turn < ranks)
+    first = (turn < ranks) & (spill > 0)
+    tl.store(queue + turn, tl.arange(0, E), mask=first)
+    tl.store(queue + ranks + turn, spill, mask=first)
     tl.store(queue + 2 * ranks + room_nth, nth, mask=nth < ranks)
     tl.store(queue + 3 * ranks + room_nth, room, mask=nth < ranks)
     tl.debug_barrier()
-    supplier = tl.load(queue + nth, mask=nth < ranks, other=0)
-    left = tl.load(queue + ranks + nth, mask=nth < ranks, other=0)
+    queued = nth < tl.minimum(count, ranks)
+    supplier = tl.load(queue + nth, mask=queued, other=0)
+    left = tl.load(queue + ranks + nth, mask=queued, other=0)
     step = tl.maximum(average // (PRIORITIES - 1), 1)
     turn = nth
     for place in range(ranks):
@@ -171,8 +160,6 @@ def spread_spills(
     experts: tl.constexpr,
     spares: tl.constexpr,
     PACKS: tl.constexpr,
-    NEAR: tl.constexpr,
-    FAR: tl.constexpr,
     PRIORITIES: tl.constexpr,
     R: tl.constexpr,
     E: tl.constexpr,
@@ -181,12 +168,13 @@ def spread_spills(
     load at `scratch`, of `scratch_of` integers.
     """
     local: tl.constexpr = experts // ranks
-    expert = tl.arange(0, E)
     spills = scratch + experts
-    spill = _spilled(scratch, load, average, experts=experts, local=local, E=E, C=NEAR)
-    tl.store(spills + expert, spill, mask=expert < experts)
+    spill = _spilled(scratch, load, average, experts=experts, local=local, E=E)
+    filled = (spill > 0).to(tl.int32)  # a few of many
+    nth, count = tl.cumsum(filled, axis=0) - 1, tl.sum(filled, axis=0)
+    tl.store(spills + nth, spill, mask=spill > 0)
     tl.debug_barrier()
-    before = _spills_before(spills, spill, experts=experts, COUNTS=PACKS, E=E, C=FAR)
+    before = _spills_before(spills, spill, nth, count=count, COUNTS=PACKS)
     if PACKS:
         _pack_slots(
             slot_experts,
@@ -194,6 +182,7 @@ def spread_spills(
             spills + experts,
             spill,
             before,
+            count,
             room,
             average,
             ranks=ranks,
