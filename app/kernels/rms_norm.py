@@ -1,11 +1,12 @@
 """x / rms(x) · weight over the last dimension (Zhang & Sennrich 2019): one pass per direction.
 
 Shapes: R rows, W width, J programs of backward. A program of backward takes every J-th tile of
-rows, sums the weight's gradient over them in this order, and torch sums the J sums.
+rows, sums the weight's gradient over them in this order, and one more kernel sums the J sums.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,57 +14,69 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from app.kernels.common import jit, tl
+from app.kernels.partial_sums import summed
 from app.kernels.tiling import NormTiling, norm_tiling
 
+TakePartial = Callable[[Tensor], None]  # has J × W sums, fp32, whose sum is a weight's gradient
 
-def rms_norm(x: Tensor, weight_W: Tensor, eps: float) -> Tensor:
+
+def rms_norm(x: Tensor, weight_W: Tensor, eps: float, take: TakePartial | None = None) -> Tensor:
     """[..., W] -> [..., W] in x's dtype, computed in fp32 and rounded once.
 
     Keeps `x`, the weight and an fp32 number per row for backward. Made for W up to 8192; fp32, bf16
-    or fp16.
+    or fp16. `take` gets the weight's gradient in place of autograd.
     """
-    out: Tensor = _RmsNorm.apply(x.contiguous(), weight_W, eps)
+    out: Tensor = _RmsNorm.apply(x.contiguous(), weight_W, eps, take)
     return out
 
 
-def rms_norm_beside(x: Tensor, weight_W: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def rms_norm_beside(
+    x: Tensor, weight_W: Tensor, eps: float, take: TakePartial | None = None
+) -> tuple[Tensor, Tensor]:
     """`x` itself, for what goes on beside the norm, and its `rms_norm`.
 
     One kernel of backward makes the norm's gradient and adds that of what goes on, in fp32, rounded
-    once: the two are not stored apart and summed. Keeps what `rms_norm` does.
+    once: the two are not stored apart and summed. Keeps, and takes, what `rms_norm` does.
     """
-    beside, out = _RmsNormBeside.apply(x.contiguous(), weight_W, eps)
+    beside, out = _RmsNormBeside.apply(x.contiguous(), weight_W, eps, take)
     return beside, out
 
 
 class _RmsNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight_W: Tensor, eps: float) -> Tensor:
-        return _normed(ctx, x, weight_W, eps=eps)
+    def forward(
+        ctx: Any, x: Tensor, weight_W: Tensor, eps: float, take: TakePartial | None
+    ) -> Tensor:
+        return _normed(ctx, x, weight_W, eps=eps, take=take)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
-        return *_gradients(ctx, grad, None), None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return *_gradients(ctx, grad, None), None, None
 
 
 class _RmsNormBeside(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight_W: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        return x, _normed(ctx, x, weight_W, eps=eps)
+    def forward(
+        ctx: Any, x: Tensor, weight_W: Tensor, eps: float, take: TakePartial | None
+    ) -> tuple[Tensor, Tensor]:
+        return x, _normed(ctx, x, weight_W, eps=eps, take=take)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, beside: Tensor, grad: Tensor) -> tuple[Tensor, Tensor, None]:
-        return *_gradients(ctx, grad, beside.contiguous()), None
+    def backward(ctx: Any, beside: Tensor, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return *_gradients(ctx, grad, beside.contiguous()), None, None
 
 
-def _normed(ctx: Any, x: Tensor, weight_W: Tensor, *, eps: float) -> Tensor:
+def _normed(
+    ctx: Any, x: Tensor, weight_W: Tensor, *, eps: float, take: TakePartial | None
+) -> Tensor:
     """The norm, and what its backward needs."""
     width = x.shape[-1]
     rows = x.numel() // width
     inverse_R = x.new_empty(rows, dtype=torch.float32)
     ctx.save_for_backward(x, weight_W, inverse_R)
+    ctx.take = take
     out = torch.empty_like(x)
     ctx.tiling = tiling = norm_tiling(width)
     _forward[(tiling.tiles(rows),)](
@@ -81,8 +94,8 @@ def _normed(ctx: Any, x: Tensor, weight_W: Tensor, *, eps: float) -> Tensor:
     return out
 
 
-def _gradients(ctx: Any, grad: Tensor, beside: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Of `x`, with the gradient `beside` added to it, and of the weight."""
+def _gradients(ctx: Any, grad: Tensor, beside: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """Of `x`, with the gradient `beside` added to it, and of the weight, unless that is taken."""
     x, weight_W, inverse_R = ctx.saved_tensors
     grad_x = torch.empty_like(x)
     width = x.shape[-1]
@@ -105,7 +118,10 @@ def _gradients(ctx: Any, grad: Tensor, beside: Tensor | None) -> tuple[Tensor, T
         COLUMNS=tiling.columns,
         num_warps=tiling.warps,
     )
-    return grad_x, partial_JW.sum(0).to(weight_W.dtype)
+    if ctx.take is None:
+        return grad_x, summed(partial_JW, weight_W.dtype)
+    ctx.take(partial_JW)
+    return grad_x, None
 
 
 @jit

@@ -180,12 +180,12 @@ class LatentAttention(nn.Module):
         own tokens B × s × L, the rotary key B × S × R.
         """
         sink = context.sink
-        latent = x_BsD if self.q_a is None else self.q_a_norm(self.q_a.forward(x_BsD, sink))
+        latent = x_BsD if self.q_a is None else self.q_a_norm(self.q_a.forward(x_BsD, sink), sink)
         q = self.q_b.forward(latent, sink)
         latent_BsL, key_BsR = self.kv_a.forward(x_BsD, sink).split(
             (self.mla.kv_lora_rank, self.mla.qk_rope_head_dim), dim=-1
         )
-        return q, self.kv_a_norm(latent_BsL), gather_tokens(key_BsR, self.peers.tp)
+        return q, self.kv_a_norm(latent_BsL, sink), gather_tokens(key_BsR, self.peers.tp)
 
     def queries(self, q: Tensor, context: Context) -> tuple[Tensor, Tensor]:
         """Of each head what positions do not turn, and what they have turned: B × S × N × …"""

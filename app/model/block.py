@@ -130,7 +130,7 @@ class Layer(nn.Module):
         self.phases: tuple[Phase, ...] = (attn, *body.phases)
 
     def _attend(self, x_BsD: Tensor, context: Context) -> tuple[Tensor]:
-        x_BsD, h_BsD = self.attn_norm.beside(x_BsD, context.recompute)
+        x_BsD, h_BsD = self.attn_norm.beside(x_BsD, context.recompute, context.sink)
         return (x_BsD + self.attn(h_BsD, context),)
 
     def forward(
@@ -153,5 +153,5 @@ class DenseBody(Body):
         self.phases = (Phase(PhaseName.mlp, self._feed_forward, ("x", "context"), outputs=("x",)),)
 
     def _feed_forward(self, x_BsD: Tensor, context: Context) -> tuple[Tensor]:
-        x_BsD, h_BsD = self.norm.beside(x_BsD, context.recompute)
+        x_BsD, h_BsD = self.norm.beside(x_BsD, context.recompute, context.sink)
         return (x_BsD + self.mlp(h_BsD, context.sink, context.recompute),)

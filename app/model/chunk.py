@@ -136,7 +136,9 @@ class Chunk(nn.Module):
                 x, report = context.recompute.whole_layer(layer, x, context, run)
                 if report is not None:
                     routing.append(report)
-        return ChunkOutput(x if self.norm is None else self.norm(x), tuple(routing))
+        if self.norm is not None:
+            x = self.norm(x, context.sink)
+        return ChunkOutput(x, tuple(routing))
 
     def loss(self, x_BsD: Tensor, labels_BS: Tensor, context: Context) -> Tensor:
         """The last stage's cross-entropy, nats, summed over positions with a label; a scalar."""

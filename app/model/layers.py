@@ -27,7 +27,7 @@ from app.model.fp8.ready import ReadyRows, swiglu_in_8
 from app.model.linear import ColumnParallelLinear, RowParallelLinear
 from app.model.peers import ALONE, Peers
 from app.model.recompute import Recomputation
-from app.model.weight_grads import WeightGradSink
+from app.model.weight_grads import WeightGradSink, take_partial
 from app.plan.model.mlp import MlpWeights
 from app.plan.model.norm import NormWeights
 
@@ -35,25 +35,31 @@ HEADS = (-3, -2, -1)  # dimensions of a token's heads, in queries and keys
 
 
 class RMSNorm(nn.Module):
-    """x / rms(x) · weight over the last dimension (Zhang & Sennrich 2019), computed in fp32."""
+    """x / rms(x) · weight over the last dimension (Zhang & Sennrich 2019), computed in fp32.
+
+    Where a kernel computes it, the weight's gradient goes to a sink if there is one.
+    """
 
     def __init__(self, weights: NormWeights, eps: float) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(weights.weight.shape))
         self.eps = eps
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, sink: WeightGradSink | None = None) -> Tensor:
         """Any shape ending in the weight's -> the same shape and dtype."""
         if usable(x, self.weight):
-            return rms_norm(x, self.weight, self.eps)
+            return rms_norm(x, self.weight, self.eps, take_partial(self.weight, sink))
         return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
 
-    def beside(self, x: Tensor, recompute: Recomputation) -> tuple[Tensor, Tensor]:
+    def beside(
+        self, x: Tensor, recompute: Recomputation, sink: WeightGradSink | None = None
+    ) -> tuple[Tensor, Tensor]:
         """`x` for the residual sum behind, and the norm, which may be recomputed. Where there is a
         kernel for it, backward adds the gradients of both while it makes the norm's.
         """
         if usable(x, self.weight):
-            beside, out = rms_norm_beside(x, self.weight, self.eps)
+            take = take_partial(self.weight, sink)
+            beside, out = rms_norm_beside(x, self.weight, self.eps, take)
         else:
             beside, out = x, F.rms_norm(x, self.weight.shape, self.weight, self.eps)
         if recompute.recomputes(Recompute.norm):

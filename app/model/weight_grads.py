@@ -6,7 +6,7 @@ first (Qi et al. 2023). `MainGradSink` adds it at once to a sum of more bits tha
 where the kernels allow it inside the product, so that no gradient of one microbatch is stored.
 
 Shapes: T rows, I input width, O output width, E experts; rows of an expert end at its offset in
-`ends_E`.
+`ends_E`. J parts of the rows, W values of a weight.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from app.kernels.common import moves_tiles, usable
 from app.kernels.grouped_gradient import Operands, add_grouped_gradient
+from app.kernels.partial_sums import add_summed, summed
 from app.model.clones import LentWeight
 from app.torch_versions import add_product
 
@@ -71,6 +72,22 @@ class FetchedGrad(WeightGrad):
     def write_to(self, total: Tensor) -> None:
         """Fetch the operands and write the gradient to `total`."""
         self.make().write_to(total)
+
+
+@dataclass(frozen=True, slots=True)
+class PartialSums(WeightGrad):
+    """What a kernel has summed over parts of the rows, fp32: one more kernel sums these."""
+
+    partial_JW: Tensor
+    dtype: torch.dtype  # of the weight
+
+    def __call__(self) -> Tensor:
+        """Their sum, rounded to the type of the weight."""
+        return summed(self.partial_JW, self.dtype)
+
+    def add_to(self, total: Tensor) -> None:
+        """Sums of more bits are added to by the kernel that sums the parts, and rounded once."""
+        add_summed(total, self.partial_JW)
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,6 +237,12 @@ class WeightGradSink(Protocol):
     def deferred(self) -> bool:
         """Whether they are computed later than the gradients of inputs."""
 
+    @property
+    def at_once(self) -> MainGradSink | None:
+        """What takes gradients that are there with those of inputs, and for which nothing is to be
+        kept; None: autograd does.
+        """
+
     def push(self, weight: nn.Parameter, gradient: WeightGrad) -> None:
         """Take a weight's gradient in one microbatch."""
 
@@ -231,11 +254,17 @@ class MainGradSink:
     push: AddGrad
     deferred: ClassVar[bool] = False
 
+    @property
+    def at_once(self) -> MainGradSink:
+        """Itself."""
+        return self
+
 
 @dataclass(slots=True)
 class WeightGradQueue:
     """Weight gradients of one microbatch in one chunk, left over by the backward of its inputs."""
 
+    at_once: MainGradSink | None = None  # where those go that do not wait
     waiting: list[tuple[nn.Parameter, WeightGrad]] = field(default_factory=list)
     deferred: ClassVar[bool] = True
 
@@ -249,3 +278,17 @@ class WeightGradQueue:
         while self.waiting:
             weight, gradient = self.waiting.pop(0)
             add(weight, gradient)
+
+
+def take_partial(
+    weight: nn.Parameter, sink: WeightGradSink | None
+) -> Callable[[Tensor], None] | None:
+    """What has partial sums J × W of the weight's gradient added to its sum; None: autograd does.
+
+    They never wait: the kernel that makes the input's gradient makes them beside it, and together
+    they are much larger than their sum.
+    """
+    main = None if sink is None else sink.at_once
+    if main is None:
+        return None
+    return lambda partial_JW: main.push(weight, PartialSums(partial_JW, weight.dtype))

@@ -254,7 +254,7 @@ class MoEBody(Body, Generic[Prepared, Origin]):
         )
 
     def _norm(self, x_BsD: Tensor, context: Context) -> tuple[Tensor, Tensor]:
-        return self.norm.beside(x_BsD, context.recompute)
+        return self.norm.beside(x_BsD, context.recompute, context.sink)
 
     @torch.no_grad()
     def _preprocess(self, experts_TK: Tensor) -> tuple[Prepared]:

@@ -15,6 +15,7 @@ import torch
 
 from app.choices import (
     DispatcherKind,
+    Dtype,
     GraphImpl,
     GraphKey,
     GraphScope,
@@ -27,6 +28,7 @@ from app.config import (
     ModelConfig,
     OptimConfig,
     ParallelConfig,
+    PrecisionConfig,
     RecomputeConfig,
     Run,
     ScheduleConfig,
@@ -41,7 +43,7 @@ from app.engine.pipeline.step import TrainingStep, Validation
 from app.engine.report.metrics import Meter, StepTimes
 from app.engine.run.run_folder import read_metrics
 from app.errors import ConfigError
-from app.model import layers
+from app.model import layers, weight_grads
 from app.moe.phases import Experts
 from app.plan.graphs import GraphPlan
 from tests.cases import chosen, sampled
@@ -363,23 +365,37 @@ BESIDE = [
 ]
 
 
+@pytest.mark.parametrize("dtype", [Dtype.float32, Dtype.bfloat16], ids=lambda dtype: dtype.value)
 @pytest.mark.parametrize("parts", [(), (Recompute.norm,)], ids=["kept", "again"])
 @pytest.mark.parametrize(("model", "graph"), chosen(BESIDE, [("moe", "partial")]))
 def test_what_passes_a_norm_by_lies_in_graphs_where_it_did(
-    model: str, graph: str, parts: tuple[Recompute, ...], monkeypatch: pytest.MonkeyPatch
+    model: str,
+    graph: str,
+    parts: tuple[Recompute, ...],
+    dtype: Dtype,
+    monkeypatch: pytest.MonkeyPatch,
 ):
-    """With the kernels of norms, which hand on what comes in as it is."""
+    """With the kernels of norms, which hand on what comes in as it is, and add the gradients of
+    their weights to sums of more bits.
+    """
     pytest.importorskip("triton")
     monkeypatch.setattr(layers, "usable", lambda *tensors: True)
-    again = RecomputeConfig(phases=parts)
+    added, add = [], weight_grads.add_summed
+    monkeypatch.setattr(
+        weight_grads, "add_summed", lambda *given: (added.append(len(given)), add(*given))
+    )
+    again, precision = RecomputeConfig(phases=parts), PrecisionConfig(dtype)
     runs = [
-        run_of(MODELS[model], EAGER),
-        run_of(MODELS[model], EAGER, recompute=again),
-        run_of(MODELS[model], CHOICES[graph], recompute=again),
+        run_of(MODELS[model], EAGER, precision=precision),
+        run_of(MODELS[model], EAGER, precision=precision, recompute=again),
+        run_of(MODELS[model], CHOICES[graph], precision=precision, recompute=again),
     ]
     with process_world(0, 1, torch.device("cpu")):
         kept, eager, captured = (trained(0, run) for run in runs)
     assert same(captured, eager) and same(eager, kept)
+    norms = 2 * MODELS[model].num_layers + 1
+    least = 2 * STEPS * runs[0].num_microbatches * norms  # of eager steps alone
+    assert len(added) >= least if dtype is Dtype.bfloat16 else not added
 
 
 def several_with_kernels(rank: int, runs: dict[str, Run]) -> dict[str, dict[str, Any]]:
@@ -388,13 +404,15 @@ def several_with_kernels(rank: int, runs: dict[str, Run]) -> dict[str, dict[str,
         return several(rank, runs)
 
 
+@pytest.mark.parametrize("dtype", [Dtype.float32, Dtype.bfloat16], ids=lambda dtype: dtype.value)
 @pytest.mark.parametrize("model", chosen(("moe", "dense"), ["dense"]))
-def test_gradients_that_meet_in_a_norm_are_the_same_however_backward_runs(model: str):
+def test_gradients_that_meet_in_a_norm_are_the_same_however_backward_runs(model: str, dtype: Dtype):
     """Whole, split, split in a graph, and after whole layers computed again."""
     pytest.importorskip("triton")
-    split = ScheduleConfig(ScheduleName.zero_bubble_h1)
+    split, precision = ScheduleConfig(ScheduleName.zero_bubble_h1), PrecisionConfig(dtype)
+    pp2 = LAYOUTS["pp2"]
     runs = {
-        name: run_of(MODELS[model], graph, parallel=LAYOUTS["pp2"], **sections)
+        name: run_of(MODELS[model], graph, parallel=pp2, precision=precision, **sections)
         for name, graph, sections in (
             ("whole", EAGER, {}),
             ("split", EAGER, {"schedule": split}),

@@ -38,7 +38,16 @@ from app.config import (
     TrainConfig,
     YarnConfig,
 )
-from app.kernels import cross_entropy, pages, peer_rows, peer_sums, rms_norm, rows, swiglu
+from app.kernels import (
+    cross_entropy,
+    pages,
+    partial_sums,
+    peer_rows,
+    peer_sums,
+    rms_norm,
+    rows,
+    swiglu,
+)
 from app.kernels.attention import heads
 from app.kernels.common import DTYPES
 from app.kernels.eight_bits import quantise, weights
@@ -111,6 +120,7 @@ CALLERS = (attention, expert_rows, layers, loss, parts, permute, router, row_sca
 LAUNCHED = {
     heads: ("heads_forward", "heads_backward"),
     rms_norm: ("_forward", "_backward"),
+    partial_sums: ("_sum",),
     swiglu: ("_forward", "_backward"),
     cross_entropy: ("_statistics", "_into_gradient"),
     rows: ("_spread", "_sum", "_gradients"),

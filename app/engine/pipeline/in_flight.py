@@ -84,7 +84,7 @@ class InFlight:
         x = batch.tokens_BS if module.first else self.inputs[key]
         sink: WeightGradSink | None = self.stages.sink
         if self.splits:
-            sink = self.weight_grads.setdefault(key, WeightGradQueue())
+            sink = self.weight_grads.setdefault(key, WeightGradQueue(self.stages.sink))
         recompute = self.stages.recompute.of(key)
         context = module.context(batch.positions_BS, batch.documents_BS, sink, recompute=recompute)
         graphs = self.stages.graphs if self.training else None
