@@ -79,21 +79,29 @@ def train(folder: Path, steps: int, overrides: Sequence[str], gpus: Queue[int]) 
 
 
 def picture(found: dict[str, Curve]) -> Figure:
-    """Losses over the steps: the band of bf16 runs, lines for each way in eight bits."""
+    """How far losses are from the mean of the bf16 runs at each step, in percent: their band, a
+    line for each run in eight bits. Untrained models are left out.
+    """
     figure = Figure(figsize=(8.0, 4.0), layout="constrained")
     axes = figure.subplots()
-    plain = of_way(found, PLAIN)
-    steps = [step for step, _ in plain[0]]
-    values = [[loss for _, loss in at] for at in zip(*plain, strict=True)]
-    axes.fill_between(
-        steps, [*map(min, values)], [*map(max, values)], color="#BBBBBB", label=f"{PLAIN}, seeds"
-    )
+    plain = [[loss for _, loss in losses] for losses in of_way(found, PLAIN)]
+    middle = [mean(at) for at in zip(*plain, strict=True)]
+    steps = [step for step, _ in of_way(found, PLAIN)[0]]
+
+    def off(losses: Sequence[float]) -> list[float]:
+        return [100 * (one / other - 1) for one, other in zip(losses, middle, strict=True)]
+
+    band = [*zip(*map(off, plain), strict=True)]
+    low, high = [*map(min, band)], [*map(max, band)]
+    axes.fill_between(steps[1:], low[1:], high[1:], color="#CCCCCC", label=f"{PLAIN}, seeds")
     for way, colour in COLOURS.items():
         for nth, losses in enumerate(of_way(found, way)):
+            line = off([loss for _, loss in losses])
             label = "_" if nth else way
-            axes.plot(*zip(*losses, strict=True), color=colour, linewidth=0.8, label=label)
+            axes.plot(steps[1:], line[1:], color=colour, linewidth=0.9, label=label)
+    axes.axhline(0, color="0.4", linewidth=0.6)
     axes.set_xlabel("step")
-    axes.set_ylabel("validation loss, nats per token")
+    axes.set_ylabel(f"validation loss over the mean of {PLAIN}, less 1, %")
     axes.legend(frameon=False)
     return figure
 

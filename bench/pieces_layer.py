@@ -22,6 +22,7 @@ from torch import Tensor
 
 from app.config.attention import Rope
 from app.kernels.attention.heads import HeadNorms, split_and_rotate
+from app.kernels.partial_sums import add_summed
 from app.kernels.rms_norm import rms_norm, rms_norm_beside
 from app.kernels.swiglu import swiglu
 from app.model.layers import layer_context, rotate
@@ -120,7 +121,10 @@ def measured(piece: Piece, way: str) -> Row:
         tuple(map(torch.randn_like, outs)),
     )
     both, both_spread = (
-        1000 * ms for ms in gpu_time(lambda: torch.autograd.grad(function(*leaves), leaves, grads))
+        1000 * ms
+        for ms in gpu_time(  # a gradient may go to a sum instead
+            lambda: torch.autograd.grad(function(*leaves), leaves, grads, allow_unused=True)
+        )
     )
     rates = (
         piece.forward_bytes / forward / 1000,
@@ -263,7 +267,10 @@ def norm_piece(rows: int, width: int) -> Piece:
 
 
 def residual_piece(rows: int, width: int) -> Piece:
-    """RMSNorm with the residual that passes it by, whose gradients meet."""
+    """RMSNorm with the residual that passes it by, whose gradients meet; the weight's is added to a
+    sum in fp32 by the kernel that sums its parts, or by torch behind it.
+    """
+    sums = torch.zeros(width, device="cuda")
 
     def plain(x: Tensor, weight: Tensor) -> Outputs:
         return x, F.rms_norm(x, (width,), weight, EPS)
@@ -271,9 +278,20 @@ def residual_piece(rows: int, width: int) -> Piece:
     def apart(x: Tensor, weight: Tensor) -> Outputs:
         return x, rms_norm(x, weight, EPS)
 
+    def into_sums(x: Tensor, weight: Tensor) -> Outputs:
+        return rms_norm_beside(x, weight, EPS, lambda parts: add_summed(sums, parts))
+
+    def parts_by_torch(x: Tensor, weight: Tensor) -> Outputs:
+        def take(parts: Tensor) -> None:
+            sums.add_(parts.sum(0).to(weight.dtype))
+
+        return rms_norm_beside(x, weight, EPS, take)
+
     values = 2 * rows * width
     choices = {
         "kernel": lambda x, weight: rms_norm_beside(x, weight, EPS),
+        "kernel, into a sum": into_sums,
+        "kernel, torch sums": parts_by_torch,
         "kernel, sum behind": apart,
         "torch": plain,
     }

@@ -60,7 +60,7 @@ ADDED_ROWS = {"step_profile.jsonl": range(6), "compare_smallmoe_before.json": ra
 OF_H100 = "h100_steps.jsonl"  # rows of another GPU; of all others, an H200
 # files whose rows have all kernels of today
 TODAY = dict.fromkeys(
-    ("two_gpus_captured.jsonl", "two_gpus_recompute.jsonl", "two_gpus_small.jsonl", OF_H100),
+    ("two_gpus_captured.jsonl", "recompute.jsonl", "two_gpus_small.jsonl", OF_H100),
     range(99),
 )
 # rows whose update was one kernel; of the others torch's, and a copy behind it

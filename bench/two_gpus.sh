@@ -55,12 +55,15 @@ run_part() {
       parallel.cp=2 parallel.ep=2 parallel.cp_comm_type=all_to_all recompute.full=true"
     steps 300 two_gpus_steps.jsonl $moe $both $static / $moe $both cuda_graph=partial / \
       $moe $long $static / $moe $long cuda_graph=none ;;
-  recompute) # whole and in part, and attention of other lengths
-    steps 400 two_gpus_recompute.jsonl \
-      $dense parallel.dp=2 recompute=full / $dense parallel.dp=2 recompute=selective / \
-      $dense $two recompute=full / $moe $ep recompute=full / $moe $ep recompute=selective / \
-      $dense parallel.dp=2 model.num_layers=8 train.seq_len=16384 train.global_batch=4 recompute=selective / \
-      $dense parallel.dp=2 model.num_layers=8 train.seq_len=1024 train.micro_batch=4 train.global_batch=64 ;;
+  recompute) # whole and in part, and attention of other lengths; on one GPU
+    one="+experiment=small model=llama3_8b model.num_layers=8 train.micro_batch=1 train.global_batch=8
+      parallel.dp=1 cuda_graph=full_iteration"
+    CUDA_VISIBLE_DEVICES=0 timeout 300 python3 bench/step_profile.py --json "$out/recompute.jsonl" --steps 6 --top 12 \
+      $one / $one recompute=full / $one recompute=selective / \
+      +experiment=smallmoe parallel.dp=1 cuda_graph=full_iteration recompute=full / \
+      +experiment=small parallel.dp=1 cuda_graph=full_iteration recompute=full / \
+      $one train.seq_len=16384 train.global_batch=2 recompute=selective / \
+      $one train.seq_len=1024 train.micro_batch=4 train.global_batch=32 ;;
   levers) # with and without, in one call
     steps 600 two_gpus_levers.jsonl \
       $dense parallel.dp=2 / $dense parallel.dp=2 $updates / $moe $ep / $moe $ep $updates / $moe $ep $pairs / \

@@ -85,8 +85,13 @@ def test_another_gpu_is_not_compared():
 
 
 def test_nothing_is_compared_with_speeds_that_were_scaled(monkeypatch: pytest.MonkeyPatch):
-    plan = plan_of(*WHOLE, "hardware=h100")
+    run = load(*WHOLE, "hardware=h100")
     name = "NVIDIA H100 80GB HBM3"
+    assert said(Pace(Plan(run), name), 3.0, 60)  # measured
+    assert run.hardware.profile is not None
+    profile = dataclasses.replace(run.hardware.profile, source="scaled from the H200, by memory")
+    hardware = dataclasses.replace(run.hardware, profile=profile)
+    plan = Plan(dataclasses.replace(run, hardware=hardware))
     assert said(Pace(plan, name), 3.0, 60) == []
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
     told = str(pace_line(plan, torch.device("cuda", 0)))

@@ -23,7 +23,7 @@ TARGETS = 32  # a clone's price above the average, then from the average to the 
 WAYS = 4  # of choosing what moves, for each of them
 FIRST = 2**62  # more than any count
 WARPS = 4  # of a candidate
-LAST_WARPS = 8  # of the program that takes the best
+LAST_WARPS = 2  # of the program that takes the best
 
 
 def exact_clones(

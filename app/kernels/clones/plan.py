@@ -24,7 +24,7 @@ from app.kernels.clones.slots import (
 from app.kernels.common import jit, tl
 from app.kernels.tiling import block_of
 
-WARPS = 8  # of the one program
+WARPS = 4  # of the one program
 
 
 def plan_clones(
