@@ -79,7 +79,7 @@ run_part() {
     smallmoe="+experiment=smallmoe parallel.dp=2 cuda_graph=full_iteration"
     counted="precision.fp8.count_entries=true"
     steps 300 two_gpus_small.jsonl \
-      $small / $small $fp8=current / $small $fp8=delayed / $small $all $fp8=current / $small $all $fp8=delayed / \
+      $small / $small $updates / $small $fp8=current / $small $fp8=delayed / $small $all $fp8=current / $small $all $fp8=delayed / \
       $small $all $fp8=block / $small $all $fp8=delayed $counted / \
       $smallmoe / $smallmoe $all $fp8=delayed / $smallmoe $every $fp8=delayed / \
       $dense parallel.dp=2 $all $fp8=delayed / $dense parallel.dp=2 $all $fp8=delayed $counted ;;
@@ -92,10 +92,11 @@ run_part() {
     timeout 200 python3 bench/fp8.py --errors >"$out/fp8_errors.md"
     timeout 120 python3 bench/fp8_errors.py >>"$out/fp8_errors.md"
     unset CUDA_VISIBLE_DEVICES ;;
-  losses) # half as many tokens as the experiments have: five or six runs of 500 steps in three minutes
+  losses) # half as many tokens as the experiments have: twelve and nine runs of 500 steps, each a minute
     for each in small smallmoe; do
-      timeout 600 python3 bench/fp8_losses.py "$out/fp8_losses_$each" --experiment $each --together 2 train.seq_len=2048
-    done ;;
+      timeout 900 python3 bench/fp8_losses.py "$out/fp8_losses_$each" --experiment $each --together 2 train.seq_len=2048
+    done
+    timeout 400 python3 bench/fp8_losses.py "$out/fp8_losses_margin" --together 2 train.seq_len=2048 precision.fp8.margin=1 ;;
   *) echo "bench/two_gpus.sh: $1: is no part" >&2 && return 2 ;;
   esac
 }
