@@ -58,7 +58,7 @@ PLAIN: dict[str, Any] = {
 # rows whose weight gradients were added to their sums by kernels of their own
 ADDED_ROWS = {"step_profile.jsonl": range(6), "compare_smallmoe_before.json": range(99)}
 OF_H100 = "h100_steps.jsonl"  # rows of another GPU; of all others, an H200
-# files whose rows have all kernels of today
+# files whose rows have kernels of today, but for those of norms' weights in some
 TODAY = dict.fromkeys(
     ("two_gpus_captured.jsonl", "recompute.jsonl", "two_gpus_small.jsonl", OF_H100),
     range(99),
@@ -97,6 +97,10 @@ class Row:
             return True
         digest = hashlib.sha256(" ".join(sorted(self.overrides)).encode()).digest()
         return bool(digest[0] % 2)
+
+    def is_of(self, gpu: str) -> bool:
+        """Whether it was recorded on this GPU."""
+        return gpu.lower().startswith(hardware_of(self.file))
 
     @property
     def name(self) -> str:
@@ -262,7 +266,8 @@ def main() -> None:
     if args.profile is not None:
         given = HardwareProfile(**yaml.safe_load(args.profile.read_text())["profile"])
     wanted = {"fitted": (False,), "aside": (True,), "all": (False, True)}[args.half]
-    found = [(row, planned(row, given)) for row in rows() if row.aside in wanted]
+    compared = (row for row in rows() if given is None or row.is_of(given.gpu))
+    found = [(row, planned(row, given)) for row in compared if row.aside in wanted]
     for row, seconds in sorted(found, key=lambda pair: pair[1] / pair[0].measured):
         half = "aside " if row.aside else "fitted"
         print(
@@ -313,7 +318,7 @@ def _draw(found: Sequence[tuple[Row, float]]) -> None:
     for factor in (0.9, 1.1):
         axes.plot(ends, [factor * end for end in ends], color="0.8", linewidth=0.8, linestyle=":")
     axes.set(xscale="log", yscale="log", xlabel="measured, s", ylabel="planned, s")
-    axes.set_title("A step on H200s, planned and measured; dotted: 10 %")
+    axes.set_title("A step on H200s and H100s, planned and measured; dotted: 10 %")
     axes.legend()
     figure.savefig(ROOT / "docs" / "planned-times.svg", metadata={"Date": None})
 
