@@ -113,7 +113,7 @@ def _draw(plans: dict[str, list[MemoryRow]]) -> None:
     axes.axhline(0, color="0.6", linewidth=0.8)
     axes.set(xscale="log", xlabel="measured, GiB", ylabel="planned over measured, less 1, %")
     axes.set_xticks([5, 10, 20, 50, 100], ["5", "10", "20", "50", "100"])
-    axes.set_title("Memory at the peak of a step on H200s")
+    axes.set_title("Memory at the peak of a step on H200s and H100s")
     axes.legend()
     figure.savefig(ROOT / "docs" / "planned-memory.svg", metadata={"Date": None})
 
