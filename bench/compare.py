@@ -122,7 +122,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run everything in turn, print the table."""
     args, overrides = read_arguments(arguments)
     with readable_errors("compare.py", speak=True):
-        run = load_overrides([*ours(args, overrides), *LIKE_PEER], args.gpus)
+        run = composed(args, overrides)
     settings = list(all_settings(args, overrides))
     for number in range(args.rounds):
         for setting in settings:
@@ -217,6 +217,13 @@ def theirs(args: argparse.Namespace) -> list[str]:
         if value is not None
         for text in (f"--{name}", str(value))
     ]
+
+
+def composed(args: argparse.Namespace, overrides: Sequence[str]) -> Run:
+    """Our run in the first graph mode, of which overrides may set more. Raises ConfigError."""
+    graph = args.graphs.partition(",")[0]
+    chosen = (*ours(args, overrides), *LIKE_PEER, f"cuda_graph={graph}")
+    return load_overrides(chosen, args.gpus)
 
 
 def launcher(gpus: int) -> tuple[str, ...]:

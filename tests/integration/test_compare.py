@@ -179,6 +179,12 @@ def test_settings_take_turns_and_balanced_ones_follow(compare: ModuleType):
             assert ("--balance" in setting.command) == setting.balanced
 
 
+def test_overrides_may_be_of_a_graph_mode(compare: ModuleType):
+    call = ["--peer", "p.py", "--graphs", "full_iteration", "cuda_graph.optimizer=true"]
+    run = compare.composed(*compare.read_arguments(call))
+    assert run.cuda_graph.optimizer
+
+
 def test_both_sides_come_in_eight_bits_too_and_are_compared_with_their_like(compare: ModuleType):
     call = ["--peer", "p.py", "--fp8", "current,block"]
     settings = list(compare.all_settings(*compare.read_arguments(call)))

@@ -12,8 +12,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from app.model.fp8.held import HeldWeight
-from app.model.fp8.quantised import Operand, Quantised
+from app.model.fp8.quantised import HeldWeight, Operand, Quantised
 from app.model.fp8.ready import ReadyRows
 from app.model.fp8.row_scaled import RowScaled
 from app.model.weight_grads import GroupedLinearGrad, WeightGrad

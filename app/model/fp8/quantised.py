@@ -1,4 +1,5 @@
-"""A matrix in eight bits, and what quantises and multiplies such matrices.
+"""A matrix in eight bits, what quantises and multiplies such matrices, and a weight that is kept as
+one beside the parameter it is made of.
 
 Each of a linear layer's three matrices is read by two products, along one dimension or the other:
 its entries are scaled along the dimension that a product sums over, and tensor cores of some GPUs
@@ -9,11 +10,12 @@ Shapes: T rows, I input width, O output width, R × C any of these.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 Four = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]
 
@@ -58,7 +60,17 @@ class Quantised:
 Operand = Tensor | Quantised  # what a product of a linear layer reads
 
 
-class Fp8Arithmetic(Protocol):
+class QuantisesWeights(Protocol):
+    """What makes a weight's copies in eight bits."""
+
+    def weight(self, weight: Tensor, /) -> Quantised:
+        """In new memory, for the output and for the gradient of the input."""
+
+    def update_weight(self, weight: Tensor, held: Quantised, /) -> None:
+        """The same in the memory of `held`, which `weight` has made."""
+
+
+class Fp8Arithmetic(QuantisesWeights, Protocol):
     """Quantises the matrices of linear layers by one recipe, and multiplies them.
 
     Sums are fp32, results of the type asked for.
@@ -66,12 +78,6 @@ class Fp8Arithmetic(Protocol):
 
     def input(self, x_TI: Tensor) -> Quantised:
         """What comes into a layer, for its output and for the gradient of its weight."""
-
-    def weight(self, weight_OI: Tensor, /) -> Quantised:
-        """A weight in new memory, for the output and for the gradient of the input."""
-
-    def update_weight(self, weight_OI: Tensor, held: Quantised, /) -> None:
-        """The same in the memory of `held`, which `weight` has made."""
 
     def grad(self, grad_TO: Tensor) -> Quantised:
         """An output's gradient, for the gradients of the input and of the weight."""
@@ -87,3 +93,35 @@ class Fp8Arithmetic(Protocol):
 
     def add_weight_grad(self, grad: Quantised, x: Quantised, total_OI: Tensor) -> None:
         """total += gradᵀ · x, rounded once where `total` is fp32."""
+
+
+class HeldWeight:
+    """What layers in eight bits share: the weight is quantised once per update, in memory that
+    never moves, so that captured graphs read what it holds now.
+
+    `counted` looks at the copies whenever they are new; None: nobody does.
+    """
+
+    def __init__(
+        self,
+        quantises: QuantisesWeights,
+        weight: nn.Parameter,
+        counted: Callable[[Quantised], None] | None = None,
+    ) -> None:
+        self._quantises = quantises
+        self.weight = weight
+        self._counted = counted
+        with torch.no_grad():
+            self.held = quantises.weight(weight)
+        self.stale = True  # the weight has changed since
+        self.times = 0  # that the weight has been quantised since
+
+    def refresh(self) -> None:
+        """Quantise the weight, if it has changed."""
+        if self.stale:
+            with torch.no_grad():
+                self._quantises.update_weight(self.weight, self.held)
+            if self._counted is not None:
+                self._counted(self.held)
+            self.stale = False
+            self.times += 1
