@@ -100,7 +100,7 @@ class StepSums:
 
 
 StepOutcome = tuple[StepTotals, StepSums]
-Attempt = Callable[[UpdateInput], StepOutcome]  # to take a step
+TakeStep = Callable[[UpdateInput], StepOutcome]
 
 
 class TrainingStep:
@@ -121,7 +121,7 @@ class TrainingStep:
         forward_backward = select_forward_backward(engine, engine.plan.actions)
         self.shortage = RowShortage.of(engine)
         self.passes = partial(run_passes, engine, forward_backward)
-        self.eager: Attempt = partial(self._attempt, self.passes)
+        self.eager: TakeStep = partial(self._take, self.passes)
         self.graphs: PartialGraphs | None = None
         self.captured = self._captured()
         self.with_all_rows = self.eager
@@ -129,9 +129,9 @@ class TrainingStep:
             # more rows need more memory: recomputing whole layers makes room for them
             whole_layers = recompute_policy(thriftiest(self.run))
             again = select_forward_backward(engine, engine.plan.actions, policy=whole_layers)
-            self.with_all_rows = partial(self._attempt, partial(run_passes, engine, again))
+            self.with_all_rows = partial(self._take, partial(run_passes, engine, again))
 
-    def _captured(self) -> Attempt:
+    def _captured(self) -> TakeStep:
         engine = self.engine
         recorder = self.engine.recorder
         if recorder is None:
@@ -141,10 +141,10 @@ class TrainingStep:
             return WholeStep(self.eager, in_graph, recorder)
         if self.run.cuda_graph.impl is GraphImpl.full_iteration:
             passes = WholeStep(self.passes, engine.optimizer.in_graph, recorder)
-            return partial(self._attempt, passes)
+            return partial(self._take, passes)
         self.graphs = build_partial_graphs(engine)
         forward_backward = select_forward_backward(engine, engine.plan.actions, self.graphs)
-        return partial(self._attempt, partial(run_passes, engine, forward_backward))
+        return partial(self._take, partial(run_passes, engine, forward_backward))
 
     def _capture_anew(self) -> None:
         recorder = self.engine.recorder
@@ -211,7 +211,7 @@ class TrainingStep:
         loss_scale.update(bool(facts.skipped))
         return replace(facts, norm_sq=facts.norm_sq / used**2, scale=used), totals
 
-    def _attempt(self, run_all: Callable[[StepInput], Passes], given: UpdateInput) -> StepOutcome:
+    def _take(self, run_all: Callable[[StepInput], Passes], given: UpdateInput) -> StepOutcome:
         """Passes, and the update that follows unless it is skipped; totals, and what the host
         learns. All that differs between steps is read on the device, as one graph may hold it.
         """
