@@ -2,7 +2,7 @@
 from the same seeds.
 
     python bench/fp8_losses.py OUT [--steps 500] [--seeds 3] [--experiment smallmoe]
-        [--together 1] [override …]
+        [--ways current,block] [--together 1] [override …]
 
 Trains `+experiment=small`, or another, on the standard library's text, into OUT, `together` runs
 on each GPU at a time, so that one starts while another computes; what has ended there is not run
@@ -45,12 +45,12 @@ RECIPES = {EXPERTS: CURRENT, MARGIN: DELAYED}
 Curve = list[tuple[int, float]]  # step, validation loss
 
 
-def runs(experiment: str, seeds: int) -> Iterator[tuple[str, tuple[str, ...]]]:
+def runs(experiment: str, seeds: int, ways: Sequence[str]) -> Iterator[tuple[str, tuple[str, ...]]]:
     """Name and overrides of each."""
     for seed in range(seeds):
         same = f"+experiment={experiment}", f"train.seed={seed}"
         yield f"{PLAIN}-{seed}", same
-        for way in WAYS[experiment]:
+        for way in ways:
             yield f"{way}-{seed}", (*same, *eight_bits(way))
 
 
@@ -142,6 +142,7 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=500)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--experiment", choices=WAYS, default="small")
+    parser.add_argument("--ways", help="some of the experiment's, by commas")
     parser.add_argument("--together", type=int, default=1, help="runs on a GPU at a time")
     given, overrides = parser.parse_known_args()
     out = given.out.resolve()
@@ -150,7 +151,10 @@ def main() -> int:
     for _ in range(given.together):
         for gpu in range(max(1, torch.cuda.device_count())):
             gpus.put(gpu)
-    named = dict(runs(given.experiment, given.seeds))
+    ways = given.ways.split(",") if given.ways else WAYS[given.experiment]
+    if not {*ways} <= {*WAYS[given.experiment]}:
+        parser.error(f"--ways: of {given.experiment} there are {', '.join(WAYS[given.experiment])}")
+    named = dict(runs(given.experiment, given.seeds, ways))
     with ThreadPoolExecutor(gpus.qsize()) as pool:
         errors = pool.map(
             lambda name: train(out / name, given.steps, (*named[name], *overrides), gpus), named
