@@ -1,0 +1,98 @@
+"""What the scripts of GPU runs start: every run is one that Graphfold accepts, so that none is lost
+to a refusal on rented machines.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from app.cli.options.compose import load_overrides
+
+ROOT = Path(__file__).parents[2]
+SCRIPTS = ("two_gpus.sh", "four_gpus.sh", "echo.sh")
+# instead of starting anything: a line of its arguments, parted as no argument is
+TOLD = '#!/bin/sh\n{ for each; do printf "%s\\037" "$each"; done; echo; } >> "$TOLD"\n'
+
+
+def bench(name: str) -> ModuleType:
+    """A program of bench/, imported."""
+    if str(ROOT / "bench") not in sys.path:
+        sys.path.append(str(ROOT / "bench"))
+    spec = importlib.util.spec_from_file_location(f"bench_{name}", ROOT / f"bench/{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # where dataclasses look up their annotations
+    spec.loader.exec_module(module)
+    return module
+
+
+def started(script: str, folder: Path) -> Iterator[tuple[int, str, list[str]]]:
+    """GPUs, program and arguments of all that a script starts."""
+    for name in ("timeout", "python3"):
+        (folder / name).write_text(TOLD)
+        (folder / name).chmod(0o755)
+    told = folder / "told"
+    env = {
+        **os.environ,
+        "PATH": f"{folder}{os.pathsep}{os.environ['PATH']}",
+        "PEER": "peer.py",
+        "TOLD": str(told),
+    }
+    subprocess.run(("bash", ROOT / "bench" / script, folder), env=env, check=True, cwd=ROOT)
+    for line in told.read_text().splitlines():
+        words = line.split("\037")[:-1]
+        programs = [n for n, word in enumerate(words) if word.startswith("bench/")]
+        if not programs:  # a command of Graphfold's, or what a script asks torch
+            continue
+        at = programs[0]
+        gpus = "--nproc-per-node"
+        count = int(words[words.index(gpus) + 1]) if gpus in words[:at] else 1
+        yield count, Path(words[at]).stem, words[at + 1 :]
+
+
+def overrides_of(program: str, arguments: list[str]) -> Iterator[list[str]]:
+    """Of each run of a program, our overrides; nothing for programs without any."""
+    words = [word for word in arguments if "=" in word or word == "/"]
+    if program == "step_profile":
+        for slash, run in itertools.groupby(words, "/".__eq__):
+            if not slash:
+                yield [word for word in run if not word.startswith("hot=")]
+    elif program == "graphs":
+        graphs = bench("graphs")
+        for case in words:
+            chosen, captured = graphs.overrides_of(case)
+            yield [*chosen, "cuda_graph=none"]
+            yield [*chosen, *captured]
+    elif program == "fp8_losses":
+        losses = bench("fp8_losses")
+        experiment = arguments[arguments.index("--experiment") + 1]
+        for run in dict(losses.runs(experiment, 1, losses.WAYS[experiment])).values():
+            yield ["parallel.dp=1", *run, *words]
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_every_run_of_a_script_is_accepted(script: str, tmp_path: Path):
+    runs = 0
+    for gpus, program, arguments in started(script, tmp_path):
+        assert (ROOT / "bench" / f"{program}.py").exists()
+        if program == "compare":
+            compare = bench("compare")
+            settings = compare.all_settings(*compare.read_arguments(arguments))
+            for setting in settings:
+                if setting.who == "ours":
+                    start = setting.command.index("--skip=10") + 1
+                    load_overrides(setting.command[start:], 4)
+                    runs += 1
+        for words in overrides_of(program, arguments):
+            load_overrides(words, gpus)
+            runs += 1
+    assert runs > 10
