@@ -5,6 +5,7 @@
 # short: only what they cost where there is nothing to clone, by piece and in steps.
 set -u
 out=${1:-bench/results}
+mkdir -p "$out"
 run() { timeout "$1" python3 -m torch.distributed.run --nproc-per-node 2 "$2" --json "$out/$3" "${@:4}"; }
 static=model.moe.dispatcher=static
 clones() { echo "model.moe.echo.spares=$1,model.moe.echo.algorithm=$2"; }

@@ -5,6 +5,7 @@
 # PEER: the peer's script, as bench/compare.py has it; without it that part is left out.
 set -u
 out=${1:-bench/results}
+mkdir -p "$out"
 run() { timeout "$1" python3 -m torch.distributed.run --standalone --nproc-per-node 4 "$2" --json "$out/$3" "${@:4}"; }
 steps() { run "$1" bench/step_profile.py four_gpus_steps.jsonl --steps 8 "${@:2}"; }
 compare() { timeout "$1" python3 bench/compare.py --peer "$PEER" --gpus 4 --mbs 1 --gbs 16 --rounds 1 --json "$out/$2" "${@:3}"; }

@@ -88,9 +88,15 @@ def curve(folder: Path) -> Curve:
     return [(row["step"], row["val_loss"]) for row in rows if "val_loss" in row]
 
 
+def ended(folder: Path, steps: int) -> bool:
+    """Whether a run has been validated after its last step."""
+    there = (folder / "metrics.jsonl").exists()
+    return there and steps in dict(curve(folder))
+
+
 def train(folder: Path, steps: int, overrides: Sequence[str], gpus: Queue[int]) -> str | None:
     """One run on the next free GPU, unless it has ended; what went wrong, if anything did."""
-    if (folder / "metrics.jsonl").exists() and curve(folder)[-1:] and curve(folder)[-1][0] == steps:
+    if ended(folder, steps):
         return None
     gpu = gpus.get()
     line = (
@@ -155,6 +161,7 @@ def main() -> int:
     if not {*ways} <= {*WAYS[given.experiment]}:
         parser.error(f"--ways: of {given.experiment} there are {', '.join(WAYS[given.experiment])}")
     named = dict(runs(given.experiment, given.seeds, ways))
+    known = dict(runs(given.experiment, given.seeds, WAYS[given.experiment]))
     with ThreadPoolExecutor(gpus.qsize()) as pool:
         errors = pool.map(
             lambda name: train(out / name, given.steps, (*named[name], *overrides), gpus), named
@@ -162,7 +169,7 @@ def main() -> int:
         failed = {name: error for name, error in zip(named, errors, strict=True) if error}
     for name, error in failed.items():
         print(f"{name}: {error}", file=sys.stderr)
-    found = {name: curve(out / name) for name in named if name not in failed}
+    found = {name: curve(out / name) for name in known if ended(out / name, given.steps)}
     if not of_way(found, PLAIN):
         return 1
     rows = {"means": dict(means(found)), "runs": found}

@@ -5,8 +5,9 @@ forward and backward, with gradients of weights added to fp32 sums.
         --width 2048 --ffn 768] [--even] [--json FILE]
 
 One row per way to carry tokens: median µs of the slowest rank, replayed from a CUDA graph; `+-` is
-half the spread of the repeats. Tokens choose at random, with `--even` one expert after the other.
-An all-to-all leaves out that the host has to wait for its splits.
+half the spread of the repeats. Tokens choose at random; with `--even` one expert after the other,
+as with forced balance, so that a token's experts lie on fewer ranks. An all-to-all leaves out that
+the host has to wait for its splits.
 
 Shapes: T tokens of a rank, K experts per token, E experts, D width.
 """
@@ -133,7 +134,12 @@ def ways(
         torch.zeros(args.tokens, args.width, dtype=torch.bfloat16, device=device),
         all_to_all.preprocess(experts_TK),
     )
-    yield "all-to-all", all_to_all, lambda: exchange  # its splits are known from here on
+
+    def laid_out() -> object:
+        all_to_all.preprocess(experts_TK)
+        return exchange  # whose splits are known from here on
+
+    yield "all-to-all", all_to_all, laid_out
 
 
 def fp32_sums(experts: Experts) -> MainGradSink:

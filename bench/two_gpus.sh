@@ -4,6 +4,7 @@
 #   bash bench/two_gpus.sh FOLDER [PART …]     results go to FOLDER; without parts, all in this order
 set -u
 out=${1:-bench/results}
+mkdir -p "$out"
 steps() { timeout "$1" python3 -m torch.distributed.run --standalone --nproc-per-node 2 \
   bench/step_profile.py --json "$out/$2" --steps 8 "${@:3}"; }
 graphs() { timeout "$1" python3 -m torch.distributed.run --standalone --nproc-per-node 2 \
