@@ -60,7 +60,11 @@ ADDED_ROWS = {"step_profile.jsonl": range(6), "compare_smallmoe_before.json": ra
 OF_H100 = "h100_steps.jsonl"  # rows of another GPU; of all others, an H200
 # files whose rows have kernels of today, but for those of norms' weights in some
 TODAY = dict.fromkeys(
-    ("two_gpus_captured.jsonl", "recompute.jsonl", "two_gpus_small.jsonl", OF_H100),
+    (
+        *("two_gpus_captured.jsonl", "recompute.jsonl", "two_gpus_small.jsonl"),
+        *("step_profile_small.jsonl", "compare_small_again.json", "compare_small_of_4.json"),
+        OF_H100,
+    ),
     range(99),
 )
 # rows whose update was one kernel; of the others torch's, and a copy behind it

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from types import MappingProxyType
 
+from app.config import Run
+from app.plan.graphs import GraphPlan
 from app.plan.groups import GroupKind
 
 MIB = 2**20
@@ -27,3 +29,16 @@ GRAPH_KERNEL = 1500  # bytes per kernel in it; up to CUDA 12.3 it was 64 KiB
 BACKWARD_KERNELS = 3  # kernels of a backward per kernel of its forward
 UPDATE_KERNELS = 30  # kernels of an update: sums over ranks, norm, divisor
 BUCKET_KERNELS = 3  # and per bucket of parameters
+
+
+def library_workspaces(run: Run, graphs: GraphPlan | None) -> int:
+    """Bytes of a rank, which captures these graphs of parts of layers, for products.
+
+    Shared experts may have a stream of their own. So does the trial run in which Transformer Engine
+    prepares the graphs of a pool.
+    """
+    moe = run.model.moe
+    streams = 2 if moe is not None and moe.shared_overlap else 1
+    trials = 0 if graphs is None else len(graphs.orders)
+    fp8 = FP8_WORKSPACE if run.precision.fp8.by_library else 0
+    return (streams + trials) * WORKSPACES + fp8

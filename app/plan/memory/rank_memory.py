@@ -29,13 +29,12 @@ from app.plan.memory.overheads import (
     BUCKET_KERNELS,
     COMMUNICATOR,
     CUDA_CONTEXT,
-    FP8_WORKSPACE,
     FRAGMENTATION,
     GIB,
     MIB,
     NCCL_ITSELF,
     UPDATE_KERNELS,
-    WORKSPACES,
+    library_workspaces,
 )
 from app.plan.memory.peak import Peak, borders_of, find_peak
 from app.plan.model.experts import ExpertWeights
@@ -191,15 +190,9 @@ def _parts(
     tensors += _dispatch_parts(
         run, layout, planned, stages=stages, walks=walks, rank=rank, alive=peak.total + held
     )
-    fp8 = run.precision.fp8.by_library
-    streams = 2 if run.model.moe is not None and run.model.moe.shared_overlap else 1
-    tensors.append(
-        MemoryPart(
-            "library workspaces",
-            streams * WORKSPACES + (FP8_WORKSPACE if fp8 else 0),
-            "cuBLAS, of the threads of forward and backward" + (", and of FP8" if fp8 else ""),
-        )
-    )
+    how = "cuBLAS, of the threads of forward and backward"
+    how += ", and of FP8" if run.precision.fp8.by_library else ""
+    tensors.append(MemoryPart("library workspaces", library_workspaces(run, graphs), how))
     yield from tensors
     allocated = sum(part.bytes for part in tensors if part.name not in OUTSIDE)
     yield MemoryPart(
