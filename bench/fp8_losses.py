@@ -115,7 +115,7 @@ def train(folder: Path, steps: int, overrides: Sequence[str], gpus: Queue[int]) 
 
 def picture(found: dict[str, Curve]) -> Figure:
     """How far losses are from the mean of the bf16 runs at each step, in percent: their band, a
-    line for each run in eight bits. Untrained models are left out.
+    thin line for each run in eight bits, the mean of each way. Untrained models are left out.
     """
     figure = Figure(figsize=(8.0, 4.0), layout="constrained")
     axes = figure.subplots()
@@ -130,10 +130,12 @@ def picture(found: dict[str, Curve]) -> Figure:
     low, high = [*map(min, band)], [*map(max, band)]
     axes.fill_between(steps[1:], low[1:], high[1:], color="#CCCCCC", label=f"{PLAIN}, seeds")
     for way, colour in COLOURS.items():
-        for nth, losses in enumerate(of_way(found, way)):
-            line = off([loss for _, loss in losses])
-            label = "_" if nth else way
-            axes.plot(steps[1:], line[1:], color=colour, linewidth=0.9, label=label)
+        lines = [off([loss for _, loss in losses]) for losses in of_way(found, way)]
+        for line in lines:
+            axes.plot(steps[1:], line[1:], color=colour, linewidth=0.6, alpha=0.4)
+        if lines:
+            means = [mean(at) for at in zip(*lines, strict=True)]
+            axes.plot(steps[1:], means[1:], color=colour, linewidth=2, label=f"{way}, mean")
     axes.axhline(0, color="0.4", linewidth=0.6)
     axes.set_xlabel("step")
     axes.set_ylabel(f"validation loss over the mean of {PLAIN}, less 1, %")
