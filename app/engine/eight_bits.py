@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
-from importlib import metadata
 from itertools import chain
 
 import torch
@@ -21,7 +20,8 @@ from app.model.fp8.lost import LARGEST, LostEntries
 from app.model.fp8.quantised import Fp8Arithmetic
 from app.model.fp8.reference import BlockScaled, TensorScaled
 from app.model.fp8.row_scaled import RowScaled, by_reference, on_tensor_cores
-from app.model.fp8.transformer_engine import LIBRARY, TransformerEngine, import_library
+from app.model.fp8.transformer_engine import TransformerEngine, fp8_library
+from app.model.transformer_engine import library_version
 from app.plan.model.fp8 import fp8_weights, part_of
 from app.plan.model.stage import NamedWeight
 from app.plan.stages import Stage
@@ -84,7 +84,7 @@ def fp8_line(run: Run, device: torch.device) -> str:
     said = []
     if counts:
         parts = " and ".join(part.value for part in fp8.include if part in counts)
-        name = f"Transformer Engine {metadata.version(LIBRARY)}" if on_cores else REFERENCE
+        name = f"Transformer Engine {library_version()}" if on_cores else REFERENCE
         matrices = f"{counts.total()} matrices of {parts}"
         said.append(f"{matrices}, recipe {fp8.recipe.value}, by {name}")
     if experts:
@@ -107,7 +107,7 @@ def arithmetic_maker(asked: LinearBackendKind, recipe: Fp8Recipe, device: torch.
         rule = "Transformer Engine computes on GPUs, and this run does on a CPU"
         raise ConfigError("precision.fp8.backend", asked, rule, nearest=near)
     if _by_library(asked, device):
-        return partial(TransformerEngine, import_library(asked, recipe), recipe, device)
+        return partial(TransformerEngine, fp8_library(asked, recipe), recipe, device)
     if recipe is Fp8Recipe.block:
         return lambda scales: BlockScaled()
     return TensorScaled

@@ -258,7 +258,7 @@ def test_a_recipe_for_nothing_is_refused():
 
 def refusal(asked: LinearBackendKind = LinearBackendKind.auto) -> str:
     with pytest.raises(ConfigError) as refused:
-        transformer_engine.import_library(asked, Fp8Recipe.block)
+        transformer_engine.fp8_library(asked, Fp8Recipe.block)
     return str(refused.value)
 
 

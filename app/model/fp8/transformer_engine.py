@@ -13,7 +13,8 @@ Shapes: T rows, I input width, O output width, R × C any of these.
 from __future__ import annotations
 
 from collections.abc import Callable
-from importlib import import_module, metadata
+from functools import partial
+from importlib import import_module
 from types import ModuleType
 
 import torch
@@ -24,29 +25,15 @@ from app.choices import Fp8Recipe, LinearBackendKind
 from app.errors import ConfigError, Instead
 from app.model.fp8.delayed import EACH, GRAD, INPUT, WEIGHT, LinearScales
 from app.model.fp8.quantised import Quantised
+from app.model.transformer_engine import INSTALL, LIBRARY, import_library
 from app.plan.model.fp8 import MULTIPLE
 
-LIBRARY = "transformer_engine"
-OLDEST = (2, 20)  # release whose quantizers take these arguments
 
-
-def import_library(asked: LinearBackendKind, recipe: Fp8Recipe) -> ModuleType:
+def fp8_library(asked: LinearBackendKind, recipe: Fp8Recipe) -> ModuleType:
     """Transformer Engine for torch. ConfigError where it, or what the recipe asks of the GPU, is
     missing.
     """
-    try:
-        version = metadata.version(LIBRARY)
-    except metadata.PackageNotFoundError:
-        raise _refused(asked, "Transformer Engine is not installed") from None
-    release = tuple(int(part) for part in version.split("+")[0].split(".")[:2])
-    if release < OLDEST:
-        wanted = ".".join(map(str, OLDEST))
-        raise _refused(asked, f"Transformer Engine {version} is older than {wanted}")
-    try:
-        library = import_module(f"{LIBRARY}.pytorch")
-    except (ImportError, OSError, RuntimeError) as error:
-        what = str(error).splitlines()[0]
-        raise _refused(asked, f"Transformer Engine cannot be loaded: {what}") from error
+    library = import_library(partial(_refused, asked))
     block = recipe is Fp8Recipe.block
     look = library.is_fp8_block_scaling_available if block else library.is_fp8_available
     available, why = look(return_reason=True)
@@ -59,8 +46,7 @@ def import_library(asked: LinearBackendKind, recipe: Fp8Recipe) -> ModuleType:
 
 def _refused(asked: LinearBackendKind, rule: str) -> ConfigError:
     near = (LinearBackendKind.torch, Instead("precision.fp8.recipe=null"))
-    advice = f"pip install 'transformer_engine[pytorch]>={'.'.join(map(str, OLDEST))}'"
-    return ConfigError("precision.fp8.backend", asked, rule, nearest=near, advice=advice)
+    return ConfigError("precision.fp8.backend", asked, rule, nearest=near, advice=INSTALL)
 
 
 Quantizer = Callable[[Tensor], object]  # of the library: makes a record

@@ -1,0 +1,37 @@
+"""Transformer Engine, where a run asks for it: found, new enough, loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib import import_module, metadata
+from types import ModuleType
+
+from app.errors import ConfigError
+
+LIBRARY = "transformer_engine"
+OLDEST = (2, 20)  # release whose functions take the arguments that they are given here
+INSTALL = f"pip install 'transformer_engine[pytorch]>={'.'.join(map(str, OLDEST))}'"
+
+
+def import_library(refused: Callable[[str], ConfigError]) -> ModuleType:
+    """Transformer Engine for torch. Raises what `refused` makes of the reason where it is missing,
+    too old, or cannot be loaded.
+    """
+    try:
+        version = library_version()
+    except metadata.PackageNotFoundError:
+        raise refused("Transformer Engine is not installed") from None
+    release = tuple(int(part) for part in version.split("+")[0].split(".")[:2])
+    if release < OLDEST:
+        wanted = ".".join(map(str, OLDEST))
+        raise refused(f"Transformer Engine {version} is older than {wanted}")
+    try:
+        return import_module(f"{LIBRARY}.pytorch")
+    except (ImportError, OSError, RuntimeError) as error:
+        what = str(error).splitlines()[0]
+        raise refused(f"Transformer Engine cannot be loaded: {what}") from error
+
+
+def library_version() -> str:
+    """Of the one that is installed. Raises PackageNotFoundError."""
+    return metadata.version(LIBRARY)
