@@ -165,6 +165,13 @@ class LinearBackendKind(Enum):
     transformer_engine = "transformer_engine"  # tensor cores, on GPUs like Hopper and newer
 
 
+class AttentionBackendKind(Enum):
+    """What computes softmax attention."""
+
+    torch = "torch"
+    transformer_engine = "transformer_engine"  # cuDNN's kernels, also those that torch lacks
+
+
 class Decay(Enum):
     """Shape of the learning rate after warm-up."""
 

@@ -5,7 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from app.choices import BadStep, Decay, Device, Normalize, Ramp, Source, WandbMode, WsdDecay
+from app.choices import (
+    AttentionBackendKind,
+    BadStep,
+    Decay,
+    Device,
+    Normalize,
+    Ramp,
+    Source,
+    WandbMode,
+    WsdDecay,
+)
 from app.config.bounds import above_zero, at_least, finite
 from app.errors import ConfigError, Instead, nearest_multiples
 
@@ -258,6 +268,8 @@ class TrainConfig:
     device: Device = Device.auto
     # equal runs repeat bit for bit; on a GPU this takes slower attention kernels
     deterministic: bool = True
+    # what computes attention; transformer_engine: on GPUs, cuDNN's kernels, ordered ones too
+    attention_backend: AttentionBackendKind = AttentionBackendKind.torch
 
     def __post_init__(self) -> None:
         at_least(

@@ -30,6 +30,8 @@ from app.engine.run.agreement import all_succeed
 from app.engine.watchdog.watchdog import Watchdog
 from app.hf.chunks import fill_chunks, fill_main_params
 from app.hf.pretrained import Pretrained
+from app.model.attention.chosen import attention_kernel
+from app.model.attention.kernels import Attend, TorchAttention
 from app.model.block import DenseBody, Layer
 from app.model.chunk import Chunk
 from app.model.fp8.linear import Fp8Layers
@@ -134,7 +136,10 @@ def build_engine(
     run = plan.run
     stash = build_stash(plan, run, groups.pp_rank, device=device)
     dispatcher = build_dispatcher(run, groups.peers(run.parallel.cp_comm_type), device, stash=stash)
-    chunks = build_chunks(run, plan.stages, groups, device=device, dispatcher=dispatcher)
+    attend = attention_kernel(run.train, run.model.head_width, device)
+    chunks = build_chunks(
+        run, plan.stages, groups, dispatcher=dispatcher, device=device, attend=attend
+    )
     _set_weights(run, chunks, groups, pretrained=pretrained)
     fp8 = build_fp8(run, chunks, groups, device)
     specs = [list(parameter_specs(chunk, groups.coords)) for chunk in chunks]
@@ -165,10 +170,7 @@ def build_engine(
     transport = Transport(groups.pp, pp_ranks, run.schedule.batch_p2p)
     watchdog = watchdog or Watchdog(groups.rank, run.schedule.timeout_s)
     watchdog.exchanges = transport.unfinished
-    # what peers wait for in each other's memory is no collective that could be asked about either
-    peers = isinstance(dispatcher, StaticDispatcher) and dispatcher.peer is not None
-    captures = run.cuda_graph.impl is not GraphImpl.none and device.type == "cuda"
-    watchdog.replays = captures or peers
+    watchdog.replays = _waits_unseen(run, dispatcher, device)
     loss_scale = LossScale.start(run.precision, device)
     return Engine(
         plan,
@@ -183,6 +185,15 @@ def build_engine(
         recorder=build_recorder(run, device),
         fp8=fp8,
     )
+
+
+def _waits_unseen(run: Run, dispatcher: Dispatcher[Any, Any] | None, device: torch.device) -> bool:
+    """Whether ranks wait for each other in what is no collective that could be asked about: in
+    graphs, and for each other's memory.
+    """
+    peers = isinstance(dispatcher, StaticDispatcher) and dispatcher.peer is not None
+    captures = run.cuda_graph.impl is not GraphImpl.none and device.type == "cuda"
+    return captures or peers
 
 
 def _set_weights(
@@ -224,8 +235,12 @@ def build_chunks(
     *,
     dispatcher: Dispatcher[Any, Any] | None,
     device: torch.device,
+    attend: Attend | None = None,
 ) -> tuple[Chunk, ...]:
-    """Chunks of this rank, built without memory and then materialised; weights are not yet set."""
+    """Chunks of this rank, built without memory and then materialised; weights are not yet set.
+
+    `attend`: what computes attention; None: torch.
+    """
     chunks = []
     peers = groups.peers(run.parallel.cp_comm_type)
     # one for all layers: libraries keep memory for each stream that they have computed on
@@ -242,7 +257,7 @@ def build_chunks(
                 layers,
                 stage.embedding,
                 head=stage.head,
-                deterministic=run.train.deterministic,
+                attend=attend or TorchAttention(run.train.deterministic),
                 peers=peers,
                 chunk_tokens=run.loss.chunk_tokens,
             )

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import torch
 
-from app.choices import Dtype, GraphImpl, GraphScope
+from app.choices import AttentionBackendKind, Dtype, GraphImpl, GraphScope
 from app.config import Run
 from app.errors import ConfigError, Instead
 from app.kernels.common import moves_tiles, triton
@@ -31,7 +31,7 @@ def slow_paths(
             "plain torch, since Triton is not installed: a step of model=small takes 1.5 "
             "times as long",
         )
-    if run.train.deterministic:
+    if run.train.deterministic and run.train.attention_backend is AttentionBackendKind.torch:
         why = (
             "with train.deterministic=true: cuDNN's takes less than half the time, and its "
             "gradients do not repeat bit for bit"

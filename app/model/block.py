@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from app.choices import Recompute
 from app.config import ModelConfig
-from app.model.attention import attention
+from app.model.attention.modules import attention
 from app.model.layers import Context, Mlp, RMSNorm
 from app.model.peers import ALONE, Peers
 from app.plan.model.layer import DenseBodyWeights

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from app.choices import CpComm
 from app.config import ModelConfig
+from app.model.attention.kernels import BY_TORCH, Attend
 from app.model.block import Layer, RoutingReport, RunPhases, run_layer
 from app.model.context_parallel import own_tokens
 from app.model.layers import Context, RMSNorm, document_mask, layer_context
@@ -39,7 +40,7 @@ class ChunkOutput:
 class Chunk(nn.Module):
     """Layers `layers` (global layer index -> layer) of a model, with embedding and head if asked.
 
-    `deterministic` keeps to attention kernels whose gradients repeat bit for bit; `chunk_tokens` is
+    `attend` computes softmax attention, `chunk_tokens` is
     how many tokens have logits at once.
     """
 
@@ -49,14 +50,14 @@ class Chunk(nn.Module):
         layers: Mapping[int, Layer],
         embedding: bool,
         head: bool,
-        deterministic: bool = True,
+        attend: Attend = BY_TORCH,
         peers: Peers = ALONE,
         chunk_tokens: int | None = None,
     ) -> None:
         super().__init__()
         self.model = model
         self.peers = peers
-        self.deterministic = deterministic
+        self.attend = attend
         self.chunk_tokens = chunk_tokens
         self.first = embedding
         self.last = head
@@ -104,7 +105,7 @@ class Chunk(nn.Module):
             positions_BS,
             mask,
             self.model.rope,
-            deterministic=self.deterministic,
+            attend=self.attend,
             sink=sink,
             recompute=Recomputation(recompute, draws, replaces=stashes),
         )

@@ -23,6 +23,7 @@ from app.config.attention import Llama3RopeConfig, Rope
 from app.kernels.common import usable
 from app.kernels.rms_norm import rms_norm, rms_norm_beside
 from app.kernels.swiglu import swiglu as swiglu_kernel
+from app.model.attention.kernels import BY_TORCH, Attend
 from app.model.fp8.ready import ReadyRows, swiglu_in_8
 from app.model.linear import ColumnParallelLinear, RowParallelLinear
 from app.model.peers import ALONE, Peers
@@ -176,7 +177,7 @@ class Context:
     cos_BS1H: Tensor  # fp32; B may be 1
     sin_BS1H: Tensor
     mask_B1SK: Tensor | None  # True where a query may look at a key; None: plain causal
-    deterministic: bool = True  # only kernels whose gradients repeat bit for bit
+    attend: Attend = BY_TORCH  # what computes softmax attention
     sink: WeightGradSink | None = None  # takes gradients of weights; None: autograd does
     recompute: Recomputation = field(default_factory=Recomputation)  # what backward computes again
 
@@ -185,7 +186,7 @@ def layer_context(
     positions_BS: Tensor,
     mask_B1SK: Tensor | None,
     rope: Rope,
-    deterministic: bool = True,
+    attend: Attend = BY_TORCH,
     sink: WeightGradSink | None = None,
     recompute: Recomputation | None = None,
 ) -> Context:
@@ -200,7 +201,7 @@ def layer_context(
         cos_BSH[:, :, None],
         sin_BSH[:, :, None],
         mask_B1SK,
-        deterministic=deterministic,
+        attend=attend,
         sink=sink,
         recompute=recompute or Recomputation(),
     )

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from app.choices import CpComm, DispatcherKind, Dtype, ScheduleName
+from app.choices import AttentionBackendKind, CpComm, DispatcherKind, Dtype, ScheduleName
 from app.config import (
     DataConfig,
     LossConfig,
@@ -288,6 +288,25 @@ def test_working_memory_of_attention():
         return chunk_activations(run, Stage((0,), False, False), ParallelLayout(1)).usual.backward
 
     assert working(True) - working(False) == (-(-132 // 64) - 1) * 4 * tokens * 32 * 32
+
+
+def test_working_memory_of_attention_by_transformer_engine():
+    """A fixed order has a matrix of all scores, any order an fp32 sum and a number per row."""
+    tokens, wide = 1024, dataclasses.replace(DENSE, num_heads=32, num_kv_heads=32, head_dim=32)
+
+    def working(ordered: bool) -> int:
+        train = TrainConfig(
+            seq_len=512,
+            micro_batch=2,
+            global_batch=64,
+            deterministic=ordered,
+            attention_backend=AttentionBackendKind.transformer_engine,
+        )
+        run = run_of(wide, train=train)
+        return chunk_activations(run, Stage((0,), False, False), ParallelLayout(1)).usual.backward
+
+    matrix, sums = 2 * tokens * 32 * 512, 4 * tokens * 32 * (1 + 32)
+    assert working(True) - working(False) == matrix - sums
 
 
 def test_attention_without_a_fused_kernel_stores_its_probabilities():

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from app.choices import Dtype, GraphImpl, Recompute, ScheduleName
+from app.choices import AttentionBackendKind, Dtype, GraphImpl, Recompute, ScheduleName
 from app.cli.options.compose import load_overrides
 from app.cli.plan import main
 from app.config import (
@@ -28,6 +28,7 @@ from app.errors import ConfigError
 from app.plan.cost.flops import stage_seconds
 from app.plan.cost.part_times import ARITHMETIC, LAUNCHES, RECOMPUTED, PartTimes
 from app.plan.cost.power import at_clocks, power_bound
+from app.plan.cost.rates import CUDNN_ORDERED
 from app.plan.cost.step_time import IDLE
 from app.plan.cost.times import expected_load, stage_times
 from app.plan.pipeline.dependencies import Pipeline
@@ -315,6 +316,28 @@ def test_large_models_are_planned_at_lower_clocks():
         clocks = {round(ratio, 9) for kind, ratio in ratios.items() if kind in ARITHMETIC}
         assert len(clocks) == 1 and (1.05 < clocks.pop() < 1.3) is slower
         assert all(ratios[kind] == pytest.approx(1) for kind in ratios.keys() - set(ARITHMETIC))
+
+
+def test_attention_by_transformer_engine_in_a_fixed_order():
+    """Forward as fast as the fastest kernel, backward slower; in any order as torch's."""
+
+    def found(deterministic: bool, backend: AttentionBackendKind) -> dict[str, float]:
+        train = TrainConfig(
+            seq_len=S,
+            micro_batch=2,
+            global_batch=8,
+            deterministic=deterministic,
+            attention_backend=backend,
+        )
+        return kinds_of(run_of(train=train))
+
+    by_library = AttentionBackendKind.transformer_engine
+    fast = found(False, AttentionBackendKind.torch)[Work.attention.value]
+    assert found(False, by_library)[Work.attention.value] == fast
+    ordered = found(True, by_library)[Work.cudnn_ordered_attention.value]
+    # forward at 2 TFLOP/s, backward with twice the work at 1
+    assert ordered == pytest.approx(fast * (1 / 5 + 4 / 5 / CUDNN_ORDERED))
+    assert ordered < found(True, AttentionBackendKind.torch)[Work.ordered_attention.value]
 
 
 def test_head_widths_between_measured_ones():

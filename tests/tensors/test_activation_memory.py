@@ -25,7 +25,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from app.choices import Dtype, Recompute, ScheduleName, Score
+from app.choices import AttentionBackendKind, Dtype, Recompute, ScheduleName, Score
 from app.config import (
     DataConfig,
     MLAConfig,
@@ -53,7 +53,10 @@ from app.kernels.common import DTYPES
 from app.kernels.eight_bits import quantise, weights
 from app.kernels.eight_bits import swiglu as swiglu_in_8
 from app.kernels.routing import parts
-from app.model import attention, layers, loss
+from app.model import layers, loss
+from app.model.attention import modules as attention
+from app.model.attention.kernels import BY_TORCH, Attend
+from app.model.attention.transformer_engine import TransformerEngineAttention
 from app.model.block import DenseBody, Layer, Phase
 from app.model.chunk import Chunk
 from app.model.fp8 import row_scaled
@@ -207,7 +210,11 @@ def chunk_of(run: Run, embedding: bool = True, head: bool = True) -> Chunk:
             else DenseBody(model)
         )
         layers[index] = Layer(model, body)
-    chunk = Chunk(model, layers, embedding, head=head).to(TORCH[run.precision.params])
+    attend: Attend = BY_TORCH
+    if run.train.attention_backend is AttentionBackendKind.transformer_engine:
+        attend = TransformerEngineAttention(run.train.deterministic)
+    chunk = Chunk(model, layers, embedding, head=head, attend=attend)
+    chunk.to(TORCH[run.precision.params])
     for param in chunk.parameters():
         torch.nn.init.normal_(param, 0.0, 0.02)
         param.register_post_accumulate_grad_hook(lambda param: setattr(param, "grad", None))

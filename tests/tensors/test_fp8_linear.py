@@ -279,7 +279,7 @@ def test_a_host_that_lacks_transformer_engine_is_told_what_to_install(
     lacks = SimpleNamespace(
         is_fp8_block_scaling_available=lambda return_reason: (False, "needs CUDA 12.9")
     )
-    monkeypatch.setattr(transformer_engine, "import_module", lambda name: lacks)
+    monkeypatch.setattr(transformer_engine, "import_library", lambda refused: lacks)
     assert refusal().startswith(
         "precision.fp8.recipe=block: this GPU has no products in eight bits by this recipe: "
         "needs CUDA 12.9"

@@ -22,8 +22,9 @@ from app.kernels import tiling
 from app.kernels.attention.heads import HeadNorms, split_and_rotate
 from app.kernels.rms_norm import rms_norm, rms_norm_beside
 from app.kernels.swiglu import swiglu
-from app.model import attention, layers
-from app.model.attention import Attention
+from app.model import layers
+from app.model.attention import modules as attention
+from app.model.attention.modules import Attention
 from app.model.block import DenseBody
 from app.model.layers import Context, Mlp, RMSNorm, layer_context, rotate
 from app.model.recompute import Recomputation

@@ -24,7 +24,7 @@ from app.kernels import cross_entropy
 from app.kernels.adamw import AdamWSettings, Pieces, adamw_update, update_rates
 from app.kernels.attention.heads import split_and_rotate
 from app.kernels.common import usable
-from app.model.attention import attend
+from app.model.attention.kernels import TorchAttention
 from app.model.layers import RMSNorm, swiglu
 from app.moe.permute import combine, permute, sort_by_expert
 from app.moe.router_product import router_product
@@ -174,7 +174,7 @@ class _Measure:
             flops = 2.0 * count * length**2 * s.heads * width
             row = [float(width), float(length)]
             for ordered in (False, True):
-                run = partial(attend, mask_B1SK=None, deterministic=ordered)
+                run = partial(TorchAttention(ordered), mask_B1SK=None, scale=None)
                 forward, backward = self.clock.passes(run, heads)
                 row.append(solve.rate(flops, forward, self.kernel, unit=TERA))
                 row.append(solve.rate(2 * flops, backward, self.kernel, unit=TERA))

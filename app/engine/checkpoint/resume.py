@@ -67,6 +67,7 @@ FREE = frozenset((
     "model.moe.echo.check",
     "model.moe.shared_overlap", "model.moe.pad_to_capacity",
     "loss.chunk_tokens", "train.device", "train.deterministic",
+    "train.attention_backend",
     # Plans only.
     "model.moe.planned_imbalance",
     # Keeps small gradients from vanishing, and is divided out again.

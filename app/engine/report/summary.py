@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from app.choices import AttentionBackendKind
 from app.config import Run
 from app.data.baseline import ngram_loss
 from app.data.packing import PackedSequences
@@ -23,6 +24,7 @@ from app.engine.report.plot import plot_run
 from app.engine.report.telling import telling
 from app.engine.run.start import Data, Start
 from app.errors import writing
+from app.model.attention.chosen import attention_line
 from app.plan.summary import memory_line, summary_lines
 from app.version import VERSION, Version
 
@@ -44,6 +46,8 @@ def print_opening(engine: Engine, run_dir: Path, start: Start, version: Version)
         rows.append(("graphs", graphs_line(run, engine.device)))
     if engine.fp8 is not None:
         rows.append(("fp8", fp8_line(run, engine.device)))
+    if run.train.attention_backend is AttentionBackendKind.transformer_engine:
+        rows.append(("attention", attention_line(run.train)))
     if pace := pace_line(engine.plan, engine.device):
         rows.append(("planned", pace))
     rows += slow_paths(run, engine.device, engine.dispatcher)

@@ -8,18 +8,15 @@ head width; L width of the latent of keys and values, R of what positions turn.
 
 from __future__ import annotations
 
-from contextlib import nullcontext
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from app.choices import CpComm, Recompute
+from app.choices import Recompute
 from app.config import MLAConfig, ModelConfig
 from app.kernels.attention.heads import HeadNorms, split_and_rotate
 from app.kernels.common import usable
-from app.model.context_parallel import gather_sequence, ulysses_to_heads, ulysses_to_tokens
+from app.model.attention.over_ranks import attend_all
 from app.model.layers import (
     Context,
     RMSNorm,
@@ -29,17 +26,10 @@ from app.model.layers import (
     rotate,
 )
 from app.model.linear import ColumnParallelLinear, RowParallelLinear
-from app.model.peers import ALONE, Peers, rank, size
+from app.model.peers import ALONE, Peers, size
 from app.model.tensor_parallel import gather_tokens
 from app.plan.model.attention import AttentionWeights, LatentAttentionWeights
 from app.plan.model.norm import NormWeights
-
-# backends whose backward can add in a fixed order
-DETERMINISTIC_BACKENDS = [
-    SDPBackend.FLASH_ATTENTION,
-    SDPBackend.EFFICIENT_ATTENTION,
-    SDPBackend.MATH,
-]
 
 
 def attention(model: ModelConfig, peers: Peers = ALONE) -> nn.Module:
@@ -222,136 +212,3 @@ def _turn(x_BSNR: Tensor, context: Context) -> Tensor:
     so that their products are the same.
     """
     return rotate(interleaved_to_halves(x_BSNR), context)
-
-
-def attend_all(
-    q_BSNH: Tensor,
-    k_BSGH: Tensor,
-    v_BSGH: Tensor,
-    context: Context,
-    peers: Peers,
-    scale: float | None = None,
-) -> Tensor:
-    """Attention to the whole sequence, over all context-parallel ranks: B × S × N × H.
-
-    `scale`: factor on the scores; None: 1 / √H.
-    """
-    if size(peers.cp) == 1:
-        return attend(
-            q_BSNH,
-            k_BSGH,
-            v_BSGH,
-            mask_B1SK=context.mask_B1SK,
-            deterministic=context.deterministic,
-            scale=scale,
-        )
-    by = _attend_gathered_keys if peers.cp_comm_type is CpComm.all_gather else _attend_by_heads
-    return by(q_BSNH, k_BSGH, v_BSGH, context=context, peers=peers, scale=scale)
-
-
-def _attend_gathered_keys(
-    q_BSNH: Tensor,
-    k_BSGH: Tensor,
-    v_BSGH: Tensor,
-    context: Context,
-    peers: Peers,
-    scale: float | None,
-) -> Tensor:
-    """Both pieces of the queries, each against the keys up to its own end."""
-    assert peers.cp is not None
-    ranks = size(peers.cp)
-    here = rank(peers.cp)
-    both_BKF = gather_sequence(torch.cat((k_BSGH, v_BSGH), dim=2).flatten(2), peers.cp)
-    k_BKGH, v_BKGH = both_BKF.unflatten(2, (-1, k_BSGH.shape[3])).chunk(2, dim=2)
-    outs = []
-    piece = q_BSNH.shape[1] // 2
-    masks = (None, None) if context.mask_B1SK is None else context.mask_B1SK.chunk(2, dim=2)
-    numbers = (here, 2 * ranks - 1 - here)
-    for q_BCNH, mask, number in zip(q_BSNH.chunk(2, dim=1), masks, numbers, strict=True):
-        end = (number + 1) * piece
-        seen = None if mask is None else mask[..., :end]
-        outs.append(
-            attend(
-                q_BCNH,
-                k_BKGH[:, :end],
-                v_BKGH[:, :end],
-                mask_B1SK=seen,
-                deterministic=context.deterministic,
-                scale=scale,
-            )
-        )
-    return torch.cat(outs, dim=1)
-
-
-def _attend_by_heads(
-    q_BSNH: Tensor,
-    k_BSGH: Tensor,
-    v_BSGH: Tensor,
-    context: Context,
-    peers: Peers,
-    scale: float | None,
-) -> Tensor:
-    """Whole sequences of this rank's share of the heads."""
-    assert peers.cp is not None
-    ranks = size(peers.cp)
-    width = q_BSNH.shape[3]
-    shares = [heads.unflatten(2, (ranks, -1)) for heads in (q_BSNH, k_BSGH, v_BSGH)]
-    whole_BKF = ulysses_to_heads(torch.cat(shares, dim=3).flatten(3), peers.cp)
-    heads = [share.shape[3] for share in shares]
-    q_BKNH, k_BKGH, v_BKGH = whole_BKF.unflatten(2, (-1, width)).split(heads, dim=2)
-    out_BKNH = attend(
-        q_BKNH,
-        k_BKGH,
-        v_BKGH,
-        mask_B1SK=context.mask_B1SK,
-        deterministic=context.deterministic,
-        scale=scale,
-    )
-    own_BSF = ulysses_to_tokens(out_BKNH.flatten(2), peers.cp).flatten(2)
-    own_BSNH: Tensor = own_BSF.unflatten(2, (-1, width))
-    return own_BSNH
-
-
-def attend(
-    q_BSNH: Tensor,
-    k_BKGH: Tensor,
-    v_BKGH: Tensor,
-    mask_B1SK: Tensor | None,
-    deterministic: bool,
-    scale: float | None = None,
-) -> Tensor:
-    """Softmax attention of N query over G key/value heads, masked or causal: B × S × N × H.
-
-    Causal queries are the last S of the K tokens. On a GPU the fastest kernel (cuDNN's) adds the
-    gradient of the queries with atomics, so that two equal runs drift apart, and torch offers no
-    other order for it. `deterministic` takes kernels that add in a fixed order instead.
-    """
-    q_BNSH, k_BGKH, v_BGKH = (heads.transpose(1, 2) for heads in (q_BSNH, k_BKGH, v_BKGH))
-    square = q_BNSH.shape[2] == k_BGKH.shape[2]
-    gqa = q_BNSH.shape[1] != k_BGKH.shape[1]
-    causal = square and mask_B1SK is None
-    mask = mask_B1SK
-    if mask is None and not square:
-        mask = _last_rows(q_BNSH.shape[2], k_BGKH.shape[2])
-    ordered = deterministic and q_BNSH.is_cuda
-    with sdpa_kernel(DETERMINISTIC_BACKENDS) if ordered else nullcontext():
-        out = F.scaled_dot_product_attention(
-            q_BNSH, k_BGKH, v_BGKH, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=gqa
-        )
-    if ordered and out.grad_fn is not None:
-        # The order is a global switch, which would slow other operations: it is on for this node
-        # alone.
-        before = torch.are_deterministic_algorithms_enabled()
-        out.grad_fn.register_prehook(lambda grads: torch.use_deterministic_algorithms(True))
-        out.grad_fn.register_hook(
-            lambda grad_inputs, grad_outputs: torch.use_deterministic_algorithms(before)
-        )
-    return out.transpose(1, 2)
-
-
-def _last_rows(queries: int, keys: int) -> Tensor:
-    """The bias of causal queries that are the last of the keys, never stored."""
-    # brings torch's compiler along, two seconds few runs need
-    from torch.nn.attention.bias import causal_lower_right
-
-    return causal_lower_right(queries, keys)

@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from app.model.attention import Attention, LatentAttention, attend
+from app.model.attention.modules import Attention, LatentAttention
 from app.model.layers import Context
 from app.model.tensor_parallel import gather_tokens
 
@@ -116,12 +116,11 @@ class HeadsCache:
         if self.k_BGMH.shape[2]:
             self.k_BGMH[:, :, : k_BPGH.shape[1]] = k_BPGH.transpose(1, 2)
             self.v_BGMH[:, :, : v_BPGH.shape[1]] = v_BPGH.transpose(1, 2)
-        out_BPNH = attend(
+        out_BPNH = context.attend(
             q_BPNH,
             k_BPGH,
             v_BPGH,
             mask_B1SK=None,
-            deterministic=context.deterministic,
             scale=self.attn.scale,
         )
         return self.attn.wo.forward(out_BPNH.flatten(2))
@@ -163,10 +162,9 @@ class LatentCache:
             both_BPF = self._both(latent_BsL, key_BPR, context)
             self.both_B1MF[:, 0, : both_BPF.shape[1]] = both_BPF
         kv = attn.kv_b.forward(latent_BsL)
-        out_BPNH = attend(
+        out_BPNH = context.attend(
             *attn.heads(q, kv, key_BPR, context),
             mask_B1SK=None,
-            deterministic=context.deterministic,
             scale=attn.scale,
         )
         return attn.wo.forward(out_BPNH[..., : attn.mla.v_head_dim].flatten(2))

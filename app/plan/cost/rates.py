@@ -25,6 +25,7 @@ from app.plan.trace.trace import Operation, Work
 TERA, GIGA, MICRO = 1e12, 1e9, 1e-6
 MIXED_BYTES = 2  # of an element that profiles are measured with
 SUMS = 8  # bytes of reading and writing an element's float32 sum
+CUDNN_ORDERED = 0.76  # speed of cuDNN's backward in a fixed order, over that of its fastest
 
 Pair = tuple[float, ...]  # forward, backward
 
@@ -115,6 +116,8 @@ class Kernels:
         forward, backward = (
             self._attention_rate(width, length, column + ordered) for column in (2, 3)
         )
+        if op.work is Work.cudnn_ordered_attention:
+            backward *= CUDNN_ORDERED
         return op.flops / (forward * TERA), 2 * op.flops / (backward * TERA)
 
     def _attention_rate(self, width: int, length: int, column: int) -> float:

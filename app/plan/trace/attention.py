@@ -1,8 +1,8 @@
 """Softmax attention as a trace: heads, rotary positions, context-parallel exchanges, the kernels.
 
 Follows `app.model.attention` and `app.model.context_parallel`. What the kernels save and need
-depends on which one torch takes: `attends_by_matrices` says, and `_softmax_attention` and
-`_matrix_attention` hold all that follows. All sizes are bytes.
+depends on who computes, and on which one torch takes: `attends_by_matrices` says, and
+`_softmax_attention`, `_library_attention` and `_matrix_attention` hold all that follows. All sizes are bytes.
 
 Shapes: as in `app.plan.trace.parts`, and S tokens of a whole sequence, P context-parallel ranks.
 """
@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from app.choices import CpComm, Dtype, Recompute
+from app.choices import AttentionBackendKind, CpComm, Dtype, Recompute
 from app.config import MLAConfig, Run
 from app.kernels.tiling import MULTIPROCESSORS, head_tiling
 from app.plan.groups import CP, Way
@@ -20,6 +20,8 @@ from app.plan.model.attention import AttentionWeights, LatentAttentionWeights
 from app.plan.model.norm import NormWeights
 from app.plan.trace.parts import Sizes, column_parallel, norm, row_parallel, tp_sends
 from app.plan.trace.trace import Sends, Trace, TracedTensor, Work
+
+RANDOM_STATE = 16  # bytes: seed and offset
 
 
 def attends_by_matrices(run: Run) -> bool:
@@ -280,6 +282,8 @@ def _attend(
     trace: Trace, s: Sizes, q: TracedTensor, k: TracedTensor, v: TracedTensor, reach: _Reach
 ) -> TracedTensor:
     attend = _matrix_attention if attends_by_matrices(s.run) else _softmax_attention
+    if s.run.train.attention_backend is AttentionBackendKind.transformer_engine:
+        attend = _library_attention
     return attend(trace, s, q, k=k, v=v, reach=reach)
 
 
@@ -310,6 +314,34 @@ def _softmax_attention(
         scratch=(0, working),
         flops=reach.flops(s),
         work=Work.ordered_attention if ordered else Work.attention,
+    )[0]
+
+
+def _library_attention(
+    trace: Trace, s: Sizes, q: TracedTensor, k: TracedTensor, v: TracedTensor, reach: _Reach
+) -> TracedTensor:
+    """cuDNN's kernels by Transformer Engine: keep what torch's do, and a state of random numbers;
+    with a fixed order backward has a matrix of all scores.
+    """
+    ordered = s.run.train.deterministic
+    batch = s.run.train.micro_batch
+    row = 4 * reach.queries * reach.heads
+    matrix = reach.queries * reach.heads * reach.keys * s.size
+    sums = matrix if ordered else row * (1 + s.model.head_width)
+    # keys and values seen, which are parts of what has been gathered or traded
+    seen = 2 * batch * reach.keys * s.model.head_width * s.size * reach.kv_heads
+    copies = seen if s.layout.cp > 1 else 0
+    if copies and (batch > 1 or reach.queries == batch * reach.keys):
+        copies += q.bytes
+    cut = seen // 2 if reach.queries < s.tokens else 0
+    return trace.op(
+        [q, k, v],
+        [q.bytes],
+        [q, k, v, 0],
+        keeps=row + RANDOM_STATE,
+        scratch=(copies, max(copies + sums, cut)),
+        flops=reach.flops(s),
+        work=Work.cudnn_ordered_attention if ordered else Work.attention,
     )[0]
 
 

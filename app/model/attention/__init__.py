@@ -1,0 +1,1 @@
+"""Attention: modules with their weights, whole sequences over ranks, kernels that compute it."""

@@ -1,0 +1,144 @@
+"""Softmax attention by cuDNN's kernels, as Transformer Engine calls them.
+
+Beside what torch offers these are two: a backward of cuDNN that adds in a fixed order, and cuDNN's
+kernels for queries that are the last of more keys. Of the library nothing is used but its two
+functions, which are captured as any other kernel is.
+
+Shapes: as in `app.model.attention.modules`; S queries here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from app.model.transformer_engine import LIBRARY
+
+FORMAT = "bshd"
+LAYOUT = "_".join([FORMAT] * 3)  # of queries, keys and values, which lie apart
+CAUSAL_WINDOW = (-1, 0)  # all keys before a query, none behind it
+
+
+class TransformerEngineAttention:
+    """Causal attention (`Attend`), without masks of documents; in bf16 or fp16.
+
+    `deterministic`: backward adds the gradient of the queries in a fixed order. It keeps a matrix
+    of all scores meanwhile, in the type of queries.
+    """
+
+    def __init__(self, deterministic: bool) -> None:
+        functions = import_module(f"{LIBRARY}.pytorch.cpp_extensions.fused_attn")
+        self.forward: Callable[..., tuple[Tensor, Sequence[Tensor]]] = functions.fused_attn_fwd
+        self.backward: Callable[..., Sequence[Tensor]] = functions.fused_attn_bwd
+        self.kernels = functions.FusedAttnBackend["F16_arbitrary_seqlen"]
+        self.deterministic = deterministic
+        self._ends: dict[tuple[int, int, torch.device], Tensor] = {}
+
+    def __call__(
+        self,
+        q_BSNH: Tensor,
+        k_BKGH: Tensor,
+        v_BKGH: Tensor,
+        *,
+        mask_B1SK: Tensor | None,
+        scale: float | None,
+    ) -> Tensor:
+        """See `Attend`."""
+        assert mask_B1SK is None, "a run with masks of documents attends by torch"
+        factor = q_BSNH.shape[-1] ** -0.5 if scale is None else scale
+        trained = any(each.requires_grad for each in (q_BSNH, k_BKGH, v_BKGH))
+        if torch.is_grad_enabled() and trained:
+            out_BSNH: Tensor = _Attention.apply(q_BSNH, k_BKGH, v_BKGH, factor, self)
+            return out_BSNH
+        return self.run_forward(q_BSNH, k_BKGH, v_BKGH, scale=factor, keeps=False)[0]
+
+    def run_forward(
+        self, q_BSNH: Tensor, k_BKGH: Tensor, v_BKGH: Tensor, *, scale: float, keeps: bool
+    ) -> tuple[Tensor, list[Tensor]]:
+        """B × S × N × H, and, where it `keeps` it, what backward needs besides: a number per row,
+        and the state of random numbers, which nothing uses.
+        """
+        out_BSNH, kept = self.forward(
+            is_training=keeps, **self._arguments(q_BSNH, k_BKGH, v_BKGH, scale=scale)
+        )
+        return out_BSNH, list(kept or [])
+
+    def run_backward(
+        self, saved: Sequence[Tensor], grad_BSNH: Tensor, scale: float
+    ) -> Sequence[Tensor]:
+        """Gradients of queries, keys and values; `saved`: these, the output, and what forward kept
+        besides. Parts of larger tensors are copied once more, and not kept twice.
+        """
+        q_BSNH, k_BKGH, v_BKGH, out_BSNH, *kept = saved
+        found = self.backward(
+            o=out_BSNH,
+            d_o=grad_BSNH.contiguous(),
+            aux_ctx_tensors=kept,
+            do_format=FORMAT,
+            dqkv_layout=LAYOUT,
+            deterministic=self.deterministic,
+            **self._arguments(q_BSNH, k_BKGH, v_BKGH, scale=scale),
+        )
+        return found[:3]
+
+    def _arguments(
+        self, q_BSNH: Tensor, k_BKGH: Tensor, v_BKGH: Tensor, scale: float
+    ) -> dict[str, object]:
+        """What both functions take."""
+        queries, keys = q_BSNH.shape[1], k_BKGH.shape[1]
+        return {
+            "max_seqlen_q": queries,
+            "max_seqlen_kv": keys,
+            "cu_seqlens_q": self._all_ends(q_BSNH),
+            "cu_seqlens_kv": self._all_ends(k_BKGH),
+            "q": q_BSNH.contiguous(),
+            "k": k_BKGH.contiguous(),
+            "v": v_BKGH.contiguous(),
+            "fake_dtype": q_BSNH.dtype,
+            "fused_attention_backend": self.kernels,
+            "attn_scale": scale,
+            "dropout": 0.0,
+            "qkv_layout": LAYOUT,
+            "o_format": FORMAT,
+            "attn_bias_type": "no_bias",
+            "attn_mask_type": "causal" if queries == keys else "causal_bottom_right",
+            "window_size": CAUSAL_WINDOW,
+        }
+
+    def _all_ends(self, heads: Tensor) -> Tensor:
+        """Where sequences begin and end, in tokens: int32, B + 1 of them. Made once per shape, so
+        that graphs read the same memory as the steps before them.
+        """
+        count, length = heads.shape[:2]
+        key = count, length, heads.device
+        if key not in self._ends:
+            ends = torch.arange(count + 1, dtype=torch.int32, device=heads.device)
+            self._ends[key] = ends * length
+        return self._ends[key]
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q_BSNH: Tensor,
+        k_BKGH: Tensor,
+        v_BKGH: Tensor,
+        scale: float,
+        by: TransformerEngineAttention,
+    ) -> Tensor:
+        out_BSNH, kept = by.run_forward(q_BSNH, k_BKGH, v_BKGH, scale=scale, keeps=True)
+        ctx.save_for_backward(q_BSNH, k_BKGH, v_BKGH, out_BSNH, *kept)
+        ctx.scale, ctx.by = scale, by
+        return out_BSNH
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_BSNH: Tensor) -> tuple[Tensor | None, ...]:
+        grads = ctx.by.run_backward(ctx.saved_tensors, grad_BSNH, ctx.scale)
+        return *grads, None, None

@@ -1,0 +1,28 @@
+"""Rules on what computes attention."""
+
+from __future__ import annotations
+
+from app.choices import AttentionBackendKind, Dtype
+from app.config import Run
+from app.errors import ConfigError, Instead
+
+KEY = "train.attention_backend"
+MULTIPLE, WIDEST = 8, 256  # of a head's width, for cuDNN
+
+
+def check_attention(run: Run) -> None:
+    """Transformer Engine's attention is asked for where it has kernels."""
+    asked = run.train.attention_backend
+    if asked is AttentionBackendKind.torch:
+        return
+    torch = AttentionBackendKind.torch
+    if run.precision.params is Dtype.float32:
+        rule = "attends in 16 bits, and parameters are float32"
+        raise ConfigError(KEY, asked, rule, nearest=(torch, Instead("precision=bf16")))
+    if run.data.document_mask:
+        rule = "attends without masks, and data.document_mask=true has one per sequence"
+        raise ConfigError(KEY, asked, rule, nearest=(torch, Instead("data.document_mask=false")))
+    width = run.model.head_width
+    if width % MULTIPLE or width > WIDEST:
+        rule = f"takes heads whose width is a multiple of {MULTIPLE}, {WIDEST} at most, not {width}"
+        raise ConfigError(KEY, asked, rule, nearest=torch)

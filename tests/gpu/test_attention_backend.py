@@ -1,0 +1,109 @@
+"""Transformer Engine's attention on a GPU: beside fp64, in a fixed order, in graphs.
+
+Shapes: B sequences, S queries, K keys, N query heads, G key/value heads, H head width.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from app.choices import AttentionBackendKind, Dtype, GraphImpl
+from app.config import CudaGraphConfig, PrecisionConfig, Run, TrainConfig
+from app.model.attention.kernels import Attend, TorchAttention
+from app.model.attention.transformer_engine import TransformerEngineAttention
+from tests.gpu.in_process import trained_alone
+from tests.gpu.programs import GPUS
+from tests.gpu.test_fp8_runs import FOUR
+from tests.runs import make_run
+
+pytest.importorskip("transformer_engine")
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not GPUS, reason="needs a CUDA device")]
+SHAPES = [
+    (2, 256, 256, 4, 4, 64),
+    (2, 1000, 1000, 8, 2, 128),
+    (1, 256, 1024, 8, 2, 128),
+    (2, 192, 512, 4, 4, 64),
+    (1, 512, 512, 2, 2, 192),
+]
+
+
+def heads_of(shape: tuple[int, ...]) -> list[Tensor]:
+    """Queries, keys, values, the output's gradient."""
+    batch, queries, keys, count, kv_heads, width = shape
+    generator = torch.Generator("cuda").manual_seed(0)
+    sizes = (queries, count), (keys, kv_heads), (keys, kv_heads), (queries, count)
+    return [
+        torch.randn(batch, length, heads, width, generator=generator, device="cuda").bfloat16()
+        for length, heads in sizes
+    ]
+
+
+def results(attend: Attend, heads: list[Tensor]) -> list[Tensor]:
+    """Output, gradients of queries, keys and values."""
+    *given, grad = heads
+    leaves = [each.detach().requires_grad_() for each in given]
+    out = attend(*leaves, mask_B1SK=None, scale=None)
+    return [out.detach(), *torch.autograd.grad(out, leaves, grad)]
+
+
+def exact(heads: list[Tensor]) -> list[Tensor]:
+    """In fp64 with a mask that is stored."""
+    wide = [each.double() for each in heads]
+    queries, keys = wide[0].shape[1], wide[1].shape[1]
+    seen = torch.ones(queries, keys, dtype=torch.bool, device="cuda").tril(keys - queries)
+
+    def masked(*given: Tensor, **_: Any) -> Tensor:
+        return TorchAttention(False)(*given, mask_B1SK=seen, scale=None)
+
+    return results(masked, wide)
+
+
+def off(found: list[Tensor], wanted: list[Tensor]) -> list[float]:
+    return [
+        float((one - other).norm() / other.norm()) for one, other in zip(found, wanted, strict=True)
+    ]
+
+
+@pytest.mark.parametrize("deterministic", [True, False], ids=["ordered", "any order"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_it_is_as_near_to_fp64_as_the_ordered_kernel(shape: tuple[int, ...], deterministic: bool):
+    heads = heads_of(shape)
+    wanted = exact(heads)
+    theirs = off(results(TorchAttention(True), heads), wanted)
+    ours = off(results(TransformerEngineAttention(deterministic), heads), wanted)
+    assert all(one < 1.5 * other for one, other in zip(ours, theirs, strict=True)), (ours, theirs)
+
+
+@pytest.mark.parametrize("shape", [*SHAPES, (2, 4096, 4096, 16, 16, 64)])
+def test_gradients_in_a_fixed_order_repeat(shape: tuple[int, ...]):
+    heads = heads_of(shape)
+    attend = TransformerEngineAttention(True)
+    first = results(attend, heads)
+    for _ in range(10):
+        assert all(map(torch.equal, first, results(attend, heads)))
+
+
+def run_of(graph: CudaGraphConfig) -> Run:
+    return make_run(
+        FOUR,
+        precision=PrecisionConfig(Dtype.bfloat16),
+        cuda_graph=graph,
+        train=TrainConfig(
+            steps=20,
+            seq_len=512,
+            micro_batch=2,
+            global_batch=8,
+            attention_backend=AttentionBackendKind.transformer_engine,
+        ),
+    )
+
+
+def test_graphs_repeat_eager_steps():
+    eager = trained_alone(run_of(CudaGraphConfig()), steps=20, validates=10)
+    assert eager[-1][0] < eager[0][0]
+    for impl in (GraphImpl.local, GraphImpl.full_iteration, GraphImpl.transformer_engine):
+        assert trained_alone(run_of(CudaGraphConfig(impl)), steps=20, validates=10) == eager, impl

@@ -1,0 +1,181 @@
+"""Transformer Engine's attention on a stand-in for the library: which functions get what, gradients
+beside torch's, parts of larger tensors. Its kernels are tested on a GPU.
+
+Shapes: B sequences, S queries, K keys, N query heads, G key/value heads, H head width.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from types import MappingProxyType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from app.choices import AttentionBackendKind, Dtype
+from app.config import TrainConfig
+from app.errors import ConfigError
+from app.model import transformer_engine as library
+from app.model.attention.chosen import attention_kernel, attention_line
+from app.model.attention.kernels import TorchAttention
+from app.model.attention.transformer_engine import TransformerEngineAttention
+from tests.tensors.test_activation_memory import MODELS, measured, planned, run_of, with_kernels
+
+B, S, N, G, H = 2, 6, 4, 2, 8
+CPU, GPU = torch.device("cpu"), torch.device("cuda")
+KIND = AttentionBackendKind.transformer_engine
+BY_LIBRARY = TrainConfig(attention_backend=KIND)
+kernels = pytest.fixture(with_kernels)
+STATE = 2  # numbers
+
+
+class Library:
+    """Its two functions: products and gradients by torch, and what they were called with."""
+
+    FusedAttnBackend = MappingProxyType({"F16_arbitrary_seqlen": "kernels"})
+
+    def __init__(self) -> None:
+        self.calls: list[dict[str, Any]] = []
+
+    def fused_attn_fwd(
+        self, *, is_training: bool, q: Tensor, k: Tensor, v: Tensor, **named: Any
+    ) -> tuple[Tensor, list[Tensor] | None]:
+        self._check(q, k, v, named)
+        self.calls.append({"is_training": is_training, **named})
+        out = self._attend(q, k, v, named["attn_scale"])
+        rows = torch.full((len(q), q.shape[2], q.shape[1], 1), 7.0)
+        return out, [rows, torch.empty(STATE, dtype=torch.int64)] if is_training else None
+
+    def fused_attn_bwd(
+        self, *, q: Tensor, k: Tensor, v: Tensor, o: Tensor, d_o: Tensor, **named: Any
+    ) -> list[Tensor | None]:
+        self._check(q, k, v, named)
+        kept = named["aux_ctx_tensors"]
+        assert d_o.is_contiguous() and [each.numel() for each in kept[1:]] == [STATE]
+        assert kept[0].shape == (len(q), q.shape[2], q.shape[1], 1)
+        self.calls.append(named)
+        leaves = [each.detach().requires_grad_() for each in (q, k, v)]
+        with torch.enable_grad():
+            again = self._attend(*leaves, named["attn_scale"])
+        torch.testing.assert_close(again.detach(), o)
+        return [*torch.autograd.grad(again, leaves, d_o), None, None]
+
+    def _check(self, q: Tensor, k: Tensor, v: Tensor, named: dict[str, Any]) -> None:
+        assert all(each.is_contiguous() for each in (q, k, v)), "its layouts have no strides"
+        assert named["fake_dtype"] == q.dtype and named["fused_attention_backend"] == "kernels"
+        for each, kind in ((q, "q"), (k, "kv")):
+            length, ends = each.shape[1], named[f"cu_seqlens_{kind}"]
+            assert named[f"max_seqlen_{kind}"] == length and ends.dtype == torch.int32
+            assert ends.tolist() == [n * length for n in range(len(q) + 1)]
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        return TorchAttention()(q, k, v, mask_B1SK=None, scale=scale)
+
+
+@pytest.fixture
+def stand_in(monkeypatch: pytest.MonkeyPatch) -> Library:
+    found = Library()
+    name = f"{TransformerEngineAttention.__module__}.import_module"
+    monkeypatch.setattr(name, lambda module: found)
+    return found
+
+
+def heads(queries: int, keys: int, strided: bool = False) -> list[Tensor]:
+    """Queries, keys, values; `strided`: as parts of one tensor."""
+    generator = torch.Generator().manual_seed(0)
+    q = torch.randn(B, queries, N, H, generator=generator)
+    both = torch.randn(B, keys, 2 * G, H, generator=generator)
+    parts = [q, *both.chunk(2, dim=2)]
+    return [part if strided else part.contiguous() for part in parts]
+
+
+@pytest.mark.parametrize("deterministic", [True, False])
+@pytest.mark.parametrize("scale", [None, 0.2])
+@pytest.mark.parametrize(("queries", "keys"), [(S, S), (S // 2, S)])
+@pytest.mark.parametrize("strided", [False, True])
+def test_outputs_and_gradients_are_those_of_torch(
+    stand_in: Library, deterministic: bool, scale: float | None, queries: int, keys: int, *,
+    strided: bool,
+):  # fmt: skip
+    def found(attend: Any) -> list[Tensor]:
+        leaves = [each.requires_grad_() for each in heads(queries, keys, strided)]
+        out = attend(*leaves, mask_B1SK=None, scale=scale)
+        grad = torch.linspace(-1, 1, out.numel()).view(out.shape[::-1]).permute(3, 2, 1, 0)
+        return [out.detach(), *torch.autograd.grad(out, leaves, grad)]
+
+    theirs = found(TransformerEngineAttention(deterministic))
+    for one, other in zip(theirs, found(TorchAttention()), strict=True):
+        torch.testing.assert_close(one, other)
+    forward, backward = stand_in.calls
+    mask = "causal" if queries == keys else "causal_bottom_right"
+    for call in (forward, backward):
+        assert (call["attn_mask_type"], call["window_size"]) == (mask, (-1, 0))
+        assert call["attn_scale"] == (H**-0.5 if scale is None else scale)
+        assert call["dropout"] == 0.0 and call["qkv_layout"] == "bshd_bshd_bshd"
+    assert forward["is_training"] and backward["deterministic"] is deterministic
+
+
+def test_nothing_is_kept_where_nothing_is_trained(stand_in: Library):
+    attend = TransformerEngineAttention(deterministic=True)
+    leaves = [each.requires_grad_() for each in heads(S, S)]
+    with torch.no_grad():
+        attend(*leaves, mask_B1SK=None, scale=None)
+    attend(*heads(S, S), mask_B1SK=None, scale=None)
+    assert [call["is_training"] for call in stand_in.calls] == [False, False]
+
+
+def test_what_is_kept_are_views_of_what_came_in(stand_in: Library):
+    leaves = [each.requires_grad_() for each in heads(S, S, strided=True)]
+    out = TransformerEngineAttention(deterministic=True)(*leaves, mask_B1SK=None, scale=None)
+    kept = [each.data_ptr() for each in out.grad_fn.saved_tensors]
+    assert kept[:4] == [each.data_ptr() for each in (*leaves, out)]
+
+
+def refusal(device: torch.device) -> str:
+    with pytest.raises(ConfigError) as refused:
+        attention_kernel(BY_LIBRARY, H, device)
+    line = str(refused.value)
+    assert line.startswith("train.attention_backend=transformer_engine: ") and "\n" not in line
+    return line
+
+
+def test_a_host_without_it_is_told_what_to_install():
+    assert "computes on GPUs, and this run does on a CPU; did you mean torch?" in refusal(CPU)
+    line = refusal(GPU)
+    assert "is not installed; did you mean torch?; pip install 'transformer_engine" in line
+
+
+def test_a_gpu_that_cannot_is_named_in_one_line(monkeypatch: pytest.MonkeyPatch, stand_in: Library):
+    monkeypatch.setattr(library.metadata, "version", lambda name: "2.20.2")
+    monkeypatch.setattr(library, "import_module", lambda name: None)
+    zeros = torch.zeros
+    monkeypatch.setattr(torch, "zeros", lambda shape, dtype, device: zeros(shape, dtype=dtype))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    assert "on GPUs like Hopper and newer, not on this one" in refusal(GPU)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    assert isinstance(attention_kernel(BY_LIBRARY, H, GPU), TransformerEngineAttention)
+    assert attention_line(BY_LIBRARY).startswith("cuDNN by Transformer Engine 2.20.2, gradients in")
+
+    def fail(*given: Any, **named: Any) -> None:
+        raise RuntimeError("no plan for this head\nat line 3")
+
+    monkeypatch.setattr(stand_in, "fused_attn_bwd", fail)
+    assert "cannot attend here: no plan for this head; did you mean torch?" in refusal(GPU)
+
+
+@pytest.mark.parametrize("model", ["dense", "grouped_tied", "latent"])
+def test_autograd_keeps_what_is_planned_to_the_byte(model: str, stand_in: Library, kernels: None):
+    run = run_of(MODELS[model], Dtype.bfloat16)
+    run = dataclasses.replace(
+        run, train=dataclasses.replace(run.train, attention_backend=KIND, deterministic=True)
+    )
+    assert measured(run) == {phase: size for phase, size in planned(run).kept.items() if size}
+    assert stand_in.calls
+
+
+def test_torch_attends_unless_another_is_asked_for():
+    assert attention_kernel(TrainConfig(), H, CPU) == TorchAttention(True)
+    plain = TrainConfig(deterministic=False)
+    assert attention_kernel(plain, H, CPU) == TorchAttention(False)
