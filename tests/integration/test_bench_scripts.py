@@ -18,7 +18,7 @@ import pytest
 from app.cli.options.compose import load_overrides
 
 ROOT = Path(__file__).parents[2]
-SCRIPTS = ("two_gpus.sh", "four_gpus.sh", "echo.sh", "echo.sh short")
+SCRIPTS = ("one_gpu.sh", "two_gpus.sh", "four_gpus.sh", "echo.sh", "echo.sh short")
 # instead of starting anything: a line of its arguments, parted as no argument is
 TOLD = '#!/bin/sh\n{ for each; do printf "%s\\037" "$each"; done; echo; } >> "$TOLD"\n'
 

@@ -2,7 +2,8 @@
 
 Follows `app.model.attention` and `app.model.context_parallel`. What the kernels save and need
 depends on who computes, and on which one torch takes: `attends_by_matrices` says, and
-`_softmax_attention`, `_library_attention` and `_matrix_attention` hold all that follows. All sizes are bytes.
+`_softmax_attention`, `_library_attention` and `_matrix_attention` hold all that follows. All sizes
+are bytes.
 
 Shapes: as in `app.plan.trace.parts`, and S tokens of a whole sequence, P context-parallel ranks.
 """

@@ -1,0 +1,37 @@
+#!/usr/bin/env bash
+# Runs of docs/benchmarks.md and docs/fp8.md on one GPU. Of two GPUs: bench/two_gpus.sh; the peer:
+# bench/compare.py.
+#   bash bench/one_gpu.sh FOLDER [PART …]     results go to FOLDER; without parts, all in this order
+set -u
+out=${1:-bench/results}
+mkdir -p "$out"
+steps() { timeout "$1" python3 bench/step_profile.py --json "$out/$2" --steps 8 "${@:3}"; }
+losses() { timeout "$1" python3 bench/fp8_losses.py "$out/$2" --together 3 "${@:3}"; }
+
+whole="cuda_graph=full_iteration parallel.dp=1"
+small="+experiment=small $whole"
+smallmoe="+experiment=smallmoe $whole"
+dense="+experiment=small model=llama3_8b model.num_layers=8 train.micro_batch=1 train.global_batch=8 $whole"
+ordered=train.deterministic=true
+te=train.attention_backend=transformer_engine
+
+# shellcheck disable=SC2086
+run_part() {
+  case $1 in
+  attention) # torch's kernels and cuDNN's by Transformer Engine: alone, in runs, in whole steps
+    timeout 120 python3 bench/attention.py --json "$out/attention.json"
+    timeout 200 python3 -m pytest -q -n0 tests/gpu/test_attention_backend.py
+    steps 200 attention_steps.jsonl \
+      $small / $small $te / $small $ordered / $small $ordered $te / \
+      $dense / $dense $ordered / $dense $ordered $te / \
+      $smallmoe / $smallmoe $ordered / $smallmoe $ordered $te ;;
+  losses) # some thirty runs of 500 steps, of nearly a minute each where three share the GPU
+    losses 2400 fp8_losses_small --experiment small --seeds 6 train.seq_len=2048
+    losses 900 fp8_losses_smallmoe --experiment smallmoe \
+      train.seq_len=512 train.micro_batch=8 train.global_batch=32 model.num_layers=8 ;;
+  *) echo "bench/one_gpu.sh: $1: is no part" >&2 && return 2 ;;
+  esac
+}
+parts=("${@:2}")
+[ ${#parts[@]} -gt 0 ] || parts=(attention losses)
+for part in "${parts[@]}"; do run_part "$part"; done
