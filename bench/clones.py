@@ -22,10 +22,8 @@ slots, s of each rank.
 from __future__ import annotations
 
 import argparse
-import json
-import os
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -33,10 +31,10 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from dispatch import Call, timed
+from ranks import a_gpu_each, save
 from torch import Tensor
 
 from app.choices import CloneAlgorithm
-from app.engine.groups import process_world
 from app.kernels.clones.meeting import meet_if
 from app.kernels.grouped_gradient import add_grouped_gradient
 from app.kernels.grouped_product import grouped_product
@@ -69,24 +67,17 @@ def main() -> None:
     parser.add_argument("--even", action="store_true", help="only where nothing is moved")
     parser.add_argument("--json", type=Path, help="write the rows there")
     args = parser.parse_args()
-    rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    device = torch.device("cuda", rank)
-    torch.cuda.set_device(device)
-    with process_world(rank, ranks, device):
-        group = dist.new_group()
-        torch.cuda.set_stream(torch.cuda.Stream())
-        torch.manual_seed(rank)
-        if rank == 0:
-            print(f"{torch.cuda.get_device_name()} x {ranks}, torch {torch.__version__}")
+    with a_gpu_each() as (group, device):
+        if group.rank() == 0:
+            print(f"{torch.cuda.get_device_name()} x {group.size()}, torch {torch.__version__}")
             print(vars(args), flush=True)
         rows = []
         for piece, way, call in (even_pieces if args.even else pieces)(args, group, device):
             rows.append(Row(piece, way, *timed(call, group)))
-            if rank == 0:
+            if group.rank() == 0:
                 row = rows[-1]
                 print(f"{piece:14} {way:20} {row.micros:8.1f} +-{row.spread:6.1f} us", flush=True)
-        if rank == 0 and args.json is not None:
-            args.json.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
+        save(rows, args.json, group)
 
 
 def choices(args: argparse.Namespace, hot: int, device: torch.device) -> Tensor:

@@ -19,18 +19,16 @@ Shapes: T tokens of a rank, K experts per token, E experts, R rows, D width.
 from __future__ import annotations
 
 import argparse
-import json
-import os
 import statistics
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from ranks import a_gpu_each, save
 from torch import Tensor
 
-from app.engine.groups import process_world
 from app.moe.dispatch.all_to_all import AllToAllDispatcher
 from app.moe.dispatch.expert_rows import place_rows
 from app.moe.dispatch.peer import PeerTransport
@@ -70,16 +68,8 @@ class Row:
 def main() -> None:
     """Measure; rank 0 prints and saves."""
     args = parsed()
-    rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    device = torch.device("cuda", rank)
-    torch.cuda.set_device(device)
-    with process_world(rank, ranks, device):
-        group = dist.new_group()
-        torch.cuda.set_stream(torch.cuda.Stream())
-        torch.manual_seed(rank)
-        rows = measured(args, group, device)
-        if rank == 0 and args.json is not None:
-            args.json.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
+    with a_gpu_each() as (group, device):
+        save(measured(args, group, device), args.json, group)
 
 
 def parsed() -> argparse.Namespace:

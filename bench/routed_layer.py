@@ -15,10 +15,7 @@ Shapes: T tokens of a rank, K experts per token, E experts, D width.
 from __future__ import annotations
 
 import argparse
-import json
-import os
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,11 +23,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from dispatch import Row, show, timed
+from ranks import a_gpu_each, save
 from torch import Tensor, nn
 
 from app.choices import DispatcherKind
 from app.config.model import MoEConfig
-from app.engine.groups import process_world
 from app.model.weight_grads import MainGradSink, WeightGrad
 from app.moe.dispatch.all_to_all import AllToAllDispatcher
 from app.moe.dispatch.peer import PeerTransport
@@ -48,20 +45,13 @@ Prepare = Callable[[], Any]  # what a dispatcher makes of the choices
 def main() -> None:
     """Measure; rank 0 prints and saves."""
     args = parsed()
-    rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    device = torch.device("cuda", rank)
-    torch.cuda.set_device(device)
-    with process_world(rank, ranks, device):
-        group = dist.new_group()
-        torch.cuda.set_stream(torch.cuda.Stream())
-        torch.manual_seed(rank)
+    with a_gpu_each() as (group, device):
         rows = []
         for name, call in layers(args, group, device):
             rows.append(Row("layer", name, *timed(call, group), rate=None))
-            if rank == 0:
+            if group.rank() == 0:
                 show(rows[-1])
-        if rank == 0 and args.json is not None:
-            args.json.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
+        save(rows, args.json, group)
 
 
 def parsed() -> argparse.Namespace:
