@@ -20,12 +20,13 @@ run_part() {
   case $1 in
   attention) # torch's kernels and cuDNN's by Transformer Engine: alone, in runs, in whole steps
     timeout 120 python3 bench/attention.py --json "$out/attention.json"
-    timeout 200 python3 -m pytest -q -n0 tests/gpu/test_attention_backend.py
-    steps 200 attention_steps.jsonl \
+    timeout 300 python3 -m pytest -m gpu -q -n0 tests/gpu/test_attention_backend.py \
+      2>&1 | tee "$out/attention_tests.txt"
+    steps 300 attention_steps.jsonl \
       $small / $small $te / $small $ordered / $small $ordered $te / \
       $dense / $dense $ordered / $dense $ordered $te / \
       $smallmoe / $smallmoe $ordered / $smallmoe $ordered $te ;;
-  losses) # some thirty runs of 500 steps, of nearly a minute each where three share the GPU
+  losses) # 39 runs of 500 steps, of nearly a minute each where three share the GPU
     losses 2400 fp8_losses_small --experiment small --seeds 6 train.seq_len=2048
     losses 900 fp8_losses_smallmoe --experiment smallmoe \
       train.seq_len=512 train.micro_batch=8 train.global_batch=32 model.num_layers=8 ;;

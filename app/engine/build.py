@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from app.choices import GraphImpl
+from app.choices import AttentionBackendKind, GraphImpl
 from app.config import ModelConfig, Run
 from app.engine.capture.partial import PartialGraphs
 from app.engine.capture.recorder import CudaRecorder, Recorder
@@ -30,7 +30,7 @@ from app.engine.run.agreement import all_succeed
 from app.engine.watchdog.watchdog import Watchdog
 from app.hf.chunks import fill_chunks, fill_main_params
 from app.hf.pretrained import Pretrained
-from app.model.attention.chosen import attention_kernel
+from app.model.attention.chosen import library_attention
 from app.model.attention.kernels import Attend, TorchAttention
 from app.model.block import DenseBody, Layer
 from app.model.chunk import Chunk
@@ -136,7 +136,7 @@ def build_engine(
     run = plan.run
     stash = build_stash(plan, run, groups.pp_rank, device=device)
     dispatcher = build_dispatcher(run, groups.peers(run.parallel.cp_comm_type), device, stash=stash)
-    attend = attention_kernel(run.train, run.model.head_width, device)
+    attend = _attention(run, groups, device)
     chunks = build_chunks(
         run, plan.stages, groups, dispatcher=dispatcher, device=device, attend=attend
     )
@@ -185,6 +185,14 @@ def build_engine(
         recorder=build_recorder(run, device),
         fp8=fp8,
     )
+
+
+def _attention(run: Run, groups: Groups, device: torch.device) -> Attend:
+    """What computes attention. Raises ConfigError, the same on every rank, where it cannot."""
+    if run.train.attention_backend is AttentionBackendKind.torch:
+        return TorchAttention(run.train.deterministic)
+    dtype = DTYPES[run.precision.params]
+    return all_succeed(groups, lambda: library_attention(run, dtype, device))
 
 
 def _waits_unseen(run: Run, dispatcher: Dispatcher[Any, Any] | None, device: torch.device) -> bool:

@@ -40,8 +40,7 @@ class ChunkOutput:
 class Chunk(nn.Module):
     """Layers `layers` (global layer index -> layer) of a model, with embedding and head if asked.
 
-    `attend` computes softmax attention, `chunk_tokens` is
-    how many tokens have logits at once.
+    `attend` computes softmax attention; `chunk_tokens` is how many tokens have logits at once.
     """
 
     def __init__(

@@ -9,7 +9,7 @@ from types import ModuleType
 from app.errors import ConfigError
 
 LIBRARY = "transformer_engine"
-OLDEST = (2, 20)  # release whose functions take the arguments that they are given here
+OLDEST = (2, 20)  # release whose functions take the arguments that our modules give them
 INSTALL = f"pip install 'transformer_engine[pytorch]>={'.'.join(map(str, OLDEST))}'"
 
 

@@ -53,6 +53,7 @@ def started(script: str, folder: Path) -> Iterator[tuple[int, str, list[str]]]:
     assert (folder / "made").is_dir()
     for line in told.read_text().splitlines():
         words = line.split("\037")[:-1]
+        assert "pytest" not in words or "-m gpu" in line.replace("\037", " "), "else it runs none"
         programs = [n for n, word in enumerate(words) if word.startswith("bench/")]
         if not programs:  # a command of Graphfold's, or what a script asks torch
             continue

@@ -11,6 +11,7 @@ from app.choices import AttentionBackendKind, CpComm, DispatcherKind, Dtype, Sch
 from app.config import (
     DataConfig,
     LossConfig,
+    ModelConfig,
     ParallelConfig,
     PrecisionConfig,
     RecomputeConfig,
@@ -18,7 +19,7 @@ from app.config import (
     TrainConfig,
 )
 from app.plan.cost.flops import parameter_count
-from app.plan.layout import ParallelLayout
+from app.plan.layout import ParallelLayout, select_layout
 from app.plan.memory.activations import chunk_activations
 from app.plan.memory.rank_memory import bytes_per_parameter
 from app.plan.sharding.parameters import chunk_parameters
@@ -290,23 +291,48 @@ def test_working_memory_of_attention():
     assert working(True) - working(False) == (-(-132 // 64) - 1) * 4 * tokens * 32 * 32
 
 
+BY_LIBRARY = TrainConfig(
+    seq_len=512,
+    micro_batch=2,
+    global_batch=64,
+    attention_backend=AttentionBackendKind.transformer_engine,
+)
+
+
+def attention_backward(model: ModelConfig, train: TrainConfig, **sections: Any) -> int:
+    """Bytes at the peak of a layer's backward."""
+    run = run_of(model, train=train, **sections)
+    layout = select_layout(run)
+    return chunk_activations(run, Stage((0,), False, False), layout).usual.backward
+
+
 def test_working_memory_of_attention_by_transformer_engine():
-    """A fixed order has a matrix of all scores, any order an fp32 sum and a number per row."""
+    """A fixed order has a matrix of all scores, any order a sum of the queries' gradient in fp32;
+    gradients of keys and values are made per query head.
+    """
     tokens, wide = 1024, dataclasses.replace(DENSE, num_heads=32, num_kv_heads=32, head_dim=32)
+    any_order = dataclasses.replace(BY_LIBRARY, deterministic=False)
+    found = attention_backward(wide, BY_LIBRARY) - attention_backward(wide, any_order)
+    assert found == 2 * tokens * 32 * 512 - 4 * tokens * 32 * 32
+    by_torch = dataclasses.replace(any_order, attention_backend=AttentionBackendKind.torch)
+    for model in (wide, dataclasses.replace(wide, num_kv_heads=4)):
+        assert attention_backward(model, any_order) == attention_backward(model, by_torch)
 
-    def working(ordered: bool) -> int:
-        train = TrainConfig(
-            seq_len=512,
-            micro_batch=2,
-            global_batch=64,
-            deterministic=ordered,
-            attention_backend=AttentionBackendKind.transformer_engine,
+
+def test_parts_of_context_parallel_ranks_are_copied_for_transformer_engine():
+    """Backward of two sequences copies queries and the gradient of the result too, of a piece of
+    64 tokens each.
+    """
+    wide = dataclasses.replace(DENSE, num_heads=32, num_kv_heads=32, head_dim=32)
+    one = dataclasses.replace(BY_LIBRARY, micro_batch=1, global_batch=64, seq_len=256)
+    with_one, with_two = (
+        attention_backward(
+            wide, dataclasses.replace(one, micro_batch=count), parallel=ParallelConfig(cp=2)
         )
-        run = run_of(wide, train=train)
-        return chunk_activations(run, Stage((0,), False, False), ParallelLayout(1)).usual.backward
-
-    matrix, sums = 2 * tokens * 32 * 512, 4 * tokens * 32 * (1 + 32)
-    assert working(True) - working(False) == matrix - sums
+        for count in (1, 2)
+    )
+    piece = 2 * 2 * 64 * 32 * 32
+    assert with_two - 2 * with_one == 2 * piece
 
 
 def test_attention_without_a_fused_kernel_stores_its_probabilities():

@@ -14,13 +14,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from app.choices import AttentionBackendKind, Dtype
-from app.config import TrainConfig
+from app.choices import AttentionBackendKind, CpComm, Dtype
+from app.config import ParallelConfig, PrecisionConfig, Run, TrainConfig
+from app.engine.build import _attention as attention_of
 from app.errors import ConfigError
 from app.model import transformer_engine as library
-from app.model.attention.chosen import attention_kernel, attention_line
+from app.model.attention.chosen import attention_line, library_attention
 from app.model.attention.kernels import TorchAttention
 from app.model.attention.transformer_engine import TransformerEngineAttention
+from tests.runs import make_run
 from tests.tensors.test_activation_memory import MODELS, measured, planned, run_of, with_kernels
 
 B, S, N, G, H = 2, 6, 4, 2, 8
@@ -38,6 +40,7 @@ class Library:
 
     def __init__(self) -> None:
         self.calls: list[dict[str, Any]] = []
+        self.shapes: list[tuple[torch.Size, torch.Size]] = []  # of queries and keys
 
     def fused_attn_fwd(
         self, *, is_training: bool, q: Tensor, k: Tensor, v: Tensor, **named: Any
@@ -64,6 +67,7 @@ class Library:
 
     def _check(self, q: Tensor, k: Tensor, v: Tensor, named: dict[str, Any]) -> None:
         assert all(each.is_contiguous() for each in (q, k, v)), "its layouts have no strides"
+        self.shapes.append((q.shape, k.shape))
         assert named["fake_dtype"] == q.dtype and named["fused_attention_backend"] == "kernels"
         for each, kind in ((q, "q"), (k, "kv")):
             length, ends = each.shape[1], named[f"cu_seqlens_{kind}"]
@@ -113,7 +117,11 @@ def test_outputs_and_gradients_are_those_of_torch(
     for call in (forward, backward):
         assert (call["attn_mask_type"], call["window_size"]) == (mask, (-1, 0))
         assert call["attn_scale"] == (H**-0.5 if scale is None else scale)
-        assert call["dropout"] == 0.0 and call["qkv_layout"] == "bshd_bshd_bshd"
+        assert (
+            call["dropout"] == 0.0
+            and call["cuda_graph"] is False
+            and call["qkv_layout"] == "bshd_bshd_bshd"
+        )
     assert forward["is_training"] and backward["deterministic"] is deterministic
 
 
@@ -133,9 +141,13 @@ def test_what_is_kept_are_views_of_what_came_in(stand_in: Library):
     assert kept[:4] == [each.data_ptr() for each in (*leaves, out)]
 
 
+def by_library(**sections: Any) -> Run:
+    return make_run(train=BY_LIBRARY, precision=PrecisionConfig(Dtype.bfloat16), **sections)
+
+
 def refusal(device: torch.device) -> str:
     with pytest.raises(ConfigError) as refused:
-        attention_kernel(BY_LIBRARY, H, device)
+        library_attention(by_library(), torch.bfloat16, device)
     line = str(refused.value)
     assert line.startswith("train.attention_backend=transformer_engine: ") and "\n" not in line
     return line
@@ -147,22 +159,52 @@ def test_a_host_without_it_is_told_what_to_install():
     assert "is not installed; did you mean torch?; pip install 'transformer_engine" in line
 
 
-def test_a_gpu_that_cannot_is_named_in_one_line(monkeypatch: pytest.MonkeyPatch, stand_in: Library):
+@pytest.fixture
+def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What looks for a GPU like Hopper and for the library finds them."""
     monkeypatch.setattr(library.metadata, "version", lambda name: "2.20.2")
     monkeypatch.setattr(library, "import_module", lambda name: None)
     zeros = torch.zeros
-    monkeypatch.setattr(torch, "zeros", lambda shape, dtype, device: zeros(shape, dtype=dtype))
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
-    assert "on GPUs like Hopper and newer, not on this one" in refusal(GPU)
+    monkeypatch.setattr(torch, "zeros", lambda *sizes, device, **named: zeros(*sizes, **named))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    assert isinstance(attention_kernel(BY_LIBRARY, H, GPU), TransformerEngineAttention)
+
+
+def test_a_gpu_that_cannot_is_named_in_one_line(
+    monkeypatch: pytest.MonkeyPatch, stand_in: Library, on_a_gpu: None
+):
+    attend = library_attention(by_library(), torch.bfloat16, GPU)
+    assert isinstance(attend, TransformerEngineAttention)
     assert attention_line(BY_LIBRARY).startswith("cuDNN by Transformer Engine 2.20.2, gradients in")
 
-    def fail(*given: Any, **named: Any) -> None:
+    def fail(**named: Any) -> None:
         raise RuntimeError("no plan for this head\nat line 3")
 
     monkeypatch.setattr(stand_in, "fused_attn_bwd", fail)
-    assert "cannot attend here: no plan for this head; did you mean torch?" in refusal(GPU)
+    assert "no kernel here for heads of 8: no plan for this head; did" in refusal(GPU)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    line = refusal(GPU)
+    assert "not on this one; did you mean torch or train.deterministic=false?" in line
+
+
+def test_what_is_tried_has_the_heads_of_a_rank(stand_in: Library, on_a_gpu: None):
+    """Whole heads of a model of four and two, cut by tp; fewer queries where keys are gathered."""
+    tried = []
+    for parallel in (
+        ParallelConfig(),
+        ParallelConfig(tp=2),
+        ParallelConfig(cp=2),
+        ParallelConfig(cp=2, cp_comm_type=CpComm.all_to_all),
+    ):
+        library_attention(by_library(parallel=parallel), torch.bfloat16, GPU)
+        forward, backward = stand_in.calls[-2:]
+        assert forward["attn_mask_type"] == backward["attn_mask_type"]
+        tried.append((*map(tuple, stand_in.shapes[-1]), forward["attn_mask_type"]))
+    assert tried == [
+        ((1, 64, 4, 8), (1, 64, 2, 8), "causal"),
+        ((1, 64, 2, 8), (1, 64, 1, 8), "causal"),
+        ((1, 32, 4, 8), (1, 64, 2, 8), "causal_bottom_right"),
+        ((1, 64, 2, 8), (1, 64, 1, 8), "causal"),
+    ]
 
 
 @pytest.mark.parametrize("model", ["dense", "grouped_tied", "latent"])
@@ -176,6 +218,6 @@ def test_autograd_keeps_what_is_planned_to_the_byte(model: str, stand_in: Librar
 
 
 def test_torch_attends_unless_another_is_asked_for():
-    assert attention_kernel(TrainConfig(), H, CPU) == TorchAttention(True)
-    plain = TrainConfig(deterministic=False)
-    assert attention_kernel(plain, H, CPU) == TorchAttention(False)
+    for deterministic in (True, False):
+        run = make_run(train=TrainConfig(deterministic=deterministic))
+        assert attention_of(run, None, CPU) == TorchAttention(deterministic)

@@ -1,13 +1,15 @@
-"""From a run's choice of attention to what computes it."""
+"""Transformer Engine's attention for a run that asks for it, tried out on this host."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 
-from app.choices import AttentionBackendKind
+from app.choices import AttentionBackendKind, CpComm
+from app.config import Run
 from app.config.training import TrainConfig
-from app.errors import ConfigError
-from app.model.attention.kernels import Attend, TorchAttention
+from app.errors import ConfigError, Instead
 from app.model.attention.transformer_engine import TransformerEngineAttention
 from app.model.transformer_engine import INSTALL, import_library, library_version
 
@@ -16,28 +18,40 @@ ORDERED = 9  # major compute capability from which cuDNN has an ordered backward
 TRIED = 64  # tokens
 
 
-def attention_kernel(train: TrainConfig, width: int, device: torch.device) -> Attend:
-    """What attends with heads of a width, as the run says. ConfigError for what this host lacks."""
-    if train.attention_backend is AttentionBackendKind.torch:
-        return TorchAttention(train.deterministic)
+def library_attention(
+    run: Run, dtype: torch.dtype, device: torch.device
+) -> TransformerEngineAttention:
+    """Attention by Transformer Engine, in a type. Raises ConfigError for what this host lacks."""
+    deterministic = run.train.deterministic
     if device.type != "cuda":
         raise _refused("Transformer Engine computes on GPUs, and this run does on a CPU")
-    import_library(_to_be_installed)
-    if train.deterministic and torch.cuda.get_device_capability(device)[0] < ORDERED:
-        raise _refused(
-            "cuDNN attends in a fixed order on GPUs like Hopper and newer, not on this one"
-        )
-    attend = TransformerEngineAttention(train.deterministic)
-    shape = 1, TRIED, 1, width
-    heads = [torch.zeros(shape, dtype=torch.bfloat16, device=device) for _ in range(3)]
-    leaves = [each.requires_grad_() for each in heads]
+    import_library(lambda rule: _refused(rule, advice=INSTALL))
+    if deterministic and torch.cuda.get_device_capability(device)[0] < ORDERED:
+        rule = "cuDNN has a fixed order on GPUs like Hopper and newer, not on this one"
+        raise _refused(rule, Instead("train.deterministic=false"))
+    attend = TransformerEngineAttention(deterministic)
+    leaves = [
+        torch.zeros(shape, dtype=dtype, device=device, requires_grad=True)
+        for shape in _few_tokens(run)
+    ]
     try:
         out = attend(*leaves, mask_B1SK=None, scale=None)
         torch.autograd.grad(out, leaves, torch.zeros_like(out))
     except (RuntimeError, ValueError) as error:
-        what = str(error).splitlines()[0]
-        raise _refused(f"Transformer Engine cannot attend here: {what}") from error
+        width, what = run.model.head_width, str(error).splitlines()[0]
+        raise _refused(f"cuDNN has no kernel here for heads of {width}: {what}") from error
     return attend
+
+
+def _few_tokens(run: Run) -> Iterator[tuple[int, int, int, int]]:
+    """Shapes of queries, keys and values as a rank has them, but for their lengths."""
+    parallel, model = run.parallel, run.model
+    gathers = parallel.cp > 1 and parallel.cp_comm_type is CpComm.all_gather
+    parts = parallel.tp * (1 if gathers else parallel.cp)
+    kv_heads = model.num_heads if model.mla else model.num_kv_heads
+    yield 1, TRIED // 2 if gathers else TRIED, model.num_heads // parts, model.head_width
+    for _ in range(2):
+        yield 1, TRIED, kv_heads // parts, model.head_width
 
 
 def attention_line(train: TrainConfig) -> str:
@@ -46,11 +60,7 @@ def attention_line(train: TrainConfig) -> str:
     return f"cuDNN by Transformer Engine {library_version()}{order}"
 
 
-def _refused(rule: str) -> ConfigError:
+def _refused(rule: str, *others: object, advice: str | None = None) -> ConfigError:
     asked = AttentionBackendKind.transformer_engine
-    return ConfigError(KEY, asked, rule, nearest=AttentionBackendKind.torch)
-
-
-def _to_be_installed(rule: str) -> ConfigError:
-    asked = AttentionBackendKind.transformer_engine
-    return ConfigError(KEY, asked, rule, nearest=AttentionBackendKind.torch, advice=INSTALL)
+    near = (AttentionBackendKind.torch, *others)
+    return ConfigError(KEY, asked, rule, nearest=near, advice=advice)

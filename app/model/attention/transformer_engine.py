@@ -29,9 +29,13 @@ class TransformerEngineAttention:
 
     `deterministic`: backward adds the gradient of the queries in a fixed order. It keeps a matrix
     of all scores meanwhile, in the type of queries.
+
+    Every forward takes 16 numbers from torch's generator on the GPU, as if there were dropout: what
+    else draws from it (`model.moe.jitter_eps`) draws other numbers than beside torch's kernels.
     """
 
     def __init__(self, deterministic: bool) -> None:
+        # loaded with the library, and no part of its public module
         functions = import_module(f"{LIBRARY}.pytorch.cpp_extensions.fused_attn")
         self.forward: Callable[..., tuple[Tensor, Sequence[Tensor]]] = functions.fused_attn_fwd
         self.backward: Callable[..., Sequence[Tensor]] = functions.fused_attn_bwd
@@ -61,7 +65,7 @@ class TransformerEngineAttention:
         self, q_BSNH: Tensor, k_BKGH: Tensor, v_BKGH: Tensor, *, scale: float, keeps: bool
     ) -> tuple[Tensor, list[Tensor]]:
         """B × S × N × H, and, where it `keeps` it, what backward needs besides: a number per row,
-        and the state of random numbers, which nothing uses.
+        and a state of random numbers, which it does not read.
         """
         out_BSNH, kept = self.forward(
             is_training=keeps, **self._arguments(q_BSNH, k_BKGH, v_BKGH, scale=scale)
@@ -108,6 +112,8 @@ class TransformerEngineAttention:
             "attn_bias_type": "no_bias",
             "attn_mask_type": "causal" if queries == keys else "causal_bottom_right",
             "window_size": CAUSAL_WINDOW,
+            # it refuses what would be wrong in a replay
+            "cuda_graph": q_BSNH.is_cuda and torch.cuda.is_current_stream_capturing(),
         }
 
     def _all_ends(self, heads: Tensor) -> Tensor:

@@ -15,7 +15,8 @@ from app.model.decoding.layer_caches import CacheSizes, LayerCache, NextToken, l
 from app.model.layers import Context
 from app.plan.model.phases import PhaseName
 
-Attend = Callable[[Tensor, Context], Tensor]  # normed hidden states -> what is added to them
+# normed hidden states -> what is added to them
+LayerAttention = Callable[[Tensor, Context], Tensor]
 
 
 class CachedChunk:
@@ -38,19 +39,19 @@ class CachedChunk:
     def step(self, x: Tensor, place_1T: Tensor, following: NextToken) -> Tensor:
         """Tokens 1 × T (first stage) or hidden states 1 × t × D -> 1 × t × D, t = T / tp."""
 
-        def attend_with(cache: LayerCache) -> Attend:
+        def attend_with(cache: LayerCache) -> LayerAttention:
             return lambda h_1tD, context: cache.step(h_1tD, context, following)
 
         return self._forward(x, place_1T, [attend_with(cache) for cache in self.caches])
 
-    def _forward(self, x: Tensor, places: Tensor, attends: Sequence[Attend]) -> Tensor:
+    def _forward(self, x: Tensor, places: Tensor, attends: Sequence[LayerAttention]) -> Tensor:
         both = zip(self.chunk.in_order, attends, strict=True)
         runs = [_with_memory(layer, attend) for layer, attend in both]
         out: Tensor = self.chunk(x, self.chunk.context(places, None), runs).x
         return out
 
 
-def _with_memory(layer: Layer, attend: Attend) -> RunPhases:
+def _with_memory(layer: Layer, attend: LayerAttention) -> RunPhases:
     """The phases of a layer, with another attention in place of its own."""
     assert layer.phases[0].name is PhaseName.attn, "a layer begins with attention"
 

@@ -282,9 +282,12 @@ def _traded(x: TracedTensor, ranks: int) -> Sends:
 def _attend(
     trace: Trace, s: Sizes, q: TracedTensor, k: TracedTensor, v: TracedTensor, reach: _Reach
 ) -> TracedTensor:
-    attend = _matrix_attention if attends_by_matrices(s.run) else _softmax_attention
     if s.run.train.attention_backend is AttentionBackendKind.transformer_engine:
         attend = _library_attention
+    elif attends_by_matrices(s.run):
+        attend = _matrix_attention
+    else:
+        attend = _softmax_attention
     return attend(trace, s, q, k=k, v=v, reach=reach)
 
 
@@ -322,28 +325,39 @@ def _library_attention(
     trace: Trace, s: Sizes, q: TracedTensor, k: TracedTensor, v: TracedTensor, reach: _Reach
 ) -> TracedTensor:
     """cuDNN's kernels by Transformer Engine: keep what torch's do, and a state of random numbers;
-    with a fixed order backward has a matrix of all scores.
+    with a fixed order backward has a matrix of all scores in place of a sum in fp32.
     """
     ordered = s.run.train.deterministic
-    batch = s.run.train.micro_batch
     row = 4 * reach.queries * reach.heads
     matrix = reach.queries * reach.heads * reach.keys * s.size
-    sums = matrix if ordered else row * (1 + s.model.head_width)
-    # keys and values seen, which are parts of what has been gathered or traded
-    seen = 2 * batch * reach.keys * s.model.head_width * s.size * reach.kv_heads
-    copies = seen if s.layout.cp > 1 else 0
-    if copies and (batch > 1 or reach.queries == batch * reach.keys):
-        copies += q.bytes
-    cut = seen // 2 if reach.queries < s.tokens else 0
+    sums = row + (matrix if ordered else row * s.model.head_width)
+    # keys and values of a head; their gradients are made per query head
+    seen = 2 * s.run.train.micro_batch * reach.keys * s.model.head_width * s.size
+    gradients = seen * reach.heads - k.bytes - v.bytes
+    cut = seen * reach.kv_heads // 2 if reach.queries < s.tokens else 0
+    copied, again = _copied(s, q, seen * reach.kv_heads)
     return trace.op(
         [q, k, v],
         [q.bytes],
         [q, k, v, 0],
         keeps=row + RANDOM_STATE,
-        scratch=(copies, max(copies + sums, cut)),
+        scratch=(copied, max(again + sums + gradients, cut)),
         flops=reach.flops(s),
         work=Work.cudnn_ordered_attention if ordered else Work.attention,
     )[0]
+
+
+def _copied(s: Sizes, q: TracedTensor, seen: int) -> tuple[int, int]:
+    """Bytes that forward and backward copy, as the library takes no strides: parts of what
+    context-parallel ranks have gathered or traded; `seen`: of keys and values.
+    """
+    if s.layout.cp == 1:
+        return 0, 0
+    if s.run.parallel.cp_comm_type is CpComm.all_to_all:
+        return q.bytes + seen, q.bytes + seen
+    if s.run.train.micro_batch == 1:  # both pieces of the queries lie as one
+        return seen, seen
+    return q.bytes + seen, 2 * q.bytes + seen
 
 
 def _matrix_attention(
