@@ -12,6 +12,7 @@ from enum import Enum
 from typing import Any
 
 from app.choices import (
+    AttentionBackendKind,
     CpComm,
     Dtype,
     GraphImpl,
@@ -110,6 +111,17 @@ def loss_by_chunks(run: Run) -> Iterator[Change]:
 
 # tokens: the matrix products are still large, and the loss is in fp32 for as many at once anyway
 CHUNK = 1024
+
+
+def attention_by_torch(run: Run) -> Iterator[Change]:
+    """An ordered backward of attention without a matrix of all scores."""
+    by_library = run.train.attention_backend is AttentionBackendKind.transformer_engine
+    if by_library and run.train.deterministic:
+        torch = AttentionBackendKind.torch
+        yield Change(
+            {"train.attention_backend": torch},
+            "a slower kernel of attention, and other last digits",
+        )
 
 
 def more_tensor_parallel(run: Run) -> Iterator[Change]:
@@ -240,6 +252,7 @@ KEEP_GPUS: tuple[Move, ...] = (
     recompute_more,
     smaller_microbatch,
     loss_by_chunks,
+    attention_by_torch,
     more_tensor_parallel,
     more_context_parallel,
     more_pipeline,

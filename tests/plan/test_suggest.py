@@ -191,6 +191,23 @@ def test_a_large_vocabulary_is_cut_into_chunks():
     assert any(s.overrides == ("loss.chunk_tokens=1024",) for s in suggest(plan))
 
 
+def test_an_ordered_backward_needs_no_matrix_of_scores_by_torch():
+    """8 heads, 16,384 tokens: 4 GiB of scores in 16 bits."""
+    run = load(
+        "model=dense_tiny",
+        "model.num_heads=8",
+        "precision=bf16",
+        "train.seq_len=16384",
+        "train.micro_batch=1",
+        "train.attention_backend=transformer_engine",
+    )
+    tight = Plan(run).busiest.total / GIB - 2
+    plan = Plan(dataclasses.replace(run, hardware=HardwareConfig(gpu_memory_gib=tight)))
+    assert any(s.overrides == ("train.attention_backend=torch",) for s in suggest(plan))
+    in_any_order = with_values(run, {"train.deterministic": False})
+    assert Plan(in_any_order).busiest.total / GIB < tight
+
+
 def test_nothing_helps_a_gpu_without_room():
     assert suggest(Plan(load("hardware.gpu_memory_gib=0.01"))) == ()
 
