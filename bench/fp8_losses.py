@@ -2,7 +2,7 @@
 from the same seeds.
 
     python bench/fp8_losses.py OUT [--steps 500] [--seeds 3] [--experiment smallmoe]
-        [--ways current,block] [--together 1] [override …]
+        [--ways current,block] [--together 1] [--in-bf16] [override …]
 
 Trains `+experiment=small`, or another, on the standard library's text, into OUT, `together` runs
 on each GPU at a time, so that one starts while another computes; what has ended there is not run
@@ -12,6 +12,10 @@ seeds, in percent. `margin` is `delayed` with a margin of 1. With smallmoe, inst
 `current` for linear layers and head, and `experts` for routed experts too. Overrides are for all
 runs, and so is a warm-up of a fifth of the steps: with the twentieth that is the default, three
 runs of bf16 ended 7 % apart.
+
+Runs validate as they train, in eight bits. With `--in-bf16` the weights at the end are validated in
+bf16 as well: a run is saved, and taken up again for one step that changes nothing, its learning
+rate being 1e-12.
 """
 
 from __future__ import annotations
@@ -19,6 +23,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -26,6 +31,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from queue import Queue
 from statistics import mean
+from typing import Any
 
 import torch
 from matplotlib.figure import Figure
@@ -67,9 +73,13 @@ def of_way(found: dict[str, Curve], way: str) -> list[Curve]:
     return [losses for name, losses in found.items() if name.startswith(f"{way}-")]
 
 
-def means(found: dict[str, Curve]) -> Iterator[tuple[str, dict[str, float]]]:
-    """Of each way the mean of its last losses, and percent off bf16 from the same seeds."""
-    last = {name: losses[-1][1] for name, losses in found.items()}
+def means(
+    last: dict[str, float], plain: dict[str, float]
+) -> Iterator[tuple[str, dict[str, float]]]:
+    """Of each way the mean of its last losses, and percent off those of `plain` from the same
+    seeds.
+    """
+    last = plain | last
     for way in (PLAIN, *COLOURS):
         seeds = [name.removeprefix(f"{way}-") for name in last if name.startswith(f"{way}-")]
         seeds = [seed for seed in seeds if f"{PLAIN}-{seed}" in last]
@@ -83,7 +93,7 @@ def means(found: dict[str, Curve]) -> Iterator[tuple[str, dict[str, float]]]:
 
 
 def curve(folder: Path) -> Curve:
-    """Validation losses of a run."""
+    """Validation losses of a run, that in bf16 behind them."""
     rows = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
     return [(row["step"], row["val_loss"]) for row in rows if "val_loss" in row]
 
@@ -94,22 +104,44 @@ def ended(folder: Path, steps: int) -> bool:
     return there and steps in dict(curve(folder))
 
 
-def train(folder: Path, steps: int, overrides: Sequence[str], gpus: Queue[int]) -> str | None:
+def train(
+    folder: Path, steps: int, overrides: Sequence[str], gpus: Queue[int], in_bf16: bool
+) -> str | None:
     """One run on the next free GPU, unless it has ended; what went wrong, if anything did."""
-    if ended(folder, steps):
+    again = in_bf16 and any(map(in_eight_bits, overrides))
+    if ended(folder, steps + again):
         return None
+    shutil.rmtree(folder, ignore_errors=True)  # one that was cut off
+    kept = f"checkpoint.interval={steps}" if again else "checkpoint=none"
+    length = f"train.steps={steps}", f"train.eval_interval={max(1, steps // 10)}"
+    lines = [(*length, f"optim.warmup_steps={steps // 5}", kept, *overrides)]
+    if again:
+        still = "optim.lr=1e-12", "optim.min_lr=1e-13", "optim.warmup_steps=0"
+        own = [override for override in overrides if not in_eight_bits(override)]
+        lines.append((f"train.steps={steps + 1}", "resume=auto", *own, *still))
     gpu = gpus.get()
+    try:
+        return next(filter(None, (start(folder, line, gpu) for line in lines)), None)
+    finally:
+        gpus.put(gpu)
+        shutil.rmtree(folder / "checkpoints", ignore_errors=True)
+
+
+def in_eight_bits(override: str) -> bool:
+    """Whether it is about products in eight bits."""
+    return override.startswith("precision.fp8.")
+
+
+def start(folder: Path, overrides: Sequence[str], gpu: int) -> str | None:
+    """Run train.py into a folder; what went wrong, if anything did."""
     line = (
-        *(sys.executable, "train.py", "cuda_graph=full_iteration"),
-        *(f"train.steps={steps}", f"train.eval_interval={max(1, steps // 10)}", "parallel.dp=1"),
-        f"optim.warmup_steps={steps // 5}",
-        *("train.sample_tokens=0", "log=none", "checkpoint=none", f"run_dir={folder}"),
+        *(sys.executable, "train.py", "cuda_graph=full_iteration", "parallel.dp=1"),
+        *("train.sample_tokens=0", "log=none", f"run_dir={folder}"),
         f"data.cache_dir={folder.parent / 'cache'}",
         *overrides,
     )
     env = {**os.environ, "CUDA_VISIBLE_DEVICES": str(gpu) if torch.cuda.is_available() else ""}
     done = subprocess.run(line, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
-    gpus.put(gpu)
     return None if done.returncode == 0 else (done.stderr.strip().splitlines() or ["?"])[-1]
 
 
@@ -152,6 +184,7 @@ def main() -> int:
     parser.add_argument("--experiment", choices=WAYS, default="small")
     parser.add_argument("--ways", help="some of the experiment's, by commas")
     parser.add_argument("--together", type=int, default=1, help="runs on a GPU at a time")
+    parser.add_argument("--in-bf16", action="store_true", help="validate the weights in bf16 too")
     given, overrides = parser.parse_known_args()
     out = given.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
@@ -166,20 +199,47 @@ def main() -> int:
     known = dict(runs(given.experiment, given.seeds, WAYS[given.experiment]))
     with ThreadPoolExecutor(gpus.qsize()) as pool:
         errors = pool.map(
-            lambda name: train(out / name, given.steps, (*named[name], *overrides), gpus), named
+            lambda name: train(
+                out / name,
+                given.steps,
+                (*named[name], *overrides),
+                gpus,
+                in_bf16=given.in_bf16,
+            ),
+            named,
         )
         failed = {name: error for name, error in zip(named, errors, strict=True) if error}
     for name, error in failed.items():
         print(f"{name}: {error}", file=sys.stderr)
-    found = {name: curve(out / name) for name in known if ended(out / name, given.steps)}
-    if not of_way(found, PLAIN):
+    every = {name: curve(out / name) for name in known if ended(out / name, given.steps)}
+    rows = summary(every, given.steps)
+    if rows is None:
         return 1
-    rows = {"means": dict(means(found)), "runs": found}
-    for way, row in means(found):
-        print(f"{way}: {row['val_loss']:.4f} of {row['seeds']} seeds, {row['off_percent']:+.2f} %")
+    for validated, found in rows["means"].items():
+        for way, row in found.items():
+            off = f"{row['off_percent']:+.2f} %"
+            print(f"{way}, {validated}: {row['val_loss']:.4f} of {row['seeds']} seeds, {off}")
     (out / "fp8_losses.json").write_text(json.dumps(rows, indent=1) + "\n")
-    picture(found).savefig(out / "fp8_losses.svg")
+    picture(rows["runs"]).savefig(out / "fp8_losses.svg")
     return 1 if failed else 0
+
+
+def summary(every: dict[str, Curve], steps: int) -> dict[str, Any] | None:
+    """Runs as they have been trained, their means as trained and, where that was asked for, in
+    bf16; None without a run of bf16 to compare with.
+    """
+    runs = {
+        name: [point for point in all_of if point[0] <= steps] for name, all_of in every.items()
+    }
+    if not of_way(runs, PLAIN):
+        return None
+    last = {name: losses[-1][1] for name, losses in runs.items()}
+    plain = {name: loss for name, loss in last.items() if name.startswith(f"{PLAIN}-")}
+    found = {"as trained": dict(means(last, plain))}
+    in_bf16 = {name: losses[-1][1] for name, losses in every.items() if losses[-1][0] > steps}
+    if in_bf16:
+        found["in bf16"] = dict(means(in_bf16, plain))
+    return {"means": found, "runs": runs, "in bf16": in_bf16}
 
 
 if __name__ == "__main__":
