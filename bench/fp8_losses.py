@@ -15,7 +15,7 @@ runs of bf16 ended 7 % apart.
 
 Runs validate as they train, in eight bits. With `--in-bf16` the weights at the end are validated in
 bf16 as well: a run is saved, and taken up again for one step that changes nothing, its learning
-rate being 1e-12.
+rate being 1e-12. One that had ended without that is trained anew.
 """
 
 from __future__ import annotations

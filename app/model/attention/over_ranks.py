@@ -27,13 +27,7 @@ def attend_all(
     `scale`: factor on the scores; None: 1 / √H.
     """
     if size(peers.cp) == 1:
-        return context.attend(
-            q_BSNH,
-            k_BSGH,
-            v_BSGH,
-            mask_B1SK=context.mask_B1SK,
-            scale=scale,
-        )
+        return context.attend(q_BSNH, k_BSGH, v_BSGH, mask_B1SK=context.mask_B1SK, scale=scale)
     by = _attend_gathered_keys if peers.cp_comm_type is CpComm.all_gather else _attend_by_heads
     return by(q_BSNH, k_BSGH, v_BSGH, context=context, peers=peers, scale=scale)
 
@@ -60,13 +54,7 @@ def _attend_gathered_keys(
         end = (number + 1) * piece
         seen = None if mask is None else mask[..., :end]
         outs.append(
-            context.attend(
-                q_BCNH,
-                k_BKGH[:, :end],
-                v_BKGH[:, :end],
-                mask_B1SK=seen,
-                scale=scale,
-            )
+            context.attend(q_BCNH, k_BKGH[:, :end], v_BKGH[:, :end], mask_B1SK=seen, scale=scale)
         )
     return torch.cat(outs, dim=1)
 
@@ -87,13 +75,7 @@ def _attend_by_heads(
     whole_BKF = ulysses_to_heads(torch.cat(shares, dim=3).flatten(3), peers.cp)
     heads = [share.shape[3] for share in shares]
     q_BKNH, k_BKGH, v_BKGH = whole_BKF.unflatten(2, (-1, width)).split(heads, dim=2)
-    out_BKNH = context.attend(
-        q_BKNH,
-        k_BKGH,
-        v_BKGH,
-        mask_B1SK=context.mask_B1SK,
-        scale=scale,
-    )
+    out_BKNH = context.attend(q_BKNH, k_BKGH, v_BKGH, mask_B1SK=context.mask_B1SK, scale=scale)
     own_BSF = ulysses_to_tokens(out_BKNH.flatten(2), peers.cp).flatten(2)
     own_BSNH: Tensor = own_BSF.unflatten(2, (-1, width))
     return own_BSNH

@@ -116,13 +116,7 @@ class HeadsCache:
         if self.k_BGMH.shape[2]:
             self.k_BGMH[:, :, : k_BPGH.shape[1]] = k_BPGH.transpose(1, 2)
             self.v_BGMH[:, :, : v_BPGH.shape[1]] = v_BPGH.transpose(1, 2)
-        out_BPNH = context.attend(
-            q_BPNH,
-            k_BPGH,
-            v_BPGH,
-            mask_B1SK=None,
-            scale=self.attn.scale,
-        )
+        out_BPNH = context.attend(q_BPNH, k_BPGH, v_BPGH, mask_B1SK=None, scale=self.attn.scale)
         return self.attn.wo.forward(out_BPNH.flatten(2))
 
     def step(self, x_1tD: Tensor, context: Context, following: NextToken) -> Tensor:

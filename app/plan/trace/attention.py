@@ -1,9 +1,8 @@
 """Softmax attention as a trace: heads, rotary positions, context-parallel exchanges, the kernels.
 
 Follows `app.model.attention` and `app.model.context_parallel`. What the kernels save and need
-depends on who computes, and on which one torch takes: `attends_by_matrices` says, and
-`_softmax_attention`, `_library_attention` and `_matrix_attention` hold all that follows. All sizes
-are bytes.
+depends on which one computes: `attends_by_matrices` says, and `_softmax_attention`, its `_Kernel`
+and `_matrix_attention` hold all that follows. All sizes are bytes.
 
 Shapes: as in `app.plan.trace.parts`, and S tokens of a whole sequence, P context-parallel ranks.
 """
@@ -282,69 +281,73 @@ def _traded(x: TracedTensor, ranks: int) -> Sends:
 def _attend(
     trace: Trace, s: Sizes, q: TracedTensor, k: TracedTensor, v: TracedTensor, reach: _Reach
 ) -> TracedTensor:
-    if s.run.train.attention_backend is AttentionBackendKind.transformer_engine:
-        attend = _library_attention
-    elif attends_by_matrices(s.run):
-        attend = _matrix_attention
-    else:
-        attend = _softmax_attention
+    attend = _matrix_attention if attends_by_matrices(s.run) else _softmax_attention
     return attend(trace, s, q, k=k, v=v, reach=reach)
+
+
+@dataclass(frozen=True, slots=True)
+class _Kernel:
+    """What a fused kernel does in its own way."""
+
+    work: Work
+    sums: int  # bytes that backward adds up in, besides a number per row
+    keeps: int  # bytes kept for backward, besides a number per row
+    copied: tuple[int, int] = (0, 0)  # bytes that forward and backward copy
 
 
 def _softmax_attention(
     trace: Trace, s: Sizes, q: TracedTensor, k: TracedTensor, v: TracedTensor, reach: _Reach
 ) -> TracedTensor:
-    """A fused kernel: saves arguments, result, a number per row; sums queries' gradient in fp32."""
-    batch = s.run.train.micro_batch
-    width = s.model.head_width
+    """A fused kernel: saves arguments, result, a number per row."""
     row = 4 * reach.queries * reach.heads
-    # the mask as numbers to add to scores, which every layer makes anew
-    mask = reach.queries * reach.keys * s.size if s.run.data.document_mask else 0
-    # of the queries' gradient, where torch's kernel sums in a fixed order
-    parts = -(-MULTIPROCESSORS // (batch * reach.heads)) if s.run.train.deterministic else 1
-    sums = row + parts * row * width
-    # keys and values of a head; their gradients are made per query head
-    seen = 2 * batch * reach.keys * width * s.size
-    # gradients of the keys seen, before they are put among those of the other keys
-    cut = seen * reach.kv_heads // 2 if reach.queries < s.tokens else 0
-    # queries behind the first key: a mask that only the ordered kernel takes
-    ordered = s.run.train.deterministic or reach.queries < batch * reach.keys
-    working = max(sums + seen * reach.heads - k.bytes - v.bytes, cut)
-    return trace.op(
-        [q, k, v],
-        [q.bytes],
-        [q, k, v, 0],
-        keeps=row + mask,
-        scratch=(0, working),
-        flops=reach.flops(s),
-        work=Work.ordered_attention if ordered else Work.attention,
-    )[0]
-
-
-def _library_attention(
-    trace: Trace, s: Sizes, q: TracedTensor, k: TracedTensor, v: TracedTensor, reach: _Reach
-) -> TracedTensor:
-    """cuDNN's kernels by Transformer Engine: keep what torch's do, and a state of random numbers;
-    with a fixed order backward has a matrix of all scores in place of a sum in fp32.
-    """
-    ordered = s.run.train.deterministic
-    row = 4 * reach.queries * reach.heads
-    matrix = reach.queries * reach.heads * reach.keys * s.size
-    sums = row + (matrix if ordered else row * s.model.head_width)
     # keys and values of a head; their gradients are made per query head
     seen = 2 * s.run.train.micro_batch * reach.keys * s.model.head_width * s.size
     gradients = seen * reach.heads - k.bytes - v.bytes
+    # gradients of the keys seen, before they are put among those of the other keys
     cut = seen * reach.kv_heads // 2 if reach.queries < s.tokens else 0
-    copied, again = _copied(s, q, seen * reach.kv_heads)
+    if s.run.train.attention_backend is AttentionBackendKind.transformer_engine:
+        kernel = _library_kernel(s, q, seen * reach.kv_heads, reach=reach)
+    else:
+        kernel = _torch_kernel(s, reach)
+    forward, backward = kernel.copied
     return trace.op(
         [q, k, v],
         [q.bytes],
         [q, k, v, 0],
-        keeps=row + RANDOM_STATE,
-        scratch=(copied, max(again + sums + gradients, cut)),
+        keeps=row + kernel.keeps,
+        scratch=(forward, max(backward + row + kernel.sums + gradients, cut)),
         flops=reach.flops(s),
-        work=Work.cudnn_ordered_attention if ordered else Work.attention,
+        work=kernel.work,
     )[0]
+
+
+def _torch_kernel(s: Sizes, reach: _Reach) -> _Kernel:
+    """The one that torch takes: sums the queries' gradient in fp32."""
+    batch, in_order = s.run.train.micro_batch, s.run.train.deterministic
+    # the mask as numbers to add to scores, which every layer makes anew
+    mask = reach.queries * reach.keys * s.size if s.run.data.document_mask else 0
+    # of the queries' gradient, where torch's kernel sums in a fixed order
+    parts = -(-MULTIPROCESSORS // (batch * reach.heads)) if in_order else 1
+    # queries behind the first key: a mask that only the ordered kernel takes
+    ordered = in_order or reach.queries < batch * reach.keys
+    work = Work.ordered_attention if ordered else Work.attention
+    return _Kernel(work, parts * _fp32_gradient(s, reach), mask)
+
+
+def _library_kernel(s: Sizes, q: TracedTensor, seen: int, reach: _Reach) -> _Kernel:
+    """cuDNN's by Transformer Engine: with a fixed order backward has a matrix of all scores in
+    place of a sum in fp32. Keeps a state of random numbers; `seen`: bytes of keys and values.
+    """
+    copied = _copied(s, q, seen)
+    if s.run.train.deterministic:
+        matrix = reach.queries * reach.heads * reach.keys * s.size
+        return _Kernel(Work.cudnn_ordered_attention, matrix, RANDOM_STATE, copied)
+    return _Kernel(Work.attention, _fp32_gradient(s, reach), RANDOM_STATE, copied)
+
+
+def _fp32_gradient(s: Sizes, reach: _Reach) -> int:
+    """Bytes of the queries' gradient in fp32."""
+    return 4 * reach.queries * reach.heads * s.model.head_width
 
 
 def _copied(s: Sizes, q: TracedTensor, seen: int) -> tuple[int, int]:
