@@ -1,8 +1,8 @@
 """What products in eight bits do to the loss of real text: runs by each recipe beside bf16 runs,
 from the same seeds.
 
-    python bench/fp8_losses.py OUT [--steps 500] [--seeds 3] [--experiment smallmoe]
-        [--ways current,block] [--together 1] [--in-bf16] [override …]
+    python bench/fp8_losses.py OUT [--steps 500] [--seeds 3] [--first-seed 0]
+        [--experiment smallmoe] [--ways current,block] [--together 1] [--in-bf16] [override …]
 
 Trains `+experiment=small`, or another, on the standard library's text, into OUT, `together` runs
 on each GPU at a time, so that one starts while another computes; what has ended there is not run
@@ -26,7 +26,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from queue import Queue
@@ -51,9 +51,11 @@ RECIPES = {EXPERTS: CURRENT, MARGIN: DELAYED}
 Curve = list[tuple[int, float]]  # step, validation loss
 
 
-def runs(experiment: str, seeds: int, ways: Sequence[str]) -> Iterator[tuple[str, tuple[str, ...]]]:
+def runs(
+    experiment: str, seeds: Iterable[int], ways: Sequence[str]
+) -> Iterator[tuple[str, tuple[str, ...]]]:
     """Name and overrides of each."""
-    for seed in range(seeds):
+    for seed in seeds:
         same = f"+experiment={experiment}", f"train.seed={seed}"
         yield f"{PLAIN}-{seed}", same
         for way in ways:
@@ -105,7 +107,7 @@ def ended(folder: Path, steps: int) -> bool:
 
 
 def train(
-    folder: Path, steps: int, overrides: Sequence[str], gpus: Queue[int], in_bf16: bool
+    folder: Path, steps: int, overrides: Sequence[str], gpus: Queue[str], in_bf16: bool
 ) -> str | None:
     """One run on the next free GPU, unless it has ended; what went wrong, if anything did."""
     again = in_bf16 and any(map(in_eight_bits, overrides))
@@ -132,7 +134,13 @@ def in_eight_bits(override: str) -> bool:
     return override.startswith("precision.fp8.")
 
 
-def start(folder: Path, overrides: Sequence[str], gpu: int) -> str | None:
+def visible_gpus() -> list[str]:
+    """As CUDA_VISIBLE_DEVICES names them; without any, one that is no GPU."""
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return named.split(",") if named else [*map(str, range(torch.cuda.device_count()))] or [""]
+
+
+def start(folder: Path, overrides: Sequence[str], gpu: str) -> str | None:
     """Run train.py into a folder; what went wrong, if anything did."""
     line = (
         *(sys.executable, "train.py", "cuda_graph=full_iteration", "parallel.dp=1"),
@@ -140,7 +148,7 @@ def start(folder: Path, overrides: Sequence[str], gpu: int) -> str | None:
         f"data.cache_dir={folder.parent / 'cache'}",
         *overrides,
     )
-    env = {**os.environ, "CUDA_VISIBLE_DEVICES": str(gpu) if torch.cuda.is_available() else ""}
+    env = {**os.environ, "CUDA_VISIBLE_DEVICES": gpu}
     done = subprocess.run(line, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
     return None if done.returncode == 0 else (done.stderr.strip().splitlines() or ["?"])[-1]
 
@@ -181,6 +189,7 @@ def main() -> int:
     parser.add_argument("out", type=Path)
     parser.add_argument("--steps", type=int, default=500)
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--first-seed", type=int, default=0)
     parser.add_argument("--experiment", choices=WAYS, default="small")
     parser.add_argument("--ways", help="some of the experiment's, by commas")
     parser.add_argument("--together", type=int, default=1, help="runs on a GPU at a time")
@@ -188,15 +197,15 @@ def main() -> int:
     given, overrides = parser.parse_known_args()
     out = given.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
-    gpus: Queue[int] = Queue()
-    for _ in range(given.together):
-        for gpu in range(max(1, torch.cuda.device_count())):
-            gpus.put(gpu)
+    gpus: Queue[str] = Queue()
+    for gpu in visible_gpus() * given.together:
+        gpus.put(gpu)
     ways = given.ways.split(",") if given.ways else WAYS[given.experiment]
     if not {*ways} <= {*WAYS[given.experiment]}:
         parser.error(f"--ways: of {given.experiment} there are {', '.join(WAYS[given.experiment])}")
-    named = dict(runs(given.experiment, given.seeds, ways))
-    known = dict(runs(given.experiment, given.seeds, WAYS[given.experiment]))
+    end = given.first_seed + given.seeds
+    named = dict(runs(given.experiment, range(given.first_seed, end), ways))
+    known = dict(runs(given.experiment, range(end), WAYS[given.experiment]))
     with ThreadPoolExecutor(gpus.qsize()) as pool:
         errors = pool.map(
             lambda name: train(

@@ -79,7 +79,7 @@ def overrides_of(program: str, arguments: list[str]) -> Iterator[list[str]]:
     elif program == "fp8_losses":
         losses = bench("fp8_losses")
         experiment = arguments[arguments.index("--experiment") + 1]
-        for run in dict(losses.runs(experiment, 1, losses.WAYS[experiment])).values():
+        for run in dict(losses.runs(experiment, range(1), losses.WAYS[experiment])).values():
             yield ["parallel.dp=1", "cuda_graph=full_iteration", *run, *words]
 
 
