@@ -51,7 +51,7 @@ LIKE_PEER = ("optim.decay=constant", "optim.warmup_steps=0", "optim.weight_decay
 PEER_GRAPHS = {"none": "none", "attn": "attn", "partial": "partial", "full_iteration": "full"}
 # our recipe of products in eight bits -> the peer's
 PEER_RECIPES = {"current": "tensorwise", "delayed": "delayed", "block": "blockwise"}
-# grouped products of Transformer Engine in one kernel: its fastest
+# grouped products of Transformer Engine in one kernel: its fastest; set otherwise, it stays so
 PEER_ENV = {"NVTE_USE_CUTLASS_GROUPED_GEMM": "1"}
 # beginnings of what is recorded
 ENV = ("CUDA_", "CUBLAS", "CUDNN", "NCCL_", "NVTE_", "OMP_", "PYTORCH_", "TORCH_")
@@ -247,9 +247,9 @@ def all_settings(args: argparse.Namespace, overrides: Sequence[str]) -> Iterator
         f"--steps={args.steps}",
         f"--skip={args.skip}",
     )
-    peer_env = PEER_ENV | (
-        {"CUDA_DEVICE_MAX_CONNECTIONS": "1"} if int(dict(degrees(args)).get("tp", 1)) > 1 else {}
-    )
+    peer_env = {name: os.environ.get(name, value) for name, value in PEER_ENV.items()}
+    if int(dict(degrees(args)).get("tp", 1)) > 1:
+        peer_env["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
     own_env = {
         "PYTHONPATH": os.pathsep.join(
             filter(None, (str(BENCH.parent), os.environ.get("PYTHONPATH")))

@@ -56,6 +56,10 @@ run_part() {
       parallel.cp=2 parallel.ep=2 parallel.cp_comm_type=all_to_all recompute.full=true"
     steps 300 two_gpus_steps.jsonl $moe $both $static / $moe $both cuda_graph=partial / \
       $moe $long $static / $moe $long cuda_graph=none ;;
+  one_graph) # experts, zero-bubble pipeline, eight bits and update: what each way of capturing takes
+    steps 300 two_gpus_steps.jsonl \
+      $moe $v $every $fp8=delayed $updates / $moe $v $every $fp8=delayed / $moe $v $updates / \
+      $moe $v $every $fp8=delayed cuda_graph=none / $moe $two $every $fp8=delayed cuda_graph=partial ;;
   recompute) # whole and in part, and attention of other lengths; on one GPU
     one="+experiment=small model=llama3_8b model.num_layers=8 train.micro_batch=1 train.global_batch=8
       parallel.dp=1 cuda_graph=full_iteration"
@@ -101,5 +105,5 @@ run_part() {
   esac
 }
 parts=("${@:2}")
-[ ${#parts[@]} -gt 0 ] || parts=(calibrate equal steps long recompute levers captured small layers losses)
+[ ${#parts[@]} -gt 0 ] || parts=(calibrate equal steps long one_graph recompute levers captured small layers losses)
 for part in "${parts[@]}"; do run_part "$part"; done
