@@ -26,11 +26,12 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 
@@ -74,6 +75,8 @@ COLUMNS = (
 )
 
 GRACE = 60  # seconds for torchrun to end its ranks
+ENDING = 20  # seconds for a run to end, once it has said its figures
+POLL = 0.1  # seconds between looks
 LEFT = 3  # columns of text, the others are of numbers
 
 
@@ -311,32 +314,50 @@ def measure(setting: Setting, run: Run, timeout: float) -> Round:
 def start_and_wait(
     command: Sequence[str], env: Mapping[str, str], timeout: float
 ) -> tuple[int, str, str]:
-    """Exit code, stdout and stderr; all processes are gone afterwards."""
+    """Exit code, stdout and stderr; all processes are gone afterwards. One that has said its
+    figures and goes on for `ENDING` seconds is ended, with exit code 0: ranks that captured graphs
+    may wait for each other without end when they leave their groups.
+    """
     inherited = {
         name: value for name, value in os.environ.items() if name != "CUDA_DEVICE_MAX_CONNECTIONS"
     }
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    process = subprocess.Popen(command, env=inherited | dict(env), **pipes)
-    try:
-        stdout, stderr = process.communicate(timeout=timeout)
-    except subprocess.TimeoutExpired:
-        return -1, "", f"not done after {timeout:.0f} s"
-    finally:
-        _end(process)
-    return process.returncode, stdout, stderr
+    with tempfile.TemporaryFile() as stdout, tempfile.TemporaryFile() as stderr:
+        process = subprocess.Popen(command, env=inherited | dict(env), stdout=stdout, stderr=stderr)
+        last, said = time.monotonic() + timeout, False
+        try:
+            while (code := process.poll()) is None and time.monotonic() < last:
+                time.sleep(POLL)
+                if not said and figures(all_of(stdout)):
+                    last, said = min(last, time.monotonic() + ENDING), True
+        finally:
+            _end(process)
+        if code is None and not said:
+            return -1, "", f"not done after {timeout:.0f} s"
+        return code or 0, all_of(stdout), all_of(stderr)
 
 
-def _end(process: subprocess.Popen[str]) -> None:
+def all_of(file: BinaryIO) -> str:
+    """What has been written so far; who writes goes on where they were."""
+    number = file.fileno()
+    return os.pread(number, os.fstat(number).st_size, 0).decode(errors="replace")
+
+
+def figures(stdout: str) -> str:
+    """The last line of JSON, if there is any."""
+    return ["", *(line for line in stdout.splitlines(keepends=True) if line.startswith("{"))][-1]
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
     """torchrun that is told to stop ends its ranks; killed at once, it would leave them on the
     GPUs.
     """
     if process.poll() is None:
         process.terminate()
         try:
-            process.communicate(timeout=GRACE)
+            process.wait(timeout=GRACE)
         except subprocess.TimeoutExpired:
             process.kill()
-            process.communicate()
+            process.wait()
 
 
 def why(stderr: str, code: int) -> str:
@@ -372,7 +393,7 @@ def peer_round(stdout: str, run: Run) -> Round:
     """From the peer's line of JSON. ValueError where it counts other operations per token than
     we do.
     """
-    said = json.loads(["", *(line for line in stdout.splitlines() if line.startswith("{"))][-1])
+    said = json.loads(figures(stdout))
     per_token, ours = (
         said["tflops_gpu"] * 1e12 / said["tok_s_gpu"],
         flops_per_token(run.model, run.train.seq_len),

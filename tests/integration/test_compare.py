@@ -226,6 +226,15 @@ def test_a_run_that_hangs_is_ended(compare: ModuleType):
     assert compare.start_and_wait(command, {}, 0.2) == (-1, "", "not done after 0 s")
 
 
+def test_a_run_that_has_said_its_figures_and_hangs_is_not_waited_for(
+    compare: ModuleType, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(compare, "ENDING", 0.2)
+    program = "import time; print('{\"step_ms\": 1}', flush=True); time.sleep(99)"
+    found = compare.start_and_wait((sys.executable, "-c", program), {}, 60)
+    assert found == (0, '{"step_ms": 1}\n', "")
+
+
 def test_other_operations_and_no_answer_are_refused(compare: ModuleType):
     run = load_overrides(compare.MODELS["small"])
     said = {"step_ms": 80.0, "tok_s_gpu": 400_000, "alloc_gib": 1, "reserved_gib": 1, "loss": [1.0]}
