@@ -48,7 +48,7 @@ from app.plan.plan import Plan
 
 KINDS = {  # of kernels, by a part of their names; the first that fits counts
     "exchange": ("nccl",),
-    "attention": ("flash", "fmha", "cudnn_generated", "sdpa", "attention"),
+    "attention": ("flash", "fmha", "cudnn_generated", "sdpa", "matmul_dq", "attention"),
     "optimizer": ("adam", "FusedAdam", "multi_tensor"),
     "loss": ("_statistics", "_into_gradient", "cross_entropy"),
     "rows of experts": (

@@ -54,7 +54,7 @@ run_part() {
     both="model.moe.num_experts=64 model.moe.top_k=6 parallel.tp=2 parallel.ep=2 parallel.etp=1"
     long="model.num_layers=4 train.seq_len=131072 train.global_batch=1 loss.chunk_tokens=8192
       parallel.cp=2 parallel.ep=2 parallel.cp_comm_type=all_to_all recompute.full=true"
-    steps 300 two_gpus_steps.jsonl $moe $both $static / $moe $both cuda_graph=partial / \
+    steps 300 two_gpus_long.jsonl $moe $both $static / $moe $both cuda_graph=partial / \
       $moe $long $static / $moe $long cuda_graph=none ;;
   one_graph) # experts, zero-bubble pipeline, eight bits and update: what each way of capturing takes
     steps 300 two_gpus_steps.jsonl \

@@ -28,7 +28,7 @@ from app.errors import ConfigError
 from app.plan.cost.flops import stage_seconds
 from app.plan.cost.part_times import ARITHMETIC, LAUNCHES, RECOMPUTED, PartTimes
 from app.plan.cost.power import at_clocks, power_bound
-from app.plan.cost.rates import CUDNN_ORDERED
+from app.plan.cost.rates import CUDNN_ORDERED, FLASH_ANY_ORDER
 from app.plan.cost.step_time import IDLE
 from app.plan.cost.times import expected_load, stage_times
 from app.plan.pipeline.dependencies import Pipeline
@@ -336,8 +336,26 @@ def test_attention_by_transformer_engine_in_a_fixed_order():
     assert found(False, by_library)[Work.attention.value] == fast
     ordered = found(True, by_library)[Work.cudnn_ordered_attention.value]
     # forward at 2 TFLOP/s, backward with twice the work at 1
-    assert ordered == pytest.approx(fast * (1 / 5 + 4 / 5 / CUDNN_ORDERED))
+    slower = dict(CUDNN_ORDERED)[H]
+    assert ordered == pytest.approx(fast * (1 / 5 + 4 / 5 / slower))
     assert ordered < found(True, AttentionBackendKind.torch)[Work.ordered_attention.value]
+
+
+def test_attention_to_gathered_keys_takes_flash():
+    """Whose rates are the last two of a row; in any order backward is faster."""
+    ranks = ParallelConfig(cp=2)
+
+    def found(deterministic: bool) -> dict[str, float]:
+        train = TrainConfig(seq_len=S, micro_batch=2, global_batch=8, deterministic=deterministic)
+        return kinds_of(run_of(train=train, parallel=ranks))
+
+    any_order = found(False)
+    # queries of the first piece have no keys in front of them: by the fastest kernel, twice as fast
+    first = 2 * any_order[Work.attention.value]
+    others = found(True)[Work.ordered_attention.value] - first
+    # forward at 1 TFLOP/s, backward with twice the work at half of one
+    expected = others * (1 / 5 + 4 / 5 / FLASH_ANY_ORDER)
+    assert any_order[Work.gathered_attention.value] == pytest.approx(expected) and first > 0
 
 
 def test_head_widths_between_measured_ones():

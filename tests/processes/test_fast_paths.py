@@ -30,6 +30,9 @@ def test_a_line_for_each_slow_path(monkeypatch: pytest.MonkeyPatch):
     slow = dict(slow_paths(make_run(precision=PrecisionConfig(Dtype.float16)), GPU))
     assert list(slow) == ["kernels", "attention", "experts", "gradients"]
     assert all(len(line) < 150 and "\n" not in line for line in slow.values()), slow
+    faster = "train.attention_backend=transformer_engine"
+    assert faster in slow["attention"]  # which takes no float32
+    assert faster not in dict(slow_paths(make_run(), GPU))["attention"]
     dense = dataclasses.replace(TINY, moe=None)
     assert list(dict(slow_paths(make_run(dense), GPU))) == ["kernels", "attention"]
     assert "gradients" not in dict(slow_paths(make_run(), GPU))  # fp32 is added to fp32

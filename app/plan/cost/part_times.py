@@ -16,7 +16,12 @@ QUANTISED = "quantising"
 RECOMPUTED = "computed again"
 PRODUCTS_AGAIN = "products computed again"
 PRODUCTS = (Work.product, Work.router_product, Work.grouped)
-ATTENTION = (Work.attention, Work.ordered_attention, Work.cudnn_ordered_attention)
+ATTENTION = (
+    Work.attention,
+    Work.ordered_attention,
+    Work.gathered_attention,
+    Work.cudnn_ordered_attention,
+)
 # what waits for arithmetic, and not for memory, links or the host
 ARITHMETIC = (*(work.value for work in (*PRODUCTS, *ATTENTION)), PRODUCTS_AGAIN)
 

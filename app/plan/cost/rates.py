@@ -25,7 +25,10 @@ from app.plan.trace.trace import Operation, Work
 TERA, GIGA, MICRO = 1e12, 1e9, 1e-6
 MIXED_BYTES = 2  # of an element that profiles are measured with
 SUMS = 8  # bytes of reading and writing an element's float32 sum
-CUDNN_ORDERED = 0.76  # speed of cuDNN's backward in a fixed order, over that of its fastest
+# speed of cuDNN's backward in a fixed order, over that of its fastest, by head width
+CUDNN_ORDERED = ((64, 0.76), (128, 0.89), (192, 0.75))
+FLASH_ANY_ORDER = 1.66  # speed of torch's Flash backward in no fixed order, over that in one
+FLASH = (Work.ordered_attention, Work.gathered_attention)
 
 Pair = tuple[float, ...]  # forward, backward
 
@@ -112,12 +115,14 @@ class Kernels:
         """Forward and backward, by head width and tokens of a sequence: rates between two measured
         widths in proportion, and between two lengths by their logarithms.
         """
-        ordered = 2 if op.work is Work.ordered_attention else 0
+        ordered = 2 if op.work in FLASH else 0
         forward, backward = (
             self._attention_rate(width, length, column + ordered) for column in (2, 3)
         )
-        if op.work is Work.cudnn_ordered_attention:
-            backward *= CUDNN_ORDERED
+        if op.work is Work.gathered_attention:
+            backward *= FLASH_ANY_ORDER
+        elif op.work is Work.cudnn_ordered_attention:
+            backward *= _between(CUDNN_ORDERED, width)
         return op.flops / (forward * TERA), 2 * op.flops / (backward * TERA)
 
     def _attention_rate(self, width: int, length: int, column: int) -> float:

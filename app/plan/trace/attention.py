@@ -328,9 +328,12 @@ def _torch_kernel(s: Sizes, reach: _Reach) -> _Kernel:
     mask = reach.queries * reach.keys * s.size if s.run.data.document_mask else 0
     # of the queries' gradient, where torch's kernel sums in a fixed order
     parts = -(-MULTIPROCESSORS // (batch * reach.heads)) if in_order else 1
-    # queries behind the first key: a mask that only the ordered kernel takes
-    ordered = in_order or reach.queries < batch * reach.keys
-    work = Work.ordered_attention if ordered else Work.attention
+    if in_order:
+        work = Work.ordered_attention
+    elif reach.queries < batch * reach.keys:
+        work = Work.gathered_attention  # the fastest kernel takes no queries behind the first key
+    else:
+        work = Work.attention
     return _Kernel(work, parts * _fp32_gradient(s, reach), mask)
 
 

@@ -41,6 +41,7 @@ class Work(Enum):
     grouped = "experts' products"
     attention = "attention"
     ordered_attention = "ordered attention"  # by the slower kernel that sums in a fixed order
+    gathered_attention = "attention to gathered keys"  # by the same kernel, in no fixed order
     cudnn_ordered_attention = "ordered attention of cuDNN"  # gradients in a fixed order
     activation = "activation"
     heads = "heads"
