@@ -100,3 +100,14 @@ def test_every_run_of_a_script_is_accepted(script: str, tmp_path: Path):
             load_overrides(words, gpus)
             runs += 1
     assert runs > 5
+
+
+def test_losses_are_measured_on_the_gpus_that_are_visible(monkeypatch: pytest.MonkeyPatch):
+    losses = bench("fp8_losses")
+    monkeypatch.setattr(losses.torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1,3")
+    assert losses.visible_gpus() == ["1", "3"]
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    assert losses.visible_gpus() == ["0", "1"]
+    monkeypatch.setattr(losses.torch.cuda, "device_count", lambda: 0)
+    assert losses.visible_gpus() == [""]  # a CPU
