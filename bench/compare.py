@@ -16,12 +16,14 @@ bits. A run that fails is a row that says why, and the exit code is then 1.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.metadata
 import json
 import os
 import re
 import shlex
 import shutil
+import signal
 import statistics
 import subprocess
 import sys
@@ -52,7 +54,7 @@ LIKE_PEER = ("optim.decay=constant", "optim.warmup_steps=0", "optim.weight_decay
 PEER_GRAPHS = {"none": "none", "attn": "attn", "partial": "partial", "full_iteration": "full"}
 # our recipe of products in eight bits -> the peer's
 PEER_RECIPES = {"current": "tensorwise", "delayed": "delayed", "block": "blockwise"}
-# grouped products of Transformer Engine in one kernel: its fastest; set otherwise, it stays so
+# grouped products of Transformer Engine in one kernel, its fastest; the environment may say else
 PEER_ENV = {"NVTE_USE_CUTLASS_GROUPED_GEMM": "1"}
 # beginnings of what is recorded
 ENV = ("CUDA_", "CUBLAS", "CUDNN", "NCCL_", "NVTE_", "OMP_", "PYTORCH_", "TORCH_")
@@ -322,7 +324,13 @@ def start_and_wait(
         name: value for name, value in os.environ.items() if name != "CUDA_DEVICE_MAX_CONNECTIONS"
     }
     with tempfile.TemporaryFile() as stdout, tempfile.TemporaryFile() as stderr:
-        process = subprocess.Popen(command, env=inherited | dict(env), stdout=stdout, stderr=stderr)
+        process = subprocess.Popen(
+            command,
+            env=inherited | dict(env),
+            stdout=stdout,
+            stderr=stderr,
+            start_new_session=True,
+        )
         last, said = time.monotonic() + timeout, False
         try:
             while (code := process.poll()) is None and time.monotonic() < last:
@@ -331,8 +339,8 @@ def start_and_wait(
                     last, said = min(last, time.monotonic() + ENDING), True
         finally:
             _end(process)
-        if code is None and not said:
-            return -1, "", f"not done after {timeout:.0f} s"
+        if code is None and not figures(all_of(stdout)):
+            return -1, all_of(stdout), f"not done after {timeout:.0f} s"
         return code or 0, all_of(stdout), all_of(stderr)
 
 
@@ -342,22 +350,26 @@ def all_of(file: BinaryIO) -> str:
     return os.pread(number, os.fstat(number).st_size, 0).decode(errors="replace")
 
 
-def figures(stdout: str) -> str:
-    """The last line of JSON, if there is any."""
-    return ["", *(line for line in stdout.splitlines(keepends=True) if line.startswith("{"))][-1]
+def figures(stdout: str) -> dict[str, Any]:
+    """Of the last whole line of JSON that has a step's time; empty without one."""
+    for line in reversed(stdout.split("\n")[:-1]):
+        if line.startswith("{"):
+            with contextlib.suppress(json.JSONDecodeError):
+                said: dict[str, Any] = json.loads(line)
+                if "step_ms" in said:
+                    return said
+    return {}
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """torchrun that is told to stop ends its ranks; killed at once, it would leave them on the
-    GPUs.
-    """
+    """torchrun that is told to stop ends its ranks; others that a run has left are killed."""
     if process.poll() is None:
         process.terminate()
-        try:
+        with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(timeout=GRACE)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+    with contextlib.suppress(ProcessLookupError):  # all have ended
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
 
 
 def why(stderr: str, code: int) -> str:
@@ -393,7 +405,9 @@ def peer_round(stdout: str, run: Run) -> Round:
     """From the peer's line of JSON. ValueError where it counts other operations per token than
     we do.
     """
-    said = json.loads(figures(stdout))
+    said = figures(stdout)
+    if not said:
+        raise ValueError("no line of JSON with step_ms")
     per_token, ours = (
         said["tflops_gpu"] * 1e12 / said["tok_s_gpu"],
         flops_per_token(run.model, run.train.seq_len),

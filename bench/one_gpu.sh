@@ -26,8 +26,8 @@ run_part() {
       $small / $small $te / $small $ordered / $small $ordered $te / \
       $dense / $dense $ordered / $dense $ordered $te / \
       $smallmoe / $smallmoe $ordered / $smallmoe $ordered $te ;;
-  losses) # 39 runs of 500 steps, of nearly a minute each where three share the GPU
-    losses 2400 fp8_losses_small --experiment small --seeds 6 --in-bf16 train.seq_len=2048
+  losses) # 44 runs of 500 steps, of nearly a minute each where three share the GPU
+    losses 2800 fp8_losses_small --experiment small --seeds 7 --in-bf16 train.seq_len=2048
     losses 900 fp8_losses_smallmoe --experiment smallmoe --in-bf16 \
       train.seq_len=512 train.micro_batch=8 train.global_batch=32 model.num_layers=8 ;;
   *) echo "bench/one_gpu.sh: $1: is no part" >&2 && return 2 ;;

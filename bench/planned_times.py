@@ -83,7 +83,8 @@ FP32_ROUTER: dict[str, Any] = {"router_tflops": 39.81}
 RECORDED_SINCE = ("two_gpus_levers.jsonl", "two_gpus_steps.jsonl", *TODAY)
 UPDATE: dict[str, Any] = {"optimizer_gb_s": 3150.0}
 LEFT_OUT = ("precision=fp32",)
-DISTURBED = ("attention_steps.jsonl",)  # files of a host that kept kernels of graphs waiting
+# files whose memory counts and whose times do not: kernels in graphs stood still on that host
+DISTURBED = ("attention_steps.jsonl",)
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,8 @@ from app.kernels.common import moves_tiles, triton
 from app.moe.dispatch.static import StaticDispatcher
 from app.rules.attention import check_attention
 
+SHORT = 8192  # tokens: cuDNN's ordered backward has a matrix of all scores, GiB for longer ones
+
 
 def slow_paths(
     run: Run, device: torch.device, dispatcher: object = None
@@ -51,15 +53,17 @@ def slow_paths(
 
 
 def _ordered_attention(run: Run) -> str:
-    """What torch's gradients in a fixed order cost, and what is faster."""
-    cost = "with train.deterministic=true: steps of model=small take 37 % longer"
+    """What torch's gradients in a fixed order cost, and what costs less where it can be had."""
+    torchs = "torch's ordered kernel, with train.deterministic=true: half as fast or less"
     backend = AttentionBackendKind.transformer_engine
     train = dataclasses.replace(run.train, attention_backend=backend)
     try:
         check_attention(dataclasses.replace(run, train=train))
     except ConfigError:
-        return f"an ordered kernel, {cost}"
-    return f"an ordered kernel, {cost}; 7 % with train.attention_backend={backend.value}"
+        return torchs
+    if run.train.seq_len > SHORT:
+        return torchs
+    return f"{torchs}; cuDNN's is faster (train.attention_backend={backend.value})"
 
 
 def _stores_gradients(run: Run, device: torch.device) -> bool:

@@ -7,6 +7,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import sys
+import time
 from pathlib import Path
 from types import ModuleType
 
@@ -235,15 +236,35 @@ def test_a_run_that_has_said_its_figures_and_hangs_is_not_waited_for(
     assert found == (0, '{"step_ms": 1}\n', "")
 
 
+def test_other_lines_in_braces_are_no_figures(compare: ModuleType, monkeypatch: pytest.MonkeyPatch):
+    """A run that logs some goes on until it says its figures."""
+    monkeypatch.setattr(compare, "ENDING", 0.1)
+    lines = "{a: 1}", '{"args": 1}', '{"step_ms": 2}'
+    program = f"import time\nfor each in {lines}: print(each, flush=True); time.sleep(0.4)"
+    code, stdout, _ = compare.start_and_wait((sys.executable, "-c", program), {}, 60)
+    assert code == 0 and compare.figures(stdout) == {"step_ms": 2}
+    assert compare.figures('{"step_ms": 2') == {}  # not written to its end
+
+
+def test_processes_that_a_run_leaves_behind_are_ended(compare: ModuleType, tmp_path: Path):
+    child = f"import time; time.sleep(1); open({str(tmp_path / 'lives')!r}, 'w')"
+    program = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {child!r}])"
+    assert compare.start_and_wait((sys.executable, "-c", program), {}, 60)[0] == 0
+    time.sleep(2)
+    assert not (tmp_path / "lives").exists()
+
+
 def test_other_operations_and_no_answer_are_refused(compare: ModuleType):
     run = load_overrides(compare.MODELS["small"])
     said = {"step_ms": 80.0, "tok_s_gpu": 400_000, "alloc_gib": 1, "reserved_gib": 1, "loss": [1.0]}
     right = flops_per_token(run.model, 4096) * 0.4e6 / 1e12
     assert (
-        compare.peer_round(json.dumps(said | {"tflops_gpu": round(right, 1)}), run).tokens_per_s
+        compare.peer_round(
+            json.dumps(said | {"tflops_gpu": round(right, 1)}) + "\n", run
+        ).tokens_per_s
         == 8 * 4096 / 0.08
     )
     with pytest.raises(ValueError, match="the peer counts"):
-        compare.peer_round(json.dumps(said | {"tflops_gpu": right * 1.003}), run)
-    with pytest.raises(ValueError, match="Expecting value"):
+        compare.peer_round(json.dumps(said | {"tflops_gpu": right * 1.003}) + "\n", run)
+    with pytest.raises(ValueError, match="no line of JSON"):
         compare.peer_round("nothing\n", run)

@@ -33,6 +33,8 @@ def test_a_line_for_each_slow_path(monkeypatch: pytest.MonkeyPatch):
     faster = "train.attention_backend=transformer_engine"
     assert faster in slow["attention"]  # which takes no float32
     assert faster not in dict(slow_paths(make_run(), GPU))["attention"]
+    long = dataclasses.replace(FAST, deterministic=True, seq_len=16384)
+    assert faster not in dict(slow_paths(make_run(train=long, precision=BF16), GPU))["attention"]
     dense = dataclasses.replace(TINY, moe=None)
     assert list(dict(slow_paths(make_run(dense), GPU))) == ["kernels", "attention"]
     assert "gradients" not in dict(slow_paths(make_run(), GPU))  # fp32 is added to fp32
