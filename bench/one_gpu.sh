@@ -14,6 +14,8 @@ smallmoe="+experiment=smallmoe $whole"
 dense="+experiment=small model=llama3_8b model.num_layers=8 train.micro_batch=1 train.global_batch=8 $whole"
 ordered=train.deterministic=true
 te=train.attention_backend=transformer_engine
+delayed="precision.fp8.recipe=delayed precision.fp8.include=[linear,head]"
+experts="precision.fp8.recipe=delayed precision.fp8.include=[linear,head,experts]"
 
 # shellcheck disable=SC2086
 run_part() {
@@ -26,6 +28,8 @@ run_part() {
       $small / $small $te / $small $ordered / $small $ordered $te / \
       $dense / $dense $ordered / $dense $ordered $te / \
       $smallmoe / $smallmoe $ordered / $smallmoe $ordered $te ;;
+  eight_bits)
+    steps 300 eight_bits_steps.jsonl $small / $small $delayed / $smallmoe / $smallmoe $delayed / $smallmoe $experts ;;
   losses) # 44 runs of 500 steps, of nearly a minute each where three share the GPU
     losses 2800 fp8_losses_small --experiment small --seeds 7 --in-bf16 train.seq_len=2048
     losses 900 fp8_losses_smallmoe --experiment smallmoe --in-bf16 \
@@ -34,5 +38,5 @@ run_part() {
   esac
 }
 parts=("${@:2}")
-[ ${#parts[@]} -gt 0 ] || parts=(attention losses)
+[ ${#parts[@]} -gt 0 ] || parts=(attention eight_bits losses)
 for part in "${parts[@]}"; do run_part "$part"; done

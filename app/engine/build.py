@@ -142,22 +142,7 @@ def build_engine(
     )
     _set_weights(run, chunks, groups, pretrained=pretrained)
     fp8 = build_fp8(run, chunks, groups, device)
-    specs = [list(parameter_specs(chunk, groups.coords)) for chunk in chunks]
-    buffers = plan.buffers[groups.pp_rank]
-    optimizer_groups = OptimizerGroups(
-        dp_cp=groups.dp_cp, edp=groups.edp, tp=groups.tp, embedding=groups.embedding
-    )
-    grads = DTYPES[run.precision.grads]
-    optimizer = DistributedOptimizer(
-        specs,
-        buffers,
-        run.optim,
-        groups=optimizer_groups,
-        grads=grads,
-        device=device,
-        whole_steps=run.cuda_graph.impl is GraphImpl.full_iteration,
-        writes_first=run.writes_expert_grads,
-    )
+    optimizer = _build_optimizer(plan, chunks, groups, device)
     if pretrained is not None:
         all_succeed(groups, lambda: fill_main_params(optimizer.param_shards(), pretrained))
     if run.optim.overlap_params:
@@ -184,6 +169,26 @@ def build_engine(
         dispatcher=dispatcher,
         recorder=build_recorder(run, device),
         fp8=fp8,
+    )
+
+
+def _build_optimizer(
+    plan: Plan, chunks: Sequence[Chunk], groups: Groups, device: torch.device
+) -> DistributedOptimizer:
+    """Over the parameters of this rank's chunks."""
+    run = plan.run
+    optimizer_groups = OptimizerGroups(
+        dp_cp=groups.dp_cp, edp=groups.edp, tp=groups.tp, embedding=groups.embedding
+    )
+    return DistributedOptimizer(
+        [list(parameter_specs(chunk, groups.coords)) for chunk in chunks],
+        plan.buffers[groups.pp_rank],
+        run.optim,
+        groups=optimizer_groups,
+        grads=DTYPES[run.precision.grads],
+        device=device,
+        whole_steps=run.cuda_graph.impl is GraphImpl.full_iteration,
+        writes_first=run.writes_expert_grads,
     )
 
 
