@@ -54,16 +54,15 @@ def slow_paths(
 
 def _ordered_attention(run: Run) -> str:
     """What torch's gradients in a fixed order cost, and what costs less where it can be had."""
-    torchs = "torch's ordered kernel, with train.deterministic=true: half as fast or less"
+    line = "torch's ordered kernel, with train.deterministic=true: about half as fast"
     backend = AttentionBackendKind.transformer_engine
     train = dataclasses.replace(run.train, attention_backend=backend)
     try:
         check_attention(dataclasses.replace(run, train=train))
     except ConfigError:
-        return torchs
-    if run.train.seq_len > SHORT:
-        return torchs
-    return f"{torchs}; cuDNN's is faster (train.attention_backend={backend.value})"
+        return line
+    faster = f"; cuDNN's is faster (train.attention_backend={backend.value})"
+    return line + (faster if run.train.seq_len <= SHORT else "")
 
 
 def _stores_gradients(run: Run, device: torch.device) -> bool:
