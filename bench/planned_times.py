@@ -64,7 +64,7 @@ TODAY = dict.fromkeys(
         *("two_gpus_captured.jsonl", "recompute.jsonl", "two_gpus_small.jsonl"),
         *("step_profile_small.jsonl", "compare_small_again.json", "compare_small_of_4.json"),
         *("compare_dense_pp2.json", "compare_moe_ep2.json", "compare_moe_pp2.json"),
-        *("attention_steps.jsonl", "two_gpus_long.jsonl", OF_H100),
+        *("attention_steps.jsonl", "eight_bits_steps.jsonl", "two_gpus_long.jsonl", OF_H100),
     ),
     range(99),
 )
@@ -83,8 +83,6 @@ FP32_ROUTER: dict[str, Any] = {"router_tflops": 39.81}
 RECORDED_SINCE = ("two_gpus_levers.jsonl", "two_gpus_steps.jsonl", *TODAY)
 UPDATE: dict[str, Any] = {"optimizer_gb_s": 3150.0}
 LEFT_OUT = ("precision=fp32",)
-# files whose memory counts and whose times do not: kernels in graphs stood still on that host
-DISTURBED = ("attention_steps.jsonl",)
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,8 +116,6 @@ class Row:
 def rows() -> Iterator[Row]:
     """All of bench/results."""
     for path in sorted(RESULTS.glob("*.json*")):
-        if path.name in DISTURBED:
-            continue
         for place, (overrides, found) in enumerate(recorded(path)):
             run = counted_run(overrides, found, hardware=hardware_of(path.name))
             if run is not None:
