@@ -141,9 +141,9 @@ def say(line: str, stream: TextIO) -> None:
     print(f"{lead}{line}", file=stream, flush=True)
 
 
-def warn(text: str) -> None:
-    """Say in one line of stderr what has gone wrong while the run goes on."""
-    say(f"train.py: {text}", sys.stderr)
+def warn(text: str, program: str = "train.py") -> None:
+    """Say in one line of stderr what has gone wrong while the program goes on."""
+    say(f"{program}: {text}", sys.stderr)
 
 
 def no_room(error: BaseException) -> bool:

@@ -145,12 +145,11 @@ def faster(plan: Plan) -> tuple[Suggestion, ...]:
 
 def _suggestion(found: _Faster, before: float, trials: Trials) -> Suggestion:
     """With its memory planned in full."""
-    changes = found.candidate.changes
     return Suggestion(
         found.candidate.overrides,
         trials.memory(found.candidate.run, whole=True),
         found.seconds / before,
-        cost="; ".join(dict.fromkeys(change.cost for change in changes)),
+        cost=found.candidate.cost,
     )
 
 

@@ -113,6 +113,9 @@ def loss_by_chunks(run: Run) -> Iterator[Change]:
 CHUNK = 1024
 
 
+TWICE = "twice the GPUs"
+
+
 def attention_by_torch(run: Run) -> Iterator[Change]:
     """An ordered backward of attention without a matrix of all scores."""
     by_library = run.train.attention_backend is AttentionBackendKind.transformer_engine
@@ -236,7 +239,7 @@ def more_gpus(run: Run) -> Iterator[Change]:
     per_step = run.train.micro_batch * 2 * run.dp
     if run.train.global_batch % per_step:
         values["train.global_batch"] = per_step * -(-run.train.global_batch // per_step)
-    yield Change(values, "twice the GPUs")
+    yield Change(values, TWICE)
 
 
 def _with_dp(run: Run, values: dict[str, Value], factor: int) -> dict[str, Value]:

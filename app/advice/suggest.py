@@ -8,12 +8,13 @@ estimated time of a step beside that of the run as it is. `moves` says which cha
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
 
-from app.advice.moves import KEEP_GPUS, MORE_GPUS, Change, Move, Value, with_values
+from app.advice.moves import KEEP_GPUS, MORE_GPUS, TWICE, Change, Move, Value, with_values
 from app.advice.trials import Trials
 from app.config import Run
 from app.errors import ConfigError
@@ -45,6 +46,14 @@ class Candidate:
         """All changes together as typed on the command line; the last one of a key counts."""
         values = {key: value for change in self.changes for key, value in change.values.items()}
         return tuple(f"{key}={typed(value)}" for key, value in values.items())
+
+    @property
+    def cost(self) -> str:
+        """What is paid for all changes, in words."""
+        costs = Counter(change.cost for change in self.changes)
+        if (doubled := costs[TWICE]) > 1:
+            costs[f"{2**doubled} times the GPUs"] = costs.pop(TWICE)
+        return "; ".join(+costs)
 
     def neighbours(self, moves: Sequence[Move]) -> Iterator[Candidate]:
         """Every legal run one change further."""
@@ -87,9 +96,11 @@ def _suggestions(
         memory = trials.memory(candidate.run, whole=True)
         if memory <= trials.limit:
             given.append(overrides)
-            cost = "; ".join(dict.fromkeys(change.cost for change in candidate.changes))
             yield Suggestion(
-                candidate.overrides, memory, step_seconds(candidate.run) / before, cost=cost
+                candidate.overrides,
+                memory,
+                step_seconds(candidate.run) / before,
+                cost=candidate.cost,
             )
 
 

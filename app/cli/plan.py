@@ -26,10 +26,11 @@ from app.advice.suggest import suggest
 from app.cli.options.arguments import Typed
 from app.cli.options.compose import load_typed
 from app.cli.options.messages import readable_errors, trial_of
+from app.cli.options.overlaid import overlaid
 from app.cli.options.trial import Trial
 from app.cli.plan_views.tables import print_comparison, print_plan
 from app.cli.processes.reader import ends_with_its_reader
-from app.errors import ConfigError, nearest
+from app.errors import ConfigError, nearest, warn
 from app.plan.export import DECODING, WHAT, Decoding, layout_json, plan_json
 from app.plan.plan import Plan
 from app.version import VERSION, Version
@@ -161,6 +162,8 @@ def main(arguments: Sequence[str]) -> int:
     with readable_errors("plan", speak=True, trial=lambda: _trial(arguments)):
         asked = parse(arguments)
         plan = Plan(load_typed(asked.typed))
+        for line in overlaid(asked.typed):
+            warn(line, "plan")
         advice = (suggest(plan), faster(plan)) if asked.with_memory else ((), ())
         if asked.out:
             _make(asked.out)

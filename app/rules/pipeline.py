@@ -82,10 +82,16 @@ def check_schedule_choice(run: Run) -> None:
     size = pp if group is None else group
     legal = [n for n in range(pp, count + 1) if not 0 < count % n < pp]
     if size not in legal:
-        rule = (
-            f"groups of {size} (null: pp) out of {count} microbatches must be between pp={pp} and "
-            f"{count}, the last one too"
-        )
+        named = "groups of pp" if group is None else "groups"
+        if size > count:
+            rule = f"{named} have more than all {count} microbatches"
+        elif size < pp:
+            rule = f"{named} need pp={pp} microbatches or more"
+        else:
+            rule = (
+                f"{named} need pp={pp} microbatches or more, and of {count} in groups of {size} "
+                f"the last would have {count % size}"
+            )
         raise ConfigError(
             "schedule.group_size",
             group,

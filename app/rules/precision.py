@@ -75,12 +75,17 @@ def _check_widths(run: Run) -> None:
             continue
         axis, ranks = ("tp", tp) if named.weight.ep is None else ("etp", etp)
         of_rank = f" on each of {axis}={ranks} ranks" if ranks > 1 else ""
+        head = part_of(named) is Fp8Part.head
         rule = (
-            f"widths of a matrix in eight bits are multiples of {MULTIPLE}, and {named.name} has "
+            f"widths of a matrix in eight bits are multiples of {MULTIPLE}, and "
+            f"{f'the head ({named.name})' if head else named.name} has "
             f"{rows} × {columns}{of_rank}"
         )
         off = Instead("precision.fp8.recipe=null")
         rest = tuple(part for part in fp8.include if part is not part_of(named))
         others = ((part,) for part in Fp8Part if part not in fp8.include)
-        near = (FirstOf([rest] if rest else others), off)
+        whole = MULTIPLE * tp
+        filled = -(-run.model.vocab_size // whole) * whole
+        more_ids = [Instead(f"model.vocab_size={filled}")] if head and rows % MULTIPLE else []
+        near = (FirstOf(more_ids), FirstOf([rest] if rest else others), off)
         raise ConfigError("precision.fp8.include", fp8.include, rule, nearest=near)

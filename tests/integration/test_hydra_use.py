@@ -100,7 +100,8 @@ def test_what_an_experiment_overlays_is_told():
     """
     typed = Typed(("+experiment=smoke", "checkpoint=none", "log=wandb", "train.steps=3"))
     assert overlaid(typed) == [
-        "checkpoint=none: +experiment=smoke sets checkpoint.interval=5, which count"
+        "checkpoint=none: +experiment=smoke sets checkpoint.interval=5 over it; "
+        "keys typed behind both count"
     ]
     assert overlaid(typed.with_overrides(["checkpoint.interval=0"])) == []
     assert overlaid(Typed(("checkpoint=none",))) == []
@@ -112,7 +113,17 @@ def test_a_run_tells_what_its_experiment_overlays(own: Path):
     )
     assert (
         done.stderr.splitlines()[0]
-        == "train.py: checkpoint=none: +experiment=mine sets checkpoint.interval=1, which count"
+        == "train.py: checkpoint=none: +experiment=mine sets checkpoint.interval=1 over it; "
+        "keys typed behind both count"
+    )
+
+
+def test_the_plan_tells_what_its_experiment_overlays(capsys: pytest.CaptureFixture[str]):
+    assert plan(["what=stages", "+experiment=smoke", "checkpoint=none"]) == 0
+    assert (
+        capsys.readouterr().err
+        == "plan: checkpoint=none: +experiment=smoke sets checkpoint.interval=5 over it; "
+        "keys typed behind both count\n"
     )
 
 

@@ -158,18 +158,26 @@ def test_suggestions_work_when_typed(line: str):
         )
 
 
+TIGHT = (
+    "model=llama3_8b",
+    "precision=bf16",
+    "hardware.gpu_memory_gib=40",
+    "train.seq_len=4096",
+    "train.micro_batch=1",
+)
+
+
 def test_more_gpus_only_where_nothing_else_helps():
-    tight = load(
-        "model=llama3_8b",
-        "precision=bf16",
-        "hardware.gpu_memory_gib=40",
-        "train.seq_len=4096",
-        "train.micro_batch=1",
-    )
+    tight = load(*TIGHT)
     (first, *_) = suggest(Plan(tight))
     assert any(
         text.startswith(("parallel.dp=", "parallel.world_size=")) for text in first.overrides
     )
+    for suggestion in suggest(Plan(tight)):
+        ranks = load(*TIGHT, *suggestion.overrides).world_size
+        asked = {1: None, 2: "twice the GPUs"}.get(ranks, f"{ranks} times the GPUs")
+        assert ("GPUs" in suggestion.cost) == (ranks > 1)
+        assert asked is None or asked in suggestion.cost.split("; ")
     roomy = load("+experiment=small", "hardware=h200")
     assert suggest(Plan(roomy)) == ()
 

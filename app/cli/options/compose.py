@@ -169,10 +169,16 @@ def all_keys() -> list[str]:
 
 
 def like_key(word: str) -> str | None:
-    """The key that a word may be a slip of: one that ends in it, or is spelt like it."""
+    """The key that a word may be a slip of: in its section the only one that goes on where it ends,
+    one elsewhere that ends in it, or one that is spelt like it.
+    """
     keys = all_keys()
+    longer = [key for key in keys if key.startswith(f"{word}_")]
     ends = [key for key in keys if key.rpartition(".")[2] == word.rpartition(".")[2]]
-    return nearest(word, ends) or (ends[0] if len(ends) == 1 else None) or nearest(word, keys)
+    for only in (longer, ends):
+        if len(only) == 1:
+            return only[0]
+    return nearest(word, ends) or nearest(word, keys)
 
 
 def _keys(section: type, prefix: str) -> Iterator[str]:

@@ -34,7 +34,8 @@ def overlaid(typed: Typed) -> list[str]:
         if changed:
             more = " …" if len(changed) > SHOWN else ""
             shown = " ".join(changed[:SHOWN])
-            lines.append(f"{choice}: {' '.join(experiments)} sets {shown}{more}, which count")
+            by = " ".join(experiments)
+            lines.append(f"{choice}: {by} sets {shown}{more} over it; keys typed behind both count")
     return lines
 
 
