@@ -13,7 +13,7 @@ from app.advice.even_stages import even_layout
 from app.advice.moves import Change, Move, Value
 from app.advice.suggest import ENOUGH, Candidate
 from app.advice.trials import Trials
-from app.choices import GraphImpl, ScheduleName
+from app.choices import AttentionBackendKind, GraphImpl, ScheduleName
 from app.config import Run
 from app.plan.dispatchers.choose import run_dispatcher, without_waits
 from app.plan.plan import Plan
@@ -108,8 +108,17 @@ def even_stages(run: Run) -> Iterator[Change]:
     yield Change(values | unset | counted, "none: layers lie where they take equally long")
 
 
+def faster_attention(run: Run) -> Iterator[Change]:
+    """Attention's gradients in a fixed order by another kernel than torch's."""
+    values: dict[str, Value] = {"train.attention_backend": AttentionBackendKind.transformer_engine}
+    if run.train.deterministic and run.train.attention_backend is AttentionBackendKind.torch:
+        cost = "Transformer Engine is installed; memory grows with the square of the length"
+        yield Change(values, cost)
+
+
 MOVES: tuple[Move, ...] = (
     whole_graph,
+    faster_attention,
     less_recompute,
     larger_microbatch,
     fewer_parts,

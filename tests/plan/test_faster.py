@@ -62,6 +62,16 @@ def test_none_without_a_profile_or_for_what_does_not_fit():
     assert faster(Plan(load(*typed, "hardware.gpu_memory_gib=4"))) == ()
 
 
+def test_a_faster_kernel_with_a_fixed_order():
+    ordered = (*LLAMA, "train.deterministic=true")
+    by_library = "train.attention_backend=transformer_engine"
+    (best, *_) = faster(Plan(load(*ordered)))
+    assert by_library in best.overrides and "Transformer Engine" in best.cost
+    for without in (LLAMA, (*ordered, by_library), (*ordered, "data.document_mask=true")):
+        found = faster(Plan(load(*without)))
+        assert not any(by_library in each.overrides for each in found)
+
+
 def test_few_microbatches_stand_for_many():
     for count, pp in product((8, 33, 64), (1, 2, 4)):
         run = load(*LLAMA, f"parallel.pp={pp}", f"train.global_batch={count}")
