@@ -169,16 +169,16 @@ def all_keys() -> list[str]:
 
 
 def like_key(word: str) -> str | None:
-    """The key that a word may be a slip of: in its section the only one that goes on where it ends,
-    one elsewhere that ends in it, or one that is spelt like it.
+    """The key that a word may be a slip of: one that ends in it, one of its section that goes on
+    where it ends, or one that is spelt like it.
     """
     keys = all_keys()
-    longer = [key for key in keys if key.startswith(f"{word}_")]
     ends = [key for key in keys if key.rpartition(".")[2] == word.rpartition(".")[2]]
-    for only in (longer, ends):
-        if len(only) == 1:
-            return only[0]
-    return nearest(word, ends) or nearest(word, keys)
+    if not ends:
+        return nearest(word, keys)
+    longer = [key for key in keys if key.startswith(f"{word}_")]
+    only = next((found[0] for found in (longer, ends) if len(found) == 1), None)
+    return nearest(word, ends) or only or nearest(word, keys)
 
 
 def _keys(section: type, prefix: str) -> Iterator[str]:
