@@ -108,12 +108,16 @@ def even_stages(run: Run) -> Iterator[Change]:
     yield Change(values | unset | counted, "none: layers lie where they take equally long")
 
 
+BY_LIBRARY = (
+    "Transformer Engine, on GPUs like Hopper or newer; memory grows with the square of the length"
+)
+
+
 def faster_attention(run: Run) -> Iterator[Change]:
     """Attention's gradients in a fixed order by another kernel than torch's."""
     values: dict[str, Value] = {"train.attention_backend": AttentionBackendKind.transformer_engine}
     if run.train.deterministic and run.train.attention_backend is AttentionBackendKind.torch:
-        cost = "Transformer Engine is installed; memory grows with the square of the length"
-        yield Change(values, cost)
+        yield Change(values, BY_LIBRARY)
 
 
 MOVES: tuple[Move, ...] = (

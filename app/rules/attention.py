@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from app.choices import AttentionBackendKind, Dtype
+from app.choices import AttentionBackendKind, Device, Dtype
 from app.config import Run
 from app.errors import ConfigError, Instead
 
 KEY = "train.attention_backend"
+ON_CPU = "Transformer Engine computes on GPUs, and this run does on a CPU"
 MULTIPLE, WIDEST = 8, 256  # of a head's width, for cuDNN
 
 
@@ -16,6 +17,8 @@ def check_attention(run: Run) -> None:
     if asked is AttentionBackendKind.torch:
         return
     torch = AttentionBackendKind.torch
+    if run.train.device is Device.cpu:
+        raise ConfigError(KEY, asked, ON_CPU, nearest=torch)
     if run.precision.params is Dtype.float32:
         rule = "attends in 16 bits, and parameters are float32"
         raise ConfigError(KEY, asked, rule, nearest=(torch, Instead("precision=bf16")))

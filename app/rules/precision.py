@@ -76,9 +76,11 @@ def _check_widths(run: Run) -> None:
         axis, ranks = ("tp", tp) if named.weight.ep is None else ("etp", etp)
         of_rank = f" on each of {axis}={ranks} ranks" if ranks > 1 else ""
         head = part_of(named) is Fp8Part.head
+        called = named.name
+        if head:
+            called = f"the head ({named.name})" if run.model.tie_embeddings else "the head"
         rule = (
-            f"widths of a matrix in eight bits are multiples of {MULTIPLE}, and "
-            f"{f'the head ({named.name})' if head else named.name} has "
+            f"widths of a matrix in eight bits are multiples of {MULTIPLE}, and {called} has "
             f"{rows} × {columns}{of_rank}"
         )
         off = Instead("precision.fp8.recipe=null")

@@ -101,9 +101,10 @@ def test_what_an_experiment_overlays_is_told():
     typed = Typed(("+experiment=smoke", "checkpoint=none", "log=wandb", "train.steps=3"))
     assert overlaid(typed) == [
         "checkpoint=none: +experiment=smoke sets checkpoint.interval=5 over it; "
-        "keys typed behind both count"
+        "keys that are typed count over both"
     ]
     assert overlaid(typed.with_overrides(["checkpoint.interval=0"])) == []
+    assert overlaid(Typed(("checkpoint.interval=0", "checkpoint=none", "+experiment=smoke"))) == []
     assert overlaid(Typed(("checkpoint=none",))) == []
 
 
@@ -114,7 +115,7 @@ def test_a_run_tells_what_its_experiment_overlays(own: Path):
     assert (
         done.stderr.splitlines()[0]
         == "train.py: checkpoint=none: +experiment=mine sets checkpoint.interval=1 over it; "
-        "keys typed behind both count"
+        "keys that are typed count over both"
     )
 
 
@@ -123,8 +124,16 @@ def test_the_plan_tells_what_its_experiment_overlays(capsys: pytest.CaptureFixtu
     assert (
         capsys.readouterr().err
         == "plan: checkpoint=none: +experiment=smoke sets checkpoint.interval=5 over it; "
-        "keys typed behind both count\n"
+        "keys that are typed count over both\n"
     )
+
+
+def test_keys_of_a_section_that_the_experiment_brings_are_no_mistake(
+    capsys: pytest.CaptureFixture[str],
+):
+    own = "+experiment=deepseek_v3_2048", "model.mla.q_lora_rank=1024", "hardware=h200"
+    assert plan(["what=stages", *own]) == 0
+    assert capsys.readouterr().err == ""
 
 
 def test_the_version_is_ours(own: Path):

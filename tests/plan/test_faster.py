@@ -67,7 +67,8 @@ def test_a_faster_kernel_with_a_fixed_order():
     by_library = "train.attention_backend=transformer_engine"
     (best, *_) = faster(Plan(load(*ordered)))
     assert by_library in best.overrides and "Transformer Engine" in best.cost
-    for without in (LLAMA, (*ordered, by_library), (*ordered, "data.document_mask=true")):
+    refused = (*ordered, "data.document_mask=true"), (*ordered, "train.device=cpu")
+    for without in (LLAMA, (*ordered, by_library), *refused):
         found = faster(Plan(load(*without)))
         assert not any(by_library in each.overrides for each in found)
 

@@ -169,16 +169,16 @@ def all_keys() -> list[str]:
 
 
 def like_key(word: str) -> str | None:
-    """The key that a word may be a slip of: one that ends in it, one of its section that goes on
-    where it ends, or one that is spelt like it.
+    """The key that a word may be a slip of: one with the same letters, else the shortest of its
+    section that goes on where it ends, else one that ends in it, else one that is spelt like it.
     """
     keys = all_keys()
-    ends = [key for key in keys if key.rpartition(".")[2] == word.rpartition(".")[2]]
-    if not ends:
-        return nearest(word, keys)
+    letters = word.replace("_", "")
+    same = [key for key in keys if key.replace("_", "") == letters]
     longer = [key for key in keys if key.startswith(f"{word}_")]
-    only = next((found[0] for found in (longer, ends) if len(found) == 1), None)
-    return nearest(word, ends) or only or nearest(word, keys)
+    ends = [key for key in keys if key.rpartition(".")[2] == word.rpartition(".")[2]]
+    near = nearest(word, ends) or (ends[0] if len(ends) == 1 else None)
+    return next(iter(same), min(longer, key=len, default=near)) or nearest(word, keys)
 
 
 def _keys(section: type, prefix: str) -> Iterator[str]:

@@ -4,7 +4,6 @@ whatever group was chosen.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator
 
 from hydra import compose
@@ -23,20 +22,28 @@ def overlaid(typed: Typed) -> list[str]:
     chosen = [each for each in typed.overrides if _is_choice(each)]
     if not experiments or not chosen:
         return []
-    others = tuple(each for each in typed.overrides if each not in experiments)
+    # Without keys: a key may be one of a section that the experiment alone brings.
+    options = [each for each in typed.overrides if each in chosen or _is_of_hydra(each)]
     with typed.looked_up():
         name = typed.config_name or CONFIG_NAME
         whole = compose(name, list(typed.overrides))
-        alone = compose(name, list(dataclasses.replace(typed, overrides=others).overrides))
+        alone = compose(name, options)
+    own = tuple(key_of(each) for each in typed.overrides if each not in options)
     lines = []
     for choice in chosen:
-        changed = list(_changed(alone, whole, key_of(choice)))
+        changed = list(_changed(alone, whole, key_of(choice), own))
         if changed:
             more = " …" if len(changed) > SHOWN else ""
             shown = " ".join(changed[:SHOWN])
             by = " ".join(experiments)
-            lines.append(f"{choice}: {by} sets {shown}{more} over it; keys typed behind both count")
+            over = f"{by} sets {shown}{more} over it"
+            lines.append(f"{choice}: {over}; keys that are typed count over both")
     return lines
+
+
+def _is_of_hydra(override: str) -> bool:
+    """Whether this is about Hydra itself: where options lie, for one."""
+    return key_of(override).startswith("hydra")
 
 
 def _is_choice(override: str) -> bool:
@@ -51,11 +58,16 @@ def _section(config: DictConfig, name: str) -> object:
     return values[name]
 
 
-def _changed(alone: DictConfig, whole: DictConfig, section: str) -> Iterator[str]:
+def _changed(
+    alone: DictConfig, whole: DictConfig, section: str, typed: tuple[str, ...]
+) -> Iterator[str]:
+    """Keys of a section with other values, but for those that are typed."""
     before, after = (_section(config, section) for config in (alone, whole))
     if not isinstance(before, dict) or not isinstance(after, dict):
         return
     was = dict(flat(before, f"{section}."))
     for key, value in flat(after, f"{section}."):
+        if any(key == own or key.startswith(f"{own}.") for own in typed):
+            continue
         if key not in was or was[key] != value:
             yield f"{key}={as_typed(value)}"

@@ -12,8 +12,8 @@ from app.config.training import TrainConfig
 from app.errors import ConfigError, Instead
 from app.model.attention.transformer_engine import TransformerEngineAttention
 from app.model.transformer_engine import INSTALL, import_library, library_version
+from app.rules.attention import KEY, ON_CPU
 
-KEY = "train.attention_backend"
 ORDERED = 9  # major compute capability from which cuDNN has an ordered backward
 TRIED = 64  # tokens
 
@@ -24,7 +24,7 @@ def library_attention(
     """Attention by Transformer Engine, in a type. Raises ConfigError for what this host lacks."""
     deterministic = run.train.deterministic
     if device.type != "cuda":
-        raise _refused("Transformer Engine computes on GPUs, and this run does on a CPU")
+        raise _refused(ON_CPU)
     import_library(lambda rule: _refused(rule, advice=INSTALL))
     if deterministic and torch.cuda.get_device_capability(device)[0] < ORDERED:
         rule = "cuDNN has a fixed order on GPUs like Hopper and newer, not on this one"
