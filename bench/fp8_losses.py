@@ -11,7 +11,8 @@ losses, and how far the mean of each recipe's last ones is from that of the bf16
 seeds, in percent. `margin` is `delayed` with a margin of 1. With smallmoe, instead of recipes:
 `current` for linear layers and head, and `experts` for routed experts too. Overrides are for all
 runs, and so is a warm-up of a fifth of the steps: with the twentieth that is the default, three
-runs of bf16 ended 7 % apart.
+runs of bf16 ended 7 % apart. Runs on bytes of source code differ by more than recipes do; on words
+of books, which bench/corpus.py makes from a folder of them, by a twentieth of that.
 
 Runs validate as they train, in eight bits. With `--in-bf16` the weights at the end are validated in
 bf16 as well: a run is saved, and taken up again for one step that changes nothing, its learning
@@ -22,6 +23,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import shutil
 import subprocess
@@ -30,7 +32,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from queue import Queue
-from statistics import mean
+from statistics import mean, stdev
 from typing import Any
 
 import torch
@@ -78,20 +80,23 @@ def of_way(found: dict[str, Curve], way: str) -> list[Curve]:
 def means(
     last: dict[str, float], plain: dict[str, float]
 ) -> Iterator[tuple[str, dict[str, float]]]:
-    """Of each way the mean of its last losses, and percent off those of `plain` from the same
-    seeds.
+    """Of each way the mean of its last losses, percent off those of `plain` from the same seeds,
+    and of two seeds or more the standard error of that, from the percents of each.
     """
     last = plain | last
     for way in (PLAIN, *COLOURS):
         seeds = [name.removeprefix(f"{way}-") for name in last if name.startswith(f"{way}-")]
         seeds = [seed for seed in seeds if f"{PLAIN}-{seed}" in last]
-        if seeds:
-            loss = mean(last[f"{way}-{seed}"] for seed in seeds)
-            off = 100 * (loss / mean(last[f"{PLAIN}-{seed}"] for seed in seeds) - 1)
-            yield (
-                way,
-                {"seeds": len(seeds), "val_loss": round(loss, 4), "off_percent": round(off, 3)},
-            )
+        if not seeds:
+            continue
+        own = [last[f"{way}-{seed}"] for seed in seeds]
+        other = [last[f"{PLAIN}-{seed}"] for seed in seeds]
+        row = {"seeds": len(seeds), "val_loss": round(mean(own), 4)}
+        row["off_percent"] = round(100 * (mean(own) / mean(other) - 1), 3)
+        if len(seeds) > 1 and way != PLAIN:
+            offs = [100 * (one / two - 1) for one, two in zip(own, other, strict=True)]
+            row["standard_error"] = round(stdev(offs) / math.sqrt(len(offs)), 3)
+        yield way, row
 
 
 def curve(folder: Path) -> Curve:
@@ -227,6 +232,8 @@ def main() -> int:
     for validated, found in rows["means"].items():
         for way, row in found.items():
             off = f"{row['off_percent']:+.2f} %"
+            if "standard_error" in row:
+                off += f", standard error {row['standard_error']:.2f}"
             print(f"{way}, {validated}: {row['val_loss']:.4f} of {row['seeds']} seeds, {off}")
     (out / "fp8_losses.json").write_text(json.dumps(rows, indent=1) + "\n")
     picture(rows["runs"]).savefig(out / "fp8_losses.svg")

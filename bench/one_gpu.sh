@@ -2,6 +2,7 @@
 # Runs of docs/benchmarks.md and docs/fp8.md on one GPU. Of two GPUs: bench/two_gpus.sh; the peer:
 # bench/compare.py.
 #   bash bench/one_gpu.sh FOLDER [PART …]     results go to FOLDER; without parts, all in this order
+# The part losses reads what bench/corpus.py has made of books, in the folder CORPUS.
 set -u
 out=${1:-bench/results}
 mkdir -p "$out"
@@ -30,8 +31,10 @@ run_part() {
       $smallmoe / $smallmoe $ordered / $smallmoe $ordered $te ;;
   eight_bits)
     steps 300 eight_bits_steps.jsonl $small / $small $delayed / $smallmoe / $smallmoe $delayed / $smallmoe $experts ;;
-  losses) # 44 runs of 500 steps, of nearly a minute each where three share the GPU
-    losses 2800 fp8_losses_small --experiment small --seeds 7 --in-bf16 train.seq_len=2048
+  losses) # 21 runs of 500 steps, of nearly a minute each where three share the GPU
+    : "${CORPUS:?a folder that bench/corpus.py has made of books}"
+    losses 900 fp8_losses_small --experiment small --ways current,delayed,block train.seq_len=2048 \
+      data=text "data.path=$CORPUS/texts/*.txt" "data.tokenizer=$CORPUS/tokenizer.json"
     losses 900 fp8_losses_smallmoe --experiment smallmoe --in-bf16 \
       train.seq_len=512 train.micro_batch=8 train.global_batch=32 model.num_layers=8 ;;
   *) echo "bench/one_gpu.sh: $1: is no part" >&2 && return 2 ;;

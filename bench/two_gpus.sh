@@ -2,6 +2,7 @@
 # Runs of docs/benchmarks.md, docs/fp8.md, docs/cuda-graphs.md and docs/step-time.md on two GPUs of
 # one host. Clones of hot experts: bench/echo.sh; the peer: bench/compare.py.
 #   bash bench/two_gpus.sh FOLDER [PART …]     results go to FOLDER; without parts, all in this order
+# The part losses reads what bench/corpus.py has made of books, in the folder CORPUS.
 set -u
 out=${1:-bench/results}
 mkdir -p "$out"
@@ -97,10 +98,12 @@ run_part() {
     timeout 200 python3 bench/fp8.py --errors >"$out/fp8_errors.md"
     timeout 120 python3 bench/fp8_errors.py >>"$out/fp8_errors.md"
     unset CUDA_VISIBLE_DEVICES ;;
-  losses) # half as many tokens as the experiments have: fifteen and nine runs of 500 steps, each a minute
-    for each in small smallmoe; do
-      timeout 900 python3 bench/fp8_losses.py "$out/fp8_losses_$each" --experiment $each --together 2 train.seq_len=2048
-    done ;;
+  losses) # half as many tokens as the experiments have: 24 and nine runs of 500 steps, each a minute
+    : "${CORPUS:?a folder that bench/corpus.py has made of books}"
+    words=(train.seq_len=2048 data=text "data.path=$CORPUS/texts/*.txt" "data.tokenizer=$CORPUS/tokenizer.json")
+    timeout 900 python3 bench/fp8_losses.py "$out/fp8_losses_small" --experiment small --seeds 6 \
+      --ways current,delayed,block --together 3 "${words[@]}"
+    timeout 900 python3 bench/fp8_losses.py "$out/fp8_losses_smallmoe" --experiment smallmoe --together 3 "${words[@]}" ;;
   *) echo "bench/two_gpus.sh: $1: is no part" >&2 && return 2 ;;
   esac
 }

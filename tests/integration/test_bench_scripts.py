@@ -16,6 +16,7 @@ from types import ModuleType
 import pytest
 
 from app.cli.options.compose import load_overrides
+from app.data.tokenizer import json_tokenizer
 
 ROOT = Path(__file__).parents[2]
 SCRIPTS = ("one_gpu.sh", "two_gpus.sh", "four_gpus.sh", "echo.sh", "echo.sh short")
@@ -45,6 +46,7 @@ def started(script: str, folder: Path) -> Iterator[tuple[int, str, list[str]]]:
         **os.environ,
         "PATH": f"{folder}{os.pathsep}{os.environ['PATH']}",
         "PEER": "peer.py",
+        "CORPUS": "books",
         "TOLD": str(told),
     }
     name, *parts = script.split()
@@ -111,3 +113,35 @@ def test_losses_are_measured_on_the_gpus_that_are_visible(monkeypatch: pytest.Mo
     assert losses.visible_gpus() == ["0", "1"]
     monkeypatch.setattr(losses.torch.cuda, "device_count", lambda: 0)
     assert losses.visible_gpus() == [""]  # a CPU
+
+
+def test_losses_off_those_of_bf16_are_told_with_their_standard_error():
+    losses = bench("fp8_losses")
+    plain = {"bf16-0": 1.0, "bf16-1": 2.0, "bf16-2": 4.0}
+    found = dict(losses.means({"current-0": 1.01, "current-1": 2.06, "block-3": 1.0}, plain))
+    assert found == {
+        "bf16": {"seeds": 3, "val_loss": 2.3333, "off_percent": 0.0},
+        "current": {"seeds": 2, "val_loss": 1.535, "off_percent": 2.333, "standard_error": 1.0},
+    }, "percents of 1 and 3 differ by 1 from their mean; block-3 has nothing to be compared with"
+    assert "standard_error" not in dict(losses.means({"current-0": 1.01}, plain))["current"]
+
+
+def test_texts_and_their_tokenizer_are_what_a_run_reads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    source, out = tmp_path / "source", tmp_path / "out"
+    (source / "inner").mkdir(parents=True)
+    for n in range(5):
+        (source / "inner" / f"{n}.md").write_text(f"the {n}th of five texts " * 20)
+    (source / "short.md").write_text("short")
+    pattern = f"{source}/**/*.md"
+    given = [str(out), pattern, "--every", "2", "--at-least", "100", "--ids", "300"]
+    monkeypatch.setattr(sys, "argv", ["corpus.py", *given])
+    bench("corpus").main()
+    texts = sorted((out / "texts").iterdir())
+    assert [text.read_text()[:7] for text in texts] == ["the 0th", "the 2th", "the 4th"]
+    assert "3 texts" in capsys.readouterr().out
+    tokenizer = json_tokenizer(out / "tokenizer.json")
+    ids = tokenizer.encode("the text")
+    assert tokenizer.decode(ids) == "the text" and len(ids) < len("the text")
+    assert tokenizer.eod == 0 and tokenizer.vocab_size <= 300
