@@ -194,7 +194,12 @@ def test_ctrl_c_keeps_what_finished_and_the_same_command_goes_on(
         "hydra.sweep.dir=s",
     )
     process = subprocess.Popen(
-        command(*overrides), cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        command(*overrides),
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=heeds_hangup,
     )
     wait_for(
         lambda: (
@@ -233,6 +238,11 @@ def test_ctrl_c_keeps_what_finished_and_the_same_command_goes_on(
     assert 2 <= reached < 40
     runs = [told(tmp_path / "s" / name, "run")[0] for name in ("0_steps-2", "2_steps-3")]
     assert [(each.run_group, each.job_type) for each in runs] == [("s", "sweep")] * 2
+
+
+def heeds_hangup() -> None:
+    """Whatever `nohup` in front of the tests says, which a sweep would follow."""
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 def children(pid: int) -> list[int]:
