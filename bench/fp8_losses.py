@@ -11,8 +11,8 @@ losses, and how far the mean of each recipe's last ones is from that of the bf16
 seeds, in percent. `margin` is `delayed` with a margin of 1. With smallmoe, instead of recipes:
 `current` for linear layers and head, and `experts` for routed experts too. Overrides are for all
 runs, and so is a warm-up of a fifth of the steps: with the twentieth that is the default, three
-runs of bf16 ended 7 % apart. Runs on bytes of source code differ by more than recipes do; on words
-of books, which bench/corpus.py makes from a folder of them, by a twentieth of that.
+runs of bf16 ended 7 % apart. Runs on single bytes differ by more than recipes do; on pieces of
+words, which bench/corpus.py makes of a folder of text, they differ far less.
 
 Runs validate as they train, in eight bits. With `--in-bf16` the weights at the end are validated in
 bf16 as well: a run is saved, and taken up again for one step that changes nothing, its learning
