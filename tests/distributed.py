@@ -82,9 +82,7 @@ def _rank(
             "gloo", store=dist.FileStore(store, world_size), rank=rank, world_size=world_size
         )
         sender.send((True, fn(rank, *args)))
-        if dist.is_initialized():
-            dist.barrier()  # others may still be making a group with this rank
-            dist.destroy_process_group()
+        dist.destroy_process_group()
     except BaseException:
         sender.send((False, traceback.format_exc()))
 

@@ -35,7 +35,9 @@ def run_of(
 def said(rank: int, run: Run, counts_LE: list[list[int]], peak: float | None) -> str | None:
     """Every rank is a stage with one of the layers."""
     mine_LE = torch.tensor(counts_LE[rank : rank + 1])
-    return clones_would_pay(run, mine_LE, dist.new_group(), peak=peak, device=torch.device("cpu"))
+    group = dist.new_group()
+    dist.barrier()  # a rank that leaves at once would fail one that still makes the group
+    return clones_would_pay(run, mine_LE, group, peak=peak, device=torch.device("cpu"))
 
 
 def test_it_pays_where_loads_are_uneven():
