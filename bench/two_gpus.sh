@@ -103,7 +103,7 @@ run_part() {
     words=(train.seq_len=2048 data=text "data.path=$CORPUS/texts/*.txt" "data.tokenizer=$CORPUS/tokenizer.json")
     timeout 900 python3 bench/fp8_losses.py "$out/fp8_losses_small" --experiment small --seeds 6 \
       --ways current,delayed,block --together 3 "${words[@]}"
-    timeout 900 python3 bench/fp8_losses.py "$out/fp8_losses_smallmoe" --experiment smallmoe --together 3 "${words[@]}" ;;
+    timeout 900 python3 bench/fp8_losses.py "$out/fp8_losses_smallmoe" --experiment smallmoe --together 2 "${words[@]}" ;;
   *) echo "bench/two_gpus.sh: $1: is no part" >&2 && return 2 ;;
   esac
 }
