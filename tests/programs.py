@@ -123,12 +123,11 @@ class Forked:
             for target, file in files.items():
                 if file is not None:
                     os.dup2(file, target)
-            os.closerange(3, os.sysconf("SC_OPEN_MAX"))
-            sys.stdout, sys.stderr = (open(each, "w", 1, closefd=False) for each in (1, 2))  # noqa: SIM115
             for number in signal.valid_signals():
                 if callable(signal.getsignal(number)):
                     signal.signal(number, signal.SIG_DFL)
-            signal.signal(signal.SIGINT, signal.default_int_handler)
+            os.closerange(3, os.sysconf("SC_OPEN_MAX"))
+            sys.stdout, sys.stderr = (open(each, "w", 1, closefd=False) for each in (1, 2))  # noqa: SIM115
             if env is not None:
                 os.environ.clear()
                 os.environ.update(env)
@@ -146,6 +145,7 @@ def _run(line: list[str]) -> None:
     """End this process as an interpreter with this command line would."""
     code: object = 0
     try:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         _interpret(line)
     except SystemExit as end:
         code = end.code or 0

@@ -49,5 +49,6 @@ def calibrate() -> None:
 
 
 def _loaded(module: str, called: str) -> ModuleType:
-    stop_quietly(called)  # the imports take seconds
+    # the imports take seconds
+    stop_quietly(called, speak=os.environ.get("RANK", "0") == "0")
     return import_module(f"app.cli.{module}")

@@ -7,7 +7,7 @@ from __future__ import annotations
 import os
 import sys
 
-from app.cli.processes.ctrl_c import interrupt_again, stop_quietly
+from app.cli.processes.ctrl_c import stop_quietly
 
 if __name__ == "__main__":
     stop_quietly("train.py", speak=os.environ.get("RANK", "0") == "0")  # the imports take seconds
@@ -51,7 +51,6 @@ def command(parent: int) -> None:
     launch.end_with_launcher(parent)
     with start.mistakes_in_one_line(launch, sys.argv[1:]):
         sys.argv[1:] = start.checked_arguments(sys.argv[1:], launch)
-        interrupt_again()  # not before: argparse loses its way when it is interrupted
         main()
 
 

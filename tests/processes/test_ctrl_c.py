@@ -12,16 +12,18 @@ from pathlib import Path
 
 import pytest
 
+from app.cli.processes import launch
 from app.engine.report.metrics import StepReport
 from app.engine.report.sinks import Console
 from app.engine.run import signals
 from app.engine.run.attempt import Attempt
 from app.engine.run.run_folder import newest_checkpoint
-from app.engine.run.signals import StopRequest
+from app.engine.run.signals import StopRequest, ctrl_c_held_back
 from app.engine.train import train
 from app.plan.plan import Plan
 from tests.distributed import begin_fork
 from tests.processes.test_stop import exit_code, launched
+from tests.programs import Forked
 from tests.training import ROOT, composed, corpus_in, losses
 
 
@@ -115,3 +117,43 @@ def test_during_imports_it_costs_a_line(tmp_path: Path, program: str):
     said = process.communicate(timeout=30)[1]
     name = {"app.cli.plan": "plan", "app.cli.report": "report"}.get(program, "train.py")
     assert (process.returncode, said) == (130, f"\n{name}: stopped\n")
+
+
+class Composing(Forked):
+    """A program that gets Ctrl-C where a library takes the exception for one of its own."""
+
+    def prepare(self) -> None:
+        """Have a key looked up in the way of OmegaConf's, which loses what is raised in between."""
+
+        def interrupted(*given: object, **named: object) -> None:
+            try:
+                os.kill(os.getpid(), signal.SIGINT)
+            except KeyboardInterrupt:
+                raise AttributeError("Key 'train' not in 'Run'") from None
+
+        launch.load_run = interrupted
+
+
+def test_while_composing_it_costs_a_line(tmp_path: Path):
+    with (tmp_path / "said").open("wb") as said:
+        line = [sys.executable, str(ROOT / "train.py"), f"run_dir={tmp_path}/run"]
+        code = Composing(line, cwd=tmp_path, stdout=said.fileno(), stderr=said.fileno()).wait(60)
+    assert (code, (tmp_path / "said").read_text()) == (130, "\ntrain.py: stopped\n")
+    assert not (tmp_path / "run").exists()
+
+
+def test_held_back_it_comes_at_the_end():
+    came: list[str] = []
+
+    @ctrl_c_held_back()
+    def work() -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        came.append("work is done")
+
+    before = signal.signal(signal.SIGINT, lambda number, frame: came.append("Ctrl-C"))
+    try:
+        work()
+        os.kill(os.getpid(), signal.SIGINT)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert came == ["work is done", "Ctrl-C", "Ctrl-C"]

@@ -10,6 +10,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from app.cli.options.compose import load_run, run_schema
 from app.config import ModelConfig, Run
+from app.engine.run.signals import ctrl_c_held_back
 from app.errors import ConfigError, FirstOf, typed
 from app.plan.model.stage import model_weights
 
@@ -19,6 +20,7 @@ OF_TRAINING = ("dispatcher", "static", "echo", "pad_to_capacity", "capacity_fact
 NO_LOSSES = {"aux_loss_coeff": 0.0, "z_loss_coeff": 0.0}
 
 
+@ctrl_c_held_back()
 def saved_run(config: dict[str, Any], overrides: Sequence[str], world_size: int | None) -> Run:
     """The run that a checkpoint's configuration and overrides of its keys describe.
 

@@ -27,6 +27,7 @@ from hydra.core.utils import JobReturn, JobStatus
 from omegaconf import DictConfig
 
 from app.cli.options.arguments import Typed, key_of, quoted
+from app.cli.processes.ctrl_c import interrupt_again
 from app.cli.processes.parent import bound
 from app.cli.run_report.facts import clock, run_facts, settings
 from app.cli.sweeps.record import JOB_LOG, Job, JobState, Sweep, left_to_sweep, locked
@@ -73,6 +74,7 @@ def run_trials(
 
     `fixed` are keys that all of them have the same value of, and `log` is where they report to.
     """
+    interrupt_again()
     with locked(folder):
         asked = shlex.join(["python", Path(script).name, *sys.argv[1:]])
         began = time.strftime("%Y-%m-%dT%H:%M:%S")

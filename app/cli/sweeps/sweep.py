@@ -29,6 +29,7 @@ from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig
 
 from app.cli.options.arguments import Typed, quoted
+from app.cli.processes.ctrl_c import interrupt_again
 from app.cli.processes.launch import TORCHRUN
 from app.cli.report import report
 from app.cli.run_report.facts import flat, run_facts, settings
@@ -116,6 +117,7 @@ def run_sweep(asked: SweepRequest) -> None:
     if all(job.state is JobState.skipped for job in sweep.jobs):
         print("train.py: nothing to train: every combination was skipped", file=sys.stderr)
         sys.exit(1)
+    interrupt_again()
     # jobs that save must not end with the terminal that shows them
     with lasting_output(), locked(folder):
         with taken_back(folder, made):

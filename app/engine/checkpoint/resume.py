@@ -20,6 +20,7 @@ from app.data.paths import source_option
 from app.data.sources import Record, difference
 from app.engine.checkpoint.folder import CHECKPOINTS, MANIFEST, newest_checkpoint, parse_manifest
 from app.engine.run.run_folder import CONFIG, RUNS, plain
+from app.engine.run.signals import ctrl_c_held_back
 from app.errors import ConfigError, FirstOf, nearest, typed
 from app.hf.file_names import CONFIG_JSON
 
@@ -282,6 +283,7 @@ def _recorded(checkpoint: Path) -> _Saved:
     return _Saved(checkpoint, time, manifest["config"], data=manifest.get("data"))
 
 
+@ctrl_c_held_back()
 def _config_of(run_dir: Path) -> Any | None:
     try:
         config = OmegaConf.to_container(OmegaConf.load(run_dir / CONFIG))

@@ -23,6 +23,7 @@ from omegaconf import OmegaConf
 
 from app.config import Run
 from app.engine.checkpoint.folder import CHECKPOINTS, newest_checkpoint
+from app.engine.run.signals import ctrl_c_held_back
 from app.errors import ConfigError, warn, writing
 from app.plan.export import plan_json
 from app.plan.plan import Plan
@@ -170,6 +171,7 @@ def identity(path: Path | int) -> tuple[int, int] | None:
     return found.st_dev, found.st_ino
 
 
+@ctrl_c_held_back()
 def describe_run(plan: Plan, folder: Path, version: Version) -> None:
     """Write config.yaml and plan.json, the program's version first. Raises ConfigError."""
     config = OmegaConf.to_yaml(OmegaConf.create(plain(dataclasses.asdict(plan.run))))

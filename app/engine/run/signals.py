@@ -44,6 +44,21 @@ def hand_on(number: int, handler: Any) -> None:
         handler(number, None)
 
 
+@contextmanager
+def ctrl_c_held_back() -> Iterator[None]:
+    """Within the block Ctrl-C waits for its end. OmegaConf looks things up in ways that lose an
+    interrupt, or take it for a key that is not there. In the main thread only.
+    """
+    told: list[int] = []
+    before = signal.signal(signal.SIGINT, lambda number, frame: told.append(number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before or signal.SIG_DFL)
+        if told:
+            signal.raise_signal(signal.SIGINT)
+
+
 class StopRequest:
     """Whether this rank has been told to stop."""
 
