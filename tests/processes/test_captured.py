@@ -358,6 +358,8 @@ def test_a_resumed_run_validates_as_one_without_graphs(tmp_path: Path):
     assert resumed == eager and [step for step, _ in eager] == [0, 5, 10, 15, 20]
 
 
+# Triton's interpreter takes a hundredth of a second per kernel
+TWO_MICROBATCHES = TrainConfig(steps=20, seq_len=16, micro_batch=2, global_batch=4)
 BESIDE = [
     *itertools.product(("moe", "dense"), ("partial", "whole step", "layer")),
     ("moe", "moe"),
@@ -384,11 +386,12 @@ def test_what_passes_a_norm_by_lies_in_graphs_where_it_did(
     monkeypatch.setattr(
         weight_grads, "add_summed", lambda *given: (added.append(len(given)), add(*given))
     )
-    again, precision = RecomputeConfig(phases=parts), PrecisionConfig(dtype)
+    again = RecomputeConfig(phases=parts)
+    small = {"precision": PrecisionConfig(dtype), "train": TWO_MICROBATCHES}
     runs = [
-        run_of(MODELS[model], EAGER, precision=precision),
-        run_of(MODELS[model], EAGER, precision=precision, recompute=again),
-        run_of(MODELS[model], CHOICES[graph], precision=precision, recompute=again),
+        run_of(MODELS[model], EAGER, **small),
+        run_of(MODELS[model], EAGER, recompute=again, **small),
+        run_of(MODELS[model], CHOICES[graph], recompute=again, **small),
     ]
     with process_world(0, 1, torch.device("cpu")):
         kept, eager, captured = (trained(0, run) for run in runs)
@@ -409,10 +412,14 @@ def several_with_kernels(rank: int, runs: dict[str, Run]) -> dict[str, dict[str,
 def test_gradients_that_meet_in_a_norm_are_the_same_however_backward_runs(model: str, dtype: Dtype):
     """Whole, split, split in a graph, and after whole layers computed again."""
     pytest.importorskip("triton")
-    split, precision = ScheduleConfig(ScheduleName.zero_bubble_h1), PrecisionConfig(dtype)
-    pp2 = LAYOUTS["pp2"]
+    split = ScheduleConfig(ScheduleName.zero_bubble_h1)
+    small = {
+        "parallel": LAYOUTS["pp2"],
+        "precision": PrecisionConfig(dtype),
+        "train": TWO_MICROBATCHES,
+    }
     runs = {
-        name: run_of(MODELS[model], graph, parallel=pp2, precision=precision, **sections)
+        name: run_of(MODELS[model], graph, **small, **sections)
         for name, graph, sections in (
             ("whole", EAGER, {}),
             ("split", EAGER, {"schedule": split}),
