@@ -25,6 +25,7 @@ from app.model.transformer_engine import library_version
 from app.plan.model.fp8 import fp8_weights, part_of
 from app.plan.model.stage import NamedWeight
 from app.plan.stages import Stage
+from app.rules.attention import ON_CPU
 
 REFERENCE = "the reference in torch: the same numbers, slowly"
 HOPPER = 9  # major compute capability
@@ -104,8 +105,7 @@ def arithmetic_maker(asked: LinearBackendKind, recipe: Fp8Recipe, device: torch.
     """What computes by a recipe on this device. Raises ConfigError where it cannot be had."""
     if asked is LinearBackendKind.transformer_engine and device.type != "cuda":
         near = (LinearBackendKind.auto, LinearBackendKind.torch)
-        rule = "Transformer Engine computes on GPUs, and this run does on a CPU"
-        raise ConfigError("precision.fp8.backend", asked, rule, nearest=near)
+        raise ConfigError("precision.fp8.backend", asked, ON_CPU, nearest=near)
     if _by_library(asked, device):
         return partial(TransformerEngine, fp8_library(asked, recipe), recipe, device)
     if recipe is Fp8Recipe.block:
