@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import threading
 import time
 from itertools import pairwise
 from pathlib import Path
@@ -116,6 +117,17 @@ def test_ctrl_c_while_a_mistake_is_told_ends_at_once(monkeypatch: pytest.MonkeyP
     with pytest.raises(SystemExit) as ended, readable_errors("train.py", speak, trial=trial):
         load("parallel.ep=3")
     assert ended.value.code == 130
+
+
+def test_ctrl_c_that_a_library_turned_into_an_error_is_ctrl_c(capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit) as ended, readable_errors("train.py", speak=True):
+        try:
+            raise KeyboardInterrupt
+        finally:
+            threading.Lock().release()
+    assert (ended.value.code, capsys.readouterr().err) == (130, "\ntrain.py: stopped\n")
+    with pytest.raises(RuntimeError), readable_errors("train.py", speak=True):
+        threading.Lock().release()
 
 
 def test_every_key_has_its_unit_in_a_comment():

@@ -8,11 +8,12 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
-from app.cli.processes import launch
+from app.cli.processes import ctrl_c, launch
 from app.engine.report.metrics import StepReport
 from app.engine.report.sinks import Console
 from app.engine.run import signals
@@ -140,6 +141,27 @@ def test_while_composing_it_costs_a_line(tmp_path: Path):
         code = Composing(line, cwd=tmp_path, stdout=said.fileno(), stderr=said.fileno()).wait(60)
     assert (code, (tmp_path / "said").read_text()) == (130, "\ntrain.py: stopped\n")
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(("grace_s", "ends_with"), [(0.2, 130), (60.0, 3)])
+def test_one_that_is_lost_ends_the_start_all_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    grace_s: float,
+    ends_with: int,
+):
+    monkeypatch.setattr(ctrl_c, "GRACE_S", grace_s)
+
+    def work() -> int:
+        ctrl_c.interrupt_for_a_while("train.py: stopped")
+        with suppress(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+            raise AssertionError("is raised")
+        time.sleep(1.0)
+        return 3
+
+    assert exit_code(work) == ends_with
+    assert capfd.readouterr().err == "\ntrain.py: stopped\n" * (ends_with == 130)
 
 
 def test_held_back_it_comes_at_the_end():

@@ -29,7 +29,8 @@ def readable_errors(
     ended, and the one that speaks must not be cut off.
     """
     try:
-        yield
+        with _interrupts_kept():
+            yield
     except COMPOSING as error:
         if not is_mistake(error):
             raise
@@ -51,6 +52,22 @@ def readable_errors(
     except KeyboardInterrupt:
         sys.exit(130)
     sys.exit(2)
+
+
+@contextmanager
+def _interrupts_kept() -> Iterator[None]:
+    """Turn what a library has raised while Ctrl-C was on its way out of it into that interrupt:
+    conditions of `threading`, for one, complain that they have lost their lock.
+    """
+    try:
+        yield
+    except Exception as error:
+        cause: BaseException | None = error
+        while cause is not None:
+            if isinstance(cause, KeyboardInterrupt):
+                raise KeyboardInterrupt from error
+            cause = cause.__context__
+        raise
 
 
 def trial_of(load: Callable[[Sequence[str]], object]) -> Trial:

@@ -39,8 +39,8 @@ def exit_code(number: int | None) -> int:
 
 
 def hand_on(number: int, handler: Any) -> None:
-    """Call whoever listened to a signal before us, if anybody did but Python."""
-    if callable(handler) and handler is not signal.default_int_handler:
+    """Call whoever listened to a signal before us; to Ctrl-C only this program does."""
+    if callable(handler) and number != signal.SIGINT:
         handler(number, None)
 
 
