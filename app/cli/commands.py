@@ -7,7 +7,6 @@ from importlib import import_module
 from types import ModuleType
 
 from app.cli.processes.ctrl_c import stop_quietly
-from app.cli.processes.environment import environment
 
 
 def train() -> None:
@@ -50,6 +49,5 @@ def calibrate() -> None:
 
 
 def _loaded(module: str, called: str) -> ModuleType:
-    # the imports take seconds
-    stop_quietly(called, speak=environment().get("RANK", "0") == "0")
+    stop_quietly(called)  # the imports take seconds
     return import_module(f"app.cli.{module}")

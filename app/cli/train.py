@@ -7,7 +7,7 @@ from __future__ import annotations
 import os
 import sys
 
-from app.cli.processes.ctrl_c import stop_quietly
+from app.cli.processes.ctrl_c import interrupt_again, stop_quietly
 
 if __name__ == "__main__":
     stop_quietly("train.py", speak=os.environ.get("RANK", "0") == "0")  # the imports take seconds
@@ -39,9 +39,7 @@ def main(config: DictConfig) -> float | None:
 
 
 def command(parent: int) -> None:
-    """Run the command line of a process that process `parent` has started; SystemExit unless all
-    went well.
-    """
+    """Run the command line of a process that `parent` has started; SystemExit where it fails."""
     os.environ["HYDRA_FULL_ERROR"] = "1"  # hydra raises instead of printing and exiting with 1
     # for ranks and the jobs of sweeps, which run this file
     os.environ.update(child_paths(os.environ))
@@ -49,8 +47,11 @@ def command(parent: int) -> None:
     with readable_errors("train.py", speak=True):
         launch = Launch.from_environment(os.environ)
     launch.end_with_launcher(parent)
+    stop_quietly("train.py", speak=launch.rank == 0)
     with start.mistakes_in_one_line(launch, sys.argv[1:]):
         sys.argv[1:] = start.checked_arguments(sys.argv[1:], launch)
+        if any(word.startswith("hydra/sweeper=") for word in sys.argv):
+            interrupt_again()  # sweepers of others wait for their jobs themselves
         main()
 
 

@@ -143,10 +143,13 @@ def test_while_composing_it_costs_a_line(tmp_path: Path):
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize(("grace_s", "ends_with"), [(0.2, 130), (60.0, 3)])
+@pytest.mark.parametrize(
+    ("presses", "grace_s", "ends_with"), [(1, 0.2, 130), (1, 60.0, 3), (2, 60.0, 130)]
+)
 def test_one_that_is_lost_ends_the_start_all_the_same(
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
+    presses: int,
     grace_s: float,
     ends_with: int,
 ):
@@ -154,9 +157,10 @@ def test_one_that_is_lost_ends_the_start_all_the_same(
 
     def work() -> int:
         ctrl_c.interrupt_for_a_while("train.py: stopped")
-        with suppress(KeyboardInterrupt):
-            os.kill(os.getpid(), signal.SIGINT)
-            raise AssertionError("is raised")
+        for _ in range(presses):
+            with suppress(KeyboardInterrupt):
+                os.kill(os.getpid(), signal.SIGINT)
+                raise AssertionError("is raised")
         time.sleep(1.0)
         return 3
 

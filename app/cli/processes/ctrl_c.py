@@ -1,4 +1,4 @@
-"""Ctrl-C before the steps of a run: a line instead of a stack trace. Imports little itself."""
+"""Ctrl-C outside the steps of a run: a line instead of a stack trace. Imports little itself."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 import signal
 from types import FrameType
 
-GRACE_S = 10.0  # seconds that an interrupted start has to tidy up
+GRACE_S = 10.0  # seconds that an interrupted program has to tidy up
 
 
 def stop_quietly(program: str, speak: bool = True) -> None:
@@ -24,18 +24,20 @@ def stop_quietly(program: str, speak: bool = True) -> None:
 
 
 def interrupt_for_a_while(said: str) -> None:
-    """Raise KeyboardInterrupt on Ctrl-C, and end this program GRACE_S seconds later in any case,
-    with the line `said`: callbacks from C lose the exception, and `threading` may wait for ever
-    for a lock that it met.
+    """Raise KeyboardInterrupt on Ctrl-C, and end this program with the line `said` where it is
+    still there GRACE_S seconds later, or when Ctrl-C is pressed again: callbacks from C lose the
+    exception, and `threading` may wait for ever for a lock that it met.
+
+    A process that waits inside of C, for other ranks, hears of neither before that returns.
     """
 
     def stop(number: int, frame: FrameType | None) -> None:
         _end(said)
 
     def interrupt(number: int, frame: FrameType | None) -> None:
-        if not any(signal.getitimer(signal.ITIMER_REAL)):
-            signal.signal(signal.SIGALRM, stop)
-            signal.setitimer(signal.ITIMER_REAL, GRACE_S)
+        for again in (signal.SIGINT, signal.SIGALRM):
+            signal.signal(again, stop)
+        signal.setitimer(signal.ITIMER_REAL, GRACE_S)
         raise KeyboardInterrupt
 
     signal.signal(signal.SIGINT, interrupt)
