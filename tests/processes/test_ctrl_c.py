@@ -156,7 +156,7 @@ def test_one_that_is_lost_ends_the_start_all_the_same(
     monkeypatch.setattr(ctrl_c, "GRACE_S", grace_s)
 
     def work() -> int:
-        ctrl_c.interrupt_for_a_while("train.py: stopped")
+        ctrl_c.interrupt_then_end("train.py: stopped")
         for _ in range(presses):
             with suppress(KeyboardInterrupt):
                 os.kill(os.getpid(), signal.SIGINT)

@@ -23,10 +23,10 @@ def stop_quietly(program: str, speak: bool = True) -> None:
     signal.signal(signal.SIGINT, stop)
 
 
-def interrupt_for_a_while(said: str) -> None:
+def interrupt_then_end(said: str) -> None:
     """Raise KeyboardInterrupt on Ctrl-C, and end this program with the line `said` where it is
-    still there GRACE_S seconds later, or when Ctrl-C is pressed again: callbacks from C lose the
-    exception, and `threading` may wait for ever for a lock that it met.
+    still there GRACE_S seconds later, or when Ctrl-C is pressed again: the exception may be lost on
+    its way, and `threading` may wait for ever for a lock that it met.
 
     A process that waits inside of C, for other ranks, hears of neither before that returns.
     """

@@ -27,7 +27,7 @@ from app.cli.options.messages import RESUMABLE, readable_errors, trial_of
 from app.cli.options.overlaid import overlaid
 from app.cli.options.pretrained import KEY as INIT_FROM
 from app.cli.options.trial import Trial
-from app.cli.processes.ctrl_c import interrupt_for_a_while
+from app.cli.processes.ctrl_c import interrupt_then_end
 from app.cli.processes.home import child_paths
 from app.cli.processes.launcher import Launch
 from app.cli.processes.openmp import waiting_threads
@@ -178,7 +178,7 @@ def carry_out(run: Run, launch: Launch, script: str, env: MutableMapping[str, st
     from app.engine.run.start import preflight, usable_gpus
     from app.engine.train import train
 
-    interrupt_for_a_while(f"train.py: {RESUMABLE}" if launch.rank == 0 else "")
+    interrupt_then_end(f"train.py: {RESUMABLE}" if launch.rank == 0 else "")
     attempt = Attempt(launch.requeues, launch.master, store_stays=launch.agent_store)
     plan = Plan(run)
     gpus = usable_gpus(run)
