@@ -33,10 +33,10 @@ run_part() {
     steps 300 eight_bits_steps.jsonl $small / $small $delayed / $smallmoe / $smallmoe $delayed / $smallmoe $experts ;;
   losses) # 21 runs of 500 steps, of nearly a minute each where three share the GPU
     : "${CORPUS:?a folder that bench/corpus.py has made of books}"
-    losses 900 fp8_losses_small --experiment small --ways current,delayed,block train.seq_len=2048 \
-      data=text "data.path=$CORPUS/texts/*.txt" "data.tokenizer=$CORPUS/tokenizer.json"
-    losses 900 fp8_losses_smallmoe --experiment smallmoe --in-bf16 \
-      train.seq_len=512 train.micro_batch=8 train.global_batch=32 model.num_layers=8 ;;
+    words=(data=text "data.path=$CORPUS/texts/*.txt" "data.tokenizer=$CORPUS/tokenizer.json")
+    losses 900 fp8_losses_small --experiment small --ways current,delayed,block train.seq_len=2048 "${words[@]}"
+    losses 900 fp8_losses_smallmoe --experiment smallmoe \
+      train.seq_len=512 train.micro_batch=8 train.global_batch=32 model.num_layers=8 "${words[@]}" ;;
   *) echo "bench/one_gpu.sh: $1: is no part" >&2 && return 2 ;;
   esac
 }
