@@ -51,6 +51,7 @@ COLOURS = {
 WAYS = {"small": (CURRENT, DELAYED, MARGIN, BLOCK), "smallmoe": (CURRENT, EXPERTS)}  # by experiment
 RECIPES = {EXPERTS: CURRENT, MARGIN: DELAYED}
 Curve = list[tuple[int, float]]  # step, validation loss
+BOUND = 0.5  # percent off bf16 within which a recipe can be taken for it
 
 
 def runs(
@@ -160,7 +161,8 @@ def start(folder: Path, overrides: Sequence[str], gpu: str) -> str | None:
 
 def picture(found: dict[str, Curve]) -> Figure:
     """How far losses are from the mean of the bf16 runs at each step, in percent: their band, a
-    thin line for each run in eight bits, the mean of each way. Untrained models are left out.
+    thin line for each run in eight bits, the mean of each way. Models that are untrained, or have
+    had the first tenth of the steps, are left out.
     """
     figure = Figure(figsize=(8.0, 4.0), layout="constrained")
     axes = figure.subplots()
@@ -173,18 +175,25 @@ def picture(found: dict[str, Curve]) -> Figure:
 
     band = [*zip(*map(off, plain), strict=True)]
     low, high = [*map(min, band)], [*map(max, band)]
-    axes.fill_between(steps[1:], low[1:], high[1:], color="#CCCCCC", label=f"{PLAIN}, seeds")
+    shown = slice(2, None)
+    axes.fill_between(
+        steps[shown], low[shown], high[shown], color="#CCCCCC", label=f"{PLAIN}, all runs"
+    )
     for way, colour in COLOURS.items():
         lines = [off([loss for _, loss in losses]) for losses in of_way(found, way)]
         for line in lines:
-            axes.plot(steps[1:], line[1:], color=colour, linewidth=0.6, alpha=0.4)
+            axes.plot(steps[shown], line[shown], color=colour, linewidth=0.6, alpha=0.4)
         if lines:
             means = [mean(at) for at in zip(*lines, strict=True)]
-            axes.plot(steps[1:], means[1:], color=colour, linewidth=2, label=f"{way}, mean")
+            axes.plot(
+                steps[shown], means[shown], color=colour, linewidth=2, label=f"{way}, mean of runs"
+            )
+    for bound in (-BOUND, BOUND):
+        axes.axhline(bound, color="0.4", linewidth=0.8, linestyle="dashed")
     axes.axhline(0, color="0.4", linewidth=0.6)
     axes.set_xlabel("step")
-    axes.set_ylabel(f"validation loss over the mean of {PLAIN}, less 1, %")
-    axes.legend(frameon=False)
+    axes.set_ylabel(f"validation loss off the mean of {PLAIN} runs, %")
+    figure.legend(loc="outside upper center", frameon=False, ncols=6)
     return figure
 
 

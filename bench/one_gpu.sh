@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Runs of docs/benchmarks.md and docs/fp8.md on one GPU. Of two GPUs: bench/two_gpus.sh; the peer:
-# bench/compare.py.
+# Runs of docs/benchmarks.md, docs/cuda-graphs.md, docs/fp8.md and docs/step-time.md on one GPU. Of
+# two GPUs: bench/two_gpus.sh; the peer: bench/compare.py.
 #   bash bench/one_gpu.sh FOLDER [PART …]     results go to FOLDER; without parts, all in this order
 # The part losses reads what bench/corpus.py has made of books, in the folder CORPUS.
 set -u
@@ -15,6 +15,8 @@ smallmoe="+experiment=smallmoe $whole"
 dense="+experiment=small model=llama3_8b model.num_layers=8 train.micro_batch=1 train.global_batch=8 $whole"
 ordered=train.deterministic=true
 te=train.attention_backend=transformer_engine
+captured=cuda_graph.impl=transformer_engine
+fp8=precision.fp8.recipe
 delayed="precision.fp8.recipe=delayed precision.fp8.include=[linear,head]"
 experts="precision.fp8.recipe=delayed precision.fp8.include=[linear,head,experts]"
 
@@ -31,6 +33,28 @@ run_part() {
       $smallmoe / $smallmoe $ordered / $smallmoe $ordered $te ;;
   eight_bits)
     steps 300 eight_bits_steps.jsonl $small / $small $delayed / $smallmoe / $smallmoe $delayed / $smallmoe $experts ;;
+  captured) # 120 steps beside eager ones: by Transformer Engine, and parts in eight bits
+    timeout 400 python3 bench/graphs.py --json "$out/one_gpu_graphs.jsonl" --steps 120 \
+      "moe/partial,$captured" "moe/partial,$captured,train.global_batch=32" \
+      "moe/partial,$captured,train.global_batch=64" "dense/layer,$captured" \
+      "dense/partial,$fp8=current" "dense/partial,$fp8=delayed" "dense/partial,$fp8=block" \
+      "dense/layer,$fp8=current" "dense/layer,$fp8=delayed" "dense/layer,$fp8=block" \
+      "dense/partial,$fp8=delayed,$captured" "dense/full_iteration,$fp8=block,recompute.full=true"
+    timeout 400 python3 -m pytest -m gpu -q -n0 tests/gpu/test_fp8_runs.py tests/gpu/test_te_graphs.py \
+      2>&1 | tee "$out/captured_tests.txt" ;;
+  recompute) # whole and in part, and attention of other lengths
+    timeout 300 python3 bench/step_profile.py --json "$out/recompute.jsonl" --steps 6 --top 12 \
+      $dense / $dense recompute=full / $dense recompute=selective / \
+      $smallmoe recompute=full / $small recompute=full / \
+      $dense train.seq_len=16384 train.global_batch=2 recompute=selective / \
+      $dense train.seq_len=1024 train.micro_batch=4 train.global_batch=32 ;;
+  layers) # one layer, one kernel at a time
+    timeout 300 python3 bench/fp8.py --json "$out/fp8_layers.json"
+    timeout 200 python3 bench/fp8.py --shapes 32x32768x2048x1536 32x32768x768x2048 128x32768x2048x1536 \
+      --json "$out/fp8_experts.json"
+    timeout 60 python3 bench/fp8_rows.py --alternatives --json "$out/fp8_rows.json"
+    timeout 200 python3 bench/fp8.py --errors >"$out/fp8_errors.md"
+    timeout 120 python3 bench/fp8_errors.py >>"$out/fp8_errors.md" ;;
   losses) # 21 runs of 500 steps, of nearly a minute each where three share the GPU
     : "${CORPUS:?a folder that bench/corpus.py has made of books}"
     words=(data=text "data.path=$CORPUS/texts/*.txt" "data.tokenizer=$CORPUS/tokenizer.json")
@@ -41,5 +65,5 @@ run_part() {
   esac
 }
 parts=("${@:2}")
-[ ${#parts[@]} -gt 0 ] || parts=(attention eight_bits losses)
+[ ${#parts[@]} -gt 0 ] || parts=(attention eight_bits captured recompute layers losses)
 for part in "${parts[@]}"; do run_part "$part"; done

@@ -61,15 +61,6 @@ run_part() {
     steps 300 two_gpus_steps.jsonl \
       $moe $v $every $fp8=delayed $updates / $moe $v $every $fp8=delayed / $moe $v $updates / \
       $moe $v $every $fp8=delayed cuda_graph=none / $moe $two $every $fp8=delayed cuda_graph=partial ;;
-  recompute) # whole and in part, and attention of other lengths; on one GPU
-    one="+experiment=small model=llama3_8b model.num_layers=8 train.micro_batch=1 train.global_batch=8
-      parallel.dp=1 cuda_graph=full_iteration"
-    CUDA_VISIBLE_DEVICES=0 timeout 300 python3 bench/step_profile.py --json "$out/recompute.jsonl" --steps 6 --top 12 \
-      $one / $one recompute=full / $one recompute=selective / \
-      +experiment=smallmoe parallel.dp=1 cuda_graph=full_iteration recompute=full / \
-      +experiment=small parallel.dp=1 cuda_graph=full_iteration recompute=full / \
-      $one train.seq_len=16384 train.global_batch=2 recompute=selective / \
-      $one train.seq_len=1024 train.micro_batch=4 train.global_batch=32 ;;
   levers) # with and without, in one call
     steps 600 two_gpus_levers.jsonl \
       $dense parallel.dp=2 / $dense parallel.dp=2 $updates / $moe $ep / $moe $ep $updates / $moe $ep $pairs / \
@@ -89,15 +80,6 @@ run_part() {
       $small $all $fp8=block / $small $all $fp8=delayed $counted / \
       $smallmoe / $smallmoe $all $fp8=delayed / $smallmoe $every $fp8=delayed / \
       $dense parallel.dp=2 $all $fp8=delayed / $dense parallel.dp=2 $all $fp8=delayed $counted ;;
-  layers) # one layer, one kernel at a time
-    export CUDA_VISIBLE_DEVICES=0
-    timeout 300 python3 bench/fp8.py --json "$out/fp8_layers.json"
-    timeout 200 python3 bench/fp8.py --shapes 32x32768x2048x1536 32x32768x768x2048 128x32768x2048x1536 \
-      --json "$out/fp8_experts.json"
-    timeout 60 python3 bench/fp8_rows.py --alternatives --json "$out/fp8_rows.json"
-    timeout 200 python3 bench/fp8.py --errors >"$out/fp8_errors.md"
-    timeout 120 python3 bench/fp8_errors.py >>"$out/fp8_errors.md"
-    unset CUDA_VISIBLE_DEVICES ;;
   losses) # half as many tokens as the experiments have: 24 and nine runs of 500 steps, each a minute
     : "${CORPUS:?a folder that bench/corpus.py has made of books}"
     words=(train.seq_len=2048 data=text "data.path=$CORPUS/texts/*.txt" "data.tokenizer=$CORPUS/tokenizer.json")
@@ -108,5 +90,5 @@ run_part() {
   esac
 }
 parts=("${@:2}")
-[ ${#parts[@]} -gt 0 ] || parts=(calibrate equal steps long one_graph recompute levers captured small layers losses)
+[ ${#parts[@]} -gt 0 ] || parts=(calibrate equal steps long one_graph levers captured small losses)
 for part in "${parts[@]}"; do run_part "$part"; done

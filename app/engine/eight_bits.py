@@ -27,7 +27,7 @@ from app.plan.model.stage import NamedWeight
 from app.plan.stages import Stage
 from app.rules.attention import ON_CPU
 
-REFERENCE = "the reference in torch: the same numbers, slowly"
+REFERENCE = "the reference in torch, multiplied in fp32: slow"
 HOPPER = 9  # major compute capability
 
 

@@ -11,7 +11,15 @@ from typing import Any
 
 import pytest
 
-from app.choices import Dtype, Fp8Part, Fp8Recipe, GraphImpl, GraphScope, ScheduleName
+from app.choices import (
+    Dtype,
+    Fp8Part,
+    Fp8Recipe,
+    GraphImpl,
+    GraphScope,
+    Recompute,
+    ScheduleName,
+)
 from app.config import (
     CudaGraphConfig,
     Fp8Config,
@@ -20,6 +28,7 @@ from app.config import (
     MoEConfig,
     ParallelConfig,
     PrecisionConfig,
+    RecomputeConfig,
     Run,
     ScheduleConfig,
     TrainConfig,
@@ -46,12 +55,14 @@ ROUTED = dataclasses.replace(
 )
 EAGER, WHOLE = CudaGraphConfig(), CudaGraphConfig(GraphImpl.full_iteration)
 UPDATES = dataclasses.replace(WHOLE, optimizer=True)
+PARTS = (GraphScope.attn, GraphScope.mlp)
 GRAPHS = {
     "attn": CudaGraphConfig(GraphImpl.local, (GraphScope.attn,)),
+    "partial": CudaGraphConfig(GraphImpl.local, PARTS),
     "layer": CudaGraphConfig(GraphImpl.local),
     "whole step": WHOLE,
     "whole step with its update": UPDATES,
-    "attn by Transformer Engine": CudaGraphConfig(GraphImpl.transformer_engine, (GraphScope.attn,)),
+    "partial by Transformer Engine": CudaGraphConfig(GraphImpl.transformer_engine, PARTS),
     "layer by Transformer Engine": CudaGraphConfig(GraphImpl.transformer_engine),
 }
 
@@ -80,6 +91,35 @@ def test_graphs_repeat_sixty_eager_steps(recipe: Fp8Recipe):
     assert len({row[2] for row in eager[9::10]}) == 6
     for name, graph in GRAPHS.items():
         assert trained_alone(run_of(recipe, graph), steps=60, validates=10) == eager, name
+
+
+RECOMPUTED = {
+    "every layer": RecomputeConfig(full=True),
+    "parts": RecomputeConfig(phases=(Recompute.norm, Recompute.mlp_act)),
+}
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.value)
+def test_what_is_computed_again_changes_no_bits(recipe: Fp8Recipe):
+    kept = trained_alone(run_of(recipe), steps=20)
+    for name, recompute in RECOMPUTED.items():
+        for graph in (EAGER, WHOLE):
+            again = run_of(recipe, graph, recompute=recompute)
+            assert trained_alone(again, steps=20) == kept, (name, graph.impl)
+
+
+ROUTED_PARTS = (GraphScope.attn, GraphScope.moe_router, GraphScope.moe_preprocess)
+
+
+@pytest.mark.parametrize("impl", [GraphImpl.local, GraphImpl.transformer_engine])
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.value)
+def test_parts_of_layers_with_experts_repeat_eager_steps(recipe: Fp8Recipe, impl: GraphImpl):
+    """`cuda_graph=partial`, with shared experts in eight bits."""
+    eager, graphs = (
+        trained_alone(run_of(recipe, graph, ROUTED, (Fp8Part.linear,)), steps=20)
+        for graph in (EAGER, CudaGraphConfig(impl, ROUTED_PARTS))
+    )
+    assert graphs == eager
 
 
 @pytest.mark.parametrize("chosen", ["chunks of the head", "shared experts"])

@@ -126,6 +126,22 @@ def test_losses_off_those_of_bf16_are_told_with_their_standard_error():
     assert "standard_error" not in dict(losses.means({"current-0": 1.01}, plain))["current"]
 
 
+def test_errors_of_each_layer_are_told(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    few = "model.num_layers=1", "train.seq_len=64", "data.path=app/choices.py", "train.device=cpu"
+    monkeypatch.setattr(sys, "argv", ["fp8_errors.py", "--steps", "2", *few])
+    bench("fp8_errors").main()
+    _, _, *rows = capsys.readouterr().out.splitlines()
+    assert len(rows) == 4
+    for row in rows:
+        name, plain, *recipes = [each.strip() for each in row.strip("|").split("|")]
+        assert name.startswith("layers.0.") and len(recipes) == 3
+        assert all(float(each) < 0.5 for each in plain.split(" / ")), row
+        for errors in recipes:  # of three bits behind the leading one, or two
+            assert all(0.5 < float(each) < 10 for each in errors.split(" / ")), row
+
+
 def test_texts_and_their_tokenizer_are_what_a_run_reads(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):

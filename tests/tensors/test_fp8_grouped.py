@@ -215,7 +215,7 @@ def test_experts_are_in_eight_bits_and_nothing_else(first: int):
 
 def test_a_run_says_at_its_start_what_computes_experts():
     both = dataclasses.replace(IN_8, include=(Fp8Part.linear, Fp8Part.experts))
-    reference = "by the reference in torch: the same numbers, slowly"
+    reference = "by the reference in torch, multiplied in fp32: slow"
     alone, beside = (
         fp8_line(make_run(WIDE, precision=precision(fp8)), CPU) for fp8 in (IN_8, both)
     )

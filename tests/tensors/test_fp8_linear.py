@@ -205,8 +205,8 @@ OVERLAPPING = MoEConfig(8, shared_ffn_hidden_size=16, shared_overlap=True)
 def test_a_run_says_at_its_start_what_computes_which_matrices():
     run = make_run(DENSE, precision=PrecisionConfig(Dtype.bfloat16, fp8=in_8("block")))
     assert fp8_line(run, CPU) == (
-        "17 matrices of linear and head, recipe block, by the reference in torch: the same "
-        "numbers, slowly; else bfloat16"
+        "17 matrices of linear and head, recipe block, by the reference in torch, multiplied in "
+        "fp32: slow; else bfloat16"
     )
 
 

@@ -64,10 +64,14 @@ class Fp8Linear(HeldWeight):
     def __init__(
         self, arithmetic: Fp8Arithmetic, weight_OI: nn.Parameter, count: Count | None = None
     ) -> None:
-        counted = None if count is None else partial(count, WEIGHT, weight_OI)
-        super().__init__(arithmetic, weight_OI, counted)
+        super().__init__(arithmetic, weight_OI)
         self.arithmetic = arithmetic
         self.count = count
+
+    def refreshed(self) -> None:
+        """See `HeldWeight`."""
+        if self.count is not None:
+            self.count(WEIGHT, self.weight, self.held)
 
     def input_operand(self, x: Tensor) -> Quantised:
         """See the protocol."""

@@ -10,7 +10,6 @@ Shapes: T rows, I input width, O output width, R × C any of these.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -98,19 +97,11 @@ class Fp8Arithmetic(QuantisesWeights, Protocol):
 class HeldWeight:
     """What layers in eight bits share: the weight is quantised once per update, in memory that
     never moves, so that captured graphs read what it holds now.
-
-    `counted` looks at the copies whenever they are new; None: nobody does.
     """
 
-    def __init__(
-        self,
-        quantises: QuantisesWeights,
-        weight: nn.Parameter,
-        counted: Callable[[Quantised], None] | None = None,
-    ) -> None:
+    def __init__(self, quantises: QuantisesWeights, weight: nn.Parameter) -> None:
         self._quantises = quantises
         self.weight = weight
-        self._counted = counted
         with torch.no_grad():
             self.held = quantises.weight(weight)
         self.stale = True  # the weight has changed since
@@ -121,7 +112,9 @@ class HeldWeight:
         if self.stale:
             with torch.no_grad():
                 self._quantises.update_weight(self.weight, self.held)
-            if self._counted is not None:
-                self._counted(self.held)
             self.stale = False
             self.times += 1
+            self.refreshed()
+
+    def refreshed(self) -> None:
+        """The copies are new."""
