@@ -6,6 +6,7 @@ them together as bring more.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -13,8 +14,8 @@ from app.advice.even_stages import even_layout
 from app.advice.moves import Change, Move, Value
 from app.advice.suggest import ENOUGH, Candidate
 from app.advice.trials import Trials
-from app.choices import AttentionBackendKind, GraphImpl, ScheduleName
-from app.config import Run
+from app.choices import AttentionBackendKind, Fp8Recipe, GraphImpl, ScheduleName
+from app.config import Fp8Config, Run
 from app.plan.dispatchers.choose import run_dispatcher, without_waits
 from app.plan.plan import Plan
 from app.plan.suggestion import Suggestion
@@ -120,8 +121,38 @@ def faster_attention(run: Run) -> Iterator[Change]:
         yield Change(values, BY_LIBRARY)
 
 
+SCALED = {
+    Fp8Recipe.current: "entries scaled by the largest one of their matrix",
+    Fp8Recipe.delayed: "entries scaled by the largest ones of earlier steps",
+    Fp8Recipe.block: "entries scaled in blocks",
+}
+
+
+def other_recipe(run: Run) -> Iterator[Change]:
+    """Products in eight bits by another recipe, or none: small ones may lose by it."""
+    fp8 = run.precision.fp8
+    if fp8.recipe is None:
+        return
+
+    def change(recipe: Fp8Recipe | None, allowed: Fp8Config, cost: str) -> Change:
+        """What does not go with the recipe is unset first: each key is checked as it changes."""
+        values: dict[str, Value] = {
+            f"precision.fp8.{name}": getattr(allowed, name)
+            for name in ("margin", "first_layers", "last_layers", "count_entries")
+            if getattr(allowed, name) != getattr(fp8, name)
+        }
+        return Change(values | {"precision.fp8.recipe": recipe}, cost)
+
+    if fp8.by_library:
+        for recipe, cost in SCALED.items():
+            if recipe is not fp8.recipe:
+                yield change(recipe, dataclasses.replace(fp8, margin=0), cost)
+    yield change(None, Fp8Config(), "none: products in eight bits take no less time here")
+
+
 MOVES: tuple[Move, ...] = (
     whole_graph,
+    other_recipe,
     faster_attention,
     less_recompute,
     larger_microbatch,

@@ -34,10 +34,11 @@ QWEN = (
         (*LLAMA, "parallel.pp=2", "schedule=1f1b", "train.global_batch=64"),
         (*LLAMA, "parallel.tp=4", "recompute=full"),
         (*H200, "cuda_graph=none"),
+        (*H200, "cuda_graph=none", "precision.fp8.recipe=current"),
         QWEN,
         (*QWEN, "parallel.pp=2", "recompute=selective"),
     ],
-    ids=["interleaved", "1f1b", "tensor", "eager", "experts", "everything"],
+    ids=["interleaved", "1f1b", "tensor", "eager", "eight bits", "experts", "everything"],
 )
 def test_suggestions_hold_when_typed(typed: tuple[str, ...]):
     plan = Plan(load(*typed))
@@ -71,6 +72,25 @@ def test_a_faster_kernel_with_a_fixed_order():
     for without in (LLAMA, (*ordered, by_library), *refused):
         found = faster(Plan(load(*without)))
         assert not any(by_library in each.overrides for each in found)
+
+
+def test_other_recipes_and_none_where_eight_bits_are_slower():
+    eager = (*H200, "cuda_graph=none", "train.seq_len=1024")
+    in_8 = (
+        "precision.fp8.recipe=delayed",
+        "precision.fp8.margin=1",
+        "precision.fp8.first_layers=2",
+    )
+    found = {each.overrides: each for each in faster(Plan(load(*eager, *in_8)))}
+    without = found[
+        "precision.fp8.margin=0", "precision.fp8.first_layers=0", "precision.fp8.recipe=null"
+    ]
+    seconds = [Plan(load(*eager, *given)).step_seconds for given in ((), in_8)]
+    assert without.slowdown == pytest.approx(seconds[0] / seconds[1], rel=0.01)
+    (best, *_) = faster(Plan(load(*LLAMA, "precision.fp8.recipe=block")))
+    assert "precision.fp8.recipe=delayed" in best.overrides
+    for typed in (eager, (*LLAMA, "precision.fp8.recipe=delayed"), LLAMA):
+        assert not any("fp8" in str(each.overrides) for each in faster(Plan(load(*typed))))
 
 
 def test_few_microbatches_stand_for_many():
