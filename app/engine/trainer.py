@@ -147,7 +147,15 @@ class Trainer:
         if self.run.checkpoint.export_hf:
             self._export()
         if self.leads:
-            sum_up(self.run, self.run_dir, self.data, report=validated, sample=text, advice=advice)
+            sum_up(
+                self.run,
+                self.run_dir,
+                self.data,
+                report=validated,
+                sample=text,
+                lost=self.meter.eight_bits.told(),
+                advice=advice,
+            )
             note_end(self.run_dir, self.progress.step)
         return True
 

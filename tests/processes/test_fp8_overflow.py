@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from app.choices import Fp8Recipe, GraphImpl, ScheduleName
@@ -21,7 +23,7 @@ from tests.processes.test_fp8_state import DENSE, WARMUP, WHOLE
 from tests.runs import batches_of, engine_of, make_run
 
 STEPS, INTERVAL = 6, 3
-Lines = tuple[list[dict[str, float]], str | None]
+Lines = tuple[list[dict[str, float]], str | None, str | None]
 
 
 def run_of(recipe: Fp8Recipe = Fp8Recipe.delayed, **sections: object) -> Run:
@@ -31,7 +33,7 @@ def run_of(recipe: Fp8Recipe = Fp8Recipe.delayed, **sections: object) -> Run:
 
 
 def measured(rank: int, run: Run) -> Lines:
-    """What lines of a run's metrics say, and what its end advises."""
+    """What lines of a run's metrics say, and what its end tells and advises."""
     engine = engine_of(run, rank)
     step, meter, lines = TrainingStep(engine), Fp8Meter(engine), []
     validation = Validation(engine, 1)
@@ -46,7 +48,7 @@ def measured(rank: int, run: Run) -> Lines:
             lines.append(meter.metrics())
         validation(batches[:1])
     engine.release()
-    return lines, meter.advice()
+    return lines, meter.told(), meter.advice()
 
 
 STAGES = ParallelConfig(pp=2, vpp=2)
@@ -62,7 +64,7 @@ LAYOUTS = {
 
 def test_overflows_are_counted_alike_in_every_layout():
     """Of matrices that are the same in all of them, to the last bit; entries in one step alone."""
-    [(lines, advice)] = run_distributed(measured, 1, run_of())
+    [(lines, told, advice)] = run_distributed(measured, 1, run_of())
     kinds = ("inputs", "weights", "grads")
     shares = {f"fp8_{of}_{kind}" for of in ("overflow", "underflow", "clipped") for kind in kinds}
     for line in lines:
@@ -71,16 +73,25 @@ def test_overflows_are_counted_alike_in_every_layout():
     assert lines[0]["fp8_underflow_grads"] > 0 and lines[0]["fp8_clipped_weights"] > 0
     assert lines[0]["fp8_overflow_weights"] > 0.1 and lines[0]["fp8_overflow_worst"] > 1
     assert advice is not None and "precision.fp8.margin=1" in advice
+    of_all = re.findall(r"(\S+) % of (\w+)", told)
+    assert [kind for _, kind in of_all] == [*kinds, *kinds] and "; were clipped: " in told
+    shares_told = [f"fp8_{of}_{kind}" for of in ("underflow", "clipped") for kind in kinds]
+    for share, (said, _) in zip(shares_told, of_all, strict=True):  # between those of two steps
+        low, high = sorted(line[share] for line in lines)
+        assert 0.95 * low <= float(said) / 100 <= 1.05 * high, share
     for name, (ranks, sections) in LAYOUTS.items():
         for found in run_distributed(measured, ranks, run_of(**sections)):
-            assert found == (lines, advice), name
+            assert found == (lines, told, advice), name
 
 
 @pytest.mark.parametrize("recipe", [Fp8Recipe.current, Fp8Recipe.block])
 def test_recipes_that_look_at_matrices_clip_nothing(recipe: Fp8Recipe):
-    [(lines, advice)] = run_distributed(measured, 1, run_of(recipe))
+    [(lines, told, advice)] = run_distributed(measured, 1, run_of(recipe))
     [again] = run_distributed(measured, 1, run_of(recipe, cuda_graph=WHOLE))
-    assert again == (lines, advice) and advice is None
+    assert again == (lines, told, advice) and advice is None
+    assert told is not None and told.endswith(
+        "were clipped: 0 % of inputs, 0 % of weights, 0 % of grads"
+    )
     for line in lines:
         assert line.keys() == {f"fp8_underflow_{kind}" for kind in ("inputs", "weights", "grads")}
         assert all(0 <= share < 0.05 for share in line.values()) and any(line.values())

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import add
 
 import torch.distributed as dist
 
 from app.collectives import all_reduce
 from app.engine.build import Engine
+from app.model.fp8.delayed import EACH
 
 KINDS = ("inputs", "weights", "grads")  # of matrices, in the order of `app.model.fp8.delayed`
 OFTEN = 0.01  # of matrices and steps: more overflows are worth a power of two of room
@@ -26,6 +28,8 @@ class Fp8Meter:
         self.overflows = 0.0
         self.matrices = 0.0  # in all
         self.most = 0.0  # times the largest number
+        # in the steps that were looked at: not zero, became zero, beyond the largest number
+        self.counts_33 = [[0] * EACH for _ in range(3)]
 
     def begin(self) -> None:
         """Before a step whose lost entries are to be counted; all ranks have to call this."""
@@ -63,11 +67,33 @@ class Fp8Meter:
         counts_33 = fp8.lost.counts_33.clone()
         fp8.lost.wanted.fill_(0)
         all_reduce(counts_33, self.engine.groups.world)
-        present_3, zeroed_3, beyond_3 = counts_33.T.tolist()
+        counts = counts_33.T.tolist()
+        self.counts_33 = [
+            [*map(add, sums_3, found_3)]
+            for sums_3, found_3 in zip(self.counts_33, counts, strict=True)
+        ]
+        present_3, zeroed_3, beyond_3 = counts
         found = _shares("fp8_underflow", zeroed_3, present_3)
         if fp8.scales is not None:
             found |= _shares("fp8_clipped", beyond_3, present_3)
         return found
+
+    def told(self) -> str | None:
+        """What was lost in all steps that were looked at, of all entries that are not zero; None:
+        none was looked at.
+        """
+        present_3, *losses = self.counts_33
+        if not any(present_3):
+            return None
+        parts = []
+        for word, lost_3 in zip(("became zero", "were clipped"), losses, strict=True):
+            shares = [
+                f"{100 * lost / present:.2g} % of {kind}"
+                for kind, lost, present in zip(KINDS, lost_3, present_3, strict=True)
+                if present
+            ]
+            parts.append(f"{word}: {', '.join(shares)}")
+        return "; ".join(parts)
 
     def advice(self) -> str | None:
         """What to change in the next run; None: nothing, by what has been measured."""

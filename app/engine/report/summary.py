@@ -89,10 +89,11 @@ def sum_up(
     *,
     report: ValidationReport | None,
     sample: str | None,
+    lost: str | None,
     advice: Sequence[str],
 ) -> None:
-    """Draw loss.png; on the console the sample, the loss beside that of n-grams, `advice` for the
-    next run, the files.
+    """Draw loss.png; on the console the sample, the loss beside that of n-grams, what eight bits
+    `lost`, `advice` for the next run, the files.
     """
     with telling("counting n-grams and drawing loss.png", aloud=run.log.console), writing(run_dir):
         baselines = ngram_baselines(run, data)
@@ -105,6 +106,8 @@ def sum_up(
     rows = {"this model": report.val_loss} if report else {}
     for name, value in (rows | baselines).items():
         print(f"  {name:<12}{value:7.3f}")
+    if lost is not None:
+        print(f"\nEntries of matrices in eight bits that {lost}")
     for each in advice:
         print(f"\nNext time: {each}")
     print("\nWritten:")
