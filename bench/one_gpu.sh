@@ -34,13 +34,13 @@ run_part() {
   eight_bits)
     steps 300 eight_bits_steps.jsonl $small / $small $delayed / $smallmoe / $smallmoe $delayed / $smallmoe $experts ;;
   captured) # 120 steps beside eager ones: by Transformer Engine, and parts in eight bits
-    timeout 400 python3 bench/graphs.py --json "$out/one_gpu_graphs.jsonl" --steps 120 \
+    timeout 560 python3 bench/graphs.py --json "$out/one_gpu_graphs.jsonl" --steps 120 \
       "moe/partial,$captured" "moe/partial,$captured,train.global_batch=32" \
       "moe/partial,$captured,train.global_batch=64" "dense/layer,$captured" \
       "dense/partial,$fp8=current" "dense/partial,$fp8=delayed" "dense/partial,$fp8=block" \
       "dense/layer,$fp8=current" "dense/layer,$fp8=delayed" "dense/layer,$fp8=block" \
       "dense/partial,$fp8=delayed,$captured" "dense/full_iteration,$fp8=block,recompute.full=true"
-    timeout 400 python3 -m pytest -m gpu -q -n0 tests/gpu/test_fp8_runs.py tests/gpu/test_te_graphs.py \
+    timeout 560 python3 -m pytest -m gpu -q -n0 tests/gpu/test_fp8_runs.py tests/gpu/test_te_graphs.py \
       2>&1 | tee "$out/captured_tests.txt" ;;
   recompute) # whole and in part, and attention of other lengths
     timeout 300 python3 bench/step_profile.py --json "$out/recompute.jsonl" --steps 6 --top 12 \
