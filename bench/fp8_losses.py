@@ -78,11 +78,9 @@ def of_way(found: dict[str, Curve], way: str) -> list[Curve]:
     return [losses for name, losses in found.items() if name.startswith(f"{way}-")]
 
 
-def means(
-    last: dict[str, float], plain: dict[str, float]
-) -> Iterator[tuple[str, dict[str, float]]]:
+def means(last: dict[str, float], plain: dict[str, float]) -> Iterator[tuple[str, dict[str, Any]]]:
     """Of each way the mean of its last losses, percent off those of `plain` from the same seeds,
-    and of two seeds or more the standard error of that, from the percents of each.
+    of all and of each, and of two seeds or more the standard error of that.
     """
     last = plain | last
     for way in (PLAIN, *COLOURS):
@@ -92,11 +90,13 @@ def means(
             continue
         own = [last[f"{way}-{seed}"] for seed in seeds]
         other = [last[f"{PLAIN}-{seed}"] for seed in seeds]
-        row = {"seeds": len(seeds), "val_loss": round(mean(own), 4)}
+        row: dict[str, Any] = {"seeds": len(seeds), "val_loss": round(mean(own), 4)}
         row["off_percent"] = round(100 * (mean(own) / mean(other) - 1), 3)
-        if len(seeds) > 1 and way != PLAIN:
+        if way != PLAIN:
             offs = [100 * (one / two - 1) for one, two in zip(own, other, strict=True)]
-            row["standard_error"] = round(stdev(offs) / math.sqrt(len(offs)), 3)
+            if len(offs) > 1:
+                row["standard_error"] = round(stdev(offs) / math.sqrt(len(offs)), 3)
+            row["of_each_seed"] = [round(each, 3) for each in offs]
         yield way, row
 
 

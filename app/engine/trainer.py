@@ -153,7 +153,7 @@ class Trainer:
                 self.data,
                 report=validated,
                 sample=text,
-                lost=self.meter.eight_bits.told(),
+                lost=self.meter.lost(),
                 advice=advice,
             )
             note_end(self.run_dir, self.progress.step)

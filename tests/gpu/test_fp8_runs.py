@@ -62,6 +62,7 @@ GRAPHS = {
     "layer": CudaGraphConfig(GraphImpl.local),
     "whole step": WHOLE,
     "whole step with its update": UPDATES,
+    "attn by Transformer Engine": CudaGraphConfig(GraphImpl.transformer_engine, (GraphScope.attn,)),
     "partial by Transformer Engine": CudaGraphConfig(GraphImpl.transformer_engine, PARTS),
     "layer by Transformer Engine": CudaGraphConfig(GraphImpl.transformer_engine),
 }

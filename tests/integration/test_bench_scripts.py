@@ -121,7 +121,13 @@ def test_losses_off_those_of_bf16_are_told_with_their_standard_error():
     found = dict(losses.means({"current-0": 1.01, "current-1": 2.06, "block-3": 1.0}, plain))
     assert found == {
         "bf16": {"seeds": 3, "val_loss": 2.3333, "off_percent": 0.0},
-        "current": {"seeds": 2, "val_loss": 1.535, "off_percent": 2.333, "standard_error": 1.0},
+        "current": {
+            "seeds": 2,
+            "val_loss": 1.535,
+            "off_percent": 2.333,
+            "standard_error": 1.0,
+            "of_each_seed": [1.0, 3.0],
+        },
     }, "percents of 1 and 3 differ by 1 from their mean; block-3 has nothing to be compared with"
     assert "standard_error" not in dict(losses.means({"current-0": 1.01}, plain))["current"]
 

@@ -76,9 +76,12 @@ def test_overflows_are_counted_alike_in_every_layout():
     of_all = re.findall(r"(\S+) % of (\w+)", told)
     assert [kind for _, kind in of_all] == [*kinds, *kinds] and "; were clipped: " in told
     shares_told = [f"fp8_{of}_{kind}" for of in ("underflow", "clipped") for kind in kinds]
-    for share, (said, _) in zip(shares_told, of_all, strict=True):  # between those of two steps
+    between = 0
+    for share, (said, _) in zip(shares_told, of_all, strict=True):  # that of two steps together
         low, high = sorted(line[share] for line in lines)
-        assert 0.95 * low <= float(said) / 100 <= 1.05 * high, share
+        assert 0.99 * low <= float(said) / 100 <= 1.01 * high, share
+        between += 1.1 * low < float(said) / 100 < 0.9 * high
+    assert between >= 3
     for name, (ranks, sections) in LAYOUTS.items():
         for found in run_distributed(measured, ranks, run_of(**sections)):
             assert found == (lines, told, advice), name
@@ -89,9 +92,7 @@ def test_recipes_that_look_at_matrices_clip_nothing(recipe: Fp8Recipe):
     [(lines, told, advice)] = run_distributed(measured, 1, run_of(recipe))
     [again] = run_distributed(measured, 1, run_of(recipe, cuda_graph=WHOLE))
     assert again == (lines, told, advice) and advice is None
-    assert told is not None and told.endswith(
-        "were clipped: 0 % of inputs, 0 % of weights, 0 % of grads"
-    )
+    assert told is not None and "became zero: " in told and "clipped" not in told
     for line in lines:
         assert line.keys() == {f"fp8_underflow_{kind}" for kind in ("inputs", "weights", "grads")}
         assert all(0 <= share < 0.05 for share in line.values()) and any(line.values())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from operator import add
 
 import torch.distributed as dist
@@ -13,6 +13,7 @@ from app.model.fp8.delayed import EACH
 
 KINDS = ("inputs", "weights", "grads")  # of matrices, in the order of `app.model.fp8.delayed`
 OFTEN = 0.01  # of matrices and steps: more overflows are worth a power of two of room
+LEAST = 0.0001  # percent that is told
 # times the largest number: clipping takes no more from smaller entries than rounding may (E4M3)
 ROUNDED = 16 / 15
 
@@ -82,18 +83,18 @@ class Fp8Meter:
         """What was lost in all steps that were looked at, of all entries that are not zero; None:
         none was looked at.
         """
-        present_3, *losses = self.counts_33
-        if not any(present_3):
+        fp8 = self.engine.fp8
+        present_3, zeroed_3, beyond_3 = self.counts_33
+        if fp8 is None or not any(present_3):
             return None
-        parts = []
-        for word, lost_3 in zip(("became zero", "were clipped"), losses, strict=True):
-            shares = [
-                f"{100 * lost / present:.2g} % of {kind}"
-                for kind, lost, present in zip(KINDS, lost_3, present_3, strict=True)
-                if present
-            ]
-            parts.append(f"{word}: {', '.join(shares)}")
-        return "; ".join(parts)
+        losses = {"became zero": zeroed_3}
+        if fp8.scales is not None:  # else no entry is beyond what its matrix is scaled by
+            losses["were clipped"] = beyond_3
+        said = (
+            f"{word}: {', '.join(_in_percent(lost_3, present_3))}"
+            for word, lost_3 in losses.items()
+        )
+        return f"Entries of matrices in eight bits that {'; '.join(said)}"
 
     def advice(self) -> str | None:
         """What to change in the next run; None: nothing, by what has been measured."""
@@ -106,6 +107,15 @@ class Fp8Meter:
             f"largest number of their type, up to {self.most:.3g} times that; with "
             f"precision.fp8.margin={fp8.margin + 1} twice as large ones fit (docs/fp8.md)"
         )
+
+
+def _in_percent(some_3: Sequence[int], all_3: Sequence[int]) -> Iterator[str]:
+    """By kind of matrix, of those that there are any of."""
+    for kind, some, every in zip(KINDS, some_3, all_3, strict=True):
+        if every:
+            percent = 100 * some / every
+            few = 0 < percent < LEAST
+            yield f"{'less than ' if few else ''}{LEAST if few else percent:.3g} % of {kind}"
 
 
 def _shares(name: str, some_3: Sequence[float], all_3: Sequence[float]) -> dict[str, float]:

@@ -107,7 +107,7 @@ def sum_up(
     for name, value in (rows | baselines).items():
         print(f"  {name:<12}{value:7.3f}")
     if lost is not None:
-        print(f"\nEntries of matrices in eight bits that {lost}")
+        print(f"\n{lost}")
     for each in advice:
         print(f"\nNext time: {each}")
     print("\nWritten:")
