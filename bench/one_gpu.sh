@@ -32,7 +32,8 @@ run_part() {
       $dense / $dense $ordered / $dense $ordered $te / \
       $smallmoe / $smallmoe $ordered / $smallmoe $ordered $te ;;
   eight_bits)
-    steps 300 eight_bits_steps.jsonl $small / $small $delayed / $smallmoe / $smallmoe $delayed / $smallmoe $experts ;;
+    steps 300 eight_bits_steps.jsonl $small / $small $delayed / $smallmoe / $smallmoe $delayed / $smallmoe $experts / \
+      $small cuda_graph=none / $small $fp8=current cuda_graph=none / $small $fp8=delayed cuda_graph=none ;;
   captured) # 120 steps beside eager ones: by Transformer Engine, and parts in eight bits
     timeout 560 python3 bench/graphs.py --json "$out/one_gpu_graphs.jsonl" --steps 120 \
       "moe/partial,$captured" "moe/partial,$captured,train.global_batch=32" \
