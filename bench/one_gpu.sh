@@ -17,8 +17,8 @@ ordered=train.deterministic=true
 te=train.attention_backend=transformer_engine
 captured=cuda_graph.impl=transformer_engine
 fp8=precision.fp8.recipe
-delayed="precision.fp8.recipe=delayed precision.fp8.include=[linear,head]"
-experts="precision.fp8.recipe=delayed precision.fp8.include=[linear,head,experts]"
+delayed="$fp8=delayed precision.fp8.include=[linear,head]"
+experts="$fp8=delayed precision.fp8.include=[linear,head,experts]"
 
 # shellcheck disable=SC2086
 run_part() {

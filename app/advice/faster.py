@@ -6,7 +6,6 @@ them together as bring more.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -121,33 +120,29 @@ def faster_attention(run: Run) -> Iterator[Change]:
         yield Change(values, BY_LIBRARY)
 
 
-SCALED = {
+BY_RECIPE = {
     Fp8Recipe.current: "each matrix has one scale, by its largest entry",
     Fp8Recipe.delayed: "entries beyond the largest of earlier steps are clipped",
     Fp8Recipe.block: "gradients in E4M3, blocks with scales of their own",
 }
+OF_RECIPES = ("margin", "first_layers", "last_layers", "count_entries")  # not without a recipe
 
 
 def other_recipe(run: Run) -> Iterator[Change]:
     """Products in eight bits by another recipe, or none: small ones may lose by it."""
-    fp8 = run.precision.fp8
+    fp8, key = run.precision.fp8, "precision.fp8"
     if fp8.recipe is None:
         return
-
-    def change(recipe: Fp8Recipe | None, allowed: Fp8Config, cost: str) -> Change:
-        """What does not go with the recipe is unset first: each key is checked as it changes."""
-        values: dict[str, Value] = {
-            f"precision.fp8.{name}": getattr(allowed, name)
-            for name in ("margin", "first_layers", "last_layers", "count_entries")
-            if getattr(allowed, name) != getattr(fp8, name)
-        }
-        return Change(values | {"precision.fp8.recipe": recipe}, cost)
-
-    if fp8.by_library:
-        for recipe, cost in SCALED.items():
-            if recipe is not fp8.recipe:
-                yield change(recipe, dataclasses.replace(fp8, margin=0), cost)
-    yield change(None, Fp8Config(), "products in 16 bits, which take less time than by this recipe")
+    unset: dict[str, Value] = {f"{key}.margin": 0} if fp8.margin else {}
+    for recipe, cost in BY_RECIPE.items():
+        if fp8.by_library and recipe is not fp8.recipe:
+            yield Change(unset | {f"{key}.recipe": recipe}, cost)
+    plain = Fp8Config()
+    for name in OF_RECIPES:
+        if getattr(fp8, name) != getattr(plain, name):
+            unset[f"{key}.{name}"] = getattr(plain, name)
+    cost = "products in 16 bits, which take less time than by this recipe"
+    yield Change(unset | {f"{key}.recipe": None}, cost)
 
 
 MOVES: tuple[Move, ...] = (

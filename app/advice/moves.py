@@ -6,7 +6,8 @@ A move looks at a run and yields changes; whether they are legal is for `app.rul
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -38,15 +39,24 @@ Move = Callable[[Run], Iterator[Change]]
 
 
 def with_values(run: Run, values: dict[str, Value]) -> Run:
-    """The run with some dotted keys changed, each section checked again."""
+    """The run with some dotted keys changed, each section checked once it has all of its own."""
+    changed: Run = _replaced(run, values)
+    return changed
+
+
+def _replaced(section: Any, values: Mapping[str, Value]) -> Any:
+    """A section with keys changed that are dotted from there."""
+    own: dict[str, Any] = {}
+    below: defaultdict[str, dict[str, Value]] = defaultdict(dict)
     for key, value in values.items():
-        run = _replaced(run, key.split("."), value)
-    return run
-
-
-def _replaced(section: Any, path: list[str], value: Value) -> Any:
-    inner = value if len(path) == 1 else _replaced(getattr(section, path[0]), path[1:], value)
-    return dataclasses.replace(section, **{path[0]: inner})
+        name, _, rest = key.partition(".")
+        if rest:
+            below[name][rest] = value
+        else:
+            own[name] = value
+    for name, inner in below.items():
+        own[name] = _replaced(getattr(section, name), inner)
+    return dataclasses.replace(section, **own)
 
 
 def recompute_more(run: Run) -> Iterator[Change]:

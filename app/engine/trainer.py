@@ -153,7 +153,7 @@ class Trainer:
                 self.data,
                 report=validated,
                 sample=text,
-                lost=self.meter.lost(),
+                lost=self.meter.lost_entries(),
                 advice=advice,
             )
             note_end(self.run_dir, self.progress.step)

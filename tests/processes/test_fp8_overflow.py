@@ -48,7 +48,7 @@ def measured(rank: int, run: Run) -> Lines:
             lines.append(meter.metrics())
         validation(batches[:1])
     engine.release()
-    return lines, meter.told(), meter.advice()
+    return lines, meter.lost_entries(), meter.advice()
 
 
 STAGES = ParallelConfig(pp=2, vpp=2)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from operator import add
+from collections.abc import Sequence
 
+import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from app.collectives import all_reduce
 from app.engine.build import Engine
@@ -13,7 +14,7 @@ from app.model.fp8.delayed import EACH
 
 KINDS = ("inputs", "weights", "grads")  # of matrices, in the order of `app.model.fp8.delayed`
 OFTEN = 0.01  # of matrices and steps: more overflows are worth a power of two of room
-LEAST = 0.0001  # percent that is told
+FATES = {"underflow": "became zero", "clipped": "were clipped"}  # of entries
 # times the largest number: clipping takes no more from smaller entries than rounding may (E4M3)
 ROUNDED = 16 / 15
 
@@ -29,8 +30,8 @@ class Fp8Meter:
         self.overflows = 0.0
         self.matrices = 0.0  # in all
         self.most = 0.0  # times the largest number
-        # in the steps that were looked at: not zero, became zero, beyond the largest number
-        self.counts_33 = [[0] * EACH for _ in range(3)]
+        # by kind, in steps that were looked at: not zero, of these became zero, too large
+        self.counts_33 = torch.zeros(EACH, 3, dtype=torch.int64)
 
     def begin(self) -> None:
         """Before a step whose lost entries are to be counted; all ranks have to call this."""
@@ -59,7 +60,9 @@ class Fp8Meter:
         self.overflows += sum(overflows_3) if most > ROUNDED else 0.0
         self.matrices += sum(matrices_3)
         self.most = max(self.most, most)
-        return _shares("fp8_overflow", overflows_3, matrices_3) | {"fp8_overflow_worst": most}
+        shares = _shares(overflows_3, matrices_3)
+        named = {f"fp8_overflow_{kind}": share for kind, share in shares.items()}
+        return named | {"fp8_overflow_worst": most}
 
     def _lost(self) -> dict[str, float]:
         fp8 = self.engine.fp8
@@ -68,31 +71,33 @@ class Fp8Meter:
         counts_33 = fp8.lost.counts_33.clone()
         fp8.lost.wanted.fill_(0)
         all_reduce(counts_33, self.engine.groups.world)
-        counts = counts_33.T.tolist()
-        self.counts_33 = [
-            [*map(add, sums_3, found_3)]
-            for sums_3, found_3 in zip(self.counts_33, counts, strict=True)
-        ]
-        present_3, zeroed_3, beyond_3 = counts
-        found = _shares("fp8_underflow", zeroed_3, present_3)
-        if fp8.scales is not None:
-            found |= _shares("fp8_clipped", beyond_3, present_3)
+        found_33 = counts_33.cpu()
+        self.counts_33 += found_33
+        return {
+            f"fp8_{fate}_{kind}": share
+            for fate, shares in self._fates(found_33).items()
+            for kind, share in shares.items()
+        }
+
+    def _fates(self, counts_33: Tensor) -> dict[str, dict[str, float]]:
+        """Shares of entries by what becomes of them, and by kind of matrix."""
+        fp8 = self.engine.fp8
+        present_3, zeroed_3, beyond_3 = counts_33.T.tolist()
+        found = {"underflow": _shares(zeroed_3, present_3)}
+        if fp8 is not None and fp8.scales is not None:  # else none is beyond what it is scaled by
+            found["clipped"] = _shares(beyond_3, present_3)
         return found
 
-    def told(self) -> str | None:
+    def lost_entries(self) -> str | None:
         """What was lost in all steps that were looked at, of all entries that are not zero; None:
         none was looked at.
         """
-        fp8 = self.engine.fp8
-        present_3, zeroed_3, beyond_3 = self.counts_33
-        if fp8 is None or not any(present_3):
+        if not self.counts_33.any():
             return None
-        losses = {"became zero": zeroed_3}
-        if fp8.scales is not None:  # else no entry is beyond what its matrix is scaled by
-            losses["were clipped"] = beyond_3
         said = (
-            f"{word}: {', '.join(_in_percent(lost_3, present_3))}"
-            for word, lost_3 in losses.items()
+            f"{FATES[fate]}: "
+            + ", ".join(f"{100 * share:.3g} % of {kind}" for kind, share in shares.items())
+            for fate, shares in self._fates(self.counts_33).items()
         )
         return f"Entries of matrices in eight bits that {'; '.join(said)}"
 
@@ -109,16 +114,7 @@ class Fp8Meter:
         )
 
 
-def _in_percent(some_3: Sequence[int], all_3: Sequence[int]) -> Iterator[str]:
-    """By kind of matrix, of those that there are any of."""
-    for kind, some, every in zip(KINDS, some_3, all_3, strict=True):
-        if every:
-            percent = 100 * some / every
-            few = 0 < percent < LEAST
-            yield f"{'less than ' if few else ''}{LEAST if few else percent:.3g} % of {kind}"
-
-
-def _shares(name: str, some_3: Sequence[float], all_3: Sequence[float]) -> dict[str, float]:
+def _shares(some_3: Sequence[float], all_3: Sequence[float]) -> dict[str, float]:
     """By kind of matrix, of those that there are any of."""
     kinds = zip(KINDS, some_3, all_3, strict=True)
-    return {f"{name}_{kind}": some / every for kind, some, every in kinds if every}
+    return {kind: some / every for kind, some, every in kinds if every}

@@ -229,9 +229,9 @@ class Meter:
     def _at_interval(self, step: int) -> bool:
         return step % self.run.log.interval == 0 or step == self.run.train.steps
 
-    def lost(self) -> str | None:
-        """What eight bits have lost in the steps that were looked at; None: nothing was."""
-        return self.eight_bits.told()
+    def lost_entries(self) -> str | None:
+        """What eight bits have lost in steps that were looked at; None: none was."""
+        return self.eight_bits.lost_entries()
 
     def advice(self) -> list[str]:
         """For the next run, by what has been measured in this one; all ranks ask."""
