@@ -273,7 +273,8 @@ def measured(shape: str, way: str) -> Row:
     forward = 1000 * gpu_time(captured(layer.forward))[0]
     both, spread = (1000 * ms for ms in gpu_time(captured(layer.both)))
     tflops = 6 * rows * given * made / both / 1e6
-    name = f"{experts[0]} of " * bool(experts) + f"{rows} × {given} → {made}"
+    of_experts = f"{experts[0]} of " if experts else ""
+    name = f"{of_experts}{rows} × {given} → {made}"
     return Row(name, way, forward, both, spread, of_input, of_weight, tflops, *off)
 
 

@@ -10,10 +10,19 @@ from typing import Any
 
 import pytest
 
-from app.choices import DispatcherKind, Dtype, Fp8Part, Fp8Recipe, ScheduleName
+from app.choices import (
+    DispatcherKind,
+    Dtype,
+    Fp8Part,
+    Fp8Recipe,
+    GraphImpl,
+    GraphScope,
+    ScheduleName,
+)
 from app.cli.options.compose import load_overrides
 from app.cli.plan import main
 from app.config import (
+    CudaGraphConfig,
     Fp8Config,
     LossConfig,
     ModelConfig,
@@ -29,7 +38,7 @@ from app.plan.cost.flops import PLANNED_PEAK, stage_flops
 from app.plan.cost.times import QUANTISED, PartTimes, stage_times
 from app.plan.layout import select_layout
 from app.plan.memory.activations import MicrobatchMemory, chunk_activations
-from app.plan.memory.overheads import FP8_WORKSPACE
+from app.plan.memory.overheads import FP8_WORKSPACE, WORKSPACES
 from app.plan.memory.rank_memory import RankMemory
 from app.plan.plan import Plan
 from app.plan.stages import Stage
@@ -216,6 +225,21 @@ def times_of(run: Run, **changed: float | None) -> PartTimes:
     return stage_times(own, [WHOLE], select_layout(own), own.hardware.profile)[0]
 
 
+@pytest.mark.parametrize(("recipe", "launches"), [("current", 3), ("delayed", 2), ("block", 2)])
+def test_what_quantising_takes_the_host(recipe: str, launches: int):
+    """Launches for each product outside of graphs, as eager steps of `small` took on an H200."""
+
+    def host(fp8: Fp8Config | None, graph: GraphImpl = GraphImpl.none) -> float:
+        run = run_of(fp8, cuda_graph=CudaGraphConfig(graph))
+        return times_of(run, launch_us=1.0).forward_host
+
+    matrices = 4 * 4
+    chosen = in_8(Fp8Recipe(recipe))
+    assert host(chosen) - host(None) == pytest.approx(matrices * launches * 1e-6)
+    assert host(chosen, GraphImpl.local) == pytest.approx(host(None, GraphImpl.local)) != 0
+    assert host(chosen, GraphImpl.full_iteration) == 0
+
+
 @pytest.mark.parametrize(("recipe", "moved"), [("current", 6), ("delayed", 4), ("block", 6)])
 def test_measured_speeds_of_products_and_of_quantising(recipe: str, moved: int):
     """Each product quantises its input in forward and its output's gradient in backward."""
@@ -278,6 +302,33 @@ def moe_run(include: tuple[Fp8Part, ...], first_layers: int = 0, **sections: obj
     """Parts in eight bits; none: none are."""
     fp8 = in_8(include=include, first_layers=first_layers) if include else None
     return run_of(fp8, MOE, **sections)
+
+
+@pytest.mark.parametrize("scope", [(), (GraphScope.attn,)], ids=["layer", "attn"])
+def test_trial_runs_of_products_in_eight_bits_alone_need_no_workspaces(
+    scope: tuple[GraphScope, ...],
+):
+    """Measured on an H200 (`bench/graphs.py`); those of any other product do."""
+
+    def workspaces(fp8: Fp8Config, impl: GraphImpl, **sections: object) -> int:
+        run = run_of(fp8, cuda_graph=CudaGraphConfig(impl, scope), **sections)
+        return parts_of(run)["library workspaces"]
+
+    def of_trials(fp8: Fp8Config, **sections: object) -> int:
+        theirs, ours = GraphImpl.transformer_engine, GraphImpl.local
+        return workspaces(fp8, theirs, **sections) - workspaces(fp8, ours, **sections)
+
+    assert of_trials(in_8()) == 0
+    others = {
+        "none in eight bits": Fp8Config(),
+        "the head alone": in_8(include=(Fp8Part.head,)),
+        "a layer left out": in_8(first_layers=1),
+    }
+    assert {name: of_trials(fp8) for name, fp8 in others.items()} == dict.fromkeys(
+        others, WORKSPACES
+    )
+    routed = 0 if scope else WORKSPACES  # by a router
+    assert of_trials(in_8(), model=MOE) == routed
 
 
 def test_weights_of_experts_have_two_copies_with_a_scale_per_row():

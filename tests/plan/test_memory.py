@@ -213,7 +213,7 @@ def test_inputs_of_all_microbatches():
 # --- peaks ---
 
 
-NO_GRAPH = GraphShare(0, 0, {}, context=0, scratch=0, kernels=0)
+NO_GRAPH = GraphShare(0, 0, {}, context=0, scratch=0, kernels=0, cublas=False)
 
 
 def memory_of(kept: int, forward: int, backward: int, waiting: int = 0) -> MicrobatchMemory:

@@ -144,8 +144,10 @@ class _Clock:
         """Seconds of the host for a forward's kernels outside of graphs."""
         if self.whole:
             return 0.0
-        kernels = sum(op.kernels for op in ops if op.phase not in self.captured)
-        return kernels * self.kernels.profile.launch_us * MICRO
+        outside = [op for op in ops if op.phase not in self.captured]
+        calls = sum(op.eight_bits.calls for op in outside if op.eight_bits is not None)
+        launches = calls + sum(op.kernels for op in outside)
+        return launches * self.kernels.profile.launch_us * MICRO
 
     def _waited(self, ops: Sequence[Operation]) -> float:
         """Seconds of an idle GPU behind a wait of the host."""

@@ -8,7 +8,7 @@ numbers are bytes.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 
 from app.choices import GraphScope
@@ -52,6 +52,7 @@ class GraphShare:
     context: int  # what the layers share: cosines, sines, the mask
     scratch: int  # alive only while one of them runs
     kernels: int  # launches of all their forwards
+    cublas: bool  # whether any of them has products by cuBLAS
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +95,7 @@ class _Link:
     graph: CapturedMemory
     captured: Collection[str]  # phases that the graph holds
     kernels: Mapping[str, int]  # phase -> launches
+    cublas: Set[str]  # phases with products by cuBLAS
 
     @property
     def inside(self) -> tuple[str, ...]:
@@ -188,7 +190,11 @@ def _row(s: Sizes, stage: Stage, recompute: RecomputeChoice) -> list[_Link]:
 
 def _link(traced: ForwardTrace, captured: Collection[str]) -> _Link:
     return _Link(
-        trace_memory(traced), captured_memory(traced, captured), captured, kernels=traced.kernels()
+        trace_memory(traced),
+        captured_memory(traced, captured),
+        captured,
+        kernels=traced.kernels(),
+        cublas=traced.cublas(),
     )
 
 
@@ -234,4 +240,5 @@ def _graph_share(row: Sequence[_Link], context: int) -> GraphShare:
         kernels=sum(
             count for link in row for phase, count in link.kernels.items() if phase in link.captured
         ),
+        cublas=any(not link.cublas.isdisjoint(link.captured) for link in row),
     )

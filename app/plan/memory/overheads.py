@@ -5,11 +5,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from types import MappingProxyType
 
 from app.config import Run
 from app.plan.graphs import GraphPlan
 from app.plan.groups import GroupKind
+from app.plan.memory.activations import ChunkActivations
 
 MIB = 2**20
 GIB = 2**30
@@ -31,14 +33,18 @@ UPDATE_KERNELS = 30  # kernels of an update: sums over ranks, norm, divisor
 BUCKET_KERNELS = 3  # and per bucket of parameters
 
 
-def library_workspaces(run: Run, graphs: GraphPlan | None) -> int:
-    """Bytes of a rank, which captures these graphs of parts of layers, for products.
+def library_workspaces(
+    run: Run, graphs: GraphPlan | None, chunks: Sequence[ChunkActivations]
+) -> int:
+    """Bytes of a rank with these chunks, which captures these graphs of parts of layers, for
+    products.
 
     Shared experts may have a stream of their own. So does the trial run in which Transformer Engine
-    prepares the graphs of a pool.
+    prepares the graphs of a pool, unless all of their products are in eight bits.
     """
     moe = run.model.moe
     streams = 2 if moe is not None and moe.shared_overlap else 1
-    trials = 0 if graphs is None else len(graphs.orders)
+    cublas = any(chunk.usual.graph.cublas for chunk in chunks)
+    trials = len(graphs.orders) if graphs is not None and cublas else 0
     fp8 = FP8_WORKSPACE if run.precision.fp8.by_library else 0
     return (streams + trials) * WORKSPACES + fp8

@@ -192,7 +192,7 @@ def _parts(
     )
     how = "cuBLAS, of the threads of forward and backward"
     how += ", and of FP8" if run.precision.fp8.by_library else ""
-    tensors.append(MemoryPart("library workspaces", library_workspaces(run, graphs), how))
+    tensors.append(MemoryPart("library workspaces", library_workspaces(run, graphs, chunks), how))
     yield from tensors
     allocated = sum(part.bytes for part in tensors if part.name not in OUTSIDE)
     yield MemoryPart(

@@ -228,3 +228,8 @@ class ForwardTrace:
         for op in self.trace.ops:
             found[op.phase] = found.get(op.phase, 0) + op.kernels
         return found
+
+    def cublas(self) -> set[str]:
+        """Phases with products by cuBLAS: not of experts, and not in eight bits."""
+        by_it = (Work.product, Work.router_product)
+        return {op.phase for op in self.trace.ops if op.work in by_it and op.eight_bits is None}
