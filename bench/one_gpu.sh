@@ -50,9 +50,7 @@ run_part() {
       $dense train.seq_len=16384 train.global_batch=2 recompute=selective / \
       $dense train.seq_len=1024 train.micro_batch=4 train.global_batch=32 ;;
   layers) # one layer, one kernel at a time
-    timeout 300 python3 bench/fp8.py --json "$out/fp8_layers.json"
-    timeout 200 python3 bench/fp8.py --shapes 32x32768x2048x1536 32x32768x768x2048 128x32768x2048x1536 \
-      --json "$out/fp8_experts.json"
+    timeout 300 python3 bench/fp8.py --ways bf16 current delayed block rows --json "$out/fp8_layers.json"
     timeout 60 python3 bench/fp8_rows.py --alternatives --json "$out/fp8_rows.json"
     timeout 200 python3 bench/fp8.py --errors >"$out/fp8_errors.md"
     timeout 120 python3 bench/fp8_errors.py >>"$out/fp8_errors.md" ;;

@@ -25,10 +25,17 @@ def import_library(refused: Callable[[str], ConfigError]) -> ModuleType:
     if release < OLDEST:
         wanted = ".".join(map(str, OLDEST))
         raise refused(f"Transformer Engine {version} is older than {wanted}")
+    return load(refused)
+
+
+def load(refused: Callable[[str], ConfigError]) -> ModuleType:
+    """Transformer Engine for torch, of whatever version. Raises what `refused` makes of the reason
+    where it cannot be loaded: with a package that it does not go with anything may be raised.
+    """
     try:
         return import_module(f"{LIBRARY}.pytorch")
-    except (ImportError, OSError, RuntimeError) as error:
-        what = str(error).splitlines()[0]
+    except Exception as error:
+        what = (str(error) or type(error).__name__).splitlines()[0]
         raise refused(f"Transformer Engine cannot be loaded: {what}") from error
 
 

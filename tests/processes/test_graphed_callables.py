@@ -225,7 +225,7 @@ def test_nothing_is_replayed_after_its_release():
 @pytest.mark.parametrize(
     ("make", "said"),
     [
-        (None, "Transformer Engine cannot be used here: import of transformer_engine.* halted"),
+        (None, "Transformer Engine cannot be loaded: import of transformer_engine.* halted"),
         (
             lambda modules, sample_args, _order=None: None,
             "too old: make_graphed_callables lacks _num_layers_per_chunk",
@@ -242,7 +242,7 @@ def test_without_a_usable_transformer_engine_one_line_says_what_to_do(
     with pytest.raises(ConfigError, match=said) as refused:
         graphed_callables()
     assert str(refused.value).endswith(
-        "install transformer_engine[pytorch] 2.19 or later, or set cuda_graph.impl=local"
+        "; pip install 'transformer_engine[pytorch]>=2.20', or cuda_graph.impl=local"
     )
 
 

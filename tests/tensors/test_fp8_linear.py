@@ -21,6 +21,7 @@ from app.choices import Dtype, Fp8Part, Fp8Recipe, LinearBackendKind
 from app.config import Fp8Config, ModelConfig, MoEConfig, ParallelConfig, PrecisionConfig
 from app.engine.eight_bits import arithmetic_maker, build_fp8, fp8_line
 from app.errors import ConfigError
+from app.model import transformer_engine as library
 from app.model.chunk import Chunk
 from app.model.fp8 import transformer_engine
 from app.model.fp8.linear import Fp8Layers, Fp8Linear
@@ -276,6 +277,13 @@ def test_a_host_that_lacks_transformer_engine_is_told_what_to_install(
     assert "Transformer Engine 2.9.0+4242 is older than 2.20" in refusal()
     version("2.20.2")
     assert "Transformer Engine cannot be loaded: No module named" in refusal()
+
+    def fails(name: str) -> None:  # as pydantic does beside a core of another version
+        raise SystemError("The installed pydantic-core version is incompatible\nwith this one")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(library, "import_module", fails)
+        assert "cannot be loaded: The installed pydantic-core version is incompatible" in refusal()
     lacks = SimpleNamespace(
         is_fp8_block_scaling_available=lambda return_reason: (False, "needs CUDA 12.9")
     )

@@ -12,7 +12,6 @@ what is captured, as with our own graphs, so there is nothing that it would have
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import itertools
 from collections import Counter
@@ -33,6 +32,7 @@ from app.errors import ConfigError
 from app.model.block import LEAVES
 from app.model.chunk import Chunk
 from app.model.layers import Context
+from app.model.transformer_engine import INSTALL, load
 from app.optim.distributed import DistributedOptimizer
 from app.optim.grad_buckets import Arrival
 from app.plan.graphs import GraphPlan, PoolOrder
@@ -58,20 +58,17 @@ MakeGraphed = Callable[..., Sequence[Graphed]]
 
 def graphed_callables() -> MakeGraphed:
     """Transformer Engine's `make_graphed_callables`. ConfigError where it cannot be had."""
-    try:
-        found = importlib.import_module("transformer_engine.pytorch").make_graphed_callables
-    except (ImportError, AttributeError, OSError, RuntimeError) as error:
-        why = (str(error) or type(error).__name__).splitlines()[0]
-        raise _refusal(f"Transformer Engine cannot be used here: {why}") from error
-    lacks = [name for name in NEEDED if name not in inspect.signature(found).parameters]
+    make: MakeGraphed | None = getattr(load(_refusal), "make_graphed_callables", None)
+    if make is None:
+        raise _refusal("Transformer Engine is too old: it has no make_graphed_callables")
+    lacks = [name for name in NEEDED if name not in inspect.signature(make).parameters]
     if lacks:
         raise _refusal(f"Transformer Engine is too old: make_graphed_callables lacks {lacks[0]}")
-    make: MakeGraphed = found
     return make
 
 
 def _refusal(rule: str) -> ConfigError:
-    advice = "install transformer_engine[pytorch] 2.19 or later, or set cuda_graph.impl=local"
+    advice = f"{INSTALL}, or cuda_graph.impl=local"
     return ConfigError("cuda_graph.impl", GraphImpl.transformer_engine, rule, advice=advice)
 
 
