@@ -30,7 +30,7 @@ def import_library(refused: Callable[[str], ConfigError]) -> ModuleType:
 
 def load(refused: Callable[[str], ConfigError]) -> ModuleType:
     """Transformer Engine for torch, of whatever version. Raises what `refused` makes of the reason
-    where it cannot be loaded: with a package that it does not go with anything may be raised.
+    where it cannot be loaded: beside an incompatible package its import may raise any exception.
     """
     try:
         return import_module(f"{LIBRARY}.pytorch")

@@ -223,20 +223,20 @@ def test_nothing_is_replayed_after_its_release():
 
 
 @pytest.mark.parametrize(
-    ("make", "said"),
+    ("package", "said"),
     [
         (None, "Transformer Engine cannot be loaded: import of transformer_engine.* halted"),
+        (types.SimpleNamespace(), "too old: it has no make_graphed_callables"),
         (
-            lambda modules, sample_args, _order=None: None,
+            types.SimpleNamespace(make_graphed_callables=lambda modules, _order=None: None),
             "too old: make_graphed_callables lacks _num_layers_per_chunk",
         ),
     ],
-    ids=["missing", "old"],
+    ids=["missing", "older", "old"],
 )
 def test_without_a_usable_transformer_engine_one_line_says_what_to_do(
-    monkeypatch: pytest.MonkeyPatch, make: object, said: str
+    monkeypatch: pytest.MonkeyPatch, package: object, said: str
 ):
-    package = None if make is None else types.SimpleNamespace(make_graphed_callables=make)
     monkeypatch.setitem(sys.modules, "transformer_engine", package)
     monkeypatch.setitem(sys.modules, "transformer_engine.pytorch", package)
     with pytest.raises(ConfigError, match=said) as refused:

@@ -141,12 +141,12 @@ class _Clock:
         return (2 * op.flops + again) / self.kernels.speedup(op) + gradient
 
     def _launched(self, ops: Sequence[Operation]) -> float:
-        """Seconds of the host for a forward's kernels outside of graphs."""
+        """Seconds of the host for a forward's kernels outside of graphs, and for quantising."""
         if self.whole:
             return 0.0
         outside = [op for op in ops if op.phase not in self.captured]
-        calls = sum(op.eight_bits.calls for op in outside if op.eight_bits is not None)
-        launches = calls + sum(op.kernels for op in outside)
+        quantising = sum(op.eight_bits.host_launches for op in outside if op.eight_bits)
+        launches = quantising + sum(op.kernels for op in outside)
         return launches * self.kernels.profile.launch_us * MICRO
 
     def _waited(self, ops: Sequence[Operation]) -> float:

@@ -40,7 +40,7 @@ def library_workspaces(
     products.
 
     Shared experts may have a stream of their own. So does the trial run in which Transformer Engine
-    prepares the graphs of a pool, unless all of their products are in eight bits.
+    prepares the graphs of a pool, unless all captured products of the rank are in eight bits.
     """
     moe = run.model.moe
     streams = 2 if moe is not None and moe.shared_overlap else 1

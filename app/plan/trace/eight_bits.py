@@ -12,10 +12,11 @@ from app.choices import Fp8Recipe
 BLOCK = 128  # values that share a scale by the recipe `block`
 SCALE = 4  # of a scale, fp32
 # launches that quantise a matrix: of the first recipe those of its largest entry and its scale too
-LAUNCHES = {Fp8Recipe.current: 3, Fp8Recipe.delayed: 1, Fp8Recipe.block: 1}
-# further launches' worth of the host's time that quantising a matrix takes: 2.7 and 1.65 in all, by
-# eager steps of `small` (docs/fp8.md); `block`, one kernel too, is taken to be as `delayed`
-CALLS = {Fp8Recipe.current: 0, Fp8Recipe.delayed: 1, Fp8Recipe.block: 1}
+LAUNCHES = {Fp8Recipe.current: 4, Fp8Recipe.delayed: 1, Fp8Recipe.block: 1}
+# the host's time for that in launches of other kernels, where backward takes three times as much as
+# forward: by eager steps of `small` beside bf16 ones (docs/step-time.md); that of `block`, one
+# kernel too, is taken to be that of `delayed`
+HOST_LAUNCHES = {Fp8Recipe.current: 2.7, Fp8Recipe.delayed: 1.7, Fp8Recipe.block: 1.7}
 # times faster than in bf16 all linear layers and the head are, forward and both gradients with what
 # they quantise, where no profile has their speeds: by whole steps of 16 layers as wide as
 # llama3_8b's on two H200s (docs/fp8.md)
@@ -47,9 +48,11 @@ class EightBits:
         return SPEEDUP[self.recipe], SPEEDUP[self.recipe]
 
     @property
-    def calls(self) -> int:
-        """The host's time for quantising, in launches, besides those of its kernels."""
-        return 0 if self.recipe is None else CALLS[self.recipe]
+    def host_launches(self) -> float:
+        """The host's time for quantising, in launches, beyond one for each kernel of it."""
+        if self.recipe is None:
+            return 0.0
+        return HOST_LAUNCHES[self.recipe] - LAUNCHES[self.recipe]
 
 
 @dataclass(frozen=True, slots=True)
