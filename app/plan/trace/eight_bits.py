@@ -5,7 +5,7 @@ As on a GPU like Hopper, whose tensor cores take two copies of each matrix.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from app.choices import Fp8Recipe
 
@@ -57,7 +57,7 @@ class EightBits:
 
 @dataclass(frozen=True, slots=True)
 class Copies:
-    """A matrix in eight bits: along its rows, and along its columns."""
+    """A matrix in eight bits: along its rows, and along its columns; 0: there are none."""
 
     rows: int
     columns: int
@@ -92,6 +92,51 @@ class Copies:
             rows * columns + SCALE * down * _padded(across),
             rows * columns + SCALE * across * _padded(down),
         )
+
+
+NO_COPIES = Copies(0, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class ProductOperands:
+    """What a linear layer's kernels read in place of its rows and of their gradient: copies in
+    eight bits, or these themselves.
+    """
+
+    given: Copies = NO_COPIES  # of the rows that it multiplies with its weight
+    back: Copies = NO_COPIES  # of the gradient of those that it makes
+    launches: int = 0  # that quantise the rows
+    eight_bits: EightBits | None = None  # None: all are in the type of parameters
+
+    @classmethod
+    def of(cls, recipe: Fp8Recipe | None, rows: int, made: int, taken: int) -> ProductOperands:
+        """Of so many rows of width `taken`, and the gradient of those of width `made`; None: in
+        the type of parameters.
+        """
+        if recipe is None:
+            return cls()
+        return cls(
+            Copies.of(recipe, rows, taken),
+            Copies.of(recipe, rows, made),
+            LAUNCHES[recipe],
+            EightBits(recipe, inputs=rows * taken, grads=rows * made),
+        )
+
+    @property
+    def kept(self) -> int | None:
+        """Of the rows, for the gradient of the weight; None: they themselves are kept."""
+        return None if self.eight_bits is None else self.given.columns
+
+    @property
+    def waiting(self) -> int | None:
+        """Of their gradient, for a split backward; None: it waits itself."""
+        return None if self.eight_bits is None else self.back.columns
+
+    @property
+    def quantised_again(self) -> EightBits | None:
+        """Where backward quantises the rows once more, as they are not kept in eight bits."""
+        how = self.eight_bits
+        return None if how is None else replace(how, grads=how.grads + how.inputs)
 
 
 def rows_in_8(rows: int, columns: int) -> int:

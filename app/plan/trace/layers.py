@@ -14,7 +14,7 @@ from app.plan.model.phases import PhaseName
 from app.plan.model.weight import Weight
 from app.plan.recompute import RecomputeChoice
 from app.plan.trace.attention import attention
-from app.plan.trace.eight_bits import LAUNCHES, Copies
+from app.plan.trace.eight_bits import ProductOperands
 from app.plan.trace.experts import moe_body
 from app.plan.trace.parts import Product, Sizes, norm, norm_beside, scattered, swiglu, tp_sends
 from app.plan.trace.trace import ForwardTrace, GradAddition, Sends, Trace, TracedTensor, Work
@@ -73,20 +73,17 @@ def _loss_of_kept_logits(
     """
     parts = s.layout.tp
     product = Product.of(s, table, parts * h.bytes)
+    operands = product.operands
+    given, back = operands.given.both, operands.back.both
     there = product.weight if added is GradAddition.after else 0
     gathered = parts * h.bytes if parts > 1 else 0
     ordered = s.copies * gathered
     # backward: beside the weight's gradient, where that is stored
-    put = 2 * gathered + max(0, ordered - gathered - there)
+    put = 2 * gathered + max(0, ordered - gathered - there) + given + back
+    read = max(gathered, ordered - product.made) + given
     carries = gathered - h.bytes if parts > 1 else 0
-    read = max(gathered, ordered - product.made)
-    launches = 1
-    if s.in_8 is not None:  # backward quantises what comes in once more
-        given, back = product.input_in_8(s.in_8), product.grad_in_8(s.in_8)
-        read, put = read + given.both, put + given.both + back.both
-        launches += LAUNCHES[s.in_8]
-        if s.splits:
-            carries = given.columns + back.columns
+    if s.splits and operands.kept is not None and operands.waiting is not None:
+        carries = operands.kept + operands.waiting
     (logits,) = trace.op(
         [h],
         [product.made],
@@ -94,12 +91,12 @@ def _loss_of_kept_logits(
         weight=product.weight,
         added=added,
         deferred=s.deferred(product.weight),
-        waits=s.in_8 is None,
+        waits=operands.kept is None,
         carries=carries,
         scratch=(read, put),
-        kernels=launches,
+        kernels=1 + operands.launches,
         flops=product.flops,
-        eight_bits=product.in_8(s.in_8, again=True),
+        eight_bits=operands.quantised_again,
         sends=_gathers_twice(s, h),
         work=Work.product,
     )
@@ -129,14 +126,11 @@ def _loss_by_chunks(
     ordered = s.copies * gathered
     gradient = parts * h.bytes
     table_sum = product.weight // s.size * 4
-    loop = logits + max(following, product.weight)
-    read = logits + following
-    if s.in_8 is not None:
-        made, taken = product.widths
-        rows = product.rows * chunk // s.tokens
-        given, back = Copies.of(s.in_8, rows, taken), Copies.of(s.in_8, rows, made)
-        loop += given.both + back.both
-        read += given.both
+    made, taken = product.widths
+    operands = ProductOperands.of(s.in_8, product.rows * chunk // s.tokens, made=made, taken=taken)
+    given, back = operands.given.both, operands.back.both
+    loop = logits + max(following, product.weight) + given + back
+    read = logits + following + given
     # the weight's gradient, where it is stored beside that of the hidden states
     there = product.weight if added is GradAddition.after else 0
     end = (h.bytes if parts > 1 else 0) + max(ordered - gathered, 0 if s.size == 4 else there)
@@ -156,7 +150,7 @@ def _loss_by_chunks(
         kernels=kernels,
         flops=product.flops,
         flops_recomputed=product.flops,
-        eight_bits=product.in_8(s.in_8),
+        eight_bits=product.operands.eight_bits,
         sends=_gathers_twice(s, h),
         work=Work.product,
     )

@@ -28,7 +28,7 @@ from app.plan.model.norm import NormWeights
 from app.plan.model.weight import Weight
 from app.plan.recompute import RecomputePolicy, recompute_policy
 from app.plan.sharding.blocks import ShardCoords
-from app.plan.trace.eight_bits import LAUNCHES, Copies, EightBits
+from app.plan.trace.eight_bits import ProductOperands
 from app.plan.trace.trace import GradAddition, Sends, Trace, TracedTensor, Work
 
 BYTES = {Dtype.float32: 4, Dtype.bfloat16: 2, Dtype.float16: 2}
@@ -203,6 +203,7 @@ class Product:
     flops: int
     rows: int
     widths: tuple[int, int]  # O and I
+    operands: ProductOperands
 
     @classmethod
     def of(cls, s: Sizes, weight: Weight, x: int) -> Product:
@@ -215,22 +216,8 @@ class Product:
             flops=2 * rows * made * taken,
             rows=rows,
             widths=(made, taken),
+            operands=ProductOperands.of(s.in_8, rows, made=made, taken=taken),
         )
-
-    def input_in_8(self, recipe: Fp8Recipe) -> Copies:
-        """The rows of width I in eight bits."""
-        return Copies.of(recipe, self.rows, self.widths[1])
-
-    def in_8(self, recipe: Fp8Recipe | None, again: bool = False) -> EightBits | None:
-        """What it quantises by this recipe; `again`: backward its input once more."""
-        if recipe is None:
-            return None
-        made, taken = (self.rows * width for width in self.widths)
-        return EightBits(recipe, inputs=taken, grads=made + (taken if again else 0))
-
-    def grad_in_8(self, recipe: Fp8Recipe) -> Copies:
-        """The gradient of the rows of width O in eight bits."""
-        return Copies.of(recipe, self.rows, self.widths[0])
 
 
 def column_parallel(trace: Trace, s: Sizes, x: TracedTensor, weight: Weight) -> TracedTensor:
@@ -242,31 +229,24 @@ def column_parallel(trace: Trace, s: Sizes, x: TracedTensor, weight: Weight) -> 
     whole = s.layout.tp * x.bytes
     ordered = s.copies * s.layout.tp * x.bytes
     product = Product.of(s, weight, whole)
+    given, back = product.operands.given.both, product.operands.back.both
+    # quantised from all tokens, which are gone when the product begins
+    read = max(whole, ordered - product.made, whole + given - product.made, given)
     # backward: its gather under way, then put into order, beside what it scatters; a split one does
     # not gather yet
-    scratch = max(whole, ordered - product.made), ordered + (0 if s.splits else whole)
-    deferred = s.deferred(product.weight, ordered)
-    launches, waiting = 1 + s.copies, None
-    if s.in_8 is not None:
-        given, back = product.input_in_8(s.in_8), product.grad_in_8(s.in_8)
-        launches += LAUNCHES[s.in_8]
-        waiting = back.columns
-        # quantised from all tokens, which are gone when the product begins
-        forward = max(scratch[0], whole + given.both - product.made, given.both)
-        scratch = forward, scratch[1] + back.both + (0 if s.splits else given.both)
-        deferred = None if deferred is None else deferred + given.both
+    grads = ordered + back + (0 if s.splits else whole + given)
     return trace.op(
         [x],
         [product.made],
         [x],
         weight=product.weight,
         added=s.added,
-        deferred=deferred,
-        waiting=waiting,
-        scratch=scratch,
-        kernels=launches,
+        deferred=s.deferred(product.weight, ordered + given),
+        waiting=product.operands.waiting,
+        scratch=(read, grads),
+        kernels=1 + s.copies + product.operands.launches,
         flops=product.flops,
-        eight_bits=product.in_8(s.in_8, again=True),
+        eight_bits=product.operands.quantised_again,
         sends=tp_sends(s, x.bytes, forward=1, backward=2),
         work=Work.product,
     )[0]
@@ -288,33 +268,22 @@ def _product(
 ) -> TracedTensor:
     """Of the tokens that a rank has and its part of the weight."""
     product = Product.of(s, weight, x.bytes)
-    if s.in_8 is not None:
-        given, back = product.input_in_8(s.in_8), product.grad_in_8(s.in_8)
-        return trace.op(
-            [x],
-            [product.made, given.columns],
-            [1],
-            holds=holds,
-            weight=product.weight,
-            added=s.added,
-            deferred=s.deferred(product.weight),
-            waiting=back.columns,
-            scratch=(given.rows, back.both),
-            kernels=1 + LAUNCHES[s.in_8],
-            flops=product.flops,
-            work=Work.product,
-            eight_bits=product.in_8(s.in_8),
-        )[0]
+    operands = product.operands
+    kept = [] if operands.kept is None else [operands.kept]
     return trace.op(
         [x],
-        [product.made],
-        [x],
+        [product.made, *kept],
+        [1] if kept else [x],
         holds=holds,
         weight=product.weight,
         added=s.added,
         deferred=s.deferred(product.weight),
+        waiting=operands.waiting,
+        scratch=(operands.given.rows, operands.back.both),
+        kernels=1 + operands.launches,
         flops=product.flops,
         work=Work.product,
+        eight_bits=operands.eight_bits,
     )[0]
 
 
