@@ -73,7 +73,6 @@ def off(found: Three, exact: Three) -> str:
 
 def train(run: Run, engine: Engine, steps: int) -> dict[str, Seen]:
     """What layers have had in the last of these steps."""
-    assert engine.fp8 is not None
     data = load_all_data(run, engine.groups, 0)
     trainer, stopwatch = Trainer(engine, data, find_start(run, None)), Stopwatch()
     seen: defaultdict[str, Seen] = defaultdict(Seen)

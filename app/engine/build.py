@@ -66,7 +66,7 @@ class Engine:
     loss_scale: LossScale | None
     dispatcher: Dispatcher[Any, Any] | None  # of all MoE layers; None: there are no experts
     recorder: Recorder | None  # of CUDA graphs; None: nothing is captured
-    fp8: Fp8Layers | None  # whose products are in eight bits; None: there are none
+    fp8: Fp8Layers  # whose products are in eight bits, if any
 
     def routers(self) -> Iterator[tuple[tuple[int, int], Router]]:
         """(chunk, n-th MoE layer) and router of every MoE layer of this rank."""
@@ -94,8 +94,20 @@ class Engine:
             router.start_step()
         if self.cloning is not None:
             self.cloning.start_step()
-        if self.fp8 is not None:
-            self.fp8.begin_step()
+        self.fp8.begin_step()
+
+    @property
+    def capturable(self) -> bool:
+        """Whether a step's kernels are those of all further ones."""
+        return self.fp8.capturable
+
+    def finish_step(self, skipped: Tensor) -> None:
+        """On the device, behind the update; `skipped`: 1 where there was none, otherwise 0."""
+        self.fp8.finish_step(skipped)
+
+    def stepped(self, skipped: bool) -> None:
+        """The host has learnt whether the update was skipped."""
+        self.fp8.stepped(skipped)
 
     def clone_sums(self) -> dict[str, Tensor]:
         """What clones of this rank's group have counted since `start_step`, scalars."""
@@ -148,9 +160,8 @@ def build_engine(
     if run.optim.overlap_params:
         for chunk in chunks:
             _wait_for_parameters(chunk, optimizer)
-    if fp8 is not None:
-        optimizer.changed = fp8.expire
-        fp8.watch()
+    optimizer.changed = fp8.expire
+    fp8.watch()
     pp_ranks = dist.get_process_group_ranks(groups.pp)
     transport = Transport(groups.pp, pp_ranks, run.schedule.batch_p2p)
     watchdog = watchdog or Watchdog(groups.rank, run.schedule.timeout_s)
@@ -342,7 +353,7 @@ def build_partial_graphs(engine: Engine) -> PartialGraphs | None:
             make=graphed_callables(),
             hidden_BsD=like_D.expand(_hidden(engine)),
             recompute=recompute_policy(run).usual,
-            on_trial=nullcontext if engine.fp8 is None else engine.fp8.on_trial,
+            on_trial=engine.fp8.on_trial,
         )
     return kind(
         engine.chunks,

@@ -31,15 +31,13 @@ REFERENCE = "the reference in torch, multiplied in fp32: slow"
 HOPPER = 9  # major compute capability
 
 
-def build_fp8(
-    run: Run, chunks: Sequence[Chunk], groups: Groups, device: torch.device
-) -> Fp8Layers | None:
-    """The layers of these chunks whose products are in eight bits, as the run says; None: it asks
-    for none. Weights have to be set. Raises ConfigError for what this host lacks.
+def build_fp8(run: Run, chunks: Sequence[Chunk], groups: Groups, device: torch.device) -> Fp8Layers:
+    """The layers of these chunks whose products are in eight bits, as the run says. Weights have to
+    be set. Raises ConfigError for what this host lacks.
     """
     fp8 = run.precision.fp8
     if fp8.recipe is None:
-        return None
+        return Fp8Layers(chunks, None)
     named = [_weights(run, chunk) for chunk in chunks]
     scales = None
     if fp8.recipe is Fp8Recipe.delayed and fp8.by_library:

@@ -42,7 +42,7 @@ def run_of(model: Any = DENSE, params: Dtype = Dtype.float32, **sections: Any) -
 
 
 def scales_of(engine: Engine) -> Scales:
-    assert engine.fp8 is not None and engine.fp8.scales is not None
+    assert engine.fp8.scales is not None
     return {name: value.numpy().copy() for name, value in engine.fp8.scales.state()}
 
 

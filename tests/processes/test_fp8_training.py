@@ -67,7 +67,7 @@ def trained(rank: int, run: Run) -> dict[str, Any]:
     engine = engine_of(run, rank)
     seen = train_steps(run, engine, STEPS)
     grads = whole_gradients(engine)
-    times = {linear.times for linear in engine.fp8.linears.values()} if engine.fp8 else set()
+    times = {linear.times for linear in engine.fp8.linears.values()}
     engine.release()
     return {
         "losses": [loss for loss, _ in seen],

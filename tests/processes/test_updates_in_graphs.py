@@ -99,7 +99,7 @@ def state_of(engine: Engine) -> list[Tensor]:
         for value in (*owned.state.values(), owned.step)
     ]
     found += [router.bias_E for _, router in engine.routers()]
-    if engine.fp8 is not None and engine.fp8.scales is not None:
+    if engine.fp8.scales is not None:
         found += [engine.fp8.scales.scales_M, engine.fp8.scales.history_HM]
     return [value.clone() for value in found]
 

@@ -108,8 +108,8 @@ def load_checkpoint(
 
 def _restore_scales(engine: Engine, manifest: dict[str, Any], opened: _Opened) -> None:
     """Those of layers of which the checkpoint has any; the others begin anew."""
-    scales = engine.fp8 and engine.fp8.scales
-    if not scales:
+    scales = engine.fp8.scales
+    if scales is None:
         return
     scales.forget()
     for name, rank in manifest.get(SCALES, {}).items():

@@ -74,10 +74,6 @@ FREE = frozenset((
     # Keeps small gradients from vanishing, and is divided out again.
     "precision.loss_scale", "precision.initial_loss_scale", "precision.min_loss_scale",
     "precision.loss_scale_window", "precision.loss_scale_hysteresis",
-    # In how many bits products are computed, of the same parameters.
-    "precision.fp8.recipe", "precision.fp8.include", "precision.fp8.first_layers",
-    "precision.fp8.last_layers", "precision.fp8.backend", "precision.fp8.amax_history",
-    "precision.fp8.margin", "precision.fp8.count_entries",
     # How the same documents are prepared, and where that is kept.
     "data.num_proc", "data.cache_dir", "data.accept_changed",
     # How long and in what batches training goes on; positions in the data are in sequences.
@@ -86,9 +82,9 @@ FREE = frozenset((
     "train.eval_interval", "train.eval_sequences", "train.sample_tokens", "train.on_bad_step",
     "train.max_bad_steps", "train.max_rollbacks",
 ))  # fmt: skip
-# Where and how fast the same is computed, how it is updated, and what is written.
+# Where, how fast and in how many bits the same is computed, how it is updated, and what is written.
 FREE_SECTIONS = ("parallel.", "hardware.", "schedule.", "recompute.", "cuda_graph.", "optim.",
-                 "checkpoint.", "log.")  # fmt: skip
+                 "precision.fp8.", "checkpoint.", "log.")  # fmt: skip
 # Whose keys are decided one by one: every configuration has them.
 SECTIONS = frozenset(key.partition(".")[0] for key in FIXED | FREE if "." in key)
 # Where data lie. Fixed where a checkpoint does not say what they held; otherwise contents count.

@@ -87,8 +87,8 @@ def current_state(
         }
     routers = {name: router.bias_E for name, router in engine.named_routers()}
     tensors |= {checkpoint.bias_name(name): bias_E for name, bias_E in routers.items()}
-    delayed = engine.fp8 and engine.fp8.scales
-    scales = dict(delayed.state()) if delayed else {}
+    delayed = engine.fp8.scales
+    scales = {} if delayed is None else dict(delayed.state())
     tensors |= {checkpoint.scales_name(name): value for name, value in scales.items()}
     manifest = {
         "format": FORMAT,

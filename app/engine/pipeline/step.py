@@ -171,10 +171,7 @@ class TrainingStep:
         )
         # a replayed graph notes no actions
         self.engine.watchdog.step("forwards and backwards of a step")
-        fp8 = self.engine.fp8
-        captures = self.taken >= self.run.cuda_graph.warmup_steps and (
-            fp8 is None or fp8.capturable
-        )
+        captures = self.taken >= self.run.cuda_graph.warmup_steps and self.engine.capturable
         if captures and self.graphs is not None:
             self.graphs.before_step(step.batches[0])
         given = UpdateInput(
@@ -203,8 +200,7 @@ class TrainingStep:
             if self.shortage.grows(lacked):
                 self._capture_anew()
         self.engine.watchdog.rest("between steps")
-        if fp8 is not None:
-            fp8.stepped(bool(facts.skipped))
+        self.engine.stepped(bool(facts.skipped))
         if loss_scale is None:
             return facts, totals
         used = loss_scale.scale
@@ -236,8 +232,7 @@ class TrainingStep:
             norm = norm.masked_fill(sums["missing"] > 0, math.inf)
         skipped = self.engine.optimizer.step(given.rates_2, norm, given.step.scale)
         self._balance(totals, skipped)
-        if self.engine.fp8 is not None:
-            self.engine.fp8.finish_step(skipped)
+        self.engine.finish_step(skipped)
         return totals, sums.with_value("skipped", skipped)
 
     def _wanted(self) -> Tensor:
@@ -283,9 +278,8 @@ class Validation:
         step = step_input(loaded, Normalize.token, self.run.dp, groups=self.engine.groups)
         self.engine.watchdog.note("forwards of a validation")
         recorder = self.engine.recorder
-        fp8 = self.engine.fp8
         recorded = recorder is not None and recorder.recordings and self.taken
-        captures = recorded and (fp8 is None or fp8.capturable)
+        captures = recorded and self.engine.capturable
         if self.shortage is not None:
             self.shortage.begin()
         loss, missing = self._sums(self.captured if captures else self.eager, step)

@@ -25,7 +25,9 @@ class Fp8Meter:
     """
 
     def __init__(self, engine: Engine) -> None:
-        self.engine = engine
+        self.margin = engine.plan.run.precision.fp8.margin
+        self.fp8 = engine.fp8
+        self.world = engine.groups.world
         # matrices with entries beyond the largest number, where that took more than rounding
         self.overflows = 0.0
         self.matrices = 0.0  # in all
@@ -35,9 +37,8 @@ class Fp8Meter:
 
     def begin(self) -> None:
         """Before a step whose lost entries are to be counted; all ranks have to call this."""
-        fp8 = self.engine.fp8
-        if fp8 is not None and fp8.lost is not None:
-            fp8.lost.wanted.fill_(1)
+        if self.fp8.lost is not None:
+            self.fp8.lost.wanted.fill_(1)
 
     def metrics(self) -> dict[str, float]:
         """After such a step: of this step, and since the last call. Of all ranks, which have to
@@ -46,13 +47,12 @@ class Fp8Meter:
         return self._overflows() | self._lost()
 
     def _overflows(self) -> dict[str, float]:
-        fp8, world = self.engine.fp8, self.engine.groups.world
-        if fp8 is None or fp8.scales is None:
+        if self.fp8.scales is None:
             return {}
-        counts_23, most_3 = fp8.scales.overflows.take()
-        all_reduce(counts_23, world)
-        if world.size() > 1:
-            dist.all_reduce(most_3, dist.ReduceOp.MAX, world)
+        counts_23, most_3 = self.fp8.scales.overflows.take()
+        all_reduce(counts_23, self.world)
+        if self.world.size() > 1:
+            dist.all_reduce(most_3, dist.ReduceOp.MAX, self.world)
         overflows_3, matrices_3 = counts_23.tolist()
         if not any(matrices_3):  # no step yet by scales of earlier ones
             return {}
@@ -65,12 +65,12 @@ class Fp8Meter:
         return named | {"fp8_overflow_worst": most}
 
     def _lost(self) -> dict[str, float]:
-        fp8 = self.engine.fp8
-        if fp8 is None or fp8.lost is None:
+        lost = self.fp8.lost
+        if lost is None:
             return {}
-        counts_33 = fp8.lost.counts_33.clone()
-        fp8.lost.wanted.fill_(0)
-        all_reduce(counts_33, self.engine.groups.world)
+        counts_33 = lost.counts_33.clone()
+        lost.wanted.fill_(0)
+        all_reduce(counts_33, self.world)
         found_33 = counts_33.cpu()
         self.counts_33 += found_33
         return {
@@ -81,10 +81,9 @@ class Fp8Meter:
 
     def _fates(self, counts_33: Tensor) -> dict[str, dict[str, float]]:
         """Shares of entries by what becomes of them, and by kind of matrix."""
-        fp8 = self.engine.fp8
         present_3, zeroed_3, beyond_3 = counts_33.T.tolist()
         found = {"underflow": _shares(zeroed_3, present_3)}
-        if fp8 is not None and fp8.scales is not None:  # else none is beyond what it is scaled by
+        if self.fp8.scales is not None:  # else none is beyond what it is scaled by
             found["clipped"] = _shares(beyond_3, present_3)
         return found
 
@@ -103,14 +102,13 @@ class Fp8Meter:
 
     def advice(self) -> str | None:
         """What to change in the next run; None: nothing, by what has been measured."""
-        fp8 = self.engine.plan.run.precision.fp8
         if self.overflows <= OFTEN * self.matrices:
             return None
         share = self.overflows / self.matrices
         return (
             f"{share:.1%} of the matrices in eight bits, counted by steps, had entries beyond the "
             f"largest number of their type, up to {self.most:.3g} times that; with "
-            f"precision.fp8.margin={fp8.margin + 1} twice as large ones fit (docs/fp8.md)"
+            f"precision.fp8.margin={self.margin + 1} twice as large ones fit (docs/fp8.md)"
         )
 
 

@@ -44,7 +44,7 @@ def print_opening(engine: Engine, run_dir: Path, start: Start, version: Version)
         rows.append(("memory", memory_line(engine.plan, memory)))
     if engine.recorder is not None:
         rows.append(("graphs", graphs_line(run, engine.device)))
-    if engine.fp8 is not None:
+    if run.precision.fp8.recipe is not None:
         rows.append(("fp8", fp8_line(run, engine.device)))
     if run.train.attention_backend is AttentionBackendKind.transformer_engine:
         rows.append(("attention", attention_line(run.train)))
