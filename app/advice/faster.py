@@ -15,6 +15,7 @@ from app.advice.suggest import ENOUGH, Candidate
 from app.advice.trials import Trials
 from app.choices import AttentionBackendKind, Fp8Recipe, GraphImpl, ScheduleName
 from app.config import Fp8Config, Run
+from app.config.layout import OF_DELAYED, OF_RECIPES
 from app.plan.dispatchers.choose import run_dispatcher, without_waits
 from app.plan.plan import Plan
 from app.plan.suggestion import Suggestion
@@ -125,7 +126,6 @@ BY_RECIPE = {
     Fp8Recipe.delayed: "entries beyond the largest of earlier steps are clipped",
     Fp8Recipe.block: "gradients in E4M3, blocks with scales of their own",
 }
-OF_RECIPES = ("margin", "first_layers", "last_layers", "count_entries")  # not without a recipe
 
 
 def other_recipe(run: Run) -> Iterator[Change]:
@@ -133,16 +133,22 @@ def other_recipe(run: Run) -> Iterator[Change]:
     fp8, key = run.precision.fp8, "precision.fp8"
     if fp8.recipe is None:
         return
-    unset: dict[str, Value] = {f"{key}.margin": 0} if fp8.margin else {}
     for recipe, cost in BY_RECIPE.items():
         if fp8.by_library and recipe is not fp8.recipe:
-            yield Change(unset | {f"{key}.recipe": recipe}, cost)
-    plain = Fp8Config()
-    for name in OF_RECIPES:
-        if getattr(fp8, name) != getattr(plain, name):
-            unset[f"{key}.{name}"] = getattr(plain, name)
+            unread = () if recipe is Fp8Recipe.delayed else OF_DELAYED
+            yield Change(_usual(fp8, unread) | {f"{key}.recipe": recipe}, cost)
     cost = "products in 16 bits, which take less time than by this recipe"
-    yield Change(unset | {f"{key}.recipe": None}, cost)
+    yield Change(_usual(fp8, OF_RECIPES) | {f"{key}.recipe": None}, cost)
+
+
+def _usual(fp8: Fp8Config, names: Sequence[str]) -> dict[str, Value]:
+    """Those of these keys that are set, as they are by default."""
+    usual = Fp8Config()
+    return {
+        f"precision.fp8.{name}": getattr(usual, name)
+        for name in names
+        if getattr(fp8, name) != getattr(usual, name)
+    }
 
 
 MOVES: tuple[Move, ...] = (

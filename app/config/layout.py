@@ -146,6 +146,11 @@ class CudaGraphConfig:
         return self.impl in (GraphImpl.local, GraphImpl.transformer_engine)
 
 
+# keys of precision.fp8 that one recipe reads, and those that none reads without a recipe
+OF_DELAYED = ("amax_history", "margin")
+OF_RECIPES = ("include", "first_layers", "last_layers", *OF_DELAYED, "backend", "count_entries")
+
+
 @dataclass(frozen=True)
 class Fp8Config:
     """Products of linear layers and experts in eight bits (docs/fp8.md)."""
@@ -165,28 +170,28 @@ class Fp8Config:
         object.__setattr__(self, "include", tuple(self.include))
         at_least("precision.fp8", self, 0, "first_layers", "last_layers", "margin")
         at_least("precision.fp8", self, 1, "amax_history")
-        if self.margin and self.recipe is not Fp8Recipe.delayed:
-            given = "null" if self.recipe is None else self.recipe.value
-            rule = f"is room for entries to grow in, and recipe={given} looks at the entries"
-            or_else = (0, Instead("precision.fp8.recipe=delayed"))
-            raise ConfigError("precision.fp8.margin", self.margin, rule, nearest=or_else)
+        if self.recipe is None:
+            self._refuse("recipe=null has no products in eight bits", "current", *OF_RECIPES)
+        elif self.recipe is not Fp8Recipe.delayed:
+            rule = f"recipe={self.recipe.value} looks at the entries themselves"
+            self._refuse(rule, "delayed", *OF_DELAYED)
         if self.count_entries and not self.by_library:
-            rule = "is about what eight bits lose, and recipe=null has nothing in eight bits"
-            with_some = (False, Instead("precision.fp8.recipe=current"))
-            if self.recipe is not None:
-                rule = "is about matrices of linear layers and heads, and experts are no such"
-                with_some = (False, Instead("precision.fp8.include=[linear,experts]"))
+            rule = "is about matrices of linear layers and heads, and experts are no such"
+            with_some = (False, Instead("precision.fp8.include=[linear,experts]"))
             raise ConfigError("precision.fp8.count_entries", True, rule, nearest=with_some)
-        for name in ("first_layers", "last_layers"):
-            if getattr(self, name) and self.recipe is None:
-                rule = "is about layers left out of eight bits, and recipe=null has none in them"
-                left_out = (0, Instead("precision.fp8.recipe=current"))
-                key = f"precision.fp8.{name}"
-                raise ConfigError(key, getattr(self, name), rule, nearest=left_out)
         if self.recipe is not None and not self.include:
             rule = f"precision.fp8.recipe={self.recipe.value} is for some products"
             near = ("[linear]", Instead("precision.fp8.recipe=null"))
             raise ConfigError("precision.fp8.include", self.include, rule, nearest=near)
+
+    def _refuse(self, why: str, recipe: str, *names: str) -> None:
+        """ConfigError for the first of these keys that is set, as nothing would read it."""
+        for name in names:
+            value, usual = getattr(self, name), getattr(Fp8Config, name)
+            if value != usual:
+                near = (usual, Instead(f"precision.fp8.recipe={recipe}"))
+                rule = f"is not read: {why}"
+                raise ConfigError(f"precision.fp8.{name}", value, rule, nearest=near)
 
     @property
     def by_library(self) -> bool:

@@ -27,7 +27,8 @@ Lines = tuple[list[dict[str, float]], str | None, str | None]
 
 
 def run_of(recipe: Fp8Recipe = Fp8Recipe.delayed, **sections: object) -> Run:
-    fp8 = Fp8Config(recipe, amax_history=1, count_entries=True)
+    looks_back = {"amax_history": 1} if recipe is Fp8Recipe.delayed else {}
+    fp8 = Fp8Config(recipe, count_entries=True, **looks_back)
     optim = OptimConfig(lr=1e-2, warmup_steps=2, clip_norm=0.0)
     return make_run(DENSE, **({"precision": PrecisionConfig(fp8=fp8), "optim": optim} | sections))
 

@@ -112,6 +112,6 @@ def test_counting_is_for_runs_with_something_in_eight_bits():
     with pytest.raises(ConfigError) as refused:
         Fp8Config(count_entries=True)
     assert str(refused.value) == (
-        "precision.fp8.count_entries=true: is about what eight bits lose, and recipe=null has "
-        "nothing in eight bits; did you mean false or precision.fp8.recipe=current?"
+        "precision.fp8.count_entries=true: is not read: recipe=null has no products in eight bits; "
+        "did you mean false or precision.fp8.recipe=current?"
     )
