@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from app.config import PrecisionConfig
 from app.plan.cost.flops import flops_per_token, parameter_count
 from app.plan.dispatchers.choose import run_dispatcher, tokens_per_rank
 from app.plan.formatting import amount, count_of
@@ -20,7 +21,7 @@ def summary_lines(plan: Plan) -> Iterator[tuple[str, str]]:
     count = parameter_count(model)
     active = f", {amount(count.active)} used per token" if model.moe else ""
     size = f"{amount(count.total)} parameters{active}"
-    yield "model", f"{model.name}: {size}, {model.num_layers} layers, {run.precision.params.value}"
+    yield "model", f"{model.name}: {size}, {model.num_layers} layers, {types(run.precision)}"
     yield "layout", f"{count_of(run.world_size, 'process', 'processes')}: {degrees(plan)}"
     if plan.layout.pp > 1:
         bubble = f"bubble {plan.timeline.bubble_fraction:.0%}"
@@ -41,6 +42,17 @@ def summary_lines(plan: Plan) -> Iterator[tuple[str, str]]:
     flops = train.steps * tokens * flops_per_token(model, train.seq_len)
     seen = amount(train.steps * tokens)
     yield "run", f"{count_of(train.steps, 'step')}, {seen} tokens, {flops:.2e} FLOPs"
+
+
+def types(precision: PrecisionConfig) -> str:
+    """Of parameters, and which products are in eight bits: "bfloat16, linear in eight bits
+    (delayed)".
+    """
+    params, fp8 = precision.params.value, precision.fp8
+    if fp8.recipe is None:
+        return params
+    parts = " and ".join(part.value for part in fp8.include)
+    return f"{params}, {parts} in eight bits ({fp8.recipe.value})"
 
 
 def degrees(plan: Plan) -> str:

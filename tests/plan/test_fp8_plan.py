@@ -333,6 +333,21 @@ def test_trial_runs_of_products_in_eight_bits_alone_need_no_workspaces(
     assert of_trials(in_8(), model=MOE) == routed
 
 
+def test_ranks_with_all_products_in_eight_bits_need_no_workspaces_of_cublas():
+    """Measured on two H200s: a first stage of two, by graphs of layers and of whole steps."""
+
+    def workspaces(fp8: Fp8Config | None) -> list[int]:
+        plan = Plan(run_of(fp8, parallel=ParallelConfig(pp=2)))
+        return [
+            next(part.bytes for part in rank.parts if part.name == "library workspaces")
+            for rank in plan.memory
+        ]
+
+    assert workspaces(None) == [WORKSPACES, WORKSPACES]
+    assert workspaces(in_8()) == [FP8_WORKSPACE, WORKSPACES + FP8_WORKSPACE]  # with the head
+    assert workspaces(in_8(include=BOTH)) == [FP8_WORKSPACE, FP8_WORKSPACE]
+
+
 def test_weights_of_experts_have_two_copies_with_a_scale_per_row():
     layers = 3 * 8 * (2 * EXPERT + 4 * (512 + 2 * 256) + 4 * (256 + 512))
     plain, narrow = parts_of(moe_run(())), parts_of(moe_run(EXPERTS))

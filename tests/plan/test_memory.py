@@ -235,6 +235,7 @@ def chunk_of(
         deferred=7,
         grouped=0,
         kernels=0,
+        cublas=True,
     )
 
 

@@ -85,6 +85,7 @@ class ChunkActivations:
     deferred: int  # most that a gradient takes in the second part of a split backward
     grouped: int  # what gradients of experts' weights of one microbatch are made of
     kernels: int  # launches of a forward
+    cublas: bool  # whether any of its products is by cuBLAS
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,6 +143,7 @@ def chunk_activations(run: Run, stage: Stage, layout: ParallelLayout) -> ChunkAc
         deferred=deferred,
         grouped=sum(link.memory.grouped for link in row),
         kernels=kernels,
+        cublas=any(link.cublas for link in row),
     )
 
 

@@ -33,6 +33,11 @@ UPDATE_KERNELS = 30  # kernels of an update: sums over ranks, norm, divisor
 BUCKET_KERNELS = 3  # and per bucket of parameters
 
 
+def needs_cublas(chunks: Sequence[ChunkActivations]) -> bool:
+    """Whether a rank with these chunks has any product by cuBLAS."""
+    return any(chunk.cublas for chunk in chunks)
+
+
 def library_workspaces(
     run: Run, graphs: GraphPlan | None, chunks: Sequence[ChunkActivations]
 ) -> int:
@@ -40,11 +45,12 @@ def library_workspaces(
     products.
 
     Shared experts may have a stream of their own. So does the trial run in which Transformer Engine
-    prepares the graphs of a pool, unless all captured products of the rank are in eight bits.
+    prepares the graphs of a pool. Where all products are in eight bits, cuBLAS needs none.
     """
     moe = run.model.moe
     streams = 2 if moe is not None and moe.shared_overlap else 1
-    cublas = any(chunk.usual.graph.cublas for chunk in chunks)
-    trials = len(graphs.orders) if graphs is not None and cublas else 0
+    streams = streams if needs_cublas(chunks) else 0
+    captured = any(chunk.usual.graph.cublas for chunk in chunks)
+    trials = len(graphs.orders) if graphs is not None and captured else 0
     fp8 = FP8_WORKSPACE if run.precision.fp8.by_library else 0
     return (streams + trials) * WORKSPACES + fp8

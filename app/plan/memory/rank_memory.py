@@ -35,6 +35,7 @@ from app.plan.memory.overheads import (
     NCCL_ITSELF,
     UPDATE_KERNELS,
     library_workspaces,
+    needs_cublas,
 )
 from app.plan.memory.peak import Peak, borders_of, find_peak
 from app.plan.model.experts import ExpertWeights
@@ -190,9 +191,10 @@ def _parts(
     tensors += _dispatch_parts(
         run, layout, planned, stages=stages, walks=walks, rank=rank, alive=peak.total + held
     )
-    how = "cuBLAS, of the threads of forward and backward"
-    how += ", and of FP8" if run.precision.fp8.by_library else ""
-    tensors.append(MemoryPart("library workspaces", library_workspaces(run, graphs, chunks), how))
+    of = ["cuBLAS, of the threads of forward and backward"] if needs_cublas(chunks) else []
+    of += ["of products in eight bits"] if run.precision.fp8.by_library else []
+    size = library_workspaces(run, graphs, chunks)
+    tensors.append(MemoryPart("library workspaces", size, ", and ".join(of)))
     yield from tensors
     allocated = sum(part.bytes for part in tensors if part.name not in OUTSIDE)
     yield MemoryPart(
