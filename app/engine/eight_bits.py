@@ -120,11 +120,13 @@ def experts_arithmetic(
     """What computes experts on this device. Raises ConfigError where it cannot be had; `include`:
     all that is to be in eight bits.
     """
-    if not _by_library(asked, device):
+    if device.type != "cuda":
         return RowScaled(by_reference)
     key, off = "precision.fp8.include", Instead("precision.fp8.backend=torch")
     rest = tuple(part for part in include if part is not Fp8Part.experts) or (Fp8Part.linear,)
     generation = torch.cuda.get_device_capability(device)[0]
+    if asked is LinearBackendKind.torch and generation >= HOPPER:
+        return RowScaled(by_reference)
     if generation != HOPPER:
         rule = "torch multiplies rows in eight bits by experts on GPUs like Hopper, not on this one"
         # kernels of the reference are for GPUs from Hopper on

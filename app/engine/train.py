@@ -12,8 +12,9 @@ import torch.distributed as dist
 from app.config import Run
 from app.engine.build import Engine, build_engine
 from app.engine.groups import create_groups, process_world
+from app.engine.host import check_host
 from app.engine.report.lasting import lasting_output
-from app.engine.run.agreement import rank_zero_says
+from app.engine.run.agreement import all_succeed, rank_zero_says
 from app.engine.run.attempt import Attempt
 from app.engine.run.bad_steps import DIVERGED, Diverged
 from app.engine.run.ready import StartTimes
@@ -92,6 +93,7 @@ def start_up(
     watchdog.meet("creating the process groups")
     groups = create_groups(plan.layout, rank)
     watchdog.follow(groups.named())
+    all_succeed(groups, lambda: check_host(run, device))
     times.end("ranks")
     watchdog.rest("choosing the checkpoint to start from")
     earlier = attempt.earlier

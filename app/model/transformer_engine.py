@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from importlib import import_module, metadata
 from types import ModuleType
@@ -21,7 +22,7 @@ def import_library(refused: Callable[[str], ConfigError]) -> ModuleType:
         version = library_version()
     except metadata.PackageNotFoundError:
         raise refused("Transformer Engine is not installed") from None
-    release = tuple(int(part) for part in version.split("+")[0].split(".")[:2])
+    release = tuple(int(part) for part in re.findall(r"\d+", version)[:2])  # also of 2.20rc1
     if release < OLDEST:
         wanted = ".".join(map(str, OLDEST))
         raise refused(f"Transformer Engine {version} is older than {wanted}")

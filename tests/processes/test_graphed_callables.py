@@ -7,6 +7,7 @@ from __future__ import annotations
 import dataclasses
 import sys
 import types
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -226,17 +227,20 @@ def test_nothing_is_replayed_after_its_release():
     ("package", "said"),
     [
         (None, "Transformer Engine cannot be loaded: import of transformer_engine.* halted"),
+        ("2.19.1", "Transformer Engine 2.19.1 is older than 2.20"),
         (types.SimpleNamespace(), "too old: it has no make_graphed_callables"),
         (
             types.SimpleNamespace(make_graphed_callables=lambda modules, _order=None: None),
             "too old: make_graphed_callables lacks _num_layers_per_chunk",
         ),
     ],
-    ids=["missing", "older", "old"],
+    ids=["broken", "by its version", "older", "old"],
 )
 def test_without_a_usable_transformer_engine_one_line_says_what_to_do(
     monkeypatch: pytest.MonkeyPatch, package: object, said: str
 ):
+    version = package if isinstance(package, str) else "2.20rc1"
+    monkeypatch.setattr(metadata, "version", lambda name: version)
     monkeypatch.setitem(sys.modules, "transformer_engine", package)
     monkeypatch.setitem(sys.modules, "transformer_engine.pytorch", package)
     with pytest.raises(ConfigError, match=said) as refused:

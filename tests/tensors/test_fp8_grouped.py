@@ -295,8 +295,10 @@ def test_a_gpu_that_lacks_the_product_is_told_so(
     if major != 9:  # kernels of the reference are for Hopper and later ones
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
         both = (Fp8Part.head, Fp8Part.experts)
-        with pytest.raises(ConfigError, match=r"include=\[head, experts\].*") as refused:
-            experts_arithmetic(LinearBackendKind.auto, params, gpu, include=both)
-        assert "[head]" in str(refused.value) and "backend=torch" not in str(refused.value)
+        for asked in (LinearBackendKind.auto, LinearBackendKind.torch):
+            with pytest.raises(ConfigError, match=r"include=\[head, experts\].*") as refused:
+                experts_arithmetic(asked, params, gpu, include=both)
+            assert "[head]" in str(refused.value) and "backend=torch" not in str(refused.value)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (major, 0))
     plain = experts_arithmetic(LinearBackendKind.torch, params, gpu)
     assert plain.multiply is by_reference

@@ -19,7 +19,8 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from app.choices import Dtype, Fp8Part, Fp8Recipe, LinearBackendKind
 from app.config import Fp8Config, ModelConfig, MoEConfig, ParallelConfig, PrecisionConfig
-from app.engine.eight_bits import arithmetic_maker, build_fp8, fp8_line
+from app.engine.eight_bits import build_fp8, fp8_line
+from app.engine.host import check_host
 from app.errors import ConfigError
 from app.model import transformer_engine as library
 from app.model.chunk import Chunk
@@ -292,5 +293,7 @@ def test_a_host_that_lacks_transformer_engine_is_told_what_to_install(
         "precision.fp8.recipe=block: this GPU has no products in eight bits by this recipe: "
         "needs CUDA 12.9"
     )
+    by_library = in_8(backend=LinearBackendKind.transformer_engine)
     with pytest.raises(ConfigError, match="computes on GPUs, and this run does on a CPU"):
-        arithmetic_maker(LinearBackendKind.transformer_engine, Fp8Recipe.current, CPU)
+        check_host(make_run(DENSE, precision=PrecisionConfig(fp8=by_library)), CPU)
+    check_host(make_run(DENSE, precision=PrecisionConfig(fp8=in_8())), CPU)

@@ -49,7 +49,8 @@ def test_a_scale_is_that_of_the_largest_entry_of_the_last_steps(margin: int):
 
 
 # margin -> overflows by kind after two steps, times the largest number, overflows of one more
-OVERFLOWS = {0: ([1, 1, 0], [4, 3, 0.5], [0, 0, 1]), 1: ([1, 0, 0], [2, 1, 0.25], [0, 0, 0])}
+MOST = torch.finfo(torch.float32).max  # what an infinite one counts as
+OVERFLOWS = {0: ([1, 1, 1], [4, 3, MOST], [0, 0, 1]), 1: ([1, 0, 1], [2, 1, MOST], [0, 0, 0])}
 
 
 @pytest.mark.parametrize("margin", OVERFLOWS)
@@ -132,6 +133,6 @@ def test_room_to_grow_in_is_for_scales_of_earlier_steps():
     with pytest.raises(ConfigError) as refused:
         Fp8Config(Fp8Recipe.current, margin=1)
     assert str(refused.value) == (
-        "precision.fp8.margin=1: is room for entries to grow in, and recipe=current looks at the "
-        "entries; did you mean 0 or precision.fp8.recipe=delayed?"
+        "precision.fp8.margin=1: is not read: recipe=current looks at the entries themselves; did "
+        "you mean 0 or precision.fp8.recipe=delayed?"
     )

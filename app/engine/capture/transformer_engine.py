@@ -32,7 +32,7 @@ from app.errors import ConfigError
 from app.model.block import LEAVES
 from app.model.chunk import Chunk
 from app.model.layers import Context
-from app.model.transformer_engine import INSTALL, load
+from app.model.transformer_engine import INSTALL, import_library
 from app.optim.distributed import DistributedOptimizer
 from app.optim.grad_buckets import Arrival
 from app.plan.graphs import GraphPlan, PoolOrder
@@ -58,7 +58,7 @@ MakeGraphed = Callable[..., Sequence[Graphed]]
 
 def graphed_callables() -> MakeGraphed:
     """Transformer Engine's `make_graphed_callables`. ConfigError where it cannot be had."""
-    make: MakeGraphed | None = getattr(load(_refusal), "make_graphed_callables", None)
+    make: MakeGraphed | None = getattr(import_library(_refusal), "make_graphed_callables", None)
     if make is None:
         raise _refusal("Transformer Engine is too old: it has no make_graphed_callables")
     lacks = [name for name in NEEDED if name not in inspect.signature(make).parameters]
