@@ -7,13 +7,21 @@ from collections.abc import Iterator
 
 import torch
 
-from app.choices import AttentionBackendKind, Dtype, GraphImpl, GraphScope
+from app.choices import (
+    AttentionBackendKind,
+    Dtype,
+    Fp8Recipe,
+    GraphImpl,
+    GraphScope,
+    LinearBackendKind,
+)
 from app.config import Run
 from app.errors import ConfigError, Instead
 from app.kernels.common import moves_tiles, triton
 from app.moe.dispatch.static import StaticDispatcher
 from app.rules.attention import check_attention
 
+NARROW = 1024  # hidden size up to which the recipe `block` was no faster than bfloat16
 SHORT = 8192  # tokens: cuDNN's ordered backward has a matrix of all scores, GiB for longer ones
 
 
@@ -37,6 +45,8 @@ def slow_paths(
         )
     if run.train.deterministic and run.train.attention_backend is AttentionBackendKind.torch:
         yield "attention", _ordered_attention(run)
+    if slow := _slow_eight_bits(run):
+        yield "eight bits", slow
     if run.model.moe and run.precision.params is not Dtype.bfloat16:
         dtype = run.precision.params.value
         yield (
@@ -50,6 +60,28 @@ def slow_paths(
             "gradients",
             f"of experts' weights are stored before they are added, {why}: 1.6 times the time",
         )
+
+
+def _slow_eight_bits(run: Run) -> str | None:
+    """Where products in eight bits may take longer than those in 16: by measured layers and steps
+    (docs/fp8.md). None: they have paid there.
+    """
+    fp8 = run.precision.fp8
+    if fp8.recipe is None or not fp8.by_library:
+        return None
+    if fp8.backend is LinearBackendKind.torch:
+        return "by the reference, multiplied in fp32: for tests, many times slower"
+    if run.cuda_graph.impl is GraphImpl.none:
+        return (
+            "launched by the host, with cuda_graph=none: steps of model=small took 1.6 to 1.9 "
+            "times those in bfloat16 on a slow one"
+        )
+    if fp8.recipe is Fp8Recipe.block and run.model.hidden_size <= NARROW:
+        return (
+            f"recipe=block gains nothing where layers are {NARROW} wide or less; "
+            "precision.fp8.recipe=delayed does"
+        )
+    return None
 
 
 def _ordered_attention(run: Run) -> str:

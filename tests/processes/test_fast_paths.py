@@ -7,8 +7,17 @@ import dataclasses
 import pytest
 import torch
 
-from app.choices import DispatcherKind, Dtype, GraphImpl, GraphScope, StaticTransport
-from app.config import CudaGraphConfig, ParallelConfig, PrecisionConfig, TrainConfig
+from app.choices import (
+    DispatcherKind,
+    Dtype,
+    Fp8Part,
+    Fp8Recipe,
+    GraphImpl,
+    GraphScope,
+    LinearBackendKind,
+    StaticTransport,
+)
+from app.config import CudaGraphConfig, Fp8Config, ParallelConfig, PrecisionConfig, TrainConfig
 from app.config.model import StaticConfig
 from app.engine import fast_paths
 from app.engine.fast_paths import check_capturable, graphs_line, slow_paths
@@ -16,6 +25,7 @@ from app.errors import ConfigError
 from tests.distributed import run_distributed
 from tests.runs import TINY, engine_of, make_run
 
+EAGER, LAYERS = CudaGraphConfig(), CudaGraphConfig(GraphImpl.local)
 GPU, CPU = torch.device("cuda"), torch.device("cpu")
 FAST = TrainConfig(seq_len=16, micro_batch=2, global_batch=8, deterministic=False)
 BF16 = PrecisionConfig(Dtype.bfloat16)
@@ -38,6 +48,27 @@ def test_a_line_for_each_slow_path(monkeypatch: pytest.MonkeyPatch):
     dense = dataclasses.replace(TINY, moe=None)
     assert list(dict(slow_paths(make_run(dense), GPU))) == ["kernels", "attention"]
     assert "gradients" not in dict(slow_paths(make_run(), GPU))  # fp32 is added to fp32
+
+
+@pytest.mark.parametrize(
+    ("fp8", "graph", "words"),
+    [
+        (Fp8Config(Fp8Recipe.delayed), EAGER, "launched by the host, with cuda_graph=none"),
+        (Fp8Config(Fp8Recipe.delayed), LAYERS, None),
+        (Fp8Config(Fp8Recipe.block), LAYERS, "precision.fp8.recipe=delayed does"),
+        (Fp8Config(Fp8Recipe.current, backend=LinearBackendKind.torch), LAYERS, "the reference"),
+        (Fp8Config(Fp8Recipe.current, include=(Fp8Part.experts,)), EAGER, None),
+    ],
+)
+def test_a_line_where_eight_bits_have_not_paid(
+    fp8: Fp8Config, graph: CudaGraphConfig, words: str | None, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(fast_paths, "moves_tiles", lambda device: True)
+    precision = dataclasses.replace(BF16, fp8=fp8)
+    run = make_run(train=FAST, precision=precision, cuda_graph=graph)
+    said = dict(slow_paths(run, GPU)).get("eight bits")
+    assert (said is None) if words is None else (words in said and len(said) < 150)
+    assert "eight bits" not in dict(slow_paths(run, CPU))  # the line fp8 says so there
 
 
 def said_of_static(rank: int, transport: StaticTransport) -> list[tuple[str, str]]:

@@ -124,6 +124,8 @@ class DelayedScales:
         latest_M = self.largest_M.clone()
         if size(self.group) > 1:
             dist.all_reduce(latest_M, dist.ReduceOp.MAX, self.group)
+        # infinite ones are beyond any number, and say nothing of a scale
+        found_M = latest_M.nan_to_num(nan=0.0, posinf=torch.inf)
         latest_M = torch.where(latest_M.isfinite(), latest_M, 0.0)
         history_HM = torch.cat((latest_M[None], self.history_HM[:-1]))
         most_M = history_HM.amax(dim=0)
@@ -131,7 +133,8 @@ class DelayedScales:
         scales_M = torch.where(most_M > 0, scales_M, self.scales_M)
         keeps = skipped > 0
         if self.known:  # otherwise some were scaled by their own largest entries
-            times_M = latest_M * self.scales_M / (self.limits_M * self.room)
+            times_M = found_M * self.scales_M / (self.limits_M * self.room)
+            times_M = times_M.clamp(max=torch.finfo(torch.float32).max)  # metrics are numbers
             self.overflows.note(torch.where(keeps, 0.0, times_M), (~keeps).float())
         self.history_HM.copy_(torch.where(keeps, self.history_HM, history_HM))
         self.scales_M.copy_(torch.where(keeps, self.scales_M, scales_M))
