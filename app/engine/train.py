@@ -12,11 +12,11 @@ import torch.distributed as dist
 from app.config import Run
 from app.engine.build import Engine, build_engine
 from app.engine.groups import create_groups, process_world
-from app.engine.host import check_host
 from app.engine.report.lasting import lasting_output
 from app.engine.run.agreement import all_succeed, rank_zero_says
 from app.engine.run.attempt import Attempt
 from app.engine.run.bad_steps import DIVERGED, Diverged
+from app.engine.run.host import check_host
 from app.engine.run.ready import StartTimes
 from app.engine.run.run_folder import FolderLock
 from app.engine.run.signals import exit_code

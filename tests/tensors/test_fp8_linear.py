@@ -20,7 +20,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from app.choices import Dtype, Fp8Part, Fp8Recipe, LinearBackendKind
 from app.config import Fp8Config, ModelConfig, MoEConfig, ParallelConfig, PrecisionConfig
 from app.engine.eight_bits import build_fp8, fp8_line
-from app.engine.host import check_host
+from app.engine.run.host import check_host
 from app.errors import ConfigError
 from app.model import transformer_engine as library
 from app.model.chunk import Chunk
