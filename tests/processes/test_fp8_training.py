@@ -6,7 +6,11 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -32,8 +36,14 @@ from app.config import (
     Run,
     ScheduleConfig,
 )
+from app.engine.build import Engine
+from app.engine.capture.recorder import Work
+from app.engine.capture.stand_in import HostRecorder, HostRecording
+from app.engine.checkpoint.folder import read_manifest
+from app.engine.checkpoint.load import Progress, load_checkpoint
 from app.engine.pipeline.step import TrainingStep, Validation
 from tests.cases import chosen
+from tests.checkpoints import save_checkpoint
 from tests.distributed import run_distributed
 from tests.graphed_callables import install
 from tests.parity import exactly
@@ -49,13 +59,14 @@ EXPERTS = dataclasses.replace(
 )
 STEPS, WARMUP = 5, 2
 RECIPES = tuple(Fp8Recipe)
+EVERYTHING = tuple(Fp8Part)
 
 
 def in_8(
     recipe: Fp8Recipe | None, params: Dtype = Dtype.bfloat16, **choices: Any
 ) -> PrecisionConfig:
-    include = (Fp8Part.linear, Fp8Part.head)
-    return PrecisionConfig(params, fp8=Fp8Config(recipe, **({"include": include} | choices)))
+    usual = {"include": (Fp8Part.linear, Fp8Part.head)} if recipe else {}
+    return PrecisionConfig(params, fp8=Fp8Config(recipe, **(usual | choices)))
 
 
 def run_of(recipe: Fp8Recipe | None, model: Any = DENSE, **sections: Any) -> Run:
@@ -214,11 +225,16 @@ GRAPHS = {
 GRAPH_LAYOUTS = {
     "one rank": ParallelConfig(),
     "pp2": ParallelConfig(pp=2),
+    "pp2 vpp2": ParallelConfig(pp=2, vpp=2),
     "dp2": ParallelConfig(dp=2),
     "tp2": ParallelConfig(tp=2),
 }
 GRAPH_CASES = [*itertools.product(RECIPES, GRAPH_LAYOUTS)]
-GRAPHS_QUICK = [(Fp8Recipe.current, "pp2"), (Fp8Recipe.block, "one rank")]
+GRAPHS_QUICK = [
+    (Fp8Recipe.delayed, "pp2"),
+    (Fp8Recipe.current, "pp2 vpp2"),
+    (Fp8Recipe.block, "one rank"),
+]
 
 
 @pytest.mark.parametrize(("recipe", "layout"), chosen(GRAPH_CASES, GRAPHS_QUICK))
@@ -300,6 +316,123 @@ def test_validation_sees_the_weights_of_the_last_update(name: str):
     ]
     eager, replayed = (run_distributed(validated, 1, run)[0] for run in runs)
     assert eager == replayed and len(set(eager)) == STEPS
+
+
+def with_experts(recipe: Fp8Recipe, graph: CudaGraphConfig) -> Run:
+    """A dense layer and one with experts; all that can be in eight bits is."""
+    model = dataclasses.replace(EXPERTS, num_layers=2)
+    return run_of(recipe, model, precision=in_8(recipe, include=EVERYTHING), cuda_graph=graph)
+
+
+@contextmanager
+def replays_as_on_a_gpu(engine: Engine) -> Iterator[None]:
+    """Within the block replays quantise what was quantised when they were recorded, and the host
+    does not know that they do.
+    """
+    linears = engine.fp8.linears.values()
+    record, replay = HostRecorder.record, HostRecording.replay
+    recorded: list[tuple[HostRecording, list[bool]]] = []
+
+    def mark(stale: list[bool]) -> None:
+        for linear, each in zip(linears, stale, strict=True):
+            linear.stale = each
+
+    def noting(recorder: HostRecorder, work: Work, pool: int) -> Any:
+        stale = [linear.stale for linear in linears]
+        recording, outputs = record(recorder, work, pool)
+        recorded.append((recording, stale))
+        return recording, outputs
+
+    def kernels_alone(recording: HostRecording) -> Any:
+        known = [linear.stale for linear in linears]
+        (stale,) = (stale for each, stale in recorded if each is recording)
+        mark(stale)
+        outputs = replay(recording)
+        mark(known)
+        return outputs
+
+    with (
+        mock.patch.object(HostRecorder, "record", noting),
+        mock.patch.object(HostRecording, "replay", kernels_alone),
+    ):
+        yield
+
+
+def validated_before_recordings(rank: int, run: Run) -> list[float]:
+    """Losses of steps and of validations, some of which are in front of what is recorded."""
+    engine = engine_of(run, rank)
+    held_out, numbers = batches_of(run, 99, 0), itertools.count()
+    step, validation = TrainingStep(engine), Validation(engine, len(held_out))
+
+    def trains() -> float:
+        return step(batches_of(run, next(numbers), 0), 1e-2, 0.1)[0].loss
+
+    def validates() -> float:
+        return validation(held_out)[0]
+
+    def validates_eagerly() -> float:  # a first one is never recorded
+        return Validation(engine, len(held_out))(held_out)[0]
+
+    turns = [trains] * WARMUP
+    turns += [validates, trains, trains]  # recorded, replayed
+    turns += [validates_eagerly, validates, trains, validates]  # recorded, replayed, replayed
+    turns += [trains, validates_eagerly]
+    with replays_as_on_a_gpu(engine):
+        found = [turn() for turn in turns]
+    assert engine.recorder is None or len(engine.recorder.recordings) == 2
+    engine.release()
+    return found
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_recordings_quantise_weights_that_a_validation_has_just_quantised(recipe: Fp8Recipe):
+    whole = GRAPHS["whole step"]
+    graphs = {
+        "eager": CudaGraphConfig(),
+        "whole step": whole,
+        "with its update": dataclasses.replace(whole, optimizer=True),
+    }
+    runs = {name: with_experts(recipe, graph) for name, graph in graphs.items()}
+    results = {
+        name: run_distributed(validated_before_recordings, 1, run)[0] for name, run in runs.items()
+    }
+    eager = results.pop("eager")
+    assert len(set(eager)) == len(eager) - 1  # two validations see the same weights
+    for name, replayed in results.items():
+        assert replayed == eager, name
+
+
+def rolled_back(rank: int, run: Run, folder: Path) -> list[list[float]]:
+    """What an engine that has trained on and validated computes once it has gone back to a
+    checkpoint, and what a new engine computes.
+    """
+    engines = [engine_of(run, rank) for _ in range(2)]
+    held_out = batches_of(run, 99, 0)
+    steps = [TrainingStep(each) for each in engines]
+    validations = [Validation(each, len(held_out)) for each in engines]
+    for number in range(2):
+        steps[0](batches_of(run, number, 0), 1e-2, 0.1)
+    path = save_checkpoint(folder, engines[0], run, Progress(2, 2, 0), {})
+    steps[0](batches_of(run, 2, 0), 1e-2, 0.1)
+    before = validations[0](held_out)[0]
+    assert not any(linear.stale for linear in engines[0].fp8.linears.values())
+    found = []
+    for engine, step, validation in zip(engines, steps, validations, strict=True):
+        load_checkpoint(path, read_manifest(path), engine)
+        # a step may quantise weights whatever has changed, a validation does not
+        loss = validation(held_out)[0]
+        assert loss != before
+        found.append([loss, step(batches_of(run, 2, 0), 1e-2, 0.1)[0].loss])
+    return found
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_going_back_to_a_checkpoint_leaves_no_copies_of_later_weights(
+    recipe: Fp8Recipe, tmp_path: Path
+):
+    run = with_experts(recipe, CudaGraphConfig())
+    ((used, new),) = run_distributed(rolled_back, 1, run, tmp_path)
+    assert used == new
 
 
 def overfitted(rank: int, run: Run) -> list[float]:
