@@ -123,6 +123,19 @@ def test_parts_of_layers_with_experts_repeat_eager_steps(recipe: Fp8Recipe, impl
     assert graphs == eager
 
 
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.value)
+def test_parameters_in_float32(recipe: Fp8Recipe):
+    wide = PrecisionConfig(Dtype.float32, fp8=Fp8Config(recipe, include=BOTH))
+    eager, graph = (
+        trained_alone(dataclasses.replace(run_of(recipe, graph), precision=wide), steps=20)
+        for graph in (EAGER, WHOLE)
+    )
+    assert graph == eager
+    narrow = trained_alone(run_of(recipe), steps=20)
+    # later ones are those of weights that were rounded to other bits at the start
+    assert abs(eager[0][0] - narrow[0][0]) < 0.02 and eager[-1][0] < 0.8 * eager[0][0]
+
+
 @pytest.mark.parametrize("chosen", ["chunks of the head", "shared experts"])
 def test_chunks_of_the_head_and_shared_experts(chosen: str):
     given: dict[str, Any] = {
