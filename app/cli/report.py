@@ -25,7 +25,7 @@ from rich.table import Table
 
 from app.cli.options.messages import readable_errors
 from app.cli.processes.reader import ends_with_its_reader
-from app.cli.run_report.table import COLUMNS, Report, cells, read_report
+from app.cli.run_report.table import Report, heads_and_cells, read_report
 from app.cli.width import table_width
 from app.errors import ConfigError
 
@@ -44,19 +44,22 @@ Usage:  python -m app.cli.report FOLDER
 Prints the table and writes it into FOLDER: report.txt, report.csv, and report.html with plots, one
 file that needs no network.
 Tokens/s and TFLOP/s per rank: median over the second half of a run's steps. Loss: the last
-validation's; * of the last step."""
+validation's; * of the last step. Of products in eight bits: their recipe; the largest share, of
+inputs, weights or gradients at a log line, of matrices with clipped entries (overflow) and, if
+counted, of entries that became zero (underflow)."""
 
 
 def print_table(report: Report, stream: TextIO) -> None:
     """The table as text, as wide as the terminal is or COLUMNS says."""
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False, header_style="dim")
-    for number, name in enumerate(COLUMNS):
-        numeric = 0 < number < len(COLUMNS) - 1
+    heads, lines = heads_and_cells(report.rows)
+    for number, name in enumerate(heads):
+        numeric = 0 < number < len(heads) - 1
         table.add_column(
             name, justify="right" if numeric else "left", no_wrap=numeric, overflow="fold"
         )
-    for row in report.rows:
-        table.add_row(*cells(row))
+    for line in lines:
+        table.add_row(*line)
     Console(
         file=stream,
         width=table_width(stream, WIDTH),
@@ -70,7 +73,8 @@ def as_csv(report: Report) -> str:
     """Every figure at full precision, one line per run."""
     text = StringIO()
     measured = ("step", "steps", "tokens", "tokens_per_s", "tokens_per_s_planned", "tflops_per_gpu",
-                "memory_peak_gib", "memory_planned_gib", "loss", "val_loss", "reruns")  # fmt: skip
+                "memory_peak_gib", "memory_planned_gib", "loss", "val_loss", "reruns", "fp8_recipe",
+                "fp8_overflow", "fp8_overflow_worst", "fp8_underflow", "fp8_clipped")  # fmt: skip
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(("run", "overrides", "state", "reason", "seconds", *measured))
     for row in report.rows:

@@ -18,10 +18,12 @@ from typing import Any
 import pytest
 
 from app.cli.report import main
-from app.cli.run_report.facts import clock, run_facts
+from app.cli.run_report.facts import FP8_KINDS, clock, run_facts
 from app.cli.run_report.page import POINTS, alike, shown, thinned
-from app.cli.run_report.table import COLUMNS, read_report
+from app.cli.run_report.table import read_report
 from app.cli.sweeps.record import Job, JobState, Sweep
+from app.engine.report.boards import PANELS
+from app.engine.report.eight_bits import KINDS
 
 CONFIG = """\
 model: {{name: moe_tiny, num_layers: {layers}}}
@@ -266,7 +268,7 @@ def test_the_page_is_whole_and_needs_no_network(sweep: Path):
     assert main([str(sweep)]) == 0
     text = (sweep / "report.html").read_text()
     page = Page(text)
-    assert len(page.cells) == 7 * len(COLUMNS)
+    assert len(page.cells) == 7 * 6
     assert page.cells[:6] == ["x=1", "2,005", "0.201", "1.50", "2.0000", "done"]
     assert "failed: boom <b>&amp;" in page.cells  # as it was told, not as markup
     assert "7 runs: 4 done, 1 failed, 1 skipped, 1 interrupted" in text
@@ -337,6 +339,79 @@ def test_mistakes(
 
 def test_help(capsys: pytest.CaptureFixture[str]):
     assert main(["--help"]) == 0 and "report.html" in capsys.readouterr().out
+
+
+# Products in eight bits.
+
+FP8_COLUMNS = ("fp8_recipe", "fp8_overflow", "fp8_overflow_worst", "fp8_underflow", "fp8_clipped")
+
+
+def with_fp8(run_dir: Path, recipe: str, *lines: dict[str, float]) -> None:
+    """The run with this recipe, and these of its metrics at the ends of its first steps."""
+    config, metrics = run_dir / "config.yaml", run_dir / "metrics.jsonl"
+    config.write_text(f"{config.read_text()}precision: {{fp8: {{recipe: {recipe}}}}}\n")
+    rows = [json.loads(line) for line in metrics.read_text().splitlines()]
+    for row, lost in zip(rows[1:], lines, strict=False):
+        row |= {f"fp8_{key}": value for key, value in lost.items()}
+    metrics.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def overflows(inputs: float, weights: float, grads: float, worst: float) -> dict[str, float]:
+    shares = {"overflow_inputs": inputs, "overflow_weights": weights, "overflow_grads": grads}
+    return shares | {"overflow_worst": worst}
+
+
+def heads(folder: Path) -> list[str]:
+    """The columns of a folder's table, after the page has been found to have the same."""
+    text = (folder / "report.txt").read_text().partition("\n")[0]
+    of_page = re.findall(r"<th[^>]*>([^<]*)</th>", (folder / "report.html").read_text())
+    assert text.split() == " ".join(of_page).split()
+    return of_page
+
+
+def test_the_metrics_of_eight_bits_are_those_that_runs_write():
+    assert FP8_KINDS == KINDS
+    fates = ("overflow", "underflow", "clipped")
+    shares = {f"fp8_{fate}_{kind}" for fate in fates for kind in KINDS}
+    assert set(PANELS["fp8"]) == {*shares, "fp8_overflow_worst"}
+
+
+def test_what_eight_bits_lose_is_the_largest_of_all_kinds_and_lines(runs: Path):
+    counted = {"underflow_inputs": 0.00025, "underflow_grads": 0.000125, "clipped_weights": 1e-5}
+    first = overflows(0.25, 0.5, 0.0, worst=1.5)
+    with_fp8(runs / "a", "delayed", first | counted, {}, overflows(0.75, 0.125, 0.0, worst=1.25))
+    with_fp8(runs / "b", "delayed", overflows(0.0, 0.0, 0.0, worst=0.5))
+    assert main([str(runs)]) == 0
+    told = {row["run"]: tuple(row[name] for name in FP8_COLUMNS) for row in table(runs)}
+    assert told == {
+        "a": ("delayed", "0.75", "1.5", "0.00025", "1e-05"),
+        "b": ("delayed", "0.0", "0.5", "", ""),
+        "c": ("", "", "", "", ""),
+    }
+    assert heads(runs)[4:] == ["loss", "overflow", "underflow", "state"]  # labels tell the recipe
+    page = Page((runs / "report.html").read_text())
+    columns = 8
+    ends = [page.cells[n + 5 : n + columns] for n in range(0, len(page.cells), columns)]
+    assert ends[0] == ["0 %", "", "done"] and ends[1] == ["75.0 %", "0.0250 %", "done"]
+    assert ends[2][:2] == ["", ""]
+    text = (runs / "report.txt").read_text()
+    assert re.search(r"recipe=delayed .* 3\.5000 +75\.0 % +0\.0250 % +done", text)
+
+
+def test_the_recipe_of_eight_bits_is_told_where_runs_do_not_differ_in_it(runs: Path):
+    with_fp8(runs / "a", "block", {"underflow_inputs": 0.5})
+    assert main([str(runs / "a")]) == 0
+    assert heads(runs / "a")[4:] == ["loss", "fp8", "underflow", "state"]
+    said = (runs / "a/report.html").read_text()
+    assert '<td class="number">block</td>' in said and "fp8: recipe of products" in said
+    assert "Underflow: " in said and "Overflow: " not in said
+
+
+def test_without_eight_bits_nothing_is_said_of_them(runs: Path):
+    assert main([str(runs)]) == 0
+    assert heads(runs) == ["run", "tokens/s", "TFLOP/s", "peak GiB", "loss", "state"]
+    page = (runs / "report.html").read_text()
+    assert "eight bits" not in page and "flow: " not in page
 
 
 # Memory, and runs that lie over each other.

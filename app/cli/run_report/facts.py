@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -19,6 +19,7 @@ from app.plan.plan import GIB
 
 # where a run writes and how it was started, not what it does
 PLACE = ("run_dir", "resume", "log.", "parallel.world_size")
+FP8_KINDS = ("inputs", "weights", "grads")  # of matrices, each with a metric of its own
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +38,13 @@ class RunFacts:
     memory_peak_gib: float | None  # of the rank that needed most
     memory_planned_gib: float | None  # the same as plan.json has it, tensors on a GPU only
     on_gpu: bool  # whether the peak is of tensors on a GPU; otherwise of the process's memory
+    fp8_recipe: str | None  # of products in eight bits
+    # share of the matrices in eight bits with entries beyond the largest number of their type: the
+    # largest of inputs, weights or gradients at a log line, as of the shares below
+    fp8_overflow: float | None
+    fp8_overflow_worst: float | None  # the largest of all entries over that number
+    fp8_underflow: float | None  # share of entries that became zero
+    fp8_clipped: float | None  # share of entries beyond the largest number of their type
     loss: float | None  # of the last step, nats per token
     val_loss: float | None  # of the last validation, nats per token
     curve: tuple[tuple[int, float], ...]  # (step, loss) of every step
@@ -69,11 +77,14 @@ def run_facts(run_dir: Path) -> RunFacts:
         tokens_per_s=_steady(trained, "tokens_per_s"),
         tokens_per_s_planned=_planned_rate(run_dir),
         tflops_per_gpu=_steady(trained, "tflops_per_gpu"),
-        memory_peak_gib=max(
-            (row["memory_peak_gib"] for row in trained if "memory_peak_gib" in row), default=None
-        ),
+        memory_peak_gib=_largest(trained, ["memory_peak_gib"]),
         memory_planned_gib=_planned_gib(run_dir),
         on_gpu=any("memory_reserved_gib" in row for row in trained),
+        fp8_recipe=asked.get("precision.fp8.recipe"),
+        fp8_overflow=_largest_share(trained, "fp8_overflow"),
+        fp8_overflow_worst=_largest(trained, ["fp8_overflow_worst"]),
+        fp8_underflow=_largest_share(trained, "fp8_underflow"),
+        fp8_clipped=_largest_share(trained, "fp8_clipped"),
         loss=last.get("loss"),
         val_loss=validations[-1][1] if validations else None,
         curve=tuple((row["step"], row["loss"]) for row in trained),
@@ -134,6 +145,14 @@ def _planned(run_dir: Path, read: Callable[[Any], float | None]) -> float | None
         return read(json.loads((run_dir / PLAN).read_text()))
     except (OSError, ValueError, LookupError, TypeError):
         return None  # a run that wrote no plan, or none of this form
+
+
+def _largest_share(trained: list[dict[str, Any]], what: str) -> float | None:
+    return _largest(trained, [f"{what}_{kind}" for kind in FP8_KINDS])
+
+
+def _largest(trained: list[dict[str, Any]], keys: Sequence[str]) -> float | None:
+    return max((row[key] for row in trained for key in keys if key in row), default=None)
 
 
 def _steady(trained: list[dict[str, Any]], key: str) -> float | None:

@@ -19,7 +19,7 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
-from app.cli.run_report.table import COLUMNS, Report, Row, cells
+from app.cli.run_report.table import OPTIONAL, Report, Row, heads_and_cells
 from app.cli.sweeps.record import JobState
 from app.plan.formatting import figures
 
@@ -58,7 +58,7 @@ def page(report: Report) -> str:
     if report.command and report.began:
         began = report.began.replace("T", " ")
         body.append(f'<p class="quiet">Begun {began} by <code>{escape(report.command)}</code></p>')
-    body += [_table(rows, colours), _quiet(LEGEND)]
+    body.append(_table(rows, colours))
     drawn = [(row, colour) for row, colour in zip(rows, colours, strict=True) if row.facts.curve]
     if drawn:
         body += ["<h2>Loss</h2>", _quiet(LOSSES)]
@@ -102,18 +102,21 @@ def _summary(rows: Sequence[Row]) -> str:
 
 
 def _table(rows: Sequence[Row], colours: Sequence[str]) -> str:
-    last = len(COLUMNS) - 1
+    """What the runs have come to, and what the columns mean."""
+    heads, texts = heads_and_cells(rows)
+    last = len(heads) - 1
     head = "".join(
         f"<th{_class('number') if 0 < n < last else ''}>{escape(name)}</th>"
-        for n, name in enumerate(COLUMNS)
+        for n, name in enumerate(heads)
     )
-    lines = "\n".join(map(_line, rows, colours))
+    lines = "\n".join(map(_line, rows, texts, colours))
     table = f"<table><thead><tr>{head}</tr></thead><tbody>\n{lines}\n</tbody></table>"
-    return f'<div class="wide">{table}</div>'
+    legend = " ".join([LEGEND, *(OPTIONAL[name] for name in heads if name in OPTIONAL)])
+    return f'<div class="wide">{table}</div>\n{_quiet(legend)}'
 
 
-def _line(row: Row, colour: str) -> str:
-    label, *numbers, state = map(escape, cells(row))
+def _line(row: Row, texts: Sequence[str], colour: str) -> str:
+    label, *numbers, state = map(escape, texts)
     square = f'<span class="colour" style="background:{colour}"></span>'
     measured = "".join(f"<td{_class('number')}>{number}</td>" for number in numbers)
     named = f"<td{_class('label')}>{square}{label}</td>"

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import compress
 from math import isnan
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,16 @@ from app.engine.run.run_folder import CONFIG, RUNS
 from app.errors import ConfigError, nearest
 from app.plan.formatting import count_of, figures
 
-COLUMNS = ("run", "tokens/s", "TFLOP/s", "peak GiB", "loss", "state")
+COLUMNS = ("run", "tokens/s", "TFLOP/s", "peak GiB", "loss", "fp8", "overflow", "underflow",
+           "state")  # fmt: skip
+# columns that are left out where no run has anything in them, and what a legend says of them
+OPTIONAL = {
+    "fp8": "fp8: recipe of products in eight bits.",
+    "overflow": "Overflow: matrices in eight bits with clipped entries, the largest share of "
+    "inputs, weights or gradients at a log line.",
+    "underflow": "Underflow: entries that eight bits have made zero, the largest share of "
+    "inputs, weights or gradients at a log line.",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +139,16 @@ def _typed(value: Any) -> str:
             return str(value)
 
 
+def heads_and_cells(rows: Sequence[Row]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+    """Names of the columns, those of OPTIONAL only where some run has anything there, and the rows
+    of the table under them.
+    """
+    lines = [cells(row) for row in rows]
+    columns = zip(COLUMNS, zip(*lines, strict=True), strict=True)
+    kept = [name not in OPTIONAL or any(texts) for name, texts in columns]
+    return tuple(compress(COLUMNS, kept)), [tuple(compress(line, kept)) for line in lines]
+
+
 def cells(row: Row) -> tuple[str, ...]:
     """A row of the table, under COLUMNS."""
     facts = row.facts
@@ -137,11 +158,16 @@ def cells(row: Row) -> tuple[str, ...]:
     if rate and facts.tokens_per_s_planned is not None:
         rate = f"{rate}, planned {figures(facts.tokens_per_s_planned)}"
     measured = (facts.tflops_per_gpu, facts.memory_peak_gib)
+    told = "precision.fp8.recipe=" in row.label
+    recipe = "" if told or facts.fp8_recipe is None else facts.fp8_recipe
+    lost = (facts.fp8_overflow, facts.fp8_underflow)
     return (
         row.label,
         rate,
         *("" if value is None else figures(value) for value in measured),
         loss,
+        recipe,
+        *("" if share is None else f"{figures(100 * share)} %" for share in lost),
         standing(row),
     )
 
