@@ -19,6 +19,8 @@ captured=cuda_graph.impl=transformer_engine
 fp8=precision.fp8.recipe
 delayed="$fp8=delayed precision.fp8.include=[linear,head]"
 experts="$fp8=delayed precision.fp8.include=[linear,head,experts]"
+by_layer="+experiment=small parallel.dp=1 cuda_graph=layer"
+by_part="+experiment=smallmoe parallel.dp=1 cuda_graph=partial"
 
 # shellcheck disable=SC2086
 run_part() {
@@ -40,7 +42,13 @@ run_part() {
       "moe/partial,$captured,train.global_batch=64" "dense/layer,$captured" \
       "dense/partial,$fp8=current" "dense/partial,$fp8=delayed" "dense/partial,$fp8=block" \
       "dense/layer,$fp8=current" "dense/layer,$fp8=delayed" "dense/layer,$fp8=block" \
-      "dense/partial,$fp8=delayed,$captured" "dense/full_iteration,$fp8=block,recompute.full=true"
+      "dense/partial,$fp8=delayed,$captured" "dense/full_iteration,$fp8=block,recompute.full=true" \
+      "dense/layer,$fp8=current,$captured" "dense/layer,$fp8=block,$captured" \
+      "dense/attn,$fp8=delayed,$captured" "moe/partial,$fp8=current,$captured" \
+      "moe/partial,$fp8=delayed,$captured"
+    steps 240 one_gpu_captured.jsonl $by_layer / $by_layer $captured / $by_layer $delayed / \
+      $by_layer $captured $delayed / $by_part / $by_part $captured / $by_part $delayed / \
+      $by_part $captured $delayed / $small $delayed
     timeout 560 python3 -m pytest -m gpu -q -n0 tests/gpu/test_fp8_runs.py tests/gpu/test_te_graphs.py \
       2>&1 | tee "$out/captured_tests.txt" ;;
   recompute) # whole and in part, and attention of other lengths

@@ -61,7 +61,8 @@ OF_H100 = "h100_steps.jsonl"  # rows of another GPU; of all others, an H200
 # files whose rows have kernels of today, but for those of norms' weights in some
 TODAY = dict.fromkeys(
     (
-        *("two_gpus_captured.jsonl", "recompute.jsonl", "two_gpus_small.jsonl"),
+        *("two_gpus_captured.jsonl", "one_gpu_captured.jsonl"),
+        *("recompute.jsonl", "two_gpus_small.jsonl"),
         *("step_profile_small.jsonl", "compare_small_again.json", "compare_small_of_4.json"),
         *("compare_dense_pp2.json", "compare_moe_ep2.json", "compare_moe_pp2.json"),
         *("attention_steps.jsonl", "eight_bits_steps.jsonl", "two_gpus_long.jsonl", OF_H100),

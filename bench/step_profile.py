@@ -114,6 +114,7 @@ def train(
     overrides: list[str], launch: Launch, device: torch.device, steps: int, top: int
 ) -> dict[str, Any]:
     """One run, from nothing to nothing."""
+    torch._C._cuda_clearCublasWorkspaces()  # of the run before, which this one may not need
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     (hot,) = [word[4:] for word in overrides if word.startswith("hot=")] or [None]
