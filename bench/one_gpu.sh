@@ -42,7 +42,8 @@ run_part() {
       "moe/partial,$captured,train.global_batch=64" "dense/layer,$captured" \
       "dense/partial,$fp8=current" "dense/partial,$fp8=delayed" "dense/partial,$fp8=block" \
       "dense/layer,$fp8=current" "dense/layer,$fp8=delayed" "dense/layer,$fp8=block" \
-      "dense/partial,$fp8=delayed,$captured" "dense/full_iteration,$fp8=block,recompute.full=true" \
+      "dense/partial,$fp8=delayed,$captured" "dense/full_iteration,$fp8=block,recompute.full=true"
+    timeout 400 python3 bench/graphs.py --json "$out/one_gpu_graphs.jsonl" --steps 120 \
       "dense/layer,$fp8=current,$captured" "dense/layer,$fp8=block,$captured" \
       "dense/attn,$fp8=delayed,$captured" "moe/partial,$fp8=current,$captured" \
       "moe/partial,$fp8=delayed,$captured"

@@ -35,10 +35,11 @@ run_part() {
     timeout 300 python3 -m torch.distributed.run --standalone --nproc-per-node 2 \
       -m app.cli.calibrate "name=${kind}_measured" "out=$out" ;;
   equal) # to eager steps, bit for bit
-    graphs 600 two_gpus_graphs.jsonl \
+    graphs 800 two_gpus_graphs.jsonl \
       "pp2-moe/partial,$te" "pp2vpp2-dense/layer,$te" "pp2-moe/partial" \
       "pp2-dense/full_iteration,$fp8=delayed" "dp2-dense/full_iteration,$fp8=current" \
       "pp2-dense/full_iteration,$fp8=block,schedule=zero_bubble_h1" "pp2-dense/layer,$te,$fp8=delayed" \
+      "pp2vpp2-moe/partial,$te" "pp2vpp2-dense/layer,$te,$fp8=current" \
       "ep2-moe/full_iteration,$static,$fp8=current" \
       "ep2-moe/full_iteration,$static,$fp8=current,$experts" \
       "ep2-moe/full_iteration,$updates,$pairs,$static" \
