@@ -254,6 +254,33 @@ def test_captured_training_equals_eager_training_bit_for_bit(recipe: Fp8Recipe, 
             assert found["times"] == {STEPS}, name
 
 
+def quantised_while_recording(rank: int, run: Run) -> list[int]:
+    """Weights that each recording of a part of a layer has quantised."""
+    engine = engine_of(run, rank)
+    record, counts = HostRecorder.record, []
+
+    def counted(self: HostRecorder, work: Any, pool: int) -> Any:
+        before = sum(linear.times for linear in engine.fp8.linears.values())
+        found = record(self, work, pool)
+        counts.append(sum(linear.times for linear in engine.fp8.linears.values()) - before)
+        return found
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(HostRecorder, "record", counted)
+        train_steps(run, engine, STEPS)
+    assert engine.recorder.recordings
+    engine.release()
+    return counts
+
+
+@pytest.mark.parametrize("name", ["attn", "layer"])
+def test_graphs_of_parts_hold_no_quantising_of_weights(name: str):
+    """It is done in front of them, once per update, and not by each of their replays."""
+    run = run_of(Fp8Recipe.current, cuda_graph=GRAPHS[name])
+    (counts,) = run_distributed(quantised_while_recording, 1, run)
+    assert counts and not any(counts)
+
+
 BY_LIBRARY = {
     "attn": captured(GraphImpl.transformer_engine, GraphScope.attn),
     "layer": captured(GraphImpl.transformer_engine),
