@@ -48,7 +48,7 @@ def _check_experts(run: Run) -> None:
     rest = tuple(part for part in fp8.include if part is not Fp8Part.experts)
     near: tuple[object, ...] = (rest or (Fp8Part.linear,),)
     if moe is None:
-        rule = "has routed experts, and this model has none"
+        rule = "asks for routed experts, and this model has none"
         raise ConfigError("precision.fp8.include", fp8.include, rule, nearest=near)
     if moe.echo.spares:
         rule = (
