@@ -15,7 +15,7 @@ from app.advice.suggest import ENOUGH, Candidate
 from app.advice.trials import Trials
 from app.choices import AttentionBackendKind, Fp8Recipe, GraphImpl, ScheduleName
 from app.config import Fp8Config, Run
-from app.config.layout import OF_DELAYED, OF_RECIPES
+from app.config.layout import OF_ALL, OF_DELAYED
 from app.plan.dispatchers.choose import run_dispatcher, without_waits
 from app.plan.plan import Plan
 from app.plan.suggestion import Suggestion
@@ -138,7 +138,7 @@ def other_recipe(run: Run) -> Iterator[Change]:
             unread = () if recipe is Fp8Recipe.delayed else OF_DELAYED
             yield Change(_usual(fp8, unread) | {f"{key}.recipe": recipe}, cost)
     cost = "products in 16 bits, which take less time than by this recipe"
-    yield Change(_usual(fp8, OF_RECIPES) | {f"{key}.recipe": None}, cost)
+    yield Change(_usual(fp8, (*OF_ALL, *OF_DELAYED)) | {f"{key}.recipe": None}, cost)
 
 
 def _usual(fp8: Fp8Config, names: Sequence[str]) -> dict[str, Value]:

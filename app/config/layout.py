@@ -146,9 +146,10 @@ class CudaGraphConfig:
         return self.impl in (GraphImpl.local, GraphImpl.transformer_engine)
 
 
-# keys of precision.fp8 that one recipe reads, and those that none reads without a recipe
+# keys of precision.fp8 that one recipe reads, and those that all do: refused without; others may
+# stay where the recipe is turned off
 OF_DELAYED = ("amax_history", "margin")
-OF_RECIPES = ("include", "first_layers", "last_layers", *OF_DELAYED, "backend", "count_entries")
+OF_ALL = ("first_layers", "last_layers", "count_entries")
 
 
 @dataclass(frozen=True)
@@ -171,7 +172,9 @@ class Fp8Config:
         at_least("precision.fp8", self, 0, "first_layers", "last_layers", "margin")
         at_least("precision.fp8", self, 1, "amax_history")
         if self.recipe is None:
-            self._refuse("recipe=null has no products in eight bits", "current", *OF_RECIPES)
+            rule = "recipe=null has no products in eight bits"
+            self._refuse(rule, "current", *OF_ALL)
+            self._refuse(rule, "delayed", *OF_DELAYED)
         elif self.recipe is not Fp8Recipe.delayed:
             rule = f"recipe={self.recipe.value} looks at the entries themselves"
             self._refuse(rule, "delayed", *OF_DELAYED)

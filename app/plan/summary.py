@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from app.config import PrecisionConfig
+from app.config import Fp8Config, PrecisionConfig
 from app.plan.cost.flops import flops_per_token, parameter_count
 from app.plan.dispatchers.choose import run_dispatcher, tokens_per_rank
 from app.plan.formatting import amount, count_of
@@ -46,11 +46,12 @@ def summary_lines(plan: Plan) -> Iterator[tuple[str, str]]:
 
 def types(precision: PrecisionConfig) -> str:
     """Of parameters, and which products are in eight bits: "bfloat16, linear in eight bits
-    (delayed)".
+    (delayed)"; none are where a choice of them lacks its recipe, which is said.
     """
     params, fp8 = precision.params.value, precision.fp8
     if fp8.recipe is None:
-        return params
+        chosen = fp8 != Fp8Config()
+        return f"{params}, nothing in eight bits: no precision.fp8.recipe" if chosen else params
     parts = " and ".join(part.value for part in fp8.include)
     return f"{params}, {parts} in eight bits ({fp8.recipe.value})"
 

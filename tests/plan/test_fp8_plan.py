@@ -42,6 +42,7 @@ from app.plan.memory.overheads import FP8_WORKSPACE, WORKSPACES
 from app.plan.memory.rank_memory import RankMemory
 from app.plan.plan import Plan
 from app.plan.stages import Stage
+from app.plan.summary import summary_lines
 from app.plan.trace.eight_bits import EXPERTS_SPEEDUP, SPEEDUP, Copies
 from app.plan.trace.parts import sizes_of
 from app.plan.trace.stage import StagePart, part_trace, stage_parts
@@ -331,6 +332,17 @@ def test_trial_runs_of_products_in_eight_bits_alone_need_no_workspaces(
     )
     routed = 0 if scope else WORKSPACES  # by a router
     assert of_trials(in_8(), model=MOE) == routed
+
+
+def test_the_first_line_names_what_is_in_eight_bits():
+    """Also that nothing is, where a choice of it lacks the recipe."""
+    lines = {
+        None: "bfloat16",
+        in_8(include=BOTH): "bfloat16, linear and head in eight bits (current)",
+        Fp8Config(include=BOTH): "bfloat16, nothing in eight bits: no precision.fp8.recipe",
+    }
+    for fp8, line in lines.items():
+        assert dict(summary_lines(Plan(run_of(fp8))))["model"].endswith(f" layers, {line}")
 
 
 def test_ranks_with_all_products_in_eight_bits_need_no_workspaces_of_cublas():

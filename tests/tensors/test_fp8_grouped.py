@@ -228,8 +228,8 @@ CLONING = dataclasses.replace(WIDE.moe, dispatcher=DispatcherKind.static, echo=E
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "no experts": (
         {"model": dataclasses.replace(WIDE, moe=None)},
-        "precision.fp8.include=[experts]: asks for routed experts, and this model has none; did you "
-        "mean [linear]?",
+        "precision.fp8.include=[experts]: asks for routed experts, and this model has none; did "
+        "you mean [linear]?",
     ),
     "clones": (
         {
