@@ -51,10 +51,10 @@ COLOURS = {
     EXPERTS: "#CC79A7",
     FASTEST: "#56B4E9",
 }
-WAYS = {
+WAYS = {  # by experiment
     "small": (CURRENT, DELAYED, MARGIN, BLOCK),
     "smallmoe": (CURRENT, EXPERTS, FASTEST),
-}  # by experiment
+}
 RECIPES = {EXPERTS: CURRENT, FASTEST: DELAYED, MARGIN: DELAYED}
 Curve = list[tuple[int, float]]  # step, validation loss
 BOUND = 0.5  # percent off bf16 within which a recipe can be taken for it

@@ -132,7 +132,7 @@ def test_parameters_in_float32(recipe: Fp8Recipe):
     )
     assert graph == eager
     narrow = trained_alone(run_of(recipe), steps=20)
-    # later ones are those of weights that were rounded to other bits at the start
+    # later ones part by more without eight bits too: the first steps at this rate are unstable
     assert abs(eager[0][0] - narrow[0][0]) < 0.02 and eager[-1][0] < 0.8 * eager[0][0]
 
 
