@@ -32,8 +32,9 @@ FIXED = frozenset((
     "model.tie_embeddings", "model.mla",
     "model.mla.q_lora_rank",
     "model.mla.kv_lora_rank", "model.mla.qk_nope_head_dim", "model.mla.qk_rope_head_dim",
-    "model.mla.v_head_dim", "model.yarn", "model.yarn.factor", "model.yarn.original_length",
-    "model.yarn.beta_fast", "model.yarn.beta_slow", "model.yarn.mscale",
+    "model.mla.v_head_dim", "model.mla.norm_eps",
+    "model.yarn", "model.yarn.factor", "model.yarn.original_length", "model.yarn.beta_fast",
+    "model.yarn.beta_slow", "model.yarn.mscale",
     "model.yarn.mscale_all_dim", "model.llama3_rope", "model.llama3_rope.factor",
     "model.llama3_rope.original_length", "model.llama3_rope.low_turns",
     "model.llama3_rope.high_turns", "model.moe", "model.moe.num_experts",
@@ -42,6 +43,7 @@ FIXED = frozenset((
     # Which experts compute a token, and with what weight.
     "model.moe.top_k", "model.moe.score", "model.moe.pre_softmax", "model.moe.groups",
     "model.moe.topk_groups", "model.moe.group_best", "model.moe.routed_scale",
+    "model.moe.norm_topk_prob",
     "model.moe.capacity_factor", "model.moe.drop_policy", "model.moe.force_balance",
     # What values and sums are rounded to.
     "precision.params", "precision.grads",
