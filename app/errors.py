@@ -194,3 +194,14 @@ def nearest(word: str, known: Sequence[str]) -> str | None:
     """The known word that `word` may be a slip of, None when nothing is close."""
     close = difflib.get_close_matches(word, known, n=1, cutoff=CLOSE)
     return close[0] if close else None
+
+
+def nearest_model(word: str, known: Sequence[str]) -> str | None:
+    """As `nearest`, for names of models: one that differs in its numbers, or has more or fewer
+    words, is another size, version or kind, and no slip.
+    """
+
+    def kind(name: str) -> tuple[str, int]:
+        return "".join(filter(str.isdigit, name)), len(re.split("[-_]", name))
+
+    return nearest(word, [name for name in known if kind(name) == kind(word)])

@@ -23,7 +23,7 @@ from app.cli.options.arguments import key_of
 from app.cli.options.compose import all_keys, default_of, like_key, type_of
 from app.cli.processes.home import CONF
 from app.config.profile import PAIRS
-from app.errors import ConfigError, FirstOf, Instead, nearest
+from app.errors import ConfigError, FirstOf, Instead, nearest, nearest_model
 from app.errors import typed as as_typed
 
 # what OmegaConf puts before what one of our resolvers raises
@@ -137,7 +137,12 @@ def _no_option(override: Override) -> ConfigError:
         return ConfigError("override", override.input_line, "is no key=value")
     rule = f"the options are {', '.join(options)}"
     value = _value(str(override.input_line))
-    return ConfigError(group, value, rule, guess=nearest(value, options))
+    return ConfigError(group, value, rule, guess=_like_option(group, value, options))
+
+
+def _like_option(group: str, word: str, options: Sequence[str]) -> str | None:
+    """The option of a group that a word may be a slip of."""
+    return nearest_model(word, options) if group == "model" else nearest(word, options)
 
 
 def _options(group: str) -> list[str]:
@@ -151,8 +156,8 @@ def _explained_option(error: MissingConfigException) -> ConfigError:
     found = _typed_choice(error, group)
     rule = f"the options are {', '.join(options)}"
     if found is None or not isinstance(chosen := found.value(), list):
-        return ConfigError(group, option, rule, guess=nearest(option, options))
-    close = (nearest(str(each), options) for each in chosen)
+        return ConfigError(group, option, rule, guess=_like_option(group, option, options))
+    close = (_like_option(group, str(each), options) for each in chosen)
     near = FirstOf(dict.fromkeys(each for each in close if each))
     return ConfigError(group, _value(str(found.input_line)), f"one is chosen; {rule}", nearest=near)
 
