@@ -39,6 +39,9 @@ FAMILIES = {
     "deepseek_v2": "deepseek-v2",
     "deepseek_v2-lite": "deepseek-v2-lite",
     "deepseek_v3": "deepseek-v3",
+    "deepseek_v3-large-eps": "deepseek-v3-large-eps",
+    "deepseek_v3-top-1": "deepseek-v3-top-1",
+    "deepseek_v3-top-1-not-normalised": "deepseek-v3-top-1-not-normalised",
 }
 
 

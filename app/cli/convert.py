@@ -43,6 +43,8 @@ def from_hf(name: str, run_dir: Path) -> None:
     folder = model_folder(name, FROM)
     with telling(f"reading {folder}"):
         found = import_model(folder, name, run_dir, FROM)
+    if left_out := found.left_out():
+        _warn(f"{name}: {left_out}")
     print(f"{name}: a model of type {found.their.family.model_type} is now in {run_dir}")
 
 

@@ -18,10 +18,10 @@ from app.engine.kept_tokenizer import find_tokenizer
 from app.errors import ConfigError, typed, writing
 from app.hf.families import Family, differences
 from app.hf.file_names import CONFIG_JSON, TOKENIZER
-from app.hf.hub import PRETRAINED, TEXTS, model_folder, texts_folder
-from app.hf.their_model import TheirModel
+from app.hf.hub import CHAT_TEMPLATES, PRETRAINED, TEXTS, model_folder, texts_folder
+from app.hf.their_model import PREDICT_LAYERS, TheirModel
 from app.hf.tokenizer_files import SETTINGS, TrainedTokenizer, with_tokenizer
-from app.hf.write import as_json
+from app.hf.write import as_json, write_all
 
 # of weights as they were stored, or of code, which is not copied
 NOT_KEPT = ("quantization_config", "dtype", "auto_map")
@@ -58,11 +58,19 @@ class ExportTexts:
         theirs = json.loads(texts.pop(CONFIG_JSON))  # has been read as that of the model
         if not self._untrained:
             try:
-                texts = with_tokenizer(texts, self._tokenizer(source))
+                texts = self._with_tokenizer(texts, source)
             except ValueError as error:
                 rule = f"{SETTINGS} cannot be read: {error}"
                 raise ConfigError(self.key, source, rule) from error
         return {**texts, CONFIG_JSON: as_json(self._their_config(theirs))}
+
+    def _with_tokenizer(self, texts: Mapping[str, bytes], source: Path) -> dict[str, bytes]:
+        """The texts with the tokenizer of the training; without one, without chat templates."""
+        tokenizer = self._tokenizer(source)
+        kept = with_tokenizer(texts, tokenizer)
+        if tokenizer is not None:
+            return kept
+        return {name: each for name, each in kept.items() if not name.startswith(CHAT_TEMPLATES)}
 
     @property
     def _untrained(self) -> bool:
@@ -97,8 +105,9 @@ class ExportTexts:
     def _their_config(self, found: dict[str, Any]) -> dict[str, Any]:
         """That of the model at the start, of which all stays but how weights are stored."""
         kept = {name: value for name, value in found.items() if name not in NOT_KEPT}
-        if "num_nextn_predict_layers" in kept:
-            kept["num_nextn_predict_layers"] = 0  # we have none of these layers
+        if PREDICT_LAYERS[0] in self.family.defaults:
+            kept.pop(PREDICT_LAYERS[1], None)
+            kept[PREDICT_LAYERS[0]] = 0  # no layer that predicts further tokens is written
         return {**kept, "torch_dtype": self.dtype}
 
     def _new_config(self, tokenizer: TrainedTokenizer | None) -> dict[str, Any]:
@@ -131,13 +140,14 @@ def read_texts(folder: Path, key: str) -> dict[str, bytes]:
     order. Raises ConfigError for what cannot be read, as a link to nothing in the hub's cache.
     """
     read = {}
-    for path in sorted(folder.iterdir()):
-        if path.is_dir() or not any(fnmatch(path.name, pattern) for pattern in TEXTS):
+    for path in sorted((*folder.iterdir(), *folder.glob(f"{CHAT_TEMPLATES}/*"))):
+        name = path.relative_to(folder).as_posix()
+        if path.is_dir() or not any(fnmatch(name, pattern) for pattern in TEXTS):
             continue
         try:
-            read[path.name] = path.read_bytes()
+            read[name] = path.read_bytes()
         except OSError as error:
-            rule = f"{path.name} cannot be read: {error.strerror}"
+            rule = f"{name} cannot be read: {error.strerror}"
             raise ConfigError(key, folder, rule) from error
     return read
 
@@ -155,5 +165,4 @@ def keep_texts(run: Run, run_dir: Path) -> None:
 def write_texts(run_dir: Path, texts: Mapping[str, bytes]) -> None:
     """Put what came with a model into a run folder. Raises OSError."""
     (run_dir / PRETRAINED).mkdir(exist_ok=True)
-    for name, contents in texts.items():
-        (run_dir / PRETRAINED / name).write_bytes(contents)
+    write_all(run_dir / PRETRAINED, texts)

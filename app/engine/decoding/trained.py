@@ -113,14 +113,18 @@ class PretrainedFolder:
     def fill(self, chunks: Sequence[Chunk], groups: Groups) -> None:
         """See `WeightSource`."""
 
-        def fill() -> str | None:
+        def fill() -> list[str]:
             pretrained = Pretrained(self.path, KEY)
             fill_chunks(chunks, pretrained, groups.coords)
+            if groups.rank:
+                return []
             params = (param for chunk in chunks for param in chunk.parameters())
-            return pretrained.finer(next(params).dtype) if groups.rank == 0 else None
+            finer = pretrained.finer(next(params).dtype)
+            rounded = finer and f"{finer}, and rounded to the type of the others"
+            return [line for line in (pretrained.left_out(), rounded) if line]
 
-        if finer := all_succeed(groups, fill):
-            say(f"{self.path}: {finer}, and rounded to the type of the others", sys.stderr)
+        for line in all_succeed(groups, fill):
+            say(f"{self.path}: {line}", sys.stderr)
 
 
 def weights_at(path: Path) -> WeightSource:

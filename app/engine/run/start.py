@@ -244,6 +244,8 @@ def open_pretrained(run: Run, groups: Groups, local_rank: int) -> Pretrained:
         all_succeed(groups, lambda: model_folder(name, INIT_FROM, commit) if asks else None)
     found = all_succeed(groups, lambda: find_pretrained(run, commit, asks=False))
     dtype = run.precision.params
+    if groups.rank == 0 and (left_out := found.left_out()):
+        warn(f"{INIT_FROM}={name}: {left_out}")
     if groups.rank == 0 and (finer := found.finer(DTYPES[dtype])):
         rounded = f"computed with in precision.params={dtype.value}; the optimizer keeps their bits"
         warn(f"{INIT_FROM}={name}: {finer}, and {rounded}")
