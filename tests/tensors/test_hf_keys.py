@@ -177,7 +177,8 @@ def test_a_value_is_computed_with_or_refused(model_type: str, key: str, folders:
     transformers.logging.set_verbosity(50)
     folder = folder_of(folders, model_type)
     shutil.copy(folder / "plain.json", folder / CONFIG_JSON)
-    tokens = draw_tokens(loaded(folder).model, 2, 40)
+    # with these tokens no two experts or groups are so close that rounding chooses between them
+    tokens = draw_tokens(loaded(folder).model, 2, 40, seed=2)
     for config in edits(json.loads((folder / "plain.json").read_text()), key):
         (folder / CONFIG_JSON).write_text(json.dumps(config))
         try:
