@@ -66,7 +66,8 @@ class ExportTexts:
         self, source: Path, texts: Mapping[str, bytes], theirs: dict[str, Any]
     ) -> tuple[dict[str, bytes], dict[str, Any]]:
         """Texts and config.json of the model at the start, with the tokenizer that it was trained
-        with; the token that ended documents is among those that end generation.
+        with. The token that ended documents is among those that end generation: of the generation
+        config, or of config.json where that one names none.
         """
         tokenizer = self._tokenizer(source)
         name = SETTINGS
@@ -77,6 +78,7 @@ class ExportTexts:
             name = GENERATION
             if (settings := _object(texts.get(GENERATION, b"{}"))).get(END_IDS) is not None:
                 found[GENERATION] = as_json(_with_end(settings, tokenizer.end_id))
+                return found, theirs
         except ValueError as error:
             rule = f"{name} cannot be read: {error}"
             raise ConfigError(self.key, source, rule) from error

@@ -188,7 +188,12 @@ def test_what_came_with_the_model_goes_with_it(tmp_path: Path):
     theirs = tmp_path / "theirs"
     save_random("llama", theirs)
     edit_config(theirs, auto_map={"AutoModelForCausalLM": "modeling.Evil"})
-    texts = {"tokenizer_config.json": "{}", "merges.txt": "a b", "chat_template.jinja": "{{ x }}"}
+    settings = '{"eos_token": "<|endoftext|>"}'
+    texts = {
+        "tokenizer_config.json": settings,
+        "merges.txt": "a b",
+        "chat_template.jinja": "{{ x }}",
+    }
     save_byte_level(theirs / "tokenizer.json")
     for name, text in {**texts, "modeling.py": "boom()", "notes.bin": "x"}.items():
         (theirs / name).write_text(text)
