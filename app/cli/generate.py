@@ -27,7 +27,7 @@ from app.cli.processes.launcher import Launch
 from app.cli.processes.program import run_program
 from app.cli.processes.use_model import loaded_model
 from app.config import Run
-from app.data.tokenizer import JsonTokenizer, Tokenizer
+from app.data.tokenizer import Tokenizer
 from app.engine.capture.recorder import CudaRecorder
 from app.engine.decoding.decoder import Decoder
 from app.engine.decoding.drawing import Sampling
@@ -185,7 +185,7 @@ def ends_of(
             ends.add(special[text])
             continue
         for token in special:
-            if token in text and isinstance(tokenizer, JsonTokenizer):
+            if token in text:
                 rule = f"holds the special token {token!r} and other text: texts have none"
                 advice = "a special token ends a text by itself"
                 raise ConfigError("stop", text, rule, nearest=token, advice=advice)

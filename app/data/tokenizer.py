@@ -78,13 +78,13 @@ class ByteTokenizer:
         return bytes(i for i in map(int, ids) if i < 256).decode("utf-8", errors="replace")
 
     def token_id(self, token: str) -> int | None:
-        """That of the end of a document, by its name in files; bytes have none."""
-        return self.special.get(token)
+        """None: bytes have no names."""
+        return None
 
     @property
     def special(self) -> Mapping[str, int]:
-        """The end of a document, by its name in files."""
-        return {BYTES_END: self.eod}
+        """None with a name: the end of a document has one in files only, BYTES_END."""
+        return {}
 
 
 def bytes_as_json() -> str:

@@ -76,9 +76,10 @@ class ExportTexts:
             if tokenizer is None:
                 return found, theirs
             name = GENERATION
-            if (settings := _object(texts.get(GENERATION, b"{}"))).get(END_IDS) is not None:
-                found[GENERATION] = as_json(_with_end(settings, tokenizer.end_id))
-                return found, theirs
+            settings = _object(texts.get(GENERATION, b"{}"))
+            if settings.get(END_IDS) is not None:
+                more = _with_end(settings, tokenizer.end_id)
+                return (found if more == settings else {**found, GENERATION: as_json(more)}), theirs
         except ValueError as error:
             rule = f"{name} cannot be read: {error}"
             raise ConfigError(self.key, source, rule) from error

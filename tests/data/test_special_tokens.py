@@ -1,4 +1,4 @@
-"""Which token ends a document: by the tokenizer's own files, never by a word spelt like a marker."""
+"""Which token ends a document: by the tokenizer's files, never a word spelt like a marker."""
 
 from __future__ import annotations
 

@@ -92,9 +92,7 @@ def theirs(folder: Path) -> tuple[list[float], float, float]:
             for choice in choices
         ]
         found = [likely for likely, _ in judge.loglikelihood(asked, disable_tqdm=True)]
-        shares = [
-            likely / len(choice) for likely, choice in zip(found, choices, strict=True)
-        ]
+        shares = [likely / len(choice) for likely, choice in zip(found, choices, strict=True)]
         plain += found.index(max(found)) == answer
         normalised += shares.index(max(shares)) == answer
         nats += [-likely for likely in found]

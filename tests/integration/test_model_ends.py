@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -68,7 +69,7 @@ def save_chain(folder: Path, **files: dict[str, object]) -> Tokenizer:
         model.model.layers[0].mlp.down_proj.weight.zero_()
         model.model.embed_tokens.weight.copy_(torch.eye(SIZE))
         model.lm_head.weight.zero_()
-        for token, following in zip(CHAIN, CHAIN[1:], strict=False):
+        for token, following in pairwise(CHAIN):
             ids = tokenizer.token_to_id(following), tokenizer.token_to_id(token)
             model.lm_head.weight[ids] = 1
     transformers.logging.disable_progress_bar()
@@ -101,7 +102,7 @@ def test_model_ends_are_ends(case: str, tmp_path: Path):
 def test_other_ends_and_stop_tokens(tmp_path: Path):
     folder = tmp_path / "theirs"
     save_chain(folder)
-    assert generated(folder, *GREEDY)[1] == "the quick brown fox jumps\n", "special ones are no text"
+    assert generated(folder, *GREEDY)[1] == "the quick brown fox jumps\n", "<turn> is no text"
     assert generated(folder, *GREEDY, "stop=<turn>")[1] == "the quick brown fox\n"
     assert generated(folder, *GREEDY, "stop= fox", "stop=<turn>")[1] == "the quick brown\n"
     assert generated(folder, *GREEDY, "stop=fox")[1] == "the quick brown \n"

@@ -1,4 +1,4 @@
-"""The token that ends a run's documents stays the one it was trained with, unless that was wrong."""
+"""The token that ends a run's documents stays as it was trained, unless that was wrong."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_earlier_runs_go_on_where_new_ones_are_refused(
     special: list[str], ordinary: list[str], tmp_path: Path
 ):
     path = saved(tmp_path, special, ordinary)
-    with pytest.raises(ConfigError, match="data.tokenizer"):
+    with pytest.raises(ConfigError, match=r"data\.tokenizer"):
         end_in(path, None)
     assert end_in(path, EARLIER) == "<|endoftext|>"
     assert changed_end(EARLIER, str(path)) is None
