@@ -72,6 +72,7 @@ def save_byte_level(path: Path) -> None:
     tokenizer = Tokenizer(BPE(ids, []))
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.add_special_tokens(["<|endoftext|>"])
     tokenizer.save(str(path))
 
 

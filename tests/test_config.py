@@ -182,3 +182,9 @@ def test_other_variables_are_taken(monkeypatch: pytest.MonkeyPatch):
     for name in ("HOME_DIR", "TOKENIZER_DIR", "MONKEY_BUSINESS"):
         monkeypatch.setenv(name, "there")
         assert load(f"data.tokenizer='${{oc.env:{name}}}/t.json'").data.tokenizer == "there/t.json"
+
+
+@pytest.mark.parametrize("seed", [2**53 + 1, 10**400])
+def test_seed_that_is_too_large_is_one_mistake(seed: int):
+    with pytest.raises(ConfigError, match=rf"train\.seed={seed}: must be at most {2**53}"):
+        load(f"train.seed={seed}")

@@ -31,8 +31,10 @@ from app.data.load import prepare
 from app.data.prepared import map_tokens
 from app.data.tokenizer import Tokenizer
 from app.engine.decoding.decoder import Decoder
+from app.engine.decoding.model_tokens import prefix_token
 from app.engine.decoding.scoring import Question, ScoredWindow, accuracy, perplexity, windows
 from app.engine.decoding.trained import TrainedModel, WeightSource, weights_at
+from app.engine.kept_tokenizer import changed_end
 from app.engine.report.telling import telling
 from app.engine.run.agreement import rank_zero_says
 from app.engine.run.start import check_tokenizer, usable_gpus
@@ -70,6 +72,7 @@ class Task:
     stride: int
     batch: int
     questions: tuple[Question, ...] | None  # None: perplexity of the run's documents
+    prefix: int  # token that choices without a prompt follow
 
     @classmethod
     def of(cls, words: Words, source: WeightSource, world_size: int | None) -> Task:
@@ -80,14 +83,16 @@ class Task:
             rule = "either texts are scored or questions"
             raise ConfigError("data.path", "", rule, advice="give data.path=PATH or choices=PATH")
         run = saved_run(source.config, [*_source(named), *words.overrides], world_size)
-        tokenizer = check_tokenizer(run)
+        tokenizer = check_tokenizer(run, source.manifest)
         context = run.train.seq_len
         stride = words.whole("stride", max(1, context // 2))
         if stride >= context:
             rule = f"must be below the context, train.seq_len={context}"
             raise ConfigError("stride", stride, rule, nearest=max(1, context // 2))
-        questions = read_questions(Path(path), tokenizer, context) if path else None
-        return cls(run, tokenizer, stride, words.whole("batch", 8), questions=questions)
+        prefix = prefix_token(source.texts, tokenizer) if path else tokenizer.eod
+        questions = read_questions(Path(path), tokenizer, context, prefix=prefix) if path else None
+        batch = words.whole("batch", 8)
+        return cls(run, tokenizer, stride, batch, questions=questions, prefix=prefix)
 
     def prepared(self) -> Path:
         """Where all documents lie tokenized, now or since an earlier call. Raises ConfigError."""
@@ -118,8 +123,12 @@ def _source(named: Sequence[str]) -> list[str]:
     return [f"data.source={SOURCES.get(ending, 'text')}", "data.streaming=false"]
 
 
-def read_questions(path: Path, tokenizer: Tokenizer, context: int) -> tuple[Question, ...]:
-    """The questions of a file. Raises ConfigError for a line that holds none, or one too long."""
+def read_questions(
+    path: Path, tokenizer: Tokenizer, context: int, *, prefix: int
+) -> tuple[Question, ...]:
+    """The questions of a file; `prefix`: see `Question.windows`. Raises ConfigError for a line that
+    holds none, or one too long.
+    """
     try:
         lines = text_lines(path)
     except (OSError, UnicodeDecodeError) as error:
@@ -131,8 +140,8 @@ def read_questions(path: Path, tokenizer: Tokenizer, context: int) -> tuple[Ques
     found = []
     for number, line in numbered:
         question = _question(path, number, line)
-        for window in question.windows(tokenizer):
-            if len(window.tokens) > context:
+        for window in question.windows(tokenizer, prefix):
+            if len(window.tokens) - 1 > context:  # no token follows the last one
                 rule = f"line {number} has {len(window.tokens)} tokens with a choice, and the "
                 raise ConfigError("choices", path, f"{rule}context is train.seq_len={context}")
             if window.counted < 1:
@@ -165,22 +174,31 @@ def _note(line: str) -> None:
     say(f"evaluate: {line}", sys.stderr)
 
 
+def _decoder(model: TrainedModel, task: Task, most: int) -> Decoder:
+    """For a batch of windows, of which there are at most so many."""
+    batch = min(task.batch, max(1, most))
+    return Decoder(model, -(-batch // model.groups.layout.dp), 0)
+
+
 def score(model: TrainedModel, task: Task) -> str:
     """What is found out, in words. All ranks call it."""
-    decoder = Decoder(model, -(-task.batch // model.groups.layout.dp), 0)
     done = [0]
     aloud = model.groups.rank == 0
     if task.questions is not None:
         of = sum(len(question.choices) for question in task.questions)
+        decoder = _decoder(model, task, of)
         with telling(
             "scoring", lambda: f"{done[-1]:,} of {of:,} choices", aloud=aloud, stream=sys.stderr
         ):
-            found = accuracy(decoder, task.questions, task.tokenizer, done.append)
+            found = accuracy(
+                decoder, task.questions, task.tokenizer, done.append, prefix=task.prefix
+            )
         return (
             f"accuracy {found.plain:.4f}, length-normalised {found.normalised:.4f}, of "
             f"{count_of(found.questions, 'question')}"
         )
     of = rank_zero_says(model.groups, task.counted)
+    decoder = _decoder(model, task, of)
     with telling(
         "scoring", lambda: f"{done[-1]:,} of {of:,} tokens", aloud=aloud, stream=sys.stderr
     ):
@@ -201,6 +219,9 @@ def evaluate(arguments: Sequence[str], launch: Launch) -> int:
     source = weights_at(words.source)
     task = Task.of(words, source, launch.world_size)
     run = task.run
+    note = changed_end(source.manifest, run.data.tokenizer, kept=False)
+    if note is not None and launch.rank == 0 and (launch.world_size or run.world_size == 1):
+        _note(note)
     if launch.world_size is None and task.questions is None:
         task.prepared()  # what is wrong with them shall not wait for the model
     if launch.world_size is None and run.world_size > 1:

@@ -4,32 +4,28 @@ library.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
+from app.data.special_tokens import (
+    earlier_end,
+    end_of_document,
+    first_earlier_end,
+    special_tokens,
+    token_name,
+)
 from app.errors import ConfigError, nearest
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as Backend
 
 BYTES = "bytes"  # data.tokenizer of `ByteTokenizer`
-# How published tokenizers write "the document ends here", in the order in which we look.
-END_OF_DOCUMENT = (
-    "<|endoftext|>",
-    "<|end_of_text|>",
-    "</s>",
-    "<eos>",
-    "<｜end▁of▁sentence｜>",
-    "<|eos|>",
-    "[EOS]",
-    "<|im_end|>",
-    "[SEP]",
-)
-BYTES_END = END_OF_DOCUMENT[0]  # of bytes, where tokens have to have names
+BYTES_END = "<|endoftext|>"  # of bytes, where tokens have to have names
 
 
 class Tokenizer(Protocol):
@@ -52,7 +48,14 @@ class Tokenizer(Protocol):
         """`encode` of every text; may use several threads."""
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Text of `ids`; end-of-document markers are left out."""
+        """Text of `ids`; end-of-document markers and other special tokens are left out."""
+
+    def token_id(self, token: str) -> int | None:
+        """Id of a token by its name; None: there is no such token, or tokens have no names."""
+
+    @property
+    def special(self) -> Mapping[str, int]:
+        """Name -> id of the special tokens, which `decode` leaves out."""
 
 
 @dataclass(frozen=True)
@@ -73,6 +76,15 @@ class ByteTokenizer:
     def decode(self, ids: Iterable[int]) -> str:
         """Text of the bytes; invalid sequences become U+FFFD, ids from 256 on are left out."""
         return bytes(i for i in map(int, ids) if i < 256).decode("utf-8", errors="replace")
+
+    def token_id(self, token: str) -> int | None:
+        """None: bytes have no names."""
+        return None
+
+    @property
+    def special(self) -> Mapping[str, int]:
+        """None with a name: the end of a document has one in files only, BYTES_END."""
+        return {}
 
 
 def bytes_as_json() -> str:
@@ -117,19 +129,42 @@ class JsonTokenizer:
     @property
     def end(self) -> str:
         """The token that ends a document."""
-        return self.backend.id_to_token(self.eod) or ""
+        return token_name(self.backend, self.eod)
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Text of `ids` without special tokens."""
-        return self.backend.decode([int(i) for i in ids], skip_special_tokens=True)
+        """Text of `ids` without special tokens, and without the one that ends a document, which
+        its file need not mark as special.
+        """
+        kept = [number for number in map(int, ids) if number not in self._left_out]
+        return self.backend.decode(kept, skip_special_tokens=True)
+
+    def token_id(self, token: str) -> int | None:
+        """Id of a token; None: it is not in the vocabulary."""
+        return self.backend.token_to_id(token)
+
+    @property
+    def special(self) -> Mapping[str, int]:
+        """What the file marks as special, and the end of a document."""
+        return special_tokens(self.backend) | {self.end: self.eod}
+
+    @cached_property
+    def _left_out(self) -> frozenset[int]:
+        """Special ids. The library knows them by names, and misses those that it normalizes."""
+        return frozenset(self.special.values())
+
+    def __getstate__(self) -> dict[str, Any]:
+        """The fields alone: what has been used shall pickle as what has not."""
+        return {each.name: getattr(self, each.name) for each in fields(self)}
 
 
-def load_tokenizer(spec: str) -> Tokenizer:
+def load_tokenizer(spec: str, end: str | None = None) -> Tokenizer:
     """The tokenizer named by `data.tokenizer`: "bytes", or the path of a `tokenizers` JSON file.
 
-    Raises ConfigError when the file is missing or unreadable, or has no token that ends a document.
+    `end`: the token that has ended documents so far, and goes on to, where the vocabulary has it;
+    None: the files say it (`app.data.special_tokens`). Raises ConfigError when the file is missing
+    or unreadable, or nothing says which token ends a document.
     """
-    return ByteTokenizer() if spec == BYTES else json_tokenizer(Path(spec))
+    return ByteTokenizer() if spec == BYTES else json_tokenizer(Path(spec), end)
 
 
 def vocabulary(path: Path) -> dict[str, int]:
@@ -138,16 +173,31 @@ def vocabulary(path: Path) -> dict[str, int]:
     return found
 
 
-def json_tokenizer(path: Path) -> JsonTokenizer:
-    """That of a `tokenizers` JSON file. Raises as above."""
+def json_tokenizer(path: Path, end: str | None = None) -> JsonTokenizer:
+    """That of a `tokenizers` JSON file; `end` as above. Raises as above."""
     backend = _backend(path)
     backend.no_truncation()  # a file saved with either set would cut or fill every document
     backend.no_padding()
+    kept = None if end is None else backend.token_to_id(end)
     return JsonTokenizer(
         backend,
         vocab_size=max(backend.get_vocab().values()) + 1,
-        eod=_end_of_document(backend, path),
+        eod=end_of_document(backend, path) if kept is None else kept,
     )
+
+
+@dataclass(frozen=True, slots=True)
+class EarlierEnd:
+    """How versions that did not record it have ended documents with a tokenizer."""
+
+    was: str | None  # None: it has no token that they knew
+    stays: str | None  # None: `was` is ordinary, and the files name another token
+
+    @classmethod
+    def of(cls, path: Path) -> EarlierEnd:
+        """With the `tokenizers` JSON file at `path`. Raises ConfigError."""
+        backend = _backend(path)
+        return cls(first_earlier_end(backend), earlier_end(backend, path))
 
 
 def _backend(path: Path) -> Backend:
@@ -165,21 +215,6 @@ def _backend(path: Path) -> Backend:
     # the library raises bare Exception for whatever is wrong with the file
     except Exception as error:
         raise ConfigError("data.tokenizer", path, f"not a tokenizers JSON file: {error}") from error
-
-
-def _end_of_document(backend: Backend, path: Path) -> int:
-    for token in END_OF_DOCUMENT:
-        if (found := backend.token_to_id(token)) is not None:
-            return found
-    special = [
-        token.content for token in backend.get_added_tokens_decoder().values() if token.special
-    ]
-    raise ConfigError(
-        "data.tokenizer",
-        path,
-        f"no token that ends a document (looked for {', '.join(END_OF_DOCUMENT)}); "
-        f"its special tokens: {', '.join(special) or 'none'}",
-    )
 
 
 def _nearest_json(path: Path) -> str | None:

@@ -26,7 +26,7 @@ from app.engine.checkpoint.saver import Saver
 from app.engine.export import EXPORTED, export_together
 from app.engine.export_texts import keep_texts
 from app.engine.generate import sample_text
-from app.engine.kept_tokenizer import keep_tokenizer
+from app.engine.kept_tokenizer import end_of, keep_tokenizer
 from app.engine.pipeline.step import TrainingStep, Validation
 from app.engine.report.boards import TensorBoard, Wandb
 from app.engine.report.metrics import (
@@ -198,9 +198,8 @@ class Trainer:
         forget_end(folder)
         describe_run(self.engine.plan, folder, self._program())
         begin_metrics(folder, self.progress.step)
-        if self.start.checkpoint is None:
-            keep_texts(self.run, folder)
-        keep_tokenizer(self.run, folder)
+        keep_texts(self.run, folder, self.start.checkpoint)
+        keep_tokenizer(self.run, folder, end_of(self.data.tokenizer))
         return folder
 
     def _train(self, sinks: Sequence[Sink]) -> ValidationReport | None:

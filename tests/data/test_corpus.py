@@ -130,6 +130,7 @@ def test_changed_files_and_tokenizers_make_new_entries(tmp_path: Path, texts: li
     for number, end in enumerate(("</s>", "<eos>")):
         words = Tokenizer(models.WordLevel({"new": 0, "?": 1, end: 70_000 + number}, unk_token="?"))
         words.pre_tokenizer = pre_tokenizers.Whitespace()
+        words.add_special_tokens([end])
         words.save(str(tmp_path / "words.json"))
         documents = tokenized(config, load_tokenizer(str(tmp_path / "words.json")))
         assert (

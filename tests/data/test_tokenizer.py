@@ -85,6 +85,7 @@ def test_json_file_saved_with_truncation_and_padding(tmp_path: Path):
 
 def test_highest_id_counts_when_ids_have_gaps(tmp_path: Path):
     backend = Backend(models.WordLevel({"a": 0, "b": 40, "</s>": 7}, unk_token="a"))
+    backend.add_special_tokens(["</s>"])
     backend.save(str(tmp_path / "gap.json"))
     tokenizer = load_tokenizer(str(tmp_path / "gap.json"))
     assert (tokenizer.vocab_size, tokenizer.eod) == (41, 7)
@@ -123,5 +124,7 @@ def test_equal_tokenizers_pickle_equally(tmp_path: Path):
     other = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, check=True, cwd=Path(__file__).parents[2]
     ).stdout
-    assert other == pickle.dumps(load_tokenizer(str(tmp_path / "bpe.json")), protocol=4)
+    here = load_tokenizer(str(tmp_path / "bpe.json"))
+    assert here.decode([*here.encode("cat"), here.eod]) == "cat", "use leaves no trace"
+    assert other == pickle.dumps(here, protocol=4)
     assert pickle.loads(pickle.dumps(ByteTokenizer())) == ByteTokenizer()

@@ -74,6 +74,8 @@ def test_multiple_choice(run_dir: Path):
     code, out, _ = evaluated(run_dir, "choices=questions.jsonl")
     assert code == 0
     assert re.fullmatch(r"accuracy [01]\.\d+, length-normalised [01]\.\d+, of 2 questions\n", out)
+    many = evaluated(run_dir, "choices=questions.jsonl", "batch=1000000000000")
+    assert many[:2] == (0, out), "no more windows are computed together than there are"
 
 
 MISTAKES = {

@@ -188,8 +188,9 @@ def test_what_came_with_the_model_goes_with_it(tmp_path: Path):
     theirs = tmp_path / "theirs"
     save_random("llama", theirs)
     edit_config(theirs, auto_map={"AutoModelForCausalLM": "modeling.Evil"})
+    settings = '{"eos_token": "<|endoftext|>", "chat_template": "{{ z }}"}'
     texts = {
-        "tokenizer_config.json": '{"chat_template": "{{ z }}"}',
+        "tokenizer_config.json": settings,
         "merges.txt": "a b",
         "chat_template.jinja": "{{ x }}",
         "additional_chat_templates/tool_use.jinja": "{{ y }}",

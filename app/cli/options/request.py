@@ -10,6 +10,8 @@ from pathlib import Path
 from app.cli.options.compose import like_key
 from app.errors import ConfigError, nearest
 
+MOST_WHOLE = 2**63 - 1  # what torch takes for sizes and seeds
+
 
 @dataclass(frozen=True, slots=True)
 class Words:
@@ -49,16 +51,22 @@ class Words:
         """The last value of an option; None: it is not given."""
         return next(reversed(self.all(key)), None)
 
-    def whole(self, key: str, default: int, least: int = 1) -> int:
+    def whole(self, key: str, default: int, least: int = 1, most: int = MOST_WHOLE) -> int:
         """The last value of an option, a whole number. Raises ConfigError."""
         text = self.text(key)
         if text is None:
             return default
-        if not text.isdecimal() or int(text) < least:
+        if not text.isdecimal():
             near = least if text.removeprefix("-").isdecimal() else default
             rule = f"must be a whole number from {least} on"
             raise ConfigError(key, text, rule, nearest=near)
-        return int(text)
+        digits = text.lstrip("0") or "0"
+        if len(digits) > len(str(most)) or int(digits) > most:
+            raise ConfigError(key, text, f"must be at most {most}", nearest=most)
+        if int(digits) < least:
+            rule = f"must be a whole number from {least} on"
+            raise ConfigError(key, text, rule, nearest=least)
+        return int(digits)
 
     def number(self, key: str, default: float) -> float:
         """The last value of an option, a finite number. Raises ConfigError."""

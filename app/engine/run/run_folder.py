@@ -1,7 +1,8 @@
 """Where a run writes, and what lies there.
 
 runs/<time>-<model>/  config.yaml  plan.json  metrics.jsonl  loss.png  ended.json  wandb/
-                      checkpoints/{latest, step-00000100/, …}  tokenizer.json  pretrained/
+                      checkpoints/{latest, step-00000100/, …}  tokenizer.json  tokenizer_config.json
+                      pretrained/
 """
 
 from __future__ import annotations
