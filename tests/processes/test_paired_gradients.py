@@ -149,7 +149,12 @@ def both(rank: int, runs: list[Run]) -> list[dict[str, Any]]:
     return [trained(rank, run) for run in runs]
 
 
-QUICK = [("one rank", 3), ("one rank, partial with ends", 4), ("ep2, static, whole step", 4), ("zero bubble, whole step", 4)]
+QUICK = [
+    ("one rank", 3),
+    ("one rank, partial with ends", 4),
+    ("ep2, static, whole step", 4),
+    ("zero bubble, whole step", 4),
+]
 
 
 @pytest.mark.parametrize(
