@@ -65,9 +65,9 @@ $(VENV)/installed-test: $(VENV)/installed
 	@$(PIP) --editable '.[test]'
 	@touch $@
 
-# The bindings of Transformer Engine are built against the torch of .venv, which is there first.
+# Bindings are built against the torch of .venv, with the headers of CUDA that it leaves out.
 $(VENV)/installed-gpu: $(VENV)/installed
-	@$(PIP) setuptools ninja && $(PIP) --no-build-isolation 'graphfold[gpu]'
+	@$(PIP) setuptools ninja 'cuda-toolkit[cccl,crt]' && $(PIP) --no-build-isolation 'graphfold[gpu]'
 	@touch $@
 
 $(VENV)/installed-optuna: $(VENV)/installed-test
