@@ -502,7 +502,8 @@ def test_a_run_in_which_a_rank_stops_ends(corpus: tuple[str, ...], tmp_path: Pat
     assert process.returncode == EXIT_STUCK and time.monotonic() - since < 1.5 * timeout_s + 20, (
         said
     )
-    first, second = said.splitlines()
+    *warnings, first, second = said.splitlines()
+    assert all(line.startswith("rank 1 has waited ") for line in warnings), said
     stuck = r"rank 1 is stuck in \w+ \d+ of \w+ \(.*\) for 3 s \(schedule.timeout_s=3\)"
     assert re.match(rf"{stuck}; rank 0 has ", first), said
     assert re.fullmatch(r"torchrun: rank 1 \(process \d+\) ended with exit code 124", second)
