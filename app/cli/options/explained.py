@@ -126,7 +126,7 @@ def _below_null(override: Override) -> ConfigError:
 
 
 def _has_profile(name: str) -> bool:
-    return "\nprofile:" in (CONF / "hardware" / f"{name}.yaml").read_text()
+    return "\nprofile:" in (CONF / "hardware" / f"{name}.yaml").read_text(encoding="utf-8")
 
 
 def _no_option(override: Override) -> ConfigError:

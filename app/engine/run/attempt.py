@@ -52,7 +52,7 @@ class Attempt:
         if self.store_stays:
             word = uuid.uuid4().hex
             with writing(folder):
-                (folder / WORD).write_text(word)
+                (folder / WORD).write_text(word, encoding="utf-8")
             self._connect().set(FOLDER, f"{word} {folder}")
 
     def earlier(self, run: Run) -> Path | None:
@@ -76,7 +76,7 @@ def _noted_folder(noted: bytes) -> Path:
     word, _, name = noted.decode(errors="replace").partition(" ")
     folder = Path(name)
     try:
-        held = (folder / WORD).read_text()
+        held = (folder / WORD).read_text(encoding="utf-8")
     except (OSError, ValueError):
         held = None
     if not word or held != word:
