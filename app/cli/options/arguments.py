@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import re
 from argparse import ArgumentError, ArgumentParser, Namespace
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -153,14 +152,6 @@ def with_sweep_folder(arguments: Sequence[str]) -> list[str]:
         return list(arguments)
     digest = hashlib.sha256("\n".join(sorted(arguments)).encode()).hexdigest()[:8]
     return [*arguments, f"hydra.sweep.dir=sweeps/{sweepers[-1]}-{digest}"]
-
-
-def quoted(value: object) -> str:
-    """A value of an override that may hold commas, spaces and quotes; backslashes count in front
-    of a quote only.
-    """
-    escaped = re.sub(r"(\\+)('|$)", r"\1\1\2", str(value)).replace("'", "\\'")
-    return f"'{escaped}'"
 
 
 def key_of(override: str) -> str:

@@ -22,14 +22,14 @@ from omegaconf import DictConfig
 from app.choices import Device, GraphImpl
 from app.cli.options.arguments import SWEEPS, Typed, flags_first, with_sweep_folder
 from app.cli.options.completion import complete_values_as_typed
-from app.cli.options.compose import load_run, load_typed
+from app.cli.options.compose import load_run, load_typed, settings_line, settle_saved
 from app.cli.options.messages import RESUMABLE, readable_errors, trial_of
 from app.cli.options.overlaid import overlaid
 from app.cli.options.pretrained import KEY as INIT_FROM
 from app.cli.options.trial import Trial
 from app.cli.processes.ctrl_c import interrupt_then_end
 from app.cli.processes.home import child_paths
-from app.cli.processes.launcher import Launch
+from app.cli.processes.launcher import STARTED_AS, Launch, started_as
 from app.cli.processes.openmp import waiting_threads
 from app.cli.processes.parent import bound
 from app.cli.run_report.facts import run_facts
@@ -179,7 +179,13 @@ def carry_out(run: Run, launch: Launch, script: str, env: MutableMapping[str, st
     from app.engine.train import train
 
     interrupt_then_end(f"train.py: {RESUMABLE}" if launch.rank == 0 else "")
-    attempt = Attempt(launch.requeues, launch.master, store_stays=launch.agent_store)
+    attempt = Attempt(
+        launch.requeues,
+        launch.master,
+        store_stays=launch.agent_store,
+        settings=settings_line(typed_of(sys.argv[1:])),
+        command=launch.command,
+    )
     plan = Plan(run)
     gpus = usable_gpus(run)
     if not gpus:
@@ -203,7 +209,8 @@ def start_ranks(
     threads = str(max(1, (os.cpu_count() or 1) // world_size))
     torchrun = [sys.executable, "-m", "app.cli.torchrun", "--standalone"]
     command = [*torchrun, f"--nproc-per-node={world_size}", script, *overrides]
-    settings = {"OMP_NUM_THREADS": threads, **env, **child_paths(env)}
+    typed_as = {STARTED_AS: started_as(sys.argv[0])}
+    settings = {"OMP_NUM_THREADS": threads, **typed_as, **env, **child_paths(env)}
     process = subprocess.Popen(bound(command), env=settings)
     told: list[signal.Signals] = []
 
@@ -265,6 +272,8 @@ def checked_arguments(arguments: Sequence[str], launch: Launch) -> list[str]:
         complete_values_as_typed()
         return list(arguments)
     typed = Typed.parse(arguments)
+    with typed.looked_up():
+        settle_saved(typed, launch.world_size)
     if SWEEPS & set(arguments):
         _refuse_sweep(arguments, launch)
     elif launch.rank == 0 and (launch.world_size is None or not launch.launched):

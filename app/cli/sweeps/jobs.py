@@ -25,7 +25,7 @@ from typing import Any, TextIO
 from hydra.core.utils import JobReturn, JobStatus
 from omegaconf import DictConfig
 
-from app.cli.options.arguments import Typed, key_of, quoted
+from app.cli.options.arguments import Typed, key_of
 from app.cli.processes.ctrl_c import interrupt_again
 from app.cli.processes.parent import bound
 from app.cli.run_report.facts import clock, run_facts, settings
@@ -34,6 +34,7 @@ from app.engine.run.metric_lines import BadLineError, row_of
 from app.engine.run.run_folder import METRICS
 from app.errors import CLEAR, ConfigError
 from app.plan.formatting import amount
+from app.shell import quoted
 
 POLL_S = 0.5  # seconds between looks at a job's metrics.jsonl
 TAIL = 1 << 14  # bytes of a file that are read from its end

@@ -33,8 +33,12 @@ BASELINE_TOKENS = 20_000_000  # most training tokens that the n-gram models coun
 BASELINE_VOCAB = 1024  # larger vocabularies make an n-gram table that says little
 
 
-def print_opening(engine: Engine, run_dir: Path, start: Start, version: Version) -> None:
-    """The plan of the run, its device, its folder, and what it continues."""
+def print_opening(
+    engine: Engine, run_dir: Path, start: Start, *, version: Version, settings: str | None
+) -> None:
+    """Print the plan of the run, its device, its folder, what it continues, and whose `settings`
+    it has, where they are another run's.
+    """
     run = engine.plan.run
     cpu = f"CPU, threads per process: {torch.get_num_threads()}"
     device = torch.cuda.get_device_name(engine.device) if engine.device.type == "cuda" else cpu
@@ -55,6 +59,7 @@ def print_opening(engine: Engine, run_dir: Path, start: Start, version: Version)
         rows.append(
             ("WARNING", "model.moe.force_balance sends tokens to experts in turn: for timing only")
         )
+    rows += [("settings", settings)] if settings is not None else []
     rows += _continued(run, start, version)
     for name, text in rows:
         print(f"{name:>12}  {text}")

@@ -32,6 +32,8 @@ class Attempt:
     requeues: int = 0  # times that SLURM has started this job again
     master: tuple[str, int] | None = None  # host and port where the ranks meet; None: one rank
     store_stays: bool = False  # torchrun keeps the store there, which outlives the ranks
+    settings: str | None = None  # whose settings the run continues with; None: it has its own
+    command: str = "python train.py"  # that starts this program by hand
 
     def meeting_store(self, rank: int, world_size: int) -> dist.Store:
         """The store in which the ranks of this attempt meet; all call it.
