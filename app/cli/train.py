@@ -1,6 +1,4 @@
-"""Train a language model: compose the configuration, build, fit. `graphfold-train`, `python
-train.py` in a checkout.
-"""
+"""Train a language model: `graphfold-train`, in a checkout `python train.py`."""
 
 from __future__ import annotations
 

@@ -135,8 +135,7 @@ class Trainer:
         self.engine.watchdog.rest("opening the run folder")
         self.run_dir = rank_zero_says(self.engine.groups, lambda: self._open_folder(attempt))
         if self.speaks:
-            version = self._program()
-            settings = attempt.settings
+            settings, version = attempt.settings, self._program()
             print_opening(self.engine, self.run_dir, self.start, version=version, settings=settings)
         with self.request.listening(), self._all_saved(), self._sinks() as sinks:
             validated = self._train(sinks)
@@ -262,8 +261,8 @@ class Trainer:
 
     def _say_farewell(self, command: str) -> None:
         if self.leads:
-            farewell = self.request.farewell(self.progress.step, self.saved, command)
-            print(farewell, file=sys.stderr, flush=True)
+            said = self.request.farewell(self.progress.step, self.saved, command=command)
+            print(said, file=sys.stderr, flush=True)
 
     @contextmanager
     def _sinks(self) -> Iterator[Sequence[Sink]]:

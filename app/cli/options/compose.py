@@ -15,7 +15,7 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf
 
 from app.cli.options.arguments import CONFIG_NAME, Typed
-from app.cli.options.continued import Saved
+from app.cli.options.continued import RunSettings
 from app.cli.options.pretrained import adopt, check_agreement, of_config_json
 from app.config import ModelConfig, MoEConfig, Run
 from app.errors import ConfigError, nearest
@@ -55,14 +55,14 @@ def settle_saved(typed: Typed, world_size: int | None) -> None:
     """Have what is composed from here on hold the settings of the run that these arguments
     continue. To be called where `typed.looked_up()`, after `register_schema`.
     """
-    saved = Saved.of(typed)
+    saved = RunSettings.of(typed)
     node = {} if saved is None else saved.beside(typed, all_keys(), world_size)
     ConfigStore.instance().store(name=SAVED, node=node)
 
 
 def settings_line(typed: Typed) -> str | None:
     """Return what a run says of the settings that it continues with; None where it has its own."""
-    saved = Saved.of(typed)
+    saved = RunSettings.of(typed)
     if saved is None:
         return None
     unknown = saved.unknown(all_keys())
@@ -94,6 +94,10 @@ def load_run(config: DictConfig, world_size: int | None, asks_hub: bool = True) 
     whether this process asks the hub for a model that is named, as one of each host does. Raises
     ConfigError.
     """
+    if OmegaConf.get_type(config) is not Run:  # of a file that does not begin with the schema
+        merged = OmegaConf.merge(run_schema(), config)
+        assert isinstance(merged, DictConfig)
+        config = merged
     asked = config.parallel.world_size
     if world_size is not None:
         if asked not in (None, world_size):

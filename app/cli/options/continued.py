@@ -18,26 +18,42 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
+from app.choices import Fp8Recipe
 from app.cli.options.arguments import CONFIG_NAME, Typed
+from app.config.layout import OF_DELAYED
 from app.engine.checkpoint.folder import CHECKPOINTS, MANIFEST, newest_checkpoint, parse_manifest
-from app.engine.run.run_folder import CONFIG
+from app.engine.run.run_folder import CONFIG, HEADER
 from app.engine.run.signals import ctrl_c_held_back
 from app.errors import ConfigError
 from app.shell import literal
 
+ACCEPTED = "data.accept_changed"
 # Of one start of a run: where it wrote, what it came from, and data that it has accepted.
-OF_ONE_START = frozenset({"run_dir", "resume", "data.accept_changed"})
+OF_ONE_START = frozenset({"run_dir", "resume", ACCEPTED})
+OF_ONE_RUN = OF_ONE_START | {"parallel.world_size"}  # likewise, for a run of its own
+# What conf/train.yaml says to Hydra.
+TO_HYDRA = (
+    "hydra/hydra_logging=none",
+    "hydra/job_logging=none",
+    "hydra/sweeper=grid",
+    "hydra/launcher=torchrun",
+    "hydra.output_subdir=null",
+    "hydra.run.dir=.",
+    "hydra.job.chdir=false",
+    "hydra.sweep.subdir=.",
+)
+TO_SWEEPS = "hydra.sweep.dir='sweeps/{name}'"
 
 
 @dataclass(frozen=True, slots=True)
-class Saved:
+class RunSettings:
     """Settings that a run has saved."""
 
     file: Path  # they are read from
     values: dict[str, Any]  # by section, as plain data
 
     @classmethod
-    def of(cls, typed: Typed) -> Saved | None:
+    def of(cls, typed: Typed) -> RunSettings | None:
         """Return the settings of the run that these arguments continue; None where there are none:
         the run is new or not named, or a whole configuration is named instead. Raises what
         Hydra's grammar raises.
@@ -58,6 +74,7 @@ class Saved:
         values = {
             name: copy.deepcopy(value) for name, value in self.values.items() if name not in chosen
         }
+        _leave_out_unread(values)
         if isinstance(parallel := values.get("parallel"), dict):
             keys = {each.key_or_group for each in _parsed(typed.overrides)}
             _set_replicas(parallel, world_size, anew="parallel.world_size" in keys)
@@ -66,6 +83,31 @@ class Saved:
     def unknown(self, known: Sequence[str]) -> list[str]:
         """Return dotted keys that this version of the program does not have."""
         return list(_unknown(self.values, "", frozenset(known)))
+
+
+def words_for_plain(typed: Typed, sweeps: bool) -> list[str]:
+    """Return what has to be typed beside `--config-name` of a file that is a list of settings and
+    nothing else, such as a run's config.yaml: what conf/train.yaml says to Hydra, and for a run's
+    own file that another run starts by itself. Empty for any other file.
+    """
+    file = _named_file(typed)
+    values = None if file is None else _of_file(file)
+    if file is None or values is None or "defaults" in values:
+        return []
+    words = [*TO_HYDRA, *([TO_SWEEPS] if sweeps else [])]
+    if file.read_text(encoding="utf-8", errors="replace").startswith(HEADER):
+        words += (f"{key}=null" for key in sorted(OF_ONE_RUN - {ACCEPTED}))
+        words.append(f"{ACCEPTED}=false")
+    given = {each.lstrip("+").partition("=")[0] for each in typed.overrides}
+    return [each for each in words if each.partition("=")[0] not in given]
+
+
+def _named_file(typed: Typed) -> Path | None:
+    """Return the YAML file that `--config-name` names, None where none is found."""
+    folders = [typed.folder if typed.config_dir is None else Path(typed.config_dir), typed.folder]
+    named = [folder / f"{typed.config_name}" for folder in folders]
+    files = [path if path.suffix == ".yaml" else Path(f"{path}.yaml") for path in named]
+    return next((path for path in files if typed.config_name and path.is_file()), None)
 
 
 def _parsed(overrides: Sequence[str]) -> list[Override]:
@@ -90,14 +132,14 @@ def _text(overrides: Sequence[Override], key: str) -> str | None:
         return None  # of an environment variable that is not set, as composing says
 
 
-def _read(path: Path) -> Saved | None:
+def _read(path: Path) -> RunSettings | None:
     """Read what a run, or one of its checkpoints, has saved."""
     if path.name.startswith("step-"):
         return _of_checkpoint(path)
     folder = path.parent if path.name == CHECKPOINTS else path
     values = _of_file(folder / CONFIG)
     if values is not None:
-        return Saved(folder / CONFIG, values)
+        return RunSettings(folder / CONFIG, values)
     try:
         newest = newest_checkpoint(folder)
     except OSError:  # whoever looks for its checkpoint says so
@@ -105,9 +147,9 @@ def _read(path: Path) -> Saved | None:
     return None if newest is None else _of_checkpoint(newest)
 
 
-def _of_checkpoint(path: Path) -> Saved | None:
+def _of_checkpoint(path: Path) -> RunSettings | None:
     try:
-        return Saved(path / MANIFEST, parse_manifest(path)["config"])
+        return RunSettings(path / MANIFEST, parse_manifest(path)["config"])
     except ConfigError:  # whoever loads it says so
         return None
 
@@ -133,6 +175,16 @@ def _chosen(typed: Typed) -> set[str]:
     )
     several = (each.key_or_group for each in _parsed(typed.overrides) if each.is_sweep_override())
     return {*found.overrides.override_choices, *several}
+
+
+def _leave_out_unread(values: dict[str, Any]) -> None:
+    """Take away numbers of an FP8 recipe that a saved configuration does not have: an earlier
+    version may have had other defaults, and they are refused without the recipe.
+    """
+    fp8 = (values.get("precision") or {}).get("fp8")
+    if isinstance(fp8, dict) and fp8.get("recipe") != Fp8Recipe.delayed.value:
+        for name in OF_DELAYED:
+            fp8.pop(name, None)
 
 
 def _set_replicas(parallel: dict[str, Any], world_size: int | None, anew: bool) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -23,13 +24,20 @@ from app.choices import Device, GraphImpl
 from app.cli.options.arguments import SWEEPS, Typed, flags_first, with_sweep_folder
 from app.cli.options.completion import complete_values_as_typed
 from app.cli.options.compose import load_run, load_typed, settings_line, settle_saved
+from app.cli.options.continued import words_for_plain
+from app.cli.options.hydra_words import (
+    COMPLETION,
+    check_completion,
+    check_folders,
+    check_plugins,
+)
 from app.cli.options.messages import RESUMABLE, readable_errors, trial_of
 from app.cli.options.overlaid import overlaid
 from app.cli.options.pretrained import KEY as INIT_FROM
 from app.cli.options.trial import Trial
 from app.cli.processes.ctrl_c import interrupt_then_end
 from app.cli.processes.home import child_paths
-from app.cli.processes.launcher import STARTED_AS, Launch, started_as
+from app.cli.processes.launcher import Launch
 from app.cli.processes.openmp import waiting_threads
 from app.cli.processes.parent import bound
 from app.cli.run_report.facts import run_facts
@@ -40,6 +48,7 @@ from app.errors import ConfigError, FirstOf, OwnError, warn
 from app.plan.formatting import gib
 from app.plan.plan import Plan
 
+STARTED_AS = "GRAPHFOLD_STARTED_AS"  # variable: how the parent of a run's ranks was typed
 GPU_DEVICES = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")  # where none is, torch need not be asked
 
 
@@ -183,8 +192,8 @@ def carry_out(run: Run, launch: Launch, script: str, env: MutableMapping[str, st
         launch.requeues,
         launch.master,
         store_stays=launch.agent_store,
-        settings=settings_line(typed_of(sys.argv[1:])),
-        command=launch.command,
+        settings=_settings(),
+        command=_command(launch, env),
     )
     plan = Plan(run)
     gpus = usable_gpus(run)
@@ -195,6 +204,27 @@ def carry_out(run: Run, launch: Launch, script: str, env: MutableMapping[str, st
     check_room(run, gpus)
     preflight(run, attempt.earlier(run))
     return start_ranks(run.world_size, script, given_overrides(sys.argv[1:]), env=env)
+
+
+def _settings() -> str | None:
+    """Return what this run says of the settings that it continues with; None for its own."""
+    return settings_line(typed_of(sys.argv[1:])) if HydraConfig.initialized() else None
+
+
+def _command(launch: Launch, env: Mapping[str, str]) -> str:
+    """Return the beginning of a command that starts this program, as it was typed: the ranks that
+    a run has started itself learn that from their environment.
+    """
+    typed = env.get(STARTED_AS) or started_as(sys.argv[0])
+    return typed if launch.one_host else f"with the same launcher: {typed}"
+
+
+def started_as(program: str) -> str:
+    """Return how a program of this path is started: `python train.py`, or by the name of an
+    installed command.
+    """
+    path = Path(program)
+    return f"python {shlex.quote(program)}" if path.suffix == ".py" else path.name
 
 
 def start_ranks(
@@ -268,10 +298,14 @@ def checked_arguments(arguments: Sequence[str], launch: Launch) -> list[str]:
 
     Raises ConfigError for unknown flags, and sweeps that this process must not run.
     """
-    if {"-sc", "--shell-completion"} & set(arguments):
+    if COMPLETION & set(arguments):
+        check_completion(arguments)
         complete_values_as_typed()
         return list(arguments)
     typed = Typed.parse(arguments)
+    sweeps = bool(SWEEPS & set(arguments)) or "hydra.mode=MULTIRUN" in typed.overrides
+    check_folders(typed.overrides, sweeps=sweeps)
+    check_plugins(typed.overrides)
     with typed.looked_up():
         settle_saved(typed, launch.world_size)
     if SWEEPS & set(arguments):
@@ -279,7 +313,8 @@ def checked_arguments(arguments: Sequence[str], launch: Launch) -> list[str]:
     elif launch.rank == 0 and (launch.world_size is None or not launch.launched):
         for line in overlaid(typed):
             warn(line)
-    return with_sweep_folder(flags_first(arguments, typed))
+    beside = words_for_plain(typed, sweeps)
+    return with_sweep_folder(flags_first(arguments, typed, beside))
 
 
 def best_loss_or_exit(run: Run, code: int) -> float | None:

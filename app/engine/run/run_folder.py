@@ -33,6 +33,7 @@ from app.version import VERSION, Version
 
 RUNS = Path("runs")
 CONFIG = "config.yaml"
+HEADER = "# Graphfold "  # begins its first line, before the version
 PLAN = "plan.json"
 METRICS = "metrics.jsonl"
 ENDED = "ended.json"
@@ -180,7 +181,7 @@ def describe_run(plan: Plan, folder: Path, version: Version) -> None:
     planned = {VERSION: version.record(), **plan_json(plan)}
     with writing(folder):
         # A comment there, so that the file is a configuration and nothing else.
-        (folder / CONFIG).write_text(f"# Graphfold {version}\n{config}", encoding="utf-8")
+        (folder / CONFIG).write_text(f"{HEADER}{version}\n{config}", encoding="utf-8")
         (folder / PLAN).write_text(json.dumps(planned) + "\n", encoding="utf-8")
 
 

@@ -106,7 +106,7 @@ class StopRequest:
         if self.signal:
             hand_on(self.signal, self._before[self.signal])
 
-    def farewell(self, step: int, saved: Path | None, command: str) -> str:
+    def farewell(self, step: int, saved: Path | None, *, command: str) -> str:
         """Return in one line what happened, and the command that continues the run, which begins
         with `command`.
         """
