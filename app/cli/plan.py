@@ -32,6 +32,7 @@ from app.cli.plan_views.tables import print_comparison, print_plan
 from app.cli.processes.reader import ends_with_its_reader
 from app.errors import ConfigError, nearest, warn
 from app.plan.export import DECODING, WHAT, Decoding, layout_json, plan_json
+from app.plan.formatting import literal_text
 from app.plan.plan import Plan
 from app.version import VERSION, Version
 
@@ -220,6 +221,7 @@ def _make(folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
 
 
+@literal_text()
 def _pictures(plan: Plan, folder: Path) -> list[Path]:
     from app.cli.plan_views.layout_picture import save_layout  # matplotlib takes its time to load
     from app.cli.plan_views.timeline_picture import save_timeline
@@ -234,7 +236,7 @@ def _pictures(plan: Plan, folder: Path) -> list[Path]:
 
 def _write(folder: Path, content: dict[str, Any], draw: Callable[[Path], list[Path]]) -> None:
     with _writing(folder):
-        (folder / "plan.json").write_text(json.dumps(content) + "\n")
+        (folder / "plan.json").write_text(json.dumps(content) + "\n", encoding="utf-8")
         pictures = draw(folder)
     print(f"written: {', '.join(str(path) for path in (folder / 'plan.json', *pictures))}")
 

@@ -61,7 +61,7 @@ def prepare_tokens(
 
 def map_tokens(folder: Path) -> Documents:
     """The documents of a folder that `prepare_tokens` has returned, mapped into memory."""
-    names = json.loads((folder / CONTENTS).read_text())["files"]
+    names = json.loads((folder / CONTENTS).read_text(encoding="utf-8"))["files"]
     tables = [pa.ipc.open_stream(pa.memory_map(str(folder / name))).read_all() for name in names]
     chunks = [chunk for table in tables for chunk in table["ids"].chunks]
     return Documents.from_arrow(pa.chunked_array(chunks))
@@ -84,7 +84,7 @@ def _key(config: DataConfig, tokenizer: Tokenizer, sources: Sources) -> str:
 def _fault(folder: Path) -> str | None:
     """Why a folder cannot be used, None where it can."""
     try:
-        files = json.loads((folder / CONTENTS).read_text())["files"]
+        files = json.loads((folder / CONTENTS).read_text(encoding="utf-8"))["files"]
         for name, (size, content) in files.items():
             if (found := (folder / name).stat().st_size) != size:
                 return f"{name} has {found} bytes instead of {size}"
@@ -121,7 +121,7 @@ def _write(config: DataConfig, tokenizer: Tokenizer, sources: Sources, *, folder
         shutil.rmtree(draft / "raw", ignore_errors=True)
         check_unchanged(config, sources)
         files = {name: ((draft / name).stat().st_size, file_sum(draft / name)) for name in names}
-        (draft / CONTENTS).write_text(json.dumps({"files": files}) + "\n")
+        (draft / CONTENTS).write_text(json.dumps({"files": files}) + "\n", encoding="utf-8")
         draft.chmod(0o755)  # from that of a private folder: others may use a shared cache
         _replace(draft, folder)
     finally:

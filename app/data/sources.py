@@ -22,6 +22,7 @@ from app.config import DataConfig
 from app.data.paths import matching_files, source_option, stdlib_files
 from app.errors import ConfigError
 
+TOKENIZER_KEY = "data.tokenizer"
 SUMMED_WHOLE = 16 * 2**20  # bytes; of larger files, blocks
 
 
@@ -84,7 +85,7 @@ def find_sources(config: DataConfig) -> Sources:
     paths, revision = source_files(config)
     tokenizer = None
     if config.tokenizer != "bytes":
-        tokenizer = _look_at("data.tokenizer", config.tokenizer, "").sum
+        tokenizer = _look_at(TOKENIZER_KEY, config.tokenizer, "").sum
     folder = os.path.commonpath([os.path.dirname(path) for path in paths]) if paths else ""
     with ThreadPoolExecutor(READERS) as readers:
         key = source_option(config)[0]
@@ -103,6 +104,23 @@ def source_files(config: DataConfig) -> tuple[list[str], str | None]:
             return hub_files(config)
         case _:
             return matching_files(config.path), None
+
+
+def same_documents(was: Record, now: Record) -> bool:
+    """Whether two records are of the same documents."""
+    return (was["revision"], was["sum"]) == (now["revision"], now["sum"])
+
+
+def same_tokenizer(was: Record, now: Record) -> bool:
+    """Whether two records are of the same tokenizer."""
+    return bool(was["tokenizer"] == now["tokenizer"])
+
+
+def differing_option(config: DataConfig, was: Record, now: Record) -> tuple[str, str]:
+    """Return key and value of the option for what differs: the documents, or else the tokenizer."""
+    if same_documents(was, now):
+        return TOKENIZER_KEY, config.tokenizer
+    return source_option(config)
 
 
 def identity(record: Record) -> tuple[Any, ...]:

@@ -135,13 +135,14 @@ class Trainer:
         self.engine.watchdog.rest("opening the run folder")
         self.run_dir = rank_zero_says(self.engine.groups, lambda: self._open_folder(attempt))
         if self.speaks:
-            print_opening(self.engine, self.run_dir, self.start, version=self._program())
+            settings, version = attempt.settings, self._program()
+            print_opening(self.engine, self.run_dir, self.start, version=version, settings=settings)
         with self.request.listening(), self._all_saved(), self._sinks() as sinks:
             validated = self._train(sinks)
             text = None if self.stops else self._sample(sinks)
         rank_zero_says(self.engine.groups, lambda: self._check_files(sinks))
         if self.stops:
-            self._say_farewell()
+            self._say_farewell(attempt.command)
             return False
         advice = self.meter.advice()
         if self.run.checkpoint.export_hf:
@@ -257,10 +258,10 @@ class Trainer:
         for sink in sinks if text else ():
             sink.note(f"step {self.progress.step}/{self.run.train.steps}  {text}")
 
-    def _say_farewell(self) -> None:
+    def _say_farewell(self, command: str) -> None:
         if self.leads:
-            farewell = self.request.farewell(self.progress.step, self.saved)
-            print(farewell, file=sys.stderr, flush=True)
+            said = self.request.farewell(self.progress.step, self.saved, command=command)
+            print(said, file=sys.stderr, flush=True)
 
     @contextmanager
     def _sinks(self) -> Iterator[Sequence[Sink]]:

@@ -105,7 +105,7 @@ def _snapshot(name: str, commit: str | None, patterns: Sequence[str], *, asks: b
 def _indexed(path: Path) -> list[str]:
     """The files that an index names; none where it is broken, as who reads it will say."""
     try:
-        files = json.loads(path.read_text())["weight_map"].values()
+        files = json.loads(path.read_text(encoding="utf-8"))["weight_map"].values()
     except (OSError, ValueError, LookupError, TypeError, AttributeError):
         return []
     return sorted({file for file in files if isinstance(file, str)})

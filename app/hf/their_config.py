@@ -89,7 +89,7 @@ class TheirConfig:
         """That of a model's folder. Raises ConfigError where there is none that can be read."""
         path = folder / CONFIG_JSON
         try:
-            values = json.loads(path.read_text())
+            values = json.loads(path.read_text(encoding="utf-8"))
         except FileNotFoundError:
             raise ConfigError(key, folder, f"has no {CONFIG_JSON}") from None
         except OSError as error:

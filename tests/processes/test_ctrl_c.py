@@ -55,8 +55,8 @@ def test_a_run_saves_and_goes_on(tmp_path: Path, capfd: pytest.CaptureFixture[st
     saved = tmp_path / "run/checkpoints/step-00000004"
     assert process.exitcode == 130 and newest_checkpoint(tmp_path / "run") == saved
     assert list(losses(tmp_path / "run"))[-1] == 4
-    line = f"train.py: stopped by Ctrl-C after step 4, saved {saved}; to go on: the same command"
-    assert capfd.readouterr().err == f"{line} with run_dir={tmp_path}/run resume=auto\n"
+    line = f"train.py: stopped by Ctrl-C after step 4, saved {saved}; to continue: python train.py"
+    assert capfd.readouterr().err == f"{line} resume={tmp_path}/run\n"
 
 
 def pressed_twice(apart: float) -> int:

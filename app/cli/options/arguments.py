@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import re
 from argparse import ArgumentError, ArgumentParser, Namespace
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -18,6 +17,7 @@ from hydra.core.config_search_path import SearchPathQuery
 from hydra.core.global_hydra import GlobalHydra
 from omegaconf import DictConfig
 
+from app.cli.options.hydra_words import check_config_flag
 from app.cli.processes.home import BASE, CONF
 from app.errors import ConfigError, nearest
 from app.version import Version
@@ -47,6 +47,7 @@ class Typed:
     @classmethod
     def parse(cls, arguments: Sequence[str]) -> Typed:
         """Read the arguments as `hydra.main` does. Raises ConfigError for unknown flags."""
+        check_config_flag(arguments)
         parser = get_args_parser()
         parser.exit_on_error = False
         for action in parser._actions:
@@ -130,15 +131,15 @@ def _parsed(parser: ArgumentParser, arguments: Sequence[str]) -> tuple[Namespace
         raise ConfigError("option", name.partition("/")[0], error.message) from error
 
 
-def flags_first(arguments: Sequence[str], typed: Typed) -> list[str]:
-    """The arguments as hydra.main wants them: overrides behind flags, and no path relative to
-    where it is called.
+def flags_first(arguments: Sequence[str], typed: Typed, beside: Sequence[str] = ()) -> list[str]:
+    """Return the arguments as hydra.main wants them: overrides behind flags, those typed after
+    those that are given `beside` them, and no path relative to where it is called.
     """
     flags = list(arguments)
     for override in reversed(typed.overrides):
         del flags[len(flags) - 1 - flags[::-1].index(override)]
     found = ["--config-path", str(typed.folder.absolute())] if typed.config_path is not None else []
-    return [*flags, *found, *typed.overrides]
+    return [*flags, *found, *beside, *typed.overrides]
 
 
 def with_sweep_folder(arguments: Sequence[str]) -> list[str]:
@@ -153,14 +154,6 @@ def with_sweep_folder(arguments: Sequence[str]) -> list[str]:
         return list(arguments)
     digest = hashlib.sha256("\n".join(sorted(arguments)).encode()).hexdigest()[:8]
     return [*arguments, f"hydra.sweep.dir=sweeps/{sweepers[-1]}-{digest}"]
-
-
-def quoted(value: object) -> str:
-    """A value of an override that may hold commas, spaces and quotes; backslashes count in front
-    of a quote only.
-    """
-    escaped = re.sub(r"(\\+)('|$)", r"\1\1\2", str(value)).replace("'", "\\'")
-    return f"'{escaped}'"
 
 
 def key_of(override: str) -> str:

@@ -15,12 +15,14 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf
 
 from app.cli.options.arguments import CONFIG_NAME, Typed
+from app.cli.options.continued import RunSettings
 from app.cli.options.pretrained import adopt, check_agreement, of_config_json
 from app.config import ModelConfig, MoEConfig, Run
 from app.errors import ConfigError, nearest
 from app.hf.families import family_of
 from app.rules import check
 
+SAVED = "saved_run"  # in conf/train.yaml's list: settings of a run that is continued
 # hydra_plugins/
 PLUGINS = {
     "hydra/launcher": ("torchrun", "TorchrunLauncher"),
@@ -41,11 +43,31 @@ def register_schema() -> None:
     and name our plugins, and what presets refer to.
     """
     ConfigStore.instance().store(name="run_schema", node=run_schema())
+    ConfigStore.instance().store(name=SAVED, node={})
     OmegaConf.register_new_resolver("config_json", of_config_json, replace=True)
     for group, (option, plugin) in PLUGINS.items():
         ConfigStore.instance().store(
             group=group, name=option, node={"_target_": f"hydra_plugins.graphfold.{plugin}"}
         )
+
+
+def settle_saved(typed: Typed, world_size: int | None) -> None:
+    """Have what is composed from here on hold the settings of the run that these arguments
+    continue. To be called where `typed.looked_up()`, after `register_schema`.
+    """
+    saved = RunSettings.of(typed)
+    node = {} if saved is None else saved.beside(typed, all_keys(), world_size)
+    ConfigStore.instance().store(name=SAVED, node=node)
+
+
+def settings_line(typed: Typed) -> str | None:
+    """Return what a run says of the settings that it continues with; None where it has its own."""
+    saved = RunSettings.of(typed)
+    if saved is None:
+        return None
+    unknown = saved.unknown(all_keys())
+    left = f"; without keys that this version lacks: {', '.join(unknown)}" if unknown else ""
+    return f"of {saved.file}; what is typed counts over them{left}"
 
 
 def run_schema() -> DictConfig:
@@ -72,6 +94,10 @@ def load_run(config: DictConfig, world_size: int | None, asks_hub: bool = True) 
     whether this process asks the hub for a model that is named, as one of each host does. Raises
     ConfigError.
     """
+    if OmegaConf.get_type(config) is not Run:  # of a file that does not begin with the schema
+        merged = OmegaConf.merge(run_schema(), config)
+        assert isinstance(merged, DictConfig)
+        config = merged
     asked = config.parallel.world_size
     if world_size is not None:
         if asked not in (None, world_size):
@@ -108,6 +134,7 @@ def load_typed(typed: Typed, world_size: int | None = None) -> Run:
     """
     register_schema()
     with typed.looked_up():
+        settle_saved(typed, world_size)
         name = typed.config_name or CONFIG_NAME
         return load_run(compose(name, list(typed.overrides)), world_size)
 

@@ -20,7 +20,7 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from app.cli.options.arguments import key_of
-from app.cli.options.compose import all_keys, default_of, like_key, type_of
+from app.cli.options.compose import SAVED, all_keys, default_of, like_key, type_of
 from app.cli.processes.home import CONF
 from app.config.profile import PAIRS
 from app.errors import ConfigError, FirstOf, Instead, nearest, nearest_model
@@ -36,6 +36,7 @@ COMPOSING = (HydraException, OmegaConfBaseException, YAMLError, AssertionError, 
 PROFILE = "hardware.profile."
 MEASURE = "measure the GPU again: python -m app.cli.calibrate"
 NOT_TOLD = "…"
+OF_SAVED = "the settings of the run that is to continue"
 SWEEP = r"(?:Ambiguous value for argument|Sweep parameters) '"
 
 
@@ -126,7 +127,7 @@ def _below_null(override: Override) -> ConfigError:
 
 
 def _has_profile(name: str) -> bool:
-    return "\nprofile:" in (CONF / "hardware" / f"{name}.yaml").read_text()
+    return "\nprofile:" in (CONF / "hardware" / f"{name}.yaml").read_text(encoding="utf-8")
 
 
 def _no_option(override: Override) -> ConfigError:
@@ -181,6 +182,8 @@ def _of_composed(error: Exception, override: Override | None) -> Exception:
     # an element of a list counts as the list
     key = re.sub(r"\[\d+\]$", "", at[1]) if at else None
     typed = None if override is None else _value(str(override.input_line))
+    if unset := re.search(r"Environment variable '(.+?)' not found", reason):
+        return _unset(key or "configuration", unset[1])
     if override is not None and key not in all_keys():
         return _explained_key(override, key or "")
     if key is None:
@@ -196,7 +199,16 @@ def _of_composed(error: Exception, override: Override | None) -> Exception:
     same = override is not None and override.key_or_group == key
     given = override.value() if override is not None and same else None
     found = _explained_value(key, reason, typed if same else None, given=given)
-    return found if file is None else _in_file(found, f"{file[1]}.yaml")
+    if file is None:
+        return found
+    return _in_file(found, OF_SAVED if file[1] == SAVED else f"{file[1]}.yaml")
+
+
+def _unset(key: str, variable: str) -> ConfigError:
+    """A key that refers to an environment variable that is not set."""
+    rule = f"the environment variable {variable} is not set"
+    advice = f"set it, or type ${{oc.env:{variable},DEFAULT}}"
+    return ConfigError(key, f"${{oc.env:{variable}}}", rule, advice=advice)
 
 
 def _in_file(error: ConfigError, file: str) -> ConfigError:

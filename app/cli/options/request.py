@@ -105,4 +105,4 @@ def text_lines(path: Path) -> list[str]:
     """The lines of a file: what ends one inside of JSON strings, as U+2028 does elsewhere, does not
     here. Raises OSError and UnicodeDecodeError.
     """
-    return [line.removesuffix("\r") for line in path.read_text().split("\n")]
+    return [line.removesuffix("\r") for line in path.read_text(encoding="utf-8").split("\n")]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -22,7 +23,14 @@ from omegaconf import DictConfig
 from app.choices import Device, GraphImpl
 from app.cli.options.arguments import SWEEPS, Typed, flags_first, with_sweep_folder
 from app.cli.options.completion import complete_values_as_typed
-from app.cli.options.compose import load_run, load_typed
+from app.cli.options.compose import load_run, load_typed, settings_line, settle_saved
+from app.cli.options.continued import words_for_plain
+from app.cli.options.hydra_words import (
+    COMPLETION,
+    check_completion,
+    check_folders,
+    check_plugins,
+)
 from app.cli.options.messages import RESUMABLE, readable_errors, trial_of
 from app.cli.options.overlaid import overlaid
 from app.cli.options.pretrained import KEY as INIT_FROM
@@ -40,6 +48,7 @@ from app.errors import ConfigError, FirstOf, OwnError, warn
 from app.plan.formatting import gib
 from app.plan.plan import Plan
 
+STARTED_AS = "GRAPHFOLD_STARTED_AS"  # variable: how the parent of a run's ranks was typed
 GPU_DEVICES = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")  # where none is, torch need not be asked
 
 
@@ -179,7 +188,13 @@ def carry_out(run: Run, launch: Launch, script: str, env: MutableMapping[str, st
     from app.engine.train import train
 
     interrupt_then_end(f"train.py: {RESUMABLE}" if launch.rank == 0 else "")
-    attempt = Attempt(launch.requeues, launch.master, store_stays=launch.agent_store)
+    attempt = Attempt(
+        launch.requeues,
+        launch.master,
+        store_stays=launch.agent_store,
+        settings=_settings(),
+        command=_command(launch, env),
+    )
     plan = Plan(run)
     gpus = usable_gpus(run)
     if not gpus:
@@ -189,6 +204,27 @@ def carry_out(run: Run, launch: Launch, script: str, env: MutableMapping[str, st
     check_room(run, gpus)
     preflight(run, attempt.earlier(run))
     return start_ranks(run.world_size, script, given_overrides(sys.argv[1:]), env=env)
+
+
+def _settings() -> str | None:
+    """Return what this run says of the settings that it continues with; None for its own."""
+    return settings_line(typed_of(sys.argv[1:])) if HydraConfig.initialized() else None
+
+
+def _command(launch: Launch, env: Mapping[str, str]) -> str:
+    """Return the beginning of a command that starts this program, as it was typed: the ranks that
+    a run has started itself learn that from their environment.
+    """
+    typed = env.get(STARTED_AS) or started_as(sys.argv[0])
+    return typed if launch.one_host else f"with the same launcher: {typed}"
+
+
+def started_as(program: str) -> str:
+    """Return how a program of this path is started: `python train.py`, or by the name of an
+    installed command.
+    """
+    path = Path(program)
+    return f"python {shlex.quote(program)}" if path.suffix == ".py" else path.name
 
 
 def start_ranks(
@@ -203,7 +239,8 @@ def start_ranks(
     threads = str(max(1, (os.cpu_count() or 1) // world_size))
     torchrun = [sys.executable, "-m", "app.cli.torchrun", "--standalone"]
     command = [*torchrun, f"--nproc-per-node={world_size}", script, *overrides]
-    settings = {"OMP_NUM_THREADS": threads, **env, **child_paths(env)}
+    typed_as = {STARTED_AS: started_as(sys.argv[0])}
+    settings = {"OMP_NUM_THREADS": threads, **typed_as, **env, **child_paths(env)}
     process = subprocess.Popen(bound(command), env=settings)
     told: list[signal.Signals] = []
 
@@ -261,16 +298,23 @@ def checked_arguments(arguments: Sequence[str], launch: Launch) -> list[str]:
 
     Raises ConfigError for unknown flags, and sweeps that this process must not run.
     """
-    if {"-sc", "--shell-completion"} & set(arguments):
+    if COMPLETION & set(arguments):
+        check_completion(arguments)
         complete_values_as_typed()
         return list(arguments)
     typed = Typed.parse(arguments)
+    sweeps = bool(SWEEPS & set(arguments)) or "hydra.mode=MULTIRUN" in typed.overrides
+    check_folders(typed.overrides, sweeps=sweeps)
+    check_plugins(typed.overrides)
+    with typed.looked_up():
+        settle_saved(typed, launch.world_size)
     if SWEEPS & set(arguments):
         _refuse_sweep(arguments, launch)
     elif launch.rank == 0 and (launch.world_size is None or not launch.launched):
         for line in overlaid(typed):
             warn(line)
-    return with_sweep_folder(flags_first(arguments, typed))
+    beside = words_for_plain(typed, sweeps)
+    return with_sweep_folder(flags_first(arguments, typed, beside))
 
 
 def best_loss_or_exit(run: Run, code: int) -> float | None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,16 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from app.config import ModelConfig, MoEConfig, Run
-from app.data.paths import source_option
-from app.data.sources import Record, difference
+from app.data.sources import (
+    TOKENIZER_KEY,
+    Record,
+    difference,
+    differing_option,
+    same_documents,
+    same_tokenizer,
+)
 from app.engine.checkpoint.folder import CHECKPOINTS, MANIFEST, newest_checkpoint, parse_manifest
+from app.engine.checkpoint.in_effect import unread
 from app.engine.run.run_folder import CONFIG, RUNS, plain
 from app.engine.run.signals import ctrl_c_held_back
 from app.errors import ConfigError, FirstOf, nearest, typed
@@ -91,7 +99,8 @@ FREE_SECTIONS = ("parallel.", "hardware.", "schedule.", "recompute.", "cuda_grap
 SECTIONS = frozenset(key.partition(".")[0] for key in FIXED | FREE if "." in key)
 # Where data lie. Fixed where a checkpoint does not say what they held; otherwise contents count.
 PLACES = ("data.path", "data.name", "data.tokenizer")
-UNREPORTED = ("run_dir", "resume", "log.", "checkpoint.", "parallel.", "data.accept_changed")
+# Where the run is started from, and how many processes follow from the rest of `parallel`.
+UNREPORTED = ("run_dir", "resume", "parallel.world_size", "data.accept_changed")
 Difference = tuple[str, Any, Any]  # dotted key, saved value, current value
 
 
@@ -112,7 +121,8 @@ def allowed_changes(
     checkpoint cannot be continued.
     """
     data = _DataThen(manifest.get("data"), run, record)
-    differences = list(_differences(manifest["config"], plain(asdict(run))))
+    saved, current = manifest["config"], plain(asdict(run))
+    differences = list(_differences(_with_replicas(saved), _with_replicas(current)))
     misfit = _misfit(differences, data)
     if misfit is not None:
         key, was, now = misfit
@@ -125,9 +135,24 @@ def allowed_changes(
             advice = "otherwise data.accept_changed=true"
         raise ConfigError(key, now, rule, nearest=FirstOf([was]), advice=advice)
     data.check(checkpoint)
-    told = (each for each in differences if not each[0].startswith(UNREPORTED))
+    idle = set(unread(saved)) & set(unread(current))
+    quiet = (*UNREPORTED, *idle)
+    told = (each for each in differences if not each[0].startswith(quiet))
     changes = tuple(f"{key}: {was} -> {now}" for key, was, now in told)
     return changes if data.change() is None else (*changes, f"data: {data.change()}")
+
+
+def _with_replicas(config: dict[str, Any]) -> dict[str, Any]:
+    """Return a configuration that says how many data-parallel replicas follow from the number of
+    processes, where it leaves that open.
+    """
+    parallel = config.get("parallel")
+    if not isinstance(parallel, dict) or parallel.get("dp") is not None:
+        return config
+    sizes = (parallel.get(name) for name in ("world_size", "tp", "cp", "pp"))
+    processes, *degrees = (size if isinstance(size, int) else 1 for size in sizes)
+    replicas = max(1, processes // prod(degrees))
+    return config | {"parallel": parallel | {"dp": replicas}}
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,17 +167,20 @@ class _DataThen:
         """How they differ, as text; None: they are equal, or cannot be compared."""
         return difference(self.saved, self.now()) if self.saved else None
 
-    def fits(self) -> bool:
-        """Whether a run may continue with data that lie elsewhere."""
+    def fits(self, key: str) -> bool:
+        """Whether a run may continue with what lies elsewhere, as a key of PLACES says."""
         if not self.saved:
             return False
-        return self.run.data.accept_changed or self.change() is None
+        if self.run.data.accept_changed:
+            return True
+        same = same_tokenizer if key == TOKENIZER_KEY else same_documents
+        return same(self.saved, self.now())
 
     def check(self, checkpoint: Path) -> None:
         """Raise ConfigError for data that have changed and are not accepted."""
         change = self.change()
         config = self.run.data
-        if change is None:
+        if self.saved is None or change is None:
             return
         if config.accept_changed and config.streaming:
             rule = f"a position in a stream means nothing in other data ({change})"
@@ -160,7 +188,9 @@ class _DataThen:
         if not config.accept_changed:
             rule = f"the data have changed since {checkpoint} was saved: {change}"
             advice = "bring them back, or go on with data.accept_changed=true"
-            raise ConfigError(*source_option(config), rule, advice=advice)
+            raise ConfigError(
+                *differing_option(config, self.saved, self.now()), rule, advice=advice
+            )
 
 
 def _differences(saved: dict[str, Any], current: dict[str, Any]) -> Iterator[Difference]:
@@ -187,7 +217,7 @@ def _unlike(key: str, saved: Any, current: Any, usual: Any) -> Iterator[Differen
 def _misfit(differences: Iterable[Difference], data: _DataThen) -> Difference | None:
     """The first difference by which a run cannot be continued, None where it can."""
     for key, was, now in differences:
-        if key in PLACES and data.fits():
+        if key in PLACES and data.fits(key):
             continue
         # With a rate of 0 a router would leave out of its choice the biases that it has learnt.
         drops_biases = key == "model.moe.bias_update_rate" and was and not now

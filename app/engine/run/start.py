@@ -17,8 +17,7 @@ from app.choices import Device
 from app.config import Run
 from app.data.feed import DataSplit
 from app.data.load import load_data, prepare
-from app.data.paths import source_option
-from app.data.sources import Record, Sources, difference, find_sources, identity
+from app.data.sources import Record, Sources, difference, differing_option, find_sources, identity
 from app.data.tokenizer import BYTES, Tokenizer, load_tokenizer, vocabulary
 from app.engine.checkpoint.folder import newest_checkpoint, read_manifest
 from app.engine.checkpoint.load import IMPORTED
@@ -239,7 +238,7 @@ def _check_same(run: Run, rank: int, first: Record | None, *, record: Record | N
     """Raise ConfigError when the data of `record` are not those of rank 0."""
     if first and record and (what := difference(first, record)):
         rule = f"rank {rank} on {socket.gethostname()} finds other data than rank 0: {what}"
-        raise ConfigError(*source_option(run.data), rule)
+        raise ConfigError(*differing_option(run.data, first, record), rule)
 
 
 def open_pretrained(run: Run, groups: Groups, local_rank: int) -> Pretrained:
