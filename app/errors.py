@@ -225,7 +225,7 @@ def near_names(word: str, known: Sequence[str]) -> list[str]:
 
 def letters(word: str) -> str:
     """A word without case, and without what joins its parts."""
-    return re.sub("[-_. ]", "", word.casefold())
+    return re.sub("[-_./ ]", "", word.casefold())
 
 
 def _slips(word: str, other: str) -> int:

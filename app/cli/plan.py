@@ -72,8 +72,8 @@ Usage:  python -m app.cli.plan [what=…] [--json] [out=FOLDER] [gpu_memory_gib=
 
 Examples:
   python -m app.cli.plan +experiment=small hardware=h200
-  python -m app.cli.plan +experiment=deepseek_v3_2048 parallel.world_size=1024
-  python -m app.cli.plan what=groups model=llama3_8b parallel.world_size=16 parallel.tp=4
+  python -m app.cli.plan +experiment=deepseek_v3_2048 parallel.world_size=4096
+  python -m app.cli.plan what=groups model=llama3_8b parallel.world_size=8 parallel.tp=4
   python -m app.cli.plan what=layouts +experiment=deepseek_v3_2048 tokens=14.8e12 slower=25
   python -m app.cli.plan what=memory --json model=dense_tiny gpu_memory_gib=1
 

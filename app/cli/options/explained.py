@@ -102,8 +102,10 @@ def _unreadable(override: str) -> ConfigError:
     if re.fullmatch(r"[^(){}\[\]'\"]+,", value) and (one := value.rstrip(", ")):
         return ConfigError(key, value, "ends with a comma", nearest=one)
     rule = "cannot be read: a bracket or quote is open, or something is typed that needs quotes"
-    known = not is_section(name)
-    return ConfigError(key, value, rule, nearest=_usual(name) if known else None)
+    bare = re.sub(r"^[='\"\[({ ]+|[='\"\])} ,]+$", "", value)
+    usual = () if is_section(name) else (_usual(name),)
+    near = FirstOf(each for each in (bare, *usual) if each not in ("", None))
+    return ConfigError(key, value, rule, nearest=near)
 
 
 def _no_override(word: str) -> ConfigError:
@@ -116,6 +118,9 @@ def _no_override(word: str) -> ConfigError:
         rule += " (no spaces around =)"
         near = None if _usual(name) is None else Instead(f"{name}={as_typed(_usual(name))}")
         return ConfigError("override", word, rule, nearest=near)
+    before, colon, value = name.partition(":")
+    if colon and value and before in all_keys():
+        return ConfigError("override", word, rule, nearest=Instead(f"{before}={value.strip()}"))
     row = row_of(name)
     guess = None if row is None else row.key
     return ConfigError("override", word, rule, guess=guess or like_key(name))
@@ -127,6 +132,9 @@ def _several(override: str) -> ConfigError:
     listed = [] if "(" in value else value.split(",")
     rule = "is for a sweep over several values (train.py -m)"
     takes_list = typing.get_origin(type_of(key)) is tuple or key == "data.path"
+    if _kind(key) is float and re.fullmatch(r"\d+,\d+", value):
+        point = value.replace(",", ".")
+        return ConfigError(key, value, "a decimal has a point, not a comma", nearest=point)
     near = (*([f"[{','.join(listed)}]"] if takes_list and listed else listed), _usual(key))
     return ConfigError(key, value, rule, nearest=FirstOf(each for each in near if each is not None))
 

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+from app.cli.processes.home import CONF
+
 TABLE = Path(__file__).with_suffix(".txt")
 TRUE, FALSE = ("true", "1", "yes", "on", ""), ("false", "0", "no", "off")
 
@@ -35,6 +37,10 @@ class OtherName:
     def key(self) -> str | None:
         """The key that takes the value as typed, None where there is none."""
         return None if not self.ours or self.choices else self.ours.partition("*")[0]
+
+    def choice(self, value: str) -> tuple[str, ...]:
+        """The overrides of a value that the table lists, empty for any other one."""
+        return self.overrides(value) if value.lower() in dict(self.choices) else ()
 
     def overrides(self, value: str) -> tuple[str, ...]:
         """What is typed here for this value, empty where the table does not know the value."""
@@ -72,12 +78,18 @@ def _by_name() -> dict[str, OtherName]:
     return {name: row for _, listed in rows() for row in listed for name in row.names}
 
 
+def exact_row(name: str) -> OtherName | None:
+    """The row of a whole name, with dashes or underscores; None where there is none."""
+    return _by_name().get(name.lstrip("-+~").replace("-", "_").lower())
+
+
 def row_of(name: str) -> OtherName | None:
     """The row of a name as typed, with dashes or underscores, by its last part if the whole has
     none; None: no program is known that has it.
     """
-    plain = name.lstrip("-+~").replace("-", "_").lower()
-    return _by_name().get(plain) or _by_name().get(plain.rpartition(".")[2])
+    section, _, last = name.rpartition(".")
+    alone = not section or not (CONF / last).is_dir()  # data in parallel.data is no group
+    return exact_row(name) or (exact_row(last) if alone else None)
 
 
 def page() -> Iterator[str]:
@@ -87,7 +99,7 @@ def page() -> Iterator[str]:
         for row in listed:
             names = ", ".join(f"`{name}`" for name in row.names)
             ours = f"`{row.key}`" if row.key else ", ".join(map(_told, row.choices))
-            yield f"| {names} | {ours or '—'} | {row.note} |"
+            yield f"| {names} | {ours or '—'} | {row.note.replace('=*', '=…')} |"
 
 
 def _told(choice: tuple[str, str]) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from app.cli.options.arguments import Typed, foreign_flags, hydra_flags, key_of
 from app.cli.options.keys import all_keys, is_section
-from app.cli.options.other_names import OtherName, row_of
+from app.cli.options.other_names import OtherName, exact_row, row_of
 from app.cli.processes.home import CONF
 from app.errors import ConfigError, Instead, letters, near_names
 
@@ -39,10 +39,14 @@ def no_such_flag(arguments: Sequence[str], known: Sequence[str] = ()) -> ConfigE
     """
     for _, override, typed in foreign_flags(arguments, known or hydra_flags()):
         key, _, value = override.partition("=")
-        if is_known(key):
+        meant = None if (row := exact_row(key)) is None else row.choice(value)
+        if is_known(key) and not meant:
             rule = "keys are typed without dashes, as key=value"
             near = Instead(override) if value else None
             return ConfigError("option", typed, rule, nearest=near)
+        if meant:
+            rule = f"is {' '.join(meant)} here"
+            return ConfigError("option", typed, rule, nearest=Instead(*meant))
         if row_of(key) or _same_leaf(key):
             found = no_such_key(key, value)
             return ConfigError("option", typed, found.rule, nearest=found.nearest)
@@ -51,8 +55,8 @@ def no_such_flag(arguments: Sequence[str], known: Sequence[str] = ()) -> ConfigE
 
 def like_key(word: str) -> str | None:
     """The keys that a word may be a slip of, joined by "or": one with the same letters, else those
-    of its section that have its words, else those of its last part elsewhere, else those that are
-    spelt like it. None where there are none, or too many.
+    of its section that are spelt like it, else those that have its words, else those of its last
+    part elsewhere, else those that are spelt like it. None where there are none, or too many.
     """
     if same := _same_letters(word):
         return same
@@ -60,9 +64,9 @@ def like_key(word: str) -> str | None:
     keys = [key for key in all_keys() if word.startswith(MEASURED) or not key.startswith(MEASURED)]
     inside = [key for key in keys if key.rpartition(".")[0] == section]
     for found in (
+        [f"{section}.{name}" if section else name for name in near_names(leaf, _leaves(inside))],
         list(_with_words(leaf, [key for key in inside if not section or not is_section(key)])),
         [key for key in keys if key.rpartition(".")[2] == leaf],
-        [f"{section}.{name}" if section else name for name in near_names(leaf, _leaves(inside))],
         [key for key in keys if _near_parts(word, key)],
         [key for key in keys if key.rpartition(".")[2] in near_names(leaf, _leaves(keys))],
     ):
@@ -75,13 +79,13 @@ def refused_value(key: str, value: str, rule: str, guess: str | None) -> ConfigE
     """The error for a value that a key or group does not have, with what another program means by
     it where nothing is near: float16 for fp16.
     """
-    row = None if guess else row_of(key)
+    row = None if guess else exact_row(key)
     if row is None:
         return ConfigError(key, value, rule, guess=guess)
     if not row.ours:
         note = row.note.replace("*", value, 1) if value else None
         return ConfigError(key, value, rule, advice=note)
-    found = dict(row.choices).get(value.lower()) and row.overrides(value)
+    found = row.choice(value)
     return ConfigError(key, value, rule, nearest=Instead(*found) if found else None)
 
 
@@ -89,7 +93,7 @@ def translated(word: str) -> tuple[str, ...]:
     """The overrides in the place of one that is no key, empty where the table has none."""
     key, value = key_of(word), word.partition("=")[2]
     if is_known(key):
-        return (word,)
+        return found if (row := exact_row(key)) and (found := row.choice(value)) else (word,)
     if row := row_of(key):
         return row.overrides(value)
     alone = _same_letters(key) or _same_leaf(key)
@@ -97,8 +101,12 @@ def translated(word: str) -> tuple[str, ...]:
 
 
 def unknown_words(typed: Typed) -> tuple[str, ...]:
-    """The overrides whose names are no keys."""
-    return tuple(word for word in typed.overrides if not is_known(key_of(word)))
+    """The overrides whose names are no keys, or whose values are those of another program."""
+    return tuple(
+        word
+        for word in typed.overrides
+        if not is_known(key_of(word)) or translated(word) not in ((), (word,))
+    )
 
 
 def is_known(key: str) -> bool:
