@@ -218,9 +218,18 @@ def near_names(word: str, known: Sequence[str]) -> list[str]:
     return [
         each
         for each, count in slips.items()
-        if count == least
-        and count <= min(MOST_SLIPS, (max(len(word), len(each)) - 1) // LETTERS_PER_SLIP)
+        if count == least and count <= _most_slips(word.lower(), each.lower())
     ]
+
+
+def _most_slips(word: str, other: str) -> int:
+    """Slips that still leave two words near: one in five letters, or a letter left out of four,
+    which a100 and h100 are not.
+    """
+    shorter, longer = sorted((word, other), key=len)
+    rest = iter(longer)
+    left_out = len(longer) >= LETTERS_PER_SLIP and all(letter in rest for letter in shorter)
+    return min(MOST_SLIPS, max(int(left_out), (len(longer) - 1) // LETTERS_PER_SLIP))
 
 
 def letters(word: str) -> str:

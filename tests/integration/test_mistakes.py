@@ -1,5 +1,4 @@
-"""Mistakes that people make, each as a whole program: exit code, one line, and nothing written.
-"""
+"""Mistakes that people make, each as a whole program: exit code, one line, and nothing written."""
 
 from __future__ import annotations
 
