@@ -29,7 +29,7 @@ from app.cli.processes import parent
 from app.cli.processes.parent import end_with_parent
 from tests.distributed import begin_fork
 
-TIMEOUT_S = 120
+TIMEOUT_S = 600  # a machine may be busy
 POLL_S = 0.005  # seconds between looks at a program that is waited for
 
 

@@ -121,7 +121,7 @@ def losses(run_dir: Path) -> dict[int, float]:
     return {row["step"]: row["loss"] for row in rows}
 
 
-def wait_for(condition: Callable[[], object], seconds: float = 120) -> None:
+def wait_for(condition: Callable[[], object], seconds: float = 600) -> None:
     """Wait until something holds."""
     deadline = time.monotonic() + seconds
     while not condition():

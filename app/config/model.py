@@ -296,11 +296,15 @@ class ModelConfig:
         if self.mla is not None:
             self._check_latent()
         elif self.head_dim is None and self.hidden_size % self.num_heads:
+            width = max(2, self.hidden_size // self.num_heads // 2 * 2)
             raise ConfigError(
                 "model.num_heads",
                 self.num_heads,
                 f"must divide hidden_size={self.hidden_size} unless head_dim is set",
-                nearest=nearest_divisors(self.num_heads, self.hidden_size),
+                nearest=(
+                    *nearest_divisors(self.num_heads, self.hidden_size),
+                    Instead(f"model.head_dim={width}"),
+                ),
             )
         if self.num_heads % self.num_kv_heads:
             raise ConfigError(

@@ -115,7 +115,7 @@ def test_during_imports_it_costs_a_line(tmp_path: Path, program: str):
         assert process.poll() is None, process.communicate()[1]
         time.sleep(0.02)
     process.send_signal(signal.SIGINT)
-    said = process.communicate(timeout=30)[1]
+    said = process.communicate(timeout=300)[1]
     name = {"app.cli.plan": "plan", "app.cli.report": "report"}.get(program, "train.py")
     assert (process.returncode, said) == (130, f"\n{name}: stopped\n")
 

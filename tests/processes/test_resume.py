@@ -20,7 +20,8 @@ import pytest
 
 import tests.runs
 from app.choices import Score
-from app.cli.options.compose import all_keys, load_overrides
+from app.cli.options.compose import load_overrides
+from app.cli.options.keys import all_keys
 from app.config import Llama3RopeConfig, MLAConfig, Run, YarnConfig
 from app.engine.checkpoint import resume
 from app.engine.checkpoint.folder import (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import re
 from argparse import ArgumentError, ArgumentParser, Namespace
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -154,6 +155,36 @@ def with_sweep_folder(arguments: Sequence[str]) -> list[str]:
         return list(arguments)
     digest = hashlib.sha256("\n".join(sorted(arguments)).encode()).hexdigest()[:8]
     return [*arguments, f"hydra.sweep.dir=sweeps/{sweepers[-1]}-{digest}"]
+
+
+def foreign_flags(arguments: Sequence[str], known: Sequence[str]) -> Iterator[tuple[int, str, str]]:
+    """Flags that are none of the `known` ones: place among the arguments, the override that each
+    would be, and what was typed. Behind one without a value follows its value, unless that is a
+    flag or an override.
+    """
+    for place, word in enumerate(arguments):
+        name, equals, value = word.partition("=")
+        if not re.match("--?[A-Za-z]", word) or name in known:
+            continue
+        behind = arguments[place + 1] if place + 1 < len(arguments) else "-"
+        takes = not equals and not behind.startswith("-") and "=" not in behind
+        override = f"{name.lstrip('-').replace('-', '_')}={behind if takes else value}"
+        yield place, override, f"{word} {behind}" if takes else word
+
+
+def flags_to_overrides(arguments: Sequence[str], known: Sequence[str] = ()) -> list[str]:
+    """The arguments with overrides in the place of flags that there are not."""
+    words: list[str | None] = list(arguments)
+    for place, override, typed in foreign_flags(arguments, known or hydra_flags()):
+        words[place] = override
+        if typed != arguments[place]:
+            words[place + 1] = None
+    return [word for word in words if word is not None]
+
+
+def hydra_flags() -> tuple[str, ...]:
+    """The flags that `hydra.main` has."""
+    return tuple(name for action in get_args_parser()._actions for name in action.option_strings)
 
 
 def key_of(override: str) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from app.cli.options.compose import like_key
+from app.cli.options.unknown import like_key
 from app.errors import ConfigError, nearest
 
 MOST_WHOLE = 2**63 - 1  # what torch takes for sizes and seeds

@@ -21,9 +21,22 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 
 from app.choices import Device, GraphImpl
-from app.cli.options.arguments import SWEEPS, Typed, flags_first, with_sweep_folder
+from app.cli.options.arguments import (
+    SWEEPS,
+    Typed,
+    flags_first,
+    flags_to_overrides,
+    with_sweep_folder,
+)
 from app.cli.options.completion import complete_values_as_typed
-from app.cli.options.compose import load_run, load_typed, settings_line, settle_saved
+from app.cli.options.compose import (
+    check_named,
+    load_run,
+    load_typed,
+    refuse_deletions,
+    settings_line,
+    settle_saved,
+)
 from app.cli.options.continued import words_for_plain
 from app.cli.options.hydra_words import (
     COMPLETION,
@@ -31,10 +44,10 @@ from app.cli.options.hydra_words import (
     check_folders,
     check_plugins,
 )
-from app.cli.options.messages import RESUMABLE, readable_errors, trial_of
+from app.cli.options.messages import RESUMABLE, Asked, readable_errors
 from app.cli.options.overlaid import overlaid
 from app.cli.options.pretrained import KEY as INIT_FROM
-from app.cli.options.trial import Trial
+from app.cli.options.unknown import no_such_flag
 from app.cli.processes.ctrl_c import interrupt_then_end
 from app.cli.processes.home import child_paths
 from app.cli.processes.launcher import Launch
@@ -119,21 +132,25 @@ def mistakes_in_one_line(launch: Launch, arguments: Sequence[str]) -> AbstractCo
         "train.py",
         speak=launch.rank == 0,
         when_stopped=RESUMABLE,
-        trial=partial(trial_start, arguments, launch),
+        asked=partial(asked_start, arguments, launch),
         silent_s=SPEAK_S,
     )
 
 
-def trial_start(arguments: Sequence[str], launch: Launch) -> Trial:
-    """The trial of the run that is asked for, as far as it came: with its data once they were
-    read.
-    """
-    typed = typed_of(arguments)
+def asked_start(arguments: Sequence[str], launch: Launch) -> Asked:
+    """The run that is asked for, loaded as far as it came: with its data once they were read."""
     has_data = "app.engine.run.start" in sys.modules
+    asked = typed_of(flags_to_overrides(arguments))
 
-    def load(overrides: Sequence[str]) -> None:
-        run = load_typed(typed.with_overrides(overrides), launch.world_size)
+    def load(typed: Typed) -> Run:
+        run = load_typed(typed, launch.world_size)
+        check_named(run, [word for word in typed.overrides if word not in asked.overrides])
+        return run
+
+    def check_host(run: Run) -> None:
         gpus = _gpus_here(run)
+        if run.train.device is Device.cuda and not gpus:
+            raise ConfigError("train.device", "cuda", "this host has no usable GPU")
         if launch.world_size is None and run.world_size > 1:
             check_room(run, gpus)
         if not gpus:
@@ -144,7 +161,7 @@ def trial_start(arguments: Sequence[str], launch: Launch) -> Trial:
             usable_gpus(run)
             check_data(run)
 
-    return trial_of(load)
+    return Asked(asked, load, check_host)
 
 
 def runnable(config: DictConfig, launch: Launch) -> Run:
@@ -302,10 +319,13 @@ def checked_arguments(arguments: Sequence[str], launch: Launch) -> list[str]:
         check_completion(arguments)
         complete_values_as_typed()
         return list(arguments)
+    if error := no_such_flag(arguments):
+        raise error
     typed = Typed.parse(arguments)
     sweeps = bool(SWEEPS & set(arguments)) or "hydra.mode=MULTIRUN" in typed.overrides
     check_folders(typed.overrides, sweeps=sweeps)
     check_plugins(typed.overrides)
+    refuse_deletions(typed)
     with typed.looked_up():
         settle_saved(typed, launch.world_size)
     if SWEEPS & set(arguments):
