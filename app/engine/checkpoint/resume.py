@@ -17,7 +17,7 @@ from yaml import YAMLError
 
 from app.config import ModelConfig, MoEConfig, Run
 from app.data.paths import source_option
-from app.data.sources import Record, difference
+from app.data.sources import Record, difference, read_otherwise
 from app.engine.checkpoint.folder import CHECKPOINTS, MANIFEST, newest_checkpoint, parse_manifest
 from app.engine.run.run_folder import CONFIG, RUNS, plain
 from app.engine.run.signals import ctrl_c_held_back
@@ -75,7 +75,7 @@ FREE = frozenset((
     "precision.loss_scale", "precision.initial_loss_scale", "precision.min_loss_scale",
     "precision.loss_scale_window", "precision.loss_scale_hysteresis",
     # How the same documents are prepared, and where that is kept.
-    "data.num_proc", "data.cache_dir", "data.accept_changed",
+    "data.num_proc", "data.cache_dir", "data.accept_changed", "data.on_bad_file",
     # How long and in what batches training goes on; positions in the data are in sequences.
     "train.steps", "train.global_batch", "train.micro_batch",
     # Validation, the sample, and what follows steps that are not finite.
@@ -90,6 +90,10 @@ SECTIONS = frozenset(key.partition(".")[0] for key in FIXED | FREE if "." in key
 # Where data lie. Fixed where a checkpoint does not say what they held; otherwise contents count.
 PLACES = ("data.path", "data.name", "data.tokenizer")
 UNREPORTED = ("run_dir", "resume", "log.", "checkpoint.", "parallel.", "data.accept_changed")
+READ_OTHERWISE = (
+    "read exactly as written now; the program that saved the checkpoint rewrote texts of JSON that "
+    "look like times and kept byte order marks, so that other tokens may follow"
+)
 Difference = tuple[str, Any, Any]  # dotted key, saved value, current value
 
 
@@ -125,7 +129,7 @@ def allowed_changes(
     data.check(checkpoint)
     told = (each for each in differences if not each[0].startswith(UNREPORTED))
     changes = tuple(f"{key}: {was} -> {now}" for key, was, now in told)
-    return changes if data.change() is None else (*changes, f"data: {data.change()}")
+    return (*changes, *data.told())
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +143,14 @@ class _DataThen:
     def change(self) -> str | None:
         """How they differ, as text; None: they are equal, or cannot be compared."""
         return difference(self.saved, self.now()) if self.saved else None
+
+    def told(self) -> tuple[str, ...]:
+        """What the start says of them."""
+        if (change := self.change()) is not None:
+            return (f"data: {change}",)
+        if self.saved and read_otherwise(self.saved, self.now()):
+            return (f"data: {READ_OTHERWISE}",)
+        return ()
 
     def fits(self) -> bool:
         """Whether a run may continue with data that lie elsewhere."""
