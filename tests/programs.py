@@ -23,7 +23,7 @@ from hydra.core.global_hydra import GlobalHydra
 from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
 
 import app.cli.torchrun
-import app.data.corpus
+import app.data.hub
 import app.engine.trainer  # noqa: F401 - likewise
 from app.cli.processes import parent
 from app.cli.processes.parent import end_with_parent

@@ -20,6 +20,9 @@ if __name__ == "__main__":
     # the imports take seconds
     stop_quietly("evaluate", speak=environment().get("RANK", "0") == "0")
 
+from hydra.core.override_parser.overrides_parser import OverridesParser
+
+from app.choices import Source
 from app.cli.options.request import Words, check_characters, text_lines
 from app.cli.options.saved import saved_run
 from app.cli.processes.launch import check_room, start_ranks
@@ -27,8 +30,10 @@ from app.cli.processes.launcher import Launch
 from app.cli.processes.program import run_program
 from app.cli.processes.use_model import loaded_model
 from app.config import Run
+from app.data.faults import Fault
 from app.data.load import prepare
-from app.data.prepared import map_tokens
+from app.data.prepared import left_out, map_tokens
+from app.data.sources import find_sources
 from app.data.tokenizer import Tokenizer
 from app.engine.decoding.decoder import Decoder
 from app.engine.decoding.model_tokens import prefix_token
@@ -42,7 +47,15 @@ from app.errors import ConfigError, say
 from app.plan.formatting import count_of
 
 OWN = ("choices", "stride", "batch")
-SOURCES = {".jsonl": "jsonl", ".parquet": "parquet"}  # of files that are not texts
+# Names of files that are no plain texts, and how these are read.
+KINDS = {
+    ".jsonl": Source.jsonl,
+    ".ndjson": Source.jsonl,
+    ".json": Source.jsonl,
+    ".parquet": Source.parquet,
+    ".pq": Source.parquet,
+}
+COMPRESSED = (".gz", ".bz2", ".xz", ".zst", ".lz4")
 HELP = """\
 == Graphfold: how well a trained model knows texts ==
 Usage:  python -m app.cli.evaluate RUN_OR_CHECKPOINT data.path=PATH [option …] [override …]
@@ -50,8 +63,10 @@ Usage:  python -m app.cli.evaluate RUN_OR_CHECKPOINT data.path=PATH [option …]
 
   RUN_OR_CHECKPOINT  a run folder, of which the newest checkpoint is taken, or a checkpoint,
                      saved at any layout; or a folder of a Hugging Face model
-  data.path=PATH     perplexity of documents: text files, .jsonl or .parquet (data.text_field);
-                     a list and globs as in training
+  data.path=PATH     perplexity of documents; a list and globs as in training. They are read as the
+                     run's were (data.source, data.text_field), after a run on the standard library
+                     or the hub by their names: .jsonl, .json, .parquet, else as texts
+  data.source=KIND   text, jsonl or parquet, whatever the run's were
   stride=N           documents longer than the context (train.seq_len) are cut into windows that
                      begin so many tokens apart, and every token counts once; default: half of it
   choices=PATH       multiple choice: a JSON object per line, with "prompt", "choices" (texts that
@@ -77,12 +92,13 @@ class Task:
     @classmethod
     def of(cls, words: Words, source: WeightSource, world_size: int | None) -> Task:
         """Raises ConfigError."""
-        named = [word for word in words.overrides if word.startswith("data.path=")]
+        named = any(word.startswith("data.path=") for word in words.overrides)
         path = words.text("choices")
-        if bool(named) == bool(path):
+        if named == bool(path):
             rule = "either texts are scored or questions"
             raise ConfigError("data.path", "", rule, advice="give data.path=PATH or choices=PATH")
-        run = saved_run(source.config, [*_source(named), *words.overrides], world_size)
+        read = read_as(words, Source(source.config["data"].get("source", "stdlib")))
+        run = saved_run(source.config, [*read, *words.overrides], world_size)
         tokenizer = check_tokenizer(run, source.manifest)
         context = run.train.seq_len
         stride = words.whole("stride", max(1, context // 2))
@@ -100,6 +116,10 @@ class Task:
         assert folder is not None, "files are prepared, not streamed"
         return folder
 
+    def left_out(self) -> str | None:
+        """Which files are not scored, in a line. Raises ConfigError."""
+        return left_out(self.prepared(), find_sources(self.run.data))
+
     def counted(self) -> int:
         """Tokens of all documents that count: but for the first and the marker of each. Raises
         ConfigError.
@@ -115,12 +135,45 @@ class Task:
             yield from windows(tokens, self.run.train.seq_len, self.stride)
 
 
-def _source(named: Sequence[str]) -> list[str]:
-    """The kind of corpus, by the name of its files."""
-    if not named:
+def read_as(words: Words, own: Source) -> list[str]:
+    """How the documents are read, as overrides: as those of the run, unless that is typed too.
+    Raises ConfigError where their names say that they are something else.
+    """
+    keys = [word.partition("=")[0] for word in words.overrides]
+    if "data.path" not in keys:
         return []
-    ending = Path(named[-1].rstrip("]'\"")).suffix
-    return [f"data.source={SOURCES.get(ending, 'text')}", "data.streaming=false"]
+    if "data.source" in keys:
+        return ["data.streaming=false"]
+    of_files = own in (Source.text, Source.jsonl, Source.parquet)
+    named = {_kind(path) for path in _paths(words.overrides)}
+    kinds = named - {None}
+    if len(named) > 1 and not of_files:
+        rule = "has files of several kinds, and a call reads one"
+        raise ConfigError("data.path", _typed(words), rule, advice="give those of one kind")
+    found = next((kind for kind in kinds if kind is not None), Source.text)
+    if own is Source.text and kinds:
+        rule = f"is {found.value} by its name, and the run was trained on data.source=text"
+        advice = f"say which it is: data.source={found.value} or data.source=text"
+        raise ConfigError("data.path", _typed(words), rule, advice=advice)
+    kind = own if of_files else found
+    return [f"data.source={kind.value}", "data.streaming=false"]
+
+
+def _paths(overrides: Sequence[str]) -> list[str]:
+    """The paths of the last data.path."""
+    given = [word for word in overrides if word.startswith("data.path=")]
+    value = OverridesParser.create().parse_override(given[-1]).value()
+    return list(map(str, value)) if isinstance(value, list) else [str(value)]
+
+
+def _typed(words: Words) -> str:
+    return " ".join(_paths(words.overrides))
+
+
+def _kind(path: str) -> Source | None:
+    """What a file is by its name; None: not known, as of texts."""
+    name = Path(path.lower())
+    return KINDS.get((name.with_suffix("") if name.suffix in COMPRESSED else name).suffix)
 
 
 def read_questions(
@@ -131,9 +184,10 @@ def read_questions(
     """
     try:
         lines = text_lines(path)
-    except (OSError, UnicodeDecodeError) as error:
-        why = error.strerror if isinstance(error, OSError) else "it is no UTF-8"
-        raise ConfigError("choices", path, f"cannot be read: {why}") from error
+    except Fault as fault:
+        raise ConfigError("choices", path, fault.rule, advice=fault.advice) from fault
+    except OSError as error:
+        raise ConfigError("choices", path, f"cannot be read: {error.strerror}") from error
     numbered = [(number, line) for number, line in enumerate(lines, 1) if line.strip()]
     if not numbered:
         raise ConfigError("choices", path, "holds no question")
@@ -198,6 +252,8 @@ def score(model: TrainedModel, task: Task) -> str:
             f"{count_of(found.questions, 'question')}"
         )
     of = rank_zero_says(model.groups, task.counted)
+    if aloud and (line := task.left_out()):
+        _note(line)
     decoder = _decoder(model, task, of)
     with telling(
         "scoring", lambda: f"{done[-1]:,} of {of:,} tokens", aloud=aloud, stream=sys.stderr

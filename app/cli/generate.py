@@ -27,6 +27,7 @@ from app.cli.processes.launcher import Launch
 from app.cli.processes.program import run_program
 from app.cli.processes.use_model import loaded_model
 from app.config import Run
+from app.data.faults import Fault
 from app.data.tokenizer import Tokenizer
 from app.engine.capture.recorder import CudaRecorder
 from app.engine.decoding.decoder import Decoder
@@ -132,9 +133,10 @@ def read_prompts(path: Path) -> list[str]:
     """The prompts of a file. Raises ConfigError."""
     try:
         lines = text_lines(path)
-    except (OSError, UnicodeDecodeError) as error:
-        why = error.strerror if isinstance(error, OSError) else "it is no UTF-8"
-        raise ConfigError("file", path, f"cannot be read: {why}") from error
+    except Fault as fault:
+        raise ConfigError("file", path, fault.rule, advice=fault.advice) from fault
+    except OSError as error:
+        raise ConfigError("file", path, f"cannot be read: {error.strerror}") from error
     found = [(number, line) for number, line in enumerate(lines, 1) if line.strip()]
     if not found:
         raise ConfigError("file", path, "holds no prompt")

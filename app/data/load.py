@@ -62,7 +62,7 @@ def _streamed(
     config: DataConfig, seq_len: int, seed: int, tokenizer: Tokenizer
 ) -> tuple[StreamedSequences, Documents]:
     """A stream without its first documents, and those."""
-    from app.data.corpus import first_texts, streamed  # imports `datasets`
+    from app.data.hub import first_texts, streamed  # imports `datasets`
 
     stream = streamed(config)
     texts = first_texts(stream, config)

@@ -47,6 +47,9 @@ class Tokenizer(Protocol):
     def encode_batch(self, texts: Sequence[str]) -> Sequence[Sequence[int] | np.ndarray]:
         """`encode` of every text; may use several threads."""
 
+    def encode_documents(self, documents: Sequence[bytes]) -> Sequence[Sequence[int] | np.ndarray]:
+        """`encode_batch` of texts in UTF-8."""
+
     def decode(self, ids: Iterable[int]) -> str:
         """Text of `ids`; end-of-document markers and other special tokens are left out."""
 
@@ -72,6 +75,10 @@ class ByteTokenizer:
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
         """`encode` of every text."""
         return [self.encode(text) for text in texts]
+
+    def encode_documents(self, documents: Sequence[bytes]) -> list[np.ndarray]:
+        """The bytes themselves."""
+        return [np.frombuffer(document, dtype=np.uint8) for document in documents]
 
     def decode(self, ids: Iterable[int]) -> str:
         """Text of the bytes; invalid sequences become U+FFFD, ids from 256 on are left out."""
@@ -125,6 +132,10 @@ class JsonTokenizer:
             encoding.ids
             for encoding in self.backend.encode_batch_fast(list(texts), add_special_tokens=False)
         ]
+
+    def encode_documents(self, documents: Sequence[bytes]) -> list[list[int]]:
+        """`encode_batch` of texts in UTF-8."""
+        return self.encode_batch([document.decode() for document in documents])
 
     @property
     def end(self) -> str:

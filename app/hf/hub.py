@@ -151,7 +151,7 @@ def _folder_like(path: Path) -> str | None:
 def _explained(name: str, key: str, bring: Callable[[], Found]) -> Found:
     """What the library brings; what it raises becomes a ConfigError."""
     # brings the library of datasets along, a second that folders do without
-    from app.data.reach import go_offline_without_network
+    from app.data.hub import go_offline_without_network
 
     disable_progress_bars()
     go_offline_without_network()

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from app.cli.options.unknown import like_key
+from app.data.faults import file_text
 from app.errors import ConfigError, nearest
 
 MOST_WHOLE = 2**63 - 1  # what torch takes for sizes and seeds
@@ -102,7 +103,8 @@ def check_characters(key: str, value: object, text: str, where: str = "") -> Non
 
 
 def text_lines(path: Path) -> list[str]:
-    """The lines of a file: what ends one inside of JSON strings, as U+2028 does elsewhere, does not
-    here. Raises OSError and UnicodeDecodeError.
+    """The lines of a file in UTF-8, without its byte order mark: what ends one inside of JSON
+    strings, as U+2028 does elsewhere, does not here. Raises Fault and OSError.
     """
-    return [line.removesuffix("\r") for line in path.read_text(encoding="utf-8").split("\n")]
+    text = file_text(path.read_bytes())
+    return text.replace("\r\n", "\n").replace("\r", "\n").split("\n")

@@ -22,6 +22,7 @@ from app.data.sources import (
     Record,
     difference,
     differing_option,
+    read_otherwise,
     same_documents,
     same_tokenizer,
 )
@@ -85,7 +86,7 @@ FREE = frozenset((
     "precision.loss_scale", "precision.initial_loss_scale", "precision.min_loss_scale",
     "precision.loss_scale_window", "precision.loss_scale_hysteresis",
     # How the same documents are prepared, and where that is kept.
-    "data.num_proc", "data.cache_dir", "data.accept_changed",
+    "data.num_proc", "data.cache_dir", "data.accept_changed", "data.on_bad_file",
     # How long and in what batches training goes on; positions in the data are in sequences.
     "train.steps", "train.global_batch", "train.micro_batch",
     # Validation, the sample, and what follows steps that are not finite.
@@ -101,6 +102,10 @@ SECTIONS = frozenset(key.partition(".")[0] for key in FIXED | FREE if "." in key
 PLACES = ("data.path", "data.name", "data.tokenizer")
 # Where the run is started from, and how many processes follow from the rest of `parallel`.
 UNREPORTED = ("run_dir", "resume", "parallel.world_size", "data.accept_changed")
+READ_OTHERWISE = (
+    "read exactly as written now; the program that saved the checkpoint rewrote texts of JSON that "
+    "look like times and kept byte order marks, so that other tokens may follow"
+)
 Difference = tuple[str, Any, Any]  # dotted key, saved value, current value
 
 
@@ -139,7 +144,7 @@ def allowed_changes(
     quiet = (*UNREPORTED, *idle)
     told = (each for each in differences if not each[0].startswith(quiet))
     changes = tuple(f"{key}: {was} -> {now}" for key, was, now in told)
-    return changes if data.change() is None else (*changes, f"data: {data.change()}")
+    return (*changes, *data.told())
 
 
 def _with_replicas(config: dict[str, Any]) -> dict[str, Any]:
@@ -166,6 +171,14 @@ class _DataThen:
     def change(self) -> str | None:
         """How they differ, as text; None: they are equal, or cannot be compared."""
         return difference(self.saved, self.now()) if self.saved else None
+
+    def told(self) -> tuple[str, ...]:
+        """What the start says of them."""
+        if (change := self.change()) is not None:
+            return (f"data: {change}",)
+        if self.saved and read_otherwise(self.saved, self.now()):
+            return (f"data: {READ_OTHERWISE}",)
+        return ()
 
     def fits(self, key: str) -> bool:
         """Whether a run may continue with what lies elsewhere, as a key of PLACES says."""

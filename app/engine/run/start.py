@@ -17,6 +17,7 @@ from app.choices import Device
 from app.config import Run
 from app.data.feed import DataSplit
 from app.data.load import load_data, prepare
+from app.data.prepared import left_out
 from app.data.sources import Record, Sources, difference, differing_option, find_sources, identity
 from app.data.tokenizer import BYTES, Tokenizer, load_tokenizer, vocabulary
 from app.engine.checkpoint.folder import newest_checkpoint, read_manifest
@@ -212,6 +213,8 @@ def load_all_data(
         groups, lambda: prepare(run.data, tokenizer, look(), say=warn) if leads else None
     )
     record = {**look().record(), **recorded_end(tokenizer)} if leads else None
+    if groups.rank == 0 and folder is not None and (line := left_out(folder, look())):
+        warn(line)
     folder = _agreed(run, groups, record, folder=folder)
     length = run.train.seq_len
     seed = run.train.seed
