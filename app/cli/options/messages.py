@@ -11,8 +11,6 @@ from app.cli.options.explained import COMPOSING, explained, is_mistake
 from app.cli.options.trial import Trial, tried
 from app.errors import ConfigError, OwnError
 
-RESUMABLE = "stopped; resume=auto continues from the newest checkpoint, if one was saved"
-
 
 @contextmanager
 def readable_errors(
