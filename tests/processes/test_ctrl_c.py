@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -14,6 +15,8 @@ from pathlib import Path
 import pytest
 
 from app.cli.processes import ctrl_c, launch
+from app.cli.processes.launch import mistakes_in_one_line
+from app.cli.processes.launcher import Launch
 from app.engine.report.metrics import StepReport
 from app.engine.report.sinks import Console
 from app.engine.run import signals
@@ -183,3 +186,12 @@ def test_held_back_it_comes_at_the_end():
     finally:
         signal.signal(signal.SIGINT, before)
     assert came == ["work is done", "Ctrl-C", "Ctrl-C"]
+
+
+def test_line_before_the_steps_has_the_whole_command(capsys: pytest.CaptureFixture[str]):
+    by_hand = Launch(0, 0, None, command="graphfold-train")
+    with pytest.raises(SystemExit), mistakes_in_one_line(by_hand, ["run_dir='a b'", "optim.lr=1"]):
+        raise KeyboardInterrupt
+    said = "stopped; to continue from the newest checkpoint, or begin without one: "
+    command = shlex.join(["graphfold-train", "run_dir='a b'", "optim.lr=1", "resume=auto"])
+    assert capsys.readouterr().err == f"\ntrain.py: {said}{command}\n"

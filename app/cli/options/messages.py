@@ -21,7 +21,6 @@ from app.config import Run
 from app.errors import ConfigError, Instead, OwnError
 
 T = TypeVar("T")
-RESUMABLE = "stopped; resume=auto continues from the newest checkpoint, if one was saved"
 
 
 @dataclass(frozen=True, slots=True)

@@ -44,13 +44,13 @@ from app.cli.options.hydra_words import (
     check_folders,
     check_plugins,
 )
-from app.cli.options.messages import RESUMABLE, Asked, readable_errors
+from app.cli.options.messages import Asked, readable_errors
 from app.cli.options.overlaid import overlaid
 from app.cli.options.pretrained import KEY as INIT_FROM
 from app.cli.options.unknown import no_such_flag
 from app.cli.processes.ctrl_c import interrupt_then_end
 from app.cli.processes.home import child_paths
-from app.cli.processes.launcher import Launch
+from app.cli.processes.launcher import STARTED_AS, Launch, started_as
 from app.cli.processes.openmp import waiting_threads
 from app.cli.processes.parent import bound
 from app.cli.run_report.facts import run_facts
@@ -61,7 +61,6 @@ from app.errors import ConfigError, FirstOf, OwnError, warn
 from app.plan.formatting import gib
 from app.plan.plan import Plan
 
-STARTED_AS = "GRAPHFOLD_STARTED_AS"  # variable: how the parent of a run's ranks was typed
 GPU_DEVICES = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")  # where none is, torch need not be asked
 
 
@@ -131,10 +130,19 @@ def mistakes_in_one_line(launch: Launch, arguments: Sequence[str]) -> AbstractCo
     return readable_errors(
         "train.py",
         speak=launch.rank == 0,
-        when_stopped=RESUMABLE,
+        when_stopped=_when_stopped(launch, arguments),
         asked=partial(asked_start, arguments, launch),
         silent_s=SPEAK_S,
     )
+
+
+def _when_stopped(launch: Launch, arguments: Sequence[str]) -> str:
+    """Return what a run says that Ctrl-C ends outside of its steps: the command that continues it,
+    if it has saved anything.
+    """
+    resume = [] if any(word.startswith("resume=") for word in arguments) else ["resume=auto"]
+    command = f"{launch.command} {shlex.join([*arguments, *resume])}"
+    return f"stopped; to continue from the newest checkpoint, or begin without one: {command}"
 
 
 def asked_start(arguments: Sequence[str], launch: Launch) -> Asked:
@@ -204,13 +212,14 @@ def carry_out(run: Run, launch: Launch, script: str, env: MutableMapping[str, st
     from app.engine.run.start import preflight, usable_gpus
     from app.engine.train import train
 
-    interrupt_then_end(f"train.py: {RESUMABLE}" if launch.rank == 0 else "")
+    said = f"train.py: {_when_stopped(launch, sys.argv[1:])}"
+    interrupt_then_end(said if launch.rank == 0 else "")
     attempt = Attempt(
         launch.requeues,
         launch.master,
         store_stays=launch.agent_store,
         settings=_settings(),
-        command=_command(launch, env),
+        command=launch.command,
     )
     plan = Plan(run)
     gpus = usable_gpus(run)
@@ -226,22 +235,6 @@ def carry_out(run: Run, launch: Launch, script: str, env: MutableMapping[str, st
 def _settings() -> str | None:
     """Return what this run says of the settings that it continues with; None for its own."""
     return settings_line(typed_of(sys.argv[1:])) if HydraConfig.initialized() else None
-
-
-def _command(launch: Launch, env: Mapping[str, str]) -> str:
-    """Return the beginning of a command that starts this program, as it was typed: the ranks that
-    a run has started itself learn that from their environment.
-    """
-    typed = env.get(STARTED_AS) or started_as(sys.argv[0])
-    return typed if launch.one_host else f"with the same launcher: {typed}"
-
-
-def started_as(program: str) -> str:
-    """Return how a program of this path is started: `python train.py`, or by the name of an
-    installed command.
-    """
-    path = Path(program)
-    return f"python {shlex.quote(program)}" if path.suffix == ".py" else path.name
 
 
 def start_ranks(
