@@ -7,6 +7,7 @@ import shlex
 
 # a value that Hydra reads as the text that it is: a number, null or true it would not
 PLAIN = re.compile(r"(\.{0,2}/)?[A-Za-z_][A-Za-z0-9_./-]*")
+EXPANDED = re.compile(r"""["$`\\!]""")  # what shells read within double quotes
 NOT_TEXT = frozenset({"null", "true", "false", "nan", "inf"})
 
 
@@ -25,5 +26,7 @@ def literal(text: str) -> str:
 
 def shell_word(key: str, value: str) -> str:
     """Return an override of a text as one types it in a shell."""
-    plain = PLAIN.fullmatch(value) and value.lower() not in NOT_TEXT
-    return f"{key}={value}" if plain else shlex.quote(f"{key}={quoted(value)}")
+    if PLAIN.fullmatch(value) and value.lower() not in NOT_TEXT:
+        return f"{key}={value}"
+    word = f"{key}={quoted(value)}"
+    return shlex.quote(word) if EXPANDED.search(word) else f'"{word}"'

@@ -160,6 +160,17 @@ def test_sizes():
     assert files["app.cli.train"] <= 60
 
 
+def test_text_files_are_utf_8_in_every_locale():
+    """`open` would take the locale's encoding, which may lack what is written."""
+    for path in SOURCES:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call):
+                name = getattr(node.func, "attr", None) or getattr(node.func, "id", "")
+                given = {word.arg for word in node.keywords}
+                if name in ("read_text", "write_text"):
+                    assert "encoding" in given, f"{path}:{node.lineno}"
+
+
 def test_dataclass_attributes_are_fields():
     """An attribute without annotation is silently no field."""
     for path in SOURCES:

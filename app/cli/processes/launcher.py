@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from app.cli.processes.home import INSTALLED, PACKAGE
 from app.cli.processes.parent import end_with_parent
 from app.cli.processes.slurm_step import end_with_daemon
 from app.engine.run.address import LOOPBACK, loopback_address
@@ -113,6 +114,8 @@ def started_as(program: str) -> str:
     installed command.
     """
     path = Path(program)
+    if path == PACKAGE / "cli" / "train.py":  # as jobs of a sweep are started
+        return "graphfold-train" if INSTALLED else "python train.py"
     return f"python {shlex.quote(program)}" if path.suffix == ".py" else path.name
 
 
