@@ -17,6 +17,7 @@ import itertools
 import random
 import re
 import typing
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -37,6 +38,8 @@ from app.rules import RULES
 
 CONF = Path(__file__).parent.parent / "conf"
 CPU = torch.device("cpu")
+VALUE_ATTEMPTS = 5  # a value that seems refused is in no run of a grid
+STARTS = 4  # runs with one value of a pair that a search for the pair begins from
 ON = "on"  # of an optional section: it is there
 Value = Any
 Values = dict[str, Value]  # by dotted key; without the keys of sections that are not there
@@ -214,7 +217,7 @@ class Options:
     def run(self, chosen: Values) -> Run:
         """The run of these values, not yet checked. ConfigError where a section refuses it."""
         world = {"parallel.world_size": self.ranks} if self.ranks > 1 else {}
-        run: Run = _built(Run, "", {**FIXED, **world, **self.present(chosen)})
+        run: Run = _built(Run, {**FIXED, **world, **self.present(chosen)})
         return run
 
     def refusal(self, chosen: Values) -> Refusal | None:
@@ -314,17 +317,26 @@ def _subsets(key: str, kind: type[Enum]) -> Iterator[tuple[Enum, ...]]:
     yield from dict.fromkeys(all_found)
 
 
-def _built(section: type, prefix: str, values: Values) -> Any:
+def _built(section: type, values: Values) -> Any:
     """A section from dotted keys; what they lack has its default."""
+    parts: defaultdict[str, Values] = defaultdict(dict)
+    for key, value in values.items():
+        name, _, rest = key.partition(".")
+        parts[name][rest] = value
     given = {}
     for each in _fields(section):
-        key = f"{prefix}{each.name}"
+        of_key = parts[each.name]
         if each.section is None:
-            if key in values:
-                given[each.name] = values[key]
-        elif not each.optional or values.get(key) is ON:
-            given[each.name] = _built(each.section, f"{key}.", values)
+            if of_key:
+                given[each.name] = of_key[""]
+        elif not each.optional or of_key.pop("", None) is ON:
+            given[each.name] = _section(each.section, frozenset(of_key.items()))
     return section(**given)
+
+
+@functools.lru_cache(4096)  # a search changes one section after the other
+def _section(section: type, values: frozenset[Item]) -> Any:
+    return _built(section, dict(values))
 
 
 def command(chosen: Values, ranks: int) -> str:
@@ -348,6 +360,14 @@ class Refusal:
         return self.error.key, re.sub(r"\d+", "#", self.error.rule)
 
 
+class Reach(Enum):
+    """Which keys a search changes to have values accepted."""
+
+    near = "near"  # the refused one, or one that the message names
+    all = "all"  # then others
+    at_once = "at_once"  # all of them alike
+
+
 @dataclass
 class Search:
     """Finds accepted runs with given values by changing others."""
@@ -356,7 +376,7 @@ class Search:
     draw: random.Random
 
     def repaired(
-        self, chosen: Values, keep: set[str], tries: int, *, thorough: bool = False
+        self, chosen: Values, keep: set[str], tries: int, *, reach: Reach = Reach.all
     ) -> Values | Refusal:
         """Accepted values that are as `chosen` for the keys in `keep`; else the first refusal.
 
@@ -373,7 +393,9 @@ class Search:
                 for key in self.options.values
                 if key not in keep and self.options.there(key, chosen)
             ]
-            near = [free] if thorough else _by_nearness(free, refusal.error)
+            near = _by_nearness(free, refusal.error)
+            if reach is not Reach.all:
+                near = near[:-1] if reach is Reach.near else [free]
             found = self._changed(chosen, near, refusal, seen) if len(seen) <= tries else None
             if found is None:
                 return first
@@ -408,13 +430,18 @@ class Search:
                 if value != chosen[key]:
                     yield key, value
 
-    def accepted(self, given: Values) -> Values | Refusal:
-        """Accepted values that include `given`, near to the defaults."""
+    def accepted(self, given: Values, *, attempts: int = 1) -> Values | Refusal:
+        """Accepted values that include `given`, near to the defaults; else the first refusal.
+
+        The search changes one key after the other at random, and may miss what needs several: more
+        `attempts` find more.
+        """
         start = self.options.completed(given)
         keep = {*given, *(section for key in given for section in self.options.under[key])}
         found = self.repaired(start, keep, tries=12)
-        if isinstance(found, Refusal):
-            found = self.repaired(start, keep, tries=12, thorough=True)
+        for _ in range(attempts):
+            if isinstance(found, Refusal):
+                found = self.repaired(start, keep, tries=12, reach=Reach.at_once)
         return found
 
 
@@ -434,7 +461,7 @@ class Grid:
         options = options_of(ranks)
         search = Search(options, self.draw)
         single = {
-            (key, value): search.accepted({key: value})
+            (key, value): search.accepted({key: value}, attempts=VALUE_ATTEMPTS)
             for key, values in options.values.items()
             for value in values
         }
@@ -450,6 +477,7 @@ class Grid:
         self.uncovered = dict.fromkeys(self.options.pairs())  # in an order that a seed repeats
         self.size = len(self.uncovered)
         self.refused: dict[Pair, Refusal] = {}
+        self.found: list[Values] = []  # of runs so far, also of keys whose sections are not there
 
     def __str__(self) -> str:
         values = sum(map(len, self.options.values.values()))
@@ -464,18 +492,35 @@ class Grid:
         order = [*self.uncovered]
         self.draw.shuffle(order)
         for pair in order:
-            if pair not in self.uncovered:
-                continue
-            found = self.search.accepted(dict(pair))
-            if isinstance(found, Refusal):
-                self.refused[pair] = found
-                del self.uncovered[pair]
-                continue
-            found = self.options.present(self._filled(found, {key for key, _ in pair}))
-            for each in map(frozenset, itertools.combinations(found.items(), 2)):
-                self.uncovered.pop(each, None)
-                self.refused.pop(each, None)  # the search had not found a way
-            yield found
+            if pair in self.uncovered:
+                yield from self._with_pair(pair, self.search.accepted(dict(pair)))
+        for pair in [*self.refused]:  # what needs several changes at once is in other runs already
+            if pair in self.refused:
+                yield from self._with_pair(pair, self._from_another_run(pair))
+
+    def _with_pair(self, pair: Pair, found: Values | Refusal) -> Iterator[Values]:
+        if isinstance(found, Refusal):
+            self.refused.setdefault(pair, found)
+            self.uncovered.pop(pair, None)
+            return
+        self.found.append(self._filled(found, {key for key, _ in pair}))
+        present = self.options.present(self.found[-1])
+        for each in map(frozenset, itertools.combinations(present.items(), 2)):
+            self.uncovered.pop(each, None)
+            self.refused.pop(each, None)
+        yield present
+
+    def _from_another_run(self, pair: Pair) -> Values | Refusal:
+        """Start from runs that have one of the two values."""
+        sections = {section: ON for key, _ in pair for section in self.options.under[key]}
+        wanted = sections | dict(pair)
+        for key, value in sorted(pair, key=repr):
+            runs = [run for run in self.found if self.options.present(run).get(key) == value]
+            for run in self.draw.sample(runs, min(len(runs), STARTS)):
+                found = self.search.repaired(run | wanted, {*wanted}, tries=6, reach=Reach.near)
+                if not isinstance(found, Refusal):
+                    return found
+        return self.refused[pair]
 
     def _filled(self, chosen: Values, keep: set[str]) -> Values:
         """Give every other key the value with most uncovered pairs, in random order."""
@@ -489,7 +534,9 @@ class Grid:
                 continue
             fixed = [(name, chosen[name]) for name in keep if options.there(name, chosen)]
             for value in sorted(options.values[key], key=partial(self._gain, sections, key, fixed)):
-                found = self.search.repaired(chosen | {key: value}, keep | {key}, tries=3)
+                found = self.search.repaired(
+                    chosen | {key: value}, keep | {key}, tries=3, reach=Reach.near
+                )
                 if not isinstance(found, Refusal):
                     chosen = found
                     keep.add(key)

@@ -203,6 +203,10 @@ def test_search_changes_several_keys_for_a_value():
     assert not isinstance(found, option_grid.Refusal)
     assert options.refusal(found) is None
     assert (found["parallel.pp"], found["parallel.vpp"]) == (2, 2)
+    for seed in range(8):  # this one needs both, and a schedule
+        search = option_grid.Search(options, random.Random(seed))
+        found = search.accepted({"schedule.group_size": 2}, attempts=option_grid.VALUE_ATTEMPTS)
+        assert not isinstance(found, option_grid.Refusal), seed
     refused = search.accepted({"model.mla": option_grid.ON, "model.qkv_bias": True})
     assert isinstance(refused, option_grid.Refusal)
     assert refused.error.key in ("model.qkv_bias", "model.num_kv_heads")
