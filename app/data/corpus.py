@@ -1,7 +1,7 @@
 """From the documents of a source to an arrow file of tokens.
 
-Documents are read one by one and tokenized in batches of about BATCH_BYTES, so that memory depends
-on the longest document and not on the corpus.
+Documents are read one by one and tokenized in batches of about BATCH_BYTES, longer ones by
+themselves, so that memory depends on the longest document and not on the corpus.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -23,10 +24,12 @@ from app.data.documents import ColumnFault, documents
 from app.data.faults import Fault
 from app.data.paths import no_column, source_option
 from app.data.sources import Sources, unreadable
-from app.data.tokenizer import Tokenizer
+from app.data.tokenizer import TokenBuffer, Tokenizer
 from app.errors import ConfigError, nearest
 
 BATCH_BYTES = 2**22  # of text that is tokenized at once
+LONG = 2**20  # bytes of a document that is a batch by itself
+LARGE = 2**24  # bytes of one that is not sent to another process
 TOKENS = "tokens.arrow"
 
 
@@ -52,49 +55,79 @@ def write_tokens(
     schema = pa.schema({"ids": pa.list_(pa.from_numpy_dtype(dtype))})
     count = 0
     with (folder / TOKENS).open("wb") as file, pa.ipc.new_stream(file, schema) as sink:
-        for tokens in _tokenized(batches(found), tokenizer, config.num_proc):
-            count += len(tokens)
-            sink.write_batch(pa.record_batch([_list_array(tokens, tokenizer.eod, dtype)], schema))
+        for tokens in _tokenized(batches(found), _Encoder(tokenizer, dtype), config.num_proc):
+            count += len(tokens.offsets) - 1
+            sink.write_batch(pa.record_batch([tokens.array()], schema))
     if not count:
         raise reader.nothing()
     return Written((TOKENS,), tuple(reader.left_out))
 
 
 def batches(found: Iterable[bytes]) -> Iterator[list[bytes]]:
-    """The non-empty documents in batches, each of which its last document fills."""
+    """The non-empty documents in batches, each of which its last document fills; one of LONG bytes
+    and more is a batch by itself.
+    """
     batch: list[bytes] = []
     size = 0
     for document in found:
-        if document:
-            batch.append(document)
-            size += len(document)
-        if size >= BATCH_BYTES:
+        if not document:
+            continue
+        alone = len(document) >= LONG
+        if batch and (alone or size >= BATCH_BYTES):
             yield batch
             batch, size = [], 0
+        if alone:
+            yield [document]
+            continue
+        batch.append(document)
+        size += len(document)
     if batch:
         yield batch
 
 
-def _list_array(tokens: list[np.ndarray], eod: int, dtype: np.dtype) -> pa.ListArray:
-    """Lists of ids, each followed by eod; none for a document without ids."""
-    offsets = np.cumsum([0, *(len(ids) + 1 for ids in tokens)], dtype=np.int32)
-    flat = np.full(offsets[-1], eod, dtype=dtype)
-    for ids, start in zip(tokens, offsets, strict=False):
-        flat[start : start + len(ids)] = ids
-    return pa.ListArray.from_arrays(pa.array(offsets), pa.array(flat))
+@dataclass(frozen=True, slots=True)
+class _Tokens:
+    """Documents one behind the other, each with its end."""
+
+    offsets: np.ndarray  # of each, and where the last one ends
+    ids: np.ndarray
+
+    def array(self) -> pa.ListArray:
+        """A list of ids for each, without a copy."""
+        return pa.ListArray.from_arrays(pa.array(self.offsets), pa.array(self.ids))
 
 
-def _encoded(batch: list[bytes], tokenizer: Tokenizer) -> list[np.ndarray]:
-    """Ids of the documents that have any."""
-    return [ids for ids in map(np.asarray, tokenizer.encode_documents(batch)) if len(ids)]
+@dataclass(frozen=True, slots=True)
+class _Encoder:
+    """Makes tokens of one type of batches of documents; those without ids are left out."""
+
+    tokenizer: Tokenizer
+    dtype: np.dtype
+
+    def __call__(self, batch: list[bytes]) -> _Tokens:
+        if len(batch) == 1 and len(batch[0]) >= LONG:
+            return self._long(batch[0])
+        found = map(np.asarray, self.tokenizer.encode_documents(batch))
+        documents = [ids for ids in found if len(ids)]
+        offsets = np.cumsum([0, *(len(ids) + 1 for ids in documents)], dtype=np.int32)
+        flat = np.full(offsets[-1], self.tokenizer.eod, dtype=self.dtype)
+        for ids, start in zip(documents, offsets, strict=False):
+            flat[start : start + len(ids)] = ids
+        return _Tokens(offsets, flat)
+
+    def _long(self, document: bytes) -> _Tokens:
+        buffer = TokenBuffer(self.dtype)
+        self.tokenizer.encode_long(document, buffer)
+        if len(buffer):
+            buffer.add([self.tokenizer.eod])
+        ends = [0, len(buffer)] if len(buffer) else [0]
+        return _Tokens(np.array(ends, dtype=np.int32), buffer.ids())
 
 
-def _tokenized(
-    found: Iterator[list[bytes]], tokenizer: Tokenizer, processes: int
-) -> Iterator[list[np.ndarray]]:
-    """`_encoded` of every batch, in order, by so many processes beside this one."""
+def _tokenized(found: Iterator[list[bytes]], encode: _Encoder, processes: int) -> Iterator[_Tokens]:
+    """Tokens of every batch, in order, by so many processes beside this one."""
     if processes == 1:
-        yield from (_encoded(batch, tokenizer) for batch in found)
+        yield from map(encode, found)
         return
     context = multiprocessing.get_context("fork")
     ends: list[Connection] = []
@@ -102,21 +135,27 @@ def _tokenized(
     for _ in range(processes):
         ours, theirs = context.Pipe()
         ends.append(ours)
-        worker = context.Process(target=_work, args=(theirs, list(ends), tokenizer), daemon=True)
+        worker = context.Process(target=_work, args=(theirs, list(ends), encode), daemon=True)
         worker.start()
         theirs.close()
         workers.append(worker)
+    free = deque(ends)
+    busy: deque[Connection] = deque()
     try:
-        busy: list[Connection] = []
-        for number, batch in enumerate(found):
-            end = ends[number % processes]
-            if len(busy) == processes:  # each has one batch at most, so that no send waits
-                yield _received(busy.pop(0), processes)
-            end.send(batch)
-            busy.append(end)
+        for batch in found:
+            large = len(batch[0]) >= LARGE
+            # Each has one batch at most, so that no send waits for one that waits for us.
+            while busy and (large or not free):
+                yield _received(busy[0])
+                free.append(busy.popleft())
+            if large:
+                yield encode(batch)
+                continue
+            free[0].send(batch)
+            busy.append(free.popleft())
         for end in busy:
-            yield _received(end, processes)
-    except (EOFError, BrokenPipeError):
+            yield _received(end)
+    except (EOFError, BrokenPipeError, ConnectionResetError):
         rule = "one of these processes has died, perhaps for want of memory"
         raise ConfigError("data.num_proc", processes, rule, advice="start fewer") from None
     finally:
@@ -127,15 +166,14 @@ def _tokenized(
             worker.join()
 
 
-def _received(end: Connection, processes: int) -> list[np.ndarray]:
-    found = end.recv()
+def _received(end: Connection) -> _Tokens:
+    found: _Tokens | Exception = end.recv()
     if isinstance(found, Exception):
         raise found
-    tokens: list[np.ndarray] = found
-    return tokens
+    return found
 
 
-def _work(connection: Connection, others: list[Connection], tokenizer: Tokenizer) -> None:
+def _work(connection: Connection, others: list[Connection], encode: _Encoder) -> None:
     """Tokenize what comes until the parent closes its end or dies."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent's to answer
     for other in others:  # that a fork has copied: they would keep ends open
@@ -146,7 +184,7 @@ def _work(connection: Connection, others: list[Connection], tokenizer: Tokenizer
         except EOFError:
             return
         try:
-            connection.send(_encoded(batch, tokenizer))
+            connection.send(encode(batch))
         except Exception as error:
             connection.send(error)
 

@@ -78,13 +78,16 @@ def json_texts(
             if line.isspace() or not line:
                 offset += len(line)
                 continue
+            size = len(line)
             try:
-                yield _line_text(line, field, keys)
+                text = _line_text(line, field, keys)
             except UnicodeDecodeError as error:
                 raise Fault(f"line {number} {no_utf8(error, offset).rule}") from None
             except Fault as fault:
                 raise Fault(f"line {number} {fault.rule}", fault.advice) from None
-            offset += len(line)
+            del line  # it may be longer than all that follows from it
+            yield text
+            offset += size
 
 
 def _line_text(line: bytes, field: str, keys: set[str]) -> str | bytes | None:

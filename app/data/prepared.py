@@ -70,7 +70,7 @@ def map_tokens(folder: Path) -> Documents:
 
 def left_out(folder: Path, sources: Sources) -> str | None:
     """Which files of a corpus data.on_bad_file=skip has left out, in a line; None: none."""
-    contents = json.loads((folder / CONTENTS).read_text())
+    contents = json.loads((folder / CONTENTS).read_text(encoding="utf-8"))
     found = [*sources.unreadable, *contents.get("left_out", ())]
     if not found:
         return None

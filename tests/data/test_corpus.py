@@ -320,7 +320,8 @@ def test_too_short_for_a_sequence_names_the_split(tmp_path: Path, texts: list[st
     config = write("jsonl", tmp_path / "data", texts)
     with pytest.raises(
         ConfigError,
-        match=r"train\.seq_len=1000: the validation split has only \d+ tokens, .* needs 1001",
+        match=r"train\.seq_len=1000: the validation split has only \d+ tokens, .* needs 1001, and "
+        r"data\.validation_fraction=0\.1 says .* mean \d+ or data\.validation_fraction=0\.2",
     ):
         load_data(config, 1000, 1, tokenizer=TOKENIZER)
     with pytest.raises(ConfigError, match="the training split has only"):

@@ -8,6 +8,7 @@ import json
 import lzma
 import random
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pyarrow as pa
@@ -18,11 +19,12 @@ from app.choices import BadFile, Source
 from app.cli.generate import read_prompts
 from app.config import DataConfig
 from app.data import documents, json_lines
+from app.data.corpus import BATCH_BYTES, LONG, batches
 from app.data.faults import Fault, check_utf8, file_text
 from app.data.load import load_data, prepare
 from app.data.prepared import left_out, map_tokens
 from app.data.sources import find_sources, read_otherwise
-from app.data.tokenizer import load_tokenizer
+from app.data.tokenizer import bytes_as_json, load_tokenizer
 from app.errors import ConfigError
 from tests.data.conftest import write_jsonl
 
@@ -320,3 +322,39 @@ def test_prompts_begin_behind_a_byte_order_mark(tmp_path: Path):
         (tmp_path / name).write_bytes(line.decode().encode("utf-16"))
         with pytest.raises(ConfigError, match=f"file={tmp_path}/{name}: is UTF-16, .* to UTF-8"):
             read_prompts(tmp_path / name)
+
+
+def test_batches_are_bounded_by_bytes():
+    """Small documents fill one, a long one is alone; none is lost."""
+    sizes = [5, 2**19, 0, 2**20, 2**19, *[2**18] * 40, 2**24, 1]
+    found = list(batches(b"x" * size for size in sizes))
+    assert [len(text) for batch in found for text in batch] == [size for size in sizes if size]
+    for batch in found:
+        most = BATCH_BYTES + LONG
+        assert len(batch) == 1 or (sum(map(len, batch)) < most and max(map(len, batch)) < LONG)
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_long_documents_have_the_tokens_of_short_ones(
+    processes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """In slices, in other processes or this one: as all at once."""
+    (tmp_path / "bytes.json").write_text(bytes_as_json())
+    long = [f"{number} long 日本語 " * 40 for number in range(9)]
+    texts = ["one", *long[:4], "two", "é" * 2000, *long[4:], "three"]
+    write_jsonl(tmp_path / "d/a.jsonl", texts)
+    for spec in ("bytes", str(tmp_path / "bytes.json")):
+        config = corpus(tmp_path, "jsonl", tokenizer=spec, num_proc=processes)
+        made = load_tokenizer(spec)
+        whole = map_tokens(prepare(config, made))
+        for key, value in (("LONG", 500), ("LARGE", 3000), ("BATCH_BYTES", 600)):
+            monkeypatch.setattr(f"app.data.corpus.{key}", value)
+        for key, value in (("SLICE", 200), ("OVERLAP", 60), ("AT_ONCE", 3)):
+            monkeypatch.setattr(f"app.data.tokenizer.{key}", value)
+        again = map_tokens(prepare(replace(config, cache_dir=f"{tmp_path}/{processes}"), made))
+        monkeypatch.undo()
+        assert len(again) == len(whole) == len(texts)
+        for number, text in enumerate(texts):
+            ids = [*made.encode(text), made.eod]
+            for found in (whole, again):
+                assert found.read(number, 0, int(found.lengths_D[number])).tolist() == ids

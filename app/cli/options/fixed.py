@@ -51,7 +51,7 @@ def _folders(typed: Typed) -> Iterator[Path]:
 def _read(path: Path) -> dict[str, object]:
     """What a file of options sets; nothing where it is none, which composing says."""
     try:
-        found = yaml.safe_load(path.read_text())
+        found = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, yaml.YAMLError):
         return {}
     return found if isinstance(found, dict) else {}

@@ -59,8 +59,8 @@ def _autograd_s() -> Iterator[float]:
     tick = os.sysconf("SC_CLK_TCK")
     for task in TASKS.iterdir() if TASKS.is_dir() else ():
         with suppress(OSError):  # it has ended meanwhile
-            if (task / "comm").read_text().startswith(AUTOGRAD):
-                fields = (task / "stat").read_text().rpartition(")")[2].split()
+            if (task / "comm").read_text(encoding="utf-8").startswith(AUTOGRAD):
+                fields = (task / "stat").read_text(encoding="utf-8").rpartition(")")[2].split()
                 yield (int(fields[11]) + int(fields[12])) / tick  # in user and in system mode
 
 
