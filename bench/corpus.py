@@ -18,7 +18,7 @@ from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from app.data.tokenizer import END_OF_DOCUMENT
+from app.data.tokenizer import BYTES_END
 
 
 def texts(pattern: str, at_least: int, every: int) -> Iterator[str]:
@@ -36,7 +36,7 @@ def tokenizer_of(corpus: Sequence[str], ids: int) -> Tokenizer:
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=ids,
-        special_tokens=[END_OF_DOCUMENT[0]],
+        special_tokens=[BYTES_END],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
     )
     tokenizer.train_from_iterator(corpus, trainer)

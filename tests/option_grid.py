@@ -138,6 +138,7 @@ LEFT_OUT = {
     "model.init_from": "pretrained weights, see test_hub_models.py and test_init_from.py",
     "model.rope_theta": SIZE,
     "model.norm_eps": SIZE,
+    "model.mla.norm_eps": SIZE,
     "model.init_std": SIZE,
     "model.yarn.factor": SIZE,
     "model.yarn.beta_fast": SIZE,

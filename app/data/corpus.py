@@ -23,8 +23,9 @@ from app.config import DataConfig
 from app.data.documents import ColumnFault, documents
 from app.data.faults import Fault
 from app.data.paths import no_column, source_option
+from app.data.slices import TokenBuffer
 from app.data.sources import Sources, unreadable
-from app.data.tokenizer import TokenBuffer, Tokenizer
+from app.data.tokenizer import Tokenizer
 from app.errors import ConfigError, nearest
 
 BATCH_BYTES = 2**22  # of text that is tokenized at once

@@ -350,7 +350,8 @@ def test_long_documents_have_the_tokens_of_short_ones(
         for key, value in (("LONG", 500), ("LARGE", 3000), ("BATCH_BYTES", 600)):
             monkeypatch.setattr(f"app.data.corpus.{key}", value)
         for key, value in (("SLICE", 200), ("OVERLAP", 60), ("AT_ONCE", 3)):
-            monkeypatch.setattr(f"app.data.tokenizer.{key}", value)
+            monkeypatch.setattr(f"app.data.slices.{key}", value)
+        monkeypatch.setattr("app.data.tokenizer.BYTES_AT_ONCE", 600)
         again = map_tokens(prepare(replace(config, cache_dir=f"{tmp_path}/{processes}"), made))
         monkeypatch.undo()
         assert len(again) == len(whole) == len(texts)

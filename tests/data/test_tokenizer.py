@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from app.data import tokenizer
+from app.data import slices
+from app.data.slices import TokenBuffer
 from app.data.tokenizer import (
     ByteTokenizer,
     JsonTokenizer,
-    TokenBuffer,
     bytes_as_json,
     load_tokenizer,
 )
@@ -175,7 +175,7 @@ MADE = {each.__name__: each for each in (split_at_spaces, one_word, unknown_word
 @pytest.fixture
 def small_slices(monkeypatch: pytest.MonkeyPatch):
     for name, value in (("SLICE", 200), ("OVERLAP", 60), ("AT_ONCE", 3)):
-        monkeypatch.setattr(tokenizer, name, value)
+        monkeypatch.setattr(slices, name, value)
 
 
 @pytest.mark.parametrize("name", MADE)
@@ -193,24 +193,24 @@ def test_slices_give_the_ids_of_the_whole(name: str, letters: str, small_slices:
 def test_slices_are_parts_where_there_are_words(small_slices: None):
     """And one of the rest where no place is found; ids that are drawn are never cut."""
     text = b"ab a " * 1000
-    parts = {name: len(list(tokenizer._Slices(made(), text))) for name, made in MADE.items()}
+    parts = {name: len(list(slices.Slices(made(), text))) for name, made in MADE.items()}
     assert parts["best_pieces"] == 1 and min(parts[n] for n in parts if n != "best_pieces") > 20
-    with pytest.raises(tokenizer._NoFit):
-        tokenizer._Slices(split_at_spaces(dropout=0.5), text)
+    with pytest.raises(slices.NoFit):
+        slices.Slices(split_at_spaces(dropout=0.5), text)
 
 
 def test_a_slice_with_other_ids_than_before_makes_it_one(small_slices: None, monkeypatch):
     """Then what was found so far counts no more."""
-    found = tokenizer._Slices._encoded
+    found = slices.Slices._encoded
     calls = itertools.count()
 
     def otherwise(self: object, *options: object) -> list[object]:
-        slices = found(self, *options)
+        parts = found(self, *options)
         if next(calls) == 2:
-            slices[0].ids[0] += 1
-        return slices
+            parts[0].ids[0] += 1
+        return parts
 
-    monkeypatch.setattr(tokenizer._Slices, "_encoded", otherwise)
+    monkeypatch.setattr(slices.Slices, "_encoded", otherwise)
     ids, text = TokenBuffer(np.dtype(np.int32)), "ab a " * 1000
     JsonTokenizer(split_at_spaces(), 20, 2).encode_long(text.encode(), ids)
     assert next(calls) > 2 and ids.ids().tolist() == split_at_spaces().encode(text).ids

@@ -92,7 +92,7 @@ def test_a_wheel_holds_all_that_a_run_needs(wheel: Path):
     }
     conf = {f"app/{path.relative_to(ROOT)}" for path in (ROOT / "conf").rglob("*.yaml")}
     rest = {name for name in names if ".dist-info/" not in name}
-    assert rest == code | conf | {"app/py.typed"}
+    assert rest == code | conf | {"app/py.typed", "app/cli/options/other_names.txt"}
     assert any(name.endswith("licenses/LICENSE") for name in names)
 
 

@@ -314,7 +314,7 @@ def test_long_curves_are_thinned_to_their_last_point():
     ("arguments", "said"),
     [
         (["nowhere"], "report: folder=nowhere: does not exist"),
-        (["runz"], "report: folder=runz: does not exist; did you mean runs?"),
+        (["rus"], "report: folder=rus: does not exist; did you mean runs?"),
         (["empty"], "report: folder=empty: holds no run"),
         ([], "report: arguments=: name one folder"),
         (["a", "b"], "report: arguments=a b: name one folder"),

@@ -205,6 +205,7 @@ def test_nothing_else_asks_which_dispatcher_it_is():
     others = {"choices.py", "config/model.py"}
     keys = {  # in messages, and in overrides to type
         "advice/layouts.py",
+        "engine/checkpoint/in_effect.py",
         "engine/checkpoint/resume.py",
         "engine/decoding/captured.py",
         "rules/layout.py",

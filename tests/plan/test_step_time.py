@@ -433,7 +433,7 @@ def test_impossible_profiles_are_refused_in_a_line(changed: dict, key: str, said
         (
             "ring_gb_s: 280",
             "ring_gb_s: quick",
-            "hardware.profile.ring_gb_s=quick: must be a number, in hardware/mine",
+            "hardware.profile.ring_gb_s=quick: must be a number, like 1, in hardware/mine",
         ),
         ("hidden: 0.13", "hidden: 0.13\n  speed: 3", "profile.speed=: there is no such key, in"),
     ],

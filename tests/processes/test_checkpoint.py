@@ -455,7 +455,13 @@ def test_other_settings_are_told(two_checkpoints: Path):
         {"optim": {"lr": 0.5}, "train": {"steps": 99}, "log": {"interval": 3}},
         two_checkpoints / "step-00000002",
     )
-    assert find_start(run).changes == ("optim.lr: 0.01 -> 0.5", "train.steps: 20 -> 99")
+    assert find_start(run).changes == (
+        "parallel.dp: 2 -> 1",
+        "parallel.ep: 2 -> 1",
+        "optim.lr: 0.01 -> 0.5",
+        "log.interval: 10 -> 3",
+        "train.steps: 20 -> 99",
+    )
 
 
 def test_an_older_checkpoint_branches_off(two_checkpoints: Path):
