@@ -189,10 +189,10 @@ def test_the_ladder_only_rises():
 
 
 def test_the_page_shows_what_is_planned():
-    """docs/step-time.md: the run and the quickest layout that it shows, planned again.
+    """docs/planning.md: the run and the quickest layout that it shows, planned again.
     scripts/plan_docs.py puts in the whole table anew.
     """
-    page = (ROOT / "docs/step-time.md").read_text()
+    page = (ROOT / "docs/planning.md").read_text()
     block = page.partition("```console\n$ python -m app.cli.plan what=layouts ")[2]
     command, _, shown = block.partition("```")[0].partition("\n")
     own = [word for word in command.split() if not word.startswith(("tokens=", "slower="))]
