@@ -9,19 +9,24 @@ ARGS ?=
 PYTEST := OMP_NUM_THREADS=1 CUDA_VISIBLE_DEVICES= $(BIN)/python -m pytest -n auto --maxprocesses 8 --dist loadscope --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help train test test-all test-gpu test-slurm lint types checks bench clean
+.PHONY: help train gpu test test-all test-sample test-gpu test-slurm test-index lint types checks bench clean
 
 help: ## show this list
-	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | awk -F'\t' '{printf "  make %-10s %s\n", $$1, $$2}'
+	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | awk -F'\t' '{printf "  make %-11s %s\n", $$1, $$2}'
 
 train: $(VENV)/installed ## train the default model, about two minutes on two cores; ARGS="train.steps=100 …" overrides
 	@$(BIN)/python train.py $(ARGS)
 
+gpu: $(VENV)/installed-gpu ## install Transformer Engine too, for FP8, its attention and its graphs
+
 test: $(VENV)/installed-test ## run the tests (CPU), minutes; ARGS="tests/plan -k layout" selects, ARGS="-n0 …" runs them in one process
 	@$(PYTEST) $(ARGS)
 
-test-all: $(VENV)/installed-optuna $(VENV)/installed-slurm $(VENV)/installed-eval test ## then the exhaustive grids and the seeded random runs, up to half an hour
+test-all: $(VENV)/installed-optuna $(VENV)/installed-slurm $(VENV)/installed-eval test ## then the exhaustive grids and the seeded random runs, an hour or two
 	@$(PYTEST) -m full $(ARGS)
+
+test-sample: $(VENV)/installed-optuna $(VENV)/installed-slurm $(VENV)/installed-eval ## run a tenth of what test-all has beyond test, another one every day
+	@$(PYTEST) -m full --share 0.1 $(ARGS)
 
 test-gpu: $(VENV)/installed-test ## run the tests that need a CUDA device
 	@$(BIN)/python -m pytest -m gpu $(ARGS)
@@ -29,6 +34,9 @@ test-gpu: $(VENV)/installed-test ## run the tests that need a CUDA device
 test-slurm: $(VENV)/installed-slurm ## run the tests that need SLURM, on a cluster of their own (Debian, as root)
 	@.ci/slurm
 	@CUDA_VISIBLE_DEVICES= $(BIN)/python -m pytest -m slurm tests/slurm $(ARGS)
+
+test-index: $(VENV)/installed-test ## check at the package index that the extra gpu can be resolved
+	@$(BIN)/python -m pytest -m index tests/integration $(ARGS)
 
 lint: $(VENV)/installed-test ## ruff
 	@$(BIN)/ruff check .
@@ -58,6 +66,11 @@ $(VENV)/installed: pyproject.toml constraints.txt | $(VENV)/bin/python
 
 $(VENV)/installed-test: $(VENV)/installed
 	@$(PIP) --editable '.[test]'
+	@touch $@
+
+# Bindings are built against the torch of .venv, with the headers of CUDA that it leaves out.
+$(VENV)/installed-gpu: $(VENV)/installed
+	@$(PIP) setuptools ninja 'cuda-toolkit[cccl,crt]' && $(PIP) --no-build-isolation 'graphfold[gpu]'
 	@touch $@
 
 $(VENV)/installed-optuna: $(VENV)/installed-test

@@ -8,5 +8,5 @@ from setuptools import find_packages, setup
 setup(
     packages=[*find_packages(include=["app", "app.*"]), "app.conf", "hydra_plugins"],
     package_dir={"app.conf": "conf"},
-    package_data={"app": ["py.typed"], "app.conf": ["*.yaml", "*/*.yaml"]},
+    package_data={"app": ["py.typed", "cli/options/*.txt"], "app.conf": ["*.yaml", "*/*.yaml"]},
 )

@@ -199,6 +199,13 @@ class Ramp(Enum):
     cosine = "cosine"
 
 
+class BadFile(Enum):
+    """What follows a file of a corpus that cannot be read or is not what it should be."""
+
+    stop = "stop"  # the run ends with a line that names it
+    skip = "skip"  # nothing of it is read, and a line at the start says so
+
+
 class Source(Enum):
     """Where documents come from."""
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import errno
 import re
 import sys
@@ -19,7 +18,9 @@ GRAMMAR = frozenset("|()*'\"\\{}=")  # what Hydra takes for more than text
 MOST_DIVISOR = 1 << 20  # that is looked for
 BREAKS = re.compile("[\x00-\x1f\x7f\x85\u2028\u2029]")  # what would make several lines of one
 CLEAR = "\r\x1b[K"  # empties the line of a terminal
-CLOSE = 0.65  # share of letters that two spellings have in common (difflib's ratio)
+LETTERS_PER_SLIP = 4  # of a word that may have one slip more
+MOST_SLIPS = 3
+LEAST_PREFIX = 3  # letters of a word that may be short for a longer one
 
 
 @dataclass(frozen=True)
@@ -98,16 +99,15 @@ class ConfigError(ValueError):
 
     def after_trial(self, worked: Sequence[object]) -> ConfigError:
         """The same mistake with those candidates that have been found to work."""
-        found = tuple(worked) or None
-        return type(self)(
-            self.key,
-            self.value,
-            self.rule,
-            found,
-            guess=self.guess,
-            advice=self.advice,
-            tried=True,
-        )
+        return self._with(tuple(worked) or None, tried=True)
+
+    def with_guesses(self, candidates: Sequence[object]) -> ConfigError:
+        """The same mistake with other candidates, which nobody has found to work."""
+        return self._with(tuple(candidates) or None, tried=False)
+
+    def _with(self, nearest: object, tried: bool) -> ConfigError:
+        words = {"guess": self.guess, "advice": self.advice}
+        return type(self)(self.key, self.value, self.rule, nearest, **words, tried=tried)
 
     def _hint(self) -> str:
         words = [typed(each.candidates[0]) for each in self.alternatives]
@@ -191,6 +191,74 @@ def _divisors(of: int) -> list[int]:
 
 
 def nearest(word: str, known: Sequence[str]) -> str | None:
-    """The known word that `word` may be a slip of, None when nothing is close."""
-    close = difflib.get_close_matches(word, known, n=1, cutoff=CLOSE)
-    return close[0] if close else None
+    """The known word that `word` may be a slip of, or alone is short for; None when nothing is
+    near.
+    """
+    if near := near_names(word, known):
+        return near[0]
+    begun = letters(word)
+    longer = [each for each in known if letters(each).startswith(begun)]
+    if len(begun) >= LEAST_PREFIX and len(longer) == 1:
+        return longer[0]
+    first = re.split(r"[^\w-]", word)[0]  # cuda of cuda:0
+    return first if first in known else None
+
+
+def near_names(word: str, known: Sequence[str]) -> list[str]:
+    """The known words with the letters of `word` or its parts in another order, else those with
+    the fewest slips, as long as these are few beside the letters.
+    """
+    if same := [each for each in known if letters(each) == letters(word)]:
+        return same
+    parts = sorted(re.split("[-_.]", word.lower()))
+    if turned := [each for each in known if sorted(re.split("[-_.]", each.lower())) == parts]:
+        return turned
+    slips = {each: _slips(word.lower(), each.lower()) for each in known}
+    least = min(slips.values(), default=0)
+    return [
+        each
+        for each, count in slips.items()
+        if count == least and count <= _most_slips(word.lower(), each.lower())
+    ]
+
+
+def _most_slips(word: str, other: str) -> int:
+    """Slips that still leave two words near: one in five letters, or a letter left out of four,
+    which a100 and h100 are not.
+    """
+    shorter, longer = sorted((word, other), key=len)
+    rest = iter(longer)
+    left_out = len(longer) >= LETTERS_PER_SLIP and all(letter in rest for letter in shorter)
+    return min(MOST_SLIPS, max(int(left_out), (len(longer) - 1) // LETTERS_PER_SLIP))
+
+
+def letters(word: str) -> str:
+    """A word without case, and without what joins its parts."""
+    return re.sub("[-_./ ]", "", word.casefold())
+
+
+def _slips(word: str, other: str) -> int:
+    """Letters that were left out, added, or mistaken, and neighbours that changed places (optimal
+    string alignment).
+    """
+    before, row = list[int](), list(range(len(other) + 1))
+    for place, letter in enumerate(word, 1):
+        before, last, row = row, before, [place]
+        for there, meant in enumerate(other, 1):
+            cost = min(row[-1] + 1, before[there] + 1, before[there - 1] + (letter != meant))
+            swapped = place > 1 and there > 1 and letter == other[there - 2]
+            if swapped and word[place - 2] == meant:
+                cost = min(cost, last[there - 2] + 1)
+            row.append(cost)
+    return row[-1]
+
+
+def nearest_model(word: str, known: Sequence[str]) -> str | None:
+    """As `nearest`, for names of models: one that differs in its numbers, or has more or fewer
+    words, is another size, version or kind, and no slip.
+    """
+
+    def kind(name: str) -> tuple[str, int]:
+        return "".join(filter(str.isdigit, name)), len(re.split("[-_]", name))
+
+    return nearest(word, [name for name in known if kind(name) == kind(word)])

@@ -5,6 +5,8 @@ no GPU.
 from __future__ import annotations
 
 import os
+import random
+import time
 
 import pytest
 
@@ -31,3 +33,27 @@ def the_same_environ() -> None:
     who had imported the first one, as rich has, would see no variable that a test sets.
     """
     os.environ = ENVIRON  # noqa: B003 - not to clear it
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("sample")
+    group.addoption("--share", type=float, default=1.0, help="share of the tests to run, by chance")
+    day = int(time.time()) // 86_400
+    group.addoption("--share-seed", type=int, default=day, help="which ones; default: the day")
+
+
+def pytest_report_header(config: pytest.Config) -> str | None:
+    """Say how to draw the same tests again."""
+    share, seed = config.getoption("--share"), config.getoption("--share-seed")
+    return None if share >= 1 else f"sample: --share {share} --share-seed {seed}"
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Keep a share of the tests. The name of each decides with the seed, so that processes that
+    collect the same tests keep the same ones.
+    """
+    share, seed = config.getoption("--share"), config.getoption("--share-seed")
+    kept = [item for item in items if random.Random(f"{seed} {item.nodeid}").random() < share]
+    if len(kept) < len(items):
+        config.hook.pytest_deselected(items=[item for item in items if item not in set(kept)])
+        items[:] = kept

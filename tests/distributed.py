@@ -22,7 +22,7 @@ import torch.distributed as dist
 # brings torch's compiler along, which every forked rank would load anew, two seconds each
 import torch.nn.attention.bias
 
-TIMEOUT_S = 120
+TIMEOUT_S = 600  # a machine may be busy
 TELL = signal.SIGQUIT  # a rank that gets it prints where it is
 
 

@@ -39,6 +39,9 @@ FAMILIES = {
     "deepseek_v2": "deepseek-v2",
     "deepseek_v2-lite": "deepseek-v2-lite",
     "deepseek_v3": "deepseek-v3",
+    "deepseek_v3-large-eps": "deepseek-v3-large-eps",
+    "deepseek_v3-top-1": "deepseek-v3-top-1",
+    "deepseek_v3-top-1-not-normalised": "deepseek-v3-top-1-not-normalised",
 }
 
 
@@ -69,6 +72,7 @@ def save_byte_level(path: Path) -> None:
     tokenizer = Tokenizer(BPE(ids, []))
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.add_special_tokens(["<|endoftext|>"])
     tokenizer.save(str(path))
 
 

@@ -23,13 +23,13 @@ from hydra.core.global_hydra import GlobalHydra
 from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
 
 import app.cli.torchrun
-import app.data.corpus
+import app.data.hub
 import app.engine.trainer  # noqa: F401 - likewise
 from app.cli.processes import parent
 from app.cli.processes.parent import end_with_parent
 from tests.distributed import begin_fork
 
-TIMEOUT_S = 120
+TIMEOUT_S = 600  # a machine may be busy
 POLL_S = 0.005  # seconds between looks at a program that is waited for
 
 

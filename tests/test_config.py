@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import re
+import signal
 import threading
 import time
 from itertools import pairwise
@@ -14,8 +16,10 @@ from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 
 from app.cli.options import messages
-from app.cli.options.compose import all_keys, load_run, register_schema
-from app.cli.options.messages import readable_errors
+from app.cli.options.arguments import Typed
+from app.cli.options.compose import load_run, load_typed, register_schema
+from app.cli.options.keys import all_keys
+from app.cli.options.messages import Asked, readable_errors
 from app.config import Run
 from app.errors import ConfigError
 
@@ -108,15 +112,28 @@ def test_other_ranks_let_the_one_that_speaks_finish():
 
 @pytest.mark.parametrize("speak", [True, False])
 def test_ctrl_c_while_a_mistake_is_told_ends_at_once(monkeypatch: pytest.MonkeyPatch, speak: bool):
-    def interrupted(*_: object) -> None:
+    def interrupted(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(messages, "tried", interrupted)
     monkeypatch.setattr(messages.time, "sleep", interrupted)
-    trial = lambda: lambda overrides: None  # noqa: E731
-    with pytest.raises(SystemExit) as ended, readable_errors("train.py", speak, trial=trial):
+    asked = lambda: Asked(Typed(), load_typed)  # noqa: E731
+    with pytest.raises(SystemExit) as ended, readable_errors("train.py", speak, asked=asked):
         load("parallel.ep=3")
     assert ended.value.code == 130
+
+
+def test_a_launcher_does_not_cut_off_the_rank_that_speaks(capsys: pytest.CaptureFixture[str]):
+    """Launchers send SIGTERM to all ranks once one has ended."""
+
+    def asked() -> Asked:
+        os.kill(os.getpid(), signal.SIGTERM)
+        return Asked(Typed(("parallel.ep=3",)), load_typed)
+
+    with pytest.raises(SystemExit), readable_errors("train.py", speak=True, asked=asked):
+        load_typed(Typed(("parallel.ep=3",)))
+    assert "nearest that works: parallel.ep=2 parallel.dp=2\n" in capsys.readouterr().err
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
 def test_ctrl_c_that_a_library_turned_into_an_error_is_ctrl_c(capsys: pytest.CaptureFixture[str]):
@@ -182,3 +199,9 @@ def test_other_variables_are_taken(monkeypatch: pytest.MonkeyPatch):
     for name in ("HOME_DIR", "TOKENIZER_DIR", "MONKEY_BUSINESS"):
         monkeypatch.setenv(name, "there")
         assert load(f"data.tokenizer='${{oc.env:{name}}}/t.json'").data.tokenizer == "there/t.json"
+
+
+@pytest.mark.parametrize("seed", [2**53 + 1, 10**400])
+def test_seed_that_is_too_large_is_one_mistake(seed: int):
+    with pytest.raises(ConfigError, match=rf"train\.seed={seed}: must be at most {2**53}"):
+        load(f"train.seed={seed}")

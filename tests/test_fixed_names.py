@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from app.cli.options.compose import all_keys, load_overrides
+from app.cli.options.compose import load_overrides
+from app.cli.options.keys import all_keys
 from app.engine.report.metrics import RollbackReport, StepReport, ValidationReport
 from app.plan.export import plan_json
 from app.plan.plan import Plan

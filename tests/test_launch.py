@@ -14,12 +14,16 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from omegaconf import OmegaConf
 
 from app.cli.processes import openmp
+from app.cli.processes.home import PACKAGE
 from app.cli.processes.launch import carry_out, start_ranks, submitted_job_ends_quietly
-from app.cli.processes.launcher import Launch
+from app.cli.processes.launcher import STARTED_AS, Launch, started_as
 from app.cli.processes.openmp import LOOKS, crowded, waiting_threads
 from app.errors import ConfigError
+from app.shell import shell_word
 from tests.programs import run_forked
 from tests.training import composed, wait_for
 
@@ -306,3 +310,37 @@ def test_batch_scripts_outside_of_a_job(script: Path, tmp_path: Path):
         and ", not a command: sbatch " in done.stderr
         and done.stderr.count("\n") == 1
     )
+
+
+@pytest.mark.parametrize(
+    ("program", "command"),
+    [
+        ("train.py", "python train.py"),
+        ("a b/train.py", "python 'a b/train.py'"),
+        ("/usr/bin/graphfold-train", "graphfold-train"),
+        (str(PACKAGE / "cli/train.py"), "python train.py"),
+    ],
+)
+def test_command_is_told_as_it_was_typed(program: str, command: str):
+    assert started_as(program) == command
+
+
+def test_command_of_ranks_is_that_of_their_parent(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("sys.argv", ["train.py"])
+    assert Launch.from_environment({}).command == "python train.py"
+    assert Launch.from_environment({STARTED_AS: "graphfold-train"}).command == "graphfold-train"
+    several = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "n1", "MASTER_PORT": "29500"}
+    assert Launch.from_environment(several).command == "with the same launcher: python train.py"
+
+
+@pytest.mark.parametrize(
+    "value",
+    ["runs/a", "a b", "a=b", "\u00fc", "a$b", "a${b}", "\\${b}", "007", "true", "it's", 'q"x',
+     "x\\", "[a]", "a\nb", "-x", "#x", "`x`", "a!b"],
+)  # fmt: skip
+def test_typed_words_come_back_from_shell_and_hydra(value: str):
+    said = subprocess.run(
+        ["bash", "-c", f"printf %s {shell_word('run_dir', value)}"], capture_output=True, text=True
+    ).stdout
+    parsed = OverridesParser.create().parse_override(said).value()
+    assert OmegaConf.create({"x": parsed}).x == value

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import re
-import statistics
 import subprocess
 import sys
 from collections import Counter
@@ -16,9 +15,8 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 SOURCES = sorted((ROOT / "app").rglob("*.py"))
-FUNCTION_MAX, FUNCTION_MEDIAN, FILE_MAX = 60, 12, 400  # lines, of functions those of the body
+FUNCTION_MAX, FILE_MAX = 60, 400  # lines, of functions those of the body
 KERNEL_MAX = 80  # of a Triton kernel: a pass over memory is one function
-ROOM_MAX = 15  # files of a folder
 TREE_MAX = 8 * 2**20  # bytes that git tracks
 # A module may import from its own layer and from those below it.
 LAYERS = (
@@ -117,7 +115,7 @@ def test_the_rule_on_circles_can_fail():
         TopologicalSorter({"report": {"page"}, "page": {"report"}}).prepare()
 
 
-def test_every_folder_is_in_the_readme_and_can_be_looked_over():
+def test_every_folder_is_in_the_readme():
     rooms = {path.parent.relative_to(ROOT / "app") for path in SOURCES} - {Path()}
     drawn = (ROOT / "README.md").read_text().partition("## The house")[2].partition("```")[2]
     named, above = set(), ""
@@ -126,8 +124,6 @@ def test_every_folder_is_in_the_readme_and_can_be_looked_over():
         inside = re.findall(r" {2,}(\w+)/ ", line) if line.startswith(" ") else []
         named |= {above, *(f"{above}/{name}" for name in inside)}
     assert sorted({str(room) for room in rooms} - named) == []
-    sizes = {str(room): len(list((ROOT / "app" / room).glob("*.py"))) for room in rooms}
-    assert {room: size for room, size in sizes.items() if size > ROOM_MAX} == {}
 
 
 def test_planning_does_not_load_torch():
@@ -154,10 +150,20 @@ def test_sizes():
     assert {name: length for name, length in kernels.items() if length > KERNEL_MAX} == {}
     others = {name: length for name, length in lengths.items() if name not in kernels}
     assert {name: length for name, length in others.items() if length > FUNCTION_MAX} == {}
-    assert statistics.median(lengths.values()) <= FUNCTION_MEDIAN
     files = {module_name(path): len(path.read_text().splitlines()) for path in SOURCES}
     assert {name: length for name, length in files.items() if length > FILE_MAX} == {}
     assert files["app.cli.train"] <= 60
+
+
+def test_text_files_are_utf_8_in_every_locale():
+    """`open` would take the locale's encoding, which may lack what is written."""
+    for path in SOURCES:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call):
+                name = getattr(node.func, "attr", None) or getattr(node.func, "id", "")
+                given = {word.arg for word in node.keywords}
+                if name in ("read_text", "write_text"):
+                    assert "encoding" in given, f"{path}:{node.lineno}"
 
 
 def test_dataclass_attributes_are_fields():

@@ -8,11 +8,11 @@ from collections.abc import Sequence
 
 import pytest
 
-from app.cli.options import trial
-from app.cli.options.arguments import Typed
+from app.cli.options.arguments import Typed, key_of
 from app.cli.options.compose import load_typed
-from app.cli.options.messages import trial_of
-from app.cli.options.trial import MOST_TRIED, tried
+from app.cli.options.fixed import Fixed
+from app.cli.options.messages import Asked
+from app.cli.options.trial import MOST_TRIALS, MOST_TRIED, tried
 from app.errors import ConfigError, FirstOf, Instead
 
 WRONG = ConfigError("a.b", 3, "is odd", nearest=(FirstOf([1, 2, 4]), 5, Instead("c=1", "d=2")))
@@ -37,19 +37,18 @@ def test_what_a_candidate_breaks_is_mended_too():
     assert str(found) == "a.b=3: is odd; nearest that works: a.b=5 b=32"
 
 
-def test_a_trial_without_the_mistake_proves_nothing():
-    assert tried(WRONG, lambda overrides: None) is WRONG
+def test_guesses_stay_where_nothing_is_wrong_by_the_rules():
+    """What was refused lies outside of the configuration; a guess that breaks it is left out."""
+    assert str(tried(WRONG, lambda overrides: None)) == str(WRONG)
+    broken = ConfigError("b", 16, "is too small")
+    faults = {("a.b=1",): broken, ("a.b=2",): broken, ("a.b=4",): broken, ("a.b=5",): None}
+    found = tried(WRONG, lambda overrides: faults.get(tuple(overrides)))
+    assert str(found) == "a.b=3: is odd; did you mean 5 or c=1 d=2?"
+
+
+def test_another_mistake_leaves_no_advice():
     other = ConfigError("x", 1, "comes first")
-    assert tried(WRONG, lambda overrides: other) is WRONG
-
-
-def test_trying_ends_when_time_is_up(monkeypatch: pytest.MonkeyPatch):
-    """Every trial takes a second of this clock."""
-    asked: list[Sequence[str]] = []
-    monkeypatch.setattr(trial.time, "monotonic", lambda: float(len(asked)))
-    monkeypatch.setattr(trial, "TRYING_S", 1.0)
-    found = tried(WRONG, lambda overrides: asked.append(overrides) or WRONG)
-    assert found is WRONG and len(asked) == 2
+    assert str(tried(WRONG, lambda overrides: other)) == "a.b=3: is odd"
 
 
 def test_few_candidates_are_tried():
@@ -57,7 +56,46 @@ def test_few_candidates_are_tried():
     other = ConfigError("x", 1, "comes first")
     endless = ConfigError("a", 0, "no", nearest=FirstOf(range(1, 1000)))
     tried(endless, lambda overrides: asked.append(overrides) or (other if overrides else endless))
-    assert len(asked) == MOST_TRIED + 2
+    assert len(set(map(tuple, asked))) == MOST_TRIED + 1 and len(asked) <= MOST_TRIALS + 1
+
+
+def test_all_trials_of_a_message_are_counted():
+    asked: list[Sequence[str]] = []
+    many = ConfigError("a", 0, "no", nearest=tuple(range(1, 1000)))
+    found = tried(many, lambda overrides: asked.append(overrides) or many)
+    assert len(asked) == MOST_TRIALS + 1 and str(found) == "a=0: no"
+
+
+def test_what_was_typed_beside_the_mistake_stays():
+    fixed = Fixed(typed=frozenset({"a.b", "c"}))
+    found = tried(WRONG, trial_that_takes(("a.b=2",), ("c=1", "d=2")), fixed)
+    assert str(found) == "a.b=3: is odd; nearest that works: 2"
+
+
+def test_one_typed_key_gives_way_where_a_default_was_refused():
+    """Only where nothing else works, and never a size of the chosen model."""
+    takes = trial_that_takes(("c=1", "d=2"))
+    assert "c=1 d=2" in str(tried(WRONG, takes, Fixed(typed=frozenset({"c"}))))
+    assert "c=1" not in str(tried(WRONG, takes, Fixed(typed=frozenset({"c", "d"}))))
+    assert "c=1" not in str(tried(WRONG, takes, Fixed(sizes=frozenset({"c"}))))
+    assert "c=1" not in str(tried(WRONG, takes, Fixed(typed=frozenset({"c"})), others=False))
+
+
+@pytest.mark.parametrize(
+    ("words", "typed", "sizes"),
+    [
+        (["parallel.tp=2"], {"parallel.tp"}, set()),
+        (["schedule=1f1b"], {"schedule", "schedule.name"}, set()),
+        (["model=llama3_8b"], {"model"}, {"model.num_layers"}),
+        (["model=dense_tiny"], {"model"}, set()),
+        (["+experiment=smallmoe"], {"experiment"}, {"model.moe.num_experts"}),
+        (["+experiment=smoke"], {"experiment"}, set()),
+    ],
+)
+def test_what_a_command_line_fixes(words: list[str], typed: set[str], sizes: set[str]):
+    found = Fixed.of(Typed(tuple(words)))
+    assert found.typed == typed
+    assert sizes <= found.sizes and bool(found.sizes) == bool(sizes)
 
 
 POOL = {
@@ -84,18 +122,22 @@ POOL = {
 @pytest.mark.parametrize(
     "seed", [pytest.param(n, marks=[pytest.mark.full] * (n > 1)) for n in range(40)]
 )
-def test_what_is_said_to_work_passes(seed: int, monkeypatch: pytest.MonkeyPatch):
-    """Drawn configurations: whatever a refusal offers is typed in the place of what was refused."""
-    monkeypatch.setattr("app.cli.options.trial.TRYING_S", 300.0)  # untried, candidates are guesses
+def test_what_is_said_to_work_passes(seed: int):
+    """Drawn configurations: whatever a refusal offers is typed in the place of what was refused,
+    and changes one typed key at most.
+    """
     draw = random.Random(seed)
     chosen = draw.sample(sorted(POOL), 4)
     typed = Typed(tuple(f"{key}={draw.choice(POOL[key])}" for key in chosen))
-    trial = trial_of(lambda overrides: load_typed(typed.with_overrides(overrides)))
-    if (error := trial(())) is None:
+    try:
+        load_typed(typed)
         return
-    found = tried(error, trial)
+    except ConfigError as error:
+        found = Asked(typed, load_typed).advised(error)
     for alternative in found.alternatives:
         (candidate,) = alternative.candidates
-        load_typed(typed.with_overrides(found.override(candidate)))
+        overrides = found.override(candidate)
+        load_typed(typed.with_overrides(overrides))
+        assert len({key_of(word) for word in overrides} & set(chosen)) <= 1
     assert ("nearest that works" in str(found)) == bool(found.alternatives)
-    assert "did you mean" not in str(found) or found.guess
+    assert "did you mean" not in str(found)

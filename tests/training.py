@@ -15,7 +15,7 @@ import torch
 from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 
-import app.data.corpus  # noqa: F401 - what every forked rank would load anew
+import app.data.hub  # noqa: F401 - what every forked rank would load anew
 from app.cli.options.compose import load_run, register_schema
 from app.config import Run
 from app.data.feed import Batch
@@ -121,7 +121,7 @@ def losses(run_dir: Path) -> dict[int, float]:
     return {row["step"]: row["loss"] for row in rows}
 
 
-def wait_for(condition: Callable[[], object], seconds: float = 120) -> None:
+def wait_for(condition: Callable[[], object], seconds: float = 600) -> None:
     """Wait until something holds."""
     deadline = time.monotonic() + seconds
     while not condition():

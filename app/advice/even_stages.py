@@ -9,11 +9,10 @@ from app.config import ModelConfig
 from app.plan.cost.times import stage_times
 from app.plan.pipeline.dependencies import Pipeline
 from app.plan.plan import Plan
-from app.plan.stages import Stage
+from app.plan.stages import Stage, spelled_layout
 
 ROUNDS = 64  # layers that are moved at most
 GAIN = 1e-3  # of the slowest rank's time: less is not worth moving a layer for
-SPELLED = 4  # letters in a row that are not yet written as a repeat
 
 
 def even_layout(plan: Plan) -> str | None:
@@ -28,17 +27,7 @@ def even_layout(plan: Plan) -> str | None:
     moved = _moved(sizes, split)
     if split.slowest(moved)[0] > (1 - GAIN) * split.slowest(sizes)[0]:
         return None
-    return spelled(moved)
-
-
-def spelled(sizes: Sequence[int]) -> str:
-    """`parallel.layout` of stages with so many layers, as it can be typed: [2, 5, 1] is
-    Ett|t*5|tL.
-    """
-    letters = [_repeated(size) for size in sizes]
-    letters[0] = "E" + letters[0]
-    letters[-1] += "L"
-    return "|".join(letters)
+    return spelled_layout(moved)
 
 
 class _Split:
@@ -91,7 +80,3 @@ def _moved(sizes: Sequence[int], split: _Split) -> list[int]:
             break
         best = nearest
     return best
-
-
-def _repeated(size: int) -> str:
-    return f"t*{size}" if size > SPELLED else "t" * size

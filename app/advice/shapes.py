@@ -7,7 +7,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from app.advice.even_stages import spelled
 from app.advice.moves import RUNGS, Value, can_recompute
 from app.choices import GraphImpl, GraphScope, Recompute, ScheduleName, StaticCapacity
 from app.config import Run
@@ -16,6 +15,7 @@ from app.plan.dispatchers.choose import run_dispatcher, without_waits
 from app.plan.memory.overheads import CUDA_CONTEXT
 from app.plan.memory.rank_memory import bytes_per_parameter
 from app.plan.select import select_stages
+from app.plan.stages import spelled_layout
 
 Values = dict[str, Value]  # dotted key -> value
 
@@ -129,7 +129,7 @@ def _stages(run: Run, pp: int, vpp: int) -> Values:
     if not more:
         return unset | {"parallel.layout": None, "parallel.vpp": vpp}
     sizes = [size + 1] * more + [size] * (pp * vpp - more)
-    return unset | {"parallel.layout": spelled(sizes), "parallel.vpp": 1}
+    return unset | {"parallel.layout": spelled_layout(sizes), "parallel.vpp": 1}
 
 
 def graph_modes(run: Run) -> Iterator[Values]:

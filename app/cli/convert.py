@@ -15,6 +15,7 @@ if __name__ == "__main__":
     stop_quietly("convert")  # the imports take seconds
 
 from app.cli.options.messages import readable_errors
+from app.cli.processes.reader import ends_with_its_reader
 from app.engine.checkpoint.resume import checkpoint_at
 from app.engine.export import export_checkpoint
 from app.engine.imported import import_model
@@ -43,6 +44,8 @@ def from_hf(name: str, run_dir: Path) -> None:
     folder = model_folder(name, FROM)
     with telling(f"reading {folder}"):
         found = import_model(folder, name, run_dir, FROM)
+    if left_out := found.left_out():
+        _warn(f"{name}: {left_out}")
     print(f"{name}: a model of type {found.their.family.model_type} is now in {run_dir}")
 
 
@@ -82,7 +85,9 @@ def main(arguments: Sequence[str]) -> int:
 
 def command() -> None:
     """Run the command line; SystemExit with the exit code."""
-    sys.exit(main(sys.argv[1:]))
+    with ends_with_its_reader():
+        code = main(sys.argv[1:])
+    sys.exit(code)
 
 
 if __name__ == "__main__":

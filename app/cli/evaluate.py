@@ -20,6 +20,9 @@ if __name__ == "__main__":
     # the imports take seconds
     stop_quietly("evaluate", speak=environment().get("RANK", "0") == "0")
 
+from hydra.core.override_parser.overrides_parser import OverridesParser
+
+from app.choices import Source
 from app.cli.options.request import Words, check_characters, text_lines
 from app.cli.options.saved import saved_run
 from app.cli.processes.launch import check_room, start_ranks
@@ -27,12 +30,16 @@ from app.cli.processes.launcher import Launch
 from app.cli.processes.program import run_program
 from app.cli.processes.use_model import loaded_model
 from app.config import Run
+from app.data.faults import Fault
 from app.data.load import prepare
-from app.data.prepared import map_tokens
+from app.data.prepared import left_out, map_tokens
+from app.data.sources import find_sources
 from app.data.tokenizer import Tokenizer
 from app.engine.decoding.decoder import Decoder
+from app.engine.decoding.model_tokens import prefix_token
 from app.engine.decoding.scoring import Question, ScoredWindow, accuracy, perplexity, windows
 from app.engine.decoding.trained import TrainedModel, WeightSource, weights_at
+from app.engine.kept_tokenizer import changed_end
 from app.engine.report.telling import telling
 from app.engine.run.agreement import rank_zero_says
 from app.engine.run.start import check_tokenizer, usable_gpus
@@ -40,7 +47,15 @@ from app.errors import ConfigError, say
 from app.plan.formatting import count_of
 
 OWN = ("choices", "stride", "batch")
-SOURCES = {".jsonl": "jsonl", ".parquet": "parquet"}  # of files that are not texts
+# Names of files that are no plain texts, and how these are read.
+KINDS = {
+    ".jsonl": Source.jsonl,
+    ".ndjson": Source.jsonl,
+    ".json": Source.jsonl,
+    ".parquet": Source.parquet,
+    ".pq": Source.parquet,
+}
+COMPRESSED = (".gz", ".bz2", ".xz", ".zst", ".lz4")
 HELP = """\
 == Graphfold: how well a trained model knows texts ==
 Usage:  python -m app.cli.evaluate RUN_OR_CHECKPOINT data.path=PATH [option …] [override …]
@@ -48,8 +63,10 @@ Usage:  python -m app.cli.evaluate RUN_OR_CHECKPOINT data.path=PATH [option …]
 
   RUN_OR_CHECKPOINT  a run folder, of which the newest checkpoint is taken, or a checkpoint,
                      saved at any layout; or a folder of a Hugging Face model
-  data.path=PATH     perplexity of documents: text files, .jsonl or .parquet (data.text_field);
-                     a list and globs as in training
+  data.path=PATH     perplexity of documents; a list and globs as in training. They are read as the
+                     run's were (data.source, data.text_field), after a run on the standard library
+                     or the hub by their names: .jsonl, .json, .parquet, else as texts
+  data.source=KIND   text, jsonl or parquet, whatever the run's were
   stride=N           documents longer than the context (train.seq_len) are cut into windows that
                      begin so many tokens apart, and every token counts once; default: half of it
   choices=PATH       multiple choice: a JSON object per line, with "prompt", "choices" (texts that
@@ -70,30 +87,38 @@ class Task:
     stride: int
     batch: int
     questions: tuple[Question, ...] | None  # None: perplexity of the run's documents
+    prefix: int  # token that choices without a prompt follow
 
     @classmethod
     def of(cls, words: Words, source: WeightSource, world_size: int | None) -> Task:
         """Raises ConfigError."""
-        named = [word for word in words.overrides if word.startswith("data.path=")]
+        named = any(word.startswith("data.path=") for word in words.overrides)
         path = words.text("choices")
-        if bool(named) == bool(path):
+        if named == bool(path):
             rule = "either texts are scored or questions"
             raise ConfigError("data.path", "", rule, advice="give data.path=PATH or choices=PATH")
-        run = saved_run(source.config, [*_source(named), *words.overrides], world_size)
-        tokenizer = check_tokenizer(run)
+        read = read_as(words, Source(source.config["data"].get("source", "stdlib")))
+        run = saved_run(source.config, [*read, *words.overrides], world_size)
+        tokenizer = check_tokenizer(run, source.manifest)
         context = run.train.seq_len
         stride = words.whole("stride", max(1, context // 2))
         if stride >= context:
             rule = f"must be below the context, train.seq_len={context}"
             raise ConfigError("stride", stride, rule, nearest=max(1, context // 2))
-        questions = read_questions(Path(path), tokenizer, context) if path else None
-        return cls(run, tokenizer, stride, words.whole("batch", 8), questions=questions)
+        prefix = prefix_token(source.texts, tokenizer) if path else tokenizer.eod
+        questions = read_questions(Path(path), tokenizer, context, prefix=prefix) if path else None
+        batch = words.whole("batch", 8)
+        return cls(run, tokenizer, stride, batch, questions=questions, prefix=prefix)
 
     def prepared(self) -> Path:
         """Where all documents lie tokenized, now or since an earlier call. Raises ConfigError."""
         folder = prepare(self.run.data, self.tokenizer, say=_note)
         assert folder is not None, "files are prepared, not streamed"
         return folder
+
+    def left_out(self) -> str | None:
+        """Which files are not scored, in a line. Raises ConfigError."""
+        return left_out(self.prepared(), find_sources(self.run.data))
 
     def counted(self) -> int:
         """Tokens of all documents that count: but for the first and the marker of each. Raises
@@ -110,29 +135,67 @@ class Task:
             yield from windows(tokens, self.run.train.seq_len, self.stride)
 
 
-def _source(named: Sequence[str]) -> list[str]:
-    """The kind of corpus, by the name of its files."""
-    if not named:
+def read_as(words: Words, own: Source) -> list[str]:
+    """How the documents are read, as overrides: as those of the run, unless that is typed too.
+    Raises ConfigError where their names say that they are something else.
+    """
+    keys = [word.partition("=")[0] for word in words.overrides]
+    if "data.path" not in keys:
         return []
-    ending = Path(named[-1].rstrip("]'\"")).suffix
-    return [f"data.source={SOURCES.get(ending, 'text')}", "data.streaming=false"]
+    if "data.source" in keys:
+        return ["data.streaming=false"]
+    of_files = own in (Source.text, Source.jsonl, Source.parquet)
+    named = {_kind(path) for path in _paths(words.overrides)}
+    kinds = named - {None}
+    if len(named) > 1 and not of_files:
+        rule = "has files of several kinds, and a call reads one"
+        raise ConfigError("data.path", _typed(words), rule, advice="give those of one kind")
+    found = next((kind for kind in kinds if kind is not None), Source.text)
+    if own is Source.text and kinds:
+        rule = f"is {found.value} by its name, and the run was trained on data.source=text"
+        advice = f"say which it is: data.source={found.value} or data.source=text"
+        raise ConfigError("data.path", _typed(words), rule, advice=advice)
+    kind = own if of_files else found
+    return [f"data.source={kind.value}", "data.streaming=false"]
 
 
-def read_questions(path: Path, tokenizer: Tokenizer, context: int) -> tuple[Question, ...]:
-    """The questions of a file. Raises ConfigError for a line that holds none, or one too long."""
+def _paths(overrides: Sequence[str]) -> list[str]:
+    """The paths of the last data.path."""
+    given = [word for word in overrides if word.startswith("data.path=")]
+    value = OverridesParser.create().parse_override(given[-1]).value()
+    return list(map(str, value)) if isinstance(value, list) else [str(value)]
+
+
+def _typed(words: Words) -> str:
+    return " ".join(_paths(words.overrides))
+
+
+def _kind(path: str) -> Source | None:
+    """What a file is by its name; None: not known, as of texts."""
+    name = Path(path.lower())
+    return KINDS.get((name.with_suffix("") if name.suffix in COMPRESSED else name).suffix)
+
+
+def read_questions(
+    path: Path, tokenizer: Tokenizer, context: int, *, prefix: int
+) -> tuple[Question, ...]:
+    """The questions of a file; `prefix`: see `Question.windows`. Raises ConfigError for a line that
+    holds none, or one too long.
+    """
     try:
         lines = text_lines(path)
-    except (OSError, UnicodeDecodeError) as error:
-        why = error.strerror if isinstance(error, OSError) else "it is no UTF-8"
-        raise ConfigError("choices", path, f"cannot be read: {why}") from error
+    except Fault as fault:
+        raise ConfigError("choices", path, fault.rule, advice=fault.advice) from fault
+    except OSError as error:
+        raise ConfigError("choices", path, f"cannot be read: {error.strerror}") from error
     numbered = [(number, line) for number, line in enumerate(lines, 1) if line.strip()]
     if not numbered:
         raise ConfigError("choices", path, "holds no question")
     found = []
     for number, line in numbered:
         question = _question(path, number, line)
-        for window in question.windows(tokenizer):
-            if len(window.tokens) > context:
+        for window in question.windows(tokenizer, prefix):
+            if len(window.tokens) - 1 > context:  # no token follows the last one
                 rule = f"line {number} has {len(window.tokens)} tokens with a choice, and the "
                 raise ConfigError("choices", path, f"{rule}context is train.seq_len={context}")
             if window.counted < 1:
@@ -165,22 +228,33 @@ def _note(line: str) -> None:
     say(f"evaluate: {line}", sys.stderr)
 
 
+def _decoder(model: TrainedModel, task: Task, most: int) -> Decoder:
+    """For a batch of windows, of which there are at most so many."""
+    batch = min(task.batch, max(1, most))
+    return Decoder(model, -(-batch // model.groups.layout.dp), 0)
+
+
 def score(model: TrainedModel, task: Task) -> str:
     """What is found out, in words. All ranks call it."""
-    decoder = Decoder(model, -(-task.batch // model.groups.layout.dp), 0)
     done = [0]
     aloud = model.groups.rank == 0
     if task.questions is not None:
         of = sum(len(question.choices) for question in task.questions)
+        decoder = _decoder(model, task, of)
         with telling(
             "scoring", lambda: f"{done[-1]:,} of {of:,} choices", aloud=aloud, stream=sys.stderr
         ):
-            found = accuracy(decoder, task.questions, task.tokenizer, done.append)
+            found = accuracy(
+                decoder, task.questions, task.tokenizer, done.append, prefix=task.prefix
+            )
         return (
             f"accuracy {found.plain:.4f}, length-normalised {found.normalised:.4f}, of "
             f"{count_of(found.questions, 'question')}"
         )
     of = rank_zero_says(model.groups, task.counted)
+    if aloud and (line := task.left_out()):
+        _note(line)
+    decoder = _decoder(model, task, of)
     with telling(
         "scoring", lambda: f"{done[-1]:,} of {of:,} tokens", aloud=aloud, stream=sys.stderr
     ):
@@ -201,6 +275,9 @@ def evaluate(arguments: Sequence[str], launch: Launch) -> int:
     source = weights_at(words.source)
     task = Task.of(words, source, launch.world_size)
     run = task.run
+    note = changed_end(source.manifest, run.data.tokenizer, kept=False)
+    if note is not None and launch.rank == 0 and (launch.world_size or run.world_size == 1):
+        _note(note)
     if launch.world_size is None and task.questions is None:
         task.prepared()  # what is wrong with them shall not wait for the model
     if launch.world_size is None and run.world_size > 1:

@@ -27,16 +27,19 @@ from app.cli.processes.launcher import Launch
 from app.cli.processes.program import run_program
 from app.cli.processes.use_model import loaded_model
 from app.config import Run
+from app.data.faults import Fault
 from app.data.tokenizer import Tokenizer
 from app.engine.capture.recorder import CudaRecorder
 from app.engine.decoding.decoder import Decoder
 from app.engine.decoding.drawing import Sampling
+from app.engine.decoding.model_tokens import generation_ends
 from app.engine.decoding.replicas import Replicas
 from app.engine.decoding.texts import Continuation, drawn_tokens
 from app.engine.decoding.trained import TrainedModel, weights_at
+from app.engine.kept_tokenizer import changed_end
 from app.engine.memory import memory_of
 from app.engine.run.start import check_tokenizer, choose_device, usable_gpus
-from app.errors import ConfigError, say
+from app.errors import ConfigError, say, warn
 from app.plan.formatting import byte_count, count_of
 from app.plan.memory.decoding import DecodingSizes, check_decoding_memory, decoding_memory
 from app.plan.plan import Plan
@@ -53,6 +56,7 @@ OWN = (
     "batch",
     "graph",
 )
+BEHIND = ("a", "the", "A", "The", "1")  # what may follow a prompt
 HELP = """\
 == Graphfold: text from a trained model ==
 Usage:  python -m app.cli.generate RUN_OR_CHECKPOINT prompt=TEXT [option …] [override …]
@@ -65,7 +69,8 @@ Usage:  python -m app.cli.generate RUN_OR_CHECKPOINT prompt=TEXT [option …] [o
   temperature=0.7       0: always the likeliest token
   top_k=N  top_p=P      draw from the N likeliest tokens, from the fewest that have P together
   seed=1                of what is drawn
-  stop=TEXT             where a text ends, without it; may be given several times
+  stop=TEXT             where a text ends, without it; may be given several times; a text, or the
+                        name of a special token such as '<|im_end|>'
   batch=16              prompts that are computed together
   graph=auto            on GPUs a step is one CUDA graph, where it can be; none: it never is
   override              any key of the configuration: train.device=cpu, parallel.tp=2,
@@ -128,9 +133,10 @@ def read_prompts(path: Path) -> list[str]:
     """The prompts of a file. Raises ConfigError."""
     try:
         lines = text_lines(path)
-    except (OSError, UnicodeDecodeError) as error:
-        why = error.strerror if isinstance(error, OSError) else "it is no UTF-8"
-        raise ConfigError("file", path, f"cannot be read: {why}") from error
+    except Fault as fault:
+        raise ConfigError("file", path, fault.rule, advice=fault.advice) from fault
+    except OSError as error:
+        raise ConfigError("file", path, f"cannot be read: {error.strerror}") from error
     found = [(number, line) for number, line in enumerate(lines, 1) if line.strip()]
     if not found:
         raise ConfigError("file", path, "holds no prompt")
@@ -166,6 +172,53 @@ def encoded(request: Request, run: Run, tokenizer: Tokenizer) -> list[list[int]]
     return found
 
 
+def ends_of(
+    request: Request, texts: Path, tokenizer: Tokenizer
+) -> tuple[list[str], frozenset[int]]:
+    """The texts, and the tokens, that end a text: of the model, whose files are in the folder
+    `texts`, and those asked for. Raises ConfigError for a special token that is a part of a text:
+    a model's text is without special tokens.
+    """
+    special = tokenizer.special
+    ends = set(generation_ends(texts, tokenizer))
+    stop = []
+    for text in request.stop:
+        if text in special:
+            ends.add(special[text])
+            continue
+        for token in special:
+            if token in text:
+                rule = f"holds the special token {token!r} and other text: texts have none"
+                advice = "a special token ends a text by itself"
+                raise ConfigError("stop", text, rule, nearest=token, advice=advice)
+        stop.append(text)
+    return stop, frozenset(ends)
+
+
+def joined_blank(prompts: Sequence[str], tokenizer: Tokenizer) -> str | None:
+    """What to say where prompts end with a blank that the tokenizer joins to the word behind: the
+    model has seen few words without it there. None: no prompt does.
+    """
+    found = []
+    for number, text in enumerate(prompts, 1):
+        blank = text[len(text.rstrip()) :]
+        ids = [*tokenizer.encode(text)]
+        words = [[*tokenizer.encode(text + word)] for word in BEHIND] if blank else []
+        if any(each[: len(ids)] != ids for each in words):
+            found.append(number)
+    if not found:
+        return None
+    which = (
+        "the prompt ends"
+        if len(prompts) == 1
+        else (f"{count_of(len(found), 'prompt')}, the first of them number {found[0]}, end")
+    )
+    return (
+        f"prompt: {which} with a blank, which this tokenizer joins to the next word; without it "
+        "the model writes the blank itself"
+    )
+
+
 def sizes_of(request: Request, prompts: Sequence[list[int]], run: Run) -> DecodingSizes:
     """A replica's share of a batch, as long as the longest prompt and what may follow within the
     context.
@@ -183,6 +236,8 @@ class Writer:
     model: TrainedModel
     tokenizer: Tokenizer
     request: Request
+    stop: Sequence[str]
+    ends: frozenset[int]  # tokens that end a text
 
     @property
     def speaks(self) -> bool:
@@ -232,7 +287,9 @@ class Writer:
     ) -> int:
         """Continue the prompts from number `first` on; the number of new tokens."""
         request = self.request
-        texts = [Continuation(self.tokenizer, request.stop) for _ in prompts]
+        texts = [
+            Continuation(self.tokenizer, self.stop, prompt, ends=self.ends) for prompt in prompts
+        ]
         page = _Page(request.prompts, first, texts) if self.speaks else None
         together = Replicas(self.model.groups, decoder.sequences).together
         nobody = [[0]] * (together - len(prompts))  # of the last batch
@@ -292,16 +349,24 @@ def generate(arguments: Sequence[str], launch: Launch) -> int:
     request = Request.parse(arguments)
     source = weights_at(request.words.source)
     run = saved_run(source.config, request.words.overrides, launch.world_size)
-    tokenizer = check_tokenizer(run)
+    tokenizer = check_tokenizer(run, source.manifest)
+    stop, ends = ends_of(request, source.texts, tokenizer)
     prompts = encoded(request, run, tokenizer)
     if launch.world_size is None and run.world_size > 1:
         check_room(run, usable_gpus(run))
         return start_ranks(run.world_size, __file__, arguments, env=environment())
     sizes = sizes_of(request, prompts, run)
+    if launch.rank == 0:
+        for note in (
+            changed_end(source.manifest, run.data.tokenizer, kept=False),
+            joined_blank(request.prompts, tokenizer),
+        ):
+            if note is not None:
+                warn(note, "generate")
     device = choose_device(run, launch.local_rank)
     check_decoding_memory(Plan(run), sizes, memory_of(run, device), gpu=device.type == "cuda")
     with loaded_model(source, run, launch) as model:
-        Writer(model, tokenizer, request).write(prompts, sizes)
+        Writer(model, tokenizer, request, stop=stop, ends=ends).write(prompts, sizes)
     return 0
 
 

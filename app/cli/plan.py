@@ -23,15 +23,17 @@ if __name__ == "__main__":
 from app.advice.faster import faster
 from app.advice.layouts import compare_layouts
 from app.advice.suggest import suggest
-from app.cli.options.arguments import Typed
+from app.cli.options.arguments import Typed, flags_to_overrides
 from app.cli.options.compose import load_typed
-from app.cli.options.messages import readable_errors, trial_of
+from app.cli.options.messages import Asked, readable_errors
 from app.cli.options.overlaid import overlaid
-from app.cli.options.trial import Trial
+from app.cli.options.unknown import no_such_flag
 from app.cli.plan_views.tables import print_comparison, print_plan
 from app.cli.processes.reader import ends_with_its_reader
+from app.config import Run
 from app.errors import ConfigError, nearest, warn
 from app.plan.export import DECODING, WHAT, Decoding, layout_json, plan_json
+from app.plan.formatting import literal_text
 from app.plan.plan import Plan
 from app.version import VERSION, Version
 
@@ -42,6 +44,8 @@ LAYOUTS = "layouts"  # compares the run with others, and is shown only where it 
 ASKED = (*WHAT[:-1], LAYOUTS, WHAT[-1])
 FLAGS = ("--json", "--help", "-h")
 PLACES = ("--config-dir", "-cd", "--config-path", "-cp", "--config-name", "-cn")  # as of train.py
+KNOWN = (*FLAGS, *PLACES)
+MOST_PLANNED = 2**10  # microbatches times stages of a run that is planned before it is advised
 NUMBERS = ("tokens=", "slower=")  # of what=layouts
 OWN = ("what=", "out=", *NUMBERS)
 HELP = """\
@@ -69,8 +73,8 @@ Usage:  python -m app.cli.plan [what=…] [--json] [out=FOLDER] [gpu_memory_gib=
 
 Examples:
   python -m app.cli.plan +experiment=small hardware=h200
-  python -m app.cli.plan +experiment=deepseek_v3_2048 parallel.world_size=1024
-  python -m app.cli.plan what=groups model=llama3_8b parallel.world_size=16 parallel.tp=4
+  python -m app.cli.plan +experiment=deepseek_v3_2048 parallel.world_size=4096
+  python -m app.cli.plan what=groups model=llama3_8b parallel.world_size=8 parallel.tp=4
   python -m app.cli.plan what=layouts +experiment=deepseek_v3_2048 tokens=14.8e12 slower=25
   python -m app.cli.plan what=memory --json model=dense_tiny gpu_memory_gib=1
 
@@ -98,6 +102,8 @@ class PlanRequest:
 
 def parse(arguments: Sequence[str]) -> PlanRequest:
     """Tell this command's own options from overrides. Raises ConfigError."""
+    if error := no_such_flag(arguments, KNOWN):
+        raise error
     words, places = _without_places(arguments)
     flags = [word for word in words if "=" not in word and not word.startswith("~")]
     if unknown := [flag for flag in flags if flag not in FLAGS]:
@@ -159,7 +165,7 @@ def main(arguments: Sequence[str]) -> int:
     if {"--help", "-h"} & set(arguments):
         print(HELP)
         return 0
-    with readable_errors("plan", speak=True, trial=lambda: _trial(arguments)):
+    with readable_errors("plan", speak=True, asked=lambda: _asked(arguments)):
         asked = parse(arguments)
         plan = Plan(load_typed(asked.typed))
         for line in overlaid(asked.typed):
@@ -202,9 +208,14 @@ def _layouts(plan: Plan, asked: PlanRequest) -> int:
     return int(found.quickest is None)
 
 
-def _trial(arguments: Sequence[str]) -> Trial:
-    typed = parse(arguments).typed
-    return trial_of(lambda overrides: load_typed(typed.with_overrides(overrides)))
+def _asked(arguments: Sequence[str]) -> Asked:
+    def load(typed: Typed) -> Run:
+        plan = Plan(load_typed(typed))
+        if len(plan.stages.in_order) * plan.run.num_microbatches <= MOST_PLANNED:
+            plan.busiest  # noqa: B018 - planned to the end
+        return plan.run
+
+    return Asked(parse(flags_to_overrides(arguments, KNOWN)).typed, load)
 
 
 @contextmanager
@@ -220,6 +231,7 @@ def _make(folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
 
 
+@literal_text()
 def _pictures(plan: Plan, folder: Path) -> list[Path]:
     from app.cli.plan_views.layout_picture import save_layout  # matplotlib takes its time to load
     from app.cli.plan_views.timeline_picture import save_timeline
@@ -234,7 +246,7 @@ def _pictures(plan: Plan, folder: Path) -> list[Path]:
 
 def _write(folder: Path, content: dict[str, Any], draw: Callable[[Path], list[Path]]) -> None:
     with _writing(folder):
-        (folder / "plan.json").write_text(json.dumps(content) + "\n")
+        (folder / "plan.json").write_text(json.dumps(content) + "\n", encoding="utf-8")
         pictures = draw(folder)
     print(f"written: {', '.join(str(path) for path in (folder / 'plan.json', *pictures))}")
 

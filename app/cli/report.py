@@ -95,7 +95,7 @@ def report(folder: Path) -> None:
     contents = {TEXT: text.getvalue(), CSV: as_csv(found), PAGE: page(found)}
     try:
         for name, content in contents.items():
-            (folder / name).write_text(content)
+            (folder / name).write_text(content, encoding="utf-8", errors="backslashreplace")
     except OSError as error:
         raise ConfigError("folder", folder, f"cannot be written: {error.strerror}") from error
     print_table(found, sys.stdout)

@@ -48,6 +48,7 @@ from app.cli.processes import one_host
 from app.cli.processes.parent import bound
 from app.cli.processes.reader import ENDED as ENDED_WITH_READER
 from app.cli.processes.scratch import scratch_folder
+from app.engine.report.lasting import print_every_character
 from app.engine.run.address import LOOPBACK
 from app.engine.run.meeting import CONNECT_S, join_store
 from app.engine.run.signals import INTERRUPTED, PRESS_S, exit_code, stop_signals
@@ -154,6 +155,7 @@ class Agent(LocalElasticAgent):
 
 def main(arguments: Sequence[str]) -> int:
     """Run torchrun; returns the exit code."""
+    print_every_character()
     options = parse_args(list(arguments))
     options.signals_to_handle = "SIGQUIT"  # the others are the agent's
     _bind_ranks(options)

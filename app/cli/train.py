@@ -1,6 +1,4 @@
-"""Train a language model: compose the configuration, build, fit. `graphfold-train`, `python
-train.py` in a checkout.
-"""
+"""Train a language model: `graphfold-train`, in a checkout `python train.py`."""
 
 from __future__ import annotations
 
@@ -21,6 +19,7 @@ from app.cli.options.messages import readable_errors
 from app.cli.processes import launch as start
 from app.cli.processes.home import CONF, child_paths
 from app.cli.processes.launcher import Launch
+from app.engine.report.lasting import print_every_character
 
 
 @hydra.main(version_base="1.3", config_path=str(CONF), config_name=CONFIG_NAME)
@@ -43,6 +42,7 @@ def command(parent: int) -> None:
     os.environ["HYDRA_FULL_ERROR"] = "1"  # hydra raises instead of printing and exiting with 1
     # for ranks and the jobs of sweeps, which run this file
     os.environ.update(child_paths(os.environ))
+    print_every_character()
     register_schema()
     with readable_errors("train.py", speak=True):
         launch = Launch.from_environment(os.environ)

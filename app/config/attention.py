@@ -71,11 +71,14 @@ class MLAConfig:
     # values of a query head that they turn, and of the one rotary key that all heads share
     qk_rope_head_dim: int = 64
     v_head_dim: int = 128  # width of a value head; at most that of a key head
+    # epsilon of the norms of both latents, 1e-6 in DeepSeek's models; null: model.norm_eps
+    norm_eps: float | None = None
 
     def __post_init__(self) -> None:
         section = "model.mla"
         at_least(section, self, 1, "q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "v_head_dim")
         at_least(section, self, 2, "qk_rope_head_dim")
+        above_zero(section, self, "norm_eps")
         if self.qk_rope_head_dim % 2:
             raise ConfigError(
                 f"{section}.qk_rope_head_dim",

@@ -37,7 +37,8 @@ def finite(section: str, config: object, *names: str) -> None:
 
 def _number(section: str, config: object, name: str) -> float | None:
     value: float | None = getattr(config, name)
-    if value is None or (math.isfinite(value) and abs(value) <= MOST):
+    if value is None or abs(value) <= MOST:  # false for what is no number
         return value
-    rule = "must be a finite number" if not math.isfinite(value) else f"must be at most {MOST}"
+    large = isinstance(value, int) or math.isfinite(value)  # a large int is no float
+    rule = f"must be at most {MOST}" if large else "must be a finite number"
     raise ConfigError(f"{section}.{name}", value, rule, nearest=getattr(type(config), name))

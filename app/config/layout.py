@@ -100,7 +100,9 @@ class ScheduleConfig:
     group_size: int | None = None
     overlap_p2p: bool = True  # exchanges between stages run beside compute
     batch_p2p: bool = True  # all sends and receives of an exchange as one operation
-    timeout_s: float = 600.0  # seconds in one operation after which a rank is stuck (docs/slurm.md)
+    # seconds in one operation after which a rank is stuck and the run ends; a hang is told of after
+    # 20 s, or a quarter of it (docs/slurm.md)
+    timeout_s: float = 600.0
 
     def __post_init__(self) -> None:
         at_least("schedule", self, 1, "group_size")

@@ -79,6 +79,8 @@ class MoEConfig:
     # topk_groups, which is 2 in DeepSeek-V3
     group_best: int | None = None
     routed_scale: float | None = None  # factor on the chosen probabilities
+    # divide a token's chosen sigmoid scores by their sum; null: only where top_k > 1
+    norm_topk_prob: bool | None = None
     # most tokens of an expert from one rank, over the mean; null: none are dropped
     capacity_factor: float | None = None
     # which tokens stay when an expert has more than its capacity
@@ -147,6 +149,10 @@ class MoEConfig:
             raise ConfigError(
                 "model.moe.top_k", 1, rule, nearest=(2, Instead("model.moe.pre_softmax=true"))
             )
+        if self.norm_topk_prob is not None and self.score is not Score.sigmoid:
+            rule = "applies to score=sigmoid; pre_softmax says whether softmax scores add up to 1"
+            either = ("null", Instead("model.moe.score=sigmoid"))
+            raise ConfigError("model.moe.norm_topk_prob", self.norm_topk_prob, rule, nearest=either)
         if self.bias_update_rate and self.score is not Score.sigmoid:
             raise ConfigError(
                 "model.moe.bias_update_rate",
@@ -156,6 +162,13 @@ class MoEConfig:
             )
         self._check_capacity()
         self._check_groups()
+
+    @property
+    def normalizes_sigmoids(self) -> bool:
+        """Whether a token's chosen sigmoid scores are divided by their sum."""
+        if self.score is not Score.sigmoid:
+            return False
+        return self.top_k > 1 if self.norm_topk_prob is None else self.norm_topk_prob
 
     def _check_capacity(self) -> None:
         if self.pad_to_capacity and self.dispatcher is DispatcherKind.static:
@@ -283,11 +296,15 @@ class ModelConfig:
         if self.mla is not None:
             self._check_latent()
         elif self.head_dim is None and self.hidden_size % self.num_heads:
+            width = max(2, self.hidden_size // self.num_heads // 2 * 2)
             raise ConfigError(
                 "model.num_heads",
                 self.num_heads,
                 f"must divide hidden_size={self.hidden_size} unless head_dim is set",
-                nearest=nearest_divisors(self.num_heads, self.hidden_size),
+                nearest=(
+                    *nearest_divisors(self.num_heads, self.hidden_size),
+                    Instead(f"model.head_dim={width}"),
+                ),
             )
         if self.num_heads % self.num_kv_heads:
             raise ConfigError(
@@ -329,6 +346,12 @@ class ModelConfig:
         if self.mla is not None:
             return self.mla.key_width
         return self.head_dim or self.hidden_size // self.num_heads
+
+    @property
+    def latent_eps(self) -> float:
+        """Epsilon of the norms of latents."""
+        own = None if self.mla is None else self.mla.norm_eps
+        return self.norm_eps if own is None else own
 
     @property
     def value_width(self) -> int:

@@ -7,6 +7,7 @@ from typing import Any
 
 from app.choices import (
     AttentionBackendKind,
+    BadFile,
     BadStep,
     Decay,
     Device,
@@ -142,6 +143,7 @@ class DataConfig:
     split: str = "train"  # the dataset's split for source=hub
     streaming: bool = False  # read while training instead of preparing an arrow cache first (hub)
     text_field: str = "text"  # column that holds the text
+    on_bad_file: BadFile = BadFile.stop  # skip leaves out files that cannot be read
     tokenizer: str = "bytes"  # "bytes" or the path of a `tokenizers` JSON file
     validation_fraction: float = 0.1  # share of the documents kept for validation
     validation_documents: int = 100  # documents kept for validation when streaming
@@ -173,6 +175,9 @@ class DataConfig:
         if self.streaming and self.source is not Source.hub:
             rule = f"data={self.source.value} is prepared, not streamed"
             raise ConfigError("data.streaming", True, rule, nearest=False, advice="data=hub can be")
+        if self.on_bad_file is BadFile.skip and self.source is Source.hub:
+            rule = "data=hub reads files through the datasets library, which ends at a bad one"
+            raise ConfigError("data.on_bad_file", self.on_bad_file, rule, nearest="stop")
         finite("data", self, "validation_fraction")
         if not 0 < self.validation_fraction < 1:
             raise ConfigError(

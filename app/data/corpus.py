@@ -1,194 +1,261 @@
-"""Documents of every source through the Hugging Face `datasets` library, and arrow files of tokens.
+"""From the documents of a source to an arrow file of tokens.
 
-The only module of the data layer that imports `datasets`, which takes a second: import it where it
-is used.
+Documents are read one by one and tokenized in batches of about BATCH_BYTES, longer ones by
+themselves, so that memory depends on the longest document and not on the corpus.
 """
 
 from __future__ import annotations
 
-import glob
+import multiprocessing
 import os
-from collections.abc import Callable, Iterator, Sequence
+import signal
+from collections import deque
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
 
-import datasets
 import numpy as np
 import pyarrow as pa
-from pyarrow import parquet
 
-from app.choices import Source
+from app.choices import BadFile, Source
 from app.config import DataConfig
-from app.data.faults import fault_in, no_utf8
-from app.data.hub import Loaded, check_folder, explained, silence
-from app.data.paths import source_option
-from app.data.sources import Sources
-from app.data.tokenizer import Tokenizer
+from app.data.documents import ColumnFault, documents
+from app.data.faults import Fault
+from app.data.paths import no_column, source_option
+from app.data.sources import Sources, unreadable
+from app.data.tokenizer import TokenBuffer, Tokenizer
 from app.errors import ConfigError, nearest
+
+BATCH_BYTES = 2**22  # of text that is tokenized at once
+LONG = 2**20  # bytes of a document that is a batch by itself
+LARGE = 2**24  # bytes of one that is not sent to another process
+TOKENS = "tokens.arrow"
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """The files of tokens, and the source files that were left out, each with its fault."""
+
+    names: tuple[str, ...]
+    left_out: tuple[tuple[str, str], ...]
 
 
 def write_tokens(
     config: DataConfig, tokenizer: Tokenizer, sources: Sources, folder: Path
-) -> list[str]:
-    """Write all non-empty documents of a source, in a fixed order, as arrow files in `folder`.
+) -> Written:
+    """Write all non-empty documents of a source, in a fixed order, as an arrow file in `folder`.
 
-    Each document ends with eod. Returns the names of the files. Raises ConfigError when the source
-    cannot be read or holds no text.
+    Each document ends with eod. Raises ConfigError when the source cannot be read or holds no text,
+    OSError when the file cannot be written.
     """
-    silence()
-    reader = _Reader(config, [file.path for file in sources.files], str(folder / "raw"))
-    raw = reader.read()
-    dtype = np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.int32
-    tokens = reader.explained(
-        lambda: raw.with_format("arrow").map(
-            _encode_batch,
-            batched=True,
-            remove_columns=raw.column_names,
-            num_proc=config.num_proc if config.num_proc > 1 else None,
-            fn_kwargs={"tokenizer": tokenizer, "dtype": np.dtype(dtype).name},
-            features=datasets.Features(
-                {"ids": datasets.List(datasets.Value(np.dtype(dtype).name))}
-            ),
-            cache_file_name=str(folder / "tokens.arrow"),
-        )
-    )
-    if not len(tokens):
-        raise ConfigError(*source_option(config), f"no text in any of its {len(raw)} documents")
-    return [os.path.basename(file["filename"]) for file in tokens.cache_files]
+    reader = _Reader(config, sources, folder / "raw")
+    found = reader.documents()
+    dtype = np.dtype(np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.int32)
+    schema = pa.schema({"ids": pa.list_(pa.from_numpy_dtype(dtype))})
+    count = 0
+    with (folder / TOKENS).open("wb") as file, pa.ipc.new_stream(file, schema) as sink:
+        for tokens in _tokenized(batches(found), _Encoder(tokenizer, dtype), config.num_proc):
+            count += len(tokens.offsets) - 1
+            sink.write_batch(pa.record_batch([tokens.array()], schema))
+    if not count:
+        raise reader.nothing()
+    return Written((TOKENS,), tuple(reader.left_out))
 
 
-def default_cache() -> Path:
-    """The library's own cache folder."""
-    return Path(datasets.config.HF_DATASETS_CACHE)
-
-
-def streamed(config: DataConfig) -> datasets.IterableDataset:
-    """The documents of a `data.streaming` source, read as they are asked for; its only column
-    holds the text.
+def batches(found: Iterable[bytes]) -> Iterator[list[bytes]]:
+    """The non-empty documents in batches, each of which its last document fills; one of LONG bytes
+    and more is a batch by itself.
     """
-    silence()
-    return _only_text(_from_hub(config, config.cache_dir), config)
+    batch: list[bytes] = []
+    size = 0
+    for document in found:
+        if not document:
+            continue
+        alone = len(document) >= LONG
+        if batch and (alone or size >= BATCH_BYTES):
+            yield batch
+            batch, size = [], 0
+        if alone:
+            yield [document]
+            continue
+        batch.append(document)
+        size += len(document)
+    if batch:
+        yield batch
 
 
-def first_texts(stream: datasets.IterableDataset, config: DataConfig) -> list[str | None]:
-    """The documents of a stream that are kept for validation. Raises ConfigError."""
-    rows = stream.take(config.validation_documents)
-    return explained(config, lambda: [text for row in rows for text in row.values()])
+@dataclass(frozen=True, slots=True)
+class _Tokens:
+    """Documents one behind the other, each with its end."""
+
+    offsets: np.ndarray  # of each, and where the last one ends
+    ids: np.ndarray
+
+    def array(self) -> pa.ListArray:
+        """A list of ids for each, without a copy."""
+        return pa.ListArray.from_arrays(pa.array(self.offsets), pa.array(self.ids))
 
 
-def _encode_batch(batch: pa.Table, tokenizer: Tokenizer, dtype: str) -> pa.Table:
-    """Lists of ids, each followed by eod, for a batch of texts; none for empty documents."""
-    texts = [text or "" for text in batch.column(0).to_pylist()]
-    documents = [np.asarray(ids, dtype=dtype) for ids in tokenizer.encode_batch(texts) if len(ids)]
-    offsets = np.cumsum([0, *(len(ids) + 1 for ids in documents)])
-    flat = np.full(offsets[-1], tokenizer.eod, dtype=dtype)
-    for ids, start in zip(documents, offsets, strict=False):
-        flat[start : start + len(ids)] = ids
-    return pa.table(
-        {"ids": pa.ListArray.from_arrays(pa.array(offsets, pa.int32()), pa.array(flat))}
-    )
+@dataclass(frozen=True, slots=True)
+class _Encoder:
+    """Makes tokens of one type of batches of documents; those without ids are left out."""
+
+    tokenizer: Tokenizer
+    dtype: np.dtype
+
+    def __call__(self, batch: list[bytes]) -> _Tokens:
+        if len(batch) == 1 and len(batch[0]) >= LONG:
+            return self._long(batch[0])
+        found = map(np.asarray, self.tokenizer.encode_documents(batch))
+        documents = [ids for ids in found if len(ids)]
+        offsets = np.cumsum([0, *(len(ids) + 1 for ids in documents)], dtype=np.int32)
+        flat = np.full(offsets[-1], self.tokenizer.eod, dtype=self.dtype)
+        for ids, start in zip(documents, offsets, strict=False):
+            flat[start : start + len(ids)] = ids
+        return _Tokens(offsets, flat)
+
+    def _long(self, document: bytes) -> _Tokens:
+        buffer = TokenBuffer(self.dtype)
+        self.tokenizer.encode_long(document, buffer)
+        if len(buffer):
+            buffer.add([self.tokenizer.eod])
+        ends = [0, len(buffer)] if len(buffer) else [0]
+        return _Tokens(np.array(ends, dtype=np.int32), buffer.ids())
+
+
+def _tokenized(found: Iterator[list[bytes]], encode: _Encoder, processes: int) -> Iterator[_Tokens]:
+    """Tokens of every batch, in order, by so many processes beside this one."""
+    if processes == 1:
+        yield from map(encode, found)
+        return
+    context = multiprocessing.get_context("fork")
+    ends: list[Connection] = []
+    workers = []
+    for _ in range(processes):
+        ours, theirs = context.Pipe()
+        ends.append(ours)
+        worker = context.Process(target=_work, args=(theirs, list(ends), encode), daemon=True)
+        worker.start()
+        theirs.close()
+        workers.append(worker)
+    free = deque(ends)
+    busy: deque[Connection] = deque()
+    try:
+        for batch in found:
+            large = len(batch[0]) >= LARGE
+            # Each has one batch at most, so that no send waits for one that waits for us.
+            while busy and (large or not free):
+                yield _received(busy[0])
+                free.append(busy.popleft())
+            if large:
+                yield encode(batch)
+                continue
+            free[0].send(batch)
+            busy.append(free.popleft())
+        for end in busy:
+            yield _received(end)
+    except (EOFError, BrokenPipeError, ConnectionResetError):
+        rule = "one of these processes has died, perhaps for want of memory"
+        raise ConfigError("data.num_proc", processes, rule, advice="start fewer") from None
+    finally:
+        for end in ends:
+            end.close()
+        for worker in workers:
+            worker.terminate()
+            worker.join()
+
+
+def _received(end: Connection) -> _Tokens:
+    found: _Tokens | Exception = end.recv()
+    if isinstance(found, Exception):
+        raise found
+    return found
+
+
+def _work(connection: Connection, others: list[Connection], encode: _Encoder) -> None:
+    """Tokenize what comes until the parent closes its end or dies."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent's to answer
+    for other in others:  # that a fork has copied: they would keep ends open
+        other.close()
+    while True:
+        try:
+            batch = connection.recv()
+        except EOFError:
+            return
+        try:
+            connection.send(encode(batch))
+        except Exception as error:
+            connection.send(error)
 
 
 class _Reader:
-    """Reads a source as a dataset with one column; `cache`: where the library writes meanwhile."""
+    """The documents of a source; counts them, and the files that were left out."""
 
-    def __init__(self, config: DataConfig, files: Sequence[str], cache: str) -> None:
+    def __init__(self, config: DataConfig, sources: Sources, cache: Path) -> None:
         self.config = config
-        self.files = tuple(files)
-        self.cache = cache
+        self.paths = [file.path for file in sources.files]
+        self._unreadable = sources.unreadable
+        self.cache = cache  # where the datasets library writes meanwhile
+        self.count = 0
+        self.left_out: list[tuple[str, str]] = []
+        self._keys: set[str] = set()  # of the first object of JSON lines
 
-    def read(self) -> datasets.Dataset:
-        """All documents. Raises ConfigError."""
-        match self.config.source:
-            case Source.stdlib | Source.text:
-                return self.explained(self._one_per_file)
-            case Source.jsonl:
-                return self.explained(lambda: _only_text(self._from_json(), self.config))
-            case Source.parquet:
-                return self.explained(lambda: _only_text(self._from_parquet(), self.config))
-            case Source.hub:
-                return self.explained(lambda: _only_text(self._from_hub(), self.config))
+    def documents(self) -> Iterator[bytes]:
+        """All documents, in order. Raises ConfigError."""
+        if self.config.source is Source.hub:
+            from app.data.hub import hub_documents  # imports `datasets`
 
-    def _from_hub(self) -> datasets.Dataset | datasets.IterableDataset:
-        # Files of a folder are read anew; what the hub sent is kept by the library, by its commit.
-        return _from_hub(self.config, self.cache if self.files else self.config.cache_dir)
+            found = hub_documents(self.config, self.paths, str(self.cache))
+        else:
+            found = (text for path in self._good_paths() for text in self._of_file(path))
+        for document in found:
+            self.count += 1
+            yield document
 
-    def explained(self, load: Callable[[], Loaded]) -> Loaded:
-        """`load()`, with the file and the place named where one of the files is at fault."""
-        try:
-            return explained(self.config, load)
-        except ConfigError as error:
-            if error.__cause__ is None:  # was found by us
-                raise
-            for file in self.files:
-                if fault := fault_in(file, self.config):
-                    raise ConfigError(source_option(self.config)[0], file, fault) from error
-            raise
-
-    def _one_per_file(self) -> datasets.Dataset:
-        # Python's own tests have files that are not UTF-8 on purpose.
-        strict = self.config.source is Source.text
-        return datasets.Dataset.from_generator(
-            _read_files,
-            gen_kwargs={"files": self.files, "strict": strict},
-            cache_dir=self.cache,
-            features=datasets.Features({"text": datasets.Value("string")}),
-        )
-
-    def _from_json(self) -> datasets.Dataset:
-        if not any(os.path.getsize(file) for file in self.files):
-            raise ConfigError(*source_option(self.config), "no text: every file has 0 bytes")
-        files = [glob.escape(file) for file in self.files]
-        return datasets.Dataset.from_json(files, cache_dir=self.cache)
-
-    def _from_parquet(self) -> datasets.Dataset:
-        columns = parquet.read_schema(self.files[0]).names
+    def nothing(self) -> ConfigError:
+        """What to say where no document has a token."""
         field = self.config.text_field
-        if field not in columns:
-            raise _no_column(self.config, columns)
-        files = [glob.escape(file) for file in self.files]
-        return datasets.Dataset.from_parquet(files, cache_dir=self.cache, columns=[field])
+        if self._keys and field not in self._keys:
+            return no_column(field, sorted(self._keys))
+        where = source_option(self.config)
+        bad = [*self._unreadable, *self.left_out]
+        if bad and len(self.left_out) == len(self.paths):
+            path, fault = bad[0]
+            return ConfigError(*where, f"no file of {len(bad)} can be read: {path}: {fault}")
+        if self.config.source is Source.jsonl and not self.count:
+            empty = not any(os.path.getsize(path) for path in self.paths)
+            rule = f"no text: every file has {'0 bytes' if empty else 'blank lines only'}"
+            return ConfigError(*where, rule)
+        return ConfigError(*where, f"no text in any of its {self.count} documents")
 
+    def _good_paths(self) -> list[str]:
+        """The files to be read: where bad ones are left out, those that are whole."""
+        if self.config.on_bad_file is BadFile.stop:
+            return self.paths
+        good = []
+        for path in self.paths:
+            try:
+                for _ in documents(path, self.config, set()):
+                    pass
+            except (Fault, OSError) as error:
+                why = error.strerror if isinstance(error, OSError) else str(error)
+                self.left_out.append((path, why or str(error)))
+            else:
+                good.append(path)
+        return good
 
-def _read_files(files: Sequence[str], strict: bool) -> Iterator[dict[str, str]]:
-    for file in files:
-        content = Path(file).read_bytes()
+    def _of_file(self, path: str) -> Iterator[bytes]:
+        key = source_option(self.config)[0]
         try:
-            yield {"text": content.decode("utf-8", errors="strict" if strict else "replace")}
-        except UnicodeDecodeError as error:
-            raise ConfigError(
-                "data.path", file, no_utf8(error), advice="convert it to UTF-8"
-            ) from error
-
-
-def _from_hub(config: DataConfig, cache: str | None) -> datasets.Dataset | datasets.IterableDataset:
-    name = str(config.name)
-    check_folder(name)
-    return explained(
-        config,
-        lambda: datasets.load_dataset(
-            name,
-            config.config_name,
-            split=config.split,
-            streaming=config.streaming,
-            cache_dir=cache,
-        ),
-    )
-
-
-def _only_text(dataset: Any, config: DataConfig) -> Any:
-    """A dataset of either kind with its text column only."""
-    columns = dataset.column_names or list(explained(config, lambda: next(iter(dataset), {})))
-    if config.text_field not in columns:
-        raise _no_column(config, columns)
-    feature = (dataset.features or {}).get(config.text_field)
-    if feature is not None and getattr(feature, "dtype", None) not in ("string", "large_string"):
-        raise ConfigError("data.text_field", config.text_field, f"holds {feature}, not text")
-    return dataset.select_columns([config.text_field])
-
-
-def _no_column(config: DataConfig, columns: Sequence[str]) -> ConfigError:
-    rule = f"no such column; there are {', '.join(columns) or 'none'}"
-    return ConfigError(
-        "data.text_field", config.text_field, rule, guess=nearest(config.text_field, columns)
-    )
+            yield from documents(path, self.config, self._keys)
+        except ColumnFault as fault:
+            if path != self.paths[0]:
+                raise ConfigError(key, path, fault.rule, advice=fault.advice) from fault
+            field = self.config.text_field
+            guess = nearest(field, fault.names)
+            raise ConfigError("data.text_field", field, fault.of_all, guess=guess) from fault
+        except Fault as fault:
+            raise ConfigError(key, path, fault.rule, advice=fault.advice) from fault
+        except OSError as error:
+            raise unreadable(key, path, error) from error

@@ -1,76 +1,97 @@
-"""What is wrong with a file that the library could not read: the line, the byte, the reason."""
+"""What is wrong with a file, and what its first bytes say that it is.
+
+Imports nothing large: programs that read a few lines of text use it too.
+"""
 
 from __future__ import annotations
 
-import json
-import os
-from pathlib import Path
+import codecs
 
-import pyarrow as pa
-from pyarrow import parquet
+PROBE = 2**20  # bytes that are decoded at once where only their validity is asked
 
-from app.choices import Source
-from app.config import DataConfig
-
-GZIP = b"\x1f\x8b"
-
-
-def fault_in(path: str, config: DataConfig) -> str | None:
-    """Read a file until its first fault, which is returned as text; None: it has none."""
-    kind = Path(path).suffix.removeprefix(".")
-    if config.source is not Source.hub:
-        kind = config.source.value
-    try:
-        if kind == "jsonl":
-            return _jsonl_fault(path)
-        if kind == "parquet":
-            return _parquet_fault(path, config.text_field)
-        os.stat(path)
-    except FileNotFoundError:
-        return "is no longer there, although it has just been listed"
-    except OSError as error:
-        return f"cannot be read: {error.strerror or error}"
-    return None
+# Marks of the byte order at the beginning of a text; UTF-32's begins with UTF-16's.
+_WIDE = (
+    (codecs.BOM_UTF32_LE, "UTF-32"),
+    (codecs.BOM_UTF32_BE, "UTF-32"),
+    (codecs.BOM_UTF16_LE, "UTF-16"),
+    (codecs.BOM_UTF16_BE, "UTF-16"),
+)
+# First bytes of files that hold no text as it is, and what these files are.
+_FORMATS = (
+    (b"PAR1", "parquet"),
+    (b"ARROW1", "Arrow"),
+    (b"\x1f\x8b", "gzip"),
+    (b"BZh", "bz2"),
+    (b"\xfd7zXZ\x00", "xz"),
+    (b"\x28\xb5\x2f\xfd", "zstd"),
+    (b"\x04\x22\x4d\x18", "lz4"),
+    (b"PK\x03\x04", "zip"),
+)
+STREAMS = ("gzip", "bz2", "xz", "zstd", "lz4")  # compressed, of one file each
 
 
-def no_utf8(error: UnicodeDecodeError, start: int = 0) -> str:
+class Fault(ValueError):
+    """A fault of a file, in words; `advice` says what to do about it, as an imperative."""
+
+    def __init__(self, rule: str, advice: str | None = None) -> None:
+        super().__init__(rule)
+        self.rule = rule
+        self.advice = advice
+
+    def __reduce__(self) -> tuple[object, ...]:
+        """Pickle by arguments: files may be read in another process."""
+        return type(self), (self.rule, self.advice)
+
+
+def file_format(head: bytes) -> str | None:
+    """Name of the binary format that a file's first bytes announce; None for all else."""
+    return next((name for magic, name in _FORMATS if head.startswith(magic)), None)
+
+
+def without_mark(text: bytes) -> bytes:
+    """The text of a file without the byte order mark of UTF-8. Raises Fault for a wider coding."""
+    for mark, name in _WIDE:
+        if text.startswith(mark):
+            raise Fault(f"is {name}, by its byte order mark", advice="convert it to UTF-8")
+    return text.removeprefix(codecs.BOM_UTF8)
+
+
+def no_utf8(error: UnicodeDecodeError, start: int = 0) -> Fault:
     """What is wrong with bytes that begin at offset `start` of a file."""
-    return f"is not UTF-8: byte 0x{error.object[error.start]:02x} at offset {start + error.start}"
+    place = f"byte 0x{error.object[error.start]:02x} at offset {start + error.start}"
+    return Fault(f"is not UTF-8: {place}", advice="convert it to UTF-8")
 
 
-def _jsonl_fault(path: str) -> str | None:
-    offset = 0
-    with open(path, "rb") as file:
-        for number, line in enumerate(file, start=1):
-            if number == 1 and line.startswith(GZIP):
-                return None
-            if fault := _line_fault(line, offset):
-                return f"line {number} {fault}"
-            offset += len(line)
-    return None
+def check_utf8(text: bytes, start: int = 0) -> None:
+    """Raise Fault for bytes, found at offset `start` of a file, that are not UTF-8.
+
+    Decodes a part at a time: all of a long text would take up to four times its bytes.
+    """
+    first = 0
+    while first < len(text):
+        last = character_start(text, first + PROBE)
+        try:
+            text[first:last].decode()
+        except UnicodeDecodeError as error:
+            raise no_utf8(error, start + first) from None
+        first = last
 
 
-def _line_fault(line: bytes, offset: int) -> str | None:
-    if not line.strip():
-        return None
+def character_start(text: bytes, place: int) -> int:
+    """The last beginning of a character at or before a place in a text of UTF-8, or its end.
+
+    Where there is none within three bytes, the text is not UTF-8, and the place itself is returned.
+    """
+    if place >= len(text):
+        return len(text)
+    found = next((at for at in range(place, place - 4, -1) if text[at] & 0xC0 != 0x80), place)
+    return found if found > 0 else place
+
+
+def file_text(content: bytes) -> str:
+    """All of a small text file, without its byte order mark. Raises Fault."""
+    content = without_mark(content)
     try:
-        row = json.loads(line.decode("utf-8-sig" if not offset else "utf-8").rstrip())
+        return content.decode()
     except UnicodeDecodeError as error:
-        return no_utf8(error, offset)
-    except json.JSONDecodeError as error:
-        return f"is not JSON: {error.msg} at character {error.pos}"
-    return None if isinstance(row, dict) else "is not an object"
-
-
-def _parquet_fault(path: str, field: str) -> str | None:
-    try:
-        with parquet.ParquetFile(path) as file:
-            if field not in file.schema_arrow.names:
-                return f"has no column {field}; there are {', '.join(file.schema_arrow.names)}"
-            for group in range(file.num_row_groups):
-                file.read_row_group(group, columns=[field])
-    except FileNotFoundError:
-        raise
-    except (OSError, pa.ArrowException) as error:
-        return f"is not a whole parquet file: {' '.join(str(error).split())}"
-    return None
+        raise no_utf8(error) from None

@@ -1,26 +1,45 @@
-"""Datasets of the Hugging Face hub and of local folders, and what is said of their faults."""
+"""Datasets of the Hugging Face hub and of local folders, and what is said of their faults.
+
+The only module of the data layer that imports `datasets`, which takes a second: import it where it
+is used. Files of JSON are not left to the library, which gives a type to
+each key of each file, and rewrites texts that look like times.
+"""
 
 from __future__ import annotations
 
 import errno
+import io
 import os
 import re
-from collections.abc import Callable
+import socket
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import IO, Any, TypeVar
+from urllib.parse import urlsplit
+from urllib.request import getproxies
 
 import datasets
+import pyarrow as pa
+from datasets.builder import Key
+from datasets.packaged_modules.json.json import Json
+from datasets.utils.file_utils import xopen
 from huggingface_hub import constants
 from huggingface_hub.utils.tqdm import disable_progress_bars as disable_hub_bars
 
 from app.choices import Source
 from app.config import DataConfig
-from app.data.paths import most_like, source_option
-from app.data.reach import go_offline_without_network
+from app.data.documents import bounded, checked_text, documents, rows_at_once, texts_of
+from app.data.faults import Fault
+from app.data.json_lines import BUFFER, json_texts
+from app.data.paths import most_like, no_column, source_option
 from app.errors import ConfigError
 
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG})  # what a disk says
+REACH_S = 4.0  # seconds for a connection to the hub
 MOST_TEXT = 300  # characters of what the library says
+TABLE = 2**22  # characters of texts that the library gets at once
 
 Loaded = TypeVar("Loaded")
 
@@ -29,9 +48,7 @@ def hub_files(config: DataConfig) -> tuple[list[str], str | None]:
     """Files of the splits of a local folder, in order; for a dataset of the hub, its commit."""
     silence()
     name = str(config.name)
-    check_folder(name)
-    options = {"name": config.config_name, "cache_dir": config.cache_dir}
-    builder = explained(config, lambda: datasets.load_dataset_builder(name, **options))
+    builder = _builder(config, config.cache_dir)
     if not os.path.isdir(name):
         return [], str(builder.hash)
     splits = builder.config.data_files or {}
@@ -39,6 +56,162 @@ def hub_files(config: DataConfig) -> tuple[list[str], str | None]:
     wanted = set(re.findall(r"(?:^|\+)\s*(\w+)", config.split))
     read = [paths for split, paths in splits.items() if str(split) in wanted]
     return [str(path) for paths in read for path in paths], None
+
+
+def is_json(config: DataConfig) -> bool:
+    """Whether the files of a dataset are of JSON."""
+    silence()
+    return isinstance(_builder(config, config.cache_dir), Json)
+
+
+def default_cache() -> Path:
+    """The library's own cache folder."""
+    return Path(datasets.config.HF_DATASETS_CACHE)
+
+
+def hub_documents(config: DataConfig, files: Sequence[str], cache: str) -> Iterator[bytes]:
+    """All documents of a dataset as UTF-8, in order, empty ones too. `files` are those of a local
+    folder, `cache` is where the library puts what it makes of them. Raises ConfigError.
+    """
+    silence()
+    # Files of a folder are read anew; what the hub sent is kept by the library, by its commit.
+    place = cache if files else config.cache_dir
+    try:
+        raw = explained(config, lambda: _only_text(_dataset(config, place), config))
+    except ConfigError as error:
+        if error.__cause__ is not None:  # was not found by us
+            for file in files:
+                if fault := _fault_of(file, config):
+                    raise ConfigError("data.name", file, fault) from error
+        raise
+    rows = rows_at_once(raw.data.nbytes, len(raw.data))
+    tables = raw.with_format("arrow").iter(batch_size=rows)
+    texts = (text for table in tables for text in _texts_of_table(table, config.text_field))
+    numbered = (checked_text(text, row) for row, text in enumerate(texts, start=1))
+    try:
+        yield from bounded(numbered)
+    except Fault as fault:
+        raise ConfigError(*source_option(config), fault.rule, advice=fault.advice) from fault
+
+
+def _texts_of_table(table: pa.Table, field: str) -> Iterator[bytes | None]:
+    for chunk in table.column(0).chunks:
+        yield from texts_of(chunk, field)
+
+
+def streamed(config: DataConfig) -> datasets.IterableDataset:
+    """The documents of a `data.streaming` source, read as they are asked for; its only column
+    holds the text.
+    """
+    silence()
+    return _only_text(_dataset(config, config.cache_dir), config)
+
+
+def first_texts(stream: datasets.IterableDataset, config: DataConfig) -> list[str | None]:
+    """The documents of a stream that are kept for validation. Raises ConfigError."""
+    rows = stream.take(config.validation_documents)
+    return explained(config, lambda: [text for row in rows for text in row.values()])
+
+
+def _builder(config: DataConfig, cache: str | None, **options: object) -> Any:
+    name = str(config.name)
+    check_folder(name)
+    place = {"name": config.config_name, "cache_dir": cache}
+    return explained(config, lambda: datasets.load_dataset_builder(name, **place, **options))
+
+
+def _dataset(config: DataConfig, cache: str | None) -> Any:
+    """A dataset of the kind that the configuration asks for, with all columns; of files of JSON
+    with the text only.
+    """
+    builder = _builder(config, cache)
+    if isinstance(builder, Json):
+        # With types of its own it has an entry of its own in the library's cache.
+        only = datasets.Features({config.text_field: datasets.Value("string")})
+        builder = _builder(config, cache, features=only)
+        builder._generate_tables = partial(_exact_tables, config, builder.token)
+    if config.streaming:
+        return explained(config, lambda: builder.as_streaming_dataset(split=config.split))
+
+    def prepared() -> datasets.Dataset:
+        builder.download_and_prepare()
+        return builder.as_dataset(split=config.split)
+
+    return explained(config, prepared)
+
+
+def _exact_tables(
+    config: DataConfig,
+    token: Any,
+    files_iterables: Sequence[Iterable[str]],
+    original_files: Sequence[str],
+    **_others: object,
+) -> Iterator[tuple[Key, pa.Table]]:
+    """What the library asks of a builder, with the texts as they are written: a row per line."""
+    field = config.text_field
+    keys: set[str] = set()
+    any_text = False
+
+    def opened(path: str) -> IO[bytes]:
+        options = datasets.DownloadConfig(token=token)
+        return io.BufferedReader(xopen(path, "rb", download_config=options), BUFFER)
+
+    for shard, files in enumerate(files_iterables):
+        batch = 0
+        for file in files:
+            try:
+                for texts in _some(json_texts(file, field, keys, opened)):
+                    any_text = any_text or any(text is not None for text in texts)
+                    column = pa.array(texts, pa.string())
+                    yield Key(shard, batch), pa.table({field: column})
+                    batch += 1
+            except Fault as fault:
+                named = original_files[shard]
+                raise ConfigError("data.name", named, fault.rule, advice=fault.advice) from fault
+        if keys and field not in keys and not any_text:
+            raise no_column(field, sorted(keys))
+
+
+def _some(texts: Iterable[str | bytes | None]) -> Iterator[list[str | None]]:
+    """Texts in lists of some MiB."""
+    found: list[str | None] = []
+    size = 0
+    for text in texts:
+        found.append(text.decode() if isinstance(text, bytes) else text)
+        size += 1 + len(text or "")
+        if size >= TABLE:
+            yield found
+            found, size = [], 0
+    yield found
+
+
+def _only_text(dataset: Any, config: DataConfig) -> Any:
+    """A dataset of either kind with its text column only."""
+    columns = dataset.column_names or list(explained(config, lambda: next(iter(dataset), {})))
+    if config.text_field not in columns:
+        raise no_column(config.text_field, columns)
+    feature = (dataset.features or {}).get(config.text_field)
+    if feature is not None and getattr(feature, "dtype", None) not in ("string", "large_string"):
+        raise ConfigError("data.text_field", config.text_field, f"holds {feature}, not text")
+    return dataset.select_columns([config.text_field])
+
+
+def _fault_of(path: str, config: DataConfig) -> str | None:
+    """Read a file of a local folder until its first fault; None where it has none, or is of a
+    format that only the library reads.
+    """
+    kinds = {".json": Source.jsonl, ".jsonl": Source.jsonl, ".parquet": Source.parquet}
+    if (kind := kinds.get(Path(path).suffix)) is None:
+        return None
+    alone = replace(config, source=kind, path=(path,), streaming=False)
+    try:
+        for _ in documents(path, alone, set()):
+            pass
+    except Fault as fault:
+        return fault.rule
+    except OSError as error:
+        return f"cannot be read: {error.strerror or error}"
+    return None
 
 
 def check_folder(name: str) -> None:
@@ -82,3 +255,19 @@ def silence() -> None:
     datasets.disable_progress_bars()
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)
     disable_hub_bars()
+
+
+def go_offline_without_network() -> None:
+    """Without the hub, let the libraries take what their caches hold, and fail at once. They would
+    retry for half a minute.
+
+    Behind a proxy nothing is asked: only the library knows the way.
+    """
+    if constants.HF_HUB_OFFLINE or getproxies():
+        return
+    hub = urlsplit(constants.ENDPOINT)
+    port = hub.port or (80 if hub.scheme == "http" else 443)
+    try:
+        socket.create_connection((hub.hostname or "", port), timeout=REACH_S).close()
+    except OSError:
+        constants.HF_HUB_OFFLINE = datasets.config.HF_HUB_OFFLINE = True

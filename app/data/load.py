@@ -12,6 +12,7 @@ from app.data.prepared import map_tokens, prepare_tokens
 from app.data.sources import Sources, find_sources
 from app.data.stream import StreamedSequences
 from app.data.tokenizer import Tokenizer
+from app.errors import Instead
 
 VALIDATION_SEED = 0  # not the run's: losses of runs with different seeds compare
 
@@ -52,17 +53,35 @@ def load_data(
         train = PackedSequences(
             documents.lengths_D, documents.read, seq_len, seed=seed, name="training split"
         )
+    share, larger = _validation_share(config)
     validation = PackedSequences(
-        held_out.lengths_D, held_out.read, seq_len, seed=VALIDATION_SEED, name="validation split"
+        held_out.lengths_D,
+        held_out.read,
+        seq_len,
+        seed=VALIDATION_SEED,
+        name="validation split",
+        share=share,
+        larger=larger,
     )
     return DataSplit(train, boundary), DataSplit(validation, boundary)
+
+
+def _validation_share(config: DataConfig) -> tuple[str, list[Instead]]:
+    """The option that says how large the validation split is, and larger values of it."""
+    if config.streaming:
+        key, now = "data.validation_documents", float(config.validation_documents)
+        more = [str(config.validation_documents * factor) for factor in (2, 10, 100)]
+    else:
+        key, now = "data.validation_fraction", config.validation_fraction
+        more = [str(value) for value in (0.1, 0.2, 0.3, 0.5) if value > now]
+    return f"{key}={now:g}", [Instead(f"{key}={value}") for value in more]
 
 
 def _streamed(
     config: DataConfig, seq_len: int, seed: int, tokenizer: Tokenizer
 ) -> tuple[StreamedSequences, Documents]:
     """A stream without its first documents, and those."""
-    from app.data.corpus import first_texts, streamed  # imports `datasets`
+    from app.data.hub import first_texts, streamed  # imports `datasets`
 
     stream = streamed(config)
     texts = first_texts(stream, config)

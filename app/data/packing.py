@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from app.errors import ConfigError, FirstOf
+from app.errors import ConfigError, FirstOf, Instead
 
 
 @dataclass(frozen=True)
@@ -128,9 +128,12 @@ class PackedSequences:
         seq_len: int,
         seed: int,
         name: str = "corpus",
+        share: str | None = None,
+        larger: Sequence[Instead] = (),
     ) -> None:
         """`lengths` [D] tokens per document; `read(document, start, stop)` its tokens; `name` is
-        for the message.
+        for the message, with the option that says how much this split gets, `share`, and values of
+        it that give it more.
 
         Raises ConfigError when there are fewer than seq_len + 1 tokens.
         """
@@ -142,9 +145,9 @@ class PackedSequences:
         self.per_epoch = (self.num_tokens - 1) // seq_len  # sequences
         if self.per_epoch < 1:
             rule = f"the {name} has only {self.num_tokens} tokens, one sequence needs {seq_len + 1}"
-            raise ConfigError(
-                "train.seq_len", seq_len, rule, nearest=FirstOf(_shorter(self.num_tokens))
-            )
+            rule += f", and {share} says how much it gets" if share else ""
+            near = (FirstOf(_shorter(self.num_tokens)), FirstOf(larger))
+            raise ConfigError("train.seq_len", seq_len, rule, nearest=near)
         self._epoch = self._order(0)
 
     def sample(self, index: int) -> np.ndarray:

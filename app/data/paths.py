@@ -5,7 +5,9 @@ from __future__ import annotations
 import glob
 import os
 import sysconfig
+from collections import Counter
 from collections.abc import Sequence
+from itertools import islice
 from pathlib import Path
 
 from app.choices import Source
@@ -13,6 +15,9 @@ from app.config import DataConfig
 from app.errors import ConfigError, nearest
 
 STDLIB_SUFFIXES = (".py", ".rst", ".txt")
+
+
+LOOKED_AT = 1000  # files of a folder, to know their kind
 
 
 NOT_STDLIB = frozenset({"site-packages", "dist-packages", "__pycache__"})
@@ -45,6 +50,8 @@ def stdlib_files() -> list[str]:
 def matching_files(patterns: Sequence[str]) -> list[str]:
     """Absolute paths of the files that match the patterns (`**` matches any folders), sorted, once.
 
+    The order of the patterns does not count: caches and checkpoints go by that of the paths.
+
     Raises ConfigError for a pattern that matches nothing.
     """
     found = set()
@@ -59,6 +66,8 @@ def matching_files(patterns: Sequence[str]) -> list[str]:
 
 def _no_file(pattern: str) -> ConfigError:
     """What is wrong with a pattern that matches nothing: its folder, or the name in it."""
+    if folders := [Path(path) for path in sorted(glob.glob(pattern)) if os.path.isdir(path)]:
+        return _only_folders(pattern, folders)
     folder = Path(pattern).parent
     rule = "matches no file"
     if not folder.is_dir():
@@ -67,6 +76,29 @@ def _no_file(pattern: str) -> ConfigError:
         return ConfigError("data.path", pattern, rule)
     files = [path for path in folder.iterdir() if path.is_file()]
     return ConfigError("data.path", pattern, rule, guess=most_like(Path(pattern).name, files))
+
+
+def _only_folders(pattern: str, folders: Sequence[Path]) -> ConfigError:
+    """What to type for a path that stands for folders: a pattern of the files in them."""
+    rule = "is a folder" if Path(pattern).is_dir() else "matches folders only"
+    files = next((found for each in folders if (found := _files_below(each))), None)
+    if files is None:
+        return ConfigError("data.path", pattern, f"{rule}, without files in it")
+    ending = Counter(path.suffix for path in files).most_common(1)[0][0]
+    advice = f"give its files: data.path='{pattern.rstrip(os.sep)}/**/*{ending}'"
+    return ConfigError("data.path", pattern, f"{rule}, not a file", advice=advice)
+
+
+def _files_below(folder: Path) -> list[Path]:
+    """Some of the files of a folder and of those in it, but for hidden ones."""
+    found = (path for path in folder.rglob("[!.]*") if path.is_file())
+    return list(islice(found, LOOKED_AT))
+
+
+def no_column(field: str, names: Sequence[str]) -> ConfigError:
+    """What to say where no text is called `field`."""
+    rule = f"no such column; there are {', '.join(names) or 'none'}"
+    return ConfigError("data.text_field", field, rule, guess=nearest(field, names))
 
 
 def most_like(name: str, paths: list[Path]) -> str | None:

@@ -22,6 +22,7 @@ from pathlib import Path
 
 import pyarrow as pa
 
+from app.choices import BadFile
 from app.config import DataConfig
 from app.data.packing import Documents
 from app.data.sources import Sources, check_unchanged, file_sum
@@ -61,15 +62,27 @@ def prepare_tokens(
 
 def map_tokens(folder: Path) -> Documents:
     """The documents of a folder that `prepare_tokens` has returned, mapped into memory."""
-    names = json.loads((folder / CONTENTS).read_text())["files"]
+    names = json.loads((folder / CONTENTS).read_text(encoding="utf-8"))["files"]
     tables = [pa.ipc.open_stream(pa.memory_map(str(folder / name))).read_all() for name in names]
     chunks = [chunk for table in tables for chunk in table["ids"].chunks]
     return Documents.from_arrow(pa.chunked_array(chunks))
 
 
+def left_out(folder: Path, sources: Sources) -> str | None:
+    """Which files of a corpus data.on_bad_file=skip has left out, in a line; None: none."""
+    contents = json.loads((folder / CONTENTS).read_text(encoding="utf-8"))
+    found = [*sources.unreadable, *contents.get("left_out", ())]
+    if not found:
+        return None
+    path, fault = found[0]
+    more = f"; and {len(found) - 1} more" if len(found) > 1 else ""
+    total = len(sources.files) + len(sources.unreadable)
+    return f"data.on_bad_file=skip: {len(found)} of {total} files left out: {path}: {fault}{more}"
+
+
 def _cache(config: DataConfig) -> Path:
     if config.cache_dir is None:
-        from app.data.corpus import default_cache  # imports `datasets`
+        from app.data.hub import default_cache  # imports `datasets`
 
         return default_cache() / "graphfold"
     return Path(config.cache_dir) / "graphfold"
@@ -77,14 +90,16 @@ def _cache(config: DataConfig) -> Path:
 
 def _key(config: DataConfig, tokenizer: Tokenizer, sources: Sources) -> str:
     read = (FORMAT, config.source.value, config.config_name, config.split, config.text_field)
-    made_of = repr((read, sources.record(), sources.times())).encode()
+    # Added where it matters only: caches of earlier versions keep their names.
+    bad = (config.on_bad_file.value,) if config.on_bad_file is BadFile.skip else ()
+    made_of = repr(((*read, *bad), sources.record(), sources.times())).encode()
     return hashlib.sha256(made_of + pickle.dumps(tokenizer)).hexdigest()[:32]
 
 
 def _fault(folder: Path) -> str | None:
     """Why a folder cannot be used, None where it can."""
     try:
-        files = json.loads((folder / CONTENTS).read_text())["files"]
+        files = json.loads((folder / CONTENTS).read_text(encoding="utf-8"))["files"]
         for name, (size, content) in files.items():
             if (found := (folder / name).stat().st_size) != size:
                 return f"{name} has {found} bytes instead of {size}"
@@ -113,15 +128,17 @@ def _alone(folder: Path) -> Iterator[None]:
 
 
 def _write(config: DataConfig, tokenizer: Tokenizer, sources: Sources, *, folder: Path) -> None:
-    from app.data.corpus import write_tokens  # imports `datasets`
+    from app.data.corpus import write_tokens
 
     draft = Path(tempfile.mkdtemp(prefix=f".{folder.name}.draft-", dir=folder.parent))
     try:
-        names = write_tokens(config, tokenizer, sources, folder=draft)
+        written = write_tokens(config, tokenizer, sources, folder=draft)
         shutil.rmtree(draft / "raw", ignore_errors=True)
         check_unchanged(config, sources)
-        files = {name: ((draft / name).stat().st_size, file_sum(draft / name)) for name in names}
-        (draft / CONTENTS).write_text(json.dumps({"files": files}) + "\n")
+        paths = [draft / name for name in written.names]
+        files = {path.name: (path.stat().st_size, file_sum(path)) for path in paths}
+        contents = {"files": files, "left_out": written.left_out}
+        (draft / CONTENTS).write_text(json.dumps(contents) + "\n", encoding="utf-8")
         draft.chmod(0o755)  # from that of a private folder: others may use a shared cache
         _replace(draft, folder)
     finally:

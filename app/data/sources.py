@@ -8,6 +8,7 @@ the prepared corpus, but not of what checkpoints record: copies have other times
 
 from __future__ import annotations
 
+import codecs
 import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -17,11 +18,12 @@ from typing import Any
 
 import xxhash
 
-from app.choices import Source
+from app.choices import BadFile, Source
 from app.config import DataConfig
 from app.data.paths import matching_files, source_option, stdlib_files
 from app.errors import ConfigError
 
+TOKENIZER_KEY = "data.tokenizer"
 SUMMED_WHOLE = 16 * 2**20  # bytes; of larger files, blocks
 
 
@@ -49,6 +51,7 @@ class SourceFile:
     bytes: int
     sum: str  # of its contents
     mtime_ns: int
+    marked: bool = False  # begins with the byte order mark of UTF-8
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,11 +61,18 @@ class Sources:
     files: tuple[SourceFile, ...]  # in the order in which they are read
     revision: str | None  # commit of a dataset of the hub, whose files are not looked at
     tokenizer: str | None  # sum of its file; None: bytes
+    # Whether texts may once have been read otherwise: times in JSON, marks of the byte order.
+    exact: bool = False
+    # Of files that cannot be opened: path and reason, where data.on_bad_file leaves them out.
+    unreadable: tuple[tuple[str, str], ...] = ()
 
     def record(self) -> Record:
         """The part that says which data these are, wherever they lie; plain values, for JSON."""
         listed = [[file.name, file.bytes, file.sum] for file in self.files]
+        # Only where it says something: records of all other data stay as they were.
+        exact = {"exact": True} if self.exact else {}
         return {
+            **exact,
             "count": len(listed),
             "bytes": sum(file.bytes for file in self.files),
             "sum": text_sum(repr([(file.bytes, file.sum) for file in self.files])),
@@ -84,12 +94,37 @@ def find_sources(config: DataConfig) -> Sources:
     paths, revision = source_files(config)
     tokenizer = None
     if config.tokenizer != "bytes":
-        tokenizer = _look_at("data.tokenizer", config.tokenizer, "").sum
+        tokenizer = _look_at(TOKENIZER_KEY, config.tokenizer, "").sum
     folder = os.path.commonpath([os.path.dirname(path) for path in paths]) if paths else ""
+    key = source_option(config)[0]
+    unreadable: list[tuple[str, str]] = []
+
+    def look(path: str) -> SourceFile | None:
+        try:
+            return _look_at(key, path, folder)
+        except ConfigError as error:
+            if config.on_bad_file is BadFile.stop:
+                raise
+            unreadable.append((path, error.rule))
+            return None
+
     with ThreadPoolExecutor(READERS) as readers:
-        key = source_option(config)[0]
-        files = readers.map(lambda path: _look_at(key, path, folder), paths)
-        return Sources(tuple(files), revision, tokenizer)
+        files = tuple(file for file in readers.map(look, paths) if file is not None)
+    exact = _read_exactly(config, files)
+    return Sources(files, revision, tokenizer, exact=exact, unreadable=tuple(sorted(unreadable)))
+
+
+def _read_exactly(config: DataConfig, files: Sequence[SourceFile]) -> bool:
+    """Whether there may be texts that earlier versions did not read as they are written."""
+    match config.source:
+        case Source.text:
+            return any(file.marked for file in files)
+        case Source.hub:
+            from app.data.hub import is_json  # imports `datasets`
+
+            return is_json(config)
+        case _:
+            return config.source is Source.jsonl
 
 
 def source_files(config: DataConfig) -> tuple[list[str], str | None]:
@@ -105,9 +140,33 @@ def source_files(config: DataConfig) -> tuple[list[str], str | None]:
             return matching_files(config.path), None
 
 
+def same_documents(was: Record, now: Record) -> bool:
+    """Whether two records are of the same documents."""
+    return (was["revision"], was["sum"]) == (now["revision"], now["sum"])
+
+
+def same_tokenizer(was: Record, now: Record) -> bool:
+    """Whether two records are of the same tokenizer."""
+    return bool(was["tokenizer"] == now["tokenizer"])
+
+
+def differing_option(config: DataConfig, was: Record, now: Record) -> tuple[str, str]:
+    """Return key and value of the option for what differs: the documents, or else the tokenizer."""
+    if same_documents(was, now):
+        return TOKENIZER_KEY, config.tokenizer
+    return source_option(config)
+
+
 def identity(record: Record) -> tuple[Any, ...]:
     """What two corpora must have in common; short, however many files there are."""
     return tuple(record[key] for key in ("revision", "sum", "tokenizer"))
+
+
+def read_otherwise(was: Record, now: Record) -> bool:
+    """Whether the program that recorded `was` may have read other texts in the same data: it
+    rewrote texts of JSON that look like times, and kept byte order marks.
+    """
+    return bool(now.get("exact")) and not was.get("exact")
 
 
 def difference(was: Record, now: Record) -> str | None:
@@ -151,7 +210,7 @@ def check_unchanged(config: DataConfig, sources: Sources) -> None:
         try:
             facts = os.stat(file.path)
         except OSError as error:
-            raise _unreadable(source_option(config)[0], file.path, error) from error
+            raise unreadable(source_option(config)[0], file.path, error) from error
         if (facts.st_size, facts.st_mtime_ns) != (file.bytes, file.mtime_ns):
             raise ConfigError(source_option(config)[0], file.path, "was changed while it was read")
 
@@ -162,15 +221,24 @@ def _look_at(key: str, path: str, folder: str) -> SourceFile:
             facts = os.fstat(file.fileno())
             name = path.removeprefix(folder).lstrip(os.sep)
             content = _content_sum(file.fileno(), facts.st_size)
-            return SourceFile(path, name, facts.st_size, sum=content, mtime_ns=facts.st_mtime_ns)
+            marked = os.pread(file.fileno(), 3, 0) == codecs.BOM_UTF8
+            return SourceFile(
+                path,
+                name,
+                facts.st_size,
+                sum=content,
+                mtime_ns=facts.st_mtime_ns,
+                marked=marked,
+            )
     except OSError as error:
-        raise _unreadable(key, path, error) from error
+        raise unreadable(key, path, error) from error
 
 
-def _unreadable(key: str, path: str, error: OSError) -> ConfigError:
+def unreadable(key: str, path: str, error: OSError) -> ConfigError:
+    """What to say of a file that the system does not give."""
     if isinstance(error, FileNotFoundError):
         return ConfigError(key, path, "is no longer there, although it has just been listed")
-    return ConfigError(key, path, f"cannot be read: {error.strerror}")
+    return ConfigError(key, path, f"cannot be read: {error.strerror or error}")
 
 
 def file_sum(path: Path) -> str:

@@ -166,6 +166,7 @@ def build_engine(
     transport = Transport(groups.pp, pp_ranks, run.schedule.batch_p2p)
     watchdog = watchdog or Watchdog(groups.rank, run.schedule.timeout_s)
     watchdog.exchanges = transport.unfinished
+    watchdog.spins = device.type == "cuda"
     watchdog.replays = _waits_unseen(run, dispatcher, device)
     loss_scale = LossScale.start(run.precision, device)
     return Engine(

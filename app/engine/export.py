@@ -28,7 +28,7 @@ from app.engine.export_texts import ExportTexts
 from app.engine.groups import Groups
 from app.engine.run.agreement import all_succeed, rank_zero_says
 from app.engine.run.run_folder import from_plain
-from app.engine.watchdog.watchdog import Strand
+from app.engine.watchdog.activity import Strand
 from app.errors import ConfigError, warn
 from app.hf.families import Family, family_of
 from app.hf.write import Export, complete_or_gone

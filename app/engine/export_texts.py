@@ -13,16 +13,18 @@ from pathlib import Path
 from typing import Any
 
 from app.config import ModelConfig, Run
+from app.data.special_tokens import GENERATION, SETTINGS, ids_with
 from app.data.tokenizer import BYTES, BYTES_END, ByteTokenizer, bytes_as_json, json_tokenizer
-from app.engine.kept_tokenizer import find_tokenizer
+from app.engine.kept_tokenizer import changed_end, find_tokenizer, kept_end
 from app.errors import ConfigError, typed, writing
 from app.hf.families import Family, differences
 from app.hf.file_names import CONFIG_JSON, TOKENIZER
-from app.hf.hub import PRETRAINED, TEXTS, model_folder, texts_folder
-from app.hf.their_model import TheirModel
-from app.hf.tokenizer_files import SETTINGS, TrainedTokenizer, with_tokenizer
-from app.hf.write import as_json
+from app.hf.hub import CHAT_TEMPLATES, PRETRAINED, TEXTS, model_folder, texts_folder
+from app.hf.their_model import PREDICT_LAYERS, TheirModel
+from app.hf.tokenizer_files import TrainedTokenizer, with_tokenizer
+from app.hf.write import as_json, write_all
 
+END_IDS = "eos_token_id"
 # of weights as they were stored, or of code, which is not copied
 NOT_KEPT = ("quantization_config", "dtype", "auto_map")
 
@@ -57,12 +59,31 @@ class ExportTexts:
         texts = read_texts(source, self.key)
         theirs = json.loads(texts.pop(CONFIG_JSON))  # has been read as that of the model
         if not self._untrained:
-            try:
-                texts = with_tokenizer(texts, self._tokenizer(source))
-            except ValueError as error:
-                rule = f"{SETTINGS} cannot be read: {error}"
-                raise ConfigError(self.key, source, rule) from error
+            texts, theirs = self._trained_texts(source, texts, theirs)
         return {**texts, CONFIG_JSON: as_json(self._their_config(theirs))}
+
+    def _trained_texts(
+        self, source: Path, texts: Mapping[str, bytes], theirs: dict[str, Any]
+    ) -> tuple[dict[str, bytes], dict[str, Any]]:
+        """Texts and config.json of the model at the start, with the tokenizer that it was trained
+        with. The token that ended documents is among those that end generation: of the generation
+        config, or of config.json where that one names none.
+        """
+        tokenizer = self._tokenizer(source)
+        name = SETTINGS
+        try:
+            found = with_tokenizer(texts, tokenizer)
+            if tokenizer is None:
+                return _without_chat_templates(found), theirs
+            name = GENERATION
+            settings = _object(texts.get(GENERATION, b"{}"))
+            if settings.get(END_IDS) is not None:
+                more = _with_end(settings, tokenizer.end_id)
+                return (found if more == settings else {**found, GENERATION: as_json(more)}), theirs
+        except ValueError as error:
+            rule = f"{name} cannot be read: {error}"
+            raise ConfigError(self.key, source, rule) from error
+        return found, _with_end(theirs, tokenizer.end_id)
 
     @property
     def _untrained(self) -> bool:
@@ -97,8 +118,9 @@ class ExportTexts:
     def _their_config(self, found: dict[str, Any]) -> dict[str, Any]:
         """That of the model at the start, of which all stays but how weights are stored."""
         kept = {name: value for name, value in found.items() if name not in NOT_KEPT}
-        if "num_nextn_predict_layers" in kept:
-            kept["num_nextn_predict_layers"] = 0  # we have none of these layers
+        if PREDICT_LAYERS[0] in self.family.defaults:
+            kept.pop(PREDICT_LAYERS[1], None)
+            kept[PREDICT_LAYERS[0]] = 0  # no layer that predicts further tokens is written
         return {**kept, "torch_dtype": self.dtype}
 
     def _new_config(self, tokenizer: TrainedTokenizer | None) -> dict[str, Any]:
@@ -118,7 +140,9 @@ class ExportTexts:
         kept = self.run_dir / TOKENIZER
         besides = [] if source is None else [source / TOKENIZER]
         if (path := find_tokenizer(self.run_dir, self.manifest, besides)) is not None:
-            read = json_tokenizer(path)
+            if change := changed_end(self.manifest, str(path), kept=False):
+                self.say(change)
+            read = json_tokenizer(path, kept_end(self.manifest, str(path)))
             return TrainedTokenizer(path.read_bytes(), read.end, read.eod)
         state = "has other contents now" if Path(name).is_file() else "is not there"
         what = f"no tokenizer is written: {name}, which the model was trained with, {state}"
@@ -126,28 +150,48 @@ class ExportTexts:
         return None
 
 
+def _object(contents: bytes) -> dict[str, Any]:
+    found = json.loads(contents)
+    if not isinstance(found, dict):
+        raise ValueError("no JSON object")
+    return found
+
+
+def _with_end(settings: dict[str, Any], end: int) -> dict[str, Any]:
+    return {**settings, END_IDS: ids_with(end, settings.get(END_IDS))}
+
+
 def read_texts(folder: Path, key: str) -> dict[str, bytes]:
     """What lies beside the weights of a model: configurations, tokenizer, no code; by name, in
     order. Raises ConfigError for what cannot be read, as a link to nothing in the hub's cache.
     """
     read = {}
-    for path in sorted(folder.iterdir()):
-        if path.is_dir() or not any(fnmatch(path.name, pattern) for pattern in TEXTS):
+    for path in sorted((*folder.iterdir(), *folder.glob(f"{CHAT_TEMPLATES}/*"))):
+        name = path.relative_to(folder).as_posix()
+        if path.is_dir() or not any(fnmatch(name, pattern) for pattern in TEXTS):
             continue
         try:
-            read[path.name] = path.read_bytes()
+            read[name] = path.read_bytes()
         except OSError as error:
-            rule = f"{path.name} cannot be read: {error.strerror}"
+            rule = f"{name} cannot be read: {error.strerror}"
             raise ConfigError(key, folder, rule) from error
     return read
 
 
-def keep_texts(run: Run, run_dir: Path) -> None:
-    """Copy what came with the model that a run starts from into its folder. Raises ConfigError."""
-    if run.model.init_from is None:
+def keep_texts(run: Run, run_dir: Path, checkpoint: Path | None = None) -> None:
+    """Copy what came with the model that a run starts from into its folder; of a run that goes on
+    from a checkpoint of another folder, what that one keeps. Raises ConfigError.
+    """
+    if checkpoint is not None:
+        key, kept = "resume", checkpoint.parent.parent / PRETRAINED
+        if not kept.is_dir() or (run_dir / PRETRAINED).exists():
+            return
+        texts = read_texts(kept, key)
+    elif run.model.init_from is None:
         return
-    key = "model.init_from"
-    texts = read_texts(model_folder(run.model.init_from, key, asks=False), key)
+    else:
+        key = "model.init_from"
+        texts = read_texts(model_folder(run.model.init_from, key, asks=False), key)
     with writing(run_dir):
         write_texts(run_dir, texts)
 
@@ -155,5 +199,8 @@ def keep_texts(run: Run, run_dir: Path) -> None:
 def write_texts(run_dir: Path, texts: Mapping[str, bytes]) -> None:
     """Put what came with a model into a run folder. Raises OSError."""
     (run_dir / PRETRAINED).mkdir(exist_ok=True)
-    for name, contents in texts.items():
-        (run_dir / PRETRAINED / name).write_bytes(contents)
+    write_all(run_dir / PRETRAINED, texts)
+
+
+def _without_chat_templates(texts: Mapping[str, bytes]) -> dict[str, bytes]:
+    return {name: each for name, each in texts.items() if not name.startswith(CHAT_TEMPLATES)}

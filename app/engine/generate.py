@@ -12,6 +12,7 @@ from app.data.tokenizer import Tokenizer
 from app.engine.build import Engine
 from app.engine.decoding.decoder import Decoder
 from app.engine.decoding.drawing import Sampling, agreed
+from app.engine.decoding.texts import UNFINISHED, behind
 from app.engine.report.telling import telling
 
 SAMPLING = Sampling(temperature=0.7)
@@ -40,7 +41,9 @@ def sample_text(engine: Engine, tokenizer: Tokenizer, prompt: list[int], aloud: 
     with telling("sampling", lambda: f"{len(drawn)} of {count} tokens", aloud=aloud):
         for token in tokens:
             drawn.append(token)
-    return f"{tokenizer.decode(prompt)}▶{tokenizer.decode(drawn)}"
+    # a character that the prompt leaves incomplete is completed by what follows
+    given = tokenizer.decode(prompt).rstrip(UNFINISHED)
+    return f"{given}▶{behind(tokenizer, given, [*prompt, *drawn])}"
 
 
 def sample_tokens(

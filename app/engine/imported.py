@@ -78,8 +78,8 @@ def _write(draft: Path, pretrained: Pretrained, name: str) -> None:
         "routers": {each.name.rpartition(".")[0]: 0 for each in pretrained.biases()},
     }
     manifest["sha256"] = manifest_digest(manifest)
-    (checkpoint / MANIFEST).write_text(json.dumps(manifest))
-    (checkpoint.parent / LATEST).write_text(checkpoint.name)
+    (checkpoint / MANIFEST).write_text(json.dumps(manifest), encoding="utf-8")
+    (checkpoint.parent / LATEST).write_text(checkpoint.name, encoding="utf-8")
 
 
 def _part(named: NamedWeight) -> tuple[str, dict[str, Any]]:

@@ -106,11 +106,11 @@ def start_up(
         pretrained = open_pretrained(run, groups, local_rank)
         times.end("pretrained model")
     watchdog.rest("preparing the corpus")
-    data = load_all_data(run, groups, local_rank, sources=sources)
+    data = load_all_data(run, groups, local_rank, sources=sources, manifest=start.manifest)
     times.end("data")
     watchdog.rest("building the model")
     # seeds what must differ from rank to rank: the jitter of routers' inputs
-    torch.manual_seed(run.train.seed * run.world_size + rank)
+    torch.manual_seed((run.train.seed * run.world_size + rank) % 2**64)
     engine = build_engine(plan, groups, device, watchdog=watchdog, pretrained=pretrained)
     times.end("model")
     return Trainer(engine, data, start, times=times)

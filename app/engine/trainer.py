@@ -26,7 +26,7 @@ from app.engine.checkpoint.saver import Saver
 from app.engine.export import EXPORTED, export_together
 from app.engine.export_texts import keep_texts
 from app.engine.generate import sample_text
-from app.engine.kept_tokenizer import keep_tokenizer
+from app.engine.kept_tokenizer import end_of, keep_tokenizer
 from app.engine.pipeline.step import TrainingStep, Validation
 from app.engine.report.boards import TensorBoard, Wandb
 from app.engine.report.metrics import (
@@ -135,13 +135,14 @@ class Trainer:
         self.engine.watchdog.rest("opening the run folder")
         self.run_dir = rank_zero_says(self.engine.groups, lambda: self._open_folder(attempt))
         if self.speaks:
-            print_opening(self.engine, self.run_dir, self.start, version=self._program())
+            settings, version = attempt.settings, self._program()
+            print_opening(self.engine, self.run_dir, self.start, version=version, settings=settings)
         with self.request.listening(), self._all_saved(), self._sinks() as sinks:
             validated = self._train(sinks)
             text = None if self.stops else self._sample(sinks)
         rank_zero_says(self.engine.groups, lambda: self._check_files(sinks))
         if self.stops:
-            self._say_farewell()
+            self._say_farewell(attempt.command)
             return False
         advice = self.meter.advice()
         if self.run.checkpoint.export_hf:
@@ -198,9 +199,8 @@ class Trainer:
         forget_end(folder)
         describe_run(self.engine.plan, folder, self._program())
         begin_metrics(folder, self.progress.step)
-        if self.start.checkpoint is None:
-            keep_texts(self.run, folder)
-        keep_tokenizer(self.run, folder)
+        keep_texts(self.run, folder, self.start.checkpoint)
+        keep_tokenizer(self.run, folder, end_of(self.data.tokenizer))
         return folder
 
     def _train(self, sinks: Sequence[Sink]) -> ValidationReport | None:
@@ -258,10 +258,10 @@ class Trainer:
         for sink in sinks if text else ():
             sink.note(f"step {self.progress.step}/{self.run.train.steps}  {text}")
 
-    def _say_farewell(self) -> None:
+    def _say_farewell(self, command: str) -> None:
         if self.leads:
-            farewell = self.request.farewell(self.progress.step, self.saved)
-            print(farewell, file=sys.stderr, flush=True)
+            said = self.request.farewell(self.progress.step, self.saved, command=command)
+            print(said, file=sys.stderr, flush=True)
 
     @contextmanager
     def _sinks(self) -> Iterator[Sequence[Sink]]:

@@ -7,10 +7,12 @@ Both spellings of rotary positions are read: `rope_theta` and `rope_scaling` of 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from app.choices import Balance, Score
 from app.config import Llama3RopeConfig, MLAConfig, ModelConfig, MoEConfig, YarnConfig
+from app.hf.config_keys import check_rotary
 from app.hf.their_config import TheirConfig, shortened
 
 # our field -> theirs
@@ -43,22 +45,21 @@ LLAMA3 = {
     "high_turns": "high_freq_factor",
 }
 THETA = 10000.0  # where nothing is said
-# Norms of latents add 1e-6 in `transformers`, whatever config.json says: rounding up to here.
-LATENT_EPS = 1e-5
+LATENT_EPS = 1e-6  # of the norms of latents in `transformers`, whatever rms_norm_eps is
 
 
-def common(config: TheirConfig) -> dict[str, Any]:
-    """Fields that all families have."""
-    config.only("hidden_act", "silu", "swish")
-    for name in ("mlp_bias", "attention_bias", "use_sliding_window"):
-        config.only(name, False)
-    config.only("partial_rotary_factor", 1, 1.0)
-    if set(config.get("layer_types", ())) - {"full_attention"}:
-        raise config.refusal("layer_types has others than full_attention")
+def common(config: TheirConfig, *, latent: bool = False) -> dict[str, Any]:
+    """Fields that all families have; `latent`: with multi-head latent attention."""
     fields = config.renamed(SIZES)
+    layer_types = config.get("layer_types", ["full_attention"] * fields["num_layers"])
+    if set(layer_types) - {"full_attention"}:
+        raise config.refusal("layer_types has others than full_attention")
+    if len(layer_types) != fields["num_layers"]:
+        rule = f"layer_types has {len(layer_types)} of num_hidden_layers={fields['num_layers']}"
+        raise config.refusal(rule)
     fields["num_kv_heads"] = config.get("num_key_value_heads", fields["num_heads"])
     fields["tie_embeddings"] = bool(config.get("tie_word_embeddings", False))
-    return fields | rotary(config)
+    return fields | rotary(config, latent=latent)
 
 
 def grouped(config: TheirConfig) -> dict[str, Any]:
@@ -92,10 +93,8 @@ def qwen3(config: TheirConfig) -> dict[str, Any]:
 
 def mixtral(config: TheirConfig) -> dict[str, Any]:
     """Mixtral."""
-    if config.get("sliding_window", None) is not None:
-        raise config.unsupported("sliding_window")
     moe = {
-        "num_experts": config.need("num_local_experts"),
+        "num_experts": config.either("num_local_experts", "num_experts"),
         "top_k": config.need("num_experts_per_tok"),
         "ffn_hidden_size": config.need("intermediate_size"),
         "aux_loss_coeff": config.get("router_aux_loss_coef", 0.0),
@@ -124,8 +123,6 @@ def qwen3_moe(config: TheirConfig) -> dict[str, Any]:
 
 def olmoe(config: TheirConfig) -> dict[str, Any]:
     """OLMoE: norms over all query and all key heads."""
-    if config.get("clip_qkv", None) is not None:
-        raise config.unsupported("clip_qkv")
     moe = {
         "num_experts": config.either("num_experts", "num_local_experts"),
         "top_k": config.need("num_experts_per_tok"),
@@ -142,87 +139,111 @@ def deepseek_v2(config: TheirConfig) -> dict[str, Any]:
     config.only("norm_topk_prob", False)
     config.only("topk_method", "greedy", "group_limited_greedy")
     limited = config.get("topk_method", "greedy") == "group_limited_greedy"
+    groups = _groups(config, needed=limited)
     moe: dict[str, Any] = {"pre_softmax": True, "score": Score.softmax}
     if limited:
-        moe |= {**_groups(config), "group_best": 1}
+        moe |= {**groups, "group_best": 1}
+    moe["num_experts"] = config.either("n_routed_experts", "num_experts")
     return _deepseek(config, moe)
 
 
 def deepseek_v3(config: TheirConfig) -> dict[str, Any]:
     """DeepSeek-V3: sigmoid scores, with a bias for the choice."""
     config.only("scoring_func", "sigmoid")
-    config.only("norm_topk_prob", True)
     config.only("topk_method", "noaux_tc")
+    config.only("rope_interleave", True)
+    several = config.need("num_experts_per_tok") > 1
+    normalizes = bool(config.value("norm_topk_prob"))  # null there is false
+    groups = _groups(config, needed=True)
     moe: dict[str, Any] = {"score": Score.sigmoid, "bias_update_rate": 0.001}
-    if config.get("n_group", 1) > 1:
-        moe |= {**_groups(config), "group_best": 2}
+    moe["norm_topk_prob"] = None if normalizes is several else normalizes
+    if groups["groups"] > 1:
+        moe |= {**groups, "group_best": 2}
+    moe["num_experts"] = config.either("n_routed_experts", "num_local_experts")
     return _deepseek(config, moe)
 
 
-def _groups(config: TheirConfig) -> dict[str, Any]:
-    return {"groups": config.need("n_group"), "topk_groups": config.need("topk_group")}
+def _groups(config: TheirConfig, needed: bool) -> dict[str, Any]:
+    take = config.need if needed else config.value
+    return {"groups": take("n_group"), "topk_groups": take("topk_group")}
 
 
 def _deepseek(config: TheirConfig, moe: dict[str, Any]) -> dict[str, Any]:
     config.only("moe_layer_freq", 1)
-    config.only("rope_interleave", True)
-    config.only("head_dim", config.need("qk_rope_head_dim"))  # there the width of rotary parts
-    if config.need("rms_norm_eps") > LATENT_EPS:
-        raise config.unsupported("rms_norm_eps")
+    rotated = config.need("qk_rope_head_dim")
+    config.only("head_dim", rotated)  # there the width of rotary parts
+    config.only("qk_head_dim", rotated + config.need("qk_nope_head_dim"))
     ffn = config.need("moe_intermediate_size")
     moe |= {
-        "num_experts": config.need("n_routed_experts"),
         "top_k": config.need("num_experts_per_tok"),
         "ffn_hidden_size": ffn,
         "first_k_dense": config.get("first_k_dense_replace", 0),
         "shared_ffn_hidden_size": ffn * config.get("n_shared_experts", 0),
         "routed_scale": config.get("routed_scaling_factor", 1.0),
         "aux_loss_coeff": config.get("aux_loss_alpha", 0.0001),
-        "balance": Balance.sequence,
+        "balance": Balance.sequence if config.get("seq_aux", True) else Balance.microbatch,
     }
     latent = {**config.renamed({k: v for k, v in LATENT.items() if k != "q_lora_rank"})}
     latent["q_lora_rank"] = config.get("q_lora_rank", None)
+    latent["norm_eps"] = None if config.need("rms_norm_eps") == LATENT_EPS else LATENT_EPS
     dense_ffn = config.need("intermediate_size")
-    return {**common(config), "ffn_hidden_size": dense_ffn, "mla": latent, "moe": moe}
+    fields = common(config, latent=True)
+    return {**fields, "ffn_hidden_size": dense_ffn, "mla": latent, "moe": moe}
 
 
-def rotary(config: TheirConfig) -> dict[str, Any]:
-    """Base and scaling of rotary frequencies."""
-    both = "rope_scaling", "rope_parameters"  # where it has both, the first counts there
-    said = config.section(next((name for name in both if config.values.get(name)), both[0]))
+def rotary(config: TheirConfig, *, latent: bool) -> dict[str, Any]:
+    """Base and scaling of rotary frequencies; `latent`: of multi-head latent attention."""
+    said = _rotary_section(config)
     if sections := [name for name, value in said.values.items() if isinstance(value, dict)]:
         raise said.refusal(f"{said.name(sections[0])} is a section: other positions in some layers")
-    said.only("partial_rotary_factor", 1, 1.0)
+    said.only("partial_rotary_factor", 1)
     theta = float(said.get("rope_theta", config.get("rope_theta", THETA)))
     kind = said.get("rope_type", said.get("type", "default"))
-    length = config.get("max_position_embeddings", None)
-    said = said.completed({"original_max_position_embeddings": length})
+    lengths = [
+        config.value("original_max_position_embeddings"),  # counts there before the section's
+        said.value("original_max_position_embeddings"),
+        config.value("max_position_embeddings"),
+    ]
+    original = next((length for length in lengths if length is not None), None)
+    scaling = replace(said, values={**said.values, "original_max_position_embeddings": original})
     found: dict[str, Any] = {"rope_theta": theta, "yarn": None, "llama3_rope": None}
     match kind:
         case "default":
-            return found
+            pass
         case "llama3":
-            return {**found, "llama3_rope": said.renamed(LLAMA3)}
+            found["llama3_rope"] = scaling.renamed(LLAMA3)
         case "yarn":
-            return {**found, "yarn": _yarn(config, said)}
-    raise config.refusal(f"rotary positions of type {shortened(str(kind))} are not supported")
+            found["yarn"] = _yarn(scaling, latent=latent)
+        case _:
+            told = shortened(str(kind))
+            raise config.refusal(f"rotary positions of type {told} are not supported")
+    check_rotary(said, kind)
+    return found
 
 
-def _yarn(config: TheirConfig, scaling: TheirConfig) -> dict[str, Any]:
+def _rotary_section(config: TheirConfig) -> TheirConfig:
+    """The section of rotary positions: of two the one that counts in `transformers`."""
+    both = [name for name in ("rope_scaling", "rope_parameters") if config.value(name)]
+    if len(both) == 2:
+        config.asked.remove(both[1])  # is left out
+    return config.section(both[0] if both else "rope_scaling")
+
+
+def _yarn(scaling: TheirConfig, *, latent: bool) -> dict[str, Any]:
     usual = {"beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 0.0}
     found = {
         ours: scaling.get(theirs, usual[ours]) if ours in usual else scaling.need(theirs)
         for ours, theirs in YARN.items()
     }
-    if scaling.get("attention_factor", None) is not None or scaling.get("truncate", True) is False:
-        raise config.refusal("YaRN with attention_factor or truncate=false is not supported")
+    scaling.only("attention_factor")
+    scaling.only("truncate", True)
     both = scaling.get("mscale", None) and scaling.get("mscale_all_dim", None)
     if not both and (found["mscale"], found["mscale_all_dim"]) != (1.0, 0.0):
-        raise config.refusal(
+        raise scaling.refusal(
             "YaRN with one of mscale and mscale_all_dim, of which both count or none"
         )
-    if found["mscale_all_dim"] and "kv_lora_rank" not in config.values:
-        raise config.refusal(
+    if found["mscale_all_dim"] and not latent:
+        raise scaling.refusal(
             "YaRN with mscale_all_dim, which this family leaves out of its softmax"
         )
     return found
@@ -316,7 +337,7 @@ def written_deepseek(moe: MoEConfig) -> dict[str, Any]:
         "topk_group": moe.topk_groups or 1,
         "topk_method": "noaux_tc" if sigmoid else limited,
         "scoring_func": moe.score.value,
-        "norm_topk_prob": sigmoid,
+        "norm_topk_prob": moe.normalizes_sigmoids,
         "routed_scaling_factor": 1.0 if moe.routed_scale is None else moe.routed_scale,
         "aux_loss_alpha": moe.aux_loss_coeff,
         "seq_aux": moe.balance is Balance.sequence,

@@ -13,10 +13,9 @@ from enum import Enum
 from typing import Any
 
 from app.config import ModelConfig, MoEConfig
-from app.errors import ConfigError, nearest, typed
+from app.errors import ConfigError, typed
 from app.hf import config_json as config
 from app.hf import tables
-from app.hf.file_names import CONFIG_JSON
 from app.hf.tables import NameLine
 from app.hf.their_config import NOWHERE, TheirConfig, shortened
 from app.plan.model.stage import NamedWeight, model_weights
@@ -124,6 +123,7 @@ FAMILIES = (
             "topk_group": 4,
             "routed_scaling_factor": 2.5,
             "num_nextn_predict_layers": 1,
+            "norm_topk_prob": True,
         },
     ),
 )
@@ -136,13 +136,7 @@ def family_named(found: TheirConfig) -> Family:
         if family.model_type == kind:
             return family
     known = [family.model_type for family in FAMILIES]
-    guess = nearest(kind, known)
-    raise ConfigError(
-        found.key,
-        found.path.parent,
-        f"{CONFIG_JSON}: models of type {kind} are not supported; {', '.join(known)} are",
-        guess=None if guess is None else f"model_type={guess}",
-    )
+    raise found.refusal(f"models of type {kind} are not supported; {', '.join(known)} are")
 
 
 def family_of(model: ModelConfig, key: str, value: object) -> Family:
@@ -175,7 +169,7 @@ ARCHITECTURE = ("num_layers", "hidden_size", "ffn_hidden_size", "num_heads", "nu
                 "tie_embeddings", "yarn", "llama3_rope", "mla")  # fmt: skip
 OF_EXPERTS = ("num_experts", "top_k", "ffn_hidden_size", "every_n", "first_k_dense",
               "shared_ffn_hidden_size", "shared_gate", "score", "pre_softmax", "groups",
-              "topk_groups", "group_best", "routed_scale")  # fmt: skip
+              "topk_groups", "group_best", "routed_scale", "norm_topk_prob")  # fmt: skip
 Difference = tuple[str, Any, Any]  # dotted field, of one, of the other
 
 
@@ -204,10 +198,13 @@ def _essence(model: ModelConfig) -> dict[str, Any]:
     found["head_dim"] = None if model.mla else model.head_width
     if all(map(model.is_moe_layer, range(model.num_layers))):
         del found["ffn_hidden_size"]  # nobody uses it
+    if model.mla is not None:
+        found["mla"]["norm_eps"] = model.latent_eps
     if model.moe is None:
         return found | {"moe": None}
     moe = {name: _plain(getattr(model.moe, name)) for name in OF_EXPERTS}
     moe["routed_scale"] = 1.0 if model.moe.routed_scale is None else model.moe.routed_scale
+    moe["norm_topk_prob"] = model.moe.normalizes_sigmoids
     if model.moe.groups and model.moe.topk_groups:
         moe["group_best"] = model.moe.group_best or model.moe.top_k // model.moe.topk_groups
     return found | {"moe": moe}

@@ -96,7 +96,7 @@ class TensorFiles:
 
     def _indexed(self) -> dict[str, str]:
         try:
-            index = json.loads((self.folder / INDEX).read_text())
+            index = json.loads((self.folder / INDEX).read_text(encoding="utf-8"))
             listed = index["weight_map"]
             assert isinstance(listed, dict)
         except (OSError, ValueError, KeyError, TypeError, AssertionError):

@@ -13,10 +13,10 @@ import huggingface_hub
 from huggingface_hub import constants, errors
 from huggingface_hub.utils.tqdm import disable_progress_bars
 
-from app.data.paths import most_like
-from app.errors import ConfigError
+from app.errors import ConfigError, nearest_model
 from app.hf.file_names import CONFIG_JSON, INDEX, ONE_FILE
 
+CHAT_TEMPLATES = "additional_chat_templates"  # a folder of those that have names
 # What is needed of a model besides its weights, and no code.
 TEXTS = (
     "config.json",
@@ -27,6 +27,7 @@ TEXTS = (
     "merges.txt",
     "added_tokens.json",
     "chat_template*",
+    f"{CHAT_TEMPLATES}/*.jinja",
 )
 PRETRAINED = "pretrained"  # in a run folder: what came with the model that it started from
 NAME = re.compile(r"[\w.-]+/[\w.-]+|[\w-]+")  # of a model on the hub
@@ -104,7 +105,7 @@ def _snapshot(name: str, commit: str | None, patterns: Sequence[str], *, asks: b
 def _indexed(path: Path) -> list[str]:
     """The files that an index names; none where it is broken, as who reads it will say."""
     try:
-        files = json.loads(path.read_text())["weight_map"].values()
+        files = json.loads(path.read_text(encoding="utf-8"))["weight_map"].values()
     except (OSError, ValueError, LookupError, TypeError, AttributeError):
         return []
     return sorted({file for file in files if isinstance(file, str)})
@@ -142,13 +143,15 @@ def _local(name: str, key: str) -> Path | None:
 
 def _folder_like(path: Path) -> str | None:
     """A folder here that may have been meant."""
-    return most_like(path.name, [each for each in path.parent.glob("*") if each.is_dir()])
+    folders = sorted(each.name for each in path.parent.glob("*") if each.is_dir())
+    close = nearest_model(path.name, folders)
+    return None if close is None else str(path.parent / close)
 
 
 def _explained(name: str, key: str, bring: Callable[[], Found]) -> Found:
     """What the library brings; what it raises becomes a ConfigError."""
     # brings the library of datasets along, a second that folders do without
-    from app.data.reach import go_offline_without_network
+    from app.data.hub import go_offline_without_network
 
     disable_progress_bars()
     go_offline_without_network()

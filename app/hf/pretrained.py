@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from app.config import ModelConfig
+from app.hf.file_names import CONFIG_JSON
 from app.hf.files import TensorFiles
 from app.hf.piece import Piece, grouped, names
 from app.hf.tables import EMBEDDING, HEAD, mapping, router_biases
-from app.hf.their_config import TheirConfig, shortened
 from app.hf.their_model import TheirModel
 from app.hf.write import PART_NUMEL
 from app.plan.model.stage import NamedWeight, model_weights
@@ -26,8 +26,10 @@ from app.plan.shards import Bounds
 # Tensors that say nothing: `transformers` saved tables of frequencies until version 4.31.
 SAID_ELSEWHERE = re.compile(r"\.rotary_emb\.inv_freq$")
 LAYER = re.compile(r"^model\.layers\.(\d+)\.")
+# What only a layer has that predicts further tokens.
+PREDICTING = re.compile(r"model\.layers\.(\d+)\.eh_proj\.weight")
 MOST_NAMED = 3  # tensors that a message names
-COMPARED = 32  # rows of a head that is said to be the embedding
+COMPARED_NUMEL = 2**22  # elements of head and embedding that are compared at once
 
 
 class Pretrained:
@@ -38,8 +40,11 @@ class Pretrained:
 
     def __init__(self, folder: Path, key: str) -> None:
         self.their = TheirModel.read(folder, key)
-        self.files = TensorFiles(folder, key, _block(self.their.config))
+        self.files = TensorFiles(folder, key, self.their.fp8_block)
         self._table = self.their.family.table(self.their.model)
+        marked = (PREDICTING.fullmatch(name) for name in self.files.file_of)
+        layers = sorted(int(found[1]) for found in marked if found)
+        self._predicting = [layer for layer in layers if layer in self.their.predicted]
         self._check_names()
 
     @property
@@ -140,40 +145,34 @@ class Pretrained:
             raise self.files.refusal(f"{_some(unknown)} unknown in models of type {kind}")
 
     def _check_tied(self) -> None:
-        """Compare some rows of the embedding with those of a head that the files have as well."""
+        """Compare the embedding with a head that the files have as well, all rows of both."""
         shape = self.model.vocab_size, self.model.hidden_size
         for name in (EMBEDDING, HEAD):
             self.files.check(name, shape)
-        for row in range(0, shape[0], max(1, shape[0] // COMPARED)):
-            region = (row, row + 1), (0, shape[1])
-            head, embedding = (self.files.read(name, region) for name in (HEAD, EMBEDDING))
-            if not head.float().equal(embedding.float()):
+        rows = max(1, COMPARED_NUMEL // shape[1])
+        for low in range(0, shape[0], rows):
+            region = (low, min(low + rows, shape[0])), (0, shape[1])
+            head, embedding = (self.files.read(name, region).float() for name in (HEAD, EMBEDDING))
+            if not head.equal(embedding):
+                row = low + int((head != embedding).any(dim=1).nonzero()[0])
                 what = f"{HEAD} is another than {EMBEDDING} in row {row}"
                 raise self.files.refusal(f"{what}, and tie_word_embeddings makes them one")
 
     def _left_out(self, name: str) -> bool:
         layer = LAYER.match(name)
-        extra = layer is not None and int(layer[1]) in self.their.predicted
+        extra = layer is not None and int(layer[1]) in self._predicting
         return extra or SAID_ELSEWHERE.search(name) is not None
+
+    def left_out(self) -> str | None:
+        """What the model's files have that is not read, in words; None: nothing."""
+        texts = [
+            f"model.layers.{layer}, which predicts further tokens" for layer in self._predicting
+        ]
+        texts += [f"{CONFIG_JSON}: {phrase}" for phrase in self.their.left_out]
+        return f"left out: {'; '.join(texts)}" if texts else None
 
 
 def _some(listed: Sequence[str]) -> str:
     more = len(listed) - MOST_NAMED
     told = ", ".join(listed[:MOST_NAMED]) + (f" and {more} more" if more > 0 else "")
     return f"{told} {'is' if len(listed) == 1 else 'are'}"
-
-
-def _block(config: TheirConfig) -> tuple[int, int] | None:
-    """Rows and columns that share a scale of FP8 weights; None: there are none."""
-    how = config.section("quantization_config")
-    if not how.values:
-        return None
-    method = how.need("quant_method")
-    if method != "fp8":
-        what = f"weights quantised by {shortened(str(method))} are not supported, but fp8 in blocks"
-        raise config.refusal(what)
-    size = how.need("weight_block_size")
-    if len(size) != 2 or 0 in size:
-        raise how.unsupported("weight_block_size")
-    rows, columns = size
-    return rows, columns

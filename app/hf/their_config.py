@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,14 +20,14 @@ WHOLE = frozenset((
     "num_local_experts", "num_experts", "num_experts_per_tok", "moe_intermediate_size",
     "decoder_sparse_step", "n_routed_experts", "n_shared_experts", "first_k_dense_replace",
     "n_group", "topk_group", "q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim",
-    "v_head_dim", "num_nextn_predict_layers",
+    "v_head_dim", "num_nextn_predict_layers", "num_mtp_layers",
 ))  # fmt: skip
 NUMBER = frozenset((
     "rms_norm_eps", "rope_theta", "factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim",
     "low_freq_factor", "high_freq_factor", "router_aux_loss_coef", "routed_scaling_factor",
     "aux_loss_alpha",
 ))  # fmt: skip
-FLAG = frozenset(("tie_word_embeddings", "norm_topk_prob"))
+FLAG = frozenset(("tie_word_embeddings", "norm_topk_prob", "seq_aux"))
 SECTION = frozenset(("rope_parameters", "rope_scaling", "quantization_config"))
 TEXTS = frozenset(("layer_types",))
 WHOLES = frozenset(("mlp_only_layers", "weight_block_size"))
@@ -76,17 +76,20 @@ class TheirConfig:
     path: Path
     key: str  # that led here, for messages
     inside: str = ""  # of a section: its name
+    asked: set[str] = field(default_factory=set, compare=False, repr=False)  # keys that were read
+    # of each section that was read: its keys that were
+    asked_within: dict[str, set[str]] = field(default_factory=dict, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         for name, told in misfits(self.values):
-            raise self.refusal(f"{self._said(name)} is {told}")
+            raise self.refusal(f"{self.said(name)} is {told}")
 
     @classmethod
     def read(cls, folder: Path, key: str) -> TheirConfig:
         """That of a model's folder. Raises ConfigError where there is none that can be read."""
         path = folder / CONFIG_JSON
         try:
-            values = json.loads(path.read_text())
+            values = json.loads(path.read_text(encoding="utf-8"))
         except FileNotFoundError:
             raise ConfigError(key, folder, f"has no {CONFIG_JSON}") from None
         except OSError as error:
@@ -105,14 +108,26 @@ class TheirConfig:
 
     def section(self, name: str) -> TheirConfig:
         """What a section says; nothing where it is missing or null."""
-        return TheirConfig(self.get(name, {}), self.path, self.key, inside=name)
+        asked = self.asked_within.setdefault(name, set())
+        return TheirConfig(self.get(name, {}), self.path, self.key, inside=name, asked=asked)
 
     def name(self, name: str) -> str:
         """What messages call a key."""
         return f"{self.inside}.{name}" if self.inside else name
 
-    def _said(self, name: str) -> str:
+    def said(self, name: str) -> str:
+        """A key and its value, as messages have them."""
         return f"{self.name(name)}={shortened(json.dumps(self.values[name]))}"
+
+    def unread(self) -> list[str]:
+        """Keys that have a value which nobody has asked for."""
+        said = (name for name, value in self.values.items() if value is not None)
+        return [name for name in said if name not in self.asked]
+
+    def value(self, name: str) -> Any:
+        """A value as it is; None where it is missing or null."""
+        self.asked.add(name)
+        return self.values.get(name)
 
     def refusal(self, what: str) -> ConfigError:
         """The error that says what is wrong with it."""
@@ -120,33 +135,35 @@ class TheirConfig:
 
     def need(self, name: str) -> Any:
         """A value that has to be there."""
-        if self.values.get(name) is None:
+        if (found := self.value(name)) is None:
             raise self.refusal(f"{self.name(name)} is missing")
-        return self.values[name]
+        return found
 
     def either(self, *spellings: str) -> Any:
-        """A value that has to be there under one of several names."""
-        found = (self.values.get(name) for name in spellings)
-        value = next((each for each in found if each is not None), None)
-        return self.need(spellings[0]) if value is None else value
+        """A value that has to be there under one of several names, and the same under all."""
+        found = [name for name in spellings if self.value(name) is not None]
+        for other in found[1:]:
+            if self.values[other] != self.values[found[0]]:
+                raise self.refusal(f"{self.said(found[0])} and {self.said(other)} are one number")
+        return self.need(found[0] if found else spellings[0])
 
     def get(self, name: str, default: Any) -> Any:
         """A value, or what holds where it is missing or null."""
-        found = self.values.get(name)
+        found = self.value(name)
         return default if found is None else found
 
     def only(self, name: str, *allowed: Any) -> None:
         """Refuse a value that our models cannot have; missing passes, and null where it need not be
         true.
         """
-        found = self.values.get(name)
+        found = self.value(name)
         needed = name in self.values and any(each is True for each in allowed)
         if (found is not None or needed) and found not in allowed:
             raise self.unsupported(name)
 
     def unsupported(self, name: str) -> ConfigError:
         """The error for a value that our models cannot have."""
-        return self.refusal(f"{self._said(name)} is not supported")
+        return self.refusal(f"{self.said(name)} is not supported")
 
     def renamed(self, names: Mapping[str, str]) -> dict[str, Any]:
         """Our fields of values that have to be there."""

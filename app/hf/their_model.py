@@ -6,10 +6,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from app.config import ModelConfig
-from app.errors import ConfigError
+from app.errors import ConfigError, typed
 from app.hf.config_json import as_model
+from app.hf.config_keys import FP8_NEUTRAL, check_neutral, left_out
 from app.hf.families import Family, family_named
-from app.hf.their_config import TheirConfig
+from app.hf.their_config import TheirConfig, shortened
+
+PREDICT_LAYERS = "num_nextn_predict_layers", "num_mtp_layers"  # one number under two names
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,23 +22,52 @@ class TheirModel:
     config: TheirConfig
     family: Family
     model: ModelConfig
+    fp8_block: tuple[int, int] | None  # rows and columns with one scale; None: no FP8 weights
+    predicted: range  # layers behind the last one that predict further tokens
+    left_out: tuple[str, ...]  # what is not used of config.json, in phrases
 
     @classmethod
     def read(cls, folder: Path, key: str) -> TheirModel:
         """That of a folder. Raises ConfigError for what our models cannot be."""
-        config = TheirConfig.read(folder, key)
-        family = family_named(config)
-        config = config.completed(family.defaults)
+        said = TheirConfig.read(folder, key)
+        family = family_named(said)
+        config = said.completed(family.defaults)
+        fields = family.read(config)
+        fp8_block = _fp8_block(config)
+        predicted = _predicted(said, family, fields["num_layers"])
+        check_neutral(config, family.model_type)
         try:
-            model = as_model(family.read(config), folder.resolve().name)
+            model = as_model(fields, folder.resolve().name)
         except ConfigError as error:
-            if error.key == key:
-                raise
-            raise config.refusal(f"as {error}") from None
-        return cls(config, family, model)
+            # sizes are those of the weights: no hint of others
+            told = f"{error.key}={typed(error.value)}: {error.rule}"
+            raise config.refusal(f"as {told}") from None
+        phrases = tuple(left_out(config, family.model_type))
+        return cls(config, family, model, fp8_block, predicted=predicted, left_out=phrases)
 
-    @property
-    def predicted(self) -> range:
-        """Layers behind the last one that predict further tokens, which we do not have."""
-        layers = self.model.num_layers
-        return range(layers, layers + int(self.config.get("num_nextn_predict_layers", 0)))
+
+def _predicted(said: TheirConfig, family: Family, layers: int) -> range:
+    """`said`: config.json without what it lacks, which may be there under another name."""
+    usual = family.defaults.get(PREDICT_LAYERS[0])
+    if usual is None:
+        return range(layers, layers)
+    there = any(said.values.get(name) is not None for name in PREDICT_LAYERS)
+    more = said.either(*PREDICT_LAYERS) if there else usual
+    return range(layers, layers + int(more))
+
+
+def _fp8_block(config: TheirConfig) -> tuple[int, int] | None:
+    how = config.section("quantization_config")
+    if not how.values:
+        return None
+    method = how.need("quant_method")
+    if method != "fp8":
+        what = f"weights quantised by {shortened(str(method))} are not supported, but fp8 in blocks"
+        raise config.refusal(what)
+    for name, values in FP8_NEUTRAL.items():
+        how.only(name, *values)
+    size = how.need("weight_block_size")
+    if len(size) != 2 or 0 in size:
+        raise how.unsupported("weight_block_size")
+    rows, columns = size
+    return rows, columns

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from fnmatch import fnmatch
 from typing import Any
 
+from app.data.special_tokens import SETTINGS, SPECIAL_TOKENS_MAP
 from app.hf.file_names import TOKENIZER
 
-SETTINGS = "tokenizer_config.json"
 # What says how texts become tokens, in whatever format, besides TOKENIZER and SETTINGS.
 VOCABULARIES = ("tokenizer*", "vocab*", "merges.txt", "added_tokens.json")
 ABOUT_TOKENS = ("special_tokens_map.json", "chat_template*")
@@ -35,7 +35,7 @@ def with_tokenizer(
     none. Raises ValueError where SETTINGS are no JSON object.
     """
     if tokenizer is not None and texts.get(TOKENIZER) == tokenizer.contents:
-        return dict(texts)
+        return {**texts, **_with_end(texts, tokenizer)}
     gone = VOCABULARIES if tokenizer is not None else (*VOCABULARIES, *ABOUT_TOKENS)
     kept = {
         name: contents
@@ -44,11 +44,38 @@ def with_tokenizer(
     }
     if tokenizer is None:
         return kept
-    settings = json.loads(texts.get(SETTINGS, b"{}"))
+    made = _written(_settings(_read(texts, SETTINGS), tokenizer))
+    return {
+        **kept,
+        **_with_end({**kept, SETTINGS: made}, tokenizer),
+        TOKENIZER: tokenizer.contents,
+        SETTINGS: made,
+    }
+
+
+def _read(texts: Mapping[str, bytes], name: str) -> dict[str, Any]:
+    settings = json.loads(texts.get(name, b"{}"))
     if not isinstance(settings, dict):
         raise ValueError("no JSON object")
-    made = json.dumps(_settings(settings, tokenizer), indent=2, ensure_ascii=False) + "\n"
-    return {**kept, TOKENIZER: tokenizer.contents, SETTINGS: made.encode()}
+    return settings
+
+
+def _written(settings: dict[str, Any]) -> bytes:
+    return (json.dumps(settings, indent=2, ensure_ascii=False) + "\n").encode()
+
+
+def _with_end(texts: Mapping[str, bytes], tokenizer: TrainedTokenizer) -> dict[str, bytes]:
+    """The files that say which token ends a document, where they name another one or none."""
+    if SETTINGS not in texts:
+        return {SETTINGS: _written(_settings({}, tokenizer))}
+    changed = {}
+    for name in (SETTINGS, SPECIAL_TOKENS_MAP):
+        settings = _read(texts, name)
+        said = settings.get("eos_token")
+        told = said.get("content") if isinstance(said, dict) else said
+        if told != tokenizer.end and (name == SETTINGS or said is not None):
+            changed[name] = _written({**settings, "eos_token": tokenizer.end})
+    return changed
 
 
 def _settings(theirs: dict[str, Any], tokenizer: TrainedTokenizer) -> dict[str, Any]:
@@ -59,8 +86,8 @@ def _settings(theirs: dict[str, Any], tokenizer: TrainedTokenizer) -> dict[str, 
     }
     kept = {name: value for name, value in theirs.items() if name != "auto_map"}
     return {
-        "eos_token": tokenizer.end,
         **kept,
+        "eos_token": tokenizer.end,
         "added_tokens_decoder": added,
         "tokenizer_class": AS_IT_IS,
     }

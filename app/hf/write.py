@@ -161,8 +161,7 @@ class Export:
             places = {each.piece.name: file for file, held in files.items() for each in held}
             index = {INDEX: as_json({"metadata": {"total_size": size}, "weight_map": places})}
         with _writing(self.folder):
-            for name, contents in {**index, **texts}.items():
-                (self.draft / name).write_bytes(contents)
+            write_all(self.draft, {**index, **texts})
             self._take_place()
 
     def _take_place(self) -> None:
@@ -227,6 +226,13 @@ def file_header(
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text
+
+
+def write_all(folder: Path, texts: Mapping[str, bytes]) -> None:
+    """Write files with these contents, by their names within a folder. Raises OSError."""
+    for name, contents in texts.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_bytes(contents)
 
 
 def as_json(value: Mapping[str, Any]) -> bytes:

@@ -230,7 +230,9 @@ def _frequencies(rope: Rope, device: torch.device) -> Tensor:
 
     first = max(math.floor(pair(yarn.beta_fast)), 0)
     last = min(math.ceil(pair(yarn.beta_slow)), rope.width - 1)
-    slow_H = ((even / 2 - first) / max(last - first, 0.001)).clamp(0, 1)
+    # `last` may be below `first` where the base is small: then all pairs are slow, as in
+    # `transformers`.
+    slow_H = ((even / 2 - first) / (last - first or 0.001)).clamp(0, 1)
     mixed_H: Tensor = plain_H * (1 - slow_H) + plain_H / yarn.factor * slow_H
     return mixed_H
 

@@ -48,7 +48,7 @@ class LinearBackend(Protocol):
         """The output's gradient as `input_grad` and `weight_grad` read it."""
 
     def output(self, x: Operand, weight_OI: Tensor) -> Tensor:
-        """x · weightᵀ."""
+        """Return x · weightᵀ in new memory, which the caller may write to: no view to autograd."""
 
     def input_grad(self, grad: Operand, weight_OI: Tensor, out: Tensor | None = None) -> Tensor:
         """grad · weight, of the output's gradient; in the memory of `out` if there is one."""

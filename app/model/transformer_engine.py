@@ -11,7 +11,8 @@ from app.errors import ConfigError
 
 LIBRARY = "transformer_engine"
 OLDEST = (2, 20)  # release whose functions take the arguments that our modules give them
-INSTALL = f"pip install 'transformer_engine[pytorch]>={'.'.join(map(str, OLDEST))}'"
+# In an isolated build pip would compile the bindings against a torch of its own choice.
+INSTALL = "pip install 'graphfold[gpu]' --no-build-isolation"
 
 
 def import_library(refused: Callable[[str], ConfigError]) -> ModuleType:

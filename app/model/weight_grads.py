@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import ClassVar, Protocol
 
 import torch
@@ -139,6 +139,10 @@ class GroupedLinearGrad(WeightGrad):
     def write_to(self, total: Tensor, later: GroupedLinearGrad | None = None) -> None:
         """There, `total` is not read, and zero for experts without rows."""
         self.add_to(total, later, writes=True)
+
+    def with_own_ends(self) -> GroupedLinearGrad:
+        """Return the same gradient with a copy of the ends, which others may overwrite."""
+        return replace(self, ends_E=self.ends_E.clone())
 
     @property
     def operands(self) -> Operands:

@@ -88,6 +88,7 @@ class Router(nn.Module):
             topk_groups=moe.topk_groups,
             group_best=moe.group_best,
             scale=moe.routed_scale,
+            norm_topk_prob=moe.norm_topk_prob,
             forced_TK=self._forced(logits_TE),
         )
         if moe.capacity_factor is not None:

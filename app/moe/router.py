@@ -29,6 +29,7 @@ def route(
     topk_groups: int | None = None,
     scale: float | None = None,
     group_best: int | None = None,
+    norm_topk_prob: bool | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Dense form of `choose`: probabilities [T, E] in the logits' dtype, zero elsewhere, and the
     chosen map [T, E] (bool). For other programs, and for tests that compare with theirs.
@@ -43,6 +44,7 @@ def route(
         topk_groups=topk_groups,
         scale=scale,
         group_best=group_best,
+        norm_topk_prob=norm_topk_prob,
     )
     probs_TE = torch.zeros_like(logits_TE).scatter(1, experts_TK, probs_TK.to(logits_TE.dtype))
     return probs_TE, torch.zeros_like(logits_TE, dtype=torch.bool).scatter(1, experts_TK, True)
@@ -59,11 +61,13 @@ def choose(
     scale: float | None = None,
     forced_TK: Tensor | None = None,
     group_best: int | None = None,
+    norm_topk_prob: bool | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Probabilities [T, K] fp32 and ids [T, K] int64 of each token's top_k experts, ids ascending.
 
     softmax: over the chosen logits, or with `pre_softmax` over all logits before choosing, not
-    normalised again. sigmoid: of each logit, normalised over the chosen ones when top_k > 1.
+    normalised again. sigmoid: of each logit, divided by the sum over the chosen ones where
+    `norm_topk_prob` says so; None: when top_k > 1.
     `bias_E` is added to sigmoid scores for the choice only (loss-free balancing, arXiv 2408.15664);
     softmax ignores it. With `groups`, only the `topk_groups` groups with the largest sum of their
     `group_best` best scores stay eligible: top_k // topk_groups of them unless given (DeepSeek-V3,
@@ -82,7 +86,9 @@ def choose(
         per_group = group_best or top_k // topk_groups
         ranked_TE = _within_best_groups(ranked_TE, groups, topk_groups, per_group=per_group)
     experts_TK = _top_experts(ranked_TE, top_k) if forced_TK is None else forced_TK
-    probs_TK = _weigh(scores_TE.gather(1, experts_TK), score, pre_softmax)
+    probs_TK = _weigh(
+        scores_TE.gather(1, experts_TK), score, pre_softmax, norm_topk_prob=norm_topk_prob
+    )
     return (probs_TK if scale is None else probs_TK * scale), experts_TK
 
 
@@ -196,11 +202,14 @@ def _within_best_groups(scores_TE: Tensor, groups: int, topk_groups: int, per_gr
     return scores_TGX.masked_fill(outside_TG[:, :, None], float("-inf")).flatten(1)
 
 
-def _weigh(chosen_TK: Tensor, score: Score, pre_softmax: bool) -> Tensor:
+def _weigh(
+    chosen_TK: Tensor, score: Score, pre_softmax: bool, *, norm_topk_prob: bool | None
+) -> Tensor:
     """Probabilities of the chosen experts from their scores."""
     if score is Score.softmax:
         return chosen_TK if pre_softmax else chosen_TK.softmax(dim=-1)
-    if chosen_TK.shape[1] == 1:
+    normalizes = chosen_TK.shape[1] > 1 if norm_topk_prob is None else norm_topk_prob
+    if not normalizes:
         return chosen_TK
     return chosen_TK / (chosen_TK.sum(dim=-1, keepdim=True) + TINY)
 

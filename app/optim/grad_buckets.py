@@ -69,7 +69,8 @@ class GradBuckets:
 
     With `writes_first`, sums are not cleared: the first gradient of a step is written instead of
     added, and what none has come for is cleared before it is reduced. That cannot be where one
-    recording serves the first microbatch and others.
+    recording serves the first microbatch and others. There the next replay also overwrites where
+    experts' rows end, so that a gradient that waits keeps a copy.
 
     A bug is an AssertionError. While arrivals are listed, `arrive` lists in every state.
     """
@@ -137,7 +138,7 @@ class GradBuckets:
             if earlier is not None:
                 gradient = PairedGrad(earlier, gradient)
             elif self.state is GradState.accumulating:
-                self._held[param] = gradient
+                self._held[param] = gradient if self.writes_first else gradient.with_own_ends()
                 return
         bucket, total = self._sums[param]
         if param in self._unwritten:

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import re
+import warnings
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import groupby
 
 from app.plan.actions import OnMicrobatch
 from app.plan.memory.overheads import GIB
 
+# control characters, which XML does not take, and halves of characters, which fonts do not
+NOT_DRAWN = re.compile("[\x00-\x08\x0b-\x1f\x7f\ud800-\udfff\ufffe\uffff]")
 MOST_RANKS = 8  # of a group that is listed in full
 
 
@@ -91,3 +96,20 @@ def cut(words: Iterable[str], width: int, end: str) -> str:
         if len(whole) + 1 + len(end) <= width:
             line = whole
     return whole
+
+
+def drawable(name: str) -> str:
+    """Return a name of the user's as a picture can show it: what no font has becomes �."""
+    return NOT_DRAWN.sub("\ufffd", name)
+
+
+@contextmanager
+def literal_text() -> Iterator[None]:
+    """Within the block matplotlib draws text as it is: a dollar sign begins no formula, and a
+    character that the font lacks is a box without a warning.
+    """
+    import matplotlib  # takes its time to load
+
+    with matplotlib.rc_context({"text.parse_math": False}), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", r"Glyph .* missing from", UserWarning)
+        yield

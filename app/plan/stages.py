@@ -9,11 +9,12 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, islice
 
 from app.errors import ConfigError, FirstOf, Instead, nearest_divisors, nearest_multiples
 from app.plan.pipeline.dependencies import Pipeline
 
+SPELLED = 4  # letters in a row that are not yet written as a repeat
 # names of layers -> letters of a layout
 LETTERS = {"embedding": "E", "decoder": "t", "mtp": "m", "loss": "L"}
 
@@ -169,13 +170,60 @@ def _even_sizes(
 
 
 def _even(num_layers: int, pp: int, vpp: int, extra: int) -> tuple[FirstOf, ...]:
-    """What divides evenly: other layers, or other stages."""
+    """What works instead: other sizes of the end stages, every stage spelled out, other stages; and
+    other layers where there are fewer than stages.
+    """
     places = num_layers + extra
     stages = pp * vpp
     below = places // stages * stages
-    layers = [FirstOf([n - extra]) for n in (below, below + stages) if n > extra]
     per_chunk = places // vpp if places % vpp == 0 else places
-    return (*layers, *nearest_divisors(pp, per_chunk, "parallel.pp"))
+    fewer = nearest_divisors(pp, per_chunk, "parallel.pp")
+    if num_layers < stages or extra:  # no split of the ends helps
+        layers = [FirstOf([n - extra]) for n in (below, below + stages) if n > extra]
+        return (*layers, *fewer)
+    size, more = divmod(num_layers, stages)
+    spelled = spelled_layout([size + 1] * more + [size] * (stages - more))
+    split = (Instead(*each) for each in _splits(num_layers, pp, vpp))
+    several = (
+        FirstOf(each for each in side.candidates if str(each) != "parallel.pp=1") for side in fewer
+    )
+    return (FirstOf([*islice(split, 4), Instead(f"parallel.layout='{spelled}'")]), *several)
+
+
+def _splits(
+    num_layers: int, pp: int, vpp: int, first: int | None = None, last: int | None = None
+) -> list[tuple[str, ...]]:
+    """Overrides of `parallel.first` and `parallel.last` that fit, the most even split first; with
+    one of them given, of the other.
+    """
+    found = []
+    most = num_layers // pp + 2 * vpp
+    sizes = range(vpp, most + 1, vpp)
+    for head in (None, *sizes) if first is None else (first,):
+        for tail in (None, *sizes) if last is None else (last,):
+            ends = [each for each in (head, tail) if each is not None]
+            middle = pp - len(ends)
+            rest = num_layers - sum(ends)
+            if middle < 1 or rest < middle * vpp or rest % (middle * vpp):
+                continue
+            ranks = [*ends, rest // middle]
+            words = [f"parallel.first={head}"] if first is None and head is not None else []
+            words += [f"parallel.last={tail}"] if last is None and tail is not None else []
+            if words:
+                ends_held = (tail or 0, head or 0)  # beside them lie the head and the embedding
+                key = (max(ranks), max(ranks) - min(ranks), len(words), *ends_held)
+                found.append((key, tuple(words)))
+    return [words for _, words in sorted(found)]
+
+
+def spelled_layout(sizes: Sequence[int]) -> str:
+    """`parallel.layout` of stages with so many layers, as it can be typed: [2, 5, 1] is
+    Ett|t*5|tL.
+    """
+    letters = [f"t*{size}" if size > SPELLED else "t" * size for size in sizes]
+    letters[0] = "E" + letters[0]
+    letters[-1] += "L"
+    return "|".join(letters)
 
 
 def _around(value: int, step: int) -> list[int]:
@@ -207,7 +255,10 @@ def _uneven_sizes(
             f"vpp={vpp} stages"
         )
         fits = FirstOf(fixed + n for n in _around(rest, middle * vpp))
-        raise ConfigError("model.num_layers", num_layers, rule, nearest=fits)
+        kept = ((first, None), (None, last), (None, None))
+        ends = (_splits(num_layers, pp, vpp, one, last=other) for one, other in kept)
+        split = FirstOf(Instead(*words) for each in ends for words in each[:2])
+        raise ConfigError("model.num_layers", num_layers, rule, nearest=(split, fits))
     per_rank = head + ([rest // middle] * middle if middle else []) + tail
     return [per_rank[pipeline.rank(stage)] // vpp for stage in range(pp * vpp)]
 

@@ -109,7 +109,7 @@ def check_graphs_beside(run: Run) -> None:
             "cuda_graph.impl",
             graph.impl,
             rule,
-            nearest=(_whole(), Instead("schedule=1f1b", *one_stage(run))),
+            nearest=(_whole(), Instead("schedule=1f1b", *one_stage(run)), GraphImpl.none),
         )
     if partial and recompute.full:
         rule = (

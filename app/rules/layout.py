@@ -27,9 +27,7 @@ def check_world(run: Run) -> None:
             f"must be a multiple of tp × cp × pp = {run.parallel.tp} × {run.parallel.cp} × "
             f"{run.parallel.pp} = {ranks}"
         )
-        raise ConfigError(
-            "parallel.world_size", world, rule, nearest=nearest_multiples(world, ranks)
-        )
+        raise ConfigError("parallel.world_size", world, rule, nearest=_degrees_of(run, world))
     if world and run.dp * ranks != world:
         rule = f"{world} processes over tp × cp × pp = {ranks} ranks"
         whole = (world // ranks,) if world % ranks == 0 else ()
@@ -39,6 +37,17 @@ def check_world(run: Run) -> None:
             rule,
             nearest=(*whole, Instead(f"parallel.world_size={run.dp * ranks}")),
         )
+
+
+def _degrees_of(run: Run, world: int) -> tuple[FirstOf, ...]:
+    """Other degrees that fill the world, which is as large as there are GPUs."""
+    found: tuple[FirstOf, ...] = ()
+    for axis in ("pp", "cp", "tp"):
+        degree = getattr(run.parallel, axis)
+        share, rest = divmod(world, run.model_ranks // degree)
+        if degree > 1 and not rest:
+            found += nearest_divisors(degree, share, f"parallel.{axis}")
+    return found
 
 
 def check_expert_parallel(run: Run) -> None:

@@ -23,9 +23,15 @@ def check_batch(run: Run) -> None:
 
 
 def _batch_of(run: Run) -> tuple[FirstOf, ...]:
-    """Fewer replicas, which the batch can be cut over."""
+    """Smaller microbatches, and fewer replicas, which the batch can be cut over."""
+    found: tuple[FirstOf, ...] = ()
+    per_rank, rest = divmod(run.train.global_batch, run.dp)
+    if not rest:
+        found = nearest_divisors(run.train.micro_batch, per_rank, "train.micro_batch")[:1]
     whole, rest = divmod(run.train.global_batch, run.train.micro_batch)
-    return () if rest or not run.parallel.dp else nearest_divisors(run.dp, whole, "parallel.dp")[:1]
+    if rest or not run.parallel.dp:
+        return found
+    return (*found, *nearest_divisors(run.dp, whole, "parallel.dp")[:1])
 
 
 def check_lr_schedule(run: Run) -> None:

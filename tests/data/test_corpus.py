@@ -16,8 +16,9 @@ from pyarrow import parquet
 
 from app.choices import Source
 from app.config import DataConfig
-from app.data import corpus
+from app.data import hub
 from app.data.baseline import ngram_loss
+from app.data.documents import documents
 from app.data.feed import Cursor, TrainFeed
 from app.data.load import load_data, prepare
 from app.data.packing import Documents
@@ -91,7 +92,7 @@ def test_streaming_and_prepared_agree_on_the_documents(
     streaming = stream_config([texts[:20], texts[20:]])
     prepared = DataConfig(source=Source.hub, name=streaming.name, cache_dir=streaming.cache_dir)
     assert (
-        [row["text"] for row in corpus.streamed(streaming)]
+        [row["text"] for row in hub.streamed(streaming)]
         == texts_of(tokenized(prepared, TOKENIZER))
         == texts
     )
@@ -130,6 +131,7 @@ def test_changed_files_and_tokenizers_make_new_entries(tmp_path: Path, texts: li
     for number, end in enumerate(("</s>", "<eos>")):
         words = Tokenizer(models.WordLevel({"new": 0, "?": 1, end: 70_000 + number}, unk_token="?"))
         words.pre_tokenizer = pre_tokenizers.Whitespace()
+        words.add_special_tokens([end])
         words.save(str(tmp_path / "words.json"))
         documents = tokenized(config, load_tokenizer(str(tmp_path / "words.json")))
         assert (
@@ -161,7 +163,7 @@ def test_ranks_that_prepare_at_once_do_not_spoil_the_cache(tmp_path: Path, texts
     for rank in ranks:
         rank.start()
     start.set()
-    assert [results.get(timeout=60) for _ in ranks] == [texts * 20] * 3
+    assert [results.get(timeout=600) for _ in ranks] == [texts * 20] * 3
     for rank in ranks:
         rank.join()
     assert texts_of(tokenized(config, TOKENIZER)) == texts * 20
@@ -201,9 +203,8 @@ def test_names_with_wildcards_are_plain_names(tmp_path: Path):
 
 def test_undecodable_files(tmp_path: Path):
     (tmp_path / "latin.py").write_bytes(b"# caf\xe9\n")
-    assert [
-        row["text"] for row in corpus._read_files([str(tmp_path / "latin.py")], strict=False)
-    ] == ["# caf\ufffd\n"]
+    replaced = documents(str(tmp_path / "latin.py"), DataConfig(source=Source.stdlib), set())
+    assert [text.decode() for text in replaced] == ["# caf\ufffd\n"]
     error = load_error(
         source=Source.text, path=(str(tmp_path / "*.py"),), cache_dir=str(tmp_path / "cache")
     )
@@ -265,7 +266,10 @@ def test_a_missing_or_wrong_column(kind: str, tmp_path: Path, texts: list[str]):
             error
         )
         error = load_error(**source_option, streaming=streaming, text_field="id")
-        assert "data.text_field=id: holds Value('int64'), not text" in str(error)
+        told = "data.text_field=id: holds int64, not text"
+        if kind != "parquet":
+            told = "data/a.jsonl: line 1 holds a number in id, not text"
+        assert told in str(error)
 
 
 def test_files_that_are_not_what_they_should_be(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
@@ -316,7 +320,8 @@ def test_too_short_for_a_sequence_names_the_split(tmp_path: Path, texts: list[st
     config = write("jsonl", tmp_path / "data", texts)
     with pytest.raises(
         ConfigError,
-        match=r"train\.seq_len=1000: the validation split has only \d+ tokens, .* needs 1001",
+        match=r"train\.seq_len=1000: the validation split has only \d+ tokens, .* needs 1001, and "
+        r"data\.validation_fraction=0\.1 says .* mean \d+ or data\.validation_fraction=0\.2",
     ):
         load_data(config, 1000, 1, tokenizer=TOKENIZER)
     with pytest.raises(ConfigError, match="the training split has only"):
@@ -355,7 +360,8 @@ def test_a_hub_out_of_reach_is_told_within_seconds(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
     monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", False)
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
-    began = time.monotonic()
+    slept: list[float] = []
+    monkeypatch.setattr(time, "sleep", slept.append)
     error = load_error(source=Source.hub, name="someone/something", cache_dir=str(tmp_path))
     assert "is not in the cache, and http://127.0.0.1:9 cannot be reached" in str(error)
-    assert time.monotonic() - began < 10
+    assert sum(slept) < 5

@@ -161,7 +161,7 @@ def test_a_full_disk_is_one_line(tmp_path: Path, texts: list[str], monkeypatch: 
         raise OSError(errno.ENOSPC, "No space left on device")
 
     config = write("jsonl", tmp_path / "data", texts)
-    monkeypatch.setattr(corpus.datasets.Dataset, "map", full)
+    monkeypatch.setattr(corpus.pa.RecordBatchStreamWriter, "write_batch", full)
     with pytest.raises(ConfigError, match=r"data\.cache_dir=.*: cannot be written: No space left"):
         prepare(config, TOKENIZER)
     monkeypatch.setattr(prepared.tempfile, "mkdtemp", full)

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import itertools
 import pickle
+import random
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +14,14 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from app.data.tokenizer import ByteTokenizer, bytes_as_json, load_tokenizer
+from app.data import tokenizer
+from app.data.tokenizer import (
+    ByteTokenizer,
+    JsonTokenizer,
+    TokenBuffer,
+    bytes_as_json,
+    load_tokenizer,
+)
 from app.errors import ConfigError
 
 BYTES_FILE = Backend.from_str(bytes_as_json())
@@ -85,6 +94,7 @@ def test_json_file_saved_with_truncation_and_padding(tmp_path: Path):
 
 def test_highest_id_counts_when_ids_have_gaps(tmp_path: Path):
     backend = Backend(models.WordLevel({"a": 0, "b": 40, "</s>": 7}, unk_token="a"))
+    backend.add_special_tokens(["</s>"])
     backend.save(str(tmp_path / "gap.json"))
     tokenizer = load_tokenizer(str(tmp_path / "gap.json"))
     assert (tokenizer.vocab_size, tokenizer.eod) == (41, 7)
@@ -123,5 +133,84 @@ def test_equal_tokenizers_pickle_equally(tmp_path: Path):
     other = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, check=True, cwd=Path(__file__).parents[2]
     ).stdout
-    assert other == pickle.dumps(load_tokenizer(str(tmp_path / "bpe.json")), protocol=4)
+    here = load_tokenizer(str(tmp_path / "bpe.json"))
+    assert here.decode([*here.encode("cat"), here.eod]) == "cat", "use leaves no trace"
+    assert other == pickle.dumps(here, protocol=4)
     assert pickle.loads(pickle.dumps(ByteTokenizer())) == ByteTokenizer()
+
+
+# Long documents
+
+
+def split_at_spaces(**options: object) -> Backend:
+    """Characters and pairs of them, in words that a space begins."""
+    pairs = [("a", "b"), ("b", "a"), ("ab", "a"), ("▁", "a"), ("1", "2"), ("12", "3")]
+    pieces = [*"ab▁123", *("".join(pair) for pair in pairs), "</s>"]
+    found = Backend(models.BPE({piece: n for n, piece in enumerate(pieces)}, pairs, **options))
+    found.pre_tokenizer = pre_tokenizers.Metaspace()
+    return found
+
+
+def one_word() -> Backend:
+    """The same without words."""
+    found = split_at_spaces()
+    found.pre_tokenizer = pre_tokenizers.Split(" ", "removed")
+    return found
+
+
+def unknown_words() -> Backend:
+    found = Backend(models.WordLevel({"ab": 0, "[UNK]": 1, "</s>": 2}, unk_token="[UNK]"))
+    found.pre_tokenizer = pre_tokenizers.Whitespace()
+    return found
+
+
+def best_pieces() -> Backend:
+    """No words, and pieces that depend on all of them: there is no place to cut."""
+    return Backend(models.Unigram([("<u>", 0.0), ("a", -1.0), ("ab", -1.5), ("b", -2.0)], 0, False))
+
+
+MADE = {each.__name__: each for each in (split_at_spaces, one_word, unknown_words, best_pieces)}
+
+
+@pytest.fixture
+def small_slices(monkeypatch: pytest.MonkeyPatch):
+    for name, value in (("SLICE", 200), ("OVERLAP", 60), ("AT_ONCE", 3)):
+        monkeypatch.setattr(tokenizer, name, value)
+
+
+@pytest.mark.parametrize("name", MADE)
+@pytest.mark.parametrize("letters", ["ab ", "aab", "123 ", "a", "é ab"])
+def test_slices_give_the_ids_of_the_whole(name: str, letters: str, small_slices: None):
+    backend, draw = MADE[name](), random.Random(1)
+    for length in (0, 50, 199, 260, 261, 1000, 5000):
+        text = "".join(draw.choices(letters, k=length))
+        ids = TokenBuffer(np.dtype(np.uint16))
+        ids.add([7])
+        JsonTokenizer(backend, 20, 2).encode_long(text.encode(), ids)
+        assert ids.ids().tolist() == [7, *backend.encode(text).ids]
+
+
+def test_slices_are_parts_where_there_are_words(small_slices: None):
+    """And one of the rest where no place is found; ids that are drawn are never cut."""
+    text = b"ab a " * 1000
+    parts = {name: len(list(tokenizer._Slices(made(), text))) for name, made in MADE.items()}
+    assert parts["best_pieces"] == 1 and min(parts[n] for n in parts if n != "best_pieces") > 20
+    with pytest.raises(tokenizer._NoFit):
+        tokenizer._Slices(split_at_spaces(dropout=0.5), text)
+
+
+def test_a_slice_with_other_ids_than_before_makes_it_one(small_slices: None, monkeypatch):
+    """Then what was found so far counts no more."""
+    found = tokenizer._Slices._encoded
+    calls = itertools.count()
+
+    def otherwise(self: object, *options: object) -> list[object]:
+        slices = found(self, *options)
+        if next(calls) == 2:
+            slices[0].ids[0] += 1
+        return slices
+
+    monkeypatch.setattr(tokenizer._Slices, "_encoded", otherwise)
+    ids, text = TokenBuffer(np.dtype(np.int32)), "ab a " * 1000
+    JsonTokenizer(split_at_spaces(), 20, 2).encode_long(text.encode(), ids)
+    assert next(calls) > 2 and ids.ids().tolist() == split_at_spaces().encode(text).ids

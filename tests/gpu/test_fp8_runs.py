@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 from pathlib import Path
 from typing import Any
 
@@ -92,6 +93,49 @@ def test_graphs_repeat_sixty_eager_steps(recipe: Fp8Recipe):
     assert len({row[2] for row in eager[9::10]}) == 6
     for name, graph in GRAPHS.items():
         assert trained_alone(run_of(recipe, graph), steps=60, validates=10) == eager, name
+
+
+# as Qwen2 has them; dense, and with routed and shared experts
+BIASED = {
+    "dense": (dataclasses.replace(FOUR, qkv_bias=True), BOTH),
+    "moe": (dataclasses.replace(ROUTED, qkv_bias=True), (Fp8Part.linear,)),
+}
+SCOPES = {
+    "attn": (GraphScope.attn,),
+    "partial": (*PARTS, GraphScope.moe_router, GraphScope.moe_preprocess),
+    "layer": (),
+    "moe": (*PARTS, GraphScope.moe),
+}
+WARMUP, FEW_STEPS = 1, 4
+BIASED_GRAPHS = {
+    **{
+        f"{name}, {impl.value}": CudaGraphConfig(impl, scope, WARMUP)
+        for name, scope in SCOPES.items()
+        for impl in (GraphImpl.local, GraphImpl.transformer_engine)
+    },
+    "whole step": dataclasses.replace(WHOLE, warmup_steps=WARMUP),
+    "whole step with its update": dataclasses.replace(UPDATES, warmup_steps=WARMUP),
+}
+
+
+@pytest.mark.parametrize("seq_len", [256, 251], ids=["whole", "padded"])
+@pytest.mark.parametrize("kind", BIASED)
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.value)
+def test_biases_train_and_graphs_repeat_eager_steps(recipe: Fp8Recipe, kind: str, seq_len: int):
+    """Also with as many tokens as the library has to pad."""
+    model, include = BIASED[kind]
+    # one sequence: 251 tokens are no multiple of what tensor cores load
+    train = TrainConfig(steps=60, seq_len=seq_len, micro_batch=1, global_batch=4)
+
+    def first_steps(graph: CudaGraphConfig) -> list[list[float]]:
+        run = dataclasses.replace(run_of(recipe, graph, model, include), train=train)
+        return trained_alone(run, steps=FEW_STEPS)
+
+    eager = first_steps(EAGER)
+    assert all(math.isfinite(number) for row in eager for number in row)
+    for name, graph in BIASED_GRAPHS.items():
+        if graph.scope != SCOPES["moe"] or kind == "moe":
+            assert first_steps(graph) == eager, name
 
 
 RECOMPUTED = {

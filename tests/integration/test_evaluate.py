@@ -9,9 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from app.cli.evaluate import OWN, Task
+from app.choices import Source
+from app.cli.evaluate import OWN, Task, read_as
 from app.cli.options.request import Words
 from app.engine.decoding.trained import weights_at
+from app.errors import ConfigError
 from tests.distributed import run_distributed
 from tests.integration.test_generate import saved
 from tests.programs import run_forked
@@ -30,6 +32,9 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder.parent / "rows.jsonl").write_text(
         '{"text": "A text of more than one window, which has 50 bytes"}\n{"text": "x"}\n'
     )
+    row = (folder.parent / "rows.jsonl").read_text()
+    for name in ("held.json", "HELD.JSONL", "lined.text"):
+        (folder.parent / name).write_text(row)
     lines = [json.dumps(question) + "\n" for question in QUESTIONS]
     (folder.parent / "questions.jsonl").write_text("".join(lines))
     (folder.parent / "empty.jsonl").write_text("\n")
@@ -74,6 +79,37 @@ def test_multiple_choice(run_dir: Path):
     code, out, _ = evaluated(run_dir, "choices=questions.jsonl")
     assert code == 0
     assert re.fullmatch(r"accuracy [01]\.\d+, length-normalised [01]\.\d+, of 2 questions\n", out)
+    many = evaluated(run_dir, "choices=questions.jsonl", "batch=1000000000000")
+    assert many[:2] == (0, out), "no more windows are computed together than there are"
+
+
+def test_files_are_read_as_typed_or_as_the_run_was(run_dir: Path):
+    """By their names only where the run's corpus was none of files."""
+    named = evaluated(run_dir, "data.path=held.json", "stride=8")
+    assert named[0] == 0 and "49 tokens" in named[1], named[2]
+    for words in (["data.path=HELD.JSONL"], ["data.path=lined.text", "data.source=jsonl"]):
+        assert evaluated(run_dir, *words, "stride=8")[:2] == named[:2]
+    as_text = evaluated(run_dir, "data.path=held.json", "data.source=text", "stride=8")
+    assert as_text[0] == 0 and "49 tokens" not in as_text[1]
+
+
+def source_of(own: Source, *typed: str) -> list[str]:
+    return read_as(Words.parse(["run", *typed], OWN), own)
+
+
+def test_the_source_of_the_run_counts():
+    for own in (Source.jsonl, Source.parquet):
+        for name in ("held", "held.txt", "HELD.JSON"):
+            assert source_of(own, f"data.path={name}")[0] == f"data.source={own.value}"
+    assert source_of(Source.text, "data.path=[a.txt,b]")[0] == "data.source=text"
+    assert source_of(Source.hub, "data.path=a.jsonl.gz")[0] == "data.source=jsonl"
+    assert source_of(Source.text, "data.path=a.json", "data.source=text") == [
+        "data.streaming=false"
+    ]
+    with pytest.raises(ConfigError, match=r"held\.json: is jsonl by its name.*data\.source=text"):
+        source_of(Source.text, "data.path=held.json")
+    with pytest.raises(ConfigError, match="has files of several kinds"):
+        source_of(Source.stdlib, "data.path=[a.txt,b.jsonl]")
 
 
 MISTAKES = {

@@ -8,7 +8,8 @@ from itertools import pairwise
 
 import pytest
 
-from app.cli.options.compose import all_keys, load_overrides
+from app.cli.options.compose import load_overrides
+from app.cli.options.keys import all_keys
 from tests.training import ROOT
 
 PAGE = (ROOT / "docs/from-megatron.md").read_text()

@@ -96,6 +96,16 @@ def test_a_wheel_holds_all_that_a_run_needs(wheel: Path):
     assert any(name.endswith("licenses/LICENSE") for name in names)
 
 
+def test_wheel_metadata_name_every_extra(wheel: Path):
+    with ZipFile(wheel) as archive:
+        (name,) = [each for each in archive.namelist() if each.endswith(".dist-info/METADATA")]
+        lines = archive.read(name).decode().splitlines()
+    extras = PROJECT["optional-dependencies"]
+    assert {line.split()[1] for line in lines if line.startswith("Provides-Extra: ")} == {*extras}
+    (gpu,) = [line for line in lines if line.endswith('extra == "gpu"')]
+    assert gpu == 'Requires-Dist: transformer-engine[pytorch]>=2.20; extra == "gpu"'
+
+
 def test_the_commands_follow_one_pattern():
     """graphfold-<name> is <name> in app/cli/commands.py, for every module of app/cli that is a
     command.

@@ -1,6 +1,4 @@
-"""Mistakes that people make, each as a whole program: exit code, one line, soon, and nothing
-written.
-"""
+"""Mistakes that people make, each as a whole program: exit code, one line, and nothing written."""
 
 from __future__ import annotations
 
@@ -8,7 +6,6 @@ import os
 import re
 import shlex
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -19,7 +16,6 @@ from tests.programs import run_forked
 ROOT = Path(__file__).parent.parent.parent
 TABLE = (ROOT / "tests/golden/mistakes.txt").read_text()
 CASES = re.findall(r"^\$ (.*)\n(.*)$", TABLE, re.MULTILINE)
-SECONDS = 30  # on a busy machine; one to two where nothing else runs
 
 
 def prepared(folder: Path) -> set[Path]:
@@ -49,7 +45,7 @@ def prepared(folder: Path) -> set[Path]:
 
 @pytest.mark.parametrize(("typed", "said"), sampled(CASES, 12), ids=[typed for typed, _ in CASES])
 def test_a_mistake(tmp_path: Path, typed: str, said: str):
-    before, began = prepared(tmp_path), time.monotonic()
+    before = prepared(tmp_path)
     words = shlex.split(typed)
     plans = words[0] == "plan"
     script = ROOT / ("app/cli/plan.py" if plans else "train.py")
@@ -61,7 +57,6 @@ def test_a_mistake(tmp_path: Path, typed: str, said: str):
     assert re.fullmatch(pattern + r"\n", done.stderr), done.stderr
     assert (done.returncode, done.stdout) == (2, "")
     assert set(tmp_path.rglob("*")) == before
-    assert time.monotonic() - began < SECONDS
 
 
 def test_ranks_that_a_launcher_has_started_tell_a_mistake_once(tmp_path: Path):

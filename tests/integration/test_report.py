@@ -503,3 +503,33 @@ def test_the_fall_of_the_first_steps_is_not_all_that_is_shown():
     assert shown([fall, [(1, 7.0), (100, 9.5)]]) == (1.0, 9.5)
     assert shown([[(1, float("nan")), (2, 3.0)], [(5, 4.0)]]) == (3.0, 4.0)
     assert shown([[], [(0, 5.0)]]) == (0.0, 0.0)
+
+
+@pytest.mark.parametrize("loss", ["NaN", "Infinity", 'null, "not_finite": {"loss": "NaN"}'])
+def test_losses_that_are_not_finite_are_reported(tmp_path: Path, loss: str):
+    """As earlier versions and this one write them; a second run has numbers."""
+    metrics = write_run(tmp_path / "a", loss=2.0) / "metrics.jsonl"
+    lines = metrics.read_text().splitlines()
+    for number, name in ((-2, "loss"), (-1, "val_loss")):
+        odd = loss.replace("loss", name)
+        lines[number] = re.sub(rf'"{name}": [0-9.]+', f'"{name}": {odd}', lines[number])
+    metrics.write_text("\n".join(lines) + "\n")
+    write_run(tmp_path / "b", loss=3.0)
+    assert main([str(tmp_path)]) == 0
+    told = {row["run"]: row["val_loss"] for row in table(tmp_path)}
+    assert told == {"a": "inf" if loss == "Infinity" else "nan", "b": "3.0"}
+    assert run_facts(tmp_path / "a").best_loss == 9.5
+
+
+def test_odd_lines_are_left_out_of_a_report(tmp_path: Path):
+    metrics = write_run(tmp_path / "a", loss=2.0) / "metrics.jsonl"
+    odd = ['{"step": "7", "loss": 1}', "[" * 100_000, '{"step": 5, "loss": 3.0}', '{"step": 1e400}']
+    metrics.write_text(metrics.read_text() + "\n".join(odd) + "\n")
+    assert main([str(tmp_path)]) == 0
+    assert [(row["step"], row["val_loss"]) for row in table(tmp_path)] == [("6", "2.0")]
+
+
+def test_names_with_dollars_are_drawn_as_they_are(tmp_path: Path):
+    write_run(tmp_path / "a$x$_{", loss=2.0)
+    assert main([str(tmp_path)]) == 0
+    assert "a$x$_{" in words(pictures(tmp_path)[0])

@@ -31,11 +31,12 @@ from app.cli.sweeps.combinations import (
 from app.cli.sweeps.jobs import ProgressLine, outcome, progress
 from app.cli.sweeps.record import JobState, Sweep, locked
 from app.cli.sweeps.submitted import NotSubmittedError, how_it_ended, missing, submit, taken_back
-from app.cli.sweeps.sweep import job_arguments, planned, quoted, sweep_name
+from app.cli.sweeps.sweep import job_arguments, planned, sweep_name
 from app.config import Run
 from app.engine.run.run_folder import plain
 from app.errors import ConfigError
 from app.plan.plan import GIB, Plan
+from app.shell import quoted
 from tests.test_config import CONF, load
 
 

@@ -36,6 +36,7 @@ QUESTIONS = [
     {"prompt": "and the dog ", "choices": ["ate", "sat on the mat"], "answer": 1},
     {"prompt": "that", "choices": [" hat", " dog", " cat and the dog", "s"], "answer": 2},
     {"prompt": "a mat: ", "choices": ["on", "off, I would say"], "answer": 0},
+    {"prompt": "", "choices": ["the cat", "a", "that hat sat"], "answer": 1},
 ]
 
 

@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 
 from app.advice import layouts
-from app.advice.even_stages import spelled
 from app.advice.layout_rows import LayoutComparison, LayoutRow
 from app.advice.layouts import compare_layouts
 from app.advice.moves import with_values
@@ -30,7 +29,7 @@ from app.errors import ConfigError
 from app.plan.cost.flops import parameter_count
 from app.plan.formatting import gib
 from app.plan.plan import Plan
-from app.plan.stages import parse_layout
+from app.plan.stages import parse_layout, spelled_layout
 from app.rules import check
 from tests.test_config import load
 
@@ -172,7 +171,7 @@ def test_hours_are_of_the_tokens_that_are_asked_for():
 
 @pytest.mark.parametrize("sizes", [[1, 1], [2, 2, 2, 1], [9, 8], [6, 6, 5, 5]])
 def test_stages_are_spelled(sizes: list[int]):
-    stages = parse_layout(spelled(sizes))
+    stages = parse_layout(spelled_layout(sizes))
     assert [stage.count("t") for stage in stages] == sizes
     assert stages[0].startswith("E") and stages[-1].endswith("L")
 

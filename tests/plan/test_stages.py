@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from app.errors import ConfigError
+from app.errors import ConfigError, Instead
 from app.plan.pipeline.dependencies import Pipeline
 from app.plan.stages import Stage, StagePlan, parse_layout, plan_stages
 
@@ -173,7 +173,10 @@ def test_every_accepted_split_covers_each_layer_once(num_layers: int, pp: int, v
     [
         (
             {"num_layers": 10, "pp": 4},
-            ["pp × vpp = 4 × 1 = 4 stages", "mean 8 or 12 or parallel.pp=2 or parallel.pp=5?"],
+            [
+                "pp × vpp = 4 × 1 = 4 stages",
+                "mean parallel.first=2 parallel.last=2 or parallel.pp=2 or",
+            ],
         ),
         (
             {"num_layers": 10, "pp": 4, "count_head": True},
@@ -184,10 +187,13 @@ def test_every_accepted_split_covers_each_layer_once(num_layers: int, pp: int, v
             ["first=3", "multiple of vpp=2", "mean 2 or 4?"],
         ),
         ({"num_layers": 8, "pp": 2, "first": 0}, ["first=0", "mean 1 or 2?"]),
-        ({"num_layers": 9, "pp": 4, "first": 2}, ["leave 7 layers for 3 middle ranks", "mean 8?"]),
+        (
+            {"num_layers": 9, "pp": 4, "first": 2},
+            ["leave 7 layers for 3 middle ranks", "mean parallel.last=3 or 8?"],
+        ),
         (
             {"num_layers": 8, "pp": 2, "first": 3, "last": 4},
-            ["leave 1 layers for 0 middle ranks", "mean 7?"],
+            ["leave 1 layers for 0 middle ranks", "mean parallel.first=4 or 7?"],
         ),
         ({"num_layers": 8, "pp": 3, "first": 6, "last": 6}, ["leave -4 layers for 1 middle ranks"]),
         (
@@ -223,3 +229,25 @@ def test_refusals_name_the_numbers_and_the_nearest_that_works(args: dict, parts:
     with pytest.raises(ConfigError) as refusal:
         plan_stages(**args)
     assert all(part in str(refusal.value) for part in parts)
+
+
+@pytest.mark.parametrize(
+    ("num_layers", "pp", "vpp"),
+    [(61, 16, 1), (61, 8, 2), (32, 3, 1), (7, 3, 1), (33, 8, 1), (62, 8, 2), (5, 4, 1), (27, 4, 3)],
+)
+def test_uneven_layers_are_split_by_the_first_offer(num_layers: int, pp: int, vpp: int):
+    """No rank has more than one layer over what the mean rounds up to, per stage."""
+    with pytest.raises(ConfigError) as refused:
+        plan_stages(num_layers, pp, vpp)
+    offers = refused.value.alternatives[0].candidates
+    for offer in offers:
+        assert isinstance(offer, Instead)
+        words = dict(word.removeprefix("parallel.").split("=") for word in offer.overrides)
+        chosen = {
+            key: value.strip("'") if key == "layout" else int(value) for key, value in words.items()
+        }
+        plan = plan_stages(num_layers, pp, vpp, **chosen)
+        sizes = [sum(len(stage.layers) for stage in chunks) for chunks in plan.stages]
+        assert sum(sizes) == num_layers
+        if offer is offers[0]:
+            assert max(sizes) <= -(-num_layers // pp) + vpp

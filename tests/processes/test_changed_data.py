@@ -25,6 +25,7 @@ from app.engine.run.start import load_all_data
 from app.errors import ConfigError
 from app.plan.plan import Plan
 from tests.distributed import run_distributed
+from tests.hf_folders import save_byte_level
 from tests.programs import run_forked
 from tests.training import ROOT, composed, corpus_in, train_rank
 
@@ -232,3 +233,17 @@ def test_a_fault_is_one_line_and_nothing_is_written(
     assert told in done.stderr and done.stderr.count("\n") == 1
     assert not (tmp_path / "new").exists() and not (tmp_path / "runs").exists()
     assert not list(tmp_path.glob("cache/graphfold/*/"))
+
+
+def test_changed_tokenizer_is_named_as_such(tmp_path: Path):
+    own = tmp_path / "tokenizer.json"
+    save_byte_level(own)
+    trial = Trial(tmp_path, f"data.tokenizer={own}", "model.vocab_size=1024")
+    own.write_text(own.read_text() + "\n")
+    refused = trial.goes_on()
+    assert refused.startswith(f"data.tokenizer={own}: the data have changed since ")
+    assert ": the tokenizer has other contents; bring them back, or " in refused
+    moved = tmp_path / "moved"
+    shutil.copytree(trial.corpus, moved)
+    elsewhere = f"data.path=[{moved}/*.txt]"
+    assert trial.goes_on(elsewhere).startswith(f"data.tokenizer={own}: ")

@@ -340,7 +340,7 @@ def test_an_interrupted_rank_does_not_wait_for_its_writer(tmp_path: Path):
 
         def write_when_told(path: Path, content: Callable[..., object]) -> dict[str, Any]:
             if rank == 1:
-                held.wait(60)
+                held.wait(600)
             return write(path, content)
 
         checkpoint_save.write_synced = write_when_told
@@ -352,4 +352,4 @@ def test_an_interrupted_rank_does_not_wait_for_its_writer(tmp_path: Path):
 
     since = time.monotonic()
     assert two_ranks(work, tmp_path / "store") == [1, 1]
-    assert time.monotonic() - since < 30 and newest_checkpoint(tmp_path) is None
+    assert time.monotonic() - since < 300 and newest_checkpoint(tmp_path) is None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -14,6 +15,8 @@ from pathlib import Path
 import pytest
 
 from app.cli.processes import ctrl_c, launch
+from app.cli.processes.launch import mistakes_in_one_line
+from app.cli.processes.launcher import Launch
 from app.engine.report.metrics import StepReport
 from app.engine.report.sinks import Console
 from app.engine.run import signals
@@ -55,8 +58,8 @@ def test_a_run_saves_and_goes_on(tmp_path: Path, capfd: pytest.CaptureFixture[st
     saved = tmp_path / "run/checkpoints/step-00000004"
     assert process.exitcode == 130 and newest_checkpoint(tmp_path / "run") == saved
     assert list(losses(tmp_path / "run"))[-1] == 4
-    line = f"train.py: stopped by Ctrl-C after step 4, saved {saved}; to go on: the same command"
-    assert capfd.readouterr().err == f"{line} with run_dir={tmp_path}/run resume=auto\n"
+    line = f"train.py: stopped by Ctrl-C after step 4, saved {saved}; to continue: python train.py"
+    assert capfd.readouterr().err == f"{line} resume={tmp_path}/run\n"
 
 
 def pressed_twice(apart: float) -> int:
@@ -115,7 +118,7 @@ def test_during_imports_it_costs_a_line(tmp_path: Path, program: str):
         assert process.poll() is None, process.communicate()[1]
         time.sleep(0.02)
     process.send_signal(signal.SIGINT)
-    said = process.communicate(timeout=30)[1]
+    said = process.communicate(timeout=300)[1]
     name = {"app.cli.plan": "plan", "app.cli.report": "report"}.get(program, "train.py")
     assert (process.returncode, said) == (130, f"\n{name}: stopped\n")
 
@@ -183,3 +186,12 @@ def test_held_back_it_comes_at_the_end():
     finally:
         signal.signal(signal.SIGINT, before)
     assert came == ["work is done", "Ctrl-C", "Ctrl-C"]
+
+
+def test_line_before_the_steps_has_the_whole_command(capsys: pytest.CaptureFixture[str]):
+    by_hand = Launch(0, 0, None, command="graphfold-train")
+    with pytest.raises(SystemExit), mistakes_in_one_line(by_hand, ["run_dir='a b'", "optim.lr=1"]):
+        raise KeyboardInterrupt
+    said = "stopped; to continue from the newest checkpoint, or begin without one: "
+    command = shlex.join(["graphfold-train", "run_dir='a b'", "optim.lr=1", "resume=auto"])
+    assert capsys.readouterr().err == f"\ntrain.py: {said}{command}\n"

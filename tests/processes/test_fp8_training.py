@@ -50,13 +50,15 @@ from tests.parity import exactly
 from tests.runs import TINY, batches_of, engine_of, make_run, train_steps, whole_gradients
 from tests.training import composed, corpus_in, train_rank, untimed
 
-DENSE = dataclasses.replace(TINY, num_layers=4, ffn_hidden_size=64, moe=None)
+# with biases, which attention adds in place to the output of its first FP8 layer
 EXPERTS = dataclasses.replace(
     TINY,
     num_layers=4,
     ffn_hidden_size=64,
+    qkv_bias=True,
     moe=dataclasses.replace(TINY.moe, shared_ffn_hidden_size=32),
 )
+DENSE = dataclasses.replace(EXPERTS, moe=None)
 STEPS, WARMUP = 5, 2
 RECIPES = tuple(Fp8Recipe)
 EVERYTHING = tuple(Fp8Part)

@@ -246,7 +246,7 @@ def test_without_a_usable_transformer_engine_one_line_says_what_to_do(
     with pytest.raises(ConfigError, match=said) as refused:
         graphed_callables()
     assert str(refused.value).endswith(
-        "; pip install 'transformer_engine[pytorch]>=2.20', or cuda_graph.impl=local"
+        "; pip install 'graphfold[gpu]' --no-build-isolation, or cuda_graph.impl=local"
     )
 
 

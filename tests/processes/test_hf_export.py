@@ -188,7 +188,14 @@ def test_what_came_with_the_model_goes_with_it(tmp_path: Path):
     theirs = tmp_path / "theirs"
     save_random("llama", theirs)
     edit_config(theirs, auto_map={"AutoModelForCausalLM": "modeling.Evil"})
-    texts = {"tokenizer_config.json": "{}", "merges.txt": "a b", "chat_template.jinja": "{{ x }}"}
+    settings = '{"eos_token": "<|endoftext|>", "chat_template": "{{ z }}"}'
+    texts = {
+        "tokenizer_config.json": settings,
+        "merges.txt": "a b",
+        "chat_template.jinja": "{{ x }}",
+        "additional_chat_templates/tool_use.jinja": "{{ y }}",
+    }
+    (theirs / "additional_chat_templates").mkdir()
     save_byte_level(theirs / "tokenizer.json")
     for name, text in {**texts, "modeling.py": "boom()", "notes.bin": "x"}.items():
         (theirs / name).write_text(text)
@@ -197,7 +204,8 @@ def test_what_came_with_the_model_goes_with_it(tmp_path: Path):
     run = dataclasses.replace(run, data=data)
     (path,) = run_distributed(saved, 1, run, tmp_path / "run")
     export_checkpoint(Path(path), tmp_path / "out", "to-hf")
-    written = {path.name for path in (tmp_path / "out").iterdir()}
+    out = tmp_path / "out"
+    written = {str(path.relative_to(out)) for path in out.rglob("*") if path.is_file()}
     ours = {"config.json", "model.safetensors"}
     assert written == {*texts, *ours, "generation_config.json", "tokenizer.json"}
     for name, text in texts.items():

@@ -244,6 +244,13 @@ def test_what_is_no_name_is_no_folder(tmp_path: Path):
     assert refused(f"{tmp_path}/lama-3") == f"{KEY}={tmp_path}/lama-3: {expected}"
 
 
+@pytest.mark.parametrize("other", ["llama-3-70b", "llama-2-8b", "llama-3-8b-instruct", "llama-3"])
+def test_no_hint_names_another_size(other: str, tmp_path: Path):
+    """Nor another version or kind of a model."""
+    (tmp_path / "llama-3-8b").mkdir()
+    assert refused(f"{tmp_path}/{other}") == f"{KEY}={tmp_path}/{other}: no such folder"
+
+
 def first_weight(rank: int, run: Run, caches: list[Path]) -> float | str:
     """Of the model that the ranks of two hosts begin with; a host has two ranks and a cache."""
     constants.HF_HUB_CACHE = str(caches[rank // 2])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 import signal
 import sys
@@ -25,7 +26,7 @@ from app.hf import pretrained
 from app.plan.plan import Plan
 from tests.checkpoints import verify_checkpoint
 from tests.distributed import run_distributed
-from tests.hf_folders import edit_tensors, save_random, transformers
+from tests.hf_folders import edit_config, edit_tensors, save_random, transformers
 from tests.processes.test_hf_export import tensors_of
 from tests.processes.test_init_from import LAYOUTS, first_losses, run_from
 from tests.programs import run_forked
@@ -174,6 +175,8 @@ def test_every_weight_keeps_the_type_that_it_has(tmp_path: Path):
 def test_what_is_rounded_is_said(tmp_path: Path):
     """By a run in the type of the others, and by who only asks the model; not in fp32."""
     save_mixed(tmp_path / "theirs")
+    edit_config(tmp_path / "theirs", unsloth_fixed=True)
+    left = "left out: config.json: unsloth_fixed, which models of type qwen3_moe do not use\n"
     data = [word for word in corpus_in(tmp_path / "corpus") if not word.startswith("model")]
     words = ["model=pretrained", "model.init_from=theirs", "train.steps=1"]
     told = "computed with in precision.params=bfloat16; the optimizer keeps their bits"
@@ -181,6 +184,7 @@ def test_what_is_rounded_is_said(tmp_path: Path):
         ("bf16", f"train.py: model.init_from=theirs: {FINER} {told}\n"),
         ("fp32", ""),
     ):
+        expected = f"train.py: model.init_from=theirs: {left}{expected}"
         more = [*words, f"precision={precision}", "checkpoint=none"]
         ended = run_forked(tmp_path, [sys.executable, str(ROOT / "train.py"), *data, *more])
         assert (ended.returncode, ended.stderr) == (0, expected)
@@ -189,7 +193,21 @@ def test_what_is_rounded_is_said(tmp_path: Path):
         [sys.executable, "-m", "app.cli.generate", "theirs", "prompt=a", "max_new_tokens=1"],
     )
     line = f"theirs: {FINER} rounded to the type of the others\n"
-    assert ended.returncode == 0 and line in ended.stderr
+    assert ended.returncode == 0 and f"theirs: {left}{line}" in ended.stderr
+
+
+def test_a_conversion_says_what_is_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    save_random("deepseek_v3", tmp_path / "theirs")
+    more = {"model.layers.3.eh_proj.weight": torch.ones(2)}
+    edit_tensors(tmp_path / "theirs", lambda held: held.update(more))
+    edit_config(tmp_path / "theirs", num_nextn_predict_layers=1)
+    theirs = str(tmp_path / "theirs")
+    assert convert.main(["from-hf", theirs, str(tmp_path / "run")]) == 0
+    said = "left out: model.layers.3, which predicts further tokens\n"
+    assert capsys.readouterr().err == f"convert: {theirs}: {said}"
+    assert convert.main(["to-hf", str(tmp_path / "run"), str(tmp_path / "out")]) == 0
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["num_nextn_predict_layers"] == 0
 
 
 def test_what_came_with_a_model_cannot_be_kept_in_one_line(tmp_path: Path):

@@ -107,7 +107,7 @@ def test_another_program_at_the_address_of_a_store_is_named(program: int):
     """
     assert meeting.CONNECT_S + meeting.ANSWER_S < 60
     line = [sys.executable, "-c", JOIN, str(program)]
-    done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, timeout=300)
     rule = "what listens there on 127.0.0.1 is another program: it does not answer as a store"
     said = f"MASTER_PORT={program}: {rule}; choose a free one\n"
     assert (done.returncode, done.stdout) == (0, said), done.stderr
@@ -144,7 +144,7 @@ def test_torchrun_names_another_program_where_launchers_meet(tmp_path: Path):
         code += "import sys; from app.cli.torchrun import main; sys.exit(main(sys.argv[1:]))"
         options = ["--nnodes=2", "--node-rank=1", f"--master-port={port}", "train.py"]
         line = [sys.executable, "-c", code, *options]
-        done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, timeout=60)
+        done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith(f"torchrun: 127.0.0.1:{port}: MASTER_PORT={port}: what listens")
     assert done.stderr.count("\n") == 1

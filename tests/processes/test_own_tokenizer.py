@@ -30,7 +30,9 @@ VOCABULARY = 96  # of the models
 def save_tokenizer(path: Path, *words: str, **added: int) -> Path:
     ids = {word: number for number, word in enumerate(words)} | added
     path.parent.mkdir(exist_ok=True)
-    Tokenizer(WordLevel(ids, unk_token=words[0])).save(str(path))
+    tokenizer = Tokenizer(WordLevel(ids, unk_token=words[0]))
+    tokenizer.add_special_tokens([words[0]])
+    tokenizer.save(str(path))
     return path
 
 

@@ -20,7 +20,8 @@ import pytest
 
 import tests.runs
 from app.choices import Score
-from app.cli.options.compose import all_keys, load_overrides
+from app.cli.options.compose import load_overrides
+from app.cli.options.keys import all_keys
 from app.config import Llama3RopeConfig, MLAConfig, Run, YarnConfig
 from app.engine.checkpoint import resume
 from app.engine.checkpoint.folder import (
@@ -31,6 +32,7 @@ from app.engine.checkpoint.folder import (
     manifest_digest,
     parse_manifest,
 )
+from app.engine.checkpoint.in_effect import unread
 from app.engine.run.run_folder import CONFIG, describe_run, note_end, plain
 from app.engine.run.start import Start, find_start
 from app.errors import ConfigError
@@ -123,7 +125,38 @@ def test_fixed_keys_are_refused_and_free_ones_told(tmp_path: Path):
             assert refused.value.key == key
         else:
             told = [change.split(":")[0] for change in find_start(run).changes]
-            assert told == ([] if key.startswith(resume.UNREPORTED) else [key])
+            unread_by_both = (*unread(config), *resume.UNREPORTED)
+            assert told == ([] if key.startswith(unread_by_both) and key not in CHOICES else [key])
+
+
+# Keys that say whether those beside them are read at all.
+CHOICES = ("precision.fp8.recipe", "cuda_graph.impl")
+
+
+def test_unread_fp8_keys_are_not_listed_as_changes(tmp_path: Path):
+    """An earlier version had another default; with a recipe, the change would count."""
+    config = plain(asdict(RUN))
+    checkpoint = saved(tmp_path / "a", with_other(config, "precision.fp8.amax_history"))
+    assert find_start(replace(RUN, resume=str(checkpoint))).changes == ()
+    config["precision"]["fp8"]["recipe"] = "delayed"
+    checkpoint = saved(tmp_path / "b", with_other(config, "precision.fp8.amax_history"))
+    told = find_start(replace(RUN, resume=str(checkpoint))).changes
+    assert [change.split(":")[0] for change in told] == [
+        "precision.fp8.recipe",
+        "precision.fp8.amax_history",
+    ]
+
+
+def test_replicas_that_follow_from_processes_are_no_change(tmp_path: Path):
+    config = plain(asdict(RUN))
+    config["parallel"] |= {"world_size": 1, "dp": None}
+    checkpoint = saved(tmp_path / "a", config)
+    given = replace(RUN, parallel=replace(RUN.parallel, dp=1), resume=str(checkpoint))
+    assert find_start(given).changes == ()
+    config["parallel"] |= {"world_size": 8, "tp": 2}
+    checkpoint = saved(tmp_path / "b", config)
+    told = find_start(replace(given, resume=str(checkpoint))).changes
+    assert told == ("parallel.tp: 2 -> 1", "parallel.dp: 4 -> 1")
 
 
 def test_a_key_that_the_checkpoint_does_not_know_had_its_default(tmp_path: Path):

@@ -7,6 +7,7 @@ from __future__ import annotations
 import errno
 import itertools
 import json
+import math
 import os
 import shutil
 import signal
@@ -299,16 +300,37 @@ def test_a_busy_folder_is_refused_before_anything_is_loaded(tmp_path: Path):
 
 
 def rows_of(*steps: int) -> list[dict[str, Any]]:
-    return [{"step": step, "loss": 1.5} for step in steps]
+    return [{"step": step, "loss": 1.5, "tokens_per_s": 2.5} for step in steps]
 
 
 def text_of(rows: list[dict[str, Any]]) -> str:
     return "".join(f"{json.dumps(row)}\n" for row in rows)
 
 
-@pytest.mark.parametrize("broken", ['{"step": 3, "lo', "5", "\x00", '{"loss": 1}', '"step"'])
+ODD_LINES = {
+    '{"step": 3, "lo': "no JSON",
+    "\x00": "no JSON",
+    "[" * 100_000: "no JSON",
+    "5": "no object",
+    '"step"': "no object",
+    '{"loss": 1, "tokens_per_s": 1}': "step is no whole number",
+    '{"step": "7", "loss": 1}': "step is no number",
+    '{"step": 1e400}': "step is no whole number",
+    '{"step": true}': "step is no number",
+    '{"step": -1}': "step is no whole number",
+    '{"step": 3, "loss": 3.0}': "tokens_per_s is missing",
+    '{"step": 3, "val_loss": null}': "val_loss is no number",
+    '{"step": 3, "loss": "low"}': "loss is no number",
+    '{"step": 3, "loss": [1]}': "loss is no number",
+    f'{{"step": 3, "val_loss": 1{"0" * 400}}}': "val_loss is no number",
+    '{"step": 3, "val_loss": null, "not_finite": {"val_loss": "much"}}': "val_loss is no number",
+    '{"step": 3, "val_loss": null, "not_finite": 5}': "val_loss is no number",
+}
+
+
+@pytest.mark.parametrize(("broken", "why"), ODD_LINES.items(), ids=range(len(ODD_LINES)))
 def test_rows_behind_a_broken_one_are_kept(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str], broken: str
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], broken: str, why: str
 ):
     path = tmp_path / METRICS
     path.write_text(text_of(rows_of(1, 2)) + f"{broken}\n" + text_of(rows_of(4, 5)) + '{"step')
@@ -316,12 +338,62 @@ def test_rows_behind_a_broken_one_are_kept(
     begin_metrics(tmp_path, 4)
     assert path.read_text() == text_of(rows_of(1, 2, 4))
     assert capfd.readouterr().err == (
-        f"train.py: {path}: left out, as it cannot be read: line 3\n"
+        f"train.py: {path}: 1 line left out, the first is line 3 ({why})\n"
     ), "and not the last one, as a killed process leaves it"
     path.write_bytes(
         text_of(rows_of(1)).encode() + b'{"step": "\xff"}\n' + text_of(rows_of(2)).encode()
     )
     assert read_metrics(tmp_path) == rows_of(1, 2)
+
+
+def test_odd_last_line_with_newline_is_named(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
+    path = tmp_path / METRICS
+    path.write_text("{}\n" + text_of(rows_of(1)) + '{"step": 1e400}\n')
+    begin_metrics(tmp_path, 4)
+    assert path.read_text() == text_of(rows_of(1))
+    said = "2 lines left out, the first is line 1 (step is no whole number)"
+    assert capfd.readouterr().err == f"train.py: {path}: {said}\n"
+
+
+NOT_FINITE = {"loss": math.nan, "grad_norm": math.inf, "val_loss": -math.inf}
+
+
+def test_not_finite_numbers_are_strict_json_and_read_back(tmp_path: Path):
+    (tmp_path / METRICS).touch()
+    sink = JsonLines(tmp_path, lambda: pytest.fail("is there"))
+    sink._write({"step": 1, **NOT_FINITE, "tokens_per_s": 1.5})
+    sink.close()
+
+    def refuse(word: str) -> None:
+        pytest.fail(f"{word} is no JSON")
+
+    for _ in range(2):  # as written, and as a run that continues writes it again
+        row = json.loads((tmp_path / METRICS).read_text(), parse_constant=refuse)
+        assert row == {
+            "step": 1,
+            "loss": None,
+            "grad_norm": None,
+            "val_loss": None,
+            "tokens_per_s": 1.5,
+            "not_finite": {"loss": "NaN", "grad_norm": "Infinity", "val_loss": "-Infinity"},
+        }
+        (found,) = read_metrics(tmp_path)
+        assert math.isnan(found.pop("loss"))
+        assert found == {
+            "step": 1,
+            "grad_norm": math.inf,
+            "val_loss": -math.inf,
+            "tokens_per_s": 1.5,
+        }
+        begin_metrics(tmp_path, 1)
+
+
+def test_not_finite_numbers_of_earlier_versions_are_read(tmp_path: Path):
+    (tmp_path / METRICS).write_text(
+        '{"step": 1, "loss": NaN, "grad_norm": Infinity, "tokens_per_s": 1.5}\n'
+    )
+    (found,) = read_metrics(tmp_path)
+    assert math.isnan(found["loss"]) and found["grad_norm"] == math.inf
 
 
 def test_metrics_of_a_run_without_checkpoints_are_kept(

@@ -273,13 +273,15 @@ def test_whoever_listened_before_is_told_afterwards():
         request.hand_on()
         assert heard == [signal.SIGUSR2]
         assert "stopped by SIGUSR2 after step 7, saved x/checkpoints/y" in request.farewell(
-            7, Path("x/checkpoints/y")
+            7, Path("x/checkpoints/y"), command=""
         )
         untold = StopRequest()
         with untold.listening():
             pass
         untold.hand_on()
-        assert heard == [signal.SIGUSR2] and "a signal to another rank" in untold.farewell(7, None)
+        assert heard == [signal.SIGUSR2] and "a signal to another rank" in untold.farewell(
+            7, None, command=""
+        )
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
@@ -457,7 +459,7 @@ def test_stopped_ranks_go_on_where_they_were(
     assert process.returncode == 75 and list(losses(tmp_path / "run"))[-1] == step
     assert said == (
         f"train.py: stopped by SIGUSR1 after step {step}, saved run/checkpoints/{saved.name}; "
-        "to go on: the same command with run_dir=run resume=auto\n"
+        f"to continue: python {ROOT}/train.py resume=run\n"
     )
     settings = (*corpus, *LONG, f"run_dir={tmp_path}/run", "resume=auto")
     run_distributed(train_rank, 2, composed(settings, 2), {})
@@ -502,7 +504,8 @@ def test_a_run_in_which_a_rank_stops_ends(corpus: tuple[str, ...], tmp_path: Pat
     assert process.returncode == EXIT_STUCK and time.monotonic() - since < 1.5 * timeout_s + 20, (
         said
     )
-    first, second = said.splitlines()
+    *warnings, first, second = said.splitlines()
+    assert all(line.startswith("rank 1 has waited ") for line in warnings), said
     stuck = r"rank 1 is stuck in \w+ \d+ of \w+ \(.*\) for 3 s \(schedule.timeout_s=3\)"
     assert re.match(rf"{stuck}; rank 0 has ", first), said
     assert re.fullmatch(r"torchrun: rank 1 \(process \d+\) ended with exit code 124", second)

@@ -156,7 +156,7 @@ def refusal(device: torch.device) -> str:
 def test_a_host_without_it_is_told_what_to_install():
     assert "computes on GPUs, and this run does on a CPU; did you mean torch?" in refusal(CPU)
     line = refusal(GPU)
-    assert "is not installed; did you mean torch?; pip install 'transformer_engine" in line
+    assert "is not installed; did you mean torch?; pip install 'graphfold[gpu]'" in line
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 
 import pytest
@@ -111,6 +112,74 @@ def parts_of_words() -> Tokenizer:
     found.pre_tokenizer = pre_tokenizers.Whitespace()
     found.decoder = decoders.WordPiece(cleanup=True)
     return found
+
+
+def continued(tokenizer: JsonTokenizer, prompt: str, ids: list[int], *stop: str) -> Continuation:
+    """The text of a prompt with so many tokens behind it; what was shown is that text."""
+    text = Continuation(tokenizer, stop, tokenizer.encode(prompt))
+    parts = []
+    for token in ids:
+        text.add(token)
+        parts.append(text.fresh())
+    assert "".join([*parts, text.fresh(last=True)]) == text.text
+    return text
+
+
+def spaced() -> JsonTokenizer:
+    """With bytes that are no special tokens, which decoders would leave out."""
+    contents = json.loads(words_with_spaces().to_str())
+    added = contents["added_tokens"]
+    contents["added_tokens"] = [each for each in added if not each["content"].startswith("<0x")]
+    backend = Tokenizer.from_str(json.dumps(contents))
+    return JsonTokenizer(backend, backend.get_vocab_size(), backend.token_to_id("</s>"))
+
+
+@pytest.mark.parametrize("length", [1, 3, 50])
+def test_blank_before_the_first_new_word_is_kept(length: int):
+    tokenizer = spaced()
+    prompt = " ".join(["dog the cat"] * length)
+    new = tokenizer.encode("so ran")
+    assert tokenizer.decode(new) == "so ran", "by themselves they lose it"
+    assert continued(tokenizer, prompt, new).text == " so ran"
+    assert continued(tokenizer, prompt, new, " ran").text == " so"
+    assert continued(tokenizer, prompt, new, " so").text == ""
+
+
+def test_stop_text_is_looked_for_behind_the_prompt():
+    tokenizer = spaced()
+    prompt = "the cat"
+    new = tokenizer.encode("sat the cat")
+    assert continued(tokenizer, prompt, new, "cat sat").text == " sat the cat", "spans both"
+    assert continued(tokenizer, prompt, new, "the cat").text == " sat "
+
+
+@pytest.mark.parametrize("length", [1, 12, 40])
+def test_bytes_as_tokens_complete_characters_behind_a_prompt(length: int):
+    """Of a run of bytes with an incomplete end decoders read nothing, the prompt's neither."""
+    tokenizer = spaced()
+    prompt = "日" * length
+    new = tokenizer.encode(prompt + "本語")[len(tokenizer.encode(prompt)) :]
+    assert len(new) == 6
+    whole = [continued(tokenizer, prompt, new[:count]).text for count in range(7)]
+    assert whole == ["", "�", "�", "本", "本�", "本�", "本語"]
+
+
+def test_incomplete_bytes_at_the_end_take_nothing_back():
+    tokenizer = spaced()
+    text, parts = Continuation(tokenizer), []
+    for token in tokenizer.encode("日本語")[:-1]:
+        text.add(token)
+        parts.append(text.fresh())
+    assert "".join([*parts, text.fresh(last=True)]) == "日本�"
+
+
+def test_tokens_of_the_model_end_a_text():
+    tokenizer = spaced()
+    ids = tokenizer.encode("cat sat ran")
+    text = Continuation(tokenizer, ends={ids[-1]})
+    for token in ids:
+        text.add(token)
+    assert text.ended and text.tokens == ids[:-1] and text.text == tokenizer.decode(ids[:-1])
 
 
 TOKENIZERS = {

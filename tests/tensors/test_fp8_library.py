@@ -6,21 +6,25 @@ Shapes: T rows, IN and OUT widths.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from app.choices import Fp8Recipe
+from app.model.attention.modules import Attention
 from app.model.fp8 import transformer_engine
 from app.model.fp8.delayed import LinearScales
+from app.model.fp8.linear import Fp8Linear
 from app.model.fp8.quantised import Quantised
 from app.model.fp8.reference import E4M3, E5M2, BlockScaled, TensorScaled, rounded, scale_for
 from app.model.fp8.reference import _along_rows as along_rows
 from app.model.fp8.transformer_engine import TransformerEngine
+from app.model.weight_grads import MainGradSink
+from tests.runs import TINY
 
 T, IN, OUT = 35, 64, 48
 CPU = torch.device("cpu")
@@ -219,3 +223,37 @@ def scales_of_earlier_steps() -> LinearScales:
     scales = LinearScales(torch.tensor([100.0, 110.0, 9000.0]), torch.zeros(3))
     scales.known = True
     return scales
+
+
+BIASED = replace(TINY, qkv_bias=True)
+
+
+@pytest.mark.parametrize("by_library", [False, True], ids=["reference", "library"])
+@pytest.mark.parametrize("recipe", Fp8Recipe)
+def test_bias_adds_to_fp8_output_and_gets_summed_gradient(
+    recipe: Fp8Recipe, by_library: bool, monkeypatch: pytest.MonkeyPatch
+):
+    """With as many tokens as the library has to pad."""
+    parts = SimpleNamespace(quantize=quantize, general_gemm=general_gemm)
+    monkeypatch.setattr(transformer_engine, "import_module", lambda name: parts)
+    scales = scales_of_earlier_steps() if recipe is Fp8Recipe.delayed else None
+    arithmetic: Any = BlockScaled() if recipe is Fp8Recipe.block else TensorScaled(scales)
+    if by_library:
+        arithmetic = TransformerEngine(LIBRARY, recipe, CPU, scales)  # type: ignore[arg-type]
+    torch.manual_seed(0)
+    attention = Attention(BIASED).bfloat16()
+    assert attention.bqkv is not None
+    for param in attention.parameters():
+        nn.init.normal_(param)
+    attention.wqkv.backend = Fp8Linear(arithmetic, attention.wqkv.weight)
+    x = torch.randn(1, T, BIASED.hidden_size).bfloat16().requires_grad_()
+    pushed = MainGradSink(lambda weight, gradient: None)
+    for sink in (None, pushed):
+        without: Tensor = attention.wqkv.forward(x, sink)
+        found = attention._product(x, SimpleNamespace(sink=sink))  # type: ignore[arg-type]
+        assert torch.equal(found, without + attention.bqkv)
+        grad = torch.randn(found.shape).bfloat16()
+        wanted = torch.autograd.grad(without, x, grad)[0]
+        x_grad, bias_grad = torch.autograd.grad(found, (x, attention.bqkv), grad)
+        assert torch.equal(x_grad, wanted)
+        assert torch.equal(bias_grad, grad.sum((0, 1)))

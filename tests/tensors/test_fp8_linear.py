@@ -270,7 +270,7 @@ def test_a_host_that_lacks_transformer_engine_is_told_what_to_install(
     def version(text: str) -> None:
         monkeypatch.setattr(metadata, "version", lambda name: text)
 
-    install = "; pip install 'transformer_engine[pytorch]>=2.20'"
+    install = "; pip install 'graphfold[gpu]' --no-build-isolation"
     line = refusal()
     assert line.startswith("precision.fp8.backend=auto: Transformer Engine is not installed")
     assert line.endswith(install) and "precision.fp8.recipe=null" in line

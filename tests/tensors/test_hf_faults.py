@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from app.errors import ConfigError
 from app.hf.file_names import INDEX
@@ -42,13 +43,36 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
         "config.json: models of type gemma3 are not supported; llama, qwen2, qwen3, mixtral, "
         "olmoe, qwen3_moe, deepseek_v2, deepseek_v3 are",
     ),
+    "a family that is spelt like another": (
+        lambda folder: edit_config(folder, model_type="qwen2_moe"),
+        "config.json: models of type qwen2_moe are not supported; llama, qwen2, qwen3, mixtral, "
+        "olmoe, qwen3_moe, deepseek_v2, deepseek_v3 are",
+    ),
+    "not causal": (
+        lambda folder: edit_config(folder, is_causal=False),
+        "config.json: is_causal=false is not supported",
+    ),
+    "causal by nothing": (  # which `transformers` takes for false
+        lambda folder: edit_config(folder, is_causal=None),
+        "config.json: is_causal=null is not supported",
+    ),
+    "keys of other rotary positions": (
+        lambda folder: edit_config(
+            folder, rope_parameters={"rope_type": "default", "rope_theta": 1e4, "factor": 2.0}
+        ),
+        "config.json: rope_parameters.factor=2.0 is not used by rotary positions of type default",
+    ),
+    "layer types of other layers": (
+        lambda folder: edit_config(folder, layer_types=["full_attention"]),
+        "config.json: layer_types has 1 of num_hidden_layers=3",
+    ),
     "no layers": (
         lambda folder: edit_config(folder, num_hidden_layers=...),
         "config.json: num_hidden_layers is missing",
     ),
     "impossible": (
         lambda folder: edit_config(folder, num_key_value_heads=5),
-        "config.json: as model.num_kv_heads=5: must divide num_heads=6; did you mean 3 or 6?",
+        "config.json: as model.num_kv_heads=5: must divide num_heads=6",
     ),
     "another activation": (
         lambda folder: edit_config(folder, hidden_act="gelu"),
@@ -169,6 +193,14 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
         "lm_head.weight is another than model.embed_tokens.weight in row 0, and "
         "tie_word_embeddings makes them one",
     ),
+    "a head with one row of its own": (
+        lambda folder: (
+            edit_config(folder, tie_word_embeddings=True),
+            edit_tensors(folder, lambda tensors: tie_but_for(tensors, row=94)),
+        ),
+        "lm_head.weight is another than model.embed_tokens.weight in row 94, and "
+        "tie_word_embeddings makes them one",
+    ),
     "pickles": (
         lambda folder: (folder / "model.safetensors").rename(folder / "pytorch_model.bin"),
         "has pytorch_model.bin but no safetensors, and pickles are not read",
@@ -241,6 +273,12 @@ def second(folder: Path) -> Path:
     return folder / "model-00002-of-00002.safetensors"
 
 
+def tie_but_for(tensors: dict[str, Tensor], row: int) -> None:
+    """Make the head the embedding, except for the last number of a row."""
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    tensors["lm_head.weight"][row, -1] += 1
+
+
 def add_to_first(folder: Path) -> None:
     path = folder / "model-00001-of-00002.safetensors"
     save_file({**load_file(path), "model.norm.weight": torch.ones(32)}, path, {"format": "pt"})
@@ -273,10 +311,12 @@ def test_what_is_wrong_with_a_folder_is_one_line(fault: str, tmp_path: Path):
 
 
 OF_DEEPSEEK = {
-    "norm_topk_prob": (None, "null"),  # which there is false
     "rope_interleave": (None, "null"),
     "head_dim": (2, "2"),
-    "rms_norm_eps": (1e-3, "0.001"),
+    "qk_head_dim": (2, "2"),
+    "is_causal": (False, "false"),
+    "per_layer_config": ({"1": {"num_attention_heads": 2}}, '{"1": {"num_attention_heads": 2}}'),
+    "transformers_weights": ("other.safetensors", '"other.safetensors"'),
 }
 
 

@@ -250,14 +250,24 @@ def glm4_moe() -> Any:
 HEADS = {"kv_lora_rank": 20, "qk_nope_head_dim": 12, "qk_rope_head_dim": 16, "v_head_dim": 10}
 
 
-def their_deepseek(version: int, q_rank: int | None, groups: bool, yarn: dict[str, float]) -> Any:
+def their_deepseek(
+    version: int,
+    q_rank: int | None,
+    groups: bool,
+    yarn: dict[str, float],
+    eps: float,
+    **router: Any,
+) -> Any:
     """The configuration of `transformers` that `deepseek` compares with."""
-    limited = {"n_group": 4, "topk_group": 2}
+    limited: dict[str, Any] = {"n_group": 4, "topk_group": 2}
     if version == 2:
         limited = limited | {"topk_method": "group_limited_greedy"} if groups else {}
+    elif not groups:
+        limited = {"n_group": 1, "topk_group": 1}
     return getattr(transformers, f"DeepseekV{version}Config")(
         **HF_SIZES | {"max_position_embeddings": 256},
         **limited,
+        **router,
         num_hidden_layers=3,
         intermediate_size=56,
         num_attention_heads=4,
@@ -265,12 +275,11 @@ def their_deepseek(version: int, q_rank: int | None, groups: bool, yarn: dict[st
         q_lora_rank=q_rank,
         **HEADS,
         n_routed_experts=16,
-        num_experts_per_tok=4,
         moe_intermediate_size=24,
         n_shared_experts=2,
         routed_scaling_factor=1.8,
         first_k_dense_replace=1,
-        rms_norm_eps=1e-6,
+        rms_norm_eps=eps,
         rope_parameters={
             "rope_type": "yarn",
             "rope_theta": 1e3,
@@ -281,18 +290,31 @@ def their_deepseek(version: int, q_rank: int | None, groups: bool, yarn: dict[st
     )
 
 
-def deepseek(version: int, q_rank: int | None, groups: bool, mscale: float = 1.0) -> Any:
+def deepseek(
+    version: int,
+    q_rank: int | None,
+    groups: bool,
+    mscale: float = 1.0,
+    eps: float = 1e-6,
+    top_k: int = 4,
+    normalised: bool = True,
+) -> Any:
     """As `dense`: multi-head latent attention with YaRN; the first layer is dense, then 16 experts,
-    maybe in 4 groups, of which 4 experts from 2 groups are chosen.
+    maybe in 4 groups, of which `top_k` experts from 2 groups are chosen. `normalised`: sigmoid
+    scores.
     """
     yarn = {"factor": 8.0, "mscale": mscale, **TURNS}
     limits = {"groups": 4, "topk_groups": 2} if groups else {}
+    router = {"num_experts_per_tok": top_k}
     kind: dict[str, Any] = {"score": Score.sigmoid, "bias_update_rate": 0.001}
-    if version == 2:
+    if version == 3:
+        router["norm_topk_prob"] = normalised
+        kind["norm_topk_prob"] = normalised
+    else:
         kind = {"pre_softmax": True, "group_best": 1 if groups else None}
     moe = MoEConfig(
         num_experts=16,
-        top_k=4,
+        top_k=top_k,
         ffn_hidden_size=24,
         first_k_dense=1,
         shared_ffn_hidden_size=48,
@@ -307,12 +329,12 @@ def deepseek(version: int, q_rank: int | None, groups: bool, mscale: float = 1.0
         num_heads=4,
         num_kv_heads=4,
         rope_theta=1e3,
-        norm_eps=1e-6,
+        norm_eps=eps,
         moe=moe,
-        mla=MLAConfig(q_lora_rank=q_rank, **HEADS),
+        mla=MLAConfig(q_lora_rank=q_rank, **HEADS, norm_eps=1e-6),
         yarn=YarnConfig(original_length=32, mscale_all_dim=0.7, **yarn),
     )
-    theirs = their_deepseek(version, q_rank, groups, yarn=yarn)
+    theirs = their_deepseek(version, q_rank, groups, yarn=yarn, eps=eps, **router)
     return getattr(transformers, f"DeepseekV{version}ForCausalLM"), theirs, ours
 
 
@@ -323,6 +345,10 @@ CASES = {
     "llama-mqa-wide-heads": lambda: dense("Llama", 4, 1, width=12, tied=False),
     "llama-yarn": lambda: dense(
         "Llama", 4, 2, width=16, tied=False, theta=1e3, yarn={"factor": 2.0, **TURNS}
+    ),
+    # a base so small that all pairs rotate slowly
+    "llama-yarn-small-base": lambda: dense(
+        "Llama", 4, 2, width=16, tied=False, theta=1.1, yarn={"factor": 2.0, **TURNS}
     ),
     "llama-3.1": lambda: dense(
         "Llama", 4, 2, width=16, tied=True, theta=1e3, llama3={"factor": 8.0}
@@ -342,7 +368,14 @@ CASES = {
     "glm4-moe-sigmoid-groups-bias": glm4_moe,
     "deepseek-v2": lambda: deepseek(2, q_rank=24, groups=True),
     "deepseek-v2-lite": lambda: deepseek(2, q_rank=None, groups=False, mscale=0.7),
+    "deepseek-v2-large-eps": lambda: deepseek(2, q_rank=24, groups=False, eps=3e-2),
     "deepseek-v3": lambda: deepseek(3, q_rank=24, groups=True),
+    "deepseek-v3-large-eps": lambda: deepseek(3, q_rank=24, groups=True, eps=3e-2),
+    "deepseek-v3-top-1": lambda: deepseek(3, q_rank=None, groups=False, top_k=1),
+    "deepseek-v3-not-normalised": lambda: deepseek(3, q_rank=None, groups=True, normalised=False),
+    "deepseek-v3-top-1-not-normalised": lambda: deepseek(
+        3, q_rank=24, groups=False, top_k=1, normalised=False
+    ),
 }
 
 
@@ -509,7 +542,14 @@ def test_gradients_equal_transformers(pair: tuple[nn.Module, Chunk]):
         found = converted(
             gradients(model, model(input_ids=tokens, use_cache=False).logits), chunk.model
         )
-        return [found[name] for name, _ in named_parameters(chunk)]
+        return [found[name] for name in compared]
 
-    ours = numbered(gradients(chunk, forward(chunk, tokens).x).values())
+    moe = chunk.model.moe
+    # one probability over itself is 1, so that gradients of its router are noise around 0
+    constant = moe is not None and moe.top_k == 1 and moe.normalizes_sigmoids
+    found = gradients(chunk, forward(chunk, tokens).x).values()
+    own = dict(zip((name for name, _ in named_parameters(chunk)), found, strict=True))
+    compared = [name for name in own if not (constant and name.endswith("router.weight"))]
+    assert all(own[name].abs().max() < 1e-3 for name in own.keys() - set(compared))
+    ours = numbered(own[name] for name in compared)
     expect_alike(ours, *plain_and_exact(theirs, hf))

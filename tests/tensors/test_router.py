@@ -482,3 +482,29 @@ def test_impossible_routing_is_refused_with_the_numbers(wrong: Json, words: tupl
     with pytest.raises(ValueError) as refused:
         route(torch.zeros(2, 8), **wrong)
     assert all(word in str(refused.value) for word in words), refused.value
+
+
+@pytest.mark.parametrize("top_k", [1, 3])
+@pytest.mark.parametrize("normalises", [True, False])
+def test_sigmoid_scores_are_normalised_as_told(top_k: int, normalises: bool):
+    logits_TE = torch.randn(5, 8, generator=torch.Generator().manual_seed(4))
+    probs_TE, chosen_TE = route(logits_TE, top_k, Score.sigmoid, norm_topk_prob=normalises)
+    scores_TE = logits_TE.sigmoid() * chosen_TE
+    expected_TE = scores_TE / scores_TE.sum(1, keepdim=True) if normalises else scores_TE
+    torch.testing.assert_close(probs_TE, expected_TE)
+    usual_TE, _ = route(logits_TE, top_k, Score.sigmoid)
+    assert torch.equal(usual_TE, probs_TE) == (normalises is (top_k > 1))
+
+
+def test_a_router_normalises_sigmoids_as_configured():
+    x_BsD = torch.randn(1, 6, 16, generator=torch.Generator().manual_seed(4))
+    sums = []
+    for normalises in (None, True, False):
+        moe = MoEConfig(num_experts=8, top_k=1, score=Score.sigmoid, norm_topk_prob=normalises)
+        router = Router(RouterWeights.of(16, moe.num_experts), moe, Peers())
+        torch.nn.init.normal_(router.weight, generator=torch.Generator().manual_seed(5))
+        probs_TK, _, _ = router(x_BsD)
+        sums.append(probs_TK.sum(1))
+        assert moe.normalizes_sigmoids is bool(normalises)
+    assert torch.equal(sums[0], sums[2]) and not torch.equal(sums[0], sums[1])
+    torch.testing.assert_close(sums[1], torch.ones(6))

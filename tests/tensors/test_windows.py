@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from app.data.tokenizer import ByteTokenizer
-from app.engine.decoding.scoring import Question, windows
+from app.engine.decoding.scoring import Question, ScoredWindow, windows
 
 
 def listed(length: int, context: int, stride: int) -> list[tuple[int, int, int]]:
@@ -37,3 +37,18 @@ def test_blanks_in_front_of_a_choice_are_its_own():
     first, second = Question("ab ", ("cd", "e"), 0).windows(ByteTokenizer())
     assert bytes(first.tokens) == b"ab cd" and bytes(first.tokens[first.first :]) == b" cd"
     assert bytes(second.tokens) == b"ab e" and second.counted == 2
+
+
+@pytest.mark.parametrize("prompt", ["", " "])
+def test_choices_without_a_prompt_follow_the_prefix(prompt: str):
+    """All of their tokens count; blanks alone are no prompt."""
+    question = Question(prompt, ("cd", "e"), 0)
+    first, second = question.windows(ByteTokenizer(), 7)
+    assert first == ScoredWindow((7, *f"{prompt}cd".encode()), 1)
+    assert second == ScoredWindow((7, *f"{prompt}e".encode()), 1)
+    assert question.windows(ByteTokenizer())[0].tokens[0] == ByteTokenizer().eod
+
+
+def test_a_choice_that_begins_with_the_prefix_has_it_once():
+    (found, _) = Question("", ("cd", "e"), 0).windows(ByteTokenizer(), ord("c"))
+    assert found == ScoredWindow(tuple(b"cd"), 1)

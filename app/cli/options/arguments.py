@@ -18,6 +18,7 @@ from hydra.core.config_search_path import SearchPathQuery
 from hydra.core.global_hydra import GlobalHydra
 from omegaconf import DictConfig
 
+from app.cli.options.hydra_words import check_config_flag
 from app.cli.processes.home import BASE, CONF
 from app.errors import ConfigError, nearest
 from app.version import Version
@@ -47,6 +48,7 @@ class Typed:
     @classmethod
     def parse(cls, arguments: Sequence[str]) -> Typed:
         """Read the arguments as `hydra.main` does. Raises ConfigError for unknown flags."""
+        check_config_flag(arguments)
         parser = get_args_parser()
         parser.exit_on_error = False
         for action in parser._actions:
@@ -130,15 +132,15 @@ def _parsed(parser: ArgumentParser, arguments: Sequence[str]) -> tuple[Namespace
         raise ConfigError("option", name.partition("/")[0], error.message) from error
 
 
-def flags_first(arguments: Sequence[str], typed: Typed) -> list[str]:
-    """The arguments as hydra.main wants them: overrides behind flags, and no path relative to
-    where it is called.
+def flags_first(arguments: Sequence[str], typed: Typed, beside: Sequence[str] = ()) -> list[str]:
+    """Return the arguments as hydra.main wants them: overrides behind flags, those typed after
+    those that are given `beside` them, and no path relative to where it is called.
     """
     flags = list(arguments)
     for override in reversed(typed.overrides):
         del flags[len(flags) - 1 - flags[::-1].index(override)]
     found = ["--config-path", str(typed.folder.absolute())] if typed.config_path is not None else []
-    return [*flags, *found, *typed.overrides]
+    return [*flags, *found, *beside, *typed.overrides]
 
 
 def with_sweep_folder(arguments: Sequence[str]) -> list[str]:
@@ -155,12 +157,34 @@ def with_sweep_folder(arguments: Sequence[str]) -> list[str]:
     return [*arguments, f"hydra.sweep.dir=sweeps/{sweepers[-1]}-{digest}"]
 
 
-def quoted(value: object) -> str:
-    """A value of an override that may hold commas, spaces and quotes; backslashes count in front
-    of a quote only.
+def foreign_flags(arguments: Sequence[str], known: Sequence[str]) -> Iterator[tuple[int, str, str]]:
+    """Flags that are none of the `known` ones: place among the arguments, the override that each
+    would be, and what was typed. Behind one without a value follows its value, unless that is a
+    flag or an override.
     """
-    escaped = re.sub(r"(\\+)('|$)", r"\1\1\2", str(value)).replace("'", "\\'")
-    return f"'{escaped}'"
+    for place, word in enumerate(arguments):
+        name, equals, value = word.partition("=")
+        if not re.match("--?[A-Za-z]", word) or name in known:
+            continue
+        behind = arguments[place + 1] if place + 1 < len(arguments) else "-"
+        takes = not equals and not behind.startswith("-") and "=" not in behind
+        override = f"{name.lstrip('-').replace('-', '_')}={behind if takes else value}"
+        yield place, override, f"{word} {behind}" if takes else word
+
+
+def flags_to_overrides(arguments: Sequence[str], known: Sequence[str] = ()) -> list[str]:
+    """The arguments with overrides in the place of flags that there are not."""
+    words: list[str | None] = list(arguments)
+    for place, override, typed in foreign_flags(arguments, known or hydra_flags()):
+        words[place] = override
+        if typed != arguments[place]:
+            words[place + 1] = None
+    return [word for word in words if word is not None]
+
+
+def hydra_flags() -> tuple[str, ...]:
+    """The flags that `hydra.main` has."""
+    return tuple(name for action in get_args_parser()._actions for name in action.option_strings)
 
 
 def key_of(override: str) -> str:

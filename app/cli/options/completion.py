@@ -10,7 +10,7 @@ from typing import Any
 
 from hydra.plugins.completion_plugin import CompletionPlugin
 
-from app.cli.options.compose import default_of, type_of
+from app.cli.options.keys import default_of, type_of
 from app.errors import typed
 
 HYDRAS = CompletionPlugin._get_matches

@@ -2,25 +2,29 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
-import typing
 from collections.abc import Iterator, Sequence
-from enum import Enum
-from types import NoneType
-from typing import Any
+from pathlib import Path
 
 from hydra import compose
 from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf
 
-from app.cli.options.arguments import CONFIG_NAME, Typed
+from app.choices import Source
+from app.cli.options.arguments import CONFIG_NAME, Typed, key_of
+from app.cli.options.continued import RunSettings
+from app.cli.options.keys import all_keys, defaults
 from app.cli.options.pretrained import adopt, check_agreement, of_config_json
-from app.config import ModelConfig, MoEConfig, Run
-from app.errors import ConfigError, nearest
+from app.cli.options.unknown import no_such_key
+from app.config import Run
+from app.data.paths import matching_files
+from app.errors import ConfigError
+from app.errors import typed as as_typed
 from app.hf.families import family_of
 from app.rules import check
 
+SAVED = "saved_run"  # in conf/train.yaml's list: settings of a run that is continued
+BYTES = "bytes"  # the tokenizer that is no file
 # hydra_plugins/
 PLUGINS = {
     "hydra/launcher": ("torchrun", "TorchrunLauncher"),
@@ -31,16 +35,12 @@ _SECRETS = ("APIKEY", "TOKEN", "SECRET", "PASSWORD", "PASSWD", "PASSPHRASE", "CR
             "CREDENTIALS")  # fmt: skip
 
 
-def _defaults() -> Run:
-    # with a section for experts, so that overrides can reach into it
-    return Run(ModelConfig(moe=MoEConfig()))
-
-
 def register_schema() -> None:
     """Make the types of `Run` the schema that every YAML file and override is checked against,
     and name our plugins, and what presets refer to.
     """
     ConfigStore.instance().store(name="run_schema", node=run_schema())
+    ConfigStore.instance().store(name=SAVED, node={})
     OmegaConf.register_new_resolver("config_json", of_config_json, replace=True)
     for group, (option, plugin) in PLUGINS.items():
         ConfigStore.instance().store(
@@ -48,9 +48,28 @@ def register_schema() -> None:
         )
 
 
+def settle_saved(typed: Typed, world_size: int | None) -> None:
+    """Have what is composed from here on hold the settings of the run that these arguments
+    continue. To be called where `typed.looked_up()`, after `register_schema`.
+    """
+    saved = RunSettings.of(typed)
+    node = {} if saved is None else saved.beside(typed, all_keys(), world_size)
+    ConfigStore.instance().store(name=SAVED, node=node)
+
+
+def settings_line(typed: Typed) -> str | None:
+    """Return what a run says of the settings that it continues with; None where it has its own."""
+    saved = RunSettings.of(typed)
+    if saved is None:
+        return None
+    unknown = saved.unknown(all_keys())
+    left = f"; without keys that this version lacks: {', '.join(unknown)}" if unknown else ""
+    return f"of {saved.file}; what is typed counts over them{left}"
+
+
 def run_schema() -> DictConfig:
     """The types of `Run`, with its defaults, as what others merge into."""
-    schema = OmegaConf.structured(_defaults())
+    schema = OmegaConf.structured(defaults())
     assert isinstance(schema, DictConfig)
     _make_writable(schema)
     return schema
@@ -72,6 +91,10 @@ def load_run(config: DictConfig, world_size: int | None, asks_hub: bool = True) 
     whether this process asks the hub for a model that is named, as one of each host does. Raises
     ConfigError.
     """
+    if OmegaConf.get_type(config) is not Run:  # of a file that does not begin with the schema
+        merged = OmegaConf.merge(run_schema(), config)
+        assert isinstance(merged, DictConfig)
+        config = merged
     asked = config.parallel.world_size
     if world_size is not None:
         if asked not in (None, world_size):
@@ -101,13 +124,27 @@ def load_overrides(overrides: Sequence[str], world_size: int | None = None) -> R
     return load_typed(Typed(tuple(overrides)), world_size)
 
 
+def refuse_deletions(typed: Typed) -> None:
+    """Raise ConfigError for `~name`: every run has all groups and keys, and defaults that nobody
+    looked at would take their place.
+    """
+    for word in typed.overrides:
+        if word.startswith("~") and not word.startswith("~hydra"):
+            rule = "takes away a section that every run has"
+            if "." in word:
+                rule = "takes away a key that every run has"
+            raise ConfigError("override", word, rule, advice="leave it away")
+
+
 def load_typed(typed: Typed, world_size: int | None = None) -> Run:
     """The checked run that arguments of train.py describe.
 
     Raises as `load_run`, and what composing raises.
     """
     register_schema()
+    refuse_deletions(typed)
     with typed.looked_up():
+        settle_saved(typed, world_size)
         name = typed.config_name or CONFIG_NAME
         return load_run(compose(name, list(typed.overrides)), world_size)
 
@@ -117,9 +154,7 @@ def _refuse_unknown(config: DictConfig) -> None:
     known = set(all_keys())
     for key in _present(config, ""):
         if key not in known:
-            raise ConfigError(
-                key, OmegaConf.select(config, key), "there is no such key", guess=like_key(key)
-            )
+            raise no_such_key(key, as_typed(OmegaConf.select(config, key)))
 
 
 def _refuse_secrets(config: DictConfig) -> None:
@@ -163,46 +198,17 @@ def _present(node: DictConfig, prefix: str) -> Iterator[str]:
             yield from _present(child, f"{name}.")
 
 
-def all_keys() -> list[str]:
-    """Every dotted key of the configuration, sections included."""
-    return list(_keys(Run, ""))
-
-
-def like_key(word: str) -> str | None:
-    """The key that a word may be a slip of: one with the same letters, else the shortest of its
-    section that goes on where it ends, else one that ends in it, else one that is spelt like it.
+def check_named(run: Run, overrides: Sequence[str]) -> None:
+    """ConfigError where one of these overrides names files that are not here, or a dataset of the
+    hub, which nobody has asked yet.
     """
-    keys = all_keys()
-    letters = word.replace("_", "")
-    same = [key for key in keys if key.replace("_", "") == letters]
-    longer = [key for key in keys if key.startswith(f"{word}_")]
-    ends = [key for key in keys if key.rpartition(".")[2] == word.rpartition(".")[2]]
-    near = nearest(word, ends) or (ends[0] if len(ends) == 1 else None)
-    return next(iter(same), min(longer, key=len, default=near)) or nearest(word, keys)
-
-
-def _keys(section: type, prefix: str) -> Iterator[str]:
-    for name, hint in typing.get_type_hints(section).items():
-        yield prefix + name
-        for kind in (k for k in (hint, *typing.get_args(hint)) if k is not NoneType):
-            if dataclasses.is_dataclass(kind) and isinstance(kind, type):
-                yield from _keys(kind, f"{prefix}{name}.")
-
-
-def type_of(key: str) -> Any:
-    """The annotation of a dotted key, None for what is no key."""
-    section: Any = Run
-    for name in key.split("."):
-        hints = typing.get_type_hints(section) if dataclasses.is_dataclass(section) else {}
-        hint = hints.get(name)
-        kinds = [kind for kind in typing.get_args(hint) if dataclasses.is_dataclass(kind)]
-        section = kinds[0] if kinds else hint
-    return section
-
-
-def default_of(key: str) -> object:
-    """The default of a dotted key, None where it has none."""
-    section: object = _defaults()
-    for name in key.split("."):
-        section = getattr(section, name, None)
-    return section.value if isinstance(section, Enum) else section
+    keys = {key_of(word) for word in overrides}
+    tokenizer, resume = run.data.tokenizer, run.resume
+    if "data.tokenizer" in keys and tokenizer != BYTES and not Path(tokenizer).is_file():
+        raise ConfigError("data.tokenizer", tokenizer, "no such file")
+    if "data.path" in keys and run.data.source not in (Source.stdlib, Source.hub):
+        matching_files(run.data.path)
+    if "data.name" in keys and not Path(run.data.name or "").is_dir():
+        raise ConfigError("data.name", run.data.name, "is on the hub")
+    if "resume" in keys and resume not in (None, "auto") and not Path(resume).exists():
+        raise ConfigError("resume", resume, "does not exist")

@@ -4,7 +4,6 @@ key and the value as typed, the rule, and what may work instead.
 
 from __future__ import annotations
 
-import dataclasses
 import re
 import typing
 from collections.abc import Iterator, Sequence
@@ -20,10 +19,13 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from app.cli.options.arguments import key_of
-from app.cli.options.compose import all_keys, default_of, like_key, type_of
+from app.cli.options.compose import SAVED
+from app.cli.options.keys import all_keys, default_of, is_section, type_of
+from app.cli.options.other_names import row_of
+from app.cli.options.unknown import like_key, no_such_key, refused_value
 from app.cli.processes.home import CONF
 from app.config.profile import PAIRS
-from app.errors import ConfigError, FirstOf, Instead, nearest
+from app.errors import ConfigError, FirstOf, Instead, nearest, nearest_model
 from app.errors import typed as as_typed
 
 # what OmegaConf puts before what one of our resolvers raises
@@ -36,6 +38,7 @@ COMPOSING = (HydraException, OmegaConfBaseException, YAMLError, AssertionError, 
 PROFILE = "hardware.profile."
 MEASURE = "measure the GPU again: python -m app.cli.calibrate"
 NOT_TOLD = "…"
+OF_SAVED = "the settings of the run that is to continue"
 SWEEP = r"(?:Ambiguous value for argument|Sweep parameters) '"
 
 
@@ -65,6 +68,10 @@ def explained(error: Exception) -> Exception:
         return _several(match[1])
     if match := re.search(r"default list use \+([^=\s]+)=(\S*)", str(error)):
         return _not_added(match[1], match[2])
+    if override is not None and "An item is already at" in str(error.__cause__ or error):
+        key, value = override.key_or_group, _value(str(override.input_line))
+        near = Instead(f"{key}={value}")
+        return ConfigError(f"+{key}", value, "is in every run already", nearest=near)
     match = re.match(r"Multiple values for (\S+)\. To override", str(error))
     if match and (added := _typed_choice(error, match[1])) is not None:
         value = _value(str(added.input_line))
@@ -89,16 +96,36 @@ def _value(override: str) -> str:
 def _unreadable(override: str) -> ConfigError:
     """An override that Hydra's grammar does not know."""
     key, equals, value = override.partition("=")
-    known = key in all_keys() and not _is_section(key)
+    name = key.lstrip("+~")
     if not equals or not key:
-        rule = "is no key=value"
-        near = Instead(f"{key}={_usual(key)}") if known and _usual(key) is not None else None
-        guess = None if known else like_key(key)
-        return ConfigError("override", override, rule, nearest=near, guess=guess)
-    if key.lstrip("+~") not in all_keys() and not _options(key.lstrip("+~")):
-        return ConfigError(key, value, "there is no such key", guess=like_key(key))
+        return _no_override(override)
+    if name not in all_keys() and not _options(name):
+        return no_such_key(name, value)
+    if re.fullmatch(r"[^(){}\[\]'\"]+,", value) and (one := value.rstrip(", ")):
+        return ConfigError(key, value, "ends with a comma", nearest=one)
     rule = "cannot be read: a bracket or quote is open, or something is typed that needs quotes"
-    return ConfigError(key, value, rule, nearest=_usual(key) if known else None)
+    bare = re.sub(r"^[='\"\[({ ]+|[='\"\])} ,]+$", "", value)
+    usual = () if is_section(name) else (_usual(name),)
+    near = FirstOf(each for each in (bare, *usual) if each not in ("", None))
+    return ConfigError(key, value, rule, nearest=near)
+
+
+def _no_override(word: str) -> ConfigError:
+    """A word without a value."""
+    name = word.strip("=:").lstrip("+~")
+    rule = "is no key=value"
+    if is_section(name):
+        return _no_section("override", word, name)
+    if name in all_keys():
+        rule += " (no spaces around =)"
+        near = None if _usual(name) is None else Instead(f"{name}={as_typed(_usual(name))}")
+        return ConfigError("override", word, rule, nearest=near)
+    before, colon, value = name.partition(":")
+    if colon and value and before in all_keys():
+        return ConfigError("override", word, rule, nearest=Instead(f"{before}={value.strip()}"))
+    row = row_of(name)
+    guess = None if row is None else row.key
+    return ConfigError("override", word, rule, guess=guess or like_key(name))
 
 
 def _several(override: str) -> ConfigError:
@@ -107,6 +134,9 @@ def _several(override: str) -> ConfigError:
     listed = [] if "(" in value else value.split(",")
     rule = "is for a sweep over several values (train.py -m)"
     takes_list = typing.get_origin(type_of(key)) is tuple or key == "data.path"
+    if _kind(key) is float and re.fullmatch(r"\d+,\d+", value):
+        point = value.replace(",", ".")
+        return ConfigError(key, value, "a decimal has a point, not a comma", nearest=point)
     near = (*([f"[{','.join(listed)}]"] if takes_list and listed else listed), _usual(key))
     return ConfigError(key, value, rule, nearest=FirstOf(each for each in near if each is not None))
 
@@ -126,7 +156,7 @@ def _below_null(override: Override) -> ConfigError:
 
 
 def _has_profile(name: str) -> bool:
-    return "\nprofile:" in (CONF / "hardware" / f"{name}.yaml").read_text()
+    return "\nprofile:" in (CONF / "hardware" / f"{name}.yaml").read_text(encoding="utf-8")
 
 
 def _no_option(override: Override) -> ConfigError:
@@ -137,7 +167,12 @@ def _no_option(override: Override) -> ConfigError:
         return ConfigError("override", override.input_line, "is no key=value")
     rule = f"the options are {', '.join(options)}"
     value = _value(str(override.input_line))
-    return ConfigError(group, value, rule, guess=nearest(value, options))
+    return refused_value(group, value, rule, _like_option(group, value, options))
+
+
+def _like_option(group: str, word: str, options: Sequence[str]) -> str | None:
+    """The option of a group that a word may be a slip of."""
+    return nearest_model(word, options) if group == "model" else nearest(word, options)
 
 
 def _options(group: str) -> list[str]:
@@ -151,8 +186,8 @@ def _explained_option(error: MissingConfigException) -> ConfigError:
     found = _typed_choice(error, group)
     rule = f"the options are {', '.join(options)}"
     if found is None or not isinstance(chosen := found.value(), list):
-        return ConfigError(group, option, rule, guess=nearest(option, options))
-    close = (nearest(str(each), options) for each in chosen)
+        return refused_value(group, option, rule, _like_option(group, option, options))
+    close = (_like_option(group, str(each), options) for each in chosen)
     near = FirstOf(dict.fromkeys(each for each in close if each))
     return ConfigError(group, _value(str(found.input_line)), f"one is chosen; {rule}", nearest=near)
 
@@ -176,6 +211,8 @@ def _of_composed(error: Exception, override: Override | None) -> Exception:
     # an element of a list counts as the list
     key = re.sub(r"\[\d+\]$", "", at[1]) if at else None
     typed = None if override is None else _value(str(override.input_line))
+    if unset := re.search(r"Environment variable '(.+?)' not found", reason):
+        return _unset(key or "configuration", unset[1])
     if override is not None and key not in all_keys():
         return _explained_key(override, key or "")
     if key is None:
@@ -183,15 +220,23 @@ def _of_composed(error: Exception, override: Override | None) -> Exception:
     file = re.match("In '(.*)':", str(error))
     if key not in all_keys():
         where = f", in {file[1]}.yaml" if file else ""
-        return ConfigError(key, "", f"there is no such key{where}", guess=like_key(key))
+        return no_such_key(key, "", where)
     if "does not support deletion" in reason or "Could not delete" in reason:
-        near = None if _usual(key) is None else Instead(f"{key}={_usual(key)}")
         rule = "takes away a key that every run has"
-        return ConfigError("override", f"~{key}", rule, nearest=near)
+        return ConfigError("override", f"~{key}", rule, advice="leave it away")
     same = override is not None and override.key_or_group == key
     given = override.value() if override is not None and same else None
     found = _explained_value(key, reason, typed if same else None, given=given)
-    return found if file is None else _in_file(found, f"{file[1]}.yaml")
+    if file is None:
+        return found
+    return _in_file(found, OF_SAVED if file[1] == SAVED else f"{file[1]}.yaml")
+
+
+def _unset(key: str, variable: str) -> ConfigError:
+    """A key that refers to an environment variable that is not set."""
+    rule = f"the environment variable {variable} is not set"
+    advice = f"set it, or type ${{oc.env:{variable},DEFAULT}}"
+    return ConfigError(key, f"${{oc.env:{variable}}}", rule, advice=advice)
 
 
 def _in_file(error: ConfigError, file: str) -> ConfigError:
@@ -213,7 +258,7 @@ def _explained_key(override: Override, key: str) -> ConfigError:
     inner = key.startswith(f"{whole}.")
     named = key if inner else whole
     value = "" if inner else _value(str(override.input_line))
-    return ConfigError(named, value, "there is no such key", guess=like_key(named))
+    return no_such_key(named, value)
 
 
 def _explained_value(key: str, reason: str, typed: str | None, *, given: object) -> ConfigError:
@@ -226,8 +271,8 @@ def _explained_value(key: str, reason: str, typed: str | None, *, given: object)
         advice = MEASURE if key.startswith(PROFILE) else None
         return ConfigError(key, None, "must have a value", advice=advice)
     value = _told(reason) if typed is None else typed
-    if _is_section(key):
-        return _no_section(key, value)
+    if is_section(key):
+        return _no_section(key, value, key)
     kind = _kind(key)
     texts = [str(each) for each in given] if isinstance(given, list) else [str(given or value)]
     if isinstance(kind, type) and issubclass(kind, Enum):
@@ -238,10 +283,7 @@ def _explained_value(key: str, reason: str, typed: str | None, *, given: object)
     if _takes_list(key):
         return _no_list(key, value, one=not isinstance(given, list | dict))
     if kind in (int, float):
-        numbers = (number for text in texts for number in _numbers(text, kind is int))
-        rule = "must be a whole number" if kind is int else "must be a number"
-        near_by = dict.fromkeys((*numbers, _usual(key), default_of(key)))
-        return ConfigError(key, value, rule, nearest=FirstOf(near_by))
+        return _no_number(key, value, texts, whole=kind is int)
     rule = "must be a list" if kind is Any else "must be one text"
     return ConfigError(key, value, rule, nearest=default_of(key))
 
@@ -279,7 +321,7 @@ def _no_choice(
         return ConfigError(key, value, f"must be a list of {', '.join(names)}", nearest=near)
     if several:
         return ConfigError(key, value, rule, nearest=FirstOf(close))
-    return ConfigError(key, value, rule, guess=close[0] if close else None)
+    return refused_value(key, value, rule, close[0] if close else None)
 
 
 def _like(text: str, names: Sequence[str]) -> str | None:
@@ -295,11 +337,11 @@ def _within(name: str, text: str) -> bool:
     return all(letter in letters for letter in name)
 
 
-def _no_section(key: str, value: str) -> ConfigError:
+def _no_section(key: str, value: str, section: str) -> ConfigError:
     """A value for what has keys of its own; it may be an option of the group around it."""
-    group = key.partition(".")[0]
+    group = section.partition(".")[0]
     guess = f"{group}={value}" if value in _options(group) else None
-    first = next(each for each in all_keys() if each.startswith(f"{key}."))
+    first = next(each for each in all_keys() if each.startswith(f"{section}."))
     return ConfigError(key, value, f"is a section of keys, like {first}", guess=guess)
 
 
@@ -319,20 +361,34 @@ def _takes_list(key: str) -> bool:
     return typing.get_origin(type_of(key)) is tuple
 
 
-def _is_section(key: str) -> bool:
-    return dataclasses.is_dataclass(type_of(key))
-
-
 def _usual(key: str) -> object:
     """The default of a key; a number where that is null, None for what is no number."""
     found = default_of(key)
     return 1 if found is None and _kind(key) in (int, float) else found
 
 
-def _numbers(value: str, whole: bool) -> list[float]:
-    """The number that a text begins with."""
-    number = re.match(r"-?\d+(\.\d+)?(e-?\d+)?", value)
-    found = inf if number is None else float(number.group())
-    if not isfinite(found):
+def _no_number(key: str, value: str, texts: Sequence[str], whole: bool) -> ConfigError:
+    """Text for a number: the numbers that it may stand for, else one as an example."""
+    rule = "must be a whole number" if whole else "must be a number"
+    found = dict.fromkeys(number for text in texts for number in _numbers(text, key, whole))
+    if found:
+        return ConfigError(key, value, rule, nearest=tuple(map(FirstOf, zip(found, strict=True))))
+    return ConfigError(key, value, f"{rule}, like {as_typed(_usual(key))}")
+
+
+def _numbers(text: str, key: str, whole: bool) -> list[float]:
+    """The numbers that a text may stand for: 4k is 4096 tokens, and 4000 of all else first."""
+    match = re.match(r"\s*(-?\d+(?:\.\d+)?(?:e[-+]?\d+)?)\s*([a-z%]*)", text.lower())
+    found = inf if match is None else float(match[1])
+    if match is None or not isfinite(found):
         return []
-    return [round(found) if whole else found]
+    power = SUFFIXES.get(match[2], 0)
+    bases = (1024, 1000) if key in IN_BINARY else (1000, 1024)
+    numbers = [found * base**power for base in bases] if power else [found]
+    if match[2] == "%":
+        return [] if whole else [found / 100]
+    return [round(number) if whole else number for number in numbers]
+
+
+SUFFIXES = {"k": 1, "m": 2, "g": 3, "b": 3}  # behind a number -> power of a thousand
+IN_BINARY = ("train.seq_len", "model.vocab_size", "model.hidden_size", "model.ffn_hidden_size")

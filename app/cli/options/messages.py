@@ -2,16 +2,91 @@
 
 from __future__ import annotations
 
+import dataclasses
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from typing import TypeVar
 
+from app.cli.options.arguments import Typed
 from app.cli.options.explained import COMPOSING, explained, is_mistake
-from app.cli.options.trial import Trial, tried
-from app.errors import ConfigError, OwnError
+from app.cli.options.fixed import Fixed
+from app.cli.options.trial import tried
+from app.cli.options.unknown import translated, unknown_words
+from app.config import Run
+from app.errors import ConfigError, Instead, OwnError
 
-RESUMABLE = "stopped; resume=auto continues from the newest checkpoint, if one was saved"
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A configuration that somebody asked for."""
+
+    typed: Typed
+    load: Callable[[Typed], Run]  # raises what is wrong with it, or with one in its place
+    check_host: Callable[[Run], None] | None = None  # raises ConfigError where a host cannot run it
+
+    def advised(self, error: ConfigError) -> ConfigError:
+        """Its error with advice that was tried: what keeps all that was typed, on this host or
+        else on a larger one, comes before what changes some of it.
+        """
+        if error.tried or not error.alternatives:
+            return error
+        # one line for all names of other programs, each of which would be refused by itself
+        wrong = unknown_words(self.typed)
+        rest = (each for each in self.typed.overrides if each not in wrong)
+        asked = dataclasses.replace(self.typed, overrides=tuple(rest))
+        ours = [word for each in wrong for word in translated(each)]
+        whole = error.with_guesses((Instead(*ours),)) if len(wrong) > 1 and ours else error
+        loads = not wrong and error.key != "option"  # as it was typed
+        fixed = Fixed.of(asked)
+
+        @cache
+        def loaded(words: tuple[str, ...]) -> Run | ConfigError:
+            return _caught(lambda: self.load(asked.with_overrides(words)))
+
+        def elsewhere(words: Sequence[str]) -> ConfigError | None:
+            found = loaded(tuple(words)) if words or loads else whole
+            return found if isinstance(found, ConfigError) else None
+
+        def here(words: Sequence[str]) -> ConfigError | None:
+            found = loaded(tuple(words)) if words or loads else whole
+            if isinstance(found, ConfigError) or (check := self.check_host) is None:
+                return found if isinstance(found, ConfigError) else None
+            return _caught(lambda: check(found))
+
+        kept = tried(whole, here, fixed, others=False)
+        if kept.alternatives:
+            return kept
+        if self.check_host is not None:
+            larger = tried(whole, elsewhere, fixed, others=False)
+            if larger.tried and larger.alternatives:
+                return _for_another_host(larger)
+        return tried(whole, here, fixed)
+
+
+def _for_another_host(error: ConfigError) -> ConfigError:
+    works = (" ".join(error.override(each.candidates[0])) for each in error.alternatives)
+    advice = f"works on a host with the GPUs and memory for it: {' or '.join(works)}"
+    return ConfigError(error.key, error.value, error.rule, advice=advice, tried=True)
+
+
+def _caught(call: Callable[[], T]) -> T | ConfigError:
+    """What a call returns, or the mistake that it raises."""
+    try:
+        return call()
+    except COMPOSING as error:
+        if not is_mistake(error):
+            raise
+        found = explained(error)
+        if isinstance(found, ConfigError):
+            return found
+        return ConfigError("configuration", "", str(found))
 
 
 @contextmanager
@@ -19,14 +94,14 @@ def readable_errors(
     program: str,
     speak: bool,
     when_stopped: str = "stopped",
-    trial: Callable[[], Trial] | None = None,
+    asked: Callable[[], Asked] | None = None,
     silent_s: float = 0.0,
 ) -> Iterator[None]:
     """Turn a mistake in the configuration into one line on stderr (where `speak`) and exit code 2.
 
-    Ctrl-C likewise, 130. `trial` makes a trial of the configuration: what the line advises is
-    tried. Who does not speak ends after `silent_s` seconds: launchers end all ranks once one has
-    ended, and the one that speaks must not be cut off.
+    Ctrl-C likewise, 130. `asked` returns what was asked for, with which the line's advice is tried.
+    A process that does not speak ends after `silent_s` seconds, and the one that speaks ignores
+    SIGTERM meanwhile: launchers send it to all ranks once one has ended.
     """
     try:
         with _interrupts_kept():
@@ -44,8 +119,9 @@ def readable_errors(
         return
     try:
         if speak:
-            if trial is not None and isinstance(found, ConfigError) and found.alternatives:
-                found = tried(found, trial())
+            with _deaf_to_launchers():
+                if asked is not None and isinstance(found, ConfigError) and found.alternatives:
+                    found = asked().advised(found)
             print(f"{program}: {found}", file=sys.stderr, flush=True)
         else:
             time.sleep(silent_s)
@@ -70,19 +146,11 @@ def _interrupts_kept() -> Iterator[None]:
         raise
 
 
-def trial_of(load: Callable[[Sequence[str]], object]) -> Trial:
-    """The trial that loads a configuration with the overrides that it is given."""
-
-    def trial(overrides: Sequence[str]) -> ConfigError | None:
-        try:
-            load(overrides)
-        except COMPOSING as error:
-            if not is_mistake(error):
-                raise
-            found = explained(error)
-            if isinstance(found, ConfigError):
-                return found
-            return ConfigError("configuration", "", str(found))
-        return None
-
-    return trial
+@contextmanager
+def _deaf_to_launchers() -> Iterator[None]:
+    """Ignore SIGTERM within the block."""
+    before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

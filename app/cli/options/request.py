@@ -7,8 +7,11 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from app.cli.options.compose import like_key
+from app.cli.options.unknown import like_key
+from app.data.faults import file_text
 from app.errors import ConfigError, nearest
+
+MOST_WHOLE = 2**63 - 1  # what torch takes for sizes and seeds
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,16 +52,22 @@ class Words:
         """The last value of an option; None: it is not given."""
         return next(reversed(self.all(key)), None)
 
-    def whole(self, key: str, default: int, least: int = 1) -> int:
+    def whole(self, key: str, default: int, least: int = 1, most: int = MOST_WHOLE) -> int:
         """The last value of an option, a whole number. Raises ConfigError."""
         text = self.text(key)
         if text is None:
             return default
-        if not text.isdecimal() or int(text) < least:
+        if not text.isdecimal():
             near = least if text.removeprefix("-").isdecimal() else default
             rule = f"must be a whole number from {least} on"
             raise ConfigError(key, text, rule, nearest=near)
-        return int(text)
+        digits = text.lstrip("0") or "0"
+        if len(digits) > len(str(most)) or int(digits) > most:
+            raise ConfigError(key, text, f"must be at most {most}", nearest=most)
+        if int(digits) < least:
+            rule = f"must be a whole number from {least} on"
+            raise ConfigError(key, text, rule, nearest=least)
+        return int(digits)
 
     def number(self, key: str, default: float) -> float:
         """The last value of an option, a finite number. Raises ConfigError."""
@@ -94,7 +103,8 @@ def check_characters(key: str, value: object, text: str, where: str = "") -> Non
 
 
 def text_lines(path: Path) -> list[str]:
-    """The lines of a file: what ends one inside of JSON strings, as U+2028 does elsewhere, does not
-    here. Raises OSError and UnicodeDecodeError.
+    """The lines of a file in UTF-8, without its byte order mark: what ends one inside of JSON
+    strings, as U+2028 does elsewhere, does not here. Raises Fault and OSError.
     """
-    return [line.removesuffix("\r") for line in path.read_text().split("\n")]
+    text = file_text(path.read_bytes())
+    return text.replace("\r\n", "\n").replace("\r", "\n").split("\n")

@@ -1,74 +1,173 @@
 """Trying what a message would advise: only a configuration that passes as a whole is called one
-that works.
+that works, and nothing is changed that was typed beside the mistake.
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator, Sequence
-from itertools import islice
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 
 from app.cli.options.arguments import key_of
-from app.errors import ConfigError, FirstOf, Instead
+from app.cli.options.fixed import Fixed
+from app.errors import ConfigError, FirstOf, Instead, typed
 
 MOST_TRIED = 8  # candidates of one alternative; composing takes a tenth of a second
-# seconds after which no further candidate is tried: launchers soon end a rank that says nothing
-TRYING_S = 5.0
+MOST_MENDS = 2  # changes beside a candidate
+MOST_TRIALS = 24  # of one message
 
 # What is wrong with the configuration once these overrides are in the place of those of the same
-# keys; None: nothing.
+# keys; None if it works.
 Trial = Callable[[Sequence[str]], ConfigError | None]
 
 
-def tried(error: ConfigError, trial: Trial) -> ConfigError:
-    """The error with those of its candidates that work.
+def tried(
+    error: ConfigError, trial: Trial, fixed: Fixed | None = None, *, others: bool = True
+) -> ConfigError:
+    """The error with those of its candidates that work, and leave alone what is fixed.
 
-    A trial that does not meet the error itself proves nothing, and the candidates stay guesses; so
-    do they when time is up.
+    First come candidates that change nothing typed but the key that was refused; then those with
+    further changes that mend what it breaks; then, where a default was refused, those that change
+    one other typed key, unless `others` is false. The number of trials is bounded, so that the
+    words do not depend on how fast they are.
+
+    Where the configuration works as it is, something outside of it was refused, such as a file or
+    a GPU, and candidates that work too stay guesses.
     """
-    if error.tried:
+    if error.tried or not error.alternatives:
         return error
-    end = time.monotonic() + TRYING_S
+    fault = trial(())
+    if fault is not None and not _same(fault, error):
+        return error.after_trial(())
+    search = _Search(error, _limited(trial), fixed or Fixed())
+    if fault is None:
+        return error.with_guesses(list(_until_spent(search.single())))
+    found_by = (search.single(), search.mended(), search.of_others() if others else ())
+    for found in found_by:
+        if worked := list(dict.fromkeys(_until_spent(found))):
+            return error.after_trial(worked)
+    return error.after_trial(())
 
-    def timely(overrides: Sequence[str]) -> ConfigError | None:
-        if time.monotonic() > end:
-            raise TimeoutError
+
+class _Spent(Exception):
+    """As many trials as a message may have."""
+
+
+def _limited(trial: Trial) -> Trial:
+    left = iter(range(MOST_TRIALS))
+
+    def limited(overrides: Sequence[str]) -> ConfigError | None:
+        if next(left, None) is None:
+            raise _Spent
         return trial(overrides)
 
+    return limited
+
+
+def _until_spent(found: Iterable[object]) -> Iterator[object]:
     try:
-        if not _same(timely(()), error):
-            return error
-        found = list(dict.fromkeys(_working(error, timely)))
-        return error.after_trial(found or list(islice(_in_pairs(error, timely), 1)))
-    except TimeoutError:
-        return error
+        yield from found
+    except _Spent:
+        return
 
 
-def _working(error: ConfigError, trial: Trial) -> Iterator[object]:
-    for alternative in error.alternatives:
-        yield from _first(error, alternative, trial)
+@dataclass(frozen=True, slots=True)
+class _Search:
+    """The candidates of one error that work."""
 
+    error: ConfigError
+    trial: Trial
+    fixed: Fixed
 
-def _in_pairs(error: ConfigError, trial: Trial) -> Iterator[Instead]:
-    """Candidates that work once what they break is mended as well, as by a larger batch."""
-    for alternative in error.alternatives:
-        first = error.override(alternative.candidates[0])
-        fault = trial(first)
+    @property
+    def own(self) -> set[str]:
+        """What may be changed though it was typed: the key that was refused."""
+        key = self.error.key.lstrip("+~")
+        if key == "override":
+            key = key_of(str(self.error.value))
+        if key == "option":
+            return {key_of(word) for word in self.error.override(self._candidates[0])}
+        group = key.partition(".")[0]
+        return {key, group} & self.fixed.typed if key in self.fixed.typed else {key}
+
+    @property
+    def _candidates(self) -> list[object]:
+        return [each for listed in self.error.alternatives for each in listed.candidates]
+
+    def single(self) -> Iterator[object]:
+        """The first of each alternative that keeps what is fixed."""
+        yield from self._first(self._keeps)
+
+    def mended(self) -> Iterator[object]:
+        """The first candidate that works once what it breaks is mended too, as by a larger
+        batch.
+        """
+        yield from self._first_mended(self._keeps)
+
+    def of_others(self) -> Iterator[object]:
+        """Where no other value of the refused key was offered, or it was a default: the first of
+        each alternative that changes one key that was typed, and no size of a chosen model.
+        """
+        changed = {key_of(each) for one in self._candidates for each in self.error.override(one)}
+        if not self.own & self.fixed.typed & changed:
+            yield from list(self._first(self._changes_one)) or self._first_mended(self._changes_one)
+
+    def _first_mended(self, allowed: Callable[[Sequence[str]], bool]) -> Iterator[object]:
+        for alternative in self.error.alternatives:
+            for candidate in self._allowed(alternative, allowed):
+                words = self._with_mends(self.error.override(candidate), MOST_MENDS)
+                if words:
+                    yield Instead(*words)
+                    return
+
+    def _with_mends(self, words: tuple[str, ...], left: int) -> tuple[str, ...]:
+        """The words with others that mend each fault in turn; empty where that does not work."""
+        fault = self.trial(words)
         if fault is None:
-            continue
-        for other in fault.alternatives:
-            second = fault.override(other.candidates[0])
-            apart = {key_of(each) for each in second}.isdisjoint(map(key_of, first))
-            if apart and trial((*first, *second)) is None:
-                yield Instead(*first, *second)
+            return words
+        for second in _mends(fault, words) if left else ():
+            if self._keeps(second) and (found := self._with_mends((*words, *second), left - 1)):
+                return found
+        return ()
+
+    def _first(self, allowed: Callable[[Sequence[str]], bool]) -> Iterator[object]:
+        for alternative in self.error.alternatives:
+            for candidate in self._allowed(alternative, allowed):
+                if self.trial(self.error.override(candidate)) is None:
+                    yield candidate
+                    break
+
+    def _allowed(
+        self, alternative: FirstOf, allowed: Callable[[Sequence[str]], bool]
+    ) -> list[object]:
+        found = (each for each in alternative.candidates if allowed(self.error.override(each)))
+        return [each for each, _ in zip(found, range(MOST_TRIED), strict=False)]
+
+    def _keeps(self, overrides: Sequence[str]) -> bool:
+        return not self._changed(overrides)
+
+    def _changed(self, overrides: Sequence[str]) -> set[str]:
+        """What overrides change that is fixed."""
+        names = {key_of(each) for each in overrides}
+        return (names & self.fixed.typed - self.own) | (names & self.fixed.sizes - self._typed_own)
+
+    @property
+    def _typed_own(self) -> set[str]:
+        return self.own & self.fixed.typed
+
+    def _changes_one(self, overrides: Sequence[str]) -> bool:
+        changed = self._changed(overrides)
+        return len(changed) == 1 and not changed & (self.fixed.sizes - self.fixed.typed)
 
 
-def _first(error: ConfigError, alternative: FirstOf, trial: Trial) -> Iterator[object]:
-    for candidate in alternative.candidates[:MOST_TRIED]:
-        if trial(error.override(candidate)) is None:
-            yield candidate
-            return
+def _mends(fault: ConfigError, first: Sequence[str]) -> Iterator[tuple[str, ...]]:
+    """What may mend a fault, without a second value for a key that has one already."""
+    for alternative in fault.alternatives:
+        second = fault.override(alternative.candidates[0])
+        if {key_of(each) for each in second}.isdisjoint(map(key_of, first)):
+            yield second
 
 
-def _same(found: ConfigError | None, error: ConfigError) -> bool:
-    return found is not None and str(found) == str(error)
+def _same(fault: ConfigError, error: ConfigError) -> bool:
+    """Whether both are about the same value and rule, whatever they offer."""
+    told = ((each.key, typed(each.value), each.rule) for each in (fault, error))
+    return len(set(told)) == 1

@@ -30,7 +30,7 @@ from app.cli.plan_views.sheet import (
     Rows,
     Sheet,
 )
-from app.plan.formatting import count_of, ranges
+from app.plan.formatting import count_of, drawable, ranges
 from app.plan.groups import GROUPS, Group, GroupKind
 from app.plan.plan import Plan
 from app.plan.summary import degrees
@@ -119,7 +119,7 @@ def layout_figure(plan: Plan) -> Figure:
 def title(plan: Plan) -> str:
     """Model, ranks, degrees, and which ranks are shown."""
     world = plan.layout.world_size
-    what = f"{plan.run.model.name} on {count_of(world, 'rank')}: {degrees(plan)}"
+    what = f"{drawable(plan.run.model.name)} on {count_of(world, 'rank')}: {degrees(plan)}"
     return what if world <= MOST_RANKS else f"{what}; the first and last {MOST_RANKS // 2} ranks"
 
 

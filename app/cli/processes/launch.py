@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -20,16 +21,36 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 
 from app.choices import Device, GraphImpl
-from app.cli.options.arguments import SWEEPS, Typed, flags_first, with_sweep_folder
+from app.cli.options.arguments import (
+    SWEEPS,
+    Typed,
+    flags_first,
+    flags_to_overrides,
+    with_sweep_folder,
+)
 from app.cli.options.completion import complete_values_as_typed
-from app.cli.options.compose import load_run, load_typed
-from app.cli.options.messages import RESUMABLE, readable_errors, trial_of
+from app.cli.options.compose import (
+    check_named,
+    load_run,
+    load_typed,
+    refuse_deletions,
+    settings_line,
+    settle_saved,
+)
+from app.cli.options.continued import words_for_plain
+from app.cli.options.hydra_words import (
+    COMPLETION,
+    check_completion,
+    check_folders,
+    check_plugins,
+)
+from app.cli.options.messages import Asked, readable_errors
 from app.cli.options.overlaid import overlaid
 from app.cli.options.pretrained import KEY as INIT_FROM
-from app.cli.options.trial import Trial
+from app.cli.options.unknown import no_such_flag
 from app.cli.processes.ctrl_c import interrupt_then_end
 from app.cli.processes.home import child_paths
-from app.cli.processes.launcher import Launch
+from app.cli.processes.launcher import STARTED_AS, Launch, started_as
 from app.cli.processes.openmp import waiting_threads
 from app.cli.processes.parent import bound
 from app.cli.run_report.facts import run_facts
@@ -109,22 +130,35 @@ def mistakes_in_one_line(launch: Launch, arguments: Sequence[str]) -> AbstractCo
     return readable_errors(
         "train.py",
         speak=launch.rank == 0,
-        when_stopped=RESUMABLE,
-        trial=partial(trial_start, arguments, launch),
+        when_stopped=_when_stopped(launch, arguments),
+        asked=partial(asked_start, arguments, launch),
         silent_s=SPEAK_S,
     )
 
 
-def trial_start(arguments: Sequence[str], launch: Launch) -> Trial:
-    """The trial of the run that is asked for, as far as it came: with its data once they were
-    read.
+def _when_stopped(launch: Launch, arguments: Sequence[str]) -> str:
+    """Return what a run says that Ctrl-C ends outside of its steps: the command that continues it,
+    if it has saved anything.
     """
-    typed = typed_of(arguments)
-    has_data = "app.engine.run.start" in sys.modules
+    resume = [] if any(word.startswith("resume=") for word in arguments) else ["resume=auto"]
+    command = f"{launch.command} {shlex.join([*arguments, *resume])}"
+    return f"stopped; to continue from the newest checkpoint, or begin without one: {command}"
 
-    def load(overrides: Sequence[str]) -> None:
-        run = load_typed(typed.with_overrides(overrides), launch.world_size)
+
+def asked_start(arguments: Sequence[str], launch: Launch) -> Asked:
+    """The run that is asked for, loaded as far as it came: with its data once they were read."""
+    has_data = "app.engine.run.start" in sys.modules
+    asked = typed_of(flags_to_overrides(arguments))
+
+    def load(typed: Typed) -> Run:
+        run = load_typed(typed, launch.world_size)
+        check_named(run, [word for word in typed.overrides if word not in asked.overrides])
+        return run
+
+    def check_host(run: Run) -> None:
         gpus = _gpus_here(run)
+        if run.train.device is Device.cuda and not gpus:
+            raise ConfigError("train.device", "cuda", "this host has no usable GPU")
         if launch.world_size is None and run.world_size > 1:
             check_room(run, gpus)
         if not gpus:
@@ -135,7 +169,7 @@ def trial_start(arguments: Sequence[str], launch: Launch) -> Trial:
             usable_gpus(run)
             check_data(run)
 
-    return trial_of(load)
+    return Asked(asked, load, check_host)
 
 
 def runnable(config: DictConfig, launch: Launch) -> Run:
@@ -178,8 +212,15 @@ def carry_out(run: Run, launch: Launch, script: str, env: MutableMapping[str, st
     from app.engine.run.start import preflight, usable_gpus
     from app.engine.train import train
 
-    interrupt_then_end(f"train.py: {RESUMABLE}" if launch.rank == 0 else "")
-    attempt = Attempt(launch.requeues, launch.master, store_stays=launch.agent_store)
+    said = f"train.py: {_when_stopped(launch, sys.argv[1:])}"
+    interrupt_then_end(said if launch.rank == 0 else "")
+    attempt = Attempt(
+        launch.requeues,
+        launch.master,
+        store_stays=launch.agent_store,
+        settings=_settings(),
+        command=launch.command,
+    )
     plan = Plan(run)
     gpus = usable_gpus(run)
     if not gpus:
@@ -189,6 +230,11 @@ def carry_out(run: Run, launch: Launch, script: str, env: MutableMapping[str, st
     check_room(run, gpus)
     preflight(run, attempt.earlier(run))
     return start_ranks(run.world_size, script, given_overrides(sys.argv[1:]), env=env)
+
+
+def _settings() -> str | None:
+    """Return what this run says of the settings that it continues with; None for its own."""
+    return settings_line(typed_of(sys.argv[1:])) if HydraConfig.initialized() else None
 
 
 def start_ranks(
@@ -203,7 +249,8 @@ def start_ranks(
     threads = str(max(1, (os.cpu_count() or 1) // world_size))
     torchrun = [sys.executable, "-m", "app.cli.torchrun", "--standalone"]
     command = [*torchrun, f"--nproc-per-node={world_size}", script, *overrides]
-    settings = {"OMP_NUM_THREADS": threads, **env, **child_paths(env)}
+    typed_as = {STARTED_AS: started_as(sys.argv[0])}
+    settings = {"OMP_NUM_THREADS": threads, **typed_as, **env, **child_paths(env)}
     process = subprocess.Popen(bound(command), env=settings)
     told: list[signal.Signals] = []
 
@@ -261,16 +308,26 @@ def checked_arguments(arguments: Sequence[str], launch: Launch) -> list[str]:
 
     Raises ConfigError for unknown flags, and sweeps that this process must not run.
     """
-    if {"-sc", "--shell-completion"} & set(arguments):
+    if COMPLETION & set(arguments):
+        check_completion(arguments)
         complete_values_as_typed()
         return list(arguments)
+    if error := no_such_flag(arguments):
+        raise error
     typed = Typed.parse(arguments)
+    sweeps = bool(SWEEPS & set(arguments)) or "hydra.mode=MULTIRUN" in typed.overrides
+    check_folders(typed.overrides, sweeps=sweeps)
+    check_plugins(typed.overrides)
+    refuse_deletions(typed)
+    with typed.looked_up():
+        settle_saved(typed, launch.world_size)
     if SWEEPS & set(arguments):
         _refuse_sweep(arguments, launch)
     elif launch.rank == 0 and (launch.world_size is None or not launch.launched):
         for line in overlaid(typed):
             warn(line)
-    return with_sweep_folder(flags_first(arguments, typed))
+    beside = words_for_plain(typed, sweeps)
+    return with_sweep_folder(flags_first(arguments, typed, beside))
 
 
 def best_loss_or_exit(run: Run, code: int) -> float | None:

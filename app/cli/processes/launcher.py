@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import shlex
 import socket
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 
+from app.cli.processes.home import INSTALLED, PACKAGE
 from app.cli.processes.parent import end_with_parent
 from app.cli.processes.slurm_step import end_with_daemon
 from app.engine.run.address import LOOPBACK, loopback_address
 from app.errors import ConfigError
 
+STARTED_AS = "GRAPHFOLD_STARTED_AS"  # variable: how the parent of a run's ranks was typed
 # where the tasks of SLURM jobs meet, below the ports that systems hand out
 FIRST_PORT, PORTS = 20_000, 10_000
 
@@ -38,6 +42,8 @@ class Launch:
     one_host: bool = False  # the launcher has started all of them on this host
     submitted: bool = False  # a function that submitit calls, not a program
     launched: bool = False  # a program that torchrun, or srun as one of several tasks, has started
+    # how this program was started, to be told to whoever continues a run
+    command: str = field(default="python train.py", compare=False)
 
     @classmethod
     def from_environment(
@@ -47,6 +53,13 @@ class Launch:
 
         Raises ConfigError for a variable that is missing, no number, or contradicts another.
         """
+        found = cls._placed(env, ask)
+        typed = env.get(STARTED_AS) or started_as(sys.argv[0])
+        several = "" if found.one_host else "with the same launcher: "
+        return replace(found, command=f"{several}{typed}")
+
+    @classmethod
+    def _placed(cls, env: Mapping[str, str], ask: Callable[..., str]) -> Launch:
         requeues = _number(env, "SLURM_RESTART_COUNT", 0)
         submitted = "SUBMITIT_EXECUTOR" in env
         if "RANK" in env and "WORLD_SIZE" in env:
@@ -94,6 +107,16 @@ class Launch:
         loopback = "lo" if sys.platform.startswith("linux") else "lo0"
         # NCCL takes a bare name for the beginning of one.
         return {"GLOO_SOCKET_IFNAME": loopback, "NCCL_SOCKET_IFNAME": f"={loopback}"}
+
+
+def started_as(program: str) -> str:
+    """Return how a program of this path is started: `python train.py`, or by the name of an
+    installed command.
+    """
+    path = Path(program)
+    if path == PACKAGE / "cli" / "train.py":  # as jobs of a sweep are started
+        return "graphfold-train" if INSTALLED else "python train.py"
+    return f"python {shlex.quote(program)}" if path.suffix == ".py" else path.name
 
 
 def _number(env: Mapping[str, str], name: str, default: int | None = None) -> int:

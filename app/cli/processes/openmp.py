@@ -38,7 +38,8 @@ def _others(load: Path, wait: bool) -> int:
     """Threads on a core or waiting for one, without this one; 0 where Linux does not tell."""
     time.sleep(BETWEEN_S * wait)
     try:
-        running, _ = load.read_text().split()[3].split("/")  # 0.20 0.18 0.12 1/80 11206: proc(5)
+        words = load.read_text(encoding="utf-8").split()  # 0.20 0.18 0.12 1/80 11206: proc(5)
+        running, _ = words[3].split("/")
         return int(running) - 1
     except (OSError, ValueError, IndexError):
         return 0

@@ -12,6 +12,7 @@ from app.cli.processes.environment import joined_launch
 from app.cli.processes.launch import SPEAK_S
 from app.cli.processes.launcher import Launch
 from app.cli.processes.reader import ends_with_its_reader
+from app.engine.report.lasting import print_every_character
 
 Work = Callable[[Sequence[str], Launch], int]  # arguments and place -> exit code
 
@@ -29,8 +30,10 @@ def run_program(
     without arguments it works, where others explain themselves.
     """
     if not (arguments or bare) or {"--help", "-h"} & set(arguments):
-        print(help_text)
+        with ends_with_its_reader():
+            print(help_text)
         return 0
+    print_every_character()
     with readable_errors(program, speak=True):
         launch = joined_launch(parent)
     speaks = launch.rank == 0

@@ -59,7 +59,7 @@ def _lives(process: Process) -> bool:
 
 def _process(pid: int) -> Process | None:
     try:
-        text = Path(f"/proc/{pid}/stat").read_text()
+        text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     except (FileNotFoundError, ProcessLookupError):
         return None
     before, _, after = text.rpartition(")")

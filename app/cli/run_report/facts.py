@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from math import isnan
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -52,8 +53,9 @@ class RunFacts:
 
     @property
     def best_loss(self) -> float | None:
-        """The lowest of all validations, nats per token; None without one."""
-        return min((loss for _, loss in self.validations), default=None)
+        """The lowest of all validations, nats per token; None without one, NaN if all are."""
+        losses = [loss for _, loss in self.validations]
+        return min((loss for loss in losses if not isnan(loss)), default=(*losses, None)[0])
 
     @property
     def final_loss(self) -> float | None:
@@ -142,8 +144,8 @@ def _planned_rate(run_dir: Path) -> float | None:
 
 def _planned(run_dir: Path, read: Callable[[Any], float | None]) -> float | None:
     try:
-        return read(json.loads((run_dir / PLAN).read_text()))
-    except (OSError, ValueError, LookupError, TypeError):
+        return read(json.loads((run_dir / PLAN).read_text(encoding="utf-8")))
+    except (OSError, ValueError, LookupError, TypeError, RecursionError):
         return None  # a run that wrote no plan, or none of this form
 
 
@@ -157,5 +159,5 @@ def _largest(trained: list[dict[str, Any]], keys: Sequence[str]) -> float | None
 
 def _steady(trained: list[dict[str, Any]], key: str) -> float | None:
     # The first steps also warm caches up.
-    values = [row[key] for row in trained[len(trained) // 2 :]]
+    values = [row[key] for row in trained[len(trained) // 2 :] if key in row]
     return median(values) if values else None

@@ -21,7 +21,7 @@ from matplotlib.ticker import MaxNLocator
 
 from app.cli.run_report.table import OPTIONAL, Report, Row, heads_and_cells
 from app.cli.sweeps.record import JobState
-from app.plan.formatting import figures
+from app.plan.formatting import drawable, figures, literal_text
 
 POINTS = 500  # of a curve that are drawn at most
 FEW = 10  # runs that have colours of their own; more take theirs from a scale, best first
@@ -50,6 +50,7 @@ img { width: 100%; height: auto; }  .wide { overflow-x: auto; }
 """
 
 
+@literal_text()
 def page(report: Report) -> str:
     """The whole file."""
     rows = report.rows
@@ -287,7 +288,8 @@ def _columns(points: Iterable[tuple[int, float]]) -> tuple[list[int], list[float
 
 
 def _cut(label: str) -> str:
-    return label if len(label) <= LABEL else f"{label[: LABEL - 1]}…"
+    shown = drawable(label)
+    return shown if len(shown) <= LABEL else f"{shown[: LABEL - 1]}…"
 
 
 def _plain(axes: Any) -> None:

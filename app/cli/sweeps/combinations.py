@@ -18,10 +18,10 @@ from omegaconf import DictConfig, open_dict, read_write
 
 from app.choices import Device
 from app.cli.options.arguments import Typed
-from app.cli.options.compose import all_keys, load_run
+from app.cli.options.compose import load_run
 from app.cli.options.explained import COMPOSING, explained, is_mistake
-from app.cli.options.messages import trial_of
-from app.cli.options.trial import Trial, tried
+from app.cli.options.keys import all_keys
+from app.cli.options.messages import Asked
 from app.cli.processes.launch import GPU_DEVICES, check_packages, check_room
 from app.config import Run
 from app.errors import ConfigError
@@ -69,7 +69,7 @@ def combinations(
                 "each job of a sweep has a folder of its own",
                 advice="give hydra.sweep.dir=…",
             )
-        run, reason = _judge(config, gpus, _trial(compose, chosen, gpus))
+        run, reason = _judge(config, gpus, _asked(compose, chosen, gpus))
         found.append(
             Combination(
                 chosen,
@@ -111,18 +111,18 @@ def _composed(
         found = explained(error) if is_mistake(error) else error
         if not isinstance(found, ConfigError):
             raise
-        raise tried(found, _trial(compose, chosen, gpus)) from error
+        raise _asked(compose, chosen, gpus).advised(found) from error
 
 
 def _judge(
-    config: DictConfig, gpus: Sequence[int] | None, trial: Trial
+    config: DictConfig, gpus: Sequence[int] | None, asked: Asked
 ) -> tuple[Run | None, str | None]:
     try:
         return _possible(config, gpus), None
     except ConfigError as error:
         if error.key not in all_keys():
             raise
-        return None, str(tried(error, trial))
+        return None, str(asked.advised(error))
 
 
 def _possible(config: DictConfig, gpus: Sequence[int] | None) -> Run:
@@ -131,16 +131,13 @@ def _possible(config: DictConfig, gpus: Sequence[int] | None) -> Run:
     return run
 
 
-def _trial(
+def _asked(
     compose: Callable[[list[str]], DictConfig], chosen: Sequence[str], gpus: Sequence[int] | None
-) -> Trial:
-    typed = Typed(tuple(chosen))
+) -> Asked:
+    def load(typed: Typed) -> Run:
+        return _possible(_without_hydra(compose(list(typed.overrides))), gpus)
 
-    def load(overrides: Sequence[str]) -> Run:
-        asked = list(typed.with_overrides(overrides).overrides)
-        return _possible(_without_hydra(compose(asked)), gpus)
-
-    return trial_of(load)
+    return Asked(Typed(tuple(chosen)), load)
 
 
 def check_host(run: Run, gpus: Sequence[int] | None) -> None:

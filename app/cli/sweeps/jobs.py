@@ -8,7 +8,6 @@ the sweep's sweep.json.
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 import re
 import shlex
@@ -26,14 +25,16 @@ from typing import Any, TextIO
 from hydra.core.utils import JobReturn, JobStatus
 from omegaconf import DictConfig
 
-from app.cli.options.arguments import Typed, key_of, quoted
+from app.cli.options.arguments import Typed, key_of
 from app.cli.processes.ctrl_c import interrupt_again
 from app.cli.processes.parent import bound
 from app.cli.run_report.facts import clock, run_facts, settings
 from app.cli.sweeps.record import JOB_LOG, Job, JobState, Sweep, left_to_sweep, locked
+from app.engine.run.metric_lines import BadLineError, row_of
 from app.engine.run.run_folder import METRICS
 from app.errors import CLEAR, ConfigError
 from app.plan.formatting import amount
+from app.shell import quoted
 
 POLL_S = 0.5  # seconds between looks at a job's metrics.jsonl
 TAIL = 1 << 14  # bytes of a file that are read from its end
@@ -173,7 +174,8 @@ def closing(job: Job, run_dir: Path) -> str:
     """The end of a job in a few words."""
     took = clock(job.seconds or 0)
     if job.state is JobState.done:
-        return f"done in {took}, loss {run_facts(run_dir).final_loss:.4f}"
+        loss = run_facts(run_dir).final_loss
+        return f"done in {took}" + ("" if loss is None else f", loss {loss:.4f}")
     return f"{job.state.value} after {took}" + (f": {job.reason}" if job.reason else "")
 
 
@@ -230,9 +232,9 @@ def progress(run_dir: Path) -> str:
 
 def _last_steps(run_dir: Path) -> Iterator[dict[str, Any]]:
     for line in _tail(run_dir / METRICS).splitlines():
-        with suppress(ValueError):  # the first line is cut, and the last may be
-            row = json.loads(line)
-            if "loss" in row:
+        with suppress(BadLineError):  # the first line is cut, and the last may be
+            row = row_of(line)
+            if "loss" in row and "step_ms" in row:
                 yield row
 
 

@@ -103,7 +103,7 @@ class Sweep:
         for job in values["jobs"]:
             job["state"] = job["state"].value
         draft = self.folder / f".{RECORD}.tmp"
-        draft.write_text(json.dumps(values, indent=1) + "\n")
+        draft.write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
         draft.replace(self.folder / RECORD)
 
     @classmethod
@@ -112,7 +112,7 @@ class Sweep:
         path = folder / RECORD
         if not path.exists():
             return None
-        values = json.loads(path.read_text())
+        values = json.loads(path.read_text(encoding="utf-8"))
         return cls(
             folder, values["command"], values["began"], tuple(map(Job.from_json, values["jobs"]))
         )

@@ -28,7 +28,7 @@ from hydra.plugins.launcher import Launcher
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig
 
-from app.cli.options.arguments import Typed, quoted
+from app.cli.options.arguments import Typed
 from app.cli.processes.ctrl_c import interrupt_again
 from app.cli.processes.launch import TORCHRUN
 from app.cli.report import report
@@ -41,6 +41,7 @@ from app.engine.report.lasting import lasting_output
 from app.engine.run.run_folder import CONFIG, holds_run, plain
 from app.errors import ConfigError
 from app.plan.formatting import count_of
+from app.shell import quoted
 
 NAME = "{name}"  # in hydra.sweep.dir: model and digest of the overrides
 

@@ -58,7 +58,7 @@ def write_profile(
     ]
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_name(f".{path.name}.tmp")
-    draft.write_text("\n".join(lines) + "\n")
+    draft.write_text("\n".join(lines) + "\n", encoding="utf-8")
     draft.replace(path)
 
 

@@ -162,7 +162,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
 def parse_manifest(path: Path) -> dict[str, Any]:
     """The manifest of a checkpoint, without a look at its files. Raises ConfigError."""
     try:
-        manifest = json.loads((path / MANIFEST).read_text())
+        manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise _broken(path, f"{MANIFEST} cannot be read: {error}") from error
     found = manifest.get("format") if isinstance(manifest, dict) else None

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,17 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from app.config import ModelConfig, MoEConfig, Run
-from app.data.paths import source_option
-from app.data.sources import Record, difference
+from app.data.sources import (
+    TOKENIZER_KEY,
+    Record,
+    difference,
+    differing_option,
+    read_otherwise,
+    same_documents,
+    same_tokenizer,
+)
 from app.engine.checkpoint.folder import CHECKPOINTS, MANIFEST, newest_checkpoint, parse_manifest
+from app.engine.checkpoint.in_effect import unread
 from app.engine.run.run_folder import CONFIG, RUNS, plain
 from app.engine.run.signals import ctrl_c_held_back
 from app.errors import ConfigError, FirstOf, nearest, typed
@@ -32,8 +41,9 @@ FIXED = frozenset((
     "model.tie_embeddings", "model.mla",
     "model.mla.q_lora_rank",
     "model.mla.kv_lora_rank", "model.mla.qk_nope_head_dim", "model.mla.qk_rope_head_dim",
-    "model.mla.v_head_dim", "model.yarn", "model.yarn.factor", "model.yarn.original_length",
-    "model.yarn.beta_fast", "model.yarn.beta_slow", "model.yarn.mscale",
+    "model.mla.v_head_dim", "model.mla.norm_eps",
+    "model.yarn", "model.yarn.factor", "model.yarn.original_length", "model.yarn.beta_fast",
+    "model.yarn.beta_slow", "model.yarn.mscale",
     "model.yarn.mscale_all_dim", "model.llama3_rope", "model.llama3_rope.factor",
     "model.llama3_rope.original_length", "model.llama3_rope.low_turns",
     "model.llama3_rope.high_turns", "model.moe", "model.moe.num_experts",
@@ -42,6 +52,7 @@ FIXED = frozenset((
     # Which experts compute a token, and with what weight.
     "model.moe.top_k", "model.moe.score", "model.moe.pre_softmax", "model.moe.groups",
     "model.moe.topk_groups", "model.moe.group_best", "model.moe.routed_scale",
+    "model.moe.norm_topk_prob",
     "model.moe.capacity_factor", "model.moe.drop_policy", "model.moe.force_balance",
     # What values and sums are rounded to.
     "precision.params", "precision.grads",
@@ -75,7 +86,7 @@ FREE = frozenset((
     "precision.loss_scale", "precision.initial_loss_scale", "precision.min_loss_scale",
     "precision.loss_scale_window", "precision.loss_scale_hysteresis",
     # How the same documents are prepared, and where that is kept.
-    "data.num_proc", "data.cache_dir", "data.accept_changed",
+    "data.num_proc", "data.cache_dir", "data.accept_changed", "data.on_bad_file",
     # How long and in what batches training goes on; positions in the data are in sequences.
     "train.steps", "train.global_batch", "train.micro_batch",
     # Validation, the sample, and what follows steps that are not finite.
@@ -89,7 +100,12 @@ FREE_SECTIONS = ("parallel.", "hardware.", "schedule.", "recompute.", "cuda_grap
 SECTIONS = frozenset(key.partition(".")[0] for key in FIXED | FREE if "." in key)
 # Where data lie. Fixed where a checkpoint does not say what they held; otherwise contents count.
 PLACES = ("data.path", "data.name", "data.tokenizer")
-UNREPORTED = ("run_dir", "resume", "log.", "checkpoint.", "parallel.", "data.accept_changed")
+# Where the run is started from, and how many processes follow from the rest of `parallel`.
+UNREPORTED = ("run_dir", "resume", "parallel.world_size", "data.accept_changed")
+READ_OTHERWISE = (
+    "read exactly as written now; the program that saved the checkpoint rewrote texts of JSON that "
+    "look like times and kept byte order marks, so that other tokens may follow"
+)
 Difference = tuple[str, Any, Any]  # dotted key, saved value, current value
 
 
@@ -110,7 +126,8 @@ def allowed_changes(
     checkpoint cannot be continued.
     """
     data = _DataThen(manifest.get("data"), run, record)
-    differences = list(_differences(manifest["config"], plain(asdict(run))))
+    saved, current = manifest["config"], plain(asdict(run))
+    differences = list(_differences(_with_replicas(saved), _with_replicas(current)))
     misfit = _misfit(differences, data)
     if misfit is not None:
         key, was, now = misfit
@@ -123,9 +140,24 @@ def allowed_changes(
             advice = "otherwise data.accept_changed=true"
         raise ConfigError(key, now, rule, nearest=FirstOf([was]), advice=advice)
     data.check(checkpoint)
-    told = (each for each in differences if not each[0].startswith(UNREPORTED))
+    idle = set(unread(saved)) & set(unread(current))
+    quiet = (*UNREPORTED, *idle)
+    told = (each for each in differences if not each[0].startswith(quiet))
     changes = tuple(f"{key}: {was} -> {now}" for key, was, now in told)
-    return changes if data.change() is None else (*changes, f"data: {data.change()}")
+    return (*changes, *data.told())
+
+
+def _with_replicas(config: dict[str, Any]) -> dict[str, Any]:
+    """Return a configuration that says how many data-parallel replicas follow from the number of
+    processes, where it leaves that open.
+    """
+    parallel = config.get("parallel")
+    if not isinstance(parallel, dict) or parallel.get("dp") is not None:
+        return config
+    sizes = (parallel.get(name) for name in ("world_size", "tp", "cp", "pp"))
+    processes, *degrees = (size if isinstance(size, int) else 1 for size in sizes)
+    replicas = max(1, processes // prod(degrees))
+    return config | {"parallel": parallel | {"dp": replicas}}
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,17 +172,28 @@ class _DataThen:
         """How they differ, as text; None: they are equal, or cannot be compared."""
         return difference(self.saved, self.now()) if self.saved else None
 
-    def fits(self) -> bool:
-        """Whether a run may continue with data that lie elsewhere."""
+    def told(self) -> tuple[str, ...]:
+        """What the start says of them."""
+        if (change := self.change()) is not None:
+            return (f"data: {change}",)
+        if self.saved and read_otherwise(self.saved, self.now()):
+            return (f"data: {READ_OTHERWISE}",)
+        return ()
+
+    def fits(self, key: str) -> bool:
+        """Whether a run may continue with what lies elsewhere, as a key of PLACES says."""
         if not self.saved:
             return False
-        return self.run.data.accept_changed or self.change() is None
+        if self.run.data.accept_changed:
+            return True
+        same = same_tokenizer if key == TOKENIZER_KEY else same_documents
+        return same(self.saved, self.now())
 
     def check(self, checkpoint: Path) -> None:
         """Raise ConfigError for data that have changed and are not accepted."""
         change = self.change()
         config = self.run.data
-        if change is None:
+        if self.saved is None or change is None:
             return
         if config.accept_changed and config.streaming:
             rule = f"a position in a stream means nothing in other data ({change})"
@@ -158,7 +201,9 @@ class _DataThen:
         if not config.accept_changed:
             rule = f"the data have changed since {checkpoint} was saved: {change}"
             advice = "bring them back, or go on with data.accept_changed=true"
-            raise ConfigError(*source_option(config), rule, advice=advice)
+            raise ConfigError(
+                *differing_option(config, self.saved, self.now()), rule, advice=advice
+            )
 
 
 def _differences(saved: dict[str, Any], current: dict[str, Any]) -> Iterator[Difference]:
@@ -185,7 +230,7 @@ def _unlike(key: str, saved: Any, current: Any, usual: Any) -> Iterator[Differen
 def _misfit(differences: Iterable[Difference], data: _DataThen) -> Difference | None:
     """The first difference by which a run cannot be continued, None where it can."""
     for key, was, now in differences:
-        if key in PLACES and data.fits():
+        if key in PLACES and data.fits(key):
             continue
         # With a rate of 0 a router would leave out of its choice the biases that it has learnt.
         drops_biases = key == "model.moe.bias_update_rate" and was and not now

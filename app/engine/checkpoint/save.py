@@ -45,7 +45,7 @@ from app.engine.checkpoint.load import Progress, rank_file
 from app.engine.checkpoint.synced import sync_folder, write_synced
 from app.engine.checkpoint.tensor_file import write_tensors
 from app.engine.run.run_folder import plain
-from app.engine.watchdog.watchdog import Strand
+from app.engine.watchdog.activity import Strand
 from app.errors import ConfigError, no_room
 
 

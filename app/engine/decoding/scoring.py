@@ -105,16 +105,19 @@ class Question:
     choices: tuple[str, ...]
     answer: int  # place of the right one
 
-    def windows(self, tokenizer: Tokenizer) -> list[ScoredWindow]:
-        """One per choice, whose tokens count. Blanks at the end of the prompt belong to the
-        choices: tokenizers join them to the word behind.
+    def windows(self, tokenizer: Tokenizer, prefix: int | None = None) -> list[ScoredWindow]:
+        """One per choice, whose tokens all count. Blanks at the end of the prompt belong to the
+        choices: tokenizers join them to the word behind. Without a prompt, choices follow the token
+        `prefix` (None: the end of a document), unless they begin with it.
         """
+        prefix = tokenizer.eod if prefix is None else prefix
         prompt = self.prompt.rstrip()
-        blank = self.prompt[len(prompt) :]
         given = len(tokenizer.encode(prompt))
         found = []
         for choice in self.choices:
-            tokens = tuple(map(int, tokenizer.encode(prompt + blank + choice)))
+            tokens = tuple(map(int, tokenizer.encode(self.prompt + choice)))
+            if not given and tokens[:1] != (prefix,):
+                tokens = (prefix, *tokens)
             found.append(ScoredWindow(tokens, max(1, given)))
         return found
 
@@ -133,9 +136,13 @@ def accuracy(
     told: Sequence[Question],
     tokenizer: Tokenizer,
     progress: Callable[[int], None],
+    *,
+    prefix: int | None = None,
 ) -> Accuracy:
-    """Of questions; `progress` hears of choices so far. All ranks call it, with the same ones."""
-    all_windows = [window for question in told for window in question.windows(tokenizer)]
+    """Of questions; `progress` hears of choices so far. All ranks call it, with the same ones;
+    `prefix`: see `Question.windows`.
+    """
+    all_windows = [window for question in told for window in question.windows(tokenizer, prefix)]
     nats = []
     for _, lost in window_losses(decoder, all_windows):
         nats.append(lost)

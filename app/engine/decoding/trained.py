@@ -54,6 +54,14 @@ class WeightSource(Protocol):
         ConfigError.
         """
 
+    @property
+    def manifest(self) -> dict[str, Any] | None:
+        """That of a checkpoint; None: it is none of ours."""
+
+    @property
+    def texts(self) -> Path:
+        """Folder of what came with the model, which need not be there."""
+
     def fill(self, chunks: Sequence[Chunk], groups: Groups) -> None:
         """Fill this rank's chunks; all ranks call it. Raises ConfigError, the same on all."""
 
@@ -76,11 +84,14 @@ class Saved:
     def config(self) -> dict[str, Any]:
         """That of the run that saved it; what no run has trained yet is as its config.json says."""
         config: dict[str, Any] = self.manifest["config"]
-        run_dir = self.path.parent.parent
         if IMPORTED not in self.manifest:
-            return config | {"data": self._data(config["data"], run_dir)}
-        texts = run_dir / PRETRAINED
-        return _their_sections(texts, self.manifest[IMPORTED]) | config
+            return config | {"data": self._data(config["data"], self.path.parent.parent)}
+        return _their_sections(self.texts, self.manifest[IMPORTED]) | config
+
+    @property
+    def texts(self) -> Path:
+        """Those of the model that the run started from, in the run folder."""
+        return self.path.parent.parent / PRETRAINED
 
     def _data(self, data: dict[str, Any], run_dir: Path) -> dict[str, Any]:
         """With the tokenizer of the training, which may have been named from another folder; one
@@ -110,17 +121,31 @@ class PretrainedFolder:
         dtype = str(found.dtype).removeprefix("torch.")
         return _their_sections(self.path, dtype) | {"model": plain(asdict(found.model))}
 
+    @property
+    def manifest(self) -> None:
+        """See `WeightSource`."""
+        return None
+
+    @property
+    def texts(self) -> Path:
+        """The folder itself."""
+        return self.path
+
     def fill(self, chunks: Sequence[Chunk], groups: Groups) -> None:
         """See `WeightSource`."""
 
-        def fill() -> str | None:
+        def fill() -> list[str]:
             pretrained = Pretrained(self.path, KEY)
             fill_chunks(chunks, pretrained, groups.coords)
+            if groups.rank:
+                return []
             params = (param for chunk in chunks for param in chunk.parameters())
-            return pretrained.finer(next(params).dtype) if groups.rank == 0 else None
+            finer = pretrained.finer(next(params).dtype)
+            rounded = finer and f"{finer}, and rounded to the type of the others"
+            return [line for line in (pretrained.left_out(), rounded) if line]
 
-        if finer := all_succeed(groups, fill):
-            say(f"{self.path}: {finer}, and rounded to the type of the others", sys.stderr)
+        for line in all_succeed(groups, fill):
+            say(f"{self.path}: {line}", sys.stderr)
 
 
 def weights_at(path: Path) -> WeightSource:

@@ -17,6 +17,7 @@ from app.engine.report.metrics import RollbackReport, StepReport, ValidationRepo
 from app.engine.report.sinks import Sink
 from app.engine.run.run_folder import PLAN, plain
 from app.errors import warn
+from app.plan.formatting import drawable
 from app.plan.plan import Plan
 from app.plan.summary import degree_sizes
 from app.version import VERSION, Version
@@ -145,7 +146,7 @@ class Wandb(Board):
             group=log.group,
             job_type=log.job_type or "train",
             tags=tags(plan),
-            name=run_dir.name,
+            name=drawable(run_dir.name),
             dir=run_dir,
             config={**plain(dataclasses.asdict(plan.run)), VERSION: version.record()},
             id=recorded_id(id_file),
@@ -153,7 +154,8 @@ class Wandb(Board):
             resume="allow" if online else None,
             settings=wandb.Settings(silent=True, console="off"),
         )
-        id_file.write_text(self._run.id)  # first: whatever fails behind it, a resumed run finds it
+        # first: whatever fails behind it, a resumed run finds it
+        id_file.write_text(self._run.id, encoding="utf-8")
         # A resumed run may log a step again, which W&B's own counter refuses.
         self._run.define_metric("*", step_metric="step")
         files = self._run.dir  # a copy there can be synchronised wherever the run folder goes

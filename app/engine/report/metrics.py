@@ -334,7 +334,9 @@ _RSS_UNIT = 1 if Path("/System/Library").exists() else 1024  # macOS counts byte
 
 def _resident_bytes() -> int:
     statm = Path("/proc/self/statm")
-    return int(statm.read_text().split()[1]) * resource.getpagesize() if statm.exists() else 0
+    if not statm.exists():
+        return 0
+    return int(statm.read_text(encoding="utf-8").split()[1]) * resource.getpagesize()
 
 
 class Stopwatch:

@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from app.engine.run.run_folder import read_metrics
+from app.plan.formatting import drawable, literal_text
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure  # takes its time to load
+
+LOSS = "loss.png"
 
 
 def plot_run(run_dir: Path, baselines: dict[str, float]) -> Path | None:
@@ -14,6 +20,18 @@ def plot_run(run_dir: Path, baselines: dict[str, float]) -> Path | None:
     steps = [row for row in rows if "loss" in row]
     if not steps:
         return None
+    with literal_text():
+        _picture(run_dir.name, rows, steps, baselines=baselines).savefig(run_dir / LOSS, dpi=110)
+    return run_dir / LOSS
+
+
+def _picture(
+    title: str,
+    rows: list[dict[str, Any]],
+    steps: list[dict[str, Any]],
+    *,
+    baselines: dict[str, float],
+) -> Figure:
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9, 7), layout="constrained")
@@ -25,9 +43,8 @@ def plot_run(run_dir: Path, baselines: dict[str, float]) -> Path | None:
     bottom.set(xlabel="step", ylabel="tokens/s", ylim=(0, None))
     for axes in (top, bottom):
         axes.grid(alpha=0.3)
-    figure.suptitle(run_dir.name)
-    figure.savefig(run_dir / "loss.png", dpi=110)
-    return run_dir / "loss.png"
+    figure.suptitle(drawable(title))
+    return figure
 
 
 def _draw_loss(

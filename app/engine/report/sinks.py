@@ -5,7 +5,6 @@ Sinks get frozen reports and never the trainer.
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 import time
@@ -18,6 +17,7 @@ from typing import Any, Protocol, TextIO
 from app.config import Run
 from app.engine.report.live_line import LiveLine
 from app.engine.report.metrics import RollbackReport, StepReport, ValidationReport
+from app.engine.run.metric_lines import line_of
 from app.engine.run.run_folder import METRICS, identity
 from app.errors import ConfigError, warn, writing
 from app.plan.formatting import amount, count_of
@@ -87,7 +87,7 @@ class JsonLines:
         """Not kept."""
 
     def _write(self, metrics: dict[str, Any]) -> None:
-        self._waiting += f"{json.dumps(metrics)}\n".encode()
+        self._waiting += line_of(metrics).encode()
         self._write_waiting()
 
     def _write_waiting(self) -> None:

@@ -20,21 +20,25 @@ from app.engine.fast_paths import graphs_line, slow_paths
 from app.engine.report.boards import TENSORBOARD
 from app.engine.report.metrics import ValidationReport
 from app.engine.report.pace import pace_line
-from app.engine.report.plot import plot_run
+from app.engine.report.plot import LOSS, plot_run
 from app.engine.report.telling import telling
 from app.engine.run.start import Data, Start
-from app.errors import writing
+from app.errors import warn, writing
 from app.model.attention.chosen import attention_line
 from app.plan.summary import memory_line, summary_lines
 from app.version import VERSION, Version
 
-FILES = ("config.yaml", "plan.json", "metrics.jsonl", "loss.png")  # that every run writes
+FILES = ("config.yaml", "plan.json", "metrics.jsonl", LOSS)  # that every run writes
 BASELINE_TOKENS = 20_000_000  # most training tokens that the n-gram models count
 BASELINE_VOCAB = 1024  # larger vocabularies make an n-gram table that says little
 
 
-def print_opening(engine: Engine, run_dir: Path, start: Start, version: Version) -> None:
-    """The plan of the run, its device, its folder, and what it continues."""
+def print_opening(
+    engine: Engine, run_dir: Path, start: Start, *, version: Version, settings: str | None
+) -> None:
+    """Print the plan of the run, its device, its folder, what it continues, and whose `settings`
+    it has, where they are another run's.
+    """
     run = engine.plan.run
     cpu = f"CPU, threads per process: {torch.get_num_threads()}"
     device = torch.cuda.get_device_name(engine.device) if engine.device.type == "cuda" else cpu
@@ -55,6 +59,7 @@ def print_opening(engine: Engine, run_dir: Path, start: Start, version: Version)
         rows.append(
             ("WARNING", "model.moe.force_balance sends tokens to experts in turn: for timing only")
         )
+    rows += [("settings", settings)] if settings is not None else []
     rows += _continued(run, start, version)
     for name, text in rows:
         print(f"{name:>12}  {text}")
@@ -97,7 +102,7 @@ def sum_up(
     """
     with telling("counting n-grams and drawing loss.png", aloud=run.log.console), writing(run_dir):
         baselines = ngram_baselines(run, data)
-        plot_run(run_dir, baselines)
+        _draw(run_dir, baselines)
     if not run.log.console:
         return
     if sample is not None:
@@ -115,6 +120,18 @@ def sum_up(
     for path in (*paths, newest_checkpoint(run_dir)):
         if path is not None and path.exists():
             print(f"  {path}")
+
+
+def _draw(run_dir: Path, baselines: dict[str, float]) -> None:
+    """Draw loss.png. A run that has trained to its end does not fail by its picture, but says so.
+    Raises OSError.
+    """
+    try:
+        plot_run(run_dir, baselines)
+    except OSError:
+        raise
+    except Exception as error:
+        warn(f"{run_dir / LOSS} could not be drawn: {error!r}; all else of the run is complete")
 
 
 def ngram_baselines(run: Run, data: Data) -> dict[str, float]:

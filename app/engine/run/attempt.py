@@ -32,6 +32,8 @@ class Attempt:
     requeues: int = 0  # times that SLURM has started this job again
     master: tuple[str, int] | None = None  # host and port where the ranks meet; None: one rank
     store_stays: bool = False  # torchrun keeps the store there, which outlives the ranks
+    settings: str | None = None  # whose settings the run continues with; None: it has its own
+    command: str = "python train.py"  # that starts this program by hand
 
     def meeting_store(self, rank: int, world_size: int) -> dist.Store:
         """The store in which the ranks of this attempt meet; all call it.
@@ -52,7 +54,7 @@ class Attempt:
         if self.store_stays:
             word = uuid.uuid4().hex
             with writing(folder):
-                (folder / WORD).write_text(word)
+                (folder / WORD).write_text(word, encoding="utf-8")
             self._connect().set(FOLDER, f"{word} {folder}")
 
     def earlier(self, run: Run) -> Path | None:
@@ -76,7 +78,7 @@ def _noted_folder(noted: bytes) -> Path:
     word, _, name = noted.decode(errors="replace").partition(" ")
     folder = Path(name)
     try:
-        held = (folder / WORD).read_text()
+        held = (folder / WORD).read_text(encoding="utf-8")
     except (OSError, ValueError):
         held = None
     if not word or held != word:

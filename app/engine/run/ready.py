@@ -37,6 +37,7 @@ def process_age_s() -> float | None:
     """
     if not STAT.exists():
         return None
-    behind_name = STAT.read_text().rpartition(")")[2].split()  # begins with field 3
+    line = STAT.read_text(encoding="utf-8", errors="replace")
+    behind_name = line.rpartition(")")[2].split()  # begins with field 3
     ticks = int(behind_name[START_TIME - 3])
     return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")

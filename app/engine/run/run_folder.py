@@ -1,7 +1,8 @@
 """Where a run writes, and what lies there.
 
 runs/<time>-<model>/  config.yaml  plan.json  metrics.jsonl  loss.png  ended.json  wandb/
-                      checkpoints/{latest, step-00000100/, …}  tokenizer.json  pretrained/
+                      checkpoints/{latest, step-00000100/, …}  tokenizer.json  tokenizer_config.json
+                      pretrained/
 """
 
 from __future__ import annotations
@@ -23,14 +24,17 @@ from omegaconf import OmegaConf
 
 from app.config import Run
 from app.engine.checkpoint.folder import CHECKPOINTS, newest_checkpoint
+from app.engine.run.metric_lines import BadLineError, line_of, row_of
 from app.engine.run.signals import ctrl_c_held_back
 from app.errors import ConfigError, warn, writing
 from app.plan.export import plan_json
+from app.plan.formatting import count_of
 from app.plan.plan import Plan
 from app.version import VERSION, Version
 
 RUNS = Path("runs")
 CONFIG = "config.yaml"
+HEADER = "# Graphfold "  # begins its first line, before the version
 PLAN = "plan.json"
 METRICS = "metrics.jsonl"
 ENDED = "ended.json"
@@ -178,14 +182,14 @@ def describe_run(plan: Plan, folder: Path, version: Version) -> None:
     planned = {VERSION: version.record(), **plan_json(plan)}
     with writing(folder):
         # A comment there, so that the file is a configuration and nothing else.
-        (folder / CONFIG).write_text(f"# Graphfold {version}\n{config}")
-        (folder / PLAN).write_text(json.dumps(planned) + "\n")
+        (folder / CONFIG).write_text(f"{HEADER}{version}\n{config}", encoding="utf-8")
+        (folder / PLAN).write_text(json.dumps(planned) + "\n", encoding="utf-8")
 
 
 def note_end(folder: Path, step: int) -> None:
     """Record that a run has done all that it was asked for. Raises ConfigError."""
     with writing(folder):
-        (folder / ENDED).write_text(json.dumps({"step": step}) + "\n")
+        (folder / ENDED).write_text(json.dumps({"step": step}) + "\n", encoding="utf-8")
 
 
 def forget_end(folder: Path) -> None:
@@ -212,25 +216,25 @@ def _new_folder(wanted: Path) -> Path:
 
 
 def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
-    """The reports of a run, without lines that cannot be read. Raises ConfigError."""
+    """Return the reports of a run, without lines that are none. Raises ConfigError."""
     return _metrics(run_dir)[0]
 
 
-def _metrics(run_dir: Path) -> tuple[list[dict[str, Any]], list[int]]:
-    """The reports of a run, and the numbers of lines that cannot be read, from 1."""
+def _metrics(run_dir: Path) -> tuple[list[dict[str, Any]], list[tuple[int, str]]]:
+    """Return the reports of a run, and of each line that is none its number, from 1, and why.
+
+    A last line without a newline is what a killed process leaves, and does not count.
+    """
     rows: list[dict[str, Any]] = []
-    broken: list[int] = []
+    odd: list[tuple[int, str]] = []
     with writing(run_dir):
-        lines = _bytes_of(run_dir / METRICS).splitlines()
-    for number, line in enumerate(lines, 1):
+        *lines, cut = _bytes_of(run_dir / METRICS).split(b"\n")
+    for number, line in enumerate((*lines, cut), 1):
         try:
-            row = json.loads(line)
-            int(row["step"])
-        except (ValueError, TypeError, KeyError):
-            broken.append(number)
-        else:
-            rows.append(row)
-    return rows, broken
+            rows.append(row_of(line))
+        except BadLineError as error:
+            odd += [(number, str(error))] if number <= len(lines) else []
+    return rows, odd
 
 
 def _bytes_of(path: Path) -> bytes:
@@ -243,22 +247,23 @@ def _bytes_of(path: Path) -> bytes:
 def begin_metrics(run_dir: Path, from_step: int) -> None:
     """Have metrics.jsonl hold what comes up to a step, which for 0 is nothing. Raises ConfigError.
 
-    Lines that cannot be read are left out, and what a run that starts anew finds there is kept
+    Lines that are no report are left out, and what a run that starts anew finds there is kept
     under another name: both are said.
     """
-    path, (rows, broken) = run_dir / METRICS, _metrics(run_dir)
+    path, (rows, odd) = run_dir / METRICS, _metrics(run_dir)
     with writing(run_dir):
         if not from_step and any(row["step"] for row in rows):
             others = (path.with_stem(f"{path.stem}-{n}") for n in range(1, 1000))
             kept = next(other for other in others if not os.path.lexists(other))
             path.rename(kept)
             warn(f"{run_dir}: this run starts anew; the metrics that were there are in {kept.name}")
-        elif number := [n for n in broken if n < len(rows) + len(broken)]:
-            # The last one is what a process that was killed may leave.
-            warn(f"{path}: left out, as it cannot be read: line {', '.join(map(str, number))}")
+        elif odd:
+            number, why = odd[0]
+            first = f"{count_of(len(odd), 'line')} left out, the first is line {number}"
+            warn(f"{path}: {first} ({why})")
         fresh = path.with_suffix(".tmp")
         kept_rows = [row for row in rows if row["step"] <= from_step] if from_step else []
-        fresh.write_text("".join(f"{json.dumps(row)}\n" for row in kept_rows))
+        fresh.write_text("".join(map(line_of, kept_rows)), encoding="utf-8")
         fresh.replace(path)  # a process that dies here leaves one of the two
 
 

@@ -16,6 +16,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from app.shell import shell_word
+
 STOPPED = os.EX_TEMPFAIL  # exit code 75: ended early, but the same command with resume=auto goes on
 # the same for Ctrl-C, as a shell reports it: what runs several commands stops too
 INTERRUPTED = 128 + signal.SIGINT
@@ -104,8 +106,10 @@ class StopRequest:
         if self.signal:
             hand_on(self.signal, self._before[self.signal])
 
-    def farewell(self, step: int, saved: Path | None) -> str:
-        """What happened, and how to go on, in one line."""
+    def farewell(self, step: int, saved: Path | None, *, command: str) -> str:
+        """Return in one line what happened, and the command that continues the run, which begins
+        with `command`.
+        """
         by = self.signal.name if self.signal else "a signal to another rank"
         by = "Ctrl-C" if self.signal is signal.SIGINT else by
         if saved is None:
@@ -113,8 +117,8 @@ class StopRequest:
                 f"train.py: stopped by {by} after step {step}; nothing was saved "
                 "(checkpoint.interval=0)"
             )
-        resume = f"run_dir={saved.parent.parent} resume=auto"
+        resume = shell_word("resume", str(saved.parent.parent))
         return (
-            f"train.py: stopped by {by} after step {step}, saved {saved}; to go on: the same "
-            f"command with {resume}"
+            f"train.py: stopped by {by} after step {step}, saved {saved}; "
+            f"to continue: {command} {resume}"
         )

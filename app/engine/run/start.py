@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import filecmp
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -17,14 +17,15 @@ from app.choices import Device
 from app.config import Run
 from app.data.feed import DataSplit
 from app.data.load import load_data, prepare
-from app.data.paths import source_option
-from app.data.sources import Record, Sources, difference, find_sources, identity
+from app.data.prepared import left_out
+from app.data.sources import Record, Sources, difference, differing_option, find_sources, identity
 from app.data.tokenizer import BYTES, Tokenizer, load_tokenizer, vocabulary
 from app.engine.checkpoint.folder import newest_checkpoint, read_manifest
 from app.engine.checkpoint.load import IMPORTED
 from app.engine.checkpoint.resume import allowed_changes, checkpoint_to_resume
 from app.engine.dtypes import DTYPES
 from app.engine.groups import Groups
+from app.engine.kept_tokenizer import changed_end, kept_end, recorded_end
 from app.engine.run.agreement import all_succeed, rank_zero_says
 from app.engine.run.run_folder import RUNS, FolderLock, check_place, choose_folder, has_ended
 from app.errors import ConfigError, typed, warn
@@ -95,6 +96,8 @@ def find_start(
     if IMPORTED in manifest:
         folder = checkpoint.parent.parent
         check_own_tokenizer(run, folder / PRETRAINED, name=str(folder))
+    elif (change := changed_end(manifest, run.data.tokenizer)) is not None:
+        changes = (*changes, change)
     if earlier is None:
         _check_steps_left(run, checkpoint, manifest["step"], run_dir=run_dir)
     return Start(run_dir, checkpoint, manifest, changes=changes, passed_over=passed_over)
@@ -165,15 +168,17 @@ def check_own_tokenizer(run: Run, folder: Path, name: str) -> None:
         raise refusal(f"has {max(ids.values()) + 1} ids, and {name} has {run.model.vocab_size}")
 
 
-def check_tokenizer(run: Run) -> Tokenizer:
+def check_tokenizer(run: Run, manifest: Mapping[str, Any] | None = None) -> Tokenizer:
     """The tokenizer, which must fit the model's vocabulary, and be the one of a Hugging Face model
-    that the run starts from, whose files are here. Raises ConfigError.
+    that the run starts from, whose files are here. `manifest`: of the checkpoint that is continued
+    or used, whose documents keep their end; None: there is none. Raises ConfigError.
     """
     if (name := run.model.init_from) is not None:
         check_own_tokenizer(run, config_folder(name, INIT_FROM, asks=False), name)
-    tokenizer = load_tokenizer(run.data.tokenizer)
+    spec = run.data.tokenizer
+    tokenizer = load_tokenizer(spec, kept_end(manifest, spec))
     if tokenizer.vocab_size > run.model.vocab_size:
-        rule = f"data.tokenizer={run.data.tokenizer} has {tokenizer.vocab_size} ids"
+        rule = f"data.tokenizer={spec} has {tokenizer.vocab_size} ids"
         raise ConfigError(
             "model.vocab_size",
             run.model.vocab_size,
@@ -189,19 +194,27 @@ def look_once(run: Run) -> Callable[[], Sources]:
 
 
 def load_all_data(
-    run: Run, groups: Groups, local_rank: int, sources: Callable[[], Sources] | None = None
+    run: Run,
+    groups: Groups,
+    local_rank: int,
+    sources: Callable[[], Sources] | None = None,
+    *,
+    manifest: Mapping[str, Any] | None = None,
 ) -> Data:
     """Tokenizer and both splits; each host's first process prepares the cache that all map.
+    `manifest`: of the checkpoint that the run continues; None: it starts anew.
 
     Raises ConfigError, the same on every rank.
     """
     leads = local_rank == 0
     look = sources or look_once(run)
-    tokenizer = all_succeed(groups, lambda: check_tokenizer(run))
+    tokenizer = all_succeed(groups, lambda: check_tokenizer(run, manifest))
     folder = all_succeed(
         groups, lambda: prepare(run.data, tokenizer, look(), say=warn) if leads else None
     )
-    record = look().record() if leads else None
+    record = {**look().record(), **recorded_end(tokenizer)} if leads else None
+    if groups.rank == 0 and folder is not None and (line := left_out(folder, look())):
+        warn(line)
     folder = _agreed(run, groups, record, folder=folder)
     length = run.train.seq_len
     seed = run.train.seed
@@ -228,7 +241,7 @@ def _check_same(run: Run, rank: int, first: Record | None, *, record: Record | N
     """Raise ConfigError when the data of `record` are not those of rank 0."""
     if first and record and (what := difference(first, record)):
         rule = f"rank {rank} on {socket.gethostname()} finds other data than rank 0: {what}"
-        raise ConfigError(*source_option(run.data), rule)
+        raise ConfigError(*differing_option(run.data, first, record), rule)
 
 
 def open_pretrained(run: Run, groups: Groups, local_rank: int) -> Pretrained:
@@ -244,6 +257,8 @@ def open_pretrained(run: Run, groups: Groups, local_rank: int) -> Pretrained:
         all_succeed(groups, lambda: model_folder(name, INIT_FROM, commit) if asks else None)
     found = all_succeed(groups, lambda: find_pretrained(run, commit, asks=False))
     dtype = run.precision.params
+    if groups.rank == 0 and (left_out := found.left_out()):
+        warn(f"{INIT_FROM}={name}: {left_out}")
     if groups.rank == 0 and (finer := found.finer(DTYPES[dtype])):
         rounded = f"computed with in precision.params={dtype.value}; the optimizer keeps their bits"
         warn(f"{INIT_FROM}={name}: {finer}, and {rounded}")
@@ -270,12 +285,18 @@ def preflight(run: Run, earlier: Path | None) -> None:
         start = claim_start(run, earlier, lock, sources=sources)
     if run.model.init_from is not None and start.checkpoint is None:
         find_pretrained(run)
-    check_data(run, sources)
+    check_data(run, sources, start.manifest)
 
 
-def check_data(run: Run, sources: Callable[[], Sources] | None = None) -> None:
-    """Read all data that the run needs, prepared where they are not. Raises ConfigError."""
+def check_data(
+    run: Run,
+    sources: Callable[[], Sources] | None = None,
+    manifest: Mapping[str, Any] | None = None,
+) -> None:
+    """Read all data that the run needs, prepared where they are not; `manifest` as of
+    `load_all_data`. Raises ConfigError.
+    """
     look = sources or look_once(run)
-    tokenizer = check_tokenizer(run)
+    tokenizer = check_tokenizer(run, manifest)
     prepared = prepare(run.data, tokenizer, look(), say=warn)
     load_data(run.data, run.train.seq_len, run.train.seed, tokenizer=tokenizer, prepared=prepared)

@@ -48,12 +48,19 @@ class Recorded:
         return Recorded(counts, tuple(each for each in self.under_way if each.group != group))
 
 
+def count_enqueued(groups: Mapping[str, dist.ProcessGroup], before: Recorded) -> dict[str, int]:
+    """Group -> collectives that this rank has enqueued there, without a look at the recorders."""
+    return before.counts | {
+        name: max(before.counts.get(name, 0), enqueued(group))
+        for name, group in groups.items()
+        if name != PIPELINE
+    }
+
+
 def read_recorders(groups: Mapping[str, dist.ProcessGroup], before: Recorded) -> Recorded:
     """What the recorders say of these groups; `before`: what they said last."""
     names = {group.group_name: name for name, group in groups.items()}
-    counts = before.counts | {
-        name: enqueued(group) for name, group in groups.items() if name != PIPELINE
-    }
+    counts = count_enqueued(groups, before)
     oldest: dict[str, Collective] = {}
     done: set[str] = set()  # groups of which a finished one is kept
     for record in _collectives():

@@ -1,7 +1,7 @@
 """What the ranks of a run tell each other about themselves, through a key-value store.
 
 Every rank writes one short record per look, and reads those of others only when it has waited for
-long. At 10,000 ranks and the usual `schedule.timeout_s` of 600 s that is 333 writes of about 300
+several looks. At 10,000 ranks and the usual 2 s per look that is 5,000 writes of about 300
 bytes per second. Of those who wait in the same operation the first JUDGES read the records of all
 its ranks and write down what they find, which the others read: so when everybody waits, every
 record is still read JUDGES times per look only.
@@ -30,6 +30,9 @@ class Doing:
     words: str
     still_s: float  # seconds without any progress
     rests: bool  # it does what may take any time, and waits for nobody
+    quiet: int = 0  # looks in a row without any progress
+    moves: int = 0  # times that it made progress
+    busy: str = ""  # how it works without progress that could be counted; empty: not visibly
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +68,7 @@ class Seen:
 
     record: Record | None  # None: it has never written one
     silent_s: float  # seconds for which it has written no other, as far as the other one has looked
+    looks: int = 0  # how often the other one has looked meanwhile
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +78,8 @@ class Finding:
     missing: tuple[int, ...]  # the first ranks that have not come, or have stopped in it
     excuse: int | None = None  # the rank for which it rightly goes on waiting; None: in vain
     words: str = ""  # what the missing ranks do
+    hangs: str = ""  # what those do that hang, as far as can be seen; empty: none does
+    alarm: str = ""  # the same wherever one hang is found, and different for another
 
 
 @dataclass(slots=True)
@@ -88,10 +94,11 @@ class Heartbeats:
     world_size: int
     beats: int = 0  # written so far
     _known: set[int] = field(default_factory=set)  # ranks that have written a record
-    # Key -> newest beat, and when we first saw it.
-    _seen: dict[str, tuple[int, float]] = field(default_factory=dict)
+    # Key -> newest beat, and when and at which beat of our own we first saw it.
+    _seen: dict[str, tuple[int, float, int]] = field(default_factory=dict)
     _judged: set[str] = field(default_factory=set)  # operations that this rank looks after
     _asked: set[str] = field(default_factory=set)  # operations for which it was settled who does
+    _claimed: set[str] = field(default_factory=set)  # alarms of which it was settled who tells
 
     @classmethod
     def over(cls, store: dist.Store, rank: int, world_size: int) -> Heartbeats:
@@ -140,13 +147,21 @@ class Heartbeats:
             self._judged.add(operation)
         return Finding(**written) if written else None
 
+    def claim(self, alarm: str) -> bool:
+        """Whether this rank is the one that tells of a hang, asked for the first time."""
+        if alarm in self._claimed:
+            return False
+        self._claimed.add(alarm)
+        return self.store.add(f"alarms/{alarm}", 1) == 1
+
     def _look(self, rank: int, record: Record | None) -> Seen:
-        return Seen(record, self._unchanged_s(str(rank), record.beat if record else 0))
+        silent_s = self._unchanged_s(str(rank), record.beat if record else 0)
+        return Seen(record, silent_s, self.beats - self._seen[str(rank)][2])
 
     def _unchanged_s(self, key: str, beat: int) -> float:
         # By our own clock: those of two hosts may differ.
         now = time.monotonic()
         before = self._seen.get(key)
         if before is None or before[0] != beat:
-            self._seen[key] = before = beat, now
+            self._seen[key] = before = beat, now, self.beats
         return now - before[1]

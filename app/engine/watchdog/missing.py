@@ -14,7 +14,11 @@ from app.plan.groups import CHECKPOINT
 # part of a timeout in one operation after which a rank is stuck, unless it rightly waits
 SAYS = 0.9
 SILENT = 0.3  # part of a timeout without a sign of life after which a rank no longer takes part
+# Looks in one operation, of 2 s each by default: a hang is told within 30 s.
+ASKS, WARNS = 4, 10  # until a rank looks at the others; until it tells of those that hang
+MUTE = 5  # looks at a rank without a sign of life after which it hangs
 SHOWN = 4  # missing ranks described, and sends and receives named, at most
+ALL_THERE = "all its ranks are there"
 SAVING = CHECKPOINT.name  # the group of the thread that saves
 
 
@@ -28,6 +32,11 @@ class CollectiveWait:
     collective: Collective | None = None  # None: it has no number
     during: str = ""  # what this rank does meanwhile
     under_way: str = ""  # sends and receives that are not done
+
+    @property
+    def saves(self) -> bool:
+        """Whether it is one of the thread that saves."""
+        return self.collective is not None and self.collective.group == SAVING
 
     @property
     def key(self) -> str | None:
@@ -46,6 +55,7 @@ class Look:
     heartbeats: Heartbeats
     wait: CollectiveWait
     timeout_s: float
+    complete: bool = False  # it hangs although no rank is missing: devices are in it, unlike hosts
 
     def find(self) -> Finding:
         """Who is missing, and whether one of them is worth waiting for."""
@@ -54,7 +64,7 @@ class Look:
         missing = {
             rank: seen
             for rank, seen in others.items()
-            if not self._has_come(seen) or self._silent(seen)
+            if not self._has_come(seen) or self._silent(seen) or self._mute(seen)
         }
         if not missing:  # then for those that are elsewhere: devices may be behind their hosts
             missing = {
@@ -62,13 +72,62 @@ class Look:
                 for rank, seen in others.items()
                 if seen.record and not self._is_here(seen.record)
             }
+        words = self._all(missing) or ALL_THERE
+        excuse = None if any(map(self._silent, missing.values())) else self._excuse(missing)
+        hangs, alarm = self._hang(missing)
+        return Finding(tuple(islice(missing, SHOWN)), excuse, words=words, hangs=hangs, alarm=alarm)
+
+    def _hang(self, missing: Mapping[int, Seen]) -> tuple[str, str]:
+        """What the ranks do that hang, and the name of that hang; both empty: none does.
+
+        Ranks that only wait for such a rank are told of where it is missing itself.
+        """
+        standing = {rank: seen for rank, seen in missing.items() if self._stands(seen)}
+        if standing:
+            rank, seen = next(iter(standing.items()))
+            if seen.record is None or self._mute(seen):
+                return self._all(standing), f"{rank}/beat/{seen.record.beat if seen.record else 0}"
+            return self._all(standing), f"{rank}/moves/{self._doing(seen.record).moves}"
+        among_themselves = missing and self._is_circle(missing)
+        if among_themselves or (self.complete and not missing):
+            return self._all(missing) or ALL_THERE, self.wait.key or self.wait.name
+        return "", ""
+
+    def _stands(self, seen: Seen) -> bool:
+        """Whether a rank neither works nor waits for others, as far as can be seen."""
+        record = seen.record
+        if record is None or self._mute(seen):
+            return seen.looks >= MUTE
+        return self._is_still(record) and not record.missing
+
+    def _is_still(self, record: Record) -> bool:
+        doing = self._doing(record)
+        return not doing.rests and not doing.busy and doing.quiet >= WARNS
+
+    def _mute(self, seen: Seen) -> bool:
+        return seen.looks >= MUTE
+
+    def _is_circle(self, missing: Mapping[int, Seen]) -> bool:
+        """Whether all that the missing ranks wait for, and so on, wait too, and for long."""
+        known, front = {self.heartbeats.rank, *missing}, dict(missing)
+        while front:
+            records = [seen.record for seen in front.values() if not self._mute(seen)]
+            waiting = [each for each in records if each and each.missing and self._is_still(each)]
+            if len(waiting) < len(front):
+                return False
+            behind = {rank for record in waiting for rank in record.missing} - known
+            known |= behind
+            front = self.heartbeats.read(behind)
+        return True
+
+    def _all(self, missing: Mapping[int, Seen]) -> str:
+        """What these ranks do, in words, the first few of many."""
         words = "; ".join(
             self._describe(rank, seen) for rank, seen in islice(missing.items(), SHOWN)
         )
         if len(missing) > SHOWN:
-            words = f"missing: ranks {compact(missing)}; {words}; …"
-        excuse = None if any(map(self._silent, missing.values())) else self._excuse(missing)
-        return Finding(tuple(islice(missing, SHOWN)), excuse, words or "all its ranks are there")
+            return f"missing: ranks {compact(missing)}; {words}; …"
+        return words
 
     def _has_come(self, seen: Seen) -> bool:
         each = self.wait.collective
@@ -107,9 +166,7 @@ class Look:
 
     def _doing(self, record: Record) -> Doing:
         """What that thread does which is to come here."""
-        each = self.wait.collective
-        saves = each is not None and each.group == SAVING
-        return record.saving if saves and record.saving else record.main
+        return record.saving if self.wait.saves and record.saving else record.main
 
     def _describe(self, rank: int, seen: Seen) -> str:
         record = seen.record
@@ -117,14 +174,17 @@ class Look:
         if record is None:
             return f"rank {rank} has not come, and has given no sign of life"
         come = "" if each is None else " has come," if self._has_come(seen) else " has not come,"
-        if self._silent(seen):
+        if self._silent(seen) or self._mute(seen):
             ago = max(seen.silent_s, time.time() - record.at)
             place = record.waits or self._doing(record).words
             return f"rank {rank}{come} last sign of life {ago:.0f} s ago, in {place}"
         if record.missing:
             return f"rank {rank}{come} waits in {record.waits} for {compact(record.missing)}"
         doing = self._doing(record)
-        return f"rank {rank}{come} is in {record.waits or doing.words} for {doing.still_s:.0f} s"
+        place = record.waits or doing.words
+        stands = place == doing.words and not doing.rests
+        how = doing.busy or ("not computing" if stands else "")
+        return f"rank {rank}{come} is in {place} for {doing.still_s:.0f} s{how and f', {how}'}"
 
 
 def compact(ranks: Collection[int]) -> str:

@@ -1,8 +1,10 @@
 """Names what a rank is stuck in, and which ranks have not come there.
 
 Threads beside the training look at what the rank does: its action, the collectives that it has
-begun (`collectives`), its sends and receives. Twenty times per `timeout_s` they tell the other
-ranks (`heartbeats`). A rank that has waited in one operation for almost `timeout_s` looks at those
+begun (`collectives`), its sends and receives. At every look they tell the other ranks
+(`heartbeats`). A rank that has waited in one operation for WARNS looks warns of those that neither
+come, nor work (`effort`), nor rest, nor wait for others, once, and says when it goes on (`alarms`).
+A rank that has waited in one operation for almost `timeout_s` looks at those
 that are missing there (`missing`). It goes on waiting for one that shows signs of life and rests,
 which may take any time, or has not been at the same place for long, or rightly waits for such a
 rank itself. Otherwise every waiting rank says what it waits for, and ends with EXIT_STUCK a little
@@ -16,52 +18,44 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch.distributed as dist
 
-from app.engine.watchdog.collectives import NOTHING, Collective, Recorded, read_recorders
-from app.engine.watchdog.heartbeats import Doing, Finding, Heartbeats, Record
-from app.engine.watchdog.missing import SAVING, SAYS, SHOWN, SILENT, CollectiveWait, Look
+from app.engine.watchdog.activity import Quiet, Strand
+from app.engine.watchdog.alarms import Alarms
+from app.engine.watchdog.collectives import (
+    NOTHING,
+    Collective,
+    Recorded,
+    count_enqueued,
+    read_recorders,
+)
+from app.engine.watchdog.effort import COMPUTING, Effort
+from app.engine.watchdog.heartbeats import JUDGES, Doing, Finding, Heartbeats, Record
+from app.engine.watchdog.missing import (
+    ASKS,
+    MUTE,
+    SAVING,
+    SAYS,
+    SHOWN,
+    SILENT,
+    WARNS,
+    CollectiveWait,
+    Look,
+)
 
 EXIT_STUCK = 124  # as `timeout` reports it
-LOOKS = 20  # per timeout
-ASKS = 0.5  # part of a timeout in one operation after which a rank looks at the others
+LOOK_S, LOOKS = 2.0, 40  # seconds between looks, and at least so many of them per timeout
+READS = 20  # times per timeout that the recorders are read even while the rank makes progress
+SILENCE = "the key-value store does not answer: rank 0 has it, or the first torchrun"
+HALF = 0.5  # part of a timeout in one operation after which a rank always looks at the others
 GRACE = 0.4  # part of a timeout from saying so to the end: at most 1.4 of one have then passed
 # What all ranks do together that is no collective, or cannot be seen.
 MEETINGS, REPLAYS = "meetings", "replays"
-
-
-@dataclass(slots=True)
-class Strand:
-    """What one thread of this rank does, as told by itself."""
-
-    doing: str = ""
-    since: float = math.inf  # on the monotonic clock; inf: resting
-    began: float = 0.0  # the same by the wall clock
-    meeting: int = 0  # of all ranks, outside of collectives, from 1; 0: it is in none
-
-    # Other threads read these one by one: a new time beside old words does no harm, but an old
-    # time beside new words would.
-    def note(self, doing: str, meeting: int = 0) -> None:
-        """From now on the thread does this."""
-        self.since = time.monotonic()
-        self.began = time.time()
-        self.doing = doing
-        self.meeting = meeting
-
-    def rest(self, doing: str = "") -> None:
-        """From now on it does what may take any time, until it enters a collective."""
-        self.began = time.time()
-        self.doing = doing
-        self.since = math.inf
-
-    def rests(self, under_way: Iterable[Collective]) -> bool:
-        """Whether it does, and has entered none since: those of before go on beside it."""
-        return self.since == math.inf and all(each.since < self.began for each in under_way)
 
 
 @dataclass(slots=True)
@@ -74,6 +68,7 @@ class Watchdog:
     # Sends and receives that are not done, in words, with the rank at the other end.
     exchanges: Callable[[], Sequence[tuple[str, int]]] = tuple
     replays: bool = False  # CUDA graphs may hold collectives, which nothing here can see
+    spins: bool = False  # the host burns CPU time while it waits for its device
     groups: Mapping[str, dist.ProcessGroup] = field(default_factory=dict)  # by name
     main: Strand = field(default_factory=Strand)
     saving: Strand = field(default_factory=Strand)  # the thread that saves beside training
@@ -81,10 +76,25 @@ class Watchdog:
     _steps: int = 0  # that have begun: what a graph replays nobody else counts
     _recorded: Recorded = NOTHING
     _changed: float = 0.0  # when the recorders last had news of the main thread; monotonic clock
+    _news: int = 0  # times that they had
+    _saving_news: int = 0  # the same of the thread that saves
+    _main_quiet: Quiet = field(default_factory=Quiet)
+    _saving_quiet: Quiet = field(default_factory=Quiet)
+    _effort: Effort = field(default_factory=lambda: Effort(threading.get_ident()))
+    _works: str = ""  # how the main thread does while it is quiet; empty: not visibly
     _findings: Mapping[str, Finding] = field(default_factory=dict)  # by name of the operation
+    _alarms: Alarms = field(init=False)
     _said: bool = False  # that this rank is stuck
     _unanswered: int = 0  # looks since the store last answered
     _awake: float = -math.inf  # since when the process runs, if all of it was stopped before
+
+    def __post_init__(self) -> None:
+        self._alarms = Alarms(self.rank, self.timeout_s, self.look_s)
+
+    @property
+    def look_s(self) -> float:
+        """Seconds between two looks."""
+        return min(LOOK_S, self.timeout_s / LOOKS)
 
     @property
     def doing(self) -> str:
@@ -121,6 +131,7 @@ class Watchdog:
     def running(self, end: Callable[[int], object] = os._exit) -> Iterator[None]:
         """Look at the rank from other threads; `end` is called with EXIT_STUCK when it is stuck."""
         over = threading.Event()
+        self._effort = Effort(threading.get_ident())
         # Three, since two may block: the recorders where another thread holds CUDA's lock, and the
         # store with the process that keeps it.
         loops: list[Callable[[threading.Event], None]] = [partial(self._watch, end=end)]
@@ -133,6 +144,7 @@ class Watchdog:
             thread.start()
         try:
             yield
+            self._alarms.resolve(())
         except Exception:
             if self._said:  # what fails now has followed from it: others have ended
                 end(EXIT_STUCK)
@@ -143,39 +155,102 @@ class Watchdog:
                 thread.join(timeout=1.0)
 
     def _read(self, over: threading.Event) -> None:
-        while not over.wait(self.timeout_s / LOOKS):
+        """Count collectives at every look, and read the recorders, which costs more, at those at
+        which a thread is quiet.
+        """
+        due, compares = 0.0, False  # compares: the look before has read them too
+        while not over.wait(self.look_s):
             before = self._recorded
-            self._recorded = read_recorders(self.groups, self._recorded)
-            if before.without(SAVING) != self._recorded.without(SAVING):
-                self._changed = time.monotonic()
+            counts = count_enqueued(self.groups, before)
+            self._note_news(before, Recorded(counts, before.under_way))
+            self._recorded = Recorded(counts, before.under_way)
+            reads = self._is_quiet() or time.monotonic() >= due
+            if reads:
+                due = time.monotonic() + self.timeout_s / READS
+                found = read_recorders(self.groups, self._recorded)
+                if compares:
+                    self._note_news(self._recorded, found)
+                self._recorded = found
+            compares = reads
+
+    def _note_news(self, before: Recorded, now: Recorded) -> None:
+        if before.without(SAVING) != now.without(SAVING):
+            self._changed = time.monotonic()
+            self._news += 1
+        elif before != now:
+            self._saving_news += 1
+
+    def _is_quiet(self) -> bool:
+        saves = self.saving.since < math.inf
+        return self._main_quiet.looks > 0 or (saves and self._saving_quiet.looks > 0)
 
     def _beat(self, over: threading.Event) -> None:
         assert self.heartbeats is not None
         with suppress(RuntimeError):  # the store has gone with its process: it does not answer
-            while not over.wait(self.timeout_s / LOOKS):
+            while not over.wait(self.look_s):
                 waits = self.waits()
                 long = [
-                    wait for wait in waits if wait.seconds > ASKS * self.timeout_s and wait.ranks
+                    wait
+                    for wait in waits
+                    if wait.ranks
+                    and (wait.seconds > HALF * self.timeout_s or self._quiet_looks(wait) >= ASKS)
                 ]
                 found = ((wait.name, self._ask(self.heartbeats, wait)) for wait in long)
                 self._findings = {name: finding for name, finding in found if finding is not None}
                 self.heartbeats.publish(self._record(waits))
                 self._unanswered = 0
+                self._warn(self.heartbeats, waits)
+
+    def _warn(self, heartbeats: Heartbeats, waits: Sequence[CollectiveWait]) -> None:
+        for wait in waits:
+            finding = self._findings.get(wait.name)
+            if finding is None or not finding.hangs or self._quiet_looks(wait) < WARNS:
+                continue
+            if heartbeats.claim(finding.alarm):
+                self._alarms.warn(wait, finding.hangs)
+
+    def _warn_of_store(self, waits: Sequence[CollectiveWait]) -> None:
+        """Of a store that does not answer; nobody can settle who does, so the first ranks do."""
+        for wait in waits:
+            first = self.rank in sorted(wait.ranks)[:JUDGES]
+            if first and self._unanswered >= MUTE and self._quiet_looks(wait) >= WARNS:
+                self._alarms.warn(wait, SILENCE)
+
+    def _quiet_looks(self, wait: CollectiveWait) -> int:
+        """For how many looks the thread that is in this operation has come to nothing new."""
+        if wait.saves:
+            return self._saving_quiet.looks
+        return 0 if self.main.rests(self._under_way(self.main)) else self._main_quiet.looks
 
     def _watch(self, over: threading.Event, end: Callable[[int], object]) -> None:
         looked = time.monotonic()
-        while not over.wait(self.timeout_s / LOOKS):
+        while not over.wait(self.look_s):
             before = looked
             looked = time.monotonic()
             if looked - before > SILENT * self.timeout_s:
                 self._awake = looked
             self._unanswered += 1
+            self._look()
+            waits = self.waits()
+            self._alarms.resolve(waits)
+            if self.heartbeats is not None:
+                self._warn_of_store(waits)
             if words := self.verdict():
                 self._said = True
                 print(words, file=sys.stderr, flush=True)
                 if not over.wait(self.timeout_s * GRACE):
                     end(EXIT_STUCK)
                 return
+
+    def _look(self) -> None:
+        """Count for how long the threads of this rank are quiet, and see whether it works."""
+        self._main_quiet.look(self.main.moves + self._news)
+        self._saving_quiet.look(self.saving.moves + self._saving_news)
+        if self._main_quiet.looks == 0:
+            self._effort.forget()
+            self._works = ""
+        else:
+            self._works = self._effort.look()
 
     def waits(self) -> list[CollectiveWait]:
         """What this rank is in now, the longest first: collectives, or what its threads noted."""
@@ -239,12 +314,25 @@ class Watchdog:
 
     def _record(self, waits: Sequence[CollectiveWait]) -> Record:
         rests = self.main.rests(self._under_way(self.main))
-        main = Doing(self.main.doing, 0.0 if rests else self._still_s(), rests)
+        main = Doing(
+            self.main.doing,
+            0.0 if rests else self._still_s(),
+            rests,
+            quiet=self._main_quiet.looks,
+            moves=self._main_quiet.moves,
+            busy=self._busy(),
+        )
         saving = None
         if self.saving.doing:
             rests = self.saving.rests(self._under_way(self.saving))
             since = self.saving.began
-            saving = Doing(self.saving.doing, 0.0 if rests else time.time() - since, rests)
+            saving = Doing(
+                self.saving.doing,
+                0.0 if rests else time.time() - since,
+                rests,
+                quiet=self._saving_quiet.looks,
+                moves=self._saving_quiet.moves,
+            )
         counts = {
             **self._recorded.counts,
             MEETINGS: self._meetings,
@@ -262,9 +350,15 @@ class Watchdog:
             excuse=finding.excuse,
         )
 
+    def _busy(self) -> str:
+        """How the main thread works; while it waits for a device that is in a collective, no."""
+        waits = self.spins and (self._under_way(self.main) or self.exchanges())
+        return "" if waits and self._works == COMPUTING else self._works
+
     def _ask(self, heartbeats: Heartbeats, wait: CollectiveWait) -> Finding | None:
         """Who is missing in an operation; None: not known yet."""
-        look = Look(heartbeats, wait, self.timeout_s)
+        unseen = wait.collective is None or wait.collective.group in (MEETINGS, REPLAYS)
+        look = Look(heartbeats, wait, self.timeout_s, complete=self.spins and not unseen)
         if wait.key is None:
             return look.find()
         return heartbeats.share(wait.key, look.find, SILENT * self.timeout_s)
@@ -285,7 +379,7 @@ class Watchdog:
         """For whom it waits in vain, in words; None: it waits rightly."""
         if self.heartbeats is None or not wait.ranks:
             return ""
-        if self._unanswered > SILENT * LOOKS:
-            return "; the key-value store does not answer: rank 0 has it, or the first torchrun"
+        if self._unanswered * self.look_s > SILENT * self.timeout_s:
+            return f"; {SILENCE}"
         finding = self._findings.get(wait.name)
         return None if finding is None or finding.excuse is not None else f"; {finding.words}"

@@ -149,10 +149,10 @@ class LatentAttention(nn.Module):
         self.scale = model.softmax_scale
         weights = LatentAttentionWeights.of(model, mla)
         self.q_a = None if weights.q_a is None else ColumnParallelLinear(weights.q_a, peers)
-        self.q_a_norm = _norm(weights.q_a_norm, model.norm_eps)
+        self.q_a_norm = _norm(weights.q_a_norm, model.latent_eps)
         self.q_b = ColumnParallelLinear(weights.q_b, peers)
         self.kv_a = ColumnParallelLinear(weights.kv_a, peers)
-        self.kv_a_norm = RMSNorm(weights.kv_a_norm, model.norm_eps)
+        self.kv_a_norm = RMSNorm(weights.kv_a_norm, model.latent_eps)
         self.kv_b = ColumnParallelLinear(weights.kv_b, peers)
         self.wo = RowParallelLinear(weights.wo, peers)
 

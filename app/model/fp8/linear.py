@@ -219,5 +219,12 @@ def _refresh(linears: Sequence[HeldWeight]) -> None:
 
 
 def _unflattened(found_RC: Tensor, of: Quantised) -> Tensor:
-    """Without rows that filled the matrix up, in the dimensions of what was quantised."""
-    return found_RC[: of.lead.numel()].view(*of.lead, -1)
+    """Drop the rows that padded the matrix, and restore the dimensions of what was quantised.
+
+    The result is no view to autograd, which forbids writing to a view that leaves a
+    `torch.autograd.Function`: attention adds its bias in place.
+    """
+    rows = of.lead.numel()
+    kept_RC = found_RC if len(found_RC) == rows else found_RC[:rows]
+    out: Tensor = torch.ops.aten._unsafe_view(kept_RC, (*of.lead, found_RC.shape[-1]))
+    return out

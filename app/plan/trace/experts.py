@@ -80,7 +80,7 @@ def _route(
     (probs,) = trace.op([ranked], [picked], [ranked, chosen])
     if after:
         (probs,) = trace.op([probs], [picked], [0])
-    elif moe.score is Score.sigmoid and moe.top_k > 1:
+    elif moe.normalizes_sigmoids:
         (probs,) = trace.op([probs], [picked], [probs], keeps=4 * s.local, kernels=3)
     if moe.routed_scale is not None:
         (probs,) = trace.op([probs], [picked])

@@ -1,0 +1,160 @@
+"""Names that are no key: those of other programs, slips, and neither."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+
+from app.cli.options.arguments import Typed, foreign_flags, hydra_flags, key_of
+from app.cli.options.keys import all_keys, is_section
+from app.cli.options.other_names import OtherName, exact_row, row_of
+from app.cli.processes.home import CONF
+from app.errors import ConfigError, Instead, letters, near_names
+
+MOST_GUESSED = 3  # keys that a name may equally well be a slip of
+MEASURED = "hardware.profile."  # written by calibrate, typed by nobody
+LISTED = "python train.py --cfg job prints the keys"
+
+
+def no_such_key(key: str, value: str, where: str = "") -> ConfigError:
+    """The error for a name that is no key: what it is called here, what it may be a slip of, or
+    where the keys are listed. `where`: the file that has it, for which no override helps.
+    """
+    rule = f"there is no such key{where}"
+    if same := _same_letters(key):
+        return ConfigError(key, value, rule, guess=same)
+    row = None if where else row_of(key)
+    if row is not None:
+        return _of_row(key, value, row)
+    alone = None if where else _same_leaf(key)
+    if alone is not None and value:
+        return ConfigError(key, value, f"is {alone} here", nearest=Instead(f"{alone}={value}"))
+    guess = alone or like_key(key)
+    return ConfigError(key, value, rule, guess=guess, advice=None if guess else LISTED)
+
+
+def no_such_flag(arguments: Sequence[str], known: Sequence[str] = ()) -> ConfigError | None:
+    """The error for the first flag that another program has, or that is one of our keys behind
+    dashes; None where there is none. `known`: the program's own flags, if not Hydra's.
+    """
+    for _, override, typed in foreign_flags(arguments, known or hydra_flags()):
+        key, _, value = override.partition("=")
+        meant = None if (row := exact_row(key)) is None else row.choice(value)
+        if is_known(key) and not meant:
+            rule = "keys are typed without dashes, as key=value"
+            near = Instead(override) if value else None
+            return ConfigError("option", typed, rule, nearest=near)
+        if meant:
+            rule = f"is {' '.join(meant)} here"
+            return ConfigError("option", typed, rule, nearest=Instead(*meant))
+        if row_of(key) or _same_leaf(key):
+            found = no_such_key(key, value)
+            return ConfigError("option", typed, found.rule, nearest=found.nearest)
+    return None
+
+
+def like_key(word: str) -> str | None:
+    """The keys that a word may be a slip of, joined by "or": one with the same letters, else those
+    of its section that are spelt like it, else those that have its words, else those of its last
+    part elsewhere, else those that are spelt like it. None where there are none, or too many.
+    """
+    if same := _same_letters(word):
+        return same
+    section, _, leaf = word.rpartition(".")
+    keys = [key for key in all_keys() if word.startswith(MEASURED) or not key.startswith(MEASURED)]
+    inside = [key for key in keys if key.rpartition(".")[0] == section]
+    for found in (
+        [f"{section}.{name}" if section else name for name in near_names(leaf, _leaves(inside))],
+        list(_with_words(leaf, [key for key in inside if not section or not is_section(key)])),
+        [key for key in keys if key.rpartition(".")[2] == leaf],
+        [key for key in keys if _near_parts(word, key)],
+        [key for key in keys if key.rpartition(".")[2] in near_names(leaf, _leaves(keys))],
+    ):
+        if 0 < len(found) <= MOST_GUESSED:
+            return " or ".join(found)
+    return None
+
+
+def refused_value(key: str, value: str, rule: str, guess: str | None) -> ConfigError:
+    """The error for a value that a key or group does not have, with what another program means by
+    it where nothing is near: float16 for fp16.
+    """
+    row = None if guess else exact_row(key)
+    if row is None:
+        return ConfigError(key, value, rule, guess=guess)
+    if not row.ours:
+        note = row.note.replace("*", value, 1) if value else None
+        return ConfigError(key, value, rule, advice=note)
+    found = row.choice(value)
+    return ConfigError(key, value, rule, nearest=Instead(*found) if found else None)
+
+
+def translated(word: str) -> tuple[str, ...]:
+    """The overrides in the place of one that is no key, empty where the table has none."""
+    key, value = key_of(word), word.partition("=")[2]
+    if is_known(key):
+        return found if (row := exact_row(key)) and (found := row.choice(value)) else (word,)
+    if row := row_of(key):
+        return row.overrides(value)
+    alone = _same_letters(key) or _same_leaf(key)
+    return (f"{alone}={value}",) if alone and value else ()
+
+
+def unknown_words(typed: Typed) -> tuple[str, ...]:
+    """The overrides whose names are no keys, or whose values are those of another program."""
+    return tuple(
+        word
+        for word in typed.overrides
+        if not is_known(key_of(word)) or translated(word) not in ((), (word,))
+    )
+
+
+def is_known(key: str) -> bool:
+    """Whether a name is a key, a group of options, or Hydra's own."""
+    return key in all_keys() or key.startswith("hydra") or (CONF / key).is_dir()
+
+
+def _of_row(key: str, value: str, row: OtherName) -> ConfigError:
+    note = f" ({row.note})" if row.note else ""
+    if not row.ours:
+        return ConfigError(key, value, f"there is no such key: {row.note}")
+    if found := row.overrides(value):
+        called = row.key or " ".join(found)
+        return ConfigError(key, value, f"is {called} here{note}", nearest=Instead(*found))
+    options = dict.fromkeys(each.replace("*", "…") for _, each in row.choices)
+    called = row.key or " or ".join(options)
+    return ConfigError(key, value, f"is {called} here{note}")
+
+
+def _same_letters(word: str) -> str | None:
+    found = [key for key in all_keys() if letters(word) == letters(key)]
+    return found[0] if len(found) == 1 and found[0] != word else None
+
+
+def _same_leaf(word: str) -> str | None:
+    """The one key that ends in the last part of a word."""
+    leaf = word.rpartition(".")[2]
+    found = [key for key in all_keys() if key.rpartition(".")[2] == leaf]
+    found = [key for key in found if not key.startswith(MEASURED)]
+    return found[0] if len(found) == 1 and found[0] != word else None
+
+
+def _leaves(keys: Sequence[str]) -> list[str]:
+    return [key.rpartition(".")[2] for key in keys]
+
+
+def _with_words(leaf: str, keys: Sequence[str]) -> Iterator[str]:
+    """The keys that have all words of a name, and fewest besides."""
+    words = set(re.split("[-_]", leaf))
+    having = {key: set(key.rpartition(".")[2].split("_")) for key in keys}
+    having = {key: found for key, found in having.items() if words <= found}
+    least = min(map(len, having.values()), default=0)
+    yield from (key for key, found in having.items() if len(found) == least)
+
+
+def _near_parts(word: str, key: str) -> bool:
+    """Whether every part of a dotted name is near that of a key."""
+    ours, theirs = key.split("."), word.split(".")
+    return len(ours) == len(theirs) and all(
+        one == other or near_names(other, [one]) for one, other in zip(ours, theirs, strict=True)
+    )

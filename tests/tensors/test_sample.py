@@ -1,0 +1,32 @@
+"""The sample at the end of a run reads its prompt and what follows together."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from app.data.tokenizer import ByteTokenizer, Tokenizer
+from app.engine import generate
+from tests.tensors.test_continuation import spaced
+
+
+def sampled(
+    tokenizer: Tokenizer, prompt: list[int], drawn: list[int], patch: pytest.MonkeyPatch
+) -> str | None:
+    train = SimpleNamespace(sample_tokens=len(drawn), seq_len=8, seed=1)
+    engine: Any = SimpleNamespace(plan=SimpleNamespace(run=SimpleNamespace(train=train)))
+    patch.setattr(generate, "sample_tokens", lambda *_, **__: iter(drawn))
+    return generate.sample_text(engine, tokenizer, prompt, aloud=False)
+
+
+def test_blank_behind_the_prompt_is_written(monkeypatch: pytest.MonkeyPatch):
+    tokenizer = spaced()
+    given, drawn = tokenizer.encode("the cat"), tokenizer.encode("so ran")
+    assert sampled(tokenizer, given, drawn, monkeypatch) == "the cat▶ so ran"
+
+
+def test_character_is_completed_behind_the_prompt(monkeypatch: pytest.MonkeyPatch):
+    ids = [*"aß".encode()]
+    assert sampled(ByteTokenizer(), ids[:2], ids[2:], monkeypatch) == "a▶ß"
