@@ -20,12 +20,8 @@ from app.cli.plan import main
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS, README = ROOT / "docs", ROOT / "README.md"
-TEXTS = (README, DOCS / "tutorial.md")  # pages without pictures
-PAGES = {
-    "plan": "timeline",
-    "parallelism": "layout",
-    "step-time": "layouts",
-}  # page -> the picture that it shows
+TEXTS = (README, DOCS / "tutorial.md", DOCS / "planning.md")  # pages without pictures
+PAGES = {"schedules": "timeline", "parallelism": "layout"}  # page -> the picture that it shows
 CONSOLE = re.compile(r"```console\n\$ (python -m app\.cli\.plan .*)\n(?:.*\n)*?```")
 PICTURE = re.compile(r"^python -m app\.cli\.plan .*out=plan/(\w+).*$", re.MULTILINE)
 

@@ -36,7 +36,7 @@ Usage:  python -m app.cli.calibrate [name=NAME] [out=FOLDER]
                and the plan command find by themselves; others by --config-dir FOLDER
 
 Takes a minute or two on an idle GPU. What is measured, and how times come of it:
-docs/step-time.md. Plan with it: python -m app.cli.plan hardware=NAME ..."""
+docs/planning.md. Plan with it: python -m app.cli.plan hardware=NAME ..."""
 
 
 def work(arguments: Sequence[str], launch: Launch) -> int:

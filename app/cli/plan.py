@@ -80,7 +80,7 @@ Examples:
 
 Exit code: 0; 1 when memory is shown (what=all, memory, decoding) and the run, or a single text,
 does not fit; 2 for a mistake.
-Choices and keys: python train.py --help. How to read what is shown: docs/plan.md."""
+Choices and keys: python train.py --help. How to read what is shown: docs/planning.md."""
 
 
 @dataclass(frozen=True, slots=True)

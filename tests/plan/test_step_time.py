@@ -473,7 +473,7 @@ def test_a_typed_speed_is_refused_in_a_line(capsys, typed: str, said: str):
 
 
 def test_recorded_steps_are_planned_as_the_record_says():
-    """Five rows of bench/results/planned_times.json, which docs/step-time.md sums up: as the plan
+    """Five rows of bench/results/planned_times.json, which docs/planning.md sums up: as the plan
     says today, and within 10 % of what was measured.
     """
     content = json.loads((ROOT / "bench/results/planned_times.json").read_text())
@@ -493,7 +493,7 @@ def test_recorded_steps_are_planned_as_the_record_says():
 
 def test_recorded_memory_is_planned_as_the_record_says():
     """Rows of bench/results/planned_memory.json: as the plan says today, and near what was
-    measured; docs/step-time.md has the figures of all.
+    measured; docs/planning.md has the figures of all.
     """
     content = json.loads((ROOT / "bench/results/planned_memory.json").read_text())
     listed = [row for row in content["rows"] if row["plan"] == "today"]
@@ -505,7 +505,7 @@ def test_recorded_memory_is_planned_as_the_record_says():
         planned = Plan(load_overrides([*typed, "hardware=h200"])).memory[0].allocated
         assert planned / GIB == pytest.approx(row["planned_gib"], abs=0.002)
         assert planned / GIB == pytest.approx(row["measured_gib"], rel=0.01)
-    page = (ROOT / "docs/step-time.md").read_text()
+    page = (ROOT / "docs/planning.md").read_text()
     for plan, found in content["plans"].items():
         rows = [row for row in content["rows"] if row["plan"] == plan]
         wrong = sorted(abs(row["planned_gib"] / row["measured_gib"] - 1) for row in rows)
@@ -514,7 +514,18 @@ def test_recorded_memory_is_planned_as_the_record_says():
         assert wrong[-1] == pytest.approx(found["worst_error"], abs=1e-4)
         shares = (found[key] for key in ("median_error", "p90_error", "worst_error"))
         cells = " | ".join(f"{share:.1%}".replace("%", " %") for share in shares)
-        assert f"| {plan} | {found['rows']} | {cells} |" in page
+        label = {"today": "current program", "then": "program of the recording"}[plan]
+        assert f"| {label} | {found['rows']} | {cells} |" in page
+
+
+def test_the_page_states_the_errors_of_planned_times():
+    halves = json.loads((ROOT / "bench/results/planned_times.json").read_text())["halves"]
+    page = (ROOT / "docs/planning.md").read_text()
+    for half, label in (("fitted", "fitted"), ("aside", "set aside")):
+        found = halves[half]
+        shares = (found[key] for key in ("median_error", "p90_error", "pairs_in_order"))
+        cells = " | ".join(f"{share:.1%}".replace("%", " %") for share in shares)
+        assert f"| {label} | {found['rows']} | {cells} |" in page
 
 
 @pytest.mark.parametrize("seed", range(20))

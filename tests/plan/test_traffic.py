@@ -157,7 +157,7 @@ def test_orders_are_those_that_a_layout_accepts(layout: ParallelLayout):
 
 
 def worked_example() -> dict[str, tuple[int, int, int]]:
-    """docs/traffic.md, row by row from the sizes alone: bytes, most nodes spanned, bytes to
+    """docs/planning.md, row by row from the sizes alone: bytes, most nodes spanned, bytes to
     other nodes.
     """
     hidden, layers = 8 * 4096 // 4 * 2048 * 2, 24
@@ -205,9 +205,9 @@ def test_the_worked_example():
 
 
 def test_the_documentation_states_it():
-    text = (Path(__file__).parents[2] / "docs" / "traffic.md").read_text()
+    text = (Path(__file__).parents[2] / "docs" / "planning.md").read_text()
     rows = re.findall(
-        r"^\| (\w+) \| .*? \| ([\d,]+) \| (\d+) \| ([\d,]+) \| ([\d.]+) \|$", text, re.MULTILINE
+        r"^\| (\w+) \| ([\d,]+) \| (\d+) \| ([\d,]+) \| ([\d.]+) \|$", text, re.MULTILINE
     )
     stated = {name: tuple(int(cell.replace(",", "")) for cell in cells) for name, *cells, _ in rows}
     assert stated == worked_example()
@@ -219,7 +219,8 @@ def test_the_documentation_states_it():
         example(order="dp-tp-cp-ep-pp"), select_layout(example(order="dp-tp-cp-ep-pp"))
     )
     assert [(a.axis, a.nodes, a.best_nodes) for a in advice] == [("tp", 2, 1), ("etp_ep", 4, 1)]
-    assert f"`{advice[0].order}`" in text and f"{advice[0].seconds * 1e3:.0f} ms per step" in text
+    assert advice[0].order == "tp-cp-ep-dp-pp"
+    assert advice[0].seconds == pytest.approx(0.616, abs=5e-4)
 
 
 @pytest.mark.parametrize("per_node", [1, 2, 3, 5, 8, 64])
@@ -538,7 +539,7 @@ def test_a_large_world_is_planned_at_once():
 
 @pytest.mark.parametrize("rank", [24, None])
 def test_latent_attention_gathers_latents_and_the_rotary_key(rank: int | None):
-    """And over cp all heads, values as wide as keys: what docs/traffic.md says, in 4 layers of 4
+    """And over cp all heads, values as wide as keys: what docs/planning.md says, in 4 layers of 4
     heads of 8 + 4, 4 microbatches of 64 tokens.
     """
     mla = MLAConfig(rank, 16, qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=6)

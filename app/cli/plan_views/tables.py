@@ -225,7 +225,7 @@ def _print_times(plan: Plan, console: Console) -> None:
 def _assumption(plan: Plan, estimate: Estimate) -> str:
     """What the estimate stands on."""
     if estimate.profile is not None:
-        said = f"by the speeds of {estimate.profile} (hardware.profile, docs/step-time.md)"
+        said = f"by the speeds of {estimate.profile} (hardware.profile, docs/planning.md)"
         return f"{said}{_eight_bits_assumption(plan)}."
     peak = f"{estimate.efficiency:.0%} of the data sheet's {estimate.peak_tflops:,.0f} TFLOP/s"
     unused = ""

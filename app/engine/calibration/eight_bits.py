@@ -1,5 +1,5 @@
 """Speeds of products in eight bits and of what quantises their matrices, by each recipe that this
-machine has; docs/step-time.md says what becomes of them.
+machine has; docs/planning.md says what becomes of them.
 
 Shapes: S rows and columns of square matrices; R rows grouped by expert, E experts, D hidden, F
 their other side.

@@ -1,4 +1,4 @@
-"""Speeds of one GPU's kernels, by the functions that training calls; docs/step-time.md says what
+"""Speeds of one GPU's kernels, by the functions that training calls; docs/planning.md says what
 becomes of them.
 
 Shapes: T tokens, D hidden, F hidden width of a feed-forward, V vocabulary, E experts, K per token,

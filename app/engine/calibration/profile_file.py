@@ -12,7 +12,7 @@ from app.config import HardwareConfig, HardwareProfile
 from app.config.profile import FORMAT
 from app.plan.cost.flops import peak_tflops
 
-# what is not measured, and as docs/step-time.md has it: between steps, and beside compute
+# what is not measured, and as docs/planning.md has it: between steps, and beside compute
 STATED = {"step_ms": 2.0, "hidden": 0.13}
 # of links, where there is one GPU: starts as on H200s, and the speed inside a node that is stated
 STARTS = {"collective_us": 20.0, "send_us": 30.0}

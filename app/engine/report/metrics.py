@@ -46,7 +46,7 @@ class StepReport:
     data_wait_ms: float  # of it, until the batches of the step were there, ms; rank 0
     tokens_per_s: float  # all ranks together
     tokens_per_s_per_gpu: float  # per rank
-    tflops_per_gpu: float  # model TFLOP/s per rank (docs/flops.md)
+    tflops_per_gpu: float  # model TFLOP/s per rank (docs/planning.md)
     mfu: float | None = None  # tflops_per_gpu over the GPU's peak
     # largest over ranks; GPU tensors, or resident memory of the process on CPU
     memory_allocated_gib: float | None = None

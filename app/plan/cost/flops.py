@@ -1,5 +1,5 @@
-"""Parameters of a model and floating-point operations per token and per rank; docs/flops.md derives
-them with examples.
+"""Parameters of a model and floating-point operations per token and per rank; docs/planning.md
+has the formulas.
 
 Operations are sums over the traces of `app.plan.trace`, which say what each product costs: 2·m·n·k
 for one of [m, k] and [k, n], so that each weight of a matrix costs 2 per token forward, and twice

@@ -1,4 +1,4 @@
-"""Seconds of kernels and of what ranks send, by a measured profile of a GPU; docs/step-time.md has
+"""Seconds of kernels and of what ranks send, by a measured profile of a GPU; docs/planning.md has
 the formulas and where they come from.
 """
 

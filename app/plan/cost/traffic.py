@@ -1,6 +1,6 @@
 """What every kind of group moves in a step, how much of that leaves its node, about how long it
-takes, and whether another order of axes would be quicker. docs/traffic.md derives the figures with
-an example.
+takes, and whether another order of axes would be quicker. docs/planning.md has the formulas
+and an example.
 
 Not counted: latency, counts of tokens, norms and losses, and a vocabulary-parallel loss's three
 numbers per token.

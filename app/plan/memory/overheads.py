@@ -1,4 +1,4 @@
-"""What driver and libraries take of a GPU besides tensors; docs/memory.md says what is measured.
+"""What driver and libraries take of a GPU besides tensors; docs/planning.md says what is measured.
 
 `bench/memory.py` measures them.
 """

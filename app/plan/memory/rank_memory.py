@@ -1,4 +1,4 @@
-"""Bytes that a GPU needs at its peak, by part, for each pipeline rank; explained in docs/memory.md.
+"""Bytes that a GPU needs at its peak, by part, for each pipeline rank: docs/planning.md.
 
 Ranks that differ along other axes are alike, but for routed experts: `model.moe.planned_imbalance`
 says how much busier than the mean the rank is that is planned for. Only training is planned: a

@@ -14,7 +14,7 @@ SCALE = 4  # of a scale, fp32
 # launches that quantise a matrix: of the first recipe those of its largest entry and its scale too
 LAUNCHES = {Fp8Recipe.current: 4, Fp8Recipe.delayed: 1, Fp8Recipe.block: 1}
 # the host's time for that in launches of other kernels, where backward takes three times as much as
-# forward: by eager steps of `small` beside bf16 ones (docs/step-time.md); that of `block`, one
+# forward: by eager steps of `small` beside bf16 ones (docs/planning.md); that of `block`, one
 # kernel too, is taken to be that of `delayed`
 HOST_LAUNCHES = {Fp8Recipe.current: 2.7, Fp8Recipe.delayed: 1.7, Fp8Recipe.block: 1.7}
 # times faster than in bf16 all linear layers and the head are, forward and both gradients with what
