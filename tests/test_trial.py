@@ -78,7 +78,7 @@ def test_one_typed_key_gives_way_where_a_default_was_refused():
     assert "c=1 d=2" in str(tried(WRONG, takes, Fixed(typed=frozenset({"c"}))))
     assert "c=1" not in str(tried(WRONG, takes, Fixed(typed=frozenset({"c", "d"}))))
     assert "c=1" not in str(tried(WRONG, takes, Fixed(sizes=frozenset({"c"}))))
-    assert "c=1" not in str(tried(WRONG, takes, Fixed(typed=frozenset({"c"})), others=False))
+    assert "c=1" not in str(tried(WRONG, takes, Fixed(typed=frozenset({"c"}))))
 
 
 @pytest.mark.parametrize(

@@ -131,6 +131,13 @@ class OptimConfig:
             )
 
 
+def _kind_of(path: str) -> Source:
+    """What a file seems to be by the end of its name."""
+    if path.endswith((".jsonl", ".json")):
+        return Source.jsonl
+    return Source.parquet if path.endswith(".parquet") else Source.text
+
+
 @dataclass(frozen=True)
 class DataConfig:
     """Documents, tokens and how they are packed into sequences."""
@@ -167,6 +174,13 @@ class DataConfig:
         if files and not self.path:
             raise ConfigError(
                 "data.path", "", f"data={self.source.value} needs files or globs", advice=EXAMPLE
+            )
+        if self.path and not files:
+            raise ConfigError(
+                "data.path",
+                list(paths),
+                f"is not read by data={self.source.value}, which is chosen or the default",
+                nearest=Instead(f"data={_kind_of(paths[-1]).value}"),
             )
         if self.source is Source.hub and not self.name:
             raise ConfigError(

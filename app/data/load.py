@@ -69,12 +69,12 @@ def load_data(
 def _validation_share(config: DataConfig) -> tuple[str, list[Instead]]:
     """The option that says how large the validation split is, and larger values of it."""
     if config.streaming:
-        key, now = "data.validation_documents", float(config.validation_documents)
+        key, now = "data.validation_documents", str(config.validation_documents)
         more = [str(config.validation_documents * factor) for factor in (2, 10, 100)]
     else:
-        key, now = "data.validation_fraction", config.validation_fraction
-        more = [str(value) for value in (0.1, 0.2, 0.3, 0.5) if value > now]
-    return f"{key}={now:g}", [Instead(f"{key}={value}") for value in more]
+        key, now = "data.validation_fraction", f"{config.validation_fraction:g}"
+        more = [str(value) for value in (0.1, 0.2, 0.3, 0.5) if value > config.validation_fraction]
+    return f"{key}={now}", [Instead(f"{key}={value}") for value in more]
 
 
 def _streamed(

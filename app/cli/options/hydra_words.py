@@ -51,7 +51,7 @@ def check_completion(arguments: Sequence[str]) -> None:
     if any(word.partition("=")[0] in ACTIONS for word in arguments):
         return
     given = next((word for word in arguments if word in SHELLS), "")
-    rule = f"takes {', '.join(ACTIONS)} = one of {', '.join(SHELLS)}"
+    rule = f"needs {', '.join(f'{each}=SHELL' for each in ACTIONS)}; SHELL is {', '.join(SHELLS)}"
     advice = f'type eval "$(python train.py -sc install={given or SHELLS[0]})"'
     raise ConfigError("--shell-completion", given, rule, advice=advice)
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import TypeVar
 
-from app.cli.options.arguments import Typed
+from app.cli.options.arguments import Typed, key_of
 from app.cli.options.explained import COMPOSING, explained, is_mistake
 from app.cli.options.fixed import Fixed
 from app.cli.options.trial import tried
@@ -42,7 +42,7 @@ class Asked:
         rest = (each for each in self.typed.overrides if each not in wrong)
         asked = dataclasses.replace(self.typed, overrides=tuple(rest))
         ours = [word for each in wrong for word in translated(each)]
-        whole = error.with_guesses((Instead(*ours),)) if len(wrong) > 1 and ours else error
+        whole = _of_all(error, wrong, ours) if len(wrong) > 1 and ours else error
         loads = not wrong and error.key != "option"  # as it was typed
         fixed = Fixed.of(asked)
 
@@ -60,14 +60,27 @@ class Asked:
                 return found if isinstance(found, ConfigError) else None
             return _caught(lambda: check(found))
 
-        kept = tried(whole, here, fixed, others=False)
+        kept = tried(whole, here, fixed)
         if kept.alternatives:
             return kept
         if self.check_host is not None:
-            larger = tried(whole, elsewhere, fixed, others=False)
+            larger = tried(whole, elsewhere, fixed)
             if larger.tried and larger.alternatives:
                 return _for_another_host(larger)
-        return tried(whole, here, fixed)
+        return kept
+
+
+def _of_all(error: ConfigError, wrong: Sequence[str], ours: Sequence[str]) -> ConfigError:
+    """The error for several names of other programs: what is typed in the place of all of them.
+    Nothing is where two of them give one key different values; names without a key are named.
+    """
+    if len(set(map(key_of, ours))) < len(set(ours)):
+        twice = "two of these names are one key here: type one"
+        return ConfigError(error.key, error.value, error.rule, advice=twice)
+    alone = [key_of(each) for each in wrong if not translated(each)]
+    advice = f"there is no key for {', '.join(alone)}" if alone else error.advice
+    near = Instead(*dict.fromkeys(ours))
+    return ConfigError(error.key, error.value, error.rule, near, guess=error.guess, advice=advice)
 
 
 def _for_another_host(error: ConfigError) -> ConfigError:

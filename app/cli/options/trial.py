@@ -20,15 +20,12 @@ MOST_TRIALS = 24  # of one message
 Trial = Callable[[Sequence[str]], ConfigError | None]
 
 
-def tried(
-    error: ConfigError, trial: Trial, fixed: Fixed | None = None, *, others: bool = True
-) -> ConfigError:
+def tried(error: ConfigError, trial: Trial, fixed: Fixed | None = None) -> ConfigError:
     """The error with those of its candidates that work, and leave alone what is fixed.
 
     First come candidates that change nothing typed but the key that was refused; then those with
-    further changes that mend what it breaks; then, where a default was refused, those that change
-    one other typed key, unless `others` is false. The number of trials is bounded, so that the
-    words do not depend on how fast they are.
+    further changes that mend what it breaks. The number of trials is bounded, so that the words do
+    not depend on how fast they are.
 
     Where the configuration works as it is, something outside of it was refused, such as a file or
     a GPU, and candidates that work too stay guesses.
@@ -41,8 +38,7 @@ def tried(
     search = _Search(error, _limited(trial), fixed or Fixed())
     if fault is None:
         return error.with_guesses(list(_until_spent(search.single())))
-    found_by = (search.single(), search.mended(), search.of_others() if others else ())
-    for found in found_by:
+    for found in (search.single(), search.mended()):
         if worked := list(dict.fromkeys(_until_spent(found))):
             return error.after_trial(worked)
     return error.after_trial(())
@@ -103,14 +99,6 @@ class _Search:
         """
         yield from self._first_mended(self._keeps)
 
-    def of_others(self) -> Iterator[object]:
-        """Where no other value of the refused key was offered, or it was a default: the first of
-        each alternative that changes one key that was typed, and no size of a chosen model.
-        """
-        changed = {key_of(each) for one in self._candidates for each in self.error.override(one)}
-        if not self.own & self.fixed.typed & changed:
-            yield from list(self._first(self._changes_one)) or self._first_mended(self._changes_one)
-
     def _first_mended(self, allowed: Callable[[Sequence[str]], bool]) -> Iterator[object]:
         for alternative in self.error.alternatives:
             for candidate in self._allowed(alternative, allowed):
@@ -153,10 +141,6 @@ class _Search:
     @property
     def _typed_own(self) -> set[str]:
         return self.own & self.fixed.typed
-
-    def _changes_one(self, overrides: Sequence[str]) -> bool:
-        changed = self._changed(overrides)
-        return len(changed) == 1 and not changed & (self.fixed.sizes - self.fixed.typed)
 
 
 def _mends(fault: ConfigError, first: Sequence[str]) -> Iterator[tuple[str, ...]]:

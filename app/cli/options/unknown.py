@@ -21,9 +21,10 @@ def no_such_key(key: str, value: str, where: str = "") -> ConfigError:
     where the keys are listed. `where`: the file that has it, for which no override helps.
     """
     rule = f"there is no such key{where}"
-    if same := _same_letters(key):
+    row = None if where else exact_row(key)
+    if row is None and (same := _same_letters(key)):
         return ConfigError(key, value, rule, guess=same)
-    row = None if where else row_of(key)
+    row = row or (None if where else row_of(key))
     if row is not None:
         return _of_row(key, value, row)
     alone = None if where else _same_leaf(key)
@@ -49,7 +50,14 @@ def no_such_flag(arguments: Sequence[str], known: Sequence[str] = ()) -> ConfigE
             return ConfigError("option", typed, rule, nearest=Instead(*meant))
         if row_of(key) or _same_leaf(key):
             found = no_such_key(key, value)
-            return ConfigError("option", typed, found.rule, nearest=found.nearest)
+            return ConfigError(
+                "option",
+                typed,
+                found.rule,
+                nearest=found.nearest,
+                guess=found.guess,
+                advice=found.advice,
+            )
     return None
 
 
