@@ -220,7 +220,10 @@ def _question(path: Path, number: int, line: str) -> Question:
             for text in (prompt, *choices):
                 check_characters("choices", path, text, f"line {number} ")
             return Question(prompt, tuple(choices), answer)
-    rule = f'line {number} has no "prompt", at least two "choices", and the place of the "answer"'
+    rule = (
+        f'line {number} must be an object with "prompt", a text, "choices", two or more texts that '
+        'are not empty, and "answer", the place of one of them, from 0'
+    )
     raise ConfigError("choices", path, rule)
 
 

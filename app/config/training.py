@@ -133,7 +133,8 @@ class OptimConfig:
 
 def _kind_of(path: str) -> Source:
     """What a file seems to be by the end of its name."""
-    if path.endswith((".jsonl", ".json")):
+    path = path.lower().removesuffix(".gz").removesuffix(".zst")
+    if path.endswith((".jsonl", ".json", ".ndjson")):
         return Source.jsonl
     return Source.parquet if path.endswith(".parquet") else Source.text
 
@@ -182,6 +183,9 @@ class DataConfig:
                 f"is not read by data={self.source.value}, which is chosen or the default",
                 nearest=Instead(f"data={_kind_of(paths[-1]).value}"),
             )
+        if self.text_field != "text" and self.source in (Source.stdlib, Source.text):
+            rule = f"is not read by data={self.source.value}, whose documents are whole files"
+            raise ConfigError("data.text_field", self.text_field, rule, nearest="text")
         if self.source is Source.hub and not self.name:
             raise ConfigError(
                 "data.name", self.name, "data=hub needs a dataset name or a local folder"

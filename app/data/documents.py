@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import lzma
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 
 import pyarrow as pa
 from pyarrow import parquet
@@ -37,7 +37,7 @@ class ColumnFault(Fault):
     """A column that is not there or holds no text: of this file, or of all where it is the
     first."""
 
-    def __init__(self, rule: str, of_all: str, names: Sequence[str] = ()) -> None:
+    def __init__(self, rule: str, of_all: str, names: Iterable[str] = ()) -> None:
         super().__init__(rule)
         self.of_all = of_all  # what is said about data.text_field
         self.names = tuple(names)  # columns that are there
@@ -72,8 +72,12 @@ def _documents(path: str, config: DataConfig, keys: set[str]) -> Iterator[bytes]
         case Source.parquet:
             yield from _parquet_texts(path, config.text_field)
         case _:
-            for text in json_texts(path, config.text_field, keys):
+            found: set[str] = set()
+            for text in json_texts(path, config.text_field, found):
                 yield text.encode() if isinstance(text, str) else text or b""
+            keys |= found
+            if found:
+                _check_key(found, config.text_field)
 
 
 def _replaced(path: str) -> bytes:
@@ -121,6 +125,14 @@ def _parquet_texts(path: str, field: str) -> Iterator[bytes]:
                 advice = "read JSON lines with data.source=jsonl"
         reason = " ".join(str(error).split())
         raise Fault(f"is not a whole parquet file: {reason}", advice=advice) from error
+
+
+def _check_key(found: Collection[str], field: str) -> None:
+    """Raise ColumnFault for a file of which no object has a text."""
+    there = ", ".join(sorted(found)) or "none"
+    if field not in found:
+        of_all = f"no such column; there are {there}"
+        raise ColumnFault(f"has no object with the key {field}; there are {there}", of_all, found)
 
 
 def _check_column(names: Sequence[str], field: str) -> None:

@@ -63,8 +63,9 @@ def json_texts(
     """The text of every line but blank ones; None where it is null or missing. Those of very long
     lines come as UTF-8.
 
-    Adds the keys of the first object to `keys`. Compressed files are unpacked, and a file that is
-    one array gives the texts of its objects. Raises Fault, with the line, and OSError.
+    Adds the keys of the first object to `keys`, and `field` once an object has it. Compressed files
+    are unpacked, and a file that is one array gives the texts of its objects. Raises Fault, with
+    the line, and OSError.
     """
     with open_file(path) as file:
         offset = 0
@@ -134,6 +135,8 @@ def _checked(row: Any, field: str, keys: set[str]) -> str | None:
         raise Fault("is not an object")
     if not keys:
         keys.update(row)
+    elif field in row:
+        keys.add(field)
     text = row.get(field)
     if text is None:
         return None

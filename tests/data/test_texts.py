@@ -359,3 +359,22 @@ def test_long_documents_have_the_tokens_of_short_ones(
             ids = [*made.encode(text), made.eod]
             for found in (whole, again):
                 assert found.read(number, 0, int(found.lengths_D[number])).tolist() == ids
+
+
+def test_file_without_the_text_key_is_refused_by_name(tmp_path: Path):
+    write_jsonl(tmp_path / "d/a.jsonl", ["one"])
+    (tmp_path / "d/b.jsonl").write_text('{"content": "two"}\n')
+    with pytest.raises(ConfigError, match=r"b.jsonl: has no object with the key text"):
+        prepare(corpus(tmp_path, "jsonl"), load_tokenizer("bytes"))
+
+
+@pytest.mark.parametrize(
+    ("path", "kind"),
+    [("a.jsonl", "jsonl"), ("A.NDJSON", "jsonl"), ("a.json.gz", "jsonl"), ("b.parquet", "parquet"),
+     ("c.md", "text")],
+)  # fmt: skip
+def test_path_that_no_source_reads_is_refused(path: str, kind: str):
+    with pytest.raises(ConfigError, match=rf"is not read by data=stdlib.*data={kind}\?"):
+        DataConfig(path=(path,))
+    with pytest.raises(ConfigError, match=r"data\.text_field=x: is not read"):
+        DataConfig(text_field="x")

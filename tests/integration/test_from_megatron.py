@@ -42,7 +42,9 @@ def test_every_key_is_ours():
 
 @pytest.mark.parametrize("choice", [each for each in choices() if "=" in each])
 def test_every_value_is_accepted(choice: str):
-    also = ["data.path=x", "data.name=x"] if choice.startswith("data=") else []
+    also = []
+    if choice.startswith("data="):
+        also = ["data.name=x"] if choice == "data=hub" else ["data.path=x"]
     also = ["cuda_graph=partial"] if choice.startswith("cuda_graph.") else also
     also = ["model.moe.dispatcher=static"] if choice.startswith("model.moe.static.") else also
     load_overrides([*also, choice])

@@ -16,11 +16,13 @@ from app.errors import ConfigError
 
 REFUSED = {
     "-sc bash": (
-        "--shell-completion=bash: takes install, uninstall, query = one of bash, fish, zsh; "
+        "--shell-completion=bash: needs install=SHELL, uninstall=SHELL, query=SHELL; "
+        "SHELL is bash, fish, zsh; "
         'type eval "$(python train.py -sc install=bash)"'
     ),
     "-sc": (
-        "--shell-completion=: takes install, uninstall, query = one of bash, fish, zsh; "
+        "--shell-completion=: needs install=SHELL, uninstall=SHELL, query=SHELL; "
+        "SHELL is bash, fish, zsh; "
         'type eval "$(python train.py -sc install=bash)"'
     ),
     "--config my/x.yaml": (

@@ -213,6 +213,9 @@ def _of_composed(error: Exception, override: Override | None) -> Exception:
     typed = None if override is None else _value(str(override.input_line))
     if unset := re.search(r"Environment variable '(.+?)' not found", reason):
         return _unset(key or "configuration", unset[1])
+    if missing := re.search(r"Interpolation key '(.+?)' not found", reason):
+        rule = f"there is no key {missing[1]} that it could refer to"
+        return ConfigError(key or "configuration", f"${{{missing[1]}}}", rule)
     if override is not None and key not in all_keys():
         return _explained_key(override, key or "")
     if key is None:

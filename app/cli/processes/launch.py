@@ -99,19 +99,22 @@ def check_packages(run: Run, kind: type[ConfigError] = ConfigError) -> None:
         raise kind("log.tensorboard", True, rule, advice="pip install tensorboard")
 
 
-def check_cpu(plan: Plan) -> None:
-    """ConfigError for what needs a GPU, and when a CPU rank keeps more between steps than this host
-    has memory.
+def check_cpu(plan: Plan, ranks_here: int | None = None) -> None:
+    """Raise ConfigError for what needs a GPU, and when the ranks of this host keep more between
+    steps than it has memory. `ranks_here` is their number; None: all ranks of the run.
     """
     impl = plan.run.cuda_graph.impl
     if impl is GraphImpl.transformer_engine:
         rule = "captures on GPUs only, and this run is on a CPU"
         raise ConfigError("cuda_graph.impl", impl, rule, nearest=GraphImpl.local)
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    if plan.busiest.kept > memory:
+    ranks = plan.run.world_size
+    kept = sum(each.kept for each in plan.memory) * ranks // len(plan.memory)
+    kept = kept * (ranks_here or ranks) // ranks
+    if kept > memory:
         room = gib(memory)
-        rule = f"a rank keeps {gib(plan.busiest.kept)} GiB, and this host has {room} GiB"
-        advice = f"python -m app.cli.plan what=memory gpu_memory_gib={room} says what to change"
+        rule = f"its ranks keep {gib(kept)} GiB between steps, and this host has {room} GiB"
+        advice = "the same overrides behind python -m app.cli.plan what=memory show each part of it"
         raise ConfigError("train.device", "cpu", rule, advice=advice)
 
 
@@ -162,7 +165,7 @@ def asked_start(arguments: Sequence[str], launch: Launch) -> Asked:
         if launch.world_size is None and run.world_size > 1:
             check_room(run, gpus)
         if not gpus:
-            check_cpu(Plan(run))
+            check_cpu(Plan(run), None if launch.one_host else 1)
         if has_data:
             from app.engine.run.start import check_data, usable_gpus
 
@@ -224,7 +227,7 @@ def carry_out(run: Run, launch: Launch, script: str, env: MutableMapping[str, st
     plan = Plan(run)
     gpus = usable_gpus(run)
     if not gpus:
-        check_cpu(plan)
+        check_cpu(plan, None if launch.one_host else 1)
     if launch.world_size is not None or run.world_size == 1:
         return train(plan, launch.rank, launch.local_rank, attempt=attempt)
     check_room(run, gpus)
