@@ -12,6 +12,7 @@ from app.hf.their_model import TheirModel
 
 KEY = "model.init_from"
 PRESET = "model=pretrained"
+OF_CONFIG_JSON = "${config_json:"  # how presets leave a key to config.json
 OF_KINDS = ("mla", "yarn", "llama3_rope")  # sections that few models have
 
 
@@ -60,8 +61,9 @@ def adopt(model: DictConfig, asks_hub: bool) -> ModelConfig | None:
 
 def _left(section: DictConfig) -> list[str]:
     """Keys of a section that are config.json's."""
-    keys = map(str, section)
-    return [key for key in keys if OmegaConf.is_interpolation(section, key)]
+    values = OmegaConf.to_container(section, resolve=False)
+    assert isinstance(values, dict)
+    return [str(key) for key, value in values.items() if str(value).startswith(OF_CONFIG_JSON)]
 
 
 def _asks_for_none(moe: DictConfig) -> bool:
