@@ -255,14 +255,10 @@ def _slips(word: str, other: str) -> int:
 
 def nearest_model(word: str, known: Sequence[str]) -> str | None:
     """As `nearest`, for names of models: one that differs in its numbers, or has more or fewer
-    words, is another size, version or kind, and no slip. A family alone is short for its only one.
+    words, is another size, version or kind, and no slip.
     """
 
     def kind(name: str) -> tuple[str, int]:
         return "".join(filter(str.isdigit, name)), len(re.split("[-_]", name))
 
-    def begins(name: str) -> bool:
-        return name.startswith(word) and not re.match(r"\d\d", word[-1:] + name[len(word) :])
-
-    alike = [name for name in known if kind(name) == kind(word) or begins(name)]
-    return nearest(word, alike)
+    return nearest(word, [name for name in known if kind(name) == kind(word)])

@@ -234,7 +234,7 @@ def test_suggestions_are_shown_with_their_price():
         ),
         (("gpu_memory_gib=much",), "plan: hardware.gpu_memory_gib=much: must be a number"),
         (("gpu_memory_gib=-1",), "plan: hardware.gpu_memory_gib=-1.0: must be above 0"),
-        (("what=all", "gpus=3"), "plan: gpus=3: is parallel.dp here"),
+        (("what=all", "gpus=3"), "plan: gpus=3: is parallel.world_size here"),
         (("what=layout",), "did you mean layouts?"),
         (("what=layouts", "tokens=some"), "plan: tokens=some: must be a number above 0, like 25"),
         (("what=layouts", "slower=-3"), "plan: slower=-3: must be a number above 0"),

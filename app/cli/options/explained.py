@@ -171,8 +171,12 @@ def _no_option(override: Override) -> ConfigError:
 
 
 def _like_option(group: str, word: str, options: Sequence[str]) -> str | None:
-    """The option of a group that a word may be a slip of."""
-    return nearest_model(word, options) if group == "model" else nearest(word, options)
+    """The option of a group that a word may be a slip of; a model's family names its only size."""
+    if group != "model":
+        return nearest(word, options)
+    size = re.compile(rf"{re.escape(word)}(?!(?<=\d)\d)")  # llama3 is no beginning of llama31
+    family = [name for name in options if size.match(name)]
+    return nearest_model(word, options) or (nearest(word, family) if family else None)
 
 
 def _options(group: str) -> list[str]:
