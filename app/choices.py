@@ -140,7 +140,7 @@ class Dtype(Enum):
 
 
 class Fp8Recipe(Enum):
-    """What a matrix in eight bits is scaled by, so that its entries fit."""
+    """What a matrix in FP8 is scaled by, so that its entries fit."""
 
     current = "current"  # its own largest entry
     delayed = "delayed"  # the largest entry that it has had in the last steps
@@ -149,7 +149,7 @@ class Fp8Recipe(Enum):
 
 
 class Fp8Part(Enum):
-    """Products in eight bits."""
+    """Products in FP8."""
 
     linear = "linear"  # projections of attention, dense feed-forwards, shared experts
     head = "head"  # hidden states to logits
@@ -157,11 +157,11 @@ class Fp8Part(Enum):
 
 
 class LinearBackendKind(Enum):
-    """What computes the products of linear layers in eight bits."""
+    """What computes the products of linear layers in FP8."""
 
     # on a GPU transformer_engine, and torch's grouped product on tensor cores; torch on a CPU
     auto = "auto"
-    torch = "torch"  # entries rounded to eight bits, products in float32: the reference, slow
+    torch = "torch"  # entries rounded to FP8, products in float32: the reference, slow
     transformer_engine = "transformer_engine"  # tensor cores, on GPUs like Hopper and newer
 
 

@@ -42,7 +42,7 @@ def flight_records() -> list[dict[str, Any]]:
     return [entry for trace in traces for entry in trace.get("entries", [])]
 
 
-def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+def add_gemm(total: Tensor, left: Tensor, right: Tensor) -> None:
     """total += left · right; on a GPU sums of more bits than the matrices have are rounded once,
     inside the product.
     """
@@ -52,7 +52,7 @@ def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
         total.add_(left @ right)
 
 
-def wide_product(left: Tensor, right: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+def wide_gemm(left: Tensor, right: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     """left · right of bf16 matrices, in fp32 or in their own type, then as torch rounds products of
     that type.
     """

@@ -36,8 +36,8 @@ from torch import Tensor
 
 from app.choices import CloneAlgorithm
 from app.kernels.clones.meeting import meet_if
+from app.kernels.grouped_gemm import grouped_gemm
 from app.kernels.grouped_gradient import add_grouped_gradient
-from app.kernels.grouped_product import grouped_product
 from app.moe.clones.peer import PeerClones
 from app.moe.clones.record import Clones
 from app.moe.clones.transport import CloneTransport, CollectiveClones
@@ -127,7 +127,7 @@ def pieces(
             yield name, algorithm.value, call
     yield "reroute", "", partial(follow_plan, experts_TK, plan, rank, counts_CE)
     yield from exchanges(transports, plan, shapes, local=local, device=device)
-    yield from products(plan, shapes, args.spares, device=device)
+    yield from gemms(plan, shapes, args.spares, device=device)
     yield from even_pieces(args, group, device)
 
 
@@ -158,14 +158,14 @@ def even_pieces(
     clones = Clones(plan.expert_S, plan.moved_S)
     weights = [torch.randn(local, *shape, device=device).bfloat16() for shape in shapes]
     totals = [torch.zeros(local, *shape, device=device) for shape in shapes]
-    product, gradient = empty_products(args, local, weights)
+    gemm, gradient = empty_gemms(args, local, weights)
 
     def forward() -> None:
         counts_CE = count_choices(experts_TK, args.experts)
         plan = planned(peer.gather_counts(counts_CE))
         follow_plan(experts_TK, plan, rank, counts_CE)
         send(Clones(plan.expert_S, plan.moved_S))
-        product()
+        gemm()
 
     def send(clones: Clones) -> None:
         for kind in (0, 1):
@@ -178,7 +178,7 @@ def even_pieces(
 
     def backward() -> None:
         send(clones)
-        product()
+        gemm()
         gradient()
         home()
 
@@ -187,7 +187,7 @@ def even_pieces(
     yield "plan even", "exact", partial(planned, counts_RE)
     yield "reroute even", "", partial(follow_plan, experts_TK, plan, rank, counts_CE)
     yield "send even", "peer", partial(send, clones)
-    yield "product even", "", product
+    yield "product even", "", gemm
     yield "gradient even", "", gradient
     yield "home even", "peer", home
     yield "forward even", "peer", forward
@@ -202,7 +202,7 @@ def even_pieces(
         yield "barrier", f"clones', {name}", partial(meet_if, needed_S, peer._arrivals)
 
 
-def empty_products(
+def empty_gemms(
     args: argparse.Namespace, local: int, weights: list[Tensor]
 ) -> tuple[Callable[[], None], Callable[[], None]]:
     """Both products, and gradients of both kinds, of slots without rows behind those of experts."""
@@ -214,15 +214,15 @@ def empty_products(
     slots = [weight[: args.spares] for weight in weights]
     sums = [slot.float() for slot in slots]
 
-    def product() -> None:
+    def gemm() -> None:
         for out, row, slot in zip(outs, rows, slots, strict=True):
-            grouped_product(out, row, slot, ends_E=ends_E, first=local)
+            grouped_gemm(out, row, slot, ends_E=ends_E, first=local)
 
     def gradient() -> None:
         for total, row, out in zip(sums, rows, outs, strict=True):
             add_grouped_gradient(total, row, out, ends_E=ends_E, first=local, adds=False)
 
-    return product, gradient
+    return gemm, gradient
 
 
 def exchanges(
@@ -255,7 +255,7 @@ def exchanges(
             yield f"home{suffix}", name, home
 
 
-def products(
+def gemms(
     plan: ClonePlan, shapes: list[torch.Size], spares: int, *, device: torch.device
 ) -> Iterator[tuple[str, str, Call]]:
     """Of the rows that the rank with most of them gets, and as many by torch."""
@@ -272,7 +272,7 @@ def products(
 
     def ours() -> None:
         for out, row, slot in zip(outs, rows, slots, strict=True):
-            grouped_product(out, row, slot, ends_E=ends_E, first=1)
+            grouped_gemm(out, row, slot, ends_E=ends_E, first=1)
 
     def torchs() -> None:
         for row, slot in zip(rows, slots, strict=True):

@@ -49,7 +49,7 @@ MODELS = {  # the peer's name of a model -> our overrides
 LIKE_PEER = ("optim.decay=constant", "optim.warmup_steps=0", "optim.weight_decay=0.01")
 # our option -> the peer's
 PEER_GRAPHS = {"none": "none", "attn": "attn", "partial": "partial", "full_iteration": "full"}
-# our recipe of products in eight bits -> the peer's
+# our recipe of products in FP8 -> the peer's
 PEER_RECIPES = {"current": "tensorwise", "delayed": "delayed", "block": "blockwise"}
 # grouped products of Transformer Engine in one kernel, its fastest; the environment may say else
 PEER_ENV = {"NVTE_USE_CUTLASS_GROUPED_GEMM": "1"}
@@ -103,7 +103,7 @@ class Setting:
     balanced: bool  # experts get the same number of tokens
     command: tuple[str, ...]
     env: Mapping[str, str]
-    recipe: str = ""  # of products in eight bits, as we call it; none: there are no such
+    recipe: str = ""  # of products in FP8, as we call it; none: there are no such
     rounds: list[Round] = field(default_factory=list)
 
     @property
@@ -357,7 +357,7 @@ def label(setting: Setting) -> str:
 
 def rows(settings: Sequence[Setting], tflop_per_gpu: float) -> Iterator[list[str]]:
     """Cells of the table; `tflop_per_gpu` operations per token count for both sides."""
-    best: dict[tuple[bool, bool], float] = {}  # of the peer: balanced, in eight bits
+    best: dict[tuple[bool, bool], float] = {}  # of the peer: balanced, in FP8
     for setting in (each for each in settings if each.who == "peer"):
         kind = setting.balanced, bool(setting.recipe)
         best[kind] = max(best.get(kind, 0), setting.median("tokens_per_s") or 0)

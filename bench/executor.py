@@ -29,7 +29,7 @@ from app.engine.pipeline.in_flight import RankStages
 from app.engine.pipeline.transport import Transport
 from app.engine.watchdog.watchdog import Watchdog
 from app.model.chunk import ChunkOutput
-from app.model.peers import Peers
+from app.model.layer_groups import LayerGroups
 from app.model.weight_grads import WeightGrad
 from app.plan.pipeline.lowering import lower_all
 from app.plan.recompute import RecomputePolicy
@@ -43,7 +43,7 @@ class Tiny(nn.Module):
     """First and last stage at once: one weight per token."""
 
     first = last = True
-    peers = Peers()
+    layer_groups = LayerGroups()
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,5 +1,5 @@
 """Products of one linear layer, or of one layer of experts, on one GPU: bf16 beside each recipe in
-eight bits.
+FP8.
 
     python bench/fp8.py [--shapes ROWSxINxOUT … EXPERTSxROWSxINxOUT …] [--json FILE]
     python bench/fp8.py --errors [--shapes …] [--device cpu]
@@ -32,7 +32,7 @@ from timing import gpu_time
 from torch import Tensor, nn
 
 from app.choices import Dtype, Fp8Recipe, LinearBackendKind
-from app.engine.eight_bits import Maker, arithmetic_maker, experts_arithmetic
+from app.engine.fp8 import Maker, arithmetic_maker, experts_arithmetic
 from app.model.fp8.delayed import DelayedScales
 from app.model.fp8.experts import Fp8GroupedLinear
 from app.model.fp8.linear import Fp8Linear

@@ -2,7 +2,7 @@
 
     python bench/fp8_errors.py [--steps 60] [override …]
 
-Trains on text in eight bits (recipe `delayed`), and takes what comes into every linear layer in the
+Trains on text in FP8 (recipe `delayed`), and takes what comes into every linear layer in the
 last step's last microbatch, its weight and its output's gradient. Of these it prints a row per
 layer: for bf16 and each recipe, norms of the difference over norms of the exact ones, in percent,
 of output, input gradient and weight gradient. Scales of `delayed` are those that the run had.
@@ -21,7 +21,7 @@ from app.choices import Fp8Recipe
 from app.cli.options.compose import load_overrides
 from app.config import Run
 from app.engine.build import Engine, build_engine
-from app.engine.eight_bits import arithmetic_maker
+from app.engine.fp8 import arithmetic_maker
 from app.engine.groups import create_groups, process_world
 from app.engine.report.metrics import Stopwatch
 from app.engine.run.start import choose_device, find_start, load_all_data
@@ -48,7 +48,7 @@ class Seen:
         self.matrices[which], self.made[which] = matrix.detach().clone(), made
 
 
-def products(arithmetic: Fp8Arithmetic, x: Quantised, weight: Quantised, grad: Quantised) -> Three:
+def gemms(arithmetic: Fp8Arithmetic, x: Quantised, weight: Quantised, grad: Quantised) -> Three:
     """Of a recipe."""
     wide = torch.float32
     return (
@@ -58,7 +58,7 @@ def products(arithmetic: Fp8Arithmetic, x: Quantised, weight: Quantised, grad: Q
     )
 
 
-def plain_products(x: Tensor, weight: Tensor, grad: Tensor) -> Three:
+def plain_gemms(x: Tensor, weight: Tensor, grad: Tensor) -> Three:
     """In the type of what they are given."""
     return x @ weight.T, grad @ weight, grad.T @ x
 
@@ -101,14 +101,14 @@ def main() -> None:
         print("| layer | bf16 | `current` | `delayed` | `block` |\n|---|---|---|---|---|")
         for name, layer in seen.items():
             x, weight, grad = layer.matrices
-            exact = plain_products(x.double(), weight.double(), grad.double())
-            ways = [off(plain_products(x, weight, grad), exact)]
+            exact = plain_gemms(x.double(), weight.double(), grad.double())
+            ways = [off(plain_gemms(x, weight, grad), exact)]
             for each in Fp8Recipe:
                 arithmetic = arithmetic_maker(run.precision.fp8.backend, each, device)(None)
                 made = [arithmetic.input(x), arithmetic.weight(weight), arithmetic.grad(grad)]
                 if each is Fp8Recipe.delayed:
                     made = [layer.made[which] for which in (INPUT, WEIGHT, GRAD)]
-                ways.append(off(products(arithmetic, *made), exact))
+                ways.append(off(gemms(arithmetic, *made), exact))
             print(f"| {name} | {' | '.join(ways)} |", flush=True)
         engine.release()
 

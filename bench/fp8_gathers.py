@@ -1,11 +1,11 @@
-"""What gathering updated parameters in eight bits could save at most, by the plan.
+"""What gathering updated parameters in FP8 could save at most, by the plan.
 
     python bench/fp8_gathers.py [--gpus 2 8 16 64] [--sequences 8 1] [overrides …]
 
-Parameters are gathered in their own type, and quantised by each rank. Gathered in eight bits the
+Parameters are gathered in their own type, and quantised by each rank. Gathered in FP8 the
 matrices that are read so would take one byte per element in place of two. A row per number of GPUs
 and of sequences per GPU and step: GB that a rank sends, ms of it that the forward does not hide, of
-a step of so many ms; what half of that would save for the share that is in eight bits, without what
+a step of so many ms; what half of that would save for the share that is in FP8, without what
 it costs (the largest entry of a matrix that ranks have parts of, and copies along columns).
 """
 

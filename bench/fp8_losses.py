@@ -1,4 +1,4 @@
-"""What products in eight bits do to the loss of real text: runs by each recipe beside bf16 runs,
+"""What products in FP8 do to the loss of real text: runs by each recipe beside bf16 runs,
 from the same seeds.
 
     python bench/fp8_losses.py OUT [--steps 500] [--seeds 3] [--first-seed 0]
@@ -15,7 +15,7 @@ warm-up of a fifth of the steps: with the twentieth that is the default, three r
 7 % apart. Runs on single bytes differ by more than recipes do; on pieces of words, which
 bench/corpus.py makes of a folder of text, they differ far less.
 
-Runs validate as they train, in eight bits. With `--in-bf16` the weights at the end are validated in
+Runs validate as they train, in FP8. With `--in-bf16` the weights at the end are validated in
 bf16 as well: a run is saved, and taken up again for one step that changes nothing, its learning
 rate being 1e-12. One that had ended without that is trained anew.
 """
@@ -68,10 +68,10 @@ def runs(
         same = f"+experiment={experiment}", f"train.seed={seed}"
         yield f"{PLAIN}-{seed}", same
         for way in ways:
-            yield f"{way}-{seed}", (*same, *eight_bits(way))
+            yield f"{way}-{seed}", (*same, *fp8(way))
 
 
-def eight_bits(way: str) -> Iterator[str]:
+def fp8(way: str) -> Iterator[str]:
     """Overrides of a way."""
     yield f"precision.fp8.recipe={RECIPES.get(way, way)}"
     yield f"precision.fp8.include=[linear,head{',experts' if way in (EXPERTS, FASTEST) else ''}]"
@@ -122,7 +122,7 @@ def train(
     folder: Path, steps: int, overrides: Sequence[str], gpus: Queue[str], in_bf16: bool
 ) -> str | None:
     """One run on the next free GPU, unless it has ended; what went wrong, if anything did."""
-    again = in_bf16 and any(map(in_eight_bits, overrides))
+    again = in_bf16 and any(map(in_fp8, overrides))
     if ended(folder, steps + again):
         return None
     shutil.rmtree(folder, ignore_errors=True)  # one that was cut off
@@ -131,7 +131,7 @@ def train(
     lines = [(*length, f"optim.warmup_steps={steps // 5}", kept, *overrides)]
     if again:
         still = "optim.lr=1e-12", "optim.min_lr=1e-13", "optim.warmup_steps=0"
-        own = [override for override in overrides if not in_eight_bits(override)]
+        own = [override for override in overrides if not in_fp8(override)]
         lines.append((f"train.steps={steps + 1}", "resume=auto", *own, *still))
     gpu = gpus.get()
     try:
@@ -141,8 +141,8 @@ def train(
         shutil.rmtree(folder / "checkpoints", ignore_errors=True)
 
 
-def in_eight_bits(override: str) -> bool:
-    """Whether it is about products in eight bits."""
+def in_fp8(override: str) -> bool:
+    """Whether it is about products in FP8."""
     return override.startswith("precision.fp8.")
 
 
@@ -167,7 +167,7 @@ def start(folder: Path, overrides: Sequence[str], gpu: str) -> str | None:
 
 def picture(found: dict[str, Curve]) -> Figure:
     """How far losses are from the mean of the bf16 runs at each step, in percent: their band, a
-    thin line for each run in eight bits, the mean of each way. Models that are untrained, or have
+    thin line for each run in FP8, the mean of each way. Models that are untrained, or have
     had the first tenth of the steps, are left out.
     """
     figure = Figure(figsize=(8.0, 4.0), layout="constrained")

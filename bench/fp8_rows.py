@@ -27,9 +27,9 @@ from timing import gpu_time
 from torch import Tensor
 
 from app.kernels import peer_rows, rows
-from app.kernels.eight_bits import swiglu as swiglu_in_8
-from app.kernels.eight_bits import weights
-from app.kernels.eight_bits.quantise import empty_in_8, quantise_rows
+from app.kernels.fp8 import swiglu as swiglu_in_8
+from app.kernels.fp8 import weights
+from app.kernels.fp8.quantise import empty_in_8, quantise_rows
 from app.kernels.swiglu import swiglu
 from app.model.fp8.row_scaled import RowScaled, on_tensor_cores
 from app.moe.dispatch.expert_rows import place_rows
@@ -78,7 +78,7 @@ class Piece:
     """Something to time."""
 
     name: str
-    way: str  # bf16, or eight bits
+    way: str  # bf16, or FP8
     run: Callable[[], object]
     moved: int  # bytes
 
@@ -107,7 +107,7 @@ def measured(piece: Piece, alternatives: bool) -> Iterator[Row]:
     """As it is launched, and in other ways."""
     others: tuple[dict[str, Any], ...] = ()
     module, given = ALTERNATIVES.get(piece.name.split(",")[0], (None, ()))
-    if alternatives and piece.way == "eight bits":
+    if alternatives and piece.way == "FP8":
         others = given
     for constants in ({}, *others):
         way = " ".join(f"{name}={value}" for name, value in constants.items()) or piece.way
@@ -134,7 +134,7 @@ def pieces() -> Iterator[Piece]:
     copy = torch.empty_like(source)
     yield Piece("copy", "bf16", partial(copy.copy_, source), 2 * BF16 * source.numel())
     yield from of_tokens()
-    yield from between_products()
+    yield from between_gemms()
     yield from at_home()
     yield from of_weights()
 
@@ -163,20 +163,20 @@ def of_tokens() -> Iterator[Piece]:
         )
 
     once = BF16 * x_ND.numel()
-    for way, given, more in (("bf16", None, 0), ("eight bits", in_8, used * (WIDTH + SCALE))):
+    for way, given, more in (("bf16", None, 0), ("FP8", in_8, used * (WIDTH + SCALE))):
         moved = once + BF16 * used * WIDTH + more
         yield Piece("rows", way, partial(pull, given), moved)
         moved += BF16 * used * WIDTH
         yield Piece("gradients of rows", way, partial(pull_gradients, given), moved)
     yield Piece(
         "rows, on their own",
-        "eight bits",
+        "FP8",
         lambda: quantise_rows(rows_RD, places.ends_E[-1:]),
         used * (WIDTH * (BF16 + 1) + SCALE),
     )
 
 
-def between_products() -> Iterator[Piece]:
+def between_gemms() -> Iterator[Piece]:
     """silu(gate) · up, and its gradient."""
     used = ROWS // RANKS
     count = torch.tensor([used], dtype=torch.int32, device=DEVICE)
@@ -186,7 +186,7 @@ def between_products() -> Iterator[Piece]:
     yield Piece("activation", "bf16", lambda: swiglu(leaf, count), 3 * row)
     yield Piece(
         "activation",
-        "eight bits",
+        "FP8",
         lambda: swiglu_in_8.swiglu_rows(leaf, count),
         3 * row + used * (HIDDEN + SCALE),
     )
@@ -198,7 +198,7 @@ def between_products() -> Iterator[Piece]:
     )
     yield Piece(
         "gradient of activation",
-        "eight bits",
+        "FP8",
         lambda: swiglu_in_8.swiglu_rows_gradient(grad_RF, leaf, count),
         5 * row + used * (2 * HIDDEN + SCALE),
     )
@@ -213,7 +213,7 @@ def at_home() -> Iterator[Piece]:
     moved = BF16 * (grad_TD.numel() + 2 * rows_RD.numel())
     for way, given, more in (
         ("bf16", None, 0),
-        ("eight bits", in_8, rows_RD.numel() + SCALE * len(rows_RD)),
+        ("FP8", in_8, rows_RD.numel() + SCALE * len(rows_RD)),
     ):
         yield Piece(
             "gradients of rows at home",
@@ -232,7 +232,7 @@ def of_weights() -> Iterator[Piece]:
         moved = weight_EIO.numel() * (BF16 + 2) + SCALE * OWN * (width + made)
         yield Piece(
             f"weights, {OWN} x {width} x {made}",
-            "eight bits",
+            "FP8",
             partial(arithmetic.update_weight, weight_EIO, held),
             moved,
         )

@@ -33,10 +33,10 @@ run_part() {
       $small / $small $te / $small $ordered / $small $ordered $te / \
       $dense / $dense $ordered / $dense $ordered $te / \
       $smallmoe / $smallmoe $ordered / $smallmoe $ordered $te ;;
-  eight_bits)
-    steps 300 eight_bits_steps.jsonl $small / $small $delayed / $smallmoe / $smallmoe $delayed / $smallmoe $experts / \
+  fp8)
+    steps 300 fp8_own_steps.jsonl $small / $small $delayed / $smallmoe / $smallmoe $delayed / $smallmoe $experts / \
       $small cuda_graph=none / $small $fp8=current cuda_graph=none / $small $fp8=delayed cuda_graph=none ;;
-  captured) # 120 steps beside eager ones: by Transformer Engine, and parts in eight bits
+  captured) # 120 steps beside eager ones: by Transformer Engine, and parts in FP8
     timeout 560 python3 bench/graphs.py --json "$out/one_gpu_graphs.jsonl" --steps 120 \
       "moe/partial,$captured" "moe/partial,$captured,train.global_batch=32" \
       "moe/partial,$captured,train.global_batch=64" "dense/layer,$captured" \
@@ -73,5 +73,5 @@ run_part() {
   esac
 }
 parts=("${@:2}")
-[ ${#parts[@]} -gt 0 ] || parts=(attention eight_bits captured recompute layers losses)
+[ ${#parts[@]} -gt 0 ] || parts=(attention fp8 captured recompute layers losses)
 for part in "${parts[@]}"; do run_part "$part"; done

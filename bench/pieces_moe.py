@@ -174,7 +174,7 @@ def everything(table: Table) -> None:
         sorting(table, *sizes[:3])
         choosing(table, *sizes[:3])
     for sizes in PRODUCTS:
-        products(table, *sizes)
+        gemms(table, *sizes)
         weight_gradients(table, *sizes)
         paired_gradients(table, *sizes)
     if te is not None:
@@ -417,7 +417,7 @@ def uneven(total: int, experts: int) -> list[int]:
     return [*counts[:-1], total - sum(counts[:-1])]
 
 
-def products(table: Table, total: int, experts: int, width: int, wide: int) -> None:
+def gemms(table: Table, total: int, experts: int, width: int, wide: int) -> None:
     """torch's grouped product with [E, in, out] weights, and one product of the same size for
     comparison.
     """
@@ -439,9 +439,9 @@ def products(table: Table, total: int, experts: int, width: int, wide: int) -> N
     ):
         both = gradients(run, (x_RD, weight), grad_RN)
         table.add(
-            product_name(total, experts, width, wide=wide),
+            gemm_name(total, experts, width, wide=wide),
             name,
-            product_work(total, width, wide),
+            gemm_work(total, width, wide),
             run,
             both,
         )
@@ -467,7 +467,7 @@ def weight_gradients(table: Table, total: int, experts: int, width: int, wide: i
         table.add(
             f"weight gradients R={total} E={experts} {width}->{wide}",
             name,
-            product_work(total, width, wide),
+            gemm_work(total, width, wide),
             run,
         )
 
@@ -493,17 +493,17 @@ def paired_gradients(table: Table, total: int, experts: int, width: int, wide: i
         table.add(
             f"weight gradients of two microbatches R={total} E={experts} {width}->{wide}",
             name,
-            product_work(2 * total, width, wide),
+            gemm_work(2 * total, width, wide),
             run,
         )
 
 
-def product_name(total: int, experts: int, width: int, wide: int) -> str:
+def gemm_name(total: int, experts: int, width: int, wide: int) -> str:
     """As it stands in the table."""
     return f"grouped product R={total} E={experts} {width}->{wide}"
 
 
-def product_work(total: int, width: int, wide: int) -> Work:
+def gemm_work(total: int, width: int, wide: int) -> Work:
     """A product forward, two backward."""
     flops = 2.0 * total * width * wide
     return Work("TFLOP/s", flops, 3 * flops)
@@ -517,10 +517,10 @@ def grouped_linears(table: Table, mode: str) -> None:
         )
         x_RD = torch.randn(total, width, device="cuda").bfloat16().requires_grad_()
         grad_RN, counts = torch.randn(total, wide, device="cuda").bfloat16(), uneven(total, experts)
-        run, work = partial(layer, x_RD, counts), product_work(total, width, wide)
+        run, work = partial(layer, x_RD, counts), gemm_work(total, width, wide)
         both = gradients(run, (x_RD, *layer.parameters()), grad_RN)
         table.add(
-            product_name(total, experts, width, wide=wide),
+            gemm_name(total, experts, width, wide=wide),
             f"te GroupedLinear {mode}",
             work,
             run,

@@ -65,7 +65,7 @@ TODAY = dict.fromkeys(
         *("recompute.jsonl", "two_gpus_small.jsonl"),
         *("step_profile_small.jsonl", "compare_small_again.json", "compare_small_of_4.json"),
         *("compare_dense_pp2.json", "compare_moe_ep2.json", "compare_moe_pp2.json"),
-        *("attention_steps.jsonl", "eight_bits_steps.jsonl", "two_gpus_long.jsonl", OF_H100),
+        *("attention_steps.jsonl", "fp8_own_steps.jsonl", "two_gpus_long.jsonl", OF_H100),
     ),
     range(99),
 )

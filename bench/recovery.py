@@ -248,8 +248,8 @@ class Killer:
                 time.sleep(0.2 * moment.later)
             case "save":
                 self._await_step(self._settled(moment.step))
-                drafts = self.folder / CHECKPOINTS
-                self.attempts.wait(lambda: next(drafts.glob(".step-*.tmp"), None))
+                temporaries = self.folder / CHECKPOINTS
+                self.attempts.wait(lambda: next(temporaries.glob(".step-*.tmp"), None))
                 time.sleep(0.2 * moment.later)
             case "validation":
                 step, interval = self._settled(moment.step), self.run.train.eval_interval

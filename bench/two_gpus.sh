@@ -58,7 +58,7 @@ run_part() {
       parallel.cp=2 parallel.ep=2 parallel.cp_comm_type=all_to_all recompute.full=true"
     steps 300 two_gpus_long.jsonl $moe $both $static / $moe $both cuda_graph=partial / \
       $moe $long $static / $moe $long cuda_graph=none ;;
-  one_graph) # experts, zero-bubble pipeline, eight bits and update: what each way of capturing takes
+  one_graph) # experts, zero-bubble pipeline, FP8 and update: what each way of capturing takes
     steps 300 two_gpus_steps.jsonl \
       $moe $v $every $fp8=delayed $updates / $moe $v $every $fp8=delayed / $moe $v $updates / \
       $moe $v $every $fp8=delayed cuda_graph=none / $moe $two $every $fp8=delayed cuda_graph=partial ;;
@@ -72,7 +72,7 @@ run_part() {
     steps 300 two_gpus_captured.jsonl \
       $dense $two cuda_graph=layer / $dense $two cuda_graph=layer $te / \
       $moe parallel.dp=2 parallel.ep=2 cuda_graph=partial / $moe parallel.dp=2 parallel.ep=2 cuda_graph=partial $te ;;
-  small) # where eight bits may not help; what counting entries costs while nobody looks
+  small) # where FP8 may not help; what counting entries costs while nobody looks
     small="+experiment=small parallel.dp=2 cuda_graph=full_iteration"
     smallmoe="+experiment=smallmoe parallel.dp=2 cuda_graph=full_iteration"
     counted="precision.fp8.count_entries=true"

@@ -22,8 +22,8 @@ def save_checkpoint(
     there.
     """
     state = current_state(engine, run, progress, cursor=cursor)
-    strand = engine.watchdog.main
-    return write_checkpoint(folder, state, engine.groups.host, strand=strand, tell=warn)
+    activity = engine.watchdog.main
+    return write_checkpoint(folder, state, engine.groups.host, activity=activity, tell=warn)
 
 
 def verify_checkpoint(path: Path) -> dict[str, Any]:

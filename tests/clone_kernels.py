@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 from app.kernels.clones.weights import Slots, add_clones, push_clones
-from app.kernels.grouped_product import grouped_product
+from app.kernels.grouped_gemm import grouped_gemm
 from tests.moe_kernels import DEVICE, FACTS, assert_same, twice
 from tests.peer_kernels import UNTOUCHED, memory
 
 
-def check_grouped_product(
+def check_grouped_gemm(
     counts: list[int],
     first: int,
     width: int,
@@ -44,7 +44,7 @@ def check_grouped_product(
 
     def run() -> tuple[Tensor]:
         out_TO = before_TO.clone()
-        grouped_product(out_TO, rows_TI, given_GIO, ends_E, first=first, transposed=transposed)
+        grouped_gemm(out_TO, rows_TI, given_GIO, ends_E, first=first, transposed=transposed)
         return (out_TO,)
 
     (found_TO,) = twice(run)

@@ -150,7 +150,7 @@ class Sight:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.metrics, self.config = self._file(METRICS), self._file(CONFIG)
-        self.drafts = self._drafts()
+        self.temporaries = self._temporaries()
 
     def _file(self, name: str) -> tuple[int, int] | None:
         with suppress(OSError):
@@ -158,7 +158,7 @@ class Sight:
             return found.st_ino, found.st_mtime_ns if name == CONFIG else 0
         return None
 
-    def _drafts(self) -> set[tuple[str, int]]:
+    def _temporaries(self) -> set[tuple[str, int]]:
         found = set()
         for path in (self.folder / CHECKPOINTS).glob(".*.tmp"):
             with suppress(OSError):
@@ -171,7 +171,7 @@ class Sight:
 
     def saves(self) -> bool:
         """Whether a save has begun."""
-        return bool(self._drafts() - self.drafts)
+        return bool(self._temporaries() - self.temporaries)
 
     def step(self) -> int:
         """The last step that a start has told."""

@@ -118,7 +118,7 @@ class Ordeal:
             start = self._start(left)
             while left and self._meets(start, left[0]):
                 start.hits.append(left.pop(0))
-                if not self._goes_on(start, left):
+                if not self._resumes(start, left):
                     break
             self._settle(start)
         return left
@@ -166,7 +166,7 @@ class Ordeal:
     def _restarts(self, hit: Hit) -> bool:
         return self.case.restarts and (hit.kind, hit.target) == ("kill", "rank")
 
-    def _goes_on(self, start: Start, hits: Sequence[Hit]) -> bool:
+    def _resumes(self, start: Start, hits: Sequence[Hit]) -> bool:
         """Whether the next hit is for this start too."""
         last, follows = start.hits[-1], bool(hits) and hits[0].kind != "hang"
         stopping = last.number in STOPS and follows and hits[0].phase == "stopping"

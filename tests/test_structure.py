@@ -15,7 +15,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 SOURCES = sorted((ROOT / "app").rglob("*.py"))
-FUNCTION_MAX, FILE_MAX = 60, 400  # lines, of functions those of the body
+FUNCTION_MAX, FILE_MAX = 60, 500  # lines, of functions those of the body
 KERNEL_MAX = 80  # of a Triton kernel: a pass over memory is one function
 TREE_MAX = 8 * 2**20  # bytes that git tracks
 # A module may import from its own layer and from those below it.

@@ -129,7 +129,7 @@ BY_RECIPE = {
 
 
 def other_recipe(run: Run) -> Iterator[Change]:
-    """Products in eight bits by another recipe, or none: small ones may lose by it."""
+    """Products in FP8 by another recipe, or none: small ones may lose by it."""
     fp8, key = run.precision.fp8, "precision.fp8"
     if fp8.recipe is None:
         return
@@ -172,7 +172,7 @@ class _Faster:
 
 
 def faster(plan: Plan) -> tuple[Suggestion, ...]:
-    """Changes that make a run that fits quicker, the quickest first: single ones, and the best of
+    """Changes that make a run that fits quicker, the fastest first: single ones, and the best of
     them together. None for a run that does not fit, or whose hardware has no profile.
     """
     if plan.profile is None or not plan.fits:
@@ -206,7 +206,7 @@ def _timed(candidates: Iterator[Candidate], trials: Trials) -> Iterator[_Faster]
 
 
 def _together(singles: Sequence[_Faster], trials: Trials) -> _Faster | None:
-    """The quickest single change with each of the others that makes it quicker still; None: none
+    """The fastest single change with each of the others that makes it quicker still; None: none
     does.
     """
     if not singles:

@@ -68,16 +68,16 @@ class LayoutComparison:
     network_gb_s: float
     slower_gb_s: float
     planned: int  # how many were
-    complete: bool  # no layout of the search can be among the quickest without standing here
+    complete: bool  # no layout of the search can be among the fastest without standing here
     rows: tuple[LayoutRow, ...]
 
     @property
-    def quickest(self) -> LayoutRow | None:
+    def fastest(self) -> LayoutRow | None:
         """Of those that fit; None: none does."""
         return next((row for row in self.rows if row.fits), None)
 
     @property
-    def quickest_slower(self) -> LayoutRow | None:
+    def fastest_slower(self) -> LayoutRow | None:
         """The same with the slower network."""
         fitting = (row for row in self.rows if row.fits)
         return min(fitting, key=lambda row: row.slower.seconds, default=None)

@@ -1,4 +1,4 @@
-"""Layouts of a run on the GPUs that it has, quickest first, each with what it would take where the
+"""Layouts of a run on the GPUs that it has, fastest first, each with what it would take where the
 network between nodes is slower.
 
 Best first, by a bound: no layout is quicker than its ranks' mean work without recomputation, host
@@ -45,7 +45,7 @@ from app.plan.recompute import NOTHING, RecomputePolicy, recompute_policy
 from app.plan.stages import Stage
 from app.rules import check
 
-ROWS = 8  # of the quickest layouts at each speed of the network
+ROWS = 8  # of the fastest layouts at each speed of the network
 SLOWER = 0.5  # of the network's speed, where nothing else is asked for
 MOST_TRIALS = 600  # layouts that a search plans at each speed, some seconds
 
@@ -53,7 +53,7 @@ MOST_TRIALS = 600  # layouts that a search plans at each speed, some seconds
 def compare_layouts(
     plan: Plan, tokens: float | None = None, slower_gb_s: float | None = None
 ) -> LayoutComparison:
-    """The quickest layouts that fit, at the network's speed and at a slower one, and the run's own.
+    """The fastest layouts that fit, at the network's speed and at a slower one, and the run's own.
 
     tokens: that GPU hours are of; None: those of train.steps. slower_gb_s: None: half.
     """
@@ -67,7 +67,7 @@ def compare_layouts(
     complete = True
     chosen: dict[Run, None] = {run: None}
     for speed in (network, slower):
-        found, whole = search.quickest(speed)
+        found, whole = search.fastest(speed)
         chosen |= dict.fromkeys(found)
         complete = complete and whole
     rows: dict[LayoutRow, LayoutRow] = {}
@@ -180,7 +180,7 @@ class _Search:
     least: dict[tuple[Shape, int, int], _Least | None] = field(default_factory=dict)
     bytes: dict[Run, int] = field(default_factory=dict)  # of runs at the network's own speed
 
-    def quickest(self, network: float) -> tuple[list[Run], bool]:
+    def fastest(self, network: float) -> tuple[list[Run], bool]:
         """As many as there are rows, each of another shape, and whether none can be missing."""
         run = _networked(self.run, network)
         limit = self.planned + MOST_TRIALS
@@ -275,7 +275,7 @@ class _Search:
         rung: int,
         best: dict[Shape, tuple[float, Run]],
     ) -> None:
-        """Keep the quickest of a shape's companions that fits, if it is quick enough for a row."""
+        """Keep the fastest of a shape's companions that fits, if it is quick enough for a row."""
         for order in schedules(run, shape.pp):
             laid_out = with_values(run, shape.values(run) | order | {"train.micro_batch": size})
             for mode in graph_modes(laid_out):

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from app.cli.processes.launcher import Launch
 from app.engine.calibration.clock import Clock
-from app.engine.calibration.eight_bits import eight_bits_speeds, experts_speeds
+from app.engine.calibration.fp8 import experts_speeds, fp8_speeds
 from app.engine.calibration.kernels import MeasuredSizes, kernel_speeds
 from app.engine.calibration.links import link_speeds
 from app.engine.calibration.profile_file import measured_profile, write_profile
@@ -73,15 +73,15 @@ def measure(launch: Launch, option_path: Callable[[str], Path]) -> None:
         links = _links(clock, launch, gpu)
     if launch.rank == 0:
         speeds: dict[str, Any] = kernel_speeds(clock, gpu.sizes)
-        in_eight_bits, missing = eight_bits_speeds(clock, gpu.sizes.square, speeds)
+        in_fp8, missing = fp8_speeds(clock, gpu.sizes.square, speeds)
         of_experts, missing_of_experts = experts_speeds(clock, gpu.sizes, speeds)
-        speeds |= in_eight_bits | of_experts
+        speeds |= in_fp8 | of_experts
         profile = measured_profile(gpu.name, _source(gpu), speeds, links)
         _write(path, profile, gpu.name, gpu.memory_gib)
         for why in missing:
-            print(f"products in eight bits are not measured by the recipe {why}")
+            print(f"products in FP8 are not measured by the recipe {why}")
         for why in missing_of_experts:
-            print(f"products in eight bits are not measured {why}")
+            print(f"products in FP8 are not measured {why}")
         took = time.monotonic() - began
         print(f"written in {took:.0f} s: {path}; plan with hardware={path.stem}")
 

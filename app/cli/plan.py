@@ -58,7 +58,7 @@ Usage:  python -m app.cli.plan [what=…] [--json] [out=FOLDER] [gpu_memory_gib=
   what=graphs          CUDA graphs and their static buffers
   what=memory          memory per rank by part, whether it fits, and what to change if not
   what=decoding        memory of keys and values when the model continues texts, how many fit
-  what=layouts         the quickest layouts of the run on as many GPUs, with GPU hours, and what
+  what=layouts         the fastest layouts of the run on as many GPUs, with GPU hours, and what
                        each takes on a slower network; takes half a minute or more
   what=all             all of these but decoding and layouts, the default; written to plan/ too:
                        plan.json, pictures of ranks and step
@@ -205,7 +205,7 @@ def _layouts(plan: Plan, asked: PlanRequest) -> int:
 
         content = {VERSION: Version.of().record(), **described}
         _write(asked.out, content, lambda folder: save_layouts(found, folder))
-    return int(found.quickest is None)
+    return int(found.fastest is None)
 
 
 def _asked(arguments: Sequence[str]) -> Asked:

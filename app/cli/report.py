@@ -44,7 +44,7 @@ Usage:  python -m app.cli.report FOLDER
 Prints the table and writes it into FOLDER: report.txt, report.csv, and report.html with plots, one
 file that needs no network.
 Tokens/s and TFLOP/s per rank: median over the second half of a run's steps. Loss: the last
-validation's; * of the last step. Of products in eight bits: their recipe; the largest share, of
+validation's; * of the last step. Of products in FP8: their recipe; the largest share, of
 inputs, weights or gradients at a log line, of matrices with clipped entries (overflow) and, if
 counted, of entries that became zero (underflow)."""
 

@@ -156,9 +156,9 @@ OF_ALL = ("first_layers", "last_layers", "count_entries")
 
 @dataclass(frozen=True)
 class Fp8Config:
-    """Products of linear layers and experts in eight bits (docs/fp8.md)."""
+    """Products of linear layers and experts in FP8 (docs/fp8.md)."""
 
-    recipe: Fp8Recipe | None = None  # how matrices are scaled; null: no products in eight bits
+    recipe: Fp8Recipe | None = None  # how matrices are scaled; null: no products in FP8
     include: tuple[Fp8Part, ...] = (Fp8Part.linear,)  # whose products
     first_layers: int = 0  # layers at the model's beginning that are left out
     last_layers: int = 0  # layers at its end that are left out
@@ -174,7 +174,7 @@ class Fp8Config:
         at_least("precision.fp8", self, 0, "first_layers", "last_layers", "margin")
         at_least("precision.fp8", self, 1, "amax_history")
         if self.recipe is None:
-            rule = "recipe=null has no products in eight bits"
+            rule = "recipe=null has no products in FP8"
             self._refuse(rule, "current", *OF_ALL)
             self._refuse(rule, "delayed", *OF_DELAYED)
         elif self.recipe is not Fp8Recipe.delayed:
@@ -218,7 +218,7 @@ class PrecisionConfig:
     loss_scale_window: int = 1000  # steps without an overflow after which it doubles
     # overflows within a window that it tolerates before it halves, the last one included
     loss_scale_hysteresis: int = 2
-    fp8: Fp8Config = field(default_factory=Fp8Config)  # products in eight bits
+    fp8: Fp8Config = field(default_factory=Fp8Config)  # products in FP8
 
     def __post_init__(self) -> None:
         above_zero("precision", self, "loss_scale", "initial_loss_scale", "min_loss_scale")

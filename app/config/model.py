@@ -33,10 +33,10 @@ class StaticConfig:
     # what follows two steps in a row that needed more than those
     on_overflow: StaticOverflow = StaticOverflow.grow
     # memory for rows that backward needs, over their mean; null: all that experts have memory for
-    stash: float | None = None
+    paged_buffer: float | None = None
 
     def __post_init__(self) -> None:
-        at_least("model.moe.static", self, 1, "factor", "multiple", "stash")
+        at_least("model.moe.static", self, 1, "factor", "multiple", "paged_buffer")
         if ROUNDED_ROWS % self.multiple:
             rule = f"must divide {ROUNDED_ROWS}, to which capacities are rounded"
             near = nearest_divisors(self.multiple, ROUNDED_ROWS)

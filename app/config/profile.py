@@ -14,7 +14,7 @@ ATTENTION = 6  # numbers in a row of HardwareProfile.attention
 FASTEST = 100_000.0  # TFLOP/s or GB/s, more than anything reaches
 PAIRS = ("activation_gb_s", "heads_gb_s", "norm_gb_s", "loss_gb_s", "rows_gb_s", "other_gb_s")
 LONGEST = 10_000.0  # of the times and counts below
-SHARES = ("hidden", "product_memory")
+SHARES = ("hidden", "gemm_memory")
 TIMES = ("grouped_tile", "kernel_us", "launch_us", "step_ms", "collective_us", "send_us")
 
 
@@ -29,9 +29,9 @@ class HardwareProfile:
     format: int  # version of these keys: 2
     gpu: str  # words of the name that the GPU's driver reports: H200
     source: str  # when and with what it was measured, or what it was scaled from
-    product_tflops: float  # of large matrix products, TFLOP/s
+    gemm_tflops: float  # of large matrix products, TFLOP/s
     sustained_tflops: float  # of the same without a pause: power limits clocks, TFLOP/s
-    product_memory: float  # share of the time of a product's bytes that it does not hide
+    gemm_memory: float  # share of the time of a product's bytes that it does not hide
     router_tflops: float  # of a router's products in bf16 with fp32 sums and gradients, TFLOP/s
     grouped_tflops: float  # of experts' products on full tiles, TFLOP/s
     grouped_tile: float  # rows that an expert's products compute for nobody, on average
@@ -57,7 +57,7 @@ class HardwareProfile:
     send_us: float  # of a send between pipeline ranks before its bytes move
     send_gb_s: float  # of such sends inside a node
     hidden: float  # share of a collective beside compute that costs no time, 0 to 1
-    # large products in eight bits, of matrices that have been quantised; null: not measured, and
+    # large products in FP8, of matrices that have been quantised; null: not measured, and
     # plans say how many times faster they take them for
     fp8_current_tflops: float | None = None  # by the recipe current
     fp8_delayed_tflops: float | None = None  # by the recipe delayed
@@ -80,13 +80,11 @@ class HardwareProfile:
         for field in fields(self):
             if field.name.endswith(("_gb_s", "_tflops")) or field.name == "attention":
                 self._check_rates(field.name)
-        if self.sustained_tflops > self.product_tflops:
+        if self.sustained_tflops > self.gemm_tflops:
             key = "hardware.profile.sustained_tflops"
-            rule = (
-                f"products without a pause are no faster than single ones ({self.product_tflops:g})"
-            )
-            raise ConfigError(key, self.sustained_tflops, rule, nearest=self.product_tflops)
-        self._check_eight_bits()
+            rule = f"products without a pause are no faster than single ones ({self.gemm_tflops:g})"
+            raise ConfigError(key, self.sustained_tflops, rule, nearest=self.gemm_tflops)
+        self._check_fp8()
         for names, most in ((TIMES, LONGEST), (SHARES, 1.0)):
             for name in names:
                 if not 0 <= getattr(self, name) <= most:
@@ -122,10 +120,10 @@ class HardwareProfile:
             )
         object.__setattr__(self, "attention", tuple(sorted(rows)))
 
-    def _check_eight_bits(self) -> None:
+    def _check_fp8(self) -> None:
         known = any(getattr(self, f"fp8_{recipe.value}_tflops") for recipe in Fp8Recipe)
         if known and self.fp8_quantise_gb_s is None:
-            rule = "is needed beside speeds of products in eight bits"
+            rule = "is needed beside speeds of products in FP8"
             raise ConfigError("hardware.profile.fp8_quantise_gb_s", None, rule, nearest=3000.0)
 
     def _check_rates(self, name: str) -> None:

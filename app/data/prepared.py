@@ -130,22 +130,22 @@ def _alone(folder: Path) -> Iterator[None]:
 def _write(config: DataConfig, tokenizer: Tokenizer, sources: Sources, *, folder: Path) -> None:
     from app.data.corpus import write_tokens
 
-    draft = Path(tempfile.mkdtemp(prefix=f".{folder.name}.draft-", dir=folder.parent))
+    temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}.draft-", dir=folder.parent))
     try:
-        written = write_tokens(config, tokenizer, sources, folder=draft)
-        shutil.rmtree(draft / "raw", ignore_errors=True)
+        written = write_tokens(config, tokenizer, sources, folder=temporary)
+        shutil.rmtree(temporary / "raw", ignore_errors=True)
         check_unchanged(config, sources)
-        paths = [draft / name for name in written.names]
+        paths = [temporary / name for name in written.names]
         files = {path.name: (path.stat().st_size, file_sum(path)) for path in paths}
         contents = {"files": files, "left_out": written.left_out}
-        (draft / CONTENTS).write_text(json.dumps(contents) + "\n", encoding="utf-8")
-        draft.chmod(0o755)  # from that of a private folder: others may use a shared cache
-        _replace(draft, folder)
+        (temporary / CONTENTS).write_text(json.dumps(contents) + "\n", encoding="utf-8")
+        temporary.chmod(0o755)  # from that of a private folder: others may use a shared cache
+        _replace(temporary, folder)
     finally:
-        shutil.rmtree(draft, ignore_errors=True)
+        shutil.rmtree(temporary, ignore_errors=True)
 
 
-def _replace(draft: Path, folder: Path) -> None:
+def _replace(temporary: Path, folder: Path) -> None:
     if folder.exists():
         shutil.rmtree(folder)
-    draft.rename(folder)
+    temporary.rename(folder)

@@ -18,10 +18,10 @@ from app.engine.capture.partial import PartialGraphs
 from app.engine.capture.recorder import CudaRecorder, Recorder
 from app.engine.capture.stand_in import HostRecorder
 from app.engine.capture.transformer_engine import GraphsByTransformerEngine, graphed_callables
-from app.engine.dispatchers import build_dispatcher, build_stash
+from app.engine.dispatchers import build_dispatcher, build_paged_buffer
 from app.engine.dtypes import DTYPES
-from app.engine.eight_bits import build_fp8
 from app.engine.fast_paths import check_capturable
+from app.engine.fp8 import build_fp8
 from app.engine.groups import Groups
 from app.engine.pipeline.executor import ForwardBackward, execute
 from app.engine.pipeline.in_flight import RankStages
@@ -36,7 +36,7 @@ from app.model.block import DenseBody, Layer
 from app.model.chunk import Chunk
 from app.model.fp8.linear import Fp8Layers
 from app.model.init import init_weights
-from app.model.peers import Peers
+from app.model.layer_groups import LayerGroups
 from app.moe.clones.cloning import CLONE_SUMS, Cloning
 from app.moe.dispatch.static import StaticDispatcher
 from app.moe.phases import MoEBody, Router
@@ -66,7 +66,7 @@ class Engine:
     loss_scale: LossScale | None
     dispatcher: Dispatcher[Any, Any] | None  # of all MoE layers; None: there are no experts
     recorder: Recorder | None  # of CUDA graphs; None: nothing is captured
-    fp8: Fp8Layers  # whose products are in eight bits, if any
+    fp8: Fp8Layers  # whose products are in FP8, if any
 
     def routers(self) -> Iterator[tuple[tuple[int, int], Router]]:
         """(chunk, n-th MoE layer) and router of every MoE layer of this rank."""
@@ -146,8 +146,10 @@ def build_engine(
     rank, where they cannot be read.
     """
     run = plan.run
-    stash = build_stash(plan, run, groups.pp_rank, device=device)
-    dispatcher = build_dispatcher(run, groups.peers(run.parallel.cp_comm_type), device, stash=stash)
+    paged_buffer = build_paged_buffer(plan, run, groups.pp_rank, device=device)
+    dispatcher = build_dispatcher(
+        run, groups.layer_groups(run.parallel.cp_comm_type), device, paged_buffer=paged_buffer
+    )
     attend = _attention(run, groups, device)
     chunks = build_chunks(
         run, plan.stages, groups, dispatcher=dispatcher, device=device, attend=attend
@@ -216,9 +218,9 @@ def _waits_unseen(run: Run, dispatcher: Dispatcher[Any, Any] | None, device: tor
     """Whether ranks wait for each other in what is no collective that could be asked about: in
     graphs, and for each other's memory.
     """
-    peers = isinstance(dispatcher, StaticDispatcher) and dispatcher.peer is not None
+    layer_groups = isinstance(dispatcher, StaticDispatcher) and dispatcher.peer is not None
     captures = run.cuda_graph.impl is not GraphImpl.none and device.type == "cuda"
-    return captures or peers
+    return captures or layer_groups
 
 
 def _set_weights(
@@ -267,14 +269,14 @@ def build_chunks(
     `attend`: what computes attention; None: torch.
     """
     chunks = []
-    peers = groups.peers(run.parallel.cp_comm_type)
+    layer_groups = groups.layer_groups(run.parallel.cp_comm_type)
     # one for all layers: libraries keep memory for each stream that they have computed on
     overlaps = run.model.moe is not None and run.model.moe.shared_overlap
     side = torch.cuda.Stream(device) if overlaps and device.type == "cuda" else None
     for stage in stages.stages[groups.pp_rank]:
         with torch.device("meta"):
             layers = {
-                index: build_layer(run.model, index, peers, dispatcher=dispatcher, side=side)
+                index: build_layer(run.model, index, layer_groups, dispatcher=dispatcher, side=side)
                 for index in stage.layers
             }
             chunk = Chunk(
@@ -283,7 +285,7 @@ def build_chunks(
                 stage.embedding,
                 head=stage.head,
                 attend=attend or TorchAttention(run.train.deterministic),
-                peers=peers,
+                layer_groups=layer_groups,
                 chunk_tokens=run.loss.chunk_tokens,
             )
         _materialise(chunk, device, DTYPES[run.precision.params])
@@ -294,7 +296,7 @@ def build_chunks(
 def build_layer(
     model: ModelConfig,
     index: int,
-    peers: Peers,
+    layer_groups: LayerGroups,
     *,
     dispatcher: Dispatcher[Any, Any] | None,
     side: torch.cuda.Stream | None = None,
@@ -303,9 +305,13 @@ def build_layer(
     stream of its shared expert.
     """
     if not model.is_moe_layer(index):
-        return Layer(model, DenseBody(model, peers), peers)
+        return Layer(model, DenseBody(model, layer_groups), layer_groups)
     assert model.moe is not None and dispatcher is not None
-    return Layer(model, MoEBody(model, model.moe, dispatcher, peers=peers, side=side), peers)
+    return Layer(
+        model,
+        MoEBody(model, model.moe, dispatcher, layer_groups=layer_groups, side=side),
+        layer_groups,
+    )
 
 
 def _materialise(chunk: nn.Module, device: torch.device, dtype: torch.dtype) -> None:

@@ -12,15 +12,15 @@ from app.config import Run
 from app.engine.dtypes import DTYPES
 from app.errors import ConfigError
 from app.kernels.common import moves_tiles, triton
-from app.model.peers import Peers
+from app.model.layer_groups import LayerGroups
 from app.moe.clones.cloning import Cloning
 from app.moe.clones.peer import PeerClones
 from app.moe.clones.transport import CloneTransport, CollectiveClones
 from app.moe.dispatch.all_gather import AllGatherDispatcher
 from app.moe.dispatch.all_to_all import AllToAllDispatcher
 from app.moe.dispatch.local import LocalDispatcher
+from app.moe.dispatch.paged_buffer import PagedBuffer
 from app.moe.dispatch.peer import PeerTransport
-from app.moe.dispatch.stash import Stash
 from app.moe.dispatch.static import StaticDispatcher
 from app.moe.dispatch.transport import CollectiveTransport
 from app.moe.protocol import Dispatcher
@@ -28,29 +28,34 @@ from app.plan.dispatchers.all_gather import PlannedAllGather
 from app.plan.dispatchers.all_to_all import PlannedAllToAll
 from app.plan.dispatchers.choose import run_dispatcher, tokens_per_rank
 from app.plan.dispatchers.local import PlannedLocal
-from app.plan.dispatchers.stash import planned_stash
+from app.plan.dispatchers.paged_buffer import planned_paged_buffer
 from app.plan.dispatchers.static import PlannedStatic
 from app.plan.model.experts import ExpertWeights
 from app.plan.plan import Plan
 from app.plan.sharding.blocks import ShardCoords
 
 
-def build_stash(plan: Plan, run: Run, pp_rank: int, *, device: torch.device) -> Stash | None:
+def build_paged_buffer(
+    plan: Plan, run: Run, pp_rank: int, *, device: torch.device
+) -> PagedBuffer | None:
     """What keeps rows of experts on a rank for backward, of a `run` that is else as planned; None:
     autograd does.
     """
-    planned = planned_stash(run, plan.stages.stages[pp_rank], plan.actions[pp_rank])
-    return None if planned is None else Stash(planned, device)
+    planned = planned_paged_buffer(run, plan.stages.stages[pp_rank], plan.actions[pp_rank])
+    return None if planned is None else PagedBuffer(planned, device)
 
 
 def build_dispatcher(
-    run: Run, peers: Peers, device: torch.device, stash: Stash | None = None
+    run: Run,
+    layer_groups: LayerGroups,
+    device: torch.device,
+    paged_buffer: PagedBuffer | None = None,
 ) -> Dispatcher[Any, Any] | None:
     """What serves the experts of all layers of a rank, as planned; None: there are none."""
     planned = run_dispatcher(run)
     if planned is None:
         return None
-    experts, group = planned.moe.num_experts, peers.etp_ep
+    experts, group = planned.moe.num_experts, layer_groups.etp_ep
     if isinstance(planned, PlannedLocal):
         return LocalDispatcher(experts)
     assert group is not None, "experts on several ranks have a group"
@@ -67,9 +72,9 @@ def build_dispatcher(
                 planned,
                 collective,
                 peer,
-                ep_rank=peers.ep_rank,
+                ep_rank=layer_groups.ep_rank,
                 device=device,
-                stash=stash,
+                paged_buffer=paged_buffer,
                 cloning=cloning,
             )
     raise AssertionError(f"{planned.kind} has no module")

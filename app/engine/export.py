@@ -28,7 +28,7 @@ from app.engine.export_texts import ExportTexts
 from app.engine.groups import Groups
 from app.engine.run.agreement import all_succeed, rank_zero_says
 from app.engine.run.run_folder import from_plain
-from app.engine.watchdog.activity import Strand
+from app.engine.watchdog.activity import ThreadActivity
 from app.errors import ConfigError, warn
 from app.hf.families import Family, family_of
 from app.hf.write import Export, complete_or_gone
@@ -116,7 +116,7 @@ def export_checkpoint(
         manifest = read_manifest(path)
     exported = Exported(path, manifest, key, folder)
     export = exported.export()
-    with complete_or_gone(folder, export.draft):
+    with complete_or_gone(folder, export.temporary):
         export.begin()
         texts = exported.texts(say)
         with _about(key):
@@ -146,13 +146,13 @@ def _about(key: str) -> Iterator[None]:
         raise ConfigError(key, error.value, error.rule, error.nearest) from error
 
 
-def export_together(path: Path, folder: Path, groups: Groups, strand: Strand) -> None:
+def export_together(path: Path, folder: Path, groups: Groups, activity: ThreadActivity) -> None:
     """Write the model of a checkpoint that all ranks have saved, a file each at a time.
 
     An export of an earlier end of the run gives way. Raises ConfigError, the same on every rank.
     """
     key = "checkpoint.export_hf"
-    strand.rest(f"exporting {path.name}")
+    activity.rest(f"exporting {path.name}")
     manifest = rank_zero_says(groups, lambda: read_manifest(path))
     exported = Exported(path, manifest, key, folder, replaces=True)
     export = exported.export()
@@ -167,7 +167,7 @@ def export_together(path: Path, folder: Path, groups: Groups, strand: Strand) ->
         if leads:
             export.give_up()
         raise
-    strand.note("the end of the run")
+    activity.note("the end of the run")
 
 
 def _write(export: Export, names: Iterable[str], exported: Exported) -> None:

@@ -45,8 +45,8 @@ def slow_paths(
         )
     if run.train.deterministic and run.train.attention_backend is AttentionBackendKind.torch:
         yield "attention", _ordered_attention(run)
-    if slow := _slow_eight_bits(run):
-        yield "eight bits", slow
+    if slow := _slow_fp8(run):
+        yield "FP8", slow
     if run.model.moe and run.precision.params is not Dtype.bfloat16:
         dtype = run.precision.params.value
         yield (
@@ -62,8 +62,8 @@ def slow_paths(
         )
 
 
-def _slow_eight_bits(run: Run) -> str | None:
-    """Where products in eight bits may take longer than those in 16: by measured layers and steps
+def _slow_fp8(run: Run) -> str | None:
+    """Where products in FP8 may take longer than those in 16: by measured layers and steps
     (docs/fp8.md). None: they have paid there.
     """
     fp8 = run.precision.fp8

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from app.choices import CpComm
 from app.engine.run.meeting import TIMEOUT
-from app.model.peers import Peers
+from app.model.layer_groups import LayerGroups
 from app.plan.groups import GROUPS, Group, GroupKind
 from app.plan.layout import ParallelLayout
 from app.plan.sharding.blocks import ShardCoords
@@ -64,10 +64,10 @@ class Groups:
         """Where this rank is on the axes that cut parameters."""
         return ShardCoords.of(self.layout, self.rank)
 
-    def peers(self, cp_comm_type: CpComm) -> Peers:
+    def layer_groups(self, cp_comm_type: CpComm) -> LayerGroups:
         """The ranks that this one computes its layers with."""
         (ep_rank, ep), (etp_rank, etp) = self.coords.ep, self.coords.etp
-        return Peers(
+        return LayerGroups(
             tp=self.tp,
             cp=self.cp,
             cp_comm_type=cp_comm_type,

@@ -47,21 +47,21 @@ def import_model(folder: Path, name: str, run_dir: Path, key: str) -> Pretrained
         raise ConfigError("folder", run_dir, "is there already", advice="name a new folder")
     pretrained = Pretrained(folder, key)
     texts = read_texts(folder, key)
-    draft = run_dir.with_name(f".{run_dir.name}.tmp")
-    shutil.rmtree(draft, ignore_errors=True)
-    with complete_or_gone(run_dir, draft):
+    temporary = run_dir.with_name(f".{run_dir.name}.tmp")
+    shutil.rmtree(temporary, ignore_errors=True)
+    with complete_or_gone(run_dir, temporary):
         try:
-            _write(draft, pretrained, name)
-            write_texts(draft, texts)
-            draft.rename(run_dir)
+            _write(temporary, pretrained, name)
+            write_texts(temporary, texts)
+            temporary.rename(run_dir)
         except OSError as error:
             rule = f"cannot be written: {error.strerror or error}"
             raise ConfigError("folder", run_dir, rule) from error
     return pretrained
 
 
-def _write(draft: Path, pretrained: Pretrained, name: str) -> None:
-    checkpoint = draft / CHECKPOINTS / checkpoint_name(0)
+def _write(temporary: Path, pretrained: Pretrained, name: str) -> None:
+    checkpoint = temporary / CHECKPOINTS / checkpoint_name(0)
     checkpoint.mkdir(parents=True)
     file = rank_file(0)
     written = write_synced(checkpoint / file, lambda file: _write_weights(file, pretrained))

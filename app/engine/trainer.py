@@ -28,7 +28,6 @@ from app.engine.export_texts import keep_texts
 from app.engine.generate import sample_text
 from app.engine.kept_tokenizer import end_of, keep_tokenizer
 from app.engine.pipeline.step import TrainingStep, Validation
-from app.engine.report.boards import TensorBoard, Wandb
 from app.engine.report.metrics import (
     Meter,
     RollbackReport,
@@ -41,6 +40,7 @@ from app.engine.report.pace import pace_of
 from app.engine.report.sinks import Console, JsonLines, Sink
 from app.engine.report.summary import print_opening, sum_up
 from app.engine.report.telling import telling
+from app.engine.report.trackers import TensorBoard, Wandb
 from app.engine.run.agreement import rank_zero_says
 from app.engine.run.attempt import Attempt
 from app.engine.run.bad_steps import BadSteps, Diverged
@@ -165,8 +165,8 @@ class Trainer:
         newest = rank_zero_says(self.engine.groups, lambda: newest_checkpoint(self.run_dir))
         assert newest is not None, "runs that export save their last step"
         with telling("exporting the model", aloud=self.speaks):
-            strand = self.engine.watchdog.main
-            export_together(newest, self.run_dir / EXPORTED, self.engine.groups, strand)
+            activity = self.engine.watchdog.main
+            export_together(newest, self.run_dir / EXPORTED, self.engine.groups, activity)
 
     def _check_files(self, sinks: Sequence[Sink]) -> None:
         """Raise ConfigError where the run folder has gone, or metrics.jsonl lacks lines."""

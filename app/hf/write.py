@@ -100,7 +100,7 @@ class Export:
     replaces: bool = False  # an earlier one of the same name, when this one is complete
 
     @property
-    def draft(self) -> Path:
+    def temporary(self) -> Path:
         """Where it is written."""
         return self.folder.with_name(f".{self.folder.name}.tmp")
 
@@ -134,14 +134,14 @@ class Export:
         """Make the folder to write in. Raises ConfigError where something stands at its place."""
         if os.path.lexists(self.folder) and not self.replaces:
             raise ConfigError("folder", self.folder, "is there already", advice="name a new folder")
-        shutil.rmtree(self.draft, ignore_errors=True)
+        shutil.rmtree(self.temporary, ignore_errors=True)
         with _writing(self.folder):
-            self.draft.mkdir(parents=True)
+            self.temporary.mkdir(parents=True)
 
     def write(self, name: str, source: WeightReader) -> None:
         """Write one of the files, and wait until it is on the disk. Raises ConfigError."""
         tensors = self.files()[name]
-        with _writing(self.draft / name), (self.draft / name).open("wb") as file:
+        with _writing(self.temporary / name), (self.temporary / name).open("wb") as file:
             entries = [(each.piece.name, each.dtype, each.piece.shape) for each in tensors]
             file.write(file_header(entries, {"format": "pt"}))
             for tensor in tensors:
@@ -161,19 +161,19 @@ class Export:
             places = {each.piece.name: file for file, held in files.items() for each in held}
             index = {INDEX: as_json({"metadata": {"total_size": size}, "weight_map": places})}
         with _writing(self.folder):
-            write_all(self.draft, {**index, **texts})
+            write_all(self.temporary, {**index, **texts})
             self._take_place()
 
     def _take_place(self) -> None:
         """Rename the folder; an earlier one is removed after that, or comes back."""
         earlier = self.folder.with_name(f".{self.folder.name}.old")
         if not self.replaces or not os.path.lexists(self.folder):
-            self.draft.rename(self.folder)
+            self.temporary.rename(self.folder)
             return
         shutil.rmtree(earlier, ignore_errors=True)
         self.folder.rename(earlier)
         try:
-            self.draft.rename(self.folder)
+            self.temporary.rename(self.folder)
         except OSError:
             earlier.rename(self.folder)
             raise
@@ -181,17 +181,17 @@ class Export:
 
     def give_up(self) -> None:
         """Remove what was written of it."""
-        shutil.rmtree(self.draft, ignore_errors=True)
+        shutil.rmtree(self.temporary, ignore_errors=True)
 
 
 @contextmanager
-def complete_or_gone(folder: Path, draft: Path) -> Iterator[None]:
+def complete_or_gone(folder: Path, temporary: Path) -> Iterator[None]:
     """Remove the draft of a folder, and the folders made above it, where the block fails."""
     made = [above for above in folder.parents if not os.path.lexists(above)]
     try:
         yield
     except BaseException:
-        shutil.rmtree(draft, ignore_errors=True)
+        shutil.rmtree(temporary, ignore_errors=True)
         for above in made:
             with suppress(OSError):  # never made, or someone has put something there
                 above.rmdir()

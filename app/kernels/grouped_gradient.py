@@ -92,7 +92,7 @@ def _described(
 
 
 @jit
-def _product(
+def _gemm(
     total: tl.tensor,
     rows_TI: tl.tensor_descriptor,
     grad_TO: tl.tensor_descriptor,
@@ -145,9 +145,9 @@ def _grouped_gradient(
         count += later_end - later_begin
     if FILLS or count > 0:
         total = tl.zeros((HEIGHT, COLUMNS), tl.float32)
-        total = _product(total, rows_TI, grad_TO, begin=begin, end=end, i=i, o=o, STEP=STEP)
+        total = _gemm(total, rows_TI, grad_TO, begin=begin, end=end, i=i, o=o, STEP=STEP)
         if later_ends_E is not None:
-            total = _product(
+            total = _gemm(
                 total,
                 later_rows_TI,
                 later_grad_TO,

@@ -4,7 +4,7 @@ transports share the arithmetic, bit for bit.
 
 Sums (`app.kernels.peer_sums`) are fp32 in a fixed order. Rows that no choice has are neither read
 nor written. Nothing here waits for other ranks: what is read has to be there. What is written may
-be written `in_8` bits besides, as `app.kernels.eight_bits.quantise` would read it again.
+be written `in_8` bits besides, as `app.kernels.fp8.quantise` would read it again.
 
 Shapes: P ranks with T tokens each · N = P·T tokens, in rank order · K experts per token · D width ·
 R rows here, R as the row of a choice meaning that it has none · L experts of a rank. `addresses_P`
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from app.kernels.common import jit, tl
-from app.kernels.eight_bits.quantise import InEight, in_eight, reciprocal, scale_for
+from app.kernels.fp8.quantise import InEight, in_eight, reciprocal, scale_for
 from app.kernels.tiling import block_of, cdiv, row_columns, row_warps
 
 WIDE_BLOCK = 4096  # where a program has all columns, a block at a time
@@ -254,9 +254,9 @@ def _pull_gradients(
         grads += (tl.load(grad + token * WIDTH + column, mask=mine, other=0.0),)
         if data is not None:
             largest = tl.maximum(largest, tl.abs(grads[start // BLOCK].to(tl.float32)))
-    products = ()  # type: tuple[tl.tensor, ...]
+    gemms = ()  # type: tuple[tl.tensor, ...]
     for _ in tl.static_range(K):
-        products += (tl.zeros((BLOCK // SHARE,), tl.float32),)
+        gemms += (tl.zeros((BLOCK // SHARE,), tl.float32),)
     for start in tl.static_range(0, WIDTH, BLOCK):
         column = start + tl.arange(0, BLOCK)
         g = grads[start // BLOCK].to(tl.float32)
@@ -280,10 +280,10 @@ def _pull_gradients(
                 scale = tl.sum(tl.where(place == k, scales, 0.0), axis=0)
                 narrow = in_eight(made.to(tl.float32), scale)
                 tl.store(data + places[k] * WIDTH + column, narrow, mask=valid)
-            product = tl.reshape(values[k].to(tl.float32) * g, (BLOCK // SHARE, SHARE))
-            sums += (products[k] + tl.sum(product, axis=1),)
-        products = sums
-    found = _sums(products, COUNT=BLOCK // SHARE, K=K, LEVELS=LEVELS)
+            gemm = tl.reshape(values[k].to(tl.float32) * g, (BLOCK // SHARE, SHARE))
+            sums += (gemms[k] + tl.sum(gemm, axis=1),)
+        gemms = sums
+    found = _sums(gemms, COUNT=BLOCK // SHARE, K=K, LEVELS=LEVELS)
     dots = tl.load(dots_addresses + owner).to(tl.pointer_type(tl.float32))
     tl.store(dots + token * K + place, found, mask=owned)
 

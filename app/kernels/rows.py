@@ -3,7 +3,7 @@
 Shapes: T tokens · K experts per token · R rows · D width. In kernels: BLOCK columns of a row,
 PLACES ≥ K, a power of two. Sums are fp32, in the order of k or in that of a fixed tree, so equal
 calls give equal bits. A row that no kept choice owns is never read. Rows may be written `in_8` bits
-besides, as `app.kernels.eight_bits.quantise` would read them again.
+besides, as `app.kernels.fp8.quantise` would read them again.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from app.kernels.common import jit, tl
-from app.kernels.eight_bits.quantise import InEight, in_eight, reciprocal, scale_for
+from app.kernels.fp8.quantise import InEight, in_eight, reciprocal, scale_for
 from app.kernels.tiling import ROW_PER_WARP, block_of, row_columns, row_warps
 
 TILE = 8192  # values of one program that holds all rows of a token at once
@@ -232,7 +232,7 @@ def _gradients(
         most = (tl.max(largest, axis=0) * prob).to(grad_rows.dtype.element_ty)
         scale = scale_for(tl.abs(most.to(tl.float32)))
         tl.store(factors + row, reciprocal(scale), mask=owned)
-    products = tl.zeros((PLACES, BLOCK), tl.float32)
+    gemms = tl.zeros((PLACES, BLOCK), tl.float32)
     for start in range(0, width, BLOCK):
         column = start + tl.arange(0, BLOCK)
         g = tl.load(grad + token * width + column, mask=column < width, other=0.0).to(tl.float32)
@@ -243,5 +243,5 @@ def _gradients(
         tl.store(grad_rows + place, made, mask=valid)
         if data is not None:
             tl.store(data + place, in_eight(made.to(tl.float32), scale[:, None]), mask=valid)
-        products += values * g[None, :]
-    tl.store(dots + choice, tl.sum(products, axis=1).to(dots.dtype.element_ty), mask=k < K)
+        gemms += values * g[None, :]
+    tl.store(dots + choice, tl.sum(gemms, axis=1).to(dots.dtype.element_ty), mask=k < K)

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from app.choices import Recompute
 from app.config import ModelConfig
 from app.model.attention.modules import attention
+from app.model.layer_groups import ALONE, LayerGroups
 from app.model.layers import Context, Mlp, RMSNorm
-from app.model.peers import ALONE, Peers
 from app.plan.model.layer import DenseBodyWeights
 from app.plan.model.norm import NormWeights
 from app.plan.model.phases import PhaseName
@@ -121,10 +121,10 @@ class Layer(nn.Module):
     `phases` read and write the values x (B × s × D), context (Context) and whatever they declare.
     """
 
-    def __init__(self, model: ModelConfig, body: Body, peers: Peers = ALONE) -> None:
+    def __init__(self, model: ModelConfig, body: Body, layer_groups: LayerGroups = ALONE) -> None:
         super().__init__()
         self.attn_norm = RMSNorm(NormWeights.of_hidden(model), model.norm_eps)
-        self.attn = attention(model, peers)
+        self.attn = attention(model, layer_groups)
         self.body = body
         attn = Phase(PhaseName.attn, self._attend, ("x", "context"), outputs=("x",))
         self.phases: tuple[Phase, ...] = (attn, *body.phases)
@@ -145,11 +145,11 @@ class Layer(nn.Module):
 class DenseBody(Body):
     """Feed-forward part of a dense layer: one phase."""
 
-    def __init__(self, model: ModelConfig, peers: Peers = ALONE) -> None:
+    def __init__(self, model: ModelConfig, layer_groups: LayerGroups = ALONE) -> None:
         super().__init__()
         weights = DenseBodyWeights.of(model)
         self.norm = RMSNorm(weights.norm, model.norm_eps)
-        self.mlp = Mlp(weights.mlp, peers)
+        self.mlp = Mlp(weights.mlp, layer_groups)
         self.phases = (Phase(PhaseName.mlp, self._feed_forward, ("x", "context"), outputs=("x",)),)
 
     def _feed_forward(self, x_BsD: Tensor, context: Context) -> tuple[Tensor]:

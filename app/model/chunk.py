@@ -16,10 +16,10 @@ from app.config import ModelConfig
 from app.model.attention.kernels import BY_TORCH, Attend
 from app.model.block import Layer, RoutingReport, RunPhases, run_layer
 from app.model.context_parallel import own_tokens
+from app.model.layer_groups import ALONE, LayerGroups, rank, size
 from app.model.layers import Context, RMSNorm, document_mask, layer_context
 from app.model.linear import ColumnParallelLinear, VocabParallelEmbedding, named_parameters
 from app.model.loss import summed_loss, token_losses
-from app.model.peers import ALONE, Peers, rank, size
 from app.model.recompute import Recomputation
 from app.model.weight_grads import WeightGradSink
 from app.plan.model.norm import NormWeights
@@ -50,27 +50,27 @@ class Chunk(nn.Module):
         embedding: bool,
         head: bool,
         attend: Attend = BY_TORCH,
-        peers: Peers = ALONE,
+        layer_groups: LayerGroups = ALONE,
         chunk_tokens: int | None = None,
     ) -> None:
         super().__init__()
         self.model = model
-        self.peers = peers
+        self.layer_groups = layer_groups
         self.attend = attend
         self.chunk_tokens = chunk_tokens
         self.first = embedding
         self.last = head
         rows = table(model)
         # registered in the order of use, which is that of the optimizer's buffers
-        self.embedding = VocabParallelEmbedding(rows, peers) if embedding else None
+        self.embedding = VocabParallelEmbedding(rows, layer_groups) if embedding else None
         self.layers = nn.ModuleDict({str(index): layer for index, layer in layers.items()})
         self.in_order = tuple(layers.values())
         self.norm = RMSNorm(NormWeights.of_hidden(model), model.norm_eps) if head else None
         if head and not embedding and model.tie_embeddings:
             # a last stage of its own has a copy of the tied table
-            self.embedding = VocabParallelEmbedding(rows, peers)
+            self.embedding = VocabParallelEmbedding(rows, layer_groups)
         untied = head and not model.tie_embeddings
-        self.head = ColumnParallelLinear(rows, peers) if untied else None
+        self.head = ColumnParallelLinear(rows, layer_groups) if untied else None
         # replaced with optim.overlap_params, where the head's table may still be gathered
         self.wait_for_head: Callable[[], None] = nothing
 
@@ -99,21 +99,23 @@ class Chunk(nn.Module):
             mask = document_mask(documents_BK, self._queries(documents_BK))
         moe = self.model.moe
         draws = moe is not None and moe.jitter_eps > 0
-        stashes = moe is not None and moe.static.stash is not None
+        paged_buffers = moe is not None and moe.static.paged_buffer is not None
         return layer_context(
             positions_BS,
             mask,
             self.model.rope,
             attend=self.attend,
             sink=sink,
-            recompute=Recomputation(recompute, draws, replaces=stashes),
+            recompute=Recomputation(recompute, draws, replaces=paged_buffers),
         )
 
     def _queries(self, documents_BK: Tensor) -> Tensor:
         """Positions in the whole sequence of the queries that this rank attends with."""
-        cp = 1 if self.peers.cp_comm_type is CpComm.all_to_all else size(self.peers.cp)
+        cp = (
+            1 if self.layer_groups.cp_comm_type is CpComm.all_to_all else size(self.layer_groups.cp)
+        )
         return own_tokens(
-            documents_BK.shape[1], cp, rank(self.peers.cp) % cp, device=documents_BK.device
+            documents_BK.shape[1], cp, rank(self.layer_groups.cp) % cp, device=documents_BK.device
         )
 
     def forward(
@@ -153,7 +155,7 @@ class Chunk(nn.Module):
             self.table.weight,
             labels_BS,
             backend=self.table.backend,
-            group=self.peers.tp,
+            group=self.layer_groups.tp,
             chunk_tokens=self.chunk_tokens,
             sink=sink,
         )
@@ -167,7 +169,9 @@ class Chunk(nn.Module):
         """The last stage's cross-entropy of every label, nats, without gradients: fp32 B × S."""
         self.wait_for_head()
         table = self.table
-        return token_losses(x_BsD, table.weight, labels_BS, table.backend, group=self.peers.tp)
+        return token_losses(
+            x_BsD, table.weight, labels_BS, table.backend, group=self.layer_groups.tp
+        )
 
     @property
     def table(self) -> ColumnParallelLinear:

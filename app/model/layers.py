@@ -25,8 +25,8 @@ from app.kernels.rms_norm import rms_norm, rms_norm_beside
 from app.kernels.swiglu import swiglu as swiglu_kernel
 from app.model.attention.kernels import BY_TORCH, Attend
 from app.model.fp8.ready import ReadyRows, swiglu_in_8
+from app.model.layer_groups import ALONE, LayerGroups
 from app.model.linear import ColumnParallelLinear, RowParallelLinear
-from app.model.peers import ALONE, Peers
 from app.model.recompute import Recomputation
 from app.model.weight_grads import WeightGradSink, take_partial
 from app.plan.model.mlp import MlpWeights
@@ -71,10 +71,10 @@ class RMSNorm(nn.Module):
 class WholeNorm(nn.Module):
     """The factors of a norm over all heads of one kind, of which a rank has those of its own."""
 
-    def __init__(self, weights: NormWeights, peers: Peers) -> None:
+    def __init__(self, weights: NormWeights, layer_groups: LayerGroups) -> None:
         super().__init__()
         self.width = weights.weight.numel  # over all ranks
-        self.weight = nn.Parameter(torch.empty(peers.coords.shape(weights.weight)))
+        self.weight = nn.Parameter(torch.empty(layer_groups.coords.shape(weights.weight)))
 
 
 def norm_all_heads(
@@ -153,11 +153,11 @@ class _NormAllHeads(torch.autograd.Function):
         weight_grads = []
         for number, weight in enumerate((query_F, key_F)):
             x, grad = parts[number], grads[number]
-            product = grad.float() * x
+            gemm = grad.float() * x
             heads = weight.view(x.shape[2:]).float()
-            torch.sum(product * heads, dim=HEADS, out=dots_2R[number])
-            product *= factors_2R[number][..., None, None, None]
-            weight_grads.append(product.sum((0, 1)).flatten().to(weight.dtype))
+            torch.sum(gemm * heads, dim=HEADS, out=dots_2R[number])
+            gemm *= factors_2R[number][..., None, None, None]
+            weight_grads.append(gemm.sum((0, 1)).flatten().to(weight.dtype))
         if ctx.group is not None:
             all_reduce(dots_2R, ctx.group)
         for number, weight in enumerate((query_F, key_F)):
@@ -274,10 +274,10 @@ class Mlp(nn.Module):
     The first half of `w_up` is the gate, with tensor parallelism this rank's part of it.
     """
 
-    def __init__(self, weights: MlpWeights, peers: Peers = ALONE) -> None:
+    def __init__(self, weights: MlpWeights, layer_groups: LayerGroups = ALONE) -> None:
         super().__init__()
-        self.w_up = ColumnParallelLinear(weights.w_up, peers)
-        self.w_down = RowParallelLinear(weights.w_down, peers)
+        self.w_up = ColumnParallelLinear(weights.w_up, layer_groups)
+        self.w_down = RowParallelLinear(weights.w_down, layer_groups)
 
     def forward(
         self,
@@ -298,7 +298,7 @@ class Mlp(nn.Module):
 def swiglu(both: Tensor, used: Tensor | None = None, ready: ReadyRows | None = None) -> Tensor:
     """silu(gate) · up of the two halves of the last dimension; of the rows only as many as `used`
     says (int32 [1], on the device) need be computed. A kernel leaves them `ready` for products in
-    eight bits, unless backward alone will read them.
+    FP8, unless backward alone will read them.
     """
     if usable(both):
         if ready is not None and used is not None and torch.is_grad_enabled():

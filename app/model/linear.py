@@ -36,6 +36,7 @@ from torch.autograd.function import once_differentiable
 from app.model.clones import LentWeight
 from app.model.fp8.quantised import Operand, Quantised
 from app.model.fp8.ready import ReadyRows
+from app.model.layer_groups import ALONE, LayerGroups, rank, size
 from app.model.linear_backend import (
     GroupedLinearBackend,
     LinearBackend,
@@ -43,7 +44,6 @@ from app.model.linear_backend import (
     grouped_linear_backend,
     linear_backend,
 )
-from app.model.peers import ALONE, Peers, rank, size
 from app.model.recompute import Keep
 from app.model.tensor_parallel import (
     OptionalGroup,
@@ -70,9 +70,9 @@ class LinearModule(nn.Module):
     microsecond of host time per product on looking for hooks, of which there are none.
     """
 
-    def __init__(self, weight: Weight, peers: Peers = ALONE) -> None:
+    def __init__(self, weight: Weight, layer_groups: LayerGroups = ALONE) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(peers.coords.shape(weight)))
+        self.weight = nn.Parameter(torch.empty(layer_groups.coords.shape(weight)))
 
 
 def named_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
@@ -92,9 +92,9 @@ class ColumnParallelLinear(LinearModule):
     Written x · A, as papers do, these are columns of A.
     """
 
-    def __init__(self, weight: Weight, peers: Peers = ALONE) -> None:
-        super().__init__(weight, peers)
-        self.group = _shared_by(weight, peers)
+    def __init__(self, weight: Weight, layer_groups: LayerGroups = ALONE) -> None:
+        super().__init__(weight, layer_groups)
+        self.group = _shared_by(weight, layer_groups)
         self.backend = linear_backend()
 
     def forward(self, x_BsI: Tensor, sink: WeightGradSink | None = None) -> Tensor:
@@ -110,9 +110,9 @@ class RowParallelLinear(LinearModule):
     its tokens.
     """
 
-    def __init__(self, weight: Weight, peers: Peers = ALONE) -> None:
-        super().__init__(weight, peers)
-        self.group = _shared_by(weight, peers)
+    def __init__(self, weight: Weight, layer_groups: LayerGroups = ALONE) -> None:
+        super().__init__(weight, layer_groups)
+        self.group = _shared_by(weight, layer_groups)
         self.backend = linear_backend()
 
     def forward(self, x_BSI: Tensor, sink: WeightGradSink | None = None) -> Tensor:
@@ -155,8 +155,8 @@ class GroupedLinear(LinearModule):
     expert-tensor-parallel ones: where that is I, their outputs have to be summed.
     """
 
-    def __init__(self, weight: Weight, peers: Peers = ALONE) -> None:
-        super().__init__(weight, peers)
+    def __init__(self, weight: Weight, layer_groups: LayerGroups = ALONE) -> None:
+        super().__init__(weight, layer_groups)
         self.backend = grouped_linear_backend()
 
     def forward(
@@ -183,11 +183,11 @@ class GroupedLinear(LinearModule):
         return out_TO
 
 
-def _shared_by(weight: Weight, peers: Peers) -> OptionalGroup:
+def _shared_by(weight: Weight, layer_groups: LayerGroups) -> OptionalGroup:
     """The ranks that have a part each of the weight, if they are several: asked once, and not again
     in every call.
     """
-    return None if weight.tp is None or size(peers.tp) == 1 else peers.tp
+    return None if weight.tp is None or size(layer_groups.tp) == 1 else layer_groups.tp
 
 
 class _Linear(torch.autograd.Function):
@@ -295,8 +295,8 @@ class _GroupedLinear(torch.autograd.Function):
         if lent is None:
             rows = rows_TI if ready is None else ready.of(rows_TI)
             return backend.output(rows, weight_EIO, ends_E)
-        product = partial(backend.output, rows_TI)
-        return _with_lent(product, rows_TI, weight_EIO, ends_E=ends_E, lent=lent)
+        gemm = partial(backend.output, rows_TI)
+        return _with_lent(gemm, rows_TI, weight_EIO, ends_E=ends_E, lent=lent)
 
     @staticmethod
     @once_differentiable
@@ -310,9 +310,9 @@ class _GroupedLinear(torch.autograd.Function):
         if ctx.keep is not None and sink is not None and sink.deferred:
             gradient = _kept(gradient_of, ctx.keep, grad_TO, rows_TI=rows_TI)
         if lent is not None:  # between its exchange and that of gradients, ranks have equal work
-            product = partial(backend.input_grad, grad_TO)
+            gemm = partial(backend.input_grad, grad_TO)
             grad_TI = _with_lent(
-                product, grad_TO, weight_EIO, ends_E=ends_E, lent=lent, transposed=True
+                gemm, grad_TO, weight_EIO, ends_E=ends_E, lent=lent, transposed=True
             )
         if sink is not None:
             sink.push(weight_EIO, gradient)
@@ -324,7 +324,7 @@ class _GroupedLinear(torch.autograd.Function):
 
 
 def _with_lent(
-    product: Callable[[Tensor, Tensor], Tensor],
+    gemm: Callable[[Tensor, Tensor], Tensor],
     rows: Tensor,
     weight_EIO: Tensor,
     *,
@@ -338,7 +338,7 @@ def _with_lent(
     wait until they are computed.
     """
     lent_GIO = lent.fetch()
-    out = product(weight_EIO, ends_E[: len(weight_EIO)])
+    out = gemm(weight_EIO, ends_E[: len(weight_EIO)])
     add_groups(out, rows, lent_GIO, ends_E=ends_E, transposed=transposed)
     return out
 

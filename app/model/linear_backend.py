@@ -4,7 +4,7 @@ A back end is the three products, and the form in which they read what they are 
 an operand serves two of them. Where tokens are gathered and scattered, what is kept for backward
 and where the weight's gradient goes is the modules' business (`app.model.linear`), and the same for
 all of them. `linear_backend` and `grouped_linear_backend` say what a module begins with, torch's
-products; `app.model.fp8` puts another in its place where products are to be in eight bits. The loss
+products; `app.model.fp8` puts another in its place where products are to be in FP8. The loss
 asks the head's back end for its products (`app.model.loss`), chunk by chunk where no rank is to
 have all logits.
 
@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from app.kernels.common import usable
-from app.kernels.grouped_product import grouped_product
+from app.kernels.grouped_gemm import grouped_gemm
 from app.model.fp8.quantised import Operand
 from app.model.fp8.ready import ReadyRows
 from app.model.weight_grads import (
@@ -163,9 +163,7 @@ def add_groups(
     """
     first = len(ends_E) - len(weight_GIO)
     if usable(out_TO):
-        grouped_product(
-            out_TO, rows_TI, weight_GIO, ends_E=ends_E, first=first, transposed=transposed
-        )
+        grouped_gemm(out_TO, rows_TI, weight_GIO, ends_E=ends_E, first=first, transposed=transposed)
         return
     matrix_GIO = weight_GIO.transpose(1, 2) if transposed else weight_GIO
     begin = first_row(ends_E, first)

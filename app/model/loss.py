@@ -22,8 +22,8 @@ from torch.autograd.function import once_differentiable
 from app.collectives import all_reduce
 from app.kernels import cross_entropy
 from app.kernels.common import usable
+from app.model.layer_groups import rank, size
 from app.model.linear_backend import LinearBackend
-from app.model.peers import rank, size
 from app.model.tensor_parallel import OptionalGroup, gathered, scattered
 from app.model.weight_grads import ComputedGrad, WeightGrad, WeightGradSink
 

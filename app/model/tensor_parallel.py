@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from app.collectives import all_gather, reduce_scatter
-from app.model.peers import size
+from app.model.layer_groups import size
 
 OptionalGroup = dist.ProcessGroup | None  # None: a rank alone
 

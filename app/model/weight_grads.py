@@ -24,7 +24,7 @@ from app.kernels.common import moves_tiles, usable
 from app.kernels.grouped_gradient import Operands, add_grouped_gradient
 from app.kernels.partial_sums import add_summed, summed
 from app.model.clones import LentWeight
-from app.torch_versions import add_product
+from app.torch_versions import add_gemm
 
 
 class WeightGrad(ABC):
@@ -103,7 +103,7 @@ class LinearGrad(WeightGrad):
 
     def add_to(self, total: Tensor) -> None:
         """On a GPU sums of more bits are added to inside the product, and rounded once."""
-        add_product(total, self.left, self.right)
+        add_gemm(total, self.left, self.right)
 
 
 @dataclass(frozen=True, slots=True)

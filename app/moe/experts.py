@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from app.choices import Recompute
 from app.model.clones import LentWeight
 from app.model.fp8.ready import ReadyRows
+from app.model.layer_groups import ALONE, LayerGroups
 from app.model.layers import swiglu
 from app.model.linear import GroupedLinear
-from app.model.peers import ALONE, Peers
 from app.model.recompute import Keep, Recomputation
 from app.model.weight_grads import WeightGradSink
 from app.plan.model.experts import ExpertWeights
@@ -36,10 +36,10 @@ class Experts(nn.Module):
     the experts' output.
     """
 
-    def __init__(self, weights: ExpertWeights, peers: Peers = ALONE) -> None:
+    def __init__(self, weights: ExpertWeights, layer_groups: LayerGroups = ALONE) -> None:
         super().__init__()
-        self.w_up = GroupedLinear(weights.w_up, peers)
-        self.w_down = GroupedLinear(weights.w_down, peers)
+        self.w_up = GroupedLinear(weights.w_up, layer_groups)
+        self.w_down = GroupedLinear(weights.w_down, layer_groups)
 
     def forward(
         self,

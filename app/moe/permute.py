@@ -16,8 +16,8 @@ from torch.autograd.function import once_differentiable
 
 from app.kernels import rows as kernels
 from app.kernels.common import usable
-from app.kernels.eight_bits.quantise import InEight, empty_in_8
 from app.kernels.expert_rows import counts_fast, expert_rows
+from app.kernels.fp8.quantise import InEight, empty_in_8
 from app.model.fp8.ready import ReadyRows
 
 
@@ -84,7 +84,7 @@ def _placed(experts_TK: Tensor, num_experts: int, drops: bool) -> Permutation:
 
 def permute(x_TD: Tensor, permutation: Permutation, ready: ReadyRows | None = None) -> Tensor:
     """Token rows grouped by expert: [R, D]. A token's gradient sums its K rows in fp32. Kernels
-    leave rows `ready` in eight bits besides, where every row is a token's.
+    leave rows `ready` in FP8 besides, where every row is a token's.
     """
     if ready is not None and (permutation.kept_TK is not None or not usable(x_TD)):
         ready = None

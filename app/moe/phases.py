@@ -22,14 +22,14 @@ from app.collectives import all_reduce
 from app.config import ModelConfig, MoEConfig
 from app.model.block import Body, Phase, RoutingReport
 from app.model.fp8.ready import ReadyRows
+from app.model.layer_groups import LayerGroups, rank, size
 from app.model.layers import Context, Mlp, RMSNorm
-from app.model.peers import Peers, rank, size
 from app.model.weight_grads import WeightGradSink
 from app.moe.capacity import within_capacity
 from app.moe.experts import Experts
 from app.moe.protocol import Dispatched, Dispatcher, Origin, Prepared
 from app.moe.router import aux_loss, aux_routing, choose, in_turn, sequence_aux_loss, z_loss
-from app.moe.router_product import router_product
+from app.moe.router_matmul import router_matmul
 from app.plan.dispatchers.choose import planned_dispatcher
 from app.plan.dispatchers.record import capacity
 from app.plan.model.experts import MoEBodyWeights, RouterWeights
@@ -39,19 +39,19 @@ from app.plan.model.phases import PhaseName
 class Router(nn.Module):
     """Scores tokens in fp32 and chooses `top_k` experts each; its losses keep experts in use.
 
-    The ranks of `peers.tp_cp_control` have parts of the same sequences. The load that a balancing
-    loss looks at is the sum over all of them, the scores are a rank's own: what the ranks report
-    adds up to the loss of the whole microbatch.
+    The ranks of `layer_groups.tp_cp_control` have parts of the same sequences. The load that a
+    balancing loss looks at is the sum over all of them, the scores are a rank's own: what the ranks
+    report adds up to the loss of the whole microbatch.
     """
 
     bias_E: Tensor
     load_E: Tensor
     microbatches: Tensor
 
-    def __init__(self, weights: RouterWeights, moe: MoEConfig, peers: Peers) -> None:
+    def __init__(self, weights: RouterWeights, moe: MoEConfig, layer_groups: LayerGroups) -> None:
         super().__init__()
         self.moe = moe
-        self.peers = peers
+        self.layer_groups = layer_groups
         self.weight = nn.Parameter(torch.empty(weights.weight.shape))
         self.register_buffer("bias_E", torch.zeros(moe.num_experts, dtype=torch.float32))
         if moe.balance is Balance.global_batch:
@@ -77,7 +77,7 @@ class Router(nn.Module):
         A pair beyond an expert's capacity has probability 0 and the expert id E.
         """
         moe = self.moe
-        logits_TE = router_product(self._jittered(x_BsD.flatten(0, -2)), self.weight)
+        logits_TE = router_matmul(self._jittered(x_BsD.flatten(0, -2)), self.weight)
         probs_TK, experts_TK = choose(
             logits_TE,
             moe.top_k,
@@ -114,7 +114,9 @@ class Router(nn.Module):
             return None
         top_k = self.moe.top_k
         return in_turn(
-            logits_TE, top_k, first=rank(self.peers.tp_cp_dp_control) * len(logits_TE) * top_k
+            logits_TE,
+            top_k,
+            first=rank(self.layer_groups.tp_cp_dp_control) * len(logits_TE) * top_k,
         )
 
     def _report(self, logits_TE: Tensor, experts_TK: Tensor, sequences: int) -> RoutingReport:
@@ -123,7 +125,7 @@ class Router(nn.Module):
         if moe.aux_loss_coeff:
             aux = self._aux_loss(logits_TE, sequences)
         if moe.z_loss_coeff:
-            num_tokens = len(logits_TE) * size(self.peers.tp_cp_control)
+            num_tokens = len(logits_TE) * size(self.layer_groups.tp_cp_control)
             z = z_loss(logits_TE, moe.z_loss_coeff, num_tokens=num_tokens)
         drops = moe.capacity_factor is not None
         chosen_TE = logits_TE.new_zeros(len(logits_TE), moe.num_experts + drops, dtype=torch.bool)
@@ -133,13 +135,13 @@ class Router(nn.Module):
 
     def _aux_loss(self, logits_TE: Tensor, sequences: int) -> Tensor:
         moe = self.moe
-        peers = self.peers
+        layer_groups = self.layer_groups
         scores_TE, map_TE = aux_routing(logits_TE, moe.top_k, moe.score)
-        num_tokens = len(logits_TE) * size(peers.tp_cp_control)
+        num_tokens = len(logits_TE) * size(layer_groups.tp_cp_control)
         if moe.balance is Balance.sequence:
             scores_BsE: Tensor = scores_TE.unflatten(0, (sequences, -1))
             map_BsE: Tensor = map_TE.unflatten(0, (sequences, -1))
-            counts_BE = _summed(map_BsE.sum(1), peers.tp_cp_control)
+            counts_BE = _summed(map_BsE.sum(1), layer_groups.tp_cp_control)
             return sequence_aux_loss(
                 scores_BsE,
                 counts_BE,
@@ -148,7 +150,7 @@ class Router(nn.Module):
                 num_tokens=num_tokens // sequences,
             )
         if moe.balance is Balance.microbatch:
-            counts_E = _summed(map_TE.sum(0), peers.tp_cp_control)
+            counts_E = _summed(map_TE.sum(0), layer_groups.tp_cp_control)
         else:
             counts_E = self._mean_load(map_TE.sum(0))
         return aux_loss(
@@ -158,8 +160,10 @@ class Router(nn.Module):
     @torch.no_grad()
     def _mean_load(self, counts_E: Tensor) -> Tensor:
         """Tokens per expert of the step's mean microbatch so far, over data-parallel ranks."""
-        self.load_E += _summed(counts_E, self.peers.tp_cp_dp_control)
-        self.microbatches += size(self.peers.tp_cp_dp_control) // size(self.peers.tp_cp_control)
+        self.load_E += _summed(counts_E, self.layer_groups.tp_cp_dp_control)
+        self.microbatches += size(self.layer_groups.tp_cp_dp_control) // size(
+            self.layer_groups.tp_cp_control
+        )
         return self.load_E / self.microbatches
 
 
@@ -190,11 +194,11 @@ class MoEBody(Body, Generic[Prepared, Origin]):
 
     `prepared` and `origin` are records of the dispatcher alone, `dispatched` is of one type for
     all (`app.moe.protocol`). Only `dispatch` may wait for the device. Captured intervals and
-    recomputed parts are ranges of this same list. With experts in eight bits `ready` is where who
+    recomputed parts are ranges of this same list. With experts in FP8 `ready` is where who
     makes their rows, forward or backward, leaves them quantised.
 
-    `peers.ep_rank` of `peers.ep` ranks holds experts [ep_rank·E/ep, (ep_rank+1)·E/ep), or a part of
-    each of them.
+    `layer_groups.ep_rank` of `layer_groups.ep` ranks holds experts
+    [ep_rank·E/ep, (ep_rank+1)·E/ep), or a part of each of them.
     """
 
     def __init__(
@@ -202,22 +206,22 @@ class MoEBody(Body, Generic[Prepared, Origin]):
         model: ModelConfig,
         moe: MoEConfig,
         dispatcher: Dispatcher[Prepared, Origin],
-        peers: Peers,
+        layer_groups: LayerGroups,
         side: torch.cuda.Stream | None = None,
     ) -> None:
         """`side`: where the shared expert computes, beside the rest; None: with the rest."""
         super().__init__()
         weights = MoEBodyWeights.of(model, moe)
         self.norm = RMSNorm(weights.norm, model.norm_eps)
-        self.router = Router(weights.router, moe, peers)
-        self.experts = Experts(weights.experts, peers)
-        self.shared = None if weights.shared is None else Mlp(weights.shared, peers)
+        self.router = Router(weights.router, moe, layer_groups)
+        self.experts = Experts(weights.experts, layer_groups)
+        self.shared = None if weights.shared is None else Mlp(weights.shared, layer_groups)
         gate = weights.shared_gate
         self.shared_gate = None if gate is None else nn.Parameter(torch.empty(gate.shape))
         self.dispatcher = dispatcher
         self.moe = moe
         self.side = side
-        self.planned = planned_dispatcher(moe, peers.ep, peers.etp)
+        self.planned = planned_dispatcher(moe, layer_groups.ep, layer_groups.etp)
         self.phases = self._phase_list(self.planned.waits_for_host)
 
     def _phase_list(self, waits: bool) -> tuple[Phase, ...]:

@@ -55,7 +55,7 @@ class Dispatcher(Protocol[Prepared, Origin]):
         """Tokens T × D -> rows of this rank's experts, and where these came from.
 
         Rows, and in backward the gradient of what experts made of them, may be left `ready` for
-        products in eight bits; who does not quantise them on the way leaves that to the products.
+        products in FP8; who does not quantise them on the way leaves that to the products.
 
         Only this may wait for the device (`PlannedDispatcher.waits_for_host`).
         """

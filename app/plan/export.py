@@ -9,7 +9,7 @@ from typing import Any
 from app.config import Run
 from app.plan.cost.flops import PLANNED_PEAK, flops_per_token, parameter_count
 from app.plan.groups import GROUPS
-from app.plan.memory.decoding import decoding_memory, filled_up, texts_that_fit
+from app.plan.memory.decoding import decoding_memory, padded, texts_that_fit
 from app.plan.plan import Plan
 from app.plan.suggestion import Suggestion
 
@@ -217,7 +217,7 @@ class Decoding:
         rows = []
         for rank in range(plan.layout.pp):
             found = decoding_memory(plan, rank, 1, tokens=context)
-            token = found.keys_values // filled_up(context, plan.layout.tp)
+            token = found.keys_values // padded(context, plan.layout.tp)
             rows.append(DecodingRow(rank, found.layers, found.weights, token, found.keys_values))
         together = texts_that_fit(plan, context, plan.gpu_memory, gpu=True)
         return cls(context, tuple(rows), together, replicas=plan.layout.dp)

@@ -140,17 +140,17 @@ class ParallelLayout:
             if degree < 1:
                 raise ConfigError(f"parallel.{name}", degree, "must be at least 1", nearest=1)
         for axes in (("tp", "cp", "pp"), ("etp", "ep", "pp")):
-            product = prod(degrees[axis] for axis in axes)
-            if self.world_size % product:
+            degree_product = prod(degrees[axis] for axis in axes)
+            if self.world_size % degree_product:
                 rule = (
                     f"must be a multiple of {' × '.join(axes)} = "
-                    f"{' × '.join(str(degrees[axis]) for axis in axes)} = {product}"
+                    f"{' × '.join(str(degrees[axis]) for axis in axes)} = {degree_product}"
                 )
                 raise ConfigError(
                     "parallel.world_size",
                     self.world_size,
                     rule,
-                    nearest=nearest_multiples(self.world_size, product),
+                    nearest=nearest_multiples(self.world_size, degree_product),
                 )
 
     def _check_order(self) -> None:

@@ -45,15 +45,15 @@ def summary_lines(plan: Plan) -> Iterator[tuple[str, str]]:
 
 
 def types(precision: PrecisionConfig) -> str:
-    """Of parameters, and which products are in eight bits: "bfloat16, linear in eight bits
+    """Of parameters, and which products are in FP8: "bfloat16, linear in FP8
     (delayed)"; none are where a choice of them lacks its recipe, which is said.
     """
     params, fp8 = precision.params.value, precision.fp8
     if fp8.recipe is None:
         chosen = fp8 != Fp8Config()
-        return f"{params}, nothing in eight bits: no precision.fp8.recipe" if chosen else params
+        return f"{params}, nothing in FP8: no precision.fp8.recipe" if chosen else params
     parts = " and ".join(part.value for part in fp8.include)
-    return f"{params}, {parts} in eight bits ({fp8.recipe.value})"
+    return f"{params}, {parts} in FP8 ({fp8.recipe.value})"
 
 
 def degrees(plan: Plan) -> str:

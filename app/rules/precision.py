@@ -1,4 +1,4 @@
-"""Rules on products in eight bits."""
+"""Rules on products in FP8."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from app.plan.stages import Stage
 
 
 def check_fp8(run: Run) -> None:
-    """Products in eight bits are asked for where they can be computed."""
+    """Products in FP8 are asked for where they can be computed."""
     fp8 = run.precision.fp8
     if fp8.recipe is None:
         return
@@ -23,7 +23,7 @@ def check_fp8(run: Run) -> None:
     moe = run.model.moe
     if linear and moe and moe.shared_overlap and moe.shared_ffn_hidden_size:
         rule = (
-            "runs the shared expert beside the routed ones, and products in eight bits "
+            "runs the shared expert beside the routed ones, and products in FP8 "
             "(precision.fp8.include=[linear]) share one workspace"
         )
         raise ConfigError("model.moe.shared_overlap", True, rule, nearest=False)
@@ -33,7 +33,7 @@ def check_fp8(run: Run) -> None:
         # the larger one is to blame, and the other may stay
         other, name = sorted(("first_layers", "last_layers"), key=lambda name: getattr(fp8, name))
         kept = getattr(fp8, other)
-        rule = f"with {other}={kept} leaves none of {run.model.num_layers} layers in eight bits"
+        rule = f"with {other}={kept} leaves none of {run.model.num_layers} layers in FP8"
         room = run.model.num_layers - kept - 1
         near = (room,) if room >= 0 else ()
         raise ConfigError(f"precision.fp8.{name}", getattr(fp8, name), rule, nearest=near)
@@ -41,7 +41,7 @@ def check_fp8(run: Run) -> None:
 
 
 def _check_experts(run: Run) -> None:
-    """Experts in eight bits are there, and all of them are this rank's own."""
+    """Experts in FP8 are there, and all of them are this rank's own."""
     fp8, moe = run.precision.fp8, run.model.moe
     if Fp8Part.experts not in fp8.include:
         return
@@ -52,7 +52,7 @@ def _check_experts(run: Run) -> None:
         raise ConfigError("precision.fp8.include", fp8.include, rule, nearest=near)
     if moe.echo.spares:
         rule = (
-            "lends experts in the type of parameters, and those in eight bits "
+            "lends experts in the type of parameters, and those in FP8 "
             "(precision.fp8.include=[experts]) are not lent"
         )
         key = "model.moe.echo.spares"
@@ -80,7 +80,7 @@ def _check_widths(run: Run) -> None:
         if head:
             called = f"the head ({named.name})" if run.model.tie_embeddings else "the head"
         rule = (
-            f"widths of a matrix in eight bits are multiples of {MULTIPLE}, and {called} has "
+            f"widths of a matrix in FP8 are multiples of {MULTIPLE}, and {called} has "
             f"{rows} × {columns}{of_rank}"
         )
         off = Instead("precision.fp8.recipe=null")

@@ -81,9 +81,9 @@ def check_paired_grads(run: Run) -> None:
     elif PhaseName.experts in captured_phases(run.cuda_graph):
         rule = "has rows wait where the next microbatch's graphs of parts of layers write"
         near.append(Instead("cuda_graph=full_iteration"))
-    elif moe.static.stash is not None:
-        rule = "keeps rows longer than model.moe.static.stash has pages for"
-        near.append(Instead("model.moe.static.stash=null"))
+    elif moe.static.paged_buffer is not None:
+        rule = "keeps rows longer than model.moe.static.paged_buffer has pages for"
+        near.append(Instead("model.moe.static.paged_buffer=null"))
     elif moe.echo.spares:
         rule = "would keep the gradients of clones (model.moe.echo.spares) from coming home"
         near.append(Instead("model.moe.echo.spares=0"))

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from app.kernels.grouped_product import grouped_product
+from app.kernels.grouped_gemm import grouped_gemm
 from tests.clone_kernels import (
     check_add_clones,
-    check_grouped_product,
+    check_grouped_gemm,
     check_push_clones,
     draw_clones,
 )
@@ -30,7 +30,7 @@ SHAPES = pytest.mark.parametrize(("width", "columns"), [(2048, 1536), (768, 4096
     [([700, 1500, 3000, 641], 2), ([0, 33, 0, 1, 257, 0], 1), ([0, 0, 0], 1), ([5000], 0)],
     ids=str,
 )
-def test_grouped_product(
+def test_grouped_gemm(
     counts: list[int],
     first: int,
     width: int,
@@ -39,7 +39,7 @@ def test_grouped_product(
     dtype: torch.dtype,
 ):
     for spare in (0, 3):
-        check_grouped_product(
+        check_grouped_gemm(
             counts,
             first,
             width,
@@ -50,8 +50,8 @@ def test_grouped_product(
         )
 
 
-def test_grouped_product_beyond_32_bits():
-    check_grouped_product([600_000, 20_000, 7], 1, 64, columns=4096, dtype=BF16)
+def test_grouped_gemm_beyond_32_bits():
+    check_grouped_gemm([600_000, 20_000, 7], 1, 64, columns=4096, dtype=BF16)
 
 
 def test_a_graph_reads_where_groups_end():
@@ -64,16 +64,16 @@ def test_a_graph_reads_where_groups_end():
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
-        grouped_product(out_TO, rows_TI, weight_GIO, ends_E, first=1)  # is compiled
+        grouped_gemm(out_TO, rows_TI, weight_GIO, ends_E, first=1)  # is compiled
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
-            grouped_product(out_TO, rows_TI, weight_GIO, ends_E, first=1)
+            grouped_gemm(out_TO, rows_TI, weight_GIO, ends_E, first=1)
         for ends in ([100, 300, 700], [0, 0, 900], [513, 640, 641], [900, 900, 900]):
             ends_E.copy_(torch.tensor(ends))
             out_TO.zero_()
             graph.replay()
             found_TO, wanted_TO = out_TO.clone(), torch.zeros_like(out_TO)
-            grouped_product(wanted_TO, rows_TI, weight_GIO, ends_E, first=1)
+            grouped_gemm(wanted_TO, rows_TI, weight_GIO, ends_E, first=1)
             assert torch.equal(found_TO, wanted_TO)
             written_T = torch.arange(900, device="cuda")
             written_T = (written_T >= ends[0]) & (written_T < ends[2])

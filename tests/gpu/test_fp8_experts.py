@@ -1,4 +1,4 @@
-"""Experts in eight bits on a GPU: kernels that quantise, torch's grouped product beside fp64 and
+"""Experts in FP8 on a GPU: kernels that quantise, torch's grouped product beside fp64 and
 beside the reference, in CUDA graphs, with weights that are quantised once, and in whole runs.
 
 Shapes: E experts, T rows, IN and OUT widths.
@@ -15,13 +15,13 @@ import torch
 from torch import Tensor, nn
 
 from app.choices import Dtype, LinearBackendKind
-from app.engine.eight_bits import experts_arithmetic
+from app.engine.fp8 import experts_arithmetic
 from app.model.fp8.experts import Fp8GroupedLinear
 from app.model.fp8.row_scaled import RowScaled, by_reference, on_tensor_cores
 from app.model.linear import GroupedLinear
 from app.model.weight_grads import MainGradSink
 from app.plan.model.weight import Weight
-from tests.eight_bits import check_rows, check_spread, check_swiglu, check_weight, expect_within
+from tests.fp8_cases import check_rows, check_spread, check_swiglu, check_weight, expect_within
 from tests.gpu.programs import GPUS, losses, no_waits
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
@@ -66,7 +66,7 @@ def test_kernels_round_as_torch_does(dtype: torch.dtype):
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_products_are_as_near_to_fp64_as_eight_bits_are(shape: tuple[int, int, int, int]):
+def test_products_are_as_near_to_fp64_as_fp8_are(shape: tuple[int, int, int, int]):
     """With rows of nobody that hold NaN; the reference's results are within its sums' rounding."""
     experts, count, width, made = shape
     ends = uneven_ends(experts, count)
@@ -75,16 +75,16 @@ def test_products_are_as_near_to_fp64_as_eight_bits_are(shape: tuple[int, int, i
     grad = normal(count, made, seed=2, std=1e-4)
     rows[used:] = grad[used:] = torch.nan
     held = CORES.weight(weight)
-    for given, product, matrix in (
+    for given, gemm, matrix in (
         (rows, "output", weight.mT),
         (grad, "input_grad", weight),
     ):
         in_8 = CORES.rows(given, ends)
-        found = getattr(CORES, product)(in_8, held, ends, torch.bfloat16)
+        found = getattr(CORES, gemm)(in_8, held, ends, torch.bfloat16)
         expect_within(found, given, matrix, ends, sums=SUMS, rounding=BF16)
-        wanted = getattr(REFERENCE, product)(in_8, held, ends, torch.float32)[:used]
+        wanted = getattr(REFERENCE, gemm)(in_8, held, ends, torch.float32)[:used]
         apart = (found[:used].float() - wanted).norm() / wanted.norm()
-        assert apart < 4e-3, f"{product}: {apart:.1e} off the reference"
+        assert apart < 4e-3, f"{gemm}: {apart:.1e} off the reference"
 
 
 class Layer:

@@ -1,4 +1,4 @@
-"""Training in eight bits by Transformer Engine: graphs and resumed runs repeat eager ones bit for
+"""Training in FP8 by Transformer Engine: graphs and resumed runs repeat eager ones bit for
 bit, and several GPUs train as one.
 """
 
@@ -159,7 +159,7 @@ ROUTED_PARTS = (GraphScope.attn, GraphScope.moe_router, GraphScope.moe_preproces
 @pytest.mark.parametrize("impl", [GraphImpl.local, GraphImpl.transformer_engine])
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.value)
 def test_parts_of_layers_with_experts_repeat_eager_steps(recipe: Fp8Recipe, impl: GraphImpl):
-    """`cuda_graph=partial`, with shared experts in eight bits."""
+    """`cuda_graph=partial`, with shared experts in FP8."""
     eager, graphs = (
         trained_alone(run_of(recipe, graph, ROUTED, (Fp8Part.linear,)), steps=20)
         for graph in (EAGER, CudaGraphConfig(impl, ROUTED_PARTS))
@@ -176,7 +176,7 @@ def test_parameters_in_float32(recipe: Fp8Recipe):
     )
     assert graph == eager
     narrow = trained_alone(run_of(recipe), steps=20)
-    # later ones part by more without eight bits too: the first steps at this rate are unstable
+    # later ones part by more without FP8 too: the first steps at this rate are unstable
     assert abs(eager[0][0] - narrow[0][0]) < 0.02 and eager[-1][0] < 0.8 * eager[0][0]
 
 
@@ -207,7 +207,7 @@ def test_a_resumed_run_repeats_one_that_was_not_stopped(
     assert trained_alone(run, steps=20, resume=saved) == whole[10:]
 
 
-def test_the_program_goes_on_in_eight_bits(tmp_path: Path):
+def test_the_program_goes_on_in_fp8(tmp_path: Path):
     """Of its starts, each half a minute, no more than one case needs."""
     given = (
         "model=dense_tiny",

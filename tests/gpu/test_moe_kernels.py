@@ -81,7 +81,7 @@ def test_grouped_gradient_of_some_experts(first: int, adds: bool, dtype: torch.d
 @pytest.mark.parametrize(
     "counts", [([700, 0, 33, 0], [64, 1500, 0, 0]), ([256] * 40, [255] * 40)], ids=["few", "many"]
 )
-def test_gradients_of_two_microbatches_in_one_product(
+def test_gradients_of_two_microbatches_in_one_gemm(
     counts: tuple[list[int], list[int]], dtype: torch.dtype
 ):
     check_paired_gradient(counts, 768, 2048, dtype=dtype)

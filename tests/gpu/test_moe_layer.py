@@ -15,8 +15,8 @@ from torch import Tensor
 from app.choices import DropPolicy
 from app.config import ModelConfig, MoEConfig
 from app.config.attention import Rope
+from app.model.layer_groups import LayerGroups
 from app.model.layers import layer_context
-from app.model.peers import Peers
 from app.model.weight_grads import WeightGradQueue
 from app.moe.dispatch.local import LocalDispatcher
 from app.moe.phases import MoEBody
@@ -40,7 +40,9 @@ Results = tuple[list[Tensor], dict[str, Tensor]]
 
 def body_of(moe: MoEConfig) -> MoEBody:
     side = torch.cuda.Stream() if moe.shared_overlap else None
-    body = MoEBody(MODEL, moe, LocalDispatcher(moe.num_experts), peers=Peers(), side=side)
+    body = MoEBody(
+        MODEL, moe, LocalDispatcher(moe.num_experts), layer_groups=LayerGroups(), side=side
+    )
     random = torch.Generator().manual_seed(0)
     for param in body.parameters():
         torch.nn.init.normal_(param, std=0.05, generator=random)

@@ -170,7 +170,7 @@ def test_layouts_are_compared(
     code, out = shown(capsys, *FEW, "tokens=2e12", "slower=20", f"out={tmp_path}")
     lines = [line for line in out.splitlines()[:-1] if "=" not in line]  # overrides are one line
     assert code == 0 and max(map(len, lines)) <= WIDTH
-    assert "Layouts: on 4 GPUs, quickest first; GPU hours of 2.00 T tokens" in out
+    assert "Layouts: on 4 GPUs, fastest first; GPU hours of 2.00 T tokens" in out
     assert len(re.findall(r"^→ +\d+ ", out, re.M)) == 2  # in both tables
     assert re.search(
         r"^(No layout was found that is quicker|The run as typed takes [\d.]+ times)", out, re.M

@@ -22,8 +22,8 @@ from app.cli.run_report.facts import FP8_KINDS, clock, run_facts
 from app.cli.run_report.page import POINTS, alike, shown, thinned
 from app.cli.run_report.table import read_report
 from app.cli.sweeps.record import Job, JobState, Sweep
-from app.engine.report.boards import PANELS
-from app.engine.report.eight_bits import KINDS
+from app.engine.report.fp8 import KINDS
+from app.engine.report.trackers import PANELS
 
 CONFIG = """\
 model: {{name: moe_tiny, num_layers: {layers}}}
@@ -341,7 +341,7 @@ def test_help(capsys: pytest.CaptureFixture[str]):
     assert main(["--help"]) == 0 and "report.html" in capsys.readouterr().out
 
 
-# Products in eight bits.
+# Products in FP8.
 
 FP8_COLUMNS = ("fp8_recipe", "fp8_overflow", "fp8_overflow_worst", "fp8_underflow", "fp8_clipped")
 
@@ -369,14 +369,14 @@ def heads(folder: Path) -> list[str]:
     return of_page
 
 
-def test_the_metrics_of_eight_bits_are_those_that_runs_write():
+def test_the_metrics_of_fp8_are_those_that_runs_write():
     assert FP8_KINDS == KINDS
     fates = ("overflow", "underflow", "clipped")
     shares = {f"fp8_{fate}_{kind}" for fate in fates for kind in KINDS}
     assert set(PANELS["fp8"]) == {*shares, "fp8_overflow_worst"}
 
 
-def test_what_eight_bits_lose_is_the_largest_of_all_kinds_and_lines(runs: Path):
+def test_what_fp8_lose_is_the_largest_of_all_kinds_and_lines(runs: Path):
     counted = {"underflow_inputs": 0.00025, "underflow_grads": 0.000125, "clipped_weights": 1e-5}
     first = overflows(0.25, 0.5, 0.0, worst=1.5)
     with_fp8(runs / "a", "delayed", first | counted, {}, overflows(0.75, 0.125, 0.0, worst=1.25))
@@ -398,7 +398,7 @@ def test_what_eight_bits_lose_is_the_largest_of_all_kinds_and_lines(runs: Path):
     assert re.search(r"recipe=delayed .* 3\.5000 +75\.0 % +0\.0250 % +done", text)
 
 
-def test_the_recipe_of_eight_bits_is_told_where_runs_do_not_differ_in_it(runs: Path):
+def test_the_recipe_of_fp8_is_told_where_runs_do_not_differ_in_it(runs: Path):
     with_fp8(runs / "a", "block", {"underflow_inputs": 0.5})
     assert main([str(runs / "a")]) == 0
     assert heads(runs / "a")[4:] == ["loss", "fp8", "underflow", "state"]
@@ -407,11 +407,11 @@ def test_the_recipe_of_eight_bits_is_told_where_runs_do_not_differ_in_it(runs: P
     assert "Underflow: " in said and "Overflow: " not in said
 
 
-def test_without_eight_bits_nothing_is_said_of_them(runs: Path):
+def test_without_fp8_nothing_is_said_of_them(runs: Path):
     assert main([str(runs)]) == 0
     assert heads(runs) == ["run", "tokens/s", "TFLOP/s", "peak GiB", "loss", "state"]
     page = (runs / "report.html").read_text()
-    assert "eight bits" not in page and "flow: " not in page
+    assert "FP8" not in page and "flow: " not in page
 
 
 # Memory, and runs that lie over each other.

@@ -179,7 +179,7 @@ def test_two_sweeps_do_not_share_a_folder(
 
 @pytest.mark.full
 @pytest.mark.parametrize("closed", [False, True], ids=["Ctrl-C", "a closed terminal"])
-def test_ctrl_c_keeps_what_finished_and_the_same_command_goes_on(
+def test_ctrl_c_keeps_what_finished_and_the_same_command_resumes(
     closed: bool, corpus: tuple[str, ...], tmp_path: Path
 ):
     """The second of three is interrupted after its first checkpoint; started again, it goes on

@@ -18,8 +18,8 @@ from typing import Any
 import pytest
 
 from app.engine.checkpoint.folder import complete_checkpoints, newest_checkpoint
-from app.engine.report.boards import NAMES
 from app.engine.report.metrics import RollbackReport, StepReport, ValidationReport
+from app.engine.report.trackers import NAMES
 from app.version import Version
 from tests.cases import sampled
 from tests.programs import run_forked
@@ -174,9 +174,7 @@ def test_metrics_that_are_asked_for(tmp_path: Path, corpus: str):
             else:
                 assert all(0 <= share <= 1 for share in shares)
                 assert (row["fp8_overflow_worst"] > 1) == any(shares)
-    often = (
-        r"^Next time: [\d.]+% of the matrices in eight bits, .* with precision.fp8.margin=1 twice"
-    )
+    often = r"^Next time: [\d.]+% of the matrices in FP8, .* with precision.fp8.margin=1 twice"
     assert re.search(often, done.stdout, re.MULTILINE)
 
 
@@ -191,10 +189,10 @@ def test_wandb_run_reads_back(whole: tuple[Path, str]):
     assert found == pytest.approx(expected)
     keys = {key for row in rows for key in row if not key.startswith("_")}
     assert {key for key in keys if not key.startswith("sample/")} <= {"step", *NAMES.values()}
-    (board,) = told(whole[0], "run")
-    assert (board.job_type, board.run_group) == ("train", "")
-    assert list(board.tags) == ["layout=dp1", "schedule=none", "graphs=none"]
-    config = {item.key: json.loads(item.value_json) for item in board.config.update}
+    (tracker,) = told(whole[0], "run")
+    assert (tracker.job_type, tracker.run_group) == ("train", "")
+    assert list(tracker.tags) == ["layout=dp1", "schedule=none", "graphs=none"]
+    config = {item.key: json.loads(item.value_json) for item in tracker.config.update}
     assert config["model"]["hidden_size"] == 32 and config["graphfold"] == Version.of().record()
 
 

@@ -95,7 +95,7 @@ def test_none_of_all_that_fit_is_quicker(typed: tuple[str, ...], monkeypatch: py
     typed = (*typed, "hardware.gpu_memory_gib=36")
     monkeypatch.setattr(layouts, "MOST_TRIALS", 10_000)
     run, found = compared(*typed)
-    assert found.complete and found.quickest is not None
+    assert found.complete and found.fastest is not None
     limit, best = found.gpu_memory, dict[Shape, float]()
     trials = Trials(limit)
     for shape in shapes(run):
@@ -141,17 +141,17 @@ def test_no_rank_has_less_than_the_bound():
 def test_a_slower_network_turns_the_order():
     """Experts over nodes are quicker on a fast network than on a slow one, beside what is not."""
     _, found = compared(*QWEN, *NODES_OF_TWO, slower=1)
-    assert found.quickest is not None and found.quickest_slower is not None
+    assert found.fastest is not None and found.fastest_slower is not None
     one_node = [row for row in found.rows if row.tp * row.cp * row.pp * row.ep == 1]
     across = [row for row in found.rows if row.ep == 4]
     assert across and all(row.slower.seconds > 1.5 * row.cost.seconds for row in across)
     assert all(row.slower.seconds < 20 * row.cost.seconds for row in one_node)
-    assert found.quickest_slower.slower.seconds == min(r.slower.seconds for r in found.rows)
+    assert found.fastest_slower.slower.seconds == min(r.slower.seconds for r in found.rows)
 
 
 def test_what_fits_nowhere_leaves_the_run_alone():
     run, found = compared(*LLAMA, *FOUR, "hardware.gpu_memory_gib=4")
-    assert found.quickest is None and found.quickest_slower is None
+    assert found.fastest is None and found.fastest_slower is None
     (row,) = found.rows
     assert row.own and not row.fits and row.memory > found.gpu_memory
     assert row.cost.gpu_hours == pytest.approx(
@@ -188,7 +188,7 @@ def test_the_ladder_only_rises():
 
 
 def test_the_page_shows_what_is_planned():
-    """docs/planning.md: the run and the quickest layout that it shows, planned again.
+    """docs/planning.md: the run and the fastest layout that it shows, planned again.
     scripts/plan_docs.py puts in the whole table anew.
     """
     page = (ROOT / "docs/planning.md").read_text()

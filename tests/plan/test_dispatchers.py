@@ -20,8 +20,8 @@ from app.config import (
 from app.config.model import StaticConfig
 from app.errors import ConfigError
 from app.plan.dispatchers.choose import DISPATCHERS, kinds_between_ranks, planned_dispatcher
+from app.plan.dispatchers.paged_buffer import planned_paged_buffer, with_paged_buffer
 from app.plan.dispatchers.record import RowCounts, TokenExchange, Tokens
-from app.plan.dispatchers.stash import planned_stash, with_stash
 from app.plan.groups import ETP_EP, Way
 from app.plan.plan import Plan
 from app.plan.summary import summary_lines
@@ -259,7 +259,9 @@ def test_what_a_step_taken_again_needs_grows_with_the_memory_that_was_too_small(
 )
 def test_pages_are_for_what_is_kept_at_once(recompute: RecomputeConfig, row: int):
     """Of 1F1B's microbatches in flight, as many as stages are left, and two layers of each."""
-    moe = dataclasses.replace(of(EXPERTS, DispatcherKind.static), static=StaticConfig(stash=1.1))
+    moe = dataclasses.replace(
+        of(EXPERTS, DispatcherKind.static), static=StaticConfig(paged_buffer=1.1)
+    )
     parallel = ParallelConfig(pp=4, dp=2, ep=2)
     run = Run(
         model=ModelConfig(num_layers=8, hidden_size=64, moe=moe),
@@ -268,16 +270,22 @@ def test_pages_are_for_what_is_kept_at_once(recompute: RecomputeConfig, row: int
         recompute=recompute,
     )
     plan = Plan(run)
-    again = Plan(with_stash(run, None))
+    again = Plan(with_paged_buffer(run, None))
     mean = 2 * 8192
     page = mean * 32 * 4 // 32  # of the smallest tensor, a 32nd
     for rank, in_flight in enumerate((4, 3, 2, 1)):
-        stash = planned_stash(run, plan.stages.stages[rank], plan.actions[rank])
-        wanted = 1.1 * mean * 4 * row * 2 * in_flight / stash.page
-        assert stash.page == page and max(1, wanted) <= stash.pages < wanted + 9 * in_flight
+        paged_buffer = planned_paged_buffer(run, plan.stages.stages[rank], plan.actions[rank])
+        wanted = 1.1 * mean * 4 * row * 2 * in_flight / paged_buffer.page
+        assert (
+            paged_buffer.page == page
+            and max(1, wanted) <= paged_buffer.pages < wanted + 9 * in_flight
+        )
         parts = {part.name: part.bytes for part in plan.memory[rank].parts}
         without = {part.name: part.bytes for part in again.memory[rank].parts}
-        assert parts["stash"] == (stash.pages + 1) * (stash.page + 4) and "stash" not in without
+        assert (
+            parts["paged_buffer"] == (paged_buffer.pages + 1) * (paged_buffer.page + 4)
+            and "paged_buffer" not in without
+        )
         gone = without["activations"] - parts["activations"]
         # two ranks could be asked for twice the mean
         assert gone == pytest.approx(2 * mean * 4 * row * 2 * in_flight, rel=1e-3)

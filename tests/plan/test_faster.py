@@ -38,7 +38,7 @@ QWEN = (
         QWEN,
         (*QWEN, "parallel.pp=2", "recompute=selective"),
     ],
-    ids=["interleaved", "1f1b", "tensor", "eager", "eight bits", "experts", "everything"],
+    ids=["interleaved", "1f1b", "tensor", "eager", "FP8", "experts", "everything"],
 )
 def test_suggestions_hold_when_typed(typed: tuple[str, ...]):
     plan = Plan(load(*typed))
@@ -74,7 +74,7 @@ def test_a_faster_kernel_with_a_fixed_order():
         assert not any(by_library in each.overrides for each in found)
 
 
-def test_other_recipes_and_none_where_eight_bits_are_slower():
+def test_other_recipes_and_none_where_fp8_are_slower():
     eager = (*H200, "cuda_graph=none", "train.seq_len=1024")
     in_8 = (
         "precision.fp8.recipe=delayed",
@@ -105,7 +105,7 @@ def test_no_other_split_of_eight_layers_is_quicker(pp: int, vpp: int):
     """All splits of the layers over stages, against the one that is suggested, by times at full
     clocks: those that power allows depend on a split.
     """
-    steady = f"hardware.profile.sustained_tflops={load(*LLAMA).hardware.profile.product_tflops}"
+    steady = f"hardware.profile.sustained_tflops={load(*LLAMA).hardware.profile.gemm_tflops}"
     plan = Plan(load(*LLAMA, f"parallel.pp={pp}", f"parallel.vpp={vpp}", steady))
     found = even_layout(plan)
     assert found is not None

@@ -431,7 +431,7 @@ def test_a_capacity_bounds_the_rows_of_experts():
     assert load(1, capacity_factor=9.0, pad_to_capacity=True) == 8 * 128 / 256
 
 
-def test_a_loss_by_chunks_does_the_heads_product_twice():
+def test_a_loss_by_chunks_does_the_heads_gemm_twice():
     run = planned(MIXED, world=1, seq_len=32)
     chunked = dataclasses.replace(run, loss=LossConfig(chunk_tokens=16))
     for stage in (Stage((1,), False, False), Stage((1,), False, True)):

@@ -1,4 +1,4 @@
-"""What the plan knows of products in eight bits, on a host without the library for them."""
+"""What the plan knows of products in FP8, on a host without the library for them."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ from app.plan.memory.rank_memory import RankMemory
 from app.plan.plan import Plan
 from app.plan.stages import Stage
 from app.plan.summary import summary_lines
-from app.plan.trace.eight_bits import EXPERTS_SPEEDUP, SPEEDUP, Copies
+from app.plan.trace.fp8 import EXPERTS_SPEEDUP, SPEEDUP, Copies
 from app.plan.trace.parts import sizes_of
 from app.plan.trace.stage import StagePart, part_trace, stage_parts
 from app.plan.trace.trace import Work
@@ -86,18 +86,18 @@ def in_8(recipe: Fp8Recipe = Fp8Recipe.current, **choices: object) -> Fp8Config:
 
 def test_weights_have_two_copies():
     plain, narrow = parts_of(run_of()), parts_of(run_of(in_8()))
-    assert "weights in eight bits" not in plain
+    assert "weights in FP8" not in plain
     # four matrices of each of four layers, two copies, one scale
-    assert narrow["weights in eight bits"] == 4 * (2 * LAYER + 4 * 4)
+    assert narrow["weights in FP8"] == 4 * (2 * LAYER + 4 * 4)
     assert narrow["library workspaces"] - plain["library workspaces"] == FP8_WORKSPACE
     with_head = parts_of(run_of(in_8(include=BOTH)))
-    assert with_head["weights in eight bits"] == 4 * (2 * LAYER + 4 * 4) + 2 * 4096 * 512 + 4
+    assert with_head["weights in FP8"] == 4 * (2 * LAYER + 4 * 4) + 2 * 4096 * 512 + 4
     for name in ("parameters", "gradients", "optimizer"):
         assert plain[name] == narrow[name]
     halves = parts_of(run_of(in_8(), parallel=ParallelConfig(tp=2)))
-    assert halves["weights in eight bits"] == 4 * (LAYER + 4 * 4)
+    assert halves["weights in FP8"] == 4 * (LAYER + 4 * 4)
     stage = parts_of(run_of(in_8(first_layers=1), parallel=ParallelConfig(pp=2)))
-    assert stage["weights in eight bits"] == 2 * LAYER + 4 * 4
+    assert stage["weights in FP8"] == 2 * LAYER + 4 * 4
 
 
 def test_blocks_have_scales():
@@ -114,7 +114,7 @@ def test_inputs_are_kept_in_a_byte_per_element():
     """
     plain, narrow = (microbatch(run_of(fp8)).kept for fp8 in (None, in_8()))
     attn = TOKENS * (512 + 512) - 2 * 4
-    # attention has kept its result for itself already: in eight bits it is there besides
+    # attention has kept its result for itself already: in FP8 it is there besides
     assert plain["attn"] - narrow["attn"] == 4 * (attn - 2 * TOKENS * 512)
     assert plain["mlp"] - narrow["mlp"] == 4 * (TOKENS * (512 + 1024) - 2 * 4)
     assert plain["head"] == narrow["head"]
@@ -139,7 +139,7 @@ def test_layers_left_out_are_planned_as_before():
 
 
 @pytest.mark.parametrize("chunk", [None, 256])
-def test_the_heads_gradient_in_eight_bits_is_working_memory(chunk: int | None):
+def test_the_heads_gradient_in_fp8_is_working_memory(chunk: int | None):
     """Two copies of the logits' gradient, as many bytes as the logits themselves, and of what comes
     in; one scale for both copies.
     """
@@ -181,10 +181,10 @@ def test_the_command_plans_without_torch_or_the_library():
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
-    assert "weights in eight bits" in done.stdout and "two copies of 6.98 B" in done.stdout
+    assert "weights in FP8" in done.stdout and "two copies of 6.98 B" in done.stdout
 
 
-def test_times_are_those_of_faster_products_and_operations_stay():
+def test_times_are_those_of_faster_gemms_and_operations_stay():
     """Attention's scores are no linear layer's product."""
     plain, narrow, block = (
         run_of(fp8) for fp8 in (None, in_8(include=BOTH), in_8(Fp8Recipe.block, include=BOTH))
@@ -194,11 +194,11 @@ def test_times_are_those_of_faster_products_and_operations_stay():
     )
     (before,), (after,), (blocks,) = (Plan(run).stage_seconds for run in (plain, narrow, block))
     rate = PLANNED_PEAK * 1e12 * plain.hardware.efficiency
-    products = 2 * TOKENS * (4 * LAYER + 4096 * 512) / rate
+    gemms = 2 * TOKENS * (4 * LAYER + 4096 * 512) / rate
     speeds = SPEEDUP[Fp8Recipe.current], SPEEDUP[Fp8Recipe.block]
     assert 1 < speeds[1] < speeds[0] < 2  # twice as many products per second, and quantising
     for found, speedup in zip((after, blocks), speeds, strict=True):
-        saved = products * (1 - 1 / speedup)
+        saved = gemms * (1 - 1 / speedup)
         assert before.forward - found.forward == pytest.approx(saved)
         assert before.backward_weight - found.backward_weight == pytest.approx(saved)
         assert before.backward_input - found.backward_input == pytest.approx(saved)
@@ -244,14 +244,14 @@ def test_what_quantising_takes_the_host(recipe: str, launches: float):
 
 
 @pytest.mark.parametrize(("recipe", "moved"), [("current", 6), ("delayed", 4), ("block", 6)])
-def test_measured_speeds_of_products_and_of_quantising(recipe: str, moved: int):
+def test_measured_speeds_of_gemms_and_of_quantising(recipe: str, moved: int):
     """Each product quantises its input in forward and its output's gradient in backward."""
     run = run_of(in_8(Fp8Recipe(recipe), include=BOTH))
     given = {f"fp8_{recipe}_tflops": 500.0, "fp8_quantise_gb_s": 100.0}
-    found = times_of(run, kernel_us=0.0, product_memory=0.0, sums_gb_s=1e5, **given)
-    products = 2 * TOKENS * (4 * LAYER + 4096 * 512) / 500e12
-    assert found.forward["products"] == pytest.approx(products)
-    assert found.backward_input["products"] == pytest.approx(products)
+    found = times_of(run, kernel_us=0.0, gemm_memory=0.0, sums_gb_s=1e5, **given)
+    gemms = 2 * TOKENS * (4 * LAYER + 4096 * 512) / 500e12
+    assert found.forward["products"] == pytest.approx(gemms)
+    assert found.backward_input["products"] == pytest.approx(gemms)
     assert found.forward[QUANTISED] == pytest.approx(TOKENS * INPUTS * moved / 100e9)
     assert found.backward_input[QUANTISED] == pytest.approx(TOKENS * GRADS * moved / 100e9)
     plan, plain = Plan(with_profile(run, **given)), Plan(with_profile(run_of()))
@@ -264,7 +264,7 @@ def test_measured_speeds_of_experts():
     both; the gradient of the weight stays as it is.
     """
     fp8 = in_8(include=(Fp8Part.linear, Fp8Part.experts))
-    bare = {"product_memory": 0.0, "kernel_us": 0.0, "grouped_tflops": 400.0}
+    bare = {"gemm_memory": 0.0, "kernel_us": 0.0, "grouped_tflops": 400.0}
     bare["fp8_grouped_tflops"] = 800.0
     plain = times_of(run_of(in_8(include=(Fp8Part.linear,)), model=MOE), **bare)
     found = times_of(run_of(fp8, model=MOE), **bare)
@@ -275,15 +275,15 @@ def test_measured_speeds_of_experts():
     assert found.backward_weight == pytest.approx(plain.backward_weight)
 
 
-def test_without_measured_speeds_products_are_as_many_times_faster(capsys):
+def test_without_measured_speeds_gemms_are_as_many_times_faster(capsys):
     """And the command says so; with them it says nothing."""
     names = ("current_tflops", "delayed_tflops", "block_tflops", "quantise_gb_s")
     bare = dict.fromkeys(f"fp8_{name}" for name in names)
     plain, narrow = (
-        times_of(run_of(fp8), product_memory=0.0, **bare) for fp8 in (None, in_8(include=BOTH))
+        times_of(run_of(fp8), gemm_memory=0.0, **bare) for fp8 in (None, in_8(include=BOTH))
     )
-    products = 2 * TOKENS * (4 * LAYER + 4096 * 512) / 790e12
-    saved = products * (1 - 1 / SPEEDUP[Fp8Recipe.current])
+    gemms = 2 * TOKENS * (4 * LAYER + 4096 * 512) / 790e12
+    saved = gemms * (1 - 1 / SPEEDUP[Fp8Recipe.current])
     gone = plain.backward_weight["products"] - narrow.backward_weight["products"]
     assert gone == pytest.approx(saved) and not narrow.forward[QUANTISED]
     typed = ["what=schedule", "model=llama3_8b", "parallel.dp=8", "train.global_batch=64"]
@@ -302,13 +302,13 @@ EXPERTS = (Fp8Part.experts,)
 
 
 def moe_run(include: tuple[Fp8Part, ...], first_layers: int = 0, **sections: object) -> Run:
-    """Parts in eight bits; none: none are."""
+    """Parts in FP8; none: none are."""
     fp8 = in_8(include=include, first_layers=first_layers) if include else None
     return run_of(fp8, MOE, **sections)
 
 
 @pytest.mark.parametrize("scope", [(), (GraphScope.attn,)], ids=["layer", "attn"])
-def test_trial_runs_of_products_in_eight_bits_alone_need_no_workspaces(
+def test_trial_runs_of_products_in_fp8_alone_need_no_workspaces(
     scope: tuple[GraphScope, ...],
 ):
     """Measured on an H200 (`bench/graphs.py`); those of any other product do."""
@@ -323,7 +323,7 @@ def test_trial_runs_of_products_in_eight_bits_alone_need_no_workspaces(
 
     assert of_trials(in_8()) == 0
     others = {
-        "none in eight bits": Fp8Config(),
+        "none in FP8": Fp8Config(),
         "the head alone": in_8(include=(Fp8Part.head,)),
         "a layer left out": in_8(first_layers=1),
     }
@@ -334,18 +334,18 @@ def test_trial_runs_of_products_in_eight_bits_alone_need_no_workspaces(
     assert of_trials(in_8(), model=MOE) == routed
 
 
-def test_the_first_line_names_what_is_in_eight_bits():
+def test_the_first_line_names_what_is_in_fp8():
     """Also that nothing is, where a choice of it lacks the recipe."""
     lines = {
         None: "bfloat16",
-        in_8(include=BOTH): "bfloat16, linear and head in eight bits (current)",
-        Fp8Config(include=BOTH): "bfloat16, nothing in eight bits: no precision.fp8.recipe",
+        in_8(include=BOTH): "bfloat16, linear and head in FP8 (current)",
+        Fp8Config(include=BOTH): "bfloat16, nothing in FP8: no precision.fp8.recipe",
     }
     for fp8, line in lines.items():
         assert dict(summary_lines(Plan(run_of(fp8))))["model"].endswith(f" layers, {line}")
 
 
-def test_ranks_with_all_products_in_eight_bits_need_no_workspaces_of_cublas():
+def test_ranks_with_all_products_in_fp8_need_no_workspaces_of_cublas():
     """Measured on two H200s: a first stage of two, by graphs of layers and of whole steps."""
 
     def workspaces(fp8: Fp8Config | None) -> list[int]:
@@ -363,17 +363,17 @@ def test_ranks_with_all_products_in_eight_bits_need_no_workspaces_of_cublas():
 def test_weights_of_experts_have_two_copies_with_a_scale_per_row():
     layers = 3 * 8 * (2 * EXPERT + 4 * (512 + 2 * 256) + 4 * (256 + 512))
     plain, narrow = parts_of(moe_run(())), parts_of(moe_run(EXPERTS))
-    assert narrow["weights in eight bits"] == layers
+    assert narrow["weights in FP8"] == layers
     assert narrow["library workspaces"] == plain["library workspaces"]  # torch's own product
     ranks = moe_run(EXPERTS, parallel=ParallelConfig(dp=2, ep=2))
-    assert parts_of(ranks)["weights in eight bits"] == layers // 2
+    assert parts_of(ranks)["weights in FP8"] == layers // 2
     part = moe_run(EXPERTS, parallel=ParallelConfig(tp=2))
     scales = 3 * 8 * 4 * (512 + 2 * 128 + 128 + 512)
-    assert parts_of(part)["weights in eight bits"] == 3 * 8 * EXPERT + scales
-    both = parts_of(moe_run((Fp8Part.linear, Fp8Part.experts)))["weights in eight bits"]
-    linear = parts_of(moe_run((Fp8Part.linear,)))["weights in eight bits"]
+    assert parts_of(part)["weights in FP8"] == 3 * 8 * EXPERT + scales
+    both = parts_of(moe_run((Fp8Part.linear, Fp8Part.experts)))["weights in FP8"]
+    linear = parts_of(moe_run((Fp8Part.linear,)))["weights in FP8"]
     assert both == layers + linear
-    assert parts_of(moe_run(EXPERTS, first_layers=3))["weights in eight bits"] == layers // 3
+    assert parts_of(moe_run(EXPERTS, first_layers=3))["weights in FP8"] == layers // 3
 
 
 def test_rows_of_experts_are_kept_as_they_come():
@@ -392,17 +392,17 @@ def test_only_layers_with_experts_change_where_only_experts_do():
         (rows * 512 + 4 * rows, rows * 2 * 256 + 4 * rows),
         (rows * 256 + 4 * rows, rows * 512 + 4 * rows),
     ]
-    assert [op.kernels for op in grouped] == [1, 1]  # their rows come in eight bits
-    faster = [op for op in ops if op.eight_bits is not None]
+    assert [op.kernels for op in grouped] == [1, 1]  # their rows come in FP8
+    faster = [op for op in ops if op.fp8 is not None]
     assert faster == grouped
-    assert {op.eight_bits.speedups for op in faster} == {(EXPERTS_SPEEDUP, 1.0)}
-    assert [(op.eight_bits.inputs, op.eight_bits.grads) for op in faster] == [
+    assert {op.fp8.speedups for op in faster} == {(EXPERTS_SPEEDUP, 1.0)}
+    assert [(op.fp8.inputs, op.fp8.grads) for op in faster] == [
         (rows * 512, rows * 2 * 256),
         (rows * 256, rows * 512),
     ]
 
 
-def test_a_step_with_experts_in_eight_bits_has_a_measured_time():
+def test_a_step_with_experts_in_fp8_has_a_measured_time():
     """Quantising the weights of linear layers is part of it, at speeds of a recipe; that of experts
     has none.
     """
@@ -418,8 +418,8 @@ def test_a_step_with_experts_in_eight_bits_has_a_measured_time():
 def test_gradients_of_experts_weights_take_their_time():
     (before,), (after,) = (Plan(moe_run(include)).stage_seconds for include in ((), EXPERTS))
     rate = PLANNED_PEAK * 1e12 * moe_run(()).hardware.efficiency
-    products = 2 * 2 * TOKENS * 3 * EXPERT / rate  # of two experts per token, in three layers
-    saved = products * (1 - 1 / EXPERTS_SPEEDUP)
+    gemms = 2 * 2 * TOKENS * 3 * EXPERT / rate  # of two experts per token, in three layers
+    saved = gemms * (1 - 1 / EXPERTS_SPEEDUP)
     assert before.forward - after.forward == pytest.approx(saved)
     assert before.backward_input - after.backward_input == pytest.approx(saved)
     assert before.backward_weight == after.backward_weight

@@ -21,8 +21,8 @@ import torch
 from app.config import MLAConfig, ModelConfig
 from app.engine.build import build_layer, parameter_specs
 from app.model.chunk import Chunk
+from app.model.layer_groups import LayerGroups
 from app.model.linear import ColumnParallelLinear, named_parameters
-from app.model.peers import Peers
 from app.moe.dispatch.local import LocalDispatcher
 from app.plan.layout import ParallelLayout
 from app.plan.model.attention import attention_weights
@@ -55,22 +55,22 @@ def preset_model(preset: str) -> ModelConfig:
     return dataclasses.replace(composed(words, 1).model, num_layers=DEEP)
 
 
-def peers_of(layout: ParallelLayout, rank: int) -> Peers:
+def peers_of(layout: ParallelLayout, rank: int) -> LayerGroups:
     place = ShardCoords.of(layout, rank)
     index, ranks = place.tp
     tp: Any = SimpleNamespace(size=lambda: ranks, rank=lambda: index)
     (ep_rank, ep), (etp_rank, etp) = place.ep, place.etp
-    return Peers(tp=tp, etp_ep=tp, ep=ep, ep_rank=ep_rank, etp=etp, etp_rank=etp_rank)
+    return LayerGroups(tp=tp, etp_ep=tp, ep=ep, ep_rank=ep_rank, etp=etp, etp_rank=etp_rank)
 
 
-def meta_chunk(model: ModelConfig, stage: Stage, peers: Peers) -> Chunk:
+def meta_chunk(model: ModelConfig, stage: Stage, layer_groups: LayerGroups) -> Chunk:
     """A stage without memory."""
     with torch.device("meta"):
         layers = {
-            index: build_layer(model, index, peers, dispatcher=LocalDispatcher(8))
+            index: build_layer(model, index, layer_groups, dispatcher=LocalDispatcher(8))
             for index in stage.layers
         }
-        return Chunk(model, layers, stage.embedding, head=stage.head, peers=peers)
+        return Chunk(model, layers, stage.embedding, head=stage.head, layer_groups=layer_groups)
 
 
 def block_by_name(name: str, shape: tuple[int, ...], place: ShardCoords) -> Block:
@@ -198,7 +198,7 @@ OTHER_WORDS = {
         "app/cli/plan_views/tables.py",
         "app/plan/trace/layers.py",
     },
-    # also what has its products in eight bits
+    # also what has its products in FP8
     "head": {"app/cli/plan_views/tables.py", "app/plan/trace/layers.py", "app/choices.py"},
     "shared_gate": {"app/config/model.py", "app/hf/families.py"},  # a key of the configuration
 }

@@ -43,9 +43,9 @@ PROFILE = HardwareProfile(
     format=2,
     gpu="H200",
     source="a test",
-    product_tflops=1.0,
+    gemm_tflops=1.0,
     sustained_tflops=1.0,
-    product_memory=0.0,
+    gemm_memory=0.0,
     router_tflops=1.0,
     grouped_tflops=1.0,
     grouped_tile=0.0,
@@ -108,7 +108,7 @@ def test_a_dense_model_by_hand():
     found = kinds_of(run_of())
     weights = 2 * (D * (N + 2 * G) * H + N * H * D + 3 * D * F) + D * V
     sums = 8 * weights / 1e9
-    assert found[Work.product.value] == pytest.approx(3 * 2 * T * weights / 1e12 + sums)
+    assert found[Work.gemm.value] == pytest.approx(3 * 2 * T * weights / 1e12 + sums)
     # scores and values of the causal half: T·S pairs less those ahead, 2·2·H operations each
     forward = 2 * T * (S + 1) / 2 * N * 2 * H
     expected = 2 * (forward / 2e12 + 2 * forward / 1e12)
@@ -268,16 +268,16 @@ def test_where_the_time_goes_is_shown_and_drawn(tmp_path: Path, capsys):
 
 def load_of(operations: float, arithmetic: float, other: float) -> PartTimes:
     """A stage of so many operations, and seconds that wait for them and for memory."""
-    forward = {Work.product.value: arithmetic, Work.norm.value: other}
+    forward = {Work.gemm.value: arithmetic, Work.norm.value: other}
     return PartTimes(forward, {}, {}, forward_host=0.0, backward_host=0.0, operations=operations)
 
 
-WARM = dataclasses.replace(PROFILE, product_tflops=800.0, sustained_tflops=600.0)
+WARM = dataclasses.replace(PROFILE, gemm_tflops=800.0, sustained_tflops=600.0)
 
 
 def clock_of(stages: list[PartTimes], pp: int = 1) -> list[float]:
     found = at_clocks(stages, Pipeline(pp, len(stages) // pp), WARM)
-    key = Work.product.value
+    key = Work.gemm.value
     for before, after in zip(stages, found, strict=True):
         assert after.forward[Work.norm.value] == before.forward[Work.norm.value]
     return [a.forward[key] / b.forward[key] for a, b in zip(stages, found, strict=True)]
@@ -388,7 +388,7 @@ def test_lengths_between_measured_ones():
     ("changed", "key", "said"),
     [
         ({"format": 1}, "format", "format 2"),
-        ({"product_tflops": 0.0}, "product_tflops", "above 0"),
+        ({"gemm_tflops": 0.0}, "gemm_tflops", "above 0"),
         ({"sustained_tflops": 2.0}, "sustained_tflops", "no faster than single ones"),
         ({"ring_gb_s": float("nan")}, "ring_gb_s", "above 0"),
         ({"norm_gb_s": (1.0, 1e9)}, "norm_gb_s", "100,000"),
@@ -457,9 +457,9 @@ def test_a_broken_file_is_refused_in_a_line(tmp_path: Path, capsys, old: str, ne
             "must be a pair, of forward and backward; nearest that works: [3000,3000]",
         ),
         ("norm_gb_s=[3000]", "must be a pair, of forward and backward"),
-        ("product_tflops=null", "must have a value; measure the GPU again"),
-        ("product_tflops=1e9", "no GPU or link has that"),
-        ("product_tflops=79000", "peak (hardware.peak_tflops=989); at most 989"),
+        ("gemm_tflops=null", "must have a value; measure the GPU again"),
+        ("gemm_tflops=1e9", "no GPU or link has that"),
+        ("gemm_tflops=79000", "peak (hardware.peak_tflops=989); at most 989"),
         ("fp8_current_tflops=1980", "peak (hardware.peak_tflops=989); at most 1978"),
         ("attention=[[128,4096,990,366,306,194]]", "at most 989"),
     ],

@@ -231,6 +231,6 @@ def test_rows_of_experts_are_kept_compactly_where_they_do_not_fit():
     assert not plan.fits
     found = suggest(plan)
     keys = {override.partition("=")[0] for each in found for override in each.overrides}
-    assert keys & {"model.moe.static.stash", "model.moe.static.capacity"}
+    assert keys & {"model.moe.static.paged_buffer", "model.moe.static.capacity"}
     for each in found:
         assert Plan(load(*line.split(), *each.overrides)).fits

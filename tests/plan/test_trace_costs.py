@@ -94,7 +94,7 @@ def test_a_stage_is_a_row_of_parts():
     ids=str,
 )
 @pytest.mark.parametrize("dispatcher", [DispatcherKind.auto, DispatcherKind.all_gather], ids=str)
-def test_every_phase_costs_its_products(parallel: dict, dispatcher: DispatcherKind):
+def test_every_phase_costs_its_gemms(parallel: dict, dispatcher: DispatcherKind):
     """A rank's tokens, or its part of the widths, through each matrix: 2 per element and token."""
     moe = dataclasses.replace(MODEL.moe, dispatcher=dispatcher, planned_imbalance=1.0)
     run = planned(dataclasses.replace(MODEL, moe=moe), **parallel)
@@ -184,14 +184,14 @@ LONGER = dataclasses.replace(LATENT, mla=dataclasses.replace(LATENT.mla, q_lora_
 @pytest.mark.parametrize(
     ("model", "wider"), [(MODEL, WIDER), (LATENT, LONGER)], ids=["grouped", "latent"]
 )
-def test_products_have_the_shapes_of_the_weights_given(
+def test_gemms_have_the_shapes_of_the_weights_given(
     model: ModelConfig, wider: ModelConfig, routed: bool, parallel: dict
 ):
     """Traces compute no shape from the run's model: with weights of a wider one, all products are
     that one's.
     """
 
-    def products(of: ModelConfig, weights: ModelConfig) -> list[tuple[int, ...]]:
+    def gemms(of: ModelConfig, weights: ModelConfig) -> list[tuple[int, ...]]:
         run = planned(of, **parallel)
         s = sizes_of(run, select_layout(run))
         traces = (
@@ -202,7 +202,7 @@ def test_products_have_the_shapes_of_the_weights_given(
         ops = [op for traced in traces for op in traced.trace.ops if op.weight]
         return [(op.weight, op.flops, *(value.bytes for value in op.makes)) for op in ops]
 
-    assert products(model, wider) == products(wider, wider) != products(model, model)
+    assert gemms(model, wider) == gemms(wider, wider) != gemms(model, model)
 
 
 def test_experts_take_whole_rows():

@@ -404,7 +404,7 @@ def test_more_ranks_send_more_of_less():
     assert traffic_of(planned(even, 4, ep=4))["etp_ep"].bytes == 4 * 2 * 2 * HIDDEN * 3 // 4
 
 
-def test_gradients_go_once_per_step_in_their_own_type():
+def test_gradients_resumece_per_step_in_their_own_type():
     dense = traffic_of(planned(DENSE, 4))["dp_cp"]
     elements = 2 * 256 * 64 + 4 * (4 * 64 * 64 + 3 * 64 * 128 + 2 * 64) + 64
     assert dense.bytes == elements * 3 // 4 * (4 + 2)

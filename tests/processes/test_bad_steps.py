@@ -239,7 +239,7 @@ def test_a_spoiled_state_is_never_saved(corpus: tuple[str, ...], tmp_path: Path,
 @pytest.mark.parametrize(
     "poison", sampled([bad_data(5, rank=0), bad_parameter(4)], 2), ids=["data", "parameter"]
 )
-def test_rollback_goes_on_with_other_data(
+def test_rollback_resumes_with_other_data(
     corpus: tuple[str, ...], tmp_path: Path, layout: str, poison: Poison
 ):
     """From step 3, behind the data of step 5; what follows is what a run would see whose feed

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from app.choices import Balance, Score
 from app.config import MoEConfig
-from app.model.peers import Peers
+from app.model.layer_groups import LayerGroups
 from app.moe.phases import Router
 from app.plan.model.experts import RouterWeights
 from tests.cases import sampled
@@ -23,7 +23,7 @@ from tests.rounding import expect_alike, in_fp64
 B, S, D, E, MICROBATCHES = 3, 8, 6, 5, 2
 
 
-def router_of(balance: Balance, peers: Peers) -> Router:
+def router_of(balance: Balance, layer_groups: LayerGroups) -> Router:
     moe = MoEConfig(
         num_experts=E,
         top_k=2,
@@ -32,7 +32,7 @@ def router_of(balance: Balance, peers: Peers) -> Router:
         z_loss_coeff=0.2,
         balance=balance,
     )
-    router = Router(RouterWeights.of(D, E), moe, peers)
+    router = Router(RouterWeights.of(D, E), moe, layer_groups)
     torch.nn.init.normal_(router.weight, generator=torch.Generator().manual_seed(0))
     return router.float()
 
@@ -65,8 +65,10 @@ def spread(rank: int, balance: Balance, parts: int, replicas: int) -> dict[str, 
         dist.new_group(list(range(first, first + parts)))
         for first in range(0, parts * replicas, parts)
     ]
-    peers = Peers(tp_cp_control=alike[rank // parts], tp_cp_dp_control=dist.new_group())
-    router, length = router_of(balance, peers), S // parts
+    layer_groups = LayerGroups(
+        tp_cp_control=alike[rank // parts], tp_cp_dp_control=dist.new_group()
+    )
+    router, length = router_of(balance, layer_groups), S // parts
     own = slice(rank % parts * length, (rank % parts + 1) * length)
     for _ in range(2):  # the second step starts anew
         router.weight.grad = None
@@ -80,7 +82,7 @@ def alone(balance: Balance, replicas: int) -> dict[str, Tensor]:
     """The same in one process, replica by replica; their loads meet where the global batch is
     evened.
     """
-    routers = [router_of(balance, Peers()) for _ in range(replicas)]
+    routers = [router_of(balance, LayerGroups()) for _ in range(replicas)]
     found = [
         summed(router, [tokens_of(replica, mb) for mb in range(MICROBATCHES)])
         for replica, router in enumerate(routers)
@@ -88,7 +90,7 @@ def alone(balance: Balance, replicas: int) -> dict[str, Tensor]:
     if balance is Balance.global_batch and replicas > 1:
         # with the mean load of the replicas, each microbatch's loss is that of all replicas' tokens
         # at once
-        router = router_of(balance, Peers())
+        router = router_of(balance, LayerGroups())
         whole = [
             torch.cat([tokens_of(replica, mb) for replica in range(replicas)])
             for mb in range(MICROBATCHES)

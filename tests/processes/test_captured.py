@@ -272,7 +272,7 @@ def test_what_follows_a_captured_part_is_recomputed_as_before(monkeypatch: pytes
 
 
 @pytest.mark.parametrize("dispatcher", [DispatcherKind.all_gather, DispatcherKind.all_to_all])
-def test_experts_filled_up_are_captured_over_ranks(dispatcher: DispatcherKind):
+def test_experts_padded_are_captured_over_ranks(dispatcher: DispatcherKind):
     """Every size is known: no phase waits, also where the filled rows are as many as all
     choices.
     """

@@ -65,7 +65,7 @@ class Trial:
         assert len({text for text in said if text}) == 1
         return said[0]
 
-    def goes_on(self, *overrides: str, ranks: int = 1) -> str:
+    def resumes(self, *overrides: str, ranks: int = 1) -> str:
         return self.go("resume=run", *overrides, ranks=ranks)
 
 
@@ -83,11 +83,11 @@ def test_changed_data_are_refused_or_accepted_and_listed(tmp_path: Path):
     )
     for ranks in (1, 2):
         overrides = ("parallel.dp=2",) if ranks == 2 else ()
-        assert trial.goes_on(*overrides, ranks=ranks) == refused
+        assert trial.resumes(*overrides, ranks=ranks) == refused
     assert newest_checkpoint(tmp_path / "run") == trial.checkpoint
-    told = trial.goes_on("data.accept_changed=true")
+    told = trial.resumes("data.accept_changed=true")
     assert rows(told, "changed") == ["train.steps: 2 -> 4", f"data: {change}"]
-    told = trial.goes_on("train.steps=6")
+    told = trial.resumes("train.steps=6")
     assert rows(told, "changed") == ["train.steps: 4 -> 6"]
 
 
@@ -97,12 +97,12 @@ def test_the_same_files_elsewhere_are_the_same_data(tmp_path: Path):
     moved = tmp_path / "moved"
     shutil.move(trial.corpus, moved)
     elsewhere = f"data.path=[{moved}/*.txt]"
-    told = trial.goes_on(elsewhere, f"data.cache_dir={moved}/cache")
+    told = trial.resumes(elsewhere, f"data.cache_dir={moved}/cache")
     changed = [line.split(":")[0] for line in rows(told, "changed")]
     assert changed == ["data.path", "data.cache_dir", "train.steps"]
     (moved / "0.txt").unlink()
     moved.rename(tmp_path / "again")
-    refused = trial.goes_on(f"data.path=[{tmp_path}/again/*.txt]", "train.steps=6")
+    refused = trial.resumes(f"data.path=[{tmp_path}/again/*.txt]", "train.steps=6")
     assert f"was trained with [{moved}/*.txt], which held" in refused
     assert "held other data: 0.txt is gone; did you mean [" in refused
     assert refused.endswith("data.accept_changed=true")
@@ -137,11 +137,11 @@ def test_a_checkpoint_that_does_not_say_is_continued_and_this_is_said(tmp_path: 
     manifest["sha256"] = manifest_digest(manifest)
     (trial.checkpoint / MANIFEST).write_text(json.dumps(manifest))
     (trial.corpus / "0.txt").write_text("something else " * 500)
-    told = trial.goes_on()
+    told = trial.resumes()
     assert rows(told, "data") == [
         "not compared: the checkpoint does not say what it was trained on"
     ]
-    assert rows(trial.goes_on("train.steps=6"), "data") == []
+    assert rows(trial.resumes("train.steps=6"), "data") == []
 
 
 def test_a_stream_is_compared_too(tmp_path: Path):
@@ -155,8 +155,8 @@ def test_a_stream_is_compared_too(tmp_path: Path):
     )  # fmt: skip
     trial = Trial(tmp_path, *stream)
     file.write_text("\n".join([*lines, lines[0]]))
-    assert "the data have changed since" in trial.goes_on()
-    told = trial.goes_on("data.accept_changed=true")
+    assert "the data have changed since" in trial.resumes()
+    told = trial.resumes("data.accept_changed=true")
     assert told.startswith("data.accept_changed=true: a position in a stream means nothing")
 
 
@@ -240,10 +240,10 @@ def test_changed_tokenizer_is_named_as_such(tmp_path: Path):
     save_byte_level(own)
     trial = Trial(tmp_path, f"data.tokenizer={own}", "model.vocab_size=1024")
     own.write_text(own.read_text() + "\n")
-    refused = trial.goes_on()
+    refused = trial.resumes()
     assert refused.startswith(f"data.tokenizer={own}: the data have changed since ")
     assert ": the tokenizer has other contents; bring them back, or " in refused
     moved = tmp_path / "moved"
     shutil.copytree(trial.corpus, moved)
     elsewhere = f"data.path=[{moved}/*.txt]"
-    assert trial.goes_on(elsewhere).startswith(f"data.tokenizer={own}: ")
+    assert trial.resumes(elsewhere).startswith(f"data.tokenizer={own}: ")

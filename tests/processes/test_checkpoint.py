@@ -114,7 +114,7 @@ def loss_scale(engine: Engine) -> dict[str, Any] | None:
     return None if engine.loss_scale is None else engine.loss_scale.state()
 
 
-def go_on_and_resume(rank: int, run: Run, folder: Path) -> dict[str, Any]:
+def resume_and_resume(rank: int, run: Run, folder: Path) -> dict[str, Any]:
     """Whether a run that goes on after a save and one that resumes from it stay bit-equal."""
     engine, progress = trained_engine(run, rank)
     path, scale = save(folder, run, engine, progress=progress), loss_scale(engine)
@@ -151,7 +151,7 @@ def test_resume_at_the_same_layout_is_bit_identical(
     name: str, dp: int, ep: int, params: Dtype, tmp_path: Path
 ):
     for found in run_distributed(
-        go_on_and_resume, dp, run_of(MODELS[name], dp, ep, params=params), tmp_path / CHECKPOINTS
+        resume_and_resume, dp, run_of(MODELS[name], dp, ep, params=params), tmp_path / CHECKPOINTS
     ):
         assert found == dict.fromkeys(found, True)
 
@@ -203,7 +203,7 @@ def saved(
     return request.param, newest_checkpoint(folder.parent), expected
 
 
-def test_loading_at_another_layout_goes_on_alike(saved: tuple[tuple[int, int], Path, Any]):
+def test_loading_at_another_layout_resumes_alike(saved: tuple[tuple[int, int], Path, Any]):
     layout, path, wanted = saved
     plain, exact = run_distributed(never_stop, 1, steady(1, 1))[0]
     for dp, ep in LAYOUTS[layout]:
@@ -257,7 +257,7 @@ def precision_changes(rank: int, folder: Path) -> bool:
     return all(torch.equal(a, b) for a, b in zip(*mains, strict=True))
 
 
-def test_fp32_parameters_of_a_bf16_run_are_kept_when_it_goes_on_in_fp32(tmp_path: Path):
+def test_fp32_parameters_of_a_bf16_run_are_kept_when_it_resumes_in_fp32(tmp_path: Path):
     assert run_distributed(precision_changes, 1, tmp_path / CHECKPOINTS) == [True]
 
 

@@ -189,10 +189,10 @@ def train_until_full(rank: int, run: Run, step: int) -> str:
     """A whole run for which the disk is full when it saves that step."""
     begin = checkpoint_save._begin
 
-    def begin_with_a_full_file(draft: Path) -> None:
-        begin(draft)
-        if f"{step:08d}" in draft.name:
-            (draft / "rank-00001.safetensors").symlink_to("/dev/full")
+    def begin_with_a_full_file(temporary: Path) -> None:
+        begin(temporary)
+        if f"{step:08d}" in temporary.name:
+            (temporary / "rank-00001.safetensors").symlink_to("/dev/full")
 
     checkpoint_save._begin = begin_with_a_full_file
     try:

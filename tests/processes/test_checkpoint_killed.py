@@ -227,8 +227,8 @@ def test_what_a_rename_shows_is_on_the_disk_before(deaths: tuple[Scenario, dict[
     names = [moment.split(" ", 1)[1] for moment in left]
     for index, name in enumerate(names):
         if name.startswith("before rename(.step-") and ".tmp," in name:
-            draft = name.removeprefix("before rename(").split(",")[0]
-            assert f"after sync({draft})" in names[:index], "the draft's own entries"
+            temporary = name.removeprefix("before rename(").split(",")[0]
+            assert f"after sync({temporary})" in names[:index], "the draft's own entries"
         if name.startswith("before rename(.latest.tmp"):
             assert f"after sync({CHECKPOINTS})" in names[:index], "the checkpoint that it will name"
     assert names[-1].startswith("after")

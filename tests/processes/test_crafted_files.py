@@ -20,7 +20,7 @@ import yaml
 from app.data.sources import file_sum
 from app.engine.checkpoint.folder import CHECKPOINTS, MANIFEST, manifest_digest
 from app.engine.checkpoint.synced import write_synced
-from app.engine.report.boards import recorded_id
+from app.engine.report.trackers import recorded_id
 from tests.cases import chosen
 from tests.programs import run_forked
 from tests.training import ROOT, corpus_in
@@ -113,7 +113,7 @@ def four_steps(corpus: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory
     return folder
 
 
-def goes_on(folder: Path, corpus: tuple[str, ...], code: int) -> str:
+def resumes(folder: Path, corpus: tuple[str, ...], code: int) -> str:
     """What is said by a run that goes on there, and ends so without a trace."""
     found, said = trained(folder, corpus, "train.steps=6", "resume=auto", "run_dir=runs/a")
     assert (found, "Traceback" in said) == (code, False), said
@@ -138,7 +138,7 @@ def test_nothing_that_is_read_is_run(
     folder, made = shutil.copytree(four_steps, tmp_path / "there"), tmp_path / "made"
     (file,) = folder.glob(name)
     file.write_bytes(PAYLOADS[payload](str(made)))
-    said = goes_on(folder, corpus, READ[name])
+    said = resumes(folder, corpus, READ[name])
     assert not made.exists()
     assert READ[name] == GOES_ON or file.name in said
 
@@ -221,5 +221,5 @@ def test_a_forged_checkpoint_is_not_run(
 def test_forged_tokens_are_not_run(corpus: tuple[str, ...], four_steps: Path, tmp_path: Path):
     folder, made = shutil.copytree(four_steps, tmp_path / "there"), tmp_path / "made"
     forge_tokens(folder, with_extension(str(made), folder))
-    goes_on(folder, corpus, GOES_ON)
+    resumes(folder, corpus, GOES_ON)
     assert not made.exists()

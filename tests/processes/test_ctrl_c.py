@@ -31,7 +31,7 @@ from tests.programs import Forked
 from tests.training import ROOT, composed, corpus_in, losses
 
 
-def test_a_run_saves_and_goes_on(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
+def test_a_run_saves_and_resumes(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
     settings = (
         "train.steps=9",
         "checkpoint.interval=100",

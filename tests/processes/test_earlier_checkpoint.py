@@ -45,7 +45,7 @@ LOSSES = (2.778151750564575, 2.776557445526123, 2.777956008911133)  # of its nex
 TOKENS = 8 * 16  # of a step
 
 
-def go_on(rank: int) -> tuple[Progress, dict[str, Any], list[float]]:
+def resume(rank: int) -> tuple[Progress, dict[str, Any], list[float]]:
     """What a run has after loading, by the names in the file, and its next losses."""
     run = make_run(MODEL, optim=STEADY)
     other = dataclasses.replace(run, train=dataclasses.replace(run.train, seed=99))
@@ -63,8 +63,8 @@ def go_on(rank: int) -> tuple[Progress, dict[str, Any], list[float]]:
     return progress, state, losses
 
 
-def test_a_run_goes_on_from_a_checkpoint_of_an_earlier_version():
-    ((progress, state, losses),) = run_distributed(go_on, 1)
+def test_a_run_resumes_from_a_checkpoint_of_an_earlier_version():
+    ((progress, state, losses),) = run_distributed(resume, 1)
     saved = load_file(SAVED / "rank-00000.safetensors")
     del saved["random.cpu"]
     assert progress.step == len(LOSSES)

@@ -60,15 +60,15 @@ def test_a_line_for_each_slow_path(monkeypatch: pytest.MonkeyPatch):
         (Fp8Config(Fp8Recipe.current, include=(Fp8Part.experts,)), EAGER, None),
     ],
 )
-def test_a_line_where_eight_bits_have_not_paid(
+def test_a_line_where_fp8_have_not_paid(
     fp8: Fp8Config, graph: CudaGraphConfig, words: str | None, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(fast_paths, "moves_tiles", lambda device: True)
     precision = dataclasses.replace(BF16, fp8=fp8)
     run = make_run(train=FAST, precision=precision, cuda_graph=graph)
-    said = dict(slow_paths(run, GPU)).get("eight bits")
+    said = dict(slow_paths(run, GPU)).get("FP8")
     assert (said is None) if words is None else (words in said and len(said) < 150)
-    assert "eight bits" not in dict(slow_paths(run, CPU))  # the line fp8 says so there
+    assert "FP8" not in dict(slow_paths(run, CPU))  # the line fp8 says so there
 
 
 def said_of_static(rank: int, transport: StaticTransport) -> list[tuple[str, str]]:

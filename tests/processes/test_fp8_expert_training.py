@@ -1,4 +1,4 @@
-"""Training with experts in eight bits: layouts, dispatchers, schedules, recomputation and graphs
+"""Training with experts in FP8: layouts, dispatchers, schedules, recomputation and graphs
 change no bits, or no more than other sums explain; weights are quantised once per update.
 """
 
@@ -177,7 +177,7 @@ def test_captured_training_equals_eager_training_bit_for_bit(layout: str):
             assert found["times"] == {STEPS}, name
 
 
-def test_loss_falls_as_without_eight_bits():
+def test_loss_falls_as_without_fp8():
     wide, narrow = (run_distributed(overfitted, 1, run_of(each))[0] for each in ((), ALL))
     assert wide[-1] < 0.5 * wide[0]
     assert abs(narrow[-1] - wide[-1]) < 0.1 * wide[0]

@@ -1,4 +1,4 @@
-"""The memory plan in eight bits against chunks that are cut over ranks, and whose gradients wait:
+"""The memory plan in FP8 against chunks that are cut over ranks, and whose gradients wait:
 products and quantisers take the memory of Transformer Engine's, and compute nothing.
 """
 

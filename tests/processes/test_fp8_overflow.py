@@ -1,4 +1,4 @@
-"""What products in eight bits lose: the same numbers on every rank, however a run is laid out."""
+"""What products in FP8 lose: the same numbers on every rank, however a run is laid out."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from app.config import (
     ScheduleConfig,
 )
 from app.engine.pipeline.step import TrainingStep, Validation
-from app.engine.report.eight_bits import Fp8Meter
+from app.engine.report.fp8 import Fp8Meter
 from tests.distributed import run_distributed
 from tests.processes.test_fp8_state import DENSE, WARMUP, WHOLE
 from tests.runs import batches_of, engine_of, make_run

@@ -180,7 +180,7 @@ def saved_and_loaded(rank: int, runs: tuple[Run, Run], folder: Path) -> tuple[An
 @pytest.mark.parametrize(
     "parallel", [ParallelConfig(tp=2), ParallelConfig(pp=2)], ids=["tp2", "pp2"]
 )
-def test_a_checkpoint_goes_on_bit_for_bit(
+def test_a_checkpoint_resumes_bit_for_bit(
     parallel: ParallelConfig, graph: CudaGraphConfig, tmp_path: Path
 ):
     run = run_of(params=Dtype.bfloat16, parallel=parallel, cuda_graph=graph)

@@ -1,4 +1,4 @@
-"""Training in eight bits: layouts, schedules, recomputation and graphs change no bits, or no more
+"""Training in FP8: layouts, schedules, recomputation and graphs change no bits, or no more
 than other scales explain; weights are quantised once per update.
 """
 
@@ -348,7 +348,7 @@ def test_validation_sees_the_weights_of_the_last_update(name: str):
 
 
 def with_experts(recipe: Fp8Recipe, graph: CudaGraphConfig) -> Run:
-    """A dense layer and one with experts; all that can be in eight bits is."""
+    """A dense layer and one with experts; all that can be in FP8 is."""
     model = dataclasses.replace(EXPERTS, num_layers=2)
     return run_of(recipe, model, precision=in_8(recipe, include=EVERYTHING), cuda_graph=graph)
 
@@ -473,7 +473,7 @@ def overfitted(rank: int, run: Run) -> list[float]:
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_loss_falls_as_without_eight_bits(recipe: Fp8Recipe):
+def test_loss_falls_as_without_fp8(recipe: Fp8Recipe):
     wide, narrow = (run_distributed(overfitted, 1, run_of(each))[0] for each in (None, recipe))
     assert wide[-1] < 0.5 * wide[0]
     assert abs(narrow[-1] - wide[-1]) < 0.1 * wide[0]

@@ -55,7 +55,7 @@ def buckets_of(
     return GradBuckets(buffer, dist.group.WORLD, overlaps, writes_first=writes_first)
 
 
-def product(x: torch.Tensor, weight: nn.Parameter, sink: WeightGradSink | None) -> torch.Tensor:
+def gemm(x: torch.Tensor, weight: nn.Parameter, sink: WeightGradSink | None) -> torch.Tensor:
     """By a linear module with this weight."""
     module = ColumnParallelLinear(Weight((SIZE, SIZE)))
     module.weight = weight
@@ -197,7 +197,7 @@ def backward(buckets: GradBuckets, rank: int, route: str) -> None:
         buckets.list_arrivals(listed)
     x = torch.ones(rank + 1, SIZE, dtype=buckets.buffer.params.dtype)
     state = buckets.state
-    sum(product(x, spec.param, sink).sum() for spec in buckets.buffer.specs).backward()
+    sum(gemm(x, spec.param, sink).sum() for spec in buckets.buffer.specs).backward()
     if route in ("deferred", "replayed"):
         assert buckets.state is state, "nothing has arrived"
     buckets.stop_listing()

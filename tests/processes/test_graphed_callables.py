@@ -184,7 +184,7 @@ def test_another_order_than_the_list_is_noticed():
         run_distributed(told_otherwise, 2, run)
 
 
-def test_a_resumed_run_goes_on_as_one_without_graphs(tmp_path: Path):
+def test_a_resumed_run_resumes_as_one_without_graphs(tmp_path: Path):
     settings = (*corpus_in(tmp_path), "checkpoint.interval=5")
     graphs = (
         *settings,

@@ -19,7 +19,7 @@ import app.engine.groups
 from app.collectives import all_reduce
 from app.config import ModelConfig, MoEConfig
 from app.engine.groups import Groups, create_groups
-from app.model.peers import Peers
+from app.model.layer_groups import LayerGroups
 from app.optim.distributed import OptimizerGroups
 from app.plan.groups import GROUPS, GroupKind
 from app.plan.layout import ParallelLayout, select_layout
@@ -127,7 +127,7 @@ def test_records_of_groups_have_the_names_of_the_table():
         return [name for name, hint in hints.items() if hint in kinds]
 
     assert names(Groups) == list(GROUPS)
-    for record in (Peers, OptimizerGroups):
+    for record in (LayerGroups, OptimizerGroups):
         assert set(names(record)) < set(GROUPS)
     calls = [path.name for path in APP.rglob("*.py") if "new_group(" in path.read_text()]
     assert calls == ["groups.py"]

@@ -183,7 +183,7 @@ def test_an_earlier_export_stays_until_the_next_one_is_there(
     rename = Path.rename
 
     def refused(path: Path, target: Path) -> Path:
-        return raise_full() if path == export.draft else rename(path, target)
+        return raise_full() if path == export.temporary else rename(path, target)
 
     for broken in (True, False):
         export.begin()

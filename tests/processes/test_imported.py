@@ -50,7 +50,7 @@ def losses_after_loading(rank: int, run: Run, path: str) -> list[tuple[float, fl
         ("mixtral", "ep4", "bfloat16"),
     ],
 )
-def test_a_run_that_goes_on_from_it_is_one_that_starts_from_the_model(
+def test_a_run_that_resumes_from_it_is_one_that_starts_from_the_model(
     name: str, layout: str, params: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(pretrained, "PART_NUMEL", 500)

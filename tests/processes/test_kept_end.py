@@ -43,7 +43,7 @@ def test_wrong_end_of_an_earlier_run_changes_and_is_told(tmp_path: Path):
 
 
 @pytest.mark.parametrize(("special", "ordinary"), [(TWO, []), (["<stop>"], ["<|endoftext|>"])])
-def test_earlier_runs_go_on_where_new_ones_are_refused(
+def test_earlier_runs_resume_where_new_ones_are_refused(
     special: list[str], ordinary: list[str], tmp_path: Path
 ):
     path = saved(tmp_path, special, ordinary)

@@ -45,9 +45,9 @@ from app.engine.groups import create_groups
 from app.model.chunk import Chunk
 from app.model.context_parallel import own_tokens
 from app.model.weight_grads import WeightGradQueue, WeightGradSink
-from app.moe.dispatch.stash import Stash
+from app.moe.dispatch.paged_buffer import PagedBuffer
 from app.plan.actions import Backward, Forward
-from app.plan.dispatchers.stash import PlannedStash, planned_stash
+from app.plan.dispatchers.paged_buffer import PlannedPagedBuffer, planned_paged_buffer
 from app.plan.layout import select_layout
 from app.plan.memory.activations import MicrobatchMemory, chunk_activations
 from app.plan.recompute import recompute_policy
@@ -91,10 +91,10 @@ def planned(run: Run) -> MicrobatchMemory:
     return chunk_activations(run, select_stages(run).stages[0][0], select_layout(run)).usual
 
 
-def pool_of(run: Run) -> PlannedStash | None:
+def pool_of(run: Run) -> PlannedPagedBuffer | None:
     """Of one microbatch."""
     stages = select_stages(run).stages[0]
-    return planned_stash(run, stages, [Forward(0, 0), Backward(0, 0)])
+    return planned_paged_buffer(run, stages, [Forward(0, 0), Backward(0, 0)])
 
 
 def measured(rank: int, run: Run) -> tuple[dict[str, int], int, int, int, int]:
@@ -105,9 +105,12 @@ def measured(rank: int, run: Run) -> tuple[dict[str, int], int, int, int, int]:
     """
     layout = select_layout(run)
     groups, cpu = create_groups(layout, rank), torch.device("cpu")
-    stash = pool_of(run)
+    paged_buffer = pool_of(run)
     dispatcher = build_dispatcher(
-        run, groups.peers(run.parallel.cp_comm_type), cpu, stash=stash and Stash(stash, cpu)
+        run,
+        groups.layer_groups(run.parallel.cp_comm_type),
+        cpu,
+        paged_buffer=paged_buffer and PagedBuffer(paged_buffer, cpu),
     )
     (chunk,) = build_chunks(run, select_stages(run), groups, dispatcher=dispatcher, device=cpu)
     torch.manual_seed(rank)
@@ -228,7 +231,7 @@ def cpu_masks(run: Run, rank: int) -> int:
 
 def compare(run: Run) -> None:
     """Every rank keeps what is planned to the byte; what is alive is within 2 %, on the rank
-    that is quickest to let go of it.
+    that is fastest to let go of it.
     """
     memory = planned(run)
     expected = Counter({phase: size for phase, size in memory.kept.items() if size})
@@ -309,7 +312,7 @@ def test_rows_in_pages(parallel: dict[str, Any], phases: tuple[Recompute, ...], 
             recompute=RecomputeConfig(phases=phases),
             schedule=ScheduleConfig(ScheduleName(name)),
         )
-        for static in (COLLECTIVE, dataclasses.replace(COLLECTIVE, stash=1.1))
+        for static in (COLLECTIVE, dataclasses.replace(COLLECTIVE, paged_buffer=1.1))
     )
     memory, before = planned(run), planned(whole)
     found = run_distributed(measured, run.world_size, run)

@@ -43,7 +43,7 @@ def start(run: Run, theirs: Path) -> object:
     return check_tokenizer(run)
 
 
-def go_on(run: Run, theirs: Path) -> object:
+def resume(run: Run, theirs: Path) -> object:
     """From a conversion of the model, whose files are no longer there."""
     folder = theirs.with_name("run")
     assert convert.main(["from-hf", str(theirs), str(folder)]) == 0
@@ -82,7 +82,7 @@ MISFITS: dict[str, tuple[Callable[[Path], Path | str], str]] = {
 }
 
 
-@pytest.mark.parametrize("begin", [start, go_on])
+@pytest.mark.parametrize("begin", [start, resume])
 @pytest.mark.parametrize("misfit", MISFITS)
 def test_other_tokens_are_refused(misfit: str, begin: Begin, tmp_path: Path):
     theirs = tmp_path / "theirs"
@@ -97,7 +97,7 @@ def test_other_tokens_are_refused(misfit: str, begin: Begin, tmp_path: Path):
     assert str(refused.value) == expected
 
 
-@pytest.mark.parametrize("begin", [start, go_on])
+@pytest.mark.parametrize("begin", [start, resume])
 def test_tokens_may_be_added(begin: Begin, tmp_path: Path):
     theirs = tmp_path / "theirs"
     save_random("llama", theirs)
@@ -106,7 +106,7 @@ def test_tokens_may_be_added(begin: Begin, tmp_path: Path):
     assert begin(with_tokenizer(run_from(theirs, {}), spec), theirs)
 
 
-@pytest.mark.parametrize("begin", [start, go_on])
+@pytest.mark.parametrize("begin", [start, resume])
 def test_a_tokenizer_that_is_not_read_here_is_told(begin: Begin, tmp_path: Path):
     theirs = tmp_path / "theirs"
     save_random("llama", theirs)

@@ -191,13 +191,13 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"cuda_graph": CudaGraphConfig(GraphImpl.local)},
         "graphs of parts of layers write.* cuda_graph=full_iteration",
     ),
-    "stash": (
+    "paged_buffer": (
         {
             "model": dataclasses.replace(
-                STATIC, moe=dataclasses.replace(STATIC.moe, static=StaticConfig(stash=1.1))
+                STATIC, moe=dataclasses.replace(STATIC.moe, static=StaticConfig(paged_buffer=1.1))
             )
         },
-        r"stash has pages for.* model\.moe\.static\.stash=null",
+        r"paged_buffer has pages for.* model\.moe\.static\.paged_buffer=null",
     ),
     "clones": (
         {

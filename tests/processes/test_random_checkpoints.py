@@ -35,7 +35,7 @@ def following(engine: Engine) -> Trained:
     return dict(zip(NUMBERS, numbers, strict=True)) | found
 
 
-def save_and_go_on(engine: Engine, folder: Path) -> Trained:
+def save_and_resume(engine: Engine, folder: Path) -> Trained:
     train_steps(engine.plan.run, engine, STEPS)
     save_checkpoint(
         folder / CHECKPOINTS, engine, engine.plan.run, progress=AT, cursor={"sequences": 7}
@@ -43,7 +43,7 @@ def save_and_go_on(engine: Engine, folder: Path) -> Trained:
     return following(engine)
 
 
-def load_and_go_on(engine: Engine, folder: Path) -> Trained:
+def load_and_resume(engine: Engine, folder: Path) -> Trained:
     train_steps(engine.plan.run, engine, 1)  # everything is another value before
     path = newest_checkpoint(folder)
     assert load_checkpoint(path, read_manifest(path), engine) == (AT, {"sequences": 7})
@@ -59,15 +59,15 @@ def same_bits(one: Any, other: Any) -> bool:
 
 
 @pytest.mark.parametrize("seed", range(200, 215))
-def test_a_drawn_checkpoint_goes_on_anywhere(seed: int, tmp_path: Path):
+def test_a_drawn_checkpoint_resumes_anywhere(seed: int, tmp_path: Path):
     saved = random_run(seed)
     loaded = another_layout(seed, saved)
     print(saved, loaded, sep="\n")
     whole = OneProcess.of(saved.alone(), 2 * STEPS, first=STEPS)
     before = run_distributed(
-        here, saved.run.world_size, saved.run, partial(save_and_go_on, folder=tmp_path)
+        here, saved.run.world_size, saved.run, partial(save_and_resume, folder=tmp_path)
     )
-    load = partial(load_and_go_on, folder=tmp_path)
+    load = partial(load_and_resume, folder=tmp_path)
     for one, other in zip(
         before, run_distributed(here, saved.run.world_size, saved.run, load), strict=True
     ):

@@ -245,7 +245,7 @@ def mount_or_count(folder: Path, size: int) -> Callable[[], object]:
         return count(folder, size)
 
 
-def fill_and_go_on(run: Run, limit: Limit, size: int, found: Path) -> None:
+def fill_and_resume(run: Run, limit: Limit, size: int, found: Path) -> None:
     """Train on a disk that is too small, and once more when it has grown.
 
     Leaves what was seen in `found`.
@@ -253,8 +253,8 @@ def fill_and_go_on(run: Run, limit: Limit, size: int, found: Path) -> None:
     begin_fork()
     folder, committed, commit = Path(run.run_dir or ""), [], checkpoint_save._commit
 
-    def commit_and_tell(draft: Path, final: Path) -> None:
-        commit(draft, final)
+    def commit_and_tell(temporary: Path, final: Path) -> None:
+        commit(temporary, final)
         committed.append(final.name)
 
     checkpoint_save._commit = commit_and_tell
@@ -317,7 +317,7 @@ def test_a_full_disk_loses_nothing_that_was_committed(
     run = composed((*corpus, f"run_dir={tmp_path}/run", f"checkpoint.asynchronous={beside}"), 1)
     limit = {"counted": count, "mounted": mount_or_count}[kind]
     child = multiprocessing.get_context("fork").Process(
-        target=fill_and_go_on, args=(run, limit, size, tmp_path / "found")
+        target=fill_and_resume, args=(run, limit, size, tmp_path / "found")
     )
     child.start()
     child.join(120)

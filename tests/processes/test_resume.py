@@ -314,7 +314,7 @@ def test_one_that_has_taken_all_steps_is_told_where_it_is_the_one_meant(runs: Pa
     )
 
 
-def test_an_attempt_goes_on_in_its_folder_whatever_was_saved_elsewhere(runs: Path):
+def test_an_attempt_resumes_in_its_folder_whatever_was_saved_elsewhere(runs: Path):
     """As after a restart: the folder was taken when no other run was newer, or none fitted."""
     own = saved(runs / "a", RUN, 10.0)
     saved(runs / "b", RUN, 20.0)

@@ -121,7 +121,7 @@ def told_after_its_last_step(rank: int, run: Run) -> None:
     train_rank(rank, run, {})
 
 
-def test_a_run_that_lacks_only_its_end_goes_on_to_it(corpus: tuple[str, ...], tmp_path: Path):
+def test_a_run_that_lacks_only_its_end_resumes_to_it(corpus: tuple[str, ...], tmp_path: Path):
     settings = (*corpus, "train.steps=2", f"run_dir={tmp_path}/run", "resume=auto")
     run = composed(settings, 1)
     with pytest.raises(AssertionError, match="died without a word"):
@@ -444,7 +444,7 @@ def started(folder: Path, *command: str) -> subprocess.Popen[str]:
 
 
 @pytest.mark.full
-def test_stopped_ranks_go_on_where_they_were(
+def test_stopped_ranks_resume_where_they_were(
     corpus: tuple[str, ...], tmp_path: Path, undisturbed: dict[int, float]
 ):
     """`python train.py` that starts two ranks: SIGUSR1 to the starter, exit code 75, one line."""

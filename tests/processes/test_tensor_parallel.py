@@ -20,11 +20,11 @@ import torch.nn.functional as F
 from torch import nn
 
 import app.model.linear
+from app.model.layer_groups import LayerGroups
 from app.model.layers import Mlp
 from app.model.linear import ColumnParallelLinear, VocabParallelEmbedding
 from app.model.linear_backend import TorchLinear
 from app.model.loss import summed_loss
-from app.model.peers import Peers
 from app.model.weight_grads import MainGradSink, WeightGrad, WeightGradQueue
 from app.plan.model.mlp import MlpWeights
 from app.plan.model.weight import Weight
@@ -78,7 +78,7 @@ def test_loss_equals_golden(case: dict[str, Any], chunk: int | None):
 
 def embedded(rank: int, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     table = torch.randn(12, 5, generator=torch.Generator().manual_seed(0))
-    embedding = VocabParallelEmbedding(Weight((12, 5), tp=0), Peers(tp=dist.group.WORLD))
+    embedding = VocabParallelEmbedding(Weight((12, 5), tp=0), LayerGroups(tp=dist.group.WORLD))
     embedding.weight.data = table.chunk(dist.get_world_size())[rank].clone()
     x = embedding.lookup(tokens)
     weights = torch.arange(40.0).view(2, 4, 5).chunk(dist.get_world_size(), dim=1)[rank]
@@ -113,7 +113,7 @@ def feed_forward(rank: int, routes: Sequence[str] = ROUTES) -> dict[str, dict[st
 
 def one_route(rank: int, route: str) -> dict[str, Any]:
     ranks, generator = dist.get_world_size(), torch.Generator().manual_seed(0)
-    mlp = Mlp(MlpWeights.of(8, 12), Peers(tp=dist.group.WORLD))
+    mlp = Mlp(MlpWeights.of(8, 12), LayerGroups(tp=dist.group.WORLD))
     gate_up, down, x = (
         torch.randn(*shape, generator=generator).float()
         for shape in ((2, 12, 8), (8, 12), (2, 4, 8))
@@ -177,13 +177,13 @@ def order_of_backward(rank: int, route: str) -> list[str]:
         gradient()
 
     module, backend = (
-        ColumnParallelLinear(Weight((6, 4), tp=0), Peers(tp=dist.group.WORLD)),
+        ColumnParallelLinear(Weight((6, 4), tp=0), LayerGroups(tp=dist.group.WORLD)),
         TorchLinear(),
     )
     nn.init.ones_(module.weight)
-    products = ("output", "input_grad", "weight_grad")
+    gemms = ("output", "input_grad", "weight_grad")
     module.backend = SimpleNamespace(
-        **{name: noted(getattr(backend, name), name) for name in products},
+        **{name: noted(getattr(backend, name), name) for name in gemms},
         **{name: getattr(backend, name) for name in ("input_operand", "grad_operand")},
         differentiable=backend.differentiable,
     )
@@ -201,7 +201,7 @@ def order_of_backward(rank: int, route: str) -> list[str]:
 
 
 @pytest.mark.parametrize("route", ROUTES)
-def test_exchanges_of_a_backward_run_beside_its_products(route: str):
+def test_exchanges_of_a_backward_run_beside_its_gemms(route: str):
     beside = ["start_gather", "input_grad", "start_scatter", "gathered", "weight_grad", "scattered"]
     deferred = ["input_grad", "later", "weight_grad"]
     expected = deferred if route == "deferred" else [*beside, "later"]

@@ -77,7 +77,7 @@ CASES: dict[str, dict[str, Any]] = {
     "one rank": {"model": BIASED},
     "dp2": {"model": DENSE, "parallel": ParallelConfig(dp=2)},
     "pp2 ep2, zero bubble": {"model": BIASED, "parallel": PP2_EP2, "schedule": SPLIT},
-    "pp2, zero bubble, eight bits": {
+    "pp2, zero bubble, FP8": {
         "model": DENSE,
         "parallel": ParallelConfig(pp=2),
         "schedule": SPLIT,
@@ -190,7 +190,7 @@ def histories(rank: int, runs: dict[str, Run], bad: int | None) -> dict[str, dic
     return {name: history(rank, run, bad) for name, run in runs.items()}
 
 
-QUICK = ["one rank", "pp2, zero bubble, eight bits", "dp2, rising loss scale"]
+QUICK = ["one rank", "pp2, zero bubble, FP8", "dp2, rising loss scale"]
 
 
 @pytest.mark.parametrize("case", chosen(CASES, QUICK))

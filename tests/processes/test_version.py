@@ -154,7 +154,7 @@ def trained_by(rank: int, run: Run, program: Version) -> None:
     train_rank(rank, run, {})
 
 
-def test_a_run_records_its_program_and_goes_on_with_another(
+def test_a_run_records_its_program_and_resumes_with_another(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ):
     folder, corpus = tmp_path / "run", corpus_in(tmp_path / "corpus")

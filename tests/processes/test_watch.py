@@ -36,7 +36,7 @@ from app.engine.groups import create_groups
 from app.engine.pipeline.transport import Transport
 from app.engine.run.agreement import rank_zero_says
 from app.engine.train import watch_over
-from app.engine.watchdog.activity import Strand
+from app.engine.watchdog.activity import ThreadActivity
 from app.engine.watchdog.collectives import Collective, Recorded
 from app.engine.watchdog.heartbeats import Doing, Finding, Heartbeats, Record
 from app.engine.watchdog.watchdog import EXIT_STUCK, Watchdog
@@ -462,14 +462,14 @@ def test_a_thread_that_saves_is_in_a_collective_that_the_recorder_has_dropped():
 
 
 def test_a_rank_rests_until_it_enters_a_collective():
-    strand = Strand()
-    strand.rest("preparing the corpus")
+    activity = ThreadActivity()
+    activity.rest("preparing the corpus")
     before, after = (
-        Collective("dp_cp", "all_gather", 3, since=strand.began + seconds) for seconds in (-1, 1)
+        Collective("dp_cp", "all_gather", 3, since=activity.began + seconds) for seconds in (-1, 1)
     )
-    assert strand.rests([]) and strand.rests([before]) and not strand.rests([before, after])
-    strand.note("F0.0")
-    assert not strand.rests([])
+    assert activity.rests([]) and activity.rests([before]) and not activity.rests([before, after])
+    activity.note("F0.0")
+    assert not activity.rests([])
 
 
 def test_a_step_that_a_graph_replays_is_told_by_its_number():

@@ -55,7 +55,7 @@ def make_chunks(
         run,
         plan_stages(model.num_layers, 1, vpp),
         groups,
-        dispatcher=build_dispatcher(run, groups.peers(CpComm.all_gather), cpu),
+        dispatcher=build_dispatcher(run, groups.layer_groups(CpComm.all_gather), cpu),
         device=cpu,
     )
     for chunk in chunks:

@@ -50,8 +50,8 @@ from app.kernels import (
 )
 from app.kernels.attention import heads
 from app.kernels.common import DTYPES
-from app.kernels.eight_bits import quantise, weights
-from app.kernels.eight_bits import swiglu as swiglu_in_8
+from app.kernels.fp8 import quantise, weights
+from app.kernels.fp8 import swiglu as swiglu_in_8
 from app.kernels.routing import parts
 from app.model import layers, loss
 from app.model.attention import modules as attention
@@ -60,10 +60,10 @@ from app.model.attention.transformer_engine import TransformerEngineAttention
 from app.model.block import DenseBody, Layer, Phase
 from app.model.chunk import Chunk
 from app.model.fp8 import row_scaled
-from app.model.peers import ALONE
+from app.model.layer_groups import ALONE
 from app.model.weight_grads import MainGradSink, WeightGradQueue
-from app.moe import permute, router, router_product
-from app.moe.dispatch import expert_rows, stash
+from app.moe import permute, router, router_matmul
+from app.moe.dispatch import expert_rows, paged_buffer
 from app.moe.dispatch.local import LocalDispatcher
 from app.moe.phases import MoEBody
 from app.plan.layout import ParallelLayout
@@ -119,7 +119,7 @@ TORCH = {Dtype.float32: torch.float32, Dtype.bfloat16: torch.bfloat16}
 
 
 # modules that take kernels in place of plain torch
-CALLERS = (attention, expert_rows, layers, loss, parts, permute, router, row_scaled, stash)
+CALLERS = (attention, expert_rows, layers, loss, parts, permute, router, row_scaled, paged_buffer)
 LAUNCHED = {
     heads: ("heads_forward", "heads_backward"),
     rms_norm: ("_forward", "_backward"),
@@ -163,7 +163,7 @@ def with_kernels() -> Iterator[None]:
             lambda scores_TE, top_k: torch.arange(top_k).repeat(len(scores_TE), 1),
         )
         patch.setattr(
-            router_product,
+            router_matmul,
             "wide_product",
             lambda left, right, dtype=torch.float32: left.new_zeros(
                 len(left), right.shape[1], dtype=dtype
@@ -205,7 +205,7 @@ def chunk_of(run: Run, embedding: bool = True, head: bool = True) -> Chunk:
     for index in range(model.num_layers):
         moe = model.moe if model.is_moe_layer(index) else None
         body = (
-            MoEBody(model, moe, LocalDispatcher(moe.num_experts), peers=ALONE)
+            MoEBody(model, moe, LocalDispatcher(moe.num_experts), layer_groups=ALONE)
             if moe
             else DenseBody(model)
         )

@@ -19,13 +19,13 @@ from app.cli.calibrate import main, option_path
 from app.cli.options.arguments import Typed
 from app.cli.options.compose import load_typed
 from app.config import HardwareProfile
-from app.engine.calibration import eight_bits, solve
+from app.engine.calibration import fp8, solve
 from app.engine.calibration.clock import Clock
-from app.engine.calibration.eight_bits import eight_bits_speeds, experts_speeds
+from app.engine.calibration.fp8 import experts_speeds, fp8_speeds
 from app.engine.calibration.kernels import MeasuredSizes, kernel_speeds
 from app.engine.calibration.links import link_speeds
 from app.engine.calibration.profile_file import gpu_words, measured_profile, write_profile
-from app.engine.eight_bits import Maker, arithmetic_maker
+from app.engine.fp8 import Maker, arithmetic_maker
 from app.errors import ConfigError
 from app.model.fp8.row_scaled import RowScaled
 from app.plan.plan import Plan
@@ -50,21 +50,21 @@ TINY = MeasuredSizes(
 GIVEN = {"ring_gb_s": 300.0, "all_to_all_gb_s": 200.0, "send_gb_s": 100.0}
 
 
-def test_products_are_taken_apart():
+def test_gemms_are_taken_apart():
     """Seconds made by the plan's formula give its numbers back."""
     memory, tflops, share = 4000.0, 700.0, 0.4
     found = []
     for flops, moved in ((1e12, 4e8), (5e10, 1.5e8), (2e11, 2e8)):
         found.append((flops, moved, flops / (tflops * 1e12) + share * moved / (memory * 1e9)))
-    assert solve.products(found, memory) == pytest.approx((tflops, share))
+    assert solve.gemms(found, memory) == pytest.approx((tflops, share))
     # nothing hides more than all of its bytes, or less than none
     hidden = [(flops, moved, flops / 7e14 - 1e-6) for flops, moved, _ in found[:2]]
-    assert solve.products(hidden, memory)[1] == 0.0
+    assert solve.gemms(hidden, memory)[1] == 0.0
     slow = [(flops, moved, flops / 7e14 + 2 * moved / 4e12) for flops, moved, _ in found[:2]]
-    assert solve.products(slow, memory)[1] == 1.0
+    assert solve.gemms(slow, memory)[1] == 1.0
 
 
-def test_experts_products_are_taken_apart():
+def test_experts_gemms_are_taken_apart():
     tflops, tile, weights = 600.0, 96.0, 1e8
     found = []
     for rows in (1024, 256):
@@ -84,13 +84,13 @@ def test_lines_have_a_start_and_a_slope():
         solve.line([(1e6, 2e-3), (2e6, 1e-3)])
 
 
-def test_every_recipe_in_eight_bits_is_measured():
+def test_every_recipe_in_fp8_is_measured():
     """By the reference on a CPU: three products of 2·64³ operations by each recipe, and what
     quantises 64² elements: `current` moves 6 bytes for each.
     """
-    given = {"other_gb_s": [1.0, 1.0], "product_memory": 0.5, "kernel_us": 1.0}
+    given = {"other_gb_s": [1.0, 1.0], "gemm_memory": 0.5, "kernel_us": 1.0}
     reference = LinearBackendKind.torch
-    found, missing = eight_bits_speeds(Counting(), 64, given, reference)
+    found, missing = fp8_speeds(Counting(), 64, given, reference)
     assert missing == []
     moved = 0.5 * 3 * 2 * 64**2 / 1e9
     for first, name in ((1, "current"), (5, "delayed"), (8, "block")):
@@ -100,9 +100,9 @@ def test_every_recipe_in_eight_bits_is_measured():
     assert found == {"fp8_quantise_gb_s": pytest.approx(6 * 64**2 / took / 1e9)}
 
 
-def test_experts_in_eight_bits_are_measured():
+def test_experts_in_fp8_are_measured():
     """4 experts with 64 rows each, and 2 that are computed for nobody; or why they are not."""
-    given = {"other_gb_s": [1.0], "product_memory": 0.5, "kernel_us": 1.0, "grouped_tile": 2.0}
+    given = {"other_gb_s": [1.0], "gemm_memory": 0.5, "kernel_us": 1.0, "grouped_tile": 2.0}
     found, missing = experts_speeds(Counting(), TINY, given, LinearBackendKind.torch)
     moved = 0.5 * 2 * (4 * 64 * 32 + 4 * 32 * 16 + 4 * 64 * 16) / 1e9
     took = 1e-4 - 1e-6 - moved
@@ -111,11 +111,11 @@ def test_experts_in_eight_bits_are_measured():
     assert found == {"fp8_grouped_tflops": pytest.approx(flops / took / 1e12)}
 
 
-def test_experts_that_are_not_to_be_had_in_eight_bits_are_said(monkeypatch):
+def test_experts_that_are_not_to_be_had_in_fp8_are_said(monkeypatch):
     def refused(asked: LinearBackendKind, dtype: Dtype, device: torch.device) -> RowScaled:
         raise ConfigError("precision.fp8.include", "experts", "not on this GPU")
 
-    monkeypatch.setattr(eight_bits, "experts_arithmetic", refused)
+    monkeypatch.setattr(fp8, "experts_arithmetic", refused)
     assert experts_speeds(Counting(), TINY, {}) == ({}, ["of experts: not on this GPU"])
 
 
@@ -125,9 +125,9 @@ def test_recipes_that_are_not_to_be_had_are_said(monkeypatch):
             raise ConfigError("precision.fp8.recipe", recipe, "this GPU has none")
         return arithmetic_maker(asked, recipe, device)
 
-    monkeypatch.setattr(eight_bits, "arithmetic_maker", refused)
-    given = {"other_gb_s": [1.0, 1.0], "product_memory": 0.5, "kernel_us": 1.0}
-    found, missing = eight_bits_speeds(Counting(), 64, given, LinearBackendKind.torch)
+    monkeypatch.setattr(fp8, "arithmetic_maker", refused)
+    given = {"other_gb_s": [1.0, 1.0], "gemm_memory": 0.5, "kernel_us": 1.0}
+    found, missing = fp8_speeds(Counting(), 64, given, LinearBackendKind.torch)
     assert missing == ["block: this GPU has none"] and "fp8_block_tflops" not in found
     assert {"fp8_current_tflops", "fp8_quantise_gb_s"} <= set(found)
 
@@ -205,7 +205,7 @@ def test_one_gpu_says_that_its_links_are_stated():
     alone = measured()
     assert "one GPU measured none" in alone.source and alone.ring_gb_s == 280.0
     assert "one GPU" not in measured(GIVEN).source
-    assert alone.sustained_tflops <= alone.product_tflops
+    assert alone.sustained_tflops <= alone.gemm_tflops
 
 
 def test_impossible_speeds_are_refused():

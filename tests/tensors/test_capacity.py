@@ -20,8 +20,8 @@ from app.choices import DropPolicy
 from app.config import ModelConfig, MoEConfig
 from app.config.attention import Rope
 from app.errors import ConfigError
+from app.model.layer_groups import LayerGroups
 from app.model.layers import layer_context
-from app.model.peers import Peers
 from app.moe.capacity import within_capacity
 from app.moe.dispatch.local import LocalDispatcher
 from app.moe.permute import combine, permute, sort_by_expert
@@ -181,7 +181,7 @@ def run_body(moe: MoEConfig, x: Tensor) -> tuple[Tensor, dict[str, Tensor], int]
     """Output and gradients of a layer's mixture-of-experts part, and how many choices it
     dropped.
     """
-    body = MoEBody(MODEL, moe, LocalDispatcher(E), peers=Peers())
+    body = MoEBody(MODEL, moe, LocalDispatcher(E), layer_groups=LayerGroups())
     random = torch.Generator().manual_seed(2)
     for param in body.parameters():
         torch.nn.init.normal_(param, std=0.5, generator=random)
@@ -224,7 +224,7 @@ def test_nothing_waits_for_the_device(padded: bool):
     with FakeTensorMode():
         x = torch.empty(2, 20, D)
         moe = dataclasses.replace(MOE, pad_to_capacity=padded, jitter_eps=0.1, force_balance=True)
-        body = MoEBody(MODEL, moe, LocalDispatcher(E), peers=Peers())
+        body = MoEBody(MODEL, moe, LocalDispatcher(E), layer_groups=LayerGroups())
         values: dict[str, Any] = {
             "x": x,
             "context": layer_context(torch.zeros(1, 20, dtype=torch.int64), None, Rope(8, 1e4)),

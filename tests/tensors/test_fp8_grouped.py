@@ -1,8 +1,8 @@
-"""Experts in eight bits: products beside fp64, every way of a weight's gradient, what is kept, the
+"""Experts in FP8: products beside fp64, every way of a weight's gradient, what is kept, the
 layouts that a GPU's product takes, and which gradients' format errs least.
 
-A bound is what the format promises: an entry in eight bits is off by half a step, a share of
-itself, or near zero a share of the largest entry of its row (`tests.eight_bits.off_by`).
+A bound is what the format promises: an entry in FP8 is off by half a step, a share of
+itself, or near zero a share of the largest entry of its row (`tests.fp8_cases.off_by`).
 
 Shapes: E experts, T rows, IN and OUT widths.
 """
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from app.choices import DispatcherKind, Dtype, Fp8Part, Fp8Recipe, LinearBackendKind
 from app.config import Fp8Config, ParallelConfig, PrecisionConfig
 from app.config.model import EchoConfig
-from app.engine.eight_bits import build_fp8, experts_arithmetic, fp8_line
+from app.engine.fp8 import build_fp8, experts_arithmetic, fp8_line
 from app.errors import ConfigError
 from app.model.fp8.experts import Fp8GroupedLinear
 from app.model.fp8.reference import E4M3, E5M2, rounded, scale_for
@@ -28,7 +28,7 @@ from app.model.fp8.row_scaled import RowScaled, by_reference, on_tensor_cores
 from app.model.linear import GroupedLinear
 from app.model.weight_grads import MainGradSink, WeightGrad, WeightGradQueue
 from app.plan.model.weight import Weight
-from tests.eight_bits import expect_within
+from tests.fp8_cases import expect_within
 from tests.runs import TINY, make_run
 from tests.tensors.models import make_chunk
 from tests.tensors.test_fp8_linear import kept_bytes
@@ -51,7 +51,7 @@ def expert_of_rows() -> Tensor:
     return torch.searchsorted(ENDS, torch.arange(USED, dtype=torch.int32), right=True)
 
 
-def test_products_are_as_near_to_fp64_as_eight_bits_are():
+def test_products_are_as_near_to_fp64_as_fp8_are():
     weight, rows, grad = uneven(E, IN, OUT, seed=1), uneven(T, IN), uneven(T, OUT, seed=2) * 1e-6
     held = REFERENCE.weight(weight)
     out = REFERENCE.output(REFERENCE.rows(rows, ENDS), held, ENDS, torch.float32)
@@ -60,7 +60,7 @@ def test_products_are_as_near_to_fp64_as_eight_bits_are():
     expect_within(back, grad, weight, ENDS)
 
 
-def test_what_eight_bits_hold_is_exact():
+def test_what_fp8_hold_is_exact():
     generator = torch.Generator().manual_seed(0)
     weight, rows = (
         torch.randint(-7, 8, shape, generator=generator).float()
@@ -175,12 +175,12 @@ def test_tensor_cores_take_these_layouts():
     meta = torch.device("meta")
     weight = given.weight(torch.empty(E, IN, OUT, dtype=torch.bfloat16)).with_tensors
     held = weight(tuple(each.to(meta) for each in given.weight(uneven(E, IN, OUT)).tensors()))  # type: ignore[arg-type]
-    for width, made, product in ((IN, OUT, given.output), (OUT, IN, given.input_grad)):
+    for width, made, gemm in ((IN, OUT, given.output), (OUT, IN, given.input_grad)):
         rows = given.rows(torch.zeros(T, width), ENDS)
         rows = rows.with_tensors(
             tuple(None if each is None else each.to(meta) for each in rows.tensors())  # type: ignore[arg-type]
         )
-        out = product(rows, held, ENDS.to(meta), torch.bfloat16)
+        out = gemm(rows, held, ENDS.to(meta), torch.bfloat16)
         assert out.shape == (T, made) and out.dtype == torch.bfloat16
     nobody = given.rows(torch.zeros(0, IN), ENDS)
     assert given.output(nobody, held, ENDS, torch.bfloat16).shape == (0, OUT)
@@ -195,7 +195,7 @@ def precision(fp8: Fp8Config = IN_8, params: Dtype = Dtype.bfloat16) -> Precisio
 
 
 @pytest.mark.parametrize("first", [0, 2])
-def test_experts_are_in_eight_bits_and_nothing_else(first: int):
+def test_experts_are_in_fp8_and_nothing_else(first: int):
     fp8 = dataclasses.replace(IN_8, first_layers=first)
     chunk = make_chunk(WIDE)
     layers = build_fp8(make_run(WIDE, precision=precision(fp8)), [chunk], SimpleNamespace(), CPU)
@@ -240,7 +240,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "widths": (
         {"model": dataclasses.replace(TINY, moe=dataclasses.replace(TINY.moe, ffn_hidden_size=24))},
-        "widths of a matrix in eight bits are multiples of 16, and layers.1.body.experts.w_down "
+        "widths of a matrix in FP8 are multiples of 16, and layers.1.body.experts.w_down "
         "has 24 × 32; did you mean [linear] or precision.fp8.recipe=null?",
     ),
     "widths of a rank": (
@@ -262,13 +262,13 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "no layers": (
         {"precision": precision(dataclasses.replace(IN_8, first_layers=3))},
-        "precision.fp8.first_layers=3: with last_layers=0 leaves none of 3 layers in eight bits",
+        "precision.fp8.first_layers=3: with last_layers=0 leaves none of 3 layers in FP8",
     ),
 }
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_experts_in_eight_bits_do_not_go_with_is_said_in_one_line(case: str):
+def test_what_experts_in_fp8_do_not_go_with_is_said_in_one_line(case: str):
     sections, words = REFUSED[case]
     model = sections.get("model", WIDE)
     rest = {name: section for name, section in sections.items() if name != "model"}
@@ -280,11 +280,11 @@ def test_what_experts_in_eight_bits_do_not_go_with_is_said_in_one_line(case: str
 @pytest.mark.parametrize(
     ("major", "params", "words"),
     [
-        (10, Dtype.bfloat16, "include=[experts]: torch multiplies rows in eight bits by experts"),
-        (9, Dtype.float32, "include=[experts]: makes bfloat16 of experts in eight bits"),
+        (10, Dtype.bfloat16, "include=[experts]: torch multiplies rows in FP8 by experts"),
+        (9, Dtype.float32, "include=[experts]: makes bfloat16 of experts in FP8"),
     ],
 )
-def test_a_gpu_that_lacks_the_product_is_told_so(
+def test_a_gpu_that_lacks_the_gemm_is_told_so(
     major: int, params: Dtype, words: str, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (major, 0))

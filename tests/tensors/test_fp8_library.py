@@ -150,12 +150,12 @@ def general_gemm(
     left = b.wide(layout[1] == "T")
     right = a.wide(layout[0] != "T")
     assert grad == use_split_accumulator == (layout != "TN")
-    product = {
+    gemm = {
         "TN": lambda: left @ right.T,
         "NN": lambda: left @ right,
         "NT": lambda: left.T @ right,
     }
-    found = product[layout]().to(out_dtype)
+    found = gemm[layout]().to(out_dtype)
     if out is None:
         assert not accumulate
         return found, None, None, None
@@ -250,7 +250,7 @@ def test_bias_adds_to_fp8_output_and_gets_summed_gradient(
     pushed = MainGradSink(lambda weight, gradient: None)
     for sink in (None, pushed):
         without: Tensor = attention.wqkv.forward(x, sink)
-        found = attention._product(x, SimpleNamespace(sink=sink))  # type: ignore[arg-type]
+        found = attention._gemm(x, SimpleNamespace(sink=sink))  # type: ignore[arg-type]
         assert torch.equal(found, without + attention.bqkv)
         grad = torch.randn(found.shape).bfloat16()
         wanted = torch.autograd.grad(without, x, grad)[0]

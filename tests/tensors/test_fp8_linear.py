@@ -1,4 +1,4 @@
-"""Linear modules in eight bits: every way of a weight's gradient, what is kept, when weights are
+"""Linear modules in FP8: every way of a weight's gradient, what is kept, when weights are
 quantised, which weights are, and what a host lacks.
 
 Shapes: B sequences, S tokens, IN and OUT widths.
@@ -19,7 +19,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from app.choices import Dtype, Fp8Part, Fp8Recipe, LinearBackendKind
 from app.config import Fp8Config, ModelConfig, MoEConfig, ParallelConfig, PrecisionConfig
-from app.engine.eight_bits import build_fp8, fp8_line
+from app.engine.fp8 import build_fp8, fp8_line
 from app.engine.run.host import check_host
 from app.errors import ConfigError
 from app.model import transformer_engine as library
@@ -175,7 +175,7 @@ LATENT_WIDE = dataclasses.replace(
 
 
 @pytest.mark.parametrize("model", [DENSE, SHARED, LATENT_WIDE], ids=["dense", "tied", "latent"])
-def test_every_linear_layer_is_in_eight_bits_and_nothing_else(model: ModelConfig):
+def test_every_linear_layer_is_in_fp8_and_nothing_else(model: ModelConfig):
     chunk = make_chunk(model)
     run = make_run(model, precision=PrecisionConfig(fp8=in_8()))
     layers = build_fp8(run, [chunk], SimpleNamespace(), CPU)
@@ -219,7 +219,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "widths": (
         {"model": dataclasses.replace(DENSE, ffn_hidden_size=40)},
-        "precision.fp8.include=[linear, head]: widths of a matrix in eight bits are multiples of "
+        "precision.fp8.include=[linear, head]: widths of a matrix in FP8 are multiples of "
         "16, and layers.0.body.mlp.w_down has 32 × 40; did you mean [head] or "
         "precision.fp8.recipe=null?",
     ),
@@ -229,7 +229,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "no layers": (
         {"precision": PrecisionConfig(fp8=in_8(first_layers=1, last_layers=3))},
-        "precision.fp8.last_layers=3: with first_layers=1 leaves none of 4 layers in eight bits; "
+        "precision.fp8.last_layers=3: with first_layers=1 leaves none of 4 layers in FP8; "
         "did you mean 2?",
     ),
     "a shared expert beside": (
@@ -244,7 +244,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_eight_bits_do_not_go_with_is_said_in_one_line(case: str):
+def test_what_fp8_do_not_go_with_is_said_in_one_line(case: str):
     sections, words = REFUSED[case]
     model = sections.get("model", DENSE)
     rest = {name: section for name, section in sections.items() if name != "model"}
@@ -290,7 +290,7 @@ def test_a_host_that_lacks_transformer_engine_is_told_what_to_install(
     )
     monkeypatch.setattr(transformer_engine, "import_library", lambda refused: lacks)
     assert refusal().startswith(
-        "precision.fp8.recipe=block: this GPU has no products in eight bits by this recipe: "
+        "precision.fp8.recipe=block: this GPU has no products in FP8 by this recipe: "
         "needs CUDA 12.9"
     )
     by_library = in_8(backend=LinearBackendKind.transformer_engine)

@@ -1,4 +1,4 @@
-"""Entries that eight bits lose, counted by hand and by the kernel, on a GPU where there is one."""
+"""Entries that FP8 lose, counted by hand and by the kernel, on a GPU where there is one."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 from app.choices import Fp8Recipe
 from app.config import Fp8Config
 from app.errors import ConfigError
-from app.kernels.eight_bits.lost_entries import count_lost
+from app.kernels.fp8.lost_entries import count_lost
 from app.model.fp8.delayed import GRAD, INPUT, WEIGHT, DelayedScales
 from app.model.fp8.lost import LARGEST, LostEntries
 from app.model.fp8.reference import BlockScaled, Reference, TensorScaled
@@ -107,11 +107,11 @@ def test_the_kernel_counts_what_torch_counts(numel: int, dtype: torch.dtype, roo
     assert room is None or expected[2] > 0
 
 
-def test_counting_is_for_runs_with_something_in_eight_bits():
+def test_counting_is_for_runs_with_something_in_fp8():
     assert Fp8Config(Fp8Recipe.current, count_entries=True).count_entries
     with pytest.raises(ConfigError) as refused:
         Fp8Config(count_entries=True)
     assert str(refused.value) == (
-        "precision.fp8.count_entries=true: is not read: recipe=null has no products in eight bits; "
+        "precision.fp8.count_entries=true: is not read: recipe=null has no products in FP8; "
         "did you mean false or precision.fp8.recipe=current?"
     )

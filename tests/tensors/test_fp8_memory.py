@@ -1,4 +1,4 @@
-"""The planned activations in eight bits against real chunks, whose products and quantisers take the
+"""The planned activations in FP8 against real chunks, whose products and quantisers take the
 memory that Transformer Engine's take on a GPU like Hopper, and compute nothing.
 """
 
@@ -34,7 +34,7 @@ kernels = pytest.fixture(autouse=True)(with_kernels)
 WIDE = dataclasses.replace(DENSE, vocab_size=1024)
 SHARED = dataclasses.replace(WIDE, moe=SIGMOID)
 BOTH = (Fp8Part.linear, Fp8Part.head)
-MODELS = {  # and what of them is in eight bits
+MODELS = {  # and what of them is in FP8
     "dense": (WIDE, BOTH),
     "shared": (SHARED, BOTH),
     "experts": (SHARED, (Fp8Part.experts,)),
@@ -135,7 +135,7 @@ def test_what_is_alive_while_it_computes_is_within_three_percent(
     run = in_8(wide, recipe, include)
     memory = planned(run)
     forward, kept, backward = forward_and_backward(run, narrowed(run), True)
-    # norms whose outputs are dropped keep a number per token, with and without eight bits
+    # norms whose outputs are dropped keep a number per token, with and without FP8
     _, kept_wide, _ = forward_and_backward(wide, chunk_of(wide), True)
     assert kept - memory.total == kept_wide - planned(wide).total < 0.003 * kept
     assert memory.total + memory.forward == pytest.approx(forward, rel=0.03)

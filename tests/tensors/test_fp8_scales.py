@@ -107,7 +107,7 @@ def test_before_the_first_step_a_matrix_looks_at_itself():
         assert ((wide - x)[inside].abs() <= x[inside].abs() * half_step + 1e-6).all()
 
 
-def test_what_is_saved_is_what_goes_on():
+def test_what_is_saved_is_what_resumes():
     scales = scales_of()
     assert dict(scales.state()) == {}
     for largest in (8.0, 4.0, 2.0):

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from app.kernels.grouped_product import grouped_product
+from app.kernels.grouped_gemm import grouped_gemm
 from tests.clone_kernels import (
     check_add_clones,
-    check_grouped_product,
+    check_grouped_gemm,
     check_push_clones,
     draw_clones,
 )
@@ -24,29 +24,27 @@ SIZES = [(2, 2, 1, (5, 7)), (3, 1, 2, (8, 16)), (1, 1, 1, (3, 1)), (2, 3, 2, (4,
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize(("width", "columns"), [(40, 136), (136, 8)])
 @pytest.mark.parametrize(("counts", "first"), ROWS, ids=str)
-def test_grouped_product(counts: list[int], first: int, width: int, columns: int, transposed: bool):
+def test_grouped_gemm(counts: list[int], first: int, width: int, columns: int, transposed: bool):
     # interpreted products of bfloat16 are wrong
-    check_grouped_product(
+    check_grouped_gemm(
         counts, first, width, columns=columns, dtype=torch.float16, transposed=transposed
     )
 
 
 @pytest.mark.parametrize("transposed", [False, True])
-def test_grouped_product_of_fp32(transposed: bool):
-    check_grouped_product(
-        [3, 70, 66], 1, 20, columns=68, dtype=torch.float32, transposed=transposed
-    )
+def test_grouped_gemm_of_fp32(transposed: bool):
+    check_grouped_gemm([3, 70, 66], 1, 20, columns=68, dtype=torch.float32, transposed=transposed)
 
 
 @pytest.mark.parametrize("programs", [1, 2, 3, 5])
 def test_programs_that_have_several_tiles(programs: int, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("app.kernels.grouped_product.PROGRAMS", programs)
-    check_grouped_product([5, 0, 300, 3, 129], 1, 40, columns=264, dtype=torch.float16)
+    monkeypatch.setattr("app.kernels.grouped_gemm.PROGRAMS", programs)
+    check_grouped_gemm([5, 0, 300, 3, 129], 1, 40, columns=264, dtype=torch.float16)
 
 
 def test_no_rows_at_all():
     nothing, ends_E = torch.zeros(0, 8, device=DEVICE), torch.zeros(2, device=DEVICE).int()
-    grouped_product(nothing, nothing, torch.ones(1, 8, 8, device=DEVICE), ends_E, first=1)
+    grouped_gemm(nothing, nothing, torch.ones(1, 8, 8, device=DEVICE), ends_E, first=1)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

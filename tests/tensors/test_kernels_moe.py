@@ -160,7 +160,7 @@ PAIRS = [([5, 0, 70, 0], [33, 40, 0, 0]), ([0, 0], [3, 64]), ([64, 1], [0, 0])]
 
 
 @pytest.mark.parametrize("counts", PAIRS, ids=str)
-def test_gradients_of_two_microbatches_in_one_product(counts: tuple[list[int], list[int]]):
+def test_gradients_of_two_microbatches_in_one_gemm(counts: tuple[list[int], list[int]]):
     for dtype in (torch.float16, torch.float32):
         check_paired_gradient(counts, 40, 136, dtype=dtype)
 

@@ -73,7 +73,7 @@ def named(values: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize("route", ROUTES)
 @pytest.mark.parametrize("kind", [ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding])
-def test_products_of_one_weight(kind: type[ColumnParallelLinear], route: str):
+def test_gemms_of_one_weight(kind: type[ColumnParallelLinear], route: str):
     module, x, grad = kind(Weight((OUT, IN))), normal(B, S, IN), normal(B, S, OUT, seed=1)
     module.weight.data = normal(OUT, IN, seed=2)
 
@@ -89,7 +89,7 @@ def test_products_of_one_weight(kind: type[ColumnParallelLinear], route: str):
 
 
 @pytest.mark.parametrize("route", ROUTES)
-def test_products_of_a_weight_per_expert(route: str):
+def test_gemms_of_a_weight_per_expert(route: str):
     module, rows, grad = GroupedLinear(Weight((E, IN, OUT))), normal(T, IN), normal(T, OUT, seed=1)
     module.weight.data = normal(E, IN, OUT, seed=2)
     last = ENDS[-1]
@@ -127,13 +127,13 @@ class Counted:
     def __init__(self, name: str, inner: Any, counts: Counter[tuple[str, str]]) -> None:
         self.name, self.inner, self.counts = name, inner, counts
 
-    def __getattr__(self, product: str) -> Any:
-        self.counts[self.name, product] += 1
-        return getattr(self.inner, product)
+    def __getattr__(self, gemm: str) -> Any:
+        self.counts[self.name, gemm] += 1
+        return getattr(self.inner, gemm)
 
 
 @pytest.mark.parametrize("chunk_tokens", [None, 6])
-def test_one_back_end_computes_every_product(
+def test_one_back_end_computes_every_gemm(
     chunk_tokens: int | None, monkeypatch: pytest.MonkeyPatch
 ):
     """Those of the layers, and of the head in the loss: 16 tokens are 3 chunks."""
@@ -152,9 +152,9 @@ def test_one_back_end_computes_every_product(
     tokens = draw_tokens(TINY, 2, 9)
     context = chunk.context(torch.arange(8).expand(2, 8), None, sink)
     chunk.loss(chunk(tokens[:, :-1], context).x, tokens[:, 1:], context).backward()
-    products = ("output", "input_grad", "weight_grad")
+    gemms = ("output", "input_grad", "weight_grad")
     grouped_counts, linear_counts = (
-        [counts[kind, name] for name in products] for kind in ("grouped_linear", "linear")
+        [counts[kind, name] for name in gemms] for kind in ("grouped_linear", "linear")
     )
     assert grouped_counts == [grouped] * 3
     head = [1, 1, 1] if chunk_tokens is None else [2 * 3, 3, 3]  # backward makes logits again

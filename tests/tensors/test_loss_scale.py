@@ -48,7 +48,7 @@ def test_every_step_equals_golden(case: dict[str, Any]):
 
 
 @pytest.mark.parametrize("case", GOLDEN, ids=lambda case: str(case["args"]))
-def test_it_goes_on_from_its_state(case: dict[str, Any]):
+def test_it_resumes_from_its_state(case: dict[str, Any]):
     whole, before = start(case["args"]), start(case["args"])
     for number, overflow in enumerate(case["found_inf"]):
         if number == 7:

@@ -10,32 +10,32 @@ import pytest
 import torch
 from torch import Tensor
 
-from app.moe.dispatch import stash
-from app.moe.dispatch.stash import Stash, StashedRows
-from app.plan.dispatchers.stash import PlannedStash
+from app.moe.dispatch import paged_buffer
+from app.moe.dispatch.paged_buffer import PagedBuffer, PagedRows
+from app.plan.dispatchers.paged_buffer import PlannedPagedBuffer
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 ROWS = 40
 WIDTHS = ((4, torch.float32), (24, torch.bfloat16), (100, torch.bfloat16))
 
 
-def small(pages: int) -> Stash:
-    return Stash(PlannedStash(512, pages), DEVICE)
+def small(pages: int) -> PagedBuffer:
+    return PagedBuffer(PlannedPagedBuffer(512, pages), DEVICE)
 
 
-def kept(pool: Stash, rows: Tensor, used: int) -> StashedRows:
+def kept(pool: PagedBuffer, rows: Tensor, used: int) -> PagedRows:
     """As many rows are somebody's."""
     ends_E = torch.tensor([0, used], dtype=torch.int32, device=DEVICE)
-    source = StashedRows.of(pool, ends_E, rows)
+    source = PagedRows.of(pool, ends_E, rows)
     source.add_reader(rows)
     return source
 
 
-def a_while(pool: Stash, seed: int) -> list[list[list[int]]]:
+def a_while(pool: PagedBuffer, seed: int) -> list[list[list[int]]]:
     """Tensors come and go in random order; what the pool's numbers and pages are after each."""
     random.seed(seed)
     torch.manual_seed(seed)
-    alive, seen = deque[tuple[StashedRows, Tensor, int]](), []
+    alive, seen = deque[tuple[PagedRows, Tensor, int]](), []
     for _ in range(50):
         if alive and random.random() < 0.5:
             alive.rotate(random.randrange(len(alive)))
@@ -63,7 +63,7 @@ def a_while(pool: Stash, seed: int) -> list[list[list[int]]]:
 @pytest.mark.parametrize("pages", [20, 60])
 def test_tensors_in_any_order(pages: int, monkeypatch: pytest.MonkeyPatch):
     """Whether there are enough pages or not, and with kernels as without, to the last page."""
-    monkeypatch.setattr(stash, "usable", lambda *_: False)
+    monkeypatch.setattr(paged_buffer, "usable", lambda *_: False)
     pool = small(pages)
     plain = a_while(pool, 1)
     assert bool(pool.lacks()) == (pages == 20)
@@ -72,7 +72,7 @@ def test_tensors_in_any_order(pages: int, monkeypatch: pytest.MonkeyPatch):
         monkeypatch.setattr("app.kernels.pages.IDS", 16)
         monkeypatch.setattr("app.kernels.pages.WORDS", 64)
         monkeypatch.setattr("app.kernels.pages.MULTIPROCESSORS", 1)
-    monkeypatch.setattr(stash, "usable", lambda *_: True)
+    monkeypatch.setattr(paged_buffer, "usable", lambda *_: True)
     assert a_while(small(pages), 1) == plain
 
 

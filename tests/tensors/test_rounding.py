@@ -44,12 +44,12 @@ PRODUCTS: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], tuple[Tensor, Tens
 
 
 @pytest.mark.parametrize("name", PRODUCTS)
-def test_products_keep_all_bits_of_fp32(name: str):
+def test_gemms_keep_all_bits_of_fp32(name: str):
     """No entry is off by more than n roundings of its terms' sizes; TF32 is off by far more."""
-    product, (a, b) = PRODUCTS[name]
+    gemm, (a, b) = PRODUCTS[name]
     with in_fp64():
-        exact, sizes = product(a.double(), b.double()), product(a.double().abs(), b.double().abs())
-    assert ((product(a, b) - exact).abs() <= N * EPS / 2 * sizes).all()
+        exact, sizes = gemm(a.double(), b.double()), gemm(a.double().abs(), b.double().abs())
+    assert ((gemm(a, b) - exact).abs() <= N * EPS / 2 * sizes).all()
 
 
 def test_attention_keeps_all_bits_of_fp32():

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from app.choices import Balance, DropPolicy, Score
 from app.config import MoEConfig
-from app.model.peers import Peers
+from app.model.layer_groups import LayerGroups
 from app.moe.phases import Router
 from app.moe.router import (
     aux_loss,
@@ -249,7 +249,7 @@ def moe_of(config: Json) -> MoEConfig:
 def test_whole_router_equals_golden(case: Json):
     config, moe = case["config"], moe_of(case["config"])
     router, counts = (
-        Router(RouterWeights.of(len(case["weight"][0]), moe.num_experts), moe, Peers()),
+        Router(RouterWeights.of(len(case["weight"][0]), moe.num_experts), moe, LayerGroups()),
         torch.zeros(moe.num_experts, dtype=torch.int64),
     )
     router.bias_E.copy_(torch.tensor(case.get("expert_bias", [0.0] * moe.num_experts)))
@@ -310,7 +310,7 @@ def test_sequence_loss_is_the_mean_over_sequences():
 def router_of(**options: Any) -> Router:
     """A router of 8 experts for width 6 with drawn weights."""
     moe = MoEConfig(num_experts=8, top_k=3, **options)
-    router = Router(RouterWeights.of(6, moe.num_experts), moe, Peers())
+    router = Router(RouterWeights.of(6, moe.num_experts), moe, LayerGroups())
     torch.nn.init.normal_(router.weight, generator=torch.Generator().manual_seed(0))
     return router
 
@@ -374,7 +374,7 @@ def test_forced_balance_is_even_and_keeps_the_gradients(score: Score):
     assert router.weight.grad.abs().min() > 0
 
 
-def test_turns_go_on_from_rank_to_rank():
+def test_turns_resume_from_rank_to_rank():
     like = torch.zeros(5, 8)
     turns = [in_turn(like, 3, rank * 15) for rank in range(8)]
     assert turns[0].tolist() == [[0, 1, 2], [3, 4, 5], [0, 6, 7], [1, 2, 3], [4, 5, 6]]
@@ -501,7 +501,7 @@ def test_a_router_normalises_sigmoids_as_configured():
     sums = []
     for normalises in (None, True, False):
         moe = MoEConfig(num_experts=8, top_k=1, score=Score.sigmoid, norm_topk_prob=normalises)
-        router = Router(RouterWeights.of(16, moe.num_experts), moe, Peers())
+        router = Router(RouterWeights.of(16, moe.num_experts), moe, LayerGroups())
         torch.nn.init.normal_(router.weight, generator=torch.Generator().manual_seed(5))
         probs_TK, _, _ = router(x_BsD)
         sums.append(probs_TK.sum(1))

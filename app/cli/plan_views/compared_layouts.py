@@ -1,4 +1,4 @@
-"""The table of layouts of a run on as many GPUs, quickest first."""
+"""The table of layouts of a run on as many GPUs, fastest first."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ALIKE = 1.005  # times as long: no quicker as they are shown
 
 def print_layouts(found: LayoutComparison, assumed: str, console: Console) -> None:
     """All rows, and what is typed for the best; `assumed`: what times are planned from."""
-    remark = f"on {count_of(found.world_size, 'GPU')}, quickest first; GPU hours of "
+    remark = f"on {count_of(found.world_size, 'GPU')}, fastest first; GPU hours of "
     heading(console, "Layouts", f"{remark}{amount(found.tokens)} tokens")
     slower = f"{found.slower_gb_s:g} GB/s"
     experts = any(row.dispatcher for row in found.rows)
@@ -107,7 +107,7 @@ def _companions(row: LayoutRow) -> tuple[str, str, str, str, str]:
 
 def _verdict(found: LayoutComparison) -> Text:
     """How far the run is from the best, and whether the best stays so."""
-    best, robust = found.quickest, found.quickest_slower
+    best, robust = found.fastest, found.fastest_slower
     if best is None or robust is None:
         return Text("No layout of these GPUs fits: more of them, or GPUs with more memory, would.")
     own = next(row for row in found.rows if row.own)
@@ -117,15 +117,15 @@ def _verdict(found: LayoutComparison) -> Text:
         said = f"No layout was found that is quicker than {OWN}."
     else:
         times = own.cost.seconds / best.cost.seconds
-        said = f"{OWN.capitalize()} takes {times:.2f} times as long as the quickest."
+        said = f"{OWN.capitalize()} takes {times:.2f} times as long as the fastest."
     place = found.rows.index(robust) + 1
-    which = "the same one is quickest" if robust is best else f"number {place} is quickest"
+    which = "the same one is fastest" if robust is best else f"number {place} is fastest"
     return Text(f"{said} At {found.slower_gb_s:g} GB/s {which}.")
 
 
 def _best(found: LayoutComparison) -> Iterator[tuple[str, LayoutRow]]:
-    best, robust = found.quickest, found.quickest_slower
+    best, robust = found.fastest, found.fastest_slower
     if best is not None and best.overrides:
-        yield "The quickest, typed behind the run", best
+        yield "The fastest, typed behind the run", best
     if robust is not None and robust is not best and robust.overrides:
-        yield f"The quickest at {found.slower_gb_s:g} GB/s", robust
+        yield f"The fastest at {found.slower_gb_s:g} GB/s", robust

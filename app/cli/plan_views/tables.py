@@ -42,7 +42,7 @@ from app.plan.groups import GROUPS
 from app.plan.plan import Plan
 from app.plan.suggestion import Suggestion
 from app.plan.summary import summary_lines
-from app.plan.trace.eight_bits import EXPERTS_SPEEDUP, SPEEDUP
+from app.plan.trace.fp8 import EXPERTS_SPEEDUP, SPEEDUP
 
 WIDTH = 100  # columns where nothing says otherwise
 BESIDE = 32  # columns of the schedule's table before its actions
@@ -69,7 +69,7 @@ def print_plan(
         _print_verdict(plan, suggestions, console)
         if faster:
             console.print()
-            heading(console, "What makes it faster", "each planned again, quickest first")
+            heading(console, "What makes it faster", "each planned again, fastest first")
             _print_changes(faster, console)
 
 
@@ -226,7 +226,7 @@ def _assumption(plan: Plan, estimate: Estimate) -> str:
     """What the estimate stands on."""
     if estimate.profile is not None:
         said = f"by the speeds of {estimate.profile} (hardware.profile, docs/planning.md)"
-        return f"{said}{_eight_bits_assumption(plan)}."
+        return f"{said}{_fp8_assumption(plan)}."
     peak = f"{estimate.efficiency:.0%} of the data sheet's {estimate.peak_tflops:,.0f} TFLOP/s"
     unused = ""
     if plan.run.hardware.profile is not None:
@@ -234,14 +234,14 @@ def _assumption(plan: Plan, estimate: Estimate) -> str:
     return f"if products reach {peak} (hardware.efficiency){unused}."
 
 
-def _eight_bits_assumption(plan: Plan) -> str:
-    """What products in eight bits are taken for where the profile has no speed of them."""
+def _fp8_assumption(plan: Plan) -> str:
+    """What products in FP8 are taken for where the profile has no speed of them."""
     fp8 = plan.run.precision.fp8
     if fp8.recipe is None or plan.profile is None:
         return ""
     assumed = []
     if fp8.by_library and fp8_tflops(plan.profile, fp8.recipe) is None:
-        assumed.append(f"products in eight bits {SPEEDUP[fp8.recipe]:g} times")
+        assumed.append(f"products in FP8 {SPEEDUP[fp8.recipe]:g} times")
     if Fp8Part.experts in fp8.include and plan.profile.fp8_grouped_tflops is None:
         assumed.append(f"those of experts {EXPERTS_SPEEDUP:g} times")
     if not assumed:
@@ -322,7 +322,7 @@ def _print_suggestions(suggestions: Sequence[Suggestion], console: Console) -> N
     if not suggestions:
         console.print("Nothing was found that makes it fit, not even more GPUs.")
         return
-    heading(console, "What makes it fit", "each planned again, quickest first")
+    heading(console, "What makes it fit", "each planned again, fastest first")
     _print_changes(suggestions, console)
 
 

@@ -39,8 +39,8 @@ class RunFacts:
     memory_peak_gib: float | None  # of the rank that needed most
     memory_planned_gib: float | None  # the same as plan.json has it, tensors on a GPU only
     on_gpu: bool  # whether the peak is of tensors on a GPU; otherwise of the process's memory
-    fp8_recipe: str | None  # of products in eight bits
-    # share of the matrices in eight bits with entries beyond the largest number of their type: the
+    fp8_recipe: str | None  # of products in FP8
+    # share of the matrices in FP8 with entries beyond the largest number of their type: the
     # largest of inputs, weights or gradients at a log line, as of the shares below
     fp8_overflow: float | None
     fp8_overflow_worst: float | None  # the largest of all entries over that number

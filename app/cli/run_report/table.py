@@ -19,10 +19,10 @@ COLUMNS = ("run", "tokens/s", "TFLOP/s", "peak GiB", "loss", "fp8", "overflow", 
            "state")  # fmt: skip
 # columns that are left out where no run has anything in them, and what a legend says of them
 OPTIONAL = {
-    "fp8": "fp8: recipe of products in eight bits.",
-    "overflow": "Overflow: matrices in eight bits with clipped entries, the largest share of "
+    "fp8": "fp8: recipe of products in FP8.",
+    "overflow": "Overflow: matrices in FP8 with clipped entries, the largest share of "
     "inputs, weights or gradients at a log line.",
-    "underflow": "Underflow: entries that eight bits have made zero, the largest share of "
+    "underflow": "Underflow: entries that FP8 have made zero, the largest share of "
     "inputs, weights or gradients at a log line.",
 }
 

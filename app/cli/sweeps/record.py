@@ -102,9 +102,9 @@ class Sweep:
         values = dataclasses.asdict(self) | {"folder": self.name}
         for job in values["jobs"]:
             job["state"] = job["state"].value
-        draft = self.folder / f".{RECORD}.tmp"
-        draft.write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
-        draft.replace(self.folder / RECORD)
+        temporary = self.folder / f".{RECORD}.tmp"
+        temporary.write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
+        temporary.replace(self.folder / RECORD)
 
     @classmethod
     def load(cls, folder: Path) -> Sweep | None:

@@ -27,10 +27,10 @@ from app.kernels.common import usable
 from app.model.attention.kernels import TorchAttention
 from app.model.layers import RMSNorm, swiglu
 from app.moe.permute import combine, permute, sort_by_expert
-from app.moe.router_product import router_product
+from app.moe.router_matmul import router_matmul
 from app.plan.model.norm import NormWeights
 from app.plan.model.weight import Weight
-from app.torch_versions import add_product
+from app.torch_versions import add_gemm
 
 SIZE = 2  # bytes of an element
 SUMS_MOST = 4.0  # times the speed of memory that sums come to, most of which a product hides
@@ -68,11 +68,11 @@ def kernel_speeds(clock: Clock, sizes: MeasuredSizes) -> dict[str, Any]:
     """Keys of `HardwareProfile` that one GPU and its host decide."""
     measure = _Measure(clock, sizes, kernel=clock.start())
     other = measure.other()
-    tflops, share = measure.products(other[0])
+    tflops, share = measure.gemms(other[0])
     return {
-        "product_tflops": tflops,
+        "gemm_tflops": tflops,
         "sustained_tflops": tflops * measure.kept(),
-        "product_memory": share,
+        "gemm_memory": share,
         "router_tflops": measure.router(),
         **measure.grouped(tflops, share, other[0]),
         "attention": measure.attention(),
@@ -113,7 +113,7 @@ class _Measure:
         moved = zip((forward, backward), times, strict=True)
         return [solve.rate(size, took, self.kernel) for size, took in moved]
 
-    def products(self, memory: float) -> tuple[float, float]:
+    def gemms(self, memory: float) -> tuple[float, float]:
         """Of a large square product, and of those of a layer, which hide less of their bytes."""
         s = self.sizes
         wide = 4 * s.hidden
@@ -125,7 +125,7 @@ class _Measure:
             x, w = self.random(m, k), self.random(n, k)
             took = self.clock.seconds(partial(F.linear, x, w)) - self.kernel
             found.append((2.0 * m * n * k, SIZE * float(m * k + n * k + m * n), took))
-        return solve.products(found, memory)
+        return solve.gemms(found, memory)
 
     def kept(self) -> float:
         """Share of its speed that the large product keeps up without a pause."""
@@ -141,7 +141,7 @@ class _Measure:
         grad = self.random(s.tokens, 4 * s.experts, dtype=torch.float32)
 
         def passes() -> Outputs:
-            return torch.autograd.grad(router_product(x, w), (x, w), grad)
+            return torch.autograd.grad(router_matmul(x, w), (x, w), grad)
 
         took = self.clock.seconds(passes)
         flops = 3 * 2.0 * x.numel() * len(w)
@@ -260,7 +260,7 @@ class _Measure:
         tokens, made = s.tokens // 2, 4 * s.hidden
         grad, x = self.random(tokens, made), self.random(tokens, s.hidden)
         total = torch.zeros(made, s.hidden, device=x.device)
-        took = self.clock.seconds(lambda: add_product(total, grad.mT, x))
+        took = self.clock.seconds(lambda: add_gemm(total, grad.mT, x))
         read = SIZE * (grad.numel() + x.numel())
         took -= 2.0 * grad.numel() * s.hidden / (tflops * TERA) + share * read / (memory * GIGA)
         # not all of it hides behind the product, whatever noise says

@@ -57,9 +57,9 @@ def write_profile(
         *(f"  {each.name}: {_text(getattr(profile, each.name))}" for each in fields(profile)),
     ]
     path.parent.mkdir(parents=True, exist_ok=True)
-    draft = path.with_name(f".{path.name}.tmp")
-    draft.write_text("\n".join(lines) + "\n", encoding="utf-8")
-    draft.replace(path)
+    temporary = path.with_name(f".{path.name}.tmp")
+    temporary.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    temporary.replace(path)
 
 
 def _text(value: object) -> str:

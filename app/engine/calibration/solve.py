@@ -45,8 +45,8 @@ def pair(
     return (c * e - b * f) / determinant, (a * f - c * d) / determinant
 
 
-def products(points: Sequence[tuple[float, float, float]], memory: float) -> tuple[float, float]:
-    """(product_tflops, product_memory) of products' (operations, bytes, seconds), by least squares
+def gemms(points: Sequence[tuple[float, float, float]], memory: float) -> tuple[float, float]:
+    """(gemm_tflops, gemm_memory) of products' (operations, bytes, seconds), by least squares
     of relative errors; `memory` in GB/s. The share is kept from 0 to 1.
     """
     # each divided by its seconds: parts of the measured time

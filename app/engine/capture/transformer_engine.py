@@ -2,7 +2,7 @@
 
 It captures the graphs of a pool in one call, in the order of the schedule, after it has run them
 once. That is done before a step begins: what the runs leave in gradient sums, in what routers
-count and in what products in eight bits note is what every step clears at its start, and
+count and in what products in FP8 note is what every step clears at its start, and
 Transformer Engine itself puts back the state of random numbers. It is told the order of the plan
 (`PoolOrder`), and hands inputs and memory on to later graphs by the same order.
 

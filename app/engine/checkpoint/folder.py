@@ -45,7 +45,7 @@ def step_of(checkpoint: Path) -> int:
     return int(found[1])
 
 
-def draft_of(checkpoint: Path) -> Path:
+def temporary_folder(checkpoint: Path) -> Path:
     """Where a checkpoint is written."""
     return checkpoint.with_name(f".{checkpoint.name}.tmp")
 

@@ -63,7 +63,7 @@ def bias_name(router: str) -> str:
 
 
 def scales_name(weight: str) -> str:
-    """Name, in a rank file, of the scales of a layer whose products are in eight bits."""
+    """Name, in a rank file, of the scales of a layer whose products are in FP8."""
     return f"{weight}.fp8_scales"
 
 

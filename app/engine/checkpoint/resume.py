@@ -74,7 +74,7 @@ FREE = frozenset((
     # Speed and memory: the same sums in another order at most.
     "model.moe.dispatcher", "model.moe.static.transport", "model.moe.static.capacity",
     "model.moe.static.factor", "model.moe.static.multiple", "model.moe.static.on_overflow",
-    "model.moe.static.stash",
+    "model.moe.static.paged_buffer",
     "model.moe.echo.spares", "model.moe.echo.algorithm", "model.moe.echo.threshold",
     "model.moe.echo.check",
     "model.moe.shared_overlap", "model.moe.pad_to_capacity",

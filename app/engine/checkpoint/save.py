@@ -33,19 +33,19 @@ from app.engine.checkpoint.folder import (
     MANIFEST,
     checkpoint_name,
     complete_checkpoints,
-    draft_of,
     hidden,
     is_own_folder,
     manifest_digest,
     step_of,
     strays,
+    temporary_folder,
     unfinished,
 )
 from app.engine.checkpoint.load import Progress, rank_file
 from app.engine.checkpoint.synced import sync_folder, write_synced
 from app.engine.checkpoint.tensor_file import write_tensors
 from app.engine.run.run_folder import plain
-from app.engine.watchdog.activity import Strand
+from app.engine.watchdog.activity import ThreadActivity
 from app.errors import ConfigError, no_room
 
 
@@ -122,30 +122,36 @@ def write_checkpoint(
     state: RankState,
     group: dist.ProcessGroup,
     *,
-    strand: Strand,
+    activity: ThreadActivity,
     tell: Callable[[str], None],
 ) -> Path:
     """Write and commit what the ranks of `group` hold of one moment; returns the folder.
 
-    `strand` is told what this thread does: its own work may take any time, meeting the others not.
+    `activity` is told what this thread does: its own work may take any time, meeting the others
+    not.
     `tell` is called on rank 0 with what is in `folder` and is not ours, or cannot be removed.
     Raises ConfigError, the same on every rank.
     """
     final = folder / checkpoint_name(state.manifest["step"])
-    draft = draft_of(final)
-    _lead(group, final, lambda: _begin(draft), strand=strand)
+    temporary = temporary_folder(final)
+    _lead(group, final, lambda: _begin(temporary), activity=activity)
     written = None
     failure = None
-    strand.rest(f"writing {final.name}")
+    activity.rest(f"writing {final.name}")
     try:
-        written = _write_rank(draft, state)
+        written = _write_rank(temporary, state)
     except Exception as error:  # the other ranks are waiting to hear of it
         failure = Failure(f"rank {state.rank}: {error}", no_room(error))
     found: list[Any] = [None] * group.size()
-    strand.note(f"saving {final.name}")
+    activity.note(f"saving {final.name}")
     dist.gather_object((written, failure), found if state.rank == 0 else None, dst=0, group=group)
-    _lead(group, final, lambda: _finish(draft, final, state, found=found, tell=tell), strand=strand)
-    strand.rest()
+    _lead(
+        group,
+        final,
+        lambda: _finish(temporary, final, state, found=found, tell=tell),
+        activity=activity,
+    )
+    activity.rest()
     return final
 
 
@@ -165,10 +171,12 @@ class SaveError(Exception):
         self.failure = failure
 
 
-def _lead(group: dist.ProcessGroup, final: Path, work: Callable[[], None], strand: Strand) -> None:
+def _lead(
+    group: dist.ProcessGroup, final: Path, work: Callable[[], None], activity: ThreadActivity
+) -> None:
     """Do something on rank 0 while the others wait; its failure is raised on all."""
     said: list[Failure | None] = [None]
-    strand.rest(f"saving {final.name}")
+    activity.rest(f"saving {final.name}")
     if group.rank() == 0:
         try:
             work()
@@ -177,8 +185,8 @@ def _lead(group: dist.ProcessGroup, final: Path, work: Callable[[], None], stran
         except Exception as error:
             said = [Failure(str(error), no_room(error))]
         if said[0] is not None:
-            shutil.rmtree(draft_of(final), ignore_errors=True)
-    strand.note(f"saving {final.name}")
+            shutil.rmtree(temporary_folder(final), ignore_errors=True)
+    activity.note(f"saving {final.name}")
     if group.size() > 1:
         dist.broadcast_object_list(said, src=0, group=group)
     if said[0] is not None:
@@ -190,10 +198,10 @@ def _lead(group: dist.ProcessGroup, final: Path, work: Callable[[], None], stran
         raise ConfigError("run_dir", run_dir, rule, advice=advice)
 
 
-def _begin(draft: Path) -> None:
-    draft.parent.mkdir(parents=True, exist_ok=True)
-    _clear(draft)
-    draft.mkdir()
+def _begin(temporary: Path) -> None:
+    temporary.parent.mkdir(parents=True, exist_ok=True)
+    _clear(temporary)
+    temporary.mkdir()
 
 
 def _clear(path: Path) -> None:
@@ -222,9 +230,9 @@ class WrittenFile:
     scales: list[str]
 
 
-def _write_rank(draft: Path, state: RankState) -> WrittenFile:
+def _write_rank(temporary: Path, state: RankState) -> WrittenFile:
     size_and_sum = write_synced(
-        draft / rank_file(state.rank),
+        temporary / rank_file(state.rank),
         lambda file: write_tensors(file, state.tensors, state.metadata),
     )
     return WrittenFile(
@@ -236,7 +244,7 @@ def _write_rank(draft: Path, state: RankState) -> WrittenFile:
 
 
 def _finish(
-    draft: Path,
+    temporary: Path,
     final: Path,
     state: RankState,
     found: list[tuple[WrittenFile, Failure | None]],
@@ -249,14 +257,14 @@ def _finish(
     manifest = {**state.manifest, **_contents([written for written, _ in found])}
     manifest["sha256"] = manifest_digest(manifest)
     lines = ",\n".join(f"{json.dumps(key)}: {json.dumps(value)}" for key, value in manifest.items())
-    write_synced(draft / MANIFEST, lambda file: file.write(f"{{\n{lines}\n}}\n".encode()))
-    _commit(draft, final)
+    write_synced(temporary / MANIFEST, lambda file: file.write(f"{{\n{lines}\n}}\n".encode()))
+    _commit(temporary, final)
     _tidy(final, state.keep, tell)
 
 
 def _contents(written: list[WrittenFile]) -> dict[str, Any]:
     """Where all is: files by name, parts by parameter with the rank that has each, routers, and
-    scales of products in eight bits.
+    scales of products in FP8.
     """
     parts: dict[str, Any] = {}
     routers: dict[str, int] = {}
@@ -277,13 +285,13 @@ def _contents(written: list[WrittenFile]) -> dict[str, Any]:
     }
 
 
-def _commit(draft: Path, final: Path) -> None:
-    sync_folder(draft)
+def _commit(temporary: Path, final: Path) -> None:
+    sync_folder(temporary)
     if is_own_folder(final):  # a resumed run may come to the same step again
         _hide(final)
     else:
         _set_aside(final)
-    draft.rename(final)
+    temporary.rename(final)
     sync_folder(final.parent)
     pointer = final.with_name(f".{LATEST}.tmp")
     latest = final.with_name(LATEST)

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from app.engine.build import Engine
-from app.engine.checkpoint.folder import checkpoint_name, draft_of
+from app.engine.checkpoint.folder import checkpoint_name, temporary_folder
 from app.engine.checkpoint.load import Progress, rank_file
 from app.engine.checkpoint.save import RankState, current_state, write_checkpoint
 from app.engine.groups import host_group
@@ -69,7 +69,7 @@ class Saver:
         state = current_state(self.engine, self.run, progress, cursor=cursor, origin=self._origin)
         name = checkpoint_name(progress.step)
         self._bytes = sum(tensor.nbytes for tensor in state.tensors.values())
-        self._file = draft_of(folder / name) / rank_file(state.rank)
+        self._file = temporary_folder(folder / name) / rank_file(state.rank)
         if self._beside:
             state = dataclasses.replace(state, tensors=self._copied(state.tensors))
             self._thread = threading.Thread(
@@ -77,8 +77,8 @@ class Saver:
             )
             self._thread.start()
         else:
-            strand = self.engine.watchdog.main
-            write_checkpoint(folder, state, self._group, strand=strand, tell=self._tell)
+            activity = self.engine.watchdog.main
+            write_checkpoint(folder, state, self._group, activity=activity, tell=self._tell)
         self._blocked = time.perf_counter() - since
         return folder / name
 
@@ -127,8 +127,8 @@ class Saver:
 
     def _write(self, folder: Path, state: RankState) -> None:
         try:
-            strand = self.engine.watchdog.saving
-            write_checkpoint(folder, state, self._group, strand=strand, tell=self._tell)
+            activity = self.engine.watchdog.saving
+            write_checkpoint(folder, state, self._group, activity=activity, tell=self._tell)
         except Exception as error:  # raised again by `wait`
             self._error = error
             self._failed()

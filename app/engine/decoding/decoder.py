@@ -27,7 +27,7 @@ from app.model.chunk import Chunk
 from app.model.decoding.cached_chunk import CachedChunk
 from app.model.decoding.layer_caches import CacheSizes, NextToken
 from app.model.tensor_parallel import gather_tokens
-from app.plan.memory.decoding import filled_up
+from app.plan.memory.decoding import padded
 from app.plan.plan import Plan
 
 NO_LABEL = -1
@@ -71,11 +71,11 @@ class Decoder:
         self.sequences = sequences
         self.tp = model.groups.layout.tp
         self.dtype = DTYPES[self.run.precision.params]
-        places = filled_up(places, self.tp)
+        places = padded(places, self.tp)
         sizes = CacheSizes(sequences, places, self.dtype, device=model.device)
         self.sizes = sizes
         self.cached = [CachedChunk(chunk, sizes) for chunk in model.chunks]
-        self.rows = filled_up(sequences, self.tp)  # T
+        self.rows = padded(sequences, self.tp)  # T
         self.eager = why_eager(self.run, model.chunks, self.rows // self.tp, model.device)
         self.steps: list[Callable[[Tensor], Tensor]] = [
             self._step_of(cached, recorder) for cached in self.cached
@@ -123,7 +123,7 @@ class Decoder:
         """B texts behind each other, filled up to P: int64 B × P."""
         assert len(texts) == self.sequences, "memory is for this many"
         assert all(texts), "each has a token"
-        width = filled_up(max(width, *map(len, texts)), self.tp)
+        width = padded(max(width, *map(len, texts)), self.tp)
         filled = [[*text, *[FILLING] * (width - len(text))] for text in texts]
         return torch.tensor(filled, device=self.model.device)
 

@@ -190,7 +190,7 @@ class TrainedModel:
         every rank.
         """
         run = plan.run
-        dispatcher = build_dispatcher(run, groups.peers(run.parallel.cp_comm_type), device)
+        dispatcher = build_dispatcher(run, groups.layer_groups(run.parallel.cp_comm_type), device)
         chunks = build_chunks(run, plan.stages, groups, dispatcher=dispatcher, device=device)
         source.fill(chunks, groups)
         return cls(plan, chunks, groups, device, dispatcher=dispatcher)

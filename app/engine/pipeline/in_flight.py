@@ -15,7 +15,7 @@ from app.engine.capture.partial import PartialGraphs
 from app.engine.pipeline.data_feed import StepInput
 from app.model.block import RoutingReport
 from app.model.chunk import Chunk
-from app.model.peers import rank
+from app.model.layer_groups import rank
 from app.model.weight_grads import AddGrad, MainGradSink, WeightGradQueue, WeightGradSink
 from app.plan.actions import MicrobatchChunk, P2POp
 from app.plan.recompute import RankRecompute
@@ -94,7 +94,7 @@ class InFlight:
         root = out.x
         if module.last:
             root = module.loss(out.x, batch.labels_BS, context) * self.step.loss_weights_M[mb]
-            if rank(module.peers.tp) == 0:  # all tensor-parallel ranks have the same loss
+            if rank(module.layer_groups.tp) == 0:  # all tensor-parallel ranks have the same loss
                 self.totals.loss = self.totals.loss + root.detach()
         else:
             self._pass_on(key, out.x.detach())

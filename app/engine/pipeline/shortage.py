@@ -1,6 +1,6 @@
 """What follows when a rank's experts had no memory for all rows that routers chose
-(`model.moe.static.capacity=factor`), or none to keep them for backward (`static.stash`): the work
-is done again, and memory grows.
+(`model.moe.static.capacity=factor`), or none to keep them for backward (`static.paged_buffer`): the
+work is done again, and memory grows.
 
 Work that lacked rows has computed nothing that may be used: its update is left out, or its loss
 not looked at. It is done again eagerly, with as many rows as it takes; the results are those of
@@ -21,13 +21,13 @@ from torch import Tensor
 from app.choices import StaticOverflow
 from app.config import Run
 from app.engine.build import Engine
-from app.engine.dispatchers import build_stash
+from app.engine.dispatchers import build_paged_buffer
 from app.engine.memory import fits
 from app.engine.run.bad_steps import Diverged
 from app.errors import warn
 from app.moe.dispatch.static import StaticDispatcher
 from app.plan.dispatchers.choose import run_dispatcher, tokens_per_rank, with_rows
-from app.plan.dispatchers.stash import with_stash
+from app.plan.dispatchers.paged_buffer import with_paged_buffer
 from app.plan.dispatchers.static import HEADROOM, PlannedStatic
 
 IN_A_ROW = 2  # steps that lacked rows, after which it grows
@@ -119,10 +119,10 @@ class RowShortage:
         assert isinstance(planned, PlannedStatic)
         self.run = run
         self.dispatcher.planned = planned
-        if self.dispatcher.stash is not None:
-            self.dispatcher.stash = None  # its memory may serve the next one
+        if self.dispatcher.paged_buffer is not None:
+            self.dispatcher.paged_buffer = None  # its memory may serve the next one
             engine = self.engine
-            self.dispatcher.stash = build_stash(
+            self.dispatcher.paged_buffer = build_paged_buffer(
                 engine.plan, run, engine.groups.pp_rank, device=self.device
             )
 
@@ -143,9 +143,9 @@ class RowShortage:
         rows = (dispatcher.missing.clamp(min=0).double() + held) / (
             dispatcher.planned.mean_rows(tokens)
         )
-        if dispatcher.stash is None:
+        if dispatcher.paged_buffer is None:
             return torch.cat((rows, torch.zeros_like(rows)))
-        pages = dispatcher.stash.needed().double() / dispatcher.stash.planned.pages
+        pages = dispatcher.paged_buffer.needed().double() / dispatcher.paged_buffer.planned.pages
         return torch.cat((rows, pages))
 
     def _enough(self) -> _More:
@@ -157,11 +157,13 @@ class RowShortage:
         rows, pages = self._needed
         self._needed = 0.0, 0.0
         run, found = self.run, None
-        if static.stash is not None and pages > 1:
-            needed = static.stash * pages
-            run = with_stash(run, _with_headroom(needed))
-            key = "model.moe.static.stash"
-            found = _More(run, key, static.stash, needed=needed, wanted=_with_headroom(needed))
+        if static.paged_buffer is not None and pages > 1:
+            needed = static.paged_buffer * pages
+            run = with_paged_buffer(run, _with_headroom(needed))
+            key = "model.moe.static.paged_buffer"
+            found = _More(
+                run, key, static.paged_buffer, needed=needed, wanted=_with_headroom(needed)
+            )
         if rows > held:
             run = with_rows(run, _with_headroom(rows))
             key = "model.moe.static.factor"

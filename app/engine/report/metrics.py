@@ -22,7 +22,7 @@ from app.engine.build import Engine
 from app.engine.capture.facts import GraphFacts
 from app.engine.pipeline.in_flight import StepTotals
 from app.engine.report.clones import clones_would_pay
-from app.engine.report.eight_bits import Fp8Meter
+from app.engine.report.fp8 import Fp8Meter
 from app.plan.cost.flops import flops_per_token, peak_tflops
 
 GIB = 2**30
@@ -72,13 +72,13 @@ class StepReport:
     moe_rank_load_after: float | None = None  # the same as the ranks computed it, with clones
     # experts whose weights went to another rank, of all layers and microbatches
     moe_clones: int | None = None
-    # share of the matrices in eight bits with entries beyond the largest number of their type, by
+    # share of the matrices in FP8 with entries beyond the largest number of their type, by
     # layers and steps since the last line
     fp8_overflow_inputs: float | None = None
     fp8_overflow_weights: float | None = None
     fp8_overflow_grads: float | None = None
     fp8_overflow_worst: float | None = None  # the largest of all entries over that number
-    # share of the entries that are not zero which eight bits have made zero in this step
+    # share of the entries that are not zero which FP8 have made zero in this step
     fp8_underflow_inputs: float | None = None
     fp8_underflow_weights: float | None = None
     fp8_underflow_grads: float | None = None
@@ -166,7 +166,7 @@ class Meter:
         self.tokens_per_step = run.train.global_batch * run.train.seq_len
         self.flops_per_step = self.tokens_per_step * flops_per_token(run.model, run.train.seq_len)
         self.peak = run.hardware.peak_tflops or _known_peak(engine.device)
-        self.eight_bits = Fp8Meter(engine)
+        self.fp8 = Fp8Meter(engine)
         self.counts: dict[tuple[int, int], Tensor] = {}
         self.dropped: Tensor | int = 0
         # of all ranks, by MoE layer of this stage, at the last log interval
@@ -195,7 +195,7 @@ class Meter:
         at_interval = self._at_interval(step)
         measured = self._memory() if at_interval or step == self.first_step else {}
         if at_interval:
-            measured |= self._expert_load() | self.eight_bits.metrics()
+            measured |= self._expert_load() | self.fp8.metrics()
         return StepReport(
             step=step,
             loss=facts.loss,
@@ -224,14 +224,14 @@ class Meter:
     def begin(self, step: int) -> None:
         """Before a step: what is only looked at in some may have to be counted in it."""
         if self._at_interval(step):
-            self.eight_bits.begin()
+            self.fp8.begin()
 
     def _at_interval(self, step: int) -> bool:
         return step % self.run.log.interval == 0 or step == self.run.train.steps
 
     def lost_entries(self) -> str | None:
-        """What eight bits have lost in steps that were looked at; None: none was."""
-        return self.eight_bits.lost_entries()
+        """What FP8 have lost in steps that were looked at; None: none was."""
+        return self.fp8.lost_entries()
 
     def advice(self) -> list[str]:
         """For the next run, by what has been measured in this one; all ranks ask."""
@@ -240,7 +240,7 @@ class Meter:
         clones = clones_would_pay(
             self.run, self.counts_LE, stages, peak=self.peak, device=engine.device
         )
-        return [each for each in (clones, self.eight_bits.advice()) if each is not None]
+        return [each for each in (clones, self.fp8.advice()) if each is not None]
 
     def rank_load(self) -> float | None:
         """Rows of the busiest expert-parallel rank over the mean, at the last log interval; None:

@@ -1,4 +1,4 @@
-"""Where reports go: the console and metrics.jsonl here, and what draws plots in `boards`.
+"""Where reports go: the console and metrics.jsonl here, and what draws plots in `trackers`.
 
 Sinks get frozen reports and never the trainer.
 """

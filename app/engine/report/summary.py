@@ -14,14 +14,14 @@ from app.data.baseline import ngram_loss
 from app.data.packing import PackedSequences
 from app.engine.build import Engine
 from app.engine.checkpoint.folder import fault_of_latest, newest_checkpoint
-from app.engine.eight_bits import fp8_line
 from app.engine.export import EXPORTED
 from app.engine.fast_paths import graphs_line, slow_paths
-from app.engine.report.boards import TENSORBOARD
+from app.engine.fp8 import fp8_line
 from app.engine.report.metrics import ValidationReport
 from app.engine.report.pace import pace_line
 from app.engine.report.plot import LOSS, plot_run
 from app.engine.report.telling import telling
+from app.engine.report.trackers import TENSORBOARD
 from app.engine.run.start import Data, Start
 from app.errors import warn, writing
 from app.model.attention.chosen import attention_line
@@ -97,7 +97,7 @@ def sum_up(
     lost: str | None,
     advice: Sequence[str],
 ) -> None:
-    """Draw loss.png; on the console the sample, the loss beside that of n-grams, what eight bits
+    """Draw loss.png; on the console the sample, the loss beside that of n-grams, what FP8
     `lost`, `advice` for the next run, the files.
     """
     with telling("counting n-grams and drawing loss.png", aloud=run.log.console), writing(run_dir):

@@ -7,7 +7,7 @@ import torch
 from app.choices import Fp8Part, GraphImpl
 from app.config import Run
 from app.engine.capture.transformer_engine import graphed_callables
-from app.engine.eight_bits import arithmetic_maker, experts_arithmetic
+from app.engine.fp8 import arithmetic_maker, experts_arithmetic
 
 
 def check_host(run: Run, device: torch.device) -> None:

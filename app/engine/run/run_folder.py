@@ -50,11 +50,11 @@ def choose_folder(run: Run, checkpoint: Path | None, ours: bool = False) -> Path
     home = None
     if checkpoint is not None and checkpoint.parent.name == CHECKPOINTS:
         home = checkpoint.parent.parent
-    goes_on = home is not None and newest_checkpoint(home) == checkpoint
+    resumes = home is not None and newest_checkpoint(home) == checkpoint
     if not run.run_dir:
-        return home if goes_on else None
+        return home if resumes else None
     wanted = Path(run.run_dir)
-    at_home = goes_on and home is not None and wanted.resolve() == home.resolve()
+    at_home = resumes and home is not None and wanted.resolve() == home.resolve()
     if holds_run(wanted) and not (ours or run.resume == "auto" or at_home):
         advice = "continue it with resume=auto, or choose another run_dir"
         raise ConfigError("run_dir", wanted, "holds another run", advice=advice)

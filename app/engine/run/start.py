@@ -109,8 +109,8 @@ def _check_steps_left(run: Run, checkpoint: Path, taken: int, run_dir: Path | No
     A run may have died between its last step and its end: then the end is left.
     """
     home = checkpoint.parent.parent
-    goes_on = run_dir is not None and run_dir.resolve() == home.resolve()
-    lacks_end = goes_on and taken == run.train.steps and not has_ended(home)
+    resumes = run_dir is not None and run_dir.resolve() == home.resolve()
+    lacks_end = resumes and taken == run.train.steps and not has_ended(home)
     if taken >= run.train.steps and not lacks_end:
         rule = f"the checkpoint {checkpoint} has already taken {taken}"
         raise ConfigError("train.steps", run.train.steps, rule, nearest=taken + 1)

@@ -11,7 +11,7 @@ from app.engine.watchdog.collectives import Collective
 
 
 @dataclass(slots=True)
-class Strand:
+class ThreadActivity:
     """What one thread of this rank does, as told by itself."""
 
     doing: str = ""

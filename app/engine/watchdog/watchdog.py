@@ -25,7 +25,7 @@ from functools import partial
 
 import torch.distributed as dist
 
-from app.engine.watchdog.activity import Quiet, Strand
+from app.engine.watchdog.activity import Quiet, ThreadActivity
 from app.engine.watchdog.alarms import Alarms
 from app.engine.watchdog.collectives import (
     NOTHING,
@@ -70,8 +70,10 @@ class Watchdog:
     replays: bool = False  # CUDA graphs may hold collectives, which nothing here can see
     spins: bool = False  # the host burns CPU time while it waits for its device
     groups: Mapping[str, dist.ProcessGroup] = field(default_factory=dict)  # by name
-    main: Strand = field(default_factory=Strand)
-    saving: Strand = field(default_factory=Strand)  # the thread that saves beside training
+    main: ThreadActivity = field(default_factory=ThreadActivity)
+    saving: ThreadActivity = field(
+        default_factory=ThreadActivity
+    )  # the thread that saves beside training
     _meetings: int = 0
     _steps: int = 0  # that have begun: what a graph replays nobody else counts
     _recorded: Recorded = NOTHING
@@ -255,18 +257,18 @@ class Watchdog:
     def waits(self) -> list[CollectiveWait]:
         """What this rank is in now, the longest first: collectives, or what its threads noted."""
         found = []
-        for strand in (self.main, self.saving):
-            own = self._under_way(strand)
+        for activity in (self.main, self.saving):
+            own = self._under_way(activity)
             now = time.time()
             found += [self._in_collective(each, now - each.since) for each in own]
-            if strand.since < math.inf and not own:
-                found.append(self._in_action() if strand is self.main else self._in_saving())
+            if activity.since < math.inf and not own:
+                found.append(self._in_action() if activity is self.main else self._in_saving())
         awake = time.monotonic() - self._awake
         found = [replace(wait, seconds=min(wait.seconds, awake)) for wait in found]
         return sorted(found, key=lambda wait: -wait.seconds)
 
-    def _under_way(self, strand: Strand) -> list[Collective]:
-        saving = strand is self.saving
+    def _under_way(self, activity: ThreadActivity) -> list[Collective]:
+        saving = activity is self.saving
         return [each for each in self._recorded.under_way if (each.group == SAVING) == saving]
 
     def _in_collective(self, each: Collective, seconds: float) -> CollectiveWait:

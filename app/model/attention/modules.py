@@ -17,6 +17,7 @@ from app.config import MLAConfig, ModelConfig
 from app.kernels.attention.heads import HeadNorms, split_and_rotate
 from app.kernels.common import usable
 from app.model.attention.over_ranks import attend_all
+from app.model.layer_groups import ALONE, LayerGroups, size
 from app.model.layers import (
     Context,
     RMSNorm,
@@ -26,19 +27,18 @@ from app.model.layers import (
     rotate,
 )
 from app.model.linear import ColumnParallelLinear, RowParallelLinear
-from app.model.peers import ALONE, Peers, size
 from app.model.tensor_parallel import gather_tokens
 from app.plan.model.attention import AttentionWeights, LatentAttentionWeights
 from app.plan.model.norm import NormWeights
 
 
-def attention(model: ModelConfig, peers: Peers = ALONE) -> nn.Module:
+def attention(model: ModelConfig, layer_groups: LayerGroups = ALONE) -> nn.Module:
     """The attention of one layer, of the kind that the model has: a module from B × s × D and a
     context to B × s × D; no residual.
     """
     if model.mla is not None:
-        return LatentAttention(model, model.mla, peers)
-    return Attention(model, peers)
+        return LatentAttention(model, model.mla, layer_groups)
+    return Attention(model, layer_groups)
 
 
 class Attention(nn.Module):
@@ -49,46 +49,53 @@ class Attention(nn.Module):
     rank.
     """
 
-    def __init__(self, model: ModelConfig, peers: Peers = ALONE) -> None:
+    def __init__(self, model: ModelConfig, layer_groups: LayerGroups = ALONE) -> None:
         super().__init__()
         width = model.head_width
-        tp = size(peers.tp)
-        self.peers = peers
+        tp = size(layer_groups.tp)
+        self.layer_groups = layer_groups
         self.width = width
         self.scale = model.softmax_scale
         self.num_kv_heads = model.num_kv_heads // tp
         self.queries_per_kv = model.num_heads // model.num_kv_heads
         weights = AttentionWeights.of(model)
         bias = weights.bqkv
-        self.bqkv = None if bias is None else nn.Parameter(torch.empty(peers.coords.shape(bias)))
-        self.wqkv = ColumnParallelLinear(weights.wqkv, peers)
-        self.wo = RowParallelLinear(weights.wo, peers)
+        self.bqkv = (
+            None if bias is None else nn.Parameter(torch.empty(layer_groups.coords.shape(bias)))
+        )
+        self.wqkv = ColumnParallelLinear(weights.wqkv, layer_groups)
+        self.wo = RowParallelLinear(weights.wo, layer_groups)
         self.eps = model.norm_eps
         if model.qk_norm_whole and weights.q_norm is not None and weights.k_norm is not None:
-            self.q_norm: nn.Module = WholeNorm(weights.q_norm, peers)
-            self.k_norm: nn.Module = WholeNorm(weights.k_norm, peers)
+            self.q_norm: nn.Module = WholeNorm(weights.q_norm, layer_groups)
+            self.k_norm: nn.Module = WholeNorm(weights.k_norm, layer_groups)
         else:
             self.q_norm = _norm(weights.q_norm, model.norm_eps)
             self.k_norm = _norm(weights.k_norm, model.norm_eps)
 
     def forward(self, x_BsD: Tensor, context: Context) -> Tensor:
         """B × s × D -> B × s × D; no residual."""
-        qkv = self._product(x_BsD, context)
+        qkv = self._gemm(x_BsD, context)
         heads = context.recompute.checkpoint(Recompute.attn_core, self._core, qkv, context)
         return self.wo.forward(heads, context.sink)
 
     def heads(self, x_BsD: Tensor, context: Context) -> tuple[Tensor, Tensor, Tensor]:
         """What a cache is made of: q B × S × N × H, k and v B × S × G × H, positions turned."""
-        return self._heads(self._product(x_BsD, context), context)
+        return self._heads(self._gemm(x_BsD, context), context)
 
-    def _product(self, x_BsD: Tensor, context: Context) -> Tensor:
+    def _gemm(self, x_BsD: Tensor, context: Context) -> Tensor:
         qkv = self.wqkv.forward(x_BsD, context.sink)
         return qkv if self.bqkv is None else qkv.add_(self.bqkv)  # nobody has kept it
 
     def _core(self, qkv: Tensor, context: Context) -> Tensor:
         q_BSNH, k_BSGH, v_BSGH = self._heads(qkv, context)
         return attend_all(
-            q_BSNH, k_BSGH, v_BSGH, context=context, peers=self.peers, scale=self.scale
+            q_BSNH,
+            k_BSGH,
+            v_BSGH,
+            context=context,
+            layer_groups=self.layer_groups,
+            scale=self.scale,
         ).flatten(2)
 
     def _heads(self, qkv: Tensor, context: Context) -> tuple[Tensor, Tensor, Tensor]:
@@ -120,7 +127,7 @@ class Attention(nn.Module):
             self.k_norm,
             num_kv_heads=self.num_kv_heads,
             eps=self.eps,
-            group=self.peers.tp,
+            group=self.layer_groups.tp,
         )
 
     def _head_norms(self) -> HeadNorms | None:
@@ -142,19 +149,21 @@ class LatentAttention(nn.Module):
     width of keys, as the kernels with a fixed order of sums, and exchanges, take one width.
     """
 
-    def __init__(self, model: ModelConfig, mla: MLAConfig, peers: Peers = ALONE) -> None:
+    def __init__(
+        self, model: ModelConfig, mla: MLAConfig, layer_groups: LayerGroups = ALONE
+    ) -> None:
         super().__init__()
         self.mla = mla
-        self.peers = peers
+        self.layer_groups = layer_groups
         self.scale = model.softmax_scale
         weights = LatentAttentionWeights.of(model, mla)
-        self.q_a = None if weights.q_a is None else ColumnParallelLinear(weights.q_a, peers)
+        self.q_a = None if weights.q_a is None else ColumnParallelLinear(weights.q_a, layer_groups)
         self.q_a_norm = _norm(weights.q_a_norm, model.latent_eps)
-        self.q_b = ColumnParallelLinear(weights.q_b, peers)
-        self.kv_a = ColumnParallelLinear(weights.kv_a, peers)
+        self.q_b = ColumnParallelLinear(weights.q_b, layer_groups)
+        self.kv_a = ColumnParallelLinear(weights.kv_a, layer_groups)
         self.kv_a_norm = RMSNorm(weights.kv_a_norm, model.latent_eps)
-        self.kv_b = ColumnParallelLinear(weights.kv_b, peers)
-        self.wo = RowParallelLinear(weights.wo, peers)
+        self.kv_b = ColumnParallelLinear(weights.kv_b, layer_groups)
+        self.wo = RowParallelLinear(weights.wo, layer_groups)
 
     def forward(self, x_BsD: Tensor, context: Context) -> Tensor:
         """B × s × D -> B × s × D; no residual."""
@@ -175,7 +184,7 @@ class LatentAttention(nn.Module):
         latent_BsL, key_BsR = self.kv_a.forward(x_BsD, sink).split(
             (self.mla.kv_lora_rank, self.mla.qk_rope_head_dim), dim=-1
         )
-        return q, self.kv_a_norm(latent_BsL, sink), gather_tokens(key_BsR, self.peers.tp)
+        return q, self.kv_a_norm(latent_BsL, sink), gather_tokens(key_BsR, self.layer_groups.tp)
 
     def queries(self, q: Tensor, context: Context) -> tuple[Tensor, Tensor]:
         """Of each head what positions do not turn, and what they have turned: B × S × N × …"""
@@ -202,7 +211,12 @@ class LatentAttention(nn.Module):
     def _core(self, q: Tensor, kv: Tensor, key_BSR: Tensor, context: Context) -> Tensor:
         q_BSNH, k_BSNH, v_BSNH = self.heads(q, kv, key_BSR, context)
         out_BSNH = attend_all(
-            q_BSNH, k_BSNH, v_BSNH, context=context, peers=self.peers, scale=self.scale
+            q_BSNH,
+            k_BSNH,
+            v_BSNH,
+            context=context,
+            layer_groups=self.layer_groups,
+            scale=self.scale,
         )
         return out_BSNH[..., : self.mla.v_head_dim].flatten(2)
 

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from app.choices import CpComm
 from app.model.context_parallel import gather_sequence, ulysses_to_heads, ulysses_to_tokens
+from app.model.layer_groups import LayerGroups, rank, size
 from app.model.layers import Context
-from app.model.peers import Peers, rank, size
 
 
 def attend_all(
@@ -19,17 +19,21 @@ def attend_all(
     k_BSGH: Tensor,
     v_BSGH: Tensor,
     context: Context,
-    peers: Peers,
+    layer_groups: LayerGroups,
     scale: float | None = None,
 ) -> Tensor:
     """Attention to the whole sequence, over all context-parallel ranks: B × S × N × H.
 
     `scale`: factor on the scores; None: 1 / √H.
     """
-    if size(peers.cp) == 1:
+    if size(layer_groups.cp) == 1:
         return context.attend(q_BSNH, k_BSGH, v_BSGH, mask_B1SK=context.mask_B1SK, scale=scale)
-    by = _attend_gathered_keys if peers.cp_comm_type is CpComm.all_gather else _attend_by_heads
-    return by(q_BSNH, k_BSGH, v_BSGH, context=context, peers=peers, scale=scale)
+    by = (
+        _attend_gathered_keys
+        if layer_groups.cp_comm_type is CpComm.all_gather
+        else _attend_by_heads
+    )
+    return by(q_BSNH, k_BSGH, v_BSGH, context=context, layer_groups=layer_groups, scale=scale)
 
 
 def _attend_gathered_keys(
@@ -37,14 +41,14 @@ def _attend_gathered_keys(
     k_BSGH: Tensor,
     v_BSGH: Tensor,
     context: Context,
-    peers: Peers,
+    layer_groups: LayerGroups,
     scale: float | None,
 ) -> Tensor:
     """Both pieces of the queries, each against the keys up to its own end."""
-    assert peers.cp is not None
-    ranks = size(peers.cp)
-    here = rank(peers.cp)
-    both_BKF = gather_sequence(torch.cat((k_BSGH, v_BSGH), dim=2).flatten(2), peers.cp)
+    assert layer_groups.cp is not None
+    ranks = size(layer_groups.cp)
+    here = rank(layer_groups.cp)
+    both_BKF = gather_sequence(torch.cat((k_BSGH, v_BSGH), dim=2).flatten(2), layer_groups.cp)
     k_BKGH, v_BKGH = both_BKF.unflatten(2, (-1, k_BSGH.shape[3])).chunk(2, dim=2)
     outs = []
     piece = q_BSNH.shape[1] // 2
@@ -64,18 +68,18 @@ def _attend_by_heads(
     k_BSGH: Tensor,
     v_BSGH: Tensor,
     context: Context,
-    peers: Peers,
+    layer_groups: LayerGroups,
     scale: float | None,
 ) -> Tensor:
     """Whole sequences of this rank's share of the heads."""
-    assert peers.cp is not None
-    ranks = size(peers.cp)
+    assert layer_groups.cp is not None
+    ranks = size(layer_groups.cp)
     width = q_BSNH.shape[3]
     shares = [heads.unflatten(2, (ranks, -1)) for heads in (q_BSNH, k_BSGH, v_BSGH)]
-    whole_BKF = ulysses_to_heads(torch.cat(shares, dim=3).flatten(3), peers.cp)
+    whole_BKF = ulysses_to_heads(torch.cat(shares, dim=3).flatten(3), layer_groups.cp)
     heads = [share.shape[3] for share in shares]
     q_BKNH, k_BKGH, v_BKGH = whole_BKF.unflatten(2, (-1, width)).split(heads, dim=2)
     out_BKNH = context.attend(q_BKNH, k_BKGH, v_BKGH, mask_B1SK=context.mask_B1SK, scale=scale)
-    own_BSF = ulysses_to_tokens(out_BKNH.flatten(2), peers.cp).flatten(2)
+    own_BSF = ulysses_to_tokens(out_BKNH.flatten(2), layer_groups.cp).flatten(2)
     own_BSNH: Tensor = own_BSF.unflatten(2, (-1, width))
     return own_BSNH

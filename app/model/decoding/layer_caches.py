@@ -185,7 +185,7 @@ class LatentCache:
 
     def _both(self, latent_BsL: Tensor, key_BPR: Tensor, context: Context) -> Tensor:
         """The latent of all tokens, and the rotary key turned: B × P × (L + R)."""
-        latent_BPL = gather_tokens(latent_BsL, self.attn.peers.tp)
+        latent_BPL = gather_tokens(latent_BsL, self.attn.layer_groups.tp)
         key_BP1R = self.attn.shared_key(key_BPR, context)
         return torch.cat((latent_BPL, key_BP1R[:, :, 0]), dim=-1)
 

@@ -1,1 +1,1 @@
-"""Products in eight bits of linear layers and experts: matrices, what quantises them, back ends."""
+"""Products in FP8 of linear layers and experts: matrices, what quantises them, back ends."""

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from app.model.peers import size
+from app.model.layer_groups import size
 
 INPUT, WEIGHT, GRAD = range(3)  # a layer's matrices
 EACH = 3

@@ -1,4 +1,4 @@
-"""The back end of a layer of experts in eight bits.
+"""The back end of a layer of experts in FP8.
 
 Rows are quantised for the output, and the output's gradient for that of the rows, unless who has
 made them did so on the way (`app.model.fp8.ready`): with equal bits. The gradient of the weight

@@ -1,4 +1,4 @@
-"""The back end of a linear layer in eight bits, and all layers of a rank that are.
+"""The back end of a linear layer in FP8, and all layers of a rank that are.
 
 `Fp8Layers.expire` says that weights have changed, and the first forward of each layer afterwards
 quantises its own (`HeldWeight`), in front of anything captured of it. Work that is captured as a
@@ -34,7 +34,7 @@ from app.model.weight_grads import WeightGrad
 
 @dataclass(frozen=True, slots=True)
 class Fp8Grad(WeightGrad):
-    """gradᵀ · x over all rows, of matrices in eight bits."""
+    """gradᵀ · x over all rows, of matrices in FP8."""
 
     arithmetic: Fp8Arithmetic
     grad: Quantised
@@ -54,7 +54,7 @@ Count = Callable[[int, Tensor, Quantised], None]  # kind of a matrix, the matrix
 
 
 class Fp8Linear(HeldWeight):
-    """The products of one layer with its weight, in eight bits (`LinearBackend`).
+    """The products of one layer with its weight, in FP8 (`LinearBackend`).
 
     `count` looks at every matrix that has been quantised; None: nobody does.
     """
@@ -120,7 +120,7 @@ class Fp8Linear(HeldWeight):
 
 
 class Fp8Layers:
-    """All layers of a rank whose products are in eight bits."""
+    """All layers of a rank whose products are in FP8."""
 
     def __init__(
         self,
@@ -141,7 +141,7 @@ class Fp8Layers:
         self.linears: dict[str, Fp8Linear | Fp8GroupedLinear] = {}  # by global names of weights
 
     def use(self, chunk: Chunk, names: Collection[str]) -> None:
-        """Have linear modules of these global names compute in eight bits."""
+        """Have linear modules of these global names compute in FP8."""
         modules = dict(chunk.named_modules())
         for name in names:
             module = modules[name]

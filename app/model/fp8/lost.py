@@ -1,4 +1,4 @@
-"""Entries of matrices that eight bits lose: those that become zero, and those that are clipped.
+"""Entries of matrices that FP8 lose: those that become zero, and those that are clipped.
 
 A matrix is read once more for it, right after it has been quantised. Whether that is done is
 written on the device, so captured graphs count in the steps that are looked at and in no other.
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from app.kernels.common import usable
-from app.kernels.eight_bits.lost_entries import count_lost
+from app.kernels.fp8.lost_entries import count_lost
 from app.model.fp8.delayed import EACH, LinearScales
 from app.model.fp8.quantised import Quantised
 from app.model.fp8.reference import E4M3, E5M2

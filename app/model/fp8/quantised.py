@@ -1,4 +1,4 @@
-"""A matrix in eight bits, what quantises and multiplies such matrices, and a weight that is kept as
+"""A matrix in FP8, what quantises and multiplies such matrices, and a weight that is kept as
 one beside the parameter it is made of.
 
 Each of a linear layer's three matrices is read by two products, along one dimension or the other:
@@ -21,7 +21,7 @@ Four = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]
 
 @dataclass(frozen=True, slots=True)
 class Quantised:
-    """A matrix of R rows and C columns in eight bits, and what its entries are to be multiplied
+    """A matrix of R rows and C columns in FP8, and what its entries are to be multiplied
     with; only `Fp8Arithmetic` that has made it reads it.
     """
 
@@ -60,7 +60,7 @@ Operand = Tensor | Quantised  # what a product of a linear layer reads
 
 
 class QuantisesWeights(Protocol):
-    """What makes a weight's copies in eight bits."""
+    """What makes a weight's copies in FP8."""
 
     def weight(self, weight: Tensor, /) -> Quantised:
         """In new memory, for the output and for the gradient of the input."""
@@ -95,7 +95,7 @@ class Fp8Arithmetic(QuantisesWeights, Protocol):
 
 
 class HeldWeight:
-    """What layers in eight bits share: the weight is quantised once per update, in memory that
+    """What layers in FP8 share: the weight is quantised once per update, in memory that
     never moves, so that captured graphs read what it holds now.
     """
 

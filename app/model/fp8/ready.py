@@ -1,4 +1,4 @@
-"""Rows in eight bits that the kernel which has made the rows wrote beside them.
+"""Rows in FP8 that the kernel which has made the rows wrote beside them.
 
 Shapes: R rows of experts, F hidden width of an expert.
 """
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from app.kernels.eight_bits.swiglu import InBoth, swiglu_rows, swiglu_rows_gradient
+from app.kernels.fp8.swiglu import InBoth, swiglu_rows, swiglu_rows_gradient
 from app.model.fp8.quantised import Operand, Quantised
 
 
@@ -32,7 +32,7 @@ class ReadyRows:
         return self.rows
 
     def of(self, rows: Tensor) -> Operand:
-        """What a product reads of these rows: in eight bits where that is ready."""
+        """What a product reads of these rows: in FP8 where that is ready."""
         there, in_8 = self.rows, self.in_8
         if there is None or in_8 is None or there.data_ptr() != rows.data_ptr():
             return rows
@@ -55,7 +55,7 @@ class _Swiglu(torch.autograd.Function):
 
 def swiglu_in_8(both_R2F: Tensor, used: Tensor, ready: ReadyRows) -> Tensor:
     """silu(gate) · up of the two halves, R × F, that leaves its result and the gradient of `both`
-    ready in eight bits too.
+    ready in FP8 too.
     """
     act_RF: Tensor = _Swiglu.apply(both_R2F.contiguous(), used, ready)
     return act_RF

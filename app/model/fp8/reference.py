@@ -43,7 +43,7 @@ def scale_for(largest: Tensor, dtype: torch.dtype, power_of_two: bool = False) -
 
 
 def rounded(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """x · scale in eight bits; what is larger than the type's largest number becomes that."""
+    """x · scale in FP8; what is larger than the type's largest number becomes that."""
     largest = torch.finfo(dtype).max
     return (x.float() * scale).clamp(-largest, largest).to(dtype)
 
@@ -192,7 +192,7 @@ def _each(scales: Tensor, like_OI: Tensor) -> Tensor:
 
 
 def _along_rows(x_RK: Tensor) -> tuple[Tensor, Tensor]:
-    """In eight bits, and factors R × ⌈K / 128⌉."""
+    """in FP8, and factors R × ⌈K / 128⌉."""
     columns = x_RK.shape[1]
     parts = F.pad(x_RK, (0, -columns % BLOCK)).unflatten(1, (-1, BLOCK))
     scales = scale_for(parts.abs().amax(dim=2), E4M3, power_of_two=True)

@@ -1,4 +1,4 @@
-"""Rows of experts in eight bits, each with a scale of its own, and their grouped products.
+"""Rows of experts in FP8, each with a scale of its own, and their grouped products.
 
 A row of what comes in, or of the output's gradient, is scaled by its own largest entry; a weight
 has two copies, with a scale for each column of an expert's matrix for the output, and for each row
@@ -20,15 +20,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from app.kernels.common import usable
-from app.kernels.eight_bits.quantise import quantise_rows
-from app.kernels.eight_bits.weights import quantise_weight_into
-from app.kernels.grouped_product import grouped_product
+from app.kernels.fp8.quantise import quantise_rows
+from app.kernels.fp8.weights import quantise_weight_into
+from app.kernels.grouped_gemm import grouped_gemm
 from app.model.fp8.quantised import Quantised
 from app.model.fp8.reference import E4M3, both, rounded, scale_for
 
 
-class GroupedProduct(Protocol):
-    """Multiplies rows in eight bits with the matrix of their expert."""
+class GroupedGemm(Protocol):
+    """Multiplies rows in FP8 with the matrix of their expert."""
 
     def __call__(
         self,
@@ -44,14 +44,14 @@ class GroupedProduct(Protocol):
 def by_reference(
     rows: Quantised, matrix_ENK: Tensor, scales_EN: Tensor, ends_E: Tensor, dtype: torch.dtype
 ) -> Tensor:
-    """In fp32, of what eight bits stand for."""
+    """In fp32, of what FP8 stand for."""
     data_TK, scales_T = both(rows.by_rows, rows.row_scales)
     rows_TK = data_TK * scales_T[:, None]
     wide_ENK = matrix_ENK.float() * scales_EN[..., None]
     if not usable(rows_TK):
         return F.grouped_mm(rows_TK, wide_ENK.mT, offs=ends_E).to(dtype)
     out_TN = rows_TK.new_empty(len(rows_TK), matrix_ENK.shape[1])  # without waiting for the device
-    grouped_product(out_TN, rows_TK, wide_ENK, ends_E=ends_E, first=0, transposed=True)
+    grouped_gemm(out_TN, rows_TK, wide_ENK, ends_E=ends_E, first=0, transposed=True)
     return out_TN.to(dtype)
 
 
@@ -80,7 +80,7 @@ def on_tensor_cores(
 class RowScaled:
     """Quantises rows and weights of experts, and multiplies them by one of the products above."""
 
-    def __init__(self, multiply: GroupedProduct) -> None:
+    def __init__(self, multiply: GroupedGemm) -> None:
         self.multiply = multiply
 
     def rows(self, x_TK: Tensor, ends_E: Tensor) -> Quantised:
@@ -137,6 +137,6 @@ class RowScaled:
 
 
 def _rows_of(x: Tensor) -> tuple[Tensor, Tensor]:
-    """In eight bits, and a factor for each of its rows."""
+    """in FP8, and a factor for each of its rows."""
     scales = scale_for(x.abs().amax(dim=-1), E4M3)
     return rounded(x, scales[..., None], E4M3), scales.reciprocal()

@@ -38,7 +38,7 @@ def fp8_library(asked: LinearBackendKind, recipe: Fp8Recipe) -> ModuleType:
     look = library.is_fp8_block_scaling_available if block else library.is_fp8_available
     available, why = look(return_reason=True)
     if not available:
-        rule = f"this GPU has no products in eight bits by this recipe: {why}"
+        rule = f"this GPU has no products in FP8 by this recipe: {why}"
         near: tuple[object, ...] = (None, Instead("precision.fp8.backend=torch"))
         raise ConfigError("precision.fp8.recipe", recipe, rule, nearest=near)
     return library
@@ -68,7 +68,7 @@ class TransformerEngine:
         self.recipe = recipe
         self.scales = scales
         self.quantise_into = import_module("transformer_engine_torch").quantize
-        self.product = import_module(f"{LIBRARY}.pytorch.cpp_extensions").general_gemm
+        self.gemm = import_module(f"{LIBRARY}.pytorch.cpp_extensions").general_gemm
         forward_type = library.DType.kFloat8E4M3
         block = recipe is Fp8Recipe.block
         grad_type = forward_type if block else library.DType.kFloat8E5M2
@@ -123,15 +123,13 @@ class TransformerEngine:
     def output(self, x: Quantised, weight: Quantised, dtype: torch.dtype) -> Tensor:
         """See the protocol."""
         record = self._record(weight, WEIGHT)
-        out_TO: Tensor = self.product(record, self._record(x, INPUT), out_dtype=dtype, layout="TN")[
-            0
-        ]
+        out_TO: Tensor = self.gemm(record, self._record(x, INPUT), out_dtype=dtype, layout="TN")[0]
         return out_TO
 
     def input_grad(self, grad: Quantised, weight: Quantised, dtype: torch.dtype) -> Tensor:
         """See the protocol."""
         record = self._record(weight, WEIGHT)
-        grad_TI: Tensor = self.product(
+        grad_TI: Tensor = self.gemm(
             record,
             self._record(grad, GRAD),
             out_dtype=dtype,
@@ -143,7 +141,7 @@ class TransformerEngine:
 
     def weight_grad(self, grad: Quantised, x: Quantised, dtype: torch.dtype) -> Tensor:
         """See the protocol."""
-        grad_OI: Tensor = self.product(
+        grad_OI: Tensor = self.gemm(
             self._record(x, INPUT),
             self._record(grad, GRAD),
             out_dtype=dtype,
@@ -158,7 +156,7 @@ class TransformerEngine:
         if total_OI.dtype != torch.float32:
             total_OI.add_(self.weight_grad(grad, x, total_OI.dtype))
             return
-        self.product(
+        self.gemm(
             self._record(x, INPUT),
             self._record(grad, GRAD),
             out_dtype=torch.float32,

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from app.collectives import all_gather
 from app.model.fp8.ready import ReadyRows
-from app.model.peers import size
+from app.model.layer_groups import size
 from app.moe.dispatch.collectives import exchange_rows, start_to_host
 from app.moe.permute import Permutation, combine, permute, reorder, sort_by_expert
 from app.moe.protocol import Dispatched

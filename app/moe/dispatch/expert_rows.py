@@ -18,8 +18,8 @@ from torch import Tensor
 from app.kernels import peer_rows as kernels
 from app.kernels import peer_sums
 from app.kernels.common import usable
-from app.kernels.eight_bits.quantise import InEight
 from app.kernels.expert_rows import expert_rows
+from app.kernels.fp8.quantise import InEight
 from app.moe.permute import dot_rows, pick_rows, sort_by_expert, sum_rows, widened
 
 

@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from app.kernels.eight_bits.quantise import InEight
+from app.kernels.fp8.quantise import InEight
 from app.kernels.peer_rows import pull_gradients, pull_rows, push_values
 from app.kernels.peer_sums import push_sums
 from app.moe.dispatch.expert_rows import sum_dots, sum_partials

@@ -18,13 +18,13 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from app.kernels.common import usable
-from app.kernels.eight_bits.quantise import empty_in_8
+from app.kernels.fp8.quantise import empty_in_8
 from app.model.fp8.ready import ReadyRows
 from app.moe.clones.cloning import Cloning
 from app.moe.clones.record import Clones
 from app.moe.dispatch.expert_rows import ExpertRows, place_rows, zero_gaps
+from app.moe.dispatch.paged_buffer import PagedBuffer, PagedRows
 from app.moe.dispatch.peer import PeerTransport
-from app.moe.dispatch.stash import Stash, StashedRows
 from app.moe.dispatch.transport import CollectiveTransport, TokenTransport
 from app.moe.protocol import Dispatched
 from app.plan.dispatchers.static import PlannedStatic
@@ -62,11 +62,12 @@ class StaticDispatcher:
         *,
         ep_rank: int,
         device: torch.device,
-        stash: Stash | None = None,
+        paged_buffer: PagedBuffer | None = None,
         cloning: Cloning | None = None,
     ) -> None:
         """`peer` carries as many tokens as it has memory for, `collective` other numbers of them,
-        with equal bits. `stash` keeps what backward needs of rows; None: autograd, all of them.
+        with equal bits. `paged_buffer` keeps what backward needs of rows; None leaves all of
+        them to autograd.
         `cloning` sends choices of hot experts to clones; None: each goes to its expert.
         """
         self.planned = planned
@@ -75,20 +76,20 @@ class StaticDispatcher:
         self.first = ep_rank * planned.experts  # global index of this rank's first expert
         # int32 [1]: most rows that a microbatch has lacked since this was cleared; 0: none
         self.missing = torch.zeros(1, dtype=torch.int32, device=device)
-        self.stash = stash
+        self.paged_buffer = paged_buffer
         self.cloning = cloning
         self._counts_rows = False
 
     def clear(self) -> None:
         """Work begins: no rows have been missing yet, and nothing is kept."""
         self.missing.zero_()
-        if self.stash is not None:
-            self.stash.clear()
+        if self.paged_buffer is not None:
+            self.paged_buffer.clear()
 
     def lacks(self) -> Tensor:
         """Whether rows have been missing since, or memory to keep them: bool [1]."""
         lacking = self.missing > 0
-        return lacking if self.stash is None else lacking | self.stash.lacks()
+        return lacking if self.paged_buffer is None else lacking | self.paged_buffer.lacks()
 
     @property
     def _gaps(self) -> bool:
@@ -149,8 +150,8 @@ class StaticDispatcher:
         )
         ends_E = prepared.rows.ends_E
         keep = None
-        if self.stash is not None and not self._counts_rows:
-            keep = partial(StashedRows.of, self.stash, ends_E)
+        if self.paged_buffer is not None and not self._counts_rows:
+            keep = partial(PagedRows.of, self.paged_buffer, ends_E)
         lent = None
         if self.cloning is not None and prepared.clones is not None:
             lent = self.cloning.lent(prepared.clones)
@@ -176,7 +177,7 @@ class StaticDispatcher:
         return out_TD
 
     def _filled(self, ready: ReadyRows | None, rows: Tensor) -> ReadyRows | None:
-        """Where kernels leave rows in eight bits; None: who reads them quantises them, and zeros
+        """Where kernels leave rows in FP8; None: who reads them quantises them, and zeros
         between the rows of experts.
         """
         return ready if usable(rows) and not self._gaps else None

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from app.collectives import all_to_all
-from app.kernels.eight_bits.quantise import InEight
+from app.kernels.fp8.quantise import InEight
 from app.moe.dispatch.collectives import gathered
 from app.moe.dispatch.expert_rows import (
     partial_sums,

@@ -144,7 +144,7 @@ def _trace_flops(traced: ForwardTrace, timed: bool = False) -> Flops:
     forward = inputs = weight = recompute = 0
     for op in (op for op in traced.trace.ops if op.flops):
         again = op.flops if op.segment else op.flops_recomputed
-        own, of_weight = op.eight_bits.speedups if timed and op.eight_bits else (1.0, 1.0)
+        own, of_weight = op.fp8.speedups if timed and op.fp8 else (1.0, 1.0)
         once = op.flops if own == 1 else round(op.flops / own)
         forward += once
         inputs += once if op.weight else 2 * once
@@ -181,7 +181,7 @@ def stage_seconds(
     run: Run, stages: Sequence[Stage], layout: ParallelLayout
 ) -> tuple[StageSeconds, ...]:
     """Operations of each stage's busiest rank over the hardware's peak_tflops · efficiency; of
-    products in eight bits as many fewer as they are faster.
+    products in FP8 as many fewer as they are faster.
     """
     s = sizes_of(run, layout, load=busiest_load(run))
     rows = fold_stages(s, stages, partial(_trace_flops, timed=True))

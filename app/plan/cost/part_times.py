@@ -15,7 +15,7 @@ LAUNCHES = "launches"
 QUANTISED = "quantising"
 RECOMPUTED = "computed again"
 PRODUCTS_AGAIN = "products computed again"
-PRODUCTS = (Work.product, Work.router_product, Work.grouped)
+PRODUCTS = (Work.gemm, Work.router_matmul, Work.grouped)
 ATTENTION = (
     Work.attention,
     Work.ordered_attention,
@@ -36,7 +36,7 @@ class PartTimes:
     # seconds of the host: launches that no graph holds
     forward_host: float
     backward_host: float
-    # floating-point operations of products and attention, all passes; those in eight bits count as
+    # floating-point operations of products and attention, all passes; those in FP8 count as
     # many fewer as they are faster
     operations: float
 

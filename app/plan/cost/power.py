@@ -3,7 +3,7 @@ power: kernels that wait for arithmetic take as much longer, those that wait for
 
 An operation takes energy in proportion to the square of the clock, as the voltage follows it, so
 operations per second times that square have a bound. Products without a pause tell it: they slow
-down from `product_tflops` to `sustained_tflops`.
+down from `gemm_tflops` to `sustained_tflops`.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def at_clocks(
 
 def power_bound(profile: HardwareProfile) -> float:
     """Operations per second, times the square of the share of the clock, that power allows."""
-    return profile.sustained_tflops**3 / profile.product_tflops**2 * TERA
+    return profile.sustained_tflops**3 / profile.gemm_tflops**2 * TERA
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ from app.plan.dispatchers.choose import run_dispatcher
 from app.plan.dispatchers.static import PlannedStatic
 from app.plan.groups import ETP_EP, Group, Way
 from app.plan.layout import ParallelLayout
-from app.plan.trace.eight_bits import MOVED, MOVED_ROWS
+from app.plan.trace.fp8 import MOVED, MOVED_ROWS
 from app.plan.trace.parts import BYTES
 from app.plan.trace.trace import Operation, Work
 
@@ -64,28 +64,28 @@ class Kernels:
         """From the end of each kernel to the start of the next."""
         return kernels * self.profile.kernel_us * MICRO
 
-    def product(self, op: Operation, gradient: bool = False) -> float:
+    def gemm(self, op: Operation, gradient: bool = False) -> float:
         """Of one of an operation's products: forward's, backward's, or that of the gradient of the
         weight, whose bytes are those of its sum.
         """
         profile = self.profile
         flops = op.flops
-        rate = profile.product_tflops
+        rate = profile.gemm_tflops
         if op.work is Work.grouped:
             # tiles that experts fill with others' rows, or nobody's
             flops += round(2 * profile.grouped_tile * op.weight / MIXED_BYTES)
             rate = profile.grouped_tflops
-        elif op.work is Work.router_product:
+        elif op.work is Work.router_matmul:
             rate = profile.router_tflops
         rate *= self.speedup(op, gradient)
         moved = op.used * (_read(op) + _made(op)) + (0 if gradient else op.weight)
-        return flops / (rate * TERA) + profile.product_memory * self.moved(moved, Work.other)
+        return flops / (rate * TERA) + profile.gemm_memory * self.moved(moved, Work.other)
 
     def speedup(self, op: Operation, gradient: bool = False) -> float:
         """Of its products over those in 16 bits, or of the gradient of its weight; where nobody
         measured them, with all that they quantise.
         """
-        how = op.eight_bits
+        how = op.fp8
         if how is None:
             return 1.0
         if how.recipe is None and self.profile.fp8_grouped_tflops is not None:
@@ -96,7 +96,7 @@ class Kernels:
         measured = fp8_tflops(self.profile, how.recipe)
         if measured is None:
             return how.speedups[gradient]
-        return measured / self.profile.product_tflops
+        return measured / self.profile.gemm_tflops
 
     def quantised(self, elements: int, recipe: Fp8Recipe | None) -> float:
         """Of quantising so many elements; `recipe`: None for rows of experts."""
@@ -134,7 +134,7 @@ class Kernels:
 
 
 def fp8_tflops(profile: HardwareProfile, recipe: Fp8Recipe | None) -> float | None:
-    """Of products in eight bits by a recipe; None: not measured."""
+    """Of products in FP8 by a recipe; None: not measured."""
     match recipe:
         case Fp8Recipe.current:
             return profile.fp8_current_tflops

@@ -182,7 +182,7 @@ def _update(run: Run, profile: HardwareProfile, chunks: Sequence[ChunkBuffers]) 
 def _quantised(
     run: Run, layout: ParallelLayout, profile: HardwareProfile, chunks: Sequence[Stage]
 ) -> float:
-    """Of weights of linear layers in eight bits, once per update."""
+    """Of weights of linear layers in FP8, once per update."""
     recipe = run.precision.fp8.recipe
     if recipe is None:
         return 0.0

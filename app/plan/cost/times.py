@@ -145,7 +145,7 @@ class _Clock:
         if self.whole:
             return 0.0
         outside = [op for op in ops if op.phase not in self.captured]
-        quantising = sum(op.eight_bits.host_launches for op in outside if op.eight_bits)
+        quantising = sum(op.fp8.host_launches for op in outside if op.fp8)
         launches = quantising + sum(op.kernels for op in outside)
         return launches * self.kernels.profile.launch_us * MICRO
 
@@ -160,9 +160,9 @@ class _Clock:
         kind = op.work.value
         own = kernels.started(op.kernels)
         if op.work in PRODUCTS:
-            own += kernels.product(op)
-            if op.eight_bits is not None:
-                into[QUANTISED] += kernels.quantised(op.eight_bits.inputs, op.eight_bits.recipe)
+            own += kernels.gemm(op)
+            if op.fp8 is not None:
+                into[QUANTISED] += kernels.quantised(op.fp8.inputs, op.fp8.recipe)
         elif op.work in ATTENTION:
             own += self._attention(op)[0]
         else:
@@ -178,15 +178,15 @@ class _Clock:
         kind = op.work.value
         own = 0.0
         if op.work in PRODUCTS:
-            own = kernels.product(op) + kernels.started(op.kernels)
-            weights[kind] += kernels.product(op, gradient=True)
+            own = kernels.gemm(op) + kernels.started(op.kernels)
+            weights[kind] += kernels.gemm(op, gradient=True)
             weights[kind] += kernels.sums(op) * self._summed(op)
             weights[kind] += kernels.started(1)
-            eight = op.eight_bits
+            eight = op.fp8
             if eight is not None:
                 inputs[QUANTISED] += kernels.quantised(eight.grads, eight.recipe)
             if op.flops_recomputed:
-                inputs[PRODUCTS_AGAIN] += kernels.product(op)
+                inputs[PRODUCTS_AGAIN] += kernels.gemm(op)
                 if eight is not None:
                     inputs[RECOMPUTED] += kernels.quantised(eight.inputs, eight.recipe)
         elif op.work in ATTENTION:

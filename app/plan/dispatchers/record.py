@@ -39,7 +39,7 @@ class Tokens:
     count: int  # T
     width: int  # D
     size: int  # bytes of an element
-    # of a row of experts that kernels write in eight bits besides, where they make it; 0: none do
+    # of a row of experts that kernels write in FP8 besides, where they make it; 0: none do
     in_8: int = 0
 
     @property
@@ -139,13 +139,13 @@ class PlannedDispatcher(ABC):
         return self.exchange is not None or self.ranks == 1
 
     @property
-    def stashes(self) -> bool:
+    def paged_buffers(self) -> bool:
         """Whether rows that backward needs are kept in pages of one pool."""
         return False
 
     @property
     def quantises(self) -> bool:
-        """Whether its kernels write rows in eight bits too, where products read these."""
+        """Whether its kernels write rows in FP8 too, where products read these."""
         return False
 
     @property

@@ -54,9 +54,9 @@ class PlannedStatic(PlannedDispatcher):
         return transport is StaticTransport.peer
 
     @property
-    def stashes(self) -> bool:
+    def paged_buffers(self) -> bool:
         """If it is asked for."""
-        return self.moe.static.stash is not None
+        return self.moe.static.paged_buffer is not None
 
     @property
     def own(self) -> int:
@@ -115,9 +115,9 @@ class PlannedStatic(PlannedDispatcher):
 
     def smaller(self) -> Iterator[SmallerOption]:
         """Rows kept compactly, or memory for fewer of them."""
-        if self.moe.static.stash is None:
+        if self.moe.static.paged_buffer is None:
             cost = "experts' rows copied to pages and back, not in the estimate"
-            yield SmallerOption("static.stash", 1.1, cost)
+            yield SmallerOption("static.paged_buffer", 1.1, cost)
         if self.moe.static.capacity is StaticCapacity.worst:
             cost = "steps that need more rows are taken again, not in the estimate"
             yield SmallerOption("static.capacity", StaticCapacity.factor, cost)
@@ -143,7 +143,7 @@ class PlannedStatic(PlannedDispatcher):
     def may_lack_rows(self, tokens: int) -> bool:
         """Whether choices could need more rows than there is memory for, or memory to keep."""
         short = self.rows(tokens).computed < self.worst_rows(tokens)
-        return short or self.stashes
+        return short or self.paged_buffers
 
     def worst_rows(self, tokens: int) -> int:
         """That the experts of a rank could be asked for, filled up to multiples: a token's experts

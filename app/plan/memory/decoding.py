@@ -60,12 +60,12 @@ def decoding_memory(plan: Plan, pp_rank: int, sequences: int, *, tokens: int) ->
     numel = sum(
         parameter.numel for stage in stages for parameter in chunk_parameters(model, stage, layout)
     )
-    places = filled_up(tokens, layout.tp)
+    places = padded(tokens, layout.tp)
     layer = sequences * places * remembered_numel(model, layout.tp) * size
     return DecodingMemory(numel * size, layer, sum(len(stage.layers) for stage in stages))
 
 
-def filled_up(count: int, ranks: int) -> int:
+def padded(count: int, ranks: int) -> int:
     """So many, or a few more that the ranks divide."""
     return -(-count // ranks) * ranks
 

@@ -45,7 +45,7 @@ def library_workspaces(
     products.
 
     Shared experts may have a stream of their own. So does the trial run in which Transformer Engine
-    prepares the graphs of a pool. Where all products are in eight bits, cuBLAS needs none.
+    prepares the graphs of a pool. Where all products are in FP8, cuBLAS needs none.
     """
     moe = run.model.moe
     streams = 2 if moe is not None and moe.shared_overlap else 1

@@ -15,8 +15,8 @@ from app.choices import Fp8Recipe, GraphImpl
 from app.config import CudaGraphConfig, ModelConfig, PrecisionConfig, Run
 from app.plan.actions import Action, Forward
 from app.plan.dispatchers.choose import run_dispatcher, tokens_per_rank, with_rows
+from app.plan.dispatchers.paged_buffer import planned_paged_buffer, with_paged_buffer
 from app.plan.dispatchers.record import Tokens
-from app.plan.dispatchers.stash import planned_stash, with_stash
 from app.plan.dispatchers.static import HEADROOM, PlannedStatic
 from app.plan.formatting import amount
 from app.plan.graphs import GraphPlan
@@ -45,7 +45,7 @@ from app.plan.recompute import recompute_policy, thriftiest
 from app.plan.sharding.blocks import ShardCoords
 from app.plan.sharding.parameters import chunk_buffers, chunk_parameters
 from app.plan.stages import Stage, StagePlan
-from app.plan.trace.eight_bits import SCALE, Copies
+from app.plan.trace.fp8 import SCALE, Copies
 from app.plan.trace.parts import BYTES
 from app.plan.trace.stage import stage_parts
 
@@ -192,7 +192,7 @@ def _parts(
         run, layout, planned, stages=stages, walks=walks, rank=rank, alive=peak.total + held
     )
     of = ["cuBLAS, of the threads of forward and backward"] if needs_cublas(chunks) else []
-    of += ["of products in eight bits"] if run.precision.fp8.by_library else []
+    of += ["of products in FP8"] if run.precision.fp8.by_library else []
     size = library_workspaces(run, graphs, chunks)
     tensors.append(MemoryPart("library workspaces", size, ", and ".join(of)))
     yield from tensors
@@ -246,7 +246,7 @@ def _state_parts(
 
 
 def fp8_shapes(run: Run, layout: ParallelLayout, stages: Sequence[Stage]) -> list[tuple[int, ...]]:
-    """Of a rank's parts of the weights of these stages whose products are in eight bits."""
+    """Of a rank's parts of the weights of these stages whose products are in FP8."""
     coords = ShardCoords.of(layout, 0)
     fp8 = run.precision.fp8
     return [
@@ -257,7 +257,7 @@ def fp8_shapes(run: Run, layout: ParallelLayout, stages: Sequence[Stage]) -> lis
 
 
 def _fp8_parts(run: Run, layout: ParallelLayout, stages: Sequence[Stage]) -> Iterator[MemoryPart]:
-    """Weights in eight bits, beside those they are made of."""
+    """Weights in FP8, beside those they are made of."""
     fp8 = run.precision.fp8
     if fp8.recipe is None:
         return
@@ -266,7 +266,7 @@ def _fp8_parts(run: Run, layout: ParallelLayout, stages: Sequence[Stage]) -> Ite
     size = sum(Copies.of_weight(fp8.recipe, *shape).both for shape in matrices)
     size += sum(Copies.of_experts(*shape).both for shape in shapes if len(shape) == 3)
     count = amount(sum(map(prod, shapes)))
-    yield MemoryPart("weights in eight bits", size, f"two copies of {count}, one per direction")
+    yield MemoryPart("weights in FP8", size, f"two copies of {count}, one per direction")
     if fp8.recipe is Fp8Recipe.delayed:
         entries = 3 * len(matrices)
         how = f"of {entries:,} matrices, {fp8.amax_history:,} steps each"
@@ -345,17 +345,19 @@ def _dispatch_parts(
         spares = dispatcher.moe.echo.spares
         what = "weights and fp32 gradients" if dispatcher.peer else "fp32 gradients"
         yield MemoryPart("clones", slots, f"{spares} of hot experts: {what}")
-    if stash := planned_stash(run, stages, walks.actions[rank]):
-        times = f"{dispatcher.moe.static.stash:g} × the mean of rows that backward needs"
+    if paged_buffer := planned_paged_buffer(run, stages, walks.actions[rank]):
+        times = f"{dispatcher.moe.static.paged_buffer:g} × the mean of rows that backward needs"
         yield MemoryPart(
-            "stash", stash.bytes, f"{stash.pages:,} pages × {stash.page:,} bytes: {times}"
+            "paged_buffer",
+            paged_buffer.bytes,
+            f"{paged_buffer.pages:,} pages × {paged_buffer.page:,} bytes: {times}",
         )
     if not dispatcher.may_lack_rows(tokens.count):
         return
     # more than there is memory for, or it would not be taken again
     held_rows = dispatcher.rows(tokens.count).computed / dispatcher.mean_rows(tokens.count)
     needed_rows = max(dispatcher.busiest_load(tokens.count), HEADROOM * held_rows)
-    more = with_rows(with_stash(thriftiest(run), None), needed_rows)
+    more = with_rows(with_paged_buffer(thriftiest(run), None), needed_rows)
     again = replace(more, cuda_graph=CudaGraphConfig())
     chunks = [activations for _, activations in map(planned.of(again).plan, stages)]
     needed = _peak(again, chunks, walks, rank=rank).total + held_gradients(run, chunks)

@@ -1,4 +1,4 @@
-"""Which weights have their products in eight bits (`precision.fp8`)."""
+"""Which weights have their products in FP8 (`precision.fp8`)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from app.plan.model.vocabulary import table
 from app.plan.model.weight import Part, Weight
 from app.plan.stages import Stage
 
-MULTIPLE = 16  # of both widths of a matrix in eight bits: tensor cores load that many bytes
+MULTIPLE = 16  # of both widths of a matrix in FP8: tensor cores load that many bytes
 
 
 def fp8_weights(model: ModelConfig, fp8: Fp8Config, stage: Stage) -> Iterator[NamedWeight]:
@@ -32,14 +32,14 @@ def fp8_weights(model: ModelConfig, fp8: Fp8Config, stage: Stage) -> Iterator[Na
 
 
 def part_of(named: NamedWeight) -> Fp8Part:
-    """What a weight with products in eight bits belongs to."""
+    """What a weight with products in FP8 belongs to."""
     if not named.name.startswith("layers."):
         return Fp8Part.head
     return Fp8Part.linear if named.weight.ep is None else Fp8Part.experts
 
 
 def parts_in_8(model: ModelConfig, fp8: Fp8Config, layer: int) -> set[Fp8Part]:
-    """What of a layer computes in eight bits."""
+    """What of a layer computes in FP8."""
     inside = range(fp8.first_layers, model.num_layers - fp8.last_layers)
     if fp8.recipe is None or layer not in inside:
         return set()

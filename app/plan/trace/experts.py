@@ -12,13 +12,13 @@ from app.choices import Balance, Dtype, Recompute, Score
 from app.config import MoEConfig
 from app.kernels.tiling import PARTS
 from app.plan.dispatchers.choose import run_dispatcher
+from app.plan.dispatchers.paged_buffer import page_numbers
 from app.plan.dispatchers.record import PlannedDispatcher, Tokens
-from app.plan.dispatchers.stash import page_numbers
 from app.plan.model.experts import ExpertWeights, MoEBodyWeights, RouterWeights
 from app.plan.model.phases import PhaseName
 from app.plan.model.weight import Weight
-from app.plan.trace.eight_bits import EightBits, rows_in_8
-from app.plan.trace.parts import Product, Sizes, activation, cast, norm_beside, swiglu
+from app.plan.trace.fp8 import Fp8Work, rows_in_8
+from app.plan.trace.parts import Gemm, Sizes, activation, cast, norm_beside, swiglu
 from app.plan.trace.trace import Trace, TracedTensor, Work
 
 # bytes of an expert's load in its loss
@@ -53,14 +53,14 @@ def _shared(
         out = swiglu(trace, s, h, weights=weights.shared)
         if weights.shared_gate is None:
             return out
-        product = Product.of(s, weights.shared_gate, h.bytes)
+        gemm = Gemm.of(s, weights.shared_gate, h.bytes)
         (gate,) = trace.op(
             [h],
-            [product.made],
+            [gemm.made],
             [h],
-            weight=product.weight,
-            flops=product.flops,
-            work=Work.product,
+            weight=gemm.weight,
+            flops=gemm.flops,
+            work=Work.gemm,
         )
         (gate,) = trace.op([gate], [gate.bytes], [0])
         return trace.op([gate, out], [out.bytes], [gate, out])[0]
@@ -71,9 +71,9 @@ def _route(
 ) -> tuple[TracedTensor, TracedTensor]:
     """Probabilities and the experts they belong to: 4 and 8 bytes per token and expert of it."""
     trace.phase = PhaseName.route
-    product = Product.of(s, weights.weight, h.bytes)
+    gemm = Gemm.of(s, weights.weight, h.bytes)
     picked = 4 * s.local * moe.top_k
-    logits = _router_product(trace, s, moe, h=h, product=product)
+    logits = _router_matmul(trace, s, moe, h=h, gemm=gemm)
     after = moe.score is Score.softmax and not moe.pre_softmax
     ranked = logits if after else trace.op([logits], [logits.bytes], [0])[0]
     (chosen,) = trace.op([], [2 * picked], holds=[ranked])
@@ -92,26 +92,26 @@ def _route(
     return probs, chosen
 
 
-def _router_product(
-    trace: Trace, s: Sizes, moe: MoEConfig, h: TracedTensor, product: Product
+def _router_matmul(
+    trace: Trace, s: Sizes, moe: MoEConfig, h: TracedTensor, gemm: Gemm
 ) -> TracedTensor:
-    """Scores in fp32, as `app.moe.router_product` computes them."""
-    scores = product.made // s.size * 4
+    """Scores in fp32, as `app.moe.router_matmul` computes them."""
+    scores = gemm.made // s.size * 4
     if s.run.precision.params is Dtype.bfloat16 and not moe.jitter_eps:
         # gradients of scores in three parts, those of weights in fp32 before parts are summed
-        backward = PARTS * (2 * (scores // 4 + product.weight // s.size) + 2 * product.weight)
+        backward = PARTS * (2 * (scores // 4 + gemm.weight // s.size) + 2 * gemm.weight)
         (logits,) = trace.op(
             [h],
             [scores],
             [h],
-            weight=product.weight,
+            weight=gemm.weight,
             scratch=(0, backward),
             kernels=2,
-            flops=product.flops,
-            work=Work.router_product,
+            flops=gemm.flops,
+            work=Work.router_matmul,
         )
         return logits
-    weight = product.weight // s.size * 4
+    weight = gemm.weight // s.size * 4
     wide = cast(trace, h, h.bytes // s.size * 4)
     if moe.jitter_eps:
         (wide,) = trace.op([wide], [wide.bytes], keeps=wide.bytes, kernels=2)
@@ -122,8 +122,8 @@ def _router_product(
         keeps=0 if s.size == 4 else weight,
         weight=weight,
         kernels=2,
-        flops=product.flops,
-        work=Work.router_product,
+        flops=gemm.flops,
+        work=Work.router_matmul,
     )
     return logits
 
@@ -175,8 +175,8 @@ def _experts(
     filled: int,
 ) -> TracedTensor:
     """Grouped products; `filled`: rows that are somebody's."""
-    product = partial(_grouped, trace, s, dispatcher, ends=ends, filled=filled)
-    up = product(x, weights.w_up, ready=dispatcher.quantises)
+    gemm = partial(_grouped, trace, s, dispatcher, ends=ends, filled=filled)
+    up = gemm(x, weights.w_up, ready=dispatcher.quantises)
     used = filled * s.model.hidden_size * s.size / x.bytes
     in_8 = (0, 0)
     if s.experts_in_8:  # its result, and the gradient of what it reads: for the products behind it
@@ -184,13 +184,13 @@ def _experts(
         rows = up.bytes // (2 * width * s.size)
         in_8 = rows_in_8(rows, width), rows_in_8(rows, 2 * width)
     inner = activation(trace, up, Recompute.experts_act, used=min(1.0, used), scratch=in_8)
-    out = product(inner, weights.w_down, holds=[x, up], ready=True)
-    if dispatcher.stashes and trace.segment is None:
+    out = gemm(inner, weights.w_down, holds=[x, up], ready=True)
+    if dispatcher.paged_buffers and trace.segment is None:
         act = () if Recompute.experts_act in trace.recompute.parts else (inner,)
-        stashed = (x, up, *act, out)
-        trace.stashed.update(each.storage for each in stashed)
+        paged = (x, up, *act, out)
+        trace.paged.update(each.storage for each in paged)
         numbers = page_numbers(s.run, dispatcher, trace.recompute)
-        trace.op([], [], holds=stashed[:2], keeps=numbers, kernels=2 * len(stashed))
+        trace.op([], [], holds=paged[:2], keeps=numbers, kernels=2 * len(paged))
     return out
 
 
@@ -208,17 +208,19 @@ def _grouped(
 ) -> TracedTensor:
     """Rows times the weight of their expert, of which a rank has a part in each of its experts.
 
-    `ready`: what has made the rows has written them in eight bits too, if they are to be.
+    `ready`: what has made the rows has written them in FP8 too, if they are to be.
     """
     _, taken, made = s.shape(weight)
     size = s.weight(weight)
     out = x.bytes // taken * made
-    stashes = dispatcher.stashes  # what a gradient that waits is made of, is copied back for it
+    paged_buffers = (
+        dispatcher.paged_buffers
+    )  # what a gradient that waits is made of, is copied back for it
     lent = dispatcher.lent(taken * made, s.size)
-    scratch, launches, eight_bits = (0, 0), 1, None
+    scratch, launches, fp8 = (0, 0), 1, None
     if s.experts_in_8:  # which does not go with what is lent
         rows = x.bytes // (taken * s.size)
-        eight_bits = EightBits(None, rows * taken, rows * made)
+        fp8 = Fp8Work(None, rows * taken, rows * made)
         scratch = rows_in_8(rows, taken), rows_in_8(rows, made)
         launches += 0 if ready else 1
     if lent is not None:
@@ -230,12 +232,12 @@ def _grouped(
         holds=holds,
         weight=size,
         added=s.added,
-        deferred=s.deferred(size, x.bytes + out if stashes else 0),
-        waits=not stashes,
+        deferred=s.deferred(size, x.bytes + out if paged_buffers else 0),
+        waits=not paged_buffers,
         scratch=scratch,
         kernels=launches,
         flops=2 * filled * taken * made,
-        eight_bits=eight_bits,
+        fp8=fp8,
         sends=None if lent is None else lent.sends,
         work=Work.grouped,
         used=min(1.0, filled * taken * s.size / x.bytes),

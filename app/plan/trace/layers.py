@@ -14,9 +14,9 @@ from app.plan.model.phases import PhaseName
 from app.plan.model.weight import Weight
 from app.plan.recompute import RecomputeChoice
 from app.plan.trace.attention import attention
-from app.plan.trace.eight_bits import ProductOperands
 from app.plan.trace.experts import moe_body
-from app.plan.trace.parts import Product, Sizes, norm, norm_beside, scattered, swiglu, tp_sends
+from app.plan.trace.fp8 import GemmOperands
+from app.plan.trace.parts import Gemm, Sizes, norm, norm_beside, scattered, swiglu, tp_sends
 from app.plan.trace.trace import ForwardTrace, GradAddition, Sends, Trace, TracedTensor, Work
 
 # bytes that the loss keeps per token: row of its label, log-sum-exp, whether it counts
@@ -72,33 +72,33 @@ def _loss_of_kept_logits(
     the weight's gradient.
     """
     parts = s.layout.tp
-    product = Product.of(s, table, parts * h.bytes)
-    operands = product.operands
+    gemm = Gemm.of(s, table, parts * h.bytes)
+    operands = gemm.operands
     given, back = operands.given.both, operands.back.both
-    there = product.weight if added is GradAddition.after else 0
+    there = gemm.weight if added is GradAddition.after else 0
     gathered = parts * h.bytes if parts > 1 else 0
     ordered = s.copies * gathered
     # backward: beside the weight's gradient, where that is stored
     put = 2 * gathered + max(0, ordered - gathered - there) + given + back
-    read = max(gathered, ordered - product.made) + given
+    read = max(gathered, ordered - gemm.made) + given
     carries = gathered - h.bytes if parts > 1 else 0
     if s.splits and operands.kept is not None and operands.waiting is not None:
         carries = operands.kept + operands.waiting
     (logits,) = trace.op(
         [h],
-        [product.made],
+        [gemm.made],
         [h, 0],
-        weight=product.weight,
+        weight=gemm.weight,
         added=added,
-        deferred=s.deferred(product.weight),
+        deferred=s.deferred(gemm.weight),
         waits=operands.kept is None,
         carries=carries,
         scratch=(read, put),
         kernels=1 + operands.launches,
-        flops=product.flops,
-        eight_bits=operands.quantised_again,
+        flops=gemm.flops,
+        fp8=operands.quantised_again,
         sends=_gathers_twice(s, h),
-        work=Work.product,
+        work=Work.gemm,
     )
     scratch = gathered + STATISTICS * s.tokens, ordered
     keeps = PER_LABEL * s.tokens
@@ -119,20 +119,20 @@ def _loss_by_chunks(
     """Logits of some tokens at a time, remade in backward; the weight's gradient sums in fp32."""
     chunk = min(s.run.loss.chunk_tokens or s.tokens, s.tokens)
     parts = s.layout.tp
-    product = Product.of(s, table, parts * h.bytes)
-    logits = product.made // s.tokens * chunk
+    gemm = Gemm.of(s, table, parts * h.bytes)
+    logits = gemm.made // s.tokens * chunk
     gathered = parts * h.bytes if parts > 1 else 0
     following = logits if chunk < s.tokens else 0  # the next chunk's, before this one's are gone
     ordered = s.copies * gathered
     gradient = parts * h.bytes
-    table_sum = product.weight // s.size * 4
-    made, taken = product.widths
-    operands = ProductOperands.of(s.in_8, product.rows * chunk // s.tokens, made=made, taken=taken)
+    table_sum = gemm.weight // s.size * 4
+    made, taken = gemm.widths
+    operands = GemmOperands.of(s.in_8, gemm.rows * chunk // s.tokens, made=made, taken=taken)
     given, back = operands.given.both, operands.back.both
-    loop = logits + max(following, product.weight) + given + back
+    loop = logits + max(following, gemm.weight) + given + back
     read = logits + following + given
     # the weight's gradient, where it is stored beside that of the hidden states
-    there = product.weight if added is GradAddition.after else 0
+    there = gemm.weight if added is GradAddition.after else 0
     end = (h.bytes if parts > 1 else 0) + max(ordered - gathered, 0 if s.size == 4 else there)
     most = gathered + gradient + table_sum + max(loop, end)
     scratch = max(ordered, gathered + read), max(ordered, most) - h.bytes - there
@@ -143,16 +143,16 @@ def _loss_by_chunks(
         [4],
         [h],
         keeps=keeps,
-        weight=product.weight,
+        weight=gemm.weight,
         added=added,
         carries=table_sum,
         scratch=scratch,
         kernels=kernels,
-        flops=product.flops,
-        flops_recomputed=product.flops,
-        eight_bits=product.operands.eight_bits,
+        flops=gemm.flops,
+        flops_recomputed=gemm.flops,
+        fp8=gemm.operands.fp8,
         sends=_gathers_twice(s, h),
-        work=Work.product,
+        work=Work.gemm,
     )
 
 

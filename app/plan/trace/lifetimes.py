@@ -122,7 +122,7 @@ def _dropped(trace: Trace, saved_by: Mapping[int, Sequence[int]]) -> dict[int, S
     """
     found = {
         storage: Segment(-1 - storage, discards=True)
-        for storage in trace.stashed
+        for storage in trace.paged
         if storage in saved_by
     }
     for op in (op for op in trace.ops if op.segment):
@@ -234,9 +234,9 @@ def _made_again(
         sizes[segment] = sizes.get(segment, 0) + trace.storages[storage]
     for op in trace.ops:  # what is made again of a stashed tensor needs that first
         for value in op.saves:
-            if op.segment and value.storage in trace.stashed:
-                stashed = dropped[value.storage]
-                first[stashed] = max(first[stashed], first[op.segment])
+            if op.segment and value.storage in trace.paged:
+                paged = dropped[value.storage]
+                first[paged] = max(first[paged], first[op.segment])
     found: dict[int, int] = {}
     for segment, place in first.items():
         found[place] = found.get(place, 0) + sizes[segment]
@@ -285,13 +285,13 @@ def _waiting(trace: Trace) -> int:
     """What gradients that wait keep: what came in, and the gradient of what went out, or a copy of
     it; in its place where that is saved too.
     """
-    products = [op for op in trace.ops if op.waits]
-    came = {value.storage for op in products for value in op.saves}
+    gemms = [op for op in trace.ops if op.waits]
+    came = {value.storage for op in gemms for value in op.saves}
     went = sum(
         sum(value.bytes for value in op.makes if value not in op.saves)
         if op.waiting is None
         else op.waiting
-        for op in products
+        for op in gemms
     )
     return (
         sum(trace.storages[storage] for storage in came)

@@ -28,7 +28,7 @@ from app.plan.model.norm import NormWeights
 from app.plan.model.weight import Weight
 from app.plan.recompute import RecomputePolicy, recompute_policy
 from app.plan.sharding.blocks import ShardCoords
-from app.plan.trace.eight_bits import ProductOperands
+from app.plan.trace.fp8 import GemmOperands
 from app.plan.trace.trace import GradAddition, Sends, Trace, TracedTensor, Work
 
 BYTES = {Dtype.float32: 4, Dtype.bfloat16: 2, Dtype.float16: 2}
@@ -49,7 +49,7 @@ class Sizes:
     kv_heads: int  # G
     recompute: RecomputePolicy
     load: float  # rows of this rank's experts, over the mean of their expert-parallel group
-    # by which products of linear layers are in eight bits in the part that is traced; None: not
+    # by which products of linear layers are in FP8 in the part that is traced; None: not
     in_8: Fp8Recipe | None = None
     experts_in_8: bool = False  # whether products of experts are
 
@@ -195,7 +195,7 @@ def cast(trace: Trace, x: TracedTensor, size: int) -> TracedTensor:
 
 
 @dataclass(frozen=True, slots=True)
-class Product:
+class Gemm:
     """A matrix O × I of this rank, and rows of width I that it is multiplied with."""
 
     weight: int  # the matrix
@@ -203,10 +203,10 @@ class Product:
     flops: int
     rows: int
     widths: tuple[int, int]  # O and I
-    operands: ProductOperands
+    operands: GemmOperands
 
     @classmethod
-    def of(cls, s: Sizes, weight: Weight, x: int) -> Product:
+    def of(cls, s: Sizes, weight: Weight, x: int) -> Gemm:
         """For rows of `x` bytes in all."""
         made, taken = s.shape(weight)
         rows = x // (taken * s.size)
@@ -216,7 +216,7 @@ class Product:
             flops=2 * rows * made * taken,
             rows=rows,
             widths=(made, taken),
-            operands=ProductOperands.of(s.in_8, rows, made=made, taken=taken),
+            operands=GemmOperands.of(s.in_8, rows, made=made, taken=taken),
         )
 
 
@@ -225,30 +225,30 @@ def column_parallel(trace: Trace, s: Sizes, x: TracedTensor, weight: Weight) -> 
     holds whole, for its own tokens.
     """
     if s.layout.tp == 1 or weight.tp is None:
-        return _product(trace, s, x, weight=weight)
+        return _gemm(trace, s, x, weight=weight)
     whole = s.layout.tp * x.bytes
     ordered = s.copies * s.layout.tp * x.bytes
-    product = Product.of(s, weight, whole)
-    given, back = product.operands.given.both, product.operands.back.both
+    gemm = Gemm.of(s, weight, whole)
+    given, back = gemm.operands.given.both, gemm.operands.back.both
     # quantised from all tokens, which are gone when the product begins
-    read = max(whole, ordered - product.made, whole + given - product.made, given)
+    read = max(whole, ordered - gemm.made, whole + given - gemm.made, given)
     # backward: its gather under way, then put into order, beside what it scatters; a split one does
     # not gather yet
     grads = ordered + back + (0 if s.splits else whole + given)
     return trace.op(
         [x],
-        [product.made],
+        [gemm.made],
         [x],
-        weight=product.weight,
+        weight=gemm.weight,
         added=s.added,
-        deferred=s.deferred(product.weight, ordered + given),
-        waiting=product.operands.waiting,
+        deferred=s.deferred(gemm.weight, ordered + given),
+        waiting=gemm.operands.waiting,
         scratch=(read, grads),
-        kernels=1 + s.copies + product.operands.launches,
-        flops=product.flops,
-        eight_bits=product.operands.quantised_again,
+        kernels=1 + s.copies + gemm.operands.launches,
+        flops=gemm.flops,
+        fp8=gemm.operands.quantised_again,
         sends=tp_sends(s, x.bytes, forward=1, backward=2),
-        work=Work.product,
+        work=Work.gemm,
     )[0]
 
 
@@ -259,31 +259,31 @@ def row_parallel(
 
     `holds`: what the caller still has.
     """
-    whole = _product(trace, s, x, weight=weight, holds=holds)
+    whole = _gemm(trace, s, x, weight=weight, holds=holds)
     return scattered(trace, s, whole, holds=(x, *holds))
 
 
-def _product(
+def _gemm(
     trace: Trace, s: Sizes, x: TracedTensor, weight: Weight, holds: Sequence[TracedTensor] = ()
 ) -> TracedTensor:
     """Of the tokens that a rank has and its part of the weight."""
-    product = Product.of(s, weight, x.bytes)
-    operands = product.operands
+    gemm = Gemm.of(s, weight, x.bytes)
+    operands = gemm.operands
     kept = [] if operands.kept is None else [operands.kept]
     return trace.op(
         [x],
-        [product.made, *kept],
+        [gemm.made, *kept],
         [1] if kept else [x],
         holds=holds,
-        weight=product.weight,
+        weight=gemm.weight,
         added=s.added,
-        deferred=s.deferred(product.weight),
+        deferred=s.deferred(gemm.weight),
         waiting=operands.waiting,
         scratch=(operands.given.rows, operands.back.both),
         kernels=1 + operands.launches,
-        flops=product.flops,
-        work=Work.product,
-        eight_bits=operands.eight_bits,
+        flops=gemm.flops,
+        work=Work.gemm,
+        fp8=operands.fp8,
     )[0]
 
 

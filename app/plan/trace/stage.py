@@ -30,7 +30,7 @@ class StagePart(Enum):
     embedding = auto()
     dense_layer = auto()
     moe_layer = auto()
-    dense_layer_in_8 = auto()  # with products in eight bits
+    dense_layer_in_8 = auto()  # with products in FP8
     moe_layer_in_8 = auto()
     head = auto()
     tied_head = auto()  # with the embedding on the same rank
@@ -41,7 +41,7 @@ class StagePart(Enum):
         return self in LAYERS.values()
 
 
-LAYERS = {  # (routed to experts, products in eight bits) -> its kind
+LAYERS = {  # (routed to experts, products in FP8) -> its kind
     (False, False): StagePart.dense_layer,
     (True, False): StagePart.moe_layer,
     (False, True): StagePart.dense_layer_in_8,

@@ -15,7 +15,7 @@ from enum import Enum
 from app.choices import Recompute
 from app.plan.groups import Group, Way
 from app.plan.recompute import NOTHING, RecomputeChoice
-from app.plan.trace.eight_bits import EightBits
+from app.plan.trace.fp8 import Fp8Work
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -36,8 +36,8 @@ class GradAddition(Enum):
 class Work(Enum):
     """What an operation's kernels spend their time on: each kind has speeds of its own."""
 
-    product = "products"
-    router_product = "router's products"  # summed in float32
+    gemm = "products"
+    router_matmul = "router's products"  # summed in float32
     grouped = "experts' products"
     attention = "attention"
     ordered_attention = "ordered attention"  # by the slower kernel that sums in a fixed order
@@ -96,7 +96,7 @@ class Operation:
     # many, half of them for the gradient of its weight if it has one
     flops: int
     flops_recomputed: int  # of these, what its own backward computes again
-    eight_bits: EightBits | None  # None: its products are in the type of parameters
+    fp8: Fp8Work | None  # None: its products are in the type of parameters
     sends: Sends | None  # None: nothing
     work: Work
     used: float  # share of its rows that are somebody's: kernels leave out the others
@@ -110,7 +110,7 @@ class Trace:
     ops: list[Operation] = field(default_factory=list)
     storages: list[int] = field(default_factory=list)  # bytes of each
     # those that are kept elsewhere, in fewer bytes, and copied back for backward
-    stashed: set[int] = field(default_factory=set)
+    paged: set[int] = field(default_factory=set)
     phase: str = ""  # of the next operations
     segment: Segment | None = None  # of the next operations
     segments: int = 0  # begun so far
@@ -139,7 +139,7 @@ class Trace:
         kernels: int = 1,
         flops: int = 0,
         flops_recomputed: int = 0,
-        eight_bits: EightBits | None = None,
+        fp8: Fp8Work | None = None,
         sends: Sends | None = None,
         work: Work = Work.other,
         used: float = 1.0,
@@ -172,7 +172,7 @@ class Trace:
             kernels=kernels,
             flops=flops,
             flops_recomputed=flops_recomputed,
-            eight_bits=eight_bits,
+            fp8=fp8,
             sends=sends,
             work=work,
             used=used,
@@ -230,6 +230,6 @@ class ForwardTrace:
         return found
 
     def cublas(self) -> set[str]:
-        """Phases with products by cuBLAS: not of experts, and not in eight bits."""
-        by_it = (Work.product, Work.router_product)
-        return {op.phase for op in self.trace.ops if op.work in by_it and op.eight_bits is None}
+        """Phases with products by cuBLAS: not of experts, and not in FP8."""
+        by_it = (Work.gemm, Work.router_matmul)
+        return {op.phase for op in self.trace.ops if op.work in by_it and op.fp8 is None}

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from app.kernels.common import jit, tl
-from app.kernels.eight_bits.quantise import InEight, in_eight, reciprocal, scale_for
+from app.kernels.fp8.quantise import InEight, in_eight, reciprocal, scale_for
 from app.kernels.tiling import cdiv
 
 LOOKED_AT = (64, 64)  # rows and columns whose largest entries are found at once

@@ -15,7 +15,7 @@ from app.choices import DispatcherKind, Recompute
 from app.config import MoEConfig
 from app.config.model import StaticConfig
 from app.kernels import peer_rows
-from app.kernels.eight_bits.quantise import (
+from app.kernels.fp8.quantise import (
     InEight,
     empty_in_8,
     quantise_rows,
@@ -37,7 +37,7 @@ from app.moe.experts import Experts
 from app.plan.dispatchers.static import PlannedStatic
 from app.plan.model.experts import ExpertWeights
 from app.plan.recompute import RecomputeChoice
-from tests.eight_bits import (
+from tests.fp8_cases import (
     DEVICE,
     E4M3,
     check_rows,
@@ -63,8 +63,8 @@ def test_rows_have_a_scale_each(shape: tuple[int, int], dtype: torch.dtype):
 @pytest.mark.parametrize("used", [0, 1, 37, 64, 80])
 def test_rows_of_nobody_are_neither_read_nor_written(used: int, monkeypatch: pytest.MonkeyPatch):
     """80 rows are those that the memory is for; with one program they are gone through in turn."""
-    monkeypatch.setattr("app.kernels.eight_bits.quantise.PROGRAMS", 1)
-    monkeypatch.setattr("app.kernels.eight_bits.quantise.MULTIPROCESSORS", 2)
+    monkeypatch.setattr("app.kernels.fp8.quantise.PROGRAMS", 1)
+    monkeypatch.setattr("app.kernels.fp8.quantise.MULTIPROCESSORS", 2)
     x = entries(80, 144, dtype=torch.bfloat16)
     wanted = row_scaled._rows_of(x[:used])
     x[used:] = math.nan
@@ -101,17 +101,17 @@ def test_what_has_no_scale():
 @pytest.mark.parametrize(
     ("rows", "width", "used"), [(5, 16, 5), (12, 528, 7), (3, 2064, 2), (40, 48, 0)]
 )
-def test_swiglu_leaves_its_rows_in_eight_bits(
+def test_swiglu_leaves_its_rows_in_fp8(
     rows: int, width: int, used: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr("app.kernels.eight_bits.swiglu.MULTIPROCESSORS", 1)
-    monkeypatch.setattr("app.kernels.eight_bits.swiglu.PROGRAMS", 2)
+    monkeypatch.setattr("app.kernels.fp8.swiglu.MULTIPROCESSORS", 1)
+    monkeypatch.setattr("app.kernels.fp8.swiglu.PROGRAMS", 2)
     check_swiglu(rows, width, used, dtype)
 
 
 @DTYPES
 @pytest.mark.parametrize("width", [16, 2064, 4112])
-def test_rows_leave_and_gradients_return_in_eight_bits(width: int, dtype: torch.dtype):
+def test_rows_leave_and_gradients_return_in_fp8(width: int, dtype: torch.dtype):
     check_spread(6, 3, width, dtype)
 
 
@@ -179,7 +179,7 @@ def dispatcher_of(kind: str) -> Any:
 
 
 def trained(kind: str, fused: bool, part: Recompute | None) -> tuple[list[Tensor], int]:
-    """Output and gradients of experts in eight bits, and how often rows were quantised on their
+    """Output and gradients of experts in FP8, and how often rows were quantised on their
     own.
     """
     quantised = 0
@@ -217,7 +217,7 @@ def trained(kind: str, fused: bool, part: Recompute | None) -> tuple[list[Tensor
 
 @pytest.mark.parametrize(("kind", "left"), [("local", 0), ("static", 0), ("static in eights", 2)])
 @pytest.mark.parametrize("part", [None, Recompute.experts_act])
-def test_rows_that_are_ready_are_those_that_products_would_quantise(
+def test_rows_that_are_ready_are_those_that_gemms_would_quantise(
     kind: str, left: int, part: Recompute | None, monkeypatch: pytest.MonkeyPatch
 ):
     """Four of them; between the rows of experts there may be zeros that nobody has quantised."""

@@ -1,4 +1,4 @@
-"""silu(gate) · up between the products of experts, with what it makes in eight bits besides: rows
+"""silu(gate) · up between the products of experts, with what it makes in FP8 besides: rows
 are not read again to be quantised.
 
 Shapes: R rows, F hidden width of an expert; the gate is the first half of a row of `both`.
@@ -12,10 +12,10 @@ from typing import Any
 from torch import Tensor
 
 from app.kernels.common import jit, tl
-from app.kernels.eight_bits.quantise import empty_in_8, in_eight, reciprocal, scale_for
+from app.kernels.fp8.quantise import empty_in_8, in_eight, reciprocal, scale_for
 from app.kernels.tiling import MULTIPROCESSORS, block_of, cdiv
 
-InBoth = tuple[Tensor, Tensor, Tensor]  # as it is, in eight bits, the factors of its rows
+InBoth = tuple[Tensor, Tensor, Tensor]  # as it is, in FP8, the factors of its rows
 PER_WARP = 256  # columns of a warp at once: 8 per thread, 16 bytes of bf16
 PARTS = 4  # of a row that a thread holds, in as many registers
 TOGETHER = 8  # warps of a program, each with a row where that is short
@@ -24,7 +24,7 @@ PROGRAMS = 16  # of a multiprocessor
 
 
 def swiglu_rows(both_R2F: Tensor, used: Tensor) -> InBoth:
-    """[R, 2F] -> [R, F], computed in fp32 and rounded once; in eight bits what that has become.
+    """[R, 2F] -> [R, F], computed in fp32 and rounded once; in FP8 what that has become.
 
     fp32, bf16 or fp16. `used`, of one int32 on the device, is how many of the rows count: those
     behind them are neither read nor written.

@@ -1,4 +1,4 @@
-"""Speeds of products in eight bits and of what quantises their matrices, by each recipe that this
+"""Speeds of products in FP8 and of what quantises their matrices, by each recipe that this
 machine has; docs/planning.md says what becomes of them.
 
 Shapes: S rows and columns of square matrices; R rows grouped by expert, E experts, D hidden, F
@@ -18,15 +18,15 @@ from app.engine.calibration import solve
 from app.engine.calibration.clock import Clock
 from app.engine.calibration.kernels import MeasuredSizes
 from app.engine.calibration.solve import GIGA, MICRO, TERA
-from app.engine.eight_bits import arithmetic_maker, experts_arithmetic
+from app.engine.fp8 import arithmetic_maker, experts_arithmetic
 from app.errors import ConfigError
 from app.model.fp8.delayed import EACH, LinearScales
-from app.plan.trace.eight_bits import LAUNCHES, MOVED
+from app.plan.trace.fp8 import LAUNCHES, MOVED
 
 SIZE = 2  # bytes of an element of 16 bits
 
 
-def eight_bits_speeds(
+def fp8_speeds(
     clock: Clock,
     square: int,
     speeds: Mapping[str, Any],
@@ -69,7 +69,7 @@ def experts_speeds(
     # as the plan counts them: rows that are computed for nobody, bytes in 16 bits
     computed = x_RD.numel() + speeds["grouped_tile"] * sizes.experts * sizes.hidden
     moved = SIZE * (x_RD.numel() + w_EDF.numel() + len(x_RD) * sizes.expert)
-    beside = speeds["product_memory"] * moved / (speeds["other_gb_s"][0] * GIGA)
+    beside = speeds["gemm_memory"] * moved / (speeds["other_gb_s"][0] * GIGA)
     beside += speeds["kernel_us"] * MICRO
     found = solve.rate(2.0 * computed * sizes.expert, took, beside, unit=TERA)
     return {"fp8_grouped_tflops": found}, []
@@ -100,17 +100,17 @@ class _Recipe:
         """Of the three products of a forward and backward."""
         arithmetic, x_SS = self.arithmetic, self.x_SS
         x, weight, grad = arithmetic.input(x_SS), arithmetic.weight(x_SS), arithmetic.grad(x_SS)
-        products = (
+        gemms = (
             partial(arithmetic.output, x, weight, x_SS.dtype),
             partial(arithmetic.input_grad, grad, weight, x_SS.dtype),
             partial(arithmetic.weight_grad, grad, x, x_SS.dtype),
         )
         # as the plan counts the bytes of a product: all matrices in 16 bits
         memory = self.speeds["other_gb_s"][0] * GIGA
-        moved = self.speeds["product_memory"] * 3 * SIZE * self.square**2 / memory
-        beside = len(products) * (self.speeds["kernel_us"] * MICRO + moved)
-        took = sum(self.clock.seconds(product) for product in products)
-        return solve.rate(2.0 * len(products) * self.square**3, took, beside, unit=TERA)
+        moved = self.speeds["gemm_memory"] * 3 * SIZE * self.square**2 / memory
+        beside = len(gemms) * (self.speeds["kernel_us"] * MICRO + moved)
+        took = sum(self.clock.seconds(gemm) for gemm in gemms)
+        return solve.rate(2.0 * len(gemms) * self.square**3, took, beside, unit=TERA)
 
     def quantising(self) -> float:
         """GB/s of the bytes that the plan counts."""

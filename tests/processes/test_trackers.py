@@ -20,8 +20,8 @@ from app.cli.sweeps import jobs
 from app.cli.sweeps.combinations import check_host
 from app.cli.sweeps.record import Sweep, left_to_sweep
 from app.config import Run
-from app.engine.report.boards import NAMES, PANELS, TENSORBOARD, TensorBoard, in_panels, tags
 from app.engine.report.metrics import RollbackReport, StepReport, ValidationReport
+from app.engine.report.trackers import NAMES, PANELS, TENSORBOARD, TensorBoard, in_panels, tags
 from app.engine.run.run_folder import read_metrics
 from app.errors import ConfigError
 from app.plan.plan import Plan
@@ -177,29 +177,29 @@ def test_tensorboard_reads_what_is_written(tmp_path: Path):
 
 
 @pytest.fixture
-def board(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TensorBoard:
+def tracker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TensorBoard:
     monkeypatch.setitem(
         sys.modules, "torch.utils.tensorboard", SimpleNamespace(SummaryWriter=Writer)
     )
     return TensorBoard(Plan(composed((), None)), tmp_path, from_step=5)
 
 
-def test_steps_that_come_again_are_hidden(board: TensorBoard, tmp_path: Path):
-    board.rollback(RollbackReport(3, rollback_from=6, rollbacks=1))
-    board.close()
+def test_steps_that_come_again_are_hidden(tracker: TensorBoard, tmp_path: Path):
+    tracker.rollback(RollbackReport(3, rollback_from=6, rollbacks=1))
+    tracker.close()
     events = written(tmp_path / TENSORBOARD)
     assert [value for _, value in events["purged"]] == [6, 4] and len(events["closed"]) == 2
     assert events["train/rollback_from"] == [(3, 6)]
 
 
-def test_training_goes_on_where_a_board_fails(
-    board: TensorBoard, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+def test_training_goes_on_where_a_tracker_fails(
+    tracker: TensorBoard, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ):
-    board._writer.file = tmp_path / "gone/events.jsonl"
+    tracker._writer.file = tmp_path / "gone/events.jsonl"
     for step in (1, 2):
-        board.validation(ValidationReport(step, 2.5, 64))
-    board.sample(2, "text")
-    board.close()
+        tracker.validation(ValidationReport(step, 2.5, 64))
+    tracker.sample(2, "text")
+    tracker.close()
     said = capfd.readouterr().err
     assert said.startswith("train.py: TensorBoard has stopped recording (FileNotFoundError(")
     assert said.count("\n") == 1 and "metrics.jsonl goes on" in said

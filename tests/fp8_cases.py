@@ -1,4 +1,4 @@
-"""Rows and weights of experts in eight bits at any size, on any device: kernels against plain torch
+"""Rows and weights of experts in FP8 at any size, on any device: kernels against plain torch
 to the bit, products beside fp64. And Triton's interpreter, which has to round.
 
 Shapes: E experts, T rows, K the width that a product sums over, N the one that it makes.
@@ -17,9 +17,9 @@ from torch import Tensor
 
 from app.kernels import peer_rows
 from app.kernels import rows as rows_kernels
-from app.kernels.eight_bits.quantise import quantise_rows
-from app.kernels.eight_bits.swiglu import swiglu_rows, swiglu_rows_gradient
-from app.kernels.eight_bits.weights import quantise_weight_into
+from app.kernels.fp8.quantise import quantise_rows
+from app.kernels.fp8.swiglu import swiglu_rows, swiglu_rows_gradient
+from app.kernels.fp8.weights import quantise_weight_into
 from app.kernels.swiglu import swiglu
 from app.model.fp8 import row_scaled
 
@@ -30,9 +30,9 @@ FP32 = torch.finfo(torch.float32).eps
 
 
 def rounds_to_nearest() -> Iterator[None]:
-    """The interpreter loses the carry of a number rounded to eight bits (1.95 becomes 1) and has no
+    """The interpreter loses the carry of a number rounded to FP8 (1.95 becomes 1) and has no
     largest one, and cuts digits of bf16 off; a GPU does none of it. Both get torch's rounding, and
-    eight bits the largest number for what is beyond. For a fixture.
+    FP8 the largest number for what is beyond. For a fixture.
     """
     with pytest.MonkeyPatch.context() as patch:
         if DEVICE == "cpu":
@@ -97,7 +97,7 @@ def check_swiglu(rows: int, width: int, used: int, dtype: torch.dtype) -> None:
 
 
 def check_spread(tokens: int, top_k: int, width: int, dtype: torch.dtype) -> None:
-    """What writes tokens and gradients into rows leaves these in eight bits, to the bit; of peers'
+    """What writes tokens and gradients into rows leaves these in FP8, to the bit; of peers'
     rows some are no choice's, and neither is written.
     """
     count = tokens * top_k
@@ -173,7 +173,7 @@ def expect_within(
     sums: float = FP32,
     rounding: float = 0.0,
 ) -> None:
-    """rows[e] · matrix[e]ᵀ as near to fp64 as eight bits are; `sums`: what adding two numbers may
+    """rows[e] · matrix[e]ᵀ as near to fp64 as FP8 are; `sums`: what adding two numbers may
     be off, in parts of the largest partial sum; `rounding`: of the result.
     """
     begin = 0
@@ -184,5 +184,5 @@ def expect_within(
         bound = most - rows.abs() @ matrix_NK.T.abs()
         error = (found_TN[begin:end].double() - exact).abs()
         assert (error <= bound + most * (rows.shape[1] * sums + rounding)).all()
-        assert not len(error) or error.max() > 0, "not in eight bits"
+        assert not len(error) or error.max() > 0, "not in FP8"
         begin = end

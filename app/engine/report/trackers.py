@@ -61,7 +61,7 @@ def tags(plan: Plan) -> tuple[str, str, str]:
     return f"layout={layout}", f"schedule={plan.schedule_name.value}", f"graphs={held}"
 
 
-class Board(Sink, ABC):
+class Tracker(Sink, ABC):
     """A sink with panels, which gets steps at the log interval; training goes on where it fails."""
 
     def __init__(self, name: str, plan: Plan) -> None:
@@ -126,7 +126,7 @@ class Board(Sink, ABC):
                 self.give_up()
 
 
-class Wandb(Board):
+class Wandb(Tracker):
     """A Weights & Biases run in the run folder; a resumed run goes on under the same id.
 
     Its service is a process of its own: SLURM ends it together with the ranks, which still have a
@@ -206,7 +206,7 @@ def _logged_in(login: Callable[..., bool]) -> bool:
     return known
 
 
-class TensorBoard(Board):
+class TensorBoard(Tracker):
     """Events in the run folder, where those of steps that come again are hidden."""
 
     def __init__(self, plan: Plan, run_dir: Path, from_step: int) -> None:

@@ -1,4 +1,4 @@
-"""Entries of a matrix that eight bits have lost, counted where a number on the device says so.
+"""Entries of a matrix that FP8 have lost, counted where a number on the device says so.
 
 Otherwise programs end at once, so that a captured graph may hold the kernel and count in some
 replays only. Counts are integers: their sums are the same in any order.
@@ -30,7 +30,7 @@ def count_lost(
 ) -> None:
     """Add those of a matrix to `counts_3`, if `wanted` (int32 [1]) is not 0.
 
-    `data`: the entries of `x` in eight bits, uint8; both contiguous. `scale`, fp32 [1]: what they
+    `data`: the entries of `x` in FP8, uint8; both contiguous. `scale`, fp32 [1]: what they
     were multiplied with where that is not by their own largest one; None: none is beyond.
     """
     programs = min(MULTIPROCESSORS * PROGRAMS, cdiv(x_N.numel(), VALUES))

@@ -10,7 +10,7 @@ from torch import Tensor
 from app.kernels.routing import parts
 from app.kernels.routing.parts import in_parts
 from app.kernels.tiling import PARTS
-from app.moe.router_product import router_product
+from app.moe.router_matmul import router_matmul
 from tests.moe_kernels import DEVICE
 
 TOKENS, WIDTH, EXPERTS = 96, 80, 12
@@ -42,7 +42,7 @@ def test_it_is_as_exact_as_fp32(dtype: torch.dtype):
     rounded to the type of what they are of.
     """
     x_TD, weight_ED, grad_TE = given(dtype)
-    scores_TE = router_product(x_TD, weight_ED)
+    scores_TE = router_matmul(x_TD, weight_ED)
     scores_TE.backward(grad_TE)
     assert scores_TE.dtype == torch.float32
     rounded = torch.finfo(dtype).eps / 2 if dtype != torch.float32 else 0.0
@@ -104,7 +104,7 @@ def test_backward_keeps_tokens_as_they_are():
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        router_product(x_TD, weight_ED)
+        router_matmul(x_TD, weight_ED)
     assert {tensor.data_ptr() for tensor in kept} == {x_TD.data_ptr(), weight_ED.data_ptr()}
 
 
@@ -112,5 +112,5 @@ def test_jitter_is_not_rounded():
     """Noise makes tokens fp32, and they are multiplied so."""
     x_TD, weight_ED, _ = given(torch.bfloat16)
     noisy_TD = x_TD.detach().float() * 1.001
-    found = router_product(noisy_TD, weight_ED)
+    found = router_matmul(noisy_TD, weight_ED)
     assert torch.equal(found, F.linear(noisy_TD, weight_ED.float()))

@@ -1,4 +1,4 @@
-"""From a run's choice of products in eight bits to the layers that compute them so."""
+"""From a run's choice of products in FP8 to the layers that compute them so."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ HOPPER = 9  # major compute capability
 
 
 def build_fp8(run: Run, chunks: Sequence[Chunk], groups: Groups, device: torch.device) -> Fp8Layers:
-    """The layers of these chunks whose products are in eight bits, as the run says. Weights have to
+    """The layers of these chunks whose products are in FP8, as the run says. Weights have to
     be set. Raises ConfigError for what this host lacks.
     """
     fp8 = run.precision.fp8
@@ -67,13 +67,13 @@ def build_fp8(run: Run, chunks: Sequence[Chunk], groups: Groups, device: torch.d
 
 
 def _weights(run: Run, chunk: Chunk) -> list[NamedWeight]:
-    """Those of a chunk that are read in eight bits."""
+    """Those of a chunk that are read in FP8."""
     stage = Stage(tuple(map(int, chunk.layers)), embedding=chunk.first, head=chunk.last)
     return [*fp8_weights(run.model, run.precision.fp8, stage)]
 
 
 def fp8_line(run: Run, device: torch.device) -> str:
-    """Which products are in eight bits, and what computes them, in words."""
+    """Which products are in FP8, and what computes them, in words."""
     fp8 = run.precision.fp8
     assert fp8.recipe is not None, "there are such layers"
     whole = Stage(tuple(range(run.model.num_layers)), embedding=True, head=True)
@@ -118,7 +118,7 @@ def experts_arithmetic(
     include: Sequence[Fp8Part] = (Fp8Part.experts,),
 ) -> RowScaled:
     """What computes experts on this device. Raises ConfigError where it cannot be had; `include`:
-    all that is to be in eight bits.
+    all that is to be in FP8.
     """
     if device.type != "cuda":
         return RowScaled(by_reference)
@@ -128,11 +128,11 @@ def experts_arithmetic(
     if asked is LinearBackendKind.torch and generation >= HOPPER:
         return RowScaled(by_reference)
     if generation != HOPPER:
-        rule = "torch multiplies rows in eight bits by experts on GPUs like Hopper, not on this one"
+        rule = "torch multiplies rows in FP8 by experts on GPUs like Hopper, not on this one"
         # kernels of the reference are for GPUs from Hopper on
         near = (rest, off) if generation > HOPPER else (rest,)
         raise ConfigError(key, tuple(include), rule, nearest=near)
     if dtype is not Dtype.bfloat16:
-        rule = f"makes bfloat16 of experts in eight bits, and parameters are {dtype.value}"
+        rule = f"makes bfloat16 of experts in FP8, and parameters are {dtype.value}"
         raise ConfigError(key, tuple(include), rule, nearest=(Instead("precision=bf16"), off))
     return RowScaled(on_tensor_cores)

@@ -1,4 +1,4 @@
-"""Which entries products in eight bits lose, measured at the log interval (docs/fp8.md)."""
+"""Which entries products in FP8 lose, measured at the log interval (docs/fp8.md)."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ class Fp8Meter:
             + ", ".join(f"{100 * share:.3g} % of {kind}" for kind, share in shares.items())
             for fate, shares in self._fates(self.counts_33).items()
         )
-        return f"Entries of matrices in eight bits that {'; '.join(said)}"
+        return f"Entries of matrices in FP8 that {'; '.join(said)}"
 
     def advice(self) -> str | None:
         """What to change in the next run; None: nothing, by what has been measured."""
@@ -106,7 +106,7 @@ class Fp8Meter:
             return None
         share = self.overflows / self.matrices
         return (
-            f"{share:.1%} of the matrices in eight bits, counted by steps, had entries beyond the "
+            f"{share:.1%} of the matrices in FP8, counted by steps, had entries beyond the "
             f"largest number of their type, up to {self.most:.3g} times that; with "
             f"precision.fp8.margin={self.margin + 1} twice as large ones fit (docs/fp8.md)"
         )

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from app.choices import Fp8Recipe, LinearBackendKind
-from app.engine.eight_bits import arithmetic_maker
+from app.engine.fp8 import arithmetic_maker
 from app.model.fp8.delayed import INPUT, DelayedScales, LinearScales
 from app.model.fp8.linear import Fp8Linear
 from app.model.fp8.lost import LARGEST, LostEntries
@@ -23,7 +23,7 @@ from app.model.linear import ColumnParallelLinear
 from app.model.weight_grads import MainGradSink, WeightGradQueue
 from app.plan.model.weight import Weight
 from tests.gpu.programs import no_waits
-from tests.tensors.test_fp8_products import check_products
+from tests.tensors.test_fp8_gemms import check_gemms
 
 pytest.importorskip("transformer_engine")
 pytestmark = [
@@ -71,13 +71,11 @@ def reference(recipe: Fp8Recipe, *matrices: Tensor) -> Reference:
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("recipe", Fp8Recipe, ids=lambda recipe: recipe.value)
-def test_products_are_as_near_to_fp64_as_eight_bits_are(
-    recipe: Fp8Recipe, shape: tuple[int, int, int]
-):
+def test_products_are_as_near_to_fp64_as_fp8_are(recipe: Fp8Recipe, shape: tuple[int, int, int]):
     """Tensor cores keep 13 bits of a partial sum where 32 products are added at once."""
     matrices = operands(*shape)
     kind = "block" if recipe is Fp8Recipe.block else "current"
-    check_products(library(recipe, *matrices), kind, *matrices, sums=2**-13 / 32)
+    check_gemms(library(recipe, *matrices), kind, *matrices, sums=2**-13 / 32)
 
 
 @pytest.mark.parametrize("recipe", Fp8Recipe, ids=lambda recipe: recipe.value)
@@ -191,7 +189,7 @@ def test_nothing_waits_for_the_device_and_a_weight_is_quantised_once(recipe: Fp8
 
 
 @pytest.mark.parametrize("recipe", Fp8Recipe, ids=lambda recipe: recipe.value)
-def test_rows_that_tensor_cores_do_not_take_are_filled_up(recipe: Fp8Recipe):
+def test_rows_that_tensor_cores_do_not_take_are_padded(recipe: Fp8Recipe):
     """One row, as when a token is generated, and 37: the same as the first of more."""
     layer = Layer(recipe, (64, 256, 128))
     for rows in (1, 37):

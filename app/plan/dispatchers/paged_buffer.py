@@ -1,4 +1,4 @@
-"""How large the pool is that keeps experts' rows for backward (`app.moe.dispatch.stash`)."""
+"""How large the pool is that keeps experts' rows for backward (`app.moe.dispatch.paged_buffer`)."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ PAGES = 32  # of a tensor with the mean number of rows at least, where pages are
 
 
 @dataclass(frozen=True, slots=True)
-class PlannedStash:
+class PlannedPagedBuffer:
     """Pages of one rank."""
 
     page: int  # bytes of each, a power of two
@@ -41,21 +41,21 @@ class PlannedStash:
         return (self.page + NUMBER) * (self.pages + 1)
 
 
-def planned_stash(
+def planned_paged_buffer(
     run: Run, stages: Sequence[Stage], actions: Sequence[Action]
-) -> PlannedStash | None:
+) -> PlannedPagedBuffer | None:
     """The pool of a rank with these stages and this list of actions; None: rows are kept as they
     are.
 
-    For every tensor that is kept at once, the mean number of its rows times `static.stash`, in
-    whole pages.
+    For every tensor that is kept at once, the mean number of its rows times `static.paged_buffer`,
+    in whole pages.
     """
     dispatcher = run_dispatcher(run)
-    if not isinstance(dispatcher, PlannedStatic) or dispatcher.moe.static.stash is None:
+    if not isinstance(dispatcher, PlannedStatic) or dispatcher.moe.static.paged_buffer is None:
         return None
     tokens = tokens_per_rank(run)
     mean = dispatcher.mean_rows(tokens)
-    rows = min(ceil(dispatcher.moe.static.stash * mean), dispatcher.worst_rows(tokens))
+    rows = min(ceil(dispatcher.moe.static.paged_buffer * mean), dispatcher.worst_rows(tokens))
     outer, inner = _widths(run, dispatcher)
     page = _page(mean * min(outer, inner))
 
@@ -75,7 +75,7 @@ def planned_stash(
         elif isinstance(action, Backward | BackwardWeight):
             del live[action.mb, action.chunk]
         most = max(most, sum(live.values()))
-    return PlannedStash(page, max(1, most))
+    return PlannedPagedBuffer(page, max(1, most))
 
 
 def page_numbers(run: Run, dispatcher: PlannedDispatcher, recompute: RecomputeChoice) -> int:
@@ -113,11 +113,11 @@ def _waiting(outer: int, inner: int) -> tuple[int, ...]:
     return outer, 2 * inner, inner, outer
 
 
-def with_stash(run: Run, stash: float | None) -> Run:
+def with_paged_buffer(run: Run, paged_buffer: float | None) -> Run:
     """The run with such a pool, or with none."""
     moe = run.model.moe
     assert moe is not None
-    static = replace(moe.static, stash=stash)
+    static = replace(moe.static, paged_buffer=paged_buffer)
     return replace(run, model=replace(run.model, moe=replace(moe, static=static)))
 
 

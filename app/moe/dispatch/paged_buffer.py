@@ -17,17 +17,17 @@ from app.kernels import pages as kernels
 from app.kernels.common import usable
 from app.kernels.tiling import cdiv
 from app.model.recompute import BackwardSource
-from app.plan.dispatchers.stash import PlannedStash
+from app.plan.dispatchers.paged_buffer import PlannedPagedBuffer
 
 WORD = 4  # bytes of what is copied
 
 
-class Stash:
+class PagedBuffer:
     """The pool of one rank. Where it has too few pages, a tensor gets none, and is not to be used:
     `lacks` says so.
     """
 
-    def __init__(self, planned: PlannedStash, device: torch.device) -> None:
+    def __init__(self, planned: PlannedPagedBuffer, device: torch.device) -> None:
         self.planned = planned
         words = planned.page // WORD
         # the last page, and the last place in the ring, take what plain torch must write somewhere
@@ -109,12 +109,12 @@ def _there(pages_M2: Tensor) -> Tensor:
 
 
 @dataclass(slots=True)
-class StashedRows(BackwardSource):
+class PagedRows(BackwardSource):
     """Rows of one tensor, in pages from when the first operation saves them until backward reads
     them; then in memory of their own until its last reader has them.
     """
 
-    stash: Stash
+    paged_buffer: PagedBuffer
     used: Tensor  # int32 [1]
     shape: torch.Size
     dtype: torch.dtype
@@ -123,23 +123,23 @@ class StashedRows(BackwardSource):
     readers: int = 0
 
     @classmethod
-    def of(cls, stash: Stash, ends_E: Tensor, rows: Tensor) -> StashedRows:
+    def of(cls, paged_buffer: PagedBuffer, ends_E: Tensor, rows: Tensor) -> PagedRows:
         """For rows that have all of their memory, of which ends[-1] are used."""
         assert rows.is_contiguous() and not rows.storage_offset()
-        return cls(stash, ends_E[-1:], rows.shape, dtype=rows.dtype)
+        return cls(paged_buffer, ends_E[-1:], rows.shape, dtype=rows.dtype)
 
     def add_reader(self, saved: Tensor) -> None:
         """The first one has the rows copied; `saved` may be a part of every row."""
         if not self.readers:
             width = self.shape[1]
             rows = saved.detach().as_strided(self.shape, (width, 1), 0)
-            self.pages_M2 = self.stash.put(rows, self.used)
+            self.pages_M2 = self.paged_buffer.put(rows, self.used)
         self.readers += 1
 
     def read(self) -> Tensor:
         """The rows, the same tensor for all readers."""
         if self.pages_M2 is not None:
-            self.rows = self.stash.get(self.pages_M2, self.shape, self.dtype)
+            self.rows = self.paged_buffer.get(self.pages_M2, self.shape, self.dtype)
             self.pages_M2 = None
         rows = self.rows
         assert rows is not None, "it is read once for every operation that has saved it"

@@ -1,4 +1,4 @@
-"""Matrices in eight bits (E4M3), a scale for each row, in one launch.
+"""Matrices in FP8 (E4M3), a scale for each row, in one launch.
 
 An entry is multiplied with its scale, E4M3's largest number over the largest entry that shares it,
 and rounded to the nearest. What is kept of a scale is its reciprocal, which products multiply with.
@@ -17,7 +17,7 @@ from app.kernels.common import jit, tl
 from app.kernels.tiling import MULTIPROCESSORS, norm_tiling
 
 E4M3 = torch.float8_e4m3fn
-InEight = tuple[Tensor, Tensor]  # rows in eight bits, R × C, and the reciprocals of their scales
+InEight = tuple[Tensor, Tensor]  # rows in FP8, R × C, and the reciprocals of their scales
 PROGRAMS = 16  # that a multiprocessor runs at once
 
 
@@ -28,7 +28,7 @@ def empty_in_8(shape: Sequence[int], device: torch.device) -> InEight:
 
 
 def quantise_rows(x_RC: Tensor, used: Tensor | None = None) -> InEight:
-    """In eight bits, R × C, and the reciprocals of the rows' scales, fp32 [R]; fp32, bf16 or fp16.
+    """in FP8, R × C, and the reciprocals of the rows' scales, fp32 [R]; fp32, bf16 or fp16.
 
     `used`, of one int32 on the device, is how many of the rows count: those behind them are neither
     read nor written.

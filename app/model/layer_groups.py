@@ -11,7 +11,7 @@ from app.plan.sharding.blocks import ShardCoords
 
 
 @dataclass(frozen=True, slots=True)
-class Peers:
+class LayerGroups:
     """Groups over which the tensors of a layer are cut, by their names in `app.plan.groups`; None:
     there is nobody else.
 
@@ -41,7 +41,7 @@ class Peers:
         )
 
 
-ALONE = Peers()
+ALONE = LayerGroups()
 
 
 def size(group: dist.ProcessGroup | None) -> int:

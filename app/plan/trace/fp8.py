@@ -1,4 +1,4 @@
-"""Products in eight bits with sizes in place of tensors (`app.model.fp8`); all sizes are bytes.
+"""Products in FP8 with sizes in place of tensors (`app.model.fp8`); all sizes are bytes.
 
 As on a GPU like Hopper, whose tensor cores take two copies of each matrix.
 """
@@ -31,8 +31,8 @@ MOVED_ROWS = 3  # of rows with a scale each, which one copy does for
 
 
 @dataclass(frozen=True, slots=True)
-class EightBits:
-    """How a product is computed in eight bits, and how many elements it quantises."""
+class Fp8Work:
+    """How a product is computed in FP8, and how many elements it quantises."""
 
     recipe: Fp8Recipe | None  # None: of routed experts, whose rows have a scale each
     inputs: int  # of what it multiplies with its weight, forward
@@ -57,7 +57,7 @@ class EightBits:
 
 @dataclass(frozen=True, slots=True)
 class Copies:
-    """A matrix in eight bits: along its rows, and along its columns; 0: there are none."""
+    """A matrix in FP8: along its rows, and along its columns; 0: there are none."""
 
     rows: int
     columns: int
@@ -98,18 +98,18 @@ NO_COPIES = Copies(0, 0)
 
 
 @dataclass(frozen=True, slots=True)
-class ProductOperands:
+class GemmOperands:
     """What a linear layer's kernels read in place of its rows and of their gradient: copies in
-    eight bits, or these themselves.
+    FP8, or these themselves.
     """
 
     given: Copies = NO_COPIES  # of the rows that it multiplies with its weight
     back: Copies = NO_COPIES  # of the gradient of those that it makes
     launches: int = 0  # that quantise the rows
-    eight_bits: EightBits | None = None  # None: all are in the type of parameters
+    fp8: Fp8Work | None = None  # None: all are in the type of parameters
 
     @classmethod
-    def of(cls, recipe: Fp8Recipe | None, rows: int, made: int, taken: int) -> ProductOperands:
+    def of(cls, recipe: Fp8Recipe | None, rows: int, made: int, taken: int) -> GemmOperands:
         """Of so many rows of width `taken`, and the gradient of those of width `made`; None: in
         the type of parameters.
         """
@@ -119,23 +119,23 @@ class ProductOperands:
             Copies.of(recipe, rows, taken),
             Copies.of(recipe, rows, made),
             LAUNCHES[recipe],
-            EightBits(recipe, inputs=rows * taken, grads=rows * made),
+            Fp8Work(recipe, inputs=rows * taken, grads=rows * made),
         )
 
     @property
     def kept(self) -> int | None:
         """Of the rows, for the gradient of the weight; None: they themselves are kept."""
-        return None if self.eight_bits is None else self.given.columns
+        return None if self.fp8 is None else self.given.columns
 
     @property
     def waiting(self) -> int | None:
         """Of their gradient, for a split backward; None: it waits itself."""
-        return None if self.eight_bits is None else self.back.columns
+        return None if self.fp8 is None else self.back.columns
 
     @property
-    def quantised_again(self) -> EightBits | None:
-        """Where backward quantises the rows once more, as they are not kept in eight bits."""
-        how = self.eight_bits
+    def quantised_again(self) -> Fp8Work | None:
+        """Where backward quantises the rows once more, as they are not kept in FP8."""
+        how = self.fp8
         return None if how is None else replace(how, grads=how.grads + how.inputs)
 
 

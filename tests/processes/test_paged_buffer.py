@@ -9,8 +9,8 @@ import pytest
 from app.choices import Recompute, StaticCapacity, StaticOverflow
 from app.config import CudaGraphConfig, RecomputeConfig, Run
 from app.engine.pipeline.shortage import RowShortage
-from app.moe.dispatch.stash import Stash
-from app.plan.dispatchers.stash import with_stash
+from app.moe.dispatch.paged_buffer import PagedBuffer
+from app.plan.dispatchers.paged_buffer import with_paged_buffer
 from tests.cases import chosen
 from tests.distributed import run_distributed
 from tests.processes.test_captured import CHOICES, EAGER, same, several
@@ -46,9 +46,9 @@ ENOUGH = 1.9  # of two ranks all rows are twice the mean
 
 def in_pages(rank: int, runs: dict[str, Run]) -> dict[str, dict[str, Any]]:
     """What `several` finds, where no step may be taken again and every page comes back."""
-    pools, clear = list[Stash](), Stash.clear
+    pools, clear = list[PagedBuffer](), PagedBuffer.clear
 
-    def cleared(pool: Stash) -> None:
+    def cleared(pool: PagedBuffer) -> None:
         if pools.count(pool) > 1:  # a step has been taken
             assert (pool.needed() > 0) == (pool.planned.pages > 1) and not pool.lacks()
             head, tail, in_use, _ = pool.state.tolist()
@@ -56,14 +56,14 @@ def in_pages(rank: int, runs: dict[str, Run]) -> dict[str, dict[str, Any]]:
         pools.append(pool)
         clear(pool)
 
-    Stash.clear = cleared
+    PagedBuffer.clear = cleared
     RowShortage.again = None
     return several(rank, runs)
 
 
-def run_with(layout: str, stash: float | None, graph: CudaGraphConfig = EAGER) -> Run:
+def run_with(layout: str, paged_buffer: float | None, graph: CudaGraphConfig = EAGER) -> Run:
     run = make_run(with_static(), cuda_graph=graph, **CASES[layout])
-    return with_stash(run, stash)
+    return with_paged_buffer(run, paged_buffer)
 
 
 @pytest.mark.parametrize("layout", chosen(list(CASES), ["pp2 ep2", "activations recomputed"]))
@@ -84,7 +84,7 @@ def test_a_step_that_lacks_pages_is_taken_again(graph: str):
     """
     run = short_run(CHOICES.get(graph, EAGER), StaticCapacity.worst)
     exact = run_distributed(steps_of, 2, run, NEVER)
-    short = with_stash(run, 1.0)
+    short = with_paged_buffer(run, 1.0)
     found = run_distributed(steps_of, 2, short, NEVER)
     grown = run_distributed(steps_of, 2, short, 2)
     for ours, more, wanted in zip(found, grown, exact, strict=True):
@@ -95,6 +95,7 @@ def test_a_step_that_lacks_pages_is_taken_again(graph: str):
 
 
 def test_or_the_run_ends():
-    run = short_run(EAGER, StaticCapacity.worst, on_overflow=StaticOverflow.stop, stash=1.0)
-    with pytest.raises(Exception, match=r"model\.moe\.static\.stash=1.0: 2 steps in a row needed"):
+    run = short_run(EAGER, StaticCapacity.worst, on_overflow=StaticOverflow.stop, paged_buffer=1.0)
+    needed = r"model\.moe\.static\.paged_buffer=1.0: 2 steps in a row needed"
+    with pytest.raises(Exception, match=needed):
         run_distributed(steps_of, 2, run, 2)

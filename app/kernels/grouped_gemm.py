@@ -22,7 +22,7 @@ OPTIONS = {"num_warps": 4, "num_stages": 3}
 PROGRAMS = 2 * MULTIPROCESSORS
 
 
-def grouped_product(
+def grouped_gemm(
     out_TO: Tensor,
     rows_TI: Tensor,
     weight_GIO: Tensor,
@@ -47,7 +47,7 @@ def grouped_product(
     height, across, step = TILE_FP32 if rows_TI.dtype == torch.float32 else TILE
     block = [1, across, step] if transposed else [1, step, across]
     most = (len(rows_TI) // height + groups) * cdiv(columns, across)  # tiles, wherever groups end
-    _grouped_product[(min(PROGRAMS, most),)](
+    _grouped_gemm[(min(PROGRAMS, most),)](
         out_TO=out_TO,
         rows_TI=TensorDescriptor.from_tensor(rows_TI.contiguous(), [height, step]),
         weight_GIO=TensorDescriptor.from_tensor(weight_GIO, block),
@@ -65,7 +65,7 @@ def grouped_product(
 
 
 @jit
-def _grouped_product(
+def _grouped_gemm(
     out_TO: tl.tensor,
     rows_TI: tl.tensor_descriptor,
     weight_GIO: tl.tensor_descriptor,

@@ -15,10 +15,10 @@ from torch.autograd.function import once_differentiable
 
 from app.kernels.routing.parts import in_parts
 from app.kernels.tiling import PARTS
-from app.torch_versions import wide_product
+from app.torch_versions import wide_gemm
 
 
-def router_product(x_TD: Tensor, weight_ED: Tensor) -> Tensor:
+def router_matmul(x_TD: Tensor, weight_ED: Tensor) -> Tensor:
     """fp32 [T, E]: x · weightᵀ as if both were widened to fp32 first, and so are the gradients
     computed, each rounded to the type of what it is of at its end.
 
@@ -26,16 +26,16 @@ def router_product(x_TD: Tensor, weight_ED: Tensor) -> Tensor:
     `x_TD` itself.
     """
     if x_TD.dtype == weight_ED.dtype == torch.bfloat16:
-        scores_TE: Tensor = _RouterProduct.apply(x_TD, weight_ED)
+        scores_TE: Tensor = _RouterMatmul.apply(x_TD, weight_ED)
         return scores_TE
     return F.linear(x_TD.float(), weight_ED.float())
 
 
-class _RouterProduct(torch.autograd.Function):
+class _RouterMatmul(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_TD: Tensor, weight_ED: Tensor) -> Tensor:
         ctx.save_for_backward(x_TD, weight_ED)
-        return wide_product(x_TD, weight_ED.T)
+        return wide_gemm(x_TD, weight_ED.T)
 
     @staticmethod
     @once_differentiable
@@ -43,7 +43,7 @@ class _RouterProduct(torch.autograd.Function):
         x_TD, weight_ED = ctx.saved_tensors
         parts_TP = in_parts(grad_TE)  # P = 3 E
         repeated_PD = weight_ED.repeat(PARTS, 1)
-        x_grad_TD = wide_product(parts_TP, repeated_PD, x_TD.dtype)
-        weight_grad_PD = wide_product(parts_TP.T, x_TD)
+        x_grad_TD = wide_gemm(parts_TP, repeated_PD, x_TD.dtype)
+        weight_grad_PD = wide_gemm(parts_TP.T, x_TD)
         weight_grad_ED = weight_grad_PD.view(PARTS, *weight_ED.shape).sum(0)
         return x_grad_TD, weight_grad_ED.to(weight_ED.dtype)

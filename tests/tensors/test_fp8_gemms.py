@@ -1,6 +1,6 @@
-"""Matrices in eight bits on the CPU: scales, rounding, and the three products beside fp64.
+"""Matrices in FP8 on the CPU: scales, rounding, and the three products beside fp64.
 
-A bound is what the format promises: an entry in eight bits is off by half a step, which is a share
+A bound is what the format promises: an entry in FP8 is off by half a step, which is a share
 of itself, or where the type runs out of exponents a share of its scale.
 
 Shapes: T rows, IN and OUT widths.
@@ -42,11 +42,11 @@ def largest_of(x: Tensor, recipe: str, by_columns: bool, weight: bool) -> Tensor
 
 
 def off_by(x: Tensor, dtype: torch.dtype, largest: Tensor) -> Tensor:
-    """What an entry in eight bits may be off; a scale may be half of what would fit."""
+    """What an entry in FP8 may be off; a scale may be half of what would fit."""
     return x.abs() * HALF_STEP[dtype] + 2 * largest / torch.finfo(dtype).max * LAST[dtype]
 
 
-def check_products(
+def check_gemms(
     arithmetic: Fp8Arithmetic,
     recipe: str,
     x: Tensor,
@@ -91,17 +91,17 @@ def check_products(
         error = (found[name].double() - exact).abs()
         rounding = most * left.numel() / len(exact) * sums
         assert (error <= bound + rounding).all(), name
-        assert error.max() > 0, f"{name} is not in eight bits"
+        assert error.max() > 0, f"{name} is not in FP8"
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_products_are_as_near_to_fp64_as_eight_bits_are(recipe: str):
+def test_products_are_as_near_to_fp64_as_fp8_are(recipe: str):
     x, weight, grad = normal(T, IN), normal(OUT, IN, seed=1), normal(T, OUT, seed=2) * 1e-6
-    check_products(RECIPES[recipe], recipe, x, weight, grad)
+    check_gemms(RECIPES[recipe], recipe, x, weight, grad)
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_what_eight_bits_hold_is_exact(recipe: str):
+def test_what_fp8_hold_is_exact(recipe: str):
     arithmetic: Reference = RECIPES[recipe]
     generator = torch.Generator().manual_seed(0)
     whole = lambda *shape: torch.randint(-8, 9, shape, generator=generator).float()  # noqa: E731
