@@ -1,4 +1,4 @@
-"""A short sample from the model, to look at: every rank generates the same tokens."""
+"""Generate a short sample from the model during training; all ranks draw the same tokens."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from app.engine.decoding.texts import UNFINISHED, behind
 from app.engine.report.telling import telling
 
 SAMPLING = Sampling(temperature=0.7)
-SECONDS = 4.0  # that a sample may take
+SECONDS = 4.0  # limit on the time of a sample
 
 
 def sample_text(engine: Engine, tokenizer: Tokenizer, prompt: list[int], aloud: bool) -> str | None:
-    """Text that continues a prompt; None where the run asks for none. All ranks call it.
+    """Return text that continues a prompt; None if train.sample_tokens=0. All ranks call it.
 
-    `aloud`: this rank says how far it has come, where that takes long.
+    With `aloud` this rank prints progress if sampling takes long.
     """
     run = engine.plan.run
     drawn: list[int] = []
@@ -56,12 +56,12 @@ def sample_tokens(
     seed: int,
     seconds: float = math.inf,
 ) -> Iterator[int]:
-    """Tokens that continue `prompt`, drawn at a fixed temperature given the last `window` tokens.
+    """Yield tokens that continue `prompt`, drawn at a fixed temperature given `window` tokens.
 
-    There are `count` of them, or fewer where that would take longer than some `seconds`. Up to the
-    window's end a token costs a step; then the window moves, and as its tokens have other positions
-    each time, a token costs a forward of all of it. Only the first `vocab` ids are drawn: a padded
-    embedding has more rows than the tokenizer has ids.
+    Yields `count` tokens, or fewer after about `seconds`. Until the window is full a token costs
+    one decoding step on the key-value cache; after that the window slides, every cached position
+    changes, and a token costs a forward of the window. Only the first `vocab` ids are drawn: a
+    padded embedding has more rows than the tokenizer has ids.
     """
     until = time.monotonic() + seconds
     engine.make_parameters_whole()

@@ -1,5 +1,6 @@
-"""One recording of a whole step: forwards, backwards, exchanges and reductions of all microbatches,
-and with `cuda_graph.optimizer` the update behind them.
+"""Full-iteration CUDA graph: all forwards, backwards, P2P and gradient reductions of a step.
+
+With `cuda_graph.optimizer` the graph also holds the update.
 """
 
 from __future__ import annotations
@@ -21,11 +22,10 @@ Found = TypeVar("Found")
 
 @dataclass(slots=True)
 class WholeStep(Generic[Given, Found]):
-    """`work` on a step's input, recorded when it is first called.
+    """`work` on a step's input, recorded at its first call and then replayed.
 
-    `in_graph` is entered around a recording and around every replay: what it does on the host
-    holds for both, while the work itself runs on the host only when it is recorded. What the work
-    returns lies in memory that the next call writes to again.
+    `in_graph` is entered around the recording and around every replay, for host state that both
+    need; the host runs the work itself only once. The next call overwrites what the work returned.
     """
 
     work: Callable[[Given], Found]
@@ -37,7 +37,7 @@ class WholeStep(Generic[Given, Found]):
     rebuild: Rebuild[Found] | None = None
 
     def __call__(self, step: Given) -> Found:
-        """Take in a step's input, and do the work."""
+        """Copy in a step's input and run the work."""
         with self.in_graph():
             return self._record_or_replay(step)
 
