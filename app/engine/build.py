@@ -167,7 +167,7 @@ def build_engine(
     pp_ranks = dist.get_process_group_ranks(groups.pp)
     transport = Transport(groups.pp, pp_ranks, run.schedule.batch_p2p)
     watchdog = watchdog or Watchdog(groups.rank, run.schedule.timeout_s)
-    watchdog.exchanges = transport.unfinished
+    watchdog.pending_p2p = transport.unfinished
     watchdog.spins = device.type == "cuda"
     watchdog.replays = _waits_unseen(run, dispatcher, device)
     loss_scale = LossScale.start(run.precision, device)

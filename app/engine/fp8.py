@@ -130,7 +130,7 @@ def experts_arithmetic(
     if asked is LinearBackendKind.torch and generation >= HOPPER:
         return RowScaled(by_reference)
     if generation != HOPPER:
-        rule = "torch's row-scaled grouped GEMM in FP8 runs on Hopper only, and this GPU is another"
+        rule = "torch's row-scaled FP8 grouped GEMM runs on Hopper GPUs only"
         # the reference's kernels also need Hopper or newer
         near = (rest, off) if generation > HOPPER else (rest,)
         raise ConfigError(key, tuple(include), rule, nearest=near)
