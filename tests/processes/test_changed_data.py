@@ -78,8 +78,8 @@ def test_changed_data_are_refused_or_accepted_and_listed(tmp_path: Path):
     change = f"2.txt has {size + 4} bytes, had {size}"
     refused = (
         f"data.path={trial.corpus}/*.txt: the data have changed since run/checkpoints/"
-        f"step-00000002 was saved: {change}; bring them back, or "
-        "go on with data.accept_changed=true"
+        f"step-00000002 was saved: {change}; restore them, or "
+        "continue with data.accept_changed=true"
     )
     for ranks in (1, 2):
         overrides = ("parallel.dp=2",) if ranks == 2 else ()
@@ -242,7 +242,7 @@ def test_changed_tokenizer_is_named_as_such(tmp_path: Path):
     own.write_text(own.read_text() + "\n")
     refused = trial.resumes()
     assert refused.startswith(f"data.tokenizer={own}: the data have changed since ")
-    assert ": the tokenizer has other contents; bring them back, or " in refused
+    assert ": the tokenizer has other contents; restore them, or " in refused
     moved = tmp_path / "moved"
     shutil.copytree(trial.corpus, moved)
     elsewhere = f"data.path=[{moved}/*.txt]"

@@ -130,5 +130,5 @@ def test_what_is_captured_is_said():
     assert "stand-in" in graphs_line(make_run(cuda_graph=WHOLE), CPU)
     updating = make_run(cuda_graph=dataclasses.replace(WHOLE, optimizer=True))
     for run, what in ((make_run(cuda_graph=WHOLE), ""), (updating, " with their updates,")):
-        said = f"whole steps{what} and validations, captured in step 4 of this process"
+        said = f"full iterations{what} and validations, captured in step 4 of this process"
         assert graphs_line(run, GPU) == said

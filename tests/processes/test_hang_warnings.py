@@ -150,7 +150,7 @@ def test_warning_is_printed_once_and_its_end_too(capsys: pytest.CaptureFixture[s
     )
     for _ in range(2):
         alarms.resolve([dataclasses.replace(wait, seconds=0.1)])  # the next one of that name
-    assert capsys.readouterr().err == "rank 0: all_reduce 7 of world went on after 26 s\n"
+    assert capsys.readouterr().err == "rank 0: all_reduce 7 of world continued after 26 s\n"
 
 
 def test_default_names_a_hang_within_30_s():
@@ -288,7 +288,7 @@ def test_hang_is_told_once_and_when_it_is_over(tmp_path: Path, body: Body, does:
     name = r"\w+ 2 of world"
     said = rf"rank 0 has waited \d+ s in {name} \(B0\.0\); rank 1 has not come, {does}; .*\n"
     assert re.fullmatch(
-        rf"{said}rank 0: {name} went on after \d+ s\n", said_by_rank_0(tmp_path, body)
+        rf"{said}rank 0: {name} continued after \d+ s\n", said_by_rank_0(tmp_path, body)
     )
 
 

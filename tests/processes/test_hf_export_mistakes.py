@@ -43,7 +43,7 @@ MISTAKES: dict[str, tuple[list[str], str]] = {
     ),
     "what it has written": (
         ["to-hf", "{}/theirs", "{}/out"],
-        "to-hf={}/theirs: is the folder of a Hugging Face model, and holds no checkpoint of ours",
+        "to-hf={}/theirs: is the folder of a Hugging Face model, not a run or checkpoint",
     ),
     "a file": (
         ["from-hf", "{}/theirs/config.json", "{}/out"],

@@ -115,7 +115,7 @@ def test_a_run_exports_what_it_was_trained_with(
     assert convert.main(["to-hf", "../run", "none"]) == 0
     assert capsys.readouterr().err == (
         "convert: no tokenizer is written: own.json, which the model was trained with, is not "
-        "there; as ../run/tokenizer.json it would be found\n"
+        "there; copy the original file to ../run/tokenizer.json\n"
     )
     written = {path.name for path in (tmp_path / "elsewhere/none").iterdir()}
     assert written == {"config.json", "generation_config.json", "model.safetensors"}

@@ -31,7 +31,7 @@ def test_right_end_of_an_earlier_run_stays(tmp_path: Path):
     assert end_in(path, None) == "<|im_end|>"
     assert end_in(path, EARLIER) == "<|endoftext|>"
     assert changed_end(EARLIER, str(path), kept=False) is None
-    told = f"documents go on to end with '<|endoftext|>', although {path} ends them with"
+    told = f"documents still end with '<|endoftext|>', although {path} ends them with"
     assert changed_end(EARLIER, str(path)) == f"{told} '<|im_end|>'"
 
 

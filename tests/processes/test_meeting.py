@@ -108,7 +108,7 @@ def test_another_program_at_the_address_of_a_store_is_named(program: int):
     assert meeting.CONNECT_S + meeting.ANSWER_S < 60
     line = [sys.executable, "-c", JOIN, str(program)]
     done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, timeout=300)
-    rule = "what listens there on 127.0.0.1 is another program: it does not answer as a store"
+    rule = "another program listens there on 127.0.0.1: it does not answer as a store"
     said = f"MASTER_PORT={program}: {rule}; choose a free one\n"
     assert (done.returncode, done.stdout) == (0, said), done.stderr
 
@@ -118,7 +118,7 @@ def test_nobody_at_the_address_of_a_store_is_named(monkeypatch: pytest.MonkeyPat
     with socket.socket() as held:  # a port that no other program can take meanwhile
         held.bind(("127.0.0.1", 0))
         port = held.getsockname()[1]
-        said = f"^MASTER_PORT={port}: nobody listens there on 127.0.0.1"
+        said = f"^MASTER_PORT={port}: nothing listens there on 127.0.0.1"
         with pytest.raises(OwnError, match=said):
             join_store("127.0.0.1", port)
 
@@ -133,7 +133,7 @@ def test_a_connection_that_meets_itself_is_nobody(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(meeting, "TIMEOUT", datetime.timedelta(seconds=0.2))
     monkeypatch.setattr(socket, "create_connection", from_the_same_port)
-    with pytest.raises(OwnError, match=f"^MASTER_PORT={port}: nobody listens there"):
+    with pytest.raises(OwnError, match=f"^MASTER_PORT={port}: nothing listens there"):
         join_store("127.0.0.1", port)
 
 
@@ -199,7 +199,7 @@ def test_a_folder_that_a_stranger_names_is_refused(launch: tuple[Attempt, dist.S
     )
     for text in (*map(str.encode, strange), b"\xff\x00 runs/mine"):
         noted.set(attempts.FOLDER, text)
-        with pytest.raises(OwnError, match="in which no attempt of this launch has been"):
+        with pytest.raises(OwnError, match="which no attempt of this launch has used"):
             attempt.earlier(composed((), 1))
 
 

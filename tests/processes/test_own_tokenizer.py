@@ -66,7 +66,7 @@ def with_tokenizer(run: Run, spec: Path | str) -> Run:
 
 
 MISFITS: dict[str, tuple[Callable[[Path], Path | str], str]] = {
-    "bytes": (lambda _: "bytes", "{} has a tokenizer of its own, which its ids are of"),
+    "bytes": (lambda _: "bytes", "{} was trained with a tokenizer of its own"),
     "another order": (
         lambda folder: save_tokenizer(folder / "own.json", *WORDS[:2], *WORDS[:1:-1]),
         "{} has been trained with 2 for 'of', which is 3",
@@ -115,8 +115,8 @@ def test_a_tokenizer_that_is_not_read_here_is_told(begin: Begin, tmp_path: Path)
     with pytest.raises(ConfigError) as refused:
         begin(run, theirs)
     assert str(refused.value) == (
-        f"data.tokenizer=bytes: {named(begin, theirs)[0]} has a tokenizer of its own, without the "
-        "tokenizer.json that is read here; AutoTokenizer of transformers saves one"
+        f"data.tokenizer=bytes: {named(begin, theirs)[0]} has a tokenizer of its own, but no "
+        "tokenizer.json, which is read here; AutoTokenizer of transformers saves one"
     )
 
 
@@ -130,6 +130,6 @@ def test_the_command_line_says_what_works(tmp_path: Path):
     ended = run_forked(tmp_path, [sys.executable, str(ROOT / "train.py"), *words])
     assert (ended.returncode, ended.stderr) == (
         2,
-        "train.py: data.tokenizer=bytes: run has a tokenizer of its own, which its ids are of; "
+        "train.py: data.tokenizer=bytes: run was trained with a tokenizer of its own; "
         "nearest that works: run/pretrained/tokenizer.json\n",
     )

@@ -187,7 +187,7 @@ def test_biases_that_routers_have_learnt_are_not_dropped(tmp_path: Path, was: fl
     if now:
         assert find_start(after).changes == (f"model.moe.bias_update_rate: {was} -> {now}",)
         return
-    with pytest.raises(ConfigError, match=r"bias_update_rate=0\.0: .* would leave out the biases"):
+    with pytest.raises(ConfigError, match=r"bias_update_rate=0\.0: .* would drop the biases"):
         find_start(after)
 
 

@@ -79,7 +79,7 @@ LOST: dict[str, Callable[[Path], object]] = {
     "names '../../b/checkpoints/step-00000003', w": lambda pointer: pointer.write_text(
         "../../b/checkpoints/step-00000003"
     ),
-    "names '.', which is no checkpoint's name": lambda pointer: pointer.write_text("."),
+    "names '.', which is not the name of a checkpoint": lambda pointer: pointer.write_text("."),
     "is not a file ": link_elsewhere,
 }
 

@@ -239,7 +239,7 @@ def test_after_two_such_steps_there_is_memory_for_more(capfd: pytest.CaptureFixt
 def test_peers_memory_is_for_gpus():
     run = run_of("ep2", static=StaticConfig(transport=StaticTransport.peer))
     planned = run_dispatcher(run)
-    with pytest.raises(ConfigError, match=r"transport=peer: is for GPUs.* mean collective\?"):
+    with pytest.raises(ConfigError, match=r"transport=peer: needs GPUs.* mean collective\?"):
         build_peer_transport(run, planned, None, device=torch.device("cpu"))
 
 

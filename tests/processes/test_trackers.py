@@ -202,7 +202,7 @@ def test_training_goes_on_where_a_tracker_fails(
     tracker.close()
     said = capfd.readouterr().err
     assert said.startswith("train.py: TensorBoard has stopped recording (FileNotFoundError(")
-    assert said.count("\n") == 1 and "metrics.jsonl goes on" in said
+    assert said.count("\n") == 1 and "metrics.jsonl continues" in said
 
 
 def test_a_missing_package_is_one_line_before_anything_is_written(

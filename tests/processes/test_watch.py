@@ -456,7 +456,7 @@ def test_a_thread_that_saves_is_in_a_collective_that_the_recorder_has_dropped():
         watchdog.groups = {"checkpoint": None}
         (wait,) = watchdog.waits()
     assert (
-        str(wait) == "exchange 5 of checkpoint (saving step-00000002)"
+        str(wait) == "collective 5 of checkpoint (saving step-00000002)"
         and wait.key == "checkpoint/0/5"
     )
 
