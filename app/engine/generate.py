@@ -12,7 +12,7 @@ from app.data.tokenizer import Tokenizer
 from app.engine.build import Engine
 from app.engine.decoding.decoder import Decoder
 from app.engine.decoding.drawing import Sampling, agreed
-from app.engine.decoding.texts import UNFINISHED, behind
+from app.engine.decoding.texts import UNFINISHED, text_after
 from app.engine.report.telling import telling
 
 SAMPLING = Sampling(temperature=0.7)
@@ -43,7 +43,7 @@ def sample_text(engine: Engine, tokenizer: Tokenizer, prompt: list[int], aloud: 
             drawn.append(token)
     # a character that the prompt leaves incomplete is completed by what follows
     given = tokenizer.decode(prompt).rstrip(UNFINISHED)
-    return f"{given}▶{behind(tokenizer, given, [*prompt, *drawn])}"
+    return f"{given}▶{text_after(tokenizer, given, [*prompt, *drawn])}"
 
 
 def sample_tokens(

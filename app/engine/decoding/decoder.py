@@ -31,7 +31,7 @@ from app.plan.memory.decoding import padded
 from app.plan.plan import Plan
 
 NO_LABEL = -1
-FILLING = 0  # padding token of prompts and steps; any id will do
+PADDING = 0  # padding token of prompts and steps; any id will do
 
 
 class Model(Protocol):
@@ -96,7 +96,7 @@ class Decoder:
         Prompts are padded to the longest one, and at least to `width`.
         """
         length_B = torch.tensor([len(prompt) for prompt in prompts], device=self.model.device)
-        tokens_BP = self._filled(prompts, width)
+        tokens_BP = self._padded_batch(prompts, width)
         assert tokens_BP.shape[1] <= self.sizes.places, "prompts fit the cache"
         self.place_T[: self.sequences] = length_B
         x_BsD = self._prompts(tokens_BP)
@@ -111,7 +111,7 @@ class Decoder:
         It is 0 for the first token and for padding, and the same on every rank of the replica.
         Overwrites the cache. Texts are padded as prompts are.
         """
-        tokens_BP = self._filled(texts, width)
+        tokens_BP = self._padded_batch(texts, width)
         labels_BP = torch.full_like(tokens_BP, NO_LABEL)
         for sequence, text in enumerate(texts):
             labels_BP[sequence, : len(text) - 1] = tokens_BP[sequence, 1 : len(text)]
@@ -123,13 +123,13 @@ class Decoder:
         all_reduce(nats_BP, self.model.groups.pp)  # a broadcast: zero except on the last stage
         return nats_BP
 
-    def _filled(self, texts: Sequence[Sequence[int]], width: int) -> Tensor:
+    def _padded_batch(self, texts: Sequence[Sequence[int]], width: int) -> Tensor:
         """Return B texts padded to P tokens, int64 B × P."""
         assert len(texts) == self.sequences, "the cache is for this many"
         assert all(texts), "each has a token"
         width = padded(max(width, *map(len, texts)), self.tp)
-        filled = [[*text, *[FILLING] * (width - len(text))] for text in texts]
-        return torch.tensor(filled, device=self.model.device)
+        rows = [[*text, *[PADDING] * (width - len(text))] for text in texts]
+        return torch.tensor(rows, device=self.model.device)
 
     def _prompts(self, tokens_BP: Tensor) -> Tensor:
         """Return the last stage's hidden states, on its ranks: B × s × D, s = P / tp."""
@@ -144,7 +144,7 @@ class Decoder:
     @torch.no_grad()
     def step(self, tokens: Sequence[int] | Tensor) -> Tensor:
         """Add a token to each sequence; returns the logits after it, fp32 B × V, on every rank."""
-        tokens_1T = torch.full((1, self.rows), FILLING, device=self.model.device)
+        tokens_1T = torch.full((1, self.rows), PADDING, device=self.model.device)
         tokens_1T[0, : self.sequences] = torch.as_tensor(tokens)
         hidden = torch.Size((1, self.rows // self.tp, self.run.model.hidden_size))
         columns_1TV = self._stages(tokens_1T, hidden, lambda nth, x: self.steps[nth](x))

@@ -14,7 +14,7 @@ from torch import Tensor
 from app.engine.groups import Groups
 from app.errors import ConfigError
 
-NOBODY = -1  # sent in place of a token once sampling has ended
+ENDED = -1  # sent in place of a token once sampling has ended
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,20 +77,20 @@ class Sampling:
         return kept_BV / kept_BV.sum(-1, keepdim=True)
 
 
-def or_nobody(tokens_B: Tensor, ended: bool) -> Tensor:
-    """Return the tokens, or NOBODY in their place once sampling has `ended`."""
-    return torch.full_like(tokens_B, NOBODY) if ended else tokens_B
+def or_ended(tokens_B: Tensor, ended: bool) -> Tensor:
+    """Return the tokens, or ENDED in their place once sampling has `ended`."""
+    return torch.full_like(tokens_B, ENDED) if ended else tokens_B
 
 
-def unless_nobody(said_B: Tensor) -> list[int] | None:
-    """Return the tokens of `or_nobody` as a list; None if it said that sampling has ended."""
+def unless_ended(said_B: Tensor) -> list[int] | None:
+    """Return the tokens of `or_ended` as a list; None if it said that sampling has ended."""
     tokens: list[int] = said_B.tolist()
-    return None if NOBODY in tokens else tokens
+    return None if ENDED in tokens else tokens
 
 
 def agreed(groups: Groups, tokens_B: Tensor, ended: bool) -> list[int] | None:
     """Return rank 0's tokens on every rank; None if rank 0 has `ended`."""
-    said_B = or_nobody(tokens_B, ended).cpu()
+    said_B = or_ended(tokens_B, ended).cpu()
     if groups.host.size() > 1:
         dist.broadcast(said_B, src=0, group=groups.host)
-    return unless_nobody(said_B)
+    return unless_ended(said_B)

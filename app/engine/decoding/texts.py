@@ -12,7 +12,7 @@ import torch
 
 from app.data.tokenizer import Tokenizer
 from app.engine.decoding.decoder import Decoder
-from app.engine.decoding.drawing import Sampling, or_nobody, unless_nobody
+from app.engine.decoding.drawing import Sampling, or_ended, unless_ended
 from app.engine.decoding.replicas import Replicas
 
 UNFINISHED = "�"  # decoders return this for a character whose bytes are incomplete
@@ -44,7 +44,7 @@ def drawn_tokens(
         drawn_B = sampling.draw(
             logits_BV[:, :vocab], generator, replicas.first, together=replicas.together
         )
-        tokens = unless_nobody(replicas.gathered(or_nobody(drawn_B, ended())))
+        tokens = unless_ended(replicas.gathered(or_ended(drawn_B, ended())))
         if tokens is None:
             return
         yield tokens
@@ -85,7 +85,7 @@ class Continuation:
             return
         self.tokens.append(token)
         self.window.append(token)
-        self.text = self.settled_text + behind(self.tokenizer, self.given, self.window)
+        self.text = self.settled_text + text_after(self.tokenizer, self.given, self.window)
         if len(self.window) >= 2 * CONTEXT and len(self.tokens) >= CONTEXT:
             self._settle()
         found = [at for stop in self.stop if (at := self.text.find(stop)) >= 0]
@@ -130,7 +130,7 @@ class Continuation:
         return text
 
 
-def behind(tokenizer: Tokenizer, given: str, ids: Sequence[int]) -> str:
+def text_after(tokenizer: Tokenizer, given: str, ids: Sequence[int]) -> str:
     """Return the text of `ids` after `given`, the text of the first of them alone.
 
     An incomplete character at the end becomes one UNFINISHED.
