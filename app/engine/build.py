@@ -121,7 +121,7 @@ class Engine:
             return self.dispatcher.all_rows()
         return nullcontext()
 
-    def make_parameters_whole(self) -> None:
+    def gather_all_params(self) -> None:
         """Gather all parameters that other ranks updated, or wait for the gathers under way."""
         for chunk in range(len(self.chunks)):
             self.optimizer.gather_params(chunk)
@@ -201,7 +201,7 @@ def _build_optimizer(
         groups=optimizer_groups,
         grads=DTYPES[run.precision.grads],
         device=device,
-        whole_steps=run.cuda_graph.impl is GraphImpl.full_iteration,
+        full_iteration=run.cuda_graph.impl is GraphImpl.full_iteration,
         writes_first=run.writes_expert_grads,
     )
 

@@ -64,7 +64,7 @@ def sample_tokens(
     padded embedding has more rows than the tokenizer has ids.
     """
     until = time.monotonic() + seconds
-    engine.make_parameters_whole()
+    engine.gather_all_params()
     decoder = Decoder(engine, 1, min(window, len(prompt) + count))
     generator = torch.Generator().manual_seed(seed)
     tokens = list(prompt)

@@ -409,7 +409,7 @@ def saved_and_loaded(rank: int, runs: dict[str, Run], folder: Path) -> dict[str,
     for name in ("with", "without"):
         other = engine_of(runs[name], rank)
         load_checkpoint(path, read_manifest(path), other)
-        other.make_parameters_whole()
+        other.gather_all_params()
         parameters[name] = whole_parameters(other)
     return {each: {n: v.numpy() for n, v in found.items()} for each, found in parameters.items()}
 

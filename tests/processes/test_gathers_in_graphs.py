@@ -25,9 +25,9 @@ from app.config import (
     TrainConfig,
 )
 from app.engine.build import Engine
+from app.engine.capture.full_iteration import FullIteration
 from app.engine.capture.recorder import Work
 from app.engine.capture.stand_in import HostRecorder, HostRecording
-from app.engine.capture.whole import WholeStep
 from app.engine.checkpoint.folder import CHECKPOINTS
 from app.engine.checkpoint.load import Progress, load_checkpoint
 from app.engine.checkpoint.saver import Saver
@@ -181,7 +181,7 @@ class Watched:
         shards = engine.optimizer._in_use_order
         number = {shard.params.data_ptr(): place for place, shard in enumerate(shards)}
         all_gather, settle = param_gather.all_gather, ParamGather.settle
-        forward, update, call = Chunk.__call__, AdamShard.update, WholeStep.__call__
+        forward, update, call = Chunk.__call__, AdamShard.update, FullIteration.__call__
 
         def on_gather(output: Tensor, *given: Any, wait: bool = True) -> Any:
             self.events.append(("gather" if wait else "start", number[output.data_ptr()]))
@@ -200,7 +200,7 @@ class Watched:
             self.events.append(("update", number[shard.params.data_ptr()]))
             update(shard, *given, **named)
 
-        def on_call(work: WholeStep[Any], *given: Any) -> Any:
+        def on_call(work: FullIteration[Any], *given: Any) -> Any:
             self.events.append(("begins", None))
             found = call(work, *given)
             self.events.append(("ends", None))
@@ -208,7 +208,7 @@ class Watched:
 
         # this process is about to end
         param_gather.all_gather, ParamGather.settle = on_gather, on_settle
-        Chunk.__call__, AdamShard.update, WholeStep.__call__ = on_forward, on_update, on_call
+        Chunk.__call__, AdamShard.update, FullIteration.__call__ = on_forward, on_update, on_call
 
     def take(self) -> list[tuple[str, Any]]:
         """What has happened since the last call."""

@@ -77,7 +77,7 @@ def train(rank: int, run: Run) -> list[dict[str, Any]]:
     engine = engine_of(run, rank)
     add_in_another_order(engine)
     train_steps(run, engine, STEPS)
-    engine.make_parameters_whole()
+    engine.gather_all_params()
     found = []
     for chunk, shards in zip(engine.chunks, engine.optimizer.shards, strict=True):
         if chunk.embedding is not None:

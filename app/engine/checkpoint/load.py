@@ -82,7 +82,7 @@ def load_checkpoint(
     share = list(files)[groups.rank :: groups.host.size()]
     all_succeed(groups, lambda: check_contents(path, manifest, share))
     # a parameter all-gather still under way would overwrite loaded values
-    engine.make_parameters_whole()
+    engine.gather_all_params()
     opened = _Opened(path)
     param_shards = list(engine.optimizer.param_shards())
     keys = (MAIN,) if IMPORTED in manifest else None

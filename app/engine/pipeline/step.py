@@ -15,8 +15,8 @@ from app.choices import GraphImpl, Normalize
 from app.collectives import all_reduce
 from app.data.feed import Batch
 from app.engine.build import Engine, build_partial_graphs, select_forward_backward
+from app.engine.capture.full_iteration import FullIteration
 from app.engine.capture.partial import PartialGraphs
-from app.engine.capture.whole import WholeStep
 from app.engine.pipeline.data_feed import Loader, StepInput, step_input
 from app.engine.pipeline.executor import ForwardBackward
 from app.engine.pipeline.in_flight import StepTotals
@@ -137,9 +137,9 @@ class TrainingStep:
             return self.eager
         if self.run.cuda_graph.optimizer:
             in_graph = partial(engine.optimizer.in_graph, updates=True)
-            return WholeStep(self.eager, in_graph, recorder)
+            return FullIteration(self.eager, in_graph, recorder)
         if self.run.cuda_graph.impl is GraphImpl.full_iteration:
-            passes = WholeStep(self.passes, engine.optimizer.in_graph, recorder)
+            passes = FullIteration(self.passes, engine.optimizer.in_graph, recorder)
             return partial(self._take, passes)
         self.graphs = build_partial_graphs(engine)
         forward_backward = select_forward_backward(engine, engine.plan.actions, self.graphs)
@@ -271,7 +271,7 @@ class Validation:
         self.captured: ForwardBackward = self.eager
         self.shortage = RowShortage.of(engine)
         if self.run.cuda_graph.impl is GraphImpl.full_iteration and engine.recorder is not None:
-            self.captured = WholeStep(self.eager, engine.optimizer.in_graph, engine.recorder)
+            self.captured = FullIteration(self.eager, engine.optimizer.in_graph, engine.recorder)
 
     def __call__(self, batches: Sequence[Batch]) -> tuple[float, int]:
         """Return (nats per token, tokens) over the microbatches of all ranks."""

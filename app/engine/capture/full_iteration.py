@@ -21,7 +21,7 @@ Found = TypeVar("Found")
 
 
 @dataclass(slots=True)
-class WholeStep(Generic[Given, Found]):
+class FullIteration(Generic[Given, Found]):
     """`work` on a step's input, recorded at its first call and then replayed.
 
     `in_graph` is entered around the recording and around every replay, for host state that both
@@ -45,15 +45,15 @@ class WholeStep(Generic[Given, Found]):
         if any(known is self.recording for known in self.recorder.recordings):
             assert self.recording is not None
             self._load(step)
-            return self._whole(self.recording.replay())
+            return self._rebuilt(self.recording.replay())
         tensors, rebuild = flatten(step)
         buffers = (self.recorder.static.buffer(self.pool, nth) for nth in itertools.count())
         places = zip(buffers, tensors, strict=False)
         self.input = rebuild([buffer(tensor).copy_(tensor) for buffer, tensor in places])
         self.recording, outputs = self.recorder.record(self._run, self.pool)
-        return self._whole(outputs)
+        return self._rebuilt(outputs)
 
-    def _whole(self, outputs: Sequence[Tensor]) -> Found:
+    def _rebuilt(self, outputs: Sequence[Tensor]) -> Found:
         assert self.rebuild is not None, "known since the recording"
         return self.rebuild(outputs)
 
