@@ -145,7 +145,7 @@ RECOMPUTED = {
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.value)
-def test_what_is_computed_again_changes_no_bits(recipe: Fp8Recipe):
+def test_recompute_is_bit_identical(recipe: Fp8Recipe):
     kept = trained_alone(run_of(recipe), steps=20)
     for name, recompute in RECOMPUTED.items():
         for graph in (EAGER, WHOLE):
@@ -207,7 +207,7 @@ def test_a_resumed_run_repeats_one_that_was_not_stopped(
     assert trained_alone(run, steps=20, resume=saved) == whole[10:]
 
 
-def test_the_program_goes_on_in_fp8(tmp_path: Path):
+def test_program_resumes_in_fp8(tmp_path: Path):
     """Of its starts, each half a minute, no more than one case needs."""
     given = (
         "model=dense_tiny",

@@ -110,7 +110,7 @@ def repeated(
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
-def test_clones_arrive_and_their_gradients_come_home():
+def test_clone_weights_arrive_and_gradients_return():
     ranks = min(4, torch.cuda.device_count())
     rows = printed_by_ranks(__file__, ranks)
     assert len(rows) == len(SIZES)

@@ -118,7 +118,7 @@ def replayed(name: str, run: Run, given: Given, another: Given) -> dict[str, lis
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
-def test_peers_bring_what_collectives_bring():
+def test_peer_transport_equals_collectives():
     ranks = min(4, torch.cuda.device_count())
     ranks -= ranks % 2
     rows = printed_by_ranks(__file__, ranks)

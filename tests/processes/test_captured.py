@@ -288,7 +288,7 @@ def test_experts_padded_are_captured_over_ranks(dispatcher: DispatcherKind):
         assert same(results["layer"], results["eager"])
 
 
-def test_a_whole_step_recomputes_whole_layers():
+def test_full_iteration_graph_with_full_recompute():
     with process_world(0, 1, torch.device("cpu")):
         runs = [
             run_of(FOUR, chosen, recompute=RecomputeConfig(full=True)) for chosen in (EAGER, WHOLE)
@@ -409,7 +409,7 @@ def several_with_kernels(rank: int, runs: dict[str, Run]) -> dict[str, dict[str,
 
 @pytest.mark.parametrize("dtype", [Dtype.float32, Dtype.bfloat16], ids=lambda dtype: dtype.value)
 @pytest.mark.parametrize("model", chosen(("moe", "dense"), ["dense"]))
-def test_gradients_that_meet_in_a_norm_are_the_same_however_backward_runs(model: str, dtype: Dtype):
+def test_norm_gradients_equal_for_every_backward(model: str, dtype: Dtype):
     """Whole, split, split in a graph, and after whole layers computed again."""
     pytest.importorskip("triton")
     split = ScheduleConfig(ScheduleName.zero_bubble_h1)

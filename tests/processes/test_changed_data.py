@@ -129,7 +129,7 @@ def test_resume_auto_follows_the_data(tmp_path: Path):
     assert passed.startswith(f"{second}/checkpoints/step-00000002: data.path=")
 
 
-def test_a_checkpoint_that_does_not_say_is_continued_and_this_is_said(tmp_path: Path):
+def test_checkpoint_without_data_record_resumes_with_notice(tmp_path: Path):
     trial = Trial(tmp_path)
     assert trial.checkpoint
     manifest = parse_manifest(trial.checkpoint)
@@ -174,7 +174,7 @@ def found_on(rank: int, folder: Path, run: Run) -> str:
     return "nothing was found"
 
 
-def test_hosts_that_have_other_copies_are_told(tmp_path: Path):
+def test_hosts_with_different_data_are_reported(tmp_path: Path):
     run = composed((*corpus_in(tmp_path / "corpus"), "parallel.dp=2"), 2)
     said = run_distributed(found_on, 2, tmp_path, run)
     assert said[0] == said[1]

@@ -257,7 +257,7 @@ def precision_changes(rank: int, folder: Path) -> bool:
     return all(torch.equal(a, b) for a, b in zip(*mains, strict=True))
 
 
-def test_fp32_parameters_of_a_bf16_run_are_kept_when_it_resumes_in_fp32(tmp_path: Path):
+def test_bf16_run_resumed_in_fp32_keeps_main_parameters(tmp_path: Path):
     assert run_distributed(precision_changes, 1, tmp_path / CHECKPOINTS) == [True]
 
 
@@ -387,7 +387,7 @@ def test_an_incomplete_manifest_is_refused(damage: str, two_checkpoints: Path, t
     )
 
 
-def test_the_oldest_checkpoint_has_none_before_it(two_checkpoints: Path, tmp_path: Path):
+def test_oldest_checkpoint_suggests_no_earlier_one(two_checkpoints: Path, tmp_path: Path):
     assert (
         refusal(
             two_checkpoints, tmp_path, "rank-00000.safetensors", damage=Path.unlink, step=1
@@ -450,7 +450,7 @@ def test_other_data_is_refused(key: str, two_checkpoints: Path):
     assert caught.value.key == key
 
 
-def test_other_settings_are_told(two_checkpoints: Path):
+def test_changed_settings_are_reported(two_checkpoints: Path):
     run = other_run(
         {"optim": {"lr": 0.5}, "train": {"steps": 99}, "log": {"interval": 3}},
         two_checkpoints / "step-00000002",

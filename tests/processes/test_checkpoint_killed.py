@@ -249,7 +249,7 @@ def test_every_checkpoint_that_is_offered_is_whole(deaths: tuple[Scenario, dict[
 
 
 @pytest.mark.parametrize("later", [0, 1], ids=["same step", "next step"])
-def test_the_next_run_saves_again_and_tidies_up(
+def test_next_run_saves_and_removes_leftovers(
     deaths: tuple[Scenario, dict[str, Path]], later: int, tmp_path: Path
 ):
     scenario, left = deaths
@@ -297,9 +297,7 @@ def two_ranks(work: Callable[[int], None], folder: Path) -> list[int]:
 
 
 @pytest.mark.parametrize("dying", chosen([0, 1], [1]))
-def test_a_rank_that_dies_while_its_writer_works_leaves_whole_checkpoints(
-    dying: int, tmp_path: Path
-):
+def test_rank_killed_during_save_leaves_whole_checkpoints(dying: int, tmp_path: Path):
     config = CheckpointConfig(keep_last=1)
     run = make_run(TINY, parallel=ParallelConfig(world_size=2, dp=2), checkpoint=config)
 

@@ -68,11 +68,11 @@ def test_it_pays_where_loads_are_uneven():
     ],
     ids=["slow links", "slow network", "CPU", "has them", "one rank"],
 )
-def test_nothing_is_said_otherwise(run: Run, peak: float | None):
+def test_no_advice_when_unavailable(run: Run, peak: float | None):
     assert run_distributed(said, 2, check(run), [SKEWED, EVEN], peak) == [None, None]
 
 
-def test_nothing_is_said_of_even_loads():
+def test_no_advice_for_even_loads():
     assert run_distributed(said, 2, run_of(), [EVEN, EVEN], 1.0) == [None, None]
 
 

@@ -62,7 +62,7 @@ SIZES = [
 
 
 @pytest.mark.parametrize(("ranks", "rounds", "sizes"), chosen(SIZES, SIZES[:1]), ids=str)
-def test_clones_arrive_and_their_gradients_come_home(ranks: int, rounds: int, sizes: CloneSizes):
+def test_clone_weights_arrive_and_gradients_return(ranks: int, rounds: int, sizes: CloneSizes):
     compare = functools.partial(differences, memory=shared(ranks), sizes=sizes, rounds=rounds)
     assert run_distributed(compare, ranks) == [[]] * ranks
 
@@ -141,7 +141,7 @@ def launches(rank: int, memory: Tensor, sizes: CloneSizes) -> int:
     return len(launched)
 
 
-def test_a_layer_has_few_exchanges():
+def test_layer_launches_few_collectives():
     """Counts; weights and a barrier, twice; a barrier and what comes home, of both kinds. Backward
     has a barrier more, right behind forward.
     """

@@ -147,7 +147,7 @@ def with_clones(run: Run) -> Run:
     return dataclasses.replace(run, model=dataclasses.replace(run.model, moe=moe))
 
 
-def test_clones_need_less_memory_for_rows():
+def test_clones_need_less_activation_memory():
     """1.1 times the mean is too little without them, and enough with them, validation included."""
     short = short_run(CHOICES["whole step"], StaticCapacity.factor)
     worst = short_run(EAGER, StaticCapacity.worst)
@@ -158,7 +158,7 @@ def test_clones_need_less_memory_for_rows():
 
 
 @pytest.mark.full
-def test_steps_taken_again_have_the_same_clones():
+def test_rerun_steps_have_the_same_clones():
     """One slot takes a quarter of all tokens from the rank whose four experts get all."""
     runs = []
     for graph, capacity in ((EAGER, StaticCapacity.worst), (CHOICES["whole step"], FACTOR)):
@@ -299,7 +299,7 @@ def exchanged(rank: int, ranks: int, spares: int) -> int:
 
 
 @pytest.mark.parametrize(("ranks", "spares"), sampled([(2, 1), (4, 2), (3, 3), (8, 1)], 2))
-def test_weights_go_out_and_gradients_home(ranks: int, spares: int):
+def test_clone_weights_leave_and_gradients_return(ranks: int, spares: int):
     assert sum(run_distributed(exchanged, ranks, ranks, spares)) or ranks * spares < 4
 
 

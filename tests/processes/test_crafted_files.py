@@ -158,7 +158,7 @@ def test_a_configuration_that_is_read_to_choose_a_run_is_not_run(
 
 
 @pytest.mark.parametrize("content", [b"", b"\x80\x04", b"../../x y", b"a/b", b"x" * 1000])
-def test_an_id_of_wandb_that_is_none_begins_a_new_one(
+def test_invalid_wandb_id_starts_new_run(
     content: bytes, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ):
     file = tmp_path / "wandb_id"

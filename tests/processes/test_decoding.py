@@ -134,7 +134,7 @@ PAIRS = [
 
 
 @pytest.mark.parametrize(("name", "layout"), chosen(PAIRS, QUICK))
-def test_every_layout_says_the_same(name: str, layout: str):
+def test_every_layout_generates_same_text(name: str, layout: str):
     sequences, _, plain, exact = alone(name)
     run = run_of(name, **LAYOUTS[layout])
     for said, found in run_distributed(here, run.world_size, run, greedy):
@@ -223,7 +223,7 @@ def noting(notes: list[Any], method: Any) -> Any:
     return call
 
 
-def test_a_sample_takes_a_step_per_token_until_its_window_is_full():
+def test_sample_takes_a_step_per_token_within_window():
     ((drawn, steps, prompts),) = run_distributed(here, 1, run_of("moe"), forwards_of_sample)
     tokens = [3, 1, 4, *drawn]
     assert len(drawn) == 9

@@ -241,7 +241,7 @@ OPTIONS = [
 
 @pytest.mark.parametrize(("ep", "etp"), sampled([(2, 2), (2, 1), (4, 1), (1, 2), (8, 1)], 4))
 @pytest.mark.parametrize(("kind", "limits"), OPTIONS)
-def test_exchange_equals_local(kind: str, ep: int, etp: int, limits: str):
+def test_dispatchers_equal_local(kind: str, ep: int, etp: int, limits: str):
     for results in run_distributed(both, ep * etp, kind, ep, etp, LIMITS[limits]):
         for scenario, (in_order, same, *values) in results.items():
             assert in_order, f"{scenario}: rows arrive by expert, source and token"
@@ -280,12 +280,12 @@ def wide_sums(rank: int, kind: str) -> tuple[bool, bool]:
 
 
 @pytest.mark.parametrize("kind", ["all_to_all", "all_gather", "static"])
-def test_sums_over_ranks_are_made_in_fp32(kind: str):
+def test_combine_over_ranks_adds_in_fp32(kind: str):
     assert run_distributed(wide_sums, 2, kind) == [(True, True)] * 2
 
 
 @pytest.mark.parametrize("case", GOLDEN, ids=lambda case: str(case["split_sizes"]))
-def test_rows_by_source_and_expert_are_sorted_like_golden(case: dict[str, Any]):
+def test_tokens_by_source_and_expert_sort_as_golden(case: dict[str, Any]):
     experts = case["order"][1]  # the first expert's second chunk is the next rank's first
     counts = torch.tensor(case["split_sizes"]).view(-1, experts)
     order, _ = expert_major(counts, int(counts.sum()))

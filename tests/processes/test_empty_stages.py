@@ -180,6 +180,6 @@ def memory_handed_on(rank: int, run: Run) -> list[tuple[int, int]]:
     return [(size, output.untyped_storage().nbytes()) for output, size in outputs]
 
 
-def test_an_empty_stage_hands_on_its_input_and_keeps_no_memory_of_it():
+def test_empty_stage_forwards_input_and_keeps_no_memory():
     run = run_of(MODELS["dense"], pp=4, layout="Ett||tt|L")
     assert run_distributed(memory_handed_on, 4, run)[1] == [(2 * 16 * 32 * 4, 0)] * MBS

@@ -80,7 +80,7 @@ def said_of_static(rank: int, transport: StaticTransport) -> list[tuple[str, str
     return list(slow_paths(run, CPU, engine_of(run, rank).dispatcher))
 
 
-def test_collectives_in_place_of_peers_are_told_of():
+def test_fallback_from_peer_transport_is_reported():
     (line,) = run_distributed(said_of_static, 2, StaticTransport.auto)[0]
     assert line == ("dispatch", "by collectives, since this is a CPU: the same results")
     assert run_distributed(said_of_static, 2, StaticTransport.collective)[0] == []
@@ -119,7 +119,7 @@ def test_updates_are_captured_with_their_kernel_only(monkeypatch: pytest.MonkeyP
         check_capturable(run, GPU)
 
 
-def test_what_is_captured_is_said():
+def test_opening_names_captured_parts():
     attention = make_run(
         cuda_graph=CudaGraphConfig(GraphImpl.local, (GraphScope.attn,), warmup_steps=2)
     )

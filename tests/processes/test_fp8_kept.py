@@ -79,7 +79,7 @@ def test_what_ranks_keep_and_have_alive_is_planned(
 
 @pytest.mark.parametrize("tp", [1, 2])
 @pytest.mark.parametrize("recipe", RECIPES, ids=RECIPES.values())
-def test_what_waits_for_gradients_of_weights_is_planned(
+def test_inputs_kept_for_weight_gradients_are_planned(
     recipe: Fp8Recipe, tp: int, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(unnarrowed, "build_chunks", narrowed)

@@ -414,7 +414,7 @@ def validated_before_recordings(rank: int, run: Run) -> list[float]:
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_recordings_quantise_weights_that_a_validation_has_just_quantised(recipe: Fp8Recipe):
+def test_capture_quantises_weights_after_validation(recipe: Fp8Recipe):
     whole = GRAPHS["whole step"]
     graphs = {
         "eager": CudaGraphConfig(),
@@ -456,9 +456,7 @@ def rolled_back(rank: int, run: Run, folder: Path) -> list[list[float]]:
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_going_back_to_a_checkpoint_leaves_no_copies_of_later_weights(
-    recipe: Fp8Recipe, tmp_path: Path
-):
+def test_rollback_drops_quantised_copies_of_later_weights(recipe: Fp8Recipe, tmp_path: Path):
     run = with_experts(recipe, CudaGraphConfig())
     ((used, new),) = run_distributed(rolled_back, 1, run, tmp_path)
     assert used == new

@@ -243,9 +243,7 @@ def numbers(events: list[tuple[str, Any]], kind: str) -> list[int]:
 @pytest.mark.parametrize("graph", [WHOLE, UPDATING], ids=["passes", "with the update"])
 @pytest.mark.parametrize("overlap", [True, False], ids=["beside", "before"])
 @pytest.mark.parametrize("case", chosen(["dp2", "dp2 pp2 vpp2"], ["dp2"]))
-def test_a_recorded_step_gathers_in_the_order_of_use_and_nothing_does_outside(
-    case: str, overlap: bool, graph: CudaGraphConfig
-):
+def test_captured_step_gathers_in_order_of_use(case: str, overlap: bool, graph: CudaGraphConfig):
     run = run_of(case, graph, overlap)
     for found in run_distributed(watch, run.world_size, run):
         chunk_of, told = found["chunk_of"], found["told"]

@@ -85,7 +85,7 @@ CASES = {
     ("name", "steps"),
     chosen([(name, 400) for name in CASES] + [("one rank", 120)], [("one rank", 120)]),
 )
-def test_nothing_grows(name: str, steps: int, tmp_path: Path):
+def test_memory_and_files_do_not_grow(name: str, steps: int, tmp_path: Path):
     """From a quarter of the steps on, with checkpoints that replace older ones."""
     ranks = 2 if "2" in CASES[name][0] else 1
     settings = ("checkpoint.interval=10", "train.eval_interval=20", f"run_dir={tmp_path}/run")

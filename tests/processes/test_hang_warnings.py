@@ -65,7 +65,7 @@ def found(records: dict[int, Record | None], *, looks: int = 1, **more: bool) ->
 STANDING = record(doing(moves=3))
 
 
-def test_rank_that_stands_still_is_told():
+def test_rank_without_progress_is_reported():
     finding = found({1: STANDING, 2: record(doing(), 7)})
     assert finding.hangs == "rank 1 has not come, is in F0.0 for 40 s, not computing"
     assert finding.alarm == "1/moves/3"
@@ -87,7 +87,7 @@ def test_rank_that_works_is_no_hang(works: Record):
     assert beside.hangs.startswith("rank 2 has not come, ") and ";" not in beside.hangs
 
 
-def test_rank_without_a_sign_of_life_is_told():
+def test_rank_without_heartbeat_is_reported():
     stopped = record(doing("stopped", quiet=0))
     for each, words in (
         (stopped, r"rank 1 has not come, last sign of life \d+ s ago, in stopped"),
@@ -98,14 +98,14 @@ def test_rank_without_a_sign_of_life_is_told():
         assert re.fullmatch(words, found({1: each}, looks=MUTE + 1).hangs)
 
 
-def test_hang_is_told_where_the_rank_is_missing_itself():
+def test_hang_reported_where_rank_itself_is_missing():
     """Rank 1 waits for rank 2, of which it tells; so rank 0 says nothing."""
     behind = record(doing(), waits="barrier 1 of right", missing=(2,))
     for last in (STANDING, record(doing(busy="computing"))):
         assert found({1: behind, 2: dataclasses.replace(last, counts={"world": 7})}).hangs == ""
 
 
-def test_ranks_that_wait_for_each_other_are_told():
+def test_ranks_waiting_in_a_cycle_are_reported():
     waits = record(doing(), waits="barrier 1 of left", missing=(0,))
     assert found({1: waits}).hangs == "rank 1 has not come, waits in barrier 1 of left for 0"
     assert found({1: dataclasses.replace(waits, main=doing(quiet=1))}).hangs == ""
@@ -131,7 +131,7 @@ def test_thread_that_saves_is_judged_by_itself():
         assert bool(Look(first, wait, 600.0).find().hangs) == told
 
 
-def test_one_rank_of_all_tells_of_a_hang():
+def test_one_rank_reports_a_hang():
     store = dist.HashStore()
     ranks = [Heartbeats.over(store, rank, 3) for rank in range(3)]
     assert [each.claim("1/moves/3") for each in (*ranks, *ranks)].count(True) == 1
@@ -180,7 +180,7 @@ def effort_of(work: Callable[[], object]) -> tuple[Effort, threading.Event]:
     return Effort(thread.ident), over
 
 
-def test_thread_that_computes_is_told_from_one_that_sleeps():
+def test_effort_separates_computing_from_sleeping_thread():
     effort, over = effort_of(lambda: sum(range(10_000)))
     wait_for(lambda: effort.look() == COMPUTING)
     over.set()
@@ -284,7 +284,7 @@ def said_by_rank_0(folder: Path, body: Body) -> str:
         (stops, r"last sign of life \d+ s ago, in .*"),
     ],
 )
-def test_hang_is_told_once_and_when_it_is_over(tmp_path: Path, body: Body, does: str):
+def test_hang_is_reported_once_and_its_end_too(tmp_path: Path, body: Body, does: str):
     name = r"\w+ 2 of world"
     said = rf"rank 0 has waited \d+ s in {name} \(B0\.0\); rank 1 has not come, {does}; .*\n"
     assert re.fullmatch(
@@ -293,5 +293,5 @@ def test_hang_is_told_once_and_when_it_is_over(tmp_path: Path, body: Body, does:
 
 
 @pytest.mark.parametrize("body", [computes, saves])
-def test_rank_that_works_for_long_is_not_told(tmp_path: Path, body: Body):
+def test_busy_rank_is_not_reported(tmp_path: Path, body: Body):
     assert said_by_rank_0(tmp_path, body) == ""

@@ -223,7 +223,7 @@ def a_checkpoint(folder: Path, run: Run) -> Path:
     return Path(path)
 
 
-def test_the_program_says_what_it_has_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_export_prints_what_it_wrote(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     path = a_checkpoint(tmp_path / "run", DENSE)
     assert convert.main(["to-hf", str(tmp_path / "run"), str(tmp_path / "out")]) == 0
     said = f"{path}: a model of type llama is now in {tmp_path}/out\n"
@@ -231,7 +231,7 @@ def test_the_program_says_what_it_has_written(tmp_path: Path, capsys: pytest.Cap
     assert convert.main(["--help"]) == 0
 
 
-def test_a_model_that_hugging_face_lacks_is_refused_before_anything_is_written(tmp_path: Path):
+def test_export_refuses_unknown_family_before_writing(tmp_path: Path):
     path = a_checkpoint(tmp_path / "run", make_run())
     with pytest.raises(ConfigError, match="no Hugging Face model that is supported"):
         export_checkpoint(path, tmp_path / "out", "to-hf")

@@ -161,7 +161,7 @@ def test_weights_come_in_one_format(hub: Hub, both: bool):
     assert model_folder(NAME, KEY, commit_of(folder), asks=False) == folder
 
 
-def test_weights_that_the_cache_lacks_are_asked_for(hub: Hub, monkeypatch: pytest.MonkeyPatch):
+def test_weights_missing_in_cache_are_downloaded(hub: Hub, monkeypatch: pytest.MonkeyPatch):
     save_random("qwen3", hub.folder)
     texts = texts_folder(NAME, KEY)
     assert {path.name for path in texts.iterdir()} == {"config.json", "generation_config.json"}
@@ -169,9 +169,7 @@ def test_weights_that_the_cache_lacks_are_asked_for(hub: Hub, monkeypatch: pytes
     assert "is not in the cache either, and http://127.0.0.1:9 cannot be reached" in refused()
 
 
-def test_an_export_asks_the_hub_for_texts_alone(
-    hub: Hub, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
+def test_export_downloads_texts_only(hub: Hub, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     """Where the run folder has lost what came with its model; a model that the hub has changed
     since then is no longer the one that was trained.
     """
@@ -285,7 +283,7 @@ def test_one_process_of_each_host_asks_the_hub(hub: Hub, tmp_path: Path):
     assert hub.asked.count(f"/api/models/{NAME}/revision/main") == 1
 
 
-def test_what_the_hub_says_reaches_every_rank(hub: Hub, tmp_path: Path):
+def test_hub_error_reaches_every_rank(hub: Hub, tmp_path: Path):
     run = run_by_name(hub)
     hub.fault = (403, "GatedRepo")
     line = refused()
@@ -324,7 +322,7 @@ def test_other_processes_of_a_host_wait_for_the_first(hub: Hub, monkeypatch: pyt
     assert str(late.value) == f"{KEY}=somebody/another: {expected}"
 
 
-def test_the_first_process_of_each_host_says_what_it_was_told(hub: Hub):
+def test_first_process_of_each_host_reports_hub_error(hub: Hub):
     hub.fault = (403, "GatedRepo")
     register_schema()
     GlobalHydra.instance().clear()

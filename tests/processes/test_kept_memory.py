@@ -304,7 +304,9 @@ RECOMPUTED: dict[str, tuple[Recompute, ...]] = {
 @pytest.mark.parametrize(
     "parallel", chosen([{"ep": 4, "dp": 4}, {"ep": 2, "etp": 2, "dp": 4}], [{"ep": 4, "dp": 4}])
 )
-def test_rows_in_pages(parallel: dict[str, Any], phases: tuple[Recompute, ...], name: str):
+def test_rows_are_restored_from_pages(
+    parallel: dict[str, Any], phases: tuple[Recompute, ...], name: str
+):
     """What is kept beside the pool, and is alive when backward copies rows out of it."""
     whole, run = (
         dataclasses.replace(

@@ -81,7 +81,7 @@ def test_layouts_in_which_every_two_choices_meet(one_process, ranks: int):
 
 
 @pytest.mark.full
-def test_layouts_nobody_wrote_down(one_process):
+def test_random_layouts_have_parity(one_process):
     """Six drawn anew every time the list of cases changes; each is a layout that the pairs do
     not hold.
     """

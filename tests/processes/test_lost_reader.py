@@ -62,7 +62,7 @@ LOST = {"Broken pipe": pipe_to_nobody, "No space left on device": full_disk}
 
 
 @pytest.mark.parametrize("why", LOST)
-def test_a_run_resumes_and_says_so_once(why: str, tmp_path: Path):
+def test_run_survives_lost_stdout_with_one_notice(why: str, tmp_path: Path):
     settings = ("train.steps=3", "checkpoint.interval=3", "log.console=true", "log.interval=1")
     run = composed((*corpus_in(tmp_path / "corpus"), *settings, f"run_dir={tmp_path}/run"), 1)
     code, said = forked(lambda: sys.exit(train(Plan(run), 0, 0, attempt=Attempt())), LOST[why]())

@@ -113,7 +113,7 @@ def test_another_program_at_the_address_of_a_store_is_named(program: int):
     assert (done.returncode, done.stdout) == (0, said), done.stderr
 
 
-def test_nobody_at_the_address_of_a_store_is_named(monkeypatch: pytest.MonkeyPatch):
+def test_missing_store_is_reported(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(meeting, "TIMEOUT", datetime.timedelta(seconds=0.2))
     with socket.socket() as held:  # a port that no other program can take meanwhile
         held.bind(("127.0.0.1", 0))
@@ -123,7 +123,7 @@ def test_nobody_at_the_address_of_a_store_is_named(monkeypatch: pytest.MonkeyPat
             join_store("127.0.0.1", port)
 
 
-def test_a_connection_that_meets_itself_is_nobody(monkeypatch: pytest.MonkeyPatch):
+def test_self_connection_is_no_listener(monkeypatch: pytest.MonkeyPatch):
     """The system may choose, for a connection to a free port, that port as its own end."""
     port = free_port()
     connect = socket.create_connection
@@ -239,7 +239,7 @@ def family(pid: int) -> set[int]:
 
 
 @pytest.mark.full
-def test_a_run_of_one_host_listens_on_loopback_and_leaves_nothing(tmp_path: Path):
+def test_one_host_run_listens_on_loopback_and_cleans_up(tmp_path: Path):
     """Killed, its temporary files go with the next run's start."""
     corpus, temporary = corpus_in(tmp_path / "corpus"), tmp_path / "tmp"
     temporary.mkdir()

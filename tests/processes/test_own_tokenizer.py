@@ -107,7 +107,7 @@ def test_tokens_may_be_added(begin: Begin, tmp_path: Path):
 
 
 @pytest.mark.parametrize("begin", [start, resume])
-def test_a_tokenizer_that_is_not_read_here_is_told(begin: Begin, tmp_path: Path):
+def test_unsupported_tokenizer_is_reported(begin: Begin, tmp_path: Path):
     theirs = tmp_path / "theirs"
     save_random("llama", theirs)
     (theirs / "tokenizer.model").write_bytes(b"pieces")
@@ -120,7 +120,7 @@ def test_a_tokenizer_that_is_not_read_here_is_told(begin: Begin, tmp_path: Path)
     )
 
 
-def test_the_command_line_says_what_works(tmp_path: Path):
+def test_command_line_suggests_working_tokenizer(tmp_path: Path):
     theirs = tmp_path / "theirs"
     save_random("llama", theirs, vocab_size=264)
     save_byte_level(theirs / "tokenizer.json")

@@ -67,7 +67,7 @@ def run_with(layout: str, paged_buffer: float | None, graph: CudaGraphConfig = E
 
 
 @pytest.mark.parametrize("layout", chosen(list(CASES), ["pp2 ep2", "activations recomputed"]))
-def test_rows_in_pages_are_the_rows(layout: str):
+def test_rows_from_pages_equal_originals(layout: str):
     names = GRAPHS.get(layout, WHOLE)
     runs = {name: run_with(layout, ENOUGH, CHOICES[name]) for name in names}
     runs |= {"eager": run_with(layout, ENOUGH), "as they are": run_with(layout, None)}
@@ -78,7 +78,7 @@ def test_rows_in_pages_are_the_rows(layout: str):
 
 
 @pytest.mark.parametrize("graph", chosen(["whole step", "partial", "eager"], ["whole step"]))
-def test_a_step_that_lacks_pages_is_taken_again(graph: str):
+def test_step_without_enough_pages_is_rerun(graph: str):
     """It computes what it does without a pool; no other step is taken again, and in the end there
     are more pages.
     """

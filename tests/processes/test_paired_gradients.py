@@ -238,7 +238,7 @@ def test_the_plan_counts_what_waits():
     assert all(paired[name] == plain[name] for name in plain if name != "fragmentation")
 
 
-def test_sums_are_those_of_both():
+def test_paired_gradients_equal_both_sums():
     rows_TI, grad_TO = torch.randn(5, 4), torch.randn(5, 8)
     ends_E = torch.tensor([2, 5], dtype=torch.int32)
     one = GroupedLinearGrad(rows_TI, grad_TO, ends_E)

@@ -67,7 +67,7 @@ SIZES = [
 
 
 @pytest.mark.parametrize(("ranks", "rounds", "sizes"), chosen(SIZES, SIZES[:1]), ids=str)
-def test_peers_bring_what_collectives_bring(ranks: int, rounds: int, sizes: Sizes):
+def test_peer_transport_equals_collectives(ranks: int, rounds: int, sizes: Sizes):
     compare = functools.partial(both, memory=shared(ranks), sizes=sizes, rounds=rounds)
     assert run_distributed(compare, ranks) == [[]] * ranks
 

@@ -115,7 +115,7 @@ def held_up(rank: int, run: Run) -> tuple[str, list[int]]:
     return words.getvalue(), codes
 
 
-def test_every_rank_says_where_it_is_stuck():
+def test_every_rank_reports_where_it_is_stuck():
     run = run_of(MODELS["dense"], mbs=4, pp=2, timeout_s=0.8)
     (first, codes), (second, others) = run_distributed(held_up, 2, run)
     assert first.startswith("rank 0 is stuck in F1.0 for 1 s") and codes == [EXIT_STUCK]

@@ -109,7 +109,7 @@ def with_other(config: Json, key: str) -> Json:
     return other
 
 
-def test_fixed_keys_are_refused_and_free_ones_told(tmp_path: Path):
+def test_fixed_keys_are_refused_and_free_ones_reported(tmp_path: Path):
     """A run whose configuration differs from the checkpoint's in one key, for every key."""
     latent = replace(TINY, num_kv_heads=TINY.num_heads, mla=MLAConfig(), yarn=YarnConfig())
     llama = replace(latent, yarn=None, llama3_rope=Llama3RopeConfig())
@@ -219,7 +219,7 @@ def test_the_newest_that_fits_is_taken(runs: Path):
     )
 
 
-def test_where_none_fits_a_run_starts_anew(runs: Path):
+def test_run_starts_anew_without_fitting_checkpoint(runs: Path):
     assert find_start(AUTO) == Start(None)
     foreign = saved(runs / "a", WIDER, 10.0)
     assert find_start(AUTO) == Start(
@@ -279,7 +279,7 @@ ALL_LOST = (lose_everything, lose_sections, lose_text)
         *((loss, "cannot be read") for loss in ALL_LOST),
     ],
 )
-def test_a_broken_checkpoint_is_told_where_it_is_the_one_meant(
+def test_resume_reports_broken_newest_checkpoint(
     runs: Path, spoil: Callable[[Path], None], told: str
 ):
     whole, broken = saved(runs / "a", RUN, 10.0), saved(runs / "b", RUN, time() + 60)
@@ -299,7 +299,7 @@ def test_a_broken_checkpoint_is_told_where_it_is_the_one_meant(
         )
 
 
-def test_one_that_has_taken_all_steps_is_told_where_it_is_the_one_meant(runs: Path):
+def test_resume_refuses_run_without_steps_left(runs: Path):
     saved(runs / "a", RUN, 10.0)
     newest = saved(runs / "b", RUN, 20.0, step=20)
     assert find_start(AUTO) == Start(runs / "b", newest, parse_manifest(newest)), "lacks its end"
@@ -314,7 +314,7 @@ def test_one_that_has_taken_all_steps_is_told_where_it_is_the_one_meant(runs: Pa
     )
 
 
-def test_an_attempt_resumes_in_its_folder_whatever_was_saved_elsewhere(runs: Path):
+def test_restart_resumes_in_its_folder_despite_newer_runs(runs: Path):
     """As after a restart: the folder was taken when no other run was newer, or none fitted."""
     own = saved(runs / "a", RUN, 10.0)
     saved(runs / "b", RUN, 20.0)

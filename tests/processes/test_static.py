@@ -166,7 +166,7 @@ def steps_of(rank: int, run: Run, in_a_row: int, favour: int = 0) -> dict[str, A
 
 
 @pytest.mark.parametrize("graph", [*WHOLE_STEPS, "partial", "eager"])
-def test_a_step_that_lacks_rows_is_taken_again(graph: str):
+def test_step_without_enough_rows_is_rerun(graph: str):
     """It computes what memory for all rows computes, to the last bit: random numbers, counts of
     tokens and validations too; and no other step is taken again.
     """
@@ -192,7 +192,7 @@ AGAIN: dict[str, dict[str, Any]] = {
 
 @pytest.mark.full
 @pytest.mark.parametrize("layout", AGAIN)
-def test_all_ranks_take_a_step_again(layout: str):
+def test_all_ranks_rerun_a_step(layout: str):
     """Also those whose own experts lack nothing, and stages of a pipeline."""
     runs = [
         check(dataclasses.replace(short_run(graph, capacity), **AGAIN[layout]))
@@ -204,7 +204,7 @@ def test_all_ranks_take_a_step_again(layout: str):
         assert ours["seen"] == exact["seen"] and ours["validated"] == exact["validated"]
 
 
-def test_routers_that_favour_few_experts_lack_rows_in_every_step():
+def test_skewed_routers_overflow_in_every_step():
     """Two experts of eight get all tokens, four times the mean, all of them on one rank."""
     runs = []
     for graph, capacity in ((EAGER, StaticCapacity.worst), (CHOICES["whole step"], FACTOR)):
@@ -236,7 +236,7 @@ def test_after_two_such_steps_there_is_memory_for_more(capfd: pytest.CaptureFixt
     assert re.fullmatch(begin + r" 1\.\d+ times the mean; from now on .* for 1\.\d+ times", line)
 
 
-def test_peers_memory_is_for_gpus():
+def test_peer_transport_needs_gpus():
     run = run_of("ep2", static=StaticConfig(transport=StaticTransport.peer))
     planned = run_dispatcher(run)
     with pytest.raises(ConfigError, match=r"transport=peer: needs GPUs.* mean collective\?"):

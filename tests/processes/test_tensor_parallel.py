@@ -201,7 +201,7 @@ def order_of_backward(rank: int, route: str) -> list[str]:
 
 
 @pytest.mark.parametrize("route", ROUTES)
-def test_exchanges_of_a_backward_run_beside_its_gemms(route: str):
+def test_backward_communication_overlaps_gemms(route: str):
     beside = ["start_gather", "input_grad", "start_scatter", "gathered", "weight_grad", "scattered"]
     deferred = ["input_grad", "later", "weight_grad"]
     expected = deferred if route == "deferred" else [*beside, "later"]

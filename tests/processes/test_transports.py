@@ -119,7 +119,7 @@ def looped(rank: int, scenario: str, ep: int, etp: int) -> dict[str, Tensor]:
 @pytest.mark.parametrize(
     ("ep", "etp", "multiple"), sampled([(2, 2, 16), (2, 1, 1), (4, 1, 1), (1, 2, 16)], 2)
 )
-def test_exchanges_equal_loops(scenario: str, ep: int, etp: int, multiple: int):
+def test_transports_equal_loops(scenario: str, ep: int, etp: int, multiple: int):
     results = run_distributed(
         functools.partial(exchanged, scenario=scenario, ep=ep, etp=etp, multiple=multiple), ep * etp
     )

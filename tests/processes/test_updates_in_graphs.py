@@ -194,7 +194,7 @@ QUICK = ["one rank", "pp2, zero bubble, FP8", "dp2, rising loss scale"]
 
 
 @pytest.mark.parametrize("case", chosen(CASES, QUICK))
-def test_steps_in_graphs_update_as_eager_ones_and_bad_ones_nothing(case: str):
+def test_captured_steps_update_as_eager_and_skip_bad_ones(case: str):
     sections = dict(CASES[case])
     model = sections.pop("model")
     runs = {
@@ -256,7 +256,7 @@ def taken_again(rank: int, run: Run) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("parallel", chosen(["ep2", "pp2 ep2"], ["ep2"]))
-def test_a_step_that_is_taken_again_has_updated_nothing_before(parallel: str):
+def test_rerun_step_updates_only_once(parallel: str):
     layouts = {
         "ep2": {"parallel": ParallelConfig(ep=2, dp=2)},
         "pp2 ep2": {"parallel": PP2_EP2, "schedule": SPLIT},
@@ -325,7 +325,7 @@ def test_whole_runs_with_schedules_and_a_resume(tmp_path: Path):
 
 
 @pytest.mark.parametrize("impl", [GraphImpl.none, GraphImpl.local])
-def test_only_a_whole_step_has_an_update(impl: GraphImpl):
+def test_only_full_iteration_captures_update(impl: GraphImpl):
     run = make_run()
     graph = CudaGraphConfig(impl, optimizer=True)
     with pytest.raises(ConfigError, match=rf"cuda_graph\.optimizer=true: .* impl={impl.value} ca"):

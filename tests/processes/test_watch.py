@@ -392,7 +392,7 @@ def op(mb: int) -> P2POp:
     return P2POp("F", mb, 0, peer=1, send=True)
 
 
-def test_what_is_under_way_may_change_while_it_is_told():
+def test_unfinished_tolerates_concurrent_changes():
     transport = Transport(dist.ProcessGroup, [4, 5])
     transport.moving[op(0)] = Moving(transport)
     assert transport.unfinished() == [("F0.0>1 (to rank 5)", 5)]
@@ -403,7 +403,7 @@ def heartbeats(store: dist.Store, ranks: int) -> list[Heartbeats]:
     return [Heartbeats.over(store, rank, ranks) for rank in range(ranks)]
 
 
-def test_two_ranks_look_after_an_operation_and_others_replace_them():
+def test_operation_has_two_judges_that_others_replace():
     """At any size of the group, or all would read the records of all."""
     ranks, finders = heartbeats(dist.HashStore(), 8), []
 
@@ -444,7 +444,7 @@ def test_records_of_ranks_that_are_there():
     assert second.read([0])[0].silent_s < 0.02
 
 
-def test_a_thread_that_saves_is_in_a_collective_that_the_recorder_has_dropped():
+def test_saving_thread_waits_in_dropped_collective():
     watchdog = Watchdog(0, 100.0)
     watchdog.rest("training on")
     watchdog.saving.rest("writing")
@@ -472,7 +472,7 @@ def test_a_rank_rests_until_it_enters_a_collective():
     assert not activity.rests([])
 
 
-def test_a_step_that_a_graph_replays_is_told_by_its_number():
+def test_replayed_steps_are_identified_by_number():
     """Nobody records what it waits for, nor a collective behind it where the update is inside."""
     watchdog = Watchdog(0, 0.0, replays=True)
     watchdog.heartbeats = types.SimpleNamespace(world_size=2)
