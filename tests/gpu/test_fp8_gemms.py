@@ -40,7 +40,7 @@ def normal(*shape: int, seed: int = 0, std: float = 1.0) -> Tensor:
 
 
 def operands(rows: int, given: int, made: int) -> tuple[Tensor, Tensor, Tensor]:
-    """What comes in, the weight, the output's gradient."""
+    """Return input, weight, and gradient of the output."""
     return (
         normal(rows, given),
         normal(made, given, seed=1, std=0.02),
@@ -211,7 +211,7 @@ def test_a_gradient_that_waits_is_the_one_added_at_once(recipe: Fp8Recipe):
 
 @pytest.mark.parametrize("recipe", Fp8Recipe, ids=lambda recipe: recipe.value)
 def test_graph_counts_lost_entries_only_when_asked(recipe: Fp8Recipe):
-    """As many as torch counts of the same entries."""
+    """Counts equal those by torch of the same entries."""
     x = operands(272, 144, 80)[0] * torch.logspace(0, -12, 144, device=GPU).bfloat16()
     x[3, 5] = 0.0
     scales = earlier(x / 2, x, x) if recipe is Fp8Recipe.delayed else None

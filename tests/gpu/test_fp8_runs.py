@@ -208,7 +208,7 @@ def test_a_resumed_run_repeats_one_that_was_not_stopped(
 
 
 def test_program_resumes_in_fp8(tmp_path: Path):
-    """Of its starts, each half a minute, no more than one case needs."""
+    """Each start takes half a minute, so every case has only as many as it needs."""
     given = (
         "model=dense_tiny",
         "model.num_layers=4",

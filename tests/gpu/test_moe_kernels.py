@@ -177,7 +177,7 @@ def test_callers_take_the_kernels(monkeypatch: pytest.MonkeyPatch):
 
 
 def captured(run: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
-    """What a replay leaves behind."""
+    """Return the results of a replay."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):

@@ -33,7 +33,7 @@ STEPS = ("train.steps=4", "checkpoint.interval=2", "log.console=true")
 
 
 def trained(rank: int, folder: Path, run: Run) -> str:
-    """What a run prints, or the line that it ends with."""
+    """Return what a run prints, or the line that it ends with."""
     os.chdir(folder)
     with redirect_stdout(io.StringIO()) as printed:
         try:
@@ -110,7 +110,7 @@ def test_the_same_files_elsewhere_are_the_same_data(tmp_path: Path):
 
 
 def test_resume_auto_follows_the_data(tmp_path: Path):
-    """Of runs in one place on two corpora each goes on with its own, wherever that lies by now."""
+    """Two runs in one folder each resume with their own corpus, wherever it is now."""
     other = tmp_path / "other"
     settings = (*corpus_in(tmp_path / "corpus"), *STEPS)
     corpus_in(other)
@@ -161,7 +161,7 @@ def test_a_stream_is_compared_too(tmp_path: Path):
 
 
 def found_on(rank: int, folder: Path, run: Run) -> str:
-    """As on two hosts of which one has another copy."""
+    """Act as two hosts, one of which has a different copy of the data."""
     if rank:
         (folder / "other").mkdir()
         (folder / "other/0.txt").write_text("something else " * 500)

@@ -115,7 +115,7 @@ def loss_scale(engine: Engine) -> dict[str, Any] | None:
 
 
 def resume_and_resume(rank: int, run: Run, folder: Path) -> dict[str, Any]:
-    """Whether a run that goes on after a save and one that resumes from it stay bit-equal."""
+    """Check that a run that continues after a save and one that resumes stay bit-equal."""
     engine, progress = trained_engine(run, rank)
     path, scale = save(folder, run, engine, progress=progress), loss_scale(engine)
     biases = [router.bias_E.clone() for _, router in engine.routers()]
@@ -220,7 +220,7 @@ def test_loading_at_another_layout_resumes_alike(saved: tuple[tuple[int, int], P
 
 
 def test_every_element_is_in_exactly_one_file(saved: tuple[tuple[int, int], Path, Any]):
-    """As the safetensors library reads them, and where the manifest says."""
+    """Read by the safetensors library, at the places in the manifest."""
     (dp, _), path, wanted = saved
     files = sorted(path.glob("rank-*.safetensors"))
     assert len(files) == dp
@@ -465,9 +465,7 @@ def test_changed_settings_are_reported(two_checkpoints: Path):
 
 
 def test_an_older_checkpoint_branches_off(two_checkpoints: Path):
-    """What came after it stays: the newest one goes on in its folder, an older one in a new
-    folder.
-    """
+    """Later checkpoints stay: only the newest resumes in its own folder."""
     assert (
         find_start(other_run({}, two_checkpoints / "step-00000002")).run_dir
         == two_checkpoints.parent

@@ -98,8 +98,9 @@ def test_what_is_saved_is_the_state_of_that_step(tmp_path: Path):
 
 
 def save_in_a_row(rank: int, run: Run, folder: Path) -> list[tuple[bool, list[str]]]:
-    """Whether a second save came back before the first was written, then after; and what was
-    written by then.
+    """Save twice; return whether the second save came back before and after the first was written.
+
+    Also return what was written by then.
     """
     goes, names = held_up()
     saver = Saver(engine_of(run, rank), lambda: None)

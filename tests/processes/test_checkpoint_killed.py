@@ -189,9 +189,7 @@ def tokens_of(path: Path) -> int:
 
 
 def faults(left: dict[str, Path], find: Callable[[Path], str | None]) -> list[str]:
-    """What `find` says about each folder that was left, with the moment; nothing where it is
-    content.
-    """
+    """Collect, with its moment, what `find` reports about each folder left behind."""
     return [f"{moment}: {fault}" for moment, run_dir in left.items() if (fault := find(run_dir))]
 
 

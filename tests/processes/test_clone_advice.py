@@ -1,4 +1,4 @@
-"""What a finished run says of clones of hot experts that it did not have."""
+"""Advice of a finished run about clones of hot experts that it did not use."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ LAYERS = 15  # steps that are those of layers
 
 
 def differences(rank: int, memory: Tensor, sizes: CloneSizes, rounds: int) -> list[str]:
-    """What differs from the loops."""
+    """Return the differences from reference loops."""
     group = dist.new_group()
     ranks = group.size()
     handle = share_memory(memory, rank, ranks)
@@ -84,9 +84,7 @@ def test_what_layers_do_not_do_needs_a_barrier_more():
 
 
 def meetings(rank: int, memory: Tensor, ranks: int) -> list[list[int]]:
-    """What a rank finds that all have written before each of its meetings; every second one is not
-    needed.
-    """
+    """Return what a rank reads after each rendezvous; every second one is redundant."""
     written_P, arrived_PP = memory[:ranks], memory[ranks:].view(ranks, ranks)
     addresses = [each[rank:].data_ptr() for each in arrived_PP]
     passed_P = torch.zeros(ranks, dtype=torch.int64)

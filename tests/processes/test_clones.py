@@ -310,7 +310,7 @@ class Alone:
         self.counts_RE = counts_RE
 
     def gather_counts(self, counts_CE: Tensor) -> Tensor:
-        """Those that it was given."""
+        """Return the counts that it was given."""
         return self.counts_RE
 
 
@@ -336,7 +336,7 @@ def test_a_plan_is_made_as_configured(algorithm: CloneAlgorithm):
 
 
 def reports(rank: int, run: Run) -> list[dict[str, Any]]:
-    """What two steps say of loads, and what by hand their routers' choices come to."""
+    """Return the loads reported by two steps, and those computed by hand from routing."""
     engine = engine_of(run, rank)
     for _, router in engine.routers():
         router.weight.data[:2] += 0.3

@@ -46,7 +46,7 @@ TOKENS = 8 * 16  # of a step
 
 
 def resume(rank: int) -> tuple[Progress, dict[str, Any], list[float]]:
-    """What a run has after loading, by the names in the file, and its next losses."""
+    """Return a run's state after loading, by the names in the file, and its next losses."""
     run = make_run(MODEL, optim=STEADY)
     other = dataclasses.replace(run, train=dataclasses.replace(run.train, seed=99))
     engine = engine_of(other, rank)

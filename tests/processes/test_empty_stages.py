@@ -61,7 +61,7 @@ def run_of(model: ModelConfig, schedule: str = "auto", **choice: Any) -> Run:
 
 
 def trained(engine: Engine) -> Found:
-    """What a few steps come to, a validation of one microbatch, and a sample."""
+    """Return the results of a few steps, of a validation of one microbatch, and a sample."""
     run, found = engine.plan.run, results(engine, STEPS)
     held_out = batches_of(run, 100, 0)[:1]  # the same one on every data-parallel rank
     loss, tokens = Validation(engine, 1)(held_out)
@@ -166,7 +166,7 @@ def test_captured_training_equals_eager_training_bit_for_bit(
 
 
 def memory_handed_on(rank: int, run: Run) -> list[tuple[int, int]]:
-    """Of forwards of an empty stage: bytes that the output holds when made, and after the step."""
+    """Return bytes of an empty stage's output in each forward: when made, and after the step."""
     engine, outputs, pass_on = engine_of(run, rank), [], InFlight._pass_on
 
     def noted(in_flight: InFlight, place: tuple[int, int], output: torch.Tensor) -> None:

@@ -1,4 +1,4 @@
-"""What a run says between its last step and its end, and how long its sample may take."""
+"""Output between the last step of a run and its end, and the time limit of the sample."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is said about slow paths, and what a GPU cannot capture."""
+"""Lines about slow paths, and refusals of what a GPU cannot capture."""
 
 from __future__ import annotations
 

@@ -157,7 +157,7 @@ def test_stages_change_no_bits(recipe: Fp8Recipe, schedule: str):
 
 
 def distance(found: dict[str, Any], exact: dict[str, Any]) -> float:
-    """Of all gradients together, in parts of the exact ones' norm."""
+    """Return the relative distance, over all gradients together, from the exact ones."""
     pairs = [(found["grads"][name], exact["grads"][name]) for name in exact["grads"]]
     apart = sum(float(np.square(mine - wanted).sum()) for mine, wanted in pairs)
     return (apart / sum(float(np.square(wanted).sum()) for _, wanted in pairs)) ** 0.5
@@ -432,9 +432,7 @@ def test_capture_quantises_weights_after_validation(recipe: Fp8Recipe):
 
 
 def rolled_back(rank: int, run: Run, folder: Path) -> list[list[float]]:
-    """What an engine that has trained on and validated computes once it has gone back to a
-    checkpoint, and what a new engine computes.
-    """
+    """Return results of an engine that trained on and rolled back, and of a new engine."""
     engines = [engine_of(run, rank) for _ in range(2)]
     held_out = batches_of(run, 99, 0)
     steps = [TrainingStep(each) for each in engines]

@@ -109,8 +109,9 @@ def replays_as_on_a_gpu(engine: Engine) -> Iterator[None]:
 
 
 def taken(engine: Engine, first: int, saver: Saver | None, folder: Path) -> list[Any]:
-    """What the steps from the `first` on, and validations between them, tell; then a sample and
-    the parameters.
+    """Return the results of steps from the `first` on, with validations between them.
+
+    Then those of a sample, and the parameters.
     """
     run, told, updates = engine.plan.run, [], 0
     step, validation = TrainingStep(engine), Validation(engine, 2)
@@ -211,7 +212,7 @@ class Watched:
         Chunk.__call__, AdamShard.update, FullIteration.__call__ = on_forward, on_update, on_call
 
     def take(self) -> list[tuple[str, Any]]:
-        """What has happened since the last call."""
+        """Return the events since the last call."""
         events, self.events = self.events, []
         return events
 

@@ -112,7 +112,7 @@ Outcome = tuple[GradState, int] | None  # None: an AssertionError
 
 
 def outcomes(rank: int) -> dict[tuple[GradState, bool, str, bool], Outcome]:
-    """What every event does in every state; with and without overlap, and listed instead."""
+    """Apply every event in every state, with and without overlap, and with arrivals listed."""
     found: dict[tuple[GradState, bool, str, bool], Outcome] = {}
     with pytest.MonkeyPatch.context() as patch:
         started = count_starts(patch)

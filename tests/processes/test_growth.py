@@ -29,7 +29,7 @@ MIB = 2**20
 
 @dataclass(frozen=True)
 class Held:
-    """What a process has at a step; all counts."""
+    """Resources of a process at a step; all are counts."""
 
     step: int
     files: int  # open ones
@@ -53,7 +53,7 @@ def held(step: int) -> Held:
 
 
 def watched(rank: int, overrides: Sequence[str], ranks: int, every: int) -> list[Held]:
-    """What a rank holds before every n-th step, when no checkpoint is under way."""
+    """Return a rank's resources before every n-th step, while no checkpoint is under way."""
     plan, seen = Plan(composed(overrides, ranks)), []
     groups = create_groups(plan.layout, rank)
     data = load_all_data(plan.run, groups, rank)

@@ -43,7 +43,7 @@ def record(main: Doing, count: int = 6, **more: object) -> Record:
 
 
 def found(records: dict[int, Record | None], *, looks: int = 1, **more: bool) -> Finding:
-    """What rank 0 finds in the seventh collective of the world, at one of its looks."""
+    """Return rank 0's finding about the seventh collective of the world, at one of its looks."""
     store, world = dist.HashStore(), len(records) + 1
     ranks = [Heartbeats.over(store, rank, world) for rank in range(world)]
     wait = CollectiveWait(
@@ -193,7 +193,7 @@ def test_effort_separates_computing_from_sleeping_thread():
 
 
 def test_compiler_counts_as_work_though_it_waits():
-    """As it does for programs that it starts."""
+    """A compiler waits for the programs that it starts."""
     effort, over = effort_of(lambda: None)
     over.set()
     names = {"__name__": "triton.compiler.compiler"}
@@ -216,7 +216,7 @@ def stops(watchdog: Watchdog, folder: Path) -> None:
 
 
 def long_enough(watchdog: Watchdog) -> Callable[[], bool]:
-    """Whether a hang would have been told by now."""
+    """Return whether a hang would have been reported by now."""
     end = watchdog.heartbeats.beats + 3 * WARNS
     return lambda: watchdog.heartbeats.beats >= end
 

@@ -1,4 +1,4 @@
-"""What was trained, at any layout, is written as `transformers` loads it, and means the same."""
+"""Exports of models trained at any layout load in `transformers` and compute the same."""
 
 from __future__ import annotations
 
@@ -163,7 +163,7 @@ def test_transformers_continues_a_text_as_we_do(
 
 
 def test_parts_of_tensors_are_written_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """As if all tensors were too large for one part."""
+    """Every tensor is made larger than one part."""
     save_random("qwen3_moe", tmp_path / "theirs")
     run = run_from(tmp_path / "theirs", LAYOUTS["etp2"])
     path, *_ = run_distributed(saved, run.world_size, run, tmp_path)

@@ -59,7 +59,7 @@ CLASSES = {
 
 @pytest.mark.parametrize("kind", CLASSES)
 def test_tokens_that_were_added_are_there_in_every_class(kind: str, tmp_path: Path):
-    """Those of models leave them out, given tokenizer.json alone."""
+    """Tokenizer classes of models drop them if given tokenizer.json alone."""
     save_byte_level(tmp_path / "tokenizer.json")
     texts = {
         "tokenizer.json": (tmp_path / "tokenizer.json").read_bytes(),

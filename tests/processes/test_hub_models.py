@@ -145,7 +145,7 @@ def test_a_model_comes_from_the_hub_once_and_then_from_the_cache(
 
 @pytest.mark.parametrize("both", [True, False])
 def test_weights_come_in_one_format(hub: Hub, both: bool):
-    """Of one file and an index the file, as it is read; else what the index names, and no more."""
+    """A single file wins over an index; with an index only the files named there are read."""
     save_random("qwen3", hub.folder)
     one = (hub.folder / "model.safetensors").read_bytes()
     split_into_two(hub.folder)
@@ -170,9 +170,7 @@ def test_weights_missing_in_cache_are_downloaded(hub: Hub, monkeypatch: pytest.M
 
 
 def test_export_downloads_texts_only(hub: Hub, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    """Where the run folder has lost what came with its model; a model that the hub has changed
-    since then is no longer the one that was trained.
-    """
+    """For a run folder without them; a model changed on the hub since then is refused."""
     save_random("qwen3", hub.folder)
     (hub.folder / "tokenizer.json").write_text("{}")
     run = tmp_path / "run"
@@ -250,7 +248,10 @@ def test_no_hint_names_another_size(other: str, tmp_path: Path):
 
 
 def first_weight(rank: int, run: Run, caches: list[Path]) -> float | str:
-    """Of the model that the ranks of two hosts begin with; a host has two ranks and a cache."""
+    """Return a weight of the initial model of ranks on two hosts.
+
+    Each host has two ranks and a cache.
+    """
     constants.HF_HUB_CACHE = str(caches[rank // 2])
     groups = create_groups(Plan(run).layout, rank)
     try:
@@ -337,7 +338,7 @@ def test_first_process_of_each_host_reports_hub_error(hub: Hub):
 
 
 def asked_by_a_run(hub: Hub, folder: Path, ranks: int) -> list[str]:
-    """What a run on this many ranks, whose launcher asks nothing, asks of the hub."""
+    """Return a run's requests to the hub on this many ranks; its launcher makes none."""
     hub.asked.clear()
     constants.HF_HUB_CACHE = str(folder / f"cache{ranks}")
     words = [

@@ -28,8 +28,9 @@ WORLDS = sorted({world(case) for case in CASES})
 
 
 def steps_of_layout(rank: int, run: Run) -> Trained:
-    """What a few steps come to, after which all copies are the same; only rank 0 brings the
-    tensors.
+    """Return the results of a few steps, after which all copies must be equal.
+
+    Only rank 0 returns the tensors.
     """
     engine = engine_of(run, rank)
     found = results(engine, STEPS)

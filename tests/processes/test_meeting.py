@@ -1,4 +1,4 @@
-"""Where processes meet: who can reach their stores, and what they believe of what is in them."""
+"""Rendezvous of processes: who can reach their stores, and which contents are trusted."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ def resume(run: Run, theirs: Path) -> object:
 
 
 def named(begin: Begin, theirs: Path) -> tuple[str, str]:
-    """What messages call the model, and its tokenizer."""
+    """Return the names of the model and of its tokenizer in messages."""
     folder = theirs if begin is start else theirs.with_name("run")
     inside = "" if begin is start else "/pretrained"
     return str(folder), f"{folder}{inside}/tokenizer.json"

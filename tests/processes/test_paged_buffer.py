@@ -45,7 +45,7 @@ ENOUGH = 1.9  # of two ranks all rows are twice the mean
 
 
 def in_pages(rank: int, runs: dict[str, Run]) -> dict[str, dict[str, Any]]:
-    """What `several` finds, where no step may be taken again and every page comes back."""
+    """Return the results of `several`; no step may be rerun, and every page must be freed."""
     pools, clear = list[PagedBuffer](), PagedBuffer.clear
 
     def cleared(pool: PagedBuffer) -> None:

@@ -93,8 +93,9 @@ def run_of(case: str, count: int, pairs: bool) -> Run:
 
 
 def trained(rank: int, run: Run) -> dict[str, Any]:
-    """What steps tell; and of each, pairs that were added, and gradients of experts by themselves,
-    held back or not.
+    """Return metrics of steps; for each, the pairs added and the unpaired expert gradients.
+
+    Unpaired ones are counted by whether they were held back.
     """
     engine = engine_of(run, rank)
     step, seen = TrainingStep(engine), []

@@ -46,7 +46,7 @@ OLDER, NEWER = "step-00000001", "step-00000002"
 
 @dataclass(frozen=True)
 class Damage:
-    """What happens to a checkpoint."""
+    """Damage to a checkpoint."""
 
     words: str
     do: Callable[[Path], object]  # to the checkpoint's folder

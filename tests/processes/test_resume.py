@@ -1,6 +1,4 @@
-"""What a run continues from: which settings may differ, and which of several runs resume=auto
-takes.
-"""
+"""Resuming: which settings may differ, and which of several runs resume=auto takes."""
 
 from __future__ import annotations
 
@@ -315,7 +313,7 @@ def test_resume_refuses_run_without_steps_left(runs: Path):
 
 
 def test_restart_resumes_in_its_folder_despite_newer_runs(runs: Path):
-    """As after a restart: the folder was taken when no other run was newer, or none fitted."""
+    """The folder was taken when no other run was newer, or when none fitted."""
     own = saved(runs / "a", RUN, 10.0)
     saved(runs / "b", RUN, 20.0)
     assert find_start(AUTO, earlier=runs / "a").checkpoint == own
@@ -324,7 +322,7 @@ def test_restart_resumes_in_its_folder_despite_newer_runs(runs: Path):
 
 
 def told_by(rank: int, folder: Path, run: Run) -> dict[str, str]:
-    """What a run that starts in this folder prints at its start, by the word in front of it."""
+    """Return the opening lines of a run that starts in this folder, by their label."""
     os.chdir(folder)
     with redirect_stdout(io.StringIO()) as printed:
         assert train_rank(rank, run, {})[0]

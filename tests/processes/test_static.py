@@ -129,9 +129,9 @@ def short_run(graph: CudaGraphConfig, capacity: StaticCapacity, **options: Any) 
 
 
 def steps_of(rank: int, run: Run, in_a_row: int, favour: int = 0) -> dict[str, Any]:
-    """What the steps compute, which of them were taken again, and most rows that experts needed.
+    """Return the results of steps, which of them were rerun, and the most rows experts needed.
 
-    `favour`: of experts, which routers are made to choose.
+    `favour` lists the experts that routers are made to choose.
     """
     shortage.IN_A_ROW = in_a_row
     torch.manual_seed(rank)

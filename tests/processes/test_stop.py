@@ -382,7 +382,7 @@ def test_signals_reach_the_ranks_which_have_time(tmp_path: Path, number: int):
 
 @pytest.mark.parametrize("first", ["sleep", "idle"])
 def test_signal_outside_of_steps_counts_as_stopped(tmp_path: Path, first: str):
-    """As one does that has saved and hears it late; the other still has the time it needs."""
+    """One rank has saved and gets the signal late; the other still has the time it needs."""
     ends = [f"0:{first}", "1:idle"]
     code, said, began = launched(
         tmp_path, "--standalone", "--max-restarts=2", ends=ends, send=[signal.SIGUSR1]

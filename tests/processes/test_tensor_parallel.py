@@ -162,7 +162,7 @@ def test_feed_forward_equals_one_rank(ranks: int):
 
 
 def order_of_backward(rank: int, route: str) -> list[str]:
-    """What a column-parallel backward computes, starts and waits for, in turn."""
+    """Return the order of a column-parallel backward's GEMMs, all-reduces and waits."""
     seen: list[str] = []
 
     def noted(function: Callable[..., Any], name: str, arrival: str = "") -> Callable[..., Any]:

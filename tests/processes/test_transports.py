@@ -42,7 +42,7 @@ def draw(rank: int, width: int, seed: int) -> Tensor:
 
 
 def factor(expert: int, part: int) -> float:
-    """What the part of an expert multiplies rows by."""
+    """Return the factor by which an expert's part multiplies rows."""
     return 0.5 + expert - 0.25 * part
 
 
@@ -87,7 +87,7 @@ def exchanged(rank: int, scenario: str, ep: int, etp: int, multiple: int) -> dic
 
 
 def looped(rank: int, scenario: str, ep: int, etp: int) -> dict[str, Tensor]:
-    """The same in fp64 from all ranks' tokens, one (token, expert) after another."""
+    """Compute the same in fp64 from all ranks' tokens, one (token, expert) after another."""
     ranks, local = ep * etp, E // ep
     first = rank // etp * local
     chosen = [choices(scenario, r).tolist() for r in range(ranks)]

@@ -110,8 +110,9 @@ def equal(one: list[Tensor], other: list[Tensor]) -> bool:
 
 @contextmanager
 def updates_counted() -> Iterator[list[str]]:
-    """Whether each update within the block was one in a graph, or an eager one. What the host knows
-    of a stop is not looked at in graphs, where a replay would not see it change.
+    """Record whether each update within the block was captured or eager.
+
+    A stop known to the host must not be read within a graph: its replays would not see it change.
     """
     told: list[str] = []
     inside: list[str] = []
@@ -155,7 +156,7 @@ def poisoned(bad: int) -> Any:
 
 
 def history(rank: int, run: Run, bad: int | None) -> dict[str, Any]:
-    """What steps tell and leave, with rates that differ from step to step."""
+    """Return metrics and final state of steps whose rates differ from step to step."""
     torch.manual_seed(rank)
     engine = engine_of(run, rank)
     told, changed, skipped, stops, state = [], [], [], [], state_of(engine)

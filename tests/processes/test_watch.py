@@ -177,7 +177,7 @@ def preparing(world: World) -> None:
 
 @dataclass(frozen=True)
 class Case:
-    """What hangs, and what the first rank that waits says."""
+    """Kind of hang, and the report of the first rank that waits."""
 
     body: Body
     says: str  # after "rank N is stuck in "; a regular expression
@@ -357,7 +357,7 @@ def meeting(rank: int, folder: Path, timeout_s: float) -> None:
 
 @pytest.mark.full
 def test_a_job_may_be_suspended(tmp_path: Path):
-    """As schedulers do with SIGSTOP and SIGCONT: nobody has waited while nobody ran."""
+    """By SIGSTOP and SIGCONT, as schedulers do: time in which no rank ran does not count."""
     context = multiprocessing.get_context("fork")
     ranks = [context.Process(target=meeting, args=(rank, tmp_path, 2.0)) for rank in range(2)]
     try:
