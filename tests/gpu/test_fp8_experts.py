@@ -1,5 +1,6 @@
-"""Experts in FP8 on a GPU: kernels that quantise, torch's grouped product beside fp64 and
-beside the reference, in CUDA graphs, with weights that are quantised once, and in whole runs.
+"""Experts in FP8 on a GPU: quantisation kernels, and torch's grouped GEMM.
+
+Compared with fp64 and the reference, in CUDA graphs, with weights quantised once, and in runs.
 
 Shapes: E experts, T rows, IN and OUT widths.
 """

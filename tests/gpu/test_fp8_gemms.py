@@ -1,5 +1,6 @@
-"""Transformer Engine's products on a GPU: beside fp64, beside scales and entries of the reference,
-in CUDA graphs, and with weights that are quantised once.
+"""Transformer Engine's FP8 GEMMs on a GPU, against fp64 and the reference's scales and entries.
+
+Also in CUDA graphs, and with weights quantised once.
 
 Shapes: T rows, IN and OUT widths.
 """

@@ -1,4 +1,4 @@
-"""A run goes on with the data that its checkpoint was trained on, or says what has changed."""
+"""A resumed run continues with the data of its checkpoint, or reports what has changed."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_changed_data_are_refused_or_accepted_and_listed(tmp_path: Path):
 
 
 def test_the_same_files_elsewhere_are_the_same_data(tmp_path: Path):
-    """A corpus that has moved goes on; one that has also changed is refused by both."""
+    """Resuming accepts a moved corpus; one that has also changed is refused by both runs."""
     trial = Trial(tmp_path)
     moved = tmp_path / "moved"
     shutil.move(trial.corpus, moved)

@@ -1,5 +1,4 @@
-"""A process that dies at any moment of a save loses nothing that was committed, and the next run
-goes on from there.
+"""A process that dies at any moment of a save loses no committed checkpoint; the next run resumes.
 
 The moments: before and after every operation on the disk and every copy of the state, and in the
 middle of those that take time, in the training thread as in the one that writes beside it. At first
@@ -226,7 +225,7 @@ def test_what_a_rename_shows_is_on_the_disk_before(deaths: tuple[Scenario, dict[
     for index, name in enumerate(names):
         if name.startswith("before rename(.step-") and ".tmp," in name:
             temporary = name.removeprefix("before rename(").split(",")[0]
-            assert f"after sync({temporary})" in names[:index], "the draft's own entries"
+            assert f"after sync({temporary})" in names[:index], "entries of the temporary folder"
         if name.startswith("before rename(.latest.tmp"):
             assert f"after sync({CHECKPOINTS})" in names[:index], "the checkpoint that it will name"
     assert names[-1].startswith("after")

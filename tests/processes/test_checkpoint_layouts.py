@@ -1,8 +1,7 @@
-"""A checkpoint goes on at any layout: the losses after it are those of the layout that saved it,
-fp32.
+"""A checkpoint resumes at any layout, with the losses of the layout that saved it, in fp32.
 
-One set of processes per world size saves every layout of that size, and goes on with it; another
-one loads each at all of its.
+One set of processes per world size saves every layout of that size and continues; another one
+loads each checkpoint at all layouts of its size.
 """
 
 from __future__ import annotations

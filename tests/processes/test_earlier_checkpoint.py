@@ -1,6 +1,4 @@
-"""A checkpoint that an earlier version wrote: its names are those of the parameters now, and a run
-goes on from it.
-"""
+"""A checkpoint of an earlier version has today's parameter names, and a run resumes from it."""
 
 from __future__ import annotations
 

@@ -138,14 +138,14 @@ GRAPHS = {
     "partial": CudaGraphConfig(GraphImpl.local, PARTIAL, 2),
     "layer": CudaGraphConfig(GraphImpl.local, (), 2),
     "layer by slot": CudaGraphConfig(GraphImpl.local, (), 2, GraphKey.slot),
-    "whole step": WHOLE,
+    "full iteration": WHOLE,
 }
 
 
 CAPTURED = (
     (dict(pp=4, layout="Ett||tt|L"), tuple(GRAPHS)),
     (dict(pp=2, layout="Ett|tt||L"), tuple(GRAPHS)),
-    (dict(pp=2, layout="Ett|||ttL", schedule="zero_bubble_v"), ("whole step",)),
+    (dict(pp=2, layout="Ett|||ttL", schedule="zero_bubble_v"), ("full iteration",)),
 )
 
 

@@ -88,7 +88,7 @@ def test_last_save_prints_progress(
         r"^saving step-00000002: 100% of the [\d.]+ .?B of rank 0, \d s so far$", said, re.MULTILINE
     )
     assert re.search(r"^saving step-00000002: done in \d s$", said, re.MULTILINE)
-    assert "saving step-00000001" not in said, "training goes on, and is told of"
+    assert "saving step-00000001" not in said, "training continues and prints steps"
 
 
 def sampled_in_time(rank: int, seconds: tuple[float, ...]) -> list[int]:

@@ -56,7 +56,7 @@ STAGES = ParallelConfig(pp=2, vpp=2)
 LAYERS = CudaGraphConfig(GraphImpl.local, warmup_steps=WARMUP)
 ZERO_BUBBLE = ScheduleConfig(ScheduleName.zero_bubble_v)
 LAYOUTS = {
-    "whole step": (1, {"cuda_graph": WHOLE}),
+    "full iteration": (1, {"cuda_graph": WHOLE}),
     "layers": (1, {"cuda_graph": LAYERS}),
     "pp2 vpp2": (2, {"parallel": STAGES}),
     "zero bubble": (2, {"parallel": STAGES, "schedule": ZERO_BUBBLE}),

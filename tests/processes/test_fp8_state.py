@@ -1,5 +1,6 @@
-"""Scales of earlier steps in training: all ranks of a layer have the same, and what is skipped,
-validated, taken again or resumed leaves them as they would have been.
+"""Delayed scaling in training: all ranks of a layer have the same scales.
+
+Skipped, rerun and resumed steps, and validations, leave them as training without these would.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ EAGER = CudaGraphConfig()
 WHOLE = CudaGraphConfig(GraphImpl.full_iteration, warmup_steps=WARMUP)
 GRAPHS = {
     "eager": EAGER,
-    "whole step": WHOLE,
-    "whole step, update": dataclasses.replace(WHOLE, optimizer=True),
+    "full iteration": WHOLE,
+    "full iteration, update": dataclasses.replace(WHOLE, optimizer=True),
 }
 Scales = dict[str, Any]  # global name of a weight -> its layer's scales, and what they are of
 

@@ -1,4 +1,4 @@
-"""A whole step in one graph gathers its parameters itself, beside its first forwards.
+"""A full-iteration graph gathers parameters itself, overlapped with its first forwards.
 
 Replays in these tests do on the host what they do on a GPU: nothing.
 """
@@ -135,7 +135,7 @@ def taken(engine: Engine, first: int, saver: Saver | None, folder: Path) -> list
 
 
 def history(rank: int, run: Run, folder: Path) -> dict[str, Any]:
-    """A run, and another process's that goes on from its checkpoint."""
+    """Train a run, and resume it from its checkpoint in another process."""
     engine = engine_of(run, rank)
     saver = Saver(engine, lambda: None)
     through = taken(engine, 0, saver, folder)

@@ -252,8 +252,9 @@ def test_missing_transformer_engine_gets_one_line_of_advice(
 
 @pytest.mark.parametrize("in_a_row", chosen([2, NEVER], [2]), ids=str)
 def test_what_its_trial_run_lacks_is_no_shortage(in_a_row: int):
-    """It runs layers on zeros, all of whose tokens go to the same experts: no step is taken again
-    for that, and where memory grows everything is captured anew.
+    """The warm-up runs layers on zeros, which all go to the same experts.
+
+    No step is rerun for that; if memory grows, everything is captured again.
     """
     worst = run_distributed(steps_of, 2, short_run(EAGER, StaticCapacity.worst), in_a_row)
     eager, *others = (

@@ -76,7 +76,7 @@ def watched(rank: int, overrides: Sequence[str], ranks: int, every: int) -> list
 
 CASES = {
     "one rank": ("parallel=single",),
-    "whole steps captured": ("cuda_graph=full_iteration", "checkpoint.asynchronous=false"),
+    "full iteration captured": ("cuda_graph=full_iteration", "checkpoint.asynchronous=false"),
     "shared experts": ("parallel=ep2",),
 }
 

@@ -79,7 +79,7 @@ def test_rank_without_progress_is_reported():
         record(doing(quiet=WARNS - 1)),
         record(Doing("preparing the corpus", 0.0, rests=True, quiet=2 * WARNS)),
     ],
-    ids=["computes", "compiles", "goes on", "rests"],
+    ids=["computes", "compiles", "progresses", "rests"],
 )
 def test_rank_that_works_is_no_hang(works: Record):
     assert found({1: works}).hangs == ""
@@ -208,7 +208,7 @@ def sleeps(watchdog: Watchdog, folder: Path) -> None:
 
 
 def stops(watchdog: Watchdog, folder: Path) -> None:
-    """Rank 1 is stopped once others know it, and goes on when another process says so."""
+    """Rank 1 is stopped once others know it, and continued by another process."""
     wait_for(lambda: watchdog.heartbeats.beats > 0)
     (folder / "stopped").touch()
     os.kill(os.getpid(), signal.SIGSTOP)

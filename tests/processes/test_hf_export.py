@@ -253,7 +253,7 @@ def run_from_deepseek(folder: Path) -> Run:
 def test_a_run_from_a_model_to_a_model_and_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
-    """Started from a folder, exported at its end; a run that goes on exports its own end."""
+    """Start from a folder and export at the end; a resumed run exports its own end."""
     monkeypatch.chdir(tmp_path)
     theirs = tmp_path / "theirs"
     model = transformers.LlamaForCausalLM(

@@ -1,4 +1,4 @@
-"""`convert from-hf`: a model as a checkpoint that a run goes on from, at any layout, and back."""
+"""`convert from-hf`: import a model as a checkpoint, resume from it at any layout, export it."""
 
 from __future__ import annotations
 

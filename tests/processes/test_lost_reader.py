@@ -1,4 +1,4 @@
-"""Nobody reads what programs print: runs go on, the others end quietly."""
+"""Output without a reader: runs continue, other programs end quietly."""
 
 from __future__ import annotations
 

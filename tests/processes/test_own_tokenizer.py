@@ -1,6 +1,4 @@
-"""Data for a Hugging Face model have to be in its own tokens, in a run that starts from its files
-and in one that goes on from their conversion.
-"""
+"""Training a Hugging Face model requires its own tokenizer, from its files or after conversion."""
 
 from __future__ import annotations
 

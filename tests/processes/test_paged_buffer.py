@@ -33,13 +33,13 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "activations recomputed": {"parallel": EP2, "recompute": ACT},
 }
-WHOLE, PARTS = ("whole step",), ("partial", "moe", "layer", "whole step")
+WHOLE, PARTS = ("full iteration",), ("partial", "moe", "layer", "full iteration")
 GRAPHS = {
     "ep2": PARTS,
     "pp2 ep2": PARTS,
     "activations recomputed": PARTS,
-    "experts recomputed": ("layer", "whole step"),
-    "pp2 vpp2 ep2": ("layer", "whole step"),
+    "experts recomputed": ("layer", "full iteration"),
+    "pp2 vpp2 ep2": ("layer", "full iteration"),
 }
 ENOUGH = 1.9  # of two ranks all rows are twice the mean
 
@@ -77,11 +77,11 @@ def test_rows_from_pages_equal_originals(layout: str):
             assert same(result, kept), name
 
 
-@pytest.mark.parametrize("graph", chosen(["whole step", "partial", "eager"], ["whole step"]))
+@pytest.mark.parametrize(
+    "graph", chosen(["full iteration", "partial", "eager"], ["full iteration"])
+)
 def test_step_without_enough_pages_is_rerun(graph: str):
-    """It computes what it does without a pool; no other step is taken again, and in the end there
-    are more pages.
-    """
+    """Results equal those without a page pool; no other step is rerun, and the pool has grown."""
     run = short_run(CHOICES.get(graph, EAGER), StaticCapacity.worst)
     exact = run_distributed(steps_of, 2, run, NEVER)
     short = with_paged_buffer(run, 1.0)

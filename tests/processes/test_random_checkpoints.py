@@ -1,4 +1,4 @@
-"""A drawn checkpoint goes on bit for bit, and at another drawn layout as one process would.
+"""A random checkpoint resumes bit for bit, and at another random layout as one process would.
 
 A case that fails prints both command lines.
 """

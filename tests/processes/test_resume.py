@@ -333,9 +333,7 @@ def told_by(rank: int, folder: Path, run: Run) -> dict[str, str]:
 
 
 def test_two_models_in_one_place(tmp_path: Path):
-    """Each goes on with its own run, and says what it has passed over; a third model starts
-    anew.
-    """
+    """Each resumes its own run and reports the other as passed over; a third model starts anew."""
     settings = (*corpus_in(tmp_path / "corpus"), "resume=auto", "log.console=true")
     told, key = [], "model.moe.ffn_hidden_size"
     for width, steps in ((32, 2), (16, 2), (32, 4), (8, 2)):

@@ -429,7 +429,7 @@ def test_a_full_disk_loses_no_line(tmp_path: Path, capfd: pytest.CaptureFixture[
         with pytest.raises(ConfigError, match=f"3 lines of {METRICS} could not be .*: No space"):
             sink.check()
     said = capfd.readouterr().err
-    assert said.count("No space left on device; training goes on") == 1 and said.count("\n") == 1
+    assert said.count("No space left on device; training continues") == 1 and said.count("\n") == 1
     sink.validation(ValidationReport(4, 1.0, 1))
     sink.close()
     sink.check()

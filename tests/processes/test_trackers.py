@@ -142,7 +142,7 @@ def recorded_run(rank: int, run: Run, prepare: Callable[[], None]) -> None:
 
 
 def check_run(folder: Path, prepare: Callable[[], None], read: Callable[[Path], Events]) -> Events:
-    """A run of two steps that goes on for two, against its metrics.jsonl; returns its events."""
+    """Train two steps and resume for two more; check and return the recorded events."""
     corpus = corpus_in(folder / "corpus")
     for steps, resume in ((2, "null"), (4, "auto")):
         settings = (f"train.steps={steps}", f"run_dir={folder}/run", f"resume={resume}",

@@ -1,5 +1,6 @@
-"""`cuda_graph.optimizer`: a whole step's graph updates parameters as eager steps do, bit for bit,
-and leaves every bit where a step must not count: what differs between steps is read on the device.
+"""`cuda_graph.optimizer`: full-iteration graphs update parameters as eager steps do, bit for bit.
+
+A skipped step changes nothing: all values that differ between steps are read on the device.
 """
 
 from __future__ import annotations
@@ -216,8 +217,8 @@ def test_captured_steps_update_as_eager_and_skip_bad_ones(case: str):
         assert captured["stops"] == [n == STEPS - 1 for n in range(STEPS)]
 
 
-def taken_again(rank: int, run: Run) -> dict[str, Any]:
-    """States around every step that is taken again: before it, and behind the first attempt."""
+def rerun_states(rank: int, run: Run) -> dict[str, Any]:
+    """Return the state before every rerun step, and after its first attempt."""
     shortage.IN_A_ROW = 10**9
     torch.manual_seed(rank)
     engine = engine_of(run, rank)
@@ -270,7 +271,7 @@ def test_rerun_step_updates_only_once(parallel: str):
     ):
         model = dataclasses.replace(BIASED, moe=dataclasses.replace(BIASED.moe, static=limits))
         run = make_run(model, train=train, cuda_graph=graph, **layouts[parallel])
-        results.append(run_distributed(taken_again, run.world_size, run))
+        results.append(run_distributed(rerun_states, run.world_size, run))
     for exact, found in zip(*results, strict=True):
         assert found["seen"] == exact["seen"] and found["state"] == exact["state"]
         assert 0 < sum(found["again"][WARMUP + 1 :]) < STEPS - WARMUP - 1, "of those replayed"

@@ -1,4 +1,4 @@
-"""Which program has written a run: version and git commit, in its files and where it goes on."""
+"""Version and git commit of the program, in a run's files and when it resumes."""
 
 from __future__ import annotations
 

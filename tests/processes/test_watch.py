@@ -56,7 +56,7 @@ Hang = Callable[[], object]
 
 def stop() -> None:
     os.kill(os.getpid(), signal.SIGSTOP)
-    sleep()  # where another thread takes the signal, this one goes on for a moment
+    sleep()  # if another thread takes the signal, this one runs on for a moment
 
 
 def sleep() -> None:
@@ -211,7 +211,7 @@ CASES = {
     ),
     "edp": Case(
         in_training(app.optim.param_gather, "all_gather", "edp"),
-        r"all_gather \d+ of (edp|dp_cp) \(.+\)",  # both go on beside the rest
+        r"all_gather \d+ of (edp|dp_cp) \(.+\)",  # both overlap with other work
         model="moe",
     ),
     "world": training(
@@ -378,7 +378,7 @@ def test_a_job_may_be_suspended(tmp_path: Path):
 
 
 class Moving:
-    """Work that is not done, and while one asks the main thread goes on: it posts more."""
+    """Unfinished work during whose inspection the main thread posts more."""
 
     def __init__(self, transport: Transport) -> None:
         self.transport = transport
