@@ -146,6 +146,7 @@ def build_engine(
     if weights cannot be read.
     """
     run = plan.run
+    # 1. Chunks, on the meta device first, then with memory; 2. their weights.
     paged_buffer = build_paged_buffer(plan, run, groups.pp_rank, device=device)
     dispatcher = build_dispatcher(
         run, groups.layer_groups(run.parallel.cp_comm_type), device, paged_buffer=paged_buffer
@@ -155,15 +156,18 @@ def build_engine(
         run, plan.stages, groups, dispatcher=dispatcher, device=device, attend=attend
     )
     _set_weights(run, chunks, groups, pretrained=pretrained)
+    # 3. FP8 layers, and 4. the optimizer with its fp32 main parameters; both need the weights set.
     fp8 = build_fp8(run, chunks, groups, device)
     optimizer = _build_optimizer(plan, chunks, groups, device)
     if pretrained is not None:
+        # main parameters from the files again, which may be more precise than the weights
         all_succeed(groups, lambda: fill_main_params(optimizer.param_shards(), pretrained))
     if run.optim.overlap_params:
         for chunk in chunks:
             _wait_for_parameters(chunk, optimizer)
-    optimizer.changed = fp8.expire
+    optimizer.changed = fp8.expire  # an update invalidates quantised copies of weights
     fp8.watch()
+    # 5. Transport between stages, and the watchdog over all of it.
     pp_ranks = dist.get_process_group_ranks(groups.pp)
     transport = Transport(groups.pp, pp_ranks, run.schedule.batch_p2p)
     watchdog = watchdog or Watchdog(groups.rank, run.schedule.timeout_s)

@@ -65,7 +65,7 @@ def train(plan: Plan, rank: int, local_rank: int, attempt: Attempt) -> int:
                 trainer.engine.groups.barrier()
                 return DIVERGED
     if not finished:
-        trainer.request.hand_on()
+        trainer.request.hand_on()  # to submitit's handler, which requeues the job
     return 0 if finished else exit_code(trainer.request.signal)
 
 

@@ -219,6 +219,7 @@ class Trainer:
             self._tell_graphs(sinks)
             self._tell_pace(sinks, report)
             if self.bad_steps.rolls_back(report, self.engine.loss_scale):
+                # back to the checkpoint's state, but on with the next data: a bad batch would recur
                 self._roll_back(sinks)
                 stopwatch.lap()
                 continue
@@ -298,6 +299,7 @@ class Trainer:
         self.meter.begin(self.progress.step + 1)
         facts, totals = self.training_step(batches, lr, decay, following)
         self.meter.count(totals)
+        # a stop request during the last step changes nothing: the run ends anyway
         self.stops = bool(facts.stop) and self.progress.step + 1 < run.train.steps
         taken = self.progress.step + 1
         tokens = self.progress.tokens + self.meter.tokens_per_step
@@ -350,6 +352,7 @@ class Trainer:
         return telling(what, self.saver.progress, aloud=self.speaks and ends)
 
     def _save(self) -> Path:
+        # After a bad step check the state: a checkpoint of NaNs must not become the newest.
         if self.bad_steps.in_a_row and not self._finite():
             bad = "parameters or moments are not finite"
             raise Diverged(f"step {self.progress.step} was to be saved, but {bad}")
@@ -390,6 +393,7 @@ class Trainer:
             return None
         length = max(1, self.run.train.seq_len // 2)
         prompt = next(iter(self.held_out)).tokens_BS[0, :length].tolist()
+        # replicas have different validation data, and all ranks must generate the same
         prompt = rank_zero_says(self.engine.groups, lambda: prompt)
         self.engine.watchdog.note("a sample")
         text = sample_text(self.engine, self.data.tokenizer, prompt, aloud=self.leads)

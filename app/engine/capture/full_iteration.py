@@ -42,13 +42,14 @@ class FullIteration(Generic[Given, Found]):
             return self._record_or_replay(step)
 
     def _record_or_replay(self, step: Given) -> Found:
+        # The recording is gone if the recorder was released, as when memory grows: record again.
         if any(known is self.recording for known in self.recorder.recordings):
             assert self.recording is not None
             self._load(step)
             return self._rebuilt(self.recording.replay())
         tensors, rebuild = flatten(step)
         buffers = (self.recorder.static.buffer(self.pool, nth) for nth in itertools.count())
-        places = zip(buffers, tensors, strict=False)
+        places = zip(buffers, tensors, strict=False)  # `buffers` is infinite
         self.input = rebuild([buffer(tensor).copy_(tensor) for buffer, tensor in places])
         self.recording, outputs = self.recorder.record(self._run, self.pool)
         return self._rebuilt(outputs)

@@ -115,7 +115,7 @@ class CudaRecorder:
                 graph.capture_end()
             recording = CudaRecording(graph, [unowned(output) for output in outputs])
             self.recordings.append(recording)
-            graph.replay()
+            graph.replay()  # a capture only records: this does the work of the present step
         return recording, outputs
 
     @contextmanager
@@ -124,7 +124,7 @@ class CudaRecorder:
         since = time.perf_counter()
         if pool not in self.pools:
             self.pools[pool] = torch.cuda.graph_pool_handle()
-            gc.collect()
+            gc.collect()  # so that dead tensors in cycles are freed before the cache is emptied
             torch.cuda.empty_cache()  # the pool cannot use blocks cached by eager steps
         before = _taken_by_driver()
         with captured_on_current_stream():

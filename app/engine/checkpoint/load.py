@@ -79,9 +79,10 @@ def load_checkpoint(
     groups = engine.groups
     files = manifest["files"]
     engine.watchdog.rest(f"reading {path.name}")
+    # 1. Check the files, shared among the ranks, before anything is overwritten.
     share = list(files)[groups.rank :: groups.host.size()]
     all_succeed(groups, lambda: check_contents(path, manifest, share))
-    # a parameter all-gather still under way would overwrite loaded values
+    # 2. Parameters and moments. An all-gather still under way would overwrite loaded values.
     engine.gather_all_params()
     opened = _Opened(path)
     param_shards = list(engine.optimizer.param_shards())
@@ -91,6 +92,7 @@ def load_checkpoint(
     )
     missing = sum(owned.main.numel() for owned in param_shards) - found
     assert missing == 0, f"{missing} elements of this rank are in no file of {path}"
+    # 3. Router biases, FP8 scales, loss scale, RNG state.
     for name, router in engine.named_routers():
         if _lacks_bias(manifest, name):
             continue
@@ -101,6 +103,7 @@ def load_checkpoint(
     own = opened[_own_file(groups, [entry["dp_rank"] for entry in files.values()])]
     if IMPORTED not in manifest:
         _restore_random(own, engine.device)
+    # 4. Adam's step count, and the low-precision parameters from the loaded main parameters.
     engine.optimizer.restored(manifest["updates"])
     progress = Progress(manifest["step"], manifest["updates"], manifest["tokens"])
     return progress, json.loads(own.metadata()[CURSOR])

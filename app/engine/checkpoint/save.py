@@ -133,7 +133,9 @@ def write_checkpoint(
     """
     final = folder / checkpoint_name(state.manifest["step"])
     temporary = temporary_folder(final)
+    # 1. Rank 0 makes the temporary folder; the others wait until it exists.
     _lead(group, final, lambda: _begin(temporary), activity=activity)
+    # 2. Every rank writes its file, and keeps an error for the gather.
     written = None
     failure = None
     activity.rest(f"writing {final.name}")
@@ -141,6 +143,7 @@ def write_checkpoint(
         written = _write_rank(temporary, state)
     except Exception as error:  # gathered below: the other ranks wait for this one
         failure = Failure(f"rank {state.rank}: {error}", no_room(error))
+    # 3. Rank 0 collects sizes and checksums, writes the manifest, renames the folder.
     found: list[Any] = [None] * group.size()
     activity.note(f"saving {final.name}")
     dist.gather_object((written, failure), found if state.rank == 0 else None, dst=0, group=group)
@@ -198,6 +201,7 @@ def _lead(
 
 
 def _begin(temporary: Path) -> None:
+    """Create an empty temporary folder in place of whatever has its name."""
     temporary.parent.mkdir(parents=True, exist_ok=True)
     _clear(temporary)
     temporary.mkdir()
@@ -283,6 +287,11 @@ def _contents(written: list[WrittenFile]) -> dict[str, Any]:
 
 
 def _commit(temporary: Path, final: Path) -> None:
+    """Rename a complete checkpoint to its name, then point `latest` to it.
+
+    Folders are synced before and after each rename, so that a power cut leaves either the old or
+    the new state.
+    """
     sync_folder(temporary)
     if is_own_folder(final):  # a resumed run may come to the same step again
         _hide(final)

@@ -53,7 +53,7 @@ def write_tensors(
             "data_offsets": [begin, end],
         }
     text = json.dumps(header).encode()
-    text += b" " * (-len(text) % ALIGNMENT)
+    text += b" " * (-len(text) % ALIGNMENT)  # the format allows trailing spaces
     file.write(len(text).to_bytes(8, "little") + text)
     for _, tensor in ordered:
         data = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data

@@ -112,6 +112,7 @@ class Decoder:
         Overwrites the cache. Texts are padded as prompts are.
         """
         tokens_BP = self._padded_batch(texts, width)
+        # the label of a position is the next token; the last token and padding have none
         labels_BP = torch.full_like(tokens_BP, NO_LABEL)
         for sequence, text in enumerate(texts):
             labels_BP[sequence, : len(text) - 1] = tokens_BP[sequence, 1 : len(text)]

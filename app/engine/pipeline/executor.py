@@ -62,7 +62,7 @@ def execute(
 ) -> StepTotals:
     """Run `actions` over the microbatches of `step`; autograd is off if none is a backward."""
     training = any(isinstance(action, Backward | BackwardInput) for action in actions)
-    last = last_backwards(actions)
+    last = last_backwards(actions)  # positions after which a chunk's gradients are complete
     splits = any(isinstance(action, BackwardWeight) for action in actions)
     in_flight = InFlight(stages, step, training, splits=splits)
     with torch.set_grad_enabled(training):
@@ -98,6 +98,7 @@ def execute(
 
 @contextmanager
 def _blame(actions: Sequence[Action], position: int) -> Iterator[None]:
+    """Add the list of actions, with the failing one marked, to an error raised in the block."""
     try:
         yield
     except Exception as error:

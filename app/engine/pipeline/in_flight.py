@@ -122,6 +122,8 @@ class InFlight:
         module = self.stages.chunks[chunk]
         roots = self.roots.pop(key)
         scale = self.step.scale
+        # The loss starts with the loss scale as its gradient (None: 1); hidden states with the
+        # gradient from the next stage, which is scaled already. Router losses are scaled here.
         grad_out = scale if module.last else self.output_grads.pop(key)
         torch.autograd.backward(roots, [grad_out, *(scale for _ in roots[1:])])
         if module.first:
@@ -143,7 +145,7 @@ class InFlight:
         key = op.mb, op.chunk
         if op.send:
             held = self.outputs if op.flow == "F" else self.input_grads
-            held[key] = held[key].contiguous()
+            held[key] = held[key].contiguous()  # kept until the send is done
             return held[key]
         stages = self.stages
         arriving = torch.empty(stages.hidden, dtype=stages.dtype, device=stages.device)
@@ -155,6 +157,7 @@ class InFlight:
         for op in ops:
             key = op.mb, op.chunk
             if not op.send and op.flow == "F":
+                # only after the receive, which writes into the tensor in place
                 self.inputs[key].requires_grad_(self.training)
             elif op.send and op.flow == "B":
                 del self.input_grads[key]

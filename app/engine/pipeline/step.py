@@ -159,6 +159,7 @@ class TrainingStep:
         following: Callable[[], Sequence[Batch]] | None = None,
     ) -> tuple[StepFacts, StepTotals]:
         """Train on a step's microbatches; while the device computes, load the `following` ones."""
+        # 1. Inputs: microbatches, loss weights, learning rate; all on the device.
         loss_scale = self.engine.loss_scale
         scale = None if loss_scale is None else loss_scale.value
         step = step_input(
@@ -178,17 +179,21 @@ class TrainingStep:
             update_rates(lr, weight_decay, self.engine.device),
             self._wanted() if captures and self.run.cuda_graph.optimizer else None,
         )
+        # 2. Passes and update. On a GPU this only launches work.
         if self.shortage is not None:
             self.shortage.begin()
         totals, sums = (self.captured if captures else self.eager)(given)
         self.taken += 1
+        # 3. Load the next batches while the device works.
         if following is not None:
             self.engine.watchdog.rest("reading the next batches")
             # suppressed: it recurs when these batches are due, after this step's report and save
             with suppress(Exception):
                 self.loader.start(following())
             self.engine.watchdog.note("the end of the step")
+        # 4. The one wait of the host.
         facts = sums.read()
+        # 5. Rerun the step if experts lacked memory; its update was skipped on the device.
         if self.shortage is not None:
             lacked = facts.missing > 0
             if lacked:
@@ -202,7 +207,7 @@ class TrainingStep:
         self.engine.stepped(bool(facts.skipped))
         if loss_scale is None:
             return facts, totals
-        used = loss_scale.scale
+        used = loss_scale.scale  # the gradients of this step were computed with it
         loss_scale.update(bool(facts.skipped))
         return replace(facts, norm_sq=facts.norm_sq / used**2, scale=used), totals
 
@@ -228,7 +233,7 @@ class TrainingStep:
             passes.norm_sq,
         )
         all_reduce(sums.values_N, self.engine.groups.world)
-        norm = sums["norm_sq"].sqrt()
+        norm = sums["norm_sq"].sqrt()  # global, over all ranks; the optimizer clips by it
         if self.shortage is not None:  # an infinite norm skips the update: some rows were missing
             norm = norm.masked_fill(sums["missing"] > 0, math.inf)
         skipped = self.engine.optimizer.step(given.rates_2, norm, given.step.scale)
@@ -246,7 +251,7 @@ class TrainingStep:
         if moe is None or not moe.bias_update_rate:
             return
         for key, router in self.engine.routers():
-            counts_E = totals.counts[key].clone()
+            counts_E = totals.counts[key].clone()  # reports use the rank's own counts later
             all_reduce(counts_E, self.engine.groups.tp_cp_dp_control)
             moved_E = update_bias(router.bias_E, counts_E, moe.bias_update_rate)
             router.bias_E.copy_(torch.where(skipped > 0, router.bias_E, moved_E))

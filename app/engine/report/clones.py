@@ -54,7 +54,7 @@ def clones_would_pay(
         sums_4[3] += 1
     all_reduce(sums_4, stages)
     *loads, layers = sums_4.tolist()
-    if not layers:
+    if not layers:  # nothing was counted: no log interval since the start
         return None
     before, after, clones = (load / layers for load in loads)
     saved = CloneCosts.of(cloning, peak).saved(before, after, clones)

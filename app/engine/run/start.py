@@ -100,7 +100,7 @@ def find_start(
         check_own_tokenizer(run, folder / PRETRAINED, name=str(folder))
     elif (change := changed_end(manifest, run.data.tokenizer)) is not None:
         changes = (*changes, change)
-    if earlier is None:
+    if earlier is None:  # a restart of a finished run may only have its end left to do
         _check_steps_left(run, checkpoint, manifest["step"], run_dir=run_dir)
     return Start(run_dir, checkpoint, manifest, changes=changes, passed_over=passed_over)
 
