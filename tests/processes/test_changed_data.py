@@ -157,7 +157,7 @@ def test_a_stream_is_compared_too(tmp_path: Path):
     file.write_text("\n".join([*lines, lines[0]]))
     assert "the data have changed since" in trial.resumes()
     told = trial.resumes("data.accept_changed=true")
-    assert told.startswith("data.accept_changed=true: a position in a stream means nothing")
+    assert told.startswith("data.accept_changed=true: a position in a stream is invalid")
 
 
 def found_on(rank: int, folder: Path, run: Run) -> str:

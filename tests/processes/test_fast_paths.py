@@ -115,7 +115,9 @@ def test_updates_are_captured_with_their_kernel_only(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(fast_paths, "triton", None)
     check_capturable(run, CPU)
     check_capturable(make_run(dense, cuda_graph=WHOLE), GPU)
-    with pytest.raises(ConfigError, match=r"cuda_graph\.optimizer=true: captures AdamW, for whose"):
+    with pytest.raises(
+        ConfigError, match=r"cuda_graph\.optimizer=true: captures AdamW, which makes"
+    ):
         check_capturable(run, GPU)
 
 

@@ -146,7 +146,9 @@ def test_torchrun_names_another_program_where_launchers_meet(tmp_path: Path):
         line = [sys.executable, "-c", code, *options]
         done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith(f"torchrun: 127.0.0.1:{port}: MASTER_PORT={port}: what listens")
+    assert done.stderr.startswith(
+        f"torchrun: 127.0.0.1:{port}: MASTER_PORT={port}: another program listens"
+    )
     assert done.stderr.count("\n") == 1
 
 

@@ -44,19 +44,19 @@ def windows(tokens: Sequence[int], context: int, stride: int) -> Iterator[Scored
 
 
 def window_losses(
-    decoder: Decoder, told: Iterable[ScoredWindow]
+    decoder: Decoder, requested: Iterable[ScoredWindow]
 ) -> Iterator[tuple[ScoredWindow, float]]:
-    """Yield rank 0's windows `told`, each with the nats of its scored tokens; all ranks call it."""
+    """Yield rank 0's `requested` windows and their nats; all ranks call it."""
     replicas = Replicas(decoder.model.groups, decoder.sequences)
-    source = iter(told)
-    nobody = ScoredWindow((0,), 1)
+    source = iter(requested)
+    padding = ScoredWindow((0,), 1)
 
     def batch() -> list[ScoredWindow]:
         return list(islice(source, replicas.together))
 
     while found := rank_zero_says(replicas.groups, batch):
         width = max(len(window.tokens) for window in found)
-        own = replicas.own([*found, *[nobody] * (replicas.together - len(found))])
+        own = replicas.own([*found, *[padding] * (replicas.together - len(found))])
         nats_BP = decoder.losses([window.tokens for window in own], width).double().cpu()
         lost_B = torch.stack([
             nats_P[window.first : len(window.tokens)].sum()
@@ -84,15 +84,15 @@ class Perplexity:
 
 
 def perplexity(
-    decoder: Decoder, told: Iterable[ScoredWindow], progress: Callable[[int], None]
+    decoder: Decoder, requested: Iterable[ScoredWindow], progress: Callable[[int], None]
 ) -> Perplexity:
-    """Compute the perplexity over rank 0's windows `told`; all ranks call it.
+    """Compute the perplexity over rank 0's `requested` windows; all ranks call it.
 
     `progress` is called with the number of tokens scored so far.
     """
     nats: list[float] = []
     tokens = 0
-    for window, lost in window_losses(decoder, told):
+    for window, lost in window_losses(decoder, requested):
         nats.append(lost)
         tokens += window.counted
         progress(tokens)
@@ -137,7 +137,7 @@ class Accuracy:
 
 def accuracy(
     decoder: Decoder,
-    told: Sequence[Question],
+    questions: Sequence[Question],
     tokenizer: Tokenizer,
     progress: Callable[[int], None],
     *,
@@ -148,20 +148,22 @@ def accuracy(
     `progress` is called with the number of choices scored so far. `prefix`: see
     `Question.windows`.
     """
-    all_windows = [window for question in told for window in question.windows(tokenizer, prefix)]
+    all_windows = [
+        window for question in questions for window in question.windows(tokenizer, prefix)
+    ]
     nats = []
     for _, lost in window_losses(decoder, all_windows):
         nats.append(lost)
         progress(len(nats))
     plain = normalised = at = 0
-    for question in told:
+    for question in questions:
         lost_C = nats[at : at + len(question.choices)]
         at += len(question.choices)
         lengths = [len(choice) for choice in question.choices]
         shares = [lost / length for lost, length in zip(lost_C, lengths, strict=True)]
         plain += _least(lost_C) == question.answer
         normalised += _least(shares) == question.answer
-    return Accuracy(len(told), plain / len(told), normalised / len(told))
+    return Accuracy(len(questions), plain / len(questions), normalised / len(questions))
 
 
 def _least(values: Sequence[float]) -> int:
