@@ -85,7 +85,7 @@ class Engine:
 
     @property
     def cloning(self) -> Cloning | None:
-        """ECHO's cloning of hot experts; None disables it."""
+        """Cloning of hot experts (ECHO); None without clones."""
         return self.dispatcher.cloning if isinstance(self.dispatcher, StaticDispatcher) else None
 
     def start_step(self) -> None:
@@ -219,8 +219,9 @@ def _attention(run: Run, groups: Groups, device: torch.device) -> Attend:
 
 
 def _waits_unseen(run: Run, dispatcher: Dispatcher[Any, Any] | None, device: torch.device) -> bool:
-    """True if ranks wait for each other where torch records no collective: inside CUDA graphs, and
-    in kernels that spin on peer memory.
+    """Return whether ranks wait for each other in ways that torch's flight recorder cannot see.
+
+    Those are collectives inside CUDA graphs, and kernels that wait on peer memory.
     """
     layer_groups = isinstance(dispatcher, StaticDispatcher) and dispatcher.peer is not None
     captures = run.cuda_graph.impl is not GraphImpl.none and device.type == "cuda"
@@ -239,7 +240,10 @@ def _set_weights(
 
 
 def build_recorder(run: Run, device: torch.device) -> Recorder | None:
-    """Build the CUDA graph recorder, or its CPU stand-in. Raises ConfigError if capture fails."""
+    """Build the CUDA graph recorder, or its CPU stand-in; None without capture.
+
+    Raises ConfigError for what cannot be captured.
+    """
     check_capturable(run, device)
     if run.cuda_graph.impl is GraphImpl.none:
         return None
