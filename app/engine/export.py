@@ -158,7 +158,7 @@ def export_together(path: Path, folder: Path, groups: Groups, activity: ThreadAc
     export = exported.export()
     leads = groups.rank == 0
     rank_zero_says(groups, export.begin)
-    own = list(export.files())[groups.rank :: groups.host.size()]
+    own = list(export.files())[groups.rank :: groups.host.size()]  # round robin over ranks
     try:
         texts = all_succeed(groups, lambda: exported.texts(warn) if leads else {})
         all_succeed(groups, lambda: _write(export, own, exported))

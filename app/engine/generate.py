@@ -69,7 +69,7 @@ def sample_tokens(
     generator = torch.Generator().manual_seed(seed)
     tokens = list(prompt)
     for nth in range(count):
-        if nth and len(tokens) <= window:
+        if nth and len(tokens) <= window:  # the last token extends the cache by one position
             logits_1V = decoder.step(tokens[-1:])
         else:
             logits_1V = decoder.prompts([tokens[-window:]])

@@ -106,19 +106,21 @@ class PartialGraphs:
         values: Mapping[str, object],
         keep: Sequence[str],
     ) -> dict[str, object]:
+        """Run a layer for a microbatch: phases before the captured part, the part, the rest."""
         before = (
             run_phases(phases[: phase_range.start], values, keep=("x",))
             if phase_range.start
             else values
         )
         key = chunk, self.plan.set_of(mb, chunk), nth
-        if key not in self.by_set:
+        if key not in self.by_set:  # the first microbatch of a set records its graphs
             function = self.inside(chunk, nth, static, keep)
             self.by_set[key] = self._new_interval(mb, chunk, nth, function=function)
         inside = self.by_set[key](value_of(before, "x", Tensor))
         return run_layer(phases[phase_range.stop :], {**values, **inside}, keep)
 
     def _new_interval(self, mb: int, chunk: int, nth: int, *, function: Inside) -> Inside:
+        """Build the interval of a layer, with static buffers where it is not chained."""
         plan = self.plan
         static = self.recorder.static
         after_another = nth > 0 and self._chained(chunk, nth - 1)

@@ -228,12 +228,13 @@ class GraphsByTransformerEngine(PartialGraphs):
                 _num_layers_per_chunk=[len(layers) for _, _, layers in sets],
                 _reuse_graph_input_output_buffers=True,
             )
-        captured = iter(made)
+        captured = iter(made)  # ordered as `_samples`
         for chunk, mbs, layers in sets:
             for mb, nth in itertools.product(mbs, layers):
                 interval = GraphedInterval(parts[chunk, nth], next(captured), self.optimizer)
                 self.recorder.recordings += [interval.forward_graph, interval.backward_graph]
                 self.by_set[chunk, self.plan.set_of(mb, chunk), nth] = interval
+        # Parts with equal gradient shapes share memory for them: count each kind once.
         for kinds in {part.gradients for part in parts.values()}:
             size = sum(shape.numel() * dtype.itemsize for shape, dtype in kinds)
             self.recorder.static.elsewhere[pool, kinds] = size

@@ -303,6 +303,7 @@ def _newest_that_fits(run: Run, record: Callable[[], Record]) -> tuple[Path | No
     current = plain(asdict(run))
     for saved in sorted(map(_recorded, newest), key=lambda saved: saved.time, reverse=True):
         data = _DataThen(saved.data, run, record)
+        # without a readable configuration nothing speaks against it; loading decides
         misfit = saved.config and _misfit(_differences(saved.config, current), data)
         if not misfit:
             return saved.checkpoint, _passed_over(passed)

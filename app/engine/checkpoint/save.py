@@ -254,6 +254,7 @@ def _finish(
     *,
     tell: Callable[[str], None],
 ) -> None:
+    # one rank's failure discards the whole checkpoint
     for _, failure in found:
         if failure is not None:
             raise SaveError(failure)

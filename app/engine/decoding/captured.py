@@ -40,6 +40,7 @@ class CapturedStep:
         if self.taken <= WARMUP:
             return self.compute(x)
         if self.recording is None or self.input is None:
+            # `input` is kept: replays read it at this address
             self.input = static = x.clone()
             self.recording, (out,) = self.recorder.record(lambda: [self.compute(static)], POOL)
             return out

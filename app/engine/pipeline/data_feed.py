@@ -61,6 +61,8 @@ class Loader:
         if there is not None:
             here = torch.cuda.current_stream()
             here.wait_event(there)
+            # The tensors come from the side stream: the allocator must not reuse their memory
+            # there while this stream still reads them.
             for tensor in (tensor for batch in loaded[0] for tensor in _tensors(batch)):
                 tensor.record_stream(here)
             loaded[1].record_stream(here)
@@ -69,6 +71,7 @@ class Loader:
     def _load(self, batches: Sequence[Batch]) -> LoadedBatches:
         seq_len = batches[0].tokens_BS.shape[1]
         own_S = own_tokens(seq_len, self.groups.layout.cp, self.groups.cp_rank)
+        # counted on the CPU over whole sequences, hence the same on all context-parallel ranks
         counts_M = torch.stack([(batch.labels_BS != IGNORED).sum() for batch in batches])
         return tuple(self._part(batch, own_S) for batch in batches), self._move(counts_M)
 

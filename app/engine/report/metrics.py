@@ -278,7 +278,7 @@ class Meter:
         """Measure expert load over all pipeline ranks; those without MoE layers must join too."""
         if self.run.model.moe is None:
             return {}
-        counts = [self.counts[key] for key in sorted(self.counts)]
+        counts = [self.counts[key] for key in sorted(self.counts)]  # the same order on all ranks
         self.counts = {}
         dropped = self.dropped
         self.dropped = 0
@@ -292,6 +292,7 @@ class Meter:
             self.counts_LE = counts_LE
             pairs_2[1] = counts_LE.sum()
             ratio_L = counts_LE.max(dim=1).values / counts_LE.double().mean(dim=1)
+        # sums over stages: ratios, number of layers, choices dropped and kept
         total = torch.stack((ratio_L.sum(), ratio_L.new_full((), len(counts)), *pairs_2.double()))
         worst = ratio_L.max()
         all_reduce(total, self.engine.groups.pp_control)

@@ -39,7 +39,7 @@ def all_succeed(groups: Groups, work: Callable[[], T]) -> T:
     except ConfigError as error:
         mine = error
     dist.all_gather_object(errors, mine, group=groups.host)
-    for found in errors:
+    for found in errors:  # all ranks raise the same one: that of the lowest rank
         if found is not None:
             raise found
     return results[0]

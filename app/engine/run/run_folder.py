@@ -148,6 +148,7 @@ class FolderLock:
             self._identity = identity(folder)
         # Forked workers that prepare data must not keep the lock after the run was killed.
         os.register_at_fork(after_in_child=self._close)
+        # flock ends with the process, so a killed run leaves no stale lock
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:

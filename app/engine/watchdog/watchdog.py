@@ -189,6 +189,7 @@ class Watchdog:
         return self._main_quiet.looks > 0 or (saves and self._saving_quiet.looks > 0)
 
     def _beat(self, over: threading.Event) -> None:
+        """At every look: examine long waits, publish this rank's record, warn of hangs."""
         assert self.heartbeats is not None
         with suppress(RuntimeError):  # the store's process is gone: it no longer answers
             while not over.wait(self.look_s):
@@ -206,6 +207,7 @@ class Watchdog:
                 self._warn(self.heartbeats, waits)
 
     def _warn(self, heartbeats: Heartbeats, waits: Sequence[CollectiveWait]) -> None:
+        """Warn of hangs found in long waits; one rank of all prints each of them."""
         for wait in waits:
             finding = self._findings.get(wait.name)
             if finding is None or not finding.hangs or self._quiet_looks(wait) < WARNS:
@@ -227,12 +229,13 @@ class Watchdog:
         return 0 if self.main.rests(self._under_way(self.main)) else self._main_quiet.looks
 
     def _watch(self, over: threading.Event, end: Callable[[int], object]) -> None:
+        """Report and end a stuck rank; this thread never blocks on the store or the recorders."""
         looked = time.monotonic()
         while not over.wait(self.look_s):
             before = looked
             looked = time.monotonic()
             if looked - before > SILENT * self.timeout_s:
-                self._awake = looked
+                self._awake = looked  # the whole process was stopped: waits count from here
             self._unanswered += 1
             self._look()
             waits = self.waits()
@@ -242,6 +245,7 @@ class Watchdog:
             if words := self.verdict():
                 self._said = True
                 print(words, file=sys.stderr, flush=True)
+                # time for the other ranks to print theirs before torchrun ends them
                 if not over.wait(self.timeout_s * GRACE):
                     end(EXIT_STUCK)
                 return
@@ -290,6 +294,11 @@ class Watchdog:
         )
 
     def _in_action(self) -> CollectiveWait:
+        """Return the main thread's wait outside recorded collectives.
+
+        It may wait for pipeline P2P, for all ranks at a rendezvous, or within a graph's replay;
+        otherwise the ranks waited for are unknown.
+        """
         doing = self.main.doing
         seconds = self._still_s()
         if pending := self.pending_p2p():
@@ -320,6 +329,7 @@ class Watchdog:
         return time.monotonic() - max(since, self._changed)
 
     def _record(self, waits: Sequence[CollectiveWait]) -> Record:
+        """Build this rank's heartbeat; of its waits it names the longest."""
         rests = self.main.rests(self._under_way(self.main))
         main = Doing(
             self.main.doing,
